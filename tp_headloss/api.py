@@ -1,0 +1,212 @@
+"""The public function: validate from metadata, resolve options, call."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .autograd import Statistics
+from .backends import resolve_backend
+from .comm import TRANSPORTS
+from .shard import VocabShard
+from .stats import IGNORED, OPTIONAL, HeadSpec, VocabStatistics
+
+LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Transform:
+    """z = softcap * tanh((x + bias) * scale / softcap) / temperature, computed inside the kernels in fp32.
+
+    bias: [width] of this rank's shard, differentiable. temperature: a number, or one per token (the logits' leading
+    shape, not differentiable). softcap: None for none (Gemma 2, arXiv:2408.00118, section 2).
+    """
+
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float | torch.Tensor = 1.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How, not what: no option changes a result by more than rounding.
+
+    backend: "triton", "torch" or None (triton on CUDA, torch elsewhere). transport: "gather" or "sum", see `comm`.
+    inplace: the backward writes the gradient over the logits. check: raise a ValueError that names the first token
+    with a bad label, on every rank, at the price of a host synchronisation.
+    """
+
+    backend: str | None = None
+    transport: str = "gather"
+    inplace: bool = False
+    check: bool = False
+
+
+NO_TRANSFORM, DEFAULTS = Transform(), Options()
+
+
+def vocab_statistics(
+    logits: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    *,
+    shard: VocabShard | None = None,
+    want: tuple[str, ...] = (),
+    transform: Transform | None = None,
+    total_weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    options: Options | None = None,
+) -> VocabStatistics:
+    """Differentiable per-token statistics of the whole vocabulary, from this rank's columns of the logits.
+
+    logits [.., width] sharded on V, labels [..] replicated -> statistics [..] fp32 replicated. One collective forward
+    (none at one rank), backward: no communication; gradients meet in one kernel and are rounded once.
+
+    logits: fp32, bf16 or fp16 (float64 with the torch backend), any leading shape and strides; never written unless
+        ``options.inplace``, when the backward overwrites them and a later use of the old values by autograd raises.
+    labels: int32 or int64 global ids. ``ignore_index`` wins over everything, a valid id included. Any other label
+        outside ``[0, vocab_size)`` makes its token NaN on every rank (``options.check`` raises instead).
+    shard: the columns this rank owns; None means that ``logits`` hold the whole vocabulary.
+    want: of "entropy", "total" and "argmax"; lse is always there, log_prob and target_logit with labels.
+    total_weight: [width] fp32 column weights w of ``total`` (class weights), not differentiable.
+
+    Raises ValueError or TypeError, from metadata alone and hence on every rank, for what does not fit together.
+    """
+    transform, options = transform or NO_TRANSFORM, options or DEFAULTS
+    shard = VocabShard(0, logits.shape[-1], logits.shape[-1]) if shard is None and logits.dim() else shard
+    backend = _validate(logits, labels, shard, want, transform, total_weight, options)
+    temperature, temperatures = transform.temperature, None
+    if isinstance(temperature, torch.Tensor):
+        temperature, temperatures = 1.0, temperature.float()
+    spec = HeadSpec(
+        start=shard.start,
+        valid_width=shard.valid_width,
+        vocab_size=shard.vocab_size,
+        chunk_size=shard.chunk_size,
+        chunks=shard.chunks,
+        world_size=shard.world_size,
+        want=[name for name in OPTIONAL if name in want],
+        scale=float(transform.scale),
+        softcap=float(transform.softcap or 0.0),
+        temperature=float(temperature),
+        ignore_index=ignore_index,
+        backend=backend,
+        transport=options.transport,
+        group_name=shard.group_name,
+    )
+    rows = _TokenOrder(logits, options.inplace)
+    flat_labels = None if labels is None else rows.flatten(labels)
+    flat_temperatures = None if temperatures is None else rows.flatten(temperatures)
+    lse, log_prob, target_logit, owners, entropy, total, argmax = (
+        None if value is None else rows.unflatten(value)
+        for value in Statistics.apply(
+            rows.flatten(logits), flat_labels, transform.bias, flat_temperatures, total_weight, spec, options.inplace
+        )
+    )
+    valid = None if labels is None else labels != ignore_index
+    if options.check and labels is not None:
+        _check_labels(labels, owners, shard)
+    return VocabStatistics(lse, log_prob, target_logit, entropy, total, argmax, labels, valid, shard.vocab_size)
+
+
+class _TokenOrder:
+    """Tokens in the logits' memory order, so that a transposed [S, B, V] needs no copy: only per-token vectors move."""
+
+    def __init__(self, logits: torch.Tensor, inplace: bool):
+        lead = logits.dim() - 1
+        order = sorted(range(lead), key=lambda d: (-logits.stride(d), d))
+        self.permutation = None if order == list(range(lead)) else order
+        self.shape = [logits.shape[d] for d in order]
+        self.rows = math.prod(self.shape)
+        strides = [logits.stride(d) for d in order]
+        sizes = [(n, s) for n, s in zip(self.shape, strides) if n != 1]
+        collapses = all(s == n_next * s_next for (_, s), (n_next, s_next) in zip(sizes, sizes[1:]))
+        overlaps = any(s == 0 for _, s in sizes)
+        if inplace and logits.numel() and (overlaps or not collapses):
+            raise ValueError(
+                "inplace=True needs logits whose leading dimensions form one row stride, got shape "
+                f"{list(logits.shape)} with strides {list(logits.stride())}"
+            )
+
+    def flatten(self, x: torch.Tensor) -> torch.Tensor:
+        trailing = x.shape[len(self.shape) :]
+        if self.permutation is not None:
+            x = x.permute(*self.permutation, *range(len(self.shape), x.dim()))
+        return x.reshape(self.rows, *trailing) if len(self.shape) != 1 else x
+
+    def unflatten(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.shape) == 1:
+            return x
+        x = x.view(self.shape)
+        if self.permutation is None:
+            return x
+        return x.permute([self.permutation.index(d) for d in range(len(self.shape))])
+
+
+def _validate(logits, labels, shard, want, transform, total_weight, options) -> str:
+    """Facts that every rank shares, so that an error is the same on all of them. -> the backend's name."""
+    if logits.dim() < 1:
+        raise ValueError("logits must have a vocabulary dimension, got a scalar")
+    backend = resolve_backend(options.backend, logits.device)
+    allowed = LOGITS_DTYPES + ((torch.float64,) if backend == "torch" else ())
+    if logits.dtype not in allowed:
+        raise TypeError(f"logits must be one of {[str(d) for d in allowed]} for backend {backend!r}, got {logits.dtype}")
+    if not isinstance(shard, VocabShard):
+        raise TypeError(f"shard must be a VocabShard or None, got {type(shard).__name__}: see VocabShard.from_group")
+    if logits.shape[-1] != shard.width:
+        gathered = " (these look like gathered logits)" if logits.shape[-1] >= shard.vocab_size else ""
+        raise ValueError(
+            f"logits must have the shard's {shard.width} columns [{shard.start}, {shard.stop}), "
+            f"got {logits.shape[-1]}{gathered}"
+        )
+    lead = logits.shape[:-1]
+    if labels is not None:
+        if labels.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"labels must be int64 or int32, got {labels.dtype}")
+        _expect("labels", labels, lead, logits.device)
+    elif options.check:
+        raise ValueError("check=True checks labels, got none")
+    if unknown := set(want) - set(OPTIONAL):
+        raise ValueError(f"want must be of {OPTIONAL}, got {sorted(unknown)}")
+    if "argmax" in want and shard.vocab_size > 1 << 24:
+        raise ValueError(f"argmax needs a vocabulary of at most 2^24 ids, got {shard.vocab_size}")
+    if options.transport not in TRANSPORTS:
+        raise ValueError(f"transport must be one of {TRANSPORTS}, got {options.transport!r}")
+    if options.transport == "sum" and "argmax" in want:
+        raise ValueError("argmax is not a sum: it needs transport='gather', got 'sum'")
+    if total_weight is not None:
+        if "total" not in want:
+            raise ValueError('total_weight weights the statistic "total", which is not in want')
+        _expect("total_weight", total_weight, (shard.width,), logits.device)
+    if transform.bias is not None:
+        _expect("bias", transform.bias, (shard.width,), logits.device)
+    if transform.softcap is not None and not 0 < transform.softcap < float("inf"):
+        raise ValueError(f"softcap must be a positive number or None, got {transform.softcap}")
+    temperature = transform.temperature
+    if isinstance(temperature, torch.Tensor):
+        _expect("temperature", temperature, lead, logits.device)
+        if temperature.requires_grad:
+            raise ValueError("temperature gets no gradient: pass temperature.detach()")
+    elif not 0 < temperature < float("inf"):
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    return backend
+
+
+def _expect(name, tensor, shape, device):
+    if tensor.shape != torch.Size(shape):
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device} like the logits, got {tensor.device}")
+
+
+def _check_labels(labels, owners, shard):
+    # the merged count of owners, so that every rank decides alike even where their labels differ
+    bad = ((owners != 1) & (owners != IGNORED * shard.chunks * shard.world_size)).flatten().nonzero()
+    if len(bad):
+        token = int(bad[0])
+        raise ValueError(
+            f"label of token {token} (flat index) must be the ignore_index or in [0, {shard.vocab_size}), got "
+            f"{int(labels.flatten()[token])}, which {int(owners.flatten()[token])} shards own; {len(bad)} such tokens"
+        )

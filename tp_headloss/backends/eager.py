@@ -1,0 +1,134 @@
+"""The contract in plain torch, for any device: read it as the definition of what the kernels compute.
+
+Works through blocks of rows and chunks of columns, so that no vocabulary-sized temporary ever exists. float64 logits
+are accepted here (all of it runs in float64 then), which is what gradient checks need.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..stats import IGNORED, HeadSpec, finish, merge, merged_rows, packet_rows
+
+BLOCK_ELEMENTS = 1 << 19  # per temporary: a few MiB, whatever N and V are
+
+
+def _row_blocks(n_rows: int, width: int):
+    step = max(1, BLOCK_ELEMENTS // max(1, width))
+    return [slice(i, min(i + step, n_rows)) for i in range(0, n_rows, step)]
+
+
+def _transform(x, bias, temperature, spec: HeadSpec):
+    """Raw logits [n, w] -> z and dz/dx (a tensor, or a number where it is one)."""
+    x = x if x.dtype == torch.float64 else x.float()
+    if bias is not None:
+        x = x + bias.to(x.dtype)
+    inverse = 1.0 / spec.temperature if temperature is None else (1.0 / temperature.to(x.dtype))[:, None]
+    if not spec.softcap:
+        return x * (spec.scale * inverse), spec.scale * inverse
+    bounded = torch.tanh(x * (spec.scale / spec.softcap))
+    # 1 - tanh^2 without its cancellation
+    slope = torch.cosh((x * (spec.scale / spec.softcap)).clamp(-44, 44)) ** -2
+    return bounded * (spec.softcap * inverse), slope * (spec.scale * inverse)
+
+
+def local_statistics(logits, labels, bias, temperature, total_weight, spec: HeadSpec):
+    """Logits [N, width], labels [N] -> packets [chunks, rows, N] of this rank, fp32 (float64 for float64)."""
+    names = packet_rows(labels is not None, spec.want)
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    packets = logits.new_zeros((spec.chunks, len(names), logits.shape[0]), dtype=dtype)
+    for c in range(spec.chunks):
+        columns = slice(c * spec.chunk_size, min((c + 1) * spec.chunk_size, spec.valid_width))
+        width = max(0, columns.stop - columns.start)
+        row = dict(zip(names, packets[c].unbind(0)))
+        row["max"].fill_(-torch.inf)
+        if width:
+            for block in _row_blocks(logits.shape[0], width):
+                out = {name: value[block] for name, value in row.items()}
+                _chunk_statistics(
+                    out,
+                    _transform(
+                        logits[block, columns],
+                        None if bias is None else bias[columns],
+                        None if temperature is None else temperature[block],
+                        spec,
+                    )[0],
+                    None if labels is None else labels[block].long() - spec.start - columns.start,
+                    None if total_weight is None else total_weight[columns],
+                    spec.start + columns.start,
+                )
+        if labels is not None:
+            ignored = labels == spec.ignore_index
+            packets[c, :, ignored] = 0.0
+            row["max"].masked_fill_(ignored, -torch.inf)
+            row["owner"].masked_fill_(ignored, IGNORED)
+    return packets
+
+
+def _chunk_statistics(out, z, target, total_weight, first_id):
+    """One block of one chunk: z [n, w], target column [n] (outside [0, w) if elsewhere) -> `out` rows [n]."""
+    if "total" in out:
+        weighted = z if total_weight is None else z * total_weight.to(z.dtype)
+        out["total"].copy_(torch.where(z > -torch.inf, weighted, 0.0).sum(-1, dtype=torch.float64))
+    if target is not None:
+        owned = (target >= 0) & (target < z.shape[1])
+        column = target.clamp(0, z.shape[1] - 1)[:, None]
+        picked = z.gather(1, column)
+        out["target"].copy_(torch.where(owned, picked[:, 0], 0.0))
+        out["owner"].copy_(owned)
+        z = z.scatter(1, column, torch.where(owned[:, None], -torch.inf, picked))
+    if "index" in out:
+        peak, index = z.max(-1)
+        out["index"].copy_(index + first_id)
+    else:
+        peak = z.amax(-1)
+    shifted = z - torch.where(peak == -torch.inf, 0.0, peak)[:, None]
+    weight = shifted.exp()
+    out["max"].copy_(peak)
+    out["sum"].copy_(weight.sum(-1, dtype=torch.float64))
+    if "moment" in out:
+        out["moment"].copy_(torch.where(shifted == -torch.inf, 0.0, weight * shifted).sum(-1, dtype=torch.float64))
+
+
+def merge_packets(packets, labels, spec: HeadSpec):
+    """Packets of all ranks -> [merged rows, *statistics]."""
+    return finish(merge(packets, labels is not None, spec), labels, spec, packets.dtype)
+
+
+def logits_gradient(out, logits, labels, bias, temperature, total_weight, merged, grads, spec: HeadSpec):
+    """Write d loss / d logits into `out` [N, width], which may be `logits` itself.
+
+    `grads` are the upstream gradients [N] or None of (lse, log_prob, entropy, total). Per element, before the one
+    rounding: dz_j = p_j (g_lse - g_log_prob - g_entropy (z_j - M - mean)) + w_j g_total, and at the target column
+    p_y (g_lse - g_entropy (z_y - M - mean)) + (1 - p_y) g_log_prob + w_y g_total.
+    """
+    out[:, spec.valid_width :] = 0
+    row = dict(zip(merged_rows(labels is not None, spec.want), merged.unbind(0)))
+    n_rows, chunk = logits.shape[0], max(1, min(spec.chunk_size, spec.valid_width))
+    for first in range(0, spec.valid_width, chunk):
+        columns = slice(first, min(first + chunk, spec.valid_width))
+        for block in _row_blocks(n_rows, chunk):
+            z, slope = _transform(
+                logits[block, columns],
+                None if bias is None else bias[columns],
+                None if temperature is None else temperature[block],
+                spec,
+            )
+            here = {name: value[block, None] for name, value in row.items()}
+            lse, log_prob, entropy, total = (None if g is None else g[block, None] for g in grads)
+            shifted = z - here["shift"]
+            coefficient = torch.zeros_like(here["sum"]) if lse is None else lse
+            if entropy is not None:
+                log_ratio = torch.where(z == -torch.inf, 0.0, shifted - here["mean"])
+                coefficient = coefficient - entropy * log_ratio
+            away = coefficient if log_prob is None else coefficient - log_prob
+            weight = shifted.exp() / here["sum"]
+            dz = weight * away
+            if labels is not None:
+                at = labels[block, None].long() - spec.start - first == torch.arange(z.shape[1], device=z.device)
+                at_target = weight * coefficient + (0.0 if log_prob is None else here["others"] * log_prob)
+                dz = torch.where(at, at_target, dz)
+            if total is not None:
+                weighted = total if total_weight is None else total * total_weight[columns].to(total.dtype)
+                dz = dz + torch.where(z == -torch.inf, 0.0, weighted)
+            out[block, columns] = torch.where(here["sum"] == 0, 0.0, dz * slope).to(out.dtype)

@@ -1,0 +1,345 @@
+"""The Triton kernels; `stats` is their specification, `eager` their definition in plain torch.
+
+Names: x raw logit, z transformed logit in fp32, m running maximum, s = sum exp(z - m), e = sum exp(z - m)(z - m),
+y label, T tokens. Every load is cast to fp32 at once (the interpreter computes bf16 wrongly), row offsets are int64,
+and a token count is never a compile-time constant.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tanh_and_slope(a):
+    """tanh(a) and 1 - tanh(a)^2, both to a few ulp: near 0 by a polynomial, elsewhere without cancellation."""
+    u = tl.exp(-2.0 * tl.abs(a))
+    far = (1.0 - u) / (1.0 + u)
+    t = a * a
+    p = ((-0.00628256006 * t + 0.0210778173) * t - 0.0538538732) * t
+    near = a + a * (t * ((p + 0.133326024) * t - 0.333333194))
+    tanh = tl.where(tl.abs(a) < 0.55, near, tl.where(a < 0, -far, far))
+    return tl.where(a == a, tanh, a), 4.0 * u / ((1.0 + u) * (1.0 + u))
+
+
+@triton.jit
+def _transform(x, columns, bias_ptr, pre, post, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, width):
+    """z and dz/dx of raw logits; pre and post are the factors before and after the softcap."""
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
+    if HAS_CAP:
+        bounded, slope = _tanh_and_slope(x * pre)
+        z, slope = bounded * post, slope * (pre * post)
+    else:
+        z = x * pre if HAS_SCALE else x
+        slope = pre
+    return z, slope
+
+
+@triton.jit
+def _row_factors(temperature_ptr, row, pre, post, HAS_CAP: tl.constexpr):
+    """Fold the token's temperature into the factor that it scales."""
+    if temperature_ptr is not None:
+        inverse = 1.0 / tl.load(temperature_ptr + row)
+        if HAS_CAP:
+            post *= inverse
+        else:
+            pre *= inverse
+    return pre, post
+
+
+@triton.jit
+def _fixed_sum(x, LANES: tl.constexpr):
+    """Sum of a vector by halving: one order of additions, whatever register layout the compiler picked."""
+    n: tl.constexpr = LANES
+    for i in tl.static_range(20):
+        if (n >> i) > 1:
+            x = tl.sum(tl.reshape(x, [2, n >> (i + 1)]), axis=0)
+    return tl.sum(x, axis=0)
+
+
+@triton.jit
+def _add_tile(
+    m, s, e, total, best, index,  # running max; [BLOCK] lane sums; lane maxima and their columns
+    z, columns, target, weight_ptr, width,
+    WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr, WANT_ARGMAX: tl.constexpr,
+):  # fmt: skip
+    """Accumulate a tile: each lane sums its own columns, so that only the maximum is reduced inside the loop."""
+    if WANT_TOTAL:
+        w = 1.0
+        if weight_ptr is not None:
+            w = tl.load(weight_ptr + columns, mask=columns < width, other=0.0)
+        total += tl.where(z > float("-inf"), z * w, tl.where(z == z, 0.0, z))
+    v = tl.where(columns == target, float("-inf"), z)
+    n = tl.maximum(m, tl.max(v, axis=0))
+    safe = tl.where(n == float("-inf"), 0.0, n)
+    drop = tl.where(m == float("-inf"), 0.0, m - safe)
+    factor = tl.where(m == float("-inf"), 0.0, tl.exp(drop))
+    shifted = v - safe
+    p = tl.exp(shifted)
+    if WANT_ENTROPY:
+        e = tl.fma(p, tl.where(shifted == float("-inf"), 0.0, shifted), factor * tl.fma(drop, s, e))
+    s = tl.fma(s, factor, p)
+    if WANT_ARGMAX:
+        index = tl.where(v > best, columns, index)
+        best = tl.where(v > best, v, best)
+    return n, s, e, total, best, index
+
+
+@triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks", "ignore_index"])
+def statistics_kernel(
+    packets_ptr,  # [chunks, K, T] fp32 out; rows in the order of stats.packet_rows
+    x_ptr,  # [T, width]
+    labels_ptr,  # [T] int32 or int64, or None
+    bias_ptr,  # [width] or None
+    temperature_ptr,  # [T] fp32 or None
+    weight_ptr,  # [width] fp32 or None: column weights of the total
+    n_rows, x_row, x_column,
+    start, valid_width, width, chunk_size, chunks, ignore_index,
+    pre, post,
+    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr,
+    WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr, WANT_ARGMAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the packet of one chunk of one row, a function of that chunk's columns only."""
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    first = chunk * chunk_size
+    size = tl.maximum(tl.minimum(chunk_size, valid_width - first), 0)
+    pre, post = _row_factors(temperature_ptr, row, pre, post, HAS_CAP)
+    x_ptr += row * x_row
+
+    target = -1
+    ignored = False
+    owned = False
+    if labels_ptr is not None:
+        y = tl.load(labels_ptr + row).to(tl.int64)
+        ignored = y == ignore_index
+        target = y - start - first
+        owned = (target >= 0) & (target < size) & (y != ignore_index)
+        target = tl.where(owned, target, -1).to(tl.int32)
+        size = tl.where(ignored, 0, size)
+
+    lanes = tl.arange(0, BLOCK)
+    m = -float("inf")
+    s = tl.zeros([BLOCK], tl.float32)
+    e = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    index = tl.zeros([BLOCK], tl.int32)
+    whole = size // BLOCK * BLOCK
+    for o in range(0, whole, BLOCK):
+        columns = first + o + lanes
+        x = tl.load(x_ptr + columns.to(tl.int64) * x_column).to(tl.float32)
+        z, _ = _transform(x, columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
+        m, s, e, total, best, index = _add_tile(
+            m, s, e, total, best, index, z, columns, first + target, weight_ptr, width,
+            WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX,
+        )  # fmt: skip
+    if whole < size:
+        inside = whole + lanes
+        columns = first + inside
+        # two masks that are known to be aligned, so that the load stays wide; what is valid is selected afterwards
+        x = tl.load(x_ptr + columns.to(tl.int64) * x_column, mask=(inside < chunk_size) & (columns < width), other=0.0)
+        z, _ = _transform(x.to(tl.float32), columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
+        z = tl.where(inside < size, z, float("-inf"))
+        m, s, e, total, best, index = _add_tile(
+            m, s, e, total, best, index, z, columns, first + target, weight_ptr, width,
+            WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX,
+        )  # fmt: skip
+
+    rows: tl.constexpr = 2 + 2 * (labels_ptr is not None) + WANT_ENTROPY + WANT_TOTAL + WANT_ARGMAX
+    out = packets_ptr + (chunk.to(tl.int64) * rows) * n_rows + row
+    tl.store(out, m + 0.0)
+    tl.store(out + n_rows.to(tl.int64), _fixed_sum(s, BLOCK))
+    out += 2 * n_rows.to(tl.int64)
+    if labels_ptr is not None:
+        x = tl.load(x_ptr + (first + target).to(tl.int64) * x_column, mask=owned, other=0.0).to(tl.float32)
+        z, _ = _transform(x, first + target, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
+        tl.store(out, tl.where(owned, z, 0.0))
+        tl.store(out + n_rows.to(tl.int64), tl.where(ignored, 2.0, tl.where(owned, 1.0, 0.0)))
+        out += 2 * n_rows.to(tl.int64)
+    if WANT_ENTROPY:
+        tl.store(out, _fixed_sum(e, BLOCK))
+        out += n_rows.to(tl.int64)
+    if WANT_TOTAL:
+        tl.store(out, _fixed_sum(total, BLOCK))
+        out += n_rows.to(tl.int64)
+    if WANT_ARGMAX:
+        lowest = tl.min(tl.where(best == m, index, 2147483647), axis=0)
+        tl.store(out, (start + lowest).to(tl.float32))
+
+
+@triton.jit
+def _decay(a, b):
+    """a - b and exp(a - b) for a <= b, where a = -inf is the empty sum: 0 and 0, also if b = -inf."""
+    empty = a == float("-inf")
+    difference = tl.where(empty, 0.0, a - b)
+    return difference, tl.where(empty, 0.0, tl.exp(difference))
+
+
+@triton.jit
+def _log1p(u):
+    """log(1 + u) in float64 with full relative accuracy for small u (Higham, Accuracy and Stability, 1.14.1)."""
+    w = 1.0 + u
+    return tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+
+
+@triton.jit
+def _settle(value, bad, ignored):
+    return tl.where(ignored, 0.0, tl.where(bad, float("nan"), value)).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["n_rows", "packets"])
+def merge_kernel(
+    merged_ptr,  # [R, T] fp32 out; rows in the order of stats.merged_rows
+    lse_ptr, log_prob_ptr, target_logit_ptr, owners_ptr, entropy_ptr, total_ptr,  # [T] fp32 out, or None
+    argmax_ptr,  # [T] int64 out, or None
+    packets_ptr,  # [packets, K, T] fp32
+    labels_ptr,  # [T] or None
+    n_rows, packets,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the merge of all packets of BLOCK tokens in chunk order, in float64, and the target column."""
+    HAS_LABELS: tl.constexpr = labels_ptr is not None
+    WANT_ENTROPY: tl.constexpr = entropy_ptr is not None
+    WANT_TOTAL: tl.constexpr = total_ptr is not None
+    WANT_ARGMAX: tl.constexpr = argmax_ptr is not None
+    MOMENT: tl.constexpr = 2 + 2 * HAS_LABELS
+    ROWS: tl.constexpr = MOMENT + WANT_ENTROPY + WANT_TOTAL + WANT_ARGMAX
+    n = n_rows.to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = token < n
+    peak = tl.full([BLOCK], -float("inf"), tl.float32)
+    for k in range(packets):
+        peak = tl.maximum(peak, tl.load(packets_ptr + k * ROWS * n + token, mask=here, other=0.0))
+    shift = peak.to(tl.float64)
+
+    others = tl.zeros([BLOCK], tl.float64)
+    moment = tl.zeros([BLOCK], tl.float64)
+    total = tl.zeros([BLOCK], tl.float64)
+    target = tl.zeros([BLOCK], tl.float64)
+    owners = tl.zeros([BLOCK], tl.float32)
+    index = tl.full([BLOCK], float("inf"), tl.float32)
+    for k in range(packets):
+        at = packets_ptr + k * ROWS * n + token
+        m = tl.load(at, mask=here, other=0.0)
+        s = tl.load(at + n, mask=here, other=1.0).to(tl.float64)
+        drop, factor = _decay(m.to(tl.float64), shift)
+        others = tl.fma(factor, s, others)
+        if HAS_LABELS:
+            owner = tl.load(at + 3 * n, mask=here, other=0.0)
+            owners += owner
+            # selected by the flag, never by max, which may drop NaN
+            target += tl.where(owner == 1.0, tl.load(at + 2 * n, mask=here, other=0.0), 0.0).to(tl.float64)
+        if WANT_ENTROPY:
+            e = tl.load(at + MOMENT * n, mask=here, other=0.0).to(tl.float64)
+            moment = tl.fma(factor, tl.fma(drop, s, e), moment)
+        if WANT_TOTAL:
+            total += tl.load(at + (MOMENT + WANT_ENTROPY) * n, mask=here, other=0.0).to(tl.float64)
+        if WANT_ARGMAX:
+            column = tl.load(at + (ROWS - 1) * n, mask=here, other=0.0)
+            index = tl.where(m == peak, tl.minimum(index, column), index)
+
+    top = shift
+    whole = others
+    ignored = owners < 0.0
+    if HAS_LABELS:
+        ignored = owners == 2.0 * packets
+        top = tl.maximum(shift, target)
+        drop, factor = _decay(shift, top)
+        p_target = _decay(target, top)[1]
+        offset = tl.where(target == float("-inf"), target, target - top)
+        if WANT_ENTROPY:
+            moment = factor * tl.fma(drop, others, moment) + tl.where(p_target == 0.0, 0.0, p_target * offset)
+        others *= factor
+        whole = others + p_target
+        log_sum = tl.where(target == top, _log1p(others), tl.log(whole))
+        bad = (~(whole > 0.0) | (owners != 1.0)) & ~ignored
+        log_prob = 0.0 - tl.where(target == top, log_sum, log_sum - offset)
+        tl.store(log_prob_ptr + token, _settle(log_prob, bad, ignored), mask=here)
+        tl.store(target_logit_ptr + token, _settle(target, bad, ignored), mask=here)
+        tl.store(owners_ptr + token, owners, mask=here)
+        tl.store(merged_ptr + 2 * n + token, _settle(others / whole, bad, ignored), mask=here)
+        tl.store(merged_ptr + 3 * n + token, _settle(offset, bad, ignored), mask=here)
+    else:
+        log_sum = tl.log(whole)
+        bad = ~(whole > 0.0)
+    tl.store(lse_ptr + token, _settle(top + log_sum, bad, ignored), mask=here)
+    tl.store(merged_ptr + token, _settle(top, bad, ignored), mask=here)
+    tl.store(merged_ptr + n + token, _settle(whole, bad, ignored), mask=here)
+    if WANT_ENTROPY:
+        mean = moment / whole
+        tl.store(merged_ptr + MOMENT * n + token, _settle(mean, bad, ignored), mask=here)
+        tl.store(entropy_ptr + token, _settle(log_sum - mean, bad, ignored), mask=here)
+    if WANT_TOTAL:
+        tl.store(total_ptr + token, _settle(total, bad, ignored), mask=here)
+    if WANT_ARGMAX:
+        best = index.to(tl.int64)
+        if HAS_LABELS:
+            y = tl.load(labels_ptr + token, mask=here, other=0).to(tl.int64)
+            best = tl.where((target > shift) | ((target == shift) & (y < best)), y, best)
+        tl.store(argmax_ptr + token, tl.where(bad | ignored, -1, best), mask=here)
+
+
+@triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
+def gradient_kernel(
+    dx_ptr,  # [T, width] out; may be x itself
+    x_ptr,  # [T, width]
+    labels_ptr,  # [T] or None
+    bias_ptr,  # [width] or None
+    temperature_ptr,  # [T] fp32 or None
+    weight_ptr,  # [width] fp32 or None
+    merged_ptr,  # [R, T] fp32; rows in the order of stats.merged_rows
+    g_lse_ptr, g_log_prob_ptr, g_entropy_ptr, g_total_ptr,  # [T] fp32 upstream gradients, or None
+    n_rows, dx_row, dx_column, x_row, x_column,
+    start, valid_width, width,
+    pre, post,
+    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of one row of the gradient; `eager.logits_gradient` states the formula."""
+    tiles = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // tiles).to(tl.int64)
+    columns = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    n = n_rows.to(tl.int64)
+    shift = tl.load(merged_ptr + row)
+    whole = tl.load(merged_ptr + n + row)
+    ignored = whole == 0.0
+    readable = tl.where(ignored, 0, width)  # columns; nothing is read of an ignored row, its gradient is 0
+    valid_width = tl.where(ignored, 0, valid_width)
+    pre, post = _row_factors(temperature_ptr, row, pre, post, HAS_CAP)
+
+    common = 0.0  # coefficient of p at every column
+    if g_lse_ptr is not None:
+        common += tl.load(g_lse_ptr + row)
+    away = common  # and at columns other than the target
+    if g_log_prob_ptr is not None:
+        g_log_prob = tl.load(g_log_prob_ptr + row)
+        away -= g_log_prob
+    x = tl.load(x_ptr + row * x_row + columns.to(tl.int64) * x_column, mask=columns < readable, other=0.0).to(tl.float32)
+    z, slope = _transform(x, columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
+    shifted = z - shift
+    p = tl.exp(shifted)
+    if g_entropy_ptr is not None:
+        g_entropy = tl.load(g_entropy_ptr + row)
+        mean = tl.load(merged_ptr + (2 + 2 * (labels_ptr is not None)) * n + row)
+        dz = p * ((away - g_entropy * tl.where(z == float("-inf"), 0.0, shifted - mean)) / whole)
+    else:
+        dz = p * (away / whole)
+    if labels_ptr is not None:
+        offset = tl.load(merged_ptr + 3 * n + row)
+        if g_entropy_ptr is not None:
+            common -= g_entropy * tl.where(offset == float("-inf"), 0.0, offset - mean)
+        at_target = tl.exp(offset) * common / whole
+        if g_log_prob_ptr is not None:
+            at_target += tl.load(merged_ptr + 2 * n + row) * g_log_prob
+        target = tl.load(labels_ptr + row).to(tl.int64) - start
+        dz = tl.where(columns == target, at_target, dz)
+    if g_total_ptr is not None:
+        w = tl.load(g_total_ptr + row)
+        if weight_ptr is not None:
+            w *= tl.load(weight_ptr + columns, mask=columns < width, other=0.0)
+        dz += tl.where(z == float("-inf"), 0.0, w)
+    dx = tl.where(columns < valid_width, dz * slope, 0.0)
+    if dx_ptr.dtype.element_ty != tl.float32:  # said aloud, because the interpreter's default truncates
+        dx = dx.to(dx_ptr.dtype.element_ty, fp_downcast_rounding="rtne")
+    tl.store(dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, dx, mask=columns < width)

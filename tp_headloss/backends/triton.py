@@ -1,0 +1,94 @@
+"""Launchers of the kernels: CUDA, or any device through Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from ..stats import HeadSpec, merged_rows, output_names, packet_rows
+from . import kernels
+
+
+class Launch(NamedTuple):
+    block: int
+    warps: int
+
+
+def statistics_launch(chunk_size: int, want) -> Launch:
+    """Tile of the forward. The width decides the order of additions, so it depends on the vocabulary alone."""
+    return Launch(min(2048, max(128, triton.next_power_of_2(chunk_size))), 2 if not want else 4)
+
+
+def gradient_launch(width: int) -> Launch:
+    return Launch(min(1024, max(128, triton.next_power_of_2(width))), 4)
+
+
+MERGE = Launch(128, 4)
+
+
+def _factors(spec: HeadSpec, has_temperatures: bool) -> tuple[float, float, bool, bool]:
+    """pre, post, HAS_SCALE, HAS_CAP: the factors before and after the softcap."""
+    if spec.softcap:
+        return spec.scale / spec.softcap, spec.softcap / spec.temperature, True, True
+    pre = spec.scale / spec.temperature
+    return pre, 1.0, has_temperatures or pre != 1.0, False
+
+
+def _on(tensor: torch.Tensor):
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else torch.autograd.profiler.record_function("cpu")
+
+
+def local_statistics(logits, labels, bias, temperatures, total_weight, spec: HeadSpec):
+    """Logits [N, width], labels [N] -> packets [chunks, rows, N] fp32 of this rank."""
+    n_rows, width = logits.shape
+    rows = packet_rows(labels is not None, spec.want)
+    packets = logits.new_empty((spec.chunks, len(rows), n_rows), dtype=torch.float32)
+    if n_rows == 0:
+        return packets
+    launch = statistics_launch(spec.chunk_size, spec.want)
+    pre, post, has_scale, has_cap = _factors(spec, temperatures is not None)
+    with _on(logits):
+        kernels.statistics_kernel[(n_rows * spec.chunks,)](
+            packets, logits, labels, bias, temperatures, total_weight,
+            n_rows, logits.stride(0), logits.stride(1),
+            spec.start, spec.valid_width, width, spec.chunk_size, spec.chunks, spec.ignore_index,
+            pre, post,
+            HAS_SCALE=has_scale, HAS_CAP=has_cap,
+            WANT_ENTROPY="entropy" in spec.want, WANT_TOTAL="total" in spec.want, WANT_ARGMAX="argmax" in spec.want,
+            BLOCK=launch.block, num_warps=launch.warps,
+        )  # fmt: skip
+    return packets
+
+
+def merge_packets(packets, labels, spec: HeadSpec):
+    """Packets of all ranks -> [merged rows, *statistics]."""
+    n_rows = packets.shape[-1]
+    names = output_names(labels is not None, spec.want)
+    merged = packets.new_empty((len(merged_rows(labels is not None, spec.want)), n_rows))
+    out = {n: packets.new_empty(n_rows, dtype=torch.int64 if n == "argmax" else torch.float32) for n in names}
+    if n_rows:
+        order = ("lse", "log_prob", "target_logit", "owners", "entropy", "total", "argmax")
+        with _on(packets):
+            kernels.merge_kernel[(triton.cdiv(n_rows, MERGE.block),)](
+                merged, *(out.get(name) for name in order), packets, labels, n_rows, spec.packets,
+                BLOCK=MERGE.block, num_warps=MERGE.warps,
+            )  # fmt: skip
+    return [merged, *out.values()]
+
+
+def logits_gradient(out, logits, labels, bias, temperatures, total_weight, merged, grads, spec: HeadSpec):
+    """Write d loss / d logits into `out` [N, width], which may be `logits` itself; `grads` as in the eager backend."""
+    n_rows, width = logits.shape
+    if logits.numel() == 0:
+        return
+    launch = gradient_launch(width)
+    pre, post, has_scale, has_cap = _factors(spec, temperatures is not None)
+    with _on(logits):
+        kernels.gradient_kernel[(n_rows * triton.cdiv(width, launch.block),)](
+            out, logits, labels, bias, temperatures, total_weight, merged, *grads,
+            n_rows, out.stride(0), out.stride(1), logits.stride(0), logits.stride(1),
+            spec.start, spec.valid_width, width, pre, post,
+            HAS_SCALE=has_scale, HAS_CAP=has_cap, BLOCK=launch.block, num_warps=launch.warps,
+        )  # fmt: skip

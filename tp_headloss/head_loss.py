@@ -1,0 +1,210 @@
+"""HeadLoss: weighted terms, one pass over the logits, one denominator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from . import losses
+from .api import Options, Transform, vocab_statistics
+from .reduce import REDUCTIONS, divide, masked
+from .shard import VocabShard
+from .stats import VocabStatistics
+
+METRICS: dict[str, tuple[Callable[[VocabStatistics], torch.Tensor], tuple[str, ...]]] = {
+    "accuracy": (lambda stats: stats.correct.float(), ("argmax",)),
+    "entropy": (lambda stats: stats.entropy, ("entropy",)),
+    "log_prob": (lambda stats: stats.log_prob, ()),
+    "lse": (lambda stats: stats.lse, ()),
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    """A weighted per-token loss: ``function(stats) -> [..] fp32``, and the optional statistics that it needs.
+
+    ``token_weight(stats) -> [..]``, if given, is what this term's mean divides by the sum of (class weights).
+    """
+
+    name: str
+    function: Callable[[VocabStatistics], torch.Tensor]
+    weight: float = 1.0
+    want: tuple[str, ...] = ()
+    token_weight: Callable[[VocabStatistics], torch.Tensor] | None = None
+    class_weight: torch.Tensor | None = None  # [V] replicated: the weights of the statistic "total"
+
+
+def CrossEntropy(
+    weight: float = 1.0,
+    label_smoothing: float = 0.0,
+    smoothing_formula: str = "torch",
+    class_weight: torch.Tensor | None = None,
+) -> Term:
+    """Cross-entropy as torch.nn.functional.cross_entropy computes it; formulas in `losses.smoothed_cross_entropy`.
+
+    class_weight: [V] fp32, replicated; the mean then divides by the sum of the labels' weights, as in torch.
+    """
+    if smoothing_formula not in ("torch", "megatron"):
+        raise ValueError(f"smoothing_formula must be 'torch' or 'megatron', got {smoothing_formula!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+
+    def token_weight(stats):
+        return losses.label_weight(stats, class_weight)
+
+    def function(stats):
+        if label_smoothing:
+            return losses.smoothed_cross_entropy(stats, label_smoothing, smoothing_formula, class_weight)
+        nll = losses.cross_entropy(stats)
+        return nll if class_weight is None else token_weight(stats) * nll
+
+    want = ("total",) if label_smoothing else ()
+    weighted = class_weight is not None
+    return Term("cross_entropy", function, weight, want, token_weight if weighted else None, class_weight)
+
+
+def ZLoss(weight: float) -> Term:
+    """weight * lse^2."""
+    return Term("z_loss", losses.z_loss, weight)
+
+
+def Entropy(weight: float) -> Term:
+    """An entropy bonus: weight * -entropy, with its gradient."""
+    return Term("entropy", losses.entropy_bonus, weight, ("entropy",))
+
+
+class HeadLossOutput(NamedTuple):
+    """What one call returns; everything is replicated over the group and nothing was synchronised with the host."""
+
+    loss: torch.Tensor  # scalar fp32, or [..] for reduction="none"
+    count: torch.Tensor  # scalar: number of valid tokens (sum of their weights if token weights were given)
+    terms: dict[str, torch.Tensor]  # per term: its unweighted sum over valid tokens, detached
+    metrics: dict[str, torch.Tensor]  # per metric: its sum over valid tokens, detached
+    stats: VocabStatistics
+
+
+class HeadLoss(nn.Module):
+    """Weighted terms over one set of statistics: one pass over the logits, one collective, one backward kernel.
+
+        head_loss = HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-4)], metrics=("accuracy", "entropy"))
+        out = head_loss(logits, labels, shard=shard, denominator=tokens_in_the_global_batch)
+        out.loss.backward()
+
+    reduction: "mean" divides every term by the number of valid tokens (by the sum of the token weights, and of the
+    labels' class weights, where there are any), "sum" by nothing, "none" returns the per-token loss. The caller's
+    ``denominator`` wins over "mean". Zero valid tokens, or a zero denominator, give 0 and zero gradient.
+    """
+
+    def __init__(
+        self,
+        terms: Sequence[Term] | None = None,
+        *,
+        metrics: Sequence[str] = (),
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        options: Options | None = None,
+    ):
+        super().__init__()
+        self.terms = tuple([CrossEntropy()] if terms is None else terms)
+        names = [term.name for term in self.terms]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"terms must be at least one, with distinct names, got {names}")
+        if unknown := set(metrics) - set(METRICS):
+            raise ValueError(f"metrics must be of {sorted(METRICS)}, got {sorted(unknown)}")
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        weighted = [t.class_weight for t in self.terms if t.class_weight is not None and "total" in t.want]
+        if weighted and sum("total" in term.want for term in self.terms) > 1:
+            raise ValueError("class weights with smoothing weight the statistic 'total': only one term can use it")
+        self.total_weight = weighted[0] if weighted else None
+        self.metrics, self.reduction, self.ignore_index, self.options = tuple(metrics), reduction, ignore_index, options
+        self.want = {name for term in self.terms for name in term.want} | {n for m in metrics for n in METRICS[m][1]}
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        shard: VocabShard | None = None,
+        token_weight: torch.Tensor | None = None,
+        denominator: torch.Tensor | float | None = None,
+        transform: Transform | None = None,
+    ) -> HeadLossOutput:
+        """logits [.., width] sharded on V, labels [..] replicated -> `HeadLossOutput`, replicated.
+
+        token_weight: [..] fp32, multiplies every term (a loss mask of zeros and ones, say). denominator: the caller's,
+        a number or a scalar tensor; with gradient accumulation or data parallelism, the global token count.
+        One collective forward; backward: no communication. Errors as in `vocab_statistics`.
+        """
+        if token_weight is not None and token_weight.shape != labels.shape:
+            raise ValueError(f"token_weight must have shape {list(labels.shape)}, got {list(token_weight.shape)}")
+        if denominator is not None and self.reduction != "mean":
+            raise ValueError(f"a denominator goes with reduction='mean', got {self.reduction!r}")
+        stats = vocab_statistics(
+            logits,
+            labels,
+            shard=shard,
+            want=tuple(self.want),
+            transform=transform,
+            total_weight=self._local_total_weight(shard, logits),
+            ignore_index=self.ignore_index,
+            options=self.options,
+        )
+        values = torch.stack([term.function(stats) for term in self.terms])
+        values = masked(values, stats.valid, token_weight).flatten(1)
+        ones = stats.valid.float() if token_weight is None else masked(token_weight.float(), stats.valid)
+        sums, count = values.sum(1), ones.sum()
+        if self.reduction == "none":
+            loss = sum(term.weight * value for term, value in zip(self.terms, values)).view(labels.shape)
+        else:
+            loss = sum(
+                term.weight * divide(total, self._denominator(term, stats, token_weight, count, denominator))
+                for term, total in zip(self.terms, sums)
+            )
+        metrics = {name: METRICS[name][0](stats).detach() for name in self.metrics}
+        return HeadLossOutput(
+            loss=loss,
+            count=count,
+            terms={term.name: total for term, total in zip(self.terms, sums.detach())},
+            metrics={name: masked(value, stats.valid, token_weight).sum() for name, value in metrics.items()},
+            stats=stats,
+        )
+
+    def _denominator(self, term, stats, token_weight, count, denominator):
+        if self.reduction == "sum":
+            return 1.0
+        if denominator is not None:
+            return denominator
+        if term.token_weight is None:
+            return count
+        return masked(term.token_weight(stats), stats.valid, token_weight).sum()
+
+    def _local_total_weight(self, shard, logits):
+        if self.total_weight is None:
+            return None
+        vocab_size, start = (logits.shape[-1], 0) if shard is None else (shard.vocab_size, shard.start)
+        if self.total_weight.shape != (vocab_size,):
+            raise ValueError(f"class_weight must have shape [{vocab_size}], got {list(self.total_weight.shape)}")
+        local = self.total_weight[start : start + logits.shape[-1]].float()
+        return torch.nn.functional.pad(local, (0, logits.shape[-1] - local.shape[0]))
+
+
+class CausalLMLoss(nn.Module):
+    """A HeadLoss for logits and *unshifted* labels [B, S]: position t is scored against label t + 1, the last ignored.
+
+    The labels are shifted, not the logits, so the logits are neither sliced nor copied. Packed documents: put
+    ``ignore_index`` on each document's first label.
+    """
+
+    def __init__(self, head_loss: HeadLoss | None = None):
+        super().__init__()
+        self.head_loss = HeadLoss() if head_loss is None else head_loss
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs) -> HeadLossOutput:
+        """logits [.., S, width] sharded on V, labels [.., S] unshifted; keywords as in `HeadLoss.forward`."""
+        last = torch.full_like(labels[..., :1], self.head_loss.ignore_index)
+        return self.head_loss(logits, torch.cat([labels[..., 1:], last], -1), **kwargs)

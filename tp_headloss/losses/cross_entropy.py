@@ -1,0 +1,36 @@
+"""Cross-entropy and its label-smoothed forms: statistics -> per-token loss [..] fp32. Neither masks nor averages."""
+
+from __future__ import annotations
+
+import torch
+
+from ..stats import VocabStatistics
+
+
+def cross_entropy(stats: VocabStatistics) -> torch.Tensor:
+    """-log p_y."""
+    return -stats.log_prob
+
+
+def smoothed_cross_entropy(
+    stats: VocabStatistics, smoothing: float, formula: str = "torch", class_weight: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Label smoothing over the true global vocabulary; needs the statistic "total".
+
+    formula "torch" (torch.nn.functional.cross_entropy): target mass (1 - a) + a / V on the label, a / V elsewhere:
+    (1 - a) (lse - z_y) + a (lse - mean z). "megatron" (NeMo, Megatron-LM): mass 1 - a on the label and a / (V - 1)
+    elsewhere, which is the former with a V / (V - 1). ``class_weight`` [V] as in torch: w_y on the first part, and
+    a / V sum_j w_j (lse - z_j) as the second, for which "total" must have been weighted by this rank's w.
+    """
+    alpha = smoothing if formula == "torch" else smoothing * stats.vocab_size / (stats.vocab_size - 1)
+    nll = cross_entropy(stats)
+    if class_weight is None:
+        return (1 - alpha) * nll + alpha * (stats.lse - stats.total / stats.vocab_size)
+    spread = class_weight[: stats.vocab_size].sum() * stats.lse - stats.total
+    return (1 - alpha) * label_weight(stats, class_weight) * nll + alpha / stats.vocab_size * spread
+
+
+def label_weight(stats: VocabStatistics, class_weight: torch.Tensor) -> torch.Tensor:
+    """w_y [..] for class weights [V], 0 where ignored (and where the label is bad: its loss is NaN anyway)."""
+    known = stats.valid & (stats.labels >= 0) & (stats.labels < stats.vocab_size)
+    return torch.where(known, class_weight[torch.where(known, stats.labels, 0)], 0.0)

@@ -1,0 +1,21 @@
+"""Token mask, token weights and denominator: the one definition of "mean"."""
+
+from __future__ import annotations
+
+import torch
+
+REDUCTIONS = ("none", "sum", "mean")
+
+
+def masked(values: torch.Tensor, valid: torch.Tensor | None, weight: torch.Tensor | None = None) -> torch.Tensor:
+    """values [.., tokens] * weight where valid, 0 elsewhere whatever stands there (selected, not multiplied)."""
+    values = values if weight is None else values * weight
+    return values if valid is None else torch.where(valid, values, 0.0)
+
+
+def divide(total: torch.Tensor, denominator: torch.Tensor | float) -> torch.Tensor:
+    """total / denominator, and 0 with zero gradient where the denominator is 0."""
+    if not isinstance(denominator, torch.Tensor):
+        return total / denominator if denominator else total * 0.0
+    empty = denominator == 0
+    return torch.where(empty, 0.0, total / torch.where(empty, 1.0, denominator))

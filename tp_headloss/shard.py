@@ -1,0 +1,119 @@
+"""Which contiguous vocabulary ids a rank owns, and with whom it shares the rest.
+
+The global vocabulary, padded to a multiple of 128, is cut into 8 equal chunks. A shard made of whole chunks sends one
+packet of statistics per chunk, so that the same 8 packets meet in the same order at 1, 2, 4 and 8 ranks and every
+result has the same bits. Any other shard sends one packet and is merely deterministic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+CHUNKS = 8
+CHUNK_ALIGNMENT = 16  # elements: chunks start at vectorisable addresses
+
+
+def canonical_chunk_size(vocab_size: int) -> int:
+    """Columns per canonical chunk: an eighth of the vocabulary padded to a multiple of 128."""
+    return -(-vocab_size // (CHUNKS * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The contiguous vocabulary ids ``[start, stop)`` of this rank; ids at or beyond ``vocab_size`` are padding.
+
+    ``VocabShard(start, stop, vocab_size, group)`` takes explicit bounds: uneven and empty shards are fine, and the
+    shards of the group, in any rank order, must cover ``[0, vocab_size)`` once (a token whose label has no owner, or
+    two, becomes NaN on every rank). It needs no communication, and because a rank then knows nothing of the others'
+    bounds its results are deterministic but not bitwise equal across group sizes; `from_group`, `from_mesh` and
+    `from_boundaries` know every bound and are, where the shards are whole chunks (see `tp_invariant`).
+
+    ``group=None`` means not sharded: no process group is ever looked up implicitly. Raises ValueError for bounds that
+    cannot work.
+    """
+
+    start: int
+    stop: int
+    vocab_size: int
+    group: dist.ProcessGroup | None = None
+    chunks: int = 0  # packets this rank sends; 0 = decide here
+    chunk_size: int = 0
+    world_size: int = 0
+    group_name: str = ""
+
+    def __post_init__(self):
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"a shard needs 0 <= start <= stop, got [{self.start}, {self.stop})")
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
+        if self.group is not None and dist.get_rank(self.group) < 0:
+            raise ValueError("this rank is not a member of the shard's process group")
+        world_size = 1 if self.group is None else dist.get_world_size(self.group)
+        if world_size == 1 and (self.start > 0 or self.stop < self.vocab_size):
+            raise ValueError(
+                f"one rank alone must own the whole vocabulary [0, {self.vocab_size}), got [{self.start}, {self.stop});"
+                " give the process group that owns the rest"
+            )
+        fill = object.__setattr__  # frozen: the derived fields are written once, here
+        fill(self, "world_size", world_size)
+        fill(self, "group_name", "" if world_size == 1 else self.group.group_name)
+        if world_size == 1:
+            fill(self, "chunks", CHUNKS)
+        if self.chunks:
+            fill(self, "chunk_size", canonical_chunk_size(self.vocab_size))
+        else:
+            fill(self, "chunks", 1)
+            fill(self, "chunk_size", max(self.width, 1))
+
+    @classmethod
+    def from_group(cls, group, vocab_size: int, padded_size: int | None = None) -> VocabShard:
+        """Equal shards of ``ceil(padded_size / P)`` ids in group-rank order (the last ones shorter or empty), the split
+        of `torch.chunk` and of a DTensor's ``Shard``. ``padded_size`` (default ``vocab_size``) counts padding rows."""
+        padded_size = vocab_size if padded_size is None else padded_size
+        if padded_size < vocab_size:
+            raise ValueError(f"padded_size must be at least vocab_size = {vocab_size}, got {padded_size}")
+        world_size = 1 if group is None else dist.get_world_size(group)
+        step = -(-padded_size // world_size)
+        return cls.from_boundaries([min(r * step, padded_size) for r in range(world_size + 1)], vocab_size, group)
+
+    @classmethod
+    def from_mesh(cls, mesh, vocab_size: int, dim: str | int | None = None, padded_size: int | None = None):
+        """`from_group` for the group of one dimension of a `torch.distributed.DeviceMesh` (the only one if 1-D)."""
+        if dim is None and mesh.ndim != 1:
+            raise ValueError(f"the mesh has dimensions {mesh.mesh_dim_names or mesh.ndim}: name the one that shards V")
+        return cls.from_group(mesh.get_group(dim), vocab_size, padded_size)
+
+    @classmethod
+    def from_boundaries(cls, boundaries, vocab_size: int, group=None) -> VocabShard:
+        """Group rank r owns ``[boundaries[r], boundaries[r + 1])``; the same list on every rank."""
+        world_size = 1 if group is None else dist.get_world_size(group)
+        ordered = len(boundaries) == world_size + 1 and all(a <= b for a, b in zip(boundaries, boundaries[1:]))
+        if not ordered or boundaries[0] != 0 or boundaries[-1] < vocab_size:
+            raise ValueError(
+                f"boundaries must be {world_size + 1} ascending ids from 0 to at least {vocab_size}, got {boundaries}"
+            )
+        rank = 0 if group is None else dist.get_rank(group)
+        if rank < 0:
+            raise ValueError("this rank is not a member of the shard's process group")
+        whole = CHUNKS % world_size == 0 and all(
+            b == r * canonical_chunk_size(vocab_size) * CHUNKS // world_size for r, b in enumerate(boundaries[:-1])
+        )
+        chunks = CHUNKS // world_size if whole else 0
+        return cls(boundaries[rank], boundaries[rank + 1], vocab_size, group, chunks)
+
+    @property
+    def width(self) -> int:
+        """Columns of this rank's logits, padding included."""
+        return self.stop - self.start
+
+    @property
+    def valid_width(self) -> int:
+        """Columns of this rank's logits that are ids of the true vocabulary."""
+        return max(0, min(self.stop, self.vocab_size) - self.start)
+
+    @property
+    def tp_invariant(self) -> bool:
+        """Whether results are bitwise equal to those of any other group size whose shards are whole chunks too."""
+        return self.chunks * self.world_size == CHUNKS

@@ -1,0 +1,202 @@
+"""The specification: what is computed from a row of logits, how partial results merge, and what is differentiated.
+
+Words: x raw logit, z transformed logit (`Transform`), y label, M = max z, S = sum exp(z - M), p = softmax(z),
+u = sum over j != y, "others". The target column is kept out of every partial sum and joined at the end, so that
+confident tokens keep full relative accuracy: log p_y = -log1p(u) where y is the maximum, and p_y - 1 = -u / S.
+
+| statistic    | partial of a chunk (target apart)     | merge of partials               | d/dz_j                       |
+|--------------|---------------------------------------|---------------------------------|------------------------------|
+| lse          | max = max z, sum = sum exp(z - max)   | sum of exp(max_k - M) sum_k     | p_j                          |
+| log_prob     | target = z_y, owner = 1 where owned   | sum (one owner, or NaN)         | [j = y] - p_j                |
+| target_logit | target                                | sum                             | [j = y]                      |
+| entropy      | moment = sum exp(z - max)(z - max)    | exp(max_k - M)(moment_k + (max_k - M) sum_k) | -p_j (log p_j + entropy) |
+| total        | total = sum w_j z_j over z_j > -inf   | sum                             | w_j where z_j > -inf         |
+| argmax       | index of max, lowest on ties          | index of the largest max        | none                         |
+
+A *packet* is the partial of one chunk: `packet_rows` fp32 numbers per token. The merge is done in float64 and rounded
+once; `merge` and `finish` here are its definition (and the eager backend's code), `kernels.merge_kernel` its twin.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+OPTIONAL = ("entropy", "total", "argmax")
+IGNORED = 2.0  # the owner flag of every packet of an ignored token, so that ranks whose labels differ find out
+
+
+class HeadSpec(NamedTuple):
+    """Everything static about one pass: plain numbers and names, in the order of the registered operators' schema."""
+
+    start: int  # first vocabulary id of the shard
+    valid_width: int  # columns of the shard that are true ids; the rest is padding
+    vocab_size: int
+    chunk_size: int
+    chunks: int
+    world_size: int
+    want: list[str]  # of OPTIONAL
+    scale: float
+    softcap: float  # 0: none
+    temperature: float
+    ignore_index: int
+    backend: str
+    transport: str
+    group_name: str
+
+    @property
+    def packets(self) -> int:
+        return self.chunks * self.world_size
+
+
+class VocabStatistics(NamedTuple):
+    """Per-token statistics of the whole vocabulary: fp32, the logits' leading shape, equal bits on every rank.
+
+    Fields that were not asked for are None. An ignored token has 0 everywhere (argmax -1) and zero gradient; a token
+    with a bad label, or whose logits hold +inf or NaN or nothing above -inf, has NaN everywhere (argmax -1).
+    """
+
+    lse: torch.Tensor  # log sum exp z
+    log_prob: torch.Tensor | None  # z_y - lse, never above 0
+    target_logit: torch.Tensor | None  # z_y
+    entropy: torch.Tensor | None  # -sum p log p, nats
+    total: torch.Tensor | None  # sum of z (of w z if weighted) over columns above -inf
+    argmax: torch.Tensor | None  # int64 vocabulary id, lowest on ties; not differentiable
+    labels: torch.Tensor | None
+    valid: torch.Tensor | None  # bool: label is not ignore_index
+    vocab_size: int
+
+    @property
+    def correct(self) -> torch.Tensor:
+        """bool: the label is the argmax (False where ignored)."""
+        return self.argmax == self.labels if self.valid is None else (self.argmax == self.labels) & self.valid
+
+
+class State(NamedTuple):
+    """Merged float64 sums over the columns other than the target, [N] each, relative to `shift`."""
+
+    shift: torch.Tensor
+    sum: torch.Tensor
+    target: torch.Tensor | None = None
+    owners: torch.Tensor | None = None
+    moment: torch.Tensor | None = None
+    total: torch.Tensor | None = None  # this one with the target
+    index: torch.Tensor | None = None
+
+
+def packet_rows(has_labels: bool, want) -> list[str]:
+    rows = ["max", "sum"] + (["target", "owner"] if has_labels else [])
+    return rows + [row for name, row in zip(OPTIONAL, ("moment", "total", "index")) if name in want]
+
+
+def merged_rows(has_labels: bool, want) -> list[str]:
+    """What the backward needs per token besides the logits: M, S (0 where ignored), u / S, z_y - M, sum p (z - M)."""
+    return ["shift", "sum"] + (["others", "target"] if has_labels else []) + (["mean"] if "entropy" in want else [])
+
+
+def output_names(has_labels: bool, want) -> list[str]:
+    """The statistics that `finish` returns, in order; "owners" (how many ranks claim the label) serves checks."""
+    return ["lse"] + (["log_prob", "target_logit", "owners"] if has_labels else []) + [n for n in OPTIONAL if n in want]
+
+
+def decay(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """a - b and exp(a - b) for a <= b, where a = -inf is the empty sum: 0 and 0, also if b = -inf."""
+    empty = a == -torch.inf
+    difference = torch.where(empty, 0.0, a - b)
+    return difference, torch.where(empty, 0.0, difference.exp())
+
+
+def merge(packets: torch.Tensor, has_labels: bool, spec: HeadSpec) -> State:
+    """Packets [chunks of all ranks in vocabulary order, rows, N] -> the sums over all of them."""
+    row = dict(zip(packet_rows(has_labels, spec.want), packets.double().unbind(1)))
+    peak, state = row["max"], {}
+    shift = peak.amax(0)
+    drop, factor = decay(peak, shift)
+    if has_labels:  # selected by the flag, never by max, which may drop NaN
+        state["target"] = torch.where(row["owner"] == 1, row["target"], 0.0).sum(0)
+        state["owners"] = row["owner"].sum(0)
+    if "moment" in row:
+        state["moment"] = (factor * (row["moment"] + drop * row["sum"])).sum(0)
+    if "total" in row:
+        state["total"] = row["total"].sum(0)
+    if "index" in row:
+        state["index"] = torch.where(peak == shift, row["index"], torch.inf).amin(0)
+    return State(shift, (factor * row["sum"]).sum(0), **state)
+
+
+def finish(state: State, labels, spec: HeadSpec, dtype=torch.float32) -> list[torch.Tensor]:
+    """Join the target column: [merged rows [R, N], then the statistics of `output_names`]."""
+    has_labels = labels is not None
+    top, others, rows, out = state.shift, state.sum, {}, {}
+    total_sum, ignored = others, torch.zeros_like(others, dtype=torch.bool)
+    log_sum = total_sum.log()
+    if has_labels:
+        target, ignored = state.target, state.owners == IGNORED * spec.packets
+        top = torch.fmax(state.shift, target)  # a NaN still reaches the sum
+        drop, factor = decay(state.shift, top)
+        offset, p_target = decay(target, top)
+        offset = torch.where(target == -torch.inf, target, offset)
+        others = factor * others
+        total_sum = others + p_target
+        log_sum = torch.where(target == top, others.log1p(), total_sum.log())
+        out = {"log_prob": 0.0 - torch.where(target == top, log_sum, log_sum - offset), "target_logit": target}
+        out["owners"] = state.owners
+        rows = {"others": others / total_sum, "target": offset}
+    out["lse"] = top + log_sum
+    rows |= {"shift": top, "sum": total_sum}
+    if state.moment is not None:
+        moment = state.moment
+        if has_labels:
+            moment = factor * (moment + drop * state.sum) + torch.where(p_target == 0, 0.0, p_target * offset)
+        rows["mean"] = moment / total_sum
+        out["entropy"] = log_sum - rows["mean"]
+    if state.total is not None:
+        out["total"] = state.total
+    bad = ~(total_sum > 0)
+    if has_labels:
+        bad = (bad | (state.owners != 1)) & ~ignored
+
+    def settle(value):
+        return torch.where(ignored, 0.0, torch.where(bad, torch.nan, value)).to(dtype)
+
+    results = {name: settle(value) if name != "owners" else value.to(dtype) for name, value in out.items()}
+    if state.index is not None:
+        index = state.index
+        if has_labels:
+            wins = (target > state.shift) | ((target == state.shift) & (labels < index))
+            index = torch.where(wins, labels.double(), index)
+        results["argmax"] = torch.where(bad | ignored, -1.0, index).long()
+    merged = torch.stack([settle(rows[name]) for name in merged_rows(has_labels, spec.want)])
+    return [merged] + [results[name] for name in output_names(has_labels, spec.want)]
+
+
+def to_lanes(packets: torch.Tensor, has_labels: bool, spec: HeadSpec) -> torch.Tensor:
+    """This rank's packets as float64 lanes [rows, N] whose plain SUM over ranks is the merge (the `sum` transport).
+
+    exp(max) must stay within float64: a token with a shard's maximum beyond +-600 becomes NaN on every rank. The argmax is
+    no sum, so it has no lane.
+    """
+    state = merge(packets, has_labels, spec._replace(world_size=1))
+    empty = state.shift == -torch.inf
+    shift = torch.where(empty, 0.0, state.shift)
+    weight = torch.where(shift.abs() > 600, torch.nan, shift.exp())
+    lanes = [weight * state.sum] + ([state.target, state.owners] if has_labels else [])
+    if state.moment is not None:
+        lanes.append(weight * (state.moment + shift * state.sum))
+    if state.total is not None:
+        lanes.append(state.total)
+    return torch.stack(lanes)
+
+
+def from_lanes(lanes: torch.Tensor, has_labels: bool, spec: HeadSpec) -> State:
+    """The summed lanes -> the state, relative to the log of the first lane."""
+    names = [name for name in packet_rows(has_labels, spec.want) if name != "max"]
+    row = dict(zip(names, lanes.unbind(0)))
+    shift = row["sum"].log().float().double()  # any reference will do; one that fp32 holds keeps the backward exact
+    empty = row["sum"] == 0
+    factor = torch.where(empty, 0.0, torch.exp(-shift))
+    state = {name: row[key] for name, key in (("target", "target"), ("owners", "owner"), ("total", "total")) if key in row}
+    if "moment" in row:
+        state["moment"] = torch.where(empty, 0.0, factor * (row["moment"] - shift * row["sum"]))
+    return State(shift, factor * row["sum"], **state)
