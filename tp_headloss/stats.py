@@ -196,7 +196,8 @@ def from_lanes(lanes: torch.Tensor, has_labels: bool, spec: HeadSpec) -> State:
     shift = row["sum"].log().float().double()  # any reference will do; one that fp32 holds keeps the backward exact
     empty = row["sum"] == 0
     factor = torch.where(empty, 0.0, torch.exp(-shift))
-    state = {name: row[key] for name, key in (("target", "target"), ("owners", "owner"), ("total", "total")) if key in row}
+    keys = {"target": "target", "owners": "owner", "total": "total"}
+    state = {name: row[key] for name, key in keys.items() if key in row}
     if "moment" in row:
         state["moment"] = torch.where(empty, 0.0, factor * (row["moment"] - shift * row["sum"]))
     return State(shift, factor * row["sum"], **state)

@@ -340,6 +340,6 @@ def gradient_kernel(
             w *= tl.load(weight_ptr + columns, mask=columns < width, other=0.0)
         dz += tl.where(z == float("-inf"), 0.0, w)
     dx = tl.where(columns < valid_width, dz * slope, 0.0)
-    if dx_ptr.dtype.element_ty != tl.float32:  # said aloud, because the interpreter's default truncates
-        dx = dx.to(dx_ptr.dtype.element_ty, fp_downcast_rounding="rtne")
-    tl.store(dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, dx, mask=columns < width)
+    tl.store(
+        dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, dx.to(dx_ptr.dtype.element_ty), mask=columns < width
+    )

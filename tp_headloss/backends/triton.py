@@ -11,6 +11,9 @@ from ..stats import HeadSpec, merged_rows, output_names, packet_rows
 from . import kernels
 
 
+INTERPRETED = not isinstance(kernels.gradient_kernel, triton.JITFunction)
+
+
 class Launch(NamedTuple):
     block: int
     warps: int
@@ -57,7 +60,7 @@ def local_statistics(logits, labels, bias, temperatures, total_weight, spec: Hea
             pre, post,
             HAS_SCALE=has_scale, HAS_CAP=has_cap,
             WANT_ENTROPY="entropy" in spec.want, WANT_TOTAL="total" in spec.want, WANT_ARGMAX="argmax" in spec.want,
-            BLOCK=launch.block, num_warps=launch.warps,
+            BLOCK=launch.block, num_warps=launch.warps, enable_fp_fusion=True,
         )  # fmt: skip
     return packets
 
@@ -73,7 +76,7 @@ def merge_packets(packets, labels, spec: HeadSpec):
         with _on(packets):
             kernels.merge_kernel[(triton.cdiv(n_rows, MERGE.block),)](
                 merged, *(out.get(name) for name in order), packets, labels, n_rows, spec.packets,
-                BLOCK=MERGE.block, num_warps=MERGE.warps,
+                BLOCK=MERGE.block, num_warps=MERGE.warps, enable_fp_fusion=True,
             )  # fmt: skip
     return [merged, *out.values()]
 
@@ -83,6 +86,11 @@ def logits_gradient(out, logits, labels, bias, temperatures, total_weight, merge
     n_rows, width = logits.shape
     if logits.numel() == 0:
         return
+    if INTERPRETED and out.dtype == torch.bfloat16:  # the interpreter truncates to bf16, hardware rounds
+        exact = torch.empty_like(out, dtype=torch.float32)
+        logits_gradient(exact, logits, labels, bias, temperatures, total_weight, merged, grads, spec)
+        out.copy_(exact)
+        return
     launch = gradient_launch(width)
     pre, post, has_scale, has_cap = _factors(spec, temperatures is not None)
     with _on(logits):
@@ -90,5 +98,5 @@ def logits_gradient(out, logits, labels, bias, temperatures, total_weight, merge
             out, logits, labels, bias, temperatures, total_weight, merged, *grads,
             n_rows, out.stride(0), out.stride(1), logits.stride(0), logits.stride(1),
             spec.start, spec.valid_width, width, pre, post,
-            HAS_SCALE=has_scale, HAS_CAP=has_cap, BLOCK=launch.block, num_warps=launch.warps,
+            HAS_SCALE=has_scale, HAS_CAP=has_cap, BLOCK=launch.block, num_warps=launch.warps, enable_fp_fusion=True,
         )  # fmt: skip

@@ -1,0 +1,107 @@
+"""Compile every kernel variant ahead of time: `python tests/aot.py 80 90 100` (compute capabilities; needs no GPU).
+
+A variant is a combination of flags and optional pointers; those a launcher can produce are covered pairwise or better,
+for every dtype. Run without TRITON_INTERPRET, in a process of its own. Prints one line per failure and a total.
+"""
+
+import itertools
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tp_headloss.backends import kernels
+from tp_headloss.backends.triton import MERGE, gradient_launch, statistics_launch
+
+DTYPES = ("bf16", "fp16", "fp32")
+WANTS = [("entropy",), ("total",), ("argmax",), ("entropy", "total", "argmax"), ()]
+
+
+def pairwise(*axes):
+    """Rows of the product that together show every pair of values of every two axes."""
+    rows, missing = [], {
+        (i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]
+    }
+    for row in itertools.product(*axes):
+        pairs = {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(axes)), 2)}
+        if pairs & missing:
+            rows.append(row)
+            missing -= pairs
+    return rows
+
+
+def compile_kernel(kernel, arguments: dict, warps: int, capability: int, aligned=True):
+    """arguments: name -> type string ("*bf16", "i32"), or a constant for constexpr and None pointers."""
+    signature, constants, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        value = arguments[name]
+        if isinstance(value, str):
+            signature[name] = value
+            if aligned and (value[0] == "*" or name in ("width", "chunk_size", "x_row", "dx_row")):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name], constants[(i,)] = "constexpr", value
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+def statistics_variants():
+    optional = (True, False)
+    for dtype, want, labels, bias, temperature, cap in pairwise(
+        DTYPES, WANTS, ("*i64", "*i32", None), optional, optional, optional
+    ):
+        launch = statistics_launch(16032, want)
+        yield kernels.statistics_kernel, launch.warps, {
+            "packets_ptr": "*fp32", "x_ptr": f"*{dtype}", "labels_ptr": labels, "bias_ptr": "*fp32" if bias else None,
+            "temperature_ptr": "*fp32" if temperature else None, "weight_ptr": "*fp32" if "total" in want else None,
+            "n_rows": "i32", "x_row": "i64" if cap else "i32", "x_column": 1, "start": "i32", "valid_width": "i32",
+            "width": "i32", "chunk_size": "i32", "chunks": "i32", "ignore_index": "i32", "pre": "fp32", "post": "fp32",
+            "HAS_SCALE": temperature or cap, "HAS_CAP": cap, "WANT_ENTROPY": "entropy" in want,
+            "WANT_TOTAL": "total" in want, "WANT_ARGMAX": "argmax" in want, "BLOCK": launch.block,
+        }  # fmt: skip
+
+
+def merge_variants():
+    for labels, want in itertools.product(("*i64", "*i32", None), WANTS):
+        out = "*fp32" if labels else None
+        yield kernels.merge_kernel, MERGE.warps, {
+            "merged_ptr": "*fp32", "lse_ptr": "*fp32", "log_prob_ptr": out, "target_logit_ptr": out, "owners_ptr": out,
+            "entropy_ptr": "*fp32" if "entropy" in want else None, "total_ptr": "*fp32" if "total" in want else None,
+            "argmax_ptr": "*i64" if "argmax" in want else None, "packets_ptr": "*fp32", "labels_ptr": labels,
+            "n_rows": "i32", "packets": "i32", "BLOCK": MERGE.block,
+        }  # fmt: skip
+
+
+def gradient_variants():
+    optional = (True, False)
+    grads = ("g_lse_ptr", "g_log_prob_ptr", "g_entropy_ptr", "g_total_ptr")
+    for dtype, labels, bias, temperature, cap, *has in pairwise(
+        DTYPES, ("*i64", "*i32", None), optional, optional, optional, *([optional] * 4)
+    ):
+        launch = gradient_launch(32064)
+        yield kernels.gradient_kernel, launch.warps, {
+            "dx_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", "labels_ptr": labels, "bias_ptr": "*fp32" if bias else None,
+            "temperature_ptr": "*fp32" if temperature else None, "weight_ptr": "*fp32" if has[3] and bias else None,
+            "merged_ptr": "*fp32", **{g: "*fp32" if h and (labels or g != grads[1]) else None for g, h in zip(grads, has)},
+            "n_rows": "i32", "dx_row": "i32", "dx_column": 1, "x_row": "i32", "x_column": 1, "start": "i32",
+            "valid_width": "i32", "width": "i32", "pre": "fp32", "post": "fp32",
+            "HAS_SCALE": temperature or cap, "HAS_CAP": cap, "BLOCK": launch.block,
+        }  # fmt: skip
+
+
+def main(capabilities):
+    compiled, failures = 0, []
+    for kernel, warps, arguments in itertools.chain(statistics_variants(), merge_variants(), gradient_variants()):
+        for capability in capabilities:
+            try:
+                compile_kernel(kernel, arguments, warps, capability)
+                compiled += 1
+            except Exception as error:  # every failure is listed before the exit
+                failures.append(f"{kernel.__name__} sm_{capability} {arguments}: {type(error).__name__}: {error}")
+    print(*failures, f"compiled {compiled}, failed {len(failures)}", sep="\n")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main([int(a) for a in sys.argv[1:]]))
