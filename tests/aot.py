@@ -51,7 +51,7 @@ def statistics_variants():
     for dtype, want, labels, bias, temperature, cap in pairwise(
         DTYPES, WANTS, ("*i64", "*i32", None), optional, optional, optional
     ):
-        launch = statistics_launch(16032, want)
+        launch = statistics_launch(16032)
         yield kernels.statistics_kernel, launch.warps, {
             "packets_ptr": "*fp32", "x_ptr": f"*{dtype}", "labels_ptr": labels, "bias_ptr": "*fp32" if bias else None,
             "temperature_ptr": "*fp32" if temperature else None, "weight_ptr": "*fp32" if "total" in want else None,

@@ -7,7 +7,7 @@ result has the same bits. Any other shard sends one packet and is merely determi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -18,6 +18,15 @@ CHUNK_ALIGNMENT = 16  # elements: chunks start at vectorisable addresses
 def canonical_chunk_size(vocab_size: int) -> int:
     """Columns per canonical chunk: an eighth of the vocabulary padded to a multiple of 128."""
     return -(-vocab_size // (CHUNKS * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
+
+
+def _rank_and_size(group) -> tuple[int, int]:
+    if group is None:
+        return 0, 1
+    rank = dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else -1  # a sentinel stands for "not a member"
+    if rank < 0:
+        raise ValueError(f"this rank is not a member of the shard's process group, got {group!r}")
+    return rank, dist.get_world_size(group)
 
 
 @dataclass(frozen=True)
@@ -38,19 +47,19 @@ class VocabShard:
     stop: int
     vocab_size: int
     group: dist.ProcessGroup | None = None
-    chunks: int = 0  # packets this rank sends; 0 = decide here
-    chunk_size: int = 0
-    world_size: int = 0
-    group_name: str = ""
+    # every shard of the group is made of 8 / P whole chunks: results have the same bits at any such P
+    tp_invariant: bool = False
+    chunks: int = field(init=False)  # packets this rank sends
+    chunk_size: int = field(init=False)
+    world_size: int = field(init=False)
+    group_name: str = field(init=False)
 
     def __post_init__(self):
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"a shard needs 0 <= start <= stop, got [{self.start}, {self.stop})")
         if self.vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
-        if self.group is not None and dist.get_rank(self.group) < 0:
-            raise ValueError("this rank is not a member of the shard's process group")
-        world_size = 1 if self.group is None else dist.get_world_size(self.group)
+        world_size = _rank_and_size(self.group)[1]
         if world_size == 1 and (self.start > 0 or self.stop < self.vocab_size):
             raise ValueError(
                 f"one rank alone must own the whole vocabulary [0, {self.vocab_size}), got [{self.start}, {self.stop});"
@@ -59,13 +68,9 @@ class VocabShard:
         fill = object.__setattr__  # frozen: the derived fields are written once, here
         fill(self, "world_size", world_size)
         fill(self, "group_name", "" if world_size == 1 else self.group.group_name)
-        if world_size == 1:
-            fill(self, "chunks", CHUNKS)
-        if self.chunks:
-            fill(self, "chunk_size", canonical_chunk_size(self.vocab_size))
-        else:
-            fill(self, "chunks", 1)
-            fill(self, "chunk_size", max(self.width, 1))
+        fill(self, "tp_invariant", self.tp_invariant or world_size == 1)
+        fill(self, "chunks", CHUNKS // world_size if self.tp_invariant else 1)
+        fill(self, "chunk_size", canonical_chunk_size(self.vocab_size) if self.tp_invariant else max(self.width, 1))
 
     @classmethod
     def from_group(cls, group, vocab_size: int, padded_size: int | None = None) -> VocabShard:
@@ -74,7 +79,7 @@ class VocabShard:
         padded_size = vocab_size if padded_size is None else padded_size
         if padded_size < vocab_size:
             raise ValueError(f"padded_size must be at least vocab_size = {vocab_size}, got {padded_size}")
-        world_size = 1 if group is None else dist.get_world_size(group)
+        world_size = _rank_and_size(group)[1]
         step = -(-padded_size // world_size)
         return cls.from_boundaries([min(r * step, padded_size) for r in range(world_size + 1)], vocab_size, group)
 
@@ -88,20 +93,16 @@ class VocabShard:
     @classmethod
     def from_boundaries(cls, boundaries, vocab_size: int, group=None) -> VocabShard:
         """Group rank r owns ``[boundaries[r], boundaries[r + 1])``; the same list on every rank."""
-        world_size = 1 if group is None else dist.get_world_size(group)
+        rank, world_size = _rank_and_size(group)
         ordered = len(boundaries) == world_size + 1 and all(a <= b for a, b in zip(boundaries, boundaries[1:]))
         if not ordered or boundaries[0] != 0 or boundaries[-1] < vocab_size:
             raise ValueError(
                 f"boundaries must be {world_size + 1} ascending ids from 0 to at least {vocab_size}, got {boundaries}"
             )
-        rank = 0 if group is None else dist.get_rank(group)
-        if rank < 0:
-            raise ValueError("this rank is not a member of the shard's process group")
         whole = CHUNKS % world_size == 0 and all(
             b == r * canonical_chunk_size(vocab_size) * CHUNKS // world_size for r, b in enumerate(boundaries[:-1])
         )
-        chunks = CHUNKS // world_size if whole else 0
-        return cls(boundaries[rank], boundaries[rank + 1], vocab_size, group, chunks)
+        return cls(boundaries[rank], boundaries[rank + 1], vocab_size, group, whole)
 
     @property
     def width(self) -> int:
@@ -112,8 +113,3 @@ class VocabShard:
     def valid_width(self) -> int:
         """Columns of this rank's logits that are ids of the true vocabulary."""
         return max(0, min(self.stop, self.vocab_size) - self.start)
-
-    @property
-    def tp_invariant(self) -> bool:
-        """Whether results are bitwise equal to those of any other group size whose shards are whole chunks too."""
-        return self.chunks * self.world_size == CHUNKS

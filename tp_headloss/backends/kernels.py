@@ -59,9 +59,9 @@ def _fixed_sum(x, LANES: tl.constexpr):
 
 @triton.jit
 def _add_tile(
-    m, s, e, total, best, index,  # running max; [BLOCK] lane sums; lane maxima and their columns
-    z, columns, target, weight_ptr, width,
-    WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr, WANT_ARGMAX: tl.constexpr,
+    m, s, e, total, index,  # running maximum, [BLOCK] lane sums, first column of the maximum
+    z, columns, target_lane, weight_ptr, width,
+    WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr, WANT_ARGMAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Accumulate a tile: each lane sums its own columns, so that only the maximum is reduced inside the loop."""
     if WANT_TOTAL:
@@ -69,8 +69,14 @@ def _add_tile(
         if weight_ptr is not None:
             w = tl.load(weight_ptr + columns, mask=columns < width, other=0.0)
         total += tl.where(z > float("-inf"), z * w, tl.where(z == z, 0.0, z))
-    v = tl.where(columns == target, float("-inf"), z)
-    n = tl.maximum(m, tl.max(v, axis=0))
+    v = z
+    if (target_lane >= 0) & (target_lane < BLOCK):  # one tile in many, so a branch is cheaper than a select
+        v = tl.where(tl.arange(0, BLOCK) == target_lane, float("-inf"), z)
+    peak = tl.max(v, axis=0)
+    if WANT_ARGMAX:
+        if peak > m:
+            index = tl.min(tl.where(v == peak, columns, 2147483647), axis=0)
+    n = tl.maximum(m, peak)
     safe = tl.where(n == float("-inf"), 0.0, n)
     drop = tl.where(m == float("-inf"), 0.0, m - safe)
     factor = tl.where(m == float("-inf"), 0.0, tl.exp(drop))
@@ -79,10 +85,7 @@ def _add_tile(
     if WANT_ENTROPY:
         e = tl.fma(p, tl.where(shifted == float("-inf"), 0.0, shifted), factor * tl.fma(drop, s, e))
     s = tl.fma(s, factor, p)
-    if WANT_ARGMAX:
-        index = tl.where(v > best, columns, index)
-        best = tl.where(v > best, v, best)
-    return n, s, e, total, best, index
+    return n, s, e, total, index
 
 
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks", "ignore_index"])
@@ -124,16 +127,15 @@ def statistics_kernel(
     s = tl.zeros([BLOCK], tl.float32)
     e = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    best = tl.full([BLOCK], -float("inf"), tl.float32)
-    index = tl.zeros([BLOCK], tl.int32)
+    index = 0
     whole = size // BLOCK * BLOCK
     for o in range(0, whole, BLOCK):
         columns = first + o + lanes
         x = tl.load(x_ptr + columns.to(tl.int64) * x_column).to(tl.float32)
         z, _ = _transform(x, columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
-        m, s, e, total, best, index = _add_tile(
-            m, s, e, total, best, index, z, columns, first + target, weight_ptr, width,
-            WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX,
+        m, s, e, total, index = _add_tile(
+            m, s, e, total, index, z, columns, target - o, weight_ptr, width,
+            WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX, BLOCK,
         )  # fmt: skip
     if whole < size:
         inside = whole + lanes
@@ -142,9 +144,9 @@ def statistics_kernel(
         x = tl.load(x_ptr + columns.to(tl.int64) * x_column, mask=(inside < chunk_size) & (columns < width), other=0.0)
         z, _ = _transform(x.to(tl.float32), columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
         z = tl.where(inside < size, z, float("-inf"))
-        m, s, e, total, best, index = _add_tile(
-            m, s, e, total, best, index, z, columns, first + target, weight_ptr, width,
-            WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX,
+        m, s, e, total, index = _add_tile(
+            m, s, e, total, index, z, columns, target - whole, weight_ptr, width,
+            WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX, BLOCK,
         )  # fmt: skip
 
     rows: tl.constexpr = 2 + 2 * (labels_ptr is not None) + WANT_ENTROPY + WANT_TOTAL + WANT_ARGMAX
@@ -153,8 +155,9 @@ def statistics_kernel(
     tl.store(out + n_rows.to(tl.int64), _fixed_sum(s, BLOCK))
     out += 2 * n_rows.to(tl.int64)
     if labels_ptr is not None:
-        x = tl.load(x_ptr + (first + target).to(tl.int64) * x_column, mask=owned, other=0.0).to(tl.float32)
-        z, _ = _transform(x, first + target, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
+        column = tl.where(owned, first + target, 0)
+        x = tl.load(x_ptr + column.to(tl.int64) * x_column, mask=owned, other=0.0).to(tl.float32)
+        z, _ = _transform(x, column, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
         tl.store(out, tl.where(owned, z, 0.0))
         tl.store(out + n_rows.to(tl.int64), tl.where(ignored, 2.0, tl.where(owned, 1.0, 0.0)))
         out += 2 * n_rows.to(tl.int64)
@@ -165,8 +168,7 @@ def statistics_kernel(
         tl.store(out, _fixed_sum(total, BLOCK))
         out += n_rows.to(tl.int64)
     if WANT_ARGMAX:
-        lowest = tl.min(tl.where(best == m, index, 2147483647), axis=0)
-        tl.store(out, (start + lowest).to(tl.float32))
+        tl.store(out, (start + index).to(tl.float32))
 
 
 @triton.jit

@@ -1,0 +1,40 @@
+"""Device and backends under test: CUDA where there is one, else the CPU with interpreted kernels."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+torch.manual_seed(0)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def device():
+    return DEVICE
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seed(request):
+    torch.manual_seed(sum(map(ord, request.node.name)))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cuda: needs a GPU; not collected elsewhere")
+    config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
+
+
+def pytest_collection_modifyitems(config, items):
+    if DEVICE == "cpu":  # nothing to run there: deselected, so that no skip hides in the report
+        gpu = [item for item in items if item.get_closest_marker("cuda")]
+        config.hook.pytest_deselected(items=gpu)
+        items[:] = [item for item in items if item not in gpu]

@@ -1,0 +1,91 @@
+"""Float64 truth for one row of logits at a time; imports nothing of the package.
+
+The target column is kept out of the sum here too (reliability of confident tokens), but nothing is chunked, merged,
+shifted by a common maximum of chunks or shared with the code under test. All tensors are float64 on the CPU.
+"""
+
+import torch
+
+NAMES = ("lse", "log_prob", "target_logit", "entropy", "total")
+
+
+def transform(x, bias=None, scale=1.0, softcap=None, temperature=1.0):
+    """Raw logits [N, V] of any dtype -> z and dz/dx in float64."""
+    x = x.double().cpu()
+    if bias is not None:
+        x = x + bias.double().cpu()
+    if isinstance(temperature, torch.Tensor):
+        temperature = temperature.double().cpu().reshape(-1, 1)
+    x = x * scale
+    slope = torch.full_like(x, scale)
+    if softcap is not None:
+        slope = slope / torch.cosh(x / softcap) ** 2
+        x = softcap * torch.tanh(x / softcap)
+    return x / temperature, slope / temperature
+
+
+def statistics(z, labels=None, weight=None):
+    """z [N, V] float64, labels [N] (valid ids) -> dict of [N] float64 and "argmax"."""
+    top = z.max(-1, keepdim=True).values
+    shifted = z - top
+    terms = shifted.exp()
+    if labels is None:
+        log_sum = terms.sum(-1).log()
+    else:
+        at = torch.zeros_like(z, dtype=torch.bool).scatter(1, labels[:, None], True)
+        others = torch.where(at, 0.0, terms).sum(-1)
+        z_y = z.gather(1, labels[:, None])[:, 0]
+        u = top[:, 0] - z_y
+        log_sum = torch.where(u == 0, others.log1p(), (others + (-u).exp()).log())
+    p = terms / terms.sum(-1, keepdim=True)
+    out = {"lse": top[:, 0] + log_sum}
+    if labels is not None:
+        out["log_prob"] = -torch.where(u == 0, log_sum, u + log_sum)
+        out["target_logit"] = z_y
+    log_p = shifted - log_sum[:, None]
+    out["entropy"] = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+    weighted = z if weight is None else z * weight.double().cpu()
+    out["total"] = torch.where(z > -torch.inf, weighted, 0.0).sum(-1)
+    out["argmax"] = z.argmax(-1)
+    return out
+
+
+def gradient(z, slope, labels, grads, weight=None):
+    """Upstream gradients {name: [N]} -> d/dx [N, V], each element by its own formula, p_y - 1 without cancellation."""
+    top = z.max(-1, keepdim=True).values
+    shifted = z - top
+    terms = shifted.exp()
+    whole = terms.sum(-1, keepdim=True)
+    p = terms / whole
+    g = {name: value.double().cpu()[:, None] for name, value in grads.items()}
+    dz = torch.zeros_like(z)
+    if "lse" in g:
+        dz += g["lse"] * p
+    if labels is not None:
+        at = torch.zeros_like(z, dtype=torch.bool).scatter(1, labels[:, None], True)
+        if "log_prob" in g:
+            others = torch.where(at, 0.0, terms).sum(-1, keepdim=True) / whole
+            dz += torch.where(at, others * g["log_prob"], -p * g["log_prob"])
+        if "target_logit" in g:
+            dz += torch.where(at, g["target_logit"], 0.0)
+    if "entropy" in g:
+        log_p = shifted - whole.log()
+        entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1, keepdim=True)
+        dz += torch.where(p > 0, -g["entropy"] * p * (log_p + entropy), 0.0)
+    if "total" in g:
+        column = torch.ones(z.shape[1], dtype=torch.float64) if weight is None else weight.double().cpu()
+        dz += torch.where(z > -torch.inf, g["total"] * column, 0.0)
+    return dz * slope
+
+
+def margin(z, labels):
+    """z_y minus the largest other logit (inf for a vocabulary of one)."""
+    others = z.scatter(1, labels[:, None], -torch.inf)
+    return z.gather(1, labels[:, None])[:, 0] - others.max(-1).values
+
+
+def ulp(value, dtype=torch.float32):
+    """Spacing of `dtype` numbers at |value| (of its smallest normal number below that), in float64."""
+    info = torch.finfo(dtype)
+    _, exponent = torch.frexp(value.double().abs().clamp(min=info.tiny))
+    return info.eps * 2.0 ** (exponent - 1).double()

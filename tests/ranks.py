@@ -1,0 +1,122 @@
+"""Run a function on several ranks: persistent spawned workers, gloo over a file store (NCCL where there are GPUs).
+
+    results = on_ranks(4, function, *args)      # function(group, device, *args) on every rank, in rank order
+
+A worker that raises reports its exception (`Failure`); one that does not answer in time is killed with its pool, so
+nothing hangs and the next call starts afresh.
+"""
+
+import atexit
+import io
+import multiprocessing
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 60.0  # seconds; a collective that waits longer fails
+
+
+class Failure(NamedTuple):
+    kind: str
+    message: str
+    trace: str
+
+
+def _worker(rank, world_size, store, pipe):
+    torch.set_num_threads(1)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    while (job := pipe.recv()) is not None:
+        function, args = job
+        try:
+            torch.manual_seed(0)
+            result = function(dist.group.WORLD, device, *args)
+        except Exception as error:  # reported to the parent, which decides
+            result = Failure(type(error).__name__, str(error), traceback.format_exc())
+        buffer = io.BytesIO()  # bytes, because tensors sent through a pipe die with their worker
+        torch.save(result, buffer)
+        pipe.send_bytes(buffer.getvalue())
+    dist.destroy_process_group()
+
+
+class Pool:
+    def __init__(self, world_size):
+        context = multiprocessing.get_context("spawn")
+        store = tempfile.NamedTemporaryFile(delete=False).name + ".store"
+        pipes = [context.Pipe() for _ in range(world_size)]
+        self.pipes = [parent for parent, _ in pipes]
+        self.workers = [
+            context.Process(target=_worker, args=(r, world_size, store, child), daemon=True)
+            for r, (_, child) in enumerate(pipes)
+        ]
+        for worker in self.workers:
+            worker.start()
+
+    def call(self, function, args):
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        deadline = time.monotonic() + 2 * TIMEOUT
+        results = []
+        for rank, pipe in enumerate(self.pipes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                self.kill()
+                raise TimeoutError(f"rank {rank} of {len(self.pipes)} did not answer {function.__name__}{args}")
+            results.append(torch.load(io.BytesIO(pipe.recv_bytes()), map_location="cpu", weights_only=False))
+        return results
+
+    def kill(self):
+        for worker in self.workers:
+            worker.kill()
+        POOLS.pop(len(self.workers), None)
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.send(None)
+        for worker in self.workers:
+            worker.join(10)
+        self.kill()
+
+
+POOLS: dict[int, Pool] = {}
+
+
+@atexit.register
+def _close_pools():
+    for pool in list(POOLS.values()):
+        pool.close()
+
+
+def on_ranks(world_size, function, *args, failures=False):
+    """Results in rank order; a Failure on any rank raises unless `failures`. One rank runs here, without a group."""
+    if world_size == 1:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(0)
+        try:
+            return [function(None, device, *args)]
+        except Exception as error:
+            if not failures:
+                raise
+            return [Failure(type(error).__name__, str(error), traceback.format_exc())]
+    if torch.cuda.is_available() and torch.cuda.device_count() < world_size:
+        pytest.skip(f"needs {world_size} GPUs, has {torch.cuda.device_count()}")
+    pool = POOLS.get(world_size) or POOLS.setdefault(world_size, Pool(world_size))
+    results = pool.call(function, args)
+    for rank, result in enumerate(results):
+        if isinstance(result, Failure) and not failures:
+            raise AssertionError(f"rank {rank}: {result.trace}")
+    return results

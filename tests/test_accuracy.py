@@ -1,0 +1,213 @@
+"""Values and gradients against the float64 oracle, within a-priori bounds in units in the last place."""
+
+import oracle
+import pytest
+import torch
+
+from tp_headloss import Options, Transform, vocab_statistics
+
+WANT = ("entropy", "total", "argmax")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [1, 17, 1000, 32003, 50257, 65537]
+U = 2.0**-24  # fp32 unit roundoff
+
+
+def make_rows(vocab_size, dtype, device):
+    """Rows of increasing difficulty: spread, confident and improbable targets, -inf columns, shifts, edges."""
+    n = 7 if device == "cpu" else 64
+    x = torch.randn(n, vocab_size) * torch.tensor([1.0, 3.0, 10.0, 1.0, 1.0, 3.0, 1.0]).repeat(-(-n // 7))[:n, None]
+    labels = torch.randint(0, vocab_size, (n,))
+    x[3, labels[3]] += 30.0  # margin of about 25 to 30: loss near 1e-12
+    x[4, labels[4]] -= 20.0
+    x[5] = torch.where(torch.rand(vocab_size) < 0.5, -torch.inf, x[5])
+    x[5, labels[5]] = 1.0
+    x[6] = (x[6] + 200.0).round()
+    labels[0], labels[1] = 0, vocab_size - 1
+    return x.to(dtype).to(device), labels.to(device)
+
+
+def run(x, labels, backend, upstream, transform=None, **kwargs):
+    x = x.clone().requires_grad_()
+    stats = vocab_statistics(
+        x, labels, want=WANT, transform=transform, options=Options(backend=backend), **kwargs
+    )
+    sum((getattr(stats, name) * g.to(x.device)).sum() for name, g in upstream.items()).backward()
+    return stats, x.grad
+
+
+def assert_loss_exact(stats, z, labels):
+    truth = oracle.statistics(z, labels.cpu())
+    loss, expected = -stats.log_prob.double().cpu(), -truth["log_prob"]
+    margin = oracle.margin(z, labels.cpu())
+    allowed = 4 + (margin - 8).clamp(0, 200)
+    if stats.lse.is_cuda:
+        allowed = 8 + margin.clamp(0, 200)
+    error = (loss - expected).abs() / oracle.ulp(expected)
+    assert (error <= allowed).all(), (error / allowed).max()
+    return truth
+
+
+def assert_gradient_exact(grad, z, labels, expected):
+    """The bounds of an fp32 exponential of a rounded difference, then one rounding to the logits' dtype."""
+    labels, distance = labels.cpu(), (z - z.max(-1, keepdim=True).values).abs()
+    slack = (3 * distance + 16) if grad.is_cuda else (distance + 8)
+    at = torch.zeros_like(z, dtype=torch.bool).scatter(1, labels[:, None], True)
+    slack = torch.where(at, distance + 40, slack)
+    error = (grad.double().cpu() - expected).abs()
+    allowed = torch.where(expected == 0, 0.0, slack * U * expected.abs() + 2.0**-126)
+    if grad.dtype == torch.bfloat16:
+        allowed = 0.505 * oracle.ulp(expected, torch.bfloat16)
+        nearest = (error <= 0.5 * oracle.ulp(expected, torch.bfloat16)).double().mean()
+        assert nearest >= 0.999 or error.numel() < 10_000
+    if grad.dtype == torch.float16:
+        allowed = torch.maximum(0.55 * oracle.ulp(expected, torch.float16), torch.tensor(2.0**-25 * 1.1))
+    assert (error <= allowed).all(), (error / allowed.clamp(min=2.0**-140)).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", SIZES)
+def test_cross_entropy_is_exact_to_a_few_ulp(vocab_size, dtype, backend, device):
+    x, labels = make_rows(vocab_size, dtype, device)
+    upstream = {"log_prob": torch.randn(len(x)) * 2}
+    stats, grad = run(x, labels, backend, upstream)
+    z, slope = oracle.transform(x)
+    truth = assert_loss_exact(stats, z, labels)
+    assert_gradient_exact(grad, z, labels, oracle.gradient(z, slope, labels.cpu(), upstream))
+    assert torch.equal(stats.argmax.cpu(), truth["argmax"])
+    assert torch.equal(stats.target_logit.cpu().double(), truth["target_logit"])
+    assert (stats.log_prob <= 0).all()
+    assert ((stats.lse.double().cpu() - truth["lse"]).abs() <= 4 * oracle.ulp(truth["lse"]) + 1e-6).all()
+
+
+@pytest.mark.parametrize("vocab_size", [129920, 262144])
+def test_large_vocabularies_are_exact(vocab_size, backend, device):
+    x, labels = make_rows(vocab_size, torch.bfloat16, device)
+    x, labels = (x[3:6], labels[3:6]) if device == "cpu" else (x, labels)
+    upstream = {"log_prob": torch.randn(len(x))}
+    stats, grad = run(x, labels, backend, upstream)
+    z, slope = oracle.transform(x)
+    assert_loss_exact(stats, z, labels)
+    assert_gradient_exact(grad, z, labels, oracle.gradient(z, slope, labels.cpu(), upstream))
+
+
+TRANSFORMS = {
+    "plain": {},
+    "scale": {"scale": 0.7},
+    "softcap": {"softcap": 5.0},
+    "temperature": {"temperature": 0.6},
+    "all": {"bias": True, "scale": 1.3, "softcap": 4.0, "temperature": True},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("vocab_size", [17, 1000])
+def test_every_statistic_and_transformation_is_at_most_twice_as_far_off_as_torch(
+    vocab_size, name, dtype, backend, device
+):
+    """Truth is float64; the yardstick is plain fp32 torch on the same rows."""
+    n = 12
+    options = dict(TRANSFORMS[name])
+    x = (torch.randn(n, vocab_size) * 3).to(dtype).to(device)
+    x[1, vocab_size // 2] = -torch.inf if "softcap" not in options else 0.0
+    labels = torch.randint(0, vocab_size, (n,), device=device)
+    labels[1] = 0
+    if options.get("bias"):
+        options["bias"] = torch.randn(vocab_size, device=device)
+    if options.get("temperature") is True:
+        options["temperature"] = torch.rand(n, device=device) + 0.5
+    weight = torch.rand(vocab_size, device=device)
+    upstream = {key: torch.randn(n) for key in oracle.NAMES}
+    stats, grad = run(x, labels, backend, upstream, Transform(**options), total_weight=weight)
+    z, slope = oracle.transform(x, **options)
+    truth = oracle.statistics(z, labels.cpu(), weight)
+    expected = oracle.gradient(z, slope, labels.cpu(), upstream, weight)
+
+    plain = x.float().clone().requires_grad_()
+    zt = plain if options.get("bias") is None else plain + options["bias"]
+    zt = zt * options.get("scale", 1.0)
+    zt = options["softcap"] * torch.tanh(zt / options["softcap"]) if "softcap" in options else zt
+    temperature = options.get("temperature", 1.0)
+    zt = zt / (temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature)
+    log_p = zt.log_softmax(-1)
+    values = {
+        "lse": zt.logsumexp(-1),
+        "log_prob": log_p.gather(1, labels[:, None])[:, 0],
+        "target_logit": zt.gather(1, labels[:, None])[:, 0],
+        "entropy": -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1),
+        "total": (zt.masked_fill(zt == -torch.inf, 0.0) * weight).sum(-1),
+    }
+    sum((values[key] * g.to(device)).sum() for key, g in upstream.items()).backward()
+    for key in oracle.NAMES:
+        error = (getattr(stats, key).double().cpu() - truth[key]).abs().max()
+        theirs = (values[key].double().cpu() - truth[key]).abs().max()
+        assert error <= 2 * theirs + 4 * oracle.ulp(truth[key].abs().max()), (key, error, theirs)
+    theirs = (plain.grad.to(dtype).double().cpu() - expected).abs().max()
+    error = (grad.double().cpu() - expected).abs().max()
+    assert error <= 2 * theirs + 2.0**-24, (error, theirs)
+    assert torch.equal(stats.argmax.cpu(), truth["argmax"])
+
+
+@pytest.mark.parametrize("kind", ["random", "strided", "expanded", "zero", "one", "transposed"])
+def test_upstream_gradients_of_any_layout_are_applied_inside(kind, backend, device):
+    x = torch.randn(6, 2, 1000, device=device)
+    labels = torch.randint(0, 1000, (6, 2), device=device)
+    g = {
+        "random": torch.randn(6, 2),
+        "strided": torch.randn(6, 4)[:, ::2],
+        "expanded": torch.tensor(0.37).expand(6, 2),
+        "zero": torch.zeros(6, 2),
+        "one": torch.ones(6, 2),
+        "transposed": torch.randn(2, 6).T,
+    }[kind].to(device)
+    x.requires_grad_()
+    stats = vocab_statistics(x, labels, want=("entropy",), options=Options(backend=backend))
+    torch.autograd.backward([stats.log_prob, stats.lse, stats.entropy], [g, g, g])
+    z, slope = oracle.transform(x.detach().flatten(0, 1))
+    flat = g.reshape(-1)
+    upstream = {"log_prob": flat, "lse": flat, "entropy": flat}
+    expected = oracle.gradient(z, slope, labels.cpu().flatten(), upstream).view(6, 2, 1000)
+    torch.testing.assert_close(x.grad.double().cpu(), expected, rtol=3e-5, atol=1e-7)
+    assert (kind == "zero") == (not x.grad.any())
+
+
+def test_bias_gets_its_gradient(backend, device):
+    x, labels = torch.randn(9, 130, device=device), torch.randint(0, 130, (9,), device=device)
+    bias = torch.randn(130, device=device, requires_grad=True)
+    upstream = {"log_prob": torch.randn(9), "entropy": torch.randn(9)}
+    _, _ = run(x, labels, backend, upstream, Transform(bias=bias, scale=1.5))
+    z, slope = oracle.transform(x, bias=bias.detach(), scale=1.5)
+    expected = oracle.gradient(z, slope, labels.cpu(), upstream).sum(0)
+    torch.testing.assert_close(bias.grad.double().cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_float64_logits_pass_gradcheck():
+    """The algebra of every gradient, free of rounding: the torch backend in float64 against finite differences."""
+    labels = torch.tensor([[3, 0, 16], [5, -100, 1]])
+    bias = torch.randn(17, dtype=torch.double)
+
+    def function(x, b):
+        transform = Transform(bias=b, scale=1.3, softcap=2.0, temperature=torch.full((2, 3), 0.7))
+        return vocab_statistics(x, labels, want=("entropy", "total"), transform=transform)[:5]
+
+    x = torch.randn(2, 3, 17, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradcheck(function, (x, bias.requires_grad_()), atol=1e-8, rtol=1e-6)
+
+
+def test_the_oracle_agrees_with_autograd():
+    x = torch.randn(5, 23, dtype=torch.double, requires_grad=True)
+    labels = torch.randint(0, 23, (5,))
+    g = {name: torch.randn(5) for name in oracle.NAMES}
+    z = 3.0 * torch.tanh(x * 1.2 / 3.0) / 0.8
+    log_p = z.log_softmax(-1)
+    at = labels[:, None]
+    values = {
+        "lse": z.logsumexp(-1), "log_prob": log_p.gather(1, at)[:, 0], "target_logit": z.gather(1, at)[:, 0],
+        "entropy": -(log_p.exp() * log_p).sum(-1), "total": z.sum(-1),
+    }  # fmt: skip
+    sum((values[name] * g[name]).sum() for name in g).backward()
+    z, slope = oracle.transform(x.detach(), scale=1.2, softcap=3.0, temperature=0.8)
+    truth = oracle.statistics(z, labels)
+    for name in g:
+        torch.testing.assert_close(truth[name], values[name].detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(oracle.gradient(z, slope, labels, g), x.grad, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,227 @@
+"""Sharded equals unsharded: every layout of shards, and the same bits at every group size where that is promised."""
+
+from typing import NamedTuple
+
+import oracle
+import pytest
+import torch
+from ranks import on_ranks
+
+from tp_headloss import Options, Transform, VocabShard, vocab_statistics
+
+WANT = ("entropy", "total", "argmax")
+WORLDS = [2, 3, 4, 8]
+
+
+class Case(NamedTuple):
+    vocab_size: int
+    cuts: list[int]  # of the padded vocabulary, one more than ranks
+    dtype: torch.dtype = torch.float32
+    backend: str = "triton"
+    transport: str = "gather"
+    want: tuple = WANT
+    explicit: bool = False
+    label_cuts: list[int] | None = None  # labels sit on both sides of these (default: of the shards' cuts)
+
+
+def layout_case(layout, world_size, **kwargs):
+    if layout == "empty":  # the second shard and, but for two ranks, the last one
+        cuts = [0, 301, 301, *(301 + 31 * r for r in range(1, world_size - 2)), 523, 523]
+        return Case(523, cuts[:world_size] + [523], **kwargs)
+    vocab_size, padded = {"even": (1024, 1024), "padded": (1000, 1024), "uneven": (1003, 1003), "tiny": (17, 17)}[layout]
+    step = -(-padded // world_size)
+    return Case(vocab_size, [min(r * step, padded) for r in range(world_size + 1)], **kwargs)
+
+
+def problem(case):
+    """Logits and labels: on shard edges, ignored, confident, and on a row whose upper half is -inf."""
+    edges = {min(max(e, 0), case.vocab_size - 1) for c in case.label_cuts or case.cuts for e in (c - 1, c)}
+    labels = torch.tensor([*sorted(edges), -100, case.vocab_size // 2, 0])
+    x = torch.randn(len(labels), case.vocab_size, generator=torch.Generator().manual_seed(1)) * 3
+    x[-1, 0] = 40.0
+    x[0, case.vocab_size // 2 :] = -torch.inf
+    return x.to(case.dtype), labels
+
+
+def shard_run(group, device, case):
+    cuts = case.cuts if group is not None else [0, case.cuts[-1]]
+    shard = VocabShard.from_boundaries(cuts, case.vocab_size, group)
+    if case.explicit:
+        shard = VocabShard(shard.start, shard.stop, case.vocab_size, group)
+    x, labels = problem(case)
+    padded = torch.nn.functional.pad(x, (0, cuts[-1] - case.vocab_size), value=123.0)  # padding holds rubbish
+    local = padded[:, shard.start : shard.stop].contiguous().to(device).requires_grad_()
+    stats = vocab_statistics(
+        local,
+        labels.to(device),
+        shard=shard,
+        want=case.want,
+        transform=Transform(scale=1.25, temperature=torch.linspace(0.5, 1.5, len(labels)).to(device)),
+        options=Options(backend=case.backend, transport=case.transport),
+    )
+    generator = torch.Generator().manual_seed(2)
+    names = [name for name in oracle.NAMES if getattr(stats, name) is not None]
+    upstream = {name: torch.randn(len(labels), generator=generator) for name in names}
+    sum((getattr(stats, name) * upstream[name].to(device)).sum() for name in names).backward()
+    values = {name: getattr(stats, name).detach().cpu() for name in names + ["argmax"] * ("argmax" in case.want)}
+    return values, local.grad.cpu(), shard.tp_invariant, upstream
+
+
+def bits(x):
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def assert_truth(case, results):
+    (values, _, _, upstream), grad = results[0], torch.cat([result[1] for result in results], 1)
+    x, labels = problem(case)
+    keep = labels != -100
+    z, slope = oracle.transform(x[keep], scale=1.25, temperature=torch.linspace(0.5, 1.5, len(labels))[keep])
+    truth = oracle.statistics(z, labels[keep])
+    for name in values:
+        assert (values[name][~keep] == (-1 if name == "argmax" else 0)).all()
+        torch.testing.assert_close(values[name][keep].double(), truth[name].double(), rtol=2e-6, atol=2e-5)
+    expected = torch.zeros(len(labels), case.cuts[-1], dtype=torch.float64)
+    upstream = {name: g[keep] for name, g in upstream.items()}
+    expected[keep, : case.vocab_size] = oracle.gradient(z, slope, labels[keep], upstream)
+    rtol = {torch.float32: 3e-5, torch.bfloat16: 2.0**-8}[case.dtype]
+    torch.testing.assert_close(grad.double(), expected, rtol=rtol, atol=2e-6)
+    assert not grad[:, case.vocab_size :].any()
+
+
+def assert_same_bits(results, others):
+    """Every rank of both has the same statistics, and the concatenated gradients are equal, bit for bit."""
+    for values, *_ in results:
+        for other, *_ in others:
+            assert all(torch.equal(bits(values[name]), bits(other[name])) for name in values)
+    a, b = (torch.cat([result[1] for result in r], 1) for r in (results, others))
+    assert torch.equal(bits(a), bits(b))
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["even", "padded", "tiny", "uneven", "empty"])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_sharded_equals_unsharded(world_size, layout, dtype, backend):
+    case = layout_case(layout, world_size, dtype=dtype, backend=backend)
+    results = on_ranks(world_size, shard_run, case)
+    assert_same_bits(results, results)  # between ranks, always
+    assert_truth(case, results)
+    invariant = results[0][2]
+    assert invariant == (layout in ("even", "padded") and world_size != 3)
+    if invariant and backend == "triton":
+        assert_same_bits(results, on_ranks(1, shard_run, case))
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("vocab_size", [32000, 50304])
+def test_same_bits_at_tp_1_2_4_8(vocab_size):
+    """Loss, every statistic and the gradient of the triton backend, at realistic sizes."""
+    eighths = [r * vocab_size // 8 for r in range(9)]
+    for dtype, want in ((torch.float32, ("entropy",)), (torch.bfloat16, ())):
+        case = Case(vocab_size, eighths, dtype, want=want, label_cuts=eighths[::4])
+        alone = on_ranks(1, shard_run, case)
+        for world_size in (2, 4, 8):
+            if not torch.cuda.is_available() or torch.cuda.device_count() >= world_size:
+                assert_same_bits(on_ranks(world_size, shard_run, case._replace(cuts=eighths[:: 8 // world_size])), alone)
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("layout", ["padded", "uneven", "empty"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_sum_transport_equals_the_gather(world_size, layout, backend):
+    case = layout_case(layout, world_size, backend=backend, transport="sum", want=("entropy", "total"))
+    summed = on_ranks(world_size, shard_run, case)
+    gathered = on_ranks(world_size, shard_run, case._replace(transport="gather"))
+    for (a, grad_a, *_), (b, grad_b, *_) in zip(summed, gathered):
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(grad_a, grad_b, rtol=2e-5, atol=1e-6)
+    assert_truth(case, summed)
+
+
+def out_of_range_run(group, device):
+    shard = VocabShard.from_group(group, 16)
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    x[1] += 700.0
+    x[2] -= 700.0
+    local = x[:, shard.start : shard.stop].to(device)
+    return vocab_statistics(local, torch.tensor([3, 3, 12], device=device), shard=shard, options=Options(transport="sum"))
+
+
+@pytest.mark.xdist_group("ranks")
+def test_the_sum_transport_checks_its_range():
+    for stats in on_ranks(2, out_of_range_run):
+        assert stats.log_prob.isnan().tolist() == [False, True, True]
+        assert stats.lse.isnan().tolist() == [False, True, True]
+
+
+@pytest.mark.xdist_group("ranks")
+def test_explicit_bounds_need_no_knowledge_of_the_others(backend):
+    case = layout_case("uneven", 2, backend=backend, explicit=True)
+    results = on_ranks(2, shard_run, case)
+    assert not results[0][2]
+    assert_truth(case, results)
+
+
+def mesh_run(group, device):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    shard = VocabShard.from_mesh(mesh, 100, "tp", padded_size=128)
+    by_group = VocabShard.from_group(mesh.get_group("tp"), 100, 128)
+    try:
+        VocabShard.from_mesh(mesh, 100)
+    except ValueError as error:
+        message = str(error)
+    replica = mesh.get_local_rank("dp")
+    x = torch.randn(5, 100, generator=torch.Generator().manual_seed(replica))
+    labels = torch.arange(5) * 20 + replica
+    padded = torch.nn.functional.pad(x, (0, 28))[:, shard.start : shard.stop].to(device)
+    stats = vocab_statistics(padded, labels.to(device), shard=shard)
+    expected = x.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    return (shard.start, shard.stop, shard == by_group, message), stats.log_prob.cpu(), expected
+
+
+@pytest.mark.xdist_group("ranks")
+def test_mesh_dimensions_and_concurrent_groups():
+    """2 x 2: each data-parallel replica has its own tensor-parallel group and its own tokens."""
+    for rank, (facts, log_prob, expected) in enumerate(on_ranks(4, mesh_run)):
+        assert facts[:3] == (64 * (rank % 2), 64 * (rank % 2) + 64, True) and "dp" in facts[3]
+        torch.testing.assert_close(log_prob, expected)
+
+
+def subgroup_run(group, device):
+    import torch.distributed as dist
+
+    sub = dist.new_group([1, 3])
+    if dist.get_rank() not in (1, 3):
+        try:
+            return VocabShard.from_group(sub, 30)
+        except ValueError as error:
+            return str(error)
+    shard = VocabShard.from_group(sub, 30)
+    x = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([0, 10, 29, 15])
+    stats = vocab_statistics(x[:, shard.start : shard.stop].to(device), labels.to(device), shard=shard)
+    return stats.log_prob.cpu(), x.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+
+
+@pytest.mark.xdist_group("ranks")
+def test_subgroups_use_their_own_ranks_and_outsiders_are_refused():
+    results = on_ranks(4, subgroup_run)
+    assert "not a member" in results[0] and "not a member" in results[2]
+    for log_prob, expected in results[1::2]:
+        torch.testing.assert_close(log_prob, expected)
+
+
+def test_shards_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="one rank alone"):
+        VocabShard(0, 50, 100)
+    with pytest.raises(ValueError, match="start <= stop"):
+        VocabShard(5, 3, 100)
+    with pytest.raises(ValueError, match="vocab_size"):
+        VocabShard(0, 0, 0)
+    with pytest.raises(ValueError, match="padded_size"):
+        VocabShard.from_group(None, 100, 90)
+    with pytest.raises(ValueError, match="boundaries"):
+        VocabShard.from_boundaries([0, 40, 30], 100)
