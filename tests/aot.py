@@ -20,9 +20,10 @@ WANTS = [("entropy",), ("total",), ("argmax",), ("entropy", "total", "argmax"), 
 
 def pairwise(*axes):
     """Rows of the product that together show every pair of values of every two axes."""
-    rows, missing = [], {
-        (i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]
-    }
+    rows, missing = (
+        [],
+        {(i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]},
+    )
     for row in itertools.product(*axes):
         pairs = {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(axes)), 2)}
         if pairs & missing:
@@ -83,7 +84,8 @@ def gradient_variants():
         yield kernels.gradient_kernel, launch.warps, {
             "dx_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", "labels_ptr": labels, "bias_ptr": "*fp32" if bias else None,
             "temperature_ptr": "*fp32" if temperature else None, "weight_ptr": "*fp32" if has[3] and bias else None,
-            "merged_ptr": "*fp32", **{g: "*fp32" if h and (labels or g != grads[1]) else None for g, h in zip(grads, has)},
+            "merged_ptr": "*fp32",
+            **{g: "*fp32" if h and (labels or g != "g_log_prob_ptr") else None for g, h in zip(grads, has)},
             "n_rows": "i32", "dx_row": "i32", "dx_column": 1, "x_row": "i32", "x_column": 1, "start": "i32",
             "valid_width": "i32", "width": "i32", "pre": "fp32", "post": "fp32",
             "HAS_SCALE": temperature or cap, "HAS_CAP": cap, "BLOCK": launch.block,

@@ -57,7 +57,7 @@ def _worker(rank, world_size, store, pipe):
 class Pool:
     def __init__(self, world_size):
         context = multiprocessing.get_context("spawn")
-        store = tempfile.NamedTemporaryFile(delete=False).name + ".store"
+        store = f"{tempfile.mkdtemp()}/store"
         pipes = [context.Pipe() for _ in range(world_size)]
         self.pipes = [parent for parent, _ in pipes]
         self.workers = [

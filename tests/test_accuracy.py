@@ -28,9 +28,7 @@ def make_rows(vocab_size, dtype, device):
 
 def run(x, labels, backend, upstream, transform=None, **kwargs):
     x = x.clone().requires_grad_()
-    stats = vocab_statistics(
-        x, labels, want=WANT, transform=transform, options=Options(backend=backend), **kwargs
-    )
+    stats = vocab_statistics(x, labels, want=WANT, transform=transform, options=Options(backend=backend), **kwargs)
     sum((getattr(stats, name) * g.to(x.device)).sum() for name, g in upstream.items()).backward()
     return stats, x.grad
 

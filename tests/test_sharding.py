@@ -28,7 +28,9 @@ def layout_case(layout, world_size, **kwargs):
     if layout == "empty":  # the second shard and, but for two ranks, the last one
         cuts = [0, 301, 301, *(301 + 31 * r for r in range(1, world_size - 2)), 523, 523]
         return Case(523, cuts[:world_size] + [523], **kwargs)
-    vocab_size, padded = {"even": (1024, 1024), "padded": (1000, 1024), "uneven": (1003, 1003), "tiny": (17, 17)}[layout]
+    vocab_size, padded = {"even": (1024, 1024), "padded": (1000, 1024), "uneven": (1003, 1003), "tiny": (17, 17)}[
+        layout
+    ]
     step = -(-padded // world_size)
     return Case(vocab_size, [min(r * step, padded) for r in range(world_size + 1)], **kwargs)
 
@@ -122,7 +124,9 @@ def test_same_bits_at_tp_1_2_4_8(vocab_size):
         alone = on_ranks(1, shard_run, case)
         for world_size in (2, 4, 8):
             if not torch.cuda.is_available() or torch.cuda.device_count() >= world_size:
-                assert_same_bits(on_ranks(world_size, shard_run, case._replace(cuts=eighths[:: 8 // world_size])), alone)
+                assert_same_bits(
+                    on_ranks(world_size, shard_run, case._replace(cuts=eighths[:: 8 // world_size])), alone
+                )
 
 
 @pytest.mark.xdist_group("ranks")
@@ -145,7 +149,9 @@ def out_of_range_run(group, device):
     x[1] += 700.0
     x[2] -= 700.0
     local = x[:, shard.start : shard.stop].to(device)
-    return vocab_statistics(local, torch.tensor([3, 3, 12], device=device), shard=shard, options=Options(transport="sum"))
+    return vocab_statistics(
+        local, torch.tensor([3, 3, 12], device=device), shard=shard, options=Options(transport="sum")
+    )
 
 
 @pytest.mark.xdist_group("ranks")

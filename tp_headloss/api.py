@@ -35,7 +35,8 @@ class Options:
     """How, not what: no option changes a result by more than rounding.
 
     backend: "triton", "torch" or None (triton on CUDA, torch elsewhere). transport: "gather" or "sum", see `comm`.
-    inplace: the backward writes the gradient over the logits. check: raise a ValueError that names the first token
+    inplace: the backward writes the gradient over the logits (eager
+    only). check: raise a ValueError that names the first token
     with a bad label, on every rank, at the price of a host synchronisation.
     """
 
@@ -97,12 +98,16 @@ def vocab_statistics(
         group_name=shard.group_name,
     )
     rows = _TokenOrder(logits, options.inplace)
-    flat_labels = None if labels is None else rows.flatten(labels)
-    flat_temperatures = None if temperatures is None else rows.flatten(temperatures)
+    vectors = (
+        None if labels is None else rows.flatten(labels),
+        transform.bias,
+        None if temperatures is None else rows.flatten(temperatures),
+        total_weight,
+    )
     lse, log_prob, target_logit, owners, entropy, total, argmax = (
         None if value is None else rows.unflatten(value)
         for value in Statistics.apply(
-            rows.flatten(logits), flat_labels, transform.bias, flat_temperatures, total_weight, spec, options.inplace
+            rows.flatten(logits), *(None if v is None else v.contiguous() for v in vectors), spec, options.inplace
         )
     )
     valid = None if labels is None else labels != ignore_index
@@ -116,7 +121,12 @@ class _TokenOrder:
 
     def __init__(self, logits: torch.Tensor, inplace: bool):
         lead = logits.dim() - 1
-        order = sorted(range(lead), key=lambda d: (-logits.stride(d), d))
+        order = []  # by descending stride; by hand, because a traced stride may be compared but not sorted
+        for d in range(lead):
+            at = len(order)
+            while at > 0 and logits.stride(order[at - 1]) < logits.stride(d):
+                at -= 1
+            order.insert(at, d)
         self.permutation = None if order == list(range(lead)) else order
         self.shape = [logits.shape[d] for d in order]
         self.rows = math.prod(self.shape)
@@ -152,7 +162,9 @@ def _validate(logits, labels, shard, want, transform, total_weight, options) -> 
     backend = resolve_backend(options.backend, logits.device)
     allowed = LOGITS_DTYPES + ((torch.float64,) if backend == "torch" else ())
     if logits.dtype not in allowed:
-        raise TypeError(f"logits must be one of {[str(d) for d in allowed]} for backend {backend!r}, got {logits.dtype}")
+        raise TypeError(
+            f"logits must be one of {[str(d) for d in allowed]} for backend {backend!r}, got {logits.dtype}"
+        )
     if not isinstance(shard, VocabShard):
         raise TypeError(f"shard must be a VocabShard or None, got {type(shard).__name__}: see VocabShard.from_group")
     if logits.shape[-1] != shard.width:
@@ -172,6 +184,8 @@ def _validate(logits, labels, shard, want, transform, total_weight, options) -> 
         raise ValueError(f"want must be of {OPTIONAL}, got {sorted(unknown)}")
     if "argmax" in want and shard.vocab_size > 1 << 24:
         raise ValueError(f"argmax needs a vocabulary of at most 2^24 ids, got {shard.vocab_size}")
+    if options.inplace and torch.compiler.is_compiling():
+        raise ValueError("inplace=True is for eager: torch.compile plans memory itself and may not see it overwritten")
     if options.transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {TRANSPORTS}, got {options.transport!r}")
     if options.transport == "sum" and "argmax" in want:

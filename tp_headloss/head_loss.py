@@ -144,6 +144,10 @@ class HeadLoss(nn.Module):
             raise ValueError(f"token_weight must have shape {list(labels.shape)}, got {list(token_weight.shape)}")
         if denominator is not None and self.reduction != "mean":
             raise ValueError(f"a denominator goes with reduction='mean', got {self.reduction!r}")
+        vocab_size = logits.shape[-1] if shard is None else shard.vocab_size
+        for term in self.terms:
+            if term.class_weight is not None and term.class_weight.shape != (vocab_size,):
+                raise ValueError(f"class_weight must have shape [{vocab_size}], got {list(term.class_weight.shape)}")
         stats = vocab_statistics(
             logits,
             labels,
@@ -186,9 +190,7 @@ class HeadLoss(nn.Module):
     def _local_total_weight(self, shard, logits):
         if self.total_weight is None:
             return None
-        vocab_size, start = (logits.shape[-1], 0) if shard is None else (shard.vocab_size, shard.start)
-        if self.total_weight.shape != (vocab_size,):
-            raise ValueError(f"class_weight must have shape [{vocab_size}], got {list(self.total_weight.shape)}")
+        start = 0 if shard is None else shard.start
         local = self.total_weight[start : start + logits.shape[-1]].float()
         return torch.nn.functional.pad(local, (0, logits.shape[-1] - local.shape[0]))
 

@@ -4,14 +4,14 @@ Words: x raw logit, z transformed logit (`Transform`), y label, M = max z, S = s
 u = sum over j != y, "others". The target column is kept out of every partial sum and joined at the end, so that
 confident tokens keep full relative accuracy: log p_y = -log1p(u) where y is the maximum, and p_y - 1 = -u / S.
 
-| statistic    | partial of a chunk (target apart)     | merge of partials               | d/dz_j                       |
-|--------------|---------------------------------------|---------------------------------|------------------------------|
-| lse          | max = max z, sum = sum exp(z - max)   | sum of exp(max_k - M) sum_k     | p_j                          |
-| log_prob     | target = z_y, owner = 1 where owned   | sum (one owner, or NaN)         | [j = y] - p_j                |
-| target_logit | target                                | sum                             | [j = y]                      |
-| entropy      | moment = sum exp(z - max)(z - max)    | exp(max_k - M)(moment_k + (max_k - M) sum_k) | -p_j (log p_j + entropy) |
-| total        | total = sum w_j z_j over z_j > -inf   | sum                             | w_j where z_j > -inf         |
-| argmax       | index of max, lowest on ties          | index of the largest max        | none                         |
+| statistic    | partial of a chunk, target apart           | merge (f = exp(max - M))      | d/dz_j                |
+|--------------|--------------------------------------------|-------------------------------|-----------------------|
+| lse          | max = max z, sum = sum exp(z - max)        | sum of f sum                  | p_j                   |
+| log_prob     | target = z_y, owner = 1 if owned           | sum (one owner, or NaN)       | [j = y] - p_j         |
+| target_logit | target                                     | sum                           | [j = y]               |
+| entropy      | moment = sum exp(z - max)(z - max)         | f (moment + (max - M) sum)    | -p_j (log p_j + H)    |
+| total        | total = sum w_j z_j, z_j > -inf, with z_y  | sum                           | w_j where z_j > -inf  |
+| argmax       | index of max, lowest on ties               | index of the largest max      | none                  |
 
 A *packet* is the partial of one chunk: `packet_rows` fp32 numbers per token. The merge is done in float64 and rounded
 once; `merge` and `finish` here are its definition (and the eager backend's code), `kernels.merge_kernel` its twin.
@@ -174,8 +174,8 @@ def finish(state: State, labels, spec: HeadSpec, dtype=torch.float32) -> list[to
 def to_lanes(packets: torch.Tensor, has_labels: bool, spec: HeadSpec) -> torch.Tensor:
     """This rank's packets as float64 lanes [rows, N] whose plain SUM over ranks is the merge (the `sum` transport).
 
-    exp(max) must stay within float64: a token with a shard's maximum beyond +-600 becomes NaN on every rank. The argmax is
-    no sum, so it has no lane.
+    exp(max) must stay within float64: a token with a shard's maximum beyond +-600 becomes NaN on every rank. The
+    argmax is no sum, so it has no lane.
     """
     state = merge(packets, has_labels, spec._replace(world_size=1))
     empty = state.shift == -torch.inf

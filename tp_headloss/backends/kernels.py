@@ -73,7 +73,7 @@ def _add_tile(
     if (target_lane >= 0) & (target_lane < BLOCK):  # one tile in many, so a branch is cheaper than a select
         v = tl.where(tl.arange(0, BLOCK) == target_lane, float("-inf"), z)
     peak = tl.max(v, axis=0)
-    if WANT_ARGMAX:
+    if WANT_ARGMAX:  # noqa: SIM102 (the flag is the compiler's, the comparison the device's)
         if peak > m:
             index = tl.min(tl.where(v == peak, columns, 2147483647), axis=0)
     n = tl.maximum(m, peak)
@@ -317,7 +317,9 @@ def gradient_kernel(
     if g_log_prob_ptr is not None:
         g_log_prob = tl.load(g_log_prob_ptr + row)
         away -= g_log_prob
-    x = tl.load(x_ptr + row * x_row + columns.to(tl.int64) * x_column, mask=columns < readable, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_row + columns.to(tl.int64) * x_column, mask=columns < readable, other=0.0).to(
+        tl.float32
+    )
     z, slope = _transform(x, columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
     shifted = z - shift
     p = tl.exp(shifted)

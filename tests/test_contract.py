@@ -1,0 +1,420 @@
+"""The rules that hold everywhere: collectives, kernels, autograd, compile, in place, validation."""
+
+import contextlib
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+from torch.utils.checkpoint import checkpoint
+
+from tp_headloss import CrossEntropy, Entropy, HeadLoss, Options, Transform, VocabShard, ZLoss, vocab_statistics
+from tp_headloss.backends import load_backend
+
+WANT = ("entropy", "total", "argmax")
+V, N = 1000, 8
+
+
+def rows(device, **kwargs):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, V, generator=generator) * 2
+    labels = torch.randint(0, V, (N,), generator=generator)
+    labels[3] = -100
+    return x.to(device, **kwargs), labels.to(device)
+
+
+@contextlib.contextmanager
+def counted_collectives():
+    """What the process group itself did, whoever asked: names of the communication events of the profiler."""
+    events = Counter()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        yield events
+    events.update(e.name for e in profile.events() if e.name.startswith(("gloo:", "nccl:")))
+
+
+def collectives_run(group, device, transport, requires_grad, backend):
+    shard = VocabShard.from_group(group, V)
+    x, labels = rows(device)
+    if dist.get_rank(group) == 1:
+        labels[:] = -100 if transport == "nothing to learn" else labels
+    local = x[:, shard.start : shard.stop].clone().requires_grad_(requires_grad)
+    head = HeadLoss(
+        [CrossEntropy(label_smoothing=0.1), ZLoss(1e-4), Entropy(0.01)],
+        metrics=("entropy",),
+        options=Options(backend=backend, transport=transport),
+    )
+    with counted_collectives() as forward:
+        out = head(local, labels, shard=shard)
+    with counted_collectives() as backward:
+        if requires_grad:
+            out.loss.backward()
+    return forward, backward
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("transport", ["gather", "sum"])
+def test_one_collective_forward_and_none_backward(transport, requires_grad, backend):
+    for forward, backward in on_ranks(2, collectives_run, transport, requires_grad, backend):
+        assert sum(forward.values()) == 1 and not backward, (forward, backward)
+        assert ("gather" if transport == "gather" else "reduce") in next(iter(forward))
+
+
+class CountingKernels:
+    """Stands for the kernels module and counts launches."""
+
+    def __init__(self, kernels):
+        self.kernels, self.launches = kernels, Counter()
+
+    def __getattr__(self, name):
+        self.launches[name] += 1
+        return getattr(self.kernels, name)
+
+
+def test_one_kernel_reads_the_logits_forward_and_one_backward(monkeypatch, device):
+    module = load_backend("triton")
+    counting = CountingKernels(module.kernels)
+    monkeypatch.setattr(module, "kernels", counting)
+    x, labels = rows(device)
+    x.requires_grad_()
+    head = HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-4), Entropy(0.01)], metrics=("accuracy",),
+                    options=Options(backend="triton"))  # fmt: skip
+    loss = head(x, labels).loss
+    assert counting.launches == {"statistics_kernel": 1, "merge_kernel": 1}
+    loss.backward()
+    assert counting.launches == {"statistics_kernel": 1, "merge_kernel": 1, "gradient_kernel": 1}
+
+
+def mixed_run(group, device):
+    """Rank 0 trains, rank 1 does not; the collectives must still meet."""
+    shard = VocabShard.from_group(group, V)
+    x, labels = rows(device)
+    local = x[:, shard.start : shard.stop].clone().requires_grad_(dist.get_rank(group) == 0)
+    stats = vocab_statistics(local, labels, shard=shard)
+    if local.requires_grad:
+        stats.log_prob.sum().backward()
+    return stats.lse.detach().cpu()
+
+
+@pytest.mark.xdist_group("ranks")
+def test_ranks_with_different_requires_grad_do_not_hang():
+    a, b = on_ranks(2, mixed_run)
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_are_never_written(dtype, backend, device):
+    x, labels = rows(device, dtype=dtype)
+    bias, temperature, weight = (
+        torch.randn(V, device=device),
+        torch.rand(N, device=device) + 0.5,
+        torch.rand(V, device=device),
+    )
+    upstream = torch.randn(N, device=device)
+    tensors = (x, labels, bias, temperature, weight, upstream)
+    before = [t.clone() for t in tensors]
+    x.requires_grad_()
+    stats = vocab_statistics(
+        x, labels, want=WANT, transform=Transform(bias, 1.5, 4.0, temperature), total_weight=weight,
+        options=Options(backend=backend),
+    )  # fmt: skip
+    for value in (stats.log_prob, stats.entropy, stats.total):
+        value.backward(upstream, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before))
+    assert x._version == 0
+
+
+def test_backward_is_pure(backend, device):
+    """Thrice with other gradients in between, bit for bit; a sum of gradients, not an overwritten buffer."""
+    x, labels = rows(device)
+    x.requires_grad_()
+    stats = vocab_statistics(x, labels, want=("entropy",), options=Options(backend=backend))
+    g = torch.randn(N, device=device)
+    first, *_ = torch.autograd.grad(stats.log_prob, x, g, retain_graph=True)
+    kept = first.clone()
+    torch.autograd.grad([stats.entropy, stats.lse], x, [g, -g], retain_graph=True)
+    second, *_ = torch.autograd.grad(stats.log_prob, x, g, retain_graph=True)
+    assert torch.equal(first, kept) and torch.equal(second, kept)
+    stats.log_prob.backward(g, retain_graph=True)
+    stats.log_prob.backward(g)
+    torch.testing.assert_close(x.grad, 2 * kept)
+    with pytest.raises(RuntimeError, match="second time"):
+        stats.log_prob.backward(g)
+
+
+def test_unused_statistics_cost_nothing_and_no_grad_saves_nothing(backend, device):
+    x, labels = rows(device)
+    with torch.no_grad():
+        assert not vocab_statistics(x.requires_grad_(), labels).lse.requires_grad
+    stats = vocab_statistics(x, labels, want=WANT, options=Options(backend=backend))
+    assert not stats.argmax.requires_grad and stats.entropy.requires_grad
+    assert vocab_statistics(x.detach(), labels).lse.grad_fn is None
+    with torch.inference_mode():
+        vocab_statistics(x.detach().clone(), labels, options=Options(backend=backend))
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        (grad,) = torch.autograd.grad(stats.log_prob.sum(), x, create_graph=True)
+        grad.sum().backward()
+
+
+def test_inplace_writes_the_gradient_over_the_logits_and_says_so(backend, device):
+    x, labels = rows(device)
+    options = Options(backend=backend, inplace=True)
+    expected = x.clone().requires_grad_()
+    vocab_statistics(expected, labels, options=Options(backend=backend)).log_prob.sum().backward()
+    leaf = x.clone().requires_grad_()
+    logits = leaf * 1.0
+    seen = []
+    logits.register_hook(lambda grad: seen.append(grad.data_ptr()))
+    stale = logits**2
+    stats = vocab_statistics(logits, labels, options=options)
+    stats.log_prob.sum().backward(retain_graph=True)
+    assert torch.equal(leaf.grad, expected.grad)
+    assert seen == [logits.data_ptr()]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stats.log_prob.sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.sum().backward()
+
+
+@pytest.mark.parametrize("layout", ["transposed", "columns", "sliced"])
+def test_inplace_keeps_the_layout(layout, backend, device):
+    x, labels = rows(device)
+    view = {
+        "transposed": lambda t: t.T.contiguous().T,
+        "columns": lambda t: t.repeat_interleave(2, 1)[:, ::2],
+        "sliced": lambda t: torch.nn.functional.pad(t, (3, 4))[:, 3:-4],
+    }[layout]
+    grads = []
+    for inplace in (False, True):
+        leaf = x.clone().requires_grad_()
+        options = Options(backend=backend, inplace=inplace)
+        vocab_statistics(view(leaf), labels, options=options).log_prob.sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+def test_inplace_refuses_what_it_cannot_overwrite(device):
+    x = torch.zeros(2, 3, 5, 8, device=device)
+    labels = torch.zeros(2, 3, 5, dtype=torch.long, device=device)
+    with pytest.raises(ValueError, match="one row stride"):
+        vocab_statistics(x[:, :, 1:3], labels[:, :, 1:3], options=Options(inplace=True))
+    with pytest.raises(ValueError, match="one row stride"):
+        vocab_statistics(x[0, 0, :1].expand(5, 8), labels[0, 0], options=Options(inplace=True))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_gives_the_same_bits(use_reentrant, backend, device):
+    x, labels = rows(device)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    head = HeadLoss([CrossEntropy(), ZLoss(1e-2)], options=Options(backend=backend))
+    head(a, labels).loss.backward()
+    checkpoint(lambda t: head(t * 1.0, labels).loss, b, use_reentrant=use_reentrant).backward()
+    assert torch.equal(a.grad, b.grad)
+
+
+def test_autocast_changes_nothing(backend, device):
+    x, labels = rows(device)
+    head = HeadLoss([CrossEntropy(), ZLoss(1e-2)], options=Options(backend=backend))
+    plain = head(x, labels).loss
+    with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+        assert torch.equal(head(x, labels).loss, plain) and plain.dtype == torch.float32
+
+
+def test_transposed_logits_are_read_where_they_lie(backend, device):
+    """[S, B, V] seen as [B, S, V], and any strides that do not collapse, equal their contiguous copies."""
+    base = torch.randn(4, 3, 50, device=device)
+    labels = torch.randint(0, 50, (3, 4), device=device)
+    temperature = torch.rand(3, 4, device=device) + 0.5
+    views = {"transposed": base.transpose(0, 1), "uncollapsible": torch.randn(3, 7, 50, device=device)[:, 1:5],
+             "one token": base.transpose(0, 1)[:1, :1]}  # fmt: skip
+    for name, view in views.items():
+        y, t = labels[: view.shape[0], : view.shape[1]], temperature[: view.shape[0], : view.shape[1]]
+        results = []
+        for x in (view.detach(), view.detach().contiguous()):
+            x.requires_grad_()
+            stats = vocab_statistics(
+                x, y, want=WANT, transform=Transform(temperature=t), options=Options(backend=backend)
+            )
+            g = torch.linspace(-1, 1, y.numel(), device=device).view(y.shape)
+            torch.autograd.backward([stats.log_prob, stats.entropy], [g, g])
+            results.append((*stats[:6], x.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*results)), name
+    x = views["transposed"].detach().requires_grad_()
+    stats = vocab_statistics(x, labels)
+    saved = stats.lse.grad_fn
+    while not hasattr(saved, "saved_tensors"):
+        saved = saved.next_functions[0][0]
+    assert saved.saved_tensors[0].data_ptr() == x.data_ptr()  # no copy was made
+
+
+def test_vectors_of_any_stride_are_read_right(backend, device):
+    x, labels = rows(device)
+    bias, weight, temperature = torch.randn(V), torch.rand(V), torch.rand(N) + 0.5
+    vectors = {"labels": labels, "bias": bias, "temperature": temperature, "weight": weight}
+    vectors = {name: vector.to(device) for name, vector in vectors.items()}
+    results = []
+    for strided in (False, True):
+        v = {name: t.repeat_interleave(2)[::2] if strided else t for name, t in vectors.items()}
+        stats = vocab_statistics(
+            x, v["labels"], want=WANT, transform=Transform(bias=v["bias"], temperature=v["temperature"]),
+            total_weight=v["weight"], options=Options(backend=backend),
+        )  # fmt: skip
+        results.append(stats[:6])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_one_dimensional_logits_are_one_token(backend, device):
+    x, label = torch.randn(50, device=device), torch.tensor(7, device=device)
+    stats = vocab_statistics(x, label, options=Options(backend=backend))
+    assert stats.log_prob.shape == ()
+    torch.testing.assert_close(stats.log_prob, x.log_softmax(-1)[7])
+
+
+def compiled_run(group, device, fraction, backend):
+    shard = VocabShard.from_group(group, V)
+    x, labels = rows(device)
+    labels[torch.arange(N, device=device) < fraction * N] = -100
+    head = HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-3), Entropy(0.1)], metrics=("accuracy",),
+                    options=Options(backend=backend))  # fmt: skip
+    temperature = torch.linspace(0.5, 2, N, device=device)
+
+    def step(logits, labels):
+        out = head(logits * 1.0, labels, shard=shard, transform=Transform(temperature=temperature))
+        return out.loss, out.metrics["accuracy"], out.stats.entropy
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        local = x[:, shard.start : shard.stop].clone().requires_grad_()
+        loss, accuracy, entropy = function(local, labels)
+        loss.backward()
+        results.append([t.detach().cpu() for t in (loss, accuracy, entropy, local.grad)])
+    torch._dynamo.reset()
+    return results
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_compiled_without_graph_breaks_equals_eager(world_size, fraction, backend):
+    for eager, compiled in on_ranks(world_size, compiled_run, fraction, backend):
+        for a, b in zip(eager, compiled):
+            assert torch.equal(a, b)
+
+
+def test_inductor_compiles_the_loss_of_changing_batch_sizes(device):
+    head = HeadLoss([CrossEntropy(), ZLoss(1e-3)])
+    compiled = torch.compile(lambda x, y: head(x, y).loss, fullgraph=True, dynamic=True)
+    for n in (5, 8, 13):
+        x, y = torch.randn(n, 64, device=device, requires_grad=True), torch.randint(0, 64, (n,), device=device)
+        (grad,) = torch.autograd.grad(compiled(x, y), x)
+        (expected,) = torch.autograd.grad(head(x, y).loss, x)
+        torch.testing.assert_close(grad, expected)
+    torch._dynamo.reset()
+
+
+def test_inplace_is_refused_under_compile(device):
+    x, labels = rows(device)
+    compiled = torch.compile(
+        lambda t: vocab_statistics(t, labels, options=Options(inplace=True)).lse, fullgraph=True, backend="eager"
+    )
+    with pytest.raises(Exception, match="inplace=True is for eager"):
+        compiled(x)
+
+
+def test_operators_are_registered_consistently(device):
+    """Schema, fake implementation and real outputs agree (torch.library.opcheck)."""
+    x, labels = rows(device)
+    stats = vocab_statistics(x.clone().requires_grad_(), labels, want=WANT, options=Options(backend="torch"))
+    spec = stats.lse.grad_fn.spec
+    inputs = (x, labels, None, None, None)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.tp_headloss.statistics.default, (*inputs, *spec), test_utils=checks)
+    merged = torch.ops.tp_headloss.statistics(*inputs, *spec)[0]
+    grads = (merged, None, torch.randn(N, device=device), None, None)
+    torch.library.opcheck(torch.ops.tp_headloss.logits_gradient.default, (*inputs, *grads, *spec), test_utils=checks)
+
+
+BAD = {
+    "scalar logits": (dict(logits=torch.tensor(1.0)), "vocabulary dimension"),
+    "want": (dict(want=("entropie",)), "entropie"),
+    "backend": (dict(options=Options(backend="cuda")), "backend must be"),
+    "transport": (dict(options=Options(transport="mpi")), "transport must be"),
+    "argmax by sum": (dict(want=("argmax",), options=Options(transport="sum")), "argmax is not a sum"),
+    "weight without total": (dict(total_weight=torch.ones(V)), "not in want"),
+    "weight shape": (dict(total_weight=torch.ones(3), want=("total",)), "total_weight must have shape"),
+    "bias shape": (dict(transform=Transform(bias=torch.ones(3))), "bias must have shape"),
+    "softcap": (dict(transform=Transform(softcap=0.0)), "softcap must be"),
+    "temperature": (dict(transform=Transform(temperature=0.0)), "temperature must be"),
+    "temperature shape": (dict(transform=Transform(temperature=torch.ones(3))), "temperature must have shape"),
+    "temperature gradient": (
+        dict(transform=Transform(temperature=torch.ones(N, requires_grad=True))), "no gradient"),
+    "check without labels": (dict(labels=None, options=Options(check=True)), "check=True"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name):
+    kwargs, words = BAD[name]
+    x, labels = rows("cpu")
+    kwargs = {"logits": x, "labels": labels, **kwargs}
+    with pytest.raises(ValueError, match=words):
+        vocab_statistics(kwargs.pop("logits"), kwargs.pop("labels"), **kwargs)
+
+
+def test_a_shard_must_be_a_shard():
+    with pytest.raises(TypeError, match="VocabShard"):
+        vocab_statistics(torch.zeros(2, 4), shard=(0, 4))
+
+
+def test_every_option_changes_something(backend, device):
+    """No argument is accepted and ignored."""
+    x, labels = rows(device)
+    weight = torch.rand(V, device=device)
+
+    def run(**kwargs):
+        kwargs.setdefault("options", Options(backend=backend))
+        stats = vocab_statistics(x, kwargs.pop("labels", labels), want=WANT, **kwargs)
+        return torch.stack([v.double() for v in stats[:6] if v is not None])
+
+    base = run()
+    assert run(labels=None).shape[0] == 4
+    for kwargs in (
+        dict(ignore_index=int(labels[0])),
+        dict(total_weight=weight),
+        dict(transform=Transform(bias=weight)),
+        dict(transform=Transform(scale=1.1)),
+        dict(transform=Transform(softcap=3.0)),
+        dict(transform=Transform(temperature=1.1)),
+        dict(transform=Transform(temperature=torch.full((N,), 1.1, device=device))),
+        dict(shard=VocabShard(0, V, V - 1)),
+    ):
+        assert not torch.equal(run(**kwargs).nan_to_num(), base.nan_to_num()), kwargs
+    a = run(transform=Transform(temperature=torch.full((N,), 1.1, device=device)))
+    torch.testing.assert_close(a, run(transform=Transform(temperature=1.1)), rtol=1e-6, atol=1e-5)
+
+
+def test_rows_do_not_depend_on_their_batch(backend, device):
+    """Row i has the same bits alone, in any order, and in any batch (the triton backend; torch to rounding)."""
+    x, labels = rows(device)
+    order = torch.randperm(N, device=device)
+    options = Options(backend=backend)
+    whole = vocab_statistics(x, labels, want=WANT, options=options)
+    shuffled = vocab_statistics(x[order], labels[order], want=WANT, options=options)
+    alone = vocab_statistics(x[5:6], labels[5:6], want=WANT, options=options)
+    for a, b, c in zip(whole[:6], shuffled[:6], alone[:6]):
+        if backend == "triton":
+            assert torch.equal(a[order], b) and torch.equal(a[5:6], c)
+        torch.testing.assert_close(a[order], b)
+        torch.testing.assert_close(a[5:6], c)
+
+
+def test_argmax_ties_go_to_the_lowest_id(backend, device):
+    x = torch.zeros(4, V, device=device)
+    x[1, [700, 300]] = 5.0
+    x[2, [900, 2]] = 5.0
+    labels = torch.tensor([10, 700, 2, 999], device=device)
+    for y in (labels, None):
+        stats = vocab_statistics(x, y, want=("argmax",), options=Options(backend=backend))
+        assert stats.argmax.tolist() == [0, 300, 2, 0]
+    assert vocab_statistics(x, labels, want=("argmax",)).correct.tolist() == [False, False, True, False]

@@ -1,0 +1,175 @@
+"""What only a GPU can show: graphs, streams, synchronisation, memory, sizes beyond 2^31. Deselected without one."""
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from tp_headloss import CrossEntropy, Entropy, HeadLoss, Options, VocabShard, ZLoss, vocab_statistics
+
+pytestmark = pytest.mark.cuda
+V, N = 32000, 512
+
+
+def head():
+    return HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-4), Entropy(0.01)], metrics=("accuracy",))
+
+
+def graph_run(group, device):
+    """Capture one step, replay it 100 times on fresh inputs, compare with eager bit for bit."""
+    shard = VocabShard.from_group(group, V)
+    logits = torch.randn(N, shard.width, device=device, dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, V, (N,), device=device)
+    loss_of = head()
+
+    def step():
+        out = loss_of(logits, labels, shard=shard)
+        return out.loss, out.metrics["accuracy"], torch.autograd.grad(out.loss, logits)[0]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    equal = 0
+    for seed in range(100):
+        generator = torch.Generator(device).manual_seed(seed)
+        new_labels = torch.randint(0, V, (N,), device=device, generator=generator)
+        new_labels[torch.rand(N, device=device, generator=generator) < 0.1] = -100
+        with torch.no_grad():
+            logits.copy_(torch.randn(logits.shape, device=device, generator=generator) * 3)
+            labels.copy_(new_labels)
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        equal += all(torch.equal(a, b) for a, b in zip(replayed, step()))
+    return equal
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_hundred_graph_replays_equal_eager(world_size):
+    assert on_ranks(world_size, graph_run) == [100] * world_size
+
+
+def sync_run(group, device):
+    shard = VocabShard.from_group(group, V)
+    logits = torch.randn(N, shard.width, device=device, dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, V, (N,), device=device, generator=torch.Generator(device).manual_seed(0))
+    loss_of = head()
+    loss_of(logits, labels, shard=shard).loss.backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss_of(logits, labels, shard=shard).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return True
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_nothing_waits_on_the_host(world_size):
+    assert all(on_ranks(world_size, sync_run))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_memory_above_the_inputs_is_one_gradient_or_none(inplace):
+    logits = torch.randn(4096, V, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, V, (4096,), device="cuda")
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        stats = vocab_statistics(logits, labels, want=("entropy",), options=Options(inplace=inplace))
+        forward = torch.cuda.max_memory_allocated() - before
+        (grad,) = torch.autograd.grad(stats.log_prob.sum() + stats.entropy.sum(), logits)
+        peak = torch.cuda.max_memory_allocated() - before
+        del stats, grad
+    size = logits.numel() * 2
+    assert forward < 4096 * 1024  # a few dozen fp32 numbers per token
+    assert peak < 4096 * 1024 + (0 if inplace else size)
+
+
+def test_sizes_beyond_2_to_the_31_are_right():
+    """16,385 x 131,072 elements: the last rows lie beyond every int32 offset."""
+    n, v = 16_385, 131_072
+    logits = torch.empty(n, v, device="cuda", dtype=torch.bfloat16)
+    for part in logits.split(2048):
+        part.normal_()
+    labels = torch.randint(0, v, (n,), device="cuda")
+    logits.requires_grad_()
+    stats = vocab_statistics(logits, labels, want=("entropy",))
+    g = torch.randn(n, device="cuda")
+    stats.log_prob.backward(g)
+    for row in (0, n // 2, n - 2, n - 1):
+        x = logits.detach()[row].double()
+        log_p = x.log_softmax(-1)
+        torch.testing.assert_close(stats.log_prob[row].double(), log_p[labels[row]], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(stats.entropy[row].double(), -(log_p.exp() * log_p).sum(), rtol=1e-6, atol=1e-6)
+        expected = -log_p.exp() * g[row].double()
+        expected[labels[row]] += g[row].double()
+        torch.testing.assert_close(logits.grad[row].double(), expected, rtol=2.0**-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [65_536, 131_073])
+def test_many_tokens_pass_every_grid_limit(n):
+    logits = torch.randn(n, 130, device="cuda", requires_grad=True)
+    labels = torch.randint(0, 130, (n,), device="cuda")
+    stats = vocab_statistics(logits, labels)
+    stats.log_prob.sum().backward()
+    expected = logits.detach().log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(stats.log_prob, expected, rtol=1e-5, atol=1e-5)
+    assert logits.grad[-1].any()
+
+
+def test_a_hundred_repeats_have_the_same_bits_also_on_a_side_stream():
+    logits = torch.randn(N, V, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, V, (N,), device="cuda")
+    stream, first = torch.cuda.Stream(), None
+    for i in range(100):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream if i % 2 else torch.cuda.current_stream()):
+            stats = vocab_statistics(logits, labels, want=("entropy", "argmax"))
+            (grad,) = torch.autograd.grad(stats.log_prob.sum() + stats.entropy.sum(), logits)
+            torch.randn(1 << 22, device="cuda").mul_(2)  # allocator pressure between the calls
+        torch.cuda.current_stream().wait_stream(stream)
+        values = (stats.log_prob.detach().clone(), stats.entropy.detach().clone(), stats.argmax, grad)
+        first = first or values
+        assert all(torch.equal(a, b) for a, b in zip(first, values))
+
+
+def test_two_hundred_batch_sizes_compile_once():
+    from tp_headloss.backends import kernels
+
+    labels = torch.randint(0, 1000, (4096,), device="cuda")
+    logits = torch.randn(4096, 1000, device="cuda", dtype=torch.bfloat16)
+
+    def variants():
+        device = torch.cuda.current_device()
+        jits = (kernels.statistics_kernel, kernels.merge_kernel, kernels.gradient_kernel)
+        return sum(len(jit.device_caches[device][0]) for jit in jits)
+
+    counts = set()
+    for i, n in enumerate(torch.randint(1, 4096, (200,)).tolist() + [1, 16, 32]):
+        x = logits[:n].clone().requires_grad_()
+        vocab_statistics(x, labels[:n]).log_prob.sum().backward()
+        if i:
+            counts.add(variants())
+    assert len(counts) == 1, counts
+
+
+def device_run(group, device):
+    """Tensors on this rank's GPU while another GPU is the current one."""
+    other = (device.index + 1) % torch.cuda.device_count()
+    x = torch.randn(4, 100, device=device, requires_grad=True)
+    labels = torch.randint(0, 100, (4,), device=device)
+    with torch.cuda.device(other):
+        log_prob = vocab_statistics(x, labels).log_prob
+        log_prob.sum().backward()
+    expected = x.detach().log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    return (log_prob.detach() - expected).abs().max().item(), bool(x.grad.isfinite().all())
+
+
+def test_tensors_off_the_current_device_work():
+    for error, finite in on_ranks(2, device_run):
+        assert error < 1e-5 and finite

@@ -1,0 +1,122 @@
+"""The folders are the architecture: who imports whom, what a cold import costs, and that every kernel compiles."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "tp_headloss"
+
+MAY_IMPORT = {  # module -> modules of the package that it may import
+    "shard": set(),
+    "reduce": set(),
+    "stats": set(),
+    "backends.kernels": set(),
+    "comm": {"stats"},
+    "losses.cross_entropy": {"stats"},
+    "losses.regularizers": {"stats"},
+    "losses": {"losses.cross_entropy", "losses.regularizers"},
+    "backends": set(),
+    "backends.eager": {"stats", "shard"},
+    "backends.triton": {"stats", "shard", "backends.kernels"},
+    "autograd": {"comm", "stats", "shard", "backends"},
+    "api": {"autograd", "backends", "comm", "shard", "stats"},
+    "head_loss": {"api", "losses", "reduce", "shard", "stats"},
+    "": {"api", "head_loss", "shard", "stats"},
+}
+
+
+def module_name(path):
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports_of(path):
+    """Modules of the package that a file imports, and the top-level names of everything else."""
+    inside, outside = set(), set()
+    package = path.relative_to(PACKAGE).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            outside |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            outside.add(node.module.split(".")[0])
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] + tuple(
+                (node.module or "").split(".") if node.module else ()
+            )
+            for alias in node.names:  # "from . import comm" imports a module, "from .stats import X" a name of one
+                module = (*base, alias.name)
+                found = PACKAGE.joinpath(*module).with_suffix(".py").exists() or PACKAGE.joinpath(*module).is_dir()
+                inside.add(".".join(module if found else base))
+    return inside, outside
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: module_name(p) or "__init__")
+def test_imports_point_one_way(path):
+    inside, outside = imports_of(path)
+    name = module_name(path)
+    assert inside <= MAY_IMPORT[name], f"{name} imports {sorted(inside - MAY_IMPORT[name])}"
+    if name.startswith("losses") or name in ("reduce", "stats"):
+        assert outside <= {"torch", "typing", "collections", "__future__"}
+    if name == "backends.kernels":
+        assert outside == {"triton"}
+    assert "triton" not in outside or name in ("backends.kernels", "backends.triton")
+
+
+def test_only_comm_calls_collectives():
+    """`torch.distributed` is used elsewhere to ask a group for its size and this rank, never to communicate."""
+    allowed = {"comm": None, "shard": {"ProcessGroup", "get_rank", "get_world_size"}}
+    for path in PACKAGE.rglob("*.py"):
+        used = {
+            node.attr
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dist"
+        }
+        name = module_name(path)
+        assert allowed.get(name, set()) is None or used <= allowed.get(name, set()), (name, used)
+
+
+def run_python(code, **env):
+    env = {**{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}, "PYTHONPATH": str(ROOT), **env}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+
+
+def test_cold_import_needs_neither_triton_nor_cuda():
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; before = set(sys.modules)\n"
+        "import tp_headloss\n"
+        "new = {m.split('.')[0] for m in set(sys.modules) - before}\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "x = torch.randn(3, 10, requires_grad=True)\n"
+        "tp_headloss.vocab_statistics(x, torch.tensor([1, 2, 3])).log_prob.sum().backward()\n"
+        "assert x.grad is not None\n"
+        "assert not {'tp_headloss.backends.kernels', 'tp_headloss.backends.triton'} & set(sys.modules)\n"
+        "print('ok')"
+    )
+    result = run_python(code)
+    assert result.stdout.strip() == "ok", result.stderr
+
+
+def test_the_triton_backend_on_cpu_tensors_is_refused_without_the_interpreter():
+    code = (
+        "import torch, tp_headloss as t\n"
+        "try: t.vocab_statistics(torch.zeros(1, 4), options=t.Options(backend='triton'))\n"
+        "except ValueError as e: print(e)"
+    )
+    assert "needs CUDA tensors" in run_python(code).stdout
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_every_kernel_variant_compiles_ahead_of_time(capability, tmp_path):
+    """For GPUs that are not here: an interpreter-only kernel cannot land."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "tests/aot.py"), str(capability)]
+    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
+    assert result.returncode == 0 and "failed 0" in result.stdout, result.stdout[-4000:] + result.stderr[-4000:]
+    assert int(result.stdout.split("compiled ")[1].split(",")[0]) > 50
