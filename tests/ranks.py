@@ -28,6 +28,16 @@ class Failure(NamedTuple):
     trace: str
 
 
+def _to_bytes(result):
+    buffer = io.BytesIO()  # bytes, because tensors sent through a pipe die with their worker
+    torch.save(result, buffer)
+    return buffer.getvalue()
+
+
+def _from_bytes(data):
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
 def _worker(rank, world_size, store, pipe):
     torch.set_num_threads(1)
     cuda = torch.cuda.is_available()
@@ -48,9 +58,7 @@ def _worker(rank, world_size, store, pipe):
             result = function(dist.group.WORLD, device, *args)
         except Exception as error:  # reported to the parent, which decides
             result = Failure(type(error).__name__, str(error), traceback.format_exc())
-        buffer = io.BytesIO()  # bytes, because tensors sent through a pipe die with their worker
-        torch.save(result, buffer)
-        pipe.send_bytes(buffer.getvalue())
+        pipe.send_bytes(_to_bytes(result))
     dist.destroy_process_group()
 
 
@@ -76,7 +84,7 @@ class Pool:
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 self.kill()
                 raise TimeoutError(f"rank {rank} of {len(self.pipes)} did not answer {function.__name__}{args}")
-            results.append(torch.load(io.BytesIO(pipe.recv_bytes()), map_location="cpu", weights_only=False))
+            results.append(_from_bytes(pipe.recv_bytes()))
         return results
 
     def kill(self):
@@ -107,7 +115,7 @@ def on_ranks(world_size, function, *args, failures=False):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.manual_seed(0)
         try:
-            return [function(None, device, *args)]
+            return [_from_bytes(_to_bytes(function(None, device, *args)))]
         except Exception as error:
             if not failures:
                 raise

@@ -138,7 +138,7 @@ def upstream_of(case):
 def case_run(group, device, name, backend):
     case = CASES[name]
     shard = VocabShard.from_group(group, case.x.shape[-1])
-    local = lay_out(case.x[:, shard.start : shard.stop], case.layout).to(device)
+    local = lay_out(case.x[:, shard.start : shard.stop].to(device), case.layout)
     assert case.layout != "columns" or local.stride(1) == 3 or shard.width == 1
     before = local.clone()
     local.requires_grad_(local.is_floating_point())
