@@ -140,10 +140,10 @@ def test_the_two_smoothing_formulas_are_one_identity():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_zero_valid_tokens_give_zero_and_zero_gradient(reduction, backend):
-    x = rows()[0].requires_grad_()
+def test_zero_valid_tokens_give_zero_and_zero_gradient(reduction, backend, device):
+    x = rows()[0].to(device).requires_grad_()
     head = HeadLoss([CrossEntropy(), ZLoss(1e-4), Entropy(0.1)], reduction=reduction, options=Options(backend=backend))
-    out = head(x, torch.full((N,), -100))
+    out = head(x, torch.full((N,), -100, device=device))
     out.loss.sum().backward()
     assert out.count == 0 and not out.loss.any() and not x.grad.any() and x.grad.isfinite().all()
 
@@ -213,9 +213,9 @@ def test_causal_lm_loss_shifts_the_labels_itself():
     torch.testing.assert_close(grad, torch.autograd.grad(expected, x)[0])
 
 
-def test_a_users_own_function_of_the_statistics_needs_no_kernel(backend):
+def test_a_users_own_function_of_the_statistics_needs_no_kernel(backend, device):
     """Focal loss and a squared-entropy penalty, with gradients through log_prob, entropy and lse at once."""
-    x, labels, *_ = rows()
+    x, labels, *_ = (t.to(device) for t in rows())
     labels = labels.clamp(min=0)
 
     def own(log_prob, entropy, lse):

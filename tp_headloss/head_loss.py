@@ -158,29 +158,31 @@ class HeadLoss(nn.Module):
             ignore_index=self.ignore_index,
             options=self.options,
         )
-        values = torch.stack([term.function(stats) for term in self.terms])
-        values = masked(values, stats.valid, token_weight).flatten(1)
-        ones = stats.valid.float() if token_weight is None else masked(token_weight.float(), stats.valid)
-        sums, count = values.sum(1), ones.sum()
+        values = [masked(term.function(stats), stats.valid, token_weight) for term in self.terms]
+        sums = [value.sum() for value in values]
+        weights = stats.valid if token_weight is None else masked(token_weight, stats.valid)
+        count = weights.sum(dtype=torch.float32)
         if self.reduction == "none":
-            loss = sum(term.weight * value for term, value in zip(self.terms, values)).view(labels.shape)
+            parts = values
+        elif self.reduction == "sum":
+            parts = sums
         else:
-            loss = sum(
-                term.weight * divide(total, self._denominator(term, stats, token_weight, count, denominator))
+            parts = [
+                divide(total, self._denominator(term, stats, token_weight, count, denominator))
                 for term, total in zip(self.terms, sums)
-            )
+            ]
+        parts = [part if term.weight == 1 else term.weight * part for term, part in zip(self.terms, parts)]
+        loss = sum(parts[1:], start=parts[0])
         metrics = {name: METRICS[name][0](stats).detach() for name in self.metrics}
         return HeadLossOutput(
             loss=loss,
             count=count,
-            terms={term.name: total for term, total in zip(self.terms, sums.detach())},
+            terms={term.name: total.detach() for term, total in zip(self.terms, sums)},
             metrics={name: masked(value, stats.valid, token_weight).sum() for name, value in metrics.items()},
             stats=stats,
         )
 
     def _denominator(self, term, stats, token_weight, count, denominator):
-        if self.reduction == "sum":
-            return 1.0
         if denominator is not None:
             return denominator
         if term.token_weight is None:

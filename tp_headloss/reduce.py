@@ -16,6 +16,5 @@ def masked(values: torch.Tensor, valid: torch.Tensor | None, weight: torch.Tenso
 def divide(total: torch.Tensor, denominator: torch.Tensor | float) -> torch.Tensor:
     """total / denominator, and 0 with zero gradient where the denominator is 0."""
     if not isinstance(denominator, torch.Tensor):
-        return total / denominator if denominator else total * 0.0
-    empty = denominator == 0
-    return torch.where(empty, 0.0, total / torch.where(empty, 1.0, denominator))
+        return total / (denominator or float("inf"))
+    return total / denominator.masked_fill(denominator == 0, float("inf"))

@@ -1,0 +1,45 @@
+"""Two ways to the same objective, cross-entropy + z-loss: with the library on shards, and in plain torch without it.
+
+Both map (logits, labels, tokens) to the loss, a sum over valid tokens divided by the global number of `tokens`, and
+to the detached sums over valid tokens named in SUMS.
+"""
+
+import torch
+import torch.nn.functional as F
+
+SUMS = ("cross_entropy", "z_loss", "entropy", "accuracy")
+IGNORE = -100
+
+
+def sharded_objective(shard, z_weight):
+    """logits [B, T, shard.width] sharded, labels [B, T] replicated; forward: one collective, backward: none."""
+    from tp_headloss import CrossEntropy, HeadLoss, ZLoss
+
+    head_loss = HeadLoss(
+        [CrossEntropy(), ZLoss(weight=z_weight)], metrics=("entropy", "accuracy"), ignore_index=IGNORE
+    )
+
+    def objective(logits, labels, tokens):
+        out = head_loss(logits, labels, shard=shard, denominator=tokens)
+        named = {**out.terms, **out.metrics}
+        return out.loss, torch.stack([named[name] for name in SUMS])
+
+    return objective
+
+
+def plain_objective(z_weight):
+    """logits [B, T, V] whole."""
+
+    def objective(logits, labels, tokens):
+        logits, labels = logits.float().flatten(0, -2), labels.flatten()
+        valid = labels != IGNORE
+        cross_entropy = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+        z_loss = (logits.logsumexp(-1).square() * valid).sum()
+        with torch.no_grad():
+            log_p = logits.log_softmax(-1)
+            entropy = -((log_p.exp() * log_p).sum(-1) * valid).sum()
+            correct = (logits.argmax(-1) == labels).sum()
+            sums = torch.stack([cross_entropy, z_loss, entropy, correct])
+        return (cross_entropy + z_weight * z_loss) / tokens, sums
+
+    return objective

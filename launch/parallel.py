@@ -1,0 +1,138 @@
+"""Ranks of a data-parallel x tensor-parallel job, and every collective the trainer itself makes."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands. A group is None where it would hold this process alone."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+    dp_rank: int = 0
+    dp: int = 1
+    tp_rank: int = 0
+    tp: int = 1
+    dp_group: dist.ProcessGroup | None = None
+    tp_group: dist.ProcessGroup | None = None
+
+    def agree(self, tokens: int, stop: bool) -> tuple[int, bool]:
+        """The token count over all data-parallel ranks, and whether any rank wants to stop. Host numbers, no GPU."""
+        if self.world == 1:
+            return tokens, stop
+        both = torch.tensor([tokens, stop], dtype=torch.int64)
+        dist.all_reduce(both)
+        # The ranks of one tensor-parallel group count the same tokens.
+        return int(both[0]) // self.tp, bool(both[1])
+
+    def meet(self) -> None:
+        self.agree(0, False)
+
+    def sum_over_data(self, x: torch.Tensor) -> torch.Tensor:
+        if self.dp_group is not None:
+            dist.all_reduce(x, group=self.dp_group)
+        return x
+
+
+def start(tp: int, device: str) -> Ranks:
+    """Join the job that torchrun started; without torchrun this process is the whole job."""
+    world, local_rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    if world % tp:
+        raise SystemExit(f"--tp {tp} does not divide the {world} process(es) of this job")
+    gpus = torch.cuda.device_count()
+    if device == "auto":
+        device = "cuda" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "cpu"
+    if device == "cuda":
+        if local_rank >= gpus:
+            raise SystemExit(f"one GPU per process is needed: local rank {local_rank}, {gpus} GPU(s)")
+        torch.cuda.set_device(local_rank)
+        where = torch.device("cuda", local_rank)
+    else:
+        where = torch.device("cpu")
+    if world == 1:
+        return Ranks(where)
+    # gloo beside NCCL: counts and flags are host numbers and never wait for the GPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=10))
+    mesh = init_device_mesh(device, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    return Ranks(
+        where,
+        rank=dist.get_rank(),
+        world=world,
+        dp_rank=mesh["dp"].get_local_rank(),
+        dp=world // tp,
+        tp_rank=mesh["tp"].get_local_rank(),
+        tp=tp,
+        dp_group=mesh["dp"].get_group() if world // tp > 1 else None,
+        tp_group=mesh["tp"].get_group() if tp > 1 else None,
+    )
+
+
+class _CopyToShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _SumOverShards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def copy_to_shards(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """x replicated -> x replicated, used by every shard; backward: the shards' partial gradients are summed."""
+    return x if group is None else _CopyToShards.apply(x, group)
+
+
+def sum_over_shards(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """x partial on every shard -> the sum, replicated; backward: the identity, no communication."""
+    return x if group is None else _SumOverShards.apply(x, group)
+
+
+def reduce_gradients(sharded: list, replicated: list, sums: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Sum gradients, and the step's sums of metrics, over the data-parallel ranks: one buffer, one all-reduce."""
+    grads = [p.grad for p in (*sharded, *replicated)]
+    if ranks.world == 1:
+        return sums
+    flat = ranks.sum_over_data(torch.cat([x.float().flatten() for x in (*grads, sums)]))
+    if ranks.tp_group is not None:
+        # The replicas of a tensor-parallel group take its first rank's bits, or rounding would let them drift apart.
+        copies = flat[sum(p.numel() for p in sharded) : -sums.numel()]
+        dist.broadcast(copies, group_src=0, group=ranks.tp_group)
+    pieces = flat.split([x.numel() for x in (*grads, sums)])
+    torch._foreach_copy_(grads, [piece.view_as(x) for piece, x in zip(pieces, grads, strict=False)])
+    return pieces[-1]
+
+
+def clip_gradients(sharded: list, replicated: list, limit: float, ranks: Ranks) -> torch.Tensor:
+    """Scale gradients to a global norm of at most `limit`; the norm counts each parameter of the full model once."""
+
+    def squared(parameters):
+        return torch.stack(torch._foreach_norm([p.grad for p in parameters])).square().sum()
+
+    total = squared(sharded)
+    if ranks.tp_group is not None:
+        dist.all_reduce(total, group=ranks.tp_group)
+    norm = (total + squared(replicated)).sqrt()
+    torch._foreach_mul_([p.grad for p in (*sharded, *replicated)], (limit / (norm + 1e-6)).clamp(max=1.0))
+    return norm

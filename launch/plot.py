@@ -1,0 +1,89 @@
+"""Curves of one run, or two runs over each other:   python launch/plot.py RUN [RUN] [--png FILE]"""
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def series(run: Path, split: str, name: str) -> tuple[list, list]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["split"] == split]
+    return [row["step"] for row in rows], [row[name] for row in rows]
+
+
+def plot_run(run: Path, png: Path) -> None:
+    figure, ((loss, quality), (speed, share)) = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    loss.plot(*series(run, "train", "cross_entropy"), label="train")
+    loss.plot(*series(run, "validation", "cross_entropy"), "o-", label="validation")
+    loss.set(title="cross-entropy", ylabel="nats per token")
+    loss.legend()
+
+    entropy = quality.plot(*series(run, "train", "entropy"), label="entropy (nats, left)")
+    right = quality.twinx()
+    accuracy = right.plot(*series(run, "train", "accuracy"), "C1", label="accuracy (right)")
+    right.set_ylim(bottom=0)
+    quality.set(title="entropy and accuracy, train")
+    right.legend(handles=entropy + accuracy, loc="upper center")
+
+    speed.plot(*series(run, "train", "tokens_per_second"))
+    speed.set(title="tokens per second")
+    speed.set_ylim(bottom=0)
+    share.plot(*series(run, "train", "head_share"))
+    share.set(title="share of the step in output layer + loss", ylim=(0, 1))
+    for axes in (loss, quality, speed, share):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    figure.suptitle(run.name)
+    figure.savefig(png, dpi=120)
+    plt.close(figure)
+
+
+def plot_comparison(first: Path, second: Path, png: Path) -> float:
+    """Loss curves over each other and their difference; returns the largest one, over train and validation."""
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(9, 7), sharex=True, layout="constrained", height_ratios=(2, 1)
+    )
+    largest = 0.0
+    for split, color, marker in (("train", "C0", ""), ("validation", "C1", "o")):
+        (steps, a), (others, b) = (series(run, split, "loss") for run in (first, second))
+        if steps != others:
+            raise SystemExit(f"{first} and {second} hold different {split} steps")
+        top.plot(steps, a, color, marker=marker, lw=4, alpha=0.35, label=f"{split}, {first.name}")
+        top.plot(steps, b, color, ls="--", lw=1.2, label=f"{split}, {second.name}")
+        difference = [abs(x - y) for x, y in zip(a, b, strict=True)]
+        bottom.plot(steps, difference, color, marker=marker, label=split)
+        largest = max(largest, *difference)
+    top.set(title="loss", ylabel="nats per token")
+    bottom.set(title=f"absolute difference, at most {largest:.1e}", xlabel="step", yscale="log")
+    bottom.set_ylim(bottom=1e-8)  # where the losses are equal, the logarithm has no value
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(png, dpi=120)
+    plt.close(figure)
+    return largest
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder with metrics.jsonl, one or two")
+    parser.add_argument("--png", type=Path, help="default: curves.png or comparison.png in the (first) run")
+    args = parser.parse_args()
+    if len(args.runs) == 1:
+        png = args.png or args.runs[0] / "curves.png"
+        plot_run(args.runs[0], png)
+    else:
+        first, second = args.runs
+        png = args.png or first / "comparison.png"
+        largest = plot_comparison(first, second, png)
+        print(f"largest difference of the losses of {first.name} and {second.name}: {largest:.2e}")
+    print(f"curves: {png}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Trains a small model with the vocabulary sharded over two ranks, then the same model unsharded in plain torch, and
+# draws the two loss curves over each other. Needs no GPU and takes minutes:
+#     bash launch/quickstart.sh [options of launch/train.py, e.g. --steps 50]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh train
+python=.venv/bin/python
+out=runs/quickstart
+
+# One GPU per rank or none: both runs then do the same arithmetic.
+device=cpu
+if [ "$($python -c 'import torch; print(torch.cuda.device_count())')" -ge 2 ]; then device=cuda; fi
+
+echo "== two ranks on $device, half of the vocabulary each"
+OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalone --nproc-per-node 2 \
+    launch/train.py --tp 2 --device $device --out $out/sharded "$@"
+echo "== one process on $device, torch.nn.functional.cross_entropy"
+OMP_NUM_THREADS=2 $python launch/train.py --baseline --device $device --out $out/baseline "$@"
+echo "== comparison"
+$python launch/plot.py $out/sharded $out/baseline --png $out/comparison.png

@@ -1,0 +1,92 @@
+"""What a run leaves behind: metrics.jsonl (a row per step), TensorBoard scalars, progress on the terminal."""
+
+import json
+import resource
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+
+class Clock:
+    """Points in time: CUDA events on a GPU, so that measuring makes nothing wait; the host's clock elsewhere."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+
+    def now(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin, end) -> float:
+        """On a GPU: only once the events have happened."""
+        return begin.elapsed_time(end) / 1e3 if self.cuda else end - begin
+
+
+def peak_memory(device: torch.device) -> tuple[str, float]:
+    """GiB so far of this process: allocated on its GPU, or resident on the host."""
+    if device.type == "cuda":
+        return "peak_gpu_allocated_gib", torch.cuda.max_memory_allocated(device) / 2**30
+    kilobyte = 1 if sys.platform == "darwin" else 1024
+    return "peak_host_resident_gib", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte / 2**30
+
+
+class Record:
+    """Rank 0 writes; on other ranks everything here does nothing."""
+
+    def __init__(self, out: Path, first: int, steps: int, active: bool):
+        self.active = active
+        if not active:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = out / "metrics.jsonl"
+        # A resumed run repeats the steps after its checkpoint: their rows go.
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if first else []
+        self.file = path.open("w", buffering=1)
+        self.file.writelines(json.dumps(row) + "\n" for row in rows if row["step"] <= first)
+        if not first:
+            shutil.rmtree(out / "tensorboard", ignore_errors=True)
+        self.board = SummaryWriter(out / "tensorboard", purge_step=first + 1)
+        self.bar = tqdm(total=steps, initial=first, disable=not sys.stderr.isatty(), unit="step", leave=False)
+        self.steps, self.said = steps, first
+
+    def write(self, split: str, row: dict) -> None:
+        if not self.active:
+            return
+        self.file.write(json.dumps({"split": split, **row}) + "\n")
+        for name, value in row.items():
+            if name != "step":
+                self.board.add_scalar(f"{split}/{name}", value, row["step"])
+        if split == "validation":
+            self.say(f"step {row['step']}: validation cross-entropy {row['cross_entropy']:.4f}")
+        else:
+            self.progress(row)
+
+    def progress(self, row: dict) -> None:
+        step = row["step"]
+        self.bar.set_postfix(loss=f"{row['loss']:.4f}", tokens_s=f"{row['tokens_per_second']:.0f}", refresh=False)
+        self.bar.update(step - self.bar.n)
+        if self.bar.disable and (step - self.said >= 20 or step == self.steps):
+            self.said = step
+            self.say(
+                f"step {step}/{self.steps}: loss {row['loss']:.4f}, accuracy {row['accuracy']:.3f}, "
+                f"{row['tokens_per_second']:.0f} tokens/s, head {row['head_share']:.0%} of the step"
+            )
+
+    def say(self, text: str) -> None:
+        if self.active:
+            self.bar.write(text, file=sys.stdout)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if self.active:
+            self.bar.close()
+            self.board.close()
+            self.file.close()

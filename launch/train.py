@@ -1,0 +1,249 @@
+"""Train a small language model whose vocabulary is sharded, on text that is already on this machine.
+
+torchrun --standalone --nproc-per-node 2 launch/train.py --tp 2     # 2 shards; 4 processes: 2 replicas of 2 shards
+python launch/train.py --baseline                                   # the same run, unsharded, in plain torch
+"""
+
+import argparse
+import os
+import shutil
+import signal
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS
+
+import torch
+import torch.distributed as dist
+
+import checkpoint
+import data
+import parallel
+from model import Rows, Transformer
+from objective import IGNORE, SUMS, plain_objective, sharded_objective
+from record import Clock, Record, peak_memory
+
+# Options that may differ between a run and its continuation.
+FREE = {"out", "data_cache", "corpus", "corpus_mb", "resume", "stop_after", "log_every", "validate_every"}
+FREE |= {"validation_batches", "checkpoint_every"}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--baseline", action="store_true", help="plain torch cross-entropy on the whole vocabulary, one process")
+    add("--tp", type=int, default=1, help="number of vocabulary shards; processes / tp replicas")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
+    add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 autocast on GPU, else fp32")
+    add("--out", default="runs/train", help="folder of the run; a new run overwrites what an older one left there")
+    add("--corpus", help="folder with text files (default: the sources of Python's standard library)")
+    add("--corpus-mb", type=float, default=6.0, help="at most this much text")
+    add("--data-cache", default="runs/data")
+    add("--vocab", type=int, default=4099, help="vocabulary size; the weights are padded to a multiple of --pad-to")
+    add("--pad-to", type=int, default=128)
+    add("--layers", type=int, default=3)
+    add("--width", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--length", type=int, default=256, help="tokens per row")
+    add("--batch", type=int, default=4, help="rows per step, over all replicas and micro-batches")
+    add("--accumulate", type=int, default=2, help="micro-batches per step")
+    add("--steps", type=int, default=500)
+    add("--lr", type=float, default=3e-3)
+    add("--warmup", type=int, default=40)
+    add("--weight-decay", type=float, default=0.1)
+    add("--clip", type=float, default=1.0)
+    add("--z-weight", type=float, default=1e-4)
+    add("--seed", type=int, default=0)
+    add("--log-every", type=int, default=10, help="steps between looks at the device's results; every step has a row")
+    add("--validate-every", type=int, default=100)
+    add("--validation-batches", type=int, default=4)
+    add("--checkpoint-every", type=int, default=100)
+    add("--resume", action="store_true", help="continue the run in --out, bit for bit")
+    add("--stop-after", type=int, help="save and leave after this step, as if interrupted")
+    args = parser.parse_args()
+    if args.baseline and args.tp != 1:
+        parser.error("--baseline is one process without shards: leave out --tp")
+    return args
+
+
+class Trainer:
+    def __init__(self, args, ranks, corpus):
+        self.args, self.ranks, self.corpus = args, ranks, corpus
+        pieces = ranks.dp * args.accumulate
+        if args.batch % pieces:
+            raise SystemExit(f"--batch {args.batch} is no multiple of replicas x micro-batches = {pieces}")
+        padded = -(-args.vocab // args.pad_to) * args.pad_to
+        if args.baseline:
+            rows = Rows(0, args.vocab, padded)
+            self.objective = plain_objective(args.z_weight)
+        else:
+            from tp_headloss import VocabShard
+
+            shard = VocabShard.from_group(ranks.tp_group, args.vocab, padded_size=padded)
+            rows = Rows(shard.start, shard.stop, padded)
+            self.objective = sharded_objective(shard, args.z_weight)
+        model = Transformer(rows, args.width, args.layers, args.heads, args.length, args.seed, ranks.tp_group)
+        self.model = model.to(ranks.device)
+        self.sharded, self.replicated = model.sharded_parameters(), model.replicated_parameters()
+        parameters = [*self.sharded, *self.replicated]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if p.ndim > 1], "weight_decay": args.weight_decay},
+                {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+            ],
+            betas=(0.9, 0.95),
+        )
+        self.clock = Clock(ranks.device)
+        bf16 = args.precision == "bf16" or (args.precision == "auto" and ranks.device.type == "cuda")
+        self.autocast = torch.autocast(ranks.device.type, torch.bfloat16, enabled=bf16)
+
+    def learning_rate(self, step: int) -> float:
+        if step < self.args.warmup:
+            return self.args.lr * (step + 1) / self.args.warmup
+        done = (step - self.args.warmup) / max(1, self.args.steps - self.args.warmup)
+        return self.args.lr * (0.55 + 0.45 * torch.cos(torch.tensor(torch.pi * done)).item())
+
+    def micro_batches(self, split: str, seed: int, step: int) -> list:
+        """This replica's part of a global batch, which is the same for every number of replicas."""
+        batch = self.corpus.batch(split, self.args.batch, seed, step)
+        pieces = [x.chunk(self.ranks.dp * self.args.accumulate) for x in batch]
+        return list(zip(*(p[self.ranks.dp_rank :: self.ranks.dp] for p in pieces), strict=True))
+
+    def step(self, step: int, micro_batches: list, tokens: int) -> dict:
+        """One optimiser step on `tokens` valid labels in all; tensors and clock readings, nothing waits for them."""
+        begin, heads, sums = self.clock.now(), [], torch.zeros(len(SUMS), device=self.ranks.device)
+        for inputs, labels in micro_batches:
+            inputs, labels = inputs.to(self.ranks.device), labels.to(self.ranks.device)
+            with self.autocast:
+                hidden = self.model(inputs)
+                head_begin = self.clock.now()
+                # The head is done when its backward hands over the gradient of hidden.
+                hidden.register_hook(lambda _, since=head_begin: heads.append((since, self.clock.now())))
+                loss, part = self.objective(self.model.output(hidden), labels, tokens)
+            loss.backward()
+            sums += part
+        sums = parallel.reduce_gradients(self.sharded, self.replicated, sums, self.ranks)
+        norm = parallel.clip_gradients(self.sharded, self.replicated, self.args.clip, self.ranks)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"step": step, "tokens": tokens, "values": torch.cat([sums, norm.view(1)]), "heads": heads,
+                "begin": begin, "end": self.clock.now()}  # fmt: skip
+
+    def means(self, sums: list, tokens: int) -> dict:
+        row = {name: total / tokens for name, total in zip(SUMS, sums, strict=True)}
+        return {"loss": row["cross_entropy"] + self.args.z_weight * row["z_loss"], **row}
+
+    def rows(self, finished: list) -> list[dict]:
+        """Rows of metrics of finished steps; the one place that waits for the device."""
+        values = torch.stack([x["values"] for x in finished]).tolist() if finished else []
+        if self.clock.cuda and finished:
+            finished[-1]["end"].synchronize()
+        memory_name, memory = peak_memory(self.ranks.device)
+        rows = []
+        for x, (*sums, norm) in zip(finished, values, strict=True):
+            seconds = self.clock.seconds(x["begin"], x["end"])
+            rows.append({
+                "step": x["step"] + 1,
+                **self.means(sums, x["tokens"]),
+                "tokens": x["tokens"],
+                "lr": self.learning_rate(x["step"]),
+                "grad_norm": norm,
+                "step_seconds": seconds,
+                "tokens_per_second": self.args.batch * self.args.length / seconds,
+                "head_share": sum(self.clock.seconds(*span) for span in x["heads"]) / seconds,
+                memory_name: memory,
+            })  # fmt: skip
+        return rows
+
+    @torch.no_grad()
+    def validate(self) -> dict:
+        sums, tokens = torch.zeros(len(SUMS), device=self.ranks.device), 0
+        for i in range(self.args.validation_batches):
+            for inputs, labels in self.micro_batches("validation", 0, i):
+                tokens += int((labels != IGNORE).sum())
+                inputs, labels = inputs.to(self.ranks.device), labels.to(self.ranks.device)
+                with self.autocast:
+                    sums += self.objective(self.model.output(self.model(inputs)), labels, 1)[1]
+        tokens, _ = self.ranks.agree(tokens, False)
+        return self.means(self.ranks.sum_over_data(sums).tolist(), tokens)
+
+
+def train(args, ranks) -> None:
+    out = Path(args.out)
+    corpus = data.load(ranks, args.data_cache, args.corpus, args.corpus_mb, args.vocab, args.length)
+    trainer = Trainer(args, ranks, corpus)
+    config = {k: v for k, v in vars(args).items() if k not in FREE}
+    config |= {"data": corpus.key, "replicas": ranks.dp, "device": ranks.device.type}
+    first, best = 0, float("inf")
+    if args.resume:
+        state = checkpoint.load(out / "checkpoints", config, ranks)
+        trainer.model.load_state_dict(state["model"])
+        trainer.optimizer.load_state_dict(state["optimizer"])
+        first, best = state["step"], state["best"]
+    elif ranks.rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    ranks.meet()
+    record = Record(out, first, args.steps, active=ranks.rank == 0)
+
+    interrupted = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: interrupted.append(number))
+
+    done, finished = first, []
+    while done < args.steps:
+        micro_batches = trainer.micro_batches("train", args.seed, done)
+        here = sum(int((labels != IGNORE).sum()) for _, labels in micro_batches)
+        # All ranks leave at the same step, or those that go on would wait for the others for ever.
+        tokens, stop = ranks.agree(here, bool(interrupted) or done == args.stop_after)
+        if stop:
+            break
+        finished.append(trainer.step(done, micro_batches, tokens))
+        done += 1
+        last, validating = done == args.steps, done % args.validate_every == 0
+        saving = last or done % args.checkpoint_every == 0
+        if last or validating or saving or done % args.log_every == 0:
+            for row in trainer.rows(finished):
+                record.write("train", row)
+            finished = []
+        if last or validating:
+            row = trainer.validate()
+            best = min(best, row["cross_entropy"])
+            record.write("validation", {"step": done, **row, "best_cross_entropy": best})
+        if saving:
+            save(out, done, trainer, best, config)
+
+    for row in trainer.rows(finished):
+        record.write("train", row)
+    if done < args.steps:
+        save(out, done, trainer, best, config)
+        record.say(f"stopped after step {done} of {args.steps} and saved; the same command with --resume goes on")
+    record.close()
+    if ranks.rank == 0 and done == args.steps:
+        from plot import plot_run
+
+        plot_run(out, out / "curves.png")
+        print(f"curves: {out / 'curves.png'}", flush=True)
+
+
+def save(out, step, trainer, best, config) -> None:
+    state = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict(), "best": best}
+    checkpoint.save(out / "checkpoints", step, state, config, trainer.ranks)
+
+
+def main() -> None:
+    args = parse()
+    # Runs can be repeated and resumed bit for bit, on GPUs too.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    ranks = parallel.start(args.tp, args.device)
+    if args.baseline and ranks.world > 1:
+        raise SystemExit("--baseline is one process: start it with python, not with several by torchrun")
+    train(args, ranks)
+    if ranks.world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

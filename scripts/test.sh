@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Lint and tests:   bash scripts/test.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh test train
+export OMP_NUM_THREADS=1
+python=.venv/bin/python
+
+$python -m ruff check .
+
+# On GPUs one test after the other: they share the devices' memory and NCCL.
+workers=2
+if $python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then workers=0; fi
+exec $python -m pytest -n $workers --dist loadgroup tests "$@"
