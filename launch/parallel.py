@@ -128,11 +128,12 @@ def clip_gradients(sharded: list, replicated: list, limit: float, ranks: Ranks) 
     """Scale gradients to a global norm of at most `limit`; the norm counts each parameter of the full model once."""
 
     def squared(parameters):
-        return torch.stack(torch._foreach_norm([p.grad for p in parameters])).square().sum()
+        # In float64: torch's fp32 norm of a large tensor on CPU is good to 1e-6 only, and depends on the cut.
+        return sum(torch.linalg.vector_norm(p.grad, dtype=torch.float64).square() for p in parameters)
 
     total = squared(sharded)
     if ranks.tp_group is not None:
         dist.all_reduce(total, group=ranks.tp_group)
-    norm = (total + squared(replicated)).sqrt()
+    norm = (total + squared(replicated)).sqrt().float()
     torch._foreach_mul_([p.grad for p in (*sharded, *replicated)], (limit / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -56,11 +56,11 @@ def plot_comparison(first: Path, second: Path, png: Path) -> float:
         top.plot(steps, a, color, marker=marker, lw=4, alpha=0.35, label=f"{split}, {first.name}")
         top.plot(steps, b, color, ls="--", lw=1.2, label=f"{split}, {second.name}")
         difference = [abs(x - y) for x, y in zip(a, b, strict=True)]
-        bottom.plot(steps, difference, color, marker=marker, label=split)
+        bottom.plot(steps, difference, color, marker=marker or ".", ls="", label=split)
         largest = max(largest, *difference)
     top.set(title="loss", ylabel="nats per token")
     bottom.set(title=f"absolute difference, at most {largest:.1e}", xlabel="step", yscale="log")
-    bottom.set_ylim(bottom=1e-8)  # where the losses are equal, the logarithm has no value
+    bottom.set_ylim(bottom=1e-8)  # equal losses have no logarithm and no point
     for axes in (top, bottom):
         axes.grid(alpha=0.3)
         axes.legend()

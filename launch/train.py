@@ -2,6 +2,9 @@
 
 torchrun --standalone --nproc-per-node 2 launch/train.py --tp 2     # 2 shards; 4 processes: 2 replicas of 2 shards
 python launch/train.py --baseline                                   # the same run, unsharded, in plain torch
+
+Ctrl-C or SIGTERM: every rank finishes the step and saves; --resume goes on bit for bit. (torchrun ends its own process
+with a SignalException then, after the ranks have saved.)
 """
 
 import argparse

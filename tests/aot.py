@@ -32,7 +32,7 @@ def pairwise(*axes):
     return rows
 
 
-def compile_kernel(kernel, arguments: dict, warps: int, capability: int, aligned=True):
+def compile_kernel(kernel, aligned: bool, warps: int, arguments: dict, capability: int):
     """arguments: name -> type string ("*bf16", "i32"), or a constant for constexpr and None pointers."""
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -49,11 +49,11 @@ def compile_kernel(kernel, arguments: dict, warps: int, capability: int, aligned
 
 def statistics_variants():
     optional = (True, False)
-    for dtype, want, labels, bias, temperature, cap in pairwise(
-        DTYPES, WANTS, ("*i64", "*i32", None), optional, optional, optional
+    for dtype, want, labels, bias, temperature, cap, aligned in pairwise(
+        DTYPES, WANTS, ("*i64", "*i32", None), optional, optional, optional, optional
     ):
         launch = statistics_launch(16032)
-        yield kernels.statistics_kernel, launch.warps, {
+        yield kernels.statistics_kernel, aligned, launch.warps, {
             "packets_ptr": "*fp32", "x_ptr": f"*{dtype}", "labels_ptr": labels, "bias_ptr": "*fp32" if bias else None,
             "temperature_ptr": "*fp32" if temperature else None, "weight_ptr": "*fp32" if "total" in want else None,
             "n_rows": "i32", "x_row": "i64" if cap else "i32", "x_column": 1, "start": "i32", "valid_width": "i32",
@@ -64,24 +64,24 @@ def statistics_variants():
 
 
 def merge_variants():
-    for labels, want in itertools.product(("*i64", "*i32", None), WANTS):
+    for labels, want, packets in pairwise(("*i64", "*i32", None), WANTS, (8, 3)):
         out = "*fp32" if labels else None
-        yield kernels.merge_kernel, MERGE.warps, {
+        yield kernels.merge_kernel, True, MERGE.warps, {
             "merged_ptr": "*fp32", "lse_ptr": "*fp32", "log_prob_ptr": out, "target_logit_ptr": out, "owners_ptr": out,
             "entropy_ptr": "*fp32" if "entropy" in want else None, "total_ptr": "*fp32" if "total" in want else None,
             "argmax_ptr": "*i64" if "argmax" in want else None, "packets_ptr": "*fp32", "labels_ptr": labels,
-            "n_rows": "i32", "packets": "i32", "BLOCK": MERGE.block,
+            "n_rows": "i32", "PACKETS": packets, "BLOCK": MERGE.block,
         }  # fmt: skip
 
 
 def gradient_variants():
     optional = (True, False)
     grads = ("g_lse_ptr", "g_log_prob_ptr", "g_entropy_ptr", "g_total_ptr")
-    for dtype, labels, bias, temperature, cap, *has in pairwise(
-        DTYPES, ("*i64", "*i32", None), optional, optional, optional, *([optional] * 4)
+    for dtype, labels, bias, temperature, cap, aligned, *has in pairwise(
+        DTYPES, ("*i64", "*i32", None), optional, optional, optional, optional, *([optional] * 4)
     ):
         launch = gradient_launch(32064)
-        yield kernels.gradient_kernel, launch.warps, {
+        yield kernels.gradient_kernel, aligned, launch.warps, {
             "dx_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", "labels_ptr": labels, "bias_ptr": "*fp32" if bias else None,
             "temperature_ptr": "*fp32" if temperature else None, "weight_ptr": "*fp32" if has[3] and bias else None,
             "merged_ptr": "*fp32",
@@ -94,10 +94,10 @@ def gradient_variants():
 
 def main(capabilities):
     compiled, failures = 0, []
-    for kernel, warps, arguments in itertools.chain(statistics_variants(), merge_variants(), gradient_variants()):
+    for kernel, aligned, warps, arguments in itertools.chain(statistics_variants(), merge_variants(), gradient_variants()):
         for capability in capabilities:
             try:
-                compile_kernel(kernel, arguments, warps, capability)
+                compile_kernel(kernel, aligned, warps, arguments, capability)
                 compiled += 1
             except Exception as error:  # every failure is listed before the exit
                 failures.append(f"{kernel.__name__} sm_{capability} {arguments}: {type(error).__name__}: {error}")

@@ -17,4 +17,4 @@ def divide(total: torch.Tensor, denominator: torch.Tensor | float) -> torch.Tens
     """total / denominator, and 0 with zero gradient where the denominator is 0."""
     if not isinstance(denominator, torch.Tensor):
         return total / (denominator or float("inf"))
-    return total / denominator.masked_fill(denominator == 0, float("inf"))
+    return total / denominator.to(total.dtype).masked_fill(denominator == 0, float("inf"))

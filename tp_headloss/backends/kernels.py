@@ -60,32 +60,33 @@ def _fixed_sum(x, LANES: tl.constexpr):
 @triton.jit
 def _add_tile(
     m, s, e, total, index,  # running maximum, [BLOCK] lane sums, first column of the maximum
-    z, columns, target_lane, weight_ptr, width,
-    WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr, WANT_ARGMAX: tl.constexpr, BLOCK: tl.constexpr,
+    z, v, columns, weight_ptr, width,  # [BLOCK] logits with and without the target
+    WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr, WANT_ARGMAX: tl.constexpr,
 ):  # fmt: skip
     """Accumulate a tile: each lane sums its own columns, so that only the maximum is reduced inside the loop."""
     if WANT_TOTAL:
         w = 1.0
         if weight_ptr is not None:
             w = tl.load(weight_ptr + columns, mask=columns < width, other=0.0)
-        total += tl.where(z > float("-inf"), z * w, tl.where(z == z, 0.0, z))
-    v = z
-    if (target_lane >= 0) & (target_lane < BLOCK):  # one tile in many, so a branch is cheaper than a select
-        v = tl.where(tl.arange(0, BLOCK) == target_lane, float("-inf"), z)
+        total += tl.where(z == float("-inf"), 0.0, z * w)
     peak = tl.max(v, axis=0)
     if WANT_ARGMAX:  # noqa: SIM102 (the flag is the compiler's, the comparison the device's)
-        if peak > m:
-            index = tl.min(tl.where(v == peak, columns, 2147483647), axis=0)
-    n = tl.maximum(m, peak)
-    safe = tl.where(n == float("-inf"), 0.0, n)
-    drop = tl.where(m == float("-inf"), 0.0, m - safe)
-    factor = tl.where(m == float("-inf"), 0.0, tl.exp(drop))
-    shifted = v - safe
+        if peak >= m:
+            found = tl.min(tl.where(v == peak, columns, 2147483647), axis=0)
+            index = tl.where(peak > m, found, tl.minimum(index, found))
+    if peak > m:
+        drop = tl.where(m == float("-inf"), 0.0, m - peak)
+        factor = tl.where(m == float("-inf"), 0.0, tl.exp(drop))
+        if WANT_ENTROPY:
+            e = factor * tl.fma(drop, s, e)
+        s *= factor
+    m = tl.maximum(m, peak)
+    shifted = v - tl.where(m == float("-inf"), 0.0, m)
     p = tl.exp(shifted)
     if WANT_ENTROPY:
-        e = tl.fma(p, tl.where(shifted == float("-inf"), 0.0, shifted), factor * tl.fma(drop, s, e))
-    s = tl.fma(s, factor, p)
-    return n, s, e, total, index
+        e = tl.fma(p, tl.maximum(shifted, -1e30), e)  # 0 * -inf is 0 here
+    s += p
+    return m, s, e, total, index
 
 
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks", "ignore_index"])
@@ -129,25 +130,27 @@ def statistics_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     index = 0
     whole = size // BLOCK * BLOCK
-    for o in range(0, whole, BLOCK):
+    # the tile of the target waits, so that the loop need not look for it: one masked tile for it, one for the tail
+    waiting = tl.where(target < 0, whole, target // BLOCK * BLOCK)
+    for i in tl.range(0, whole - tl.where(waiting < whole, BLOCK, 0), BLOCK, num_stages=3):
+        o = tl.where(i < waiting, i, i + BLOCK)
         columns = first + o + lanes
         x = tl.load(x_ptr + columns.to(tl.int64) * x_column).to(tl.float32)
         z, _ = _transform(x, columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
         m, s, e, total, index = _add_tile(
-            m, s, e, total, index, z, columns, target - o, weight_ptr, width,
-            WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX, BLOCK,
-        )  # fmt: skip
-    if whole < size:
-        inside = whole + lanes
+            m, s, e, total, index, z, z, columns, weight_ptr, width, WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX
+        )
+    for o in range(waiting, size, tl.maximum(whole - waiting, BLOCK)):
+        inside = o + lanes
         columns = first + inside
         # two masks that are known to be aligned, so that the load stays wide; what is valid is selected afterwards
         x = tl.load(x_ptr + columns.to(tl.int64) * x_column, mask=(inside < chunk_size) & (columns < width), other=0.0)
         z, _ = _transform(x.to(tl.float32), columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
         z = tl.where(inside < size, z, float("-inf"))
+        v = tl.where(inside == target, float("-inf"), z)
         m, s, e, total, index = _add_tile(
-            m, s, e, total, index, z, columns, target - whole, weight_ptr, width,
-            WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX, BLOCK,
-        )  # fmt: skip
+            m, s, e, total, index, z, v, columns, weight_ptr, width, WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX
+        )
 
     rows: tl.constexpr = 2 + 2 * (labels_ptr is not None) + WANT_ENTROPY + WANT_TOTAL + WANT_ARGMAX
     out = packets_ptr + (chunk.to(tl.int64) * rows) * n_rows + row
@@ -191,15 +194,15 @@ def _settle(value, bad, ignored):
     return tl.where(ignored, 0.0, tl.where(bad, float("nan"), value)).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["n_rows", "packets"])
+@triton.jit(do_not_specialize=["n_rows"])
 def merge_kernel(
     merged_ptr,  # [R, T] fp32 out; rows in the order of stats.merged_rows
     lse_ptr, log_prob_ptr, target_logit_ptr, owners_ptr, entropy_ptr, total_ptr,  # [T] fp32 out, or None
     argmax_ptr,  # [T] int64 out, or None
     packets_ptr,  # [packets, K, T] fp32
     labels_ptr,  # [T] or None
-    n_rows, packets,
-    BLOCK: tl.constexpr,
+    n_rows,
+    PACKETS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the merge of all packets of BLOCK tokens in chunk order, in float64, and the target column."""
     HAS_LABELS: tl.constexpr = labels_ptr is not None
@@ -212,7 +215,7 @@ def merge_kernel(
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = token < n
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
-    for k in range(packets):
+    for k in tl.static_range(PACKETS):
         peak = tl.maximum(peak, tl.load(packets_ptr + k * ROWS * n + token, mask=here, other=0.0))
     shift = peak.to(tl.float64)
 
@@ -222,7 +225,7 @@ def merge_kernel(
     target = tl.zeros([BLOCK], tl.float64)
     owners = tl.zeros([BLOCK], tl.float32)
     index = tl.full([BLOCK], float("inf"), tl.float32)
-    for k in range(packets):
+    for k in tl.static_range(PACKETS):
         at = packets_ptr + k * ROWS * n + token
         m = tl.load(at, mask=here, other=0.0)
         s = tl.load(at + n, mask=here, other=1.0).to(tl.float64)
@@ -246,7 +249,7 @@ def merge_kernel(
     whole = others
     ignored = owners < 0.0
     if HAS_LABELS:
-        ignored = owners == 2.0 * packets
+        ignored = owners == 2.0 * PACKETS
         top = tl.maximum(shift, target)
         drop, factor = _decay(shift, top)
         p_target = _decay(target, top)[1]
