@@ -19,16 +19,12 @@ WANTS = [("entropy",), ("total",), ("argmax",), ("entropy", "total", "argmax"), 
 
 
 def pairwise(*axes):
-    """Rows of the product that together show every pair of values of every two axes."""
-    rows, missing = (
-        [],
-        {(i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]},
-    )
-    for row in itertools.product(*axes):
-        pairs = {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(axes)), 2)}
-        if pairs & missing:
-            rows.append(row)
-            missing -= pairs
+    """Few rows of the product that together show every pair of values of every two axes."""
+    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in itertools.product(*axes)}
+    missing, rows = set().union(*pairs.values()), []
+    while missing:
+        rows.append(max(pairs, key=lambda row: len(pairs[row] & missing)))
+        missing -= pairs[rows[-1]]
     return rows
 
 
@@ -85,7 +81,7 @@ def gradient_variants():
             "dx_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", "labels_ptr": labels, "bias_ptr": "*fp32" if bias else None,
             "temperature_ptr": "*fp32" if temperature else None, "weight_ptr": "*fp32" if has[3] and bias else None,
             "merged_ptr": "*fp32",
-            **{g: "*fp32" if h and (labels or g != "g_log_prob_ptr") else None for g, h in zip(grads, has)},
+            **{g: "*fp32" if h and (labels or g != grads[1]) else None for g, h in zip(grads, has)},
             "n_rows": "i32", "dx_row": "i32", "dx_column": 1, "x_row": "i32", "x_column": 1, "start": "i32",
             "valid_width": "i32", "width": "i32", "pre": "fp32", "post": "fp32",
             "HAS_SCALE": temperature or cap, "HAS_CAP": cap, "BLOCK": launch.block,
@@ -94,7 +90,9 @@ def gradient_variants():
 
 def main(capabilities):
     compiled, failures = 0, []
-    for kernel, aligned, warps, arguments in itertools.chain(statistics_variants(), merge_variants(), gradient_variants()):
+    for kernel, aligned, warps, arguments in itertools.chain(
+        statistics_variants(), merge_variants(), gradient_variants()
+    ):
         for capability in capabilities:
             try:
                 compile_kernel(kernel, aligned, warps, arguments, capability)

@@ -119,4 +119,4 @@ def test_every_kernel_variant_compiles_ahead_of_time(capability, tmp_path):
     command = [sys.executable, str(ROOT / "tests/aot.py"), str(capability)]
     result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
     assert result.returncode == 0 and "failed 0" in result.stdout, result.stdout[-4000:] + result.stderr[-4000:]
-    assert int(result.stdout.split("compiled ")[1].split(",")[0]) > 50
+    assert int(result.stdout.split("compiled ")[1].split(",")[0]) > 30
