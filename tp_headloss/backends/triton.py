@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,9 @@ def _factors(spec: HeadSpec, has_temperatures: bool) -> tuple[float, float, bool
 
 
 def _on(tensor: torch.Tensor):
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else torch.autograd.profiler.record_function("cpu")
+    """Launch on the tensor's device, which need not be the current one."""
+    elsewhere = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
+    return torch.cuda.device(tensor.device) if elsewhere else nullcontext()
 
 
 def local_statistics(logits, labels, bias, temperatures, total_weight, spec: HeadSpec):
