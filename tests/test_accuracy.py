@@ -93,13 +93,16 @@ TRANSFORMS = {
     "scale": {"scale": 0.7},
     "softcap": {"softcap": 5.0},
     "temperature": {"temperature": 0.6},
+    "temperatures": {"temperature": True},
     "all": {"bias": True, "scale": 1.3, "softcap": 4.0, "temperature": True},
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("vocab_size", [17, 1000])
+STATISTICS_CASES = [(v, name, dtype) for v in (17, 1000) for name in TRANSFORMS for dtype in DTYPES]
+STATISTICS_CASES += [(9001, name, torch.float32) for name in ("plain", "all")]  # several tiles to a chunk
+
+
+@pytest.mark.parametrize("vocab_size, name, dtype", STATISTICS_CASES)
 def test_every_statistic_and_transformation_is_at_most_twice_as_far_off_as_torch(
     vocab_size, name, dtype, backend, device
 ):

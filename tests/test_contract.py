@@ -143,7 +143,22 @@ def test_backward_is_pure(backend, device):
         stats.log_prob.backward(g)
 
 
-def test_unused_statistics_cost_nothing_and_no_grad_saves_nothing(backend, device):
+def test_a_statistic_that_no_loss_used_is_not_differentiated(monkeypatch, backend, device):
+    module, seen = load_backend(backend), []
+    original = module.logits_gradient
+
+    def spy(*args):
+        seen.append([g is not None for g in args[-2]])
+        original(*args)
+
+    monkeypatch.setattr(module, "logits_gradient", spy)
+    x, labels = rows(device)
+    stats = vocab_statistics(x.requires_grad_(), labels, want=WANT, options=Options(backend=backend))
+    stats.log_prob.sum().backward()
+    assert seen[0] == [False, True, False, False]
+
+
+def test_no_grad_saves_nothing_and_double_backward_is_refused(backend, device):
     x, labels = rows(device)
     with torch.no_grad():
         assert not vocab_statistics(x.requires_grad_(), labels).lse.requires_grad

@@ -152,24 +152,25 @@ def statistics_kernel(
             m, s, e, total, index, z, v, columns, weight_ptr, width, WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX
         )
 
+    n = n_rows.to(tl.int64)
     rows: tl.constexpr = 2 + 2 * (labels_ptr is not None) + WANT_ENTROPY + WANT_TOTAL + WANT_ARGMAX
-    out = packets_ptr + (chunk.to(tl.int64) * rows) * n_rows + row
+    out = packets_ptr + chunk.to(tl.int64) * rows * n + row
     tl.store(out, m + 0.0)
-    tl.store(out + n_rows.to(tl.int64), _fixed_sum(s, BLOCK))
-    out += 2 * n_rows.to(tl.int64)
+    tl.store(out + n, _fixed_sum(s, BLOCK))
+    out += 2 * n
     if labels_ptr is not None:
         column = tl.where(owned, first + target, 0)
         x = tl.load(x_ptr + column.to(tl.int64) * x_column, mask=owned, other=0.0).to(tl.float32)
         z, _ = _transform(x, column, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
         tl.store(out, tl.where(owned, z, 0.0))
-        tl.store(out + n_rows.to(tl.int64), tl.where(ignored, 2.0, tl.where(owned, 1.0, 0.0)))
-        out += 2 * n_rows.to(tl.int64)
+        tl.store(out + n, tl.where(ignored, 2.0, tl.where(owned, 1.0, 0.0)))  # 2: stats.IGNORED
+        out += 2 * n
     if WANT_ENTROPY:
         tl.store(out, _fixed_sum(e, BLOCK))
-        out += n_rows.to(tl.int64)
+        out += n
     if WANT_TOTAL:
         tl.store(out, _fixed_sum(total, BLOCK))
-        out += n_rows.to(tl.int64)
+        out += n
     if WANT_ARGMAX:
         tl.store(out, (start + index).to(tl.float32))
 
