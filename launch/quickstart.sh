@@ -16,6 +16,7 @@ echo "== two ranks on $device, half of the vocabulary each"
 OMP_NUM_THREADS=1 $python -m torch.distributed.run --standalone --nproc-per-node 2 \
     launch/train.py --tp 2 --device $device --out $out/sharded "$@"
 echo "== one process on $device, torch.nn.functional.cross_entropy"
-OMP_NUM_THREADS=2 $python launch/train.py --baseline --device $device --out $out/baseline "$@"
+# Threads that sleep while they wait: on a busy machine spinning ones are ten times slower.
+OMP_WAIT_POLICY=passive OMP_NUM_THREADS=2 $python launch/train.py --baseline --device $device --out $out/baseline "$@"
 echo "== comparison"
 $python launch/plot.py $out/sharded $out/baseline --png $out/comparison.png

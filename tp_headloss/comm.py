@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 TRANSPORTS = ("gather", "sum")
+# torch 2.13 renamed it
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def gather_packets(packets: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
@@ -25,7 +27,7 @@ def gather_packets(packets: torch.Tensor, world_size: int, group_name: str) -> t
         return packets
     gathered = packets.new_empty(world_size * packets.shape[0], *packets.shape[1:])
     # flat, because gloo takes no other output shape
-    dist.all_gather_into_tensor(gathered.view(-1), packets.view(-1), group=_resolve_process_group(group_name))
+    _all_gather(gathered.view(-1), packets.view(-1), group=_resolve_process_group(group_name))
     return gathered
 
 
