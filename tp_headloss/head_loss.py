@@ -11,7 +11,7 @@ from torch import nn
 
 from . import losses
 from .api import Options, Transform, vocab_statistics
-from .reduce import REDUCTIONS, divide, masked
+from .reduce import REDUCTIONS, masked, nonzero
 from .shard import VocabShard
 from .stats import VocabStatistics
 
@@ -168,7 +168,7 @@ class HeadLoss(nn.Module):
             parts = sums
         else:
             parts = [
-                divide(total, self._denominator(term, stats, token_weight, count, denominator))
+                total / self._denominator(term, stats, token_weight, count, denominator)
                 for term, total in zip(self.terms, sums)
             ]
         parts = [part if term.weight == 1 else term.weight * part for term, part in zip(self.terms, parts)]
@@ -184,10 +184,10 @@ class HeadLoss(nn.Module):
 
     def _denominator(self, term, stats, token_weight, count, denominator):
         if denominator is not None:
-            return denominator
-        if term.token_weight is None:
-            return count
-        return masked(term.token_weight(stats), stats.valid, token_weight).sum()
+            return nonzero(denominator)
+        if term.token_weight is not None:
+            return nonzero(masked(term.token_weight(stats), stats.valid, token_weight).sum())
+        return count.clamp(min=1) if token_weight is None else nonzero(count)  # of 0 tokens the sum is 0 anyway
 
     def _local_total_weight(self, shard, logits):
         if self.total_weight is None:

@@ -13,8 +13,8 @@ def masked(values: torch.Tensor, valid: torch.Tensor | None, weight: torch.Tenso
     return values if valid is None else torch.where(valid, values, 0.0)
 
 
-def divide(total: torch.Tensor, denominator: torch.Tensor | float) -> torch.Tensor:
-    """total / denominator, and 0 with zero gradient where the denominator is 0."""
+def nonzero(denominator: torch.Tensor | float) -> torch.Tensor | float:
+    """The denominator, and inf for 0: what it divides is then 0, with zero gradient."""
     if not isinstance(denominator, torch.Tensor):
-        return total / (denominator or float("inf"))
-    return total / denominator.to(total.dtype).masked_fill(denominator == 0, float("inf"))
+        return denominator or float("inf")
+    return denominator.float().masked_fill(denominator == 0, float("inf"))
