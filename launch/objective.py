@@ -15,9 +15,7 @@ def sharded_objective(shard, z_weight):
     """logits [B, T, shard.width] sharded, labels [B, T] replicated; forward: one collective, backward: none."""
     from tp_headloss import CrossEntropy, HeadLoss, ZLoss
 
-    head_loss = HeadLoss(
-        [CrossEntropy(), ZLoss(weight=z_weight)], metrics=("entropy", "accuracy"), ignore_index=IGNORE
-    )
+    head_loss = HeadLoss([CrossEntropy(), ZLoss(weight=z_weight)], metrics=("entropy", "accuracy"), ignore_index=IGNORE)
 
     def objective(logits, labels, tokens):
         out = head_loss(logits, labels, shard=shard, denominator=tokens)

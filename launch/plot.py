@@ -45,9 +45,7 @@ def plot_run(run: Path, png: Path) -> None:
 
 def plot_comparison(first: Path, second: Path, png: Path) -> float:
     """Loss curves over each other and their difference; returns the largest one, over train and validation."""
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(9, 7), sharex=True, layout="constrained", height_ratios=(2, 1)
-    )
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained", height_ratios=(2, 1))
     largest = 0.0
     for split, color, marker in (("train", "C0", ""), ("validation", "C1", "o")):
         (steps, a), (others, b) = (series(run, split, "loss") for run in (first, second))
