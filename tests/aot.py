@@ -65,7 +65,8 @@ def merge_variants():
         yield kernels.merge_kernel, True, MERGE.warps, {
             "merged_ptr": "*fp32", "lse_ptr": "*fp32", "log_prob_ptr": out, "target_logit_ptr": out, "owners_ptr": out,
             "entropy_ptr": "*fp32" if "entropy" in want else None, "total_ptr": "*fp32" if "total" in want else None,
-            "argmax_ptr": "*i64" if "argmax" in want else None, "packets_ptr": "*fp32", "labels_ptr": labels,
+            "argmax_ptr": "*i64" if "argmax" in want else None,
+            "mass_ptr": "*fp32" if "total" in want else None, "packets_ptr": "*fp32", "labels_ptr": labels,
             "n_rows": "i32", "PACKETS": packets, "BLOCK": MERGE.block,
         }  # fmt: skip
 

@@ -27,6 +27,7 @@ class Case(NamedTuple):
     layout: str = "contiguous"
     smoothing: float = 0.0
     backwards: int = 1
+    entropy: bool = False
     raises: str = ""
 
 
@@ -101,6 +102,10 @@ CASES = {
     "fp64": rows(x=rows().x.double()),
     "label smoothing": rows(smoothing=0.1),
     "label smoothing and -inf columns": edited(1, LEFT, -INF, smoothing=0.1),
+    "label smoothing, -inf columns and a shift": edited(1, LEFT, -INF, smoothing=0.1)._replace(
+        x=(edited(1, LEFT, -INF).x * 8).round() / 8 + 100.0),
+    "int32 labels, ignore_index beyond int32": rows(labels=rows().labels.int(), ignore_index=1 << 40),
+    "entropy across the whole range": rows(x=rows().x.sign() * 3e38, entropy=True),
     "float labels": rows(labels=rows().labels.float(), raises="TypeError"),
     "int8 labels": rows(labels=rows().labels.char(), raises="TypeError"),
     "integer logits": rows(x=rows().x.long(), raises="TypeError"),
@@ -152,6 +157,8 @@ def case_run(group, device, name, backend):
             local, case.labels.to(device), shard=shard, ignore_index=case.ignore_index, options=options
         )
         loss = -stats.log_prob
+        if case.entropy:
+            loss = vocab_statistics(local, want=("entropy",), shard=shard, options=options).entropy
     grads = [torch.autograd.grad(loss, local, g * (i + 1), retain_graph=True)[0] for i in range(case.backwards)]
     assert torch.equal(local.detach().nan_to_num(7.5), before.nan_to_num(7.5)), "the input was written"
     return loss.detach().cpu(), [grad.cpu() for grad in grads]
@@ -167,8 +174,11 @@ def reference(case):
     if case.smoothing:  # -inf columns take no part in the uniform share
         log_p = x.log_softmax(-1)
         lse = x.logsumexp(-1)
-        spread = lse - torch.where(x > -INF, x, 0.0).sum(-1) / x.shape[1]
+        spread = torch.where(x > -INF, lse[:, None] - x, 0.0).sum(-1) / x.shape[1]
         loss = (1 - case.smoothing) * -log_p.gather(1, labels[:, None])[:, 0] + case.smoothing * spread
+    if case.entropy:
+        log_p = x.log_softmax(-1)
+        loss = -torch.where(log_p > -1000, log_p.exp() * log_p, 0.0).sum(-1)
     (grad,) = torch.autograd.grad(loss, x, upstream_of(case).double().nan_to_num())
     loss = loss.detach()
     for n in case.zero_rows:
@@ -219,14 +229,16 @@ def disagreeing_run(group, device, what, check):
     shard = VocabShard(start, stop, V, group)
     x = rows().x[:, start:stop].clone().to(device).requires_grad_()
     stats = vocab_statistics(x, labels.to(device), shard=shard, options=Options(check=check))
+    out = HeadLoss()(x.detach(), labels.to(device), shard=shard)
     stats.log_prob.sum().backward()
-    return stats.log_prob.detach().cpu(), x.grad.cpu()
+    return stats.log_prob.detach().cpu(), x.grad.cpu(), out.loss.cpu(), out.count.cpu()
 
 
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("what", ["labels", "ignored on one rank", "overlap", "gap"])
 def test_ranks_that_disagree_see_nan_on_every_rank(what):
-    for log_prob, grad in on_ranks(2, disagreeing_run, what, False):
+    for log_prob, grad, loss, count in on_ranks(2, disagreeing_run, what, False):
+        assert loss.isnan() and count == N
         assert log_prob[2].isnan() and not log_prob[[0, 1, 4, 5]].isnan().any()
         assert grad[2].isnan().all() and not grad[[0, 1, 4, 5]].isnan().any()
     failures = on_ranks(2, disagreeing_run, what, True, failures=True)

@@ -214,8 +214,10 @@ def test_inplace_refuses_what_it_cannot_overwrite(device):
     labels = torch.zeros(2, 3, 5, dtype=torch.long, device=device)
     with pytest.raises(ValueError, match="one row stride"):
         vocab_statistics(x[:, :, 1:3], labels[:, :, 1:3], options=Options(inplace=True))
-    with pytest.raises(ValueError, match="one row stride"):
-        vocab_statistics(x[0, 0, :1].expand(5, 8), labels[0, 0], options=Options(inplace=True))
+    flat = torch.zeros(16, device=device)
+    for shared in (x[0, 0, :1].expand(5, 8), x[0, 0, :, :1].expand(5, 8), flat.as_strided((5, 8), (1, 1))):
+        with pytest.raises(ValueError, match="share memory"):
+            vocab_statistics(shared, labels[0, 0], options=Options(inplace=True))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -359,6 +361,7 @@ BAD = {
     "weight without total": (dict(total_weight=torch.ones(V)), "not in want"),
     "weight shape": (dict(total_weight=torch.ones(3), want=("total",)), "total_weight must have shape"),
     "bias shape": (dict(transform=Transform(bias=torch.ones(3))), "bias must have shape"),
+    "scale": (dict(transform=Transform(scale=0.0)), "scale must be"),
     "softcap": (dict(transform=Transform(softcap=0.0)), "softcap must be"),
     "temperature": (dict(transform=Transform(temperature=0.0)), "temperature must be"),
     "temperature shape": (dict(transform=Transform(temperature=torch.ones(3))), "temperature must have shape"),

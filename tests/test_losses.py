@@ -210,6 +210,11 @@ def test_causal_lm_loss_shifts_the_labels_itself():
     assert out.count == (labels[:, 1:] != -100).sum()
     (grad,) = torch.autograd.grad(out.loss, x)
     assert not grad[:, -1].any()
+    weight = torch.rand(3, 8)  # of the labels, shifted with them
+    out = CausalLMLoss()(x, labels, token_weight=weight)
+    per_label = F.cross_entropy(x[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    counted = weight[:, 1:] * (labels[:, 1:] != -100)
+    torch.testing.assert_close(out.loss, (per_label * counted).sum() / counted.sum())
     torch.testing.assert_close(grad, torch.autograd.grad(expected, x)[0])
 
 
@@ -241,6 +246,8 @@ def test_head_loss_refuses_what_it_cannot_mean():
         (lambda: HeadLoss([smoothed, other]), "only one term"),
         (lambda: CrossEntropy(smoothing_formula="nemo"), "nemo"),
         (lambda: CrossEntropy(label_smoothing=1.5), "1.5"),
+        (lambda: HeadLoss()(x, None), "labels are needed"),
+        (lambda: HeadLoss([Term("hits", lambda stats: stats.correct.float())])(x, labels), "correct"),
         (lambda: HeadLoss()(x, labels, token_weight=torch.ones(3)), "token_weight"),
         (lambda: HeadLoss(reduction="sum")(x, labels, denominator=3), "denominator"),
         (lambda: HeadLoss([CrossEntropy(class_weight=torch.ones(3), label_smoothing=0.1)])(x, labels), "class_weight"),

@@ -1,5 +1,6 @@
 """Sharded equals unsharded: every layout of shards, and the same bits at every group size where that is promised."""
 
+import dataclasses
 from typing import NamedTuple
 
 import oracle
@@ -218,6 +219,13 @@ def test_subgroups_use_their_own_ranks_and_outsiders_are_refused():
     assert "not a member" in results[0] and "not a member" in results[2]
     for log_prob, expected in results[1::2]:
         torch.testing.assert_close(log_prob, expected)
+
+
+def test_invariance_is_derived_from_the_cuts_never_claimed():
+    shard = VocabShard.from_group(None, 256)
+    assert shard.tp_invariant and dataclasses.replace(shard, stop=300).tp_invariant
+    with pytest.raises(TypeError):
+        VocabShard(0, 256, 256, None, True)
 
 
 def test_shards_that_cannot_work_are_refused():

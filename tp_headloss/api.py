@@ -76,11 +76,13 @@ def vocab_statistics(
     Raises ValueError or TypeError, from metadata alone and hence on every rank, for what does not fit together.
     """
     transform, options = transform or NO_TRANSFORM, options or DEFAULTS
-    shard = VocabShard(0, logits.shape[-1], logits.shape[-1]) if shard is None and logits.dim() else shard
+    shard = resolve_shard(logits, shard)
     backend = _validate(logits, labels, shard, want, transform, total_weight, options)
+    if not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
     temperature, temperatures = transform.temperature, None
     if isinstance(temperature, torch.Tensor):
-        temperature, temperatures = 1.0, temperature.float()
+        temperature, temperatures = 1.0, temperature.to(torch.promote_types(logits.dtype, torch.float32))
     spec = HeadSpec(
         start=shard.start,
         valid_width=shard.valid_width,
@@ -102,18 +104,19 @@ def vocab_statistics(
         None if labels is None else rows.flatten(labels),
         transform.bias,
         None if temperatures is None else rows.flatten(temperatures),
-        total_weight,
+        None if total_weight is None else total_weight.detach().float(),
     )
-    lse, log_prob, target_logit, owners, entropy, total, argmax = (
+    lse, log_prob, target_logit, owners, entropy, total, argmax, mass = (
         None if value is None else rows.unflatten(value)
         for value in Statistics.apply(
             rows.flatten(logits), *(None if v is None else v.contiguous() for v in vectors), spec, options.inplace
         )
     )
-    valid = None if labels is None else labels != ignore_index
-    if options.check and labels is not None:
-        _check_labels(labels, owners, shard)
-    return VocabStatistics(lse, log_prob, target_logit, entropy, total, argmax, labels, valid, shard.vocab_size)
+    ignored = IGNORED * shard.chunks * shard.world_size
+    valid = None if labels is None else owners != ignored  # merged, so that every rank agrees
+    if options.check:
+        _check_labels(labels, owners, valid, shard)
+    return VocabStatistics(lse, log_prob, target_logit, entropy, total, argmax, mass, labels, valid, shard.vocab_size)
 
 
 class _TokenOrder:
@@ -130,15 +133,18 @@ class _TokenOrder:
         self.permutation = None if order == list(range(lead)) else order
         self.shape = [logits.shape[d] for d in order]
         self.rows = math.prod(self.shape)
-        strides = [logits.stride(d) for d in order]
-        sizes = [(n, s) for n, s in zip(self.shape, strides) if n != 1]
-        collapses = all(s == n_next * s_next for (_, s), (n_next, s_next) in zip(sizes, sizes[1:]))
-        overlaps = any(s == 0 for _, s in sizes)
-        if inplace and logits.numel() and (overlaps or not collapses):
+        if inplace and self.rows and not self._can_be_overwritten(logits, order):
             raise ValueError(
-                "inplace=True needs logits whose leading dimensions form one row stride, got shape "
-                f"{list(logits.shape)} with strides {list(logits.stride())}"
+                "inplace=True needs logits whose leading dimensions form one row stride and whose elements do not "
+                f"share memory, got shape {list(logits.shape)} with strides {list(logits.stride())}"
             )
+
+    def _can_be_overwritten(self, logits, order) -> bool:
+        sizes = [(logits.shape[d], logits.stride(d)) for d in order if logits.shape[d] != 1]
+        collapses = all(s == n_next * s_next for (_, s), (n_next, s_next) in zip(sizes, sizes[1:]))
+        row, column, width = sizes[-1][1] if sizes else 0, logits.stride(-1), logits.shape[-1]
+        apart = row > (width - 1) * column or column > (self.rows - 1) * row
+        return collapses and (self.rows == 1 or row > 0) and (width <= 1 or column > 0) and apart
 
     def flatten(self, x: torch.Tensor) -> torch.Tensor:
         trailing = x.shape[len(self.shape) :]
@@ -155,18 +161,25 @@ class _TokenOrder:
         return x.permute([self.permutation.index(d) for d in range(len(self.shape))])
 
 
-def _validate(logits, labels, shard, want, transform, total_weight, options) -> str:
-    """Facts that every rank shares, so that an error is the same on all of them. -> the backend's name."""
+def resolve_shard(logits: torch.Tensor, shard: VocabShard | None) -> VocabShard:
+    """None stands for the whole vocabulary, as wide as the logits."""
     if logits.dim() < 1:
         raise ValueError("logits must have a vocabulary dimension, got a scalar")
+    if shard is None:
+        return VocabShard(0, logits.shape[-1], logits.shape[-1])
+    if not isinstance(shard, VocabShard):
+        raise TypeError(f"shard must be a VocabShard or None, got {type(shard).__name__}: see VocabShard.from_group")
+    return shard
+
+
+def _validate(logits, labels, shard, want, transform, total_weight, options) -> str:
+    """Facts that every rank shares, so that an error is the same on all of them. -> the backend's name."""
     backend = resolve_backend(options.backend, logits.device)
     allowed = LOGITS_DTYPES + ((torch.float64,) if backend == "torch" else ())
     if logits.dtype not in allowed:
         raise TypeError(
             f"logits must be one of {[str(d) for d in allowed]} for backend {backend!r}, got {logits.dtype}"
         )
-    if not isinstance(shard, VocabShard):
-        raise TypeError(f"shard must be a VocabShard or None, got {type(shard).__name__}: see VocabShard.from_group")
     if logits.shape[-1] != shard.width:
         gathered = " (these look like gathered logits)" if logits.shape[-1] >= shard.vocab_size else ""
         raise ValueError(
@@ -196,6 +209,8 @@ def _validate(logits, labels, shard, want, transform, total_weight, options) -> 
         _expect("total_weight", total_weight, (shard.width,), logits.device)
     if transform.bias is not None:
         _expect("bias", transform.bias, (shard.width,), logits.device)
+    if not 0 < abs(transform.scale) < float("inf"):
+        raise ValueError(f"scale must be finite and not 0, got {transform.scale}")
     if transform.softcap is not None and not 0 < transform.softcap < float("inf"):
         raise ValueError(f"softcap must be a positive number or None, got {transform.softcap}")
     temperature = transform.temperature
@@ -215,9 +230,8 @@ def _expect(name, tensor, shape, device):
         raise ValueError(f"{name} must be on {device} like the logits, got {tensor.device}")
 
 
-def _check_labels(labels, owners, shard):
-    # the merged count of owners, so that every rank decides alike even where their labels differ
-    bad = ((owners != 1) & (owners != IGNORED * shard.chunks * shard.world_size)).flatten().nonzero()
+def _check_labels(labels, owners, valid, shard):
+    bad = (valid & (owners != 1)).flatten().nonzero()
     if len(bad):
         token = int(bad[0])
         raise ValueError(

@@ -60,8 +60,11 @@ for _name, _real, _fake in (
     torch.library.register_fake(_name, _fake)
 
 
+OUTPUTS = ("lse", "log_prob", "target_logit", "owners", "entropy", "total", "argmax", "mass")
+
+
 class Statistics(torch.autograd.Function):
-    """logits [N, width] sharded on V -> (lse, log_prob, target_logit, owners, entropy, total, argmax), None where off.
+    """logits [N, width] sharded on V -> the statistics named in `OUTPUTS`, None where off.
 
     Saves the inputs and O(N) merged rows, never probabilities. Backward: no communication.
     """
@@ -73,12 +76,12 @@ class Statistics(torch.autograd.Function):
         ctx.spec, ctx.inplace = spec, inplace
         ctx.set_materialize_grads(False)
         out = dict(zip(output_names(labels is not None, spec.want), values))
-        ctx.mark_non_differentiable(*(out[name] for name in ("owners", "argmax") if name in out))
-        return tuple(out.get(n) for n in ("lse", "log_prob", "target_logit", "owners", "entropy", "total", "argmax"))
+        ctx.mark_non_differentiable(*(out[name] for name in ("owners", "argmax", "mass") if name in out))
+        return tuple(out.get(name) for name in OUTPUTS)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, lse, log_prob, target_logit, _owners, entropy, total, _argmax):
+    def backward(ctx, lse, log_prob, target_logit, _owners, entropy, total, _argmax, _mass):
         *inputs, merged = ctx.saved_tensors
         if target_logit is not None:  # z_y = log_prob + lse
             lse = target_logit if lse is None else lse + target_logit
@@ -94,5 +97,5 @@ class Statistics(torch.autograd.Function):
             torch.autograd.graph.increment_version(inputs[0])
         else:
             logits = torch.ops.tp_headloss.logits_gradient(*inputs, merged, *grads, *ctx.spec)
-        bias = logits.sum(0, dtype=torch.float32).to(inputs[2].dtype) if ctx.needs_input_grad[2] else None
+        bias = logits.sum(0, dtype=merged.dtype).to(inputs[2].dtype) if ctx.needs_input_grad[2] else None
         return logits, None, bias, None, None, None, None

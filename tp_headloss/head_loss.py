@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from . import losses
-from .api import Options, Transform, vocab_statistics
+from .api import Options, Transform, resolve_shard, vocab_statistics
 from .reduce import REDUCTIONS, masked, nonzero
 from .shard import VocabShard
 from .stats import VocabStatistics
@@ -52,6 +52,8 @@ def CrossEntropy(
         raise ValueError(f"smoothing_formula must be 'torch' or 'megatron', got {smoothing_formula!r}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+
+    class_weight = None if class_weight is None else class_weight.detach().float()
 
     def token_weight(stats):
         return losses.label_weight(stats, class_weight)
@@ -136,7 +138,8 @@ class HeadLoss(nn.Module):
     ) -> HeadLossOutput:
         """logits [.., width] sharded on V, labels [..] replicated -> `HeadLossOutput`, replicated.
 
-        token_weight: [..] fp32, multiplies every term (a loss mask of zeros and ones, say). denominator: the caller's,
+        token_weight: [..], multiplies every term (a loss mask of zeros and ones, say); the mean divides by their sum,
+        so weights of both signs (advantages) want a denominator of their own. denominator: the caller's,
         a number or a scalar tensor; with gradient accumulation or data parallelism, the global token count.
         One collective forward; backward: no communication. Errors as in `vocab_statistics`.
         """
@@ -144,17 +147,22 @@ class HeadLoss(nn.Module):
             raise ValueError(f"token_weight must have shape {list(labels.shape)}, got {list(token_weight.shape)}")
         if denominator is not None and self.reduction != "mean":
             raise ValueError(f"a denominator goes with reduction='mean', got {self.reduction!r}")
-        vocab_size = logits.shape[-1] if shard is None else shard.vocab_size
-        for term in self.terms:
-            if term.class_weight is not None and term.class_weight.shape != (vocab_size,):
-                raise ValueError(f"class_weight must have shape [{vocab_size}], got {list(term.class_weight.shape)}")
+        if labels is None:
+            raise ValueError("labels are needed, got None: without them, use vocab_statistics")
+        shard = resolve_shard(logits, shard)
+        for weight in (term.class_weight for term in self.terms if term.class_weight is not None):
+            if weight.shape != (shard.vocab_size,) or weight.device != logits.device:
+                raise ValueError(
+                    f"class_weight must have shape [{shard.vocab_size}] on {logits.device}, "
+                    f"got {list(weight.shape)} on {weight.device}"
+                )
         stats = vocab_statistics(
             logits,
             labels,
             shard=shard,
             want=tuple(self.want),
             transform=transform,
-            total_weight=self._local_total_weight(shard, logits),
+            total_weight=self._local_total_weight(shard),
             ignore_index=self.ignore_index,
             options=self.options,
         )
@@ -189,12 +197,11 @@ class HeadLoss(nn.Module):
             return nonzero(masked(term.token_weight(stats), stats.valid, token_weight).sum())
         return count.clamp(min=1) if token_weight is None else nonzero(count)  # of 0 tokens the sum is 0 anyway
 
-    def _local_total_weight(self, shard, logits):
+    def _local_total_weight(self, shard):
         if self.total_weight is None:
             return None
-        start = 0 if shard is None else shard.start
-        local = self.total_weight[start : start + logits.shape[-1]].float()
-        return torch.nn.functional.pad(local, (0, logits.shape[-1] - local.shape[0]))
+        local = self.total_weight[shard.start : shard.stop]
+        return torch.nn.functional.pad(local, (0, shard.width - local.shape[0]))
 
 
 class CausalLMLoss(nn.Module):
@@ -208,7 +215,10 @@ class CausalLMLoss(nn.Module):
         super().__init__()
         self.head_loss = HeadLoss() if head_loss is None else head_loss
 
-    def forward(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs) -> HeadLossOutput:
-        """logits [.., S, width] sharded on V, labels [.., S] unshifted; keywords as in `HeadLoss.forward`."""
+    def forward(self, logits, labels, *, token_weight: torch.Tensor | None = None, **kwargs) -> HeadLossOutput:
+        """logits [.., S, width] sharded on V; labels and token_weight [.., S], both unshifted: a weight belongs to its
+        label. Other keywords as in `HeadLoss.forward`; a per-token temperature belongs to its logits."""
         last = torch.full_like(labels[..., :1], self.head_loss.ignore_index)
-        return self.head_loss(logits, torch.cat([labels[..., 1:], last], -1), **kwargs)
+        if token_weight is not None:
+            token_weight = torch.cat([token_weight[..., 1:], torch.zeros_like(token_weight[..., :1])], -1)
+        return self.head_loss(logits, torch.cat([labels[..., 1:], last], -1), token_weight=token_weight, **kwargs)

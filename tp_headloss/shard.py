@@ -48,7 +48,7 @@ class VocabShard:
     vocab_size: int
     group: dist.ProcessGroup | None = None
     # every shard of the group is made of 8 / P whole chunks: results have the same bits at any such P
-    tp_invariant: bool = False
+    tp_invariant: bool = field(init=False)
     chunks: int = field(init=False)  # packets this rank sends
     chunk_size: int = field(init=False)
     world_size: int = field(init=False)
@@ -68,9 +68,13 @@ class VocabShard:
         fill = object.__setattr__  # frozen: the derived fields are written once, here
         fill(self, "world_size", world_size)
         fill(self, "group_name", "" if world_size == 1 else self.group.group_name)
-        fill(self, "tp_invariant", self.tp_invariant or world_size == 1)
-        fill(self, "chunks", CHUNKS // world_size if self.tp_invariant else 1)
-        fill(self, "chunk_size", canonical_chunk_size(self.vocab_size) if self.tp_invariant else max(self.width, 1))
+        self._cut(whole=world_size == 1)
+
+    def _cut(self, whole: bool):
+        fill = object.__setattr__
+        fill(self, "tp_invariant", whole)
+        fill(self, "chunks", CHUNKS // self.world_size if whole else 1)
+        fill(self, "chunk_size", canonical_chunk_size(self.vocab_size) if whole else max(self.width, 1))
 
     @classmethod
     def from_group(cls, group, vocab_size: int, padded_size: int | None = None) -> VocabShard:
@@ -102,7 +106,9 @@ class VocabShard:
         whole = CHUNKS % world_size == 0 and all(
             b == r * canonical_chunk_size(vocab_size) * CHUNKS // world_size for r, b in enumerate(boundaries[:-1])
         )
-        return cls(boundaries[rank], boundaries[rank + 1], vocab_size, group, whole)
+        shard = cls(boundaries[rank], boundaries[rank + 1], vocab_size, group)
+        shard._cut(whole)
+        return shard
 
     @property
     def width(self) -> int:

@@ -11,6 +11,7 @@ confident tokens keep full relative accuracy: log p_y = -log1p(u) where y is the
 | target_logit | target                                     | sum                           | [j = y]               |
 | entropy      | moment = sum exp(z - max)(z - max)         | f (moment + (max - M) sum)    | -p_j (log p_j + H)    |
 | total        | total = sum w_j z_j, z_j > -inf, with z_y  | sum                           | w_j where z_j > -inf  |
+| mass         | mass = sum w_j, z_j > -inf                 | sum                           | none                  |
 | argmax       | index of max, lowest on ties               | index of the largest max      | none                  |
 
 A *packet* is the partial of one chunk: `packet_rows` fp32 numbers per token. The merge is done in float64 and rounded
@@ -23,7 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-OPTIONAL = ("entropy", "total", "argmax")
+PACKET_ROWS = {"entropy": ("moment",), "total": ("total", "mass"), "argmax": ("index",)}
+OPTIONAL = tuple(PACKET_ROWS)
 IGNORED = 2.0  # the owner flag of every packet of an ignored token, so that ranks whose labels differ find out
 
 
@@ -63,6 +65,7 @@ class VocabStatistics(NamedTuple):
     entropy: torch.Tensor | None  # -sum p log p, nats
     total: torch.Tensor | None  # sum of z (of w z if weighted) over columns above -inf
     argmax: torch.Tensor | None  # int64 vocabulary id, lowest on ties; not differentiable
+    mass: torch.Tensor | None  # with total: number (weighted: sum of w) of columns above -inf; not differentiable
     labels: torch.Tensor | None
     valid: torch.Tensor | None  # bool: label is not ignore_index
     vocab_size: int
@@ -70,7 +73,10 @@ class VocabStatistics(NamedTuple):
     @property
     def correct(self) -> torch.Tensor:
         """bool: the label is the argmax (False where ignored)."""
-        return self.argmax == self.labels if self.valid is None else (self.argmax == self.labels) & self.valid
+        if self.argmax is None or self.labels is None:
+            missing = [name for name in ("argmax", "labels") if getattr(self, name) is None]
+            raise ValueError(f'`correct` needs labels and want=("argmax",), got no {" and no ".join(missing)}')
+        return (self.argmax == self.labels) & self.valid
 
 
 class State(NamedTuple):
@@ -81,13 +87,14 @@ class State(NamedTuple):
     target: torch.Tensor | None = None
     owners: torch.Tensor | None = None
     moment: torch.Tensor | None = None
-    total: torch.Tensor | None = None  # this one with the target
+    total: torch.Tensor | None = None  # this one and the next with the target
+    mass: torch.Tensor | None = None
     index: torch.Tensor | None = None
 
 
 def packet_rows(has_labels: bool, want) -> list[str]:
     rows = ["max", "sum"] + (["target", "owner"] if has_labels else [])
-    return rows + [row for name, row in zip(OPTIONAL, ("moment", "total", "index")) if name in want]
+    return rows + [row for name in OPTIONAL if name in want for row in PACKET_ROWS[name]]
 
 
 def merged_rows(has_labels: bool, want) -> list[str]:
@@ -97,7 +104,8 @@ def merged_rows(has_labels: bool, want) -> list[str]:
 
 def output_names(has_labels: bool, want) -> list[str]:
     """The statistics that `finish` returns, in order; "owners" (how many ranks claim the label) serves checks."""
-    return ["lse"] + (["log_prob", "target_logit", "owners"] if has_labels else []) + [n for n in OPTIONAL if n in want]
+    names = ["lse"] + (["log_prob", "target_logit", "owners"] if has_labels else [])
+    return names + [name for name in OPTIONAL if name in want] + (["mass"] if "total" in want else [])
 
 
 def decay(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +127,7 @@ def merge(packets: torch.Tensor, has_labels: bool, spec: HeadSpec) -> State:
     if "moment" in row:
         state["moment"] = (factor * (row["moment"] + drop * row["sum"])).sum(0)
     if "total" in row:
-        state["total"] = row["total"].sum(0)
+        state["total"], state["mass"] = row["total"].sum(0), row["mass"].sum(0)
     if "index" in row:
         state["index"] = torch.where(peak == shift, row["index"], torch.inf).amin(0)
     return State(shift, (factor * row["sum"]).sum(0), **state)
@@ -152,7 +160,7 @@ def finish(state: State, labels, spec: HeadSpec, dtype=torch.float32) -> list[to
         rows["mean"] = moment / total_sum
         out["entropy"] = log_sum - rows["mean"]
     if state.total is not None:
-        out["total"] = state.total
+        out["total"], out["mass"] = state.total, state.mass
     bad = ~(total_sum > 0)
     if has_labels:
         bad = (bad | (state.owners != 1)) & ~ignored
@@ -185,7 +193,7 @@ def to_lanes(packets: torch.Tensor, has_labels: bool, spec: HeadSpec) -> torch.T
     if state.moment is not None:
         lanes.append(weight * (state.moment + shift * state.sum))
     if state.total is not None:
-        lanes.append(state.total)
+        lanes += [state.total, state.mass]
     return torch.stack(lanes)
 
 
@@ -196,7 +204,7 @@ def from_lanes(lanes: torch.Tensor, has_labels: bool, spec: HeadSpec) -> State:
     shift = row["sum"].log().float().double()  # any reference will do; one that fp32 holds keeps the backward exact
     empty = row["sum"] == 0
     factor = torch.where(empty, 0.0, torch.exp(-shift))
-    keys = {"target": "target", "owners": "owner", "total": "total"}
+    keys = {"target": "target", "owners": "owner", "total": "total", "mass": "mass"}
     state = {name: row[key] for name, key in keys.items() if key in row}
     if "moment" in row:
         state["moment"] = torch.where(empty, 0.0, factor * (row["moment"] - shift * row["sum"]))

@@ -58,7 +58,7 @@ def local_statistics(logits, labels, bias, temperature, total_weight, spec: Head
                     spec.start + columns.start,
                 )
         if labels is not None:
-            ignored = labels == spec.ignore_index
+            ignored = labels.long() == spec.ignore_index
             packets[c, :, ignored] = 0.0
             row["max"].masked_fill_(ignored, -torch.inf)
             row["owner"].masked_fill_(ignored, IGNORED)
@@ -68,8 +68,9 @@ def local_statistics(logits, labels, bias, temperature, total_weight, spec: Head
 def _chunk_statistics(out, z, target, total_weight, first_id):
     """One block of one chunk: z [n, w], target column [n] (outside [0, w) if elsewhere) -> `out` rows [n]."""
     if "total" in out:
-        weighted = z if total_weight is None else z * total_weight.to(z.dtype)
-        out["total"].copy_(torch.where(z > -torch.inf, weighted, 0.0).sum(-1, dtype=torch.float64))
+        weight = torch.ones_like(z) if total_weight is None else total_weight.to(z.dtype)
+        out["total"].copy_(torch.where(z == -torch.inf, 0.0, z * weight).sum(-1, dtype=torch.float64))
+        out["mass"].copy_(torch.where(z == -torch.inf, 0.0, weight).sum(-1, dtype=torch.float64))
     if target is not None:
         owned = (target >= 0) & (target < z.shape[1])
         column = target.clamp(0, z.shape[1] - 1)[:, None]
@@ -119,7 +120,7 @@ def logits_gradient(out, logits, labels, bias, temperature, total_weight, merged
             shifted = z - here["shift"]
             coefficient = torch.zeros_like(here["sum"]) if lse is None else lse
             if entropy is not None:
-                log_ratio = torch.where(z == -torch.inf, 0.0, shifted - here["mean"])
+                log_ratio = torch.where(shifted == -torch.inf, 0.0, shifted - here["mean"])
                 coefficient = coefficient - entropy * log_ratio
             away = coefficient if log_prob is None else coefficient - log_prob
             weight = shifted.exp() / here["sum"]

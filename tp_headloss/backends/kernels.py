@@ -59,7 +59,7 @@ def _fixed_sum(x, LANES: tl.constexpr):
 
 @triton.jit
 def _add_tile(
-    m, s, e, total, index,  # running maximum, [BLOCK] lane sums, first column of the maximum
+    m, s, e, total, mass, index,  # running maximum, [BLOCK] lane sums, first column of the maximum
     z, v, columns, weight_ptr, width,  # [BLOCK] logits with and without the target
     WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr, WANT_ARGMAX: tl.constexpr,
 ):  # fmt: skip
@@ -69,6 +69,7 @@ def _add_tile(
         if weight_ptr is not None:
             w = tl.load(weight_ptr + columns, mask=columns < width, other=0.0)
         total += tl.where(z == float("-inf"), 0.0, z * w)
+        mass += tl.where(z == float("-inf"), 0.0, w)
     peak = tl.max(v, axis=0)
     if WANT_ARGMAX:  # noqa: SIM102 (the flag is the compiler's, the comparison the device's)
         if peak >= m:
@@ -86,7 +87,7 @@ def _add_tile(
     if WANT_ENTROPY:
         e = tl.fma(p, tl.maximum(shifted, -1e30), e)  # 0 * -inf is 0 here
     s += p
-    return m, s, e, total, index
+    return m, s, e, total, mass, index
 
 
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks", "ignore_index"])
@@ -128,6 +129,7 @@ def statistics_kernel(
     s = tl.zeros([BLOCK], tl.float32)
     e = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
+    mass = tl.zeros([BLOCK], tl.float32)
     index = 0
     whole = size // BLOCK * BLOCK
     # the tile of the target waits, so that the loop need not look for it: one masked tile for it, one for the tail
@@ -137,8 +139,8 @@ def statistics_kernel(
         columns = first + o + lanes
         x = tl.load(x_ptr + columns.to(tl.int64) * x_column).to(tl.float32)
         z, _ = _transform(x, columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
-        m, s, e, total, index = _add_tile(
-            m, s, e, total, index, z, z, columns, weight_ptr, width, WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX
+        m, s, e, total, mass, index = _add_tile(
+            m, s, e, total, mass, index, z, z, columns, weight_ptr, width, WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX
         )
     for o in range(waiting, size, tl.maximum(whole - waiting, BLOCK)):
         inside = o + lanes
@@ -148,12 +150,12 @@ def statistics_kernel(
         z, _ = _transform(x.to(tl.float32), columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
         z = tl.where(inside < size, z, float("-inf"))
         v = tl.where(inside == target, float("-inf"), z)
-        m, s, e, total, index = _add_tile(
-            m, s, e, total, index, z, v, columns, weight_ptr, width, WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX
+        m, s, e, total, mass, index = _add_tile(
+            m, s, e, total, mass, index, z, v, columns, weight_ptr, width, WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX
         )
 
     n = n_rows.to(tl.int64)
-    rows: tl.constexpr = 2 + 2 * (labels_ptr is not None) + WANT_ENTROPY + WANT_TOTAL + WANT_ARGMAX
+    rows: tl.constexpr = 2 + 2 * (labels_ptr is not None) + WANT_ENTROPY + 2 * WANT_TOTAL + WANT_ARGMAX
     out = packets_ptr + chunk.to(tl.int64) * rows * n + row
     tl.store(out, m + 0.0)
     tl.store(out + n, _fixed_sum(s, BLOCK))
@@ -170,7 +172,8 @@ def statistics_kernel(
         out += n
     if WANT_TOTAL:
         tl.store(out, _fixed_sum(total, BLOCK))
-        out += n
+        tl.store(out + n, _fixed_sum(mass, BLOCK))
+        out += 2 * n
     if WANT_ARGMAX:
         tl.store(out, (start + index).to(tl.float32))
 
@@ -200,6 +203,7 @@ def merge_kernel(
     merged_ptr,  # [R, T] fp32 out; rows in the order of stats.merged_rows
     lse_ptr, log_prob_ptr, target_logit_ptr, owners_ptr, entropy_ptr, total_ptr,  # [T] fp32 out, or None
     argmax_ptr,  # [T] int64 out, or None
+    mass_ptr,  # [T] fp32 out, where total is
     packets_ptr,  # [packets, K, T] fp32
     labels_ptr,  # [T] or None
     n_rows,
@@ -211,7 +215,7 @@ def merge_kernel(
     WANT_TOTAL: tl.constexpr = total_ptr is not None
     WANT_ARGMAX: tl.constexpr = argmax_ptr is not None
     MOMENT: tl.constexpr = 2 + 2 * HAS_LABELS
-    ROWS: tl.constexpr = MOMENT + WANT_ENTROPY + WANT_TOTAL + WANT_ARGMAX
+    ROWS: tl.constexpr = MOMENT + WANT_ENTROPY + 2 * WANT_TOTAL + WANT_ARGMAX
     n = n_rows.to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = token < n
@@ -223,6 +227,7 @@ def merge_kernel(
     others = tl.zeros([BLOCK], tl.float64)
     moment = tl.zeros([BLOCK], tl.float64)
     total = tl.zeros([BLOCK], tl.float64)
+    mass = tl.zeros([BLOCK], tl.float64)
     target = tl.zeros([BLOCK], tl.float64)
     owners = tl.zeros([BLOCK], tl.float32)
     index = tl.full([BLOCK], float("inf"), tl.float32)
@@ -242,6 +247,7 @@ def merge_kernel(
             moment = tl.fma(factor, tl.fma(drop, s, e), moment)
         if WANT_TOTAL:
             total += tl.load(at + (MOMENT + WANT_ENTROPY) * n, mask=here, other=0.0).to(tl.float64)
+            mass += tl.load(at + (MOMENT + WANT_ENTROPY + 1) * n, mask=here, other=0.0).to(tl.float64)
         if WANT_ARGMAX:
             column = tl.load(at + (ROWS - 1) * n, mask=here, other=0.0)
             index = tl.where(m == peak, tl.minimum(index, column), index)
@@ -279,6 +285,7 @@ def merge_kernel(
         tl.store(entropy_ptr + token, _settle(log_sum - mean, bad, ignored), mask=here)
     if WANT_TOTAL:
         tl.store(total_ptr + token, _settle(total, bad, ignored), mask=here)
+        tl.store(mass_ptr + token, _settle(mass, bad, ignored), mask=here)
     if WANT_ARGMAX:
         best = index.to(tl.int64)
         if HAS_LABELS:
@@ -330,7 +337,7 @@ def gradient_kernel(
     if g_entropy_ptr is not None:
         g_entropy = tl.load(g_entropy_ptr + row)
         mean = tl.load(merged_ptr + (2 + 2 * (labels_ptr is not None)) * n + row)
-        dz = p * ((away - g_entropy * tl.where(z == float("-inf"), 0.0, shifted - mean)) / whole)
+        dz = p * ((away - g_entropy * tl.where(shifted == float("-inf"), 0.0, shifted - mean)) / whole)
     else:
         dz = p * (away / whole)
     if labels_ptr is not None:

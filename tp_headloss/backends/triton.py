@@ -79,7 +79,7 @@ def merge_packets(packets, labels, spec: HeadSpec):
     merged = packets.new_empty((len(merged_rows(labels is not None, spec.want)), n_rows))
     out = {n: packets.new_empty(n_rows, dtype=torch.int64 if n == "argmax" else torch.float32) for n in names}
     if n_rows:
-        order = ("lse", "log_prob", "target_logit", "owners", "entropy", "total", "argmax")
+        order = ("lse", "log_prob", "target_logit", "owners", "entropy", "total", "argmax", "mass")
         with _on(packets):
             kernels.merge_kernel[(triton.cdiv(n_rows, MERGE.block),)](
                 merged, *(out.get(name) for name in order), packets, labels, n_rows,

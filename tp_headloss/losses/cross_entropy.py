@@ -20,14 +20,19 @@ def smoothed_cross_entropy(
     formula "torch" (torch.nn.functional.cross_entropy): target mass (1 - a) + a / V on the label, a / V elsewhere:
     (1 - a) (lse - z_y) + a (lse - mean z). "megatron" (NeMo, Megatron-LM): mass 1 - a on the label and a / (V - 1)
     elsewhere, which is the former with a V / (V - 1). ``class_weight`` [V] as in torch: w_y on the first part, and
-    a / V sum_j w_j (lse - z_j) as the second, for which "total" must have been weighted by this rank's w.
+    a / V sum_j w_j (lse - z_j) as the second, for which "total" must have been weighted by this rank's w. Columns at
+    -inf are left out of that sum (torch's is infinite there).
     """
+    if formula == "megatron" and stats.vocab_size < 2:
+        raise ValueError(
+            f"Megatron's smoothing spreads over V - 1 other ids: V must be at least 2, got {stats.vocab_size}"
+        )
     alpha = smoothing if formula == "torch" else smoothing * stats.vocab_size / (stats.vocab_size - 1)
     nll = cross_entropy(stats)
-    if class_weight is None:
-        return (1 - alpha) * nll + alpha * (stats.lse - stats.total / stats.vocab_size)
-    spread = class_weight[: stats.vocab_size].sum() * stats.lse - stats.total
-    return (1 - alpha) * label_weight(stats, class_weight) * nll + alpha / stats.vocab_size * spread
+    if class_weight is not None:
+        nll = label_weight(stats, class_weight) * nll
+    spread = (stats.mass * stats.lse - stats.total) / stats.vocab_size
+    return (1 - alpha) * nll + alpha * spread
 
 
 def label_weight(stats: VocabStatistics, class_weight: torch.Tensor) -> torch.Tensor:
