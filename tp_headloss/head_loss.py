@@ -84,8 +84,9 @@ class HeadLossOutput(NamedTuple):
 
     loss: torch.Tensor  # scalar fp32, or [..] for reduction="none"
     count: torch.Tensor  # scalar: number of valid tokens (sum of their weights if token weights were given)
-    terms: dict[str, torch.Tensor]  # per term: its unweighted sum over valid tokens, detached
-    metrics: dict[str, torch.Tensor]  # per metric: its sum over valid tokens, detached
+    # sums over valid tokens, times the token weights if given, detached; divide by the count for a mean
+    terms: dict[str, torch.Tensor]  # per term, without the term's weight
+    metrics: dict[str, torch.Tensor]  # per metric
     stats: VocabStatistics
 
 
@@ -143,12 +144,12 @@ class HeadLoss(nn.Module):
         a number or a scalar tensor; with gradient accumulation or data parallelism, the global token count.
         One collective forward; backward: no communication. Errors as in `vocab_statistics`.
         """
+        if labels is None:
+            raise ValueError("labels are needed, got None: without them, use vocab_statistics")
         if token_weight is not None and token_weight.shape != labels.shape:
             raise ValueError(f"token_weight must have shape {list(labels.shape)}, got {list(token_weight.shape)}")
         if denominator is not None and self.reduction != "mean":
             raise ValueError(f"a denominator goes with reduction='mean', got {self.reduction!r}")
-        if labels is None:
-            raise ValueError("labels are needed, got None: without them, use vocab_statistics")
         shard = resolve_shard(logits, shard)
         for weight in (term.class_weight for term in self.terms if term.class_weight is not None):
             if weight.shape != (shard.vocab_size,) or weight.device != logits.device:
