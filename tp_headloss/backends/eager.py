@@ -28,7 +28,7 @@ def _transform(x, bias, temperature, spec: HeadSpec):
         return x * (spec.scale * inverse), spec.scale * inverse
     bounded = torch.tanh(x * (spec.scale / spec.softcap))
     # 1 - tanh^2 without its cancellation
-    slope = torch.cosh((x * (spec.scale / spec.softcap)).clamp(-44, 44)) ** -2
+    slope = torch.cosh(x * (spec.scale / spec.softcap)) ** -2
     return bounded * (spec.softcap * inverse), slope * (spec.scale * inverse)
 
 
