@@ -21,6 +21,21 @@ def _tanh_and_slope(a):
     return tl.where(a == a, tanh, a), 4.0 * u / ((1.0 + u) * (1.0 + u))
 
 
+INTERPRETED = tl.constexpr(not isinstance(_tanh_and_slope, triton.JITFunction))
+
+
+@triton.jit
+def _exp(x):
+    """exp(x), below 2^-126 flushed to 0: two instructions, where keeping denormals takes five."""
+    if INTERPRETED:
+        y = tl.exp(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
 @triton.jit
 def _transform(x, columns, bias_ptr, pre, post, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, width):
     """z and dz/dx of raw logits; pre and post are the factors before and after the softcap."""
@@ -59,8 +74,8 @@ def _fixed_sum(x, LANES: tl.constexpr):
 
 @triton.jit
 def _add_tile(
-    m, s, e, total, mass, index,  # running maximum, [BLOCK] lane sums, first column of the maximum
-    z, v, columns, weight_ptr, width,  # [BLOCK] logits with and without the target
+    m, s, e, total, mass, best,  # running maximum, [BLOCK] lane sums, offset of the tile that holds the maximum
+    z, v, offset, columns, weight_ptr, width,  # [BLOCK] logits with and without the target, offset of this tile
     WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr, WANT_ARGMAX: tl.constexpr,
 ):  # fmt: skip
     """Accumulate a tile: each lane sums its own columns, so that only the maximum is reduced inside the loop."""
@@ -71,23 +86,21 @@ def _add_tile(
         total += tl.where(z == float("-inf"), 0.0, z * w)
         mass += tl.where(z == float("-inf"), 0.0, w)
     peak = tl.max(v, axis=0)
-    if WANT_ARGMAX:  # noqa: SIM102 (the flag is the compiler's, the comparison the device's)
-        if peak >= m:
-            found = tl.min(tl.where(v == peak, columns, 2147483647), axis=0)
-            index = tl.where(peak > m, found, tl.minimum(index, found))
+    if WANT_ARGMAX:
+        best = tl.where((peak > m) | ((peak == m) & (offset < best)), offset, best)
     if peak > m:
         drop = tl.where(m == float("-inf"), 0.0, m - peak)
-        factor = tl.where(m == float("-inf"), 0.0, tl.exp(drop))
+        factor = tl.where(m == float("-inf"), 0.0, _exp(drop))
         if WANT_ENTROPY:
             e = factor * tl.fma(drop, s, e)
         s *= factor
     m = tl.maximum(m, peak)
     shifted = v - tl.where(m == float("-inf"), 0.0, m)
-    p = tl.exp(shifted)
+    p = _exp(shifted)
     if WANT_ENTROPY:
         e = tl.fma(p, tl.maximum(shifted, -1e30), e)  # 0 * -inf is 0 here
     s += p
-    return m, s, e, total, mass, index
+    return m, s, e, total, mass, best
 
 
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks", "ignore_index"])
@@ -130,7 +143,7 @@ def statistics_kernel(
     e = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
-    index = 0
+    best = 0
     whole = size // BLOCK * BLOCK
     # the tile of the target waits, so that the loop need not look for it: one masked tile for it, one for the tail
     waiting = tl.where(target < 0, whole, target // BLOCK * BLOCK)
@@ -139,8 +152,8 @@ def statistics_kernel(
         columns = first + o + lanes
         x = tl.load(x_ptr + columns.to(tl.int64) * x_column).to(tl.float32)
         z, _ = _transform(x, columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
-        m, s, e, total, mass, index = _add_tile(
-            m, s, e, total, mass, index, z, z, columns, weight_ptr, width, WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX
+        m, s, e, total, mass, best = _add_tile(
+            m, s, e, total, mass, best, z, z, o, columns, weight_ptr, width, WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX
         )
     for o in range(waiting, size, tl.maximum(whole - waiting, BLOCK)):
         inside = o + lanes
@@ -150,8 +163,8 @@ def statistics_kernel(
         z, _ = _transform(x.to(tl.float32), columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
         z = tl.where(inside < size, z, float("-inf"))
         v = tl.where(inside == target, float("-inf"), z)
-        m, s, e, total, mass, index = _add_tile(
-            m, s, e, total, mass, index, z, v, columns, weight_ptr, width, WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX
+        m, s, e, total, mass, best = _add_tile(
+            m, s, e, total, mass, best, z, v, o, columns, weight_ptr, width, WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX
         )
 
     n = n_rows.to(tl.int64)
@@ -174,7 +187,13 @@ def statistics_kernel(
         tl.store(out, _fixed_sum(total, BLOCK))
         tl.store(out + n, _fixed_sum(mass, BLOCK))
         out += 2 * n
-    if WANT_ARGMAX:
+    if WANT_ARGMAX:  # the loop found the tile; which of its columns is looked up once
+        inside = best + lanes
+        columns = first + inside
+        x = tl.load(x_ptr + columns.to(tl.int64) * x_column, mask=(inside < chunk_size) & (columns < width), other=0.0)
+        z, _ = _transform(x.to(tl.float32), columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
+        v = tl.where((inside < size) & (inside != target), z, float("-inf"))
+        index = tl.min(tl.where(v == tl.max(v, axis=0), columns, 2147483647), axis=0)
         tl.store(out, (start + index).to(tl.float32))
 
 
@@ -309,52 +328,59 @@ def gradient_kernel(
     pre, post,
     HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of one row of the gradient; `eager.logits_gradient` states the formula."""
+    """One program: one tile of one row of the gradient; `eager.logits_gradient` states the formula.
+
+    Rows run from the last to the first: what the forward read last is still in the L2 cache.
+    """
     tiles = tl.cdiv(width, BLOCK)
-    row = (tl.program_id(0) // tiles).to(tl.int64)
-    columns = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = (program // tiles).to(tl.int64)
+    first = program % tiles * BLOCK
+    columns = first + tl.arange(0, BLOCK)
     n = n_rows.to(tl.int64)
     shift = tl.load(merged_ptr + row)
     whole = tl.load(merged_ptr + n + row)
     ignored = whole == 0.0
     readable = tl.where(ignored, 0, width)  # columns; nothing is read of an ignored row, its gradient is 0
-    valid_width = tl.where(ignored, 0, valid_width)
     pre, post = _row_factors(temperature_ptr, row, pre, post, HAS_CAP)
+    x = tl.load(x_ptr + row * x_row + columns.to(tl.int64) * x_column, mask=columns < readable, other=0.0)
+    z, slope = _transform(x.to(tl.float32), columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
 
     common = 0.0  # coefficient of p at every column
     if g_lse_ptr is not None:
         common += tl.load(g_lse_ptr + row)
     away = common  # and at columns other than the target
     if g_log_prob_ptr is not None:
-        g_log_prob = tl.load(g_log_prob_ptr + row)
-        away -= g_log_prob
-    x = tl.load(x_ptr + row * x_row + columns.to(tl.int64) * x_column, mask=columns < readable, other=0.0).to(
-        tl.float32
-    )
-    z, slope = _transform(x, columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
+        away -= tl.load(g_log_prob_ptr + row)
+    away = tl.where(ignored, 0.0, away / whole)
     shifted = z - shift
-    p = tl.exp(shifted)
+    p = _exp(shifted)
     if g_entropy_ptr is not None:
         g_entropy = tl.load(g_entropy_ptr + row)
         mean = tl.load(merged_ptr + (2 + 2 * (labels_ptr is not None)) * n + row)
-        dz = p * ((away - g_entropy * tl.where(shifted == float("-inf"), 0.0, shifted - mean)) / whole)
+        # where p underflows the factor stays finite, so that their product is 0
+        dz = p * (away - tl.where(ignored, 0.0, g_entropy / whole) * (tl.maximum(shifted, -200.0) - mean))
     else:
-        dz = p * (away / whole)
+        dz = p * away
     if labels_ptr is not None:
-        offset = tl.load(merged_ptr + 3 * n + row)
-        if g_entropy_ptr is not None:
-            common -= g_entropy * tl.where(offset == float("-inf"), 0.0, offset - mean)
-        at_target = tl.exp(offset) * common / whole
-        if g_log_prob_ptr is not None:
-            at_target += tl.load(merged_ptr + 2 * n + row) * g_log_prob
-        target = tl.load(labels_ptr + row).to(tl.int64) - start
-        dz = tl.where(columns == target, at_target, dz)
+        target = tl.load(labels_ptr + row).to(tl.int64) - start - first
+        if (target >= 0) & (target < BLOCK):
+            offset = tl.load(merged_ptr + 3 * n + row)
+            if g_entropy_ptr is not None:
+                common -= g_entropy * tl.where(offset == float("-inf"), 0.0, offset - mean)
+            at_target = tl.exp(offset) * common / whole
+            if g_log_prob_ptr is not None:
+                at_target += tl.load(merged_ptr + 2 * n + row) * tl.load(g_log_prob_ptr + row)
+            dz = tl.where(columns == first + target.to(tl.int32), tl.where(ignored, 0.0, at_target), dz)
     if g_total_ptr is not None:
-        w = tl.load(g_total_ptr + row)
+        w = tl.where(ignored, 0.0, tl.load(g_total_ptr + row))
         if weight_ptr is not None:
             w *= tl.load(weight_ptr + columns, mask=columns < width, other=0.0)
         dz += tl.where(z == float("-inf"), 0.0, w)
-    dx = tl.where(columns < valid_width, dz * slope, 0.0)
+    if HAS_SCALE:
+        dz *= slope
+    if first + BLOCK > valid_width:
+        dz = tl.where(columns < valid_width, dz, 0.0)
     tl.store(
-        dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, dx.to(dx_ptr.dtype.element_ty), mask=columns < width
+        dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, dz.to(dx_ptr.dtype.element_ty), mask=columns < width
     )
