@@ -33,9 +33,9 @@ def compile_kernel(kernel, aligned: bool, warps: int, arguments: dict, capabilit
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]
-        if isinstance(value, str):
+        if isinstance(value, (str, tuple)):
             signature[name] = value
-            if aligned and (value[0] == "*" or name in ("width", "chunk_size", "x_row", "dx_row")):
+            if aligned and (value[0][0] == "*" or name in ("width", "chunk_size", "x_row", "dx_row")):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name], constants[(i,)] = "constexpr", value
@@ -61,13 +61,12 @@ def statistics_variants():
 
 def merge_variants():
     for labels, want, packets in pairwise(("*i64", "*i32", None), WANTS, (8, 3)):
-        out = "*fp32" if labels else None
         yield kernels.merge_kernel, True, MERGE.warps, {
-            "merged_ptr": "*fp32", "lse_ptr": "*fp32", "log_prob_ptr": out, "target_logit_ptr": out, "owners_ptr": out,
-            "entropy_ptr": "*fp32" if "entropy" in want else None, "total_ptr": "*fp32" if "total" in want else None,
+            "merged_ptr": "*fp32", "values_ptr": "*fp32", "valid_ptr": "*i1" if labels else None,
             "argmax_ptr": "*i64" if "argmax" in want else None,
-            "mass_ptr": "*fp32" if "total" in want else None, "packets_ptr": "*fp32", "labels_ptr": labels,
-            "n_rows": "i32", "PACKETS": packets, "BLOCK": MERGE.block,
+            "hits_ptr": "*i1" if "argmax" in want and labels else None, "packets_ptr": "*fp32", "labels_ptr": labels,
+            "n_rows": "i32", "PACKETS": packets, "WANT_ENTROPY": "entropy" in want, "WANT_TOTAL": "total" in want,
+            "BLOCK": MERGE.block,
         }  # fmt: skip
 
 
@@ -85,14 +84,31 @@ def gradient_variants():
             **{g: "*fp32" if h and (labels or g != grads[1]) else None for g, h in zip(grads, has)},
             "n_rows": "i32", "dx_row": "i32", "dx_column": 1, "x_row": "i32", "x_column": 1, "start": "i32",
             "valid_width": "i32", "width": "i32", "pre": "fp32", "post": "fp32",
-            "HAS_SCALE": temperature or cap, "HAS_CAP": cap, "BLOCK": launch.block,
+            "HAS_SCALE": temperature or cap, "HAS_CAP": cap, "PADDED": bias, "BLOCK": launch.block,
+        }  # fmt: skip
+
+
+def sums_variants():
+    for values, squares, weighted, denominator, block in pairwise(
+        (("*fp32",), ("*fp32", "*fp32", "*i1")), (0, 2), (True, False), (True, False), (1024, 8192)
+    ):
+        shared = {
+            "sums_ptr": "*fp32", "value_ptrs": values, "valid_ptr": "*i1", "weight_ptr": "*fp32" if weighted else None,
+            "coefficients": ("fp32",) * min(2, len(values)), "n_rows": "i32", "SQUARES": squares, "NEGATIVES": 1,
+        }  # fmt: skip
+        yield kernels.sums_kernel, True, 32 if block > 1024 else 8, shared | {
+            "loss_ptr": "*fp32", "denominator_ptr": "*fp32" if denominator else None, "denominator": "fp32",
+            "BY_COUNT": weighted, "BLOCK": block,
+        }  # fmt: skip
+        yield kernels.sums_gradient_kernel, True, 4, shared | {
+            "g_ptr": "*fp32", "upstream_ptr": "*fp32", "divisor_at": "i32", "value_ptrs": values[:2], "BLOCK": 1024,
         }  # fmt: skip
 
 
 def main(capabilities):
     compiled, failures = 0, []
     for kernel, aligned, warps, arguments in itertools.chain(
-        statistics_variants(), merge_variants(), gradient_variants()
+        statistics_variants(), merge_variants(), gradient_variants(), sums_variants()
     ):
         for capability in capabilities:
             try:

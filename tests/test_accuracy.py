@@ -52,10 +52,11 @@ def assert_gradient_exact(grad, z, labels, expected):
     at = torch.zeros_like(z, dtype=torch.bool).scatter(1, labels[:, None], True)
     slack = torch.where(at, distance + 40, slack)
     error = (grad.double().cpu() - expected).abs()
-    allowed = torch.where(expected == 0, 0.0, slack * U * expected.abs() + 2.0**-126)
+    flushed = 8 * 2.0**-126  # probabilities below 2^-126 count as 0, times an upstream gradient of up to 8
+    allowed = torch.where(expected == 0, 0.0, slack * U * expected.abs() + flushed)
     if grad.dtype == torch.bfloat16:
-        allowed = 0.505 * oracle.ulp(expected, torch.bfloat16)
-        nearest = (error <= 0.5 * oracle.ulp(expected, torch.bfloat16)).double().mean()
+        allowed = 0.505 * oracle.ulp(expected, torch.bfloat16) + flushed
+        nearest = (error <= 0.5 * oracle.ulp(expected, torch.bfloat16) + flushed).double().mean()
         assert nearest >= 0.999 or error.numel() < 10_000
     if grad.dtype == torch.float16:
         allowed = torch.maximum(0.55 * oracle.ulp(expected, torch.float16), torch.tensor(2.0**-25 * 1.1))

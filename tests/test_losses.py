@@ -255,3 +255,39 @@ def test_head_loss_refuses_what_it_cannot_mean():
     ):
         with pytest.raises(ValueError, match=words):
             build()
+
+
+@pytest.mark.parametrize("kind", ["plain", "sum", "weights", "number", "tensor", "zero", "all ignored", "transposed"])
+def test_the_reduction_kernel_equals_plain_torch(kind, device, monkeypatch):
+    """Terms and metrics of every sort, their gradients included; a NaN at an ignored token stays out."""
+    x, labels, _, token_weight = (t.to(device) for t in rows())
+    own = Term("own", lambda stats: (stats.log_prob.exp() + 2.0) / stats.valid, weight=-0.3)  # 1 / 0 where ignored
+    terms = [CrossEntropy(0.9, label_smoothing=0.1), ZLoss(1e-2), Entropy(0.05), own]
+    head = HeadLoss(
+        terms,
+        metrics=("accuracy", "entropy", "log_prob", "lse"),
+        reduction="sum" if kind == "sum" else "mean",
+        options=Options(backend="triton"),
+    )
+    call = {
+        "weights": {"token_weight": token_weight - 0.5},
+        "number": {"denominator": 37},
+        "tensor": {"denominator": torch.tensor(37.0, device=device)},
+        "zero": {"denominator": 0.0},
+    }.get(kind, {})
+    if kind == "all ignored":
+        labels = torch.full_like(labels, -100)
+    if kind == "transposed":  # [sequence, batch] logits in memory, [batch, sequence] to the caller
+        x, labels = x.view(4, 3, V).transpose(0, 1), labels.view(4, 3).transpose(0, 1)
+    outputs = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(HeadLoss, "_sums_in_one_kernel", lambda *_: False)
+        logits = x.clone().requires_grad_()
+        out = head(logits, labels, **call)
+        (3 * out.loss).backward()
+        outputs.append([out.loss, out.count, *out.terms.values(), *out.metrics.values(), logits.grad])
+    assert ("TokenSums" in str(outputs[0][0].grad_fn), "TokenSums" in str(outputs[1][0].grad_fn)) == (True, False)
+    for a, b in zip(*outputs):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+        assert a.isfinite().all()

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .autograd import Statistics
+from .autograd import OUTPUTS, Statistics
 from .backends import resolve_backend
 from .comm import TRANSPORTS
 from .shard import VocabShard
-from .stats import IGNORED, OPTIONAL, HeadSpec, VocabStatistics
+from .stats import OPTIONAL, HeadSpec, VocabStatistics
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -106,17 +106,14 @@ def vocab_statistics(
         None if temperatures is None else rows.flatten(temperatures),
         None if total_weight is None else total_weight.detach().float(),
     )
-    lse, log_prob, target_logit, owners, entropy, total, argmax, mass = (
-        None if value is None else rows.unflatten(value)
-        for value in Statistics.apply(
-            rows.flatten(logits), *(None if v is None else v.contiguous() for v in vectors), spec, options.inplace
-        )
+    values = Statistics.apply(
+        rows.flatten(logits), *(None if v is None else v.contiguous() for v in vectors), spec, options.inplace
     )
-    ignored = IGNORED * shard.chunks * shard.world_size
-    valid = None if labels is None else owners != ignored  # merged, so that every rank agrees
+    out = {name: None if value is None else rows.unflatten(value) for name, value in zip(OUTPUTS, values)}
+    owners = out.pop("owners")
     if options.check:
-        _check_labels(labels, owners, valid, shard)
-    return VocabStatistics(lse, log_prob, target_logit, entropy, total, argmax, mass, labels, valid, shard.vocab_size)
+        _check_labels(labels, owners, out["valid"], shard)
+    return VocabStatistics(**out, labels=labels, vocab_size=shard.vocab_size)
 
 
 class _TokenOrder:

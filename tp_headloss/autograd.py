@@ -10,7 +10,7 @@ import torch
 
 from . import comm
 from .backends import load_backend
-from .stats import HeadSpec, finish, from_lanes, merged_rows, output_names, to_lanes
+from .stats import HeadSpec, empty_outputs, finish, flag_names, from_lanes, packet_rows, to_lanes, value_rows
 
 _SPEC = (
     "int start, int valid_width, int vocab_size, int chunk_size, int chunks, int world_size, str[] want, "
@@ -22,29 +22,36 @@ torch.library.define("tp_headloss::statistics", f"({_INPUTS}, {_SPEC}) -> Tensor
 torch.library.define("tp_headloss::logits_gradient", f"({_INPUTS}, {_GRADS}, {_SPEC}) -> Tensor")
 
 
+def _float_type(logits) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
 def _statistics(logits, labels, bias, temperatures, total_weight, *spec):
     spec = HeadSpec(*spec)
-    backend = load_backend(spec.backend)
-    packets = backend.local_statistics(logits, labels, bias, temperatures, total_weight, spec)
+    backend, has_labels = load_backend(spec.backend), labels is not None
+    shape = (spec.chunks, len(packet_rows(has_labels, spec.want)), logits.shape[0])
+    packets = logits.new_empty(shape, dtype=_float_type(logits))
+    backend.local_statistics(packets, logits, labels, bias, temperatures, total_weight, spec)
     if spec.transport == "sum":
-        lanes = comm.sum_lanes(to_lanes(packets, labels is not None, spec), spec.world_size, spec.group_name)
-        return finish(from_lanes(lanes, labels is not None, spec), labels, spec, packets.dtype)
+        lanes = comm.sum_lanes(to_lanes(packets, has_labels, spec), spec.world_size, spec.group_name)
+        return finish(from_lanes(lanes, has_labels, spec), labels, spec, packets.dtype)
     return backend.merge_packets(comm.gather_packets(packets, spec.world_size, spec.group_name), labels, spec)
 
 
 def _statistics_fake(logits, labels, bias, temperatures, total_weight, *spec):
-    spec, n_rows = HeadSpec(*spec), logits.shape[0]
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    merged = logits.new_empty((len(merged_rows(labels is not None, spec.want)), n_rows), dtype=dtype)
-    names = output_names(labels is not None, spec.want)
-    return [merged] + [logits.new_empty(n_rows, dtype=torch.int64 if n == "argmax" else dtype) for n in names]
+    want = HeadSpec(*spec).want
+    return empty_outputs(logits, logits.shape[0], labels is not None, want, _float_type(logits))
+
+
+def _write_gradient(out, inputs, merged, grads, spec):
+    grads = [None if g is None else g.contiguous() for g in grads]
+    load_backend(spec.backend).logits_gradient(out, *inputs, merged, grads, spec)
 
 
 def _logits_gradient(logits, labels, bias, temperatures, total_weight, merged, lse, log_prob, entropy, total, *spec):
-    grads = [None if g is None else g.contiguous() for g in (lse, log_prob, entropy, total)]
     out = torch.empty_like(logits)
-    inputs = (logits, labels, bias, temperatures, total_weight, merged)
-    load_backend(HeadSpec(*spec).backend).logits_gradient(out, *inputs, grads, HeadSpec(*spec))
+    inputs = (logits, labels, bias, temperatures, total_weight)
+    _write_gradient(out, inputs, merged, (lse, log_prob, entropy, total), HeadSpec(*spec))
     return out
 
 
@@ -60,7 +67,14 @@ for _name, _real, _fake in (
     torch.library.register_fake(_name, _fake)
 
 
-OUTPUTS = ("lse", "log_prob", "target_logit", "owners", "entropy", "total", "argmax", "mass")
+OUTPUTS = ("lse", "log_prob", "target_logit", "owners", "entropy", "total", "mass", "argmax", "valid", "hits")
+NOT_DIFFERENTIABLE = ("owners", "mass", "argmax", "valid", "hits")
+
+
+def _runs_here(tensor) -> bool:
+    """Eager and unobserved, where the operators' dispatch would only cost host time."""
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    return plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
 
 
 class Statistics(torch.autograd.Function):
@@ -71,17 +85,20 @@ class Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, bias, temperatures, total_weight, spec, inplace):
-        merged, *values = torch.ops.tp_headloss.statistics(logits, labels, bias, temperatures, total_weight, *spec)
+        operator = _statistics if _runs_here(logits) else torch.ops.tp_headloss.statistics
+        merged, values, *flags = operator(logits, labels, bias, temperatures, total_weight, *spec)
         ctx.save_for_backward(logits, labels, bias, temperatures, total_weight, merged)
         ctx.spec, ctx.inplace = spec, inplace
         ctx.set_materialize_grads(False)
-        out = dict(zip(output_names(labels is not None, spec.want), values))
-        ctx.mark_non_differentiable(*(out[name] for name in ("owners", "argmax", "mass") if name in out))
+        has_labels = labels is not None
+        out = dict(zip(value_rows(has_labels, spec.want), values.unbind(0)))
+        out.update(zip(flag_names(has_labels, spec.want), flags))
+        ctx.mark_non_differentiable(*(out[name] for name in NOT_DIFFERENTIABLE if name in out))
         return tuple(out.get(name) for name in OUTPUTS)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, lse, log_prob, target_logit, _owners, entropy, total, _argmax, _mass):
+    def backward(ctx, lse, log_prob, target_logit, _owners, entropy, total, *_flags):
         *inputs, merged = ctx.saved_tensors
         if target_logit is not None:  # z_y = log_prob + lse
             lse = target_logit if lse is None else lse + target_logit
@@ -91,11 +108,41 @@ class Statistics(torch.autograd.Function):
             return (None,) * 7
         if ctx.inplace:
             logits = inputs[0].detach()
-            spec = HeadSpec(*ctx.spec)
-            grads = [None if g is None else g.contiguous() for g in grads]
-            load_backend(spec.backend).logits_gradient(logits, *inputs, merged, grads, spec)
+            _write_gradient(logits, inputs, merged, grads, ctx.spec)
             torch.autograd.graph.increment_version(inputs[0])
+        elif _runs_here(merged):
+            logits = torch.empty_like(inputs[0])
+            _write_gradient(logits, inputs, merged, grads, ctx.spec)
         else:
             logits = torch.ops.tp_headloss.logits_gradient(*inputs, merged, *grads, *ctx.spec)
         bias = logits.sum(0, dtype=merged.dtype).to(inputs[2].dtype) if ctx.needs_input_grad[2] else None
         return logits, None, bias, None, None, None, None
+
+
+class TokenSums(torch.autograd.Function):
+    """Per-token values (any shape, contiguous) -> loss [] and sums over valid tokens, in one kernel; see `reduce`.
+
+    Differentiable in the values of the terms, the first ``len(plan.coefficients)``. For the Triton backend only;
+    elsewhere the same is written in plain torch.
+    """
+
+    @staticmethod
+    def forward(ctx, plan, valid, weight, denominator, *values):
+        backend = load_backend("triton")
+        loss, sums = backend.token_sums(values, valid, weight, denominator, plan)
+        ctx.save_for_backward(valid, weight, sums, *values[: len(plan.coefficients)])
+        ctx.plan = plan
+        ctx.mark_non_differentiable(sums)
+        ctx.set_materialize_grads(False)
+        return loss, sums
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, loss, _sums):
+        valid, weight, sums, *values = ctx.saved_tensors
+        needed = ctx.needs_input_grad[4:]
+        if loss is None:
+            return (None,) * (4 + len(needed))
+        rows = load_backend("triton").token_sums_gradient(loss, tuple(values), valid, weight, sums, ctx.plan)
+        grads = [row.view(value.shape) if need else None for row, value, need in zip(rows.unbind(0), values, needed)]
+        return (None,) * 4 + tuple(grads) + (None,) * (len(needed) - len(grads))

@@ -11,12 +11,14 @@ from torch import nn
 
 from . import losses
 from .api import Options, Transform, resolve_shard, vocab_statistics
-from .reduce import REDUCTIONS, masked, nonzero
+from .autograd import TokenSums
+from .backends import resolve_backend
+from .reduce import REDUCTIONS, Scaled, masked, nonzero, plan_of
 from .shard import VocabShard
 from .stats import VocabStatistics
 
 METRICS: dict[str, tuple[Callable[[VocabStatistics], torch.Tensor], tuple[str, ...]]] = {
-    "accuracy": (lambda stats: stats.correct.float(), ("argmax",)),
+    "accuracy": (lambda stats: stats.correct, ("argmax",)),
     "entropy": (lambda stats: stats.entropy, ("entropy",)),
     "log_prob": (lambda stats: stats.log_prob, ()),
     "lse": (lambda stats: stats.lse, ()),
@@ -27,6 +29,7 @@ METRICS: dict[str, tuple[Callable[[VocabStatistics], torch.Tensor], tuple[str, .
 class Term:
     """A weighted per-token loss: ``function(stats) -> [..] fp32``, and the optional statistics that it needs.
 
+    The function may return a `reduce.Scaled`, which saves a kernel for the sign and one for the square.
     ``token_weight(stats) -> [..]``, if given, is what this term's mean divides by the sum of (class weights).
     """
 
@@ -61,8 +64,9 @@ def CrossEntropy(
     def function(stats):
         if label_smoothing:
             return losses.smoothed_cross_entropy(stats, label_smoothing, smoothing_formula, class_weight)
-        nll = losses.cross_entropy(stats)
-        return nll if class_weight is None else token_weight(stats) * nll
+        if class_weight is None:
+            return Scaled(stats.log_prob, negative=True)
+        return token_weight(stats) * losses.cross_entropy(stats)
 
     want = ("total",) if label_smoothing else ()
     weighted = class_weight is not None
@@ -71,12 +75,12 @@ def CrossEntropy(
 
 def ZLoss(weight: float) -> Term:
     """weight * lse^2."""
-    return Term("z_loss", losses.z_loss, weight)
+    return Term("z_loss", lambda stats: Scaled(stats.lse, square=True), weight)
 
 
 def Entropy(weight: float) -> Term:
     """An entropy bonus: weight * -entropy, with its gradient."""
-    return Term("entropy", losses.entropy_bonus, weight, ("entropy",))
+    return Term("entropy", lambda stats: Scaled(stats.entropy, negative=True), weight, ("entropy",))
 
 
 class HeadLossOutput(NamedTuple):
@@ -88,6 +92,10 @@ class HeadLossOutput(NamedTuple):
     terms: dict[str, torch.Tensor]  # per term, without the term's weight
     metrics: dict[str, torch.Tensor]  # per metric
     stats: VocabStatistics
+
+
+def _scaled(value) -> Scaled:
+    return value if isinstance(value, Scaled) else Scaled(value)
 
 
 class HeadLoss(nn.Module):
@@ -167,7 +175,16 @@ class HeadLoss(nn.Module):
             ignore_index=self.ignore_index,
             options=self.options,
         )
-        values = [masked(term.function(stats), stats.valid, token_weight) for term in self.terms]
+        values = [_scaled(term.function(stats)) for term in self.terms]
+        metrics = [_scaled(METRICS[name][0](stats)) for name in self.metrics]
+        if self._sums_in_one_kernel(values + metrics, stats, token_weight, denominator):
+            return self._reduce_in_one_kernel(values, metrics, stats, token_weight, denominator)
+        return self._reduce(values, metrics, stats, token_weight, denominator)
+
+    def _reduce(self, values, metrics, stats, token_weight, denominator):
+        """The definition, in plain torch."""
+        values = [masked(value.evaluate(), stats.valid, token_weight) for value in values]
+        metrics = [masked(value.evaluate().detach(), stats.valid, token_weight).sum() for value in metrics]
         sums = [value.sum() for value in values]
         weights = stats.valid if token_weight is None else masked(token_weight, stats.valid)
         count = weights.sum(dtype=torch.float32)
@@ -181,15 +198,34 @@ class HeadLoss(nn.Module):
                 for term, total in zip(self.terms, sums)
             ]
         parts = [part if term.weight == 1 else term.weight * part for term, part in zip(self.terms, parts)]
-        loss = sum(parts[1:], start=parts[0])
-        metrics = {name: METRICS[name][0](stats).detach() for name in self.metrics}
-        return HeadLossOutput(
-            loss=loss,
-            count=count,
-            terms={term.name: total.detach() for term, total in zip(self.terms, sums)},
-            metrics={name: masked(value, stats.valid, token_weight).sum() for name, value in metrics.items()},
-            stats=stats,
+        terms = {term.name: total.detach() for term, total in zip(self.terms, sums)}
+        return HeadLossOutput(sum(parts[1:], start=parts[0]), count, terms, dict(zip(self.metrics, metrics)), stats)
+
+    def _sums_in_one_kernel(self, values, stats, token_weight, denominator) -> bool:
+        if self.reduction == "none" or any(term.token_weight is not None for term in self.terms):
+            return False
+        device = stats.lse.device
+        given = [x for x in (token_weight, denominator) if isinstance(x, torch.Tensor)]
+        return (
+            resolve_backend(self.options and self.options.backend, device) == "triton"
+            and not torch.compiler.is_compiling()
+            and all(v.values.shape == stats.lse.shape and v.values.dtype in (torch.float32, torch.bool) for v in values)
+            and not any(x.requires_grad or x.device != device for x in given)
+            and (not isinstance(denominator, torch.Tensor) or denominator.dim() == 0)
         )
+
+    def _reduce_in_one_kernel(self, values, metrics, stats, token_weight, denominator):
+        if self.reduction == "sum":
+            denominator = 1.0
+        elif isinstance(denominator, torch.Tensor):
+            denominator = denominator.float()
+        plan = plan_of(values + metrics, [float(term.weight) for term in self.terms])
+        tensors = [value.values.contiguous() for value in values + metrics]
+        weight = None if token_weight is None else token_weight.float().contiguous()
+        loss, sums = TokenSums.apply(plan, stats.valid.contiguous(), weight, denominator, *tensors)
+        *sums, count, _ = sums.unbind(0)
+        terms = {term.name: total for term, total in zip(self.terms, sums)}
+        return HeadLossOutput(loss, count, terms, dict(zip(self.metrics, sums[len(terms) :])), stats)
 
     def _denominator(self, term, stats, token_weight, count, denominator):
         if denominator is not None:

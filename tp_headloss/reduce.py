@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 REDUCTIONS = ("none", "sum", "mean")
@@ -18,3 +20,32 @@ def nonzero(denominator: torch.Tensor | float) -> torch.Tensor | float:
     if not isinstance(denominator, torch.Tensor):
         return denominator or float("inf")
     return denominator.float().masked_fill(denominator == 0, float("inf"))
+
+
+class Scaled(NamedTuple):
+    """A per-token value that the reduction evaluates itself, instead of kernels of its own: [-] values [squared]."""
+
+    values: torch.Tensor
+    square: bool = False
+    negative: bool = False
+
+    def evaluate(self) -> torch.Tensor:
+        values = self.values if self.values.is_floating_point() else self.values.float()
+        values = values**2 if self.square else values
+        return -values if self.negative else values
+
+
+class SumsPlan(NamedTuple):
+    """What one reduction kernel computes: sums of values and loss = sum of coefficient_i sum_i / divisor.
+
+    The divisor is the caller's denominator, or the count of valid tokens (the sum of their weights); `nonzero` of it.
+    """
+
+    coefficients: tuple[float, ...]  # of the terms, the first values; the other values are metrics
+    squares: int  # bit i: value i is squared
+    negatives: int  # bit i: sum i is negated
+
+
+def plan_of(values: list[Scaled], coefficients) -> SumsPlan:
+    squares = sum(value.square << i for i, value in enumerate(values))
+    return SumsPlan(tuple(coefficients), squares, sum(value.negative << i for i, value in enumerate(values)))

@@ -68,15 +68,16 @@ class VocabStatistics(NamedTuple):
     mass: torch.Tensor | None  # with total: number (weighted: sum of w) of columns above -inf; not differentiable
     labels: torch.Tensor | None
     valid: torch.Tensor | None  # bool: label is not ignore_index
+    hits: torch.Tensor | None  # what `correct` returns
     vocab_size: int
 
     @property
     def correct(self) -> torch.Tensor:
         """bool: the label is the argmax (False where ignored)."""
-        if self.argmax is None or self.labels is None:
+        if self.hits is None:
             missing = [name for name in ("argmax", "labels") if getattr(self, name) is None]
             raise ValueError(f'`correct` needs labels and want=("argmax",), got no {" and no ".join(missing)}')
-        return (self.argmax == self.labels) & self.valid
+        return self.hits
 
 
 class State(NamedTuple):
@@ -102,10 +103,24 @@ def merged_rows(has_labels: bool, want) -> list[str]:
     return ["shift", "sum"] + (["others", "target"] if has_labels else []) + (["mean"] if "entropy" in want else [])
 
 
-def output_names(has_labels: bool, want) -> list[str]:
-    """The statistics that `finish` returns, in order; "owners" (how many ranks claim the label) serves checks."""
+def value_rows(has_labels: bool, want) -> list[str]:
+    """The fp32 statistics, in order; "owners" (how many ranks claim the label) serves checks."""
     names = ["lse"] + (["log_prob", "target_logit", "owners"] if has_labels else [])
-    return names + [name for name in OPTIONAL if name in want] + (["mass"] if "total" in want else [])
+    return names + (["entropy"] if "entropy" in want else []) + (["total", "mass"] if "total" in want else [])
+
+
+def flag_names(has_labels: bool, want) -> list[str]:
+    """The statistics of other types, in order."""
+    names = (["valid"] if has_labels else []) + (["argmax"] if "argmax" in want else [])
+    return names + (["hits"] if has_labels and "argmax" in want else [])
+
+
+def empty_outputs(like: torch.Tensor, n_rows: int, has_labels: bool, want, dtype=torch.float32) -> list[torch.Tensor]:
+    """Uninitialised [merged rows [R, N], values [K, N], *flags [N]]: what `finish` and the merge kernel return."""
+    merged = like.new_empty((len(merged_rows(has_labels, want)), n_rows), dtype=dtype)
+    values = like.new_empty((len(value_rows(has_labels, want)), n_rows), dtype=dtype)
+    kinds = {"argmax": torch.int64, "valid": torch.bool, "hits": torch.bool}
+    return [merged, values, *(like.new_empty(n_rows, dtype=kinds[name]) for name in flag_names(has_labels, want))]
 
 
 def decay(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,9 +149,9 @@ def merge(packets: torch.Tensor, has_labels: bool, spec: HeadSpec) -> State:
 
 
 def finish(state: State, labels, spec: HeadSpec, dtype=torch.float32) -> list[torch.Tensor]:
-    """Join the target column: [merged rows [R, N], then the statistics of `output_names`]."""
+    """Join the target column: [merged rows [R, N], values [K, N], *flags [N]], named by the functions above."""
     has_labels = labels is not None
-    top, others, rows, out = state.shift, state.sum, {}, {}
+    top, others, rows, out, flags = state.shift, state.sum, {}, {}, {}
     total_sum, ignored = others, torch.zeros_like(others, dtype=torch.bool)
     log_sum = total_sum.log()
     if has_labels:
@@ -151,6 +166,7 @@ def finish(state: State, labels, spec: HeadSpec, dtype=torch.float32) -> list[to
         out = {"log_prob": 0.0 - torch.where(target == top, log_sum, log_sum - offset), "target_logit": target}
         out["owners"] = state.owners
         rows = {"others": others / total_sum, "target": offset}
+        flags["valid"] = ~ignored
     out["lse"] = top + log_sum
     rows |= {"shift": top, "sum": total_sum}
     if state.moment is not None:
@@ -168,15 +184,18 @@ def finish(state: State, labels, spec: HeadSpec, dtype=torch.float32) -> list[to
     def settle(value):
         return torch.where(ignored, 0.0, torch.where(bad, torch.nan, value)).to(dtype)
 
-    results = {name: settle(value) if name != "owners" else value.to(dtype) for name, value in out.items()}
     if state.index is not None:
         index = state.index
         if has_labels:
             wins = (target > state.shift) | ((target == state.shift) & (labels < index))
             index = torch.where(wins, labels.double(), index)
-        results["argmax"] = torch.where(bad | ignored, -1.0, index).long()
+        flags["argmax"] = torch.where(bad | ignored, -1.0, index).long()
+        if has_labels:
+            flags["hits"] = (flags["argmax"] == labels) & ~ignored & ~bad
     merged = torch.stack([settle(rows[name]) for name in merged_rows(has_labels, spec.want)])
-    return [merged] + [results[name] for name in output_names(has_labels, spec.want)]
+    names = value_rows(has_labels, spec.want)
+    values = torch.stack([settle(out[name]) if name != "owners" else out[name].to(dtype) for name in names])
+    return [merged, values, *(flags[name] for name in flag_names(has_labels, spec.want))]
 
 
 def to_lanes(packets: torch.Tensor, has_labels: bool, spec: HeadSpec) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 
@@ -19,6 +20,7 @@ def resolve_backend(name: str | None, device) -> str:
     return name
 
 
+@functools.cache
 def load_backend(name: str):
     """Import on first use: importing the package needs neither CUDA nor Triton."""
     return importlib.import_module(f".{'eager' if name == 'torch' else name}", __package__)

@@ -32,11 +32,10 @@ def _transform(x, bias, temperature, spec: HeadSpec):
     return bounded * (spec.softcap * inverse), slope * (spec.scale * inverse)
 
 
-def local_statistics(logits, labels, bias, temperature, total_weight, spec: HeadSpec):
+def local_statistics(packets, logits, labels, bias, temperature, total_weight, spec: HeadSpec):
     """Logits [N, width], labels [N] -> packets [chunks, rows, N] of this rank, fp32 (float64 for float64)."""
     names = packet_rows(labels is not None, spec.want)
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    packets = logits.new_zeros((spec.chunks, len(names), logits.shape[0]), dtype=dtype)
+    packets.zero_()
     for c in range(spec.chunks):
         columns = slice(c * spec.chunk_size, min((c + 1) * spec.chunk_size, spec.valid_width))
         width = max(0, columns.stop - columns.start)
@@ -62,7 +61,6 @@ def local_statistics(logits, labels, bias, temperature, total_weight, spec: Head
             packets[c, :, ignored] = 0.0
             row["max"].masked_fill_(ignored, -torch.inf)
             row["owner"].masked_fill_(ignored, IGNORED)
-    return packets
 
 
 def _chunk_statistics(out, z, target, total_weight, first_id):
@@ -92,7 +90,7 @@ def _chunk_statistics(out, z, target, total_weight, first_id):
 
 
 def merge_packets(packets, labels, spec: HeadSpec):
-    """Packets of all ranks -> [merged rows, *statistics]."""
+    """Packets of all ranks -> [merged rows, values, *flags]."""
     return finish(merge(packets, labels is not None, spec), labels, spec, packets.dtype)
 
 

@@ -147,7 +147,7 @@ def statistics_kernel(
     whole = size // BLOCK * BLOCK
     # the tile of the target waits, so that the loop need not look for it: one masked tile for it, one for the tail
     waiting = tl.where(target < 0, whole, target // BLOCK * BLOCK)
-    for i in tl.range(0, whole - tl.where(waiting < whole, BLOCK, 0), BLOCK, num_stages=3):
+    for i in tl.range(0, whole - tl.where(waiting < whole, BLOCK, 0), BLOCK, num_stages=4):
         o = tl.where(i < waiting, i, i + BLOCK)
         columns = first + o + lanes
         x = tl.load(x_ptr + columns.to(tl.int64) * x_column).to(tl.float32)
@@ -220,21 +220,21 @@ def _settle(value, bad, ignored):
 @triton.jit(do_not_specialize=["n_rows"])
 def merge_kernel(
     merged_ptr,  # [R, T] fp32 out; rows in the order of stats.merged_rows
-    lse_ptr, log_prob_ptr, target_logit_ptr, owners_ptr, entropy_ptr, total_ptr,  # [T] fp32 out, or None
+    values_ptr,  # [K, T] fp32 out; rows in the order of stats.value_rows
+    valid_ptr,  # [T] bool out, where labels are
     argmax_ptr,  # [T] int64 out, or None
-    mass_ptr,  # [T] fp32 out, where total is
+    hits_ptr,  # [T] bool out, where labels and argmax are
     packets_ptr,  # [packets, K, T] fp32
     labels_ptr,  # [T] or None
     n_rows,
-    PACKETS: tl.constexpr, BLOCK: tl.constexpr,
+    PACKETS: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the merge of all packets of BLOCK tokens in chunk order, in float64, and the target column."""
     HAS_LABELS: tl.constexpr = labels_ptr is not None
-    WANT_ENTROPY: tl.constexpr = entropy_ptr is not None
-    WANT_TOTAL: tl.constexpr = total_ptr is not None
     WANT_ARGMAX: tl.constexpr = argmax_ptr is not None
     MOMENT: tl.constexpr = 2 + 2 * HAS_LABELS
     ROWS: tl.constexpr = MOMENT + WANT_ENTROPY + 2 * WANT_TOTAL + WANT_ARGMAX
+    ENTROPY: tl.constexpr = 1 + 3 * HAS_LABELS  # its row among the values
     n = n_rows.to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = token < n
@@ -287,29 +287,31 @@ def merge_kernel(
         log_sum = tl.where(target == top, _log1p(others), tl.log(whole))
         bad = (~(whole > 0.0) | (owners != 1.0)) & ~ignored
         log_prob = 0.0 - tl.where(target == top, log_sum, log_sum - offset)
-        tl.store(log_prob_ptr + token, _settle(log_prob, bad, ignored), mask=here)
-        tl.store(target_logit_ptr + token, _settle(target, bad, ignored), mask=here)
-        tl.store(owners_ptr + token, owners, mask=here)
+        tl.store(values_ptr + n + token, _settle(log_prob, bad, ignored), mask=here)
+        tl.store(values_ptr + 2 * n + token, _settle(target, bad, ignored), mask=here)
+        tl.store(values_ptr + 3 * n + token, owners, mask=here)
+        tl.store(valid_ptr + token, ~ignored, mask=here)
         tl.store(merged_ptr + 2 * n + token, _settle(others / whole, bad, ignored), mask=here)
         tl.store(merged_ptr + 3 * n + token, _settle(offset, bad, ignored), mask=here)
     else:
         log_sum = tl.log(whole)
         bad = ~(whole > 0.0)
-    tl.store(lse_ptr + token, _settle(top + log_sum, bad, ignored), mask=here)
+    tl.store(values_ptr + token, _settle(top + log_sum, bad, ignored), mask=here)
     tl.store(merged_ptr + token, _settle(top, bad, ignored), mask=here)
     tl.store(merged_ptr + n + token, _settle(whole, bad, ignored), mask=here)
     if WANT_ENTROPY:
         mean = moment / whole
         tl.store(merged_ptr + MOMENT * n + token, _settle(mean, bad, ignored), mask=here)
-        tl.store(entropy_ptr + token, _settle(log_sum - mean, bad, ignored), mask=here)
+        tl.store(values_ptr + ENTROPY * n + token, _settle(log_sum - mean, bad, ignored), mask=here)
     if WANT_TOTAL:
-        tl.store(total_ptr + token, _settle(total, bad, ignored), mask=here)
-        tl.store(mass_ptr + token, _settle(mass, bad, ignored), mask=here)
+        tl.store(values_ptr + (ENTROPY + WANT_ENTROPY) * n + token, _settle(total, bad, ignored), mask=here)
+        tl.store(values_ptr + (ENTROPY + WANT_ENTROPY + 1) * n + token, _settle(mass, bad, ignored), mask=here)
     if WANT_ARGMAX:
         best = index.to(tl.int64)
         if HAS_LABELS:
             y = tl.load(labels_ptr + token, mask=here, other=0).to(tl.int64)
             best = tl.where((target > shift) | ((target == shift) & (y < best)), y, best)
+            tl.store(hits_ptr + token, (best == y) & ~bad & ~ignored, mask=here)
         tl.store(argmax_ptr + token, tl.where(bad | ignored, -1, best), mask=here)
 
 
@@ -326,7 +328,7 @@ def gradient_kernel(
     n_rows, dx_row, dx_column, x_row, x_column,
     start, valid_width, width,
     pre, post,
-    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of one row of the gradient; `eager.logits_gradient` states the formula.
 
@@ -336,7 +338,8 @@ def gradient_kernel(
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // tiles).to(tl.int64)
     first = program % tiles * BLOCK
-    columns = first + tl.arange(0, BLOCK)
+    inside = tl.arange(0, BLOCK)
+    columns = first + inside
     n = n_rows.to(tl.int64)
     shift = tl.load(merged_ptr + row)
     whole = tl.load(merged_ptr + n + row)
@@ -371,7 +374,7 @@ def gradient_kernel(
             at_target = tl.exp(offset) * common / whole
             if g_log_prob_ptr is not None:
                 at_target += tl.load(merged_ptr + 2 * n + row) * tl.load(g_log_prob_ptr + row)
-            dz = tl.where(columns == first + target.to(tl.int32), tl.where(ignored, 0.0, at_target), dz)
+            dz = tl.where(inside == target.to(tl.int32), tl.where(ignored, 0.0, at_target), dz)
     if g_total_ptr is not None:
         w = tl.where(ignored, 0.0, tl.load(g_total_ptr + row))
         if weight_ptr is not None:
@@ -379,8 +382,88 @@ def gradient_kernel(
         dz += tl.where(z == float("-inf"), 0.0, w)
     if HAS_SCALE:
         dz *= slope
-    if first + BLOCK > valid_width:
+    if PADDED:
         dz = tl.where(columns < valid_width, dz, 0.0)
     tl.store(
         dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, dz.to(dx_ptr.dtype.element_ty), mask=columns < width
     )
+
+
+@triton.jit
+def _sign(i: tl.constexpr, NEGATIVES: tl.constexpr):
+    return 1.0 - 2.0 * ((NEGATIVES >> i) & 1)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def sums_kernel(
+    sums_ptr,  # [S + 2] fp32 out: a sum over valid tokens per value, the count, what the loss was divided by
+    loss_ptr,  # [] fp32 out: the sum of c_i sums_i over the divisor
+    value_ptrs,  # S per-token values [T], fp32 or bool
+    valid_ptr,  # [T] bool
+    weight_ptr,  # [T] fp32 token weights or None
+    denominator_ptr,  # [] fp32 or None: then `denominator`, or the count
+    coefficients,  # floats c_i of the first values
+    denominator, n_rows,
+    SQUARES: tl.constexpr, NEGATIVES: tl.constexpr,  # bits: which values are squared, which sums negated
+    BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The only program: sums over all tokens, in float64 and one order, each rounded once."""
+    n = n_rows.to(tl.int64)
+    count = tl.zeros([BLOCK], tl.float64)
+    totals = ()
+    for _ in tl.static_range(len(value_ptrs)):
+        totals += (tl.zeros([BLOCK], tl.float64),)
+    for first in range(0, n, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        valid = tl.load(valid_ptr + token, mask=token < n, other=0) != 0
+        weight = valid.to(tl.float64)
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + token, mask=valid, other=0.0).to(tl.float64)
+        count += weight
+        grown = ()
+        for i in tl.static_range(len(value_ptrs)):
+            value = tl.load(value_ptrs[i] + token, mask=valid, other=0).to(tl.float64)
+            if (SQUARES >> i) & 1:
+                value *= value
+            grown += (tl.fma(value, weight, totals[i]),)
+        totals = grown
+
+    loss = 0.0
+    for i in tl.static_range(len(value_ptrs)):
+        total = tl.sum(totals[i], axis=0) * _sign(i, NEGATIVES)
+        tl.store(sums_ptr + i, total)
+        if i < len(coefficients):  # the others are metrics
+            loss += coefficients[i] * total
+    tokens = tl.sum(count, axis=0).to(tl.float32)
+    divisor = denominator
+    if denominator_ptr is not None:
+        divisor = tl.load(denominator_ptr)
+    elif BY_COUNT:
+        divisor = tokens
+    divisor = tl.where(divisor == 0.0, float("inf"), divisor)  # the loss of nothing is 0
+    tl.store(sums_ptr + len(value_ptrs), tokens)
+    tl.store(sums_ptr + len(value_ptrs) + 1, divisor)
+    tl.store(loss_ptr, loss / divisor)
+
+
+@triton.jit(do_not_specialize=["divisor_at", "n_rows"])
+def sums_gradient_kernel(
+    g_ptr,  # [S, T] fp32 out: d loss / d value where valid, 0 elsewhere
+    upstream_ptr,  # [] fp32: gradient of the loss
+    value_ptrs, valid_ptr, weight_ptr,  # as in `sums_kernel`
+    sums_ptr,  # [S + 2] fp32 of `sums_kernel`
+    coefficients, divisor_at, n_rows,
+    SQUARES: tl.constexpr, NEGATIVES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the gradients of BLOCK tokens."""
+    n = n_rows.to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    valid = tl.load(valid_ptr + token, mask=token < n, other=0) != 0
+    factor = tl.load(upstream_ptr) / tl.load(sums_ptr + divisor_at)
+    if weight_ptr is not None:
+        factor *= tl.load(weight_ptr + token, mask=valid, other=0.0)
+    for i in tl.static_range(len(value_ptrs)):
+        g = factor * (coefficients[i] * _sign(i, NEGATIVES))
+        if (SQUARES >> i) & 1:
+            g *= 2.0 * tl.load(value_ptrs[i] + token, mask=valid, other=0.0)
+        tl.store(g_ptr + i * n + token, tl.where(valid, g, 0.0), mask=token < n)

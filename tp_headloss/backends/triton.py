@@ -8,10 +8,17 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ..stats import HeadSpec, merged_rows, output_names, packet_rows
+try:
+    from triton import knobs
+except ImportError:  # before Triton 3.4, where kernels are launched through Triton's own dispatch
+    knobs = None
+
+from ..stats import HeadSpec, empty_outputs, flag_names
 from . import kernels
 
 INTERPRETED = not isinstance(kernels.gradient_kernel, triton.JITFunction)
+# versions whose compiled kernels take the arguments that `_launch` gives them (its fast path was run on the first)
+DIRECT = not INTERPRETED and (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
 
 
 class Launch(NamedTuple):
@@ -30,10 +37,65 @@ def statistics_launch(chunk_size: int) -> Launch:
 
 def gradient_launch(width: int) -> Launch:
     """H200, bf16, 8192 x 32064, us: 2048/4 267, 1024/2 267, 4096/8 267, 1024/4 315, 2048/8 319, copy rate 248."""
-    return Launch(min(2048, max(128, triton.next_power_of_2(width))), 4)
+    return Launch(min(2048, max(256, triton.next_power_of_2(width))), 4)
 
 
 MERGE = Launch(64, 2)  # H200, 8192 tokens x 8 packets, in a graph: 3.7 us, 128/4 3.6, 32/1 3.6, 64/1 4.8
+SUMS_GRADIENT = Launch(1024, 4)
+
+
+def sums_launch(n_rows: int) -> Launch:
+    """One program for all tokens: wide, because its time is the latency of its loads. Two variants, not one per N."""
+    return Launch(1024, 8) if n_rows <= 1024 else Launch(8192, 32)
+
+
+_compiled: dict = {}
+
+
+def _observed() -> bool:
+    """A profiler hooked into Triton's dispatch."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+def _kind(number, specialized: bool):
+    """What Triton compiles into a kernel about an integer: its type, and often whether it is 1 or a multiple of 16."""
+    if not isinstance(number, int):
+        return None
+    return (number > 2147483647 or number < -2147483648, specialized and (number == 1 or number % 16 == 0, number == 1))
+
+
+def _tensor_kind(tensor):
+    return None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0)
+
+
+def _flat(arguments):
+    return [x for a in arguments for x in (a if isinstance(a, tuple) else (a,))]
+
+
+def _launch(kernel, programs: int, tensors: tuple, numbers: tuple, flags: tuple, launch: Launch):
+    """kernel[(programs,)](*tensors, *numbers, *flags, launch.block) on the device of the first tensor.
+
+    Triton's own dispatch takes longer than some of these kernels (H200's host: 18 us of 24), so a variant that was
+    launched before is launched again directly; what makes a variant is what Triton specialises on.
+    """
+    device = tensors[0].device
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else nullcontext():
+        arguments, key = (*tensors, *numbers, *flags, launch.block), None
+        if DIRECT and not _observed():
+            names = kernel.arg_names[len(tensors) :]
+            key = (
+                kernel, device.index, flags, launch, *map(_tensor_kind, _flat(tensors)),
+                *(_kind(number, name not in kernel.do_not_specialize) for name, number in zip(names, numbers)),
+            )  # fmt: skip
+            if key in _compiled:
+                run, function, metadata = _compiled[key]
+                stream = torch._C._cuda_getCurrentRawStream(device.index)
+                return run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+        result = kernel[(programs,)](*arguments, num_warps=launch.warps, enable_fp_fusion=True)
+        if key is not None:
+            _compiled[key] = result.run, result.function, result.packed_metadata
 
 
 def _factors(spec: HeadSpec, has_temperatures: bool) -> tuple[float, float, bool, bool]:
@@ -44,48 +106,40 @@ def _factors(spec: HeadSpec, has_temperatures: bool) -> tuple[float, float, bool
     return pre, 1.0, has_temperatures or pre != 1.0, False
 
 
-def _on(tensor: torch.Tensor):
-    """Launch on the tensor's device, which need not be the current one."""
-    elsewhere = tensor.is_cuda and tensor.device.index != torch.cuda.current_device()
-    return torch.cuda.device(tensor.device) if elsewhere else nullcontext()
-
-
-def local_statistics(logits, labels, bias, temperatures, total_weight, spec: HeadSpec):
+def local_statistics(packets, logits, labels, bias, temperatures, total_weight, spec: HeadSpec):
     """Logits [N, width], labels [N] -> packets [chunks, rows, N] fp32 of this rank."""
     n_rows, width = logits.shape
-    rows = packet_rows(labels is not None, spec.want)
-    packets = logits.new_empty((spec.chunks, len(rows), n_rows), dtype=torch.float32)
     if n_rows == 0:
-        return packets
-    launch = statistics_launch(spec.chunk_size)
+        return
     pre, post, has_scale, has_cap = _factors(spec, temperatures is not None)
-    with _on(logits):
-        kernels.statistics_kernel[(n_rows * spec.chunks,)](
-            packets, logits, labels, bias, temperatures, total_weight,
-            n_rows, logits.stride(0), logits.stride(1),
-            spec.start, spec.valid_width, width, spec.chunk_size, spec.chunks, spec.ignore_index,
-            pre, post,
-            HAS_SCALE=has_scale, HAS_CAP=has_cap,
-            WANT_ENTROPY="entropy" in spec.want, WANT_TOTAL="total" in spec.want, WANT_ARGMAX="argmax" in spec.want,
-            BLOCK=launch.block, num_warps=launch.warps, enable_fp_fusion=True,
-        )  # fmt: skip
-    return packets
+    _launch(
+        kernels.statistics_kernel,
+        n_rows * spec.chunks,
+        (packets, logits, labels, bias, temperatures, total_weight),
+        (
+            n_rows, *logits.stride(), spec.start, spec.valid_width, width, spec.chunk_size, spec.chunks,
+            spec.ignore_index, pre, post,
+        ),
+        (has_scale, has_cap, "entropy" in spec.want, "total" in spec.want, "argmax" in spec.want),
+        statistics_launch(spec.chunk_size),
+    )  # fmt: skip
 
 
 def merge_packets(packets, labels, spec: HeadSpec):
-    """Packets of all ranks -> [merged rows, *statistics]."""
-    n_rows = packets.shape[-1]
-    names = output_names(labels is not None, spec.want)
-    merged = packets.new_empty((len(merged_rows(labels is not None, spec.want)), n_rows))
-    out = {n: packets.new_empty(n_rows, dtype=torch.int64 if n == "argmax" else torch.float32) for n in names}
+    """Packets of all ranks -> [merged rows, values, *flags]."""
+    n_rows, has_labels = packets.shape[-1], labels is not None
+    outputs = empty_outputs(packets, n_rows, has_labels, spec.want)
+    flags = dict(zip(flag_names(has_labels, spec.want), outputs[2:]))
     if n_rows:
-        order = ("lse", "log_prob", "target_logit", "owners", "entropy", "total", "argmax", "mass")
-        with _on(packets):
-            kernels.merge_kernel[(triton.cdiv(n_rows, MERGE.block),)](
-                merged, *(out.get(name) for name in order), packets, labels, n_rows,
-                PACKETS=spec.packets, BLOCK=MERGE.block, num_warps=MERGE.warps, enable_fp_fusion=True,
-            )  # fmt: skip
-    return [merged, *out.values()]
+        _launch(
+            kernels.merge_kernel,
+            triton.cdiv(n_rows, MERGE.block),
+            (*outputs[:2], *(flags.get(name) for name in ("valid", "argmax", "hits")), packets, labels),
+            (n_rows,),
+            (spec.packets, "entropy" in spec.want, "total" in spec.want),
+            MERGE,
+        )
+    return outputs
 
 
 def logits_gradient(out, logits, labels, bias, temperatures, total_weight, merged, grads, spec: HeadSpec):
@@ -100,10 +154,43 @@ def logits_gradient(out, logits, labels, bias, temperatures, total_weight, merge
         return
     launch = gradient_launch(width)
     pre, post, has_scale, has_cap = _factors(spec, temperatures is not None)
-    with _on(logits):
-        kernels.gradient_kernel[(n_rows * triton.cdiv(width, launch.block),)](
-            out, logits, labels, bias, temperatures, total_weight, merged, *grads,
-            n_rows, out.stride(0), out.stride(1), logits.stride(0), logits.stride(1),
-            spec.start, spec.valid_width, width, pre, post,
-            HAS_SCALE=has_scale, HAS_CAP=has_cap, BLOCK=launch.block, num_warps=launch.warps, enable_fp_fusion=True,
-        )  # fmt: skip
+    _launch(
+        kernels.gradient_kernel,
+        n_rows * triton.cdiv(width, launch.block),
+        (out, logits, labels, bias, temperatures, total_weight, merged, *grads),
+        (n_rows, *out.stride(), *logits.stride(), spec.start, spec.valid_width, width, pre, post),
+        (has_scale, has_cap, spec.valid_width < width),
+        launch,
+    )
+
+
+def token_sums(values, valid, weight, denominator, plan):
+    """Values [N] each -> loss [] and sums [S + 2] (of each value, the count, the divisor); see `reduce.SumsPlan`."""
+    sums, loss = valid.new_empty(len(values) + 2, dtype=torch.float32), valid.new_empty((), dtype=torch.float32)
+    given = denominator if isinstance(denominator, torch.Tensor) else None
+    number = 1.0 if given is not None or denominator is None else float(denominator)
+    _launch(
+        kernels.sums_kernel,
+        1,
+        (sums, loss, values, valid, weight, given),
+        (plan.coefficients, number, valid.numel()),
+        (plan.squares, plan.negatives, denominator is None),
+        sums_launch(valid.numel()),
+    )
+    return loss, sums
+
+
+def token_sums_gradient(upstream, values, valid, weight, sums, plan):
+    """Gradient of the loss -> of the terms' values, [terms, N] fp32."""
+    n_rows = valid.numel()
+    out = valid.new_empty((len(values), n_rows), dtype=torch.float32)
+    if n_rows:
+        _launch(
+            kernels.sums_gradient_kernel,
+            triton.cdiv(n_rows, SUMS_GRADIENT.block),
+            (out, upstream, values, valid, weight, sums),
+            (plan.coefficients, sums.shape[0] - 1, n_rows),
+            (plan.squares, plan.negatives),
+            SUMS_GRADIENT,
+        )
+    return out
