@@ -52,6 +52,7 @@ def statistics_variants():
         yield kernels.statistics_kernel, aligned, launch.warps, {
             "packets_ptr": "*fp32", "x_ptr": f"*{dtype}", "labels_ptr": labels, "bias_ptr": "*fp32" if bias else None,
             "temperature_ptr": "*fp32" if temperature else None, "weight_ptr": "*fp32" if "total" in want else None,
+            "turns_ptr": "*i32" if bias else None, "slot": "i32",
             "n_rows": "i32", "x_row": "i64" if cap else "i32", "x_column": 1, "start": "i32", "valid_width": "i32",
             "width": "i32", "chunk_size": "i32", "chunks": "i32", "ignore_index": "i32", "pre": "fp32", "post": "fp32",
             "HAS_SCALE": temperature or cap, "HAS_CAP": cap, "WANT_ENTROPY": "entropy" in want,
@@ -65,8 +66,10 @@ def merge_variants():
             "merged_ptr": "*fp32", "values_ptr": "*fp32", "valid_ptr": "*i1" if labels else None,
             "argmax_ptr": "*i64" if "argmax" in want else None,
             "hits_ptr": "*i1" if "argmax" in want and labels else None, "packets_ptr": "*fp32", "labels_ptr": labels,
-            "n_rows": "i32", "PACKETS": packets, "WANT_ENTROPY": "entropy" in want, "WANT_TOTAL": "total" in want,
-            "BLOCK": MERGE.block,
+            "peers_ptr": "*i64" if packets == 8 else None, "turns_ptr": "*i32" if packets == 8 else None,
+            "slot": "i32",
+            "n_rows": "i32", "PACKETS": packets, "CHUNKS": 2,
+            "WANT_ENTROPY": "entropy" in want, "WANT_TOTAL": "total" in want, "BLOCK": MERGE.block,
         }  # fmt: skip
 
 

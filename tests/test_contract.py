@@ -358,6 +358,7 @@ BAD = {
     "want": (dict(want=("entropie",)), "entropie"),
     "backend": (dict(options=Options(backend="cuda")), "backend must be"),
     "transport": (dict(options=Options(transport="mpi")), "transport must be"),
+    "no GPU": (dict(options=Options(transport="symm_mem", backend="torch")), "needs the triton backend on CUDA"),
     "argmax by sum": (dict(want=("argmax",), options=Options(transport="sum")), "argmax is not a sum"),
     "weight without total": (dict(total_weight=torch.ones(V)), "not in want"),
     "weight shape": (dict(total_weight=torch.ones(3), want=("total",)), "total_weight must have shape"),

@@ -1,25 +1,28 @@
 """What only a GPU can show: graphs, streams, synchronisation, memory, sizes beyond 2^31. Deselected without one."""
 
+import logging
+
 import pytest
 import torch
 from ranks import on_ranks
 
-from tp_headloss import CrossEntropy, Entropy, HeadLoss, Options, VocabShard, ZLoss, vocab_statistics
+from tp_headloss import CrossEntropy, Entropy, HeadLoss, Options, VocabShard, ZLoss, comm, vocab_statistics
 
 pytestmark = pytest.mark.cuda
 V, N = 32000, 512
 
 
-def head():
-    return HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-4), Entropy(0.01)], metrics=("accuracy",))
+def head(transport="auto"):
+    terms = [CrossEntropy(label_smoothing=0.1), ZLoss(1e-4), Entropy(0.01)]
+    return HeadLoss(terms, metrics=("accuracy",), options=Options(transport=transport))
 
 
-def graph_run(group, device):
+def graph_run(group, device, transport):
     """Capture one step, replay it 100 times on fresh inputs, compare with eager bit for bit."""
     shard = VocabShard.from_group(group, V)
     logits = torch.randn(N, shard.width, device=device, dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(0, V, (N,), device=device)
-    loss_of = head()
+    loss_of = head(transport)
 
     def step():
         out = loss_of(logits, labels, shard=shard)
@@ -48,9 +51,117 @@ def graph_run(group, device):
     return equal
 
 
+@pytest.mark.parametrize("transport", ["gather", "symm_mem"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_hundred_graph_replays_equal_eager(world_size):
-    assert on_ranks(world_size, graph_run) == [100] * world_size
+def test_a_hundred_graph_replays_equal_eager(world_size, transport):
+    assert on_ranks(world_size, graph_run, transport) == [100] * world_size
+
+
+def results(logits, labels, shard, transport):
+    x = logits.clone().requires_grad_()
+    stats = vocab_statistics(x, labels, shard=shard, want=("entropy", "argmax"), options=Options(transport=transport))
+    (stats.log_prob.sum() + stats.entropy.sum()).backward()
+    return stats.lse, stats.log_prob, stats.entropy, stats.argmax, x.grad
+
+
+def symmetric_run(group, device):
+    """Growing and shrinking batches, on two streams that take turns, with one rank far behind the other."""
+    shard, other = VocabShard.from_group(group, V), torch.cuda.Stream(device)
+    equal, log = 0, []
+    for i, n in enumerate([8, 300, 64, 1, 2048, 2047, 16, 0, 512, 4096] * 3):
+        generator = torch.Generator(device).manual_seed(i)
+        x = torch.randn(n, shard.width, device=device, generator=generator).bfloat16()
+        labels = torch.randint(0, V, (n,), device=device, generator=generator)
+        expected = results(x, labels, shard, "gather")
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other if i % 3 == 1 else torch.cuda.current_stream()):
+            if torch.distributed.get_rank(group) == i % 2:
+                torch.cuda._sleep(2_000_000)
+            log = [results(x, labels, shard, "symm_mem") for _ in range(4)]
+        torch.cuda.current_stream().wait_stream(other)
+        equal += all(torch.equal(a, b) for result in log for a, b in zip(expected, result))
+    known = comm._groups[group.group_name]
+    return equal, known.why_not, len(known.memories)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_symmetric_memory_carries_the_same_bits_as_the_gather(world_size):
+    for equal, why_not, memories in on_ranks(world_size, symmetric_run):
+        assert equal == 30
+        assert why_not is None and memories > 1  # it was used, and grew
+
+
+def two_groups_run(group, device):
+    """A group of all ranks and one of each half, interleaved without waiting."""
+    import torch.distributed as dist
+
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups = [group, halves[dist.get_rank(group) // 2]]
+    equal = 0
+    for i in range(10):
+        runs = []
+        for each in groups:
+            shard = VocabShard.from_group(each, V)
+            x = torch.randn(64, shard.width, device=device, generator=torch.Generator(device).manual_seed(i))
+            labels = torch.randint(0, V, (64,), device=device, generator=torch.Generator(device).manual_seed(i))
+            runs.append([results(x, labels, shard, transport) for transport in ("symm_mem", "gather")])
+        equal += all(torch.equal(a, b) for run in runs for a, b in zip(*run))
+    return equal
+
+
+def test_symmetric_memory_of_overlapping_groups_is_separate():
+    assert on_ranks(4, two_groups_run) == [10] * 4
+
+
+def fallback_run(group, device):
+    """One rank cannot: all gather, and say so once."""
+    comm._groups.pop(group.group_name, None)
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    comm._log.addHandler(handler)
+    broken = comm.SymmetricMemory.__init__
+    if torch.distributed.get_rank(group) == 1:
+        comm.SymmetricMemory.__init__ = lambda *_: (_ for _ in ()).throw(RuntimeError("no peer access"))
+    else:  # this one would wait for the other's rendezvous
+        comm.SymmetricMemory.__init__ = lambda *_: None
+    shard = VocabShard.from_group(group, V)
+    x, labels = torch.randn(8, shard.width, device=device), torch.randint(0, V, (8,), device=device)
+    try:
+        pairs = [zip(results(x, labels, shard, "symm_mem"), results(x, labels, shard, "gather")) for _ in range(3)]
+    finally:
+        comm.SymmetricMemory.__init__ = broken
+        comm._log.removeHandler(handler)
+        comm._groups.pop(group.group_name)
+    return all(torch.equal(a, b) for pair in pairs for a, b in pair), lines
+
+
+def test_a_rank_without_symmetric_memory_makes_all_gather_with_one_log_line():
+    for equal, lines in on_ranks(2, fallback_run):
+        assert equal and len(lines) == 1 and "no peer access" in lines[0]
+
+
+def saved_run(group, device):
+    shard = VocabShard.from_group(group, V)
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(N, V, device=device, generator=generator).mul_(3).bfloat16()
+    labels = torch.randint(0, V, (N,), device=device, generator=generator)
+    *stats, grad = results(x[:, shard.start : shard.stop], labels, shard, "auto")
+    return [t.cpu() for t in stats], grad.cpu(), shard.start
+
+
+def test_bits_are_the_same_at_every_group_size(tmp_path):
+    """Statistics and gradient of one GPU, saved, against those of every larger group that there are GPUs for."""
+    ((stats, grad, _),) = on_ranks(1, saved_run)
+    torch.save((stats, grad), tmp_path / "one.pt")
+    stats, grad = torch.load(tmp_path / "one.pt")
+    sizes = [p for p in (2, 4, 8) if p <= torch.cuda.device_count()]
+    if not sizes:
+        pytest.skip("needs 2 GPUs, has 1")
+    for size in sizes:
+        for others, part, start in on_ranks(size, saved_run):
+            assert all(torch.equal(a, b) for a, b in zip(stats, others))
+            assert torch.equal(part, grad[:, start : start + part.shape[1]])
 
 
 def sync_run(group, device):
@@ -139,23 +250,22 @@ def test_a_hundred_repeats_have_the_same_bits_also_on_a_side_stream():
 
 
 def test_two_hundred_batch_sizes_compile_once():
-    from tp_headloss.backends import kernels
+    from tp_headloss.backends import kernels, triton
 
     labels = torch.randint(0, 1000, (4096,), device="cuda")
     logits = torch.randn(4096, 1000, device="cuda", dtype=torch.bfloat16)
-
-    def variants():
-        device = torch.cuda.current_device()
-        jits = (kernels.statistics_kernel, kernels.merge_kernel, kernels.gradient_kernel)
-        return sum(len(jit.device_caches[device][0]) for jit in jits)
-
+    loss_of = HeadLoss([CrossEntropy(), ZLoss(1e-4)])
+    jits = [kernels.statistics_kernel, kernels.merge_kernel, kernels.gradient_kernel, kernels.sums_gradient_kernel]
     counts = set()
     for i, n in enumerate(torch.randint(1, 4096, (200,)).tolist() + [1, 16, 32]):
         x = logits[:n].clone().requires_grad_()
-        vocab_statistics(x, labels[:n]).log_prob.sum().backward()
+        loss_of(x, labels[:n]).loss.backward()
         if i:
-            counts.add(variants())
-    assert len(counts) == 1, counts
+            device = torch.cuda.current_device()
+            counts.add((sum(len(jit.device_caches[device][0]) for jit in jits), len(triton._compiled)))
+            if len(counts) == 2:  # a second width of `sums_launch`
+                assert len(kernels.sums_kernel.device_caches[device][0]) >= 2
+    assert len({jitted for jitted, _ in counts}) == 1 and len(counts) <= 2, counts
 
 
 def device_run(group, device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -34,14 +35,14 @@ class Transform:
 class Options:
     """How, not what: no option changes a result by more than rounding.
 
-    backend: "triton", "torch" or None (triton on CUDA, torch elsewhere). transport: "gather" or "sum", see `comm`.
-    inplace: the backward writes the gradient over the logits (eager
+    backend: "triton", "torch" or None (triton on CUDA, torch elsewhere). transport: "gather", "symm_mem", "sum" or
+    "auto", see `comm`. inplace: the backward writes the gradient over the logits (eager
     only). check: raise a ValueError that names the first token
     with a bad label, on every rank, at the price of a host synchronisation.
     """
 
     backend: str | None = None
-    transport: str = "gather"
+    transport: str = "auto"
     inplace: bool = False
     check: bool = False
 
@@ -83,21 +84,10 @@ def vocab_statistics(
     temperature, temperatures = transform.temperature, None
     if isinstance(temperature, torch.Tensor):
         temperature, temperatures = 1.0, temperature.to(torch.promote_types(logits.dtype, torch.float32))
-    spec = HeadSpec(
-        start=shard.start,
-        valid_width=shard.valid_width,
-        vocab_size=shard.vocab_size,
-        chunk_size=shard.chunk_size,
-        chunks=shard.chunks,
-        world_size=shard.world_size,
-        want=[name for name in OPTIONAL if name in want],
-        scale=float(transform.scale),
-        softcap=float(transform.softcap or 0.0),
-        temperature=float(temperature),
-        ignore_index=ignore_index,
-        backend=backend,
-        transport=options.transport,
-        group_name=shard.group_name,
+    # torch.compile would trace through the cache and warn about it
+    head_spec = _head_spec.__wrapped__ if torch.compiler.is_compiling() else _head_spec
+    spec = head_spec(
+        shard, tuple(want), transform.scale, transform.softcap, temperature, ignore_index, backend, options.transport
     )
     rows = _TokenOrder(logits, options.inplace)
     vectors = (
@@ -116,11 +106,34 @@ def vocab_statistics(
     return VocabStatistics(**out, labels=labels, vocab_size=shard.vocab_size)
 
 
+@functools.lru_cache(maxsize=256)
+def _head_spec(shard, want, scale, softcap, temperature, ignore_index, backend, transport) -> HeadSpec:
+    return HeadSpec(
+        start=shard.start,
+        valid_width=shard.valid_width,
+        vocab_size=shard.vocab_size,
+        chunk_size=shard.chunk_size,
+        chunks=shard.chunks,
+        world_size=shard.world_size,
+        want=tuple(name for name in OPTIONAL if name in want),
+        scale=float(scale),
+        softcap=float(softcap or 0.0),
+        temperature=float(temperature),
+        ignore_index=ignore_index,
+        backend=backend,
+        transport=transport,
+        group_name=shard.group_name,
+    )
+
+
 class _TokenOrder:
     """Tokens in the logits' memory order, so that a transposed [S, B, V] needs no copy: only per-token vectors move."""
 
     def __init__(self, logits: torch.Tensor, inplace: bool):
         lead = logits.dim() - 1
+        if lead == 1 and not inplace:  # already a row of tokens
+            self.permutation, self.shape, self.rows = None, logits.shape[:1], logits.shape[0]
+            return
         order = []  # by descending stride; by hand, because a traced stride may be compared but not sorted
         for d in range(lead):
             at = len(order)
@@ -200,6 +213,8 @@ def _validate(logits, labels, shard, want, transform, total_weight, options) -> 
         raise ValueError(f"transport must be one of {TRANSPORTS}, got {options.transport!r}")
     if options.transport == "sum" and "argmax" in want:
         raise ValueError("argmax is not a sum: it needs transport='gather', got 'sum'")
+    if options.transport == "symm_mem" and (backend != "triton" or not logits.is_cuda):
+        raise ValueError(f"transport='symm_mem' needs the triton backend on CUDA, got {backend!r} on {logits.device}")
     if total_weight is not None:
         if "total" not in want:
             raise ValueError('total_weight weights the statistic "total", which is not in want')

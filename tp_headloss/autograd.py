@@ -6,6 +6,8 @@ shape-inferable calls and CUDA graphs capture exactly what eager runs.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from . import comm
@@ -26,21 +28,27 @@ def _float_type(logits) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def _statistics(logits, labels, bias, temperatures, total_weight, *spec):
-    spec = HeadSpec(*spec)
+def _statistics(logits, labels, bias, temperatures, total_weight, spec):
     backend, has_labels = load_backend(spec.backend), labels is not None
     shape = (spec.chunks, len(packet_rows(has_labels, spec.want)), logits.shape[0])
+    inputs = logits, labels, bias, temperatures, total_weight
+    if spec.transport in ("auto", "symm_mem") and spec.world_size > 1 and backend.shares_memory(logits):
+        memory = comm.symmetric_memory(spec.transport, spec.group_name, math.prod(shape), logits.device)
+        if memory is not None:
+            packets = memory.packets(shape)
+            backend.local_statistics(packets, *inputs, spec, memory)
+            memory.barrier()
+            return backend.merge_packets(packets, labels, spec, memory)
     packets = logits.new_empty(shape, dtype=_float_type(logits))
-    backend.local_statistics(packets, logits, labels, bias, temperatures, total_weight, spec)
+    backend.local_statistics(packets, *inputs, spec)
     if spec.transport == "sum":
         lanes = comm.sum_lanes(to_lanes(packets, has_labels, spec), spec.world_size, spec.group_name)
         return finish(from_lanes(lanes, has_labels, spec), labels, spec, packets.dtype)
     return backend.merge_packets(comm.gather_packets(packets, spec.world_size, spec.group_name), labels, spec)
 
 
-def _statistics_fake(logits, labels, bias, temperatures, total_weight, *spec):
-    want = HeadSpec(*spec).want
-    return empty_outputs(logits, logits.shape[0], labels is not None, want, _float_type(logits))
+def _statistics_fake(logits, labels, bias, temperatures, total_weight, spec):
+    return empty_outputs(logits, logits.shape[0], labels is not None, spec.want, _float_type(logits))
 
 
 def _write_gradient(out, inputs, merged, grads, spec):
@@ -48,10 +56,10 @@ def _write_gradient(out, inputs, merged, grads, spec):
     load_backend(spec.backend).logits_gradient(out, *inputs, merged, grads, spec)
 
 
-def _logits_gradient(logits, labels, bias, temperatures, total_weight, merged, lse, log_prob, entropy, total, *spec):
+def _logits_gradient(logits, labels, bias, temperatures, total_weight, merged, lse, log_prob, entropy, total, spec):
     out = torch.empty_like(logits)
     inputs = (logits, labels, bias, temperatures, total_weight)
-    _write_gradient(out, inputs, merged, (lse, log_prob, entropy, total), HeadSpec(*spec))
+    _write_gradient(out, inputs, merged, (lse, log_prob, entropy, total), spec)
     return out
 
 
@@ -59,12 +67,23 @@ def _logits_gradient_fake(logits, *_):
     return torch.empty_like(logits)
 
 
+def _with_spec(function):
+    """The function behind an operator, whose schema spells out the fields of the spec."""
+
+    def operator(*args):
+        fields = dict(zip(HeadSpec._fields, args[-len(HeadSpec._fields) :]))
+        spec = HeadSpec(**{**fields, "want": tuple(fields["want"])})
+        return function(*args[: -len(fields)], spec)
+
+    return operator
+
+
 for _name, _real, _fake in (
     ("tp_headloss::statistics", _statistics, _statistics_fake),
     ("tp_headloss::logits_gradient", _logits_gradient, _logits_gradient_fake),
 ):
-    torch.library.impl(_name, "default", _real)
-    torch.library.register_fake(_name, _fake)
+    torch.library.impl(_name, "default", _with_spec(_real))
+    torch.library.register_fake(_name, _with_spec(_fake))
 
 
 OUTPUTS = ("lse", "log_prob", "target_logit", "owners", "entropy", "total", "mass", "argmax", "valid", "hits")
@@ -77,6 +96,20 @@ def _runs_here(tensor) -> bool:
     return plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
 
 
+def _fields(spec: HeadSpec) -> list:
+    return [list(field) if isinstance(field, tuple) else field for field in spec]
+
+
+def _once_differentiable(backward):
+    """torch's decorator, without its cost where no graph of the backward is being built."""
+    checked = torch.autograd.function.once_differentiable(backward)
+
+    def wrapper(ctx, *grads):
+        return checked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return wrapper
+
+
 class Statistics(torch.autograd.Function):
     """logits [N, width] sharded on V -> the statistics named in `OUTPUTS`, None where off.
 
@@ -85,8 +118,11 @@ class Statistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, bias, temperatures, total_weight, spec, inplace):
-        operator = _statistics if _runs_here(logits) else torch.ops.tp_headloss.statistics
-        merged, values, *flags = operator(logits, labels, bias, temperatures, total_weight, *spec)
+        inputs = logits, labels, bias, temperatures, total_weight
+        if _runs_here(logits):
+            merged, values, *flags = _statistics(*inputs, spec)
+        else:
+            merged, values, *flags = torch.ops.tp_headloss.statistics(*inputs, *_fields(spec))
         ctx.save_for_backward(logits, labels, bias, temperatures, total_weight, merged)
         ctx.spec, ctx.inplace = spec, inplace
         ctx.set_materialize_grads(False)
@@ -97,7 +133,7 @@ class Statistics(torch.autograd.Function):
         return tuple(out.get(name) for name in OUTPUTS)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_once_differentiable
     def backward(ctx, lse, log_prob, target_logit, _owners, entropy, total, *_flags):
         *inputs, merged = ctx.saved_tensors
         if target_logit is not None:  # z_y = log_prob + lse
@@ -114,7 +150,7 @@ class Statistics(torch.autograd.Function):
             logits = torch.empty_like(inputs[0])
             _write_gradient(logits, inputs, merged, grads, ctx.spec)
         else:
-            logits = torch.ops.tp_headloss.logits_gradient(*inputs, merged, *grads, *ctx.spec)
+            logits = torch.ops.tp_headloss.logits_gradient(*inputs, merged, *grads, *_fields(ctx.spec))
         bias = logits.sum(0, dtype=merged.dtype).to(inputs[2].dtype) if ctx.needs_input_grad[2] else None
         return logits, None, bias, None, None, None, None
 
@@ -137,7 +173,7 @@ class TokenSums(torch.autograd.Function):
         return loss, sums
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @_once_differentiable
     def backward(ctx, loss, _sums):
         valid, weight, sums, *values = ctx.saved_tensors
         needed = ctx.needs_input_grad[4:]

@@ -1,24 +1,32 @@
 """The packed exchange of statistics: the only collective calls of the package, and the only place that can block.
 
-NCCL knows no all-reduce whose operator is the merge of `stats`, so there are two transports:
+NCCL knows no all-reduce whose operator is the merge of `stats`, so there are three transports:
 
-* ``gather`` (default): one all-gather of the fp32 packets. It copies bits and adds nothing, every rank merges the same
-  packets in the same order, and the result has the same bits on every rank.
+* ``gather``: one all-gather of the fp32 packets. It copies bits and adds nothing, every rank merges the same packets in
+  the same order, and the result has the same bits on every rank.
+* ``symm_mem``: the same packets, but written straight into memory that all GPUs of the group address; after one
+  barrier the merge kernel reads its peers over NVLink. Same bits. For the GPUs of one host, see `symmetric_memory`.
 * ``sum``: literally one ``all_reduce(SUM)`` of float64 lanes, whose volume does not grow with the group size; for
   large groups. Its order of additions is the communication library's; see `stats.to_lanes` for its range.
+
+``auto`` is ``symm_mem`` where it can be had and was measured to be faster, else ``gather``.
 
 The group arrives by name, so that operators keep plain arguments and `torch.compile` needs no process group object.
 """
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-TRANSPORTS = ("gather", "sum")
+TRANSPORTS = ("auto", "gather", "sum", "symm_mem")
 # torch 2.13 renamed it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_log = logging.getLogger("tp_headloss")
 
 
 def gather_packets(packets: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
@@ -36,3 +44,113 @@ def sum_lanes(lanes: torch.Tensor, world_size: int, group_name: str) -> torch.Te
     if world_size > 1 and lanes.numel() > 0:
         dist.all_reduce(lanes, group=_resolve_process_group(group_name))
     return lanes
+
+
+class SymmetricMemory:
+    """Memory of one group that all its GPUs address: two slots of packets per rank, used in turn.
+
+    Two slots and one barrier per exchange suffice: a rank that writes a slot again has passed the barrier of the
+    exchange in between, which its peers reach only after they have read the slot. Whose turn it is lives on the device
+    (`turns`), because a captured graph is replayed with the arguments of its capture.
+    """
+
+    TIMEOUT_MS = 600_000  # a peer that does not come for so long is a CUDA error; NCCL's default
+
+    def __init__(self, group, numel: int, device: torch.device):
+        import torch.distributed._symmetric_memory as symm_mem
+
+        self.slot = 1 << (numel - 1).bit_length()  # fp32 numbers
+        self.buffer = symm_mem.empty(2 * self.slot, dtype=torch.float32, device=device)
+        self.handle = symm_mem.rendezvous(self.buffer, group)
+        addresses = [self.handle.get_buffer(r, (1,), torch.float32).data_ptr() for r in range(group.size())]
+        self.peers = torch.tensor(addresses, device=device)  # [P] int64
+        # [0]: exchanges completed, read where packets are written; [1]: the same, read where they are merged
+        self.turns = torch.zeros(2, dtype=torch.int32, device=device)
+        self.stream = torch.cuda.current_stream(device)
+        torch.cuda.synchronize(device)  # once per group: other streams may use it next
+
+    def packets(self, shape) -> torch.Tensor:
+        """This rank's packets [chunks, rows, N] in its first slot."""
+        self._follow()
+        return self.buffer[: shape[0] * shape[1] * shape[2]].view(shape)
+
+    def barrier(self):
+        self.handle.barrier(channel=0, timeout_ms=self.TIMEOUT_MS)
+
+    def _follow(self):
+        """Exchanges on several streams take turns, in the order of the calls."""
+        if torch._C._cuda_getCurrentRawStream(self.buffer.device.index) == self.stream.cuda_stream:
+            return
+        last, self.stream = self.stream, torch.cuda.current_stream(self.buffer.device)
+        with torch.cuda.stream(last):
+            last_is_captured = torch.cuda.is_current_stream_capturing()
+        if last_is_captured == torch.cuda.is_current_stream_capturing():  # a capture cannot wait for what it is not in
+            self.stream.wait_stream(last)
+
+
+class _Group:
+    """Whether a group's GPUs share memory, and the memory so far, all of it, because graphs may hold the oldest."""
+
+    def __init__(self, group):
+        self.group, self.why_not, self.memories = group, None, []
+
+
+_groups: dict[str, _Group] = {}
+
+
+def symmetric_memory(transport: str, group_name: str, numel: int, device: torch.device) -> SymmetricMemory | None:
+    """Where this rank's `numel` fp32 packets go under "symm_mem" and "auto", or None: gather them.
+
+    The ranks agree when a group is first seen, before any exchange, and again when more tokens need more memory; both
+    are host synchronisations, and neither is possible while a CUDA graph is being captured (run a step before).
+    "auto" says nothing where it gathers, and takes symmetric memory only on GPUs like those where it was faster.
+    """
+    group = _resolve_process_group(group_name)
+    known = _groups.get(group_name)
+    if known is None or known.group is not group:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        known = _groups[group_name] = _Group(group)
+        known.why_not = _why_not(group, device)
+        if known.why_not and transport == "symm_mem":
+            _log.warning("no symmetric memory for group %s, packets are gathered: %s", group_name, known.why_not)
+    if known.why_not or (transport == "auto" and torch.cuda.get_device_capability(device) < (9, 0)):
+        return None
+    if known.memories and known.memories[-1].slot >= numel:
+        return known.memories[-1]
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    error = memory = None
+    with torch.cuda.device(device):
+        try:
+            memory = SymmetricMemory(group, numel, device)
+        except Exception as exception:  # whatever it is, all ranks must learn of it
+            error = f"{type(exception).__name__}: {exception}"
+        errors = [e for e in _everybodys(error, group) if e]
+    if errors:
+        known.why_not = errors[0]
+        _log.warning("no symmetric memory for group %s, packets are gathered: %s", group_name, known.why_not)
+        return None
+    known.memories.append(memory)
+    return memory
+
+
+def _everybodys(value, group) -> list:
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _why_not(group, device) -> str | None:
+    """The same answer on all ranks."""
+    try:
+        import torch.distributed._symmetric_memory
+
+        host, missing = Path("/proc/sys/kernel/random/boot_id").read_text(), None
+    except (ImportError, OSError) as error:
+        host, missing = None, str(error)
+    with torch.cuda.device(device):
+        facts = _everybodys((host, missing), group)
+    if missing := [reason for _, reason in facts if reason]:
+        return missing[0]
+    return None if len({host for host, _ in facts}) == 1 else "the group spans several hosts"

@@ -38,7 +38,7 @@ class HeadSpec(NamedTuple):
     chunk_size: int
     chunks: int
     world_size: int
-    want: list[str]  # of OPTIONAL
+    want: tuple[str, ...]  # of OPTIONAL
     scale: float
     softcap: float  # 0: none
     temperature: float

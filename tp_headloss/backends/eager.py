@@ -32,6 +32,11 @@ def _transform(x, bias, temperature, spec: HeadSpec):
     return bounded * (spec.softcap * inverse), slope * (spec.scale * inverse)
 
 
+def shares_memory(_logits) -> bool:
+    """Whether packets may meet in symmetric memory: the kernels know how, plain torch does not."""
+    return False
+
+
 def local_statistics(packets, logits, labels, bias, temperature, total_weight, spec: HeadSpec):
     """Logits [N, width], labels [N] -> packets [chunks, rows, N] of this rank, fp32 (float64 for float64)."""
     names = packet_rows(labels is not None, spec.want)

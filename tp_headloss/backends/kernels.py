@@ -103,7 +103,7 @@ def _add_tile(
     return m, s, e, total, mass, best
 
 
-@triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks", "ignore_index"])
+@triton.jit(do_not_specialize=["slot", "n_rows", "start", "valid_width", "chunks", "ignore_index"])
 def statistics_kernel(
     packets_ptr,  # [chunks, K, T] fp32 out; rows in the order of stats.packet_rows
     x_ptr,  # [T, width]
@@ -111,6 +111,7 @@ def statistics_kernel(
     bias_ptr,  # [width] or None
     temperature_ptr,  # [T] fp32 or None
     weight_ptr,  # [width] fp32 or None: column weights of the total
+    turns_ptr, slot,  # [2] int32 or None, elements: which slot of symmetric memory, see comm.SymmetricMemory
     n_rows, x_row, x_column,
     start, valid_width, width, chunk_size, chunks, ignore_index,
     pre, post,
@@ -125,6 +126,11 @@ def statistics_kernel(
     size = tl.maximum(tl.minimum(chunk_size, valid_width - first), 0)
     pre, post = _row_factors(temperature_ptr, row, pre, post, HAS_CAP)
     x_ptr += row * x_row
+    if turns_ptr is not None:
+        turn = tl.load(turns_ptr)
+        packets_ptr += (turn & 1).to(tl.int64) * slot
+        if tl.program_id(0) == 0:
+            tl.store(turns_ptr + 1, turn)
 
     target = -1
     ignored = False
@@ -217,7 +223,17 @@ def _settle(value, bad, ignored):
     return tl.where(ignored, 0.0, tl.where(bad, float("nan"), value)).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit
+def _packet(packets_ptr, peers_ptr, k: tl.constexpr, offset, size, CHUNKS: tl.constexpr):
+    """Where packet k of the group begins: in the gathered ones, or in the memory of the rank that wrote it."""
+    if peers_ptr is None:
+        at = packets_ptr + k * size
+    else:
+        at = tl.load(peers_ptr + k // CHUNKS).to(tl.pointer_type(tl.float32)) + (offset + k % CHUNKS * size)
+    return at
+
+
+@triton.jit(do_not_specialize=["slot", "n_rows"])
 def merge_kernel(
     merged_ptr,  # [R, T] fp32 out; rows in the order of stats.merged_rows
     values_ptr,  # [K, T] fp32 out; rows in the order of stats.value_rows
@@ -226,8 +242,11 @@ def merge_kernel(
     hits_ptr,  # [T] bool out, where labels and argmax are
     packets_ptr,  # [packets, K, T] fp32
     labels_ptr,  # [T] or None
+    peers_ptr,  # [P] int64 addresses of every rank's packets, or None where packets_ptr holds all of them
+    turns_ptr, slot,  # as in `statistics_kernel`
     n_rows,
-    PACKETS: tl.constexpr, WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr, BLOCK: tl.constexpr,
+    PACKETS: tl.constexpr, CHUNKS: tl.constexpr,  # of the group, of a rank
+    WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the merge of all packets of BLOCK tokens in chunk order, in float64, and the target column."""
     HAS_LABELS: tl.constexpr = labels_ptr is not None
@@ -238,9 +257,16 @@ def merge_kernel(
     n = n_rows.to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = token < n
+    slot_offset = n * 0
+    if turns_ptr is not None:
+        turn = tl.load(turns_ptr + 1)
+        slot_offset = (turn & 1).to(tl.int64) * slot
+        if tl.program_id(0) == 0:
+            tl.store(turns_ptr, turn + 1)
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
     for k in tl.static_range(PACKETS):
-        peak = tl.maximum(peak, tl.load(packets_ptr + k * ROWS * n + token, mask=here, other=0.0))
+        at = _packet(packets_ptr, peers_ptr, k, slot_offset, ROWS * n, CHUNKS) + token
+        peak = tl.maximum(peak, tl.load(at, mask=here, other=0.0))
     shift = peak.to(tl.float64)
 
     others = tl.zeros([BLOCK], tl.float64)
@@ -251,7 +277,7 @@ def merge_kernel(
     owners = tl.zeros([BLOCK], tl.float32)
     index = tl.full([BLOCK], float("inf"), tl.float32)
     for k in tl.static_range(PACKETS):
-        at = packets_ptr + k * ROWS * n + token
+        at = _packet(packets_ptr, peers_ptr, k, slot_offset, ROWS * n, CHUNKS) + token
         m = tl.load(at, mask=here, other=0.0)
         s = tl.load(at + n, mask=here, other=1.0).to(tl.float64)
         drop, factor = _decay(m.to(tl.float64), shift)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -58,44 +57,38 @@ def _observed() -> bool:
     return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
-def _kind(number, specialized: bool):
-    """What Triton compiles into a kernel about an integer: its type, and often whether it is 1 or a multiple of 16."""
-    if not isinstance(number, int):
-        return None
-    return (number > 2147483647 or number < -2147483648, specialized and (number == 1 or number % 16 == 0, number == 1))
+def _size(number: int):
+    """What Triton compiles into a kernel about an integer: whether it is 1 or a multiple of 16, and its type."""
+    return number if number == 1 else (number % 16 == 0, number >= 2**31)
 
 
-def _tensor_kind(tensor):
-    return None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0)
+def _kind(tensor):
+    """What it compiles about a pointer."""
+    return None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16)
 
 
-def _flat(arguments):
-    return [x for a in arguments for x in (a if isinstance(a, tuple) else (a,))]
+def _launch(kernel, programs: int, variant: tuple, launch: Launch, *arguments):
+    """kernel[(programs,)](*arguments, launch.block) on the device of the first argument.
 
-
-def _launch(kernel, programs: int, tensors: tuple, numbers: tuple, flags: tuple, launch: Launch):
-    """kernel[(programs,)](*tensors, *numbers, *flags, launch.block) on the device of the first tensor.
-
-    Triton's own dispatch takes longer than some of these kernels (H200's host: 18 us of 24), so a variant that was
-    launched before is launched again directly; what makes a variant is what Triton specialises on.
+    Triton's own dispatch takes longer than most of these kernels, so what was launched before is launched again
+    directly: a `variant` with the same kernel, launch parameters and device is what Triton would not compile anew.
     """
-    device = tensors[0].device
-    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
-    with torch.cuda.device(device) if elsewhere else nullcontext():
-        arguments, key = (*tensors, *numbers, *flags, launch.block), None
-        if DIRECT and not _observed():
-            names = kernel.arg_names[len(tensors) :]
-            key = (
-                kernel, device.index, flags, launch, *map(_tensor_kind, _flat(tensors)),
-                *(_kind(number, name not in kernel.do_not_specialize) for name, number in zip(names, numbers)),
-            )  # fmt: skip
-            if key in _compiled:
-                run, function, metadata = _compiled[key]
-                stream = torch._C._cuda_getCurrentRawStream(device.index)
-                return run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
-        result = kernel[(programs,)](*arguments, num_warps=launch.warps, enable_fp_fusion=True)
-        if key is not None:
-            _compiled[key] = result.run, result.function, result.packed_metadata
+    device = arguments[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _launch(kernel, programs, variant, launch, *arguments)
+    if not DIRECT or _observed():
+        kernel[(programs,)](*arguments, launch.block, num_warps=launch.warps, enable_fp_fusion=True)
+        return
+    key = kernel, device.index, launch, variant
+    compiled = _compiled.get(key)
+    if compiled is None:
+        result = kernel[(programs,)](*arguments, launch.block, num_warps=launch.warps, enable_fp_fusion=True)
+        _compiled[key] = result.run, result.function, result.packed_metadata
+        return
+    run, function, metadata = compiled
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, launch.block)
 
 
 def _factors(spec: HeadSpec, has_temperatures: bool) -> tuple[float, float, bool, bool]:
@@ -106,27 +99,32 @@ def _factors(spec: HeadSpec, has_temperatures: bool) -> tuple[float, float, bool
     return pre, 1.0, has_temperatures or pre != 1.0, False
 
 
-def local_statistics(packets, logits, labels, bias, temperatures, total_weight, spec: HeadSpec):
-    """Logits [N, width], labels [N] -> packets [chunks, rows, N] fp32 of this rank."""
+def shares_memory(logits) -> bool:
+    """Whether packets may meet in symmetric memory."""
+    return logits.is_cuda and logits.shape[0] > 0
+
+
+def local_statistics(packets, logits, labels, bias, temperatures, total_weight, spec: HeadSpec, memory=None):
+    """Logits [N, width], labels [N] -> packets [chunks, rows, N] fp32 of this rank, in `memory`'s slot if given."""
     n_rows, width = logits.shape
     if n_rows == 0:
         return
     pre, post, has_scale, has_cap = _factors(spec, temperatures is not None)
+    row, column = logits.stride()
+    vectors = labels, bias, temperatures, total_weight
     _launch(
         kernels.statistics_kernel,
         n_rows * spec.chunks,
-        (packets, logits, labels, bias, temperatures, total_weight),
-        (
-            n_rows, *logits.stride(), spec.start, spec.valid_width, width, spec.chunk_size, spec.chunks,
-            spec.ignore_index, pre, post,
-        ),
-        (has_scale, has_cap, "entropy" in spec.want, "total" in spec.want, "argmax" in spec.want),
+        (spec, width, memory and memory.slot, _kind(logits), _size(row), _size(column), *map(_kind, vectors)),
         statistics_launch(spec.chunk_size),
+        packets, logits, *vectors, memory and memory.turns, memory.slot if memory else 0,
+        n_rows, row, column, spec.start, spec.valid_width, width, spec.chunk_size, spec.chunks, spec.ignore_index,
+        pre, post, has_scale, has_cap, "entropy" in spec.want, "total" in spec.want, "argmax" in spec.want,
     )  # fmt: skip
 
 
-def merge_packets(packets, labels, spec: HeadSpec):
-    """Packets of all ranks -> [merged rows, values, *flags]."""
+def merge_packets(packets, labels, spec: HeadSpec, memory=None):
+    """Packets of all ranks (this rank's, whose peers' lie in `memory`) -> [merged rows, values, *flags]."""
     n_rows, has_labels = packets.shape[-1], labels is not None
     outputs = empty_outputs(packets, n_rows, has_labels, spec.want)
     flags = dict(zip(flag_names(has_labels, spec.want), outputs[2:]))
@@ -134,11 +132,12 @@ def merge_packets(packets, labels, spec: HeadSpec):
         _launch(
             kernels.merge_kernel,
             triton.cdiv(n_rows, MERGE.block),
-            (*outputs[:2], *(flags.get(name) for name in ("valid", "argmax", "hits")), packets, labels),
-            (n_rows,),
-            (spec.packets, "entropy" in spec.want, "total" in spec.want),
+            (spec, memory and memory.slot, _kind(labels)),
             MERGE,
-        )
+            *outputs[:2], *(flags.get(name) for name in ("valid", "argmax", "hits")), packets, labels,
+            memory and memory.peers, memory and memory.turns, memory.slot if memory else 0,
+            n_rows, spec.packets, spec.chunks, "entropy" in spec.want, "total" in spec.want,
+        )  # fmt: skip
     return outputs
 
 
@@ -154,14 +153,17 @@ def logits_gradient(out, logits, labels, bias, temperatures, total_weight, merge
         return
     launch = gradient_launch(width)
     pre, post, has_scale, has_cap = _factors(spec, temperatures is not None)
+    strides = *out.stride(), *logits.stride()
+    vectors = labels, bias, temperatures, total_weight
     _launch(
         kernels.gradient_kernel,
         n_rows * triton.cdiv(width, launch.block),
-        (out, logits, labels, bias, temperatures, total_weight, merged, *grads),
-        (n_rows, *out.stride(), *logits.stride(), spec.start, spec.valid_width, width, pre, post),
-        (has_scale, has_cap, spec.valid_width < width),
+        (spec, width, _kind(out), _kind(logits), *map(_size, strides), *map(_kind, vectors), *map(_kind, grads)),
         launch,
-    )
+        out, logits, *vectors, merged, *grads,
+        n_rows, *strides, spec.start, spec.valid_width, width,
+        pre, post, has_scale, has_cap, spec.valid_width < width,
+    )  # fmt: skip
 
 
 def token_sums(values, valid, weight, denominator, plan):
@@ -172,11 +174,12 @@ def token_sums(values, valid, weight, denominator, plan):
     _launch(
         kernels.sums_kernel,
         1,
-        (sums, loss, values, valid, weight, given),
-        (plan.coefficients, number, valid.numel()),
-        (plan.squares, plan.negatives, denominator is None),
+        (plan.squares, plan.negatives, len(plan.coefficients), denominator is None,
+         *map(_kind, (valid, weight, given)), *map(_kind, values)),
         sums_launch(valid.numel()),
-    )
+        sums, loss, values, valid, weight, given, plan.coefficients, number, valid.numel(),
+        plan.squares, plan.negatives, denominator is None,
+    )  # fmt: skip
     return loss, sums
 
 
@@ -188,9 +191,9 @@ def token_sums_gradient(upstream, values, valid, weight, sums, plan):
         _launch(
             kernels.sums_gradient_kernel,
             triton.cdiv(n_rows, SUMS_GRADIENT.block),
-            (out, upstream, values, valid, weight, sums),
-            (plan.coefficients, sums.shape[0] - 1, n_rows),
-            (plan.squares, plan.negatives),
+            (plan.squares, plan.negatives, *map(_kind, (upstream, valid, weight)), *map(_kind, values)),
             SUMS_GRADIENT,
-        )
+            out, upstream, values, valid, weight, sums, plan.coefficients, sums.shape[0] - 1, n_rows,
+            plan.squares, plan.negatives,
+        )  # fmt: skip
     return out
