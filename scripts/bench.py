@@ -1,189 +1,444 @@
-"""Time and memory of the head loss, against the copy bandwidth measured in the same process.
+"""Time and memory of head losses, ours and other people's, side by side in one process.
 
-    python scripts/bench.py --tokens 8192 --vocab 32064
-    torchrun --standalone --nproc-per-node 4 scripts/bench.py --tokens 8192 --vocab 128256
+    python scripts/bench.py --tokens 8192 --vocab 32064 128256 --json tp1.json
+    torchrun --standalone --nproc-per-node 4 scripts/bench.py --vocab 128256 --tasks ce --implementations 'ours*'
+    python scripts/bench.py --device cpu --tokens 64 --vocab 1000 --implementations ours torch  # a smoke test
 
-Every implementation is first checked against float64 on a few rows. A row of the table is one (task, implementation):
-median time of forward + backward of the mean loss, captured in a CUDA graph and eager, with the 10 % and 90 % points,
-the ratio to the floor of 6 bytes per logit (2 read forward, 2 read and 2 written backward) at the copy bandwidth, and
-the peak memory above the inputs. With --json FILE the same as JSON, with device, versions and command.
+One row per task, tokens, vocabulary, TP size (the number of processes) and implementation; `scripts/plot_bench.py`
+draws the JSON files of one or more runs.
+
+Check: before it is timed, every implementation computes loss and logits gradient with all labels but those of 16 rows
+ignored, and is compared with float64 on those rows. Too far off is status "wrong": listed and timed, but marked.
+
+Times, in microseconds, as 10 %, 50 % and 90 % points over the repeats; with several ranks, of the slowest one:
+* forward in grad mode (it saves what its backward needs), backward, and both, of the mean loss over all tokens;
+* graph: one replay of a CUDA graph between two events, the L2 cache flushed before. null, with the reason, for what
+  cannot be captured;
+* eager: up to 10 steps back to back between two events, divided by their number: as in training, the host may run
+  ahead. host: what it needs to issue one step, measured apart.
+* backward repeats autograd.grad on a retained graph. What works in place cannot be repeated: there, it is the
+  difference of both and forward.
+
+Floor: what must move through memory, the logits read forward, read and written backward (6 bytes per logit in bf16), at
+the copy bandwidth measured in the same process. extra memory: the peak above the inputs, after a warm-up.
 """
 
+from __future__ import annotations
+
 import argparse
+import fnmatch
+import importlib.metadata
+import itertools
 import json
+import math
 import os
 import shlex
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from peers import CLIP, ENTROPY_WEIGHT, PEERS, Z_WEIGHT, Batch
+from timing import Machine, measure, reason
 
-from tp_headloss import CrossEntropy, Entropy, HeadLoss, Options, VocabShard, ZLoss, __version__
+from tp_headloss import CrossEntropy, Entropy, HeadLoss, Options, Term, VocabShard, ZLoss, __version__, vocab_statistics
+from tp_headloss.comm import TRANSPORTS
 
-TASKS = {
-    "ce": lambda: HeadLoss(),
-    "ce + z": lambda: HeadLoss([CrossEntropy(), ZLoss(1e-4)]),
-    "ce + z + entropy + accuracy": lambda: HeadLoss(
-        [CrossEntropy(), ZLoss(1e-4), Entropy(0.01)], metrics=("entropy", "accuracy")
+IGNORED = -100
+CHECKED_ROWS = 16
+# Relative errors of the loss and (L2) of the gradient that still count as right. Ours may add nothing but float32 noise
+# and a tenth to the error of rounding the true gradient once.
+PEER_TOLERANCE = {"loss": 1e-2, "gradient": 2e-2}
+OUR_TOLERANCE = {"loss": 1e-5, "gradient": 1e-5}
+
+
+@dataclass(frozen=True)
+class Task:
+    """A loss, ours and its definition. To add one, append it to TASKS."""
+
+    name: str
+    ours: Callable[[Options], Callable[[Batch], torch.Tensor]]
+    # (logits of the whole vocabulary, labels, **extras) -> mean loss over the valid tokens, and after it any metrics
+    reference: Callable[..., tuple]
+    # (tokens, columns, draw) -> inputs besides logits and labels, one per token or, like the logits, [tokens, columns]
+    extras: Callable[..., dict] = lambda tokens, columns, draw: {}
+
+
+def head(*terms, metrics=()):
+    def ours(options):
+        loss = HeadLoss(terms, metrics=metrics, options=options)
+        return lambda batch: loss(batch.logits, batch.labels, shard=batch.shard).loss
+
+    return ours
+
+
+def log_prob_and_entropy(options):
+    """Statistics with a gradient of their own for every token, and no HeadLoss."""
+
+    def loss(batch):
+        stats = vocab_statistics(batch.logits, batch.labels, shard=batch.shard, want=("entropy",), options=options)
+        a, b = batch.extras["log_prob"], batch.extras["entropy"]
+        return -(a * stats.log_prob + b * stats.entropy).sum() / batch.count
+
+    return loss
+
+
+def policy_loss(log_prob, advantage, old):
+    ratio = (log_prob - old).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+
+
+def grpo(options):
+    """CE + z + clipped policy gradient with the entropy as a metric, written by a user of the statistics."""
+
+    def loss(batch):
+        stats = vocab_statistics(batch.logits, batch.labels, shard=batch.shard, want=("entropy",), options=options)
+        policy = policy_loss(stats.log_prob, batch.extras["advantage"], batch.extras["old"])
+        batch.mean(stats.entropy.detach())
+        return batch.mean(policy - stats.log_prob + Z_WEIGHT * stats.lse**2)
+
+    return loss
+
+
+def focal(log_prob):
+    return -((1 - log_prob.exp()) ** 2) * log_prob
+
+
+def definitions(z, labels):
+    """Per token: lse, log-prob of the label, entropy, whether the label is the argmax, and the valid tokens' mean."""
+    log_p, ids, valid = z.log_softmax(-1), labels.clamp(min=0), labels != IGNORED
+    log_prob = log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    entropy, hit = -(log_p.exp() * log_p).sum(-1), (z.argmax(-1) == labels).to(z.dtype)
+    return z.logsumexp(-1), log_prob, entropy, hit, lambda x: torch.where(valid, x, 0.0).sum() / valid.sum()
+
+
+def ce_z_reference(z, labels):
+    lse, valid = z.logsumexp(-1), labels != IGNORED
+    return (F.cross_entropy(z, labels) + Z_WEIGHT * torch.where(valid, lse**2, 0.0).sum() / valid.sum(),)
+
+
+def ce_z_entropy_accuracy_reference(z, labels):
+    lse, log_prob, entropy, hit, mean = definitions(z, labels)
+    return mean(Z_WEIGHT * lse**2 - log_prob - ENTROPY_WEIGHT * entropy), mean(entropy.detach()), mean(hit)
+
+
+def log_prob_and_entropy_reference(z, labels, log_prob, entropy):
+    _, label_log_prob, row_entropy, _, mean = definitions(z, labels)
+    return (-mean(log_prob * label_log_prob + entropy * row_entropy),)
+
+
+def grpo_reference(z, labels, advantage, old):
+    lse, log_prob, entropy, _, mean = definitions(z, labels)
+    policy = policy_loss(log_prob, advantage, old)
+    return mean(policy - log_prob + Z_WEIGHT * lse**2), mean(entropy.detach())
+
+
+def user_reference(z, labels):
+    _, log_prob, _, _, mean = definitions(z, labels)
+    return (mean(0.5 * focal(log_prob) - log_prob),)
+
+
+TASKS = [
+    Task("ce", head(CrossEntropy()), lambda z, labels: (F.cross_entropy(z, labels),)),
+    Task("ce+z", head(CrossEntropy(), ZLoss(Z_WEIGHT)), ce_z_reference),
+    Task(
+        "ce+z+entropy+accuracy",
+        head(CrossEntropy(), ZLoss(Z_WEIGHT), Entropy(ENTROPY_WEIGHT), metrics=("entropy", "accuracy")),
+        ce_z_entropy_accuracy_reference,
     ),
-}
+    Task(
+        "log_prob+entropy",
+        log_prob_and_entropy,
+        log_prob_and_entropy_reference,
+        lambda tokens, columns, draw: {"log_prob": draw(tokens).abs(), "entropy": -draw(tokens).abs()},
+    ),
+    Task(
+        "grpo",
+        grpo,
+        grpo_reference,
+        lambda tokens, columns, draw: {"advantage": draw(tokens), "old": draw(tokens) - 14},
+    ),
+    Task(
+        "user",
+        head(CrossEntropy(), Term("focal", lambda stats: focal(stats.log_prob), weight=0.5)),
+        user_reference,
+    ),
+]
 
 
-def implementations(task, shard):
-    """name -> function(logits, labels) -> scalar loss."""
-    loss = TASKS[task]()
-    inplace = TASKS[task]()
-    inplace.options = Options(inplace=True)
-    out = {
-        "ours": lambda x, y: loss(x, y, shard=shard).loss,
-        "ours, in place": lambda x, y: inplace(x, y, shard=shard).loss,
-    }
-    if task == "ce" and shard.world_size == 1:
-        out["torch, bf16"] = F.cross_entropy
-        out["torch.compile"] = torch.compile(lambda x, y: F.cross_entropy(x.float(), y))
+@dataclass(frozen=True)
+class Implementation:
+    name: str
+    build: Callable[[], Callable[[Batch], torch.Tensor]]
+    ours: bool = False
+    note: str = ""
+
+
+def implementations(task, shard, device) -> list[Implementation]:
+    options = {"ours": Options(), "ours, in place": Options(inplace=True)}
+    if device.type == "cuda":
+        options["ours, torch backend"] = Options(backend="torch")
+    if shard.world_size > 1:
+        others = [t for t in ("gather", "symm_mem") if t in TRANSPORTS and t != Options().transport]
+        options |= {f"ours, {transport}": Options(transport=transport) for transport in others}
+    out = [Implementation(name, lambda o=o: task.ours(o), ours=True) for name, o in options.items()]
+    if shard.world_size == 1:
+        out.append(Implementation("torch, x.float()", lambda: in_torch(task, lambda function: function)))
+        out.append(Implementation("torch.compile", lambda: in_torch(task, torch.compile)))
+    return out + [
+        Implementation(p.name, lambda p=p: p.build(task.name, shard), note=p.note)
+        for p in PEERS
+        if task.name in p.tasks and (p.sharded or shard.world_size == 1)
+    ]
+
+
+def in_torch(task, wrap):
+    """The task's definition in float32, as a user of plain torch writes it; its metrics are computed, too."""
+    function = wrap(lambda logits, labels, **extras: task.reference(logits.float(), labels, **extras))
+    return lambda batch: function(batch.logits, batch.labels, **batch.extras)[0]
+
+
+class Problem:
+    """The inputs of one shape, shared by all tasks and implementations, with a few rows that every rank knows whole."""
+
+    def __init__(self, tokens: int, vocab: int, dtype: torch.dtype, machine: Machine):
+        self.shard = shard = VocabShard.from_group(machine.group, vocab)
+        self.columns, self.tokens, self.device, self.dtype = shard.width, tokens, machine.device, dtype
+        self.rows = torch.linspace(0, tokens - 1, min(CHECKED_ROWS, tokens), device=self.device).long()
+        draw = self.generator(1)
+        self.whole = draw(len(self.rows), vocab).mul_(2).to(dtype)
+        self.logits = torch.randn(tokens, shard.width, device=self.device, dtype=dtype).mul_(2)
+        self.logits[self.rows] = self.mine(self.whole)
+        self.values = self.logits.clone()  # some implementations write their gradient over the logits
+        self.logits.requires_grad_()
+        self.labels = (draw(tokens).abs() * 1e6).long() % vocab
+        self.few = torch.full_like(self.labels, IGNORED)
+        self.few[self.rows] = self.labels[self.rows]
+        self.few[self.rows[len(self.rows) // 2]] = IGNORED
+
+    def generator(self, seed: int):
+        """randn that draws the same numbers on every rank."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return lambda *shape: torch.randn(shape, device=self.device, generator=generator)
+
+    def mine(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of a tensor over the whole vocabulary; a tensor per token as it is."""
+        if whole.dim() == 1:
+            return whole
+        part = whole[:, self.shard.start : self.shard.start + self.columns]
+        return F.pad(part, (0, self.columns - part.shape[1]))
+
+    def extras(self, task: Task) -> tuple[dict, dict]:
+        """The task's further inputs for all tokens on this rank, and for the checked rows whole."""
+        whole = self.cast(task.extras(len(self.rows), self.shard.vocab_size, self.generator(2)))
+        local = self.cast(task.extras(self.tokens, self.columns, self.generator(3)))
+        for name, value in local.items():
+            value[self.rows] = self.mine(whole[name])
+        return local, whole
+
+    def cast(self, extras):
+        return {name: value.to(self.dtype) if value.dim() == 2 else value for name, value in extras.items()}
+
+    def batch(self, labels, extras) -> Batch:
+        mask = labels != IGNORED
+        return Batch(self.logits, labels, mask.float(), int(mask.sum()), self.shard, extras)
+
+    def refill(self):
+        with torch.no_grad():
+            self.logits.copy_(self.values)
+
+
+class Truth:
+    """float64 loss and gradient of the checked rows."""
+
+    def __init__(self, task: Task, problem: Problem, whole_extras: dict, machine: Machine):
+        self.problem, self.machine = problem, machine
+        z = problem.whole.double().requires_grad_()
+        extras = {name: value.double() for name, value in whole_extras.items()}
+        loss = task.reference(z, problem.few[problem.rows], **extras)[0]
+        self.loss, self.gradient = loss.item(), problem.mine(torch.autograd.grad(loss, z)[0])
+        rounded = self.gradient.to(problem.dtype).double()
+        (self.rounding,) = machine.slowest([self.relative(rounded - self.gradient)]).tolist()
+
+    def relative(self, difference, elsewhere=0.0) -> float:
+        return math.hypot(difference.norm().item(), elsewhere) / max(self.gradient.norm().item(), 1e-300)
+
+    def errors(self, function, extras) -> list[float]:
+        """Relative errors of loss and gradient, the largest of any rank; a gradient at an ignored row is an error."""
+        batch = self.problem.batch(self.problem.few, extras)
+        loss = function(batch)
+        gradient = torch.autograd.grad(loss, batch.logits)[0]
+        with torch.no_grad():  # the gradient may be the leaf itself, overwritten
+            rows = gradient[self.problem.rows].double()
+            gradient.index_fill_(0, self.problem.rows, 0.0)
+            elsewhere = torch.linalg.vector_norm(gradient, dtype=torch.float32).item()
+        errors = abs(loss.item() / self.loss - 1), self.relative(rows - self.gradient, elsewhere)
+        self.problem.refill()
+        return self.machine.slowest([math.inf if math.isnan(error) else error for error in errors]).tolist()
+
+    def accepts(self, errors, ours: bool) -> bool:
+        if not ours:
+            return errors[0] <= PEER_TOLERANCE["loss"] and errors[1] <= PEER_TOLERANCE["gradient"]
+        return errors[0] <= OUR_TOLERANCE["loss"] and errors[1] <= 1.1 * self.rounding + OUR_TOLERANCE["gradient"]
+
+
+def against_floor(row, nbytes, elements, bandwidth):
+    floor = 1e6 * nbytes / bandwidth
+    row["floor_us"] = round(floor, 1)
+    for mode in ("graph", "eager"):
+        if row.get(f"{mode}_us"):
+            row[f"{mode}_over_floor"] = round(row[f"{mode}_us"]["both"][1] / floor, 3)
+    best = row.get("graph_over_floor") or row["eager_over_floor"]
+    row["copy_share"] = round(1 / best, 3)
+    row["bytes_per_logit"] = round(best * nbytes / elements, 2)
+
+
+def run_task(task, problem, machine, args, bandwidth, absent, rows):
+    extras, whole = problem.extras(task)
+    truth = Truth(task, problem, whole, machine)
+    batch = problem.batch(problem.labels, extras)
+    logits = problem.logits
+    nbytes = 3 * logits.nbytes + 2 * sum(e.nbytes for e in extras.values() if e.dim() == 2)
+    for implementation in implementations(task, problem.shard, machine.device):
+        name = implementation.name
+        if name in absent or not any(fnmatch.fnmatchcase(name, pattern) for pattern in args.implementations):
+            continue
+        row = {"task": task.name, "implementation": name, "tokens": problem.tokens, "vocab": problem.shard.vocab_size}
+        row |= {"tp": problem.shard.world_size, "columns": problem.columns, "status": "ok", "note": implementation.note}
+        rows.append(row)
+        try:
+            function = implementation.build()
+        except Exception as error:
+            absent.add(name)
+            row["status"] = f"absent: {reason(error)}"
+            continue
+        try:
+            errors = truth.errors(function, extras)
+            row["loss_error"], row["gradient_error"] = (float(f"{e:.3g}") if math.isfinite(e) else None for e in errors)
+            if not truth.accepts(errors, implementation.ours):
+                row["status"] = "wrong"
+            row |= measure(function, batch, problem, machine)
+            against_floor(row, nbytes, logits.numel(), bandwidth)
+        except Exception as error:
+            row["status"] = f"failed: {reason(error)}"
+        del function
+        machine.release()
+        problem.refill()
+
+
+def versions() -> dict[str, str]:
+    out = {"python": sys.version.split()[0], "torch": torch.__version__, "tp_headloss": __version__}
+    if torch.version.cuda:
+        out |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    for package in sorted({"triton"} | {p.package for p in PEERS} - {"torch"}):
+        try:
+            out[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
     return out
 
 
-def timed(function, repeats):
-    """Seconds of each of `repeats` calls, by CUDA events, after a warm-up; the L2 cache is flushed in between."""
-    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for _ in range(5):
-        function()
-    for start, end in events:
-        flush.zero_()
-        if dist.is_initialized():
-            dist.barrier()
-        start.record()
-        function()
-        end.record()
-    torch.cuda.synchronize()
-    return torch.tensor([start.elapsed_time(end) / 1e3 for start, end in events])
+def print_table(report):
+    def shape(row):
+        return row["task"], row["tokens"], row["vocab"], row["tp"]
 
-
-def captured(step):
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
-def host_time(step, repeats=50):
-    """Seconds the host needs to issue a step, without waiting for the device."""
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[repeats // 2]
-
-
-def copy_bandwidth(repeats=20):
-    a = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda")
-    b = torch.empty_like(a)
-    return 2 * a.numel() * 2 / timed(lambda: b.copy_(a), repeats).median().item()
-
-
-def check(function, shard, vocab):
-    """Relative error of the loss against float64 on 16 rows (each rank builds the same whole rows)."""
-    generator = torch.Generator("cuda").manual_seed(1)
-    x = torch.randn(16, vocab, device="cuda", generator=generator).mul_(3).bfloat16()
-    labels = torch.randint(0, vocab, (16,), device="cuda", generator=generator)
-    truth = F.cross_entropy(x.double(), labels)
-    return (function(x[:, shard.start : shard.stop].contiguous(), labels).double() / truth - 1).abs().item()
-
-
-def measure(task, name, function, args, shard, bandwidth):
-    error = check(function, shard, args.vocab) if task == "ce" else None
-    logits = torch.randn(args.tokens, shard.width, device="cuda", dtype=torch.bfloat16)
-    values = logits.clone()
-    logits.requires_grad_()
-    labels = torch.randint(
-        0, args.vocab, (args.tokens,), device="cuda", generator=torch.Generator("cuda").manual_seed(0)
-    )
-
-    def step():
-        torch.autograd.grad(function(logits, labels), logits)
-
-    for _ in range(2):
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        memory = torch.cuda.max_memory_allocated() - before
-    with torch.no_grad():
-        logits.copy_(values)
-    eager, host = timed(step, args.repeats), host_time(step)
-    graph = timed(captured(step), args.repeats)
-    floor = 6 * logits.numel() / bandwidth
-    micro = {
-        key: [round(t * 1e6, 1) for t in times.quantile(torch.tensor([0.1, 0.5, 0.9])).tolist()]
-        for key, times in (("graph_us", graph), ("eager_us", eager))
-    }
-    ratios = {
-        "graph_over_floor": micro["graph_us"][1] / floor / 1e6,
-        "eager_over_floor": micro["eager_us"][1] / floor / 1e6,
-    }
-    return {
-        "task": task,
-        "implementation": name,
-        **micro,
-        "host_us": round(host * 1e6, 1),
-        "floor_us": round(floor * 1e6, 1),
-        **{key: round(value, 3) for key, value in ratios.items()},
-        "extra_memory_mib": round(memory / 2**20, 1),
-        "loss_error": error,
-    }
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--vocab", type=int, default=32064, help="global vocabulary")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--json", help="file for the results")
-    args = parser.parse_args()
-    group = None
-    if "RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
-        group = dist.group.WORLD
-    shard = VocabShard.from_group(group, args.vocab)
-    bandwidth = copy_bandwidth()
-    rows = []
-    for task in args.tasks:
-        for name, function in implementations(task, shard).items():
-            rows.append(measure(task, name, function, args, shard, bandwidth))
-            torch.cuda.empty_cache()
-    if group is None or dist.get_rank() == 0:
-        report = {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "tp_headloss": __version__,
-            "command": shlex.join(sys.argv),
-            "tp": shard.world_size,
-            "tokens": args.tokens,
-            "vocab": args.vocab,
-            "copy_gb_per_s": round(bandwidth / 1e9, 1),
-            "rows": rows,
-        }
-        print(json.dumps({key: value for key, value in report.items() if key != "rows"}))
+    for (task, tokens, vocab, tp), rows in itertools.groupby(report["rows"], shape):
+        rows = list(rows)
+        floor = next((row["floor_us"] for row in rows if "floor_us" in row), None)
+        print(f"\n{task}, {tokens} x {vocab}, TP {tp}" + ("" if floor is None else f", floor {floor:.0f} us"))
+        print(f"{'':29}{'fwd':>6}{'bwd':>7}{'both':>7}{'/floor':>7}{'eager':>7}{'host':>7}{'MiB':>7}")
         for row in rows:
-            print(json.dumps(row))
-        if args.json:
-            with open(args.json, "w") as file:
-                json.dump(report, file, indent=1)
-    if group is not None:
+            print(f"{row['implementation']:28} {cells(row) if 'eager_us' in row else row['status']}")
+
+
+def cells(row):
+    """Medians: the graph's three and their ratio to the floor, then those of eager steps."""
+    graph = row["graph_us"] or {key: [None] * 3 for key in ("forward", "backward", "both")}
+    numbers = [graph[key][1] for key in ("forward", "backward", "both")]
+    numbers += [row.get("graph_over_floor"), row["eager_us"]["both"][1], row["host_us"], row["extra_memory_mib"]]
+    widths, digits = (6, 7, 7, 7, 7, 7, 7), (0, 0, 0, 2, 0, 0, 0)
+    texts = ["-" if n is None else f"{n:.{d}f}" for n, d in zip(numbers, digits)]
+    status = "" if row["status"] == "ok" else f" {row['status']}"
+    return "".join(text.rjust(width) for text, width in zip(texts, widths)) + status
+
+
+def arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--vocab", type=int, nargs="+", default=[32064], help="global vocabulary")
+    parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS], default=None, help="default: all")
+    parser.add_argument("--implementations", nargs="+", default=["*"], help="names or patterns such as 'ours*'")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=50, help="at most this many; at least 5")
+    parser.add_argument("--seconds", type=float, default=0.1, help="for one measurement, if 5 repeats fit")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", help="file for the results")
+    return parser.parse_args(argv)
+
+
+def join(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
+    """This process's device, and the group if torchrun started several."""
+    if "RANK" not in os.environ:
+        return torch.device(device), None
+    index = int(os.environ["LOCAL_RANK"])
+    if device == "cpu":
+        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+        return torch.device("cpu"), dist.group.WORLD
+    torch.cuda.set_device(index)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", index), timeout=timedelta(minutes=5))
+    return torch.device("cuda", index), dist.group.WORLD
+
+
+def main(argv=None):
+    args = arguments(argv)
+    device, group = join(args.device)
+    machine = Machine(device, group, args.seconds, args.repeats)
+    first = group is None or dist.get_rank(group) == 0
+    bandwidth = -machine.slowest([-machine.copy_bandwidth()]).item()
+    report = {
+        "device": torch.cuda.get_device_name() if machine.cuda else "CPU",
+        "gpus": torch.cuda.device_count() if machine.cuda else 0,
+        "tp": 1 if group is None else dist.get_world_size(group),
+        "dtype": args.dtype,
+        "versions": versions(),
+        "command": shlex.join([os.path.relpath(sys.argv[0]), *(sys.argv[1:] if argv is None else argv)]),
+        "copy_gb_per_s": round(bandwidth / 1e9, 1),
+        "tolerances": {"ours": OUR_TOLERANCE, "peers": PEER_TOLERANCE},
+        "rows": [],
+    }
+    try:
+        run_shapes(args, machine, bandwidth, report["rows"])
+    finally:  # a run that breaks leaves what it has
+        if first:
+            print({key: report[key] for key in ("device", "tp", "dtype", "copy_gb_per_s", "versions")})
+            print_table(report)
+            if args.json:
+                with open(args.json, "w") as file:
+                    json.dump(report, file, indent=1)
+    if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def run_shapes(args, machine, bandwidth, rows):
+    absent: set[str] = set()
+    for vocab, tokens in itertools.product(args.vocab, args.tokens):
+        begin = time.perf_counter()
+        problem = Problem(tokens, vocab, getattr(torch, args.dtype), machine)
+        for task in TASKS:
+            if args.tasks is not None and task.name not in args.tasks:
+                continue
+            # Each is compiled for itself: no dynamic shapes, and no limit on the number of recompilations.
+            if "torch._dynamo" in sys.modules:
+                torch.compiler.reset()
+            run_task(task, problem, machine, args, bandwidth, absent, rows)
+        del problem
+        machine.release()
+        if machine.group is None or dist.get_rank(machine.group) == 0:
+            print(f"{tokens} x {vocab}: {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

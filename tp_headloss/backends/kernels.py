@@ -37,6 +37,19 @@ def _exp(x):
 
 
 @triton.jit
+def _widen(x):
+    """To fp32; bf16 in one instruction per element, where the compiler needs two for every other one."""
+    if x.dtype == tl.bfloat16 and not INTERPRETED:
+        y = tl.inline_asm_elementwise(
+            "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+            "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        y = x.to(tl.float32)
+    return y
+
+
+@triton.jit
 def _transform(x, columns, bias_ptr, pre, post, HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, width):
     """z and dz/dx of raw logits; pre and post are the factors before and after the softcap."""
     if bias_ptr is not None:
@@ -156,7 +169,7 @@ def statistics_kernel(
     for i in tl.range(0, whole - tl.where(waiting < whole, BLOCK, 0), BLOCK, num_stages=4):
         o = tl.where(i < waiting, i, i + BLOCK)
         columns = first + o + lanes
-        x = tl.load(x_ptr + columns.to(tl.int64) * x_column).to(tl.float32)
+        x = _widen(tl.load(x_ptr + columns.to(tl.int64) * x_column))
         z, _ = _transform(x, columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
         m, s, e, total, mass, best = _add_tile(
             m, s, e, total, mass, best, z, z, o, columns, weight_ptr, width, WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX
@@ -166,7 +179,7 @@ def statistics_kernel(
         columns = first + inside
         # two masks that are known to be aligned, so that the load stays wide; what is valid is selected afterwards
         x = tl.load(x_ptr + columns.to(tl.int64) * x_column, mask=(inside < chunk_size) & (columns < width), other=0.0)
-        z, _ = _transform(x.to(tl.float32), columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
+        z, _ = _transform(_widen(x), columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
         z = tl.where(inside < size, z, float("-inf"))
         v = tl.where(inside == target, float("-inf"), z)
         m, s, e, total, mass, best = _add_tile(
@@ -373,7 +386,7 @@ def gradient_kernel(
     readable = tl.where(ignored, 0, width)  # columns; nothing is read of an ignored row, its gradient is 0
     pre, post = _row_factors(temperature_ptr, row, pre, post, HAS_CAP)
     x = tl.load(x_ptr + row * x_row + columns.to(tl.int64) * x_column, mask=columns < readable, other=0.0)
-    z, slope = _transform(x.to(tl.float32), columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
+    z, slope = _transform(_widen(x), columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
 
     common = 0.0  # coefficient of p at every column
     if g_lse_ptr is not None:
