@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tp_headloss.backends import kernels
-from tp_headloss.backends.triton import MERGE, gradient_launch, statistics_launch
+from tp_headloss.backends.triton import MERGE, SUMS, SUMS_GRADIENT, gradient_launch, statistics_launch
 
 DTYPES = ("bf16", "fp16", "fp32")
 WANTS = [("entropy",), ("total",), ("argmax",), ("entropy", "total", "argmax"), ()]
@@ -92,19 +92,20 @@ def gradient_variants():
 
 
 def sums_variants():
-    for values, squares, weighted, denominator, block in pairwise(
-        (("*fp32",), ("*fp32", "*fp32", "*i1")), (0, 2), (True, False), (True, False), (1024, 8192)
+    for values, squares, weighted, denominator in pairwise(
+        (("*fp32",), ("*fp32", "*fp32", "*i1")), (0, 2), (True, False), (True, False)
     ):
         shared = {
             "sums_ptr": "*fp32", "value_ptrs": values, "valid_ptr": "*i1", "weight_ptr": "*fp32" if weighted else None,
             "coefficients": ("fp32",) * min(2, len(values)), "n_rows": "i32", "SQUARES": squares, "NEGATIVES": 1,
         }  # fmt: skip
-        yield kernels.sums_kernel, True, 32 if block > 1024 else 8, shared | {
+        yield kernels.sums_kernel, False, SUMS.warps, shared | {
             "loss_ptr": "*fp32", "denominator_ptr": "*fp32" if denominator else None, "denominator": "fp32",
-            "BY_COUNT": weighted, "BLOCK": block,
+            "BY_COUNT": weighted, "BLOCK": SUMS.block,
         }  # fmt: skip
-        yield kernels.sums_gradient_kernel, True, 4, shared | {
-            "g_ptr": "*fp32", "upstream_ptr": "*fp32", "divisor_at": "i32", "value_ptrs": values[:2], "BLOCK": 1024,
+        yield kernels.sums_gradient_kernel, False, SUMS_GRADIENT.warps, shared | {
+            "g_ptr": "*fp32", "upstream_ptr": "*fp32", "divisor_at": "i32", "value_ptrs": values[:2],
+            "BLOCK": SUMS_GRADIENT.block,
         }  # fmt: skip
 
 

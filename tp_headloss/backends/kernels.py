@@ -354,7 +354,11 @@ def merge_kernel(
         tl.store(argmax_ptr + token, tl.where(bad | ignored, -1, best), mask=here)
 
 
-@triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
+@triton.jit(
+    do_not_specialize=[
+        "g_lse_ptr", "g_log_prob_ptr", "g_entropy_ptr", "g_total_ptr", "n_rows", "start", "valid_width"
+    ]
+)  # fmt: skip
 def gradient_kernel(
     dx_ptr,  # [T, width] out; may be x itself
     x_ptr,  # [T, width]
@@ -433,7 +437,7 @@ def _sign(i: tl.constexpr, NEGATIVES: tl.constexpr):
     return 1.0 - 2.0 * ((NEGATIVES >> i) & 1)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])
 def sums_kernel(
     sums_ptr,  # [S + 2] fp32 out: a sum over valid tokens per value, the count, what the loss was divided by
     loss_ptr,  # [] fp32 out: the sum of c_i sums_i over the divisor
@@ -485,7 +489,7 @@ def sums_kernel(
     tl.store(loss_ptr, loss / divisor)
 
 
-@triton.jit(do_not_specialize=["divisor_at", "n_rows"])
+@triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "divisor_at", "n_rows"])
 def sums_gradient_kernel(
     g_ptr,  # [S, T] fp32 out: d loss / d value where valid, 0 elsewhere
     upstream_ptr,  # [] fp32: gradient of the loss

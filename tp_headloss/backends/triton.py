@@ -25,27 +25,25 @@ class Launch(NamedTuple):
     warps: int
 
 
-def statistics_launch(chunk_size: int) -> Launch:
-    """Tile of the forward; its width decides the order of additions, so it depends on the vocabulary alone.
+# Measured by scripts/tune_launch.py, which prints these tables; GPUs that are not in them get the H200's values.
 
-    H200, bf16, 8192 x 32064, us: as 2 chunks of 16032 512/1 144, 1024/1 146, 256/1 164, 1024/2 176, 2048/4 274; as 8
-    chunks of 4016 512/1 159, 256/1 176, 1024/1 186, 1024/2 298. One warp needs no barrier for its maxima and sums.
+
+def statistics_launch(chunk_size: int) -> Launch:
+    """Tile of the forward. Its width decides the order of additions, so it depends on the vocabulary alone.
+
+    One warp needs no barrier for its maxima and sums.
     """
     return Launch(min(512, max(128, triton.next_power_of_2(chunk_size))), 1)
 
 
 def gradient_launch(width: int) -> Launch:
-    """H200, bf16, 8192 x 32064, us: 2048/4 267, 1024/2 267, 4096/8 267, 1024/4 315, 2048/8 319, copy rate 248."""
+    """Tile of the backward."""
     return Launch(min(2048, max(256, triton.next_power_of_2(width))), 4)
 
 
-MERGE = Launch(64, 2)  # H200, 8192 tokens x 8 packets, in a graph: 3.7 us, 128/4 3.6, 32/1 3.6, 64/1 4.8
+MERGE = Launch(64, 2)
+SUMS = Launch(2048, 16)  # the only program: its time is the latency of its loads, and wider ones spill
 SUMS_GRADIENT = Launch(1024, 4)
-
-
-def sums_launch(n_rows: int) -> Launch:
-    """One program for all tokens: wide, because its time is the latency of its loads. Two variants, not one per N."""
-    return Launch(1024, 8) if n_rows <= 1024 else Launch(8192, 32)
 
 
 _compiled: dict = {}
@@ -65,6 +63,11 @@ def _size(number: int):
 def _kind(tensor):
     """What it compiles about a pointer."""
     return None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16)
+
+
+def _type(tensor):
+    """The same where alignment is not specialised on: rows of [K, N] are aligned or not, as N goes."""
+    return tensor if tensor is None else tensor.dtype
 
 
 def _launch(kernel, programs: int, variant: tuple, launch: Launch, *arguments):
@@ -158,7 +161,7 @@ def logits_gradient(out, logits, labels, bias, temperatures, total_weight, merge
     _launch(
         kernels.gradient_kernel,
         n_rows * triton.cdiv(width, launch.block),
-        (spec, width, _kind(out), _kind(logits), *map(_size, strides), *map(_kind, vectors), *map(_kind, grads)),
+        (spec, width, _kind(out), _kind(logits), *map(_size, strides), *map(_kind, vectors), *map(_type, grads)),
         launch,
         out, logits, *vectors, merged, *grads,
         n_rows, *strides, spec.start, spec.valid_width, width,
@@ -175,8 +178,8 @@ def token_sums(values, valid, weight, denominator, plan):
         kernels.sums_kernel,
         1,
         (plan.squares, plan.negatives, len(plan.coefficients), denominator is None,
-         *map(_kind, (valid, weight, given)), *map(_kind, values)),
-        sums_launch(valid.numel()),
+         *map(_type, (valid, weight)), _kind(given), *map(_type, values)),
+        SUMS,
         sums, loss, values, valid, weight, given, plan.coefficients, number, valid.numel(),
         plan.squares, plan.negatives, denominator is None,
     )  # fmt: skip
@@ -191,7 +194,7 @@ def token_sums_gradient(upstream, values, valid, weight, sums, plan):
         _launch(
             kernels.sums_gradient_kernel,
             triton.cdiv(n_rows, SUMS_GRADIENT.block),
-            (plan.squares, plan.negatives, *map(_kind, (upstream, valid, weight)), *map(_kind, values)),
+            (plan.squares, plan.negatives, _kind(upstream), *map(_type, (valid, weight)), *map(_type, values)),
             SUMS_GRADIENT,
             out, upstream, values, valid, weight, sums, plan.coefficients, sums.shape[0] - 1, n_rows,
             plan.squares, plan.negatives,

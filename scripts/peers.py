@@ -1,0 +1,227 @@
+"""The other implementations that `bench.py` measures, each called the way its users call it.
+
+None has to be installed: one is imported when it is built, and reported as absent if that fails. To add one, write a
+function under `@peer` that takes a task's name and a shard and returns a function of a `Batch`: the scalar mean loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tp_headloss import VocabShard
+
+# Large enough for a missing term to show in the check; what they are does not change the time.
+Z_WEIGHT, ENTROPY_WEIGHT, CLIP = 0.01, 0.1, 0.2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a loss is computed from on one rank."""
+
+    logits: torch.Tensor  # [tokens, columns of this rank], requires grad
+    labels: torch.Tensor  # [tokens] global ids; -100 is ignored
+    mask: torch.Tensor  # [tokens] fp32, 0 where the label is ignored
+    count: int  # tokens that are not ignored: a data loader knows it, so nothing has to wait for the device
+    shard: VocabShard
+    extras: dict[str, torch.Tensor] = field(default_factory=dict)  # what the task needs besides
+
+    def mean(self, per_token: torch.Tensor) -> torch.Tensor:
+        """How users of a loss that returns one number per token average it: by their own mask and count."""
+        return (per_token.flatten() * self.mask).sum() / self.count
+
+
+@dataclass(frozen=True)
+class Peer:
+    name: str
+    tasks: tuple[str, ...]
+    build: Callable[[str, VocabShard], Callable[[Batch], torch.Tensor]]
+    package: str = "torch"  # the distribution whose version is reported
+    sharded: bool = True  # knows a vocabulary that is sharded over ranks
+    note: str = ""
+
+
+PEERS: list[Peer] = []
+ENTERED = contextlib.ExitStack()  # contexts that a peer needs around forward and backward; they outlive its calls
+
+
+def peer(name: str, *tasks: str, **facts):
+    def register(build):
+        PEERS.append(Peer(name, tasks, build, **facts))
+        return build
+
+    return register
+
+
+def some_group(shard: VocabShard):
+    """The shard's group, or one of this process alone for libraries that insist on a group."""
+    if shard.group is not None:
+        return shard.group
+    if not dist.is_initialized():
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    return dist.group.WORLD
+
+
+def z_weight(task: str) -> float:
+    return Z_WEIGHT if task == "ce+z" else 0.0
+
+
+@peer("torch", "ce", sharded=False)
+def torch_cross_entropy(task, shard):
+    return lambda batch: F.cross_entropy(batch.logits, batch.labels)
+
+
+@peer("torch loss_parallel", "ce")
+def torch_loss_parallel(task, shard):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    group = some_group(shard)
+    mesh = functools.cache(lambda device_type: DeviceMesh.from_group(group, device_type))
+    ENTERED.enter_context(loss_parallel())  # changes nothing but two operators on DTensors
+
+    def loss(batch):
+        place = dict(device_mesh=mesh(batch.logits.device.type), placements=[Shard(1)], run_check=False)
+        shape, stride = (len(batch.labels), shard.vocab_size), (shard.vocab_size, 1)
+        logits = DTensor.from_local(batch.logits, **place, shape=torch.Size(shape), stride=stride)
+        return F.cross_entropy(logits.float(), batch.labels).to_local()
+
+    return loss
+
+
+@peer("Megatron-Core", "ce", package="megatron-core")
+def megatron(task, shard):
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    group = some_group(shard)
+
+    def loss(batch):
+        logits, labels = batch.logits.unsqueeze(1), batch.labels.unsqueeze(1)  # [sequence, batch, columns]
+        return batch.mean(vocab_parallel_cross_entropy(logits, labels, tp_group=group))
+
+    return loss
+
+
+@peer("Megatron-Core, fused", "ce", package="megatron-core")
+def megatron_fused(task, shard):
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    group = some_group(shard)
+
+    def loss(batch):
+        logits, labels = batch.logits.unsqueeze(1), batch.labels.unsqueeze(1)
+        return batch.mean(fused_vocab_parallel_cross_entropy(logits, labels, group))
+
+    return loss
+
+
+def transformer_engine(shard, overwrite):
+    from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+
+    options = {"overwrite_input": True} if overwrite else {}
+
+    def loss(batch):
+        logits, labels = batch.logits.unsqueeze(1), batch.labels.unsqueeze(1)
+        return batch.mean(parallel_cross_entropy(logits, labels, 0.0, False, shard.group, **options))
+
+    return loss
+
+
+@peer("Transformer Engine", "ce", package="transformer-engine")
+def transformer_engine_copy(task, shard):
+    return transformer_engine(shard, overwrite=False)
+
+
+@peer("Transformer Engine, in place", "ce", package="transformer-engine")
+def transformer_engine_inplace(task, shard):
+    return transformer_engine(shard, overwrite=True)
+
+
+@peer("Liger", "ce", "ce+z", package="liger-kernel", sharded=False, note="gradient in forward, over the logits")
+def liger(task, shard):
+    from liger_kernel.transformers import LigerCrossEntropyLoss
+
+    module = LigerCrossEntropyLoss(lse_square_scale=z_weight(task))
+    return lambda batch: module(batch.logits, batch.labels)
+
+
+@peer("Liger, vocab-parallel", "ce", package="liger-kernel")
+def liger_vocab_parallel(task, shard):
+    from liger_kernel.transformers import LigerVocabParallelCrossEntropy
+
+    module = LigerVocabParallelCrossEntropy()
+
+    def loss(batch):
+        return batch.mean(module(batch.logits.unsqueeze(1), batch.labels.unsqueeze(1), shard.group))
+
+    return loss
+
+
+def flash_attention(task, shard, inplace):
+    from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+
+    options = dict(lse_square_scale=z_weight(task), inplace_backward=inplace, process_group=shard.group)
+    return lambda batch: batch.mean(cross_entropy_loss(batch.logits, batch.labels, **options)[0])
+
+
+@peer("flash-attention", "ce", "ce+z", package="flash-attn")
+def flash_attention_copy(task, shard):
+    return flash_attention(task, shard, inplace=False)
+
+
+@peer("flash-attention, in place", "ce", package="flash-attn")
+def flash_attention_inplace(task, shard):
+    return flash_attention(task, shard, inplace=True)
+
+
+@peer("quack", "ce", package="quack-kernels", sharded=False)
+def quack(task, shard):
+    from quack import cross_entropy
+
+    return lambda batch: cross_entropy(batch.logits, batch.labels)
+
+
+class _GradientAtHand(torch.autograd.Function):
+    """A loss that came with its gradient, for an upstream gradient of 1: how Fast-LLM itself enters autograd."""
+
+    @staticmethod
+    def forward(ctx, logits, loss, gradient):
+        ctx.gradient = gradient
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return ctx.gradient, None, None
+
+
+@peer("Fast-LLM", "ce", "ce+z", "grpo", package="fast-llm", note="gradient in forward")
+def fast_llm(task, shard):
+    """Its monolithic kernel. The entropy's gradient and the accuracy are not among its losses and metrics."""
+    from fast_llm.functional.triton.monolithic_loss import triton_monolithic_loss_forward_backward
+
+    def loss(batch):
+        terms = {"ce": (1.0,)}
+        if task != "ce":
+            terms["z"] = (batch.mask, Z_WEIGHT)
+        if task == "grpo":
+            terms["grpo"] = (batch.extras["advantage"], batch.extras["old"], 1.0, CLIP, CLIP, None)
+        cross_entropy, z_loss, policy, _, gradient, softmax, weighted = triton_monolithic_loss_forward_backward(
+            batch.logits.detach(), batch.labels, None, 1.0, shard.group, batch.count, **terms,
+            compute_metrics=task == "grpo",
+        )  # fmt: skip
+        total = cross_entropy
+        if z_loss is not None:
+            total = total + Z_WEIGHT * z_loss
+        if policy is not None:
+            total = total + policy
+            batch.mean(softmax[1].log() - weighted / softmax[1])  # the entropy, as a metric
+        return _GradientAtHand.apply(batch.logits, total, gradient)
+
+    return loss

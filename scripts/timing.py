@@ -1,0 +1,200 @@
+"""Clock, CUDA graphs and memory: how `bench.py` measures one function; what the numbers mean stands there."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def reason(error: BaseException) -> str:
+    text = (str(error).strip() or "no message").splitlines()[0]
+    if "synchronizing CUDA operation" in text:
+        return "host synchronisation"
+    return f"{type(error).__name__}: {text}"[:160]
+
+
+class Machine:
+    """Clock, CUDA graphs and memory of the device, and the few words that the ranks exchange about them."""
+
+    def __init__(self, device: torch.device, group, seconds: float, repeats: int):
+        self.device, self.group, self.seconds, self.repeats = device, group, seconds, repeats
+        self.cuda = device.type == "cuda"
+        if self.cuda:
+            torch.cuda.set_stream(torch.cuda.Stream())  # a capture cannot include what ran on the default stream
+            self.flushed = torch.empty(512 << 20, dtype=torch.uint8, device=device)  # long enough to issue a replay in
+        self.token = torch.zeros(1, device=device)
+
+    def synchronize(self):
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def mark(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def microseconds(self, start, end):
+        return start.elapsed_time(end) * 1e3 if self.cuda else (end - start) * 1e6
+
+    def slowest(self, numbers: list[float]) -> torch.Tensor:
+        """The largest of every number over the ranks."""
+        out = torch.tensor(numbers, dtype=torch.float64)
+        if self.group is None:
+            return out
+        out = out.to(self.device)
+        dist.all_reduce(out, op=dist.ReduceOp.MAX, group=self.group)
+        return out.cpu()
+
+    def anywhere(self, flag: bool) -> bool:
+        return bool(self.slowest([float(flag)]).item())
+
+    def flush(self):
+        if self.cuda:
+            self.flushed.zero_()
+
+    def align(self):
+        """Lets the devices of all ranks start together, without waiting for the host."""
+        if self.group is not None:
+            dist.all_reduce(self.token, group=self.group)
+
+    def timed(self, run, prepare=(), steps: int = 1) -> list[float]:
+        def once(steps):
+            for action in prepare:
+                action()
+            start = self.mark()
+            for _ in range(steps):
+                run()
+            return start, self.mark()
+
+        def cost(steps):
+            self.synchronize()
+            start = time.perf_counter()
+            once(steps)
+            self.synchronize()
+            return self.slowest([time.perf_counter() - start]).item()
+
+        once(1)
+        steps = max(1, min(steps, int(self.seconds / 5 / cost(1))))
+        repeats = max(5, min(self.repeats, int(self.seconds / cost(steps))))
+        marks = [once(steps) for _ in range(repeats)]
+        self.synchronize()
+        times = self.slowest([self.microseconds(*pair) / steps for pair in marks])
+        return [round(t, 1) for t in times.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()]
+
+    def captured(self, step):
+        """The step as a CUDA graph -> its replay. Raises what stands in the way."""
+        if not self.cuda:
+            raise RuntimeError("no CUDA")
+        for mode in ("default", "error"):  # a failed capture leaves a mess, so a host synchronisation is found before
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # thread-local: the communication library's watchdog thread queries events meanwhile
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            step()
+        return graph.replay
+
+    def host_time(self, step) -> float:
+        times, begin = [], time.perf_counter()
+        while self.anywhere(len(times) < 5 or (len(times) < 20 and time.perf_counter() - begin < self.seconds)):
+            self.synchronize()
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+        return round(self.slowest([sorted(times)[len(times) // 2] * 1e6]).item(), 1)
+
+    def extra_memory(self, step) -> float | None:
+        """MiB at the peak of a step, above what was there before."""
+        if not self.cuda:
+            return None
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step()
+            peak = torch.cuda.max_memory_allocated() - before
+        return round(self.slowest([peak / 2**20]).item(), 1)
+
+    def release(self):
+        """Gives unused memory back, so that nobody's peak or out-of-memory is somebody else's."""
+        gc.collect()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    def copy_bandwidth(self) -> float:
+        """Bytes read and written per second."""
+        a = torch.empty((2 << 30) if self.cuda else (8 << 20), dtype=torch.uint8, device=self.device)
+        b = torch.empty_like(a)
+        return 2e6 * a.numel() / self.timed(lambda: b.copy_(a))[1]
+
+
+def retained(forward, logits, machine):
+    """A loss whose backward can run again and again, or None: some work in place on what they saved."""
+    loss, norms = None, []
+    try:
+        loss = forward()
+        for _ in range(2):
+            (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+            norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32).item())
+    except RuntimeError:
+        norms = [0.0, 1.0]
+    return None if machine.anywhere(norms[0] != norms[1]) else loss
+
+
+def times(forward, both, logits, machine, prepare, restore, wrap, steps):
+    """forward, backward and both, each as the run that `wrap` makes of a step."""
+    prepare_all = restore + prepare
+    out = {"both": machine.timed(wrap(both), prepare_all, steps)}
+    out["forward"] = machine.timed(wrap(forward), prepare_all, steps)
+    loss = retained(forward, logits, machine)
+    if loss is None:
+        out["backward"] = [None, max(0.0, round(out["both"][1] - out["forward"][1], 1)), None]
+    else:  # and not restored in between, which autograd would take for a modification of what was saved
+
+        def backward():
+            torch.autograd.grad(loss, logits, retain_graph=True)
+
+        out["backward"] = machine.timed(wrap(backward), prepare, steps)
+    for action in restore:
+        action()
+    return out
+
+
+def measure(function, batch, problem, machine) -> dict:
+    logits = batch.logits
+
+    def forward():
+        return function(batch)
+
+    def both():
+        torch.autograd.grad(function(batch), logits)
+
+    both()
+    out = {"extra_memory_mib": machine.extra_memory(both)}
+    restore = []
+    if machine.anywhere(not torch.equal(logits, problem.values)):
+        restore = [problem.refill]
+        problem.refill()
+    out["overwrites_logits"] = bool(restore)
+    out["eager_us"] = times(forward, both, logits, machine, [machine.align], restore, lambda step: step, 10)
+    out["host_us"] = machine.host_time(both)
+    problem.refill()
+    out["graph_us"] = None
+    try:
+        prepare = [machine.flush, machine.align]
+        out["graph_us"] = times(forward, both, logits, machine, prepare, restore, machine.captured, 1)
+    except Exception as error:
+        out["graph_failure"] = reason(error)
+    size = torch.linalg.vector_norm(logits, dtype=torch.float32).item()
+    if machine.anywhere(not 0 < size < math.inf):
+        raise RuntimeError(f"the logits were not sane after the timing: their norm is {size}")
+    return out

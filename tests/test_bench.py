@@ -1,0 +1,100 @@
+"""The benchmark runs without a GPU and without anybody else's package, and its check tells right from wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+SMALL = ["--device", "cpu", "--tokens", "24", "--seconds", "0.001"]
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import bench
+
+    return bench
+
+
+def run(command):
+    result = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def rows_of(path):
+    return {(row["task"], row["implementation"]): row for row in json.loads(path.read_text())["rows"]}
+
+
+def test_every_task_is_right_and_measured_and_drawn(tmp_path, bench):
+    names = ["ours", "ours, in place", "torch", "torch, x.float()"]
+    data, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    out = run([SCRIPTS / "bench.py", *SMALL, "--vocab", 257, "--implementations", *names, "--json", data])
+    report, rows = json.loads(data.read_text()), rows_of(data)
+    expected = {(task.name, name) for task in bench.TASKS for name in names if name != "torch" or task.name == "ce"}
+    assert set(rows) == expected and all(f"\n{task.name}, 24 x 257, TP 1" in out for task in bench.TASKS)
+    assert {"device", "gpus", "tp", "dtype", "versions", "command", "copy_gb_per_s", "tolerances"} <= set(report)
+    for (_, name), row in rows.items():
+        assert row["status"] == "ok", row
+        assert (row["tokens"], row["vocab"], row["tp"], row["columns"]) == (24, 257, 1, 257)
+        assert row["overwrites_logits"] == (name == "ours, in place")
+        assert row["graph_us"] is None and "no CUDA" in row["graph_failure"]
+        assert row["eager_us"]["both"] == sorted(row["eager_us"]["both"]) and row["eager_us"]["both"][0] > 0
+        assert set(row["eager_us"]) == {"forward", "backward", "both"} and row["host_us"] > 0 and row["floor_us"] > 0
+    run([SCRIPTS / "plot_bench.py", data, "--out", picture])
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 300_000
+
+
+def test_a_sharded_run_is_right_on_every_rank(tmp_path):
+    data = tmp_path / "bench.json"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPTS / "bench.py"]
+    choice = ["--tasks", "ce", "grpo", "--implementations", "ours", "torch loss_parallel", "--json", data]
+    run([*torchrun, *SMALL, "--vocab", 256, *choice])
+    rows = rows_of(data)
+    assert set(rows) == {("ce", "ours"), ("grpo", "ours"), ("ce", "torch loss_parallel")}
+    assert all((row["status"], row["tp"], row["columns"]) == ("ok", 2, 128) for row in rows.values())
+
+
+def cross_entropy(batch):
+    return F.cross_entropy(batch.logits, batch.labels)
+
+
+def fails(batch):
+    raise RuntimeError("out of something\nand more")
+
+
+def missing():
+    import a_package_that_is_not_there  # noqa: F401
+
+
+def test_wrong_failing_and_absent_implementations_are_reported(tmp_path, bench, monkeypatch):
+    functions = {
+        "right": cross_entropy,
+        "wrong loss": lambda batch: 1.05 * cross_entropy(batch).detach() + cross_entropy(batch) * 0.0,
+        "wrong gradient": lambda batch: cross_entropy(batch) + 10 * (batch.logits - batch.logits.detach()).mean(),
+        "not ignoring": lambda batch: cross_entropy(batch) + (batch.logits - batch.logits.detach())[1].sum(),
+        "nan": lambda batch: cross_entropy(batch) * torch.nan,
+        "fails": fails,
+    }
+    made = [bench.Implementation(name, lambda f=f: f) for name, f in functions.items()]
+    made += [
+        bench.Implementation("absent", missing),
+        bench.Implementation("sloppy ours", lambda: cross_entropy, ours=True),
+    ]
+    monkeypatch.setattr(bench, "implementations", lambda task, shard, device: made)
+    data = tmp_path / "bench.json"
+    bench.main([*SMALL, "--vocab", "257", "263", "--tasks", "ce", "--json", str(data)])
+    rows = json.loads(data.read_text())["rows"]
+    status = {(row["vocab"], row["implementation"]): row["status"] for row in rows}
+    for vocab in (257, 263):
+        assert status[vocab, "right"] == "ok"
+        assert {status[vocab, name] for name in functions if name not in ("right", "fails")} == {"wrong"}
+        assert status[vocab, "sloppy ours"] == "wrong"  # good enough for bf16, not for us
+        assert status[vocab, "fails"] == "failed: RuntimeError: out of something"
+    assert status[257, "absent"].startswith("absent: ModuleNotFoundError") and (263, "absent") not in status
+    assert all("eager_us" in row for row in rows if row["status"] == "wrong")  # marked, and timed all the same
