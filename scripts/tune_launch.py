@@ -68,10 +68,10 @@ def tune(tokens, vocab, parts, dtype):
         grads, dx = (None, upstream, upstream if "entropy" in want else None, None), torch.empty_like(logits)
 
         def gradient(launch, dx=dx, inputs=inputs, merged=merged, grads=grads, spec=spec):
-            with mock.patch.object(launchers, "gradient_launch", lambda _: launch):
+            with mock.patch.object(launchers, "gradient_launch", lambda *_: launch):
                 launchers.logits_gradient(dx, *inputs, merged, grads, spec)
 
-        show(f"gradient {case}", GRADIENT, launchers.gradient_launch(spec.valid_width), gradient)
+        show(f"gradient {case}", GRADIENT, launchers.gradient_launch(spec.valid_width, "entropy" in want), gradient)
 
 
 def tune_merge(tokens):

@@ -79,7 +79,7 @@ def gradient_variants():
     for dtype, labels, bias, temperature, cap, aligned, *has in pairwise(
         DTYPES, ("*i64", "*i32", None), optional, optional, optional, optional, *([optional] * 4)
     ):
-        launch = gradient_launch(32064)
+        launch = gradient_launch(32064, has[2])
         yield kernels.gradient_kernel, aligned, launch.warps, {
             "dx_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", "labels_ptr": labels, "bias_ptr": "*fp32" if bias else None,
             "temperature_ptr": "*fp32" if temperature else None, "weight_ptr": "*fp32" if has[3] and bias else None,

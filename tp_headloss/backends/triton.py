@@ -25,25 +25,37 @@ class Launch(NamedTuple):
     warps: int
 
 
-# Measured by scripts/tune_launch.py, which prints these tables; GPUs that are not in them get the H200's values.
+# Tables of scripts/tune_launch.py: H200, torch 2.11.0, triton 3.6.0, bf16, 8192 tokens, block/warps and microseconds.
+# Other GPUs get the same values.
 
 
 def statistics_launch(chunk_size: int) -> Launch:
     """Tile of the forward. Its width decides the order of additions, so it depends on the vocabulary alone.
 
     One warp needs no barrier for its maxima and sums.
+    2 chunks of 16032: 1024/1 137.5, 512/1 138.5, 256/1 142.8, 1024/2 163.2, 2048/4 253.9
+    the same, entropy and argmax: 512/1 149.6, 256/1 164.8, 1024/1 166.9, 1024/2 236.0
+    8 chunks of 4016: 512/1 141.6, 256/1 153.9, 1024/1 170.8; with entropy and argmax: 512/1 186.9, 256/1 192.6
+    8 chunks of 16032: 1024/1 485.9, 512/1 488.7, 256/1 504.7; with entropy and argmax: 512/1 587.0, 256/1 627.7
     """
     return Launch(min(512, max(128, triton.next_power_of_2(chunk_size))), 1)
 
 
-def gradient_launch(width: int) -> Launch:
-    """Tile of the backward."""
-    return Launch(min(2048, max(256, triton.next_power_of_2(width))), 4)
+def gradient_launch(width: int, entropy: bool) -> Launch:
+    """Tile of the backward.
+
+    32064 wide: 4096/4 257.1, 4096/8 257.9, 2048/4 258.4, 1024/2 259.4, 1024/4 289.9, 512/1 319.6
+    the same, with entropy: 4096/4 262.9, 8192/8 264.2, 2048/4 272.4, 1024/2 273.1
+    128256 wide: 2048/4 988.8, 1024/2 989.0, 4096/4 994.3; with entropy: 4096/4 1004.7, 2048/4 1039.2
+    8032 wide: 2048/4 70.0, 4096/4 71.1; with entropy: 4096/4 72.7, 2048/4 73.8
+    """
+    return Launch(min(4096 if entropy else 2048, max(256, triton.next_power_of_2(width))), 4)
 
 
-MERGE = Launch(64, 2)
-SUMS = Launch(2048, 16)  # the only program: its time is the latency of its loads, and wider ones spill
-SUMS_GRADIENT = Launch(1024, 4)
+MERGE = Launch(64, 2)  # 8 packets: 32/1 7.7, 128/4 8.6, 64/2 8.7; with entropy and argmax: 64/2 8.0, 32/1 8.5
+# The only program: its time is the latency of its loads, and wider ones spill.
+SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 10.6, 4096/32 15.1, 8192/32 28.4
+SUMS_GRADIENT = Launch(1024, 4)  # 1 value: 512/4 4.1, 1024/4 4.9; 3 values: 1024/4 5.2, 512/4 5.5
 
 
 _compiled: dict = {}
@@ -154,7 +166,7 @@ def logits_gradient(out, logits, labels, bias, temperatures, total_weight, merge
         logits_gradient(exact, logits, labels, bias, temperatures, total_weight, merged, grads, spec)
         out.copy_(exact)
         return
-    launch = gradient_launch(width)
+    launch = gradient_launch(width, grads[2] is not None)
     pre, post, has_scale, has_cap = _factors(spec, temperatures is not None)
     strides = *out.stride(), *logits.stride()
     vectors = labels, bias, temperatures, total_weight
