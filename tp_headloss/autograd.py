@@ -180,5 +180,8 @@ class TokenSums(torch.autograd.Function):
         if loss is None:
             return (None,) * (4 + len(needed))
         rows = load_backend("triton").token_sums_gradient(loss, tuple(values), valid, weight, sums, ctx.plan)
-        grads = [row.view(value.shape) if need else None for row, value, need in zip(rows.unbind(0), values, needed)]
+        grads = [
+            (row if value.dim() == 1 else row.view(value.shape)) if need else None
+            for row, value, need in zip(rows.unbind(0), values, needed)
+        ]
         return (None,) * 4 + tuple(grads) + (None,) * (len(needed) - len(grads))

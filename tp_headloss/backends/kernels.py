@@ -274,8 +274,6 @@ def merge_kernel(
     if turns_ptr is not None:
         turn = tl.load(turns_ptr + 1)
         slot_offset = (turn & 1).to(tl.int64) * slot
-        if tl.program_id(0) == 0:
-            tl.store(turns_ptr, turn + 1)
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
     for k in tl.static_range(PACKETS):
         at = _packet(packets_ptr, peers_ptr, k, slot_offset, ROWS * n, CHUNKS) + token
@@ -352,6 +350,9 @@ def merge_kernel(
             best = tl.where((target > shift) | ((target == shift) & (y < best)), y, best)
             tl.store(hits_ptr + token, (best == y) & ~bad & ~ignored, mask=here)
         tl.store(argmax_ptr + token, tl.where(bad | ignored, -1, best), mask=here)
+    if turns_ptr is not None:  # noqa: SIM102 (last, because a store ends the reuse of what was loaded)
+        if tl.program_id(0) == 0:
+            tl.store(turns_ptr, turn + 1)
 
 
 @triton.jit(

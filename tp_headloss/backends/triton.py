@@ -25,6 +25,14 @@ class Launch(NamedTuple):
     warps: int
 
 
+def _cdiv(a: int, b: int) -> int:  # triton's own, also for device code, are slow to call
+    return -(-a // b)
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
 # Tables of scripts/tune_launch.py: H200, torch 2.11.0, triton 3.6.0, bf16, 8192 tokens, block/warps and microseconds.
 # Other GPUs get the same values.
 
@@ -38,7 +46,7 @@ def statistics_launch(chunk_size: int) -> Launch:
     8 chunks of 4016: 512/1 141.6, 256/1 153.9, 1024/1 170.8; with entropy and argmax: 512/1 186.9, 256/1 192.6
     8 chunks of 16032: 1024/1 485.9, 512/1 488.7, 256/1 504.7; with entropy and argmax: 512/1 587.0, 256/1 627.7
     """
-    return Launch(min(512, max(128, triton.next_power_of_2(chunk_size))), 1)
+    return Launch(min(512, max(128, _next_power_of_2(chunk_size))), 1)
 
 
 def gradient_launch(width: int, entropy: bool) -> Launch:
@@ -49,7 +57,7 @@ def gradient_launch(width: int, entropy: bool) -> Launch:
     128256 wide: 2048/4 988.8, 1024/2 989.0, 4096/4 994.3; with entropy: 4096/4 1004.7, 2048/4 1039.2
     8032 wide: 2048/4 70.0, 4096/4 71.1; with entropy: 4096/4 72.7, 2048/4 73.8
     """
-    return Launch(min(4096 if entropy else 2048, max(256, triton.next_power_of_2(width))), 4)
+    return Launch(min(4096 if entropy else 2048, max(256, _next_power_of_2(width))), 4)
 
 
 MERGE = Launch(64, 2)  # 8 packets: 32/1 7.7, 128/4 8.6, 64/2 8.7; with entropy and argmax: 64/2 8.0, 32/1 8.5
@@ -146,7 +154,7 @@ def merge_packets(packets, labels, spec: HeadSpec, memory=None):
     if n_rows:
         _launch(
             kernels.merge_kernel,
-            triton.cdiv(n_rows, MERGE.block),
+            _cdiv(n_rows, MERGE.block),
             (spec, memory and memory.slot, _kind(labels)),
             MERGE,
             *outputs[:2], *(flags.get(name) for name in ("valid", "argmax", "hits")), packets, labels,
@@ -172,7 +180,7 @@ def logits_gradient(out, logits, labels, bias, temperatures, total_weight, merge
     vectors = labels, bias, temperatures, total_weight
     _launch(
         kernels.gradient_kernel,
-        n_rows * triton.cdiv(width, launch.block),
+        n_rows * _cdiv(width, launch.block),
         (spec, width, _kind(out), _kind(logits), *map(_size, strides), *map(_kind, vectors), *map(_type, grads)),
         launch,
         out, logits, *vectors, merged, *grads,
@@ -205,7 +213,7 @@ def token_sums_gradient(upstream, values, valid, weight, sums, plan):
     if n_rows:
         _launch(
             kernels.sums_gradient_kernel,
-            triton.cdiv(n_rows, SUMS_GRADIENT.block),
+            _cdiv(n_rows, SUMS_GRADIENT.block),
             (plan.squares, plan.negatives, _kind(upstream), *map(_type, (valid, weight)), *map(_type, values)),
             SUMS_GRADIENT,
             out, upstream, values, valid, weight, sums, plan.coefficients, sums.shape[0] - 1, n_rows,
