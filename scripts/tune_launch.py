@@ -17,7 +17,7 @@ from triton.testing import do_bench
 
 from tp_headloss import VocabShard
 from tp_headloss.backends import triton as launchers
-from tp_headloss.reduce import SumsPlan
+from tp_headloss.reduce import Reduction, SumsPlan
 from tp_headloss.stats import HeadSpec, packet_rows
 
 STATISTICS = [(256, 1), (512, 1), (1024, 1), (512, 2), (1024, 2), (2048, 4)]
@@ -92,17 +92,17 @@ def tune_sums(tokens):
     valid = torch.ones(tokens, dtype=torch.bool, device="cuda")
     for count in (1, 5):
         values = tuple(torch.randn(count, tokens, device="cuda").unbind(0))
-        plan = SumsPlan((1.0,) * min(count, 3), 2, 1)
-        terms = values[: len(plan.coefficients)]
-        loss, sums = launchers.token_sums(values, valid, None, None, plan)
+        plan = SumsPlan((1.0,) * min(count, 3), ("",) * count, 2, 1)
+        reduction, terms = Reduction(plan, None, None), values[: len(plan.coefficients)]
+        loss, sums = launchers.token_sums(values, valid, reduction)
 
-        def total(launch, values=values, plan=plan):
+        def total(launch, values=values, reduction=reduction):
             with mock.patch.object(launchers, "SUMS", launch):
-                launchers.token_sums(values, valid, None, None, plan)
+                launchers.token_sums(values, valid, reduction)
 
-        def gradient(launch, terms=terms, plan=plan, loss=loss, sums=sums):
+        def gradient(launch, terms=terms, reduction=reduction, loss=loss, sums=sums):
             with mock.patch.object(launchers, "SUMS_GRADIENT", launch):
-                launchers.token_sums_gradient(loss, terms, valid, None, sums, plan)
+                launchers.token_sums_gradient(loss, terms, valid, sums, reduction)
 
         show(f"sums of {count} x {tokens}", SUMS, launchers.SUMS, total)
         show(f"their gradient, {len(terms)} x {tokens}", SUMS_GRADIENT, launchers.SUMS_GRADIENT, gradient)

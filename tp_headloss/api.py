@@ -76,6 +76,11 @@ def vocab_statistics(
 
     Raises ValueError or TypeError, from metadata alone and hence on every rank, for what does not fit together.
     """
+    return run_statistics(logits, labels, shard, want, transform, total_weight, ignore_index, options)[0]
+
+
+def run_statistics(logits, labels, shard, want, transform, total_weight, ignore_index, options, reduction=None):
+    """`vocab_statistics`, and what a `Reduction` gives (Triton backend, labels): its loss and sums, else None."""
     transform, options = transform or NO_TRANSFORM, options or DEFAULTS
     shard = resolve_shard(logits, shard)
     backend = _validate(logits, labels, shard, want, transform, total_weight, options)
@@ -96,14 +101,20 @@ def vocab_statistics(
         None if temperatures is None else rows.flatten(temperatures),
         None if total_weight is None else total_weight.detach().float(),
     )
-    values = Statistics.apply(
-        rows.flatten(logits), *(None if v is None else v.contiguous() for v in vectors), spec, options.inplace
+    if reduction is not None and reduction.weight is not None:
+        reduction = reduction._replace(weight=rows.flatten(reduction.weight).float().contiguous())
+    *values, loss, sums = Statistics.apply(
+        rows.flatten(logits),
+        *(None if v is None else v.contiguous() for v in vectors),
+        spec,
+        options.inplace,
+        reduction,
     )
     out = {name: None if value is None else rows.unflatten(value) for name, value in zip(OUTPUTS, values)}
     owners = out.pop("owners")
     if options.check:
         _check_labels(labels, owners, out["valid"], shard)
-    return VocabStatistics(**out, labels=labels, vocab_size=shard.vocab_size)
+    return VocabStatistics(**out, labels=labels, vocab_size=shard.vocab_size), loss, sums
 
 
 @functools.lru_cache(maxsize=256)

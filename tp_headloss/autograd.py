@@ -111,37 +111,54 @@ def _once_differentiable(backward):
 
 
 class Statistics(torch.autograd.Function):
-    """logits [N, width] sharded on V -> the statistics named in `OUTPUTS`, None where off.
+    """logits [N, width] sharded on V -> the statistics named in `OUTPUTS`, None where off; with a `Reduction` (Triton
+    backend only) also its loss [] and sums, else None.
 
     Saves the inputs and O(N) merged rows, never probabilities. Backward: no communication.
     """
 
     @staticmethod
-    def forward(ctx, logits, labels, bias, temperatures, total_weight, spec, inplace):
+    def forward(ctx, logits, labels, bias, temperatures, total_weight, spec, inplace, reduction):
         inputs = logits, labels, bias, temperatures, total_weight
         if _runs_here(logits):
             merged, values, *flags = _statistics(*inputs, spec)
         else:
             merged, values, *flags = torch.ops.tp_headloss.statistics(*inputs, *_fields(spec))
-        ctx.save_for_backward(logits, labels, bias, temperatures, total_weight, merged)
-        ctx.spec, ctx.inplace = spec, inplace
+        ctx.spec, ctx.inplace, ctx.reduction = spec, inplace, reduction
         ctx.set_materialize_grads(False)
         has_labels = labels is not None
         out = dict(zip(value_rows(has_labels, spec.want), values.unbind(0)))
         out.update(zip(flag_names(has_labels, spec.want), flags))
-        ctx.mark_non_differentiable(*(out[name] for name in NOT_DIFFERENTIABLE if name in out))
-        return tuple(out.get(name) for name in OUTPUTS)
+        fixed = [out[name] for name in NOT_DIFFERENTIABLE if name in out]
+        loss = sums = None
+        saved = ()
+        if reduction is not None:
+            summed = tuple(out[name] for name in reduction.plan.statistics)
+            loss, sums = load_backend(spec.backend).token_sums(summed, out["valid"], reduction)
+            saved = out["valid"], sums, *summed[: len(reduction.plan.coefficients)]
+            fixed.append(sums)
+        ctx.mark_non_differentiable(*fixed)
+        ctx.save_for_backward(*inputs, merged, *saved)
+        return *(out.get(name) for name in OUTPUTS), loss, sums
 
     @staticmethod
     @_once_differentiable
-    def backward(ctx, lse, log_prob, target_logit, _owners, entropy, total, *_flags):
-        *inputs, merged = ctx.saved_tensors
+    def backward(ctx, lse, log_prob, target_logit, _owners, entropy, total, *rest):
+        *inputs, merged = ctx.saved_tensors[:6]
+        loss = rest[-2]
+        if loss is not None:
+            upstream = {"lse": lse, "log_prob": log_prob, "target_logit": target_logit, "entropy": entropy}
+            valid, sums, *summed = ctx.saved_tensors[6:]
+            rows = load_backend(ctx.spec.backend).token_sums_gradient(loss, tuple(summed), valid, sums, ctx.reduction)
+            for name, row in zip(ctx.reduction.plan.statistics, rows.unbind(0)):
+                upstream[name] = row if upstream[name] is None else upstream[name] + row
+            lse, log_prob, target_logit, entropy = upstream.values()
         if target_logit is not None:  # z_y = log_prob + lse
             lse = target_logit if lse is None else lse + target_logit
             log_prob = target_logit if log_prob is None else log_prob + target_logit
         grads = (lse, log_prob, entropy, total)
         if all(g is None for g in grads):
-            return (None,) * 7
+            return (None,) * 8
         if ctx.inplace:
             logits = inputs[0].detach()
             _write_gradient(logits, inputs, merged, grads, ctx.spec)
@@ -152,7 +169,7 @@ class Statistics(torch.autograd.Function):
         else:
             logits = torch.ops.tp_headloss.logits_gradient(*inputs, merged, *grads, *_fields(ctx.spec))
         bias = logits.sum(0, dtype=merged.dtype).to(inputs[2].dtype) if ctx.needs_input_grad[2] else None
-        return logits, None, bias, None, None, None, None
+        return logits, None, bias, None, None, None, None, None
 
 
 class TokenSums(torch.autograd.Function):
@@ -163,11 +180,10 @@ class TokenSums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, plan, valid, weight, denominator, *values):
-        backend = load_backend("triton")
-        loss, sums = backend.token_sums(values, valid, weight, denominator, plan)
-        ctx.save_for_backward(valid, weight, sums, *values[: len(plan.coefficients)])
-        ctx.plan = plan
+    def forward(ctx, reduction, valid, *values):
+        loss, sums = load_backend("triton").token_sums(values, valid, reduction)
+        ctx.save_for_backward(valid, sums, *values[: len(reduction.plan.coefficients)])
+        ctx.reduction = reduction
         ctx.mark_non_differentiable(sums)
         ctx.set_materialize_grads(False)
         return loss, sums
@@ -175,13 +191,13 @@ class TokenSums(torch.autograd.Function):
     @staticmethod
     @_once_differentiable
     def backward(ctx, loss, _sums):
-        valid, weight, sums, *values = ctx.saved_tensors
-        needed = ctx.needs_input_grad[4:]
+        valid, sums, *values = ctx.saved_tensors
+        needed = ctx.needs_input_grad[2:]
         if loss is None:
-            return (None,) * (4 + len(needed))
-        rows = load_backend("triton").token_sums_gradient(loss, tuple(values), valid, weight, sums, ctx.plan)
+            return (None,) * (2 + len(needed))
+        rows = load_backend("triton").token_sums_gradient(loss, tuple(values), valid, sums, ctx.reduction)
         grads = [
             (row if value.dim() == 1 else row.view(value.shape)) if need else None
             for row, value, need in zip(rows.unbind(0), values, needed)
         ]
-        return (None,) * 4 + tuple(grads) + (None,) * (len(needed) - len(grads))
+        return (None,) * 2 + tuple(grads) + (None,) * (len(needed) - len(grads))

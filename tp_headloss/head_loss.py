@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from . import losses
-from .api import Options, Transform, resolve_shard, vocab_statistics
+from .api import Options, Transform, resolve_shard, run_statistics
 from .autograd import TokenSums
 from .backends import resolve_backend
-from .reduce import REDUCTIONS, Scaled, masked, nonzero, plan_of
+from .reduce import REDUCTIONS, Monomial, Reduction, SumsPlan, masked, nonzero
 from .shard import VocabShard
 from .stats import VocabStatistics
 
 METRICS: dict[str, tuple[Callable[[VocabStatistics], torch.Tensor], tuple[str, ...]]] = {
-    "accuracy": (lambda stats: stats.correct, ("argmax",)),
-    "entropy": (lambda stats: stats.entropy, ("entropy",)),
-    "log_prob": (lambda stats: stats.log_prob, ()),
-    "lse": (lambda stats: stats.lse, ()),
+    "accuracy": (Monomial("hits"), ("argmax",)),
+    "entropy": (Monomial("entropy"), ("entropy",)),
+    "log_prob": (Monomial("log_prob"), ()),
+    "lse": (Monomial("lse"), ()),
 }
 
 
@@ -29,7 +29,8 @@ METRICS: dict[str, tuple[Callable[[VocabStatistics], torch.Tensor], tuple[str, .
 class Term:
     """A weighted per-token loss: ``function(stats) -> [..] fp32``, and the optional statistics that it needs.
 
-    The function may return a `reduce.Scaled`, which saves a kernel for the sign and one for the square.
+    A `reduce.Monomial` as the function, such as ``Monomial("lse", square=True)``, needs no kernels of its own.
+
     ``token_weight(stats) -> [..]``, if given, is what this term's mean divides by the sum of (class weights).
     """
 
@@ -64,10 +65,10 @@ def CrossEntropy(
     def function(stats):
         if label_smoothing:
             return losses.smoothed_cross_entropy(stats, label_smoothing, smoothing_formula, class_weight)
-        if class_weight is None:
-            return Scaled(stats.log_prob, negative=True)
         return token_weight(stats) * losses.cross_entropy(stats)
 
+    if not label_smoothing and class_weight is None:
+        return Term("cross_entropy", Monomial("log_prob", negative=True), weight)
     want = ("total",) if label_smoothing else ()
     weighted = class_weight is not None
     return Term("cross_entropy", function, weight, want, token_weight if weighted else None, class_weight)
@@ -75,12 +76,12 @@ def CrossEntropy(
 
 def ZLoss(weight: float) -> Term:
     """weight * lse^2."""
-    return Term("z_loss", lambda stats: Scaled(stats.lse, square=True), weight)
+    return Term("z_loss", Monomial("lse", square=True), weight)
 
 
 def Entropy(weight: float) -> Term:
     """An entropy bonus: weight * -entropy, with its gradient."""
-    return Term("entropy", lambda stats: Scaled(stats.entropy, negative=True), weight, ("entropy",))
+    return Term("entropy", Monomial("entropy", negative=True), weight, ("entropy",))
 
 
 class HeadLossOutput(NamedTuple):
@@ -92,10 +93,6 @@ class HeadLossOutput(NamedTuple):
     terms: dict[str, torch.Tensor]  # per term, without the term's weight
     metrics: dict[str, torch.Tensor]  # per metric
     stats: VocabStatistics
-
-
-def _scaled(value) -> Scaled:
-    return value if isinstance(value, Scaled) else Scaled(value)
 
 
 class HeadLoss(nn.Module):
@@ -133,7 +130,9 @@ class HeadLoss(nn.Module):
             raise ValueError("class weights with smoothing weight the statistic 'total': only one term can use it")
         self.total_weight = weighted[0] if weighted else None
         self.metrics, self.reduction, self.ignore_index, self.options = tuple(metrics), reduction, ignore_index, options
-        self.want = {name for term in self.terms for name in term.want} | {n for m in metrics for n in METRICS[m][1]}
+        self.want = tuple({name for t in self.terms for name in t.want} | {n for m in metrics for n in METRICS[m][1]})
+        functions = [term.function for term in self.terms] + [METRICS[name][0] for name in self.metrics]
+        self.plan = SumsPlan.of(functions, [float(term.weight) for term in self.terms])
 
     def forward(
         self,
@@ -165,26 +164,59 @@ class HeadLoss(nn.Module):
                     f"class_weight must have shape [{shard.vocab_size}] on {logits.device}, "
                     f"got {list(weight.shape)} on {weight.device}"
                 )
-        stats = vocab_statistics(
+        reduction = self._reduction(logits.device, token_weight, denominator)
+        given = reduction if reduction is not None and "" not in self.plan.statistics else None
+        stats, loss, sums = run_statistics(
             logits,
             labels,
-            shard=shard,
-            want=tuple(self.want),
-            transform=transform,
-            total_weight=self._local_total_weight(shard),
-            ignore_index=self.ignore_index,
-            options=self.options,
+            shard,
+            self.want,
+            transform,
+            self._local_total_weight(shard),
+            self.ignore_index,
+            self.options,
+            given,
         )
-        values = [_scaled(term.function(stats)) for term in self.terms]
-        metrics = [_scaled(METRICS[name][0](stats)) for name in self.metrics]
-        if self._sums_in_one_kernel(values + metrics, stats, token_weight, denominator):
-            return self._reduce_in_one_kernel(values, metrics, stats, token_weight, denominator)
-        return self._reduce(values, metrics, stats, token_weight, denominator)
+        if given is None and reduction is not None:  # values of other functions are summed apart
+            loss, sums = self._sum(stats, reduction)
+        if loss is None:
+            return self._reduce(stats, token_weight, denominator)
+        *sums, count, _ = sums.unbind(0)
+        terms = {term.name: total for term, total in zip(self.terms, sums)}
+        return HeadLossOutput(loss, count, terms, dict(zip(self.metrics, sums[len(terms) :])), stats)
 
-    def _reduce(self, values, metrics, stats, token_weight, denominator):
+    def _reduction(self, device, weight, denominator) -> Reduction | None:
+        """Masks, weights and sums in one kernel; None where plain torch is needed, see `_reduce`."""
+        given = [x for x in (weight, denominator) if isinstance(x, torch.Tensor)]
+        if (
+            self.reduction == "none"
+            or torch.compiler.is_compiling()
+            or resolve_backend(self.options and self.options.backend, device) != "triton"
+            or any(term.token_weight is not None for term in self.terms)
+            or any(x.requires_grad or x.device != device for x in given)
+            or (isinstance(denominator, torch.Tensor) and denominator.dim() != 0)
+        ):
+            return None
+        if self.reduction == "sum":
+            denominator = 1.0
+        elif isinstance(denominator, torch.Tensor):
+            denominator = denominator.float()
+        return Reduction(self.plan, weight, denominator)
+
+    def _sum(self, stats, reduction):
+        """-> loss and sums, or None and None if a term's values are no fp32 numbers per token."""
+        functions = [term.function for term in self.terms] + [METRICS[name][0] for name in self.metrics]
+        values = [getattr(stats, f.statistic) if isinstance(f, Monomial) else f(stats) for f in functions]
+        if any(v.shape != stats.lse.shape or v.dtype not in (torch.float32, torch.bool) for v in values):
+            return None, None
+        if reduction.weight is not None:
+            reduction = reduction._replace(weight=reduction.weight.float().contiguous())
+        return TokenSums.apply(reduction, stats.valid.contiguous(), *(value.contiguous() for value in values))
+
+    def _reduce(self, stats, token_weight, denominator):
         """The definition, in plain torch."""
-        values = [masked(value.evaluate(), stats.valid, token_weight) for value in values]
-        metrics = [masked(value.evaluate().detach(), stats.valid, token_weight).sum() for value in metrics]
+        values = [masked(term.function(stats), stats.valid, token_weight) for term in self.terms]
+        metrics = [masked(METRICS[name][0](stats).detach(), stats.valid, token_weight).sum() for name in self.metrics]
         sums = [value.sum() for value in values]
         weights = stats.valid if token_weight is None else masked(token_weight, stats.valid)
         count = weights.sum(dtype=torch.float32)
@@ -200,32 +232,6 @@ class HeadLoss(nn.Module):
         parts = [part if term.weight == 1 else term.weight * part for term, part in zip(self.terms, parts)]
         terms = {term.name: total.detach() for term, total in zip(self.terms, sums)}
         return HeadLossOutput(sum(parts[1:], start=parts[0]), count, terms, dict(zip(self.metrics, metrics)), stats)
-
-    def _sums_in_one_kernel(self, values, stats, token_weight, denominator) -> bool:
-        if self.reduction == "none" or any(term.token_weight is not None for term in self.terms):
-            return False
-        device = stats.lse.device
-        given = [x for x in (token_weight, denominator) if isinstance(x, torch.Tensor)]
-        return (
-            resolve_backend(self.options and self.options.backend, device) == "triton"
-            and not torch.compiler.is_compiling()
-            and all(v.values.shape == stats.lse.shape and v.values.dtype in (torch.float32, torch.bool) for v in values)
-            and not any(x.requires_grad or x.device != device for x in given)
-            and (not isinstance(denominator, torch.Tensor) or denominator.dim() == 0)
-        )
-
-    def _reduce_in_one_kernel(self, values, metrics, stats, token_weight, denominator):
-        if self.reduction == "sum":
-            denominator = 1.0
-        elif isinstance(denominator, torch.Tensor):
-            denominator = denominator.float()
-        plan = plan_of(values + metrics, [float(term.weight) for term in self.terms])
-        tensors = [value.values.contiguous() for value in values + metrics]
-        weight = None if token_weight is None else token_weight.float().contiguous()
-        loss, sums = TokenSums.apply(plan, stats.valid.contiguous(), weight, denominator, *tensors)
-        *sums, count, _ = sums.unbind(0)
-        terms = {term.name: total for term, total in zip(self.terms, sums)}
-        return HeadLossOutput(loss, count, terms, dict(zip(self.metrics, sums[len(terms) :])), stats)
 
     def _denominator(self, term, stats, token_weight, count, denominator):
         if denominator is not None:

@@ -22,15 +22,16 @@ def nonzero(denominator: torch.Tensor | float) -> torch.Tensor | float:
     return denominator.float().masked_fill(denominator == 0, float("inf"))
 
 
-class Scaled(NamedTuple):
-    """A per-token value that the reduction evaluates itself, instead of kernels of its own: [-] values [squared]."""
+class Monomial(NamedTuple):
+    """A per-token value that the reduction evaluates itself, without kernels of its own: [-] a statistic [squared]."""
 
-    values: torch.Tensor
+    statistic: str  # a field of VocabStatistics
     square: bool = False
     negative: bool = False
 
-    def evaluate(self) -> torch.Tensor:
-        values = self.values if self.values.is_floating_point() else self.values.float()
+    def __call__(self, stats) -> torch.Tensor:
+        values = getattr(stats, self.statistic)
+        values = values if values.is_floating_point() else values.float()
         values = values**2 if self.square else values
         return -values if self.negative else values
 
@@ -42,10 +43,26 @@ class SumsPlan(NamedTuple):
     """
 
     coefficients: tuple[float, ...]  # of the terms, the first values; the other values are metrics
+    statistics: tuple[str, ...]  # what the values are, "" for a tensor that somebody computed from them
     squares: int  # bit i: value i is squared
     negatives: int  # bit i: sum i is negated
 
+    @classmethod
+    def of(cls, functions, coefficients) -> SumsPlan:
+        """Of what HeadLoss sums: monomials, and functions whose values are summed as they are."""
+        as_it_is = Monomial("")
+        monomials = [f if isinstance(f, Monomial) else as_it_is for f in functions]
+        return cls(
+            tuple(coefficients),
+            tuple(m.statistic for m in monomials),
+            sum(m.square << i for i, m in enumerate(monomials)),
+            sum(m.negative << i for i, m in enumerate(monomials)),
+        )
 
-def plan_of(values: list[Scaled], coefficients) -> SumsPlan:
-    squares = sum(value.square << i for i, value in enumerate(values))
-    return SumsPlan(tuple(coefficients), squares, sum(value.negative << i for i, value in enumerate(values)))
+
+class Reduction(NamedTuple):
+    """A reduction that runs with the statistics, where all its values are monomials of them."""
+
+    plan: SumsPlan
+    weight: torch.Tensor | None  # per token, no gradient
+    denominator: torch.Tensor | float | None  # None: by count

@@ -189,8 +189,9 @@ def logits_gradient(out, logits, labels, bias, temperatures, total_weight, merge
     )  # fmt: skip
 
 
-def token_sums(values, valid, weight, denominator, plan):
+def token_sums(values, valid, reduction):
     """Values [N] each -> loss [] and sums [S + 2] (of each value, the count, the divisor); see `reduce.SumsPlan`."""
+    plan, weight, denominator = reduction
     sums, loss = valid.new_empty(len(values) + 2, dtype=torch.float32), valid.new_empty((), dtype=torch.float32)
     given = denominator if isinstance(denominator, torch.Tensor) else None
     number = 1.0 if given is not None or denominator is None else float(denominator)
@@ -206,8 +207,9 @@ def token_sums(values, valid, weight, denominator, plan):
     return loss, sums
 
 
-def token_sums_gradient(upstream, values, valid, weight, sums, plan):
+def token_sums_gradient(upstream, values, valid, sums, reduction):
     """Gradient of the loss -> of the terms' values, [terms, N] fp32."""
+    plan, weight, _ = reduction
     n_rows = valid.numel()
     out = valid.new_empty((len(values), n_rows), dtype=torch.float32)
     if n_rows:
