@@ -380,6 +380,9 @@ def arguments(argv):
     parser.add_argument("--repeats", type=int, default=50, help="at most this many; at least 5")
     parser.add_argument("--seconds", type=float, default=0.1, help="for one measurement, if 5 repeats fit")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--one-thread", action="store_true", help="run backward in the caller's thread, not in autograd's own"
+    )
     parser.add_argument("--json", help="file for the results")
     return parser.parse_args(argv)
 
@@ -400,6 +403,7 @@ def join(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
 def main(argv=None):
     args = arguments(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and still write what there is
+    torch.autograd.set_multithreading_enabled(not args.one_thread)
     device, group = join(args.device)
     machine = Machine(device, group, args.seconds, args.repeats)
     first = group is None or dist.get_rank(group) == 0

@@ -61,10 +61,10 @@ def styles(rows):
     return {name: style for name, style in out.items() if name in used}
 
 
-def usual(rows):
-    """The shape with the most rows, the largest of them."""
+def usual(rows, wanted):
+    """The wanted (tokens, vocabulary) if it was measured, else the shape with the most rows, the largest of them."""
     counts = Counter((row["tokens"], row["vocab"]) for row in rows)
-    return max(counts, key=lambda shape: (counts[shape], shape[0] * shape[1]))
+    return max(counts, key=lambda shape: (shape == wanted, counts[shape], shape[0] * shape[1]))
 
 
 def at(rows, **values):
@@ -91,9 +91,9 @@ def ratio_axis(axis, direction, values):
     (axis.axvline if direction == "x" else axis.axhline)(1, color="black", lw=1, ls="--", zorder=1)
 
 
-def by_implementation(axes, rows, style, task):
+def by_implementation(axes, rows, style, task, wanted):
     """Two panels that share their lines: time over the floor, and memory over the size of the logits."""
-    tokens, vocab = usual(rows)
+    tokens, vocab = usual(rows, wanted)
     rows = at(rows, tokens=tokens, vocab=vocab)
     names = sorted(
         {r["implementation"] for r in rows}, key=lambda n: -min(over_floor(r) for r in at(rows, implementation=n))
@@ -115,10 +115,10 @@ def by_implementation(axes, rows, style, task):
     memory.tick_params(labelleft=False)
 
 
-def by_task(axis, rows, style):
+def by_task(axis, rows, style, wanted):
     """Time over the floor of every task at one shape and TP size."""
     tp = Counter(row["tp"] for row in rows).most_common(1)[0][0]
-    tokens, vocab = usual(at(rows, tp=tp))
+    tokens, vocab = usual(at(rows, tp=tp), wanted)
     rows = at(rows, tp=tp, tokens=tokens, vocab=vocab)
     tasks = list(dict.fromkeys(row["task"] for row in rows))[::-1]
     for row in rows:
@@ -130,10 +130,10 @@ def by_task(axis, rows, style):
     axis.grid(lw=0.4, color="#cccccc")
 
 
-def scaling(axis, rows, style, key, label):
+def scaling(axis, rows, style, key, label, wanted):
     """Time over the floor along one of tokens, vocab and tp, where the others are what most rows have."""
     others = [name for name in ("tokens", "vocab", "tp") if name != key]
-    fixed = best_line(rows, key, others)
+    fixed = best_line(rows, key, others, wanted)
     rows = at(rows, **fixed)
     for name in dict.fromkeys(row["implementation"] for row in rows):
         line = sorted(at(rows, implementation=name), key=lambda row: row[key])
@@ -160,12 +160,15 @@ def scaling(axis, rows, style, key, label):
     axis.grid(lw=0.4, color="#cccccc")
 
 
-def best_line(rows, key, others):
-    """Values of the other coordinates along which this one takes the most values (of those, with the most rows)."""
+def best_line(rows, key, others, wanted):
+    """Values of the other coordinates along which this one takes the most values (of those, the wanted, or with the
+    most rows)."""
+    wanted = dict(zip(("tokens", "vocab"), wanted))
 
     def rank(candidate):
         line = at(rows, **dict(zip(others, candidate)))
-        return len({row[key] for row in line}), len(line), candidate
+        hits = sum(wanted.get(name) == value for name, value in zip(others, candidate))
+        return len({row[key] for row in line}), hits, len(line), candidate
 
     return dict(zip(others, max({tuple(row[name] for name in others) for row in rows}, key=rank)))
 
@@ -198,7 +201,7 @@ def footer(reports, missing, characters):
     return "\n".join(textwrap.wrap(text, characters))
 
 
-def draw(reports, rows, missing, task):
+def draw(reports, rows, missing, task, wanted):
     main = at(rows, task=task)
     ways = [("tokens", "tokens"), ("vocab", "vocabulary"), ("tp", "TP size: GPUs that share the vocabulary")]
     ways = [(key, label) for key, label in ways if len({row[key] for row in main}) > 1]
@@ -211,13 +214,13 @@ def draw(reports, rows, missing, task):
     figure = plt.figure(figsize=(width, sum(heights)), layout="constrained")
     figure.get_layout_engine().set(h_pad=0.08)
     top, *middle, bottom = figure.subfigures(len(heights), 1, height_ratios=heights)
-    by_implementation(top.subplots(1, 2, sharey=True, width_ratios=[1.6, 1]), main, style, task)
+    by_implementation(top.subplots(1, 2, sharey=True, width_ratios=[1.6, 1]), main, style, task, wanted)
     if lower:
         for kind, axis in zip(lower, middle[0].subplots(1, len(lower), squeeze=False)[0]):
             if kind == "tasks":
-                by_task(axis, rows, style)
+                by_task(axis, rows, style, wanted)
             else:
-                scaling(axis, main, style, kind, dict(ways)[kind])
+                scaling(axis, main, style, kind, dict(ways)[kind], wanted)
     legend(bottom, style, rows)
     bottom.text(0.01, 0.02, footer(reports, missing, int(15.5 * width)), fontsize=7.5, color="#555555")
     return figure
@@ -228,13 +231,17 @@ def main():
     parser.add_argument("json", nargs="+", help="files of bench.py --json")
     parser.add_argument("--out", default="bench.png")
     parser.add_argument("--task", default="ce", help="of the panels that show one task")
+    parser.add_argument("--tokens", type=int, default=8192, help="of those panels, if measured")
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--without", nargs="+", default=[], help="implementations that are not drawn")
     args = parser.parse_args()
     reports, rows, missing = load(args.json)
+    rows = [row for row in rows if row["implementation"] not in args.without]
     if not at(rows, task=args.task):
         parser.error(f"no measured rows of task {args.task!r} in {args.json}")
     for row in rows:
         row["itemsize"] = {"float32": 4}.get(reports[0]["dtype"], 2)
-    draw(reports, rows, missing, args.task).savefig(args.out, dpi=100)
+    draw(reports, rows, missing, args.task, (args.tokens, args.vocab)).savefig(args.out, dpi=100)
 
 
 if __name__ == "__main__":

@@ -144,11 +144,11 @@ class Statistics(torch.autograd.Function):
     @staticmethod
     @_once_differentiable
     def backward(ctx, lse, log_prob, target_logit, _owners, entropy, total, *rest):
-        *inputs, merged = ctx.saved_tensors[:6]
+        *inputs, merged = (saved := ctx.saved_tensors)[:6]
         loss = rest[-2]
         if loss is not None:
             upstream = {"lse": lse, "log_prob": log_prob, "target_logit": target_logit, "entropy": entropy}
-            valid, sums, *summed = ctx.saved_tensors[6:]
+            valid, sums, *summed = saved[6:]
             rows = load_backend(ctx.spec.backend).token_sums_gradient(loss, tuple(summed), valid, sums, ctx.reduction)
             for name, row in zip(ctx.reduction.plan.statistics, rows.unbind(0)):
                 upstream[name] = row if upstream[name] is None else upstream[name] + row
