@@ -346,6 +346,15 @@ def versions() -> dict[str, str]:
     return out
 
 
+def command(arguments) -> str:
+    """How to run this again, without the folders of this machine."""
+    words = [os.path.basename(word) if os.path.isabs(word) else word for word in arguments]
+    script = os.path.join(os.path.basename(os.path.dirname(os.path.abspath(__file__))), os.path.basename(__file__))
+    ranks = dist.get_world_size() if "RANK" in os.environ else 0
+    launcher = f"torchrun --standalone --nproc-per-node {ranks} " if ranks else "python "
+    return launcher + shlex.join([script, *words])
+
+
 def print_table(report):
     def shape(row):
         return row["task"], row["tokens"], row["vocab"], row["tp"]
@@ -414,7 +423,7 @@ def main(argv=None):
         "tp": 1 if group is None else dist.get_world_size(group),
         "dtype": args.dtype,
         "versions": versions(),
-        "command": shlex.join([os.path.relpath(sys.argv[0]), *(sys.argv[1:] if argv is None else argv)]),
+        "command": command(sys.argv[1:] if argv is None else argv),
         "copy_gb_per_s": round(bandwidth / 1e9, 1),
         "tolerances": {"ours": OUR_TOLERANCE, "peers": PEER_TOLERANCE},
         "rows": [],

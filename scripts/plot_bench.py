@@ -39,6 +39,8 @@ TP_MARKERS = {1: "o", 2: "s", 4: "D", 8: "^"}
 def load(paths):
     reports = [json.loads(Path(path).read_text()) for path in paths]
     rows = [row for report in reports for row in report["rows"]]
+    identity = ("task", "tokens", "vocab", "tp", "implementation")
+    rows = list({tuple(row[key] for key in identity): row for row in rows}.values())  # the last of what is there twice
     return reports, [row for row in rows if row.get("eager_us")], [row for row in rows if not row.get("eager_us")]
 
 

@@ -100,9 +100,9 @@ def tune_sums(tokens):
             with mock.patch.object(launchers, "SUMS", launch):
                 launchers.token_sums(values, valid, reduction)
 
-        def gradient(launch, terms=terms, reduction=reduction, loss=loss, sums=sums):
+        def gradient(launch, terms=terms, plan=plan, loss=loss, sums=sums):
             with mock.patch.object(launchers, "SUMS_GRADIENT", launch):
-                launchers.token_sums_gradient(loss, terms, valid, sums, reduction)
+                launchers.token_sums_gradient(loss, terms, valid, None, sums, plan)
 
         show(f"sums of {count} x {tokens}", SUMS, launchers.SUMS, total)
         show(f"their gradient, {len(terms)} x {tokens}", SUMS_GRADIENT, launchers.SUMS_GRADIENT, gradient)

@@ -16,6 +16,7 @@ from tp_headloss import (
     ZLoss,
     vocab_statistics,
 )
+from tp_headloss.reduce import Monomial
 
 V, N = 100, 12  # 100 of 128 padded columns
 
@@ -296,3 +297,31 @@ def test_the_reduction_kernel_equals_plain_torch(terms, kind, device, monkeypatc
     for a, b in zip(*outputs):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6)
         assert a.isfinite().all()
+
+
+def test_a_monomial_says_what_it_needs(backend, device):
+    x, labels, *_ = (t.to(device) for t in rows())
+    x.requires_grad_()
+    options = Options(backend=backend)
+    terms = [Term("confidence", Monomial("entropy")), Term("squares", Monomial("total", square=True), 0.1)]
+    out = HeadLoss([*terms, Term("hits", Monomial("hits"))], options=options)(x, labels)  # one has no gradient
+    out.loss.backward()
+    z = x.detach().double().requires_grad_()
+    log_p, valid = z.log_softmax(-1), labels >= 0
+    per_token = -(log_p.exp() * log_p).sum(-1) + 0.1 * z.sum(-1) ** 2 + (z.argmax(-1) == labels)
+    expected = per_token[valid].mean()
+    expected.backward()
+    torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.grad.double(), z.grad, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="Monomial must be of"):
+        HeadLoss([Term("wrong", Monomial("labels"))])
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_weights_that_changed_before_backward_are_noticed(own, device):
+    x, labels, _, weight = (t.to(device) for t in rows())
+    terms = [CrossEntropy(), Term("own", lambda stats: stats.lse.exp())] if own else [CrossEntropy()]
+    out = HeadLoss(terms, options=Options(backend="triton"))(x.requires_grad_(), labels, token_weight=weight)
+    weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()

@@ -91,9 +91,8 @@ def run_statistics(logits, labels, shard, want, transform, total_weight, ignore_
         temperature, temperatures = 1.0, temperature.to(torch.promote_types(logits.dtype, torch.float32))
     # torch.compile would trace through the cache and warn about it
     head_spec = _head_spec.__wrapped__ if torch.compiler.is_compiling() else _head_spec
-    spec = head_spec(
-        shard, tuple(want), transform.scale, transform.softcap, temperature, ignore_index, backend, options.transport
-    )
+    numbers = float(transform.scale), float(transform.softcap or 0.0), float(temperature)
+    spec = head_spec(shard, tuple(want), *numbers, ignore_index, backend, options.transport)
     rows = _TokenOrder(logits, options.inplace)
     vectors = (
         None if labels is None else rows.flatten(labels),
@@ -127,9 +126,9 @@ def _head_spec(shard, want, scale, softcap, temperature, ignore_index, backend, 
         chunks=shard.chunks,
         world_size=shard.world_size,
         want=tuple(name for name in OPTIONAL if name in want),
-        scale=float(scale),
-        softcap=float(softcap or 0.0),
-        temperature=float(temperature),
+        scale=scale,
+        softcap=softcap,  # 0: none
+        temperature=temperature,
         ignore_index=ignore_index,
         backend=backend,
         transport=transport,

@@ -87,10 +87,10 @@ for _name, _real, _fake in (
 
 
 OUTPUTS = ("lse", "log_prob", "target_logit", "owners", "entropy", "total", "mass", "argmax", "valid", "hits")
-NOT_DIFFERENTIABLE = ("owners", "mass", "argmax", "valid", "hits")
+DIFFERENTIABLE = ("lse", "log_prob", "target_logit", "entropy", "total")
 
 
-def _runs_here(tensor) -> bool:
+def runs_here(tensor) -> bool:
     """Eager and unobserved, where the operators' dispatch would only cost host time."""
     plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
     return plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
@@ -120,22 +120,23 @@ class Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, labels, bias, temperatures, total_weight, spec, inplace, reduction):
         inputs = logits, labels, bias, temperatures, total_weight
-        if _runs_here(logits):
+        if runs_here(logits):
             merged, values, *flags = _statistics(*inputs, spec)
         else:
             merged, values, *flags = torch.ops.tp_headloss.statistics(*inputs, *_fields(spec))
-        ctx.spec, ctx.inplace, ctx.reduction = spec, inplace, reduction
+        ctx.spec, ctx.inplace = spec, inplace
         ctx.set_materialize_grads(False)
         has_labels = labels is not None
         out = dict(zip(value_rows(has_labels, spec.want), values.unbind(0)))
         out.update(zip(flag_names(has_labels, spec.want), flags))
-        fixed = [out[name] for name in NOT_DIFFERENTIABLE if name in out]
+        fixed = [value for name, value in out.items() if name not in DIFFERENTIABLE]
         loss = sums = None
         saved = ()
         if reduction is not None:
             summed = tuple(out[name] for name in reduction.plan.statistics)
             loss, sums = load_backend(spec.backend).token_sums(summed, out["valid"], reduction)
-            saved = out["valid"], sums, *summed[: len(reduction.plan.coefficients)]
+            saved = out["valid"], reduction.weight, sums, *summed[: len(reduction.plan.coefficients)]
+            ctx.plan = reduction.plan
             fixed.append(sums)
         ctx.mark_non_differentiable(*fixed)
         ctx.save_for_backward(*inputs, merged, *saved)
@@ -147,12 +148,14 @@ class Statistics(torch.autograd.Function):
         *inputs, merged = (saved := ctx.saved_tensors)[:6]
         loss = rest[-2]
         if loss is not None:
-            upstream = {"lse": lse, "log_prob": log_prob, "target_logit": target_logit, "entropy": entropy}
-            valid, sums, *summed = saved[6:]
-            rows = load_backend(ctx.spec.backend).token_sums_gradient(loss, tuple(summed), valid, sums, ctx.reduction)
-            for name, row in zip(ctx.reduction.plan.statistics, rows.unbind(0)):
-                upstream[name] = row if upstream[name] is None else upstream[name] + row
-            lse, log_prob, target_logit, entropy = upstream.values()
+            upstream = dict(zip(DIFFERENTIABLE, (lse, log_prob, target_logit, entropy, total)))
+            valid, weight, sums, *summed = saved[6:]
+            backend = load_backend(ctx.spec.backend)
+            rows = backend.token_sums_gradient(loss, tuple(summed), valid, weight, sums, ctx.plan)
+            for name, row in zip(ctx.plan.statistics, rows.unbind(0)):
+                if name in upstream:
+                    upstream[name] = row if upstream[name] is None else upstream[name] + row
+            lse, log_prob, target_logit, entropy, total = upstream.values()
         if target_logit is not None:  # z_y = log_prob + lse
             lse = target_logit if lse is None else lse + target_logit
             log_prob = target_logit if log_prob is None else log_prob + target_logit
@@ -163,7 +166,7 @@ class Statistics(torch.autograd.Function):
             logits = inputs[0].detach()
             _write_gradient(logits, inputs, merged, grads, ctx.spec)
             torch.autograd.graph.increment_version(inputs[0])
-        elif _runs_here(merged):
+        elif runs_here(merged):
             logits = torch.empty_like(inputs[0])
             _write_gradient(logits, inputs, merged, grads, ctx.spec)
         else:
@@ -182,8 +185,8 @@ class TokenSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx, reduction, valid, *values):
         loss, sums = load_backend("triton").token_sums(values, valid, reduction)
-        ctx.save_for_backward(valid, sums, *values[: len(reduction.plan.coefficients)])
-        ctx.reduction = reduction
+        ctx.save_for_backward(valid, reduction.weight, sums, *values[: len(reduction.plan.coefficients)])
+        ctx.plan = reduction.plan
         ctx.mark_non_differentiable(sums)
         ctx.set_materialize_grads(False)
         return loss, sums
@@ -191,11 +194,11 @@ class TokenSums(torch.autograd.Function):
     @staticmethod
     @_once_differentiable
     def backward(ctx, loss, _sums):
-        valid, sums, *values = ctx.saved_tensors
+        valid, weight, sums, *values = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
         if loss is None:
             return (None,) * (2 + len(needed))
-        rows = load_backend("triton").token_sums_gradient(loss, tuple(values), valid, sums, ctx.reduction)
+        rows = load_backend("triton").token_sums_gradient(loss, tuple(values), valid, weight, sums, ctx.plan)
         grads = [
             (row if value.dim() == 1 else row.view(value.shape)) if need else None
             for row, value, need in zip(rows.unbind(0), values, needed)

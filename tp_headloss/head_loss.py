@@ -11,7 +11,7 @@ from torch import nn
 
 from . import losses
 from .api import Options, Transform, resolve_shard, run_statistics
-from .autograd import TokenSums
+from .autograd import TokenSums, runs_here
 from .backends import resolve_backend
 from .reduce import REDUCTIONS, Monomial, Reduction, SumsPlan, masked, nonzero
 from .shard import VocabShard
@@ -23,6 +23,13 @@ METRICS: dict[str, tuple[Callable[[VocabStatistics], torch.Tensor], tuple[str, .
     "log_prob": (Monomial("log_prob"), ()),
     "lse": (Monomial("lse"), ()),
 }
+
+
+# What a `Monomial` may be of -> the optional statistic that brings it.
+MONOMIALS = {
+    "lse": "", "log_prob": "", "target_logit": "", "entropy": "entropy", "total": "total", "mass": "total",
+    "hits": "argmax",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -130,9 +137,12 @@ class HeadLoss(nn.Module):
             raise ValueError("class weights with smoothing weight the statistic 'total': only one term can use it")
         self.total_weight = weighted[0] if weighted else None
         self.metrics, self.reduction, self.ignore_index, self.options = tuple(metrics), reduction, ignore_index, options
-        self.want = tuple({name for t in self.terms for name in t.want} | {n for m in metrics for n in METRICS[m][1]})
         functions = [term.function for term in self.terms] + [METRICS[name][0] for name in self.metrics]
         self.plan = SumsPlan.of(functions, [float(term.weight) for term in self.terms])
+        if unknown := set(self.plan.statistics) - {"", *MONOMIALS}:
+            raise ValueError(f"a Monomial must be of one of {sorted(MONOMIALS)}, got {sorted(unknown)}")
+        wanted = {name for t in self.terms for name in t.want} | {n for m in metrics for n in METRICS[m][1]}
+        self.want = tuple(wanted | {MONOMIALS[name] for name in self.plan.statistics if name} - {""})
 
     def forward(
         self,
@@ -164,7 +174,7 @@ class HeadLoss(nn.Module):
                     f"class_weight must have shape [{shard.vocab_size}] on {logits.device}, "
                     f"got {list(weight.shape)} on {weight.device}"
                 )
-        reduction = self._reduction(logits.device, token_weight, denominator)
+        reduction = self._reduction(logits, token_weight, denominator)
         given = reduction if reduction is not None and "" not in self.plan.statistics else None
         stats, loss, sums = run_statistics(
             logits,
@@ -185,12 +195,13 @@ class HeadLoss(nn.Module):
         terms = {term.name: total for term, total in zip(self.terms, sums)}
         return HeadLossOutput(loss, count, terms, dict(zip(self.metrics, sums[len(terms) :])), stats)
 
-    def _reduction(self, device, weight, denominator) -> Reduction | None:
+    def _reduction(self, logits, weight, denominator) -> Reduction | None:
         """Masks, weights and sums in one kernel; None where plain torch is needed, see `_reduce`."""
+        device = logits.device
         given = [x for x in (weight, denominator) if isinstance(x, torch.Tensor)]
         if (
             self.reduction == "none"
-            or torch.compiler.is_compiling()
+            or not runs_here(logits)
             or resolve_backend(self.options and self.options.backend, device) != "triton"
             or any(term.token_weight is not None for term in self.terms)
             or any(x.requires_grad or x.device != device for x in given)

@@ -207,9 +207,8 @@ def token_sums(values, valid, reduction):
     return loss, sums
 
 
-def token_sums_gradient(upstream, values, valid, sums, reduction):
+def token_sums_gradient(upstream, values, valid, weight, sums, plan):
     """Gradient of the loss -> of the terms' values, [terms, N] fp32."""
-    plan, weight, _ = reduction
     n_rows = valid.numel()
     out = valid.new_empty((len(values), n_rows), dtype=torch.float32)
     if n_rows:
