@@ -216,3 +216,15 @@ def test_the_oracle_agrees_with_autograd():
     for name in g:
         torch.testing.assert_close(truth[name], values[name].detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(oracle.gradient(z, slope, labels, g), x.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("label", [7, 600, 3000, -100])
+def test_the_lowest_id_wins_a_tie_whichever_tile_is_read_last(label, backend, device):
+    """Two tiles to a chunk; the one that holds the label is read after the other."""
+    x = torch.zeros(1, 8192, device=device)
+    x[0, [5, 600, 1500]] = 3.0
+    stats = vocab_statistics(
+        x, torch.tensor([label], device=device), want=("argmax",), options=Options(backend=backend)
+    )
+    assert stats.argmax.item() == (5 if label >= 0 else -1)
+    assert not stats.correct.item()
