@@ -94,15 +94,15 @@ def tune_sums(tokens):
         values = tuple(torch.randn(count, tokens, device="cuda").unbind(0))
         plan = SumsPlan((1.0,) * min(count, 3), ("",) * count, 2, 1)
         reduction, terms = Reduction(plan, None, None), values[: len(plan.coefficients)]
-        loss, sums = launchers.token_sums(values, valid, reduction)
+        loss, _, divisor = launchers.token_sums(values, valid, reduction)
 
         def total(launch, values=values, reduction=reduction):
             with mock.patch.object(launchers, "SUMS", launch):
                 launchers.token_sums(values, valid, reduction)
 
-        def gradient(launch, terms=terms, plan=plan, loss=loss, sums=sums):
+        def gradient(launch, terms=terms, plan=plan, loss=loss, divisor=divisor):
             with mock.patch.object(launchers, "SUMS_GRADIENT", launch):
-                launchers.token_sums_gradient(loss, terms, valid, None, sums, plan)
+                launchers.token_sums_gradient(loss, terms, valid, None, divisor, plan)
 
         show(f"sums of {count} x {tokens}", SUMS, launchers.SUMS, total)
         show(f"their gradient, {len(terms)} x {tokens}", SUMS_GRADIENT, launchers.SUMS_GRADIENT, gradient)

@@ -96,15 +96,16 @@ def sums_variants():
         (("*fp32",), ("*fp32", "*fp32", "*i1")), (0, 2), (True, False), (True, False)
     ):
         shared = {
-            "sums_ptr": "*fp32", "value_ptrs": values, "valid_ptr": "*i1", "weight_ptr": "*fp32" if weighted else None,
+            "divisor_ptr": "*fp32", "value_ptrs": values, "valid_ptr": "*i1",
+            "weight_ptr": "*fp32" if weighted else None,
             "coefficients": ("fp32",) * min(2, len(values)), "n_rows": "i32", "SQUARES": squares, "NEGATIVES": 1,
         }  # fmt: skip
         yield kernels.sums_kernel, False, SUMS.warps, shared | {
-            "loss_ptr": "*fp32", "denominator_ptr": "*fp32" if denominator else None, "denominator": "fp32",
-            "BY_COUNT": weighted, "BLOCK": SUMS.block,
+            "sums_ptr": "*fp32", "loss_ptr": "*fp32", "denominator_ptr": "*fp32" if denominator else None,
+            "denominator": "fp32", "BY_COUNT": weighted, "BLOCK": SUMS.block,
         }  # fmt: skip
         yield kernels.sums_gradient_kernel, False, SUMS_GRADIENT.warps, shared | {
-            "g_ptr": "*fp32", "upstream_ptr": "*fp32", "divisor_at": "i32", "value_ptrs": values[:2],
+            "g_ptr": "*fp32", "upstream_ptr": "*fp32", "value_ptrs": values[:2],
             "BLOCK": SUMS_GRADIENT.block,
         }  # fmt: skip
 

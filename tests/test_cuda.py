@@ -123,8 +123,6 @@ def fallback_run(group, device):
     broken = comm.SymmetricMemory.__init__
     if torch.distributed.get_rank(group) == 1:
         comm.SymmetricMemory.__init__ = lambda *_: (_ for _ in ()).throw(RuntimeError("no peer access"))
-    else:  # this one would wait for the other's rendezvous
-        comm.SymmetricMemory.__init__ = lambda *_: None
     shard = VocabShard.from_group(group, V)
     x, labels = torch.randn(8, shard.width, device=device), torch.randint(0, V, (8,), device=device)
     try:

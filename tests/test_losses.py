@@ -12,6 +12,7 @@ from tp_headloss import (
     HeadLoss,
     Options,
     Term,
+    Transform,
     VocabShard,
     ZLoss,
     vocab_statistics,
@@ -325,3 +326,33 @@ def test_weights_that_changed_before_backward_are_noticed(own, device):
     weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.loss.backward()
+
+
+def test_sums_may_be_written_before_backward_and_terms_changed(backend, device):
+    x, labels, *_ = (t.to(device) for t in rows())
+    head = HeadLoss([CrossEntropy(), ZLoss(1.0)], metrics=("accuracy",), options=Options(backend=backend))
+    small = head(x.requires_grad_(), labels).loss.item()
+    head.terms = (CrossEntropy(), ZLoss(10.0))
+    out = head(x, labels)
+    out.metrics["accuracy"].div_(out.count)
+    out.loss.backward()
+    assert out.loss.item() > 5 * small
+
+
+def test_a_second_derivative_is_refused(backend, device):
+    x, labels, *_ = (t.to(device) for t in rows())
+    loss = HeadLoss([CrossEntropy(), ZLoss(0.1)], options=Options(backend=backend))(x.requires_grad_(), labels).loss
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.pow(2).sum().backward()
+
+
+def test_an_ignored_row_has_no_gradient_whatever_bias_and_temperature_hold(backend, device):
+    x, labels, *_ = (t.to(device) for t in rows())
+    bias = torch.zeros(V, device=device)
+    bias[3] = 100.0
+    temperature = torch.where(labels < 0, 0.0, 1.0)
+    x.requires_grad_(), bias.requires_grad_()
+    transform = Transform(bias=bias, temperature=temperature)
+    HeadLoss(options=Options(backend=backend))(x, labels, transform=transform).loss.backward()
+    assert (x.grad[labels < 0] == 0).all() and x.grad.isfinite().all() and bias.grad.isfinite().all()

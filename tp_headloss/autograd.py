@@ -36,9 +36,13 @@ def _statistics(logits, labels, bias, temperatures, total_weight, spec):
         memory = comm.symmetric_memory(spec.transport, spec.group_name, math.prod(shape), logits.device)
         if memory is not None:
             packets = memory.packets(shape)
-            backend.local_statistics(packets, *inputs, spec, memory)
-            memory.barrier()
-            return backend.merge_packets(packets, labels, spec, memory)
+            try:
+                backend.local_statistics(packets, *inputs, spec, memory)
+                memory.barrier()
+                return backend.merge_packets(packets, labels, spec, memory)
+            except BaseException:
+                memory.interrupted = True
+                raise
     packets = logits.new_empty(shape, dtype=_float_type(logits))
     backend.local_statistics(packets, *inputs, spec)
     if spec.transport == "sum":
@@ -105,7 +109,10 @@ def _once_differentiable(backward):
     checked = torch.autograd.function.once_differentiable(backward)
 
     def wrapper(ctx, *grads):
-        return checked(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        # torch refuses the second derivative only where an upstream gradient requires one, and a loss's is a constant
+        return checked(ctx, *(g if g is None else g.detach().requires_grad_() for g in grads))
 
     return wrapper
 
@@ -134,8 +141,9 @@ class Statistics(torch.autograd.Function):
         saved = ()
         if reduction is not None:
             summed = tuple(out[name] for name in reduction.plan.statistics)
-            loss, sums = load_backend(spec.backend).token_sums(summed, out["valid"], reduction)
-            saved = out["valid"], reduction.weight, sums, *summed[: len(reduction.plan.coefficients)]
+            # the caller may write to the sums, so they are not among what is saved
+            loss, sums, divisor = load_backend(spec.backend).token_sums(summed, out["valid"], reduction)
+            saved = out["valid"], reduction.weight, divisor, *summed[: len(reduction.plan.coefficients)]
             ctx.plan = reduction.plan
             fixed.append(sums)
         ctx.mark_non_differentiable(*fixed)
@@ -149,9 +157,9 @@ class Statistics(torch.autograd.Function):
         loss = rest[-2]
         if loss is not None:
             upstream = dict(zip(DIFFERENTIABLE, (lse, log_prob, target_logit, entropy, total)))
-            valid, weight, sums, *summed = saved[6:]
+            valid, weight, divisor, *summed = saved[6:]
             backend = load_backend(ctx.spec.backend)
-            rows = backend.token_sums_gradient(loss, tuple(summed), valid, weight, sums, ctx.plan)
+            rows = backend.token_sums_gradient(loss, tuple(summed), valid, weight, divisor, ctx.plan)
             for name, row in zip(ctx.plan.statistics, rows.unbind(0)):
                 if name in upstream:
                     upstream[name] = row if upstream[name] is None else upstream[name] + row
@@ -184,8 +192,8 @@ class TokenSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, reduction, valid, *values):
-        loss, sums = load_backend("triton").token_sums(values, valid, reduction)
-        ctx.save_for_backward(valid, reduction.weight, sums, *values[: len(reduction.plan.coefficients)])
+        loss, sums, divisor = load_backend("triton").token_sums(values, valid, reduction)
+        ctx.save_for_backward(valid, reduction.weight, divisor, *values[: len(reduction.plan.coefficients)])
         ctx.plan = reduction.plan
         ctx.mark_non_differentiable(sums)
         ctx.set_materialize_grads(False)
@@ -194,11 +202,11 @@ class TokenSums(torch.autograd.Function):
     @staticmethod
     @_once_differentiable
     def backward(ctx, loss, _sums):
-        valid, weight, sums, *values = ctx.saved_tensors
+        valid, weight, divisor, *values = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
         if loss is None:
             return (None,) * (2 + len(needed))
-        rows = load_backend("triton").token_sums_gradient(loss, tuple(values), valid, weight, sums, ctx.plan)
+        rows = load_backend("triton").token_sums_gradient(loss, tuple(values), valid, weight, divisor, ctx.plan)
         grads = [
             (row if value.dim() == 1 else row.view(value.shape)) if need else None
             for row, value, need in zip(rows.unbind(0), values, needed)

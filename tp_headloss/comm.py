@@ -56,11 +56,18 @@ class SymmetricMemory:
 
     TIMEOUT_MS = 600_000  # a peer that does not come for so long is a CUDA error; NCCL's default
 
-    def __init__(self, group, numel: int, device: torch.device):
+    def __init__(self, numel: int, device: torch.device):
         import torch.distributed._symmetric_memory as symm_mem
 
         self.slot = 1 << (numel - 1).bit_length()  # fp32 numbers
         self.buffer = symm_mem.empty(2 * self.slot, dtype=torch.float32, device=device)
+        self.interrupted = False  # an exchange that this rank began and did not end: its turns are no longer its peers'
+
+    def join(self, group):
+        """The group's ranks find each other's buffers."""
+        import torch.distributed._symmetric_memory as symm_mem
+
+        device = self.buffer.device
         self.handle = symm_mem.rendezvous(self.buffer, group)
         addresses = [self.handle.get_buffer(r, (1,), torch.float32).data_ptr() for r in range(group.size())]
         self.peers = torch.tensor(addresses, device=device)  # [P] int64
@@ -92,7 +99,7 @@ class _Group:
     """Whether a group's GPUs share memory, and the memory so far, all of it, because graphs may hold the oldest."""
 
     def __init__(self, group):
-        self.group, self.why_not, self.memories = group, None, []
+        self.group, self.why_not, self.capability, self.memories = group, None, (0, 0), []
 
 
 _groups: dict[str, _Group] = {}
@@ -111,28 +118,40 @@ def symmetric_memory(transport: str, group_name: str, numel: int, device: torch.
         if torch.cuda.is_current_stream_capturing():
             return None
         known = _groups[group_name] = _Group(group)
-        known.why_not = _why_not(group, device)
+        known.why_not, known.capability = _why_not(group, device)
         if known.why_not and transport == "symm_mem":
             _log.warning("no symmetric memory for group %s, packets are gathered: %s", group_name, known.why_not)
-    if known.why_not or (transport == "auto" and torch.cuda.get_device_capability(device) < (9, 0)):
+    if known.why_not or (transport == "auto" and known.capability < (9, 0)):
         return None
     if known.memories and known.memories[-1].slot >= numel:
+        if known.memories[-1].interrupted:
+            raise RuntimeError(
+                f"an earlier exchange of group {group_name} failed on this rank in the middle, so its ranks no longer "
+                "agree about their symmetric memory: make a new process group, or use transport='gather'"
+            )
         return known.memories[-1]
     if torch.cuda.is_current_stream_capturing():
         return None
-    error = memory = None
+    memories = []
     with torch.cuda.device(device):
-        try:
-            memory = SymmetricMemory(group, numel, device)
-        except Exception as exception:  # whatever it is, all ranks must learn of it
-            error = f"{type(exception).__name__}: {exception}"
-        errors = [e for e in _everybodys(error, group) if e]
-    if errors:
-        known.why_not = errors[0]
+        # apart, because a rank that has no memory must not leave the others waiting for it in the rendezvous
+        for step in (lambda: memories.append(SymmetricMemory(numel, device)), lambda: memories[0].join(group)):
+            known.why_not = known.why_not or _anybodys_failure(step, group)
+    if known.why_not:
         _log.warning("no symmetric memory for group %s, packets are gathered: %s", group_name, known.why_not)
         return None
-    known.memories.append(memory)
-    return memory
+    known.memories += memories
+    return memories[0]
+
+
+def _anybodys_failure(step, group) -> str | None:
+    """Whatever went wrong on a rank, all ranks learn of it."""
+    error = None
+    try:
+        step()
+    except Exception as exception:
+        error = f"{type(exception).__name__}: {exception}"
+    return next((e for e in _everybodys(error, group) if e), None)
 
 
 def _everybodys(value, group) -> list:
@@ -141,8 +160,8 @@ def _everybodys(value, group) -> list:
     return values
 
 
-def _why_not(group, device) -> str | None:
-    """The same answer on all ranks."""
+def _why_not(group, device) -> tuple[str | None, tuple[int, int]]:
+    """Why there is no symmetric memory, and the least compute capability: the same answer on all ranks."""
     try:
         import torch.distributed._symmetric_memory
 
@@ -150,7 +169,8 @@ def _why_not(group, device) -> str | None:
     except (ImportError, OSError) as error:
         host, missing = None, str(error)
     with torch.cuda.device(device):
-        facts = _everybodys((host, missing), group)
-    if missing := [reason for _, reason in facts if reason]:
-        return missing[0]
-    return None if len({host for host, _ in facts}) == 1 else "the group spans several hosts"
+        facts = _everybodys((host, missing, torch.cuda.get_device_capability(device)), group)
+    least = min(capability for *_, capability in facts)
+    if missing := [reason for _, reason, _ in facts if reason]:
+        return missing[0], least
+    return None if len({host for host, *_ in facts}) == 1 else "the group spans several hosts", least

@@ -138,11 +138,11 @@ class HeadLoss(nn.Module):
         self.total_weight = weighted[0] if weighted else None
         self.metrics, self.reduction, self.ignore_index, self.options = tuple(metrics), reduction, ignore_index, options
         functions = [term.function for term in self.terms] + [METRICS[name][0] for name in self.metrics]
-        self.plan = SumsPlan.of(functions, [float(term.weight) for term in self.terms])
-        if unknown := set(self.plan.statistics) - {"", *MONOMIALS}:
+        named = set(SumsPlan.of(functions, []).statistics) - {""}
+        if unknown := named - set(MONOMIALS):
             raise ValueError(f"a Monomial must be of one of {sorted(MONOMIALS)}, got {sorted(unknown)}")
         wanted = {name for t in self.terms for name in t.want} | {n for m in metrics for n in METRICS[m][1]}
-        self.want = tuple(wanted | {MONOMIALS[name] for name in self.plan.statistics if name} - {""})
+        self.want = tuple(wanted | {MONOMIALS[name] for name in named} - {""})
 
     def forward(
         self,
@@ -175,7 +175,7 @@ class HeadLoss(nn.Module):
                     f"got {list(weight.shape)} on {weight.device}"
                 )
         reduction = self._reduction(logits, token_weight, denominator)
-        given = reduction if reduction is not None and "" not in self.plan.statistics else None
+        given = reduction if reduction is not None and "" not in reduction.plan.statistics else None
         stats, loss, sums = run_statistics(
             logits,
             labels,
@@ -191,7 +191,7 @@ class HeadLoss(nn.Module):
             loss, sums = self._sum(stats, reduction)
         if loss is None:
             return self._reduce(stats, token_weight, denominator)
-        *sums, count, _ = sums.unbind(0)
+        *sums, count = sums.unbind(0)
         terms = {term.name: total for term, total in zip(self.terms, sums)}
         return HeadLossOutput(loss, count, terms, dict(zip(self.metrics, sums[len(terms) :])), stats)
 
@@ -203,7 +203,7 @@ class HeadLoss(nn.Module):
             self.reduction == "none"
             or not runs_here(logits)
             or resolve_backend(self.options and self.options.backend, device) != "triton"
-            or any(term.token_weight is not None for term in self.terms)
+            or any(term.token_weight is not None or isinstance(term.weight, torch.Tensor) for term in self.terms)
             or any(x.requires_grad or x.device != device for x in given)
             or (isinstance(denominator, torch.Tensor) and denominator.dim() != 0)
         ):
@@ -212,13 +212,15 @@ class HeadLoss(nn.Module):
             denominator = 1.0
         elif isinstance(denominator, torch.Tensor):
             denominator = denominator.float()
-        return Reduction(self.plan, weight, denominator)
+        functions = [term.function for term in self.terms] + [METRICS[name][0] for name in self.metrics]
+        return Reduction(SumsPlan.of(functions, [float(t.weight) for t in self.terms]), weight, denominator)
 
     def _sum(self, stats, reduction):
         """-> loss and sums, or None and None if a term's values are no fp32 numbers per token."""
         functions = [term.function for term in self.terms] + [METRICS[name][0] for name in self.metrics]
         values = [getattr(stats, f.statistic) if isinstance(f, Monomial) else f(stats) for f in functions]
-        if any(v.shape != stats.lse.shape or v.dtype not in (torch.float32, torch.bool) for v in values):
+        kinds = (torch.float32, torch.bool)
+        if not all(isinstance(v, torch.Tensor) and v.shape == stats.lse.shape and v.dtype in kinds for v in values):
             return None, None
         if reduction.weight is not None:
             reduction = reduction._replace(weight=reduction.weight.float().contiguous())

@@ -1,4 +1,7 @@
-"""A backend is a module with the same three functions: local_statistics, merge_packets, logits_gradient."""
+"""A backend is a module with local_statistics, merge_packets, logits_gradient and shares_memory.
+
+Triton's also has token_sums and token_sums_gradient, which elsewhere are plain torch (`HeadLoss._reduce`).
+"""
 
 from __future__ import annotations
 

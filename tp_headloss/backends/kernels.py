@@ -426,6 +426,7 @@ def gradient_kernel(
         dz += tl.where(z == float("-inf"), 0.0, w)
     if HAS_SCALE:
         dz *= slope
+    dz = tl.where(ignored, 0.0, dz)  # whatever a bias, a temperature or a weight did to it
     if PADDED:
         dz = tl.where(columns < valid_width, dz, 0.0)
     tl.store(
@@ -440,7 +441,8 @@ def _sign(i: tl.constexpr, NEGATIVES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])
 def sums_kernel(
-    sums_ptr,  # [S + 2] fp32 out: a sum over valid tokens per value, the count, what the loss was divided by
+    sums_ptr,  # [S + 1] fp32 out: a sum over valid tokens per value, and the count
+    divisor_ptr,  # [] fp32 out: what the loss was divided by
     loss_ptr,  # [] fp32 out: the sum of c_i sums_i over the divisor
     value_ptrs,  # S per-token values [T], fp32 or bool
     valid_ptr,  # [T] bool
@@ -486,24 +488,24 @@ def sums_kernel(
         divisor = tokens
     divisor = tl.where(divisor == 0.0, float("inf"), divisor)  # the loss of nothing is 0
     tl.store(sums_ptr + len(value_ptrs), tokens)
-    tl.store(sums_ptr + len(value_ptrs) + 1, divisor)
+    tl.store(divisor_ptr, divisor)
     tl.store(loss_ptr, loss / divisor)
 
 
-@triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "divisor_at", "n_rows"])
+@triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])
 def sums_gradient_kernel(
     g_ptr,  # [S, T] fp32 out: d loss / d value where valid, 0 elsewhere
     upstream_ptr,  # [] fp32: gradient of the loss
     value_ptrs, valid_ptr, weight_ptr,  # as in `sums_kernel`
-    sums_ptr,  # [S + 2] fp32 of `sums_kernel`
-    coefficients, divisor_at, n_rows,
+    divisor_ptr,  # [] fp32 of `sums_kernel`
+    coefficients, n_rows,
     SQUARES: tl.constexpr, NEGATIVES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the gradients of BLOCK tokens."""
     n = n_rows.to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = tl.load(valid_ptr + token, mask=token < n, other=0) != 0
-    factor = tl.load(upstream_ptr) / tl.load(sums_ptr + divisor_at)
+    factor = tl.load(upstream_ptr) / tl.load(divisor_ptr)
     if weight_ptr is not None:
         factor *= tl.load(weight_ptr + token, mask=valid, other=0.0)
     for i in tl.static_range(len(value_ptrs)):

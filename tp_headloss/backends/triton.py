@@ -86,7 +86,8 @@ def _kind(tensor):
 
 
 def _type(tensor):
-    """The same where alignment is not specialised on: rows of [K, N] are aligned or not, as N goes."""
+    """The same for vectors that are read one by one or under a mask that was itself loaded, never in wide accesses:
+    rows of [K, N] are aligned or not, as N goes, and it makes no difference to them."""
     return tensor if tensor is None else tensor.dtype
 
 
@@ -106,6 +107,8 @@ def _launch(kernel, programs: int, variant: tuple, launch: Launch, *arguments):
     key = kernel, device.index, launch, variant
     compiled = _compiled.get(key)
     if compiled is None:
+        if len(_compiled) >= 4096:  # a temperature that changes with every step, say
+            _compiled.clear()
         result = kernel[(programs,)](*arguments, launch.block, num_warps=launch.warps, enable_fp_fusion=True)
         _compiled[key] = result.run, result.function, result.packed_metadata
         return
@@ -190,9 +193,10 @@ def logits_gradient(out, logits, labels, bias, temperatures, total_weight, merge
 
 
 def token_sums(values, valid, reduction):
-    """Values [N] each -> loss [] and sums [S + 2] (of each value, the count, the divisor); see `reduce.SumsPlan`."""
+    """Values [N] each -> loss [], sums [S + 1] (of each value, the count) and divisor []; see `reduce.SumsPlan`."""
     plan, weight, denominator = reduction
-    sums, loss = valid.new_empty(len(values) + 2, dtype=torch.float32), valid.new_empty((), dtype=torch.float32)
+    sums = valid.new_empty(len(values) + 1, dtype=torch.float32)
+    loss, divisor = valid.new_empty((), dtype=torch.float32), valid.new_empty((), dtype=torch.float32)
     given = denominator if isinstance(denominator, torch.Tensor) else None
     number = 1.0 if given is not None or denominator is None else float(denominator)
     _launch(
@@ -201,13 +205,13 @@ def token_sums(values, valid, reduction):
         (plan.squares, plan.negatives, len(plan.coefficients), denominator is None,
          *map(_type, (valid, weight)), _kind(given), *map(_type, values)),
         SUMS,
-        sums, loss, values, valid, weight, given, plan.coefficients, number, valid.numel(),
+        sums, divisor, loss, values, valid, weight, given, plan.coefficients, number, valid.numel(),
         plan.squares, plan.negatives, denominator is None,
     )  # fmt: skip
-    return loss, sums
+    return loss, sums, divisor
 
 
-def token_sums_gradient(upstream, values, valid, weight, sums, plan):
+def token_sums_gradient(upstream, values, valid, weight, divisor, plan):
     """Gradient of the loss -> of the terms' values, [terms, N] fp32."""
     n_rows = valid.numel()
     out = valid.new_empty((len(values), n_rows), dtype=torch.float32)
@@ -217,7 +221,7 @@ def token_sums_gradient(upstream, values, valid, weight, sums, plan):
             _cdiv(n_rows, SUMS_GRADIENT.block),
             (plan.squares, plan.negatives, _kind(upstream), *map(_type, (valid, weight)), *map(_type, values)),
             SUMS_GRADIENT,
-            out, upstream, values, valid, weight, sums, plan.coefficients, sums.shape[0] - 1, n_rows,
+            out, upstream, values, valid, weight, divisor, plan.coefficients, n_rows,
             plan.squares, plan.negatives,
         )  # fmt: skip
     return out
