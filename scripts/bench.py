@@ -43,10 +43,24 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peers import CLIP, ENTROPY_WEIGHT, PEERS, Z_WEIGHT, Batch
+from peers import CLIP, ENTROPY_WEIGHT, KL_WEIGHT, PEERS, Z_WEIGHT, Batch
 from timing import Machine, measure, reason
 
-from tp_headloss import CrossEntropy, Entropy, HeadLoss, Options, Term, VocabShard, ZLoss, __version__, vocab_statistics
+from tp_headloss import (
+    CrossEntropy,
+    Entropy,
+    GeneratorMetrics,
+    HeadLoss,
+    KLToReference,
+    Options,
+    PolicyGradient,
+    PolicyMetrics,
+    Term,
+    VocabShard,
+    ZLoss,
+    __version__,
+    vocab_statistics,
+)
 from tp_headloss.comm import TRANSPORTS
 
 IGNORED = -100
@@ -68,12 +82,13 @@ class Task:
     reference: Callable[..., tuple]
     # (tokens, columns, draw) -> inputs besides logits and labels, one per token or, like the logits, [tokens, columns]
     extras: Callable[..., dict] = lambda tokens, columns, draw: {}
+    plain_pytorch: bool = False  # it has some of its own that HeadLoss(compile=True) can fuse
 
 
 def head(*terms, metrics=()):
-    def ours(options):
-        loss = HeadLoss(terms, metrics=metrics, options=options)
-        return lambda batch: loss(batch.logits, batch.labels, shard=batch.shard).loss
+    def ours(options, compile=False):
+        loss = HeadLoss(terms, metrics=metrics, options=options, compile=compile)
+        return lambda batch: loss(batch.logits, batch.labels, shard=batch.shard, inputs=batch.extras).loss
 
     return ours
 
@@ -139,6 +154,19 @@ def grpo_reference(z, labels, advantage, old):
     return mean(policy - log_prob + Z_WEIGHT * lse**2), mean(entropy.detach())
 
 
+def rl_reference(z, labels, advantages, old_log_prob, reference_log_prob, generator_log_prob):
+    """Without the metrics, which nobody would fuse by hand."""
+    _, log_prob, entropy, _, mean = definitions(z, labels)
+    policy = policy_loss(log_prob, advantages, old_log_prob)
+    k3 = (reference_log_prob - log_prob).exp() + log_prob - reference_log_prob - 1
+    return (mean(policy + KL_WEIGHT * k3 - ENTROPY_WEIGHT * entropy),)
+
+
+def rl_extras(tokens, columns, draw):
+    log_probs = {f"{name}_log_prob": 0.5 * draw(tokens) - 15 for name in ("old", "reference", "generator")}
+    return {"advantages": draw(tokens), **log_probs}
+
+
 def user_reference(z, labels):
     _, log_prob, _, _, mean = definitions(z, labels)
     return (mean(0.5 * focal(log_prob) - log_prob),)
@@ -168,6 +196,19 @@ TASKS = [
         "user",
         head(CrossEntropy(), Term("focal", lambda stats: focal(stats.log_prob), weight=0.5)),
         user_reference,
+        plain_pytorch=True,
+    ),
+    Task(  # the clipped policy gradient, KL to a reference, an entropy bonus, and every metric there is
+        "rl",
+        head(
+            PolicyGradient("clip", clip=(CLIP, CLIP)),
+            KLToReference(KL_WEIGHT, "k3", output_clamp=None),
+            Entropy(ENTROPY_WEIGHT),
+            metrics=("entropy", PolicyMetrics((CLIP, CLIP), reference=True), GeneratorMetrics()),
+        ),
+        rl_reference,
+        rl_extras,
+        plain_pytorch=True,
     ),
 ]
 
@@ -188,6 +229,8 @@ def implementations(task, shard, device) -> list[Implementation]:
         others = [t for t in ("gather", "symm_mem") if t in TRANSPORTS and t != Options().transport]
         options |= {f"ours, {transport}": Options(transport=transport) for transport in others}
     out = [Implementation(name, lambda o=o: task.ours(o), ours=True) for name, o in options.items()]
+    if task.plain_pytorch:
+        out.append(Implementation("ours, compiled terms", lambda: task.ours(Options(), compile=True), ours=True))
     if shard.world_size == 1:
         out.append(Implementation("torch, x.float()", lambda: in_torch(task, lambda function: function)))
         out.append(Implementation("torch.compile", lambda: in_torch(task, torch.compile)))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tp_headloss import VocabShard
 
 # Large enough for a missing term to show in the check; what they are does not change the time.
-Z_WEIGHT, ENTROPY_WEIGHT, CLIP = 0.01, 0.1, 0.2
+Z_WEIGHT, ENTROPY_WEIGHT, KL_WEIGHT, CLIP = 0.01, 0.1, 0.05, 0.2
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,39 @@ def transformer_engine_inplace(task, shard):
     return transformer_engine(shard, overwrite=True)
 
 
+def verl_loss(batch, log_prob, entropy):
+    """Its policy loss, k3, entropy and metrics; without its dual clip and clamps, which the task does not have."""
+    extras = batch.extras
+    log_ratio, gap = log_prob - extras["old_log_prob"], extras["reference_log_prob"] - log_prob
+    ratio, advantage = log_ratio.exp(), extras["advantages"]
+    free, clipped = -advantage * ratio, -advantage * ratio.clamp(1 - CLIP, 1 + CLIP)
+    policy, k3, bonus = map(batch.mean, (torch.maximum(free, clipped), gap.exp() - gap - 1, entropy))
+    for metric in (-log_ratio, (clipped > free).float()):
+        batch.mean(metric.detach())
+    return policy + KL_WEIGHT * k3 - ENTROPY_WEIGHT * bonus
+
+
+@peer("verl", "rl", "log_prob+entropy", package="verl")
+def verl(task, shard):
+    """Its Megatron engine, from the logits on. Megatron's model wrapper makes them fp32 before verl sees them."""
+    from megatron.core import parallel_state
+    from verl.utils.megatron.tensor_parallel import vocab_parallel_entropy, vocab_parallel_log_probs_from_logits
+
+    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = some_group(shard)
+
+    def loss(batch):
+        logits = batch.logits.to(torch.float32, copy=True).unsqueeze(0)  # [1, tokens, columns]
+        logits.div_(logits.new_ones(*logits.shape[:2], 1))  # the temperature
+        kept = logits.clone()  # to be overwritten by the log-probs
+        entropy = vocab_parallel_entropy(logits).squeeze(0)
+        log_prob = vocab_parallel_log_probs_from_logits(kept, batch.labels.unsqueeze(0)).squeeze(0)
+        if task == "rl":
+            return verl_loss(batch, log_prob, entropy)
+        return -batch.mean(batch.extras["log_prob"] * log_prob + batch.extras["entropy"] * entropy)
+
+    return loss
+
+
 @peer("Liger", "ce", "ce+z", package="liger-kernel", sharded=False, note="gradient in forward, over the logits")
 def liger(task, shard):
     from liger_kernel.transformers import LigerCrossEntropyLoss
@@ -202,6 +235,20 @@ class _GradientAtHand(torch.autograd.Function):
         return ctx.gradient, None, None
 
 
+def fast_llm_metrics(batch, label_counts, softmax, weighted):
+    """Its policy metrics, the tokens taken for one document: means, sums for the ratio's variance, extremes."""
+    highest, total, target = softmax
+    advantage, old, valid = batch.extras["advantage"], batch.extras["old"], batch.labels >= 0
+    log_total, share = total.log(), batch.mask / label_counts.clamp(min=1)
+    log_ratio = target - highest - log_total - old
+    ratio, entropy = log_ratio.exp(), log_total - weighted / total
+    clipped = ((ratio < 1 - CLIP) | (ratio > 1 + CLIP)).float()
+    means = [(x * share).sum() for x in (old, ratio, ratio - log_ratio - 1, clipped, advantage, entropy)]
+    sums = [(x * batch.mask).sum() for x in (ratio, ratio * ratio)]
+    extremes = [torch.where(valid, advantage, -torch.inf).max(), torch.where(valid, advantage, torch.inf).min()]
+    return [*means, *sums, *extremes, batch.mask.sum()]
+
+
 @peer("Fast-LLM", "ce", "ce+z", "grpo", package="fast-llm", note="gradient in forward")
 def fast_llm(task, shard):
     """Its monolithic kernel. The entropy's gradient and the accuracy are not among its losses and metrics."""
@@ -212,7 +259,8 @@ def fast_llm(task, shard):
         if task != "ce":
             terms["z"] = (batch.mask, Z_WEIGHT)
         if task == "grpo":
-            terms["grpo"] = (batch.extras["advantage"], batch.extras["old"], 1.0, CLIP, CLIP, None)
+            label_counts = torch.full_like(batch.mask, batch.count)  # with them, the mean log-prob is a metric, too
+            terms["grpo"] = (batch.extras["advantage"], batch.extras["old"], 1.0, CLIP, CLIP, label_counts)
         cross_entropy, z_loss, policy, _, gradient, softmax, weighted = triton_monolithic_loss_forward_backward(
             batch.logits.detach(), batch.labels, None, 1.0, shard.group, batch.count, **terms,
             compute_metrics=task == "grpo",
@@ -222,7 +270,7 @@ def fast_llm(task, shard):
             total = total + Z_WEIGHT * z_loss
         if policy is not None:
             total = total + policy
-            batch.mean(softmax[1].log() - weighted / softmax[1])  # the entropy, as a metric
+            fast_llm_metrics(batch, label_counts, softmax, weighted)
         return _GradientAtHand.apply(batch.logits, total, gradient)
 
     return loss

@@ -9,7 +9,21 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch.utils.checkpoint import checkpoint
 
-from tp_headloss import CrossEntropy, Entropy, HeadLoss, Options, Transform, VocabShard, ZLoss, vocab_statistics
+from tp_headloss import (
+    CrossEntropy,
+    Entropy,
+    GeneratorMetrics,
+    HeadLoss,
+    KLToReference,
+    Options,
+    PolicyGradient,
+    PolicyMetrics,
+    Sequences,
+    Transform,
+    VocabShard,
+    ZLoss,
+    vocab_statistics,
+)
 from tp_headloss.backends import load_backend
 
 WANT = ("entropy", "total", "argmax")
@@ -48,6 +62,46 @@ def collectives_run(group, device, transport, requires_grad, backend):
         if requires_grad:
             out.loss.backward()
     return forward, backward
+
+
+def policy_inputs(labels):
+    generator = torch.Generator().manual_seed(1)
+    names = ("old_log_prob", "reference_log_prob", "generator_log_prob", "advantages")
+    inputs = {name: torch.randn(labels.shape, generator=generator).to(labels.device) for name in names}
+    return inputs | {"sequences": Sequences.from_mask((labels != -100).view(2, -1))}
+
+
+def policy_head(**options):
+    """GRPO's kind of everything."""
+    terms = [PolicyGradient("gspo"), KLToReference(0.1), Entropy(0.01), CrossEntropy(0.1), ZLoss(1e-4)]
+    metrics = ("entropy", "accuracy", PolicyMetrics(reference=True), GeneratorMetrics())
+    return HeadLoss(terms, metrics=metrics, reduction="seq-mean-token-mean", **options)
+
+
+def policy_collectives_run(group, device, backend):
+    shard = VocabShard.from_group(group, V)
+    x, labels = rows(device)
+    local, labels = x[:, shard.start : shard.stop].clone().view(2, -1, shard.width).requires_grad_(), labels.view(2, -1)
+    inputs, head = policy_inputs(labels), policy_head(options=Options(backend=backend, transport="gather"))
+    module, calls = load_backend(backend), Counter()
+    kept = {name: getattr(module, name) for name in ("local_statistics", "merge_packets", "logits_gradient")}
+    try:
+        for name, function in kept.items():
+            setattr(module, name, lambda *a, f=function, n=name: (calls.update([n]), f(*a))[1])
+        with counted_collectives() as forward:
+            out = head(local, labels, shard=shard, inputs=inputs)
+        with counted_collectives() as backward:
+            out.loss.backward()
+    finally:
+        for name, function in kept.items():
+            setattr(module, name, function)
+    return sum(forward.values()), sum(backward.values()), dict(calls)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_policy_gradients_with_every_metric_cost_one_collective_and_the_same_kernels(backend):
+    once = {"local_statistics": 1, "merge_packets": 1, "logits_gradient": 1}
+    assert on_ranks(2, policy_collectives_run, backend) == [(1, 0, once)] * 2
 
 
 @pytest.mark.xdist_group("ranks")
@@ -453,3 +507,39 @@ def test_argmax_ties_go_to_the_lowest_id(backend, device):
     stats = vocab_statistics(large, early, want=("argmax",), options=Options(backend=backend))
     assert stats.argmax.tolist() == [0, 100]
     assert vocab_statistics(x, labels, want=("argmax",)).correct.tolist() == [False, False, True, False]
+
+
+def policy_step(head, x, labels, inputs):
+    local = x.view(2, -1, V).clone().requires_grad_()
+    out = head(local, labels.view(2, -1), inputs=inputs)
+    (grad,) = torch.autograd.grad(out.loss, local)
+    return out.loss.detach(), grad, out.terms, out.metrics, out.sequence_metrics
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_terms_equal_eager_ones(compiler, backend, device, monkeypatch):
+    """Of another shape, too; aot_eager runs the same operations, so only their sums' order could differ."""
+    if compiler == "aot_eager":
+        compile = torch.compile
+        monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend="aot_eager"))
+    options = Options(backend=backend)
+    eager, compiled = policy_head(options=options), policy_head(options=options, compile=True)
+    x, labels = rows(device)
+    for part in (slice(0, 8), slice(2, 8)):
+        inputs = policy_inputs(labels[part].view(2, -1))
+        a, b = (policy_step(head, x[part], labels[part], inputs) for head in (eager, compiled))
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_a_policy_loss_compiles_without_graph_breaks(device):
+    x, labels = rows(device)
+    inputs = policy_inputs(labels.view(2, -1))
+    head = policy_head()
+    eager = policy_step(head, x, labels, inputs)[:2]
+
+    def step(local):
+        return head(local, labels.view(2, -1), inputs=inputs).loss
+
+    local = x.view(2, -1, V).clone().requires_grad_()
+    loss = torch.compile(step, fullgraph=True, backend="aot_eager")(local)
+    torch.testing.assert_close((loss.detach(), *torch.autograd.grad(loss, local)), eager, rtol=2e-5, atol=1e-6)

@@ -6,7 +6,20 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from tp_headloss import CrossEntropy, Entropy, HeadLoss, Options, VocabShard, ZLoss, comm, vocab_statistics
+from tp_headloss import (
+    CrossEntropy,
+    Entropy,
+    HeadLoss,
+    KLToReference,
+    Options,
+    PolicyGradient,
+    PolicyMetrics,
+    Sequences,
+    VocabShard,
+    ZLoss,
+    comm,
+    vocab_statistics,
+)
 
 pytestmark = pytest.mark.cuda
 V, N = 32000, 512
@@ -55,6 +68,69 @@ def graph_run(group, device, transport):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_hundred_graph_replays_equal_eager(world_size, transport):
     assert on_ranks(world_size, graph_run, transport) == [100] * world_size
+
+
+def policy_step(group, device, layout, compile):
+    """-> inputs to change, and a step that builds its sequences anew and computes loss, metrics and gradient."""
+    shard = VocabShard.from_group(group, V)
+    logits = torch.randn(N, shard.width, device=device, dtype=torch.bfloat16).requires_grad_()
+    state = {name: torch.zeros(N, device=device) for name in ("advantages", "old_log_prob", "reference_log_prob")}
+    state["labels"] = torch.randint(0, V, (N,), device=device, generator=torch.Generator(device).manual_seed(0))
+    cuts = torch.tensor([0, 100, 101, 101, 400, N], device=device, dtype=torch.int32)
+    ids = torch.randint(0, 9, (N,), device=device, generator=torch.Generator(device).manual_seed(0))
+    terms = [PolicyGradient("gspo"), KLToReference(0.1), Entropy(0.01)]
+    metrics = ("accuracy", PolicyMetrics(reference=True))
+    loss_of = HeadLoss(terms, metrics=metrics, reduction="seq-mean-token-mean", compile=compile)
+
+    def step():
+        mask = state["labels"] != -100
+        sequences = Sequences.from_ids(ids, 9, mask) if layout == "ids" else Sequences.from_cu_seqlens(cuts, mask)
+        inputs = {name: value for name, value in state.items() if name != "labels"} | {"sequences": sequences}
+        out = loss_of(logits, state["labels"], shard=shard, inputs=inputs)
+        grad = torch.autograd.grad(out.loss, logits)[0]
+        return [out.loss, grad, *out.metrics.values(), *out.sequence_metrics.values()]
+
+    return logits, state, step
+
+
+def policy_graph_run(group, device, layout, compile):
+    logits, state, step = policy_step(group, device, layout, compile)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    equal = 0
+    for seed in range(20):
+        generator = torch.Generator(device).manual_seed(seed)
+        labels = torch.randint(0, V, (N,), device=device, generator=generator)
+        labels[torch.rand(N, device=device, generator=generator) < 0.1] = -100
+        with torch.no_grad():
+            logits.copy_(torch.randn(logits.shape, device=device, generator=generator) * 2)
+            for name, value in state.items():
+                value.copy_(labels if name == "labels" else torch.randn(N, device=device, generator=generator) - 10)
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        equal += all(torch.equal(a, b) for a, b in zip(replayed, step()))
+    return equal, bool(replayed[0].isfinite()), bool(replayed[1].any())
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("layout", ["packed", "ids"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sequence_objectives_wait_for_nothing_and_replay_from_a_graph(world_size, layout, compile):
+    for result in on_ranks(world_size, policy_graph_run, layout, compile):
+        assert result == (20, True, True)
 
 
 def results(logits, labels, shard, transport):

@@ -1,9 +1,23 @@
 """The head loss of language models whose vocabulary is sharded over GPUs: one pass, one collective, one backward."""
 
-from .api import Options, Transform, vocab_statistics
-from .head_loss import CausalLMLoss, CrossEntropy, Entropy, HeadLoss, HeadLossOutput, Term, ZLoss
+from . import losses
+from .api import LogProbs, Options, Transform, log_probs, vocab_statistics
+from .comm import reduce_metrics
+from .head_loss import CausalLMLoss, HeadLoss, HeadLossOutput
+from .sequences import Sequences
 from .shard import VocabShard
 from .stats import VocabStatistics
+from .terms import (
+    CrossEntropy,
+    Entropy,
+    GeneratorMetrics,
+    KLToReference,
+    Metric,
+    PolicyGradient,
+    PolicyMetrics,
+    Term,
+    ZLoss,
+)
 
 __version__ = "0.1.0"
 
@@ -11,13 +25,23 @@ __all__ = [
     "CausalLMLoss",
     "CrossEntropy",
     "Entropy",
+    "GeneratorMetrics",
     "HeadLoss",
     "HeadLossOutput",
+    "KLToReference",
+    "LogProbs",
+    "Metric",
     "Options",
+    "PolicyGradient",
+    "PolicyMetrics",
+    "Sequences",
     "Term",
     "Transform",
     "VocabShard",
     "VocabStatistics",
     "ZLoss",
+    "log_probs",
+    "losses",
+    "reduce_metrics",
     "vocab_statistics",
 ]

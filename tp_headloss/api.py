@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -77,6 +78,47 @@ def vocab_statistics(
     Raises ValueError or TypeError, from metadata alone and hence on every rank, for what does not fit together.
     """
     return run_statistics(logits, labels, shard, want, transform, total_weight, ignore_index, options)[0]
+
+
+class LogProbs(NamedTuple):
+    """Per token, fp32, the labels' shape: what a trainer needs of its own policy, or of a reference."""
+
+    log_prob: torch.Tensor  # log p of the label, never above 0; 0 where ignored
+    entropy: torch.Tensor | None  # -sum p log p over the whole vocabulary, nats
+    lse: torch.Tensor  # log sum exp of the transformed logits
+
+
+def log_probs(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    shard: VocabShard | None = None,
+    entropy: bool = True,
+    differentiable: bool = True,
+    transform: Transform | None = None,
+    ignore_index: int = -100,
+    options: Options | None = None,
+) -> LogProbs:
+    """Log-prob of each label with entropy and lse: logits [.., width] sharded on V, labels [..] -> [..] replicated.
+
+    `vocab_statistics` under the name that RL trainers look for, same arguments and errors; one collective forward, none
+    backward. Nothing is shifted: labels[t] is scored by logits[t]. Sampling temperature: ``transform``.
+
+    differentiable: False saves nothing for a backward (old and reference policies). Otherwise all three have gradients,
+    and what takes part in no loss costs nothing backward; entropy=False spares its forward, too.
+    """
+    want = ("entropy",) if entropy else ()
+    with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
+        stats = vocab_statistics(
+            logits,
+            labels,
+            shard=shard,
+            want=want,
+            transform=transform,
+            ignore_index=ignore_index,
+            options=options,
+        )
+    return LogProbs(stats.log_prob, stats.entropy, stats.lse)
 
 
 def run_statistics(logits, labels, shard, want, transform, total_weight, ignore_index, options, reduction=None):

@@ -174,3 +174,46 @@ def _why_not(group, device) -> tuple[str | None, tuple[int, int]]:
     if missing := [reason for _, reason, _ in facts if reason]:
         return missing[0], least
     return None if len({host for host, *_ in facts}) == 1 else "the group spans several hosts", least
+
+
+def group_size(group) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def gather_from_ranks(x: torch.Tensor, group) -> torch.Tensor:
+    """[..] of each rank -> [P, ..], in rank order; one all-gather, none for a group of None or of one rank."""
+    size = group_size(group)
+    if size == 1:
+        return x.unsqueeze(0)
+    gathered = x.new_empty(size * x.numel())
+    _all_gather(gathered, x.contiguous().view(-1), group=group)
+    return gathered.view(-1, *x.shape)
+
+
+def sum_over_ranks(x: torch.Tensor, group) -> torch.Tensor:
+    """[..] of each rank -> their sum, added in rank order: equal bits on every rank. One small all-gather."""
+    parts = gather_from_ranks(x, group).unbind(0)
+    return sum(parts[1:], start=parts[0])
+
+
+def reduce_metrics(metrics: dict[str, torch.Tensor], group) -> dict[str, torch.Tensor]:
+    """Scalars by name of each rank -> those of the whole group, equal bits on every rank; one small all-gather.
+
+    Names that begin with "max_" and "min_" are maximised and minimised (neutral: -inf and inf), all others are added
+    in float64 (neutral: 0), so reduce sums and counts first and divide afterwards. The same names in the same order on
+    every rank; results are float64 on the tensors' device. ``group``: data- and context-parallel ranks, which hold
+    different tokens, never the ranks that share a vocabulary; None leaves everything as it is.
+    """
+    if not metrics:
+        return {}
+    parts = gather_from_ranks(torch.stack([value.detach().double() for value in metrics.values()]), group)
+    out = {}
+    for name, column in zip(metrics, parts.unbind(1)):
+        if name.startswith("max_"):
+            out[name] = column.amax(0)
+        elif name.startswith("min_"):
+            out[name] = column.amin(0)
+        else:
+            values = column.unbind(0)
+            out[name] = sum(values[1:], start=values[0])
+    return out

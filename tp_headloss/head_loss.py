@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from . import losses
 from .api import Options, Transform, resolve_shard, run_statistics
 from .autograd import TokenSums, runs_here
 from .backends import resolve_backend
-from .reduce import REDUCTIONS, Monomial, Reduction, SumsPlan, masked, nonzero
+from .reduce import REDUCTIONS, Monomial, Reduction, SumsPlan, masked, metric_sums, nonzero
+from .sequences import SEQUENCE_REDUCTIONS, Sequences
 from .shard import VocabShard
 from .stats import VocabStatistics
-
-METRICS: dict[str, tuple[Callable[[VocabStatistics], torch.Tensor], tuple[str, ...]]] = {
-    "accuracy": (Monomial("hits"), ("argmax",)),
-    "entropy": (Monomial("entropy"), ("entropy",)),
-    "log_prob": (Monomial("log_prob"), ()),
-    "lse": (Monomial("lse"), ()),
-}
-
+from .terms import METRICS, CrossEntropy, Metric, Term
 
 # What a `Monomial` may be of -> the optional statistic that brings it.
 MONOMIALS = {
@@ -31,75 +23,23 @@ MONOMIALS = {
     "hits": "argmax",
 }  # fmt: skip
 
-
-@dataclass(frozen=True)
-class Term:
-    """A weighted per-token loss: ``function(stats) -> [..] fp32``, and the optional statistics that it needs.
-
-    A `reduce.Monomial` as the function, such as ``Monomial("lse", square=True)``, needs no kernels of its own.
-
-    ``token_weight(stats) -> [..]``, if given, is what this term's mean divides by the sum of (class weights).
-    """
-
-    name: str
-    function: Callable[[VocabStatistics], torch.Tensor]
-    weight: float = 1.0
-    want: tuple[str, ...] = ()
-    token_weight: Callable[[VocabStatistics], torch.Tensor] | None = None
-    class_weight: torch.Tensor | None = None  # [V] replicated: the weights of the statistic "total"
-
-
-def CrossEntropy(
-    weight: float = 1.0,
-    label_smoothing: float = 0.0,
-    smoothing_formula: str = "torch",
-    class_weight: torch.Tensor | None = None,
-) -> Term:
-    """Cross-entropy as torch.nn.functional.cross_entropy computes it; formulas in `losses.smoothed_cross_entropy`.
-
-    class_weight: [V] fp32, replicated; the mean then divides by the sum of the labels' weights, as in torch.
-    """
-    if smoothing_formula not in ("torch", "megatron"):
-        raise ValueError(f"smoothing_formula must be 'torch' or 'megatron', got {smoothing_formula!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-
-    class_weight = None if class_weight is None else class_weight.detach().float()
-
-    def token_weight(stats):
-        return losses.label_weight(stats, class_weight)
-
-    def function(stats):
-        if label_smoothing:
-            return losses.smoothed_cross_entropy(stats, label_smoothing, smoothing_formula, class_weight)
-        return token_weight(stats) * losses.cross_entropy(stats)
-
-    if not label_smoothing and class_weight is None:
-        return Term("cross_entropy", Monomial("log_prob", negative=True), weight)
-    want = ("total",) if label_smoothing else ()
-    weighted = class_weight is not None
-    return Term("cross_entropy", function, weight, want, token_weight if weighted else None, class_weight)
-
-
-def ZLoss(weight: float) -> Term:
-    """weight * lse^2."""
-    return Term("z_loss", Monomial("lse", square=True), weight)
-
-
-def Entropy(weight: float) -> Term:
-    """An entropy bonus: weight * -entropy, with its gradient."""
-    return Term("entropy", Monomial("entropy", negative=True), weight, ("entropy",))
+# The named metrics as a `Metric` has them.
+NAMED_METRICS = {name: lambda stats, name=name, value=METRICS[name][0]: {name: value(stats)} for name in METRICS}
 
 
 class HeadLossOutput(NamedTuple):
     """What one call returns; everything is replicated over the group and nothing was synchronised with the host."""
 
     loss: torch.Tensor  # scalar fp32, or [..] for reduction="none"
-    count: torch.Tensor  # scalar: number of valid tokens (sum of their weights if token weights were given)
-    # sums over valid tokens, times the token weights if given, detached; divide by the count for a mean
+    # scalar, what a mean divides by: valid tokens (the sum of their weights if token weights were given), or sequences
+    # (times the horizon); over data- and context-parallel ranks it adds up
+    count: torch.Tensor
+    # sums over valid tokens, times the weights of the reduction if there are any, detached; over count: a mean
     terms: dict[str, torch.Tensor]  # per term, without the term's weight
-    metrics: dict[str, torch.Tensor]  # per metric
+    metrics: dict[str, torch.Tensor]  # per metric: sums over valid tokens, times the token weights; "max_", "min_"
     stats: VocabStatistics
+    # with sequences: the metrics of a `Metric`, summed over the sequences' means, and "num_sequences"
+    sequence_metrics: dict[str, torch.Tensor]
 
 
 class HeadLoss(nn.Module):
@@ -109,40 +49,50 @@ class HeadLoss(nn.Module):
         out = head_loss(logits, labels, shard=shard, denominator=tokens_in_the_global_batch)
         out.loss.backward()
 
+    metrics: names of `terms.METRICS`, and `Metric`s such as ``PolicyMetrics()``.
+
     reduction: "mean" divides every term by the number of valid tokens (by the sum of the token weights, and of the
-    labels' class weights, where there are any), "sum" by nothing, "none" returns the per-token loss. The caller's
-    ``denominator`` wins over "mean". Zero valid tokens, or a zero denominator, give 0 and zero gradient.
+    labels' class weights, where there are any), "sum" by nothing, "none" returns the per-token loss. Those of
+    `Sequences.aggregate` ("seq-mean-token-mean", ...) weigh tokens by their sequence, with ``inputs["sequences"]``.
+    The caller's ``denominator`` wins. Zero valid tokens, or a zero denominator, give 0 and zero gradient.
+
+    compile: evaluate the terms' and metrics' own PyTorch through torch.compile, as one kernel each way instead of one
+    per operation. What is a `reduce.Monomial` needs none.
     """
 
     def __init__(
         self,
         terms: Sequence[Term] | None = None,
         *,
-        metrics: Sequence[str] = (),
+        metrics: Sequence[str | Metric] = (),
         reduction: str = "mean",
         ignore_index: int = -100,
         options: Options | None = None,
+        compile: bool = False,
     ):
         super().__init__()
         self.terms = tuple([CrossEntropy()] if terms is None else terms)
         names = [term.name for term in self.terms]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"terms must be at least one, with distinct names, got {names}")
-        if unknown := set(metrics) - set(METRICS):
+        self.metrics = tuple(name for name in metrics if isinstance(name, str))
+        self.token_metrics = tuple(metric for metric in metrics if not isinstance(metric, str))
+        if unknown := set(self.metrics) - set(METRICS):
             raise ValueError(f"metrics must be of {sorted(METRICS)}, got {sorted(unknown)}")
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+        if reduction not in REDUCTIONS + SEQUENCE_REDUCTIONS:
+            raise ValueError(f"reduction must be one of {REDUCTIONS + SEQUENCE_REDUCTIONS}, got {reduction!r}")
         weighted = [t.class_weight for t in self.terms if t.class_weight is not None and "total" in t.want]
         if weighted and sum("total" in term.want for term in self.terms) > 1:
             raise ValueError("class weights with smoothing weight the statistic 'total': only one term can use it")
         self.total_weight = weighted[0] if weighted else None
-        self.metrics, self.reduction, self.ignore_index, self.options = tuple(metrics), reduction, ignore_index, options
-        functions = [term.function for term in self.terms] + [METRICS[name][0] for name in self.metrics]
-        named = set(SumsPlan.of(functions, []).statistics) - {""}
+        self.reduction, self.ignore_index, self.options = reduction, ignore_index, options
+        named = set(SumsPlan.of([function for function, _ in self._functions()], []).statistics) - {""}
         if unknown := named - set(MONOMIALS):
             raise ValueError(f"a Monomial must be of one of {sorted(MONOMIALS)}, got {sorted(unknown)}")
-        wanted = {name for t in self.terms for name in t.want} | {n for m in metrics for n in METRICS[m][1]}
-        self.want = tuple(wanted | {MONOMIALS[name] for name in named} - {""})
+        wanted = {name for part in (*self.terms, *self.token_metrics) for name in part.want}
+        wanted |= {METRICS[name][1] for name in self.metrics} | {MONOMIALS[name] for name in named}
+        self.want = tuple(sorted(wanted - {""}))
+        self._evaluate = torch.compile(_evaluate) if compile else _evaluate
 
     def forward(
         self,
@@ -153,20 +103,24 @@ class HeadLoss(nn.Module):
         token_weight: torch.Tensor | None = None,
         denominator: torch.Tensor | float | None = None,
         transform: Transform | None = None,
+        inputs: Mapping[str, Any] | None = None,
     ) -> HeadLossOutput:
         """logits [.., width] sharded on V, labels [..] replicated -> `HeadLossOutput`, replicated.
 
         token_weight: [..], multiplies every term (a loss mask of zeros and ones, say); the mean divides by their sum,
-        so weights of both signs (advantages) want a denominator of their own. denominator: the caller's,
-        a number or a scalar tensor; with gradient accumulation or data parallelism, the global token count.
+        so weights of both signs want a denominator of their own. denominator: the caller's, a number or a scalar
+        tensor; with gradient accumulation or data parallelism, the global count of tokens (or sequences).
+        inputs: what terms and metrics take besides the statistics, by name: tensors that broadcast to [..], replicated;
+        "sequences" a `Sequences` of the same [..], whose mask then decides which of the valid tokens count.
         One collective forward; backward: no communication. Errors as in `vocab_statistics`.
         """
         if labels is None:
             raise ValueError("labels are needed, got None: without them, use vocab_statistics")
         if token_weight is not None and token_weight.shape != labels.shape:
             raise ValueError(f"token_weight must have shape {list(labels.shape)}, got {list(token_weight.shape)}")
-        if denominator is not None and self.reduction != "mean":
-            raise ValueError(f"a denominator goes with reduction='mean', got {self.reduction!r}")
+        if denominator is not None and self.reduction in ("none", "sum"):
+            raise ValueError(f"a denominator goes with a mean, got reduction={self.reduction!r}")
+        inputs = self._checked(inputs or {}, labels)
         shard = resolve_shard(logits, shard)
         for weight in (term.class_weight for term in self.terms if term.class_weight is not None):
             if weight.shape != (shard.vocab_size,) or weight.device != logits.device:
@@ -174,8 +128,15 @@ class HeadLoss(nn.Module):
                     f"class_weight must have shape [{shard.vocab_size}] on {logits.device}, "
                     f"got {list(weight.shape)} on {weight.device}"
                 )
-        reduction = self._reduction(logits, token_weight, denominator)
-        given = reduction if reduction is not None and "" not in reduction.plan.statistics else None
+        sequences, weight, count = inputs.get("sequences"), token_weight, None
+        if self.reduction in SEQUENCE_REDUCTIONS:
+            weight, total = sequences.aggregate(self.reduction)
+            weight = weight if token_weight is None else weight * token_weight
+            denominator = total if denominator is None else denominator
+            count = total / sequences.ranks
+        functions = self._functions(sequences)
+        reduction = self._reduction(functions, logits, weight, denominator)
+        fused = reduction is not None and "" not in reduction.plan.statistics and sequences is None
         stats, loss, sums = run_statistics(
             logits,
             labels,
@@ -185,17 +146,59 @@ class HeadLoss(nn.Module):
             self._local_total_weight(shard),
             self.ignore_index,
             self.options,
-            given,
+            reduction if fused else None,
         )
-        if given is None and reduction is not None:  # values of other functions are summed apart
-            loss, sums = self._sum(stats, reduction)
+        valid = stats.valid if sequences is None else stats.valid & sequences.mask
+        values, metrics, by_sequence = None, {}, {}
+        if not fused or self.token_metrics:
+            parts = functions, self._metrics(sequences), stats, inputs, valid, token_weight
+            values, metrics, by_sequence = self._evaluate(*parts)
+        if loss is None and reduction is not None:
+            loss, sums = self._sum(functions, values, stats, valid, reduction)
         if loss is None:
-            return self._reduce(stats, token_weight, denominator)
-        *sums, count = sums.unbind(0)
-        terms = {term.name: total for term, total in zip(self.terms, sums)}
-        return HeadLossOutput(loss, count, terms, dict(zip(self.metrics, sums[len(terms) :])), stats)
+            loss, sums = self._reduce(functions, values, stats, valid, weight, denominator)
+        *sums, total = sums
+        terms = {term.name: part for term, part in zip(self.terms, sums)}
+        metrics = dict(zip(self.metrics, sums[len(terms) :])) | metrics
+        return HeadLossOutput(loss, total if count is None else count, terms, metrics, stats, by_sequence)
 
-    def _reduction(self, logits, weight, denominator) -> Reduction | None:
+    def _functions(self, sequences=None) -> list:
+        """(function, names of its inputs) of what is summed like the terms: these and the named metrics, which with
+        sequences are summed in two ways and apart."""
+        named = [(METRICS[name][0], ()) for name in self.metrics] if sequences is None else []
+        return [(term.function, term.inputs) for term in self.terms] + named
+
+    def _metrics(self, sequences) -> list:
+        """The same of what is summed apart: functions that return values by name."""
+        named = [(NAMED_METRICS[name], ()) for name in self.metrics] if sequences is not None else []
+        return named + [(metric.function, metric.inputs) for metric in self.token_metrics]
+
+    def _checked(self, inputs, labels) -> dict[str, Any]:
+        """The inputs, each tensor expanded to the labels' shape."""
+        needed = {name for part in (*self.terms, *self.token_metrics) for name in part.inputs}
+        needed |= {"sequences"} if self.reduction in SEQUENCE_REDUCTIONS else set()
+        if set(inputs) - {"sequences"} != needed - {"sequences"} or not needed <= set(inputs):
+            raise ValueError(f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(inputs)}")
+        out = {}
+        for name, value in inputs.items():
+            if name == "sequences":
+                if not isinstance(value, Sequences):
+                    raise TypeError(f"the input 'sequences' must be a Sequences, got {type(value).__name__}")
+                if value.mask.shape != labels.shape:
+                    raise ValueError(f"sequences must be of tokens {list(labels.shape)}, got {list(value.mask.shape)}")
+                out[name] = value
+                continue
+            if not isinstance(value, torch.Tensor) or value.device != labels.device:
+                got = value.device if isinstance(value, torch.Tensor) else type(value).__name__
+                raise TypeError(f"input {name!r} must be a tensor on {labels.device}, got {got}")
+            try:
+                out[name] = value.expand(labels.shape)
+            except RuntimeError:
+                shapes = f"{list(labels.shape)}, got {list(value.shape)}"
+                raise ValueError(f"input {name!r} must broadcast to the labels' shape {shapes}") from None
+        return out
+
+    def _reduction(self, functions, logits, weight, denominator) -> Reduction | None:
         """Masks, weights and sums in one kernel; None where plain torch is needed, see `_reduce`."""
         device = logits.device
         given = [x for x in (weight, denominator) if isinstance(x, torch.Tensor)]
@@ -212,26 +215,30 @@ class HeadLoss(nn.Module):
             denominator = 1.0
         elif isinstance(denominator, torch.Tensor):
             denominator = denominator.float()
-        functions = [term.function for term in self.terms] + [METRICS[name][0] for name in self.metrics]
-        return Reduction(SumsPlan.of(functions, [float(t.weight) for t in self.terms]), weight, denominator)
+        coefficients = [float(term.weight) for term in self.terms]
+        return Reduction(SumsPlan.of([function for function, _ in functions], coefficients), weight, denominator)
 
-    def _sum(self, stats, reduction):
+    def _sum(self, functions, values, stats, valid, reduction):
         """-> loss and sums, or None and None if a term's values are no fp32 numbers per token."""
-        functions = [term.function for term in self.terms] + [METRICS[name][0] for name in self.metrics]
-        values = [getattr(stats, f.statistic) if isinstance(f, Monomial) else f(stats) for f in functions]
+        values = [
+            getattr(stats, function.statistic) if isinstance(function, Monomial) else value
+            for (function, _), value in zip(functions, values)
+        ]
         kinds = (torch.float32, torch.bool)
         if not all(isinstance(v, torch.Tensor) and v.shape == stats.lse.shape and v.dtype in kinds for v in values):
             return None, None
         if reduction.weight is not None:
             reduction = reduction._replace(weight=reduction.weight.float().contiguous())
-        return TokenSums.apply(reduction, stats.valid.contiguous(), *(value.contiguous() for value in values))
+        return TokenSums.apply(reduction, valid.contiguous(), *(value.contiguous() for value in values))
 
-    def _reduce(self, stats, token_weight, denominator):
-        """The definition, in plain torch."""
-        values = [masked(term.function(stats), stats.valid, token_weight) for term in self.terms]
-        metrics = [masked(METRICS[name][0](stats).detach(), stats.valid, token_weight).sum() for name in self.metrics]
+    def _reduce(self, functions, values, stats, valid, weight, denominator):
+        """The definition, in plain torch: -> loss, and the sums of the functions' values with the count at the end."""
+        values = [
+            masked(function(stats) if isinstance(function, Monomial) else value, valid, weight)
+            for (function, _), value in zip(functions, values)
+        ]
         sums = [value.sum() for value in values]
-        weights = stats.valid if token_weight is None else masked(token_weight, stats.valid)
+        weights = valid if weight is None else masked(weight, valid)
         count = weights.sum(dtype=torch.float32)
         if self.reduction == "none":
             parts = values
@@ -239,25 +246,45 @@ class HeadLoss(nn.Module):
             parts = sums
         else:
             parts = [
-                total / self._denominator(term, stats, token_weight, count, denominator)
+                total / self._denominator(term, stats, valid, weight, count, denominator)
                 for term, total in zip(self.terms, sums)
             ]
         parts = [part if term.weight == 1 else term.weight * part for term, part in zip(self.terms, parts)]
-        terms = {term.name: total.detach() for term, total in zip(self.terms, sums)}
-        return HeadLossOutput(sum(parts[1:], start=parts[0]), count, terms, dict(zip(self.metrics, metrics)), stats)
+        return sum(parts[1:], start=parts[0]), [*(total.detach() for total in sums), count]
 
-    def _denominator(self, term, stats, token_weight, count, denominator):
+    def _denominator(self, term, stats, valid, weight, count, denominator):
         if denominator is not None:
             return nonzero(denominator)
         if term.token_weight is not None:
-            return nonzero(masked(term.token_weight(stats), stats.valid, token_weight).sum())
-        return count.clamp(min=1) if token_weight is None else nonzero(count)  # of 0 tokens the sum is 0 anyway
+            return nonzero(masked(term.token_weight(stats), valid, weight).sum())
+        return count.clamp(min=1) if weight is None else nonzero(count)  # of 0 tokens the sum is 0 anyway
 
     def _local_total_weight(self, shard):
         if self.total_weight is None:
             return None
         local = self.total_weight[shard.start : shard.stop]
         return torch.nn.functional.pad(local, (0, shard.width - local.shape[0]))
+
+
+def _evaluate(functions, metrics, stats, inputs, valid, weight):
+    """Per-token values of the functions (None for a `Monomial`), the metrics' sums, and those of sequence means."""
+
+    def call(function, names):
+        return function(stats, **{name: inputs[name] for name in names})
+
+    values = [None if isinstance(function, Monomial) else call(function, names) for function, names in functions]
+    with torch.no_grad():
+        named, by_sequence = {}, {}
+        for function, names in metrics:
+            new = call(function, names)
+            if clash := set(new) & set(named):
+                raise ValueError(f"metrics must have distinct names, got {sorted(clash)} twice")
+            named.update(new)
+        if named and (sequences := inputs.get("sequences")) is not None:
+            share = sequences.token_share if weight is None else sequences.token_share * weight
+            by_sequence = metric_sums(named, valid, share)
+            by_sequence["num_sequences"] = sequences.count / sequences.ranks
+        return values, metric_sums(named, valid, weight), by_sequence
 
 
 class CausalLMLoss(nn.Module):
@@ -273,7 +300,8 @@ class CausalLMLoss(nn.Module):
 
     def forward(self, logits, labels, *, token_weight: torch.Tensor | None = None, **kwargs) -> HeadLossOutput:
         """logits [.., S, width] sharded on V; labels and token_weight [.., S], both unshifted: a weight belongs to its
-        label. Other keywords as in `HeadLoss.forward`; a per-token temperature belongs to its logits."""
+        label. Other keywords as in `HeadLoss.forward`; a per-token temperature belongs to its logits, and ``inputs``
+        are not shifted either: position t of them is the position of logits t and label t + 1."""
         last = torch.full_like(labels[..., :1], self.head_loss.ignore_index)
         if token_weight is not None:
             token_weight = torch.cat([token_weight[..., 1:], torch.zeros_like(token_weight[..., :1])], -1)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-REDUCTIONS = ("none", "sum", "mean")
+REDUCTIONS = ("none", "sum", "mean")  # of all tokens; those by sequence are in `sequences`
 
 
 def masked(values: torch.Tensor, valid: torch.Tensor | None, weight: torch.Tensor | None = None) -> torch.Tensor:
@@ -66,3 +66,27 @@ class Reduction(NamedTuple):
     plan: SumsPlan
     weight: torch.Tensor | None  # per token, no gradient
     denominator: torch.Tensor | float | None  # None: by count
+
+
+def metric_sums(
+    values: dict[str, torch.Tensor], valid: torch.Tensor, weight: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Per-token values [..] by name -> scalars by name, fp32.
+
+    "max_" and "min_" names are extrema over valid tokens whose weight is not 0 (-inf and inf without any), all others
+    sums of weight * value over these tokens, in float64.
+    """
+    counted = valid if weight is None else valid & (weight != 0)
+    signs = {name: {"max_": 1.0, "min_": -1.0}.get(name[:4]) for name in values}
+    out = {}
+    # all rows at once, because a small operation costs the same for one row as for twenty
+    if summed := [name for name, sign in signs.items() if sign is None]:
+        rows = torch.stack([values[name].float() for name in summed])
+        rows = torch.where(counted, rows if weight is None else rows * weight, 0.0)
+        out.update(zip(summed, rows.flatten(1).sum(1, dtype=torch.float64).float().unbind(0)))
+    if peaked := [name for name, sign in signs.items() if sign is not None]:
+        rows = torch.stack([signs[name] * values[name].float() for name in peaked])
+        rows = torch.where(counted, rows, -torch.inf).flatten(1)
+        tops = torch.nn.functional.pad(rows, (0, 1), value=-torch.inf).amax(1)  # of no tokens, too
+        out.update((name, signs[name] * top) for name, top in zip(peaked, tops.unbind(0)))
+    return {name: out[name] for name in values}

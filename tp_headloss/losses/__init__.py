@@ -1,6 +1,56 @@
-"""Per-token losses: ordinary PyTorch on `VocabStatistics`. They see neither kernels nor ranks."""
+"""Per-token losses: ordinary PyTorch on statistics, log-probs and tensors per token. They see no kernels, no ranks."""
 
 from .cross_entropy import cross_entropy, label_weight, smoothed_cross_entropy
+from .kl import KL_ESTIMATORS, kl_estimate
+from .metrics import generator_metrics, policy_metrics
+from .policy import (
+    cispo,
+    clip_cov,
+    clipped,
+    gmpo,
+    gspo,
+    gspo_length_weighted,
+    kl_cov,
+    positive_nll,
+    reinforce,
+    sapo,
+    sequence_log_ratio,
+    vespo,
+)
+from .preference import dpo, ipo, kto, orpo, simpo
+from .ratio import log_ratio
 from .regularizers import entropy_bonus, z_loss
+from .rollout import icepop, sequence_mask, truncated_importance_weight
 
-__all__ = ["cross_entropy", "entropy_bonus", "label_weight", "smoothed_cross_entropy", "z_loss"]
+__all__ = [
+    "KL_ESTIMATORS",
+    "cispo",
+    "clip_cov",
+    "clipped",
+    "cross_entropy",
+    "dpo",
+    "entropy_bonus",
+    "generator_metrics",
+    "gmpo",
+    "gspo",
+    "gspo_length_weighted",
+    "icepop",
+    "ipo",
+    "kl_cov",
+    "kl_estimate",
+    "kto",
+    "label_weight",
+    "log_ratio",
+    "orpo",
+    "policy_metrics",
+    "positive_nll",
+    "reinforce",
+    "sapo",
+    "sequence_log_ratio",
+    "sequence_mask",
+    "simpo",
+    "smoothed_cross_entropy",
+    "truncated_importance_weight",
+    "vespo",
+    "z_loss",
+]

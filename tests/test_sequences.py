@@ -1,0 +1,262 @@
+"""Sequences, padded, packed and split over context-parallel ranks; metrics over data-parallel ranks."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import on_ranks
+from test_contract import counted_collectives
+
+from tp_headloss import (
+    CrossEntropy,
+    HeadLoss,
+    KLToReference,
+    Options,
+    PolicyGradient,
+    PolicyMetrics,
+    Sequences,
+    VocabShard,
+    reduce_metrics,
+)
+from tp_headloss.sequences import SEQUENCE_REDUCTIONS
+
+V, B, S = 40, 4, 6
+LENGTHS = (6, 1, 0, 4)
+
+
+def padded():
+    """Logits [B, S, V], labels, mask, inputs."""
+    generator = torch.Generator().manual_seed(1)
+    x = 2 * torch.randn(B, S, V, generator=generator)
+    mask = torch.arange(S) < torch.tensor(LENGTHS)[:, None]
+    labels = torch.where(mask, torch.randint(0, V, (B, S), generator=generator), -100)
+    log_prob = x.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    inputs = {
+        name: log_prob + torch.randn(B, S, generator=generator) for name in ("old_log_prob", "reference_log_prob")
+    }
+    inputs["advantages"] = torch.tensor([1.3, -0.7, 0.4, -1.1])[:, None].expand(B, S).contiguous()
+    return x, labels, mask, inputs
+
+
+def layouts():
+    """name -> (order of the padded tokens in the layout, constructor of (mask in that order))."""
+    whole = torch.arange(B * S)
+    packed = torch.cat(
+        [whole[i * S : i * S + n] for i, n in enumerate(LENGTHS)] + [torch.tensor([S + 1])]
+    )  # and padding
+    offsets = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    shuffled = torch.randperm(B * S, generator=torch.Generator().manual_seed(0))
+    ids = shuffled // S
+    return {
+        "padded": (whole.view(B, S), Sequences.from_mask),
+        "packed": (packed, lambda mask, **o: Sequences.from_cu_seqlens(offsets.to(mask.device), mask, **o)),
+        "ids": (shuffled, lambda mask, **o: Sequences.from_ids(ids.to(mask.device), B, mask, **o)),
+    }
+
+
+def loop_sums(values, mask):
+    return torch.stack([values[i][mask[i]].sum() for i in range(B)])
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "ids"])
+def test_sums_means_and_shares_equal_loops_in_every_layout(layout, device):
+    _, _, mask, _ = padded()
+    mask[0, 3] = False  # not the end of its sequence
+    order, make = layouts()[layout]
+    values = torch.randn(B, S)
+    poisoned = torch.where(mask, values, torch.nan).flatten()[order].to(device).requires_grad_()
+    sequences = make(mask.flatten()[order].to(device), horizon=5)
+    lengths = mask.sum(1)
+    assert len(sequences) == B and sequences.lengths.tolist() == lengths.tolist() == [5, 1, 0, 4]
+    assert sequences.count == 3
+    want = loop_sums(values, mask)
+    torch.testing.assert_close(sequences.sum(poisoned).cpu(), want)
+    torch.testing.assert_close(sequences.mean(poisoned).cpu(), want / lengths.clamp(min=1))
+    weight = torch.randn(B, device=device)
+    (grad,) = torch.autograd.grad(sequences.sum(poisoned) @ weight, poisoned)
+    expected = torch.where(mask, weight.cpu()[:, None], 0.0).flatten()[order]
+    torch.testing.assert_close(grad.cpu(), expected)
+    torch.testing.assert_close(sequences.spread(weight).cpu(), expected)
+    (grad,) = torch.autograd.grad(sequences.spread(weight.requires_grad_()).sum(), weight)
+    assert grad.tolist() == lengths.tolist()
+    share = (mask / lengths.clamp(min=1)[:, None]).flatten()[order]
+    torch.testing.assert_close(sequences.token_share.cpu(), share)
+    for reduction, (w, denominator) in {
+        "seq-mean-token-sum": (mask.flatten()[order].float(), 3),
+        "seq-mean-token-mean": (share, 3),
+        "seq-mean-token-sum-norm": (mask.flatten()[order].float(), 15),
+    }.items():
+        got = sequences.aggregate(reduction)
+        torch.testing.assert_close(got[0].cpu(), w)
+        assert got[1] == denominator
+
+
+def head_of(name, **options):
+    terms = [PolicyGradient(name), KLToReference(0.2), CrossEntropy(0.1)]
+    return HeadLoss(terms, metrics=("log_prob", PolicyMetrics(reference=True)), **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", *SEQUENCE_REDUCTIONS])
+@pytest.mark.parametrize("name", ["clip", "gspo", "gmpo", "vespo"])
+def test_packed_and_shuffled_tokens_give_the_padded_loss_and_gradient(name, reduction, device):
+    x, labels, mask, inputs = padded()
+    results = []
+    for order, make in layouts().values():
+        valid = mask.flatten()[order].to(device)
+        local = x.flatten(0, 1)[order].to(device).requires_grad_()
+        given = {key: value.flatten()[order].to(device) for key, value in inputs.items()}
+        out = head_of(name, reduction=reduction)(
+            local, labels.flatten()[order].to(device), inputs=given | {"sequences": make(valid, horizon=9)}
+        )
+        out.loss.backward()
+        grad = torch.zeros(B * S, V).index_add(0, order.flatten(), local.grad.flatten(0, -2).cpu())
+        results.append((out.loss, grad, out.metrics, out.sequence_metrics))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=2e-6, atol=1e-6)
+    assert results[0][1].abs().max() > 1e-3 and results[0][3]["num_sequences"] == 3
+
+
+def test_a_sequence_with_a_nan_poisons_itself_alone():
+    _, _, mask, _ = padded()
+    values = torch.zeros(B, S)
+    values[0, 2] = torch.nan
+    for order, make in layouts().values():
+        sums = make(mask.flatten()[order]).sum(values.flatten()[order])
+        assert sums.isnan().tolist() == [True, False, False, False]
+
+
+def test_no_sequences_and_no_tokens():
+    empty = torch.zeros(0, 5, dtype=torch.bool)
+    nothing = Sequences.from_cu_seqlens(torch.tensor([0]), torch.zeros(0, dtype=torch.bool))
+    for sequences in (Sequences.from_mask(empty), nothing):
+        assert len(sequences) == 0 and sequences.count == 0
+        assert sequences.sum(torch.zeros(sequences.mask.shape)).shape == (0,)
+    assert Sequences.from_mask(torch.zeros(3, 0, dtype=torch.bool)).lengths.tolist() == [0, 0, 0]
+
+
+def test_wrong_shapes_and_types_are_refused():
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    sequences = Sequences.from_mask(mask)
+    for call in (
+        lambda: Sequences.from_mask(mask[0]),
+        lambda: Sequences.from_mask(mask, lengths=torch.ones(3)),
+        lambda: Sequences.from_ids(torch.zeros(2), 1, mask),
+        lambda: Sequences.from_cu_seqlens(torch.zeros(2, 2), mask),
+        lambda: sequences.sum(torch.ones(2, 2)),
+        lambda: sequences.spread(torch.ones(3)),
+        lambda: sequences.aggregate("mean"),
+        lambda: sequences.aggregate("seq-mean-token-sum-norm"),
+    ):
+        with pytest.raises(ValueError, match="got"):
+            call()
+    with pytest.raises(TypeError, match=r"bool, got torch\.float32"):
+        Sequences.from_mask(mask.float())
+
+
+# Context parallelism
+
+
+@functools.cache
+def two_by_two():
+    """On 4 ranks: this rank's vocabulary group (0 1, 2 3) and its context group (0 2, 1 3)."""
+    groups = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))]
+    rank = dist.get_rank()
+    return groups[rank // 2], groups[2 + rank % 2]
+
+
+def context_run(group, device, name, reduction, lengths_given, backend):
+    tp, cp = (None, group) if dist.get_world_size() == 2 else two_by_two()
+    part = dist.get_rank(cp)
+    x, labels, mask, inputs = padded()
+    columns = slice(part, None, 2)  # every second token of each sequence
+    shard = VocabShard.from_group(tp, V, 64)
+    local = F.pad(x, (0, 64 - V))[:, columns, shard.start : shard.stop].clone().to(device).requires_grad_()
+    given = {key: value[:, columns].to(device) for key, value in inputs.items()}
+    lengths = torch.tensor(LENGTHS, device=device) if lengths_given else None
+    head = head_of(name, reduction=reduction, options=Options(backend=backend, transport="gather"))
+    with counted_collectives() as made:
+        sequences = Sequences.from_mask(mask[:, columns].to(device), lengths=lengths, horizon=9, group=cp)
+    with counted_collectives() as forward:
+        out = head(local, labels[:, columns].to(device), shard=shard, inputs=given | {"sequences": sequences})
+    with counted_collectives() as backward:
+        out.loss.backward()
+    metrics = reduce_metrics({"count": out.count, **out.metrics}, cp)
+    by_sequence = reduce_metrics(out.sequence_metrics, cp)
+    counts = [sum(events.values()) for events in (made, forward, backward)]
+    return out.loss.detach(), local.grad, metrics, by_sequence, counts, part
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("lengths_given", [False, True])
+@pytest.mark.parametrize("reduction", SEQUENCE_REDUCTIONS)
+@pytest.mark.parametrize(("world_size", "name"), [(2, "clip"), (2, "gspo"), (2, "gmpo"), (4, "gspo"), (4, "vespo")])
+def test_sequences_split_over_context_parallel_ranks_are_whole_sequences(
+    world_size, name, reduction, lengths_given, backend
+):
+    results = on_ranks(world_size, context_run, name, reduction, lengths_given, backend)
+    x, labels, mask, inputs = padded()
+    x.requires_grad_()
+    head = head_of(name, reduction=reduction)
+    whole = head(x, labels, inputs=inputs | {"sequences": Sequences.from_mask(mask, horizon=9)})
+    whole.loss.backward()
+    tp = world_size // 2
+    parts = [results[0], results[tp]]  # the two context ranks; their losses are parts of one sum
+    torch.testing.assert_close(parts[0][0] + parts[1][0], whole.loss.detach(), rtol=2e-6, atol=5e-6)  # of terms of 1
+    for part in range(2):
+        grads = torch.cat([r[1] for r in results if r[5] == part], -1)[..., :V]
+        torch.testing.assert_close(grads, x.grad[:, part::2], rtol=3e-5, atol=1e-7)
+    for result in results:
+        for got, want in ((result[2], {"count": whole.count, **whole.metrics}), (result[3], whole.sequence_metrics)):
+            assert list(got) == list(want)
+            for key, value in want.items():
+                torch.testing.assert_close(got[key].float(), value, rtol=3e-6, atol=3e-6, msg=key)
+        sums = {"clip": 0, "gspo": 1, "gmpo": 2, "vespo": 1}[name]  # of sequences, in the objective
+        assert result[4] == [int(not lengths_given), sums + (tp > 1), 0]
+
+
+def spread_run(group, device):
+    """f(spread(sum)) with a loss that is partial on each rank: the gradient needs the other ranks' part."""
+    rank = dist.get_rank(group)
+    values = torch.arange(1.0, 9.0, device=device).view(2, 4)[:, rank::2].clone().requires_grad_()
+    sequences = Sequences.from_mask(torch.ones_like(values, dtype=torch.bool), group=group)
+    loss = (sequences.spread(sequences.sum(values)) ** 2 * (1 + rank)).sum()
+    loss.backward()
+    return values.grad
+
+
+@pytest.mark.xdist_group("ranks")
+def test_the_gradient_through_a_spread_sum_crosses_the_context_ranks():
+    values = torch.arange(1.0, 9.0).view(2, 4).requires_grad_()
+    scale = torch.tensor([1.0, 2.0, 1.0, 2.0])
+    (values.sum(1, keepdim=True).expand(2, 4) ** 2 * scale).sum().backward()
+    for rank, grad in enumerate(on_ranks(2, spread_run)):
+        torch.testing.assert_close(grad, values.grad[:, rank::2])
+
+
+# Data-parallel metrics
+
+
+def metrics_run(group, device):
+    rank = 0 if group is None else dist.get_rank(group)
+    metrics = {"ratio": 1.5 + rank, "max_ratio": float(rank), "min_ratio": -2.0 + rank, "count": 2.0**24 + rank}
+    if rank == 1:  # no tokens here
+        metrics |= {"max_ratio": -torch.inf, "min_ratio": torch.inf}
+    with counted_collectives() as events:
+        out = reduce_metrics({name: torch.tensor(value, device=device) for name, value in metrics.items()}, group)
+    return out, sum(events.values())
+
+
+@pytest.mark.xdist_group("ranks")
+def test_metrics_are_reduced_by_what_they_are_in_one_collective():
+    for out, collectives in on_ranks(4, metrics_run):
+        assert collectives == 1
+        assert {name: value.item() for name, value in out.items()} == {
+            "ratio": 12.0,
+            "max_ratio": 3.0,
+            "min_ratio": -2.0,
+            "count": 4 * 2.0**24 + 6,  # 0 + 0 + 2 + 4, as fp32 rounds them; an fp32 sum would end on a multiple of 8
+        }
+    alone, collectives = metrics_run(None, torch.device("cpu"))
+    assert collectives == 0 and alone["ratio"] == 1.5 and reduce_metrics({}, None) == {}

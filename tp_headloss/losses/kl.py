@@ -1,0 +1,59 @@
+"""KL divergence to a reference policy, estimated at the sampled tokens: log-probs -> per-token value [..] fp32.
+
+Schulman's estimators (http://joschu.net/blog/kl-approx.html) of KL(policy || reference), with x = log_prob -
+reference_log_prob: k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .ratio import LOG_RATIO_CLAMP, log_ratio, with_gradient_of
+
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
+
+
+def _value(x, estimator):
+    if estimator == "k1":
+        return x
+    if estimator == "abs":
+        return x.abs()
+    if estimator == "k2":
+        return x**2 / 2
+    return torch.expm1(-x) + x
+
+
+def kl_estimate(
+    log_prob: torch.Tensor,
+    *,
+    reference_log_prob: torch.Tensor,
+    estimator: str = "k3",
+    input_clamp: float | None = LOG_RATIO_CLAMP,
+    output_clamp: float | None = 10.0,
+    sampler_log_prob: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """k1, abs, k2 or k3 of each token; a "+" (verl's straight-through forms) gives it the gradient of k2.
+
+    x is clamped to +-input_clamp and the value to +-output_clamp, each with zero gradient beyond (None: not clamped;
+    the defaults are verl's for k3). NaN stays NaN.
+
+    sampler_log_prob [..]: multiply by the importance weight w = exp(log_prob - sampler_log_prob), which is
+    differentiated too and makes the gradient of w k3 equal to w x (bias-corrected KL). Pass ``log_prob.detach()`` for
+    tokens of the policy itself (w = 1), the old or the generator's log-probs for others. Where input_clamp bites, w
+    passes no gradient.
+    """
+    if estimator not in KL_ESTIMATORS:
+        raise ValueError(f"estimator must be one of {KL_ESTIMATORS}, got {estimator!r}")
+    x = log_ratio(log_prob, reference_log_prob, input_clamp)
+    value = _value(x, estimator.removesuffix("+"))
+    if output_clamp is not None:
+        value = value.clamp(-output_clamp, output_clamp)
+    if estimator.endswith("+"):
+        value = with_gradient_of(value, _value(x, "k2"))
+    if sampler_log_prob is not None:
+        weight = log_ratio(log_prob, sampler_log_prob).exp()
+        if input_clamp is not None:
+            beyond = (log_prob - reference_log_prob).detach().abs() > input_clamp
+            weight = torch.where(beyond, weight.detach(), weight)
+        value = weight * value
+    return value

@@ -1,0 +1,34 @@
+"""Ratios of probabilities, from log-probs, that neither overflow nor hide a NaN."""
+
+from __future__ import annotations
+
+import torch
+
+LOG_RATIO_CLAMP = 20.0  # verl's; exp(20) is 4.9e8, and its square still fits fp32
+
+
+def log_ratio(log_prob: torch.Tensor, other: torch.Tensor, clamp: float | None = LOG_RATIO_CLAMP) -> torch.Tensor:
+    """log_prob - other [..], clamped to +-clamp (None: not at all), with zero gradient beyond it; NaN stays NaN."""
+    difference = log_prob - other
+    return difference if clamp is None else difference.clamp(-clamp, clamp)
+
+
+def scaled(factor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """factor * values [..], where 0 times an infinity is 0; NaN stays NaN."""
+    return torch.where((factor == 0) & values.isinf(), 0.0, factor * values)
+
+
+class _WithGradientOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, source):
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, grad
+
+
+def with_gradient_of(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """`value` [..] forward, the gradient of `source` [..] backward: value + source - source.detach(), for infinities
+    too."""
+    return _WithGradientOf.apply(value.detach(), source)

@@ -1,0 +1,191 @@
+"""What a `HeadLoss` is made of: weighted terms and metrics, functions of the statistics and of named inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import losses
+from .losses.policy import CLIP
+from .losses.ratio import scaled
+from .reduce import Monomial
+from .stats import VocabStatistics
+
+
+@dataclass(frozen=True)
+class Term:
+    """A weighted per-token loss: ``function(stats, **inputs) -> [..] fp32``, and the optional statistics it needs.
+
+    inputs: names of what the function takes besides the statistics, from ``HeadLoss.forward(inputs={...})``: tensors
+    that broadcast to the labels' shape, or `Sequences`.
+
+    A `reduce.Monomial` as the function, such as ``Monomial("lse", square=True)``, needs no kernels of its own.
+
+    ``token_weight(stats) -> [..]``, if given, is what this term's mean divides by the sum of (class weights).
+    """
+
+    name: str
+    function: Callable[..., torch.Tensor]
+    weight: float = 1.0
+    want: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    token_weight: Callable[[VocabStatistics], torch.Tensor] | None = None
+    class_weight: torch.Tensor | None = None  # [V] replicated: the weights of the statistic "total"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Per-token values by name: ``function(stats, **inputs) -> {name: [..]}``, without gradient; as in `Term`.
+
+    A name that begins with "max_" or "min_" becomes the extremum over valid tokens, any other their sum.
+    """
+
+    function: Callable[..., dict[str, torch.Tensor]]
+    want: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+
+
+METRICS: dict[str, tuple[Monomial, str]] = {  # name -> what is summed, and the statistic that it wants
+    "accuracy": (Monomial("hits"), "argmax"),
+    "entropy": (Monomial("entropy"), "entropy"),
+    "log_prob": (Monomial("log_prob"), ""),
+    "lse": (Monomial("lse"), ""),
+}
+
+
+def CrossEntropy(
+    weight: float = 1.0,
+    label_smoothing: float = 0.0,
+    smoothing_formula: str = "torch",
+    class_weight: torch.Tensor | None = None,
+) -> Term:
+    """Cross-entropy as torch.nn.functional.cross_entropy computes it; formulas in `losses.smoothed_cross_entropy`.
+
+    class_weight: [V] fp32, replicated; the mean then divides by the sum of the labels' weights, as in torch.
+    """
+    if smoothing_formula not in ("torch", "megatron"):
+        raise ValueError(f"smoothing_formula must be 'torch' or 'megatron', got {smoothing_formula!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+
+    class_weight = None if class_weight is None else class_weight.detach().float()
+
+    def token_weight(stats):
+        return losses.label_weight(stats, class_weight)
+
+    def function(stats):
+        if label_smoothing:
+            return losses.smoothed_cross_entropy(stats, label_smoothing, smoothing_formula, class_weight)
+        return token_weight(stats) * losses.cross_entropy(stats)
+
+    if not label_smoothing and class_weight is None:
+        return Term("cross_entropy", Monomial("log_prob", negative=True), weight)
+    want = ("total",) if label_smoothing else ()
+    weighted = class_weight is not None
+    return Term(
+        "cross_entropy",
+        function,
+        weight,
+        want,
+        token_weight=token_weight if weighted else None,
+        class_weight=class_weight,
+    )
+
+
+def ZLoss(weight: float) -> Term:
+    """weight * lse^2."""
+    return Term("z_loss", Monomial("lse", square=True), weight)
+
+
+def Entropy(weight: float) -> Term:
+    """An entropy bonus: weight * -entropy, with its gradient."""
+    return Term("entropy", Monomial("entropy", negative=True), weight, ("entropy",))
+
+
+OBJECTIVES = {  # name -> function of the log-prob, and the inputs it takes
+    "reinforce": (losses.reinforce, ("advantages",)),
+    "clip": (losses.clipped, ("advantages", "old_log_prob")),
+    "cispo": (losses.cispo, ("advantages", "old_log_prob")),
+    "sapo": (losses.sapo, ("advantages", "old_log_prob")),
+    "gspo": (losses.gspo, ("advantages", "old_log_prob", "sequences")),
+    "gspo-length-weighted": (losses.gspo_length_weighted, ("advantages", "old_log_prob", "sequences")),
+    "gmpo": (losses.gmpo, ("advantages", "old_log_prob", "sequences")),
+    "vespo": (losses.vespo, ("advantages", "old_log_prob", "sequences")),
+    "clip-cov": (losses.clip_cov, ("advantages", "old_log_prob", "mask", "noise")),
+    "kl-cov": (losses.kl_cov, ("advantages", "old_log_prob", "mask")),
+    "positive-nll": (losses.positive_nll, ("rewards",)),
+}
+
+
+def PolicyGradient(objective: str = "clip", weight: float = 1.0, *, rollout_weight: bool = False, **options) -> Term:
+    """A policy-gradient objective of `losses.policy` by its name in OBJECTIVES, "clip" being PPO's, GRPO's and DAPO's.
+
+    options: the keywords of that function that are not inputs, such as ``clip=(0.2, 0.28)`` or ``dual_clip=3.0``.
+    Inputs of the forward: "advantages", "old_log_prob", for sequence-level objectives "sequences", see OBJECTIVES
+    ("mask" is the valid tokens' and need not be passed). rollout_weight: the loss is multiplied by the input
+    "rollout_weight", a detached weight per token from `losses.rollout`.
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective must be one of {sorted(OBJECTIVES)}, got {objective!r}")
+    per_token, names = OBJECTIVES[objective]
+
+    def function(stats, **inputs):
+        factor = inputs.pop("rollout_weight", None)
+        if "mask" in names:
+            inputs["mask"] = stats.valid
+        loss = per_token(stats.log_prob, **inputs, **options)
+        return loss if factor is None else scaled(factor.detach(), loss)
+
+    wanted = tuple(name for name in names if name != "mask") + (("rollout_weight",) if rollout_weight else ())
+    return Term(objective.replace("-", "_"), function, weight, inputs=wanted)
+
+
+def KLToReference(weight: float, estimator: str = "k3", *, importance_weight: str | None = None, **options) -> Term:
+    """weight * `losses.kl_estimate` of KL(policy || reference); options are its clamps. Input: "reference_log_prob".
+
+    importance_weight: None; "on-policy" for a weight of value 1 with the score function's gradient; "old" or
+    "generator" for the ratio to the input "old_log_prob" or "generator_log_prob".
+    """
+    samplers = {"on-policy": None, "old": "old_log_prob", "generator": "generator_log_prob"}
+    if importance_weight is not None and importance_weight not in samplers:
+        raise ValueError(f"importance_weight must be None or one of {list(samplers)}, got {importance_weight!r}")
+    if estimator not in losses.KL_ESTIMATORS:
+        raise ValueError(f"estimator must be one of {losses.KL_ESTIMATORS}, got {estimator!r}")
+    sampler = samplers.get(importance_weight)
+
+    def function(stats, reference_log_prob, **inputs):
+        weigher = stats.log_prob.detach() if importance_weight == "on-policy" else inputs.get(sampler)
+        keywords = dict(options, estimator=estimator, sampler_log_prob=weigher)
+        return losses.kl_estimate(stats.log_prob, reference_log_prob=reference_log_prob, **keywords)
+
+    return Term("kl", function, weight, inputs=("reference_log_prob",) + ((sampler,) if sampler else ()))
+
+
+def _of_log_prob(function, names, options):
+    def values(stats, **inputs):
+        return function(stats.log_prob, **inputs, **options)
+
+    return Metric(values, inputs=names)
+
+
+def PolicyMetrics(
+    clip: tuple[float, float] = CLIP,
+    dual_clip: float | None = None,
+    *,
+    level: str = "token",
+    reference: bool = False,
+) -> Metric:
+    """`losses.policy_metrics` of the inputs "advantages" and "old_log_prob", of the sequence's ratio with
+    level="sequence" (input "sequences"), with the KL to "reference_log_prob" if ``reference``."""
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
+    names = ("advantages", "old_log_prob")
+    names += ("sequences",) * (level == "sequence") + ("reference_log_prob",) * reference
+    return _of_log_prob(losses.policy_metrics, names, {"clip": clip, "dual_clip": dual_clip})
+
+
+def GeneratorMetrics(bounds: tuple[float, float] = (0.5, 2.0)) -> Metric:
+    """`losses.generator_metrics` of the inputs "old_log_prob" and "generator_log_prob"."""
+    return _of_log_prob(losses.generator_metrics, ("old_log_prob", "generator_log_prob"), {"bounds": bounds})
