@@ -51,10 +51,8 @@ def simpo(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float = 2.0, ma
 def _log_odds(log_prob):
     """log(p / (1 - p)) of log p <= 0, exact at both ends."""
     near_one = log_prob > -math.log(2)
-    # each branch is computed for numbers of its own side only, or the other's gradient would be NaN
-    upper = torch.where(near_one, log_prob, -1.0)
-    lower = torch.where(near_one, -1.0, log_prob)
-    return log_prob - torch.where(near_one, (-torch.expm1(upper)).log(), torch.log1p(-lower.exp()))
+    below = torch.where(near_one, -1.0, log_prob)  # or the gradient of the branch not taken would be NaN
+    return log_prob - torch.where(near_one, (-torch.expm1(log_prob)).log(), torch.log1p(-below.exp()))
 
 
 def orpo(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
