@@ -96,10 +96,11 @@ class Transformer(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def forward(self, ids):
-        """ids [B, T] -> hidden [B, T, H]; `output` turns it into logits."""
+        """ids [B, T], T at most `length` -> hidden [B, T, H]; `output` turns it into logits."""
         x = self.embedding(ids)
+        cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for block in self.blocks:
-            x = block(x, self.cos, self.sin)
+            x = block(x, cos, sin)
         return self.norm(x)
 
     def sharded_parameters(self):

@@ -18,6 +18,7 @@ from tp_headloss import (
     PolicyMetrics,
     Sequences,
     VocabShard,
+    combine_metrics,
     reduce_metrics,
 )
 from tp_headloss.sequences import SEQUENCE_REDUCTIONS
@@ -260,3 +261,11 @@ def test_metrics_are_reduced_by_what_they_are_in_one_collective():
         }
     alone, collectives = metrics_run(None, torch.device("cpu"))
     assert collectives == 0 and alone["ratio"] == 1.5 and reduce_metrics({}, None) == {}
+
+
+def test_metrics_of_micro_batches_combine_like_those_of_ranks():
+    parts = [{"ratio": r, "max_ratio": r, "min_ratio": r} for r in torch.tensor([2.0, -1.0, 4.0])]
+    assert combine_metrics(parts) == {"ratio": 5.0, "max_ratio": 4.0, "min_ratio": -1.0}
+    assert combine_metrics([]) == combine_metrics([{}]) == {}
+    with pytest.raises(ValueError, match="same names in the same order, got"):
+        combine_metrics([{"a": torch.ones(())}, {"b": torch.ones(())}])

@@ -2,7 +2,7 @@
 
 from . import losses
 from .api import LogProbs, Options, Transform, log_probs, vocab_statistics
-from .comm import reduce_metrics
+from .comm import combine_metrics, reduce_metrics
 from .head_loss import CausalLMLoss, HeadLoss, HeadLossOutput
 from .sequences import Sequences
 from .shard import VocabShard
@@ -40,6 +40,7 @@ __all__ = [
     "VocabShard",
     "VocabStatistics",
     "ZLoss",
+    "combine_metrics",
     "log_probs",
     "losses",
     "reduce_metrics",

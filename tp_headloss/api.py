@@ -64,6 +64,9 @@ def vocab_statistics(
 ) -> VocabStatistics:
     """Differentiable per-token statistics of the whole vocabulary, from this rank's columns of the logits.
 
+    Without labels and with want=("argmax",) it also samples: the argmax of logits + Gumbel noise, where each rank adds
+    noise of its own columns, is a sample of softmax(logits), the same on every rank.
+
     logits [.., width] sharded on V, labels [..] replicated -> statistics [..] fp32 replicated. One collective forward
     (none at one rank), backward: no communication; gradients meet in one kernel and are rounded once.
 
@@ -104,7 +107,8 @@ def log_probs(
     `vocab_statistics` under the name that RL trainers look for, same arguments and errors; one collective forward, none
     backward. Nothing is shifted: labels[t] is scored by logits[t]. Sampling temperature: ``transform``.
 
-    differentiable: False saves nothing for a backward (old and reference policies). Otherwise all three have gradients,
+    differentiable: False saves nothing for a backward (old and reference policies; the model that makes the logits
+    wants `torch.no_grad` of its own). Otherwise all three have gradients,
     and what takes part in no loss costs nothing backward; entropy=False spares its forward, too.
     """
     want = ("entropy",) if entropy else ()

@@ -17,6 +17,7 @@ The group arrives by name, so that operators keep plain arguments and `torch.com
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -196,19 +197,24 @@ def sum_over_ranks(x: torch.Tensor, group) -> torch.Tensor:
     return sum(parts[1:], start=parts[0])
 
 
-def reduce_metrics(metrics: dict[str, torch.Tensor], group) -> dict[str, torch.Tensor]:
-    """Scalars by name of each rank -> those of the whole group, equal bits on every rank; one small all-gather.
-
-    Names that begin with "max_" and "min_" are maximised and minimised (neutral: -inf and inf), all others are added
-    in float64 (neutral: 0), so reduce sums and counts first and divide afterwards. The same names in the same order on
-    every rank; results are float64 on the tensors' device. ``group``: data- and context-parallel ranks, which hold
-    different tokens, never the ranks that share a vocabulary; None leaves everything as it is.
-    """
-    if not metrics:
+def combine_metrics(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Scalars by name of several batches (micro-batches, updates) -> those of all: names that begin with "max_" and
+    "min_" are maximised and minimised, all others added in float64 and in order. No communication."""
+    if not parts:
         return {}
-    parts = gather_from_ranks(torch.stack([value.detach().double() for value in metrics.values()]), group)
+    if any(list(part) != list(parts[0]) for part in parts):
+        raise ValueError(f"metrics must have the same names in the same order, got {[list(part) for part in parts]}")
+    return _combine(parts[0], torch.stack([_stack(part) for part in parts])) if parts[0] else {}
+
+
+def _stack(metrics):
+    return torch.stack([value.detach().double() for value in metrics.values()])
+
+
+def _combine(names, parts):
+    """[parts, names] float64 -> scalars by name."""
     out = {}
-    for name, column in zip(metrics, parts.unbind(1)):
+    for name, column in zip(names, parts.unbind(1)):
         if name.startswith("max_"):
             out[name] = column.amax(0)
         elif name.startswith("min_"):
@@ -217,3 +223,14 @@ def reduce_metrics(metrics: dict[str, torch.Tensor], group) -> dict[str, torch.T
             values = column.unbind(0)
             out[name] = sum(values[1:], start=values[0])
     return out
+
+
+def reduce_metrics(metrics: dict[str, torch.Tensor], group) -> dict[str, torch.Tensor]:
+    """Scalars by name of each rank -> those of the whole group, equal bits on every rank; one small all-gather.
+
+    As `combine_metrics`: "max_" and "min_" names are extrema (neutral: -inf and inf), all others sums (neutral: 0) in
+    float64, so reduce sums and counts first and divide afterwards. The same names in the same order on every rank;
+    results are float64 on the tensors' device. ``group``: data- and context-parallel ranks, which hold different
+    tokens, never the ranks that share a vocabulary; None is one rank.
+    """
+    return _combine(metrics, gather_from_ranks(_stack(metrics), group)) if metrics else {}

@@ -36,7 +36,9 @@ class HeadLossOutput(NamedTuple):
     count: torch.Tensor
     # sums over valid tokens, times the weights of the reduction if there are any, detached; over count: a mean
     terms: dict[str, torch.Tensor]  # per term, without the term's weight
-    metrics: dict[str, torch.Tensor]  # per metric: sums over valid tokens, times the token weights; "max_", "min_"
+    # per metric: sums over valid tokens, times the token weights; extrema of them for "max_" and "min_" names; with
+    # sequences also "num_tokens", what to divide these sums by
+    metrics: dict[str, torch.Tensor]
     stats: VocabStatistics
     # with sequences: the metrics of a `Metric`, summed over the sequences' means, and "num_sequences"
     sequence_metrics: dict[str, torch.Tensor]
@@ -281,6 +283,7 @@ def _evaluate(functions, metrics, stats, inputs, valid, weight):
                 raise ValueError(f"metrics must have distinct names, got {sorted(clash)} twice")
             named.update(new)
         if named and (sequences := inputs.get("sequences")) is not None:
+            named.setdefault("num_tokens", torch.ones_like(stats.lse))
             share = sequences.token_share if weight is None else sequences.token_share * weight
             by_sequence = metric_sums(named, valid, share)
             by_sequence["num_sequences"] = sequences.count / sequences.ranks

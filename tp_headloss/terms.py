@@ -178,7 +178,8 @@ def PolicyMetrics(
     reference: bool = False,
 ) -> Metric:
     """`losses.policy_metrics` of the inputs "advantages" and "old_log_prob", of the sequence's ratio with
-    level="sequence" (input "sequences"), with the KL to "reference_log_prob" if ``reference``."""
+    level="sequence" (input "sequences"), with the KL to "reference_log_prob" if ``reference``. Give it the clip of the
+    objective: it does not know which one it accompanies."""
     if level not in ("token", "sequence"):
         raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
     names = ("advantages", "old_log_prob")

@@ -30,7 +30,8 @@ def policy_metrics(
     * "kl_old": r - log r - 1, "approx_kl": -log r, two estimates of KL(old || new);
     * "clip_fraction": r is outside of the clip; "pg_clip_fraction": and on the side of A's sign, so that the gradient
       is zero; with dual_clip, "pg_clip_fraction_lower": A < 0 and r > dual_clip;
-    * with reference_log_prob, "kl_reference": k3 of `kl_estimate`, not clamped beyond the exponential.
+    * with reference_log_prob, "kl_reference": k3 of `kl_estimate`, without the output clamp that the loss has, so one
+      token that the reference finds impossible can dominate it.
 
     With ``sequences``, r is the sequence's (GSPO), the same at each of its tokens.
     """

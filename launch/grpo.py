@@ -1,0 +1,247 @@
+"""Train a small policy by GRPO (arXiv:2402.03300), from random weights, to reverse a string; the vocabulary is sharded.
+
+torchrun --standalone --nproc-per-node 2 launch/grpo.py             # 2 shards
+torchrun --standalone --nproc-per-node 4 launch/grpo.py --tp 2      # 2 replicas of 2 shards
+python launch/grpo.py                                               # one process, unsharded
+
+All of them draw the same prompts and the same noise, so they differ by rounding only. Logits are never gathered over
+the vocabulary: sampling, the old and the reference log-probs and the loss each take one packed collective of theirs.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS
+
+import torch
+import torch.distributed as dist
+
+import parallel
+from model import Rows, Transformer
+from tp_headloss import (
+    Entropy,
+    HeadLoss,
+    KLToReference,
+    PolicyGradient,
+    PolicyMetrics,
+    Sequences,
+    VocabShard,
+    combine_metrics,
+    log_probs,
+    reduce_metrics,
+    vocab_statistics,
+)
+
+END, BLANK, ANSWER, FIRST_SYMBOL = range(4)  # ids of the vocabulary
+IGNORE = -100
+CLIP = (0.2, 0.28)  # DAPO's (arXiv:2503.14476): the higher upper bound keeps the entropy from collapsing early
+TOKEN_MEANS = ("kl_reference", "entropy", "clip_fraction", "accuracy")  # accuracy: the sampled id is the likeliest one
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--tp", type=int, help="number of vocabulary shards; processes / tp replicas (default: all processes)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
+    add("--out", default="runs/grpo", help="folder of the run; a new run overwrites what an older one left there")
+    add("--vocab", type=int, default=101, help="vocabulary size; the weights are padded to a multiple of --pad-to")
+    add("--pad-to", type=int, default=128)
+    add("--symbols", type=int, default=10, help="ids that occur in strings, spread over the vocabulary")
+    add("--shortest", type=int, default=2, help="symbols in the shortest string")
+    add("--longest", type=int, default=3, help="symbols in the longest string")
+    add("--layers", type=int, default=2)
+    add("--width", type=int, default=64)
+    add("--heads", type=int, default=4)
+    add("--steps", type=int, default=250, help="batches of rollouts")
+    add("--prompts", type=int, default=64, help="prompts per step, over all replicas")
+    add("--group", type=int, default=16, help="samples per prompt")
+    add("--minibatches", type=int, default=4, help="updates per step, each on its part of the rollouts")
+    add("--lr", type=float, default=1e-3)
+    add("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    add("--kl-weight", type=float, default=0.01)
+    add("--entropy-weight", type=float, default=0.03)
+    add("--refresh", type=int, default=20, help="every so many steps the policy becomes the new reference")
+    add("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.group < 2:
+        parser.error("--group: an advantage compares samples of one prompt, so at least 2 are needed")
+    return args
+
+
+def until_end(ids: torch.Tensor) -> torch.Tensor:
+    """ids [.., T] -> bool: up to the first END, that one included."""
+    end = ids == END
+    return end.cumsum(-1) <= end
+
+
+class Reversal:
+    """Prompt: symbols, blanks up to the longest string, ANSWER. Right answer: the symbols in reverse order, END."""
+
+    def __init__(self, args):
+        self.shortest, self.longest = args.shortest, args.longest
+        apart = (args.vocab - FIRST_SYMBOL) // args.symbols
+        self.symbols = FIRST_SYMBOL + apart * torch.arange(args.symbols)
+
+    def draw(self, count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """prompts, answers [count, longest + 1]; a short answer is followed by more END."""
+        lengths = torch.randint(self.shortest, self.longest + 1, (count, 1), generator=generator)
+        string = self.symbols[torch.randint(len(self.symbols), (count, self.longest), generator=generator)]
+        places = torch.arange(self.longest)
+        reverse = string.gather(1, (lengths - 1 - places).clamp(min=0))
+        mark, end = torch.full((count, 1), ANSWER), torch.full((count, 1), END)
+        prompts = torch.where(places < lengths, string, BLANK)
+        return torch.cat([prompts, mark], 1), torch.cat([torch.where(places < lengths, reverse, END), end], 1)
+
+    @staticmethod
+    def reward(given: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """given, right [.., T] -> [..], the share of places that are right, of the longer one's; 1: an exact match.
+
+        Credit for each place, because a random policy sees less than one exact match in a million."""
+        places = until_end(given) | until_end(right)
+        return ((given == right) & places).sum(-1) / places.sum(-1)
+
+
+class Trainer:
+    def __init__(self, args, ranks):
+        self.args, self.ranks, self.task = args, ranks, Reversal(args)
+        self.samples = args.prompts * args.group  # per step, over all replicas
+        if args.prompts % (ranks.dp * args.minibatches):
+            raise SystemExit(f"--prompts must be a multiple of replicas x minibatches = {ranks.dp * args.minibatches}")
+        padded = -(-args.vocab // args.pad_to) * args.pad_to
+        self.shard = VocabShard.from_group(ranks.tp_group, args.vocab, padded_size=padded)
+        self.rows = Rows(self.shard.start, self.shard.stop, padded)
+        self.policy, self.reference = self._transformer(), self._transformer()
+        self.sharded, self.replicated = self.policy.sharded_parameters(), self.policy.replicated_parameters()
+        self.optimizer = torch.optim.Adam([*self.sharded, *self.replicated], lr=args.lr, betas=(0.9, 0.95))
+        self.head_loss = HeadLoss(
+            [PolicyGradient("clip", clip=CLIP), KLToReference(args.kl_weight, "k3"), Entropy(args.entropy_weight)],
+            metrics=("entropy", "accuracy", PolicyMetrics(CLIP, reference=True)),
+            reduction="seq-mean-token-mean",
+            ignore_index=IGNORE,
+        )
+
+    def _transformer(self):
+        a, length = self.args, 2 * self.args.longest + 1  # prompt and answer, without the last id: it is never an input
+        model = Transformer(self.rows, a.width, a.layers, a.heads, length, a.seed, self.ranks.tp_group)
+        return model.to(self.ranks.device)
+
+    @torch.no_grad()
+    def generate(self, ids: torch.Tensor, samples: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Prompts ids [N, T] -> sampled answers [N, longest + 1]; a short answer is followed by more END.
+
+        Gumbel-max: argmax(logits + Gumbel noise) is a sample of softmax(logits), and the argmax over a sharded
+        vocabulary is a statistic. samples [N]: places in the global batch. Every rank draws the noise of all samples
+        and ids and takes its own, so that neither shards nor replicas change what is sampled."""
+        prompt, done = ids.shape[1], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        for _ in range(self.task.longest + 1):
+            logits = self.policy.output(self.policy(ids)[:, -1])
+            noise = -torch.empty(self.samples, self.rows.total).exponential_(generator=generator).log()
+            noise = noise[samples, self.rows.start : self.rows.stop].to(logits.device)
+            sampled = vocab_statistics(logits + noise, shard=self.shard, want=("argmax",)).argmax
+            sampled = sampled.masked_fill(done, END)
+            done = sampled == END
+            ids = torch.cat([ids, sampled.unsqueeze(1)], 1)
+        return ids[:, prompt:]
+
+    @torch.no_grad()
+    def score(self, model: Transformer, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """inputs, labels [N, T] -> log-probs [N, T] of the labels, for a policy that is not trained on them."""
+        logits = model.output(model(inputs))
+        return log_probs(logits, labels, shard=self.shard, entropy=False, differentiable=False).log_prob
+
+    def rollouts(self, step: int) -> tuple[dict, dict]:
+        """What `update` takes, [N, ..] for the samples of this replica, and the sums of rewards."""
+        args, ranks = self.args, self.ranks
+        generator = torch.Generator().manual_seed(1_000_003 * args.seed + step)  # the same on every rank
+        prompts, right = self.task.draw(args.prompts, generator)
+        # Minibatch m of all replicas together has the same samples for every number of replicas.
+        samples = torch.arange(self.samples).view(args.minibatches, ranks.dp, -1)[:, ranks.dp_rank].flatten()
+        prompts, right = (x[samples // args.group].to(ranks.device) for x in (prompts, right))
+        answers = self.generate(prompts, samples, generator)
+        reward = self.task.reward(answers, right)
+        groups = reward.view(-1, args.group)
+        advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+
+        inputs = torch.cat([prompts, answers[:, :-1]], 1)
+        no_labels = torch.full_like(prompts[:, 1:], IGNORE)
+        labels = torch.cat([no_labels, answers.masked_fill(~until_end(answers), IGNORE)], 1)
+        batch = {
+            "inputs": inputs,
+            "labels": labels,
+            "advantages": advantages.view(-1, 1),
+            "old_log_prob": self.score(self.policy, inputs, labels),
+            "reference_log_prob": self.score(self.reference, inputs, labels),
+        }
+        return batch, {"reward": reward.sum(), "exact": (reward == 1).sum()}
+
+    def update(self, inputs, labels, **signals) -> dict:
+        """One clipped update by a minibatch. -> this replica's sums and extremes of metrics."""
+        out = self.head_loss(
+            self.policy.output(self.policy(inputs)),
+            labels,
+            shard=self.shard,
+            denominator=self.samples // self.args.minibatches,  # sequences of all replicas
+            inputs={**signals, "sequences": Sequences.from_mask(labels != IGNORE)},
+        )
+        out.loss.backward()
+        loss = out.loss.detach()
+        parallel.reduce_gradients(self.sharded, self.replicated, loss.view(1), self.ranks)
+        norm = parallel.clip_gradients(self.sharded, self.replicated, self.args.clip, self.ranks)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {**out.metrics, "loss": loss, "max_grad_norm": norm}
+
+    def step(self, step: int) -> dict:
+        """Rollouts of the current policy and the updates by them -> a row of metrics, over all replicas."""
+        begin = time.perf_counter()
+        if step % self.args.refresh == 0:
+            self.reference.load_state_dict(self.policy.state_dict())
+        batch, sums = self.rollouts(step)
+        minibatches = zip(*(x.chunk(self.args.minibatches) for x in batch.values()))
+        parts = [self.update(**dict(zip(batch, minibatch))) for minibatch in minibatches]
+        sums = {
+            name: float(x) for name, x in reduce_metrics(sums | combine_metrics(parts), self.ranks.dp_group).items()
+        }
+        return {
+            "step": step + 1,
+            "reward": sums["reward"] / self.samples,
+            "exact_match": sums["exact"] / self.samples,
+            **{name: sums[name] / sums["num_tokens"] for name in TOKEN_MEANS},
+            **{name: sums[name] for name in ("max_ratio", "min_ratio", "max_grad_norm")},
+            "loss": sums["loss"] / self.args.minibatches,
+            "tokens": int(sums["num_tokens"]),
+            "seconds": time.perf_counter() - begin,
+        }
+
+
+def main() -> None:
+    args = parse()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    ranks = parallel.start(args.tp or int(os.environ.get("WORLD_SIZE", 1)), args.device)
+    trainer, out = Trainer(args, ranks), Path(args.out)
+    if ranks.rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        file = (out / "metrics.jsonl").open("w", buffering=1)
+    for step in range(args.steps):
+        row = trainer.step(step)
+        if ranks.rank > 0:
+            continue
+        file.write(json.dumps({"split": "train", **row}) + "\n")
+        if step % 10 == 9 or step + 1 == args.steps:
+            shown = ("reward", "exact_match", "kl_reference", "entropy", "clip_fraction", "seconds")
+            print(f"step {step + 1}/{args.steps}:", ", ".join(f"{name} {row[name]:.3f}" for name in shown), flush=True)
+    if ranks.rank == 0:
+        file.close()
+        from plot_grpo import plot
+
+        plot([out], out / "grpo.png")
+        print(f"curves: {out / 'grpo.png'}", flush=True)
+    if ranks.world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

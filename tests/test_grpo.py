@@ -1,0 +1,49 @@
+"""The GRPO loop, at toy size on CPU: shards and replicas change nothing but rounding, and the reward rises."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+# 67 ids in shards of 34, one of them padding
+TINY = "--device cpu --vocab 67 --pad-to 4 --layers 1 --width 32 --heads 2 --symbols 6"
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def run(out, *options, processes):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), "launch/grpo.py", *TINY.split()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command += [*map(str, options), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert (out / "grpo.png").stat().st_size > 10_000
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_shards_and_replicas_sample_the_same_answers_and_take_the_same_steps(tmp_path):
+    options = ("--steps", 6, "--prompts", 16, "--group", 8, "--minibatches", 2, "--refresh", 2, "--lr", 1e-2)
+    alone = run(tmp_path / "alone", *options, processes=1)
+    assert len(alone) == 6 and all(row["min_ratio"] < 0.9 < 1.1 < row["max_ratio"] for row in alone)
+    assert len({row["reward"] for row in alone}) == 6
+    for name, tp in (("shards", 2), ("replicas", 1)):
+        rows = run(tmp_path / name, *options, "--tp", tp, processes=2)
+        for row, expected in zip(rows, alone, strict=True):
+            for key in row.keys() - {"split", "seconds"}:
+                # equal answers have equal rewards and token counts, bit for bit but for the order of the sum
+                exact = key in ("step", "reward", "exact_match", "tokens")
+                close = {"rel": 1e-6} if exact else {"rel": 2e-5, "abs": 2e-6}
+                assert row[key] == pytest.approx(expected[key], **close), (name, row["step"], key)
+
+
+def test_the_reward_rises(tmp_path):
+    rows = run(tmp_path, "--steps", 40, "--prompts", 16, "--minibatches", 2, "--lr", 5e-3, processes=2)
+    rewards = torch.tensor([row["reward"] for row in rows])
+    first, last = rewards[:5], rewards[-5:]
+    noise = torch.cat([first - first.mean(), last - last.mean()]).std()
+    assert last.mean() - first.mean() > max(0.15, 6 * noise), rewards
