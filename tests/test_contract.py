@@ -1,6 +1,7 @@
 """The rules that hold everywhere: collectives, kernels, autograd, compile, in place, validation."""
 
 import contextlib
+import copy
 from collections import Counter
 
 import pytest
@@ -529,6 +530,37 @@ def test_compiled_terms_equal_eager_ones(compiler, backend, device, monkeypatch)
         inputs = policy_inputs(labels[part].view(2, -1))
         a, b = (policy_step(head, x[part], labels[part], inputs) for head in (eager, compiled))
         torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["clip", "cispo", "sapo", "gmpo", "vespo", "clip-cov", "kl-cov"])
+def test_every_objective_compiles_to_what_it_is_in_eager(objective, device):
+    """With advantages that broadcast, which are views of stride 0."""
+    x, labels = rows(device)
+    labels = labels.view(2, -1)
+    torch.manual_seed(0)
+    inputs = policy_inputs(labels) | {"advantages": torch.tensor([[1.0], [-0.5]], device=device)}
+    inputs["noise"] = torch.rand(labels.shape, device=device)
+    inputs["old_log_prob"] = inputs["old_log_prob"] - 7
+    options = {"fraction": 0.3, "bounds": (-9.0, 9.0)} if objective == "clip-cov" else {}
+    results = []
+    for compile in (False, True):
+        head = HeadLoss([PolicyGradient(objective, **options)], compile=compile)
+        given = {name: inputs[name] for name in head.terms[0].inputs}
+        local = x.view(2, -1, V).clone().requires_grad_()
+        loss = head(local, labels, inputs=given).loss
+        results.append((loss.detach(), torch.autograd.grad(loss, local)[0]))
+    torch.testing.assert_close(*results, rtol=2e-5, atol=1e-6)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_head_can_be_copied_and_saved(tmp_path):
+    x, labels = rows("cpu")
+    head = HeadLoss([CrossEntropy(label_smoothing=0.1)], metrics=("entropy",), compile=True)
+    loss = head(x, labels).loss
+    for copied in (copy.deepcopy(head), head):
+        torch.testing.assert_close(copied(x, labels).loss, loss)
+    state = head.__getstate__()
+    assert state["_evaluate"] is None and head._evaluate is not None
 
 
 def test_a_policy_loss_compiles_without_graph_breaks(device):

@@ -9,6 +9,7 @@ from ranks import on_ranks
 from tp_headloss import (
     CrossEntropy,
     Entropy,
+    GeneratorMetrics,
     HeadLoss,
     KLToReference,
     Options,
@@ -70,22 +71,24 @@ def test_a_hundred_graph_replays_equal_eager(world_size, transport):
     assert on_ranks(world_size, graph_run, transport) == [100] * world_size
 
 
-def policy_step(group, device, layout, compile):
+def policy_step(group, device, layout, compile, objective="gspo"):
     """-> inputs to change, and a step that builds its sequences anew and computes loss, metrics and gradient."""
     shard = VocabShard.from_group(group, V)
     logits = torch.randn(N, shard.width, device=device, dtype=torch.bfloat16).requires_grad_()
-    state = {name: torch.zeros(N, device=device) for name in ("advantages", "old_log_prob", "reference_log_prob")}
+    names = ("advantages", "old_log_prob", "reference_log_prob", "generator_log_prob", "rollout_weight", "noise")
+    state = {name: torch.zeros(N, device=device) for name in names}
     state["labels"] = torch.randint(0, V, (N,), device=device, generator=torch.Generator(device).manual_seed(0))
     cuts = torch.tensor([0, 100, 101, 101, 400, N], device=device, dtype=torch.int32)
     ids = torch.randint(0, 9, (N,), device=device, generator=torch.Generator(device).manual_seed(0))
-    terms = [PolicyGradient("gspo"), KLToReference(0.1), Entropy(0.01)]
-    metrics = ("accuracy", PolicyMetrics(reference=True))
+    terms = [PolicyGradient(objective, rollout_weight=True), KLToReference(0.1), Entropy(0.01)]
+    metrics = ("accuracy", PolicyMetrics(reference=True), GeneratorMetrics())
     loss_of = HeadLoss(terms, metrics=metrics, reduction="seq-mean-token-mean", compile=compile)
+    wanted = {name for part in (*loss_of.terms, *loss_of.token_metrics) for name in part.inputs}
 
     def step():
         mask = state["labels"] != -100
         sequences = Sequences.from_ids(ids, 9, mask) if layout == "ids" else Sequences.from_cu_seqlens(cuts, mask)
-        inputs = {name: value for name, value in state.items() if name != "labels"} | {"sequences": sequences}
+        inputs = {name: value for name, value in state.items() if name in wanted} | {"sequences": sequences}
         out = loss_of(logits, state["labels"], shard=shard, inputs=inputs)
         grad = torch.autograd.grad(out.loss, logits)[0]
         return [out.loss, grad, *out.metrics.values(), *out.sequence_metrics.values()]
@@ -93,8 +96,8 @@ def policy_step(group, device, layout, compile):
     return logits, state, step
 
 
-def policy_graph_run(group, device, layout, compile):
-    logits, state, step = policy_step(group, device, layout, compile)
+def policy_graph_run(group, device, layout, compile, objective="gspo"):
+    logits, state, step = policy_step(group, device, layout, compile, objective)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -131,6 +134,13 @@ def policy_graph_run(group, device, layout, compile):
 def test_sequence_objectives_wait_for_nothing_and_replay_from_a_graph(world_size, layout, compile):
     for result in on_ranks(world_size, policy_graph_run, layout, compile):
         assert result == (20, True, True)
+
+
+@pytest.mark.parametrize(
+    "objective", ["clip", "cispo", "sapo", "gspo-length-weighted", "gmpo", "vespo", "clip-cov", "kl-cov"]
+)
+def test_every_objective_waits_for_nothing_and_replays_from_a_graph(objective):
+    assert policy_graph_run(None, torch.device("cuda"), "packed", False, objective) == (20, True, True)
 
 
 def results(logits, labels, shard, transport):

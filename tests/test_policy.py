@@ -13,6 +13,7 @@ from tp_headloss import (
     GeneratorMetrics,
     HeadLoss,
     KLToReference,
+    Metric,
     Options,
     PolicyGradient,
     PolicyMetrics,
@@ -49,6 +50,12 @@ def problem(dtype=torch.float32):
     return x, labels, mask, inputs
 
 
+def mean_of_rewarded(values, mask):
+    """Values whose mean over all tokens is the mean over those with a positive reward."""
+    good = mask & (problem()[3]["rewards"] > 0)
+    return torch.where(good, values * (mask.sum() / good.sum()), 0.0)
+
+
 # name -> (objective, options, oracle, reduction)
 OBJECTIVES = {
     "reinforce": ("reinforce", {}, oracle.reinforce, "mean"),
@@ -76,7 +83,7 @@ OBJECTIVES = {
     "positive-nll": (
         "positive-nll",
         {},
-        lambda lp, *_: torch.where(problem()[3]["rewards"] > 0, -lp, 0.0),
+        lambda lp, a, old, mask: mean_of_rewarded(-lp, mask),
         "mean",
     ),
     "kl-cov": ("kl-cov", {"fraction": 0.3, "coefficient": 0.7}, lambda *x: oracle.kl_cov(*x, 0.3, 0.7), "mean"),
@@ -146,7 +153,7 @@ def test_objectives_with_kl_and_entropy_equal_float64(world_size, name, backend)
 def test_aggregations_equal_their_definition_by_loops(world_size, reduction, backend):
     results = on_ranks(world_size, policy_run, "clip", reduction, backend)
     compare(results, *expected("clip", reduction))
-    count = {"sum": 11, "seq-mean-token-sum-norm": 27}.get(reduction, 3)  # three sequences have tokens
+    count = 11 if reduction == "sum" else 3  # three sequences have tokens
     assert all(result[3] == count for result in results)
     policy = expected("clip", reduction, (1.0, 0.0, 0.0))[0] * (1 if reduction == "sum" else count)
     torch.testing.assert_close(results[0][2]["clip"].double(), policy, rtol=3e-6, atol=1e-7)
@@ -249,6 +256,14 @@ def test_equal_lengths_make_token_and_sequence_means_one():
 
 
 # KL
+
+
+def test_only_k3_is_clamped_in_its_value():
+    """A token that strayed far keeps its gradient under the other estimators."""
+    log_prob = torch.tensor([-9.0], requires_grad=True)
+    for estimator, value, slope in (("k1", -8.0, 1.0), ("abs", 8.0, -1.0), ("k2", 32.0, -8.0), ("k3+", 10.0, -8.0)):
+        kl = losses.kl_estimate(log_prob, reference_log_prob=torch.tensor([-1.0]), estimator=estimator)
+        assert kl.item() == value and torch.autograd.grad(kl.sum(), log_prob)[0].item() == slope
 
 
 @pytest.mark.parametrize("estimator", losses.KL_ESTIMATORS)
@@ -380,12 +395,87 @@ def test_no_valid_token_gives_0_and_neutral_metrics(backend, device):
     assert out.metrics["ratio"] == 0 and out.sequence_metrics["num_sequences"] == 0
 
 
+@pytest.mark.parametrize("objective", ["reinforce", "clip", "cispo", "sapo", "gspo", "gmpo", "vespo", "kl-cov"])
+def test_garbage_outside_of_the_sequences_reaches_neither_loss_nor_gradient(objective, backend, device):
+    """NaN in every input, in the logits, and a bad label: all at tokens that only the sequences' mask excludes."""
+    x, labels, mask, inputs = problem()
+    head = HeadLoss(
+        [PolicyGradient(objective, rollout_weight=True), KLToReference(0.1, importance_weight="old")],
+        metrics=(PolicyMetrics(),),
+        options=Options(backend=backend),
+    )
+    inputs = {name: torch.where(mask, value, torch.nan) for name, value in inputs.items()} | {
+        "rollout_weight": torch.where(mask, 0.5, torch.nan)
+    }
+    outs = []
+    for garbage in (False, True):
+        local = torch.where(mask[..., None] | (not garbage), x, torch.nan).to(device).requires_grad_()
+        targets = torch.where(mask, labels, -1 if garbage else -100).to(device)
+        out = head(local, targets, inputs=needed(head, inputs, mask, device))
+        out.loss.backward()
+        outs.append((out.loss.detach(), local.grad, out.metrics))
+    torch.testing.assert_close(*outs, rtol=0, atol=0)
+    assert outs[0][0].isfinite() and outs[0][1].any()
+
+
+def test_inputs_are_constants_of_any_kind(backend, device):
+    """Not detached, float64, bool: the loss is that of the same fp32 numbers, and only the logits get a gradient."""
+    x, labels, _, inputs = problem()
+    labels = labels.clamp(min=0).to(device)
+    old = inputs["old_log_prob"].nan_to_num()
+    head = HeadLoss([PolicyGradient("clip"), KLToReference(0.1)], options=Options(backend=backend))
+    results = []
+    for kind in (torch.float32, torch.float64, torch.bool):
+        local = x.clone().to(device).requires_grad_()
+        own = old.to(device).requires_grad_()
+        given = {
+            "advantages": (inputs["advantages"] > 0).to(device, kind),
+            "old_log_prob": own.double() if kind == torch.float64 else own,
+            "reference_log_prob": own,
+        }
+        loss = head(local, labels, inputs=given).loss
+        loss.backward()
+        assert own.grad is None and loss.dtype == torch.float32
+        results.append((loss.detach(), local.grad))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+    # a ratio to the policy itself is 1, and still has a gradient
+    local = x.clone().to(device).requires_grad_()
+    given = {"advantages": inputs["advantages"].to(device), "old_log_prob": log_probs(local, labels).log_prob}
+    head = HeadLoss([PolicyGradient("clip")], options=Options(backend=backend))
+    assert torch.autograd.grad(head(local, labels, inputs=given).loss, local)[0].any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_the_callers_denominator_replaces_the_count_alone(reduction):
+    x, labels, mask, inputs = problem()
+    head = HeadLoss([PolicyGradient("clip")], reduction=reduction)
+    given = needed(head, inputs, mask, "cpu", horizon=9)
+    own = head(x, labels, inputs=given)
+    for denominator in (7, 7.0, torch.tensor(7.0), torch.tensor(7)):
+        other = head(x, labels, inputs=given, denominator=denominator)
+        torch.testing.assert_close(7 * other.loss, own.count * own.loss)
+    with pytest.raises(ValueError, match=r"scalar tensor, got shape \[1\]"):
+        head(x, labels, inputs=given, denominator=torch.ones(1))
+
+
+def test_a_single_token_without_dimensions_has_metrics_too():
+    head = HeadLoss([PolicyGradient("clip")], metrics=(PolicyMetrics(),))
+    inputs = {"advantages": torch.tensor(1.0), "old_log_prob": torch.tensor(-2.0)}
+    out = head(torch.zeros(8), torch.tensor(3), inputs=inputs)
+    torch.testing.assert_close(out.metrics["max_ratio"], torch.tensor(math.exp(2) / 8))
+
+
 def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match="objective must be one of"):
         PolicyGradient("ppo2")
     for wrong in ({"clip": (1.5, 0.2)}, {"dual_clip": 1.1}):
         with pytest.raises(ValueError, match="got"):
             losses.clipped(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, **wrong)
+    with pytest.raises(TypeError, match=r"clipped takes the options \['clip', .*got \['clip_low'\]"):
+        PolicyGradient("clip", clip_low=0.2)
+    with pytest.raises(TypeError, match=r"kl_estimate takes the options .*got \['clamp'\]"):
+        KLToReference(0.1, clamp=3)
     with pytest.raises(ValueError, match="convention must be"):
         losses.cispo(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, convention="both")
     with pytest.raises(ValueError, match="estimator must be"):
@@ -401,8 +491,8 @@ def test_wrong_inputs_are_refused_with_what_was_expected():
     head = HeadLoss([PolicyGradient("gspo")], reduction="seq-mean-token-mean")
     good = needed(head, inputs, mask, "cpu")
     wrong = {
-        "inputs must be": {k: v for k, v in good.items() if k != "old_log_prob"},
-        "got \\['advantages', 'old_log_prob', 'sequences', 'x'\\]": good | {"x": x},
+        "missing \\['old_log_prob'\\]": {k: v for k, v in good.items() if k != "old_log_prob"},
+        "unused \\['x'\\]": good | {"x": x},
         "must broadcast to the labels' shape \\[4, 7\\], got \\[4\\]": good | {"advantages": torch.ones(4)},
         "sequences must be of tokens \\[4, 7\\], got \\[4, 6\\]": good
         | {"sequences": Sequences.from_mask(mask[:, 1:])},
@@ -458,6 +548,10 @@ def test_metrics_of_one_name_are_refused():
     head = HeadLoss([PolicyGradient("clip")], metrics=(PolicyMetrics(), PolicyMetrics(level="sequence")))
     with pytest.raises(ValueError, match=r"distinct names, got \['advantage', "):
         head(x, labels, inputs=needed(head, inputs, mask, "cpu"))
+    head = HeadLoss(metrics=("entropy", Metric(lambda stats: {"entropy": stats.lse})))
+    for given in ({}, {"sequences": Sequences.from_mask(mask)}):
+        with pytest.raises(ValueError, match=r"distinct names, got \['entropy'\]"):
+            head(x, labels, inputs=given)
 
 
 # Rollout correction
@@ -558,7 +652,8 @@ def test_policy_metrics_equal_loops(world_size, weighted, backend):
         "pg_clip_fraction_lower": (a < 0) & (r > 1.6), "advantage": a, "num_tokens": torch.ones(B, S),
         "kl_reference": k3(new, ref), "token_mult_prob_error": (gen - old).abs().exp(), "sampling_importance_ratio": w,
         "is_oob_ratio": (w < 0.5) | (w > 2), "gen_kl_error": k3(gen, old), "policy_kl_error": k3(old, gen),
-        "js_divergence_error": (k3(old, mix) + k3(gen, mix)) / 2, "approx_entropy": -(new - gen).exp() * new,
+        "js_divergence_error": sum((y - mix).exp() - 1 - (y - mix) for y in (old, gen)) / 2,
+        "approx_entropy": -(new - gen).exp() * new,
         "logprob_diff": (new - gen).abs(), "tokens_different": new != gen,
     }  # fmt: skip
     extremes = {"advantage": a, "ratio": r, "ratio_clamped": clamped}

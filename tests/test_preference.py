@@ -122,6 +122,9 @@ def test_far_and_near_ends_are_exact():
     torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=0)
     a, b = torch.autograd.grad(loss.sum(), mean)[0].double(), torch.autograd.grad(want.sum(), truth)[0]
     torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
+    certain = torch.zeros(2, requires_grad=True)  # p = 1, against p = 1/2
+    loss = losses.orpo(certain, torch.full((2,), -0.5)) + losses.orpo(torch.full((2,), -0.5), certain)
+    assert loss.isfinite().all() and torch.autograd.grad(loss.sum(), certain)[0].tolist() == [0.0, 0.0]
 
 
 def test_kto_has_no_gradient_to_its_kl_which_is_at_least_0():

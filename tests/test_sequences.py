@@ -87,7 +87,7 @@ def test_sums_means_and_shares_equal_loops_in_every_layout(layout, device):
     for reduction, (w, denominator) in {
         "seq-mean-token-sum": (mask.flatten()[order].float(), 3),
         "seq-mean-token-mean": (share, 3),
-        "seq-mean-token-sum-norm": (mask.flatten()[order].float(), 15),
+        "seq-mean-token-sum-norm": (mask.flatten()[order] / 5, 3),
     }.items():
         got = sequences.aggregate(reduction)
         torch.testing.assert_close(got[0].cpu(), w)
@@ -215,6 +215,24 @@ def test_sequences_split_over_context_parallel_ranks_are_whole_sequences(
                 torch.testing.assert_close(got[key].float(), value, rtol=3e-6, atol=3e-6, msg=key)
         sums = {"clip": 0, "gspo": 1, "gmpo": 2, "vespo": 1}[name]  # of sequences, in the objective
         assert result[4] == [int(not lengths_given), sums + (tp > 1), 0]
+
+
+def wrong_group_run(group, device):
+    x, labels, mask, inputs = (t.to(device) if isinstance(t, torch.Tensor) else t for t in padded())
+    shard = VocabShard.from_group(group, V)
+    sequences = Sequences.from_mask(mask, lengths=mask.sum(1), group=group)
+    head_of("clip")(
+        x[..., shard.start : shard.stop],
+        labels,
+        shard=shard,
+        inputs={k: v.to(device) for k, v in inputs.items()} | {"sequences": sequences},
+    )
+
+
+@pytest.mark.xdist_group("ranks")
+def test_the_group_that_shares_the_vocabulary_is_refused_for_sequences():
+    for failure in on_ranks(2, wrong_group_run, failures=True):
+        assert failure.kind == "ValueError" and "context-parallel group or none" in failure.message
 
 
 def spread_run(group, device):

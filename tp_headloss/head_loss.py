@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,8 +32,8 @@ class HeadLossOutput(NamedTuple):
     """What one call returns; everything is replicated over the group and nothing was synchronised with the host."""
 
     loss: torch.Tensor  # scalar fp32, or [..] for reduction="none"
-    # scalar, what a mean divides by: valid tokens (the sum of their weights if token weights were given), or sequences
-    # (times the horizon); over data- and context-parallel ranks it adds up
+    # scalar, what a mean divides by: valid tokens (the sum of their weights if token weights were given), or sequences;
+    # over data- and context-parallel ranks it adds up
     count: torch.Tensor
     # sums over valid tokens, times the weights of the reduction if there are any, detached; over count: a mean
     terms: dict[str, torch.Tensor]  # per term, without the term's weight
@@ -40,7 +41,7 @@ class HeadLossOutput(NamedTuple):
     # sequences also "num_tokens", what to divide these sums by
     metrics: dict[str, torch.Tensor]
     stats: VocabStatistics
-    # with sequences: the metrics of a `Metric`, summed over the sequences' means, and "num_sequences"
+    # with sequences and any metrics: the same metrics as sums over sequences of their means, and "num_sequences"
     sequence_metrics: dict[str, torch.Tensor]
 
 
@@ -59,7 +60,8 @@ class HeadLoss(nn.Module):
     The caller's ``denominator`` wins. Zero valid tokens, or a zero denominator, give 0 and zero gradient.
 
     compile: evaluate the terms' and metrics' own PyTorch through torch.compile, as one kernel each way instead of one
-    per operation. What is a `reduce.Monomial` needs none.
+    per operation. What is a `reduce.Monomial` needs none. torch recompiles for new kinds of inputs, up to its limit
+    (torch._dynamo.config.recompile_limit) for each HeadLoss, and then goes on in eager.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class HeadLoss(nn.Module):
         wanted = {name for part in (*self.terms, *self.token_metrics) for name in part.want}
         wanted |= {METRICS[name][1] for name in self.metrics} | {MONOMIALS[name] for name in named}
         self.want = tuple(sorted(wanted - {""}))
-        self._evaluate = torch.compile(_evaluate) if compile else _evaluate
+        self.compile_terms, self._evaluate = compile, None
 
     def forward(
         self,
@@ -113,7 +115,7 @@ class HeadLoss(nn.Module):
         so weights of both signs want a denominator of their own. denominator: the caller's, a number or a scalar
         tensor; with gradient accumulation or data parallelism, the global count of tokens (or sequences).
         inputs: what terms and metrics take besides the statistics, by name: tensors that broadcast to [..], replicated;
-        "sequences" a `Sequences` of the same [..], whose mask then decides which of the valid tokens count.
+        "sequences" a `Sequences` of the same [..]; tokens outside of its mask are ignored.
         One collective forward; backward: no communication. Errors as in `vocab_statistics`.
         """
         if labels is None:
@@ -122,15 +124,24 @@ class HeadLoss(nn.Module):
             raise ValueError(f"token_weight must have shape {list(labels.shape)}, got {list(token_weight.shape)}")
         if denominator is not None and self.reduction in ("none", "sum"):
             raise ValueError(f"a denominator goes with a mean, got reduction={self.reduction!r}")
+        if isinstance(denominator, torch.Tensor) and denominator.dim() != 0:
+            raise ValueError(f"denominator must be a number or a scalar tensor, got shape {list(denominator.shape)}")
         inputs = self._checked(inputs or {}, labels)
         shard = resolve_shard(logits, shard)
-        for weight in (term.class_weight for term in self.terms if term.class_weight is not None):
-            if weight.shape != (shard.vocab_size,) or weight.device != logits.device:
+        sequences, weight, count = inputs.get("sequences"), token_weight, None
+        if sequences is not None:
+            if shard.group is not None and sequences.group is shard.group:
+                raise ValueError(
+                    "sequences must be split over a context-parallel group or none, got the group that shares the "
+                    "vocabulary, whose ranks hold the same tokens"
+                )
+            labels = torch.where(sequences.mask, labels, self.ignore_index)
+        for of_classes in (term.class_weight for term in self.terms if term.class_weight is not None):
+            if of_classes.shape != (shard.vocab_size,) or of_classes.device != logits.device:
                 raise ValueError(
                     f"class_weight must have shape [{shard.vocab_size}] on {logits.device}, "
-                    f"got {list(weight.shape)} on {weight.device}"
+                    f"got {list(of_classes.shape)} on {of_classes.device}"
                 )
-        sequences, weight, count = inputs.get("sequences"), token_weight, None
         if self.reduction in SEQUENCE_REDUCTIONS:
             weight, total = sequences.aggregate(self.reduction)
             weight = weight if token_weight is None else weight * token_weight
@@ -150,19 +161,33 @@ class HeadLoss(nn.Module):
             self.options,
             reduction if fused else None,
         )
-        valid = stats.valid if sequences is None else stats.valid & sequences.mask
         values, metrics, by_sequence = None, {}, {}
         if not fused or self.token_metrics:
-            parts = functions, self._metrics(sequences), stats, inputs, valid, token_weight
-            values, metrics, by_sequence = self._evaluate(*parts)
+            evaluate = self._evaluate or self._own_evaluate()
+            parts = functions, self._metrics(sequences), stats, inputs, token_weight
+            values, metrics, by_sequence = evaluate(*parts)
         if loss is None and reduction is not None:
-            loss, sums = self._sum(functions, values, stats, valid, reduction)
+            loss, sums = self._sum(functions, values, stats, reduction)
         if loss is None:
-            loss, sums = self._reduce(functions, values, stats, valid, weight, denominator)
+            loss, sums = self._reduce(functions, values, stats, inputs, weight, denominator)
         *sums, total = sums
         terms = {term.name: part for term, part in zip(self.terms, sums)}
-        metrics = dict(zip(self.metrics, sums[len(terms) :])) | metrics
+        named = dict(zip(self.metrics, sums[len(terms) :]))
+        if clash := set(named) & set(metrics):
+            raise ValueError(f"metrics must have distinct names, got {sorted(clash)} twice")
+        metrics = named | metrics
         return HeadLossOutput(loss, total if count is None else count, terms, metrics, stats, by_sequence)
+
+    def _own_evaluate(self):
+        """`_evaluate`, or a compiled copy: torch counts recompilations per code object, so each head has its own."""
+        self._evaluate = _evaluate
+        if self.compile_terms:
+            own = types.FunctionType(_evaluate.__code__.replace(), globals(), _evaluate.__name__)
+            self._evaluate = torch.compile(own)
+        return self._evaluate
+
+    def __getstate__(self):
+        return {**super().__getstate__(), "_evaluate": None}  # what is compiled can be neither copied nor saved
 
     def _functions(self, sequences=None) -> list:
         """(function, names of its inputs) of what is summed like the terms: these and the named metrics, which with
@@ -179,8 +204,12 @@ class HeadLoss(nn.Module):
         """The inputs, each tensor expanded to the labels' shape."""
         needed = {name for part in (*self.terms, *self.token_metrics) for name in part.inputs}
         needed |= {"sequences"} if self.reduction in SEQUENCE_REDUCTIONS else set()
-        if set(inputs) - {"sequences"} != needed - {"sequences"} or not needed <= set(inputs):
-            raise ValueError(f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(inputs)}")
+        missing, unused = needed - set(inputs), set(inputs) - needed - {"sequences"}
+        if missing or unused:
+            raise ValueError(
+                f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(inputs)}: "
+                f"missing {sorted(missing)}, unused {sorted(unused)}"
+            )
         out = {}
         for name, value in inputs.items():
             if name == "sequences":
@@ -210,7 +239,6 @@ class HeadLoss(nn.Module):
             or resolve_backend(self.options and self.options.backend, device) != "triton"
             or any(term.token_weight is not None or isinstance(term.weight, torch.Tensor) for term in self.terms)
             or any(x.requires_grad or x.device != device for x in given)
-            or (isinstance(denominator, torch.Tensor) and denominator.dim() != 0)
         ):
             return None
         if self.reduction == "sum":
@@ -220,7 +248,7 @@ class HeadLoss(nn.Module):
         coefficients = [float(term.weight) for term in self.terms]
         return Reduction(SumsPlan.of([function for function, _ in functions], coefficients), weight, denominator)
 
-    def _sum(self, functions, values, stats, valid, reduction):
+    def _sum(self, functions, values, stats, reduction):
         """-> loss and sums, or None and None if a term's values are no fp32 numbers per token."""
         values = [
             getattr(stats, function.statistic) if isinstance(function, Monomial) else value
@@ -231,10 +259,11 @@ class HeadLoss(nn.Module):
             return None, None
         if reduction.weight is not None:
             reduction = reduction._replace(weight=reduction.weight.float().contiguous())
-        return TokenSums.apply(reduction, valid.contiguous(), *(value.contiguous() for value in values))
+        return TokenSums.apply(reduction, stats.valid.contiguous(), *(value.contiguous() for value in values))
 
-    def _reduce(self, functions, values, stats, valid, weight, denominator):
+    def _reduce(self, functions, values, stats, inputs, weight, denominator):
         """The definition, in plain torch: -> loss, and the sums of the functions' values with the count at the end."""
+        valid = stats.valid
         values = [
             masked(function(stats) if isinstance(function, Monomial) else value, valid, weight)
             for (function, _), value in zip(functions, values)
@@ -248,17 +277,18 @@ class HeadLoss(nn.Module):
             parts = sums
         else:
             parts = [
-                total / self._denominator(term, stats, valid, weight, count, denominator)
+                total / self._denominator(term, stats, inputs, weight, count, denominator)
                 for term, total in zip(self.terms, sums)
             ]
         parts = [part if term.weight == 1 else term.weight * part for term, part in zip(self.terms, parts)]
         return sum(parts[1:], start=parts[0]), [*(total.detach() for total in sums), count]
 
-    def _denominator(self, term, stats, valid, weight, count, denominator):
+    def _denominator(self, term, stats, inputs, weight, count, denominator):
         if denominator is not None:
             return nonzero(denominator)
         if term.token_weight is not None:
-            return nonzero(masked(term.token_weight(stats), valid, weight).sum())
+            own = term.token_weight(stats, **{name: inputs[name] for name in term.inputs})
+            return nonzero(masked(own, stats.valid, weight).sum())
         return count.clamp(min=1) if weight is None else nonzero(count)  # of 0 tokens the sum is 0 anyway
 
     def _local_total_weight(self, shard):
@@ -268,7 +298,7 @@ class HeadLoss(nn.Module):
         return torch.nn.functional.pad(local, (0, shard.width - local.shape[0]))
 
 
-def _evaluate(functions, metrics, stats, inputs, valid, weight):
+def _evaluate(functions, metrics, stats, inputs, weight):
     """Per-token values of the functions (None for a `Monomial`), the metrics' sums, and those of sequence means."""
 
     def call(function, names):
@@ -285,9 +315,9 @@ def _evaluate(functions, metrics, stats, inputs, valid, weight):
         if named and (sequences := inputs.get("sequences")) is not None:
             named.setdefault("num_tokens", torch.ones_like(stats.lse))
             share = sequences.token_share if weight is None else sequences.token_share * weight
-            by_sequence = metric_sums(named, valid, share)
+            by_sequence = metric_sums(named, stats.valid, share)
             by_sequence["num_sequences"] = sequences.count / sequences.ranks
-        return values, metric_sums(named, valid, weight), by_sequence
+        return values, metric_sums(named, stats.valid, weight), by_sequence
 
 
 class CausalLMLoss(nn.Module):

@@ -83,10 +83,10 @@ def metric_sums(
     if summed := [name for name, sign in signs.items() if sign is None]:
         rows = torch.stack([values[name].float() for name in summed])
         rows = torch.where(counted, rows if weight is None else rows * weight, 0.0)
-        out.update(zip(summed, rows.flatten(1).sum(1, dtype=torch.float64).float().unbind(0)))
+        out.update(zip(summed, rows.reshape(len(rows), -1).sum(1, dtype=torch.float64).float().unbind(0)))
     if peaked := [name for name, sign in signs.items() if sign is not None]:
         rows = torch.stack([signs[name] * values[name].float() for name in peaked])
-        rows = torch.where(counted, rows, -torch.inf).flatten(1)
+        rows = torch.where(counted, rows, -torch.inf).reshape(len(rows), -1)
         tops = torch.nn.functional.pad(rows, (0, 1), value=-torch.inf).amax(1)  # of no tokens, too
         out.update((name, signs[name] * top) for name, top in zip(peaked, tops.unbind(0)))
     return {name: out[name] for name in values}

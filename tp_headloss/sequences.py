@@ -16,7 +16,8 @@ SEQUENCE_REDUCTIONS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 class Sequences:
     """The sequences of a batch of tokens, padded `[B, S]` (`from_mask`) or packed (`from_cu_seqlens`, `from_ids`).
 
-    Only tokens of ``mask`` count; a sequence without any is not counted as one. With a ``group`` each rank of it holds
+    Only tokens of ``mask`` count, so it should be ``labels != ignore_index`` or less: N_i and B's count are its own. A
+    sequence without any is not counted as one. With a ``group`` each rank of it holds
     a part of every sequence (context parallelism): sequence i is the same on all of them, though its tokens differ, and
     every sum over sequences takes one more small collective, as does the construction (not if ``lengths`` is given).
     The group must not be the one that shares the vocabulary, whose ranks hold the same tokens.
@@ -107,7 +108,8 @@ class Sequences:
         """Per-token weights [..] and the denominator (scalar) that make a weighted token sum the reduction.
 
         "seq-mean-token-sum": 1/G sum_i sum_t. "seq-mean-token-mean": 1/G sum_i 1/N_i sum_t. "seq-mean-token-sum-norm":
-        1/G sum_i 1/horizon sum_t (Dr. GRPO, arXiv:2503.20783). G is `count`; for the global batch, pass your own.
+        1/G sum_i 1/horizon sum_t (Dr. GRPO, arXiv:2503.20783). The denominator G is `count`; for the global batch, pass
+        your own number of sequences.
         """
         if reduction not in SEQUENCE_REDUCTIONS:
             raise ValueError(f"reduction must be one of {SEQUENCE_REDUCTIONS}, got {reduction!r}")
@@ -117,7 +119,7 @@ class Sequences:
             return self._known.float(), self.count
         if self.horizon is None:
             raise ValueError("reduction 'seq-mean-token-sum-norm' needs Sequences(..., horizon=L), got None")
-        return self._known.float(), self.count * self.horizon
+        return self._known / self.horizon, self.count
 
     def _check(self, x, shape):
         if x.shape != torch.Size(shape):

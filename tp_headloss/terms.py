@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,6 @@ from . import losses
 from .losses.policy import CLIP
 from .losses.ratio import scaled
 from .reduce import Monomial
-from .stats import VocabStatistics
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ class Term:
 
     A `reduce.Monomial` as the function, such as ``Monomial("lse", square=True)``, needs no kernels of its own.
 
-    ``token_weight(stats) -> [..]``, if given, is what this term's mean divides by the sum of (class weights).
+    ``token_weight(stats, **inputs) -> [..]``, if given, is what this term's mean divides by the sum of (class weights).
     """
 
     name: str
     function: Callable[..., torch.Tensor]
     weight: float = 1.0
     want: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
-    token_weight: Callable[[VocabStatistics], torch.Tensor] | None = None
+    token_weight: Callable[..., torch.Tensor] | None = None
     class_weight: torch.Tensor | None = None  # [V] replicated: the weights of the statistic "total"
+    inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,7 @@ def CrossEntropy(
         return Term("cross_entropy", Monomial("log_prob", negative=True), weight)
     want = ("total",) if label_smoothing else ()
     weighted = class_weight is not None
-    return Term(
-        "cross_entropy",
-        function,
-        weight,
-        want,
-        token_weight=token_weight if weighted else None,
-        class_weight=class_weight,
-    )
+    return Term("cross_entropy", function, weight, want, token_weight if weighted else None, class_weight)
 
 
 def ZLoss(weight: float) -> Term:
@@ -119,53 +112,82 @@ OBJECTIVES = {  # name -> function of the log-prob, and the inputs it takes
 }
 
 
-def PolicyGradient(objective: str = "clip", weight: float = 1.0, *, rollout_weight: bool = False, **options) -> Term:
+def _constants(stats, inputs):
+    """Tensors as what they are here, numbers without a gradient in the statistics' precision."""
+    dtype = stats.log_prob.dtype
+    return {k: x.detach().to(dtype) if isinstance(x, torch.Tensor) else x for k, x in inputs.items()}
+
+
+def _known_options(function, names, options):
+    allowed = set(inspect.signature(function).parameters) - {"log_prob", *names}
+    if unknown := set(options) - allowed:
+        raise TypeError(f"{function.__name__} takes the options {sorted(allowed)}, got {sorted(unknown)}")
+
+
+def PolicyGradient(
+    objective: str = "clip", weight: float = 1.0, *, rollout_weight: bool = False, name: str | None = None, **options
+) -> Term:
     """A policy-gradient objective of `losses.policy` by its name in OBJECTIVES, "clip" being PPO's, GRPO's and DAPO's.
 
     options: the keywords of that function that are not inputs, such as ``clip=(0.2, 0.28)`` or ``dual_clip=3.0``.
     Inputs of the forward: "advantages", "old_log_prob", for sequence-level objectives "sequences", see OBJECTIVES
-    ("mask" is the valid tokens' and need not be passed). rollout_weight: the loss is multiplied by the input
-    "rollout_weight", a detached weight per token from `losses.rollout`.
+    ("mask" is the valid tokens' and need not be passed); none gets a gradient. rollout_weight: multiply the loss by the
+    input "rollout_weight", a weight per token from `losses.rollout`. name: of the term, by default the objective's.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective must be one of {sorted(OBJECTIVES)}, got {objective!r}")
     per_token, names = OBJECTIVES[objective]
+    _known_options(per_token, names, options)
 
     def function(stats, **inputs):
+        inputs = _constants(stats, inputs)
         factor = inputs.pop("rollout_weight", None)
         if "mask" in names:
             inputs["mask"] = stats.valid
         loss = per_token(stats.log_prob, **inputs, **options)
-        return loss if factor is None else scaled(factor.detach(), loss)
+        return loss if factor is None else scaled(factor, loss)
 
-    wanted = tuple(name for name in names if name != "mask") + (("rollout_weight",) if rollout_weight else ())
-    return Term(objective.replace("-", "_"), function, weight, inputs=wanted)
+    def positive(stats, rewards, **_):
+        return (rewards > 0).float()
+
+    return Term(
+        name or objective.replace("-", "_"),
+        function,
+        weight,
+        token_weight=positive if objective == "positive-nll" else None,
+        inputs=tuple(n for n in names if n != "mask") + ("rollout_weight",) * rollout_weight,
+    )
 
 
-def KLToReference(weight: float, estimator: str = "k3", *, importance_weight: str | None = None, **options) -> Term:
+def KLToReference(
+    weight: float, estimator: str = "k3", *, importance_weight: str | None = None, name: str = "kl", **options
+) -> Term:
     """weight * `losses.kl_estimate` of KL(policy || reference); options are its clamps. Input: "reference_log_prob".
 
     importance_weight: None; "on-policy" for a weight of value 1 with the score function's gradient; "old" or
-    "generator" for the ratio to the input "old_log_prob" or "generator_log_prob".
+    "generator" for the ratio to the input "old_log_prob" or "generator_log_prob". Inputs get no gradient.
     """
     samplers = {"on-policy": None, "old": "old_log_prob", "generator": "generator_log_prob"}
     if importance_weight is not None and importance_weight not in samplers:
         raise ValueError(f"importance_weight must be None or one of {list(samplers)}, got {importance_weight!r}")
     if estimator not in losses.KL_ESTIMATORS:
         raise ValueError(f"estimator must be one of {losses.KL_ESTIMATORS}, got {estimator!r}")
+    _known_options(losses.kl_estimate, ("reference_log_prob", "sampler_log_prob", "estimator"), options)
     sampler = samplers.get(importance_weight)
 
-    def function(stats, reference_log_prob, **inputs):
+    def function(stats, **inputs):
+        inputs = _constants(stats, inputs)
+        reference = inputs["reference_log_prob"]
         weigher = stats.log_prob.detach() if importance_weight == "on-policy" else inputs.get(sampler)
         keywords = dict(options, estimator=estimator, sampler_log_prob=weigher)
-        return losses.kl_estimate(stats.log_prob, reference_log_prob=reference_log_prob, **keywords)
+        return losses.kl_estimate(stats.log_prob, reference_log_prob=reference, **keywords)
 
-    return Term("kl", function, weight, inputs=("reference_log_prob",) + ((sampler,) if sampler else ()))
+    return Term(name, function, weight, inputs=("reference_log_prob",) + ((sampler,) if sampler else ()))
 
 
 def _of_log_prob(function, names, options):
     def values(stats, **inputs):
-        return function(stats.log_prob, **inputs, **options)
+        return function(stats.log_prob, **_constants(stats, inputs), **options)
 
     return Metric(values, inputs=names)
 

@@ -34,8 +34,8 @@ def kl_estimate(
 ) -> torch.Tensor:
     """k1, abs, k2 or k3 of each token; a "+" (verl's straight-through forms) gives it the gradient of k2.
 
-    x is clamped to +-input_clamp and the value to +-output_clamp, each with zero gradient beyond (None: not clamped;
-    the defaults are verl's for k3). NaN stays NaN.
+    x is clamped to +-input_clamp, and the value of k3, which grows exponentially, to output_clamp, each with zero
+    gradient beyond (None: not clamped; the defaults are verl's). NaN stays NaN.
 
     sampler_log_prob [..]: multiply by the importance weight w = exp(log_prob - sampler_log_prob), which is
     differentiated too and makes the gradient of w k3 equal to w x (bias-corrected KL). Pass ``log_prob.detach()`` for
@@ -46,8 +46,8 @@ def kl_estimate(
         raise ValueError(f"estimator must be one of {KL_ESTIMATORS}, got {estimator!r}")
     x = log_ratio(log_prob, reference_log_prob, input_clamp)
     value = _value(x, estimator.removesuffix("+"))
-    if output_clamp is not None:
-        value = value.clamp(-output_clamp, output_clamp)
+    if output_clamp is not None and estimator.startswith("k3"):
+        value = value.clamp(max=output_clamp)
     if estimator.endswith("+"):
         value = with_gradient_of(value, _value(x, "k2"))
     if sampler_log_prob is not None:

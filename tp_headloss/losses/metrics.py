@@ -78,11 +78,12 @@ def generator_metrics(
     bounds: tuple[float, float] = (0.5, 2.0),
 ) -> dict[str, torch.Tensor]:
     """How far the program that sampled is from the trainer: old_log_prob is the trainer's at sampling time, d =
-    old_log_prob - generator_log_prob, exponentials clamped as in the objectives. NeMo-RL's definitions:
+    old_log_prob - generator_log_prob, exponentials clamped as in the objectives. NeMo-RL's names, of each token and
+    before any truncation (NeMo-RL averages "sampling_importance_ratio" after it):
 
     * "token_mult_prob_error": exp |d|; "sampling_importance_ratio": exp d; "is_oob_ratio": exp d is outside ``bounds``;
     * "gen_kl_error", "policy_kl_error": k3 of KL(generator || trainer) and of KL(trainer || generator) at these
-      tokens; "js_divergence_error": half of both against the mixture of the two;
+      tokens; "js_divergence_error": mean of k3 of KL(mixture || each of the two);
     * "approx_entropy": -exp(log_prob - generator_log_prob) log_prob;
     * "logprob_diff": |log_prob - generator_log_prob|, with "max_logprob_diff"; "tokens_different": they differ at all.
     """
@@ -99,7 +100,7 @@ def generator_metrics(
         "is_oob_ratio": (weight < bounds[0]) | (weight > bounds[1]),
         "gen_kl_error": k3(generator_log_prob, old_log_prob),
         "policy_kl_error": k3(old_log_prob, generator_log_prob),
-        "js_divergence_error": (k3(old_log_prob, mixture) + k3(generator_log_prob, mixture)) / 2,
+        "js_divergence_error": (k3(mixture, old_log_prob) + k3(mixture, generator_log_prob)) / 2,
         "approx_entropy": -log_ratio(log_prob, generator_log_prob).exp() * log_prob,
         "logprob_diff": apart,
         "max_logprob_diff": apart,

@@ -88,8 +88,8 @@ def sapo(
 
 
 def sequence_log_ratio(log_prob, old_log_prob, sequences) -> torch.Tensor:
-    """The mean of l - old_log_prob over each token's sequence [..], clamped to +-20, as if of the token's own l: its
-    gradient on l is 1 (0 beyond the clamp)."""
+    """The mean of l - old_log_prob over each token's sequence [..], clamped to +-20 (verl: at most 10), as if of the
+    token's own l: its gradient on l is 1 (0 beyond the clamp)."""
     mean = sequences.spread(sequences.mean((log_prob - old_log_prob).detach()))
     return with_gradient_of(mean, log_prob).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
@@ -135,7 +135,8 @@ def gmpo(
     clip: tuple[float, float] = (0.4, 0.4),
 ) -> torch.Tensor:
     """-A exp(mean of the token's clipped log r): the geometric mean of ratios (GMPO, arXiv:2507.20673), with A
-    averaged over its sequence. ``clip`` bounds log r to [-low, high], on the side where A would push it further.
+    averaged over its sequence. ``clip`` bounds log r to [-low, high], on the side where A would push it further. (A
+    rollout weight multiplies each token's loss; verl multiplies by its geometric mean.)
 
     For reduction="seq-mean-token-mean": -1/G sum_i A_i R_i.
     """
@@ -184,8 +185,7 @@ def _covariance(log_prob, advantages, mask):
 def _largest(keys, count):
     """bool [..]: the ``count`` largest keys, the earlier of equal ones; count is a number on the device."""
     order = keys.flatten().sort(descending=True, stable=True).indices
-    rank = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    return (rank < count).view_as(keys)
+    return (order.argsort() < count).view_as(keys)  # the inverse permutation: each key's rank
 
 
 def clip_cov(
@@ -232,5 +232,6 @@ def kl_cov(
 
 
 def positive_nll(log_prob: torch.Tensor, *, rewards: torch.Tensor) -> torch.Tensor:
-    """-l where the reward is positive, 0 elsewhere: the imitation term of VAPO (arXiv:2504.05118)."""
+    """-l where the reward is positive, 0 elsewhere: the imitation term of VAPO (arXiv:2504.05118). As a term, its mean
+    is over the tokens with a positive reward."""
     return torch.where(rewards > 0, -log_prob, 0.0)
