@@ -187,7 +187,7 @@ class HeadLoss(nn.Module):
         return self._evaluate
 
     def __getstate__(self):
-        return {**super().__getstate__(), "_evaluate": None}  # what is compiled can be neither copied nor saved
+        return {**self.__dict__, "_evaluate": None}  # what is compiled can be neither copied nor saved
 
     def _functions(self, sequences=None) -> list:
         """(function, names of its inputs) of what is summed like the terms: these and the named metrics, which with
