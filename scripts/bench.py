@@ -48,6 +48,7 @@ from timing import Machine, measure, reason
 
 from tp_headloss import (
     CrossEntropy,
+    Distillation,
     Entropy,
     GeneratorMetrics,
     HeadLoss,
@@ -55,6 +56,7 @@ from tp_headloss import (
     Options,
     PolicyGradient,
     PolicyMetrics,
+    Teacher,
     Term,
     VocabShard,
     ZLoss,
@@ -167,6 +169,22 @@ def rl_extras(tokens, columns, draw):
     return {"advantages": draw(tokens), **log_probs}
 
 
+def distillation(options):
+    loss_of = HeadLoss([CrossEntropy(), Distillation(KL_WEIGHT, "forward_kl")], options=options)
+
+    def loss(batch):
+        inputs = {"teacher": Teacher(batch.extras["teacher"])}
+        return loss_of(batch.logits, batch.labels, shard=batch.shard, inputs=inputs).loss
+
+    return loss
+
+
+def distillation_reference(z, labels, teacher):
+    _, log_prob, _, _, mean = definitions(z, labels)
+    log_q = teacher.to(z.dtype).log_softmax(-1)
+    return (mean(KL_WEIGHT * (log_q.exp() * (log_q - z.log_softmax(-1))).sum(-1) - log_prob),)
+
+
 def user_reference(z, labels):
     _, log_prob, _, _, mean = definitions(z, labels)
     return (mean(0.5 * focal(log_prob) - log_prob),)
@@ -197,6 +215,12 @@ TASKS = [
         head(CrossEntropy(), Term("focal", lambda stats: focal(stats.log_prob), weight=0.5)),
         user_reference,
         plain_pytorch=True,
+    ),
+    Task(
+        "ce+kl",
+        distillation,
+        distillation_reference,
+        lambda tokens, columns, draw: {"teacher": draw(tokens, columns).mul_(2)},
     ),
     Task(  # the clipped policy gradient, KL to a reference, an entropy bonus, and every metric there is
         "rl",

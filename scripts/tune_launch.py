@@ -18,10 +18,10 @@ from triton.testing import do_bench
 from tp_headloss import VocabShard
 from tp_headloss.backends import triton as launchers
 from tp_headloss.reduce import Reduction, SumsPlan
-from tp_headloss.stats import HeadSpec, packet_rows
+from tp_headloss.stats import OF_TEACHER, HeadSpec, packet_rows
 
-STATISTICS = [(256, 1), (512, 1), (1024, 1), (512, 2), (1024, 2), (2048, 4)]
-GRADIENT = [(512, 1), (1024, 2), (2048, 4), (4096, 8), (1024, 4), (4096, 4), (8192, 8)]
+STATISTICS = [(128, 1), (256, 1), (512, 1), (1024, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4)]
+GRADIENT = [(512, 1), (1024, 2), (2048, 4), (4096, 8), (2048, 8), (1024, 4), (4096, 4), (8192, 8)]
 MERGE = [(32, 1), (64, 1), (64, 2), (128, 4), (256, 4)]
 SUMS = [(1024, 8), (1024, 16), (2048, 16), (2048, 32), (4096, 32), (8192, 32)]
 SUMS_GRADIENT = [(256, 2), (512, 4), (1024, 4), (2048, 8)]
@@ -49,29 +49,36 @@ def specs(shard, world_size, want):
 
 def tune(tokens, vocab, parts, dtype):
     shard = VocabShard(0, vocab, vocab)
-    for want in ((), ("entropy",), ("entropy", "argmax")):
+    for want in ((), ("entropy",), ("entropy", "argmax"), ("forward_kl",), ("reverse_kl",)):
         spec = specs(shard, parts, want)
         logits = torch.randn(tokens, spec.valid_width, device="cuda").to(dtype)
         labels = torch.randint(0, spec.valid_width, (tokens,), device="cuda")
-        inputs = logits, labels, None, None, None
+        divergence = any(name in want for name in OF_TEACHER)
+        inputs = logits, labels, None, None, None, torch.randn_like(logits) if divergence else None, None
         packets = logits.new_empty(spec.chunks, len(packet_rows(True, want)), tokens, dtype=torch.float32)
         case = f"{tokens} x {spec.valid_width} in {spec.chunks} chunks of {spec.chunk_size}, {want or 'lse, log_prob'}"
 
         def statistics(launch, packets=packets, inputs=inputs, spec=spec):
-            with mock.patch.object(launchers, "statistics_launch", lambda _: launch):
+            with mock.patch.object(launchers, "statistics_launch", lambda *_: launch):
                 launchers.local_statistics(packets, *inputs, spec)
 
-        show(f"statistics {case}", STATISTICS, launchers.statistics_launch(spec.chunk_size), statistics)
+        show(f"statistics {case}", STATISTICS, launchers.statistics_launch(spec.chunk_size, divergence), statistics)
         launchers.local_statistics(packets, *inputs, spec)
-        merged = launchers.merge_packets(packets, labels, spec)[0]
+        merged = launchers.merge_packets(packets, labels, None, spec)[0]
         upstream = torch.randn(tokens, device="cuda")
-        grads, dx = (None, upstream, upstream if "entropy" in want else None, None), torch.empty_like(logits)
+        wanted = (upstream if name in want else None for name in ("entropy", "total", "forward_kl", "reverse_kl"))
+        grads, dx = (None, upstream, *wanted), torch.empty_like(logits)
 
         def gradient(launch, dx=dx, inputs=inputs, merged=merged, grads=grads, spec=spec):
             with mock.patch.object(launchers, "gradient_launch", lambda *_: launch):
                 launchers.logits_gradient(dx, *inputs, merged, grads, spec)
 
-        show(f"gradient {case}", GRADIENT, launchers.gradient_launch(spec.valid_width, "entropy" in want), gradient)
+        show(
+            f"gradient {case}",
+            GRADIENT,
+            launchers.gradient_launch(spec.valid_width, *(x in want for x in ("entropy", "forward_kl", "reverse_kl"))),
+            gradient,
+        )
 
 
 def tune_merge(tokens):
@@ -83,7 +90,7 @@ def tune_merge(tokens):
 
         def merge(launch, packets=packets, labels=labels, spec=spec):
             with mock.patch.object(launchers, "MERGE", launch):
-                launchers.merge_packets(packets, labels, spec)
+                launchers.merge_packets(packets, labels, None, spec)
 
         show(f"merge {tokens} x 8 packets, {want or 'lse, log_prob'}", MERGE, launchers.MERGE, merge)
 

@@ -16,6 +16,11 @@ from tp_headloss.backends.triton import MERGE, SUMS, SUMS_GRADIENT, gradient_lau
 
 DTYPES = ("bf16", "fp16", "fp32")
 WANTS = [("entropy",), ("total",), ("argmax",), ("entropy", "total", "argmax"), ()]
+OF_TEACHER = [(), ("forward",), ("reverse",), ("forward", "moment"), ("forward", "reverse", "moment")]
+
+
+def wants_of_teacher(of_teacher):
+    return {f"WANT_{name.upper()}": name in of_teacher for name in ("forward", "reverse", "moment")}
 
 
 def pairwise(*axes):
@@ -35,7 +40,7 @@ def compile_kernel(kernel, aligned: bool, warps: int, arguments: dict, capabilit
         value = arguments[name]
         if isinstance(value, (str, tuple)):
             signature[name] = value
-            if aligned and (value[0][0] == "*" or name in ("width", "chunk_size", "x_row", "dx_row")):
+            if aligned and (value[0][0] == "*" or name in ("width", "chunk_size", "x_row", "dx_row", "t_row")):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name], constants[(i,)] = "constexpr", value
@@ -45,13 +50,16 @@ def compile_kernel(kernel, aligned: bool, warps: int, arguments: dict, capabilit
 
 def statistics_variants():
     optional = (True, False)
-    for dtype, want, labels, bias, temperature, cap, aligned in pairwise(
-        DTYPES, WANTS, ("*i64", "*i32", None), optional, optional, optional, optional
+    for dtype, want, of_teacher, labels, bias, temperature, cap, aligned in pairwise(
+        DTYPES, WANTS, OF_TEACHER, ("*i64", "*i32", None), optional, optional, optional, optional
     ):
-        launch = statistics_launch(16032)
+        launch = statistics_launch(16032, bool(of_teacher))
         yield kernels.statistics_kernel, aligned, launch.warps, {
             "packets_ptr": "*fp32", "x_ptr": f"*{dtype}", "labels_ptr": labels, "bias_ptr": "*fp32" if bias else None,
             "temperature_ptr": "*fp32" if temperature else None, "weight_ptr": "*fp32" if "total" in want else None,
+            "teacher_ptr": f"*{dtype}" if of_teacher else None, "t_row": "i32", "t_column": 1,
+            "scales_ptr": "*fp32" if of_teacher and temperature else None, "SCALED": bool(of_teacher) and temperature,
+            "teacher_scale": "fp32", "student_scale": "fp32", **wants_of_teacher(of_teacher),
             "turns_ptr": "*i32" if bias else None, "slot": "i32",
             "n_rows": "i32", "x_row": "i64" if cap else "i32", "x_column": 1, "start": "i32", "valid_width": "i32",
             "width": "i32", "chunk_size": "i32", "chunks": "i32", "ignore_index": "i32", "pre": "fp32", "post": "fp32",
@@ -61,13 +69,16 @@ def statistics_variants():
 
 
 def merge_variants():
-    for labels, want, packets in pairwise(("*i64", "*i32", None), WANTS, (8, 3)):
+    for labels, want, of_teacher, scales, packets in pairwise(
+        ("*i64", "*i32", None), WANTS, OF_TEACHER, ("*fp32", None), (8, 3)
+    ):
         yield kernels.merge_kernel, True, MERGE.warps, {
             "merged_ptr": "*fp32", "values_ptr": "*fp32", "valid_ptr": "*i1" if labels else None,
             "argmax_ptr": "*i64" if "argmax" in want else None,
             "hits_ptr": "*i1" if "argmax" in want and labels else None, "packets_ptr": "*fp32", "labels_ptr": labels,
             "peers_ptr": "*i64" if packets == 8 else None, "turns_ptr": "*i32" if packets == 8 else None,
             "slot": "i32",
+            "scales_ptr": scales if of_teacher else None, "student_scale": "fp32", **wants_of_teacher(of_teacher),
             "n_rows": "i32", "PACKETS": packets, "CHUNKS": 2,
             "WANT_ENTROPY": "entropy" in want, "WANT_TOTAL": "total" in want, "BLOCK": MERGE.block,
         }  # fmt: skip
@@ -75,15 +86,17 @@ def merge_variants():
 
 def gradient_variants():
     optional = (True, False)
-    grads = ("g_lse_ptr", "g_log_prob_ptr", "g_entropy_ptr", "g_total_ptr")
+    grads = ("g_lse_ptr", "g_log_prob_ptr", "g_entropy_ptr", "g_total_ptr", "g_forward_ptr", "g_reverse_ptr")
     for dtype, labels, bias, temperature, cap, aligned, *has in pairwise(
-        DTYPES, ("*i64", "*i32", None), optional, optional, optional, optional, *([optional] * 4)
+        DTYPES, ("*i64", "*i32", None), optional, optional, optional, optional, *([optional] * 6)
     ):
-        launch = gradient_launch(32064, has[2])
+        launch = gradient_launch(32064, has[2], has[4], has[5])
         yield kernels.gradient_kernel, aligned, launch.warps, {
             "dx_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", "labels_ptr": labels, "bias_ptr": "*fp32" if bias else None,
             "temperature_ptr": "*fp32" if temperature else None, "weight_ptr": "*fp32" if has[3] and bias else None,
-            "merged_ptr": "*fp32",
+            "merged_ptr": "*fp32", "teacher_ptr": "*bf16" if has[4] or has[5] else None, "t_row": "i32", "t_column": 1,
+            "scales_ptr": "*fp32" if temperature else None, "SCALED": temperature, "TEACHER": 4,
+            "teacher_scale": "fp32", "student_scale": "fp32",
             **{g: "*fp32" if h and (labels or g != grads[1]) else None for g, h in zip(grads, has)},
             "n_rows": "i32", "dx_row": "i32", "dx_column": 1, "x_row": "i32", "x_column": 1, "start": "i32",
             "valid_width": "i32", "width": "i32", "pre": "fp32", "post": "fp32",

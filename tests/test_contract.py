@@ -20,6 +20,7 @@ from tp_headloss import (
     PolicyGradient,
     PolicyMetrics,
     Sequences,
+    Teacher,
     Transform,
     VocabShard,
     ZLoss,
@@ -209,7 +210,7 @@ def test_a_statistic_that_no_loss_used_is_not_differentiated(monkeypatch, backen
     x, labels = rows(device)
     stats = vocab_statistics(x.requires_grad_(), labels, want=WANT, options=Options(backend=backend))
     stats.log_prob.sum().backward()
-    assert seen[0] == [False, True, False, False]
+    assert seen[0] == [False, True, False, False, False, False]
 
 
 def test_no_grad_saves_nothing_and_double_backward_is_refused(backend, device):
@@ -398,13 +399,17 @@ def test_inplace_is_refused_under_compile(device):
 def test_operators_are_registered_consistently(device):
     """Schema, fake implementation and real outputs agree (torch.library.opcheck)."""
     x, labels = rows(device)
-    stats = vocab_statistics(x.clone().requires_grad_(), labels, want=WANT, options=Options(backend="torch"))
+    teacher = Teacher(torch.randn_like(x), torch.rand(N, device=device) + 0.5)
+    want = (*WANT, "forward_kl", "reverse_kl")
+    stats = vocab_statistics(
+        x.clone().requires_grad_(), labels, want=want, teacher=teacher, options=Options(backend="torch")
+    )
     spec = stats.lse.grad_fn.spec
-    inputs = (x, labels, None, None, None)
+    inputs = (x, labels, None, None, None, teacher.logits, torch.rand(2, N, device=device) + 0.5)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.tp_headloss.statistics.default, (*inputs, *spec), test_utils=checks)
     merged = torch.ops.tp_headloss.statistics(*inputs, *spec)[0]
-    grads = (merged, None, torch.randn(N, device=device), None, None)
+    grads = (merged, None, torch.randn(N, device=device), None, None, torch.randn(N, device=device), None)
     torch.library.opcheck(torch.ops.tp_headloss.logits_gradient.default, (*inputs, *grads, *spec), test_utils=checks)
 
 

@@ -258,15 +258,15 @@ def test_packets_in_memory_of_their_ranks_merge_to_the_same_bits(turn, device):
     for rank in range(world_size):
         spec = HeadSpec(64 * rank, 64, 256, 32, 2, 4, ("entropy",), 1.0, 0.0, 1.0, -100, "triton", "gather", "")
         memory = SimpleNamespace(slot=slot, peers=peers, turns=turns[rank])
-        inputs = x[:, 64 * rank : 64 * rank + 64], labels, None, None, None
+        inputs = x[:, 64 * rank : 64 * rank + 64], labels, None, None, None, None, None
         backend.local_statistics(gathered[2 * rank : 2 * rank + 2], *inputs, spec)
         backend.local_statistics(buffers[rank][:60].view(2, 5, 6), *inputs, spec, memory)
         used = buffers[rank].view(2, slot)[turn % 2, :60]
         assert torch.equal(used, gathered[2 * rank : 2 * rank + 2].flatten())
         assert buffers[rank].isnan().sum() == 2 * slot - 60
-    expected = backend.merge_packets(gathered, labels, spec)
+    expected = backend.merge_packets(gathered, labels, None, spec)
     for rank in range(world_size):
         memory = SimpleNamespace(slot=slot, peers=peers, turns=turns[rank])
-        merged = backend.merge_packets(buffers[rank][:60].view(2, 5, 6), labels, spec, memory)
+        merged = backend.merge_packets(buffers[rank][:60].view(2, 5, 6), labels, None, spec, memory)
         assert all(torch.equal(a, b) for a, b in zip(expected, merged))
         assert turns[rank].tolist() == [turn + 1, turn]

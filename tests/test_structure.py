@@ -19,6 +19,7 @@ MAY_IMPORT = {  # module -> modules of the package that it may import
     "comm": {"stats"},
     "losses.cross_entropy": {"stats"},
     "losses.regularizers": {"stats"},
+    "losses.distillation": {"stats"},
     "losses.ratio": set(),
     "losses.kl": {"losses.ratio"},
     "losses.policy": {"losses.ratio"},
@@ -26,7 +27,7 @@ MAY_IMPORT = {  # module -> modules of the package that it may import
     "losses.preference": set(),
     "losses.metrics": {"losses.kl", "losses.policy", "losses.ratio"},
     "losses": {
-        *("losses.cross_entropy", "losses.kl", "losses.metrics", "losses.policy"),
+        *("losses.cross_entropy", "losses.distillation", "losses.kl", "losses.metrics", "losses.policy"),
         *("losses.preference", "losses.ratio", "losses.regularizers", "losses.rollout"),
     },
     "sequences": {"comm"},

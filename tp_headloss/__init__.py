@@ -1,7 +1,7 @@
 """The head loss of language models whose vocabulary is sharded over GPUs: one pass, one collective, one backward."""
 
 from . import losses
-from .api import LogProbs, Options, Transform, log_probs, vocab_statistics
+from .api import LogProbs, Options, Teacher, Transform, log_probs, vocab_statistics
 from .comm import combine_metrics, reduce_metrics
 from .head_loss import CausalLMLoss, HeadLoss, HeadLossOutput
 from .sequences import Sequences
@@ -9,6 +9,7 @@ from .shard import VocabShard
 from .stats import VocabStatistics
 from .terms import (
     CrossEntropy,
+    Distillation,
     Entropy,
     GeneratorMetrics,
     KLToReference,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CausalLMLoss",
     "CrossEntropy",
+    "Distillation",
     "Entropy",
     "GeneratorMetrics",
     "HeadLoss",
@@ -35,6 +37,7 @@ __all__ = [
     "PolicyGradient",
     "PolicyMetrics",
     "Sequences",
+    "Teacher",
     "Term",
     "Transform",
     "VocabShard",

@@ -13,7 +13,7 @@ from .autograd import OUTPUTS, Statistics
 from .backends import resolve_backend
 from .comm import TRANSPORTS
 from .shard import VocabShard
-from .stats import OPTIONAL, HeadSpec, VocabStatistics
+from .stats import OF_TEACHER, OPTIONAL, HeadSpec, VocabStatistics
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,6 +48,26 @@ class Options:
     check: bool = False
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """What a student is distilled from: logits of the same shard, compared at temperatures of their own.
+
+    logits: [.., width] sharded on V like the student's, any float dtype, never differentiated; log-probs are logits,
+    too. Columns at or beyond the shard's ``vocab_size`` take no part, so a teacher with more ids than the student is
+    compared on the common ones if that is the vocab_size (and its logits are cut at the same bounds).
+    temperature: of the teacher, a number or one per token [..]. student_temperature: divides the student's logits (with
+    bias, scale and softcap, whatever ``Transform.temperature`` is); None: the same as the teacher's.
+    """
+
+    logits: torch.Tensor
+    temperature: float | torch.Tensor = 1.0
+    student_temperature: float | torch.Tensor | None = None
+
+    @property
+    def of_student(self) -> float | torch.Tensor:
+        return self.temperature if self.student_temperature is None else self.student_temperature
+
+
 NO_TRANSFORM, DEFAULTS = Transform(), Options()
 
 
@@ -58,6 +78,7 @@ def vocab_statistics(
     shard: VocabShard | None = None,
     want: tuple[str, ...] = (),
     transform: Transform | None = None,
+    teacher: Teacher | None = None,
     total_weight: torch.Tensor | None = None,
     ignore_index: int = -100,
     options: Options | None = None,
@@ -75,12 +96,13 @@ def vocab_statistics(
     labels: int32 or int64 global ids. ``ignore_index`` wins over everything, a valid id included. Any other label
         outside ``[0, vocab_size)`` makes its token NaN on every rank (``options.check`` raises instead).
     shard: the columns this rank owns; None means that ``logits`` hold the whole vocabulary.
-    want: of "entropy", "total" and "argmax"; lse is always there, log_prob and target_logit with labels.
+    want: of "entropy", "total" and "argmax", with a teacher of "forward_kl", "reverse_kl" and "teacher_entropy"; lse is
+        always there, log_prob and target_logit with labels.
     total_weight: [width] fp32 column weights w of ``total`` (class weights), not differentiable.
 
     Raises ValueError or TypeError, from metadata alone and hence on every rank, for what does not fit together.
     """
-    return run_statistics(logits, labels, shard, want, transform, total_weight, ignore_index, options)[0]
+    return run_statistics(logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options)[0]
 
 
 class LogProbs(NamedTuple):
@@ -125,11 +147,13 @@ def log_probs(
     return LogProbs(stats.log_prob, stats.entropy, stats.lse)
 
 
-def run_statistics(logits, labels, shard, want, transform, total_weight, ignore_index, options, reduction=None):
+def run_statistics(
+    logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options, reduction=None
+):
     """`vocab_statistics`, and what a `Reduction` gives (Triton backend, labels): its loss and sums, else None."""
     transform, options = transform or NO_TRANSFORM, options or DEFAULTS
     shard = resolve_shard(logits, shard)
-    backend = _validate(logits, labels, shard, want, transform, total_weight, options)
+    backend = _validate(logits, labels, shard, want, transform, teacher, total_weight, options)
     if not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
     temperature, temperatures = transform.temperature, None
@@ -138,7 +162,8 @@ def run_statistics(logits, labels, shard, want, transform, total_weight, ignore_
     # torch.compile would trace through the cache and warn about it
     head_spec = _head_spec.__wrapped__ if torch.compiler.is_compiling() else _head_spec
     numbers = float(transform.scale), float(transform.softcap or 0.0), float(temperature)
-    spec = head_spec(shard, tuple(want), *numbers, ignore_index, backend, options.transport)
+    teacher_scales, scales = _teacher_scales(teacher, transform.temperature, logits)
+    spec = head_spec(shard, tuple(want), *numbers, ignore_index, backend, options.transport, *teacher_scales)
     rows = _TokenOrder(logits, options.inplace)
     vectors = (
         None if labels is None else rows.flatten(labels),
@@ -146,11 +171,16 @@ def run_statistics(logits, labels, shard, want, transform, total_weight, ignore_
         None if temperatures is None else rows.flatten(temperatures),
         None if total_weight is None else total_weight.detach().float(),
     )
+    of_teacher = (
+        None if teacher is None else rows.flatten(teacher.logits.detach()),
+        None if scales is None else torch.stack([rows.flatten(scale) for scale in scales]),
+    )
     if reduction is not None and reduction.weight is not None:
         reduction = reduction._replace(weight=rows.flatten(reduction.weight).float().contiguous())
     *values, loss, sums = Statistics.apply(
         rows.flatten(logits),
         *(None if v is None else v.contiguous() for v in vectors),
+        *of_teacher,
         spec,
         options.inplace,
         reduction,
@@ -163,7 +193,9 @@ def run_statistics(logits, labels, shard, want, transform, total_weight, ignore_
 
 
 @functools.lru_cache(maxsize=256)
-def _head_spec(shard, want, scale, softcap, temperature, ignore_index, backend, transport) -> HeadSpec:
+def _head_spec(
+    shard, want, scale, softcap, temperature, ignore_index, backend, transport, teacher_scale, student_scale
+) -> HeadSpec:
     return HeadSpec(
         start=shard.start,
         valid_width=shard.valid_width,
@@ -179,7 +211,23 @@ def _head_spec(shard, want, scale, softcap, temperature, ignore_index, backend, 
         backend=backend,
         transport=transport,
         group_name=shard.group_name,
+        teacher_scale=teacher_scale,
+        student_scale=student_scale,
     )
+
+
+def _teacher_scales(teacher, temperature, logits):
+    """(1 / T_teacher, T / T_student) as numbers, or both per token [..] if any of the three temperatures is."""
+    if teacher is None:
+        return (1.0, 1.0), None
+    temperatures = teacher.temperature, temperature, teacher.of_student
+    if not any(isinstance(t, torch.Tensor) for t in temperatures):
+        return (1.0 / teacher.temperature, temperature / teacher.of_student), None
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    one, own, of_student = (
+        torch.as_tensor(t, dtype=dtype, device=logits.device).detach().expand(logits.shape[:-1]) for t in temperatures
+    )
+    return (1.0, 1.0), (1.0 / one, own / of_student)
 
 
 class _TokenOrder:
@@ -238,7 +286,7 @@ def resolve_shard(logits: torch.Tensor, shard: VocabShard | None) -> VocabShard:
     return shard
 
 
-def _validate(logits, labels, shard, want, transform, total_weight, options) -> str:
+def _validate(logits, labels, shard, want, transform, teacher, total_weight, options) -> str:
     """Facts that every rank shares, so that an error is the same on all of them. -> the backend's name."""
     backend = resolve_backend(options.backend, logits.device)
     allowed = LOGITS_DTYPES + ((torch.float64,) if backend == "torch" else ())
@@ -281,14 +329,38 @@ def _validate(logits, labels, shard, want, transform, total_weight, options) -> 
         raise ValueError(f"scale must be finite and not 0, got {transform.scale}")
     if transform.softcap is not None and not 0 < transform.softcap < float("inf"):
         raise ValueError(f"softcap must be a positive number or None, got {transform.softcap}")
-    temperature = transform.temperature
-    if isinstance(temperature, torch.Tensor):
-        _expect("temperature", temperature, lead, logits.device)
-        if temperature.requires_grad:
-            raise ValueError("temperature gets no gradient: pass temperature.detach()")
-    elif not 0 < temperature < float("inf"):
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    _expect_temperature("temperature", transform.temperature, lead, logits.device)
+    _validate_teacher(teacher, logits, want, options)
     return backend
+
+
+def _expect_temperature(name, temperature, lead, device):
+    if isinstance(temperature, torch.Tensor):
+        _expect(name, temperature, lead, device)
+        if temperature.requires_grad:
+            raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
+    elif not 0 < temperature < float("inf"):
+        raise ValueError(f"{name} must be positive, got {temperature}")
+
+
+def _validate_teacher(teacher, logits, want, options):
+    wanted = [name for name in OF_TEACHER if name in want]
+    if teacher is None:
+        if wanted:
+            raise ValueError(f"{wanted} need a teacher, got none")
+        return
+    if not isinstance(teacher, Teacher):
+        raise TypeError(f"teacher must be a Teacher, got {type(teacher).__name__}")
+    if not wanted:
+        raise ValueError(f"a teacher serves the statistics {OF_TEACHER}, got none of them in want")
+    _expect("teacher.logits", teacher.logits, logits.shape, logits.device)
+    allowed = LOGITS_DTYPES + ((torch.float64,) if logits.dtype == torch.float64 else ())
+    if teacher.logits.dtype not in allowed:
+        raise TypeError(f"teacher.logits must be one of {[str(d) for d in allowed]}, got {teacher.logits.dtype}")
+    _expect_temperature("teacher.temperature", teacher.temperature, logits.shape[:-1], logits.device)
+    _expect_temperature("teacher.student_temperature", teacher.of_student, logits.shape[:-1], logits.device)
+    if options.transport == "sum":
+        raise ValueError(f"{wanted} need transport='gather', got 'sum'")
 
 
 def _expect(name, tensor, shape, device):

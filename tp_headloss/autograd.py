@@ -16,10 +16,18 @@ from .stats import HeadSpec, empty_outputs, finish, flag_names, from_lanes, pack
 
 _SPEC = (
     "int start, int valid_width, int vocab_size, int chunk_size, int chunks, int world_size, str[] want, "
-    "float scale, float softcap, float temperature, int ignore_index, str backend, str transport, str group_name"
+    "float scale, float softcap, float temperature, int ignore_index, str backend, str transport, str group_name, "
+    "float teacher_scale, float student_scale"
 )
-_INPUTS = "Tensor logits, Tensor? labels, Tensor? bias, Tensor? temperatures, Tensor? total_weight"
-_GRADS = "Tensor merged, Tensor? lse, Tensor? log_prob, Tensor? entropy, Tensor? total"
+_INPUTS = (
+    "Tensor logits, Tensor? labels, Tensor? bias, Tensor? temperatures, Tensor? total_weight, Tensor? teacher, "
+    "Tensor? scales"
+)
+_GRADS = (
+    "Tensor merged, Tensor? lse, Tensor? log_prob, Tensor? entropy, Tensor? total, Tensor? forward_kl, "
+    "Tensor? reverse_kl"
+)
+INPUTS = _INPUTS.count(",") + 1
 torch.library.define("tp_headloss::statistics", f"({_INPUTS}, {_SPEC}) -> Tensor[]")
 torch.library.define("tp_headloss::logits_gradient", f"({_INPUTS}, {_GRADS}, {_SPEC}) -> Tensor")
 
@@ -28,10 +36,10 @@ def _float_type(logits) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def _statistics(logits, labels, bias, temperatures, total_weight, spec):
+def _statistics(logits, labels, bias, temperatures, total_weight, teacher, scales, spec):
     backend, has_labels = load_backend(spec.backend), labels is not None
     shape = (spec.chunks, len(packet_rows(has_labels, spec.want)), logits.shape[0])
-    inputs = logits, labels, bias, temperatures, total_weight
+    inputs = logits, labels, bias, temperatures, total_weight, teacher, scales
     if spec.transport in ("auto", "symm_mem") and spec.world_size > 1 and backend.shares_memory(logits):
         memory = comm.symmetric_memory(spec.transport, spec.group_name, math.prod(shape), logits.device)
         if memory is not None:
@@ -39,7 +47,7 @@ def _statistics(logits, labels, bias, temperatures, total_weight, spec):
             try:
                 backend.local_statistics(packets, *inputs, spec, memory)
                 memory.barrier()
-                return backend.merge_packets(packets, labels, spec, memory)
+                return backend.merge_packets(packets, labels, scales, spec, memory)
             except BaseException:
                 memory.interrupted = True
                 raise
@@ -48,10 +56,11 @@ def _statistics(logits, labels, bias, temperatures, total_weight, spec):
     if spec.transport == "sum":
         lanes = comm.sum_lanes(to_lanes(packets, has_labels, spec), spec.world_size, spec.group_name)
         return finish(from_lanes(lanes, has_labels, spec), labels, spec, packets.dtype)
-    return backend.merge_packets(comm.gather_packets(packets, spec.world_size, spec.group_name), labels, spec)
+    packets = comm.gather_packets(packets, spec.world_size, spec.group_name)
+    return backend.merge_packets(packets, labels, scales, spec)
 
 
-def _statistics_fake(logits, labels, bias, temperatures, total_weight, spec):
+def _statistics_fake(logits, labels, bias, temperatures, total_weight, teacher, scales, spec):
     return empty_outputs(logits, logits.shape[0], labels is not None, spec.want, _float_type(logits))
 
 
@@ -60,10 +69,11 @@ def _write_gradient(out, inputs, merged, grads, spec):
     load_backend(spec.backend).logits_gradient(out, *inputs, merged, grads, spec)
 
 
-def _logits_gradient(logits, labels, bias, temperatures, total_weight, merged, lse, log_prob, entropy, total, spec):
-    out = torch.empty_like(logits)
-    inputs = (logits, labels, bias, temperatures, total_weight)
-    _write_gradient(out, inputs, merged, (lse, log_prob, entropy, total), spec)
+def _logits_gradient(*args):
+    *arguments, spec = args
+    inputs, merged, grads = arguments[:INPUTS], arguments[INPUTS], arguments[INPUTS + 1 :]
+    out = torch.empty_like(inputs[0])
+    _write_gradient(out, inputs, merged, grads, spec)
     return out
 
 
@@ -90,8 +100,8 @@ for _name, _real, _fake in (
     torch.library.register_fake(_name, _with_spec(_fake))
 
 
-OUTPUTS = ("lse", "log_prob", "target_logit", "owners", "entropy", "total", "mass", "argmax", "valid", "hits")
-DIFFERENTIABLE = ("lse", "log_prob", "target_logit", "entropy", "total")
+DIFFERENTIABLE = ("lse", "log_prob", "target_logit", "entropy", "total", "forward_kl", "reverse_kl")
+OUTPUTS = (*DIFFERENTIABLE, "teacher_entropy", "owners", "mass", "argmax", "valid", "hits")
 
 
 def runs_here(tensor) -> bool:
@@ -125,8 +135,8 @@ class Statistics(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, labels, bias, temperatures, total_weight, spec, inplace, reduction):
-        inputs = logits, labels, bias, temperatures, total_weight
+    def forward(ctx, logits, labels, bias, temperatures, total_weight, teacher, scales, spec, inplace, reduction):
+        inputs = logits, labels, bias, temperatures, total_weight, teacher, scales
         if runs_here(logits):
             merged, values, *flags = _statistics(*inputs, spec)
         else:
@@ -152,24 +162,24 @@ class Statistics(torch.autograd.Function):
 
     @staticmethod
     @_once_differentiable
-    def backward(ctx, lse, log_prob, target_logit, _owners, entropy, total, *rest):
-        *inputs, merged = (saved := ctx.saved_tensors)[:6]
-        loss = rest[-2]
+    def backward(ctx, *upstream):
+        *inputs, merged = (saved := ctx.saved_tensors)[: INPUTS + 1]
+        loss = upstream[-2]
+        upstream = dict(zip(DIFFERENTIABLE, upstream))
         if loss is not None:
-            upstream = dict(zip(DIFFERENTIABLE, (lse, log_prob, target_logit, entropy, total)))
-            valid, weight, divisor, *summed = saved[6:]
+            valid, weight, divisor, *summed = saved[INPUTS + 1 :]
             backend = load_backend(ctx.spec.backend)
             rows = backend.token_sums_gradient(loss, tuple(summed), valid, weight, divisor, ctx.plan)
             for name, row in zip(ctx.plan.statistics, rows.unbind(0)):
                 if name in upstream:
                     upstream[name] = row if upstream[name] is None else upstream[name] + row
-            lse, log_prob, target_logit, entropy, total = upstream.values()
+        lse, log_prob, target_logit, *others = upstream.values()
         if target_logit is not None:  # z_y = log_prob + lse
             lse = target_logit if lse is None else lse + target_logit
             log_prob = target_logit if log_prob is None else log_prob + target_logit
-        grads = (lse, log_prob, entropy, total)
+        grads = (lse, log_prob, *others)
         if all(g is None for g in grads):
-            return (None,) * 8
+            return (None,) * (INPUTS + 3)
         if ctx.inplace:
             logits = inputs[0].detach()
             _write_gradient(logits, inputs, merged, grads, ctx.spec)
@@ -180,7 +190,7 @@ class Statistics(torch.autograd.Function):
         else:
             logits = torch.ops.tp_headloss.logits_gradient(*inputs, merged, *grads, *_fields(ctx.spec))
         bias = logits.sum(0, dtype=merged.dtype).to(inputs[2].dtype) if ctx.needs_input_grad[2] else None
-        return logits, None, bias, None, None, None, None, None
+        return logits, None, bias, *(None,) * INPUTS
 
 
 class TokenSums(torch.autograd.Function):

@@ -14,6 +14,20 @@ confident tokens keep full relative accuracy: log p_y = -log1p(u) where y is the
 | mass         | mass = sum w_j, z_j > -inf                 | sum                           | none                  |
 | argmax       | index of max, lowest on ties               | index of the largest max      | none                  |
 
+With a teacher of logits t (`api.Teacher`), q = softmax(u), u = t / its temperature, and the student at the teacher's
+side, p' = softmax(z'), z' = a z (a: ratio of the temperatures; S' and M' = a M are its sum and shift):
+
+| statistic       | partial of a chunk                                  | merge         | d/dz_j                     |
+|-----------------|-----------------------------------------------------|---------------|----------------------------|
+| (all three)     | teacher_max = max u, teacher_sum = sum exp(u - max) | like max, sum | none: a teacher is fixed   |
+|                 | student_sum = sum exp(z' - max z'), target apart    | like sum      | p'_j, used below           |
+| forward_kl      | cross = sum exp(u - max u)(u - z')                  | f cross       | a (p'_j - q_j)             |
+| reverse_kl      | gap = sum exp(z' - max z')(z' - u), target apart;   | f gap         | a p'_j (z'_j - u_j - mean) |
+|                 | teacher_target = u_y                                | sum           | (mean = sum p' (z' - u))   |
+| teacher_entropy | teacher_moment = sum exp(u - max)(u - max)          | like moment   | none                       |
+
+forward_kl = KL(q || p'), reverse_kl = KL(p' || q), 0 log 0 = 0: what has no probability adds nothing.
+
 A *packet* is the partial of one chunk: `packet_rows` fp32 numbers per token. The merge is done in float64 and rounded
 once; `merge` and `finish` here are its definition (and the eager backend's code), `kernels.merge_kernel` its twin.
 """
@@ -24,8 +38,16 @@ from typing import NamedTuple
 
 import torch
 
-PACKET_ROWS = {"entropy": ("moment",), "total": ("total", "mass"), "argmax": ("index",)}
+PACKET_ROWS = {
+    "entropy": ("moment",),
+    "total": ("total", "mass"),
+    "forward_kl": ("cross",),
+    "reverse_kl": ("gap",),
+    "teacher_entropy": ("teacher_moment",),
+    "argmax": ("index",),
+}
 OPTIONAL = tuple(PACKET_ROWS)
+OF_TEACHER = ("forward_kl", "reverse_kl", "teacher_entropy")
 IGNORED = 2.0  # the owner flag of every packet of an ignored token, so that ranks whose labels differ find out
 
 
@@ -46,6 +68,8 @@ class HeadSpec(NamedTuple):
     backend: str
     transport: str
     group_name: str
+    teacher_scale: float = 1.0  # u = teacher_scale t
+    student_scale: float = 1.0  # z' = student_scale z
 
     @property
     def packets(self) -> int:
@@ -69,6 +93,9 @@ class VocabStatistics(NamedTuple):
     labels: torch.Tensor | None
     valid: torch.Tensor | None  # bool: label is not ignore_index
     hits: torch.Tensor | None  # what `correct` returns
+    forward_kl: torch.Tensor | None  # KL(teacher || student), nats, at the teacher's side's temperatures
+    reverse_kl: torch.Tensor | None  # KL(student || teacher)
+    teacher_entropy: torch.Tensor | None  # -sum q log q; not differentiable. forward_kl + it: soft cross-entropy
     vocab_size: int
 
     @property
@@ -91,22 +118,36 @@ class State(NamedTuple):
     total: torch.Tensor | None = None  # this one and the next with the target
     mass: torch.Tensor | None = None
     index: torch.Tensor | None = None
+    student_sum: torch.Tensor | None = None
+    teacher_shift: torch.Tensor | None = None
+    teacher_sum: torch.Tensor | None = None
+    teacher_moment: torch.Tensor | None = None
+    teacher_target: torch.Tensor | None = None
+    cross: torch.Tensor | None = None
+    gap: torch.Tensor | None = None
 
 
 def packet_rows(has_labels: bool, want) -> list[str]:
     rows = ["max", "sum"] + (["target", "owner"] if has_labels else [])
+    if any(name in want for name in OF_TEACHER):
+        rows += ["student_sum", "teacher_max", "teacher_sum"] + (["teacher_target"] if has_labels else [])
     return rows + [row for name in OPTIONAL if name in want for row in PACKET_ROWS[name]]
 
 
 def merged_rows(has_labels: bool, want) -> list[str]:
-    """What the backward needs per token besides the logits: M, S (0 where ignored), u / S, z_y - M, sum p (z - M)."""
-    return ["shift", "sum"] + (["others", "target"] if has_labels else []) + (["mean"] if "entropy" in want else [])
+    """What the backward needs per token besides the logits: M, S (0 where ignored), u / S, z_y - M, sum p (z - M); with
+    a teacher S', the shift and sum of q, and the mean of z' - u (0 if not wanted)."""
+    rows = ["shift", "sum"] + (["others", "target"] if has_labels else []) + (["mean"] if "entropy" in want else [])
+    if any(name in want for name in OF_TEACHER):
+        rows += ["student_sum", "teacher_shift", "teacher_sum", "gap"]
+    return rows
 
 
 def value_rows(has_labels: bool, want) -> list[str]:
     """The fp32 statistics, in order; "owners" (how many ranks claim the label) serves checks."""
     names = ["lse"] + (["log_prob", "target_logit", "owners"] if has_labels else [])
-    return names + (["entropy"] if "entropy" in want else []) + (["total", "mass"] if "total" in want else [])
+    names += (["entropy"] if "entropy" in want else []) + (["total", "mass"] if "total" in want else [])
+    return names + [name for name in OF_TEACHER if name in want]
 
 
 def flag_names(has_labels: bool, want) -> list[str]:
@@ -130,8 +171,15 @@ def decay(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return difference, torch.where(empty, 0.0, difference.exp())
 
 
-def merge(packets: torch.Tensor, has_labels: bool, spec: HeadSpec) -> State:
-    """Packets [chunks of all ranks in vocabulary order, rows, N] -> the sums over all of them."""
+def weigh(factor, value):
+    """factor * value, where a factor of 0 leaves nothing of any value."""
+    return torch.where(factor == 0, 0.0, factor * value)
+
+
+def merge(packets: torch.Tensor, has_labels: bool, spec: HeadSpec, scales: torch.Tensor | None = None) -> State:
+    """Packets [chunks of all ranks in vocabulary order, rows, N] -> the sums over all of them.
+
+    scales: [2, N] of the teacher and of the student at its side, or None for the spec's."""
     row = dict(zip(packet_rows(has_labels, spec.want), packets.double().unbind(1)))
     peak, state = row["max"], {}
     shift = peak.amax(0)
@@ -143,12 +191,27 @@ def merge(packets: torch.Tensor, has_labels: bool, spec: HeadSpec) -> State:
         state["moment"] = (factor * (row["moment"] + drop * row["sum"])).sum(0)
     if "total" in row:
         state["total"], state["mass"] = row["total"].sum(0), row["mass"].sum(0)
+    if "teacher_max" in row:
+        scale = spec.student_scale if scales is None else scales[1].double()
+        scaled = torch.where(peak == -torch.inf, 0.0, (scale * drop).exp())
+        state["student_sum"] = (scaled * row["student_sum"]).sum(0)
+        state["teacher_shift"] = row["teacher_max"].amax(0)
+        fall, factor_t = decay(row["teacher_max"], state["teacher_shift"])
+        state["teacher_sum"] = (factor_t * row["teacher_sum"]).sum(0)
+        if "cross" in row:
+            state["cross"] = weigh(factor_t, row["cross"]).sum(0)
+        if "gap" in row:
+            state["gap"] = weigh(scaled, row["gap"]).sum(0)
+        if "teacher_moment" in row:
+            state["teacher_moment"] = (factor_t * (row["teacher_moment"] + fall * row["teacher_sum"])).sum(0)
+        if has_labels:
+            state["teacher_target"] = torch.where(row["owner"] == 1, row["teacher_target"], 0.0).sum(0)
     if "index" in row:
         state["index"] = torch.where(peak == shift, row["index"], torch.inf).amin(0)
     return State(shift, (factor * row["sum"]).sum(0), **state)
 
 
-def finish(state: State, labels, spec: HeadSpec, dtype=torch.float32) -> list[torch.Tensor]:
+def finish(state: State, labels, spec: HeadSpec, dtype=torch.float32, scales=None) -> list[torch.Tensor]:
     """Join the target column: [merged rows [R, N], values [K, N], *flags [N]], named by the functions above."""
     has_labels = labels is not None
     top, others, rows, out, flags = state.shift, state.sum, {}, {}, {}
@@ -180,6 +243,27 @@ def finish(state: State, labels, spec: HeadSpec, dtype=torch.float32) -> list[to
     bad = ~(total_sum > 0)
     if has_labels:
         bad = (bad | (state.owners != 1)) & ~ignored
+    if state.teacher_sum is not None:
+        whole, gap = state.student_sum, state.gap
+        scale = spec.student_scale if scales is None else scales[1].double()
+        if has_labels:
+            scaled = torch.where(state.shift == -torch.inf, 0.0, (scale * drop).exp())
+            at_target = torch.where(target == -torch.inf, 0.0, (scale * offset).exp())
+            whole = scaled * whole + at_target
+            if gap is not None:
+                gap = weigh(scaled, gap) + weigh(at_target, scale * target - state.teacher_target)
+        apart = state.teacher_shift + state.teacher_sum.log() - (scale * top + whole.log())  # log-normalisers
+        unknown = ~(state.teacher_sum > 0) & ~ignored
+        if state.cross is not None:
+            out["forward_kl"] = (state.cross / state.teacher_sum - apart).clamp(min=0)
+        if gap is not None:
+            out["reverse_kl"] = (gap / whole + apart).clamp(min=0)
+        if state.teacher_moment is not None:
+            out["teacher_entropy"] = state.teacher_sum.log() - state.teacher_moment / state.teacher_sum
+        rows["gap"] = torch.zeros_like(whole) if gap is None else gap / whole
+        rows |= {"student_sum": whole, "teacher_shift": state.teacher_shift, "teacher_sum": state.teacher_sum}
+        for group, names in ((out, OF_TEACHER), (rows, ("student_sum", "teacher_shift", "teacher_sum", "gap"))):
+            group.update((name, torch.where(unknown, torch.nan, group[name])) for name in names if name in group)
 
     def settle(value):
         return torch.where(ignored, 0.0, torch.where(bad, torch.nan, value)).to(dtype)

@@ -19,7 +19,7 @@ class Term:
     """A weighted per-token loss: ``function(stats, **inputs) -> [..] fp32``, and the optional statistics it needs.
 
     inputs: names of what the function takes besides the statistics, from ``HeadLoss.forward(inputs={...})``: tensors
-    that broadcast to the labels' shape, or `Sequences`.
+    that broadcast to the labels' shape, "sequences" or "teacher".
 
     A `reduce.Monomial` as the function, such as ``Monomial("lse", square=True)``, needs no kernels of its own.
 
@@ -52,6 +52,9 @@ METRICS: dict[str, tuple[Monomial, str]] = {  # name -> what is summed, and the 
     "entropy": (Monomial("entropy"), "entropy"),
     "log_prob": (Monomial("log_prob"), ""),
     "lse": (Monomial("lse"), ""),
+    "forward_kl": (Monomial("forward_kl"), "forward_kl"),  # these three with the input "teacher"
+    "reverse_kl": (Monomial("reverse_kl"), "reverse_kl"),
+    "teacher_entropy": (Monomial("teacher_entropy"), "teacher_entropy"),
 }
 
 
@@ -95,6 +98,35 @@ def ZLoss(weight: float) -> Term:
 def Entropy(weight: float) -> Term:
     """An entropy bonus: weight * -entropy, with its gradient."""
     return Term("entropy", Monomial("entropy", negative=True), weight, ("entropy",))
+
+
+DISTILLATIONS = {  # name -> what is minimised, and the statistics that it needs
+    "forward_kl": (Monomial("forward_kl"), ("forward_kl",)),
+    "reverse_kl": (Monomial("reverse_kl"), ("reverse_kl",)),
+    "cross_entropy": (losses.soft_cross_entropy, ("forward_kl", "teacher_entropy")),
+}
+
+
+def Distillation(
+    weight: float = 1.0, divergence: str = "forward_kl", *, temperature_squared: bool = False, name: str | None = None
+) -> Term:
+    """A divergence from a teacher's whole distribution. Input: "teacher", an `api.Teacher` with its temperatures.
+
+    divergence: "forward_kl" = KL(teacher || student), "reverse_kl", or "cross_entropy" to the teacher's probabilities,
+    which differs from the forward KL by a constant. temperature_squared: times T^2 of the student's temperature, value
+    and gradient alike. name: of the term, by default the divergence's (with "teacher_" before "cross_entropy").
+    """
+    if divergence not in DISTILLATIONS:
+        raise ValueError(f"divergence must be one of {sorted(DISTILLATIONS)}, got {divergence!r}")
+    per_token, want = DISTILLATIONS[divergence]
+
+    def function(stats, teacher):
+        values = per_token(stats)
+        return losses.temperature_squared(values, teacher.of_student) if temperature_squared else values
+
+    plain = isinstance(per_token, Monomial) and not temperature_squared
+    default = "teacher_cross_entropy" if divergence == "cross_entropy" else divergence
+    return Term(name or default, per_token if plain else function, weight, want, inputs=("teacher",))
 
 
 OBJECTIVES = {  # name -> function of the log-prob, and the inputs it takes

@@ -37,7 +37,14 @@ def shares_memory(_logits) -> bool:
     return False
 
 
-def local_statistics(packets, logits, labels, bias, temperature, total_weight, spec: HeadSpec):
+def _teacher_scales(scales, block, dtype, spec):
+    """Factors of the teacher's and of the student's logits, numbers or [n, 1]."""
+    if scales is None:
+        return spec.teacher_scale, spec.student_scale
+    return scales[:, block, None].to(dtype).unbind(0)
+
+
+def local_statistics(packets, logits, labels, bias, temperature, total_weight, teacher, scales, spec: HeadSpec):
     """Logits [N, width], labels [N] -> packets [chunks, rows, N] of this rank, fp32 (float64 for float64)."""
     names = packet_rows(labels is not None, spec.want)
     packets.zero_()
@@ -46,6 +53,8 @@ def local_statistics(packets, logits, labels, bias, temperature, total_weight, s
         width = max(0, columns.stop - columns.start)
         row = dict(zip(names, packets[c].unbind(0)))
         row["max"].fill_(-torch.inf)
+        if teacher is not None:
+            row["teacher_max"].fill_(-torch.inf)
         if width:
             for block in _row_blocks(logits.shape[0], width):
                 out = {name: value[block] for name, value in row.items()}
@@ -60,16 +69,22 @@ def local_statistics(packets, logits, labels, bias, temperature, total_weight, s
                     None if labels is None else labels[block].long() - spec.start - columns.start,
                     None if total_weight is None else total_weight[columns],
                     spec.start + columns.start,
+                    None if teacher is None else teacher[block, columns],
+                    _teacher_scales(scales, block, packets.dtype, spec),
                 )
         if labels is not None:
             ignored = labels.long() == spec.ignore_index
             packets[c, :, ignored] = 0.0
             row["max"].masked_fill_(ignored, -torch.inf)
             row["owner"].masked_fill_(ignored, IGNORED)
+            if teacher is not None:
+                row["teacher_max"].masked_fill_(ignored, -torch.inf)
 
 
-def _chunk_statistics(out, z, target, total_weight, first_id):
-    """One block of one chunk: z [n, w], target column [n] (outside [0, w) if elsewhere) -> `out` rows [n]."""
+def _chunk_statistics(out, z, target, total_weight, first_id, teacher, scales):
+    """One block of one chunk: z [n, w], target column [n] (outside [0, w) if elsewhere), the teacher's logits [n, w]
+    and the scales of both -> `out` rows [n]."""
+    whole = z
     if "total" in out:
         weight = torch.ones_like(z) if total_weight is None else total_weight.to(z.dtype)
         out["total"].copy_(torch.where(z == -torch.inf, 0.0, z * weight).sum(-1, dtype=torch.float64))
@@ -92,19 +107,49 @@ def _chunk_statistics(out, z, target, total_weight, first_id):
     out["sum"].copy_(weight.sum(-1, dtype=torch.float64))
     if "moment" in out:
         out["moment"].copy_(torch.where(shifted == -torch.inf, 0.0, weight * shifted).sum(-1, dtype=torch.float64))
+    if teacher is not None:
+        _chunk_of_teacher(out, whole, shifted, target, teacher.to(z.dtype) * scales[0], scales[1])
 
 
-def merge_packets(packets, labels, spec: HeadSpec):
+def _chunk_of_teacher(out, z, shifted, target, u, scale):
+    """z [n, w] with the target column, z - max without it, the teacher's scaled logits u [n, w] -> `out` rows [n]."""
+
+    def total(factor, value):  # what has no probability adds nothing, whatever its logits
+        return torch.where(factor == 0, 0.0, factor * value).sum(-1, dtype=torch.float64)
+
+    peak = u.amax(-1)
+    fall = u - torch.where(peak == -torch.inf, 0.0, peak)[:, None]
+    q, p = fall.exp(), (scale * shifted).exp()
+    out["teacher_max"].copy_(peak)
+    out["teacher_sum"].copy_(q.sum(-1, dtype=torch.float64))
+    out["student_sum"].copy_(p.sum(-1, dtype=torch.float64))
+    if "cross" in out:
+        out["cross"].copy_(total(q, u - scale * z))
+    if "gap" in out:
+        out["gap"].copy_(total(p, scale * z - u))
+    if "teacher_moment" in out:
+        out["teacher_moment"].copy_(total(q, fall))
+    if target is not None:
+        owned = (target >= 0) & (target < z.shape[1])
+        picked = u.gather(1, target.clamp(0, z.shape[1] - 1)[:, None])[:, 0]
+        out["teacher_target"].copy_(torch.where(owned, picked, 0.0))
+
+
+def merge_packets(packets, labels, scales, spec: HeadSpec):
     """Packets of all ranks -> [merged rows, values, *flags]."""
-    return finish(merge(packets, labels is not None, spec), labels, spec, packets.dtype)
+    return finish(merge(packets, labels is not None, spec, scales), labels, spec, packets.dtype, scales)
 
 
-def logits_gradient(out, logits, labels, bias, temperature, total_weight, merged, grads, spec: HeadSpec):
+def logits_gradient(
+    out, logits, labels, bias, temperature, total_weight, teacher, scales, merged, grads, spec: HeadSpec
+):
     """Write d loss / d logits into `out` [N, width], which may be `logits` itself.
 
-    `grads` are the upstream gradients [N] or None of (lse, log_prob, entropy, total). Per element, before the one
-    rounding: dz_j = p_j (g_lse - g_log_prob - g_entropy (z_j - M - mean)) + w_j g_total, and at the target column
-    p_y (g_lse - g_entropy (z_y - M - mean)) + (1 - p_y) g_log_prob + w_y g_total.
+    `grads` are the upstream gradients [N] or None of (lse, log_prob, entropy, total, forward_kl, reverse_kl). Per
+    element, before the one rounding:
+    dz_j = p_j (g_lse - g_log_prob - g_entropy (z_j - M - mean)) + w_j g_total, and at the target column
+    p_y (g_lse - g_entropy (z_y - M - mean)) + (1 - p_y) g_log_prob + w_y g_total; a teacher adds at every column
+    a g_forward_kl (p'_j - q_j) + a g_reverse_kl p'_j (z'_j - u_j - gap).
     """
     out[:, spec.valid_width :] = 0
     row = dict(zip(merged_rows(labels is not None, spec.want), merged.unbind(0)))
@@ -119,7 +164,7 @@ def logits_gradient(out, logits, labels, bias, temperature, total_weight, merged
                 spec,
             )
             here = {name: value[block, None] for name, value in row.items()}
-            lse, log_prob, entropy, total = (None if g is None else g[block, None] for g in grads)
+            lse, log_prob, entropy, total, *of_teacher = (None if g is None else g[block, None] for g in grads)
             shifted = z - here["shift"]
             coefficient = torch.zeros_like(here["sum"]) if lse is None else lse
             if entropy is not None:
@@ -135,4 +180,20 @@ def logits_gradient(out, logits, labels, bias, temperature, total_weight, merged
             if total is not None:
                 weighted = total if total_weight is None else total * total_weight[columns].to(total.dtype)
                 dz = dz + torch.where(z == -torch.inf, 0.0, weighted)
+            if any(g is not None for g in of_teacher):
+                factor_t, factor = _teacher_scales(scales, block, z.dtype, spec)
+                u = teacher[block, columns].to(z.dtype) * factor_t
+                dz = dz + factor * _of_teacher(here, *of_teacher, factor * z, factor * shifted, u)
             out[block, columns] = torch.where(here["sum"] == 0, 0.0, dz * slope).to(out.dtype)
+
+
+def _of_teacher(here, forward_kl, reverse_kl, z, shifted, u):
+    """d/dz' of the divergences, z' and z' - M' [n, w], the teacher's u [n, w]."""
+    p = shifted.exp() / here["student_sum"]
+    dz = torch.zeros_like(z)
+    if forward_kl is not None:
+        dz = dz + forward_kl * (p - (u - here["teacher_shift"]).exp() / here["teacher_sum"])
+    if reverse_kl is not None:
+        # where nobody asks, an infinite divergence has no gradient
+        dz = dz + reverse_kl * torch.where((p == 0) | (reverse_kl == 0), 0.0, p * (z - u - here["gap"]))
+    return dz

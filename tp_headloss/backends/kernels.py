@@ -116,6 +116,59 @@ def _add_tile(
     return m, s, e, total, mass, best
 
 
+@triton.jit
+def _teacher_scales(scales_ptr, row, n_rows, teacher_scale, student_scale):
+    """What the teacher's and the student's logits are multiplied by: numbers, or [2, T] of every token."""
+    if scales_ptr is not None:
+        teacher_scale = tl.load(scales_ptr + row)
+        student_scale = tl.load(scales_ptr + n_rows.to(tl.int64) + row)
+    return teacher_scale, student_scale
+
+
+@triton.jit
+def _add_teacher(
+    m, s, g,  # running maximum of the student before this tile, lane sums of exp(z' - a m) and of it times (z' - u)
+    mt, d, c, h,  # running maximum of the teacher, lane sums of q = exp(u - mt), of q (u - z') and q (u - mt)
+    m_now, z, v, t,  # the student's maximum after this tile, logits with and without the target, the teacher's logits
+    u_scale, a,
+    SCALED: tl.constexpr, WANT_FORWARD: tl.constexpr, WANT_REVERSE: tl.constexpr, WANT_MOMENT: tl.constexpr,
+):  # fmt: skip
+    """Accumulate a tile of student and teacher; what has no probability adds nothing, whatever its logits."""
+    u = t * u_scale if SCALED else t
+    shifted = v - tl.where(m_now == float("-inf"), 0.0, m_now)
+    if SCALED:
+        z *= a
+        shifted *= a
+    peak = tl.max(u, axis=0)
+    if peak > mt:
+        drop = tl.where(mt == float("-inf"), 0.0, mt - peak)
+        factor = tl.where(mt == float("-inf"), 0.0, _exp(drop))
+        if WANT_MOMENT:
+            h = factor * tl.fma(drop, d, h)
+        d *= factor
+        if WANT_FORWARD:
+            c = tl.where(factor == 0.0, 0.0, factor * c)
+    mt = tl.maximum(mt, peak)
+    fall = u - tl.where(mt == float("-inf"), 0.0, mt)
+    q = _exp(fall)
+    d += q
+    if WANT_FORWARD:
+        c += tl.where(q == 0.0, 0.0, q * (u - z))
+    if WANT_MOMENT:
+        h = tl.fma(q, tl.maximum(fall, -1e30), h)
+    if SCALED or WANT_REVERSE:  # else s is what _add_tile sums
+        if m_now > m:
+            factor = tl.where(m == float("-inf"), 0.0, _exp((m - m_now) * a))
+            s *= factor
+            if WANT_REVERSE:
+                g = tl.where(factor == 0.0, 0.0, factor * g)
+        p = _exp(shifted)
+        s += p
+        if WANT_REVERSE:
+            g += tl.where(p == 0.0, 0.0, p * (z - u))
+    return s, g, mt, d, c, h
+
+
 @triton.jit(do_not_specialize=["slot", "n_rows", "start", "valid_width", "chunks", "ignore_index"])
 def statistics_kernel(
     packets_ptr,  # [chunks, K, T] fp32 out; rows in the order of stats.packet_rows
@@ -124,12 +177,15 @@ def statistics_kernel(
     bias_ptr,  # [width] or None
     temperature_ptr,  # [T] fp32 or None
     weight_ptr,  # [width] fp32 or None: column weights of the total
+    teacher_ptr,  # [T, width] or None
+    scales_ptr,  # [2, T] fp32 of teacher and student, or None: then the numbers
     turns_ptr, slot,  # [2] int32 or None, elements: which slot of symmetric memory, see comm.SymmetricMemory
-    n_rows, x_row, x_column,
+    n_rows, x_row, x_column, t_row, t_column,
     start, valid_width, width, chunk_size, chunks, ignore_index,
-    pre, post,
-    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr,
+    pre, post, teacher_scale, student_scale,
+    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, SCALED: tl.constexpr,
     WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr, WANT_ARGMAX: tl.constexpr,
+    WANT_FORWARD: tl.constexpr, WANT_REVERSE: tl.constexpr, WANT_MOMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the packet of one chunk of one row, a function of that chunk's columns only."""
@@ -139,6 +195,9 @@ def statistics_kernel(
     size = tl.maximum(tl.minimum(chunk_size, valid_width - first), 0)
     pre, post = _row_factors(temperature_ptr, row, pre, post, HAS_CAP)
     x_ptr += row * x_row
+    if teacher_ptr is not None:
+        teacher_ptr += row * t_row
+        u_scale, a = _teacher_scales(scales_ptr, row, n_rows, teacher_scale, student_scale)
     if turns_ptr is not None:
         turn = tl.load(turns_ptr)
         packets_ptr += (turn & 1).to(tl.int64) * slot
@@ -163,6 +222,12 @@ def statistics_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
     best = 0
+    ms = tl.zeros([BLOCK], tl.float32)  # of a teacher, see _add_teacher
+    mg = tl.zeros([BLOCK], tl.float32)
+    mt = -float("inf")
+    td = tl.zeros([BLOCK], tl.float32)
+    tc = tl.zeros([BLOCK], tl.float32)
+    th = tl.zeros([BLOCK], tl.float32)
     whole = size // BLOCK * BLOCK
     # the tile of the target waits, so that the loop need not look for it: one masked tile for it, one for the tail
     waiting = tl.where(target < 0, whole, target // BLOCK * BLOCK)
@@ -171,9 +236,15 @@ def statistics_kernel(
         columns = first + o + lanes
         x = _widen(tl.load(x_ptr + columns.to(tl.int64) * x_column))
         z, _ = _transform(x, columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
+        before = m
         m, s, e, total, mass, best = _add_tile(
             m, s, e, total, mass, best, z, z, o, columns, weight_ptr, width, WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX
         )
+        if teacher_ptr is not None:
+            t = _widen(tl.load(teacher_ptr + columns.to(tl.int64) * t_column))
+            ms, mg, mt, td, tc, th = _add_teacher(
+                before, ms, mg, mt, td, tc, th, m, z, z, t, u_scale, a, SCALED, WANT_FORWARD, WANT_REVERSE, WANT_MOMENT
+            )
     for o in range(waiting, size, tl.maximum(whole - waiting, BLOCK)):
         inside = o + lanes
         columns = first + inside
@@ -182,12 +253,22 @@ def statistics_kernel(
         z, _ = _transform(_widen(x), columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
         z = tl.where(inside < size, z, float("-inf"))
         v = tl.where(inside == target, float("-inf"), z)
+        before = m
         m, s, e, total, mass, best = _add_tile(
             m, s, e, total, mass, best, z, v, o, columns, weight_ptr, width, WANT_ENTROPY, WANT_TOTAL, WANT_ARGMAX
         )
+        if teacher_ptr is not None:
+            reading = (inside < chunk_size) & (columns < width)
+            t = _widen(tl.load(teacher_ptr + columns.to(tl.int64) * t_column, mask=reading, other=0.0))
+            t = tl.where(inside < size, t, float("-inf"))
+            ms, mg, mt, td, tc, th = _add_teacher(
+                before, ms, mg, mt, td, tc, th, m, z, v, t, u_scale, a, SCALED, WANT_FORWARD, WANT_REVERSE, WANT_MOMENT
+            )
 
     n = n_rows.to(tl.int64)
-    rows: tl.constexpr = 2 + 2 * (labels_ptr is not None) + WANT_ENTROPY + 2 * WANT_TOTAL + WANT_ARGMAX
+    HAS_LABELS: tl.constexpr = labels_ptr is not None
+    OF_TEACHER: tl.constexpr = (teacher_ptr is not None) * (3 + HAS_LABELS) + WANT_FORWARD + WANT_REVERSE + WANT_MOMENT
+    rows: tl.constexpr = 2 + 2 * HAS_LABELS + WANT_ENTROPY + 2 * WANT_TOTAL + OF_TEACHER + WANT_ARGMAX
     out = packets_ptr + chunk.to(tl.int64) * rows * n + row
     tl.store(out, m + 0.0)
     tl.store(out + n, _fixed_sum(s, BLOCK))
@@ -199,6 +280,16 @@ def statistics_kernel(
         tl.store(out, tl.where(owned, z, 0.0))
         tl.store(out + n, tl.where(ignored, 2.0, tl.where(owned, 1.0, 0.0)))  # 2: stats.IGNORED
         out += 2 * n
+    if teacher_ptr is not None:
+        tl.store(out, _fixed_sum(ms if SCALED or WANT_REVERSE else s, BLOCK))
+        tl.store(out + n, mt + 0.0)
+        tl.store(out + 2 * n, _fixed_sum(td, BLOCK))
+        out += 3 * n
+        if labels_ptr is not None:
+            column = tl.where(owned, first + target, 0)
+            t = tl.load(teacher_ptr + column.to(tl.int64) * t_column, mask=owned, other=0.0).to(tl.float32)
+            tl.store(out, tl.where(owned, t * u_scale, 0.0))
+            out += n
     if WANT_ENTROPY:
         tl.store(out, _fixed_sum(e, BLOCK))
         out += n
@@ -206,6 +297,15 @@ def statistics_kernel(
         tl.store(out, _fixed_sum(total, BLOCK))
         tl.store(out + n, _fixed_sum(mass, BLOCK))
         out += 2 * n
+    if WANT_FORWARD:
+        tl.store(out, _fixed_sum(tc, BLOCK))
+        out += n
+    if WANT_REVERSE:
+        tl.store(out, _fixed_sum(mg, BLOCK))
+        out += n
+    if WANT_MOMENT:
+        tl.store(out, _fixed_sum(th, BLOCK))
+        out += n
     if WANT_ARGMAX:  # the loop found the tile; which of its columns is looked up once
         inside = best + lanes
         columns = first + inside
@@ -232,6 +332,12 @@ def _log1p(u):
 
 
 @triton.jit
+def _weigh(factor, value):
+    """factor * value in float64, where a factor of 0 leaves nothing of any value."""
+    return tl.where(factor == 0.0, 0.0, factor * value.to(tl.float64))
+
+
+@triton.jit
 def _settle(value, bad, ignored):
     return tl.where(ignored, 0.0, tl.where(bad, float("nan"), value)).to(tl.float32)
 
@@ -255,17 +361,23 @@ def merge_kernel(
     hits_ptr,  # [T] bool out, where labels and argmax are
     packets_ptr,  # [packets, K, T] fp32
     labels_ptr,  # [T] or None
+    scales_ptr,  # [2, T] or None, as in `statistics_kernel`
     peers_ptr,  # [P] int64 addresses of every rank's packets, or None where packets_ptr holds all of them
     turns_ptr, slot,  # as in `statistics_kernel`
-    n_rows,
+    n_rows, student_scale,
     PACKETS: tl.constexpr, CHUNKS: tl.constexpr,  # of the group, of a rank
-    WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr, BLOCK: tl.constexpr,
+    WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr,
+    WANT_FORWARD: tl.constexpr, WANT_REVERSE: tl.constexpr, WANT_MOMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the merge of all packets of BLOCK tokens in chunk order, in float64, and the target column."""
     HAS_LABELS: tl.constexpr = labels_ptr is not None
     WANT_ARGMAX: tl.constexpr = argmax_ptr is not None
-    MOMENT: tl.constexpr = 2 + 2 * HAS_LABELS
-    ROWS: tl.constexpr = MOMENT + WANT_ENTROPY + 2 * WANT_TOTAL + WANT_ARGMAX
+    HAS_TEACHER: tl.constexpr = WANT_FORWARD or WANT_REVERSE or WANT_MOMENT
+    TEACHER: tl.constexpr = 2 + 2 * HAS_LABELS  # where rows of the packets begin
+    MOMENT: tl.constexpr = TEACHER + HAS_TEACHER * (3 + HAS_LABELS)
+    CROSS: tl.constexpr = MOMENT + WANT_ENTROPY + 2 * WANT_TOTAL
+    ROWS: tl.constexpr = CROSS + WANT_FORWARD + WANT_REVERSE + WANT_MOMENT + WANT_ARGMAX
+    MEAN: tl.constexpr = 2 + 2 * HAS_LABELS  # and among the merged ones
     ENTROPY: tl.constexpr = 1 + 3 * HAS_LABELS  # its row among the values
     n = n_rows.to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -275,10 +387,17 @@ def merge_kernel(
         turn = tl.load(turns_ptr + 1)
         slot_offset = (turn & 1).to(tl.int64) * slot
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
+    peak_t = tl.full([BLOCK], -float("inf"), tl.float32)
     for k in tl.static_range(PACKETS):
         at = _packet(packets_ptr, peers_ptr, k, slot_offset, ROWS * n, CHUNKS) + token
         peak = tl.maximum(peak, tl.load(at, mask=here, other=0.0))
+        if HAS_TEACHER:
+            peak_t = tl.maximum(peak_t, tl.load(at + (TEACHER + 1) * n, mask=here, other=0.0))
     shift = peak.to(tl.float64)
+    shift_t = peak_t.to(tl.float64)
+    a = student_scale
+    if scales_ptr is not None:
+        a = tl.load(scales_ptr + n + token, mask=here, other=1.0)
 
     others = tl.zeros([BLOCK], tl.float64)
     moment = tl.zeros([BLOCK], tl.float64)
@@ -287,6 +406,12 @@ def merge_kernel(
     target = tl.zeros([BLOCK], tl.float64)
     owners = tl.zeros([BLOCK], tl.float32)
     index = tl.full([BLOCK], float("inf"), tl.float32)
+    student = tl.zeros([BLOCK], tl.float64)
+    gap = tl.zeros([BLOCK], tl.float64)
+    teacher = tl.zeros([BLOCK], tl.float64)
+    cross = tl.zeros([BLOCK], tl.float64)
+    moment_t = tl.zeros([BLOCK], tl.float64)
+    target_t = tl.zeros([BLOCK], tl.float64)
     for k in tl.static_range(PACKETS):
         at = _packet(packets_ptr, peers_ptr, k, slot_offset, ROWS * n, CHUNKS) + token
         m = tl.load(at, mask=here, other=0.0)
@@ -304,6 +429,23 @@ def merge_kernel(
         if WANT_TOTAL:
             total += tl.load(at + (MOMENT + WANT_ENTROPY) * n, mask=here, other=0.0).to(tl.float64)
             mass += tl.load(at + (MOMENT + WANT_ENTROPY + 1) * n, mask=here, other=0.0).to(tl.float64)
+        if HAS_TEACHER:
+            scaled = tl.where(m == float("-inf"), 0.0, tl.exp(a * drop))
+            student = tl.fma(scaled, tl.load(at + TEACHER * n, mask=here, other=1.0).to(tl.float64), student)
+            mt = tl.load(at + (TEACHER + 1) * n, mask=here, other=0.0).to(tl.float64)
+            d = tl.load(at + (TEACHER + 2) * n, mask=here, other=1.0).to(tl.float64)
+            fall, factor_t = _decay(mt, shift_t)
+            teacher = tl.fma(factor_t, d, teacher)
+            if HAS_LABELS:
+                t = tl.load(at + (TEACHER + 3) * n, mask=here, other=0.0)
+                target_t += tl.where(owner == 1.0, t, 0.0).to(tl.float64)
+            if WANT_FORWARD:
+                cross += _weigh(factor_t, tl.load(at + CROSS * n, mask=here, other=0.0))
+            if WANT_REVERSE:
+                gap += _weigh(scaled, tl.load(at + (CROSS + WANT_FORWARD) * n, mask=here, other=0.0))
+            if WANT_MOMENT:
+                h = tl.load(at + (CROSS + WANT_FORWARD + WANT_REVERSE) * n, mask=here, other=0.0).to(tl.float64)
+                moment_t = tl.fma(factor_t, tl.fma(fall, d, h), moment_t)
         if WANT_ARGMAX:
             column = tl.load(at + (ROWS - 1) * n, mask=here, other=0.0)
             index = tl.where(m == peak, tl.minimum(index, column), index)
@@ -317,6 +459,12 @@ def merge_kernel(
         drop, factor = _decay(shift, top)
         p_target = _decay(target, top)[1]
         offset = tl.where(target == float("-inf"), target, target - top)
+        if HAS_TEACHER:
+            scaled = tl.where(shift == float("-inf"), 0.0, tl.exp(a * drop))
+            at_target = tl.where(target == float("-inf"), 0.0, tl.exp(a * offset))
+            student = scaled * student + at_target
+            if WANT_REVERSE:
+                gap = _weigh(scaled, gap) + _weigh(at_target, a * target - target_t)
         if WANT_ENTROPY:
             moment = factor * tl.fma(drop, others, moment) + tl.where(p_target == 0.0, 0.0, p_target * offset)
         others *= factor
@@ -338,11 +486,32 @@ def merge_kernel(
     tl.store(merged_ptr + n + token, _settle(whole, bad, ignored), mask=here)
     if WANT_ENTROPY:
         mean = moment / whole
-        tl.store(merged_ptr + MOMENT * n + token, _settle(mean, bad, ignored), mask=here)
+        tl.store(merged_ptr + MEAN * n + token, _settle(mean, bad, ignored), mask=here)
         tl.store(values_ptr + ENTROPY * n + token, _settle(log_sum - mean, bad, ignored), mask=here)
     if WANT_TOTAL:
         tl.store(values_ptr + (ENTROPY + WANT_ENTROPY) * n + token, _settle(total, bad, ignored), mask=here)
         tl.store(values_ptr + (ENTROPY + WANT_ENTROPY + 1) * n + token, _settle(mass, bad, ignored), mask=here)
+    if HAS_TEACHER:
+        unknown = bad | (~(teacher > 0.0) & ~ignored)
+        log_t = tl.log(teacher)
+        apart = shift_t + log_t - (a * top + tl.log(student))
+        at = values_ptr + (ENTROPY + WANT_ENTROPY + 2 * WANT_TOTAL) * n + token
+        if WANT_FORWARD:
+            kl = cross / teacher - apart
+            tl.store(at, _settle(tl.where(kl < 0.0, 0.0, kl), unknown, ignored), mask=here)
+            at += n
+        if WANT_REVERSE:
+            gap /= student
+            kl = gap + apart
+            tl.store(at, _settle(tl.where(kl < 0.0, 0.0, kl), unknown, ignored), mask=here)
+            at += n
+        if WANT_MOMENT:
+            tl.store(at, _settle(log_t - moment_t / teacher, unknown, ignored), mask=here)
+        at = merged_ptr + (MEAN + WANT_ENTROPY) * n + token
+        tl.store(at, _settle(student, unknown, ignored), mask=here)
+        tl.store(at + n, _settle(shift_t, unknown, ignored), mask=here)
+        tl.store(at + 2 * n, _settle(teacher, unknown, ignored), mask=here)
+        tl.store(at + 3 * n, _settle(gap, unknown, ignored), mask=here)
     if WANT_ARGMAX:
         best = index.to(tl.int64)
         if HAS_LABELS:
@@ -357,7 +526,8 @@ def merge_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "g_lse_ptr", "g_log_prob_ptr", "g_entropy_ptr", "g_total_ptr", "n_rows", "start", "valid_width"
+        "g_lse_ptr", "g_log_prob_ptr", "g_entropy_ptr", "g_total_ptr", "g_forward_ptr", "g_reverse_ptr",
+        "n_rows", "start", "valid_width",
     ]
 )  # fmt: skip
 def gradient_kernel(
@@ -367,12 +537,16 @@ def gradient_kernel(
     bias_ptr,  # [width] or None
     temperature_ptr,  # [T] fp32 or None
     weight_ptr,  # [width] fp32 or None
+    teacher_ptr, scales_ptr,  # [T, width], [2, T] or None, as in `statistics_kernel`
     merged_ptr,  # [R, T] fp32; rows in the order of stats.merged_rows
     g_lse_ptr, g_log_prob_ptr, g_entropy_ptr, g_total_ptr,  # [T] fp32 upstream gradients, or None
-    n_rows, dx_row, dx_column, x_row, x_column,
+    g_forward_ptr, g_reverse_ptr,
+    n_rows, dx_row, dx_column, x_row, x_column, t_row, t_column,
     start, valid_width, width,
-    pre, post,
-    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    pre, post, teacher_scale, student_scale,
+    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, PADDED: tl.constexpr, SCALED: tl.constexpr,
+    TEACHER: tl.constexpr,  # the first merged row that is the teacher's
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of one row of the gradient; `eager.logits_gradient` states the formula.
 
@@ -424,6 +598,25 @@ def gradient_kernel(
         if weight_ptr is not None:
             w *= tl.load(weight_ptr + columns, mask=columns < width, other=0.0)
         dz += tl.where(z == float("-inf"), 0.0, w)
+    if g_forward_ptr is not None or g_reverse_ptr is not None:
+        u_scale, a = _teacher_scales(scales_ptr, row, n_rows, teacher_scale, student_scale)
+        t = tl.load(teacher_ptr + row * t_row + columns.to(tl.int64) * t_column, mask=columns < readable, other=0.0)
+        u = _widen(t)
+        if SCALED:
+            u *= u_scale
+            z *= a
+            shifted *= a
+        at = merged_ptr + TEACHER * n + row
+        p = _exp(shifted)
+        per_student = tl.where(ignored, 0.0, a / tl.load(at))
+        if g_forward_ptr is not None:
+            g = tl.load(g_forward_ptr + row)
+            per_teacher = tl.where(ignored, 0.0, a / tl.load(at + 2 * n))
+            dz += p * (g * per_student) - _exp(u - tl.load(at + n)) * (g * per_teacher)
+        if g_reverse_ptr is not None:
+            g = tl.load(g_reverse_ptr + row) * per_student
+            apart = tl.where(p == 0.0, 0.0, p * (z - u - tl.load(at + 3 * n)))
+            dz += tl.where(g == 0.0, 0.0, g * apart)  # where nobody asks, an infinite divergence has no gradient
     if HAS_SCALE:
         dz *= slope
     dz = tl.where(ignored, 0.0, dz)  # whatever a bias, a temperature or a weight did to it

@@ -12,7 +12,7 @@ try:
 except ImportError:  # before Triton 3.4, where kernels are launched through Triton's own dispatch
     knobs = None
 
-from ..stats import HeadSpec, empty_outputs, flag_names
+from ..stats import OF_TEACHER, HeadSpec, empty_outputs, flag_names
 from . import kernels
 
 INTERPRETED = not isinstance(kernels.gradient_kernel, triton.JITFunction)
@@ -37,7 +37,7 @@ def _next_power_of_2(n: int) -> int:
 # Other GPUs get the same values.
 
 
-def statistics_launch(chunk_size: int) -> Launch:
+def statistics_launch(chunk_size: int, of_teacher: bool = False) -> Launch:
     """Tile of the forward. Its width decides the order of additions, so it depends on the vocabulary alone.
 
     One warp needs no barrier for its maxima and sums.
@@ -45,19 +45,25 @@ def statistics_launch(chunk_size: int) -> Launch:
     the same, entropy and argmax: 512/1 149.6, 256/1 164.8, 1024/1 166.9, 1024/2 236.0
     8 chunks of 4016: 512/1 141.6, 256/1 153.9, 1024/1 170.8; with entropy and argmax: 512/1 186.9, 256/1 192.6
     8 chunks of 16032: 1024/1 485.9, 512/1 488.7, 256/1 504.7; with entropy and argmax: 512/1 587.0, 256/1 627.7
+    forward_kl, 2 chunks of 16032: 256/1 288.7, 512/1 289.2, 1024/1 318.7; 8 of 4016: 256/1 319.1, 512/1 336.1
+    reverse_kl, 2 chunks of 16032: 256/1 320.7, 512/1 338.2, 128/1 396.9; 8 of 4016: 256/1 358.3, 128/1 413.7
     """
-    return Launch(min(512, max(128, _next_power_of_2(chunk_size))), 1)
+    return Launch(min(256 if of_teacher else 512, max(128, _next_power_of_2(chunk_size))), 1)
 
 
-def gradient_launch(width: int, entropy: bool) -> Launch:
+def gradient_launch(width: int, entropy: bool, forward_kl: bool = False, reverse_kl: bool = False) -> Launch:
     """Tile of the backward.
 
     32064 wide: 4096/4 257.1, 4096/8 257.9, 2048/4 258.4, 1024/2 259.4, 1024/4 289.9, 512/1 319.6
     the same, with entropy: 4096/4 262.9, 8192/8 264.2, 2048/4 272.4, 1024/2 273.1
     128256 wide: 2048/4 988.8, 1024/2 989.0, 4096/4 994.3; with entropy: 4096/4 1004.7, 2048/4 1039.2
     8032 wide: 2048/4 70.0, 4096/4 71.1; with entropy: 4096/4 72.7, 2048/4 73.8
+    32064 wide, with forward_kl: 512/1 419.0, 1024/4 424.1, 2048/8 425.7, 4096/4 432.3, 2048/4 441.3
+    32064 wide, with reverse_kl: 4096/4 443.5, 1024/4 454.4, 2048/8 462.5, 512/1 466.0, 2048/4 469.3
     """
-    return Launch(min(4096 if entropy else 2048, max(256, _next_power_of_2(width))), 4)
+    if forward_kl and not entropy and not reverse_kl:
+        return Launch(min(512, max(256, _next_power_of_2(width))), 1)
+    return Launch(min(4096 if entropy or reverse_kl else 2048, max(256, _next_power_of_2(width))), 4)
 
 
 MERGE = Launch(64, 2)  # 8 packets: 32/1 7.7, 128/4 8.6, 64/2 8.7; with entropy and argmax: 64/2 8.0, 32/1 8.5
@@ -125,31 +131,47 @@ def _factors(spec: HeadSpec, has_temperatures: bool) -> tuple[float, float, bool
     return pre, 1.0, has_temperatures or pre != 1.0, False
 
 
+def _scaled(spec: HeadSpec, scales) -> bool:
+    """Whether teacher or student are multiplied by anything at the teacher's side."""
+    return scales is not None or spec.teacher_scale != 1.0 or spec.student_scale != 1.0
+
+
+def _strides(tensor) -> tuple[int, int]:
+    return (0, 0) if tensor is None else tensor.stride()
+
+
 def shares_memory(logits) -> bool:
     """Whether packets may meet in symmetric memory."""
     return logits.is_cuda and logits.shape[0] > 0
 
 
-def local_statistics(packets, logits, labels, bias, temperatures, total_weight, spec: HeadSpec, memory=None):
+def local_statistics(
+    packets, logits, labels, bias, temperatures, total_weight, teacher, scales, spec: HeadSpec, memory=None
+):
     """Logits [N, width], labels [N] -> packets [chunks, rows, N] fp32 of this rank, in `memory`'s slot if given."""
     n_rows, width = logits.shape
     if n_rows == 0:
         return
     pre, post, has_scale, has_cap = _factors(spec, temperatures is not None)
-    row, column = logits.stride()
-    vectors = labels, bias, temperatures, total_weight
+    strides = *logits.stride(), *_strides(teacher)
+    vectors = labels, bias, temperatures, total_weight, teacher, scales
     _launch(
         kernels.statistics_kernel,
         n_rows * spec.chunks,
-        (spec, width, memory and memory.slot, _kind(logits), _size(row), _size(column), *map(_kind, vectors)),
-        statistics_launch(spec.chunk_size),
+        (spec, width, memory and memory.slot, _kind(logits), *map(_size, strides), *map(_kind, vectors)),
+        statistics_launch(spec.chunk_size, teacher is not None),
         packets, logits, *vectors, memory and memory.turns, memory.slot if memory else 0,
-        n_rows, row, column, spec.start, spec.valid_width, width, spec.chunk_size, spec.chunks, spec.ignore_index,
-        pre, post, has_scale, has_cap, "entropy" in spec.want, "total" in spec.want, "argmax" in spec.want,
+        n_rows, *strides, spec.start, spec.valid_width, width, spec.chunk_size, spec.chunks, spec.ignore_index,
+        pre, post, spec.teacher_scale, spec.student_scale, has_scale, has_cap, _scaled(spec, scales),
+        "entropy" in spec.want, "total" in spec.want, "argmax" in spec.want, *_wants_of_teacher(spec),
     )  # fmt: skip
 
 
-def merge_packets(packets, labels, spec: HeadSpec, memory=None):
+def _wants_of_teacher(spec: HeadSpec) -> list[bool]:
+    return [name in spec.want for name in OF_TEACHER]
+
+
+def merge_packets(packets, labels, scales, spec: HeadSpec, memory=None):
     """Packets of all ranks (this rank's, whose peers' lie in `memory`) -> [merged rows, values, *flags]."""
     n_rows, has_labels = packets.shape[-1], labels is not None
     outputs = empty_outputs(packets, n_rows, has_labels, spec.want)
@@ -158,29 +180,33 @@ def merge_packets(packets, labels, spec: HeadSpec, memory=None):
         _launch(
             kernels.merge_kernel,
             _cdiv(n_rows, MERGE.block),
-            (spec, memory and memory.slot, _kind(labels)),
+            (spec, memory and memory.slot, _kind(labels), _kind(scales)),
             MERGE,
-            *outputs[:2], *(flags.get(name) for name in ("valid", "argmax", "hits")), packets, labels,
+            *outputs[:2], *(flags.get(name) for name in ("valid", "argmax", "hits")), packets, labels, scales,
             memory and memory.peers, memory and memory.turns, memory.slot if memory else 0,
-            n_rows, spec.packets, spec.chunks, "entropy" in spec.want, "total" in spec.want,
+            n_rows, spec.student_scale, spec.packets, spec.chunks, "entropy" in spec.want, "total" in spec.want,
+            *_wants_of_teacher(spec),
         )  # fmt: skip
     return outputs
 
 
-def logits_gradient(out, logits, labels, bias, temperatures, total_weight, merged, grads, spec: HeadSpec):
+def logits_gradient(
+    out, logits, labels, bias, temperatures, total_weight, teacher, scales, merged, grads, spec: HeadSpec
+):
     """Write d loss / d logits into `out` [N, width], which may be `logits` itself; `grads` as in the eager backend."""
     n_rows, width = logits.shape
     if logits.numel() == 0:
         return
     if INTERPRETED and out.dtype == torch.bfloat16:  # the interpreter truncates to bf16, hardware rounds
         exact = torch.empty_like(out, dtype=torch.float32)
-        logits_gradient(exact, logits, labels, bias, temperatures, total_weight, merged, grads, spec)
+        logits_gradient(exact, logits, labels, bias, temperatures, total_weight, teacher, scales, merged, grads, spec)
         out.copy_(exact)
         return
-    launch = gradient_launch(width, grads[2] is not None)
+    launch = gradient_launch(width, *(grads[i] is not None for i in (2, 4, 5)))
     pre, post, has_scale, has_cap = _factors(spec, temperatures is not None)
-    strides = *out.stride(), *logits.stride()
-    vectors = labels, bias, temperatures, total_weight
+    strides = *out.stride(), *logits.stride(), *_strides(teacher)
+    vectors = labels, bias, temperatures, total_weight, teacher, scales
+    of_teacher = len(merged) - 4 if teacher is not None else 0
     _launch(
         kernels.gradient_kernel,
         n_rows * _cdiv(width, launch.block),
@@ -188,7 +214,8 @@ def logits_gradient(out, logits, labels, bias, temperatures, total_weight, merge
         launch,
         out, logits, *vectors, merged, *grads,
         n_rows, *strides, spec.start, spec.valid_width, width,
-        pre, post, has_scale, has_cap, spec.valid_width < width,
+        pre, post, spec.teacher_scale, spec.student_scale, has_scale, has_cap, spec.valid_width < width,
+        _scaled(spec, scales), of_teacher,
     )  # fmt: skip
 
 

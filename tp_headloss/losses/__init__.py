@@ -1,6 +1,7 @@
 """Per-token losses: ordinary PyTorch on statistics, log-probs and tensors per token. They see no kernels, no ranks."""
 
 from .cross_entropy import cross_entropy, label_weight, smoothed_cross_entropy
+from .distillation import soft_cross_entropy, temperature_squared
 from .kl import KL_ESTIMATORS, kl_estimate
 from .metrics import generator_metrics, policy_metrics
 from .policy import (
@@ -50,6 +51,8 @@ __all__ = [
     "sequence_mask",
     "simpo",
     "smoothed_cross_entropy",
+    "soft_cross_entropy",
+    "temperature_squared",
     "truncated_importance_weight",
     "vespo",
     "z_loss",

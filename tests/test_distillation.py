@@ -1,0 +1,282 @@
+"""Divergences from a teacher's whole distribution, in the same pass as everything else, against float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from test_contract import counted_collectives
+
+from tp_headloss import (
+    CrossEntropy,
+    Distillation,
+    Entropy,
+    HeadLoss,
+    Options,
+    Sequences,
+    Teacher,
+    Transform,
+    VocabShard,
+    ZLoss,
+    vocab_statistics,
+)
+
+WANT = ("forward_kl", "reverse_kl", "teacher_entropy")
+V, N = 200, 9  # of 256 padded columns
+
+TEMPERATURES = {  # of the teacher, of the student, of the other losses
+    "one": (1.0, None, 1.0),
+    "shared": (2.0, None, 2.0),
+    "apart": (2.0, 3.0, 0.7),
+    "tokens": (True, 1.7, 1.0),
+    "all tokens": (True, True, True),
+}
+
+
+def rows(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(4)
+    x = (2 * torch.randn(N, V, generator=generator)).to(dtype)
+    t = (2 * torch.randn(N, V, generator=generator)).to(dtype)
+    labels = torch.randint(0, V, (N,), generator=generator)
+    labels[2] = -100
+    x[3, labels[3]] = 30.0  # far above the rest, which is all that the running maximum knows
+    t[4] = x[4]  # nothing to learn
+    x[5, 7] = t[5, 7] = -torch.inf  # 0 log 0
+    t[6, ::2] = -torch.inf
+    return x, t, labels, [torch.rand(N, generator=generator) + 0.7 for _ in range(3)]
+
+
+def temperatures(kind, device):
+    drawn = [value.to(device) for value in rows()[3]]
+    return [value if given is True else given for given, value in zip(TEMPERATURES[kind], drawn)]
+
+
+def divergences(x, t, of_teacher, of_student):
+    """The definitions, in float64: forward KL, reverse KL, entropy of the teacher [N]."""
+
+    def divided(logits, temperature):
+        return logits / (temperature.double()[:, None] if isinstance(temperature, torch.Tensor) else temperature)
+
+    log_p = divided(x, of_teacher if of_student is None else of_student).log_softmax(-1)
+    log_q = divided(t, of_teacher).log_softmax(-1)
+    p, q = log_p.exp(), log_q.exp()
+
+    def total(weight, value):
+        return torch.where(weight == 0, 0.0, weight * torch.where(weight == 0, 0.0, value)).sum(-1)
+
+    return total(q, log_q - log_p), total(p, log_p - log_q), -total(q, log_q)  # -inf has no weight, nor a gradient
+
+
+def reference_loss(z, t, of_teacher, of_student, rest):
+    """The scalar that `statistics_run` differentiates, without log-probs; t[6] has no reverse KL."""
+    g = torch.linspace(-1, 2, N).double()
+    forward, *_ = divergences(z, t, of_teacher, of_student)
+    reverse = divergences(z, t.index_fill(0, torch.tensor([6]), 0.0), of_teacher, of_student)[1]
+    log_p = (z / rest).log_softmax(-1)
+    log_p = torch.where(log_p == -torch.inf, -1e9, log_p)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return g * forward + g.flip(0).index_fill(0, torch.tensor([6]), 0.0) * reverse + 0.3 * entropy, log_p
+
+
+def statistics_run(group, device, kind, dtype, with_labels, backend):
+    x, t, labels, _ = rows(dtype)
+    of_teacher, of_student, of_rest = temperatures(kind, device)
+    shard = VocabShard.from_group(group, V, 256)
+    local, teacher = (F.pad(z, (0, 56), value=40.0)[:, shard.start : shard.stop].clone().to(device) for z in (x, t))
+    local.requires_grad_()
+    stats = vocab_statistics(
+        local,
+        labels.to(device) if with_labels else None,
+        shard=shard,
+        want=(*WANT, "entropy"),
+        transform=Transform(temperature=of_rest),
+        teacher=Teacher(teacher, of_teacher, of_student),
+        options=Options(backend=backend),
+    )
+    g = torch.linspace(-1, 2, N, device=device)
+    finite = torch.where(stats.reverse_kl.isfinite(), stats.reverse_kl, 0.0)  # t[6] has no gradient of it
+    loss = (g * stats.forward_kl + g.flip(0) * finite + 0.3 * stats.entropy).sum()
+    if with_labels:
+        loss = loss + (0.5 * stats.log_prob).sum()
+    return [getattr(stats, name).detach() for name in WANT], torch.autograd.grad(loss, local)[0]
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("with_labels", [True, False])
+@pytest.mark.parametrize("kind", TEMPERATURES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_divergences_and_gradients_equal_float64(world_size, kind, with_labels, backend):
+    x, t, labels, _ = rows()
+    of_teacher, of_student, of_rest = temperatures(kind, "cpu")
+    z = x.double().requires_grad_()
+    want = divergences(z, t.double(), of_teacher, of_student)
+    if isinstance(of_rest, torch.Tensor):
+        of_rest = of_rest.double()[:, None]
+    per_token, log_p = reference_loss(z, t.double(), of_teacher, of_student, of_rest)
+    valid = labels != -100 if with_labels else torch.ones(N, dtype=torch.bool)
+    if with_labels:
+        per_token = per_token + 0.5 * log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    (grad,) = torch.autograd.grad(torch.where(valid, per_token, 0.0).sum(), z)
+    assert grad.isfinite().all()
+    results = on_ranks(world_size, statistics_run, kind, torch.float32, with_labels, backend)
+    for values, _ in results:
+        for name, value, truth, first in zip(WANT, values, want, results[0][0]):
+            assert torch.equal(value, first), name
+            truth = torch.where(valid, truth.detach(), 0.0)
+            torch.testing.assert_close(value.double(), truth, rtol=3e-6, atol=3e-6, msg=name)
+            assert (value >= 0).all()
+    assert want[1][6] == torch.inf and results[0][0][1][6] == torch.inf  # the student has what the teacher rules out
+    assert (results[0][0][0][4] < 3e-6) == (of_student is None)
+    got = torch.cat([grad for _, grad in results], 1)
+    torch.testing.assert_close(got[:, :V].double(), grad, rtol=3e-5, atol=3e-7)
+    assert not got[:, V:].any() and grad.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_lose_only_their_own_rounding(dtype, backend, device):
+    x, t, _, _ = rows(dtype)
+    z = x.double().requires_grad_()
+    want = divergences(z, t.double(), 2.0, 3.0)
+    values, grad = statistics_run(None, device, "apart", dtype, False, backend)
+    for value, truth in zip(values, want):
+        torch.testing.assert_close(value.double().cpu(), truth.detach(), rtol=3e-6, atol=3e-6)
+    (expected,) = torch.autograd.grad(reference_loss(z, t.double(), 2.0, 3.0, 0.7)[0].sum(), z)
+    rounded = expected.to(dtype).double()
+    torch.testing.assert_close(grad[:, :V].double().cpu(), rounded, rtol=2.0**-7, atol=2.0**-22)
+
+
+def test_gradcheck_of_the_float64_path():
+    x, t, labels, _ = rows(torch.float64)
+    keep = [0, 1, 4]
+    t, labels = t[keep], labels[keep]
+    teacher = Teacher(t, 2.0, torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64))
+
+    def values(z):
+        stats = vocab_statistics(z, labels, want=WANT, teacher=teacher, options=Options(backend="torch"))
+        return stats.forward_kl, stats.reverse_kl, stats.log_prob
+
+    assert torch.autograd.gradcheck(values, x[keep].requires_grad_(), rtol=1e-5, atol=1e-7)
+
+
+def head_run(group, device, backend, transport):
+    x, t, labels, _ = rows()
+    shard = VocabShard.from_group(group, V, 256)
+    local, teacher = (F.pad(z, (0, 56))[:, shard.start : shard.stop].clone().to(device) for z in (x, t))
+    local.requires_grad_()
+    head = HeadLoss(
+        [CrossEntropy(0.5), ZLoss(1e-3), Entropy(0.01), Distillation(0.7, temperature_squared=True),
+         Distillation(0.2, "cross_entropy")],
+        metrics=("accuracy", "forward_kl", "teacher_entropy"),
+        options=Options(backend=backend, transport=transport),
+    )  # fmt: skip
+    with counted_collectives() as forward:
+        out = head(local, labels.to(device), shard=shard, inputs={"teacher": Teacher(teacher, 2.0)})
+    with counted_collectives() as backward:
+        out.loss.backward()
+    counts = sum(forward.values()), sum(backward.values())
+    return out.loss.detach(), local.grad, out.terms, out.metrics, counts
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_mix_of_terms_with_distillation_costs_one_collective(world_size, backend):
+    x, t, labels, _ = rows(torch.float64)
+    z = x.requires_grad_()
+    forward, _, teacher_entropy = divergences(z, t, 2.0, None)
+    log_p, valid = z.log_softmax(-1), labels != -100
+    finite = torch.where(log_p == -torch.inf, -1e9, log_p)
+    entropy = -(finite.exp() * finite).sum(-1)
+    parts = {
+        "cross_entropy": -log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0],
+        "z_loss": z.logsumexp(-1) ** 2,
+        "entropy": -entropy,
+        "forward_kl": 4 * forward,
+        "teacher_cross_entropy": forward + teacher_entropy,
+    }
+    parts = {name: value[valid].sum() for name, value in parts.items()}
+    loss = sum(w * value for w, value in zip((0.5, 1e-3, 0.01, 0.7, 0.2), parts.values())) / valid.sum()
+    (grad,) = torch.autograd.grad(loss, z)
+    results = on_ranks(world_size, head_run, backend, "gather")
+    for ours, _, terms, metrics, counts in results:
+        torch.testing.assert_close(ours.double(), loss.detach(), rtol=3e-6, atol=0)
+        for name, value in parts.items():
+            torch.testing.assert_close(terms[name].double(), value.detach(), rtol=3e-6, atol=1e-5, msg=name)
+        torch.testing.assert_close(metrics["forward_kl"].double(), forward[valid].sum().detach(), rtol=3e-6, atol=0)
+        torch.testing.assert_close(metrics["teacher_entropy"].double(), teacher_entropy[valid].sum(), rtol=3e-6, atol=0)
+        assert counts == (int(world_size > 1), 0)
+    got = torch.cat([result[1] for result in results], 1)
+    torch.testing.assert_close(got[:, :V].double(), grad, rtol=3e-5, atol=1e-7)
+
+
+def test_log_probs_are_as_good_as_logits_and_the_teacher_is_never_written(backend, device):
+    x, t, _, _ = rows()
+    x, t = x.to(device), t.to(device).requires_grad_()
+    kept = t.detach().clone()
+    outs = []
+    for teacher in (t, t.detach().log_softmax(-1)):
+        local = x.clone().requires_grad_()
+        stats = vocab_statistics(
+            local, want=("forward_kl",), teacher=Teacher(teacher), options=Options(backend=backend)
+        )
+        outs.append((stats.forward_kl.detach(), torch.autograd.grad(stats.forward_kl.sum(), local)[0]))
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-6)
+    assert t.grad is None and torch.equal(t, kept)
+
+
+def test_odd_teachers(backend, device):
+    """A token whose teacher is NaN, +inf or nowhere is NaN in its divergences alone; other tokens are untouched."""
+    x, t, labels, _ = (v.to(device) if isinstance(v, torch.Tensor) else v for v in rows())
+    good = vocab_statistics(x, labels, want=WANT, teacher=Teacher(t), options=Options(backend=backend))
+    t = t.clone()
+    t[0, 3], t[1, 3], t[7] = torch.nan, torch.inf, -torch.inf
+    t[2] = torch.nan  # ignored
+    x[8, 3], t[8, 3] = -torch.inf, 1.0  # the student rules out what the teacher has
+    stats = vocab_statistics(x, labels, want=WANT, teacher=Teacher(t), options=Options(backend=backend))
+    for name in WANT:
+        value = getattr(stats, name)
+        assert value[[0, 1, 7]].isnan().all() and value[2] == 0
+        assert torch.equal(value[[3, 4, 5, 6]], getattr(good, name)[[3, 4, 5, 6]])
+    assert stats.forward_kl[8] == torch.inf and stats.reverse_kl[8].isfinite()
+    assert torch.equal(stats.log_prob[:8], good.log_prob[:8])
+
+
+def test_shapes_layouts_and_sequences(backend, device):
+    """[S, B, V] transposed, a teacher of other strides and another dtype, no tokens."""
+    torch.manual_seed(1)
+    x = torch.randn(5, 3, 64, device=device).transpose(0, 1).requires_grad_()
+    t = torch.randn(3, 5, 80, device=device).bfloat16()[..., 8:72]
+    options = Options(backend=backend)
+    stats = vocab_statistics(x, want=("forward_kl",), teacher=Teacher(t, 2.0), options=options)
+    want = divergences(x.detach().double().flatten(0, 1), t.double().flatten(0, 1), 2.0, None)[0]
+    torch.testing.assert_close(stats.forward_kl.double().flatten(), want, rtol=1e-5, atol=1e-6)
+    labels = torch.zeros(3, 5, dtype=torch.long, device=device)
+    inputs = {"teacher": Teacher(t, 2.0), "sequences": Sequences.from_mask(labels == 0)}
+    out = HeadLoss([Distillation()], reduction="seq-mean-token-mean", options=options)(x, labels, inputs=inputs)
+    torch.testing.assert_close(out.loss.double(), want.mean(), rtol=1e-5, atol=0)
+    empty = vocab_statistics(x[:0], want=WANT, teacher=Teacher(t[:0]), options=options)
+    assert empty.forward_kl.shape == (0, 5)
+
+
+def test_what_cannot_work_is_refused():
+    x = torch.randn(3, 8)
+    good = {"want": ("forward_kl",), "teacher": Teacher(x)}
+    wrong = {
+        r"need a teacher, got none": {"teacher": None},
+        r"got none of them in want": {"want": ()},
+        r"teacher.logits must have shape \[3, 8\], got \[3, 9\]": {"teacher": Teacher(torch.randn(3, 9))},
+        r"teacher.temperature must be positive, got 0": {"teacher": Teacher(x, 0.0)},
+        r"student_temperature must have shape \[3\], got \[2\]": {"teacher": Teacher(x, 1.0, torch.ones(2))},
+        r"need transport='gather', got 'sum'": {"options": Options(transport="sum")},
+    }
+    for message, change in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            vocab_statistics(x, **good | change)
+    for message, teacher in {
+        "must be a Teacher, got Tensor": x,
+        "teacher.logits must be one of": Teacher(x.double()),
+    }.items():
+        with pytest.raises(TypeError, match=message):
+            vocab_statistics(x, **good | {"teacher": teacher})
+    with pytest.raises(ValueError, match="divergence must be one of"):
+        Distillation(divergence="jeffreys")
+    with pytest.raises(ValueError, match=r"missing \['teacher'\]"):
+        HeadLoss(metrics=("forward_kl",))(x, torch.zeros(3, dtype=torch.long))
