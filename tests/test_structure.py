@@ -38,7 +38,8 @@ MAY_IMPORT = {  # module -> modules of the package that it may import
     "autograd": {"comm", "stats", "shard", "backends"},
     "api": {"autograd", "backends", "comm", "shard", "stats"},
     "head_loss": {"api", "autograd", "backends", "reduce", "sequences", "shard", "stats", "terms"},
-    "": {"api", "comm", "head_loss", "losses", "sequences", "shard", "stats", "terms"},
+    "topk": {"api", "backends", "backends.eager", "comm", "shard", "stats"},
+    "": {"api", "comm", "head_loss", "losses", "sequences", "shard", "stats", "terms", "topk"},
 }
 
 

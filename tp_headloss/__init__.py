@@ -19,6 +19,7 @@ from .terms import (
     Term,
     ZLoss,
 )
+from .topk import TopK, topk_log_probs
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ __all__ = [
     "Sequences",
     "Teacher",
     "Term",
+    "TopK",
     "Transform",
     "VocabShard",
     "VocabStatistics",
@@ -47,5 +49,6 @@ __all__ = [
     "log_probs",
     "losses",
     "reduce_metrics",
+    "topk_log_probs",
     "vocab_statistics",
 ]

@@ -153,6 +153,21 @@ def run_statistics(
     """`vocab_statistics`, and what a `Reduction` gives (Triton backend, labels): its loss and sums, else None."""
     transform, options = transform or NO_TRANSFORM, options or DEFAULTS
     shard = resolve_shard(logits, shard)
+    rows, spec, inputs = flat_inputs(
+        logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options
+    )
+    if reduction is not None and reduction.weight is not None:
+        reduction = reduction._replace(weight=rows.flatten(reduction.weight).float().contiguous())
+    *values, loss, sums = Statistics.apply(*inputs, spec, options.inplace, reduction)
+    out = {name: None if value is None else rows.unflatten(value) for name, value in zip(OUTPUTS, values)}
+    owners = out.pop("owners")
+    if options.check:
+        _check_labels(labels, owners, out["valid"], shard)
+    return VocabStatistics(**out, labels=labels, vocab_size=shard.vocab_size), loss, sums
+
+
+def flat_inputs(logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options):
+    """Validated: the order of the tokens, the static facts of the pass, and what the backends take, by rows [N, ..]."""
     backend = _validate(logits, labels, shard, want, transform, teacher, total_weight, options)
     if not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
@@ -175,21 +190,7 @@ def run_statistics(
         None if teacher is None else rows.flatten(teacher.logits.detach()),
         None if scales is None else torch.stack([rows.flatten(scale) for scale in scales]),
     )
-    if reduction is not None and reduction.weight is not None:
-        reduction = reduction._replace(weight=rows.flatten(reduction.weight).float().contiguous())
-    *values, loss, sums = Statistics.apply(
-        rows.flatten(logits),
-        *(None if v is None else v.contiguous() for v in vectors),
-        *of_teacher,
-        spec,
-        options.inplace,
-        reduction,
-    )
-    out = {name: None if value is None else rows.unflatten(value) for name, value in zip(OUTPUTS, values)}
-    owners = out.pop("owners")
-    if options.check:
-        _check_labels(labels, owners, out["valid"], shard)
-    return VocabStatistics(**out, labels=labels, vocab_size=shard.vocab_size), loss, sums
+    return rows, spec, (rows.flatten(logits), *(None if v is None else v.contiguous() for v in vectors), *of_teacher)
 
 
 @functools.lru_cache(maxsize=256)
@@ -267,12 +268,15 @@ class _TokenOrder:
         return x.reshape(self.rows, *trailing) if len(self.shape) != 1 else x
 
     def unflatten(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, ..] -> [.., ..]"""
         if len(self.shape) == 1:
             return x
-        x = x.view(self.shape)
+        trailing = x.shape[1:]
+        x = x.view([*self.shape, *trailing])
         if self.permutation is None:
             return x
-        return x.permute([self.permutation.index(d) for d in range(len(self.shape))])
+        lead = len(self.shape)
+        return x.permute(*(self.permutation.index(d) for d in range(lead)), *range(lead, lead + len(trailing)))
 
 
 def resolve_shard(logits: torch.Tensor, shard: VocabShard | None) -> VocabShard:

@@ -18,7 +18,7 @@ def _row_blocks(n_rows: int, width: int):
     return [slice(i, min(i + step, n_rows)) for i in range(0, n_rows, step)]
 
 
-def _transform(x, bias, temperature, spec: HeadSpec):
+def transform(x, bias, temperature, spec: HeadSpec):
     """Raw logits [n, w] -> z and dz/dx (a tensor, or a number where it is one)."""
     x = x if x.dtype == torch.float64 else x.float()
     if bias is not None:
@@ -60,7 +60,7 @@ def local_statistics(packets, logits, labels, bias, temperature, total_weight, t
                 out = {name: value[block] for name, value in row.items()}
                 _chunk_statistics(
                     out,
-                    _transform(
+                    transform(
                         logits[block, columns],
                         None if bias is None else bias[columns],
                         None if temperature is None else temperature[block],
@@ -157,7 +157,7 @@ def logits_gradient(
     for first in range(0, spec.valid_width, chunk):
         columns = slice(first, min(first + chunk, spec.valid_width))
         for block in _row_blocks(n_rows, chunk):
-            z, slope = _transform(
+            z, slope = transform(
                 logits[block, columns],
                 None if bias is None else bias[columns],
                 None if temperature is None else temperature[block],

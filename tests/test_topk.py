@@ -1,0 +1,101 @@
+"""The exported top K of a sharded teacher: values, ties, the nucleus, layouts, one collective."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from test_contract import counted_collectives
+
+from tp_headloss import Transform, VocabShard, topk_log_probs
+
+V, N, K = 150, 6, 12  # of 256 padded columns: the last shard of four is all padding
+
+
+def rows():
+    generator = torch.Generator().manual_seed(5)
+    x = 2 * torch.randn(N, V, generator=generator)
+    x[1] = x[1].round()  # many ties, across shards and at the K-th place
+    x[2, 10:] = -torch.inf  # fewer than K have any probability
+    x[3] = 0.0
+    x[4, ::3] = -0.0  # equal to 0
+    x[4, 1::3] = 0.0
+    return x
+
+
+def expected(x, k, temperature=1.0):
+    """By a stable sort, whose equal elements keep their order."""
+    log_p = (x.double() / temperature).log_softmax(-1)
+    order = (x + 0.0).sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return order, log_p.gather(1, order), (x.double() / temperature).logsumexp(-1)
+
+
+def topk_run(group, device, k, dtype, boundaries=None, **options):
+    shard = VocabShard.from_group(group, V, 256)
+    if boundaries:
+        shard = VocabShard.from_boundaries(boundaries, V, group)
+    x = F.pad(rows(), (0, 256 - V), value=90.0)[:, shard.start : shard.stop].to(device, dtype)
+    with counted_collectives() as events:
+        out = topk_log_probs(x, k, shard=shard, **options)
+    return *out, sum(events.values())
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("k", [1, K, V])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_top_k_of_all_shards_equals_a_stable_sort(world_size, dtype, k):
+    ids, log_probs, lse = expected(rows().to(dtype).float(), k)
+    for our_ids, ours, our_lse, collectives in on_ranks(world_size, topk_run, k, dtype):
+        assert torch.equal(our_ids, ids) and collectives == int(world_size > 1)
+        torch.testing.assert_close(ours.double(), log_probs, rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(our_lse.double(), lse, rtol=1e-6, atol=1e-6)
+        assert (ours <= 0).all()
+
+
+@pytest.mark.xdist_group("ranks")
+def test_uneven_and_empty_shards():
+    ids, log_probs, _ = expected(rows(), K)
+    for our_ids, ours, _, _ in on_ranks(4, topk_run, K, torch.float32, [0, 5, 5, 149, 200]):
+        assert torch.equal(our_ids, ids)
+        torch.testing.assert_close(ours.double(), log_probs, rtol=1e-6, atol=2e-6)
+
+
+def test_the_nucleus_keeps_what_it_needs_in_compact_types():
+    x = rows()
+    ids, log_probs, _ = expected(x, K)
+    before = log_probs.exp().cumsum(1) - log_probs.exp()
+    keep = before < 0.6
+    out = topk_log_probs(x, K, top_p=0.6, dtype=torch.float16, ids_dtype=torch.int32)
+    assert out.ids.dtype == torch.int32 and out.log_probs.dtype == torch.float16
+    assert torch.equal(out.ids.long(), torch.where(keep, ids, -1)) and (~keep).any() and keep[:, 0].all()
+    torch.testing.assert_close(out.log_probs.double(), torch.where(keep, log_probs, -torch.inf), rtol=1e-3, atol=1e-3)
+
+
+def test_transformations_layouts_and_blocks(monkeypatch, device):
+    from tp_headloss import topk
+
+    monkeypatch.setattr(topk, "BLOCK_ELEMENTS", 4 * V)
+    x, bias = rows(), torch.linspace(-3, 3, V)
+    x = x.view(2, 3, V)
+    temperature = torch.tensor([[0.5, 1.0, 2.0], [1.0, 3.0, 0.7]])
+    transform = Transform(bias=bias.to(device), scale=0.8, softcap=5.0, temperature=temperature.to(device))
+    out = topk_log_probs(x.transpose(0, 1).contiguous().transpose(0, 1).to(device), 5, transform=transform)
+    z = 5 * torch.tanh((x.double() + bias.double()) * 0.8 / 5) / temperature.double()[..., None]
+    values, ids = z.log_softmax(-1).topk(5)
+    torch.testing.assert_close(out.log_probs.double().cpu(), values, rtol=1e-5, atol=1e-5)
+    distinct = values.diff(dim=-1).abs().amin(-1) > 1e-4  # the others tie, up to rounding
+    assert torch.equal(out.ids.cpu()[distinct], ids[distinct]) and distinct.any()
+    assert out.lse.shape == (2, 3)
+
+
+def test_bad_rows_are_nan_and_bad_arguments_refused():
+    x = rows()
+    x[0, 3], x[5, 2] = torch.nan, torch.inf
+    out = topk_log_probs(x, 3)
+    assert out.log_probs[[0, 5]].isnan().all() and out.log_probs[1:5].isfinite().all()
+    for wrong in ({"k": 0}, {"k": V + 1}, {"k": 3, "top_p": 0.0}):
+        with pytest.raises(ValueError, match="got"):
+            topk_log_probs(x, **wrong)
+    with pytest.raises(TypeError, match="ids must be int64 or int32"):
+        topk_log_probs(x, 3, ids_dtype=torch.int16)
+    assert topk_log_probs(x[:0], 3).ids.shape == (0, 3)
