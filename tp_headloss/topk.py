@@ -72,8 +72,7 @@ def topk_log_probs(
     log_probs = (values - lse[:, None]).clamp(max=0)
     if top_p is not None:
         before = log_probs.double().exp().cumsum(1) - log_probs.double().exp()
-        cut = before >= top_p
-        cut[:, :1] = False
+        cut = before >= top_p  # never the first, before which there is exactly 0
         ids, log_probs = ids.masked_fill(cut, -1), log_probs.masked_fill(cut, -torch.inf)
     return TopK(rows.unflatten(ids.to(ids_dtype)), rows.unflatten(log_probs.to(dtype)), rows.unflatten(lse))
 
