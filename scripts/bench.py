@@ -19,8 +19,9 @@ Times, in microseconds, as 10 %, 50 % and 90 % points over the repeats; with sev
 * backward repeats autograd.grad on a retained graph. What works in place cannot be repeated: there, it is the
   difference of both and forward.
 
-Floor: what must move through memory, the logits read forward, read and written backward (6 bytes per logit in bf16), at
-the copy bandwidth measured in the same process. extra memory: the peak above the inputs, after a warm-up.
+Floor: what must move through memory, the logits read forward, read and written backward (6 bytes per logit in bf16),
+and those of a teacher read in both (10 bytes), at the copy bandwidth measured in the same process. extra memory: the
+peak above the inputs, after a warm-up.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ from tp_headloss import (
     PolicyMetrics,
     Teacher,
     Term,
+    TopKDistillation,
+    TopKTeacher,
     VocabShard,
     ZLoss,
     __version__,
@@ -67,6 +70,7 @@ from tp_headloss.comm import TRANSPORTS
 
 IGNORED = -100
 CHECKED_ROWS = 16
+TOP_K = 64
 SMALL_ENOUGH_FOR_EAGER = 1 << 26  # logits; our torch backend works in blocks of 2^19, thousands of launches on more
 # Relative errors of the loss and (L2) of the gradient that still count as right. Ours may add nothing but float32 noise
 # and a tenth to the error of rounding the true gradient once.
@@ -82,17 +86,29 @@ class Task:
     ours: Callable[[Options], Callable[[Batch], torch.Tensor]]
     # (logits of the whole vocabulary, labels, **extras) -> mean loss over the valid tokens, and after it any metrics
     reference: Callable[..., tuple]
-    # (tokens, columns, draw) -> inputs besides logits and labels, one per token or, like the logits, [tokens, columns]
-    extras: Callable[..., dict] = lambda tokens, columns, draw: {}
+    # (tokens, vocab, draw) -> inputs besides logits and labels, [tokens] or [tokens, K]: the same on all ranks
+    extras: Callable[..., dict] = lambda tokens, vocab, draw: {}
+    teacher: bool = False  # one more input of that name, like the logits
     plain_pytorch: bool = False  # it has some of its own that HeadLoss(compile=True) can fuse
 
 
-def head(*terms, metrics=()):
+def head(*terms, metrics=(), inputs=lambda extras: extras):
     def ours(options, compile=False):
         loss = HeadLoss(terms, metrics=metrics, options=options, compile=compile)
-        return lambda batch: loss(batch.logits, batch.labels, shard=batch.shard, inputs=batch.extras).loss
+        return lambda batch: loss(batch.logits, batch.labels, shard=batch.shard, inputs=inputs(batch.extras)).loss
 
     return ours
+
+
+def distillation(*terms):
+    return head(*terms, inputs=lambda extras: {"teacher": Teacher(extras["teacher"])})
+
+
+def topk_distillation(over):
+    def teacher(extras):
+        return {"teacher": TopKTeacher(extras["ids"], extras["log_probs"], renormalize=over != "tail")}
+
+    return head(CrossEntropy(), TopKDistillation(KL_WEIGHT, over=over), inputs=teacher)
 
 
 def log_prob_and_entropy(options):
@@ -127,17 +143,21 @@ def focal(log_prob):
     return -((1 - log_prob.exp()) ** 2) * log_prob
 
 
+def valid_mean(per_token, labels):
+    valid = labels != IGNORED
+    return torch.where(valid, per_token, 0.0).sum() / valid.sum()
+
+
 def definitions(z, labels):
     """Per token: lse, log-prob of the label, entropy, whether the label is the argmax, and the valid tokens' mean."""
-    log_p, ids, valid = z.log_softmax(-1), labels.clamp(min=0), labels != IGNORED
-    log_prob = log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    log_p = z.log_softmax(-1)
+    log_prob = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     entropy, hit = -(log_p.exp() * log_p).sum(-1), (z.argmax(-1) == labels).to(z.dtype)
-    return z.logsumexp(-1), log_prob, entropy, hit, lambda x: torch.where(valid, x, 0.0).sum() / valid.sum()
+    return z.logsumexp(-1), log_prob, entropy, hit, lambda per_token: valid_mean(per_token, labels)
 
 
 def ce_z_reference(z, labels):
-    lse, valid = z.logsumexp(-1), labels != IGNORED
-    return (F.cross_entropy(z, labels) + Z_WEIGHT * torch.where(valid, lse**2, 0.0).sum() / valid.sum(),)
+    return (F.cross_entropy(z, labels) + Z_WEIGHT * valid_mean(z.logsumexp(-1) ** 2, labels),)
 
 
 def ce_z_entropy_accuracy_reference(z, labels):
@@ -164,25 +184,58 @@ def rl_reference(z, labels, advantages, old_log_prob, reference_log_prob, genera
     return (mean(policy + KL_WEIGHT * k3 - ENTROPY_WEIGHT * entropy),)
 
 
-def rl_extras(tokens, columns, draw):
+def rl_extras(tokens, vocab, draw):
     log_probs = {f"{name}_log_prob": 0.5 * draw(tokens) - 15 for name in ("old", "reference", "generator")}
     return {"advantages": draw(tokens), **log_probs}
 
 
-def distillation(options):
-    loss_of = HeadLoss([CrossEntropy(), Distillation(KL_WEIGHT, "forward_kl")], options=options)
-
-    def loss(batch):
-        inputs = {"teacher": Teacher(batch.extras["teacher"])}
-        return loss_of(batch.logits, batch.labels, shard=batch.shard, inputs=inputs).loss
-
-    return loss
+def forward_kl(log_p, log_q):
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
-def distillation_reference(z, labels, teacher):
-    _, log_prob, _, _, mean = definitions(z, labels)
-    log_q = teacher.to(z.dtype).log_softmax(-1)
-    return (mean(KL_WEIGHT * (log_q.exp() * (log_q - z.log_softmax(-1))).sum(-1) - log_prob),)
+def reverse_kl(log_p, log_q):
+    return forward_kl(log_q, log_p)
+
+
+def jsd(log_p, log_q):
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    return (forward_kl(log_m, log_q) + forward_kl(log_m, log_p)) / 2
+
+
+def divergence_reference(divergence):
+    def reference(z, labels, teacher):
+        return (valid_mean(divergence(z.log_softmax(-1), teacher.to(z.dtype).log_softmax(-1)), labels),)
+
+    return reference
+
+
+def ce_kl_reference(z, labels, teacher):
+    log_p, log_q = z.log_softmax(-1), teacher.to(z.dtype).log_softmax(-1)
+    return (F.nll_loss(log_p, labels) + KL_WEIGHT * valid_mean(forward_kl(log_p, log_q), labels),)
+
+
+def tail(log_probs):
+    """With the log-prob of all other ids behind."""
+    return torch.cat([log_probs, torch.log1p(-log_probs.exp().sum(-1, keepdim=True))], -1)
+
+
+def topk_reference(over):
+    def reference(z, labels, ids, log_probs):
+        all_log_p, log_q = z.log_softmax(-1), log_probs.to(z.dtype)
+        log_p = all_log_p.gather(-1, ids)
+        if over == "tail":
+            log_p, log_q = tail(log_p), tail(log_q)
+        else:
+            log_p, log_q = log_p.log_softmax(-1) if over == "topk" else log_p, log_q.log_softmax(-1)
+        return (F.nll_loss(all_log_p, labels) + KL_WEIGHT * valid_mean(forward_kl(log_p, log_q), labels),)
+
+    return reference
+
+
+def topk_extras(tokens, vocab, draw):
+    """What a teacher would have left on disk."""
+    log_probs, ids = draw(tokens, vocab).mul_(2).log_softmax(-1).topk(min(TOP_K, vocab))
+    return {"ids": ids, "log_probs": log_probs}
 
 
 def user_reference(z, labels):
@@ -202,13 +255,13 @@ TASKS = [
         "log_prob+entropy",
         log_prob_and_entropy,
         log_prob_and_entropy_reference,
-        lambda tokens, columns, draw: {"log_prob": draw(tokens).abs(), "entropy": -draw(tokens).abs()},
+        lambda tokens, vocab, draw: {"log_prob": draw(tokens).abs(), "entropy": -draw(tokens).abs()},
     ),
     Task(
         "grpo",
         grpo,
         grpo_reference,
-        lambda tokens, columns, draw: {"advantage": draw(tokens), "old": draw(tokens) - 14},
+        lambda tokens, vocab, draw: {"advantage": draw(tokens), "old": draw(tokens) - 14},
     ),
     Task(
         "user",
@@ -216,12 +269,13 @@ TASKS = [
         user_reference,
         plain_pytorch=True,
     ),
-    Task(
-        "ce+kl",
-        distillation,
-        distillation_reference,
-        lambda tokens, columns, draw: {"teacher": draw(tokens, columns).mul_(2)},
-    ),
+    Task("ce+kl", distillation(CrossEntropy(), Distillation(KL_WEIGHT)), ce_kl_reference, teacher=True),
+    Task("kl", distillation(Distillation()), divergence_reference(forward_kl), teacher=True),
+    Task("reverse_kl", distillation(Distillation(1.0, "reverse_kl")), divergence_reference(reverse_kl), teacher=True),
+    Task("jsd", distillation(Distillation(1.0, "jsd")), divergence_reference(jsd), teacher=True),
+    Task("ce+topk", topk_distillation("vocabulary"), topk_reference("vocabulary"), topk_extras, plain_pytorch=True),
+    Task("ce+topk, renorm", topk_distillation("topk"), topk_reference("topk"), topk_extras),
+    Task("ce+topk, tail", topk_distillation("tail"), topk_reference("tail"), topk_extras, plain_pytorch=True),
     Task(  # the clipped policy gradient, KL to a reference, an entropy bonus, and every metric there is
         "rl",
         head(
@@ -278,13 +332,10 @@ class Problem:
         self.shard = shard = VocabShard.from_group(machine.group, vocab)
         self.columns, self.tokens, self.device, self.dtype = shard.width, tokens, machine.device, dtype
         self.rows = torch.linspace(0, tokens - 1, min(CHECKED_ROWS, tokens), device=self.device).long()
-        draw = self.generator(1)
-        self.whole = draw(len(self.rows), vocab).mul_(2).to(dtype)
-        self.logits = torch.randn(tokens, shard.width, device=self.device, dtype=dtype).mul_(2)
-        self.logits[self.rows] = self.mine(self.whole)
+        self.whole, self.logits = self.wide(1)
         self.values = self.logits.clone()  # some implementations write their gradient over the logits
         self.logits.requires_grad_()
-        self.labels = (draw(tokens).abs() * 1e6).long() % vocab
+        self.labels = (self.generator(2)(tokens).abs() * 1e6).long() % vocab
         self.few = torch.full_like(self.labels, IGNORED)
         self.few[self.rows] = self.labels[self.rows]
         self.few[self.rows[len(self.rows) // 2]] = IGNORED
@@ -294,23 +345,25 @@ class Problem:
         generator = torch.Generator(self.device).manual_seed(seed)
         return lambda *shape: torch.randn(shape, device=self.device, generator=generator)
 
+    def wide(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits: of the checked rows whole, and of all tokens on this rank."""
+        whole = self.generator(seed)(len(self.rows), self.shard.vocab_size).mul_(2).to(self.dtype)
+        local = torch.randn(self.tokens, self.columns, device=self.device, dtype=self.dtype).mul_(2)
+        local[self.rows] = self.mine(whole)
+        return whole, local
+
     def mine(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of a tensor over the whole vocabulary; a tensor per token as it is."""
-        if whole.dim() == 1:
-            return whole
+        """This rank's columns of a tensor over the whole vocabulary."""
         part = whole[:, self.shard.start : self.shard.start + self.columns]
         return F.pad(part, (0, self.columns - part.shape[1]))
 
     def extras(self, task: Task) -> tuple[dict, dict]:
         """The task's further inputs for all tokens on this rank, and for the checked rows whole."""
-        whole = self.cast(task.extras(len(self.rows), self.shard.vocab_size, self.generator(2)))
-        local = self.cast(task.extras(self.tokens, self.columns, self.generator(3)))
-        for name, value in local.items():
-            value[self.rows] = self.mine(whole[name])
+        local = task.extras(self.tokens, self.shard.vocab_size, self.generator(3))
+        whole = {name: value[self.rows] for name, value in local.items()}
+        if task.teacher:
+            whole["teacher"], local["teacher"] = self.wide(4)
         return local, whole
-
-    def cast(self, extras):
-        return {name: value.to(self.dtype) if value.dim() == 2 else value for name, value in extras.items()}
 
     def batch(self, labels, extras) -> Batch:
         mask = labels != IGNORED
@@ -327,7 +380,7 @@ class Truth:
     def __init__(self, task: Task, problem: Problem, whole_extras: dict, machine: Machine):
         self.problem, self.machine = problem, machine
         z = problem.whole.double().requires_grad_()
-        extras = {name: value.double() for name, value in whole_extras.items()}
+        extras = {name: x.double() if x.is_floating_point() else x for name, x in whole_extras.items()}
         loss = task.reference(z, problem.few[problem.rows], **extras)[0]
         self.loss, self.gradient = loss.item(), problem.mine(torch.autograd.grad(loss, z)[0])
         rounded = self.gradient.to(problem.dtype).double()
@@ -371,7 +424,7 @@ def run_task(task, problem, machine, args, bandwidth, absent, rows):
     truth = Truth(task, problem, whole, machine)
     batch = problem.batch(problem.labels, extras)
     logits = problem.logits
-    nbytes = 3 * logits.nbytes + 2 * sum(e.nbytes for e in extras.values() if e.dim() == 2)
+    nbytes = (5 if task.teacher else 3) * logits.nbytes
     for implementation in implementations(task, problem.shard, machine.device):
         name = implementation.name
         if name in absent or not any(fnmatch.fnmatchcase(name, pattern) for pattern in args.implementations):

@@ -185,6 +185,33 @@ def liger(task, shard):
     return lambda batch: module(batch.logits, batch.labels)
 
 
+def liger_divergence(task, dtype):
+    """Of log-probs, which its users make in torch. In Triton, unless the CuTe DSL that it prefers is installed."""
+    from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss
+
+    jsd = LigerJSD(beta=1.0 if task == "reverse_kl" else 0.5)
+    kl = LigerKLDIVLoss(reduction="batchmean", log_target=True)
+
+    def loss(batch):
+        both, labels = (batch.logits, batch.extras["teacher"]), batch.labels
+        if task == "kl" and batch.count < len(labels):  # which it cannot ignore
+            both = [logits[labels >= 0] for logits in both]
+        log_p, log_q = (logits.log_softmax(-1, dtype=dtype) for logits in both)
+        return kl(log_p, log_q) if task == "kl" else jsd(log_p, log_q, labels)
+
+    return loss
+
+
+@peer("Liger", "kl", "reverse_kl", "jsd", package="liger-kernel", sharded=False, note="log-probs like logits")
+def liger_divergence_as_is(task, shard):
+    return liger_divergence(task, None)
+
+
+@peer("Liger, x.float()", "kl", "reverse_kl", "jsd", package="liger-kernel", sharded=False, note="log-probs in fp32")
+def liger_divergence_in_float32(task, shard):
+    return liger_divergence(task, torch.float32)
+
+
 @peer("Liger, vocab-parallel", "ce", package="liger-kernel")
 def liger_vocab_parallel(task, shard):
     from liger_kernel.transformers import LigerVocabParallelCrossEntropy
@@ -272,5 +299,30 @@ def fast_llm(task, shard):
             total = total + policy
             fast_llm_metrics(batch, label_counts, softmax, weighted)
         return _GradientAtHand.apply(batch.logits, total, gradient)
+
+    return loss
+
+
+@peer("Fast-LLM", "kl", "reverse_kl", "ce+kl", package="fast-llm", note="gradient in forward")
+def fast_llm_distillation(task, shard):
+    """Its kernel for a teacher's distribution adds to the gradient that the one for labels left, if there is one."""
+    from fast_llm.functional.config import EntropyLossType, TargetFormat
+    from fast_llm.functional.triton.entropy_loss import triton_entropy_loss_forward_backward
+    from fast_llm.functional.triton.monolithic_loss import triton_monolithic_loss_forward_backward
+
+    kind = EntropyLossType.reverse_kl if task == "reverse_kl" else EntropyLossType.forward_kl
+    weight = KL_WEIGHT if task == "ce+kl" else 1.0
+
+    def loss(batch):
+        logits, cross_entropy, gradient = batch.logits.detach(), 0.0, None
+        if task == "ce+kl":
+            cross_entropy, _, _, _, gradient, _, _ = triton_monolithic_loss_forward_backward(
+                logits, batch.labels, None, 1.0, shard.group, batch.count, ce=(1.0,)
+            )
+        divergence, _, gradient = triton_entropy_loss_forward_backward(
+            logits, batch.extras["teacher"], batch.mask, grad_logits=gradient, grad_output=weight, group=shard.group,
+            target_format=TargetFormat.logits, entropy_loss_type=kind, divisor=batch.count,
+        )  # fmt: skip
+        return _GradientAtHand.apply(batch.logits, cross_entropy + weight * divergence, gradient)
 
     return loss

@@ -196,7 +196,7 @@ def footer(reports, missing, characters):
     speed = f"{min(speeds):.0f}" + (f" to {max(speeds):.0f}" if max(speeds) > min(speeds) else "")
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     text = f"{first['device']}, {first['dtype']}. {versions}. Floor: "
-    text += f"logits read twice and gradient written once at the copy bandwidth ({speed} GB/s). Medians."
+    text += f"logits and a teacher's read twice, gradient written once at the copy bandwidth ({speed} GB/s). Medians."
     notes = dict.fromkeys(f"{row['implementation']} {row['status'].split(':')[0]}" for row in missing)
     if notes:
         text += f" Without numbers: {'; '.join(notes)}."

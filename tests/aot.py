@@ -11,16 +11,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tp_headloss.backends import kernels
-from tp_headloss.backends.triton import MERGE, SUMS, SUMS_GRADIENT, gradient_launch, statistics_launch
+from tp_headloss.backends import kernels, sums_kernels, topk_kernels
+from tp_headloss.backends.triton import MERGE, SUMS, SUMS_GRADIENT, entries_launch, gradient_launch, statistics_launch
 
 DTYPES = ("bf16", "fp16", "fp32")
 WANTS = [("entropy",), ("total",), ("argmax",), ("entropy", "total", "argmax"), ()]
-OF_TEACHER = [(), ("forward",), ("reverse",), ("forward", "moment"), ("forward", "reverse", "moment")]
+# none, of a teacher's logits, of its entries: the sum of the vocabulary, the tail with and without its entropy
+OF_TEACHER = [
+    (), ("forward",), ("reverse",), ("forward", "moment"), ("forward", "reverse", "moment"), ("later",),
+    ("student",), ("tail",), ("tail", "moment"), ("entries",),
+]  # fmt: skip
+OF_TOPK = OF_TEACHER[6:]
 
 
 def wants_of_teacher(of_teacher):
-    return {f"WANT_{name.upper()}": name in of_teacher for name in ("forward", "reverse", "moment")}
+    wants = {f"WANT_{name.upper()}": name in of_teacher for name in ("forward", "reverse", "moment")}
+    return wants | {"WANT_STUDENT": "student" in of_teacher, "TOPK_ROWS": 5 * (of_teacher in OF_TOPK)}
 
 
 def pairwise(*axes):
@@ -38,9 +44,12 @@ def compile_kernel(kernel, aligned: bool, warps: int, arguments: dict, capabilit
     signature, constants, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
         value = arguments[name]
-        if isinstance(value, (str, tuple)):
+        if isinstance(value, tuple):
+            signature[name] = tuple("constexpr" if x is None else x for x in value)
+            constants |= {(i, j): None for j, x in enumerate(value) if x is None}
+        elif isinstance(value, str):
             signature[name] = value
-            if aligned and (value[0][0] == "*" or name in ("width", "chunk_size", "x_row", "dx_row", "t_row")):
+            if aligned and (value[0] == "*" or name in ("width", "chunk_size", "x_row", "dx_row", "t_row")):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name], constants[(i,)] = "constexpr", value
@@ -53,55 +62,101 @@ def statistics_variants():
     for dtype, want, of_teacher, labels, bias, temperature, cap, aligned in pairwise(
         DTYPES, WANTS, OF_TEACHER, ("*i64", "*i32", None), optional, optional, optional, optional
     ):
-        launch = statistics_launch(16032, bool(of_teacher))
-        yield kernels.statistics_kernel, aligned, launch.warps, {
+        whole, entries = bool(of_teacher) and of_teacher not in OF_TOPK, of_teacher in OF_TOPK
+        launch = statistics_launch(16032, whole or "tail" in of_teacher)
+        scaled = bool(of_teacher) and temperature
+        shared = {
             "packets_ptr": "*fp32", "x_ptr": f"*{dtype}", "labels_ptr": labels, "bias_ptr": "*fp32" if bias else None,
-            "temperature_ptr": "*fp32" if temperature else None, "weight_ptr": "*fp32" if "total" in want else None,
-            "teacher_ptr": f"*{dtype}" if of_teacher else None, "t_row": "i32", "t_column": 1,
-            "scales_ptr": "*fp32" if of_teacher and temperature else None, "SCALED": bool(of_teacher) and temperature,
-            "teacher_scale": "fp32", "student_scale": "fp32", **wants_of_teacher(of_teacher),
-            "turns_ptr": "*i32" if bias else None, "slot": "i32",
+            "temperature_ptr": "*fp32" if temperature else None, "scales_ptr": "*fp32" if scaled else None,
+            "turns_ptr": "*i32" if bias else None, "slot": "i32", "n_entries": "i32",
             "n_rows": "i32", "x_row": "i64" if cap else "i32", "x_column": 1, "start": "i32", "valid_width": "i32",
             "width": "i32", "chunk_size": "i32", "chunks": "i32", "ignore_index": "i32", "pre": "fp32", "post": "fp32",
-            "HAS_SCALE": temperature or cap, "HAS_CAP": cap, "WANT_ENTROPY": "entropy" in want,
+            "teacher_scale": "fp32", "student_scale": "fp32", "beta": "fp32", "merged_ptr": "*fp32",
+            "HAS_SCALE": temperature or cap, "HAS_CAP": cap, "SCALED": scaled,
+        }  # fmt: skip
+        teacher = {"teacher_ptr": f"*{dtype}" if whole else None, "t_row": "i32", "t_column": 1}
+        yield kernels.statistics_kernel, aligned, launch.warps, shared | teacher | wants_of_teacher(of_teacher) | {
+            "weight_ptr": "*fp32" if "total" in want else None,
+            "entries_ptr": "*i32" if "tail" in of_teacher else None, "WANT_ENTROPY": "entropy" in want,
             "WANT_TOTAL": "total" in want, "WANT_ARGMAX": "argmax" in want, "BLOCK": launch.block,
         }  # fmt: skip
+        if whole:
+            yield kernels.divergence_kernel, aligned, launch.warps, shared | teacher | {
+                "WANT_JSD": "moment" not in of_teacher, "WANT_VARIATION": "forward" not in of_teacher or bias,
+                "TEACHER": 4, "BLOCK": launch.block,
+            }  # fmt: skip
+        if entries:
+            launch = entries_launch(64)
+            shared |= {"entries_ptr": "*i32", "log_tau_ptr": "*fp32", "BLOCK": launch.block}
+            yield topk_kernels.statistics_kernel, aligned, launch.warps, shared | {"ROWS": 9}
+            yield topk_kernels.divergence_kernel, aligned, launch.warps, shared | {
+                "WANT_TOPK": "student" not in of_teacher, "WANT_VOCAB": "entries" not in of_teacher, "MERGED": 4,
+            }  # fmt: skip
+            ids, log_probs, mask = labels or "*i64", f"*{dtype}", "*i1" if bias else None
+            yield topk_kernels.entries_kernel, False, 1, {
+                "ids_out_ptr": "*i32", "log_tau_ptr": "*fp32", "ids_ptr": ids, "log_probs_ptr": log_probs,
+                "mask_ptr": mask, "scale_ptr": shared["scales_ptr"], "n_entries": "i32", "vocab_size": "i32",
+                "scale": "fp32", "RENORMALIZE": cap, "SLICE": 32, "BLOCK": 64,
+            }  # fmt: skip
 
 
 def merge_variants():
     for labels, want, of_teacher, scales, packets in pairwise(
         ("*i64", "*i32", None), WANTS, OF_TEACHER, ("*fp32", None), (8, 3)
     ):
-        yield kernels.merge_kernel, True, MERGE.warps, {
-            "merged_ptr": "*fp32", "values_ptr": "*fp32", "valid_ptr": "*i1" if labels else None,
-            "argmax_ptr": "*i64" if "argmax" in want else None,
-            "hits_ptr": "*i1" if "argmax" in want and labels else None, "packets_ptr": "*fp32", "labels_ptr": labels,
+        shared = {
+            "merged_ptr": "*fp32", "values_ptr": "*fp32", "packets_ptr": "*fp32",
             "peers_ptr": "*i64" if packets == 8 else None, "turns_ptr": "*i32" if packets == 8 else None,
-            "slot": "i32",
-            "scales_ptr": scales if of_teacher else None, "student_scale": "fp32", **wants_of_teacher(of_teacher),
-            "n_rows": "i32", "PACKETS": packets, "CHUNKS": 2,
-            "WANT_ENTROPY": "entropy" in want, "WANT_TOTAL": "total" in want, "BLOCK": MERGE.block,
+            "slot": "i32", "scales_ptr": scales if of_teacher else None, "student_scale": "fp32",
+            **wants_of_teacher(of_teacher), "n_rows": "i32", "PACKETS": packets, "CHUNKS": 2, "BLOCK": MERGE.block,
         }  # fmt: skip
+        yield kernels.merge_kernel, True, MERGE.warps, shared | {
+            "valid_ptr": "*i1" if labels else None, "argmax_ptr": "*i64" if "argmax" in want else None,
+            "hits_ptr": "*i1" if "argmax" in want and labels else None, "labels_ptr": labels,
+            "HAS_TEACHER": bool(of_teacher) and of_teacher not in OF_TOPK,
+            "TAIL_ROWS": len(of_teacher) + 1 if "tail" in of_teacher else 0,
+            "WANT_ENTROPY": "entropy" in want, "WANT_TOTAL": "total" in want,
+        }  # fmt: skip
+        if of_teacher in OF_TOPK:
+            tail, inside = "tail" in of_teacher, "entries" not in of_teacher
+            yield topk_kernels.merge_kernel, True, MERGE.warps, shared | {
+                "ROWS": 11, "TAIL": 4, "MERGED": 5, "VALUES": 4, "HAS_TAIL": tail, "WANT_FORWARD": labels is not None,
+                "WANT_REVERSE": scales is None, "WANT_INSIDE": inside, "WANT_OUTSIDE": tail,
+            }  # fmt: skip
 
 
 def gradient_variants():
     optional = (True, False)
-    grads = ("g_lse_ptr", "g_log_prob_ptr", "g_entropy_ptr", "g_total_ptr", "g_forward_ptr", "g_reverse_ptr")
-    for dtype, labels, bias, temperature, cap, aligned, *has in pairwise(
-        DTYPES, ("*i64", "*i32", None), optional, optional, optional, optional, *([optional] * 6)
+    for dtype, labels, bias, temperature, cap, aligned, sparse, *has in pairwise(
+        DTYPES, ("*i64", "*i32", None), optional, optional, optional, optional, (None, True, False), *([optional] * 8)
     ):
         launch = gradient_launch(32064, has[2], has[4], has[5])
-        yield kernels.gradient_kernel, aligned, launch.warps, {
-            "dx_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", "labels_ptr": labels, "bias_ptr": "*fp32" if bias else None,
-            "temperature_ptr": "*fp32" if temperature else None, "weight_ptr": "*fp32" if has[3] and bias else None,
-            "merged_ptr": "*fp32", "teacher_ptr": "*bf16" if has[4] or has[5] else None, "t_row": "i32", "t_column": 1,
-            "scales_ptr": "*fp32" if temperature else None, "SCALED": temperature, "TEACHER": 4,
-            "teacher_scale": "fp32", "student_scale": "fp32",
-            **{g: "*fp32" if h and (labels or g != grads[1]) else None for g, h in zip(grads, has)},
-            "n_rows": "i32", "dx_row": "i32", "dx_column": 1, "x_row": "i32", "x_column": 1, "start": "i32",
-            "valid_width": "i32", "width": "i32", "pre": "fp32", "post": "fp32",
-            "HAS_SCALE": temperature or cap, "HAS_CAP": cap, "PADDED": bias, "BLOCK": launch.block,
+        whole = any(has[4:]) and sparse is None
+        grads = tuple("*fp32" if h and (labels or i != 1) and (i < 4 or whole) else None for i, h in enumerate(has))
+        shared = {
+            "x_ptr": f"*{dtype}", "bias_ptr": "*fp32" if bias else None,
+            "temperature_ptr": "*fp32" if temperature else None, "merged_ptr": "*fp32", "grads": grads,
+            "scales_ptr": "*fp32" if temperature else None, "SCALED": temperature, "n_entries": "i32",
+            "n_rows": "i32", "x_row": "i32", "x_column": 1, "start": "i32", "valid_width": "i32", "width": "i32",
+            "pre": "fp32", "post": "fp32", "teacher_scale": "fp32", "student_scale": "fp32", "beta": "fp32",
+            "HAS_SCALE": temperature or cap, "HAS_CAP": cap,
         }  # fmt: skip
+        yield kernels.gradient_kernel, aligned, launch.warps, shared | {
+            "dx_ptr": f"*{dtype}", "labels_ptr": labels, "weight_ptr": "*fp32" if has[3] and bias else None,
+            "teacher_ptr": "*bf16" if whole else None, "t_row": "i32", "t_column": 1,
+            "rest_ptr": "*fp32" if sparse is False else None,
+            "entries_ptr": "*i32" if sparse else None, "extra_ptr": "*fp32" if sparse else None,
+            "dx_row": "i32", "dx_column": 1, "TEACHER": 4, "JSD": 8, "VARIATION": 9,
+            "PADDED": bias, "BLOCK": launch.block,
+        }  # fmt: skip
+        if sparse is False:
+            launch = entries_launch(64)
+            yield topk_kernels.gradient_kernel, aligned, launch.warps, shared | {
+                "extra_ptr": "*fp32", "picked_ptr": f"*{dtype}", "rest_ptr": "*fp32" if bias else None,
+                "entries_ptr": "*i32", "log_tau_ptr": "*fp32", "HAS_TAIL": cap,
+                "g_lse_ptr": grads[0], "AS_LSE": not cap and not temperature, "MERGED": 5, "TOPK_JSD": 14,
+                "VOCAB_JSD": 15, "grads": tuple("*fp32" if h else None for h in has[:7]), "BLOCK": launch.block,
+            }  # fmt: skip
 
 
 def sums_variants():
@@ -113,21 +168,25 @@ def sums_variants():
             "weight_ptr": "*fp32" if weighted else None,
             "coefficients": ("fp32",) * min(2, len(values)), "n_rows": "i32", "SQUARES": squares, "NEGATIVES": 1,
         }  # fmt: skip
-        yield kernels.sums_kernel, False, SUMS.warps, shared | {
+        yield sums_kernels.sums_kernel, False, SUMS.warps, shared | {
             "sums_ptr": "*fp32", "loss_ptr": "*fp32", "denominator_ptr": "*fp32" if denominator else None,
             "denominator": "fp32", "BY_COUNT": weighted, "BLOCK": SUMS.block,
         }  # fmt: skip
-        yield kernels.sums_gradient_kernel, False, SUMS_GRADIENT.warps, shared | {
+        yield sums_kernels.sums_gradient_kernel, False, SUMS_GRADIENT.warps, shared | {
             "g_ptr": "*fp32", "upstream_ptr": "*fp32", "value_ptrs": values[:2],
             "BLOCK": SUMS_GRADIENT.block,
         }  # fmt: skip
 
 
 def main(capabilities):
-    compiled, failures = 0, []
+    compiled, failures, seen = 0, [], set()
     for kernel, aligned, warps, arguments in itertools.chain(
         statistics_variants(), merge_variants(), gradient_variants(), sums_variants()
     ):
+        variant = kernel.__name__, aligned, tuple(arguments[name] for name in kernel.arg_names)
+        if variant in seen:
+            continue
+        seen.add(variant)
         for capability in capabilities:
             try:
                 compile_kernel(kernel, aligned, warps, arguments, capability)

@@ -39,8 +39,10 @@ def test_every_task_is_right_and_measured_and_drawn(tmp_path, bench):
     expected = {(task.name, name) for task in bench.TASKS for name in names if name != "torch" or task.name == "ce"}
     assert set(rows) == expected and all(f"\n{task.name}, 24 x 257, TP 1" in out for task in bench.TASKS)
     assert {"device", "gpus", "tp", "dtype", "versions", "command", "copy_gb_per_s", "tolerances"} <= set(report)
-    for (_, name), row in rows.items():
+    passes = {task.name: 5 if task.teacher else 3 for task in bench.TASKS}  # over logits, teacher and gradient
+    for (task, name), row in rows.items():
         assert row["status"] == "ok", row
+        assert row["bytes_per_logit"] / row["eager_over_floor"] == pytest.approx(2 * passes[task], rel=1e-2)
         assert (row["tokens"], row["vocab"], row["tp"], row["columns"]) == (24, 257, 1, 257)
         assert row["overwrites_logits"] == (name == "ours, in place")
         assert row["graph_us"] is None and "no CUDA" in row["graph_failure"]
@@ -53,11 +55,16 @@ def test_every_task_is_right_and_measured_and_drawn(tmp_path, bench):
 def test_a_sharded_run_is_right_on_every_rank(tmp_path):
     data = tmp_path / "bench.json"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPTS / "bench.py"]
-    choice = ["--tasks", "ce", "grpo", "--implementations", "ours", "torch loss_parallel", "--json", data]
+    tasks = ["ce", "grpo", "jsd", "ce+topk"]
+    choice = ["--tasks", *tasks, "--implementations", "ours", "torch loss_parallel", "--json", data]
     run([*torchrun, *SMALL, "--vocab", 256, *choice])
     rows = rows_of(data)
-    assert set(rows) == {("ce", "ours"), ("grpo", "ours"), ("ce", "torch loss_parallel")}
+    assert set(rows) == {("ce", "torch loss_parallel")} | {(task, "ours") for task in tasks}
     assert all((row["status"], row["tp"], row["columns"]) == ("ok", 2, 128) for row in rows.values())
+
+
+def test_every_peer_is_for_tasks_that_exist(bench):
+    assert {task for peer in bench.PEERS for task in peer.tasks} <= {task.name for task in bench.TASKS}
 
 
 def cross_entropy(batch):

@@ -21,12 +21,15 @@ from tp_headloss import (
     PolicyMetrics,
     Sequences,
     Teacher,
+    TopKTeacher,
     Transform,
     VocabShard,
     ZLoss,
     vocab_statistics,
 )
+from tp_headloss.autograd import GRADS
 from tp_headloss.backends import load_backend
+from tp_headloss.stats import OF_TEACHER, OF_TOPK
 
 WANT = ("entropy", "total", "argmax")
 V, N = 1000, 8
@@ -116,10 +119,10 @@ def test_one_collective_forward_and_none_backward(transport, requires_grad, back
 
 
 class CountingKernels:
-    """Stands for the kernels module and counts launches."""
+    """Stands for a module of kernels and counts launches."""
 
-    def __init__(self, kernels):
-        self.kernels, self.launches = kernels, Counter()
+    def __init__(self, kernels, launches):
+        self.kernels, self.launches = kernels, launches
 
     def __getattr__(self, name):
         self.launches[name] += 1
@@ -127,18 +130,18 @@ class CountingKernels:
 
 
 def test_one_kernel_reads_the_logits_forward_and_one_backward(monkeypatch, device):
-    module = load_backend("triton")
-    counting = CountingKernels(module.kernels)
-    monkeypatch.setattr(module, "kernels", counting)
+    module, launches = load_backend("triton"), Counter()
+    for name in ("kernels", "sums_kernels", "topk_kernels"):
+        monkeypatch.setattr(module, name, CountingKernels(getattr(module, name), launches))
     x, labels = rows(device)
     x.requires_grad_()
     head = HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-4), Entropy(0.01)], metrics=("accuracy",),
                     options=Options(backend="triton"))  # fmt: skip
     loss = head(x, labels).loss
     forward = {"statistics_kernel": 1, "merge_kernel": 1, "sums_kernel": 1}
-    assert counting.launches == forward
+    assert launches == forward
     loss.backward()
-    assert counting.launches == {**forward, "sums_gradient_kernel": 1, "gradient_kernel": 1}
+    assert launches == {**forward, "sums_gradient_kernel": 1, "gradient_kernel": 1}
 
 
 def mixed_run(group, device):
@@ -203,14 +206,14 @@ def test_a_statistic_that_no_loss_used_is_not_differentiated(monkeypatch, backen
     original = module.logits_gradient
 
     def spy(*args):
-        seen.append([g is not None for g in args[-2]])
+        seen.append(list(args[-2]))
         original(*args)
 
     monkeypatch.setattr(module, "logits_gradient", spy)
     x, labels = rows(device)
     stats = vocab_statistics(x.requires_grad_(), labels, want=WANT, options=Options(backend=backend))
     stats.log_prob.sum().backward()
-    assert seen[0] == [False, True, False, False, False, False]
+    assert seen == [["log_prob"]]
 
 
 def test_no_grad_saves_nothing_and_double_backward_is_refused(backend, device):
@@ -399,18 +402,22 @@ def test_inplace_is_refused_under_compile(device):
 def test_operators_are_registered_consistently(device):
     """Schema, fake implementation and real outputs agree (torch.library.opcheck)."""
     x, labels = rows(device)
-    teacher = Teacher(torch.randn_like(x), torch.rand(N, device=device) + 0.5)
-    want = (*WANT, "forward_kl", "reverse_kl")
-    stats = vocab_statistics(
-        x.clone().requires_grad_(), labels, want=want, teacher=teacher, options=Options(backend="torch")
-    )
-    spec = stats.lse.grad_fn.spec
-    inputs = (x, labels, None, None, None, teacher.logits, torch.rand(2, N, device=device) + 0.5)
-    checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.tp_headloss.statistics.default, (*inputs, *spec), test_utils=checks)
-    merged = torch.ops.tp_headloss.statistics(*inputs, *spec)[0]
-    grads = (merged, None, torch.randn(N, device=device), None, None, torch.randn(N, device=device), None)
-    torch.library.opcheck(torch.ops.tp_headloss.logits_gradient.default, (*inputs, *grads, *spec), test_utils=checks)
+    checks, operators = {"test_utils": ("test_schema", "test_faketensor")}, torch.ops.tp_headloss
+    ids, log_probs = torch.randint(0, V, (N, 5), device=device), torch.randn(N, 5, device=device)
+    of_entries = (ids, log_probs, None, None, 1.0, True, V, "torch")
+    torch.library.opcheck(operators.entries.default, of_entries, **checks)
+    scales = torch.rand(2, N, device=device) + 0.5
+    for teacher, names, rest in (
+        (Teacher(torch.randn_like(x)), OF_TEACHER, (torch.randn_like(x), scales, None, None)),
+        (TopKTeacher(ids, log_probs), OF_TOPK, (None, scales, *operators.entries(*of_entries))),
+    ):
+        local, options = x.clone().requires_grad_(), Options(backend="torch")
+        stats = vocab_statistics(local, labels, want=(*WANT, *names), teacher=teacher, options=options)
+        spec, inputs = stats.lse.grad_fn.spec, (x, labels, None, None, None, *rest)
+        torch.library.opcheck(operators.statistics.default, (*inputs, *spec), **checks)
+        merged = operators.statistics(*inputs, *spec)[0]
+        grads = [torch.randn(N, device=device) if name in ("log_prob", *names) else None for name in GRADS]
+        torch.library.opcheck(operators.logits_gradient.default, (*inputs, merged, grads, *spec), **checks)
 
 
 BAD = {

@@ -8,6 +8,7 @@ from ranks import on_ranks
 
 from tp_headloss import (
     CrossEntropy,
+    Distillation,
     Entropy,
     GeneratorMetrics,
     HeadLoss,
@@ -16,6 +17,9 @@ from tp_headloss import (
     PolicyGradient,
     PolicyMetrics,
     Sequences,
+    Teacher,
+    TopKDistillation,
+    TopKTeacher,
     VocabShard,
     ZLoss,
     comm,
@@ -141,6 +145,61 @@ def test_sequence_objectives_wait_for_nothing_and_replay_from_a_graph(world_size
 )
 def test_every_objective_waits_for_nothing_and_replays_from_a_graph(objective):
     assert policy_graph_run(None, torch.device("cuda"), "packed", False, objective) == (20, True, True)
+
+
+DISTILLATIONS = {  # name -> terms, and whether their teacher is whole
+    "whole": ([Distillation(0.5), Distillation(0.2, "reverse_kl", temperature_squared=True)], True),
+    "whole, later": ([Distillation(0.5, "jsd"), Distillation(0.5, "total_variation")], True),
+    "entries": ([TopKDistillation(0.5), TopKDistillation(0.5, "reverse_kl")], False),
+    "vocabulary": ([TopKDistillation(0.5, over="vocabulary"), TopKDistillation(0.5, "jsd", "vocabulary")], False),
+    "tail": ([TopKDistillation(0.5, over="tail"), TopKDistillation(0.5, "reverse_kl", "tail")], False),
+}
+
+
+def distillation_graph_run(group, device, name):
+    terms, whole = DISTILLATIONS[name]
+    shard, loss_of = VocabShard.from_group(group, V), HeadLoss([CrossEntropy(), *terms], metrics=("accuracy",))
+    logits = torch.randn(N, shard.width, device=device, dtype=torch.bfloat16).requires_grad_()
+    labels = torch.randint(0, V, (N,), device=device, generator=torch.Generator(device).manual_seed(0))
+    scores, teacher_logits = torch.zeros(N, 64, device=device), torch.zeros_like(logits)
+    ids = torch.zeros(N, 64, device=device, dtype=torch.long)
+
+    def step():
+        entries = TopKTeacher(ids, scores, student_temperature=2.0, renormalize=name != "tail")
+        teacher = Teacher(teacher_logits, 2.0) if whole else entries
+        out = loss_of(logits, labels, shard=shard, inputs={"teacher": teacher})
+        return [out.loss, torch.autograd.grad(out.loss, logits)[0], *out.terms.values()]
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    equal = 0
+    for seed in range(20):
+        generator = torch.Generator(device).manual_seed(seed)  # of what all ranks know
+        ids.copy_(torch.randint(0, V, ids.shape, device=device, generator=generator))
+        scores.copy_(torch.randn(scores.shape, device=device, generator=generator).log_softmax(-1) - 0.2)
+        with torch.no_grad():
+            for x in (logits, teacher_logits):
+                x.copy_(torch.randn(x.shape, device=device, generator=generator) * 2)
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        equal += all(torch.equal(a, b) for a, b in zip(replayed, step()))
+    return equal, bool(replayed[0].isfinite()), bool(replayed[1].any())
+
+
+@pytest.mark.parametrize("name", DISTILLATIONS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_distillation_waits_for_nothing_and_replays_from_a_graph(world_size, name):
+    for result in on_ranks(world_size, distillation_graph_run, name):
+        assert result == (20, True, True)
 
 
 def results(logits, labels, shard, transport):
@@ -334,13 +393,13 @@ def test_a_hundred_repeats_have_the_same_bits_also_on_a_side_stream():
 
 
 def test_two_hundred_batch_sizes_compile_once():
-    from tp_headloss.backends import kernels, triton
+    from tp_headloss.backends import kernels, sums_kernels, triton
 
     labels = torch.randint(0, 1000, (4096,), device="cuda")
     logits = torch.randn(4096, 1000, device="cuda", dtype=torch.bfloat16)
     loss_of = HeadLoss([CrossEntropy(), ZLoss(1e-4)])
-    names = ("statistics", "merge", "gradient", "sums", "sums_gradient")
-    jits = [getattr(kernels, f"{name}_kernel") for name in names]
+    jits = [getattr(kernels, f"{name}_kernel") for name in ("statistics", "merge", "gradient")]
+    jits += [sums_kernels.sums_kernel, sums_kernels.sums_gradient_kernel]
     counts = set()
     for i, n in enumerate(torch.randint(1, 4096, (200,)).tolist() + [1, 16, 32]):
         x = logits[:n].clone().requires_grad_()

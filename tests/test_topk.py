@@ -88,6 +88,33 @@ def test_transformations_layouts_and_blocks(monkeypatch, device):
     assert out.lse.shape == (2, 3)
 
 
+def hidden_run(group, device):
+    generator = torch.Generator().manual_seed(8)
+    hidden, weight = torch.randn(2, 5, 16, generator=generator), torch.randn(V, 16, generator=generator)
+    shard = VocabShard.from_group(group, V, 256)
+    part = F.pad(weight, (0, 0, 0, 256 - V))[shard.start : shard.stop].to(device)
+    temperature = torch.linspace(0.5, 2, 10).view(2, 5)
+    transform = Transform(temperature=temperature.to(device))
+    with counted_collectives() as events:
+        out = topk_log_probs(hidden.to(device), 7, weight=part, shard=shard, transform=transform)
+    return *out, (hidden @ weight.T) / temperature[..., None], sum(events.values())
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hidden_states_and_a_weight_are_as_good_as_logits(world_size, monkeypatch):
+    from tp_headloss import topk
+
+    monkeypatch.setattr(topk, "BLOCK_ELEMENTS", 3 * 256)  # several blocks, at one rank
+    for ids, log_probs, lse, z, collectives in on_ranks(world_size, hidden_run):
+        values, want = z.double().log_softmax(-1).topk(7)
+        assert torch.equal(ids, want) and collectives == int(world_size > 1)
+        torch.testing.assert_close(log_probs.double(), values, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse.double(), z.double().logsumexp(-1), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"must be \[.., H\] and \[width, H\], got \[3, 4\] and \[8, 5\]"):
+        topk_log_probs(torch.ones(3, 4), 2, weight=torch.ones(8, 5))
+
+
 def test_bad_rows_are_nan_and_bad_arguments_refused():
     x = rows()
     x[0, 3], x[5, 2] = torch.nan, torch.inf

@@ -1,7 +1,7 @@
 """The head loss of language models whose vocabulary is sharded over GPUs: one pass, one collective, one backward."""
 
 from . import losses
-from .api import LogProbs, Options, Teacher, Transform, log_probs, vocab_statistics
+from .api import LogProbs, Options, Teacher, TopKTeacher, Transform, log_probs, vocab_statistics
 from .comm import combine_metrics, reduce_metrics
 from .head_loss import CausalLMLoss, HeadLoss, HeadLossOutput
 from .sequences import Sequences
@@ -17,6 +17,7 @@ from .terms import (
     PolicyGradient,
     PolicyMetrics,
     Term,
+    TopKDistillation,
     ZLoss,
 )
 from .topk import TopK, topk_log_probs
@@ -41,6 +42,8 @@ __all__ = [
     "Teacher",
     "Term",
     "TopK",
+    "TopKDistillation",
+    "TopKTeacher",
     "Transform",
     "VocabShard",
     "VocabStatistics",

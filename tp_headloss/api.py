@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from .autograd import OUTPUTS, Statistics
+from .autograd import OUTPUTS, Statistics, top_entries
 from .backends import resolve_backend
 from .comm import TRANSPORTS
 from .shard import VocabShard
-from .stats import OF_TEACHER, OPTIONAL, HeadSpec, VocabStatistics
+from .stats import OF_TEACHER, OF_TOPK, OPTIONAL, HeadSpec, Inputs, VocabStatistics
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -56,16 +56,43 @@ class Teacher:
     too. Columns at or beyond the shard's ``vocab_size`` take no part, so a teacher with more ids than the student is
     compared on the common ones if that is the vocab_size (and its logits are cut at the same bounds).
     temperature: of the teacher, a number or one per token [..]. student_temperature: divides the student's logits (with
-    bias, scale and softcap, whatever ``Transform.temperature`` is); None: the same as the teacher's.
+    bias, scale and softcap, whatever ``Transform.temperature`` is); None: the same as the teacher's. beta: of the
+    Jensen-Shannon divergence, the teacher's share of the mixture, in (0, 1).
     """
 
     logits: torch.Tensor
     temperature: float | torch.Tensor = 1.0
     student_temperature: float | torch.Tensor | None = None
+    beta: float = 0.5
 
     @property
     def of_student(self) -> float | torch.Tensor:
         return self.temperature if self.student_temperature is None else self.student_temperature
+
+
+@dataclass(frozen=True)
+class TopKTeacher:
+    """What a student is distilled from if only some ids of the teacher are known, as `topk_log_probs` exports them.
+
+    ids: [.., K] int64 or int32, global, replicated, in any order. log_probs: [.., K] any float dtype. An entry with a
+    negative id, a log-prob of -inf, or False in ``mask`` [.., K] is none; entries of the same id add up; an id at or
+    beyond the vocabulary makes its token's distillation NaN (mask the ids that a student does not have).
+    tail_log_prob: [..] log-prob of everything else, for losses that know a tail; None: 1 - the entries' probability.
+    temperature: of the teacher, a number or one per token [..]: log_probs / temperature, renormalised; 1 for log-probs
+    that were exported at a temperature. student_temperature, beta: as in `Teacher`. renormalize: the entries'
+    probabilities are divided by their sum, so that there is no tail; needed with a temperature.
+    """
+
+    ids: torch.Tensor
+    log_probs: torch.Tensor
+    mask: torch.Tensor | None = None
+    tail_log_prob: torch.Tensor | None = None
+    temperature: float | torch.Tensor = 1.0
+    student_temperature: float | torch.Tensor | None = None
+    renormalize: bool = True
+    beta: float = 0.5
+
+    of_student = Teacher.of_student
 
 
 NO_TRANSFORM, DEFAULTS = Transform(), Options()
@@ -78,7 +105,7 @@ def vocab_statistics(
     shard: VocabShard | None = None,
     want: tuple[str, ...] = (),
     transform: Transform | None = None,
-    teacher: Teacher | None = None,
+    teacher: Teacher | TopKTeacher | None = None,
     total_weight: torch.Tensor | None = None,
     ignore_index: int = -100,
     options: Options | None = None,
@@ -96,8 +123,9 @@ def vocab_statistics(
     labels: int32 or int64 global ids. ``ignore_index`` wins over everything, a valid id included. Any other label
         outside ``[0, vocab_size)`` makes its token NaN on every rank (``options.check`` raises instead).
     shard: the columns this rank owns; None means that ``logits`` hold the whole vocabulary.
-    want: of "entropy", "total" and "argmax", with a teacher of "forward_kl", "reverse_kl" and "teacher_entropy"; lse is
-        always there, log_prob and target_logit with labels.
+    want: of "entropy", "total" and "argmax", with a `Teacher` of `stats.OF_TEACHER`, with a `TopKTeacher` of
+        `stats.OF_TOPK`; lse is always there, log_prob and target_logit with labels. The Jensen-Shannon divergences and
+        "total_variation" take a second, small collective, all others together one.
     total_weight: [width] fp32 column weights w of ``total`` (class weights), not differentiable.
 
     Raises ValueError or TypeError, from metadata alone and hence on every rank, for what does not fit together.
@@ -177,25 +205,38 @@ def flat_inputs(logits, labels, shard, want, transform, teacher, total_weight, i
     # torch.compile would trace through the cache and warn about it
     head_spec = _head_spec.__wrapped__ if torch.compiler.is_compiling() else _head_spec
     numbers = float(transform.scale), float(transform.softcap or 0.0), float(temperature)
-    teacher_scales, scales = _teacher_scales(teacher, transform.temperature, logits)
-    spec = head_spec(shard, tuple(want), *numbers, ignore_index, backend, options.transport, *teacher_scales)
+    of_teacher = _teacher_scales(teacher, transform.temperature, logits)
+    beta = 0.5 if teacher is None else float(teacher.beta)
+    spec = head_spec(shard, tuple(want), *numbers, ignore_index, backend, options.transport, *of_teacher[0], beta)
     rows = _TokenOrder(logits, options.inplace)
-    vectors = (
-        None if labels is None else rows.flatten(labels),
-        transform.bias,
-        None if temperatures is None else rows.flatten(temperatures),
-        None if total_weight is None else total_weight.detach().float(),
+    vectors = {"labels": labels, "temperatures": temperatures}
+    vectors = {name: None if x is None else rows.flatten(x).contiguous() for name, x in vectors.items()}
+    inputs = Inputs(
+        rows.flatten(logits),
+        bias=None if transform.bias is None else transform.bias.contiguous(),
+        total_weight=None if total_weight is None else total_weight.detach().float().contiguous(),
+        **vectors,
+        **_of_teacher(teacher, of_teacher[1], rows, spec),
     )
-    of_teacher = (
-        None if teacher is None else rows.flatten(teacher.logits.detach()),
-        None if scales is None else torch.stack([rows.flatten(scale) for scale in scales]),
-    )
-    return rows, spec, (rows.flatten(logits), *(None if v is None else v.contiguous() for v in vectors), *of_teacher)
+    return rows, spec, inputs
+
+
+def _of_teacher(teacher, scales, rows, spec) -> dict[str, torch.Tensor]:
+    if teacher is None:
+        return {}
+    out = {} if scales is None else {"scales": torch.stack([rows.flatten(scale) for scale in scales])}
+    if isinstance(teacher, Teacher):
+        return out | {"teacher": rows.flatten(teacher.logits.detach())}
+    given = teacher.ids, teacher.log_probs.detach(), teacher.mask
+    given = (None if x is None else rows.flatten(x).contiguous() for x in given)
+    scale = None if scales is None else out["scales"][0]
+    entries = top_entries(*given, scale, spec.teacher_scale, teacher.renormalize, spec.vocab_size, spec.backend)
+    return out | dict(zip(("entries", "entry_log_probs"), entries))
 
 
 @functools.lru_cache(maxsize=256)
 def _head_spec(
-    shard, want, scale, softcap, temperature, ignore_index, backend, transport, teacher_scale, student_scale
+    shard, want, scale, softcap, temperature, ignore_index, backend, transport, teacher_scale, student_scale, beta
 ) -> HeadSpec:
     return HeadSpec(
         start=shard.start,
@@ -214,6 +255,7 @@ def _head_spec(
         group_name=shard.group_name,
         teacher_scale=teacher_scale,
         student_scale=student_scale,
+        beta=beta,
     )
 
 
@@ -348,23 +390,53 @@ def _expect_temperature(name, temperature, lead, device):
 
 
 def _validate_teacher(teacher, logits, want, options):
-    wanted = [name for name in OF_TEACHER if name in want]
+    served = OF_TOPK if isinstance(teacher, TopKTeacher) else OF_TEACHER
+    wanted = [name for name in (*OF_TEACHER, *OF_TOPK) if name in want]
     if teacher is None:
         if wanted:
             raise ValueError(f"{wanted} need a teacher, got none")
         return
-    if not isinstance(teacher, Teacher):
-        raise TypeError(f"teacher must be a Teacher, got {type(teacher).__name__}")
-    if not wanted:
-        raise ValueError(f"a teacher serves the statistics {OF_TEACHER}, got none of them in want")
-    _expect("teacher.logits", teacher.logits, logits.shape, logits.device)
+    if not isinstance(teacher, (Teacher, TopKTeacher)):
+        raise TypeError(f"teacher must be a Teacher or a TopKTeacher, got {type(teacher).__name__}")
+    if not wanted or not set(wanted) <= set(served):
+        raise ValueError(f"a {type(teacher).__name__} serves the statistics {served}, got {wanted} in want")
+    lead, device = logits.shape[:-1], logits.device
     allowed = LOGITS_DTYPES + ((torch.float64,) if logits.dtype == torch.float64 else ())
-    if teacher.logits.dtype not in allowed:
-        raise TypeError(f"teacher.logits must be one of {[str(d) for d in allowed]}, got {teacher.logits.dtype}")
-    _expect_temperature("teacher.temperature", teacher.temperature, logits.shape[:-1], logits.device)
-    _expect_temperature("teacher.student_temperature", teacher.of_student, logits.shape[:-1], logits.device)
+    given = {"logits": teacher.logits} if isinstance(teacher, Teacher) else {"log_probs": teacher.log_probs}
+    if isinstance(teacher, TopKTeacher):
+        _validate_entries(teacher, lead, device)
+    else:
+        _expect("teacher.logits", teacher.logits, logits.shape, device)
+    for name, x in given.items():
+        if x.dtype not in allowed:
+            raise TypeError(f"teacher.{name} must be one of {[str(d) for d in allowed]}, got {x.dtype}")
+    _expect_temperature("teacher.temperature", teacher.temperature, lead, device)
+    _expect_temperature("teacher.student_temperature", teacher.of_student, lead, device)
+    if not 0 < teacher.beta < 1:
+        raise ValueError(f"beta must be in (0, 1), got {teacher.beta}: its ends are forward_kl and reverse_kl")
     if options.transport == "sum":
         raise ValueError(f"{wanted} need transport='gather', got 'sum'")
+
+
+def _validate_entries(teacher, lead, device):
+    if teacher.ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"teacher.ids must be int64 or int32, got {teacher.ids.dtype}")
+    if teacher.ids.dim() == 0 or teacher.ids.shape[-1] == 0:
+        raise ValueError(f"teacher.ids must be [.., K] with K > 0, got {list(teacher.ids.shape)}")
+    shape = (*lead, teacher.ids.shape[-1])
+    _expect("teacher.ids", teacher.ids, shape, device)
+    _expect("teacher.log_probs", teacher.log_probs, shape, device)
+    if teacher.mask is not None:
+        if teacher.mask.dtype != torch.bool:
+            raise TypeError(f"teacher.mask must be bool, got {teacher.mask.dtype}")
+        _expect("teacher.mask", teacher.mask, shape, device)
+    if teacher.tail_log_prob is not None:
+        _expect("teacher.tail_log_prob", teacher.tail_log_prob, lead, device)
+    tempered = isinstance(teacher.temperature, torch.Tensor) or teacher.temperature != 1
+    if not teacher.renormalize and tempered:
+        raise ValueError(f"a temperature of {teacher.temperature} needs renormalize=True: only the entries are known")
+    if teacher.renormalize and teacher.tail_log_prob is not None:
+        raise ValueError("renormalize=True leaves no tail, got a tail_log_prob")
 
 
 def _expect(name, tensor, shape, device):

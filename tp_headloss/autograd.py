@@ -12,73 +12,114 @@ import torch
 
 from . import comm
 from .backends import load_backend
-from .stats import HeadSpec, empty_outputs, finish, flag_names, from_lanes, packet_rows, to_lanes, value_rows
+from .stats import (
+    OF_TOPK,
+    HeadSpec,
+    Inputs,
+    empty_outputs,
+    finish,
+    finish_later,
+    flag_names,
+    from_lanes,
+    later_rows,
+    packet_rows,
+    to_lanes,
+    value_rows,
+)
+
+# What has an upstream gradient in the kernels: target_logit's is lse's and log_prob's.
+GRADS = ("lse", "log_prob", "entropy", "total", "forward_kl", "reverse_kl", "jsd", "total_variation", *OF_TOPK)
+DIFFERENTIABLE = ("target_logit", *GRADS)
+OUTPUTS = (*DIFFERENTIABLE, "teacher_entropy", "teacher_mass", "owners", "mass", "argmax", "valid", "hits")
 
 _SPEC = (
     "int start, int valid_width, int vocab_size, int chunk_size, int chunks, int world_size, str[] want, "
     "float scale, float softcap, float temperature, int ignore_index, str backend, str transport, str group_name, "
-    "float teacher_scale, float student_scale"
+    "float teacher_scale, float student_scale, float beta"
 )
-_INPUTS = (
-    "Tensor logits, Tensor? labels, Tensor? bias, Tensor? temperatures, Tensor? total_weight, Tensor? teacher, "
-    "Tensor? scales"
-)
-_GRADS = (
-    "Tensor merged, Tensor? lse, Tensor? log_prob, Tensor? entropy, Tensor? total, Tensor? forward_kl, "
-    "Tensor? reverse_kl"
-)
-INPUTS = _INPUTS.count(",") + 1
+_INPUTS = "Tensor logits, " + ", ".join(f"Tensor? {name}" for name in Inputs._fields[1:])
+INPUTS = len(Inputs._fields)
 torch.library.define("tp_headloss::statistics", f"({_INPUTS}, {_SPEC}) -> Tensor[]")
-torch.library.define("tp_headloss::logits_gradient", f"({_INPUTS}, {_GRADS}, {_SPEC}) -> Tensor")
+torch.library.define("tp_headloss::logits_gradient", f"({_INPUTS}, Tensor merged, Tensor?[] grads, {_SPEC}) -> Tensor")
+torch.library.define(
+    "tp_headloss::entries",
+    "(Tensor ids, Tensor log_probs, Tensor? mask, Tensor? scales, float scale, bool renormalize, int vocab_size, "
+    "str backend) -> (Tensor, Tensor)",
+)
 
 
 def _float_type(logits) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 
-def _statistics(logits, labels, bias, temperatures, total_weight, teacher, scales, spec):
-    backend, has_labels = load_backend(spec.backend), labels is not None
+def _statistics(*args):
+    *inputs, spec = args
+    inputs = Inputs(*inputs)
+    outputs = _first_exchange(inputs, spec)
+    if rows := later_rows(spec.want):
+        merged, values, *_ = outputs
+        packets = values.new_empty((spec.chunks, len(rows), values.shape[1]))
+        load_backend(spec.backend).later_statistics(packets, inputs, merged, spec)
+        finish_later(comm.gather_packets(packets, spec.world_size, spec.group_name), merged, values)
+    return outputs
+
+
+def _first_exchange(inputs: Inputs, spec: HeadSpec):
+    backend, logits, has_labels = load_backend(spec.backend), inputs.logits, inputs.labels is not None
     shape = (spec.chunks, len(packet_rows(has_labels, spec.want)), logits.shape[0])
-    inputs = logits, labels, bias, temperatures, total_weight, teacher, scales
     if spec.transport in ("auto", "symm_mem") and spec.world_size > 1 and backend.shares_memory(logits):
         memory = comm.symmetric_memory(spec.transport, spec.group_name, math.prod(shape), logits.device)
         if memory is not None:
             packets = memory.packets(shape)
             try:
-                backend.local_statistics(packets, *inputs, spec, memory)
+                backend.local_statistics(packets, inputs, spec, memory)
                 memory.barrier()
-                return backend.merge_packets(packets, labels, scales, spec, memory)
+                return backend.merge_packets(packets, inputs, spec, memory)
             except BaseException:
                 memory.interrupted = True
                 raise
     packets = logits.new_empty(shape, dtype=_float_type(logits))
-    backend.local_statistics(packets, *inputs, spec)
+    backend.local_statistics(packets, inputs, spec)
     if spec.transport == "sum":
         lanes = comm.sum_lanes(to_lanes(packets, has_labels, spec), spec.world_size, spec.group_name)
-        return finish(from_lanes(lanes, has_labels, spec), labels, spec, packets.dtype)
+        return finish(from_lanes(lanes, has_labels, spec), inputs.labels, spec, packets.dtype)
     packets = comm.gather_packets(packets, spec.world_size, spec.group_name)
-    return backend.merge_packets(packets, labels, scales, spec)
+    return backend.merge_packets(packets, inputs, spec)
 
 
-def _statistics_fake(logits, labels, bias, temperatures, total_weight, teacher, scales, spec):
-    return empty_outputs(logits, logits.shape[0], labels is not None, spec.want, _float_type(logits))
+def _statistics_fake(logits, labels, *rest):
+    return empty_outputs(logits, logits.shape[0], labels is not None, rest[-1].want, _float_type(logits))
 
 
-def _write_gradient(out, inputs, merged, grads, spec):
-    grads = [None if g is None else g.contiguous() for g in grads]
-    load_backend(spec.backend).logits_gradient(out, *inputs, merged, grads, spec)
+def _write_gradient(out, inputs: Inputs, merged, grads, spec: HeadSpec):
+    grads = {name: g.contiguous() for name, g in zip(GRADS, grads) if g is not None}
+    load_backend(spec.backend).logits_gradient(out, inputs, merged, grads, spec)
 
 
 def _logits_gradient(*args):
-    *arguments, spec = args
-    inputs, merged, grads = arguments[:INPUTS], arguments[INPUTS], arguments[INPUTS + 1 :]
+    *inputs, merged, grads, spec = args
     out = torch.empty_like(inputs[0])
-    _write_gradient(out, inputs, merged, grads, spec)
+    _write_gradient(out, Inputs(*inputs), merged, grads, spec)
     return out
 
 
 def _logits_gradient_fake(logits, *_):
     return torch.empty_like(logits)
+
+
+def _entries(ids, log_probs, mask, scales, scale, renormalize, vocab_size, backend):
+    scale = scale if scales is None else scales
+    return load_backend(backend).entries(ids, log_probs, mask, scale, renormalize, vocab_size)
+
+
+def _entries_fake(ids, log_probs, *_):
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    return torch.empty_like(ids, dtype=torch.int32), torch.empty_like(log_probs, dtype=dtype)
+
+
+def top_entries(*args):
+    """What a top-K teacher's entries are, [N, K] each; see `backends.eager.entries`."""
+    return _entries(*args) if runs_here(args[1]) else torch.ops.tp_headloss.entries(*args)
 
 
 def _with_spec(function):
@@ -98,10 +139,8 @@ for _name, _real, _fake in (
 ):
     torch.library.impl(_name, "default", _with_spec(_real))
     torch.library.register_fake(_name, _with_spec(_fake))
-
-
-DIFFERENTIABLE = ("lse", "log_prob", "target_logit", "entropy", "total", "forward_kl", "reverse_kl")
-OUTPUTS = (*DIFFERENTIABLE, "teacher_entropy", "owners", "mass", "argmax", "valid", "hits")
+torch.library.impl("tp_headloss::entries", "default", _entries)
+torch.library.register_fake("tp_headloss::entries", _entries_fake)
 
 
 def runs_here(tensor) -> bool:
@@ -135,15 +174,15 @@ class Statistics(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, labels, bias, temperatures, total_weight, teacher, scales, spec, inplace, reduction):
-        inputs = logits, labels, bias, temperatures, total_weight, teacher, scales
-        if runs_here(logits):
+    def forward(ctx, *args):
+        *inputs, spec, inplace, reduction = args
+        has_labels = inputs[1] is not None
+        if runs_here(inputs[0]):
             merged, values, *flags = _statistics(*inputs, spec)
         else:
             merged, values, *flags = torch.ops.tp_headloss.statistics(*inputs, *_fields(spec))
         ctx.spec, ctx.inplace = spec, inplace
         ctx.set_materialize_grads(False)
-        has_labels = labels is not None
         out = dict(zip(value_rows(has_labels, spec.want), values.unbind(0)))
         out.update(zip(flag_names(has_labels, spec.want), flags))
         fixed = [value for name, value in out.items() if name not in DIFFERENTIABLE]
@@ -173,22 +212,21 @@ class Statistics(torch.autograd.Function):
             for name, row in zip(ctx.plan.statistics, rows.unbind(0)):
                 if name in upstream:
                     upstream[name] = row if upstream[name] is None else upstream[name] + row
-        lse, log_prob, target_logit, *others = upstream.values()
-        if target_logit is not None:  # z_y = log_prob + lse
-            lse = target_logit if lse is None else lse + target_logit
-            log_prob = target_logit if log_prob is None else log_prob + target_logit
-        grads = (lse, log_prob, *others)
+        if (target_logit := upstream["target_logit"]) is not None:  # z_y = log_prob + lse
+            for name in ("lse", "log_prob"):
+                upstream[name] = target_logit if upstream[name] is None else upstream[name] + target_logit
+        grads = [upstream[name] for name in GRADS]
         if all(g is None for g in grads):
             return (None,) * (INPUTS + 3)
         if ctx.inplace:
             logits = inputs[0].detach()
-            _write_gradient(logits, inputs, merged, grads, ctx.spec)
+            _write_gradient(logits, Inputs(*inputs), merged, grads, ctx.spec)
             torch.autograd.graph.increment_version(inputs[0])
         elif runs_here(merged):
             logits = torch.empty_like(inputs[0])
-            _write_gradient(logits, inputs, merged, grads, ctx.spec)
+            _write_gradient(logits, Inputs(*inputs), merged, grads, ctx.spec)
         else:
-            logits = torch.ops.tp_headloss.logits_gradient(*inputs, merged, *grads, *_fields(ctx.spec))
+            logits = torch.ops.tp_headloss.logits_gradient(*inputs, merged, grads, *_fields(ctx.spec))
         bias = logits.sum(0, dtype=merged.dtype).to(inputs[2].dtype) if ctx.needs_input_grad[2] else None
         return logits, None, bias, *(None,) * INPUTS
 

@@ -15,13 +15,13 @@ from .backends import resolve_backend
 from .reduce import REDUCTIONS, Monomial, Reduction, SumsPlan, masked, metric_sums, nonzero
 from .sequences import SEQUENCE_REDUCTIONS, Sequences
 from .shard import VocabShard
-from .stats import OF_TEACHER, VocabStatistics
+from .stats import OF_TEACHER, OF_TOPK, VocabStatistics
 from .terms import METRICS, CrossEntropy, Metric, Term
 
 # What a `Monomial` may be of -> the optional statistic that brings it.
 MONOMIALS = {
     "lse": "", "log_prob": "", "target_logit": "", "entropy": "entropy", "total": "total", "mass": "total",
-    "hits": "argmax", "forward_kl": "forward_kl", "reverse_kl": "reverse_kl", "teacher_entropy": "teacher_entropy",
+    "hits": "argmax", **{name: name for name in (*OF_TEACHER, *OF_TOPK)},
 }  # fmt: skip
 
 # The named metrics as a `Metric` has them.
@@ -115,7 +115,8 @@ class HeadLoss(nn.Module):
         so weights of both signs want a denominator of their own. denominator: the caller's, a number or a scalar
         tensor; with gradient accumulation or data parallelism, the global count of tokens (or sequences).
         inputs: what terms and metrics take besides the statistics, by name: tensors that broadcast to [..], replicated;
-        "sequences" a `Sequences` of the same [..] (tokens outside of its mask are ignored); "teacher" a `Teacher`.
+        "sequences" a `Sequences` of the same [..] (tokens outside of its mask are ignored); "teacher" a `Teacher` or a
+        `TopKTeacher`.
         One collective forward; backward: no communication. Errors as in `vocab_statistics`.
         """
         if labels is None:
@@ -205,7 +206,7 @@ class HeadLoss(nn.Module):
         """The inputs, each tensor expanded to the labels' shape."""
         needed = {name for part in (*self.terms, *self.token_metrics) for name in part.inputs}
         needed |= {"sequences"} if self.reduction in SEQUENCE_REDUCTIONS else set()
-        needed |= {"teacher"} if set(self.want) & set(OF_TEACHER) else set()
+        needed |= {"teacher"} if set(self.want) & {*OF_TEACHER, *OF_TOPK} else set()
         missing, unused = needed - set(inputs), set(inputs) - needed - {"sequences"}
         if missing or unused:
             raise ValueError(

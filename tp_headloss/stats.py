@@ -28,6 +28,30 @@ side, p' = softmax(z'), z' = a z (a: ratio of the temperatures; S' and M' = a M 
 
 forward_kl = KL(q || p'), reverse_kl = KL(p' || q), 0 log 0 = 0: what has no probability adds nothing.
 
+These two need the sums of all ranks before their own, hence a second exchange, of two numbers per chunk (the value and
+the mean that its gradient subtracts), merged by adding. m = beta q + (1 - beta) p', d = p' - q,
+v_j = (1 - beta) p'_j log(p'_j / m_j), w_j = beta q_j log(q_j / m_j):
+
+| statistic       | value            | mean                   | d/dz_j                        |
+|-----------------|------------------|------------------------|-------------------------------|
+| jsd             | sum v_j + w_j    | sum v_j                | a (v_j - p'_j mean)           |
+| total_variation | sum abs(d_j) / 2 | sum p'_j sign(d_j) / 2 | a p'_j (sign(d_j) / 2 - mean) |
+
+With a teacher of K entries (`api.TopKTeacher`), tau_k their probabilities, which sum to W: s = softmax of z' over the
+entries, r = softmax of z' over all else, P and R the student's probability of either; y_k = a (z_k - topk_max):
+
+| statistic       | of a chunk, over its entries                | value                  | d/dz'_k; elsewhere       |
+|-----------------|---------------------------------------------|------------------------|--------------------------|
+| (all of these)  | topk_max = max z_k, topk_sum = sum exp(y_k) |                        |                          |
+| teacher_mass    | topk_mass = sum tau_k                       | W                      | none                     |
+| topk_forward_kl | topk_cross = sum tau_k (log tau_k - y_k)    | sum tau log(tau / s)   | W s_k - tau_k; 0         |
+| topk_reverse_kl | topk_gap = sum exp(y_k) (y_k - log tau_k)   | sum s log(s / tau) = G | s_k (log(s_k/tau_k) - G) |
+| topk_log_mass   | student_sum, or those of the tail           | log P                  | R s_k; -R r_j            |
+| tail_log_mass   | tail_max = max z, tail_sum = sum exp        | log R                  | -P s_k; P r_j            |
+| tail_entropy    | tail_moment, all three as max, sum, moment  | -sum r log r = H       | 0; -r_j (log r_j + H)    |
+| topk_jsd        | second exchange, p' = s, q = tau            | sum v_k + w_k          | v_k - s_k sum v; 0       |
+| vocab_jsd       | second exchange, p' = P s, q = tau          | sum v_k + w_k          | v_k; at all: -p'_j sum v |
+
 A *packet* is the partial of one chunk: `packet_rows` fp32 numbers per token. The merge is done in float64 and rounded
 once; `merge` and `finish` here are its definition (and the eager backend's code), `kernels.merge_kernel` its twin.
 """
@@ -46,8 +70,13 @@ PACKET_ROWS = {
     "teacher_entropy": ("teacher_moment",),
     "argmax": ("index",),
 }
-OPTIONAL = tuple(PACKET_ROWS)
-OF_TEACHER = ("forward_kl", "reverse_kl", "teacher_entropy")
+OF_PAIR = ("forward_kl", "reverse_kl", "teacher_entropy")  # of a teacher, in the first exchange
+LATER = ("jsd", "total_variation", "topk_jsd", "vocab_jsd")  # in the second
+OF_TEACHER = (*OF_PAIR, "jsd", "total_variation")
+TAIL = ("tail_log_mass", "tail_entropy")
+OF_TOPK = ("topk_forward_kl", "topk_reverse_kl", "topk_log_mass", *TAIL, "topk_jsd", "vocab_jsd")
+OPTIONAL = (*PACKET_ROWS, "jsd", "total_variation", *OF_TOPK)
+TOPK_ROWS = ("topk_max", "topk_sum", "topk_mass", "topk_cross", "topk_gap")
 IGNORED = 2.0  # the owner flag of every packet of an ignored token, so that ranks whose labels differ find out
 
 
@@ -70,10 +99,25 @@ class HeadSpec(NamedTuple):
     group_name: str
     teacher_scale: float = 1.0  # u = teacher_scale t
     student_scale: float = 1.0  # z' = student_scale z
+    beta: float = 0.5  # of the Jensen-Shannon divergences
 
     @property
     def packets(self) -> int:
         return self.chunks * self.world_size
+
+
+class Inputs(NamedTuple):
+    """What the backends read, by rows [N, ..] of one rank; what is None is off."""
+
+    logits: torch.Tensor  # [N, width]
+    labels: torch.Tensor | None = None  # [N]
+    bias: torch.Tensor | None = None  # [width]
+    temperatures: torch.Tensor | None = None  # [N], instead of the spec's number
+    total_weight: torch.Tensor | None = None  # [width]
+    teacher: torch.Tensor | None = None  # [N, width]
+    scales: torch.Tensor | None = None  # [2, N], instead of the spec's teacher_scale and student_scale
+    entries: torch.Tensor | None = None  # [N, K] int32 ids of a top-K teacher: distinct, ascending, the largest: none
+    entry_log_probs: torch.Tensor | None = None  # [N, K] fp32, -inf where there is none
 
 
 class VocabStatistics(NamedTuple):
@@ -96,6 +140,16 @@ class VocabStatistics(NamedTuple):
     forward_kl: torch.Tensor | None  # KL(teacher || student), nats, at the teacher's side's temperatures
     reverse_kl: torch.Tensor | None  # KL(student || teacher)
     teacher_entropy: torch.Tensor | None  # -sum q log q; not differentiable. forward_kl + it: soft cross-entropy
+    jsd: torch.Tensor | None  # beta KL(teacher || m) + (1 - beta) KL(student || m), m their mixture
+    total_variation: torch.Tensor | None  # sum of abs(student - teacher) / 2
+    teacher_mass: torch.Tensor | None  # probability of a top-K teacher's entries; not differentiable
+    topk_forward_kl: torch.Tensor | None  # over its entries, where the student is normalised: see the table above
+    topk_reverse_kl: torch.Tensor | None
+    topk_log_mass: torch.Tensor | None  # log of the student's probability of the entries
+    tail_log_mass: torch.Tensor | None  # and of everything else, summed directly
+    tail_entropy: torch.Tensor | None  # of the student over everything else
+    topk_jsd: torch.Tensor | None  # over the entries, where the student is normalised
+    vocab_jsd: torch.Tensor | None  # the entries' part, the student normalised over the vocabulary
     vocab_size: int
 
     @property
@@ -105,6 +159,17 @@ class VocabStatistics(NamedTuple):
             missing = [name for name in ("argmax", "labels") if getattr(self, name) is None]
             raise ValueError(f'`correct` needs labels and want=("argmax",), got no {" and no ".join(missing)}')
         return self.hits
+
+
+class Apart(NamedTuple):
+    """Merged float64 sums over some columns at a top-K teacher's side, [N] each, relative to their own `shift`."""
+
+    shift: torch.Tensor  # of z
+    sum: torch.Tensor
+    mass: torch.Tensor | None = None
+    cross: torch.Tensor | None = None
+    gap: torch.Tensor | None = None
+    moment: torch.Tensor | None = None
 
 
 class State(NamedTuple):
@@ -125,29 +190,61 @@ class State(NamedTuple):
     teacher_target: torch.Tensor | None = None
     cross: torch.Tensor | None = None
     gap: torch.Tensor | None = None
+    topk: Apart | None = None
+    tail: Apart | None = None
+
+
+def wants(want, names) -> bool:
+    return any(name in want for name in names)
+
+
+def over_vocabulary(want) -> bool:
+    """Whether a top-K teacher's student is normalised over the vocabulary, by the sum over all of it."""
+    return wants(want, ("topk_log_mass", "vocab_jsd")) and not wants(want, TAIL)
 
 
 def packet_rows(has_labels: bool, want) -> list[str]:
     rows = ["max", "sum"] + (["target", "owner"] if has_labels else [])
-    if any(name in want for name in OF_TEACHER):
+    if wants(want, OF_TEACHER):
         rows += ["student_sum", "teacher_max", "teacher_sum"] + (["teacher_target"] if has_labels else [])
-    return rows + [row for name in OPTIONAL if name in want for row in PACKET_ROWS[name]]
+    rows += ["student_sum"] if over_vocabulary(want) else []
+    rows += ["tail_max", "tail_sum"] if wants(want, TAIL) else []
+    rows += ["tail_moment"] if "tail_entropy" in want else []
+    rows += [row for name in PACKET_ROWS if name in want for row in PACKET_ROWS[name]]
+    return rows + (list(TOPK_ROWS) if wants(want, OF_TOPK) else [])
+
+
+def later_rows(want) -> list[str]:
+    """The packets of the second exchange: a value and a mean for each."""
+    return [row for name in LATER if name in want for row in (name, f"{name}_mean")]
 
 
 def merged_rows(has_labels: bool, want) -> list[str]:
     """What the backward needs per token besides the logits: M, S (0 where ignored), u / S, z_y - M, sum p (z - M); with
-    a teacher S', the shift and sum of q, and the mean of z' - u (0 if not wanted)."""
+    a teacher S', the shift and sum of q, and the mean of z' - u (0 if not wanted).
+
+    With a top-K teacher S' (if over the vocabulary); shift, sum and W of the entries, the mean of y - log tau; shift,
+    sum and mean of y of the tail (of the whole vocabulary if no tail is wanted), P and R. The means of the second
+    exchange come last.
+    """
     rows = ["shift", "sum"] + (["others", "target"] if has_labels else []) + (["mean"] if "entropy" in want else [])
-    if any(name in want for name in OF_TEACHER):
+    if wants(want, OF_TEACHER):
         rows += ["student_sum", "teacher_shift", "teacher_sum", "gap"]
-    return rows
+    rows += ["student_sum"] if over_vocabulary(want) else []
+    if wants(want, OF_TOPK):
+        rows += ["topk_shift", "topk_sum", "topk_mass", "topk_gap"]
+        rows += ["rest_shift", "rest_sum", "rest_mean", "inside", "outside"]
+    return rows + later_rows(want)[1::2]
 
 
 def value_rows(has_labels: bool, want) -> list[str]:
     """The fp32 statistics, in order; "owners" (how many ranks claim the label) serves checks."""
     names = ["lse"] + (["log_prob", "target_logit", "owners"] if has_labels else [])
     names += (["entropy"] if "entropy" in want else []) + (["total", "mass"] if "total" in want else [])
-    return names + [name for name in OF_TEACHER if name in want]
+    names += [name for name in OF_PAIR if name in want]
+    if wants(want, OF_TOPK):
+        names += ["teacher_mass"] + [name for name in OF_TOPK if name in want and name not in LATER]
+    return names + later_rows(want)[::2]
 
 
 def flag_names(has_labels: bool, want) -> list[str]:
@@ -191,10 +288,11 @@ def merge(packets: torch.Tensor, has_labels: bool, spec: HeadSpec, scales: torch
         state["moment"] = (factor * (row["moment"] + drop * row["sum"])).sum(0)
     if "total" in row:
         state["total"], state["mass"] = row["total"].sum(0), row["mass"].sum(0)
-    if "teacher_max" in row:
-        scale = spec.student_scale if scales is None else scales[1].double()
+    scale = spec.student_scale if scales is None else scales[1].double()
+    if "student_sum" in row:
         scaled = torch.where(peak == -torch.inf, 0.0, (scale * drop).exp())
         state["student_sum"] = (scaled * row["student_sum"]).sum(0)
+    if "teacher_max" in row:
         state["teacher_shift"] = row["teacher_max"].amax(0)
         fall, factor_t = decay(row["teacher_max"], state["teacher_shift"])
         state["teacher_sum"] = (factor_t * row["teacher_sum"]).sum(0)
@@ -206,9 +304,58 @@ def merge(packets: torch.Tensor, has_labels: bool, spec: HeadSpec, scales: torch
             state["teacher_moment"] = (factor_t * (row["teacher_moment"] + fall * row["teacher_sum"])).sum(0)
         if has_labels:
             state["teacher_target"] = torch.where(row["owner"] == 1, row["teacher_target"], 0.0).sum(0)
+    for name in ("topk", "tail"):
+        if f"{name}_max" in row:
+            state[name] = _merge_apart({key: row.get(f"{name}_{key}") for key in ("max", *Apart._fields)}, scale)
     if "index" in row:
         state["index"] = torch.where(peak == shift, row["index"], torch.inf).amin(0)
     return State(shift, (factor * row["sum"]).sum(0), **state)
+
+
+def _merge_apart(row, scale) -> Apart:
+    shift = row["max"].amax(0)
+    drop = scale * decay(row["max"], shift)[0]
+    factor = torch.where(row["max"] == -torch.inf, 0.0, drop.exp())
+    parts = {"sum": factor * row["sum"]}
+    if row["mass"] is not None:
+        parts["mass"], parts["cross"] = row["mass"], row["cross"] - weigh(row["mass"], drop)
+        parts["gap"] = weigh(factor, row["gap"] + drop * row["sum"])
+    if row["moment"] is not None:
+        parts["moment"] = factor * (row["moment"] + drop * row["sum"])
+    return Apart(shift, **{name: part.sum(0) for name, part in parts.items()})
+
+
+def _finish_topk(topk: Apart, tail: Apart | None, top, whole, scale):
+    """Statistics and merged rows by name; whole: sum exp(a (z - top)) over the vocabulary, or None."""
+    log_d, teacher_mass, nothing = topk.sum.log(), topk.mass, topk.mass == 0
+    nowhere = (topk.sum == 0) & ~nothing  # entries to which the student gives no probability
+
+    def value(x, least):
+        x = torch.where(nowhere, torch.inf, torch.maximum(x, least))  # what is below the least is rounding
+        return torch.where(nothing, 0.0, x)
+
+    gap = torch.where(topk.sum == 0, 0.0, topk.gap / topk.sum)
+    out = {"teacher_mass": teacher_mass}
+    out["topk_forward_kl"] = value(topk.cross + teacher_mass * log_d, torch.xlogy(teacher_mass, teacher_mass))
+    out["topk_reverse_kl"] = value(gap - log_d, -teacher_mass.log())
+    rows = {"topk_shift": topk.shift, "topk_sum": topk.sum, "topk_mass": topk.mass, "topk_gap": gap}
+    zero = torch.zeros_like(log_d)
+    rest = {"rest_shift": zero, "rest_sum": zero, "rest_mean": zero, "inside": zero, "outside": zero}
+    if tail is not None:
+        mean = zero if tail.moment is None else torch.where(tail.sum == 0, 0.0, tail.moment / tail.sum)
+        apart = scale * (topk.shift - tail.shift) + log_d - tail.sum.log()  # of the logs of both probabilities
+        less = apart.abs().neg().exp().log1p()
+        out["topk_log_mass"], out["tail_log_mass"] = -(less + (-apart).clamp(min=0)), -(less + apart.clamp(min=0))
+        out["tail_entropy"] = torch.where(tail.sum == 0, 0.0, tail.sum.log() - mean)
+        rest |= {"rest_shift": tail.shift, "rest_sum": tail.sum, "rest_mean": mean}
+        rest |= {"inside": out["topk_log_mass"].exp(), "outside": out["tail_log_mass"].exp()}
+    elif whole is not None:
+        out["topk_log_mass"] = (scale * (topk.shift - top) + log_d - whole.log()).clamp(max=0)
+        rest |= {"rest_shift": top, "rest_sum": whole}
+        rest |= {"inside": out["topk_log_mass"].exp(), "outside": -torch.expm1(out["topk_log_mass"])}
+    unknown = teacher_mass.isnan()
+    out = {name: torch.where(unknown, torch.nan, x) for name, x in out.items()}
+    return out, rows | rest
 
 
 def finish(state: State, labels, spec: HeadSpec, dtype=torch.float32, scales=None) -> list[torch.Tensor]:
@@ -243,15 +390,20 @@ def finish(state: State, labels, spec: HeadSpec, dtype=torch.float32, scales=Non
     bad = ~(total_sum > 0)
     if has_labels:
         bad = (bad | (state.owners != 1)) & ~ignored
-    if state.teacher_sum is not None:
-        whole, gap = state.student_sum, state.gap
-        scale = spec.student_scale if scales is None else scales[1].double()
+    scale = spec.student_scale if scales is None else scales[1].double()
+    whole, gap = state.student_sum, state.gap
+    if whole is not None:
         if has_labels:
             scaled = torch.where(state.shift == -torch.inf, 0.0, (scale * drop).exp())
             at_target = torch.where(target == -torch.inf, 0.0, (scale * offset).exp())
             whole = scaled * whole + at_target
             if gap is not None:
                 gap = weigh(scaled, gap) + weigh(at_target, scale * target - state.teacher_target)
+        rows["student_sum"] = whole
+    if state.topk is not None:
+        of_topk, rows_of_topk = _finish_topk(state.topk, state.tail, top, whole, scale)
+        out, rows = out | of_topk, rows | rows_of_topk
+    if state.teacher_sum is not None:
         apart = state.teacher_shift + state.teacher_sum.log() - (scale * top + whole.log())  # log-normalisers
         unknown = ~(state.teacher_sum > 0) & ~ignored
         if state.cross is not None:
@@ -261,8 +413,8 @@ def finish(state: State, labels, spec: HeadSpec, dtype=torch.float32, scales=Non
         if state.teacher_moment is not None:
             out["teacher_entropy"] = state.teacher_sum.log() - state.teacher_moment / state.teacher_sum
         rows["gap"] = torch.zeros_like(whole) if gap is None else gap / whole
-        rows |= {"student_sum": whole, "teacher_shift": state.teacher_shift, "teacher_sum": state.teacher_sum}
-        for group, names in ((out, OF_TEACHER), (rows, ("student_sum", "teacher_shift", "teacher_sum", "gap"))):
+        rows |= {"teacher_shift": state.teacher_shift, "teacher_sum": state.teacher_sum}
+        for group, names in ((out, OF_PAIR), (rows, ("student_sum", "teacher_shift", "teacher_sum", "gap"))):
             group.update((name, torch.where(unknown, torch.nan, group[name])) for name in names if name in group)
 
     def settle(value):
@@ -276,10 +428,19 @@ def finish(state: State, labels, spec: HeadSpec, dtype=torch.float32, scales=Non
         flags["argmax"] = torch.where(bad | ignored, -1.0, index).long()
         if has_labels:
             flags["hits"] = (flags["argmax"] == labels) & ~ignored & ~bad
+    later = dict.fromkeys(later_rows(spec.want), torch.zeros_like(others))  # written by `finish_later`
+    rows, out = rows | later, out | later
     merged = torch.stack([settle(rows[name]) for name in merged_rows(has_labels, spec.want)])
     names = value_rows(has_labels, spec.want)
     values = torch.stack([settle(out[name]) if name != "owners" else out[name].to(dtype) for name in names])
     return [merged, values, *(flags[name] for name in flag_names(has_labels, spec.want))]
+
+
+def finish_later(packets: torch.Tensor, merged: torch.Tensor, values: torch.Tensor) -> None:
+    """Packets [chunks of all ranks, rows of `later_rows`, N] of the second exchange -> the last rows of both."""
+    sums = packets.sum(0, dtype=torch.float64)
+    values[-len(sums) // 2 :] = sums[::2].clamp(min=0)
+    merged[-len(sums) // 2 :] = sums[1::2]
 
 
 def to_lanes(packets: torch.Tensor, has_labels: bool, spec: HeadSpec) -> torch.Tensor:
@@ -312,3 +473,35 @@ def from_lanes(lanes: torch.Tensor, has_labels: bool, spec: HeadSpec) -> State:
     if "moment" in row:
         state["moment"] = torch.where(empty, 0.0, factor * (row["moment"] - shift * row["sum"]))
     return State(shift, factor * row["sum"], **state)
+
+
+def _finite(x):
+    return torch.where(x == -torch.inf, 0.0, x)
+
+
+def entries(ids, log_probs, mask, scale, renormalize, vocab_size):
+    """A top-K teacher's ids and log-probs [N, K] -> its distinct entries: ids [N, K] int32 ascending, those that are
+    none at the end as the largest int32, and log tau [N, K] of its temperature 1 / scale (a number or [N]).
+
+    Duplicates of an id add up. A row with an id beyond the vocabulary, or NaN, has NaN for its first entry.
+    """
+    none = torch.iinfo(torch.int32).max
+    live = (ids >= 0) & (log_probs != -torch.inf)
+    live = live if mask is None else live & mask
+    log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
+    bad = (live & ((ids >= vocab_size) | log_probs.isnan() | (log_probs == torch.inf))).any(-1)
+    ids, order = torch.where(live, ids.long(), none).sort(dim=-1, stable=True)
+    log_probs = torch.where(live, log_probs, -torch.inf).gather(1, order)
+    shift = _finite(log_probs.amax(-1))[:, None]
+    new = torch.ones_like(ids, dtype=torch.bool)
+    new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    place = new.cumsum(1) - 1
+    log_tau = torch.zeros_like(log_probs).scatter_add(1, place, (log_probs - shift).exp()).log() + shift
+    ids = torch.full_like(ids, none).scatter(1, place, ids)
+    log_tau = log_tau * (scale if not isinstance(scale, torch.Tensor) else scale[:, None].to(log_tau.dtype))
+    if renormalize:
+        log_tau = log_tau - _finite(log_tau.logsumexp(-1))[:, None]
+    first = torch.zeros_like(new)
+    first[:, :1] = bad[:, None]
+    ids = torch.where(bad[:, None], none, ids).masked_fill(first, 0)
+    return ids.int(), torch.where(bad[:, None], -torch.inf, log_tau).masked_fill(first, torch.nan)

@@ -12,6 +12,7 @@ from . import losses
 from .losses.policy import CLIP
 from .losses.ratio import scaled
 from .reduce import Monomial
+from .stats import OF_TEACHER, OF_TOPK
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,8 @@ METRICS: dict[str, tuple[Monomial, str]] = {  # name -> what is summed, and the 
     "entropy": (Monomial("entropy"), "entropy"),
     "log_prob": (Monomial("log_prob"), ""),
     "lse": (Monomial("lse"), ""),
-    "forward_kl": (Monomial("forward_kl"), "forward_kl"),  # these three with the input "teacher"
-    "reverse_kl": (Monomial("reverse_kl"), "reverse_kl"),
-    "teacher_entropy": (Monomial("teacher_entropy"), "teacher_entropy"),
+    # with the input "teacher", a `Teacher` for the former and a `TopKTeacher` for the latter
+    **{name: (Monomial(name), name) for name in (*OF_TEACHER, *OF_TOPK)},
 }
 
 
@@ -104,6 +104,8 @@ DISTILLATIONS = {  # name -> what is minimised, and the statistics that it needs
     "forward_kl": (Monomial("forward_kl"), ("forward_kl",)),
     "reverse_kl": (Monomial("reverse_kl"), ("reverse_kl",)),
     "cross_entropy": (losses.soft_cross_entropy, ("forward_kl", "teacher_entropy")),
+    "jsd": (Monomial("jsd"), ("jsd",)),
+    "total_variation": (Monomial("total_variation"), ("total_variation",)),
 }
 
 
@@ -112,9 +114,10 @@ def Distillation(
 ) -> Term:
     """A divergence from a teacher's whole distribution. Input: "teacher", an `api.Teacher` with its temperatures.
 
-    divergence: "forward_kl" = KL(teacher || student), "reverse_kl", or "cross_entropy" to the teacher's probabilities,
-    which differs from the forward KL by a constant. temperature_squared: times T^2 of the student's temperature, value
-    and gradient alike. name: of the term, by default the divergence's (with "teacher_" before "cross_entropy").
+    divergence: "forward_kl" = KL(teacher || student), "reverse_kl", "cross_entropy" to the teacher's probabilities,
+    which differs from the forward KL by a constant, "jsd" with the teacher's beta, or "total_variation"; the last two
+    take a second, small collective. temperature_squared: times T^2 of the student's temperature, value and gradient
+    alike. name: of the term, by default the divergence's (with "teacher_" before "cross_entropy").
     """
     if divergence not in DISTILLATIONS:
         raise ValueError(f"divergence must be one of {sorted(DISTILLATIONS)}, got {divergence!r}")
@@ -127,6 +130,57 @@ def Distillation(
     plain = isinstance(per_token, Monomial) and not temperature_squared
     default = "teacher_cross_entropy" if divergence == "cross_entropy" else divergence
     return Term(name or default, per_token if plain else function, weight, want, inputs=("teacher",))
+
+
+TOPK_DISTILLATIONS = {  # (divergence, over) -> the statistics that it needs
+    ("forward_kl", "topk"): ("topk_forward_kl",),
+    ("forward_kl", "vocabulary"): ("topk_forward_kl", "topk_log_mass"),
+    ("forward_kl", "tail"): ("topk_forward_kl", "topk_log_mass", "tail_log_mass"),
+    ("reverse_kl", "topk"): ("topk_reverse_kl",),
+    ("reverse_kl", "vocabulary"): ("topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy"),
+    ("reverse_kl", "tail"): ("topk_reverse_kl", "topk_log_mass", "tail_log_mass"),
+    ("jsd", "topk"): ("topk_jsd",),
+    ("jsd", "vocabulary"): ("vocab_jsd", "topk_log_mass"),
+    ("jsd", "tail"): ("vocab_jsd", "topk_log_mass", "tail_log_mass"),
+}
+
+
+def TopKDistillation(
+    weight: float = 1.0,
+    divergence: str = "forward_kl",
+    over: str = "topk",
+    *,
+    outside: float = -100.0,
+    temperature_squared: bool = False,
+    name: str | None = None,
+) -> Term:
+    """A divergence from K entries of a teacher's distribution. Input: "teacher", an `api.TopKTeacher`.
+
+    divergence: "forward_kl", "reverse_kl" or "jsd" (with the teacher's beta; a second, small collective); a mix of them
+    is several terms. over: what the student is normalised over, see `losses.topk_forward_kl`; "tail" needs a teacher
+    with renormalize=False. outside: the log-prob of a teacher outside of its entries, for the reverse KL over the
+    vocabulary. temperature_squared, name: as in `Distillation`, the name with "topk_" before it.
+    """
+    if (divergence, over) not in TOPK_DISTILLATIONS:
+        known = sorted({d for d, _ in TOPK_DISTILLATIONS})
+        raise ValueError(
+            f"divergence must be one of {known} over one of {list(losses.OVER)}, got {divergence!r} over {over!r}"
+        )
+
+    def function(stats, teacher):
+        if over == "tail" and teacher.renormalize:
+            raise ValueError("over='tail' needs a TopKTeacher with renormalize=False, got True, which leaves no tail")
+        tail = losses.log_tail(stats, teacher.tail_log_prob) if over == "tail" else None
+        if divergence == "forward_kl":
+            values = losses.topk_forward_kl(stats, over, tail)
+        elif divergence == "reverse_kl":
+            values = losses.topk_reverse_kl(stats, over, tail, outside)
+        else:
+            values = losses.topk_jsd(stats, over, tail, teacher.beta)
+        return losses.temperature_squared(values, teacher.of_student) if temperature_squared else values
+
+    plain = Monomial(f"topk_{divergence}") if over == "topk" and not temperature_squared else function
+    return Term(name or f"topk_{divergence}", plain, weight, TOPK_DISTILLATIONS[divergence, over], inputs=("teacher",))
 
 
 OBJECTIVES = {  # name -> function of the log-prob, and the inputs it takes

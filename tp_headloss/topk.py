@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ def topk_log_probs(
     logits: torch.Tensor,
     k: int,
     *,
+    weight: torch.Tensor | None = None,
     shard: VocabShard | None = None,
     transform: Transform | None = None,
     top_p: float | None = None,
@@ -42,24 +44,36 @@ def topk_log_probs(
     top_p: cut an entry if those before it already hold that much (the first stays), a nucleus of at most K. dtype,
     ids_dtype: of what is returned, such as float16 and int32 for the disk.
 
+    weight: [width, H] of this rank, with hidden states [.., H] in place of the logits, which are then made (with
+    torch.nn.functional.linear; a bias belongs to ``transform``) for a block of tokens at a time.
+
     Equal logits come by ascending id, exactly, on every device. Nothing is differentiated, and blocks of 2^22 logits
     bound the memory. A token with NaN or +inf in its logits, or nothing above -inf, has NaN log-probs.
 
-    Raises ValueError for a k that is not in [1, vocab_size], and as `vocab_statistics` does.
+    Raises ValueError for a k that is not in [1, vocab_size] and for a weight that does not fit, and as
+    `vocab_statistics` does.
     """
-    shard = resolve_shard(logits, shard)
+    if weight is not None and (weight.dim() != 2 or logits.dim() < 1 or logits.shape[-1] != weight.shape[1]):
+        shapes = f"{list(logits.shape)} and {list(weight.shape)}"
+        raise ValueError(f"hidden states and weight must be [.., H] and [width, H], got {shapes}")
+    shard = resolve_shard(logits if weight is None else weight.T, shard)
     if not 1 <= k <= shard.vocab_size:
         raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
     if ids_dtype not in (torch.int64, torch.int32) or not dtype.is_floating_point:
         raise TypeError(f"ids must be int64 or int32 and log-probs floating point, got {ids_dtype} and {dtype}")
-    logits, options = logits.detach(), options or DEFAULTS
-    rows, spec, inputs = flat_inputs(logits, None, shard, (), transform or NO_TRANSFORM, None, None, -100, options)
-    n_rows = inputs[0].shape[0]
-    packets = inputs[0].new_empty((spec.chunks, 2, n_rows), dtype=torch.float32)
-    load_backend(spec.backend).local_statistics(packets, *inputs, spec)
-    keys = _local_keys(inputs, spec, k)
+    transform, options = transform or NO_TRANSFORM, options or DEFAULTS
+    if weight is None:
+        rows, spec, packets, keys = _of_this_rank(logits, k, shard, transform, options)
+        unflatten = rows.unflatten
+    else:
+        spec, packets, keys = _of_hidden(logits, weight, k, shard, transform, options)
+
+        def unflatten(x):
+            return x.view(*logits.shape[:-1], *x.shape[1:])
+
+    n_rows = keys.shape[0]
     # keys travel as the bits of two fp32 numbers each, beside the packets: one all-gather for both
     sent = torch.cat([packets.flatten(), keys.view(torch.float32).flatten()])
     received = gather_from_ranks(sent, shard.group)
@@ -74,12 +88,38 @@ def topk_log_probs(
         before = log_probs.double().exp().cumsum(1) - log_probs.double().exp()
         cut = before >= top_p  # never the first, before which there is exactly 0
         ids, log_probs = ids.masked_fill(cut, -1), log_probs.masked_fill(cut, -torch.inf)
-    return TopK(rows.unflatten(ids.to(ids_dtype)), rows.unflatten(log_probs.to(dtype)), rows.unflatten(lse))
+    return TopK(unflatten(ids.to(ids_dtype)), unflatten(log_probs.to(dtype)), unflatten(lse))
+
+
+def _of_this_rank(logits, k, shard, transform, options):
+    """-> the order of the tokens, the static facts, packets [chunks, 2, N] and keys [N, k]."""
+    rows, spec, inputs = flat_inputs(logits.detach(), None, shard, (), transform, None, None, -100, options)
+    packets = inputs.logits.new_empty((spec.chunks, 2, inputs.logits.shape[0]), dtype=torch.float32)
+    load_backend(spec.backend).local_statistics(packets, inputs, spec)
+    return rows, spec, packets, _local_keys(inputs, spec, k)
+
+
+def _of_hidden(hidden, weight, k, shard, transform, options):
+    """The last three of it, of hidden states [.., H] and weight [width, H], some tokens after the other."""
+    temperature, lead = transform.temperature, hidden.shape[:-1]
+    per_token = isinstance(temperature, torch.Tensor)
+    if per_token and temperature.shape != lead:
+        raise ValueError(f"temperature must have shape {list(lead)}, got {list(temperature.shape)}")
+    hidden, step, parts = hidden.reshape(-1, hidden.shape[-1]), max(1, BLOCK_ELEMENTS // max(1, weight.shape[0])), []
+    for first in range(0, max(1, len(hidden)), step):
+        here = slice(first, first + step)
+        if per_token:
+            transform = replace(transform, temperature=temperature.reshape(-1)[here])
+        logits = torch.nn.functional.linear(hidden[here], weight)
+        _, spec, *part = _of_this_rank(logits, k, shard, transform, options)
+        parts.append(part)
+    packets, keys = zip(*parts)
+    return spec, torch.cat(packets, -1), torch.cat(keys)
 
 
 def _local_keys(inputs, spec, k):
     """Keys [N, k] of this rank's largest logits: numbers that sort like (logit, -id), so that no two are equal."""
-    logits, _, bias, temperatures, *_ = inputs
+    logits, bias, temperatures = inputs.logits, inputs.bias, inputs.temperatures
     keys = torch.full((logits.shape[0], k), LOWEST, device=logits.device)
     width = spec.valid_width
     if width == 0 or logits.shape[0] == 0:

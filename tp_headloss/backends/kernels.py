@@ -37,6 +37,27 @@ def _exp(x):
 
 
 @triton.jit
+def _exp2(x):
+    """The same to the base of 2."""
+    if INTERPRETED:
+        y = tl.exp2(x)
+    else:
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
+def _log2(x):
+    """log2(x) to an absolute 2^-22, -126 below 2^-126: two instructions."""
+    x = tl.maximum(x, 1.1754943508222875e-38)
+    if INTERPRETED:
+        y = tl.log2(x)
+    else:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
 def _widen(x):
     """To fp32; bf16 in one instruction per element, where the compiler needs two for every other one."""
     if x.dtype == tl.bfloat16 and not INTERPRETED:
@@ -117,17 +138,70 @@ def _add_tile(
 
 
 @triton.jit
+def _student_scale(scales_ptr, row, n_rows, student_scale):
+    """What the student's logits are multiplied by at the teacher's side: a number, or [2, T]'s second row."""
+    if scales_ptr is not None:
+        student_scale = tl.load(scales_ptr + n_rows.to(tl.int64) + row)
+    return student_scale
+
+
+@triton.jit
 def _teacher_scales(scales_ptr, row, n_rows, teacher_scale, student_scale):
-    """What the teacher's and the student's logits are multiplied by: numbers, or [2, T] of every token."""
+    """The same of the teacher, and of the student."""
     if scales_ptr is not None:
         teacher_scale = tl.load(scales_ptr + row)
-        student_scale = tl.load(scales_ptr + n_rows.to(tl.int64) + row)
-    return teacher_scale, student_scale
+    return teacher_scale, _student_scale(scales_ptr, row, n_rows, student_scale)
+
+
+@triton.jit
+def _add_softmax(
+    m, d, h, c,  # running maximum, lane sums of exp(a (u - m)), of it times a (u - m), and another to rescale alike
+    u, a, SCALED: tl.constexpr, WANT_MOMENT: tl.constexpr, WANT_CROSS: tl.constexpr,
+):  # fmt: skip
+    """Accumulate a tile of any logits u; its exponentials come last."""
+    peak = tl.max(u, axis=0)
+    if peak > m:
+        drop = tl.where(m == float("-inf"), 0.0, m - peak)
+        if SCALED:
+            drop *= a
+        factor = tl.where(m == float("-inf"), 0.0, _exp(drop))
+        if WANT_MOMENT:
+            h = factor * tl.fma(drop, d, h)
+        d *= factor
+        if WANT_CROSS:
+            c = tl.where(factor == 0.0, 0.0, factor * c)
+    m = tl.maximum(m, peak)
+    fall = u - tl.where(m == float("-inf"), 0.0, m)
+    if SCALED:
+        fall *= a
+    q = _exp(fall)
+    d += q
+    if WANT_MOMENT:
+        h = tl.fma(q, tl.maximum(fall, -1e30), h)
+    return m, d, h, c, q
+
+
+@triton.jit
+def _add_student(
+    m, s, g,  # running maximum before this tile, lane sums of p = exp(a (z - m)) and one that is rescaled alike
+    m_now, v, a, SCALED: tl.constexpr, WANT_REVERSE: tl.constexpr,  # the maximum after it, logits without the target
+):  # fmt: skip
+    """Accumulate a tile of the student at the teacher's side, relative to the maximum of `_add_tile`; p comes last."""
+    if m_now > m:
+        factor = tl.where(m == float("-inf"), 0.0, _exp((m - m_now) * a))
+        s *= factor
+        if WANT_REVERSE:
+            g = tl.where(factor == 0.0, 0.0, factor * g)
+    shifted = v - tl.where(m_now == float("-inf"), 0.0, m_now)
+    if SCALED:
+        shifted *= a
+    p = _exp(shifted)
+    return s + p, g, p
 
 
 @triton.jit
 def _add_teacher(
-    m, s, g,  # running maximum of the student before this tile, lane sums of exp(z' - a m) and of it times (z' - u)
+    m, s, g,  # running maximum of the student before this tile, lane sums of exp(a (z - m)) and of it times (z' - u)
     mt, d, c, h,  # running maximum of the teacher, lane sums of q = exp(u - mt), of q (u - z') and q (u - mt)
     m_now, z, v, t,  # the student's maximum after this tile, logits with and without the target, the teacher's logits
     u_scale, a,
@@ -135,38 +209,28 @@ def _add_teacher(
 ):  # fmt: skip
     """Accumulate a tile of student and teacher; what has no probability adds nothing, whatever its logits."""
     u = t * u_scale if SCALED else t
-    shifted = v - tl.where(m_now == float("-inf"), 0.0, m_now)
+    if SCALED or WANT_REVERSE:  # else s is what _add_tile sums
+        s, g, p = _add_student(m, s, g, m_now, v, a, SCALED, WANT_REVERSE)
     if SCALED:
         z *= a
-        shifted *= a
-    peak = tl.max(u, axis=0)
-    if peak > mt:
-        drop = tl.where(mt == float("-inf"), 0.0, mt - peak)
-        factor = tl.where(mt == float("-inf"), 0.0, _exp(drop))
-        if WANT_MOMENT:
-            h = factor * tl.fma(drop, d, h)
-        d *= factor
-        if WANT_FORWARD:
-            c = tl.where(factor == 0.0, 0.0, factor * c)
-    mt = tl.maximum(mt, peak)
-    fall = u - tl.where(mt == float("-inf"), 0.0, mt)
-    q = _exp(fall)
-    d += q
+    mt, d, h, c, q = _add_softmax(mt, d, h, c, u, 1.0, False, WANT_MOMENT, WANT_FORWARD)
     if WANT_FORWARD:
         c += tl.where(q == 0.0, 0.0, q * (u - z))
-    if WANT_MOMENT:
-        h = tl.fma(q, tl.maximum(fall, -1e30), h)
-    if SCALED or WANT_REVERSE:  # else s is what _add_tile sums
-        if m_now > m:
-            factor = tl.where(m == float("-inf"), 0.0, _exp((m - m_now) * a))
-            s *= factor
-            if WANT_REVERSE:
-                g = tl.where(factor == 0.0, 0.0, factor * g)
-        p = _exp(shifted)
-        s += p
-        if WANT_REVERSE:
-            g += tl.where(p == 0.0, 0.0, p * (z - u))
+    if WANT_REVERSE:
+        g += tl.where(p == 0.0, 0.0, p * (z - u))
     return s, g, mt, d, c, h
+
+
+@triton.jit
+def _leave_out(z, ids, below, entries_ptr, entry, n_entries):
+    """z of the vocabulary ids, with -inf at the entries among them; entries from number `entry` on, which are
+    ascending, are looked at as long as they are less than `below`. -> also the number of the next one."""
+    found = tl.load(entries_ptr + entry, mask=entry < n_entries, other=2147483647)
+    while found < below:
+        z = tl.where(ids == found, float("-inf"), z)
+        entry += 1
+        found = tl.load(entries_ptr + entry, mask=entry < n_entries, other=2147483647)
+    return z, entry
 
 
 @triton.jit(do_not_specialize=["slot", "n_rows", "start", "valid_width", "chunks", "ignore_index"])
@@ -179,11 +243,13 @@ def statistics_kernel(
     weight_ptr,  # [width] fp32 or None: column weights of the total
     teacher_ptr,  # [T, width] or None
     scales_ptr,  # [2, T] fp32 of teacher and student, or None: then the numbers
+    entries_ptr,  # [T, E] int32 ascending ids that the tail leaves out, or None
     turns_ptr, slot,  # [2] int32 or None, elements: which slot of symmetric memory, see comm.SymmetricMemory
     n_rows, x_row, x_column, t_row, t_column,
-    start, valid_width, width, chunk_size, chunks, ignore_index,
+    start, valid_width, width, chunk_size, chunks, ignore_index, n_entries,
     pre, post, teacher_scale, student_scale,
     HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, SCALED: tl.constexpr,
+    WANT_STUDENT: tl.constexpr, TOPK_ROWS: tl.constexpr,  # student_sum without a teacher; rows left to another kernel
     WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr, WANT_ARGMAX: tl.constexpr,
     WANT_FORWARD: tl.constexpr, WANT_REVERSE: tl.constexpr, WANT_MOMENT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -197,7 +263,7 @@ def statistics_kernel(
     x_ptr += row * x_row
     if teacher_ptr is not None:
         teacher_ptr += row * t_row
-        u_scale, a = _teacher_scales(scales_ptr, row, n_rows, teacher_scale, student_scale)
+    u_scale, a = _teacher_scales(scales_ptr, row, n_rows, teacher_scale, student_scale)
     if turns_ptr is not None:
         turn = tl.load(turns_ptr)
         packets_ptr += (turn & 1).to(tl.int64) * slot
@@ -228,6 +294,13 @@ def statistics_kernel(
     td = tl.zeros([BLOCK], tl.float32)
     tc = tl.zeros([BLOCK], tl.float32)
     th = tl.zeros([BLOCK], tl.float32)
+    entry = 0
+    if entries_ptr is not None:
+        entries_ptr += row * n_entries
+        for k in range(0, n_entries, BLOCK):
+            ids = tl.load(entries_ptr + k + lanes, mask=k + lanes < n_entries, other=2147483647)
+            entry += tl.sum((ids < start + first).to(tl.int32), axis=0)
+    first_entry = entry
     whole = size // BLOCK * BLOCK
     # the tile of the target waits, so that the loop need not look for it: one masked tile for it, one for the tail
     waiting = tl.where(target < 0, whole, target // BLOCK * BLOCK)
@@ -245,6 +318,11 @@ def statistics_kernel(
             ms, mg, mt, td, tc, th = _add_teacher(
                 before, ms, mg, mt, td, tc, th, m, z, z, t, u_scale, a, SCALED, WANT_FORWARD, WANT_REVERSE, WANT_MOMENT
             )
+        if WANT_STUDENT and SCALED:
+            ms, mg, _ = _add_student(before, ms, mg, m, z, a, SCALED, False)
+        if entries_ptr is not None:
+            rest, entry = _leave_out(z, start + columns, start + first + o + BLOCK, entries_ptr, entry, n_entries)
+            mt, td, th, tc, _ = _add_softmax(mt, td, th, tc, rest, a, SCALED, WANT_MOMENT, False)
     for o in range(waiting, size, tl.maximum(whole - waiting, BLOCK)):
         inside = o + lanes
         columns = first + inside
@@ -264,11 +342,17 @@ def statistics_kernel(
             ms, mg, mt, td, tc, th = _add_teacher(
                 before, ms, mg, mt, td, tc, th, m, z, v, t, u_scale, a, SCALED, WANT_FORWARD, WANT_REVERSE, WANT_MOMENT
             )
+        if WANT_STUDENT and SCALED:
+            ms, mg, _ = _add_student(before, ms, mg, m, v, a, SCALED, False)
+        if entries_ptr is not None:
+            rest, _ = _leave_out(z, start + columns, start + first + o + BLOCK, entries_ptr, first_entry, n_entries)
+            mt, td, th, tc, _ = _add_softmax(mt, td, th, tc, rest, a, SCALED, WANT_MOMENT, False)
 
     n = n_rows.to(tl.int64)
     HAS_LABELS: tl.constexpr = labels_ptr is not None
     OF_TEACHER: tl.constexpr = (teacher_ptr is not None) * (3 + HAS_LABELS) + WANT_FORWARD + WANT_REVERSE + WANT_MOMENT
-    rows: tl.constexpr = 2 + 2 * HAS_LABELS + WANT_ENTROPY + 2 * WANT_TOTAL + OF_TEACHER + WANT_ARGMAX
+    OF_TOPK: tl.constexpr = WANT_STUDENT + 2 * (entries_ptr is not None) + TOPK_ROWS
+    rows: tl.constexpr = 2 + 2 * HAS_LABELS + WANT_ENTROPY + 2 * WANT_TOTAL + OF_TEACHER + OF_TOPK + WANT_ARGMAX
     out = packets_ptr + chunk.to(tl.int64) * rows * n + row
     tl.store(out, m + 0.0)
     tl.store(out + n, _fixed_sum(s, BLOCK))
@@ -290,6 +374,16 @@ def statistics_kernel(
             t = tl.load(teacher_ptr + column.to(tl.int64) * t_column, mask=owned, other=0.0).to(tl.float32)
             tl.store(out, tl.where(owned, t * u_scale, 0.0))
             out += n
+    if WANT_STUDENT:
+        tl.store(out, _fixed_sum(ms if SCALED else s, BLOCK))
+        out += n
+    if entries_ptr is not None:
+        tl.store(out, mt + 0.0)
+        tl.store(out + n, _fixed_sum(td, BLOCK))
+        out += 2 * n
+        if WANT_MOMENT:
+            tl.store(out, _fixed_sum(th, BLOCK))
+            out += n
     if WANT_ENTROPY:
         tl.store(out, _fixed_sum(e, BLOCK))
         out += n
@@ -303,7 +397,7 @@ def statistics_kernel(
     if WANT_REVERSE:
         tl.store(out, _fixed_sum(mg, BLOCK))
         out += n
-    if WANT_MOMENT:
+    if teacher_ptr is not None and WANT_MOMENT:
         tl.store(out, _fixed_sum(th, BLOCK))
         out += n
     if WANT_ARGMAX:  # the loop found the tile; which of its columns is looked up once
@@ -366,17 +460,19 @@ def merge_kernel(
     turns_ptr, slot,  # as in `statistics_kernel`
     n_rows, student_scale,
     PACKETS: tl.constexpr, CHUNKS: tl.constexpr,  # of the group, of a rank
+    HAS_TEACHER: tl.constexpr, WANT_STUDENT: tl.constexpr,
+    TAIL_ROWS: tl.constexpr, TOPK_ROWS: tl.constexpr,  # those of the packets that `topk_kernels.merge_kernel` merges
     WANT_ENTROPY: tl.constexpr, WANT_TOTAL: tl.constexpr,
     WANT_FORWARD: tl.constexpr, WANT_REVERSE: tl.constexpr, WANT_MOMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the merge of all packets of BLOCK tokens in chunk order, in float64, and the target column."""
     HAS_LABELS: tl.constexpr = labels_ptr is not None
     WANT_ARGMAX: tl.constexpr = argmax_ptr is not None
-    HAS_TEACHER: tl.constexpr = WANT_FORWARD or WANT_REVERSE or WANT_MOMENT
     TEACHER: tl.constexpr = 2 + 2 * HAS_LABELS  # where rows of the packets begin
-    MOMENT: tl.constexpr = TEACHER + HAS_TEACHER * (3 + HAS_LABELS)
+    MOMENT: tl.constexpr = TEACHER + HAS_TEACHER * (3 + HAS_LABELS) + WANT_STUDENT + TAIL_ROWS
     CROSS: tl.constexpr = MOMENT + WANT_ENTROPY + 2 * WANT_TOTAL
-    ROWS: tl.constexpr = CROSS + WANT_FORWARD + WANT_REVERSE + WANT_MOMENT + WANT_ARGMAX
+    INDEX: tl.constexpr = CROSS + WANT_FORWARD + WANT_REVERSE + WANT_MOMENT
+    ROWS: tl.constexpr = INDEX + WANT_ARGMAX + TOPK_ROWS
     MEAN: tl.constexpr = 2 + 2 * HAS_LABELS  # and among the merged ones
     ENTROPY: tl.constexpr = 1 + 3 * HAS_LABELS  # its row among the values
     n = n_rows.to(tl.int64)
@@ -429,9 +525,10 @@ def merge_kernel(
         if WANT_TOTAL:
             total += tl.load(at + (MOMENT + WANT_ENTROPY) * n, mask=here, other=0.0).to(tl.float64)
             mass += tl.load(at + (MOMENT + WANT_ENTROPY + 1) * n, mask=here, other=0.0).to(tl.float64)
-        if HAS_TEACHER:
+        if HAS_TEACHER or WANT_STUDENT:
             scaled = tl.where(m == float("-inf"), 0.0, tl.exp(a * drop))
             student = tl.fma(scaled, tl.load(at + TEACHER * n, mask=here, other=1.0).to(tl.float64), student)
+        if HAS_TEACHER:
             mt = tl.load(at + (TEACHER + 1) * n, mask=here, other=0.0).to(tl.float64)
             d = tl.load(at + (TEACHER + 2) * n, mask=here, other=1.0).to(tl.float64)
             fall, factor_t = _decay(mt, shift_t)
@@ -447,7 +544,7 @@ def merge_kernel(
                 h = tl.load(at + (CROSS + WANT_FORWARD + WANT_REVERSE) * n, mask=here, other=0.0).to(tl.float64)
                 moment_t = tl.fma(factor_t, tl.fma(fall, d, h), moment_t)
         if WANT_ARGMAX:
-            column = tl.load(at + (ROWS - 1) * n, mask=here, other=0.0)
+            column = tl.load(at + INDEX * n, mask=here, other=0.0)
             index = tl.where(m == peak, tl.minimum(index, column), index)
 
     top = shift
@@ -459,7 +556,7 @@ def merge_kernel(
         drop, factor = _decay(shift, top)
         p_target = _decay(target, top)[1]
         offset = tl.where(target == float("-inf"), target, target - top)
-        if HAS_TEACHER:
+        if HAS_TEACHER or WANT_STUDENT:
             scaled = tl.where(shift == float("-inf"), 0.0, tl.exp(a * drop))
             at_target = tl.where(target == float("-inf"), 0.0, tl.exp(a * offset))
             student = scaled * student + at_target
@@ -491,6 +588,8 @@ def merge_kernel(
     if WANT_TOTAL:
         tl.store(values_ptr + (ENTROPY + WANT_ENTROPY) * n + token, _settle(total, bad, ignored), mask=here)
         tl.store(values_ptr + (ENTROPY + WANT_ENTROPY + 1) * n + token, _settle(mass, bad, ignored), mask=here)
+    if WANT_STUDENT:
+        tl.store(merged_ptr + (MEAN + WANT_ENTROPY) * n + token, _settle(student, bad, ignored), mask=here)
     if HAS_TEACHER:
         unknown = bad | (~(teacher > 0.0) & ~ignored)
         log_t = tl.log(teacher)
@@ -524,12 +623,113 @@ def merge_kernel(
             tl.store(turns_ptr, turn + 1)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "g_lse_ptr", "g_log_prob_ptr", "g_entropy_ptr", "g_total_ptr", "g_forward_ptr", "g_reverse_ptr",
-        "n_rows", "start", "valid_width",
-    ]
-)  # fmt: skip
+@triton.jit
+def _sign(d):
+    """Half the sign of d."""
+    return tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, 0.0))
+
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _apart(p, log2_p, log2_m):
+    """p log2(p / m), where what has no probability adds nothing."""
+    return p * (tl.maximum(log2_p, -1e30) - log2_m)
+
+
+@triton.jit
+def _add_divergence(
+    of_student, of_teacher, variation, variation_mean,  # lane sums: p log2(p / m), q log2(q / m), of `_sign`
+    z, u, beta, WANT_JSD: tl.constexpr, WANT_VARIATION: tl.constexpr,  # log2 of the probabilities of both
+):  # fmt: skip
+    p = _exp2(z)
+    q = _exp2(u)
+    if WANT_JSD:
+        m = _log2(beta * q + (1.0 - beta) * p)
+        of_student += _apart(p, z, m)
+        of_teacher += _apart(q, u, m)
+    if WANT_VARIATION:
+        sign = _sign(p - q)
+        variation += sign * (p - q)
+        variation_mean += sign * p
+    return of_student, of_teacher, variation, variation_mean
+
+
+@triton.jit(do_not_specialize=["n_rows", "valid_width", "chunks"])
+def divergence_kernel(
+    packets_ptr,  # [chunks, K, T] fp32 out; rows in the order of stats.later_rows
+    x_ptr,  # [T, width]
+    bias_ptr, temperature_ptr, teacher_ptr, scales_ptr,  # as in `statistics_kernel`
+    merged_ptr,  # [R, T] fp32; rows in the order of stats.merged_rows
+    n_rows, x_row, x_column, t_row, t_column, valid_width, width, chunk_size, chunks,
+    pre, post, teacher_scale, student_scale, beta,
+    HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, SCALED: tl.constexpr,
+    WANT_JSD: tl.constexpr, WANT_VARIATION: tl.constexpr,
+    TEACHER: tl.constexpr,  # the first merged row that is the teacher's
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the packet of the second exchange of one chunk of one row; p and q are probabilities by now."""
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    first = chunk * chunk_size
+    n = n_rows.to(tl.int64)
+    pre, post = _row_factors(temperature_ptr, row, pre, post, HAS_CAP)
+    u_scale, a = _teacher_scales(scales_ptr, row, n_rows, teacher_scale, student_scale)
+    ignored = tl.load(merged_ptr + n + row) == 0.0
+    size = tl.where(ignored, 0, tl.maximum(tl.minimum(chunk_size, valid_width - first), 0))
+    shift = tl.load(merged_ptr + row)
+    at = merged_ptr + TEACHER * n + row
+    log2_student = tl.log2(tl.load(at))
+    shift_t = tl.load(at + n)
+    log2_teacher = tl.log2(tl.load(at + 2 * n))
+    a *= LOG2_E
+    lanes = tl.arange(0, BLOCK)
+    x_ptr += row * x_row
+    teacher_ptr += row * t_row
+    of_student = tl.zeros([BLOCK], tl.float32)
+    of_teacher = tl.zeros([BLOCK], tl.float32)
+    variation = tl.zeros([BLOCK], tl.float32)
+    variation_mean = tl.zeros([BLOCK], tl.float32)
+    whole = size // BLOCK * BLOCK
+    for o in tl.range(0, whole, BLOCK, num_stages=4):
+        columns = first + o + lanes
+        x = _widen(tl.load(x_ptr + columns.to(tl.int64) * x_column))
+        u = _widen(tl.load(teacher_ptr + columns.to(tl.int64) * t_column))
+        z, _ = _transform(x, columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
+        if SCALED:
+            u *= u_scale
+        of_student, of_teacher, variation, variation_mean = _add_divergence(
+            of_student, of_teacher, variation, variation_mean,
+            (z - shift) * a - log2_student, (u - shift_t) * LOG2_E - log2_teacher, beta, WANT_JSD, WANT_VARIATION,
+        )  # fmt: skip
+    for o in range(whole, size, BLOCK):
+        inside = o + lanes
+        columns = first + inside
+        reading = (inside < chunk_size) & (columns < width)
+        x = _widen(tl.load(x_ptr + columns.to(tl.int64) * x_column, mask=reading, other=0.0))
+        u = _widen(tl.load(teacher_ptr + columns.to(tl.int64) * t_column, mask=reading, other=0.0))
+        z, _ = _transform(x, columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
+        if SCALED:
+            u *= u_scale
+        z = tl.where(inside < size, (z - shift) * a - log2_student, float("-inf"))
+        u = tl.where(inside < size, (u - shift_t) * LOG2_E - log2_teacher, float("-inf"))
+        of_student, of_teacher, variation, variation_mean = _add_divergence(
+            of_student, of_teacher, variation, variation_mean, z, u, beta, WANT_JSD, WANT_VARIATION
+        )
+    out = packets_ptr + chunk.to(tl.int64) * 2 * (WANT_JSD + WANT_VARIATION) * n + row
+    if WANT_JSD:
+        mean = (1.0 - beta) * LOG_2 * _fixed_sum(of_student, BLOCK)
+        tl.store(out, mean + beta * LOG_2 * _fixed_sum(of_teacher, BLOCK))
+        tl.store(out + n, mean)
+        out += 2 * n
+    if WANT_VARIATION:
+        tl.store(out, _fixed_sum(variation, BLOCK))
+        tl.store(out + n, _fixed_sum(variation_mean, BLOCK))
+
+
+@triton.jit(do_not_specialize=["grads", "n_rows", "start", "valid_width"])
 def gradient_kernel(
     dx_ptr,  # [T, width] out; may be x itself
     x_ptr,  # [T, width]
@@ -539,32 +739,43 @@ def gradient_kernel(
     weight_ptr,  # [width] fp32 or None
     teacher_ptr, scales_ptr,  # [T, width], [2, T] or None, as in `statistics_kernel`
     merged_ptr,  # [R, T] fp32; rows in the order of stats.merged_rows
-    g_lse_ptr, g_log_prob_ptr, g_entropy_ptr, g_total_ptr,  # [T] fp32 upstream gradients, or None
-    g_forward_ptr, g_reverse_ptr,
+    grads,  # upstream gradients [T] fp32 or None, of lse, log_prob, entropy, total, those of a teacher
+    rest_ptr,  # [4, T] fp32 or None: what a top-K teacher adds at every column, see `topk_kernels.gradient_kernel`
+    entries_ptr, extra_ptr,  # [T, E] int32, fp32 or None: only these ids, what is added; x is [T, E], too
     n_rows, dx_row, dx_column, x_row, x_column, t_row, t_column,
-    start, valid_width, width,
-    pre, post, teacher_scale, student_scale,
+    start, valid_width, width, n_entries,
+    pre, post, teacher_scale, student_scale, beta,
     HAS_SCALE: tl.constexpr, HAS_CAP: tl.constexpr, PADDED: tl.constexpr, SCALED: tl.constexpr,
-    TEACHER: tl.constexpr,  # the first merged row that is the teacher's
+    TEACHER: tl.constexpr, JSD: tl.constexpr, VARIATION: tl.constexpr,  # merged rows: the teacher's first, both means
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile of one row of the gradient; `eager.logits_gradient` states the formula.
 
     Rows run from the last to the first: what the forward read last is still in the L2 cache.
     """
-    tiles = tl.cdiv(width, BLOCK)
+    g_lse_ptr, g_log_prob_ptr, g_entropy_ptr, g_total_ptr = grads[0], grads[1], grads[2], grads[3]
+    g_forward_ptr, g_reverse_ptr, g_jsd_ptr, g_variation_ptr = grads[4], grads[5], grads[6], grads[7]
+    SPARSE: tl.constexpr = entries_ptr is not None
+    tiles = tl.cdiv(n_entries if SPARSE else width, BLOCK)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // tiles).to(tl.int64)
     first = program % tiles * BLOCK
-    inside = tl.arange(0, BLOCK)
-    columns = first + inside
+    positions = first + tl.arange(0, BLOCK)
     n = n_rows.to(tl.int64)
     shift = tl.load(merged_ptr + row)
     whole = tl.load(merged_ptr + n + row)
     ignored = whole == 0.0
-    readable = tl.where(ignored, 0, width)  # columns; nothing is read of an ignored row, its gradient is 0
+    # nothing is read of an ignored row, its gradient is 0
+    if SPARSE:
+        columns = tl.load(entries_ptr + row * n_entries + positions, mask=positions < n_entries, other=-1) - start
+        written = (columns >= 0) & (columns < valid_width)
+        readable = written & (columns < tl.where(ignored, 0, valid_width))
+    else:
+        columns = positions
+        written = columns < width
+        readable = columns < tl.where(ignored, 0, width)
     pre, post = _row_factors(temperature_ptr, row, pre, post, HAS_CAP)
-    x = tl.load(x_ptr + row * x_row + columns.to(tl.int64) * x_column, mask=columns < readable, other=0.0)
+    x = tl.load(x_ptr + row * x_row + positions.to(tl.int64) * x_column, mask=readable, other=0.0)
     z, slope = _transform(_widen(x), columns, bias_ptr, pre, post, HAS_SCALE, HAS_CAP, width)
 
     common = 0.0  # coefficient of p at every column
@@ -584,23 +795,27 @@ def gradient_kernel(
     else:
         dz = p * away
     if labels_ptr is not None:
-        target = tl.load(labels_ptr + row).to(tl.int64) - start - first
-        if (target >= 0) & (target < BLOCK):
+        target = tl.load(labels_ptr + row).to(tl.int64) - start
+        if SPARSE:
+            here = target >= 0
+        else:
+            here = (target >= first) & (target < first + BLOCK)
+        if here:
             offset = tl.load(merged_ptr + 3 * n + row)
             if g_entropy_ptr is not None:
                 common -= g_entropy * tl.where(offset == float("-inf"), 0.0, offset - mean)
             at_target = tl.exp(offset) * common / whole
             if g_log_prob_ptr is not None:
                 at_target += tl.load(merged_ptr + 2 * n + row) * tl.load(g_log_prob_ptr + row)
-            dz = tl.where(inside == target.to(tl.int32), tl.where(ignored, 0.0, at_target), dz)
+            dz = tl.where(columns == target.to(tl.int32), tl.where(ignored, 0.0, at_target), dz)
     if g_total_ptr is not None:
         w = tl.where(ignored, 0.0, tl.load(g_total_ptr + row))
         if weight_ptr is not None:
-            w *= tl.load(weight_ptr + columns, mask=columns < width, other=0.0)
+            w *= tl.load(weight_ptr + columns, mask=written, other=0.0)
         dz += tl.where(z == float("-inf"), 0.0, w)
-    if g_forward_ptr is not None or g_reverse_ptr is not None:
-        u_scale, a = _teacher_scales(scales_ptr, row, n_rows, teacher_scale, student_scale)
-        t = tl.load(teacher_ptr + row * t_row + columns.to(tl.int64) * t_column, mask=columns < readable, other=0.0)
+    u_scale, a = _teacher_scales(scales_ptr, row, n_rows, teacher_scale, student_scale)
+    if teacher_ptr is not None:
+        t = tl.load(teacher_ptr + row * t_row + columns.to(tl.int64) * t_column, mask=readable, other=0.0)
         u = _widen(t)
         if SCALED:
             u *= u_scale
@@ -608,101 +823,38 @@ def gradient_kernel(
             shifted *= a
         at = merged_ptr + TEACHER * n + row
         p = _exp(shifted)
-        per_student = tl.where(ignored, 0.0, a / tl.load(at))
+        per_student = tl.where(ignored, 0.0, 1.0 / tl.load(at))
+        if g_forward_ptr is not None or g_jsd_ptr is not None or g_variation_ptr is not None:
+            q = _exp(u - tl.load(at + n))
+            per_teacher = tl.where(ignored, 0.0, 1.0 / tl.load(at + 2 * n))
         if g_forward_ptr is not None:
-            g = tl.load(g_forward_ptr + row)
-            per_teacher = tl.where(ignored, 0.0, a / tl.load(at + 2 * n))
-            dz += p * (g * per_student) - _exp(u - tl.load(at + n)) * (g * per_teacher)
+            g = a * tl.load(g_forward_ptr + row)
+            dz += p * (g * per_student) - q * (g * per_teacher)
         if g_reverse_ptr is not None:
-            g = tl.load(g_reverse_ptr + row) * per_student
+            g = a * tl.load(g_reverse_ptr + row) * per_student
             apart = tl.where(p == 0.0, 0.0, p * (z - u - tl.load(at + 3 * n)))
             dz += tl.where(g == 0.0, 0.0, g * apart)  # where nobody asks, an infinite divergence has no gradient
+        if g_jsd_ptr is not None or g_variation_ptr is not None:
+            p *= per_student
+            q *= per_teacher
+        if g_jsd_ptr is not None:
+            g = a * tl.load(g_jsd_ptr + row)
+            log2_p = shifted * LOG2_E + tl.log2(per_student)
+            apart = _apart(p, log2_p, _log2(beta * q + (1.0 - beta) * p))
+            dz += (g * (1.0 - beta) * LOG_2) * apart - (g * tl.load(merged_ptr + JSD * n + row)) * p
+        if g_variation_ptr is not None:
+            g = a * tl.load(g_variation_ptr + row)
+            dz += g * p * (_sign(p - q) - tl.load(merged_ptr + VARIATION * n + row))
+    if rest_ptr is not None:
+        fall = tl.load(rest_ptr + n + row)
+        fall = (z - fall) * a if SCALED else z - fall
+        moment = tl.load(rest_ptr + 2 * n + row) * (tl.maximum(fall, -200.0) - tl.load(rest_ptr + 3 * n + row))
+        dz += _exp(fall) * (tl.load(rest_ptr + row) + moment)
+    if SPARSE:
+        dz += tl.load(extra_ptr + row * n_entries + positions, mask=readable, other=0.0)
     if HAS_SCALE:
         dz *= slope
     dz = tl.where(ignored, 0.0, dz)  # whatever a bias, a temperature or a weight did to it
     if PADDED:
         dz = tl.where(columns < valid_width, dz, 0.0)
-    tl.store(
-        dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, dz.to(dx_ptr.dtype.element_ty), mask=columns < width
-    )
-
-
-@triton.jit
-def _sign(i: tl.constexpr, NEGATIVES: tl.constexpr):
-    return 1.0 - 2.0 * ((NEGATIVES >> i) & 1)
-
-
-@triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])
-def sums_kernel(
-    sums_ptr,  # [S + 1] fp32 out: a sum over valid tokens per value, and the count
-    divisor_ptr,  # [] fp32 out: what the loss was divided by
-    loss_ptr,  # [] fp32 out: the sum of c_i sums_i over the divisor
-    value_ptrs,  # S per-token values [T], fp32 or bool
-    valid_ptr,  # [T] bool
-    weight_ptr,  # [T] fp32 token weights or None
-    denominator_ptr,  # [] fp32 or None: then `denominator`, or the count
-    coefficients,  # floats c_i of the first values
-    denominator, n_rows,
-    SQUARES: tl.constexpr, NEGATIVES: tl.constexpr,  # bits: which values are squared, which sums negated
-    BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The only program: sums over all tokens, in float64 and one order, each rounded once."""
-    n = n_rows.to(tl.int64)
-    count = tl.zeros([BLOCK], tl.float64)
-    totals = ()
-    for _ in tl.static_range(len(value_ptrs)):
-        totals += (tl.zeros([BLOCK], tl.float64),)
-    for first in range(0, n, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        valid = tl.load(valid_ptr + token, mask=token < n, other=0) != 0
-        weight = valid.to(tl.float64)
-        if weight_ptr is not None:
-            weight = tl.load(weight_ptr + token, mask=valid, other=0.0).to(tl.float64)
-        count += weight
-        grown = ()
-        for i in tl.static_range(len(value_ptrs)):
-            value = tl.load(value_ptrs[i] + token, mask=valid, other=0).to(tl.float64)
-            if (SQUARES >> i) & 1:
-                value *= value
-            grown += (tl.fma(value, weight, totals[i]),)
-        totals = grown
-
-    loss = 0.0
-    for i in tl.static_range(len(value_ptrs)):
-        total = tl.sum(totals[i], axis=0) * _sign(i, NEGATIVES)
-        tl.store(sums_ptr + i, total)
-        if i < len(coefficients):  # the others are metrics
-            loss += coefficients[i] * total
-    tokens = tl.sum(count, axis=0).to(tl.float32)
-    divisor = denominator
-    if denominator_ptr is not None:
-        divisor = tl.load(denominator_ptr)
-    elif BY_COUNT:
-        divisor = tokens
-    divisor = tl.where(divisor == 0.0, float("inf"), divisor)  # the loss of nothing is 0
-    tl.store(sums_ptr + len(value_ptrs), tokens)
-    tl.store(divisor_ptr, divisor)
-    tl.store(loss_ptr, loss / divisor)
-
-
-@triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])
-def sums_gradient_kernel(
-    g_ptr,  # [S, T] fp32 out: d loss / d value where valid, 0 elsewhere
-    upstream_ptr,  # [] fp32: gradient of the loss
-    value_ptrs, valid_ptr, weight_ptr,  # as in `sums_kernel`
-    divisor_ptr,  # [] fp32 of `sums_kernel`
-    coefficients, n_rows,
-    SQUARES: tl.constexpr, NEGATIVES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: the gradients of BLOCK tokens."""
-    n = n_rows.to(tl.int64)
-    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    valid = tl.load(valid_ptr + token, mask=token < n, other=0) != 0
-    factor = tl.load(upstream_ptr) / tl.load(divisor_ptr)
-    if weight_ptr is not None:
-        factor *= tl.load(weight_ptr + token, mask=valid, other=0.0)
-    for i in tl.static_range(len(value_ptrs)):
-        g = factor * (coefficients[i] * _sign(i, NEGATIVES))
-        if (SQUARES >> i) & 1:
-            g *= 2.0 * tl.load(value_ptrs[i] + token, mask=valid, other=0.0)
-        tl.store(g_ptr + i * n + token, tl.where(valid, g, 0.0), mask=token < n)
+    tl.store(dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, dz.to(dx_ptr.dtype.element_ty), mask=written)

@@ -12,8 +12,9 @@ try:
 except ImportError:  # before Triton 3.4, where kernels are launched through Triton's own dispatch
     knobs = None
 
-from ..stats import OF_TEACHER, HeadSpec, empty_outputs, flag_names
-from . import kernels
+from .. import stats
+from ..stats import OF_PAIR, OF_TEACHER, OF_TOPK, TAIL, HeadSpec, Inputs, empty_outputs, flag_names
+from . import kernels, sums_kernels, topk_kernels
 
 INTERPRETED = not isinstance(kernels.gradient_kernel, triton.JITFunction)
 # versions whose compiled kernels take the arguments that `_launch` gives them (its fast path was run on the first)
@@ -66,6 +67,16 @@ def gradient_launch(width: int, entropy: bool, forward_kl: bool = False, reverse
     return Launch(min(4096 if entropy or reverse_kl else 2048, max(256, _next_power_of_2(width))), 4)
 
 
+MOST_ENTRIES = 1024  # that one program compares with each other
+
+
+def entries_launch(n_entries: int) -> Launch:
+    """Tile of the kernels over a top-K teacher's entries."""
+    return Launch(min(128, max(16, _next_power_of_2(n_entries))), 1)
+
+
+# What the vocabulary kernels take upstream gradients of, in their order.
+GRADS = ("lse", "log_prob", "entropy", "total", "forward_kl", "reverse_kl", "jsd", "total_variation")
 MERGE = Launch(64, 2)  # 8 packets: 32/1 7.7, 128/4 8.6, 64/2 8.7; with entropy and argmax: 64/2 8.0, 32/1 8.5
 # The only program: its time is the latency of its loads, and wider ones spill.
 SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 10.6, 4096/32 15.1, 8192/32 28.4
@@ -145,78 +156,231 @@ def shares_memory(logits) -> bool:
     return logits.is_cuda and logits.shape[0] > 0
 
 
-def local_statistics(
-    packets, logits, labels, bias, temperatures, total_weight, teacher, scales, spec: HeadSpec, memory=None
-):
+def _vectors(inputs: Inputs):
+    """What the vocabulary kernels read per token or column, besides the labels."""
+    return inputs.bias, inputs.temperatures, inputs.total_weight, inputs.teacher, inputs.scales
+
+
+def local_statistics(packets, inputs: Inputs, spec: HeadSpec, memory=None):
     """Logits [N, width], labels [N] -> packets [chunks, rows, N] fp32 of this rank, in `memory`'s slot if given."""
-    n_rows, width = logits.shape
+    n_rows, width = inputs.logits.shape
     if n_rows == 0:
         return
-    pre, post, has_scale, has_cap = _factors(spec, temperatures is not None)
-    strides = *logits.stride(), *_strides(teacher)
-    vectors = labels, bias, temperatures, total_weight, teacher, scales
+    factors = _factors(spec, inputs.temperatures is not None)
+    scaled, n_entries = _scaled(spec, inputs.scales), _width(inputs.entries)
+    strides = *inputs.logits.stride(), *_strides(inputs.teacher)
+    vectors = inputs.labels, *_vectors(inputs)
+    left_out = inputs.entries if stats.wants(spec.want, TAIL) else None
+    turns = (memory.turns, memory.slot) if memory else (None, 0)
     _launch(
         kernels.statistics_kernel,
         n_rows * spec.chunks,
-        (spec, width, memory and memory.slot, _kind(logits), *map(_size, strides), *map(_kind, vectors)),
-        statistics_launch(spec.chunk_size, teacher is not None),
-        packets, logits, *vectors, memory and memory.turns, memory.slot if memory else 0,
+        (spec, width, n_entries, memory and memory.slot, _kind(inputs.logits), *map(_size, strides),
+         *map(_kind, vectors), _kind(left_out)),
+        statistics_launch(spec.chunk_size, inputs.teacher is not None or left_out is not None),
+        packets, inputs.logits, *vectors, left_out, *turns,
         n_rows, *strides, spec.start, spec.valid_width, width, spec.chunk_size, spec.chunks, spec.ignore_index,
-        pre, post, spec.teacher_scale, spec.student_scale, has_scale, has_cap, _scaled(spec, scales),
-        "entropy" in spec.want, "total" in spec.want, "argmax" in spec.want, *_wants_of_teacher(spec),
+        n_entries, *factors[:2], spec.teacher_scale, spec.student_scale, *factors[2:], scaled,
+        stats.over_vocabulary(spec.want), len(stats.TOPK_ROWS) if n_entries else 0,
+        "entropy" in spec.want, "total" in spec.want, "argmax" in spec.want, *_wants_of_pair(spec, left_out),
     )  # fmt: skip
-
-
-def _wants_of_teacher(spec: HeadSpec) -> list[bool]:
-    return [name in spec.want for name in OF_TEACHER]
-
-
-def merge_packets(packets, labels, scales, spec: HeadSpec, memory=None):
-    """Packets of all ranks (this rank's, whose peers' lie in `memory`) -> [merged rows, values, *flags]."""
-    n_rows, has_labels = packets.shape[-1], labels is not None
-    outputs = empty_outputs(packets, n_rows, has_labels, spec.want)
-    flags = dict(zip(flag_names(has_labels, spec.want), outputs[2:]))
-    if n_rows:
+    if n_entries:
+        block = entries_launch(n_entries)
+        vectors = inputs.labels, inputs.bias, inputs.temperatures, inputs.scales, *_entries_of(inputs)
         _launch(
-            kernels.merge_kernel,
+            topk_kernels.statistics_kernel,
+            n_rows * spec.chunks,
+            (spec, width, n_entries, memory and memory.slot, _kind(inputs.logits), *map(_size, strides[:2]),
+             *map(_kind, vectors)),
+            block,
+            packets, inputs.logits, *vectors, *turns,
+            n_rows, *strides[:2], spec.start, spec.valid_width, width, spec.chunk_size, spec.chunks,
+            spec.ignore_index, n_entries, *factors[:2], spec.student_scale, *factors[2:], scaled, packets.shape[1],
+        )  # fmt: skip
+
+
+def _width(tensor) -> int:
+    return 0 if tensor is None else tensor.shape[1]
+
+
+def _entries_of(inputs: Inputs):
+    return inputs.entries, inputs.entry_log_probs
+
+
+def _wants_of_pair(spec: HeadSpec, left_out=None) -> list[bool]:
+    """forward_kl, reverse_kl, and the entropy of a teacher or of a tail."""
+    return [
+        *(name in spec.want for name in OF_PAIR[:2]),
+        ("teacher_entropy" if left_out is None else "tail_entropy") in spec.want,
+    ]
+
+
+def merge_packets(packets, inputs: Inputs, spec: HeadSpec, memory=None):
+    """Packets of all ranks (this rank's, whose peers' lie in `memory`) -> [merged rows, values, *flags]."""
+    n_rows, labels, scales, want = packets.shape[-1], inputs.labels, inputs.scales, spec.want
+    has_labels, has_topk = labels is not None, inputs.entries is not None
+    outputs = empty_outputs(packets, n_rows, has_labels, want)
+    if n_rows == 0:
+        return outputs
+    flags = dict(zip(flag_names(has_labels, want), outputs[2:]))
+    shared = packets, scales, memory and memory.peers, memory and memory.turns, memory.slot if memory else 0
+    tail_rows = sum(row.startswith("tail") for row in stats.packet_rows(has_labels, want))
+    _launch(
+        kernels.merge_kernel,
+        _cdiv(n_rows, MERGE.block),
+        (spec, memory and memory.slot, _kind(labels), _kind(scales)),
+        MERGE,
+        *outputs[:2], *(flags.get(name) for name in ("valid", "argmax", "hits")), packets, labels, *shared[1:],
+        n_rows, spec.student_scale, spec.packets, spec.chunks,
+        inputs.teacher is not None, stats.over_vocabulary(want), tail_rows, len(stats.TOPK_ROWS) if has_topk else 0,
+        "entropy" in want, "total" in want, *(name in want for name in OF_PAIR),
+    )  # fmt: skip
+    if has_topk:
+        rows, merged, values = (
+            names(has_labels, want) for names in (stats.packet_rows, stats.merged_rows, stats.value_rows)
+        )
+        _launch(
+            topk_kernels.merge_kernel,
             _cdiv(n_rows, MERGE.block),
-            (spec, memory and memory.slot, _kind(labels), _kind(scales)),
+            (spec, memory and memory.slot, has_labels, _kind(scales)),
             MERGE,
-            *outputs[:2], *(flags.get(name) for name in ("valid", "argmax", "hits")), packets, labels, scales,
-            memory and memory.peers, memory and memory.turns, memory.slot if memory else 0,
-            n_rows, spec.student_scale, spec.packets, spec.chunks, "entropy" in spec.want, "total" in spec.want,
-            *_wants_of_teacher(spec),
+            *outputs[:2], *shared, n_rows, spec.student_scale, spec.packets, spec.chunks,
+            len(rows), rows.index("tail_max") if tail_rows else 0,
+            merged.index("topk_shift"), values.index("teacher_mass"), stats.over_vocabulary(want), tail_rows > 0,
+            *(name in want for name in OF_TOPK[:5]),
         )  # fmt: skip
     return outputs
 
 
-def logits_gradient(
-    out, logits, labels, bias, temperatures, total_weight, teacher, scales, merged, grads, spec: HeadSpec
-):
+def later_statistics(packets, inputs: Inputs, merged, spec: HeadSpec):
+    """Packets [chunks, rows, N] of the second exchange: what needs the merged sums of the first."""
+    n_rows, width = inputs.logits.shape
+    if n_rows == 0:
+        return
+    factors, scaled = _factors(spec, inputs.temperatures is not None), _scaled(spec, inputs.scales)
+    rows = stats.merged_rows(inputs.labels is not None, spec.want)
+    scales = (spec.student_scale, spec.beta, *factors[2:], scaled)
+    if inputs.entries is None:
+        strides = *inputs.logits.stride(), *_strides(inputs.teacher)
+        vectors = inputs.bias, inputs.temperatures, inputs.teacher, inputs.scales
+        _launch(
+            kernels.divergence_kernel,
+            n_rows * spec.chunks,
+            (spec, width, inputs.labels is None, _kind(inputs.logits), *map(_size, strides), *map(_kind, vectors)),
+            statistics_launch(spec.chunk_size, True),
+            packets, inputs.logits, *vectors, merged, n_rows, *strides, spec.valid_width, width, spec.chunk_size,
+            spec.chunks, *factors[:2], spec.teacher_scale, *scales,
+            *(name in spec.want for name in OF_TEACHER[3:]), rows.index("student_sum"),
+        )  # fmt: skip
+        return
+    strides, n_entries = inputs.logits.stride(), _width(inputs.entries)
+    vectors = inputs.bias, inputs.temperatures, inputs.scales, *_entries_of(inputs)
+    _launch(
+        topk_kernels.divergence_kernel,
+        n_rows * spec.chunks,
+        (spec, width, n_entries, inputs.labels is None, _kind(inputs.logits), *map(_size, strides),
+         *map(_kind, vectors)),
+        entries_launch(n_entries),
+        packets, inputs.logits, *vectors, merged, n_rows, *strides, spec.start, spec.valid_width, width,
+        spec.chunk_size, spec.chunks, n_entries, *factors[:2], *scales,
+        *(name in spec.want for name in OF_TOPK[5:]), rows.index("topk_shift"),
+    )  # fmt: skip
+
+
+def logits_gradient(out, inputs: Inputs, merged, grads, spec: HeadSpec):
     """Write d loss / d logits into `out` [N, width], which may be `logits` itself; `grads` as in the eager backend."""
-    n_rows, width = logits.shape
-    if logits.numel() == 0:
+    if inputs.logits.numel() == 0:
         return
     if INTERPRETED and out.dtype == torch.bfloat16:  # the interpreter truncates to bf16, hardware rounds
         exact = torch.empty_like(out, dtype=torch.float32)
-        logits_gradient(exact, logits, labels, bias, temperatures, total_weight, teacher, scales, merged, grads, spec)
+        logits_gradient(exact, inputs, merged, grads, spec)
         out.copy_(exact)
         return
-    launch = gradient_launch(width, *(grads[i] is not None for i in (2, 4, 5)))
-    pre, post, has_scale, has_cap = _factors(spec, temperatures is not None)
-    strides = *out.stride(), *logits.stride(), *_strides(teacher)
-    vectors = labels, bias, temperatures, total_weight, teacher, scales
-    of_teacher = len(merged) - 4 if teacher is not None else 0
+    rows = stats.merged_rows(inputs.labels is not None, spec.want)
+    if not stats.wants(grads, OF_TOPK):
+        _gradient(out, inputs, merged, grads, spec, rows)
+        return
+    # at the entries everything is computed once more, and rounded once
+    extra, picked, rest = _gradient_of_entries(inputs, merged, grads, spec, rows)
+    if rest is not None and len(rest) == 1:
+        _gradient(out, inputs, merged, {**grads, "lse": rest[0]}, spec, rows)
+    else:
+        _gradient(out, inputs, merged, grads, spec, rows, rest=rest)
+    _gradient(out, inputs._replace(logits=picked), merged, grads, spec, rows, extra=extra)
+
+
+def _gradient(out, inputs: Inputs, merged, grads, spec, rows, rest=None, extra=None):
+    """The gradient of everything, or with `extra` of the entries alone, whose logits the inputs hold."""
+    n_rows, width = out.shape
+    entries, n_entries = (None, 0) if extra is None else (inputs.entries, _width(inputs.entries))
+    of_vocabulary = [grads.get(name) for name in GRADS]
+    kinds = (name in grads for name in ("entropy", "forward_kl", "reverse_kl"))
+    launch = gradient_launch(n_entries or width, *kinds)
+    factors, scaled = _factors(spec, inputs.temperatures is not None), _scaled(spec, inputs.scales)
+    strides = *out.stride(), *inputs.logits.stride(), *_strides(inputs.teacher)
+    vectors = inputs.labels, *_vectors(inputs)
+    first = {
+        name: rows.index(name) if name in rows else 0 for name in ("student_sum", "jsd_mean", "total_variation_mean")
+    }
     _launch(
         kernels.gradient_kernel,
-        n_rows * _cdiv(width, launch.block),
-        (spec, width, _kind(out), _kind(logits), *map(_size, strides), *map(_kind, vectors), *map(_type, grads)),
+        n_rows * _cdiv(n_entries or width, launch.block),
+        (spec, width, n_entries, inputs.labels is None, _kind(out), _kind(inputs.logits), *map(_size, strides),
+         *map(_kind, vectors), *map(_type, of_vocabulary), _kind(rest), _kind(entries)),
         launch,
-        out, logits, *vectors, merged, *grads,
-        n_rows, *strides, spec.start, spec.valid_width, width,
-        pre, post, spec.teacher_scale, spec.student_scale, has_scale, has_cap, spec.valid_width < width,
-        _scaled(spec, scales), of_teacher,
+        out, inputs.logits, *vectors, merged, tuple(of_vocabulary), rest, entries, extra,
+        n_rows, *strides, spec.start, spec.valid_width, width, n_entries,
+        *factors[:2], spec.teacher_scale, spec.student_scale, spec.beta, *factors[2:], spec.valid_width < width, scaled,
+        *first.values(),
     )  # fmt: skip
+
+
+def _gradient_of_entries(inputs: Inputs, merged, grads, spec, rows):
+    """-> what the entries add at their ids [N, E], their logits [N, E], and [4, N] of what they add at all others, or
+    [1, N] if that is nothing but an upstream gradient of lse."""
+    (n_rows, width), n_entries = inputs.logits.shape, _width(inputs.entries)
+    extra = merged.new_empty((n_rows, n_entries))
+    picked = inputs.logits.new_empty((n_rows, n_entries))
+    everywhere = stats.wants(grads, (*OF_TOPK[2:5], "vocab_jsd"))
+    factors, scaled = _factors(spec, inputs.temperatures is not None), _scaled(spec, inputs.scales)
+    as_lse = not scaled and not stats.wants(spec.want, TAIL)
+    rest = merged.new_empty((1 if as_lse else 4, n_rows)) if everywhere else None
+    strides = inputs.logits.stride()
+    vectors = inputs.bias, inputs.temperatures, inputs.scales, *_entries_of(inputs)
+    of_topk = tuple(grads.get(name) for name in OF_TOPK)
+    means = (rows.index(f"{name}_mean") if name in spec.want else 0 for name in OF_TOPK[5:])
+    _launch(
+        topk_kernels.gradient_kernel,
+        n_rows,
+        (spec, width, n_entries, inputs.labels is None, everywhere, _kind(inputs.logits), *map(_size, strides),
+         *map(_kind, vectors), _type(grads.get("lse")), *map(_type, of_topk)),
+        entries_launch(n_entries),
+        extra, picked, rest, grads.get("lse"), inputs.logits, *vectors, merged, of_topk,
+        n_rows, *strides, spec.start, spec.valid_width, width, n_entries,
+        *factors[:2], spec.student_scale, spec.beta, *factors[2:], scaled, stats.wants(spec.want, TAIL), as_lse,
+        rows.index("topk_shift"), *means,
+    )  # fmt: skip
+    return extra, picked, rest
+
+
+def entries(ids, log_probs, mask, scale, renormalize, vocab_size):
+    """`stats.entries` in one kernel."""
+    n_rows, n_entries = ids.shape
+    launch = Launch(_next_power_of_2(n_entries), 1 if n_entries <= 128 else 4)
+    if launch.block > MOST_ENTRIES or log_probs.dtype == torch.float64:
+        return stats.entries(ids, log_probs, mask, scale, renormalize, vocab_size)
+    out = torch.empty_like(ids, dtype=torch.int32), torch.empty_like(log_probs, dtype=torch.float32)
+    scales, scale = (scale, 1.0) if isinstance(scale, torch.Tensor) else (None, scale)
+    if n_rows:
+        vectors = ids, log_probs, mask, scales
+        _launch(
+            topk_kernels.entries_kernel,
+            n_rows,
+            (n_entries, vocab_size, renormalize, scale, *map(_kind, vectors)),
+            launch,
+            *out, *vectors, n_entries, vocab_size, scale, renormalize, min(32, launch.block),
+        )  # fmt: skip
+    return out
 
 
 def token_sums(values, valid, reduction):
@@ -227,7 +391,7 @@ def token_sums(values, valid, reduction):
     given = denominator if isinstance(denominator, torch.Tensor) else None
     number = 1.0 if given is not None or denominator is None else float(denominator)
     _launch(
-        kernels.sums_kernel,
+        sums_kernels.sums_kernel,
         1,
         (plan.squares, plan.negatives, len(plan.coefficients), denominator is None,
          *map(_type, (valid, weight)), _kind(given), *map(_type, values)),
@@ -244,7 +408,7 @@ def token_sums_gradient(upstream, values, valid, weight, divisor, plan):
     out = valid.new_empty((len(values), n_rows), dtype=torch.float32)
     if n_rows:
         _launch(
-            kernels.sums_gradient_kernel,
+            sums_kernels.sums_gradient_kernel,
             _cdiv(n_rows, SUMS_GRADIENT.block),
             (plan.squares, plan.negatives, _kind(upstream), *map(_type, (valid, weight)), *map(_type, values)),
             SUMS_GRADIENT,

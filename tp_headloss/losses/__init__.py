@@ -1,7 +1,15 @@
 """Per-token losses: ordinary PyTorch on statistics, log-probs and tensors per token. They see no kernels, no ranks."""
 
 from .cross_entropy import cross_entropy, label_weight, smoothed_cross_entropy
-from .distillation import soft_cross_entropy, temperature_squared
+from .distillation import (
+    OVER,
+    log_tail,
+    soft_cross_entropy,
+    temperature_squared,
+    topk_forward_kl,
+    topk_jsd,
+    topk_reverse_kl,
+)
 from .kl import KL_ESTIMATORS, kl_estimate
 from .metrics import generator_metrics, policy_metrics
 from .policy import (
@@ -25,6 +33,7 @@ from .rollout import icepop, sequence_mask, truncated_importance_weight
 
 __all__ = [
     "KL_ESTIMATORS",
+    "OVER",
     "cispo",
     "clip_cov",
     "clipped",
@@ -42,6 +51,7 @@ __all__ = [
     "kto",
     "label_weight",
     "log_ratio",
+    "log_tail",
     "orpo",
     "policy_metrics",
     "positive_nll",
@@ -53,6 +63,9 @@ __all__ = [
     "smoothed_cross_entropy",
     "soft_cross_entropy",
     "temperature_squared",
+    "topk_forward_kl",
+    "topk_jsd",
+    "topk_reverse_kl",
     "truncated_importance_weight",
     "vespo",
     "z_loss",

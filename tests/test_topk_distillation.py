@@ -1,0 +1,341 @@
+"""Distillation from K entries of a teacher per token, against float64 definitions over the whole vocabulary."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from test_contract import counted_collectives
+
+from tp_headloss import (
+    CrossEntropy,
+    Distillation,
+    Entropy,
+    HeadLoss,
+    Options,
+    Teacher,
+    TopKDistillation,
+    TopKTeacher,
+    Transform,
+    VocabShard,
+    ZLoss,
+    topk_log_probs,
+    vocab_statistics,
+)
+from tp_headloss.terms import TOPK_DISTILLATIONS
+
+V, N, K, BETA = 200, 10, 12, 0.3  # of 256 padded columns
+TEMPERATURES = {
+    "one": (1.0, None, 1.0),
+    "apart": (2.0, 3.0, 0.7),
+    "tokens": (True, True, True),
+}  # as for whole teachers
+
+
+def rows(k=K):
+    """Student, labels, and entries: random ids with duplicates, sentinels, masked ones, all on one shard, none."""
+    generator = torch.Generator().manual_seed(7)
+    x = 2 * torch.randn(N, V, generator=generator)
+    labels = torch.randint(0, V, (N,), generator=generator)
+    log_q = (2 * torch.randn(N, V, generator=generator)).log_softmax(-1)
+    ids = torch.rand(N, V, generator=generator).argsort(-1)[:, :k]
+    log_probs = log_q.gather(1, ids)
+    mask = torch.ones(N, k, dtype=torch.bool)
+    labels[2] = -100
+    x[4] += 200.0  # a shift that the differences do not see
+    if k >= K:
+        ids[3, 1:4] = ids[3, 0]  # one id, four times
+        ids[5, 2:], log_probs[5, 3:5] = -1, -torch.inf
+        mask[6, ::2] = False
+        ids[6, 0] = 0  # padding that looks like an id
+        ids[7] = torch.arange(k) + 10 * (k < V)  # at few entries on one rank, whatever the number of ranks
+        mask[8] = False  # nothing to learn
+        x[9, ids[9, 0]] = 25.0  # nearly all of the student's probability
+        labels[7] = 15  # an entry, too
+    return x, labels, ids, log_probs, mask, [torch.rand(N, generator=generator) + 0.7 for _ in range(3)]
+
+
+def temperatures(kind, device):
+    drawn = [value.to(device) for value in rows()[-1]]
+    return [value if given is True else given for given, value in zip(TEMPERATURES[kind], drawn)]
+
+
+def column(temperature):
+    return temperature.double()[:, None] if isinstance(temperature, torch.Tensor) else temperature
+
+
+def times(mass, value):
+    return torch.where(mass == 0, 0.0, mass * torch.where(mass == 0, 0.0, value))
+
+
+def definition(
+    z, ids, log_probs, mask, divergence, over, *, of_teacher=1.0, of_student=None, renormalize=True, tail=None
+):
+    """The divergence [N] in float64 from dense distributions of all V ids, and one more for the tail."""
+    live = mask & (ids >= 0) & (log_probs > -torch.inf)
+    tau = torch.zeros_like(z).scatter_add(1, ids.clamp(min=0), torch.where(live, log_probs.double().exp(), 0.0))
+    inside = tau > 0
+    tau = tau ** (1 / column(of_teacher))
+    if renormalize:
+        tau = tau / torch.where(inside.any(-1, keepdim=True), tau.sum(-1, keepdim=True), 1.0)
+    z = z / column(of_teacher if of_student is None else of_student)
+    if over == "topk":
+        z = torch.where(inside, z, -1e9)
+    log_p = z.log_softmax(-1)
+    outside = torch.where(inside, -torch.inf, log_p)
+    if over == "tail":
+        rest = 1 - tau.sum(-1, keepdim=True)
+        rest = torch.where(rest < 1e-6, 0.0, rest) if tail is None else tail.double().exp()[:, None]
+        tau, log_p = torch.cat([tau, rest], 1), torch.cat([log_p, outside.logsumexp(-1, keepdim=True)], 1)
+        inside = torch.cat([inside, torch.ones_like(rest, dtype=torch.bool)], 1)
+    p, log_tau = log_p.exp(), torch.where(tau == 0, 1.0, tau).log()
+    if divergence == "forward_kl":
+        return times(tau, log_tau - log_p).sum(-1)
+    if divergence == "reverse_kl":
+        if over == "vocabulary":
+            return times(p, log_p - torch.where(inside, log_tau, -100.0)).sum(-1)
+        return torch.where(inside, times(p, log_p - log_tau), 0.0).sum(-1)
+    m = BETA * tau + (1 - BETA) * p
+    log_m = torch.where(m == 0, 1.0, m).log()
+    value = BETA * times(tau, log_tau - log_m) + (1 - BETA) * times(p, log_p - log_m)
+    return (value if over == "vocabulary" else torch.where(inside, value, 0.0)).sum(-1)
+
+
+def settings(kind, over, device="cpu"):
+    of_teacher, of_student, rest = temperatures(kind, device)
+    if over == "tail":  # no temperature of the teacher without renormalisation
+        return dict(of_teacher=1.0, of_student=1.0 if of_student is None else of_student, renormalize=False), rest
+    return dict(of_teacher=of_teacher, of_student=of_student, renormalize=True), rest
+
+
+def run(group, device, kind, divergence, over, backend, dtype, k=K, with_tail=False, transport="gather"):
+    x, labels, ids, log_probs, mask, _ = (v.to(device) if isinstance(v, torch.Tensor) else v for v in rows(k))
+    options, rest = settings(kind, over, device)
+    shard = VocabShard.from_group(group, V, 256)
+    local = F.pad(x, (0, 56), value=40.0)[:, shard.start : shard.stop].to(dtype).clone().requires_grad_()
+    teacher = TopKTeacher(
+        ids, log_probs, mask, temperature=options["of_teacher"], student_temperature=options["of_student"],
+        renormalize=options["renormalize"], beta=BETA,
+        tail_log_prob=torch.linspace(-3, -1, N, device=device) if with_tail else None,
+    )  # fmt: skip
+    terms = [
+        CrossEntropy(0.5),
+        Entropy(0.01),
+        TopKDistillation(0.7, divergence, over, temperature_squared=kind == "apart"),
+    ]
+    head = HeadLoss(terms, reduction="none", options=Options(backend=backend, transport=transport))
+    with counted_collectives() as forward:
+        out = head(local, labels, shard=shard, inputs={"teacher": teacher}, transform=Transform(temperature=rest))
+    with counted_collectives() as backward:
+        (out.loss * torch.linspace(-1, 2, N, device=device)).sum().backward()
+    return out.loss.detach().cpu(), local.grad.cpu(), (sum(forward.values()), sum(backward.values()))
+
+
+def expected(kind, divergence, over, dtype=torch.float32, k=K, tail=None):
+    x, labels, ids, log_probs, mask, _ = rows(k)
+    options, rest = settings(kind, over)
+    z = x.to(dtype).double().requires_grad_()
+    value = definition(z, ids, log_probs, mask, divergence, over, tail=tail, **options)
+    value = value * (9.0 if kind == "apart" and not isinstance(options["of_student"], torch.Tensor) else 1.0)
+    log_p = (z / column(rest)).log_softmax(-1)
+    ce = -log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    loss = torch.where(labels != -100, 0.5 * ce + 0.01 * (log_p.exp() * log_p).sum(-1) + 0.7 * value, 0.0)
+    return loss.detach(), torch.autograd.grad((loss * torch.linspace(-1, 2, N).double()).sum(), z)[0]
+
+
+def check(results, loss, grad, world_size, collectives):
+    for ours, _, counts in results:
+        assert torch.equal(ours, results[0][0])
+        torch.testing.assert_close(ours.double(), loss, rtol=2e-6, atol=2e-6)
+        assert counts == (collectives if world_size > 1 else 0, 0)
+    got = torch.cat([grad for _, grad, _ in results], 1)
+    torch.testing.assert_close(got[:, :V].double(), grad, rtol=2e-5, atol=4e-7)
+    assert not got[:, V:].any() and grad.abs().max() > 0.1
+
+
+WORLD_SIZES = {"one": (1, 2), "apart": (4,), "tokens": (3,)}  # kinds of temperatures -> group sizes
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(("divergence", "over"), TOPK_DISTILLATIONS)
+@pytest.mark.parametrize("kind", TEMPERATURES)
+def test_values_and_gradients_equal_float64(kind, divergence, over, backend):
+    loss, grad = expected(kind, divergence, over)
+    for world_size in WORLD_SIZES[kind]:
+        results = on_ranks(world_size, run, kind, divergence, over, backend, torch.float32)
+        check(results, loss, grad, world_size, 2 if divergence == "jsd" else 1)
+
+
+@pytest.mark.parametrize("k", [1, 3, V])
+@pytest.mark.parametrize(
+    ("divergence", "over"), [("forward_kl", "vocabulary"), ("reverse_kl", "topk"), ("jsd", "tail")]
+)
+def test_one_entry_and_all_of_the_vocabulary(k, divergence, over, backend, device):
+    loss, grad = expected("one", divergence, over, k=k)
+    check([run(None, device, "one", divergence, over, backend, torch.float32, k)], loss, grad, 1, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_gradients_are_rounded_once(dtype, backend, device):
+    """The entries' columns, too, where the gradient of everything else is added to their own."""
+    loss, grad = expected("one", "forward_kl", "vocabulary", dtype)
+    ours, got, _ = run(None, device, "one", "forward_kl", "vocabulary", backend, dtype)
+    torch.testing.assert_close(ours.double(), loss, rtol=2e-6, atol=2e-6)
+    error = (got[:, :V].double() - grad).abs()
+    spacing = 2.0 ** -(7 if dtype == torch.bfloat16 else 10)
+    assert (error <= 0.51 * spacing * grad.abs() + 2.0**-25).all()
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_given_tail_is_used_and_an_inferred_one_follows_from_the_entries(backend):
+    tail = torch.linspace(-3, -1, N)
+    for divergence in ("forward_kl", "reverse_kl", "jsd"):
+        loss, grad = expected("one", divergence, "tail", tail=tail)
+        results = on_ranks(2, run, "one", divergence, "tail", backend, torch.float32, K, True)
+        check(results, loss, grad, 2, 2 if divergence == "jsd" else 1)
+        assert not torch.allclose(loss, expected("one", divergence, "tail")[0])
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(
+    ("divergence", "over"), [("forward_kl", "tail"), ("reverse_kl", "vocabulary"), ("jsd", "vocabulary")]
+)
+def test_bits_are_the_same_at_every_group_size(divergence, over, backend):
+    (loss, grad, _), *_ = on_ranks(1, run, "one", divergence, over, backend, torch.float32)
+    for world_size in (2, 4):
+        results = on_ranks(world_size, run, "one", divergence, over, backend, torch.float32)
+        assert all(torch.equal(ours, loss) for ours, *_ in results)
+        if backend == "triton":
+            assert torch.equal(torch.cat([part for _, part, _ in results], 1), grad)
+
+
+def round_trip_run(group, device, backend):
+    """Export of a sharded teacher, then distillation from what was exported."""
+    generator = torch.Generator().manual_seed(3)
+    x, t = (torch.randn(2, 3, V, generator=generator) * 2 for _ in range(2))
+    shard = VocabShard.from_group(group, V, 256)
+    local, teacher = (F.pad(z, (0, 56))[..., shard.start : shard.stop].clone().to(device) for z in (x, t))
+    local.requires_grad_()
+    exported = topk_log_probs(teacher, V, shard=shard, ids_dtype=torch.int32, options=Options(backend=backend))
+    few = topk_log_probs(teacher, 20, top_p=0.5, shard=shard, dtype=torch.float16, options=Options(backend=backend))
+    labels = torch.zeros(2, 3, dtype=torch.long, device=device)
+    out = []
+    for term, given in (
+        (Distillation(), Teacher(teacher)),
+        (TopKDistillation(over="vocabulary"), TopKTeacher(exported.ids, exported.log_probs)),
+        (TopKDistillation(over="vocabulary"), TopKTeacher(few.ids, few.log_probs)),
+    ):
+        head = HeadLoss([term], reduction="none", options=Options(backend=backend))
+        loss = head(local, labels, shard=shard, inputs={"teacher": given}).loss
+        out.append((loss.detach(), torch.autograd.grad(loss.sum(), local)[0]))
+    return out, few, t, x
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_teacher_exports_its_student_learns(world_size, backend):
+    """All V entries are the whole teacher; the nucleus in half precision is the definition on what was exported."""
+    for (whole, all_entries, nucleus), few, _, x in on_ranks(world_size, round_trip_run, backend):
+        torch.testing.assert_close(all_entries, whole, rtol=1e-5, atol=1e-6)
+        assert (few.ids == -1).any() and few.log_probs.dtype == torch.float16
+        flat = (v.flatten(0, 1) for v in (x.double(), few.ids, few.log_probs.float(), few.ids >= 0))
+        torch.testing.assert_close(
+            nucleus[0].double().flatten(), definition(*flat, "forward_kl", "vocabulary"), rtol=2e-6, atol=2e-6
+        )
+
+
+def test_gradcheck_of_the_float64_path():
+    x, labels, ids, log_probs, mask, _ = rows()
+    keep = [0, 5, 6, 7]
+    teacher = TopKTeacher(ids[keep], log_probs[keep].double(), mask[keep], renormalize=False, student_temperature=1.7)
+    terms = {pair: TopKDistillation(1.0, *pair) for pair in TOPK_DISTILLATIONS}
+    heads = [HeadLoss([term], reduction="none", options=Options(backend="torch")) for term in terms.values()]
+
+    def values(z):
+        return tuple(head(z, labels[keep], inputs={"teacher": teacher}).loss for head in heads)
+
+    assert torch.autograd.gradcheck(values, x[keep].double().requires_grad_(), rtol=1e-5, atol=1e-7)
+
+
+def test_odd_entries(backend, device):
+    """An id beyond the vocabulary or a NaN makes its token's distillation NaN, and nothing else."""
+    x, labels, ids, log_probs, mask, _ = (v.to(device) if isinstance(v, torch.Tensor) else v for v in rows())
+    want, options = (
+        ("topk_forward_kl", "topk_reverse_kl", "topk_log_mass", "topk_jsd", "entropy"),
+        Options(backend=backend),
+    )
+    good = vocab_statistics(x, labels, want=want, teacher=TopKTeacher(ids, log_probs, mask), options=options)
+    ids, log_probs, x = ids.clone(), log_probs.clone(), x.clone()
+    ids[0, 3], log_probs[1, 5], log_probs[3, 7] = V, torch.nan, torch.inf
+    x[4, ids[4, 2]] = -torch.inf  # the student rules out an entry
+    x[6, ids[6, 1::2]] = -torch.inf  # and here all of them
+    stats = vocab_statistics(x, labels, want=want, teacher=TopKTeacher(ids, log_probs, mask), options=options)
+    for name in want[:-1]:
+        value = getattr(stats, name)
+        assert value[[0, 1, 3]].isnan().all() and value[2] == 0, name
+        torch.testing.assert_close(value[[5, 7, 8, 9]], getattr(good, name)[[5, 7, 8, 9]], rtol=0, atol=0)
+    assert stats.entropy.isfinite().all() and stats.teacher_mass[8] == 0 and stats.topk_log_mass[8] == -torch.inf
+    assert stats.topk_forward_kl[4] == torch.inf and stats.topk_reverse_kl[4].isfinite()
+    assert stats.topk_forward_kl[6] == torch.inf == stats.topk_reverse_kl[6]
+
+
+def test_a_distant_tail_is_summed_directly(backend, device):
+    """The student's probability outside of the entries is 1e-17, which 1 - that of the entries knows nothing of."""
+    x = torch.zeros(1, V, device=device)
+    x[0, :2] = 45.0
+    teacher = TopKTeacher(torch.tensor([[0, 1]], device=device), torch.log(torch.tensor([[0.5, 0.4]], device=device)),
+                          renormalize=False)  # fmt: skip
+    stats = vocab_statistics(x, want=("tail_log_mass",), teacher=teacher, options=Options(backend=backend))
+    assert stats.tail_log_mass.item() == pytest.approx(math.log(V - 2) - math.log(2) - 45, rel=1e-6)
+
+
+def test_compiled_without_graph_breaks_equals_eager(backend, device):
+    x, labels, ids, log_probs, mask, _ = (v.to(device) if isinstance(v, torch.Tensor) else v for v in rows())
+    head = HeadLoss(
+        [CrossEntropy(), ZLoss(1e-3), TopKDistillation(0.5, "jsd", "vocabulary"), TopKDistillation(0.5)],
+        metrics=("topk_log_mass",), options=Options(backend=backend),
+    )  # fmt: skip
+
+    def step(local, log_probs):
+        return head(local, labels, inputs={"teacher": TopKTeacher(ids, log_probs, mask, temperature=2.0)}).loss
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        local = x.clone().requires_grad_()
+        loss = function(local, log_probs)
+        results.append((loss.detach(), torch.autograd.grad(loss, local)[0]))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+    torch._dynamo.reset()
+
+
+def test_what_cannot_work_is_refused():
+    x, ids, log_probs = torch.randn(3, 8), torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2)
+    good = {"want": ("topk_forward_kl",), "teacher": TopKTeacher(ids, log_probs)}
+    wrong = {
+        r"a Teacher serves the statistics .* got \['topk_forward_kl'\]": {"teacher": Teacher(x)},
+        r"a TopKTeacher serves the statistics .* got \['jsd'\]": {"want": ("jsd",)},
+        r"teacher.log_probs must have shape \[3, 2\], got \[3, 1\]": {"teacher": TopKTeacher(ids, log_probs[:, :1])},
+        r"teacher.ids must have shape \[3, 2\], got \[2, 2\]": {"teacher": TopKTeacher(ids[:2], log_probs[:2])},
+        r"K > 0, got \[3, 0\]": {"teacher": TopKTeacher(ids[:, :0], log_probs[:, :0])},
+        r"teacher.mask must have shape": {"teacher": TopKTeacher(ids, log_probs, ids[:2] == 0)},
+        r"needs renormalize=True": {"teacher": TopKTeacher(ids, log_probs, temperature=2.0, renormalize=False)},
+        r"leaves no tail": {"teacher": TopKTeacher(ids, log_probs, tail_log_prob=torch.zeros(3))},
+        r"beta must be in \(0, 1\), got 1": {"teacher": TopKTeacher(ids, log_probs, beta=1)},
+        r"need transport='gather', got 'sum'": {"options": Options(transport="sum")},
+    }
+    for message, change in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            vocab_statistics(x, **good | change)
+    for message, teacher in {
+        "teacher.ids must be int64": TopKTeacher(log_probs, log_probs),
+        "teacher.log_probs must be one of": TopKTeacher(ids, ids),
+        "teacher.mask must be bool": TopKTeacher(ids, log_probs, ids),
+    }.items():
+        with pytest.raises(TypeError, match=message):
+            vocab_statistics(x, **good | {"teacher": teacher})
+    labels = torch.zeros(3, dtype=torch.long)
+    with pytest.raises(ValueError, match="over='tail' needs a TopKTeacher with renormalize=False"):
+        HeadLoss([TopKDistillation(over="tail")])(x, labels, inputs={"teacher": TopKTeacher(ids, log_probs)})
+    with pytest.raises(ValueError, match="got 'forward_kl' over 'ids'"):
+        TopKDistillation(over="ids")
