@@ -18,7 +18,7 @@ from triton.testing import do_bench
 from tp_headloss import VocabShard
 from tp_headloss.backends import triton as launchers
 from tp_headloss.reduce import Reduction, SumsPlan
-from tp_headloss.stats import OF_TEACHER, HeadSpec, packet_rows
+from tp_headloss.stats import LATER, OF_TEACHER, HeadSpec, Inputs, later_rows, packet_rows, wants
 
 STATISTICS = [(128, 1), (256, 1), (512, 1), (1024, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4)]
 GRADIENT = [(512, 1), (1024, 2), (2048, 4), (4096, 8), (2048, 8), (1024, 4), (4096, 4), (8192, 8)]
@@ -49,36 +49,39 @@ def specs(shard, world_size, want):
 
 def tune(tokens, vocab, parts, dtype):
     shard = VocabShard(0, vocab, vocab)
-    for want in ((), ("entropy",), ("entropy", "argmax"), ("forward_kl",), ("reverse_kl",)):
+    for want in ((), ("entropy",), ("entropy", "argmax"), ("forward_kl",), ("reverse_kl",), ("jsd",)):
         spec = specs(shard, parts, want)
         logits = torch.randn(tokens, spec.valid_width, device="cuda").to(dtype)
         labels = torch.randint(0, spec.valid_width, (tokens,), device="cuda")
-        divergence = any(name in want for name in OF_TEACHER)
-        inputs = logits, labels, None, None, None, torch.randn_like(logits) if divergence else None, None
+        divergence, later = wants(want, OF_TEACHER), wants(want, LATER)
+        inputs = Inputs(logits, labels, teacher=torch.randn_like(logits) if divergence else None)
         packets = logits.new_empty(spec.chunks, len(packet_rows(True, want)), tokens, dtype=torch.float32)
         case = f"{tokens} x {spec.valid_width} in {spec.chunks} chunks of {spec.chunk_size}, {want or 'lse, log_prob'}"
 
         def statistics(launch, packets=packets, inputs=inputs, spec=spec):
             with mock.patch.object(launchers, "statistics_launch", lambda *_: launch):
-                launchers.local_statistics(packets, *inputs, spec)
+                launchers.local_statistics(packets, inputs, spec)
 
         show(f"statistics {case}", STATISTICS, launchers.statistics_launch(spec.chunk_size, divergence), statistics)
-        launchers.local_statistics(packets, *inputs, spec)
-        merged = launchers.merge_packets(packets, labels, None, spec)[0]
-        upstream = torch.randn(tokens, device="cuda")
-        wanted = (upstream if name in want else None for name in ("entropy", "total", "forward_kl", "reverse_kl"))
-        grads, dx = (None, upstream, *wanted), torch.empty_like(logits)
+        launchers.local_statistics(packets, inputs, spec)
+        merged = launchers.merge_packets(packets, inputs, spec)[0]
+        grads = dict.fromkeys(("log_prob", *(name for name in want if name != "argmax")))
+        grads, dx = {name: torch.randn(tokens, device="cuda") for name in grads}, torch.empty_like(logits)
+        if later:
+            packets = packets.new_empty(spec.chunks, len(later_rows(want)), tokens)
+
+            def second(launch, packets=packets, inputs=inputs, merged=merged, spec=spec):
+                with mock.patch.object(launchers, "statistics_launch", lambda *_: launch):
+                    launchers.later_statistics(packets, inputs, merged, spec)
+
+            show(f"second exchange {case}", STATISTICS, launchers.statistics_launch(spec.chunk_size, True), second)
 
         def gradient(launch, dx=dx, inputs=inputs, merged=merged, grads=grads, spec=spec):
             with mock.patch.object(launchers, "gradient_launch", lambda *_: launch):
-                launchers.logits_gradient(dx, *inputs, merged, grads, spec)
+                launchers.logits_gradient(dx, inputs, merged, grads, spec)
 
-        show(
-            f"gradient {case}",
-            GRADIENT,
-            launchers.gradient_launch(spec.valid_width, *(x in want for x in ("entropy", "forward_kl", "reverse_kl"))),
-            gradient,
-        )
+        kinds = *(name in want for name in ("entropy", "forward_kl", "reverse_kl")), later
+        show(f"gradient {case}", GRADIENT, launchers.gradient_launch(spec.valid_width, *kinds), gradient)
 
 
 def tune_merge(tokens):
@@ -86,11 +89,11 @@ def tune_merge(tokens):
     for want in ((), ("entropy", "argmax")):
         spec = specs(VocabShard(0, 1024, 1024), 1, want)
         packets = torch.randn(8, len(packet_rows(True, want)), tokens, device="cuda").abs()
-        labels = torch.zeros(tokens, dtype=torch.long, device="cuda")
+        inputs = Inputs(packets[0, :1].T, torch.zeros(tokens, dtype=torch.long, device="cuda"))
 
-        def merge(launch, packets=packets, labels=labels, spec=spec):
+        def merge(launch, packets=packets, inputs=inputs, spec=spec):
             with mock.patch.object(launchers, "MERGE", launch):
-                launchers.merge_packets(packets, labels, None, spec)
+                launchers.merge_packets(packets, inputs, spec)
 
         show(f"merge {tokens} x 8 packets, {want or 'lse, log_prob'}", MERGE, launchers.MERGE, merge)
 

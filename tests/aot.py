@@ -130,7 +130,8 @@ def gradient_variants():
     for dtype, labels, bias, temperature, cap, aligned, sparse, *has in pairwise(
         DTYPES, ("*i64", "*i32", None), optional, optional, optional, optional, (None, True, False), *([optional] * 8)
     ):
-        launch = gradient_launch(32064, has[2], has[4], has[5])
+        launch = gradient_launch(32064, has[2], has[4], has[5], has[6] or has[7])
+        launch = entries_launch(64) if sparse else launch
         whole = any(has[4:]) and sparse is None
         grads = tuple("*fp32" if h and (labels or i != 1) and (i < 4 or whole) else None for i, h in enumerate(has))
         shared = {

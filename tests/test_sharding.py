@@ -11,7 +11,7 @@ from ranks import on_ranks
 
 from tp_headloss import Options, Transform, VocabShard, vocab_statistics
 from tp_headloss.backends import load_backend
-from tp_headloss.stats import HeadSpec
+from tp_headloss.stats import HeadSpec, Inputs, packet_rows
 
 WANT = ("entropy", "total", "argmax")
 WORLDS = [2, 3, 4, 8]
@@ -244,29 +244,34 @@ def test_shards_that_cannot_work_are_refused():
         VocabShard.from_boundaries([0, 40, 30], 100)
 
 
+@pytest.mark.parametrize("want", [("entropy",), ("topk_forward_kl", "tail_log_mass")])
 @pytest.mark.parametrize("turn", [0, 1, 7])
-def test_packets_in_memory_of_their_ranks_merge_to_the_same_bits(turn, device):
+def test_packets_in_memory_of_their_ranks_merge_to_the_same_bits(turn, want, device):
     """The kernels' side of symmetric memory: slots by turn, peers by address, turns handed over."""
-    backend, world_size, slot = load_backend("triton"), 4, 1024
+    backend, world_size, slot, rows = load_backend("triton"), 4, 1024, len(packet_rows(True, want))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 256, generator=generator).to(device)
     labels = torch.tensor([0, 70, 130, 255, -100, 31], device=device)
+    entries = (None, None)
+    if "entropy" not in want:
+        ids = torch.randint(0, 256, (6, 9), generator=generator).to(device)
+        entries = backend.entries(ids, torch.randn(6, 9, generator=generator).to(device) - 3, None, 1.0, False, 256)
     buffers = [torch.full((2 * slot,), torch.nan, device=device) for _ in range(world_size)]
     peers = torch.tensor([b.data_ptr() for b in buffers], device=device)
     turns = [torch.tensor([turn, -5], dtype=torch.int32, device=device) for _ in range(world_size)]
-    gathered = torch.empty(8, 5, 6, device=device)
+    gathered, size = torch.empty(8, rows, 6, device=device), 2 * rows * 6
     for rank in range(world_size):
-        spec = HeadSpec(64 * rank, 64, 256, 32, 2, 4, ("entropy",), 1.0, 0.0, 1.0, -100, "triton", "gather", "")
+        spec = HeadSpec(64 * rank, 64, 256, 32, 2, 4, want, 1.0, 0.0, 1.0, -100, "triton", "gather", "")
         memory = SimpleNamespace(slot=slot, peers=peers, turns=turns[rank])
-        inputs = x[:, 64 * rank : 64 * rank + 64], labels, None, None, None, None, None
-        backend.local_statistics(gathered[2 * rank : 2 * rank + 2], *inputs, spec)
-        backend.local_statistics(buffers[rank][:60].view(2, 5, 6), *inputs, spec, memory)
-        used = buffers[rank].view(2, slot)[turn % 2, :60]
+        inputs = Inputs(x[:, 64 * rank : 64 * rank + 64], labels, entries=entries[0], entry_log_probs=entries[1])
+        backend.local_statistics(gathered[2 * rank : 2 * rank + 2], inputs, spec)
+        backend.local_statistics(buffers[rank][:size].view(2, rows, 6), inputs, spec, memory)
+        used = buffers[rank].view(2, slot)[turn % 2, :size]
         assert torch.equal(used, gathered[2 * rank : 2 * rank + 2].flatten())
-        assert buffers[rank].isnan().sum() == 2 * slot - 60
-    expected = backend.merge_packets(gathered, labels, None, spec)
+        assert buffers[rank].isnan().sum() == 2 * slot - size
+    expected = backend.merge_packets(gathered, inputs, spec)
     for rank in range(world_size):
         memory = SimpleNamespace(slot=slot, peers=peers, turns=turns[rank])
-        merged = backend.merge_packets(buffers[rank][:60].view(2, 5, 6), labels, None, spec, memory)
+        merged = backend.merge_packets(buffers[rank][:size].view(2, rows, 6), inputs, spec, memory)
         assert all(torch.equal(a, b) for a, b in zip(expected, merged))
         assert turns[rank].tolist() == [turn + 1, turn]

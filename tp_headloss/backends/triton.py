@@ -48,11 +48,14 @@ def statistics_launch(chunk_size: int, of_teacher: bool = False) -> Launch:
     8 chunks of 16032: 1024/1 485.9, 512/1 488.7, 256/1 504.7; with entropy and argmax: 512/1 587.0, 256/1 627.7
     forward_kl, 2 chunks of 16032: 256/1 288.7, 512/1 289.2, 1024/1 318.7; 8 of 4016: 256/1 319.1, 512/1 336.1
     reverse_kl, 2 chunks of 16032: 256/1 320.7, 512/1 338.2, 128/1 396.9; 8 of 4016: 256/1 358.3, 128/1 413.7
+    jsd's second exchange, 8 of 4016: 256/1 262.0, 512/1 280.8, 1024/1 292.1; 8 of 16032: 256/1 1049, 1024/1 1060
     """
     return Launch(min(256 if of_teacher else 512, max(128, _next_power_of_2(chunk_size))), 1)
 
 
-def gradient_launch(width: int, entropy: bool, forward_kl: bool = False, reverse_kl: bool = False) -> Launch:
+def gradient_launch(
+    width: int, entropy: bool, forward_kl: bool = False, reverse_kl: bool = False, later: bool = False
+) -> Launch:
     """Tile of the backward.
 
     32064 wide: 4096/4 257.1, 4096/8 257.9, 2048/4 258.4, 1024/2 259.4, 1024/4 289.9, 512/1 319.6
@@ -61,8 +64,9 @@ def gradient_launch(width: int, entropy: bool, forward_kl: bool = False, reverse
     8032 wide: 2048/4 70.0, 4096/4 71.1; with entropy: 4096/4 72.7, 2048/4 73.8
     32064 wide, with forward_kl: 512/1 419.0, 1024/4 424.1, 2048/8 425.7, 4096/4 432.3, 2048/4 441.3
     32064 wide, with reverse_kl: 4096/4 443.5, 1024/4 454.4, 2048/8 462.5, 512/1 466.0, 2048/4 469.3
+    jsd, 32064 wide: 512/1 411.1, 1024/2 416.0, 2048/4 416.3; 128256 wide: 512/1 1622, 1024/2 1638, 2048/4 1877
     """
-    if forward_kl and not entropy and not reverse_kl:
+    if (forward_kl or later) and not entropy and not reverse_kl:
         return Launch(min(512, max(256, _next_power_of_2(width))), 1)
     return Launch(min(4096 if entropy or reverse_kl else 2048, max(256, _next_power_of_2(width))), 4)
 
@@ -315,7 +319,9 @@ def _gradient(out, inputs: Inputs, merged, grads, spec, rows, rest=None, extra=N
     entries, n_entries = (None, 0) if extra is None else (inputs.entries, _width(inputs.entries))
     of_vocabulary = [grads.get(name) for name in GRADS]
     kinds = (name in grads for name in ("entropy", "forward_kl", "reverse_kl"))
-    launch = gradient_launch(n_entries or width, *kinds)
+    launch = gradient_launch(width, *kinds, stats.wants(grads, OF_TEACHER[3:]))
+    if n_entries:
+        launch = entries_launch(n_entries)
     factors, scaled = _factors(spec, inputs.temperatures is not None), _scaled(spec, inputs.scales)
     strides = *out.stride(), *inputs.logits.stride(), *_strides(inputs.teacher)
     vectors = inputs.labels, *_vectors(inputs)
