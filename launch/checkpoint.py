@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from model import SHARDED
+
 
 def _replace(path: Path, write) -> None:
     part = path.with_name(path.name + ".part")
@@ -31,15 +33,28 @@ def save(folder: Path, step: int, state: dict, config: dict, ranks) -> None:
                 shutil.rmtree(old)
 
 
+def newest(folder: Path) -> list[Path]:
+    """The newest checkpoint's files, of all tensor-parallel ranks in their order."""
+    if not (folder / "latest").exists():
+        raise SystemExit(f"there is no checkpoint in {folder}")
+    target = folder / (folder / "latest").read_text().strip()
+    return [target / f"tp-{rank}.pt" for rank in range(len(list(target.glob("tp-*.pt"))))]
+
+
+def load_model(folder: Path) -> tuple[dict, dict]:
+    """The newest configuration and parameters, the vocabulary's matrices put together from all of their shards."""
+    parts = [torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in newest(folder)]
+    whole = {name: torch.cat([part["model"][name] for part in parts]) for name in SHARDED}
+    return parts[0]["config"], {**parts[0]["model"], **whole}
+
+
 def load(folder: Path, config: dict, ranks) -> dict:
     """The newest state of this rank; refuses one that another configuration wrote."""
-    if not (folder / "latest").exists():
-        raise SystemExit(f"nothing to resume: there is no checkpoint in {folder}")
-    target = folder / (folder / "latest").read_text().strip()
-    parts = len(list(target.glob("tp-*.pt")))
-    if parts != ranks.tp:
-        raise SystemExit(f"{target} was written with --tp {parts}, this run has --tp {ranks.tp}")
-    content = torch.load(target / f"tp-{ranks.tp_rank}.pt", map_location="cpu", weights_only=True)
+    files = newest(folder)
+    target = files[0].parent
+    if len(files) != ranks.tp:
+        raise SystemExit(f"{target} was written with --tp {len(files)}, this run has --tp {ranks.tp}")
+    content = torch.load(files[ranks.tp_rank], map_location="cpu", weights_only=True)
     saved = content["config"]
     differing = [k for k in {**saved, **config} if saved.get(k) != config.get(k)]
     if differing:

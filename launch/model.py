@@ -8,6 +8,8 @@ from torch import nn
 
 from parallel import copy_to_shards, sum_over_shards
 
+SHARDED = ("embedding.weight", "output.weight")  # parameters of `Transformer`; all others are replicated
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -104,7 +106,12 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def sharded_parameters(self):
-        return [self.embedding.weight, self.output.weight]
+        return [self.get_parameter(name) for name in SHARDED]
 
     def replicated_parameters(self):
         return [*self.blocks.parameters(), *self.norm.parameters()]
+
+    def load_whole(self, state):
+        """Of a state whose vocabulary matrices have all rows [V, H], take this shard's."""
+        rows = self.embedding.rows
+        self.load_state_dict({**state, **{name: state[name][rows.start : rows.stop] for name in SHARDED}})

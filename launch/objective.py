@@ -11,14 +11,16 @@ SUMS = ("cross_entropy", "z_loss", "entropy", "accuracy")
 IGNORE = -100
 
 
-def sharded_objective(shard, z_weight):
-    """logits [B, T, shard.width] sharded, labels [B, T] replicated; forward: one collective, backward: none."""
-    from tp_headloss import CrossEntropy, HeadLoss, ZLoss
+def sharded_objective(shard, terms):
+    """logits [B, T, shard.width] sharded, labels [B, T] replicated; forward: one collective, backward: none.
 
-    head_loss = HeadLoss([CrossEntropy(), ZLoss(weight=z_weight)], metrics=("entropy", "accuracy"), ignore_index=IGNORE)
+    terms: cross-entropy, z-loss and maybe others, whose inputs `objective` takes by name."""
+    from tp_headloss import HeadLoss
 
-    def objective(logits, labels, tokens):
-        out = head_loss(logits, labels, shard=shard, denominator=tokens)
+    head_loss = HeadLoss(terms, metrics=("entropy", "accuracy"), ignore_index=IGNORE)
+
+    def objective(logits, labels, tokens, **inputs):
+        out = head_loss(logits, labels, shard=shard, denominator=tokens, inputs=inputs)
         named = {**out.terms, **out.metrics}
         return out.loss, torch.stack([named[name] for name in SUMS])
 

@@ -11,6 +11,7 @@ import argparse
 import os
 import shutil
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -80,11 +81,11 @@ class Trainer:
             rows = Rows(0, args.vocab, padded)
             self.objective = plain_objective(args.z_weight)
         else:
-            from tp_headloss import VocabShard
+            from tp_headloss import CrossEntropy, VocabShard, ZLoss
 
-            shard = VocabShard.from_group(ranks.tp_group, args.vocab, padded_size=padded)
-            rows = Rows(shard.start, shard.stop, padded)
-            self.objective = sharded_objective(shard, args.z_weight)
+            self.shard = VocabShard.from_group(ranks.tp_group, args.vocab, padded_size=padded)
+            rows = Rows(self.shard.start, self.shard.stop, padded)
+            self.objective = sharded_objective(self.shard, [CrossEntropy(), ZLoss(args.z_weight)])
         model = Transformer(rows, args.width, args.layers, args.heads, args.length, args.seed, ranks.tp_group)
         self.model = model.to(ranks.device)
         self.sharded, self.replicated = model.sharded_parameters(), model.replicated_parameters()
@@ -108,21 +109,26 @@ class Trainer:
 
     def micro_batches(self, split: str, seed: int, step: int) -> list:
         """This replica's part of a global batch, which is the same for every number of replicas."""
-        batch = self.corpus.batch(split, self.args.batch, seed, step)
+        return self.cut(*self.corpus.batch(split, self.args.batch, seed, step))
+
+    def cut(self, *batch: torch.Tensor) -> list[tuple]:
+        """Tensors [batch, ..] of a global batch -> this replica's micro-batches of them."""
         pieces = [x.chunk(self.ranks.dp * self.args.accumulate) for x in batch]
         return list(zip(*(p[self.ranks.dp_rank :: self.ranks.dp] for p in pieces), strict=True))
 
-    def step(self, step: int, micro_batches: list, tokens: int) -> dict:
-        """One optimiser step on `tokens` valid labels in all; tensors and clock readings, nothing waits for them."""
+    def step(self, step: int, micro_batches: Iterable, tokens: int) -> dict:
+        """One optimiser step on `tokens` valid labels in all; tensors and clock readings, nothing waits for them.
+
+        A micro-batch: inputs, labels, and what else the objective takes of it, positionally."""
         begin, heads, sums = self.clock.now(), [], torch.zeros(len(SUMS), device=self.ranks.device)
-        for inputs, labels in micro_batches:
+        for inputs, labels, *more in micro_batches:
             inputs, labels = inputs.to(self.ranks.device), labels.to(self.ranks.device)
             with self.autocast:
                 hidden = self.model(inputs)
                 head_begin = self.clock.now()
                 # The head is done when its backward hands over the gradient of hidden.
                 hidden.register_hook(lambda _, since=head_begin: heads.append((since, self.clock.now())))
-                loss, part = self.objective(self.model.output(hidden), labels, tokens)
+                loss, part = self.objective(self.model.output(hidden), labels, tokens, *more)
             loss.backward()
             sums += part
         sums = parallel.reduce_gradients(self.sharded, self.replicated, sums, self.ranks)
