@@ -77,7 +77,8 @@ class TopKTeacher:
     ids: [.., K] int64 or int32, global, replicated, in any order. log_probs: [.., K] any float dtype. An entry with a
     negative id, a log-prob of -inf, or False in ``mask`` [.., K] is none; entries of the same id add up; an id at or
     beyond the vocabulary makes its token's distillation NaN (mask the ids that a student does not have).
-    tail_log_prob: [..] log-prob of everything else, for losses that know a tail; None: 1 - the entries' probability.
+    tail_log_prob: [..] log-prob of everything else, for losses that know a tail; None: of 1 - the entries' probability,
+    which is as exact as their log-probs are (give it, if they are of half precision and nearly everything).
     temperature: of the teacher, a number or one per token [..]: log_probs / temperature, renormalised; 1 for log-probs
     that were exported at a temperature. student_temperature, beta: as in `Teacher`. renormalize: the entries'
     probabilities are divided by their sum, so that there is no tail; needed with a temperature.

@@ -1,0 +1,216 @@
+"""Distil a language model of launch/train.py into a smaller one, by cross-entropy and KL at once; sharded vocabulary.
+
+torchrun --standalone --nproc-per-node 2 launch/distill.py --teacher runs/train     # 2 shards
+torchrun --standalone --nproc-per-node 4 launch/distill.py --tp 2                   # 2 replicas of 2 shards
+python launch/distill.py                                                            # one process, unsharded
+
+One student for each of --runs, from equal weights, on equal batches, validated by cross-entropy alone:
+  ce        no teacher
+  online    the teacher runs beside the student, and its whole distribution counts
+  offline   the teacher has written its top K for every training token to a file, and is no longer in memory
+"""
+
+import argparse
+import json
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import checkpoint
+import parallel
+from data import Corpus
+from objective import IGNORE, sharded_objective
+from tp_headloss import (
+    CrossEntropy,
+    Distillation,
+    Teacher,
+    Term,
+    TopKDistillation,
+    TopKTeacher,
+    Transform,
+    ZLoss,
+    topk_log_probs,
+)
+from train import Trainer
+
+RUNS = ("ce", "online", "offline")
+AddTeacher = Callable[[int, list], Iterable]  # step, its micro-batches -> the same, each with a teacher of its tokens
+
+
+def parse() -> Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--teacher", default="runs/train", help="folder of a run of launch/train.py; any number of shards wrote it")
+    add("--data-cache", default="runs/data", help="that of the teacher's run")
+    add("--runs", nargs="+", choices=RUNS, default=RUNS)
+    add("--tp", type=int, help="number of vocabulary shards; processes / tp replicas (default: all processes)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
+    add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 autocast on GPU, else fp32")
+    add("--out", default="runs/distill", help="a folder per run; a new run overwrites what an older one left there")
+    add("--layers", type=int, default=2)
+    add("--width", type=int, default=64)
+    add("--heads", type=int, default=2)
+    add("--batch", type=int, default=8, help="rows per step, over all replicas and micro-batches")
+    add("--accumulate", type=int, default=2, help="micro-batches per step")
+    add("--steps", type=int, default=300)
+    add("--lr", type=float, default=2e-2)
+    add("--warmup", type=int, default=40)
+    add("--seed", type=int, default=1, help="of weights and batches; the teacher's own would give its batches again")
+    add("--validate-every", type=int, default=25)
+    add("--validation-batches", type=int, default=8)
+    add("--kd-weight", type=float, default=0.8, help="weight of the KL to the teacher; cross-entropy has the rest")
+    add("--temperature", type=float, default=1.0, help="of teacher and student in the KL, which is multiplied by T^2")
+    add("--k", type=int, default=32, help="the teacher's ids per token in the file")
+    add("--over", choices=("vocabulary", "tail"), default="tail", help="other ids: ignored, or one more entry together")
+    return parser.parse_args()
+
+
+def load_teacher(args: Namespace, ranks: parallel.Ranks, corpus: Corpus) -> Trainer:
+    """The teacher with its vocabulary sharded over the ranks of this run, to be validated on the students' batches."""
+    config, state = checkpoint.load_model(Path(args.teacher) / "checkpoints")
+    sizes = {name: config[name] for name in ("layers", "width", "heads")}
+    teacher = Trainer(Namespace(**{**vars(args), **sizes}), ranks, corpus)
+    teacher.model.load_whole(state)
+    return teacher
+
+
+def distil(student: Trainer, term: Term) -> None:
+    """Where a batch has a teacher (training does, validation does not), `term` takes its weight of cross-entropy's."""
+    alone = student.objective
+    terms = [CrossEntropy(1 - term.weight), term, ZLoss(student.args.z_weight)]
+    taught = sharded_objective(student.shard, terms)
+
+    def objective(logits, labels, tokens, teacher=None):
+        return alone(logits, labels, tokens) if teacher is None else taught(logits, labels, tokens, teacher=teacher)
+
+    student.objective = objective
+
+
+@torch.no_grad()
+def logits_of(teacher: Trainer, inputs: torch.Tensor) -> torch.Tensor:
+    """inputs [B, T] -> logits [B, T, V/P], sharded like the student's."""
+    with teacher.autocast:
+        return teacher.model.output(teacher.model(inputs.to(teacher.ranks.device)))
+
+
+def no_teacher(step: int, micro_batches: list) -> Iterable:
+    return micro_batches
+
+
+def online(teacher: Trainer) -> AddTeacher:
+    """The logits of one micro-batch at a time, [B, T, V/P]: never gathered, never kept."""
+
+    def add_teacher(step, micro_batches):
+        for inputs, labels in micro_batches:
+            yield inputs, labels, Teacher(logits_of(teacher, inputs), teacher.args.temperature)
+
+    return add_teacher
+
+
+def export(teacher: Trainer, path: Path) -> None:
+    """Write the teacher's top k for each token of each training batch: [steps, batch, length] of ids and log-probs [k].
+
+    Called by all ranks; the first replica computes, rank 0 writes. The log-probs are at the KL's temperature and over
+    the whole vocabulary, so what is missing of 1 is the probability of all other ids."""
+    args, ranks = teacher.args, teacher.ranks
+    if ranks.dp_rank == 0:
+        part = path.with_name(path.name + ".part")
+        entries = np.dtype([("ids", np.int32, args.k), ("log_probs", np.float16, args.k)])
+        if ranks.rank == 0:
+            file = np.lib.format.open_memmap(part, "w+", entries, (args.steps, args.batch, args.length))
+        compact = {"dtype": torch.float16, "ids_dtype": torch.int32}
+        transform = Transform(temperature=args.temperature)
+        for step in range(args.steps):
+            inputs, _ = teacher.corpus.batch("train", args.batch, args.seed, step)
+            tops = [
+                topk_log_probs(logits_of(teacher, piece), args.k, shard=teacher.shard, transform=transform, **compact)
+                for piece in inputs.chunk(args.accumulate)
+            ]
+            if ranks.rank == 0:
+                for name in entries.names:
+                    file[name][step] = torch.cat([getattr(top, name) for top in tops]).cpu()
+        if ranks.rank == 0:
+            file.flush()
+            os.replace(part, path)
+    ranks.meet()
+
+
+def offline(path: Path, student: Trainer) -> AddTeacher:
+    """What `export` wrote, memory-mapped: a step reads the rows of its batch."""
+    file = np.load(path, mmap_mode="r")
+
+    def add_teacher(step, micro_batches):
+        entries = [torch.from_numpy(file[step][name].copy()) for name in ("ids", "log_probs")]  # [batch, length, k]
+        for (inputs, labels), top in zip(micro_batches, student.cut(*entries), strict=True):
+            ids, log_probs = (x.to(student.ranks.device) for x in top)
+            temperature = student.args.temperature  # the log-probs have it already
+            yield inputs, labels, TopKTeacher(ids, log_probs, student_temperature=temperature, renormalize=False)
+
+    return add_teacher
+
+
+def train(student: Trainer, add_teacher: AddTeacher, record: Callable[..., None]) -> None:
+    args, seconds = student.args, 0.0
+    record(step=0, **student.validate(), seconds=seconds)
+    for step in range(args.steps):
+        micro_batches = student.micro_batches("train", args.seed, step)
+        tokens, _ = student.ranks.agree(sum(int((labels != IGNORE).sum()) for _, labels in micro_batches), False)
+        [row] = student.rows([student.step(step, add_teacher(step, micro_batches), tokens)])
+        seconds += row["step_seconds"]
+        if (step + 1) % args.validate_every == 0 or step + 1 == args.steps:
+            record(step=step + 1, **student.validate(), seconds=seconds)
+
+
+def recorder(folder: Path, ranks: parallel.Ranks) -> Callable[..., None]:
+    """A function that writes a row of validation metrics, on rank 0, to a new metrics.jsonl."""
+    if ranks.rank > 0:
+        return lambda **row: None
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "metrics.jsonl").open("w", buffering=1)
+
+    def record(**row):
+        file.write(json.dumps({"split": "validation", **row}) + "\n")
+        print(f"{folder.name}, step {row['step']}: validation cross-entropy {row['cross_entropy']:.4f}", flush=True)
+
+    return record
+
+
+def main() -> None:
+    args = parse()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    ranks = parallel.start(args.tp or int(os.environ.get("WORLD_SIZE", 1)), args.device)
+    config, _ = checkpoint.load_model(Path(args.teacher) / "checkpoints")
+    # What is no option here is as it was for the teacher: vocabulary, text, length, regularisation.
+    args = Namespace(**{**config, **vars(args), "baseline": False})
+    corpus, out = Corpus(Path(args.data_cache) / config["data"], args.length), Path(args.out)
+    recorder(out / "teacher", ranks)(step=0, **load_teacher(args, ranks, corpus).validate())
+    for name in args.runs:
+        student = Trainer(args, ranks, corpus)
+        if name == "ce":
+            add_teacher = no_teacher
+        elif name == "online":
+            distil(student, Distillation(args.kd_weight, temperature_squared=True))
+            add_teacher = online(load_teacher(args, ranks, corpus))
+        else:
+            distil(student, TopKDistillation(args.kd_weight, over=args.over, temperature_squared=True))
+            export(load_teacher(args, ranks, corpus), out / "teacher" / "topk.npy")
+            add_teacher = offline(out / "teacher" / "topk.npy", student)
+        train(student, add_teacher, recorder(out / name, ranks))
+    if ranks.rank == 0:
+        from plot_distill import plot
+
+        plot(out / "teacher", [out / name for name in args.runs], out / "distill.png")
+        print(f"curves: {out / 'distill.png'}", flush=True)
+    if ranks.world > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

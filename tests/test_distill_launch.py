@@ -1,0 +1,102 @@
+"""The distillation run, at toy size on CPU: shards and replicas change nothing but rounding, a file of the teacher's
+top K holds just that, and one of all ids is as good as the teacher itself."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_training import run as train
+
+ROOT = Path(__file__).parents[1]
+VOCAB, STEPS, BATCH = 307, 12, 4  # the vocabulary of test_training
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """Written by two shards, in the folder of its data."""
+    folder = tmp_path_factory.mktemp("teacher")
+    train(folder, folder / "data", "--steps", 100, "--validate-every", 50)
+    return folder
+
+
+def distil(teacher, out, *options, processes=1):
+    """-> rows of metrics by run."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), "launch/distill.py", "--device", "cpu"]
+    command += ["--teacher", str(teacher), "--data-cache", str(teacher / "data"), "--out", str(out)]
+    command += ["--width", "16", "--heads", "2", "--steps", str(STEPS), "--batch", str(BATCH), "--warmup", "4"]
+    command += ["--lr", "1e-2", "--validate-every", "4", "--temperature", "2", "--over", "vocabulary"]
+    command += [*map(str, options)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert (out / "distill.png").stat().st_size > 10_000
+    files = sorted(out.glob("*/metrics.jsonl"))
+    return {file.parent.name: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+
+
+def curve(rows):
+    return [row["cross_entropy"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def alone(teacher, tmp_path_factory):
+    """One process, with all of the teacher's ids in the file."""
+    out = tmp_path_factory.mktemp("alone")
+    return out, distil(teacher, out, "--k", VOCAB)
+
+
+def test_students_start_equal_and_the_whole_vocabulary_on_disk_is_the_teacher_itself(alone):
+    _, runs = alone
+    ce, online, offline = (curve(runs[name]) for name in ("ce", "online", "offline"))
+    assert len(ce) == 1 + STEPS // 4
+    assert ce[0] == online[0] == offline[0]
+    better = [a - b for a, b in zip(ce[1:], online[1:])]
+    rounding = [abs(a - b) for a, b in zip(offline[1:], online[1:])]  # of log-probs to float16
+    assert min(better) > 0.02 and max(rounding) < 5e-5, (better, rounding)
+
+
+@pytest.mark.parametrize("tp", [2, 1], ids=["shards", "replicas"])
+def test_shards_and_replicas_change_nothing_but_rounding(teacher, alone, tmp_path, tp):
+    out, expected = alone
+    runs = distil(teacher, tmp_path, "--k", VOCAB, "--tp", tp, processes=2)
+    assert runs.keys() == expected.keys() == {"teacher", "ce", "online", "offline"}
+    for name, rows in runs.items():
+        for row, one in zip(rows, expected[name], strict=True):
+            close = {key: value for key, value in one.items() if key not in ("split", "seconds")}
+            assert {key: row[key] for key in close} == pytest.approx(close, rel=2e-5), (name, row["step"])
+    ours, theirs = (np.load(folder / "teacher/topk.npy")["log_probs"].astype(np.float32) for folder in (tmp_path, out))
+    assert np.abs(ours - theirs).max() < 2e-2  # a step of float16 at -16 or so
+
+
+def test_the_file_holds_the_teachers_likeliest_ids(teacher, alone, tmp_path, monkeypatch):
+    out, _ = alone
+    distil(teacher, tmp_path, "--k", 5, "--runs", "offline")
+    file, whole = np.load(tmp_path / "teacher/topk.npy"), np.load(out / "teacher/topk.npy")
+    assert file.dtype == [("ids", "<i4", (5,)), ("log_probs", "<f2", (5,))] and file.shape == (STEPS, BATCH, 32)
+    assert all(np.array_equal(file[name], whole[name][..., :5]) for name in ("ids", "log_probs"))
+
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    from data import Corpus
+    from model import Rows, Transformer
+
+    shards = [torch.load(path, weights_only=True) for path in sorted(teacher.glob("checkpoints/*/tp-*.pt"))]
+    rows = sum(len(shard["model"]["output.weight"]) for shard in shards)
+    model = Transformer(Rows(0, rows, rows), width=32, layers=1, heads=2, length=32, seed=0)
+    model.load_state_dict(shards[0]["model"] | {
+        name: torch.cat([shard["model"][name] for shard in shards]) for name in ("embedding.weight", "output.weight")
+    })  # fmt: skip
+    corpus = Corpus(teacher / "data" / shards[0]["config"]["data"], 32)
+    for step in range(STEPS):
+        inputs, _ = corpus.batch("train", BATCH, 1, step)
+        with torch.no_grad():
+            log_p = (model.output(model(inputs))[..., :VOCAB].double() / 2).log_softmax(-1)  # at temperature 2
+        ids, log_probs = (torch.from_numpy(file[step][name].copy()) for name in ("ids", "log_probs"))
+        for expected in (log_p.gather(-1, ids.long()), log_p.topk(5).values):
+            torch.testing.assert_close(log_probs.double(), expected, rtol=2**-11, atol=1e-5)
