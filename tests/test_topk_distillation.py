@@ -23,6 +23,7 @@ from tp_headloss import (
     topk_log_probs,
     vocab_statistics,
 )
+from tp_headloss.stats import OF_TOPK
 from tp_headloss.terms import TOPK_DISTILLATIONS
 
 V, N, K, BETA = 200, 10, 12, 0.3  # of 256 padded columns
@@ -280,6 +281,71 @@ def test_odd_entries(backend, device):
     assert stats.topk_forward_kl[6] == torch.inf == stats.topk_reverse_kl[6]
 
 
+def test_extreme_entries_keep_what_is_theirs(backend, device):
+    """A log-prob of -120 at temperature 4; a teacher with nothing but its entry; a denormal probability."""
+    options = Options(backend=backend)
+
+    def made(ids, log_probs, **more):
+        return TopKTeacher(torch.tensor([ids], device=device), torch.tensor([log_probs], device=device), **more)
+
+    x = torch.zeros(1, 8, device=device, requires_grad=True)
+    stats = vocab_statistics(x, want=("topk_reverse_kl",), teacher=made([0, 1], [0.0, -120.0], temperature=4.0),
+                             options=options)  # fmt: skip
+    assert stats.topk_reverse_kl.item() == pytest.approx(15 - math.log(2), rel=1e-6)
+    assert torch.autograd.grad(stats.topk_reverse_kl.sum(), x)[0].isfinite().all()
+    duplicated = made([3, 1, 3, 3], [-2.0, -0.5, -200.0, -2.0])
+    stats = vocab_statistics(x, want=("topk_forward_kl",), teacher=duplicated, options=options)
+    tau = torch.tensor([2 * math.exp(-2), math.exp(-0.5)]).double()
+    tau /= tau.sum()
+    assert stats.topk_forward_kl.item() == pytest.approx((tau * (2 * tau).log()).sum().item(), rel=1e-5)
+    labels = torch.zeros(1, dtype=torch.long, device=device)
+    for divergence in ("forward_kl", "reverse_kl", "jsd"):
+        head = HeadLoss([TopKDistillation(1.0, divergence, "tail")], options=options)
+        loss = head(x, labels, inputs={"teacher": made([2], [-5e-7], renormalize=False)}).loss
+        assert loss.isfinite() and torch.autograd.grad(loss, x)[0].isfinite().all(), divergence
+    z, t = torch.tensor([[[0.0, -103.6, -102.0, -50.0]], [[0.0, -200.0, -200.0, -300.0]]], device=device)
+    jsd = vocab_statistics(z, want=("jsd",), teacher=Teacher(t), options=options).jsd
+    assert 0 <= jsd.item() < 1e-6
+
+
+def test_a_bad_label_is_nan_even_without_entries(backend, device):
+    x, none = torch.zeros(1, 8, device=device), torch.full((1, 2), -1, device=device)
+    stats = vocab_statistics(x, torch.tensor([99], device=device), want=OF_TOPK, options=Options(backend=backend),
+                             teacher=TopKTeacher(none, torch.zeros(1, 2, device=device)))  # fmt: skip
+    assert all(getattr(stats, name).isnan().all() for name in ("lse", "teacher_mass", *OF_TOPK))
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_transformations_come_before_the_entries(world_size, backend):
+    """Bias, scale, softcap and a temperature per token."""
+    x, labels, ids, log_probs, mask, drawn = rows()
+    z = x.double().requires_grad_()
+    bias = torch.linspace(-1, 1, V).double()
+    bounded = 6 * torch.tanh((z + bias) * 0.7 / 6)
+    value = definition(bounded, ids, log_probs, mask, "forward_kl", "vocabulary", of_student=drawn[0])
+    (grad,) = torch.autograd.grad(torch.where(labels != -100, value, 0.0).sum(), z)
+    results = on_ranks(world_size, transformed_run, backend)
+    for ours, *_ in results:
+        torch.testing.assert_close(
+            ours.double(), torch.where(labels != -100, value, 0.0).detach(), rtol=3e-6, atol=3e-6
+        )
+    got = torch.cat([part for _, part in results], 1)
+    torch.testing.assert_close(got[:, :V].double(), grad, rtol=3e-5, atol=4e-7)
+
+
+def transformed_run(group, device, backend):
+    x, labels, ids, log_probs, mask, drawn = (v.to(device) if isinstance(v, torch.Tensor) else v for v in rows())
+    shard = VocabShard.from_group(group, V, 256)
+    local = F.pad(x, (0, 56))[:, shard.start : shard.stop].clone().requires_grad_()
+    bias = F.pad(torch.linspace(-1, 1, V), (0, 56))[shard.start : shard.stop].to(device)
+    transform = Transform(bias=bias, scale=0.7, softcap=6.0, temperature=drawn[1].to(device))
+    teacher = TopKTeacher(ids, log_probs, mask, student_temperature=drawn[0].to(device))
+    head = HeadLoss([TopKDistillation(over="vocabulary")], reduction="none", options=Options(backend=backend))
+    loss = head(local, labels, shard=shard, inputs={"teacher": teacher}, transform=transform).loss
+    return loss.detach().cpu(), torch.autograd.grad(loss.sum(), local)[0].cpu()
+
+
 def test_a_distant_tail_is_summed_directly(backend, device):
     """The student's probability outside of the entries is 1e-17, which 1 - that of the entries knows nothing of."""
     x = torch.zeros(1, V, device=device)
@@ -331,6 +397,7 @@ def test_what_cannot_work_is_refused():
         "teacher.ids must be int64": TopKTeacher(log_probs, log_probs),
         "teacher.log_probs must be one of": TopKTeacher(ids, ids),
         "teacher.mask must be bool": TopKTeacher(ids, log_probs, ids),
+        "tail_log_prob must be floating": TopKTeacher(ids, log_probs, tail_log_prob=ids[:, 0], renormalize=False),
     }.items():
         with pytest.raises(TypeError, match=message):
             vocab_statistics(x, **good | {"teacher": teacher})

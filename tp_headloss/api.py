@@ -414,7 +414,7 @@ def _validate_teacher(teacher, logits, want, options):
     _expect_temperature("teacher.temperature", teacher.temperature, lead, device)
     _expect_temperature("teacher.student_temperature", teacher.of_student, lead, device)
     if not 0 < teacher.beta < 1:
-        raise ValueError(f"beta must be in (0, 1), got {teacher.beta}: its ends are forward_kl and reverse_kl")
+        raise ValueError(f"beta must be in (0, 1), got {teacher.beta}; at its ends use forward_kl or reverse_kl")
     if options.transport == "sum":
         raise ValueError(f"{wanted} need transport='gather', got 'sum'")
 
@@ -433,6 +433,8 @@ def _validate_entries(teacher, lead, device):
         _expect("teacher.mask", teacher.mask, shape, device)
     if teacher.tail_log_prob is not None:
         _expect("teacher.tail_log_prob", teacher.tail_log_prob, lead, device)
+        if not teacher.tail_log_prob.is_floating_point():
+            raise TypeError(f"teacher.tail_log_prob must be floating point, got {teacher.tail_log_prob.dtype}")
     tempered = isinstance(teacher.temperature, torch.Tensor) or teacher.temperature != 1
     if not teacher.renormalize and tempered:
         raise ValueError(f"a temperature of {teacher.temperature} needs renormalize=True: only the entries are known")

@@ -53,7 +53,8 @@ entries, r = softmax of z' over all else, P and R the student's probability of e
 | vocab_jsd       | second exchange, p' = P s, q = tau          | sum v_k + w_k          | v_k; at all: -p'_j sum v |
 
 A *packet* is the partial of one chunk: `packet_rows` fp32 numbers per token. The merge is done in float64 and rounded
-once; `merge` and `finish` here are its definition (and the eager backend's code), `kernels.merge_kernel` its twin.
+once (`topk_log_mass` without a tail twice, by the kernels); `merge` and `finish` here are its definition (and the eager
+backend's code), the merge kernels their twins.
 """
 
 from __future__ import annotations
@@ -71,11 +72,13 @@ PACKET_ROWS = {
     "argmax": ("index",),
 }
 OF_PAIR = ("forward_kl", "reverse_kl", "teacher_entropy")  # of a teacher, in the first exchange
-LATER = ("jsd", "total_variation", "topk_jsd", "vocab_jsd")  # in the second
-OF_TEACHER = (*OF_PAIR, "jsd", "total_variation")
+PAIR_LATER, TOPK_LATER = ("jsd", "total_variation"), ("topk_jsd", "vocab_jsd")  # in the second
+LATER = (*PAIR_LATER, *TOPK_LATER)
+OF_TEACHER = (*OF_PAIR, *PAIR_LATER)
 TAIL = ("tail_log_mass", "tail_entropy")
-OF_TOPK = ("topk_forward_kl", "topk_reverse_kl", "topk_log_mass", *TAIL, "topk_jsd", "vocab_jsd")
-OPTIONAL = (*PACKET_ROWS, "jsd", "total_variation", *OF_TOPK)
+TOPK_FIRST = ("topk_forward_kl", "topk_reverse_kl", "topk_log_mass", *TAIL)
+OF_TOPK = (*TOPK_FIRST, *TOPK_LATER)
+OPTIONAL = (*PACKET_ROWS, *PAIR_LATER, *OF_TOPK)
 TOPK_ROWS = ("topk_max", "topk_sum", "topk_mass", "topk_cross", "topk_gap")
 IGNORED = 2.0  # the owner flag of every packet of an ignored token, so that ranks whose labels differ find out
 
@@ -243,7 +246,7 @@ def value_rows(has_labels: bool, want) -> list[str]:
     names += (["entropy"] if "entropy" in want else []) + (["total", "mass"] if "total" in want else [])
     names += [name for name in OF_PAIR if name in want]
     if wants(want, OF_TOPK):
-        names += ["teacher_mass"] + [name for name in OF_TOPK if name in want and name not in LATER]
+        names += ["teacher_mass"] + [name for name in TOPK_FIRST if name in want]
     return names + later_rows(want)[::2]
 
 
@@ -438,7 +441,7 @@ def finish(state: State, labels, spec: HeadSpec, dtype=torch.float32, scales=Non
 
 def finish_later(packets: torch.Tensor, merged: torch.Tensor, values: torch.Tensor) -> None:
     """Packets [chunks of all ranks, rows of `later_rows`, N] of the second exchange -> the last rows of both."""
-    sums = packets.sum(0, dtype=torch.float64)
+    sums = torch.where(merged[1].isnan(), torch.nan, packets.sum(0, dtype=torch.float64))
     values[-len(sums) // 2 :] = sums[::2].clamp(min=0)
     merged[-len(sums) // 2 :] = sums[1::2]
 
@@ -492,11 +495,13 @@ def entries(ids, log_probs, mask, scale, renormalize, vocab_size):
     bad = (live & ((ids >= vocab_size) | log_probs.isnan() | (log_probs == torch.inf))).any(-1)
     ids, order = torch.where(live, ids.long(), none).sort(dim=-1, stable=True)
     log_probs = torch.where(live, log_probs, -torch.inf).gather(1, order)
-    shift = _finite(log_probs.amax(-1))[:, None]
     new = torch.ones_like(ids, dtype=torch.bool)
     new[:, 1:] = ids[:, 1:] != ids[:, :-1]
     place = new.cumsum(1) - 1
-    log_tau = torch.zeros_like(log_probs).scatter_add(1, place, (log_probs - shift).exp()).log() + shift
+    # relative to the largest of the same id, so that one that occurs once stays what it is
+    top = torch.full_like(log_probs, -torch.inf).scatter_reduce(1, place, log_probs, "amax")
+    weight = (log_probs - _finite(top.gather(1, place))).exp()
+    log_tau = top + torch.zeros_like(log_probs).scatter_add(1, place, weight).clamp(min=1).log()
     ids = torch.full_like(ids, none).scatter(1, place, ids)
     log_tau = log_tau * (scale if not isinstance(scale, torch.Tensor) else scale[:, None].to(log_tau.dtype))
     if renormalize:

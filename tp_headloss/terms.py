@@ -141,7 +141,7 @@ TOPK_DISTILLATIONS = {  # (divergence, over) -> the statistics that it needs
     ("reverse_kl", "tail"): ("topk_reverse_kl", "topk_log_mass", "tail_log_mass"),
     ("jsd", "topk"): ("topk_jsd",),
     ("jsd", "vocabulary"): ("vocab_jsd", "topk_log_mass"),
-    ("jsd", "tail"): ("vocab_jsd", "topk_log_mass", "tail_log_mass"),
+    ("jsd", "tail"): ("vocab_jsd", "tail_log_mass"),
 }
 
 
@@ -170,7 +170,8 @@ def TopKDistillation(
     def function(stats, teacher):
         if over == "tail" and teacher.renormalize:
             raise ValueError("over='tail' needs a TopKTeacher with renormalize=False, got True, which leaves no tail")
-        tail = losses.log_tail(stats, teacher.tail_log_prob) if over == "tail" else None
+        least = 1e-6 if divergence == "reverse_kl" else 0.0
+        tail = losses.log_tail(stats, teacher.tail_log_prob, least) if over == "tail" else None
         if divergence == "forward_kl":
             values = losses.topk_forward_kl(stats, over, tail)
         elif divergence == "reverse_kl":

@@ -71,7 +71,7 @@ def topk_log_probs(
         spec, packets, keys = _of_hidden(logits, weight, k, shard, transform, options)
 
         def unflatten(x):
-            return x.view(*logits.shape[:-1], *x.shape[1:])
+            return x.view([*logits.shape[:-1], *x.shape[1:]])
 
     n_rows = keys.shape[0]
     # keys travel as the bits of two fp32 numbers each, beside the packets: one all-gather for both

@@ -15,6 +15,7 @@ from ..stats import (
     OF_TEACHER,
     OF_TOPK,
     TAIL,
+    TOPK_FIRST,
     HeadSpec,
     Inputs,
     entries,  # noqa: F401 (the definition is the implementation)
@@ -252,6 +253,7 @@ def _probabilities(name, tile: Tile, here):
 def _divergence(p, q, beta):
     """Both parts of the Jensen-Shannon divergence, (1 - beta) p log(p / m) and beta q log(q / m)."""
     m = beta * q + (1 - beta) * p
+    m = torch.where(m == 0, 1.0, m)  # of denormals
     of_student = torch.where(p == 0, 0.0, (1 - beta) * p * (p / m).log())
     return of_student, torch.where(q == 0, 0.0, beta * q * (q / m).log())
 
@@ -320,7 +322,7 @@ def _of_teacher(tile: Tile, here, g, beta):
 def _of_topk(tile: Tile, here, g, spec):
     """d/dz' of the statistics of a top-K teacher: at its entries, and at everything else."""
     none = torch.zeros_like(here["sum"])
-    forward, reverse, inside, outside, entropy = (g.get(name, none) for name in OF_TOPK[:5])
+    forward, reverse, inside, outside, entropy = (g.get(name, none) for name in TOPK_FIRST)
     z, log_tau = _entries_of(tile)
     shifted = tile.scale * (z - here["topk_shift"])
     s = torch.where(z == -torch.inf, 0.0, shifted.exp() / here["topk_sum"])

@@ -624,8 +624,8 @@ def merge_kernel(
 
 
 @triton.jit
-def _sign(d):
-    """Half the sign of d."""
+def _half_sign(d):
+    """sign(d) / 2."""
     return tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, 0.0))
 
 
@@ -641,7 +641,7 @@ def _apart(p, log2_p, log2_m):
 
 @triton.jit
 def _add_divergence(
-    of_student, of_teacher, variation, variation_mean,  # lane sums: p log2(p / m), q log2(q / m), of `_sign`
+    of_student, of_teacher, variation, variation_mean,  # lane sums: p log2(p / m), q log2(q / m), of `_half_sign`
     z, u, beta, WANT_JSD: tl.constexpr, WANT_VARIATION: tl.constexpr,  # log2 of the probabilities of both
 ):  # fmt: skip
     p = _exp2(z)
@@ -651,7 +651,7 @@ def _add_divergence(
         of_student += _apart(p, z, m)
         of_teacher += _apart(q, u, m)
     if WANT_VARIATION:
-        sign = _sign(p - q)
+        sign = _half_sign(p - q)
         variation += sign * (p - q)
         variation_mean += sign * p
     return of_student, of_teacher, variation, variation_mean
@@ -769,6 +769,7 @@ def gradient_kernel(
     if SPARSE:
         columns = tl.load(entries_ptr + row * n_entries + positions, mask=positions < n_entries, other=-1) - start
         written = (columns >= 0) & (columns < valid_width)
+        columns = tl.where(written, columns, width)
         readable = written & (columns < tl.where(ignored, 0, valid_width))
     else:
         columns = positions
@@ -844,7 +845,7 @@ def gradient_kernel(
             dz += (g * (1.0 - beta) * LOG_2) * apart - (g * tl.load(merged_ptr + JSD * n + row)) * p
         if g_variation_ptr is not None:
             g = a * tl.load(g_variation_ptr + row)
-            dz += g * p * (_sign(p - q) - tl.load(merged_ptr + VARIATION * n + row))
+            dz += g * p * (_half_sign(p - q) - tl.load(merged_ptr + VARIATION * n + row))
     if rest_ptr is not None:
         fall = tl.load(rest_ptr + n + row)
         fall = (z - fall) * a if SCALED else z - fall

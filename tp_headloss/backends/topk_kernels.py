@@ -58,26 +58,32 @@ def entries_kernel(
     ids, log_probs, live, unknown = _given(ids_ptr, log_probs_ptr, mask_ptr, row, i, n_entries, vocab_size)
     bad = tl.max(unknown.to(tl.int32), axis=0)  # 1: the row has NaN for its only entry
     live = live.to(tl.int32) > bad
-    shift = tl.max(tl.where(live, log_probs, float("-inf")), axis=0)
-    shift = tl.where(shift == float("-inf"), 0.0, shift)
-    total = tl.zeros([BLOCK], tl.float32)  # of all entries with the same id
     repeated = tl.zeros([BLOCK], tl.int32)
     place = tl.zeros([BLOCK], tl.int32)
     for first in range(0, n_entries, SLICE):
         j = first + tl.arange(0, SLICE)
-        others, of_others, alive, _ = _given(ids_ptr, log_probs_ptr, mask_ptr, row, j, n_entries, vocab_size)
-        weight = tl.where(alive, tl.exp(of_others - shift), 0.0)
+        others, _, alive, _ = _given(ids_ptr, log_probs_ptr, mask_ptr, row, j, n_entries, vocab_size)
         others = tl.where(alive, others, NONE)
         same = others[:, None] == ids[None, :]  # [SLICE, BLOCK], so that every lane adds up for itself
-        total += tl.sum(tl.where(same, weight[:, None], 0.0), axis=0)
         repeated += tl.sum((same & (j[:, None] < i[None, :])).to(tl.int32), axis=0)
         place += tl.sum((others[:, None] < ids[None, :]).to(tl.int32), axis=0)
     kept = live & (repeated == 0)
-    if tl.max((live & (repeated > 0)).to(tl.int32), axis=0) > 0:  # then those before it are fewer than counted
+    log_tau = tl.where(kept, log_probs, float("-inf"))
+    if tl.max((live & (repeated > 0)).to(tl.int32), axis=0) > 0:
+        # then those before an entry are fewer than counted, and each is the sum of all with its id
         place = tl.zeros([BLOCK], tl.int32)
+        total = kept.to(tl.float32)  # each itself
         for k in range(0, n_entries):
+            one = (i == k) & live
+            same = kept & (ids == tl.max(tl.where(one, ids, -1), axis=0))
+            new = tl.where(same, tl.max(tl.where(one, log_probs, float("-inf")), axis=0), float("-inf"))
+            peak = tl.maximum(log_tau, new)
+            safe = tl.where(peak == float("-inf"), 0.0, peak)
+            total = total * tl.exp(log_tau - safe) + tl.where(i == k, 0.0, tl.exp(new - safe))
+            log_tau = peak
             place += (ids > tl.min(tl.where((i == k) & kept, ids, NONE), axis=0)).to(tl.int32)
-    log_tau = tl.where(kept, tl.log(tl.where(kept, total, 1.0)) + shift, float("-inf")) * scale
+        log_tau += tl.log(tl.where(kept, total, 1.0))
+    log_tau *= scale
     if RENORMALIZE:
         peak = tl.max(log_tau, axis=0)
         peak = tl.where(peak == float("-inf"), 0.0, peak)

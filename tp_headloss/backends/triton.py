@@ -13,7 +13,18 @@ except ImportError:  # before Triton 3.4, where kernels are launched through Tri
     knobs = None
 
 from .. import stats
-from ..stats import OF_PAIR, OF_TEACHER, OF_TOPK, TAIL, HeadSpec, Inputs, empty_outputs, flag_names
+from ..stats import (
+    OF_PAIR,
+    OF_TOPK,
+    PAIR_LATER,
+    TAIL,
+    TOPK_FIRST,
+    TOPK_LATER,
+    HeadSpec,
+    Inputs,
+    empty_outputs,
+    flag_names,
+)
 from . import kernels, sums_kernels, topk_kernels
 
 INTERPRETED = not isinstance(kernels.gradient_kernel, triton.JITFunction)
@@ -251,7 +262,7 @@ def merge_packets(packets, inputs: Inputs, spec: HeadSpec, memory=None):
             *outputs[:2], *shared, n_rows, spec.student_scale, spec.packets, spec.chunks,
             len(rows), rows.index("tail_max") if tail_rows else 0,
             merged.index("topk_shift"), values.index("teacher_mass"), stats.over_vocabulary(want), tail_rows > 0,
-            *(name in want for name in OF_TOPK[:5]),
+            *(name in want for name in TOPK_FIRST),
         )  # fmt: skip
     return outputs
 
@@ -274,7 +285,7 @@ def later_statistics(packets, inputs: Inputs, merged, spec: HeadSpec):
             statistics_launch(spec.chunk_size, True),
             packets, inputs.logits, *vectors, merged, n_rows, *strides, spec.valid_width, width, spec.chunk_size,
             spec.chunks, *factors[:2], spec.teacher_scale, *scales,
-            *(name in spec.want for name in OF_TEACHER[3:]), rows.index("student_sum"),
+            *(name in spec.want for name in PAIR_LATER), rows.index("student_sum"),
         )  # fmt: skip
         return
     strides, n_entries = inputs.logits.stride(), _width(inputs.entries)
@@ -287,7 +298,7 @@ def later_statistics(packets, inputs: Inputs, merged, spec: HeadSpec):
         entries_launch(n_entries),
         packets, inputs.logits, *vectors, merged, n_rows, *strides, spec.start, spec.valid_width, width,
         spec.chunk_size, spec.chunks, n_entries, *factors[:2], *scales,
-        *(name in spec.want for name in OF_TOPK[5:]), rows.index("topk_shift"),
+        *(name in spec.want for name in TOPK_LATER), rows.index("topk_shift"),
     )  # fmt: skip
 
 
@@ -319,7 +330,7 @@ def _gradient(out, inputs: Inputs, merged, grads, spec, rows, rest=None, extra=N
     entries, n_entries = (None, 0) if extra is None else (inputs.entries, _width(inputs.entries))
     of_vocabulary = [grads.get(name) for name in GRADS]
     kinds = (name in grads for name in ("entropy", "forward_kl", "reverse_kl"))
-    launch = gradient_launch(width, *kinds, stats.wants(grads, OF_TEACHER[3:]))
+    launch = gradient_launch(width, *kinds, stats.wants(grads, PAIR_LATER))
     if n_entries:
         launch = entries_launch(n_entries)
     factors, scaled = _factors(spec, inputs.temperatures is not None), _scaled(spec, inputs.scales)
@@ -347,14 +358,14 @@ def _gradient_of_entries(inputs: Inputs, merged, grads, spec, rows):
     (n_rows, width), n_entries = inputs.logits.shape, _width(inputs.entries)
     extra = merged.new_empty((n_rows, n_entries))
     picked = inputs.logits.new_empty((n_rows, n_entries))
-    everywhere = stats.wants(grads, (*OF_TOPK[2:5], "vocab_jsd"))
+    everywhere = stats.wants(grads, ("topk_log_mass", *TAIL, "vocab_jsd"))
     factors, scaled = _factors(spec, inputs.temperatures is not None), _scaled(spec, inputs.scales)
     as_lse = not scaled and not stats.wants(spec.want, TAIL)
     rest = merged.new_empty((1 if as_lse else 4, n_rows)) if everywhere else None
     strides = inputs.logits.stride()
     vectors = inputs.bias, inputs.temperatures, inputs.scales, *_entries_of(inputs)
     of_topk = tuple(grads.get(name) for name in OF_TOPK)
-    means = (rows.index(f"{name}_mean") if name in spec.want else 0 for name in OF_TOPK[5:])
+    means = (rows.index(f"{name}_mean") if name in spec.want else 0 for name in TOPK_LATER)
     _launch(
         topk_kernels.gradient_kernel,
         n_rows,

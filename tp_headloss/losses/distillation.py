@@ -27,13 +27,13 @@ def _weighed(mass, value):
     return mass * torch.where(mass == 0, 0.0, value)
 
 
-def log_tail(stats: VocabStatistics, tail_log_prob: torch.Tensor | None = None) -> torch.Tensor:
+def log_tail(stats: VocabStatistics, tail_log_prob: torch.Tensor | None = None, least: float = 0.0) -> torch.Tensor:
     """Log of the teacher's probability outside of its entries: as given, or of 1 - their sum, whose error is that of
-    fp32 log-probs, so that less than 1e-6 counts as nothing."""
+    fp32 log-probs, so that less than 1e-6 counts as ``least``: nothing, or what keeps a reverse KL finite."""
     if tail_log_prob is not None:
         return tail_log_prob.detach().to(stats.teacher_mass.dtype)
     rest = 1 - stats.teacher_mass
-    return torch.where(rest < 1e-6, 0.0, rest).log()
+    return torch.where(rest < 1e-6, least, rest).log()
 
 
 def topk_forward_kl(stats: VocabStatistics, over: str, log_tail: torch.Tensor | None = None) -> torch.Tensor:
@@ -71,7 +71,7 @@ def topk_jsd(
     """beta KL(tau || m) + (1 - beta) KL(p || m), m = beta tau + (1 - beta) p (GKD, arXiv:2306.13649, section 2), as
     `topk_forward_kl`; over the vocabulary the teacher has nothing outside of its entries.
 
-    Needs "topk_jsd" for "topk"; else "vocab_jsd" and "topk_log_mass", for "tail" also "tail_log_mass"."""
+    Needs "topk_jsd" for "topk", else "vocab_jsd", with "topk_log_mass" for "vocabulary", "tail_log_mass" for "tail"."""
     if over == "topk":
         return stats.topk_jsd
     if over == "vocabulary":
