@@ -259,7 +259,7 @@ def test_jensen_shannon_and_total_variation_take_one_more_exchange(kind, backend
     want = [torch.where(valid, v, 0.0) for v in (loss, jsd, variation)]
     (grad,) = torch.autograd.grad((want[0] * torch.linspace(-1, 2, N).double()).sum(), z)
     first = None
-    for world_size in (1, 2, 4, 3):
+    for world_size in (1, 2, 4) if kind == "one" else (3,):
         results = on_ranks(world_size, later_run, kind, backend)
         for values, _, counts in results:
             torch.testing.assert_close([v.double() for v in values], want, rtol=3e-6, atol=3e-6)
