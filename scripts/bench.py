@@ -454,11 +454,11 @@ def run_task(task, problem, machine, args, bandwidth, absent, rows):
         problem.refill()
 
 
-def versions() -> dict[str, str]:
+def versions(peers=PEERS) -> dict[str, str]:
     out = {"python": sys.version.split()[0], "torch": torch.__version__, "tp_headloss": __version__}
     if torch.version.cuda:
         out |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    for package in sorted({"triton"} | {p.package for p in PEERS} - {"torch"}):
+    for package in sorted({"triton"} | {p.package for p in peers} - {"torch"}):
         try:
             out[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -466,10 +466,10 @@ def versions() -> dict[str, str]:
     return out
 
 
-def command(arguments) -> str:
+def command(arguments, file=__file__) -> str:
     """How to run this again, without the folders of this machine."""
     words = [os.path.basename(word) if os.path.isabs(word) else word for word in arguments]
-    script = os.path.join(os.path.basename(os.path.dirname(os.path.abspath(__file__))), os.path.basename(__file__))
+    script = os.path.join(os.path.basename(os.path.dirname(os.path.abspath(file))), os.path.basename(file))
     ranks = dist.get_world_size() if "RANK" in os.environ else 0
     launcher = f"torchrun --standalone --nproc-per-node {ranks} " if ranks else "python "
     return launcher + shlex.join([script, *words])

@@ -37,11 +37,14 @@ MAY_IMPORT = {  # module -> modules of the package that it may import
     "backends": set(),
     "backends.eager": {"stats", "shard"},
     "backends.triton": {"stats", "backends", "backends.kernels", "backends.sums_kernels", "backends.topk_kernels"},
-    "autograd": {"comm", "stats", "shard", "backends"},
+    "passes": {"backends", "comm", "stats"},
+    "sweeps": {"comm", "passes", "stats"},
+    "autograd": {"backends", "comm", "passes", "stats", "sweeps"},
+    "linear": {"api", "autograd", "comm", "shard", "stats", "sweeps"},
     "api": {"autograd", "backends", "comm", "shard", "stats"},
-    "head_loss": {"api", "autograd", "backends", "reduce", "sequences", "shard", "stats", "terms"},
+    "head_loss": {"api", "autograd", "backends", "linear", "reduce", "sequences", "shard", "stats", "terms"},
     "topk": {"api", "backends", "backends.eager", "comm", "shard", "stats"},
-    "": {"api", "comm", "head_loss", "losses", "sequences", "shard", "stats", "terms", "topk"},
+    "": {"api", "comm", "head_loss", "linear", "losses", "sequences", "shard", "stats", "terms", "topk"},
 }
 
 

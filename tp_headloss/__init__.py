@@ -4,6 +4,7 @@ from . import losses
 from .api import LogProbs, Options, Teacher, TopKTeacher, Transform, log_probs, vocab_statistics
 from .comm import combine_metrics, reduce_metrics
 from .head_loss import CausalLMLoss, HeadLoss, HeadLossOutput
+from .linear import Linear, linear_vocab_statistics
 from .sequences import Sequences
 from .shard import VocabShard
 from .stats import VocabStatistics
@@ -33,6 +34,7 @@ __all__ = [
     "HeadLoss",
     "HeadLossOutput",
     "KLToReference",
+    "Linear",
     "LogProbs",
     "Metric",
     "Options",
@@ -49,6 +51,7 @@ __all__ = [
     "VocabStatistics",
     "ZLoss",
     "combine_metrics",
+    "linear_vocab_statistics",
     "log_probs",
     "losses",
     "reduce_metrics",

@@ -188,15 +188,21 @@ def run_statistics(
     if reduction is not None and reduction.weight is not None:
         reduction = reduction._replace(weight=rows.flatten(reduction.weight).float().contiguous())
     *values, loss, sums = Statistics.apply(*inputs, spec, options.inplace, reduction)
+    return assembled(values, rows, labels, shard, options.check), loss, sums
+
+
+def assembled(values, rows, labels, shard, check: bool = False) -> VocabStatistics:
+    """Statistics [N] in the order of `OUTPUTS` -> [..]."""
     out = {name: None if value is None else rows.unflatten(value) for name, value in zip(OUTPUTS, values)}
     owners = out.pop("owners")
-    if options.check:
+    if check:
         _check_labels(labels, owners, out["valid"], shard)
-    return VocabStatistics(**out, labels=labels, vocab_size=shard.vocab_size), loss, sums
+    return VocabStatistics(**out, labels=labels, vocab_size=shard.vocab_size)
 
 
-def flat_inputs(logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options):
-    """Validated: the order of the tokens, the static facts of the pass, and what the backends take, by rows [N, ..]."""
+def flat_inputs(logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options, order_of=None):
+    """Validated: the order of the tokens (of `order_of` [.., any], else of the logits), the static facts of the pass,
+    and what the backends take, by rows [N, ..]."""
     backend = _validate(logits, labels, shard, want, transform, teacher, total_weight, options)
     if not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
@@ -209,7 +215,7 @@ def flat_inputs(logits, labels, shard, want, transform, teacher, total_weight, i
     of_teacher = _teacher_scales(teacher, transform.temperature, logits)
     beta = 0.5 if teacher is None else float(teacher.beta)
     spec = head_spec(shard, tuple(want), *numbers, ignore_index, backend, options.transport, *of_teacher[0], beta)
-    rows = _TokenOrder(logits, options.inplace)
+    rows = _TokenOrder(logits if order_of is None else order_of, options.inplace)
     vectors = {"labels": labels, "temperatures": temperatures}
     vectors = {name: None if x is None else rows.flatten(x).contiguous() for name, x in vectors.items()}
     inputs = Inputs(

@@ -1,4 +1,5 @@
-"""The bridge from logits to statistics: two registered operators and one autograd.Function around them.
+"""The bridges from logits, or hidden states and a weight, to statistics: registered operators, and autograd.Functions
+around them.
 
 Both operators take plain tensors, numbers and strings (the fields of `HeadSpec`), so that `torch.compile` sees opaque,
 shape-inferable calls and CUDA graphs capture exactly what eager runs.
@@ -6,29 +7,15 @@ shape-inferable calls and CUDA graphs capture exactly what eager runs.
 
 from __future__ import annotations
 
-import math
+from typing import NamedTuple
 
 import torch
 
-from . import comm
+from . import comm, passes, sweeps
 from .backends import load_backend
-from .stats import (
-    OF_TOPK,
-    HeadSpec,
-    Inputs,
-    empty_outputs,
-    finish,
-    finish_later,
-    flag_names,
-    from_lanes,
-    later_rows,
-    packet_rows,
-    to_lanes,
-    value_rows,
-)
+from .passes import GRADS
+from .stats import HeadSpec, Inputs, empty_outputs, flag_names, value_rows
 
-# What has an upstream gradient in the kernels: target_logit's is lse's and log_prob's.
-GRADS = ("lse", "log_prob", "entropy", "total", "forward_kl", "reverse_kl", "jsd", "total_variation", *OF_TOPK)
 DIFFERENTIABLE = ("target_logit", *GRADS)
 OUTPUTS = (*DIFFERENTIABLE, "teacher_entropy", "teacher_mass", "owners", "mass", "argmax", "valid", "hits")
 
@@ -41,6 +28,13 @@ _INPUTS = "Tensor logits, " + ", ".join(f"Tensor? {name}" for name in Inputs._fi
 INPUTS = len(Inputs._fields)
 torch.library.define("tp_headloss::statistics", f"({_INPUTS}, {_SPEC}) -> Tensor[]")
 torch.library.define("tp_headloss::logits_gradient", f"({_INPUTS}, Tensor merged, Tensor?[] grads, {_SPEC}) -> Tensor")
+_OPERANDS = _INPUTS.replace("Tensor logits", "Tensor hidden, Tensor weight")
+_LINEAR = "ScalarType dtype, int forward, int tokens, int columns, str hidden_grad"
+torch.library.define("tp_headloss::linear_statistics", f"({_OPERANDS}, {_SPEC}, {_LINEAR}) -> Tensor[]")
+torch.library.define(
+    "tp_headloss::linear_gradient",
+    f"({_OPERANDS}, Tensor merged, Tensor?[] grads, bool[] wanted, {_SPEC}, {_LINEAR}) -> Tensor[]",
+)
 torch.library.define(
     "tp_headloss::entries",
     "(Tensor ids, Tensor log_probs, Tensor? mask, Tensor? scales, float scale, bool renormalize, int vocab_size, "
@@ -48,58 +42,19 @@ torch.library.define(
 )
 
 
-def _float_type(logits) -> torch.dtype:
-    return torch.float64 if logits.dtype == torch.float64 else torch.float32
-
-
 def _statistics(*args):
     *inputs, spec = args
-    inputs = Inputs(*inputs)
-    outputs = _first_exchange(inputs, spec)
-    if rows := later_rows(spec.want):
-        merged, values, *_ = outputs
-        packets = values.new_empty((spec.chunks, len(rows), values.shape[1]))
-        load_backend(spec.backend).later_statistics(packets, inputs, merged, spec)
-        finish_later(comm.gather_packets(packets, spec.world_size, spec.group_name), merged, values)
-    return outputs
-
-
-def _first_exchange(inputs: Inputs, spec: HeadSpec):
-    backend, logits, has_labels = load_backend(spec.backend), inputs.logits, inputs.labels is not None
-    shape = (spec.chunks, len(packet_rows(has_labels, spec.want)), logits.shape[0])
-    if spec.transport in ("auto", "symm_mem") and spec.world_size > 1 and backend.shares_memory(logits):
-        memory = comm.symmetric_memory(spec.transport, spec.group_name, math.prod(shape), logits.device)
-        if memory is not None:
-            packets = memory.packets(shape)
-            try:
-                backend.local_statistics(packets, inputs, spec, memory)
-                memory.barrier()
-                return backend.merge_packets(packets, inputs, spec, memory)
-            except BaseException:
-                memory.interrupted = True
-                raise
-    packets = logits.new_empty(shape, dtype=_float_type(logits))
-    backend.local_statistics(packets, inputs, spec)
-    if spec.transport == "sum":
-        lanes = comm.sum_lanes(to_lanes(packets, has_labels, spec), spec.world_size, spec.group_name)
-        return finish(from_lanes(lanes, has_labels, spec), inputs.labels, spec, packets.dtype)
-    packets = comm.gather_packets(packets, spec.world_size, spec.group_name)
-    return backend.merge_packets(packets, inputs, spec)
+    return passes.statistics(Inputs(*inputs), spec)
 
 
 def _statistics_fake(logits, labels, *rest):
-    return empty_outputs(logits, logits.shape[0], labels is not None, rest[-1].want, _float_type(logits))
-
-
-def _write_gradient(out, inputs: Inputs, merged, grads, spec: HeadSpec):
-    grads = {name: g.contiguous() for name, g in zip(GRADS, grads) if g is not None}
-    load_backend(spec.backend).logits_gradient(out, inputs, merged, grads, spec)
+    return empty_outputs(logits, logits.shape[0], labels is not None, rest[-1].want, passes.float_type(logits.dtype))
 
 
 def _logits_gradient(*args):
     *inputs, merged, grads, spec = args
     out = torch.empty_like(inputs[0])
-    _write_gradient(out, Inputs(*inputs), merged, grads, spec)
+    passes.write_gradient(out, Inputs(*inputs), merged, grads, spec)
     return out
 
 
@@ -122,23 +77,94 @@ def top_entries(*args):
     return _entries(*args) if runs_here(args[1]) else torch.ops.tp_headloss.entries(*args)
 
 
-def _with_spec(function):
-    """The function behind an operator, whose schema spells out the fields of the spec."""
+class LinearSpec(NamedTuple):
+    """What is static about a linear head besides `HeadSpec`."""
+
+    dtype: torch.dtype  # of the GEMMs' operands, and the logits
+    forward: int  # these three: `sweeps.Blocks`
+    tokens: int
+    columns: int
+    hidden_grad: str  # of `comm.HIDDEN_GRADS`; "reduce_scatter": the hidden states are gathered
+
+    @property
+    def blocks(self) -> sweeps.Blocks:
+        return sweeps.Blocks(self.forward, self.tokens, self.columns)
+
+    def operands(self, hidden, weight, spec: HeadSpec):
+        """As the GEMMs take them."""
+        hidden, weight = hidden.to(self.dtype), weight.to(self.dtype)
+        if self.hidden_grad == "reduce_scatter":
+            hidden = comm.gather_tokens(hidden, spec.world_size, spec.group_name)
+        return hidden, weight
+
+    def tokens_of(self, hidden, spec: HeadSpec) -> int:
+        return hidden.shape[0] * (spec.world_size if self.hidden_grad == "reduce_scatter" else 1)
+
+
+def _linear_statistics(hidden, weight, *args):
+    *inputs, spec, linear = args
+    with torch.autocast(hidden.device.type, enabled=False):
+        hidden, weight = linear.operands(hidden, weight, spec)
+        return sweeps.statistics(hidden, weight, Inputs(None, *inputs), spec, linear.forward)
+
+
+def _linear_statistics_fake(hidden, weight, labels, *rest):
+    *_, spec, linear = rest
+    n_rows = linear.tokens_of(hidden, spec)
+    return empty_outputs(hidden, n_rows, labels is not None, spec.want, passes.float_type(linear.dtype))
+
+
+def _linear_gradient(hidden, weight, *args, main_grad=None):
+    """-> gradients of hidden states, weight and bias, None where not wanted."""
+    *inputs, merged, grads, wanted, spec, linear = args
+    inputs = Inputs(None, *inputs)
+    dtypes = (x.dtype if want else None for x, want in zip((hidden, weight, inputs.bias), wanted))
+    wanted = sweeps.Gradients(*dtypes, main_grad)
+    with torch.autocast(hidden.device.type, enabled=False):
+        operands = linear.operands(hidden, weight, spec)
+        of_hidden, out = sweeps.gradient(
+            *operands, inputs, merged, grads, spec, linear.blocks, wanted, linear.hidden_grad
+        )
+    return of_hidden, *weight_gradients(out)
+
+
+def weight_gradients(out):
+    """What a sweep summed -> the gradients of weight and bias, of their types."""
+    wanted = out.wanted
+    weight = None if out.sum is None or wanted.main_grad is not None else out.sum.to(wanted.weight)
+    return weight, None if out.bias is None else out.bias.to(wanted.bias)
+
+
+def _linear_gradient_operator(hidden, *args):
+    return [hidden.new_empty(0) if g is None else g for g in _linear_gradient(hidden, *args)]
+
+
+def _linear_gradient_fake(hidden, weight, *args):
+    wanted = args[-3]
+    return [torch.empty_like(x) if want else hidden.new_empty(0) for x, want in zip((hidden, weight, args[1]), wanted)]
+
+
+def _with_specs(function, *kinds):
+    """The function behind an operator, whose schema spells out the fields of these NamedTuples, its last arguments."""
 
     def operator(*args):
-        fields = dict(zip(HeadSpec._fields, args[-len(HeadSpec._fields) :]))
-        spec = HeadSpec(**{**fields, "want": tuple(fields["want"])})
-        return function(*args[: -len(fields)], spec)
+        specs = []
+        for kind in reversed(kinds):
+            args, fields = args[: -len(kind._fields)], args[-len(kind._fields) :]
+            specs.append(kind(*(tuple(field) if isinstance(field, list) else field for field in fields)))
+        return function(*args, *reversed(specs))
 
     return operator
 
 
-for _name, _real, _fake in (
-    ("tp_headloss::statistics", _statistics, _statistics_fake),
-    ("tp_headloss::logits_gradient", _logits_gradient, _logits_gradient_fake),
+for _name, _kinds, _real, _fake in (
+    ("statistics", (HeadSpec,), _statistics, _statistics_fake),
+    ("logits_gradient", (HeadSpec,), _logits_gradient, _logits_gradient_fake),
+    ("linear_statistics", (HeadSpec, LinearSpec), _linear_statistics, _linear_statistics_fake),
+    ("linear_gradient", (HeadSpec, LinearSpec), _linear_gradient_operator, _linear_gradient_fake),
 ):
-    torch.library.impl(_name, "default", _with_spec(_real))
-    torch.library.register_fake(_name, _with_spec(_fake))
+    torch.library.impl(f"tp_headloss::{_name}", "default", _with_specs(_real, *_kinds))
+    torch.library.register_fake(f"tp_headloss::{_name}", _with_specs(_fake, *_kinds))
 torch.library.impl("tp_headloss::entries", "default", _entries)
 torch.library.register_fake("tp_headloss::entries", _entries_fake)
 
@@ -149,7 +175,7 @@ def runs_here(tensor) -> bool:
     return plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
 
 
-def _fields(spec: HeadSpec) -> list:
+def _fields(spec) -> list:
     return [list(field) if isinstance(field, tuple) else field for field in spec]
 
 
@@ -164,6 +190,22 @@ def _once_differentiable(backward):
         return checked(ctx, *(g if g is None else g.detach().requires_grad_() for g in grads))
 
     return wrapper
+
+
+def named(values, flags, has_labels: bool, want):
+    """Rows [N] -> statistics by name, and those among them that have no gradient."""
+    out = dict(zip(value_rows(has_labels, want), values))
+    out.update(zip(flag_names(has_labels, want), flags))
+    return out, [value for name, value in out.items() if name not in DIFFERENTIABLE]
+
+
+def kernel_grads(upstream: dict[str, torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Upstream gradients of the statistics -> what the kernels take, in the order of `GRADS`."""
+    if (target_logit := upstream.get("target_logit")) is not None:  # z_y = log_prob + lse
+        both = {name: upstream.get(name) for name in ("lse", "log_prob")}
+        both = {name: target_logit if g is None else g + target_logit for name, g in both.items()}
+        upstream = {**upstream, **both}
+    return [upstream.get(name) for name in GRADS]
 
 
 class Statistics(torch.autograd.Function):
@@ -183,9 +225,7 @@ class Statistics(torch.autograd.Function):
             merged, values, *flags = torch.ops.tp_headloss.statistics(*inputs, *_fields(spec))
         ctx.spec, ctx.inplace = spec, inplace
         ctx.set_materialize_grads(False)
-        out = dict(zip(value_rows(has_labels, spec.want), values.unbind(0)))
-        out.update(zip(flag_names(has_labels, spec.want), flags))
-        fixed = [value for name, value in out.items() if name not in DIFFERENTIABLE]
+        out, fixed = named(values.unbind(0), flags, has_labels, spec.want)
         loss = sums = None
         saved = ()
         if reduction is not None:
@@ -212,23 +252,134 @@ class Statistics(torch.autograd.Function):
             for name, row in zip(ctx.plan.statistics, rows.unbind(0)):
                 if name in upstream:
                     upstream[name] = row if upstream[name] is None else upstream[name] + row
-        if (target_logit := upstream["target_logit"]) is not None:  # z_y = log_prob + lse
-            for name in ("lse", "log_prob"):
-                upstream[name] = target_logit if upstream[name] is None else upstream[name] + target_logit
-        grads = [upstream[name] for name in GRADS]
+        grads = kernel_grads(upstream)
         if all(g is None for g in grads):
             return (None,) * (INPUTS + 3)
         if ctx.inplace:
             logits = inputs[0].detach()
-            _write_gradient(logits, Inputs(*inputs), merged, grads, ctx.spec)
+            passes.write_gradient(logits, Inputs(*inputs), merged, grads, ctx.spec)
             torch.autograd.graph.increment_version(inputs[0])
         elif runs_here(merged):
             logits = torch.empty_like(inputs[0])
-            _write_gradient(logits, Inputs(*inputs), merged, grads, ctx.spec)
+            passes.write_gradient(logits, Inputs(*inputs), merged, grads, ctx.spec)
         else:
             logits = torch.ops.tp_headloss.logits_gradient(*inputs, merged, grads, *_fields(ctx.spec))
         bias = logits.sum(0, dtype=merged.dtype).to(inputs[2].dtype) if ctx.needs_input_grad[2] else None
         return logits, None, bias, *(None,) * INPUTS
+
+
+class LinearStatistics(torch.autograd.Function):
+    """hidden [N, H] (or [N/P, H], gathered here), weight [W, H] sharded on V -> the statistics named in `OUTPUTS`.
+
+    Saves the inputs and O(N) merged rows, and makes the logits again. Backward: the hidden states' gradient is reduced
+    as `LinearSpec.hidden_grad` says, with the same collectives whoever requires a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, *args):
+        *inputs, main_grad, spec, linear = args
+        static = *inputs, spec, linear
+        has_labels = inputs[0] is not None
+        if runs_here(hidden):
+            merged, values, *flags = _linear_statistics(hidden, weight, *static)
+        else:
+            fields = *inputs, *_fields(spec), *linear
+            merged, values, *flags = torch.ops.tp_headloss.linear_statistics(hidden, weight, *fields)
+        ctx.spec, ctx.linear, ctx.main_grad = spec, linear, main_grad
+        ctx.set_materialize_grads(False)
+        out, fixed = named(values.unbind(0), flags, has_labels, spec.want)
+        ctx.mark_non_differentiable(*fixed)
+        ctx.save_for_backward(hidden, weight, *inputs, merged)
+        return tuple(out.get(name) for name in OUTPUTS)
+
+    @staticmethod
+    @_once_differentiable
+    def backward(ctx, *upstream):
+        hidden, weight, *inputs, merged = ctx.saved_tensors
+        grads = kernel_grads(dict(zip(DIFFERENTIABLE, upstream)))
+        if all(g is None for g in grads):
+            return (None,) * (INPUTS + 4)
+        spec, linear, bias = ctx.spec, ctx.linear, ctx.needs_input_grad[3]
+        reduced = linear.hidden_grad != "none" and spec.world_size > 1
+        wanted = [ctx.needs_input_grad[0] or reduced, ctx.needs_input_grad[1], bias]
+        args = *inputs, merged, grads, wanted
+        if runs_here(merged):
+            target = ctx.main_grad if wanted[1] else None
+            out = _linear_gradient(hidden, weight, *args, spec, linear, main_grad=target and target.main_grad)
+            of_weight = target.gradient() if target else out[1]
+        else:
+            out = torch.ops.tp_headloss.linear_gradient(hidden, weight, *args, *_fields(spec), *linear)
+            of_weight = out[1]
+        of_hidden, of_weight, of_bias = (
+            g if need else None for g, need in zip((out[0], of_weight, out[2]), (*ctx.needs_input_grad[:2], bias))
+        )
+        return of_hidden, of_weight, None, of_bias, *(None,) * INPUTS
+
+
+class MainGrad(NamedTuple):
+    """Megatron's fp32 gradient of a weight, to which the backward adds dW itself."""
+
+    weight: torch.nn.Parameter
+
+    @property
+    def main_grad(self) -> torch.Tensor:
+        return self.weight.main_grad
+
+    def gradient(self) -> torch.Tensor | None:
+        """What autograd gets in dW's place: a dummy, for the hooks of those who set Megatron's flags."""
+        weight = self.weight
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+        return make(weight)
+
+
+class OneSweep(torch.autograd.Function):
+    """A loss [] whose gradients were computed with it, for an upstream gradient of 1 -> the same, differentiable.
+
+    The statistics pass through, so that whoever differentiates them hears that nobody computed that.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, loss, found, main_grad, upstream, backend, n_values, *statistics):
+        ctx.found, ctx.main_grad, ctx.upstream, ctx.backend = found, main_grad, upstream, backend
+        ctx.types = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        ctx.set_materialize_grads(False)
+        ctx.done = False
+        statistics = tuple(x.view_as(x) for x in statistics)
+        ctx.mark_non_differentiable(*statistics[n_values:])
+        return loss.clone(), *statistics
+
+    @staticmethod
+    @_once_differentiable
+    def backward(ctx, upstream, *of_statistics):
+        if any(g is not None for g in of_statistics):
+            raise RuntimeError(
+                "a one-sweep head computed the gradient of its loss alone, got one of its statistics: use "
+                "mode='recompute' to differentiate what you make of them"
+            )
+        if upstream is None:
+            return (None,) * (9 + len(of_statistics))
+        main_grad, declared, scale = ctx.main_grad, ctx.upstream, load_backend(ctx.backend).scale
+        if declared is not None:  # it is in the gradients; another one makes them NaN instead of wrong
+            upstream = torch.where(upstream == declared, 1.0, torch.nan)
+            if main_grad is not None and ctx.done:
+                raise RuntimeError("with a declared upstream, dW went into main_grad once: there is no second backward")
+            ctx.done = True
+        upstream = upstream.to(passes.float_type(upstream.dtype))
+        out = [None, None, None]
+        for i, (gradient, dtype) in enumerate(zip(ctx.found, ctx.types)):
+            if gradient is None or not ctx.needs_input_grad[i]:
+                continue
+            if i == 1 and main_grad is not None:
+                scale(main_grad.main_grad, gradient, upstream, add=True)
+            else:
+                out[i] = torch.empty_like(gradient, dtype=dtype)
+                scale(out[i], gradient, upstream)
+        if main_grad is not None and ctx.needs_input_grad[1]:
+            out[1] = main_grad.gradient()
+        return *out, *(None,) * (6 + len(of_statistics))
 
 
 class TokenSums(torch.autograd.Function):

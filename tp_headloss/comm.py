@@ -17,7 +17,7 @@ The group arrives by name, so that operators keep plain arguments and `torch.com
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 TRANSPORTS = ("auto", "gather", "sum", "symm_mem")
 # torch 2.13 renamed it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _log = logging.getLogger("tp_headloss")
 
 
@@ -38,6 +39,44 @@ def gather_packets(packets: torch.Tensor, world_size: int, group_name: str) -> t
     # flat, because gloo takes no other output shape
     _all_gather(gathered.view(-1), packets.view(-1), group=_resolve_process_group(group_name))
     return gathered
+
+
+def gather_tokens(x: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
+    """Rows [N/P, ..] of this rank -> [N, ..] of all, in group-rank order; one all-gather (sequence parallelism)."""
+    if world_size == 1 or x.numel() == 0:
+        return x
+    gathered = x.new_empty(world_size * x.shape[0], *x.shape[1:])
+    _all_gather(gathered.view(-1), x.contiguous().view(-1), group=_resolve_process_group(group_name))
+    return gathered
+
+
+HIDDEN_GRADS = ("all_reduce", "reduce_scatter", "none")
+# Clock cycles that what follows waits, so that the reduction's kernel begins before the next GEMM takes every SM. On
+# four H200, a GEMM of 831 us and an all-reduce of 8192 x 4096 in bf16, 342 us alone, took 1200 us one after the other
+# and as much issued at once; with 4000 cycles between them 990, 8000: 1047, 16000: 1100
+HEAD_START = 4000
+
+
+def reduce_hidden(grad: torch.Tensor, how: str, world_size: int, group_name: str) -> Callable[[], torch.Tensor]:
+    """Begin to add up every rank's part [N, H] of the hidden states' gradient; the result of the call that ends it is
+    [N, H] ("all_reduce", in place; "none": this rank's part) or this rank's [N/P, H] ("reduce_scatter")."""
+    if world_size == 1 or how == "none" or grad.numel() == 0:
+        return lambda: grad
+    group = _resolve_process_group(group_name)
+    if how == "all_reduce":
+        total, work = grad, dist.all_reduce(grad, group=group, async_op=True)
+    else:
+        total = grad.new_empty(grad.shape[0] // world_size, *grad.shape[1:])
+        work = _reduce_scatter(total, grad, group=group, async_op=True)
+
+    if grad.is_cuda:
+        torch.cuda._sleep(HEAD_START)
+
+    def end():
+        work.wait()
+        return total
+
+    return end
 
 
 def sum_lanes(lanes: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from .api import Options, Transform, resolve_shard, run_statistics
 from .autograd import TokenSums, runs_here
 from .backends import resolve_backend
+from .linear import FEWEST, Head, Linear, Picked, attached
 from .reduce import REDUCTIONS, Monomial, Reduction, SumsPlan, masked, metric_sums, nonzero
 from .sequences import SEQUENCE_REDUCTIONS, Sequences
 from .shard import VocabShard
@@ -43,6 +45,19 @@ class HeadLossOutput(NamedTuple):
     stats: VocabStatistics
     # with sequences and any metrics: the same metrics as sums over sequences of their means, and "num_sequences"
     sequence_metrics: dict[str, torch.Tensor]
+
+
+class _Call(NamedTuple):
+    """The checked arguments of one call, and what follows from them."""
+
+    labels: torch.Tensor  # ignored outside of sequences
+    token_weight: torch.Tensor | None
+    weight: torch.Tensor | None  # of the reduction, the token weights in it
+    denominator: torch.Tensor | float | None
+    count: torch.Tensor | None
+    inputs: dict[str, Any]
+    sequences: Sequences | None
+    functions: list
 
 
 class HeadLoss(nn.Module):
@@ -119,6 +134,135 @@ class HeadLoss(nn.Module):
         `TopKTeacher`.
         One collective forward; backward: no communication. Errors as in `vocab_statistics`.
         """
+        shard = resolve_shard(logits, shard)
+        call = self._call(labels, shard, logits.device, token_weight, denominator, inputs)
+        reduction = self._reduction(call.functions, logits, call.weight, call.denominator)
+        fused = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
+        stats, loss, sums = run_statistics(
+            logits,
+            call.labels,
+            shard,
+            self.want,
+            transform,
+            call.inputs.get("teacher"),
+            self._local_total_weight(shard),
+            self.ignore_index,
+            self.options,
+            reduction if fused else None,
+        )
+        return self._output(call, stats, loss, sums, reduction)
+
+    def linear(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        shard: VocabShard | None = None,
+        token_weight: torch.Tensor | None = None,
+        denominator: torch.Tensor | float | None = None,
+        transform: Transform | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        linear: Linear | None = None,
+    ) -> HeadLossOutput:
+        """The same of logits hidden @ weight^T + bias, which never exist as a whole; see `linear_vocab_statistics` for
+        hidden [.., H], weight [width, H], bias [width], and `Linear` for how dH is reduced, and for modes and memory.
+
+        One sweep needs: a reduction other than "none"; terms whose functions are `Term.tokenwise` (monomials and the
+        built-in ones but for those that take "sequences" or look at all tokens); a denominator that is known before the
+        logits are (for terms with a `Term.token_weight`, class weights say, the caller's); no gradient of weights,
+        denominator or inputs; and gradients to be wanted at all (torch.is_grad_enabled()); not torch.compile. The
+        statistics of its output cannot be differentiated: who tries hears so.
+        """
+        linear = linear or Linear()
+        shard = resolve_shard(weight.t() if weight.dim() == 2 else weight, shard)
+        call = self._call(labels, shard, hidden.device, token_weight, denominator, inputs)
+        if linear.max_valid_tokens is not None:
+            return self._of_valid_tokens(call, hidden, weight, bias, shard, transform, linear)
+        head = Head.of(
+            hidden, weight, call.labels, bias, shard, self.want, transform, call.inputs.get("teacher"),
+            self._local_total_weight(shard), self.ignore_index, self.options, linear,
+        )  # fmt: skip
+        obstacle = self._why_not_one_sweep(call)
+        one_sweep = obstacle is None and linear.mode == "one_sweep"
+        if linear.mode == "one_sweep" and obstacle is not None and torch.is_grad_enabled():
+            raise ValueError(f"mode='one_sweep' is not possible: {obstacle}; use 'recompute'")
+        if linear.mode == "auto" and obstacle is None:
+            tokens = head.one_sweep_tokens()
+            one_sweep = tokens is not None and tokens >= min(FEWEST, call.labels.numel())
+        if not one_sweep:
+            if linear.upstream is not None and torch.is_grad_enabled():
+                raise ValueError(
+                    f"upstream is for one sweep, got mode={linear.mode!r}: {obstacle or 'no budget for it'}"
+                )
+            stats = head.recompute(call.labels, self.options)
+            return self._output(call, stats, reduction=self._reduction_of(call, stats))
+        if call.denominator is None and self.reduction == "mean":
+            valid = call.labels != self.ignore_index
+            total = masked(call.weight, valid).sum() if call.weight is not None else valid.sum().clamp(min=1)
+            call = call._replace(denominator=total)
+        stats, found = head.one_sweep(
+            call.labels, self.options, lambda stats, here: self._part(call, head.rows, stats, here)
+        )
+        with torch.no_grad():
+            out = self._output(call, stats, reduction=self._reduction_of(call, stats))
+        loss, stats = attached(head, out.loss, stats, found)
+        return out._replace(loss=loss, stats=stats)
+
+    def _part(self, call: _Call, rows, stats, here: slice) -> torch.Tensor:
+        """What some tokens, by their place in the order of `rows`, add to the loss."""
+
+        def part(x):
+            return rows.flatten(x)[here] if isinstance(x, torch.Tensor) and x.dim() else x
+
+        inputs = {name: part(x) for name, x in call.inputs.items() if name not in ("sequences", "teacher")}
+        if (teacher := call.inputs.get("teacher")) is not None:
+            inputs["teacher"] = replace(teacher, **{f.name: part(getattr(teacher, f.name)) for f in fields(teacher)})
+        call = call._replace(inputs=inputs, sequences=None, weight=part(call.weight))
+        evaluate = self._evaluate or self._own_evaluate()
+        values, *_ = evaluate(call.functions[: len(self.terms)], [], stats, inputs, None)
+        call = call._replace(functions=call.functions[: len(self.terms)])
+        return self._sums(call, stats, values, self._reduction_of(call, stats))[0]
+
+    def _of_valid_tokens(self, call: _Call, hidden, weight, bias, shard, transform, linear) -> HeadLossOutput:
+        if call.sequences is not None:
+            raise ValueError("max_valid_tokens drops tokens of sequences, got the input 'sequences'")
+        picked = Picked(call.labels, self.ignore_index, linear.max_valid_tokens)
+        inputs = {name: picked(x) for name, x in call.inputs.items() if name != "teacher"}
+        if "teacher" in call.inputs:
+            inputs["teacher"] = picked.teacher(call.inputs["teacher"])
+        out = self.linear(
+            picked(hidden), weight, picked(call.labels), bias=bias, shard=shard, token_weight=picked(call.token_weight),
+            denominator=call.denominator, transform=picked.transform(transform), inputs=inputs,
+            linear=replace(linear, max_valid_tokens=None),
+        )  # fmt: skip
+        if self.reduction == "none":
+            loss = picked.spread_one(out.loss, 0.0, torch.nan)
+        else:
+            loss = out.loss * torch.where(picked.missing, torch.nan, 1.0)
+        return out._replace(loss=loss, stats=picked.spread(out.stats, call.labels))
+
+    def _why_not_one_sweep(self, call: _Call) -> str | None:
+        """From what all ranks know."""
+        loose = [t.name for t in self.terms if not t.tokenwise and not isinstance(t.function, Monomial)]
+        own = [term.name for term in self.terms if term.token_weight is not None]
+        constants = [call.weight, call.denominator, *call.inputs.values(), *(term.weight for term in self.terms)]
+        if not torch.is_grad_enabled():
+            return "no gradient is wanted"
+        if torch.compiler.is_compiling():
+            return "torch.compile takes one operator each way"
+        if self.reduction == "none":
+            return "a loss per token has no scalar upstream gradient"
+        if loose:
+            return f"the terms {loose} are not declared tokenwise"
+        if own and call.denominator is None and self.reduction == "mean":
+            return f"the terms {own} have denominators of their own, and the caller gave none"
+        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in constants):
+            return "weights, denominator or inputs require a gradient"
+        return None
+
+    def _call(self, labels, shard, device, token_weight, denominator, inputs) -> _Call:
         if labels is None:
             raise ValueError("labels are needed, got None: without them, use vocab_statistics")
         if token_weight is not None and token_weight.shape != labels.shape:
@@ -128,7 +272,6 @@ class HeadLoss(nn.Module):
         if isinstance(denominator, torch.Tensor) and denominator.dim() != 0:
             raise ValueError(f"denominator must be a number or a scalar tensor, got shape {list(denominator.shape)}")
         inputs = self._checked(inputs or {}, labels)
-        shard = resolve_shard(logits, shard)
         sequences, weight, count = inputs.get("sequences"), token_weight, None
         if sequences is not None:
             if shard.group is not None and sequences.group is shard.group:
@@ -138,9 +281,9 @@ class HeadLoss(nn.Module):
                 )
             labels = torch.where(sequences.mask, labels, self.ignore_index)
         for of_classes in (term.class_weight for term in self.terms if term.class_weight is not None):
-            if of_classes.shape != (shard.vocab_size,) or of_classes.device != logits.device:
+            if of_classes.shape != (shard.vocab_size,) or of_classes.device != device:
                 raise ValueError(
-                    f"class_weight must have shape [{shard.vocab_size}] on {logits.device}, "
+                    f"class_weight must have shape [{shard.vocab_size}] on {device}, "
                     f"got {list(of_classes.shape)} on {of_classes.device}"
                 )
         if self.reduction in SEQUENCE_REDUCTIONS:
@@ -148,37 +291,37 @@ class HeadLoss(nn.Module):
             weight = weight if token_weight is None else weight * token_weight
             denominator = total if denominator is None else denominator
             count = total / sequences.ranks
-        functions = self._functions(sequences)
-        reduction = self._reduction(functions, logits, weight, denominator)
-        fused = reduction is not None and "" not in reduction.plan.statistics and sequences is None
-        stats, loss, sums = run_statistics(
-            logits,
-            labels,
-            shard,
-            self.want,
-            transform,
-            inputs.get("teacher"),
-            self._local_total_weight(shard),
-            self.ignore_index,
-            self.options,
-            reduction if fused else None,
-        )
+        return _Call(labels, token_weight, weight, denominator, count, inputs, sequences, self._functions(sequences))
+
+    def _reduction_of(self, call: _Call, stats) -> Reduction | None:
+        return self._reduction(call.functions, stats.lse, call.weight, call.denominator)
+
+    def _output(self, call: _Call, stats, loss=None, sums=None, reduction=None) -> HeadLossOutput:
+        """What is not known yet of loss and sums, and the metrics."""
         values, metrics, by_sequence = None, {}, {}
-        if not fused or self.token_metrics:
+        if loss is None or self.token_metrics:
             evaluate = self._evaluate or self._own_evaluate()
-            parts = functions, self._metrics(sequences), stats, inputs, token_weight
+            parts = call.functions, self._metrics(call.sequences), stats, call.inputs, call.token_weight
             values, metrics, by_sequence = evaluate(*parts)
-        if loss is None and reduction is not None:
-            loss, sums = self._sum(functions, values, stats, reduction)
         if loss is None:
-            loss, sums = self._reduce(functions, values, stats, inputs, weight, denominator)
+            loss, sums = self._sums(call, stats, values, reduction)
         *sums, total = sums
         terms = {term.name: part for term, part in zip(self.terms, sums)}
         named = dict(zip(self.metrics, sums[len(terms) :]))
         if clash := set(named) & set(metrics):
             raise ValueError(f"metrics must have distinct names, got {sorted(clash)} twice")
         metrics = named | metrics
-        return HeadLossOutput(loss, total if count is None else count, terms, metrics, stats, by_sequence)
+        count = total if call.count is None else call.count
+        return HeadLossOutput(loss, count, terms, metrics, stats, by_sequence)
+
+    def _sums(self, call: _Call, stats, values, reduction):
+        """-> loss and sums."""
+        loss = sums = None
+        if reduction is not None:
+            loss, sums = self._sum(call.functions, values, stats, reduction)
+        if loss is None:
+            loss, sums = self._reduce(call.functions, values, stats, call.inputs, call.weight, call.denominator)
+        return loss, sums
 
     def _own_evaluate(self):
         """`_evaluate`, or a compiled copy: torch counts recompilations per code object, so each head has its own."""

@@ -25,6 +25,9 @@ class Term:
     A `reduce.Monomial` as the function, such as ``Monomial("lse", square=True)``, needs no kernels of its own.
 
     ``token_weight(stats, **inputs) -> [..]``, if given, is what this term's mean divides by the sum of (class weights).
+
+    tokenwise: the function computes a token's value from this token alone, so that it may be called with some tokens
+    [n] at a time, as a one-sweep `HeadLoss.linear` does. A Monomial is.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Term:
     token_weight: Callable[..., torch.Tensor] | None = None
     class_weight: torch.Tensor | None = None  # [V] replicated: the weights of the statistic "total"
     inputs: tuple[str, ...] = ()
+    tokenwise: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ def CrossEntropy(
         return Term("cross_entropy", Monomial("log_prob", negative=True), weight)
     want = ("total",) if label_smoothing else ()
     weighted = class_weight is not None
-    return Term("cross_entropy", function, weight, want, token_weight if weighted else None, class_weight)
+    own = token_weight if weighted else None
+    return Term("cross_entropy", function, weight, want, own, class_weight, tokenwise=True)
 
 
 def ZLoss(weight: float) -> Term:
@@ -129,7 +134,7 @@ def Distillation(
 
     plain = isinstance(per_token, Monomial) and not temperature_squared
     default = "teacher_cross_entropy" if divergence == "cross_entropy" else divergence
-    return Term(name or default, per_token if plain else function, weight, want, inputs=("teacher",))
+    return Term(name or default, per_token if plain else function, weight, want, inputs=("teacher",), tokenwise=True)
 
 
 TOPK_DISTILLATIONS = {  # (divergence, over) -> the statistics that it needs
@@ -181,7 +186,8 @@ def TopKDistillation(
         return losses.temperature_squared(values, teacher.of_student) if temperature_squared else values
 
     plain = Monomial(f"topk_{divergence}") if over == "topk" and not temperature_squared else function
-    return Term(name or f"topk_{divergence}", plain, weight, TOPK_DISTILLATIONS[divergence, over], inputs=("teacher",))
+    want = TOPK_DISTILLATIONS[divergence, over]
+    return Term(name or f"topk_{divergence}", plain, weight, want, inputs=("teacher",), tokenwise=True)
 
 
 OBJECTIVES = {  # name -> function of the log-prob, and the inputs it takes
@@ -243,6 +249,7 @@ def PolicyGradient(
         weight,
         token_weight=positive if objective == "positive-nll" else None,
         inputs=tuple(n for n in names if n != "mask") + ("rollout_weight",) * rollout_weight,
+        tokenwise=not {"sequences", "mask"} & set(names),
     )
 
 
@@ -269,7 +276,8 @@ def KLToReference(
         keywords = dict(options, estimator=estimator, sampler_log_prob=weigher)
         return losses.kl_estimate(stats.log_prob, reference_log_prob=reference, **keywords)
 
-    return Term(name, function, weight, inputs=("reference_log_prob",) + ((sampler,) if sampler else ()))
+    inputs = ("reference_log_prob",) + ((sampler,) if sampler else ())
+    return Term(name, function, weight, inputs=inputs, tokenwise=True)
 
 
 def _of_log_prob(function, names, options):

@@ -342,3 +342,11 @@ def _of_topk(tile: Tile, here, g, spec):
     rest = torch.where((tile.z == -torch.inf) | (here["rest_sum"] == 0), 0.0, shifted.exp() / here["rest_sum"])
     dz = torch.where(rest == 0, 0.0, rest * (common - entropy * (shifted - here["rest_mean"])))
     return _fill(dz, tile.columns, at)
+
+
+def scale(out, x, factor, add: bool = False):
+    """out (+)= x * factor, a scalar tensor, rounded once."""
+    if add:
+        out.addcmul_(x.to(out.dtype), factor)
+    else:
+        torch.mul(x, factor, out=out)

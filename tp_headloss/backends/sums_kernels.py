@@ -83,3 +83,20 @@ def sums_gradient_kernel(
         if (SQUARES >> i) & 1:
             g *= 2.0 * tl.load(value_ptrs[i] + token, mask=valid, other=0.0)
         tl.store(g_ptr + i * n + token, tl.where(valid, g, 0.0), mask=token < n)
+
+
+@triton.jit
+def scale_kernel(
+    out_ptr,  # [n] out
+    x_ptr,  # [n]
+    factor_ptr,  # [] fp32
+    n,
+    ADD: tl.constexpr,  # to what is there
+    BLOCK: tl.constexpr,
+):
+    """One program: BLOCK elements of x * factor, rounded once."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    out = tl.load(x_ptr + i, mask=i < n, other=0.0).to(tl.float32) * tl.load(factor_ptr)
+    if ADD:
+        out += tl.load(out_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + i, out.to(out_ptr.dtype.element_ty), mask=i < n)

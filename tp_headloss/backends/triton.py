@@ -95,6 +95,7 @@ GRADS = ("lse", "log_prob", "entropy", "total", "forward_kl", "reverse_kl", "jsd
 MERGE = Launch(64, 2)  # 8 packets: 32/1 7.7, 128/4 8.6, 64/2 8.7; with entropy and argmax: 64/2 8.0, 32/1 8.5
 # The only program: its time is the latency of its loads, and wider ones spill.
 SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 10.6, 4096/32 15.1, 8192/32 28.4
+SCALE = Launch(4096, 4)
 SUMS_GRADIENT = Launch(1024, 4)  # 1 value: 512/4 4.1, 1024/4 4.9; 3 values: 1024/4 5.2, 512/4 5.5
 
 
@@ -433,3 +434,19 @@ def token_sums_gradient(upstream, values, valid, weight, divisor, plan):
             plan.squares, plan.negatives,
         )  # fmt: skip
     return out
+
+
+def scale(out, x, factor, add: bool = False):
+    """out (+)= x * factor, contiguous, a scalar tensor; torch's own is slow with a factor that is on the device."""
+    if INTERPRETED and out.dtype == torch.bfloat16:  # see `logits_gradient`
+        exact = torch.empty_like(out, dtype=torch.float32)
+        scale(exact, x, factor)
+        out.copy_(exact)
+    elif out.numel():
+        _launch(
+            sums_kernels.scale_kernel,
+            _cdiv(out.numel(), SCALE.block),
+            (_size(out.numel()), add, *map(_kind, (out, x, factor))),
+            SCALE,
+            out, x, factor, out.numel(), add,
+        )  # fmt: skip

@@ -1,0 +1,300 @@
+"""Time and memory of the fused linear head, beside its GEMMs alone and whoever else does it. On GPUs:
+
+    python scripts/bench_linear.py --hidden 4096 8192 --vocab 128256
+    torchrun --standalone --nproc-per-node 4 scripts/bench_linear.py --trace
+
+One step: mean cross-entropy, forward and backward, of hidden states [tokens, H], replicated, and a weight shard
+[V/P, H]; dH is summed over the ranks, dW stays. us: medians, of steps in eager mode and of replays of a CUDA graph.
+memory: the peak above inputs, dH and dW. errors: of loss, dH and dW against fp32 arithmetic throughout, as norms.
+GEMMs: over the bare GEMMs of that mode and nothing else, three, or four with the logits made twice. Ours get a budget
+of a quarter of the logits shard for one sweep and an eighth for recompute, unless their names say otherwise; dW goes
+into main_grad, or is returned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from bench import command, join, versions
+from linear_peers import PEERS, SummedGradient
+from timing import Machine, reason
+
+from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, VocabShard
+
+IGNORED = -100
+
+
+class Problem:
+    def __init__(self, tokens: int, hidden: int, vocab: int, std: float, dtype, machine: Machine):
+        self.machine, self.shard = machine, VocabShard.from_group(machine.group, vocab)
+        generator = torch.Generator(machine.device).manual_seed(1)  # the same hidden states and labels on every rank
+
+        def draw(*shape):
+            return torch.randn(shape, device=machine.device, generator=generator, dtype=dtype)
+
+        self.hidden = draw(tokens, hidden).requires_grad_()
+        generator.manual_seed(2 + self.shard.start)
+        self.weight = torch.nn.Parameter(draw(self.shard.width, hidden).mul_(std / hidden**0.5))
+        generator.manual_seed(3)
+        self.labels = torch.randint(vocab, (tokens,), device=machine.device, generator=generator)
+        self.labels[::17] = IGNORED
+        self.logits_bytes = tokens * self.shard.width * dtype.itemsize
+
+    @torch.no_grad()
+    def truth(self):
+        """Loss, dH and dW in fp32 (TF32 is off by default), some tokens at a time."""
+        weight, group = self.weight.float(), self.machine.group
+        loss, of_hidden, of_weight = 0.0, torch.empty_like(self.hidden, dtype=torch.float32), torch.zeros_like(weight)
+        count = (self.labels != IGNORED).sum()
+
+        def over_ranks(x, op=dist.ReduceOp.SUM):
+            if group is not None:
+                dist.all_reduce(x, op=op, group=group)
+            return x
+
+        for first in range(0, len(self.labels), 1024):
+            here = slice(first, first + 1024)
+            hidden, labels = self.hidden[here].float(), self.labels[here]
+            z = hidden @ weight.t()
+            top = over_ranks(z.amax(1), dist.ReduceOp.MAX)
+            lse = top + over_ranks((z - top[:, None]).exp().sum(1)).log()
+            own = (labels >= self.shard.start) & (labels < self.shard.stop)
+            column = torch.where(own, labels - self.shard.start, 0)[:, None]
+            z_y = over_ranks(torch.where(own, z.gather(1, column)[:, 0], 0.0))
+            loss += torch.where(labels != IGNORED, lse - z_y, 0.0).sum()
+            p = (z - lse[:, None]).exp_()
+            p.scatter_add_(1, column, -own.float()[:, None])
+            p *= ((labels != IGNORED) / count)[:, None]
+            of_hidden[here] = p @ weight
+            of_weight += p.t() @ hidden
+        return loss / count, over_ranks(of_hidden), of_weight
+
+    def errors(self, loss, of_hidden, of_weight, truth) -> list[float]:
+        pairs = zip((loss, of_hidden, of_weight), truth)
+        out = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in pairs]
+        return self.machine.slowest([math.inf if math.isnan(e) else e for e in out]).tolist()
+
+
+@dataclass(frozen=True)
+class Implementation:
+    name: str
+    gemms: int  # that it cannot do without
+    build: Callable[[], Callable]  # -> step() -> loss, dH, dW; None for the GEMMs alone
+    budget: int | None = None
+
+
+def gemms(problem, n):
+    hidden, weight = problem.hidden.detach(), problem.weight.detach()
+    logits = torch.randn(len(hidden), len(weight), device=hidden.device).mul_(0.01).to(hidden.dtype)
+    out = [torch.empty_like(x) for x in (logits, hidden, weight)]
+
+    def step():
+        for _ in range(n - 2):
+            torch.mm(hidden, weight.t(), out=out[0])
+        torch.mm(logits, weight, out=out[1])
+        torch.mm(logits.t(), hidden, out=out[2])
+
+    return step
+
+
+def differentiated(problem, loss_of):
+    def step():
+        loss = loss_of(problem.hidden, problem.weight, problem.labels)
+        return loss, *torch.autograd.grad(loss, (problem.hidden, problem.weight))
+
+    return step
+
+
+def materialised(problem, options):
+    head_loss, shard = HeadLoss([CrossEntropy()], options=options), problem.shard
+
+    def loss_of(hidden, weight, labels):
+        hidden = hidden if shard.group is None else SummedGradient.apply(hidden, shard.group)
+        return head_loss(F.linear(hidden, weight), labels, shard=shard).loss
+
+    return differentiated(problem, loss_of)
+
+
+def ours(problem, mode, budget, main_grad):
+    head_loss, weight = HeadLoss([CrossEntropy()]), problem.weight
+    declared = 1.0 if main_grad and mode == "one_sweep" else None
+    linear = Linear(mode=mode, budget=budget, main_grad=main_grad, upstream=declared)
+
+    def loss_of(hidden, weight, labels):
+        return head_loss.linear(hidden, weight, labels, shard=problem.shard, linear=linear).loss
+
+    if not main_grad:
+        return differentiated(problem, loss_of)
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+
+    def step():  # dW goes where it is summed over micro-batches anyway
+        loss = loss_of(problem.hidden, weight, problem.labels)
+        return loss, torch.autograd.grad(loss, (problem.hidden, weight), allow_unused=True)[0], weight.main_grad
+
+    return step
+
+
+def implementations(problem):
+    quarter, eighth = problem.logits_bytes // 4, problem.logits_bytes // 8
+    own_sum = 4 * problem.weight.numel()  # fp32 memory that dW is summed in, if it is returned in half precision
+    rows = [
+        Implementation("three GEMMs", 3, lambda: gemms(problem, 3)),
+        Implementation("four GEMMs", 4, lambda: gemms(problem, 4)),
+        Implementation("materialised logits", 3, lambda: materialised(problem, Options())),
+        Implementation("materialised logits, in place", 3, lambda: materialised(problem, Options(inplace=True))),
+    ]
+    for name, mode, budget, main_grad in (
+        ("one sweep", "one_sweep", quarter, True),
+        ("one sweep, half", "one_sweep", 2 * quarter, True),
+        ("one sweep, dW returned", "one_sweep", quarter + own_sum, False),
+        ("recompute", "recompute", eighth, True),
+        ("recompute, quarter", "recompute", quarter, True),
+        ("recompute, dW returned", "recompute", None, False),
+    ):
+        n = 3 if mode == "one_sweep" else 4
+        build = lambda m=mode, b=budget, g=main_grad: ours(problem, m, b, g)  # noqa: E731
+        rows.append(Implementation(f"ours, {name}", n, build, budget))
+    for peer in PEERS:
+        if peer.sharded or problem.shard.world_size == 1:
+            build = lambda p=peer: differentiated(problem, p.build(problem.shard))  # noqa: E731
+            rows.append(Implementation(peer.name, peer.gemms, build))
+    return rows + [Implementation("three GEMMs, again", 3, lambda: gemms(problem, 3))]
+
+
+def measure(implementation, problem, machine, truth) -> dict:
+    row, dtype = {}, problem.hidden.dtype
+    step = implementation.build()
+    out = step()
+    if out is not None:
+        row["errors"] = [float(f"{e:.3g}") for e in problem.errors(*out, truth)]
+    returned = sum(x.nbytes for x in out[1:] if x.dtype == dtype) if out is not None else 0
+    del out
+    extra = machine.extra_memory(step)
+    row["memory_mib"] = None if extra is None else round(extra - returned / 2**20, 1)
+    row["eager_us"] = machine.timed(step, [machine.align], 1)
+    try:
+        row["graph_us"] = machine.timed(machine.captured(step), [machine.align], 1)
+    except Exception as error:
+        row["graph_failure"] = reason(error)
+    return row
+
+
+def overlap(step, machine) -> dict:
+    """How much of the collectives' time has a GEMM running beside it, from a profile of one step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        machine.align()
+        step()
+        machine.synchronize()
+    spans = [(e.name, e.time_range.start, e.time_range.end) for e in recorded.events() if e.device_type.name == "CUDA"]
+    gemm_spans = [span[1:] for span in spans if any(word in span[0] for word in ("gemm", "cutlass", "nvjet"))]
+    kinds = {}
+    for name, start, end in spans:
+        kinds[name[:60]] = kinds.get(name[:60], 0.0) + end - start
+    out = {"us by kernel": {name: round(us) for name, us in sorted(kinds.items(), key=lambda x: -x[1])[:14]}}
+    out["us in all"] = round(max(span[2] for span in spans) - spans[0][1])
+    for name, start, end in spans:
+        if "nccl" in name and end - start > 50:  # the reduction of dH, not an exchange of packets
+            beside = sum(max(0.0, min(end, b) - max(start, a)) for a, b in gemm_spans)
+            out[f"{name[:40]} at {start - spans[0][1]:.0f} us"] = {"us": end - start, "beside_gemms_us": beside}
+    return out
+
+
+def shape(row):
+    return f"{row['tokens']} x {row['hidden']} x {row['vocab']}, TP {row['tp']}"
+
+
+def print_table(rows):
+    for name, group in itertools.groupby(rows, shape):
+        group = list(group)
+        bare = {row["gemms"]: row["eager_us"][1] for row in reversed(group) if "GEMMs" in row["implementation"]}
+        print(f"\n{name}: logits shard {group[0]['logits_mib']:.0f} MiB")
+        print(f"{'':31}{'eager':>8}{'graph':>8}{'/GEMMs':>8}{'MiB':>8}{'/shard':>8}  errors of loss, dH, dW")
+        for row in group:
+            if "eager_us" not in row:
+                print(f"{row['implementation']:31} {row['status']}")
+                continue
+            best = row["eager_us"][1]
+            graph = f"{row['graph_us'][1]:.0f}" if row.get("graph_us") else "-"
+            ratio = best / bare[row["gemms"]] if row["gemms"] in bare else math.nan
+            memory = math.nan if row["memory_mib"] is None else row["memory_mib"]
+            share = memory / row["logits_mib"]
+            print(
+                f"{row['implementation']:31}{best:8.0f}{graph:>8}{ratio:8.3f}{memory:8.0f}{share:8.3f}  "
+                f"{row.get('errors', '')}"
+            )
+
+
+def arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
+    parser.add_argument("--vocab", type=int, nargs="+", default=[128256], help="global vocabulary")
+    parser.add_argument("--implementations", nargs="+", default=["*"], help="names or patterns such as 'ours*'")
+    parser.add_argument("--std", type=float, default=2.0, help="of the logits: CCE skips gradients that are small")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--seconds", type=float, default=0.5, help="for one measurement, if 5 repeats fit")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--trace", action="store_true", help="print what runs beside the reduction of dH")
+    parser.add_argument("--json", help="file for the results")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = arguments(argv)
+    device, group = join(args.device)
+    machine = Machine(device, group, args.seconds, 30)
+    report = {
+        "device": torch.cuda.get_device_name() if machine.cuda else "CPU",
+        "dtype": args.dtype,
+        "versions": versions(PEERS),
+        "command": command(sys.argv[1:] if argv is None else argv, __file__),
+        "rows": [],
+    }
+    for vocab, hidden, tokens in itertools.product(args.vocab, args.hidden, args.tokens):
+        problem = Problem(tokens, hidden, vocab, args.std, getattr(torch, args.dtype), machine)
+        truth = problem.truth()
+        for implementation in implementations(problem):
+            if not any(fnmatch.fnmatchcase(implementation.name, pattern) for pattern in args.implementations):
+                continue
+            row = {"implementation": implementation.name, "tokens": tokens, "hidden": hidden, "vocab": vocab}
+            row |= {"tp": problem.shard.world_size, "gemms": implementation.gemms, "budget": implementation.budget}
+            row |= {"logits_mib": problem.logits_bytes / 2**20, "std": args.std, "status": "ok"}
+            report["rows"].append(row)
+            try:
+                row |= measure(implementation, problem, machine, truth)
+                if args.trace and implementation.name.startswith("ours") and machine.cuda:
+                    row["overlap"] = overlap(implementation.build(), machine)
+            except Exception as error:
+                row["status"] = f"failed: {reason(error)}"
+            problem.weight.__dict__.pop("main_grad", None)
+            machine.release()
+        del problem, truth
+        machine.release()
+    if group is None or dist.get_rank(group) == 0:
+        print({key: report[key] for key in ("device", "dtype", "versions", "command")})
+        print_table(report["rows"])
+        for row in report["rows"]:
+            if "overlap" in row:
+                print(row["implementation"], shape(row), row["overlap"])
+        if args.json:
+            with open(args.json, "w") as file:
+                json.dump(report, file, indent=1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""The other implementations of a linear head, hidden states and a weight shard to the mean cross-entropy.
+
+Like those of `peers.py`, none has to be installed: one is imported when it is built. To add one, write a function under
+`@peer` that takes a shard and returns `step(hidden, weight, labels)`: hidden states [tokens, H], the same on all
+ranks, the weight [columns of this rank, H] and global labels [tokens], -100 for ignored tokens, to the scalar mean
+loss. Backward leaves the hidden states' gradient summed over the group and the weight's of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peers import some_group
+from torch.utils.checkpoint import checkpoint
+
+from tp_headloss import VocabShard
+
+CHUNKS = 8
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Peer:
+    name: str
+    build: Callable[[VocabShard], Step]
+    package: str = "torch"  # the distribution whose version is reported
+    sharded: bool = True  # knows a vocabulary that is sharded over ranks
+    gemms: int = 4  # three if the logits are made once
+    note: str = ""
+
+
+PEERS: list[Peer] = []
+
+
+def peer(name: str, **facts):
+    def register(build):
+        PEERS.append(Peer(name, build, **facts))
+        return build
+
+    return register
+
+
+def mean(per_token: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    valid = labels >= 0
+    return torch.where(valid, per_token, 0.0).sum() / valid.sum()
+
+
+def require_equal_shards(shard: VocabShard):
+    """For those that take a rank's columns to start at its rank times their number; the same answer on all ranks."""
+    if shard.width * shard.world_size != shard.vocab_size:
+        raise ValueError(f"{shard.vocab_size} ids are not {shard.world_size} equal shards")
+
+
+class SummedGradient(torch.autograd.Function):
+    """Replicated hidden states, for a head that gives each rank's part of their gradient, as in Megatron."""
+
+    @staticmethod
+    def forward(ctx, hidden, group):
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+@peer("torch.compile, chunks", sharded=False, note=f"{CHUNKS} checkpointed chunks of tokens")
+def torch_chunks(shard):
+    def loss_of_chunk(hidden, weight, labels):
+        return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
+
+    def loss(hidden, weight, labels):
+        chunks = zip(hidden.chunk(CHUNKS), labels.chunk(CHUNKS))
+        total = sum(checkpoint(loss_of_chunk, h, weight, y, use_reentrant=False) for h, y in chunks)
+        return total / (labels >= 0).sum()
+
+    torch.compiler.reset()  # else the shapes measured before count towards the limit of recompilations
+    return torch.compile(loss, dynamic=False, fullgraph=True)
+
+
+def cce(shard, implementation):
+    from cut_cross_entropy import VocabParallelOptions, linear_cross_entropy
+
+    options = None if shard.group is None else VocabParallelOptions(shard.start, shard.stop, shard.group)
+    facts = {"impl": implementation, "vocab_parallel_options": options}
+    return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, **facts)
+
+
+@peer("CCE", package="cut-cross-entropy", note="skips blocks of small gradients; sums in bf16")
+def cce_filtered(shard):
+    return cce(shard, "cce")
+
+
+@peer("CCE, Kahan, full C", package="cut-cross-entropy", note="skips blocks of small dH; sums in fp32")
+def cce_full_weight_gradient(shard):
+    return cce(shard, "cce_kahan_full_c")
+
+
+@peer("CCE, exact", package="cut-cross-entropy", note="skips nothing; sums in fp32")
+def cce_exact(shard):
+    return cce(shard, "cce_exact")
+
+
+@peer("verl, linear", package="verl", note="the entropy, too; hidden size a multiple of 128")
+def verl_linear(shard):
+    """Its kernels for a Megatron model. Ignored labels are not among its arguments: its users mask, too."""
+    from verl.utils.kernel.linear_cross_entropy import linear_cross_entropy
+
+    require_equal_shards(shard)
+
+    def step(hidden, weight, labels):
+        if shard.group is not None:
+            hidden = SummedGradient.apply(hidden, shard.group)
+        log_prob, _ = linear_cross_entropy(hidden, weight, labels.clamp(min=0), 1.0, "none", shard.group)
+        return -mean(log_prob, labels)
+
+    return step
+
+
+def liger(accum_dtype):
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    module = LigerFusedLinearCrossEntropyLoss(accum_dtype=accum_dtype)
+    return lambda hidden, weight, labels: module(weight, hidden, labels)
+
+
+@peer("Liger, linear", package="liger-kernel", sharded=False, gemms=3, note="sums dW in bf16")
+def liger_linear(shard):
+    return liger(None)
+
+
+@peer("Liger, linear, fp32 dW", package="liger-kernel", sharded=False, gemms=3)
+def liger_linear_in_float32(shard):
+    return liger(torch.float32)
+
+
+@peer("Liger, linear, TP", package="liger-kernel", note="in torch, without its NVSHMEM kernels; dW in bf16")
+def liger_linear_sharded(shard):
+    """Chunks of 512 tokens, each with two all-reduces, unless `liger_cute_kernels` is installed."""
+    from liger_kernel.transformers.functional import liger_fused_linear_scaled_cross_entropy_tp
+
+    require_equal_shards(shard)
+    group = some_group(shard)
+
+    def step(hidden, weight, labels):
+        return mean(liger_fused_linear_scaled_cross_entropy_tp(hidden, weight, labels, group), labels)
+
+    return step
