@@ -338,8 +338,8 @@ def main_grad_weight(weight, flags=True, shared=False):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", ["recompute", "one_sweep", "one_sweep, declared"])
-def test_main_grad_gets_the_weight_gradient_in_fp32(case, dtype, backend):
-    hidden, weight, _, labels, _ = tensors(dtype)
+def test_main_grad_gets_the_weight_gradient_in_fp32(case, dtype, backend, device):
+    hidden, weight, _, labels, _ = (x.to(device) for x in tensors(dtype))
     hidden, weight, labels = hidden[:24], weight[:72], labels[:24] % 72
     exact = F.cross_entropy(F.linear(*(o := [x.double().requires_grad_() for x in (hidden, weight)])), labels)
     exact = torch.autograd.grad(0.5 * exact, o)
@@ -436,11 +436,14 @@ def test_collectives_do_not_depend_on_what_requires_grad(mode):
     """Rank 1's hidden states are frozen, and rank 0's weight; rank 0's dH is the sum of both parts all the same."""
     everything = on_ranks(2, frozen_run, [(True, True)] * 2, "all_reduce", mode)
     mixed = on_ranks(2, frozen_run, [(True, False), (False, True)], "all_reduce", mode)
-    assert mixed[0][1] == mixed[1][1] == everything[0][1] and len(everything[0][1]) == (2 if on_cpu() else 1)
+    assert mixed[0][1] == mixed[1][1] == everything[0][1]
+    if on_cpu():
+        assert everything[0][1] == {"gloo:all_gather": 1, "gloo:all_reduce": 1}
     assert torch.equal(mixed[0][0][0], everything[0][0][0]) and mixed[1][0][0] is None
     assert mixed[0][0][1] is None and torch.equal(mixed[1][0][1], everything[1][0][1])
     partial = on_ranks(2, frozen_run, [(False, True)] * 2, "none", mode)
-    assert sum(partial[0][1].values()) == on_cpu() and len(partial[0][2]) == (3 if mode == "recompute" else 2)
+    assert not any("reduce" in name for name in partial[0][1])
+    assert len(partial[0][2]) == (3 if mode == "recompute" else 2)
 
 
 def on_cpu():
