@@ -32,6 +32,7 @@ from timing import Machine, reason
 from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, VocabShard
 
 IGNORED = -100
+TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}  # of loss, dH and dW, else a row is marked wrong
 
 
 class Problem:
@@ -177,6 +178,8 @@ def measure(implementation, problem, machine, truth) -> dict:
     out = step()
     if out is not None:
         row["errors"] = [float(f"{e:.3g}") for e in problem.errors(*out, truth)]
+        if not max(row["errors"]) <= TOLERANCE[str(dtype).removeprefix("torch.")]:
+            row["status"] = "wrong"
     returned = sum(x.nbytes for x in out[1:] if x.dtype == dtype) if out is not None else 0
     del out
     extra = machine.extra_memory(step)
@@ -233,7 +236,7 @@ def print_table(rows):
             share = memory / row["logits_mib"]
             print(
                 f"{row['implementation']:31}{best:8.0f}{graph:>8}{ratio:8.3f}{memory:8.0f}{share:8.3f}  "
-                f"{row.get('errors', '')}"
+                f"{row.get('errors', '')} {'' if row['status'] == 'ok' else row['status']}"
             )
 
 

@@ -13,7 +13,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tp_headloss.backends import kernels, sums_kernels, topk_kernels
-from tp_headloss.backends.triton import MERGE, SUMS, SUMS_GRADIENT, entries_launch, gradient_launch, statistics_launch
+from tp_headloss.backends.triton import (
+    MERGE,
+    SCALE,
+    SUMS,
+    SUMS_GRADIENT,
+    entries_launch,
+    gradient_launch,
+    statistics_launch,
+)
 
 DTYPES = ("bf16", "fp16", "fp32")
 WANTS = [("entropy",), ("total",), ("argmax",), ("entropy", "total", "argmax"), ()]
@@ -180,10 +188,18 @@ def sums_variants():
         }  # fmt: skip
 
 
+def scale_variants():
+    for out, x, aligned in pairwise(DTYPES, DTYPES, (True, False)):
+        pointers = {"out_ptr": f"*{out}", "x_ptr": f"*{x}", "factor_ptr": "*fp32"}
+        yield sums_kernels.scale_kernel, aligned, SCALE.warps, pointers | {
+            "n": "i32" if aligned else "i64", "ADD": out == "fp32" and aligned, "BLOCK": SCALE.block,
+        }  # fmt: skip
+
+
 def main(capabilities):
     compiled, failures, seen = 0, [], set()
     for kernel, aligned, warps, arguments in itertools.chain(
-        statistics_variants(), merge_variants(), gradient_variants(), sums_variants()
+        statistics_variants(), merge_variants(), gradient_variants(), sums_variants(), scale_variants()
     ):
         variant = kernel.__name__, aligned, tuple(arguments[name] for name in kernel.arg_names)
         if variant in seen:

@@ -105,3 +105,36 @@ def test_wrong_failing_and_absent_implementations_are_reported(tmp_path, bench, 
         assert status[vocab, "fails"] == "failed: RuntimeError: out of something"
     assert status[257, "absent"].startswith("absent: ModuleNotFoundError") and (263, "absent") not in status
     assert all("eager_us" in row for row in rows if row["status"] == "wrong")  # marked, and timed all the same
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_linear_benchmark_tells_right_from_wrong(tmp_path, ranks):
+    data = tmp_path / "bench.json"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2] if ranks == 2 else []
+    shape = ["--tokens", 2048, "--hidden", 16, "--vocab", 512 * ranks, "--dtype", "float32", "--device", "cpu"]
+    wanted = ["--implementations", "*GEMMs", "materialised logits", "ours, *"]
+    out = run([*launcher, SCRIPTS / "bench_linear.py", *shape, *wanted, "--seconds", 0.001, "--json", data])
+    rows = {row["implementation"]: row for row in json.loads(data.read_text())["rows"]}
+    assert len(rows) == 9 and all((row["status"], row["tp"]) == ("ok", ranks) for row in rows.values())
+    checked = [row["errors"] for row in rows.values() if "errors" in row]
+    assert len(checked) == 7 and max(max(errors) for errors in checked) < 1e-5
+    assert f"2048 x 16 x {512 * ranks}, TP {ranks}: logits shard 4 MiB" in out
+
+
+def test_the_linear_benchmark_marks_what_is_wrong(monkeypatch, tmp_path, bench):
+    import bench_linear
+
+    def wrong(problem):
+        return bench_linear.differentiated(problem, lambda h, w, y: F.cross_entropy(F.linear(h, 1.01 * w), y))
+
+    made = [("right", lambda p: bench_linear.materialised(p, None)), ("wrong", wrong), ("fails", fails)]
+    monkeypatch.setattr(
+        bench_linear,
+        "implementations",
+        lambda p: [bench_linear.Implementation(name, 3, lambda b=build: b(p)) for name, build in made],
+    )
+    data = tmp_path / "bench.json"
+    shape = ["--tokens", "40", "--hidden", "8", "--vocab", "64", "--dtype", "float32", "--device", "cpu"]
+    bench_linear.main([*shape, "--seconds", "0.001", "--json", str(data)])
+    rows = {row["implementation"]: row["status"] for row in json.loads(data.read_text())["rows"]}
+    assert rows == {"right": "ok", "wrong": "wrong", "fails": "failed: RuntimeError: out of something"}
