@@ -29,7 +29,7 @@ INPUTS = len(Inputs._fields)
 torch.library.define("tp_headloss::statistics", f"({_INPUTS}, {_SPEC}) -> Tensor[]")
 torch.library.define("tp_headloss::logits_gradient", f"({_INPUTS}, Tensor merged, Tensor?[] grads, {_SPEC}) -> Tensor")
 _OPERANDS = _INPUTS.replace("Tensor logits", "Tensor hidden, Tensor weight")
-_LINEAR = "ScalarType dtype, int forward, int tokens, int columns, str hidden_grad"
+_LINEAR = "ScalarType dtype, int budget, bool weight_sums, str hidden_grad"
 torch.library.define("tp_headloss::linear_statistics", f"({_OPERANDS}, {_SPEC}, {_LINEAR}) -> Tensor[]")
 torch.library.define(
     "tp_headloss::linear_gradient",
@@ -81,14 +81,23 @@ class LinearSpec(NamedTuple):
     """What is static about a linear head besides `HeadSpec`."""
 
     dtype: torch.dtype  # of the GEMMs' operands, and the logits
-    forward: int  # these three: `sweeps.Blocks`
-    tokens: int
-    columns: int
+    budget: int  # 0: the default
+    weight_sums: bool  # dW is returned in half precision
     hidden_grad: str  # of `comm.HIDDEN_GRADS`; "reduce_scatter": the hidden states are gathered
 
-    @property
-    def blocks(self) -> sweeps.Blocks:
-        return sweeps.Blocks(self.forward, self.tokens, self.columns)
+    def sizes(self, hidden, spec: HeadSpec) -> sweeps.Sizes:
+        """Of an even share of the vocabulary: what all ranks know of each other's shards, so that they agree."""
+        width, half = -(-spec.vocab_size // spec.world_size), hidden.dtype.itemsize == 2
+        tokens = max(1, self.tokens_of(hidden, spec))
+        return sweeps.Sizes(tokens, width, hidden.shape[-1], self.dtype.itemsize, half, self.weight_sums)
+
+    def blocks(self, hidden, spec: HeadSpec) -> sweeps.Blocks:
+        """Of recompute. Here, where the number of tokens is known, also to torch.compile."""
+        planner, sizes = sweeps.recompute_blocks, self.sizes(hidden, spec)
+        blocks = sweeps.planned(planner, sizes, self.budget or None)
+        if blocks is None:
+            raise ValueError(sweeps.refusal(planner, sizes, self.budget))
+        return blocks
 
     def operands(self, hidden, weight, spec: HeadSpec):
         """As the GEMMs take them."""
@@ -103,9 +112,10 @@ class LinearSpec(NamedTuple):
 
 def _linear_statistics(hidden, weight, *args):
     *inputs, spec, linear = args
+    blocks = linear.blocks(hidden, spec)
     with torch.autocast(hidden.device.type, enabled=False):
         hidden, weight = linear.operands(hidden, weight, spec)
-        return sweeps.statistics(hidden, weight, Inputs(None, *inputs), spec, linear.forward)
+        return sweeps.statistics(hidden, weight, Inputs(None, *inputs), spec, blocks.forward)
 
 
 def _linear_statistics_fake(hidden, weight, labels, *rest):
@@ -120,11 +130,10 @@ def _linear_gradient(hidden, weight, *args, main_grad=None):
     inputs = Inputs(None, *inputs)
     dtypes = (x.dtype if want else None for x, want in zip((hidden, weight, inputs.bias), wanted))
     wanted = sweeps.Gradients(*dtypes, main_grad)
+    blocks = linear.blocks(hidden, spec)
     with torch.autocast(hidden.device.type, enabled=False):
         operands = linear.operands(hidden, weight, spec)
-        of_hidden, out = sweeps.gradient(
-            *operands, inputs, merged, grads, spec, linear.blocks, wanted, linear.hidden_grad
-        )
+        of_hidden, out = sweeps.gradient(*operands, inputs, merged, grads, spec, blocks, wanted, linear.hidden_grad)
     return of_hidden, *weight_gradients(out)
 
 
@@ -140,8 +149,8 @@ def _linear_gradient_operator(hidden, *args):
 
 
 def _linear_gradient_fake(hidden, weight, *args):
-    wanted = args[-3]
-    return [torch.empty_like(x) if want else hidden.new_empty(0) for x, want in zip((hidden, weight, args[1]), wanted)]
+    wanted, operands = args[-3], (hidden, weight, args[1])
+    return [x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(operands, wanted)]
 
 
 def _with_specs(function, *kinds):
@@ -271,13 +280,14 @@ class Statistics(torch.autograd.Function):
 class LinearStatistics(torch.autograd.Function):
     """hidden [N, H] (or [N/P, H], gathered here), weight [W, H] sharded on V -> the statistics named in `OUTPUTS`.
 
+    _everywhere: a tensor that requires a gradient, so that a rank where nothing else does takes part in the reduction.
     Saves the inputs and O(N) merged rows, and makes the logits again. Backward: the hidden states' gradient is reduced
     as `LinearSpec.hidden_grad` says, with the same collectives whoever requires a gradient.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, *args):
-        *inputs, main_grad, spec, linear = args
+        *inputs, main_grad, _everywhere, spec, linear = args
         static = *inputs, spec, linear
         has_labels = inputs[0] is not None
         if runs_here(hidden):
@@ -298,13 +308,13 @@ class LinearStatistics(torch.autograd.Function):
         hidden, weight, *inputs, merged = ctx.saved_tensors
         grads = kernel_grads(dict(zip(DIFFERENTIABLE, upstream)))
         if all(g is None for g in grads):
-            return (None,) * (INPUTS + 4)
+            return (None,) * (INPUTS + 5)
         spec, linear, bias = ctx.spec, ctx.linear, ctx.needs_input_grad[3]
         reduced = linear.hidden_grad != "none" and spec.world_size > 1
         wanted = [ctx.needs_input_grad[0] or reduced, ctx.needs_input_grad[1], bias]
         args = *inputs, merged, grads, wanted
-        if runs_here(merged):
-            target = ctx.main_grad if wanted[1] else None
+        target = ctx.main_grad if wanted[1] else None
+        if target or runs_here(merged):
             out = _linear_gradient(hidden, weight, *args, spec, linear, main_grad=target and target.main_grad)
             of_weight = target.gradient() if target else out[1]
         else:
@@ -313,7 +323,7 @@ class LinearStatistics(torch.autograd.Function):
         of_hidden, of_weight, of_bias = (
             g if need else None for g, need in zip((out[0], of_weight, out[2]), (*ctx.needs_input_grad[:2], bias))
         )
-        return of_hidden, of_weight, None, of_bias, *(None,) * INPUTS
+        return of_hidden, of_weight, None, of_bias, *(None,) * (INPUTS + 1)
 
 
 class MainGrad(NamedTuple):
@@ -343,10 +353,10 @@ class OneSweep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, loss, found, main_grad, upstream, backend, n_values, *statistics):
-        ctx.found, ctx.main_grad, ctx.upstream, ctx.backend = found, main_grad, upstream, backend
+        ctx.main_grad, ctx.upstream, ctx.backend, ctx.once = main_grad, upstream, backend, False
         ctx.types = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        ctx.save_for_backward(*found)
         ctx.set_materialize_grads(False)
-        ctx.done = False
         statistics = tuple(x.view_as(x) for x in statistics)
         ctx.mark_non_differentiable(*statistics[n_values:])
         return loss.clone(), *statistics
@@ -361,24 +371,26 @@ class OneSweep(torch.autograd.Function):
             )
         if upstream is None:
             return (None,) * (9 + len(of_statistics))
-        main_grad, declared, scale = ctx.main_grad, ctx.upstream, load_backend(ctx.backend).scale
-        if declared is not None:  # it is in the gradients; another one makes them NaN instead of wrong
-            upstream = torch.where(upstream == declared, 1.0, torch.nan)
-            if main_grad is not None and ctx.done:
-                raise RuntimeError("with a declared upstream, dW went into main_grad once: there is no second backward")
-            ctx.done = True
+        main_grad, scale = ctx.main_grad, load_backend(ctx.backend).scale
         upstream = upstream.to(passes.float_type(upstream.dtype))
+        if ctx.upstream is not None:  # it is in the gradients; another one makes them NaN instead of wrong
+            upstream = torch.where(upstream == ctx.upstream, 1.0, torch.nan).to(upstream.dtype)
+            if main_grad is not None and ctx.once:
+                raise RuntimeError("with a declared upstream, dW went into main_grad once: there is no second backward")
+            ctx.once = True
         out = [None, None, None]
-        for i, (gradient, dtype) in enumerate(zip(ctx.found, ctx.types)):
-            if gradient is None or not ctx.needs_input_grad[i]:
+        for i, (gradient, dtype) in enumerate(zip(ctx.saved_tensors, ctx.types)):
+            if not ctx.needs_input_grad[i]:
                 continue
             if i == 1 and main_grad is not None:
-                scale(main_grad.main_grad, gradient, upstream, add=True)
+                if gradient is not None:
+                    scale(main_grad.main_grad, gradient, upstream, add=True)
+                else:
+                    main_grad.main_grad.view(-1)[:1].mul_(upstream)
+                out[1] = main_grad.gradient()
             else:
                 out[i] = torch.empty_like(gradient, dtype=dtype)
                 scale(out[i], gradient, upstream)
-        if main_grad is not None and ctx.needs_input_grad[1]:
-            out[1] = main_grad.gradient()
         return *out, *(None,) * (6 + len(of_statistics))
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .api import Options, Transform, resolve_shard, run_statistics
+from .api import Options, Teacher, Transform, resolve_shard, run_statistics
 from .autograd import TokenSums, runs_here
 from .backends import resolve_backend
-from .linear import FEWEST, Head, Linear, Picked, attached
+from .linear import FEWEST, Head, Linear, Picked, of_teacher
 from .reduce import REDUCTIONS, Monomial, Reduction, SumsPlan, masked, metric_sums, nonzero
 from .sequences import SEQUENCE_REDUCTIONS, Sequences
 from .shard import VocabShard
@@ -172,8 +172,9 @@ class HeadLoss(nn.Module):
         One sweep needs: a reduction other than "none"; terms whose functions are `Term.tokenwise` (monomials and the
         built-in ones but for those that take "sequences" or look at all tokens); a denominator that is known before the
         logits are (for terms with a `Term.token_weight`, class weights say, the caller's); no gradient of weights,
-        denominator or inputs; and gradients to be wanted at all (torch.is_grad_enabled()); not torch.compile. The
-        statistics of its output cannot be differentiated: who tries hears so.
+        denominator or inputs; a declared `Linear.upstream` (the loss scale) in float16; and gradients to be wanted at
+        all (torch.is_grad_enabled()); not torch.compile. The statistics of its output cannot be differentiated: who
+        tries hears so.
         """
         linear = linear or Linear()
         shard = resolve_shard(weight.t() if weight.dim() == 2 else weight, shard)
@@ -184,13 +185,12 @@ class HeadLoss(nn.Module):
             hidden, weight, call.labels, bias, shard, self.want, transform, call.inputs.get("teacher"),
             self._local_total_weight(shard), self.ignore_index, self.options, linear,
         )  # fmt: skip
-        obstacle = self._why_not_one_sweep(call)
+        obstacle = self._why_not_one_sweep(call, head)
         one_sweep = obstacle is None and linear.mode == "one_sweep"
         if linear.mode == "one_sweep" and obstacle is not None and torch.is_grad_enabled():
             raise ValueError(f"mode='one_sweep' is not possible: {obstacle}; use 'recompute'")
         if linear.mode == "auto" and obstacle is None:
-            tokens = head.one_sweep_tokens()
-            one_sweep = tokens is not None and tokens >= min(FEWEST, call.labels.numel())
+            one_sweep = head.one_sweep_tokens() >= min(FEWEST, call.labels.numel())
         if not one_sweep:
             if linear.upstream is not None and torch.is_grad_enabled():
                 raise ValueError(
@@ -200,50 +200,62 @@ class HeadLoss(nn.Module):
             return self._output(call, stats, reduction=self._reduction_of(call, stats))
         if call.denominator is None and self.reduction == "mean":
             valid = call.labels != self.ignore_index
-            total = masked(call.weight, valid).sum() if call.weight is not None else valid.sum().clamp(min=1)
-            call = call._replace(denominator=total)
-        stats, found = head.one_sweep(
-            call.labels, self.options, lambda stats, here: self._part(call, head.rows, stats, here)
-        )
+            weights = valid if call.weight is None else masked(call.weight, valid)
+            total = weights.sum(dtype=torch.float32)
+            call = call._replace(denominator=total.clamp(min=1) if call.weight is None else total)
+        stats, found = head.one_sweep(call.labels, self.options, self._loss_of_block(call, head.rows))
         with torch.no_grad():
             out = self._output(call, stats, reduction=self._reduction_of(call, stats))
-        loss, stats = attached(head, out.loss, stats, found)
+        loss, stats = head.attached(out.loss, stats, found)
         return out._replace(loss=loss, stats=stats)
 
-    def _part(self, call: _Call, rows, stats, here: slice) -> torch.Tensor:
-        """What some tokens, by their place in the order of `rows`, add to the loss."""
+    def _loss_of_block(self, call: _Call, rows):
+        """-> function(statistics of some tokens [n], their slice of the order of `rows`): what they add to the loss."""
 
-        def part(x):
-            return rows.flatten(x)[here] if isinstance(x, torch.Tensor) and x.dim() else x
+        def flat(x, _=None):
+            return rows.flatten(x) if isinstance(x, torch.Tensor) and x.dim() else x
 
-        inputs = {name: part(x) for name, x in call.inputs.items() if name not in ("sequences", "teacher")}
-        if (teacher := call.inputs.get("teacher")) is not None:
-            inputs["teacher"] = replace(teacher, **{f.name: part(getattr(teacher, f.name)) for f in fields(teacher)})
-        call = call._replace(inputs=inputs, sequences=None, weight=part(call.weight))
+        inputs = {name: flat(x) for name, x in call.inputs.items() if name not in ("sequences", "teacher")}
+        weight, teacher = flat(call.weight), call.inputs.get("teacher")
+        if isinstance(teacher, Teacher):
+            teacher = replace(teacher, logits=None)  # terms are functions of statistics
+        teacher = teacher and of_teacher(teacher, flat)
+        functions = call.functions[: len(self.terms)]
         evaluate = self._evaluate or self._own_evaluate()
-        values, *_ = evaluate(call.functions[: len(self.terms)], [], stats, inputs, None)
-        call = call._replace(functions=call.functions[: len(self.terms)])
-        return self._sums(call, stats, values, self._reduction_of(call, stats))[0]
+
+        def loss_of(stats, here: slice) -> torch.Tensor:
+            def part(x, _=None):
+                return x[here] if isinstance(x, torch.Tensor) and x.dim() else x
+
+            of_block = {name: part(x) for name, x in inputs.items()}
+            if teacher is not None:
+                of_block["teacher"] = of_teacher(teacher, part)
+            block = call._replace(inputs=of_block, weight=part(weight), functions=functions, sequences=None)
+            values, *_ = evaluate(functions, [], stats, of_block, None)
+            return self._sums(block, stats, values, self._reduction_of(block, stats))[0]
+
+        return loss_of
 
     def _of_valid_tokens(self, call: _Call, hidden, weight, bias, shard, transform, linear) -> HeadLossOutput:
         if call.sequences is not None:
             raise ValueError("max_valid_tokens drops tokens of sequences, got the input 'sequences'")
-        picked = Picked(call.labels, self.ignore_index, linear.max_valid_tokens)
-        inputs = {name: picked(x) for name, x in call.inputs.items() if name != "teacher"}
+        picked = Picked(call.labels, self.ignore_index, linear.max_valid_tokens, self.options, shard.vocab_size)
+        inputs = {name: picked(x, name) for name, x in call.inputs.items() if name != "teacher"}
         if "teacher" in call.inputs:
             inputs["teacher"] = picked.teacher(call.inputs["teacher"])
         out = self.linear(
-            picked(hidden), weight, picked(call.labels), bias=bias, shard=shard, token_weight=picked(call.token_weight),
+            picked(hidden, "hidden states"), weight, picked(call.labels, "labels"), bias=bias, shard=shard,
+            token_weight=picked(call.token_weight, "token_weight"),
             denominator=call.denominator, transform=picked.transform(transform), inputs=inputs,
             linear=replace(linear, max_valid_tokens=None),
         )  # fmt: skip
-        if self.reduction == "none":
-            loss = picked.spread_one(out.loss, 0.0, torch.nan)
-        else:
-            loss = out.loss * torch.where(picked.missing, torch.nan, 1.0)
-        return out._replace(loss=loss, stats=picked.spread(out.stats, call.labels))
+        unknown = torch.where(picked.missing, torch.nan, 1.0)
+        loss = picked.spread_one(out.loss, 0.0, torch.nan) if self.reduction == "none" else out.loss * unknown
+        terms, metrics = ({name: x * unknown for name, x in sums.items()} for sums in (out.terms, out.metrics))
+        stats = picked.spread(out.stats, call.labels)
+        return out._replace(loss=loss, count=out.count * unknown, terms=terms, metrics=metrics, stats=stats)
 
-    def _why_not_one_sweep(self, call: _Call) -> str | None:
+    def _why_not_one_sweep(self, call: _Call, head: Head) -> str | None:
         """From what all ranks know."""
         loose = [t.name for t in self.terms if not t.tokenwise and not isinstance(t.function, Monomial)]
         own = [term.name for term in self.terms if term.token_weight is not None]
@@ -260,6 +272,10 @@ class HeadLoss(nn.Module):
             return f"the terms {own} have denominators of their own, and the caller gave none"
         if any(isinstance(x, torch.Tensor) and x.requires_grad for x in constants):
             return "weights, denominator or inputs require a gradient"
+        if head.inputs.logits.dtype == torch.float16 and head.linear.upstream is None:
+            return (
+                "float16 gradients underflow before they are scaled, unless the upstream is declared (the loss scale)"
+            )
         return None
 
     def _call(self, labels, shard, device, token_weight, denominator, inputs) -> _Call:

@@ -25,7 +25,6 @@ from .shard import VocabShard
 from .stats import HeadSpec, Inputs, VocabStatistics
 
 MODES = ("auto", "one_sweep", "recompute")
-DEFAULT_BLOCK = 128 << 20
 FEWEST = 512  # tokens of a block below which summing dW costs more than making the logits again
 _log = logging.getLogger("tp_headloss")
 
@@ -49,12 +48,12 @@ class Linear:
     budget: bytes beyond inputs, dH and dW: a block of logits and, where sums over blocks are not what is returned, fp32
     memory for them (of dH or dW if these are of half precision). None: 128 MiB for a block and, in half precision, fp32
     memory for the smaller of dH and dW ("one_sweep": for dW), or what is needed at least. A rank whose shard is larger
-    than an even share takes accordingly more.
+    than an even share takes accordingly more; what autocast converts and "reduce_scatter" gathers is not counted.
 
     main_grad: add dW to ``weight.main_grad`` (fp32, Megatron's) instead of returning it, and set Megatron's flags.
     upstream: the gradient that will arrive at the loss of a one-sweep head (a number or a scalar tensor), where that is
-    known: then dW goes into main_grad during the forward, without memory in between; one backward must follow. Another
-    gradient than the declared one makes dH NaN.
+    known (a loss scale, say): it is in the gradients before they are rounded, and with main_grad dW goes there during
+    the forward, without memory in between; one backward must follow. Another gradient than that makes dH NaN.
 
     max_valid_tokens: tokens that are not ignored, or a bound on them, where the caller knows it: all others are dropped
     before the GEMMs, without a host synchronisation. If there are more, the rest of them become NaN.
@@ -118,9 +117,10 @@ def linear_vocab_statistics(
     if linear.upstream is not None:
         raise ValueError(f"upstream is of a one-sweep HeadLoss.linear, got {linear.upstream}")
     if linear.max_valid_tokens is not None:
-        picked = Picked(labels, ignore_index, linear.max_valid_tokens)
+        shard = resolve_shard(weight.t(), shard)
+        picked = Picked(labels, ignore_index, linear.max_valid_tokens, options, shard.vocab_size)
         stats = linear_vocab_statistics(
-            picked(hidden), weight, picked(labels), bias=bias, shard=shard, want=want,
+            picked(hidden, "hidden states"), weight, picked(labels, "labels"), bias=bias, shard=shard, want=want,
             transform=picked.transform(transform), teacher=picked.teacher(teacher), total_weight=total_weight,
             ignore_index=ignore_index, options=options, linear=replace(linear, max_valid_tokens=None),
         )  # fmt: skip
@@ -173,132 +173,175 @@ class Head(NamedTuple):
         flat = hidden.reshape(-1, hidden.shape[-1]) if scattered else rows.flatten(hidden)
         return cls(flat, weight, inputs, rows, shard, spec, linear)
 
-    def sizes(self, weight_sums: bool = True) -> sweeps.Sizes:
-        """Of an even share of the vocabulary: what all ranks know of each other's shards, so that they agree."""
-        dtype, half = self.inputs.logits.dtype, (torch.bfloat16, torch.float16)
-        width = -(-self.shard.vocab_size // self.shard.world_size)
-        return sweeps.Sizes(
-            max(1, self.inputs.logits.shape[0]), width, self.hidden.shape[-1], dtype.itemsize,
-            sums=self.hidden.dtype in half, weight_sums=weight_sums and self.weight.dtype in half,
-        )  # fmt: skip
+    @property
+    def of_linear(self) -> LinearSpec:
+        linear = self.linear
+        weight_sums = self.weight.dtype.itemsize == 2 and not linear.main_grad
+        return LinearSpec(self.inputs.logits.dtype, linear.budget or 0, weight_sums, linear.hidden_grad)
 
-    def budget(self, planner, sizes: sweeps.Sizes, sums: int) -> int:
-        """The caller's, or what stands in `Linear`; sums: bytes that cannot be done without."""
-        if self.linear.budget is not None:
-            return self.linear.budget
-        smaller = 4 * sizes.hidden * min(sizes.tokens, sizes.width) if sizes.sums else 0
-        budget = DEFAULT_BLOCK + max(smaller, sums)
-        return budget if planner(sizes, budget) is not None else sweeps.least_budget(planner, sizes)
+    @property
+    def reduces(self) -> bool:
+        """Whether there is a collective for the hidden states' gradient, whoever requires one."""
+        return self.linear.hidden_grad != "none" and self.spec.world_size > 1
 
     def recompute(self, labels, options) -> VocabStatistics:
-        linear = self.linear
-        sizes, planner = self.sizes(not linear.main_grad), sweeps.recompute_blocks
-        if torch.compiler.is_compiling():  # which would trace through the cache and warn about it
-            planner = planner.__wrapped__
-        blocks = planner(sizes, self.budget(planner, sizes, 0))
-        if blocks is None:
-            _refuse(planner, sizes, linear.budget)
-        of_linear = LinearSpec(self.inputs.logits.dtype, *blocks, linear.hidden_grad)
-        main_grad = MainGrad(self.weight) if linear.main_grad else None
-        _say(f"recompute: logits of {blocks.forward} tokens forward, {blocks.tokens} x {blocks.columns} backward")
-        values = LinearStatistics.apply(self.hidden, self.weight, *self.inputs[1:], main_grad, self.spec, of_linear)
+        _say("recompute")
+        main_grad, everywhere = MainGrad(self.weight) if self.linear.main_grad else None, None
+        if self.reduces and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            everywhere = self.hidden.new_empty(0).requires_grad_()
+        values = LinearStatistics.apply(
+            self.hidden, self.weight, *self.inputs[1:], main_grad, everywhere, self.spec, self.of_linear
+        )
         return assembled(values, self.rows, labels, self.shard, (options or DEFAULTS).check)
 
-    def one_sweep_tokens(self) -> int | None:
-        """Of a block, the same on all ranks; None if the budget has no room for one."""
-        linear = self.linear
-        sizes, planner = self.sizes(not linear.main_grad), sweeps.one_sweep_tokens
-        of_weight = 4 * sizes.width * sizes.hidden
+    def one_sweep_tokens(self) -> int:
+        """Of a block, the same on all ranks; 0 if the budget has no room for one (a ValueError if mode says so)."""
+        linear, sizes, planner = self.linear, self.of_linear.sizes(self.hidden, self.spec), sweeps.one_sweep_tokens
+        of_weight, forced = 4 * sizes.width * sizes.hidden, linear.mode == "one_sweep"
         own = of_weight if linear.main_grad and linear.upstream is None else 0
-        least = of_weight if linear.mode == "one_sweep" and (own or sizes.weight_sums) else 0
-        return planner(sizes, max(0, self.budget(planner, sizes, least) - own))
+        least = of_weight if forced and (own or sizes.weight_sums) else 0
+        tokens = sweeps.planned(planner, sizes, linear.budget, least, own)
+        if tokens is None and forced:
+            raise ValueError(sweeps.refusal(planner, sizes, linear.budget, own))
+        return tokens or 0
 
-    def one_sweep(self, labels, options, loss_of) -> tuple[VocabStatistics, tuple]:
-        """-> statistics without gradients, and those of hidden states, weight and bias for `OneSweep`.
+    def one_sweep(self, labels, options, loss_of) -> tuple[VocabStatistics, OneSweepGradients]:
+        """-> statistics without gradients, and those of hidden states, weight and bias.
 
         loss_of(statistics of some tokens [n], their slice of the flat order) -> that part of the loss [].
         """
-        linear, spec, inputs = self.linear, self.spec, self.inputs
-        tokens, flat_labels = self.one_sweep_tokens(), inputs.labels
-        if tokens is None:
-            _refuse(sweeps.one_sweep_tokens, self.sizes(not linear.main_grad), linear.budget)
-        declared = 1.0 if linear.upstream is None else linear.upstream
-        if not isinstance(declared, torch.Tensor):  # filled there, where a copy would wait for the device
-            declared = torch.full((), declared, device=self.hidden.device)
+        linear, spec, inputs, check = self.linear, self.spec, self.inputs, (options or DEFAULTS).check
+        tokens, flat_labels, upstream = self.one_sweep_tokens(), inputs.labels, linear.upstream
+        if isinstance(upstream, torch.Tensor):
+            upstream = upstream.detach().clone()  # the caller may change it
+        else:  # filled there, where a copy would wait for the device
+            upstream = torch.full((), 1.0 if upstream is None else upstream, device=self.hidden.device)
         direct = linear.main_grad and linear.upstream is not None
-        _say(f"one sweep: logits of {tokens} tokens")
+        if check:  # before anything is added to a main_grad
+            check_range(labels, spec.ignore_index, spec.vocab_size)
+        _say("one sweep")
 
         def objective(values, flags, here):
             leaves = [row.detach().requires_grad_() for row in values]
             by_name, _ = named(leaves, flags, True, spec.want)
-            with torch.enable_grad():
+            # a checkpoint around the head must not see this graph, or it would compute everything again
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
                 stats = {name: by_name.get(name) for name in OUTPUTS if name != "owners"}
                 stats = VocabStatistics(**stats, labels=flat_labels[here], vocab_size=spec.vocab_size)
                 loss = loss_of(stats, here)
+            if not loss.requires_grad:
+                return kernel_grads({"lse": torch.zeros_like(leaves[0])})
+            if here.start == 0 and _depends_on_others(loss, leaves):
+                raise ValueError(
+                    "a tokenwise term depends on something else that requires a gradient, which one sweep does not "
+                    "compute: use mode='recompute'"
+                )
             names = [name for name in by_name if name in DIFFERENTIABLE]
-            grads = torch.autograd.grad(loss, [by_name[n] for n in names], declared.to(loss.dtype), allow_unused=True)
+            grads = torch.autograd.grad(loss, [by_name[n] for n in names], upstream.to(loss.dtype), allow_unused=True)
             return kernel_grads(dict(zip(names, grads)))
 
-        reduced = linear.hidden_grad != "none" and spec.world_size > 1
-        of_linear = LinearSpec(inputs.logits.dtype, tokens, tokens, 0, linear.hidden_grad)
-        types = torch.float32 if linear.main_grad else self.weight.dtype
         wanted = sweeps.Gradients(
-            self.hidden.dtype if self.hidden.requires_grad or reduced else None,
-            types if self.weight.requires_grad else None,
+            self.hidden.dtype if self.hidden.requires_grad or self.reduces else None,
+            (torch.float32 if linear.main_grad else self.weight.dtype) if self.weight.requires_grad else None,
             None if inputs.bias is None or not inputs.bias.requires_grad else inputs.bias.dtype,
             self.weight.main_grad if direct and self.weight.requires_grad else None,
         )
+        if direct:  # raises if there are any
+            message = "a declared upstream with main_grad adds to it in the forward: this head cannot be checkpointed"
+            with torch.autograd.graph.disable_saved_tensors_hooks(message):
+                pass
         with torch.no_grad(), torch.autocast(self.hidden.device.type, enabled=False):
-            operands = of_linear.operands(self.hidden.detach(), self.weight.detach(), spec)
+            operands = self.of_linear.operands(self.hidden.detach(), self.weight.detach(), spec)
             plain = Inputs(*(None if x is None else x.detach() for x in inputs))
             values, flags, of_hidden, out = sweeps.one_sweep(
                 *operands, plain, spec, tokens, objective, wanted, linear.hidden_grad
             )
-            of_weight = None if wanted.main_grad is not None else out.sum
-            found = of_hidden, of_weight, out.bias
         by_name, _ = named(values.unbind(0), flags, True, spec.want)
-        stats = assembled(
-            [by_name.get(name) for name in OUTPUTS], self.rows, labels, self.shard, (options or DEFAULTS).check
+        stats = assembled([by_name.get(name) for name in OUTPUTS], self.rows, labels, self.shard, check)
+        of_weight = None if wanted.main_grad is not None else out.sum
+        declared = None if linear.upstream is None else upstream
+        return stats, OneSweepGradients((of_hidden, of_weight, out.bias), declared)
+
+    def attached(self, loss: torch.Tensor, stats: VocabStatistics, found: OneSweepGradients):
+        """A loss [] and the statistics of `one_sweep`, with the gradients that were found."""
+        tensors = {name: x for name in OUTPUTS if isinstance(x := getattr(stats, name, None), torch.Tensor)}
+        differentiable = sum(name in DIFFERENTIABLE for name in tensors)  # they come first
+        main_grad = MainGrad(self.weight) if self.linear.main_grad else None
+        loss, *passed = OneSweep.apply(
+            self.hidden, self.weight, self.inputs.bias, loss, found.gradients, main_grad, found.declared,
+            self.spec.backend, differentiable, *tensors.values(),
+        )  # fmt: skip
+        return loss, stats._replace(**dict(zip(tensors, passed)))
+
+
+class OneSweepGradients(NamedTuple):
+    gradients: tuple  # of hidden states, weight and bias, None where not wanted or in a main_grad
+    declared: torch.Tensor | None  # the upstream gradient that is in them
+
+
+def _same(x):
+    return x
+
+
+def _depends_on_others(loss: torch.Tensor, leaves) -> bool:
+    """Whether its graph ends in anything but the leaves."""
+    known, todo, seen = {id(leaf) for leaf in leaves}, [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None and id(variable) not in known:
+            return True
+        todo += [after for after, _ in node.next_functions]
+    return False
+
+
+def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int):
+    """A ValueError that names the first label that is neither ignored nor an id."""
+    bad = ((labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))).flatten().nonzero()
+    if len(bad):
+        token = int(bad[0])
+        raise ValueError(
+            f"label of token {token} (flat index) must be the ignore_index or in [0, {vocab_size}), got "
+            f"{int(labels.flatten()[token])}; {len(bad)} such tokens"
         )
-        return stats, found
 
 
-def attached(head: Head, loss: torch.Tensor, stats: VocabStatistics, found) -> tuple[torch.Tensor, VocabStatistics]:
-    """A loss [] and the statistics of `Head.one_sweep`, with the gradients that were found."""
-    tensors = {name: x for name in OUTPUTS if isinstance(x := getattr(stats, name, None), torch.Tensor)}
-    differentiable = sum(name in DIFFERENTIABLE for name in tensors)  # they come first
-    main_grad = MainGrad(head.weight) if head.linear.main_grad else None
-    loss, *tensors_ = OneSweep.apply(
-        head.hidden, head.weight, head.inputs.bias, loss, found, main_grad, head.linear.upstream,
-        head.spec.backend, differentiable, *tensors.values(),
-    )  # fmt: skip
-    return loss, stats._replace(**dict(zip(tensors, tensors_)))
+def of_teacher(teacher, function):
+    """A teacher whose tensors are what function(tensor, name) makes of them."""
+    tensors = {f.name: x for f in fields(teacher) if isinstance(x := getattr(teacher, f.name), torch.Tensor)}
+    return replace(teacher, **{name: function(x, f"teacher.{name}") for name, x in tensors.items()})
 
 
 class Picked:
     """The tokens that are not ignored, at most `count` of them, in their order; then ignored ones."""
 
-    def __init__(self, labels: torch.Tensor, ignore_index: int, count: int):
+    def __init__(self, labels: torch.Tensor | None, ignore_index: int, count: int, options, vocab_size: int):
         if labels is None:
             raise ValueError("max_valid_tokens drops tokens by their labels, got none")
+        if options is not None and options.check:  # here, where a token's place is known
+            check_range(labels, ignore_index, vocab_size)
         self.lead, valid = labels.shape, (labels != ignore_index).reshape(-1)
         self.valid = valid
         self.order = torch.sort((~valid).to(torch.uint8), stable=True).indices[:count]
         self.missing = valid.sum() > count  # tokens that should have been picked
 
-    def __call__(self, x):
+    def __call__(self, x, name: str):
         """[.., *] -> [count, *]"""
-        return x.reshape(-1, *x.shape[len(self.lead) :])[self.order] if isinstance(x, torch.Tensor) else x
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.shape[: len(self.lead)] != self.lead:
+            raise ValueError(f"{name} must begin with the labels' shape {list(self.lead)}, got {list(x.shape)}")
+        return x.reshape(-1, *x.shape[len(self.lead) :]).index_select(0, self.order)
 
     def transform(self, transform: Transform | None) -> Transform | None:
-        return transform and replace(transform, temperature=self(transform.temperature))
+        return transform and replace(transform, temperature=self(transform.temperature, "temperature"))
 
     def teacher(self, teacher):
         if isinstance(teacher, Teacher):
             raise ValueError("max_valid_tokens would copy the teacher's logits, got a Teacher: drop the tokens before")
-        return teacher and replace(
-            teacher, **{field.name: self(getattr(teacher, field.name)) for field in fields(teacher)}
-        )
+        return teacher and of_teacher(teacher, self)
 
     def spread_one(self, x: torch.Tensor, ignored, missing) -> torch.Tensor:
         """[count] -> [..]"""
@@ -329,27 +372,27 @@ def _validate(hidden, weight, linear: Linear) -> torch.dtype:
         raise TypeError(f"hidden states and weight must have one dtype, got {hidden.dtype} and {weight.dtype}")
     else:
         dtype = hidden.dtype
-    if linear.main_grad:
+    if linear.main_grad and weight.requires_grad:
         if torch.compiler.is_compiling():
             raise ValueError("main_grad=True is for eager: under torch.compile, let dW be returned")
         main_grad = getattr(weight, "main_grad", None)
         fits = main_grad is not None and main_grad.shape == weight.shape and main_grad.is_contiguous()
-        if not fits or main_grad.dtype != torch.float32:
-            got = None if main_grad is None else f"{main_grad.dtype} {list(main_grad.shape)}, {main_grad.stride()}"
-            shape = list(weight.shape)
-            raise ValueError(f"main_grad=True needs weight.main_grad, fp32, contiguous, of shape {shape}, got {got}")
+        if not fits or main_grad.dtype != torch.float32 or main_grad.device != weight.device:
+            got = None
+            if main_grad is not None:
+                got = main_grad.dtype, list(main_grad.shape), main_grad.stride(), main_grad.device
+            raise ValueError(
+                f"main_grad=True needs weight.main_grad, fp32, contiguous, {list(weight.shape)} on {weight.device}, "
+                f"got {got}"
+            )
     return dtype
-
-
-def _refuse(planner, sizes: sweeps.Sizes, budget: int):
-    least = sweeps.least_budget(planner, sizes)
-    raise ValueError(f"budget must be at least {least} bytes for blocks of {sweeps.TILE} tokens, got {budget}")
 
 
 _said: set[str] = set()
 
 
-def _say(what: str):
-    if what not in _said and not torch.compiler.is_compiling():
-        _said.add(what)
-        _log.info("linear head: %s", what)
+def _say(mode: str):
+    """The first time at INFO, then at DEBUG."""
+    if not torch.compiler.is_compiling():
+        _log.log(logging.DEBUG if mode in _said else logging.INFO, "linear head: %s", mode)
+        _said.add(mode)

@@ -115,6 +115,24 @@ def least_budget(planned, sizes: Sizes) -> int:
     return high
 
 
+DEFAULT_BLOCK = 128 << 20  # bytes
+
+
+def planned(planner, sizes: Sizes, budget: int | None, least: int = 0, reserved: int = 0):
+    """What `planner` makes of a budget, None if that is too small. Without one: room for a block and, in half
+    precision, the smaller of the sums in fp32, at least `least` bytes. reserved: what somebody else holds."""
+    if budget is not None:
+        return planner(sizes, max(0, budget - reserved))
+    smaller = 4 * sizes.hidden * min(sizes.tokens, sizes.width) if sizes.sums else 0
+    default = DEFAULT_BLOCK + max(smaller, least) - reserved
+    return planner(sizes, max(0, default)) or planner(sizes, least_budget(planner, sizes))
+
+
+def refusal(planner, sizes: Sizes, budget: int, reserved: int = 0) -> str:
+    least = reserved + least_budget(planner, sizes)
+    return f"budget must be at least {least} bytes for blocks of {TILE} tokens, got {budget}"
+
+
 _SUMS_IN_FP32 = "dtype" in torch.ops.aten.mm.overloads()  # since torch 2.8
 
 
@@ -125,9 +143,13 @@ def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = Fa
             out.zero_()
     elif out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-    elif a.is_cuda and _SUMS_IN_FP32:
+    elif a.is_cuda and _SUMS_IN_FP32 and out.dtype == torch.float32:
         dtype = {"out_dtype": out.dtype, "out": out}
         torch.addmm(out, a, b, **dtype) if add else torch.mm(a, b, **dtype)
+    elif out.dtype.itemsize == 2:  # of another half precision
+        exact = out.to(torch.float32)
+        multiply(exact, a, b, add)
+        out.copy_(exact)
     else:
         multiply(out, a.to(out.dtype), b.to(out.dtype), add)
 
@@ -220,8 +242,10 @@ def gradient(hidden, weight, inputs: Inputs, merged, grads, spec: HeadSpec, bloc
     """Upstream gradients of the statistics -> dH (reduced as `how` says), fp32 or final dW (None if it went into the
     main_grad), and the bias's gradient; None where not wanted."""
     n, width = hidden.shape[0], weight.shape[0]
-    tokens, ids = _slices(n, blocks.tokens), _slices(width, blocks.columns)
-    buffer = _Buffer(hidden, weight, min(blocks.tokens, n), min(blocks.columns, width))
+    share = -(-spec.vocab_size // spec.world_size)
+    columns = width if blocks.columns >= share else blocks.columns  # whole means whole, also for a larger shard
+    tokens, ids = _slices(n, blocks.tokens), _slices(width, columns)
+    buffer = _Buffer(hidden, weight, min(blocks.tokens, n), min(columns, width))
     out = _Weight(weight, wanted, len(tokens))
     of_hidden = end = None
     if wanted.hidden is not None:
