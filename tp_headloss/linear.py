@@ -37,8 +37,9 @@ class Linear:
     labels and statistics are of all S) or "none" (this rank's part alone: the caller adds them up).
 
     These collectives depend on nothing else: with a group, "all_reduce" and "reduce_scatter" compute and reduce dH in
-    every backward, even where this rank's hidden states require no gradient; for frozen ones say "none" on every rank,
-    and no dH is computed. dW is not computed for a weight that requires no gradient.
+    every backward (of one sweep: in the forward, if gradients are enabled), even where this rank's hidden states need
+    no gradient; for frozen ones say "none" on every rank, and no dH is computed. dW is not computed for a weight that
+    requires no gradient.
 
     mode: "recompute" makes the logits twice, for any loss and any use of the statistics (four GEMMs); "one_sweep"
     computes gradients in the forward (three; `HeadLoss.linear` only, where its conditions are; an exchange per block);
@@ -56,7 +57,7 @@ class Linear:
     the forward, without memory in between; one backward must follow. Another gradient than that makes dH NaN.
 
     max_valid_tokens: tokens that are not ignored, or a bound on them, where the caller knows it: all others are dropped
-    before the GEMMs, without a host synchronisation. If there are more, the rest of them become NaN.
+    before the GEMMs, without a host synchronisation. If there are more, the rest of them become NaN, and so do losses.
     """
 
     mode: str = "auto"
@@ -106,7 +107,8 @@ def linear_vocab_statistics(
 
     Several hidden states with one weight (multi-token prediction) are one call: stacked [D, .., H] with labels [D, ..].
     Logits have the operands' dtype, as torch.nn.functional.linear has it, autocast included; the bias is added in fp32.
-    fp32 products are IEEE fp32 unless torch's own switch allows TF32. dH and dW are summed in fp32 and rounded once.
+    fp32 products are IEEE fp32 unless torch's own switch allows TF32. dH and dW are summed in fp32 and rounded once, dH
+    before it is added to the other ranks'.
     Arguments otherwise as in `vocab_statistics`, errors, too; ValueError for a budget that is too small.
     """
     linear = linear or Linear()
