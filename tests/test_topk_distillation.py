@@ -247,7 +247,7 @@ def test_what_a_teacher_exports_its_student_learns(world_size, backend):
 
 def test_gradcheck_of_the_float64_path():
     x, labels, ids, log_probs, mask, _ = rows()
-    keep = [0, 5, 6, 7]
+    keep = [0, 5]
     teacher = TopKTeacher(ids[keep], log_probs[keep].double(), mask[keep], renormalize=False, student_temperature=1.7)
     terms = {pair: TopKDistillation(1.0, *pair) for pair in TOPK_DISTILLATIONS}
     heads = [HeadLoss([term], reduction="none", options=Options(backend="torch")) for term in terms.values()]
