@@ -12,6 +12,7 @@ import torch
 from .autograd import OUTPUTS, Statistics, top_entries
 from .backends import resolve_backend
 from .comm import TRANSPORTS
+from .dtensor import local, local_logits
 from .shard import VocabShard
 from .stats import OF_TEACHER, OF_TOPK, OPTIONAL, HeadSpec, Inputs, VocabStatistics
 
@@ -123,7 +124,8 @@ def vocab_statistics(
         ``options.inplace``, when the backward overwrites them and a later use of the old values by autograd raises.
     labels: int32 or int64 global ids. ``ignore_index`` wins over everything, a valid id included. Any other label
         outside ``[0, vocab_size)`` makes its token NaN on every rank (``options.check`` raises instead).
-    shard: the columns this rank owns; None means that ``logits`` hold the whole vocabulary.
+    shard: the columns this rank owns; None means that ``logits`` hold the whole vocabulary, or are a DTensor that says
+        it, ``Shard(-1)`` on one dimension of its mesh (labels and the like then plain or DTensors; results are plain).
     want: of "entropy", "total" and "argmax", with a `Teacher` of `stats.OF_TEACHER`, with a `TopKTeacher` of
         `stats.OF_TOPK`; lse is always there, log_prob and target_logit with labels. The Jensen-Shannon divergences and
         "total_variation" take a second, small collective, all others together one.
@@ -181,7 +183,8 @@ def run_statistics(
 ):
     """`vocab_statistics`, and what a `Reduction` gives (Triton backend, labels): its loss and sums, else None."""
     transform, options = transform or NO_TRANSFORM, options or DEFAULTS
-    shard = resolve_shard(logits, shard)
+    logits, shard = local_logits(logits, shard)
+    labels, transform, teacher = (local(x, shard) for x in (labels, transform, teacher))
     rows, spec, inputs = flat_inputs(
         logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options
     )
@@ -326,17 +329,6 @@ class _TokenOrder:
             return x
         lead = len(self.shape)
         return x.permute(*(self.permutation.index(d) for d in range(lead)), *range(lead, lead + len(trailing)))
-
-
-def resolve_shard(logits: torch.Tensor, shard: VocabShard | None) -> VocabShard:
-    """None stands for the whole vocabulary, as wide as the logits."""
-    if logits.dim() < 1:
-        raise ValueError("logits must have a vocabulary dimension, got a scalar")
-    if shard is None:
-        return VocabShard(0, logits.shape[-1], logits.shape[-1])
-    if not isinstance(shard, VocabShard):
-        raise TypeError(f"shard must be a VocabShard or None, got {type(shard).__name__}: see VocabShard.from_group")
-    return shard
 
 
 def _validate(logits, labels, shard, want, transform, teacher, total_weight, options) -> str:

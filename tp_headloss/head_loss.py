@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .api import Options, Teacher, Transform, resolve_shard, run_statistics
+from .api import Options, Teacher, Transform, run_statistics
 from .autograd import TokenSums, runs_here
 from .backends import resolve_backend
+from .dtensor import local, local_head, local_logits
 from .linear import FEWEST, Head, Linear, Picked, of_teacher
 from .reduce import REDUCTIONS, Monomial, Reduction, SumsPlan, masked, metric_sums, nonzero
 from .sequences import SEQUENCE_REDUCTIONS, Sequences
@@ -134,7 +135,8 @@ class HeadLoss(nn.Module):
         `TopKTeacher`.
         One collective forward; backward: no communication. Errors as in `vocab_statistics`.
         """
-        shard = resolve_shard(logits, shard)
+        logits, shard = local_logits(logits, shard)
+        labels, token_weight, transform, inputs = _local(shard, labels, token_weight, transform, inputs)
         call = self._call(labels, shard, logits.device, token_weight, denominator, inputs)
         reduction = self._reduction(call.functions, logits, call.weight, call.denominator)
         fused = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
@@ -177,7 +179,8 @@ class HeadLoss(nn.Module):
         tries hears so.
         """
         linear = linear or Linear()
-        shard = resolve_shard(weight.t() if weight.dim() == 2 else weight, shard)
+        hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
+        labels, token_weight, transform, inputs = _local(shard, labels, token_weight, transform, inputs)
         call = self._call(labels, shard, hidden.device, token_weight, denominator, inputs)
         if linear.max_valid_tokens is not None:
             return self._of_valid_tokens(call, hidden, weight, bias, shard, transform, linear)
@@ -461,6 +464,12 @@ class HeadLoss(nn.Module):
             return None
         local = self.total_weight[shard.start : shard.stop]
         return torch.nn.functional.pad(local, (0, shard.width - local.shape[0]))
+
+
+def _local(shard, labels, token_weight, transform, inputs):
+    """What may be DTensors, of this rank."""
+    inputs = {name: local(x, shard) for name, x in (inputs or {}).items()}
+    return local(labels, shard), local(token_weight, shard), local(transform, shard), inputs
 
 
 def _evaluate(functions, metrics, stats, inputs, weight):

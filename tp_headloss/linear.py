@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from . import sweeps
-from .api import DEFAULTS, NO_TRANSFORM, Options, Teacher, TopKTeacher, Transform, assembled, flat_inputs, resolve_shard
+from .api import DEFAULTS, NO_TRANSFORM, Options, Teacher, TopKTeacher, Transform, assembled, flat_inputs
 from .autograd import (
     DIFFERENTIABLE,
     OUTPUTS,
@@ -21,6 +21,7 @@ from .autograd import (
     named,
 )
 from .comm import HIDDEN_GRADS
+from .dtensor import local, local_head
 from .shard import VocabShard
 from .stats import HeadSpec, Inputs, VocabStatistics
 
@@ -118,8 +119,9 @@ def linear_vocab_statistics(
         )
     if linear.upstream is not None:
         raise ValueError(f"upstream is of a one-sweep HeadLoss.linear, got {linear.upstream}")
+    hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
+    labels, transform, teacher = (local(x, shard) for x in (labels, transform, teacher))
     if linear.max_valid_tokens is not None:
-        shard = resolve_shard(weight.t(), shard)
         picked = Picked(labels, ignore_index, linear.max_valid_tokens, options, shard.vocab_size)
         stats = linear_vocab_statistics(
             picked(hidden, "hidden states"), weight, picked(labels, "labels"), bias=bias, shard=shard, want=want,
@@ -156,7 +158,6 @@ class Head(NamedTuple):
             if transform.bias is not None:
                 raise ValueError("bias was given twice, and in the transform")
             transform = replace(transform, bias=bias)
-        shard = resolve_shard(weight.t(), shard)
         if weight.shape[0] != shard.width:
             raise ValueError(
                 f"weight must have the shard's {shard.width} rows [{shard.start}, {shard.stop}), got {weight.shape[0]}"

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from .api import DEFAULTS, NO_TRANSFORM, Options, Transform, flat_inputs, resolve_shard
+from .api import DEFAULTS, NO_TRANSFORM, Options, Transform, flat_inputs
 from .backends import eager, load_backend
 from .comm import gather_from_ranks
+from .dtensor import local, local_head, local_logits
 from .shard import VocabShard
 from .stats import finish, merge
 
@@ -56,14 +57,18 @@ def topk_log_probs(
     if weight is not None and (weight.dim() != 2 or logits.dim() < 1 or logits.shape[-1] != weight.shape[1]):
         shapes = f"{list(logits.shape)} and {list(weight.shape)}"
         raise ValueError(f"hidden states and weight must be [.., H] and [width, H], got {shapes}")
-    shard = resolve_shard(logits if weight is None else weight.T, shard)
+    if weight is None:
+        logits, shard = local_logits(logits, shard)
+    else:
+        logits, weight, _, shard = local_head(logits, weight, None, shard, "none")
+    transform = local(transform or NO_TRANSFORM, shard)
     if not 1 <= k <= shard.vocab_size:
         raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
     if ids_dtype not in (torch.int64, torch.int32) or not dtype.is_floating_point:
         raise TypeError(f"ids must be int64 or int32 and log-probs floating point, got {ids_dtype} and {dtype}")
-    transform, options = transform or NO_TRANSFORM, options or DEFAULTS
+    options = options or DEFAULTS
     if weight is None:
         rows, spec, packets, keys = _of_this_rank(logits, k, shard, transform, options)
         unflatten = rows.unflatten

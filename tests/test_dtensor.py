@@ -1,0 +1,229 @@
+"""DTensors everywhere: logits Shard(-1) and weights Shard(0), 1-D and 2-D meshes, against torch's own loss parallel."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+from torch import nn
+
+from tp_headloss import (
+    CrossEntropy,
+    Distillation,
+    HeadLoss,
+    Linear,
+    Teacher,
+    Transform,
+    VocabShard,
+    linear_vocab_statistics,
+    log_probs,
+    topk_log_probs,
+    vocab_statistics,
+)
+
+pytestmark = pytest.mark.xdist_group("ranks")
+H = 24
+
+
+def meshed(device, dp, tp):
+    """A mesh of tokens x vocabulary, 1-D without replicas."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if dp == 1:
+        return init_device_mesh(device.type, (tp,), mesh_dim_names=("tp",))
+    return init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def model_of(device, mesh, vocab, bias):
+    """hidden @ body, then the head; the head's parameters are DTensors on the whole mesh."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(1)
+    body, head = nn.Linear(H, H, bias=False), nn.Linear(H, vocab, bias=bias)
+    model = nn.ModuleDict({"body": body, "head": head}).to(device)
+    others = [Replicate()] * (mesh.ndim - 1)
+    for module, last in ((model.body, Replicate()), (model.head, Shard(0))):
+        for name, p in list(module.named_parameters()):
+            module.register_parameter(name, nn.Parameter(distribute_tensor(p.detach(), mesh, [*others, last])))
+    return model
+
+
+def tokens(device, mesh, vocab):
+    """Hidden states [8, H] and labels [8], sharded over the replicas; one label is ignored."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    generator = torch.Generator().manual_seed(5)
+    x, y = torch.randn(8, H, generator=generator), torch.randint(0, vocab, (8,), generator=generator)
+    y[2] = -100
+    split = [Shard(0)] * (mesh.ndim - 1) + [Replicate()]
+    return [distribute_tensor(z.to(device), mesh, split) for z in (x, y)]
+
+
+def gradients(model):
+    from torch.distributed.tensor import DTensor
+
+    return [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+
+
+def worst(ours, theirs):
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True))
+
+
+def against_loss_parallel(group, device, dp, tp, vocab, how):
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    mesh = meshed(device, dp, tp)
+    stock, model = model_of(device, mesh, vocab, how == "bias"), model_of(device, mesh, vocab, how == "bias")
+    hidden, labels = tokens(device, mesh, vocab)
+    with loss_parallel():
+        logits = stock.head(stock.body(hidden))
+        theirs = F.cross_entropy(logits, labels, reduction="sum")
+        theirs.backward()
+        theirs = theirs.full_tensor()
+    states = model.body(hidden)
+    head_loss = HeadLoss(reduction="sum")
+    if how == "logits":
+        out = head_loss(model.head(states), labels)
+    else:
+        mode = "recompute" if how == "recompute" else "auto"
+        out = head_loss.linear(states, model.head.weight, labels, bias=model.head.bias, linear=Linear(mode=mode))
+    out.loss.backward()
+    assert type(out.loss) is torch.Tensor and type(out.stats.log_prob) is torch.Tensor
+    loss = out.loss.detach().clone()
+    if dp > 1:  # a plain loss is of this rank's tokens
+        torch.distributed.all_reduce(loss, group=mesh.get_group("dp"))
+    ours, reference = gradients(model), gradients(stock)
+    wrong = [*ours]
+    wrong[1] = 1.01 * wrong[1]
+    return float(abs(loss - theirs) / theirs), worst(ours, reference), worst(wrong, reference)
+
+
+@pytest.mark.parametrize("dp, tp", [(1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    "how, vocab", [("logits", 61), ("logits", 64), ("recompute", 61), ("linear", 61), ("bias", 64)]
+)
+def test_losses_and_all_gradients_equal_those_of_loss_parallel(dp, tp, how, vocab):
+    for loss, grads, mutant in on_ranks(dp * tp, against_loss_parallel, dp, tp, vocab, how):
+        assert loss < 1e-6 and grads < 1e-6
+        assert mutant > 5e-3  # one percent of dW would be seen
+
+
+def everywhere(group, device):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = meshed(device, 1, 2)
+    torch.manual_seed(3)
+    whole, teacher, x, w = torch.randn(6, 61), torch.randn(6, 61), torch.randn(6, H), torch.randn(61, H)
+    whole, teacher, x, w = (z.to(device) for z in (whole, teacher, x, w))
+    labels, bias = torch.arange(6, device=device) * 10, torch.randn(61, device=device)
+    logits, of_teacher, w_shard, b_shard = (
+        distribute_tensor(z, mesh, [Shard(d)]) for z, d in ((whole, 1), (teacher, 1), (w, 0), (bias, 0))
+    )
+    shared = distribute_tensor(labels, mesh, [Replicate()])
+    pairs = {
+        "statistics": lambda z, y, _, b: vocab_statistics(z, y, want=("entropy",), transform=Transform(b)).entropy,
+        "log_probs": lambda z, y, *_: log_probs(z, y).log_prob,
+        "topk": lambda z, *_: topk_log_probs(z, 5).log_probs,
+        "distilled": lambda z, y, t, _: HeadLoss([Distillation()])(z, y, inputs={"teacher": Teacher(t)}).loss,
+    }
+    errors = {}
+    for name, function in pairs.items():
+        ours = function(logits, shared, of_teacher, b_shard)
+        errors[name] = float((ours - function(whole, labels, teacher, bias)).abs().max())
+    errors["linear"] = float(
+        (linear_vocab_statistics(x, w_shard, shared).lse - linear_vocab_statistics(x, w, labels).lse).abs().max()
+    )
+    errors["topk of hidden"] = float(
+        (topk_log_probs(x, 5, weight=w_shard).log_probs - topk_log_probs(x, 5, weight=w).log_probs).abs().max()
+    )
+    return errors
+
+
+def test_every_entry_takes_dtensors():
+    for errors in on_ranks(2, everywhere):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def partial_hidden_gradient(group, device):
+    """Sequence parallelism, and a host that adds up dH itself."""
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+    mesh = meshed(device, 1, 2)
+    torch.manual_seed(4)
+    x, w = torch.randn(8, H, device=device), torch.randn(61, H, device=device)
+    labels = torch.arange(8, device=device)
+    plain = x.clone().requires_grad_()
+    HeadLoss().linear(plain, w, labels).loss.backward()
+    weight, out = distribute_tensor(w, mesh, [Shard(0)]), []
+    for placement, how in ((Replicate(), "all_reduce"), (Replicate(), "none"), (Shard(0), "reduce_scatter")):
+        states = distribute_tensor(x, mesh, [placement]).requires_grad_()
+        HeadLoss().linear(states, weight, labels, linear=Linear(hidden_grad=how)).loss.backward()
+        placed = Partial() if how == "none" else placement
+        out.append((states.grad.placements[0] == placed, worst([states.grad.full_tensor()], [plain.grad])))
+    return out
+
+
+def test_the_hidden_gradient_says_how_it_is_placed():
+    for results in on_ranks(2, partial_hidden_gradient):
+        assert all(placed and error < 1e-6 for placed, error in results), results
+
+
+def refused(group, device, case):
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+    mesh = meshed(device, 1, 2)
+    x, w, z = torch.randn(8, H, device=device), torch.randn(64, H, device=device), torch.randn(8, 64, device=device)
+    labels = torch.arange(8, device=device)
+    if case == "replicated logits":
+        return HeadLoss()(distribute_tensor(z, mesh, [Replicate()]), labels)
+    if case == "logits of other tokens":
+        return HeadLoss()(distribute_tensor(z, mesh, [Shard(0)]), labels)
+    if case == "row-wise weight":
+        return HeadLoss().linear(x, distribute_tensor(w, mesh, [Shard(1)]), labels)
+    if case == "partial hidden states":
+        states = DTensor.from_local(x, mesh, [Partial()])
+        return HeadLoss().linear(states, distribute_tensor(w, mesh, [Shard(0)]), labels)
+    if case == "hidden states sharded on tokens":
+        states = distribute_tensor(x, mesh, [Shard(0)])
+        return HeadLoss().linear(states, distribute_tensor(w, mesh, [Shard(0)]), labels)
+    if case == "another shard":
+        shard = VocabShard.from_group(group, 61, padded_size=72)
+        return HeadLoss()(distribute_tensor(z, mesh, [Shard(1)]), labels, shard=shard)
+    if case == "another group":
+        return HeadLoss()(distribute_tensor(z, mesh, [Shard(1)]), labels, shard=VocabShard(0, 64, 64))
+    if case == "sharded labels":
+        states = distribute_tensor(labels, mesh, [Shard(0)])
+        return HeadLoss()(distribute_tensor(z, mesh, [Shard(1)]), states)
+    raise AssertionError(case)
+
+
+@pytest.mark.parametrize(
+    "case, fix",
+    [
+        ("replicated logits", "output_layouts=Shard\\(-1\\)"),
+        ("logits of other tokens", "output_layouts=Shard\\(-1\\)"),
+        ("row-wise weight", "distribute it with Shard\\(0\\)"),
+        ("partial hidden states", "redistribute to Replicate\\(\\)"),
+        ("hidden states sharded on tokens", "hidden_grad='reduce_scatter'"),
+        ("another shard", "VocabShard.from_mesh"),
+        ("another group", "leave the shard out"),
+        ("sharded labels", "Replicate\\(\\)"),
+    ],
+)
+def test_placements_that_cannot_work_are_refused_with_the_fix(case, fix):
+    for failure in on_ranks(2, refused, case, failures=True):
+        assert failure.kind == "ValueError" and re.search(fix, failure.message), failure
+
+
+def two_dimensions(group, device):
+    """A weight on both dimensions of a mesh, and plain hidden states: what do the others hold?"""
+    mesh = meshed(device, 2, 2)
+    model = model_of(device, mesh, 64, False)
+    labels = torch.arange(8, device=device)
+    HeadLoss([CrossEntropy()]).linear(torch.randn(8, H, device=device), model.head.weight, labels)
+
+
+def test_plain_hidden_states_and_a_weight_on_two_dimensions_are_refused():
+    for failure in on_ranks(4, two_dimensions, failures=True):
+        assert failure.kind == "ValueError" and "submesh of the vocabulary" in failure.message
