@@ -1,8 +1,8 @@
 """DTensors in, plain local tensors out, before anything else looks at them.
 
 Logits ``Shard(-1)`` and weights ``Shard(0)`` on one dimension of their mesh say themselves which ids a rank owns. On
-the other dimensions tokens may be sharded or replicated: every rank computes what belongs to its own tokens, and results
-are plain tensors of these. A placement that cannot work is a ValueError with the fix in it, on every rank.
+the other dimensions tokens may be sharded or replicated: every rank computes what belongs to its own tokens, and
+results are plain tensors of these. A placement that cannot work is a ValueError with the fix in it, on every rank.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _shard_of(x, dim, rows: int, shard: VocabShard | None) -> VocabShard:
     if (own.start, own.stop) != (shard.start, shard.stop) or _members(group) != _members(shard.group):
         raise ValueError(
             f"the DTensor {_placed(x)} holds ids [{own.start}, {own.stop}) in the group {_members(group)}, but the "
-            f"shard says [{shard.start}, {shard.stop}) in {_members(shard.group)}: leave the shard out, or make it with "
-            f"VocabShard.from_mesh(mesh, {shard.vocab_size}, dim, padded_size={rows})"
+            f"shard says [{shard.start}, {shard.stop}) in {_members(shard.group)}: leave the shard out, or make it "
+            f"with VocabShard.from_mesh(mesh, {shard.vocab_size}, dim, padded_size={rows})"
         )
     return shard
 

@@ -1,7 +1,7 @@
 """Cases that run inside a host's own environment, on two ranks: `launch` starts them, `main` is what the ranks do.
 
-A file of cases ends with ``main(CASES)``. A case is a function (group) -> a dict of numbers, JSON's, called once on each
-rank; rank 0's are kept. One start of two ranks serves all cases of a host, because importing one takes seconds.
+A file of cases ends with ``main(CASES)``. A case is a function (group) -> a dict of numbers, JSON's, called once on
+each rank; rank 0's are kept. One start of two ranks serves all cases of a host, because importing one takes seconds.
 """
 
 from __future__ import annotations
@@ -36,21 +36,18 @@ def launch(host: str, script: str) -> dict[str, dict]:
         env |= {"OMP_NUM_THREADS": "1", "CASES_STORE": str(store), "CASES_OUT": str(out), "WORLD_SIZE": str(RANKS)}
         env |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         command = [str(python_of(host)), "-W", "ignore", str(ROOT / "tests/hosts" / script)]
-        logs = [open(Path(folder) / f"{rank}.log", "w+") for rank in range(RANKS)]
-        ranks = [
-            subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
-            for rank, log in enumerate(logs)
-        ]
+        logs = [Path(folder) / f"{rank}.log" for rank in range(RANKS)]
+        ranks = []
+        for rank, path in enumerate(logs):
+            with path.open("w") as log:
+                env["RANK"] = str(rank)
+                ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT))
         try:
             codes = [rank.wait(timeout=600) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
-        said = ""
-        for log in logs:
-            log.seek(0)
-            said += log.read()[-4000:]
-            log.close()
+        said = "\n".join(path.read_text()[-4000:] for path in logs)
         assert not any(codes) and out.exists(), said
         return json.loads(out.read_text())
 

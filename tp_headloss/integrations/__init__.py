@@ -1,0 +1,36 @@
+"""Host frameworks, a module for each, which imports its host only when it is used.
+
+`SUPPORTED` says what the tests run with: from the first version to below the second.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+SUPPORTED = {  # distribution -> (first, below), extra of this package
+    "megatron-core": (("0.16.1", "0.20"), "megatron"),
+    "torchtitan": (("0.3.0", "0.4"), "torchtitan"),
+    "transformers": (("5.17.0", "6"), "transformers"),
+    "trl": (("1.16.0", "2"), "trl"),
+}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = []
+    for part in version.split("+")[0].split("."):
+        digits = part[: next((i for i, c in enumerate(part) if not c.isdigit()), len(part))]
+        parts.append(int(digits or 0))
+    return tuple(parts)
+
+
+def require(distribution: str) -> tuple[int, ...]:
+    """The installed version of a host, as numbers. ImportError if there is none, or one that is not supported."""
+    (first, below), extra = SUPPORTED[distribution]
+    wanted = f"{distribution} >= {first}, < {below} (pip install 'tp_headloss[{extra}]')"
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(f"this needs {wanted}, and there is none") from None
+    if not _numbers(first) <= _numbers(version) < _numbers(below):
+        raise ImportError(f"this needs {wanted}, got {version}")
+    return _numbers(version)
