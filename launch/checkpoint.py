@@ -15,6 +15,11 @@ def _replace(path: Path, write) -> None:
     os.replace(part, path)
 
 
+def of_rank(state: dict) -> dict:
+    """The model's state with the rows of this rank in place of DTensors."""
+    return {name: x.to_local() if hasattr(x, "to_local") else x for name, x in state.items()}
+
+
 def save(folder: Path, step: int, state: dict, config: dict, ranks) -> None:
     """Called by all ranks; the first data-parallel replica writes. `latest` changes after every file is in place."""
     target = folder / f"step-{step:08d}"

@@ -77,7 +77,7 @@ def load_teacher(args: Namespace, ranks: parallel.Ranks, corpus: Corpus) -> Trai
     config, state = checkpoint.load_model(Path(args.teacher) / "checkpoints")
     sizes = {name: config[name] for name in ("layers", "width", "heads")}
     teacher = Trainer(Namespace(**{**vars(args), **sizes}), ranks, corpus)
-    teacher.model.load_whole(state)
+    teacher.model.load_state_dict(state)
     return teacher
 
 
@@ -85,10 +85,10 @@ def distil(student: Trainer, term: Term) -> None:
     """Where a batch has a teacher (training does, validation does not), `term` takes its weight of cross-entropy's."""
     alone = student.objective
     terms = [CrossEntropy(1 - term.weight), term, ZLoss(student.args.z_weight)]
-    taught = sharded_objective(student.shard, terms)
+    taught = sharded_objective(student.model.output, terms)
 
-    def objective(logits, labels, tokens, teacher=None):
-        return alone(logits, labels, tokens) if teacher is None else taught(logits, labels, tokens, teacher=teacher)
+    def objective(hidden, labels, tokens, teacher=None):
+        return alone(hidden, labels, tokens) if teacher is None else taught(hidden, labels, tokens, teacher=teacher)
 
     student.objective = objective
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import parallel
-from model import Rows, Transformer
+from model import Transformer
 from tp_headloss import (
     Entropy,
     HeadLoss,
@@ -30,7 +30,6 @@ from tp_headloss import (
     Sequences,
     VocabShard,
     combine_metrics,
-    log_probs,
     reduce_metrics,
     vocab_statistics,
 )
@@ -112,7 +111,6 @@ class Trainer:
             raise SystemExit(f"--prompts must be a multiple of replicas x minibatches = {ranks.dp * args.minibatches}")
         padded = -(-args.vocab // args.pad_to) * args.pad_to
         self.shard = VocabShard.from_group(ranks.tp_group, args.vocab, padded_size=padded)
-        self.rows = Rows(self.shard.start, self.shard.stop, padded)
         self.policy, self.reference = self._transformer(), self._transformer()
         self.sharded, self.replicated = self.policy.sharded_parameters(), self.policy.replicated_parameters()
         self.optimizer = torch.optim.Adam([*self.sharded, *self.replicated], lr=args.lr, betas=(0.9, 0.95))
@@ -125,7 +123,7 @@ class Trainer:
 
     def _transformer(self):
         a, length = self.args, 2 * self.args.longest + 1  # prompt and answer, without the last id: it is never an input
-        model = Transformer(self.rows, a.width, a.layers, a.heads, length, a.seed, self.ranks.tp_group)
+        model = Transformer(self.shard, a.width, a.layers, a.heads, length, a.seed)
         return model.to(self.ranks.device)
 
     @torch.no_grad()
@@ -138,8 +136,8 @@ class Trainer:
         prompt, done = ids.shape[1], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for _ in range(self.task.longest + 1):
             logits = self.policy.output(self.policy(ids)[:, -1])
-            noise = -torch.empty(self.samples, self.rows.total).exponential_(generator=generator).log()
-            noise = noise[samples, self.rows.start : self.rows.stop].to(logits.device)
+            noise = -torch.empty(self.samples, self.shard.padded_size).exponential_(generator=generator).log()
+            noise = noise[samples, self.shard.start : self.shard.stop].to(logits.device)
             sampled = vocab_statistics(logits + noise, shard=self.shard, want=("argmax",)).argmax
             sampled = sampled.masked_fill(done, END)
             done = sampled == END
@@ -149,8 +147,7 @@ class Trainer:
     @torch.no_grad()
     def score(self, model: Transformer, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """inputs, labels [N, T] -> log-probs [N, T] of the labels, for a policy that is not trained on them."""
-        logits = model.output(model(inputs))
-        return log_probs(logits, labels, shard=self.shard, entropy=False, differentiable=False).log_prob
+        return model.output.statistics(model(inputs), labels).log_prob
 
     def rollouts(self, step: int) -> tuple[dict, dict]:
         """What `update` takes, [N, ..] for the samples of this replica, and the sums of rewards."""
@@ -179,10 +176,10 @@ class Trainer:
 
     def update(self, inputs, labels, **signals) -> dict:
         """One clipped update by a minibatch. -> this replica's sums and extremes of metrics."""
-        out = self.head_loss(
-            self.policy.output(self.policy(inputs)),
+        out = self.policy.output(
+            self.policy(inputs),
             labels,
-            shard=self.shard,
+            head_loss=self.head_loss,
             denominator=self.samples // self.args.minibatches,  # sequences of all replicas
             inputs={**signals, "sequences": Sequences.from_mask(labels != IGNORE)},
         )

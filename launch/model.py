@@ -1,54 +1,12 @@
 """A small decoder-only transformer whose vocabulary matrices hold only the rows of one shard."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parallel import copy_to_shards, sum_over_shards
+from tp_headloss import Init, VocabParallelEmbedding, VocabParallelHead, VocabShard
 
 SHARDED = ("embedding.weight", "output.weight")  # parameters of `Transformer`; all others are replicated
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows [start, stop) of a vocabulary matrix that has `total` rows, padding included."""
-
-    start: int
-    stop: int
-    total: int
-
-    def normal(self, width: int, std: float, seed: int) -> nn.Parameter:
-        # The whole matrix is drawn and then cut, so that it does not depend on the number of shards.
-        whole = torch.randn(self.total, width, generator=torch.Generator().manual_seed(seed))
-        return nn.Parameter(std * whole[self.start : self.stop])
-
-
-class VocabParallelEmbedding(nn.Module):
-    """ids [B, T] replicated -> [B, T, H] replicated; weight [rows, H] sharded; forward: one all-reduce."""
-
-    def __init__(self, rows, width, seed, group):
-        super().__init__()
-        self.rows, self.group = rows, group
-        self.weight = rows.normal(width, 1.0, seed)
-
-    def forward(self, ids):
-        owned = (ids >= self.rows.start) & (ids < self.rows.stop)
-        local = F.embedding((ids - self.rows.start).masked_fill(~owned, 0), self.weight)
-        return sum_over_shards(local * owned.unsqueeze(-1), self.group)
-
-
-class VocabParallelOutput(nn.Module):
-    """hidden [B, T, H] replicated -> logits [B, T, rows] sharded; backward: one all-reduce of d hidden."""
-
-    def __init__(self, rows, width, seed, group):
-        super().__init__()
-        self.group = group
-        self.weight = rows.normal(width, 0.02, seed)
-
-    def forward(self, hidden):
-        return F.linear(copy_to_shards(hidden, self.group), self.weight)
 
 
 def rotary(length, size):
@@ -79,9 +37,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The blocks are replicated over the tensor-parallel group, the two vocabulary matrices are sharded."""
+    """The blocks are replicated over the tensor-parallel group, the two vocabulary matrices are sharded.
 
-    def __init__(self, rows, width, layers, heads, length, seed, group=None):
+    plain: torch's own modules for these two, with the same numbers, for a whole vocabulary."""
+
+    def __init__(self, shard: VocabShard, width, layers, heads, length, seed, plain=False):
         super().__init__()
         torch.manual_seed(seed)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -92,13 +52,18 @@ class Transformer(nn.Module):
             if p.ndim > 1:
                 deep = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(p, std=(p.shape[1] * (2 * layers if deep else 1)) ** -0.5)
-        self.embedding = VocabParallelEmbedding(rows, width, seed + 1, group)
-        self.output = VocabParallelOutput(rows, width, seed + 2, group)
+        self.embedding = VocabParallelEmbedding(width, shard, init=Init(1.0, seed + 1))
+        self.output = VocabParallelHead(width, shard, init=Init(0.02, seed + 2))
+        if plain:
+            embedding, output = self.embedding.weight, self.output.weight
+            self.embedding = nn.Embedding(*embedding.shape, _weight=embedding.data)
+            self.output = nn.Linear(width, shard.width, bias=False)
+            self.output.weight.data = output.data
         for name, table in zip(("cos", "sin"), rotary(length, width // heads), strict=True):
             self.register_buffer(name, table, persistent=False)
 
     def forward(self, ids):
-        """ids [B, T], T at most `length` -> hidden [B, T, H]; `output` turns it into logits."""
+        """ids [B, T], T at most `length` -> hidden [B, T, H]; `output` turns it into logits or losses."""
         x = self.embedding(ids)
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         for block in self.blocks:
@@ -110,8 +75,3 @@ class Transformer(nn.Module):
 
     def replicated_parameters(self):
         return [*self.blocks.parameters(), *self.norm.parameters()]
-
-    def load_whole(self, state):
-        """Of a state whose vocabulary matrices have all rows [V, H], take this shard's."""
-        rows = self.embedding.rows
-        self.load_state_dict({**state, **{name: state[name][rows.start : rows.stop] for name in SHARDED}})

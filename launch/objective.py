@@ -1,7 +1,7 @@
 """Two ways to the same objective, cross-entropy + z-loss: with the library on shards, and in plain torch without it.
 
-Both map (logits, labels, tokens) to the loss, a sum over valid tokens divided by the global number of `tokens`, and
-to the detached sums over valid tokens named in SUMS.
+Both map (hidden states, labels, tokens) to the loss, a sum over valid tokens divided by the global number of `tokens`,
+and to the detached sums over valid tokens named in SUMS.
 """
 
 import torch
@@ -11,26 +11,27 @@ SUMS = ("cross_entropy", "z_loss", "entropy", "accuracy")
 IGNORE = -100
 
 
-def sharded_objective(shard, terms):
-    """logits [B, T, shard.width] sharded, labels [B, T] replicated; forward: one collective, backward: none.
+def sharded_objective(head, terms):
+    """head: a `VocabParallelHead`; hidden [B, T, H] and labels [B, T] replicated; no logits.
 
     terms: cross-entropy, z-loss and maybe others, whose inputs `objective` takes by name."""
     from tp_headloss import HeadLoss
 
     head_loss = HeadLoss(terms, metrics=("entropy", "accuracy"), ignore_index=IGNORE)
 
-    def objective(logits, labels, tokens, **inputs):
-        out = head_loss(logits, labels, shard=shard, denominator=tokens, inputs=inputs)
+    def objective(hidden, labels, tokens, **inputs):
+        out = head(hidden, labels, head_loss=head_loss, denominator=tokens, inputs=inputs)
         named = {**out.terms, **out.metrics}
         return out.loss, torch.stack([named[name] for name in SUMS])
 
     return objective
 
 
-def plain_objective(z_weight):
-    """logits [B, T, V] whole."""
+def plain_objective(head, vocab, z_weight):
+    """head: an nn.Linear of at least `vocab` rows; hidden [B, T, H], labels [B, T]."""
 
-    def objective(logits, labels, tokens):
+    def objective(hidden, labels, tokens):
+        logits = head(hidden)[..., :vocab]
         logits, labels = logits.float().flatten(0, -2), labels.flatten()
         valid = labels != IGNORE
         cross_entropy = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")

@@ -74,41 +74,6 @@ def start(tp: int, device: str) -> Ranks:
     )
 
 
-class _CopyToShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class _SumOverShards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-def copy_to_shards(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """x replicated -> x replicated, used by every shard; backward: the shards' partial gradients are summed."""
-    return x if group is None else _CopyToShards.apply(x, group)
-
-
-def sum_over_shards(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """x partial on every shard -> the sum, replicated; backward: the identity, no communication."""
-    return x if group is None else _SumOverShards.apply(x, group)
-
-
 def reduce_gradients(sharded: list, replicated: list, sums: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Sum gradients, and the step's sums of metrics, over the data-parallel ranks: one buffer, one all-reduce."""
     grads = [p.grad for p in (*sharded, *replicated)]

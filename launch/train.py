@@ -23,9 +23,10 @@ import torch.distributed as dist
 import checkpoint
 import data
 import parallel
-from model import Rows, Transformer
+from model import Transformer
 from objective import IGNORE, SUMS, plain_objective, sharded_objective
 from record import Clock, Record, peak_memory
+from tp_headloss import CrossEntropy, VocabShard, ZLoss
 
 # Options that may differ between a run and its continuation.
 FREE = {"out", "data_cache", "corpus", "corpus_mb", "resume", "stop_after", "log_every", "validate_every"}
@@ -77,17 +78,14 @@ class Trainer:
         if args.batch % pieces:
             raise SystemExit(f"--batch {args.batch} is no multiple of replicas x micro-batches = {pieces}")
         padded = -(-args.vocab // args.pad_to) * args.pad_to
+        self.shard = VocabShard.from_group(ranks.tp_group, args.vocab, padded_size=padded)
+        sizes = args.width, args.layers, args.heads, args.length, args.seed
+        self.model = Transformer(self.shard, *sizes, plain=args.baseline).to(ranks.device)
+        model, terms = self.model, [CrossEntropy(), ZLoss(args.z_weight)]
         if args.baseline:
-            rows = Rows(0, args.vocab, padded)
-            self.objective = plain_objective(args.z_weight)
+            self.objective = plain_objective(model.output, args.vocab, args.z_weight)
         else:
-            from tp_headloss import CrossEntropy, VocabShard, ZLoss
-
-            self.shard = VocabShard.from_group(ranks.tp_group, args.vocab, padded_size=padded)
-            rows = Rows(self.shard.start, self.shard.stop, padded)
-            self.objective = sharded_objective(self.shard, [CrossEntropy(), ZLoss(args.z_weight)])
-        model = Transformer(rows, args.width, args.layers, args.heads, args.length, args.seed, ranks.tp_group)
-        self.model = model.to(ranks.device)
+            self.objective = sharded_objective(model.output, terms)
         self.sharded, self.replicated = model.sharded_parameters(), model.replicated_parameters()
         parameters = [*self.sharded, *self.replicated]
         self.optimizer = torch.optim.AdamW(
@@ -128,7 +126,7 @@ class Trainer:
                 head_begin = self.clock.now()
                 # The head is done when its backward hands over the gradient of hidden.
                 hidden.register_hook(lambda _, since=head_begin: heads.append((since, self.clock.now())))
-                loss, part = self.objective(self.model.output(hidden), labels, tokens, *more)
+                loss, part = self.objective(hidden, labels, tokens, *more)
             loss.backward()
             sums += part
         sums = parallel.reduce_gradients(self.sharded, self.replicated, sums, self.ranks)
@@ -174,7 +172,7 @@ class Trainer:
                 tokens += int((labels != IGNORE).sum())
                 inputs, labels = inputs.to(self.ranks.device), labels.to(self.ranks.device)
                 with self.autocast:
-                    sums += self.objective(self.model.output(self.model(inputs)), labels, 1)[1]
+                    sums += self.objective(self.model(inputs), labels, 1)[1]
         tokens, _ = self.ranks.agree(tokens, False)
         return self.means(self.ranks.sum_over_data(sums).tolist(), tokens)
 
@@ -238,7 +236,11 @@ def train(args, ranks) -> None:
 
 
 def save(out, step, trainer, best, config) -> None:
-    state = {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict(), "best": best}
+    state = {
+        "model": checkpoint.of_rank(trainer.model.state_dict()),
+        "optimizer": trainer.optimizer.state_dict(),
+        "best": best,
+    }
     checkpoint.save(out / "checkpoints", step, state, config, trainer.ranks)
 
 

@@ -46,9 +46,12 @@ MAY_IMPORT = {  # module -> modules of the package that it may import
     "head_loss": {
         *("api", "autograd", "backends", "dtensor", "linear", "reduce", "sequences", "shard", "stats", "terms"),
     },
+    "module": {"api", "autograd", "dtensor", "head_loss", "linear", "shard", "stats"},
     "integrations": set(),
+    "integrations.nemo_rl": {"api", "comm", "dtensor", "linear", "shard"},
+    "integrations.verl": {"api", "linear", "shard"},
     "topk": {"api", "backends", "backends.eager", "comm", "dtensor", "shard", "stats"},
-    "": {"api", "comm", "head_loss", "linear", "losses", "sequences", "shard", "stats", "terms", "topk"},
+    "": {"api", "comm", "head_loss", "linear", "losses", "module", "sequences", "shard", "stats", "terms", "topk"},
 }
 
 

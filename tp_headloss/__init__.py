@@ -5,6 +5,7 @@ from .api import LogProbs, Options, Teacher, TopKTeacher, Transform, log_probs, 
 from .comm import combine_metrics, reduce_metrics
 from .head_loss import CausalLMLoss, HeadLoss, HeadLossOutput
 from .linear import Linear, linear_vocab_statistics
+from .module import Init, VocabParallelEmbedding, VocabParallelHead, multi_token_targets
 from .sequences import Sequences
 from .shard import VocabShard
 from .stats import VocabStatistics
@@ -33,6 +34,7 @@ __all__ = [
     "GeneratorMetrics",
     "HeadLoss",
     "HeadLossOutput",
+    "Init",
     "KLToReference",
     "Linear",
     "LogProbs",
@@ -47,6 +49,8 @@ __all__ = [
     "TopKDistillation",
     "TopKTeacher",
     "Transform",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
     "VocabShard",
     "VocabStatistics",
     "ZLoss",
@@ -54,6 +58,7 @@ __all__ = [
     "linear_vocab_statistics",
     "log_probs",
     "losses",
+    "multi_token_targets",
     "reduce_metrics",
     "topk_log_probs",
     "vocab_statistics",

@@ -423,3 +423,34 @@ class TokenSums(torch.autograd.Function):
             for row, value, need in zip(rows.unbind(0), values, needed)
         ]
         return (None,) * 2 + tuple(grads) + (None,) * (len(needed) - len(grads))
+
+
+class ToShards(torch.autograd.Function):
+    """x that ranks share, for each to use with its own shard; backward: the ranks' parts of the gradient are added up.
+
+    x [.., ] replicated ("all_reduce", "none") or [S/P, ..] of this rank ("reduce_scatter") -> [.., ] or [S, ..]. The
+    collective comes on every rank, whatever requires a gradient there.
+    """
+
+    @staticmethod
+    def forward(ctx, x, how, world_size, group_name, everywhere=None):
+        ctx.reduction = how, world_size, group_name
+        return comm.gather_tokens(x, world_size, group_name) if how == "reduce_scatter" else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        return comm.reduce_hidden(grad, *ctx.reduction)(), None, None, None, None
+
+
+class FromShards(torch.autograd.Function):
+    """The converse: the ranks' parts added up, "all_reduce" [..] replicated, "reduce_scatter" [S/P, ..] of [S, ..]."""
+
+    @staticmethod
+    def forward(ctx, x, how, world_size, group_name):
+        ctx.gathers, ctx.group = how == "reduce_scatter", (world_size, group_name)
+        return comm.reduce_hidden(x.clone(memory_format=torch.contiguous_format), how, *ctx.group)()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return comm.gather_tokens(grad, *ctx.group) if ctx.gathers else grad, None, None, None

@@ -51,6 +51,7 @@ class VocabShard:
     tp_invariant: bool = field(init=False)
     chunks: int = field(init=False)  # packets this rank sends
     chunk_size: int = field(init=False)
+    padded_size: int | None = field(init=False)  # rows of all shards together, if they are cut as torch.chunk cuts
     world_size: int = field(init=False)
     group_name: str = field(init=False)
 
@@ -67,8 +68,12 @@ class VocabShard:
             )
         fill = object.__setattr__  # frozen: the derived fields are written once, here
         fill(self, "world_size", world_size)
+        fill(self, "padded_size", self.stop if world_size == 1 else None)
         fill(self, "group_name", "" if world_size == 1 else self.group.group_name)
         self._cut(whole=world_size == 1)
+
+    def __deepcopy__(self, memo):
+        return self  # it never changes, and its group cannot be copied
 
     def _cut(self, whole: bool):
         fill = object.__setattr__
@@ -108,6 +113,9 @@ class VocabShard:
         )
         shard = cls(boundaries[rank], boundaries[rank + 1], vocab_size, group)
         shard._cut(whole)
+        total, step = boundaries[-1], -(-boundaries[-1] // world_size)
+        even = all(b == min(r * step, total) for r, b in enumerate(boundaries))
+        object.__setattr__(shard, "padded_size", total if even else None)
         return shard
 
     @property

@@ -1,0 +1,343 @@
+"""The modules: one matrix at every group size, every way out of the head, its state, sequence parallelism, depths."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import on_ranks
+
+from tp_headloss import (
+    CrossEntropy,
+    Entropy,
+    HeadLoss,
+    Init,
+    Linear,
+    Transform,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    VocabShard,
+    ZLoss,
+    multi_token_targets,
+    vocab_statistics,
+)
+
+pytestmark = pytest.mark.xdist_group("ranks")
+H, V, PADDED = 16, 2051, 2176  # more rows than are drawn together
+
+
+def shard_of(group, padded=PADDED):
+    return VocabShard.from_group(group, V, padded_size=padded)
+
+
+def head_of(group, device, padded=PADDED, **kwargs):
+    return VocabParallelHead(H, shard_of(group, padded), init=Init(0.2, seed=7), device=device, **kwargs)
+
+
+def whole(x, group):
+    """Rows of all ranks, without padding."""
+    if group is None:
+        return x[:V]
+    parts = [None] * group.size()
+    torch.distributed.all_gather_object(parts, x.detach().cpu())
+    return torch.cat(parts)[:V].to(x.device)
+
+
+def tokens(device, *lead):
+    generator = torch.Generator().manual_seed(3)
+    hidden, labels = torch.randn(*lead, H, generator=generator), torch.randint(0, V, lead, generator=generator)
+    labels.flatten()[1] = -100
+    return hidden.to(device), labels.to(device)
+
+
+def worst(ours, theirs):
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True))
+
+
+def initial(group, device, padded):
+    head, embedding = head_of(group, device, padded), VocabParallelEmbedding(H, shard_of(group, padded), device=device)
+    assert not head.weight[head.shard.valid_width :].any()
+    deferred = head_of(group, "meta", padded).to_empty(device=device)
+    deferred.reset_parameters()
+    assert torch.equal(deferred.weight, head.weight)
+    return whole(head.weight, group), whole(embedding.weight, group)
+
+
+def test_any_group_size_gives_the_same_matrix():
+    head, embedding = on_ranks(1, initial, PADDED)[0]
+    assert abs(float(head.std()) - 0.2) < 0.01 and abs(float(embedding.std()) - 1) < 0.02
+    blocks = torch.corrcoef(torch.stack([head[:1024].flatten(), head[1024:2048].flatten(), embedding[:1024].flatten()]))
+    assert float((blocks - torch.eye(3)).abs().max()) < 0.05  # drawn apart
+    for world, padded in ((2, PADDED), (4, PADDED), (4, V)):
+        for others in on_ranks(world, initial, padded):
+            assert torch.equal(others[0], head) and torch.equal(others[1], embedding)
+
+
+def ways(group, device, how):
+    """-> results and gradients of hidden states, whole weight and bias."""
+    rows, (hidden, labels) = 8, tokens(device, 8, 3)
+    linear = Linear(hidden_grad=how, mode="recompute")
+    terms = [CrossEntropy(), ZLoss(1e-3), Entropy(0.01)]
+    head = head_of(group, device, head_loss=HeadLoss(terms), bias=True, linear=linear, transform=Transform(softcap=5.0))
+    torch.nn.init.constant_(head.bias, 0.1)
+    if how == "reduce_scatter" and group is not None:
+        hidden = hidden.chunk(group.size())[group.rank()]
+    out = {}
+    for way in ("losses", "statistics", "logits"):
+        x = hidden.clone().requires_grad_()
+        head.zero_grad()
+        if way == "losses":
+            out[way] = head(x, labels).loss
+        elif way == "statistics":
+            out[way] = (head.statistics(x, labels, ("entropy",)).entropy).sum()
+        else:
+            stats = vocab_statistics(head(x), labels, shard=head.shard, transform=head.transform, want=("entropy",))
+            out[way] = (stats.entropy - stats.log_prob).sum()
+        out[way].backward()
+        dx = x.grad
+        if group is not None and how == "none":
+            torch.distributed.all_reduce(dx)
+        if group is not None and how == "reduce_scatter":
+            parts = [None] * group.size()
+            torch.distributed.all_gather_object(parts, dx.cpu())
+            dx = torch.cat(parts).to(dx.device)
+        assert dx.shape[0] == rows and (group is None or not head.weight.grad[head.shard.valid_width :].any())
+        out[way] = out[way].detach(), dx, whole(head.weight.grad, group), whole(head.bias.grad, group)
+    return out
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "reduce_scatter", "none"])
+def test_every_way_out_equals_the_unsharded_one(how):
+    (theirs,) = on_ranks(1, ways, how)
+    for ours in on_ranks(2, ways, how):
+        for way in theirs:
+            assert worst(ours[way], theirs[way]) < 2e-6, (way, how)
+
+
+def embedded(group, device, sequence_parallel):
+    embedding = VocabParallelEmbedding(H, shard_of(group), sequence_parallel=sequence_parallel, device=device)
+    ids = torch.randint(0, V, (8, 3), generator=torch.Generator().manual_seed(2)).to(device)
+    upstream = torch.randn(8, 3, H, generator=torch.Generator().manual_seed(4)).to(device)
+    if sequence_parallel and group is not None:
+        upstream = upstream.chunk(group.size())[group.rank()]
+    out = embedding(ids)
+    out.backward(upstream)
+    x = out.detach()
+    if sequence_parallel and group is not None:
+        x = torch.cat([part.to(device) for part in gathered(x)])
+    ids[0] = V  # a padding row is no id
+    return x, whole(embedding.weight.grad, group), bool(embedding(ids).isnan().any())
+
+
+def gathered(x):
+    parts = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, x.cpu())
+    return parts
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_embedding_equals_the_unsharded_one(sequence_parallel):
+    torch.manual_seed(0)
+    reference = VocabParallelEmbedding(H, VocabShard(0, PADDED, V))
+    ids = torch.randint(0, V, (8, 3), generator=torch.Generator().manual_seed(2))
+    for world in (1, 2):
+        for x, grad, nan in on_ranks(world, embedded, sequence_parallel):
+            assert torch.equal(x, F.embedding(ids, reference.weight.detach()))
+            counts = torch.bincount(ids.flatten(), minlength=V)
+            assert grad.shape == (V, H) and torch.equal(grad.ne(0).any(1), counts > 0)
+            upstream = torch.randn(8, 3, H, generator=torch.Generator().manual_seed(4))
+            expected = torch.zeros(V, H).index_add(0, ids.flatten(), upstream.flatten(0, 1))
+            assert torch.allclose(grad, expected, atol=1e-6)
+            assert nan or world > 1
+
+
+def bad_id(group, device, place):
+    embedding = VocabParallelEmbedding(H, shard_of(group), device=device)
+    return embedding(torch.tensor([place, 1], device=device)).isnan().all(1)
+
+
+@pytest.mark.parametrize("place", [-1, V, PADDED])
+def test_an_unknown_id_is_nan_on_every_rank(place):
+    for rows in on_ranks(2, bad_id, place):
+        assert rows.tolist() == [True, False]
+
+
+def tied(group, device):
+    shard = shard_of(group)
+    embedding = VocabParallelEmbedding(H, shard, init=Init(0.2, 7), device=device)
+    head = VocabParallelHead(H, shard, weight=embedding.weight)
+    assert head.weight is embedding.weight
+    before = embedding.weight.detach().clone()
+    head.reset_parameters()
+    assert torch.equal(before, embedding.weight)
+    _, labels = tokens(device, 12)
+    loss = head(embedding(labels.clamp(min=0)), labels.roll(1)).loss
+    loss.backward()
+    return loss.detach(), whole(embedding.weight.grad, group)
+
+
+def test_a_tied_weight_gets_both_gradients():
+    (theirs,) = on_ranks(1, tied)
+    for ours in on_ranks(2, tied):
+        assert worst(ours, theirs) < 2e-6
+
+
+def depths(group, device):
+    head = head_of(group, device, head_loss=HeadLoss(metrics=("accuracy",)))
+    hidden, _ = tokens(device, 3, 2, 9)
+    _, labels = tokens(device, 2, 9)
+    targets, weights = multi_token_targets(labels, 2, weight=0.3)
+    x = hidden.clone().requires_grad_()
+    out = head(x, targets, token_weight=weights, denominator=(labels != -100).sum())
+    out.loss.backward()
+    return out.loss.detach(), x.grad, out.stats.correct.sum(), whole(head.weight, group)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_depths_of_multi_token_prediction_are_one_call(world):
+    for loss, grad, _, weight in on_ranks(world, depths):
+        hidden, _ = tokens("cpu", 3, 2, 9)
+        _, labels = tokens("cpu", 2, 9)
+        x = hidden.double().requires_grad_()
+        logits = x @ weight.double().T
+        parts = []
+        for depth in range(3):
+            shifted = F.pad(labels[:, depth:], (0, depth), value=-100)
+            parts.append(F.cross_entropy(logits[depth].flatten(0, 1), shifted.flatten()))
+        expected = parts[0] + 0.3 / 2 * (parts[1] + parts[2])
+        expected.backward()
+        assert abs(float(loss - expected)) < 1e-6 and worst([grad], [x.grad]) < 1e-6
+
+
+def test_depths_longer_than_the_sequence_count_nothing():
+    labels = torch.tensor([[3, 4]])
+    targets, weights = multi_token_targets(labels, 3)
+    assert targets.tolist() == [[[3, 4]], [[4, -100]], [[-100, -100]], [[-100, -100]]]
+    assert weights[:, 0, 0].tolist() == pytest.approx([1, 2 * 0.1 / 3, 0, 0])
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_no_path_of_the_losses_makes_the_logits(enabled, device):
+    head = head_of(None, device, linear=Linear(budget=128 * PADDED * 4))
+    hidden, labels = tokens(device, 1024)
+    with torch.set_grad_enabled(enabled), torch.profiler.profile(profile_memory=True) as profile:
+        out = head(hidden, labels)
+        head.eval()(hidden, labels)
+        head.statistics(hidden, labels)
+    assert out.loss.requires_grad == enabled
+    largest = max(event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+    assert 4 * 128 * PADDED / 2 < largest < 4 * 1024 * PADDED / 4
+
+
+def saved(group, device, folder):
+    import torch.distributed.checkpoint as dcp
+
+    head = head_of(group, device, bias=True)
+    torch.nn.init.constant_(head.bias, 0.5)
+    kwargs = {"process_group": group} if group is not None else {"no_dist": True}
+    dcp.save({"model": head.state_dict()}, checkpoint_id=folder, **kwargs)
+    return whole(head.weight, group)
+
+
+def loaded(group, device, folder):
+    import torch.distributed.checkpoint as dcp
+
+    head = VocabParallelHead(H, shard_of(group), bias=True, init=Init(0.2, seed=8), device=device)
+    state = {"model": head.state_dict()}
+    kwargs = {"process_group": group} if group is not None else {"no_dist": True}
+    dcp.load(state, checkpoint_id=folder, **kwargs)
+    fresh = VocabParallelHead(H, shard_of(group), bias=True, init=Init(0.2, seed=9), device=device)
+    fresh.load_state_dict(state["model"])
+    assert torch.equal(
+        fresh.bias[: fresh.shard.valid_width], torch.full_like(fresh.bias, 0.5)[: head.shard.valid_width]
+    )
+    return whole(fresh.weight, group)
+
+
+@pytest.mark.parametrize("before, after", [(2, 4), (4, 1), (1, 2)])
+def test_a_distributed_checkpoint_is_saved_at_one_group_size_and_loaded_at_another(before, after, tmp_path):
+    matrix = on_ranks(before, saved, str(tmp_path))[0]
+    for other in on_ranks(after, loaded, str(tmp_path)):
+        assert torch.equal(other, matrix)
+
+
+def from_others(group, device):
+    """Whole matrices, with and without padding, and own rows."""
+    source, found = head_of(group, device), []
+    rows = whole(source.weight, group)
+    for given in (rows, F.pad(rows, (0, 0, 0, 5)), source.weight.detach().clone()):
+        head = VocabParallelHead(H, source.shard, init=Init(0.2, seed=9), device=device)
+        head.load_state_dict({"weight": given})
+        found.append(bool(torch.equal(head.weight, source.weight)))
+    copied = copy.deepcopy(source)
+    return found, bool(torch.equal(copied.weight, source.weight)) and copied.shard is source.shard
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_whole_matrices_and_own_rows_can_be_loaded(world):
+    assert all(found == [True] * 3 and copied for found, copied in on_ranks(world, from_others))
+
+
+def fully_sharded(group, device):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    hidden, labels = tokens(device, 8)
+    results = []
+    for sharded in (False, True):
+        shard = VocabShard.from_mesh(mesh, V, "tp", padded_size=PADDED)
+        head = VocabParallelHead(H, shard, init=Init(0.2, seed=7), device=device)
+        x = hidden.chunk(2)[mesh.get_local_rank("dp")].clone().requires_grad_()
+        if sharded:
+            fully_shard(head.to_dtensor(mesh["tp"]), mesh=mesh["dp"])
+        loss = head(x, labels.chunk(2)[mesh.get_local_rank("dp")]).loss
+        loss.backward()
+        grad = head.weight.grad
+        if sharded:
+            grad = grad.full_tensor()[shard.start : shard.stop]
+        else:
+            torch.distributed.all_reduce(grad, group=mesh.get_group("dp"))
+            grad = grad / 2
+        results.append((loss.detach(), x.grad, grad))
+    return worst(*results)
+
+
+def test_fully_sharded_over_another_dimension_of_the_mesh():
+    assert max(on_ranks(4, fully_sharded)) < 1e-6
+
+
+def frozen_on_one_rank(group, device):
+    head = head_of(group, device)
+    x = tokens(device, 4)[0].requires_grad_(group.rank() == 0)
+    head(x).sum().backward()
+    return x.grad is not None
+
+
+def test_a_rank_whose_hidden_states_need_no_gradient_still_takes_part():
+    assert on_ranks(2, frozen_on_one_rank) == [True, False]
+
+
+def uneven_state(group, device):
+    boundaries = [0, 1500, PADDED]
+    head = VocabParallelHead(H, VocabShard.from_boundaries(boundaries, V, group), device=device)
+    head(*tokens(device, 4)).loss.backward()
+    head.state_dict()
+
+
+def test_a_cut_that_no_dtensor_has_refuses_to_describe_itself():
+    for failure in on_ranks(2, uneven_state, failures=True):
+        assert failure.kind == "ValueError" and "from_group" in failure.message
+
+
+def test_bad_arguments_are_named():
+    shard = VocabShard(0, PADDED, V)
+    with pytest.raises(ValueError, match=r"\[2176, 16\], got \[3, 16\]"):
+        VocabParallelHead(H, shard, weight=torch.nn.Parameter(torch.zeros(3, H)))
+    with pytest.raises(ValueError, match="the bias is the module's"):
+        VocabParallelHead(H, shard, transform=Transform(bias=torch.zeros(PADDED)))
+    with pytest.raises(ValueError, match="without labels"):
+        VocabParallelHead(H, shard)(torch.zeros(2, H), token_weight=torch.ones(2))
+    with pytest.raises(ValueError, match="depths must be at least 1"):
+        multi_token_targets(torch.zeros(1, 2, dtype=torch.long), 0)
+    assert "ids [0, 2176) of 2051" in repr(VocabParallelHead(H, shard))

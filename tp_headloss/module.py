@@ -1,0 +1,275 @@
+"""The two vocabulary matrices of a model as modules: each rank of a group holds its rows, and no rank all of them."""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .api import Options, Transform
+from .autograd import FromShards, ToShards
+from .dtensor import is_dtensor, local_head
+from .head_loss import HeadLoss, HeadLossOutput
+from .linear import Linear, linear_vocab_statistics
+from .shard import VocabShard
+from .stats import VocabStatistics
+
+INIT_ROWS = 1024  # rows that are drawn together, whatever the shard: part of what a seed means
+
+
+@dataclass(frozen=True)
+class Init:
+    """Weights are normal with this standard deviation, and a function of the seed and the row alone: every group size
+    gives the same matrix (on one type of device). Padding rows and biases are 0. seed None: drawn from torch's default
+    generator, which must be in the same state on all ranks, as for any module that ranks replicate."""
+
+    std: float = 0.02
+    seed: int | None = None
+
+
+class _VocabRows(nn.Module):
+    """A parameter ``weight`` [width, H] of a shard's rows, its initialisation and its state."""
+
+    def __init__(self, hidden_size: int, shard: VocabShard, init: Init | None, device, dtype, bias=False, weight=None):
+        super().__init__()
+        init = init or Init()
+        drawn = int(torch.randint(1 << 31, (), device="cpu")) if init.seed is None else init.seed
+        self.hidden_size, self.shard, self.init = hidden_size, shard, replace(init, seed=drawn)
+        rows = shard.width
+        if weight is None:
+            self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        else:
+            whole = shard.padded_size if is_dtensor(weight) else rows
+            if weight.shape != (whole, hidden_size):
+                raise ValueError(f"weight must be [{whole}, {hidden_size}], got {list(weight.shape)}")
+            self.weight = weight
+        self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+        self._tied = weight is not None
+        self.reset_parameters()
+        self.register_state_dict_post_hook(_as_dtensors)
+        self.register_load_state_dict_pre_hook(_as_held)
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        """Draw the weight again (a tied one is its owner's); for modules made on the meta device, after `to_empty`."""
+        if self.bias is not None:
+            self.bias.zero_()
+        if self._tied or self.weight.is_meta:
+            return
+        weight, shard = self.weight.to_local() if is_dtensor(self.weight) else self.weight, self.shard
+        weight.zero_()
+        end = shard.start + shard.valid_width
+        for first in range(shard.start // INIT_ROWS * INIT_ROWS, end, INIT_ROWS):
+            # hashed, because nearby seeds of one generator, or nearby blocks of two modules, would be related
+            seed = random.Random(f"{self.init.seed} {first}").getrandbits(32)
+            generator = torch.Generator(weight.device).manual_seed(seed)
+            block = torch.empty(INIT_ROWS, self.hidden_size, device=weight.device)
+            block.normal_(0.0, self.init.std, generator=generator)
+            low, high = max(first, shard.start), min(first + INIT_ROWS, end)
+            weight[low - shard.start : high - shard.start] = block[low - first : high - first]
+
+    def to_dtensor(self, mesh) -> _VocabRows:
+        """Make the parameters DTensors, ``Shard(0)`` on the one dimension of the mesh: for whoever shards them again
+        over another dimension (FSDP2), or wants an optimiser's state to be saved by `torch.distributed.checkpoint`."""
+        for name, p in list(self.named_parameters(recurse=False)):
+            if is_dtensor(p):
+                continue
+            if self._tied and name == "weight":
+                raise ValueError("a tied weight is its owner's: call to_dtensor there before the head is made")
+            setattr(self, name, nn.Parameter(_dtensor(p.detach(), self.shard, mesh), requires_grad=p.requires_grad))
+        return self
+
+    def extra_repr(self) -> str:
+        shard = self.shard
+        ids = f"ids [{shard.start}, {shard.stop}) of {shard.vocab_size} on {shard.world_size} rank(s)"
+        return f"hidden_size={self.hidden_size}, {ids}, bias={self.bias is not None}"
+
+
+class VocabParallelEmbedding(_VocabRows):
+    """Rows of a sharded vocabulary matrix by id: ids [..] replicated -> [.., H] replicated; forward: one all-reduce,
+    backward: no communication.
+
+    With sequence_parallel=True ids are [S, ..] and the result is this rank's [S/P, .., H] of the first dimension;
+    forward: one reduce-scatter, backward: one all-gather. An id outside [0, vocab_size) has a row of NaN on every rank.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        shard: VocabShard,
+        *,
+        init: Init | None = None,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(hidden_size, shard, init or Init(std=1.0), device, dtype)
+        self.sequence_parallel = sequence_parallel
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        shard, weight = self.shard, self.weight.to_local() if is_dtensor(self.weight) else self.weight
+        if self.sequence_parallel and (ids.dim() == 0 or ids.shape[0] % shard.world_size):
+            raise ValueError(f"ids must be [S, ..] with S a multiple of {shard.world_size}, got {list(ids.shape)}")
+        owned = (ids >= shard.start) & (ids < shard.start + shard.valid_width)
+        part = weight.new_zeros(*ids.shape, self.hidden_size)
+        if shard.width:
+            part = F.embedding((ids - shard.start).masked_fill(~owned, 0), weight)
+        unknown = (ids < 0) | (ids >= shard.vocab_size)
+        # a select, because a row of NaN times 0 is not 0
+        part = torch.where(owned.unsqueeze(-1), part, 0.0).masked_fill(unknown.unsqueeze(-1), torch.nan)
+        how = "reduce_scatter" if self.sequence_parallel else "all_reduce"
+        return FromShards.apply(part, how, shard.world_size, shard.group_name)
+
+
+class VocabParallelHead(_VocabRows):
+    """The output layer of a model, weight [V/P, H] sharded on V: hidden states in; logits, statistics or losses out.
+
+    ``head(hidden, labels)`` is the `HeadLossOutput` of ``head_loss`` without logits (`HeadLoss.linear`),
+    ``head.statistics(hidden, labels)`` is `linear_vocab_statistics`, ``head(hidden)`` are this rank's logits.
+
+    The gradient of the hidden states is added up over the group here, as ``linear.hidden_grad`` says: "all_reduce" for
+    replicated ones, "reduce_scatter" for sequence parallelism (hidden [S/P, ..], labels and results of all S), "none"
+    to leave it partial. Under `torch.no_grad` everything is as fused.
+
+    weight: a parameter to tie to, `VocabParallelEmbedding.weight` say. transform: what is done to logits before losses
+    and statistics; its bias is the module's own. ``state_dict`` describes weight and bias as DTensors (``Shard(0)``),
+    so that `torch.distributed.checkpoint` saves them at one group size and loads them at another; `load_state_dict`
+    also takes whole matrices, or this rank's rows.
+
+    Several depths of multi-token prediction are one call, see `multi_token_targets`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        shard: VocabShard,
+        *,
+        head_loss: HeadLoss | None = None,
+        bias: bool = False,
+        weight: nn.Parameter | None = None,
+        transform: Transform | None = None,
+        linear: Linear | None = None,
+        init: Init | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__(hidden_size, shard, init, device, dtype, bias, weight)
+        if transform is not None and (transform.bias is not None or isinstance(transform.temperature, torch.Tensor)):
+            raise ValueError(
+                "transform must be numbers here: the bias is the module's, temperatures of tokens a call's"
+            )
+        self.head_loss = HeadLoss() if head_loss is None else head_loss
+        self.transform, self.linear = transform or Transform(), linear or Linear()
+
+    def forward(
+        self, hidden: torch.Tensor, labels: torch.Tensor | None = None, *, head_loss: HeadLoss | None = None, **kwargs
+    ) -> HeadLossOutput | torch.Tensor:
+        """hidden [.., H], labels [..] -> `HeadLossOutput`; without labels `logits`. head_loss: another one than the
+        module's; other keywords as in `HeadLoss.linear`."""
+        if labels is None:
+            if kwargs or head_loss is not None:
+                raise ValueError(f"without labels there are logits only, got {sorted(kwargs) or 'a head_loss'}")
+            return self.logits(hidden)
+        kwargs = {"transform": self.transform, "linear": self.linear, **kwargs}
+        head_loss = head_loss or self.head_loss
+        return head_loss.linear(hidden, self.weight, labels, bias=self.bias, shard=self.shard, **kwargs)
+
+    def statistics(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        want: tuple[str, ...] = (),
+        *,
+        options: Options | None = None,
+        **kwargs,
+    ) -> VocabStatistics:
+        """hidden [.., H], labels [..] -> statistics [..]; keywords as in `linear_vocab_statistics`."""
+        linear = replace(self.linear, mode="recompute", upstream=None)
+        kwargs = {"transform": self.transform, "linear": linear, "options": options, **kwargs}
+        return linear_vocab_statistics(
+            hidden, self.weight, labels, bias=self.bias, shard=self.shard, want=want, **kwargs
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [.., H] -> hidden @ weight^T + bias [.., width], sharded on V, not transformed: for HeadLoss with
+        ``shard=head.shard, transform=head.transform``."""
+        how = self.linear.hidden_grad
+        hidden, weight, bias, shard = local_head(hidden, self.weight, self.bias, self.shard, how)
+        everywhere = hidden.new_empty(0).requires_grad_() if how != "none" and shard.world_size > 1 else None
+        hidden = ToShards.apply(hidden, how, shard.world_size, shard.group_name, everywhere)
+        return F.linear(hidden, weight, bias)
+
+
+def multi_token_targets(
+    labels: torch.Tensor, depths: int, weight: float = 0.1, *, ignore_index: int = -100
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """labels [.., S], each position's next token -> labels and token weights [1 + D, .., S] of the main head and of D
+    more, the d-th of which predicts the token d positions later; hidden states are then stacked, [1 + D, .., S, H].
+
+    The weights make ``HeadLoss(...)``'s mean, with ``denominator=`` the number of labels that are not ignored, the loss
+    of DeepSeek-V3 (arXiv:2412.19437, eq. 24 and 25): main + weight / D * (sum over d of the mean of depth d).
+    Acceptance of depth d: the mean of ``out.stats.correct[d]`` over ``out.stats.valid[d]`` (metric "accuracy").
+    """
+    if depths < 1:
+        raise ValueError(f"depths must be at least 1, got {depths}")
+    rows, length = [labels], labels.shape[-1]
+    for depth in range(1, depths + 1):
+        shifted = labels[..., min(depth, length) :]
+        rows.append(F.pad(shifted, (0, length - shifted.shape[-1]), value=ignore_index))
+    rows = torch.stack(rows)
+    counts = (rows != ignore_index).flatten(1).sum(1, dtype=torch.float32)
+    share = torch.where(counts > 0, weight / depths * counts[0] / counts.clamp(min=1), 0.0)
+    share[0] = 1.0
+    return rows, share.view(-1, *[1] * labels.dim()).expand(rows.shape)
+
+
+def _dtensor(local: torch.Tensor, shard: VocabShard, mesh=None):
+    """Rows [width, ..] of this rank -> the DTensor that they are a part of, without communication or a copy."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = _mesh_of(shard.group, local.device.type) if mesh is None else mesh
+    if shard.padded_size is None:
+        raise ValueError(
+            f"only even cuts, those of VocabShard.from_group, can be a DTensor, got [{shard.start}, {shard.stop})"
+        )
+    shape = torch.Size([shard.padded_size, *local.shape[1:]])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+@functools.lru_cache(maxsize=8)
+def _mesh_of(group, kind: str):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, kind)
+
+
+def _as_dtensors(module, state, prefix, metadata):
+    """What `state_dict` says: which rows of the whole these are."""
+    if module.shard.world_size == 1:
+        return
+    for name in ("weight", "bias"):
+        if (x := state.get(prefix + name)) is None:
+            continue
+        if not is_dtensor(x):
+            state[prefix + name] = _dtensor(x, module.shard)
+
+
+def _as_held(module, state, prefix, *args):
+    """What `load_state_dict` takes: DTensors of the same cut, whole matrices (with or without padding), own rows."""
+    shard = module.shard
+    for name in ("weight", "bias"):
+        given, own = state.get(prefix + name), getattr(module, name)
+        if given is None or own is None or is_dtensor(own):
+            continue
+        if is_dtensor(given):
+            given = given.to_local()
+        elif given.shape[0] != shard.width and given.shape[0] >= shard.vocab_size:
+            rows = given[shard.start : min(shard.stop, shard.vocab_size)]
+            given = torch.zeros_like(own, dtype=given.dtype, device=given.device)
+            given[: len(rows)] = rows
+        state[prefix + name] = given
