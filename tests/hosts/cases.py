@@ -1,7 +1,8 @@
 """Cases that run inside a host's own environment, on two ranks: `launch` starts them, `main` is what the ranks do.
 
 A file of cases ends with ``main(CASES)``. A case is a function (group) -> a dict of numbers, JSON's, called once on
-each rank; rank 0's are kept. One start of two ranks serves all cases of a host, because importing one takes seconds.
+each rank; of a number the worst of the ranks is kept. One start of two ranks serves all cases of a host, because
+importing one takes seconds.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def launch(host: str, script: str) -> dict[str, dict]:
         return json.loads(out.read_text())
 
 
-def main(cases: dict) -> None:
+def main(cases: dict, before=None) -> None:
+    """before: a function (group), called once."""
     import torch
     import torch.distributed as dist
 
@@ -62,6 +64,8 @@ def main(cases: dict) -> None:
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT)
         )
+    if before is not None:
+        before(dist.group.WORLD)
     results = {}
     for name, case in cases.items():
         torch.manual_seed(0)
@@ -71,12 +75,25 @@ def main(cases: dict) -> None:
             results[name] = {"error": f"rank {rank}: {traceback.format_exc()}"}
         both = [None] * RANKS  # an error on the other rank counts, too
         dist.all_gather_object(both, results[name])
-        results[name] = next((r for r in both if "error" in r), both[0])
+        results[name] = next((r for r in both if "error" in r), None) or _worst(both)
     if rank == 0:
         Path(os.environ["CASES_OUT"]).write_text(json.dumps(results))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # hosts leave threads behind that would wait for each other
+
+
+def _worst(results: list[dict]) -> dict:
+    """Of the ranks: the largest of each number (smallest of "mutant"), whether all are true, else what rank 0 says."""
+
+    def of(name, values):
+        if all(isinstance(v, bool) for v in values):
+            return all(values)
+        if all(isinstance(v, (int, float)) for v in values):
+            return min(values) if name == "mutant" else max(values)
+        return values[0]
+
+    return {name: of(name, [r[name] for r in results]) for name in results[0]}
 
 
 def relative_errors(ours: dict, theirs: dict) -> dict[str, float]:

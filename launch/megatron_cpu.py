@@ -1,0 +1,27 @@
+"""What Megatron-Core needs to run on CPUs over gloo: it names CUDA in places where it means "this device"."""
+
+import contextlib
+from unittest import mock
+
+import torch
+
+
+class _CudaToCpu(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
+        return function(*args, **kwargs)
+
+
+def pretend():
+    """For the rest of this process; before the first model is made."""
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    initialize_rng_tracker(inference_rng_tracker=True)  # one random state for all ranks: no CUDA states to fork
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.current_stream = lambda *args, **kwargs: mock.MagicMock()
+    torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
+    torch.cuda.FloatTensor = torch.FloatTensor
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    _CudaToCpu().__enter__()

@@ -1,0 +1,284 @@
+"""Train a Megatron-Core GPTModel by Megatron's own schedule, data-parallel wrapper and optimizer, its loss and ours.
+
+torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py                    # CPUs or GPUs, small, real text
+torchrun --standalone --nproc-per-node 4 launch/megatron_pretrain.py --tp 4 --data synthetic --hidden 4096 --heads 32 \
+    --vocab 128256 --length 2048 --batch 4 --steps 20                                       # the table of the README
+
+Each of --losses trains a model from the same weights on the same batches:
+  stock          Megatron's vocab-parallel cross-entropy
+  stock-fused    the same, cross_entropy_loss_fusion with the native implementation
+  logits         ours in the place of the loss; logits-inplace: its gradient overwrites the logits
+  head           ours in the place of output layer and loss: no logits
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+from pathlib import Path
+
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's own advice for tensor parallelism
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import data
+import parallel
+
+LOSSES = ("stock", "stock-fused", "logits", "logits-inplace", "head")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--losses", nargs="+", choices=LOSSES, default=LOSSES)
+    add("--tp", type=int, default=2, help="tensor-parallel ranks; processes / tp replicas")
+    add("--sequence-parallel", action="store_true")
+    add("--tied", action="store_true", help="embedding and output layer share their weight")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
+    add("--budget-mib", type=float, help="memory of the fused head beyond its gradients (default: the library's)")
+    add("--data", choices=("text", "synthetic"), default="text")
+    add("--data-cache", default="runs/data")
+    add("--corpus", help="folder with text files (default: the sources of Python's standard library)")
+    add("--corpus-mb", type=float, default=6.0)
+    add("--vocab", type=int, default=4096, help="a multiple of 128 times the ranks, as Megatron pads it")
+    add("--layers", type=int, default=2)
+    add("--hidden", type=int, default=128)
+    add("--heads", type=int, default=4)
+    add("--length", type=int, default=128)
+    add("--batch", type=int, default=4, help="rows of a micro-batch")
+    add("--accumulate", type=int, default=1, help="micro-batches of a step, on each replica")
+    add("--steps", type=int, default=20)
+    add("--lr", type=float, default=1e-3)
+    add("--seed", type=int, default=0)
+    add("--out", help="a JSON file of all results")
+    return parser.parse_args()
+
+
+class Attention(nn.Module):
+    """Core attention of torch: q, k, v [s, b, heads/P, d] -> [s, b, h/P]."""
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs):
+        super().__init__()
+
+    def forward(self, query, key, value, attention_mask, **kwargs):
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+class Norm(nn.Module):
+    """RMS norm of torch, which Megatron's wrapper refuses under sequence parallelism."""
+
+    def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype)), eps
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+def model_of(args, loss: str, ranks):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    bf16 = ranks.device.type == "cuda"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    config = TransformerConfig(
+        num_layers=args.layers, hidden_size=args.hidden, num_attention_heads=args.heads, add_bias_linear=False,
+        tensor_model_parallel_size=args.tp, sequence_parallel=args.sequence_parallel, use_cpu_initialization=not bf16,
+        hidden_dropout=0.0, attention_dropout=0.0, bf16=bf16, params_dtype=dtype, pipeline_dtype=dtype,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
+        bias_activation_fusion=False, cross_entropy_loss_fusion=loss == "stock-fused",
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = Attention
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    block = TransformerBlockSubmodules(layer_specs=[spec] * args.layers, layer_norm=Norm)
+    torch.manual_seed(args.seed)
+    gpt = GPTModel(
+        config=config, transformer_layer_spec=block, vocab_size=args.vocab, max_sequence_length=args.length,
+        share_embeddings_and_output_weights=args.tied,
+    ).to(ranks.device)  # fmt: skip
+    module = Float16Module(config, gpt) if bf16 else gpt
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
+    config.finalize_model_grads_func = finalize_model_grads
+    return config, gpt, model
+
+
+def batches(args, ranks):
+    """-> function(step, number of the micro-batch) -> ids and labels [batch, length] of this replica."""
+    rows = args.batch * args.accumulate * ranks.dp
+
+    def mine(x, number):
+        return x.view(ranks.dp, args.accumulate, args.batch, -1)[ranks.dp_rank, number].to(ranks.device)
+
+    if args.data == "text":
+        text = data.load(ranks, args.data_cache, args.corpus, args.corpus_mb, args.vocab, args.length)
+        return lambda step, number: [mine(x, number) for x in text.batch("train", rows, args.seed, step)]
+
+    def synthetic(step, number):
+        """Each id has a likely successor; the others are log-uniform, like the ranks of words."""
+        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+        shape = rows, args.length + 1
+        ids = (args.vocab ** torch.rand(shape, generator=generator)).long().clamp(max=args.vocab - 1)
+        follows = torch.rand(shape, generator=generator) < 0.5
+        for t in range(1, shape[1]):
+            ids[:, t] = torch.where(follows[:, t], (ids[:, t - 1] * 31 + 7) % args.vocab, ids[:, t])
+        return mine(ids[:, :-1], number), mine(ids[:, 1:], number)
+
+    return synthetic
+
+
+class HeadClock:
+    """Time from the last hidden states to their gradient, without what lies between loss and its gradient."""
+
+    def __init__(self, gpt, cuda: bool):
+        self.cuda, self.times = cuda, []
+        gpt.decoder.register_forward_hook(self._hidden)
+        gpt.register_forward_hook(self._losses)
+
+    def now(self):
+        if not self.cuda:
+            import time
+
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _hidden(self, module, args, hidden):
+        self.times.append([self.now()])
+        hidden.register_hook(lambda _, spans=self.times[-1]: spans.append(self.now()))
+
+    def _losses(self, module, args, losses):
+        self.times[-1].append(self.now())
+        losses.register_hook(lambda _, spans=self.times[-1]: spans.append(self.now()))
+
+    def between(self, a, b) -> float:
+        """Seconds."""
+        return a.elapsed_time(b) / 1e3 if self.cuda else b - a
+
+    def seconds(self) -> float:
+        """Since the last call."""
+        times, self.times = self.times, []
+        return sum(self.between(t[0], t[1]) + self.between(t[2], t[3]) for t in times)
+
+
+def train(args, loss: str, ranks) -> dict:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from tp_headloss import Linear, Options
+    from tp_headloss.integrations.megatron import MegatronHead, install
+
+    cuda = ranks.device.type == "cuda"
+    config, gpt, model = model_of(args, loss, ranks)
+    if not loss.startswith("stock"):
+        budget = None if args.budget_mib is None else int(args.budget_mib * 2**20)
+        options = Options(inplace=loss == "logits-inplace")
+        head = MegatronHead(ignore_index=-100, linear=Linear(budget=budget), options=options)
+        install(model, head, fused=loss == "head")
+    # Clipping by norm needs CUDA's kernels there.
+    settings = {"clip_grad": 1.0 if cuda else 0.0, "bf16": config.bf16, "params_dtype": config.params_dtype}
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=args.lr, **settings), [model])
+    config.grad_scale_func = optimizer.scale_loss
+    batch, clock = batches(args, ranks), HeadClock(gpt, cuda)
+    positions = torch.arange(args.length, device=ranks.device).expand(args.batch, -1)
+
+    def forward_step(numbers, model):
+        ids, labels = batch(*next(numbers))
+        return model(ids, positions, None, labels=labels), functools.partial(reduced, labels)
+
+    def reduced(labels, losses):
+        mask = labels != -100
+        mean = (losses.float() * mask).sum() / mask.sum()
+        return mean, {"loss": mean.detach()}
+
+    result = {"loss": [], "grad_norm": [], "step_seconds": [], "head_seconds": []}
+    for step in range(args.steps):
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        begin = clock.now()
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        numbers = iter([(step, number) for number in range(args.accumulate)])
+        parts = get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=numbers, model=[model], num_microbatches=args.accumulate,
+            seq_length=args.length, micro_batch_size=args.batch, forward_only=False,
+        )  # fmt: skip
+        _, norm, _ = optimizer.step()
+        end = clock.now()
+        if cuda:
+            torch.cuda.synchronize()
+            result["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+            result["step_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        result["loss"].append(float(sum(part["loss"] for part in parts) / len(parts)))
+        result["grad_norm"].append(None if norm is None else float(norm))
+        result["step_seconds"].append(clock.between(begin, end))
+        result["head_seconds"].append(clock.seconds())
+    return result
+
+
+def table(results: dict) -> str:
+    """Medians of all steps but the first few, which compile and allocate."""
+    lines = ["| loss | step | head | peak memory (above what a step begins with) | last loss | largest difference |"]
+    lines.append("|---|---|---|---|---|---|")
+    first = next(iter(results.values()))["loss"]
+    for name, r in results.items():
+        rest = slice(min(3, len(r["loss"]) - 1), None)
+        step, head = (1e3 * statistics.median(r[key][rest]) for key in ("step_seconds", "head_seconds"))
+        memory = f"{r['peak_mib']:.0f} ({r['step_mib']:.0f}) MiB" if "peak_mib" in r else "not measured"
+        difference = max(abs(a - b) for a, b in zip(r["loss"], first))
+        lines.append(
+            f"| {name} | {step:.1f} ms | {head:.1f} ms, {head / step:.0%} | {memory} | {r['loss'][-1]:.4f} "
+            f"| {difference:.1e} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    args = parse()
+    if "WORLD_SIZE" not in os.environ:
+        raise SystemExit("start it with torchrun: torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py")
+    ranks = parallel.start(args.tp, args.device)
+    from megatron.core import parallel_state
+
+    if ranks.device.type == "cpu":
+        import megatron_cpu
+
+        megatron_cpu.pretend()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tp)
+    if ranks.device.type == "cuda":
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(args.seed)
+    results = {}
+    for loss in args.losses:
+        results[loss] = train(args, loss, ranks)
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+    if ranks.rank == 0:
+        print(table(results), flush=True)
+        if args.out:
+            import megatron.core
+
+            versions = {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
+            device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
+            record = {"arguments": vars(args), "versions": versions, "device": device, "results": results}
+            Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

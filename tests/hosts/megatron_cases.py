@@ -1,0 +1,287 @@
+"""Megatron-Core's GPTModel with our head against its own loss, on two tensor-parallel ranks."""
+# ruff: noqa: E402, as nothing of Megatron may be imported before it runs on CPUs
+
+import inspect
+import sys
+from types import SimpleNamespace
+
+import torch
+from cases import ROOT, compared, main, readme_block, relative_errors
+
+sys.path.insert(0, str(ROOT / "launch"))
+
+import megatron_cpu
+
+megatron_cpu.pretend()
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.common.language_module import language_module
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_pretrain import Norm
+from tp_headloss import CrossEntropy, Options, ZLoss
+from tp_headloss.integrations.megatron import MegatronHead, MegatronHeadMixin, install
+
+V, B, S, H = 256, 2, 8, 32
+HAS_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
+
+
+class Mixed(MegatronHeadMixin, GPTModel):
+    pass
+
+
+def model_of(cls=GPTModel, sp=False, tied=False, bf16=False, mtp=False, ddp=False, **config):
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    config = TransformerConfig(
+        num_layers=1, hidden_size=H, num_attention_heads=2, use_cpu_initialization=True, tensor_model_parallel_size=2,
+        sequence_parallel=sp, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype, bf16=bf16,
+        pipeline_dtype=dtype, add_bias_linear=False, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
+        bias_dropout_fusion=False, bias_activation_fusion=False, mtp_num_layers=2 if mtp else None,
+        init_method_std=0.3, **config,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec()
+    if sp:
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+        spec = TransformerBlockSubmodules(layer_specs=[spec], layer_norm=Norm)
+    more = {"mtp_block_spec": get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)} if mtp else {}
+    torch.manual_seed(7)
+    model = cls(
+        config=config, transformer_layer_spec=spec, vocab_size=V, max_sequence_length=S, parallel_output=True,
+        share_embeddings_and_output_weights=tied, **more,
+    )  # fmt: skip
+    if bf16:
+        model.bfloat16()
+    if ddp:
+        model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        model.zero_grad_buffer()
+    return model
+
+
+def batch():
+    generator = torch.Generator().manual_seed(3)
+    ids, labels = (torch.randint(0, V, (B, S), generator=generator) for _ in range(2))
+    mask = torch.triu(torch.ones(1, 1, S, S, dtype=torch.bool), 1)
+    return ids, torch.arange(S).expand(B, S), mask, labels, torch.rand(B, S, generator=generator)
+
+
+def run(model, labels=None, **kwargs):
+    """-> losses and gradients of their weighted sum; with multi-token prediction its losses are in the gradients."""
+    ids, positions, mask, own_labels, weights = batch()
+    labels = own_labels if labels is None else labels
+    losses = model(ids, positions, mask, labels=labels, **kwargs)
+    assert losses.shape == (B, S) and losses.dtype == torch.float32
+    ((losses * weights).sum()).backward()
+    grads = {n: getattr(p, "main_grad", p.grad).float().clone() for n, p in model.named_parameters()}
+    return losses.detach(), grads
+
+
+def head_name(model):
+    tied = getattr(model, "module", model).share_embeddings_and_output_weights
+    end = "word_embeddings.weight" if tied else "output_layer.weight"
+    (name,) = [n for n, _ in model.named_parameters() if n.endswith(end)]
+    return name
+
+
+def installed(fused=True, options=None, **kwargs):
+    def case(group):
+        stock, model = model_of(**kwargs), model_of(**kwargs)
+        more = {"loss_mask": torch.ones(B, S)} if kwargs.get("mtp") else {}
+        theirs = run(stock, **more)
+        head = MegatronHead(ignore_index=-100, options=options)
+        with install(model, head, fused=fused):
+            ours = run(model, **more)
+        depths = 3 if kwargs.get("mtp") else 1
+        assert head.calls == depths + (depths if fused else 1), head.calls  # with those of the check call
+        return compared(*ours, *theirs, head_name(model))
+
+    return case
+
+
+def processor(group):
+    """The official hook, without anything installed."""
+    stock, model = model_of(), model_of()
+    theirs = run(stock)
+    ours = run(model, output_processor=MegatronHead(ignore_index=-100))
+    return compared(*ours, *theirs, head_name(model))
+
+
+def mixin(group):
+    stock, model = model_of(), model_of(Mixed)
+    theirs, before = run(stock), run(model_of(Mixed))
+    model.megatron_head = MegatronHead(ignore_index=-100)
+    ours = run(model)
+    assert model.megatron_head.calls == 1 and max(relative_errors(before[1], theirs[1]).values()) == 0
+    return compared(*ours, *theirs, head_name(model))
+
+
+def main_grad_of_the_layer(group):
+    """gradient_accumulation_fusion: dW goes into main_grad, beside what is there, and autograd gets none."""
+    stock, model = model_of(), model_of()
+    losses, grads = run(stock)
+    weight = model.output_layer.weight
+    model.output_layer.gradient_accumulation_fusion = True  # what its own kernels, which are not here, are asked for by
+    weight.main_grad, weight.grad_added_to_main_grad = torch.full_like(weight, 2.0), False
+    with install(model, MegatronHead(ignore_index=-100)):
+        ours = run(model)
+    grads["output_layer.weight"] += 2.0
+    assert weight.grad_added_to_main_grad
+    return compared(*ours, losses, grads, "output_layer.weight")
+
+
+def mup(group):
+    """Logits are scaled by mup_output_mult."""
+    stock, model = (model_of(use_mup=True, mup_base_hidden_size=H // 2) for _ in range(2))
+    assert stock.config.mup_output_mult == 0.5
+    theirs = run(stock)
+    with install(model, MegatronHead(ignore_index=-100)):
+        ours = run(model)
+    return compared(*ours, *theirs, head_name(model))
+
+
+def ignored_labels(group):
+    """-100 and 300 are 0 under ignore_index None; -100 is 0 and 300 NaN under -100; Megatron has a number for both."""
+    model, labels = model_of(), batch()[3].clone()
+    labels[0, 0], labels[0, 1] = -100, 300
+    stock = run(model, labels)[0]
+    found = {"megatron": bool(stock[0, :2].isfinite().all() and (stock[0, :2] > 0).all())}
+    for name, index in (("none", None), ("index", -100)):
+        with install(model, MegatronHead(ignore_index=index)):
+            losses = run(model, labels)[0]
+        found[name] = [float(x) if x == x else "nan" for x in losses[0, :2]]
+        found["others"] = float((losses[:, 2:] - stock[:, 2:]).abs().max())
+    return found
+
+
+def without_labels(group):
+    ids, positions, mask, _, _ = batch()
+    model, head = model_of(), MegatronHead(ignore_index=-100)
+    logits = model(ids, positions, mask)
+    with install(model, head):
+        installed_logits, calls = model(ids, positions, mask), head.calls
+        run(model)
+    out = {"equal": bool(torch.equal(logits, installed_logits)), "calls": calls}
+    if HAS_PROCESSOR:
+        out["equal"] &= bool(torch.equal(logits, model(ids, positions, mask, output_processor=head)))
+    return out
+
+
+def refused(function, kind=ValueError) -> str:
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    return "accepted"
+
+
+def refusals(group):
+    model, head = model_of(), MegatronHead(ignore_index=-100)
+    loss, post = model.compute_language_model_loss, model._postprocess
+    found = {}
+    handle = install(model, head)
+    found["second"] = refused(lambda: install(model, head))
+    found["second, loss only"] = refused(lambda: install(model, head, fused=False))
+    handle.remove()
+    found["restored"] = model.compute_language_model_loss == loss and model._postprocess == post
+    found["subclass"] = refused(lambda: install(model_of(Mixed), head))
+    found["other model"] = refused(lambda: install(torch.nn.Linear(2, 2), head))
+
+    def unused():
+        with install(model, head):
+            pass
+
+    found["never called"] = refused(unused, RuntimeError)
+    found["unused is removed"] = "_postprocess" not in model.__dict__
+    original = language_module.fused_vocab_parallel_cross_entropy
+
+    def theirs(*args):
+        return original(*args)
+
+    theirs.__module__ = "other_kernels"
+    language_module.fused_vocab_parallel_cross_entropy = theirs
+    found["patched by others"] = refused(lambda: install(model, head))
+    language_module.fused_vocab_parallel_cross_entropy = original
+    layer, model.output_layer = model.output_layer, None
+    found["no output layer"] = refused(lambda: install(model, head))
+    model.output_layer = layer
+    layer.tp_group, tp_group = None, layer.tp_group
+    found["no group"] = refused(lambda: head.of_logits(torch.zeros(S, B, V // 2), batch()[3], layer.tp_group))
+    layer.tp_group = tp_group
+    model.config.defer_embedding_wgrad_compute = True
+    found["deferred"] = refused(lambda: install(model, head))
+    model.config.defer_embedding_wgrad_compute = False
+    found["usable after all"] = bool(install(model, head).calls)
+    return found
+
+
+def check_call(group):
+    model, head = model_of(), MegatronHead(ignore_index=-100)
+    of_hidden, head.of_hidden = head.of_hidden, lambda *args: 1.5 * of_hidden(*args)
+    found = {"differs": refused(lambda: install(model, head), RuntimeError)}
+    head.of_hidden = lambda *args: torch.zeros(1, 2 * group.size())
+    found["elsewhere"] = refused(lambda: install(model, head), RuntimeError)
+    found["removed"] = "_postprocess" not in model.__dict__
+    return found
+
+
+def own_terms(group):
+    """More terms, metrics and the true vocabulary; what a call made is observed."""
+    model, seen = model_of(), []
+    head = MegatronHead(
+        ignore_index=-100, terms=[CrossEntropy(), ZLoss(1e-3)], metrics=("entropy",), vocab_size=V - 50,
+        observe=seen.append,
+    )  # fmt: skip
+    labels = batch()[3] % (V - 50)
+    ids, positions, mask, _, _ = batch()
+    logits = model(ids, positions, mask).detach()
+    parts = [torch.empty_like(logits) for _ in range(2)]
+    torch.distributed.all_gather(parts, logits, group=group)
+    whole = torch.cat(parts, -1)[..., : V - 50].double()
+    with install(model, head):
+        losses, _ = run(model, labels)
+    lse = whole.logsumexp(-1)
+    expected = lse - whole.gather(-1, labels.unsqueeze(-1)).squeeze(-1) + 1e-3 * lse.square()
+    return {"loss": relative_errors({"": losses}, {"": expected})[""], "entropy": float(seen[-1].metrics["entropy"])}
+
+
+def readme(group):
+    model = model_of()
+    ids, positions, mask, labels, _ = batch()
+    scope = {"model": model, "batch": SimpleNamespace(ids=ids, positions=positions, mask=mask, labels=labels)}
+    exec(compile(readme_block("megatron"), "README.md", "exec"), scope)
+    return {"loss": float(scope["losses"].mean()), "removed": "_postprocess" not in model.__dict__}
+
+
+CASES = {
+    "plain": installed(),
+    "sp": installed(sp=True),
+    "tied": installed(tied=True),
+    "sp, tied": installed(sp=True, tied=True),
+    "bf16": installed(bf16=True),
+    "ddp main_grad": installed(ddp=True),
+    "ddp, sp, tied": installed(ddp=True, sp=True, tied=True),
+    "mtp": installed(mtp=True),
+    "loss hook": installed(fused=False),
+    "loss hook, sp": installed(fused=False, sp=True),
+    "loss hook, mtp": installed(fused=False, mtp=True),
+    "loss hook, fused stock": installed(fused=False, cross_entropy_loss_fusion=True),
+    "loss hook, in place": installed(fused=False, options=Options(inplace=True)),
+    "loss hook, bf16": installed(fused=False, bf16=True),
+    "mixin": mixin,
+    "main_grad of the layer": main_grad_of_the_layer,
+    "ignored labels": ignored_labels,
+    "without labels": without_labels,
+    "refusals": refusals,
+    "check call": check_call,
+    "own terms": own_terms,
+    "README": readme,
+}
+if HAS_PROCESSOR:
+    CASES |= {"processor": processor, "mup": mup}
+
+
+if __name__ == "__main__":
+    main(CASES, lambda group: parallel_state.initialize_model_parallel(tensor_model_parallel_size=group.size()))

@@ -1,0 +1,114 @@
+"""Megatron-Core, each supported version with its own loss beside ours; the cases are in hosts/megatron_cases.py."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "hosts"))
+import cases
+
+VERSIONS = ("0.16.1", "0.19.2")
+SAME = (
+    *("plain", "sp", "tied", "sp, tied", "ddp main_grad", "ddp, sp, tied", "mtp", "mixin", "main_grad of the layer"),
+    *("loss hook", "loss hook, sp", "loss hook, mtp", "loss hook, in place"),
+)
+pytestmark = pytest.mark.xdist_group("megatron")
+
+
+def results(version):
+    if not cases.python_of(f"megatron-{version}").exists():
+        pytest.skip("bash scripts/hosts.sh makes the environment")
+    return cases.launch(f"megatron-{version}", "megatron_cases.py")
+
+
+def result(version, case):
+    found = results(version)[case]
+    assert "error" not in found, found["error"]
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("case", SAME)
+def test_losses_and_all_gradients_equal_megatrons(version, case):
+    found = result(version, case)
+    assert found["loss"] < 1e-6 and found["grads"] < 1e-6, found
+    assert found["mutant"] > 9e-3  # one percent of dW would be seen
+
+
+@pytest.mark.parametrize("case", ["processor", "mup"])
+def test_what_the_newer_version_has(case):
+    found = result("0.19.2", case)
+    assert found["loss"] < 1e-6 and found["grads"] < 1e-6 and found["mutant"] > 9e-3, found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("case", ["bf16", "loss hook, bf16", "loss hook, fused stock"])
+def test_losses_and_gradients_equal_megatrons_to_the_rounding_of_bf16(version, case):
+    """Megatron's fused loss rounds the logits' gradient to bf16, whatever the model's type."""
+    found = result(version, case)
+    assert found["loss"] < 1e-3 and found["grads"] < 6e-3 < found["mutant"], found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_labels_outside_of_the_vocabulary_are_what_was_chosen(version):
+    found = result(version, "ignored labels")
+    assert found["megatron"] and found["none"] == [0, 0] and found["index"] == [0, "nan"] and found["others"] < 1e-5
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_logits_without_labels_are_megatrons_own(version):
+    assert result(version, "without labels") == {"equal": True, "calls": 1}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_cannot_work_is_refused_and_what_was_installed_goes_away(version):
+    found = result(version, "refusals")
+    for case, part in {
+        "second": "replaced already",
+        "second, loss only": "replaced already",
+        "subclass": "MegatronHeadMixin",
+        "other model": "got Linear",
+        "never called": "no loss came through",
+        "patched by others": "other_kernels has replaced",
+        "no output layer": "last pipeline stage",
+        "no group": "got None",
+        "deferred": "defer_embedding_wgrad_compute",
+    }.items():
+        assert part in found[case], (case, found[case])
+    assert found["restored"] and found["unused is removed"] and found["usable after all"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_check_call_sees_another_loss_and_one_that_is_not_in_the_path(version):
+    found = result(version, "check call")
+    assert "differs" in found["differs"] and "did not come through" in found["elsewhere"] and found["removed"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_own_terms_metrics_and_the_true_vocabulary(version):
+    found = result(version, "own terms")
+    assert found["loss"] < 1e-6 and found["entropy"] > 0
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_block_of_the_readme_runs(version):
+    found = result(version, "README")
+    assert found["loss"] > 0 and found["removed"]
+
+
+def test_an_unsupported_version_is_named():
+    from tp_headloss import integrations
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integrations.importlib.metadata, "version", lambda name: "0.15.3")
+        with pytest.raises(ImportError, match=r"megatron-core >= 0.16.1, < 0.20 .*got 0.15.3"):
+            integrations.require("megatron-core")
+        for version in ("0.16.1", "0.19.2rc1", "0.19.2+cu13"):
+            patch.setattr(integrations.importlib.metadata, "version", lambda name, version=version: version)
+            assert integrations.require("megatron-core") >= (0, 16, 1)
+        patch.setattr(integrations.importlib.metadata, "version", lambda name: "0.20.0")
+        with pytest.raises(ImportError, match=r"got 0.20.0"):
+            integrations.require("megatron-core")
+    with pytest.raises(ImportError, match=r"pip install 'tp_headloss\[torchtitan\]'\), and there is none"):
+        integrations.require("torchtitan")
