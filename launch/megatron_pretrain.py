@@ -13,9 +13,11 @@ Each of --losses trains a model from the same weights on the same batches:
 
 import argparse
 import functools
+import gc
 import json
 import os
 import statistics
+import time
 from pathlib import Path
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's own advice for tensor parallelism
@@ -139,25 +141,45 @@ def batches(args, ranks):
 
 
 class HeadClock:
-    """Time from the last hidden states to their gradient, without what lies between loss and its gradient."""
+    """Time from the last hidden states to their gradient, without what lies between loss and its gradient, and the most
+    memory that is allocated meanwhile, and in a step."""
 
     def __init__(self, gpt, cuda: bool):
-        self.cuda, self.times = cuda, []
+        self.cuda, self.times, self.before, self.peaks = cuda, [], 0, {"head": 0, "step": 0}
         gpt.decoder.register_forward_hook(self._hidden)
         gpt.register_forward_hook(self._losses)
 
     def now(self):
         if not self.cuda:
-            import time
-
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _hidden(self, module, args, hidden):
+        self._peak(of_head=False)
         self.times.append([self.now()])
-        hidden.register_hook(lambda _, spans=self.times[-1]: spans.append(self.now()))
+        hidden.register_hook(functools.partial(self._done, self.times[-1]))
+
+    def _done(self, spans, _):
+        spans.append(self.now())
+        self._peak(of_head=True)
+
+    def _peak(self, of_head: bool):
+        """Ends a stretch, of the head or of anything else, whose highest mark is looked at."""
+        if not self.cuda:
+            return
+        most = torch.cuda.max_memory_allocated()
+        self.peaks["step"] = max(self.peaks["step"], most)
+        if of_head:
+            self.peaks["head"] = max(self.peaks["head"], most - self.before)
+        torch.cuda.reset_peak_memory_stats()
+        self.before = torch.cuda.memory_allocated()
+
+    def mib(self) -> dict:
+        """Of the whole run so far; the head's beyond what there was before it, dH and dW included."""
+        self._peak(of_head=False)
+        return {f"{name}_mib": peak / 2**20 for name, peak in self.peaks.items()} if self.cuda else {}
 
     def _losses(self, module, args, losses):
         self.times[-1].append(self.now())
@@ -176,11 +198,14 @@ class HeadClock:
 def train(args, loss: str, ranks) -> dict:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from tp_headloss import Linear, Options
     from tp_headloss.integrations.megatron import MegatronHead, install
 
     cuda = ranks.device.type == "cuda"
+    if cuda:
+        model_parallel_cuda_manual_seed(args.seed)
     config, gpt, model = model_of(args, loss, ranks)
     if not loss.startswith("stock"):
         budget = None if args.budget_mib is None else int(args.budget_mib * 2**20)
@@ -205,9 +230,6 @@ def train(args, loss: str, ranks) -> dict:
 
     result = {"loss": [], "grad_norm": [], "step_seconds": [], "head_seconds": []}
     for step in range(args.steps):
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
         begin = clock.now()
         model.zero_grad_buffer()
         optimizer.zero_grad()
@@ -220,28 +242,26 @@ def train(args, loss: str, ranks) -> dict:
         end = clock.now()
         if cuda:
             torch.cuda.synchronize()
-            result["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-            result["step_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
         result["loss"].append(float(sum(part["loss"] for part in parts) / len(parts)))
         result["grad_norm"].append(None if norm is None else float(norm))
         result["step_seconds"].append(clock.between(begin, end))
         result["head_seconds"].append(clock.seconds())
-    return result
+    return result | clock.mib()
 
 
 def table(results: dict) -> str:
     """Medians of all steps but the first few, which compile and allocate."""
-    lines = ["| loss | step | head | peak memory (above what a step begins with) | last loss | largest difference |"]
-    lines.append("|---|---|---|---|---|---|")
+    lines = ["| loss | step | of it, the head | peak memory | the head's | loss of first and last step | differs by |"]
+    lines.append("|---|---|---|---|---|---|---|")
     first = next(iter(results.values()))["loss"]
     for name, r in results.items():
         rest = slice(min(3, len(r["loss"]) - 1), None)
         step, head = (1e3 * statistics.median(r[key][rest]) for key in ("step_seconds", "head_seconds"))
-        memory = f"{r['peak_mib']:.0f} ({r['step_mib']:.0f}) MiB" if "peak_mib" in r else "not measured"
+        memory = [f"{r[key]:.0f} MiB" if key in r else "not measured" for key in ("step_mib", "head_mib")]
         difference = max(abs(a - b) for a, b in zip(r["loss"], first))
         lines.append(
-            f"| {name} | {step:.1f} ms | {head:.1f} ms, {head / step:.0%} | {memory} | {r['loss'][-1]:.4f} "
-            f"| {difference:.1e} |"
+            f"| {name} | {step:.1f} ms | {head:.1f} ms, {head / step:.0%} | {' | '.join(memory)} "
+            f"| {r['loss'][0]:.4f}, {r['loss'][-1]:.4f} | {difference:.1e} |"
         )
     return "\n".join(lines)
 
@@ -258,13 +278,10 @@ def main() -> None:
 
         megatron_cpu.pretend()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tp)
-    if ranks.device.type == "cuda":
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-        model_parallel_cuda_manual_seed(args.seed)
     results = {}
     for loss in args.losses:
         results[loss] = train(args, loss, ranks)
+        gc.collect()  # a model and its hooks hold each other
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
     if ranks.rank == 0:

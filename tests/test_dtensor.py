@@ -1,6 +1,8 @@
 """DTensors everywhere: logits Shard(-1) and weights Shard(0), 1-D and 2-D meshes, against torch's own loss parallel."""
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,9 @@ from tp_headloss import (
     topk_log_probs,
     vocab_statistics,
 )
+
+sys.path.insert(0, str(Path(__file__).parent / "hosts"))
+from cases import readme_block
 
 pytestmark = pytest.mark.xdist_group("ranks")
 H = 24
@@ -222,6 +227,20 @@ def two_dimensions(group, device):
     model = model_of(device, mesh, 64, False)
     labels = torch.arange(8, device=device)
     HeadLoss([CrossEntropy()]).linear(torch.randn(8, H, device=device), model.head.weight, labels)
+
+
+def readme(group, device):
+    scope = {"torch": torch, "mesh": meshed(device, 1, 2)}
+    exec(compile(readme_block("dtensor"), "README.md", "exec"), scope)
+    x, w = scope["x"], scope["w"]
+    return [str(p) for p in (*x.grad.placements, *w.grad.placements)], w.to_local().shape[0]
+
+
+def test_the_block_of_the_readme_runs():
+    if torch.cuda.is_available():
+        pytest.skip("it makes its tensors on CPU")
+    results = on_ranks(2, readme)
+    assert [placed for placed, _ in results] == [["R", "S(0)"]] * 2 and [rows for _, rows in results] == [255, 254]
 
 
 def test_plain_hidden_states_and_a_weight_on_two_dimensions_are_refused():

@@ -1,0 +1,464 @@
+"""verl's and NeMo-RL's functions, values and gradients, against float64 log_softmax of the gathered logits."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tp_headloss import Linear, VocabShard
+from tp_headloss.integrations import nemo_rl, verl
+
+pytestmark = pytest.mark.xdist_group("ranks")
+B, S, V, PADDED, H, K = 2, 6, 101, 104, 12, 5
+EVEN, UNEVEN = [0, 52, 104], [0, 37, 104]
+DTYPES = [torch.float32, torch.bfloat16]
+WEIGHTS = torch.linspace(-1, 1, 2 * B * S, dtype=torch.float64).view(2, B, S)  # upstream gradients
+
+
+def data(dtype=torch.float32):
+    """Logits [B, S, PADDED], whose padding would win if it took part, and ids [B, S]."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 4 * torch.randn(B, S, PADDED, generator=generator)
+    logits[..., V:] += 20
+    return logits.to(dtype), torch.randint(0, V, (B, S), generator=generator)
+
+
+def cut(x, group, boundaries=EVEN, dim=-1):
+    """This rank's part."""
+    if group is None:
+        return x.detach().clone().requires_grad_()
+    start, stop = boundaries[group.rank()], boundaries[group.rank() + 1]
+    return x.narrow(dim, start, stop - start).detach().clone().requires_grad_()
+
+
+def truth(logits, ids, temperature=1.0, columns=V):
+    """log-probs, entropy and sum of p^2 [B, S] in float64, and their leaf."""
+    leaf = logits.double().requires_grad_()
+    log_p = (leaf[..., :columns] / temperature).log_softmax(-1)
+    at = log_p.gather(-1, ids.clamp(0, columns - 1).unsqueeze(-1)).squeeze(-1)
+    return at, -(log_p.exp() * log_p).sum(-1), (2 * log_p).exp().sum(-1), leaf
+
+
+def close(got, expected, rtol=2e-6, atol=2e-6):
+    torch.testing.assert_close(got.cpu().double(), expected.detach(), rtol=rtol, atol=atol)
+
+
+def close_grads(parts, expected, dtype):
+    """Of all ranks; one rounding to bf16 is 2^-9."""
+    assert all(part.dtype == dtype for part in parts)
+    rtol, atol = (1e-5, 2e-6) if dtype == torch.float32 else (2**-8, 1e-5)
+    close(torch.cat([p.cpu() for p in parts], -1), expected, rtol, atol)
+
+
+def dtype_name(dtype):
+    return str(dtype).split(".")[1]
+
+
+# verl
+
+
+def processed(group, device, dtype, boundaries):
+    logits, label = data(dtype)
+    temperature = torch.linspace(0.5, 2.0, B * S).view(B, S)
+    label[0, 1], temperature[1, 2] = -100, 0.0
+    x, label, temperature = cut(logits, group, boundaries).to(device), label.to(device), temperature.to(device)
+    x, before = x.detach().requires_grad_(), x.detach().clone()
+    bounds = [0, PADDED] if group is None else boundaries
+    given = {"padded_size": PADDED} if boundaries == EVEN else {"boundaries": bounds}
+    process = verl.logits_processor(group, V, **given, sum_pi_squared=True)
+    out = process(x, label=label, temperature=temperature)
+    upstream = WEIGHTS.clone().to(device)
+    upstream[:, 1, 2] = 0  # the row of padding
+    (upstream[0] * out["log_probs"] + upstream[1] * out["entropy"]).sum().backward()
+    assert torch.equal(x.detach(), before) and float(temperature[1, 2]) == 0
+    assert not out["sum_pi_squared"].requires_grad
+    return {name: value.detach() for name, value in out.items()} | {"grad": x.grad}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize(("ranks", "boundaries"), [(1, EVEN), (2, EVEN), (2, UNEVEN)])
+def test_verl_logits_processor(ranks, boundaries, dtype):
+    results = on_ranks(ranks, processed, dtype, boundaries)
+    logits, label = data(dtype)
+    temperature = torch.linspace(0.5, 2.0, B * S, dtype=torch.float32).view(B, S).double()
+    used = torch.ones(B, S, dtype=torch.bool)
+    used[0, 1] = used[1, 2] = False  # ignored; padding
+    log_prob, entropy, squares, leaf = truth(logits, label, temperature.unsqueeze(-1))
+    ((WEIGHTS[0] * log_prob + WEIGHTS[1] * entropy) * used).sum().backward()
+    for out in results:
+        assert all(out[name].dtype == torch.float32 for name in ("log_probs", "entropy", "sum_pi_squared"))
+        close(out["log_probs"].cpu()[used], log_prob[used])
+        close(out["entropy"].cpu()[used], entropy[used])
+        close(out["sum_pi_squared"].cpu()[used], squares[used], rtol=1e-5)
+        assert float(out["log_probs"][0, 1]) == float(out["entropy"][0, 1]) == 0  # -100
+        assert torch.equal(out["log_probs"], results[0]["log_probs"])
+        assert out["log_probs"].isfinite().all()
+    close_grads([out["grad"] for out in results], leaf.grad, dtype)
+
+
+def test_verl_label_mask_temperature_and_what_is_wanted():
+    logits, label = data()
+    mask = torch.rand(B, S) < 0.5
+    label = torch.where(mask, label, 10 * V)  # verl leaves position ids there, beyond a small vocabulary, too
+    x = logits[..., :V].clone().requires_grad_()
+    out = verl.logits_processor(None, V, temperature=0.7)(x, label=label, label_mask=mask)
+    log_prob, entropy, _, _ = truth(logits, label, 0.7)
+    close(out["log_probs"], log_prob * mask)
+    close(out["entropy"], entropy * mask)
+    sum(out.values()).sum().backward()
+    assert (x.grad[~mask] == 0).all() and (x.grad[mask] != 0).any()
+
+    process = verl.logits_processor(None, V, entropy=False, temperature=0.7)
+    assert list(process(x, label, label_mask=mask)) == ["log_probs"]
+    close(process(x, label, 1.3, mask)["log_probs"], truth(logits, label, 1.3)[0] * mask)  # the call's wins
+    assert not process(x, label)["log_probs"][~mask].isfinite().any()  # without a mask they are bad labels
+    with pytest.raises(ValueError, match="padded_size=104"):
+        verl.logits_processor(None, V, padded_size=PADDED, boundaries=[0, PADDED])
+
+
+def pair(group, device):
+    logits, label = data()
+    shard = VocabShard.from_group(group, V, PADDED)
+    x = cut(logits, group).to(device)
+    log_prob = verl.vocab_parallel_log_probs_from_logits(x, label.to(device), shard=shard)
+    return log_prob.detach(), verl.vocab_parallel_entropy(x, shard=shard).detach()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_verl_names_of_single_statistics(ranks):
+    for log_prob, entropy in on_ranks(ranks, pair):
+        expected = truth(*data())
+        close(log_prob, expected[0])
+        close(entropy, expected[1])
+
+
+def head():
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(B, S, H, generator=generator), torch.randn(PADDED, H, generator=generator)
+
+
+def fused(group, device, reduction, hidden_grad, boundaries):
+    (hidden, weight), (_, labels) = head(), data()
+    labels[0, 1] = -100
+    hidden = hidden.to(device).requires_grad_()
+    rows = cut(weight, group, boundaries or EVEN, 0).detach().to(device).requires_grad_()
+    if boundaries is None:  # verl's own signature: even shards, every row counts
+        options = (0.7, reduction, group)
+        shard = {}
+    else:
+        shard = {"shard": VocabShard.from_boundaries([0, PADDED] if group is None else boundaries, V, group)}
+        options = (torch.full((B, S), 0.7, device=device), reduction)
+    if hidden_grad is not None:
+        shard["linear"] = Linear(hidden_grad=hidden_grad)
+    log_probs, entropy = verl.linear_cross_entropy(hidden, rows, labels.to(device), *options, **shard)
+    upstream = WEIGHTS.view(2, -1).to(device)
+    ((upstream[0] if reduction == "none" else 1) * log_probs).sum().add((upstream[1] * entropy).sum()).backward()
+    return log_probs.detach(), entropy.detach(), hidden.grad, rows.grad
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reduction", "hidden_grad", "boundaries"),
+    [
+        (1, "none", None, None),
+        (2, "none", None, None),
+        (2, "sum", "all_reduce", None),
+        (2, "mean", None, UNEVEN),
+        (1, "mean", None, UNEVEN),
+    ],
+)
+def test_verl_linear_cross_entropy(ranks, reduction, hidden_grad, boundaries):
+    results = on_ranks(ranks, fused, reduction, hidden_grad, boundaries)
+    (hidden, weight), (_, labels) = head(), data()
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    log_prob, entropy, _, leaf = truth(hidden.detach() @ weight.detach().t(), labels, 0.7, V if boundaries else PADDED)
+    used = torch.ones(B, S)
+    used[0, 1] = 0
+    log_prob, entropy = log_prob * used, entropy * used
+    reduced = {"none": log_prob.flatten(), "sum": log_prob.sum(), "mean": log_prob.sum() / used.sum()}[reduction]
+    loss = (WEIGHTS[0].flatten() * reduced).sum() if reduction == "none" else reduced
+    (loss + (WEIGHTS[1] * entropy).sum()).backward()
+    of_hidden, of_weight = leaf.grad @ weight.detach(), leaf.grad.flatten(0, 1).t() @ hidden.detach().flatten(0, 1)
+    for got, of_entropy, _, _ in results:
+        assert got.dtype == torch.float32 and got.shape == reduced.shape
+        close(got, reduced, rtol=1e-5, atol=1e-5)
+        close(of_entropy, entropy.flatten(), atol=1e-5)
+    parts = [result[2].double().cpu() for result in results]
+    if hidden_grad == "all_reduce":
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        close(parts[0], of_hidden, atol=1e-5)
+    else:  # each rank has its part, and the caller adds them up
+        close(sum(parts), of_hidden, atol=1e-5)
+        assert ranks == 1 or not torch.allclose(parts[0], of_hidden, atol=1e-3)
+    close(torch.cat([result[3].cpu() for result in results]), of_weight, atol=1e-5)
+
+
+def test_verl_linear_cross_entropy_refuses_what_it_would_ignore():
+    hidden, weight = head()
+    labels = data()[1]
+    with pytest.raises(ValueError, match="got 'avg'"):
+        verl.linear_cross_entropy(hidden, weight, labels, 1.0, "avg")
+    shard = VocabShard(0, PADDED, V)
+    with pytest.raises(ValueError, match="dist_process_group"):
+        verl.linear_cross_entropy(hidden, weight, labels, 1.0, "none", object(), shard=shard)
+
+
+# NeMo-RL
+
+
+def next_tokens(group, device, dtype, form):
+    logits, ids = data(dtype)
+    ids[1, 3] = -100
+    boundaries = UNEVEN if form == "bounds" else EVEN
+    x, ids = cut(logits, group, boundaries).detach().to(device).requires_grad_(), ids.to(device)
+    if form == "bounds":
+        start = 0 if group is None or group.rank() == 0 else boundaries[1]
+        args = x, ids, start, start + x.shape[-1], group
+        out = nemo_rl.from_parallel_logits_to_logprobs(*args, vocab_size=V)
+        detached = nemo_rl.from_parallel_logits_to_logprobs(*args, True, vocab_size=V)
+        assert torch.equal(out, detached) and not detached.requires_grad
+    elif form == "dtensor":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("tp",))
+        distributed = DTensor.from_local(x, mesh, [Shard(-1)])
+        ids = DTensor.from_local(ids, mesh, [Replicate()])
+        out = nemo_rl.get_next_token_logprobs_from_logits(ids, distributed, vocab_size=V)
+    else:
+        if form == "longer":  # logits of sequences that were padded further than their ids
+            ids = ids[:, : S - 2]
+        tp = {} if group is None else {"vocab_parallel_rank": group.rank(), "vocab_parallel_group": group}
+        # a host that has a temperature has divided the logits by it
+        params = SimpleNamespace(top_k=None, top_p=1.0, temperature=0.3)
+        out = nemo_rl.get_next_token_logprobs_from_logits(ids, x, sampling_params=params, vocab_size=V, **tp)
+    (WEIGHTS[0, :, : out.shape[1]].to(device) * out).sum().backward()
+    return out.detach(), x.grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize(
+    ("ranks", "form"),
+    [(1, "even"), (2, "even"), (1, "longer"), (2, "longer"), (1, "bounds"), (2, "bounds"), (2, "dtensor")],
+)
+def test_nemo_next_token_log_probs(ranks, form, dtype):
+    results = on_ranks(ranks, next_tokens, dtype, form)
+    logits, ids = data(dtype)
+    length = S - 2 if form == "longer" else S
+    log_prob, _, _, leaf = truth(logits[:, : length - 1], ids[:, 1:length])
+    used = torch.ones(B, length - 1)
+    used[1, 2] = 0  # the id -100 at 3
+    expected = log_prob * used
+    (WEIGHTS[0, :, : length - 1] * expected).sum().backward()
+    gradient = torch.nn.functional.pad(leaf.grad, (0, 0, 0, S - length + 1))  # nothing of the last position
+    for out, _ in results:
+        assert out.shape == (B, length - 1) and out.dtype == torch.float32
+        close(out, expected)
+    close_grads([grad for _, grad in results], gradient, dtype)
+
+
+def every_column(group, device):
+    logits, ids = data()
+    x, ids = cut(logits, group, UNEVEN).detach().to(device), ids.to(device)
+    start = 0 if group is None or group.rank() == 0 else UNEVEN[1]
+    return nemo_rl.from_parallel_logits_to_logprobs(x, ids, start, start + x.shape[-1], group)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nemo_counts_every_column_without_a_vocab_size(ranks):
+    logits, ids = data()
+    for out in on_ranks(ranks, every_column):
+        close(out, truth(logits[:, :-1], ids[:, 1:], columns=PADDED)[0])
+
+
+def largest_allocation(function):
+    """Bytes of the largest tensor that comes into being (on GPUs: the peak of all of them)."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    return max(event.self_cpu_memory_usage for event in profile.events())
+
+
+def test_nemo_chunk_size_bounds_memory_that_does_not_exist(device):
+    logits = torch.randn(2, 256, 4096, dtype=torch.bfloat16, device=device)
+    ids = torch.randint(0, 4096, (2, 256), device=device)
+    copy = 4 * logits.numel()  # in fp32
+    assert largest_allocation(lambda: logits.float()) >= copy
+
+    def score(chunk_size):
+        return nemo_rl.get_next_token_logprobs_from_logits(ids, logits, chunk_size=chunk_size)
+
+    assert torch.equal(score(None), score(7))
+    assert largest_allocation(lambda: score(None)) <= copy / 3
+    logits.requires_grad_()
+    assert largest_allocation(lambda: score(None).sum().backward()) <= copy / 2 * 1.3  # the bf16 gradient
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"seq_index": torch.arange(S)}, "seq_index"),
+        ({"cp_sharder": object()}, "cp_sharder"),
+        ({"context_parallel_group": SimpleNamespace(size=lambda: 2)}, "context-parallel group of 2 ranks"),
+        ({"sampling_params": SimpleNamespace(top_k=20, top_p=1.0)}, "top_k=20"),
+        ({"sampling_params": SimpleNamespace(top_k=None, top_p=0.9)}, "top_p=0.9"),
+        ({"sampling_params": SimpleNamespace(top_k=-1, top_p=1.0, replay_sampling_mask=True)}, "replay_sampling_mask"),
+        ({"vocab_parallel_rank": 0}, "vocab_parallel_group"),
+        ({"vocab_size": V + PADDED}, "padded_size"),
+    ],
+)
+def test_nemo_refuses_by_name(options, names):
+    logits, ids = data()
+    with pytest.raises(ValueError, match=names):
+        nemo_rl.get_next_token_logprobs_from_logits(ids, logits, **options)
+
+
+def test_nemo_accepts_what_changes_nothing_and_refuses_shapes():
+    logits, ids = data()
+    plain = nemo_rl.get_next_token_logprobs_from_logits(ids, logits)
+    one = SimpleNamespace(size=lambda: 1)
+    params = SimpleNamespace(top_k=-1, top_p=1.0)
+    same = nemo_rl.get_next_token_logprobs_from_logits(ids, logits, None, None, None, one, params, 3)
+    assert torch.equal(plain, same)
+    with pytest.raises(ValueError, match="at most the logits' 4 positions"):
+        nemo_rl.get_next_token_logprobs_from_logits(ids, logits[:, :4])
+
+
+def wrong_rank(group, device):
+    logits, ids = data()
+    tp = {"vocab_parallel_rank": 1 - group.rank(), "vocab_parallel_group": group}
+    return nemo_rl.get_next_token_logprobs_from_logits(ids.to(device), cut(logits, group).to(device), **tp)
+
+
+def test_nemo_refuses_another_rank_than_this_one():
+    assert all("must be this rank" in failure.message for failure in on_ranks(2, wrong_rank, failures=True))
+
+
+def of_hidden(group, device, inference_only):
+    (hidden, weight), (_, ids) = head(), data()
+    ranks = 1 if group is None else group.size()
+    rank = 0 if group is None else group.rank()
+    own = hidden.transpose(0, 1).chunk(ranks)[rank].contiguous().to(device).requires_grad_()  # [S/P, B, H]
+    rows = cut(weight, group, EVEN, 0).detach().to(device).requires_grad_()
+    args = own, rows, None, ids.to(device), rank * len(rows), (rank + 1) * len(rows), group, inference_only
+    out = nemo_rl.from_parallel_hidden_states_to_logprobs(*args, None, 3, vocab_size=V)
+    if inference_only:
+        assert not out.requires_grad
+        return out, None, None
+    (WEIGHTS[0, :, :-1].to(device) * out).sum().backward()
+    return out.detach(), own.grad, rows.grad
+
+
+@pytest.mark.parametrize(("ranks", "inference_only"), [(1, False), (2, False), (2, True)])
+def test_nemo_log_probs_of_hidden_states(ranks, inference_only):
+    results = on_ranks(ranks, of_hidden, inference_only)
+    (hidden, weight), (_, ids) = head(), data()
+    hidden, weight = hidden.double(), weight.double()
+    log_prob, _, _, leaf = truth((hidden @ weight.t())[:, :-1], ids[:, 1:])
+    (WEIGHTS[0, :, :-1] * log_prob).sum().backward()
+    for out, _, _ in results:
+        close(out, log_prob, atol=1e-5)
+    if not inference_only:
+        gradient = torch.nn.functional.pad(leaf.grad @ weight, (0, 0, 0, 1)).transpose(0, 1)
+        close(torch.cat([result[1].cpu() for result in results]), gradient, atol=1e-5)
+        gradient = leaf.grad.flatten(0, 1).t() @ hidden[:, :-1].flatten(0, 1)
+        close(torch.cat([result[2].cpu() for result in results]), gradient, atol=1e-5)
+
+
+def test_nemo_refuses_gathered_logits_of_hidden_states():
+    (hidden, weight), (_, ids) = head(), data()
+    with pytest.raises(ValueError, match="runtime_gather_output"):
+        nemo_rl.from_parallel_hidden_states_to_logprobs(hidden, weight, True, ids, 0, PADDED, None)
+
+
+def entries():
+    generator = torch.Generator().manual_seed(6)
+    ids = torch.randint(0, V, (B, S, K), generator=generator)
+    ids[0, :, 1:3] = 0  # padded entries repeat an id
+    return torch.randn(B, S, K, generator=generator), ids
+
+
+def distilled(group, device, dtype, zero_outside_topk, calculate_entropy):
+    teacher, ids = (x.to(device) for x in entries())
+    x = cut(data(dtype)[0], group).detach().to(device).requires_grad_()
+    tp = {} if group is None else {"vocab_parallel_rank": group.rank(), "vocab_parallel_group": group}
+    options = {"zero_outside_topk": zero_outside_topk, "calculate_entropy": calculate_entropy, "vocab_size": V}
+    student, of_teacher, entropy = nemo_rl.get_distillation_topk_logprobs_from_logits(x, teacher, ids, **options, **tp)
+    loss = -(of_teacher.exp() * student).sum()
+    if entropy is not None:
+        loss = loss + (WEIGHTS[0, :, :-1].to(device) * entropy).sum()
+    loss.backward()
+    return [None if r is None else r.detach() for r in (student, of_teacher, entropy)], x.grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("zero_outside_topk", "calculate_entropy"), [(True, True), (True, False), (False, False)])
+def test_nemo_distillation_entries(ranks, zero_outside_topk, calculate_entropy, dtype):
+    results = on_ranks(ranks, distilled, dtype, zero_outside_topk, calculate_entropy)
+    teacher, ids = entries()
+    leaf = data(dtype)[0].double().requires_grad_()
+    log_p = leaf[..., :V].log_softmax(-1)
+    student = log_p.gather(-1, ids) if zero_outside_topk else leaf.gather(-1, ids).log_softmax(-1)
+    of_teacher = teacher.double().log_softmax(-1)
+    entropy = (log_p.exp() * log_p).sum(-1)[:, :-1]
+    loss = -(of_teacher.exp() * student)[:, :-1].sum()
+    (loss + (WEIGHTS[0, :, :-1] * entropy).sum() * calculate_entropy).backward()
+    for (got, got_teacher, got_entropy), _ in results:
+        close(got, student[:, :-1])
+        close(got_teacher, of_teacher[:, :-1])
+        assert (got_entropy is not None) == calculate_entropy
+        if calculate_entropy:
+            close(got_entropy, entropy)
+        assert torch.equal(got, results[0][0][0])
+    grads = [grad for _, grad in results]
+    assert all(grad.dtype == dtype for grad in grads)
+    # autograd adds gradients of bf16 here, each rounded
+    rtol, atol = (1e-5, 2e-6) if dtype == torch.float32 else (2**-7, 2**-7)
+    close(torch.cat([g.cpu() for g in grads], -1), leaf.grad, rtol, atol)
+
+
+class Scattered(TorchDispatchMode):
+    """What is added into bf16 tensors by index: CPUs do that in fp32, GPUs do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.sources = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.scatter_add.default and args[0].dtype == torch.bfloat16:
+            self.sources.append(args[3].clone())
+        return function(*args, **(kwargs or {}))
+
+
+def test_nemo_distillation_adds_up_duplicates_in_fp32(device):
+    x = torch.zeros(1, 2, 8, dtype=torch.bfloat16, device=device, requires_grad=True)
+    ids = torch.full((1, 2, 512), 3, device=device)
+    student, _, _ = nemo_rl.get_distillation_topk_logprobs_from_logits(x, ids.float(), ids, True, False)
+    with Scattered() as scattered:
+        (student.sum(-1) / 4096).sum().backward()
+    expected = torch.full((8,), -1 / 64)
+    expected[3] += 1 / 8
+    assert torch.equal(x.grad[0, 0].float().cpu(), expected) and (x.grad[0, 1] == 0).all()
+    if device == "cpu":
+        (source,) = scattered.sources
+        assert torch.equal((source != 0).sum(-1), torch.tensor([[1, 0]]))  # one number per distinct id
+
+
+def test_nemo_distillation_of_bad_entries():
+    (teacher, ids), logits = entries(), data()[0]
+    bad = ids.clone()
+    bad[0, 0, 0], bad[0, 1, 1] = V, -1
+    arguments = {"zero_outside_topk": True, "calculate_entropy": False, "vocab_size": V}
+    student = nemo_rl.get_distillation_topk_logprobs_from_logits(logits, teacher, bad, **arguments)[0]
+    assert student[0, 0, 0].isnan() and student[0, 1, 1].isnan() and int(student.isnan().sum()) == 2
+    with pytest.raises(ValueError, match="K > 0"):
+        nemo_rl.get_distillation_topk_logprobs_from_logits(logits, teacher[..., :0], ids[..., :0], **arguments)
+    with pytest.raises(ValueError, match="cp_sharder"):
+        nemo_rl.get_distillation_topk_logprobs_from_logits(logits, teacher, ids, cp_sharder=object(), **arguments)

@@ -1,0 +1,235 @@
+"""NeMo-RL's log-probs of vocabulary-sharded logits, one pass and one collective each, with its names and contracts.
+
+Nothing of NeMo-RL is imported, and no process group is looked up: it is an argument, and None means not sharded. As in
+NeMo-RL the next token is scored: of [B, S] ids come log-probs [B, S - 1], entry t of the id t + 1 by the logits at t,
+and a temperature is not applied here: NeMo-RL divides the logits by it before (`apply_temperature_scaling`). Unlike it,
+log-probs are fp32 of logits of any type without a copy, an id of -100 has log-prob 0 and no gradient, and one outside
+of the vocabulary NaN.
+
+chunk_size is accepted because NeMo-RL passes it, and changes nothing: the fp32 copies that it bounds are never made.
+Context parallelism and top-k or top-p filters are refused with a ValueError.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..api import log_probs, vocab_statistics
+from ..comm import sum_over_ranks
+from ..dtensor import local, local_logits
+from ..linear import Linear, linear_vocab_statistics
+from ..shard import VocabShard
+
+IGNORED = -100
+SEQUENCE_PARALLEL = Linear(hidden_grad="reduce_scatter")
+
+
+def get_next_token_logprobs_from_logits(
+    input_ids: torch.Tensor,
+    next_token_logits: torch.Tensor,
+    seq_index: torch.Tensor | None = None,
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group=None,
+    context_parallel_group=None,
+    sampling_params=None,
+    chunk_size: int | None = None,
+    cp_sharder=None,
+    *,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
+    """Log-probs of the next tokens: input_ids [B, S] replicated, next_token_logits [B, S or more, V/P] sharded on V
+    (even shards of vocab_parallel_group, a DTensor, or without either the whole vocabulary) -> [B, S - 1] replicated.
+
+    vocab_size: ids at or beyond it are padding and take no part; None: every column counts, as in NeMo-RL.
+
+    Raises ValueError for a vocab_parallel_rank that is not this rank of the group, for what is refused (seq_index,
+    cp_sharder and a context_parallel_group of several ranks; filters in sampling_params), and as `log_probs` does.
+    """
+    _refuse(context_parallel_group, sampling_params, seq_index=seq_index, cp_sharder=cp_sharder)
+    logits, shard = _even(next_token_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
+    return _scored(logits, input_ids, shard)
+
+
+def from_parallel_logits_to_logprobs(
+    vocab_parallel_logits: torch.Tensor,
+    target: torch.Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group,
+    inference_only: bool = False,
+    cp_group=None,
+    chunk_size: int | None = None,
+    sampling_params=None,
+    *,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
+    """The same with bounds: vocab_parallel_logits [B, S or more, width] of ids [vocab_start_index, vocab_end_index),
+    uneven if need be, target [B, S] replicated and not shifted -> [B, S - 1] replicated.
+
+    tp_group: None for the whole vocabulary. inference_only: nothing is saved, and no gradient. vocab_size, errors: as
+    above.
+    """
+    _refuse(cp_group, sampling_params)
+    # without a vocab_size the end of this shard serves: it only says where padding begins
+    shard = VocabShard(vocab_start_index, vocab_end_index, vocab_size or max(vocab_end_index, 1), tp_group)
+    return _scored(vocab_parallel_logits, target, shard, inference_only)
+
+
+def from_parallel_hidden_states_to_logprobs(
+    tensor_parallel_hidden_states: torch.Tensor,
+    output_weight_layer: torch.Tensor,
+    runtime_gather_output: bool | None,
+    target: torch.Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group,
+    inference_only: bool = False,
+    cp_group=None,
+    chunk_size: int | None = None,
+    *,
+    vocab_size: int | None = None,
+    linear: Linear = SEQUENCE_PARALLEL,
+) -> torch.Tensor:
+    """The same of hidden states [S/P, B, H], each rank's part of the sequence (sequence parallelism): they are gathered
+    here, and their gradient is summed over tp_group and scattered, as in NeMo-RL. Of any other ``linear.hidden_grad``
+    they are [S, B, H].
+
+    output_weight_layer [V/P, H] sharded on V in even shards, target [B, S] replicated and not shifted -> [B, S - 1].
+    Logits are made in blocks of ``linear.budget`` bytes, not of chunk_size tokens. Otherwise as above; ValueError for
+    runtime_gather_output, too.
+    """
+    _refuse(cp_group, None, runtime_gather_output=runtime_gather_output or None)
+    size = 1 if tp_group is None else tp_group.size()
+    shard = VocabShard(
+        vocab_start_index, vocab_end_index, vocab_size or (vocab_end_index - vocab_start_index) * size, tp_group
+    )
+    scattered = size if linear.hidden_grad == "reduce_scatter" else 1
+    labels = _next_tokens(target, tensor_parallel_hidden_states.shape[0] * scattered, output_weight_layer.device)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        stats = linear_vocab_statistics(
+            tensor_parallel_hidden_states, output_weight_layer, labels.t(), shard=shard, linear=linear
+        )
+    return stats.log_prob.t()[:, : target.shape[1] - 1]
+
+
+def get_distillation_topk_logprobs_from_logits(
+    student_logits: torch.Tensor,
+    teacher_topk_logits: torch.Tensor,
+    teacher_topk_indices: torch.Tensor,
+    zero_outside_topk: bool,
+    calculate_entropy: bool,
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group=None,
+    context_parallel_group=None,
+    cp_sharder=None,
+    *,
+    vocab_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(student's log-probs, teacher's log-probs [B, S - 1, K], H_all [B, S - 1] or None) at the teacher's K ids.
+
+    student_logits [B, S, V/P] sharded on V as in `get_next_token_logprobs_from_logits`, teacher_topk_logits and
+    teacher_topk_indices [B, S, K] replicated -> fp32 replicated, differentiable in the student. The student is
+    normalised over the whole vocabulary if zero_outside_topk, else over the K ids, as the teacher always is. H_all is
+    sum p log p over the vocabulary, of the negative sign that NeMo-RL gives it, if calculate_entropy.
+
+    Nothing is shifted, the last position is left out. One all-gather of K numbers per token, and with
+    zero_outside_topk or the entropy one pass over the logits and its collective. Its K gradients per token are added to
+    the logits' by autograd, so a backward holds up to three gradients as large as the logits: `TopKDistillation`, which
+    computes the loss itself, has one. Duplicate ids add up in fp32; one outside of the vocabulary makes its entry NaN.
+
+    Raises ValueError for shapes that do not fit, for K = 0 and for what is refused there.
+    """
+    _refuse(context_parallel_group, None, cp_sharder=cp_sharder)
+    logits, shard = _even(student_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
+    shape = teacher_topk_indices.shape
+    if shape != teacher_topk_logits.shape or shape[:-1] != logits.shape[:-1] or shape[-1] == 0:
+        raise ValueError(
+            f"teacher_topk_logits and teacher_topk_indices must be [B, S, K] with [B, S] = {list(logits.shape[:-1])} "
+            f"and K > 0, got {list(teacher_topk_logits.shape)} and {list(shape)}"
+        )
+    ids = local(teacher_topk_indices, shard).to(logits.device, torch.int64)
+    student, entropy = _at(logits, ids, shard), None
+    if zero_outside_topk or calculate_entropy:
+        stats = vocab_statistics(logits, shard=shard, want=("entropy",) if calculate_entropy else ())
+        entropy = -stats.entropy[:, :-1] if calculate_entropy else None
+    student = student - stats.lse.unsqueeze(-1) if zero_outside_topk else student.log_softmax(-1)
+    teacher = local(teacher_topk_logits, shard).to(logits.device, student.dtype).log_softmax(-1)
+    return student[:, :-1], teacher[:, :-1], entropy
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """[..] of each rank -> their sum on every rank, whose gradient is the same on all and hence each part's."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        return sum_over_ranks(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def _at(logits, ids, shard) -> torch.Tensor:
+    """Logits of the whole vocabulary at ids [B, S, K], at least fp32, differentiable."""
+    # only the first of equal ids reads the logits, so that gradients of the others are added to its own in fp32
+    ordered, order = ids.sort(dim=-1, stable=True)
+    first = order.gather(-1, torch.searchsorted(ordered, ids))
+    owned = (ids >= shard.start) & (ids < shard.start + shard.valid_width)
+    at = torch.where(owned, ids - shard.start, 0)
+    if shard.width == 0:
+        own = logits.sum(-1, keepdim=True).expand(ids.shape)
+    else:
+        own = logits.gather(-1, at)
+    own = torch.where(owned, own.to(torch.promote_types(own.dtype, torch.float32)).gather(-1, first), 0.0)
+    whole = _SumOverRanks.apply(own, shard.group)
+    return whole.masked_fill((ids < 0) | (ids >= shard.vocab_size), torch.nan)
+
+
+def _scored(logits, ids, shard, inference_only=False) -> torch.Tensor:
+    ids = local(ids, shard)
+    labels = _next_tokens(ids, logits.shape[1], logits.device)
+    of_next = log_probs(logits, labels, shard=shard, entropy=False, differentiable=not inference_only)
+    return of_next.log_prob[:, : ids.shape[1] - 1]
+
+
+def _next_tokens(ids, length: int, device) -> torch.Tensor:
+    """[B, S] -> [B, length], the ids one to the left, -100 from S - 1 on: no logits need to be cut."""
+    if ids.dim() != 2 or not 1 <= ids.shape[1] <= length:
+        raise ValueError(f"ids must be [B, S] with S of at most the logits' {length} positions, got {list(ids.shape)}")
+    labels = torch.full((ids.shape[0], length), IGNORED, dtype=torch.int64, device=device)
+    labels[:, : ids.shape[1] - 1] = ids[:, 1:]
+    return labels
+
+
+def _even(logits, rank, group, vocab_size) -> tuple[torch.Tensor, VocabShard]:
+    """This rank's plain logits and its shard: one of even ones in a group, a DTensor's, or the whole vocabulary."""
+    if (rank is None) != (group is None):
+        raise ValueError(f"vocab_parallel_rank and vocab_parallel_group belong together, got {rank} and {group!r}")
+    if group is not None:
+        columns = logits.shape[-1] * group.size()
+        shard = VocabShard.from_group(group, vocab_size or columns, columns)
+        if shard.start != rank * logits.shape[-1]:
+            raise ValueError(f"vocab_parallel_rank must be this rank of vocab_parallel_group, got {rank}")
+        return local_logits(logits, shard)
+    columns = logits.shape[-1]
+    logits, shard = local_logits(logits, None)
+    return logits, VocabShard.from_group(shard.group, vocab_size or columns, columns)
+
+
+def _refuse(context_parallel_group, sampling_params, **others):
+    """A ValueError for what would otherwise be ignored."""
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported here: pass None, got {type(value).__name__}")
+    if context_parallel_group is not None and context_parallel_group.size() > 1:
+        raise ValueError(
+            f"a context-parallel group of {context_parallel_group.size()} ranks is not supported: score each rank's "
+            "tokens with tp_headloss.log_probs, and labels that were shifted before the sequence was split"
+        )
+    top_k, top_p = getattr(sampling_params, "top_k", None), getattr(sampling_params, "top_p", None)
+    if (top_k is not None and top_k > 0) or (top_p is not None and top_p != 1.0):
+        raise ValueError(
+            f"sampling_params: top-k and top-p filters are not supported, got top_k={top_k}, top_p={top_p}"
+        )
+    if getattr(sampling_params, "replay_sampling_mask", False):
+        raise ValueError("sampling_params: replay_sampling_mask=True is not supported")
