@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
     add("--batch", type=int, default=4, help="rows of a micro-batch")
     add("--accumulate", type=int, default=1, help="micro-batches of a step, on each replica")
     add("--steps", type=int, default=20)
-    add("--lr", type=float, default=1e-3)
+    add("--lr", type=float, default=1e-3, help="constant")
     add("--seed", type=int, default=0)
     add("--out", help="a JSON file of all results")
     return parser.parse_args()
@@ -127,17 +127,14 @@ def batches(args, ranks):
         text = data.load(ranks, args.data_cache, args.corpus, args.corpus_mb, args.vocab, args.length)
         return lambda step, number: [mine(x, number) for x in text.batch("train", rows, args.seed, step)]
 
-    def synthetic(step, number):
-        """Each id has a likely successor; the others are log-uniform, like the ranks of words."""
-        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-        shape = rows, args.length + 1
-        ids = (args.vocab ** torch.rand(shape, generator=generator)).long().clamp(max=args.vocab - 1)
-        follows = torch.rand(shape, generator=generator) < 0.5
-        for t in range(1, shape[1]):
-            ids[:, t] = torch.where(follows[:, t], (ids[:, t - 1] * 31 + 7) % args.vocab, ids[:, t])
-        return mine(ids[:, :-1], number), mine(ids[:, 1:], number)
-
-    return synthetic
+    # Each id has a likely successor; the others are log-uniform, like the ranks of words.
+    generator = torch.Generator().manual_seed(args.seed)
+    shape = args.steps, rows, args.length + 1
+    ids = (args.vocab ** torch.rand(shape, generator=generator)).long().clamp(max=args.vocab - 1)
+    follows = torch.rand(shape, generator=generator) < 0.5
+    for t in range(1, shape[-1]):
+        ids[..., t] = torch.where(follows[..., t], (ids[..., t - 1] * 31 + 7) % args.vocab, ids[..., t])
+    return lambda step, number: [mine(x.contiguous(), number) for x in (ids[step, :, :-1], ids[step, :, 1:])]
 
 
 class HeadClock:

@@ -1,5 +1,6 @@
 """DTensors everywhere: logits Shard(-1) and weights Shard(0), 1-D and 2-D meshes, against torch's own loss parallel."""
 
+import contextlib
 import re
 import sys
 from pathlib import Path
@@ -81,8 +82,10 @@ def against_loss_parallel(group, device, dp, tp, vocab, how):
     mesh = meshed(device, dp, tp)
     stock, model = model_of(device, mesh, vocab, how == "bias"), model_of(device, mesh, vocab, how == "bias")
     hidden, labels = tokens(device, mesh, vocab)
-    with loss_parallel():
+    with loss_parallel() if dp == 1 else contextlib.nullcontext():
         logits = stock.head(stock.body(hidden))
+        if dp > 1:  # loss_parallel is for one dimension, before torch 2.13
+            logits = logits.redistribute(placements=labels.placements)
         theirs = F.cross_entropy(logits, labels, reduction="sum")
         theirs.backward()
         theirs = theirs.full_tensor()

@@ -1,0 +1,437 @@
+"""The losses and gradients of tiny transformers models, two ranks tensor parallel, against the same models unsharded
+with their own loss."""
+
+import copy
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import types
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from cases import compared, main, readme_block
+
+if "RANK" in os.environ:  # transformers 5.17 wants it, and the Trainer in one process wants none
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+
+import transformers
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from tp_headloss import CrossEntropy, Distillation, HeadLoss, Linear, Teacher, Transform, VocabShard, ZLoss
+from tp_headloss.integrations.transformers import causal_lm_loss, colwise_plan, fuse_head
+
+transformers.logging.set_verbosity_error()
+LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+SIZES = {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 64, **LAYERS}
+HEAD = "lm_head.weight"
+
+
+def config_of(kind="Llama", **changes):
+    changes = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **SIZES, **changes}
+    return getattr(transformers, f"{kind}Config")(**changes)
+
+
+def folder() -> Path:
+    """One of both ranks."""
+    return Path(os.environ["CASES_STORE"]).parent if "CASES_STORE" in os.environ else Path(tempfile.gettempdir())
+
+
+def saved(name, config) -> Path:
+    """Random weights, wide enough that the softmax is far from uniform."""
+    path = folder() / name
+    if dist.get_rank() == 0 and not path.exists():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(8 if p.dim() == 2 else 1).add_(0.01 * torch.randn_like(p))
+        model.save_pretrained(path)
+    dist.barrier()
+    return path
+
+
+def models(name, config, dtype=torch.float32, plan="colwise"):
+    """The same weights unsharded and tensor parallel."""
+    path, cls = saved(name, config), transformers.AutoModelForCausalLM
+    if plan == "colwise":
+        plan = colwise_plan(cls._model_mapping[type(config)], config)
+    sharded = DistributedConfig(tp_size=2) if plan is None else DistributedConfig(tp_size=2, tp_plan=plan)
+    return cls.from_pretrained(path, dtype=dtype), cls.from_pretrained(path, dtype=dtype, distributed_config=sharded)
+
+
+def batch(vocab=512):
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, vocab, (2, 16), generator=g)
+    labels = ids.clone()
+    labels[0, :5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def run(model, inputs):
+    """-> loss, and gradients by name, whole."""
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), {n: whole(p.grad).clone() for n, p in model.named_parameters()}
+
+
+def against_host(model, host, inputs, head=HEAD):
+    if model.config.tie_word_embeddings:
+        head = next(n for n, p in model.named_parameters() if p is model.get_output_embeddings().weight)
+    return compared(*run(model, inputs), *run(host, inputs), head)
+
+
+class Collectives(TorchDispatchMode):
+    """The names of collectives, with the most elements of a tensor that each of them has."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if "c10d" in func.namespace and "wait" not in func.name():
+            tensors = [x for x in tree_leaves((args, out)) if isinstance(x, torch.Tensor)]
+            self.seen.append((func.name(), max(x.numel() for x in tensors)))
+        return out
+
+    def gathered(self) -> int:
+        return max((n for name, n in self.seen if "gather" in name), default=0)
+
+
+# ---- both ways, and the kinds of output layers
+
+CONFIGS = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "uneven": {"vocab_size": 509},
+}
+
+
+def loss_function(group, kind):
+    host, model = models(kind, config_of(**CONFIGS[kind]))
+    model.loss_function = causal_lm_loss(model)
+    result = against_host(model, host, batch(model.config.vocab_size))
+    assert model.loss_function.shard.stop - model.loss_function.shard.start == model(**batch()).logits.shape[-1]
+    return result
+
+
+def fused(group, kind):
+    host, model = models(kind, config_of(**CONFIGS[kind]))
+    with fuse_head(model) as head:
+        calls, inputs = [], batch(model.config.vocab_size)
+        hook = model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
+        with Collectives() as seen:
+            model(**inputs).loss.backward()
+        result = against_host(model, host, inputs)
+        hook.remove()
+        assert not calls, "the output layer was called, so there were logits"
+        assert 0 < seen.gathered() < 32 * 250 < host.lm_head.weight.numel(), seen.seen  # no logits and no weight
+        assert model.get_output_embeddings().weight.grad.placements[0].is_shard(0)
+        assert type(model(**inputs)) is type(host(**inputs)) and model(**inputs).logits is None
+        assert head.last.count == (inputs["labels"][:, 1:] != -100).sum()
+    return result
+
+
+def bf16(group, install):
+    """Errors of ours and of the host's own tensor parallel model, both against the fp32 model of the same weights."""
+    config = config_of()
+    exact, _ = models("plain", config)
+    with torch.no_grad():
+        for p in exact.parameters():
+            p.copy_(p.bfloat16())
+    _, model = models("plain", config, torch.bfloat16)
+    _, host = models("plain", config, torch.bfloat16, plan=None)
+    if install == "fused":
+        fuse_head(model)
+    else:
+        model.loss_function = causal_lm_loss(model)
+    (loss, grads), (host_loss, host_grads), true = (run(m, batch()) for m in (model, host, exact))
+    ours, theirs = compared(loss, grads, *true, HEAD), compared(host_loss, host_grads, *true, HEAD)
+    heads = [{HEAD: g[HEAD]} for g in (grads, host_grads, true[1])]  # where rounding hides 1 % least
+    head, host_head = (compared(loss, g, true[0], heads[2], HEAD) for g in heads[:2])
+    return {
+        **{"loss": ours["loss"], "grads": ours["grads"], "head": head["grads"], "mutant": head["mutant"]},
+        **{"host_loss": theirs["loss"], "host_grads": theirs["grads"], "host_head": host_head["grads"]},
+    }
+
+
+def other_models(group, kind):
+    """Softcapping, scales and a bias of the output layer, as configs have them."""
+    changes = {
+        "Gemma2": {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+        "Cohere": {"logit_scale": 0.5, "use_qk_norm": False},
+        "Granite": {"logits_scaling": 4.0},
+        "Phi": {},
+        "GPT2": {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64},
+    }[kind]
+    config = config_of(kind, **changes)
+    sharded = kind != "GPT2"  # which has no plan: not distributed
+    if sharded:
+        host, model = models(kind, config)
+    else:
+        host = AutoModelForCausalLM.from_pretrained(saved(kind, config))
+        model = copy.deepcopy(host)
+    fuse_head(model)
+    with Collectives() as seen:
+        result = against_host(model, host, batch())
+    assert sharded == bool(seen.seen)
+    return result
+
+
+# ---- arguments
+
+
+def call_arguments(group, install):
+    """num_items_in_batch as a tensor and as a number, shift_labels, ignore_index: each against the host's."""
+    host, model = models("plain", config_of())
+    if install == "fused":
+        fuse_head(model)
+    else:
+        model.loss_function = causal_lm_loss(model)
+    inputs = batch()
+    shift_labels = torch.full_like(inputs["labels"], -100)
+    shift_labels[:, 3:9] = inputs["labels"][:, 1:7]
+    calls = {
+        "tensor": {**inputs, "num_items_in_batch": torch.tensor(7)},
+        "number": {**inputs, "num_items_in_batch": 100},
+        "shift_labels": {**inputs, "shift_labels": shift_labels},
+        "ignore_index": {**inputs, "labels": inputs["labels"].where(inputs["labels"] != -100, 3), "ignore_index": 3},
+    }
+    results = [against_host(model, host, call) for call in calls.values()]
+    return {key: (min if key == "mutant" else max)(r[key] for r in results) for key in ("loss", "grads", "mutant")}
+
+
+def any_head_loss(group, install):
+    """Terms and inputs of another HeadLoss, against the same on the unsharded model's logits; and its metrics."""
+    host, model = models("uneven", config_of(**CONFIGS["uneven"]))
+    head_loss = HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-2), Distillation(0.5)], metrics=("accuracy",))
+    if install == "fused":
+        installed = fuse_head(model, head_loss, linear=Linear(mode="one_sweep", budget=1 << 20))
+    else:
+        installed = model.loss_function = causal_lm_loss(model, head_loss)
+    inputs, shard = batch(509), VocabShard.from_group(group, 509)
+    teacher = torch.randn(2, 16, 509)
+    own = {"teacher": Teacher(teacher[..., shard.start : shard.stop])}
+    loss, grads = run(model, {**inputs, "head_inputs": own})
+    host.loss_function = types.SimpleNamespace  # not called
+    labels = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+    out = head_loss(host(input_ids=inputs["input_ids"]).logits, labels, inputs={"teacher": Teacher(teacher)})
+    out.loss.backward()
+    last = installed.last
+    assert torch.equal(last.metrics["accuracy"], out.metrics["accuracy"]) and out.count == last.count
+    return compared(loss, grads, out.loss, {n: p.grad for n, p in host.named_parameters()}, HEAD)
+
+
+def stock(group):
+    """Without labels, and after remove(), the model is its own."""
+    host, model = models("plain", config_of())
+    ids = batch()["input_ids"]
+    before = model(input_ids=ids).logits
+    signature = inspect.signature(model.forward)
+    fused = fuse_head(model)
+    assert inspect.signature(model.forward) == signature
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert model(input_ids=ids, logits_to_keep=3).logits.shape[1] == 3
+    out = model(**batch(), output_hidden_states=True)
+    theirs = host(**batch(), output_hidden_states=True)
+    assert len(out.hidden_states) == len(theirs.hidden_states)
+    loss, *_ = model(**batch(), return_dict=False)
+    assert torch.equal(loss, out.loss)
+    fused.remove()
+    assert "forward" not in vars(model) and torch.equal(model(input_ids=ids).logits, before)
+    with fuse_head(model):
+        assert model(**batch()).logits is None
+    assert "forward" not in vars(model)
+    # generation, from the same installed forward, of a model whose plan gathers logits
+    _, model = models("plain", config_of(), plan=None)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    before = model.generate(ids, **options)
+    fuse_head(model)
+    assert torch.equal(model.generate(ids, **options), before) and model.training is False
+    return against_host(model, host, batch())  # the fused head needs the weight's shard, not the plan
+
+
+def dropout_and_modes(group):
+    """The check leaves training modes and random numbers as they were."""
+    _, model = models("plain", config_of(attention_dropout=0.5))
+    model.train()
+    model.model.norm.eval()
+    torch.manual_seed(3)
+    modes = [m.training for m in model.modules()]
+    fuse_head(model)
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(after, torch.rand(1)) and modes == [m.training for m in model.modules()]
+    return {}
+
+
+# ---- what is refused
+
+
+def refused(function, match, kind=ValueError):
+    try:
+        function()
+    except kind as error:
+        assert match in str(error), str(error)
+    else:
+        raise AssertionError(f"not refused: {match}")
+
+
+def refusals(group):
+    _, model = models("plain", config_of())
+    _, gathered = models("plain", config_of(), plan=None)
+    gathered.loss_function = causal_lm_loss(gathered)
+    refused(lambda: gathered(**batch()), "colwise")
+    refused(lambda: fuse_head(gathered), "loss_function")
+    refused(lambda: causal_lm_loss(model, HeadLoss(reduction="none")), "one number")
+    refused(lambda: fuse_head(model.model), "Linear", TypeError)
+    refused(lambda: fuse_head(torch.nn.Linear(2, 2)), "PreTrainedModel", TypeError)
+
+    fused = fuse_head(model)
+    refused(lambda: fuse_head(model), "replaced already")
+    refused(lambda: model(**batch(), logits_to_keep=2), "logits_to_keep")
+    refused(lambda: model(**batch(), output_router_logits=True), "auxiliary loss")
+    model.forward = types.MethodType(lambda self, **kwargs: None, model)
+    refused(fused.remove, "on top", RuntimeError)
+    refused(lambda: fuse_head(model), "transformers_cases.py")
+    del model.forward
+
+    # somebody patches the class, as liger does
+    own, cls = type(model).forward, type(model)
+    try:
+        cls.forward = lambda self, **kwargs: None
+        refused(lambda: fuse_head(model), "replaced already")
+    finally:
+        cls.forward = own
+
+    # what the check finds: each leaves the model as it was
+    refused(lambda: fuse_head(model, transform=Transform(scale=1.001)), "what the model does to its logits")
+    refused(lambda: fuse_head(model, transform=Transform(softcap=1000.0)), "what the model does to its logits")
+    model.model.norm.register_forward_hook(lambda m, args, out: 1.5 * out)  # part of the body: fine
+    fuse_head(model).remove()
+    hook = model.lm_head.register_forward_pre_hook(lambda m, args: (1.5 * args[0],))
+    refused(lambda: fuse_head(model), "input is not")
+    hook.remove()
+    hook = model.register_forward_pre_hook(lambda m, args, kw: (args, {**kw, "labels": None}), with_kwargs=True)
+    refused(lambda: fuse_head(model), "does not call it")
+    hook.remove()
+    refused(lambda: fuse_head(model, linear=Linear(hidden_grad="reduce_scatter")), "replicated")
+    fused = fuse_head(model, linear=Linear(hidden_grad="none"))
+    refused(lambda: model(**batch()), "hidden_grad='none'")
+    fused.remove()
+    wrong = VocabShard(0, 256, 512, group) if dist.get_rank() else VocabShard(256, 512, 512, group)
+    refused(lambda: fuse_head(model, shard=wrong), "holds ids")
+    model._tp_size = None  # as FSDP leaves it
+    refused(lambda: fuse_head(model), "not tensor parallel")
+    model._tp_size = 2
+    assert "forward" not in vars(model)
+
+    moe = config_of("Mixtral", num_local_experts=2, output_router_logits=True)
+    refused(lambda: fuse_head(AutoModelForCausalLM.from_config(moe)), "auxiliary loss")
+    model = AutoModelForCausalLM.from_config(config_of())
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    refused(lambda: fuse_head(model), "adapter", TypeError)
+    return {}
+
+
+# ---- the Trainer, in one process of its own: it would wrap the model for two ranks
+
+
+def trainer(group):
+    results = [None]
+    if dist.get_rank() == 0:
+        env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        command = [sys.executable, "-W", "ignore", __file__, "trainer"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        results = [json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-3000:]}]
+    dist.broadcast_object_list(results, 0)
+    return results[0]
+
+
+def train():
+    """Losses and gradients of two steps of SGD: two micro-batches of unequal numbers of tokens, one batch of both."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    g = torch.Generator().manual_seed(1)
+    rows = [{"input_ids": torch.randint(0, 512, (12,), generator=g)} for _ in range(8)]
+    for n, row in enumerate(rows):
+        row["labels"] = row["input_ids"].where(torch.arange(12) > n, -100)
+    torch.manual_seed(0)
+    start = AutoModelForCausalLM.from_config(config_of())
+
+    class Gradients(TrainerCallback):
+        def __init__(self):
+            self.seen = {}
+
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            step = f"{state.global_step}:" if state.global_step else ""
+            self.seen |= {step + n: p.grad.clone() for n, p in model.named_parameters()}
+
+    def trained(size, accumulate, install):
+        model = copy.deepcopy(start)
+        install(model)
+        gradients = Gradients()
+        with tempfile.TemporaryDirectory() as out:
+            options = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+            options |= {"use_cpu": True, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
+            options |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulate}
+            options |= {"logging_steps": 1, "max_grad_norm": 0, "seed": 0}
+            trainer = Trainer(model, TrainingArguments(out, **options), train_dataset=rows, callbacks=[gradients])
+            trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
+            trainer.train()
+        losses = torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+        return losses, gradients.seen
+
+    def nothing(model):
+        pass
+
+    def loss_function(model):
+        model.loss_function = causal_lm_loss(model)
+
+    host = trained(4, 1, nothing)
+    results = [
+        compared(*trained(*sizes, way), *host, HEAD) for way in (fuse_head, loss_function) for sizes in ((4, 1), (2, 2))
+    ]
+    found = {name: max(r[name] for r in results) for name in ("loss", "grads")}
+    print(json.dumps({**found, "mutant": min(r["mutant"] for r in results)}))
+
+
+def readme(group):
+    names = {"path": saved("plain", config_of()), "tokens": 30, **batch()}
+    exec(compile(readme_block("transformers"), "README.md", "exec"), names)
+    assert 0 <= names["accuracy"] <= 1
+    return {}
+
+
+CASES = {
+    **{f"loss_function-{kind}": partial(loss_function, kind=kind) for kind in CONFIGS},
+    **{f"fused-{kind}": partial(fused, kind=kind) for kind in CONFIGS},
+    **{f"{install}-bf16": partial(bf16, install=install) for install in ("loss_function", "fused")},
+    **{f"fused-{kind}": partial(other_models, kind=kind) for kind in ("Gemma2", "Cohere", "Granite", "Phi", "GPT2")},
+    **{f"{install}-arguments": partial(call_arguments, install=install) for install in ("loss_function", "fused")},
+    **{f"{install}-HeadLoss": partial(any_head_loss, install=install) for install in ("loss_function", "fused")},
+    "stock": stock,
+    "modes": dropout_and_modes,
+    "refusals": refusals,
+    "trainer": trainer,
+    "README": readme,
+}
+
+if __name__ == "__main__":
+    train() if sys.argv[1:] == ["trainer"] else main(CASES)

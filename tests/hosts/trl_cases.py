@@ -1,0 +1,162 @@
+"""Log-probs, entropies and gradients from a sharded output layer, against TRL's own fused head, which gathers it."""
+
+from functools import partial
+
+import torch
+from cases import compared, main, readme_block, relative_errors
+from transformers_cases import HEAD, Collectives, batch, config_of, models, refused, saved, whole
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
+
+from tp_headloss import Linear
+from tp_headloss.integrations.transformers import causal_lm_loss, fuse_head
+from tp_headloss.integrations.trl import fuse_log_probs
+
+VALUES = ("log_probs", "entropy", "mean_logits")
+FIELDS = (*VALUES, "is_top1")
+KINDS = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "uneven": {"vocab_size": 509},
+    "temperature": {},
+    "softcap": {"kind": "Gemma2", "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
+}
+
+
+def labelled(exact, vocab=512):
+    """A batch in which every third label is the one that the model finds most likely."""
+    inputs = batch(vocab)
+    labels = inputs["labels"][:, 1:]
+    with torch.no_grad():
+        best = exact(input_ids=inputs["input_ids"]).logits[:, :-1].argmax(-1)
+    labels.copy_(torch.where((torch.arange(15) % 3 == 0) & (labels != -100), best, labels))
+    return inputs
+
+
+def run(model, inputs):
+    """-> outputs, and gradients by name of a loss of both differentiable ones, with weights per token."""
+    model.zero_grad()
+    out = model(**inputs, fused_lm_head=True)
+    weights = torch.linspace(-1, 2, out.log_probs.numel()).view(out.log_probs.shape)
+    (weights * out.log_probs - 0.1 * weights.flip(0) * out.entropy).sum().backward()
+    return out, {n: whole(p.grad).clone() for n, p in model.named_parameters()}
+
+
+def values_of(out):
+    return {name: out[name].detach() for name in ("loss", *VALUES) if name in out}
+
+
+def compared_runs(ours, theirs, head=HEAD):
+    """`compared`, the loss standing for all values."""
+    (out, grads), (true, true_grads) = ours, theirs
+    assert type(out) is type(true) is FusedCausalLMOutput and out.keys() == true.keys()
+    assert torch.equal(out.label_mask, true.label_mask)
+    assert not any(x[~out.label_mask].any() for name, x in out.items() if name not in ("loss", "label_mask"))
+    found = compared(out.loss.detach(), grads, true.loss.detach(), true_grads, head)
+    return {**found, "loss": max(relative_errors(values_of(out), values_of(true)).values())}
+
+
+def against_trl(group, kind):
+    """TRL's on the tensor parallel model of the same weights, with and without shift_labels."""
+    config = config_of(**KINDS[kind])
+    options = {"temperature": 0.7 if kind == "temperature" else 1.0, "outputs": FIELDS}
+    exact, host = models(f"trl-{kind}", config)
+    _, model = models(f"trl-{kind}", config)
+    inputs = labelled(exact, config.vocab_size)
+    shifted = {**inputs, "shift_labels": inputs["labels"].roll(-1, 1), "num_items_in_batch": torch.tensor(9)}
+    add_fused_lm_head(host, **options)
+    fuse_log_probs(model, **options)
+    head = next(n for n, p in model.named_parameters() if p is model.get_output_embeddings().weight)
+    with Collectives() as ours:
+        model(**inputs, fused_lm_head=True).loss.backward()
+    with Collectives() as theirs:
+        host(**inputs, fused_lm_head=True)
+    assert ours.seen and ours.gathered() < 32 * 250, ours.seen  # neither the weight nor logits
+    assert theirs.gathered() >= exact.get_output_embeddings().weight.numel(), theirs.seen
+    results = []
+    for call in (inputs, shifted):
+        ours, theirs = run(model, call), run(host, call)
+        assert torch.equal(ours[0].is_top1, theirs[0].is_top1) and 0 < ours[0].is_top1.sum() < ours[0].label_mask.sum()
+        assert ours[0].entropy.requires_grad and not ours[0].mean_logits.requires_grad
+        results.append(compared_runs(ours, theirs, head))
+    return {key: (min if key == "mutant" else max)(r[key] for r in results) for key in ("loss", "grads", "mutant")}
+
+
+def bf16(group):
+    """Errors of ours and of TRL's, both against TRL's of the fp32 model of the same weights; also with the output layer
+    in fp32."""
+    config, options = config_of(), {"outputs": FIELDS}
+    exact, _ = models("trl-plain", config)
+    with torch.no_grad():
+        for p in exact.parameters():
+            p.copy_(p.bfloat16())
+    inputs = labelled(exact)
+    add_fused_lm_head(exact, **options)
+    true, found = run(exact, inputs), {}
+    for cast in (False, True):
+        for prefix, install in (("", fuse_log_probs), ("host_", add_fused_lm_head)):
+            _, model = models("trl-plain", config, torch.bfloat16)
+            install(model, cast_lm_head_to_fp32=cast, **options)
+            out, grads = run(model, inputs)
+            head = compared_runs((out, {HEAD: grads[HEAD]}), (true[0], {HEAD: true[1][HEAD]}))
+            errors = {"loss": head["loss"], "head": head["grads"], "mutant": head["mutant"]}
+            errors["grads"] = compared_runs((out, grads), true)["grads"]
+            for name, error in errors.items():
+                found[prefix + name] = (min if name == "mutant" else max)(error, found.get(prefix + name, error))
+    return found
+
+
+def replaced(group):
+    """What a trainer installed is replaced, with its settings, and put back."""
+    exact, model = models("trl-plain", config_of())
+    _, host = models("trl-plain", config_of())
+    for m in (model, host):
+        add_fused_lm_head(m, temperature=0.7, outputs=("log_probs", "entropy"))
+    inputs, before = labelled(exact), model.forward
+    with fuse_log_probs(model):
+        assert model.forward != before
+        ours, theirs = run(model, inputs), run(host, inputs)
+        assert set(ours[0]) == {"loss", "log_probs", "entropy", "label_mask"}
+        ids = inputs["input_ids"]
+        assert torch.equal(model(input_ids=ids).logits, host(input_ids=ids).logits)  # the model's own forward
+    assert model.forward is before
+    return compared_runs(ours, theirs)
+
+
+def refusals(group):
+    exact, model = models("trl-plain", config_of())
+    every = (*FIELDS, "log_sum_sq_probs")
+    refused(lambda: fuse_log_probs(model, outputs=every), "log_sum_sq_probs")
+    add_fused_lm_head(exact, outputs=every)
+    before = exact.forward
+    refused(lambda: fuse_log_probs(exact), "log_sum_sq_probs")
+    refused(lambda: fuse_log_probs(exact, 0.0, outputs=("log_probs",)), "temperature")
+    assert exact.forward is before
+    refused(lambda: fuse_log_probs(model, linear=Linear(mode="one_sweep")), "one_sweep")
+    assert "forward" not in vars(model)
+    with fuse_head(model):
+        refused(lambda: fuse_log_probs(model), "replaced already")
+    fused = fuse_log_probs(model)
+    refused(lambda: fuse_log_probs(model), "replaced already")
+    refused(lambda: fuse_head(model), "replaced already")
+    refused(lambda: model(**batch(), fused_lm_head=True, output_router_logits=True), "auxiliary loss")
+    fused.remove()
+    model.loss_function = causal_lm_loss(model)  # of the other path, and stays
+    fuse_log_probs(model).remove()
+    assert model(**batch()).loss.isfinite() and type(model.loss_function).__name__ == "CausalLMShardLoss"
+    return {}
+
+
+def readme(group):
+    names = {"path": saved("plain", config_of()), **batch()}
+    exec(compile(readme_block("trl"), "README.md", "exec"), names)
+    assert names["loss"].isfinite()
+    return {}
+
+
+CASES = {
+    **{kind: partial(against_trl, kind=kind) for kind in KINDS},
+    **{"bf16": bf16, "replaced": replaced, "refusals": refusals, "README": readme},
+}
+
+if __name__ == "__main__":
+    main(CASES)
