@@ -8,7 +8,8 @@ python=.venv/bin/python
 
 $python -m ruff check .
 
+# A worker has its own spawned ranks and fixtures, so that whole files go to one of them.
 # On GPUs one test after the other: they share the devices' memory and NCCL.
 workers=2
 if $python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then workers=0; fi
-exec $python -m pytest -n $workers --dist loadgroup tests "$@"
+exec $python -m pytest -n $workers --dist loadfile tests "$@"

@@ -1,10 +1,11 @@
 """Compile every kernel variant ahead of time: `python tests/aot.py 80 90 100` (compute capabilities; needs no GPU).
 
 A variant is a combination of flags and optional pointers; those a launcher can produce are covered pairwise or better,
-for every dtype; sm_90 gets two of three variants, the others share the rest. Run without TRITON_INTERPRET, in a process
-of its own. Prints one line per failure and a total.
+for every dtype; sm_90 gets half of each kernel's variants, the others share the rest. Run without TRITON_INTERPRET, in
+a process of its own. Prints one line per failure and a total.
 """
 
+import collections
 import itertools
 import sys
 
@@ -24,7 +25,6 @@ from tp_headloss.backends.triton import (
 )
 
 DTYPES = ("bf16", "fp16", "fp32")
-WANTS = [("entropy",), ("total",), ("argmax",), ("entropy", "total", "argmax"), ()]
 # none, of a teacher's logits, of its entries: the sum of the vocabulary, the tail with and without its entropy
 OF_TEACHER = [
     (), ("forward",), ("reverse",), ("forward", "moment"), ("forward", "reverse", "moment"), ("later",),
@@ -40,11 +40,17 @@ def wants_of_teacher(of_teacher):
 
 def pairwise(*axes):
     """Few rows of the product that together show every pair of values of every two axes."""
-    pairs = {row: set(itertools.combinations(enumerate(row), 2)) for row in itertools.product(*axes)}
-    missing, rows = set().union(*pairs.values()), []
+    cells = [[(i, value) for value in axis] for i, axis in enumerate(axes)]
+    pairs = (frozenset(pair) for two in itertools.combinations(cells, 2) for pair in itertools.product(*two))
+    missing, rows = dict.fromkeys(pairs), []
     while missing:
-        rows.append(max(pairs, key=lambda row: len(pairs[row] & missing)))
-        missing -= pairs[rows[-1]]
+        row = dict(next(iter(missing)))
+        for i in set(range(len(axes))) - set(row):
+            new = {value: sum(frozenset([(i, value), cell]) in missing for cell in row.items()) for value in axes[i]}
+            row[i] = max(new, key=new.get)
+        for pair in itertools.combinations(row.items(), 2):
+            missing.pop(frozenset(pair), None)
+        rows.append([row[i] for i in range(len(axes))])
     return rows
 
 
@@ -67,9 +73,8 @@ def compile_kernel(kernel, aligned: bool, warps: int, arguments: dict, capabilit
 
 
 def statistics_variants():
-    optional = (True, False)
-    for dtype, want, of_teacher, labels, bias, temperature, cap, aligned in pairwise(
-        DTYPES, WANTS, OF_TEACHER, ("*i64", "*i32", None), optional, optional, optional, optional
+    for dtype, of_teacher, labels, entropy, total, argmax, bias, temperature, cap, aligned in pairwise(
+        DTYPES, OF_TEACHER, ("*i64", "*i32", None), *([(True, False)] * 7)
     ):
         whole, entries = bool(of_teacher) and of_teacher not in OF_TOPK, of_teacher in OF_TOPK
         launch = statistics_launch(16032, whole or "tail" in of_teacher)
@@ -85,9 +90,9 @@ def statistics_variants():
         }  # fmt: skip
         teacher = {"teacher_ptr": f"*{dtype}" if whole else None, "t_row": "i32", "t_column": 1}
         yield kernels.statistics_kernel, aligned, launch.warps, shared | teacher | wants_of_teacher(of_teacher) | {
-            "weight_ptr": "*fp32" if "total" in want else None,
-            "entries_ptr": "*i32" if "tail" in of_teacher else None, "WANT_ENTROPY": "entropy" in want,
-            "WANT_TOTAL": "total" in want, "WANT_ARGMAX": "argmax" in want, "BLOCK": launch.block,
+            "weight_ptr": "*fp32" if total else None,
+            "entries_ptr": "*i32" if "tail" in of_teacher else None, "WANT_ENTROPY": entropy,
+            "WANT_TOTAL": total, "WANT_ARGMAX": argmax, "BLOCK": launch.block,
         }  # fmt: skip
         if whole:
             yield kernels.divergence_kernel, aligned, launch.warps, shared | teacher | {
@@ -110,8 +115,8 @@ def statistics_variants():
 
 
 def merge_variants():
-    for labels, want, of_teacher, scales, packets in pairwise(
-        ("*i64", "*i32", None), WANTS, OF_TEACHER, ("*fp32", None), (8, 3)
+    for labels, of_teacher, scales, packets, entropy, total, argmax in pairwise(
+        ("*i64", "*i32", None), OF_TEACHER, ("*fp32", None), (8, 3), *([(True, False)] * 3)
     ):
         shared = {
             "merged_ptr": "*fp32", "values_ptr": "*fp32", "packets_ptr": "*fp32",
@@ -120,11 +125,11 @@ def merge_variants():
             **wants_of_teacher(of_teacher), "n_rows": "i32", "PACKETS": packets, "CHUNKS": 2, "BLOCK": MERGE.block,
         }  # fmt: skip
         yield kernels.merge_kernel, True, MERGE.warps, shared | {
-            "valid_ptr": "*i1" if labels else None, "argmax_ptr": "*i64" if "argmax" in want else None,
-            "hits_ptr": "*i1" if "argmax" in want and labels else None, "labels_ptr": labels,
+            "valid_ptr": "*i1" if labels else None, "argmax_ptr": "*i64" if argmax else None,
+            "hits_ptr": "*i1" if argmax and labels else None, "labels_ptr": labels,
             "HAS_TEACHER": bool(of_teacher) and of_teacher not in OF_TOPK,
             "TAIL_ROWS": len(of_teacher) + 1 if "tail" in of_teacher else 0,
-            "WANT_ENTROPY": "entropy" in want, "WANT_TOTAL": "total" in want,
+            "WANT_ENTROPY": entropy, "WANT_TOTAL": total,
         }  # fmt: skip
         if of_teacher in OF_TOPK:
             tail, inside = "tail" in of_teacher, "entries" not in of_teacher
@@ -197,16 +202,16 @@ def scale_variants():
 
 
 def main(capabilities):
-    compiled, failures, seen = 0, [], set()
+    compiled, failures, seen = 0, [], collections.defaultdict(set)
     for kernel, aligned, warps, arguments in itertools.chain(
         statistics_variants(), merge_variants(), gradient_variants(), sums_variants(), scale_variants()
     ):
-        variant = kernel.__name__, aligned, tuple(arguments[name] for name in kernel.arg_names)
-        if variant in seen:
+        variant = aligned, tuple(arguments[name] for name in kernel.arg_names)
+        if variant in seen[kernel.fn]:
             continue
-        seen.add(variant)
+        seen[kernel.fn].add(variant)
         # architectures differ little for what is Triton's own, so that each variant is compiled for one of them
-        for capability in {(90, 90, 80, 90, 90, 100)[len(seen) % 6]} & set(capabilities):
+        for capability in {(90, 80, 90, 100)[len(seen[kernel.fn]) % 4]} & set(capabilities):
             try:
                 compile_kernel(kernel, aligned, warps, arguments, capability)
                 compiled += 1

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from interpreter import patch_once_per_launch
 
 TIMEOUT = 60.0  # seconds; a collective that waits longer fails
 
@@ -43,6 +44,8 @@ def _worker(rank, world_size, store, pipe):
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank)
+    else:
+        patch_once_per_launch()
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         init_method=f"file://{store}",

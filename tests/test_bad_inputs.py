@@ -188,7 +188,6 @@ def reference(case):
     return loss, grad
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_odd_inputs_are_right_or_refused_on_every_rank(world_size, name, backend):
@@ -234,7 +233,6 @@ def disagreeing_run(group, device, what, check):
     return stats.log_prob.detach().cpu(), x.grad.cpu(), out.loss.cpu(), out.count.cpu()
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("what", ["labels", "ignored on one rank", "overlap", "gap"])
 def test_ranks_that_disagree_see_nan_on_every_rank(what):
     for log_prob, grad, loss, count in on_ranks(2, disagreeing_run, what, False):
@@ -255,7 +253,6 @@ def checked_run(group, device, label, backend):
     ).lse.cpu()
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_check_raises_on_every_rank_and_names_the_token(world_size, backend):
     failures = on_ranks(world_size, checked_run, V + 3, backend, failures=True)
@@ -271,7 +268,6 @@ def width_run(group, device, width):
     return vocab_statistics(x, torch.zeros(N, dtype=torch.long, device=device), shard=shard)
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("width, words", [(V, "gathered"), (31, "32 columns"), (0, "32 columns")])
 def test_logits_that_do_not_fit_the_shard_are_refused(width, words):
     for failure in on_ranks(2, width_run, width, failures=True):

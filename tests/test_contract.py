@@ -103,13 +103,11 @@ def policy_collectives_run(group, device, backend):
     return sum(forward.values()), sum(backward.values()), dict(calls)
 
 
-@pytest.mark.xdist_group("ranks")
 def test_policy_gradients_with_every_metric_cost_one_collective_and_the_same_kernels(backend):
     once = {"local_statistics": 1, "merge_packets": 1, "logits_gradient": 1}
     assert on_ranks(2, policy_collectives_run, backend) == [(1, 0, once)] * 2
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("transport", ["gather", "sum"])
 def test_one_collective_forward_and_none_backward(transport, requires_grad, backend):
@@ -155,7 +153,6 @@ def mixed_run(group, device):
     return stats.lse.detach().cpu()
 
 
-@pytest.mark.xdist_group("ranks")
 def test_ranks_with_different_requires_grad_do_not_hang():
     a, b = on_ranks(2, mixed_run)
     assert torch.equal(a, b)
@@ -368,7 +365,6 @@ def compiled_run(group, device, fraction, backend):
     return results
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_compiled_without_graph_breaks_equals_eager(world_size, fraction, backend):

@@ -14,7 +14,6 @@ from test_training import run as train
 
 ROOT = Path(__file__).parents[1]
 VOCAB, STEPS, BATCH = 307, 12, 4  # the vocabulary of test_training
-pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,6 @@ def statistics_run(group, device, kind, dtype, with_labels, backend):
     return [getattr(stats, name).detach() for name in WANT], torch.autograd.grad(loss, local)[0]
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("kind", TEMPERATURES)
 @pytest.mark.parametrize("world_size, with_labels", [(1, True), (1, False), (2, True), (3, True), (4, True)])
 def test_divergences_and_gradients_equal_float64(world_size, kind, with_labels, backend):
@@ -175,7 +174,6 @@ def head_run(group, device, backend, transport):
     return out.loss.detach(), local.grad, out.terms, out.metrics, counts
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_mix_of_terms_with_distillation_costs_one_collective(world_size, backend):
     x, t, labels, _ = rows(torch.float64)
@@ -243,7 +241,6 @@ def later_run(group, device, kind, backend):
     return [out.loss.detach(), out.stats.jsd.detach(), out.stats.total_variation.detach()], local.grad, counts
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("kind", ["one", "apart", "all tokens"])
 def test_jensen_shannon_and_total_variation_take_one_more_exchange(kind, backend):
     x, t, labels, _ = later_rows()

@@ -12,7 +12,6 @@ import torch
 ROOT = Path(__file__).parents[1]
 # 67 ids in shards of 34, one of them padding
 TINY = "--device cpu --vocab 67 --pad-to 4 --layers 1 --width 32 --heads 2 --symbols 6"
-pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def run(out, *options, processes):

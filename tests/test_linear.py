@@ -144,7 +144,6 @@ def masked_truth():
     return loss, of_hidden, F.pad(of_weight, (0, 0, 0, 3)), F.pad(of_bias, (0, 3))
 
 
-@pytest.mark.xdist_group("ranks")
 @BOTH
 @pytest.mark.parametrize(
     "world_size, how, backend",
@@ -162,7 +161,6 @@ def test_losses_and_gradients_equal_float64(world_size, how, backend, mode):
         assert relative(got, expected) < 2e-6
 
 
-@pytest.mark.xdist_group("ranks")
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -431,7 +429,6 @@ def test_what_is_frozen_costs_nothing(needs, mode):
     assert made == (2 if mode == "recompute" else 1) and len(products) == made + sum(needs)
 
 
-@pytest.mark.xdist_group("ranks")
 @BOTH
 def test_collectives_do_not_depend_on_what_requires_grad(mode):
     """Rank 1's hidden states are frozen, and rank 0's weight; rank 0's dH is the sum of both parts all the same."""
@@ -465,7 +462,6 @@ def exchanges_run(group, device, mode, how):
     return {k.split(":")[1]: v for k, v in forward.items()}, {k.split(":")[1]: v for k, v in backward.items()}
 
 
-@pytest.mark.xdist_group("ranks")
 def test_one_exchange_for_all_blocks():
     if not on_cpu():
         pytest.skip("counts gloo's collectives")
@@ -870,7 +866,6 @@ def trainable_run(group, device, needs, mode):
     return hidden.grad
 
 
-@pytest.mark.xdist_group("ranks")
 @BOTH
 def test_a_rank_where_nothing_requires_a_gradient_takes_part(mode):
     both = on_ranks(2, trainable_run, (True, True), mode)

@@ -114,7 +114,6 @@ KINDS = ["mean", "sum", "none", "denominator", "number", "smoothing torch", "smo
          "class weights and smoothing", "token weights", "everything"]  # fmt: skip
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_losses_and_reductions_equal_torch_at_every_group_size(world_size, kind, backend):

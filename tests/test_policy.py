@@ -140,14 +140,12 @@ def compare(results, loss, grad):
     assert grad.abs().max() > 1e-3 and not got[..., V:].any()
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("name", OBJECTIVES)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_objectives_with_kl_and_entropy_equal_float64(world_size, name, backend):
     compare(on_ranks(world_size, policy_run, name, None, backend), *expected(name, None))
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("reduction", ["sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_aggregations_equal_their_definition_by_loops(world_size, reduction, backend):
@@ -628,7 +626,6 @@ def metrics_run(group, device, weight, backend):
     return out.metrics, out.sequence_metrics
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_policy_metrics_equal_loops(world_size, weighted, backend):

@@ -73,7 +73,6 @@ def preference_run(group, device, name, backend):
     return loss.detach(), local.grad
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("name", ["dpo", "cdpo", "ipo", "simpo", "orpo", "kto"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_preference_objectives_equal_float64(world_size, name, backend):

@@ -189,7 +189,6 @@ def context_run(group, device, name, reduction, lengths_given, backend):
     return out.loss.detach(), local.grad, metrics, by_sequence, counts, part
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("lengths_given", [False, True])
 @pytest.mark.parametrize("reduction", SEQUENCE_REDUCTIONS)
 @pytest.mark.parametrize(("world_size", "name"), [(2, "clip"), (2, "gmpo"), (4, "gspo"), (4, "vespo")])
@@ -229,7 +228,6 @@ def wrong_group_run(group, device):
     )
 
 
-@pytest.mark.xdist_group("ranks")
 def test_the_group_that_shares_the_vocabulary_is_refused_for_sequences():
     for failure in on_ranks(2, wrong_group_run, failures=True):
         assert failure.kind == "ValueError" and "context-parallel group or none" in failure.message
@@ -245,7 +243,6 @@ def spread_run(group, device):
     return values.grad
 
 
-@pytest.mark.xdist_group("ranks")
 def test_the_gradient_through_a_spread_sum_crosses_the_context_ranks():
     values = torch.arange(1.0, 9.0).view(2, 4).requires_grad_()
     scale = torch.tensor([1.0, 2.0, 1.0, 2.0])
@@ -267,7 +264,6 @@ def metrics_run(group, device):
     return out, sum(events.values())
 
 
-@pytest.mark.xdist_group("ranks")
 def test_metrics_are_reduced_by_what_they_are_in_one_collective():
     for out, collectives in on_ranks(4, metrics_run):
         assert collectives == 1

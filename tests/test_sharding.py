@@ -103,7 +103,6 @@ def assert_same_bits(results, others):
     assert torch.equal(bits(a), bits(b))
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(
     "layout, dtype",
     [("even", torch.bfloat16), ("padded", torch.float32), ("tiny", torch.bfloat16), ("uneven", torch.float32),
@@ -121,7 +120,6 @@ def test_sharded_equals_unsharded(world_size, layout, dtype, backend):
         assert_same_bits(results, on_ranks(1, shard_run, case))
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("vocab_size", [32000, 50304])
 def test_same_bits_at_tp_1_2_4_8(vocab_size):
     """Loss, every statistic and the gradient of the triton backend, at realistic sizes."""
@@ -136,7 +134,6 @@ def test_same_bits_at_tp_1_2_4_8(vocab_size):
                 )
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("layout", ["padded", "uneven", "empty"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_the_sum_transport_equals_the_gather(world_size, layout, backend):
@@ -161,14 +158,12 @@ def out_of_range_run(group, device):
     )
 
 
-@pytest.mark.xdist_group("ranks")
 def test_the_sum_transport_checks_its_range():
     for stats in on_ranks(2, out_of_range_run):
         assert stats.log_prob.isnan().tolist() == [False, True, True]
         assert stats.lse.isnan().tolist() == [False, True, True]
 
 
-@pytest.mark.xdist_group("ranks")
 def test_explicit_bounds_need_no_knowledge_of_the_others(backend):
     case = layout_case("uneven", 2, backend=backend, explicit=True)
     results = on_ranks(2, shard_run, case)
@@ -195,7 +190,6 @@ def mesh_run(group, device):
     return (shard.start, shard.stop, shard == by_group, message), stats.log_prob.cpu(), expected
 
 
-@pytest.mark.xdist_group("ranks")
 def test_mesh_dimensions_and_concurrent_groups():
     """2 x 2: each data-parallel replica has its own tensor-parallel group and its own tokens."""
     for rank, (facts, log_prob, expected) in enumerate(on_ranks(4, mesh_run)):
@@ -219,7 +213,6 @@ def subgroup_run(group, device):
     return stats.log_prob.cpu(), x.log_softmax(-1).gather(1, labels[:, None])[:, 0]
 
 
-@pytest.mark.xdist_group("ranks")
 def test_subgroups_use_their_own_ranks_and_outsiders_are_refused():
     results = on_ranks(4, subgroup_run)
     assert "not a member" in results[0] and "not a member" in results[2]

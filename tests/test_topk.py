@@ -39,7 +39,6 @@ def topk_run(group, device, k, dtype, boundaries=None, **options):
     return *out, sum(events.values())
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("k", [1, K, V])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -52,7 +51,6 @@ def test_the_top_k_of_all_shards_equals_a_stable_sort(world_size, dtype, k):
         assert (ours <= 0).all()
 
 
-@pytest.mark.xdist_group("ranks")
 def test_uneven_and_empty_shards():
     ids, log_probs, _ = expected(rows(), K)
     for our_ids, ours, _, _ in on_ranks(4, topk_run, K, torch.float32, [0, 5, 5, 149, 200]):
@@ -100,7 +98,6 @@ def hidden_run(group, device):
     return *out, (hidden @ weight.T) / temperature[..., None], sum(events.values())
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_hidden_states_and_a_weight_are_as_good_as_logits(world_size, monkeypatch):
     from tp_headloss import topk

@@ -8,12 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 TINY = "--device cpu --vocab 307 --pad-to 4 --corpus-mb 1 --layers 1 --width 32 --heads 2 --length 32"
 TINY += " --lr 1e-2 --warmup 4"
-pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def start(out, cache, *options, processes=2):
