@@ -28,7 +28,7 @@ make() {
         torchtitan-*) "${pip[@]}" --no-deps "torchtitan==${name#*-}" spmd_types==0.2.3 torchdata torch_checkpointing &&
             "${pip[@]}" tyro einops pillow "datasets>=4.7,<4.8" ;;
         transformers-5.23.0) "${pip[@]}" transformers==5.23.0 trl==1.16.0 ;;
-        *) "${pip[@]}" "${name%-*}==${name#*-}" ;;
+        transformers-*) "${pip[@]}" "transformers==${name#*-}" accelerate ;;
     esac
     touch "$stamp"
 }

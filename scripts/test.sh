@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh test train
+bash scripts/hosts.sh
 export OMP_NUM_THREADS=1
 python=.venv/bin/python
 

@@ -28,7 +28,6 @@ from tp_headloss import (
 sys.path.insert(0, str(Path(__file__).parent / "hosts"))
 from cases import readme_block
 
-pytestmark = pytest.mark.xdist_group("ranks")
 H = 24
 
 

@@ -13,7 +13,6 @@ SAME = (
     *("plain", "sp", "tied", "sp, tied", "ddp main_grad", "ddp, sp, tied", "mtp", "mixin", "main_grad of the layer"),
     *("loss hook", "loss hook, sp", "loss hook, mtp", "loss hook, in place"),
 )
-pytestmark = pytest.mark.xdist_group("megatron")
 
 
 def results(version):

@@ -22,7 +22,6 @@ from tp_headloss import (
     vocab_statistics,
 )
 
-pytestmark = pytest.mark.xdist_group("ranks")
 H, V, PADDED = 16, 2051, 2176  # more rows than are drawn together
 
 

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tp_headloss import Linear, VocabShard
 from tp_headloss.integrations import nemo_rl, verl
 
-pytestmark = pytest.mark.xdist_group("ranks")
 B, S, V, PADDED, H, K = 2, 6, 101, 104, 12, 5
 EVEN, UNEVEN = [0, 52, 104], [0, 37, 104]
 DTYPES = [torch.float32, torch.bfloat16]

@@ -10,7 +10,6 @@ from cases import launch, python_of
 
 HOST = "torchtitan-0.3.0"
 pytestmark = [
-    pytest.mark.xdist_group("torchtitan"),
     pytest.mark.skipif(not python_of(HOST).exists(), reason=f"no .hosts/{HOST}: bash scripts/hosts.sh {HOST}"),
 ]
 BACKENDS = ("spmd_types", "partial_dtensor")

@@ -13,7 +13,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "hosts"))
 from cases import launch, python_of
 
-pytestmark = pytest.mark.xdist_group("transformers")
 HOSTS = ("transformers-5.17.0", "transformers-5.23.0")
 WAYS = ("loss_function", "fused")
 CASES = [
