@@ -8,7 +8,8 @@ Each of --losses trains a model from the same weights on the same batches:
   stock          Megatron's vocab-parallel cross-entropy
   stock-fused    the same, cross_entropy_loss_fusion with the native implementation
   logits         ours in the place of the loss; logits-inplace: its gradient overwrites the logits
-  head           ours in the place of output layer and loss: no logits
+  head           ours in the place of output layer and loss: no logits, which are made again for the backward
+  head-one-sweep the same, gradients in the forward, because the loss mask is known there
 """
 
 import argparse
@@ -30,7 +31,7 @@ from torch import nn
 import data
 import parallel
 
-LOSSES = ("stock", "stock-fused", "logits", "logits-inplace", "head")
+LOSSES = ("stock", "stock-fused", "logits", "logits-inplace", "head", "head-one-sweep")
 
 
 def parse() -> argparse.Namespace:
@@ -207,8 +208,9 @@ def train(args, loss: str, ranks) -> dict:
     if not loss.startswith("stock"):
         budget = None if args.budget_mib is None else int(args.budget_mib * 2**20)
         options = Options(inplace=loss == "logits-inplace")
-        head = MegatronHead(ignore_index=-100, linear=Linear(budget=budget), options=options)
-        install(model, head, fused=loss == "head")
+        linear = Linear("one_sweep" if loss == "head-one-sweep" else "recompute", budget)
+        head = MegatronHead(ignore_index=-100, linear=linear, options=options)
+        install(model, head, fused=loss.startswith("head"))
     # Clipping by norm needs CUDA's kernels there.
     settings = {"clip_grad": 1.0 if cuda else 0.0, "bf16": config.bf16, "params_dtype": config.params_dtype}
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=args.lr, **settings), [model])
@@ -218,10 +220,11 @@ def train(args, loss: str, ranks) -> dict:
 
     def forward_step(numbers, model):
         ids, labels = batch(*next(numbers))
-        return model(ids, positions, None, labels=labels), functools.partial(reduced, labels)
-
-    def reduced(labels, losses):
         mask = labels != -100
+        losses = model(ids, positions, None, labels=labels, loss_mask=mask)
+        return losses, functools.partial(reduced, mask)
+
+    def reduced(mask, losses):
         mean = (losses.float() * mask).sum() / mask.sum()
         return mean, {"loss": mean.detach()}
 

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pretrain import Norm
-from tp_headloss import CrossEntropy, Options, ZLoss
+from tp_headloss import CrossEntropy, Linear, Options, ZLoss
 from tp_headloss.integrations.megatron import MegatronHead, MegatronHeadMixin, install
 
 V, B, S, H = 256, 2, 8, 32
@@ -68,13 +68,13 @@ def batch():
     return ids, torch.arange(S).expand(B, S), mask, labels, torch.rand(B, S, generator=generator)
 
 
-def run(model, labels=None, **kwargs):
+def run(model, labels=None, factor=1.0, **kwargs):
     """-> losses and gradients of their weighted sum; with multi-token prediction its losses are in the gradients."""
     ids, positions, mask, own_labels, weights = batch()
     labels = own_labels if labels is None else labels
     losses = model(ids, positions, mask, labels=labels, **kwargs)
     assert losses.shape == (B, S) and losses.dtype == torch.float32
-    ((losses * weights).sum()).backward()
+    (factor * (losses * weights).sum()).backward()
     grads = {n: getattr(p, "main_grad", p.grad).float().clone() for n, p in model.named_parameters()}
     return losses.detach(), grads
 
@@ -99,6 +99,40 @@ def installed(fused=True, options=None, **kwargs):
         return compared(*ours, *theirs, head_name(model))
 
     return case
+
+
+def one_sweep(**kwargs):
+    """The mask of the model's forward is what its losses are weighted by; any number times it is right."""
+
+    def case(group):
+        stock, model = model_of(**kwargs), model_of(**kwargs)
+        theirs, linear = run(stock, factor=0.3), Linear(mode="one_sweep")
+        with install(model, MegatronHead(ignore_index=-100, terms=[CrossEntropy()], linear=linear)):
+            ours = run(model, factor=0.3, loss_mask=batch()[4])
+            found = compared(*ours, *theirs, head_name(model))
+            model.zero_grad()
+            _, wrong = run(model, loss_mask=torch.ones(B, S))
+        return found | {"others are nan": all(bool(x.isnan().all()) for n, x in wrong.items() if "output_layer" in n)}
+
+    return case
+
+
+def one_sweep_everywhere(group):
+    """Without a mask, without gradients, with ignored labels, and with more terms."""
+    ids, positions, mask, labels, _ = batch()
+    labels = labels.clone()
+    labels[:, 2] = -100
+    terms, found = [CrossEntropy(), ZLoss(1e-3)], []
+    for mode in ("recompute", "one_sweep"):
+        model = model_of()
+        with install(model, MegatronHead(ignore_index=-100, terms=terms, linear=Linear(mode=mode))):
+            losses = model(ids, positions, mask, labels=labels)
+            losses.sum().backward()
+            with torch.no_grad():
+                evaluated = model.eval()(ids, positions, mask, labels=labels)
+        found.append((losses.detach(), {n: p.grad for n, p in model.named_parameters()}))
+        assert torch.equal(evaluated, found[0][0]) and not losses[:, 2].any()
+    return compared(*found[1], *found[0], head_name(model))
 
 
 def processor(group):
@@ -270,6 +304,9 @@ CASES = {
     "loss hook, fused stock": installed(fused=False, cross_entropy_loss_fusion=True),
     "loss hook, in place": installed(fused=False, options=Options(inplace=True)),
     "loss hook, bf16": installed(fused=False, bf16=True),
+    "one sweep": one_sweep(),
+    "one sweep, sp": one_sweep(sp=True),
+    "one sweep everywhere": one_sweep_everywhere,
     "mixin": mixin,
     "main_grad of the layer": main_grad_of_the_layer,
     "ignored labels": ignored_labels,

@@ -39,8 +39,11 @@ class MegatronHead:
     and no gradient (Megatron returns lse - max for them, which is no cross-entropy, and the mask must be 0 there).
 
     terms: of a `HeadLoss`, default cross-entropy. vocab_size: the true vocabulary; padding rows beyond it are then left
-    out of the softmax; None: Megatron's padded one, with all rows in it. linear: `Linear` for budget and the like; how
+    out of the softmax; None: Megatron's padded one, with all rows in it. linear: `Linear` for budget and mode; how
     gradients are reduced, and whether dW goes to ``main_grad`` (gradient_accumulation_fusion), is the output layer's.
+    mode: "recompute" (the default, "auto") for any use of the losses; "one_sweep", with a GEMM less, if what is
+    differentiated is ``(losses * loss_mask).sum()`` times any number, of the ``loss_mask`` [b, s] that the model's
+    forward is called with (None: ones): gradients are NaN otherwise. Not for losses of multi-token prediction.
     options: `Options`, ``inplace=True`` for fused=False, say. observe: called with the `HeadLossOutput` of each call.
 
     An instance is an ``output_processor`` of GPTModel.forward (Megatron-Core >= 0.18): hidden [s, b, h] (sequence
@@ -65,7 +68,9 @@ class MegatronHead:
         self.head_loss = HeadLoss(terms, metrics=metrics, reduction="none", ignore_index=index, options=options)
         if options is not None and options.inplace:  # which a linear head has no use for
             options = replace(options, inplace=False)
-        self.linear_loss = HeadLoss(terms, metrics=metrics, reduction="none", ignore_index=index, options=options)
+        parts = {"metrics": metrics, "ignore_index": index, "options": options}
+        self.linear_loss = HeadLoss(terms, reduction="none", **parts)
+        self.summed_loss = HeadLoss(terms, reduction="sum", **parts)
         self.observe, self.calls = observe, 0
 
     def __call__(self, *, hidden_states, output_layer, output_weight, labels, scale_logits, config, **rest):
@@ -75,24 +80,36 @@ class MegatronHead:
             return scale_logits(logits).transpose(0, 1).contiguous()
 
         def forward(hidden, weight=None, runtime_gather_output=None):
-            return self.of_hidden(hidden, weight, output_layer, labels, config), None
+            return self.of_hidden(hidden, weight, output_layer, labels, config, rest.get("loss_mask")), None
 
         # through the module, because hooks on it gather its parameters
         with _replaced(output_layer, forward=forward):
             return output_layer(hidden_states, weight=output_weight)[0]
 
-    def of_hidden(self, hidden, weight, layer, labels, config) -> torch.Tensor:
-        """hidden [s, b, h] or [s/P, b, h], labels [b, s] -> losses [b, s]."""
+    def of_hidden(self, hidden, weight, layer, labels, config, loss_mask=None, depths=0) -> torch.Tensor:
+        """hidden [s, b, h] or [s/P, b, h], labels and loss_mask [b, s] -> losses [b, s]; depths: of multi-token
+        prediction, whose losses come this way, too."""
         weight = layer.weight if weight is None else weight
         shard = self._shard(layer.tp_group, weight.shape[0])
         _refuse_options(config)
         partial = shard.world_size > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
         how = "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
         main_grad = layer.gradient_accumulation_fusion and weight.requires_grad
-        linear = replace(self.linear, hidden_grad=how, main_grad=main_grad)
+        one_sweep = self.linear.mode == "one_sweep" and torch.is_grad_enabled() and not depths
+        mode = "one_sweep" if one_sweep else "recompute"
+        linear = replace(self.linear, mode=mode, hidden_grad=how, main_grad=main_grad)
         bias = None if layer.skip_bias_add else layer.bias
         given = {"shard": shard, "bias": bias, "transform": _transform(config), "linear": linear}
-        return self._losses(self.linear_loss.linear(hidden, weight, self._labels(labels, shard), **given))
+        labels = self._labels(labels, shard)
+        if not one_sweep:
+            return self._losses(self.linear_loss.linear(hidden, weight, labels, **given))
+        token_weight = torch.ones_like(labels) if loss_mask is None else loss_mask.transpose(0, 1)
+        token_weight = token_weight.detach().float()
+        out = self.summed_loss.linear(hidden, weight, labels, token_weight=token_weight, **given)
+        with torch.no_grad():
+            losses = sum(term.weight * term.function(out.stats) for term in self.summed_loss.terms)
+            losses = torch.where(out.stats.valid, losses, 0.0)
+        return self._losses(out._replace(loss=_PerToken.apply(out.loss, losses, token_weight)))
 
     def of_logits(self, logits, labels, group) -> torch.Tensor:
         """logits [s, b, v/P], labels [b, s] -> losses [b, s]."""
@@ -116,6 +133,24 @@ class MegatronHead:
         if self.observe is not None:
             self.observe(out)
         return out.loss.transpose(0, 1).contiguous()
+
+
+class _PerToken(torch.autograd.Function):
+    """sum(losses * weight) [], whose gradients are known, as the losses [s, b]: their upstream gradient must be some
+    number times the weight."""
+
+    @staticmethod
+    def forward(ctx, total, losses, weight):
+        ctx.save_for_backward(weight)
+        return losses.view_as(losses)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        square = weight.square().sum()
+        factor = torch.where(square > 0, (grad * weight).sum() / square, 0.0)
+        far = (grad - factor * weight).abs() > 1e-5 * (factor * weight).abs().amax()
+        return torch.where(far.any(), torch.nan, factor), None, None
 
 
 class MegatronHeadMixin:
@@ -216,14 +251,14 @@ def _postprocess(model, head, original, *, hidden_states, labels=None, **rest):
             rest["output_processor"] = head
         return original(**rest)
     # Before 0.18: Megatron's own code runs with hidden states in the place of logits
-    taken, layer = [], model.output_layer
+    taken, layer, depths = [], model.output_layer, getattr(model.config, "mtp_num_layers", None) or 0
 
     def forward(hidden, weight=None, runtime_gather_output=None):
         taken[:] = [weight]
         return hidden, None
 
     def loss(labels, hidden):
-        return head.of_hidden(hidden, taken[0], layer, labels, model.config)
+        return head.of_hidden(hidden, taken[0], layer, labels, model.config, rest.get("loss_mask"), depths)
 
     with _replaced(layer, forward=forward), _replaced(model, compute_language_model_loss=loss):
         return original(**rest)
