@@ -12,6 +12,8 @@ import pytest
 import torch
 from test_training import run as train
 
+from tp_headloss import VocabShard
+
 ROOT = Path(__file__).parents[1]
 VOCAB, STEPS, BATCH = 307, 12, 4  # the vocabulary of test_training
 
@@ -83,11 +85,11 @@ def test_the_file_holds_the_teachers_likeliest_ids(teacher, alone, tmp_path, mon
 
     monkeypatch.syspath_prepend(str(ROOT / "launch"))
     from data import Corpus
-    from model import Rows, Transformer
+    from model import Transformer
 
     shards = [torch.load(path, weights_only=True) for path in sorted(teacher.glob("checkpoints/*/tp-*.pt"))]
     rows = sum(len(shard["model"]["output.weight"]) for shard in shards)
-    model = Transformer(Rows(0, rows, rows), width=32, layers=1, heads=2, length=32, seed=0)
+    model = Transformer(VocabShard(0, rows, rows), width=32, layers=1, heads=2, length=32, seed=0)
     model.load_state_dict(shards[0]["model"] | {
         name: torch.cat([shard["model"][name] for shard in shards]) for name in ("embedding.weight", "output.weight")
     })  # fmt: skip

@@ -63,8 +63,12 @@ def local_head(hidden, weight, bias, shard, hidden_grad: str):
 def local(x, shard: VocabShard):
     """Labels, weights and other tensors of tokens, a teacher's as well: the same on all ranks of the shard's group."""
     if is_dataclass(x) and not isinstance(x, type):
-        found = {f.name: value for f in fields(x) if is_dtensor(value := getattr(x, f.name))}
-        return replace(x, **{name: _local_of(name, value, shard) for name, value in found.items()}) if found else x
+        found = {}
+        for field in fields(x):
+            value = getattr(x, field.name)
+            if is_dtensor(value):
+                found[field.name] = _local_of(field.name, value, shard)
+        return replace(x, **found) if found else x
     return _local_of("labels, weights and inputs", x, shard) if is_dtensor(x) else x
 
 
