@@ -231,6 +231,20 @@ def two_dimensions(group, device):
     HeadLoss([CrossEntropy()]).linear(torch.randn(8, H, device=device), model.head.weight, labels)
 
 
+def group_of_another_dimension(group, device):
+    """Two of the four ranks hold the same ids in both groups."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = meshed(device, 2, 2)
+    logits = distribute_tensor(torch.randn(8, 64, device=device), mesh, [Replicate(), Shard(1)])
+    HeadLoss()(logits, torch.arange(8, device=device), shard=VocabShard.from_mesh(mesh, 64, "dp"))
+
+
+def test_a_shard_of_another_group_is_refused_on_every_rank():
+    for failure in on_ranks(4, group_of_another_dimension, failures=True):
+        assert failure.kind == "ValueError" and "leave the shard out" in failure.message
+
+
 def compiled(group, device):
     """In one graph, without breaks, inside a model that is compiled as a whole."""
     from torch.distributed.tensor import Shard, distribute_tensor

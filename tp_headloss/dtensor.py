@@ -7,12 +7,15 @@ results are plain tensors of these. A placement that cannot work is a ValueError
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from .shard import VocabShard
+
+# Tensors of a Transform, a Teacher or a TopKTeacher
+FIELDS = ("bias", "temperature", "student_temperature", "logits", "ids", "log_probs", "mask", "tail_log_prob")
 
 
 def is_dtensor(x) -> bool:
@@ -61,15 +64,15 @@ def local_head(hidden, weight, bias, shard, hidden_grad: str):
 
 
 def local(x, shard: VocabShard):
-    """Labels, weights and other tensors of tokens, a teacher's as well: the same on all ranks of the shard's group."""
-    if is_dataclass(x) and not isinstance(x, type):
-        found = {}
-        for field in fields(x):
-            value = getattr(x, field.name)
-            if is_dtensor(value):
-                found[field.name] = _local_of(field.name, value, shard)
-        return replace(x, **found) if found else x
-    return _local_of("labels, weights and inputs", x, shard) if is_dtensor(x) else x
+    """Labels, weights and other tensors of tokens, or what holds some (FIELDS): the same on all ranks of the group."""
+    if x is None or isinstance(x, torch.Tensor):
+        return _local_of("labels, weights and inputs", x, shard) if is_dtensor(x) else x
+    found = {}
+    for name in FIELDS:  # by name, and without a comprehension, so that torch.compile follows
+        value = getattr(x, name, None)
+        if is_dtensor(value):
+            found[name] = _local_of(name, value, shard)
+    return replace(x, **found) if found else x
 
 
 def _local_of(name, x, shard):
