@@ -102,6 +102,19 @@ def ways(group, device, how):
             dx = torch.cat(parts).to(dx.device)
         assert dx.shape[0] == rows and (group is None or not head.weight.grad[head.shard.valid_width :].any())
         out[way] = out[way].detach(), dx, whole(head.weight.grad, group), whole(head.bias.grad, group)
+    if group is None:  # of the definitions
+        z = F.linear(hidden.double(), head.weight.double(), head.bias.double())[..., :V]
+        log_p = (5 * torch.tanh(z / 5)).log_softmax(-1)
+        lse, entropy = (5 * torch.tanh(z / 5)).logsumexp(-1), -(log_p.exp() * log_p).sum(-1)
+        valid = labels != -100
+        log_prob = log_p.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        expected = {
+            "losses": (-log_prob + 1e-3 * lse.square() - 0.01 * entropy)[valid].mean(),
+            "statistics": entropy[valid].sum(),
+            "logits": (entropy - log_prob)[valid].sum(),
+        }
+        for way, value in expected.items():
+            assert abs(float(out[way][0] / value.detach()) - 1) < 1e-6, way
     return out
 
 
@@ -164,9 +177,9 @@ def test_an_unknown_id_is_nan_on_every_rank(place):
 def tied(group, device):
     shard = shard_of(group)
     embedding = VocabParallelEmbedding(H, shard, init=Init(0.2, 7), device=device)
+    before = embedding.weight.detach().clone()
     head = VocabParallelHead(H, shard, weight=embedding.weight)
     assert head.weight is embedding.weight
-    before = embedding.weight.detach().clone()
     head.reset_parameters()
     assert torch.equal(before, embedding.weight)
     _, labels = tokens(device, 12)
