@@ -25,7 +25,8 @@ make() {
             --target "$site" megatron-core==0.19.2 ;;
         megatron-*) "${pip[@]}" "megatron-core==${name#*-}" ;;
         # Of what its trainer needs, the tests need no logging service.
-        torchtitan-*) "${pip[@]}" --no-deps "torchtitan==${name#*-}" spmd_types==0.2.3 torchdata torch_checkpointing &&
+        torchtitan-*)
+            "${pip[@]}" --no-deps "torchtitan==${name#*-}" spmd_types==0.2.3 torchdata torch_checkpointing
             "${pip[@]}" tyro einops pillow "datasets>=4.7,<4.8" ;;
         transformers-5.23.0) "${pip[@]}" transformers==5.23.0 trl==1.16.0 ;;
         transformers-*) "${pip[@]}" "transformers==${name#*-}" accelerate ;;

@@ -199,6 +199,12 @@ def refused(group, device, case):
         return HeadLoss()(distribute_tensor(z, mesh, [Shard(1)]), labels, shard=shard)
     if case == "another group":
         return HeadLoss()(distribute_tensor(z, mesh, [Shard(1)]), labels, shard=VocabShard(0, 64, 64))
+    if case == "another padding":  # of rank 0 the bounds are the same
+        return HeadLoss()(distribute_tensor(z, mesh, [Shard(1)]), labels, shard=VocabShard.from_group(group, 63))
+    if case == "uneven tokens":
+        states = distribute_tensor(x[:5], mesh, [Shard(0)])
+        linear = Linear(hidden_grad="reduce_scatter")
+        return linear_vocab_statistics(states, distribute_tensor(w, mesh, [Shard(0)]), linear=linear)
     if case == "sharded labels":
         states = distribute_tensor(labels, mesh, [Shard(0)])
         return HeadLoss()(distribute_tensor(z, mesh, [Shard(1)]), states)
@@ -215,6 +221,8 @@ def refused(group, device, case):
         ("hidden states sharded on tokens", "hidden_grad='reduce_scatter'"),
         ("another shard", "VocabShard.from_mesh"),
         ("another group", "leave the shard out"),
+        ("another padding", "leave the shard out"),
+        ("uneven tokens", "even shards"),
         ("sharded labels", "Replicate\\(\\)"),
     ],
 )
@@ -229,6 +237,39 @@ def two_dimensions(group, device):
     model = model_of(device, mesh, 64, False)
     labels = torch.arange(8, device=device)
     HeadLoss([CrossEntropy()]).linear(torch.randn(8, H, device=device), model.head.weight, labels)
+
+
+def partial_beside_tokens(group, device):
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+    mesh = meshed(device, 2, 2)
+    weight = distribute_tensor(torch.randn(64, H, device=device), mesh["tp"], [Shard(0)])
+    hidden = DTensor.from_local(torch.randn(4, H, device=device), mesh, [Partial(), Shard(0)])
+    HeadLoss().linear(hidden, weight, torch.arange(8, device=device), linear=Linear(hidden_grad="reduce_scatter"))
+
+
+def test_hidden_states_that_are_partial_over_another_dimension_are_refused():
+    for failure in on_ranks(4, partial_beside_tokens, failures=True):
+        assert failure.kind == "ValueError" and "must be whole" in failure.message
+
+
+def vocabulary_of_one_rank(group, device):
+    """Replicas, and a vocabulary dimension of one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh(device.type, (2, 1), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(2)
+    x, w, labels = torch.randn(8, H, device=device), torch.randn(64, H, device=device), torch.arange(8, device=device)
+    states = distribute_tensor(x, mesh, [Shard(0), Shard(1)])
+    weight = distribute_tensor(w, mesh, [Replicate(), Shard(0)])
+    out = HeadLoss(reduction="sum").linear(states, weight, distribute_tensor(labels, mesh, [Shard(0), Replicate()]))
+    mine = slice(4 * group.rank(), 4 * group.rank() + 4)
+    return float(out.loss - HeadLoss(reduction="sum").linear(x[mine], w, labels[mine]).loss)
+
+
+def test_a_vocabulary_dimension_of_one_rank_is_no_sharding():
+    assert max(map(abs, on_ranks(2, vocabulary_of_one_rank))) < 1e-4
 
 
 def group_of_another_dimension(group, device):

@@ -12,7 +12,7 @@ VERSIONS = ("0.16.1", "0.19.2")
 SAME = (
     *("plain", "sp", "tied", "sp, tied", "ddp main_grad", "ddp, sp, tied", "mtp", "mixin", "main_grad of the layer"),
     *("loss hook", "loss hook, sp", "loss hook, mtp", "loss hook, in place"),
-    *("one sweep", "one sweep, sp", "one sweep everywhere"),
+    *("one sweep", "one sweep, sp", "one sweep everywhere", "fusion without main_grad", "mixin without names"),
 )
 
 
@@ -71,6 +71,7 @@ def test_what_cannot_work_is_refused_and_what_was_installed_goes_away(version):
         "subclass": "MegatronHeadMixin",
         "other model": "got Linear",
         "never called": "no loss came through",
+        "two models": "no loss came through",
         "patched by others": "other_kernels has replaced",
         "no output layer": "last pipeline stage",
         "no group": "got None",
@@ -84,6 +85,12 @@ def test_what_cannot_work_is_refused_and_what_was_installed_goes_away(version):
 def test_the_check_call_sees_another_loss_and_one_that_is_not_in_the_path(version):
     found = result(version, "check call")
     assert "differs" in found["differs"] and "did not come through" in found["elsewhere"] and found["removed"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_copy_runs_with_its_own_weights_and_the_check_call_leaves_no_trace(version):
+    found = result(version, "copies")
+    assert found["modes"] and found["observed"] == 0 and found["difference"] < 1e-5, found
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -113,3 +120,12 @@ def test_an_unsupported_version_is_named():
             integrations.require("megatron-core")
     with pytest.raises(ImportError, match=r"pip install 'tp_headloss\[torchtitan\]'\), and there is none"):
         integrations.require("torchtitan")
+
+
+def test_a_checkout_of_the_sources_says_its_own_version(tmp_path, monkeypatch):
+    from tp_headloss import integrations
+
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").write_text("__version__ = '0.17.1'")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert integrations.require("megatron-core") == (0, 17, 1)

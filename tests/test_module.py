@@ -215,8 +215,8 @@ def test_depths_of_multi_token_prediction_are_one_call(world):
         parts = []
         for depth in range(3):
             shifted = F.pad(labels[:, depth:], (0, depth), value=-100)
-            parts.append(F.cross_entropy(logits[depth].flatten(0, 1), shifted.flatten()))
-        expected = parts[0] + 0.3 / 2 * (parts[1] + parts[2])
+            parts.append(F.cross_entropy(logits[depth].flatten(0, 1), shifted.flatten(), reduction="sum"))
+        expected = (parts[0] + 0.3 / 2 * (parts[1] + parts[2])) / (labels != -100).sum()
         expected.backward()
         assert abs(float(loss - expected)) < 1e-6 and worst([grad], [x.grad]) < 1e-6
 
@@ -225,7 +225,7 @@ def test_depths_longer_than_the_sequence_count_nothing():
     labels = torch.tensor([[3, 4]])
     targets, weights = multi_token_targets(labels, 3)
     assert targets.tolist() == [[[3, 4]], [[4, -100]], [[-100, -100]], [[-100, -100]]]
-    assert weights[:, 0, 0].tolist() == pytest.approx([1, 2 * 0.1 / 3, 0, 0])
+    assert weights[:, 0, 0].tolist() == pytest.approx([1, *[0.1 / 3] * 3])
 
 
 @pytest.mark.parametrize("enabled", [False, True])
@@ -353,3 +353,52 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match="depths must be at least 1"):
         multi_token_targets(torch.zeros(1, 2, dtype=torch.long), 0)
     assert "ids [0, 2176) of 2051" in repr(VocabParallelHead(H, shard))
+
+
+def empty_shard(group, device):
+    embedding = VocabParallelEmbedding(
+        H, VocabShard.from_boundaries([0, 5, 5], 5, group), sequence_parallel=True, device=device
+    )
+    out = embedding(torch.arange(4, device=device))
+    out.sum().backward()
+    return out.shape[0], embedding.weight.grad is None or embedding.weight.grad.sum() == 4 * H
+
+
+def test_an_empty_shard_takes_part_in_the_backward_of_sequence_parallelism():
+    assert [(rows, bool(right)) for rows, right in on_ranks(2, empty_shard)] == [(2, True)] * 2
+
+
+def test_a_call_gives_the_temperature_and_the_module_the_rest(device):
+    head = head_of(None, device, transform=Transform(softcap=2.0))
+    hidden, labels = tokens(device, 6)
+    both = Transform(softcap=2.0, temperature=0.5)
+    expected = HeadLoss().linear(hidden, head.weight, labels, shard=head.shard, transform=both).loss
+    assert head(hidden, labels, transform=Transform(temperature=0.5)).loss == expected
+    with pytest.raises(ValueError, match="for its temperature"):
+        head.statistics(hidden, labels, transform=Transform(softcap=3.0))
+
+
+def test_a_weight_that_is_no_longer_tied_is_not_left_undrawn():
+    embedding = VocabParallelEmbedding(H, VocabShard(0, PADDED, V), device="meta")
+    model = torch.nn.ModuleList([embedding, VocabParallelHead(H, embedding.shard, weight=embedding.weight)])
+    model.to_empty(device="cpu")
+    with pytest.raises(ValueError, match="no longer tied"):
+        model[1].reset_parameters()
+
+
+def into_dtensors(group, device):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    source, found = head_of(group, device), []
+    rows = whole(source.weight, group)
+    mesh = init_device_mesh(device.type, (2,))
+    for given in (rows, source.weight.detach().clone(), source.state_dict()["weight"]):
+        head = VocabParallelHead(H, source.shard, init=Init(0.2, seed=9), device=device).to_dtensor(mesh)
+        head.load_state_dict({"weight": given})
+        found.append(bool(torch.equal(head.weight.to_local(), source.weight)))
+    kept = source.state_dict(keep_vars=True)["weight"] is source.weight
+    return found, kept
+
+
+def test_parameters_that_are_dtensors_can_be_loaded_as_well():
+    assert on_ranks(2, into_dtensors) == [([True] * 3, True)] * 2

@@ -461,3 +461,29 @@ def test_nemo_distillation_of_bad_entries():
         nemo_rl.get_distillation_topk_logprobs_from_logits(logits, teacher[..., :0], ids[..., :0], **arguments)
     with pytest.raises(ValueError, match="cp_sharder"):
         nemo_rl.get_distillation_topk_logprobs_from_logits(logits, teacher, ids, cp_sharder=object(), **arguments)
+
+
+def test_a_temperature_that_is_not_positive_is_verls_lowest():
+    logits, labels = torch.tensor([[3.0, 2.0, 1.0]]), torch.tensor([0])
+    for temperature in (0, 0.0, torch.zeros(1)):
+        assert float(verl.logits_processor(None, 3)(logits, labels, temperature)["log_probs"]) == 0.0
+
+
+def hidden_dtensors(group, device):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    (hidden, weight), (_, ids) = head(), data()
+    mesh = init_device_mesh(device.type, (2,))
+    states = distribute_tensor(hidden.transpose(0, 1).contiguous().to(device), mesh, [Shard(0)])
+    rows = distribute_tensor(weight.to(device), mesh, [Shard(0)])
+    start, target = group.rank() * len(weight) // 2, distribute_tensor(ids.to(device), mesh, [Replicate()])
+    bounds = start, start + len(weight) // 2, group
+    out = nemo_rl.from_parallel_hidden_states_to_logprobs(states, rows, None, target, *bounds, vocab_size=V)
+    return out, hidden @ weight.t(), ids
+
+
+def test_nemo_hidden_states_may_be_dtensors():
+    for out, logits, ids in on_ranks(2, hidden_dtensors):
+        expected = truth(logits, ids.roll(-1, 1))[0][:, :-1]
+        close(out, expected, atol=1e-5)

@@ -447,10 +447,10 @@ class FromShards(torch.autograd.Function):
     """The converse: the ranks' parts added up, "all_reduce" [..] replicated, "reduce_scatter" [S/P, ..] of [S, ..]."""
 
     @staticmethod
-    def forward(ctx, x, how, world_size, group_name):
+    def forward(ctx, x, how, world_size, group_name, everywhere=None):
         ctx.gathers, ctx.group = how == "reduce_scatter", (world_size, group_name)
         return comm.reduce_hidden(x.clone(memory_format=torch.contiguous_format), how, *ctx.group)()
 
     @staticmethod
     def backward(ctx, grad):
-        return comm.gather_tokens(grad, *ctx.group) if ctx.gathers else grad, None, None, None
+        return comm.gather_tokens(grad, *ctx.group) if ctx.gathers else grad, None, None, None, None

@@ -7,6 +7,7 @@ results are plain tensors of these. A placement that cannot work is a ValueError
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -101,7 +102,8 @@ def _vocab_dim(name, x, vocab, fix) -> int | None:
     dims = [dim for dim in _live(x) if _sharded_on(x.placements[dim], x) == vocab]
     rest = [x.placements[dim] for dim in _live(x) if dim not in dims]
     tokens = all(p.is_replicate() or (_sharded_on(p, x) is not None and vocab != 0) for p in rest)
-    if _live(x) and (len(dims) != 1 or not tokens):
+    alone = not dims and any(_sharded_on(p, x) == vocab for p in x.placements)  # by a dimension of one rank
+    if _live(x) and not (tokens and (alone or len(dims) == 1)):
         what = "tokens sharded or replicated" if vocab else "replicated"
         raise ValueError(
             f"{name} must be sharded on the vocabulary (dimension {vocab}) over one mesh dimension and be {what} over "
@@ -119,6 +121,11 @@ def _shard_of(x, dim, rows: int, shard: VocabShard | None) -> VocabShard:
     if rows < shard.vocab_size:
         raise ValueError(
             f"a DTensor of {rows} vocabulary rows is smaller than the shard's vocab_size {shard.vocab_size}"
+        )
+    if shard.padded_size not in (None, rows):  # on every rank, where bounds differ on some
+        raise ValueError(
+            f"the DTensor has {rows} rows, and the shard {shard.padded_size}: leave the shard out, or make it with "
+            f"VocabShard.from_mesh(mesh, {shard.vocab_size}, dim, padded_size={rows})"
         )
     own = VocabShard.from_group(group, shard.vocab_size, rows)
     if (own.start, own.stop) != (shard.start, shard.stop) or _members(group) != _members(shard.group):
@@ -165,11 +172,17 @@ def _local_hidden(hidden, shard, hidden_grad):
 
     grads = list(hidden.placements)
     shared = _of_group(hidden, shard)
-    if any(_sharded_on(p, hidden) == hidden.dim() - 1 for p in hidden.placements):
+    if any(_sharded_on(hidden.placements[dim], hidden) == hidden.dim() - 1 for dim in _live(hidden)):
         raise ValueError(
             f"hidden states must be whole rows [.., H], got {_placed(hidden)}: redistribute to Replicate()"
         )
     if hidden_grad == "reduce_scatter":
+        cut = [dim for dim in _live(hidden) if _sharded_on(hidden.placements[dim], hidden) == 0]
+        if hidden.shape[0] % math.prod(hidden.device_mesh.size(dim) for dim in cut):
+            raise ValueError(f"hidden states [{hidden.shape[0]}, ..] must be even shards, got {_placed(hidden)}")
+        for dim in set(_live(hidden)) - set(shared):
+            if not hidden.placements[dim].is_replicate() and _sharded_on(hidden.placements[dim], hidden) is None:
+                raise ValueError(f"hidden states must be whole, got {_placed(hidden)}: redistribute to Replicate()")
         if any(_sharded_on(hidden.placements[dim], hidden) != 0 for dim in shared):
             raise ValueError(
                 "hidden_grad='reduce_scatter' needs hidden states that are sharded on their first dimension over the "
@@ -190,9 +203,9 @@ def _weight_grads(hidden, weight, vocab_dim):
     others = [dim for dim in _live(weight) if dim != vocab_dim]
     if others and not (is_dtensor(hidden) and hidden.device_mesh == weight.device_mesh):
         raise ValueError(
-            f"the weight is on a mesh of more than the ranks that share the vocabulary, {_placed(weight)}, and plain "
-            "hidden states do not say whether the others hold other tokens: make them a DTensor on that mesh, or keep "
-            "the weight on the submesh of the vocabulary's dimension (mesh['tp'])"
+            f"the weight is on a mesh of more than the ranks that share the vocabulary, {_placed(weight)}, and hidden "
+            "states that are not on it do not say whether the others hold other tokens: make them a DTensor on that "
+            "mesh, or keep the weight on the submesh of the vocabulary's dimension (mesh['tp'])"
         )
     grads = list(weight.placements)
     for dim in others:

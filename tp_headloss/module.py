@@ -48,19 +48,24 @@ class _VocabRows(nn.Module):
                 raise ValueError(f"weight must be [{whole}, {hidden_size}], got {list(weight.shape)}")
             self.weight = weight
         self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
-        self._tied = weight is not None
+        self._tied = None if weight is None else (weight,)  # not registered a second time
         self.reset_parameters()
         self.register_state_dict_post_hook(_as_dtensors)
         self.register_load_state_dict_pre_hook(_as_held)
 
     @torch.no_grad()
     def reset_parameters(self):
-        """Draw the weight again (a tied one is its owner's); for modules made on the meta device, after `to_empty`."""
+        """Draw the weight again (a tied one is its owner's); for modules made on the meta device, after `to_empty`.
+        ValueError if that untied the weight, or if the rows have been sharded once more (FSDP2) before."""
+        if self._tied is not None and self._tied[0] is not self.weight:
+            raise ValueError("the weight is no longer tied (to_empty does that): set head.weight = embedding.weight")
         if self.bias is not None:
             self.bias.zero_()
-        if self._tied or self.weight.is_meta:
+        if self._tied is not None or self.weight.is_meta:
             return
         weight, shard = self.weight.to_local() if is_dtensor(self.weight) else self.weight, self.shard
+        if weight.shape[0] != shard.width:
+            raise ValueError(f"of {shard.width} rows {weight.shape[0]} are here: draw them before fully_shard")
         weight.zero_()
         end = shard.start + shard.valid_width
         for first in range(shard.start // INIT_ROWS * INIT_ROWS, end, INIT_ROWS):
@@ -74,11 +79,12 @@ class _VocabRows(nn.Module):
 
     def to_dtensor(self, mesh) -> _VocabRows:
         """Make the parameters DTensors, ``Shard(0)`` on the one dimension of the mesh: for whoever shards them again
-        over another dimension (FSDP2), or wants an optimiser's state to be saved by `torch.distributed.checkpoint`."""
+        over another dimension (FSDP2), or wants an optimiser's state to be saved by `torch.distributed.checkpoint`.
+        Before any other module is tied to the weight."""
         for name, p in list(self.named_parameters(recurse=False)):
             if is_dtensor(p):
                 continue
-            if self._tied and name == "weight":
+            if self._tied is not None and name == "weight":
                 raise ValueError("a tied weight is its owner's: call to_dtensor there before the head is made")
             setattr(self, name, nn.Parameter(_dtensor(p.detach(), self.shard, mesh), requires_grad=p.requires_grad))
         return self
@@ -122,7 +128,7 @@ class VocabParallelEmbedding(_VocabRows):
         # a select, because a row of NaN times 0 is not 0
         part = torch.where(owned.unsqueeze(-1), part, 0.0).masked_fill(unknown.unsqueeze(-1), torch.nan)
         how = "reduce_scatter" if self.sequence_parallel else "all_reduce"
-        return FromShards.apply(part, how, shard.world_size, shard.group_name)
+        return FromShards.apply(part, how, shard.world_size, shard.group_name, _everywhere(part, how, shard))
 
 
 class VocabParallelHead(_VocabRows):
@@ -169,12 +175,12 @@ class VocabParallelHead(_VocabRows):
         self, hidden: torch.Tensor, labels: torch.Tensor | None = None, *, head_loss: HeadLoss | None = None, **kwargs
     ) -> HeadLossOutput | torch.Tensor:
         """hidden [.., H], labels [..] -> `HeadLossOutput`; without labels `logits`. head_loss: another one than the
-        module's; other keywords as in `HeadLoss.linear`."""
+        module's; other keywords as in `HeadLoss.linear`, a transform for a temperature of the call."""
         if labels is None:
             if kwargs or head_loss is not None:
                 raise ValueError(f"without labels there are logits only, got {sorted(kwargs) or 'a head_loss'}")
             return self.logits(hidden)
-        kwargs = {"transform": self.transform, "linear": self.linear, **kwargs}
+        kwargs = {"linear": self.linear, **kwargs, "transform": self._transform(kwargs.get("transform"))}
         head_loss = head_loss or self.head_loss
         return head_loss.linear(hidden, self.weight, labels, bias=self.bias, shard=self.shard, **kwargs)
 
@@ -189,19 +195,31 @@ class VocabParallelHead(_VocabRows):
     ) -> VocabStatistics:
         """hidden [.., H], labels [..] -> statistics [..]; keywords as in `linear_vocab_statistics`."""
         linear = replace(self.linear, mode="recompute", upstream=None)
-        kwargs = {"transform": self.transform, "linear": linear, "options": options, **kwargs}
+        kwargs = {"linear": linear, "options": options, **kwargs, "transform": self._transform(kwargs.get("transform"))}
         return linear_vocab_statistics(
             hidden, self.weight, labels, bias=self.bias, shard=self.shard, want=want, **kwargs
         )
+
+    def _transform(self, of_call: Transform | None) -> Transform:
+        """The module's, at the temperature of a call."""
+        if of_call is None:
+            return self.transform
+        if replace(of_call, temperature=1.0) != Transform():
+            raise ValueError(f"a call's transform is for its temperature, the rest is the module's, got {of_call}")
+        return replace(self.transform, temperature=of_call.temperature)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [.., H] -> hidden @ weight^T + bias [.., width], sharded on V, not transformed: for HeadLoss with
         ``shard=head.shard, transform=head.transform``."""
         how = self.linear.hidden_grad
         hidden, weight, bias, shard = local_head(hidden, self.weight, self.bias, self.shard, how)
-        everywhere = hidden.new_empty(0).requires_grad_() if how != "none" and shard.world_size > 1 else None
-        hidden = ToShards.apply(hidden, how, shard.world_size, shard.group_name, everywhere)
+        hidden = ToShards.apply(hidden, how, shard.world_size, shard.group_name, _everywhere(hidden, how, shard))
         return F.linear(hidden, weight, bias)
+
+
+def _everywhere(x, how: str, shard: VocabShard) -> torch.Tensor | None:
+    """What makes a backward with a collective come on every rank, an empty shard's or a frozen one's, too."""
+    return x.new_empty(0).requires_grad_() if how != "none" and shard.world_size > 1 else None
 
 
 def multi_token_targets(
@@ -210,9 +228,11 @@ def multi_token_targets(
     """labels [.., S], each position's next token -> labels and token weights [1 + D, .., S] of the main head and of D
     more, the d-th of which predicts the token d positions later; hidden states are then stacked, [1 + D, .., S, H].
 
-    The weights make ``HeadLoss(...)``'s mean, with ``denominator=`` the number of labels that are not ignored, the loss
-    of DeepSeek-V3 (arXiv:2412.19437, eq. 24 and 25): main + weight / D * (sum over d of the mean of depth d).
-    Acceptance of depth d: the mean of ``out.stats.correct[d]`` over ``out.stats.valid[d]`` (metric "accuracy").
+    With ``denominator=`` the number T of labels that are not ignored (of the global batch), ``HeadLoss(...)``'s mean is
+    the loss of DeepSeek-V3 (arXiv:2412.19437, eq. 24 and 25): main + weight / D * sum over d of 1 / T * (the sum over
+    depth d's tokens). Megatron divides depth d by its own number of tokens, a few less. Acceptance of depth d: the mean
+    of ``out.stats.correct[d]`` over ``out.stats.valid[d]`` (metric "accuracy"). Not for hidden states of sequence
+    parallelism, whose first dimension is the sequence: gather them first.
     """
     if depths < 1:
         raise ValueError(f"depths must be at least 1, got {depths}")
@@ -221,9 +241,8 @@ def multi_token_targets(
         shifted = labels[..., min(depth, length) :]
         rows.append(F.pad(shifted, (0, length - shifted.shape[-1]), value=ignore_index))
     rows = torch.stack(rows)
-    counts = (rows != ignore_index).flatten(1).sum(1, dtype=torch.float32)
-    share = torch.where(counts > 0, weight / depths * counts[0] / counts.clamp(min=1), 0.0)
-    share[0] = 1.0
+    share = torch.full((1 + depths,), weight / depths, device=labels.device)
+    share[:1].fill_(1.0)
     return rows, share.view(-1, *[1] * labels.dim()).expand(rows.shape)
 
 
@@ -234,7 +253,8 @@ def _dtensor(local: torch.Tensor, shard: VocabShard, mesh=None):
     mesh = _mesh_of(shard.group, local.device.type) if mesh is None else mesh
     if shard.padded_size is None:
         raise ValueError(
-            f"only even cuts, those of VocabShard.from_group, can be a DTensor, got [{shard.start}, {shard.stop})"
+            f"only even cuts, those of VocabShard.from_group, can be a DTensor, got [{shard.start}, {shard.stop}): "
+            "save the rows of each rank, module.weight, by themselves"
         )
     shape = torch.Size([shard.padded_size, *local.shape[1:]])
     stride = torch.empty(shape, device="meta").stride()
@@ -255,7 +275,7 @@ def _as_dtensors(module, state, prefix, metadata):
     for name in ("weight", "bias"):
         if (x := state.get(prefix + name)) is None:
             continue
-        if not is_dtensor(x):
+        if not is_dtensor(x) and x is not getattr(module, name):  # keep_vars wants the parameter
             state[prefix + name] = _dtensor(x, module.shard)
 
 
@@ -264,12 +284,12 @@ def _as_held(module, state, prefix, *args):
     shard = module.shard
     for name in ("weight", "bias"):
         given, own = state.get(prefix + name), getattr(module, name)
-        if given is None or own is None or is_dtensor(own):
+        if given is None or own is None or (is_dtensor(own) and (is_dtensor(given) or own.device_mesh.ndim > 1)):
             continue
         if is_dtensor(given):
             given = given.to_local()
-        elif given.shape[0] != shard.width and given.shape[0] >= shard.vocab_size:
+        if given.shape[0] != shard.width and given.shape[0] >= shard.vocab_size:
             rows = given[shard.start : min(shard.stop, shard.vocab_size)]
-            given = torch.zeros_like(own, dtype=given.dtype, device=given.device)
+            given = given.new_zeros(shard.width, *given.shape[1:])
             given[: len(rows)] = rows
-        state[prefix + name] = given
+        state[prefix + name] = _dtensor(given, shard, own.device_mesh) if is_dtensor(own) else given

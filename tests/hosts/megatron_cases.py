@@ -1,6 +1,7 @@
 """Megatron-Core's GPTModel with our head against its own loss, on two tensor-parallel ranks."""
 # ruff: noqa: E402, as nothing of Megatron may be imported before it runs on CPUs
 
+import copy
 import inspect
 import sys
 from types import SimpleNamespace
@@ -247,8 +248,57 @@ def refusals(group):
     model.config.defer_embedding_wgrad_compute = True
     found["deferred"] = refused(lambda: install(model, head))
     model.config.defer_embedding_wgrad_compute = False
-    found["usable after all"] = bool(install(model, head).calls)
+    found["two models"] = refused(lambda: _one_of_two(model, model_of(), head), RuntimeError)
+    found["usable after all"] = "_postprocess" in install(model, head).methods
     return found
+
+
+def copies(group):
+    """A copy of an installed model runs with its own weights, and modules keep their own mode."""
+    model, halved, seen = model_of(), model_of(), []
+    model.decoder.eval()
+    install(model, MegatronHead(ignore_index=-100, observe=seen.append))
+    found = {"modes": model.training and not model.decoder.training, "observed": len(seen)}
+    objects = [model, *model.modules(), getattr(model, "pg_collection", None)]
+    values = [x for owner in objects if owner is not None for x in vars(owner).values()]
+    groups = [x for x in values if isinstance(x, torch.distributed.ProcessGroup)]
+    copied = copy.deepcopy(model, {id(x): x for x in [model.config, *groups]})
+    with torch.no_grad():
+        for changed in (copied, halved):
+            changed.output_layer.weight.mul_(0.5)
+    return found | {"difference": float((run(copied)[0] - run(halved)[0]).abs().max())}
+
+
+def fusion_without_main_grad(group):
+    """gradient_accumulation_fusion before there is a main_grad, and in evaluation: as if it were off."""
+    stock, model = model_of(), model_of()
+    theirs = run(stock)
+    model.output_layer.gradient_accumulation_fusion = True
+    with install(model, MegatronHead(ignore_index=-100)):
+        ours = run(model)
+        with torch.no_grad():
+            model(*batch()[:3], labels=batch()[3])
+    return compared(*ours, *theirs, head_name(model))
+
+
+class Forwarding(MegatronHeadMixin, GPTModel):
+    """A subclass whose forward has no names."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def mixin_without_names(group):
+    more = {"use_mup": True, "mup_base_hidden_size": H // 2} if HAS_PROCESSOR else {}
+    stock, model = model_of(**more), model_of(Forwarding, **more)
+    theirs = run(stock)
+    model.megatron_head = MegatronHead(ignore_index=-100)
+    return compared(*run(model), *theirs, head_name(model))
+
+
+def _one_of_two(model, other, head):
+    with install(model, head), install(other, head):
+        run(other)
 
 
 def check_call(group):
@@ -313,6 +363,9 @@ CASES = {
     "without labels": without_labels,
     "refusals": refusals,
     "check call": check_call,
+    "copies": copies,
+    "fusion without main_grad": fusion_without_main_grad,
+    "mixin without names": mixin_without_names,
     "own terms": own_terms,
     "README": readme,
 }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 
 SUPPORTED = {  # distribution -> (first, below), extra of this package
@@ -23,6 +24,14 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(parts)
 
 
+def _version_of_sources(distribution: str) -> str | None:
+    """Of a checkout on the path, as Megatron is often used."""
+    try:
+        return importlib.import_module(distribution.replace("-", ".")).__version__
+    except (ImportError, AttributeError):
+        return None
+
+
 def require(distribution: str) -> tuple[int, ...]:
     """The installed version of a host, as numbers. ImportError if there is none, or one that is not supported."""
     (first, below), extra = SUPPORTED[distribution]
@@ -30,7 +39,9 @@ def require(distribution: str) -> tuple[int, ...]:
     try:
         version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(f"this needs {wanted}, and there is none") from None
+        version = _version_of_sources(distribution)
+    if version is None:
+        raise ImportError(f"this needs {wanted}, and there is none")
     if not _numbers(first) <= _numbers(version) < _numbers(below):
         raise ImportError(f"this needs {wanted}, got {version}")
     return _numbers(version)

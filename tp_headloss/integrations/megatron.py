@@ -13,6 +13,7 @@ way of the model's own output layer (all-reduce, or reduce-scatter under sequenc
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,7 +45,8 @@ class MegatronHead:
     mode: "recompute" (the default, "auto") for any use of the losses; "one_sweep", with a GEMM less, if what is
     differentiated is ``(losses * loss_mask).sum()`` times any number, of the ``loss_mask`` [b, s] that the model's
     forward is called with (None: ones): gradients are NaN otherwise. Not for losses of multi-token prediction.
-    options: `Options`, ``inplace=True`` for fused=False, say. observe: called with the `HeadLossOutput` of each call.
+    options: `Options`, ``inplace=True`` for fused=False, say. observe: called with the `HeadLossOutput` of each call,
+    whose sums are of all tokens, in one sweep weighted by the loss mask.
 
     An instance is an ``output_processor`` of GPTModel.forward (Megatron-Core >= 0.18): hidden [s, b, h] (sequence
     parallelism: [s/P, b, h]) replicated, labels [b, s] -> [b, s] replicated; without labels the logits, as before.
@@ -94,7 +96,7 @@ class MegatronHead:
         _refuse_options(config)
         partial = shard.world_size > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
         how = "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
-        main_grad = layer.gradient_accumulation_fusion and weight.requires_grad
+        main_grad = layer.gradient_accumulation_fusion and _has_main_grad(weight)
         one_sweep = self.linear.mode == "one_sweep" and torch.is_grad_enabled() and not depths
         mode = "one_sweep" if one_sweep else "recompute"
         linear = replace(self.linear, mode=mode, hidden_grad=how, main_grad=main_grad)
@@ -174,9 +176,11 @@ class Installed:
     """What `install` has done to a model; `remove` undoes it. As a context manager it removes itself, and complains if
     nothing ever came through."""
 
-    def __init__(self, model, head: MegatronHead, methods: dict):
-        self.model, self.head, self.methods = model, head, methods
-        model.__dict__.update(methods)
+    def __init__(self, model, functions: dict):
+        self.model, self.calls = model, 0
+        # bound methods, so that a copy of the model calls them with itself
+        self.methods = {name: types.MethodType(function, model) for name, function in functions.items()}
+        model.__dict__.update(self.methods)
 
     def remove(self):
         for name, method in self.methods.items():
@@ -192,7 +196,7 @@ class Installed:
     def __exit__(self, kind, *_):
         if self.methods:
             self.remove()
-        if kind is None and self.head.calls == self.calls:
+        if kind is None and not self.calls:
             raise RuntimeError("no loss came through the installed head: is this the model that is trained?")
 
 
@@ -217,26 +221,31 @@ def install(model, head: MegatronHead, *, fused: bool = True) -> Installed:
     _refuse_others(model, fused, GPTModel, LanguageModule)
     if fused:
         _refuse_options(model.config)
-    group, stock = _group_of(model), type(model)._postprocess if fused else None
+    stock = type(model)._postprocess if fused else None
 
-    def compute_language_model_loss(labels, logits):
-        return head.of_logits(logits, labels, group)
+    def compute_language_model_loss(self, labels, logits):
+        installed.calls += 1
+        return head.of_logits(logits, labels, _group_of(self))
 
-    def postprocess(hidden_states, *args, **kwargs):
-        bound = inspect.signature(stock).bind(model, hidden_states, *args, **kwargs).arguments
-        bound.pop("self")
-        return _postprocess(model, head, lambda **arguments: stock(model, **arguments), **bound)
+    def postprocess(self, hidden_states, *args, **kwargs):
+        original = types.MethodType(stock, self)
+        bound = inspect.signature(original).bind(hidden_states, *args, **kwargs).arguments
+        installed.calls += bound.get("labels") is not None
+        return _postprocess(self, head, original, **bound)
 
-    methods = {"compute_language_model_loss": compute_language_model_loss}
-    methods |= {"_postprocess": postprocess} if fused else {}
-    theirs = _check_call(model, group, fused)
-    installed, before = Installed(model, head, methods), head.calls
+    functions = {"compute_language_model_loss": compute_language_model_loss}
+    functions |= {"_postprocess": postprocess} if fused else {}
+    theirs = _check_call(model, fused)
+    installed, before, observe = Installed(model, functions), head.calls, head.observe
     try:
-        _compare(_check_call(model, group, fused), theirs, head, before)
+        head.observe = None
+        _compare(_check_call(model, fused), theirs, head, before)
     except BaseException:
         installed.remove()
         raise
-    installed.calls = head.calls
+    finally:
+        head.observe = observe
+    installed.calls = 0
     return installed
 
 
@@ -246,7 +255,7 @@ def _postprocess(model, head, original, *, hidden_states, labels=None, **rest):
     infers = rest.get("inference_context") is not None and not model.training
     if head is None or labels is None or infers or not model.post_process:
         return original(**rest)
-    if "output_processor" in inspect.signature(type(model).forward).parameters:
+    if "output_processor" in inspect.signature(original).parameters:
         if rest.get("output_processor") is None:
             rest["output_processor"] = head
         return original(**rest)
@@ -260,8 +269,13 @@ def _postprocess(model, head, original, *, hidden_states, labels=None, **rest):
     def loss(labels, hidden):
         return head.of_hidden(hidden, taken[0], layer, labels, model.config, rest.get("loss_mask"), depths)
 
-    with _replaced(layer, forward=forward), _replaced(model, compute_language_model_loss=loss):
+    # and hidden states are not scaled as logits are (in 0.17): the loss does that
+    with _replaced(layer, forward=forward), _replaced(model, compute_language_model_loss=loss, _scale_logits=_same):
         return original(**rest)
+
+
+def _same(x):
+    return x
 
 
 @contextmanager
@@ -275,6 +289,13 @@ def _replaced(module, **methods):
         for name in methods:
             del module.__dict__[name]
         module.__dict__.update(before)
+
+
+def _has_main_grad(weight) -> bool:
+    """An fp32 one, to which dW can be added; otherwise dW is returned, and DDP's hook does that."""
+    main_grad = getattr(weight, "main_grad", None)
+    fits = main_grad is not None and main_grad.dtype == torch.float32
+    return fits and weight.requires_grad and torch.is_grad_enabled()
 
 
 def _transform(config) -> Transform:
@@ -314,9 +335,9 @@ def _is_megatrons(function) -> bool:
 
 
 @torch.no_grad()
-def _check_call(model, group, fused) -> torch.Tensor:
+def _check_call(model, fused) -> torch.Tensor:
     """Losses [1, s] of random hidden states or logits, the same on all ranks, in the way the model computes them."""
-    layer, training = model.output_layer, model.training
+    layer, group, training = model.output_layer, _group_of(model), [m for m in model.modules() if m.training]
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else layer.weight
     generator, count = torch.Generator().manual_seed(0), 2 * group.size()
     depths = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
@@ -332,7 +353,8 @@ def _check_call(model, group, fused) -> torch.Tensor:
     try:
         return model._postprocess(**{**nothing, "hidden_states": hidden, "labels": labels})
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
 
 
 def _compare(ours, theirs, head, before):

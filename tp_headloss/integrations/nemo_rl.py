@@ -16,7 +16,7 @@ import torch
 
 from ..api import log_probs, vocab_statistics
 from ..comm import sum_over_ranks
-from ..dtensor import local, local_logits
+from ..dtensor import is_dtensor, local, local_logits
 from ..linear import Linear, linear_vocab_statistics
 from ..shard import VocabShard
 
@@ -103,8 +103,9 @@ def from_parallel_hidden_states_to_logprobs(
     shard = VocabShard(
         vocab_start_index, vocab_end_index, vocab_size or (vocab_end_index - vocab_start_index) * size, tp_group
     )
-    scattered = size if linear.hidden_grad == "reduce_scatter" else 1
-    labels = _next_tokens(target, tensor_parallel_hidden_states.shape[0] * scattered, output_weight_layer.device)
+    scattered = linear.hidden_grad == "reduce_scatter" and not is_dtensor(tensor_parallel_hidden_states)
+    length = tensor_parallel_hidden_states.shape[0] * (size if scattered else 1)  # a DTensor's is of all ranks
+    labels = _next_tokens(local(target, shard), length, output_weight_layer.device)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         stats = linear_vocab_statistics(
             tensor_parallel_hidden_states, output_weight_layer, labels.t(), shard=shard, linear=linear

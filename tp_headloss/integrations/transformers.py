@@ -436,10 +436,8 @@ def _with_ignore_index(head_loss: HeadLoss, ignore_index: int | None) -> HeadLos
 
 
 def _scalar_number(number, device):
-    """transformers' count of tokens: a number, a tensor of one, or of several equal ones."""
-    if isinstance(number, torch.Tensor):
-        return number.to(device).reshape(()) if number.numel() == 1 else number.to(device)
-    return number
+    """transformers' count of tokens: a number, or a tensor of one (of several equal ones under its DataParallel)."""
+    return number.to(device).flatten()[0] if isinstance(number, torch.Tensor) else number
 
 
 def _for_metrics(out: HeadLossOutput) -> HeadLossOutput:

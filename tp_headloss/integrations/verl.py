@@ -35,7 +35,7 @@ def logits_processor(
     """What verl's Megatron engine calls: ``process(logits, label, temperature=..., label_mask=...) -> dict``.
 
     logits [.., width] sharded on V, label [..] replicated -> "log_probs", "entropy" (differentiable) and
-    "sum_pi_squared" (not) [..] fp32 replicated, those that are wanted. One collective (sum_pi_squared: one more).
+    "sum_pi_squared" (not) [..] fp32 replicated, those that are wanted. One collective (sum_pi_squared: two more).
 
     group, vocab_size, padded_size: as in `VocabShard.from_group`, Megatron's padded vocabulary being its padded_size
     (padding takes no part, where verl counts it); boundaries instead of padded_size: uneven shards.
@@ -153,4 +153,6 @@ def linear_cross_entropy(
 
 
 def _positive(temperature):
-    return temperature.clamp(min=LOWEST_TEMPERATURE) if isinstance(temperature, torch.Tensor) else temperature
+    if isinstance(temperature, torch.Tensor):
+        return temperature.clamp(min=LOWEST_TEMPERATURE)
+    return max(temperature, LOWEST_TEMPERATURE)
