@@ -36,7 +36,7 @@ def head_of(group, device, padded=PADDED, **kwargs):
 def whole(x, group):
     """Rows of all ranks, without padding."""
     if group is None:
-        return x[:V]
+        return x.detach()[:V]
     parts = [None] * group.size()
     torch.distributed.all_gather_object(parts, x.detach().cpu())
     return torch.cat(parts)[:V].to(x.device)
@@ -402,3 +402,30 @@ def into_dtensors(group, device):
 
 def test_parameters_that_are_dtensors_can_be_loaded_as_well():
     assert on_ranks(2, into_dtensors) == [([True] * 3, True)] * 2
+
+
+def compiled(group, device, how):
+    """Embedding, logits and losses in one graph without breaks."""
+    parallel = how == "reduce_scatter"
+    embedding = VocabParallelEmbedding(H, shard_of(group), sequence_parallel=parallel, device=device)
+    head, results = head_of(group, device, linear=Linear(hidden_grad=how)), []
+    ids = torch.randint(0, V, (8, 2), generator=torch.Generator().manual_seed(2)).to(device)
+
+    def step(ids):
+        hidden = embedding(ids)
+        return head(hidden, ids.roll(1, 0)).loss + head(hidden).square().mean()
+
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        embedding.zero_grad()
+        head.zero_grad()
+        loss = function(ids)
+        loss.backward()
+        results.append((loss.detach(), embedding.weight.grad.clone(), head.weight.grad.clone()))
+    torch.library.opcheck(torch.ops.tp_headloss.gather_tokens.default, (ids.float(), 2, head.shard.group_name))
+    torch.library.opcheck(torch.ops.tp_headloss.reduce_tokens.default, (ids.float(), how, 2, head.shard.group_name))
+    return worst(*results)
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "reduce_scatter"])
+def test_the_modules_compile_without_graph_breaks(how):
+    assert max(on_ranks(2, compiled, how)) < 1e-6

@@ -35,6 +35,8 @@ torch.library.define(
     "tp_headloss::linear_gradient",
     f"({_OPERANDS}, Tensor merged, Tensor?[] grads, bool[] wanted, {_SPEC}, {_LINEAR}) -> Tensor[]",
 )
+torch.library.define("tp_headloss::gather_tokens", "(Tensor x, int world_size, str group_name) -> Tensor")
+torch.library.define("tp_headloss::reduce_tokens", "(Tensor x, str how, int world_size, str group_name) -> Tensor")
 torch.library.define(
     "tp_headloss::entries",
     "(Tensor ids, Tensor log_probs, Tensor? mask, Tensor? scales, float scale, bool renormalize, int vocab_size, "
@@ -174,6 +176,27 @@ for _name, _kinds, _real, _fake in (
 ):
     torch.library.impl(f"tp_headloss::{_name}", "default", _with_specs(_real, *_kinds))
     torch.library.register_fake(f"tp_headloss::{_name}", _with_specs(_fake, *_kinds))
+
+
+def _gather_tokens(x, world_size, group_name):
+    gathered = comm.gather_tokens(x, world_size, group_name)
+    return x.clone() if gathered is x else gathered
+
+
+def _reduce_tokens(x, how, world_size, group_name):
+    return comm.reduce_hidden(x.clone(memory_format=torch.contiguous_format), how, world_size, group_name)()
+
+
+def _reduce_tokens_fake(x, how, world_size, group_name):
+    return x.new_empty(x.shape[0] // world_size if how == "reduce_scatter" else x.shape[0], *x.shape[1:])
+
+
+torch.library.impl("tp_headloss::gather_tokens", "default", _gather_tokens)
+torch.library.register_fake(
+    "tp_headloss::gather_tokens", lambda x, world, name: x.new_empty(world * x.shape[0], *x.shape[1:])
+)
+torch.library.impl("tp_headloss::reduce_tokens", "default", _reduce_tokens)
+torch.library.register_fake("tp_headloss::reduce_tokens", _reduce_tokens_fake)
 torch.library.impl("tp_headloss::entries", "default", _entries)
 torch.library.register_fake("tp_headloss::entries", _entries_fake)
 
@@ -435,12 +458,13 @@ class ToShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, how, world_size, group_name, everywhere=None):
         ctx.reduction = how, world_size, group_name
-        return comm.gather_tokens(x, world_size, group_name) if how == "reduce_scatter" else x.view_as(x)
+        if how == "reduce_scatter":
+            return torch.ops.tp_headloss.gather_tokens(x, world_size, group_name)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        return comm.reduce_hidden(grad, *ctx.reduction)(), None, None, None, None
+        return torch.ops.tp_headloss.reduce_tokens(grad, *ctx.reduction), None, None, None, None
 
 
 class FromShards(torch.autograd.Function):
@@ -449,8 +473,9 @@ class FromShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, how, world_size, group_name, everywhere=None):
         ctx.gathers, ctx.group = how == "reduce_scatter", (world_size, group_name)
-        return comm.reduce_hidden(x.clone(memory_format=torch.contiguous_format), how, *ctx.group)()
+        return torch.ops.tp_headloss.reduce_tokens(x, how, *ctx.group)
 
     @staticmethod
     def backward(ctx, grad):
-        return comm.gather_tokens(grad, *ctx.group) if ctx.gathers else grad, None, None, None, None
+        grad = torch.ops.tp_headloss.gather_tokens(grad, *ctx.group) if ctx.gathers else grad
+        return grad, None, None, None, None

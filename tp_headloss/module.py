@@ -219,7 +219,9 @@ class VocabParallelHead(_VocabRows):
 
 def _everywhere(x, how: str, shard: VocabShard) -> torch.Tensor | None:
     """What makes a backward with a collective come on every rank, an empty shard's or a frozen one's, too."""
-    return x.new_empty(0).requires_grad_() if how != "none" and shard.world_size > 1 else None
+    if how == "none" or shard.world_size == 1 or torch.compiler.is_compiling():
+        return None
+    return x.new_empty(0).requires_grad_()
 
 
 def multi_token_targets(
