@@ -8,6 +8,7 @@ importing one takes seconds.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 import os
 import re
@@ -35,7 +36,12 @@ def launch(host: str, script: str) -> dict[str, dict]:
         out, store = Path(folder) / "results.json", Path(folder) / "store"
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         env |= {"OMP_NUM_THREADS": "1", "CASES_STORE": str(store), "CASES_OUT": str(out), "WORLD_SIZE": str(RANKS)}
-        env |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        env |= {
+            "CASES_TORCH": importlib.metadata.version("torch"),
+            "CUDA_VISIBLE_DEVICES": "",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
         command = [str(python_of(host)), "-W", "ignore", str(ROOT / "tests/hosts" / script)]
         logs = [Path(folder) / f"{rank}.log" for rank in range(RANKS)]
         ranks = []
@@ -59,6 +65,7 @@ def main(cases: dict, before=None) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    assert torch.__version__ == os.environ["CASES_TORCH"], "the host has brought a torch of its own"
     rank, store = int(os.environ["RANK"]), os.environ["CASES_STORE"]
     if not dist.is_initialized():
         dist.init_process_group(
