@@ -52,16 +52,16 @@ def local_head(hidden, weight, bias, shard, hidden_grad: str):
     if is_dtensor(weight):
         dim = _vocab_dim("weight", weight, 0, "distribute it with Shard(0) (ColwiseParallel)")
         shard = _shard_of(weight, dim, weight.shape[0], shard)
-        local = weight.to_local(grad_placements=_weight_grads(hidden, weight, dim))
+        rows = weight.to_local(grad_placements=_weight_grads(hidden, weight, dim))
     else:
-        local, shard = weight, resolve_shard(weight.t() if weight.dim() == 2 else weight, shard)
+        rows, shard = weight, resolve_shard(weight.t() if weight.dim() == 2 else weight, shard)
     if is_dtensor(bias):
         dim = _vocab_dim("bias", bias, 0, "distribute it with Shard(0), like the weight")
         _shard_of(bias, dim, bias.shape[0], shard)
         bias = bias.to_local(grad_placements=_weight_grads(hidden, bias, dim))
     if is_dtensor(hidden):
         hidden = _local_hidden(hidden, shard, hidden_grad)
-    return hidden, local, bias, shard
+    return hidden, rows, bias, shard
 
 
 def local(x, shard: VocabShard):

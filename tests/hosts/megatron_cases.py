@@ -183,6 +183,8 @@ def ignored_labels(group):
     labels[0, 0], labels[0, 1] = -100, 300
     stock = run(model, labels)[0]
     found = {"megatron": bool(stock[0, :2].isfinite().all() and (stock[0, :2] > 0).all())}
+    checked = int(torch.randint(0, V - 1, (1, 4), generator=torch.Generator().manual_seed(0))[0, 0])
+    install(model, MegatronHead(ignore_index=checked)).remove()  # though the check call would draw this very label
     for name, index in (("none", None), ("index", -100)):
         with install(model, MegatronHead(ignore_index=index)):
             losses = run(model, labels)[0]

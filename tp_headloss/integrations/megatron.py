@@ -235,11 +235,11 @@ def install(model, head: MegatronHead, *, fused: bool = True) -> Installed:
 
     functions = {"compute_language_model_loss": compute_language_model_loss}
     functions |= {"_postprocess": postprocess} if fused else {}
-    theirs = _check_call(model, fused)
+    theirs = _check_call(model, head, fused)
     installed, before, observe = Installed(model, functions), head.calls, head.observe
     try:
         head.observe = None
-        _compare(_check_call(model, fused), theirs, head, before)
+        _compare(_check_call(model, head, fused), theirs, head, before)
     except BaseException:
         installed.remove()
         raise
@@ -335,13 +335,14 @@ def _is_megatrons(function) -> bool:
 
 
 @torch.no_grad()
-def _check_call(model, fused) -> torch.Tensor:
+def _check_call(model, head, fused) -> torch.Tensor:
     """Losses [1, s] of random hidden states or logits, the same on all ranks, in the way the model computes them."""
     layer, group, training = model.output_layer, _group_of(model), [m for m in model.modules() if m.training]
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else layer.weight
     generator, count = torch.Generator().manual_seed(0), 2 * group.size()
     depths = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
-    labels = torch.randint(0, weight.shape[0] * group.size(), (1, count), generator=generator).to(weight.device)
+    labels = torch.randint(0, weight.shape[0] * group.size() - 1, (1, count), generator=generator).to(weight.device)
+    labels = labels + (labels == head.ignore_index)  # which is an id at times, and has no loss
     hidden = torch.randn(depths * count, 1, weight.shape[1], generator=generator).to(weight)
     if not fused:
         return model.compute_language_model_loss(labels, F.linear(hidden[:count], weight))
