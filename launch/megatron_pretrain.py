@@ -18,7 +18,6 @@ import gc
 import json
 import os
 import statistics
-import time
 from pathlib import Path
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's own advice for tensor parallelism
@@ -30,6 +29,7 @@ from torch import nn
 
 import data
 import parallel
+from clock import Clock
 
 LOSSES = ("stock", "stock-fused", "logits", "logits-inplace", "head", "head-one-sweep")
 
@@ -138,21 +138,15 @@ def batches(args, ranks):
     return lambda step, number: [mine(x.contiguous(), number) for x in (ids[step, :, :-1], ids[step, :, 1:])]
 
 
-class HeadClock:
+class HeadClock(Clock):
     """Time from the last hidden states to their gradient, without what lies between loss and its gradient, and the most
     memory that is allocated meanwhile, and in a step."""
 
-    def __init__(self, gpt, cuda: bool):
-        self.cuda, self.times, self.before, self.peaks = cuda, [], 0, {"head": 0, "step": 0}
+    def __init__(self, gpt, device: torch.device):
+        super().__init__(device)
+        self.times, self.before, self.peaks = [], 0, {"head": 0, "step": 0}
         gpt.decoder.register_forward_hook(self._hidden)
         gpt.register_forward_hook(self._losses)
-
-    def now(self):
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _hidden(self, module, args, hidden):
         self._peak(of_head=False)
@@ -183,14 +177,10 @@ class HeadClock:
         self.times[-1].append(self.now())
         losses.register_hook(lambda _, spans=self.times[-1]: spans.append(self.now()))
 
-    def between(self, a, b) -> float:
-        """Seconds."""
-        return a.elapsed_time(b) / 1e3 if self.cuda else b - a
-
-    def seconds(self) -> float:
-        """Since the last call."""
+    def spent(self) -> float:
+        """Seconds since the last call."""
         times, self.times = self.times, []
-        return sum(self.between(t[0], t[1]) + self.between(t[2], t[3]) for t in times)
+        return sum(self.seconds(t[0], t[1]) + self.seconds(t[2], t[3]) for t in times)
 
 
 def train(args, loss: str, ranks) -> dict:
@@ -215,7 +205,7 @@ def train(args, loss: str, ranks) -> dict:
     settings = {"clip_grad": 1.0 if cuda else 0.0, "bf16": config.bf16, "params_dtype": config.params_dtype}
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=args.lr, **settings), [model])
     config.grad_scale_func = optimizer.scale_loss
-    batch, clock = batches(args, ranks), HeadClock(gpt, cuda)
+    batch, clock = batches(args, ranks), HeadClock(gpt, ranks.device)
     positions = torch.arange(args.length, device=ranks.device).expand(args.batch, -1)
 
     def forward_step(numbers, model):
@@ -244,8 +234,8 @@ def train(args, loss: str, ranks) -> dict:
             torch.cuda.synchronize()
         result["loss"].append(float(sum(part["loss"] for part in parts) / len(parts)))
         result["grad_norm"].append(None if norm is None else float(norm))
-        result["step_seconds"].append(clock.between(begin, end))
-        result["head_seconds"].append(clock.seconds())
+        result["step_seconds"].append(clock.seconds(begin, end))
+        result["head_seconds"].append(clock.spent())
     return result | clock.mib()
 
 

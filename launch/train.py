@@ -23,9 +23,10 @@ import torch.distributed as dist
 import checkpoint
 import data
 import parallel
+from clock import Clock
 from model import Transformer
 from objective import IGNORE, SUMS, plain_objective, sharded_objective
-from record import Clock, Record, peak_memory
+from record import Record, peak_memory
 from tp_headloss import CrossEntropy, VocabShard, ZLoss
 
 # Options that may differ between a run and its continuation.
