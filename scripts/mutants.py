@@ -24,7 +24,7 @@ KERNELS, TOPK, EAGER = "backends/kernels.py", "backends/topk_kernels.py", "backe
 SUMS, MEGATRON = "backends/sums_kernels.py", "integrations/megatron.py"
 
 GROUPS = {  # tests -> (file of the package, code, what it becomes)
-    "test_losses test_accuracy test_distillation test_sharding": [
+    "test_losses test_accuracy test_bad_inputs test_distillation test_sharding": [
         (KERNELS, "target += tl.where(owner == 1.0, tl.load(at + 2 * n, mask=here, other=0.0), 0.0)", "target += tl.where(owner == 1.0, 0.0, 0.0)"),
         (KERNELS, "others = tl.fma(factor, s, others)", "others = tl.fma(1.0, s, others)"),
         (KERNELS, "moment = tl.fma(factor, tl.fma(drop, s, e), moment)", "moment = tl.fma(factor, e, moment)"),
@@ -38,7 +38,6 @@ GROUPS = {  # tests -> (file of the package, code, what it becomes)
         (KERNELS, "_settle(log_sum - mean, bad, ignored)", "_settle(log_sum, bad, ignored)"),
         (KERNELS, "v = tl.where(inside == target, float(\"-inf\"), z)", "v = z"),
         (KERNELS, "z = tl.where(inside < size, z, float(\"-inf\"))", "pass"),
-        (KERNELS, "away = tl.where(ignored, 0.0, away / whole)", "away = away / whole"),
         (KERNELS, "at_target = tl.exp(offset) * common / whole", "at_target = tl.exp(offset) * common"),
         (KERNELS, "(tl.maximum(shifted, -200.0) - mean))", "tl.maximum(shifted, -200.0))"),
         (KERNELS, "dz += tl.where(z == float(\"-inf\"), 0.0, w)", "dz += w"),
