@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from .agreement import Agreement
 from .autograd import OUTPUTS, Statistics, top_entries
 from .backends import resolve_backend
 from .comm import TRANSPORTS
@@ -38,15 +39,17 @@ class Options:
     """How, not what: no option changes a result by more than rounding.
 
     backend: "triton", "torch" or None (triton on CUDA, torch elsewhere). transport: "gather", "symm_mem", "sum" or
-    "auto", see `comm`. inplace: the backward writes the gradient over the logits (eager
-    only). check: raise a ValueError that names the first token
-    with a bad label, on every rank, at the price of a host synchronisation.
+    "auto", see `comm`. inplace: the backward writes the gradient over the logits (eager only). check: raise a
+    ValueError that names the first token with a bad label, on every rank, at the price of a host synchronisation.
+    validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls first,
+    so that a mistake on one of them is the same exception on all, see `agreement` (eager only; for debugging).
     """
 
     backend: str | None = None
     transport: str = "auto"
     inplace: bool = False
     check: bool = False
+    validate: str = "metadata"
 
 
 @dataclass(frozen=True)
@@ -183,11 +186,16 @@ def run_statistics(
 ):
     """`vocab_statistics`, and what a `Reduction` gives (Triton backend, labels): its loss and sums, else None."""
     transform, options = transform or NO_TRANSFORM, options or DEFAULTS
-    logits, shard = local_logits(logits, shard)
-    labels, transform, teacher = (local(x, shard) for x in (labels, transform, teacher))
-    rows, spec, inputs = flat_inputs(
-        logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options
-    )
+    with Agreement(options, shard) as agreement:
+        logits, shard = local_logits(logits, shard)
+        labels, transform, teacher = (local(x, shard) for x in (labels, transform, teacher))
+        agreement.on(
+            "vocab_statistics", shard, logits=logits, labels=labels, want=want, transform=transform, teacher=teacher,
+            total_weight=total_weight, ignore_index=ignore_index, options=options,
+        )  # fmt: skip
+        rows, spec, inputs = flat_inputs(
+            logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options
+        )
     if reduction is not None and reduction.weight is not None:
         reduction = reduction._replace(weight=rows.flatten(reduction.weight).float().contiguous())
     *values, loss, sums = Statistics.apply(*inputs, spec, options.inplace, reduction)

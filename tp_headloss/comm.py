@@ -191,10 +191,11 @@ def _anybodys_failure(step, group) -> str | None:
         step()
     except Exception as exception:
         error = f"{type(exception).__name__}: {exception}"
-    return next((e for e in _everybodys(error, group) if e), None)
+    return next((e for e in from_every_rank(error, group) if e), None)
 
 
-def _everybodys(value, group) -> list:
+def from_every_rank(value, group) -> list:
+    """An object of each rank -> all of them, in group-rank order."""
     values = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
@@ -209,7 +210,7 @@ def _why_not(group, device) -> tuple[str | None, tuple[int, int]]:
     except (ImportError, OSError) as error:
         host, missing = None, str(error)
     with torch.cuda.device(device):
-        facts = _everybodys((host, missing, torch.cuda.get_device_capability(device)), group)
+        facts = from_every_rank((host, missing, torch.cuda.get_device_capability(device)), group)
     least = min(capability for *_, capability in facts)
     if missing := [reason for _, reason, _ in facts if reason]:
         return missing[0], least

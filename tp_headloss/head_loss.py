@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .agreement import Agreement
 from .api import Options, Teacher, Transform, run_statistics
 from .autograd import TokenSums, runs_here
 from .backends import resolve_backend
@@ -135,9 +136,11 @@ class HeadLoss(nn.Module):
         `TopKTeacher`.
         One collective forward; backward: no communication. Errors as in `vocab_statistics`.
         """
-        logits, shard = local_logits(logits, shard)
-        labels, token_weight, transform, inputs = _local(shard, labels, token_weight, transform, inputs)
-        call = self._call(labels, shard, logits.device, token_weight, denominator, inputs)
+        with Agreement(self.options, shard) as agreement:
+            logits, shard = local_logits(logits, shard)
+            labels, token_weight, transform, inputs = _local(shard, labels, token_weight, transform, inputs)
+            agreement.on("HeadLoss", shard, **self._facts(labels, token_weight, denominator, inputs))
+            call = self._call(labels, shard, logits.device, token_weight, denominator, inputs)
         reduction = self._reduction(call.functions, logits, call.weight, call.denominator)
         fused = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
         stats, loss, sums = run_statistics(
@@ -179,26 +182,22 @@ class HeadLoss(nn.Module):
         tries hears so.
         """
         linear = linear or Linear()
-        hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
-        labels, token_weight, transform, inputs = _local(shard, labels, token_weight, transform, inputs)
-        call = self._call(labels, shard, hidden.device, token_weight, denominator, inputs)
+        with Agreement(self.options, shard) as agreement:
+            hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
+            labels, token_weight, transform, inputs = _local(shard, labels, token_weight, transform, inputs)
+            facts = self._facts(labels, token_weight, denominator, inputs)
+            facts |= {"hidden": (list(hidden.shape), str(hidden.dtype)), "transform": transform, "linear": linear}
+            agreement.on("HeadLoss.linear", shard, weight=weight, bias=bias, **facts)
+            call = self._call(labels, shard, hidden.device, token_weight, denominator, inputs)
+            if linear.max_valid_tokens is None:
+                head = Head.of(
+                    hidden, weight, call.labels, bias, shard, self.want, transform, call.inputs.get("teacher"),
+                    self._local_total_weight(shard), self.ignore_index, self.options, linear,
+                )  # fmt: skip
+                one_sweep = self._one_sweep(call, head)
         if linear.max_valid_tokens is not None:
             return self._of_valid_tokens(call, hidden, weight, bias, shard, transform, linear)
-        head = Head.of(
-            hidden, weight, call.labels, bias, shard, self.want, transform, call.inputs.get("teacher"),
-            self._local_total_weight(shard), self.ignore_index, self.options, linear,
-        )  # fmt: skip
-        obstacle = self._why_not_one_sweep(call, head)
-        one_sweep = obstacle is None and linear.mode == "one_sweep"
-        if linear.mode == "one_sweep" and obstacle is not None and torch.is_grad_enabled():
-            raise ValueError(f"mode='one_sweep' is not possible: {obstacle}; use 'recompute'")
-        if linear.mode == "auto" and obstacle is None:
-            one_sweep = head.one_sweep_tokens() >= min(FEWEST, call.labels.numel())
         if not one_sweep:
-            if linear.upstream is not None and torch.is_grad_enabled():
-                raise ValueError(
-                    f"upstream is for one sweep, got mode={linear.mode!r}: {obstacle or 'no budget for it'}"
-                )
             stats = head.recompute(call.labels, self.options)
             return self._output(call, stats, reduction=self._reduction_of(call, stats))
         if call.denominator is None and self.reduction == "mean":
@@ -211,6 +210,26 @@ class HeadLoss(nn.Module):
             out = self._output(call, stats, reduction=self._reduction_of(call, stats))
         loss, stats = head.attached(out.loss, stats, found)
         return out._replace(loss=loss, stats=stats)
+
+    def _one_sweep(self, call: _Call, head: Head) -> bool:
+        """Whether it is to be one sweep; a ValueError if it is to be and cannot."""
+        linear, obstacle, one_sweep = head.linear, self._why_not_one_sweep(call, head), False
+        if linear.mode == "one_sweep" and obstacle is not None and torch.is_grad_enabled():
+            raise ValueError(f"mode='one_sweep' is not possible: {obstacle}; use 'recompute'")
+        if linear.mode != "recompute" and obstacle is None:
+            tokens = head.one_sweep_tokens()
+            one_sweep = linear.mode == "one_sweep" or tokens >= min(FEWEST, call.labels.numel())
+        if not one_sweep and linear.upstream is not None and torch.is_grad_enabled():
+            raise ValueError(f"upstream is for one sweep, got mode={linear.mode!r}: {obstacle or 'no budget for it'}")
+        return one_sweep
+
+    def _facts(self, labels, token_weight, denominator, inputs) -> dict[str, Any]:
+        """What must be the same on all ranks of the group, `Agreement.on`, beside the logits."""
+        return {
+            "labels": labels, "token_weight": token_weight, "denominator": denominator, "inputs": inputs,
+            "terms": self.terms, "metrics": self.metrics, "token_metrics": self.token_metrics,
+            "reduction": self.reduction, "ignore_index": self.ignore_index, "options": self.options,
+        }  # fmt: skip
 
     def _loss_of_block(self, call: _Call, rows):
         """-> function(statistics of some tokens [n], their slice of the order of `rows`): what they add to the loss."""

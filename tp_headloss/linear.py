@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from . import sweeps
+from .agreement import Agreement
 from .api import DEFAULTS, NO_TRANSFORM, Options, Teacher, TopKTeacher, Transform, assembled, flat_inputs
 from .autograd import (
     DIFFERENTIABLE,
@@ -119,8 +120,19 @@ def linear_vocab_statistics(
         )
     if linear.upstream is not None:
         raise ValueError(f"upstream is of a one-sweep HeadLoss.linear, got {linear.upstream}")
-    hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
-    labels, transform, teacher = (local(x, shard) for x in (labels, transform, teacher))
+    with Agreement(options, shard) as agreement:
+        hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
+        labels, transform, teacher = (local(x, shard) for x in (labels, transform, teacher))
+        agreement.on(
+            "linear_vocab_statistics", shard, weight=weight, hidden=(list(hidden.shape), str(hidden.dtype)),
+            labels=labels, bias=bias, want=want, transform=transform, teacher=teacher, total_weight=total_weight,
+            ignore_index=ignore_index, options=options, linear=linear,
+        )  # fmt: skip
+        if linear.max_valid_tokens is None:
+            head = Head.of(
+                *(hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index),
+                *(options, linear),
+            )
     if linear.max_valid_tokens is not None:
         picked = Picked(labels, ignore_index, linear.max_valid_tokens, options, shard.vocab_size)
         stats = linear_vocab_statistics(
@@ -129,9 +141,6 @@ def linear_vocab_statistics(
             ignore_index=ignore_index, options=options, linear=replace(linear, max_valid_tokens=None),
         )  # fmt: skip
         return picked.spread(stats, labels)
-    head = Head.of(
-        hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options, linear
-    )
     return head.recompute(labels, options)
 
 

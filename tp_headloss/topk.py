@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .agreement import Agreement
 from .api import DEFAULTS, NO_TRANSFORM, Options, Transform, flat_inputs
 from .backends import eager, load_backend
 from .comm import gather_from_ranks
@@ -54,29 +55,31 @@ def topk_log_probs(
     Raises ValueError for a k that is not in [1, vocab_size] and for a weight that does not fit, and as
     `vocab_statistics` does.
     """
-    if weight is not None and (weight.dim() != 2 or logits.dim() < 1 or logits.shape[-1] != weight.shape[1]):
-        shapes = f"{list(logits.shape)} and {list(weight.shape)}"
-        raise ValueError(f"hidden states and weight must be [.., H] and [width, H], got {shapes}")
-    if weight is None:
-        logits, shard = local_logits(logits, shard)
-    else:
-        logits, weight, _, shard = local_head(logits, weight, None, shard, "none")
-    transform = local(transform or NO_TRANSFORM, shard)
-    if not 1 <= k <= shard.vocab_size:
-        raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-    if ids_dtype not in (torch.int64, torch.int32) or not dtype.is_floating_point:
-        raise TypeError(f"ids must be int64 or int32 and log-probs floating point, got {ids_dtype} and {dtype}")
     options = options or DEFAULTS
-    if weight is None:
-        rows, spec, packets, keys = _of_this_rank(logits, k, shard, transform, options)
-        unflatten = rows.unflatten
-    else:
-        spec, packets, keys = _of_hidden(logits, weight, k, shard, transform, options)
+    with Agreement(options, shard) as agreement:
+        if weight is not None and (weight.dim() != 2 or logits.dim() < 1 or logits.shape[-1] != weight.shape[1]):
+            shapes = f"{list(logits.shape)} and {list(weight.shape)}"
+            raise ValueError(f"hidden states and weight must be [.., H] and [width, H], got {shapes}")
+        if weight is None:
+            logits, shard = local_logits(logits, shard)
+        else:
+            logits, weight, _, shard = local_head(logits, weight, None, shard, "none")
+        transform = local(transform or NO_TRANSFORM, shard)
+        agreement.on("topk_log_probs", shard, logits=logits, weight=weight, k=k, transform=transform, options=options)
+        if not 1 <= k <= shard.vocab_size:
+            raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+        if ids_dtype not in (torch.int64, torch.int32) or not dtype.is_floating_point:
+            raise TypeError(f"ids must be int64 or int32 and log-probs floating point, got {ids_dtype} and {dtype}")
+        if weight is None:
+            rows, spec, packets, keys = _of_this_rank(logits, k, shard, transform, options)
+            unflatten = rows.unflatten
+        else:
+            spec, packets, keys = _of_hidden(logits, weight, k, shard, transform, options)
 
-        def unflatten(x):
-            return x.view([*logits.shape[:-1], *x.shape[1:]])
+            def unflatten(x):
+                return x.view([*logits.shape[:-1], *x.shape[1:]])
 
     n_rows = keys.shape[0]
     # keys travel as the bits of two fp32 numbers each, beside the packets: one all-gather for both

@@ -1,0 +1,217 @@
+"""`Options(validate="full")`: a mistake on one rank alone is the same exception on every rank, at once."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Failure, on_ranks
+
+from tp_headloss import (
+    CrossEntropy,
+    Distillation,
+    Entropy,
+    HeadLoss,
+    Linear,
+    Options,
+    PolicyGradient,
+    Sequences,
+    Teacher,
+    TopKTeacher,
+    Transform,
+    VocabShard,
+    linear_vocab_statistics,
+    topk_log_probs,
+    vocab_statistics,
+)
+
+V, N, H = 128, 6, 8
+FULL = Options(validate="full")
+
+
+class Call:
+    """What one rank is about to do; the last rank's is spoiled by a function of its name below."""
+
+    def __init__(self, group, device):
+        self.shard = VocabShard.from_group(group, V)
+        self.x = torch.randn(N, V, device=device)[:, self.shard.start : self.shard.stop].requires_grad_()
+        self.labels = torch.randint(0, V, (N,), device=device)
+        self.hidden = torch.randn(N, H, device=device)
+        self.weight = torch.randn(V, H, device=device)[self.shard.start : self.shard.stop].requires_grad_()
+        self.options, self.transform, self.terms, self.inputs = FULL, Transform(), [CrossEntropy()], {}
+        self.keywords = {}
+
+    def statistics(self):
+        return vocab_statistics(
+            self.x, self.labels, shard=self.shard, transform=self.transform, options=self.options, **self.keywords
+        ).log_prob
+
+    def head(self):
+        head_loss = HeadLoss(self.terms, options=self.options, **self.keywords)
+        inputs = {"shard": self.shard, "transform": self.transform, "inputs": self.inputs}
+        return head_loss(self.x, self.labels, **inputs).loss
+
+    def linear_head(self):
+        head_loss, linear = HeadLoss(self.terms, options=self.options), Linear(**self.keywords)
+        return head_loss.linear(self.hidden, self.weight, self.labels, shard=self.shard, linear=linear).loss
+
+    def linear_statistics(self):
+        arguments = self.hidden, self.weight, self.labels
+        return linear_vocab_statistics(
+            *arguments, shard=self.shard, linear=Linear(**self.keywords), options=self.options
+        ).lse
+
+    def topk(self):
+        return topk_log_probs(self.x, shard=self.shard, options=self.options, **({"k": 3} | self.keywords)).log_probs
+
+    def rewrite(self, **fields):
+        self.__dict__.update(fields)
+
+
+def relabelled(call):
+    call.labels = call.labels.clone()
+    call.labels[2] += 1
+
+
+def shared_inputs(call):
+    """Of every rank: a policy gradient with a teacher and sequences."""
+    device = call.labels.device
+    call.terms = [PolicyGradient("clip"), Distillation(1.0, "forward_kl")]
+    call.inputs = {
+        "advantages": torch.ones(N, device=device),
+        "old_log_prob": torch.full((N,), -2.0, device=device),
+        "sequences": Sequences.from_ids(torch.arange(N, device=device) // 2, 3, call.labels >= 0),
+        "teacher": Teacher(torch.zeros_like(call.x)),
+    }
+
+
+def bounds(start, stop):
+    return lambda call: call.rewrite(
+        shard=VocabShard(start, stop, V, call.shard.group), x=torch.zeros(N, stop - start, device=call.x.device)
+    )
+
+
+def other_sequences(call):
+    mask = torch.arange(N, device=call.labels.device) > 0
+    ids = torch.arange(N, device=mask.device) // 2
+    call.inputs = {**call.inputs, "sequences": Sequences.from_ids(ids, 3, mask)}
+
+
+# name -> (method, what every rank prepares, what only the last one does, the exception, words of its message)
+CASES = {
+    "labels of another dtype": ("statistics", None, lambda c: c.rewrite(labels=c.labels.float()), "TypeError", "int64"),
+    "one label too few": ("statistics", None, lambda c: c.rewrite(labels=c.labels[1:]), "ValueError", "shape [6]"),
+    "labels of other values": ("statistics", None, relabelled, "ValueError", "labels"),
+    "no labels": ("statistics", None, lambda c: c.rewrite(labels=None), "ValueError", "labels"),
+    "a token too few": (
+        "statistics", None, lambda c: c.rewrite(x=c.x[1:], labels=c.labels[1:]), "ValueError", "logits"),
+    "logits of another dtype": (
+        "statistics", None, lambda c: c.rewrite(x=c.x.detach().bfloat16()), "ValueError", "torch.float32 [6]"),
+    "logits of another width": ("statistics", None, lambda c: c.rewrite(x=c.x[:, 1:]), "ValueError", "columns"),
+    "another statistic": (
+        "statistics", None, lambda c: c.keywords.update(want=("entropy",)), "ValueError", "('entropy',)"),
+    "an unknown statistic": ("statistics", None, lambda c: c.keywords.update(want=("mode",)), "ValueError", "['mode']"),
+    "another transport": (
+        "statistics", None, lambda c: c.rewrite(options=Options(transport="sum", validate="full")),
+        "ValueError", "transport"),
+    "another temperature": (
+        "statistics", None, lambda c: c.rewrite(transform=Transform(temperature=2.0)), "ValueError", "temperature"),
+    "another ignore_index": (
+        "statistics", None, lambda c: c.keywords.update(ignore_index=-1), "ValueError", "ignore_index"),
+    "no gradients": (
+        "statistics", None, lambda c: c.rewrite(statistics=torch.no_grad()(c.statistics)), "ValueError", "grad_en"),
+    "shards that overlap": (
+        "statistics", None, lambda c: bounds(c.shard.start - 1, V)(c), "ValueError", "cover [0, 128) once"),
+    "shards with a gap": (
+        "statistics", None, lambda c: bounds(c.shard.start + 1, V)(c), "ValueError", "cover [0, 128) once"),
+    "bounds of its own": ("statistics", None, lambda c: bounds(c.shard.start, V)(c), "ValueError", "alike"),
+    "another term's weight": ("head", None, lambda c: c.rewrite(terms=[CrossEntropy(0.5)]), "ValueError", "weight"),
+    "another term": ("head", None, lambda c: c.rewrite(terms=[Entropy(1.0)]), "ValueError", "terms.0.name"),
+    "another reduction": ("head", None, lambda c: c.keywords.update(reduction="sum"), "ValueError", "reduction"),
+    "an input of other values": (
+        "head", shared_inputs, lambda c: c.inputs.update(advantages=-c.inputs["advantages"]),
+        "ValueError", "inputs.advantages"),
+    "a missing input": ("head", shared_inputs, lambda c: c.inputs.pop("advantages"), "ValueError", "missing ['adv"),
+    "other sequences": ("head", shared_inputs, other_sequences, "ValueError", "inputs.sequences.mask"),
+    "a teacher of another dtype": (
+        "head", shared_inputs, lambda c: c.inputs.update(teacher=Teacher(torch.zeros_like(c.x).half())),
+        "ValueError", "inputs.teacher.logits"),
+    "another teacher": (
+        "head", shared_inputs, lambda c: c.inputs.update(teacher=TopKTeacher(c.labels[:, None], torch.zeros(N, 1))),
+        "ValueError", "TopKTeacher"),
+    "a weight of too few rows": ("linear_head", None, lambda c: c.rewrite(weight=c.weight[1:]), "ValueError", "rows"),
+    "no main_grad": (
+        "linear_head", lambda c: c.keywords.update(main_grad=True) or setattr(
+            c.weight, "main_grad", torch.zeros(c.weight.shape, device=c.weight.device)),
+        lambda c: delattr(c.weight, "main_grad"), "ValueError", "got None"),
+    "another mode": ("linear_head", None, lambda c: c.keywords.update(mode="recompute"), "ValueError", "linear.mode"),
+    "another hidden size": (
+        "linear_statistics", None, lambda c: c.rewrite(hidden=c.hidden[:, 1:]), "ValueError", "[width, H]"),
+    "another hidden_grad": (
+        "linear_statistics", None, lambda c: c.keywords.update(hidden_grad="none"), "ValueError", "hidden_grad"),
+    "another k": ("topk", None, lambda c: c.keywords.update(k=4), "ValueError", "k: rank 0"),
+    "another call": ("topk", None, lambda c: c.rewrite(topk=c.statistics), "ValueError", "call"),
+}  # fmt: skip
+
+
+def case_run(group, device, name):
+    method, prepare, spoil, *_ = CASES[name]
+    call = Call(group, device)
+    if prepare is not None:
+        prepare(call)
+    if dist.get_rank(group) == dist.get_world_size(group) - 1:
+        spoil(call)
+    begin = time.monotonic()
+    try:
+        getattr(call, method)()
+    except (ValueError, TypeError) as error:
+        return Failure(type(error).__name__, str(error), ""), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_on_one_rank_is_the_same_exception_on_all(name, world_size):
+    results = on_ranks(world_size, case_run, name)
+    assert all(results), "a rank noticed nothing"
+    kind, words = CASES[name][3:]
+    for failure, seconds in results:
+        assert failure == results[0][0] and failure.kind == kind and words in failure.message, failure
+        named = f"rank {world_size - 1}", f"ranks [{world_size - 1}]"
+        assert any(words in failure.message for words in named) or "cover" in failure.message
+        assert seconds < 2
+
+
+def agreeing_run(group, device, method):
+    results = []
+    for options in (FULL, Options()):
+        torch.manual_seed(0)
+        call = Call(group, device)
+        call.options = options
+        if method == "head":
+            shared_inputs(call)
+        results.append(getattr(call, method)().detach().cpu())
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("method", ["statistics", "head", "linear_head", "linear_statistics", "topk"])
+def test_ranks_that_agree_get_what_they_get_without(method, world_size):
+    for full, plain in on_ranks(world_size, agreeing_run, method):
+        assert torch.equal(full, plain)
+
+
+def test_the_same_mistake_on_all_ranks_keeps_its_message():
+    plain = on_ranks(2, everywhere_run, "metadata", failures=True)
+    full = on_ranks(2, everywhere_run, "full", failures=True)
+    assert [f.message for f in plain] == [f.message for f in full] and "got torch.float32" in full[0].message
+
+
+def everywhere_run(group, device, validate):
+    call = Call(group, device)
+    call.rewrite(labels=call.labels.float(), options=Options(validate=validate))
+    call.statistics()
+
+
+def test_an_unknown_validation_is_refused():
+    with pytest.raises(ValueError, match="one of \\('metadata', 'full'\\), got 'all'"):
+        vocab_statistics(torch.zeros(1, 4), options=Options(validate="all"))
