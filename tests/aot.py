@@ -1,13 +1,18 @@
 """Compile every kernel variant ahead of time: `python tests/aot.py 80 90 100` (compute capabilities; needs no GPU).
 
 A variant is a combination of flags and optional pointers; those a launcher can produce are covered pairwise or better,
-for every dtype; sm_90 gets half of each kernel's variants, the others share the rest. Run without TRITON_INTERPRET, in
-a process of its own. Prints one line per failure and a total.
+for every dtype; sm_90 gets half of each kernel's variants, the others share the rest (`--all`: every capability gets
+all of them). Run without TRITON_INTERPRET, in a process of its own. Prints one line per failure, what the kernels take at most, and a total. A variant that spills
+registers, or takes more shared memory than every GPU gives without asking, is a failure.
 """
 
 import collections
 import itertools
+import re
+import subprocess
 import sys
+import tempfile
+from typing import NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -24,6 +29,10 @@ from tp_headloss.backends.triton import (
     statistics_launch,
 )
 
+SHARED_LIMIT = 48 << 10  # bytes
+# Bytes of the stack, where spilled registers go. All statistics of a whole teacher at once have more per-token
+# coefficients than registers
+SPILL_LIMIT, CROWDED_SPILL_LIMIT = 0, 128
 DTYPES = ("bf16", "fp16", "fp32")
 # none, of a teacher's logits, of its entries: the sum of the vocabulary, the tail with and without its entropy
 OF_TEACHER = [
@@ -70,6 +79,32 @@ def compile_kernel(kernel, aligned: bool, warps: int, arguments: dict, capabilit
             signature[name], constants[(i,)] = "constexpr", value
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+class Resources(NamedTuple):
+    registers: int  # per thread
+    stack: int  # bytes per thread
+    shared: int  # bytes per program
+
+    @classmethod
+    def of(cls, compiled) -> "Resources":
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+            report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, stack = (int(re.search(rf"{name}:(\d+)", report)[1]) for name in ("REG", "STACK"))
+        return cls(registers, stack, compiled.metadata.shared)
+
+    def check(self, crowded: bool):
+        spills = CROWDED_SPILL_LIMIT if crowded else SPILL_LIMIT
+        if self.shared > SHARED_LIMIT or self.stack > spills:
+            raise ValueError(f"at most {SHARED_LIMIT} bytes shared and {spills} spilled, got {self}")
+
+
+def crowded(arguments: dict) -> bool:
+    of_teacher = all(arguments.get(f"WANT_{name}") for name in ("FORWARD", "REVERSE", "MOMENT"))
+    return of_teacher or sum(g is not None for g in arguments.get("grads", ())) >= 7
 
 
 def statistics_variants():
@@ -201,8 +236,8 @@ def scale_variants():
         }  # fmt: skip
 
 
-def main(capabilities):
-    compiled, failures, seen = 0, [], collections.defaultdict(set)
+def main(capabilities, everything: bool):
+    compiled, failures, seen, taken = 0, [], collections.defaultdict(set), collections.defaultdict(list)
     for kernel, aligned, warps, arguments in itertools.chain(
         statistics_variants(), merge_variants(), gradient_variants(), sums_variants(), scale_variants()
     ):
@@ -211,15 +246,23 @@ def main(capabilities):
             continue
         seen[kernel.fn].add(variant)
         # architectures differ little for what is Triton's own, so that each variant is compiled for one of them
-        for capability in {(90, 80, 90, 100)[len(seen[kernel.fn]) % 4]} & set(capabilities):
+        shown = capabilities if everything else {(90, 80, 90, 100)[len(seen[kernel.fn]) % 4]} & set(capabilities)
+        for capability in shown:
             try:
-                compile_kernel(kernel, aligned, warps, arguments, capability)
+                resources = Resources.of(compile_kernel(kernel, aligned, warps, arguments, capability))
+                taken[f"{kernel.fn.__module__.rsplit('.', 1)[-1]}.{kernel.__name__} sm_{capability}"].append(resources)
+                resources.check(crowded(arguments))
                 compiled += 1
             except Exception as error:  # every failure is listed before the exit
                 failures.append(f"{kernel.__name__} sm_{capability} {arguments}: {type(error).__name__}: {error}")
+    for name, each in sorted(taken.items()):
+        registers, stack, shared = map(max, zip(*each))
+        spilling = sum(r.stack > 0 for r in each)
+        print(f"{name}: {len(each)} variants, at most {registers} registers, {shared} bytes shared, ", end="")
+        print(f"{stack} spilled ({spilling} variants)")
     print(*failures, f"compiled {compiled}, failed {len(failures)}", sep="\n")
     return bool(failures)
 
 
 if __name__ == "__main__":
-    sys.exit(main([int(a) for a in sys.argv[1:]]))
+    sys.exit(main([int(a) for a in sys.argv[1:] if a.isdigit()], "--all" in sys.argv))
