@@ -26,7 +26,10 @@ def backend(request):
 
 
 @pytest.fixture(autouse=True)
-def _seed(request):
+def _seed(request, record_property):
+    """And, for reports, how many ranks a test has."""
+    callspec = getattr(request.node, "callspec", None)
+    record_property("world_size", callspec.params.get("world_size", 1) if callspec else 1)
     torch.manual_seed(sum(map(ord, request.node.name)))
 
 

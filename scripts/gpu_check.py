@@ -1,0 +1,184 @@
+"""The whole test suite on the GPUs of this machine, what every kernel takes, and compute-sanitizer: one report.
+
+bash scripts/gpu_check.sh --report docs/gpu_check.md
+
+Test files run several at a time (`--jobs`), each in a process of its own, with as many ranks as there are GPUs: bits at
+every group size from saved outputs, graph replays, 2^31 + 4096 elements, 131,072 tokens, 1,000 repeats under noise and
+all else in `tests/test_cuda.py` are among them. The exit status is 1 if anything failed; what could not run is listed.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import datetime
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 540  # seconds for each step
+
+
+class Step(NamedTuple):
+    name: str
+    passed: bool | None  # None: it could not run
+    seconds: float
+    text: str
+
+
+def call(command, limit=LIMIT, **environment) -> tuple[int, str, float]:
+    """-> status, output, seconds."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment,
+            timeout=limit,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        status, output = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as expired:
+        output = expired.stdout or b""
+        status, output = 124, output.decode(errors="replace") if isinstance(output, bytes) else output
+    return status, output, time.monotonic() - begin
+
+
+class Case(NamedTuple):
+    file: str
+    name: str
+    ranks: int
+    outcome: str  # "passed", "failed", or why it was skipped
+
+
+def tests_of(path: Path) -> tuple[Step, list[Case]]:
+    with tempfile.TemporaryDirectory() as folder:
+        xml = Path(folder) / "results.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={xml}"]
+        status, output, seconds = call([*command, str(path)])
+        cases = []
+        for case in ElementTree.parse(xml).iter("testcase") if xml.exists() else ():
+            skipped = case.find("skipped")
+            outcome = "passed" if skipped is None else skipped.get("message", "")
+            if any(case.find(kind) is not None for kind in ("failure", "error")):
+                outcome = "failed"
+            ranks = case.find("properties/property[@name='world_size']")
+            cases.append(Case(path.stem, case.get("name"), 1 if ranks is None else int(ranks.get("value")), outcome))
+    return Step(path.stem, status in (0, 5), seconds, output[-6000:]), cases  # 5: nothing to run there
+
+
+def kernels(capability: int) -> Step:
+    status, output, seconds = call([sys.executable, "tests/aot.py", str(capability), "--all"])
+    return Step("kernel resources", status == 0, seconds, output)
+
+
+def sanitizer(tool: str) -> Step:
+    name = f"compute-sanitizer {tool}"
+    found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(found).exists():
+        return Step(name, None, 0.0, "there is no compute-sanitizer on this machine")
+    command = [found, "--tool", tool, "--error-exitcode", "3", "--launch-timeout", "60"]
+    command += [sys.executable, "scripts/small_shapes.py"]
+    status, output, seconds = call(command, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    if "Device not supported" in output or "not supported on this" in output:
+        return Step(name, None, seconds, "compute-sanitizer does not support the device of this machine")
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY.*", output)
+    clean = status == 0 and "every kernel ran" in output and bool(summary)
+    return Step(name, clean, seconds, summary[-1] if clean else output[-6000:])
+
+
+def facts() -> dict[str, str]:
+    gpus = collections.Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    commit = call(["git", "log", "-1", "--format=%h, %cs"])
+    return {
+        "date": datetime.date.today().isoformat(),
+        "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()),
+        "driver": call(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])[1].split("\n")[0],
+        "versions": f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, NCCL "
+        + ".".join(map(str, torch.cuda.nccl.version())),
+        **({"commit": commit[1].strip()} if commit[0] == 0 else {}),
+    }
+
+
+def report(steps: list[Step], cases: list[Case], jobs: int) -> str:
+    verdict = {True: "passed", False: "**failed**", None: "not run"}
+    lines = ["# All that only GPUs can show", "", f"By `bash scripts/gpu_check.sh --jobs {jobs}`.", ""]
+    lines += [f"* {name}: {value}" for name, value in facts().items()]
+    lines += ["", "## Tests", "", "| ranks | passed | failed | skipped |", "|---|---|---|---|"]
+    for ranks in sorted({case.ranks for case in cases}):
+        outcomes = collections.Counter(case.outcome for case in cases if case.ranks == ranks)
+        good, bad = outcomes.pop("passed", 0), outcomes.pop("failed", 0)
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in outcomes.most_common()) or "0"
+        lines.append(f"| {ranks} | {good} | {bad} | {reasons} |")
+    lines += ["", "| of them, `tests/test_cuda.py` | |", "|---|---|"]
+    by_test = collections.defaultdict(list)
+    for case in cases:
+        if case.file == "test_cuda":
+            by_test[case.name.split("[")[0].removeprefix("test_").replace("_", " ")].append(case.outcome)
+    for name, outcomes in by_test.items():
+        counts = collections.Counter(outcomes)
+        lines.append(f"| {name} | {', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())} |")
+    lines += ["", "## Steps", "", "| step | | seconds |", "|---|---|---|"]
+    lines += [f"| {step.name} | {verdict[step.passed]} | {step.seconds:.0f} |" for step in steps]
+    for step in steps:
+        if step.name.startswith("compute-sanitizer") and step.passed is not False:
+            lines += ["", f"{step.name}: {step.text}"]
+        if step.name == "kernel resources" and step.passed:
+            lines += ["", "## Registers, shared memory, spills", "", "```", step.text.strip(), "```"]
+    for step in steps:
+        if step.passed is False:
+            lines += ["", f"## {step.name}", "", "```", step.text.strip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--report", type=Path, default=ROOT / "docs/gpu_check.md")
+    parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
+    parser.add_argument("--only", nargs="*", help="test files' names (test_cuda), kernels, memcheck, racecheck")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no GPU here: bash scripts/test.sh runs everything else")
+    capability = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
+    other = {
+        "memcheck": lambda: sanitizer("memcheck"),
+        "racecheck": lambda: sanitizer("racecheck"),
+        "kernels": lambda: kernels(capability),
+    }
+    # what takes long first
+    files = sorted((ROOT / "tests").glob("test_*.py"), key=lambda p: (p.stem != "test_cuda", -p.stat().st_size))
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        wanted = [pool.submit(step) for name, step in other.items() if not args.only or name in args.only]
+        suites = [pool.submit(tests_of, path) for path in files if not args.only or path.stem in args.only]
+        steps, cases = [], []
+        for suite in suites:
+            step, found = suite.result()
+            steps.append(step)
+            cases += found
+        steps += [step.result() for step in wanted]
+    args.report.parent.mkdir(parents=True, exist_ok=True)
+    args.report.write_text(report(steps, cases, args.jobs))
+    for step in steps:
+        if step.passed is not True:
+            print(f"{step.name}: {'failed' if step.passed is False else 'not run'}\n{step.text[-1500:]}")
+    outcomes = collections.Counter(c.outcome if c.outcome in ("passed", "failed") else "skipped" for c in cases)
+    print(f"{dict(outcomes)}, report in {args.report}")
+    sys.exit(any(step.passed is False for step in steps))
+
+
+if __name__ == "__main__":
+    main()
