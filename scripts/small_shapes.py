@@ -3,10 +3,15 @@
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python scripts/small_shapes.py
 
 Without torch's own allocator in between, an access beyond a tensor is one beyond an allocation. On a CPU the kernels
-run in Triton's interpreter (TRITON_INTERPRET=1).
+run in Triton's interpreter (TRITON_INTERPRET=1). `--plant memcheck` and `--plant racecheck` run a wrong kernel instead,
+to see that the tool is watching.
 """
 
+import argparse
+
 import torch
+import triton
+import triton.language as tl
 
 from tp_headloss import (
     CrossEntropy,
@@ -64,6 +69,35 @@ def linear(labels, width, dtype, hidden=32):
         HeadLoss(options=TRITON).linear(states, weight, labels, linear=how).loss.backward()
 
 
+@triton.jit
+def write_beyond_kernel(x_ptr, n):
+    tl.store(x_ptr + n + tl.arange(0, 128), 1.0)
+
+
+@triton.jit
+def race_kernel(x_ptr):
+    """Without the barriers that Triton would put between, were it not inline assembly."""
+    at = tl.arange(0, 128)
+    shared = tl.inline_asm_elementwise(
+        """
+        { .shared .align 4 .b32 slot[1]; .reg .b32 a; mov.u32 a, slot;
+        st.volatile.shared.b32 [a], $1; ld.volatile.shared.b32 $0, [a]; }
+        """,
+        "=r,r", [at], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.store(x_ptr + at, shared)
+
+
+def plant(tool: str):
+    x = torch.zeros(128, device="cuda", dtype=torch.int32)
+    if tool == "memcheck":
+        write_beyond_kernel[(1,)](x, 1 << 20)
+    else:
+        race_kernel[(1,)](x)
+    torch.cuda.synchronize()
+    print("the planted bug ran")
+
+
 def main(width=1003, k=6):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     labels = torch.tensor([0, width - 1, -100, 500, width], device=device)  # an ignored one, and a bad one
@@ -78,4 +112,7 @@ def main(width=1003, k=6):
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plant", choices=("memcheck", "racecheck"))
+    args = parser.parse_args()
+    plant(args.plant) if args.plant else main()

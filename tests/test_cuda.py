@@ -383,7 +383,6 @@ def repeated_run(group, device, transport):
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(N, V, device=device, generator=generator)[:, shard.start : shard.stop].bfloat16()
     labels = torch.randint(0, V, (N,), device=device, generator=generator)
-    logits.requires_grad_()
     side, noise, main = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()
     first, differing, squares = None, torch.zeros((), dtype=torch.int64, device=device), torch.randn(2, 1024, 1024)
     squares = squares.to(device)
