@@ -38,9 +38,13 @@ def save(folder: Path, step: int, state: dict, config: dict, ranks) -> None:
                 shutil.rmtree(old)
 
 
+def exists(folder: Path) -> bool:
+    return (folder / "latest").exists()
+
+
 def newest(folder: Path) -> list[Path]:
     """The newest checkpoint's files, of all tensor-parallel ranks in their order."""
-    if not (folder / "latest").exists():
+    if not exists(folder):
         raise SystemExit(f"there is no checkpoint in {folder}")
     target = folder / (folder / "latest").read_text().strip()
     return [target / f"tp-{rank}.pt" for rank in range(len(list(target.glob("tp-*.pt"))))]

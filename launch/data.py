@@ -63,7 +63,7 @@ def prepare(cache: Path, folder: str | None, megabytes: float, vocab_size: int) 
     if tokenizer.get_vocab_size() != vocab_size:
         raise SystemExit(f"this text gives only {tokenizer.get_vocab_size()} of {vocab_size} tokens: lower --vocab")
     part = cache / f"{key}.{os.getpid()}.part"
-    part.mkdir(parents=True)
+    part.mkdir(parents=True, exist_ok=True)  # of a killed process that had the same id
     ids = [[*encoding.ids, END] for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
     for split, chosen in {"validation": ids[::10], "train": [x for i, x in enumerate(ids) if i % 10]}.items():
         np.save(part / f"{split}.npy", np.concatenate(chosen).astype(np.int32))

@@ -41,6 +41,11 @@ class Ranks:
         return x
 
 
+def restarts() -> int:
+    """How often torchrun has started this job's processes again, because one of them had died."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
 def start(tp: int, device: str) -> Ranks:
     """Join the job that torchrun started; without torchrun this process is the whole job."""
     world, local_rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
@@ -58,8 +63,15 @@ def start(tp: int, device: str) -> Ranks:
         where = torch.device("cpu")
     if world == 1:
         return Ranks(where)
+    timeout = timedelta(minutes=10)
+    store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # of torchrun, one host
+        # torchrun keeps its store over restarts, with the addresses of the dead. (With several hosts, whose counts of
+        # restarts differ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes it begin a new one.)
+        store = dist.PrefixStore(f"attempt-{restarts()}", store)
     # gloo beside NCCL: counts and flags are host numbers and never wait for the GPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=10))
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     mesh = init_device_mesh(device, (world // tp, tp), mesh_dim_names=("dp", "tp"))
     return Ranks(
         where,

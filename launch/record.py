@@ -28,10 +28,13 @@ class Record:
         from torch.utils.tensorboard import SummaryWriter
 
         path = out / "metrics.jsonl"
-        # A resumed run repeats the steps after its checkpoint: their rows go.
+        # A resumed run repeats the steps after its checkpoint: their rows go. In another file, or a run that is killed
+        # here would lose the others, too.
         rows = [json.loads(line) for line in path.read_text().splitlines()] if first else []
-        self.file = path.open("w", buffering=1)
-        self.file.writelines(json.dumps(row) + "\n" for row in rows if row["step"] <= first)
+        part = path.with_name(path.name + ".part")
+        part.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= first))
+        part.replace(path)
+        self.file = path.open("a", buffering=1)
         if not first:
             shutil.rmtree(out / "tensorboard", ignore_errors=True)
         self.board = SummaryWriter(out / "tensorboard", purge_step=first + 1)

@@ -4,7 +4,8 @@ torchrun --standalone --nproc-per-node 2 launch/train.py --tp 2     # 2 shards; 
 python launch/train.py --baseline                                   # the same run, unsharded, in plain torch
 
 Ctrl-C or SIGTERM: every rank finishes the step and saves; --resume goes on bit for bit. (torchrun ends its own process
-with a SignalException then, after the ranks have saved.)
+with a SignalException then, after the ranks have saved.) A rank that dies: torchrun --max-restarts N starts all of them
+again, and they go on from the newest checkpoint.
 """
 
 import argparse
@@ -180,21 +181,24 @@ class Trainer:
 
 def train(args, ranks) -> None:
     out = Path(args.out)
+    resume = args.resume or (parallel.restarts() > 0 and checkpoint.exists(out / "checkpoints"))
+    if not resume and ranks.rank == 0:  # at once: a restart must not find what an older run left
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    ranks.meet()
     corpus = data.load(ranks, args.data_cache, args.corpus, args.corpus_mb, args.vocab, args.length)
     trainer = Trainer(args, ranks, corpus)
     config = {k: v for k, v in vars(args).items() if k not in FREE}
     config |= {"data": corpus.key, "replicas": ranks.dp, "device": ranks.device.type}
     first, best = 0, float("inf")
-    if args.resume:
+    if resume:
         state = checkpoint.load(out / "checkpoints", config, ranks)
         trainer.model.load_state_dict(state["model"])
         trainer.optimizer.load_state_dict(state["optimizer"])
         first, best = state["step"], state["best"]
-    elif ranks.rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    ranks.meet()
     record = Record(out, first, args.steps, active=ranks.rank == 0)
+    if first:
+        record.say(f"continues after step {first} of {args.steps}")
 
     interrupted = []
     for number in (signal.SIGINT, signal.SIGTERM):

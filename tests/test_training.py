@@ -1,4 +1,4 @@
-"""The training run, at toy size on CPU: sharded equals unsharded, and an interrupted run goes on bit for bit."""
+"""The training run, at toy size on CPU: sharded equals unsharded, an interrupted or killed run goes on bit for bit."""
 
 import json
 import os
@@ -8,15 +8,18 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 TINY = "--device cpu --vocab 307 --pad-to 4 --corpus-mb 1 --layers 1 --width 32 --heads 2 --length 32"
 TINY += " --lr 1e-2 --warmup 4"
+STEPS = ("--steps", 24, "--validate-every", 6, "--checkpoint-every", 6)
 
 
-def start(out, cache, *options, processes=2):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes else []
-    tp = ["--tp", "2"] if processes else ["--baseline"]
-    command = [sys.executable, *launcher, "launch/train.py", *tp, *TINY.split(), "--out", str(out)]
+def start(out, cache, *options, processes=2, script="launch/train.py", restarts=0):
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {processes} --max-restarts {restarts}".split()
+    launcher, tp = (launcher, ["--tp", "2"]) if processes else ([], ["--baseline"])
+    command = [sys.executable, *launcher, script, *tp, *TINY.split(), "--out", str(out)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     command += ["--data-cache", str(cache), *map(str, options)]
@@ -25,8 +28,13 @@ def start(out, cache, *options, processes=2):
 
 def run(*args, **kwargs):
     process = start(*args, **kwargs)
-    output, _ = process.communicate(timeout=240)
+    try:
+        output, _ = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks, at last by SIGKILL
+        raise AssertionError(f"hangs: {process.communicate()[0][-3000:]}") from None
     assert process.returncode == 0, output[-3000:]
+    return output
 
 
 def losses(out):
@@ -34,11 +42,21 @@ def losses(out):
     return {(row["split"], row["step"]): (row["loss"], row["accuracy"], row["entropy"]) for row in rows}
 
 
-def test_sharded_training_equals_unsharded_and_resumes_bit_for_bit(tmp_path):
-    cache, whole = tmp_path / "data", tmp_path / "whole"
-    options = ("--steps", 24, "--validate-every", 6, "--checkpoint-every", 6)
-    run(whole, cache, *options)
-    run(tmp_path / "baseline", cache, *options, processes=0)
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache):
+    """A run that nothing disturbs."""
+    out = tmp_path_factory.mktemp("whole")
+    run(out, cache, *STEPS)
+    return out
+
+
+def test_sharded_training_equals_unsharded_and_resumes_bit_for_bit(tmp_path, cache, whole):
+    run(tmp_path / "baseline", cache, *STEPS, processes=0)
     sharded, plain = losses(whole), losses(tmp_path / "baseline")
     assert sharded.keys() == plain.keys() and len(sharded) >= 24
     assert max(abs(sharded[key][0] - plain[key][0]) for key in sharded) < 2e-5
@@ -46,13 +64,20 @@ def test_sharded_training_equals_unsharded_and_resumes_bit_for_bit(tmp_path):
     assert (whole / "curves.png").stat().st_size > 10_000
 
     parts = tmp_path / "parts"
-    run(parts, cache, *options, "--stop-after", 5)
-    run(parts, cache, *options, "--resume")
+    run(parts, cache, *STEPS, "--stop-after", 5)
+    run(parts, cache, *STEPS, "--resume")
     assert losses(parts) == sharded
 
 
-def test_a_terminated_run_saves_and_goes_on(tmp_path):
-    cache, out, options = tmp_path / "data", tmp_path / "out", ("--steps", 4000, "--log-every", 1)
+def test_a_run_whose_ranks_are_killed_restarts_from_the_newest_checkpoint_bit_for_bit(tmp_path, cache, whole):
+    output = run(tmp_path, cache, *STEPS, script="tests/killed.py", restarts=2)
+    assert [output.count(f"continues after step {step} of 24") for step in (6, 12, 18)] == [1, 1, 0], output[-3000:]
+    assert losses(tmp_path) == losses(whole)
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["latest", "step-00000024"]
+
+
+def test_a_terminated_run_saves_and_goes_on(tmp_path, cache):
+    out, options = tmp_path / "out", ("--steps", 4000, "--log-every", 1)
     process = start(out, cache, *options)
     deadline = time.monotonic() + 120
     while not ((out / "metrics.jsonl").exists() and losses(out)) and time.monotonic() < deadline:

@@ -1,0 +1,36 @@
+"""launch/train.py in which ranks kill themselves (SIGKILL): torchrun .. tests/killed.py [options of launch/train.py]
+
+On the first attempt rank 1, within step 9, while rank 0 waits for it; on the second rank 0, at step 18, when all files
+of a checkpoint are written and the one that names it as the newest is not.
+"""
+
+import importlib
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+LAUNCH = Path(__file__).parents[1] / "launch"
+sys.path.insert(0, str(LAUNCH))
+checkpoint, parallel = importlib.import_module("checkpoint"), importlib.import_module("parallel")
+
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+reduce_gradients, replace, steps = parallel.reduce_gradients, os.replace, []
+
+
+def reduce_or_die(*args):
+    steps.append(None)
+    if (attempt, rank, len(steps)) == (0, 1, 9):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return reduce_gradients(*args)
+
+
+def replace_or_die(source, target):
+    if (attempt, rank) == (1, 0) and Path(target).name == "latest" and Path(source).read_text() == "step-00000018":
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+
+
+parallel.reduce_gradients, checkpoint.os.replace = reduce_or_die, replace_or_die
+runpy.run_path(str(LAUNCH / "train.py"), run_name="__main__")
