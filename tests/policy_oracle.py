@@ -41,7 +41,7 @@ def cispo_bound(lp, a, old, mask, bound):
 
 
 def sapo(lp, a, old, mask):
-    tau = torch.where(a > 0, 1.0, 1.05).double()
+    tau = torch.where(a > 0, torch.tensor(1.0).double(), torch.tensor(1.05, dtype=torch.float64))
     return -a * torch.sigmoid(tau * ((lp - old).exp() - 1)) * 4 / tau
 
 

@@ -83,7 +83,7 @@ def sapo(
     """-A sigmoid(tau (r - 1)) 4 / tau: a soft gate for the clip (SAPO, arXiv:2511.20347); tau is ``temperatures[0]``
     where A > 0 and ``temperatures[1]`` elsewhere. At r = 1 its gradient is REINFORCE's."""
     ratio = log_ratio(log_prob, old_log_prob).exp()
-    tau = torch.where(advantages > 0, temperatures[0], temperatures[1])
+    tau = torch.full_like(ratio, temperatures[1]).masked_fill(advantages > 0, temperatures[0])
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
 
 
