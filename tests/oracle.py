@@ -89,3 +89,65 @@ def ulp(value, dtype=torch.float32):
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(value.double().abs().clamp(min=info.tiny))
     return info.eps * 2.0 ** (exponent - 1).double()
+
+
+def times(mass, value):
+    """mass * value, where no mass leaves nothing of any value, nor of its gradient."""
+    return torch.where(mass == 0, 0.0, mass * torch.where(mass == 0, 0.0, value))
+
+
+def log(x):
+    return torch.where(x == 0, 1.0, x).log()
+
+
+def mixture(p, q, beta):
+    """beta KL(q || m) + (1 - beta) KL(p || m) by column."""
+    log_m = log(beta * q + (1 - beta) * p)
+    return beta * times(q, log(q) - log_m) + (1 - beta) * times(p, log(p) - log_m)
+
+
+def divergences(z, u, beta):
+    """Logits of student and teacher at their temperatures [N, V] -> statistics [N], differentiable by autograd."""
+    log_p, log_q = z.log_softmax(-1), u.log_softmax(-1)
+    p, q = log_p.exp(), log_q.exp()
+    return {
+        "forward_kl": times(q, log_q - log_p).sum(-1),
+        "reverse_kl": times(p, log_p - log_q).sum(-1),
+        "teacher_entropy": -times(q, log_q).sum(-1),
+        "jsd": mixture(p, q, beta).sum(-1),
+        "total_variation": (p - q).abs().sum(-1) / 2,
+    }
+
+
+def of_entries(z, tau, beta):
+    """Of a teacher's probabilities tau [N, V], 0 where it has no entry. A row without entries is 0 but for the tail."""
+    inside = tau > 0
+    some, rest = inside.any(-1), (~inside & (z > -torch.inf)).any(-1)
+
+    def log_sum(columns, filled):
+        top = torch.where(columns, z, -torch.inf).amax(-1, keepdim=True).detach()
+        top = torch.where(filled[:, None], top, 0.0)
+        return torch.where(filled, (top + torch.where(columns, z - top, -torch.inf).exp().sum(-1, True).log())[:, 0], 0)
+
+    of_inside, of_rest, of_all = log_sum(inside, some), log_sum(~inside, rest), z.logsumexp(-1)
+    log_s = torch.where(inside, z - of_inside[:, None], 0.0)
+    s = torch.where(inside, log_s.exp(), 0.0)
+    log_r = torch.where(~inside & rest[:, None], z - of_rest[:, None], -torch.inf)
+    r = log_r.exp()
+    nothing = torch.zeros_like(of_all)
+    log_mass = torch.where(some, of_inside - of_all, -torch.inf)
+    p = torch.where(inside, (z - of_all[:, None]).exp(), 0.0)
+    return (
+        {
+            "teacher_mass": tau.sum(-1),
+            "topk_forward_kl": torch.where(some, times(tau, log(tau) - log_s).sum(-1), nothing),
+            "topk_reverse_kl": torch.where(some, times(s, log_s - log(tau)).sum(-1), nothing),
+            "topk_log_mass": log_mass,
+            "tail_log_mass": torch.where(rest, of_rest - of_all, -torch.inf),
+            "tail_entropy": -times(r, log_r).sum(-1),
+            "topk_jsd": mixture(s, tau, beta).sum(-1),
+            "vocab_jsd": mixture(p, tau, beta).sum(-1),
+        },
+        s,
+        r,
+    )

@@ -1,0 +1,132 @@
+"""The tests' generated cases for as long as you like, and whether the ranks leak anything meanwhile.
+
+.venv/bin/python scripts/soak.py --examples 50000
+.venv/bin/python scripts/soak.py --hours 8 --ranks 1 2 4 --seed 7
+.venv/bin/python scripts/soak.py --case "Case(seed=..)"        # one example, as a failure prints it
+
+Every rank count has its own processes. A round is `--round` examples, a tenth of them on the Triton backend (interpreted
+where there is no GPU), from a seed of its own: that of the first round, and one more for each. Exit status 1 with the
+seed of the failing round, or if file descriptors or device memory grew after the first two rounds.
+"""
+
+import argparse
+import gc
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).parents[1])]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the interpreter, about NaN, in the ranks' processes
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from generated import check, run_case
+from hypothesis import HealthCheck, given, seed, settings
+from ranks import POOLS, Failure, Pool
+from strategies import Case, cases
+
+WARM_UP = 2  # rounds
+
+
+def call(world_size, function, *args):
+    """`ranks.on_ranks`, with one rank in a process of its own, too."""
+    pool = POOLS.get(world_size) or POOLS.setdefault(world_size, Pool(world_size))
+    results = pool.call(function, args)
+    for rank, result in enumerate(results):
+        if isinstance(result, Failure):
+            raise AssertionError(f"rank {rank}: {result.trace}")
+    return results
+
+
+def resources(group, device):
+    """Open file descriptors, resident and device memory in bytes, of this rank."""
+    gc.collect()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return len(os.listdir("/proc/self/fd")), resident, torch.cuda.memory_allocated() if device.type == "cuda" else 0
+
+
+def check_one(case, world_size):
+    try:
+        check(case, call(world_size, run_case, case))
+    except Exception as error:
+        again = f'python scripts/soak.py --case "{case}"'
+        raise AssertionError(f"{type(error).__name__}: {error}\n  this example alone: {again}") from error
+
+
+def run_round(world_size, backend, count, number):
+    """-> examples that ran; raises the shrunk failure."""
+    ran = 0
+
+    @seed(number)
+    @settings(max_examples=count, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(cases(world_size, backend))
+    def run(case):
+        nonlocal ran
+        ran += 1
+        check_one(case, world_size)
+
+    run()
+    return ran
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--examples", type=int, default=None)
+    parser.add_argument("--hours", type=float, default=None)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6)
+    parser.add_argument("--round", type=int, default=300, help="examples per rank count, then all are looked at")
+    parser.add_argument("--case", default=None)
+    args = parser.parse_args()
+    if args.case:
+        case = eval(args.case, {"Case": Case, "inf": float("inf"), "nan": float("nan")})
+        check_one(case, len(case.cuts) - 1)
+        return print("passes")
+    limit = args.examples if args.examples or args.hours else 50_000
+    began, total, number = time.monotonic(), 0, args.seed
+    before, now = {}, {}
+
+    def elapsed():
+        return time.monotonic() - began
+
+    def more():
+        return (limit is None or total < limit) and (args.hours is None or elapsed() < 3600 * args.hours)
+
+    print(f"seed {args.seed}, ranks {args.ranks}, {limit or 'any number of'} examples", flush=True)
+    while more():
+        for world_size in args.ranks:
+            triton = args.round // 10
+            try:
+                total += run_round(world_size, "torch", args.round - triton, number)
+                total += run_round(world_size, "triton", triton, number)
+            except Exception as error:
+                traceback.print_exception(error)
+                print(f"FAILED after {total} examples, {elapsed() / 60:.1f} min, {world_size} ranks: --seed {number}")
+                return 1
+            now[world_size] = call(world_size, resources)
+        number += 1
+        if number - args.seed <= WARM_UP:
+            before = dict(now)
+        resident = max(r[1] for ranks in now.values() for r in ranks) / 2**20
+        rate = total / elapsed()
+        print(f"seed {number - 1}: {total} examples, {rate:.1f}/s, largest rank {resident:.0f} MiB", flush=True)
+
+    leaks = 0
+    for world_size in args.ranks:
+        for rank, (a, b) in enumerate(zip(before[world_size], now[world_size])):
+            fds, resident, device = (y - x for x, y in zip(a, b))
+            leaks += fds > 0 or device > 0
+            print(f"{world_size} ranks, rank {rank}: {fds:+d} file descriptors, {resident / 2**20:+.1f} MiB resident, "
+                  f"{device:+d} bytes on the device, after the first {min(WARM_UP, number - args.seed)} rounds")  # fmt: skip
+    print(f"{total} examples in {elapsed() / 60:.1f} min, 0 failures, {leaks} leaks; seeds {args.seed} to {number - 1}")
+    return 1 if leaks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Hypothesis strategies: one whole case of a head loss, as plain values that shrink, print and can be typed again.
+
+Tensors follow from the case and its seed (`generated.build`), so that parent and ranks make the same ones.
+"""
+
+from typing import NamedTuple
+
+from hypothesis import strategies as st
+
+STATISTICS = ("entropy", "total", "argmax")
+OF_TEACHER = ("forward_kl", "reverse_kl", "teacher_entropy", "jsd", "total_variation")
+OF_TOPK = (
+    "topk_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy", "topk_jsd", "vocab_jsd",
+)  # fmt: skip
+FIXED = ("argmax", "mass", "teacher_entropy", "teacher_mass")  # without a gradient
+LAYOUTS = ("contiguous", "transposed", "columns", "sliced", "misaligned", "expanded")
+DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jsd", "total_variation")
+TOPK_DIVERGENCES = tuple((d, o) for d in ("forward_kl", "reverse_kl", "jsd") for o in ("topk", "vocabulary", "tail"))
+OBJECTIVES = ("reinforce", "clip", "dual clip", "cispo", "sapo")
+
+
+class Case(NamedTuple):
+    seed: int  # of all random numbers
+    head: bool  # a HeadLoss of `terms`; else the statistics `want` with upstream gradients of `upstream`
+    backend: str
+    dtype: str
+    transport: str
+    vocab_size: int
+    rows: int
+    shards: str  # how the VocabShard is made
+    cuts: tuple  # of the padded vocabulary, one more than ranks
+    order: tuple  # rank r owns the order[r]-th piece
+    lead: str  # leading shape of the logits
+    layout: str  # of a rank's logits in memory
+    labels: str | None  # dtype
+    ignore_index: int
+    label_edits: tuple  # (row, label)
+    edits: tuple  # (what, row, number): special values
+    bias: bool
+    scale: float
+    softcap: float | None
+    temperature: float | str  # "tokens": one each
+    want: tuple
+    upstream: tuple
+    upstream_kind: str
+    weighted_total: bool
+    teacher: str | None
+    teacher_temperature: float | str
+    student_temperature: float | str | None
+    renormalize: bool
+    entries: int
+    terms: tuple  # (name, weight, option)
+    reduction: str
+    token_weight: bool
+    denominator: float | None
+
+
+def subsets(values, **kwargs):
+    return st.lists(st.sampled_from(values), unique=True, **kwargs).map(lambda chosen: tuple(sorted(chosen)))
+
+
+@st.composite
+def shardings(draw, vocab_size, world_size):
+    """-> how, cuts, order."""
+    kind = draw(st.sampled_from(["even", "padded", "boundaries", "explicit"]))
+    padded = vocab_size + (0 if kind == "even" else draw(st.integers(0, 9)))
+    step = -(-padded // world_size)
+    cuts = [min(r * step, padded) for r in range(world_size + 1)]
+    order = list(range(world_size))
+    if kind in ("boundaries", "explicit"):
+        inner = draw(st.lists(st.integers(0, padded), min_size=world_size - 1, max_size=world_size - 1))
+        cuts = [0, *sorted(inner), padded]
+    if kind == "explicit":
+        order = draw(st.permutations(order))
+    return kind, tuple(cuts), tuple(order)
+
+
+@st.composite
+def terms_of(draw, teacher, weighted):
+    terms = []
+    weights = st.sampled_from([1.0, 0.3, -0.5])
+    if draw(st.booleans()) or not (teacher or weighted):
+        smoothing = draw(st.sampled_from([0.0, 0.0, 0.1, 1.0]))
+        formula = draw(st.sampled_from(["torch", "megatron"]))
+        terms.append(("cross_entropy", draw(weights), (smoothing, formula, weighted)))
+    for name in draw(subsets(["z_loss", "entropy"])):
+        terms.append((name, draw(weights), None))
+    if draw(st.booleans()):
+        terms.append(("policy", draw(weights), draw(st.sampled_from(OBJECTIVES))))
+    if draw(st.booleans()):
+        terms.append(("kl", draw(weights), draw(st.sampled_from(["k1", "k2", "k3"]))))
+    if teacher == "whole":
+        terms.append(("distillation", draw(weights), (draw(st.sampled_from(DIVERGENCES)), draw(st.booleans()))))
+    if teacher == "topk":
+        terms.append(("topk", draw(weights), (*draw(st.sampled_from(TOPK_DIVERGENCES)), draw(st.booleans()))))
+    return tuple(terms or [("z_loss", 1.0, None)])
+
+
+EDITS = (
+    "-inf", "-inf shard", "-inf row", "-inf others", "-inf target", "nan", "+inf", "x1e4", "confident", "shift", "tie",
+)  # fmt: skip
+
+
+@st.composite
+def cases(draw, world_size, backend):
+    head = draw(st.booleans())
+    small = st.integers(1, 24)
+    vocab_size = draw(small if backend == "triton" else small | st.integers(25, 300))
+    rows = draw(st.sampled_from([1, 2, 3, 0] if backend == "triton" else [2, 3, 4, 6, 8, 1, 0]))
+    dtype = draw(st.sampled_from(["float32", "bfloat16", "float16"] + ["float64"] * (backend == "torch")))
+    shards, cuts, order = draw(shardings(vocab_size, world_size))
+    transport = draw(st.sampled_from(["auto", "gather", "sum"]))
+    teacher = None if transport == "sum" else draw(st.sampled_from([None, None, "whole", "topk"]))
+    want = draw(subsets(STATISTICS))
+    if transport == "sum":
+        want = tuple(name for name in want if name != "argmax")
+    if teacher and not head:
+        want += draw(subsets(OF_TEACHER if teacher == "whole" else OF_TOPK, min_size=1))
+    labels = draw(st.sampled_from(["int64", "int32"])) if head or draw(st.integers(0, 3)) else None
+    ids = [-100, -1, 0, vocab_size - 1, vocab_size, cuts[1], max(cuts[1] - 1, 0), 2**31 - 1]
+    ignore_index = draw(st.sampled_from([*ids[:1] * 4, *ids, 1 << 40]))
+    inside = 2**31 - 1 if labels == "int32" else 1 << 40
+    bad = [ignore_index] * 3 + [vocab_size, -1, -inside, inside, vocab_size - 1, 0, cuts[1]]
+    bad = [label for label in bad if labels != "int32" or abs(label) < 2**31]
+    at = st.integers(0, max(rows - 1, 0))
+    softcap = draw(st.sampled_from([None, None, 3.0, 30.0]))
+    numbers = st.sampled_from([1.0, 1.0, 0.6, 2.5, "tokens"])
+    edits = [what for what in EDITS if not (teacher and what.startswith("-inf") and softcap)]
+    renormalize = draw(st.booleans())
+    weighted = draw(st.booleans())
+    terms = draw(terms_of(teacher, weighted)) if head else ()
+    if vocab_size == 1:  # Megatron's smoothing spreads over the others
+        terms = tuple((n, w, (o[0], "torch", o[2]) if n == "cross_entropy" else o) for n, w, o in terms)
+    if any(name == "topk" for name, *_ in terms):
+        renormalize = next(option[1] for name, _, option in terms if name == "topk") != "tail" and renormalize
+    reduction = draw(st.sampled_from(["none", "sum", "mean"]))
+    names = ["lse"] + ["log_prob", "target_logit"] * (labels is not None) + [n for n in want if n not in FIXED]
+    # tokens are taken in memory order, which an empty shard's logits do not have
+    filled = all(a < b for a, b in zip(cuts, cuts[1:]))
+    return Case(
+        seed=draw(st.integers(0, 999)),
+        head=head,
+        backend=backend,
+        dtype=dtype,
+        transport=transport,
+        vocab_size=vocab_size,
+        rows=rows,
+        shards=shards,
+        cuts=cuts,
+        order=order,
+        lead=draw(st.sampled_from(["flat", "batch", "sequence"] if filled else ["flat", "batch"])),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        labels=labels,
+        ignore_index=ignore_index,
+        label_edits=tuple(draw(st.lists(st.tuples(at, st.sampled_from(bad)), max_size=2))),
+        edits=tuple(draw(st.lists(st.tuples(st.sampled_from(edits), at, st.integers(0, 60)), max_size=3))),
+        bias=draw(st.booleans()),
+        scale=draw(st.sampled_from([1.0, 1.0, 0.7, -1.3])),
+        softcap=softcap,
+        temperature=draw(numbers),
+        want=want,
+        upstream=draw(subsets(names, min_size=1)),
+        upstream_kind=draw(st.sampled_from(["random", "strided", "expanded", "zero", "nan where ignored"])),
+        weighted_total=draw(st.booleans()) and "total" in want,
+        teacher=teacher,
+        teacher_temperature=draw(numbers) if renormalize or teacher != "topk" else 1.0,
+        student_temperature=draw(st.none() | numbers),
+        renormalize=renormalize,
+        entries=draw(st.integers(1, vocab_size + 2)),
+        terms=terms,
+        reduction=reduction,
+        token_weight=draw(st.booleans()),
+        denominator=draw(st.sampled_from([None, None, 7.0, 0.0])) if reduction == "mean" else None,
+    )
