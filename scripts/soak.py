@@ -4,9 +4,10 @@
 .venv/bin/python scripts/soak.py --hours 8 --ranks 1 2 4 --seed 7
 .venv/bin/python scripts/soak.py --case "Case(seed=..)"        # one example, as a failure prints it
 
-Every rank count has its own processes. A round is `--round` examples, a tenth of them on the Triton backend (interpreted
-where there is no GPU), from a seed of its own: that of the first round, and one more for each. Exit status 1 with the
-seed of the failing round, or if file descriptors or device memory grew after the first two rounds.
+Every number of ranks has its own processes. A round is `--round` examples for each of them, a tenth on the Triton
+backend (interpreted where there is no GPU), from a seed of its own: `--seed` is the first round's, the next one's is
+one more. Exit status 1 with the seed of the failing round, or if file descriptors or device memory grew after the
+first two rounds.
 """
 
 import argparse
@@ -21,15 +22,11 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests"), str(Path(__file__).par
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the interpreter, about NaN, in the ranks' processes
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-from generated import check, run_case
-from hypothesis import HealthCheck, given, seed, settings
-from ranks import POOLS, Failure, Pool
-from strategies import Case, cases
+import torch  # noqa: E402
+from generated import check, run_case  # noqa: E402
+from hypothesis import HealthCheck, given, seed, settings  # noqa: E402
+from ranks import POOLS, Failure, Pool  # noqa: E402
+from strategies import Case, cases  # noqa: E402
 
 WARM_UP = 2  # rounds
 
@@ -84,6 +81,8 @@ def main():
     parser.add_argument("--round", type=int, default=300, help="examples per rank count, then all are looked at")
     parser.add_argument("--case", default=None)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, in the ranks' processes
     if args.case:
         case = eval(args.case, {"Case": Case, "inf": float("inf"), "nan": float("nan")})
         check_one(case, len(case.cuts) - 1)
@@ -122,8 +121,8 @@ def main():
         for rank, (a, b) in enumerate(zip(before[world_size], now[world_size])):
             fds, resident, device = (y - x for x, y in zip(a, b))
             leaks += fds > 0 or device > 0
-            print(f"{world_size} ranks, rank {rank}: {fds:+d} file descriptors, {resident / 2**20:+.1f} MiB resident, "
-                  f"{device:+d} bytes on the device, after the first {min(WARM_UP, number - args.seed)} rounds")  # fmt: skip
+            grown = f"{fds:+d} file descriptors, {resident / 2**20:+.1f} MiB resident, {device:+d} bytes on the device"
+            print(f"{world_size} ranks, rank {rank}: {grown} after the first {WARM_UP} rounds")
     print(f"{total} examples in {elapsed() / 60:.1f} min, 0 failures, {leaks} leaks; seeds {args.seed} to {number - 1}")
     return 1 if leaks else 0
 
