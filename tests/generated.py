@@ -55,6 +55,8 @@ def edit(x, labels, case):
             x[i, label] += 20.0 + number
         elif what == "shift":
             x[i] = (x[i] * 8).round() / 8 + 10.0 * (number - 30)
+        elif what == "far":  # on both sides of what the transport "sum" can carry
+            x[i] = (x[i] * 8).round() / 8 + (540.0 + 2 * number) * (1 - 2 * (number % 2))
         elif what == "tie":
             x[i] = x[i].round()
 
@@ -410,7 +412,8 @@ def term_parts(case, p, truth, stats, term):
         value = stats["forward_kl" if option[0] == "cross_entropy" else option[0]]
         value = value + stats["teacher_entropy"] if option[0] == "cross_entropy" else value
     else:
-        value = stats["composite"]
+        value, rest = stats["composite"], (truth.tau == 0) & (truth.z > -torch.inf)
+        far = ~rest.any(-1)  # the definition's tail of nothing has no slope
     return value * squared, value.abs() * squared, none, far
 
 
