@@ -55,8 +55,8 @@ def edit(x, labels, case):
             x[i, label] += 20.0 + number
         elif what == "shift":
             x[i] = (x[i] * 8).round() / 8 + 10.0 * (number - 30)
-        elif what == "far":  # on both sides of what the transport "sum" can carry
-            x[i] = (x[i] * 8).round() / 8 + (540.0 + 2 * number) * (1 - 2 * (number % 2))
+        elif what == "far":  # more than the transport "sum" promises to carry, less than float64's exponential can
+            x[i] = (x[i] * 8).round() / 8 + (620.0 + number) * (1 - 2 * (number % 2))
         elif what == "tie":
             x[i] = x[i].round()
 
@@ -356,7 +356,8 @@ class Truth:
             g = grads[name][:, None]
             of_g = errors[name][:, None] if name in errors else 0 * g
             dx = dx + g * of_z * side
-            error = error + (g.abs() * of_error + of_g * of_z.abs()) * side.abs()
+            flushed = 4 * bounds.FLUSHED * (g * of_z).abs()
+            error = error + (g.abs() * of_error + of_g * of_z.abs()) * side.abs() + flushed
         rounded = (self.r.slope + 4) * self.r.unit
         return dx, error + dx.abs() * rounded
 

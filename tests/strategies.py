@@ -97,7 +97,8 @@ def terms_of(draw, teacher, weighted):
 
 
 EDITS = (
-    "-inf", "-inf shard", "-inf row", "-inf others", "-inf target", "nan", "+inf", "x1e4", "confident", "shift", "far", "tie",
+    "-inf", "-inf shard", "-inf row", "-inf others", "-inf target", "nan", "+inf", "x1e4", "confident", "shift", "far",
+    "tie",
 )  # fmt: skip
 
 
