@@ -77,7 +77,7 @@ GROUPS = {  # tests -> (file of the package, code, what it becomes)
     "test_policy test_sequences test_preference": [
         ("losses/ratio.py", "difference.clamp(-clamp, clamp)", "difference.clamp(max=clamp)"),
         ("losses/policy.py", "ratio.clamp(max=high), ratio.clamp(low, dual_clip)", "ratio.clamp(max=high), ratio.clamp(low)"),
-        ("losses/policy.py", "torch.where(advantages > 0, temperatures[0], temperatures[1])", "torch.where(advantages > 0, temperatures[1], temperatures[0])"),
+        ("losses/policy.py", "masked_fill(advantages > 0, temperatures[0])", "masked_fill(advantages < 0, temperatures[0])"),
         ("losses/policy.py", "candidates = mask & ~clipped_away &", "candidates = mask &"),
         ("losses/kl.py", "value = with_gradient_of(value, _value(x, \"k2\"))", "pass"),
         ("losses/kl.py", "return torch.expm1(-x) + x", "return torch.expm1(x) - x"),
@@ -124,6 +124,15 @@ GROUPS = {  # tests -> (file of the package, code, what it becomes)
         (MEGATRON, "return torch.where(far.any(), torch.nan, factor), None, None", "return factor, None, None"),
         (MEGATRON, "    if head.calls == before:", "    if False:"),
         (MEGATRON, "compute_language_model_loss=loss, _scale_logits=_same):", "compute_language_model_loss=loss):"),
+    ],
+    "test_agreement": [
+        ("agreement.py", "        if not failed:\n            _compare(facts)", "        if not failed:\n            pass"),
+        ("agreement.py", "text, checksum = _describe_tensor(value, SHARDED.get(name))", "text, checksum = _describe_tensor(value, 0)"),
+        ("agreement.py", "if a != b or checksum != other_checksum:", "if a != b:"),
+        ("agreement.py", "raise getattr(builtins, name, RuntimeError)(", "raise RuntimeError("),
+        ("agreement.py", "    if str(covered) != vocab_size:", "    if False:"),
+        ("agreement.py", "    if alike[True] and alike[False]:", "    if False:"),
+        ("agreement.py", "        elif set(errors) != {errors[0]}:", "        elif True:"),
     ],
     "test_rl_trainers": [
         ("integrations/nemo_rl.py", "labels[:, : ids.shape[1] - 1] = ids[:, 1:]", "labels[:, : ids.shape[1]] = ids"),

@@ -94,8 +94,6 @@ class SymmetricMemory:
     (`turns`), because a captured graph is replayed with the arguments of its capture.
     """
 
-    TIMEOUT_MS = 600_000  # a peer that does not come for so long is a CUDA error; NCCL's default
-
     def __init__(self, numel: int, device: torch.device):
         import torch.distributed._symmetric_memory as symm_mem
 
@@ -109,6 +107,10 @@ class SymmetricMemory:
 
         device = self.buffer.device
         self.handle = symm_mem.rendezvous(self.buffer, group)
+        # a peer that does not come for so long is a CUDA error: the group's timeout, or else NCCL's default
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        self.timeout_ms = 600_000 if timeout is None else max(1, round(timeout.total_seconds() * 1000))
         addresses = [self.handle.get_buffer(r, (1,), torch.float32).data_ptr() for r in range(group.size())]
         self.peers = torch.tensor(addresses, device=device)  # [P] int64
         # [0]: exchanges completed, read where packets are written; [1]: the same, read where they are merged
@@ -122,7 +124,7 @@ class SymmetricMemory:
         return self.buffer[: shape[0] * shape[1] * shape[2]].view(shape)
 
     def barrier(self):
-        self.handle.barrier(channel=0, timeout_ms=self.TIMEOUT_MS)
+        self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)
 
     def _follow(self):
         """Exchanges on several streams take turns, in the order of the calls."""
