@@ -1,0 +1,758 @@
+"""The table of odd inputs: each line of the README's section on them, with the named inputs that test it.
+
+A case is right (float64 references: `oracle` for statistics, autograd for losses), NaN or 0 for exactly the tokens that
+it names, or the same exception on every rank.
+"""
+
+import functools
+import re
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple
+
+import oracle
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import Failure, on_ranks
+
+from tp_headloss import (
+    CrossEntropy,
+    Distillation,
+    HeadLoss,
+    Linear,
+    Options,
+    PolicyGradient,
+    Sequences,
+    Teacher,
+    TopKTeacher,
+    Transform,
+    VocabShard,
+    ZLoss,
+    linear_vocab_statistics,
+    topk_log_probs,
+    vocab_statistics,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+V, N = 64, 6
+INF, NAN = float("inf"), float("nan")
+
+
+class Here(NamedTuple):
+    """What a call has on this rank."""
+
+    x: torch.Tensor  # this rank's logits
+    labels: torch.Tensor
+    shard: VocabShard
+    case: "Case"
+    backend: str
+
+    @property
+    def options(self):
+        return Options(**{"backend": self.backend} | self.case.options)
+
+    def to(self, x):
+        return x.to(self.x.device) if isinstance(x, torch.Tensor) else x
+
+    def part(self, x):
+        return self.to(x[..., self.shard.start : self.shard.stop])
+
+
+class Case(NamedTuple):
+    x: torch.Tensor  # [N, columns] the whole rows, padding at their end included
+    labels: torch.Tensor  # [N]
+    nan: tuple = ()  # tokens that must be NaN, in value and gradient
+    nan_columns: slice = slice(None)  # where their gradient is; it is 0 elsewhere
+    zero: tuple = ()  # tokens that must be 0
+    raises: str = ""  # or how the exception begins
+    words: str = ""  # and something else that it says
+    local: bool = False  # its message has numbers of this rank (bounds, a label)
+    sizes: tuple = (1, 2, 4)  # of the group
+    vocab: int = V
+    ignore_index: int = -100
+    layout: str = "contiguous"
+    upstream: str = "random"
+    backwards: int = 1
+    want: tuple = ("log_prob",)  # the statistics that are compared, the first one differentiated (all: "all upstream")
+    transform: dict = {}  # noqa: RUF012 (of `Transform` and of `oracle.transform`)
+    keywords: Callable = lambda here: {}  # of `vocab_statistics`
+    loss: dict | None = None  # a HeadLoss instead: see `loss_of` and its definition `defined_loss`
+    value: Callable | None = None  # or anything else: of `Here`, with `expected` of float64 rows and labels
+    expected: Callable | None = None
+    cut: Callable | None = None  # of the group: a shard of its own
+    labels_of: Callable | None = None  # of (labels, rank, size): labels that differ between ranks
+    options: dict = {}  # noqa: RUF012
+
+
+def statistics(here: Here):
+    case, transform = here.case, dict(here.case.transform)
+    if "bias" in transform:
+        transform["bias"] = here.part(transform["bias"])
+    transform = Transform(**{name: here.to(x) for name, x in transform.items()})
+    stats = vocab_statistics(
+        here.x, here.labels, shard=here.shard, ignore_index=case.ignore_index, options=here.options,
+        **{"want": tuple(n for n in case.want if n in ("entropy", "total", "argmax")), "transform": transform}
+        | case.keywords(here),
+    )  # fmt: skip
+    return [getattr(stats, name) for name in case.want]
+
+
+def loss_of(here: Here):
+    settings = {name: here.to(x) for name, x in here.case.loss.items()}
+    terms = [CrossEntropy(**{k: settings.pop(k) for k in ("label_smoothing", "class_weight") if k in settings})]
+    head = HeadLoss(terms, reduction=settings.pop("reduction", "mean"), options=here.options)
+    return [head(here.x, here.labels, shard=here.shard, **settings).loss]
+
+
+def defined_loss(
+    x, labels, label_smoothing=0.0, class_weight=None, reduction="mean", token_weight=None, denominator=None
+):
+    """-100 is ignored; columns at -inf take no part in the uniform share; 0 / 0 is 0."""
+    valid = labels != -100
+    labels = torch.where(valid, labels, 0)[:, None]
+    classes = torch.ones(x.shape[1]).double() if class_weight is None else class_weight.double()
+    spread = torch.where(x > -INF, classes * (x.logsumexp(-1, True) - x), 0.0).sum(-1) / x.shape[1]
+    of_label = classes[labels[:, 0]]
+    loss = (1 - label_smoothing) * of_label * -x.log_softmax(-1).gather(1, labels)[:, 0] + label_smoothing * spread
+    weight = valid.double() if token_weight is None else torch.where(valid, token_weight.double(), 0.0)
+    loss = torch.where(valid, loss, 0.0) * weight
+    if reduction == "none":
+        return loss
+    total = (weight * of_label).sum() if denominator is None else torch.tensor(float(denominator))
+    return loss.sum() / (total if total != 0 else INF) if reduction == "mean" else loss.sum()
+
+
+def with_head(*terms, kind="__call__", **settings):
+    """A value: the loss of a HeadLoss whose call has `keywords` (as functions of `Here`, or constants)."""
+    keywords = settings.pop("keywords", {})
+
+    def value(here):
+        head = HeadLoss(
+            [term() if callable(term) else term for term in terms] or None, options=here.options, **settings
+        )
+        given = {name: x(here) if callable(x) else here.to(x) for name, x in keywords.items()}
+        return head(here.x, given.pop("labels", here.labels), shard=here.shard, **given).loss
+
+    return value
+
+
+def linear(hidden=8, extra_rows=0, **keywords):
+    """A value: the lse of a linear head, whose weight has this rank's rows and `extra_rows` more."""
+
+    def value(here):
+        rows = here.shard.width + extra_rows
+        weight = torch.zeros(rows, hidden, dtype=here.x.dtype, device=here.x.device, requires_grad=True)
+        states = torch.zeros(len(here.labels), 8, dtype=here.x.dtype, device=here.x.device)
+        given = {name: x(here) if callable(x) else x for name, x in keywords.items()}
+        return linear_vocab_statistics(states, weight, here.labels, shard=here.shard, **given).lse
+
+    return value
+
+
+def divergence(teacher, name="forward_kl"):
+    """Fields of a case: KL to a teacher [N, V] of whole rows, where the student's or the teacher's 0 log 0 is 0."""
+
+    def keywords(here):
+        return {"want": (name,), "teacher": Teacher(here.part(teacher))}
+
+    def expected(x, labels):
+        log_p, log_q = x.log_softmax(-1), teacher.double().log_softmax(-1)
+        log_p, log_q = (log_q, log_p) if name == "reverse_kl" else (log_p, log_q)
+        kl = torch.where(log_q > -INF, log_q.exp() * (torch.where(log_q > -INF, log_q, 0.0) - log_p), 0.0).sum(-1)
+        return torch.where(labels == -100, 0.0, kl)
+
+    return {"want": (name,), "keywords": keywords, "expected": expected}
+
+
+def entries(ids, log_probs, mask=None, **fields):
+    """Fields of a case: KL to K entries of a teacher, the same for all tokens, the student normalised over them."""
+    ids, log_probs = torch.tensor(ids).expand(N, -1), torch.tensor(log_probs).expand(N, -1)
+    kept = (ids >= 0) & (log_probs > -INF) if mask is None else torch.tensor(mask).expand(N, -1)
+
+    def keywords(here):
+        given = here.to(ids), here.to(log_probs), None if mask is None else here.to(kept.contiguous())
+        return {"want": ("topk_forward_kl",), "teacher": TopKTeacher(*given)}
+
+    def expected(x, labels):
+        tau = torch.zeros(N, x.shape[1]).double()
+        tau.scatter_add_(1, ids.clamp(0, x.shape[1] - 1), torch.where(kept, log_probs.double().exp(), 0.0))
+        live = tau > 0
+        log_s = x.masked_fill(~live, -1e9).log_softmax(-1)
+        tau = tau / tau.sum(-1, keepdim=True).clamp(min=1e-30)
+        return torch.where(live, tau * (torch.where(live, tau, 1.0).log() - log_s), 0.0).sum(-1)
+
+    return {"want": ("topk_forward_kl",), "keywords": keywords, "expected": expected} | fields
+
+
+def moved(change):
+    """A cut: this rank's even share [start, stop), changed."""
+
+    def cut(group):
+        shard = VocabShard.from_group(group, V)
+        return VocabShard(*change(shard.start, shard.stop), V, group)
+
+    return cut
+
+
+def bounds(by_size):
+    return lambda group: VocabShard.from_boundaries(by_size[1 if group is None else group.size()], V, group)
+
+
+def mirrored(group):
+    """Rank r owns what rank P - 1 - r does elsewhere."""
+    shard = VocabShard.from_group(group, V)
+    return VocabShard(V - shard.stop, V - shard.start, V, group)
+
+
+@functools.cache
+def lines(dtype) -> dict[str, dict[str, Case]]:
+    """A line of the README -> its cases by name, for logits of this type."""
+    largest = torch.finfo(dtype).max
+    random = (torch.randn(N, V, generator=torch.Generator().manual_seed(3)) * 2).to(dtype)
+    teacher = (torch.randn(N, V, generator=torch.Generator().manual_seed(4)) * 2).to(dtype)
+    plain = torch.tensor([1, 40, 31, 32, 0, 63])
+    first, second, everywhere = slice(0, V // 2), slice(V // 2, V), slice(None)
+
+    def rows(x=random, labels=plain, **fields):
+        return Case(x.to(dtype) if x.dtype == torch.float32 else x, labels)._replace(**fields)
+
+    def edited(row, columns, value, x=random, **fields):
+        x = x.clone()
+        x[row, columns] = value
+        return rows(x, **fields)
+
+    def relabelled(label, **fields):
+        labels = plain.clone()
+        labels[2] = label
+        return rows(labels=labels, **fields)
+
+    def padded(value, vocab=50, **fields):
+        return edited(everywhere, slice(vocab, V), value, **{"vocab": vocab, "labels": plain % vocab} | fields)
+
+    def refused(raises, value=None, **fields):
+        return rows(raises=raises, value=value, **fields)
+
+    def sized(vocab, n=N, **fields):
+        x = torch.randn(n, vocab, generator=torch.Generator().manual_seed(vocab)) * 2
+        labels = torch.tensor([0, vocab - 1, vocab // 2, vocab // 4, vocab - 1, 0])[:n]
+        return rows(**{"x": x, "labels": labels, "vocab": vocab} | fields)
+
+    def temperatures(value):
+        return {"temperature": torch.tensor([1.0, 0.5, value, 2.0, 1.0, 1.0])}
+
+    def on_teacher(row, column, value):
+        t = teacher.clone()
+        t[row, column] = value
+        return t
+
+    def wrong_teacher(**fields):
+        fields = {"logits": lambda here: here.part(teacher)} | fields
+        return lambda here: {
+            "want": ("forward_kl",),
+            "teacher": Teacher(**{k: x(here) if callable(x) else x for k, x in fields.items()}),
+        }
+
+    def wrong_entries(ids=torch.zeros(N, 2).long(), log_probs=torch.zeros(N, 2), **fields):  # noqa: B008
+        return lambda here: {
+            "want": ("topk_forward_kl",),
+            "teacher": TopKTeacher(here.to(ids), here.to(log_probs), **{k: here.to(x) for k, x in fields.items()}),
+        }
+
+    zeros, ones = torch.zeros(N), torch.ones(N)
+    one_owner = {"nan": (2,), "sizes": (2, 4), "local": True}
+    return {
+        "no tokens: `[0, V]`, `[2, 0, 3, V]`": {
+            "no tokens": sized(V, n=0),
+            "a leading dimension of 0": sized(V, n=0, layout="[2, 0, 3]"),
+            "no tokens, mean": sized(V, n=0, loss={}),
+        },
+        "one token, `[1, V]` or `[V]`": {
+            "one token": sized(V, n=1),
+            "logits of one dimension": sized(V, n=1, layout="[V]"),
+        },
+        "any vocabulary and any cut: V = 1, fewer ids than ranks, uneven and empty shards, ranks in any order": {
+            "V = 1": sized(1),
+            "V = 3": sized(3),
+            "V = 5": sized(5),
+            "V = 17": sized(17),
+            "V = 65": sized(65),
+            "uneven shards": rows(cut=bounds({1: [0, V], 2: [0, 7, V], 4: [0, 7, 30, 32, V]})),
+            "empty shards": rows(cut=bounds({1: [0, V], 2: [0, 0, V], 4: [0, 40, 40, V, V]})),
+            "shards in reverse": rows(cut=mirrored),
+            "targets on shard edges": rows(labels=torch.tensor([0, 31, 32, 63, 15, 48])),
+        },
+        "padding columns, whatever they hold; a shard of nothing else": {
+            "NaN in the padding": padded(NAN),
+            "+inf in the padding": padded(INF),
+            "-inf in the padding": padded(-INF),
+            "the largest number in the padding": padded(largest),
+            "shards of padding": padded(NAN, vocab=10),
+            "padding and label smoothing": padded(largest, loss={"label_smoothing": 0.1}),
+            "padding and a softcap": padded(NAN, transform={"softcap": 3.0}),
+        },
+        "no shard: the whole vocabulary on every rank": {"no shard": rows(cut=lambda group: None)},
+        "label = `ignore_index`, which may be any int64, a valid id included": {
+            "one ignored": relabelled(-100, zero=(2,)),
+            "all ignored": rows(labels=torch.full((N,), -100), zero=tuple(range(N))),
+            "ignore_index is a valid id": rows(ignore_index=31, zero=(2,)),
+            "ignore_index is a shard's first id": rows(ignore_index=32, zero=(3,)),
+            "ignore_index is the id before": rows(ignore_index=15, labels=torch.tensor([1, 15, 31, 16, 0, 63]), zero=(1,)),
+            "ignore_index is -1": relabelled(-1, ignore_index=-1, zero=(2,)),
+            "ignore_index is V": relabelled(V, ignore_index=V, zero=(2,)),
+            "ignore_index is 2^31 - 1": relabelled(2**31 - 1, ignore_index=2**31 - 1, zero=(2,)),
+            "ignore_index is -2^63": relabelled(-(2**63), ignore_index=-(2**63), zero=(2,)),
+            "int32 labels, ignore_index beyond int32": rows(labels=plain.int(), ignore_index=1 << 40),
+            "NaN in an ignored row": edited(2, 5, NAN, labels=relabelled(-100).labels, zero=(2,)),
+            "an ignored row all -inf": edited(2, everywhere, -INF, labels=relabelled(-100).labels, zero=(2,)),
+            "NaN upstream on an ignored token": relabelled(-100, upstream="NaN at 2", zero=(2,)),
+            "NaN weight on an ignored token": relabelled(-100, loss={"token_weight": zeros.index_fill(0, torch.tensor(2), NAN) + 1}),
+            "temperature 0 on an ignored token": relabelled(-100, transform=temperatures(0.0), zero=(2,)),
+            "ignored, with check": relabelled(-100, options={"check": True}, zero=(2,)),
+            "argmax of an ignored token": relabelled(-100, want=("log_prob", "argmax"), zero=(2,)),
+        },
+        "any other label outside of [0, V)": {
+            "label V": relabelled(V, nan=(2,)),
+            "label of a padding column": padded(0.5, labels=torch.tensor([1, 40, 55, 32, 0, 49]), nan=(2,)),
+            "label -1": relabelled(-1, nan=(2,)),
+            "label 2^31 - 1": relabelled(2**31 - 1, nan=(2,)),
+            "label -2^31": relabelled(-(2**31), nan=(2,)),
+            "label 2^40": relabelled(1 << 40, nan=(2,)),
+            "label -2^40": relabelled(-(1 << 40), nan=(2,)),
+            "int32 label 2^31 - 1": rows(labels=relabelled(2**31 - 1).labels.int(), nan=(2,)),
+            "int32 label -2^31": rows(labels=relabelled(-(2**31)).labels.int(), nan=(2,)),
+            "label V, all statistics": relabelled(V, nan=(2,), want=("log_prob", "lse", "target_logit", "entropy", "total", "argmax")),
+        },
+        "the same with `Options(check=True)`": {
+            "label V + 3, with check": relabelled(V + 3, options={"check": True}, raises="ValueError: label of token 2 (flat index) must be the ignore_index or in [0, 64), got 67"),
+            "label -1, with check": relabelled(-1, options={"check": True}, raises="ValueError: label of token 2 (flat index) must be the ignore_index or in [0, 64), got -1"),
+        },
+        "a label that no shard owns, or two (gaps and overlaps of explicit bounds); labels that differ between ranks in who owns them, or in being ignored": {
+            "a gap between shards": rows(cut=moved(lambda a, b: (a, 31 if a <= 31 < b else b)), **one_owner),
+            "shards that overlap": rows(cut=moved(lambda a, b: (30 if a == 32 else a, b)), **one_owner),
+            "a label that two ranks claim": rows(labels_of=lambda y, r, p: y.index_fill(0, torch.tensor(2), 0 if r == 0 else 63), **one_owner),
+            "a label that no rank claims": rows(labels_of=lambda y, r, p: y.index_fill(0, torch.tensor(2), 63 if r == 0 else 0), **one_owner),
+            "ignored on one rank": rows(labels_of=lambda y, r, p: y.index_fill(0, torch.tensor(2), 31 if r else -100), **one_owner),
+            "out of range on one rank": rows(labels_of=lambda y, r, p: y.index_fill(0, torch.tensor(2), 0 if r else V), **one_owner),
+        },
+        "these with `Options(check=True)`": {
+            f"{name}, with check": case._replace(nan=(), options={"check": True}, raises="ValueError: label of token 2")
+            for name, case in {
+                "a gap between shards": rows(cut=moved(lambda a, b: (a, 31 if a <= 31 < b else b)), **one_owner),
+                "a label that two ranks claim": rows(labels_of=lambda y, r, p: y.index_fill(0, torch.tensor(2), 0 if r == 0 else 63), **one_owner),
+                "ignored on one rank": rows(labels_of=lambda y, r, p: y.index_fill(0, torch.tensor(2), 31 if r else -100), **one_owner),
+            }.items()
+        },
+        "int32 labels": {"int32 labels": rows(labels=plain.int())},
+        "labels of any other type": {
+            **{f"{t} labels": refused(f"TypeError: labels must be int64 or int32, got torch.{t}", labels=plain.to(getattr(torch, t)))
+               for t in ("float32", "uint8", "int8", "bool")},
+        },
+        "labels or logits of a shape that does not fit; no labels for a loss": {
+            "one label too few": refused("ValueError: labels must have shape [6], got [5]", labels=plain[1:]),
+            "labels of another shape": refused("ValueError: labels must have shape [6], got [2, 3]", labels=plain.view(2, 3)),
+            "a scalar": refused("ValueError: logits must have a vocabulary dimension, got a scalar", lambda here: vocab_statistics(here.x.sum(), shard=here.shard)),
+            "no labels": refused("ValueError: labels are needed, got None", with_head(keywords={"labels": None})),
+            "check without labels": refused("ValueError: check=True checks labels, got none", lambda here: vocab_statistics(here.x, shard=here.shard, options=Options(check=True))),
+        },
+        "-inf in some columns, or in all of a shard": {
+            "first half -inf": edited(1, first, -INF),
+            "second half -inf": edited(0, second, -INF),
+            "first half -inf, every row": edited(everywhere, first, -INF, labels=torch.tensor([33, 40, 50, 32, 60, 63])),
+            "last quarter -inf, every row": edited(everywhere, slice(48, V), -INF, labels=torch.tensor([33, 40, 0, 32, 16, 47])),
+            "all but the target -inf": edited(2, [c for c in range(V) if c != 31], -INF),
+            "-inf, entropy and total": edited(1, first, -INF, want=("log_prob", "entropy", "total"), upstream="all"),
+            "-inf and label smoothing": edited(1, first, -INF, loss={"label_smoothing": 0.1}),
+            "-inf, label smoothing and a shift": edited(1, first, -INF, x=(random.float() * 8).round() / 8 + 100.0, loss={"label_smoothing": 0.1, "reduction": "none"}),
+        },
+        "the target at -inf": {"target -inf": edited(2, 31, -INF), "target -inf, mean": edited(2, 31, -INF, loss={"reduction": "sum"})},
+        "NaN or +inf in a row, or nothing above -inf": {
+            "row all -inf": edited(2, everywhere, -INF, nan=(2,)),
+            "+inf": edited(3, 5, INF, nan=(3,)),
+            "+inf at the target": edited(3, 32, INF, nan=(3,)),
+            "NaN on the first rank": edited(3, 5, NAN, nan=(3,)),
+            "NaN on the last rank": edited(3, 50, NAN, nan=(3,)),
+            "NaN at the target": edited(2, 31, NAN, nan=(2,)),
+            "NaN and -inf only": rows(torch.full((N, V), -INF).index_fill(1, torch.tensor(7), NAN), nan=tuple(range(N))),
+            "NaN, entropy and total": edited(3, 50, NAN, nan=(3,), want=("log_prob", "entropy", "total", "argmax")),
+        },
+        "infinities under a softcap": {
+            "+inf under a softcap": edited(3, 5, INF, transform={"softcap": 3.0}),
+            "-inf under a softcap": edited(3, everywhere, -INF, transform={"softcap": 3.0}),
+        },
+        "finite logits of any size: large, shifted, equal, -0.0, denormal": {
+            "nothing odd": rows(),
+            "label smoothing": rows(loss={"label_smoothing": 0.1, "reduction": "none"}),
+            "logits x 1e4": rows((random.float() * 1e4).clamp(-largest, largest)),
+            "the largest numbers": rows(random.float().sign() * largest),
+            "the largest numbers, entropy": rows(random.float().sign() * largest, want=("entropy",)),
+            "the largest numbers, no labels": rows(
+                random.float().sign() * largest,
+                value=lambda here: vocab_statistics(here.x, want=("entropy",), shard=here.shard, options=here.options).entropy,
+                expected=lambda x, labels: oracle.statistics(x)["entropy"],
+            ),
+            "shift of 1e4": rows((random.float() * 8).round() / 8 + 1e4),
+            "shift of -1e4": rows((random.float() * 8).round() / 8 - 1e4),
+            "margin of 40": edited(2, 31, 45.0),
+            "constant rows": rows(torch.full((N, V), 2.5), want=("log_prob", "lse", "entropy", "argmax")),
+            "ties": rows(random.float().round().clamp(max=2), want=("log_prob", "argmax")),
+            "-0.0 and 0.0": rows(torch.zeros(N, V).copysign(random.float()), want=("log_prob", "argmax")),
+            "denormal numbers": rows(random.float() * torch.finfo(dtype).tiny / 4),
+        },
+        "any upstream gradient: 0, negative, a number, stride 0 or 2; none for some statistics; twice": {
+            **{f"{kind} upstream": rows(upstream=kind, want=("log_prob", "lse"))
+               for kind in ("zero", "-1", "0.37 of the sum", "expanded", "strided")},
+            "upstream of every statistic": rows(upstream="all", want=("log_prob", "lse", "target_logit", "entropy", "total")),
+            "two backwards": rows(backwards=2),
+        },
+        "an upstream gradient that is inf or NaN, or whose product is beyond the logits' type": {
+            "upstream of 1e6": rows(upstream="1e6"),
+            "upstream of 1e38": rows(upstream="1e38"),
+            "inf upstream": rows(upstream="inf at 2"),
+            "NaN upstream": rows(upstream="NaN at 2"),
+        },
+        "logits of any layout": {
+            f"{layout} logits": rows(layout=layout)
+            for layout in ("transposed", "column-strided", "sliced", "misaligned", "[S, B, V] transposed", "no one row stride")
+        } | {"expanded logits": rows(random[:1].expand(N, V), layout="expanded")},
+        "`inplace=True` for logits without one row stride, or whose elements share memory": {
+            f"{layout} logits, in place": refused("ValueError: inplace=True needs logits whose leading dimensions form one row stride", layout=layout, options={"inplace": True}, local=True)
+            for layout in ("expanded", "no one row stride")
+        },
+        "float64 logits": {
+            "float64, torch backend": rows(random.double(), options={"backend": "torch"}),
+            "float64, Triton backend": rows(random.double(), options={"backend": "triton"}, raises="TypeError: logits must be one of"),
+        },
+        "logits that are integers, bool, complex or float8": {
+            f"{t} logits": rows((random > 0).to(getattr(torch, t)), raises="TypeError: logits must be one of")
+            for t in ("int64", "int8", "bool", "complex64", "float8_e4m3fn")
+        },
+        "no valid token; weights that sum to 0; a denominator of 0": {
+            "all ignored, mean": rows(labels=torch.full((N,), -100), loss={}),
+            "all ignored, token weights": rows(labels=torch.full((N,), -100), loss={"token_weight": ones}),
+            "all ignored, smoothing and class weights": rows(labels=torch.full((N,), -100), loss={"label_smoothing": 0.1, "class_weight": torch.rand(V)}),
+            "token weights of 0": rows(loss={"token_weight": zeros}),
+            "class weights of 0": rows(loss={"class_weight": torch.zeros(V)}),
+            "class weight 0 of some labels": rows(loss={"class_weight": torch.ones(V).index_fill(0, plain[:3], 0.0)}),
+            "denominator 0": rows(loss={"denominator": 0}),
+            "denominator 0.0, a tensor": rows(loss={"denominator": torch.tensor(0.0)}),
+        },
+        "token weights that are bool, integers, negative": {
+            "bool token weights": rows(loss={"token_weight": plain > 31}),
+            "integer token weights": rows(loss={"token_weight": plain % 3}),
+            "a negative token weight": rows(loss={"token_weight": ones.index_fill(0, torch.tensor(1), -0.5)}),
+        },
+        "NaN as the weight of a valid token, or as the denominator": {
+            "NaN token weight": rows(loss={"token_weight": ones.index_fill(0, torch.tensor(1), NAN)}),
+            "NaN denominator": rows(loss={"denominator": NAN}),
+        },
+        "weights, denominators and inputs that do not fit": {
+            "token weights of another shape": refused("ValueError: token_weight must have shape [6], got [5]", with_head(keywords={"token_weight": ones[1:]})),
+            "a denominator per token": refused("ValueError: denominator must be a number or a scalar tensor, got shape [6]", with_head(keywords={"denominator": ones})),
+            "a denominator of a sum": refused("ValueError: a denominator goes with a mean, got reduction='sum'", with_head(reduction="sum", keywords={"denominator": 3})),
+            "class weights of a shard": refused("ValueError: class_weight must have shape [64]", lambda here: with_head(CrossEntropy(class_weight=here.to(torch.ones(V // 2))))(here), local=True),
+            "column weights of the vocabulary": refused("ValueError: total_weight must have shape", keywords=lambda here: {"want": ("total",), "total_weight": torch.ones(V + 1)}, local=True),
+            "an input missing": refused("ValueError: inputs must be ['advantages', 'old_log_prob'] for these terms and metrics, got ['advantages']: missing ['old_log_prob']", with_head(PolicyGradient("clip"), keywords={"inputs": lambda here: {"advantages": here.to(ones)}})),
+            "an input too many": refused("ValueError: inputs must be [] for these terms and metrics, got ['advantages']", with_head(keywords={"inputs": lambda here: {"advantages": here.to(ones)}})),
+            "an input of another shape": refused("ValueError: input 'advantages' must broadcast to the labels' shape [6], got [4]", with_head(PolicyGradient("reinforce"), keywords={"inputs": lambda here: {"advantages": here.to(ones[:4])}})),
+            "sequences of other tokens": refused("ValueError: sequences must be of tokens [6], got [2, 3]", with_head(reduction="seq-mean-token-sum", keywords={"inputs": lambda here: {"sequences": Sequences.from_mask(here.to(ones > 0).view(2, 3))}})),
+        },
+        "inputs that are no tensors, or no `Sequences`": {
+            "an input that is a number": refused("TypeError: input 'advantages' must be a tensor on", with_head(PolicyGradient("reinforce"), keywords={"inputs": {"advantages": 1.0}}), local=True),
+            "sequences that are a mask": refused("TypeError: the input 'sequences' must be a Sequences, got Tensor", with_head(reduction="seq-mean-token-sum", keywords={"inputs": {"sequences": ones > 0}})),
+        },
+        "a temperature that is 0, negative, NaN or inf; a softcap that is 0, negative, NaN or inf; a scale that is 0, NaN or inf": {
+            **{f"temperature {t}": refused(f"ValueError: temperature must be positive, got {t}", transform={"temperature": t}) for t in (0.0, -1.0, NAN, INF)},
+            **{f"softcap {t}": refused(f"ValueError: softcap must be a positive number or None, got {t}", transform={"softcap": t}) for t in (0.0, -1.0, NAN, INF)},
+            **{f"scale {t}": refused(f"ValueError: scale must be finite and not 0, got {t}", transform={"scale": t}) for t in (0.0, NAN, INF)},
+        },
+        "temperatures or a bias of another shape; a temperature that wants a gradient": {
+            "too few temperatures": refused("ValueError: temperature must have shape [6], got [5]", transform={"temperature": ones[1:]}),
+            "a scalar tensor as temperature": refused("ValueError: temperature must have shape [6], got []", transform={"temperature": torch.tensor(2.0)}),
+            "a differentiable temperature": refused("ValueError: temperature gets no gradient: pass temperature.detach()", transform={"temperature": torch.ones(N, requires_grad=True)}),
+            "bias too long": refused("ValueError: bias must have shape", keywords=lambda here: {"transform": Transform(bias=here.to(torch.ones(V + 1)))}, local=True),
+        },
+        "a temperature of 0 or NaN for one token": {
+            "temperature 0 for a token": rows(transform=temperatures(0.0), nan=(2,)),
+            "temperature NaN for a token": rows(transform=temperatures(NAN), nan=(2,)),
+        },
+        "a negative temperature for one token, a negative scale": {
+            "temperature -1 for a token": rows(transform=temperatures(-1.0)),
+            "scale -1": rows(transform={"scale": -1.0}),
+        },
+        "NaN, +inf or -inf in the bias": {
+            "NaN in the bias": rows(transform={"bias": torch.zeros(V).index_fill(0, torch.tensor(40), NAN)}, nan=tuple(range(N))),
+            "+inf in the bias": rows(transform={"bias": torch.zeros(V).index_fill(0, torch.tensor(3), INF)}, nan=tuple(range(N))),
+            "-inf in the bias": rows(transform={"bias": torch.zeros(V).index_fill(0, torch.tensor([3, 45]), -INF)}),
+        },
+        "logits or weights whose width does not fit the shard (gathered ones, say)": {
+            "gathered logits": refused("ValueError: logits must have the shard's", lambda here: vocab_statistics(here.to(random), here.labels, shard=here.shard), words="(these look like gathered logits)", sizes=(2, 4), local=True),
+            "a column too few": refused("ValueError: logits must have the shard's", lambda here: vocab_statistics(here.x[:, 1:], here.labels, shard=here.shard), local=True),
+            "no columns": refused("ValueError: logits must have the shard's", lambda here: vocab_statistics(here.x[:, :0], here.labels, shard=here.shard), local=True),
+            "a row too many": refused("ValueError: weight must have the shard's", linear(extra_rows=1), local=True),
+            "hidden states of another width": refused("ValueError: hidden states and weight must be [.., H] and [width, H], got [6, 8] and", linear(hidden=9)),
+        },
+        "bounds that cannot be a shard's; a group that this rank is not in": {
+            "a part at one rank": refused("ValueError: one rank alone must own the whole vocabulary", lambda here: VocabShard(0, 32, V)),
+            "stop before start": refused("ValueError: a shard needs 0 <= start <= stop, got [5, 3)", lambda here: VocabShard(5, 3, V)),
+            "a negative start": refused("ValueError: a shard needs 0 <= start <= stop, got [-1, 64)", lambda here: VocabShard(-1, V, V)),
+            "no vocabulary": refused("ValueError: vocab_size must be at least 1, got 0", lambda here: VocabShard(0, 0, 0)),
+            "fewer rows than ids": refused("ValueError: padded_size must be at least vocab_size = 64, got 60", lambda here: VocabShard.from_group(None, V, 60)),
+            "boundaries that descend": refused("ValueError: boundaries must be 2 ascending ids from 0 to at least 64, got [64, 0]", lambda here: VocabShard.from_boundaries([64, 0], V)),
+            "a foreign group": refused("ValueError: this rank is not a member of the shard's process group", cut=lambda group: VocabShard.from_group(dist.GroupMember.NON_GROUP_MEMBER, V)),
+        },
+        "options, statistics, terms, metrics and reductions that do not exist, or not together": {
+            "unknown backend": refused("ValueError: backend must be one of ('torch', 'triton') or None (by device), got 'cuda'", options={"backend": "cuda"}),
+            "unknown transport": refused("ValueError: transport must be one of", options={"transport": "nvlink"}),
+            "symmetric memory without Triton": refused("ValueError: transport='symm_mem' needs the triton backend on CUDA, got 'torch'", options={"transport": "symm_mem", "backend": "torch"}, local=True),
+            "the sum of argmax": refused("ValueError: argmax is not a sum", want=("argmax",), options={"transport": "sum"}),
+            "unknown statistic": refused("ValueError: want must be of", keywords=lambda here: {"want": ("perplexity",)}),
+            "a string as want": refused("ValueError: want must be of", keywords=lambda here: {"want": "entropy"}),
+            "weights of a total that nobody wants": refused('ValueError: total_weight weights the statistic "total", which is not in want', keywords=lambda here: {"total_weight": here.part(torch.ones(V))}),
+            "no terms": refused("ValueError: terms must be at least one, with distinct names, got []", lambda here: HeadLoss([])),
+            "terms of one name": refused("ValueError: terms must be at least one, with distinct names, got ['z_loss', 'z_loss']", lambda here: HeadLoss([ZLoss(1.0), ZLoss(2.0)])),
+            "unknown metric": refused("ValueError: metrics must be of", lambda here: HeadLoss(metrics=("perplexity",))),
+            "unknown reduction": refused("ValueError: reduction must be one of", lambda here: HeadLoss(reduction="avg")),
+            "label smoothing NaN": refused("ValueError: label_smoothing must be in [0, 1], got nan", lambda here: CrossEntropy(label_smoothing=NAN)),
+            "k = 0": refused("ValueError: k must be in [1, 64], got 0", lambda here: topk_log_probs(here.x, 0, shard=here.shard)),
+            "k = V + 1": refused("ValueError: k must be in [1, 64], got 65", lambda here: topk_log_probs(here.x, V + 1, shard=here.shard)),
+            "top_p NaN": refused("ValueError: top_p must be in (0, 1], got nan", lambda here: topk_log_probs(here.x, 3, top_p=NAN, shard=here.shard)),
+        },
+        "an `ignore_index` that is no integer": {
+            f"ignore_index {i}": refused(f"TypeError: ignore_index must be an int, got {i}", ignore_index=i) for i in (None, -100.0)
+        },
+        '`transport="sum"` beyond +-600': {
+            "the target at 700, sum": edited(2, 31, 700.0, options={"transport": "sum"}, sizes=(2, 4)),
+            "logits of 700, sum": edited(2, 5, 700.0, nan=(2,), options={"transport": "sum"}, sizes=(2, 4)),
+            "-inf and ignored tokens, sum": edited(1, first, -INF, labels=relabelled(-100).labels, zero=(2,), options={"transport": "sum"}),
+        },
+        "NaN or +inf in a teacher's row, or nothing above -inf": {
+            "NaN in a teacher's row": rows(**divergence(on_teacher(3, 40, NAN)), nan=(3,)),
+            "+inf in a teacher's row": rows(**divergence(on_teacher(3, 5, INF)), nan=(3,)),
+            "a teacher's row all -inf": rows(**divergence(on_teacher(3, everywhere, -INF)), nan=(3,)),
+            "a bad teacher of an ignored token": relabelled(-100, **divergence(on_teacher(2, 5, NAN)), zero=(2,)),
+        },
+        "a probability of 0 on either side of a KL": {
+            "the teacher's is 0": rows(**divergence(on_teacher(3, first, -INF))),
+            "the student's is 0, reverse KL": edited(3, first, -INF, **divergence(teacher, "reverse_kl")),
+            "both are 0": edited(3, first, -INF, **divergence(on_teacher(3, first, -INF))),
+            "the student's is 0": edited(3, 5, -INF, **divergence(teacher)),
+        },
+        "entries of a top-K teacher that are none (a negative id, a log-prob of -inf, False in the mask); one id in several": {
+            "entries": rows(**entries([3, 40, 63], [-1.0, -2.0, -0.7])),
+            "negative ids": rows(**entries([3, -1, 63, -5], [-1.0, -2.0, -0.7, NAN])),
+            "log-probs of -inf": rows(**entries([3, 40, 63], [-1.0, -INF, -0.7])),
+            "masked entries": rows(**entries([3, 40, 99], [-1.0, -2.0, NAN], [True, True, False])),
+            "no entry": rows(**entries([-1, -1], [-1.0, -2.0])),
+            "one id in several entries": rows(**entries([3, 40, 3], [-1.0, -2.0, -1.5])),
+        },
+        "an entry with an id at or beyond the vocabulary, NaN or +inf": {
+            "an entry's id is V": rows(**entries([3, V], [-1.0, -2.0], nan=tuple(range(N)), nan_columns=slice(0, 1))),
+            "NaN in an entry": rows(**entries([3, 40], [-1.0, NAN], nan=tuple(range(N)), nan_columns=slice(0, 1))),
+            "+inf in an entry": rows(**entries([3, 40], [-1.0, INF], nan=tuple(range(N)), nan_columns=slice(0, 1))),
+        },
+        "a teacher of another shape, without entries, at a temperature or beta that cannot be, not wanted or missing": {
+            "a teacher of other tokens": refused("ValueError: teacher.logits must have shape", keywords=wrong_teacher(logits=lambda here: here.part(teacher[1:])), local=True),
+            "a gathered teacher": refused("ValueError: teacher.logits must have shape", keywords=wrong_teacher(logits=lambda here: here.to(teacher)), sizes=(2, 4), local=True),
+            "a teacher's temperature 0": refused("ValueError: teacher.temperature must be positive, got 0", keywords=wrong_teacher(temperature=0)),
+            "a student's temperature NaN": refused("ValueError: teacher.student_temperature must be positive, got nan", keywords=wrong_teacher(student_temperature=NAN)),
+            "beta 1": refused("ValueError: beta must be in (0, 1), got 1", keywords=wrong_teacher(beta=1.0)),
+            "a teacher and no divergence": refused("ValueError: a Teacher serves the statistics", keywords=lambda here: {"teacher": Teacher(here.x)}),
+            "a divergence and no teacher": refused("ValueError: ['forward_kl'] need a teacher, got none", keywords=lambda here: {"want": ("forward_kl",)}),
+            "a distillation term and no teacher": refused("ValueError: inputs must be ['teacher'] for these terms and metrics, got []", with_head(Distillation())),
+            "K = 0": refused("ValueError: teacher.ids must be [.., K] with K > 0, got [6, 0]", keywords=wrong_entries(torch.zeros(N, 0).long(), torch.zeros(N, 0))),
+            "other log-probs than ids": refused("ValueError: teacher.log_probs must have shape [6, 2], got [6, 3]", keywords=wrong_entries(log_probs=torch.zeros(N, 3))),
+            "a tail that was renormalised away": refused("ValueError: renormalize=True leaves no tail, got a tail_log_prob", keywords=wrong_entries(tail_log_prob=zeros)),
+            "a temperature of the entries with a tail": refused("ValueError: a temperature of 2.0 needs renormalize=True", keywords=wrong_entries(temperature=2.0, renormalize=False)),
+        },
+        "a teacher of another type": {
+            "a tensor as teacher": refused("TypeError: teacher must be a Teacher or a TopKTeacher, got Tensor", keywords=lambda here: {"want": ("forward_kl",), "teacher": here.x}),
+            "an integer teacher": refused("TypeError: teacher.logits must be one of", keywords=wrong_teacher(logits=lambda here: here.part(teacher).long())),
+            "float ids": refused("TypeError: teacher.ids must be int64 or int32, got torch.float32", keywords=wrong_entries(ids=torch.zeros(N, 2))),
+            "an integer mask": refused("TypeError: teacher.mask must be bool, got torch.int64", keywords=wrong_entries(mask=torch.ones(N, 2).long())),
+        },
+        "a linear head without `main_grad`, with two biases, without room, in place": {
+            "no main_grad": refused("ValueError: main_grad=True needs weight.main_grad, fp32, contiguous", linear(linear=Linear(main_grad=True)), local=True),
+            "two biases": refused("ValueError: bias was given twice", linear(bias=lambda here: here.part(torch.ones(V)), transform=lambda here: Transform(bias=here.part(torch.ones(V))))),
+            "a budget of 0": refused("ValueError: budget must be a positive number of bytes or None, got 0", lambda here: Linear(budget=0)),
+            "in place, without logits": refused("ValueError: inplace=True overwrites logits", linear(options=Options(inplace=True))),
+            "one sweep of statistics": refused("ValueError: mode='one_sweep' computes the gradient of a HeadLoss", linear(linear=Linear("one_sweep"))),
+        },
+    }  # fmt: skip
+
+
+CASES = {name: line for line, cases in lines(torch.float32).items() for name in cases}  # case -> line
+
+
+def case_of(name, dtype) -> Case:
+    return lines(dtype)[CASES[name]][name]
+
+
+def lay_out(x, layout):
+    """[N, w] -> the same numbers, the leading shape and strides of the layout."""
+    width = x.shape[1]
+    if layout == "transposed":
+        return x.T.contiguous().T
+    if layout == "column-strided":
+        return torch.repeat_interleave(x, 3, 1)[:, 1::3]
+    if layout == "sliced":
+        return F.pad(x, (3, 5), value=9.0)[:, 3 : 3 + width]
+    if layout == "misaligned":
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    if layout == "expanded":
+        return x[:1].clone().expand(x.shape)
+    if layout == "[S, B, V] transposed":
+        return x.view(2, 3, width).transpose(0, 1).contiguous().transpose(0, 1)
+    if layout == "no one row stride":
+        return F.pad(x.view(2, 3, width), (0, 0, 1, 1), value=9.0)[:, 1:4]
+    if layout == "[V]":
+        return x.view(width)
+    return x.view(2, 0, 3, width) if layout == "[2, 0, 3]" else x.contiguous()
+
+
+def upstream_of(kind, shape, i):
+    """The gradient that arrives at statistic number i; None: none does."""
+    n = shape.numel()
+    drawn = torch.randn(max(n, N), 2, generator=torch.Generator().manual_seed(5 + i))[:n]
+    one = torch.arange(n) == 2
+    if i and kind not in ("all", "0.37 of the sum"):
+        return None
+    kinds = {
+        "zero": torch.zeros(n),
+        "-1": torch.full((n,), -1.0),
+        "0.37 of the sum": torch.tensor(0.37).expand(n),
+        "expanded": torch.tensor(0.37).expand(n),
+        "strided": drawn[:, 1],
+        "1e6": torch.full((n,), 1e6),
+        "1e38": torch.full((n,), 1e38).copysign(drawn[:, 0]),
+        "inf at 2": torch.where(one, INF, drawn[:, 0]),
+        "NaN at 2": torch.where(one, NAN, drawn[:, 0]),
+    }
+    return kinds.get(kind, drawn[:, 0].contiguous()).view(shape)
+
+
+def values_of(here: Here):
+    if here.case.value is not None:
+        values = here.case.value(here)
+        return list(values) if isinstance(values, (list, tuple)) else [values]
+    return statistics(here) if here.case.loss is None else loss_of(here)
+
+
+def outcome(group, device, case: Case, backend):
+    """-> bounds of the shard, values and gradients on this rank."""
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    shard = case.cut(group) if case.cut else VocabShard.from_group(group, case.vocab, case.x.shape[1])
+    start, stop = (0, V) if shard is None else (shard.start, shard.stop)
+    x = lay_out(case.x[:, start:stop].clone().to(device), case.layout)
+    labels = case.labels if case.labels_of is None else case.labels_of(case.labels.clone(), rank, size)
+    labels = labels.to(device) if x.dim() == 2 else labels.to(device).view(x.shape[:-1])
+    before, version = x.clone(), x._version
+    x.requires_grad_(x.is_floating_point())
+    values = values_of(Here(x, labels, shard, case, backend))
+    upstream = [upstream_of(case.upstream, value.shape, i) for i, value in enumerate(values)]
+    used = [(v, g.to(device)) for v, g in zip(values, upstream) if g is not None and v.requires_grad]
+    grads = []
+    for i in range(case.backwards):
+        outputs, given = [v for v, _ in used], [g * (i + 1) for _, g in used]
+        if case.upstream == "0.37 of the sum":
+            outputs, given = [sum(0.37 * (i + 1) * v.sum() for v in outputs)], None
+        grads.append(torch.autograd.grad(outputs, x, given, retain_graph=True)[0])
+    assert x._version == version and torch.equal(*(t.detach().nan_to_num(7.5) for t in (x, before))), "logits written"
+    grads = [grad.reshape(x.shape[:-1].numel(), stop - start).cpu() for grad in grads]
+    return (start, stop), [v.detach().flatten().cpu() for v in values], grads
+
+
+def run(group, device, name, backend, dtypes):
+    """The outcome at each dtype, or the exception."""
+    results = []
+    for dtype in dtypes:
+        case = case_of(name, dtype)
+        try:
+            results.append(outcome(group, device, case, backend))
+        except Exception as error:
+            results.append(Failure(type(error).__name__, str(error), traceback.format_exc()))
+            if not case.raises:
+                break  # perhaps on this rank alone: no more collectives
+    return results
+
+
+def definition(case: Case, bounds):
+    """Values and gradients [N, columns of all ranks] in float64, by whole rows of the columns that these bounds have."""
+    ids = torch.cat([torch.arange(start, stop) for start, stop in bounds])
+    real = ids < case.vocab
+    x = case.x.double()[:, ids[real]]
+    x = (x[:1].expand_as(x) if case.layout == "expanded" else x).clone()
+    valid = torch.ones(len(case.labels), dtype=torch.bool)
+    valid[[*case.nan, *case.zero]] = False
+    labels = torch.where(valid, case.labels.long(), 0)
+    grad = torch.zeros(len(x), len(ids)).double()
+    if case.loss is not None or case.expected is not None:
+        x.requires_grad_()
+        if case.loss is not None:
+            values = [defined_loss(x, case.labels.long(), **case.loss)]
+        else:
+            values = [case.expected(x, case.labels)]
+        upstream = upstream_of(case.upstream, values[0].shape, 0).double()
+        grad[:, real] = torch.autograd.grad(values, x, upstream)[0]
+        values = [value.detach() for value in values]
+    else:
+        at = torch.tensor([int((ids[real] == label).nonzero()[0]) if ok else 0 for label, ok in zip(labels, valid)])
+        transform = dict(case.transform)
+        if "bias" in transform:
+            transform["bias"] = transform["bias"][ids[real]]
+        z, slope = oracle.transform(x, **transform)
+        values = oracle.statistics(z, at.long())
+        values["argmax"] = ids[real][values["argmax"]]
+        values = [values[name] for name in case.want]
+        upstream = [upstream_of(case.upstream, value.shape, i) for i, value in enumerate(values)]
+        upstream = {name: g for name, g in zip(case.want, upstream) if g is not None and name != "argmax"}
+        grad[:, real] = oracle.gradient(z, slope, at.long(), upstream)
+    per_token = [value for value in values if value.dim()]
+    for tokens, fill in ((case.nan, NAN), (case.zero, 0.0)):
+        for value in per_token:
+            value[list(tokens)] = fill if value.is_floating_point() else -1
+        if per_token:
+            grad[list(tokens)] = 0.0
+            columns = torch.arange(len(ids))[real][case.nan_columns]
+            grad[:, columns] = grad[:, columns].index_fill(0, torch.tensor(tokens, dtype=torch.long), fill)
+    return values, grad
+
+
+def check(case: Case, results):
+    """What the ranks gave, against the case."""
+    if case.raises:
+        assert all(isinstance(r, Failure) for r in results), f"no exception, but {results}"
+        found = [f"{r.kind}: {r.message}" for r in results]
+        assert all(text.startswith(case.raises) for text in found), f"{case.raises} expected, got {found}"
+        everywhere = {re.sub(r"-?\d+", "#", text) if case.local else text for text in found}
+        assert len(everywhere) == 1 and case.words in found[0], found
+        return
+    for r in results:
+        assert not isinstance(r, Failure), r.trace
+    bounds, values, grads = zip(*results)
+    for others in values[1:]:
+        assert all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in zip(values[0], others)), "ranks differ"
+    if bounds[0] == (0, V):  # every rank has all of it
+        bounds, grads = bounds[:1], grads[:1]
+    expected, grad = definition(case, bounds)
+    for ours, truth in zip(values[0], expected):
+        truth = truth.to(ours.dtype).flatten()
+        torch.testing.assert_close(ours, truth, rtol=2e-6, atol=1e-6, equal_nan=True)
+    rtol = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}.get(case.x.dtype, 2e-5)
+    for i in range(case.backwards):
+        ours = torch.cat([parts[i] for parts in grads], 1)
+        truth = ((i + 1) * grad).to(ours.dtype)
+        torch.testing.assert_close(ours, truth, rtol=rtol, atol=1e-6, equal_nan=True)
+
+
+MATRIX = [(name, size) for name in CASES for size in case_of(name, DTYPES[0]).sizes]
+
+
+def holds(name, world_size, backend, dtypes=DTYPES):
+    """One named input on so many ranks, at each of these dtypes."""
+    results = on_ranks(world_size, run, name, backend, dtypes)
+    for i, dtype in enumerate(dtypes):
+        try:
+            check(case_of(name, dtype), [r[i] for r in results])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {dtype}, {backend} backend, {world_size} ranks: {error}") from None
