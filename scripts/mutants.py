@@ -24,7 +24,7 @@ KERNELS, TOPK, EAGER = "backends/kernels.py", "backends/topk_kernels.py", "backe
 SUMS, MEGATRON = "backends/sums_kernels.py", "integrations/megatron.py"
 
 GROUPS = {  # tests -> (file of the package, code, what it becomes)
-    "test_losses test_accuracy test_bad_inputs test_distillation test_sharding": [
+    "test_losses test_accuracy test_bad_inputs test_bad_inputs_triton test_distillation test_sharding": [
         (KERNELS, "target += tl.where(owner == 1.0, tl.load(at + 2 * n, mask=here, other=0.0), 0.0)", "target += tl.where(owner == 1.0, 0.0, 0.0)"),
         (KERNELS, "others = tl.fma(factor, s, others)", "others = tl.fma(1.0, s, others)"),
         (KERNELS, "moment = tl.fma(factor, tl.fma(drop, s, e), moment)", "moment = tl.fma(factor, e, moment)"),

@@ -14,7 +14,7 @@ from ranks import on_ranks
 from tp_headloss import HeadLoss, Options, VocabShard, vocab_statistics
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-X, LABELS = torch.randn(N, V, generator=torch.Generator().manual_seed(3)) * 2, torch.tensor([1, 40, 31, 32, 0, 63])
+X, LABELS = torch.randn(N, V, generator=torch.Generator().manual_seed(3)) * 2, torch.tensor([1, 40, 31, 32])
 
 
 @pytest.mark.parametrize("name, world_size", MATRIX)
@@ -60,7 +60,7 @@ def disagreeing_run(group, device, what, check):
 def test_ranks_that_disagree_see_nan_on_every_rank(what):
     for log_prob, grad, loss, count in on_ranks(2, disagreeing_run, what, False):
         assert loss.isnan() and count == N
-        assert log_prob[2].isnan() and not log_prob[[0, 1, 4, 5]].isnan().any()
-        assert grad[2].isnan().all() and not grad[[0, 1, 4, 5]].isnan().any()
+        assert log_prob[2].isnan() and not log_prob[[0, 1]].isnan().any()
+        assert grad[2].isnan().all() and not grad[[0, 1]].isnan().any()
     failures = on_ranks(2, disagreeing_run, what, True, failures=True)
     assert [f.kind for f in failures] == ["ValueError"] * 2 and all("token 2" in f.message for f in failures)
