@@ -519,6 +519,12 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "k = V + 1": refused("ValueError: k must be in [1, 64], got 65", lambda here: topk_log_probs(here.x, V + 1, shard=here.shard)),
             "top_p NaN": refused("ValueError: top_p must be in (0, 1], got nan", lambda here: topk_log_probs(here.x, 3, top_p=NAN, shard=here.shard)),
         },
+        "an `ignore_index` beyond int64": {"ignore_index 2^63": refused(f"ValueError: ignore_index must be in the range of int64, got {1 << 63}", ignore_index=1 << 63)},
+        "a complex temperature, bias or column weight": {
+            "complex temperatures": refused("TypeError: temperature must be real, got torch.complex64", transform={"temperature": ones.cfloat()}),
+            "a complex bias": refused("TypeError: bias must be real, got torch.complex64", transform={"bias": torch.ones(V).cfloat()}),
+            "complex column weights": refused("TypeError: total_weight must be real, got torch.complex64", keywords=lambda here: {"want": ("total",), "total_weight": here.part(torch.ones(V).cfloat())}),
+        },
         "an `ignore_index` that is no integer": {
             f"ignore_index {i}": refused(f"TypeError: ignore_index must be an int, got {i}", ignore_index=i) for i in (None, -100.0)
         },

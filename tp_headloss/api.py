@@ -217,6 +217,8 @@ def flat_inputs(logits, labels, shard, want, transform, teacher, total_weight, i
     backend = _validate(logits, labels, shard, want, transform, teacher, total_weight, options)
     if not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+    if not -(1 << 63) <= ignore_index < 1 << 63:
+        raise ValueError(f"ignore_index must be in the range of int64, got {ignore_index}")
     temperature, temperatures = transform.temperature, None
     if isinstance(temperature, torch.Tensor):
         temperature, temperatures = 1.0, temperature.to(torch.promote_types(logits.dtype, torch.float32))
@@ -453,6 +455,8 @@ def _expect(name, tensor, shape, device):
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like the logits, got {tensor.device}")
+    if tensor.is_complex():
+        raise TypeError(f"{name} must be real, got {tensor.dtype}")
 
 
 def _check_labels(labels, owners, valid, shard):
