@@ -537,6 +537,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "NaN in a teacher's row": rows(**divergence(on_teacher(3, 40, NAN)), nan=(3,)),
             "+inf in a teacher's row": rows(**divergence(on_teacher(3, 5, INF)), nan=(3,)),
             "a teacher's row all -inf": rows(**divergence(on_teacher(3, everywhere, -INF)), nan=(3,)),
+            "a teacher's row all -inf, reverse KL": rows(**divergence(on_teacher(3, everywhere, -INF), "reverse_kl"), nan=(3,)),
             "a bad teacher of an ignored token": relabelled(-100, **divergence(on_teacher(2, 5, NAN)), zero=(2,)),
         },
         "a probability of 0 on either side of a KL": {
