@@ -5,8 +5,8 @@ import oracle
 import policy_oracle
 import torch
 import torch.nn.functional as F
+from odd_inputs import lay_out
 from strategies import FIXED, Case
-from test_bad_inputs import lay_out
 from test_topk_distillation import BETA, definition
 
 from tp_headloss import (

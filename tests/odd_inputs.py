@@ -458,7 +458,10 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "an input of another shape": refused("ValueError: input 'advantages' must broadcast to the labels' shape [4], got [3]", with_head(PolicyGradient("reinforce"), keywords={"inputs": lambda here: {"advantages": here.to(ones[:3])}})),
             "sequences of other tokens": refused("ValueError: sequences must be of tokens [4], got [2, 2]", with_head(reduction="seq-mean-token-sum", keywords={"inputs": lambda here: {"sequences": Sequences.from_mask(here.to(ones > 0).view(2, 2))}})),
         },
-        "inputs that are no tensors, or no `Sequences`": {
+        "inputs that are no tensors, or no `Sequences`; weights and denominators that are complex or no numbers": {
+            "complex token weights": refused("TypeError: token_weight must be real, got torch.complex64", with_head(keywords={"token_weight": ones + 0j})),
+            "a complex denominator": refused("TypeError: denominator must be real, got torch.complex64", with_head(keywords={"denominator": torch.tensor(1j)})),
+            "a denominator that is a string": refused("TypeError: denominator must be a number or a scalar tensor, got '3'", with_head(keywords={"denominator": "3"})),
             "an input that is a number": refused("TypeError: input 'advantages' must be a tensor on", with_head(PolicyGradient("reinforce"), keywords={"inputs": {"advantages": 1.0}}), local=True),
             "sequences that are a mask": refused("TypeError: the input 'sequences' must be a Sequences, got Tensor", with_head(reduction="seq-mean-token-sum", keywords={"inputs": {"sequences": ones > 0}})),
         },
@@ -520,7 +523,10 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "top_p NaN": refused("ValueError: top_p must be in (0, 1], got nan", lambda here: topk_log_probs(here.x, 3, top_p=NAN, shard=here.shard)),
         },
         "an `ignore_index` beyond int64": {"ignore_index 2^63": refused(f"ValueError: ignore_index must be in the range of int64, got {1 << 63}", ignore_index=1 << 63)},
-        "a complex temperature, bias or column weight": {
+        "a temperature that is no number; a complex temperature, bias or column weight": {
+            "temperature None": refused("TypeError: temperature must be a number or a tensor, got None", transform={"temperature": None}),
+            "a temperature that is a string": refused("TypeError: temperature must be a number or a tensor, got '1'", transform={"temperature": "1"}),
+
             "complex temperatures": refused("TypeError: temperature must be real, got torch.complex64", transform={"temperature": ones.cfloat()}),
             "a complex bias": refused("TypeError: bias must be real, got torch.complex64", transform={"bias": torch.ones(V).cfloat()}),
             "complex column weights": refused("TypeError: total_weight must be real, got torch.complex64", keywords=lambda here: {"want": ("total",), "total_weight": here.part(torch.ones(V).cfloat())}),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import oracle
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import on_ranks
 
 from tp_headloss import Options, Transform, VocabShard, vocab_statistics
@@ -271,3 +272,27 @@ def test_packets_in_memory_of_their_ranks_merge_to_the_same_bits(turn, want, dev
         merged = backend.merge_packets(buffers[rank][:size].view(2, rows, 6), inputs, spec, memory)
         assert all(torch.equal(a, b) for a, b in zip(expected, merged))
         assert turns[rank].tolist() == [turn + 1, turn]
+
+
+def mixed_layouts_run(group, device):
+    """[2, 3, V] of which the ranks differ in memory: transposed, contiguous, empty."""
+    rank = dist.get_rank(group)
+    shard = VocabShard.from_boundaries([0, 40, 100, 100, 100], 100, group)
+    x = torch.randn(2, 3, 100, generator=torch.Generator().manual_seed(2))
+    labels = torch.arange(6).view(2, 3) * 19
+    local = x[..., shard.start : shard.stop].to(device)
+    local = local.transpose(0, 1).contiguous().transpose(0, 1) if rank % 2 else local.contiguous()
+    local.requires_grad_()
+    stats = vocab_statistics(local, labels.to(device), shard=shard)
+    (stats.log_prob * torch.arange(6, device=device).view(2, 3)).sum().backward()
+    return stats.log_prob.detach().cpu(), local.grad.cpu()
+
+
+def test_ranks_whose_logits_lie_differently_in_memory_have_the_same_tokens():
+    results = on_ranks(4, mixed_layouts_run)
+    x = torch.randn(2, 3, 100, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    expected = x.log_softmax(-1).gather(-1, torch.arange(6).view(2, 3, 1) * 19)[..., 0]
+    (expected * torch.arange(6).view(2, 3)).sum().backward()
+    for log_prob, _ in results:
+        torch.testing.assert_close(log_prob, expected.detach())
+    torch.testing.assert_close(torch.cat([grad for _, grad in results], -1), x.grad)

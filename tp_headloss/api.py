@@ -228,7 +228,7 @@ def flat_inputs(logits, labels, shard, want, transform, teacher, total_weight, i
     of_teacher = _teacher_scales(teacher, transform.temperature, logits)
     beta = 0.5 if teacher is None else float(teacher.beta)
     spec = head_spec(shard, tuple(want), *numbers, ignore_index, backend, options.transport, *of_teacher[0], beta)
-    rows = _TokenOrder(logits if order_of is None else order_of, options.inplace)
+    rows = _TokenOrder(logits if order_of is None else order_of, options.inplace, shard.world_size == 1)
     vectors = {"labels": labels, "temperatures": temperatures}
     vectors = {name: None if x is None else rows.flatten(x).contiguous() for name, x in vectors.items()}
     inputs = Inputs(
@@ -294,9 +294,12 @@ def _teacher_scales(teacher, temperature, logits):
 
 
 class _TokenOrder:
-    """Tokens in the logits' memory order, so that a transposed [S, B, V] needs no copy: only per-token vectors move."""
+    """Tokens in the logits' memory order, so that a transposed [S, B, V] needs no copy: only per-token vectors move.
 
-    def __init__(self, logits: torch.Tensor, inplace: bool):
+    On several ranks in their logical order: all must have the same, and each sees only its own logits' memory.
+    """
+
+    def __init__(self, logits: torch.Tensor, inplace: bool, alone: bool):
         lead = logits.dim() - 1
         if lead == 1 and not inplace:  # already a row of tokens
             self.permutation, self.shape, self.rows = None, logits.shape[:1], logits.shape[0]
@@ -304,7 +307,7 @@ class _TokenOrder:
         order = []  # by descending stride; by hand, because a traced stride may be compared but not sorted
         for d in range(lead):
             at = len(order)
-            while at > 0 and logits.stride(order[at - 1]) < logits.stride(d):
+            while alone and at > 0 and logits.stride(order[at - 1]) < logits.stride(d):
                 at -= 1
             order.insert(at, d)
         self.permutation = None if order == list(range(lead)) else order
@@ -394,6 +397,8 @@ def _expect_temperature(name, temperature, lead, device):
         _expect(name, temperature, lead, device)
         if temperature.requires_grad:
             raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
+    elif not isinstance(temperature, (int, float)):
+        raise TypeError(f"{name} must be a number or a tensor, got {temperature!r}")
     elif not 0 < temperature < float("inf"):
         raise ValueError(f"{name} must be positive, got {temperature}")
 
@@ -463,7 +468,9 @@ def _check_labels(labels, owners, valid, shard):
     bad = (valid & (owners != 1)).flatten().nonzero()
     if len(bad):
         token = int(bad[0])
+        lonely = int(owners.flatten()[token]) == 0
         raise ValueError(
             f"label of token {token} (flat index) must be the ignore_index or in [0, {shard.vocab_size}), got "
-            f"{int(labels.flatten()[token])}, which {int(owners.flatten()[token])} shards own; {len(bad)} such tokens"
+            f"{int(labels.flatten()[token])}, which {'no shard owns' if lonely else 'ranks do not agree on'}; "
+            f"{len(bad)} such tokens"
         )

@@ -307,6 +307,11 @@ class HeadLoss(nn.Module):
             raise ValueError(f"token_weight must have shape {list(labels.shape)}, got {list(token_weight.shape)}")
         if denominator is not None and self.reduction in ("none", "sum"):
             raise ValueError(f"a denominator goes with a mean, got reduction={self.reduction!r}")
+        for name, value in (("token_weight", token_weight), ("denominator", denominator)):
+            if isinstance(value, torch.Tensor) and value.is_complex():
+                raise TypeError(f"{name} must be real, got {value.dtype}")
+        if not (denominator is None or isinstance(denominator, (int, float, torch.Tensor))):
+            raise TypeError(f"denominator must be a number or a scalar tensor, got {denominator!r}")
         if isinstance(denominator, torch.Tensor) and denominator.dim() != 0:
             raise ValueError(f"denominator must be a number or a scalar tensor, got shape {list(denominator.shape)}")
         inputs = self._checked(inputs or {}, labels)
