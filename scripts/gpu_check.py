@@ -155,7 +155,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", type=Path, default=ROOT / "docs/gpu_check.md")
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
-    parser.add_argument("--only", nargs="*", help="test files' names (test_cuda), kernels, memcheck, racecheck")
+    parser.add_argument("--only", nargs="*", help="test_cuda, .., kernels, memcheck, racecheck, initcheck")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no GPU here: bash scripts/test.sh runs everything else")
@@ -163,6 +163,7 @@ def main():
     other = {
         "memcheck": lambda: sanitizer("memcheck"),
         "racecheck": lambda: sanitizer("racecheck"),
+        "initcheck": lambda: sanitizer("initcheck"),
         "kernels": lambda: kernels(capability),
     }
     # what takes long first

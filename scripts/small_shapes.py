@@ -3,8 +3,8 @@
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python scripts/small_shapes.py
 
 Without torch's own allocator in between, an access beyond a tensor is one beyond an allocation. On a CPU the kernels
-run in Triton's interpreter (TRITON_INTERPRET=1). `--plant memcheck` and `--plant racecheck` run a wrong kernel instead,
-to see that the tool is watching.
+run in Triton's interpreter (TRITON_INTERPRET=1). `--plant memcheck` (racecheck, initcheck) runs a wrong kernel
+instead, to see that the tool is watching.
 """
 
 import argparse
@@ -92,6 +92,8 @@ def plant(tool: str):
     x = torch.zeros(128, device="cuda", dtype=torch.int32)
     if tool == "memcheck":
         write_beyond_kernel[(1,)](x, 1 << 20)
+    elif tool == "initcheck":
+        torch.empty(1 << 20, device="cuda").sum()
     else:
         race_kernel[(1,)](x)
     torch.cuda.synchronize()
@@ -113,6 +115,6 @@ def main(width=1003, k=6):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plant", choices=("memcheck", "racecheck"))
+    parser.add_argument("--plant", choices=("memcheck", "racecheck", "initcheck"))
     args = parser.parse_args()
     plant(args.plant) if args.plant else main()

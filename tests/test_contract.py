@@ -492,6 +492,18 @@ def test_rows_do_not_depend_on_their_batch(backend, device):
         torch.testing.assert_close(a[5:6], c)
 
 
+def test_twenty_repeats_have_the_same_bits(backend, device):
+    x, labels = rows(device)
+    first = None
+    for _ in range(20):
+        leaf = x.clone().requires_grad_()
+        stats = vocab_statistics(leaf, labels, want=WANT, options=Options(backend=backend))
+        (stats.log_prob + stats.entropy).nan_to_num().sum().backward()
+        values = *(value.detach() for value in stats[:6]), leaf.grad
+        first = first or values
+        assert all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in zip(first, values))
+
+
 def test_a_softcap_bounds_infinite_logits_as_in_torch(backend, device):
     x = torch.tensor([[torch.inf, 1.0, 2.0], [-torch.inf, 1.0, 2.0]], device=device, requires_grad=True)
     labels = torch.tensor([0, 1], device=device)

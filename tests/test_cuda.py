@@ -413,6 +413,17 @@ def test_a_thousand_repeats_have_the_same_bits_under_noise(world_size, transport
         assert differing == 0
 
 
+def test_rows_have_the_same_bits_in_batches_of_any_size():
+    x = torch.randn(8192, V, device="cuda").mul_(3).bfloat16()
+    labels = torch.randint(0, V, (8192,), device="cuda")
+    shard = VocabShard.from_group(None, V)
+    *whole, grad = results(x, labels, shard, "auto")
+    for n in (1, 3, 64):
+        order = torch.randperm(8192, device="cuda")[:n]
+        *part, part_grad = results(x[order], labels[order], shard, "auto")
+        assert all(torch.equal(a[order], b) for a, b in zip(whole, part)) and torch.equal(grad[order], part_grad)
+
+
 def test_another_process_gets_the_same_bits():
     ours = saved_run(None, torch.device("cuda"))
     pool = Pool(1)

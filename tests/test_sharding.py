@@ -121,7 +121,10 @@ def test_sharded_equals_unsharded(world_size, layout, dtype, backend):
         assert_same_bits(results, on_ranks(1, shard_run, case))
 
 
-@pytest.mark.parametrize("vocab_size", [32000, 50304])
+REALISTIC = [32000, 50304] + [128256, 151936, 152064, 262144] * torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("vocab_size", REALISTIC)
 def test_same_bits_at_tp_1_2_4_8(vocab_size):
     """Loss, every statistic and the gradient of the triton backend, at realistic sizes."""
     eighths = [r * vocab_size // 8 for r in range(9)]
