@@ -17,9 +17,12 @@ from tp_headloss import Options, VocabShard, linear_vocab_statistics, vocab_stat
 V, N, H = 64, 6, 8
 INSIDE = 0.5  # seconds after which a rank that was told to begin waits in its collective
 CLEAR = r"Connection (closed|reset)|Broken pipe|[Tt]imed out|timeout|CUDA error"
-# After its timeout the watchdog waits four times as long as this before it ends the process, a minute by default, for
-# dumps of all ranks.
-NCCL = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
+# After its timeout the watchdog prints the stack of the collective, which takes it seconds to look up, and waits four
+# times as long as the last of these, a minute by default, for dumps of all ranks, before it ends the process.
+NCCL = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_FR_BUFFER_SIZE": "0", "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "50",
+}  # fmt: skip
 kept = {}  # of this process, from one job to the next
 
 
