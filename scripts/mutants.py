@@ -56,7 +56,6 @@ GROUPS = {  # tests -> (file of the package, code, what it becomes)
         ("losses/distillation.py", "return temperature**2 * values", "return temperature * values"),
         ("shard.py", "step = -(-padded_size // world_size)", "step = padded_size // world_size"),
         ("shard.py", "return max(0, min(self.stop, self.vocab_size) - self.start)", "return self.stop - self.start"),
-        ("reduce.py", "counted = valid if weight is None else valid & (weight != 0)", "counted = valid"),
         ("head_loss.py", "return count.clamp(min=1) if weight is None else nonzero(count)", "return count"),
     ],
     "test_topk test_topk_distillation": [
@@ -75,6 +74,7 @@ GROUPS = {  # tests -> (file of the package, code, what it becomes)
         ("topk.py", "bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()", "bits).long()"),
     ],
     "test_policy test_sequences test_preference": [
+        ("reduce.py", "counted = valid if weight is None else valid & (weight != 0)", "counted = valid"),
         ("losses/ratio.py", "difference.clamp(-clamp, clamp)", "difference.clamp(max=clamp)"),
         ("losses/policy.py", "ratio.clamp(max=high), ratio.clamp(low, dual_clip)", "ratio.clamp(max=high), ratio.clamp(low)"),
         ("losses/policy.py", "masked_fill(advantages > 0, temperatures[0])", "masked_fill(advantages < 0, temperatures[0])"),
@@ -123,7 +123,7 @@ GROUPS = {  # tests -> (file of the package, code, what it becomes)
         (MEGATRON, "labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), OUTSIDE)", "pass"),
         (MEGATRON, "return torch.where(far.any(), torch.nan, factor), None, None", "return factor, None, None"),
         (MEGATRON, "    if head.calls == before:", "    if False:"),
-        (MEGATRON, "compute_language_model_loss=loss, _scale_logits=_same):", "compute_language_model_loss=loss):"),
+        (MEGATRON, "return out.loss.transpose(0, 1).contiguous()", "return out.loss.contiguous()"),
     ],
     "test_agreement": [
         ("agreement.py", "        if not failed:\n            _compare(facts)", "        if not failed:\n            pass"),
