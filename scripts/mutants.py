@@ -68,7 +68,7 @@ GROUPS = {  # tests -> (file of the package, code, what it becomes)
         (TOPK, "log_tau += tl.log(tl.where(kept, total, 1.0))", "pass"),
         (TOPK, "common = outside * common + inside * g_outside", "common = outside * common"),
         (TOPK, "p *= tl.load(at + 7 * n)", "p *= 1.0"),
-        (KERNELS, "entry += tl.sum((ids < start + first)", "entry += 0 * tl.sum((ids < start + first)"),
+        (KERNELS, "entry += tl.sum((ids < start + first)", "entry += tl.sum((ids <= start + first)"),
         (KERNELS, "dz += tl.load(extra_ptr + row * n_entries + positions, mask=readable, other=0.0)", "dz += 0.0"),
         ("topk.py", "cut = before >= top_p", "cut = before > 2"),
         ("topk.py", "bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()", "bits).long()"),
