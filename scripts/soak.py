@@ -30,6 +30,9 @@ from ranks import POOLS, Failure, Pool  # noqa: E402
 from strategies import Case, cases  # noqa: E402
 
 WARM_UP = 2  # rounds
+# Bytes on the device: symmetric memory is set up anew for more tokens than ever before, each time with 1 KiB of
+# addresses and counters that torch's allocator sees. What a call left behind would be thousands of times that
+TOLERATED = 16 << 10
 
 
 def call(world_size, function, *args):
@@ -122,7 +125,7 @@ def main():
     for world_size in args.ranks:
         for rank, (a, b) in enumerate(zip(before[world_size], now[world_size])):
             fds, resident, device = (y - x for x, y in zip(a, b))
-            leaks += fds > 0 or device > 0
+            leaks += fds > 0 or device > TOLERATED
             grown = f"{fds:+d} file descriptors, {resident / 2**20:+.1f} MiB resident, {device:+d} bytes on the device"
             print(f"{world_size} ranks, rank {rank}: {grown} after the first {WARM_UP} rounds")
     print(f"{total} examples in {elapsed() / 60:.1f} min, 0 failures, {leaks} leaks; seeds {args.seed} to {number - 1}")

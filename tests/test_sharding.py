@@ -121,6 +121,14 @@ def test_sharded_equals_unsharded(world_size, layout, dtype, backend):
         assert_same_bits(results, on_ranks(1, shard_run, case))
 
 
+def test_six_ranks_with_uneven_and_empty_shards():
+    for layout in ("uneven", "empty"):
+        case = layout_case(layout, 6, dtype=torch.float32, backend="torch")
+        results = on_ranks(6, shard_run, case)
+        assert_same_bits(results, results)
+        assert_truth(case, results)
+
+
 REALISTIC = [32000, 50304] + [128256, 151936, 152064, 262144] * torch.cuda.is_available()
 
 
