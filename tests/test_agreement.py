@@ -215,3 +215,11 @@ def everywhere_run(group, device, validate):
 def test_an_unknown_validation_is_refused():
     with pytest.raises(ValueError, match="one of \\('metadata', 'full'\\), got 'all'"):
         vocab_statistics(torch.zeros(1, 4), options=Options(validate="all"))
+
+
+def test_full_validation_is_refused_under_compile():
+    compiled = torch.compile(
+        lambda x: vocab_statistics(x, options=FULL).lse, backend="eager", fullgraph=True, dynamic=False
+    )
+    with pytest.raises(Exception, match="validate='full' is for eager"):
+        compiled(torch.zeros(2, 4))

@@ -41,14 +41,14 @@ class Agreement:
         self.validate = "metadata" if options is None else options.validate
         if self.validate not in VALIDATIONS:
             raise ValueError(f"validate must be one of {VALIDATIONS}, got {self.validate!r}")
+        if self.validate == "full" and torch.compiler.is_compiling():
+            raise ValueError("validate='full' is for eager: it asks the other ranks")
         self.group = None if self.validate == "metadata" else getattr(shard, "group", None)
         self.facts = {}
 
     def on(self, call: str, shard, **facts):
         if self.validate == "metadata" or shard.world_size == 1:
             return
-        if torch.compiler.is_compiling():
-            raise ValueError("validate='full' is for eager: it asks the other ranks")
         self.group = shard.group
         facts = {"call": call, "vocab_size": shard.vocab_size, "grad_enabled": torch.is_grad_enabled(), **facts}
         for name, value in facts.items():
