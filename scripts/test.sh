@@ -9,8 +9,9 @@ python=.venv/bin/python
 
 $python -m ruff check .
 
-# A worker has its own spawned ranks and fixtures, so that whole files go to one of them.
+# A worker has its own spawned ranks and fixtures, so that whole files go to one of them; three for two cores, because
+# ranks wait for each other and for timeouts.
 # On GPUs one test after the other: they share the devices' memory and NCCL.
-workers=2
+workers=3
 if $python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then workers=0; fi
 exec $python -m pytest -n $workers --dist loadfile tests "$@"

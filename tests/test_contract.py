@@ -493,7 +493,7 @@ def test_rows_do_not_depend_on_their_batch(backend, device):
 
 
 def test_twenty_repeats_have_the_same_bits(backend, device):
-    x, labels = rows(device)
+    x, labels = (part[:4] for part in rows(device))
     first = None
     for _ in range(20):
         leaf = x.clone().requires_grad_()

@@ -155,12 +155,12 @@ def test_the_triton_backend_on_cpu_tensors_is_refused_without_the_interpreter():
     assert "needs CUDA tensors" in run_python(code).stdout
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_every_kernel_variant_compiles_ahead_of_time(capability, tmp_path):
-    """For GPUs that are not here: an interpreter-only kernel cannot land."""
+def test_every_kernel_variant_compiles_ahead_of_time(tmp_path):
+    """For GPUs that are not here: an interpreter-only kernel, or one that spills, cannot land."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(ROOT / "tests/aot.py"), str(capability)]
+    command = [sys.executable, str(ROOT / "tests/aot.py"), "80", "90", "100"]
     result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
     assert result.returncode == 0 and "failed 0" in result.stdout, result.stdout[-4000:] + result.stderr[-4000:]
-    assert int(result.stdout.split("compiled ")[1].split(",")[0]) > 30
+    assert int(result.stdout.split("compiled ")[1].split(",")[0]) > 130
+    assert all(f"gradient_kernel sm_{capability}: " in result.stdout for capability in (80, 90, 100))
