@@ -14,4 +14,4 @@ $python -m ruff check .
 # On GPUs one test after the other: they share the devices' memory and NCCL.
 workers=3
 if $python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then workers=0; fi
-exec $python -m pytest -n $workers --dist loadfile tests "$@"
+exec $python -m pytest -n $workers --dist loadfile --no-loadscope-reorder tests "$@"

@@ -38,7 +38,12 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
 
 
+# Few tests and minutes each: begun first, so that no worker is left alone with them.
+LONG = "test_structure", "test_training", "test_distill_launch", "test_grpo", "test_bench", "test_transformers"
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: item.path.stem not in LONG)
     if DEVICE == "cpu":  # nothing to run there: deselected, so that no skip hides in the report
         gpu = [item for item in items if item.get_closest_marker("cuda")]
         config.hook.pytest_deselected(items=gpu)
