@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
-from interpreter import patch_once_per_launch
+from interpreter import speed_up
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere
-    patch_once_per_launch()
+    speed_up()
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 torch.manual_seed(0)
 

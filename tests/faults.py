@@ -11,7 +11,6 @@ machines with GPUs, or NCCL.
 """
 
 import importlib
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from ranks import start_context
 
 TIMEOUT = 5.0  # seconds, of the process group
 GRACE = 5.0  # seconds that a survivor may take beyond it
@@ -69,14 +69,6 @@ def _rank(rank, size, store, pipe, nccl, environment):
     dist.destroy_process_group()
 
 
-def _context(nccl):
-    """Forked from a process that has imported torch: 0.1 s instead of 4. With CUDA, processes of their own."""
-    context = multiprocessing.get_context("spawn" if nccl else "forkserver")
-    if not nccl:
-        context.set_forkserver_preload(["torch", "torch.distributed"])
-    return context
-
-
 class Ranks:
     def __init__(self, size: int, nccl: bool = False, environment: dict[str, str] | None = None):
         self.size, self.nccl, self.environment = size, nccl, environment or {}
@@ -92,7 +84,7 @@ class Ranks:
         return self
 
     def _begin(self):
-        context = _context(self.nccl)
+        context = start_context(self.nccl)
         for rank in range(self.size):
             pipe, child = context.Pipe()
             args = rank, self.size, f"{self.folder.name}/store", child, self.nccl, self.environment

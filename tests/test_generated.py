@@ -4,6 +4,7 @@ All examples follow from TP_HEADLOSS_SEED (0). A failure names the shrunk exampl
 """
 
 import contextlib
+import importlib
 import os
 
 import bounds
@@ -64,6 +65,25 @@ def check_cases(world_size, backend, count):
 )
 def test_cases_are_right_within_their_bounds(world_size, backend, count):
     check_cases(world_size, backend, count)
+
+
+def test_examples_follow_from_the_seed_whatever_modules_are_loaded(tmp_path, monkeypatch):
+    def drawn():
+        found = []
+
+        @examples(100)
+        @given(cases(2, "torch"))
+        def run(case):
+            found.append(case)
+
+        run()
+        return found
+
+    first = drawn()
+    (tmp_path / "numbers_in_source.py").write_text(f"NUMBERS = {list(range(1, 300))}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("numbers_in_source")
+    assert drawn() == first
 
 
 class Merge:
