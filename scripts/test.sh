@@ -9,7 +9,7 @@ python=.venv/bin/python
 
 $python -m ruff check .
 
-# A worker has its own spawned ranks and fixtures, so that whole files go to one of them; three for two cores, because
+# A worker has its own ranks and fixtures, so that whole files go to one of them; three for two cores, because
 # ranks wait for each other and for timeouts.
 # On GPUs one test after the other: they share the devices' memory and NCCL.
 workers=3

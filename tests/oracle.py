@@ -127,7 +127,8 @@ def of_entries(z, tau, beta):
     def log_sum(columns, filled):
         top = torch.where(columns, z, -torch.inf).amax(-1, keepdim=True).detach()
         top = torch.where(filled[:, None], top, 0.0)
-        return torch.where(filled, (top + torch.where(columns, z - top, -torch.inf).exp().sum(-1, True).log())[:, 0], 0)
+        terms = torch.where(columns, z - top, -torch.inf).exp()
+        return torch.where(filled, (top + log(terms.sum(-1, True)))[:, 0], 0)
 
     of_inside, of_rest, of_all = log_sum(inside, some), log_sum(~inside, rest), z.logsumexp(-1)
     log_s = torch.where(inside, z - of_inside[:, None], 0.0)

@@ -1,13 +1,12 @@
 """The benchmark runs without a GPU and without anybody else's package, and its check tells right from wrong."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from launcher import run_script
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 SMALL = ["--device", "cpu", "--tokens", "24", "--seconds", "0.001"]
@@ -21,12 +20,6 @@ def bench(monkeypatch):
     return bench
 
 
-def run(command):
-    result = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
 def rows_of(path):
     return {(row["task"], row["implementation"]): row for row in json.loads(path.read_text())["rows"]}
 
@@ -34,7 +27,7 @@ def rows_of(path):
 def test_every_task_is_right_and_measured_and_drawn(tmp_path, bench):
     names = ["ours", "ours, in place", "torch", "torch, x.float()"]
     data, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    out = run([SCRIPTS / "bench.py", *SMALL, "--vocab", 257, "--implementations", *names, "--json", data])
+    out = run_script("scripts/bench.py", *SMALL, "--vocab", 257, "--implementations", *names, "--json", data)
     report, rows = json.loads(data.read_text()), rows_of(data)
     expected = {(task.name, name) for task in bench.TASKS for name in names if name != "torch" or task.name == "ce"}
     assert set(rows) == expected and all(f"\n{task.name}, 24 x 257, TP 1" in out for task in bench.TASKS)
@@ -48,16 +41,15 @@ def test_every_task_is_right_and_measured_and_drawn(tmp_path, bench):
         assert row["graph_us"] is None and "no CUDA" in row["graph_failure"]
         assert row["eager_us"]["both"] == sorted(row["eager_us"]["both"]) and row["eager_us"]["both"][0] > 0
         assert set(row["eager_us"]) == {"forward", "backward", "both"} and row["host_us"] > 0 and row["floor_us"] > 0
-    run([SCRIPTS / "plot_bench.py", data, "--out", picture])
+    run_script("scripts/plot_bench.py", data, "--out", picture)
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 300_000
 
 
 def test_a_sharded_run_is_right_on_every_rank(tmp_path):
     data = tmp_path / "bench.json"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, SCRIPTS / "bench.py"]
     tasks = ["ce", "grpo", "jsd", "ce+topk"]
     choice = ["--tasks", *tasks, "--implementations", "ours", "torch loss_parallel", "--json", data]
-    run([*torchrun, *SMALL, "--vocab", 256, *choice])
+    run_script("scripts/bench.py", *SMALL, "--vocab", 256, *choice, ranks=2)
     rows = rows_of(data)
     assert set(rows) == {("ce", "torch loss_parallel")} | {(task, "ours") for task in tasks}
     assert all((row["status"], row["tp"], row["columns"]) == ("ok", 2, 128) for row in rows.values())
@@ -110,10 +102,9 @@ def test_wrong_failing_and_absent_implementations_are_reported(tmp_path, bench, 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_linear_benchmark_tells_right_from_wrong(tmp_path, ranks):
     data = tmp_path / "bench.json"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2] if ranks == 2 else []
     shape = ["--tokens", 2048, "--hidden", 16, "--vocab", 512 * ranks, "--dtype", "float32", "--device", "cpu"]
     wanted = ["--implementations", "*GEMMs", "materialised logits", "ours, *"]
-    out = run([*launcher, SCRIPTS / "bench_linear.py", *shape, *wanted, "--seconds", 0.001, "--json", data])
+    out = run_script("scripts/bench_linear.py", *shape, *wanted, "--seconds", 0.001, "--json", data, ranks=ranks)
     rows = {row["implementation"]: row for row in json.loads(data.read_text())["rows"]}
     assert len(rows) == 9 and all((row["status"], row["tp"]) == ("ok", ranks) for row in rows.values())
     checked = [row["errors"] for row in rows.values() if "errors" in row]

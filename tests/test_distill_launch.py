@@ -2,15 +2,13 @@
 top K holds just that, and one of all ids is as good as the teacher itself."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_training import run as train
+from launcher import run_script
+from test_training import TINY
 
 from tp_headloss import VocabShard
 
@@ -22,21 +20,17 @@ VOCAB, STEPS, BATCH = 307, 12, 4  # the vocabulary of test_training
 def teacher(tmp_path_factory):
     """Written by two shards, in the folder of its data."""
     folder = tmp_path_factory.mktemp("teacher")
-    train(folder, folder / "data", "--steps", 100, "--validate-every", 50)
+    options = "--tp", 2, *TINY.split(), "--steps", 100, "--validate-every", 50
+    run_script("launch/train.py", *options, "--out", folder, "--data-cache", folder / "data", ranks=2)
     return folder
 
 
 def distil(teacher, out, *options, processes=1):
     """-> rows of metrics by run."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), "launch/distill.py", "--device", "cpu"]
-    command += ["--teacher", str(teacher), "--data-cache", str(teacher / "data"), "--out", str(out)]
-    command += ["--width", "16", "--heads", "2", "--steps", str(STEPS), "--batch", str(BATCH), "--warmup", "4"]
-    command += ["--lr", "1e-2", "--validate-every", "4", "--temperature", "2", "--over", "vocabulary"]
-    command += [*map(str, options)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    command = ["--device", "cpu", "--teacher", teacher, "--data-cache", teacher / "data", "--out", out]
+    command += ["--width", 16, "--heads", 2, "--steps", STEPS, "--batch", BATCH, "--warmup", 4, "--lr", 1e-2]
+    command += ["--validate-every", 4, "--temperature", 2, "--over", "vocabulary", *options]
+    run_script("launch/distill.py", *command, ranks=processes)
     assert (out / "distill.png").stat().st_size > 10_000
     files = sorted(out.glob("*/metrics.jsonl"))
     return {file.parent.name: [json.loads(line) for line in file.read_text().splitlines()] for file in files}

@@ -1,26 +1,17 @@
 """The GRPO loop, at toy size on CPU: shards and replicas change nothing but rounding, and the reward rises."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from launcher import run_script
 
-ROOT = Path(__file__).parents[1]
 # 67 ids in shards of 34, one of them padding
 TINY = "--device cpu --vocab 67 --pad-to 4 --layers 1 --width 32 --heads 2 --symbols 6"
 
 
 def run(out, *options, processes):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), "launch/grpo.py", *TINY.split()]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command += [*map(str, options), "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    run_script("launch/grpo.py", *TINY.split(), *options, "--out", out, ranks=processes)
     assert (out / "grpo.png").stat().st_size > 10_000
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 

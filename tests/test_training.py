@@ -6,20 +6,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from launcher import ROOT, run_script
 
-ROOT = Path(__file__).parents[1]
 TINY = "--device cpu --vocab 307 --pad-to 4 --corpus-mb 1 --layers 1 --width 32 --heads 2 --length 32"
 TINY += " --lr 1e-2 --warmup 4"
 STEPS = ("--steps", 24, "--validate-every", 6, "--checkpoint-every", 6)
 
 
-def start(out, cache, *options, processes=2, script="launch/train.py", restarts=0):
-    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {processes} --max-restarts {restarts}".split()
-    launcher, tp = (launcher, ["--tp", "2"]) if processes else ([], ["--baseline"])
-    command = [sys.executable, *launcher, script, *tp, *TINY.split(), "--out", str(out)]
+def start(out, cache, *options, script="launch/train.py", restarts=0):
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {restarts}".split()
+    command = [sys.executable, *launcher, script, "--tp", "2", *TINY.split(), "--out", str(out)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     command += ["--data-cache", str(cache), *map(str, options)]
@@ -56,7 +54,8 @@ def whole(tmp_path_factory, cache):
 
 
 def test_sharded_training_equals_unsharded_and_resumes_bit_for_bit(tmp_path, cache, whole):
-    run(tmp_path / "baseline", cache, *STEPS, processes=0)
+    baseline = "--baseline", *TINY.split(), *STEPS, "--out", tmp_path / "baseline", "--data-cache", cache
+    run_script("launch/train.py", *baseline)
     sharded, plain = losses(whole), losses(tmp_path / "baseline")
     assert sharded.keys() == plain.keys() and len(sharded) >= 24
     assert max(abs(sharded[key][0] - plain[key][0]) for key in sharded) < 2e-5

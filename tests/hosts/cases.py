@@ -7,11 +7,13 @@ importing one takes seconds.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,9 +35,10 @@ def launch(host: str, script: str) -> dict[str, dict]:
     """Runs tests/hosts/`script` on two ranks with the host's Python -> results by name of the case; an "error" of one
     is its traceback."""
     with tempfile.TemporaryDirectory() as folder:
-        out, store = Path(folder) / "results.json", Path(folder) / "store"
+        out, store, log = (Path(folder) / name for name in ("results.json", "store", "log"))
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-        env |= {"OMP_NUM_THREADS": "1", "CASES_STORE": str(store), "CASES_OUT": str(out), "WORLD_SIZE": str(RANKS)}
+        env |= {"OMP_NUM_THREADS": "1", "CASES_STORE": str(store), "CASES_OUT": str(out)}
+        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(RANKS)}
         env |= {
             "CASES_TORCH": importlib.metadata.version("torch"),
             "CUDA_VISIBLE_DEVICES": "",
@@ -43,30 +46,27 @@ def launch(host: str, script: str) -> dict[str, dict]:
             "HF_HUB_OFFLINE": "1",
         }
         command = [str(python_of(host)), "-W", "ignore", str(ROOT / "tests/hosts" / script)]
-        logs = [Path(folder) / f"{rank}.log" for rank in range(RANKS)]
-        ranks = []
-        for rank, path in enumerate(logs):
-            with path.open("w") as log:
-                env["RANK"] = str(rank)
-                ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT))
-        try:
-            codes = [rank.wait(timeout=600) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        said = "\n".join(path.read_text()[-4000:] for path in logs)
-        assert not any(codes) and out.exists(), said
+        with log.open("w") as said:
+            options = {"env": env, "stdout": said, "stderr": subprocess.STDOUT, "cwd": ROOT}
+            ranks = subprocess.Popen(command, **options, start_new_session=True)
+            try:
+                code = ranks.wait(timeout=600)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(ranks.pid, signal.SIGKILL)
+        assert not code and out.exists(), log.read_text()[-8000:]
         return json.loads(out.read_text())
 
 
 def main(cases: dict, before=None) -> None:
-    """before: a function (group), called once."""
+    """before: a function (group), called once. Called with rank 0, which forks the others: one import for all."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     assert torch.__version__ == os.environ["CASES_TORCH"], "the host has brought a torch of its own"
-    rank, store = int(os.environ["RANK"]), os.environ["CASES_STORE"]
+    rank, store = next((r for r in range(1, RANKS) if not os.fork()), 0), os.environ["CASES_STORE"]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     if not dist.is_initialized():
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT)
@@ -83,11 +83,13 @@ def main(cases: dict, before=None) -> None:
         both = [None] * RANKS  # an error on the other rank counts, too
         dist.all_gather_object(both, results[name])
         results[name] = next((r for r in both if "error" in r), None) or _worst(both)
-    if rank == 0:
-        Path(os.environ["CASES_OUT"]).write_text(json.dumps(results))
     dist.barrier()
+    codes = []
+    if rank == 0:
+        codes = [os.wait()[1] for _ in range(1, RANKS)]
+        Path(os.environ["CASES_OUT"]).write_text(json.dumps(results))
     sys.stdout.flush()
-    os._exit(0)  # hosts leave threads behind that would wait for each other
+    os._exit(any(codes))  # hosts leave threads behind that would wait for each other
 
 
 def _worst(results: list[dict]) -> dict:

@@ -14,12 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cases import compared, main, readme_block
-
-if "RANK" in os.environ:  # transformers 5.17 wants it, and the Trainer in one process wants none
-    os.environ["LOCAL_RANK"] = os.environ["RANK"]
-
 import transformers
+from cases import compared, main, readme_block
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

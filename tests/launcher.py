@@ -1,0 +1,66 @@
+"""Run a script as `python` or `torchrun` would, in processes that are forked from one that has imported torch: seconds
+less for each of them. On CPUs; torchrun itself is in test_training."""
+
+import itertools
+import os
+import runpy
+import socket
+import sys
+import tempfile
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import torch
+from ranks import start_context
+
+ROOT = Path(__file__).parents[1]
+LOWEST, PORTS = 20_000, 10_000  # below those that outgoing connections are given
+_numbers = itertools.count(100 * os.getpid())  # workers of a test run are processes that follow each other
+
+
+def _free_port() -> int:
+    for number in itertools.islice(_numbers, PORTS):
+        with socket.socket() as probe:
+            if probe.connect_ex(("localhost", LOWEST + number % PORTS)) != 0:
+                return LOWEST + number % PORTS
+    raise OSError(f"no free port from {LOWEST}")
+
+
+def _process(script, arguments, environment, log):
+    with open(log, "a") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    torch.set_num_threads(1)
+    os.chdir(ROOT)
+    os.environ.update(environment)
+    sys.argv[:] = [script, *arguments]
+    sys.path[:0] = [str(Path(script).parent), str(ROOT)]
+    runpy.run_path(script, run_name="__main__")
+
+
+def run_script(script, *arguments, ranks: int = 1, timeout: float = 240) -> str:
+    """script: its path from the project's root. -> what all ranks wrote; one that fails or hangs is an AssertionError
+    with the end of it."""
+    context = start_context(False)
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    environment |= {"LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+    with tempfile.NamedTemporaryFile("r") as log:
+        processes = []
+        for rank in range(ranks):
+            of_rank = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            call = str(ROOT / script), list(map(str, arguments)), of_rank, log.name
+            processes.append(context.Process(target=_process, args=call, daemon=True))
+        for process in processes:
+            process.start()
+        deadline, left = time.monotonic() + timeout, list(processes)
+        while left and time.monotonic() < deadline and not any(process.exitcode for process in processes):
+            wait([process.sentinel for process in left], max(0.0, deadline - time.monotonic()))
+            left = [process for process in left if process.exitcode is None]
+        for process in left:
+            process.kill()
+            process.join()
+        said = log.read()
+    codes = [process.exitcode for process in processes]
+    assert not any(codes), f"{script}: exit codes {codes}\n{said[-4000:]}"
+    return said
