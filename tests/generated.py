@@ -88,7 +88,7 @@ def build(case: Case) -> dict:
     ids = torch.randint(0, v, (n, case.entries), generator=generator)  # with duplicates
     mask = rand(n, case.entries) < 0.8
     x = x.to(dtype)
-    mask &= x.gather(1, ids) > -torch.inf
+    mask &= case.scale * x.gather(1, ids) > -torch.inf  # a negative scale turns +inf into it
     log_probs = t.nan_to_num(posinf=0.0).log_softmax(-1).gather(1, ids) - 3.0  # of duplicates, too, less than 1
     # the mass of entries without renormalisation is at most e^-3 times their number of copies
     log_probs = log_probs - torch.tensor(float(case.entries)).log()
