@@ -1,4 +1,4 @@
-"""Triton's interpreter in a third less time: what it does again and again for every operation is done once."""
+"""Triton's interpreter without what it does again and again for every operation."""
 
 import dataclasses
 
