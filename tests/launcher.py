@@ -1,10 +1,8 @@
 """Run a script as `python` or `torchrun` would, in processes that are forked from one that has imported torch: seconds
 less for each of them. On CPUs; torchrun itself is in test_training."""
 
-import itertools
 import os
 import runpy
-import socket
 import sys
 import tempfile
 import time
@@ -12,19 +10,10 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from ranks import start_context
 
 ROOT = Path(__file__).parents[1]
-LOWEST, PORTS = 20_000, 10_000  # below those that outgoing connections are given
-_numbers = itertools.count(100 * os.getpid())  # workers of a test run are processes that follow each other
-
-
-def _free_port() -> int:
-    for number in itertools.islice(_numbers, PORTS):
-        with socket.socket() as probe:
-            if probe.connect_ex(("localhost", LOWEST + number % PORTS)) != 0:
-                return LOWEST + number % PORTS
-    raise OSError(f"no free port from {LOWEST}")
 
 
 def _process(script, arguments, environment, log):
@@ -43,8 +32,10 @@ def run_script(script, *arguments, ranks: int = 1, timeout: float = 240) -> str:
     """script: its path from the project's root. -> what all ranks wrote; one that fails or hangs is an AssertionError
     with the end of it."""
     context = start_context(False)
-    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
-    environment |= {"LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+    # As torchrun does it: the store is here, on a port that the system chose and that is taken from then on.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
     with tempfile.NamedTemporaryFile("r") as log:
         processes = []
         for rank in range(ranks):
