@@ -35,7 +35,7 @@ def run_script(script, *arguments, ranks: int = 1, timeout: float = 240) -> str:
     # As torchrun does it: the store is here, on a port that the system chose and that is taken from then on.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+    environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     with tempfile.NamedTemporaryFile("r") as log:
         processes = []
         for rank in range(ranks):
