@@ -11,11 +11,13 @@ import argparse
 import collections
 import concurrent.futures
 import datetime
+import functools
 import hashlib
 import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,7 +30,8 @@ import torch
 import triton
 
 ROOT = Path(__file__).parents[1]
-LIMIT = 540  # seconds for each step
+VERDICT = {True: "passed", False: "**failed**", None: "not run"}
+LONG = "test_cuda", "test_faults", "test_generated", "test_contract", "test_topk_distillation"  # begun first
 
 
 class Step(NamedTuple):
@@ -38,24 +41,24 @@ class Step(NamedTuple):
     text: str
 
 
-def call(command, limit=LIMIT, **environment) -> tuple[int, str, float]:
-    """-> status, output, seconds."""
+def call(command, limit, **environment) -> tuple[int, str, float]:
+    """-> status (124: killed after `limit` seconds), output, seconds."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     begin = time.monotonic()
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            timeout=limit,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+    with tempfile.TemporaryFile("w+") as file:  # no pipe: ranks that outlive their parent would hold it open
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, text=True, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
-        status, output = done.returncode, done.stdout
-    except subprocess.TimeoutExpired as expired:
-        output = expired.stdout or b""
-        status, output = 124, output.decode(errors="replace") if isinstance(output, bytes) else output
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its ranks as well
+            process.wait()
+            status = 124
+        file.seek(0)
+        output = file.read()
+    if status == 124:
+        output += f"\nkilled after {limit} seconds"
     return status, output, time.monotonic() - begin
 
 
@@ -66,11 +69,12 @@ class Case(NamedTuple):
     outcome: str  # "passed", "failed", or why it was skipped
 
 
-def tests_of(path: Path) -> tuple[Step, list[Case]]:
+def tests_of(path: Path, limit) -> tuple[Step, list[Case]]:
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "results.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider"]
-        status, output, seconds = call([*command, "-o", "junit_family=xunit1", f"--junitxml={xml}", str(path)])
+        command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider"]
+        command += ["-o", "junit_family=xunit1", f"--junitxml={xml}", str(path)]
+        status, output, seconds = call(command, limit)
         cases = []
         for case in ElementTree.parse(xml).iter("testcase") if xml.exists() else ():
             skipped = case.find("skipped")
@@ -82,22 +86,23 @@ def tests_of(path: Path) -> tuple[Step, list[Case]]:
     return Step(path.stem, status in (0, 5), seconds, output[-6000:]), cases  # 5: nothing to run there
 
 
-def kernels(capability: int) -> Step:
-    status, output, seconds = call([sys.executable, "tests/aot.py", str(capability), "--all"])
-    return Step("kernel resources", status == 0, seconds, output)
+def kernels(limit) -> tuple[Step, list[Case]]:
+    major, minor = torch.cuda.get_device_capability()
+    status, output, seconds = call([sys.executable, "tests/aot.py", str(10 * major + minor), "--all"], limit)
+    return Step("kernel resources", status == 0, seconds, output), []
 
 
-def sanitizer(tool: str) -> Step:
+def sanitizer(tool: str, limit) -> tuple[Step, list[Case]]:
     name = f"compute-sanitizer {tool}"
     found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(found).exists():
-        return Step(name, None, 0.0, "there is no compute-sanitizer on this machine")
+        return Step(name, None, 0.0, "there is no compute-sanitizer on this machine"), []
     command = [found, "--tool", tool, "--error-exitcode", "3", "--launch-timeout", "60"]
     command += [sys.executable, "scripts/small_shapes.py"]
-    status, output, seconds = call(command, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-    planted = call([*command, f"--plant={tool}"], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    status, output, seconds = call(command, limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    planted = call([*command, f"--plant={tool}"], limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     if "Device not supported" in output or "not supported on this" in output:
-        return Step(name, None, seconds, "compute-sanitizer does not support the device of this machine")
+        return Step(name, None, seconds, "compute-sanitizer does not support the device of this machine"), []
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY.*", output)
     clean = status == 0 and "every kernel ran" in output and bool(summary)
     if tool == "initcheck" and not clean and "every kernel ran" in output:
@@ -106,8 +111,8 @@ def sanitizer(tool: str) -> Step:
         clean = bool(kernels) and all("gemm" in kernel for kernel in kernels)
         summary.append(f"{len(kernels)} reads of the padding between rows by cuBLAS's GEMMs, none by other kernels")
     if clean and planted[0] != 3:
-        return Step(name, False, seconds, f"nothing found where a bug was planted:\n{planted[1][-3000:]}")
-    return Step(name, clean, seconds, f"{summary[-1]} (and a planted bug found)" if clean else output[-6000:])
+        return Step(name, False, seconds, f"nothing found where a bug was planted:\n{planted[1][-3000:]}"), []
+    return Step(name, clean, seconds, f"{summary[-1]} (and a planted bug found)" if clean else output[-6000:]), []
 
 
 def facts() -> dict[str, str]:
@@ -118,16 +123,15 @@ def facts() -> dict[str, str]:
     return {
         "date": datetime.date.today().isoformat(),
         "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()),
-        "driver": call(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])[1].split("\n")[0],
+        "driver": call(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 30)[1].split("\n")[0],
         "versions": f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, NCCL "
         + ".".join(map(str, torch.cuda.nccl.version())),
         "SHA-256 of tp_headloss/**/*.py, sorted": sources.hexdigest()[:16],
     }
 
 
-def report(steps: list[Step], cases: list[Case], jobs: int) -> str:
-    verdict = {True: "passed", False: "**failed**", None: "not run"}
-    lines = ["# All that only GPUs can show", "", f"By `bash scripts/gpu_check.sh --jobs {jobs}`.", ""]
+def report(steps: list[Step], cases: list[Case], options: str) -> str:
+    lines = ["# All that only GPUs can show", "", f"By `bash scripts/gpu_check.sh {options}`.", ""]
     lines += [f"* {name}: {value}" for name, value in facts().items()]
     lines += ["", "## Tests", "", "| ranks | passed | failed | skipped |", "|---|---|---|---|"]
     for ranks in sorted({case.ranks for case in cases}):
@@ -144,7 +148,7 @@ def report(steps: list[Step], cases: list[Case], jobs: int) -> str:
         counts = collections.Counter(outcomes)
         lines.append(f"| {name} | {', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())} |")
     lines += ["", "## Steps", "", "| step | | seconds |", "|---|---|---|"]
-    lines += [f"| {step.name} | {verdict[step.passed]} | {step.seconds:.0f} |" for step in steps]
+    lines += [f"| {step.name} | {VERDICT[step.passed]} | {step.seconds:.0f} |" for step in steps]
     for step in steps:
         if step.name.startswith("compute-sanitizer") and step.passed is not False:
             lines += ["", f"{step.name}: {step.text}"]
@@ -160,30 +164,27 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", type=Path, default=ROOT / "docs/gpu_check.md")
     parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
+    parser.add_argument("--limit", type=int, default=540, help="seconds for each step, which is then killed")
     parser.add_argument("--only", nargs="*", help="test_cuda, .., kernels, memcheck, racecheck, initcheck")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no GPU here: bash scripts/test.sh runs everything else")
-    capability = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
-    other = {
-        "memcheck": lambda: sanitizer("memcheck"),
-        "racecheck": lambda: sanitizer("racecheck"),
-        "initcheck": lambda: sanitizer("initcheck"),
-        "kernels": lambda: kernels(capability),
-    }
-    # what takes long first
-    files = sorted((ROOT / "tests").glob("test_*.py"), key=lambda p: (p.stem != "test_cuda", -p.stat().st_size))
+    files = sorted((ROOT / "tests").glob("test_*.py"), key=lambda p: (p.stem not in LONG, -p.stat().st_size))
+    work = {path.stem: functools.partial(tests_of, path, args.limit) for path in files}
+    work |= {tool: functools.partial(sanitizer, tool, args.limit) for tool in ("memcheck", "racecheck", "initcheck")}
+    work["kernels"] = functools.partial(kernels, args.limit)
+    if unknown := set(args.only or ()) - set(work):
+        parser.error(f"--only takes {', '.join(work)}; got {', '.join(sorted(unknown))}")
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        wanted = [pool.submit(step) for name, step in other.items() if not args.only or name in args.only]
-        suites = [pool.submit(tests_of, path) for path in files if not args.only or path.stem in args.only]
-        steps, cases = [], []
-        for suite in suites:
-            step, found = suite.result()
-            steps.append(step)
-            cases += found
-        steps += [step.result() for step in wanted]
+        done = [pool.submit(step) for name, step in work.items() if name in (args.only or work)]
+        for future in concurrent.futures.as_completed(done):
+            step, found = future.result()
+            print(f"{step.name}: {VERDICT[step.passed]}, {len(found)} tests, {step.seconds:.0f} s", flush=True)
+    steps = [future.result()[0] for future in done]
+    cases = [case for future in done for case in future.result()[1]]
     args.report.parent.mkdir(parents=True, exist_ok=True)
-    args.report.write_text(report(steps, cases, args.jobs))
+    options = f"--jobs {args.jobs}" + (f" --only {' '.join(args.only)}" if args.only else "")
+    args.report.write_text(report(steps, cases, options))
     for step in steps:
         if step.passed is not True:
             print(f"{step.name}: {'failed' if step.passed is False else 'not run'}\n{step.text[-1500:]}")
