@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that only GPUs can show, in one report:   bash scripts/gpu_check.sh [--report docs/gpu_check.md] [--jobs 8]
+# All that only GPUs can show, in one report:   bash scripts/gpu_check.sh [--report docs/gpu_check.md] [--jobs 6]
 # With the project's environment where there is one (scripts/setup.sh test train), else with $PYTHON (default python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
