@@ -2,10 +2,10 @@
 
 bash scripts/gpu_check.sh --report docs/gpu_check.md
 
-Test files run several at a time (`--jobs`; on four H200 six took 520 seconds, and twelve were not done after 590), each in
-a process of its own, with as many ranks as there are GPUs: bits at every group size from saved outputs, graph replays,
-2^31 + 4096 elements, 131,072 tokens, 1,000 repeats under noise and all else in `tests/test_cuda.py` are among them. Every
-step is shown when it ends. The exit status is 1 if anything failed; what could not run is listed.
+Test files run several at a time (`--jobs`; on four H200 six took 520 seconds, and twelve were not done after 590), each
+in a process of its own, with as many ranks as there are GPUs: bits at every group size from saved outputs, graph
+replays, 2^31 + 4096 elements, 131,072 tokens, 1,000 repeats under noise and all else in `tests/test_cuda.py` are among
+them. Every step is shown when it ends. The exit status is 1 if anything failed; what could not run is listed.
 """
 
 import argparse
