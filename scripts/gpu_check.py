@@ -33,34 +33,7 @@ import triton
 ROOT = Path(__file__).parents[1]
 VERDICT = {True: "passed", False: "**failed**", None: "not run"}
 LONG = "test_cuda", "test_faults", "test_generated", "test_contract", "test_topk_distillation"  # begun first
-
-
-class Step(NamedTuple):
-    name: str
-    passed: bool | None  # None: it could not run
-    seconds: float
-    text: str
-
-
-def call(command, limit, **environment) -> tuple[int, str, float]:
-    """-> status (124: killed after `limit` seconds), output, seconds."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-    begin = time.monotonic()
-    with tempfile.TemporaryFile("w+") as file:  # no pipe: ranks that outlive their parent would hold it open
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, text=True, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its ranks as well
-            process.wait()
-            status = 124
-        file.seek(0)
-        output = file.read()
-    if status == 124:
-        output += f"\nkilled after {limit} seconds"
-    return status, output, time.monotonic() - begin
+RUNNING: set[int] = set()  # sessions of the steps that run now
 
 
 class Case(NamedTuple):
@@ -70,7 +43,37 @@ class Case(NamedTuple):
     outcome: str  # "passed", "failed", or why it was skipped
 
 
-def tests_of(path: Path, limit) -> tuple[Step, list[Case]]:
+class Step(NamedTuple):
+    name: str
+    passed: bool | None  # None: it could not run
+    seconds: float
+    text: str
+    cases: tuple[Case, ...] = ()
+
+
+def call(command, limit, **environment) -> tuple[int, str, float]:
+    """-> status (124: killed after `limit` seconds), output, seconds."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    begin = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        # in a session of its own, so that nothing is left of it when it is killed
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        RUNNING.add(process.pid)
+        try:
+            status, end = process.wait(limit), ""
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            status, end = 124, f"\nkilled after {limit} seconds"
+        RUNNING.remove(process.pid)
+        file.seek(0)
+        output = file.read() + end
+    return status, output, time.monotonic() - begin
+
+
+def tests_of(path: Path, limit) -> Step:
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "results.xml"
         command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider"]
@@ -84,26 +87,25 @@ def tests_of(path: Path, limit) -> tuple[Step, list[Case]]:
                 outcome = "failed"
             ranks = case.find("properties/property[@name='world_size']")
             cases.append(Case(path.stem, case.get("name"), 1 if ranks is None else int(ranks.get("value")), outcome))
-    return Step(path.stem, status in (0, 5), seconds, output[-6000:]), cases  # 5: nothing to run there
+    return Step(path.stem, status in (0, 5), seconds, output[-6000:], tuple(cases))  # 5: nothing to run there
 
 
-def kernels(limit) -> tuple[Step, list[Case]]:
+def kernels(limit) -> Step:
     major, minor = torch.cuda.get_device_capability()
     status, output, seconds = call([sys.executable, "tests/aot.py", str(10 * major + minor), "--all"], limit)
-    return Step("kernel resources", status == 0, seconds, output), []
+    return Step("kernel resources", status == 0, seconds, output)
 
 
-def sanitizer(tool: str, limit) -> tuple[Step, list[Case]]:
+def sanitizer(tool: str, limit) -> Step:
     name = f"compute-sanitizer {tool}"
     found = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(found).exists():
-        return Step(name, None, 0.0, "there is no compute-sanitizer on this machine"), []
+        return Step(name, None, 0.0, "there is no compute-sanitizer on this machine")
     command = [found, "--tool", tool, "--error-exitcode", "3", "--launch-timeout", "60"]
     command += [sys.executable, "scripts/small_shapes.py"]
     status, output, seconds = call(command, limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-    planted = call([*command, f"--plant={tool}"], limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     if "Device not supported" in output or "not supported on this" in output:
-        return Step(name, None, seconds, "compute-sanitizer does not support the device of this machine"), []
+        return Step(name, None, seconds, "compute-sanitizer does not support the device of this machine")
     summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY.*", output)
     clean = status == 0 and "every kernel ran" in output and bool(summary)
     if tool == "initcheck" and not clean and "every kernel ran" in output:
@@ -111,9 +113,12 @@ def sanitizer(tool: str, limit) -> tuple[Step, list[Case]]:
         kernels = re.findall(r"=+     at (.*)", output)
         clean = bool(kernels) and all("gemm" in kernel for kernel in kernels)
         summary.append(f"{len(kernels)} reads of the padding between rows by cuBLAS's GEMMs, none by other kernels")
-    if clean and planted[0] != 3:
-        return Step(name, False, seconds, f"nothing found where a bug was planted:\n{planted[1][-3000:]}"), []
-    return Step(name, clean, seconds, f"{summary[-1]} (and a planted bug found)" if clean else output[-6000:]), []
+    if not clean:
+        return Step(name, False, seconds, output[-6000:])
+    status, output, _ = call([*command, f"--plant={tool}"], limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    if status != 3:
+        return Step(name, False, seconds, f"nothing found where a bug was planted:\n{output[-3000:]}")
+    return Step(name, True, seconds, f"{summary[-1]} (and a planted bug found)")
 
 
 def facts() -> dict[str, str]:
@@ -131,7 +136,8 @@ def facts() -> dict[str, str]:
     }
 
 
-def report(steps: list[Step], cases: list[Case], options: str) -> str:
+def report(steps: list[Step], options: str) -> str:
+    cases = [case for step in steps for case in step.cases]
     lines = ["# All that only GPUs can show", "", f"By `bash scripts/gpu_check.sh {options}`.", ""]
     lines += [f"* {name}: {value}" for name, value in facts().items()]
     lines += ["", "## Tests", "", "| ranks | passed | failed | skipped |", "|---|---|---|---|"]
@@ -177,19 +183,26 @@ def main():
     if unknown := set(args.only or ()) - set(work):
         parser.error(f"--only takes {', '.join(work)}; got {', '.join(sorted(unknown))}")
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        done = [pool.submit(step) for name, step in work.items() if name in (args.only or work)]
-        for future in concurrent.futures.as_completed(done):
-            step, found = future.result()
-            print(f"{step.name}: {VERDICT[step.passed]}, {len(found)} tests, {step.seconds:.0f} s", flush=True)
-    steps = [future.result()[0] for future in done]
-    cases = [case for future in done for case in future.result()[1]]
+        futures = [pool.submit(step) for name, step in work.items() if name in (args.only or work)]
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                step = future.result()
+                print(f"{step.name}: {VERDICT[step.passed]}, {len(step.cases)} tests, {step.seconds:.0f} s", flush=True)
+        except BaseException:  # Ctrl-C: no step goes on or begins
+            pool.shutdown(wait=False, cancel_futures=True)
+            for session in RUNNING.copy():
+                os.killpg(session, signal.SIGKILL)
+            raise
+    steps = [future.result() for future in futures]
     args.report.parent.mkdir(parents=True, exist_ok=True)
     options = f"--jobs {args.jobs}" + (f" --only {' '.join(args.only)}" if args.only else "")
-    args.report.write_text(report(steps, cases, options))
+    args.report.write_text(report(steps, options))
     for step in steps:
         if step.passed is not True:
             print(f"{step.name}: {'failed' if step.passed is False else 'not run'}\n{step.text[-1500:]}")
-    outcomes = collections.Counter(c.outcome if c.outcome in ("passed", "failed") else "skipped" for c in cases)
+    outcomes = collections.Counter(
+        c.outcome if c.outcome in ("passed", "failed") else "skipped" for s in steps for c in s.cases
+    )
     print(f"{dict(outcomes)}, report in {args.report}")
     sys.exit(any(step.passed is False for step in steps))
 
