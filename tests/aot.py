@@ -34,6 +34,7 @@ SHARED_LIMIT = 48 << 10  # bytes
 # Bytes of the stack, where spilled registers go. A version of Triton may spill a few where a kernel has every optional
 # part; all statistics of a whole teacher at once have more per-token coefficients than registers
 SPILL_LIMIT, CROWDED_SPILL_LIMIT = 16, 128
+LOOP_LIMIT = 100_000  # for 512 packets; a loop takes 76,000 at most
 DTYPES = ("bf16", "fp16", "fp32")
 # none, of a teacher's logits, of its entries: the sum of the vocabulary, the tail with and without its entropy
 OF_TEACHER = [
@@ -86,6 +87,7 @@ class Resources(NamedTuple):
     registers: int  # per thread
     stack: int  # bytes per thread
     shared: int  # bytes per program
+    code: int  # characters of PTX, to which the time of compilation is proportional
 
     @classmethod
     def of(cls, compiled) -> "Resources":
@@ -95,12 +97,14 @@ class Resources(NamedTuple):
             command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
             report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         registers, stack = (int(re.search(rf"{name}:(\d+)", report)[1]) for name in ("REG", "STACK"))
-        return cls(registers, stack, compiled.metadata.shared)
+        return cls(registers, stack, compiled.metadata.shared, len(compiled.asm["ptx"]))
 
-    def check(self, crowded: bool):
-        spills = CROWDED_SPILL_LIMIT if crowded else SPILL_LIMIT
+    def check(self, arguments: dict):
+        spills = CROWDED_SPILL_LIMIT if crowded(arguments) else SPILL_LIMIT
         if self.shared > SHARED_LIMIT or self.stack > spills:
             raise ValueError(f"at most {SHARED_LIMIT} bytes shared and {spills} spilled, got {self}")
+        if arguments.get("PACKETS", 0) > 8 and (self.code > LOOP_LIMIT or self.stack):
+            raise ValueError(f"a merge of many ranks must be a loop of at most {LOOP_LIMIT} characters, got {self}")
 
 
 def crowded(arguments: dict) -> bool:
@@ -152,11 +156,11 @@ def statistics_variants():
 
 def merge_variants():
     for labels, of_teacher, scales, packets, entropy, total, argmax in pairwise(
-        ("*i64", "*i32", None), OF_TEACHER, ("*fp32", None), (8, 3), *([(True, False)] * 3)
+        ("*i64", "*i32", None), OF_TEACHER, ("*fp32", None), (8, 3, 512), *([(True, False)] * 3)
     ):
         shared = {
             "merged_ptr": "*fp32", "values_ptr": "*fp32", "packets_ptr": "*fp32",
-            "peers_ptr": "*i64" if packets == 8 else None, "turns_ptr": "*i32" if packets == 8 else None,
+            "peers_ptr": "*i64" if packets != 3 else None, "turns_ptr": "*i32" if packets != 3 else None,
             "slot": "i32", "scales_ptr": scales if of_teacher else None, "student_scale": "fp32",
             **wants_of_teacher(of_teacher), "n_rows": "i32", "PACKETS": packets, "CHUNKS": 2, "BLOCK": MERGE.block,
         }  # fmt: skip
@@ -215,7 +219,7 @@ def sums_variants():
         (("*fp32",), ("*fp32", "*fp32", "*i1")), (0, 2), (True, False), (True, False)
     ):
         shared = {
-            "divisor_ptr": "*fp32", "value_ptrs": values, "valid_ptr": "*i1",
+            "divisor_ptr": "*fp64", "value_ptrs": values, "valid_ptr": "*i1",
             "weight_ptr": "*fp32" if weighted else None,
             "coefficients": ("fp32",) * min(2, len(values)), "n_rows": "i32", "SQUARES": squares, "NEGATIVES": 1,
         }  # fmt: skip
@@ -252,15 +256,15 @@ def main(capabilities, everything: bool):
             try:
                 resources = Resources.of(compile_kernel(kernel, aligned, warps, arguments, capability))
                 taken[f"{kernel.fn.__module__.rsplit('.', 1)[-1]}.{kernel.__name__} sm_{capability}"].append(resources)
-                resources.check(crowded(arguments))
+                resources.check(arguments)
                 compiled += 1
             except Exception as error:  # every failure is listed before the exit
                 failures.append(f"{kernel.__name__} sm_{capability} {arguments}: {type(error).__name__}: {error}")
     for name, each in sorted(taken.items()):
-        registers, stack, shared = map(max, zip(*each))
+        registers, stack, shared, code = map(max, zip(*each))
         spilling = sum(r.stack > 0 for r in each)
         print(f"{name}: {len(each)} variants, at most {registers} registers, {shared} bytes shared, ", end="")
-        print(f"{stack} spilled ({spilling} variants)")
+        print(f"{stack} spilled ({spilling} variants), {code >> 10} KiB of PTX")
     print(*failures, f"compiled {compiled}, failed {len(failures)}", sep="\n")
     return bool(failures)
 

@@ -1,6 +1,7 @@
 """`Options(validate="full")`: a mistake on one rank alone is the same exception on every rank, at once."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,11 +13,14 @@ from tp_headloss import (
     Distillation,
     Entropy,
     HeadLoss,
+    KLToReference,
     Linear,
+    Metric,
     Options,
     PolicyGradient,
     Sequences,
     Teacher,
+    Term,
     TopKTeacher,
     Transform,
     VocabShard,
@@ -97,6 +101,31 @@ def other_sequences(call):
     call.inputs = {**call.inputs, "sequences": Sequences.from_ids(ids, 3, mask)}
 
 
+def clipped(bound):
+    """A policy gradient with this clip, and its inputs."""
+
+    def prepare(call):
+        shared_inputs(call)
+        call.inputs = {name: call.inputs[name] for name in ("advantages", "old_log_prob")}
+        call.terms = [PolicyGradient("clip", clip=(bound, bound))]
+
+    return prepare
+
+
+def estimated(estimator):
+    return lambda call: call.rewrite(
+        terms=[KLToReference(0.1, estimator)], inputs={"reference_log_prob": torch.zeros(N, device=call.labels.device)}
+    )
+
+
+def closing_over(factor):
+    return lambda call: call.rewrite(terms=[Term("mine", lambda s: factor * s.lse)])
+
+
+def mine(factor, stats):
+    return {"mine": factor * stats.lse}
+
+
 # name -> (method, what every rank prepares, what only the last one does, the exception, words of its message)
 CASES = {
     "labels of another dtype": ("statistics", None, lambda c: c.rewrite(labels=c.labels.float()), "TypeError", "int64"),
@@ -149,6 +178,34 @@ CASES = {
         "linear_statistics", None, lambda c: c.rewrite(hidden=c.hidden[:, 1:]), "ValueError", "[width, H]"),
     "another hidden_grad": (
         "linear_statistics", None, lambda c: c.keywords.update(hidden_grad="none"), "ValueError", "hidden_grad"),
+    "another clip": (
+        "head", clipped(0.2), clipped(0.3), "ValueError", "terms.0.function.arguments.1.clip"),
+    "another objective": (
+        "head", clipped(0.2), lambda c: c.rewrite(terms=[PolicyGradient("cispo", name="clip", clip=(0.2, 0.2))]),
+        "ValueError", "terms.0.function.arguments.0"),
+    "another KL estimator": (
+        "head", estimated("k1"), estimated("k3"), "ValueError", "terms.0.function.arguments.0"),
+    "another smoothing": (
+        "head", lambda c: c.rewrite(terms=[CrossEntropy(label_smoothing=0.1)]),
+        lambda c: c.rewrite(terms=[CrossEntropy(label_smoothing=0.2)]), "ValueError", "keywords.smoothing"),
+    "another formula": (
+        "head", lambda c: c.rewrite(terms=[CrossEntropy(label_smoothing=0.1)]),
+        lambda c: c.rewrite(terms=[CrossEntropy(1.0, 0.1, "megatron")]), "ValueError", "keywords.formula"),
+    "a function of another constant": (
+        "head", lambda c: c.rewrite(terms=[Term("mine", lambda s: 2.0 * s.lse)]),
+        lambda c: c.rewrite(terms=[Term("mine", lambda s: 3.0 * s.lse)]), "ValueError", "code.constants"),
+    "a function that closes over another number": (
+        "head", closing_over(2.0), closing_over(3.0), "ValueError", "function.factor"),
+    "a metric's other options": (
+        "head", lambda c: c.keywords.update(metrics=[Metric(partial(mine, 1.0))]),
+        lambda c: c.keywords.update(metrics=[Metric(partial(mine, 2.0))]), "ValueError", "token_metrics"),
+    "hidden states of other values": (
+        "linear_head", lambda c: c.rewrite(options=Options(validate="checksums")),
+        lambda c: c.rewrite(hidden=c.hidden + 1e-6), "ValueError", "hidden"),
+    "another nucleus": (
+        "topk", lambda c: c.keywords.update(top_p=0.5), lambda c: c.keywords.update(top_p=0.6), "ValueError", "top_p"),
+    "another type of ids": (
+        "topk", None, lambda c: c.keywords.update(ids_dtype=torch.int32), "ValueError", "ids_dtype"),
     "another k": ("topk", None, lambda c: c.keywords.update(k=4), "ValueError", "k: rank 0"),
     "another call": ("topk", None, lambda c: c.rewrite(topk=c.statistics), "ValueError", "call"),
 }  # fmt: skip
@@ -214,7 +271,7 @@ def everywhere_run(group, device, validate):
 
 
 def test_an_unknown_validation_is_refused():
-    with pytest.raises(ValueError, match="one of \\('metadata', 'full'\\), got 'all'"):
+    with pytest.raises(ValueError, match="one of \\('metadata', 'full', 'checksums'\\), got 'all'"):
         vocab_statistics(torch.zeros(1, 4), options=Options(validate="all"))
 
 
@@ -224,3 +281,37 @@ def test_full_validation_is_refused_under_compile():
     )
     with pytest.raises(Exception, match="validate='full' is for eager"):
         compiled(torch.zeros(2, 4))
+
+
+class exit(Exception):
+    """An exception of a name that builtins know."""
+
+
+def undecodable_run(group, device, kind):
+    call = Call(group, device)
+    if dist.get_rank(group) == 1:
+        call.rewrite(options=FULL, labels=Raising(exit("now") if kind == "exit" else b"\xff"))
+    try:
+        call.statistics()
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+class Raising:
+    """Labels that raise when they are looked at."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def __getattr__(self, name):
+        what = self.__dict__["what"]
+        if isinstance(what, bytes):
+            what.decode()
+        raise what
+
+
+@pytest.mark.parametrize("kind, name", [("exit", "exit: now"), ("unicode", "UnicodeDecodeError: 'utf-8' codec can't")])
+def test_an_exception_that_is_not_known_is_a_runtime_error_that_names_it(kind, name):
+    here, there = on_ranks(2, undecodable_run, kind)
+    for found, message in (here, there):
+        assert found == "RuntimeError" and f"on rank 1 of the group: {name}" in message

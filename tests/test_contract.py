@@ -16,15 +16,19 @@ from tp_headloss import (
     GeneratorMetrics,
     HeadLoss,
     KLToReference,
+    Linear,
     Options,
     PolicyGradient,
     PolicyMetrics,
     Sequences,
     Teacher,
+    Term,
     TopKTeacher,
     Transform,
     VocabShard,
     ZLoss,
+    combine_metrics,
+    reduce_metrics,
     vocab_statistics,
 )
 from tp_headloss.autograd import GRADS
@@ -213,7 +217,7 @@ def test_a_statistic_that_no_loss_used_is_not_differentiated(monkeypatch, backen
     assert seen == [["log_prob"]]
 
 
-def test_no_grad_saves_nothing_and_double_backward_is_refused(backend, device):
+def test_no_grad_saves_nothing(backend, device):
     x, labels = rows(device)
     with torch.no_grad():
         assert not vocab_statistics(x.requires_grad_(), labels).lse.requires_grad
@@ -222,9 +226,39 @@ def test_no_grad_saves_nothing_and_double_backward_is_refused(backend, device):
     assert vocab_statistics(x.detach(), labels).lse.grad_fn is None
     with torch.inference_mode():
         vocab_statistics(x.detach().clone(), labels, options=Options(backend=backend))
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
-        (grad,) = torch.autograd.grad(stats.log_prob.sum(), x, create_graph=True)
-        grad.sum().backward()
+
+
+SECOND = {  # name -> what differentiates a gradient of loss(w) again
+    "a penalty": lambda loss, w: torch.autograd.grad(loss(w) + first(loss, w).square().sum(), w),
+    "inputs of backward": lambda loss, w: (loss(w) + first(loss, w).square().sum()).backward(inputs=[w]),
+    "backward": lambda loss, w: first(loss, w).sum().backward(),
+    "hessian": torch.autograd.functional.hessian,
+    "hvp": lambda loss, w: torch.autograd.functional.hvp(loss, w, torch.ones_like(w)),
+}
+
+
+def first(loss, w):
+    """The gradient, to be differentiated."""
+    return torch.autograd.grad(loss(w), w, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("head", ["logits", "recompute", "one_sweep"])
+@pytest.mark.parametrize("how", SECOND)
+def test_a_second_derivative_is_refused_however_it_is_asked_for(how, head, backend, device):
+    torch.manual_seed(0)
+    hidden, labels = torch.randn(5, 6, device=device), torch.tensor([1, 2, 3, 4, -100], device=device)
+    head_loss = HeadLoss([CrossEntropy(), ZLoss(0.1)], options=Options(backend=backend))
+
+    def loss(w):
+        if head == "logits":
+            return head_loss(hidden @ w.t(), labels).loss
+        return head_loss.linear(hidden, w, labels, linear=Linear(head)).loss
+
+    w = torch.randn(9, 6, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="has first derivatives only"):
+        SECOND[how](loss, w)
+    if head != "one_sweep":  # which does not know what its gradients depend on, and refuses create_graph itself
+        assert torch.equal(first(loss, w), torch.autograd.grad(loss(w), w)[0])
 
 
 def test_inplace_writes_the_gradient_over_the_logits_and_says_so(backend, device):
@@ -386,6 +420,38 @@ def test_inductor_compiles_the_loss_of_changing_batch_sizes(device):
     torch._dynamo.reset()
 
 
+def test_a_failure_after_the_kernel_leaves_no_gradient_for_a_second_backward(backend, device, monkeypatch):
+    """With inplace=True the logits are no longer the logits then."""
+    module, (x, labels) = load_backend(backend), rows(device)
+    original = module.logits_gradient
+
+    def failing(*args):
+        original(*args)
+        raise MemoryError
+
+    monkeypatch.setattr(module, "logits_gradient", failing)
+    local = x.clone().requires_grad_()
+    loss = vocab_statistics(local * 1.0, labels, options=Options(backend=backend, inplace=True)).log_prob.sum()
+    with pytest.raises(MemoryError):
+        loss.backward(retain_graph=True)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_inplace_without_fullgraph_runs_in_eager_and_is_right(device):
+    """torch.compile breaks the graph where something is refused, and calls it outside of the graph."""
+    x, labels = rows(device)
+
+    def step(t):
+        return vocab_statistics(t * 1.0, labels, options=Options(inplace=True)).log_prob.sum()
+
+    grads = [torch.autograd.grad(f(t), t)[0] for f in (step, torch.compile(step, backend="eager"))
+             for t in [x.clone().requires_grad_()]]  # fmt: skip
+    assert torch.equal(*grads)
+    torch._dynamo.reset()
+
+
 def test_inplace_is_refused_under_compile(device):
     x, labels = rows(device)
     compiled = torch.compile(
@@ -417,32 +483,93 @@ def test_operators_are_registered_consistently(device):
 
 
 BAD = {
-    "scalar logits": (dict(logits=torch.tensor(1.0)), "vocabulary dimension"),
-    "want": (dict(want=("entropie",)), "entropie"),
-    "backend": (dict(options=Options(backend="cuda")), "backend must be"),
-    "transport": (dict(options=Options(transport="mpi")), "transport must be"),
-    "no GPU": (dict(options=Options(transport="symm_mem", backend="torch")), "needs the triton backend on CUDA"),
-    "argmax by sum": (dict(want=("argmax",), options=Options(transport="sum")), "argmax is not a sum"),
-    "weight without total": (dict(total_weight=torch.ones(V)), "not in want"),
-    "weight shape": (dict(total_weight=torch.ones(3), want=("total",)), "total_weight must have shape"),
-    "bias shape": (dict(transform=Transform(bias=torch.ones(3))), "bias must have shape"),
-    "scale": (dict(transform=Transform(scale=0.0)), "scale must be"),
-    "softcap": (dict(transform=Transform(softcap=0.0)), "softcap must be"),
-    "temperature": (dict(transform=Transform(temperature=0.0)), "temperature must be"),
-    "temperature shape": (dict(transform=Transform(temperature=torch.ones(3))), "temperature must have shape"),
+    "scalar logits": (lambda: dict(logits=torch.tensor(1.0)), "vocabulary dimension"),
+    "want": (lambda: dict(want=("entropie",)), "entropie"),
+    "backend": (lambda: dict(options=Options(backend="cuda")), "backend must be"),
+    "transport": (lambda: dict(options=Options(transport="mpi")), "transport must be"),
+    "no GPU": (lambda: dict(options=Options(transport="symm_mem", backend="torch")), "needs the triton backend"),
+    "argmax by sum": (lambda: dict(want=("argmax",), options=Options(transport="sum")), "argmax is not a sum"),
+    "weight without total": (lambda: dict(total_weight=torch.ones(V)), "not in want"),
+    "weight shape": (lambda: dict(total_weight=torch.ones(3), want=("total",)), "total_weight must have shape"),
+    "bias shape": (lambda: dict(transform=Transform(bias=torch.ones(3))), "bias must have shape"),
+    "scale": (lambda: dict(transform=Transform(scale=0.0)), "scale must be"),
+    "softcap": (lambda: dict(transform=Transform(softcap=0.0)), "softcap must be"),
+    "temperature": (lambda: dict(transform=Transform(temperature=0.0)), "temperature must be"),
+    "temperature below fp32": (lambda: dict(transform=Transform(temperature=1e-38)), "finite in fp32, got 1e-38"),
+    "softcap beyond fp32": (lambda: dict(transform=Transform(softcap=1e39)), "finite in fp32, got 1e"),
+    "scale beyond fp32": (lambda: dict(transform=Transform(scale=-1e39)), "finite in fp32, got -1e"),
+    "a factor beyond fp32": (lambda: dict(transform=Transform(scale=1e30, temperature=1e-30)), "scale / temperature"),
+    "a teacher's temperature": (lambda: dict(teacher=Teacher(torch.zeros(N, V), 1e39)), "teacher.temperature must be"),
+    "a student's temperature": (
+        lambda: dict(want=("forward_kl",), transform=Transform(temperature=1e30),
+                     teacher=Teacher(torch.zeros(N, V), student_temperature=1e-30)), "student_temperature must be"),
+    "too few columns": (lambda: dict(logits=torch.zeros(N, V - 1), shard=VocabShard(0, V, V)), "is vocab_size=1000 ri"),
+    "too many columns": (
+        lambda: dict(logits=torch.zeros(N, V + 24), shard=VocabShard(0, V, V)), "padded_size=1024"),
+    "temperature shape": (lambda: dict(transform=Transform(temperature=torch.ones(3))), "temperature must have shape"),
     "temperature gradient": (
-        dict(transform=Transform(temperature=torch.ones(N, requires_grad=True))), "no gradient"),
-    "check without labels": (dict(labels=None, options=Options(check=True)), "check=True"),
+        lambda: dict(transform=Transform(temperature=torch.ones(N, requires_grad=True))), "no gradient"),
+    "check without labels": (lambda: dict(labels=None, options=Options(check=True)), "check=True"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_arguments_are_named(name):
-    kwargs, words = BAD[name]
+    make, words = BAD[name]
     x, labels = rows("cpu")
-    kwargs = {"logits": x, "labels": labels, **kwargs}
     with pytest.raises(ValueError, match=words):
+        kwargs = {"logits": x, "labels": labels, **make()}
         vocab_statistics(kwargs.pop("logits"), kwargs.pop("labels"), **kwargs)
+
+
+WRONG_TYPES = {
+    "lists of labels": (lambda x, y: vocab_statistics(x, y.tolist()), "labels must be a tensor, got list"),
+    "swapped": (lambda x, y: vocab_statistics(y, x), "are logits and labels swapped"),
+    "swapped in a loss": (lambda x, y: HeadLoss()(y, x), "labels must be int64 or int32, got torch.float32"),
+    "lists of logits": (lambda x, y: vocab_statistics(x.tolist(), y), "logits must be a tensor, got list"),
+    "options": (lambda x, y: vocab_statistics(x, y, options={"check": True}), "options must be Options"),
+    "an option": (lambda x, y: Options(check="yes"), "check must be True or False, got 'yes'"),
+    "a layer": (lambda x, y: HeadLoss().linear(x, torch.nn.Linear(V, 9), y), "got Linear: pass its .weight"),
+    "linear": (lambda x, y: HeadLoss().linear(x, x, y, linear="recompute"), "linear must be Linear"),
+    "weights of tokens": (lambda x, y: HeadLoss()(x, y, token_weight=[1.0] * N), "token_weight must be a tensor, got"),
+    "one weight": (lambda x, y: HeadLoss()(x, y, token_weight=1.0), "token_weight must be a tensor, got float"),
+    "one term": (lambda x, y: HeadLoss(CrossEntropy()), r"terms must be a list, terms=\[..\], got Term"),
+    "a term that was not called": (lambda x, y: HeadLoss([CrossEntropy]), r"got CrossEntropy: call it, CrossEntropy\("),
+    "one metric": (lambda x, y: HeadLoss(metrics="accuracy"), r"metrics must be a list, .*got 'accuracy'"),
+    "a metric that was not called": (lambda x, y: HeadLoss(metrics=(PolicyMetrics,)), "call it, PolicyMetrics"),
+    "a clip that is a number": (lambda x, y: PolicyGradient("clip", clip=0.2), "clip must be two numbers, .* got 0.2"),
+    "an option of no objective": (
+        lambda x, y: PolicyGradient("clip", eps=0.2), r"objective 'clip' takes the options \['clip', 'dual_clip', "),
+    "a mesh": (lambda x, y: VocabShard.from_group(FakeMesh(), V), "got a DeviceMesh: use VocabShard.from_mesh"),
+    "a size": (lambda x, y: VocabShard(0, 4.0, 4), "stop must be an int, got 4.0"),
+    "metrics of one batch": (lambda x, y: combine_metrics({"a": x}), "must be a list of dicts of metrics, .* got dict"),
+    "metrics": (lambda x, y: reduce_metrics([x], None), "metrics must be a dict of scalars by name, got list"),
+    "a wanted name": (lambda x, y: Term("mine", lambda s: s.lse, want="entropy"), "want must be a tuple of names"),
+}  # fmt: skip
+
+
+class FakeMesh:
+    def get_group(self):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_wrong_types_are_named_and_the_message_says_what_to_do(name):
+    call, words = WRONG_TYPES[name]
+    with pytest.raises(TypeError, match=words):
+        call(*rows("cpu"))
+
+
+def test_a_label_beyond_the_logits_hints_at_a_forgotten_shard():
+    x, labels = rows("cpu")
+    with pytest.raises(ValueError, match=r"are these logits one rank's columns\? Then pass shard="):
+        vocab_statistics(x[:, :4], labels, options=Options(check=True))
+
+
+def test_options_are_checked_when_they_are_made():
+    for wrong in ({"transport": "nvlink"}, {"backend": "cuda"}, {"validate": "all"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be one of"):
+            Options(**wrong)
 
 
 def test_a_shard_must_be_a_shard():

@@ -429,3 +429,22 @@ def compiled(group, device, how):
 @pytest.mark.parametrize("how", ["all_reduce", "reduce_scatter"])
 def test_the_modules_compile_without_graph_breaks(how):
     assert max(on_ranks(2, compiled, how)) < 1e-6
+
+
+def wrong_matrices(group, device):
+    head, messages = head_of(group, device, bias=True), []
+    for rows in (10 * V, V + 300, V - 1, head.shard.width + 1):
+        for name, matrix in (("weight", torch.zeros(rows, H)), ("bias", torch.zeros(rows))):
+            before = getattr(head, name).detach().clone()
+            try:
+                head.load_state_dict({**head.state_dict(), name: matrix.to(device)})
+            except RuntimeError as error:
+                messages.append(f"{name} must have this rank's {head.shard.width} rows" in str(error))
+            assert torch.equal(getattr(head, name), before)
+    return messages
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_matrix_of_other_rows_is_refused_and_never_cut(world):
+    for messages in on_ranks(world, wrong_matrices):
+        assert messages == [True] * 8

@@ -23,6 +23,7 @@ from tp_headloss import (
     losses,
 )
 from tp_headloss.reduce import metric_sums
+from tp_headloss.terms import OBJECTIVES as OBJECTIVES_BY_NAME
 
 V, B, S = 60, 4, 7  # 60 of 128 padded columns
 LENGTHS = (7, 1, 0, 4)  # one token, none, and part of the row
@@ -470,9 +471,9 @@ def test_wrong_options_are_refused():
     for wrong in ({"clip": (1.5, 0.2)}, {"dual_clip": 1.1}):
         with pytest.raises(ValueError, match="got"):
             losses.clipped(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, **wrong)
-    with pytest.raises(TypeError, match=r"clipped takes the options \['clip', .*got \['clip_low'\]"):
+    with pytest.raises(TypeError, match=r"objective 'clip' takes the options \['clip', .*got \['clip_low'\]"):
         PolicyGradient("clip", clip_low=0.2)
-    with pytest.raises(TypeError, match=r"kl_estimate takes the options .*got \['clamp'\]"):
+    with pytest.raises(TypeError, match=r"KLToReference takes the options .*got \['clamp'\]"):
         KLToReference(0.1, clamp=3)
     with pytest.raises(ValueError, match="convention must be"):
         losses.cispo(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, convention="both")
@@ -491,7 +492,8 @@ def test_wrong_inputs_are_refused_with_what_was_expected():
     wrong = {
         "missing \\['old_log_prob'\\]": {k: v for k, v in good.items() if k != "old_log_prob"},
         "unused \\['x'\\]": good | {"x": x},
-        "must broadcast to the labels' shape \\[4, 7\\], got \\[4\\]": good | {"advantages": torch.ones(4)},
+        "dimensions as the labels \\[4, 7\\], .*got \\[5\\]": good | {"advantages": torch.ones(5)},
+        "must broadcast to the labels' shape \\[4, 7\\], got \\[5, 1\\]": good | {"advantages": torch.ones(5, 1)},
         "sequences must be of tokens \\[4, 7\\], got \\[4, 6\\]": good
         | {"sequences": Sequences.from_mask(mask[:, 1:])},
     }
@@ -500,7 +502,7 @@ def test_wrong_inputs_are_refused_with_what_was_expected():
             head(x, labels, inputs=given)
     for message, given in {
         "must be a Sequences": good | {"sequences": 3},
-        "a tensor on": good | {"advantages": 1.0},
+        "must be a tensor, got float": good | {"advantages": 1.0},
     }.items():
         with pytest.raises(TypeError, match=message):
             head(x, labels, inputs=given)
@@ -712,3 +714,85 @@ def test_log_probs_returns_three_differentiable_statistics(backend, device):
     torch.testing.assert_close(local.grad.double().cpu(), truth.grad, rtol=3e-5, atol=1e-6)
     frozen = log_probs(local, labels.to(device), differentiable=False, entropy=False, options=Options(backend=backend))
     assert frozen.entropy is None and not frozen.log_prob.requires_grad and torch.equal(frozen.log_prob, out.log_prob)
+
+
+PER_TOKEN = {name: function for name, (function, _) in OBJECTIVES_BY_NAME.items() if name != "positive-nll"}
+
+
+def with_a_nan(name, broken, device, beyond):
+    """Loss and gradient of an objective, a NaN in one input of token 1; log-ratios within or beyond every clip."""
+    function, names = OBJECTIVES_BY_NAME[name]
+    mask = torch.ones(1, 4, dtype=torch.bool, device=device)
+    x = torch.full((1, 4), -1.0, device=device, requires_grad=True)
+    old = torch.tensor([[-1.1, -5.0 if beyond else -1.1, 3.0 if beyond else -1.1, -1.0]], device=device)
+    given = {"advantages": torch.tensor([[1.0, 1.0, -1.0, 0.0]], device=device), "old_log_prob": old, "mask": mask,
+             "noise": torch.full((1, 4), 0.5, device=device), "sequences": Sequences.from_mask(mask)}  # fmt: skip
+    given[broken] = given[broken].clone()
+    given[broken][0, 1] = math.nan
+    loss = function(x, **{key: given[key] for key in names})
+    loss.sum().backward()
+    return loss, x.grad
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+@pytest.mark.parametrize("broken", ["old_log_prob", "advantages"])
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_a_nan_input_is_nan_in_the_gradient_too(name, broken, beyond, device):
+    if broken == "old_log_prob" and name == "reinforce":
+        return
+    loss, grad = with_a_nan(name, broken, device, beyond)
+    assert loss[0, 1].isnan() and grad[0, 1].isnan()
+
+
+@pytest.mark.parametrize("estimator", losses.KL_ESTIMATORS)
+def test_a_nan_reference_is_nan_in_the_gradient_too(estimator, device):
+    x = torch.full((3,), -1.0, device=device, requires_grad=True)
+    reference = torch.tensor([-1.5, math.nan, 50.0], device=device)
+    value = losses.kl_estimate(x, reference_log_prob=reference, estimator=estimator)
+    value.sum().backward()
+    assert value.isnan().tolist() == [False, True, False] and x.grad.isnan().tolist() == [False, True, False]
+
+
+def test_a_nan_completion_is_nan_in_the_gradient_of_orpo_too():
+    chosen = torch.tensor([-1.0, math.nan], requires_grad=True)
+    losses.orpo(chosen, torch.tensor([-2.0, -2.0])).sum().backward()
+    assert chosen.grad.isnan().tolist() == [False, True]
+
+
+def test_a_rollout_mask_of_a_sequence_with_a_nan_is_nan():
+    sequences = Sequences.from_mask(torch.ones(2, 3, dtype=torch.bool))
+    generator_log_prob = torch.zeros(2, 3)
+    generator_log_prob[0, 1] = math.nan
+    weight = losses.sequence_mask(torch.zeros(2, 3), generator_log_prob, sequences=sequences)
+    assert weight.isnan().tolist() == [[True] * 3, [False] * 3]
+
+
+def test_gmpo_counts_a_token_whose_advantage_is_0_as_unchanged(device):
+    """verl multiplies the log-ratio by the sign of the advantage, twice."""
+    x = torch.tensor([[-1.0, -2.0, -0.5]], device=device)
+    old = torch.tensor([[-1.2, -1.9, -1.0]], device=device)
+    advantages = torch.tensor([[1.0, 0.0, -1.0]], device=device)
+    sequences, sign = Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool, device=device)), advantages.sign()
+    held = sign * torch.minimum(sign * (x - old), sign * (x - old).clamp(-0.4, 0.4))
+    loss = losses.gmpo(x, advantages=advantages + 0.0, old_log_prob=old, sequences=sequences)
+    torch.testing.assert_close(loss, -(advantages.mean() * held.mean().exp()).expand(1, 3))
+    assert held[0, 1] == 0
+
+
+def test_vespo_takes_the_log_weights_of_the_rollout_with_each_batch(device):
+    x, labels, mask, inputs = problem()
+    names = "advantages", "old_log_prob", "generator_log_prob"
+    inputs = {name: torch.where(mask, inputs[name], 0.0).to(device) for name in names}
+    inputs["sequences"] = Sequences.from_mask(mask.to(device))
+    rollout = inputs["old_log_prob"] - inputs.pop("generator_log_prob")
+    plain = HeadLoss([PolicyGradient("vespo")])
+    weighted = HeadLoss([PolicyGradient("vespo", rollout_log_weight=True)])
+    x, labels = x.to(device), labels.to(device)
+    loss = weighted(x, labels, inputs={**inputs, "rollout_log_weight": rollout}).loss
+    own = log_probs(x, labels).log_prob
+    keywords = {**inputs, "rollout_log_weight": rollout}
+    expected = torch.where(mask.to(device), losses.vespo(own, **keywords), 0.0).sum() / mask.sum()
+    torch.testing.assert_close(loss, expected)
+    assert not torch.allclose(loss, plain(x, labels, inputs=inputs).loss)
+    with pytest.raises(ValueError, match="rollout_log_weight is an input of the objective 'vespo', got 'clip'"):
+        PolicyGradient("clip", rollout_log_weight=True)

@@ -283,3 +283,96 @@ def test_metrics_of_micro_batches_combine_like_those_of_ranks():
     assert combine_metrics([]) == combine_metrics([{}]) == {}
     with pytest.raises(ValueError, match="same names in the same order, got"):
         combine_metrics([{"a": torch.ones(())}, {"b": torch.ones(())}])
+
+
+BOUNDS = {"beyond": [0, 4, 100], "far beyond": [0, 4, 1 << 40], "negative": [-3, 4, 8], "descending": [0, 6, 3, 8]}
+
+
+def on_a_gpu(monkeypatch, device):
+    """Nobody looks at values there: the check that CPUs make is left out."""
+    if device == "cpu":
+        monkeypatch.setattr(Sequences, "check", lambda self: None)
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_bounds_outside_of_the_tokens_are_refused_or_nan(name, device, monkeypatch):
+    mask, bounds = torch.ones(8, dtype=torch.bool, device=device), torch.tensor(BOUNDS[name], device=device)
+    words = r"cu_seqlens must be ascending in \[0, 8\], the mask's tokens, got "
+    with pytest.raises(ValueError, match=words):
+        Sequences.from_cu_seqlens(bounds, mask).check()
+    x = torch.randn(8, V, device=device, requires_grad=True)
+    labels = torch.arange(8, device=device)
+    head = HeadLoss(reduction="seq-mean-token-mean", options=Options(check=True))
+    with pytest.raises(ValueError, match=words):
+        head(x, labels, inputs={"sequences": Sequences.from_cu_seqlens(bounds, mask)})
+    on_a_gpu(monkeypatch, device)
+    sequences = Sequences.from_cu_seqlens(bounds, mask)
+    found = sequences.lengths, sequences.count, sequences.token_share, sequences.mean(torch.ones(8, device=device))
+    assert all(values.isnan().all() for values in found)
+    loss = HeadLoss(reduction="seq-mean-token-mean")(x, labels, inputs={"sequences": sequences}).loss
+    loss.backward()
+    assert loss.isnan() and x.grad.isnan().all()
+
+
+def test_what_cannot_describe_sequences_is_refused(device):
+    mask = torch.ones(2, 4, dtype=torch.bool, device=device)
+    ids = torch.zeros(2, 4, dtype=torch.int64, device=device)
+    for error, words, make in (
+        (TypeError, "cu_seqlens must be int64 or int32, got torch.float32",
+         lambda: Sequences.from_cu_seqlens(torch.tensor([0.0, 8.0], device=device), mask)),
+        (TypeError, "cu_seqlens must be a tensor, got list", lambda: Sequences.from_cu_seqlens([0, 8], mask)),
+        (TypeError, "ids must be int64 or int32", lambda: Sequences.from_ids(ids.float(), 1, mask)),
+        (TypeError, "count must be an int", lambda: Sequences.from_ids(ids, 1.5, mask)),
+        (ValueError, "count must be at least 0, got -1", lambda: Sequences.from_ids(ids, -1, mask)),
+        (ValueError, "horizon must be a positive number", lambda: Sequences.from_mask(mask, horizon=0)),
+        (ValueError, "lengths must be finite and at least 0",
+         lambda: Sequences.from_mask(mask, lengths=torch.tensor([4.0, -1.0], device=device)).check()),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            make()
+
+
+def test_tokens_of_no_sequence_at_all_weigh_nothing(device):
+    mask = torch.ones(2, 4, dtype=torch.bool, device=device)
+    sequences = Sequences.from_ids(torch.zeros(2, 4, dtype=torch.int64, device=device), 0, mask)
+    assert sequences.count == 0 and len(sequences.lengths) == 0 and not sequences.token_share.any()
+    assert not sequences.spread(torch.zeros(0, device=device)).any()
+
+
+def no_sequence_run(group, device, bad):
+    """A context-parallel rank without any sequence, or with bounds that the others do not have."""
+    mask, last = torch.ones(8, dtype=torch.bool, device=device), dist.get_rank(group) == dist.get_world_size(group) - 1
+    if not bad:
+        return len(Sequences.from_mask(mask[:0].view(0, 4), group=group).lengths)
+    bounds = torch.tensor([0, 4, 9 if last else 8], device=device)
+    Sequences.from_cu_seqlens(bounds, mask, group=group).check()
+
+
+def test_context_parallel_ranks_have_no_sequence_or_all_refuse_the_bounds_of_one():
+    assert on_ranks(2, no_sequence_run, False) == [0, 0]
+    failures = on_ranks(2, no_sequence_run, True, failures=True)
+    assert [failure.kind for failure in failures] == ["ValueError"] * 2
+    assert "right on every rank" in failures[0].message and "got [0, 4, 9]" in failures[1].message
+
+
+def vocabulary_metrics_run(group, device):
+    shard = VocabShard.from_group(group, V)
+    try:
+        reduce_metrics({"a": torch.ones((), device=device)}, group)
+    except ValueError as error:
+        return str(error), shard.world_size
+
+
+def test_metrics_are_not_added_up_over_the_ranks_that_share_the_vocabulary():
+    for message, _ in on_ranks(2, vocabulary_metrics_run):
+        assert "got the group of a VocabShard" in message
+
+
+def test_second_derivatives_of_sums_over_sequences_are_right(device):
+    mask = torch.tensor([[True, True, False], [True, False, False]], device=device)
+    sequences = Sequences.from_mask(mask)
+    values = torch.randn(2, 3, device=device, requires_grad=True)
+    (first,) = torch.autograd.grad(sequences.sum(values).pow(3).sum(), values, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), values)
+    sums = torch.where(mask, values, 0).sum(-1, keepdim=True)
+    torch.testing.assert_close(second, torch.where(mask, 6 * sums * mask.sum(-1, keepdim=True), 0.0).detach())

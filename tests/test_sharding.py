@@ -1,6 +1,10 @@
 """Sharded equals unsharded: every layout of shards, and the same bits at every group size where that is promised."""
 
+import copy
 import dataclasses
+import gc
+import os
+import pickle
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -10,7 +14,16 @@ import torch
 import torch.distributed as dist
 from ranks import on_ranks
 
-from tp_headloss import Options, Transform, VocabShard, vocab_statistics
+from tp_headloss import (
+    HeadLoss,
+    Options,
+    Transform,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    VocabShard,
+    topk_log_probs,
+    vocab_statistics,
+)
 from tp_headloss.backends import load_backend
 from tp_headloss.stats import HeadSpec, Inputs, packet_rows
 
@@ -307,3 +320,80 @@ def test_ranks_whose_logits_lie_differently_in_memory_have_the_same_tokens():
     for log_prob, _ in results:
         torch.testing.assert_close(log_prob, expected.detach())
     torch.testing.assert_close(torch.cat([grad for _, grad in results], -1), x.grad)
+
+
+def destroyed_run(group, device):
+    """A shard whose group is gone, while another group has its name."""
+    ranks = list(range(dist.get_world_size(group)))
+    own = dist.new_group(ranks)
+    shard = VocabShard.from_group(own, 64)
+    x, labels = torch.zeros(2, shard.width, device=device), torch.tensor([1, 2], device=device)
+    hidden, weight = torch.zeros(2, 3, device=device), torch.zeros(shard.width, 3, device=device)
+    names, name = dist.distributed_c10d._world.pg_names, own.group_name
+    dist.destroy_process_group(own)
+    other = dist.new_group(ranks)
+    torch._C._distributed_c10d._unregister_process_group(other.group_name)
+    names[other] = name  # what a world that is made anew does with its counter of names
+    torch._C._distributed_c10d._register_process_group(name, other)
+    messages = []
+    for call in (
+        lambda: vocab_statistics(x, labels, shard=shard, options=Options(transport="sum")),
+        lambda: HeadLoss()(x, labels, shard=shard),
+        lambda: HeadLoss().linear(hidden, weight, labels, shard=shard),
+        lambda: topk_log_probs(x, 2, shard=shard),
+        lambda: VocabParallelEmbedding(4, shard)(labels),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            messages.append(str(error))
+    torch._C._distributed_c10d._unregister_process_group(name)
+    names[other] = other_name = "released"
+    torch._C._distributed_c10d._register_process_group(other_name, other)
+    dist.destroy_process_group(other)
+    return messages
+
+
+def test_a_shard_of_a_destroyed_group_is_refused_even_if_its_name_lives_on():
+    for messages in on_ranks(2, destroyed_run):
+        assert len(messages) == 5 and all("was destroyed" in message for message in messages)
+
+
+def leaking_run(group, device):
+    """Open files after groups have been used and destroyed."""
+    ranks, counts = list(range(dist.get_world_size(group))), []
+    for _ in range(4):
+        own = dist.new_group(ranks)
+        shard = VocabShard.from_group(own, 64)
+        x = torch.zeros(2, shard.width, device=device, requires_grad=True)
+        HeadLoss()(x, torch.tensor([1, 2], device=device), shard=shard).loss.backward()
+        VocabParallelHead(4, shard).state_dict()
+        dist.destroy_process_group(own)
+        del own, shard, x
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_a_destroyed_group_is_freed():
+    for counts in on_ranks(2, leaking_run):
+        assert counts[-1] <= counts[0], counts
+
+
+def pickle_run(group, device):
+    shard, messages = VocabShard.from_group(group, 64), []
+    for value in (shard, VocabParallelHead(4, shard), VocabParallelEmbedding(4, shard)):
+        try:
+            pickle.dumps(value)
+        except TypeError as error:
+            messages.append(str(error))
+    copies = copy.deepcopy(VocabParallelHead(4, shard)).shard, copy.copy(shard)
+    return messages, [c is shard for c in copies]
+
+
+def test_what_holds_a_process_group_says_so_when_it_is_pickled():
+    for messages, same in on_ranks(2, pickle_run):
+        assert len(messages) == 3 and all("VocabShard holds a process group" in message for message in messages)
+        assert same == [True, True]
+    whole = VocabShard(0, 8, 8)
+    assert pickle.loads(pickle.dumps(whole)) == whole

@@ -13,12 +13,13 @@ PACKAGE = ROOT / "tp_headloss"
 
 MAY_IMPORT = {  # module -> modules of the package that it may import
     "shard": set(),
+    "validation": set(),
     "reduce": set(),
     "stats": set(),
     "backends.kernels": set(),
     "backends.sums_kernels": set(),
     "backends.topk_kernels": {"backends.kernels"},
-    "comm": {"stats"},
+    "comm": {"shard"},
     "dtensor": {"shard"},
     "losses.cross_entropy": {"stats"},
     "losses.regularizers": {"stats"},
@@ -27,7 +28,7 @@ MAY_IMPORT = {  # module -> modules of the package that it may import
     "losses.kl": {"losses.ratio"},
     "losses.policy": {"losses.ratio"},
     "losses.rollout": {"losses.ratio"},
-    "losses.preference": set(),
+    "losses.preference": {"losses.ratio"},
     "losses.metrics": {"losses.kl", "losses.policy", "losses.ratio"},
     "losses": {
         *("losses.cross_entropy", "losses.distillation", "losses.kl", "losses.metrics", "losses.policy"),
@@ -42,7 +43,7 @@ MAY_IMPORT = {  # module -> modules of the package that it may import
     "sweeps": {"comm", "passes", "stats"},
     "autograd": {"backends", "comm", "passes", "stats", "sweeps"},
     "linear": {"agreement", "api", "autograd", "comm", "dtensor", "shard", "stats", "sweeps"},
-    "agreement": {"comm", "sequences"},
+    "agreement": {"comm", "sequences", "shard"},
     "api": {"agreement", "autograd", "backends", "comm", "dtensor", "shard", "stats"},
     "head_loss": {
         *(
@@ -101,6 +102,7 @@ def imports_of(path):
 def test_imports_point_one_way(path):
     inside, outside = imports_of(path)
     name = module_name(path)
+    inside -= {"validation"}  # which everybody may
     assert inside <= MAY_IMPORT[name], f"{name} imports {sorted(inside - MAY_IMPORT[name])}"
     if name.startswith("losses") or name in ("reduce", "stats"):
         assert outside <= {"torch", "typing", "collections", "math", "__future__"}
@@ -153,6 +155,13 @@ def test_the_triton_backend_on_cpu_tensors_is_refused_without_the_interpreter():
         "except ValueError as e: print(e)"
     )
     assert "needs CUDA tensors" in run_python(code).stdout
+
+
+@pytest.mark.parametrize("module, version", [("torch", "2.10.1+cu128"), ("triton", "3.5.1")])
+def test_versions_below_the_declared_ones_are_refused(module, version):
+    code = f"import {module}; {module}.__version__ = {version!r}\nimport tp_headloss, tp_headloss.backends.triton"
+    last = run_python(code).stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError") and f"got {version}" in last and ">= " in last
 
 
 def test_every_kernel_variant_compiles_ahead_of_time(tmp_path):

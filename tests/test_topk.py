@@ -124,3 +124,14 @@ def test_bad_rows_are_nan_and_bad_arguments_refused():
     with pytest.raises(TypeError, match="ids must be int64 or int32"):
         topk_log_probs(x, 3, ids_dtype=torch.int16)
     assert topk_log_probs(x[:0], 3).ids.shape == (0, 3)
+
+
+def no_tokens_run(group, device):
+    shard = VocabShard.from_group(group, V)
+    top = topk_log_probs(torch.zeros(0, shard.width, device=device), 3, shard=shard)
+    return [list(x.shape) for x in top]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_tokens_have_no_entries(world_size):
+    assert on_ranks(world_size, no_tokens_run) == [[[0, 3], [0, 3], [0]]] * world_size

@@ -180,6 +180,19 @@ def test_one_entry_nearly_all_and_all_of_the_vocabulary(k, divergence, over, bac
     check([run(None, device, "one", divergence, over, backend, torch.float32, k)], loss, grad, 1, 0)
 
 
+@pytest.mark.parametrize("pair", [pair for pair in TOPK_DISTILLATIONS if pair[1] != "tail"], ids=str)
+def test_a_token_without_entries_is_0_with_zero_gradient(pair, backend, device):
+    """A teacher that its mask takes out: nothing is known of the token."""
+    x = torch.randn(3, V, device=device, requires_grad=True)
+    ids, log_probs = torch.randint(0, V, (3, K), device=device), -torch.rand(3, K, device=device)
+    mask = torch.tensor([True, False, True], device=device)[:, None].expand(3, K)
+    head = HeadLoss([TopKDistillation(1.0, *pair)], reduction="none", options=Options(backend=backend))
+    inputs = {"teacher": TopKTeacher(ids, log_probs, mask)}
+    loss = head(x, torch.zeros(3, dtype=torch.int64, device=device), inputs=inputs).loss
+    loss.sum().backward()
+    assert loss[1] == 0 and not x.grad[1].any() and (loss[[0, 2]] != 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gradients_are_rounded_once(dtype, backend, device):
     """The entries' columns, too, where the gradient of everything else is added to their own."""

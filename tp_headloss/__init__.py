@@ -1,5 +1,10 @@
 """The head loss of language models whose vocabulary is sharded over GPUs: one pass, one collective, one backward."""
 
+import torch
+
+if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 11):
+    raise ImportError(f"tp_headloss needs torch >= 2.11, got {torch.__version__}")
+
 from . import losses
 from .api import LogProbs, Options, Teacher, TopKTeacher, Transform, log_probs, vocab_statistics
 from .comm import combine_metrics, reduce_metrics

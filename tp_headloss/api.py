@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from .agreement import Agreement
+from .agreement import VALIDATIONS, Agreement
 from .autograd import OUTPUTS, Statistics, top_entries
-from .backends import resolve_backend
+from .backends import BACKENDS, resolve_backend
 from .comm import TRANSPORTS
 from .dtensor import local, local_logits
-from .shard import VocabShard
+from .shard import ShardFacts, VocabShard
 from .stats import OF_TEACHER, OF_TOPK, OPTIONAL, HeadSpec, Inputs, VocabStatistics
+from .validation import expect_ids, expect_instance, expect_number, expect_tensor
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,16 +34,35 @@ class Transform:
     softcap: float | None = None
     temperature: float | torch.Tensor = 1.0
 
+    def __post_init__(self):
+        expect_number("scale", self.scale, positive=False)
+        _expect_temperature("temperature", self.temperature)
+        if self.softcap is not None:
+            expect_number("softcap", self.softcap)
+            expect_number("scale / softcap", self.scale / self.softcap, positive=False)
+        if not isinstance(self.temperature, torch.Tensor):
+            expect_number("scale / temperature", self.scale / self.temperature, positive=False)
+            expect_number("softcap / temperature", (self.softcap or 1.0) / self.temperature)
+
+
+def _expect_temperature(name, temperature):
+    if isinstance(temperature, torch.Tensor):
+        if temperature.requires_grad:
+            raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
+        return
+    expect_number(name, temperature)
+
 
 @dataclass(frozen=True)
 class Options:
-    """How, not what: no option changes a result by more than rounding.
+    """How, not what: no option changes a result by more than rounding. ValueError or TypeError for what does not exist.
 
     backend: "triton", "torch" or None (triton on CUDA, torch elsewhere). transport: "gather", "symm_mem", "sum" or
     "auto", see `comm`. inplace: the backward writes the gradient over the logits (eager only). check: raise a
     ValueError that names the first token with a bad label, on every rank, at the price of a host synchronisation.
     validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls first,
-    so that a mistake on one of them is the same exception on all, see `agreement` (eager only; for debugging).
+    so that a mistake on one of them is the same exception on all, see `agreement` (eager only; for debugging);
+    "checksums" is "full" and compares the bits of replicated hidden states, too.
     """
 
     backend: str | None = None
@@ -50,6 +70,16 @@ class Options:
     inplace: bool = False
     check: bool = False
     validate: str = "metadata"
+
+    def __post_init__(self):
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {BACKENDS} or None (by device), got {self.backend!r}")
+        for name, known in (("transport", TRANSPORTS), ("validate", VALIDATIONS)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        for name in ("inplace", "check"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -68,6 +98,12 @@ class Teacher:
     temperature: float | torch.Tensor = 1.0
     student_temperature: float | torch.Tensor | None = None
     beta: float = 0.5
+
+    def __post_init__(self):
+        _expect_temperature("teacher.temperature", self.temperature)
+        _expect_temperature("teacher.student_temperature", self.of_student)
+        if not 0 < self.beta < 1:
+            raise ValueError(f"beta must be in (0, 1), got {self.beta}; at its ends use forward_kl or reverse_kl")
 
     @property
     def of_student(self) -> float | torch.Tensor:
@@ -98,6 +134,7 @@ class TopKTeacher:
     beta: float = 0.5
 
     of_student = Teacher.of_student
+    __post_init__ = Teacher.__post_init__
 
 
 NO_TRANSFORM, DEFAULTS = Transform(), Options()
@@ -185,6 +222,7 @@ def run_statistics(
     logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options, reduction=None
 ):
     """`vocab_statistics`, and what a `Reduction` gives (Triton backend, labels): its loss and sums, else None."""
+    expect_instance("options", options, Options)
     transform, options = transform or NO_TRANSFORM, options or DEFAULTS
     with Agreement(options, shard) as agreement:
         logits, shard = local_logits(logits, shard)
@@ -227,7 +265,8 @@ def flat_inputs(logits, labels, shard, want, transform, teacher, total_weight, i
     numbers = float(transform.scale), float(transform.softcap or 0.0), float(temperature)
     of_teacher = _teacher_scales(teacher, transform.temperature, logits)
     beta = 0.5 if teacher is None else float(teacher.beta)
-    spec = head_spec(shard, tuple(want), *numbers, ignore_index, backend, options.transport, *of_teacher[0], beta)
+    static = tuple(want), *numbers, ignore_index, backend, options.transport
+    spec = head_spec(shard.facts, *static, *of_teacher[0], beta)
     rows = _TokenOrder(logits if order_of is None else order_of, options.inplace, shard.world_size == 1)
     vectors = {"labels": labels, "temperatures": temperatures}
     vectors = {name: None if x is None else rows.flatten(x).contiguous() for name, x in vectors.items()}
@@ -254,17 +293,13 @@ def _of_teacher(teacher, scales, rows, spec) -> dict[str, torch.Tensor]:
     return out | dict(zip(("entries", "entry_log_probs"), entries))
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)  # by plain values: a process group in its keys would never be freed
 def _head_spec(
-    shard, want, scale, softcap, temperature, ignore_index, backend, transport, teacher_scale, student_scale, beta
-) -> HeadSpec:
+    facts: ShardFacts, want, scale, softcap, temperature, ignore_index, backend, transport,
+    teacher_scale, student_scale, beta,
+) -> HeadSpec:  # fmt: skip
     return HeadSpec(
-        start=shard.start,
-        valid_width=shard.valid_width,
-        vocab_size=shard.vocab_size,
-        chunk_size=shard.chunk_size,
-        chunks=shard.chunks,
-        world_size=shard.world_size,
+        **facts._asdict(),
         want=tuple(name for name in OPTIONAL if name in want),
         scale=scale,
         softcap=softcap,  # 0: none
@@ -272,7 +307,6 @@ def _head_spec(
         ignore_index=ignore_index,
         backend=backend,
         transport=transport,
-        group_name=shard.group_name,
         teacher_scale=teacher_scale,
         student_scale=student_scale,
         beta=beta,
@@ -349,20 +383,20 @@ def _validate(logits, labels, shard, want, transform, teacher, total_weight, opt
     backend = resolve_backend(options.backend, logits.device)
     allowed = LOGITS_DTYPES + ((torch.float64,) if backend == "torch" else ())
     if logits.dtype not in allowed:
+        swapped = labels is not None and labels.is_floating_point() and not logits.is_floating_point()
+        hint = " (are logits and labels swapped?)" if swapped else ""
         raise TypeError(
-            f"logits must be one of {[str(d) for d in allowed]} for backend {backend!r}, got {logits.dtype}"
+            f"logits must be one of {[str(d) for d in allowed]} for backend {backend!r}, got {logits.dtype}{hint}"
         )
     if logits.shape[-1] != shard.width:
-        gathered = " (these look like gathered logits)" if logits.shape[-1] >= shard.vocab_size else ""
         raise ValueError(
             f"logits must have the shard's {shard.width} columns [{shard.start}, {shard.stop}), "
-            f"got {logits.shape[-1]}{gathered}"
+            f"got {logits.shape[-1]}{_why_another_width(logits.shape[-1], shard)}"
         )
     lead = logits.shape[:-1]
     if labels is not None:
-        if labels.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"labels must be int64 or int32, got {labels.dtype}")
-        _expect("labels", labels, lead, logits.device)
+        expect_ids("labels", labels)
+        expect_tensor("labels", labels, lead, logits.device)
     elif options.check:
         raise ValueError("check=True checks labels, got none")
     if unknown := set(want) - set(OPTIONAL):
@@ -371,8 +405,6 @@ def _validate(logits, labels, shard, want, transform, teacher, total_weight, opt
         raise ValueError(f"argmax needs a vocabulary of at most 2^24 ids, got {shard.vocab_size}")
     if options.inplace and torch.compiler.is_compiling():
         raise ValueError("inplace=True is for eager: torch.compile plans memory itself and may not see it overwritten")
-    if options.transport not in TRANSPORTS:
-        raise ValueError(f"transport must be one of {TRANSPORTS}, got {options.transport!r}")
     if options.transport == "sum" and "argmax" in want:
         raise ValueError("argmax is not a sum: it needs transport='gather', got 'sum'")
     if options.transport == "symm_mem" and (backend != "triton" or not logits.is_cuda):
@@ -380,30 +412,26 @@ def _validate(logits, labels, shard, want, transform, teacher, total_weight, opt
     if total_weight is not None:
         if "total" not in want:
             raise ValueError('total_weight weights the statistic "total", which is not in want')
-        _expect("total_weight", total_weight, (shard.width,), logits.device)
+        expect_tensor("total_weight", total_weight, (shard.width,), logits.device)
     if transform.bias is not None:
-        _expect("bias", transform.bias, (shard.width,), logits.device)
-    if not 0 < abs(transform.scale) < float("inf"):
-        raise ValueError(f"scale must be finite and not 0, got {transform.scale}")
-    if transform.softcap is not None and not 0 < transform.softcap < float("inf"):
-        raise ValueError(f"softcap must be a positive number or None, got {transform.softcap}")
-    _expect_temperature("temperature", transform.temperature, lead, logits.device)
-    _validate_teacher(teacher, logits, want, options)
+        expect_tensor("bias", transform.bias, (shard.width,), logits.device)
+    if isinstance(transform.temperature, torch.Tensor):
+        expect_tensor("temperature", transform.temperature, lead, logits.device)
+    _validate_teacher(teacher, transform, logits, want, options)
     return backend
 
 
-def _expect_temperature(name, temperature, lead, device):
-    if isinstance(temperature, torch.Tensor):
-        _expect(name, temperature, lead, device)
-        if temperature.requires_grad:
-            raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
-    elif not isinstance(temperature, (int, float)):
-        raise TypeError(f"{name} must be a number or a tensor, got {temperature!r}")
-    elif not 0 < temperature < float("inf"):
-        raise ValueError(f"{name} must be positive, got {temperature}")
+def _why_another_width(columns: int, shard: VocabShard) -> str:
+    """A likely reason for logits that are not as wide as the shard."""
+    if shard.world_size > 1 and columns in (shard.vocab_size, shard.padded_size):
+        return " (these look like gathered logits)"
+    if columns > shard.width:
+        padded = columns * shard.world_size
+        return f" (a padded vocabulary? VocabShard.from_group(group, {shard.vocab_size}, padded_size={padded}))"
+    return f" (is vocab_size={shard.vocab_size} right?)"
 
 
-def _validate_teacher(teacher, logits, want, options):
+def _validate_teacher(teacher, transform, logits, want, options):
     served = OF_TOPK if isinstance(teacher, TopKTeacher) else OF_TEACHER
     wanted = [name for name in (*OF_TEACHER, *OF_TOPK) if name in want]
     if teacher is None:
@@ -420,32 +448,32 @@ def _validate_teacher(teacher, logits, want, options):
     if isinstance(teacher, TopKTeacher):
         _validate_entries(teacher, lead, device)
     else:
-        _expect("teacher.logits", teacher.logits, logits.shape, device)
+        expect_tensor("teacher.logits", teacher.logits, logits.shape, device)
     for name, x in given.items():
         if x.dtype not in allowed:
             raise TypeError(f"teacher.{name} must be one of {[str(d) for d in allowed]}, got {x.dtype}")
-    _expect_temperature("teacher.temperature", teacher.temperature, lead, device)
-    _expect_temperature("teacher.student_temperature", teacher.of_student, lead, device)
-    if not 0 < teacher.beta < 1:
-        raise ValueError(f"beta must be in (0, 1), got {teacher.beta}; at its ends use forward_kl or reverse_kl")
+    for name, x in (("temperature", teacher.temperature), ("student_temperature", teacher.of_student)):
+        if isinstance(x, torch.Tensor):
+            expect_tensor(f"teacher.{name}", x, lead, device)
+        elif not isinstance(transform.temperature, torch.Tensor):
+            expect_number(f"temperature / teacher.{name}", transform.temperature / x)
     if options.transport == "sum":
         raise ValueError(f"{wanted} need transport='gather', got 'sum'")
 
 
 def _validate_entries(teacher, lead, device):
-    if teacher.ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"teacher.ids must be int64 or int32, got {teacher.ids.dtype}")
+    expect_ids("teacher.ids", teacher.ids)
     if teacher.ids.dim() == 0 or teacher.ids.shape[-1] == 0:
         raise ValueError(f"teacher.ids must be [.., K] with K > 0, got {list(teacher.ids.shape)}")
     shape = (*lead, teacher.ids.shape[-1])
-    _expect("teacher.ids", teacher.ids, shape, device)
-    _expect("teacher.log_probs", teacher.log_probs, shape, device)
+    expect_tensor("teacher.ids", teacher.ids, shape, device)
+    expect_tensor("teacher.log_probs", teacher.log_probs, shape, device)
     if teacher.mask is not None:
         if teacher.mask.dtype != torch.bool:
             raise TypeError(f"teacher.mask must be bool, got {teacher.mask.dtype}")
-        _expect("teacher.mask", teacher.mask, shape, device)
+        expect_tensor("teacher.mask", teacher.mask, shape, device)
     if teacher.tail_log_prob is not None:
-        _expect("teacher.tail_log_prob", teacher.tail_log_prob, lead, device)
+        expect_tensor("teacher.tail_log_prob", teacher.tail_log_prob, lead, device)
         if not teacher.tail_log_prob.is_floating_point():
             raise TypeError(f"teacher.tail_log_prob must be floating point, got {teacher.tail_log_prob.dtype}")
     tempered = isinstance(teacher.temperature, torch.Tensor) or teacher.temperature != 1
@@ -455,22 +483,14 @@ def _validate_entries(teacher, lead, device):
         raise ValueError("renormalize=True leaves no tail, got a tail_log_prob")
 
 
-def _expect(name, tensor, shape, device):
-    if tensor.shape != torch.Size(shape):
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device} like the logits, got {tensor.device}")
-    if tensor.is_complex():
-        raise TypeError(f"{name} must be real, got {tensor.dtype}")
-
-
 def _check_labels(labels, owners, valid, shard):
     bad = (valid & (owners != 1)).flatten().nonzero()
     if len(bad):
         token = int(bad[0])
         lonely = int(owners.flatten()[token]) == 0
+        hint = ": are these logits one rank's columns? Then pass shard=" if shard.group is None else ""
         raise ValueError(
             f"label of token {token} (flat index) must be the ignore_index or in [0, {shard.vocab_size}), got "
             f"{int(labels.flatten()[token])}, which {'no shard owns' if lonely else 'ranks do not agree on'}; "
-            f"{len(bad)} such tokens"
+            f"{len(bad)} such tokens{hint}"
         )

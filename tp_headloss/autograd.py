@@ -211,15 +211,36 @@ def _fields(spec) -> list:
     return [list(field) if isinstance(field, tuple) else field for field in spec]
 
 
-def _once_differentiable(backward):
-    """torch's decorator, without its cost where no graph of the backward is being built."""
-    checked = torch.autograd.function.once_differentiable(backward)
+class _FirstDerivative(torch.autograd.Function):
+    """Pass a gradient through; raise RuntimeError when the gradient is differentiated again."""
 
-    def wrapper(ctx, *grads):
+    @staticmethod
+    def forward(ctx, gradient, *depends_on):
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, _):
+        raise RuntimeError(
+            "tp_headloss has first derivatives only, and a gradient of its statistics was differentiated again "
+            "(create_graph=True, a gradient penalty, hessian or hvp): use plain torch on gathered logits for that"
+        )
+
+
+def _first_derivative_only(backward):
+    """Decorate backward(ctx, saved tensors, *upstream): its gradients can be used, and differentiating them raises.
+
+    torch's own `once_differentiable` ties the error to the upstream gradients alone. The gradients depend on the saved
+    inputs, too: a second derivative with respect to these would be left out without a word.
+    """
+
+    def wrapper(ctx, *upstream):
+        saved = ctx.saved_tensors  # once: a checkpoint computes them again for each look
         if not torch.is_grad_enabled():
-            return backward(ctx, *grads)
-        # torch refuses the second derivative only where an upstream gradient requires one, and a loss's is a constant
-        return checked(ctx, *(g if g is None else g.detach().requires_grad_() for g in grads))
+            return backward(ctx, saved, *upstream)
+        with torch.no_grad():
+            gradients = backward(ctx, saved, *upstream)
+        depends_on = [x for x in (*saved, *upstream) if x is not None and x.requires_grad]
+        return tuple(None if g is None else _FirstDerivative.apply(g, *depends_on) for g in gradients)
 
     return wrapper
 
@@ -272,9 +293,9 @@ class Statistics(torch.autograd.Function):
         return *(out.get(name) for name in OUTPUTS), loss, sums
 
     @staticmethod
-    @_once_differentiable
-    def backward(ctx, *upstream):
-        *inputs, merged = (saved := ctx.saved_tensors)[: INPUTS + 1]
+    @_first_derivative_only
+    def backward(ctx, saved, *upstream):
+        *inputs, merged = saved[: INPUTS + 1]
         loss = upstream[-2]
         upstream = dict(zip(DIFFERENTIABLE, upstream))
         if loss is not None:
@@ -289,8 +310,8 @@ class Statistics(torch.autograd.Function):
             return (None,) * (INPUTS + 3)
         if ctx.inplace:
             logits = inputs[0].detach()
+            torch.autograd.graph.increment_version(inputs[0])  # first: what a failed kernel left is not read again
             passes.write_gradient(logits, Inputs(*inputs), merged, grads, ctx.spec)
-            torch.autograd.graph.increment_version(inputs[0])
         elif runs_here(merged):
             logits = torch.empty_like(inputs[0])
             passes.write_gradient(logits, Inputs(*inputs), merged, grads, ctx.spec)
@@ -326,9 +347,9 @@ class LinearStatistics(torch.autograd.Function):
         return tuple(out.get(name) for name in OUTPUTS)
 
     @staticmethod
-    @_once_differentiable
-    def backward(ctx, *upstream):
-        hidden, weight, *inputs, merged = ctx.saved_tensors
+    @_first_derivative_only
+    def backward(ctx, saved, *upstream):
+        hidden, weight, *inputs, merged = saved
         grads = kernel_grads(dict(zip(DIFFERENTIABLE, upstream)))
         if all(g is None for g in grads):
             return (None,) * (INPUTS + 5)
@@ -385,8 +406,12 @@ class OneSweep(torch.autograd.Function):
         return loss.clone(), *statistics
 
     @staticmethod
-    @_once_differentiable
     def backward(ctx, upstream, *of_statistics):
+        if torch.is_grad_enabled():  # what the gradients depend on is not kept, so there is nothing to tie an error to
+            raise RuntimeError(
+                "a one-sweep head has first derivatives only, and its loss was differentiated with create_graph=True: "
+                "use mode='recompute', whose gradient raises only if it is differentiated itself"
+            )
         if any(g is not None for g in of_statistics):
             raise RuntimeError(
                 "a one-sweep head computed the gradient of its loss alone, got one of its statistics: use "
@@ -434,9 +459,9 @@ class TokenSums(torch.autograd.Function):
         return loss, sums
 
     @staticmethod
-    @_once_differentiable
-    def backward(ctx, loss, _sums):
-        valid, weight, divisor, *values = ctx.saved_tensors
+    @_first_derivative_only
+    def backward(ctx, saved, loss, _sums):
+        valid, weight, divisor, *values = saved
         needed = ctx.needs_input_grad[2:]
         if loss is None:
             return (None,) * (2 + len(needed))
@@ -464,7 +489,7 @@ class ToShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return torch.ops.tp_headloss.reduce_tokens(grad, *ctx.reduction), None, None, None, None
+        return FromShards.apply(grad, *ctx.reduction), None, None, None, None
 
 
 class FromShards(torch.autograd.Function):
@@ -472,10 +497,9 @@ class FromShards(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, how, world_size, group_name, everywhere=None):
-        ctx.gathers, ctx.group = how == "reduce_scatter", (world_size, group_name)
-        return torch.ops.tp_headloss.reduce_tokens(x, how, *ctx.group)
+        ctx.reduction = how, world_size, group_name
+        return torch.ops.tp_headloss.reduce_tokens(x, *ctx.reduction)
 
     @staticmethod
     def backward(ctx, grad):
-        grad = torch.ops.tp_headloss.gather_tokens(grad, *ctx.group) if ctx.gathers else grad
-        return grad, None, None, None, None
+        return ToShards.apply(grad, *ctx.reduction), None, None, None, None

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from .shard import exists, shares_vocabulary
+
 TRANSPORTS = ("auto", "gather", "sum", "symm_mem")
 # torch 2.13 renamed it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -159,6 +161,8 @@ def symmetric_memory(transport: str, group_name: str, numel: int, device: torch.
     if known is None or known.group is not group:
         if torch.cuda.is_current_stream_capturing():
             return None
+        for name in [name for name, other in _groups.items() if not exists(other.group, name)]:
+            del _groups[name]  # and the memory of a group that was destroyed
         known = _groups[group_name] = _Group(group)
         known.why_not, known.capability = _why_not(group, device)
         if known.why_not and transport == "symm_mem":
@@ -230,7 +234,7 @@ def gather_from_ranks(x: torch.Tensor, group) -> torch.Tensor:
         return x.unsqueeze(0)
     gathered = x.new_empty(size * x.numel())
     _all_gather(gathered, x.contiguous().view(-1), group=group)
-    return gathered.view(-1, *x.shape)
+    return gathered.view(size, *x.shape)
 
 
 def sum_over_ranks(x: torch.Tensor, group) -> torch.Tensor:
@@ -242,6 +246,9 @@ def sum_over_ranks(x: torch.Tensor, group) -> torch.Tensor:
 def combine_metrics(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Scalars by name of several batches (micro-batches, updates) -> those of all: names that begin with "max_" and
     "min_" are maximised and minimised, all others added in float64 and in order. No communication."""
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, dict) for part in parts):
+        got = type(parts).__name__ if not isinstance(parts, (list, tuple)) else [type(part).__name__ for part in parts]
+        raise TypeError(f"parts must be a list of dicts of metrics, one per batch, got {got}")
     if not parts:
         return {}
     if any(list(part) != list(parts[0]) for part in parts):
@@ -273,6 +280,14 @@ def reduce_metrics(metrics: dict[str, torch.Tensor], group) -> dict[str, torch.T
     As `combine_metrics`: "max_" and "min_" names are extrema (neutral: -inf and inf), all others sums (neutral: 0) in
     float64, so reduce sums and counts first and divide afterwards. The same names in the same order on every rank;
     results are float64 on the tensors' device. ``group``: data- and context-parallel ranks, which hold different
-    tokens, never the ranks that share a vocabulary; None is one rank.
+    tokens; None is one rank. Ranks that share a vocabulary have the same tokens and the same metrics, which a sum would
+    count P times: their group, the one of a `VocabShard`, is a ValueError.
     """
+    if not isinstance(metrics, dict):
+        raise TypeError(f"metrics must be a dict of scalars by name, got {type(metrics).__name__}")
+    if group is not None and shares_vocabulary(group):
+        raise ValueError(
+            "group must be the data- and context-parallel ranks, which hold different tokens, got the group of a "
+            "VocabShard, whose ranks have the same metrics already"
+        )
     return _combine(metrics, gather_from_ranks(_stack(metrics), group)) if metrics else {}

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .shard import VocabShard
+from .validation import expect_tensor
 
 # Tensors of a Transform, a Teacher or a TopKTeacher
 FIELDS = ("bias", "temperature", "student_temperature", "logits", "ids", "log_probs", "mask", "tail_log_prob")
@@ -31,11 +32,14 @@ def resolve_shard(width_of: torch.Tensor, shard: VocabShard | None) -> VocabShar
         return VocabShard(0, width_of.shape[-1], width_of.shape[-1])
     if not isinstance(shard, VocabShard):
         raise TypeError(f"shard must be a VocabShard or None, got {type(shard).__name__}: see VocabShard.from_group")
+    if not torch.compiler.is_compiling():
+        shard.expect_live_group()
     return shard
 
 
 def local_logits(logits: torch.Tensor, shard: VocabShard | None) -> tuple[torch.Tensor, VocabShard]:
     """Logits [.., V] sharded on V (or plain ones of this rank) -> [.., width] of this rank, and its shard."""
+    expect_tensor("logits", logits)
     if not is_dtensor(logits):
         return logits, resolve_shard(logits, shard)
     fix = "give the output layer output_layouts=Shard(-1), use_local_output=False (ColwiseParallel)"
@@ -47,6 +51,11 @@ def local_head(hidden, weight, bias, shard, hidden_grad: str):
     """Hidden states [.., H], weight [V, H] and bias [V] sharded on V, as DTensors or this rank's plain tensors -> the
     plain ones, and the shard. Gradients come back as DTensors: of the weight with the sum over the ranks of other mesh
     dimensions that hold other tokens still to be done (``Partial``), as torch's own matrix product leaves it."""
+    if not isinstance(weight, torch.Tensor):
+        hint = ": pass its .weight" if hasattr(weight, "weight") else ""
+        raise TypeError(f"weight must be a tensor [width, H], got {type(weight).__name__}{hint}")
+    if hidden is not None:
+        expect_tensor("hidden states", hidden)
     if not any(map(is_dtensor, (hidden, weight, bias))):
         return hidden, weight, bias, resolve_shard(weight.t() if weight.dim() == 2 else weight, shard)
     if is_dtensor(weight):

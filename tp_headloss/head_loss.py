@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,12 +16,13 @@ from .api import Options, Teacher, Transform, run_statistics
 from .autograd import TokenSums, runs_here
 from .backends import resolve_backend
 from .dtensor import local, local_head, local_logits
-from .linear import FEWEST, Head, Linear, Picked, of_teacher
-from .reduce import REDUCTIONS, Monomial, Reduction, SumsPlan, masked, metric_sums, nonzero
+from .linear import FEWEST, Head, Linear, Picked, hidden_fact, of_teacher
+from .reduce import REDUCTIONS, Monomial, Reduction, SumsPlan, expect_per_token, masked, metric_sums, nonzero
 from .sequences import SEQUENCE_REDUCTIONS, Sequences
 from .shard import VocabShard
-from .stats import OF_TEACHER, OF_TOPK, VocabStatistics
+from .stats import OF_TEACHER, OF_TOPK, OPTIONAL, VocabStatistics
 from .terms import METRICS, CrossEntropy, Metric, Term
+from .validation import expect_ids, expect_instance, expect_tensor, fits_fp32
 
 # What a `Monomial` may be of -> the optional statistic that brings it.
 MONOMIALS = {
@@ -49,6 +51,14 @@ class HeadLossOutput(NamedTuple):
     sequence_metrics: dict[str, torch.Tensor]
 
 
+class _Part(NamedTuple):
+    """A function of the statistics that `_evaluate` calls, what messages call it, and the names of its inputs."""
+
+    owner: str
+    function: Callable
+    inputs: tuple[str, ...] = ()
+
+
 class _Call(NamedTuple):
     """The checked arguments of one call, and what follows from them."""
 
@@ -59,7 +69,7 @@ class _Call(NamedTuple):
     count: torch.Tensor | None
     inputs: dict[str, Any]
     sequences: Sequences | None
-    functions: list
+    functions: list[_Part]
 
 
 class HeadLoss(nn.Module):
@@ -92,10 +102,14 @@ class HeadLoss(nn.Module):
         compile: bool = False,
     ):
         super().__init__()
-        self.terms = tuple([CrossEntropy()] if terms is None else terms)
+        expect_instance("options", options, Options)
+        self.terms = _expect_all("terms", [CrossEntropy()] if terms is None else terms, Term)
+        metrics = _expect_all("metrics", metrics, (str, Metric))
         names = [term.name for term in self.terms]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"terms must be at least one, with distinct names, got {names}")
+        if not isinstance(ignore_index, int):
+            raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
         self.metrics = tuple(name for name in metrics if isinstance(name, str))
         self.token_metrics = tuple(metric for metric in metrics if not isinstance(metric, str))
         if unknown := set(self.metrics) - set(METRICS):
@@ -107,7 +121,7 @@ class HeadLoss(nn.Module):
             raise ValueError("class weights with smoothing weight the statistic 'total': only one term can use it")
         self.total_weight = weighted[0] if weighted else None
         self.reduction, self.ignore_index, self.options = reduction, ignore_index, options
-        named = set(SumsPlan.of([function for function, _ in self._functions()], []).statistics) - {""}
+        named = set(SumsPlan.of([part.function for part in self._functions()], []).statistics) - {""}
         if unknown := named - set(MONOMIALS):
             raise ValueError(f"a Monomial must be of one of {sorted(MONOMIALS)}, got {sorted(unknown)}")
         wanted = {name for part in (*self.terms, *self.token_metrics) for name in part.want}
@@ -128,12 +142,13 @@ class HeadLoss(nn.Module):
     ) -> HeadLossOutput:
         """logits [.., width] sharded on V, labels [..] replicated -> `HeadLossOutput`, replicated.
 
-        token_weight: [..], multiplies every term (a loss mask of zeros and ones, say); the mean divides by their sum,
+        token_weight: [..], multiplies every term (a loss mask of zeros and ones, say); a token of weight 0 counts as
+        ignored, whatever its logits or its loss are. The mean divides by the sum of the weights,
         so weights of both signs want a denominator of their own. denominator: the caller's, a number or a scalar
         tensor; with gradient accumulation or data parallelism, the global count of tokens (or sequences).
-        inputs: what terms and metrics take besides the statistics, by name: tensors that broadcast to [..], replicated;
-        "sequences" a `Sequences` of the same [..] (tokens outside of its mask are ignored); "teacher" a `Teacher` or a
-        `TopKTeacher`.
+        inputs: what terms and metrics take besides the statistics, by name, replicated: tensors of as many dimensions
+        as [..] that broadcast to it, scalars, or, with sequences, a value for each of them [B]; "sequences" a
+        `Sequences` of the same [..] (tokens outside of its mask are ignored); "teacher" a `Teacher` or a `TopKTeacher`.
         One collective forward; backward: no communication. Errors as in `vocab_statistics`.
         """
         with Agreement(self.options, shard) as agreement:
@@ -181,12 +196,13 @@ class HeadLoss(nn.Module):
         all (torch.is_grad_enabled()); not torch.compile. The statistics of its output cannot be differentiated: who
         tries hears so.
         """
+        expect_instance("linear", linear, Linear)
         linear = linear or Linear()
         with Agreement(self.options, shard) as agreement:
             hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
             labels, token_weight, transform, inputs = _local(shard, labels, token_weight, transform, inputs)
             facts = self._facts(labels, token_weight, denominator, inputs)
-            facts |= {"hidden": (list(hidden.shape), str(hidden.dtype)), "transform": transform, "linear": linear}
+            facts |= {"hidden": hidden_fact(hidden, linear), "transform": transform, "linear": linear}
             agreement.on("HeadLoss.linear", shard, weight=weight, bias=bias, **facts)
             call = self._call(labels, shard, hidden.device, token_weight, denominator, inputs)
             if linear.max_valid_tokens is None:
@@ -303,19 +319,18 @@ class HeadLoss(nn.Module):
     def _call(self, labels, shard, device, token_weight, denominator, inputs) -> _Call:
         if labels is None:
             raise ValueError("labels are needed, got None: without them, use vocab_statistics")
-        if token_weight is not None and token_weight.shape != labels.shape:
-            raise ValueError(f"token_weight must have shape {list(labels.shape)}, got {list(token_weight.shape)}")
+        expect_ids("labels", labels)
+        if token_weight is not None:
+            expect_tensor("token_weight", token_weight, labels.shape, device)
         if denominator is not None and self.reduction in ("none", "sum"):
             raise ValueError(f"a denominator goes with a mean, got reduction={self.reduction!r}")
-        for name, value in (("token_weight", token_weight), ("denominator", denominator)):
-            if isinstance(value, torch.Tensor) and value.is_complex():
-                raise TypeError(f"{name} must be real, got {value.dtype}")
-        if not (denominator is None or isinstance(denominator, (int, float, torch.Tensor))):
-            raise TypeError(f"denominator must be a number or a scalar tensor, got {denominator!r}")
-        if isinstance(denominator, torch.Tensor) and denominator.dim() != 0:
-            raise ValueError(f"denominator must be a number or a scalar tensor, got shape {list(denominator.shape)}")
-        inputs = self._checked(inputs or {}, labels)
-        sequences, weight, count = inputs.get("sequences"), token_weight, None
+        _expect_denominator(denominator)
+        inputs = inputs or {}
+        sequences = self._expect_sequences(inputs, labels)
+        inputs = self._checked(inputs, labels, sequences)
+        weight, count = token_weight, None
+        if token_weight is not None:  # a weight of 0 is a loss mask
+            labels = torch.where(token_weight == 0, self.ignore_index, labels)
         if sequences is not None:
             if shard.group is not None and sequences.group is shard.group:
                 raise ValueError(
@@ -377,18 +392,36 @@ class HeadLoss(nn.Module):
     def __getstate__(self):
         return {**self.__dict__, "_evaluate": None}  # what is compiled can be neither copied nor saved
 
-    def _functions(self, sequences=None) -> list:
-        """(function, names of its inputs) of what is summed like the terms: these and the named metrics, which with
-        sequences are summed in two ways and apart."""
-        named = [(METRICS[name][0], ()) for name in self.metrics] if sequences is None else []
-        return [(term.function, term.inputs) for term in self.terms] + named
+    def _functions(self, sequences=None) -> list[_Part]:
+        """What is summed like the terms: these and the named metrics, which with sequences are summed in two ways and
+        apart."""
+        named = [_Part(f"metric {name!r}", METRICS[name][0]) for name in self.metrics] if sequences is None else []
+        return [_Part(f"term {term.name!r}", term.function, term.inputs) for term in self.terms] + named
 
-    def _metrics(self, sequences) -> list:
-        """The same of what is summed apart: functions that return values by name."""
-        named = [(NAMED_METRICS[name], ()) for name in self.metrics] if sequences is not None else []
-        return named + [(metric.function, metric.inputs) for metric in self.token_metrics]
+    def _metrics(self, sequences) -> list[_Part]:
+        """What is summed apart: functions that return values by name."""
+        named = [_Part(f"metric {n!r}", NAMED_METRICS[n]) for n in self.metrics] if sequences is not None else []
+        return named + [_Part("a metric", metric.function, metric.inputs) for metric in self.token_metrics]
 
-    def _checked(self, inputs, labels) -> dict[str, Any]:
+    def _expect_sequences(self, inputs, labels) -> Sequences | None:
+        """The input "sequences", checked against the labels."""
+        if "sequences" not in inputs:
+            if self.reduction in SEQUENCE_REDUCTIONS:
+                raise ValueError(
+                    f"reduction {self.reduction!r} needs the input 'sequences', "
+                    f"inputs={{'sequences': Sequences.from_mask(..)}}, got inputs {sorted(inputs)}"
+                )
+            return None
+        sequences = inputs["sequences"]
+        if not isinstance(sequences, Sequences):
+            raise TypeError(f"the input 'sequences' must be a Sequences, got {type(sequences).__name__}")
+        if sequences.mask.shape != labels.shape:
+            raise ValueError(f"sequences must be of tokens {list(labels.shape)}, got {list(sequences.mask.shape)}")
+        if self.options is not None and self.options.check:
+            sequences.check()
+        return sequences
+
+    def _checked(self, inputs, labels, sequences) -> dict[str, Any]:
         """The inputs, each tensor expanded to the labels' shape."""
         needed = {name for part in (*self.terms, *self.token_metrics) for name in part.inputs}
         needed |= {"sequences"} if self.reduction in SEQUENCE_REDUCTIONS else set()
@@ -396,29 +429,12 @@ class HeadLoss(nn.Module):
         missing, unused = needed - set(inputs), set(inputs) - needed - {"sequences"}
         if missing or unused:
             raise ValueError(
-                f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(inputs)}: "
+                f"inputs must be {sorted(needed)}, those that these terms and metrics take, got {sorted(inputs)}: "
                 f"missing {sorted(missing)}, unused {sorted(unused)}"
             )
         out = {}
-        for name, value in inputs.items():
-            if name == "teacher":  # `vocab_statistics` checks it
-                out[name] = value
-                continue
-            if name == "sequences":
-                if not isinstance(value, Sequences):
-                    raise TypeError(f"the input 'sequences' must be a Sequences, got {type(value).__name__}")
-                if value.mask.shape != labels.shape:
-                    raise ValueError(f"sequences must be of tokens {list(labels.shape)}, got {list(value.mask.shape)}")
-                out[name] = value
-                continue
-            if not isinstance(value, torch.Tensor) or value.device != labels.device:
-                got = value.device if isinstance(value, torch.Tensor) else type(value).__name__
-                raise TypeError(f"input {name!r} must be a tensor on {labels.device}, got {got}")
-            try:
-                out[name] = value.expand(labels.shape)
-            except RuntimeError:
-                shapes = f"{list(labels.shape)}, got {list(value.shape)}"
-                raise ValueError(f"input {name!r} must broadcast to the labels' shape {shapes}") from None
+        for name, value in inputs.items():  # `vocab_statistics` checks the teacher
+            out[name] = value if name in ("sequences", "teacher") else _per_token(name, value, labels, sequences)
         return out
 
     def _reduction(self, functions, logits, weight, denominator) -> Reduction | None:
@@ -438,16 +454,16 @@ class HeadLoss(nn.Module):
         elif isinstance(denominator, torch.Tensor):
             denominator = denominator.float()
         coefficients = [float(term.weight) for term in self.terms]
-        return Reduction(SumsPlan.of([function for function, _ in functions], coefficients), weight, denominator)
+        return Reduction(SumsPlan.of([part.function for part in functions], coefficients), weight, denominator)
 
     def _sum(self, functions, values, stats, reduction):
-        """-> loss and sums, or None and None if a term's values are no fp32 numbers per token."""
+        """-> loss and sums, or None and None if a term's values are not fp32."""
         values = [
-            getattr(stats, function.statistic) if isinstance(function, Monomial) else value
-            for (function, _), value in zip(functions, values)
+            getattr(stats, part.function.statistic) if isinstance(part.function, Monomial) else value
+            for part, value in zip(functions, values)
         ]
         kinds = (torch.float32, torch.bool)
-        if not all(isinstance(v, torch.Tensor) and v.shape == stats.lse.shape and v.dtype in kinds for v in values):
+        if not all(value.dtype in kinds for value in values):
             return None, None
         if reduction.weight is not None:
             reduction = reduction._replace(weight=reduction.weight.float().contiguous())
@@ -457,12 +473,12 @@ class HeadLoss(nn.Module):
         """The definition, in plain torch: -> loss, and the sums of the functions' values with the count at the end."""
         valid = stats.valid
         values = [
-            masked(function(stats) if isinstance(function, Monomial) else value, valid, weight)
-            for (function, _), value in zip(functions, values)
+            masked(part.function(stats) if isinstance(part.function, Monomial) else value, valid, weight)
+            for part, value in zip(functions, values)
         ]
-        sums = [value.sum() for value in values]
+        sums = [value.sum(dtype=torch.float64) for value in values]
         weights = valid if weight is None else masked(weight, valid)
-        count = weights.sum(dtype=torch.float32)
+        count = weights.sum(dtype=torch.float64)
         if self.reduction == "none":
             parts = values
         elif self.reduction == "sum":
@@ -473,14 +489,16 @@ class HeadLoss(nn.Module):
                 for term, total in zip(self.terms, sums)
             ]
         parts = [part if term.weight == 1 else term.weight * part for term, part in zip(self.terms, parts)]
-        return sum(parts[1:], start=parts[0]), [*(total.detach() for total in sums), count]
+        rounded = [x.to(stats.lse.dtype) for x in (sum(parts[1:], start=parts[0]), *(x.detach() for x in sums))]
+        return rounded[0], [*rounded[1:], count.float()]
 
     def _denominator(self, term, stats, inputs, weight, count, denominator):
         if denominator is not None:
             return nonzero(denominator)
         if term.token_weight is not None:
             own = term.token_weight(stats, **{name: inputs[name] for name in term.inputs})
-            return nonzero(masked(own, stats.valid, weight).sum())
+            expect_per_token(f"the token_weight of term {term.name!r}", own, stats.lse.shape)
+            return nonzero(masked(own, stats.valid, weight).sum(dtype=torch.float64))
         return count.clamp(min=1) if weight is None else nonzero(count)  # of 0 tokens the sum is 0 anyway
 
     def _local_total_weight(self, shard):
@@ -496,17 +514,82 @@ def _local(shard, labels, token_weight, transform, inputs):
     return local(labels, shard), local(token_weight, shard), local(transform, shard), inputs
 
 
+def _expect_all(name, given, kinds) -> tuple:
+    """The given parts of a HeadLoss; a TypeError that says how to mend what they are not."""
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"{name} must be a list, {name}=[..], got {_called(given)}")
+    given = tuple(given)
+    for part in given:
+        if not isinstance(part, kinds):
+            hint = f": call it, {part.__name__}(..)" if callable(part) and hasattr(part, "__name__") else ""
+            raise TypeError(f"{name} must be {_names(kinds)}, got {_called(part)}{hint}")
+    return given
+
+
+def _called(part) -> str:
+    return getattr(part, "__name__", None) or (repr(part) if isinstance(part, str) else type(part).__name__)
+
+
+def _names(kinds) -> str:
+    return "Terms" if kinds is Term else "names or Metrics"
+
+
+def _expect_denominator(denominator):
+    if denominator is None:
+        return
+    if isinstance(denominator, torch.Tensor):
+        expect_tensor("denominator, if it is a tensor,", denominator, ())
+    elif not isinstance(denominator, (int, float)):
+        raise TypeError(f"denominator must be a number or a scalar tensor, got {denominator!r}")
+    elif denominator and math.isfinite(denominator) and not fits_fp32(denominator):
+        raise ValueError(f"denominator must be a number that fp32 holds, got {denominator}")
+
+
+def _per_token(name, value, labels, sequences) -> torch.Tensor:
+    """An input as [..]: broadcast, or spread from a value per sequence [B]."""
+    expect_tensor(f"input {name!r}", value, device=labels.device)
+    if sequences is not None and value.shape == (len(sequences),) != labels.shape:
+        return sequences.spread(value)
+    if value.dim() not in (0, labels.dim()):
+        raise ValueError(
+            f"input {name!r} must have as many dimensions as the labels {list(labels.shape)}, or one value for each of "
+            f"the input 'sequences', got {list(value.shape)}: a value per row is [B, 1]"
+        )
+    try:
+        return value.expand(labels.shape)
+    except RuntimeError:
+        shapes = f"{list(labels.shape)}, got {list(value.shape)}"
+        raise ValueError(f"input {name!r} must broadcast to the labels' shape {shapes}") from None
+
+
+def _call_part(part: _Part, stats, inputs):
+    """A function's values. A statistic that it uses and nobody wanted is a ValueError that says so."""
+    try:
+        return part.function(stats, **{name: inputs[name] for name in part.inputs})
+    except (TypeError, AttributeError) as error:
+        code = getattr(part.function, "__code__", None)
+        absent = [name for name in OPTIONAL if code and name in code.co_names and getattr(stats, name) is None]
+        if not absent:
+            raise
+        raise ValueError(
+            f"{part.owner} uses the statistics {absent}, which nothing wants: give it want={tuple(absent)}"
+        ) from error
+
+
 def _evaluate(functions, metrics, stats, inputs, weight):
     """Per-token values of the functions (None for a `Monomial`), the metrics' sums, and those of sequence means."""
-
-    def call(function, names):
-        return function(stats, **{name: inputs[name] for name in names})
-
-    values = [None if isinstance(function, Monomial) else call(function, names) for function, names in functions]
+    values = [None if isinstance(part.function, Monomial) else _call_part(part, stats, inputs) for part in functions]
+    for part, value in zip(functions, values):
+        if not isinstance(part.function, Monomial):
+            expect_per_token(part.owner, value, stats.lse.shape)
     with torch.no_grad():
         named, by_sequence = {}, {}
-        for function, names in metrics:
-            new = call(function, names)
+        for part in metrics:
+            new = _call_part(part, stats, inputs)
+            if not isinstance(new, dict):
+                raise TypeError(f"{part.owner} must return values by name, a dict, got {type(new).__name__}")
+            for name, value in new.items():
+                expect_per_token(f"metric {name!r}", value, stats.lse.shape)
             if clash := set(new) & set(named):
                 raise ValueError(f"metrics must have distinct names, got {sorted(clash)} twice")
             named.update(new)

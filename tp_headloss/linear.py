@@ -25,6 +25,7 @@ from .comm import HIDDEN_GRADS
 from .dtensor import local, local_head
 from .shard import VocabShard
 from .stats import HeadSpec, Inputs, VocabStatistics
+from .validation import expect_instance
 
 MODES = ("auto", "one_sweep", "recompute")
 FEWEST = 512  # tokens of a block below which summing dW costs more than making the logits again
@@ -113,6 +114,8 @@ def linear_vocab_statistics(
     before it is added to the other ranks'.
     Arguments otherwise as in `vocab_statistics`, errors, too; ValueError for a budget that is too small.
     """
+    expect_instance("options", options, Options)
+    expect_instance("linear", linear, Linear)
     linear = linear or Linear()
     if linear.mode == "one_sweep":
         raise ValueError(
@@ -124,8 +127,8 @@ def linear_vocab_statistics(
         hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
         labels, transform, teacher = (local(x, shard) for x in (labels, transform, teacher))
         agreement.on(
-            "linear_vocab_statistics", shard, weight=weight, hidden=(list(hidden.shape), str(hidden.dtype)),
-            labels=labels, bias=bias, want=want, transform=transform, teacher=teacher, total_weight=total_weight,
+            "linear_vocab_statistics", shard, weight=weight, hidden=hidden_fact(hidden, linear), labels=labels,
+            bias=bias, want=want, transform=transform, teacher=teacher, total_weight=total_weight,
             ignore_index=ignore_index, options=options, linear=linear,
         )  # fmt: skip
         if linear.max_valid_tokens is None:
@@ -142,6 +145,11 @@ def linear_vocab_statistics(
         )  # fmt: skip
         return picked.spread(stats, labels)
     return head.recompute(labels, options)
+
+
+def hidden_fact(hidden: torch.Tensor, linear: Linear):
+    """What ranks must agree on: hidden states, or, where each rank has its own part of them, shape and dtype."""
+    return (list(hidden.shape), str(hidden.dtype)) if linear.hidden_grad == "reduce_scatter" else hidden
 
 
 class Head(NamedTuple):

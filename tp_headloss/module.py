@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from dataclasses import dataclass, replace
 
@@ -17,6 +16,7 @@ from .head_loss import HeadLoss, HeadLossOutput
 from .linear import Linear, linear_vocab_statistics
 from .shard import VocabShard
 from .stats import VocabStatistics
+from .validation import expect_ids
 
 INIT_ROWS = 1024  # rows that are drawn together, whatever the shard: part of what a seed means
 
@@ -117,6 +117,9 @@ class VocabParallelEmbedding(_VocabRows):
         self.sequence_parallel = sequence_parallel
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        expect_ids("ids", ids)
+        if not torch.compiler.is_compiling():
+            self.shard.expect_live_group()
         shard, weight = self.shard, self.weight.to_local() if is_dtensor(self.weight) else self.weight
         if self.sequence_parallel and (ids.dim() == 0 or ids.shape[0] % shard.world_size):
             raise ValueError(f"ids must be [S, ..] with S a multiple of {shard.world_size}, got {list(ids.shape)}")
@@ -250,9 +253,10 @@ def multi_token_targets(
 
 def _dtensor(local: torch.Tensor, shard: VocabShard, mesh=None):
     """Rows [width, ..] of this rank -> the DTensor that they are a part of, without communication or a copy."""
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh = _mesh_of(shard.group, local.device.type) if mesh is None else mesh
+    mesh = DeviceMesh.from_group(shard.group, local.device.type) if mesh is None else mesh
     if shard.padded_size is None:
         raise ValueError(
             f"only even cuts, those of VocabShard.from_group, can be a DTensor, got [{shard.start}, {shard.stop}): "
@@ -261,13 +265,6 @@ def _dtensor(local: torch.Tensor, shard: VocabShard, mesh=None):
     shape = torch.Size([shard.padded_size, *local.shape[1:]])
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-
-
-@functools.lru_cache(maxsize=8)
-def _mesh_of(group, kind: str):
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return DeviceMesh.from_group(group, kind)
 
 
 def _as_dtensors(module, state, prefix, metadata):
@@ -281,17 +278,28 @@ def _as_dtensors(module, state, prefix, metadata):
             state[prefix + name] = _dtensor(x, module.shard)
 
 
-def _as_held(module, state, prefix, *args):
-    """What `load_state_dict` takes: DTensors of the same cut, whole matrices (with or without padding), own rows."""
+def _as_held(module, state, prefix, metadata, strict, missing, unexpected, errors):
+    """What `load_state_dict` takes: DTensors of the same cut, whole matrices (with or without padding), own rows.
+
+    Anything else stays as it is and is an error of `load_state_dict`, of which torch makes one exception.
+    """
     shard = module.shard
+    whole = {shard.vocab_size, shard.padded_size or shard.vocab_size}
     for name in ("weight", "bias"):
         given, own = state.get(prefix + name), getattr(module, name)
         if given is None or own is None or (is_dtensor(own) and (is_dtensor(given) or own.device_mesh.ndim > 1)):
             continue
+        rows = given.shape[0] if given.dim() else 0
+        if rows not in (whole if is_dtensor(given) else {*whole, shard.width}):
+            errors.append(
+                f"{prefix}{name} must have this rank's {shard.width} rows or the whole vocabulary's {sorted(whole)}, "
+                f"got {rows}"
+            )
+            continue
         if is_dtensor(given):
             given = given.to_local()
-        if given.shape[0] != shard.width and given.shape[0] >= shard.vocab_size:
-            rows = given[shard.start : min(shard.stop, shard.vocab_size)]
+        if given.shape[0] != shard.width:
+            part = given[shard.start : min(shard.stop, shard.vocab_size)]
             given = given.new_zeros(shard.width, *given.shape[1:])
-            given[: len(rows)] = rows
+            given[: len(part)] = part
         state[prefix + name] = _dtensor(given, shard, own.device_mesh) if is_dtensor(own) else given

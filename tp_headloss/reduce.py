@@ -10,8 +10,11 @@ REDUCTIONS = ("none", "sum", "mean")  # of all tokens; those by sequence are in 
 
 
 def masked(values: torch.Tensor, valid: torch.Tensor | None, weight: torch.Tensor | None = None) -> torch.Tensor:
-    """values [.., tokens] * weight where valid, 0 elsewhere whatever stands there (selected, not multiplied)."""
-    values = values if weight is None else values * weight
+    """values [.., tokens] * weight where valid, 0 elsewhere whatever stands there (selected, not multiplied).
+
+    With a weight the result is float64, so that large weights do not overflow before something divides them.
+    """
+    values = values if weight is None else values.double() * weight
     return values if valid is None else torch.where(valid, values, 0.0)
 
 
@@ -19,7 +22,7 @@ def nonzero(denominator: torch.Tensor | float) -> torch.Tensor | float:
     """The denominator, and inf for 0: what it divides is then 0, with zero gradient."""
     if not isinstance(denominator, torch.Tensor):
         return denominator or float("inf")
-    return denominator.float().masked_fill(denominator == 0, float("inf"))
+    return denominator.double().masked_fill(denominator == 0, float("inf"))
 
 
 class Monomial(NamedTuple):
@@ -66,6 +69,16 @@ class Reduction(NamedTuple):
     plan: SumsPlan
     weight: torch.Tensor | None  # per token, no gradient
     denominator: torch.Tensor | float | None  # None: by count
+
+
+def expect_per_token(owner: str, value, shape: torch.Size):
+    """Raise TypeError or ValueError for a function's result that is not a real number for each token."""
+    if not isinstance(value, torch.Tensor) or value.is_complex():
+        got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise TypeError(f"{owner} must return a real tensor with a value per token, got {got}")
+    if value.shape != shape:
+        hint = ", and HeadLoss averages: do not average there" if value.dim() == 0 else ""
+        raise ValueError(f"{owner} must return a value per token, {list(shape)}, got {list(value.shape)}{hint}")
 
 
 def metric_sums(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from .comm import group_size, sum_over_ranks
+from .validation import expect_ids, expect_tensor
 
 SEQUENCE_REDUCTIONS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -24,32 +25,51 @@ class Sequences:
 
     lengths: [B] fp32, N_i over the whole group. count: scalar, the number of sequences with tokens. token_share: [..]
     fp32, 1 / N_i of each token's sequence, 0 outside of the mask, which sums to count over the group.
+
+    Bounds that are out of order or out of the tokens, and lengths that are negative or not finite, are a ValueError on
+    CPUs. On GPUs nobody waits for their values: nothing outside of the tokens is read, and every result is NaN. `check`
+    (or ``Options(check=True)``) waits, and raises there, too.
     """
 
-    def __init__(self, mask, ids, order, offsets, *, lengths=None, horizon=None, group=None):
+    def __init__(self, mask, ids, order, offsets, *, bounds=None, lengths=None, horizon=None, group=None):
         """For the constructors below. ids: [..] sequence of each token, or None for rows; order: [T] permutation that
-        brings the tokens of a sequence together, or None; offsets: [B + 1] into the ordered tokens, None for rows."""
-        if mask.dtype != torch.bool:
-            raise TypeError(f"mask must be bool, got {mask.dtype}")
+        brings the tokens of a sequence together, or None; offsets: [B + 1] into the ordered tokens, None for rows;
+        bounds: the offsets as they were given, or None."""
+        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            raise TypeError(f"mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
+        if horizon is not None and not 0 < horizon < float("inf"):
+            raise ValueError(f"horizon must be a positive number of tokens or None, got {horizon}")
         self.mask, self.horizon, self.group = mask, horizon, group
-        self._order, self._offsets = order, offsets
+        self._order, self._offsets, self._bounds = order, offsets, bounds
+        self._bad = None if bounds is None else (bounds != offsets).any()  # [] bool, or None: nothing can be wrong
         if ids is None:
             self._ids, self._known = None, mask
         else:
             known = (ids >= 0) & (ids < len(offsets) - 1)
             self._ids, self._known = torch.where(known, ids, 0), mask & known
-        if lengths is None:
+        if lengths is not None:
+            expect_tensor("lengths", lengths, [len(self)], mask.device)
+            wrong = ~((lengths >= 0) & (lengths < float("inf"))).all()
+            self._bad = wrong if self._bad is None else self._bad | wrong
+        else:
             lengths = self.sum(torch.ones_like(mask, dtype=torch.float32))
-        elif lengths.shape != (len(self),):
-            raise ValueError(f"lengths must have shape [{len(self)}], got {list(lengths.shape)}")
-        self.lengths = lengths.float()
-        self.count = (self.lengths > 0).sum(dtype=torch.float32)
+            if group is not None:  # bounds that are wrong on one rank made them NaN on all
+                self._bad = lengths.isnan().any()
+        if mask.device.type == "cpu" and not torch.compiler.is_compiling():
+            self.check()
+        self.lengths = self._poisoned(lengths.float())
+        self.count = self._poisoned((self.lengths > 0).sum(dtype=torch.float32))
         self.ranks = group_size(group)
         self.token_share = self._local_spread(1 / self.lengths.clamp(min=1))
 
     def __len__(self) -> int:
         """B, sequences without tokens included."""
         return self.mask.shape[0] if self._offsets is None else len(self._offsets) - 1
+
+    def __getstate__(self):
+        if self.group is not None:
+            raise TypeError("Sequences hold a process group, which cannot be pickled: make them anew in each process")
+        return self.__dict__
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor, **options) -> Sequences:
@@ -66,24 +86,40 @@ class Sequences:
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, mask: torch.Tensor, **options) -> Sequences:
         """Packed tokens: sequence i is tokens [cu_seqlens[i], cu_seqlens[i + 1]) of the flattened mask [..].
 
-        cu_seqlens: [B + 1] ascending int32 or int64, as variable-length attention takes it; tokens beyond its last
-        entry belong to no sequence.
+        cu_seqlens: [B + 1] int32 or int64, ascending in [0, tokens], as variable-length attention takes it; tokens
+        before its first and beyond its last entry belong to no sequence.
         """
+        expect_ids("cu_seqlens", cu_seqlens)
+        expect_tensor("cu_seqlens", cu_seqlens, device=mask.device)
         if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
             raise ValueError(f"cu_seqlens must be [B + 1], got {list(cu_seqlens.shape)}")
-        offsets = cu_seqlens.long()
-        tokens = torch.arange(mask.numel(), device=mask.device)
-        ids = torch.searchsorted(offsets, tokens, right=True) - 1
-        return cls(mask, ids.view(mask.shape), None, offsets, **options)
+        bounds, tokens = cu_seqlens.long(), mask.numel()
+        offsets = bounds.clamp(0, tokens).cummax(0).values  # whatever was given, nothing else is read
+        ids = torch.searchsorted(offsets, torch.arange(tokens, device=mask.device), right=True) - 1
+        return cls(mask, ids.view(mask.shape), None, offsets, bounds=bounds, **options)
 
     @classmethod
     def from_ids(cls, ids: torch.Tensor, count: int, mask: torch.Tensor, **options) -> Sequences:
-        """Tokens in any order: ids [..] in [0, count) names each one's sequence; other ids belong to none."""
-        if ids.shape != mask.shape:
-            raise ValueError(f"ids must have the mask's shape {list(mask.shape)}, got {list(ids.shape)}")
+        """Tokens in any order: ids [..] int32 or int64 in [0, count) names each one's sequence; other ids belong to
+        none."""
+        expect_ids("ids", ids)
+        expect_tensor("ids", ids, mask.shape, mask.device)
+        if not isinstance(count, int) or isinstance(count, bool):
+            raise TypeError(f"count must be an int, the number of sequences, got {count!r}")
+        if count < 0:
+            raise ValueError(f"count must be at least 0, got {count}")
         flat, order = ids.flatten().long().sort(stable=True)
         offsets = torch.searchsorted(flat, torch.arange(count + 1, device=ids.device))
         return cls(mask, ids.long(), order, offsets, **options)
+
+    def check(self):
+        """Raise ValueError for bounds or lengths that cannot be. On GPUs this waits for the device."""
+        if self._bad is None or not bool(self._bad):
+            return
+        if self._bounds is not None and bool((self._bounds != self._offsets).any()):
+            first, tokens = self._bounds[:16].tolist(), self.mask.numel()
+            raise ValueError(f"cu_seqlens must be ascending in [0, {tokens}], the mask's tokens, got {first}")
+        raise ValueError("lengths must be finite and at least 0, and bounds right on every rank, got others")
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """values [..] -> [B] fp32, the sum of each sequence's tokens over the whole group, differentiable.
@@ -121,6 +157,10 @@ class Sequences:
             raise ValueError("reduction 'seq-mean-token-sum-norm' needs Sequences(..., horizon=L), got None")
         return self._known / self.horizon, self.count
 
+    def _poisoned(self, values):
+        """The values, all NaN where bounds or lengths cannot be."""
+        return values if self._bad is None else torch.where(self._bad, torch.nan, values)
+
     def _check(self, x, shape):
         if x.shape != torch.Size(shape):
             raise ValueError(f"expected shape {list(shape)} of {len(self)} sequences, got {list(x.shape)}")
@@ -135,11 +175,14 @@ class Sequences:
         return torch.segment_reduce(flat, "sum", offsets=self._offsets, initial=0, unsafe=True)
 
     def _global_sum(self, values):
-        return sum_over_ranks(self._local_sum(values), self.group).float()
+        return sum_over_ranks(self._poisoned(self._local_sum(values)), self.group).float()
 
     def _local_spread(self, per_sequence):
-        tokens = per_sequence.unsqueeze(-1) if self._ids is None else per_sequence[self._ids]
-        return torch.where(self._known, tokens, 0.0)
+        if self._ids is None:
+            tokens = per_sequence.unsqueeze(-1)
+        else:  # of no sequences nothing can be picked
+            tokens = per_sequence[self._ids] if len(self) else per_sequence.new_zeros(self.mask.shape)
+        return self._poisoned(torch.where(self._known, tokens, 0.0))
 
 
 class _Sum(torch.autograd.Function):
@@ -150,7 +193,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.sequences._local_spread(grad).to(ctx.dtype), None
+        return _Spread.apply(grad, ctx.sequences).to(ctx.dtype), None
 
 
 class _Spread(torch.autograd.Function):
@@ -161,4 +204,4 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.sequences._global_sum(grad), None
+        return _Sum.apply(grad, ctx.sequences), None

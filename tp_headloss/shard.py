@@ -7,12 +7,31 @@ result has the same bits. Any other shard sends one packet and is merely determi
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 CHUNKS = 8
 CHUNK_ALIGNMENT = 16  # elements: chunks start at vectorisable addresses
+
+
+_sharing: weakref.WeakValueDictionary[int, VocabShard] = weakref.WeakValueDictionary()  # shards of several ranks
+
+
+def shares_vocabulary(group) -> bool:
+    """Whether a VocabShard of this process group exists."""
+    return any(shard.group is group for shard in list(_sharing.values()))
+
+
+def exists(group, name: str) -> bool:
+    """Whether the process group that had this name when it was made is still the one of this name."""
+    try:
+        return _resolve_process_group(name) is group
+    except (LookupError, RuntimeError, ValueError):
+        return False
 
 
 def canonical_chunk_size(vocab_size: int) -> int:
@@ -23,10 +42,24 @@ def canonical_chunk_size(vocab_size: int) -> int:
 def _rank_and_size(group) -> tuple[int, int]:
     if group is None:
         return 0, 1
+    if hasattr(group, "get_group"):
+        raise TypeError("a shard needs a process group, got a DeviceMesh: use VocabShard.from_mesh")
     rank = dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else -1  # a sentinel stands for "not a member"
     if rank < 0:
         raise ValueError(f"this rank is not a member of the shard's process group, got {group!r}")
     return rank, dist.get_world_size(group)
+
+
+class ShardFacts(NamedTuple):
+    """The plain values of a shard that a pass needs."""
+
+    start: int
+    valid_width: int
+    vocab_size: int
+    chunk_size: int
+    chunks: int
+    world_size: int
+    group_name: str
 
 
 @dataclass(frozen=True)
@@ -54,8 +87,12 @@ class VocabShard:
     padded_size: int | None = field(init=False)  # rows of all shards together, if they are cut as torch.chunk cuts
     world_size: int = field(init=False)
     group_name: str = field(init=False)
+    facts: ShardFacts = field(init=False, compare=False, repr=False)
 
     def __post_init__(self):
+        for name in ("start", "stop", "vocab_size"):
+            if not isinstance(value := getattr(self, name), int):
+                raise TypeError(f"{name} must be an int, got {value!r}")
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"a shard needs 0 <= start <= stop, got [{self.start}, {self.stop})")
         if self.vocab_size < 1:
@@ -67,6 +104,8 @@ class VocabShard:
                 " give the process group that owns the rest"
             )
         fill = object.__setattr__  # frozen: the derived fields are written once, here
+        if world_size > 1:
+            _sharing[id(self)] = self
         fill(self, "world_size", world_size)
         fill(self, "padded_size", self.stop if world_size == 1 else None)
         fill(self, "group_name", "" if world_size == 1 else self.group.group_name)
@@ -75,11 +114,31 @@ class VocabShard:
     def __deepcopy__(self, memo):
         return self  # it never changes, and its group cannot be copied
 
+    def __copy__(self):
+        return self
+
+    def __getstate__(self):
+        if self.group is not None:
+            raise TypeError(
+                "a VocabShard holds a process group, which cannot be pickled, and so does a VocabParallelHead or "
+                "VocabParallelEmbedding: make shards anew in each process, and save the state_dict of modules"
+            )
+        return self.__dict__
+
+    def expect_live_group(self):
+        """Raise ValueError if the process group was destroyed. Its name may be another group's by now."""
+        if self.world_size > 1 and not exists(self.group, self.group_name):
+            raise ValueError(
+                f"the shard's process group {self.group_name!r} was destroyed: make a VocabShard of a group that exists"
+            )
+
     def _cut(self, whole: bool):
         fill = object.__setattr__
         fill(self, "tp_invariant", whole)
         fill(self, "chunks", CHUNKS // self.world_size if whole else 1)
         fill(self, "chunk_size", canonical_chunk_size(self.vocab_size) if whole else max(self.width, 1))
+        known = {name: getattr(self, name) for name in ShardFacts._fields}
+        fill(self, "facts", ShardFacts(**known))
 
     @classmethod
     def from_group(cls, group, vocab_size: int, padded_size: int | None = None) -> VocabShard:

@@ -133,9 +133,6 @@ def refusal(planner, sizes: Sizes, budget: int, reserved: int = 0) -> str:
     return f"budget must be at least {least} bytes for blocks of {TILE} tokens, got {budget}"
 
 
-_SUMS_IN_FP32 = "dtype" in torch.ops.aten.mm.overloads()  # since torch 2.8
-
-
 def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:
     """out (+)= a @ b. An fp32 `out` of half-precision operands holds fp32 sums of their exact products."""
     if a.shape[1] == 0:
@@ -143,7 +140,7 @@ def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = Fa
             out.zero_()
     elif out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-    elif a.is_cuda and _SUMS_IN_FP32 and out.dtype == torch.float32:
+    elif a.is_cuda and out.dtype == torch.float32:
         dtype = {"out_dtype": out.dtype, "out": out}
         torch.addmm(out, a, b, **dtype) if add else torch.mm(a, b, **dtype)
     elif out.dtype.itemsize == 2:  # of another half precision

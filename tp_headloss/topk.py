@@ -14,6 +14,7 @@ from .comm import gather_from_ranks
 from .dtensor import local, local_head, local_logits
 from .shard import VocabShard
 from .stats import finish, merge
+from .validation import expect_instance, expect_tensor
 
 BLOCK_ELEMENTS = 1 << 22  # logits per block: its temporaries are all that is ever as wide as the vocabulary
 LOWEST = torch.iinfo(torch.int64).min
@@ -55,8 +56,12 @@ def topk_log_probs(
     Raises ValueError for a k that is not in [1, vocab_size] and for a weight that does not fit, and as
     `vocab_statistics` does.
     """
+    expect_instance("options", options, Options)
     options = options or DEFAULTS
     with Agreement(options, shard) as agreement:
+        expect_tensor("logits" if weight is None else "hidden states", logits)
+        if weight is not None:
+            expect_tensor("weight", weight)
         if weight is not None and (weight.dim() != 2 or logits.dim() < 1 or logits.shape[-1] != weight.shape[1]):
             shapes = f"{list(logits.shape)} and {list(weight.shape)}"
             raise ValueError(f"hidden states and weight must be [.., H] and [width, H], got {shapes}")
@@ -65,7 +70,11 @@ def topk_log_probs(
         else:
             logits, weight, _, shard = local_head(logits, weight, None, shard, "none")
         transform = local(transform or NO_TRANSFORM, shard)
-        agreement.on("topk_log_probs", shard, logits=logits, weight=weight, k=k, transform=transform, options=options)
+        facts = {"k": k, "top_p": top_p, "dtype": str(dtype), "ids_dtype": str(ids_dtype), "options": options}
+        of_logits = {"logits": logits} if weight is None else {"hidden": logits, "weight": weight}
+        agreement.on("topk_log_probs", shard, transform=transform, **facts, **of_logits)
+        if not isinstance(k, int):
+            raise TypeError(f"k must be an int, got {k!r}")
         if not 1 <= k <= shard.vocab_size:
             raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}")
         if top_p is not None and not 0 < top_p <= 1:
@@ -87,7 +96,8 @@ def topk_log_probs(
     received = gather_from_ranks(sent, shard.group)
     packets, keys = received.split([packets.numel(), 2 * keys.numel()], 1)
     packets = packets.reshape(spec.packets, 2, n_rows)
-    keys = keys.contiguous().view(torch.int64).view(shard.world_size, n_rows, k).transpose(0, 1).flatten(1)
+    keys = keys.reshape(shard.world_size, n_rows, k, 2).view(torch.int64)
+    keys = keys.transpose(0, 1).reshape(n_rows, shard.world_size * k)
 
     lse = finish(merge(packets, False, spec), None, spec)[1][0]
     values, ids = _decode(keys.topk(k).values)
@@ -111,8 +121,8 @@ def _of_hidden(hidden, weight, k, shard, transform, options):
     """The last three of it, of hidden states [.., H] and weight [width, H], some tokens after the other."""
     temperature, lead = transform.temperature, hidden.shape[:-1]
     per_token = isinstance(temperature, torch.Tensor)
-    if per_token and temperature.shape != lead:
-        raise ValueError(f"temperature must have shape {list(lead)}, got {list(temperature.shape)}")
+    if per_token:
+        expect_tensor("temperature", temperature, lead)
     hidden, step, parts = hidden.reshape(-1, hidden.shape[-1]), max(1, BLOCK_ELEMENTS // max(1, weight.shape[0])), []
     for first in range(0, max(1, len(hidden)), step):
         here = slice(first, first + step)

@@ -12,6 +12,12 @@ import os
 BACKENDS = ("torch", "triton")
 
 
+def version_numbers(version: str) -> tuple[int, int]:
+    """Major and minor of a version such as "2.11.0a0+cu130"."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
 def resolve_backend(name: str | None, device) -> str:
     """The backend for a device: "triton" on CUDA, "torch" elsewhere, or the one that was asked for, never another."""
     if name is None:

@@ -437,7 +437,7 @@ def _settle(value, bad, ignored):
 
 
 @triton.jit
-def _packet(packets_ptr, peers_ptr, k: tl.constexpr, offset, size, CHUNKS: tl.constexpr):
+def _packet(packets_ptr, peers_ptr, k, offset, size, CHUNKS: tl.constexpr):
     """Where packet k of the group begins: in the gathered ones, or in the memory of the rank that wrote it."""
     if peers_ptr is None:
         at = packets_ptr + k * size
@@ -475,6 +475,7 @@ def merge_kernel(
     ROWS: tl.constexpr = INDEX + WANT_ARGMAX + TOPK_ROWS
     MEAN: tl.constexpr = 2 + 2 * HAS_LABELS  # and among the merged ones
     ENTROPY: tl.constexpr = 1 + 3 * HAS_LABELS  # its row among the values
+    STEP: tl.constexpr = PACKETS if PACKETS <= 8 else 1  # more at once spill registers and compile for minutes
     n = n_rows.to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = token < n
@@ -484,11 +485,12 @@ def merge_kernel(
         slot_offset = (turn & 1).to(tl.int64) * slot
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
     peak_t = tl.full([BLOCK], -float("inf"), tl.float32)
-    for k in tl.static_range(PACKETS):
-        at = _packet(packets_ptr, peers_ptr, k, slot_offset, ROWS * n, CHUNKS) + token
-        peak = tl.maximum(peak, tl.load(at, mask=here, other=0.0))
-        if HAS_TEACHER:
-            peak_t = tl.maximum(peak_t, tl.load(at + (TEACHER + 1) * n, mask=here, other=0.0))
+    for first in range(0, PACKETS, STEP):
+        for k in tl.static_range(STEP):
+            at = _packet(packets_ptr, peers_ptr, first + k, slot_offset, ROWS * n, CHUNKS) + token
+            peak = tl.maximum(peak, tl.load(at, mask=here, other=0.0))
+            if HAS_TEACHER:
+                peak_t = tl.maximum(peak_t, tl.load(at + (TEACHER + 1) * n, mask=here, other=0.0))
     shift = peak.to(tl.float64)
     shift_t = peak_t.to(tl.float64)
     a = student_scale
@@ -508,44 +510,45 @@ def merge_kernel(
     cross = tl.zeros([BLOCK], tl.float64)
     moment_t = tl.zeros([BLOCK], tl.float64)
     target_t = tl.zeros([BLOCK], tl.float64)
-    for k in tl.static_range(PACKETS):
-        at = _packet(packets_ptr, peers_ptr, k, slot_offset, ROWS * n, CHUNKS) + token
-        m = tl.load(at, mask=here, other=0.0)
-        s = tl.load(at + n, mask=here, other=1.0).to(tl.float64)
-        drop, factor = _decay(m.to(tl.float64), shift)
-        others = tl.fma(factor, s, others)
-        if HAS_LABELS:
-            owner = tl.load(at + 3 * n, mask=here, other=0.0)
-            owners += owner
-            # selected by the flag, never by max, which may drop NaN
-            target += tl.where(owner == 1.0, tl.load(at + 2 * n, mask=here, other=0.0), 0.0).to(tl.float64)
-        if WANT_ENTROPY:
-            e = tl.load(at + MOMENT * n, mask=here, other=0.0).to(tl.float64)
-            moment = tl.fma(factor, tl.fma(drop, s, e), moment)
-        if WANT_TOTAL:
-            total += tl.load(at + (MOMENT + WANT_ENTROPY) * n, mask=here, other=0.0).to(tl.float64)
-            mass += tl.load(at + (MOMENT + WANT_ENTROPY + 1) * n, mask=here, other=0.0).to(tl.float64)
-        if HAS_TEACHER or WANT_STUDENT:
-            scaled = tl.where(m == float("-inf"), 0.0, tl.exp(a * drop))
-            student = tl.fma(scaled, tl.load(at + TEACHER * n, mask=here, other=1.0).to(tl.float64), student)
-        if HAS_TEACHER:
-            mt = tl.load(at + (TEACHER + 1) * n, mask=here, other=0.0).to(tl.float64)
-            d = tl.load(at + (TEACHER + 2) * n, mask=here, other=1.0).to(tl.float64)
-            fall, factor_t = _decay(mt, shift_t)
-            teacher = tl.fma(factor_t, d, teacher)
+    for first in range(0, PACKETS, STEP):
+        for k in tl.static_range(STEP):
+            at = _packet(packets_ptr, peers_ptr, first + k, slot_offset, ROWS * n, CHUNKS) + token
+            m = tl.load(at, mask=here, other=0.0)
+            s = tl.load(at + n, mask=here, other=1.0).to(tl.float64)
+            drop, factor = _decay(m.to(tl.float64), shift)
+            others = tl.fma(factor, s, others)
             if HAS_LABELS:
-                t = tl.load(at + (TEACHER + 3) * n, mask=here, other=0.0)
-                target_t += tl.where(owner == 1.0, t, 0.0).to(tl.float64)
-            if WANT_FORWARD:
-                cross += _weigh(factor_t, tl.load(at + CROSS * n, mask=here, other=0.0))
-            if WANT_REVERSE:
-                gap += _weigh(scaled, tl.load(at + (CROSS + WANT_FORWARD) * n, mask=here, other=0.0))
-            if WANT_MOMENT:
-                h = tl.load(at + (CROSS + WANT_FORWARD + WANT_REVERSE) * n, mask=here, other=0.0).to(tl.float64)
-                moment_t = tl.fma(factor_t, tl.fma(fall, d, h), moment_t)
-        if WANT_ARGMAX:
-            column = tl.load(at + INDEX * n, mask=here, other=0.0)
-            index = tl.where(m == peak, tl.minimum(index, column), index)
+                owner = tl.load(at + 3 * n, mask=here, other=0.0)
+                owners += owner
+                # selected by the flag, never by max, which may drop NaN
+                target += tl.where(owner == 1.0, tl.load(at + 2 * n, mask=here, other=0.0), 0.0).to(tl.float64)
+            if WANT_ENTROPY:
+                e = tl.load(at + MOMENT * n, mask=here, other=0.0).to(tl.float64)
+                moment = tl.fma(factor, tl.fma(drop, s, e), moment)
+            if WANT_TOTAL:
+                total += tl.load(at + (MOMENT + WANT_ENTROPY) * n, mask=here, other=0.0).to(tl.float64)
+                mass += tl.load(at + (MOMENT + WANT_ENTROPY + 1) * n, mask=here, other=0.0).to(tl.float64)
+            if HAS_TEACHER or WANT_STUDENT:
+                scaled = tl.where(m == float("-inf"), 0.0, tl.exp(a * drop))
+                student = tl.fma(scaled, tl.load(at + TEACHER * n, mask=here, other=1.0).to(tl.float64), student)
+            if HAS_TEACHER:
+                mt = tl.load(at + (TEACHER + 1) * n, mask=here, other=0.0).to(tl.float64)
+                d = tl.load(at + (TEACHER + 2) * n, mask=here, other=1.0).to(tl.float64)
+                fall, factor_t = _decay(mt, shift_t)
+                teacher = tl.fma(factor_t, d, teacher)
+                if HAS_LABELS:
+                    t = tl.load(at + (TEACHER + 3) * n, mask=here, other=0.0)
+                    target_t += tl.where(owner == 1.0, t, 0.0).to(tl.float64)
+                if WANT_FORWARD:
+                    cross += _weigh(factor_t, tl.load(at + CROSS * n, mask=here, other=0.0))
+                if WANT_REVERSE:
+                    gap += _weigh(scaled, tl.load(at + (CROSS + WANT_FORWARD) * n, mask=here, other=0.0))
+                if WANT_MOMENT:
+                    h = tl.load(at + (CROSS + WANT_FORWARD + WANT_REVERSE) * n, mask=here, other=0.0).to(tl.float64)
+                    moment_t = tl.fma(factor_t, tl.fma(fall, d, h), moment_t)
+            if WANT_ARGMAX:
+                column = tl.load(at + INDEX * n, mask=here, other=0.0)
+                index = tl.where(m == peak, tl.minimum(index, column), index)
 
     top = shift
     whole = others

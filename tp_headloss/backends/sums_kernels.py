@@ -12,7 +12,7 @@ def _sign(i: tl.constexpr, NEGATIVES: tl.constexpr):
 @triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])
 def sums_kernel(
     sums_ptr,  # [S + 1] fp32 out: a sum over valid tokens per value, and the count
-    divisor_ptr,  # [] fp32 out: what the loss was divided by
+    divisor_ptr,  # [] fp64 out: what the loss was divided by
     loss_ptr,  # [] fp32 out: the sum of c_i sums_i over the divisor
     value_ptrs,  # S per-token values [T], fp32 or bool
     valid_ptr,  # [T] bool
@@ -50,10 +50,10 @@ def sums_kernel(
         tl.store(sums_ptr + i, total)
         if i < len(coefficients):  # the others are metrics
             loss += coefficients[i] * total
-    tokens = tl.sum(count, axis=0).to(tl.float32)
-    divisor = denominator
+    tokens = tl.sum(count, axis=0)  # in fp32 it may be infinite where the mean is not
+    divisor = tl.full((), 1.0, tl.float64) * denominator
     if denominator_ptr is not None:
-        divisor = tl.load(denominator_ptr)
+        divisor = tl.load(denominator_ptr).to(tl.float64)
     elif BY_COUNT:
         divisor = tokens
     divisor = tl.where(divisor == 0.0, float("inf"), divisor)  # the loss of nothing is 0
@@ -67,7 +67,7 @@ def sums_gradient_kernel(
     g_ptr,  # [S, T] fp32 out: d loss / d value where valid, 0 elsewhere
     upstream_ptr,  # [] fp32: gradient of the loss
     value_ptrs, valid_ptr, weight_ptr,  # as in `sums_kernel`
-    divisor_ptr,  # [] fp32 of `sums_kernel`
+    divisor_ptr,  # [] fp64 of `sums_kernel`
     coefficients, n_rows,
     SQUARES: tl.constexpr, NEGATIVES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

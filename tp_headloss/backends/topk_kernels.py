@@ -197,6 +197,7 @@ def merge_kernel(
     WANT_MOMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the merge of BLOCK tokens in chunk order, in float64; `stats.finish` is its definition."""
+    STEP: tl.constexpr = PACKETS if PACKETS <= 8 else 1  # as in `kernels.merge_kernel`
     n = n_rows.to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = token < n
@@ -208,11 +209,12 @@ def merge_kernel(
         a = tl.load(scales_ptr + n + token, mask=here, other=1.0).to(tl.float64)
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
     peak_r = tl.full([BLOCK], -float("inf"), tl.float32)
-    for k in tl.static_range(PACKETS):
-        at = _packet(packets_ptr, peers_ptr, k, offset, ROWS * n, CHUNKS) + token
-        peak = tl.maximum(peak, tl.load(at + (ROWS - 5) * n, mask=here, other=0.0))
-        if HAS_TAIL:
-            peak_r = tl.maximum(peak_r, tl.load(at + TAIL * n, mask=here, other=0.0))
+    for first in range(0, PACKETS, STEP):
+        for k in tl.static_range(STEP):
+            at = _packet(packets_ptr, peers_ptr, first + k, offset, ROWS * n, CHUNKS) + token
+            peak = tl.maximum(peak, tl.load(at + (ROWS - 5) * n, mask=here, other=0.0))
+            if HAS_TAIL:
+                peak_r = tl.maximum(peak_r, tl.load(at + TAIL * n, mask=here, other=0.0))
     shift = peak.to(tl.float64)
     shift_r = peak_r.to(tl.float64)
     total = tl.zeros([BLOCK], tl.float64)
@@ -221,23 +223,24 @@ def merge_kernel(
     gap = tl.zeros([BLOCK], tl.float64)
     rest = tl.zeros([BLOCK], tl.float64)
     moment = tl.zeros([BLOCK], tl.float64)
-    for k in tl.static_range(PACKETS):
-        at = _packet(packets_ptr, peers_ptr, k, offset, ROWS * n, CHUNKS) + token
-        entry = at + (ROWS - 5) * n
-        drop, factor = _shrink(tl.load(entry, mask=here, other=0.0), shift, a)
-        s = tl.load(entry + n, mask=here, other=1.0).to(tl.float64)
-        w = tl.load(entry + 2 * n, mask=here, other=1.0).to(tl.float64)
-        total = tl.fma(factor, s, total)
-        mass += w
-        cross += tl.load(entry + 3 * n, mask=here, other=0.0).to(tl.float64) - _weigh(w, drop)
-        gap += _weigh(factor, tl.load(entry + 4 * n, mask=here, other=0.0) + drop * s)
-        if HAS_TAIL:
-            drop, factor = _shrink(tl.load(at + TAIL * n, mask=here, other=0.0), shift_r, a)
-            s = tl.load(at + (TAIL + 1) * n, mask=here, other=1.0).to(tl.float64)
-            rest = tl.fma(factor, s, rest)
-            if WANT_MOMENT:
-                e = tl.load(at + (TAIL + 2) * n, mask=here, other=0.0).to(tl.float64)
-                moment = tl.fma(factor, tl.fma(drop, s, e), moment)
+    for first in range(0, PACKETS, STEP):
+        for k in tl.static_range(STEP):
+            at = _packet(packets_ptr, peers_ptr, first + k, offset, ROWS * n, CHUNKS) + token
+            entry = at + (ROWS - 5) * n
+            drop, factor = _shrink(tl.load(entry, mask=here, other=0.0), shift, a)
+            s = tl.load(entry + n, mask=here, other=1.0).to(tl.float64)
+            w = tl.load(entry + 2 * n, mask=here, other=1.0).to(tl.float64)
+            total = tl.fma(factor, s, total)
+            mass += w
+            cross += tl.load(entry + 3 * n, mask=here, other=0.0).to(tl.float64) - _weigh(w, drop)
+            gap += _weigh(factor, tl.load(entry + 4 * n, mask=here, other=0.0) + drop * s)
+            if HAS_TAIL:
+                drop, factor = _shrink(tl.load(at + TAIL * n, mask=here, other=0.0), shift_r, a)
+                s = tl.load(at + (TAIL + 1) * n, mask=here, other=1.0).to(tl.float64)
+                rest = tl.fma(factor, s, rest)
+                if WANT_MOMENT:
+                    e = tl.load(at + (TAIL + 2) * n, mask=here, other=0.0).to(tl.float64)
+                    moment = tl.fma(factor, tl.fma(drop, s, e), moment)
 
     whole = tl.load(merged_ptr + n + token, mask=here, other=1.0)
     ignored = whole == 0.0

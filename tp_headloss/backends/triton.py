@@ -7,10 +7,17 @@ from typing import NamedTuple
 import torch
 import triton
 
-try:
-    from triton import knobs
-except ImportError:  # before Triton 3.4, where kernels are launched through Triton's own dispatch
-    knobs = None
+from . import version_numbers
+
+OLDEST = (3, 6)
+if version_numbers(triton.__version__) < OLDEST:
+    raise ImportError(
+        f"the triton backend needs Triton >= 3.6, which torch >= 2.11 brings, got {triton.__version__}: upgrade "
+        "torch, or use Options(backend='torch')"
+    )
+
+# ruff: noqa: E402
+from triton import knobs
 
 from .. import stats
 from ..stats import (
@@ -29,7 +36,7 @@ from . import kernels, sums_kernels, topk_kernels
 
 INTERPRETED = not isinstance(kernels.gradient_kernel, triton.JITFunction)
 # versions whose compiled kernels take the arguments that `_launch` gives them (its fast path was run on the first)
-DIRECT = not INTERPRETED and (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) <= (3, 9)
+DIRECT = not INTERPRETED and version_numbers(triton.__version__) <= (3, 9)
 
 
 class Launch(NamedTuple):
@@ -405,7 +412,7 @@ def token_sums(values, valid, reduction):
     """Values [N] each -> loss [], sums [S + 1] (of each value, the count) and divisor []; see `reduce.SumsPlan`."""
     plan, weight, denominator = reduction
     sums = valid.new_empty(len(values) + 1, dtype=torch.float32)
-    loss, divisor = valid.new_empty((), dtype=torch.float32), valid.new_empty((), dtype=torch.float32)
+    loss, divisor = valid.new_empty((), dtype=torch.float32), valid.new_empty((), dtype=torch.float64)
     given = denominator if isinstance(denominator, torch.Tensor) else None
     number = 1.0 if given is not None or denominator is None else float(denominator)
     _launch(

@@ -27,6 +27,11 @@ def _weighed(mass, value):
     return mass * torch.where(mass == 0, 0.0, value)
 
 
+def _known(stats, value):
+    """The value, 0 for a token whose teacher has no entries (one that a mask takes out): nothing is known of it."""
+    return torch.where(stats.teacher_mass == 0, 0.0, value)
+
+
 def log_tail(stats: VocabStatistics, tail_log_prob: torch.Tensor | None = None, least: float = 0.0) -> torch.Tensor:
     """Log of the teacher's probability outside of its entries: as given, or of 1 - their sum, whose error is that of
     fp32 log-probs, so that less than 1e-6 counts as ``least``: nothing, or what keeps a reverse KL finite."""
@@ -62,7 +67,8 @@ def topk_reverse_kl(
     tail = stats.tail_log_mass
     inside = _weighed(stats.topk_log_mass.exp(), stats.topk_reverse_kl + stats.topk_log_mass)
     apart = tail - log_tail if over == "tail" else tail - stats.tail_entropy - outside
-    return inside + _weighed(tail.exp(), apart)
+    value = inside + _weighed(tail.exp(), apart)
+    return value if over == "tail" else _known(stats, value)
 
 
 def topk_jsd(
@@ -75,7 +81,7 @@ def topk_jsd(
     if over == "topk":
         return stats.topk_jsd
     if over == "vocabulary":
-        return stats.vocab_jsd + (1 - beta) * math.log(1 - beta) * torch.expm1(stats.topk_log_mass)
+        return _known(stats, stats.vocab_jsd + (1 - beta) * math.log(1 - beta) * torch.expm1(stats.topk_log_mass))
     q, p = log_tail.exp(), stats.tail_log_mass.exp()
     m = beta * q + (1 - beta) * p
     log_m = torch.where(m == 0, 1.0, m).log()

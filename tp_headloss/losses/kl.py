@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .ratio import LOG_RATIO_CLAMP, log_ratio, with_gradient_of
+from .ratio import LOG_RATIO_CLAMP, bounded, log_ratio, with_gradient_of
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 
@@ -47,7 +47,7 @@ def kl_estimate(
     x = log_ratio(log_prob, reference_log_prob, input_clamp)
     value = _value(x, estimator.removesuffix("+"))
     if output_clamp is not None and estimator.startswith("k3"):
-        value = value.clamp(max=output_clamp)
+        value = bounded(value, high=output_clamp)
     if estimator.endswith("+"):
         value = with_gradient_of(value, _value(x, "k2"))
     if sampler_log_prob is not None:

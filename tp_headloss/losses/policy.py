@@ -12,7 +12,8 @@ import math
 
 import torch
 
-from .ratio import LOG_RATIO_CLAMP, log_ratio, scaled, with_gradient_of
+from ..validation import expect_pair
+from .ratio import LOG_RATIO_CLAMP, bounded, log_ratio, scaled, with_gradient_of
 
 CLIP = (0.2, 0.2)
 
@@ -23,14 +24,15 @@ def reinforce(log_prob: torch.Tensor, *, advantages: torch.Tensor) -> torch.Tens
 
 
 def _clipped(ratio, advantages, clip, dual_clip):
+    expect_pair("clip", clip)
     low, high = 1 - clip[0], 1 + clip[1]
     if not 0 <= low <= 1 <= high:
         raise ValueError(f"clip must be (low, high) with 0 <= low <= 1 and high >= 0, got {clip}")
     if dual_clip is not None and dual_clip < high:
         raise ValueError(f"dual_clip must be at least 1 + {clip[1]}, where the clip ends, got {dual_clip}")
-    # min(r A, clip(r) A), one sign of A at a time
-    bounded = torch.where(advantages >= 0, ratio.clamp(max=high), ratio.clamp(low, dual_clip))
-    return -advantages * bounded
+    # min(r A, clip(r) A), one sign of A at a time; a NaN in A must reach the gradient, too
+    held = torch.where(advantages >= 0, bounded(ratio, high=high), bounded(ratio, low, math.inf if dual_clip is None else dual_clip))
+    return -advantages * torch.where(advantages.isnan(), ratio, held)
 
 
 def clipped(
@@ -63,6 +65,7 @@ def cispo(
     convention: what ``clip`` means. "offset" (verl, NeMo-RL): r in [1 - low, 1 + high]. "bound" (Liger, TRL): r at
     most ``high`` itself, such as 5.0, and ``low`` is not used.
     """
+    expect_pair("clip", clip)
     ratio = log_ratio(log_prob.detach(), old_log_prob).exp()
     if convention == "offset":
         ratio = ratio.clamp(1 - clip[0], 1 + clip[1])
@@ -91,7 +94,7 @@ def sequence_log_ratio(log_prob, old_log_prob, sequences) -> torch.Tensor:
     """The mean of l - old_log_prob over each token's sequence [..], clamped to +-20 (verl: at most 10), as if of the
     token's own l: its gradient on l is 1 (0 beyond the clamp)."""
     mean = sequences.spread(sequences.mean((log_prob - old_log_prob).detach()))
-    return with_gradient_of(mean, log_prob).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return bounded(with_gradient_of(mean, log_prob), -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
 
 def gspo(
@@ -135,13 +138,16 @@ def gmpo(
     clip: tuple[float, float] = (0.4, 0.4),
 ) -> torch.Tensor:
     """-A exp(mean of the token's clipped log r): the geometric mean of ratios (GMPO, arXiv:2507.20673), with A
-    averaged over its sequence. ``clip`` bounds log r to [-low, high], on the side where A would push it further. (A
-    rollout weight multiplies each token's loss; verl multiplies by its geometric mean.)
+    averaged over its sequence. ``clip`` bounds log r to [-low, high], on the side where A would push it further; where
+    A is 0, log r counts as 0 (as in verl). (A rollout weight multiplies each token's loss; verl multiplies by its
+    geometric mean.)
 
     For reduction="seq-mean-token-mean": -1/G sum_i A_i R_i.
     """
+    expect_pair("clip", clip)
     ratio = log_ratio(log_prob, old_log_prob)
-    held = torch.where(advantages >= 0, ratio.clamp(max=clip[1]), ratio.clamp(min=-clip[0]))
+    held = torch.where(advantages < 0, bounded(ratio, low=-clip[0]), bounded(ratio, high=clip[1]))
+    held = torch.where(advantages.isnan(), ratio, torch.where(advantages == 0, 0.0, held))
     mean = sequences.spread(sequences.mean(held.detach()))
     advantage = sequences.spread(sequences.mean(advantages.expand_as(log_prob)))
     return -advantage * with_gradient_of(mean, held).exp()

@@ -12,6 +12,8 @@ import math
 import torch
 from torch.nn.functional import logsigmoid
 
+from .ratio import bounded
+
 
 def dpo(
     chosen: torch.Tensor,
@@ -50,9 +52,8 @@ def simpo(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float = 2.0, ma
 
 def _log_odds(log_prob):
     """log(p / (1 - p)) of log p <= 0, exact at both ends, finite at 0."""
-    log_prob = log_prob.clamp(
-        max=-torch.finfo(log_prob.dtype).tiny
-    )  # p = 1 has no gradient, instead of an infinite one
+    # p = 1 has no gradient, instead of an infinite one
+    log_prob = bounded(log_prob, high=-torch.finfo(log_prob.dtype).tiny)
     near_one = log_prob > -math.log(2)
     below = torch.where(near_one, -1.0, log_prob)  # or the gradient of the branch not taken would be NaN
     return log_prob - torch.where(near_one, (-torch.expm1(log_prob)).log(), torch.log1p(-below.exp()))

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 LOG_RATIO_CLAMP = 20.0  # verl's; exp(20) is 4.9e8, and its square still fits fp32
 
 
+class _Bounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, low, high):
+        ctx.save_for_backward(x)
+        ctx.bounds = low, high
+        return x.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        beyond = torch.where(x.isnan(), torch.nan, 0.0)
+        return torch.where(x == x.clamp(*ctx.bounds), grad, beyond), None, None
+
+
+def bounded(x: torch.Tensor, low: float = -math.inf, high: float = math.inf) -> torch.Tensor:
+    """x [..] clamped to [low, high], with zero gradient beyond the bounds. NaN stays NaN in value and gradient, where
+    torch.clamp gives a NaN no gradient at all and so hides it from whoever watches gradients."""
+    return _Bounded.apply(x, low, high)
+
+
 def log_ratio(log_prob: torch.Tensor, other: torch.Tensor, clamp: float | None = LOG_RATIO_CLAMP) -> torch.Tensor:
     """log_prob - other [..], clamped to +-clamp (None: not at all), with zero gradient beyond it; NaN stays NaN."""
-    difference = log_prob - other
-    return difference if clamp is None else difference.clamp(-clamp, clamp)
+    limit = math.inf if clamp is None else clamp
+    return bounded(log_prob - other, -limit, limit)
 
 
 def scaled(factor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -59,4 +59,5 @@ def sequence_mask(
     seq-mask-tis)."""
     ratio = log_ratio(log_prob.detach(), generator_log_prob.detach())
     mean = sequences.spread(sequences.mean(ratio)).exp()
-    return torch.where((mean < bounds[0]) | (mean > bounds[1]), 0.0, ratio.exp())
+    kept = torch.where(mean.isnan(), torch.nan, ratio.exp())  # a sequence with a NaN is NaN
+    return torch.where((mean < bounds[0]) | (mean > bounds[1]), 0.0, kept)

@@ -1,0 +1,50 @@
+"""Checks of metadata that several modules share: types, shapes, devices, ranges of numbers. No values of tensors."""
+
+from __future__ import annotations
+
+import torch
+
+
+def expect_tensor(name: str, x, shape=None, device: torch.device | None = None):
+    """Raise TypeError or ValueError for what is not a real tensor of this shape on this device (None: of any)."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if shape is not None and x.shape != torch.Size(shape):
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name} must be on {device} like the tensors it goes with, got {x.device}")
+    if x.is_complex():
+        raise TypeError(f"{name} must be real, got {x.dtype}")
+
+
+def expect_ids(name: str, x):
+    """Raise TypeError for what is not a tensor of int64 or int32."""
+    expect_tensor(name, x)
+    if x.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{name} must be int64 or int32, got {x.dtype}")
+
+
+def expect_instance(name: str, value, kind: type):
+    """Raise TypeError for what is neither of this class nor None."""
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} must be {kind.__name__}(..) or None, got {value!r}")
+
+
+def fits_fp32(number: float) -> bool:
+    """Whether a number other than 0 and its inverse are normal numbers in fp32."""
+    limits = torch.finfo(torch.float32)
+    return limits.tiny <= abs(number) <= 1 / limits.tiny
+
+
+def expect_number(name: str, number, positive: bool = True):
+    """Raise TypeError for what is not a number, ValueError for one that the kernels cannot multiply and divide by."""
+    if not isinstance(number, (int, float)):
+        raise TypeError(f"{name} must be a number, got {number!r}")
+    if not fits_fp32(number) or (positive and number < 0):
+        raise ValueError(f"{name} must be {'positive' if positive else 'not 0'} and finite in fp32, got {number}")
+
+
+def expect_pair(name: str, pair):
+    """Raise TypeError for what is not two numbers."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(x, (int, float)) for x in pair):
+        raise TypeError(f"{name} must be two numbers, such as (0.2, 0.28), got {pair!r}")
