@@ -18,6 +18,7 @@ from tp_headloss import (
     PolicyGradient,
     PolicyMetrics,
     Sequences,
+    Term,
     VocabShard,
     log_probs,
     losses,
@@ -796,3 +797,44 @@ def test_vespo_takes_the_log_weights_of_the_rollout_with_each_batch(device):
     assert not torch.allclose(loss, plain(x, labels, inputs=inputs).loss)
     with pytest.raises(ValueError, match="rollout_log_weight is an input of the objective 'vespo', got 'clip'"):
         PolicyGradient("clip", rollout_log_weight=True)
+
+
+def clamped_kl(stats, reference_log_prob, weight):
+    keywords = {"reference_log_prob": reference_log_prob, "input_clamp": None, "output_clamp": None}
+    return (weight * losses.kl_estimate(stats.log_prob, **keywords)).clamp(-10, 10)
+
+
+def test_what_docs_peers_says_gives_the_peers_numbers():
+    """The third row of the batch has no token: some divide by it, too."""
+    x, labels, mask, inputs = problem()
+    inputs = {name: torch.where(mask, value.expand(B, S), 0.0) for name, value in inputs.items()}
+    log_prob = torch.where(mask, log_probs(x, labels).log_prob, 0.0)
+    per_token = losses.clipped(log_prob, advantages=inputs["advantages"], old_log_prob=inputs["old_log_prob"])
+    sums, lengths = (per_token * mask).sum(-1), mask.sum(-1)
+    given = {name: inputs[name] for name in ("advantages", "old_log_prob")}
+    given["sequences"] = Sequences.from_mask(mask, horizon=S)
+
+    def ours(reduction, denominator):
+        head = HeadLoss([PolicyGradient("clip")], reduction=reduction)
+        return head(x, labels, denominator=denominator, inputs=given).loss
+
+    torch.testing.assert_close(ours("seq-mean-token-mean", B), (sums / lengths.clamp(min=1)).sum() / B)
+    torch.testing.assert_close(ours("seq-mean-token-sum-norm", 1.0), sums.sum() / S)
+
+    far, weight = inputs["reference_log_prob"] - 4.0, torch.full((B, S), 5.0)
+    term = Term("kl", clamped_kl, inputs=("reference_log_prob", "weight"))
+    loss = HeadLoss([term], reduction="sum")(x, labels, inputs={"reference_log_prob": far, "weight": weight}).loss
+    d = far - log_prob
+    nemo = (weight * (d.exp() - 1 - d)).clamp(-10, 10)
+    torch.testing.assert_close(loss, (nemo * mask).sum())
+    assert (nemo[mask] == 10).any() and (nemo[mask] < 10).any()
+
+    every = Sequences.from_mask(torch.ones_like(mask))
+    old = inputs["old_log_prob"] + 0.1
+    unmasked = losses.vespo(log_prob, advantages=inputs["advantages"], old_log_prob=old, sequences=every)
+    given = {"advantages": inputs["advantages"], "old_log_prob": old, "sequences": every}
+    head = HeadLoss([PolicyGradient("vespo")], reduction="sum")
+    loss = head(x, labels, token_weight=mask.float(), inputs=given).loss
+    torch.testing.assert_close(loss, (unmasked * mask).sum())
+    given["sequences"] = Sequences.from_mask(mask)
+    assert not torch.allclose(loss, head(x, labels, inputs=given).loss)

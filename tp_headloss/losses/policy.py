@@ -31,7 +31,8 @@ def _clipped(ratio, advantages, clip, dual_clip):
     if dual_clip is not None and dual_clip < high:
         raise ValueError(f"dual_clip must be at least 1 + {clip[1]}, where the clip ends, got {dual_clip}")
     # min(r A, clip(r) A), one sign of A at a time; a NaN in A must reach the gradient, too
-    held = torch.where(advantages >= 0, bounded(ratio, high=high), bounded(ratio, low, math.inf if dual_clip is None else dual_clip))
+    most = math.inf if dual_clip is None else dual_clip
+    held = torch.where(advantages >= 0, bounded(ratio, high=high), bounded(ratio, low, most))
     return -advantages * torch.where(advantages.isnan(), ratio, held)
 
 
