@@ -357,6 +357,11 @@ def head_loss(group):
     with install(model, HeadLoss(terms, metrics=("entropy",), reduction="none", ignore_index=7)):
         ours = run(model, labels)
     assert not ours[0][:, 2].any() and ours[0][:, 3].all()
+    options = Options(check=True)
+    parts = MegatronHead.from_head_loss(
+        HeadLoss(metrics=("lse",), reduction="none", options=options, compile=True)
+    ).head_loss
+    assert (parts.metrics, parts.options, parts.compile_terms) == (("lse",), options, True)
     return compared(*ours, *theirs, head_name(model))
 
 
