@@ -283,7 +283,9 @@ def without_labels(group):
                     torch.testing.assert_close(call(model), call(host), rtol=1e-4, atol=1e-4)
                 else:
                     refused(lambda call=call, model=model: call(model), "tp_plan='auto'")
-            refused(lambda model=model: model.train()(ids), "must have labels")
+            # a Trainer that evaluates, and one that trains
+            refused(partial(model, ids, num_items_in_batch=torch.tensor(3)), "must have labels")
+            refused(partial(model.train(), ids), "must have labels")
     return {}
 
 
