@@ -13,6 +13,7 @@ SAME = (
     *("plain", "sp", "tied", "sp, tied", "ddp main_grad", "ddp, sp, tied", "mtp", "mixin", "main_grad of the layer"),
     *("loss hook", "loss hook, sp", "loss hook, mtp", "loss hook, in place"),
     *("one sweep", "one sweep, sp", "one sweep everywhere", "fusion without main_grad", "mixin without names"),
+    "HeadLoss",
 )
 
 
@@ -37,7 +38,10 @@ def test_losses_and_all_gradients_equal_megatrons(version, case):
     assert found.get("others are nan", True)
 
 
-@pytest.mark.parametrize("case", ["processor", "mup"])
+HYBRID = ("hybrid", "hybrid, sp", "hybrid, tied", "hybrid, mup", "hybrid, loss hook")
+
+
+@pytest.mark.parametrize("case", ["processor", "mup", *HYBRID])
 def test_what_the_newer_version_has(case):
     found = result("0.19.2", case)
     assert found["loss"] < 1e-6 and found["grads"] < 1e-6 and found["mutant"] > 9e-3, found
@@ -69,16 +73,39 @@ def test_what_cannot_work_is_refused_and_what_was_installed_goes_away(version):
         "second": "replaced already",
         "second, loss only": "replaced already",
         "subclass": "MegatronHeadMixin",
-        "other model": "got Linear",
+        "other model": "model must be of type GPTModel",
+        "swapped": "head must be of type MegatronHead or HeadLoss, got GPTModel",
+        "class": "got the class GPTModel",
+        "chunks": "got a list of 1: pass the chunk that has the output layer",
+        "other head": "got Term",
+        "mean": "reduction='none', got 'mean'",
+        "terms": "terms must be of type list or tuple or None, got Term",
+        "vocab_size": "at most the 256 rows of the output layer, got 257",
         "never called": "no loss came through",
         "two models": "no loss came through",
         "patched by others": "other_kernels has replaced",
         "no output layer": "last pipeline stage",
         "no group": "got None",
-        "deferred": "defer_embedding_wgrad_compute",
+        "defer_embedding_wgrad_compute": "defer_embedding_wgrad_compute=True",
+        "defer_embedding_wgrad_compute by the processor": "defer_embedding_wgrad_compute=True",
+        "fp8_output_proj": "fp8_output_proj=True",
+        "fp8_output_proj by the processor": "fp8_output_proj=True",
+        "second group": "got gtp_remat_size=2",
+        "adapter": "ColumnParallelLinear without a forward of its own, got Adapted",
+        "gathered": "this rank's 128 columns, got 256",
     }.items():
         assert part in found[case], (case, found[case])
     assert found["restored"] and found["unused is removed"] and found["usable after all"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_installation_that_fails_leaves_nothing_behind(version):
+    assert result(version, "failures") == {"observed": 0, "observes": True}
+
+
+def test_what_a_hybrid_model_cannot_do_is_refused():
+    found = result("0.19.2", "hybrid, refusals")
+    assert "replaced already" in found["second"] and "use fused=False" in found["mtp"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

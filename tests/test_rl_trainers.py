@@ -1,6 +1,6 @@
 """verl's and NeMo-RL's functions, values and gradients, against float64 log_softmax of the gathered logits."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -307,9 +307,14 @@ def test_nemo_chunk_size_bounds_memory_that_does_not_exist(device):
         ({"context_parallel_group": SimpleNamespace(size=lambda: 2)}, "context-parallel group of 2 ranks"),
         ({"sampling_params": SimpleNamespace(top_k=20, top_p=1.0)}, "top_k=20"),
         ({"sampling_params": SimpleNamespace(top_k=None, top_p=0.9)}, "top_p=0.9"),
+        ({"sampling_params": {"top_k": 20}}, "top_k=20"),
+        ({"sampling_params": MappingProxyType({"top_k": None, "top_p": 0.9})}, "top_p=0.9"),
+        ({"sampling_params": {"replay_sampling_mask": True}}, "replay_sampling_mask"),
+        ({"sampling_params": {"min_p": 0.1}}, "min_p"),
         ({"sampling_params": SimpleNamespace(top_k=-1, top_p=1.0, replay_sampling_mask=True)}, "replay_sampling_mask"),
         ({"vocab_parallel_rank": 0}, "vocab_parallel_group"),
         ({"vocab_size": V + PADDED}, "padded_size"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
     ],
 )
 def test_nemo_refuses_by_name(options, names):
@@ -318,13 +323,25 @@ def test_nemo_refuses_by_name(options, names):
         nemo_rl.get_next_token_logprobs_from_logits(ids, logits, **options)
 
 
+@pytest.mark.parametrize("params", [(None, 0.9), "top_k=20", SimpleNamespace(top_k=20), 0.9, {"top_k"}])
+def test_nemo_refuses_sampling_params_of_unknown_kinds(params):
+    logits, ids = data()
+    for function in (
+        lambda: nemo_rl.get_next_token_logprobs_from_logits(ids, logits, sampling_params=params),
+        lambda: nemo_rl.from_parallel_logits_to_logprobs(logits, ids, 0, PADDED, None, sampling_params=params),
+    ):
+        with pytest.raises(TypeError, match=f"with top_k and top_p, got {type(params).__name__}"):
+            function()
+
+
 def test_nemo_accepts_what_changes_nothing_and_refuses_shapes():
     logits, ids = data()
     plain = nemo_rl.get_next_token_logprobs_from_logits(ids, logits)
     one = SimpleNamespace(size=lambda: 1)
     params = SimpleNamespace(top_k=-1, top_p=1.0)
-    same = nemo_rl.get_next_token_logprobs_from_logits(ids, logits, None, None, None, one, params, 3)
-    assert torch.equal(plain, same)
+    for given in (params, vars(params), {"temperature": 0.3}, {}):
+        same = nemo_rl.get_next_token_logprobs_from_logits(ids, logits, None, None, None, one, given, 3)
+        assert torch.equal(plain, same)
     with pytest.raises(ValueError, match="at most the logits' 4 positions"):
         nemo_rl.get_next_token_logprobs_from_logits(ids, logits[:, :4])
 

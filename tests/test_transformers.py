@@ -18,10 +18,11 @@ WAYS = ("loss_function", "fused")
 CASES = [
     *(f"{way}-{kind}" for way in WAYS for kind in ("plain", "tied", "uneven", "bf16", "arguments", "HeadLoss")),
     *(f"fused-{model}" for model in ("Gemma2", "Cohere", "Granite", "Phi", "GPT2")),
-    *("stock", "modes", "refusals", "trainer", "README"),
+    *(f"fused-{kind}-auto" for kind in ("plain", "tied", "uneven")),
+    *("stock", "without labels", "failures", "modes", "refusals", "trainer", "README"),
 ]
 TRL = "transformers-5.23.0"
-TRL_CASES = ("plain", "tied", "uneven", "temperature", "softcap", "bf16", "replaced", "refusals", "README")
+TRL_CASES = ("plain", "tied", "uneven", "temperature", "softcap", "bf16", "replaced", "refusals", "failures", "README")
 
 
 def checked(host, script, case):

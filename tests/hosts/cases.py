@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -122,6 +123,53 @@ def compared(loss, grads, host_loss, host_grads, head: str) -> dict[str, float]:
         "worst": found[0],
         "mutant": max(relative_errors(wrong, host_grads).values()),
     }
+
+
+class Injected(Exception):
+    """What `fails_cleanly_at_every_step` raises."""
+
+
+UNDOING = ("remove", "uninstall", "__exit__", "__setattr__", "__delattr__")  # calls that clean up, and do not fail
+
+
+def fails_cleanly_at_every_step(install, model) -> int:
+    """Calls `install` with an exception in the place of the first call that a module of integrations/ makes, then of
+    the second, and so on; asserts that each leaves `model` as it was. The last call of `install` succeeds, and what it
+    returns is removed. -> the number of exceptions."""
+    install().remove()  # what a host keeps of its first call is there from now on
+    before = _state(model)
+    for step in itertools.count(1):
+        seen = []
+
+        def profile(frame, event, _, step=step, seen=seen):
+            caller = frame.f_back
+            if event == "call" and caller is not None and "/integrations/" in caller.f_code.co_filename:
+                if frame.f_code.co_name not in (*UNDOING, "<genexpr>"):  # nobody hears of an error in what is closed
+                    seen.append(f"{frame.f_code.co_name}, line {caller.f_lineno} of {caller.f_code.co_filename}")
+                if len(seen) == step:
+                    sys.setprofile(None)
+                    raise Injected(seen[-1])
+
+        sys.setprofile(profile)
+        try:
+            installed = install()
+        except Injected:
+            assert _state(model) == before, seen[-1]
+        else:
+            sys.setprofile(None)
+            installed.remove()
+            assert _state(model) == before and len(seen) < step, seen[-1]
+            return step - 1
+        finally:
+            sys.setprofile(None)
+
+
+def _state(model) -> list:
+    """The attributes and hooks of all modules."""
+    return [
+        ({name: id(x) for name, x in vars(m).items()}, list(m._forward_hooks), list(m._forward_pre_hooks))
+        for m in model.modules()
+    ]
 
 
 def readme_block(mark: str) -> str:

@@ -2,12 +2,13 @@
 # ruff: noqa: E402, as nothing of Megatron may be imported before it runs on CPUs
 
 import copy
+import importlib.util
 import inspect
 import sys
 from types import SimpleNamespace
 
 import torch
-from cases import ROOT, compared, main, readme_block, relative_errors
+from cases import ROOT, compared, fails_cleanly_at_every_step, main, readme_block, relative_errors
 
 sys.path.insert(0, str(ROOT / "launch"))
 
@@ -20,14 +21,16 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.common.language_module import language_module
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pretrain import Norm
-from tp_headloss import CrossEntropy, Linear, Options, ZLoss
+from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, ZLoss
 from tp_headloss.integrations.megatron import MegatronHead, MegatronHeadMixin, install
 
 V, B, S, H = 256, 2, 8, 32
+HAS_HYBRID = importlib.util.find_spec("megatron.core.models.hybrid") is not None
 HAS_PROCESSOR = "output_processor" in inspect.signature(GPTModel.forward).parameters
 
 
@@ -35,15 +38,19 @@ class Mixed(MegatronHeadMixin, GPTModel):
     pass
 
 
-def model_of(cls=GPTModel, sp=False, tied=False, bf16=False, mtp=False, ddp=False, **config):
+def config_of(sp=False, bf16=False, mtp=False, **config):
     dtype = torch.bfloat16 if bf16 else torch.float32
-    config = TransformerConfig(
-        num_layers=1, hidden_size=H, num_attention_heads=2, use_cpu_initialization=True, tensor_model_parallel_size=2,
-        sequence_parallel=sp, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype, bf16=bf16,
-        pipeline_dtype=dtype, add_bias_linear=False, gradient_accumulation_fusion=False, masked_softmax_fusion=False,
-        bias_dropout_fusion=False, bias_activation_fusion=False, mtp_num_layers=2 if mtp else None,
-        init_method_std=0.3, **config,
+    return TransformerConfig(
+        num_layers=1, hidden_size=H, num_attention_heads=2, use_cpu_initialization=True,
+        tensor_model_parallel_size=2, sequence_parallel=sp, hidden_dropout=0.0, attention_dropout=0.0,
+        params_dtype=dtype, bf16=bf16, pipeline_dtype=dtype, add_bias_linear=False, gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False, bias_dropout_fusion=False, bias_activation_fusion=False,
+        mtp_num_layers=2 if mtp else None, init_method_std=0.3, **config,
     )  # fmt: skip
+
+
+def model_of(cls=GPTModel, sp=False, tied=False, bf16=False, mtp=False, ddp=False, **config):
+    config = config_of(sp, bf16, mtp, **config)
     spec = get_gpt_layer_local_spec()
     if sp:
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
@@ -60,6 +67,22 @@ def model_of(cls=GPTModel, sp=False, tied=False, bf16=False, mtp=False, ddp=Fals
         model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
         model.zero_grad_buffer()
     return model
+
+
+def hybrid_of(sp=False, tied=False, **config):
+    """A HybridModel of the one kind of layer that runs without Transformer Engine, GPTModel's."""
+    from megatron.core.models.hybrid import hybrid_block, hybrid_model
+
+    hybrid_block.TENorm = Norm
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    layers = hybrid_block.HybridStackSubmodules(attention_layer=layer)
+    torch.manual_seed(7)
+    return hybrid_model.HybridModel(
+        config=config_of(sp, **config), vocab_size=V, max_sequence_length=S, hybrid_layer_pattern="*",
+        hybrid_stack_spec=ModuleSpec(module=hybrid_block.HybridStack, submodules=layers),
+        position_embedding_type="learned_absolute", share_embeddings_and_output_weights=tied,
+    )  # fmt: skip
 
 
 def batch():
@@ -100,6 +123,34 @@ def installed(fused=True, options=None, **kwargs):
         return compared(*ours, *theirs, head_name(model))
 
     return case
+
+
+def hybrid(fused=True, **kwargs):
+    """A HybridModel, the class that Megatron-Core 0.19 recommends instead of GPTModel."""
+
+    def case(group):
+        stock, model = hybrid_of(**kwargs), hybrid_of(**kwargs)
+        logits = stock(*batch()[:3])
+        theirs, head = run(stock), MegatronHead(ignore_index=-100)
+        with install(model, head, fused=fused):
+            ours = run(model)
+            assert head.calls == 2 and torch.equal(model(*batch()[:3]), logits)
+        assert not {"forward", "compute_language_model_loss"} & set(vars(model))
+        return compared(*ours, *theirs, head_name(model))
+
+    return case
+
+
+def hybrid_refusals(group):
+    model, head = hybrid_of(), MegatronHead(ignore_index=-100)
+    fails_cleanly_at_every_step(lambda: install(model, head), model)
+    found = {}
+    with install(model, head):
+        found["second"] = refused(lambda: install(model, head))
+        run(model)
+    model.mtp_process = True
+    found["mtp"] = refused(lambda: install(model, head))
+    return found
 
 
 def one_sweep(**kwargs):
@@ -224,7 +275,14 @@ def refusals(group):
     handle.remove()
     found["restored"] = model.compute_language_model_loss == loss and model._postprocess == post
     found["subclass"] = refused(lambda: install(model_of(Mixed), head))
-    found["other model"] = refused(lambda: install(torch.nn.Linear(2, 2), head))
+    found["other model"] = refused(lambda: install(torch.nn.Linear(2, 2), head), TypeError)
+    found["swapped"] = refused(lambda: install(head, model), TypeError)
+    found["class"] = refused(lambda: install(GPTModel, head), TypeError)
+    found["chunks"] = refused(lambda: install([model], head), TypeError)
+    found["other head"] = refused(lambda: install(model, CrossEntropy()), TypeError)
+    found["mean"] = refused(lambda: install(model, HeadLoss()))
+    found["terms"] = refused(lambda: MegatronHead(ignore_index=None, terms=CrossEntropy()), TypeError)
+    found["vocab_size"] = refused(lambda: install(model, MegatronHead(ignore_index=-100, vocab_size=V + 1)))
 
     def unused():
         with install(model, head):
@@ -245,14 +303,66 @@ def refusals(group):
     found["no output layer"] = refused(lambda: install(model, head))
     model.output_layer = layer
     layer.tp_group, tp_group = None, layer.tp_group
-    found["no group"] = refused(lambda: head.of_logits(torch.zeros(S, B, V // 2), batch()[3], layer.tp_group))
+    found["no group"] = refused(lambda: head.of_logits(torch.zeros(S, B, V // 2), batch()[3], layer))
     layer.tp_group = tp_group
-    model.config.defer_embedding_wgrad_compute = True
-    found["deferred"] = refused(lambda: install(model, head))
-    model.config.defer_embedding_wgrad_compute = False
+    for option in ("defer_embedding_wgrad_compute", "fp8_output_proj"):
+        setattr(model.config, option, True)
+        found[option] = refused(lambda: install(model, head))
+        found[option + " by the processor"] = refused(
+            lambda: head.of_hidden(None, None, layer, None, model.config), ValueError
+        )
+        setattr(model.config, option, False)
+    layer.gtp_remat_size, before = 2, getattr(layer, "gtp_remat_size", 1)
+    found["second group"] = refused(lambda: install(model, head))
+    layer.gtp_remat_size, model.output_layer = before, Adapted(layer)
+    found["adapter"] = refused(lambda: install(model, head), TypeError)
+    model.output_layer = layer
+    with install(model, head, fused=False):
+        found["gathered"] = refused(lambda: run(model, runtime_gather_output=True))
+        run(model)
     found["two models"] = refused(lambda: _one_of_two(model, model_of(), head), RuntimeError)
     found["usable after all"] = "_postprocess" in install(model, head).methods
     return found
+
+
+class Adapted(torch.nn.Module):
+    """An output layer with something around it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.tp_group, self.weight = layer, layer.tp_group, layer.weight
+
+    def forward(self, *args, **kwargs):
+        return self.layer(*args, **kwargs)
+
+
+def failures(group):
+    """An exception at any step of an installation leaves the model, and the head, as they were."""
+    model, seen = model_of(), []
+    head, per_token = MegatronHead(ignore_index=-100, observe=seen.append), HeadLoss(reduction="none")
+    for given, fused in ((head, True), (head, False), (per_token, True)):
+        assert (
+            fails_cleanly_at_every_step(lambda given=given, fused=fused: install(model, given, fused=fused), model) > 20
+        )
+    return {"observed": len(seen), "observes": head.observe == seen.append}
+
+
+def head_loss(group):
+    """A HeadLoss in the place of a MegatronHead: its terms, metrics and ignore_index."""
+    terms, labels = [CrossEntropy(label_smoothing=0.1), ZLoss(1e-3)], batch()[3].clone()
+    labels[:, 2] = 7
+    stock, model = model_of(), model_of()
+    with install(stock, MegatronHead(ignore_index=7, terms=terms)):
+        theirs = run(stock, labels)
+    with install(model, HeadLoss(terms, metrics=("entropy",), reduction="none", ignore_index=7)):
+        ours = run(model, labels)
+    assert not ours[0][:, 2].any() and ours[0][:, 3].all()
+    options = Options(check=True)
+    parts = MegatronHead.from_head_loss(
+        HeadLoss(metrics=("lse",), reduction="none", options=options, compile=True)
+    ).head_loss
+    assert (parts.metrics, parts.options, parts.compile_terms) == (("lse",), options, True)
+    return compared(*ours, *theirs, head_name(model))
 
 
 def copies(group):
@@ -366,6 +476,8 @@ CASES = {
     "refusals": refusals,
     "check call": check_call,
     "copies": copies,
+    "failures": failures,
+    "HeadLoss": head_loss,
     "fusion without main_grad": fusion_without_main_grad,
     "mixin without names": mixin_without_names,
     "own terms": own_terms,
@@ -373,6 +485,10 @@ CASES = {
 }
 if HAS_PROCESSOR:
     CASES |= {"processor": processor, "mup": mup}
+if HAS_HYBRID:
+    CASES |= {"hybrid": hybrid(), "hybrid, sp": hybrid(sp=True), "hybrid, tied": hybrid(tied=True)}
+    CASES |= {"hybrid, loss hook": hybrid(fused=False), "hybrid, refusals": hybrid_refusals}
+    CASES |= {"hybrid, mup": hybrid(use_mup=True, mup_base_hidden_size=H // 2)}
 
 
 if __name__ == "__main__":

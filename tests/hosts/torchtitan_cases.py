@@ -263,6 +263,13 @@ class SoftCapped(torch.nn.Linear):
 
 
 def refusals(group):
+    for loss in (LogitsLoss, FusedHeadLoss):
+        with raises(TypeError, "config must be of type Config, got HeadLoss"):
+            loss(HeadLoss())
+        with raises(TypeError, "head_loss must be of type HeadLoss, got Term"):
+            loss.Config(head_loss=CrossEntropy()).build()
+    with raises(TypeError, "linear must be of type Linear, got str"):
+        ours("fused", linear="none")
     with raises(ValueError, "reduction='mean'"):
         ours("logits", HeadLoss(reduction="sum"))
     with raises(ValueError, "ignore_index=-100"):

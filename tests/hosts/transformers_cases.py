@@ -3,6 +3,7 @@ with their own loss."""
 
 import copy
 import inspect
+import itertools
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from cases import compared, main, readme_block
+from cases import compared, fails_cleanly_at_every_step, main, readme_block
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from tp_headloss import CrossEntropy, Distillation, HeadLoss, Linear, Teacher, Transform, VocabShard, ZLoss
+from tp_headloss.integrations import require
 from tp_headloss.integrations.transformers import causal_lm_loss, colwise_plan, fuse_head
 
 transformers.logging.set_verbosity_error()
@@ -117,6 +119,7 @@ CONFIGS = {
     "tied": {"tie_word_embeddings": True},
     "uneven": {"vocab_size": 509},
 }
+OWN_PLAN = CONFIGS if require("transformers") >= (5, 23) else ("plain", "tied")  # older ones gather even shards alone
 
 
 def loss_function(group, kind):
@@ -127,8 +130,11 @@ def loss_function(group, kind):
     return result
 
 
-def fused(group, kind):
-    host, model = models(kind, config_of(**CONFIGS[kind]))
+def fused(group, kind, plan="colwise"):
+    if plan is None and kind not in OWN_PLAN:
+        refused(lambda: models(kind, config_of(**CONFIGS[kind]), plan=plan), "must be divisible")
+        return {}
+    host, model = models(kind, config_of(**CONFIGS[kind]), plan=plan)
     with fuse_head(model) as head:
         calls, inputs = [], batch(model.config.vocab_size)
         hook = model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
@@ -236,7 +242,7 @@ def any_head_loss(group, install):
 
 def stock(group):
     """Without labels, and after remove(), the model is its own."""
-    host, model = models("plain", config_of())
+    host, model = models("plain", config_of(), plan=None)
     ids = batch()["input_ids"]
     before = model(input_ids=ids).logits
     signature = inspect.signature(model.forward)
@@ -254,13 +260,40 @@ def stock(group):
     with fuse_head(model):
         assert model(**batch()).logits is None
     assert "forward" not in vars(model)
-    # generation, from the same installed forward, of a model whose plan gathers logits
-    _, model = models("plain", config_of(), plan=None)
-    options = {"max_new_tokens": 4, "do_sample": False}
-    before = model.generate(ids, **options)
-    fuse_head(model)
-    assert torch.equal(model.generate(ids, **options), before) and model.training is False
-    return against_host(model, host, batch())  # the fused head needs the weight's shard, not the plan
+    return {}
+
+
+def set_loss_function(model):
+    model.loss_function = causal_lm_loss(model)
+
+
+def without_labels(group):
+    """generate() and a call without labels: what the unsharded model gives, or an error on every rank."""
+    ids = batch()["input_ids"]
+    for plan, kinds in ((None, OWN_PLAN), ("colwise", CONFIGS)):
+        for install, kind in itertools.product((fuse_head, set_loss_function), kinds):
+            host, model = models(kind, config_of(**CONFIGS[kind]), plan=plan)
+            install(model)
+            for call in (
+                lambda m: m(ids).logits,
+                lambda m: m(input_ids=ids, return_dict=False)[0],
+                lambda m: m.generate(ids, max_new_tokens=4, do_sample=False),
+            ):
+                if plan is None:
+                    torch.testing.assert_close(call(model), call(host), rtol=1e-4, atol=1e-4)
+                else:
+                    refused(lambda call=call, model=model: call(model), "tp_plan='auto'")
+            # a Trainer that evaluates, and one that trains
+            refused(partial(model, ids, num_items_in_batch=torch.tensor(3)), "must have labels")
+            refused(partial(model.train(), ids), "must have labels")
+    return {}
+
+
+def failures(group):
+    """An exception at any step of an installation leaves the model as it was."""
+    _, model = models("plain", config_of())
+    assert fails_cleanly_at_every_step(lambda: fuse_head(model), model) > 50
+    return {}
 
 
 def dropout_and_modes(group):
@@ -289,9 +322,31 @@ def refused(function, match, kind=ValueError):
         raise AssertionError(f"not refused: {match}")
 
 
+def misused(model, group):
+    """Wrong types and swapped arguments."""
+    config, cls, auto = model.config, type(model), AutoModelForCausalLM
+    for wrong, got in ((auto, "got AutoModelForCausalLM"), (model, "got a Llama"), (config, "got a Llama")):
+        refused(partial(colwise_plan, wrong, config), "type(model), or AutoModelForCausalLM", TypeError)
+        refused(partial(colwise_plan, wrong, config), got, TypeError)
+    refused(lambda: colwise_plan(cls, cls), "LlamaConfig, got the class LlamaForCausalLM", TypeError)
+    refused(lambda: colwise_plan(cls, config_of("Phi")), "config must be of type LlamaConfig, got Phi", TypeError)
+    refused(lambda: colwise_plan(type(model.model), config), "'lm_head', got the plan None")
+    for install in (fuse_head, causal_lm_loss):
+        refused(partial(install, HeadLoss(), model), "PreTrainedModel, got HeadLoss", TypeError)
+        refused(partial(install, model, CrossEntropy()), "must be of type HeadLoss or None, got Term", TypeError)
+        refused(partial(install, model, HeadLoss), "got the class HeadLoss", TypeError)
+        refused(partial(install, model, shard=group), "type VocabShard or None, got ProcessGroup", TypeError)
+    refused(lambda: fuse_head(model, linear="one_sweep"), "linear must be of type Linear or None, got str", TypeError)
+    refused(
+        lambda: fuse_head(model, transform=0.5), "transform must be of type Transform or None, got float", TypeError
+    )
+    assert "forward" not in vars(model)
+
+
 def refusals(group):
     _, model = models("plain", config_of())
     _, gathered = models("plain", config_of(), plan=None)
+    misused(model, group)
     gathered.loss_function = causal_lm_loss(gathered)
     refused(lambda: gathered(**batch()), "colwise")
     refused(lambda: fuse_head(gathered), "loss_function")
@@ -379,7 +434,7 @@ def train():
             step = f"{state.global_step}:" if state.global_step else ""
             self.seen |= {step + n: p.grad.clone() for n, p in model.named_parameters()}
 
-    def trained(size, accumulate, install):
+    def trained(size, accumulate, install, **more):
         model = copy.deepcopy(start)
         install(model)
         gradients = Gradients()
@@ -387,7 +442,7 @@ def train():
             options = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
             options |= {"use_cpu": True, "optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
             options |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulate}
-            options |= {"logging_steps": 1, "max_grad_norm": 0, "seed": 0}
+            options |= {"logging_steps": 1, "max_grad_norm": 0, "seed": 0, **more}
             trainer = Trainer(model, TrainingArguments(out, **options), train_dataset=rows, callbacks=[gradients])
             trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
             trainer.train()
@@ -397,13 +452,11 @@ def train():
     def nothing(model):
         pass
 
-    def loss_function(model):
-        model.loss_function = causal_lm_loss(model)
-
     host = trained(4, 1, nothing)
-    results = [
-        compared(*trained(*sizes, way), *host, HEAD) for way in (fuse_head, loss_function) for sizes in ((4, 1), (2, 2))
-    ]
+    ways = fuse_head, set_loss_function
+    results = [compared(*trained(*sizes, way), *host, HEAD) for way in ways for sizes in ((4, 1), (2, 2))]
+    for way in ways:  # the Trainer takes the labels away, and the HeadLoss would not be computed
+        refused(lambda way=way: trained(4, 1, way, label_smoothing_factor=0.1), "CrossEntropy(label_smoothing=...)")
     found = {name: max(r[name] for r in results) for name in ("loss", "grads")}
     print(json.dumps({**found, "mutant": min(r["mutant"] for r in results)}))
 
@@ -411,18 +464,21 @@ def train():
 def readme(group):
     names = {"path": saved("plain", config_of()), "tokens": 30, **batch()}
     exec(compile(readme_block("transformers"), "README.md", "exec"), names)
-    assert 0 <= names["accuracy"] <= 1
+    assert 0 <= names["accuracy"] <= 1 and names["answer"].shape == (2, 24)
     return {}
 
 
 CASES = {
     **{f"loss_function-{kind}": partial(loss_function, kind=kind) for kind in CONFIGS},
     **{f"fused-{kind}": partial(fused, kind=kind) for kind in CONFIGS},
+    **{f"fused-{kind}-auto": partial(fused, kind=kind, plan=None) for kind in CONFIGS},
     **{f"{install}-bf16": partial(bf16, install=install) for install in ("loss_function", "fused")},
     **{f"fused-{kind}": partial(other_models, kind=kind) for kind in ("Gemma2", "Cohere", "Granite", "Phi", "GPT2")},
     **{f"{install}-arguments": partial(call_arguments, install=install) for install in ("loss_function", "fused")},
     **{f"{install}-HeadLoss": partial(any_head_loss, install=install) for install in ("loss_function", "fused")},
     "stock": stock,
+    "without labels": without_labels,
+    "failures": failures,
     "modes": dropout_and_modes,
     "refusals": refusals,
     "trainer": trainer,

@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from cases import compared, main, readme_block, relative_errors
+from cases import compared, fails_cleanly_at_every_step, main, readme_block, relative_errors
 from transformers_cases import HEAD, Collectives, batch, config_of, models, refused, saved, whole
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
@@ -107,8 +107,8 @@ def bf16(group):
 
 def replaced(group):
     """What a trainer installed is replaced, with its settings, and put back."""
-    exact, model = models("trl-plain", config_of())
-    _, host = models("trl-plain", config_of())
+    exact, model = models("trl-plain", config_of(), plan=None)
+    _, host = models("trl-plain", config_of(), plan=None)
     for m in (model, host):
         add_fused_lm_head(m, temperature=0.7, outputs=("log_probs", "entropy"))
     inputs, before = labelled(exact), model.forward
@@ -118,6 +118,8 @@ def replaced(group):
         assert set(ours[0]) == {"loss", "log_probs", "entropy", "label_mask"}
         ids = inputs["input_ids"]
         assert torch.equal(model(input_ids=ids).logits, host(input_ids=ids).logits)  # the model's own forward
+        options = {"max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(model.generate(ids, **options), exact.generate(ids, **options))
     assert model.forward is before
     return compared_runs(ours, theirs)
 
@@ -135,7 +137,12 @@ def refusals(group):
     assert "forward" not in vars(model)
     with fuse_head(model):
         refused(lambda: fuse_log_probs(model), "replaced already")
+    refused(lambda: fuse_log_probs(model, ("log_probs",)), "type int or float, got tuple", TypeError)
+    refused(lambda: fuse_log_probs(model, outputs="entropy"), "type tuple or list, got str", TypeError)
+    refused(lambda: fuse_log_probs(model, shard=group), "shard must be of type VocabShard or None", TypeError)
     fused = fuse_log_probs(model)
+    refused(lambda: model(input_ids=batch()["input_ids"]), "tp_plan='auto'")
+    refused(lambda: model.generate(batch()["input_ids"]), "tp_plan='auto'")
     refused(lambda: fuse_log_probs(model), "replaced already")
     refused(lambda: fuse_head(model), "replaced already")
     refused(lambda: model(**batch(), fused_lm_head=True, output_router_logits=True), "auxiliary loss")
@@ -143,6 +150,15 @@ def refusals(group):
     model.loss_function = causal_lm_loss(model)  # of the other path, and stays
     fuse_log_probs(model).remove()
     assert model(**batch()).loss.isfinite() and type(model.loss_function).__name__ == "CausalLMShardLoss"
+    return {}
+
+
+def failures(group):
+    """An exception at any step of an installation leaves the model as it was, TRL's own head in it or not."""
+    _, model = models("trl-plain", config_of())
+    assert fails_cleanly_at_every_step(lambda: fuse_log_probs(model), model) > 50
+    add_fused_lm_head(model)
+    assert fails_cleanly_at_every_step(lambda: fuse_log_probs(model), model) > 50
     return {}
 
 
@@ -155,7 +171,7 @@ def readme(group):
 
 CASES = {
     **{kind: partial(against_trl, kind=kind) for kind in KINDS},
-    **{"bf16": bf16, "replaced": replaced, "refusals": refusals, "README": readme},
+    **{"bf16": bf16, "replaced": replaced, "refusals": refusals, "failures": failures, "README": readme},
 }
 
 if __name__ == "__main__":

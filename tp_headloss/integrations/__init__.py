@@ -45,3 +45,13 @@ def require(distribution: str) -> tuple[int, ...]:
     if not _numbers(first) <= _numbers(version) < _numbers(below):
         raise ImportError(f"this needs {wanted}, got {version}")
     return _numbers(version)
+
+
+def check_type(name: str, value, *kinds: type) -> None:
+    """TypeError with expected and actual unless `value` is an instance of one of `kinds` (None as a kind: or None)."""
+    classes = tuple(kind for kind in kinds if kind is not None)
+    if isinstance(value, classes) or (value is None and None in kinds):
+        return
+    expected = " or ".join("None" if kind is None else kind.__name__ for kind in kinds)
+    got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+    raise TypeError(f"{name} must be of type {expected}, got {got}")

@@ -4,7 +4,7 @@
     with install(model, head):              # or model(..., output_processor=head), Megatron-Core >= 0.18
         losses = model(ids, positions, mask, labels=labels)
 
-`install` replaces two methods of one model object, sees by a call that they are in the path, and takes them back: with
+`install` replaces two methods of one model object, checks by a call that they are in the path, and puts them back: with
 fused=True the head never makes logits and its gradient of the hidden states is reduced here, over the group and in the
 way of the model's own output layer (all-reduce, or reduce-scatter under sequence parallelism); with fused=False only
 `compute_language_model_loss` changes, for any LanguageModule. Losses of multi-token prediction go the same way.
@@ -26,27 +26,36 @@ from ..api import Options, Transform
 from ..head_loss import HeadLoss, HeadLossOutput
 from ..linear import Linear
 from ..shard import VocabShard
-from ..terms import Term
-from . import require
+from ..terms import CrossEntropy, Term
+from . import check_type, require
 
+REFUSED = {  # options of a config that change what the output layer computes -> why the fused head does not honour them
+    "defer_embedding_wgrad_compute": "dW is computed in the backward",
+    "fp8_output_proj": "logits are computed in the type of the weight; fused=False keeps Megatron's MXFP8 output layer",
+}
 OUTSIDE = -100  # what labels outside of the vocabulary become if ignore_index is None
 
 
 class MegatronHead:
-    """What is computed: per-token losses [b, s] fp32, not reduced, as `compute_language_model_loss` returns them.
+    """Per-token losses [b, s] fp32 of a model, not reduced, as `compute_language_model_loss` returns them.
 
-    ignore_index: a label whose tokens have loss 0 and no gradient; any other label outside of the vocabulary has NaN.
-    None: as in Megatron, where the caller's loss mask decides what counts: all labels outside of the vocabulary have 0
-    and no gradient (Megatron returns lse - max for them, which is no cross-entropy, and the mask must be 0 there).
-
-    terms: of a `HeadLoss`, default cross-entropy. vocab_size: the true vocabulary; padding rows beyond it are then left
-    out of the softmax; None: Megatron's padded one, with all rows in it. linear: `Linear` for budget and mode; how
-    gradients are reduced, and whether dW goes to ``main_grad`` (gradient_accumulation_fusion), is the output layer's.
-    mode: "recompute" (the default, "auto") for any use of the losses; "one_sweep", with a GEMM less, if what is
-    differentiated is ``(losses * loss_mask).sum()`` times any number, of the ``loss_mask`` [b, s] that the model's
-    forward is called with (None: ones): gradients are NaN otherwise. Not for losses of multi-token prediction.
-    options: `Options`, ``inplace=True`` for fused=False, say. observe: called with the `HeadLossOutput` of each call,
-    whose sums are of all tokens, in one sweep weighted by the loss mask.
+    Args:
+        ignore_index: a label whose tokens have loss 0 and no gradient; any other label outside of the vocabulary has
+            NaN. None: as in Megatron, where the caller's loss mask decides what counts: all labels outside of the
+            vocabulary have 0 and no gradient (Megatron returns lse - max for them, which is no cross-entropy, and the
+            mask must be 0 there).
+        terms, metrics, compile: as in `HeadLoss`; the default is cross-entropy.
+        vocab_size: the number of ids of the tokenizer, not the padded number that Megatron calls vocab_size. Rows
+            beyond it are padding and are left out of the softmax. None, or the padded number: all rows are in the
+            softmax, as in Megatron.
+        linear: `Linear` for budget and mode. How gradients are reduced, and whether dW goes to ``main_grad``
+            (gradient_accumulation_fusion), is the output layer's. mode: "recompute" (the default, "auto") for any use
+            of the losses; "one_sweep", with a GEMM less, if what is differentiated is ``(losses * loss_mask).sum()``
+            times any number, of the ``loss_mask`` [b, s] that the model's forward is called with (None: ones):
+            gradients are NaN otherwise. Not for losses of multi-token prediction.
+        options: `Options`, ``inplace=True`` for fused=False, say.
+        observe: called with the `HeadLossOutput` of each call, whose sums are of all tokens, in one sweep weighted by
+            the loss mask.
 
     An instance is an ``output_processor`` of GPTModel.forward (Megatron-Core >= 0.18): hidden [s, b, h] (sequence
     parallelism: [s/P, b, h]) replicated, labels [b, s] -> [b, s] replicated; without labels the logits, as before.
@@ -61,19 +70,43 @@ class MegatronHead:
         vocab_size: int | None = None,
         linear: Linear | None = None,
         options: Options | None = None,
+        compile: bool = False,
         observe: Callable[[HeadLossOutput], None] | None = None,
     ):
         require("megatron-core")
+        check_type("ignore_index", ignore_index, int, None)
+        check_type("terms", terms, list, tuple, None)
+        check_type("vocab_size", vocab_size, int, None)
+        check_type("linear", linear, Linear, None)
+        check_type("options", options, Options, None)
         self.ignore_index, self.vocab_size, self.linear = ignore_index, vocab_size, linear or Linear()
-        self.is_megatrons = terms is None and vocab_size is None  # the same losses, for labels in the vocabulary
         index = OUTSIDE if ignore_index is None else ignore_index
-        self.head_loss = HeadLoss(terms, metrics=metrics, reduction="none", ignore_index=index, options=options)
+        parts = {"metrics": metrics, "ignore_index": index, "options": options, "compile": compile}
+        self.head_loss = HeadLoss(terms, reduction="none", **parts)
+        # the same losses, for labels in the vocabulary
+        self.is_megatrons = vocab_size is None and self.head_loss.terms == (CrossEntropy(),)
         if options is not None and options.inplace:  # which a linear head has no use for
-            options = replace(options, inplace=False)
-        parts = {"metrics": metrics, "ignore_index": index, "options": options}
+            parts["options"] = replace(options, inplace=False)
         self.linear_loss = HeadLoss(terms, reduction="none", **parts)
         self.summed_loss = HeadLoss(terms, reduction="sum", **parts)
         self.observe, self.calls = observe, 0
+
+    @classmethod
+    def from_head_loss(cls, head_loss: HeadLoss) -> MegatronHead:
+        """A MegatronHead with the terms, metrics, ignore_index, options and compile of a HeadLoss. ValueError for one
+        with a reduction, because Megatron reduces the losses itself."""
+        if head_loss.reduction != "none":
+            raise ValueError(
+                "Megatron reduces the losses per token itself, with its loss mask: the HeadLoss must have "
+                f"reduction='none', got {head_loss.reduction!r}"
+            )
+        return cls(
+            ignore_index=head_loss.ignore_index,
+            terms=head_loss.terms,
+            metrics=(*head_loss.metrics, *head_loss.token_metrics),
+            options=head_loss.options,
+            compile=head_loss.compile_terms,
+        )
 
     def __call__(self, *, hidden_states, output_layer, output_weight, labels, scale_logits, config, **rest):
         if labels is None:
@@ -92,8 +125,8 @@ class MegatronHead:
         """hidden [s, b, h] or [s/P, b, h], labels and loss_mask [b, s] -> losses [b, s]; depths: of multi-token
         prediction, whose losses come this way, too."""
         weight = layer.weight if weight is None else weight
+        _refuse_options(config, layer)
         shard = self._shard(layer.tp_group, weight.shape[0])
-        _refuse_options(config)
         partial = shard.world_size > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
         how = "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
         main_grad = layer.gradient_accumulation_fusion and _has_main_grad(weight)
@@ -113,15 +146,23 @@ class MegatronHead:
             losses = torch.where(out.stats.valid, losses, 0.0)
         return self._losses(out._replace(loss=_PerToken.apply(out.loss, losses, token_weight)))
 
-    def of_logits(self, logits, labels, group) -> torch.Tensor:
-        """logits [s, b, v/P], labels [b, s] -> losses [b, s]."""
-        shard = self._shard(group, logits.shape[-1])
+    def of_logits(self, logits, labels, layer) -> torch.Tensor:
+        """logits [s, b, v/P] of the output layer, labels [b, s] -> losses [b, s]. ValueError for gathered logits."""
+        columns = getattr(layer, "output_size_per_partition", logits.shape[-1])
+        if logits.shape[-1] != columns:
+            raise ValueError(
+                f"logits must be this rank's {columns} columns, got {logits.shape[-1]}: the model must have "
+                "parallel_output=True and be called without runtime_gather_output"
+            )
+        shard = self._shard(layer.tp_group, columns)
         return self._losses(self.head_loss(logits, self._labels(labels, shard), shard=shard))
 
     def _shard(self, group, width) -> VocabShard:
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"the output layer must know its tensor-parallel group, got {group!r}")
         padded = width * group.size()
+        if self.vocab_size is not None and self.vocab_size > padded:
+            raise ValueError(f"vocab_size must be at most the {padded} rows of the output layer, got {self.vocab_size}")
         return VocabShard.from_group(group, padded if self.vocab_size is None else self.vocab_size, padded)
 
     def _labels(self, labels, shard) -> torch.Tensor:
@@ -161,15 +202,15 @@ class MegatronHeadMixin:
 
     megatron_head: MegatronHead | None = None
 
-    def _postprocess(self, hidden_states, *args, **kwargs):
+    def _postprocess(self, *args, **kwargs):
         original = super()._postprocess
-        bound = inspect.signature(original).bind(hidden_states, *args, **kwargs).arguments
+        bound = inspect.signature(original).bind(*args, **kwargs).arguments
         return _postprocess(self, self.megatron_head, original, **bound)
 
     def compute_language_model_loss(self, labels, logits):
         if self.megatron_head is None:
             return super().compute_language_model_loss(labels, logits)
-        return self.megatron_head.of_logits(logits, labels, _group_of(self))
+        return self.megatron_head.of_logits(logits, labels, self.output_layer)
 
 
 class Installed:
@@ -200,41 +241,37 @@ class Installed:
             raise RuntimeError("no loss came through the installed head: is this the model that is trained?")
 
 
-def install(model, head: MegatronHead, *, fused: bool = True) -> Installed:
-    """Put `head` into one GPTModel (its wrappers, such as DDP, are seen through); called by all ranks of its group.
+def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Installed:
+    """Put `head` into one GPTModel or HybridModel (wrappers such as DDP are seen through), or with fused=False into any
+    LanguageModule; called by all ranks of its group. A `HeadLoss` must have reduction="none".
 
     A check call with random hidden states follows: losses of the right shape, from the head, and, where the head
-    computes what the model does (no terms of its own, no vocab_size), equal to the model's own. Raises ValueError for a
-    model that has no output layer here (a pipeline stage but the last), or whose loss someone else has replaced
-    already, and RuntimeError if the check fails; then nothing is changed.
+    computes what the model does (no terms of its own, no vocab_size), equal to the model's own. Raises TypeError for
+    something that is no model or no head, and for an output layer that is not Megatron's own; ValueError for a model
+    that has no output layer here (a pipeline stage but the last), whose loss someone else has replaced already, or
+    whose config asks the output layer for what the head does not do; and RuntimeError if the check fails. Whatever is
+    raised, the model is as it was before.
     """
     require("megatron-core")
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    while not isinstance(model, LanguageModule) and isinstance(getattr(model, "module", None), torch.nn.Module):
-        model = model.module
-    if not isinstance(model, GPTModel if fused else LanguageModule):
-        raise ValueError(f"model must be a {'GPTModel' if fused else 'LanguageModule'}, got {type(model).__name__}")
-    if getattr(model, "output_layer", None) is None:
-        raise ValueError("this model has no output layer: install on the last pipeline stage")
-    _refuse_others(model, fused, GPTModel, LanguageModule)
-    if fused:
-        _refuse_options(model.config)
-    stock = type(model)._postprocess if fused else None
+    check_type("head", head, MegatronHead, HeadLoss)
+    head = MegatronHead.from_head_loss(head) if isinstance(head, HeadLoss) else head
+    model, owner = _checked_model(model, fused)
+    entry = "_postprocess" if hasattr(owner, "_postprocess") else "forward"  # sees hidden states and labels
+    _refuse_others(model, fused and (entry, owner))
+    stock = getattr(owner, entry, None)
 
     def compute_language_model_loss(self, labels, logits):
         installed.calls += 1
-        return head.of_logits(logits, labels, _group_of(self))
+        return head.of_logits(logits, labels, self.output_layer)
 
-    def postprocess(self, hidden_states, *args, **kwargs):
+    def postprocess(self, *args, **kwargs):
         original = types.MethodType(stock, self)
-        bound = inspect.signature(original).bind(hidden_states, *args, **kwargs).arguments
+        bound = inspect.signature(original).bind(*args, **kwargs).arguments
         installed.calls += bound.get("labels") is not None
         return _postprocess(self, head, original, **bound)
 
     functions = {"compute_language_model_loss": compute_language_model_loss}
-    functions |= {"_postprocess": postprocess} if fused else {}
+    functions |= {entry: postprocess} if fused else {}
     theirs = _check_call(model, head, fused)
     installed, before, observe = Installed(model, functions), head.calls, head.observe
     try:
@@ -249,9 +286,43 @@ def install(model, head: MegatronHead, *, fused: bool = True) -> Installed:
     return installed
 
 
-def _postprocess(model, head, original, *, hidden_states, labels=None, **rest):
-    """`GPTModel._postprocess` with the head in the place of output layer and loss, if there are labels."""
-    rest = {"hidden_states": hidden_states, "labels": labels, **rest}
+def _checked_model(model, fused):
+    """-> the model without its wrappers, and Megatron's class of it; an error for what a head cannot be put into."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    if isinstance(model, (list, tuple)):
+        raise TypeError(
+            f"model must be one model chunk, got a {type(model).__name__} of {len(model)}: pass the chunk that has the "
+            "output layer, model[-1] on the last pipeline stage"
+        )
+    while not isinstance(model, LanguageModule) and isinstance(getattr(model, "module", None), torch.nn.Module):
+        model = model.module
+    classes = _fused_classes() if fused else (LanguageModule,)
+    check_type("model", model, *classes)
+    if getattr(model, "output_layer", None) is None:
+        raise ValueError("this model has no output layer: install on the last pipeline stage")
+    owner = next(cls for cls in classes if isinstance(model, cls))
+    if fused:
+        _refuse_options(model.config, model.output_layer)
+        if not hasattr(owner, "_postprocess") and model.mtp_process:
+            raise ValueError(f"multi-token prediction of a {owner.__name__} needs logits: use fused=False")
+    return model, owner
+
+
+def _fused_classes() -> tuple[type, ...]:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:  # older
+        return (GPTModel,)
+    return GPTModel, HybridModel
+
+
+def _postprocess(model, head, original, *, labels=None, **rest):
+    """`GPTModel._postprocess`, or `HybridModel.forward`, with the head in the place of output layer and loss, if there
+    are labels."""
+    rest = {"labels": labels, **rest}
     infers = rest.get("inference_context") is not None and not model.training
     if head is None or labels is None or infers or not model.post_process:
         return original(**rest)
@@ -259,7 +330,7 @@ def _postprocess(model, head, original, *, hidden_states, labels=None, **rest):
         if rest.get("output_processor") is None:
             rest["output_processor"] = head
         return original(**rest)
-    # Before 0.18: Megatron's own code runs with hidden states in the place of logits
+    # A HybridModel, or before 0.18: Megatron's own code runs with hidden states in the place of logits
     taken, layer, depths = [], model.output_layer, getattr(model.config, "mtp_num_layers", None) or 0
 
     def forward(hidden, weight=None, runtime_gather_output=None):
@@ -302,19 +373,30 @@ def _transform(config) -> Transform:
     return Transform(scale=config.mup_output_mult if getattr(config, "use_mup", False) else 1.0)
 
 
-def _refuse_options(config):
-    if getattr(config, "defer_embedding_wgrad_compute", False):
-        raise ValueError("defer_embedding_wgrad_compute=True is not supported: dW is computed in the backward")
+def _refuse_options(config, layer):
+    """An error for what makes the output layer compute something that the fused head does not."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    for name, reason in REFUSED.items():
+        if getattr(config, name, False):
+            raise ValueError(f"{name}=True is not supported: {reason}")
+    if type(layer).forward is not ColumnParallelLinear.forward:
+        raise TypeError(
+            "the output layer must be Megatron's ColumnParallelLinear without a forward of its own, got "
+            f"{type(layer).__name__}: use fused=False, which calls it"
+        )
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        raise ValueError(
+            "the output layer's weight must be sharded over its tensor-parallel group alone, got gtp_remat_size="
+            f"{layer.gtp_remat_size}: use fused=False"
+        )
 
 
-def _group_of(model):
-    return model.output_layer.tp_group
-
-
-def _refuse_others(model, fused, gpt_model, language_module):
+def _refuse_others(model, entry):
+    """ValueError for a loss, or an entry (name, class), that someone else has replaced."""
     from megatron.core.models.common.language_module import language_module as functions
 
-    methods = [("compute_language_model_loss", language_module)] + ([("_postprocess", gpt_model)] if fused else [])
+    methods = [("compute_language_model_loss", functions.LanguageModule)] + ([entry] if entry else [])
     for name, owner in methods:
         own = getattr(owner, name)
         if name in model.__dict__ or getattr(type(model), name) is not own or not _is_megatrons(own):
@@ -337,7 +419,8 @@ def _is_megatrons(function) -> bool:
 @torch.no_grad()
 def _check_call(model, head, fused) -> torch.Tensor:
     """Losses [1, s] of random hidden states or logits, the same on all ranks, in the way the model computes them."""
-    layer, group, training = model.output_layer, _group_of(model), [m for m in model.modules() if m.training]
+    layer, group = model.output_layer, model.output_layer.tp_group
+    training = [m for m in model.modules() if m.training]
     weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else layer.weight
     generator, count = torch.Generator().manual_seed(0), 2 * group.size()
     depths = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
@@ -348,10 +431,13 @@ def _check_call(model, head, fused) -> torch.Tensor:
         return model.compute_language_model_loss(labels, F.linear(hidden[:count], weight))
     if layer.sequence_parallel:
         hidden = hidden.view(depths, group.size(), -1, *hidden.shape[1:])[:, group.rank()].flatten(0, 1)
-    names = inspect.signature(type(model)._postprocess).parameters
-    nothing = {n: None for n, p in names.items() if n != "self" and p.default is inspect.Parameter.empty}
-    model.eval()
     try:
+        model.eval()
+        if not hasattr(model, "_postprocess"):
+            with _replaced(model.decoder, forward=lambda *args, **kwargs: hidden):
+                return model.forward(None, None, None, decoder_input=hidden, labels=labels)
+        names = inspect.signature(type(model)._postprocess).parameters
+        nothing = {n: None for n, p in names.items() if n != "self" and p.default is inspect.Parameter.empty}
         return model._postprocess(**{**nothing, "hidden_states": hidden, "labels": labels})
     finally:
         for module in training:

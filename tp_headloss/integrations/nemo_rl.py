@@ -12,6 +12,8 @@ Context parallelism and top-k or top-p filters are refused with a ValueError.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ..api import log_probs, vocab_statistics
@@ -21,6 +23,7 @@ from ..linear import Linear, linear_vocab_statistics
 from ..shard import VocabShard
 
 IGNORED = -100
+SAMPLING = ("top_k", "top_p", "temperature", "replay_sampling_mask")  # the fields of NeMo-RL's TrainingSamplingParams
 SEQUENCE_PARALLEL = Linear(hidden_grad="reduce_scatter")
 
 
@@ -40,10 +43,14 @@ def get_next_token_logprobs_from_logits(
     """Log-probs of the next tokens: input_ids [B, S] replicated, next_token_logits [B, S or more, V/P] sharded on V
     (even shards of vocab_parallel_group, a DTensor, or without either the whole vocabulary) -> [B, S - 1] replicated.
 
-    vocab_size: ids at or beyond it are padding and take no part; None: every column counts, as in NeMo-RL.
+    vocab_size: the number of ids of the tokenizer, not the padded number of columns: ids at or beyond it are padding
+    and take no part. None, or the padded number: every column counts, as in NeMo-RL.
 
-    Raises ValueError for a vocab_parallel_rank that is not this rank of the group, for what is refused (seq_index,
-    cp_sharder and a context_parallel_group of several ranks; filters in sampling_params), and as `log_probs` does.
+    sampling_params: NeMo-RL's TrainingSamplingParams, anything else with top_k and top_p, or a mapping of its fields.
+
+    Raises TypeError for other sampling_params, ValueError for a vocab_parallel_rank that is not this rank of the group,
+    for what is refused (seq_index, cp_sharder and a context_parallel_group of several ranks; filters in
+    sampling_params), and as `log_probs` does.
     """
     _refuse(context_parallel_group, sampling_params, seq_index=seq_index, cp_sharder=cp_sharder)
     logits, shard = _even(next_token_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
@@ -71,7 +78,8 @@ def from_parallel_logits_to_logprobs(
     """
     _refuse(cp_group, sampling_params)
     # without a vocab_size the end of this shard serves: it only says where padding begins
-    shard = VocabShard(vocab_start_index, vocab_end_index, vocab_size or max(vocab_end_index, 1), tp_group)
+    vocab_size = max(vocab_end_index, 1) if vocab_size is None else vocab_size
+    shard = VocabShard(vocab_start_index, vocab_end_index, vocab_size, tp_group)
     return _scored(vocab_parallel_logits, target, shard, inference_only)
 
 
@@ -101,7 +109,10 @@ def from_parallel_hidden_states_to_logprobs(
     _refuse(cp_group, None, runtime_gather_output=runtime_gather_output or None)
     size = 1 if tp_group is None else tp_group.size()
     shard = VocabShard(
-        vocab_start_index, vocab_end_index, vocab_size or (vocab_end_index - vocab_start_index) * size, tp_group
+        vocab_start_index,
+        vocab_end_index,
+        (vocab_end_index - vocab_start_index) * size if vocab_size is None else vocab_size,
+        tp_group,
     )
     scattered = linear.hidden_grad == "reduce_scatter" and not is_dtensor(tensor_parallel_hidden_states)
     length = tensor_parallel_hidden_states.shape[0] * (size if scattered else 1)  # a DTensor's is of all ranks
@@ -208,13 +219,13 @@ def _even(logits, rank, group, vocab_size) -> tuple[torch.Tensor, VocabShard]:
         raise ValueError(f"vocab_parallel_rank and vocab_parallel_group belong together, got {rank} and {group!r}")
     if group is not None:
         columns = logits.shape[-1] * group.size()
-        shard = VocabShard.from_group(group, vocab_size or columns, columns)
+        shard = VocabShard.from_group(group, columns if vocab_size is None else vocab_size, columns)
         if shard.start != rank * logits.shape[-1]:
             raise ValueError(f"vocab_parallel_rank must be this rank of vocab_parallel_group, got {rank}")
         return local_logits(logits, shard)
     columns = logits.shape[-1]
     logits, shard = local_logits(logits, None)
-    return logits, VocabShard.from_group(shard.group, vocab_size or columns, columns)
+    return logits, VocabShard.from_group(shard.group, columns if vocab_size is None else vocab_size, columns)
 
 
 def _refuse(context_parallel_group, sampling_params, **others):
@@ -227,10 +238,26 @@ def _refuse(context_parallel_group, sampling_params, **others):
             f"a context-parallel group of {context_parallel_group.size()} ranks is not supported: score each rank's "
             "tokens with tp_headloss.log_probs, and labels that were shifted before the sequence was split"
         )
-    top_k, top_p = getattr(sampling_params, "top_k", None), getattr(sampling_params, "top_p", None)
+    params = _sampling(sampling_params)
+    top_k, top_p = params.get("top_k"), params.get("top_p")
     if (top_k is not None and top_k > 0) or (top_p is not None and top_p != 1.0):
         raise ValueError(
             f"sampling_params: top-k and top-p filters are not supported, got top_k={top_k}, top_p={top_p}"
         )
-    if getattr(sampling_params, "replay_sampling_mask", False):
+    if params.get("replay_sampling_mask"):
         raise ValueError("sampling_params: replay_sampling_mask=True is not supported")
+
+
+def _sampling(params) -> Mapping:
+    """The sampling parameters by name; an error for a kind, or a key of a mapping, that is not known."""
+    if params is None:
+        return {}
+    if hasattr(params, "top_k") and hasattr(params, "top_p"):
+        return {name: getattr(params, name, None) for name in SAMPLING}
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            f"sampling_params must be None, a mapping, or an object with top_k and top_p, got {type(params).__name__}"
+        )
+    if unknown := set(params) - set(SAMPLING):
+        raise ValueError(f"sampling_params must have no keys but {SAMPLING}, got {sorted(map(str, unknown))}")
+    return params

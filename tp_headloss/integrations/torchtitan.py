@@ -20,7 +20,7 @@ from ..dtensor import is_dtensor, local_logits
 from ..head_loss import HeadLoss, HeadLossOutput
 from ..linear import Linear
 from ..shard import VocabShard
-from . import require
+from . import check_type, require
 
 require("torchtitan")  # before it is imported: an error that says which versions are supported
 
@@ -48,6 +48,7 @@ class LogitsLoss(BaseLoss):
         global_vocab_size: int | None = None
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
+        check_type("config", config, type(self).Config)
         self.head_loss, self.global_vocab_size = _accepted(config.head_loss), config.global_vocab_size
         self.fn = self.head_loss
         self._maybe_compile(compile_config)
@@ -97,6 +98,8 @@ class FusedHeadLoss(ChunkedLossWrapper):
         linear: Linear = field(default_factory=lambda: Linear(hidden_grad="none"))
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
+        check_type("config", config, type(self).Config)
+        check_type("linear", config.linear, Linear)
         self.head_loss, self.linear, self.lm_head = _accepted(config.head_loss), config.linear, None
         if self.linear.hidden_grad == "reduce_scatter" or self.linear.main_grad:
             raise ValueError(
@@ -157,6 +160,7 @@ class FusedHeadLoss(ChunkedLossWrapper):
 
 
 def _accepted(head_loss: HeadLoss) -> HeadLoss:
+    check_type("head_loss", head_loss, HeadLoss)
     if head_loss.reduction != "mean" or head_loss.ignore_index != IGNORE_INDEX:
         raise ValueError(
             f"torchtitan divides by the number of all labels that are not {IGNORE_INDEX}: the HeadLoss must have "

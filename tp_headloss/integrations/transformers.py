@@ -23,10 +23,10 @@ from ..dtensor import is_dtensor, local_head
 from ..head_loss import HeadLoss, HeadLossOutput
 from ..linear import Linear
 from ..shard import VocabShard
-from . import require
+from . import check_type, require
 
 require("transformers")
-from transformers import PreTrainedModel  # noqa: E402
+from transformers import PreTrainedConfig, PreTrainedModel  # noqa: E402
 from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: E402
 
 # What `forward` takes and the body of the model does not.
@@ -37,8 +37,28 @@ OF_HEAD = (
 
 
 def colwise_plan(model_class: type[PreTrainedModel], config) -> dict[str, str]:
-    """The whole tp_plan of a model, its output layer "colwise": each rank keeps its columns of the logits. In a
-    `DistributedConfig`, transformers >= 5.23 adds such a dict to the model's own plan and older ones replace it."""
+    """The tp_plan that `causal_lm_loss` needs: the model's own, but with its output layer "colwise", so that each rank
+    keeps its columns of the logits. It is the whole plan, because `DistributedConfig` adds such a dict to the model's
+    own plan from transformers 5.23 on and replaces the model's own plan by it before.
+
+    Not for `fuse_head`, which works with the model's own plan (tp_plan="auto"). With this plan there are no whole
+    logits: once `causal_lm_loss` is the model's loss_function, generate() and any other call without labels raise.
+
+    model_class: the class of the model itself, such as LlamaForCausalLM; TypeError for AutoModelForCausalLM and for a
+    model, ValueError for a class without a plan for an output layer called "lm_head".
+    """
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        got = model_class.__name__ if isinstance(model_class, type) else f"a {type(model_class).__name__}"
+        raise TypeError(
+            "model_class must be the model's own class, a subclass of PreTrainedModel such as LlamaForCausalLM: "
+            f"type(model), or AutoModelForCausalLM._model_mapping[type(config)]; got {got}"
+        )
+    check_type("config", config, model_class.config_class or PreTrainedConfig)
+    if "lm_head" not in (model_class._tp_plan or {}):
+        raise ValueError(
+            f"{model_class.__name__} must have a tensor-parallel plan for its output layer 'lm_head', got the plan "
+            f"{model_class._tp_plan}"
+        )
     body = {f"{model_class.base_model_prefix}.{name}": how for name, how in (config.base_model_tp_plan or {}).items()}
     return {**body, **(model_class._tp_plan or {}), "lm_head": "colwise"}
 
@@ -56,8 +76,25 @@ def causal_lm_loss(model: PreTrainedModel, head_loss: HeadLoss | None = None, *,
     of the logits. ``.last`` of it is the `HeadLossOutput` of the last call, without graph and statistics, for metrics.
     shard: None takes bounds and group from the output layer's weight (a DTensor; a plain one is not sharded).
     ValueError for gathered logits, and for a weight that is sharded by something else than tensor parallelism.
+
+    A forward hook of the model, which does nothing while something else is its loss_function, raises ValueError on
+    every rank for a call without labels that returned this rank's columns (generate() would sample from them), and for
+    one in training, whose labels a Trainer took away. Use `fuse_head` and tp_plan="auto" to generate.
     """
-    return CausalLMShardLoss(head_loss, head_shard(model, shard))
+    loss = CausalLMShardLoss(head_loss, head_shard(model, shard))
+    if _check_call not in model._forward_hooks.values():
+        model.register_forward_hook(_check_call, with_kwargs=True)
+    return loss
+
+
+def _check_call(model, args, kwargs, outputs) -> None:
+    """The forward hook of `causal_lm_loss`."""
+    loss = model.loss_function
+    if isinstance(loss, CausalLMShardLoss):
+        given = arguments(type(model).forward, model, args, kwargs)
+        if given.get("labels") is None:
+            refuse_lost_labels(model, given)
+            refuse_columns(outputs, loss.shard)
 
 
 class CausalLMShardLoss:
@@ -107,7 +144,11 @@ def fuse_head(
         model(input_ids=ids, labels=labels, num_items_in_batch=tokens).loss.backward()
         fused.remove()  # or with fuse_head(model): ...
 
-    With labels the model returns its own output class, its ``logits`` None. Without, the forward is the model's own.
+    With labels the model returns its own output class, its ``logits`` None. Without, the forward is the model's own, so
+    that generate() works; the model's own plan (tp_plan="auto") gathers the logits there. A call without labels raises
+    ValueError in training, where a Trainer took the labels away, and where it gives this rank's columns of the logits
+    alone (`colwise_plan`).
+
     Keywords as in `causal_lm_loss`, shard and ``.last``, too. Weights may be tied, have a bias, and be of a model that
     is not distributed. What the model does to its logits (softcapping, a scale) is read from its config, or given as
     transform. All ranks of the group install together: three forward passes over eight tokens check that the model
@@ -130,15 +171,14 @@ class FusedHead:
     """An installed fused head; see `fuse_head`."""
 
     def __init__(self, model, head_loss, linear, shard, transform):
-        self.model, self.stock = model, stock_forward(model)
-        self.head_loss, self.linear, self.shard, self.last = _scalar(head_loss), replicated(linear), shard, None
-        self.transform = transform_of(model.config) if transform is None else transform
-        found = check_path(model, self.stock, self.transform, head_shard(model, shard))
+        wanted = _scalar(head_loss), replicated(linear)
+        self.model, self.stock, self.shard, self.last, self.rows = model, stock_forward(model), shard, None, None
+        self.head_loss = HeadLoss(options=wanted[0].options)
+        self.linear = dataclasses.replace(wanted[1], max_valid_tokens=None)
+        self.transform, rows = checked_transform(model, transform), head_shard(model, shard)
+        found = check_path(model, self.stock, self.transform, rows)
         self.output_class = found.output_class
         self.bound = install(model, self.stock, self._forward)
-        wanted = self.head_loss, self.linear
-        self.head_loss = HeadLoss(options=self.head_loss.options)
-        self.linear = dataclasses.replace(self.linear, max_valid_tokens=None)
         try:
             with quiet(model):
                 out = model(input_ids=found.ids, labels=found.labels)
@@ -148,13 +188,17 @@ class FusedHead:
         except BaseException:
             self.remove()
             raise
-        self.head_loss, self.linear, self.last = *wanted, None
+        self.head_loss, self.linear, self.last, self.rows = *wanted, None, rows
 
     def _forward(self, model, args, kwargs):
         """The forward of `model`, which is this model or a copy of it."""
         given = arguments(self.stock, model, args, kwargs)
         if given.get("labels") is None:
-            return self.stock(model, *args, **{k: v for k, v in kwargs.items() if k != "head_inputs"})
+            refuse_lost_labels(model, given)
+            outputs = self.stock(model, *args, **{k: v for k, v in kwargs.items() if k != "head_inputs"})
+            if self.rows is not None:  # else this is the check, which says that the labels did not arrive
+                refuse_columns(outputs, self.rows)
+            return outputs
         refuse_logits_to_keep(given)
         outputs = run_body(model, given)
         hidden, layer = outputs.last_hidden_state, output_layer(model)
@@ -208,6 +252,7 @@ def output_layer(model) -> nn.Linear:
 
 def head_shard(model, shard: VocabShard | None = None) -> VocabShard:
     """The ids of this rank's rows of the output layer's weight."""
+    check_type("shard", shard, VocabShard, None)
     layer = output_layer(model)
     found = local_head(None, layer.weight, layer.bias, shard, "all_reduce")[3]
     if shard is None and found.world_size > 1 and (model.tp_size or 1) == 1:
@@ -219,6 +264,7 @@ def head_shard(model, shard: VocabShard | None = None) -> VocabShard:
 
 
 def replicated(linear: Linear | None) -> Linear:
+    check_type("linear", linear, Linear, None)
     if linear is not None and linear.hidden_grad == "reduce_scatter":
         raise ValueError("the hidden states of a transformers model are replicated, got hidden_grad='reduce_scatter'")
     return linear or Linear()
@@ -230,6 +276,11 @@ def call_shard(model, shard: VocabShard | None, linear: Linear, hidden: torch.Te
     if linear.hidden_grad == "none" and found.world_size > 1 and hidden.requires_grad:
         raise ValueError("hidden_grad='none' leaves a part of dH to a body that requires it whole: use 'all_reduce'")
     return found
+
+
+def checked_transform(model, transform: Transform | None) -> Transform:
+    check_type("transform", transform, Transform, None)
+    return transform_of(model.config) if transform is None else transform
 
 
 def transform_of(config) -> Transform:
@@ -296,6 +347,27 @@ def refuse_logits_to_keep(given):
     keep = given.get("logits_to_keep", 0)
     if isinstance(keep, torch.Tensor) or keep != 0:
         raise ValueError("labels score every position: logits_to_keep goes with a call without labels")
+
+
+def refuse_lost_labels(model, given):
+    """ValueError for a call without labels that was meant to train, or to evaluate, the head's loss."""
+    if given.get("num_items_in_batch") is not None or (model.training and torch.is_grad_enabled()):
+        raise ValueError(
+            "a training call must have labels, got none, so the HeadLoss would not be computed: transformers' Trainer "
+            "takes them away for label_smoothing_factor (use HeadLoss([CrossEntropy(label_smoothing=...)]) instead) "
+            "and for compute_loss_func (leave it out); for logits, use eval() or torch.no_grad()"
+        )
+
+
+def refuse_columns(outputs, shard: VocabShard):
+    """ValueError if the logits of a call without labels are this rank's columns: a caller takes them for all."""
+    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+    if shard.world_size > 1 and logits.shape[-1] == shard.width:
+        raise ValueError(
+            f"a call without labels must return all {shard.vocab_size} columns of the logits, got this rank's "
+            f"{shard.width}, [{shard.start}, {shard.stop}): for logits and generate(), load the model with its own "
+            "plan (tp_plan='auto' instead of colwise_plan) and use fuse_head"
+        )
 
 
 def run_body(model, given: Mapping[str, Any]):
@@ -377,16 +449,17 @@ def check_path(model, stock, transform: Transform, shard: VocabShard) -> Found:
             return CausalLMShardLoss(None, shard)(logits, labels)
         return ForCausalLMLoss(logits, labels, shard.vocab_size)
 
-    hooks = [body.register_forward_hook(of_body), layer.register_forward_hook(of_layer)]
-    before = vars(model).get("_loss_function")
+    hooks, before = [], vars(model).get("_loss_function")
     try:
+        hooks.append(body.register_forward_hook(of_body))
+        hooks.append(layer.register_forward_hook(of_layer))
         model._loss_function = loss
         with quiet(model):
             stock(model, input_ids=ids, labels=labels)
             got = seen.pop("logits", None)
             own = stock(model, input_ids=ids, labels=labels)
     finally:
-        del model._loss_function
+        vars(model).pop("_loss_function", None)
         if before is not None:
             model._loss_function = before
         for hook in hooks:
@@ -421,6 +494,7 @@ def apply_transform(transform: Transform, x: torch.Tensor) -> torch.Tensor:
 
 
 def _scalar(head_loss: HeadLoss | None) -> HeadLoss:
+    check_type("head_loss", head_loss, HeadLoss, None)
     head_loss = HeadLoss() if head_loss is None else head_loss
     if head_loss.reduction == "none":
         raise ValueError("a model's loss is one number, got a HeadLoss with reduction='none'")

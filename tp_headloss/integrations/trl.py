@@ -9,21 +9,22 @@ import torch
 from ..api import Transform
 from ..linear import Linear, linear_vocab_statistics
 from ..shard import VocabShard
-from . import require
+from . import check_type, require
 from .transformers import (
     arguments,
     call_shard,
     check_path,
+    checked_transform,
     head_shard,
     install,
     output_layer,
     quiet,
+    refuse_columns,
     refuse_logits_to_keep,
     replicated,
     run_body,
     shifted,
     stock_forward,
-    transform_of,
     uninstall,
 )
 
@@ -52,10 +53,11 @@ def fuse_log_probs(
         trainer = GRPOTrainer(model, ...)  # installs TRL's own
         fused = fuse_log_probs(trainer.model)  # replaces it, with its settings; .remove() puts it back
 
-    Fields are [B, S - 1], or [B, S] with ``shift_labels``, replicated, 0 where the label is -100: log_probs and
-    entropy are differentiable, mean_logits and is_top1 are not. Without ``fused_lm_head=True`` the forward is the
-    model's own. On a model without TRL's head, settings left out are TRL's defaults: 1.0, False, ("log_probs",).
-    cast_lm_head_to_fp32 makes an fp32 copy of this rank's rows if the weight is of another dtype.
+    Fields are [B, S - 1], or [B, S] with ``shift_labels``, replicated, 0 where the label is -100: log_probs and entropy
+    are differentiable, mean_logits and is_top1 are not. Without ``fused_lm_head=True`` the forward is the model's own,
+    so that generate() works; ValueError for a call without labels that gives this rank's columns of the logits alone
+    (`transformers.colwise_plan`). On a model without TRL's head, settings left out are TRL's defaults: 1.0, False,
+    ("log_probs",). cast_lm_head_to_fp32 makes an fp32 copy of this rank's rows if the weight is of another dtype.
 
     linear, shard, transform, the check (all ranks of the group install together) and what is refused: as in
     `transformers.fuse_head`. ValueError, too, for the output "log_sum_sq_probs", which no statistic here gives, and
@@ -65,6 +67,8 @@ def fuse_log_probs(
     before, settings = of_trl(model)
     given = {"temperature": temperature, "cast_lm_head_to_fp32": cast_lm_head_to_fp32, "outputs": outputs}
     settings |= {name: value for name, value in given.items() if value is not None}
+    check_type("temperature", settings["temperature"], int, float)
+    check_type("outputs", settings["outputs"], tuple, list)
     if unknown := set(settings["outputs"]) - set(STATISTICS):
         raise ValueError(f"outputs must be of {sorted(STATISTICS)}, got {sorted(unknown)}: keep TRL's head for these")
     if not settings["temperature"] > 0:
@@ -93,8 +97,8 @@ class FusedLogProbs:
             del model.forward
         try:
             self.stock = stock_forward(model)
-            self.transform = transform_of(model.config) if transform is None else transform
-            found = check_path(model, self.stock, self.transform, head_shard(model, shard))
+            self.transform, self.rows = checked_transform(model, transform), head_shard(model, shard)
+            found = check_path(model, self.stock, self.transform, self.rows)
             self.bound = install(model, self.stock, self._forward)
             with quiet(model):
                 out = model(input_ids=found.ids, labels=found.labels, fused_lm_head=True)
@@ -112,7 +116,10 @@ class FusedLogProbs:
     def _forward(self, model, args, kwargs):
         kwargs = dict(kwargs)
         if not kwargs.pop("fused_lm_head", False):
-            return self.stock(model, *args, **kwargs)
+            outputs = self.stock(model, *args, **kwargs)
+            if arguments(self.stock, model, args, kwargs).get("labels") is None:
+                refuse_columns(outputs, self.rows)
+            return outputs
         self.calls += 1
         given = arguments(self.stock, model, args, kwargs) | {"use_cache": False}
         refuse_logits_to_keep(given)

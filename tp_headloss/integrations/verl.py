@@ -32,13 +32,18 @@ def logits_processor(
     temperature: float = 1.0,
     options: Options | None = None,
 ) -> Callable[..., dict[str, torch.Tensor]]:
-    """What verl's Megatron engine calls: ``process(logits, label, temperature=..., label_mask=...) -> dict``.
+    """A function ``process(logits, label, temperature=..., label_mask=...) -> dict`` that computes what the logits
+    processor of verl's Megatron engine computes. In verl 0.9.1 that is the engine's method `_lm_head_logits_processor`,
+    which has keywords of its own (calculate_entropy, calculate_sum_pi_squared, distillation): override it, and call
+    process there. Older engines define a function inside of forward_step, whose place process takes.
 
     logits [.., width] sharded on V, label [..] replicated -> "log_probs", "entropy" (differentiable) and
     "sum_pi_squared" (not) [..] fp32 replicated, those that are wanted. One collective (sum_pi_squared: two more).
 
-    group, vocab_size, padded_size: as in `VocabShard.from_group`, Megatron's padded vocabulary being its padded_size
-    (padding takes no part, where verl counts it); boundaries instead of padded_size: uneven shards.
+    group, vocab_size, padded_size: as in `VocabShard.from_group`. vocab_size is the number of ids of the tokenizer, and
+    padded_size Megatron's padded number (its config calls that one vocab_size, too): padding takes no part, where verl
+    counts it. The padded number given as vocab_size is verl's result. Logits of another width than padded_size / P are
+    a ValueError. boundaries instead of padded_size: uneven shards.
     temperature: a number, or one per token [..], as the engine passes it; the factory's where the call has none. What
     is not positive is 1e-8, as in verl.
     label_mask [..]: of verl's older trainer; log_probs are 0 where it is False, and so is the entropy (verl's is not,
