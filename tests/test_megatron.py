@@ -78,7 +78,7 @@ def test_what_cannot_work_is_refused_and_what_was_installed_goes_away(version):
         "class": "got the class GPTModel",
         "chunks": "got a list of 1: pass the chunk that has the output layer",
         "other head": "got Term",
-        "mean": "reduction='none', got 'mean'",
+        "sum": "reduction='mean' or 'none', got 'sum'",
         "terms": "terms must be of type list or tuple or None, got Term",
         "vocab_size": "at most the 256 rows of the output layer, got 257",
         "never called": "no loss came through",

@@ -280,7 +280,7 @@ def refusals(group):
     found["class"] = refused(lambda: install(GPTModel, head), TypeError)
     found["chunks"] = refused(lambda: install([model], head), TypeError)
     found["other head"] = refused(lambda: install(model, CrossEntropy()), TypeError)
-    found["mean"] = refused(lambda: install(model, HeadLoss()))
+    found["sum"] = refused(lambda: install(model, HeadLoss(reduction="sum")))
     found["terms"] = refused(lambda: MegatronHead(ignore_index=None, terms=CrossEntropy()), TypeError)
     found["vocab_size"] = refused(lambda: install(model, MegatronHead(ignore_index=-100, vocab_size=V + 1)))
 
@@ -339,7 +339,7 @@ class Adapted(torch.nn.Module):
 def failures(group):
     """An exception at any step of an installation leaves the model, and the head, as they were."""
     model, seen = model_of(), []
-    head, per_token = MegatronHead(ignore_index=-100, observe=seen.append), HeadLoss(reduction="none")
+    head, per_token = MegatronHead(ignore_index=-100, observe=seen.append), HeadLoss()
     for given, fused in ((head, True), (head, False), (per_token, True)):
         assert (
             fails_cleanly_at_every_step(lambda given=given, fused=fused: install(model, given, fused=fused), model) > 20

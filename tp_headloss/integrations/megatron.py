@@ -93,12 +93,13 @@ class MegatronHead:
 
     @classmethod
     def from_head_loss(cls, head_loss: HeadLoss) -> MegatronHead:
-        """A MegatronHead with the terms, metrics, ignore_index, options and compile of a HeadLoss. ValueError for one
-        with a reduction, because Megatron reduces the losses itself."""
-        if head_loss.reduction != "none":
+        """A MegatronHead with the terms, metrics, ignore_index, options and compile of a HeadLoss. Megatron takes losses
+        per token and averages them itself, with its loss mask; so ValueError for a reduction other than "mean" and
+        "none"."""
+        if head_loss.reduction not in ("mean", "none"):
             raise ValueError(
-                "Megatron reduces the losses per token itself, with its loss mask: the HeadLoss must have "
-                f"reduction='none', got {head_loss.reduction!r}"
+                "Megatron averages the losses per token itself, with its loss mask: the HeadLoss must have "
+                f"reduction='mean' or 'none', got {head_loss.reduction!r}"
             )
         return cls(
             ignore_index=head_loss.ignore_index,
