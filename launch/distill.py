@@ -28,6 +28,7 @@ import parallel
 from data import Corpus
 from objective import IGNORE, sharded_objective
 from options import check_multiple, fraction, non_negative_int, positive_float, positive_int
+from record import refuse_older_run
 from tp_headloss import (
     CrossEntropy,
     Distillation,
@@ -54,7 +55,8 @@ def parse() -> Namespace:
     add("--tp", type=positive_int, help="number of vocabulary shards; processes / tp replicas (default: all processes)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 autocast on GPU, else fp32")
-    add("--out", default="runs/distill", help="a folder per run; a new run overwrites what an older one left there")
+    add("--out", default="runs/distill", help="folder of the runs, with one folder for each")
+    add("--overwrite", action="store_true", help="replace older runs in --out")
     add("--layers", type=positive_int, default=2)
     add("--width", type=positive_int, default=64)
     add("--heads", type=positive_int, default=2)
@@ -173,10 +175,11 @@ def train(student: Trainer, add_teacher: AddTeacher, record: Callable[..., None]
 
 def recorder(folder: Path, ranks: parallel.Ranks) -> Callable[..., None]:
     """A function that writes a row of validation metrics, on rank 0, to a new metrics.jsonl."""
-    if ranks.rank > 0:
-        return lambda **row: None
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "metrics.jsonl").open("w", buffering=1)
+    with ranks.together():
+        if ranks.rank > 0:
+            return lambda **row: None
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "metrics.jsonl").open("w", buffering=1)
 
     def record(**row):
         file.write(json.dumps({"split": "validation", **row}) + "\n")
@@ -189,11 +192,19 @@ def main() -> None:
     args = parse()
     torch.use_deterministic_algorithms(True, warn_only=True)
     ranks = parallel.start(args.tp or int(os.environ.get("WORLD_SIZE", 1)), args.device)
-    config, _ = checkpoint.load_model(Path(args.teacher) / "checkpoints")
+    out = Path(args.out)
+    if not args.overwrite:
+        ranks.first(lambda: refuse_older_run(out.glob("*/metrics.jsonl")))
+    with ranks.together():
+        config, _ = checkpoint.load_model(Path(args.teacher) / "checkpoints")
     # What is no option here is as it was for the teacher: vocabulary, text, length, regularisation.
     args = Namespace(**{**config, **vars(args), "baseline": False})
-    corpus, out = Corpus(Path(args.data_cache) / config["data"], args.length), Path(args.out)
-    recorder(out / "teacher", ranks)(step=0, **load_teacher(args, ranks, corpus).validate())
+    with ranks.together():
+        corpus = Corpus(Path(args.data_cache) / config["data"], args.length)
+    if args.k > args.vocab:
+        raise SystemExit(f"--k must be at most the teacher's vocabulary of {args.vocab}, got {args.k}")
+    teacher = load_teacher(args, ranks, corpus).validate()
+    recorder(out / "teacher", ranks)(step=0, **teacher)
     for name in args.runs:
         student = Trainer(args, ranks, corpus)
         if name == "ce":

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import parallel
 from model import Transformer
 from options import at_least, check_multiple, non_negative_float, non_negative_int, positive_float, positive_int
+from record import refuse_older_run
 from tp_headloss import (
     Entropy,
     HeadLoss,
@@ -46,7 +47,8 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--tp", type=positive_int, help="number of vocabulary shards; processes / tp replicas (default: all processes)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
-    add("--out", default="runs/grpo", help="folder of the run; a new run overwrites what an older one left there")
+    add("--out", default="runs/grpo", help="folder of the run")
+    add("--overwrite", action="store_true", help="replace an older run in --out")
     add("--vocab", type=positive_int, default=101, help="ids; the weights are padded to a multiple of --pad-to")
     add("--pad-to", type=positive_int, default=128)
     add("--symbols", type=positive_int, default=10, help="ids that occur in strings, spread over the vocabulary")
@@ -222,10 +224,14 @@ def main() -> None:
     args = parse()
     torch.use_deterministic_algorithms(True, warn_only=True)
     ranks = parallel.start(args.tp or int(os.environ.get("WORLD_SIZE", 1)), args.device)
-    trainer, out = Trainer(args, ranks), Path(args.out)
-    if ranks.rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        file = (out / "metrics.jsonl").open("w", buffering=1)
+    out = Path(args.out)
+    if not args.overwrite:
+        ranks.first(lambda: refuse_older_run([out / "metrics.jsonl"]))
+    trainer = Trainer(args, ranks)
+    with ranks.together():
+        if ranks.rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            file = (out / "metrics.jsonl").open("w", buffering=1)
     for step in range(args.steps):
         row = trainer.step(step)
         if ranks.rank > 0:

@@ -31,6 +31,7 @@ import data
 import parallel
 from clock import Clock
 from options import check_multiple, non_negative_int, positive_float, positive_int
+from record import refuse_older_run
 
 LOSSES = ("stock", "stock-fused", "logits", "logits-inplace", "head", "head-one-sweep")
 
@@ -59,6 +60,7 @@ def parse() -> argparse.Namespace:
     add("--lr", type=positive_float, default=1e-3, help="constant")
     add("--seed", type=non_negative_int, default=0)
     add("--out", help="a JSON file of all results")
+    add("--overwrite", action="store_true", help="replace an older file at --out")
     args = parser.parse_args()
     check_multiple(parser, "--hidden", args.hidden, args.heads, "--heads")
     for option in ("heads", "vocab", *(["length"] if args.sequence_parallel else [])):
@@ -266,6 +268,8 @@ def main() -> None:
     if "WORLD_SIZE" not in os.environ:
         raise SystemExit("start it with torchrun: torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py")
     ranks = parallel.start(args.tp, args.device)
+    if args.out and not args.overwrite:
+        ranks.first(lambda: refuse_older_run([Path(args.out)]))
     from megatron.core import parallel_state
 
     if ranks.device.type == "cpu":

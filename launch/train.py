@@ -10,7 +10,6 @@ again, and they go on from the newest checkpoint.
 
 import argparse
 import os
-import shutil
 import signal
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,11 +27,11 @@ from clock import Clock
 from model import Transformer
 from objective import IGNORE, SUMS, plain_objective, sharded_objective
 from options import check_multiple, non_negative_float, non_negative_int, positive_float, positive_int
-from record import Record, peak_memory
+from record import Record, peak_memory, refuse_older_run
 from tp_headloss import CrossEntropy, VocabShard, ZLoss
 
 # Options that may differ between a run and its continuation.
-FREE = {"out", "data_cache", "corpus", "corpus_mb", "resume", "stop_after", "log_every", "validate_every"}
+FREE = {"out", "data_cache", "corpus", "corpus_mb", "resume", "overwrite", "stop_after", "log_every", "validate_every"}
 FREE |= {"validation_batches", "checkpoint_every"}
 
 
@@ -43,7 +42,7 @@ def parse() -> argparse.Namespace:
     add("--tp", type=positive_int, default=1, help="number of vocabulary shards; processes / tp replicas")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 autocast on GPU, else fp32")
-    add("--out", default="runs/train", help="folder of the run; a new run overwrites what an older one left there")
+    add("--out", default="runs/train", help="folder of the run")
     add("--corpus", help="folder with text files (default: the sources of Python's standard library)")
     add("--corpus-mb", type=positive_float, default=6.0, help="at most this much text")
     add("--data-cache", default="runs/data")
@@ -66,7 +65,9 @@ def parse() -> argparse.Namespace:
     add("--validate-every", type=positive_int, default=100)
     add("--validation-batches", type=positive_int, default=4)
     add("--checkpoint-every", type=positive_int, default=100)
-    add("--resume", action="store_true", help="continue the run in --out, bit for bit")
+    older = parser.add_mutually_exclusive_group()
+    older.add_argument("--resume", action="store_true", help="continue the run in --out, bit for bit")
+    older.add_argument("--overwrite", action="store_true", help="replace an older run in --out")
     add("--stop-after", type=positive_int, help="save and leave after this step, as if interrupted")
     args = parser.parse_args()
     if args.baseline and args.tp != 1:
@@ -181,13 +182,21 @@ class Trainer:
         return self.means(self.ranks.sum_over_data(sums).tolist(), tokens)
 
 
+def continues(args, out: Path) -> bool:
+    """Whether this run goes on from a checkpoint in its folder; refuses a new run where an older one is."""
+    # After a restart only a folder that this job itself has begun counts: it may have died before it replaced an
+    # older run.
+    if parallel.restarts() > 0 and checkpoint.begun_by(out / "checkpoints", parallel.job()):
+        return checkpoint.exists(out / "checkpoints")
+    if not args.resume and not args.overwrite:
+        files = [out / name for name in ("checkpoints", "metrics.jsonl", "tensorboard")]
+        refuse_older_run(files, resume="continue it (--resume), ")
+    return args.resume
+
+
 def train(args, ranks) -> None:
     out = Path(args.out)
-    resume = args.resume or (parallel.restarts() > 0 and checkpoint.exists(out / "checkpoints"))
-    if not resume and ranks.rank == 0:  # at once: a restart must not find what an older run left
-        out.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    ranks.meet()
+    resume = ranks.first(lambda: continues(args, out))
     corpus = data.load(ranks, args.data_cache, args.corpus, args.corpus_mb, args.vocab, args.length)
     trainer = Trainer(args, ranks, corpus)
     config = {k: v for k, v in vars(args).items() if k not in FREE}
@@ -198,7 +207,10 @@ def train(args, ranks) -> None:
         trainer.model.load_state_dict(state["model"])
         trainer.optimizer.load_state_dict(state["optimizer"])
         first, best = state["step"], state["best"]
-    record = Record(out, first, args.steps, active=ranks.rank == 0)
+    else:  # everything is checked: from here on an older run is replaced
+        ranks.first(lambda: checkpoint.begin(out / "checkpoints", parallel.job()))
+    with ranks.together():
+        record = Record(out, first, args.steps, active=ranks.rank == 0)
     if first:
         record.say(f"continues after step {first} of {args.steps}")
 
@@ -206,7 +218,7 @@ def train(args, ranks) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: interrupted.append(number))
 
-    done, finished = first, []
+    done, finished, saved = first, [], first if resume else None
     while done < args.steps:
         micro_batches = trainer.micro_batches("train", args.seed, done)
         here = sum(int((labels != IGNORE).sum()) for _, labels in micro_batches)
@@ -228,11 +240,13 @@ def train(args, ranks) -> None:
             record.write("validation", {"step": done, **row, "best_cross_entropy": best})
         if saving:
             save(out, done, trainer, best, config)
+            saved = done
 
     for row in trainer.rows(finished):
         record.write("train", row)
     if done < args.steps:
-        save(out, done, trainer, best, config)
+        if saved != done:
+            save(out, done, trainer, best, config)
         record.say(f"stopped after step {done} of {args.steps} and saved; the same command with --resume goes on")
     record.close()
     if ranks.rank == 0 and done == args.steps:
