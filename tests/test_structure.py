@@ -124,9 +124,19 @@ def test_only_comm_calls_collectives():
         assert allowed.get(name, set()) is None or used <= allowed.get(name, set()), (name, used)
 
 
+def test_one_hour_is_the_only_limit_of_a_test():
+    """A tighter one measures the machine: on a busy one it fails runs that do no harm."""
+    assert "timeout = 3600" in (ROOT / "pyproject.toml").read_text()
+    for path in (ROOT / "tests").rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        limits = [key for call in calls for key in call.keywords if key.arg in ("timeout", "within")]
+        constant = [key.value.lineno for key in limits if isinstance(key.value, ast.Constant)]
+        assert not constant, f"{path.name}, lines {constant}: a limit in seconds"
+
+
 def run_python(code, **env):
     env = {**{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}, "PYTHONPATH": str(ROOT), **env}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
 
 
 def test_cold_import_needs_neither_triton_nor_cuda():
@@ -160,7 +170,7 @@ def test_every_kernel_variant_compiles_ahead_of_time(tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, str(ROOT / "tests/aot.py"), "80", "90", "100"]
-    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
+    result = subprocess.run(command, capture_output=True, text=True, env=env)
     assert result.returncode == 0 and "failed 0" in result.stdout, result.stdout[-4000:] + result.stderr[-4000:]
     assert int(result.stdout.split("compiled ")[1].split(",")[0]) > 130
     assert all(f"gradient_kernel sm_{capability}: " in result.stdout for capability in (80, 90, 100))
