@@ -1,12 +1,18 @@
-"""The folders are the architecture: who imports whom, what a cold import costs, and that every kernel compiles."""
+"""The folders are the architecture: who imports whom, what a cold import costs, that every kernel compiles, and what
+the environments hold."""
 
 import ast
+import configparser
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tp_headloss"
@@ -132,6 +138,53 @@ def test_one_hour_is_the_only_limit_of_a_test():
         limits = [key for call in calls for key in call.keywords if key.arg in ("timeout", "within")]
         constant = [key.value.lineno for key in limits if isinstance(key.value, ast.Constant)]
         assert not constant, f"{path.name}, lines {constant}: a limit in seconds"
+
+
+def pins_of(lines):
+    """Name -> version of the packages that are listed for this Python; each line must name one version."""
+    pins = {}
+    for requirement in map(Requirement, lines):
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "==", str(requirement)
+        if requirement.marker is None or requirement.marker.evaluate():
+            assert pins.setdefault(canonicalize_name(requirement.name), specifier.version) == specifier.version
+    return pins
+
+
+def installed(name):
+    try:
+        return importlib.metadata.version(name).split("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def test_setup_installs_no_package_without_a_version():
+    """All requirements of the tests and the training run, and theirs, as the packages that are here state them."""
+    lines = (ROOT / "scripts/constraints.txt").read_text().splitlines()
+    pins, config, seen = pins_of(line for line in lines if not line.startswith("#")), configparser.ConfigParser(), set()
+    config.read(ROOT / "setup.cfg")
+    extras = config["options.extras_require"]
+    waiting = ["torch", *extras["test"].split(), *extras["train"].split()]
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name not in seen and not name.startswith(("cuda-", "nvidia-")):
+            seen.add(name)
+            if installed(name) == pins.get(name):  # what was there before setup.sh may have other requirements
+                stated = map(Requirement, importlib.metadata.requires(name) or [])
+                waiting += [r.name for r in stated if r.marker is None or r.marker.evaluate({"extra": ""})]
+    assert len(seen) > 10 and seen <= pins.keys(), f"not in scripts/constraints.txt: {sorted(seen - pins.keys())}"
+
+
+HOSTS = dict(re.findall(r"^\[(.+)\]\n([^#[]+)", (ROOT / "scripts/hosts.txt").read_text(), re.M))
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_an_environment_of_a_host_holds_what_is_listed_and_nothing_else(name):
+    sites = list((ROOT / ".hosts" / name).glob("lib/python*/site-packages"))
+    if not sites:
+        pytest.skip(f"no .hosts/{name}: bash scripts/hosts.sh {name}")
+    installed = importlib.metadata.distributions(path=[str(sites[0])])
+    assert {canonicalize_name(d.metadata["Name"]): d.version for d in installed} == pins_of(HOSTS[name].split())
 
 
 def run_python(code, **env):
