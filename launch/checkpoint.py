@@ -61,6 +61,7 @@ def begin(folder: Path, job: str) -> None:
     for old in _steps(folder):
         shutil.rmtree(old)
     folder.mkdir(parents=True, exist_ok=True)
+    _sync(folder.parent)
     _replace(folder / JOB, lambda part: part.write_text(job))
 
 

@@ -170,9 +170,7 @@ def test_a_broken_checkpoint_is_one_line_on_every_rank(launch, folder, name):
 
 
 def test_what_a_checkpoint_replaces_goes_when_the_new_one_is_on_the_disk(launch, tmp_path, monkeypatch):
-    folder, events = tmp_path / "checkpoints", []
-    save_run(None, None, folder, 1)
-    (folder / "step-00000001-kept").mkdir()  # by a user
+    folder, events = tmp_path / "run/checkpoints", []
 
     def fsync(descriptor):
         files = (tmp_path, *tmp_path.rglob("*"))
@@ -182,6 +180,11 @@ def test_what_a_checkpoint_replaces_goes_when_the_new_one_is_on_the_disk(launch,
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", lambda a, b: (events.append(f"replace {b.name}"), replace(a, b)))
     monkeypatch.setattr(shutil, "rmtree", lambda path: (events.append(f"delete {path.name}"), rmtree(path)))
+    save_run(None, None, folder, 1)
+    assert events[:4] == ["sync run", "sync job.part", "replace job", "sync checkpoints"]
+
+    (folder / "step-00000001-kept").mkdir()  # by a user
+    events.clear()
     save_run(None, None, folder, 2)
     files = [(name, "step-00000002") for name in ("tp-0.pt", "SHA256SUMS")] + [("latest", "checkpoints")]
     written = [e for name, inside in files for e in (f"sync {name}.part", f"replace {name}", f"sync {inside}")]
