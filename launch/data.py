@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from objective import IGNORE
 
 END = 0  # id of the token after every document
+SMALLEST = 1 + 256  # vocabulary size: END and all bytes
 SKIP = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings"}
 
 
@@ -31,7 +31,10 @@ def documents(folder: str | None, megabytes: float) -> list[str]:
         if left <= 0:
             break
         try:
-            text = path.read_text(encoding="utf-8")[:left]
+            if not path.is_file():  # a folder, or a pipe or device, which would be waited for
+                continue
+            with path.open(encoding="utf-8") as file:
+                text = file.read(left)
         except (UnicodeDecodeError, OSError):
             continue  # not text
         if text.strip():
@@ -44,6 +47,8 @@ def documents(folder: str | None, megabytes: float) -> list[str]:
 
 def prepare(cache: Path, folder: str | None, megabytes: float, vocab_size: int) -> Path:
     """Train the tokenizer and write the token streams, once per text and vocabulary size; returns their folder."""
+    if vocab_size < SMALLEST:
+        raise SystemExit(f"--vocab must be at least {SMALLEST}, all bytes and the end of a text, got {vocab_size}")
     texts = documents(folder, megabytes)
     key = hashlib.sha256(json.dumps([vocab_size, texts]).encode()).hexdigest()[:16]
     final = cache / key
@@ -80,8 +85,13 @@ class Corpus:
 
     def __init__(self, path: Path, length: int):
         self.key, self.length = path.name, length
-        self.streams = {split: np.load(path / f"{split}.npy") for split in ("train", "validation")}
-        for split, stream in self.streams.items():
+        self.streams = {}
+        for split in ("train", "validation"):
+            file = path / f"{split}.npy"
+            try:
+                stream = self.streams[split] = np.load(file)
+            except (OSError, ValueError, EOFError) as error:
+                raise SystemExit(f"{file} must be an array of tokens: {error}") from None
             if len(stream) <= length + 1:
                 raise SystemExit(f"the {split} text has {len(stream)} tokens, too few for --length {length}")
 
@@ -101,7 +111,6 @@ class Corpus:
 
 def load(ranks, cache: str, folder: str | None, megabytes: float, vocab_size: int, length: int) -> Corpus:
     """Rank 0 prepares the data; the others wait for its answer."""
-    path = [prepare(Path(cache), folder, megabytes, vocab_size) if ranks.rank == 0 else None]
-    if ranks.world > 1:
-        dist.broadcast_object_list(path, src=0, device=torch.device("cpu"))
-    return Corpus(path[0], length)
+    path = ranks.first(lambda: prepare(Path(cache), folder, megabytes, vocab_size))
+    with ranks.together():
+        return Corpus(path, length)

@@ -27,6 +27,8 @@ import checkpoint
 import parallel
 from data import Corpus
 from objective import IGNORE, sharded_objective
+from options import check_multiple, fraction, non_negative_int, positive_float, positive_int
+from record import refuse_older_run
 from tp_headloss import (
     CrossEntropy,
     Distillation,
@@ -50,26 +52,29 @@ def parse() -> Namespace:
     add("--teacher", default="runs/train", help="folder of a run of launch/train.py; any number of shards wrote it")
     add("--data-cache", default="runs/data", help="that of the teacher's run")
     add("--runs", nargs="+", choices=RUNS, default=RUNS)
-    add("--tp", type=int, help="number of vocabulary shards; processes / tp replicas (default: all processes)")
+    add("--tp", type=positive_int, help="number of vocabulary shards; processes / tp replicas (default: all processes)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 autocast on GPU, else fp32")
-    add("--out", default="runs/distill", help="a folder per run; a new run overwrites what an older one left there")
-    add("--layers", type=int, default=2)
-    add("--width", type=int, default=64)
-    add("--heads", type=int, default=2)
-    add("--batch", type=int, default=8, help="rows per step, over all replicas and micro-batches")
-    add("--accumulate", type=int, default=2, help="micro-batches per step")
-    add("--steps", type=int, default=300)
-    add("--lr", type=float, default=2e-2)
-    add("--warmup", type=int, default=40)
-    add("--seed", type=int, default=1, help="of weights and batches; the teacher's own would give its batches again")
-    add("--validate-every", type=int, default=25)
-    add("--validation-batches", type=int, default=8)
-    add("--kd-weight", type=float, default=0.8, help="weight of the KL to the teacher; cross-entropy has the rest")
-    add("--temperature", type=float, default=1.0, help="of teacher and student in the KL, which is multiplied by T^2")
-    add("--k", type=int, default=32, help="the teacher's ids per token in the file")
+    add("--out", default="runs/distill", help="folder of the runs, with one folder for each")
+    add("--overwrite", action="store_true", help="replace older runs in --out")
+    add("--layers", type=positive_int, default=2)
+    add("--width", type=positive_int, default=64)
+    add("--heads", type=positive_int, default=2)
+    add("--batch", type=positive_int, default=8, help="rows per step, over all replicas and micro-batches")
+    add("--accumulate", type=positive_int, default=2, help="micro-batches per step")
+    add("--steps", type=positive_int, default=300)
+    add("--lr", type=positive_float, default=2e-2)
+    add("--warmup", type=non_negative_int, default=40)
+    add("--seed", type=non_negative_int, default=1, help="of weights and batches; other than the teacher's")
+    add("--validate-every", type=positive_int, default=25)
+    add("--validation-batches", type=positive_int, default=8)
+    add("--kd-weight", type=fraction, default=0.8, help="weight of the KL to the teacher; cross-entropy has the rest")
+    add("--temperature", type=positive_float, default=1.0, help="T of both sides in the KL, which is multiplied by T^2")
+    add("--k", type=positive_int, default=32, help="the teacher's ids per token in the file")
     add("--over", choices=("vocabulary", "tail"), default="tail", help="other ids: ignored, or one more entry together")
-    return parser.parse_args()
+    args = parser.parse_args()
+    check_multiple(parser, "--width", args.width, 2 * args.heads, "2 x --heads")
+    return args
 
 
 def load_teacher(args: Namespace, ranks: parallel.Ranks, corpus: Corpus) -> Trainer:
@@ -170,10 +175,11 @@ def train(student: Trainer, add_teacher: AddTeacher, record: Callable[..., None]
 
 def recorder(folder: Path, ranks: parallel.Ranks) -> Callable[..., None]:
     """A function that writes a row of validation metrics, on rank 0, to a new metrics.jsonl."""
-    if ranks.rank > 0:
-        return lambda **row: None
-    folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "metrics.jsonl").open("w", buffering=1)
+    with ranks.together():
+        if ranks.rank > 0:
+            return lambda **row: None
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "metrics.jsonl").open("w", buffering=1)
 
     def record(**row):
         file.write(json.dumps({"split": "validation", **row}) + "\n")
@@ -186,11 +192,19 @@ def main() -> None:
     args = parse()
     torch.use_deterministic_algorithms(True, warn_only=True)
     ranks = parallel.start(args.tp or int(os.environ.get("WORLD_SIZE", 1)), args.device)
-    config, _ = checkpoint.load_model(Path(args.teacher) / "checkpoints")
+    out = Path(args.out)
+    if not args.overwrite:
+        ranks.first(lambda: refuse_older_run(out.glob("*/metrics.jsonl")))
+    with ranks.together():
+        config, _ = checkpoint.load_model(Path(args.teacher) / "checkpoints")
     # What is no option here is as it was for the teacher: vocabulary, text, length, regularisation.
     args = Namespace(**{**config, **vars(args), "baseline": False})
-    corpus, out = Corpus(Path(args.data_cache) / config["data"], args.length), Path(args.out)
-    recorder(out / "teacher", ranks)(step=0, **load_teacher(args, ranks, corpus).validate())
+    with ranks.together():
+        corpus = Corpus(Path(args.data_cache) / config["data"], args.length)
+    if args.k > args.vocab:
+        raise SystemExit(f"--k must be at most the teacher's vocabulary of {args.vocab}, got {args.k}")
+    teacher = load_teacher(args, ranks, corpus).validate()
+    recorder(out / "teacher", ranks)(step=0, **teacher)
     for name in args.runs:
         student = Trainer(args, ranks, corpus)
         if name == "ce":

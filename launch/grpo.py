@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 import parallel
 from model import Transformer
+from options import at_least, check_multiple, non_negative_float, non_negative_int, positive_float, positive_int
+from record import refuse_older_run
 from tp_headloss import (
     Entropy,
     HeadLoss,
@@ -43,30 +45,34 @@ TOKEN_MEANS = ("kl_reference", "entropy", "clip_fraction", "accuracy")  # accura
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--tp", type=int, help="number of vocabulary shards; processes / tp replicas (default: all processes)")
+    add("--tp", type=positive_int, help="number of vocabulary shards; processes / tp replicas (default: all processes)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
-    add("--out", default="runs/grpo", help="folder of the run; a new run overwrites what an older one left there")
-    add("--vocab", type=int, default=101, help="vocabulary size; the weights are padded to a multiple of --pad-to")
-    add("--pad-to", type=int, default=128)
-    add("--symbols", type=int, default=10, help="ids that occur in strings, spread over the vocabulary")
-    add("--shortest", type=int, default=2, help="symbols in the shortest string")
-    add("--longest", type=int, default=3, help="symbols in the longest string")
-    add("--layers", type=int, default=2)
-    add("--width", type=int, default=64)
-    add("--heads", type=int, default=4)
-    add("--steps", type=int, default=250, help="batches of rollouts")
-    add("--prompts", type=int, default=64, help="prompts per step, over all replicas")
-    add("--group", type=int, default=16, help="samples per prompt")
-    add("--minibatches", type=int, default=4, help="updates per step, each on its part of the rollouts")
-    add("--lr", type=float, default=1e-3)
-    add("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    add("--kl-weight", type=float, default=0.01)
-    add("--entropy-weight", type=float, default=0.03)
-    add("--refresh", type=int, default=20, help="every so many steps the policy becomes the new reference")
-    add("--seed", type=int, default=0)
+    add("--out", default="runs/grpo", help="folder of the run")
+    add("--overwrite", action="store_true", help="replace an older run in --out")
+    add("--vocab", type=positive_int, default=101, help="ids; the weights are padded to a multiple of --pad-to")
+    add("--pad-to", type=positive_int, default=128)
+    add("--symbols", type=positive_int, default=10, help="ids that occur in strings, spread over the vocabulary")
+    add("--shortest", type=positive_int, default=2, help="symbols in the shortest string")
+    add("--longest", type=positive_int, default=3, help="symbols in the longest string")
+    add("--layers", type=positive_int, default=2)
+    add("--width", type=positive_int, default=64)
+    add("--heads", type=positive_int, default=4)
+    add("--steps", type=positive_int, default=250, help="batches of rollouts")
+    add("--prompts", type=positive_int, default=64, help="prompts per step, over all replicas")
+    add("--group", type=at_least(int, 2), default=16, help="samples per prompt, which an advantage compares")
+    add("--minibatches", type=positive_int, default=4, help="updates per step, each on its part of the rollouts")
+    add("--lr", type=positive_float, default=1e-3)
+    add("--clip", type=positive_float, default=1.0, help="largest norm of the gradient")
+    add("--kl-weight", type=non_negative_float, default=0.01)
+    add("--entropy-weight", type=non_negative_float, default=0.03)
+    add("--refresh", type=positive_int, default=20, help="every so many steps the policy becomes the new reference")
+    add("--seed", type=non_negative_int, default=0)
     args = parser.parse_args()
-    if args.group < 2:
-        parser.error("--group: an advantage compares samples of one prompt, so at least 2 are needed")
+    check_multiple(parser, "--width", args.width, 2 * args.heads, "2 x --heads")
+    if args.shortest > args.longest:
+        parser.error(f"argument --shortest: must be at most --longest = {args.longest}, got {args.shortest}")
+    if args.vocab < (least := args.symbols + FIRST_SYMBOL):
+        parser.error(f"argument --vocab: must be at least --symbols + {FIRST_SYMBOL} = {least}, got {args.vocab}")
     return args
 
 
@@ -218,10 +224,14 @@ def main() -> None:
     args = parse()
     torch.use_deterministic_algorithms(True, warn_only=True)
     ranks = parallel.start(args.tp or int(os.environ.get("WORLD_SIZE", 1)), args.device)
-    trainer, out = Trainer(args, ranks), Path(args.out)
-    if ranks.rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        file = (out / "metrics.jsonl").open("w", buffering=1)
+    out = Path(args.out)
+    if not args.overwrite:
+        ranks.first(lambda: refuse_older_run([out / "metrics.jsonl"]))
+    trainer = Trainer(args, ranks)
+    with ranks.together():
+        if ranks.rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
+            file = (out / "metrics.jsonl").open("w", buffering=1)
     for step in range(args.steps):
         row = trainer.step(step)
         if ranks.rank > 0:

@@ -30,6 +30,8 @@ from torch import nn
 import data
 import parallel
 from clock import Clock
+from options import check_multiple, non_negative_int, positive_float, positive_int
+from record import refuse_older_run
 
 LOSSES = ("stock", "stock-fused", "logits", "logits-inplace", "head", "head-one-sweep")
 
@@ -38,27 +40,32 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--losses", nargs="+", choices=LOSSES, default=LOSSES)
-    add("--tp", type=int, default=2, help="tensor-parallel ranks; processes / tp replicas")
+    add("--tp", type=positive_int, default=2, help="tensor-parallel ranks; processes / tp replicas")
     add("--sequence-parallel", action="store_true")
     add("--tied", action="store_true", help="embedding and output layer share their weight")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
-    add("--budget-mib", type=float, help="memory of the fused head beyond its gradients (default: the library's)")
+    add("--budget-mib", type=positive_float, help="memory of the fused head beyond its gradients (default: library's)")
     add("--data", choices=("text", "synthetic"), default="text")
     add("--data-cache", default="runs/data")
     add("--corpus", help="folder with text files (default: the sources of Python's standard library)")
-    add("--corpus-mb", type=float, default=6.0)
-    add("--vocab", type=int, default=4096, help="a multiple of 128 times the ranks, as Megatron pads it")
-    add("--layers", type=int, default=2)
-    add("--hidden", type=int, default=128)
-    add("--heads", type=int, default=4)
-    add("--length", type=int, default=128)
-    add("--batch", type=int, default=4, help="rows of a micro-batch")
-    add("--accumulate", type=int, default=1, help="micro-batches of a step, on each replica")
-    add("--steps", type=int, default=20)
-    add("--lr", type=float, default=1e-3, help="constant")
-    add("--seed", type=int, default=0)
+    add("--corpus-mb", type=positive_float, default=6.0)
+    add("--vocab", type=positive_int, default=4096, help="a multiple of the tensor-parallel ranks")
+    add("--layers", type=positive_int, default=2)
+    add("--hidden", type=positive_int, default=128)
+    add("--heads", type=positive_int, default=4)
+    add("--length", type=positive_int, default=128)
+    add("--batch", type=positive_int, default=4, help="rows of a micro-batch")
+    add("--accumulate", type=positive_int, default=1, help="micro-batches of a step, on each replica")
+    add("--steps", type=positive_int, default=20)
+    add("--lr", type=positive_float, default=1e-3, help="constant")
+    add("--seed", type=non_negative_int, default=0)
     add("--out", help="a JSON file of all results")
-    return parser.parse_args()
+    add("--overwrite", action="store_true", help="replace an older file at --out")
+    args = parser.parse_args()
+    check_multiple(parser, "--hidden", args.hidden, args.heads, "--heads")
+    for option in ("heads", "vocab", *(["length"] if args.sequence_parallel else [])):
+        check_multiple(parser, f"--{option}", getattr(args, option), args.tp, "--tp")
+    return args
 
 
 class Attention(nn.Module):
@@ -261,6 +268,8 @@ def main() -> None:
     if "WORLD_SIZE" not in os.environ:
         raise SystemExit("start it with torchrun: torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py")
     ranks = parallel.start(args.tp, args.device)
+    if args.out and not args.overwrite:
+        ranks.first(lambda: refuse_older_run([Path(args.out)]))
     from megatron.core import parallel_state
 
     if ranks.device.type == "cpu":

@@ -1,8 +1,11 @@
 """Ranks of a data-parallel x tensor-parallel job, and every collective the trainer itself makes."""
 
 import os
+from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,37 @@ class Ranks:
     def meet(self) -> None:
         self.agree(0, False)
 
+    def gather(self, value) -> list:
+        """The small picklable values of all ranks, in their order."""
+        if self.world == 1:
+            return [value]
+        values = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    @contextmanager
+    def together(self):
+        """Run a block that may fail on some ranks only: an error on one rank ends all of them, with its message."""
+        error = message = None
+        try:
+            yield
+        except (Exception, SystemExit) as caught:
+            error = caught
+            message = str(error) if isinstance(error, (SystemExit, OSError)) else f"{type(error).__name__}: {error}"
+        messages = [text for text in self.gather(message) if text is not None]
+        if error is not None and not isinstance(error, (SystemExit, OSError)):
+            raise error  # a bug, with its traceback
+        if messages:
+            raise SystemExit(messages[0])
+
+    def first(self, make: Callable[[], Any]):
+        """The result of `make()`, which rank 0 calls; all ranks get it, or its error."""
+        result = None
+        with self.together():
+            if self.rank == 0:
+                result = make()
+        return self.gather(result)[0]
+
     def sum_over_data(self, x: torch.Tensor) -> torch.Tensor:
         if self.dp_group is not None:
             dist.all_reduce(x, group=self.dp_group)
@@ -46,17 +80,24 @@ def restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
+def job() -> str:
+    """A name of this job that its restarts share and no other job has."""
+    # With several hosts rank 0 may move to another one: there, the user's --rdzv-id is all that the job's ranks share.
+    agent = os.getppid() if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else "hosts"
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {agent}"
+
+
 def start(tp: int, device: str) -> Ranks:
     """Join the job that torchrun started; without torchrun this process is the whole job."""
     world, local_rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     if world % tp:
         raise SystemExit(f"--tp {tp} does not divide the {world} process(es) of this job")
-    gpus = torch.cuda.device_count()
+    gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device == "auto":
-        device = "cuda" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)) else "cpu"
+        device = "cuda" if gpus >= processes else "cpu"
     if device == "cuda":
-        if local_rank >= gpus:
-            raise SystemExit(f"one GPU per process is needed: local rank {local_rank}, {gpus} GPU(s)")
+        if gpus < processes:  # on all ranks of the host, or those that have a GPU would wait for the others
+            raise SystemExit(f"--device cuda needs one GPU per process: {processes} process(es), {gpus} GPU(s)")
         torch.cuda.set_device(local_rank)
         where = torch.device("cuda", local_rank)
     else:

@@ -7,6 +7,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh train
 python=.venv/bin/python
 out=runs/quickstart
+# Unless an older run is to be continued, it is replaced.
+case " $* " in *" --resume "*) ;; *) set -- --overwrite "$@" ;; esac
 
 # One GPU per rank or none: both runs then do the same arithmetic.
 device=cpu

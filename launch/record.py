@@ -4,10 +4,30 @@ import json
 import resource
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
+
+
+def refuse_older_run(files: Iterable[Path], resume: str = "") -> None:
+    """End this program if one of the files that it would replace exists; resume: one more way out, if there is one."""
+    for file in files:
+        if file.exists():
+            raise SystemExit(f"{file} is from an older run: {resume}replace it (--overwrite) or choose another --out")
+
+
+def rows_until(path: Path, step: int) -> list[dict]:
+    """The rows of a metrics.jsonl up to a step."""
+    rows = []
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        try:
+            row = json.loads(line)
+            rows += [row] if row["step"] <= step else []
+        except (ValueError, TypeError, KeyError):
+            raise SystemExit(f"{path}, line {number}: expected a JSON object with a step, got {line[:80]!r}") from None
+    return rows
 
 
 def peak_memory(device: torch.device) -> tuple[str, float]:
@@ -30,9 +50,9 @@ class Record:
         path = out / "metrics.jsonl"
         # A resumed run repeats the steps after its checkpoint: their rows go. In another file, or a run that is killed
         # here would lose the others, too.
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if first else []
+        rows = rows_until(path, first) if first else []
         part = path.with_name(path.name + ".part")
-        part.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= first))
+        part.write_text("".join(json.dumps(row) + "\n" for row in rows))
         part.replace(path)
         self.file = path.open("a", buffering=1)
         if not first:

@@ -10,7 +10,6 @@ again, and they go on from the newest checkpoint.
 
 import argparse
 import os
-import shutil
 import signal
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,11 +26,12 @@ import parallel
 from clock import Clock
 from model import Transformer
 from objective import IGNORE, SUMS, plain_objective, sharded_objective
-from record import Record, peak_memory
+from options import check_multiple, non_negative_float, non_negative_int, positive_float, positive_int
+from record import Record, peak_memory, refuse_older_run
 from tp_headloss import CrossEntropy, VocabShard, ZLoss
 
 # Options that may differ between a run and its continuation.
-FREE = {"out", "data_cache", "corpus", "corpus_mb", "resume", "stop_after", "log_every", "validate_every"}
+FREE = {"out", "data_cache", "corpus", "corpus_mb", "resume", "overwrite", "stop_after", "log_every", "validate_every"}
 FREE |= {"validation_batches", "checkpoint_every"}
 
 
@@ -39,37 +39,40 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--baseline", action="store_true", help="plain torch cross-entropy on the whole vocabulary, one process")
-    add("--tp", type=int, default=1, help="number of vocabulary shards; processes / tp replicas")
+    add("--tp", type=positive_int, default=1, help="number of vocabulary shards; processes / tp replicas")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 autocast on GPU, else fp32")
-    add("--out", default="runs/train", help="folder of the run; a new run overwrites what an older one left there")
+    add("--out", default="runs/train", help="folder of the run")
     add("--corpus", help="folder with text files (default: the sources of Python's standard library)")
-    add("--corpus-mb", type=float, default=6.0, help="at most this much text")
+    add("--corpus-mb", type=positive_float, default=6.0, help="at most this much text")
     add("--data-cache", default="runs/data")
-    add("--vocab", type=int, default=4099, help="vocabulary size; the weights are padded to a multiple of --pad-to")
-    add("--pad-to", type=int, default=128)
-    add("--layers", type=int, default=3)
-    add("--width", type=int, default=128)
-    add("--heads", type=int, default=4)
-    add("--length", type=int, default=256, help="tokens per row")
-    add("--batch", type=int, default=4, help="rows per step, over all replicas and micro-batches")
-    add("--accumulate", type=int, default=2, help="micro-batches per step")
-    add("--steps", type=int, default=500)
-    add("--lr", type=float, default=3e-3)
-    add("--warmup", type=int, default=40)
-    add("--weight-decay", type=float, default=0.1)
-    add("--clip", type=float, default=1.0)
-    add("--z-weight", type=float, default=1e-4)
-    add("--seed", type=int, default=0)
-    add("--log-every", type=int, default=10, help="steps between looks at the device's results; every step has a row")
-    add("--validate-every", type=int, default=100)
-    add("--validation-batches", type=int, default=4)
-    add("--checkpoint-every", type=int, default=100)
-    add("--resume", action="store_true", help="continue the run in --out, bit for bit")
-    add("--stop-after", type=int, help="save and leave after this step, as if interrupted")
+    add("--vocab", type=positive_int, default=4099, help="ids; the weights are padded to a multiple of --pad-to")
+    add("--pad-to", type=positive_int, default=128)
+    add("--layers", type=positive_int, default=3)
+    add("--width", type=positive_int, default=128)
+    add("--heads", type=positive_int, default=4)
+    add("--length", type=positive_int, default=256, help="tokens per row")
+    add("--batch", type=positive_int, default=4, help="rows per step, over all replicas and micro-batches")
+    add("--accumulate", type=positive_int, default=2, help="micro-batches per step")
+    add("--steps", type=positive_int, default=500)
+    add("--lr", type=positive_float, default=3e-3)
+    add("--warmup", type=non_negative_int, default=40)
+    add("--weight-decay", type=non_negative_float, default=0.1)
+    add("--clip", type=positive_float, default=1.0)
+    add("--z-weight", type=non_negative_float, default=1e-4)
+    add("--seed", type=non_negative_int, default=0)
+    add("--log-every", type=positive_int, default=10, help="steps between reads of the device's results")
+    add("--validate-every", type=positive_int, default=100)
+    add("--validation-batches", type=positive_int, default=4)
+    add("--checkpoint-every", type=positive_int, default=100)
+    older = parser.add_mutually_exclusive_group()
+    older.add_argument("--resume", action="store_true", help="continue the run in --out, bit for bit")
+    older.add_argument("--overwrite", action="store_true", help="replace an older run in --out")
+    add("--stop-after", type=positive_int, help="save and leave after this step, as if interrupted")
     args = parser.parse_args()
     if args.baseline and args.tp != 1:
         parser.error("--baseline is one process without shards: leave out --tp")
+    check_multiple(parser, "--width", args.width, 2 * args.heads, "2 x --heads")
     return args
 
 
@@ -179,13 +182,21 @@ class Trainer:
         return self.means(self.ranks.sum_over_data(sums).tolist(), tokens)
 
 
+def continues(args, out: Path) -> bool:
+    """Whether this run goes on from a checkpoint in its folder; refuses a new run where an older one is."""
+    # After a restart only a folder that this job itself has begun counts: it may have died before it replaced an
+    # older run.
+    if parallel.restarts() > 0 and checkpoint.begun_by(out / "checkpoints", parallel.job()):
+        return checkpoint.exists(out / "checkpoints")
+    if not args.resume and not args.overwrite:
+        files = [out / name for name in ("checkpoints", "metrics.jsonl", "tensorboard")]
+        refuse_older_run(files, resume="continue it (--resume), ")
+    return args.resume
+
+
 def train(args, ranks) -> None:
     out = Path(args.out)
-    resume = args.resume or (parallel.restarts() > 0 and checkpoint.exists(out / "checkpoints"))
-    if not resume and ranks.rank == 0:  # at once: a restart must not find what an older run left
-        out.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    ranks.meet()
+    resume = ranks.first(lambda: continues(args, out))
     corpus = data.load(ranks, args.data_cache, args.corpus, args.corpus_mb, args.vocab, args.length)
     trainer = Trainer(args, ranks, corpus)
     config = {k: v for k, v in vars(args).items() if k not in FREE}
@@ -196,7 +207,10 @@ def train(args, ranks) -> None:
         trainer.model.load_state_dict(state["model"])
         trainer.optimizer.load_state_dict(state["optimizer"])
         first, best = state["step"], state["best"]
-    record = Record(out, first, args.steps, active=ranks.rank == 0)
+    else:  # everything is checked: from here on an older run is replaced
+        ranks.first(lambda: checkpoint.begin(out / "checkpoints", parallel.job()))
+    with ranks.together():
+        record = Record(out, first, args.steps, active=ranks.rank == 0)
     if first:
         record.say(f"continues after step {first} of {args.steps}")
 
@@ -204,7 +218,7 @@ def train(args, ranks) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: interrupted.append(number))
 
-    done, finished = first, []
+    done, finished, saved = first, [], first if resume else None
     while done < args.steps:
         micro_batches = trainer.micro_batches("train", args.seed, done)
         here = sum(int((labels != IGNORE).sum()) for _, labels in micro_batches)
@@ -226,11 +240,13 @@ def train(args, ranks) -> None:
             record.write("validation", {"step": done, **row, "best_cross_entropy": best})
         if saving:
             save(out, done, trainer, best, config)
+            saved = done
 
     for row in trainer.rows(finished):
         record.write("train", row)
     if done < args.steps:
-        save(out, done, trainer, best, config)
+        if saved != done:
+            save(out, done, trainer, best, config)
         record.say(f"stopped after step {done} of {args.steps} and saved; the same command with --resume goes on")
     record.close()
     if ranks.rank == 0 and done == args.steps:

@@ -94,7 +94,6 @@ class Ranks:
             self.pipes.append(pipe)
             self.processes.append(process)
         for pipe in self.pipes:
-            assert pipe.poll(120), "a rank did not start"
             pipe.recv()
         for pipe in self.pipes:
             pipe.send(None)

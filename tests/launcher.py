@@ -5,7 +5,6 @@ import os
 import runpy
 import sys
 import tempfile
-import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -28,9 +27,9 @@ def _process(script, arguments, environment, log):
     runpy.run_path(script, run_name="__main__")
 
 
-def run_script(script, *arguments, ranks: int = 1, timeout: float = 240) -> str:
-    """script: its path from the project's root. -> what all ranks wrote; one that fails or hangs is an AssertionError
-    with the end of it."""
+def run_script(script, *arguments, ranks: int = 1, code: int = 0) -> str:
+    """script: its path from the project's root. -> what all ranks wrote; one that ends with another exit code than
+    `code` ends the others, and is an AssertionError with the end of it."""
     context = start_context(False)
     # As torchrun does it: the store is here, on a port that the system chose and that is taken from then on.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -44,14 +43,14 @@ def run_script(script, *arguments, ranks: int = 1, timeout: float = 240) -> str:
             processes.append(context.Process(target=_process, args=call, daemon=True))
         for process in processes:
             process.start()
-        deadline, left = time.monotonic() + timeout, list(processes)
-        while left and time.monotonic() < deadline and not any(process.exitcode for process in processes):
-            wait([process.sentinel for process in left], max(0.0, deadline - time.monotonic()))
-            left = [process for process in left if process.exitcode is None]
-        for process in left:
-            process.kill()
-            process.join()
+        try:
+            while (codes := {process.exitcode for process in processes}) <= {None, code} and None in codes:
+                wait([process.sentinel for process in processes if process.exitcode is None])
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
         said = log.read()
     codes = [process.exitcode for process in processes]
-    assert not any(codes), f"{script}: exit codes {codes}\n{said[-4000:]}"
+    assert codes == [code] * ranks, f"{script}: exit codes {codes}, expected {code} of each rank\n{said[-4000:]}"
     return said

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Failure, on_ranks
+from ranks import TIMEOUT, Failure, on_ranks
 
 from tp_headloss import (
     CrossEntropy,
@@ -236,7 +236,7 @@ def test_a_mistake_on_one_rank_is_the_same_exception_on_all(name, world_size):
         assert failure == results[0][0] and failure.kind == kind and words in failure.message, failure
         named = f"rank {world_size - 1}", f"ranks [{world_size - 1}]"
         assert any(words in failure.message for words in named) or "cover" in failure.message
-        assert seconds < 2
+        assert seconds < TIMEOUT
 
 
 def agreeing_run(group, device, method):

@@ -36,6 +36,22 @@ def distil(teacher, out, *options, processes=1):
     return {file.parent.name: [json.loads(line) for line in file.read_text().splitlines()] for file in files}
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--k", VOCAB + 1), "--k must be at most the teacher's vocabulary of 307, got 308"),
+        (("--batch", 3), "--batch 3 is no multiple of replicas x micro-batches = 2"),
+        (("--data-cache", "nowhere"), "train.npy must be an array of tokens: [Errno 2] No such file"),
+        (("--teacher", "nowhere"), "there is no checkpoint in nowhere/checkpoints"),
+    ],
+)
+def test_a_mistake_ends_every_rank_before_anything_is_written(teacher, tmp_path, options, message):
+    command = "--device", "cpu", "--teacher", teacher, "--data-cache", teacher / "data", "--out", tmp_path / "out"
+    said = run_script("launch/distill.py", *command, *options, ranks=2, code=1)
+    assert sum(message in line for line in said.splitlines()) == 2 and "Traceback" not in said, said
+    assert not (tmp_path / "out").exists()
+
+
 def curve(rows):
     return [row["cross_entropy"] for row in rows]
 

@@ -122,7 +122,7 @@ def raise_alone(ranks, transport, leaves=True):
     ranks.start(0, forward, "", transport)
     ranks.start(1, forward, "width", transport)
     refused = ranks.result(1)
-    assert refused.kind == "ValueError" and "columns" in refused.what and refused.took < 2, refused
+    assert refused.kind == "ValueError" and "columns" in refused.what and refused.took < TIMEOUT, refused
     if leaves:
         assert ranks.leave(1) == 1
     assert_raises_in_time(ranks, [0], since, at_least=0.0 if leaves else TIMEOUT - 1)
@@ -249,7 +249,7 @@ def assert_refused_everywhere(outcomes, kind, words):
     assert {outcome.kind for outcome in outcomes} == {kind}, outcomes
     assert len({outcome.what for outcome in outcomes}) == 1, outcomes
     assert "got" in outcomes[0].what and words in outcomes[0].what, outcomes[0]
-    assert max(outcome.took for outcome in outcomes) < 2, outcomes
+    assert max(outcome.took for outcome in outcomes) < TIMEOUT, outcomes
 
 
 def assert_all_refused_everywhere(ranks, who, transport="gather"):

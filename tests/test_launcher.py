@@ -1,5 +1,3 @@
-import time
-
 import pytest
 from launcher import run_script
 
@@ -18,8 +16,6 @@ def test_the_port_of_a_launch_is_taken_before_its_processes_start(tmp_path):
 )
 def test_a_rank_that_fails_ends_the_launch(tmp_path, last, message):
     script = tmp_path / "fails.py"
-    script.write_text(f"import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(300)\n{last}\n")
-    began = time.monotonic()
+    script.write_text(f"import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(10**6)\n{last}\n")
     with pytest.raises(AssertionError, match=message):
-        run_script(script, ranks=2, timeout=60)
-    assert time.monotonic() - began < 60
+        run_script(script, ranks=2)

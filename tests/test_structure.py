@@ -1,12 +1,18 @@
-"""The folders are the architecture: who imports whom, what a cold import costs, and that every kernel compiles."""
+"""The folders are the architecture: who imports whom, what a cold import costs, that every kernel compiles, and what
+the environments hold."""
 
 import ast
+import configparser
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tp_headloss"
@@ -126,9 +132,66 @@ def test_only_comm_calls_collectives():
         assert allowed.get(name, set()) is None or used <= allowed.get(name, set()), (name, used)
 
 
+def test_one_hour_is_the_only_limit_of_a_test():
+    """A tighter one measures the machine: on a busy one it fails runs that do no harm."""
+    assert "timeout = 3600" in (ROOT / "pyproject.toml").read_text()
+    for path in (ROOT / "tests").rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        limits = [key for call in calls for key in call.keywords if key.arg in ("timeout", "within")]
+        constant = [key.value.lineno for key in limits if isinstance(key.value, ast.Constant)]
+        assert not constant, f"{path.name}, lines {constant}: a limit in seconds"
+
+
+def pins_of(lines):
+    """Name -> version of the packages that are listed for this Python; each line must name one version."""
+    pins = {}
+    for requirement in map(Requirement, lines):
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "==", str(requirement)
+        if requirement.marker is None or requirement.marker.evaluate():
+            assert pins.setdefault(canonicalize_name(requirement.name), specifier.version) == specifier.version
+    return pins
+
+
+def installed(name):
+    try:
+        return importlib.metadata.version(name).split("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def test_setup_installs_no_package_without_a_version():
+    """All requirements of the tests and the training run, and theirs, as the packages that are here state them."""
+    lines = (ROOT / "scripts/constraints.txt").read_text().splitlines()
+    pins, config, seen = pins_of(line for line in lines if not line.startswith("#")), configparser.ConfigParser(), set()
+    config.read(ROOT / "setup.cfg")
+    extras = config["options.extras_require"]
+    waiting = ["torch", *extras["test"].split(), *extras["train"].split()]
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name not in seen and not name.startswith(("cuda-", "nvidia-")):
+            seen.add(name)
+            if installed(name) == pins.get(name):  # what was there before setup.sh may have other requirements
+                stated = map(Requirement, importlib.metadata.requires(name) or [])
+                waiting += [r.name for r in stated if r.marker is None or r.marker.evaluate({"extra": ""})]
+    assert len(seen) > 10 and seen <= pins.keys(), f"not in scripts/constraints.txt: {sorted(seen - pins.keys())}"
+
+
+HOSTS = dict(re.findall(r"^\[(.+)\]\n([^#[]+)", (ROOT / "scripts/hosts.txt").read_text(), re.M))
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_an_environment_of_a_host_holds_what_is_listed_and_nothing_else(name):
+    sites = list((ROOT / ".hosts" / name).glob("lib/python*/site-packages"))
+    if not sites:
+        pytest.skip(f"no .hosts/{name}: bash scripts/hosts.sh {name}")
+    installed = importlib.metadata.distributions(path=[str(sites[0])])
+    assert {canonicalize_name(d.metadata["Name"]): d.version for d in installed} == pins_of(HOSTS[name].split())
+
+
 def run_python(code, **env):
     env = {**{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}, "PYTHONPATH": str(ROOT), **env}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
 
 
 def test_cold_import_needs_neither_triton_nor_cuda():
@@ -169,7 +232,7 @@ def test_every_kernel_variant_compiles_ahead_of_time(tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, str(ROOT / "tests/aot.py"), "80", "90", "100"]
-    result = subprocess.run(command, capture_output=True, text=True, env=env, timeout=900)
+    result = subprocess.run(command, capture_output=True, text=True, env=env)
     assert result.returncode == 0 and "failed 0" in result.stdout, result.stdout[-4000:] + result.stderr[-4000:]
     assert int(result.stdout.split("compiled ")[1].split(",")[0]) > 130
     assert all(f"gradient_kernel sm_{capability}: " in result.stdout for capability in (80, 90, 100))
