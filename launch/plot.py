@@ -1,6 +1,7 @@
 """Curves of one run, or two runs over each other:   python launch/plot.py RUN [RUN] [--png FILE]"""
 
 import argparse
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -80,6 +81,9 @@ def main() -> None:
         png = args.png or first / "comparison.png"
         largest = plot_comparison(first, second, png)
         print(f"largest difference of the losses of {first.name} and {second.name}: {largest:.2e}")
+        found = {"largest_difference": largest, "steps": max(series(first, "train", "loss")[0])}
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy")}
+        png.with_suffix(".json").write_text(json.dumps(found | {"versions": versions}) + "\n")
     print(f"curves: {png}")
 
 

@@ -67,7 +67,7 @@ import sys
 import torch
 
 version = tuple(int(number) for number in torch.__version__.split(".")[:2])
-if not (torch.version.cuda or torch.version.hip) or version < (2, 6):
+if not (torch.version.cuda or torch.version.hip) or version < (2, 11):
     sys.exit(1)
 print(*(path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")), sep="\n")
 PY

@@ -25,6 +25,7 @@ from tp_headloss import (
     PolicyGradient,
     Sequences,
     Teacher,
+    Term,
     TopKTeacher,
     Transform,
     VocabShard,
@@ -116,7 +117,7 @@ def defined_loss(
     of_label = classes[labels[:, 0]]
     loss = (1 - label_smoothing) * of_label * -x.log_softmax(-1).gather(1, labels)[:, 0] + label_smoothing * spread
     weight = valid.double() if token_weight is None else torch.where(valid, token_weight.double(), 0.0)
-    loss = torch.where(valid, loss, 0.0) * weight
+    loss = torch.where(weight != 0, loss, 0.0) * weight
     if reduction == "none":
         return loss
     total = (weight * of_label).sum() if denominator is None else torch.tensor(float(denominator))
@@ -443,6 +444,19 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "integer token weights": rows(loss={"token_weight": plain % 3}),
             "a negative token weight": rows(loss={"token_weight": ones.index_fill(0, torch.tensor(1), -0.5)}),
         },
+        "a token weight of 0": {
+            **{f"weight 0 of a {what} row, {how}": edited(2, 3, value, zero=(2,), loss={"token_weight": ones.index_fill(0, torch.tensor(2), 0.0), "reduction": how}) for what, value, how in (("NaN", NAN, "none"), ("+inf", INF, "none"), ("finite", 1.0, "none"), ("finite", 1.0, "mean"))},
+        },
+        "a term whose values are not per token; a statistic that nothing wants": {
+            "a term that averages": refused("ValueError: term 'mine' must return a value per token, [4], got []", with_head(Term("mine", lambda s: s.lse.mean()))),
+            "entropy without want": refused("ValueError: term 'mine' uses the statistics ['entropy']", with_head(Term("mine", lambda s: -s.entropy))),
+        },
+        "sequences with bounds out of order or beyond the tokens, or lengths that cannot be (with `check=True`; without it everything is NaN on GPUs)": {
+            **{f"bounds {bounds}": refused("ValueError: cu_seqlens must be ascending in [0, 4]", lambda here, bounds=bounds: Sequences.from_cu_seqlens(torch.tensor(bounds, device=here.x.device), here.labels >= 0).check()) for bounds in ((0, 2, 9), (-1, 4), (0, 3, 2))},
+        },
+        "a second derivative: `create_graph=True` and a penalty, hessian, hvp": {
+            "a gradient penalty": refused("RuntimeError: tp_headloss has first derivatives only", lambda here: torch.autograd.grad(torch.autograd.grad(vocab_statistics(here.x, here.labels, shard=here.shard, options=here.options).log_prob.sum(), here.x, create_graph=True)[0].square().sum(), here.x)),
+        },
         "NaN as the weight of a valid token, or as the denominator": {
             "NaN token weight": rows(loss={"token_weight": ones.index_fill(0, torch.tensor(1), NAN)}),
             "NaN denominator": rows(loss={"denominator": NAN}),
@@ -462,13 +476,13 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "complex token weights": refused("TypeError: token_weight must be real, got torch.complex64", with_head(keywords={"token_weight": ones + 0j})),
             "a complex denominator": refused("TypeError: denominator must be real, got torch.complex64", with_head(keywords={"denominator": torch.tensor(1j)})),
             "a denominator that is a string": refused("TypeError: denominator must be a number or a scalar tensor, got '3'", with_head(keywords={"denominator": "3"})),
-            "an input that is a number": refused("TypeError: input 'advantages' must be a tensor on", with_head(PolicyGradient("reinforce"), keywords={"inputs": {"advantages": 1.0}}), local=True),
+            "an input that is a number": refused("TypeError: input 'advantages' must be a tensor, got float", with_head(PolicyGradient("reinforce"), keywords={"inputs": {"advantages": 1.0}}), local=True),
             "sequences that are a mask": refused("TypeError: the input 'sequences' must be a Sequences, got Tensor", with_head(reduction="seq-mean-token-sum", keywords={"inputs": {"sequences": ones > 0}})),
         },
-        "a temperature that is 0, negative, NaN or inf; a softcap that is 0, negative, NaN or inf; a scale that is 0, NaN or inf": {
-            **{f"temperature {t}": refused(f"ValueError: temperature must be positive, got {t}", transform={"temperature": t}) for t in (0.0, -1.0, NAN, INF)},
-            **{f"softcap {t}": refused(f"ValueError: softcap must be a positive number or None, got {t}", transform={"softcap": t}) for t in (0.0, -1.0, NAN, INF)},
-            **{f"scale {t}": refused(f"ValueError: scale must be finite and not 0, got {t}", transform={"scale": t}) for t in (0.0, NAN, INF)},
+        "a temperature or softcap that is 0, negative, NaN, inf or beyond fp32; a scale that is 0, NaN, inf or beyond fp32": {
+            **{f"temperature {t}": refused(f"ValueError: temperature must be positive and finite in fp32, got {t}", transform={"temperature": t}) for t in (0.0, -1.0, NAN, INF, 1e-38, 1e39)},
+            **{f"softcap {t}": refused(f"ValueError: softcap must be positive and finite in fp32, got {t}", transform={"softcap": t}) for t in (0.0, -1.0, NAN, INF, 1e39)},
+            **{f"scale {t}": refused(f"ValueError: scale must be other than 0 and finite in fp32, got {t}", transform={"scale": t}) for t in (0.0, NAN, INF, -1e39)},
         },
         "temperatures or a bias of another shape; a temperature that wants a gradient": {
             "too few temperatures": refused("ValueError: temperature must have shape [4], got [3]", transform={"temperature": ones[1:]}),
@@ -568,8 +582,8 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
         "a teacher of another shape, without entries, at a temperature or beta that cannot be, not wanted or missing": {
             "a teacher of other tokens": refused("ValueError: teacher.logits must have shape", keywords=wrong_teacher(logits=lambda here: here.part(teacher[1:])), local=True),
             "a gathered teacher": refused("ValueError: teacher.logits must have shape", keywords=wrong_teacher(logits=lambda here: here.to(teacher)), sizes=(2, 4), local=True),
-            "a teacher's temperature 0": refused("ValueError: teacher.temperature must be positive, got 0", keywords=wrong_teacher(temperature=0)),
-            "a student's temperature NaN": refused("ValueError: teacher.student_temperature must be positive, got nan", keywords=wrong_teacher(student_temperature=NAN)),
+            "a teacher's temperature 0": refused("ValueError: teacher.temperature must be positive and finite in fp32, got 0", keywords=wrong_teacher(temperature=0)),
+            "a student's temperature NaN": refused("ValueError: teacher.student_temperature must be positive and finite in fp32, got nan", keywords=wrong_teacher(student_temperature=NAN)),
             "beta 1": refused("ValueError: beta must be in (0, 1), got 1", keywords=wrong_teacher(beta=1.0)),
             "a teacher and no divergence": refused("ValueError: a Teacher serves the statistics", keywords=lambda here: {"teacher": Teacher(here.x)}),
             "a divergence and no teacher": refused("ValueError: ['forward_kl'] need a teacher, got none", keywords=lambda here: {"want": ("forward_kl",)}),

@@ -50,6 +50,8 @@ def _expect_temperature(name, temperature):
         if temperature.requires_grad:
             raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
         return
+    if not isinstance(temperature, (int, float)):
+        raise TypeError(f"{name} must be a number or a tensor, got {temperature!r}")
     expect_number(name, temperature)
 
 

@@ -39,7 +39,8 @@ def resolve_shard(width_of: torch.Tensor, shard: VocabShard | None) -> VocabShar
 
 def local_logits(logits: torch.Tensor, shard: VocabShard | None) -> tuple[torch.Tensor, VocabShard]:
     """Logits [.., V] sharded on V (or plain ones of this rank) -> [.., width] of this rank, and its shard."""
-    expect_tensor("logits", logits)
+    if not isinstance(logits, torch.Tensor):
+        raise TypeError(f"logits must be a tensor, got {type(logits).__name__}")
     if not is_dtensor(logits):
         return logits, resolve_shard(logits, shard)
     fix = "give the output layer output_layouts=Shard(-1), use_local_output=False (ColwiseParallel)"

@@ -428,9 +428,10 @@ class HeadLoss(nn.Module):
         needed |= {"teacher"} if set(self.want) & {*OF_TEACHER, *OF_TOPK} else set()
         missing, unused = needed - set(inputs), set(inputs) - needed - {"sequences"}
         if missing or unused:
+            wrong = [f"missing {sorted(missing)}"] * bool(missing)
+            wrong += [f"unused {sorted(unused)}, which none of them takes"] * bool(unused)
             raise ValueError(
-                f"inputs must be {sorted(needed)}, those that these terms and metrics take, got {sorted(inputs)}: "
-                f"missing {sorted(missing)}, unused {sorted(unused)}"
+                f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(inputs)}: {'; '.join(wrong)}"
             )
         out = {}
         for name, value in inputs.items():  # `vocab_statistics` checks the teacher
@@ -538,7 +539,9 @@ def _expect_denominator(denominator):
     if denominator is None:
         return
     if isinstance(denominator, torch.Tensor):
-        expect_tensor("denominator, if it is a tensor,", denominator, ())
+        if denominator.dim():
+            raise ValueError(f"denominator must be a number or a scalar tensor, got shape {list(denominator.shape)}")
+        expect_tensor("denominator", denominator)
     elif not isinstance(denominator, (int, float)):
         raise TypeError(f"denominator must be a number or a scalar tensor, got {denominator!r}")
     elif denominator and math.isfinite(denominator) and not fits_fp32(denominator):

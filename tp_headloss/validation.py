@@ -41,7 +41,8 @@ def expect_number(name: str, number, positive: bool = True):
     if not isinstance(number, (int, float)):
         raise TypeError(f"{name} must be a number, got {number!r}")
     if not fits_fp32(number) or (positive and number < 0):
-        raise ValueError(f"{name} must be {'positive' if positive else 'not 0'} and finite in fp32, got {number}")
+        wanted = "positive" if positive else "other than 0"
+        raise ValueError(f"{name} must be {wanted} and finite in fp32, got {number}")
 
 
 def expect_pair(name: str, pair):

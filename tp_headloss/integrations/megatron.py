@@ -93,9 +93,8 @@ class MegatronHead:
 
     @classmethod
     def from_head_loss(cls, head_loss: HeadLoss) -> MegatronHead:
-        """A MegatronHead with the terms, metrics, ignore_index, options and compile of a HeadLoss. Megatron takes losses
-        per token and averages them itself, with its loss mask; so ValueError for a reduction other than "mean" and
-        "none"."""
+        """A MegatronHead with the terms, metrics, ignore_index, options and compile of a HeadLoss. ValueError for a
+        reduction other than "mean" and "none": Megatron averages the losses per token itself, by its loss mask."""
         if head_loss.reduction not in ("mean", "none"):
             raise ValueError(
                 "Megatron averages the losses per token itself, with its loss mask: the HeadLoss must have "
