@@ -397,3 +397,51 @@ def test_what_holds_a_process_group_says_so_when_it_is_pickled():
         assert same == [True, True]
     whole = VocabShard(0, 8, 8)
     assert pickle.loads(pickle.dumps(whole)) == whole
+
+
+WANTS = {  # what a merge kernel has variants for
+    "entropy": ("entropy", "total", "argmax"), "teacher": ("forward_kl", "reverse_kl", "teacher_entropy", "entropy"),
+    "tail": ("topk_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy"),
+    "entries": ("topk_forward_kl", "topk_log_mass"),
+}  # fmt: skip
+
+
+def packets_of(name, group_size, width, device):
+    """Packets of so many ranks, one each, of which those beyond the vocabulary are empty; and what merges them."""
+    backend, want, generator = load_backend("torch"), WANTS[name], torch.Generator().manual_seed(0)
+    x, t = (3 * torch.randn(9, 256, generator=generator).to(device) for _ in range(2))
+    labels = torch.tensor([0, 70, 130, 255, -100, 31, 64, 63, 300], device=device)
+    ids = torch.randint(0, 256, (9, 5), generator=generator).to(device)
+    entries = backend.entries(ids, torch.randn(9, 5, generator=generator).to(device) - 3, None, 1.0, False, 256)
+    packets = []
+    for rank in range(group_size):
+        columns = slice(min(rank * width, 256), min(rank * width + width, 256))
+        size = columns.stop - columns.start
+        static = 1, group_size, want, 1.0, 0.0, 1.0, -100, "triton", "gather", ""
+        spec = HeadSpec(columns.start, size, 256, width, *static)
+        inputs = Inputs(x[:, columns], labels, teacher=t[:, columns] if name == "teacher" else None)
+        if name in ("tail", "entries"):
+            inputs = inputs._replace(entries=entries[0], entry_log_probs=entries[1])
+        packets.append(torch.empty(1, len(packet_rows(True, want)), 9, device=device))
+        backend.local_statistics(packets[-1], inputs, spec)
+    return torch.cat(packets), inputs, spec
+
+
+@pytest.mark.parametrize("group_size", [9, 64])
+@pytest.mark.parametrize("name", WANTS)
+def test_a_loop_over_the_packets_of_many_ranks_gives_the_same_bits(name, group_size, device):
+    """Eight ranks' packets are merged without a loop; empty ones of more ranks must not change a bit."""
+    few = load_backend("triton").merge_packets(*packets_of(name, 8, 32, device))
+    many = load_backend("triton").merge_packets(*packets_of(name, group_size, 32, device))
+    owners = [a.clone() for a in (few[1][3], many[1][3])]  # an ignored token has one flag per packet
+    assert torch.equal(owners[0] == 1, owners[1] == 1)
+    few[1][3], many[1][3] = 0.0, 0.0
+    assert all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in zip(few, many))
+
+
+@pytest.mark.parametrize("name", WANTS)
+def test_many_packets_with_columns_merge_as_plain_torch_does(name, device):
+    packets, inputs, spec = packets_of(name, 64, 4, device)
+    ours = load_backend("triton").merge_packets(packets, inputs, spec)
+    for a, b in zip(ours, load_backend("torch").merge_packets(packets, inputs, spec)):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, equal_nan=True)
