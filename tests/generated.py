@@ -426,7 +426,6 @@ def add_composite(case, p, truth):
         side, p["ids"][keep], p["log_probs"][keep], p["mask"][keep], divergence, over,
         of_teacher=fitted(p["of_teacher"], keep), of_student=1.0, renormalize=case.renormalize,
     )  # fmt: skip
-    value = torch.where((truth.tau > 0).any(-1) | (torch.tensor(over != "topk")), value, 0.0)
     # up to four statistics; a log-prob of -100 for what the teacher does not know weighs the error of its probability
     factor = 4.0 + 100.0 * ((divergence, over) == ("reverse_kl", "vocabulary"))
     truth.values["composite"] = value.detach()

@@ -324,13 +324,14 @@ def test_what_cannot_work_is_refused():
         r"need a teacher, got none": {"teacher": None},
         r"a Teacher serves the statistics .* got \[\] in want": {"want": ()},
         r"teacher.logits must have shape \[3, 8\], got \[3, 9\]": {"teacher": Teacher(torch.randn(3, 9))},
-        r"teacher.temperature must be positive, got 0": {"teacher": Teacher(x, 0.0)},
         r"student_temperature must have shape \[3\], got \[2\]": {"teacher": Teacher(x, 1.0, torch.ones(2))},
         r"need transport='gather', got 'sum'": {"options": Options(transport="sum")},
     }
     for message, change in wrong.items():
         with pytest.raises(ValueError, match=message):
             vocab_statistics(x, **good | change)
+    with pytest.raises(ValueError, match=r"teacher\.temperature must be positive and finite in fp32, got 0"):
+        Teacher(x, 0.0)
     for message, teacher in {
         "must be a Teacher or a TopKTeacher, got Tensor": x,
         "teacher.logits must be one of": Teacher(x.double()),

@@ -274,10 +274,11 @@ def test_a_distributed_checkpoint_is_saved_at_one_group_size_and_loaded_at_anoth
 
 
 def from_others(group, device):
-    """Whole matrices, with and without padding, and own rows."""
+    """Whole matrices, without and with the padding that the shards have, and own rows."""
     source, found = head_of(group, device), []
     rows = whole(source.weight, group)
-    for given in (rows, F.pad(rows, (0, 0, 0, 5)), source.weight.detach().clone()):
+    padded = F.pad(rows, (0, 0, 0, source.shard.padded_size - V))
+    for given in (rows, padded, source.weight.detach().clone()):
         head = VocabParallelHead(H, source.shard, init=Init(0.2, seed=9), device=device)
         head.load_state_dict({"weight": given})
         found.append(bool(torch.equal(head.weight, source.weight)))

@@ -143,8 +143,8 @@ def test_wrong_shapes_and_types_are_refused():
     for call in (
         lambda: Sequences.from_mask(mask[0]),
         lambda: Sequences.from_mask(mask, lengths=torch.ones(3)),
-        lambda: Sequences.from_ids(torch.zeros(2), 1, mask),
-        lambda: Sequences.from_cu_seqlens(torch.zeros(2, 2), mask),
+        lambda: Sequences.from_ids(torch.zeros(2, dtype=torch.int64), 1, mask),
+        lambda: Sequences.from_cu_seqlens(torch.zeros(2, 2, dtype=torch.int64), mask),
         lambda: sequences.sum(torch.ones(2, 2)),
         lambda: sequences.spread(torch.ones(3)),
         lambda: sequences.aggregate("mean"),

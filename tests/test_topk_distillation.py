@@ -70,10 +70,17 @@ def times(mass, value):
     return torch.where(mass == 0, 0.0, mass * torch.where(mass == 0, 0.0, value))
 
 
-def definition(
+def definition(z, ids, log_probs, mask, divergence, over, **settings):
+    """The divergence [N] in float64; a token without entries is 0, unless there is a tail, which is all of it then."""
+    value = dense(z, ids, log_probs, mask, divergence, over, **settings)
+    live = (mask & (ids >= 0) & (log_probs > -torch.inf)).any(-1)
+    return value if over == "tail" else torch.where(live, value, 0.0)
+
+
+def dense(
     z, ids, log_probs, mask, divergence, over, *, of_teacher=1.0, of_student=None, renormalize=True, tail=None
 ):
-    """The divergence [N] in float64 from dense distributions of all V ids, and one more for the tail."""
+    """The same from dense distributions of all V ids, and one more for the tail, of tokens with entries."""
     live = mask & (ids >= 0) & (log_probs > -torch.inf)
     tau = torch.zeros_like(z).scatter_add(1, ids.clamp(min=0), torch.where(live, log_probs.double().exp(), 0.0))
     inside = tau > 0
@@ -401,12 +408,12 @@ def test_what_cannot_work_is_refused():
         r"teacher.mask must have shape": {"teacher": TopKTeacher(ids, log_probs, ids[:2] == 0)},
         r"needs renormalize=True": {"teacher": TopKTeacher(ids, log_probs, temperature=2.0, renormalize=False)},
         r"leaves no tail": {"teacher": TopKTeacher(ids, log_probs, tail_log_prob=torch.zeros(3))},
-        r"beta must be in \(0, 1\), got 1": {"teacher": TopKTeacher(ids, log_probs, beta=1)},
+        r"beta must be in \(0, 1\), got 1": {"teacher": lambda: TopKTeacher(ids, log_probs, beta=1)},
         r"need transport='gather', got 'sum'": {"options": Options(transport="sum")},
     }
     for message, change in wrong.items():
         with pytest.raises(ValueError, match=message):
-            vocab_statistics(x, **good | change)
+            vocab_statistics(x, **good | {name: v() if callable(v) else v for name, v in change.items()})
     for message, teacher in {
         "teacher.ids must be int64": TopKTeacher(log_probs, log_probs),
         "teacher.log_probs must be one of": TopKTeacher(ids, ids),

@@ -293,7 +293,7 @@ def _as_held(module, state, prefix, metadata, strict, missing, unexpected, error
         if rows not in (whole if is_dtensor(given) else {*whole, shard.width}):
             errors.append(
                 f"{prefix}{name} must have this rank's {shard.width} rows or the whole vocabulary's {sorted(whole)}, "
-                f"got {rows}"
+                f"got {rows}: cut another padding off, [:{shard.vocab_size}]"
             )
             continue
         if is_dtensor(given):

@@ -36,7 +36,7 @@ class Sequences:
         brings the tokens of a sequence together, or None; offsets: [B + 1] into the ordered tokens, None for rows;
         bounds: the offsets as they were given, or None."""
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"mask must be a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
+            raise TypeError(f"mask must be bool, got {getattr(mask, 'dtype', type(mask).__name__)}")
         if horizon is not None and not 0 < horizon < float("inf"):
             raise ValueError(f"horizon must be a positive number of tokens or None, got {horizon}")
         self.mask, self.horizon, self.group = mask, horizon, group

@@ -11,6 +11,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -42,7 +43,7 @@ def canonical_chunk_size(vocab_size: int) -> int:
 def _rank_and_size(group) -> tuple[int, int]:
     if group is None:
         return 0, 1
-    if hasattr(group, "get_group"):
+    if type(group).__name__ == "DeviceMesh":
         raise TypeError("a shard needs a process group, got a DeviceMesh: use VocabShard.from_mesh")
     rank = dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else -1  # a sentinel stands for "not a member"
     if rank < 0:
@@ -104,7 +105,7 @@ class VocabShard:
                 " give the process group that owns the rest"
             )
         fill = object.__setattr__  # frozen: the derived fields are written once, here
-        if world_size > 1:
+        if world_size > 1 and not torch.compiler.is_compiling():
             _sharing[id(self)] = self
         fill(self, "world_size", world_size)
         fill(self, "padded_size", self.stop if world_size == 1 else None)

@@ -30,10 +30,10 @@ def _clipped(ratio, advantages, clip, dual_clip):
         raise ValueError(f"clip must be (low, high) with 0 <= low <= 1 and high >= 0, got {clip}")
     if dual_clip is not None and dual_clip < high:
         raise ValueError(f"dual_clip must be at least 1 + {clip[1]}, where the clip ends, got {dual_clip}")
-    # min(r A, clip(r) A), one sign of A at a time; a NaN in A must reach the gradient, too
+    # min(r A, clip(r) A), one sign of A at a time
     most = math.inf if dual_clip is None else dual_clip
     held = torch.where(advantages >= 0, bounded(ratio, high=high), bounded(ratio, low, most))
-    return -advantages * torch.where(advantages.isnan(), ratio, held)
+    return -advantages * held
 
 
 def clipped(
@@ -148,7 +148,7 @@ def gmpo(
     expect_pair("clip", clip)
     ratio = log_ratio(log_prob, old_log_prob)
     held = torch.where(advantages < 0, bounded(ratio, low=-clip[0]), bounded(ratio, high=clip[1]))
-    held = torch.where(advantages.isnan(), ratio, torch.where(advantages == 0, 0.0, held))
+    held = torch.where(advantages == 0, 0.0, held)
     mean = sequences.spread(sequences.mean(held.detach()))
     advantage = sequences.spread(sequences.mean(advantages.expand_as(log_prob)))
     return -advantage * with_gradient_of(mean, held).exp()
