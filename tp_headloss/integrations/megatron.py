@@ -243,7 +243,8 @@ class Installed:
 
 def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Installed:
     """Put `head` into one GPTModel or HybridModel (wrappers such as DDP are seen through), or with fused=False into any
-    LanguageModule; called by all ranks of its group. A `HeadLoss` must have reduction="none".
+    LanguageModule; called by all ranks of its group. A `HeadLoss` has the reduction "none", or "mean", which is then
+    Megatron's own.
 
     A check call with random hidden states follows: losses of the right shape, from the head, and, where the head
     computes what the model does (no terms of its own, no vocab_size), equal to the model's own. Raises TypeError for
