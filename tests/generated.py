@@ -105,7 +105,7 @@ def build(case: Case) -> dict:
             upstream[name] = torch.tensor(0.37).expand(n)
         elif case.upstream_kind == "nan where ignored":
             upstream[name] = torch.where(ignored, torch.nan, g)
-    return {
+    drawn = {
         "x": x,
         "t": t.to(dtype),
         "labels": labels.to(getattr(torch, case.labels)) if case.labels else None,
@@ -122,6 +122,9 @@ def build(case: Case) -> dict:
         "token_weight": torch.where(rand(n) < 0.2, 0.0, rand(n)) if case.token_weight else None,
         **of_tokens,
     }
+    if case.head and case.token_weight:  # a weight of 0 ignores its token
+        drawn["ignored"] = ignored | (drawn["token_weight"] == 0)
+    return drawn
 
 
 def make_shard(case, group, rank):

@@ -472,3 +472,14 @@ def test_terms_and_heads_are_pickled_and_compute_the_same(name):
     one, other = (h(x, labels, inputs=inputs) for h in (head, again))
     assert torch.equal(one.loss, other.loss) and one.loss.isfinite()
     assert all(torch.equal(one.metrics[key], other.metrics[key]) for key in one.metrics)
+
+
+@pytest.mark.parametrize("sequences", [False, True])
+def test_int32_labels_go_with_any_ignore_index(sequences, device):
+    """Tokens that a weight or a mask takes out get it, and int32 does not hold it."""
+    x, labels = torch.randn(2, 3, V, device=device), torch.randint(0, V, (2, 3), dtype=torch.int32, device=device)
+    mask = torch.tensor([[True, False, True], [True, True, False]], device=device)
+    taken = {"inputs": {"sequences": Sequences.from_mask(mask)}} if sequences else {"token_weight": mask.float()}
+    loss = HeadLoss(ignore_index=1 << 40)(x, labels, **taken).loss
+    expected = F.cross_entropy(x[mask], labels[mask].long())
+    torch.testing.assert_close(loss, expected)

@@ -329,15 +329,15 @@ class HeadLoss(nn.Module):
         sequences = self._expect_sequences(inputs, labels)
         inputs = self._checked(inputs, labels, sequences)
         weight, count = token_weight, None
-        if token_weight is not None:  # a weight of 0 is a loss mask
-            labels = torch.where(token_weight == 0, self.ignore_index, labels)
+        if token_weight is not None:  # a weight of 0 is a loss mask; of int64, which holds any ignore_index
+            labels = torch.where(token_weight == 0, self.ignore_index, labels.long())
         if sequences is not None:
             if shard.group is not None and sequences.group is shard.group:
                 raise ValueError(
                     "sequences must be split over a context-parallel group or none, got the group that shares the "
                     "vocabulary, whose ranks hold the same tokens"
                 )
-            labels = torch.where(sequences.mask, labels, self.ignore_index)
+            labels = torch.where(sequences.mask, labels.long(), self.ignore_index)
         for of_classes in (term.class_weight for term in self.terms if term.class_weight is not None):
             if of_classes.shape != (shard.vocab_size,) or of_classes.device != device:
                 raise ValueError(
