@@ -5,8 +5,8 @@
 
 Random calls of the public functions (statistics, losses, linear heads; every statistic, teacher, transform, reduction
 and type), in one process without a group, are made by both trees from the same numbers. Their statistics, losses, sums
-and gradients are hashed, call by call. The exit status is 1 if a call differs; its number and arguments are printed, and
-`--only NUMBER` makes it alone. Other words of an error count as a difference, too.
+and gradients are hashed, call by call. The exit status is 1 if a call differs; its number and arguments are printed,
+and `--only NUMBER` makes it alone. Other words of an error count as a difference, too.
 """
 
 import argparse
