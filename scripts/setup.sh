@@ -44,6 +44,8 @@ for line in open("scripts/constraints.txt"):
     if line.strip() and not line.startswith("#"):
         name = re.match(r"[\w.-]+", line)[0]
         try:
+            if name == "setuptools":  # a new environment holds one, for some Pythons older than torch needs
+                raise metadata.PackageNotFoundError
             print(f"{name}=={metadata.version(name)}")
         except metadata.PackageNotFoundError:
             print(line.strip())

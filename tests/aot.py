@@ -224,7 +224,7 @@ def sums_variants():
             "coefficients": ("fp32",) * min(2, len(values)), "n_rows": "i32", "SQUARES": squares, "NEGATIVES": 1,
         }  # fmt: skip
         yield sums_kernels.sums_kernel, False, SUMS.warps, shared | {
-            "sums_ptr": "*fp32", "loss_ptr": "*fp32", "denominator_ptr": "*fp32" if denominator else None,
+            "sums_ptr": "*fp32", "loss_ptr": "*fp32", "denominator_ptr": "*fp64" if denominator else None,
             "denominator": "fp32", "BY_COUNT": weighted, "BLOCK": SUMS.block,
         }  # fmt: skip
         yield sums_kernels.sums_gradient_kernel, False, SUMS_GRADIENT.warps, shared | {

@@ -122,6 +122,14 @@ def closing_over(factor):
     return lambda call: call.rewrite(terms=[Term("mine", lambda s: factor * s.lse)])
 
 
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def loss(self, stats):
+        return self.factor * stats.lse
+
+
 def mine(factor, stats):
     return {"mine": factor * stats.lse}
 
@@ -196,6 +204,12 @@ CASES = {
         lambda c: c.rewrite(terms=[Term("mine", lambda s: 3.0 * s.lse)]), "ValueError", "code.constants"),
     "a function that closes over another number": (
         "head", closing_over(2.0), closing_over(3.0), "ValueError", "function.factor"),
+    "a method of an object of another number": (
+        "head", lambda c: c.rewrite(terms=[Term("mine", Scaled(2.0).loss)]),
+        lambda c: c.rewrite(terms=[Term("mine", Scaled(3.0).loss)]), "ValueError", "function.self.factor"),
+    "a function of another set": (
+        "head", lambda c: c.rewrite(terms=[Term("mine", lambda s: s.lse * (5 in {1, 2, 5}))]),
+        lambda c: c.rewrite(terms=[Term("mine", lambda s: s.lse * (5 in {1, 2, 6}))]), "ValueError", "constants"),
     "a metric's other options": (
         "head", lambda c: c.keywords.update(metrics=[Metric(partial(mine, 1.0))]),
         lambda c: c.keywords.update(metrics=[Metric(partial(mine, 2.0))]), "ValueError", "token_metrics"),
@@ -315,3 +329,26 @@ def test_an_exception_that_is_not_known_is_a_runtime_error_that_names_it(kind, n
     here, there = on_ranks(2, undecodable_run, kind)
     for found, message in (here, there):
         assert found == "RuntimeError" and f"on rank 1 of the group: {name}" in message
+
+
+lse = torch.zeros(1)  # a global of the name of an attribute
+
+
+def tangled_run(group, device):
+    """Functions that refer to each other, objects as keys, modules, sparse tensors: the same on all ranks."""
+    global lse
+    lse = torch.full((1,), float(dist.get_rank(group)))
+    registry, sparse = {}, torch.eye(2).to_sparse()
+    for i in range(40):
+        registry[i] = lambda s, i=i: s.lse * (i if registry else sparse)
+    keys = {Scaled: 1, mine: 2, Scaled(1.0): 3}
+    model = torch.nn.Linear(2, 2)  # drawn by each rank for itself
+    call = Call(group, device)
+    call.rewrite(terms=[Term("mine", lambda s: s.lse * len(keys) + 0 * (model is None)), Term("other", registry[3])])
+    begin = time.monotonic()
+    return float(call.head()), time.monotonic() - begin
+
+
+def test_functions_that_are_alike_on_all_ranks_agree():
+    (first, _), (second, took) = on_ranks(2, tangled_run)
+    assert first == second and took < TIMEOUT

@@ -721,3 +721,17 @@ def test_a_policy_loss_compiles_without_graph_breaks(device):
     local = x.view(2, -1, V).clone().requires_grad_()
     loss = torch.compile(step, fullgraph=True, backend="aot_eager")(local)
     torch.testing.assert_close((loss.detach(), *torch.autograd.grad(loss, local)), eager, rtol=2e-5, atol=1e-6)
+
+
+def test_numbers_of_numpy_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    x, labels = rows("cpu")
+    shard = VocabShard.from_group(None, numpy.int64(V))
+    transform = Transform(temperature=numpy.float32(2.0), scale=numpy.float32(1.0))
+    head = HeadLoss([CrossEntropy(numpy.float32(1.0))], ignore_index=numpy.int64(-100))
+    ours = head(x, labels, shard=shard, transform=transform, denominator=numpy.int64(4)).loss
+    assert torch.equal(ours, HeadLoss()(x, labels, transform=Transform(temperature=2.0), denominator=4).loss)
+    with pytest.raises(TypeError, match="vocab_size must be an int, got True"):
+        VocabShard(0, 12, True)
+    with pytest.raises(TypeError, match=r"vocab_size must be an int, got 12\.0"):
+        VocabShard.from_group(None, 12.0)

@@ -483,3 +483,42 @@ def test_int32_labels_go_with_any_ignore_index(sequences, device):
     loss = HeadLoss(ignore_index=1 << 40)(x, labels, **taken).loss
     expected = F.cross_entropy(x[mask], labels[mask].long())
     torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "one_sweep"])
+def test_large_weights_give_the_mean_from_hidden_states_too(mode, backend, device):
+    torch.manual_seed(0)
+    weight, labels = torch.randn(V, 4, device=device, requires_grad=True), torch.randint(0, V, (12,), device=device)
+    hidden, results = torch.randn(12, 4, device=device), []
+    for scale in (1.0, 2.0**126):
+        token_weight = torch.full((12,), scale, device=device)
+        head = HeadLoss(options=Options(backend=backend))
+        loss = head.linear(hidden, weight, labels, token_weight=token_weight, linear=Linear(mode)).loss
+        results.append((loss.detach(), torch.autograd.grad(loss, weight)[0]))
+    for small, large in zip(*results):
+        torch.testing.assert_close(small, large, rtol=1e-5, atol=1e-7)
+
+
+def test_a_trained_weight_has_a_gradient_where_it_is_0(device):
+    x, labels = torch.randn(3, V, device=device), torch.tensor([1, 2, 3], device=device)
+    weight = torch.tensor([1.0, 0.0, 2.0], device=device, requires_grad=True)
+    HeadLoss(reduction="sum")(x, labels, token_weight=weight).loss.backward()
+    torch.testing.assert_close(weight.grad, F.cross_entropy(x, labels, reduction="none"))
+
+
+@pytest.mark.parametrize("objective", ["gspo", "gmpo", "vespo", "gspo-length-weighted"])
+def test_a_weight_of_0_leaves_its_token_in_the_ratio_of_its_sequence(objective, backend, device):
+    """The sequences' mask says what a sequence is; the weight masks the loss alone."""
+    x, labels = torch.randn(2, 4, V, device=device), torch.randint(0, V, (2, 4), device=device)
+    given = {"advantages": torch.tensor([[1.0], [-1.0]], device=device)}
+    given["old_log_prob"] = torch.full((2, 4), -4.0, device=device)
+    given["sequences"] = Sequences.from_mask(labels >= 0)
+    weight = torch.ones(2, 4, device=device)
+    weight[0, 1] = 0.0
+    options = {"reduction": "none", "options": Options(backend=backend)}
+    head, x = HeadLoss([PolicyGradient(objective)], **options), x.requires_grad_()
+    whole, masked = head(x, labels, inputs=given).loss, head(x, labels, token_weight=weight, inputs=given).loss
+    torch.testing.assert_close(masked, whole * weight)
+    mean = HeadLoss([PolicyGradient(objective)], reduction="seq-mean-token-mean", options=options["options"])
+    loss = mean(x, labels, token_weight=weight, inputs=given).loss
+    torch.testing.assert_close(loss, (whole * weight).sum() / 8)

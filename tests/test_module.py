@@ -449,3 +449,29 @@ def wrong_matrices(group, device):
 def test_a_matrix_of_other_rows_is_refused_and_never_cut(world):
     for messages in on_ranks(world, wrong_matrices):
         assert messages == [True] * 8
+
+
+def other_cuts(group, device):
+    """States whose DTensors are cut otherwise than the head, and one that is not cut at all."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    matrix = torch.arange(20.0, device=device).view(10, 2) + 1
+    mesh, found = DeviceMesh.from_group(group, device.type), []
+    state = distribute_tensor(matrix, mesh, [Shard(0)])
+    for shard in (VocabShard.from_group(group, 10, 12), VocabShard.from_boundaries([0, 3, 10], 10, group)):
+        for given in (state, distribute_tensor(matrix, mesh, [Replicate()])):
+            embedding = VocabParallelEmbedding(2, shard, device=device)
+            embedding.load_state_dict({"weight": given})
+            found.append(bool(torch.equal(embedding(torch.arange(10, device=device)), matrix)))
+    embedding = VocabParallelEmbedding(2, VocabShard.from_group(group, 10), device=device).to_dtensor(mesh)
+    embedding.load_state_dict({"weight": distribute_tensor(matrix, mesh, [Replicate()])}, assign=True)
+    try:
+        embedding(torch.arange(10, device=device))
+    except ValueError as error:
+        found.append("weight must be sharded, this rank's 5 rows, got 10" in str(error))
+    return found
+
+
+def test_a_state_of_another_cut_is_loaded_by_its_rows():
+    assert on_ranks(2, other_cuts) == [[True] * 5] * 2

@@ -838,3 +838,25 @@ def test_what_docs_peers_says_gives_the_peers_numbers():
     torch.testing.assert_close(loss, (unmasked * mask).sum())
     given["sequences"] = Sequences.from_mask(mask)
     assert not torch.allclose(loss, head(x, labels, inputs=given).loss)
+
+
+def test_a_nan_reward_and_a_nan_ratio_of_advantage_0_stay_visible(device):
+    x = torch.full((1, 3), -1.0, device=device, requires_grad=True)
+    nan = torch.tensor([[1.0, math.nan, 0.0]], device=device)
+    loss = losses.positive_nll(x, rewards=nan)
+    loss.sum().backward()
+    assert loss.isnan().tolist() == x.grad.isnan().tolist() == [[False, True, False]] and loss[0, 2] == 0
+    y = torch.full((1, 3), -1.0, device=device, requires_grad=True)
+    sequences = Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool, device=device))
+    advantages = torch.tensor([[1.0, 0.0, 1.0]], device=device)
+    loss = losses.gmpo(y, advantages=advantages, old_log_prob=nan, sequences=sequences)
+    loss.sum().backward()
+    assert loss.isnan().all() and y.grad[0, 1].isnan()
+
+
+def test_clamps_that_are_no_bounds_are_refused():
+    for keywords in ({"input_clamp": -1.0}, {"output_clamp": -5.0}):
+        with pytest.raises(ValueError, match="clamp must be a positive number or None"):
+            losses.kl_estimate(LOG_PROB, reference_log_prob=LOG_PROB, **keywords)
+    with pytest.raises(ValueError, match="dual_clip must be at least"):
+        losses.clipped(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, dual_clip=math.nan)

@@ -132,3 +132,10 @@ def test_kto_has_no_gradient_to_its_kl_which_is_at_least_0():
     torch.testing.assert_close(loss.detach(), torch.tensor([0.5, 0.5]))
     loss.sum().backward()
     assert kl.grad is None and log_prob.grad[0] < 0 < log_prob.grad[1]
+
+
+def test_dpo_of_an_impossible_completion_is_a_limit_and_not_nan():
+    chosen = torch.tensor([-1.0], requires_grad=True)
+    loss = losses.dpo(chosen, torch.tensor([-torch.inf]), torch.tensor([-1.0]), torch.tensor([-2.0]))
+    loss.sum().backward()
+    assert loss.item() == 0.0 and chosen.grad.item() == 0.0

@@ -324,7 +324,8 @@ def test_what_cannot_describe_sequences_is_refused(device):
         (TypeError, "ids must be int64 or int32", lambda: Sequences.from_ids(ids.float(), 1, mask)),
         (TypeError, "count must be an int", lambda: Sequences.from_ids(ids, 1.5, mask)),
         (ValueError, "count must be at least 0, got -1", lambda: Sequences.from_ids(ids, -1, mask)),
-        (ValueError, "horizon must be a positive number", lambda: Sequences.from_mask(mask, horizon=0)),
+        (TypeError, "mask must be a tensor, got list", lambda: Sequences.from_mask([[True]])),
+        (ValueError, "horizon must be positive and finite", lambda: Sequences.from_mask(mask, horizon=0)),
         (ValueError, "lengths must be finite and at least 0",
          lambda: Sequences.from_mask(mask, lengths=torch.tensor([4.0, -1.0], device=device)).check()),
     ):  # fmt: skip

@@ -7,6 +7,7 @@ others in the collective until the communication library's timeout, and labels t
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import types
 import zlib
@@ -39,7 +40,9 @@ class Agreement:
     An exception that is none of `RAISED` becomes a RuntimeError that names it. Facts that differ between ranks, and
     shards that do not cover the vocabulary once, are a ValueError on all. Tensors among the facts are compared by their
     bits, those of `SHARDED` by dtype and by the dimensions that ranks share, and hidden states by their bits only with
-    validate="checksums". Functions are compared by their code, their constants and what they close over.
+    validate="checksums". Functions are compared by their code, their constants and what they close over, objects by
+    their numbers and strings, modules by their type. A function that holds something of its rank alone, a shard of the
+    logits or a rank's number, is reported as different.
 
     The price is a small all-gather of objects and host synchronisations; with validate="metadata", and on one rank,
     nothing happens. The objects are plain strings and numbers, but they travel as pickles, as all of torch's object
@@ -61,7 +64,7 @@ class Agreement:
         for name, value in facts.items():
             if name in COSTLY and isinstance(value, torch.Tensor) and self.validate != "checksums":
                 value = list(value.shape), str(value.dtype)
-            _describe(name, value, self.facts)
+            _describe(name, value, self.facts, {})
         self.facts["bounds"] = shard.start, shard.start + shard.valid_width, shard.tp_invariant
 
     def __enter__(self):
@@ -80,54 +83,79 @@ class Agreement:
             raise RAISED.get(name, RuntimeError)(f"on rank {failed[0]} of the group: {message}") from error
 
 
-def _describe(name: str, value, out: dict):
-    """Add to `out`, for whatever a call takes, by name: what to call it, and a checksum."""
-    if name.count(".") > 12:  # an object that holds itself
+PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+def _describe(name: str, value, out: dict, seen: dict):
+    """Add to `out`, by name, what to call a value and a checksum of its bits, then the same of its parts.
+
+    Modules, classes, shards and process groups are called by their type: what they hold may be this rank's alone. Of
+    other objects only plain attributes count.
+    """
+    if isinstance(value, PLAIN):
+        out[name] = repr(value), 0
         return
-    text, checksum, parts = None, 0, ()
-    if isinstance(value, (torch.nn.Module, VocabShard)):
-        text = type(value).__name__  # what they hold may be this rank's alone
-    elif isinstance(value, torch.Tensor):
+    if id(value) in seen:  # functions may refer to each other
+        out[name] = f"the same object as {seen[id(value)][0]}", 0
+        return
+    seen[id(value)] = name, value  # the value, so that its id stays its own
+    checksum, parts = 0, ()
+    if isinstance(value, torch.Tensor):
         text, checksum = _describe_tensor(value, SHARDED.get(name))
+    elif isinstance(value, (torch.nn.Module, VocabShard, types.ModuleType, type)):
+        text = getattr(value, "__name__", type(value).__name__)
     elif isinstance(value, Sequences):
         text, parts = "Sequences", (("mask", value.mask), ("lengths", value.lengths), ("horizon", value.horizon))
     elif isinstance(value, functools.partial):
         text, parts = "partial", (("function", value.func), ("arguments", value.args), ("keywords", value.keywords))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif dataclasses.is_dataclass(value):
         text, parts = type(value).__name__, ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
     elif isinstance(value, dict):
-        text, parts = repr(list(value)), value.items()
+        parts = sorted(((_key(key), part) for key, part in value.items()), key=lambda item: item[0])
+        text = repr([key for key, _ in parts])
+    elif isinstance(value, (set, frozenset)):
+        text = repr(sorted(map(_key, value)))
+    elif isinstance(value, (list, tuple)):
+        plain = all(isinstance(part, PLAIN) for part in value)
+        text, parts = repr(value) if plain else f"{len(value)} values", () if plain else enumerate(value)
     elif isinstance(value, types.CodeType):
         text, checksum = value.co_name, zlib.crc32(value.co_code)
         parts = ("constants", value.co_consts), ("names", value.co_names)
-    elif isinstance(value, (list, tuple)) and not all(isinstance(part, (int, str)) for part in value):
-        text, parts = f"{len(value)} values", enumerate(value)
     elif isinstance(value, types.FunctionType):
         text, parts = value.__qualname__, _closed_over(value)
     elif isinstance(value, types.MethodType):
         text, parts = value.__qualname__, (("self", value.__self__), ("function", value.__func__))
-    elif callable(value):
-        text, parts = getattr(value, "__qualname__", type(value).__qualname__), getattr(value, "__dict__", {}).items()
-        parts = () if isinstance(value, type) else parts
-    elif not isinstance(value, (int, float, str, bytes, list, tuple, torch.dtype, torch.device, type(None))):
-        text = type(value).__qualname__  # a repr may hold an address
-    out[name] = repr(value) if text is None else text, checksum
+    elif hasattr(value, "tobytes"):  # an array or a number of NumPy
+        text, checksum = f"{value.dtype} {list(value.shape)}", zlib.crc32(value.tobytes())
+    else:
+        text = getattr(value, "__qualname__", type(value).__qualname__)
+        attributes = dict(getattr(value, "__dict__", {}))
+        attributes |= {n: getattr(value, n, None) for n in getattr(type(value), "__slots__", ()) if n[:2] != "__"}
+        parts = ((n, part) for n, part in attributes.items() if isinstance(part, PLAIN))
+    out[name] = text, checksum
     for key, part in parts:
-        _describe(f"{name}.{key}", part, out)
+        _describe(f"{name}.{key}", part, out, seen)
+
+
+def _key(key) -> str:
+    """A key or an element without the address that the repr of an object holds."""
+    if isinstance(key, str):
+        return key
+    return repr(key) if isinstance(key, PLAIN) else getattr(key, "__qualname__", type(key).__qualname__)
 
 
 def _closed_over(function):
     """The parts of a function that decide what it computes: code, defaults, and variables from around it."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or ())
     yield "code", function.__code__
     yield "defaults", (function.__defaults__, function.__kwdefaults__)
-    for name, cell in cells:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
             yield name, cell.cell_contents
         except ValueError:  # not set yet
             yield name, None
-    for name in function.__code__.co_names:  # module-level numbers, say
-        if isinstance(value := function.__globals__.get(name), (int, float, str, tuple, torch.Tensor)):
+    names = {i.argval for i in dis.get_instructions(function.__code__) if i.opname == "LOAD_GLOBAL"}
+    for name in sorted(names & set(function.__globals__)):
+        if isinstance(value := function.__globals__[name], (*PLAIN, tuple, torch.Tensor)):
             yield name, value
 
 
@@ -135,6 +163,8 @@ def _describe_tensor(tensor, vocabulary: int | None) -> tuple[str, int]:
     if vocabulary is not None:
         shape = [size for d, size in enumerate(tensor.shape) if d != vocabulary % tensor.dim()]
         return f"{tensor.dtype} {shape} and the vocabulary", 0
+    if tensor.layout != torch.strided or tensor.is_meta or hasattr(tensor, "placements"):
+        return f"{tensor.layout} {tensor.dtype} {list(tensor.shape)}", 0
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return f"{tensor.dtype} {list(tensor.shape)}", zlib.crc32(data.numpy())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from .comm import TRANSPORTS
 from .dtensor import local, local_logits
 from .shard import ShardFacts, VocabShard
 from .stats import OF_TEACHER, OF_TOPK, OPTIONAL, HeadSpec, Inputs, VocabStatistics
-from .validation import expect_ids, expect_instance, expect_number, expect_tensor
+from .validation import expect_ids, expect_instance, expect_int, expect_number, expect_tensor
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -50,7 +51,7 @@ def _expect_temperature(name, temperature):
         if temperature.requires_grad:
             raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
         return
-    if not isinstance(temperature, (int, float)):
+    if not isinstance(temperature, (int, float, numbers.Real)):
         raise TypeError(f"{name} must be a number or a tensor, got {temperature!r}")
     expect_number(name, temperature)
 
@@ -255,8 +256,7 @@ def flat_inputs(logits, labels, shard, want, transform, teacher, total_weight, i
     """Validated: the order of the tokens (of `order_of` [.., any], else of the logits), the static facts of the pass,
     and what the backends take, by rows [N, ..]."""
     backend = _validate(logits, labels, shard, want, transform, teacher, total_weight, options)
-    if not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+    ignore_index = expect_int("ignore_index", ignore_index)
     if not -(1 << 63) <= ignore_index < 1 << 63:
         raise ValueError(f"ignore_index must be in the range of int64, got {ignore_index}")
     temperature, temperatures = transform.temperature, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from .sequences import SEQUENCE_REDUCTIONS, Sequences
 from .shard import VocabShard
 from .stats import OF_TEACHER, OF_TOPK, OPTIONAL, VocabStatistics
 from .terms import METRICS, CrossEntropy, Metric, Term
-from .validation import expect_ids, expect_instance, expect_tensor, fits_fp32
+from .validation import expect_ids, expect_instance, expect_int, expect_tensor, fits_fp32
 
 # What a `Monomial` may be of -> the optional statistic that brings it.
 MONOMIALS = {
@@ -108,8 +109,7 @@ class HeadLoss(nn.Module):
         names = [term.name for term in self.terms]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"terms must be at least one, with distinct names, got {names}")
-        if not isinstance(ignore_index, int):
-            raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+        ignore_index = expect_int("ignore_index", ignore_index)
         self.metrics = tuple(name for name in metrics if isinstance(name, str))
         self.token_metrics = tuple(metric for metric in metrics if not isinstance(metric, str))
         if unknown := set(self.metrics) - set(METRICS):
@@ -142,13 +142,16 @@ class HeadLoss(nn.Module):
     ) -> HeadLossOutput:
         """logits [.., width] sharded on V, labels [..] replicated -> `HeadLossOutput`, replicated.
 
-        token_weight: [..], multiplies every term (a loss mask of zeros and ones, say); a token of weight 0 counts as
-        ignored, whatever its logits or its loss are. The mean divides by the sum of the weights,
-        so weights of both signs want a denominator of their own. denominator: the caller's, a number or a scalar
-        tensor; with gradient accumulation or data parallelism, the global count of tokens (or sequences).
+        token_weight: [..], multiplies every term (a loss mask of zeros and ones, say). A token of weight 0 counts as
+        ignored, whatever its logits or its loss are, unless the weights require a gradient; with the input "sequences"
+        its own loss is left out, and its sequence's sums and ratios still have it, as the sequences' mask says. The
+        mean divides by the sum of the weights, so weights of both signs want a denominator of their own.
+        denominator: the caller's, a number or a scalar tensor; with gradient accumulation or data parallelism, the
+        global count of tokens (or sequences).
         inputs: what terms and metrics take besides the statistics, by name, replicated: tensors of as many dimensions
-        as [..] that broadcast to it, scalars, or, with sequences, a value for each of them [B]; "sequences" a
-        `Sequences` of the same [..] (tokens outside of its mask are ignored); "teacher" a `Teacher` or a `TopKTeacher`.
+        as [..] that broadcast to it (of its own shape: per token), scalars, or, with sequences, a value for each of
+        them [B]; "sequences" a `Sequences` of the same [..] (tokens outside of its mask are ignored); "teacher" a
+        `Teacher` or a `TopKTeacher`.
         One collective forward; backward: no communication. Errors as in `vocab_statistics`.
         """
         with Agreement(self.options, shard) as agreement:
@@ -219,7 +222,7 @@ class HeadLoss(nn.Module):
         if call.denominator is None and self.reduction == "mean":
             valid = call.labels != self.ignore_index
             weights = valid if call.weight is None else masked(call.weight, valid)
-            total = weights.sum(dtype=torch.float32)
+            total = weights.sum(dtype=torch.float64)  # in fp32 it may be infinite where the mean is not
             call = call._replace(denominator=total.clamp(min=1) if call.weight is None else total)
         stats, found = head.one_sweep(call.labels, self.options, self._loss_of_block(call, head.rows))
         with torch.no_grad():
@@ -329,7 +332,9 @@ class HeadLoss(nn.Module):
         sequences = self._expect_sequences(inputs, labels)
         inputs = self._checked(inputs, labels, sequences)
         weight, count = token_weight, None
-        if token_weight is not None:  # a weight of 0 is a loss mask; of int64, which holds any ignore_index
+        # A weight of 0 is a loss mask, unless it is trained. In a sequence its token keeps its part in the sequence's
+        # sums, and only its own loss is left out. Labels are of int64 then, which holds any ignore_index.
+        if token_weight is not None and sequences is None and not token_weight.requires_grad:
             labels = torch.where(token_weight == 0, self.ignore_index, labels.long())
         if sequences is not None:
             if shard.group is not None and sequences.group is shard.group:
@@ -453,7 +458,7 @@ class HeadLoss(nn.Module):
         if self.reduction == "sum":
             denominator = 1.0
         elif isinstance(denominator, torch.Tensor):
-            denominator = denominator.float()
+            denominator = denominator.double()
         coefficients = [float(term.weight) for term in self.terms]
         return Reduction(SumsPlan.of([part.function for part in functions], coefficients), weight, denominator)
 
@@ -542,7 +547,7 @@ def _expect_denominator(denominator):
         if denominator.dim():
             raise ValueError(f"denominator must be a number or a scalar tensor, got shape {list(denominator.shape)}")
         expect_tensor("denominator", denominator)
-    elif not isinstance(denominator, (int, float)):
+    elif not isinstance(denominator, numbers.Real):
         raise TypeError(f"denominator must be a number or a scalar tensor, got {denominator!r}")
     elif denominator and math.isfinite(denominator) and not fits_fp32(denominator):
         raise ValueError(f"denominator must be a number that fp32 holds, got {denominator}")

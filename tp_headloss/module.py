@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -121,6 +122,8 @@ class VocabParallelEmbedding(_VocabRows):
         if not torch.compiler.is_compiling():
             self.shard.expect_live_group()
         shard, weight = self.shard, self.weight.to_local() if is_dtensor(self.weight) else self.weight
+        if weight.shape[0] != shard.width:
+            raise ValueError(f"weight must be sharded, this rank's {shard.width} rows, got {weight.shape[0]}")
         if self.sequence_parallel and (ids.dim() == 0 or ids.shape[0] % shard.world_size):
             raise ValueError(f"ids must be [S, ..] with S a multiple of {shard.world_size}, got {list(ids.shape)}")
         owned = (ids >= shard.start) & (ids < shard.start + shard.valid_width)
@@ -278,8 +281,15 @@ def _as_dtensors(module, state, prefix, metadata):
             state[prefix + name] = _dtensor(x, module.shard)
 
 
+def _is_cut_alike(x, shard: VocabShard) -> bool:
+    """Whether the rows of this rank in a DTensor are those of the shard."""
+    mesh = x.device_mesh
+    even = mesh.ndim == 1 and x.placements[0].is_shard(0) and x.shape[0] == shard.padded_size
+    return even and dist.get_process_group_ranks(mesh.get_group()) == dist.get_process_group_ranks(shard.group)
+
+
 def _as_held(module, state, prefix, metadata, strict, missing, unexpected, errors):
-    """What `load_state_dict` takes: DTensors of the same cut, whole matrices (with or without padding), own rows.
+    """What `load_state_dict` takes: DTensors of any cut, whole matrices (with or without padding), own rows.
 
     Anything else stays as it is and is an error of `load_state_dict`, of which torch makes one exception.
     """
@@ -293,11 +303,11 @@ def _as_held(module, state, prefix, metadata, strict, missing, unexpected, error
         if rows not in (whole if is_dtensor(given) else {*whole, shard.width}):
             errors.append(
                 f"{prefix}{name} must have this rank's {shard.width} rows or the whole vocabulary's {sorted(whole)}, "
-                f"got {rows}: cut another padding off, [:{shard.vocab_size}]"
+                f"got {rows}" + (f": cut another padding off, [:{shard.vocab_size}]" if rows > shard.vocab_size else "")
             )
             continue
         if is_dtensor(given):
-            given = given.to_local()
+            given = given.to_local() if _is_cut_alike(given, shard) else given.full_tensor()
         if given.shape[0] != shard.width:
             part = given[shard.start : min(shard.stop, shard.vocab_size)]
             given = given.new_zeros(shard.width, *given.shape[1:])

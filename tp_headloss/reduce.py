@@ -12,9 +12,12 @@ REDUCTIONS = ("none", "sum", "mean")  # of all tokens; those by sequence are in 
 def masked(values: torch.Tensor, valid: torch.Tensor | None, weight: torch.Tensor | None = None) -> torch.Tensor:
     """values [.., tokens] * weight where valid, 0 elsewhere whatever stands there (selected, not multiplied).
 
-    With a weight the result is float64, so that large weights do not overflow before something divides them.
+    With a weight the result is float64, so that large weights do not overflow before something divides them; where the
+    weight is 0 it is 0, too, unless the weight requires a gradient.
     """
-    values = values if weight is None else values.double() * weight
+    if weight is not None:
+        values = values.double() * weight
+        valid = valid if weight.requires_grad else valid & (weight != 0)
     return values if valid is None else torch.where(valid, values, 0.0)
 
 

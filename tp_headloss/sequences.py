@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from .comm import group_size, sum_over_ranks
-from .validation import expect_ids, expect_tensor
+from .validation import expect_ids, expect_int, expect_number, expect_tensor
 
 SEQUENCE_REDUCTIONS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -37,8 +37,8 @@ class Sequences:
         bounds: the offsets as they were given, or None."""
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
             raise TypeError(f"mask must be bool, got {getattr(mask, 'dtype', type(mask).__name__)}")
-        if horizon is not None and not 0 < horizon < float("inf"):
-            raise ValueError(f"horizon must be a positive number of tokens or None, got {horizon}")
+        if horizon is not None:
+            expect_number("horizon", horizon)
         self.mask, self.horizon, self.group = mask, horizon, group
         self._order, self._offsets, self._bounds = order, offsets, bounds
         self._bad = None if bounds is None else (bounds != offsets).any()  # [] bool, or None: nothing can be wrong
@@ -49,6 +49,7 @@ class Sequences:
             self._ids, self._known = torch.where(known, ids, 0), mask & known
         if lengths is not None:
             expect_tensor("lengths", lengths, [len(self)], mask.device)
+            lengths = lengths.detach().float()
             wrong = ~((lengths >= 0) & (lengths < float("inf"))).all()
             self._bad = wrong if self._bad is None else self._bad | wrong
         else:
@@ -78,6 +79,7 @@ class Sequences:
         lengths: [B], N_i over the whole group, if it is known. horizon: the constant length of the reduction
         "seq-mean-token-sum-norm". group: context-parallel process group.
         """
+        expect_tensor("mask", mask)
         if mask.dim() != 2:
             raise ValueError(f"mask must be [B, S], a sequence per row, got {list(mask.shape)}")
         return cls(mask, None, None, None, **options)
@@ -89,6 +91,7 @@ class Sequences:
         cu_seqlens: [B + 1] int32 or int64, ascending in [0, tokens], as variable-length attention takes it; tokens
         before its first and beyond its last entry belong to no sequence.
         """
+        expect_tensor("mask", mask)
         expect_ids("cu_seqlens", cu_seqlens)
         expect_tensor("cu_seqlens", cu_seqlens, device=mask.device)
         if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
@@ -102,10 +105,10 @@ class Sequences:
     def from_ids(cls, ids: torch.Tensor, count: int, mask: torch.Tensor, **options) -> Sequences:
         """Tokens in any order: ids [..] int32 or int64 in [0, count) names each one's sequence; other ids belong to
         none."""
+        expect_tensor("mask", mask)
         expect_ids("ids", ids)
         expect_tensor("ids", ids, mask.shape, mask.device)
-        if not isinstance(count, int) or isinstance(count, bool):
-            raise TypeError(f"count must be an int, the number of sequences, got {count!r}")
+        count = expect_int("count", count)
         if count < 0:
             raise ValueError(f"count must be at least 0, got {count}")
         flat, order = ids.flatten().long().sort(stable=True)

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from .validation import expect_int
+
 CHUNKS = 8
 CHUNK_ALIGNMENT = 16  # elements: chunks start at vectorisable addresses
 
@@ -92,8 +94,7 @@ class VocabShard:
 
     def __post_init__(self):
         for name in ("start", "stop", "vocab_size"):
-            if not isinstance(value := getattr(self, name), int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
+            object.__setattr__(self, name, expect_int(name, getattr(self, name)))
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"a shard needs 0 <= start <= stop, got [{self.start}, {self.stop})")
         if self.vocab_size < 1:
@@ -145,7 +146,8 @@ class VocabShard:
     def from_group(cls, group, vocab_size: int, padded_size: int | None = None) -> VocabShard:
         """Equal shards of ``ceil(padded_size / P)`` ids in group-rank order (the last ones shorter or empty), the split
         of `torch.chunk` and of a DTensor's ``Shard``. ``padded_size`` (default ``vocab_size``) counts padding rows."""
-        padded_size = vocab_size if padded_size is None else padded_size
+        vocab_size = expect_int("vocab_size", vocab_size)
+        padded_size = vocab_size if padded_size is None else expect_int("padded_size", padded_size)
         if padded_size < vocab_size:
             raise ValueError(f"padded_size must be at least vocab_size = {vocab_size}, got {padded_size}")
         world_size = _rank_and_size(group)[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -68,7 +69,7 @@ class Term:
         if isinstance(self.weight, torch.Tensor):
             if self.weight.dim():
                 raise ValueError(f"{owner}: weight must be a number or a scalar tensor, got {list(self.weight.shape)}")
-        elif not isinstance(self.weight, (int, float)):
+        elif not isinstance(self.weight, numbers.Real):
             raise TypeError(f"{owner}: weight must be a number or a scalar tensor, got {self.weight!r}")
         elif not math.isfinite(self.weight) or abs(self.weight) > torch.finfo(torch.float32).max:
             raise ValueError(f"{owner}: weight must be finite in fp32, got {self.weight}")

@@ -14,7 +14,7 @@ from .comm import gather_from_ranks
 from .dtensor import local, local_head, local_logits
 from .shard import VocabShard
 from .stats import finish, merge
-from .validation import expect_instance, expect_tensor
+from .validation import expect_instance, expect_int, expect_tensor
 
 BLOCK_ELEMENTS = 1 << 22  # logits per block: its temporaries are all that is ever as wide as the vocabulary
 LOWEST = torch.iinfo(torch.int64).min
@@ -73,8 +73,7 @@ def topk_log_probs(
         facts = {"k": k, "top_p": top_p, "dtype": str(dtype), "ids_dtype": str(ids_dtype), "options": options}
         of_logits = {"logits": logits} if weight is None else {"hidden": logits, "weight": weight}
         agreement.on("topk_log_probs", shard, transform=transform, **facts, **of_logits)
-        if not isinstance(k, int):
-            raise TypeError(f"k must be an int, got {k!r}")
+        k = expect_int("k", k)
         if not 1 <= k <= shard.vocab_size:
             raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}")
         if top_p is not None and not 0 < top_p <= 1:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
+import operator
+
 import torch
 
 
@@ -38,7 +41,7 @@ def fits_fp32(number: float) -> bool:
 
 def expect_number(name: str, number, positive: bool = True):
     """Raise TypeError for what is not a number, ValueError for one that the kernels cannot multiply and divide by."""
-    if not isinstance(number, (int, float)):
+    if not isinstance(number, (int, float, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {number!r}")
     if not fits_fp32(number) or (positive and number < 0):
         wanted = "positive" if positive else "other than 0"
@@ -47,5 +50,17 @@ def expect_number(name: str, number, positive: bool = True):
 
 def expect_pair(name: str, pair):
     """Raise TypeError for what is not two numbers."""
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(x, (int, float)) for x in pair):
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(x, numbers.Real) for x in pair):
         raise TypeError(f"{name} must be two numbers, such as (0.2, 0.28), got {pair!r}")
+
+
+def expect_int(name: str, value) -> int:
+    """Return an integer of any library as Python's; raise TypeError for anything else, True and False included."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    try:
+        if isinstance(value, (bool, torch.Tensor)):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}") from None

@@ -17,7 +17,7 @@ def sums_kernel(
     value_ptrs,  # S per-token values [T], fp32 or bool
     valid_ptr,  # [T] bool
     weight_ptr,  # [T] fp32 token weights or None
-    denominator_ptr,  # [] fp32 or None: then `denominator`, or the count
+    denominator_ptr,  # [] fp64 or None: then `denominator`, or the count
     coefficients,  # floats c_i of the first values
     denominator, n_rows,
     SQUARES: tl.constexpr, NEGATIVES: tl.constexpr,  # bits: which values are squared, which sums negated
@@ -35,6 +35,7 @@ def sums_kernel(
         weight = valid.to(tl.float64)
         if weight_ptr is not None:
             weight = tl.load(weight_ptr + token, mask=valid, other=0.0).to(tl.float64)
+            valid = valid & (weight != 0.0)  # a loss mask, whatever the values are
         count += weight
         grown = ()
         for i in tl.static_range(len(value_ptrs)):
@@ -77,7 +78,9 @@ def sums_gradient_kernel(
     valid = tl.load(valid_ptr + token, mask=token < n, other=0) != 0
     factor = tl.load(upstream_ptr) / tl.load(divisor_ptr)
     if weight_ptr is not None:
-        factor *= tl.load(weight_ptr + token, mask=valid, other=0.0)
+        weight = tl.load(weight_ptr + token, mask=valid, other=0.0)
+        valid = valid & (weight != 0.0)
+        factor *= weight
     for i in tl.static_range(len(value_ptrs)):
         g = factor * (coefficients[i] * _sign(i, NEGATIVES))
         if (SQUARES >> i) & 1:

@@ -44,6 +44,8 @@ def kl_estimate(
     """
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"estimator must be one of {KL_ESTIMATORS}, got {estimator!r}")
+    if output_clamp is not None and not output_clamp > 0:
+        raise ValueError(f"output_clamp must be a positive number or None, got {output_clamp}")
     x = log_ratio(log_prob, reference_log_prob, input_clamp)
     value = _value(x, estimator.removesuffix("+"))
     if output_clamp is not None and estimator.startswith("k3"):

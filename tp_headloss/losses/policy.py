@@ -28,7 +28,7 @@ def _clipped(ratio, advantages, clip, dual_clip):
     low, high = 1 - clip[0], 1 + clip[1]
     if not 0 <= low <= 1 <= high:
         raise ValueError(f"clip must be (low, high) with 0 <= low <= 1 and high >= 0, got {clip}")
-    if dual_clip is not None and dual_clip < high:
+    if dual_clip is not None and not dual_clip >= high:
         raise ValueError(f"dual_clip must be at least 1 + {clip[1]}, where the clip ends, got {dual_clip}")
     # min(r A, clip(r) A), one sign of A at a time
     most = math.inf if dual_clip is None else dual_clip
@@ -148,7 +148,7 @@ def gmpo(
     expect_pair("clip", clip)
     ratio = log_ratio(log_prob, old_log_prob)
     held = torch.where(advantages < 0, bounded(ratio, low=-clip[0]), bounded(ratio, high=clip[1]))
-    held = torch.where(advantages == 0, 0.0, held)
+    held = torch.where(advantages == 0, ratio * 0, held)  # 0, or NaN
     mean = sequences.spread(sequences.mean(held.detach()))
     advantage = sequences.spread(sequences.mean(advantages.expand_as(log_prob)))
     return -advantage * with_gradient_of(mean, held).exp()
@@ -241,4 +241,4 @@ def kl_cov(
 def positive_nll(log_prob: torch.Tensor, *, rewards: torch.Tensor) -> torch.Tensor:
     """-l where the reward is positive, 0 elsewhere: the imitation term of VAPO (arXiv:2504.05118). As a term, its mean
     is over the tokens with a positive reward."""
-    return torch.where(rewards > 0, -log_prob, 0.0)
+    return -scaled(torch.where(rewards.isnan(), torch.nan, (rewards > 0).to(log_prob.dtype)), log_prob)

@@ -29,6 +29,8 @@ def dpo(
     label_smoothing e: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h) (conservative DPO).
     """
     h = beta * ((chosen - rejected) - (reference_chosen - reference_rejected))
+    if not label_smoothing:  # 0 times infinity would be NaN
+        return -logsigmoid(h)
     return -(1 - label_smoothing) * logsigmoid(h) - label_smoothing * logsigmoid(-h)
 
 

@@ -30,6 +30,8 @@ def bounded(x: torch.Tensor, low: float = -math.inf, high: float = math.inf) -> 
 
 def log_ratio(log_prob: torch.Tensor, other: torch.Tensor, clamp: float | None = LOG_RATIO_CLAMP) -> torch.Tensor:
     """log_prob - other [..], clamped to +-clamp (None: not at all), with zero gradient beyond it; NaN stays NaN."""
+    if clamp is not None and not clamp > 0:
+        raise ValueError(f"a clamp must be a positive number or None, got {clamp}")
     limit = math.inf if clamp is None else clamp
     return bounded(log_prob - other, -limit, limit)
 
