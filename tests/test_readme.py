@@ -118,7 +118,7 @@ def test_the_quickstarts_largest_difference_is_the_one_that_was_measured():
     found = json.loads((ROOT / "docs/bench/quickstart.json").read_text())
     stated = re.search(r"largest difference of the two training losses was ([\d.e-]+)", README.replace("\n", " "))[1]
     assert stated == f"{found['largest_difference']:.1e}".replace("e-0", "e-")
-    assert found["steps"] == 500 and found["versions"]["torch"] in README
+    assert found["steps"] == 500 and found["versions"]["torch"].split("+")[0] in README
 
 
 FAILURES = {  # first words of a line of "When ranks fail or disagree" -> tests of it, by file
