@@ -103,7 +103,7 @@ class Resources(NamedTuple):
         spills = CROWDED_SPILL_LIMIT if crowded(arguments) else SPILL_LIMIT
         if self.shared > SHARED_LIMIT or self.stack > spills:
             raise ValueError(f"at most {SHARED_LIMIT} bytes shared and {spills} spilled, got {self}")
-        if arguments.get("PACKETS", 0) > 8 and (self.code > LOOP_LIMIT or self.stack):
+        if arguments.get("PACKETS", 0) > 8 and self.code > LOOP_LIMIT:
             raise ValueError(f"a merge of many ranks must be a loop of at most {LOOP_LIMIT} characters, got {self}")
 
 
