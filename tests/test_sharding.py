@@ -427,7 +427,7 @@ def packets_of(name, group_size, width, device):
     return torch.cat(packets), inputs, spec
 
 
-@pytest.mark.parametrize("group_size", [9, 64])
+@pytest.mark.parametrize("group_size", [9])
 @pytest.mark.parametrize("name", WANTS)
 def test_a_loop_over_the_packets_of_many_ranks_gives_the_same_bits(name, group_size, device):
     """Eight ranks' packets are merged without a loop; empty ones of more ranks must not change a bit."""
