@@ -19,14 +19,18 @@ make() {
     local site
     site=$($python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
     printf '%s\n%s\n' "$main" "$PWD" >"$site/tp_headloss.pth"
-    echo "$packages" >".hosts/$name/packages.txt"
     # Without dependencies: nothing can bring another torch.
-    local pip=("$python" -m pip install -q --no-deps -r ".hosts/$name/packages.txt")
+    local pip=("$python" -m pip install -q --no-deps)
     case $name in
         # What runs here of it is plain Python, though it asks for a newer one.
         megatron-0.19.2) pip+=(--ignore-requires-python --only-binary=:all: --python-version 3.12 --target "$site") ;;
     esac
-    "${pip[@]}"
+    # pip checks hashes for all of a file's packages or for none, so those with a hash have a file of their own.
+    local dir=.hosts/$name
+    sed '/--hash/d' <<<"$packages" >"$dir/packages.txt"
+    sed '/--hash/!d' <<<"$packages" >"$dir/hashed.txt"
+    "${pip[@]}" -r "$dir/packages.txt"
+    "${pip[@]}" -r "$dir/hashed.txt" --require-hashes
     touch "$stamp"
 }
 

@@ -179,6 +179,7 @@ def test_setup_installs_no_package_without_a_version():
 
 
 HOSTS = dict(re.findall(r"^\[(.+)\]\n([^#[]+)", (ROOT / "scripts/hosts.txt").read_text(), re.M))
+PINS = re.compile(r"^[^ \n]+==[^ \n]+", re.M)
 
 
 @pytest.mark.parametrize("name", HOSTS)
@@ -187,7 +188,7 @@ def test_an_environment_of_a_host_holds_what_is_listed_and_nothing_else(name):
     if not sites:
         pytest.skip(f"no .hosts/{name}: bash scripts/hosts.sh {name}")
     installed = importlib.metadata.distributions(path=[str(sites[0])])
-    assert {canonicalize_name(d.metadata["Name"]): d.version for d in installed} == pins_of(HOSTS[name].split())
+    assert {canonicalize_name(d.metadata["Name"]): d.version for d in installed} == pins_of(PINS.findall(HOSTS[name]))
 
 
 def run_python(code, **env):
