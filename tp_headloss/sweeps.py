@@ -184,7 +184,10 @@ class _Buffer:
     def logits(self, tokens: slice, ids: slice = slice(None)) -> torch.Tensor:
         hidden, weight = self.hidden[tokens], self.weight[ids]
         shape = hidden.shape[0], _stride(weight.shape[0])
-        out = self.memory[: math.prod(shape)].view(shape)[:, : weight.shape[0]]
+        rows = self.memory[: math.prod(shape)].view(shape)
+        out = rows[:, : weight.shape[0]]
+        if not out.is_cuda:  # on CPUs with AMX a GEMM multiplies what is between the rows by 0, and NaN stays NaN
+            rows[:, weight.shape[0] :] = 0
         multiply(out, hidden, weight.t())
         return out
 
