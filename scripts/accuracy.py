@@ -4,7 +4,8 @@ python scripts/accuracy.py --json docs/bench/accuracy_cpu.json       # on a CPU,
 python scripts/accuracy.py --json docs/bench/accuracy_h200.json      # on a GPU, the kernels
 
 Cross-entropy with random upstream gradients, over vocabularies and distributions that are hard in different ways. The
-bounds are those of tests/test_accuracy.py; docs/theory.md derives them. An error over its bound is a share above 1.
+bounds are those of tests/statistics/test_accuracy.py; docs/theory.md derives them. An error over its bound is a share
+above 1.
 """
 
 import argparse

@@ -4,8 +4,8 @@ bash scripts/gpu_check.sh --report docs/gpu_check.md
 
 Test files run several at a time (`--jobs`; on four H200 six took 520 seconds, and twelve were not done after 590), each
 in a process of its own, with as many ranks as there are GPUs: bits at every group size from saved outputs, graph
-replays, 2^31 + 4096 elements, 131,072 tokens, 1,000 repeats under noise and all else in `tests/test_cuda.py` are among
-them. Every step is shown when it ends. The exit status is 1 if anything failed; what could not run is listed.
+replays, 2^31 + 4096 elements, 131,072 tokens, 1,000 repeats under noise and all else in `tests/engine/test_cuda.py` are
+among them. Every step is shown when it ends. The exit status is 1 if anything failed; what could not run is listed.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def tests_of(path: Path, limit) -> Step:
 
 def kernels(limit) -> Step:
     major, minor = torch.cuda.get_device_capability()
-    status, output, seconds = call([sys.executable, "tests/aot.py", str(10 * major + minor), "--all"], limit)
+    status, output, seconds = call([sys.executable, "tests/helpers/aot.py", str(10 * major + minor), "--all"], limit)
     return Step("kernel resources", status == 0, seconds, output)
 
 
@@ -146,7 +146,7 @@ def report(steps: list[Step], options: str) -> str:
         good, bad = outcomes.pop("passed", 0), outcomes.pop("failed", 0)
         reasons = "; ".join(f"{count}: {reason}" for reason, count in outcomes.most_common()) or "0"
         lines.append(f"| {ranks} | {good} | {bad} | {reasons} |")
-    lines += ["", "| of them, `tests/test_cuda.py` | |", "|---|---|"]
+    lines += ["", "| of them, `tests/engine/test_cuda.py` | |", "|---|---|"]
     by_test = collections.defaultdict(list)
     for case in cases:
         if case.file == "test_cuda":
@@ -176,7 +176,7 @@ def main():
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no GPU here: bash scripts/test.sh runs everything else")
-    files = sorted((ROOT / "tests").glob("test_*.py"), key=lambda p: (p.stem not in LONG, -p.stat().st_size))
+    files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda p: (p.stem not in LONG, -p.stat().st_size))
     work = {path.stem: functools.partial(tests_of, path, args.limit) for path in files}
     work |= {tool: functools.partial(sanitizer, tool, args.limit) for tool in ("memcheck", "racecheck", "initcheck")}
     work["kernels"] = functools.partial(kernels, args.limit)

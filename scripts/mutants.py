@@ -195,7 +195,7 @@ def verdict(mutant: Mutant, tree: Path, timeout: float, environment: dict) -> st
     if mutant.code not in source:
         return "OUTDATED"
     path.write_text(source.replace(mutant.code, mutant.becomes, 1))
-    tests = [f"tests/{name}.py" for name in mutant.tests.split()]
+    tests = [str(path) for name in mutant.tests.split() for path in (tree / "tests").rglob(f"{name}.py")]
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
         run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=timeout, env=environment)

@@ -1,11 +1,6 @@
 """With torchtitan itself: its models on two ranks, with its losses and with ours (tests/hosts/torchtitan_cases.py)."""
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "hosts"))
 from cases import launch, python_of
 
 HOST = "torchtitan-0.3.0"

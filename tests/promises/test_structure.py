@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tp_headloss"
 
 MAY_IMPORT = {  # module -> modules of the package that it may import
@@ -233,7 +233,7 @@ def test_every_kernel_variant_compiles_ahead_of_time(tmp_path):
     """For GPUs that are not here: an interpreter-only kernel, or one that spills, cannot land."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(ROOT / "tests/aot.py"), "80", "90", "100"]
+    command = [sys.executable, str(ROOT / "tests/helpers/aot.py"), "80", "90", "100"]
     result = subprocess.run(command, capture_output=True, text=True, env=env)
     assert result.returncode == 0 and "failed 0" in result.stdout, result.stdout[-4000:] + result.stderr[-4000:]
     assert int(result.stdout.split("compiled ")[1].split(",")[0]) > 130

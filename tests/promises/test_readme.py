@@ -11,7 +11,7 @@ from ranks import on_ranks
 
 from tp_headloss import HeadLoss, VocabShard
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
@@ -145,4 +145,4 @@ def test_every_line_about_ranks_that_fail_is_bound_to_a_test():
     for start, (file, test) in FAILURES.items():
         (line,) = [row for row in table if row[0].startswith(start)]
         assert SAYS[start] in line[1], line
-        assert f"def {test}(" in (ROOT / f"tests/{file}.py").read_text()
+        assert f"def {test}(" in (ROOT / f"tests/distributed/{file}.py").read_text()

@@ -5,12 +5,7 @@ gradient is 1e-2. Errors in bf16 are at most 1.2 times those of the host's own t
 gradient makes 1.4 times as much.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "hosts"))
 from cases import launch, python_of
 
 HOSTS = ("transformers-5.17.0", "transformers-5.23.0")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from collectives import counted_collectives
 from ranks import on_ranks
-from test_contract import counted_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 

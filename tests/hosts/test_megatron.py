@@ -1,12 +1,7 @@
-"""Megatron-Core, each supported version with its own loss beside ours; the cases are in hosts/megatron_cases.py."""
+"""Megatron-Core, each supported version with its own loss beside ours; the cases are in megatron_cases.py."""
 
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "hosts"))
 import cases
+import pytest
 
 VERSIONS = ("0.16.1", "0.19.2")
 SAME = (

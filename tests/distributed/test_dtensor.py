@@ -2,12 +2,11 @@
 
 import contextlib
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import readme_block
 from ranks import on_ranks
 from torch import nn
 
@@ -24,9 +23,6 @@ from tp_headloss import (
     topk_log_probs,
     vocab_statistics,
 )
-
-sys.path.insert(0, str(Path(__file__).parent / "hosts"))
-from cases import readme_block
 
 H = 24
 

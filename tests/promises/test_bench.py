@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from launcher import run_script
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 SMALL = ["--device", "cpu", "--tokens", "24", "--seconds", "0.001"]
 
 

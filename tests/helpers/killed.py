@@ -1,4 +1,6 @@
-"""launch/train.py in which ranks kill themselves (SIGKILL): torchrun .. tests/killed.py [options of launch/train.py]
+"""launch/train.py in which ranks kill themselves (SIGKILL):
+
+    torchrun .. tests/helpers/killed.py [options of launch/train.py]
 
 On the first attempt rank 1, within step 9, while rank 0 waits for it; on the second rank 0, at step 18, when all files
 of a checkpoint are written and the one that names it as the newest is not.
@@ -11,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-LAUNCH = Path(__file__).parents[1] / "launch"
+LAUNCH = Path(__file__).parents[2] / "launch"
 sys.path.insert(0, str(LAUNCH))
 checkpoint, parallel = importlib.import_module("checkpoint"), importlib.import_module("parallel")
 

@@ -1,12 +1,12 @@
 """The rules that hold everywhere: collectives, kernels, autograd, compile, in place, validation."""
 
-import contextlib
 import copy
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import counted_collectives
 from ranks import on_ranks
 from torch.utils.checkpoint import checkpoint
 
@@ -45,15 +45,6 @@ def rows(device, **kwargs):
     labels = torch.randint(0, V, (N,), generator=generator)
     labels[3] = -100
     return x.to(device, **kwargs), labels.to(device)
-
-
-@contextlib.contextmanager
-def counted_collectives():
-    """What the process group itself did, whoever asked: names of the communication events of the profiler."""
-    events = Counter()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        yield events
-    events.update(e.name for e in profile.events() if e.name.startswith(("gloo:", "nccl:")))
 
 
 def collectives_run(group, device, transport, requires_grad, backend):

@@ -12,7 +12,7 @@ from test_training import TINY
 
 from tp_headloss import VocabShard
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VOCAB, STEPS, BATCH = 307, 12, 4  # the vocabulary of test_training
 
 

@@ -70,7 +70,7 @@ def test_sharded_training_equals_unsharded_and_resumes_bit_for_bit(tmp_path, cac
 
 def test_a_run_whose_ranks_are_killed_restarts_from_the_newest_checkpoint_bit_for_bit(tmp_path, cache, whole):
     out = shutil.copytree(whole, tmp_path / "out")  # which the new run replaces, once
-    output = run(out, cache, *STEPS, "--overwrite", script="tests/killed.py", restarts=2)
+    output = run(out, cache, *STEPS, "--overwrite", script="tests/helpers/killed.py", restarts=2)
     assert [output.count(f"continues after step {step} of 24") for step in (6, 12, 18)] == [1, 1, 0], output[-3000:]
     assert losses(out) == losses(whole)
     assert [path.name for path in sorted((out / "checkpoints").iterdir())] == ["job", "latest", "step-00000024"]

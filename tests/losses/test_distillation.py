@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from collectives import counted_collectives
 from ranks import on_ranks
-from test_contract import counted_collectives
 
 from tp_headloss import (
     CrossEntropy,

@@ -13,7 +13,7 @@ from ranks import on_ranks
 
 from tp_headloss import HeadLoss, Options, VocabShard, vocab_statistics
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 X, LABELS = torch.randn(N, V, generator=torch.Generator().manual_seed(3)) * 2, torch.tensor([1, 40, 31, 32])
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from odd_inputs import lay_out
 from strategies import FIXED, Case
-from test_topk_distillation import BETA, definition
+from topk_oracle import BETA, definition
 
 from tp_headloss import (
     CrossEntropy,

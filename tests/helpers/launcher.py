@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import start_context
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def _process(script, arguments, environment, log):
