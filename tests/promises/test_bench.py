@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from launcher import run_script
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts/bench"
 SMALL = ["--device", "cpu", "--tokens", "24", "--seconds", "0.001"]
 
 
@@ -27,7 +27,7 @@ def rows_of(path):
 def test_every_task_is_right_and_measured_and_drawn(tmp_path, bench):
     names = ["ours", "ours, in place", "torch", "torch, x.float()"]
     data, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    out = run_script("scripts/bench.py", *SMALL, "--vocab", 257, "--implementations", *names, "--json", data)
+    out = run_script("scripts/bench/bench.py", *SMALL, "--vocab", 257, "--implementations", *names, "--json", data)
     report, rows = json.loads(data.read_text()), rows_of(data)
     expected = {(task.name, name) for task in bench.TASKS for name in names if name != "torch" or task.name == "ce"}
     assert set(rows) == expected and all(f"\n{task.name}, 24 x 257, TP 1" in out for task in bench.TASKS)
@@ -41,7 +41,7 @@ def test_every_task_is_right_and_measured_and_drawn(tmp_path, bench):
         assert row["graph_us"] is None and "no CUDA" in row["graph_failure"]
         assert row["eager_us"]["both"] == sorted(row["eager_us"]["both"]) and row["eager_us"]["both"][0] > 0
         assert set(row["eager_us"]) == {"forward", "backward", "both"} and row["host_us"] > 0 and row["floor_us"] > 0
-    run_script("scripts/plot_bench.py", data, "--out", picture)
+    run_script("scripts/bench/plot_bench.py", data, "--out", picture)
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 300_000
 
 
@@ -49,7 +49,7 @@ def test_a_sharded_run_is_right_on_every_rank(tmp_path):
     data = tmp_path / "bench.json"
     tasks = ["ce", "grpo", "jsd", "ce+topk"]
     choice = ["--tasks", *tasks, "--implementations", "ours", "torch loss_parallel", "--json", data]
-    run_script("scripts/bench.py", *SMALL, "--vocab", 256, *choice, ranks=2)
+    run_script("scripts/bench/bench.py", *SMALL, "--vocab", 256, *choice, ranks=2)
     rows = rows_of(data)
     assert set(rows) == {("ce", "torch loss_parallel")} | {(task, "ours") for task in tasks}
     assert all((row["status"], row["tp"], row["columns"]) == ("ok", 2, 128) for row in rows.values())
@@ -104,7 +104,7 @@ def test_the_linear_benchmark_tells_right_from_wrong(tmp_path, ranks):
     data = tmp_path / "bench.json"
     shape = ["--tokens", 2048, "--hidden", 16, "--vocab", 512 * ranks, "--dtype", "float32", "--device", "cpu"]
     wanted = ["--implementations", "*GEMMs", "materialised logits", "ours, *"]
-    out = run_script("scripts/bench_linear.py", *shape, *wanted, "--seconds", 0.001, "--json", data, ranks=ranks)
+    out = run_script("scripts/bench/bench_linear.py", *shape, *wanted, "--seconds", 0.001, "--json", data, ranks=ranks)
     rows = {row["implementation"]: row for row in json.loads(data.read_text())["rows"]}
     assert len(rows) == 9 and all((row["status"], row["tp"]) == ("ok", ranks) for row in rows.values())
     checked = [row["errors"] for row in rows.values() if "errors" in row]

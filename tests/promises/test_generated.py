@@ -43,7 +43,7 @@ def reproducible(drawn):
     except Exception as error:
         again = f"TP_HEADLOSS_SEED={SEED} python -m pytest tests/promises/test_generated.py"
         if isinstance(drawn, Case):
-            again += f'\n  this example alone: python scripts/soak.py --case "{drawn}"'
+            again += f'\n  this example alone: python scripts/check/soak.py --case "{drawn}"'
         raise AssertionError(f"{type(error).__name__}: {error}\n  example: {drawn}\n  again: {again}") from error
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# All that only GPUs can show, in one report:   bash scripts/gpu_check.sh [--report docs/gpu_check.md] [--jobs 6]
+# All that only GPUs can show, in one report:   bash scripts/check/gpu_check.sh [--report docs/gpu_check.md] [--jobs 6]
 # With the project's environment where there is one (scripts/setup.sh test train), else with $PYTHON (default python3).
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}
 if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
-exec "$python" scripts/gpu_check.py "$@"
+exec "$python" scripts/check/gpu_check.py "$@"

@@ -1,8 +1,8 @@
 """The tests' generated cases for as long as you like, and whether the ranks leak anything meanwhile.
 
-.venv/bin/python scripts/soak.py --examples 50000
-.venv/bin/python scripts/soak.py --hours 8 --ranks 1 2 4 --seed 7
-.venv/bin/python scripts/soak.py --case "Case(seed=..)"        # one example, as a failure prints it
+.venv/bin/python scripts/check/soak.py --examples 50000
+.venv/bin/python scripts/check/soak.py --hours 8 --ranks 1 2 4 --seed 7
+.venv/bin/python scripts/check/soak.py --case "Case(seed=..)"        # one example, as a failure prints it
 
 Every number of ranks has its own processes. A round is `--round` examples for each of them, a tenth on the Triton
 backend (interpreted where there is no GPU), from a seed of its own: `--seed` is the first round's, the next one's is
@@ -19,7 +19,7 @@ import time
 import traceback
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests/helpers"), str(Path(__file__).parents[1])]
+sys.path[:0] = [str(Path(__file__).parents[2] / "tests/helpers"), str(Path(__file__).parents[2])]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the interpreter, about NaN, in the ranks' processes
 
@@ -56,7 +56,7 @@ def check_one(case, world_size):
     try:
         check(case, call(world_size, run_case, case))
     except Exception as error:
-        again = f'python scripts/soak.py --case "{case}"'
+        again = f'python scripts/check/soak.py --case "{case}"'
         raise AssertionError(f"{type(error).__name__}: {error}\n  this example alone: {again}") from error
 
 

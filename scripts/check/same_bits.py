@@ -1,7 +1,7 @@
 """Compare the bits of this tree's results with those of another revision: a refactoring must not change one.
 
-    .venv/bin/python scripts/same_bits.py HEAD~1              # 400 calls with each backend, on the CPU or a GPU
-    .venv/bin/python scripts/same_bits.py HEAD~3 --calls 2000 --backend torch
+    .venv/bin/python scripts/check/same_bits.py HEAD~1              # 400 calls with each backend, on the CPU or a GPU
+    .venv/bin/python scripts/check/same_bits.py HEAD~3 --calls 2000 --backend torch
 
 Random calls of the public functions (statistics, losses, linear heads; every statistic, teacher, transform, reduction
 and type), in one process without a group, are made by both trees from the same numbers. Their statistics, losses, sums
@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DTYPES = ("float32", "bfloat16", "float16")
 TEACHERS = ("forward_kl", "reverse_kl", "teacher_entropy", "jsd", "total_variation")
 TOPK = ("topk_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy", "topk_jsd", "vocab_jsd")

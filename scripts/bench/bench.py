@@ -1,11 +1,11 @@
 """Time and memory of head losses, ours and other people's, side by side in one process.
 
-    python scripts/bench.py --tokens 8192 --vocab 32064 128256 --json tp1.json
-    torchrun --standalone --nproc-per-node 4 scripts/bench.py --vocab 128256 --tasks ce --implementations 'ours*'
-    python scripts/bench.py --device cpu --tokens 64 --vocab 1000 --implementations ours torch  # a smoke test
+    python scripts/bench/bench.py --tokens 8192 --vocab 32064 128256 --json tp1.json
+    torchrun --standalone --nproc-per-node 4 scripts/bench/bench.py --vocab 128256 --tasks ce --implementations 'ours*'
+    python scripts/bench/bench.py --device cpu --tokens 64 --vocab 1000 --implementations ours torch  # a smoke test
 
-One row per task, tokens, vocabulary, TP size (the number of processes) and implementation; `scripts/plot_bench.py`
-draws the JSON files of one or more runs.
+One row per task, tokens, vocabulary, TP size (the number of processes) and implementation;
+`scripts/bench/plot_bench.py` draws the JSON files of one or more runs.
 
 Check: before it is timed, every implementation computes loss and logits gradient with all labels but those of 16 rows
 ignored, and is compared with float64 on those rows. Too far off is status "wrong": listed and timed, but marked.
@@ -40,6 +40,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -68,6 +69,7 @@ from tp_headloss import (
 )
 from tp_headloss.comm import TRANSPORTS
 
+ROOT = Path(__file__).parents[2]
 IGNORED = -100
 CHECKED_ROWS = 16
 TOP_K = 64
@@ -469,7 +471,7 @@ def versions(peers=PEERS) -> dict[str, str]:
 def command(arguments, file=__file__) -> str:
     """How to run this again, without the folders of this machine."""
     words = [os.path.basename(word) if os.path.isabs(word) else word for word in arguments]
-    script = os.path.join(os.path.basename(os.path.dirname(os.path.abspath(file))), os.path.basename(file))
+    script = str(Path(file).resolve().relative_to(ROOT))
     ranks = dist.get_world_size() if "RANK" in os.environ else 0
     launcher = f"torchrun --standalone --nproc-per-node {ranks} " if ranks else "python "
     return launcher + shlex.join([script, *words])

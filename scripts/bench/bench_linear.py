@@ -1,7 +1,7 @@
 """Time and memory of the fused linear head, beside its GEMMs alone and whoever else does it. On GPUs:
 
-    python scripts/bench_linear.py --hidden 4096 8192 --vocab 128256
-    torchrun --standalone --nproc-per-node 4 scripts/bench_linear.py --trace
+    python scripts/bench/bench_linear.py --hidden 4096 8192 --vocab 128256
+    torchrun --standalone --nproc-per-node 4 scripts/bench/bench_linear.py --trace
 
 One step: mean cross-entropy, forward and backward, of hidden states [tokens, H], replicated, and a weight shard
 [V/P, H]; dH is summed over the ranks, dW stays. us: medians, of steps in eager mode and of replays of a CUDA graph.

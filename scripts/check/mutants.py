@@ -1,8 +1,8 @@
 """Plant one-line bugs, one at a time, in a copy of the package, and see whether the tests notice.
 
-.venv/bin/python scripts/mutants.py                  # all of them, two at a time; an hour on two cores
-.venv/bin/python scripts/mutants.py --only 0 7 12    # some, by number
-.venv/bin/python scripts/mutants.py --list
+.venv/bin/python scripts/check/mutants.py                  # all of them, two at a time; an hour on two cores
+.venv/bin/python scripts/check/mutants.py --only 0 7 12    # some, by number
+.venv/bin/python scripts/check/mutants.py --list
 
 A mutant is killed if the tests of its group fail, and survives if they pass. Survivors, and mutants whose line is no
 longer there, are listed at the end and make the exit status 1.
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 KERNELS, TOPK, EAGER = "backends/kernels.py", "backends/topk_kernels.py", "backends/eager.py"
 SUMS, MEGATRON = "backends/sums_kernels.py", "integrations/megatron.py"
 

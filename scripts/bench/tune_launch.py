@@ -1,7 +1,7 @@
 """Time the kernels for every sensible tile and number of warps, and print the tables that choose between them.
 
-    python scripts/tune_launch.py                      # on the GPU at hand
-    python scripts/tune_launch.py --tokens 2048 --vocab 151936 --parts 8
+    python scripts/bench/tune_launch.py                      # on the GPU at hand
+    python scripts/bench/tune_launch.py --tokens 2048 --vocab 151936 --parts 8
 
 For each kernel one line per case: "block/warps microseconds" for all candidates, fastest first, the one in use marked
 with *. The values live in `tp_headloss/backends/triton.py`, where they are chosen without looking at the clock: a

@@ -1,6 +1,6 @@
 """Every kernel on small shapes, forward and backward: what compute-sanitizer, hundreds of times slower, can watch.
 
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python scripts/small_shapes.py
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python scripts/bench/small_shapes.py
 
 Without torch's own allocator in between, an access beyond a tensor is one beyond an allocation. On a CPU the kernels
 run in Triton's interpreter (TRITON_INTERPRET=1). `--plant memcheck` (racecheck, initcheck) runs a wrong kernel

@@ -1,6 +1,6 @@
 """Draws the JSON files that `bench.py` wrote: time over the floor and memory, tasks, tokens, vocabulary and TP size.
 
-    python scripts/plot_bench.py tp1.json tp2.json tp4.json --out bench.png
+    python scripts/bench/plot_bench.py tp1.json tp2.json tp4.json --out bench.png
 
 Panels without data (one TP size only, say) are left out. Times are those of a CUDA graph (filled markers), or eager
 ones (hollow) of what cannot be captured. A cross marks what computed something wrong.

@@ -1,6 +1,6 @@
 """The whole test suite on the GPUs of this machine, what every kernel takes, and compute-sanitizer: one report.
 
-bash scripts/gpu_check.sh --report docs/gpu_check.md
+bash scripts/check/gpu_check.sh --report docs/gpu_check.md
 
 Test files run several at a time (`--jobs`; on four H200 six took 520 seconds, and twelve were not done after 590), each
 in a process of its own, with as many ranks as there are GPUs: bits at every group size from saved outputs, graph
@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VERDICT = {True: "passed", False: "**failed**", None: "not run"}
 LONG = "test_cuda", "test_faults", "test_generated", "test_contract", "test_topk_distillation"  # begun first
 RUNNING: set[int] = set()  # sessions of the steps that run now
@@ -102,7 +102,7 @@ def sanitizer(tool: str, limit) -> Step:
     if not Path(found).exists():
         return Step(name, None, 0.0, "there is no compute-sanitizer on this machine")
     command = [found, "--tool", tool, "--error-exitcode", "3", "--launch-timeout", "60"]
-    command += [sys.executable, "scripts/small_shapes.py"]
+    command += [sys.executable, "scripts/bench/small_shapes.py"]
     status, output, seconds = call(command, limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     if "Device not supported" in output or "not supported on this" in output:
         return Step(name, None, seconds, "compute-sanitizer does not support the device of this machine")
@@ -138,7 +138,7 @@ def facts() -> dict[str, str]:
 
 def report(steps: list[Step], options: str) -> str:
     cases = [case for step in steps for case in step.cases]
-    lines = ["# All that only GPUs can show", "", f"By `bash scripts/gpu_check.sh {options}`.", ""]
+    lines = ["# All that only GPUs can show", "", f"By `bash scripts/check/gpu_check.sh {options}`.", ""]
     lines += [f"* {name}: {value}" for name, value in facts().items()]
     lines += ["", "## Tests", "", "| ranks | passed | failed | skipped |", "|---|---|---|---|"]
     for ranks in sorted({case.ranks for case in cases}):
