@@ -4,8 +4,8 @@ bash scripts/check/gpu_check.sh --report docs/gpu_check.md
 
 Test files run several at a time (`--jobs`; on four H200 six took 520 seconds, and twelve were not done after 590), each
 in a process of its own, with as many ranks as there are GPUs: bits at every group size from saved outputs, graph
-replays, 2^31 + 4096 elements, 131,072 tokens, 1,000 repeats under noise and all else in `tests/engine/test_cuda.py` are
-among them. Every step is shown when it ends. The exit status is 1 if anything failed; what could not run is listed.
+replays, 2^31 + 4096 elements, 131,072 tokens, 1,000 repeats under noise and all else in `test_cuda*.py` are among
+them. Every step is shown when it ends. The exit status is 1 if anything failed; what could not run is listed.
 """
 
 import argparse
@@ -32,7 +32,8 @@ import triton
 
 ROOT = Path(__file__).parents[2]
 VERDICT = {True: "passed", False: "**failed**", None: "not run"}
-LONG = "test_cuda", "test_faults", "test_generated", "test_contract", "test_topk_distillation"  # begun first
+# Files that take longest: they begin first.
+LONG = "test_cuda", "test_cuda_graphs", "test_faults", "test_generated", "test_compile", "test_topk_distillation"
 RUNNING: set[int] = set()  # sessions of the steps that run now
 
 
@@ -146,10 +147,10 @@ def report(steps: list[Step], options: str) -> str:
         good, bad = outcomes.pop("passed", 0), outcomes.pop("failed", 0)
         reasons = "; ".join(f"{count}: {reason}" for reason, count in outcomes.most_common()) or "0"
         lines.append(f"| {ranks} | {good} | {bad} | {reasons} |")
-    lines += ["", "| of them, `tests/engine/test_cuda.py` | |", "|---|---|"]
+    lines += ["", "| of them, `test_cuda*.py` | |", "|---|---|"]
     by_test = collections.defaultdict(list)
     for case in cases:
-        if case.file == "test_cuda":
+        if case.file.startswith("test_cuda"):
             by_test[case.name.split("[")[0].removeprefix("test_").replace("_", " ")].append(case.outcome)
     for name, outcomes in by_test.items():
         counts = collections.Counter(outcomes)

@@ -24,7 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the interpreter, about NaN, in the ranks' processes
 
 import torch  # noqa: E402
-from generated import check, run_case  # noqa: E402
+from generated import check  # noqa: E402
+from generated_case import run_case  # noqa: E402
 from hypothesis import HealthCheck, given, seed, settings  # noqa: E402
 from ranks import POOLS, Failure, Pool  # noqa: E402
 from strategies import Case, cases  # noqa: E402

@@ -1,6 +1,6 @@
 """Hypothesis strategies: one whole case of a head loss, as plain values that shrink, print and can be typed again.
 
-Tensors follow from the case and its seed (`generated.build`), so that parent and ranks make the same ones.
+Tensors follow from the case and its seed (`generated_case.build`), so that parent and ranks make the same ones.
 """
 
 from typing import NamedTuple

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from odd_inputs import CASES, DTYPES, MATRIX, N, V, holds, lines
+from odd_case import DTYPES, N, V
+from odd_inputs import CASES, lines
+from odd_outcome import MATRIX, holds
 from ranks import on_ranks
 
 from tp_headloss import HeadLoss, Options, VocabShard, vocab_statistics

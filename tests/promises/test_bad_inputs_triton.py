@@ -6,7 +6,9 @@ each pair of dtype and size has a third of the names. GPUs run them all.
 
 import pytest
 import torch
-from odd_inputs import CASES, DTYPES, MATRIX, holds
+from odd_case import DTYPES
+from odd_inputs import CASES
+from odd_outcome import MATRIX, holds
 
 TURN = {name: number for number, name in enumerate(CASES)}
 

@@ -11,7 +11,8 @@ import bounds
 import oracle
 import pytest
 import torch
-from generated import bits_equal, check, run_case
+from generated import check
+from generated_case import bits_equal, run_case
 from hypothesis import HealthCheck, example, given, seed, settings
 from hypothesis import strategies as st
 from ranks import on_ranks

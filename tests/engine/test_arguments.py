@@ -1,0 +1,154 @@
+"""Wrong arguments are named, wrong types say what to do, and every option changes something."""
+
+import pytest
+import torch
+from logits_problem import WANT, N, V, rows
+
+from tp_headloss import (
+    CrossEntropy,
+    HeadLoss,
+    Options,
+    PolicyGradient,
+    PolicyMetrics,
+    Teacher,
+    Term,
+    Transform,
+    VocabShard,
+    combine_metrics,
+    reduce_metrics,
+    vocab_statistics,
+)
+
+BAD = {
+    "scalar logits": (lambda: dict(logits=torch.tensor(1.0)), "vocabulary dimension"),
+    "want": (lambda: dict(want=("entropie",)), "entropie"),
+    "backend": (lambda: dict(options=Options(backend="cuda")), "backend must be"),
+    "transport": (lambda: dict(options=Options(transport="mpi")), "transport must be"),
+    "no GPU": (lambda: dict(options=Options(transport="symm_mem", backend="torch")), "needs the triton backend"),
+    "argmax by sum": (lambda: dict(want=("argmax",), options=Options(transport="sum")), "argmax is not a sum"),
+    "weight without total": (lambda: dict(total_weight=torch.ones(V)), "not in want"),
+    "weight shape": (lambda: dict(total_weight=torch.ones(3), want=("total",)), "total_weight must have shape"),
+    "bias shape": (lambda: dict(transform=Transform(bias=torch.ones(3))), "bias must have shape"),
+    "scale": (lambda: dict(transform=Transform(scale=0.0)), "scale must be"),
+    "softcap": (lambda: dict(transform=Transform(softcap=0.0)), "softcap must be"),
+    "temperature": (lambda: dict(transform=Transform(temperature=0.0)), "temperature must be"),
+    "temperature below fp32": (lambda: dict(transform=Transform(temperature=1e-38)), "finite in fp32, got 1e-38"),
+    "softcap beyond fp32": (lambda: dict(transform=Transform(softcap=1e39)), "finite in fp32, got 1e"),
+    "scale beyond fp32": (lambda: dict(transform=Transform(scale=-1e39)), "finite in fp32, got -1e"),
+    "a factor beyond fp32": (lambda: dict(transform=Transform(scale=1e30, temperature=1e-30)), "scale / temperature"),
+    "a teacher's temperature": (lambda: dict(teacher=Teacher(torch.zeros(N, V), 1e39)), "teacher.temperature must be"),
+    "a student's temperature": (
+        lambda: dict(want=("forward_kl",), transform=Transform(temperature=1e30),
+                     teacher=Teacher(torch.zeros(N, V), student_temperature=1e-30)), "student_temperature must be"),
+    "too few columns": (lambda: dict(logits=torch.zeros(N, V - 1), shard=VocabShard(0, V, V)), "is vocab_size=1000 ri"),
+    "too many columns": (
+        lambda: dict(logits=torch.zeros(N, V + 24), shard=VocabShard(0, V, V)), "padded_size=1024"),
+    "temperature shape": (lambda: dict(transform=Transform(temperature=torch.ones(3))), "temperature must have shape"),
+    "temperature gradient": (
+        lambda: dict(transform=Transform(temperature=torch.ones(N, requires_grad=True))), "no gradient"),
+    "check without labels": (lambda: dict(labels=None, options=Options(check=True)), "check=True"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name):
+    make, words = BAD[name]
+    x, labels = rows("cpu")
+    with pytest.raises(ValueError, match=words):
+        kwargs = {"logits": x, "labels": labels, **make()}
+        vocab_statistics(kwargs.pop("logits"), kwargs.pop("labels"), **kwargs)
+
+
+WRONG_TYPES = {
+    "lists of labels": (lambda x, y: vocab_statistics(x, y.tolist()), "labels must be a tensor, got list"),
+    "swapped": (lambda x, y: vocab_statistics(y, x), "are logits and labels swapped"),
+    "swapped in a loss": (lambda x, y: HeadLoss()(y, x), "labels must be int64 or int32, got torch.float32"),
+    "lists of logits": (lambda x, y: vocab_statistics(x.tolist(), y), "logits must be a tensor, got list"),
+    "options": (lambda x, y: vocab_statistics(x, y, options={"check": True}), "options must be Options"),
+    "an option": (lambda x, y: Options(check="yes"), "check must be True or False, got 'yes'"),
+    "a layer": (lambda x, y: HeadLoss().linear(x, torch.nn.Linear(V, 9), y), "got Linear: pass its .weight"),
+    "linear": (lambda x, y: HeadLoss().linear(x, x, y, linear="recompute"), "linear must be Linear"),
+    "weights of tokens": (lambda x, y: HeadLoss()(x, y, token_weight=[1.0] * N), "token_weight must be a tensor, got"),
+    "one weight": (lambda x, y: HeadLoss()(x, y, token_weight=1.0), "token_weight must be a tensor, got float"),
+    "one term": (lambda x, y: HeadLoss(CrossEntropy()), r"terms must be a list, terms=\[..\], got Term"),
+    "a term that was not called": (lambda x, y: HeadLoss([CrossEntropy]), r"got CrossEntropy: call it, CrossEntropy\("),
+    "one metric": (lambda x, y: HeadLoss(metrics="accuracy"), r"metrics must be a list, .*got 'accuracy'"),
+    "a metric that was not called": (lambda x, y: HeadLoss(metrics=(PolicyMetrics,)), "call it, PolicyMetrics"),
+    "a clip that is a number": (lambda x, y: PolicyGradient("clip", clip=0.2), "clip must be two numbers, .* got 0.2"),
+    "an option of no objective": (
+        lambda x, y: PolicyGradient("clip", eps=0.2), r"objective 'clip' takes the options \['clip', 'dual_clip', "),
+    "a mesh": (lambda x, y: VocabShard.from_group(DeviceMesh(), V), "got a DeviceMesh: use VocabShard.from_mesh"),
+    "a size": (lambda x, y: VocabShard(0, 4.0, 4), "stop must be an int, got 4.0"),
+    "metrics of one batch": (lambda x, y: combine_metrics({"a": x}), "must be a list of dicts of metrics, .* got dict"),
+    "metrics": (lambda x, y: reduce_metrics([x], None), "metrics must be a dict of scalars by name, got list"),
+    "a wanted name": (lambda x, y: Term("mine", lambda s: s.lse, want="entropy"), "want must be a tuple of names"),
+}  # fmt: skip
+
+
+class DeviceMesh:
+    """Stands for torch's, which needs a process group."""
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_wrong_types_are_named_and_the_message_says_what_to_do(name):
+    call, words = WRONG_TYPES[name]
+    with pytest.raises(TypeError, match=words):
+        call(*rows("cpu"))
+
+
+def test_a_label_beyond_the_logits_hints_at_a_forgotten_shard():
+    x, labels = rows("cpu")
+    with pytest.raises(ValueError, match=r"are these logits one rank's columns\? Then pass shard="):
+        vocab_statistics(x[:, :4], labels, options=Options(check=True))
+
+
+def test_options_are_checked_when_they_are_made():
+    for wrong in ({"transport": "nvlink"}, {"backend": "cuda"}, {"validate": "all"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be one of"):
+            Options(**wrong)
+
+
+def test_a_shard_must_be_a_shard():
+    with pytest.raises(TypeError, match="VocabShard"):
+        vocab_statistics(torch.zeros(2, 4), shard=(0, 4))
+
+
+def test_every_option_changes_something(backend, device):
+    """No argument is accepted and ignored."""
+    x, labels = rows(device)
+    weight = torch.rand(V, device=device)
+
+    def run(**kwargs):
+        kwargs.setdefault("options", Options(backend=backend))
+        stats = vocab_statistics(x, kwargs.pop("labels", labels), want=WANT, **kwargs)
+        return torch.stack([v.double() for v in stats[:6] if v is not None])
+
+    base = run()
+    assert run(labels=None).shape[0] == 4
+    for kwargs in (
+        dict(ignore_index=int(labels[0])),
+        dict(total_weight=weight),
+        dict(transform=Transform(bias=weight)),
+        dict(transform=Transform(scale=1.1)),
+        dict(transform=Transform(softcap=3.0)),
+        dict(transform=Transform(temperature=1.1)),
+        dict(transform=Transform(temperature=torch.full((N,), 1.1, device=device))),
+        dict(shard=VocabShard(0, V, V - 1)),
+    ):
+        assert not torch.equal(run(**kwargs).nan_to_num(), base.nan_to_num()), kwargs
+    a = run(transform=Transform(temperature=torch.full((N,), 1.1, device=device)))
+    torch.testing.assert_close(a, run(transform=Transform(temperature=1.1)), rtol=1e-6, atol=1e-5)
+
+
+def test_numbers_of_numpy_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    x, labels = rows("cpu")
+    shard = VocabShard.from_group(None, numpy.int64(V))
+    transform = Transform(temperature=numpy.float32(2.0), scale=numpy.float32(1.0))
+    head = HeadLoss([CrossEntropy(numpy.float32(1.0))], ignore_index=numpy.int64(-100))
+    ours = head(x, labels, shard=shard, transform=transform, denominator=numpy.int64(4)).loss
+    assert torch.equal(ours, HeadLoss()(x, labels, transform=Transform(temperature=2.0), denominator=4).loss)
+    with pytest.raises(TypeError, match="vocab_size must be an int, got True"):
+        VocabShard(0, 12, True)
+    with pytest.raises(TypeError, match=r"vocab_size must be an int, got 12\.0"):
+        VocabShard.from_group(None, 12.0)

@@ -1,0 +1,155 @@
+"""torch.compile: no graph breaks, the values of eager, consistent operators."""
+
+import copy
+
+import pytest
+import torch
+from logits_problem import WANT, N, V, policy_head, policy_inputs, rows
+from ranks import on_ranks
+
+from tp_headloss import (
+    CrossEntropy,
+    Entropy,
+    HeadLoss,
+    Options,
+    PolicyGradient,
+    Teacher,
+    TopKTeacher,
+    Transform,
+    VocabShard,
+    ZLoss,
+    vocab_statistics,
+)
+from tp_headloss.autograd import GRADS
+from tp_headloss.stats import OF_TEACHER, OF_TOPK
+
+
+def compiled_run(group, device, fraction, backend):
+    shard = VocabShard.from_group(group, V)
+    x, labels = rows(device)
+    labels[torch.arange(N, device=device) < fraction * N] = -100
+    head = HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-3), Entropy(0.1)], metrics=("accuracy",),
+                    options=Options(backend=backend))  # fmt: skip
+    temperature = torch.linspace(0.5, 2, N, device=device)
+
+    def step(logits, labels):
+        out = head(logits * 1.0, labels, shard=shard, transform=Transform(temperature=temperature))
+        return out.loss, out.metrics["accuracy"], out.stats.entropy
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        local = x[:, shard.start : shard.stop].clone().requires_grad_()
+        loss, accuracy, entropy = function(local, labels)
+        loss.backward()
+        results.append([t.detach().cpu() for t in (loss, accuracy, entropy, local.grad)])
+    torch._dynamo.reset()
+    return results
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_compiled_without_graph_breaks_equals_eager(world_size, fraction, backend):
+    for eager, compiled in on_ranks(world_size, compiled_run, fraction, backend):
+        *_, entropy, _ = zip(eager, compiled)
+        assert torch.equal(*entropy)  # the statistics; sums are added up in another order
+        for a, b in zip(eager, compiled):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_inductor_compiles_the_loss_of_changing_batch_sizes(device):
+    head = HeadLoss([CrossEntropy(), ZLoss(1e-3)])
+    compiled = torch.compile(lambda x, y: head(x, y).loss, fullgraph=True, dynamic=True)
+    for n in (5, 8, 13):
+        x, y = torch.randn(n, 64, device=device, requires_grad=True), torch.randint(0, 64, (n,), device=device)
+        (grad,) = torch.autograd.grad(compiled(x, y), x)
+        (expected,) = torch.autograd.grad(head(x, y).loss, x)
+        torch.testing.assert_close(grad, expected)
+    torch._dynamo.reset()
+
+
+def test_operators_are_registered_consistently(device):
+    """Schema, fake implementation and real outputs agree (torch.library.opcheck)."""
+    x, labels = rows(device)
+    checks, operators = {"test_utils": ("test_schema", "test_faketensor")}, torch.ops.tp_headloss
+    ids, log_probs = torch.randint(0, V, (N, 5), device=device), torch.randn(N, 5, device=device)
+    of_entries = (ids, log_probs, None, None, 1.0, True, V, "torch")
+    torch.library.opcheck(operators.entries.default, of_entries, **checks)
+    scales = torch.rand(2, N, device=device) + 0.5
+    for teacher, names, rest in (
+        (Teacher(torch.randn_like(x)), OF_TEACHER, (torch.randn_like(x), scales, None, None)),
+        (TopKTeacher(ids, log_probs), OF_TOPK, (None, scales, *operators.entries(*of_entries))),
+    ):
+        local, options = x.clone().requires_grad_(), Options(backend="torch")
+        stats = vocab_statistics(local, labels, want=(*WANT, *names), teacher=teacher, options=options)
+        spec, inputs = stats.lse.grad_fn.spec, (x, labels, None, None, None, *rest)
+        torch.library.opcheck(operators.statistics.default, (*inputs, *spec), **checks)
+        merged = operators.statistics(*inputs, *spec)[0]
+        grads = [torch.randn(N, device=device) if name in ("log_prob", *names) else None for name in GRADS]
+        torch.library.opcheck(operators.logits_gradient.default, (*inputs, merged, grads, *spec), **checks)
+
+
+def policy_step(head, x, labels, inputs):
+    local = x.view(2, -1, V).clone().requires_grad_()
+    out = head(local, labels.view(2, -1), inputs=inputs)
+    (grad,) = torch.autograd.grad(out.loss, local)
+    return out.loss.detach(), grad, out.terms, out.metrics, out.sequence_metrics
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_terms_equal_eager_ones(compiler, backend, device, monkeypatch):
+    """Of another shape, too; aot_eager runs the same operations, so only their sums' order could differ."""
+    if compiler == "aot_eager":
+        compile = torch.compile
+        monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend="aot_eager"))
+    options = Options(backend=backend)
+    eager, compiled = policy_head(options=options), policy_head(options=options, compile=True)
+    x, labels = rows(device)
+    for part in (slice(0, 8), slice(2, 8)):
+        inputs = policy_inputs(labels[part].view(2, -1))
+        a, b = (policy_step(head, x[part], labels[part], inputs) for head in (eager, compiled))
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["clip", "cispo", "sapo", "gmpo", "vespo", "clip-cov", "kl-cov"])
+def test_every_objective_compiles_to_what_it_is_in_eager(objective, device):
+    """With advantages that broadcast, which are views of stride 0."""
+    x, labels = rows(device)
+    labels = labels.view(2, -1)
+    torch.manual_seed(0)
+    inputs = policy_inputs(labels) | {"advantages": torch.tensor([[1.0], [-0.5]], device=device)}
+    inputs["noise"] = torch.rand(labels.shape, device=device)
+    inputs["old_log_prob"] = inputs["old_log_prob"] - 7
+    options = {"fraction": 0.3, "bounds": (-9.0, 9.0)} if objective == "clip-cov" else {}
+    results = []
+    for compile in (False, True):
+        head = HeadLoss([PolicyGradient(objective, **options)], compile=compile)
+        given = {name: inputs[name] for name in head.terms[0].inputs}
+        local = x.view(2, -1, V).clone().requires_grad_()
+        loss = head(local, labels, inputs=given).loss
+        results.append((loss.detach(), torch.autograd.grad(loss, local)[0]))
+    torch.testing.assert_close(*results, rtol=2e-5, atol=1e-6)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_head_can_be_copied_and_saved(tmp_path):
+    x, labels = rows("cpu")
+    head = HeadLoss([CrossEntropy(label_smoothing=0.1)], metrics=("entropy",), compile=True)
+    loss = head(x, labels).loss
+    for copied in (copy.deepcopy(head), head):
+        torch.testing.assert_close(copied(x, labels).loss, loss)
+    state = head.__getstate__()
+    assert state["_evaluate"] is None and head._evaluate is not None
+
+
+def test_a_policy_loss_compiles_without_graph_breaks(device):
+    x, labels = rows(device)
+    inputs = policy_inputs(labels.view(2, -1))
+    head = policy_head()
+    eager = policy_step(head, x, labels, inputs)[:2]
+
+    def step(local):
+        return head(local, labels.view(2, -1), inputs=inputs).loss
+
+    local = x.view(2, -1, V).clone().requires_grad_()
+    loss = torch.compile(step, fullgraph=True, backend="aot_eager")(local)
+    torch.testing.assert_close((loss.detach(), *torch.autograd.grad(loss, local)), eager, rtol=2e-5, atol=1e-6)

@@ -1,0 +1,87 @@
+"""Symmetric memory carries the bits of the gather. Deselected without GPUs."""
+
+import logging
+
+import pytest
+import torch
+from cuda_problem import V, results
+from ranks import on_ranks
+
+from tp_headloss import VocabShard, comm
+
+pytestmark = pytest.mark.cuda
+
+
+def symmetric_run(group, device):
+    """Growing and shrinking batches, on two streams that take turns, with one rank far behind the other."""
+    shard, other = VocabShard.from_group(group, V), torch.cuda.Stream(device)
+    equal, log = 0, []
+    for i, n in enumerate([8, 300, 64, 1, 2048, 2047, 16, 0, 512, 4096] * 3):
+        generator = torch.Generator(device).manual_seed(i)
+        x = torch.randn(n, shard.width, device=device, generator=generator).bfloat16()
+        labels = torch.randint(0, V, (n,), device=device, generator=generator)
+        expected = results(x, labels, shard, "gather")
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other if i % 3 == 1 else torch.cuda.current_stream()):
+            if torch.distributed.get_rank(group) == i % 2:
+                torch.cuda._sleep(2_000_000)
+            log = [results(x, labels, shard, "symm_mem") for _ in range(4)]
+        torch.cuda.current_stream().wait_stream(other)
+        equal += all(torch.equal(a, b) for result in log for a, b in zip(expected, result))
+    known = comm._groups[group.group_name]
+    return equal, known.why_not, len(known.memories)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_symmetric_memory_carries_the_same_bits_as_the_gather(world_size):
+    for equal, why_not, memories in on_ranks(world_size, symmetric_run):
+        assert equal == 30
+        assert why_not is None and memories > 1  # it was used, and grew
+
+
+def two_groups_run(group, device):
+    """A group of all ranks and one of each half, interleaved without waiting."""
+    import torch.distributed as dist
+
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups = [group, halves[dist.get_rank(group) // 2]]
+    equal = 0
+    for i in range(10):
+        runs = []
+        for each in groups:
+            shard = VocabShard.from_group(each, V)
+            x = torch.randn(64, shard.width, device=device, generator=torch.Generator(device).manual_seed(i))
+            labels = torch.randint(0, V, (64,), device=device, generator=torch.Generator(device).manual_seed(i))
+            runs.append([results(x, labels, shard, transport) for transport in ("symm_mem", "gather")])
+        equal += all(torch.equal(a, b) for run in runs for a, b in zip(*run))
+    return equal
+
+
+def test_symmetric_memory_of_overlapping_groups_is_separate():
+    assert on_ranks(4, two_groups_run) == [10] * 4
+
+
+def fallback_run(group, device):
+    """One rank cannot: all gather, and say so once."""
+    comm._groups.pop(group.group_name, None)
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    comm._log.addHandler(handler)
+    broken = comm.SymmetricMemory.__init__
+    if torch.distributed.get_rank(group) == 1:
+        comm.SymmetricMemory.__init__ = lambda *_: (_ for _ in ()).throw(RuntimeError("no peer access"))
+    shard = VocabShard.from_group(group, V)
+    x, labels = torch.randn(8, shard.width, device=device), torch.randint(0, V, (8,), device=device)
+    try:
+        pairs = [zip(results(x, labels, shard, "symm_mem"), results(x, labels, shard, "gather")) for _ in range(3)]
+    finally:
+        comm.SymmetricMemory.__init__ = broken
+        comm._log.removeHandler(handler)
+        comm._groups.pop(group.group_name)
+    return all(torch.equal(a, b) for pair in pairs for a, b in pair), lines
+
+
+def test_a_rank_without_symmetric_memory_makes_all_gather_with_one_log_line():
+    for equal, lines in on_ranks(2, fallback_run):
+        assert equal and len(lines) == 1 and "no peer access" in lines[0]

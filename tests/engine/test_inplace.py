@@ -1,0 +1,77 @@
+"""inplace=True: the gradient overwrites the logits, and only where it can."""
+
+import pytest
+import torch
+from logits_problem import rows
+
+from tp_headloss import Options, vocab_statistics
+
+
+def test_inplace_writes_the_gradient_over_the_logits_and_says_so(backend, device):
+    x, labels = rows(device)
+    options = Options(backend=backend, inplace=True)
+    expected = x.clone().requires_grad_()
+    vocab_statistics(expected, labels, options=Options(backend=backend)).log_prob.sum().backward()
+    leaf = x.clone().requires_grad_()
+    logits = leaf * 1.0
+    seen = []
+    logits.register_hook(lambda grad: seen.append(grad.data_ptr()))
+    stale = logits**2
+    stats = vocab_statistics(logits, labels, options=options)
+    stats.log_prob.sum().backward(retain_graph=True)
+    assert torch.equal(leaf.grad, expected.grad)
+    assert seen == [logits.data_ptr()]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stats.log_prob.sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.sum().backward()
+
+
+@pytest.mark.parametrize("layout", ["transposed", "columns", "sliced"])
+def test_inplace_keeps_the_layout(layout, backend, device):
+    x, labels = rows(device)
+    view = {
+        "transposed": lambda t: t.T.contiguous().T,
+        "columns": lambda t: t.repeat_interleave(2, 1)[:, ::2],
+        "sliced": lambda t: torch.nn.functional.pad(t, (3, 4))[:, 3:-4],
+    }[layout]
+    grads = []
+    for inplace in (False, True):
+        leaf = x.clone().requires_grad_()
+        options = Options(backend=backend, inplace=inplace)
+        vocab_statistics(view(leaf), labels, options=options).log_prob.sum().backward()
+        grads.append(leaf.grad)
+    assert torch.equal(*grads)
+
+
+def test_inplace_refuses_what_it_cannot_overwrite(device):
+    x = torch.zeros(2, 3, 5, 8, device=device)
+    labels = torch.zeros(2, 3, 5, dtype=torch.long, device=device)
+    with pytest.raises(ValueError, match="one row stride"):
+        vocab_statistics(x[:, :, 1:3], labels[:, :, 1:3], options=Options(inplace=True))
+    flat = torch.zeros(16, device=device)
+    for shared in (x[0, 0, :1].expand(5, 8), x[0, 0, :, :1].expand(5, 8), flat.as_strided((5, 8), (1, 1))):
+        with pytest.raises(ValueError, match="share memory"):
+            vocab_statistics(shared, labels[0, 0], options=Options(inplace=True))
+
+
+def test_inplace_without_fullgraph_runs_in_eager_and_is_right(device):
+    """torch.compile breaks the graph where something is refused, and calls it outside of the graph."""
+    x, labels = rows(device)
+
+    def step(t):
+        return vocab_statistics(t * 1.0, labels, options=Options(inplace=True)).log_prob.sum()
+
+    grads = [torch.autograd.grad(f(t), t)[0] for f in (step, torch.compile(step, backend="eager"))
+             for t in [x.clone().requires_grad_()]]  # fmt: skip
+    assert torch.equal(*grads)
+    torch._dynamo.reset()
+
+
+def test_inplace_is_refused_under_compile(device):
+    x, labels = rows(device)
+    compiled = torch.compile(
+        lambda t: vocab_statistics(t, labels, options=Options(inplace=True)).lse, fullgraph=True, backend="eager"
+    )
+    with pytest.raises(Exception, match="inplace=True is for eager"):
+        compiled(x)

@@ -1,0 +1,109 @@
+"""Logits and vectors of any layout, rows of any batch: the same numbers, the same bits."""
+
+import torch
+from logits_problem import WANT, N, V, rows
+
+from tp_headloss import Options, Transform, vocab_statistics
+
+
+def test_transposed_logits_are_read_where_they_lie(backend, device):
+    """[S, B, V] seen as [B, S, V], and any strides that do not collapse, equal their contiguous copies."""
+    base = torch.randn(4, 3, 50, device=device)
+    labels = torch.randint(0, 50, (3, 4), device=device)
+    temperature = torch.rand(3, 4, device=device) + 0.5
+    views = {"transposed": base.transpose(0, 1), "uncollapsible": torch.randn(3, 7, 50, device=device)[:, 1:5],
+             "one token": base.transpose(0, 1)[:1, :1]}  # fmt: skip
+    for name, view in views.items():
+        y, t = labels[: view.shape[0], : view.shape[1]], temperature[: view.shape[0], : view.shape[1]]
+        results = []
+        for x in (view.detach(), view.detach().contiguous()):
+            x.requires_grad_()
+            stats = vocab_statistics(
+                x, y, want=WANT, transform=Transform(temperature=t), options=Options(backend=backend)
+            )
+            g = torch.linspace(-1, 1, y.numel(), device=device).view(y.shape)
+            torch.autograd.backward([stats.log_prob, stats.entropy], [g, g])
+            results.append((*stats[:6], x.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*results)), name
+    x = views["transposed"].detach().requires_grad_()
+    stats = vocab_statistics(x, labels)
+    saved = stats.lse.grad_fn
+    while not hasattr(saved, "saved_tensors"):
+        saved = saved.next_functions[0][0]
+    assert saved.saved_tensors[0].data_ptr() == x.data_ptr()  # no copy was made
+
+
+def test_vectors_of_any_stride_are_read_right(backend, device):
+    x, labels = rows(device)
+    bias, weight, temperature = torch.randn(V), torch.rand(V), torch.rand(N) + 0.5
+    vectors = {"labels": labels, "bias": bias, "temperature": temperature, "weight": weight}
+    vectors = {name: vector.to(device) for name, vector in vectors.items()}
+    results = []
+    for strided in (False, True):
+        v = {name: t.repeat_interleave(2)[::2] if strided else t for name, t in vectors.items()}
+        stats = vocab_statistics(
+            x, v["labels"], want=WANT, transform=Transform(bias=v["bias"], temperature=v["temperature"]),
+            total_weight=v["weight"], options=Options(backend=backend),
+        )  # fmt: skip
+        results.append(stats[:6])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_one_dimensional_logits_are_one_token(backend, device):
+    x, label = torch.randn(50, device=device), torch.tensor(7, device=device)
+    stats = vocab_statistics(x, label, options=Options(backend=backend))
+    assert stats.log_prob.shape == ()
+    torch.testing.assert_close(stats.log_prob, x.log_softmax(-1)[7])
+
+
+def test_rows_do_not_depend_on_their_batch(backend, device):
+    """Row i has the same bits alone, in any order, and in any batch (the triton backend; torch to rounding)."""
+    x, labels = rows(device)
+    order = torch.randperm(N, device=device)
+    options = Options(backend=backend)
+    whole = vocab_statistics(x, labels, want=WANT, options=options)
+    shuffled = vocab_statistics(x[order], labels[order], want=WANT, options=options)
+    alone = vocab_statistics(x[5:6], labels[5:6], want=WANT, options=options)
+    for a, b, c in zip(whole[:6], shuffled[:6], alone[:6]):
+        if backend == "triton":
+            assert torch.equal(a[order], b) and torch.equal(a[5:6], c)
+        torch.testing.assert_close(a[order], b)
+        torch.testing.assert_close(a[5:6], c)
+
+
+def test_twenty_repeats_have_the_same_bits(backend, device):
+    x, labels = (part[:4] for part in rows(device))
+    first = None
+    for _ in range(20):
+        leaf = x.clone().requires_grad_()
+        stats = vocab_statistics(leaf, labels, want=WANT, options=Options(backend=backend))
+        (stats.log_prob + stats.entropy).nan_to_num().sum().backward()
+        values = *(value.detach() for value in stats[:6]), leaf.grad
+        first = first or values
+        assert all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in zip(first, values))
+
+
+def test_a_softcap_bounds_infinite_logits_as_in_torch(backend, device):
+    x = torch.tensor([[torch.inf, 1.0, 2.0], [-torch.inf, 1.0, 2.0]], device=device, requires_grad=True)
+    labels = torch.tensor([0, 1], device=device)
+    stats = vocab_statistics(x, labels, transform=Transform(softcap=3.0), options=Options(backend=backend))
+    expected = (3.0 * torch.tanh(x.detach() / 3.0)).log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(stats.log_prob, expected)
+    (grad,) = torch.autograd.grad(stats.log_prob.sum(), x)
+    assert grad.isfinite().all() and not grad[:, 0].any()
+
+
+def test_argmax_ties_go_to_the_lowest_id(backend, device):
+    x = torch.zeros(4, V, device=device)
+    x[1, [700, 300]] = 5.0
+    x[2, [900, 2]] = 5.0
+    labels = torch.tensor([10, 700, 2, 999], device=device)
+    for y in (labels, None):
+        stats = vocab_statistics(x, y, want=("argmax",), options=Options(backend=backend))
+        assert stats.argmax.tolist() == [0, 300, 2, 0]
+    large = torch.zeros(2, 20_000, device=device)  # several tiles a chunk, and the label in an early one
+    large[1, [100, 1900, 12_345]] = 5.0
+    early = torch.tensor([10, 50], device=device)
+    stats = vocab_statistics(large, early, want=("argmax",), options=Options(backend=backend))
+    assert stats.argmax.tolist() == [0, 100]
+    assert vocab_statistics(x, labels, want=("argmax",)).correct.tolist() == [False, False, True, False]

@@ -1,0 +1,246 @@
+"""What a generated case (`strategies.Case`) is as tensors, and how a rank runs it."""
+
+import torch
+import torch.nn.functional as F
+from odd_outcome import lay_out
+from strategies import Case
+from topk_oracle import BETA
+
+from tp_headloss import (
+    CrossEntropy,
+    Distillation,
+    Entropy,
+    HeadLoss,
+    KLToReference,
+    Options,
+    PolicyGradient,
+    Teacher,
+    TopKDistillation,
+    TopKTeacher,
+    Transform,
+    VocabShard,
+    ZLoss,
+    vocab_statistics,
+)
+
+OFTEN = {"reinforce": {}, "clip": {}, "dual clip": {"dual_clip": 3.0}, "cispo": {}, "sapo": {}}
+
+
+def edit(x, labels, case):
+    """Special values into the logits."""
+    for what, i, number in case.edits:
+        if i >= len(x):
+            continue
+        label, column = labels[i], number % case.vocab_size
+        if what == "-inf":
+            x[i, column::3] = -torch.inf
+        elif what == "-inf shard":
+            r = number % (len(case.cuts) - 1)
+            x[i, case.cuts[r] : case.cuts[r + 1]] = -torch.inf
+        elif what == "-inf row":
+            x[i] = -torch.inf
+        elif what == "-inf others":
+            x[i] = torch.where(torch.arange(case.vocab_size) == label, x[i], -torch.inf)
+        elif what == "-inf target":
+            x[i, label] = -torch.inf
+        elif what in ("nan", "+inf"):
+            x[i, column] = float(what)
+        elif what == "x1e4":
+            x[i] = (x[i] * 1e4).clamp(-6e4, 6e4)
+        elif what == "confident":
+            x[i, label] += 20.0 + number
+        elif what == "shift":
+            x[i] = (x[i] * 8).round() / 8 + 10.0 * (number - 30)
+        elif what == "far":  # more than the transport "sum" promises to carry, less than float64's exponential can
+            x[i] = (x[i] * 8).round() / 8 + (620.0 + number) * (1 - 2 * (number % 2))
+        elif what == "tie":
+            x[i] = x[i].round()
+
+
+def build(case: Case) -> dict:
+    """All tensors of a case on the CPU, of the whole vocabulary."""
+    generator = torch.Generator().manual_seed(case.seed)
+    n, v, dtype = case.rows + case.rows % 2 * (case.lead != "flat"), case.vocab_size, getattr(torch, case.dtype)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    def rand(*shape):
+        return torch.rand(*shape, generator=generator)
+
+    spread = 4.0 ** (case.seed % 4 - 1)
+    x, t = randn(n, v) * spread, randn(n, v) * 2
+    of_tokens = {name: randn(n) for name in ("advantages",)}
+    of_tokens |= {name: -5 * rand(n) for name in ("old_log_prob", "reference_log_prob")}
+    labels = torch.randint(0, v, (n,), generator=generator)
+    edit(x, labels, case)
+    t = torch.where(x == -torch.inf, x, t)
+    if case.layout == "expanded":
+        x, t = (z[:1].expand(n, v).clone() for z in (x, t))
+    for i, label in case.label_edits:
+        if i < n:
+            labels[i] = label
+    per_token = {"rest": rand(n) + 0.5, "teacher": rand(n) + 0.7, "student": rand(n) + 0.7}
+    ids = torch.randint(0, v, (n, case.entries), generator=generator)  # with duplicates
+    mask = rand(n, case.entries) < 0.8
+    x = x.to(dtype)
+    mask &= case.scale * x.gather(1, ids) > -torch.inf  # a negative scale turns +inf into it
+    log_probs = t.nan_to_num(posinf=0.0).log_softmax(-1).gather(1, ids) - 3.0  # of duplicates, too, less than 1
+    # the mass of entries without renormalisation is at most e^-3 times their number of copies
+    log_probs = log_probs - torch.tensor(float(case.entries)).log()
+
+    def temperature(value, name):
+        return per_token[name] if value == "tokens" else value
+
+    upstream = {name: randn(n, 2)[:, 1] for name in case.upstream}
+    ignored = labels == case.ignore_index if case.labels else torch.zeros(n, dtype=torch.bool)
+    for name, g in upstream.items():
+        if case.upstream_kind == "zero":
+            upstream[name] = g * 0
+        elif case.upstream_kind == "expanded":
+            upstream[name] = torch.tensor(0.37).expand(n)
+        elif case.upstream_kind == "nan where ignored":
+            upstream[name] = torch.where(ignored, torch.nan, g)
+    drawn = {
+        "x": x,
+        "t": t.to(dtype),
+        "labels": labels.to(getattr(torch, case.labels)) if case.labels else None,
+        "ignored": ignored,
+        "bias": randn(v) if case.bias else None,
+        "temperature": temperature(case.temperature, "rest"),
+        "of_teacher": temperature(case.teacher_temperature, "teacher"),
+        "of_student": temperature(case.student_temperature, "student"),
+        "ids": torch.where(rand(n, case.entries) < 0.1, -1, ids),
+        "log_probs": log_probs.to(torch.promote_types(dtype, torch.float32)),
+        "mask": mask,
+        "weight": rand(v) + 0.1,
+        "upstream": upstream,
+        "token_weight": torch.where(rand(n) < 0.2, 0.0, rand(n)) if case.token_weight else None,
+        **of_tokens,
+    }
+    if case.head and case.token_weight:  # a weight of 0 ignores its token
+        drawn["ignored"] = ignored | (drawn["token_weight"] == 0)
+    return drawn
+
+
+def make_shard(case, group, rank):
+    v, padded = case.vocab_size, case.cuts[-1]
+    if case.shards in ("even", "padded"):
+        return VocabShard.from_group(group, v, padded)
+    if case.shards == "boundaries":
+        return VocabShard.from_boundaries(list(case.cuts), v, group)
+    return VocabShard(*piece(case, rank), v, group)
+
+
+def piece(case, rank):
+    """[start, stop) of a rank."""
+    r = case.order[rank]
+    return case.cuts[r], case.cuts[r + 1]
+
+
+def shaped(x, case):
+    """[N, ..] -> the leading shape; "sequence": the second dimension comes first in memory."""
+    if case.lead == "flat":
+        return x
+    x = x.view(2, len(x) // 2, *x.shape[1:])
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if case.lead == "sequence" else x
+
+
+def make_terms(case, p, device):
+    terms = []
+    for name, weight, option in case.terms:
+        if name == "cross_entropy":
+            smoothing, formula, weighted = option
+            terms.append(CrossEntropy(weight, smoothing, formula, p["weight"].to(device) if weighted else None))
+        elif name == "policy":
+            objective = "clip" if option == "dual clip" else option
+            terms.append(PolicyGradient(objective, weight, name="policy", **OFTEN[option]))
+        elif name == "kl":
+            terms.append(KLToReference(weight, option, output_clamp=None))
+        elif name == "distillation":
+            terms.append(Distillation(weight, option[0], temperature_squared=option[1], name="distillation"))
+        elif name == "topk":
+            terms.append(TopKDistillation(weight, *option[:2], temperature_squared=option[2], name="topk"))
+        else:
+            terms.append({"z_loss": ZLoss, "entropy": Entropy}[name](weight))
+    return terms
+
+
+def run_case(group, device, case):
+    """One rank: statistics or head, backward, inputs unmodified. -> values [N] by name, gradients, flat."""
+    p = build(case)
+    rank = 0 if group is None else torch.distributed.get_rank(group)
+    shard = make_shard(case, group, rank)
+    start, stop = piece(case, rank)
+    assert (shard.start, shard.stop) == (start, stop)
+    n, pad = len(p["x"]), (0, case.cuts[-1] - case.vocab_size)
+
+    def local(x, rubbish=torch.nan):
+        x = F.pad(x, pad, value=rubbish)[..., start:stop]
+        return x.to(device)
+
+    def moved(x):
+        return shaped(x.to(device), case) if isinstance(x, torch.Tensor) else x
+
+    logits = lay_out(local(p["x"]), case.layout)
+    lead = shaped(p["ignored"], case).shape
+    logits = shaped(logits, case) if case.lead == "sequence" else logits.view(*lead, stop - start)
+    teacher = None
+    if case.teacher == "whole":
+        teacher = Teacher(shaped(local(p["t"]), case), moved(p["of_teacher"]), moved(p["of_student"]), BETA)
+    elif case.teacher == "topk":
+        teacher = TopKTeacher(
+            moved(p["ids"]), moved(p["log_probs"]), moved(p["mask"]), None,
+            moved(p["of_teacher"]), moved(p["of_student"]), case.renormalize, BETA,
+        )  # fmt: skip
+    bias = None if p["bias"] is None else local(p["bias"], 0.0).requires_grad_()
+    transform = Transform(bias, case.scale, case.softcap, moved(p["temperature"]))
+    labels, options = moved(p["labels"]), Options(backend=case.backend, transport=case.transport)
+    weight = local(p["weight"]) if case.weighted_total else None
+    inputs = {name: moved(p[name]) for name in ("advantages", "old_log_prob", "reference_log_prob")}
+    token_weight = moved(p["token_weight"])
+    tensors = [x for x in (logits, bias, labels, weight, token_weight, *inputs.values()) if x is not None]
+    if teacher is not None:
+        tensors += [x for x in vars(teacher).values() if isinstance(x, torch.Tensor)]
+    before = [(x, x.detach().clone(), x._version) for x in tensors]
+    logits.requires_grad_()
+    out = {}
+    if case.head:
+        head = HeadLoss(
+            make_terms(case, p, device), reduction=case.reduction, ignore_index=case.ignore_index, options=options
+        )
+        needed = {name for term in head.terms for name in term.inputs}
+        given = {name: inputs[name] for name in needed & set(inputs)}
+        given |= {"teacher": teacher} if "teacher" in needed else {}
+        result = head(
+            logits, labels, shard=shard, token_weight=token_weight, denominator=case.denominator, transform=transform,
+            inputs=given,
+        )  # fmt: skip
+        stats, loss = result.stats, result.loss
+        out = {"loss": loss, "count": result.count, **{f"term {k}": value for k, value in result.terms.items()}}
+        losses, grads = [loss], [torch.linspace(-1, 2, n, device=device).view(loss.shape) if loss.dim() else None]
+    else:
+        stats = vocab_statistics(
+            logits, labels, shard=shard, want=case.want, transform=transform, teacher=teacher, total_weight=weight,
+            ignore_index=case.ignore_index, options=options,
+        )  # fmt: skip
+        losses = [getattr(stats, name) for name in case.upstream]
+        grads = [moved(p["upstream"][name]) for name in case.upstream]
+    leaves = [logits] + ([] if bias is None else [bias])
+    gradients = torch.autograd.grad(losses, leaves, grads)
+    for x, kept, version in before:
+        assert bits_equal(x.detach(), kept) and x._version == version, "an input was written"
+    names = [name for name in stats._fields if isinstance(getattr(stats, name), torch.Tensor) and name != "labels"]
+    out |= {name: getattr(stats, name) for name in names}
+    flat = {name: x.detach().reshape(-1).cpu() for name, x in out.items()}
+    flat["grad"] = gradients[0].reshape(n, stop - start).cpu()
+    if bias is not None:
+        flat["bias grad"] = gradients[1].cpu()
+    return flat
+
+
+def bits_equal(a, b):
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    same = a == b
+    return bool((same | (a.isnan() & b.isnan()) if a.is_floating_point() else same).all())

@@ -1,0 +1,171 @@
+"""verl's functions, values and gradients, against float64 log_softmax of the gathered logits."""
+
+import pytest
+import torch
+from ranks import on_ranks
+from trainer_problem import (
+    DTYPES,
+    EVEN,
+    PADDED,
+    UNEVEN,
+    WEIGHTS,
+    B,
+    S,
+    V,
+    close,
+    close_grads,
+    cut,
+    data,
+    dtype_name,
+    head,
+    truth,
+)
+
+from tp_headloss import Linear, VocabShard
+from tp_headloss.integrations import verl
+
+
+def processed(group, device, dtype, boundaries):
+    logits, label = data(dtype)
+    temperature = torch.linspace(0.5, 2.0, B * S).view(B, S)
+    label[0, 1], temperature[1, 2] = -100, 0.0
+    x, label, temperature = cut(logits, group, boundaries).to(device), label.to(device), temperature.to(device)
+    x, before = x.detach().requires_grad_(), x.detach().clone()
+    bounds = [0, PADDED] if group is None else boundaries
+    given = {"padded_size": PADDED} if boundaries == EVEN else {"boundaries": bounds}
+    process = verl.logits_processor(group, V, **given, sum_pi_squared=True)
+    out = process(x, label=label, temperature=temperature)
+    upstream = WEIGHTS.clone().to(device)
+    upstream[:, 1, 2] = 0  # the row of padding
+    (upstream[0] * out["log_probs"] + upstream[1] * out["entropy"]).sum().backward()
+    assert torch.equal(x.detach(), before) and float(temperature[1, 2]) == 0
+    assert not out["sum_pi_squared"].requires_grad
+    return {name: value.detach() for name, value in out.items()} | {"grad": x.grad}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize(("ranks", "boundaries"), [(1, EVEN), (2, EVEN), (2, UNEVEN)])
+def test_verl_logits_processor(ranks, boundaries, dtype):
+    results = on_ranks(ranks, processed, dtype, boundaries)
+    logits, label = data(dtype)
+    temperature = torch.linspace(0.5, 2.0, B * S, dtype=torch.float32).view(B, S).double()
+    used = torch.ones(B, S, dtype=torch.bool)
+    used[0, 1] = used[1, 2] = False  # ignored; padding
+    log_prob, entropy, squares, leaf = truth(logits, label, temperature.unsqueeze(-1))
+    ((WEIGHTS[0] * log_prob + WEIGHTS[1] * entropy) * used).sum().backward()
+    for out in results:
+        assert all(out[name].dtype == torch.float32 for name in ("log_probs", "entropy", "sum_pi_squared"))
+        close(out["log_probs"].cpu()[used], log_prob[used])
+        close(out["entropy"].cpu()[used], entropy[used])
+        close(out["sum_pi_squared"].cpu()[used], squares[used], rtol=1e-5)
+        assert float(out["log_probs"][0, 1]) == float(out["entropy"][0, 1]) == 0  # -100
+        assert torch.equal(out["log_probs"], results[0]["log_probs"])
+        assert out["log_probs"].isfinite().all()
+    close_grads([out["grad"] for out in results], leaf.grad, dtype)
+
+
+def test_verl_label_mask_temperature_and_what_is_wanted():
+    logits, label = data()
+    mask = torch.rand(B, S) < 0.5
+    label = torch.where(mask, label, 10 * V)  # verl leaves position ids there, beyond a small vocabulary, too
+    x = logits[..., :V].clone().requires_grad_()
+    out = verl.logits_processor(None, V, temperature=0.7)(x, label=label, label_mask=mask)
+    log_prob, entropy, _, _ = truth(logits, label, 0.7)
+    close(out["log_probs"], log_prob * mask)
+    close(out["entropy"], entropy * mask)
+    sum(out.values()).sum().backward()
+    assert (x.grad[~mask] == 0).all() and (x.grad[mask] != 0).any()
+
+    process = verl.logits_processor(None, V, entropy=False, temperature=0.7)
+    assert list(process(x, label, label_mask=mask)) == ["log_probs"]
+    close(process(x, label, 1.3, mask)["log_probs"], truth(logits, label, 1.3)[0] * mask)  # the call's wins
+    assert not process(x, label)["log_probs"][~mask].isfinite().any()  # without a mask they are bad labels
+    with pytest.raises(ValueError, match="padded_size=104"):
+        verl.logits_processor(None, V, padded_size=PADDED, boundaries=[0, PADDED])
+
+
+def pair(group, device):
+    logits, label = data()
+    shard = VocabShard.from_group(group, V, PADDED)
+    x = cut(logits, group).to(device)
+    log_prob = verl.vocab_parallel_log_probs_from_logits(x, label.to(device), shard=shard)
+    return log_prob.detach(), verl.vocab_parallel_entropy(x, shard=shard).detach()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_verl_names_of_single_statistics(ranks):
+    for log_prob, entropy in on_ranks(ranks, pair):
+        expected = truth(*data())
+        close(log_prob, expected[0])
+        close(entropy, expected[1])
+
+
+def fused(group, device, reduction, hidden_grad, boundaries):
+    (hidden, weight), (_, labels) = head(), data()
+    labels[0, 1] = -100
+    hidden = hidden.to(device).requires_grad_()
+    rows = cut(weight, group, boundaries or EVEN, 0).detach().to(device).requires_grad_()
+    if boundaries is None:  # verl's own signature: even shards, every row counts
+        options = (0.7, reduction, group)
+        shard = {}
+    else:
+        shard = {"shard": VocabShard.from_boundaries([0, PADDED] if group is None else boundaries, V, group)}
+        options = (torch.full((B, S), 0.7, device=device), reduction)
+    if hidden_grad is not None:
+        shard["linear"] = Linear(hidden_grad=hidden_grad)
+    log_probs, entropy = verl.linear_cross_entropy(hidden, rows, labels.to(device), *options, **shard)
+    upstream = WEIGHTS.view(2, -1).to(device)
+    ((upstream[0] if reduction == "none" else 1) * log_probs).sum().add((upstream[1] * entropy).sum()).backward()
+    return log_probs.detach(), entropy.detach(), hidden.grad, rows.grad
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reduction", "hidden_grad", "boundaries"),
+    [
+        (1, "none", None, None),
+        (2, "none", None, None),
+        (2, "sum", "all_reduce", None),
+        (2, "mean", None, UNEVEN),
+        (1, "mean", None, UNEVEN),
+    ],
+)
+def test_verl_linear_cross_entropy(ranks, reduction, hidden_grad, boundaries):
+    results = on_ranks(ranks, fused, reduction, hidden_grad, boundaries)
+    (hidden, weight), (_, labels) = head(), data()
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    log_prob, entropy, _, leaf = truth(hidden.detach() @ weight.detach().t(), labels, 0.7, V if boundaries else PADDED)
+    used = torch.ones(B, S)
+    used[0, 1] = 0
+    log_prob, entropy = log_prob * used, entropy * used
+    reduced = {"none": log_prob.flatten(), "sum": log_prob.sum(), "mean": log_prob.sum() / used.sum()}[reduction]
+    loss = (WEIGHTS[0].flatten() * reduced).sum() if reduction == "none" else reduced
+    (loss + (WEIGHTS[1] * entropy).sum()).backward()
+    of_hidden, of_weight = leaf.grad @ weight.detach(), leaf.grad.flatten(0, 1).t() @ hidden.detach().flatten(0, 1)
+    for got, of_entropy, _, _ in results:
+        assert got.dtype == torch.float32 and got.shape == reduced.shape
+        close(got, reduced, rtol=1e-5, atol=1e-5)
+        close(of_entropy, entropy.flatten(), atol=1e-5)
+    parts = [result[2].double().cpu() for result in results]
+    if hidden_grad == "all_reduce":
+        assert all(torch.equal(part, parts[0]) for part in parts)
+        close(parts[0], of_hidden, atol=1e-5)
+    else:  # each rank has its part, and the caller adds them up
+        close(sum(parts), of_hidden, atol=1e-5)
+        assert ranks == 1 or not torch.allclose(parts[0], of_hidden, atol=1e-3)
+    close(torch.cat([result[3].cpu() for result in results]), of_weight, atol=1e-5)
+
+
+def test_verl_linear_cross_entropy_refuses_what_it_would_ignore():
+    hidden, weight = head()
+    labels = data()[1]
+    with pytest.raises(ValueError, match="got 'avg'"):
+        verl.linear_cross_entropy(hidden, weight, labels, 1.0, "avg")
+    shard = VocabShard(0, PADDED, V)
+    with pytest.raises(ValueError, match="dist_process_group"):
+        verl.linear_cross_entropy(hidden, weight, labels, 1.0, "none", object(), shard=shard)
+
+
+def test_a_temperature_that_is_not_positive_is_verls_lowest():
+    logits, labels = torch.tensor([[3.0, 2.0, 1.0]]), torch.tensor([0])
+    for temperature in (0, 0.0, torch.zeros(1)):
+        assert float(verl.logits_processor(None, 3)(logits, labels, temperature)["log_probs"]) == 0.0

@@ -1,0 +1,200 @@
+"""What a linear head costs: sweeps, collectives, memory, and nothing for what is frozen or ignored."""
+
+import logging
+
+import pytest
+import torch
+from collectives import counted_collectives
+from linear_problem import BOTH, H, Largest, N, V, relative, small_blocks, tensors, terms
+from ranks import on_ranks
+
+from tp_headloss import CrossEntropy, HeadLoss, Linear, Term, VocabShard, autograd, linear_vocab_statistics, sweeps
+
+
+def frozen_run(group, device, needs, how, mode):
+    """What each rank's operands require -> gradients, collectives, shapes of the products."""
+    rank = 0 if group is None else group.rank()
+    hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
+    shard = VocabShard.from_group(group, V)
+    operands = [
+        x.clone().requires_grad_(need) for x, need in zip((hidden, weight[shard.start : shard.stop]), needs[rank])
+    ]
+    products, multiply = [], sweeps.multiply
+
+    def counted(out, a, b, add=False):
+        products.append(tuple(out.shape))
+        multiply(out, a, b, add)
+
+    sweeps.multiply = counted
+    try:
+        with counted_collectives() as collectives:
+            loss = (
+                HeadLoss([CrossEntropy()])
+                .linear(*operands, labels, shard=shard, linear=Linear(mode=mode, hidden_grad=how))
+                .loss
+            )
+            loss.backward()
+    finally:
+        sweeps.multiply = multiply
+    return [None if x.grad is None else x.grad.cpu() for x in operands], dict(collectives), products
+
+
+@BOTH
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (True, True)])
+def test_what_is_frozen_costs_nothing(needs, mode):
+    grads, _, products = on_ranks(1, frozen_run, [needs], "all_reduce", mode)[0]
+    made = products.count((N, V))
+    assert [g is not None for g in grads] == list(needs)
+    assert made == (2 if mode == "recompute" else 1) and len(products) == made + sum(needs)
+
+
+@BOTH
+def test_collectives_do_not_depend_on_what_requires_grad(mode):
+    """Rank 1's hidden states are frozen, and rank 0's weight; rank 0's dH is the sum of both parts all the same."""
+    everything = on_ranks(2, frozen_run, [(True, True)] * 2, "all_reduce", mode)
+    mixed = on_ranks(2, frozen_run, [(True, False), (False, True)], "all_reduce", mode)
+    assert mixed[0][1] == mixed[1][1] == everything[0][1]
+    if on_cpu():
+        assert everything[0][1] == {"gloo:all_gather": 1, "gloo:all_reduce": 1}
+    assert torch.equal(mixed[0][0][0], everything[0][0][0]) and mixed[1][0][0] is None
+    assert mixed[0][0][1] is None and torch.equal(mixed[1][0][1], everything[1][0][1])
+    partial = on_ranks(2, frozen_run, [(False, True)] * 2, "none", mode)
+    assert not any("reduce" in name for name in partial[0][1])
+    assert len(partial[0][2]) == (3 if mode == "recompute" else 2)
+
+
+def on_cpu():
+    """Where there are GPUs, packets may go through symmetric memory, which the profiler does not count."""
+    return not torch.cuda.is_available()
+
+
+def exchanges_run(group, device, mode, how):
+    hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
+    shard = VocabShard.from_group(group, V)
+    hidden = hidden.chunk(2)[group.rank()] if how == "reduce_scatter" else hidden
+    operands = [x.clone().requires_grad_() for x in (hidden, weight[shard.start : shard.stop])]
+    linear = Linear(mode=mode, hidden_grad=how, budget=16 * 128 * 4)
+    with small_blocks(), counted_collectives() as forward:
+        loss = HeadLoss(terms()).linear(*operands, labels, shard=shard, linear=linear).loss
+    with small_blocks(), counted_collectives() as backward:
+        loss.backward()
+    return {k.split(":")[1]: v for k, v in forward.items()}, {k.split(":")[1]: v for k, v in backward.items()}
+
+
+def test_one_exchange_for_all_blocks():
+    if not on_cpu():
+        pytest.skip("counts gloo's collectives")
+    for how, gathers, reduction in (("all_reduce", 0, {"all_reduce": 1}), ("reduce_scatter", 1, None), ("none", 0, {})):
+        for forward, backward in on_ranks(2, exchanges_run, "recompute", how):
+            assert forward == {"all_gather": 1 + gathers}
+            backward.pop("all_gather", None)
+            assert backward == reduction if reduction is not None else len(backward) == 1
+    for forward, backward in on_ranks(2, exchanges_run, "one_sweep", "all_reduce"):  # three blocks of 16 tokens
+        assert forward == {"all_gather": 3, "all_reduce": 1} and backward == {}
+
+
+def test_ignored_tokens_are_dropped_by_their_count():
+    hidden, weight, _, labels, weights = tensors()
+    hidden[labels == -100] = torch.nan  # never looked at
+    count, head = int((labels != -100).sum()), HeadLoss(terms(), metrics=("accuracy",))
+    clean = torch.where((labels == -100)[:, None], 0.0, hidden)
+
+    def run(hidden, linear, head=head, **kw):
+        operands = [x.clone().requires_grad_() for x in (hidden.view(2, -1, H), weight)]
+        out = head.linear(*operands, labels.view(2, -1), token_weight=weights.view(2, -1), linear=linear, **kw)
+        return out, torch.autograd.grad(out.loss.sum(), operands)
+
+    expected, expected_grads = run(clean, Linear())
+    for mode in ("recompute", "one_sweep"):
+        for most in (count, count + 3):
+            out, grads = run(hidden if most == count else clean, Linear(mode=mode, max_valid_tokens=most))
+            torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
+            torch.testing.assert_close(out.metrics, expected.metrics)
+            torch.testing.assert_close(out.stats.log_prob, expected.stats.log_prob, rtol=1e-5, atol=1e-6)
+            assert torch.equal(out.stats.valid, expected.stats.valid) and torch.equal(
+                out.stats.labels, labels.view(2, -1)
+            )
+            assert all(relative(a, b) < 2e-6 for a, b in zip(grads, expected_grads))
+    few, _ = run(clean, Linear(max_valid_tokens=count - 1))
+    assert few.loss.isnan() and few.stats.log_prob.isnan().sum() == 1 and few.stats.log_prob.flatten()[-1].isnan()
+    none = HeadLoss(terms(), reduction="none")
+    per_token, _ = run(hidden, Linear(max_valid_tokens=count), none)
+    torch.testing.assert_close(per_token.loss, run(clean, Linear(), none)[0].loss, rtol=1e-5, atol=1e-6)
+    stats = linear_vocab_statistics(hidden, weight, labels, linear=Linear(max_valid_tokens=count), want=("argmax",))
+    assert (stats.argmax == -1).sum() == N - count and (stats.lse == 0).sum() == N - count
+
+
+@BOTH
+def test_no_tensor_is_as_large_as_the_logits(mode, monkeypatch):
+    """Whatever the number of tokens: beyond them [N, H] and the weight, only blocks within the budget."""
+    monkeypatch.setattr(autograd, "runs_here", lambda _: True)  # what an operator does would not be seen
+    width, hidden_size, budget = 512, 4, 32 * 512 * 4
+    for tokens in (256, 1024):
+        hidden = torch.randn(tokens, hidden_size).requires_grad_()
+        weight = torch.randn(width, hidden_size).requires_grad_()
+        labels = torch.randint(width, (tokens,))
+        with small_blocks(), Largest() as largest:
+            HeadLoss(terms()).linear(hidden, weight, labels, linear=Linear(mode=mode, budget=budget)).loss.backward()
+        per_token = 8 * 64  # packets of 8 chunks in float64
+        assert budget // 2 <= largest.bytes <= max(budget, tokens * per_token) < 4 * tokens * width
+
+
+def test_the_budget_is_kept_and_named():
+    Sizes = sweeps.Sizes
+    for sizes in (Sizes(8192, 32064, 4096, 2, True, False), Sizes(8192, 32064, 4096, 2, True, True),
+                  Sizes(1000, 50257, 768, 4, False, False), Sizes(100_000, 999, 64, 2, True, True)):  # fmt: skip
+        n, width, hidden = sizes[:3]
+        for planner in (sweeps.recompute_blocks, sweeps.one_sweep_tokens):
+            least = sweeps.least_budget(planner, sizes)
+            assert planner(sizes, least) is not None and planner(sizes, least * 15 // 16) is None
+            for budget in (least, 2 * least, 20 * least):
+                plan = planner(sizes, budget)
+                forward, tokens, columns = plan if isinstance(plan, tuple) else (plan, plan, width)
+                assert forward * sizes.row(width) <= budget
+                held = tokens * sizes.row(columns)
+                held += 4 * width * hidden if sizes.weight_sums and tokens < n else 0
+                held += 4 * tokens * hidden if sizes.sums and columns < width else 0
+                assert held <= budget and tokens <= n and columns <= width
+    hidden, weight, _, labels, _ = tensors()
+    with pytest.raises(ValueError, match="budget must be at least"):
+        linear_vocab_statistics(hidden, weight, labels, linear=Linear(budget=1000))
+    with pytest.raises(ValueError, match="budget must be at least"):
+        HeadLoss().linear(hidden.requires_grad_(), weight, labels, linear=Linear(mode="one_sweep", budget=1000))
+
+
+def test_auto_says_what_it_does(caplog, monkeypatch):
+    from tp_headloss import linear as module
+
+    monkeypatch.setattr(module, "_said", set())
+    hidden, weight, _, labels, _ = tensors()
+    hidden.requires_grad_()
+    with caplog.at_level(logging.INFO, "tp_headloss"):
+        for head in (HeadLoss(), HeadLoss(reduction="none"), HeadLoss([Term("own", lambda s: s.lse)])):
+            head.linear(hidden, weight, labels)
+        with torch.no_grad():
+            HeadLoss().linear(hidden, weight, labels)
+    assert [record.message for record in caplog.records] == ["linear head: one sweep", "linear head: recompute"]
+    with caplog.at_level(logging.DEBUG, "tp_headloss"):
+        HeadLoss().linear(hidden, weight, labels)
+        monkeypatch.setattr(sweeps, "one_sweep_tokens", lambda *_: 40)  # blocks that are too small to be fast
+        HeadLoss().linear(hidden, weight, labels)
+    assert [record.message for record in caplog.records[2:]] == ["linear head: one sweep", "linear head: recompute"]
+
+
+def trainable_run(group, device, needs, mode):
+    hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
+    shard = VocabShard.from_group(group, V)
+    hidden.requires_grad_(needs[group.rank()])
+    loss = (
+        HeadLoss().linear(hidden, weight[shard.start : shard.stop], labels, shard=shard, linear=Linear(mode=mode)).loss
+    )
+    if mode == "recompute" or loss.requires_grad:
+        loss.backward()
+    return hidden.grad
+
+
+@BOTH
+def test_a_rank_where_nothing_requires_a_gradient_takes_part(mode):
+    both = on_ranks(2, trainable_run, (True, True), mode)
+    one = on_ranks(2, trainable_run, (True, False), mode)
+    assert torch.equal(one[0], both[0]) and one[1] is None

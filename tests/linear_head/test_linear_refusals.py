@@ -1,0 +1,119 @@
+"""What a linear head refuses, and what the message says."""
+
+import pytest
+import torch
+from linear_problem import H, V, a_teacher, tensors
+
+from tp_headloss import (
+    CrossEntropy,
+    HeadLoss,
+    Linear,
+    Options,
+    Sequences,
+    Term,
+    Transform,
+    VocabShard,
+    linear_vocab_statistics,
+)
+from tp_headloss.stats import OF_TEACHER
+
+
+def test_one_sweep_refuses_what_it_cannot_do():
+    hidden, weight, _, labels, weights = tensors()
+    hidden.requires_grad_()
+    one_sweep = Linear(mode="one_sweep")
+    for head, kwargs, words in (
+        (HeadLoss(reduction="none"), {}, "loss per token"),
+        (HeadLoss([Term("own", lambda s: s.lse)]), {}, "declared tokenwise"),
+        (HeadLoss([CrossEntropy(class_weight=torch.ones(V))]), {}, "denominators of their own"),
+        (HeadLoss(), {"token_weight": weights.clone().requires_grad_()}, "require a gradient"),
+        (HeadLoss(), {"hidden": hidden.half(), "weight": weight.half()}, "float16 gradients underflow"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            head.linear(**{"hidden": hidden, "weight": weight, "labels": labels, "linear": one_sweep} | kwargs)
+    out = HeadLoss().linear(hidden, weight, labels, linear=one_sweep)
+    with pytest.raises(RuntimeError, match="mode='recompute'"):
+        (out.loss + out.stats.log_prob.sum()).backward()
+    with torch.no_grad():
+        assert not HeadLoss().linear(hidden, weight, labels, linear=one_sweep).loss.requires_grad
+
+
+BAD = {
+    "mode": (lambda h, w, y: Linear(mode="fast"), ValueError, "mode must be"),
+    "hidden_grad": (lambda h, w, y: Linear(hidden_grad="sum"), ValueError, "hidden_grad must be"),
+    "budget": (lambda h, w, y: Linear(budget=0), ValueError, "budget must be"),
+    "count": (lambda h, w, y: Linear(max_valid_tokens=-1), ValueError, "max_valid_tokens must be"),
+    "count of a part": (
+        lambda h, w, y: Linear(max_valid_tokens=3, hidden_grad="reduce_scatter"), ValueError, "gather them first"),
+    "count without labels": (
+        lambda h, w, y: linear_vocab_statistics(h, w, linear=Linear(max_valid_tokens=3)), ValueError, "got none"),
+    "count and teacher": (
+        lambda h, w, y: linear_vocab_statistics(
+            h, w, y, teacher=a_teacher("logits", "cpu"), want=OF_TEACHER, linear=Linear(max_valid_tokens=3)),
+        ValueError, "copy the teacher"),
+    "shapes": (lambda h, w, y: linear_vocab_statistics(h, w[:, :5], y), ValueError, r"\[44, 24\] and \[200, 5\]"),
+    "rows": (
+        lambda h, w, y: linear_vocab_statistics(h, w[:9], y, shard=VocabShard(0, V, V)), ValueError, "200 rows"),
+    "labels": (lambda h, w, y: linear_vocab_statistics(h, w, y[:5]), ValueError, "labels must have shape"),
+    "bias": (lambda h, w, y: linear_vocab_statistics(h, w, y, bias=w[:5, 0]), ValueError, "bias must have shape"),
+    "two biases": (
+        lambda h, w, y: linear_vocab_statistics(h, w, y, bias=w[:, 0], transform=Transform(bias=w[:, 0])),
+        ValueError, "twice"),
+    "inplace": (
+        lambda h, w, y: linear_vocab_statistics(h, w, y, options=Options(inplace=True)), ValueError, "inplace"),
+    "one sweep of statistics": (
+        lambda h, w, y: linear_vocab_statistics(h, w, y, linear=Linear(mode="one_sweep")), ValueError, "HeadLoss"),
+    "upstream of statistics": (
+        lambda h, w, y: linear_vocab_statistics(h, w, y, linear=Linear(upstream=1.0)), ValueError, "upstream is of"),
+    "no main_grad": (
+        lambda h, w, y: linear_vocab_statistics(h, w.requires_grad_(), y, linear=Linear(main_grad=True)),
+        ValueError, "got None"),
+    "one token, scattered": (
+        lambda h, w, y: linear_vocab_statistics(h[0], w, y[0], linear=Linear(hidden_grad="reduce_scatter")),
+        ValueError, r"got \[H\]"),
+    "dropped sequences": (
+        lambda h, w, y: HeadLoss(reduction="seq-mean-token-mean").linear(
+            h, w, y, inputs={"sequences": Sequences.from_ids(y * 0, 1, y != -100)}, linear=Linear(max_valid_tokens=40)),
+        ValueError, "drops tokens of sequences"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_named(name):
+    call, kind, words = BAD[name]
+    hidden, weight, _, labels, _ = tensors()
+    with pytest.raises(kind, match=words):
+        call(hidden, weight, labels)
+
+
+def test_shapes_are_checked_before_tokens_are_dropped():
+    hidden, weight, _, labels, weights = tensors()
+    few = Linear(max_valid_tokens=30)
+    for call in (
+        lambda: HeadLoss().linear(hidden, weight, labels[:5], linear=few),
+        lambda: HeadLoss().linear(hidden.view(4, 11, H), weight, labels.view(11, 4), linear=few),
+        lambda: linear_vocab_statistics(hidden[:5], weight, labels, linear=few),
+        lambda: linear_vocab_statistics(
+            hidden.view(4, 11, H),
+            weight,
+            labels.view(4, 11),
+            transform=Transform(temperature=weights.view(11, 4)),
+            linear=few,
+        ),
+    ):
+        with pytest.raises(ValueError, match="must begin with the labels' shape"):
+            call()
+    labels[30] = V
+    with pytest.raises(ValueError, match="label of token 30"):
+        linear_vocab_statistics(hidden, weight, labels, linear=few, options=Options(check=True))
+
+
+def test_one_sweep_knows_what_it_cannot_differentiate():
+    hidden, weight, _, labels, _ = tensors()
+    scale = torch.ones((), requires_grad=True)
+    own = Term("own", lambda stats: -scale * stats.log_prob, tokenwise=True)
+    with pytest.raises(ValueError, match="depends on something else"):
+        HeadLoss([own]).linear(hidden.requires_grad_(), weight, labels)
+    constant = HeadLoss([Term("constant", lambda stats: stats.log_prob.detach(), tokenwise=True)])
+    loss = constant.linear(hidden, weight, labels).loss
+    assert not torch.autograd.grad(loss, hidden)[0].any()

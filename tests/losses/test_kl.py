@@ -1,0 +1,76 @@
+"""KL estimators and the KL term: values, gradients, clamps, importance weights."""
+
+import math
+
+import pytest
+import torch
+from policy_problem import ADVANTAGES, LOG_PROB, gradient, problem
+
+from tp_headloss import HeadLoss, KLToReference, log_probs, losses
+
+
+def test_only_k3_is_clamped_in_its_value():
+    """A token that strayed far keeps its gradient under the other estimators."""
+    log_prob = torch.tensor([-9.0], requires_grad=True)
+    for estimator, value, slope in (("k1", -8.0, 1.0), ("abs", 8.0, -1.0), ("k2", 32.0, -8.0), ("k3+", 10.0, -8.0)):
+        kl = losses.kl_estimate(log_prob, reference_log_prob=torch.tensor([-1.0]), estimator=estimator)
+        assert kl.item() == value and torch.autograd.grad(kl.sum(), log_prob)[0].item() == slope
+
+
+@pytest.mark.parametrize("estimator", losses.KL_ESTIMATORS)
+def test_kl_estimators_and_their_gradients(estimator):
+    reference = LOG_PROB + torch.linspace(-2, 2, 40, dtype=torch.float64)
+    x = LOG_PROB - reference
+    values = {"k1": x, "abs": x.abs(), "k2": x**2 / 2, "k3": (-x).exp() + x - 1}
+    slopes = {"k1": torch.ones_like(x), "abs": x.sign(), "k2": x, "k3": 1 - (-x).exp()}
+    value, grad = gradient(losses.kl_estimate, reference_log_prob=reference, estimator=estimator)
+    torch.testing.assert_close(value, values[estimator.removesuffix("+")])
+    torch.testing.assert_close(grad, slopes["k2" if "+" in estimator else estimator])
+
+
+def test_weighted_k3_has_the_gradient_w_x():
+    reference, sampler = LOG_PROB.flip(0), LOG_PROB - 0.3
+    options = {"reference_log_prob": reference, "output_clamp": None}
+    for sampled, w in ((LOG_PROB, 1.0), (sampler, math.exp(0.3))):
+        value, grad = gradient(losses.kl_estimate, sampler_log_prob=sampled, **options)
+        torch.testing.assert_close(grad, w * (LOG_PROB - reference))
+        torch.testing.assert_close(value, w * gradient(losses.kl_estimate, **options)[0])
+
+
+def test_kl_clamps_stop_the_gradient():
+    log_prob = torch.tensor([-30.0, -5.0, -4.0], requires_grad=True)
+    reference = torch.tensor(
+        [-1.0, -1.0, -3.5]
+    )  # x = -29: beyond the input's clamp; -4: k3 = 49.6, beyond the output's
+    value = losses.kl_estimate(log_prob, reference_log_prob=reference)
+    torch.testing.assert_close(value[:2].detach(), torch.tensor([10.0, 10.0]))
+    (grad,) = torch.autograd.grad(value.sum(), log_prob)
+    assert grad[:2].tolist() == [0, 0] and grad[2] < 0
+    weighted = losses.kl_estimate(log_prob, reference_log_prob=reference, sampler_log_prob=log_prob.detach())
+    (grad,) = torch.autograd.grad(weighted.sum(), log_prob)
+    assert grad[0] == 0 and grad[1] == 10  # the weight passes no gradient beyond the input's clamp
+
+
+@pytest.mark.parametrize("importance", [None, "on-policy", "old", "generator"])
+def test_the_kl_term_takes_the_weight_it_names(importance):
+    x, labels, mask, inputs = problem()
+    x.requires_grad_()
+    term = KLToReference(0.5, "k3", importance_weight=importance, output_clamp=None)
+    out = HeadLoss([term], reduction="sum")(x, labels, inputs={name: inputs[name] for name in term.inputs})
+    log_prob = log_probs(x, labels).log_prob
+    sampler = {None: None, "on-policy": log_prob.detach()}.get(importance, inputs.get(f"{importance}_log_prob"))
+    gap = (inputs["reference_log_prob"] - log_prob)[mask]
+    want = gap.exp() - gap - 1
+    if sampler is not None:
+        want = want * (log_prob - sampler)[mask].exp()
+    torch.testing.assert_close(out.loss, 0.5 * want.sum(), rtol=1e-5, atol=1e-6)
+    a, b = (torch.autograd.grad(v, x, retain_graph=True)[0] for v in (out.loss, 0.5 * want.sum()))
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_clamps_that_are_no_bounds_are_refused():
+    for keywords in ({"input_clamp": -1.0}, {"output_clamp": -5.0}):
+        with pytest.raises(ValueError, match="clamp must be a positive number or None"):
+            losses.kl_estimate(LOG_PROB, reference_log_prob=LOG_PROB, **keywords)
+    with pytest.raises(ValueError, match="dual_clip must be at least"):
+        losses.clipped(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, dual_clip=math.nan)

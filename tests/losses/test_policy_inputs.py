@@ -1,0 +1,129 @@
+"""What a policy gradient takes from its caller: inputs, masks, weights, denominators, options."""
+
+import math
+
+import policy_oracle as oracle
+import pytest
+import torch
+from policy_problem import ADVANTAGES, LOG_PROB, B, S, needed, problem
+
+from tp_headloss import HeadLoss, KLToReference, Options, PolicyGradient, PolicyMetrics, Sequences, log_probs, losses
+
+
+def test_inputs_are_constants_of_any_kind(backend, device):
+    """Not detached, float64, bool: the loss is that of the same fp32 numbers, and only the logits get a gradient."""
+    x, labels, _, inputs = problem()
+    labels = labels.clamp(min=0).to(device)
+    old = inputs["old_log_prob"].nan_to_num()
+    head = HeadLoss([PolicyGradient("clip"), KLToReference(0.1)], options=Options(backend=backend))
+    results = []
+    for kind in (torch.float32, torch.float64, torch.bool):
+        local = x.clone().to(device).requires_grad_()
+        own = old.to(device).requires_grad_()
+        given = {
+            "advantages": (inputs["advantages"] > 0).to(device, kind),
+            "old_log_prob": own.double() if kind == torch.float64 else own,
+            "reference_log_prob": own,
+        }
+        loss = head(local, labels, inputs=given).loss
+        loss.backward()
+        assert own.grad is None and loss.dtype == torch.float32
+        results.append((loss.detach(), local.grad))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
+    # a ratio to the policy itself is 1, and still has a gradient
+    local = x.clone().to(device).requires_grad_()
+    given = {"advantages": inputs["advantages"].to(device), "old_log_prob": log_probs(local, labels).log_prob}
+    head = HeadLoss([PolicyGradient("clip")], options=Options(backend=backend))
+    assert torch.autograd.grad(head(local, labels, inputs=given).loss, local)[0].any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_the_callers_denominator_replaces_the_count_alone(reduction):
+    x, labels, mask, inputs = problem()
+    head = HeadLoss([PolicyGradient("clip")], reduction=reduction)
+    given = needed(head, inputs, mask, "cpu", horizon=9)
+    own = head(x, labels, inputs=given)
+    for denominator in (7, 7.0, torch.tensor(7.0), torch.tensor(7)):
+        other = head(x, labels, inputs=given, denominator=denominator)
+        torch.testing.assert_close(7 * other.loss, own.count * own.loss)
+    with pytest.raises(ValueError, match=r"scalar tensor, got shape \[1\]"):
+        head(x, labels, inputs=given, denominator=torch.ones(1))
+
+
+def test_a_single_token_without_dimensions_has_metrics_too():
+    head = HeadLoss([PolicyGradient("clip")], metrics=(PolicyMetrics(),))
+    inputs = {"advantages": torch.tensor(1.0), "old_log_prob": torch.tensor(-2.0)}
+    out = head(torch.zeros(8), torch.tensor(3), inputs=inputs)
+    torch.testing.assert_close(out.metrics["max_ratio"], torch.tensor(math.exp(2) / 8))
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ValueError, match="objective must be one of"):
+        PolicyGradient("ppo2")
+    for wrong in ({"clip": (1.5, 0.2)}, {"dual_clip": 1.1}):
+        with pytest.raises(ValueError, match="got"):
+            losses.clipped(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, **wrong)
+    with pytest.raises(TypeError, match=r"objective 'clip' takes the options \['clip', .*got \['clip_low'\]"):
+        PolicyGradient("clip", clip_low=0.2)
+    with pytest.raises(TypeError, match=r"KLToReference takes the options .*got \['clamp'\]"):
+        KLToReference(0.1, clamp=3)
+    with pytest.raises(ValueError, match="convention must be"):
+        losses.cispo(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, convention="both")
+    with pytest.raises(ValueError, match="estimator must be"):
+        KLToReference(0.1, "k4")
+    with pytest.raises(ValueError, match="importance_weight must be"):
+        KLToReference(0.1, importance_weight="new")
+    with pytest.raises(ValueError, match="level must be"):
+        PolicyMetrics(level="batch")
+
+
+def test_wrong_inputs_are_refused_with_what_was_expected():
+    x, labels, mask, inputs = problem()
+    head = HeadLoss([PolicyGradient("gspo")], reduction="seq-mean-token-mean")
+    good = needed(head, inputs, mask, "cpu")
+    wrong = {
+        "missing \\['old_log_prob'\\]": {k: v for k, v in good.items() if k != "old_log_prob"},
+        "unused \\['x'\\]": good | {"x": x},
+        "dimensions as the labels \\[4, 7\\], .*got \\[5\\]": good | {"advantages": torch.ones(5)},
+        "must broadcast to the labels' shape \\[4, 7\\], got \\[5, 1\\]": good | {"advantages": torch.ones(5, 1)},
+        "sequences must be of tokens \\[4, 7\\], got \\[4, 6\\]": good
+        | {"sequences": Sequences.from_mask(mask[:, 1:])},
+    }
+    for message, given in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            head(x, labels, inputs=given)
+    for message, given in {
+        "must be a Sequences": good | {"sequences": 3},
+        "must be a tensor, got float": good | {"advantages": 1.0},
+    }.items():
+        with pytest.raises(TypeError, match=message):
+            head(x, labels, inputs=given)
+    with pytest.raises(ValueError, match="horizon"):
+        HeadLoss([PolicyGradient("gspo")], reduction="seq-mean-token-sum-norm")(x, labels, inputs=good)
+
+
+def test_a_sequence_mask_and_token_weights_decide_which_labels_count(backend, device):
+    """Labels of all tokens, a mask of the answer's: as if the others were ignored, whatever garbage they hold."""
+    x, labels, mask, inputs = problem()
+    weight = torch.linspace(0.0, 2.0, B * S).view(B, S)
+    every = torch.where(mask, labels, 5)
+    head = HeadLoss(
+        [PolicyGradient("clip"), KLToReference(0.1)],
+        metrics=("entropy", PolicyMetrics()),
+        reduction="seq-mean-token-mean",
+        options=Options(backend=backend),
+    )
+    given = needed(head, inputs, mask, device)
+    outs = []
+    for targets in (labels, every):
+        local = x.clone().to(device).requires_grad_()
+        out = head(local, targets.to(device), inputs=given, token_weight=weight.to(device))
+        out.loss.backward()
+        outs.append((out.loss.detach(), local.grad, out.terms, out.metrics, out.sequence_metrics))
+    torch.testing.assert_close(*outs)
+    log_prob = log_probs(x, labels).log_prob.double()
+    per_token = oracle.ppo(log_prob, inputs["advantages"], inputs["old_log_prob"], mask)
+    per_token = (per_token + 0.1 * oracle.k3(log_prob, inputs["reference_log_prob"]).clamp(max=10)) * weight
+    want = oracle.aggregate(per_token, mask, "seq-mean-token-mean")
+    torch.testing.assert_close(outs[0][0].double().cpu(), want, rtol=3e-6, atol=1e-6)

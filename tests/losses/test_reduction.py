@@ -1,0 +1,185 @@
+"""The reduction over tokens: its kernel against plain torch, weights, denominators, what may change before backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loss_problem import V, rows
+
+from tp_headloss import (
+    CrossEntropy,
+    Entropy,
+    HeadLoss,
+    Linear,
+    Options,
+    PolicyGradient,
+    Sequences,
+    Term,
+    Transform,
+    ZLoss,
+)
+from tp_headloss.reduce import Monomial
+
+
+@pytest.mark.parametrize("kind", ["plain", "sum", "weights", "number", "tensor", "zero", "all ignored", "transposed"])
+@pytest.mark.parametrize("terms", ["functions", "monomials"])
+def test_the_reduction_kernel_equals_plain_torch(terms, kind, device, monkeypatch):
+    """Terms and metrics of every sort, their gradients included; a NaN at an ignored token stays out."""
+    x, labels, _, token_weight = (t.to(device) for t in rows())
+    own = Term("own", lambda stats: (stats.log_prob.exp() + 2.0) / stats.valid, weight=-0.3)  # 1 / 0 where ignored
+    terms = {
+        "functions": [CrossEntropy(0.9, label_smoothing=0.1), ZLoss(1e-2), Entropy(0.05), own],
+        "monomials": [CrossEntropy(0.9), ZLoss(1e-2), Entropy(0.05)],
+    }[terms]
+    head = HeadLoss(
+        terms,
+        metrics=("accuracy", "entropy", "log_prob", "lse"),
+        reduction="sum" if kind == "sum" else "mean",
+        options=Options(backend="triton"),
+    )
+    call = {
+        "weights": {"token_weight": token_weight - 0.5},
+        "number": {"denominator": 37},
+        "tensor": {"denominator": torch.tensor(37.0, device=device)},
+        "zero": {"denominator": 0.0},
+    }.get(kind, {})
+    if kind == "all ignored":
+        labels = torch.full_like(labels, -100)
+    if kind == "transposed":  # [sequence, batch] logits in memory, [batch, sequence] to the caller
+        x, labels = x.view(4, 3, V).transpose(0, 1), labels.view(4, 3).transpose(0, 1)
+    outputs = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(HeadLoss, "_reduction", lambda *_: None)
+        logits = x.clone().requires_grad_()
+        out = head(logits, labels, **call)
+        (3 * out.loss + (out.stats.log_prob + 0.1 * out.stats.entropy).sum()).backward()  # and upstream of their own
+        outputs.append([out.loss, out.count, *out.terms.values(), *out.metrics.values(), logits.grad])
+    one_kernel = "TokenSumsBackward" if own in head.terms else "StatisticsBackward"
+    assert [one_kernel in str(out[0].grad_fn) for out in outputs] == [True, False]
+    for a, b in zip(*outputs):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6)
+        assert a.isfinite().all()
+
+
+def test_a_monomial_says_what_it_needs(backend, device):
+    x, labels, *_ = (t.to(device) for t in rows())
+    x.requires_grad_()
+    options = Options(backend=backend)
+    terms = [Term("confidence", Monomial("entropy")), Term("squares", Monomial("total", square=True), 0.1)]
+    out = HeadLoss([*terms, Term("hits", Monomial("hits"))], options=options)(x, labels)  # one has no gradient
+    out.loss.backward()
+    z = x.detach().double().requires_grad_()
+    log_p, valid = z.log_softmax(-1), labels >= 0
+    per_token = -(log_p.exp() * log_p).sum(-1) + 0.1 * z.sum(-1) ** 2 + (z.argmax(-1) == labels)
+    expected = per_token[valid].mean()
+    expected.backward()
+    torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.grad.double(), z.grad, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="Monomial must be of"):
+        HeadLoss([Term("wrong", Monomial("labels"))])
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_weights_that_changed_before_backward_are_noticed(own, device):
+    x, labels, _, weight = (t.to(device) for t in rows())
+    terms = [CrossEntropy(), Term("own", lambda stats: stats.lse.exp())] if own else [CrossEntropy()]
+    out = HeadLoss(terms, options=Options(backend="triton"))(x.requires_grad_(), labels, token_weight=weight)
+    weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()
+
+
+def test_sums_may_be_written_before_backward_and_terms_changed(backend, device):
+    x, labels, *_ = (t.to(device) for t in rows())
+    head = HeadLoss([CrossEntropy(), ZLoss(1.0)], metrics=("accuracy",), options=Options(backend=backend))
+    small = head(x.requires_grad_(), labels).loss.item()
+    head.terms = (CrossEntropy(), ZLoss(10.0))
+    out = head(x, labels)
+    out.metrics["accuracy"].div_(out.count)
+    out.loss.backward()
+    assert out.loss.item() > 5 * small
+
+
+def test_an_ignored_row_has_no_gradient_whatever_bias_and_temperature_hold(backend, device):
+    x, labels, *_ = (t.to(device) for t in rows())
+    bias = torch.zeros(V, device=device)
+    bias[3] = 100.0
+    temperature = torch.where(labels < 0, 0.0, 1.0)
+    x.requires_grad_(), bias.requires_grad_()
+    transform = Transform(bias=bias, temperature=temperature)
+    HeadLoss(options=Options(backend=backend))(x, labels, transform=transform).loss.backward()
+    assert (x.grad[labels < 0] == 0).all() and x.grad.isfinite().all() and bias.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_token_of_weight_0_is_excluded_whatever_its_logits_are(poison, reduction, backend, device):
+    x, labels, *_ = (t.to(device) for t in rows())
+    flat = x.view(-1, V).clone()
+    at = int((labels.flatten() >= 0).nonzero()[1])
+    weight = torch.ones(labels.numel(), device=device)
+    weight[at] = 0.0
+    terms, options = [CrossEntropy(), ZLoss(0.1)], Options(backend=backend)
+    head, results = HeadLoss(terms, metrics=("entropy",), reduction=reduction, options=options), []
+    for value in (0.5, poison):
+        flat[at, 3] = value
+        local = flat.clone().requires_grad_()
+        out = head(local, labels.flatten(), token_weight=weight)
+        out.loss.sum().backward()
+        results.append((out.loss.detach(), out.count, out.metrics["entropy"], *out.terms.values(), local.grad))
+        assert (local.grad[at] == 0).all()
+    for clean, poisoned in zip(*results):
+        assert torch.equal(clean, poisoned)
+
+
+def test_weights_that_overflow_fp32_together_give_the_mean(backend, device):
+    x, labels, *_ = (t.to(device) for t in rows())
+    head, results = HeadLoss([CrossEntropy(), ZLoss(0.1)], options=Options(backend=backend)), []
+    for weight in (1.0, 2.0**126):  # whose sum is beyond fp32
+        local = x.clone().requires_grad_()
+        loss = head(local, labels, token_weight=torch.full(labels.shape, weight, device=device)).loss
+        loss.backward()
+        results.append((loss.detach(), local.grad))
+    for small, large in zip(*results):
+        torch.testing.assert_close(small, large, rtol=1e-6, atol=1e-9)
+    with pytest.raises(ValueError, match="denominator must be a number that fp32 holds"):
+        head(x, labels, denominator=1e39)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "one_sweep"])
+def test_large_weights_give_the_mean_from_hidden_states_too(mode, backend, device):
+    torch.manual_seed(0)
+    weight, labels = torch.randn(V, 4, device=device, requires_grad=True), torch.randint(0, V, (12,), device=device)
+    hidden, results = torch.randn(12, 4, device=device), []
+    for scale in (1.0, 2.0**126):
+        token_weight = torch.full((12,), scale, device=device)
+        head = HeadLoss(options=Options(backend=backend))
+        loss = head.linear(hidden, weight, labels, token_weight=token_weight, linear=Linear(mode)).loss
+        results.append((loss.detach(), torch.autograd.grad(loss, weight)[0]))
+    for small, large in zip(*results):
+        torch.testing.assert_close(small, large, rtol=1e-5, atol=1e-7)
+
+
+def test_a_trained_weight_has_a_gradient_where_it_is_0(device):
+    x, labels = torch.randn(3, V, device=device), torch.tensor([1, 2, 3], device=device)
+    weight = torch.tensor([1.0, 0.0, 2.0], device=device, requires_grad=True)
+    HeadLoss(reduction="sum")(x, labels, token_weight=weight).loss.backward()
+    torch.testing.assert_close(weight.grad, F.cross_entropy(x, labels, reduction="none"))
+
+
+@pytest.mark.parametrize("objective", ["gspo", "gmpo", "vespo", "gspo-length-weighted"])
+def test_a_weight_of_0_leaves_its_token_in_the_ratio_of_its_sequence(objective, backend, device):
+    """The sequences' mask says what a sequence is; the weight masks the loss alone."""
+    x, labels = torch.randn(2, 4, V, device=device), torch.randint(0, V, (2, 4), device=device)
+    given = {"advantages": torch.tensor([[1.0], [-1.0]], device=device)}
+    given["old_log_prob"] = torch.full((2, 4), -4.0, device=device)
+    given["sequences"] = Sequences.from_mask(labels >= 0)
+    weight = torch.ones(2, 4, device=device)
+    weight[0, 1] = 0.0
+    options = {"reduction": "none", "options": Options(backend=backend)}
+    head, x = HeadLoss([PolicyGradient(objective)], **options), x.requires_grad_()
+    whole, masked = head(x, labels, inputs=given).loss, head(x, labels, token_weight=weight, inputs=given).loss
+    torch.testing.assert_close(masked, whole * weight)
+    mean = HeadLoss([PolicyGradient(objective)], reduction="seq-mean-token-mean", options=options["options"])
+    loss = mean(x, labels, token_weight=weight, inputs=given).loss
+    torch.testing.assert_close(loss, (whole * weight).sum() / 8)
