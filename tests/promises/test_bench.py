@@ -129,3 +129,16 @@ def test_the_linear_benchmark_marks_what_is_wrong(monkeypatch, tmp_path, bench):
     bench_linear.main([*shape, "--seconds", "0.001", "--json", str(data)])
     rows = {row["implementation"]: row["status"] for row in json.loads(data.read_text())["rows"]}
     assert rows == {"right": "ok", "wrong": "wrong", "fails": "failed: RuntimeError: out of something"}
+
+
+def test_the_host_time_of_a_step_is_printed_beside_that_of_cross_entropy(tmp_path):
+    data = tmp_path / "host_time.json"
+    shape = ["--device", "cpu", "--tokens", 4, "--vocab", 8, "--batches", 2, "--batch", 3]
+    out = run_script("scripts/bench/host_time.py", *shape, "--profile", "--json", data)
+    report = json.loads(data.read_text())
+    for threads in ("one thread", "autograd's own threads"):
+        ours, theirs = report[threads]["ours"], report[threads]["F.cross_entropy"]
+        assert ours == sorted(ours) and theirs == sorted(theirs) and 0 < theirs[1] < ours[1]
+        assert report[threads]["ratio"] == pytest.approx(ours[1] / theirs[1])
+        assert f"ratio {report[threads]['ratio']:.2f}" in out
+    assert "6 steps of ours under cProfile" in out and "tottime" in out
