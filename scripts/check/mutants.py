@@ -57,7 +57,7 @@ def all_bugs() -> list[Bug]:
 
 
 def functions_of(tree: ast.Module) -> dict[str, list[ast.AST]]:
-    """Qualified name -> its definitions, of which there is one but where an `if` chooses."""
+    """Definitions by qualified name; there are several where an `if` chooses between them."""
     found: dict[str, list[ast.AST]] = {"": [tree]}
 
     def visit(node, prefix):
@@ -73,7 +73,7 @@ def functions_of(tree: ast.Module) -> dict[str, list[ast.AST]]:
 
 
 def patterns_of(code: str) -> set[str]:
-    """What nodes that are this code look like: a statement, an expression, a keyword argument."""
+    """Dumps of the nodes that this code can be: a statement, an expression, a keyword argument."""
     (statement,) = ast.parse(code).body
     patterns = {ast.dump(statement)}
     if isinstance(statement, ast.Expr):
@@ -84,6 +84,7 @@ def patterns_of(code: str) -> set[str]:
 
 
 def matches(definitions: list[ast.AST], code: str) -> list[ast.AST]:
+    """Nodes of these functions that are this code."""
     patterns = patterns_of(code)
     kinds = ast.stmt, ast.expr, ast.keyword
     nodes = [node for definition in definitions for node in ast.walk(definition) if isinstance(node, kinds)]
@@ -93,7 +94,7 @@ def matches(definitions: list[ast.AST], code: str) -> list[ast.AST]:
 
 
 def look_alike(definitions: list[ast.AST], code: str) -> list[str]:
-    """The code in these functions that resembles this one most."""
+    """Code of these functions that resembles this code most."""
     kinds, plain = (ast.Assign, ast.AugAssign, ast.Return, ast.expr, ast.keyword), (ast.Name, ast.Constant)
     nodes = [node for definition in definitions for node in ast.walk(definition) if isinstance(node, kinds)]
     nodes = [node for node in nodes if not isinstance(node, plain)]
@@ -170,7 +171,7 @@ def source_of(bug: Bug, package: Path) -> str:
 
 
 def problem(bug: Bug, package: Path = PACKAGE) -> str | None:
-    """Why the bug cannot be planted, or None."""
+    """Reason why the bug cannot be planted, or None."""
     try:
         mutated(bug, source_of(bug, package), package)
     except Outdated as error:
@@ -179,7 +180,7 @@ def problem(bug: Bug, package: Path = PACKAGE) -> str | None:
 
 
 def copy_of_tree(folder: Path) -> Path:
-    """What git tracks, as it is now, beside the environments."""
+    """Copies what git tracks, as it is now, and links the environments beside it."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in names.strip("\0").split("\0"):
         if (ROOT / name).is_file():

@@ -1,4 +1,4 @@
-"""What a call costs: one collective and one reading of the logits forward, none and one backward."""
+"""Costs of a call: one collective and one reading of the logits forward, no collective and one reading backward."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: bits, memory, sizes beyond 2^31, compilation. Deselected without one."""
+"""Claims that only a GPU can test: bits, memory, sizes beyond 2^31, compilation. Deselected without one."""
 
 import pytest
 import torch

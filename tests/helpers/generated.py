@@ -1,4 +1,4 @@
-"""What must come out of a generated case (`strategies.Case`) on every rank."""
+"""Checks what the ranks made of a generated case (`strategies.Case`) against the float64 truth."""
 
 import bounds
 import oracle

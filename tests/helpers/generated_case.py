@@ -1,4 +1,4 @@
-"""What a generated case (`strategies.Case`) is as tensors, and how a rank runs it."""
+"""Makes the tensors of a generated case (`strategies.Case`) and runs it on a rank."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""The float64 truth of a generated case, with the error that is allowed to each of its values."""
+"""Float64 truth of a generated case, and the error that is allowed to each of its values."""
 
 import bounds
 import oracle

@@ -1,4 +1,4 @@
-"""What an odd input is: a case, and the values that a case may ask for."""
+"""Cases, the form of every odd input, and the values that a case may ask for."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""How ranks run an odd input, and what must come out."""
+"""Runs odd inputs on ranks and checks what comes out."""
 
 import re
 import traceback

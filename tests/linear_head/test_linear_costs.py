@@ -1,4 +1,4 @@
-"""What a linear head costs: sweeps, collectives, memory, and nothing for what is frozen or ignored."""
+"""Costs of a linear head: sweeps, collectives, memory, and nothing for what is frozen or ignored."""
 
 import logging
 

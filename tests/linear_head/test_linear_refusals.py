@@ -1,4 +1,4 @@
-"""What a linear head refuses, and what the message says."""
+"""Refusals of a linear head, and what their messages say."""
 
 import pytest
 import torch

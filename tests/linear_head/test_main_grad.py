@@ -1,4 +1,4 @@
-"""Where the gradients of a linear head go: main_grad, tied embeddings, a declared upstream gradient."""
+"""Destinations of a linear head's gradients: main_grad, tied embeddings, a declared upstream gradient."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a policy gradient takes from its caller: inputs, masks, weights, denominators, options."""
+"""Inputs, masks, weights, denominators and options that callers give to a policy gradient."""
 
 import math
 
