@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes the virtual environments .hosts/NAME-VERSION, one for each host framework and version that the tests run with:
+# Makes the virtual environments .hosts/NAME-VERSION, one for each host framework and version that the tests run with,
+# and one with the oldest Triton:
 #     bash scripts/hosts.sh [NAME-VERSION...]
 # Each sees the packages of .venv, torch among them, and adds its own, which scripts/hosts.txt lists.
 set -euo pipefail

@@ -6,19 +6,16 @@ if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 11):
     raise ImportError(f"tp_headloss needs torch >= 2.11, got {torch.__version__}")
 
 from . import losses
-from .api import LogProbs, Options, Teacher, TopKTeacher, Transform, log_probs, vocab_statistics
+from .api import LogProbs, log_probs, vocab_statistics
 from .comm import combine_metrics, reduce_metrics
-from .head_loss import CausalLMLoss, HeadLoss, HeadLossOutput
-from .linear import Linear, linear_vocab_statistics
-from .module import Init, VocabParallelEmbedding, VocabParallelHead, multi_token_targets
-from .sequences import Sequences
-from .shard import VocabShard
-from .stats import VocabStatistics
-from .terms import (
+from .head_loss import (
+    CausalLMLoss,
     CrossEntropy,
     Distillation,
     Entropy,
     GeneratorMetrics,
+    HeadLoss,
+    HeadLossOutput,
     KLToReference,
     Metric,
     PolicyGradient,
@@ -27,6 +24,12 @@ from .terms import (
     TopKDistillation,
     ZLoss,
 )
+from .linear_head import Linear, linear_vocab_statistics
+from .module import Init, VocabParallelEmbedding, VocabParallelHead, multi_token_targets
+from .options import Options, Teacher, TopKTeacher, Transform
+from .sequences import Sequences
+from .shard import VocabShard
+from .statistics import VocabStatistics
 from .topk import TopK, topk_log_probs
 
 __version__ = "0.1.0"

@@ -16,21 +16,18 @@ The group arrives by name, so that operators keep plain arguments and `torch.com
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .shard import exists, shares_vocabulary
+from .shard import shares_vocabulary
 
 TRANSPORTS = ("auto", "gather", "sum", "symm_mem")
 # torch 2.13 renamed it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_log = logging.getLogger("tp_headloss")
 
 
 def gather_packets(packets: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
@@ -88,139 +85,11 @@ def sum_lanes(lanes: torch.Tensor, world_size: int, group_name: str) -> torch.Te
     return lanes
 
 
-class SymmetricMemory:
-    """Memory of one group that all its GPUs address: two slots of packets per rank, used in turn.
-
-    Two slots and one barrier per exchange suffice: a rank that writes a slot again has passed the barrier of the
-    exchange in between, which its peers reach only after they have read the slot. Whose turn it is lives on the device
-    (`turns`), because a captured graph is replayed with the arguments of its capture.
-    """
-
-    def __init__(self, numel: int, device: torch.device):
-        import torch.distributed._symmetric_memory as symm_mem
-
-        self.slot = 1 << (numel - 1).bit_length()  # fp32 numbers
-        self.buffer = symm_mem.empty(2 * self.slot, dtype=torch.float32, device=device)
-        self.interrupted = False  # an exchange that this rank began and did not end: its turns are no longer its peers'
-
-    def join(self, group):
-        """The group's ranks find each other's buffers."""
-        import torch.distributed._symmetric_memory as symm_mem
-
-        device = self.buffer.device
-        self.handle = symm_mem.rendezvous(self.buffer, group)
-        # a peer that does not come for so long is a CUDA error: the group's timeout, or else NCCL's default
-        options = getattr(group._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        self.timeout_ms = 600_000 if timeout is None else max(1, round(timeout.total_seconds() * 1000))
-        addresses = [self.handle.get_buffer(r, (1,), torch.float32).data_ptr() for r in range(group.size())]
-        self.peers = torch.tensor(addresses, device=device)  # [P] int64
-        # [0]: exchanges completed, read where packets are written; [1]: the same, read where they are merged
-        self.turns = torch.zeros(2, dtype=torch.int32, device=device)
-        self.stream = torch.cuda.current_stream(device)
-        torch.cuda.synchronize(device)  # once per group: other streams may use it next
-
-    def packets(self, shape) -> torch.Tensor:
-        """This rank's packets [chunks, rows, N] in its first slot."""
-        self._follow()
-        return self.buffer[: shape[0] * shape[1] * shape[2]].view(shape)
-
-    def barrier(self):
-        self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)
-
-    def _follow(self):
-        """Exchanges on several streams take turns, in the order of the calls."""
-        if torch._C._cuda_getCurrentRawStream(self.buffer.device.index) == self.stream.cuda_stream:
-            return
-        last, self.stream = self.stream, torch.cuda.current_stream(self.buffer.device)
-        with torch.cuda.stream(last):
-            last_is_captured = torch.cuda.is_current_stream_capturing()
-        if last_is_captured == torch.cuda.is_current_stream_capturing():  # a capture cannot wait for what it is not in
-            self.stream.wait_stream(last)
-
-
-class _Group:
-    """Whether a group's GPUs share memory, and the memory so far, all of it, because graphs may hold the oldest."""
-
-    def __init__(self, group):
-        self.group, self.why_not, self.capability, self.memories = group, None, (0, 0), []
-
-
-_groups: dict[str, _Group] = {}
-
-
-def symmetric_memory(transport: str, group_name: str, numel: int, device: torch.device) -> SymmetricMemory | None:
-    """Where this rank's `numel` fp32 packets go under "symm_mem" and "auto", or None: gather them.
-
-    The ranks agree when a group is first seen, before any exchange, and again when more tokens need more memory; both
-    are host synchronisations, and neither is possible while a CUDA graph is being captured (run a step before).
-    "auto" says nothing where it gathers, and takes symmetric memory only on GPUs like those where it was faster.
-    """
-    group = _resolve_process_group(group_name)
-    known = _groups.get(group_name)
-    if known is None or known.group is not group:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        for name in [name for name, other in _groups.items() if not exists(other.group, name)]:
-            del _groups[name]  # and the memory of a group that was destroyed
-        known = _groups[group_name] = _Group(group)
-        known.why_not, known.capability = _why_not(group, device)
-        if known.why_not and transport == "symm_mem":
-            _log.warning("no symmetric memory for group %s, packets are gathered: %s", group_name, known.why_not)
-    if known.why_not or (transport == "auto" and known.capability < (9, 0)):
-        return None
-    if known.memories and known.memories[-1].slot >= numel:
-        if known.memories[-1].interrupted:
-            raise RuntimeError(
-                f"an earlier exchange of group {group_name} failed on this rank in the middle, so its ranks no longer "
-                "agree about their symmetric memory: make a new process group, or use transport='gather'"
-            )
-        return known.memories[-1]
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    memories = []
-    with torch.cuda.device(device):
-        # apart, because a rank that has no memory must not leave the others waiting for it in the rendezvous
-        for step in (lambda: memories.append(SymmetricMemory(numel, device)), lambda: memories[0].join(group)):
-            known.why_not = known.why_not or _anybodys_failure(step, group)
-    if known.why_not:
-        _log.warning("no symmetric memory for group %s, packets are gathered: %s", group_name, known.why_not)
-        return None
-    known.memories += memories
-    return memories[0]
-
-
-def _anybodys_failure(step, group) -> str | None:
-    """Whatever went wrong on a rank, all ranks learn of it."""
-    error = None
-    try:
-        step()
-    except Exception as exception:
-        error = f"{type(exception).__name__}: {exception}"
-    return next((e for e in from_every_rank(error, group) if e), None)
-
-
 def from_every_rank(value, group) -> list:
     """An object of each rank -> all of them, in group-rank order."""
     values = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _why_not(group, device) -> tuple[str | None, tuple[int, int]]:
-    """Why there is no symmetric memory, and the least compute capability: the same answer on all ranks."""
-    try:
-        import torch.distributed._symmetric_memory
-
-        host, missing = Path("/proc/sys/kernel/random/boot_id").read_text(), None
-    except (ImportError, OSError) as error:
-        host, missing = None, str(error)
-    with torch.cuda.device(device):
-        facts = from_every_rank((host, missing, torch.cuda.get_device_capability(device)), group)
-    least = min(capability for *_, capability in facts)
-    if missing := [reason for _, reason, _ in facts if reason]:
-        return missing[0], least
-    return None if len({host for host, *_ in facts}) == 1 else "the group spans several hosts", least
 
 
 def group_size(group) -> int:

@@ -1,12 +1,13 @@
-"""DTensors in, plain local tensors out, before anything else looks at them.
+"""Conversion of DTensor arguments to plain local tensors and a `VocabShard`, before anything else reads them.
 
-Logits ``Shard(-1)`` and weights ``Shard(0)`` on one dimension of their mesh say themselves which ids a rank owns. On
-the other dimensions tokens may be sharded or replicated: every rank computes what belongs to its own tokens, and
-results are plain tensors of these. A placement that cannot work is a ValueError with the fix in it, on every rank.
+Logits placed ``Shard(-1)`` and weights placed ``Shard(0)`` on one dimension of their mesh state which ids a rank owns.
+On the other dimensions tokens may be sharded or replicated: every rank computes the results of its own tokens, as plain
+tensors. A placement that cannot work is a ValueError on every rank, which says how to change it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 
@@ -16,20 +17,23 @@ import torch.distributed as dist
 from .shard import VocabShard
 from .validation import expect_tensor
 
-# Tensors of a Transform, a Teacher or a TopKTeacher
-FIELDS = ("bias", "temperature", "student_temperature", "logits", "ids", "log_probs", "mask", "tail_log_prob")
+# Fields of a Transform, a Teacher or a TopKTeacher that may hold tensors
+TENSOR_FIELDS = ("bias", "temperature", "student_temperature", "logits", "ids", "log_probs", "mask", "tail_log_prob")
 
 
 def is_dtensor(x) -> bool:
+    """Return True for a DTensor, without importing torch.distributed.tensor."""
     return isinstance(x, torch.Tensor) and hasattr(x, "placements")
 
 
-def resolve_shard(width_of: torch.Tensor, shard: VocabShard | None) -> VocabShard:
-    """Of plain logits [.., width]; None stands for the whole vocabulary, as wide as they are."""
-    if width_of.dim() < 1:
+def resolve_shard(logits: torch.Tensor, shard: VocabShard | None) -> VocabShard:
+    """Return the shard of plain logits [.., width]; None means that they are of the whole vocabulary."""
+    if logits.dim() < 1:
         raise ValueError("logits must have a vocabulary dimension, got a scalar")
     if shard is None:
-        return VocabShard(0, width_of.shape[-1], width_of.shape[-1])
+        if torch.compiler.is_compiling():
+            return VocabShard(0, logits.shape[-1], logits.shape[-1])
+        return _whole_vocabulary(logits.shape[-1])
     if not isinstance(shard, VocabShard):
         raise TypeError(f"shard must be a VocabShard or None, got {type(shard).__name__}: see VocabShard.from_group")
     if not torch.compiler.is_compiling():
@@ -37,21 +41,39 @@ def resolve_shard(width_of: torch.Tensor, shard: VocabShard | None) -> VocabShar
     return shard
 
 
+@functools.lru_cache(maxsize=64)
+def _whole_vocabulary(size: int) -> VocabShard:
+    return VocabShard(0, size, size)
+
+
 def local_logits(logits: torch.Tensor, shard: VocabShard | None) -> tuple[torch.Tensor, VocabShard]:
-    """Logits [.., V] sharded on V (or plain ones of this rank) -> [.., width] of this rank, and its shard."""
+    """Return this rank's plain logits [.., width] and its shard.
+
+    Args:
+        logits: DTensor [.., V] sharded on V, or this rank's plain tensor [.., width].
+        shard: None takes it from the DTensor, or means the whole vocabulary for a plain tensor.
+    """
     if not isinstance(logits, torch.Tensor):
         raise TypeError(f"logits must be a tensor, got {type(logits).__name__}")
     if not is_dtensor(logits):
         return logits, resolve_shard(logits, shard)
     fix = "give the output layer output_layouts=Shard(-1), use_local_output=False (ColwiseParallel)"
-    dim = _vocab_dim("logits", logits, logits.dim() - 1, fix)
-    return logits.to_local(), _shard_of(logits, dim, logits.shape[-1], shard)
+    dim = _vocab_mesh_dim("logits", logits, logits.dim() - 1, fix)
+    return logits.to_local(), _layout_shard(logits, dim, logits.shape[-1], shard)
 
 
 def local_head(hidden, weight, bias, shard, hidden_grad: str):
-    """Hidden states [.., H], weight [V, H] and bias [V] sharded on V, as DTensors or this rank's plain tensors -> the
-    plain ones, and the shard. Gradients come back as DTensors: of the weight with the sum over the ranks of other mesh
-    dimensions that hold other tokens still to be done (``Partial``), as torch's own matrix product leaves it."""
+    """Return this rank's plain hidden states, weight and bias, and its shard.
+
+    Gradients of DTensors are DTensors. Where ranks of another mesh dimension hold other tokens, the gradient of the
+    weight is ``Partial`` over that dimension, as torch's own matrix product leaves it.
+
+    Args:
+        hidden: [.., H], DTensor, plain or None.
+        weight, bias: [V, H] and [V] or None, DTensors sharded on V, or this rank's plain rows.
+        shard: as in `local_logits`.
+        hidden_grad: as in `Linear`: how the gradient of the hidden states is reduced.
+    """
     if not isinstance(weight, torch.Tensor):
         hint = ": pass its .weight" if hasattr(weight, "weight") else ""
         raise TypeError(f"weight must be a tensor [width, H], got {type(weight).__name__}{hint}")
@@ -60,70 +82,75 @@ def local_head(hidden, weight, bias, shard, hidden_grad: str):
     if not any(map(is_dtensor, (hidden, weight, bias))):
         return hidden, weight, bias, resolve_shard(weight.t() if weight.dim() == 2 else weight, shard)
     if is_dtensor(weight):
-        dim = _vocab_dim("weight", weight, 0, "distribute it with Shard(0) (ColwiseParallel)")
-        shard = _shard_of(weight, dim, weight.shape[0], shard)
-        rows = weight.to_local(grad_placements=_weight_grads(hidden, weight, dim))
+        dim = _vocab_mesh_dim("weight", weight, 0, "distribute it with Shard(0) (ColwiseParallel)")
+        shard = _layout_shard(weight, dim, weight.shape[0], shard)
+        rows = weight.to_local(grad_placements=_weight_grad_placements(hidden, weight, dim))
     else:
         rows, shard = weight, resolve_shard(weight.t() if weight.dim() == 2 else weight, shard)
     if is_dtensor(bias):
-        dim = _vocab_dim("bias", bias, 0, "distribute it with Shard(0), like the weight")
-        _shard_of(bias, dim, bias.shape[0], shard)
-        bias = bias.to_local(grad_placements=_weight_grads(hidden, bias, dim))
+        dim = _vocab_mesh_dim("bias", bias, 0, "distribute it with Shard(0), like the weight")
+        _layout_shard(bias, dim, bias.shape[0], shard)
+        bias = bias.to_local(grad_placements=_weight_grad_placements(hidden, bias, dim))
     if is_dtensor(hidden):
         hidden = _local_hidden(hidden, shard, hidden_grad)
     return hidden, rows, bias, shard
 
 
 def local(x, shard: VocabShard):
-    """Labels, weights and other tensors of tokens, or what holds some (FIELDS): the same on all ranks of the group."""
+    """Return a per-token tensor, or an object that holds some (TENSOR_FIELDS), with DTensors replaced by plain local
+    tensors. ValueError unless all ranks that share the vocabulary hold the same tokens."""
     if x is None or isinstance(x, torch.Tensor):
-        return _local_of("labels, weights and inputs", x, shard) if is_dtensor(x) else x
+        return _local_tensor("labels, weights and inputs", x, shard) if is_dtensor(x) else x
     found = {}
-    for name in FIELDS:  # by name, and without a comprehension, so that torch.compile follows
+    for name in TENSOR_FIELDS:  # by name, and without a comprehension, so that torch.compile follows
         value = getattr(x, name, None)
         if is_dtensor(value):
-            found[name] = _local_of(name, value, shard)
+            found[name] = _local_tensor(name, value, shard)
     return replace(x, **found) if found else x
 
 
-def _local_of(name, x, shard):
+def _local_tensor(name, x, shard):
+    """This rank's plain tensor of the DTensor argument or field `name`."""
     if name == "logits":  # a teacher's
         return local_logits(x, shard)[0]
     if name == "bias":
-        dim = _vocab_dim(name, x, 0, "distribute it with Shard(0)")
-        _shard_of(x, dim, x.shape[0], shard)
+        dim = _vocab_mesh_dim(name, x, 0, "distribute it with Shard(0)")
+        _layout_shard(x, dim, x.shape[0], shard)
         return x.to_local()
     _expect_replicated(name, x, shard)
     return x.to_local()
 
 
-def _live(x) -> list[int]:
-    """Mesh dimensions of more than one rank."""
+def _used_mesh_dims(x) -> list[int]:
+    """Dimensions of the DTensor's mesh that have more than one rank."""
     return [dim for dim in range(x.device_mesh.ndim) if x.device_mesh.size(dim) > 1]
 
 
-def _sharded_on(placement, x) -> int | None:
-    """The tensor's dimension, only if it is cut into contiguous pieces."""
+def _sharded_dim(placement, x) -> int | None:
+    """Dimension of the tensor that the placement cuts into contiguous pieces, or None."""
     return placement.dim % x.dim() if type(placement).__name__ == "Shard" else None
 
 
-def _vocab_dim(name, x, vocab, fix) -> int | None:
-    """The mesh dimension that shards x's dimension `vocab`; None for a mesh of one rank."""
-    dims = [dim for dim in _live(x) if _sharded_on(x.placements[dim], x) == vocab]
-    rest = [x.placements[dim] for dim in _live(x) if dim not in dims]
-    tokens = all(p.is_replicate() or (_sharded_on(p, x) is not None and vocab != 0) for p in rest)
-    alone = not dims and any(_sharded_on(p, x) == vocab for p in x.placements)  # by a dimension of one rank
-    if _live(x) and not (tokens and (alone or len(dims) == 1)):
+def _vocab_mesh_dim(name, x, vocab, fix) -> int | None:
+    """Mesh dimension that shards dimension `vocab` of x, or None if one rank has all of it. ValueError, with `fix` in
+    its message, for any other layout."""
+    dims = [dim for dim in _used_mesh_dims(x) if _sharded_dim(x.placements[dim], x) == vocab]
+    rest = [x.placements[dim] for dim in _used_mesh_dims(x) if dim not in dims]
+    tokens = all(p.is_replicate() or (_sharded_dim(p, x) is not None and vocab != 0) for p in rest)
+    # sharded, but by a mesh dimension of one rank
+    whole = not dims and any(_sharded_dim(p, x) == vocab for p in x.placements)
+    if _used_mesh_dims(x) and not (tokens and (whole or len(dims) == 1)):
         what = "tokens sharded or replicated" if vocab else "replicated"
         raise ValueError(
             f"{name} must be sharded on the vocabulary (dimension {vocab}) over one mesh dimension and be {what} over "
-            f"the others, got {_placed(x)}: {fix}"
+            f"the others, got {_layout(x)}: {fix}"
         )
     return dims[0] if dims else None
 
 
-def _shard_of(x, dim, rows: int, shard: VocabShard | None) -> VocabShard:
-    """What the layout says, compared with what the caller said."""
+def _layout_shard(x, dim, rows: int, shard: VocabShard | None) -> VocabShard:
+    """Shard that the layout of a DTensor with `rows` vocabulary rows states. ValueError if the caller's `shard`
+    contradicts it."""
     group = None if dim is None else x.device_mesh.get_group(dim)
     if shard is None:
         return VocabShard.from_group(group, rows)
@@ -132,71 +159,75 @@ def _shard_of(x, dim, rows: int, shard: VocabShard | None) -> VocabShard:
         raise ValueError(
             f"a DTensor of {rows} vocabulary rows is smaller than the shard's vocab_size {shard.vocab_size}"
         )
-    if shard.padded_size not in (None, rows):  # on every rank, where bounds differ on some
+    if shard.padded_size not in (None, rows):  # raises on every rank, also where only some ranks' bounds differ
         raise ValueError(
             f"the DTensor has {rows} rows, and the shard {shard.padded_size}: leave the shard out, or make it with "
             f"VocabShard.from_mesh(mesh, {shard.vocab_size}, dim, padded_size={rows})"
         )
-    own = VocabShard.from_group(group, shard.vocab_size, rows)
-    if (own.start, own.stop) != (shard.start, shard.stop) or _members(group) != _members(shard.group):
+    stated = VocabShard.from_group(group, shard.vocab_size, rows)
+    if (stated.start, stated.stop) != (shard.start, shard.stop) or _group_ranks(group) != _group_ranks(shard.group):
         raise ValueError(
-            f"the DTensor {_placed(x)} holds ids [{own.start}, {own.stop}) in the group {_members(group)}, but the "
-            f"shard says [{shard.start}, {shard.stop}) in {_members(shard.group)}: leave the shard out, or make it "
-            f"with VocabShard.from_mesh(mesh, {shard.vocab_size}, dim, padded_size={rows})"
+            f"the DTensor {_layout(x)} holds ids [{stated.start}, {stated.stop}) in the group {_group_ranks(group)}, "
+            f"but the shard says [{shard.start}, {shard.stop}) in {_group_ranks(shard.group)}: leave the shard out, or "
+            f"make it with VocabShard.from_mesh(mesh, {shard.vocab_size}, dim, padded_size={rows})"
         )
     return shard
 
 
-def _members(group) -> list[int] | None:
+def _group_ranks(group) -> list[int] | None:
+    """Global ranks of a group, or None if it has one rank or does not exist."""
     return None if group is None or dist.get_world_size(group) == 1 else dist.get_process_group_ranks(group)
 
 
-def _of_group(x, shard) -> list[int]:
-    """The mesh dimension whose ranks share the vocabulary, as a list of one; none where nothing is shared."""
+def _shared_mesh_dims(x, shard) -> list[int]:
+    """Mesh dimensions of a DTensor of tokens whose ranks share the vocabulary; empty if the shard is the whole one."""
     if shard.world_size == 1:
         return []
-    dims = [dim for dim in _live(x) if _members(x.device_mesh.get_group(dim)) == _members(shard.group)]
+    ranks = _group_ranks(shard.group)
+    dims = [dim for dim in _used_mesh_dims(x) if _group_ranks(x.device_mesh.get_group(dim)) == ranks]
     if not dims:
         raise ValueError(
             f"a DTensor of tokens must be on a mesh one dimension of which is the group that shares the vocabulary, "
-            f"{_members(shard.group)}, got {_placed(x)}"
+            f"{ranks}, got {_layout(x)}"
         )
     return dims
 
 
 def _expect_replicated(name, x, shard, fix="redistribute it there to Replicate()"):
-    """Over the ranks that share the vocabulary; over the others it may be sharded, but nothing may be partial."""
-    for dim in _live(x):
+    """Raise ValueError unless x is replicated over the ranks that share the vocabulary, and replicated or sharded over
+    all others."""
+    for dim in _used_mesh_dims(x):
         placement = x.placements[dim]
         replicated = placement.is_replicate() or (
-            dim not in _of_group(x, shard) and _sharded_on(placement, x) is not None
+            dim not in _shared_mesh_dims(x, shard) and _sharded_dim(placement, x) is not None
         )
         if not replicated:
             raise ValueError(
-                f"{name} must be replicated over the ranks that share the vocabulary, got {_placed(x)}: {fix}"
+                f"{name} must be replicated over the ranks that share the vocabulary, got {_layout(x)}: {fix}"
             )
 
 
 def _local_hidden(hidden, shard, hidden_grad):
+    """This rank's plain hidden states of a DTensor, whose gradient gets the placements that `hidden_grad` implies."""
     from torch.distributed.tensor import Partial
 
     grads = list(hidden.placements)
-    shared = _of_group(hidden, shard)
-    if any(_sharded_on(hidden.placements[dim], hidden) == hidden.dim() - 1 for dim in _live(hidden)):
+    shared = _shared_mesh_dims(hidden, shard)
+    if any(_sharded_dim(hidden.placements[dim], hidden) == hidden.dim() - 1 for dim in _used_mesh_dims(hidden)):
         raise ValueError(
-            f"hidden states must be whole rows [.., H], got {_placed(hidden)}: redistribute to Replicate()"
+            f"hidden states must be whole rows [.., H], got {_layout(hidden)}: redistribute to Replicate()"
         )
     if hidden_grad == "reduce_scatter":
-        cut = [dim for dim in _live(hidden) if _sharded_on(hidden.placements[dim], hidden) == 0]
+        cut = [dim for dim in _used_mesh_dims(hidden) if _sharded_dim(hidden.placements[dim], hidden) == 0]
         if hidden.shape[0] % math.prod(hidden.device_mesh.size(dim) for dim in cut):
-            raise ValueError(f"hidden states [{hidden.shape[0]}, ..] must be even shards, got {_placed(hidden)}")
-        for dim in set(_live(hidden)) - set(shared):
-            if not hidden.placements[dim].is_replicate() and _sharded_on(hidden.placements[dim], hidden) is None:
-                raise ValueError(f"hidden states must be whole, got {_placed(hidden)}: redistribute to Replicate()")
-        if any(_sharded_on(hidden.placements[dim], hidden) != 0 for dim in shared):
+            raise ValueError(f"hidden states [{hidden.shape[0]}, ..] must be even shards, got {_layout(hidden)}")
+        for dim in set(_used_mesh_dims(hidden)) - set(shared):
+            if not hidden.placements[dim].is_replicate() and _sharded_dim(hidden.placements[dim], hidden) is None:
+                raise ValueError(f"hidden states must be whole, got {_layout(hidden)}: redistribute to Replicate()")
+        if any(_sharded_dim(hidden.placements[dim], hidden) != 0 for dim in shared):
             raise ValueError(
                 "hidden_grad='reduce_scatter' needs hidden states that are sharded on their first dimension over the "
-                f"ranks that share the vocabulary, got {_placed(hidden)}: use 'all_reduce' for replicated ones"
+                f"ranks that share the vocabulary, got {_layout(hidden)}: use 'all_reduce' for replicated ones"
             )
         return hidden.to_local()
     fix = "redistribute to Replicate() there, or, if it is Shard(0), use Linear(hidden_grad='reduce_scatter')"
@@ -207,13 +238,14 @@ def _local_hidden(hidden, shard, hidden_grad):
     return hidden.to_local(grad_placements=grads)
 
 
-def _weight_grads(hidden, weight, vocab_dim):
+def _weight_grad_placements(hidden, weight, vocab_dim):
+    """Placements of the gradient of a weight or bias: ``Partial`` over mesh dimensions on which tokens differ."""
     from torch.distributed.tensor import Partial
 
-    others = [dim for dim in _live(weight) if dim != vocab_dim]
+    others = [dim for dim in _used_mesh_dims(weight) if dim != vocab_dim]
     if others and not (is_dtensor(hidden) and hidden.device_mesh == weight.device_mesh):
         raise ValueError(
-            f"the weight is on a mesh of more than the ranks that share the vocabulary, {_placed(weight)}, and hidden "
+            f"the weight is on a mesh of more than the ranks that share the vocabulary, {_layout(weight)}, and hidden "
             "states that are not on it do not say whether the others hold other tokens: make them a DTensor on that "
             "mesh, or keep the weight on the submesh of the vocabulary's dimension (mesh['tp'])"
         )
@@ -224,5 +256,6 @@ def _weight_grads(hidden, weight, vocab_dim):
     return grads
 
 
-def _placed(x) -> str:
+def _layout(x) -> str:
+    """Placements and mesh shape of a DTensor, for messages."""
     return f"{tuple(x.placements)} on a mesh of {tuple(x.device_mesh.shape)}"

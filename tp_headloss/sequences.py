@@ -1,7 +1,7 @@
-"""Which tokens form a sequence: sums and means over each, spread back to its tokens, and per-token weights.
+"""`Sequences`: sums and means over the tokens of each sequence, their values per token, and weights of reductions.
 
-Everything is deterministic (one fixed order, float64 accumulators), runs without host synchronisation and can be
-captured in a CUDA graph. Words: B sequences, [..] the tokens' shape, N_i the valid tokens of sequence i.
+All results are deterministic (one fixed order, float64 accumulators), need no host synchronisation and can be captured
+in a CUDA graph. Words: B sequences, [..] the tokens' shape, N_i the number of counted tokens of sequence i.
 """
 
 from __future__ import annotations
@@ -17,45 +17,57 @@ SEQUENCE_REDUCTIONS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 class Sequences:
     """The sequences of a batch of tokens, padded `[B, S]` (`from_mask`) or packed (`from_cu_seqlens`, `from_ids`).
 
-    Only tokens of ``mask`` count, so it should be ``labels != ignore_index`` or less: N_i and B's count are its own. A
-    sequence without any is not counted as one. With a ``group`` each rank of it holds
-    a part of every sequence (context parallelism): sequence i is the same on all of them, though its tokens differ, and
-    every sum over sequences takes one more small collective, as does the construction (not if ``lengths`` is given).
-    The group must not be the one that shares the vocabulary, whose ranks hold the same tokens.
+    Only tokens in ``mask`` are counted, so the mask should be ``labels != ignore_index`` or a part of it. A sequence
+    without counted tokens does not count as a sequence.
 
-    lengths: [B] fp32, N_i over the whole group. count: scalar, the number of sequences with tokens. token_share: [..]
-    fp32, 1 / N_i of each token's sequence, 0 outside of the mask, which sums to count over the group.
+    With a ``group`` each of its ranks holds a part of every sequence (context parallelism): sequence i is the same on
+    all ranks, though its tokens differ. Every sum over sequences then takes one more small collective, and so does the
+    construction, unless ``lengths`` is given. The group must not be the one that shares the vocabulary, because the
+    ranks of that group hold the same tokens.
 
-    Bounds that are out of order or out of the tokens, and lengths that are negative or not finite, are a ValueError on
-    CPUs. On GPUs nobody waits for their values: nothing outside of the tokens is read, and every result is NaN. `check`
-    (or ``Options(check=True)``) waits, and raises there, too.
+    Invalid bounds (out of order, or outside of the tokens) and invalid lengths (negative, or not finite) are a
+    ValueError on CPUs. On GPUs nothing waits for their values: nothing outside of the tokens is read, and every result
+    is NaN. `check` (or ``Options(check=True)``) waits for the device, and raises there, too.
+
+    Attributes:
+        lengths: [B] fp32, N_i over the whole group.
+        count: scalar fp32, the number of sequences that have counted tokens.
+        token_share: [..] fp32, 1 / N_i for each token of sequence i, 0 outside of the mask; its sum over the group is
+            count.
     """
 
     def __init__(self, mask, ids, order, offsets, *, bounds=None, lengths=None, horizon=None, group=None):
-        """For the constructors below. ids: [..] sequence of each token, or None for rows; order: [T] permutation that
-        brings the tokens of a sequence together, or None; offsets: [B + 1] into the ordered tokens, None for rows;
-        bounds: the offsets as they were given, or None."""
+        """Use `from_mask`, `from_cu_seqlens` or `from_ids`, which call this.
+
+        Args:
+            mask: [..] bool.
+            ids: [..] sequence of each token; None: each row of the mask is a sequence.
+            order: [T] permutation that brings the tokens of a sequence together, or None.
+            offsets: [B + 1] start of each sequence among the ordered tokens; None for rows.
+            bounds: the offsets as the caller gave them, or None.
+            lengths, horizon, group: as in `from_mask`.
+        """
         if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
             raise TypeError(f"mask must be bool, got {getattr(mask, 'dtype', type(mask).__name__)}")
         if horizon is not None:
             expect_number("horizon", horizon)
         self.mask, self.horizon, self.group = mask, horizon, group
         self._order, self._offsets, self._bounds = order, offsets, bounds
-        self._bad = None if bounds is None else (bounds != offsets).any()  # [] bool, or None: nothing can be wrong
+        self._invalid = None if bounds is None else (bounds != offsets).any()  # [] bool; None: nothing can be invalid
         if ids is None:
-            self._ids, self._known = None, mask
+            self._ids, self._counted = None, mask
         else:
             known = (ids >= 0) & (ids < len(offsets) - 1)
-            self._ids, self._known = torch.where(known, ids, 0), mask & known
+            self._ids, self._counted = torch.where(known, ids, 0), mask & known
         if lengths is not None:
             expect_tensor("lengths", lengths, [len(self)], mask.device)
             lengths = lengths.detach().float()
-            wrong = ~((lengths >= 0) & (lengths < float("inf"))).all()
-            self._bad = wrong if self._bad is None else self._bad | wrong
+            invalid = ~((lengths >= 0) & (lengths < float("inf"))).all()
+            self._invalid = invalid if self._invalid is None else self._invalid | invalid
         else:
             lengths = self.sum(torch.ones_like(mask, dtype=torch.float32))
-            if group is not None:  # bounds that are wrong on one rank made them NaN on all
-                self._bad = lengths.isnan().any()
+            if group is not None:  # invalid bounds on one rank have made the lengths NaN on all
+                self._invalid = lengths.isnan().any()
         if mask.device.type == "cpu" and not torch.compiler.is_compiling():
             self.check()
         self.lengths = self._poisoned(lengths.float())
@@ -64,7 +76,7 @@ class Sequences:
         self.token_share = self._local_spread(1 / self.lengths.clamp(min=1))
 
     def __len__(self) -> int:
-        """B, sequences without tokens included."""
+        """Return B, sequences without counted tokens included."""
         return self.mask.shape[0] if self._offsets is None else len(self._offsets) - 1
 
     def __getstate__(self):
@@ -74,10 +86,12 @@ class Sequences:
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor, **options) -> Sequences:
-        """mask [B, S] bool (``labels != -100``, say): a sequence per row. Options for all three constructors:
+        """Return the sequences of padded tokens: each row of the mask is one.
 
-        lengths: [B], N_i over the whole group, if it is known. horizon: the constant length of the reduction
-        "seq-mean-token-sum-norm". group: context-parallel process group.
+        Args:
+            mask: [B, S] bool, for example ``labels != -100``.
+            options: for all three constructors: ``lengths`` [B], N_i over the whole group, if it is known; ``horizon``,
+                the constant length of the reduction "seq-mean-token-sum-norm"; ``group``, the context-parallel group.
         """
         expect_tensor("mask", mask)
         if mask.dim() != 2:
@@ -86,10 +100,13 @@ class Sequences:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, mask: torch.Tensor, **options) -> Sequences:
-        """Packed tokens: sequence i is tokens [cu_seqlens[i], cu_seqlens[i + 1]) of the flattened mask [..].
+        """Return the sequences of packed tokens: sequence i is tokens [cu_seqlens[i], cu_seqlens[i + 1]).
 
-        cu_seqlens: [B + 1] int32 or int64, ascending in [0, tokens], as variable-length attention takes it; tokens
-        before its first and beyond its last entry belong to no sequence.
+        Args:
+            cu_seqlens: [B + 1] int32 or int64, ascending in [0, tokens], as variable-length attention takes it. Tokens
+                before its first and beyond its last entry belong to no sequence.
+            mask: [..] bool; cu_seqlens counts its flattened tokens.
+            options: as in `from_mask`.
         """
         expect_tensor("mask", mask)
         expect_ids("cu_seqlens", cu_seqlens)
@@ -97,14 +114,20 @@ class Sequences:
         if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
             raise ValueError(f"cu_seqlens must be [B + 1], got {list(cu_seqlens.shape)}")
         bounds, tokens = cu_seqlens.long(), mask.numel()
-        offsets = bounds.clamp(0, tokens).cummax(0).values  # whatever was given, nothing else is read
+        offsets = bounds.clamp(0, tokens).cummax(0).values  # so that nothing outside of the tokens is read
         ids = torch.searchsorted(offsets, torch.arange(tokens, device=mask.device), right=True) - 1
         return cls(mask, ids.view(mask.shape), None, offsets, bounds=bounds, **options)
 
     @classmethod
     def from_ids(cls, ids: torch.Tensor, count: int, mask: torch.Tensor, **options) -> Sequences:
-        """Tokens in any order: ids [..] int32 or int64 in [0, count) names each one's sequence; other ids belong to
-        none."""
+        """Return the sequences of tokens in any order.
+
+        Args:
+            ids: [..] int32 or int64, each token's sequence in [0, count); a token with another id belongs to none.
+            count: B.
+            mask: [..] bool.
+            options: as in `from_mask`.
+        """
         expect_tensor("mask", mask)
         expect_ids("ids", ids)
         expect_tensor("ids", ids, mask.shape, mask.device)
@@ -116,8 +139,8 @@ class Sequences:
         return cls(mask, ids.long(), order, offsets, **options)
 
     def check(self):
-        """Raise ValueError for bounds or lengths that cannot be. On GPUs this waits for the device."""
-        if self._bad is None or not bool(self._bad):
+        """Raise ValueError for invalid bounds or lengths. On GPUs this waits for the device."""
+        if self._invalid is None or not bool(self._invalid):
             return
         if self._bounds is not None and bool((self._bounds != self._offsets).any()):
             first, tokens = self._bounds[:16].tolist(), self.mask.numel()
@@ -125,51 +148,57 @@ class Sequences:
         raise ValueError("lengths must be finite and at least 0, and bounds right on every rank, got others")
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """values [..] -> [B] fp32, the sum of each sequence's tokens over the whole group, differentiable.
+        """Return the sum [B] fp32 of each sequence's values [..] over the whole group, differentiable.
 
-        The result is replicated over the group, and so should be what is computed of it: the gradient of a token is
-        that of its sequence, without communication.
+        The result is replicated over the group, and every rank must compute the same from it: the gradient of a token
+        is the one of its sequence, without communication.
         """
-        self._check(values, self.mask.shape)
-        return _Sum.apply(values, self)
+        self._expect_shape(values, self.mask.shape)
+        return _SumTokens.apply(values, self)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """values [..] -> [B] fp32: `sum` / N_i, 0 for a sequence without tokens."""
+        """Return the mean [B] fp32 of each sequence's values [..]: `sum` / N_i, 0 for a sequence without tokens."""
         return self.sum(values) / self.lengths.clamp(min=1)
 
     def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
-        """[B] -> [..]: each token gets its sequence's value, 0 outside of the mask. Differentiable: the gradient of a
-        sequence is the sum of its tokens' (with a group: one collective in the backward)."""
-        self._check(per_sequence, (len(self),))
-        return _Spread.apply(per_sequence, self)
+        """Return for each token [..] its sequence's value of per_sequence [B], 0 outside of the mask.
+
+        Differentiable: the gradient of a sequence is the sum of its tokens' gradients. Backward: one collective with a
+        group, else none.
+        """
+        self._expect_shape(per_sequence, (len(self),))
+        return _SpreadToTokens.apply(per_sequence, self)
 
     def aggregate(self, reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per-token weights [..] and the denominator (scalar) that make a weighted token sum the reduction.
+        """Return weights per token [..] and a scalar denominator, with which a weighted token sum is the reduction.
 
-        "seq-mean-token-sum": 1/G sum_i sum_t. "seq-mean-token-mean": 1/G sum_i 1/N_i sum_t. "seq-mean-token-sum-norm":
-        1/G sum_i 1/horizon sum_t (Dr. GRPO, arXiv:2503.20783). The denominator G is `count`; for the global batch, pass
-        your own number of sequences.
+        The denominator G is `count`; for the global batch, use your own number of sequences.
+
+        Args:
+            reduction: "seq-mean-token-sum": 1/G sum_i sum_t. "seq-mean-token-mean": 1/G sum_i 1/N_i sum_t.
+                "seq-mean-token-sum-norm": 1/G sum_i 1/horizon sum_t (Dr. GRPO, arXiv:2503.20783).
         """
         if reduction not in SEQUENCE_REDUCTIONS:
             raise ValueError(f"reduction must be one of {SEQUENCE_REDUCTIONS}, got {reduction!r}")
         if reduction == "seq-mean-token-mean":
             return self.token_share, self.count
         if reduction == "seq-mean-token-sum":
-            return self._known.float(), self.count
+            return self._counted.float(), self.count
         if self.horizon is None:
             raise ValueError("reduction 'seq-mean-token-sum-norm' needs Sequences(..., horizon=L), got None")
-        return self._known / self.horizon, self.count
+        return self._counted / self.horizon, self.count
 
     def _poisoned(self, values):
-        """The values, all NaN where bounds or lengths cannot be."""
-        return values if self._bad is None else torch.where(self._bad, torch.nan, values)
+        """Values unchanged, or all NaN if bounds or lengths are invalid."""
+        return values if self._invalid is None else torch.where(self._invalid, torch.nan, values)
 
-    def _check(self, x, shape):
+    def _expect_shape(self, x, shape):
         if x.shape != torch.Size(shape):
             raise ValueError(f"expected shape {list(shape)} of {len(self)} sequences, got {list(x.shape)}")
 
     def _local_sum(self, values):
-        values = torch.where(self._known, values, 0.0)
+        """Sum [B] of each sequence's tokens on this rank, in float64."""
+        values = torch.where(self._counted, values, 0.0)
         if self._offsets is None:
             return values.sum(-1, dtype=torch.float64)
         flat = values.flatten().double()
@@ -178,17 +207,21 @@ class Sequences:
         return torch.segment_reduce(flat, "sum", offsets=self._offsets, initial=0, unsafe=True)
 
     def _global_sum(self, values):
+        """Sum [B] fp32 of each sequence's tokens over the group; NaN on all ranks if bounds are invalid on one."""
         return sum_over_ranks(self._poisoned(self._local_sum(values)), self.group).float()
 
     def _local_spread(self, per_sequence):
+        """Each token's value [..] of per_sequence [B], 0 outside of the mask."""
         if self._ids is None:
             tokens = per_sequence.unsqueeze(-1)
-        else:  # of no sequences nothing can be picked
+        else:  # an empty per_sequence cannot be indexed
             tokens = per_sequence[self._ids] if len(self) else per_sequence.new_zeros(self.mask.shape)
-        return self._poisoned(torch.where(self._known, tokens, 0.0))
+        return self._poisoned(torch.where(self._counted, tokens, 0.0))
 
 
-class _Sum(torch.autograd.Function):
+class _SumTokens(torch.autograd.Function):
+    """Sum [B] over the tokens of each sequence and over the group; the backward spreads the gradient to the tokens."""
+
     @staticmethod
     def forward(ctx, values, sequences):
         ctx.sequences, ctx.dtype = sequences, values.dtype
@@ -196,10 +229,12 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _Spread.apply(grad, ctx.sequences).to(ctx.dtype), None
+        return _SpreadToTokens.apply(grad, ctx.sequences).to(ctx.dtype), None
 
 
-class _Spread(torch.autograd.Function):
+class _SpreadToTokens(torch.autograd.Function):
+    """Value [..] of each token's sequence; the backward sums the gradient over tokens and group."""
+
     @staticmethod
     def forward(ctx, per_sequence, sequences):
         ctx.sequences = sequences
@@ -207,4 +242,4 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _Sum.apply(grad, ctx.sequences), None
+        return _SumTokens.apply(grad, ctx.sequences), None

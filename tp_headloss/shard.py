@@ -1,8 +1,9 @@
-"""Which contiguous vocabulary ids a rank owns, and with whom it shares the rest.
+"""`VocabShard`: the contiguous vocabulary ids that a rank owns, and the process group that owns the others.
 
 The global vocabulary, padded to a multiple of 128, is cut into 8 equal chunks. A shard made of whole chunks sends one
-packet of statistics per chunk, so that the same 8 packets meet in the same order at 1, 2, 4 and 8 ranks and every
-result has the same bits. Any other shard sends one packet and is merely deterministic.
+packet of statistics (a few numbers per token) for each chunk, so that the same 8 packets are merged in the same order
+at 1, 2, 4 and 8 ranks, and every result has the same bits. Any other shard sends one packet; its results are
+deterministic, but depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ CHUNKS = 8
 CHUNK_ALIGNMENT = 16  # elements: chunks start at vectorisable addresses
 
 
-_sharing: weakref.WeakValueDictionary[int, VocabShard] = weakref.WeakValueDictionary()  # shards of several ranks
+_shared_shards: weakref.WeakValueDictionary[int, VocabShard] = weakref.WeakValueDictionary()  # of several ranks, by id
 
 
 def shares_vocabulary(group) -> bool:
-    """Whether a VocabShard of this process group exists."""
+    """Return True if a VocabShard of this process group exists."""
 
     def found():
-        return any(shard.group is group for shard in list(_sharing.values()))
+        return any(shard.group is group for shard in list(_shared_shards.values()))
 
     if found():
-        gc.collect()  # one that only a cycle still holds is gone
+        gc.collect()  # a shard that only a reference cycle holds does not count
     return found()
 
 
 def exists(group, name: str) -> bool:
-    """Whether the process group that had this name when it was made is still the one of this name."""
+    """Return True if the process group of this name is still `group`: it was not destroyed, and its name not reused."""
     try:
         return _resolve_process_group(name) is group
     except (LookupError, RuntimeError, ValueError):
@@ -45,23 +46,24 @@ def exists(group, name: str) -> bool:
 
 
 def canonical_chunk_size(vocab_size: int) -> int:
-    """Columns per canonical chunk: an eighth of the vocabulary padded to a multiple of 128."""
+    """Return the columns per chunk of whole-chunk shards: an eighth of the vocabulary padded to a multiple of 128."""
     return -(-vocab_size // (CHUNKS * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
 
 
 def _rank_and_size(group) -> tuple[int, int]:
+    """This rank in the group and the size of the group; (0, 1) for None. ValueError if this rank is not a member."""
     if group is None:
         return 0, 1
     if type(group).__name__ == "DeviceMesh":
         raise TypeError("a shard needs a process group, got a DeviceMesh: use VocabShard.from_mesh")
-    rank = dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else -1  # a sentinel stands for "not a member"
+    rank = dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else -1  # torch has a sentinel for non-members
     if rank < 0:
         raise ValueError(f"this rank is not a member of the shard's process group, got {group!r}")
     return rank, dist.get_world_size(group)
 
 
 class ShardFacts(NamedTuple):
-    """The plain values of a shard that a pass needs."""
+    """Plain values of a shard, for code that must not see a process group."""
 
     start: int
     valid_width: int
@@ -76,25 +78,29 @@ class ShardFacts(NamedTuple):
 class VocabShard:
     """The contiguous vocabulary ids ``[start, stop)`` of this rank; ids at or beyond ``vocab_size`` are padding.
 
-    ``VocabShard(start, stop, vocab_size, group)`` takes explicit bounds: uneven and empty shards are fine, and the
-    shards of the group, in any rank order, must cover ``[0, vocab_size)`` once (a token whose label has no owner, or
-    two, becomes NaN on every rank). It needs no communication, and because a rank then knows nothing of the others'
-    bounds its results are deterministic but not bitwise equal across group sizes; `from_group`, `from_mesh` and
-    `from_boundaries` know every bound and are, where the shards are whole chunks (see `tp_invariant`).
+    The shards of a group, in any rank order, must cover ``[0, vocab_size)`` once; uneven and empty shards are fine. A
+    token whose label has no owner, or two, becomes NaN on every rank. The constructor does not communicate, so a rank
+    does not know the other ranks' bounds, and results are deterministic but not bitwise equal across group sizes.
+    `from_group`, `from_mesh` and `from_boundaries` know every bound; with them results are bitwise equal where the
+    shards are whole chunks (see `tp_invariant`).
 
-    ``group=None`` means not sharded: no process group is ever looked up implicitly. Raises ValueError for bounds that
-    cannot work.
+    Args:
+        start, stop: ids of this rank.
+        vocab_size: V, the number of ids of the true vocabulary.
+        group: process group that shares the vocabulary. None: not sharded; no group is ever looked up implicitly.
+
+    Raises ValueError for bounds that cannot work.
     """
 
     start: int
     stop: int
     vocab_size: int
     group: dist.ProcessGroup | None = None
-    # every shard of the group is made of 8 / P whole chunks: results have the same bits at any such P
+    # True if every shard of the group is made of 8 / P whole chunks: results have the same bits at any such P
     tp_invariant: bool = field(init=False)
     chunks: int = field(init=False)  # packets this rank sends
     chunk_size: int = field(init=False)
-    padded_size: int | None = field(init=False)  # rows of all shards together, if they are cut as torch.chunk cuts
+    padded_size: int | None = field(init=False)  # rows of all shards, if torch.chunk cuts them so
     world_size: int = field(init=False)
     group_name: str = field(init=False)
     facts: ShardFacts = field(init=False, compare=False, repr=False)
@@ -114,14 +120,14 @@ class VocabShard:
             )
         fill = object.__setattr__  # frozen: the derived fields are written once, here
         if world_size > 1 and not torch.compiler.is_compiling():
-            _sharing[id(self)] = self
+            _shared_shards[id(self)] = self
         fill(self, "world_size", world_size)
         fill(self, "padded_size", self.stop if world_size == 1 else None)
         fill(self, "group_name", "" if world_size == 1 else self.group.group_name)
-        self._cut(whole=world_size == 1)
+        self._set_chunks(whole=world_size == 1)
 
     def __deepcopy__(self, memo):
-        return self  # it never changes, and its group cannot be copied
+        return self  # immutable, and a process group cannot be copied
 
     def __copy__(self):
         return self
@@ -135,13 +141,14 @@ class VocabShard:
         return self.__dict__
 
     def expect_live_group(self):
-        """Raise ValueError if the process group was destroyed. Its name may be another group's by now."""
+        """Raise ValueError if the process group was destroyed, even if another group has its name by now."""
         if self.world_size > 1 and not exists(self.group, self.group_name):
             raise ValueError(
                 f"the shard's process group {self.group_name!r} was destroyed: make a VocabShard of a group that exists"
             )
 
-    def _cut(self, whole: bool):
+    def _set_chunks(self, whole: bool):
+        """Set the fields that depend on whether every shard of the group is made of whole chunks."""
         fill = object.__setattr__
         fill(self, "tp_invariant", whole)
         fill(self, "chunks", CHUNKS // self.world_size if whole else 1)
@@ -151,8 +158,14 @@ class VocabShard:
 
     @classmethod
     def from_group(cls, group, vocab_size: int, padded_size: int | None = None) -> VocabShard:
-        """Equal shards of ``ceil(padded_size / P)`` ids in group-rank order (the last ones shorter or empty), the split
-        of `torch.chunk` and of a DTensor's ``Shard``. ``padded_size`` (default ``vocab_size``) counts padding rows."""
+        """Return this rank's shard of ``ceil(padded_size / P)`` ids in group-rank order, cut as by `torch.chunk` and by
+        a DTensor's ``Shard``; the last shards may be shorter, or empty.
+
+        Args:
+            group: process group that shares the vocabulary, or None.
+            vocab_size: V, the number of ids of the true vocabulary.
+            padded_size: rows of all shards together, padding included; default vocab_size.
+        """
         vocab_size = expect_int("vocab_size", vocab_size)
         padded_size = vocab_size if padded_size is None else expect_int("padded_size", padded_size)
         if padded_size < vocab_size:
@@ -163,14 +176,16 @@ class VocabShard:
 
     @classmethod
     def from_mesh(cls, mesh, vocab_size: int, dim: str | int | None = None, padded_size: int | None = None):
-        """`from_group` for the group of one dimension of a `torch.distributed.DeviceMesh` (the only one if 1-D)."""
+        """Return `from_group` for the group of dimension `dim` of a `torch.distributed.DeviceMesh`; a mesh of one
+        dimension needs no `dim`."""
         if dim is None and mesh.ndim != 1:
             raise ValueError(f"the mesh has dimensions {mesh.mesh_dim_names or mesh.ndim}: name the one that shards V")
         return cls.from_group(mesh.get_group(dim), vocab_size, padded_size)
 
     @classmethod
     def from_boundaries(cls, boundaries, vocab_size: int, group=None) -> VocabShard:
-        """Group rank r owns ``[boundaries[r], boundaries[r + 1])``; the same list on every rank."""
+        """Return this rank's shard where group rank r owns ``[boundaries[r], boundaries[r + 1])``; the same list on
+        every rank."""
         rank, world_size = _rank_and_size(group)
         ordered = len(boundaries) == world_size + 1 and all(a <= b for a, b in zip(boundaries, boundaries[1:]))
         if not ordered or boundaries[0] != 0 or boundaries[-1] < vocab_size:
@@ -181,7 +196,7 @@ class VocabShard:
             b == r * canonical_chunk_size(vocab_size) * CHUNKS // world_size for r, b in enumerate(boundaries[:-1])
         )
         shard = cls(boundaries[rank], boundaries[rank + 1], vocab_size, group)
-        shard._cut(whole)
+        shard._set_chunks(whole)
         total, step = boundaries[-1], -(-boundaries[-1] // world_size)
         even = all(b == min(r * step, total) for r, b in enumerate(boundaries))
         object.__setattr__(shard, "padded_size", total if even else None)
@@ -189,10 +204,10 @@ class VocabShard:
 
     @property
     def width(self) -> int:
-        """Columns of this rank's logits, padding included."""
+        """Number of columns of this rank's logits, padding included."""
         return self.stop - self.start
 
     @property
     def valid_width(self) -> int:
-        """Columns of this rank's logits that are ids of the true vocabulary."""
+        """Number of columns of this rank's logits that are ids of the true vocabulary."""
         return max(0, min(self.stop, self.vocab_size) - self.start)

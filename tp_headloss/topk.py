@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from .agreement import Agreement
-from .api import DEFAULTS, NO_TRANSFORM, Options, Transform, flat_inputs
-from .backends import eager, load_backend
+from .calls import build_request
 from .comm import gather_from_ranks
 from .dtensor import local, local_head, local_logits
+from .engine import eager, passes
+from .options import DEFAULTS, NO_TRANSFORM, Options, Transform
 from .shard import VocabShard
-from .stats import finish, merge
 from .validation import expect_instance, expect_int, expect_tensor
 
 BLOCK_ELEMENTS = 1 << 22  # logits per block: its temporaries are all that is ever as wide as the vocabulary
@@ -62,9 +63,7 @@ def topk_log_probs(
         expect_tensor("logits" if weight is None else "hidden states", logits)
         if weight is not None:
             expect_tensor("weight", weight)
-        if weight is not None and (weight.dim() != 2 or logits.dim() < 1 or logits.shape[-1] != weight.shape[1]):
-            shapes = f"{list(logits.shape)} and {list(weight.shape)}"
-            raise ValueError(f"hidden states and weight must be [.., H] and [width, H], got {shapes}")
+            _check_shapes(logits, weight)
         if weight is None:
             logits, shard = local_logits(logits, shard)
         else:
@@ -74,31 +73,14 @@ def topk_log_probs(
         of_logits = {"logits": logits} if weight is None else {"hidden": logits, "weight": weight}
         agreement.on("topk_log_probs", shard, transform=transform, **facts, **of_logits)
         k = expect_int("k", k)
-        if not 1 <= k <= shard.vocab_size:
-            raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-        if ids_dtype not in (torch.int64, torch.int32) or not dtype.is_floating_point:
-            raise TypeError(f"ids must be int64 or int32 and log-probs floating point, got {ids_dtype} and {dtype}")
+        _check_options(k, top_p, dtype, ids_dtype, shard)
         if weight is None:
-            rows, spec, packets, keys = _of_this_rank(logits, k, shard, transform, options)
-            unflatten = rows.unflatten
+            request, packets, keys = _local_top(logits, k, shard, transform, options)
+            unflatten = request.order.unflatten
         else:
-            spec, packets, keys = _of_hidden(logits, weight, k, shard, transform, options)
-
-            def unflatten(x):
-                return x.view([*logits.shape[:-1], *x.shape[1:]])
-
-    n_rows = keys.shape[0]
-    # keys travel as the bits of two fp32 numbers each, beside the packets: one all-gather for both
-    sent = torch.cat([packets.flatten(), keys.view(torch.float32).flatten()])
-    received = gather_from_ranks(sent, shard.group)
-    packets, keys = received.split([packets.numel(), 2 * keys.numel()], 1)
-    packets = packets.reshape(spec.packets, 2, n_rows)
-    keys = keys.reshape(shard.world_size, n_rows, k, 2).view(torch.int64)
-    keys = keys.transpose(0, 1).reshape(n_rows, shard.world_size * k)
-
-    lse = finish(merge(packets, False, spec), None, spec)[1][0]
+            request, packets, keys = _local_top_of_hidden(logits, weight, k, shard, transform, options)
+            unflatten = partial(_unflatten, logits.shape[:-1])
+    lse, keys = _merge_ranks(packets, keys, request)
     values, ids = _decode(keys.topk(k).values)
     log_probs = (values - lse[:, None]).clamp(max=0)
     if top_p is not None:
@@ -108,16 +90,47 @@ def topk_log_probs(
     return TopK(unflatten(ids.to(ids_dtype)), unflatten(log_probs.to(dtype)), unflatten(lse))
 
 
-def _of_this_rank(logits, k, shard, transform, options):
-    """-> the order of the tokens, the static facts, packets [chunks, 2, N] and keys [N, k]."""
-    rows, spec, inputs = flat_inputs(logits.detach(), None, shard, (), transform, None, None, -100, options)
-    packets = inputs.logits.new_empty((spec.chunks, 2, inputs.logits.shape[0]), dtype=torch.float32)
-    load_backend(spec.backend).local_statistics(packets, inputs, spec)
-    return rows, spec, packets, _local_keys(inputs, spec, k)
+def _unflatten(lead, x):
+    return x.view([*lead, *x.shape[1:]])
 
 
-def _of_hidden(hidden, weight, k, shard, transform, options):
-    """The last three of it, of hidden states [.., H] and weight [width, H], some tokens after the other."""
+def _check_shapes(hidden, weight):
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
+        raise ValueError(f"hidden states and weight must be [.., H] and [width, H], got {shapes}")
+
+
+def _check_options(k: int, top_p, dtype, ids_dtype, shard: VocabShard):
+    if not 1 <= k <= shard.vocab_size:
+        raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    if ids_dtype not in (torch.int64, torch.int32) or not dtype.is_floating_point:
+        raise TypeError(f"ids must be int64 or int32 and log-probs floating point, got {ids_dtype} and {dtype}")
+
+
+def _merge_ranks(packets, keys, request) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's packets [chunks, 2, N] and keys [N, k] -> lse [N] and the keys of all ranks [N, P k]."""
+    (n_rows, k), shard = keys.shape, request.shard
+    # keys travel as the bits of two fp32 numbers each, beside the packets: one all-gather for both
+    sent = torch.cat([packets.flatten(), keys.view(torch.float32).flatten()])
+    received = gather_from_ranks(sent, shard.group)
+    packets, keys = received.split([packets.numel(), 2 * keys.numel()], 1)
+    packets = packets.reshape(request.facts.packets, 2, n_rows)
+    keys = keys.reshape(shard.world_size, n_rows, k, 2).view(torch.int64)
+    keys = keys.transpose(0, 1).reshape(n_rows, shard.world_size * k)
+    shift, sums = eager.merged_sums(packets, request.layout)
+    return eager.finish(shift, sums, request, torch.float32)[1][0], keys
+
+
+def _local_top(logits, k, shard, transform, options):
+    """The request, this rank's packets [chunks, 2, N] and keys [N, k]."""
+    request = build_request(logits.detach(), None, shard, (), transform, None, None, -100, options)
+    return request, passes.local_packets(request).float(), _local_keys(request, k)
+
+
+def _local_top_of_hidden(hidden, weight, k, shard, transform, options):
+    """The same for hidden states [.., H] and weight [width, H], some tokens after the other."""
     temperature, lead = transform.temperature, hidden.shape[:-1]
     per_token = isinstance(temperature, torch.Tensor)
     if per_token:
@@ -128,20 +141,22 @@ def _of_hidden(hidden, weight, k, shard, transform, options):
         if per_token:
             transform = replace(transform, temperature=temperature.reshape(-1)[here])
         logits = torch.nn.functional.linear(hidden[here], weight)
-        _, spec, *part = _of_this_rank(logits, k, shard, transform, options)
+        request, *part = _local_top(logits, k, shard, transform, options)
         parts.append(part)
     packets, keys = zip(*parts)
-    return spec, torch.cat(packets, -1), torch.cat(keys)
+    return request, torch.cat(packets, -1), torch.cat(keys)
 
 
-def _local_keys(inputs, spec, k):
+def _local_keys(request, k):
     """Keys [N, k] of this rank's largest logits: numbers that sort like (logit, -id), so that no two are equal."""
-    logits, bias, temperatures = inputs.logits, inputs.bias, inputs.temperatures
+    facts, (logits, _, bias, temperatures, *_) = request.facts, request.tensors
     keys = torch.full((logits.shape[0], k), LOWEST, device=logits.device)
-    width = spec.valid_width
+    width = facts.valid_width
     if width == 0 or logits.shape[0] == 0:
         return keys
-    later = (1 << 32) - 1 - torch.arange(spec.start, spec.start + width, device=logits.device)  # the lower id is larger
+    later = (
+        (1 << 32) - 1 - torch.arange(facts.start, facts.start + width, device=logits.device)
+    )  # the lower id is larger
     step = max(1, BLOCK_ELEMENTS // width)
     for first in range(0, logits.shape[0], step):
         block = slice(first, first + step)
@@ -149,7 +164,7 @@ def _local_keys(inputs, spec, k):
             logits[block, :width],
             None if bias is None else bias[:width],
             None if temperatures is None else temperatures[block],
-            spec,
+            facts,
         )
         bits = (z.float() + 0.0).view(torch.int32)
         ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers in the order of the numbers

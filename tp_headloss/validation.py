@@ -1,4 +1,5 @@
-"""Checks of metadata that several modules share: types, shapes, devices, ranges of numbers. No values of tensors."""
+"""Checks of metadata that several modules share: types, shapes, devices, ranges of numbers. They read no tensor's
+values."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 
 
 def expect_tensor(name: str, x, shape=None, device: torch.device | None = None):
-    """Raise TypeError or ValueError for what is not a real tensor of this shape on this device (None: of any)."""
+    """Raise TypeError or ValueError unless x is a real tensor of this shape on this device (None: any)."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if shape is not None and x.shape != torch.Size(shape):
@@ -21,26 +22,26 @@ def expect_tensor(name: str, x, shape=None, device: torch.device | None = None):
 
 
 def expect_ids(name: str, x):
-    """Raise TypeError for what is not a tensor of int64 or int32."""
+    """Raise TypeError unless x is a tensor of int64 or int32."""
     expect_tensor(name, x)
     if x.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{name} must be int64 or int32, got {x.dtype}")
 
 
 def expect_instance(name: str, value, kind: type):
-    """Raise TypeError for what is neither of this class nor None."""
+    """Raise TypeError unless the value is of this class, or None."""
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} must be {kind.__name__}(..) or None, got {value!r}")
 
 
 def fits_fp32(number: float) -> bool:
-    """Whether a number other than 0 and its inverse are normal numbers in fp32."""
+    """Return True if a number other than 0, and its inverse, are normal numbers in fp32."""
     limits = torch.finfo(torch.float32)
     return limits.tiny <= abs(number) <= 1 / limits.tiny
 
 
 def expect_number(name: str, number, positive: bool = True):
-    """Raise TypeError for what is not a number, ValueError for one that the kernels cannot multiply and divide by."""
+    """Raise TypeError unless it is a number, and ValueError unless kernels can multiply and divide by it."""
     if not isinstance(number, (int, float, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {number!r}")
     if not fits_fp32(number) or (positive and number < 0):
@@ -49,13 +50,13 @@ def expect_number(name: str, number, positive: bool = True):
 
 
 def expect_pair(name: str, pair):
-    """Raise TypeError for what is not two numbers."""
+    """Raise TypeError unless the pair is a tuple or list of two numbers."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(x, numbers.Real) for x in pair):
         raise TypeError(f"{name} must be two numbers, such as (0.2, 0.28), got {pair!r}")
 
 
 def expect_int(name: str, value) -> int:
-    """Return an integer of any library as Python's; raise TypeError for anything else, True and False included."""
+    """Return an integer of any library as a Python int. TypeError for anything else, True and False included."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     try:

@@ -4,7 +4,7 @@
     python scripts/bench/tune_launch.py --tokens 2048 --vocab 151936 --parts 8
 
 For each kernel one line per case: "block/warps microseconds" for all candidates, fastest first, the one in use marked
-with *. The values live in `tp_headloss/backends/triton.py`, where they are chosen without looking at the clock: a
+with *. The values live in `tp_headloss/engine/launch.py`, where they are chosen without looking at the clock: a
 program that measured while it trains would give other bits from run to run.
 """
 
@@ -16,9 +16,12 @@ import triton
 from triton.testing import do_bench
 
 from tp_headloss import VocabShard
-from tp_headloss.backends import triton as launchers
-from tp_headloss.reduce import Reduction, SumsPlan
-from tp_headloss.stats import LATER, OF_TEACHER, HeadSpec, Inputs, later_rows, packet_rows, wants
+from tp_headloss.engine import sums_triton
+from tp_headloss.engine import triton as backend
+from tp_headloss.engine.launch import Launch
+from tp_headloss.head_loss.monomial import FusedReduction, SumsPlan
+from tp_headloss.request import Facts, Request, Tensors
+from tp_headloss.statistics import FULL_TEACHER
 
 STATISTICS = [(128, 1), (256, 1), (512, 1), (1024, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4)]
 GRADIENT = [(512, 1), (1024, 2), (2048, 4), (4096, 8), (2048, 8), (1024, 4), (4096, 4), (8192, 8)]
@@ -30,17 +33,17 @@ SUMS_GRADIENT = [(256, 2), (512, 4), (1024, 4), (2048, 8)]
 def show(case, candidates, current, run):
     """run(launch) launches the kernel once."""
     timed = []
-    for launch in map(launchers.Launch._make, candidates):
+    for launch in map(Launch._make, candidates):
         microseconds = 1e3 * do_bench(lambda launch=launch: run(launch), warmup=5, rep=40, return_mode="median")
         timed.append((microseconds, f"{launch.block}/{launch.warps}{'*' if launch == current else ''}"))
     print(f"{case}:", ", ".join(f"{name} {us:.1f}" for us, name in sorted(timed)), flush=True)
 
 
-def specs(shard, world_size, want):
-    """This rank's spec, with the group's size and no group: nothing is exchanged here."""
+def facts_of(shard, world_size, want):
+    """This rank's facts, with the group's size and no group: nothing is exchanged here."""
     chunks = shard.chunks // world_size
     width = chunks * shard.chunk_size
-    return HeadSpec(
+    return Facts(
         start=0, valid_width=width, vocab_size=width, chunk_size=shard.chunk_size, chunks=chunks, world_size=1,
         want=want, scale=1.0, softcap=0.0, temperature=1.0, ignore_index=-100, backend="triton", transport="gather",
         group_name="",
@@ -50,52 +53,55 @@ def specs(shard, world_size, want):
 def tune(tokens, vocab, parts, dtype):
     shard = VocabShard(0, vocab, vocab)
     for want in ((), ("entropy",), ("entropy", "argmax"), ("forward_kl",), ("reverse_kl",), ("jsd",)):
-        spec = specs(shard, parts, want)
-        logits = torch.randn(tokens, spec.valid_width, device="cuda").to(dtype)
-        labels = torch.randint(0, spec.valid_width, (tokens,), device="cuda")
-        divergence, later = wants(want, OF_TEACHER), wants(want, LATER)
-        inputs = Inputs(logits, labels, teacher=torch.randn_like(logits) if divergence else None)
-        packets = logits.new_empty(spec.chunks, len(packet_rows(True, want)), tokens, dtype=torch.float32)
-        case = f"{tokens} x {spec.valid_width} in {spec.chunks} chunks of {spec.chunk_size}, {want or 'lse, log_prob'}"
+        facts = facts_of(shard, parts, want)
+        logits = torch.randn(tokens, facts.valid_width, device="cuda").to(dtype)
+        labels = torch.randint(0, facts.valid_width, (tokens,), device="cuda")
+        has_teacher = any(name in want for name in FULL_TEACHER)
+        teacher = torch.randn_like(logits) if has_teacher else None
+        request = Request.of(Tensors(logits, labels, teacher=teacher), facts)
+        layout = request.layout
+        packets = logits.new_empty(facts.chunks, len(layout.packet), tokens, dtype=torch.float32)
+        shape = f"{tokens} x {facts.valid_width} in {facts.chunks} chunks of {facts.chunk_size}"
+        case = f"{shape}, {want or 'lse, log_prob'}"
 
-        def statistics(launch, packets=packets, inputs=inputs, spec=spec):
-            with mock.patch.object(launchers, "statistics_launch", lambda *_: launch):
-                launchers.local_statistics(packets, inputs, spec)
+        def statistics(launch, packets=packets, request=request):
+            with mock.patch.object(backend, "statistics_launch", lambda *_: launch):
+                backend.local_statistics(packets, request)
 
-        show(f"statistics {case}", STATISTICS, launchers.statistics_launch(spec.chunk_size, divergence), statistics)
-        launchers.local_statistics(packets, inputs, spec)
-        merged = launchers.merge_packets(packets, inputs, spec)[0]
+        show(f"statistics {case}", STATISTICS, backend.statistics_launch(facts.chunk_size, has_teacher), statistics)
+        backend.local_statistics(packets, request)
+        merged = backend.merge_packets(packets, request)[0]
         grads = dict.fromkeys(("log_prob", *(name for name in want if name != "argmax")))
         grads, dx = {name: torch.randn(tokens, device="cuda") for name in grads}, torch.empty_like(logits)
-        if later:
-            packets = packets.new_empty(spec.chunks, len(later_rows(want)), tokens)
+        if layout.second:
+            packets = packets.new_empty(facts.chunks, len(layout.second), tokens)
 
-            def second(launch, packets=packets, inputs=inputs, merged=merged, spec=spec):
-                with mock.patch.object(launchers, "statistics_launch", lambda *_: launch):
-                    launchers.later_statistics(packets, inputs, merged, spec)
+            def second(launch, packets=packets, request=request, merged=merged):
+                with mock.patch.object(backend, "statistics_launch", lambda *_: launch):
+                    backend.second_statistics(packets, request, merged)
 
-            show(f"second exchange {case}", STATISTICS, launchers.statistics_launch(spec.chunk_size, True), second)
+            show(f"second exchange {case}", STATISTICS, backend.statistics_launch(facts.chunk_size, True), second)
 
-        def gradient(launch, dx=dx, inputs=inputs, merged=merged, grads=grads, spec=spec):
-            with mock.patch.object(launchers, "gradient_launch", lambda *_: launch):
-                launchers.logits_gradient(dx, inputs, merged, grads, spec)
+        def gradient(launch, dx=dx, request=request, merged=merged, grads=grads):
+            with mock.patch.object(backend, "gradient_launch", lambda *_: launch):
+                backend.logits_gradient(dx, request, merged, grads)
 
-        kinds = *(name in want for name in ("entropy", "forward_kl", "reverse_kl")), later
-        show(f"gradient {case}", GRADIENT, launchers.gradient_launch(spec.valid_width, *kinds), gradient)
+        show(f"gradient {case}", GRADIENT, backend.gradient_launch(facts.valid_width, grads), gradient)
 
 
 def tune_merge(tokens):
     """All 8 packets of the canonical chunks."""
     for want in ((), ("entropy", "argmax")):
-        spec = specs(VocabShard(0, 1024, 1024), 1, want)
-        packets = torch.randn(8, len(packet_rows(True, want)), tokens, device="cuda").abs()
-        inputs = Inputs(packets[0, :1].T, torch.zeros(tokens, dtype=torch.long, device="cuda"))
+        labels = torch.zeros(tokens, dtype=torch.long, device="cuda")
+        logits = torch.empty(tokens, 1, device="cuda")  # not read
+        request = Request.of(Tensors(logits, labels), facts_of(VocabShard(0, 1024, 1024), 1, want))
+        packets = torch.randn(8, len(request.layout.packet), tokens, device="cuda").abs()
 
-        def merge(launch, packets=packets, inputs=inputs, spec=spec):
-            with mock.patch.object(launchers, "MERGE", launch):
-                launchers.merge_packets(packets, inputs, spec)
+        def merge(launch, packets=packets, request=request):
+            with mock.patch.object(backend, "MERGE", launch):
+                backend.merge_packets(packets, request)
 
-        show(f"merge {tokens} x 8 packets, {want or 'lse, log_prob'}", MERGE, launchers.MERGE, merge)
+        show(f"merge {tokens} x 8 packets, {want or 'lse, log_prob'}", MERGE, backend.MERGE, merge)
 
 
 def tune_sums(tokens):
@@ -103,19 +109,19 @@ def tune_sums(tokens):
     for count in (1, 5):
         values = tuple(torch.randn(count, tokens, device="cuda").unbind(0))
         plan = SumsPlan((1.0,) * min(count, 3), ("",) * count, 2, 1)
-        reduction, terms = Reduction(plan, None, None), values[: len(plan.coefficients)]
-        loss, _, divisor = launchers.token_sums(values, valid, reduction)
+        reduction, terms = FusedReduction(plan, None, None), values[: len(plan.coefficients)]
+        loss, _, divisor = sums_triton.token_sums(values, valid, reduction)
 
         def total(launch, values=values, reduction=reduction):
-            with mock.patch.object(launchers, "SUMS", launch):
-                launchers.token_sums(values, valid, reduction)
+            with mock.patch.object(sums_triton, "SUMS", launch):
+                sums_triton.token_sums(values, valid, reduction)
 
         def gradient(launch, terms=terms, plan=plan, loss=loss, divisor=divisor):
-            with mock.patch.object(launchers, "SUMS_GRADIENT", launch):
-                launchers.token_sums_gradient(loss, terms, valid, None, divisor, plan)
+            with mock.patch.object(sums_triton, "SUMS_GRADIENT", launch):
+                sums_triton.token_sums_gradient(loss, terms, valid, None, divisor, plan)
 
-        show(f"sums of {count} x {tokens}", SUMS, launchers.SUMS, total)
-        show(f"their gradient, {len(terms)} x {tokens}", SUMS_GRADIENT, launchers.SUMS_GRADIENT, gradient)
+        show(f"sums of {count} x {tokens}", SUMS, sums_triton.SUMS, total)
+        show(f"their gradient, {len(terms)} x {tokens}", SUMS_GRADIENT, sums_triton.SUMS_GRADIENT, gradient)
 
 
 def main():

@@ -77,7 +77,8 @@ def call(command, limit, **environment) -> tuple[int, str, float]:
 def tests_of(path: Path, limit) -> Step:
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "results.xml"
-        command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--show-capture=no", "--disable-warnings"]
+        command += ["-p", "no:cacheprovider"]
         command += ["-o", "junit_family=xunit1", f"--junitxml={xml}", str(path)]
         status, output, seconds = call(command, limit)
         cases = []

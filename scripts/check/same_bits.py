@@ -116,6 +116,11 @@ def hashes(numbers: list[int], backend: str) -> dict[str, str]:
     """The hash of the bits of each call's results, or its error."""
     import torch
 
+    if backend == "triton" and not torch.cuda.is_available():
+        sys.path.insert(0, str(ROOT / "tests/helpers"))
+        import interpreter
+
+        interpreter.speed_up()
     found = {}
     for number in numbers:
         digest = hashlib.sha256()
@@ -129,29 +134,43 @@ def hashes(numbers: list[int], backend: str) -> dict[str, str]:
     return found
 
 
-def run(tree: Path, numbers: list[int], backend: str) -> dict[str, str]:
-    """`hashes` in a process that imports this tree's package."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "SAME_BITS": json.dumps([numbers, backend])}
+def run(tree: Path, numbers: list[int], backend: str, jobs: int) -> dict[str, str]:
+    """`hashes` in processes that import this tree's package."""
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
     if not Path("/dev/nvidia0").exists():
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, str(Path(__file__).resolve())]
-    return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+    command, found = [sys.executable, str(Path(__file__).resolve())], {}
+    parts = [json.dumps([numbers[i::jobs], backend]) for i in range(jobs)]
+    processes = [
+        subprocess.Popen(command, env={**environment, "SAME_BITS": part}, stdout=subprocess.PIPE, text=True)
+        for part in parts
+    ]
+    for process in processes:
+        output, _ = process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"a process that imports {tree} ended with status {process.returncode}")
+        found.update(json.loads(output))
+    return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("revision", help="what to compare this tree with")
+    parser.add_argument("revision", help="what to compare this tree with, or a folder that holds such a tree")
     parser.add_argument("--calls", type=int, default=400)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of calls")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--backend", choices=("torch", "triton"), nargs="*", default=("torch", "triton"))
     args = parser.parse_args()
     numbers, different = args.only or list(range(args.calls)), []
     with tempfile.TemporaryDirectory() as folder:
-        command = ["git", "archive", args.revision, "tp_headloss"]
-        archive = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
+        other = Path(args.revision)
+        if not (other / "tp_headloss").is_dir():
+            other = Path(folder)
+            command = ["git", "archive", args.revision, "tp_headloss"]
+            archive = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+            subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
         for backend in args.backend:
-            ours, theirs = run(ROOT, numbers, backend), run(Path(folder), numbers, backend)
+            ours, theirs = (run(tree, numbers, backend, args.jobs) for tree in (ROOT, other))
             failed = [n for n in ours if ":" in ours[n] and ours[n] == theirs[n]]
             different += [(backend, n) for n in ours if ours[n] != theirs[n]]
             print(f"{backend}: {len(numbers)} calls, {len(failed)} of them the same error", flush=True)

@@ -24,8 +24,9 @@ from tp_headloss import (
     topk_log_probs,
     vocab_statistics,
 )
-from tp_headloss.backends import load_backend
-from tp_headloss.stats import HeadSpec, Inputs, packet_rows
+from tp_headloss.engine.backend import load_backend
+from tp_headloss.request import Facts, Request, Tensors
+from tp_headloss.statistics import layout_of
 
 WANT = ("entropy", "total", "argmax")
 WORLDS = [2, 3, 4, 8]
@@ -269,7 +270,7 @@ def test_shards_that_cannot_work_are_refused():
 @pytest.mark.parametrize("turn", [0, 1, 7])
 def test_packets_in_memory_of_their_ranks_merge_to_the_same_bits(turn, want, device):
     """The kernels' side of symmetric memory: slots by turn, peers by address, turns handed over."""
-    backend, world_size, slot, rows = load_backend("triton"), 4, 1024, len(packet_rows(True, want))
+    backend, world_size, slot, rows = load_backend("triton"), 4, 1024, len(layout_of(True, want).packet)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 256, generator=generator).to(device)
     labels = torch.tensor([0, 70, 130, 255, -100, 31], device=device)
@@ -282,18 +283,19 @@ def test_packets_in_memory_of_their_ranks_merge_to_the_same_bits(turn, want, dev
     turns = [torch.tensor([turn, -5], dtype=torch.int32, device=device) for _ in range(world_size)]
     gathered, size = torch.empty(8, rows, 6, device=device), 2 * rows * 6
     for rank in range(world_size):
-        spec = HeadSpec(64 * rank, 64, 256, 32, 2, 4, want, 1.0, 0.0, 1.0, -100, "triton", "gather", "")
+        facts = Facts(64 * rank, 64, 256, 32, 2, 4, "", want, 1.0, 0.0, 1.0, -100, "triton", "gather")
         memory = SimpleNamespace(slot=slot, peers=peers, turns=turns[rank])
-        inputs = Inputs(x[:, 64 * rank : 64 * rank + 64], labels, entries=entries[0], entry_log_probs=entries[1])
-        backend.local_statistics(gathered[2 * rank : 2 * rank + 2], inputs, spec)
-        backend.local_statistics(buffers[rank][:size].view(2, rows, 6), inputs, spec, memory)
+        given = Tensors(x[:, 64 * rank : 64 * rank + 64], labels, entries=entries[0], entry_log_probs=entries[1])
+        request = Request.of(given, facts)
+        backend.local_statistics(gathered[2 * rank : 2 * rank + 2], request)
+        backend.local_statistics(buffers[rank][:size].view(2, rows, 6), request, memory)
         used = buffers[rank].view(2, slot)[turn % 2, :size]
         assert torch.equal(used, gathered[2 * rank : 2 * rank + 2].flatten())
         assert buffers[rank].isnan().sum() == 2 * slot - size
-    expected = backend.merge_packets(gathered, inputs, spec)
+    expected = backend.merge_packets(gathered, request)
     for rank in range(world_size):
         memory = SimpleNamespace(slot=slot, peers=peers, turns=turns[rank])
-        merged = backend.merge_packets(buffers[rank][:size].view(2, rows, 6), inputs, spec, memory)
+        merged = backend.merge_packets(buffers[rank][:size].view(2, rows, 6), request, memory)
         assert all(torch.equal(a, b) for a, b in zip(expected, merged))
         assert turns[rank].tolist() == [turn + 1, turn]
 
@@ -417,14 +419,15 @@ def packets_of(name, group_size, width, device):
     for rank in range(group_size):
         columns = slice(min(rank * width, 256), min(rank * width + width, 256))
         size = columns.stop - columns.start
-        static = 1, group_size, want, 1.0, 0.0, 1.0, -100, "triton", "gather", ""
-        spec = HeadSpec(columns.start, size, 256, width, *static)
-        inputs = Inputs(x[:, columns], labels, teacher=t[:, columns] if name == "teacher" else None)
+        static = 1, group_size, "", want, 1.0, 0.0, 1.0, -100, "triton", "gather"
+        facts = Facts(columns.start, size, 256, width, *static)
+        given = Tensors(x[:, columns], labels, teacher=t[:, columns] if name == "teacher" else None)
         if name in ("tail", "entries"):
-            inputs = inputs._replace(entries=entries[0], entry_log_probs=entries[1])
-        packets.append(torch.empty(1, len(packet_rows(True, want)), 9, device=device))
-        backend.local_statistics(packets[-1], inputs, spec)
-    return torch.cat(packets), inputs, spec
+            given = given._replace(entries=entries[0], entry_log_probs=entries[1])
+        request = Request.of(given, facts)
+        packets.append(torch.empty(1, len(request.layout.packet), 9, device=device))
+        backend.local_statistics(packets[-1], request)
+    return torch.cat(packets), request
 
 
 @pytest.mark.parametrize("group_size", [9])
@@ -441,7 +444,7 @@ def test_a_loop_over_the_packets_of_many_ranks_gives_the_same_bits(name, group_s
 
 @pytest.mark.parametrize("name", WANTS)
 def test_many_packets_with_columns_merge_as_plain_torch_does(name, device):
-    packets, inputs, spec = packets_of(name, 64, 4, device)
-    ours = load_backend("triton").merge_packets(packets, inputs, spec)
-    for a, b in zip(ours, load_backend("torch").merge_packets(packets, inputs, spec)):
+    packets, request = packets_of(name, 64, 4, device)
+    ours = load_backend("triton").merge_packets(packets, request)
+    for a, b in zip(ours, load_backend("torch").merge_packets(packets, request)):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6, equal_nan=True)

@@ -10,7 +10,8 @@ from logits_problem import V, policy_head, policy_inputs, rows
 from ranks import on_ranks
 
 from tp_headloss import CrossEntropy, Entropy, HeadLoss, Options, VocabShard, ZLoss, vocab_statistics
-from tp_headloss.backends import load_backend
+from tp_headloss.engine import sums_triton
+from tp_headloss.engine.backend import load_backend
 
 
 def collectives_run(group, device, transport, requires_grad, backend):
@@ -63,21 +64,15 @@ def test_one_collective_forward_and_none_backward(transport, requires_grad, back
         assert ("gather" if transport == "gather" else "reduce") in next(iter(forward))
 
 
-class CountingKernels:
-    """Stands for a module of kernels and counts launches."""
-
-    def __init__(self, kernels, launches):
-        self.kernels, self.launches = kernels, launches
-
-    def __getattr__(self, name):
-        self.launches[name] += 1
-        return getattr(self.kernels, name)
-
-
 def test_one_kernel_reads_the_logits_forward_and_one_backward(monkeypatch, device):
     module, launches = load_backend("triton"), Counter()
-    for name in ("kernels", "sums_kernels", "topk_kernels"):
-        monkeypatch.setattr(module, name, CountingKernels(getattr(module, name), launches))
+    for launcher in (module, sums_triton):
+
+        def counted(kernel, *args, launch=launcher.launch):
+            launches[kernel.__name__] += 1
+            launch(kernel, *args)
+
+        monkeypatch.setattr(launcher, "launch", counted)
     x, labels = rows(device)
     x.requires_grad_()
     head = HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-4), Entropy(0.01)], metrics=("accuracy",),

@@ -20,8 +20,7 @@ from tp_headloss import (
     ZLoss,
     vocab_statistics,
 )
-from tp_headloss.autograd import GRADS
-from tp_headloss.stats import OF_TEACHER, OF_TOPK
+from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER
 
 
 def compiled_run(group, device, fraction, backend):
@@ -76,16 +75,17 @@ def test_operators_are_registered_consistently(device):
     torch.library.opcheck(operators.entries.default, of_entries, **checks)
     scales = torch.rand(2, N, device=device) + 0.5
     for teacher, names, rest in (
-        (Teacher(torch.randn_like(x)), OF_TEACHER, (torch.randn_like(x), scales, None, None)),
-        (TopKTeacher(ids, log_probs), OF_TOPK, (None, scales, *operators.entries(*of_entries))),
+        (Teacher(torch.randn_like(x)), FULL_TEACHER, (torch.randn_like(x), scales, None, None)),
+        (TopKTeacher(ids, log_probs), TOPK_TEACHER, (None, scales, *operators.entries(*of_entries))),
     ):
         local, options = x.clone().requires_grad_(), Options(backend="torch")
         stats = vocab_statistics(local, labels, want=(*WANT, *names), teacher=teacher, options=options)
-        spec, inputs = stats.lse.grad_fn.spec, (x, labels, None, None, None, *rest)
-        torch.library.opcheck(operators.statistics.default, (*inputs, *spec), **checks)
-        merged = operators.statistics(*inputs, *spec)[0]
-        grads = [torch.randn(N, device=device) if name in ("log_prob", *names) else None for name in GRADS]
-        torch.library.opcheck(operators.logits_gradient.default, (*inputs, merged, grads, *spec), **checks)
+        request, inputs = stats.lse.grad_fn.request, (x, labels, None, None, None, *rest)
+        torch.library.opcheck(operators.statistics.default, (*inputs, *request.facts), **checks)
+        merged = operators.statistics(*inputs, *request.facts)[0]
+        upstream = [name in ("log_prob", *names) for name in request.layout.gradients]
+        grads = [torch.randn(N, device=device) if given else None for given in upstream]
+        torch.library.opcheck(operators.logits_gradient.default, (*inputs, merged, grads, *request.facts), **checks)
 
 
 def policy_step(head, x, labels, inputs):

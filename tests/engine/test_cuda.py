@@ -138,20 +138,20 @@ def test_another_process_gets_the_same_bits():
 
 
 def test_two_hundred_batch_sizes_compile_once():
-    from tp_headloss.backends import kernels, sums_kernels, triton
+    from tp_headloss.engine import kernels, launch, sums_triton
 
     labels = torch.randint(0, 1000, (4096,), device="cuda")
     logits = torch.randn(4096, 1000, device="cuda", dtype=torch.bfloat16)
     loss_of = HeadLoss([CrossEntropy(), ZLoss(1e-4)])
     jits = [getattr(kernels, f"{name}_kernel") for name in ("statistics", "merge", "gradient")]
-    jits += [sums_kernels.sums_kernel, sums_kernels.sums_gradient_kernel]
+    jits += [sums_triton.sums_kernel, sums_triton.sums_gradient_kernel]
     counts = set()
     for i, n in enumerate(torch.randint(1, 4096, (200,)).tolist() + [1, 16, 32]):
         x = logits[:n].clone().requires_grad_()
         loss_of(x, labels[:n]).loss.backward()
         if i:
             compiled = [len(jit.device_caches[torch.cuda.current_device()][0]) for jit in jits]
-            counts.add((*compiled, len(triton._compiled)))
+            counts.add((*compiled, len(launch._compiled)))
     assert len(counts) == 1, counts
 
 

@@ -7,7 +7,7 @@ import torch
 from cuda_problem import V, results
 from ranks import on_ranks
 
-from tp_headloss import VocabShard, comm
+from tp_headloss import VocabShard, symmetric_memory
 
 pytestmark = pytest.mark.cuda
 
@@ -28,7 +28,7 @@ def symmetric_run(group, device):
             log = [results(x, labels, shard, "symm_mem") for _ in range(4)]
         torch.cuda.current_stream().wait_stream(other)
         equal += all(torch.equal(a, b) for result in log for a, b in zip(expected, result))
-    known = comm._groups[group.group_name]
+    known = symmetric_memory._groups[group.group_name]
     return equal, known.why_not, len(known.memories)
 
 
@@ -63,22 +63,22 @@ def test_symmetric_memory_of_overlapping_groups_is_separate():
 
 def fallback_run(group, device):
     """One rank cannot: all gather, and say so once."""
-    comm._groups.pop(group.group_name, None)
+    symmetric_memory._groups.pop(group.group_name, None)
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    comm._log.addHandler(handler)
-    broken = comm.SymmetricMemory.__init__
+    symmetric_memory._log.addHandler(handler)
+    broken = symmetric_memory.SymmetricMemory.__init__
     if torch.distributed.get_rank(group) == 1:
-        comm.SymmetricMemory.__init__ = lambda *_: (_ for _ in ()).throw(RuntimeError("no peer access"))
+        symmetric_memory.SymmetricMemory.__init__ = lambda *_: (_ for _ in ()).throw(RuntimeError("no peer access"))
     shard = VocabShard.from_group(group, V)
     x, labels = torch.randn(8, shard.width, device=device), torch.randint(0, V, (8,), device=device)
     try:
         pairs = [zip(results(x, labels, shard, "symm_mem"), results(x, labels, shard, "gather")) for _ in range(3)]
     finally:
-        comm.SymmetricMemory.__init__ = broken
-        comm._log.removeHandler(handler)
-        comm._groups.pop(group.group_name)
+        symmetric_memory.SymmetricMemory.__init__ = broken
+        symmetric_memory._log.removeHandler(handler)
+        symmetric_memory._groups.pop(group.group_name)
     return all(torch.equal(a, b) for pair in pairs for a, b in pair), lines
 
 

@@ -1,93 +1,279 @@
-"""Compile every kernel variant ahead of time: `python tests/aot.py 80 90 100` (compute capabilities; needs no GPU).
+"""Compile every kernel ahead of time: `python tests/helpers/aot.py 80 90 100` (compute capabilities; needs no GPU).
 
-A variant is a combination of flags and optional pointers; those a launcher can produce are covered pairwise or better,
-for every dtype; sm_90 gets half of each kernel's variants, the others share the rest (`--all`: every capability gets
-all of them). Run without TRITON_INTERPRET, in a process of its own. Prints one line per failure, what the kernels take
-at most, and a total. A variant that spills registers, or takes more shared memory than every GPU gives without asking,
-is a failure.
+The variants are those that the launchers ask for: public functions are called with small CPU tensors while a recorder
+stands in for Triton's launch, and Triton's own specialisation says what is compiled for each call. The calls cover
+every two values of every two axes (`CALLS`, `HEADS`). sm_90 gets half of each kernel's variants, the others share the
+rest (`--all`: every capability gets all of them). Run without TRITON_INTERPRET, in a process of its own.
+
+Prints one line per kernel with the most that a variant takes, one per failure, and a total. A variant that spills
+registers, or takes more shared memory than every GPU gives without asking, is a failure.
 """
 
 import collections
+import contextlib
 import itertools
 import re
 import subprocess
 import sys
 import tempfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
+import torch
+import torch.distributed as dist
 import triton
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from tp_headloss.backends import kernels, sums_kernels, topk_kernels
-from tp_headloss.backends.triton import (
-    MERGE,
-    SCALE,
-    SUMS,
-    SUMS_GRADIENT,
-    entries_launch,
-    gradient_launch,
-    statistics_launch,
-)
+import tp_headloss as tp
+from tp_headloss import calls
+from tp_headloss.engine import launch, passes
+from tp_headloss.engine import triton as backend
+from tp_headloss.head_loss import reduction
+from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER
+from tp_headloss.statistics.topk import has_tail
 
 SHARED_LIMIT = 48 << 10  # bytes
 # Bytes of the stack, where spilled registers go. A version of Triton may spill a few where a kernel has every optional
-# part; all statistics of a whole teacher at once have more per-token coefficients than registers
+# part; all statistics of a whole teacher at once have more per-token coefficients than registers.
 SPILL_LIMIT, CROWDED_SPILL_LIMIT = 16, 128
-LOOP_LIMIT = 100_000  # for 512 packets; a loop takes 76,000 at most
-DTYPES = ("bf16", "fp16", "fp32")
-# none, of a teacher's logits, of its entries: the sum of the vocabulary, the tail with and without its entropy
-OF_TEACHER = [
-    (), ("forward",), ("reverse",), ("forward", "moment"), ("forward", "reverse", "moment"), ("later",),
-    ("student",), ("tail",), ("tail", "moment"), ("entries",),
+LOOP_LIMIT = 100_000  # characters of PTX of a merge of 512 packets; a loop takes 52,000 at most
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Each list of wanted teacher statistics makes other packets, another merge or another gradient.
+TEACHERS = [
+    (),
+    ("forward_kl",), ("reverse_kl",), ("forward_kl", "teacher_entropy"), ("jsd",), ("reverse_kl", "total_variation"),
+    FULL_TEACHER,
+    ("topk_forward_kl",), ("topk_reverse_kl", "topk_jsd"), ("topk_log_mass", "vocab_jsd"),
+    ("topk_forward_kl", "tail_log_mass"), ("topk_reverse_kl", "tail_entropy"), TOPK_TEACHER,
 ]  # fmt: skip
-OF_TOPK = OF_TEACHER[6:]
+CALLS = {
+    "teacher": TEACHERS,
+    "group": [(1, False), (2, True), (3, False), (8, True), (512, True)],  # ranks, symmetric memory
+    "place": ["aligned", "odd", "padded", "far", "transposed"],  # of the logits, see `placed`
+    "dtype": DTYPES,
+    "teacher_dtype": DTYPES,
+    "labels": [torch.int64, torch.int32, None],
+    "upstream": ["all", "log_prob", "others"],  # statistics that have upstream gradients
+    "total": [None, "plain", "weighted"],
+    "bias": [None, torch.float32, torch.bfloat16],
+    "temperature": [1.0, 2.0, "per token"],
+    "teacher_temperature": [1.0, 2.0, "per token"],
+    "entries": [64, 50, 300],
+    "entropy": [True, False], "collision": [True, False], "argmax": [True, False], "softcap": [None, 30.0],
+}  # fmt: skip
+HEADS = {
+    "terms": [("smoothing",), ("cross_entropy", "z_loss"), ("cross_entropy", "own"), ("cross_entropy", "entropy")],
+    "linear": [None, "recompute", "one_sweep", "blocks", "main_grad"],
+    "dtype": DTYPES,
+    "denominator": [None, 8.0, "tensor", "sum"],  # sum: the reduction that divides by nothing
+    "width": [512, 513],
+    "token_weight": [True, False], "metrics": [("accuracy", "entropy"), ()],
+}  # fmt: skip
+TERMS = {
+    "cross_entropy": tp.CrossEntropy(), "smoothing": tp.CrossEntropy(label_smoothing=0.1), "z_loss": tp.ZLoss(1e-4),
+    "entropy": tp.Entropy(0.01), "own": tp.Term("own", lambda stats: 2 * stats.lse, tokenwise=True),
+}  # fmt: skip
+OPTIONS = tp.Options(backend="triton")
 
 
-def wants_of_teacher(of_teacher):
-    wants = {f"WANT_{name.upper()}": name in of_teacher for name in ("forward", "reverse", "moment")}
-    return wants | {"WANT_STUDENT": "student" in of_teacher, "TOPK_ROWS": 5 * (of_teacher in OF_TOPK)}
-
-
-def pairwise(*axes):
-    """Few rows of the product that together show every pair of values of every two axes."""
-    cells = [[(i, value) for value in axis] for i, axis in enumerate(axes)]
-    pairs = (frozenset(pair) for two in itertools.combinations(cells, 2) for pair in itertools.product(*two))
-    missing, rows = dict.fromkeys(pairs), []
-    while missing:
-        row = dict(next(iter(missing)))
-        for i in set(range(len(axes))) - set(row):
-            new = {value: sum(frozenset([(i, value), cell]) in missing for cell in row.items()) for value in axes[i]}
-            row[i] = max(new, key=new.get)
-        for pair in itertools.combinations(row.items(), 2):
-            missing.pop(frozenset(pair), None)
-        rows.append([row[i] for i in range(len(axes))])
+def pairwise(axes: dict) -> list:
+    """Rows of the product of the axes, few of them, that together have every two values of every two axes."""
+    row_type = collections.namedtuple("Case", axes)
+    cells = [[(name, value) for value in axis] for name, axis in axes.items()]
+    pairs = (pair for two in itertools.combinations(cells, 2) for pair in itertools.product(*two))
+    used, rows = collections.Counter(dict.fromkeys(map(frozenset, pairs), 0)), []
+    while missing := next((pair for pair, count in used.items() if not count), None):
+        row = dict(missing)
+        for name, axis in axes.items():
+            if name not in row:
+                # pairs that are missing, then those that are rare
+                counts = [[used[frozenset({(name, value), cell})] for cell in row.items()] for value in axis]
+                row[name] = axis[max(range(len(axis)), key=lambda i: (counts[i].count(0), -sum(counts[i])))]
+        used.update(map(frozenset, itertools.combinations(row.items(), 2)))
+        rows.append(row_type(**row))
     return rows
 
 
-def compile_kernel(kernel, aligned: bool, warps: int, arguments: dict, capability: int):
-    """arguments: name -> type string ("*bf16", "i32"), or a constant for constexpr and None pointers."""
-    signature, constants, attributes = {}, {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        value = arguments[name]
-        if isinstance(value, tuple):
-            signature[name] = tuple("constexpr" if x is None else x for x in value)
-            constants |= {(i, j): None for j, x in enumerate(value) if x is None}
-        elif isinstance(value, str):
-            signature[name] = value
-            if aligned and (value[0] == "*" or name in ("width", "chunk_size", "x_row", "dx_row", "t_row")):
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name], constants[(i,)] = "constexpr", value
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+class Variant(NamedTuple):
+    """What Triton compiles for a launch."""
+
+    kernel: JITFunction
+    options: dict
+    signature: dict
+    constants: dict
+    attributes: dict
+    case: Any  # the first call that needs it
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.__module__.rsplit('.', 1)[-1]}.{self.kernel.__name__}"
+
+    def compile(self, capability: int):
+        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+
+
+class Recorder:
+    """Takes the place of `JITFunction.run`: `variants` has what Triton would have compiled, once each."""
+
+    def __init__(self):
+        self.variants, self.case = {}, None
+        self.backend = make_backend(GPUTarget("cuda", 90, 32))
+
+    def __call__(self, kernel, *arguments, grid, warmup, **options):
+        bind = create_function_from_signature(kernel.signature, kernel.params, self.backend)
+        bound, specialization, _ = bind(*arguments, **options)
+        key = kernel.fn, str(specialization), str(options)
+        if key not in self.variants:
+            _, *what = kernel._pack_args(self.backend, options, bound, specialization, None)
+            self.variants[key] = Variant(kernel, options, *what, self.case)
+
+    @contextlib.contextmanager
+    def recording(self):
+        """No kernel runs, and "triton" takes CPU tensors."""
+
+        def run(kernel, *arguments, **options):
+            self(kernel, *arguments, **options)
+
+        def resolve(name, device):
+            return name or "torch"
+
+        with (
+            mock.patch.object(JITFunction, "run", run),
+            mock.patch.object(launch, "DIRECT", False),
+            mock.patch.object(calls, "resolve_backend", resolve),
+            mock.patch.object(reduction, "resolve_backend", resolve),
+        ):
+            yield
+
+
+class Memory:
+    """Stands in for `symmetric_memory.SymmetricMemory`."""
+
+    def __init__(self, numel: int, ranks: int):
+        self.slot = 1 << (numel - 1).bit_length()
+        self.turns, self.peers = torch.zeros(2, dtype=torch.int32), torch.zeros(ranks, dtype=torch.int64)
+
+    def packets(self, shape) -> torch.Tensor:
+        return torch.zeros(shape)
+
+    def barrier(self):
+        pass
+
+
+def placed(place: str, tokens: int, width: int, dtype) -> torch.Tensor:
+    """Zeros [tokens, width] in memory as the place says."""
+    if place == "far":  # rows whose distance needs 64 bits
+        return torch.zeros(width, dtype=dtype).as_strided((1, width), ((1 << 31) + 16, 1))
+    if place == "transposed":
+        return torch.zeros(width, tokens, dtype=dtype).t()
+    return torch.zeros(tokens, width, dtype=dtype)
+
+
+def per_token(temperature, tokens: int):
+    return torch.ones(tokens) if temperature == "per token" else temperature
+
+
+def teacher_of(case, tokens: int, width: int):
+    """The teacher of a call, or None."""
+    given = per_token(case.teacher_temperature, tokens)
+    if not case.teacher or case.teacher[0] in FULL_TEACHER:
+        logits = placed(case.place, tokens, width, case.teacher_dtype)
+        return tp.Teacher(logits, temperature=given) if case.teacher else None
+    shape, tail = (tokens, case.entries), has_tail(case.teacher)
+    ids = torch.zeros(shape, dtype=case.labels or torch.int64)
+    mask = torch.ones(shape, dtype=torch.bool) if case.bias else None
+    temperatures = {"student_temperature" if tail else "temperature": given}  # a temperature leaves no tail
+    log_probs = torch.zeros(shape, dtype=case.teacher_dtype)
+    return tp.TopKTeacher(ids, log_probs, mask, renormalize=not tail, **temperatures)
+
+
+def call_statistics(case, groups):
+    """Forward and backward of `vocab_statistics`."""
+    ranks, shares_memory = case.group
+    width = 4097 if case.place == "odd" else 4096
+    tokens = {"odd": 3, "far": 1}.get(case.place, 4)
+    vocab_size = ranks * width
+    shard = tp.VocabShard.from_group(groups[ranks], vocab_size)
+    if case.place == "padded":
+        start = vocab_size - width
+        shard = tp.VocabShard(start, vocab_size, vocab_size - 96, groups[ranks])
+    logits = placed(case.place, tokens, width, case.dtype).requires_grad_()
+    flags = {name: getattr(case, name) for name in ("entropy", "collision", "total", "argmax")}
+    with (
+        mock.patch.object(backend, "shares_memory", lambda logits: shares_memory),
+        mock.patch.object(passes, "symmetric_memory", lambda transport, group, numel, device: Memory(numel, ranks)),
+    ):
+        stats = tp.vocab_statistics(
+            logits,
+            None if case.labels is None else torch.zeros(tokens, dtype=case.labels),
+            shard=shard,
+            want=(*(name for name, wanted in flags.items() if wanted), *case.teacher),
+            transform=tp.Transform(
+                bias=case.bias and torch.zeros(width, dtype=case.bias),
+                softcap=case.softcap,
+                temperature=per_token(case.temperature, tokens),
+            ),
+            teacher=teacher_of(case, tokens, width),
+            total_weight=torch.ones(width) if case.total == "weighted" else None,
+            options=OPTIONS,
+        )
+    differentiable = [(name, x) for name, x in stats._asdict().items() if getattr(x, "requires_grad", False)]
+    softmax = "lse", "log_prob", "target_logit"
+    kept = {"all": lambda name: name != "target_logit", "log_prob": lambda name: name == "log_prob"}
+    keep = kept.get(case.upstream, lambda name: name not in softmax)
+    values = [x for name, x in differentiable if keep(name)] or [stats.lse]
+    sum(x.sum() for x in values).backward()
+
+
+def call_head(case, groups):
+    """Forward and backward of a `HeadLoss` over logits, or of a linear head."""
+    tokens, hidden_size = 256, 16 if case.width % 16 == 0 else 15
+    labels = torch.zeros(tokens, dtype=torch.int64)
+    reduction = "sum" if case.denominator == "sum" else "mean"
+    denominator = {"sum": None, "tensor": torch.tensor(8.0)}.get(case.denominator, case.denominator)
+    head = tp.HeadLoss([TERMS[name] for name in case.terms], metrics=case.metrics, reduction=reduction, options=OPTIONS)
+    given = {"token_weight": torch.ones(tokens) if case.token_weight else None, "denominator": denominator}
+    if case.linear is None:
+        logits = torch.zeros(tokens, case.width, dtype=case.dtype, requires_grad=True)
+        head(logits, labels, **given).loss.backward()
+        return
+    hidden = torch.zeros(tokens, hidden_size, dtype=case.dtype, requires_grad=True)
+    weight = torch.nn.Parameter(torch.zeros(case.width, hidden_size, dtype=case.dtype))
+    weight.main_grad = torch.zeros(weight.shape)
+    mode = "recompute" if case.linear == "recompute" else "one_sweep"
+    two_blocks = 192 * (case.width + 16) * case.dtype.itemsize + 4 * weight.numel()
+    linear = tp.Linear(
+        mode=mode,
+        main_grad=case.linear == "main_grad",
+        upstream=1.0 if mode == "one_sweep" and case.dtype == torch.float16 else None,
+        budget=two_blocks if case.linear == "blocks" else None,
+    )
+    head.linear(hidden, weight, labels, linear=linear, **given).loss.backward()
+
+
+def record_variants() -> list[Variant]:
+    """The variants that the calls need."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)  # its collectives do nothing
+    groups = {1: None, 512: dist.group.WORLD} | {n: dist.new_group(list(range(n))) for n in (2, 3, 8)}
+    recorder = Recorder()
+    with recorder.recording():
+        for axes, call in ((CALLS, call_statistics), (HEADS, call_head)):
+            for recorder.case in pairwise(axes):
+                call(recorder.case, groups)
+    dist.destroy_process_group()
+    return list(recorder.variants.values())
 
 
 class Resources(NamedTuple):
     registers: int  # per thread
     stack: int  # bytes per thread
     shared: int  # bytes per program
-    code: int  # characters of PTX, to which the time of compilation is proportional
+    code: int  # characters of PTX without debug information, to which the time of compilation is proportional
 
     @classmethod
     def of(cls, compiled) -> "Resources":
@@ -97,169 +283,37 @@ class Resources(NamedTuple):
             command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
             report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         registers, stack = (int(re.search(rf"{name}:(\d+)", report)[1]) for name in ("REG", "STACK"))
-        return cls(registers, stack, compiled.metadata.shared, len(compiled.asm["ptx"]))
+        code = re.sub(r"(?m)^\s*(\.loc|//).*\n", "", compiled.asm["ptx"].split(".section")[0])
+        return cls(registers, stack, compiled.metadata.shared, len(code))
 
-    def check(self, arguments: dict):
-        spills = CROWDED_SPILL_LIMIT if crowded(arguments) else SPILL_LIMIT
+    def check(self, variant: Variant):
+        """Raise ValueError where a variant takes too much."""
+        crowded = set(getattr(variant.case, "teacher", ())) >= {"forward_kl", "reverse_kl", "teacher_entropy"}
+        spills = CROWDED_SPILL_LIMIT if crowded else SPILL_LIMIT
         if self.shared > SHARED_LIMIT or self.stack > spills:
             raise ValueError(f"at most {SHARED_LIMIT} bytes shared and {spills} spilled, got {self}")
-        if arguments.get("PACKETS", 0) > 8 and self.code > LOOP_LIMIT:
+        names = variant.kernel.arg_names
+        packets = variant.constants[(names.index("PACKETS"),)] if "PACKETS" in names else 0
+        if packets > 8 and self.code > LOOP_LIMIT:
             raise ValueError(f"a merge of many ranks must be a loop of at most {LOOP_LIMIT} characters, got {self}")
 
 
-def crowded(arguments: dict) -> bool:
-    of_teacher = all(arguments.get(f"WANT_{name}") for name in ("FORWARD", "REVERSE", "MOMENT"))
-    return of_teacher or sum(g is not None for g in arguments.get("grads", ())) >= 7
-
-
-def statistics_variants():
-    for dtype, of_teacher, labels, entropy, total, argmax, bias, temperature, cap, aligned in pairwise(
-        DTYPES, OF_TEACHER, ("*i64", "*i32", None), *([(True, False)] * 7)
-    ):
-        whole, entries = bool(of_teacher) and of_teacher not in OF_TOPK, of_teacher in OF_TOPK
-        launch = statistics_launch(16032, whole or "tail" in of_teacher)
-        scaled = bool(of_teacher) and temperature
-        shared = {
-            "packets_ptr": "*fp32", "x_ptr": f"*{dtype}", "labels_ptr": labels, "bias_ptr": "*fp32" if bias else None,
-            "temperature_ptr": "*fp32" if temperature else None, "scales_ptr": "*fp32" if scaled else None,
-            "turns_ptr": "*i32" if bias else None, "slot": "i32", "n_entries": "i32",
-            "n_rows": "i32", "x_row": "i64" if cap else "i32", "x_column": 1, "start": "i32", "valid_width": "i32",
-            "width": "i32", "chunk_size": "i32", "chunks": "i32", "ignore_index": "i32", "pre": "fp32", "post": "fp32",
-            "teacher_scale": "fp32", "student_scale": "fp32", "beta": "fp32", "merged_ptr": "*fp32",
-            "HAS_SCALE": temperature or cap, "HAS_CAP": cap, "SCALED": scaled,
-        }  # fmt: skip
-        teacher = {"teacher_ptr": f"*{dtype}" if whole else None, "t_row": "i32", "t_column": 1}
-        yield kernels.statistics_kernel, aligned, launch.warps, shared | teacher | wants_of_teacher(of_teacher) | {
-            "weight_ptr": "*fp32" if total else None,
-            "entries_ptr": "*i32" if "tail" in of_teacher else None, "WANT_ENTROPY": entropy,
-            "WANT_TOTAL": total, "WANT_ARGMAX": argmax, "BLOCK": launch.block,
-        }  # fmt: skip
-        if whole:
-            yield kernels.divergence_kernel, aligned, launch.warps, shared | teacher | {
-                "WANT_JSD": "moment" not in of_teacher, "WANT_VARIATION": "forward" not in of_teacher or bias,
-                "TEACHER": 4, "BLOCK": launch.block,
-            }  # fmt: skip
-        if entries:
-            launch = entries_launch(64)
-            shared |= {"entries_ptr": "*i32", "log_tau_ptr": "*fp32", "BLOCK": launch.block}
-            yield topk_kernels.statistics_kernel, aligned, launch.warps, shared | {"ROWS": 9}
-            yield topk_kernels.divergence_kernel, aligned, launch.warps, shared | {
-                "WANT_TOPK": "student" not in of_teacher, "WANT_VOCAB": "entries" not in of_teacher, "MERGED": 4,
-            }  # fmt: skip
-            ids, log_probs, mask = labels or "*i64", f"*{dtype}", "*i1" if bias else None
-            yield topk_kernels.entries_kernel, False, 1, {
-                "ids_out_ptr": "*i32", "log_tau_ptr": "*fp32", "ids_ptr": ids, "log_probs_ptr": log_probs,
-                "mask_ptr": mask, "scale_ptr": shared["scales_ptr"], "n_entries": "i32", "vocab_size": "i32",
-                "scale": "fp32", "RENORMALIZE": cap, "SLICE": 32, "BLOCK": 64,
-            }  # fmt: skip
-
-
-def merge_variants():
-    for labels, of_teacher, scales, packets, entropy, total, argmax in pairwise(
-        ("*i64", "*i32", None), OF_TEACHER, ("*fp32", None), (8, 3, 512), *([(True, False)] * 3)
-    ):
-        shared = {
-            "merged_ptr": "*fp32", "values_ptr": "*fp32", "packets_ptr": "*fp32",
-            "peers_ptr": "*i64" if packets != 3 else None, "turns_ptr": "*i32" if packets != 3 else None,
-            "slot": "i32", "scales_ptr": scales if of_teacher else None, "student_scale": "fp32",
-            **wants_of_teacher(of_teacher), "n_rows": "i32", "PACKETS": packets, "CHUNKS": 2, "BLOCK": MERGE.block,
-        }  # fmt: skip
-        yield kernels.merge_kernel, True, MERGE.warps, shared | {
-            "valid_ptr": "*i1" if labels else None, "argmax_ptr": "*i64" if argmax else None,
-            "hits_ptr": "*i1" if argmax and labels else None, "labels_ptr": labels,
-            "HAS_TEACHER": bool(of_teacher) and of_teacher not in OF_TOPK,
-            "TAIL_ROWS": len(of_teacher) + 1 if "tail" in of_teacher else 0,
-            "WANT_ENTROPY": entropy, "WANT_TOTAL": total,
-        }  # fmt: skip
-        if of_teacher in OF_TOPK:
-            tail, inside = "tail" in of_teacher, "entries" not in of_teacher
-            yield topk_kernels.merge_kernel, True, MERGE.warps, shared | {
-                "ROWS": 11, "TAIL": 4, "MERGED": 5, "VALUES": 4, "HAS_TAIL": tail, "WANT_FORWARD": labels is not None,
-                "WANT_REVERSE": scales is None, "WANT_INSIDE": inside, "WANT_OUTSIDE": tail,
-            }  # fmt: skip
-
-
-def gradient_variants():
-    optional = (True, False)
-    for dtype, labels, bias, temperature, cap, aligned, sparse, *has in pairwise(
-        DTYPES, ("*i64", "*i32", None), optional, optional, optional, optional, (None, True, False), *([optional] * 8)
-    ):
-        launch = gradient_launch(32064, has[2], has[4], has[5], has[6] or has[7])
-        launch = entries_launch(64) if sparse else launch
-        whole = any(has[4:]) and sparse is None
-        grads = tuple("*fp32" if h and (labels or i != 1) and (i < 4 or whole) else None for i, h in enumerate(has))
-        shared = {
-            "x_ptr": f"*{dtype}", "bias_ptr": "*fp32" if bias else None,
-            "temperature_ptr": "*fp32" if temperature else None, "merged_ptr": "*fp32", "grads": grads,
-            "scales_ptr": "*fp32" if temperature else None, "SCALED": temperature, "n_entries": "i32",
-            "n_rows": "i32", "x_row": "i32", "x_column": 1, "start": "i32", "valid_width": "i32", "width": "i32",
-            "pre": "fp32", "post": "fp32", "teacher_scale": "fp32", "student_scale": "fp32", "beta": "fp32",
-            "HAS_SCALE": temperature or cap, "HAS_CAP": cap,
-        }  # fmt: skip
-        yield kernels.gradient_kernel, aligned, launch.warps, shared | {
-            "dx_ptr": f"*{dtype}", "labels_ptr": labels, "weight_ptr": "*fp32" if has[3] and bias else None,
-            "teacher_ptr": "*bf16" if whole else None, "t_row": "i32", "t_column": 1,
-            "rest_ptr": "*fp32" if sparse is False else None,
-            "entries_ptr": "*i32" if sparse else None, "extra_ptr": "*fp32" if sparse else None,
-            "dx_row": "i32", "dx_column": 1, "TEACHER": 4, "JSD": 8, "VARIATION": 9,
-            "PADDED": bias, "BLOCK": launch.block,
-        }  # fmt: skip
-        if sparse is False:
-            launch = entries_launch(64)
-            yield topk_kernels.gradient_kernel, aligned, launch.warps, shared | {
-                "extra_ptr": "*fp32", "picked_ptr": f"*{dtype}", "rest_ptr": "*fp32" if bias else None,
-                "entries_ptr": "*i32", "log_tau_ptr": "*fp32", "HAS_TAIL": cap,
-                "g_lse_ptr": grads[0], "AS_LSE": not cap and not temperature, "MERGED": 5, "TOPK_JSD": 14,
-                "VOCAB_JSD": 15, "grads": tuple("*fp32" if h else None for h in has[:7]), "BLOCK": launch.block,
-            }  # fmt: skip
-
-
-def sums_variants():
-    for values, squares, weighted, denominator in pairwise(
-        (("*fp32",), ("*fp32", "*fp32", "*i1")), (0, 2), (True, False), (True, False)
-    ):
-        shared = {
-            "divisor_ptr": "*fp64", "value_ptrs": values, "valid_ptr": "*i1",
-            "weight_ptr": "*fp32" if weighted else None,
-            "coefficients": ("fp32",) * min(2, len(values)), "n_rows": "i32", "SQUARES": squares, "NEGATIVES": 1,
-        }  # fmt: skip
-        yield sums_kernels.sums_kernel, False, SUMS.warps, shared | {
-            "sums_ptr": "*fp32", "loss_ptr": "*fp32", "denominator_ptr": "*fp64" if denominator else None,
-            "denominator": "fp32", "BY_COUNT": weighted, "BLOCK": SUMS.block,
-        }  # fmt: skip
-        yield sums_kernels.sums_gradient_kernel, False, SUMS_GRADIENT.warps, shared | {
-            "g_ptr": "*fp32", "upstream_ptr": "*fp32", "value_ptrs": values[:2],
-            "BLOCK": SUMS_GRADIENT.block,
-        }  # fmt: skip
-
-
-def scale_variants():
-    for out, x, aligned in pairwise(DTYPES, DTYPES, (True, False)):
-        pointers = {"out_ptr": f"*{out}", "x_ptr": f"*{x}", "factor_ptr": "*fp32"}
-        yield sums_kernels.scale_kernel, aligned, SCALE.warps, pointers | {
-            "n": "i32" if aligned else "i64", "ADD": out == "fp32" and aligned, "BLOCK": SCALE.block,
-        }  # fmt: skip
-
-
 def main(capabilities, everything: bool):
-    compiled, failures, seen, taken = 0, [], collections.defaultdict(set), collections.defaultdict(list)
-    for kernel, aligned, warps, arguments in itertools.chain(
-        statistics_variants(), merge_variants(), gradient_variants(), sums_variants(), scale_variants()
-    ):
-        variant = aligned, tuple(arguments[name] for name in kernel.arg_names)
-        if variant in seen[kernel.fn]:
-            continue
-        seen[kernel.fn].add(variant)
+    compiled, failures, seen, taken = 0, [], collections.Counter(), collections.defaultdict(list)
+    for variant in record_variants():
+        seen[variant.name] += 1
         # architectures differ little for what is Triton's own, so that each variant is compiled for one of them
-        shown = capabilities if everything else {(90, 80, 90, 100)[len(seen[kernel.fn]) % 4]} & set(capabilities)
+        shown = capabilities if everything else {(90, 80, 90, 100)[seen[variant.name] % 4]} & set(capabilities)
         for capability in shown:
             try:
-                resources = Resources.of(compile_kernel(kernel, aligned, warps, arguments, capability))
-                taken[f"{kernel.fn.__module__.rsplit('.', 1)[-1]}.{kernel.__name__} sm_{capability}"].append(resources)
-                resources.check(arguments)
+                resources = Resources.of(variant.compile(capability))
+                taken[f"{variant.name} sm_{capability}"].append(resources)
+                resources.check(variant)
                 compiled += 1
             except Exception as error:  # every failure is listed before the exit
-                failures.append(f"{kernel.__name__} sm_{capability} {arguments}: {type(error).__name__}: {error}")
+                while error.__cause__ is not None:
+                    error = error.__cause__
+                failures.append(f"{variant.name} sm_{capability} {variant.case}: {type(error).__name__}: {error}")
     for name, each in sorted(taken.items()):
         registers, stack, shared, code = map(max, zip(*each))
         spilling = sum(r.stack > 0 for r in each)

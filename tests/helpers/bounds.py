@@ -88,6 +88,8 @@ def values(z, labels, weight, truth, r: Rounding) -> dict:
         out["target_logit"] = (r.transform + (r.transform > 0)) * u * z_y.abs()
     out["entropy"] = (w.p * w.eta * (2 + w.d)).sum(-1) + (w.of_sum * (1 + w.mean))[:, 0]
     out["entropy"] += 4 * u * (1 + w.mean[:, 0] + w.entropy[:, 0])
+    squares = w.p.square()
+    out["collision"] = (2 * squares * (w.eta + w.of_sum)).sum(-1) + (r.sums + 8) * u * squares.sum(-1)
     weight = torch.ones(z.shape[1], dtype=torch.float64) if weight is None else weight.double()
     parts = torch.where(z > -torch.inf, (weight * z).abs(), 0.0).sum(-1)
     out["total"] = parts * (r.transform + 2 + r.sums) * u
@@ -99,7 +101,8 @@ def gradient(z, labels, weight, grads, errors, r: Rounding):
     """Upstream gradients and their own errors {name: [N]} -> error of d/dz [N, V]."""
     w, u = row(z, r), r.unit
     zero = torch.zeros(len(z), dtype=torch.float64)
-    g = {name: grads.get(name, zero).abs() for name in ("lse", "log_prob", "target_logit", "entropy", "total")}
+    names = ("lse", "log_prob", "target_logit", "entropy", "collision", "total")
+    g = {name: grads.get(name, zero).abs() for name in names}
     dg = {name: errors.get(name, zero) for name in g}
     eps = w.eta + w.of_sum + 4 * u
     if labels is not None:  # z_y = log_prob + lse
@@ -111,6 +114,12 @@ def gradient(z, labels, weight, grads, errors, r: Rounding):
     of_ratio = w.apart + 4 * u * (w.d + w.mean) + of_mean
     common = w.p * (
         g["lse"] * eps + dg["lse"] + g["entropy"] * (eps * log_ratio + of_ratio) + dg["entropy"] * log_ratio
+    )
+    collision = w.p.square().sum(-1, keepdim=True)
+    of_collision = (2 * w.p.square() * (w.eta + w.of_sum)).sum(-1, keepdim=True) + (r.sums + 8) * u * collision
+    common = common + 2 * w.p * (
+        g["collision"] * (eps * (w.p - collision).abs() + w.p * eps + of_collision)
+        + dg["collision"] * (w.p - collision).abs()
     )
     away = common + w.p * (g["log_prob"] * eps + dg["log_prob"])
     if labels is not None:

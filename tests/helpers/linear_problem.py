@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tp_headloss import CrossEntropy, Entropy, Teacher, TopKTeacher, ZLoss, sweeps
+from tp_headloss import CrossEntropy, Entropy, Teacher, TopKTeacher, ZLoss
+from tp_headloss.linear_head import blocks
 
 V, H, N = 200, 24, 44  # no multiple of the blocks below
 BOTH = pytest.mark.parametrize("mode", ["recompute", "one_sweep"])
@@ -15,14 +16,14 @@ BOTH = pytest.mark.parametrize("mode", ["recompute", "one_sweep"])
 @contextlib.contextmanager
 def small_blocks(tile=16):
     """Blocks of this many tokens and ids, so that small shapes have several."""
-    planners, before = (sweeps.recompute_blocks, sweeps.one_sweep_tokens), sweeps.TILE
-    sweeps.TILE = tile
+    planners, before = (blocks.recompute_blocks, blocks.one_sweep_tokens), blocks.TILE
+    blocks.TILE = tile
     for planner in planners:
         planner.cache_clear()
     try:
         yield
     finally:
-        sweeps.TILE = before
+        blocks.TILE = before
         for planner in planners:
             planner.cache_clear()
 

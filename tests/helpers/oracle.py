@@ -6,7 +6,7 @@ shifted by a common maximum of chunks or shared with the code under test. All te
 
 import torch
 
-NAMES = ("lse", "log_prob", "target_logit", "entropy", "total")
+NAMES = ("lse", "log_prob", "target_logit", "entropy", "collision", "total")
 
 
 def transform(x, bias=None, scale=1.0, softcap=None, temperature=1.0):
@@ -44,6 +44,7 @@ def statistics(z, labels=None, weight=None):
         out["target_logit"] = z_y
     log_p = shifted - log_sum[:, None]
     out["entropy"] = -torch.where(p > 0, p * log_p, 0.0).sum(-1)
+    out["collision"] = (p * p).sum(-1)
     weighted = z if weight is None else z * weight.double().cpu()
     out["total"] = torch.where(z > -torch.inf, weighted, 0.0).sum(-1)
     out["argmax"] = z.argmax(-1)
@@ -72,6 +73,8 @@ def gradient(z, slope, labels, grads, weight=None):
         log_p = shifted - whole.log()
         entropy = -torch.where(p > 0, p * log_p, 0.0).sum(-1, keepdim=True)
         dz += torch.where(p > 0, -g["entropy"] * p * (log_p + entropy), 0.0)
+    if "collision" in g:
+        dz += 2 * g["collision"] * p * (p - (p * p).sum(-1, keepdim=True))
     if "total" in g:
         column = torch.ones(z.shape[1], dtype=torch.float64) if weight is None else weight.double().cpu()
         dz += torch.where(z > -torch.inf, g["total"] * column, 0.0)

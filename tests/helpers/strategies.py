@@ -12,7 +12,7 @@ from hypothesis.internal.conjecture import providers
 # from the seed alone, whichever tests ran before. (No setting does this; a name that is gone would change nothing.)
 providers._get_local_constants = providers.Constants
 
-STATISTICS = ("entropy", "total", "argmax")
+STATISTICS = ("entropy", "collision", "total", "argmax")
 OF_TEACHER = ("forward_kl", "reverse_kl", "teacher_entropy", "jsd", "total_variation")
 OF_TOPK = (
     "topk_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy", "topk_jsd", "vocab_jsd",
@@ -119,7 +119,7 @@ def cases(draw, world_size, backend):
     teacher = None if transport == "sum" else draw(st.sampled_from([None, None, "whole", "topk"]))
     want = draw(subsets(STATISTICS))
     if transport == "sum":
-        want = tuple(name for name in want if name != "argmax")
+        want = tuple(name for name in want if name not in ("argmax", "collision"))
     if teacher and not head:
         want += draw(subsets(OF_TEACHER if teacher == "whole" else OF_TOPK, min_size=1))
     labels = draw(st.sampled_from(["int64", "int32"])) if head or draw(st.integers(0, 3)) else None

@@ -37,9 +37,9 @@ def processed(group, device, dtype, boundaries):
     out = process(x, label=label, temperature=temperature)
     upstream = WEIGHTS.clone().to(device)
     upstream[:, 1, 2] = 0  # the row of padding
-    (upstream[0] * out["log_probs"] + upstream[1] * out["entropy"]).sum().backward()
+    squares = upstream.sum(0) * out["sum_pi_squared"]
+    (upstream[0] * out["log_probs"] + upstream[1] * out["entropy"] + squares).sum().backward()
     assert torch.equal(x.detach(), before) and float(temperature[1, 2]) == 0
-    assert not out["sum_pi_squared"].requires_grad
     return {name: value.detach() for name, value in out.items()} | {"grad": x.grad}
 
 
@@ -52,12 +52,12 @@ def test_verl_logits_processor(ranks, boundaries, dtype):
     used = torch.ones(B, S, dtype=torch.bool)
     used[0, 1] = used[1, 2] = False  # ignored; padding
     log_prob, entropy, squares, leaf = truth(logits, label, temperature.unsqueeze(-1))
-    ((WEIGHTS[0] * log_prob + WEIGHTS[1] * entropy) * used).sum().backward()
+    ((WEIGHTS[0] * log_prob + WEIGHTS[1] * entropy + WEIGHTS.sum(0) * squares) * used).sum().backward()
     for out in results:
         assert all(out[name].dtype == torch.float32 for name in ("log_probs", "entropy", "sum_pi_squared"))
         close(out["log_probs"].cpu()[used], log_prob[used])
         close(out["entropy"].cpu()[used], entropy[used])
-        close(out["sum_pi_squared"].cpu()[used], squares[used], rtol=1e-5)
+        close(out["sum_pi_squared"].cpu()[used], squares[used])
         assert float(out["log_probs"][0, 1]) == float(out["entropy"][0, 1]) == 0  # -100
         assert torch.equal(out["log_probs"], results[0]["log_probs"])
         assert out["log_probs"].isfinite().all()

@@ -22,11 +22,10 @@ from tp_headloss import (
     Transform,
     VocabShard,
     linear_vocab_statistics,
-    sweeps,
     vocab_statistics,
 )
-from tp_headloss.autograd import GRADS
-from tp_headloss.stats import OF_TEACHER, OF_TOPK
+from tp_headloss.linear_head import blocks
+from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER, layout_of
 
 SOFTCAP = 8.0
 UNEVEN = {1: [0, 200], 2: [0, 130, 200], 4: [0, 30, 30, 131, 200], 3: [0, 70, 130, 200]}
@@ -156,8 +155,8 @@ def whole_run(group, device, boundaries, dtype, backend, linear):
 
 STATISTICS = {  # wanted statistics, and the teacher
     "plain": (("entropy", "total", "argmax"), None),
-    "teacher": (OF_TEACHER, "logits"),
-    "entries": (OF_TOPK, "entries"),
+    "teacher": (FULL_TEACHER, "logits"),
+    "entries": (TOPK_TEACHER, "entries"),
 }
 
 
@@ -174,7 +173,7 @@ def test_every_statistic_equals_that_of_materialised_logits(kind, backend, devic
 
     def of(function, *operands):
         stats = function(*operands, labels, **keywords)
-        names = [name for name in ("lse", "log_prob", *want) if name in GRADS]
+        names = [name for name in ("lse", "log_prob", *want) if name in layout_of(True, want).gradients]
         values = torch.stack([getattr(stats, name) for name in names])
         weights = torch.linspace(-1, 1, values.numel(), device=device).view_as(values)
         return stats, (weights * values).sum()
@@ -183,7 +182,7 @@ def test_every_statistic_equals_that_of_materialised_logits(kind, backend, devic
     expected, loss = of(vocab_statistics, F.linear(*materialised))
     expected_grads = torch.autograd.grad(loss, materialised)
     operands = [x.clone().requires_grad_() for x in (hidden, weight)]
-    monkeypatch.setattr(sweeps, "recompute_blocks", lambda *_: sweeps.Blocks(7, 9, 40))
+    monkeypatch.setattr(blocks, "recompute_blocks", lambda *_: blocks.Blocks(7, 9, 40))
     got, loss = of(linear_vocab_statistics, *operands)
     grads = torch.autograd.grad(loss, operands)
     for name, value in expected._asdict().items():
@@ -340,8 +339,8 @@ def test_weights_in_half_precision_are_counted_exactly(dtype):
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("blocks", [sweeps.Blocks(16, 16, 512), sweeps.Blocks(16, 1024, 16), None])
-def test_sums_over_many_blocks_are_in_fp32(blocks, monkeypatch):
+@pytest.mark.parametrize("cut", [blocks.Blocks(16, 16, 512), blocks.Blocks(16, 1024, 16), None])
+def test_sums_over_many_blocks_are_in_fp32(cut, monkeypatch):
     """Gradients of half precision, of dozens of blocks, as exact as one product would be."""
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(1024, 8, generator=generator).bfloat16().requires_grad_()
@@ -354,10 +353,10 @@ def test_sums_over_many_blocks_are_in_fp32(blocks, monkeypatch):
 
     mode = "recompute"
     whole = grads()
-    if blocks is None:
+    if cut is None:
         mode = "one_sweep"
-        monkeypatch.setattr(sweeps, "one_sweep_tokens", lambda *_: 16)
+        monkeypatch.setattr(blocks, "one_sweep_tokens", lambda *_: 16)
     else:
-        monkeypatch.setattr(sweeps, "recompute_blocks", lambda *_: blocks)
+        monkeypatch.setattr(blocks, "recompute_blocks", lambda *_: cut)
     for a, b, most in zip(grads(), whole, (1e-3, 1e-3, 1e-6)):  # one number in a few is rounded to its neighbour
         assert relative(a, b) < most

@@ -4,7 +4,7 @@ import torch
 from linear_problem import N, relative, tensors, terms
 
 from tp_headloss import HeadLoss, linear_vocab_statistics
-from tp_headloss.autograd import GRADS, LinearSpec
+from tp_headloss.linear_head.autograd import LinearFacts
 
 
 def test_torch_compile_sees_one_graph(device):
@@ -42,12 +42,12 @@ def test_operators_are_registered_consistently(device):
     stats = linear_vocab_statistics(hidden.requires_grad_(), weight, labels, bias=bias, want=("entropy",))
     node = stats.lse.grad_fn
     inputs = (labels, bias, *[None] * 6)
-    fixed = (*(list(x) if isinstance(x, tuple) else x for x in node.spec), *LinearSpec(*node.linear))
+    fixed = (*(list(x) if isinstance(x, tuple) else x for x in node.facts), *LinearFacts(*node.linear))
     checks, operators = {"test_utils": ("test_schema", "test_faketensor")}, torch.ops.tp_headloss
     hidden = hidden.detach()
     torch.library.opcheck(operators.linear_statistics.default, (hidden, weight, *inputs, *fixed), **checks)
     merged = operators.linear_statistics(hidden, weight, *inputs, *fixed)[0]
-    grads = [torch.randn(N, device=device) if name in ("lse", "entropy") else None for name in GRADS]
+    grads = [torch.randn(N, device=device) if name in ("lse", "entropy") else None for name in node.layout.gradients]
     for wanted in ([True, True, True], [False, True, False]):
         args = (hidden, weight, *inputs, merged, grads, wanted, *fixed)
         torch.library.opcheck(operators.linear_gradient.default, args, **checks)

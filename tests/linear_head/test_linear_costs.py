@@ -8,7 +8,10 @@ from collectives import counted_collectives
 from linear_problem import BOTH, H, Largest, N, V, relative, small_blocks, tensors, terms
 from ranks import on_ranks
 
-from tp_headloss import CrossEntropy, HeadLoss, Linear, Term, VocabShard, autograd, linear_vocab_statistics, sweeps
+from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, Term, VocabShard, linear_vocab_statistics
+from tp_headloss.engine import operators
+from tp_headloss.linear_head import autograd, blocks, sweeps
+from tp_headloss.linear_head import call as linear_call
 
 
 def frozen_run(group, device, needs, how, mode):
@@ -29,7 +32,7 @@ def frozen_run(group, device, needs, how, mode):
     try:
         with counted_collectives() as collectives:
             loss = (
-                HeadLoss([CrossEntropy()])
+                HeadLoss([CrossEntropy()], options=Options(transport="gather"))
                 .linear(*operands, labels, shard=shard, linear=Linear(mode=mode, hidden_grad=how))
                 .loss
             )
@@ -127,7 +130,8 @@ def test_ignored_tokens_are_dropped_by_their_count():
 @BOTH
 def test_no_tensor_is_as_large_as_the_logits(mode, monkeypatch):
     """Whatever the number of tokens: beyond them [N, H] and the weight, only blocks within the budget."""
-    monkeypatch.setattr(autograd, "runs_here", lambda _: True)  # what an operator does would not be seen
+    for module in (operators, autograd):  # what an operator does would not be seen
+        monkeypatch.setattr(module, "can_skip_dispatch", lambda _: True)
     width, hidden_size, budget = 512, 4, 32 * 512 * 4
     for tokens in (256, 1024):
         hidden = torch.randn(tokens, hidden_size).requires_grad_()
@@ -140,12 +144,12 @@ def test_no_tensor_is_as_large_as_the_logits(mode, monkeypatch):
 
 
 def test_the_budget_is_kept_and_named():
-    Sizes = sweeps.Sizes
+    Sizes = blocks.Sizes
     for sizes in (Sizes(8192, 32064, 4096, 2, True, False), Sizes(8192, 32064, 4096, 2, True, True),
                   Sizes(1000, 50257, 768, 4, False, False), Sizes(100_000, 999, 64, 2, True, True)):  # fmt: skip
         n, width, hidden = sizes[:3]
-        for planner in (sweeps.recompute_blocks, sweeps.one_sweep_tokens):
-            least = sweeps.least_budget(planner, sizes)
+        for planner in (blocks.recompute_blocks, blocks.one_sweep_tokens):
+            least = blocks.least_budget(planner, sizes)
             assert planner(sizes, least) is not None and planner(sizes, least * 15 // 16) is None
             for budget in (least, 2 * least, 20 * least):
                 plan = planner(sizes, budget)
@@ -163,9 +167,7 @@ def test_the_budget_is_kept_and_named():
 
 
 def test_auto_says_what_it_does(caplog, monkeypatch):
-    from tp_headloss import linear as module
-
-    monkeypatch.setattr(module, "_said", set())
+    monkeypatch.setattr(linear_call, "_said", set())
     hidden, weight, _, labels, _ = tensors()
     hidden.requires_grad_()
     with caplog.at_level(logging.INFO, "tp_headloss"):
@@ -176,7 +178,7 @@ def test_auto_says_what_it_does(caplog, monkeypatch):
     assert [record.message for record in caplog.records] == ["linear head: one sweep", "linear head: recompute"]
     with caplog.at_level(logging.DEBUG, "tp_headloss"):
         HeadLoss().linear(hidden, weight, labels)
-        monkeypatch.setattr(sweeps, "one_sweep_tokens", lambda *_: 40)  # blocks that are too small to be fast
+        monkeypatch.setattr(blocks, "one_sweep_tokens", lambda *_: 40)  # blocks that are too small to be fast
         HeadLoss().linear(hidden, weight, labels)
     assert [record.message for record in caplog.records[2:]] == ["linear head: one sweep", "linear head: recompute"]
 

@@ -15,7 +15,7 @@ from tp_headloss import (
     VocabShard,
     linear_vocab_statistics,
 )
-from tp_headloss.stats import OF_TEACHER
+from tp_headloss.statistics import FULL_TEACHER
 
 
 def test_one_sweep_refuses_what_it_cannot_do():
@@ -49,7 +49,7 @@ BAD = {
         lambda h, w, y: linear_vocab_statistics(h, w, linear=Linear(max_valid_tokens=3)), ValueError, "got none"),
     "count and teacher": (
         lambda h, w, y: linear_vocab_statistics(
-            h, w, y, teacher=a_teacher("logits", "cpu"), want=OF_TEACHER, linear=Linear(max_valid_tokens=3)),
+            h, w, y, teacher=a_teacher("logits", "cpu"), want=FULL_TEACHER, linear=Linear(max_valid_tokens=3)),
         ValueError, "copy the teacher"),
     "shapes": (lambda h, w, y: linear_vocab_statistics(h, w[:, :5], y), ValueError, r"\[44, 24\] and \[200, 5\]"),
     "rows": (

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from linear_problem import H, Largest, N, V, relative, small_blocks, tensors, terms
 from torch.utils.checkpoint import checkpoint
 
-from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, sweeps
+from tp_headloss import CrossEntropy, HeadLoss, Linear, Options
+from tp_headloss.linear_head import sweeps
 
 BEFORE = 1 / 64
 

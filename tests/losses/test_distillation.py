@@ -268,6 +268,30 @@ def test_jensen_shannon_and_total_variation_take_one_more_exchange(kind, backend
             assert all(map(torch.equal, results[0][0], first[0])) and torch.equal(got, first[1])
 
 
+def test_chunks_of_several_tiles_follow_their_maxima(backend, device):
+    """4200 ids: a chunk is two tiles and a part of one; the maxima move from tile to tile, the label's tile waits."""
+    v, generator = 4200, torch.Generator().manual_seed(6)
+    x, t = (2 * torch.randn(5, v, generator=generator) for _ in range(2))
+    ramp = (torch.arange(v) % 528 // 256).float()  # rises by 4 from tile to tile of a chunk, or falls
+    x += 4 * ramp * torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0])[:, None]
+    t += 4 * ramp * torch.tensor([1.0, -1.0, -1.0, 1.0, 0.0])[:, None]
+    labels = torch.tensor([5, 300, 4199, 1056, 528])
+    z = x.double().requires_grad_()
+    want = dict(zip(WANT, divergences(z, t.double(), 2.0, 3.0)))
+    want |= dict(zip(("jsd", "total_variation"), later_definition(z, t.double(), 2.0, 3.0, 0.5)))
+    logits = x.to(device).requires_grad_()
+    stats = vocab_statistics(
+        logits, labels.to(device), want=tuple(want), teacher=Teacher(t.to(device), 2.0, 3.0),
+        options=Options(backend=backend),
+    )  # fmt: skip
+    for name, truth in want.items():
+        torch.testing.assert_close(getattr(stats, name).double().cpu(), truth.detach(), rtol=3e-6, atol=3e-6, msg=name)
+    for name in ("forward_kl", "reverse_kl", "jsd", "total_variation"):
+        (grad,) = torch.autograd.grad(getattr(stats, name).sum(), logits, retain_graph=True)
+        (expected,) = torch.autograd.grad(want[name].sum(), z, retain_graph=True)
+        torch.testing.assert_close(grad.double().cpu(), expected, rtol=1e-4, atol=3e-7, msg=name)
+
+
 def test_log_probs_are_as_good_as_logits_and_the_teacher_is_never_written(backend, device):
     x, t, _, _ = rows()
     x, t = x.to(device), t.to(device).requires_grad_()

@@ -16,7 +16,7 @@ from tp_headloss import (
     Sequences,
     losses,
 )
-from tp_headloss.terms import OBJECTIVES as OBJECTIVES_BY_NAME
+from tp_headloss.head_loss.policy_terms import OBJECTIVES as OBJECTIVES_BY_NAME
 
 
 @pytest.mark.parametrize("objective", ["reinforce", "clipped", "cispo", "sapo", "gspo", "gmpo", "vespo"])

@@ -6,7 +6,7 @@ from policy_problem import B, S, needed, problem, shard_of
 from ranks import on_ranks
 
 from tp_headloss import GeneratorMetrics, HeadLoss, Metric, Options, PolicyGradient, PolicyMetrics, Sequences, log_probs
-from tp_headloss.reduce import metric_sums
+from tp_headloss.head_loss.token_sums import metric_sums
 
 
 def test_extremes_leave_out_tokens_of_weight_0():

@@ -17,7 +17,7 @@ from tp_headloss import (
     Transform,
     ZLoss,
 )
-from tp_headloss.reduce import Monomial
+from tp_headloss.head_loss import Monomial
 
 
 @pytest.mark.parametrize("kind", ["plain", "sum", "weights", "number", "tensor", "zero", "all ignored", "transposed"])
@@ -49,7 +49,7 @@ def test_the_reduction_kernel_equals_plain_torch(terms, kind, device, monkeypatc
     outputs = []
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr(HeadLoss, "_reduction", lambda *_: None)
+            monkeypatch.setattr("tp_headloss.head_loss.loss.fused_reduction", lambda *_: None)
         logits = x.clone().requires_grad_()
         out = head(logits, labels, **call)
         (3 * out.loss + (out.stats.log_prob + 0.1 * out.stats.entropy).sum()).backward()  # and upstream of their own

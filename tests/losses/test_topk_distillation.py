@@ -24,8 +24,8 @@ from tp_headloss import (
     topk_log_probs,
     vocab_statistics,
 )
-from tp_headloss.stats import OF_TOPK
-from tp_headloss.terms import TOPK_DISTILLATIONS
+from tp_headloss.head_loss.distillation_terms import TOPK_DISTILLATIONS
+from tp_headloss.statistics import TOPK_TEACHER
 
 V, N, K = 200, 10, 12  # of 256 padded columns
 TEMPERATURES = {
@@ -138,6 +138,32 @@ def test_values_and_gradients_equal_float64(kind, largest, divergence, over, bac
 def test_one_entry_nearly_all_and_all_of_the_vocabulary(k, divergence, over, backend, device):
     loss, grad = expected("one", divergence, over, k=k)
     check([run(None, device, "one", divergence, over, backend, torch.float32, k)], loss, grad, 1, 0)
+
+
+@pytest.mark.parametrize(("divergence", "over"), [("reverse_kl", "vocabulary"), ("forward_kl", "tail")])
+def test_entries_in_several_tiles_of_a_chunk(divergence, over, backend, device):
+    """4200 ids: a chunk is two tiles and a part of one. The label's tile is read after those behind it, and entries
+    are looked for in all of them."""
+    v, generator = 4200, torch.Generator().manual_seed(8)
+    x = 2 * torch.randn(4, v, generator=generator)
+    x[:2] += 4 * (torch.arange(v) % 528 // 256)  # the maximum moves from tile to tile
+    ids = torch.rand(4, v, generator=generator).argsort(-1)[:, :60]
+    ids[:, :6] = torch.tensor([0, 5, 255, 256, 511, 512])  # the edges of tiles
+    ids[:, 6:] = torch.where(ids[:, 6:] < 528, ids[:, 6:] + 528, ids[:, 6:])
+    x[torch.arange(4)[:, None], ids[:, :6]] += 6  # where a missed one is seen
+    log_probs = torch.randn(4, 60, generator=generator).log_softmax(-1) - 0.2
+    labels = torch.tensor([3, 300, 4000, 514])
+    settings = dict(of_teacher=1.0, of_student=1.5, renormalize=False)
+    z, mask = x.double().requires_grad_(), torch.ones_like(ids, dtype=torch.bool)
+    loss = definition(z, ids, log_probs, mask, divergence, over, **settings)
+    teacher = TopKTeacher(ids.to(device), log_probs.to(device), student_temperature=1.5, renormalize=False)
+    head = HeadLoss([TopKDistillation(1.0, divergence, over)], reduction="none", options=Options(backend=backend))
+    logits = x.to(device).requires_grad_()
+    ours = head(logits, labels.to(device), inputs={"teacher": teacher}).loss
+    torch.testing.assert_close(ours.double().cpu(), loss.detach(), rtol=3e-6, atol=3e-6)
+    ours.sum().backward()
+    (expected,) = torch.autograd.grad(loss.sum(), z)
+    torch.testing.assert_close(logits.grad.double().cpu(), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("pair", [pair for pair in TOPK_DISTILLATIONS if pair[1] != "tail"], ids=str)
@@ -285,9 +311,9 @@ def test_extreme_entries_keep_what_is_theirs(backend, device):
 
 def test_a_bad_label_is_nan_even_without_entries(backend, device):
     x, none = torch.zeros(1, 8, device=device), torch.full((1, 2), -1, device=device)
-    stats = vocab_statistics(x, torch.tensor([99], device=device), want=OF_TOPK, options=Options(backend=backend),
+    stats = vocab_statistics(x, torch.tensor([99], device=device), want=TOPK_TEACHER, options=Options(backend=backend),
                              teacher=TopKTeacher(none, torch.zeros(1, 2, device=device)))  # fmt: skip
-    assert all(getattr(stats, name).isnan().all() for name in ("lse", "teacher_mass", *OF_TOPK))
+    assert all(getattr(stats, name).isnan().all() for name in ("lse", "teacher_mass", *TOPK_TEACHER))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

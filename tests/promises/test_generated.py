@@ -20,8 +20,8 @@ from strategies import Case, cases
 from torch.utils.checkpoint import checkpoint
 
 from tp_headloss import CrossEntropy, Entropy, HeadLoss, Linear, Options, VocabShard, ZLoss, vocab_statistics
-from tp_headloss.backends import load_backend
-from tp_headloss.stats import HeadSpec, Inputs, State, finish, from_lanes, merge, packet_rows, to_lanes, value_rows
+from tp_headloss.engine import eager, sum_transport
+from tp_headloss.request import Facts, Request, Tensors
 
 SEED = int(os.environ.get("TP_HEADLOSS_SEED", "0"))
 
@@ -102,40 +102,35 @@ class Merge:
         else:
             self.labels = torch.randint(0, self.v, (self.n,), generator=generator)
         self.want = ("entropy", "total", "argmax") + ("forward_kl", "reverse_kl") * data["teacher"]
-        self.has_labels = self.labels is not None
 
-    def spec(self, start, stop, packets=1, transport="gather"):
-        width = stop - start
-        return HeadSpec(
+    def request(self, start, stop, packets=1, transport="gather", x=None):
+        x, width = self.x if x is None else x, stop - start
+        facts = Facts(
             start=start, valid_width=width, vocab_size=self.v, chunk_size=max(width, 1), chunks=1, world_size=packets,
             want=self.want, scale=1.0, softcap=0.0, temperature=1.0, ignore_index=-100, backend="torch",
             transport=transport, group_name="",
         )  # fmt: skip
+        teacher = self.t[:, start:stop] if "forward_kl" in self.want else None
+        return Request.of(Tensors(x[:, start:stop], self.labels, teacher=teacher), facts)
 
     def packet(self, start, stop, x=None):
-        x = self.x if x is None else x
-        inputs = Inputs(
-            x[:, start:stop], self.labels, teacher=self.t[:, start:stop] if "forward_kl" in self.want else None
-        )
-        rows = packet_rows(self.has_labels, self.want)
-        packets = torch.full((1, len(rows), self.n), torch.nan)
-        load_backend("torch").local_statistics(packets, inputs, self.spec(start, stop))
+        request = self.request(start, stop, x=x)
+        packets = torch.full((1, len(request.layout.packet), self.n), torch.nan)
+        eager.local_statistics(packets, request)
         return packets
 
     def packets(self, cuts, x=None):
         return torch.cat([self.packet(a, b, x) for a, b in zip(cuts, cuts[1:])])
 
     def state(self, packets):
-        return merge(packets, self.has_labels, self.spec(0, self.v, len(packets)))
+        """The merged float64 sums by name, and their shift."""
+        shift, sums = eager.merged_sums(packets, self.request(0, self.v).layout)
+        return {"shift": shift} | sums
 
-    def values(self, packets=None, state=None):
-        if state is None:
-            state = self.state(packets)
-            spec = self.spec(0, self.v, len(packets))
-        else:
-            spec = self.spec(0, self.v)
-        _, values, *flags = finish(state, self.labels, spec)
-        return dict(zip(value_rows(self.has_labels, self.want), values)), flags
+    def values(self, packets):
+        request = self.request(0, self.v, len(packets))
+        _, values, *flags = eager.merge_packets(packets, request)
+        return dict(zip(request.layout.values, values)), flags
 
 
 MERGES = st.fixed_dictionaries(
@@ -174,10 +169,10 @@ def assert_within_bounds(m, values):
 
 def assert_close_in_float64(a, b, packets, m):
     """Sums of the same terms in another order: each addition rounds once, by the sum of the terms' absolute values."""
-    rows = dict(zip(packet_rows(m.has_labels, m.want), packets.double().unbind(1)))
-    for name, x, y in zip(a._fields, a, b):
-        if x is None:
-            continue
+    rows = dict(zip(m.request(0, m.v).layout.packet, packets.double().unbind(1)))
+    assert a.keys() == b.keys()
+    for name, x in a.items():
+        y = b[name]
         # of one sign, but for these; the merge's factors are at most 1
         size = rows[name].abs().sum(0) if name in ("total", "cross", "gap", "target") else x.abs()
         same = (x == y) | (x.isnan() & y.isnan())
@@ -192,7 +187,7 @@ def test_cutting_anywhere_leaves_the_values_within_their_bounds(data):
         values, flags = m.values(m.packets(cuts_of(m, data)))
         assert_within_bounds(m, values)
         keep = (m.x > -torch.inf).any(-1)
-        index = flags[1 if m.has_labels else 0]
+        index = flags[0 if m.labels is None else 1]
         assert torch.equal(index[keep], m.x.argmax(-1)[keep]) and (index[~keep] == -1).all()
         if "forward_kl" in values and not m.x.isinf().any():
             truth = oracle.divergences(m.x.double(), m.t.double(), 0.5)
@@ -212,7 +207,7 @@ def test_the_order_of_shards_leaves_the_float64_sums_within_their_bound(data, ra
         order = list(range(len(packets)))
         random.shuffle(order)
         a, b = m.state(packets), m.state(packets[order])
-        assert torch.equal(a.shift, b.shift) and torch.equal(a.index, b.index)
+        assert torch.equal(a["shift"], b["shift"]) and torch.equal(a["index"], b["index"])
         assert_close_in_float64(a, b, packets, m)
         assert_within_bounds(m, m.values(packets[order])[0])
 
@@ -234,12 +229,10 @@ def test_parts_without_columns_or_of_minus_infinity_are_the_identity(data):
         x = m.x.clone()
         x[0, start:stop] = -torch.inf
         rest = m.packets(cuts, x)
-        owned = m.has_labels and start <= m.labels[0] < stop
+        owned = m.labels is not None and start <= m.labels[0] < stop
         if not owned and "forward_kl" not in m.want:
             without = torch.cat([rest[:at], empty, rest[at + 1 :]])
-            one, other = (
-                State(*(x[:1] if isinstance(x, torch.Tensor) else x for x in m.state(p))) for p in (rest, without)
-            )
+            one, other = ({name: x[:1] for name, x in m.state(p).items()} for p in (rest, without))
             assert_close_in_float64(one, other, rest[:, :, :1], m)
 
 
@@ -273,10 +266,10 @@ def test_lanes_that_are_summed_are_the_merge(data):
         m.want = ("entropy", "total")
         m.x = m.x.clamp(min=-500, max=500).where(m.x > -torch.inf, m.x)  # what exp holds in float64
         packets = m.packets(cuts_of(m, data))
-        lanes = sum(to_lanes(p[None], m.has_labels, m.spec(0, m.v, 1, "sum")) for p in packets)
-        spec = m.spec(0, m.v, len(packets), "sum")
-        _, values, *_ = finish(from_lanes(lanes, m.has_labels, spec), m.labels, spec)
-        assert_within_bounds(m, dict(zip(value_rows(m.has_labels, m.want), values)))
+        lanes = sum(sum_transport.to_lanes(p[None], m.request(0, m.v, 1, "sum")) for p in packets)
+        request = m.request(0, m.v, len(packets), "sum")
+        _, values, *_ = eager.finish(*sum_transport.from_lanes(lanes, request), request, torch.float32)
+        assert_within_bounds(m, dict(zip(request.layout.values, values)))
 
 
 V, N, H = 40, 5, 7

@@ -6,7 +6,7 @@ import torch
 
 from tp_headloss import Options, Transform, vocab_statistics
 
-WANT = ("entropy", "total", "argmax")
+WANT = ("entropy", "collision", "total", "argmax")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 17, 1000, 32003, 50257, 65537]
 U = 2.0**-24  # fp32 unit roundoff
@@ -137,6 +137,7 @@ def test_every_statistic_and_transformation_is_at_most_twice_as_far_off_as_torch
         "log_prob": log_p.gather(1, labels[:, None])[:, 0],
         "target_logit": zt.gather(1, labels[:, None])[:, 0],
         "entropy": -(log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1),
+        "collision": log_p.exp().square().sum(-1),
         "total": (zt.masked_fill(zt == -torch.inf, 0.0) * weight).sum(-1),
     }
     sum((values[key] * g.to(device)).sum() for key, g in upstream.items()).backward()
@@ -193,7 +194,8 @@ def test_float64_logits_pass_gradcheck():
 
     def function(x, b):
         transform = Transform(bias=b, scale=1.3, softcap=2.0, temperature=torch.full((2, 3), 0.7))
-        return vocab_statistics(x, labels, want=("entropy", "total"), transform=transform)[:5]
+        stats = vocab_statistics(x, labels, want=("entropy", "collision", "total"), transform=transform)
+        return tuple(getattr(stats, name) for name in oracle.NAMES)
 
     x = torch.randn(2, 3, 17, dtype=torch.double, requires_grad=True)
     assert torch.autograd.gradcheck(function, (x, bias.requires_grad_()), atol=1e-8, rtol=1e-6)
@@ -208,7 +210,7 @@ def test_the_oracle_agrees_with_autograd():
     at = labels[:, None]
     values = {
         "lse": z.logsumexp(-1), "log_prob": log_p.gather(1, at)[:, 0], "target_logit": z.gather(1, at)[:, 0],
-        "entropy": -(log_p.exp() * log_p).sum(-1), "total": z.sum(-1),
+        "entropy": -(log_p.exp() * log_p).sum(-1), "collision": log_p.exp().square().sum(-1), "total": z.sum(-1),
     }  # fmt: skip
     sum((values[name] * g[name]).sum() for name in g).backward()
     z, slope = oracle.transform(x.detach(), scale=1.2, softcap=3.0, temperature=0.8)

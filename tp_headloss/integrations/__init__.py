@@ -1,6 +1,6 @@
-"""Host frameworks, a module for each, which imports its host only when it is used.
+"""Adapters for host frameworks, one module or package per host; none is imported before it is used.
 
-`SUPPORTED` says what the tests run with: from the first version to below the second.
+`SUPPORTED` has the versions of each host that the tests run with: from the first to below the second.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ SUPPORTED = {  # distribution -> (first, below), extra of this package
 }
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _release(version: str) -> tuple[int, ...]:
+    """Numbers of a version string: "0.19.2rc1+cu13" -> (0, 19, 2)."""
     parts = []
     for part in version.split("+")[0].split("."):
         digits = part[: next((i for i, c in enumerate(part) if not c.isdigit()), len(part))]
@@ -24,8 +25,8 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def _version_of_sources(distribution: str) -> str | None:
-    """Of a checkout on the path, as Megatron is often used."""
+def _source_version(distribution: str) -> str | None:
+    """Version of a host that is not installed but on the path as a checkout, as Megatron often is; None without one."""
     try:
         return importlib.import_module(distribution.replace("-", ".")).__version__
     except (ImportError, AttributeError):
@@ -33,22 +34,23 @@ def _version_of_sources(distribution: str) -> str | None:
 
 
 def require(distribution: str) -> tuple[int, ...]:
-    """The installed version of a host, as numbers. ImportError if there is none, or one that is not supported."""
+    """Return the version of an installed host as numbers. ImportError if it is not installed or not supported."""
     (first, below), extra = SUPPORTED[distribution]
     wanted = f"{distribution} >= {first}, < {below} (pip install 'tp_headloss[{extra}]')"
     try:
         version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        version = _version_of_sources(distribution)
+        version = _source_version(distribution)
     if version is None:
         raise ImportError(f"this needs {wanted}, and there is none")
-    if not _numbers(first) <= _numbers(version) < _numbers(below):
+    if not _release(first) <= _release(version) < _release(below):
         raise ImportError(f"this needs {wanted}, got {version}")
-    return _numbers(version)
+    return _release(version)
 
 
 def check_type(name: str, value, *kinds: type) -> None:
-    """TypeError with expected and actual unless `value` is an instance of one of `kinds` (None as a kind: or None)."""
+    """Raise TypeError, with the expected and the actual type, unless `value` is an instance of one of `kinds`, or None
+    if None is among them."""
     classes = tuple(kind for kind in kinds if kind is not None)
     if isinstance(value, classes) or (value is None and None in kinds):
         return

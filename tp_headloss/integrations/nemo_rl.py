@@ -1,10 +1,11 @@
 """NeMo-RL's log-probs of vocabulary-sharded logits, one pass and one collective each, with its names and contracts.
 
-Nothing of NeMo-RL is imported, and no process group is looked up: it is an argument, and None means not sharded. As in
-NeMo-RL the next token is scored: of [B, S] ids come log-probs [B, S - 1], entry t of the id t + 1 by the logits at t,
-and a temperature is not applied here: NeMo-RL divides the logits by it before (`apply_temperature_scaling`). Unlike it,
-log-probs are fp32 of logits of any type without a copy, an id of -100 has log-prob 0 and no gradient, and one outside
-of the vocabulary NaN.
+Nothing of NeMo-RL is imported, and no process group is looked up: the group is an argument, and None means not sharded.
+
+As in NeMo-RL, the next token is scored: ids [B, S] give log-probs [B, S - 1], whose entry t is the log-prob of id t + 1
+in the logits at position t. No temperature is applied, because NeMo-RL divides the logits by it before
+(`apply_temperature_scaling`). Unlike in NeMo-RL, log-probs are fp32 for logits of any dtype, without a copy of the
+logits; an id of -100 has log-prob 0 and no gradient, and an id outside of the vocabulary has NaN.
 
 chunk_size is accepted because NeMo-RL passes it, and changes nothing: the fp32 copies that it bounds are never made.
 Context parallelism and top-k or top-p filters are refused with a ValueError.
@@ -19,7 +20,7 @@ import torch
 from ..api import log_probs, vocab_statistics
 from ..comm import sum_over_ranks
 from ..dtensor import is_dtensor, local, local_logits
-from ..linear import Linear, linear_vocab_statistics
+from ..linear_head import Linear, linear_vocab_statistics
 from ..shard import VocabShard
 
 IGNORED = -100
@@ -40,21 +41,26 @@ def get_next_token_logprobs_from_logits(
     *,
     vocab_size: int | None = None,
 ) -> torch.Tensor:
-    """Log-probs of the next tokens: input_ids [B, S] replicated, next_token_logits [B, S or more, V/P] sharded on V
-    (even shards of vocab_parallel_group, a DTensor, or without either the whole vocabulary) -> [B, S - 1] replicated.
+    """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated.
 
-    vocab_size: the number of ids of the tokenizer, not the padded number of columns: ids at or beyond it are padding
-    and take no part. None, or the padded number: every column counts, as in NeMo-RL.
+    Args:
+        input_ids: [B, S] replicated.
+        next_token_logits: [B, S or more, V/P] sharded on V in even shards of vocab_parallel_group, a DTensor, or
+            without a group the whole vocabulary.
+        sampling_params: NeMo-RL's TrainingSamplingParams, another object with top_k and top_p, or a mapping of its
+            fields; only settings without filters.
+        seq_index, cp_sharder: None. context_parallel_group: None, or a group of one rank.
+        vocab_size: number of ids of the tokenizer, not the padded number of columns: columns at or beyond it are
+            padding, and do not enter the softmax. None, or the padded number: all columns do, as in NeMo-RL.
 
-    sampling_params: NeMo-RL's TrainingSamplingParams, anything else with top_k and top_p, or a mapping of its fields.
-
-    Raises TypeError for other sampling_params, ValueError for a vocab_parallel_rank that is not this rank of the group,
-    for what is refused (seq_index, cp_sharder and a context_parallel_group of several ranks; filters in
-    sampling_params), and as `log_probs` does.
+    Raises:
+        TypeError: sampling_params of another class.
+        ValueError: vocab_parallel_rank is not this rank of the group, or an argument asks for something unsupported.
+        Both: as `log_probs`.
     """
     _refuse(context_parallel_group, sampling_params, seq_index=seq_index, cp_sharder=cp_sharder)
-    logits, shard = _even(next_token_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
-    return _scored(logits, input_ids, shard)
+    logits, shard = _even_shard(next_token_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
+    return _next_token_log_probs(logits, input_ids, shard)
 
 
 def from_parallel_logits_to_logprobs(
@@ -70,17 +76,20 @@ def from_parallel_logits_to_logprobs(
     *,
     vocab_size: int | None = None,
 ) -> torch.Tensor:
-    """The same with bounds: vocab_parallel_logits [B, S or more, width] of ids [vocab_start_index, vocab_end_index),
-    uneven if need be, target [B, S] replicated and not shifted -> [B, S - 1] replicated.
+    """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from logits of shards of any bounds.
 
-    tp_group: None for the whole vocabulary. inference_only: nothing is saved, and no gradient. vocab_size, errors: as
-    above.
+    Args:
+        vocab_parallel_logits: [B, S or more, width] of ids [vocab_start_index, vocab_end_index).
+        target: [B, S] replicated, not shifted.
+        tp_group: group that shares the vocabulary; None: one rank has all of it.
+        inference_only: True: nothing is saved for a backward, and the result has no gradient.
+        vocab_size, sampling_params, cp_group: as in `get_next_token_logprobs_from_logits`, errors, too.
     """
     _refuse(cp_group, sampling_params)
-    # without a vocab_size the end of this shard serves: it only says where padding begins
+    # vocab_size only says where padding begins, so without one the end of this shard will do
     vocab_size = max(vocab_end_index, 1) if vocab_size is None else vocab_size
     shard = VocabShard(vocab_start_index, vocab_end_index, vocab_size, tp_group)
-    return _scored(vocab_parallel_logits, target, shard, inference_only)
+    return _next_token_log_probs(vocab_parallel_logits, target, shard, inference_only)
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -98,13 +107,17 @@ def from_parallel_hidden_states_to_logprobs(
     vocab_size: int | None = None,
     linear: Linear = SEQUENCE_PARALLEL,
 ) -> torch.Tensor:
-    """The same of hidden states [S/P, B, H], each rank's part of the sequence (sequence parallelism): they are gathered
-    here, and their gradient is summed over tp_group and scattered, as in NeMo-RL. Of any other ``linear.hidden_grad``
-    they are [S, B, H].
+    """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from hidden states, without logits.
 
-    output_weight_layer [V/P, H] sharded on V in even shards, target [B, S] replicated and not shifted -> [B, S - 1].
-    Logits are made in blocks of ``linear.budget`` bytes, not of chunk_size tokens. Otherwise as above; ValueError for
-    runtime_gather_output, too.
+    Args:
+        tensor_parallel_hidden_states: [S/P, B, H], this rank's part of the sequence (sequence parallelism). They are
+            gathered, and their gradient is summed over tp_group and scattered, as in NeMo-RL. With another
+            ``linear.hidden_grad`` they are [S, B, H] replicated.
+        output_weight_layer: [V/P, H] sharded on V in even shards.
+        runtime_gather_output: None or False; ValueError for True.
+        target: [B, S] replicated, not shifted.
+        linear: `Linear`; blocks of logits have ``linear.budget`` bytes, not chunk_size tokens.
+        tp_group, inference_only, cp_group, vocab_size: as in `from_parallel_logits_to_logprobs`.
     """
     _refuse(cp_group, None, runtime_gather_output=runtime_gather_output or None)
     size = 1 if tp_group is None else tp_group.size()
@@ -115,7 +128,9 @@ def from_parallel_hidden_states_to_logprobs(
         tp_group,
     )
     scattered = linear.hidden_grad == "reduce_scatter" and not is_dtensor(tensor_parallel_hidden_states)
-    length = tensor_parallel_hidden_states.shape[0] * (size if scattered else 1)  # a DTensor's is of all ranks
+    length = tensor_parallel_hidden_states.shape[0] * (
+        size if scattered else 1
+    )  # the shape of a DTensor is that of all ranks
     labels = _next_tokens(local(target, shard), length, output_weight_layer.device)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         stats = linear_vocab_statistics(
@@ -137,22 +152,25 @@ def get_distillation_topk_logprobs_from_logits(
     *,
     vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(student's log-probs, teacher's log-probs [B, S - 1, K], H_all [B, S - 1] or None) at the teacher's K ids.
+    """Return the log-probs at a teacher's K ids, without the last position: the student's [B, S - 1, K], the teacher's
+    [B, S - 1, K], and H_all [B, S - 1] = sum p log p (NeMo-RL's sign), or None.
 
-    student_logits [B, S, V/P] sharded on V as in `get_next_token_logprobs_from_logits`, teacher_topk_logits and
-    teacher_topk_indices [B, S, K] replicated -> fp32 replicated, differentiable in the student. The student is
-    normalised over the whole vocabulary if zero_outside_topk, else over the K ids, as the teacher always is. H_all is
-    sum p log p over the vocabulary, of the negative sign that NeMo-RL gives it, if calculate_entropy.
+    Results are fp32, replicated, and differentiable in the student; nothing is shifted. Forward: one all-gather of K
+    numbers per token, and with zero_outside_topk or calculate_entropy one pass over the logits and its collective. A
+    backward holds up to three gradients as large as the logits, because autograd adds the K entries' to the others;
+    `TopKDistillation`, which computes the loss itself, holds one. Gradients of duplicate ids add up in fp32. An id
+    outside of the vocabulary makes its entry NaN.
 
-    Nothing is shifted, the last position is left out. One all-gather of K numbers per token, and with
-    zero_outside_topk or the entropy one pass over the logits and its collective. Its K gradients per token are added to
-    the logits' by autograd, so a backward holds up to three gradients as large as the logits: `TopKDistillation`, which
-    computes the loss itself, has one. Duplicate ids add up in fp32; one outside of the vocabulary makes its entry NaN.
+    Args:
+        student_logits: [B, S, V/P] sharded on V, as in `get_next_token_logprobs_from_logits`.
+        teacher_topk_logits, teacher_topk_indices: [B, S, K] replicated; the teacher is normalised over the K ids.
+        zero_outside_topk: True: the student is normalised over the whole vocabulary, else over the K ids.
+        calculate_entropy: True returns H_all.
 
-    Raises ValueError for shapes that do not fit, for K = 0 and for what is refused there.
+    Raises ValueError for shapes that do not fit, for K = 0, and as `get_next_token_logprobs_from_logits`.
     """
     _refuse(context_parallel_group, None, cp_sharder=cp_sharder)
-    logits, shard = _even(student_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
+    logits, shard = _even_shard(student_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
     shape = teacher_topk_indices.shape
     if shape != teacher_topk_logits.shape or shape[:-1] != logits.shape[:-1] or shape[-1] == 0:
         raise ValueError(
@@ -160,7 +178,7 @@ def get_distillation_topk_logprobs_from_logits(
             f"and K > 0, got {list(teacher_topk_logits.shape)} and {list(shape)}"
         )
     ids = local(teacher_topk_indices, shard).to(logits.device, torch.int64)
-    student, entropy = _at(logits, ids, shard), None
+    student, entropy = _logits_at(logits, ids, shard), None
     if zero_outside_topk or calculate_entropy:
         stats = vocab_statistics(logits, shard=shard, want=("entropy",) if calculate_entropy else ())
         entropy = -stats.entropy[:, :-1] if calculate_entropy else None
@@ -170,7 +188,7 @@ def get_distillation_topk_logprobs_from_logits(
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """[..] of each rank -> their sum on every rank, whose gradient is the same on all and hence each part's."""
+    """Sum [..] over the ranks of a group. Ranks have equal upstream gradients, each the gradient of its own part."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -181,31 +199,33 @@ class _SumOverRanks(torch.autograd.Function):
         return grad, None
 
 
-def _at(logits, ids, shard) -> torch.Tensor:
-    """Logits of the whole vocabulary at ids [B, S, K], at least fp32, differentiable."""
-    # only the first of equal ids reads the logits, so that gradients of the others are added to its own in fp32
+def _logits_at(logits, ids, shard) -> torch.Tensor:
+    """Logits at ids [B, S, K] of the whole vocabulary, fp32 or float64, replicated and differentiable."""
+    # only the first of equal ids reads the logits, so that the gradients of equal ids are added in fp32
     ordered, order = ids.sort(dim=-1, stable=True)
     first = order.gather(-1, torch.searchsorted(ordered, ids))
     owned = (ids >= shard.start) & (ids < shard.start + shard.valid_width)
-    at = torch.where(owned, ids - shard.start, 0)
+    columns = torch.where(owned, ids - shard.start, 0)
     if shard.width == 0:
         own = logits.sum(-1, keepdim=True).expand(ids.shape)
     else:
-        own = logits.gather(-1, at)
+        own = logits.gather(-1, columns)
     own = torch.where(owned, own.to(torch.promote_types(own.dtype, torch.float32)).gather(-1, first), 0.0)
     whole = _SumOverRanks.apply(own, shard.group)
     return whole.masked_fill((ids < 0) | (ids >= shard.vocab_size), torch.nan)
 
 
-def _scored(logits, ids, shard, inference_only=False) -> torch.Tensor:
+def _next_token_log_probs(logits, ids, shard, inference_only=False) -> torch.Tensor:
+    """Log-probs [B, S - 1] of the ids [B, S] in the logits of the position before each."""
     ids = local(ids, shard)
     labels = _next_tokens(ids, logits.shape[1], logits.device)
-    of_next = log_probs(logits, labels, shard=shard, entropy=False, differentiable=not inference_only)
-    return of_next.log_prob[:, : ids.shape[1] - 1]
+    result = log_probs(logits, labels, shard=shard, entropy=False, differentiable=not inference_only)
+    return result.log_prob[:, : ids.shape[1] - 1]
 
 
 def _next_tokens(ids, length: int, device) -> torch.Tensor:
-    """[B, S] -> [B, length], the ids one to the left, -100 from S - 1 on: no logits need to be cut."""
+    """Labels [B, length] for all positions of the logits, so that no logits need to be cut: the ids [B, S] shifted by
+    one to the left, then -100."""
     if ids.dim() != 2 or not 1 <= ids.shape[1] <= length:
         raise ValueError(f"ids must be [B, S] with S of at most the logits' {length} positions, got {list(ids.shape)}")
     labels = torch.full((ids.shape[0], length), IGNORED, dtype=torch.int64, device=device)
@@ -213,8 +233,8 @@ def _next_tokens(ids, length: int, device) -> torch.Tensor:
     return labels
 
 
-def _even(logits, rank, group, vocab_size) -> tuple[torch.Tensor, VocabShard]:
-    """This rank's plain logits and its shard: one of even ones in a group, a DTensor's, or the whole vocabulary."""
+def _even_shard(logits, rank, group, vocab_size) -> tuple[torch.Tensor, VocabShard]:
+    """This rank's plain logits and its shard: an even one of the group, a DTensor's, or the whole vocabulary."""
     if (rank is None) != (group is None):
         raise ValueError(f"vocab_parallel_rank and vocab_parallel_group belong together, got {rank} and {group!r}")
     if group is not None:
@@ -229,7 +249,7 @@ def _even(logits, rank, group, vocab_size) -> tuple[torch.Tensor, VocabShard]:
 
 
 def _refuse(context_parallel_group, sampling_params, **others):
-    """A ValueError for what would otherwise be ignored."""
+    """Raise ValueError for arguments that would otherwise be ignored."""
     for name, value in others.items():
         if value is not None:
             raise ValueError(f"{name} is not supported here: pass None, got {type(value).__name__}")
@@ -238,7 +258,7 @@ def _refuse(context_parallel_group, sampling_params, **others):
             f"a context-parallel group of {context_parallel_group.size()} ranks is not supported: score each rank's "
             "tokens with tp_headloss.log_probs, and labels that were shifted before the sequence was split"
         )
-    params = _sampling(sampling_params)
+    params = _sampling_fields(sampling_params)
     top_k, top_p = params.get("top_k"), params.get("top_p")
     if (top_k is not None and top_k > 0) or (top_p is not None and top_p != 1.0):
         raise ValueError(
@@ -248,8 +268,8 @@ def _refuse(context_parallel_group, sampling_params, **others):
         raise ValueError("sampling_params: replay_sampling_mask=True is not supported")
 
 
-def _sampling(params) -> Mapping:
-    """The sampling parameters by name; an error for a kind, or a key of a mapping, that is not known."""
+def _sampling_fields(params) -> Mapping:
+    """Sampling parameters by name. TypeError for an unknown class, ValueError for an unknown key of a mapping."""
     if params is None:
         return {}
     if hasattr(params, "top_k") and hasattr(params, "top_p"):

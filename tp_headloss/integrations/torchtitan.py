@@ -1,9 +1,15 @@
 """torchtitan: `HeadLoss` as its loss of vocabulary-sharded logits, and as its chunked loss, without logits.
 
-Who reduces dH: torchtitan does, under both of its gradient contracts. In "spmd_types" the decoder's backward sums the
-gradient of hidden states that are replicated over "tp"; in "partial_dtensor" the gradient is a DTensor that says that
-it is ``Partial``. So `FusedHeadLoss` returns this rank's part, ``Linear(hidden_grad="none")``, unless told otherwise.
-Group and vocabulary come from the DTensor, or from the mesh that torchtitan has current, never from a default group.
+torchtitan reduces dH, the gradient of the hidden states, under both of its gradient contracts. In "spmd_types" the
+decoder's backward sums the gradient of hidden states that are replicated over "tp"; in "partial_dtensor" the gradient
+is a DTensor whose placement is ``Partial``. So `FusedHeadLoss` returns this rank's part by default, as
+``Linear(hidden_grad="none")`` says. Group and vocabulary come from the DTensor, or from torchtitan's current mesh, and
+never from a default group.
+
+Both losses return torchtitan's (loss, metrics). The metrics are sums over this rank's tokens divided by the tokens of
+the global batch, to be added over the ranks of the loss mesh, named "accuracy/mean" or, for terms without their
+weights, "loss/cross_entropy/mean"; and extrema, "ratio/max" and "ratio/min". Without global_valid_tokens the loss is a
+sum, and there are no metrics.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..dtensor import is_dtensor, local_logits
 from ..head_loss import HeadLoss, HeadLossOutput
-from ..linear import Linear
+from ..linear_head import Linear
 from ..shard import VocabShard
 from . import check_type, require
 
@@ -35,11 +41,13 @@ BACKENDS = ("spmd_types", "partial_dtensor")
 
 
 class LogitsLoss(BaseLoss):
-    """A `HeadLoss` in the place of torchtitan's CrossEntropyLoss; dH is none of its business, and the backward of the
-    logits communicates nothing. Alone, or as the ``loss_fn`` of torchtitan's own ChunkedLossWrapper.
+    """A `HeadLoss` of logits in place of torchtitan's CrossEntropyLoss, alone or as the ``loss_fn`` of torchtitan's own
+    ChunkedLossWrapper. Its backward does not communicate.
 
-    head_loss: any of reduction "mean" (default: cross-entropy). global_vocab_size: the rows of the output layer; needed
-    in "spmd_types", where logits are plain tensors that do not say it.
+    Args of Config:
+        head_loss: `HeadLoss` of reduction "mean"; default cross-entropy.
+        global_vocab_size: number of rows of the whole output layer; needed in "spmd_types", where logits are plain
+            tensors.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -49,7 +57,7 @@ class LogitsLoss(BaseLoss):
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         check_type("config", config, type(self).Config)
-        self.head_loss, self.global_vocab_size = _accepted(config.head_loss), config.global_vocab_size
+        self.head_loss, self.global_vocab_size = _checked_head_loss(config.head_loss), config.global_vocab_size
         self.fn = self.head_loss
         self._maybe_compile(compile_config)
 
@@ -60,36 +68,45 @@ class LogitsLoss(BaseLoss):
         global_valid_tokens: torch.Tensor | None = None,
         **loss_inputs: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """pred [B, L, V] sharded on V over "tp" (a DTensor, or this rank's [B, L, V/P]), labels [B, L] replicated
-        -> loss, a plain tensor, and metrics, as `_returned` has them; all replicated over "tp".
+        """Return the loss, a plain scalar, and metrics, replicated over "tp"; forward: one collective, backward: none.
 
-        loss_inputs: of these, what terms and metrics name as inputs. One collective forward; backward: none.
-        ValueError if nothing says which ids this rank has.
+        Args:
+            pred: logits [B, L, V] sharded on V over "tp", as a DTensor, or this rank's plain [B, L, V/P].
+            labels: [B, L] replicated.
+            global_valid_tokens: scalar, the valid tokens of the global batch.
+            loss_inputs: torchtitan's inputs of losses; those are used that terms and metrics name.
+
+        Raises ValueError if nothing says which ids this rank has.
         """
-        _check_backend()
-        _check_types((pred, spmd.S(pred.dim() - 1)), (labels, spmd.I))
+        _checked_backend()
+        _assert_types((pred, spmd.S(pred.dim() - 1)), (labels, spmd.I))
         with spmd.no_typecheck():
             if is_dtensor(pred):
                 logits, shard = local_logits(pred, None)
             else:
-                logits, shard = pred, _shard_of(pred.shape[-1], self.global_vocab_size)
+                logits, shard = pred, _mesh_shard(pred.shape[-1], self.global_vocab_size)
             if self.global_vocab_size not in (None, shard.vocab_size):
                 raise ValueError(f"global_vocab_size={self.global_vocab_size}, got logits of {shard.vocab_size} ids")
-            out = self.fn(logits, labels, shard=shard, **_arguments(self.head_loss, global_valid_tokens, loss_inputs))
-            result = _returned(out, global_valid_tokens)
-        return _typed(result)
+            out = self.fn(
+                logits, labels, shard=shard, **_head_loss_arguments(self.head_loss, global_valid_tokens, loss_inputs)
+            )
+            result = _loss_and_metrics(out, global_valid_tokens)
+        return _with_asserted_types(result)
 
 
 class FusedHeadLoss(ChunkedLossWrapper):
-    """A `HeadLoss` from hidden states and the output layer's weight, without logits. By default torchtitan reduces dH:
-    this returns a rank's own part of it (see above), and dW, db of the rank's own rows.
+    """A `HeadLoss` of hidden states and the output layer's weight, without logits. Its gradients are this rank's part
+    of dH, which torchtitan reduces, and dW, db of this rank's rows.
 
-    It is a ChunkedLossWrapper for torchtitan's trainer to know what to do: `set_lm_head`, ``model._skip_lm_head =
-    True``. Nothing else is taken from there: chunks are those of `Linear.budget`, gradients scale with the upstream
-    one, and there is nothing for torchtitan to compile (own terms: ``HeadLoss(compile=True)``).
+    It is a ChunkedLossWrapper so that torchtitan's trainer calls `set_lm_head` and sets ``model._skip_lm_head = True``,
+    but has its own chunks (`Linear.budget`), its gradients scale with the upstream gradient, and torchtitan does not
+    compile it (for terms of your own: ``HeadLoss(compile=True)``).
 
-    linear: with ``hidden_grad="none"``; in "partial_dtensor" "all_reduce" is as right, its collective hidden behind the
-    last GEMM, at twice the volume if the body is sequence-parallel. Anything else is a ValueError.
+    Args of Config:
+        head_loss: `HeadLoss` of reduction "mean"; default cross-entropy.
+        linear: `Linear` with ``hidden_grad="none"``, or in "partial_dtensor" also "all_reduce". The latter hides its
+            collective behind the last GEMM, but has twice the volume if the body is sequence-parallel. Anything else is
+            a ValueError.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -100,7 +117,7 @@ class FusedHeadLoss(ChunkedLossWrapper):
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         check_type("config", config, type(self).Config)
         check_type("linear", config.linear, Linear)
-        self.head_loss, self.linear, self.lm_head = _accepted(config.head_loss), config.linear, None
+        self.head_loss, self.linear, self.lm_head = _checked_head_loss(config.head_loss), config.linear, None
         if self.linear.hidden_grad == "reduce_scatter" or self.linear.main_grad:
             raise ValueError(
                 "torchtitan gives hidden states of all tokens and takes dW from autograd, got hidden_grad="
@@ -108,7 +125,7 @@ class FusedHeadLoss(ChunkedLossWrapper):
             )
 
     def set_lm_head(self, lm_head: nn.Module) -> None:
-        """TypeError unless its forward is that of nn.Linear, which is what is computed here."""
+        """Set the output layer. TypeError unless its forward is that of nn.Linear, the only one computed here."""
         if getattr(type(lm_head), "forward", None) is not nn.Linear.forward:
             raise TypeError(
                 f"the output layer must be an nn.Linear without a forward of its own, got {type(lm_head).__name__}: "
@@ -123,13 +140,17 @@ class FusedHeadLoss(ChunkedLossWrapper):
         global_valid_tokens: torch.Tensor | None = None,
         **loss_inputs: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """pred [B, L, H] hidden states replicated over "tp" (a DTensor or plain), labels [B, L] replicated, the output
-        layer's weight [V, H] and bias [V] sharded on V -> loss, a plain tensor, and metrics, as `_returned` has them.
+        """Return the loss, a plain scalar, and metrics. Collectives are those of `HeadLoss.linear`; dH is reduced only
+        if `linear` says so.
 
-        loss_inputs: of these, what terms and metrics name as inputs. Collectives: those of `HeadLoss.linear`, of dH
-        if `linear` says so. ValueError if nobody would sum dH, or two would.
+        Args:
+            pred: hidden states [B, L, H] replicated over "tp", as a DTensor or plain.
+            labels: [B, L] replicated.
+            global_valid_tokens, loss_inputs: as in `LogitsLoss`.
+
+        Raises ValueError if dH would be summed twice, or not at all.
         """
-        backend, lm_head = _check_backend(), self.lm_head
+        backend, lm_head = _checked_backend(), self.lm_head
         if lm_head is None:
             raise ValueError("no output layer: call set_lm_head(model.lm_head) and set model._skip_lm_head = True")
         with _unsharded(lm_head):
@@ -137,16 +158,16 @@ class FusedHeadLoss(ChunkedLossWrapper):
             if not is_dtensor(pred):
                 self._check_reduced(backend, weight)
             rows = [(x, spmd.S(0)) for x in (weight, bias) if x is not None]
-            _check_types((pred, spmd.R), (labels, spmd.I), *rows)
-            shard = None if is_dtensor(weight) else _shard_of(weight.shape[0], lm_head.out_features)
+            _assert_types((pred, spmd.R), (labels, spmd.I), *rows)
+            shard = None if is_dtensor(weight) else _mesh_shard(weight.shape[0], lm_head.out_features)
             with spmd.no_typecheck():
-                options = _arguments(self.head_loss, global_valid_tokens, loss_inputs)
+                options = _head_loss_arguments(self.head_loss, global_valid_tokens, loss_inputs)
                 out = self.head_loss.linear(pred, weight, labels, bias=bias, shard=shard, linear=self.linear, **options)
-                result = _returned(out, global_valid_tokens)
-        return _typed(result)
+                result = _loss_and_metrics(out, global_valid_tokens)
+        return _with_asserted_types(result)
 
     def _check_reduced(self, backend: str, weight: torch.Tensor):
-        """That plain hidden states' gradient is summed over the ranks, once."""
+        """Raise ValueError unless the gradient of plain hidden states is summed over the ranks exactly once."""
         if backend == "spmd_types" and self.linear.hidden_grad == "all_reduce":
             raise ValueError(
                 "in 'spmd_types' the decoder's backward sums dH over 'tp', and hidden_grad='all_reduce' would, too: "
@@ -159,7 +180,8 @@ class FusedHeadLoss(ChunkedLossWrapper):
             )
 
 
-def _accepted(head_loss: HeadLoss) -> HeadLoss:
+def _checked_head_loss(head_loss: HeadLoss) -> HeadLoss:
+    """Return the HeadLoss. ValueError unless its reduction and ignore_index are torchtitan's."""
     check_type("head_loss", head_loss, HeadLoss)
     if head_loss.reduction != "mean" or head_loss.ignore_index != IGNORE_INDEX:
         raise ValueError(
@@ -170,14 +192,15 @@ def _accepted(head_loss: HeadLoss) -> HeadLoss:
     return head_loss
 
 
-def _check_backend() -> str:
+def _checked_backend() -> str:
+    """Return torchtitan's current backend. ValueError for one that is not supported."""
     if get_spmd_backend() not in BACKENDS:
         raise ValueError(f"parallelism.spmd_backend must be one of {BACKENDS}, got {get_spmd_backend()!r}")
     return get_spmd_backend()
 
 
-def _shard_of(width: int, vocab_size: int | None) -> VocabShard:
-    """Of this rank's `width` plain columns of logits, or rows of a weight."""
+def _mesh_shard(width: int, vocab_size: int | None) -> VocabShard:
+    """Shard of a rank that has `width` plain columns of logits, or rows of a weight, in torchtitan's current mesh."""
     if vocab_size is None and get_spmd_backend() == "spmd_types":
         raise ValueError("plain logits do not say the size of the vocabulary: give Config(global_vocab_size=..)")
     if spmd_mesh_size("tp") > 1:
@@ -192,7 +215,8 @@ def _shard_of(width: int, vocab_size: int | None) -> VocabShard:
 
 @contextlib.contextmanager
 def _unsharded(lm_head: nn.Module):
-    """Its weight gathered by FSDP, which lets go of it after the backward; without one, here."""
+    """Gather the output layer's weight for the block if FSDP shards it. FSDP frees it after the backward; where no
+    backward will follow, it is freed at the end of the block."""
     if not isinstance(lm_head, FSDPModule):
         yield
         return
@@ -205,17 +229,16 @@ def _unsharded(lm_head: nn.Module):
             lm_head.reshard()
 
 
-def _arguments(head_loss: HeadLoss, global_valid_tokens, loss_inputs) -> dict[str, Any]:
-    """Of HeadLoss. torchtitan passes what the model takes ("positions") to every loss, hence the choice by name."""
+def _head_loss_arguments(head_loss: HeadLoss, global_valid_tokens, loss_inputs) -> dict[str, Any]:
+    """Denominator and inputs for the HeadLoss. Inputs are chosen by name, because torchtitan passes those of the model,
+    such as "positions", to every loss."""
     named = {name for part in (*head_loss.terms, *head_loss.token_metrics) for name in part.inputs} | {"teacher"}
     inputs = {name: x for name, x in loss_inputs.items() if name in named}
     return {"denominator": 1 if global_valid_tokens is None else global_valid_tokens, "inputs": inputs}
 
 
-def _returned(out: HeadLossOutput, global_valid_tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """torchtitan's (loss, metrics): this rank's tokens' sums over the tokens of the global batch, to be added over the
-    ranks of the loss mesh, named "accuracy/mean" or, terms without their weights, "loss/cross_entropy/mean"; extrema,
-    "ratio/max" and "ratio/min". Without global_valid_tokens the loss is a sum, and there are no metrics."""
+def _loss_and_metrics(out: HeadLossOutput, global_valid_tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and metrics of an output as torchtitan expects them; their names are in the docstring of this module."""
     metrics = {}
     if global_valid_tokens is not None:
         sums = {f"loss/{name}": x for name, x in out.terms.items()} | out.metrics
@@ -228,18 +251,19 @@ def _returned(out: HeadLossOutput, global_valid_tokens) -> tuple[torch.Tensor, d
     return out.loss, metrics
 
 
-def _check_types(*typed):
-    """What torchtitan's debug.spmd_typechecking knows of tensors, over "tp"."""
+def _assert_types(*typed):
+    """Assert the types of tensors over "tp", given as (tensor, type), if torchtitan's debug.spmd_typechecking is on."""
     if spmd.is_type_checking():
-        for x, of_tp in typed:
-            spmd.assert_type(x, {"tp": of_tp})
+        for x, tp_type in typed:
+            spmd.assert_type(x, {"tp": tp_type})
 
 
-def _typed(result: tuple[torch.Tensor, dict[str, torch.Tensor]]):
-    """The same for what is returned: sums are over this rank's own tokens."""
+def _with_asserted_types(result: tuple[torch.Tensor, dict[str, torch.Tensor]]):
+    """Return (loss, metrics), after their types were asserted: loss and means are sums over this rank's tokens, so they
+    are partial over the meshes of tokens."""
     if spmd.is_type_checking():
         loss, metrics = result
         for name, x in {"/mean": loss, **metrics}.items():
-            of_tokens = spmd.P if name.endswith("/mean") else spmd.V
-            spmd.assert_type(x, {"dp": of_tokens, "cp": of_tokens, "tp": spmd.I})
+            tokens_type = spmd.P if name.endswith("/mean") else spmd.V
+            spmd.assert_type(x, {"dp": tokens_type, "cp": tokens_type, "tp": spmd.I})
     return result

@@ -6,32 +6,20 @@ import inspect
 
 import torch
 
-from ..api import Transform
-from ..linear import Linear, linear_vocab_statistics
+from ..linear_head import Linear, linear_vocab_statistics
+from ..options import Transform
 from ..shard import VocabShard
 from . import check_type, require
-from .transformers import (
-    arguments,
-    call_shard,
-    check_path,
-    checked_transform,
-    head_shard,
-    install,
-    output_layer,
-    quiet,
-    refuse_columns,
-    refuse_logits_to_keep,
-    replicated,
-    run_body,
-    shifted,
-    stock_forward,
-    uninstall,
-)
+from .transformers.calls import next_token_labels, refuse_columns, refuse_logits_to_keep, run_body
+from .transformers.check import check_forward, evaluation
+from .transformers.forward import install, named_arguments, stock_forward, uninstall
+from .transformers.model_facts import call_shard, checked_linear, checked_transform, head_shard, output_layer
 
 require("trl")
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head  # noqa: E402
 
-IGNORED = -100  # TRL's
+IGNORED = -100  # TRL's label of tokens that have no log-prob
+# output of TRL's head -> the statistics that it is computed from, besides log_prob
 STATISTICS = {"log_probs": (), "entropy": ("entropy",), "mean_logits": ("total",), "is_top1": ("argmax",)}
 SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 
@@ -46,25 +34,30 @@ def fuse_log_probs(
     shard: VocabShard | None = None,
     transform: Transform | None = None,
 ) -> FusedLogProbs:
-    """TRL's ``add_fused_lm_head`` for an output layer whose weight stays sharded: ``model(..., labels=labels,
-    fused_lm_head=True)`` gives TRL's FusedCausalLMOutput from hidden states [B, S, H] and weight [V/P, H]. dH is
-    summed over the group here (one all-reduce), because the model's body expects a whole gradient.
+    """Install TRL's ``add_fused_lm_head`` for an output layer whose weight stays sharded: ``model(..., labels=labels,
+    fused_lm_head=True)`` gives TRL's FusedCausalLMOutput from hidden states [B, S, H] and weight [V/P, H].
 
         trainer = GRPOTrainer(model, ...)  # installs TRL's own
         fused = fuse_log_probs(trainer.model)  # replaces it, with its settings; .remove() puts it back
 
-    Fields are [B, S - 1], or [B, S] with ``shift_labels``, replicated, 0 where the label is -100: log_probs and entropy
-    are differentiable, mean_logits and is_top1 are not. Without ``fused_lm_head=True`` the forward is the model's own,
-    so that generate() works; ValueError for a call without labels that gives this rank's columns of the logits alone
-    (`transformers.colwise_plan`). On a model without TRL's head, settings left out are TRL's defaults: 1.0, False,
-    ("log_probs",). cast_lm_head_to_fp32 makes an fp32 copy of this rank's rows if the weight is of another dtype.
+    Fields are [B, S - 1], or [B, S] with ``shift_labels``, replicated, and 0 where the label is -100. log_probs and
+    entropy are differentiable, mean_logits and is_top1 are not. dH, the gradient of the hidden states, is summed over
+    the group here (one all-reduce), because the model's body expects a whole gradient. Without ``fused_lm_head=True``
+    the forward is the model's own, so that generate() works. All ranks of the group install together.
 
-    linear, shard, transform, the check (all ranks of the group install together) and what is refused: as in
-    `transformers.fuse_head`. ValueError, too, for the output "log_sum_sq_probs", which no statistic here gives, and
-    for an auxiliary loss of a router.
+    Args:
+        temperature, cast_lm_head_to_fp32, outputs: TRL's settings; None takes those of TRL's head on this model, or
+            without one TRL's defaults (1.0, False, ("log_probs",)). cast_lm_head_to_fp32 makes an fp32 copy of this
+            rank's rows if the weight is of another dtype.
+        linear, shard, transform: as in `transformers.fuse_head`, with the same check of the model.
+
+    Raises:
+        TypeError, ValueError: as in `transformers.fuse_head`; the output "log_sum_sq_probs", which no statistic gives;
+            an auxiliary loss of a router. In a call without labels: logits that are this rank's columns alone
+            (`transformers.colwise_plan`).
     """
     output_layer(model)
-    before, settings = of_trl(model)
+    trl_forward, settings = _trl_forward_and_settings(model)
     given = {"temperature": temperature, "cast_lm_head_to_fp32": cast_lm_head_to_fp32, "outputs": outputs}
     settings |= {name: value for name, value in given.items() if value is not None}
     check_type("temperature", settings["temperature"], int, float)
@@ -73,11 +66,11 @@ def fuse_log_probs(
         raise ValueError(f"outputs must be of {sorted(STATISTICS)}, got {sorted(unknown)}: keep TRL's head for these")
     if not settings["temperature"] > 0:
         raise ValueError(f"temperature must be positive, got {settings['temperature']}")
-    return FusedLogProbs(model, before, settings, linear, shard, transform)
+    return FusedLogProbs(model, trl_forward, settings, linear, shard, transform)
 
 
-def of_trl(model):
-    """-> the forward that TRL installed on this model, or None, and its settings, or the defaults."""
+def _trl_forward_and_settings(model):
+    """The forward that TRL installed on this model and its settings, or None and TRL's defaults."""
     own = vars(model).get("forward")
     code = getattr(getattr(own, "__func__", None), "__code__", None)
     if code is None or code.co_filename != add_fused_lm_head.__code__.co_filename:
@@ -88,43 +81,46 @@ def of_trl(model):
 
 
 class FusedLogProbs:
-    """An installed fused head with TRL's contract; see `fuse_log_probs`."""
+    """An installed head that returns TRL's output, as `fuse_log_probs` returns it; a context manager that removes
+    itself."""
 
-    def __init__(self, model, before, settings, linear, shard, transform):
-        self.model, self.before, self.bound, self.shard, self.calls = model, before, None, shard, 0
-        self.linear, self.settings = replicated(linear), {**settings, "temperature": 1.0}  # to compare with the model
-        if before is not None:
+    def __init__(self, model, trl_forward, settings, linear, shard, transform):
+        self.model, self.trl_forward, self.fused_forward, self.shard, self.calls = model, trl_forward, None, shard, 0
+        # at temperature 1 until the check has compared the loss with the model's own
+        self.linear, self.settings = checked_linear(linear), {**settings, "temperature": 1.0}
+        if trl_forward is not None:
             del model.forward
         try:
-            self.stock = stock_forward(model)
-            self.transform, self.rows = checked_transform(model, transform), head_shard(model, shard)
-            found = check_path(model, self.stock, self.transform, self.rows)
-            self.bound = install(model, self.stock, self._forward)
-            with quiet(model):
-                out = model(input_ids=found.ids, labels=found.labels, fused_lm_head=True)
+            self.stock_forward = stock_forward(model)
+            self.transform, self.checked_shard = checked_transform(model, transform), head_shard(model, shard)
+            stock = check_forward(model, self.stock_forward, self.transform, self.checked_shard)
+            self.fused_forward = install(model, self.stock_forward, self._forward)
+            with evaluation(model):
+                out = model(input_ids=stock.ids, labels=stock.labels, fused_lm_head=True)
             if not self.calls:
                 raise ValueError("the fused forward was installed, and the model does not call it")
-            found.expect(out.loss)
+            stock.expect_loss(out.loss)
         except BaseException:
-            if self.bound is not None:
+            if self.fused_forward is not None:
                 del model.forward
-            if before is not None:
-                model.forward = before
+            if trl_forward is not None:
+                model.forward = trl_forward
             raise
         self.settings = settings
 
     def _forward(self, model, args, kwargs):
+        """Output of the forward of `model`, which is the model that this was installed on, or a copy of it."""
         kwargs = dict(kwargs)
         if not kwargs.pop("fused_lm_head", False):
-            outputs = self.stock(model, *args, **kwargs)
-            if arguments(self.stock, model, args, kwargs).get("labels") is None:
-                refuse_columns(outputs, self.rows)
+            outputs = self.stock_forward(model, *args, **kwargs)
+            if named_arguments(self.stock_forward, model, args, kwargs).get("labels") is None:
+                refuse_columns(outputs, self.checked_shard)
             return outputs
         self.calls += 1
-        given = arguments(self.stock, model, args, kwargs) | {"use_cache": False}
+        given = named_arguments(self.stock_forward, model, args, kwargs) | {"use_cache": False}
         refuse_logits_to_keep(given)
         hidden, layer = run_body(model, given).last_hidden_state, output_layer(model)
-        labels = shifted(given.get("labels"), given.get("shift_labels"), IGNORED).to(hidden.device)
+        labels = next_token_labels(given.get("labels"), given.get("shift_labels"), IGNORED).to(hidden.device)
         weight, bias, cast = layer.weight, layer.bias, self.settings["cast_lm_head_to_fp32"]
         if cast:
             hidden, weight = hidden.float(), weight.float()
@@ -137,17 +133,19 @@ class FusedLogProbs:
                 bias=bias,
                 shard=call_shard(model, self.shard, self.linear, hidden),
                 want=tuple(want for name in self.settings["outputs"] for want in STATISTICS[name]),
-                transform=self._tempered(),
+                transform=self._tempered_transform(),
                 linear=self.linear,
             )
         return self._output(stats, labels, given)
 
-    def _tempered(self) -> Transform:
+    def _tempered_transform(self) -> Transform:
+        """The model's transform, then the temperature of the settings."""
         return Transform(
             scale=self.transform.scale, softcap=self.transform.softcap, temperature=self.settings["temperature"]
         )
 
     def _output(self, stats, labels, given):
+        """TRL's output: the requested fields, 0 where ignored, and the mean negative log-prob as the loss."""
         mask = labels != IGNORED
         fields = {"log_probs": stats.log_prob}
         if "entropy" in self.settings["outputs"]:
@@ -165,8 +163,9 @@ class FusedLogProbs:
         return FusedCausalLMOutput(loss=loss, label_mask=mask, **fields)
 
     def remove(self):
-        """What was there before: the model's own forward, or TRL's. An error if something was installed on top."""
-        uninstall(self.model, self.bound, self.before)
+        """Put back the forward that the model had before: its own, or TRL's. RuntimeError if something was installed on
+        top of this head."""
+        uninstall(self.model, self.fused_forward, self.trl_forward)
 
     def __enter__(self) -> FusedLogProbs:
         return self

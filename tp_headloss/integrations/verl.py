@@ -1,9 +1,11 @@
 """verl's functions of vocabulary-sharded logits, one pass and one collective each, with its names and contracts.
 
-Nothing of verl is imported, and no process group is looked up: it is an argument, and None means not sharded. Against
-verl's own: results are fp32 whatever the logits are; logits and temperatures are not written (verl divides the logits
-in place and rounds the quotient to their type); a label of -100 has log-prob 0, and one outside of the vocabulary NaN;
-nothing waits for the device. As in verl labels are not shifted: its engine has done that.
+Nothing of verl is imported, and no process group is looked up: the group is an argument, and None means not sharded. As
+in verl, labels are not shifted: verl's engine has done that.
+
+Unlike in verl, results are fp32 for logits of any dtype; logits and temperatures are not written into (verl divides the
+logits in place and rounds the quotient to their dtype); a label of -100 has log-prob 0, and a label outside of the
+vocabulary has NaN; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from collections.abc import Callable
 
 import torch
 
-from ..api import Options, Transform, vocab_statistics
-from ..linear import Linear, linear_vocab_statistics
+from ..api import vocab_statistics
+from ..linear_head import Linear, linear_vocab_statistics
+from ..options import Options, Transform
 from ..shard import VocabShard
 
-LOWEST_TEMPERATURE = 1e-8  # verl's, for what is not positive: rows of padding have 0
+LOWEST_TEMPERATURE = 1e-8  # verl's value for temperatures that are not positive, such as the 0 of padding rows
 IGNORED = -100
 PARTIAL = Linear(hidden_grad="none")
 
@@ -32,22 +35,25 @@ def logits_processor(
     temperature: float = 1.0,
     options: Options | None = None,
 ) -> Callable[..., dict[str, torch.Tensor]]:
-    """A function ``process(logits, label, temperature=..., label_mask=...) -> dict`` that computes what the logits
-    processor of verl's Megatron engine computes. In verl 0.9.1 that is the engine's method `_lm_head_logits_processor`,
-    which has keywords of its own (calculate_entropy, calculate_sum_pi_squared, distillation): override it, and call
-    process there. Older engines define a function inside of forward_step, whose place process takes.
+    """Return a function process(logits, label, temperature=None, label_mask=None) -> dict that computes the results of
+    the logits processor of verl's Megatron engine.
 
-    logits [.., width] sharded on V, label [..] replicated -> "log_probs", "entropy" (differentiable) and
-    "sum_pi_squared" (not) [..] fp32 replicated, those that are wanted. One collective (sum_pi_squared: two more).
+    In verl 0.9.1 the processor is the engine's method `_lm_head_logits_processor`, with keywords of its own
+    (calculate_entropy, calculate_sum_pi_squared, distillation): override it, and call process there. Older engines
+    define a function inside of forward_step, which process replaces.
 
-    group, vocab_size, padded_size: as in `VocabShard.from_group`. vocab_size is the number of ids of the tokenizer, and
-    padded_size Megatron's padded number (its config calls that one vocab_size, too): padding takes no part, where verl
-    counts it. The padded number given as vocab_size is verl's result. Logits of another width than padded_size / P are
-    a ValueError. boundaries instead of padded_size: uneven shards.
-    temperature: a number, or one per token [..], as the engine passes it; the factory's where the call has none. What
-    is not positive is 1e-8, as in verl.
-    label_mask [..]: of verl's older trainer; log_probs are 0 where it is False, and so is the entropy (verl's is not,
-    and its loss leaves it out).
+    process takes logits [.., width] sharded on V, label [..] replicated, a temperature (a number, or one per token
+    [..]), and the label_mask [..] of verl's older trainer, and returns "log_probs", "entropy" and "sum_pi_squared",
+    [..] fp32 replicated and differentiable. All are 0 where label_mask is False. One collective for all of them.
+
+    Args:
+        group, vocab_size, padded_size: as in `VocabShard.from_group`. padded_size is Megatron's padded number of ids,
+            which its config calls vocab_size. Padding does not enter the softmax; in verl it does, which the padded
+            number as vocab_size reproduces.
+        boundaries: as in `VocabShard.from_boundaries`, for uneven shards, instead of padded_size.
+        entropy, sum_pi_squared: True: in the results.
+        temperature: for calls without one. Temperatures that are not positive become 1e-8, as in verl.
+        options: `Options`.
 
     Raises ValueError and TypeError as `vocab_statistics` does.
     """
@@ -57,7 +63,8 @@ def logits_processor(
         shard = VocabShard.from_group(group, vocab_size, padded_size)
     else:
         shard = VocabShard.from_boundaries(boundaries, vocab_size, group)
-    want, default = ("entropy",) if entropy else (), temperature
+    want = tuple(name for name, wanted in (("entropy", entropy), ("collision", sum_pi_squared)) if wanted)
+    default = temperature
 
     def process(logits, label, temperature=None, label_mask=None):
         temperature = default if temperature is None else temperature
@@ -69,7 +76,7 @@ def logits_processor(
         if entropy:
             out["entropy"] = stats.entropy
         if sum_pi_squared:
-            out["sum_pi_squared"] = vocab_parallel_sum_pi_squared(logits, shard=shard, temperature=temperature)
+            out["sum_pi_squared"] = stats.collision
         return out
 
     return process
@@ -78,32 +85,31 @@ def logits_processor(
 def vocab_parallel_log_probs_from_logits(
     logits: torch.Tensor, labels: torch.Tensor, *, shard: VocabShard | None
 ) -> torch.Tensor:
-    """Log-probs of labels: logits [.., width] sharded on V, labels [..] replicated -> [..] fp32 replicated.
+    """Return the log-probs [..] fp32 of labels, replicated and differentiable.
 
-    shard: None for logits of the whole vocabulary, or a DTensor.
+    Args:
+        logits: [.., width] sharded on V.
+        labels: [..] replicated.
+        shard: `VocabShard`; None for logits of the whole vocabulary, or a DTensor.
     """
     return vocab_statistics(logits, labels, shard=shard).log_prob
 
 
 def vocab_parallel_entropy(vocab_parallel_logits: torch.Tensor, *, shard: VocabShard | None) -> torch.Tensor:
-    """-sum p log p: logits [.., width] sharded on V -> [..] fp32 replicated, differentiable; shard as above."""
+    """Return the entropy -sum p log p [..] fp32, replicated and differentiable, of logits [.., width] sharded on V;
+    shard as in `vocab_parallel_log_probs_from_logits`."""
     return vocab_statistics(vocab_parallel_logits, shard=shard, want=("entropy",)).entropy
 
 
-@torch.no_grad()
 def vocab_parallel_sum_pi_squared(
     vocab_parallel_logits: torch.Tensor, *, shard: VocabShard | None, temperature: float | torch.Tensor = 1.0
 ) -> torch.Tensor:
-    """Sum of p^2: logits [.., width] sharded on V -> [..] fp32 replicated, not differentiable; two passes.
+    """Return sum p^2 [..] fp32, replicated and differentiable, of logits [.., width] sharded on V.
 
-    It is exp(lse(2 z) - 2 lse(z)), so its relative error grows with abs(lse): 1e-5 at 50.
+    shard as in `vocab_parallel_log_probs_from_logits`, temperature as in `logits_processor`.
     """
-    temperature = _positive(temperature)
-    lse, of_squares = (
-        vocab_statistics(vocab_parallel_logits, shard=shard, transform=Transform(scale=n, temperature=temperature)).lse
-        for n in (1.0, 2.0)
-    )
-    return (of_squares - 2 * lse).exp()
+    transform = Transform(temperature=_positive(temperature))
+    return vocab_statistics(vocab_parallel_logits, shard=shard, want=("collision",), transform=transform).collision
 
 
 def linear_cross_entropy(
@@ -117,16 +123,20 @@ def linear_cross_entropy(
     shard: VocabShard | None = None,
     linear: Linear = PARTIAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs, entropy) of hidden states and a weight shard. The gradient of the hidden states is this rank's part
-    alone, as in verl, where the gather of sequence parallelism adds it up in its backward. Without such a gather pass
-    ``linear=Linear(hidden_grad="all_reduce")``, and it is the sum, replicated.
+    """Return the log-probs and the entropy, [N] fp32 each and replicated, of N tokens' hidden states, without logits.
 
-    hidden [.., H] replicated, weight [width, H] sharded on V, labels [..] replicated -> [N] fp32 each, replicated, N
-    tokens in their order. reduction: of the log-probs alone, "none", "sum" or "mean", the last two []; the mean is over
-    tokens that are not -100.
-
-    dist_process_group: shares the vocabulary in even shards, every row of which counts; None: not sharded, or DTensors.
-    shard: instead of it, for padded vocabularies and uneven shards. temperature: a number, or one per token.
+    Args:
+        hidden: [.., H] replicated, N tokens.
+        weight: [width, H] sharded on V.
+        labels: [..] replicated.
+        temperature: a number, or one per token.
+        reduction: for the log-probs alone: "none", or "sum" and "mean" for a scalar. The mean is over tokens whose
+            label is not -100.
+        dist_process_group: group that shares the vocabulary in even shards without padding; None: not sharded, or
+            DTensors.
+        shard: `VocabShard` instead of dist_process_group, for padded vocabularies and uneven shards.
+        linear: `Linear`. By default the gradient of hidden is this rank's part alone, as in verl, where the gather of
+            sequence parallelism sums it in its backward. Without such a gather pass Linear(hidden_grad="all_reduce").
 
     Raises ValueError for another reduction or a group that is not the shard's, and as `linear_vocab_statistics` does.
     """
@@ -158,6 +168,7 @@ def linear_cross_entropy(
 
 
 def _positive(temperature):
+    """The temperature, but at least `LOWEST_TEMPERATURE`."""
     if isinstance(temperature, torch.Tensor):
         return temperature.clamp(min=LOWEST_TEMPERATURE)
     return max(temperature, LOWEST_TEMPERATURE)

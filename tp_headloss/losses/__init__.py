@@ -1,4 +1,4 @@
-"""Per-token losses: ordinary PyTorch on statistics, log-probs and tensors per token. They see no kernels, no ranks."""
+"""Per-token losses: ordinary PyTorch on statistics, log-probs and per-token tensors, without kernels or ranks."""
 
 from .cross_entropy import cross_entropy, label_weight, smoothed_cross_entropy
 from .distillation import (

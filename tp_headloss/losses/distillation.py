@@ -1,4 +1,8 @@
-"""Distillation from a teacher, whole or of K entries per token: statistics -> per-token divergence [..] fp32."""
+"""Distillation from a teacher, whole or with K entries per token: statistics -> per-token divergence [..] fp32.
+
+Words: p the student's probabilities, q the teacher's; a top-K teacher has K entries tau per token, and its tail is the
+probability of all other ids.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +10,41 @@ import math
 
 import torch
 
-from ..stats import VocabStatistics
+from ..statistics import VocabStatistics
 
 OVER = ("topk", "vocabulary", "tail")
 
 
 def soft_cross_entropy(stats: VocabStatistics) -> torch.Tensor:
-    """-sum q log p = KL(q || p) + H(q), with the gradient of the former; needs "forward_kl" and "teacher_entropy"."""
+    """Return -sum q log p = KL(q || p) + H(q), whose gradient is that of KL(q || p). Needs the statistics "forward_kl"
+    and "teacher_entropy"."""
     return stats.forward_kl + stats.teacher_entropy
 
 
 def temperature_squared(values: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
-    """T^2 times value and gradient alike (Hinton, Vinyals, Dean, arXiv:1503.02531, section 2), because the gradients of
-    soft targets shrink with 1 / T^2. temperature: the student's, a number or [..]."""
+    """Return T^2 times the values [..], because the gradients of soft targets shrink with 1 / T^2 (Hinton, Vinyals,
+    Dean, arXiv:1503.02531, section 2). The temperature T is the student's, a number or [..]."""
     return temperature**2 * values
 
 
-def _weighed(mass, value):
-    """mass * value, where a mass of 0 leaves nothing of any value."""
+def _times_mass(mass, value):
+    """mass * value, and 0 where the mass is 0, whatever the value."""
     return mass * torch.where(mass == 0, 0.0, value)
 
 
-def _known(stats, value):
-    """The value, 0 for a token whose teacher has no entries (one that a mask takes out): nothing is known of it."""
+def _zero_without_entries(stats, value):
+    """The value, and 0 for tokens whose teacher has no entries, because a mask took them out."""
     return torch.where(stats.teacher_mass == 0, 0.0, value)
 
 
 def log_tail(stats: VocabStatistics, tail_log_prob: torch.Tensor | None = None, least: float = 0.0) -> torch.Tensor:
-    """Log of the teacher's probability outside of its entries: as given, or of 1 - their sum, whose error is that of
-    fp32 log-probs, so that less than 1e-6 counts as ``least``: nothing, or what keeps a reverse KL finite."""
+    """Return the log [..] of a top-K teacher's probability outside of its entries.
+
+    Args:
+        tail_log_prob: [..] the log, if it is known; None: the log of 1 - the sum of the entries' probabilities.
+        least: probability that replaces a computed tail below 1e-6, which is the rounding error of fp32 log-probs: 0,
+            or a positive number that keeps a reverse KL finite.
+    """
     if tail_log_prob is not None:
         return tail_log_prob.detach().to(stats.teacher_mass.dtype)
     rest = 1 - stats.teacher_mass
@@ -42,48 +52,68 @@ def log_tail(stats: VocabStatistics, tail_log_prob: torch.Tensor | None = None, 
 
 
 def topk_forward_kl(stats: VocabStatistics, over: str, log_tail: torch.Tensor | None = None) -> torch.Tensor:
-    """sum tau (log tau - log p) over a top-K teacher's entries, with one more for the tail if over it.
+    """Return sum tau (log tau - log p) [..] over a top-K teacher's entries, plus the tail's summand if over="tail".
 
-    over: what the student is normalised over: "topk" the entries, "vocabulary", or "tail" the entries and the sum of
-    everything else. As in Megatron's topk_kl_div (whose ghost token is the tail); needs "topk_forward_kl", but for
-    "topk" also "topk_log_mass", for "tail" also "tail_log_mass"."""
+    As in Megatron's topk_kl_div, whose ghost token is the tail. Needs the statistic "topk_forward_kl"; with
+    over="vocabulary" also "topk_log_mass"; with over="tail" also "topk_log_mass" and "tail_log_mass".
+
+    Args:
+        over: ids over which the student is normalised: "topk" the entries, "vocabulary" all ids, "tail" the entries and
+            one more for the sum of all other ids.
+        log_tail: [..] `log_tail` of the teacher, for over="tail".
+    """
     value = stats.topk_forward_kl
     if over != "topk":
-        value = value - _weighed(stats.teacher_mass, stats.topk_log_mass)
+        value = value - _times_mass(stats.teacher_mass, stats.topk_log_mass)
     if over == "tail":
-        value = value + _weighed(log_tail.exp(), log_tail - stats.tail_log_mass)
+        value = value + _times_mass(log_tail.exp(), log_tail - stats.tail_log_mass)
     return value
 
 
 def topk_reverse_kl(
     stats: VocabStatistics, over: str, log_tail: torch.Tensor | None = None, outside: float = -100.0
 ) -> torch.Tensor:
-    """sum p (log p - log tau), as `topk_forward_kl`. Over the vocabulary the teacher's log-prob of every other id is
-    ``outside``, because 0 would make it infinite (NeMo-RL's zero_outside_topk has -100).
+    """Return sum p (log p - log tau) [..], normalised as in `topk_forward_kl`.
 
-    Needs "topk_reverse_kl", but for "topk" "topk_log_mass" and "tail_log_mass", for "vocabulary" "tail_entropy"."""
+    Needs the statistic "topk_reverse_kl"; with over="tail" also "topk_log_mass" and "tail_log_mass"; with
+    over="vocabulary" also these two and "tail_entropy".
+
+    Args:
+        over, log_tail: as in `topk_forward_kl`.
+        outside: for over="vocabulary", the teacher's log-prob of each id that is no entry; the log of 0 would make the
+            divergence infinite (NeMo-RL's zero_outside_topk takes -100).
+    """
     if over == "topk":
         return stats.topk_reverse_kl
     tail = stats.tail_log_mass
-    inside = _weighed(stats.topk_log_mass.exp(), stats.topk_reverse_kl + stats.topk_log_mass)
-    apart = tail - log_tail if over == "tail" else tail - stats.tail_entropy - outside
-    value = inside + _weighed(tail.exp(), apart)
-    return value if over == "tail" else _known(stats, value)
+    inside = _times_mass(stats.topk_log_mass.exp(), stats.topk_reverse_kl + stats.topk_log_mass)
+    log_ratio = tail - log_tail if over == "tail" else tail - stats.tail_entropy - outside
+    value = inside + _times_mass(tail.exp(), log_ratio)
+    return value if over == "tail" else _zero_without_entries(stats, value)
 
 
 def topk_jsd(
     stats: VocabStatistics, over: str, log_tail: torch.Tensor | None = None, beta: float = 0.5
 ) -> torch.Tensor:
-    """beta KL(tau || m) + (1 - beta) KL(p || m), m = beta tau + (1 - beta) p (GKD, arXiv:2306.13649, section 2), as
-    `topk_forward_kl`; over the vocabulary the teacher has nothing outside of its entries.
+    """Return beta KL(tau || m) + (1 - beta) KL(p || m) [..] with m = beta tau + (1 - beta) p (GKD, arXiv:2306.13649,
+    section 2), normalised as in `topk_forward_kl`. With over="vocabulary" the teacher's probability outside of its
+    entries is 0.
 
-    Needs "topk_jsd" for "topk", else "vocab_jsd", with "topk_log_mass" for "vocabulary", "tail_log_mass" for "tail"."""
+    Needs the statistic "topk_jsd" for over="topk", else "vocab_jsd" with "topk_log_mass" ("vocabulary") or
+    "tail_log_mass" ("tail").
+
+    Args:
+        over, log_tail: as in `topk_forward_kl`.
+        beta: weight of the teacher in (0, 1).
+    """
     if over == "topk":
         return stats.topk_jsd
     if over == "vocabulary":
-        return _known(stats, stats.vocab_jsd + (1 - beta) * math.log(1 - beta) * torch.expm1(stats.topk_log_mass))
+        return _zero_without_entries(
+            stats, stats.vocab_jsd + (1 - beta) * math.log(1 - beta) * torch.expm1(stats.topk_log_mass)
+        )
     q, p = log_tail.exp(), stats.tail_log_mass.exp()
     m = beta * q + (1 - beta) * p
     log_m = torch.where(m == 0, 1.0, m).log()
-    parts = beta * _weighed(q, log_tail - log_m) + (1 - beta) * _weighed(p, stats.tail_log_mass - log_m)
+    parts = beta * _times_mass(q, log_tail - log_m) + (1 - beta) * _times_mass(p, stats.tail_log_mass - log_m)
     return stats.vocab_jsd + parts

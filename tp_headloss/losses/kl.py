@@ -13,7 +13,8 @@ from .ratio import LOG_RATIO_CLAMP, bounded, log_ratio, with_gradient_of
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 
 
-def _value(x, estimator):
+def _estimate(x, estimator):
+    """k1, abs, k2 or k3 of the log-ratio x, not clamped."""
     if estimator == "k1":
         return x
     if estimator == "abs":
@@ -32,26 +33,32 @@ def kl_estimate(
     output_clamp: float | None = 10.0,
     sampler_log_prob: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """k1, abs, k2 or k3 of each token; a "+" (verl's straight-through forms) gives it the gradient of k2.
+    """Return an estimate [..] of KL(policy || reference) at each token. NaN stays NaN.
 
-    x is clamped to +-input_clamp, and the value of k3, which grows exponentially, to output_clamp, each with zero
-    gradient beyond (None: not clamped; the defaults are verl's). NaN stays NaN.
+    Args:
+        log_prob: [..] of the policy being trained.
+        reference_log_prob: [..] of the reference.
+        estimator: "k1", "abs", "k2" or "k3"; a "+" (verl's straight-through forms) gives the value the gradient of k2.
+        input_clamp: x is clamped to +-input_clamp, with zero gradient beyond; None: not clamped. verl's default.
+        output_clamp: upper bound of k3, which grows exponentially, with zero gradient beyond; None: no bound. verl's
+            default.
+        sampler_log_prob: [..] of the program that sampled the tokens. The estimate is multiplied by the importance
+            weight w = exp(log_prob - sampler_log_prob), which is differentiated, too, so that the gradient of w k3 is
+            w x (bias-corrected KL). Pass ``log_prob.detach()`` for tokens that the policy itself sampled (w = 1). Where
+            x is clamped, w passes no gradient.
 
-    sampler_log_prob [..]: multiply by the importance weight w = exp(log_prob - sampler_log_prob), which is
-    differentiated too and makes the gradient of w k3 equal to w x (bias-corrected KL). Pass ``log_prob.detach()`` for
-    tokens of the policy itself (w = 1), the old or the generator's log-probs for others. Where input_clamp bites, w
-    passes no gradient.
+    Raises ValueError for an unknown estimator or a clamp that is not positive.
     """
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"estimator must be one of {KL_ESTIMATORS}, got {estimator!r}")
     if output_clamp is not None and not output_clamp > 0:
         raise ValueError(f"output_clamp must be a positive number or None, got {output_clamp}")
     x = log_ratio(log_prob, reference_log_prob, input_clamp)
-    value = _value(x, estimator.removesuffix("+"))
+    value = _estimate(x, estimator.removesuffix("+"))
     if output_clamp is not None and estimator.startswith("k3"):
         value = bounded(value, high=output_clamp)
     if estimator.endswith("+"):
-        value = with_gradient_of(value, _value(x, "k2"))
+        value = with_gradient_of(value, _estimate(x, "k2"))
     if sampler_log_prob is not None:
         weight = log_ratio(log_prob, sampler_log_prob).exp()
         if input_clamp is not None:

@@ -1,9 +1,11 @@
-"""What RL trainers watch: log-probs -> per-token values [..] by name. Nothing here has a gradient.
+"""Metrics of reinforcement learning: log-probs -> per-token values [..] by name, without gradients.
 
-A name that begins with "max_" or "min_" is meant as an extremum over valid tokens, every other as a sum of them.
+Values whose name begins with "max_" or "min_" are to be reduced by an extremum over valid tokens, all others by a sum.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -23,24 +25,24 @@ def policy_metrics(
     clip: tuple[float, float] = CLIP,
     dual_clip: float | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Of the importance ratio r = exp(log_prob - old_log_prob), clamped as in the objectives, and A = advantages:
+    """Return metrics [..] of the importance ratio r = exp(log_prob - old_log_prob), clamped as in the objectives:
 
     * "new_log_prob", "old_log_prob", "advantage" with "max_advantage", "min_advantage", "num_tokens" (ones);
     * "ratio", "ratio_squared", "ratio_clamped" (into 1 - low, 1 + high), and "max_", "min_" of ratio, ratio_clamped;
     * "kl_old": r - log r - 1, "approx_kl": -log r, two estimates of KL(old || new);
-    * "clip_fraction": r is outside of the clip; "pg_clip_fraction": and on the side of A's sign, so that the gradient
-      is zero; with dual_clip, "pg_clip_fraction_lower": A < 0 and r > dual_clip;
+    * "clip_fraction": r is outside of the clip; "pg_clip_fraction": r is outside on the side of the sign of the
+      advantage A, where the gradient is zero; with dual_clip, "pg_clip_fraction_lower": A < 0 and r > dual_clip;
     * with reference_log_prob, "kl_reference": k3 of `kl_estimate`, without the output clamp that the loss has, so one
       token that the reference finds impossible can dominate it.
 
-    With ``sequences``, r is the sequence's (GSPO), the same at each of its tokens.
+    Args as in `clipped`; with ``sequences``, r is the ratio of the token's sequence (GSPO), equal for its tokens.
     """
-    x = (
+    log_r = (
         log_ratio(log_prob, old_log_prob)
         if sequences is None
         else sequence_log_ratio(log_prob, old_log_prob, sequences)
     )
-    ratio, low, high = x.exp(), 1 - clip[0], 1 + clip[1]
+    ratio, low, high = log_r.exp(), 1 - clip[0], 1 + clip[1]
     advantages = advantages.expand_as(ratio)
     below, above, clamped = ratio < low, ratio > high, ratio.clamp(low, high)
     out = {
@@ -49,8 +51,8 @@ def policy_metrics(
         "ratio": ratio,
         "ratio_squared": ratio**2,
         "ratio_clamped": clamped,
-        "kl_old": torch.expm1(x) - x,
-        "approx_kl": -x,
+        "kl_old": torch.expm1(log_r) - log_r,
+        "approx_kl": -log_r,
         "clip_fraction": below | above,
         "pg_clip_fraction": (above & (advantages > 0)) | (below & (advantages < 0)),
         "advantage": advantages,
@@ -77,23 +79,30 @@ def generator_metrics(
     generator_log_prob: torch.Tensor,
     bounds: tuple[float, float] = (0.5, 2.0),
 ) -> dict[str, torch.Tensor]:
-    """How far the program that sampled is from the trainer: old_log_prob is the trainer's at sampling time, d =
-    old_log_prob - generator_log_prob, exponentials clamped as in the objectives. NeMo-RL's names, of each token and
-    before any truncation (NeMo-RL averages "sampling_importance_ratio" after it):
+    """Return metrics [..] of the distance between the trainer and the generator, the program that sampled the tokens.
+
+    With d = old_log_prob - generator_log_prob, exponentials clamped as in the objectives, under NeMo-RL's names, per
+    token and before any truncation (NeMo-RL averages "sampling_importance_ratio" after it):
 
     * "token_mult_prob_error": exp |d|; "sampling_importance_ratio": exp d; "is_oob_ratio": exp d is outside ``bounds``;
     * "gen_kl_error", "policy_kl_error": k3 of KL(generator || trainer) and of KL(trainer || generator) at these
       tokens; "js_divergence_error": mean of k3 of KL(mixture || each of the two);
     * "approx_entropy": -exp(log_prob - generator_log_prob) log_prob;
     * "logprob_diff": |log_prob - generator_log_prob|, with "max_logprob_diff"; "tokens_different": they differ at all.
+
+    Args:
+        log_prob: [..] of the policy being trained.
+        old_log_prob: [..] of the trainer at sampling time.
+        generator_log_prob: [..] of the generator.
+        bounds: range of exp d that "is_oob_ratio" accepts.
     """
 
-    def k3(of, other):
-        return kl_estimate(of, reference_log_prob=other, output_clamp=None)
+    def k3(log_prob, reference):
+        return kl_estimate(log_prob, reference_log_prob=reference, output_clamp=None)
 
     d = log_ratio(old_log_prob, generator_log_prob)
-    weight, apart = d.exp(), (log_prob - generator_log_prob).abs()
-    mixture = torch.logaddexp(old_log_prob, generator_log_prob) - 0.6931471805599453
+    weight, difference = d.exp(), (log_prob - generator_log_prob).abs()
+    mixture = torch.logaddexp(old_log_prob, generator_log_prob) - math.log(2)
     return {
         "token_mult_prob_error": d.abs().exp(),
         "sampling_importance_ratio": weight,
@@ -102,7 +111,7 @@ def generator_metrics(
         "policy_kl_error": k3(old_log_prob, generator_log_prob),
         "js_divergence_error": (k3(mixture, old_log_prob) + k3(mixture, generator_log_prob)) / 2,
         "approx_entropy": -log_ratio(log_prob, generator_log_prob).exp() * log_prob,
-        "logprob_diff": apart,
-        "max_logprob_diff": apart,
-        "tokens_different": apart != 0,
+        "logprob_diff": difference,
+        "max_logprob_diff": difference,
+        "tokens_different": difference != 0,
     }

@@ -1,8 +1,8 @@
 """Preference objectives: log-probs of whole completions -> loss per pair (or per completion) [pairs] fp32.
 
-A completion's log-prob is the sum of its tokens' (`tp_headloss.Sequences.sum` of ``stats.log_prob``), or their mean
-where a docstring says so. ``chosen`` and ``rejected`` are the policy's and get gradients, ``reference_*`` another
-model's. Write the total as you like: the gradients of all meet in the one backward kernel of the statistics.
+The log-prob of a completion is the sum over its tokens (`tp_headloss.Sequences.sum` of ``stats.log_prob``), or the mean
+where a docstring says so. ``chosen`` and ``rejected`` are the policy's log-probs and get gradients; ``reference_*`` are
+another model's. Sum losses as you like: the one backward kernel of the statistics takes the gradients of all of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ def dpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """-log sigmoid(beta h), h = (chosen - rejected) - (reference_chosen - reference_rejected): DPO (arXiv:2305.18290).
+    """Return -log sigmoid(beta h) with h = (chosen - rejected) - (reference_chosen - reference_rejected): DPO
+    (arXiv:2305.18290).
 
-    label_smoothing e: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h) (conservative DPO).
+    With label_smoothing e: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h) (conservative DPO).
     """
     h = beta * ((chosen - rejected) - (reference_chosen - reference_rejected))
     if not label_smoothing:  # 0 times infinity would be NaN
@@ -42,28 +43,28 @@ def ipo(
     *,
     beta: float = 0.1,
 ) -> torch.Tensor:
-    """(h - 1 / (2 beta))^2 with h as in `dpo`: IPO (arXiv:2310.12036). TRL passes mean log-probs."""
+    """Return (h - 1 / (2 beta))^2 with h as in `dpo`: IPO (arXiv:2310.12036). TRL passes mean log-probs."""
     h = (chosen - rejected) - (reference_chosen - reference_rejected)
     return (h - 1 / (2 * beta)) ** 2
 
 
 def simpo(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float = 2.0, margin: float = 1.0) -> torch.Tensor:
-    """-log sigmoid(beta (chosen - rejected) - margin) of *mean* log-probs: SimPO (arXiv:2405.14734)."""
+    """Return -log sigmoid(beta (chosen - rejected) - margin) of *mean* log-probs: SimPO (arXiv:2405.14734)."""
     return -logsigmoid(beta * (chosen - rejected) - margin)
 
 
 def _log_odds(log_prob):
-    """log(p / (1 - p)) of log p <= 0, exact at both ends, finite at 0."""
+    """log(p / (1 - p)) for log p <= 0, accurate for p near 0 and near 1, and finite at log p = 0."""
     # p = 1 has no gradient, instead of an infinite one
     log_prob = bounded(log_prob, high=-torch.finfo(log_prob.dtype).tiny)
     near_one = log_prob > -math.log(2)
-    below = torch.where(near_one, -1.0, log_prob)  # or the gradient of the branch not taken would be NaN
+    below = torch.where(near_one, -1.0, log_prob)  # else the unused branch of the select would make the gradient NaN
     return log_prob - torch.where(near_one, (-torch.expm1(log_prob)).log(), torch.log1p(-below.exp()))
 
 
 def orpo(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """-log sigmoid(log odds(chosen) - log odds(rejected)) of *mean* log-probs: the odds-ratio term of ORPO
-    (arXiv:2403.07691); its weighted sum with the chosen completion's cross-entropy is the objective."""
+    """Return -log sigmoid(log odds(chosen) - log odds(rejected)) of *mean* log-probs: the odds-ratio term of ORPO
+    (arXiv:2403.07691). ORPO's objective is a weighted sum of this and the cross-entropy of the chosen completions."""
     return -logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 
@@ -77,11 +78,14 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> torch.Tensor:
-    """Per completion: weight * (1 - sigmoid(beta (h - z))) if desirable, weight * (1 - sigmoid(beta (z - h))) if not,
-    h = log_prob - reference_log_prob: KTO (arXiv:2402.01306).
+    """Return for each completion weight * (1 - sigmoid(beta (h - z))) if it is desirable, else weight * (1 -
+    sigmoid(beta (z - h))), with h = log_prob - reference_log_prob: KTO (arXiv:2402.01306).
 
-    desirable: bool [completions]. kl: scalar, the mean of h over mismatched prompts and completions of the global
-    batch; z is it, at least 0 and detached.
+    Args:
+        log_prob, reference_log_prob: [completions].
+        desirable: bool [completions].
+        kl: scalar, the mean of h over mismatched prompts and completions of the global batch; z = max(kl, 0), detached.
+        desirable_weight, undesirable_weight: weight of each kind.
     """
     h = log_prob - reference_log_prob
     z = kl.detach().clamp(min=0)

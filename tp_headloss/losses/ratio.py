@@ -1,4 +1,4 @@
-"""Ratios of probabilities, from log-probs, that neither overflow nor hide a NaN."""
+"""Ratios of probabilities from log-probs, computed so that they neither overflow nor hide a NaN."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ LOG_RATIO_CLAMP = 20.0  # verl's; exp(20) is 4.9e8, and its square still fits fp
 
 
 class _Bounded(torch.autograd.Function):
+    """Clamp whose gradient is NaN, and not 0, for NaN."""
+
     @staticmethod
     def forward(ctx, x, low, high):
-        held = x.clamp(low, high)
-        ctx.save_for_backward(x, held)
-        return held
+        clamped = x.clamp(low, high)
+        ctx.save_for_backward(x, clamped)
+        return clamped
 
     @staticmethod
     def backward(ctx, grad):
-        x, held = ctx.saved_tensors
-        return torch.where(x == held, grad, held * 0 * grad), None, None  # 0, or NaN of either
+        x, clamped = ctx.saved_tensors
+        return torch.where(x == clamped, grad, clamped * 0 * grad), None, None  # 0, or NaN if either factor is NaN
 
 
 def bounded(x: torch.Tensor, low: float = -math.inf, high: float = math.inf) -> torch.Tensor:
-    """x [..] clamped to [low, high], with zero gradient beyond the bounds. NaN stays NaN in value and gradient, where
-    torch.clamp gives a NaN no gradient at all and so hides it from whoever watches gradients."""
+    """Return x [..] clamped to [low, high], with zero gradient beyond the bounds.
+
+    NaN stays NaN in value and gradient; torch.clamp gives a NaN the gradient 0, and hides it from checks of gradients.
+    """
     return _Bounded.apply(x, low, high)
 
 
 def log_ratio(log_prob: torch.Tensor, other: torch.Tensor, clamp: float | None = LOG_RATIO_CLAMP) -> torch.Tensor:
-    """log_prob - other [..], clamped to +-clamp (None: not at all), with zero gradient beyond it; NaN stays NaN."""
+    """Return log_prob - other [..] clamped to +-clamp (None: not clamped), with zero gradient beyond; NaN stays NaN."""
     if clamp is not None and not clamp > 0:
         raise ValueError(f"a clamp must be a positive number or None, got {clamp}")
     limit = math.inf if clamp is None else clamp
@@ -37,7 +41,7 @@ def log_ratio(log_prob: torch.Tensor, other: torch.Tensor, clamp: float | None =
 
 
 def scaled(factor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """factor * values [..], where 0 times an infinity is 0; NaN stays NaN."""
+    """Return factor * values [..], where 0 times an infinity is 0; NaN stays NaN."""
     return torch.where((factor == 0) & values.isinf(), 0.0, factor * values)
 
 
@@ -52,6 +56,5 @@ class _WithGradientOf(torch.autograd.Function):
 
 
 def with_gradient_of(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """`value` [..] forward, the gradient of `source` [..] backward: value + source - source.detach(), for infinities
-    too."""
+    """Return `value` [..] with the gradient of `source` [..]: value + source - source.detach(), also for infinities."""
     return _WithGradientOf.apply(value.detach(), source)

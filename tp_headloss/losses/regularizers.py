@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..stats import VocabStatistics
+from ..statistics import VocabStatistics
 
 
 def z_loss(stats: VocabStatistics) -> torch.Tensor:
-    """lse^2 (PaLM, arXiv:2204.02311, section 5: weight 1e-4)."""
+    """Return lse^2 [..] (PaLM, arXiv:2204.02311, section 5: weight 1e-4)."""
     return stats.lse**2
 
 
 def entropy_bonus(stats: VocabStatistics) -> torch.Tensor:
-    """-entropy, so that a positive weight rewards entropy; needs the statistic "entropy"."""
+    """Return -entropy [..], so that a positive weight rewards entropy. Needs the statistic "entropy"."""
     return -stats.entropy

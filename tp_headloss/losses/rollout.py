@@ -1,8 +1,9 @@
-"""Rollout correction: detached weights [..] for tokens that another program sampled (an inference engine, say).
+"""Rollout correction: detached weights [..] for tokens that another program sampled, such as an inference engine.
 
-The generator's log-probs differ from the trainer's own of the same weights; w = exp(log_prob - generator_log_prob),
-clamped to exp(+-20) first, corrects for it. log_prob is the trainer's at sampling time (``old_log_prob``). Pass the
-result as ``rollout_weight``. level: "token", or "sequence" for the product over the token's sequence.
+The log-probs of that program, the generator, differ from the trainer's for the same model weights. The importance
+weight w = exp(log_prob - generator_log_prob) corrects for the difference; log w is clamped to +-20. log_prob is the
+trainer's at sampling time (``old_log_prob``). Pass the result as ``rollout_weight``. level: "token", or "sequence" for
+the product of w over the token's sequence, which needs ``sequences``, a `tp_headloss.Sequences`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from .ratio import LOG_RATIO_CLAMP, log_ratio
 
 
 def _log_weight(log_prob, generator_log_prob, level, sequences):
-    ratio = log_ratio(log_prob.detach(), generator_log_prob.detach())
+    """log w [..] of each token, or of its sequence."""
+    log_w = log_ratio(log_prob.detach(), generator_log_prob.detach())
     if level == "token":
-        return ratio
+        return log_w
     if level != "sequence":
         raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
     if sequences is None:
         raise ValueError("level='sequence' needs sequences, got None")
-    return sequences.spread(sequences.sum(ratio)).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
+    return sequences.spread(sequences.sum(log_w)).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
 
 def truncated_importance_weight(
@@ -31,7 +33,7 @@ def truncated_importance_weight(
     level: str = "token",
     sequences=None,
 ) -> torch.Tensor:
-    """w clamped to ``bounds``: truncated importance sampling (TIS; verl truncates at 2)."""
+    """Return w clamped to ``bounds``: truncated importance sampling (TIS; verl truncates at 2)."""
     return _log_weight(log_prob, generator_log_prob, level, sequences).exp().clamp(*bounds)
 
 
@@ -43,7 +45,7 @@ def icepop(
     level: str = "token",
     sequences=None,
 ) -> torch.Tensor:
-    """w within ``bounds``, 0 outside of them (IcePop, arXiv:2510.18855)."""
+    """Return w where it is within ``bounds``, else 0 (IcePop, arXiv:2510.18855)."""
     weight = _log_weight(log_prob, generator_log_prob, level, sequences).exp()
     return torch.where((weight < bounds[0]) | (weight > bounds[1]), 0.0, weight)
 
@@ -55,9 +57,9 @@ def sequence_mask(
     sequences,
     bounds: tuple[float, float] = (0.999, 1.002),
 ) -> torch.Tensor:
-    """w of each token, 0 for whole sequences whose geometric mean of w is outside ``bounds`` (NeMo-RL's
-    seq-mask-tis)."""
-    ratio = log_ratio(log_prob.detach(), generator_log_prob.detach())
-    mean = sequences.spread(sequences.mean(ratio)).exp()
-    kept = torch.where(mean.isnan(), torch.nan, ratio.exp())  # a sequence with a NaN is NaN
-    return torch.where((mean < bounds[0]) | (mean > bounds[1]), 0.0, kept)
+    """Return w of each token, but 0 for all tokens of a sequence whose geometric mean of w is outside of ``bounds``
+    (NeMo-RL's seq-mask-tis)."""
+    log_w = log_ratio(log_prob.detach(), generator_log_prob.detach())
+    mean = sequences.spread(sequences.mean(log_w)).exp()
+    weight = torch.where(mean.isnan(), torch.nan, log_w.exp())  # one NaN makes its sequence NaN
+    return torch.where((mean < bounds[0]) | (mean > bounds[1]), 0.0, weight)

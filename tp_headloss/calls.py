@@ -1,0 +1,211 @@
+"""From a public call to a `Request`: every check of its metadata, then the order of its tokens and its static facts."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from . import statistics
+from .engine.backend import resolve_backend
+from .engine.operators import top_entries
+from .options import Options, Teacher, TopKTeacher, Transform
+from .request import Facts, Request, Tensors, TokenOrder
+from .shard import ShardFacts, VocabShard
+from .statistics import FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
+from .validation import expect_ids, expect_int, expect_number, expect_tensor
+
+LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def build_request(
+    logits, labels, shard: VocabShard, want, transform: Transform, teacher, total_weight, ignore_index,
+    options: Options, order_of=None,
+) -> Request:  # fmt: skip
+    """Validate a call and bring its tensors into rows [N, ..], in the order of `order_of` [.., any], or of the logits.
+
+    Raises ValueError or TypeError from facts that every rank shares, so that an error is the same on all of them.
+    """
+    backend = _validate_call(logits, labels, shard, want, transform, teacher, total_weight, options)
+    ignore_index = expect_int("ignore_index", ignore_index)
+    if not -(1 << 63) <= ignore_index < 1 << 63:
+        raise ValueError(f"ignore_index must be in the range of int64, got {ignore_index}")
+    temperature, temperatures = transform.temperature, None
+    if isinstance(temperature, torch.Tensor):
+        temperature, temperatures = 1.0, temperature.to(torch.promote_types(logits.dtype, torch.float32))
+    # torch.compile would trace through the cache and warn about it
+    make_facts = _facts.__wrapped__ if torch.compiler.is_compiling() else _facts
+    numbers = float(transform.scale), float(transform.softcap or 0.0), float(temperature)
+    teacher_factors, teacher_scales = _teacher_scales(teacher, transform.temperature, logits)
+    beta = 0.5 if teacher is None else float(teacher.beta)
+    static = tuple(want), *numbers, ignore_index, backend, options.transport
+    facts = make_facts(shard.facts, *static, *teacher_factors, beta)
+    order = TokenOrder(logits if order_of is None else order_of, options.inplace, shard.world_size == 1)
+    tensors = Tensors(
+        order.flatten(logits),
+        labels=None if labels is None else order.flatten(labels).contiguous(),
+        temperatures=None if temperatures is None else order.flatten(temperatures).contiguous(),
+        bias=None if transform.bias is None else transform.bias.contiguous(),
+        column_weight=None if total_weight is None else total_weight.detach().float().contiguous(),
+        **_teacher_tensors(teacher, teacher_scales, order, facts),
+    )
+    return Request(tensors, facts, layout_of(labels is not None, facts.want), order, shard)
+
+
+def _teacher_tensors(teacher, scales, order: TokenOrder, facts: Facts) -> dict[str, torch.Tensor]:
+    """The tensors of a teacher by rows [N, ..]."""
+    if teacher is None:
+        return {}
+    out = {} if scales is None else {"scales": torch.stack([order.flatten(scale) for scale in scales])}
+    if isinstance(teacher, Teacher):
+        return out | {"teacher": order.flatten(teacher.logits.detach())}
+    given = teacher.ids, teacher.log_probs.detach(), teacher.mask
+    given = (None if x is None else order.flatten(x).contiguous() for x in given)
+    scale = None if scales is None else out["scales"][0]
+    entries = top_entries(*given, scale, facts.teacher_scale, teacher.renormalize, facts.vocab_size, facts.backend)
+    return out | dict(zip(("entries", "entry_log_probs"), entries))
+
+
+@functools.lru_cache(maxsize=256)  # by plain values: a process group in its keys would never be freed
+def _facts(
+    shard: ShardFacts, want, scale, softcap, temperature, ignore_index, backend, transport,
+    teacher_scale, student_scale, beta,
+) -> Facts:  # fmt: skip
+    return Facts(
+        **shard._asdict(),
+        want=tuple(name for name in known_statistics() if name in want),
+        scale=scale,
+        softcap=softcap,  # 0: none
+        temperature=temperature,
+        ignore_index=ignore_index,
+        backend=backend,
+        transport=transport,
+        teacher_scale=teacher_scale,
+        student_scale=student_scale,
+        beta=beta,
+    )
+
+
+def _teacher_scales(teacher, temperature, logits):
+    """(1 / T_teacher, T / T_student) as numbers, or both per token [..] if any of the three temperatures is."""
+    if teacher is None:
+        return (1.0, 1.0), None
+    student = teacher.student_temperature_or_default
+    temperatures = teacher.temperature, temperature, student
+    if not any(isinstance(t, torch.Tensor) for t in temperatures):
+        return (1.0 / teacher.temperature, temperature / student), None
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    given, own, student = (
+        torch.as_tensor(t, dtype=dtype, device=logits.device).detach().expand(logits.shape[:-1]) for t in temperatures
+    )
+    return (1.0, 1.0), (1.0 / given, own / student)
+
+
+def _validate_call(logits, labels, shard, want, transform, teacher, total_weight, options) -> str:
+    """Facts that every rank shares, so that an error is the same on all of them. -> the backend's name."""
+    backend = resolve_backend(options.backend, logits.device)
+    allowed = LOGITS_DTYPES + ((torch.float64,) if backend == "torch" else ())
+    if logits.dtype not in allowed:
+        swapped = labels is not None and labels.is_floating_point() and not logits.is_floating_point()
+        hint = " (are logits and labels swapped?)" if swapped else ""
+        raise TypeError(
+            f"logits must be one of {[str(d) for d in allowed]} for backend {backend!r}, got {logits.dtype}{hint}"
+        )
+    if logits.shape[-1] != shard.width:
+        raise ValueError(
+            f"logits must have the shard's {shard.width} columns [{shard.start}, {shard.stop}), "
+            f"got {logits.shape[-1]}{_why_another_width(logits.shape[-1], shard)}"
+        )
+    lead = logits.shape[:-1]
+    if labels is not None:
+        expect_ids("labels", labels)
+        expect_tensor("labels", labels, lead, logits.device)
+    elif options.check:
+        raise ValueError("check=True checks labels, got none")
+    if want and (unknown := set(want) - set(known := known_statistics())):
+        raise ValueError(f"want must be of {known}, got {sorted(unknown)}")
+    if "argmax" in want and shard.vocab_size > 1 << 24:
+        raise ValueError(f"argmax needs a vocabulary of at most 2^24 ids, got {shard.vocab_size}")
+    if options.inplace and torch.compiler.is_compiling():
+        raise ValueError("inplace=True is for eager: torch.compile plans memory itself and may not see it overwritten")
+    if options.transport == "sum" and "argmax" in want:
+        raise ValueError("argmax is not a sum: it needs transport='gather', got 'sum'")
+    if options.transport == "symm_mem" and (backend != "triton" or not logits.is_cuda):
+        raise ValueError(f"transport='symm_mem' needs the triton backend on CUDA, got {backend!r} on {logits.device}")
+    if total_weight is not None:
+        if "total" not in want:
+            raise ValueError('total_weight weights the statistic "total", which is not in want')
+        expect_tensor("total_weight", total_weight, (shard.width,), logits.device)
+    if transform.bias is not None:
+        expect_tensor("bias", transform.bias, (shard.width,), logits.device)
+    if isinstance(transform.temperature, torch.Tensor):
+        expect_tensor("temperature", transform.temperature, lead, logits.device)
+    _validate_teacher(teacher, transform, logits, want, options)
+    if options.transport == "sum":
+        gathered = [family for family in statistics.FAMILIES if not family.has_lanes]
+        if without := [name for family in gathered for name in family.statistics if name in want]:
+            raise ValueError(f"{without} need transport='gather', got 'sum'")
+    return backend
+
+
+def _why_another_width(columns: int, shard: VocabShard) -> str:
+    """A likely reason for logits that are not as wide as the shard."""
+    if shard.world_size > 1 and columns in (shard.vocab_size, shard.padded_size):
+        return " (these look like gathered logits)"
+    if columns > shard.width:
+        padded = columns * shard.world_size
+        return f" (a padded vocabulary? VocabShard.from_group(group, {shard.vocab_size}, padded_size={padded}))"
+    return f" (is vocab_size={shard.vocab_size} right?)"
+
+
+def _validate_teacher(teacher, transform, logits, want, options):
+    served = TOPK_TEACHER if isinstance(teacher, TopKTeacher) else FULL_TEACHER
+    wanted = [name for name in (*FULL_TEACHER, *TOPK_TEACHER) if name in want]
+    if teacher is None:
+        if wanted:
+            raise ValueError(f"{wanted} need a teacher, got none")
+        return
+    if not isinstance(teacher, (Teacher, TopKTeacher)):
+        raise TypeError(f"teacher must be a Teacher or a TopKTeacher, got {type(teacher).__name__}")
+    if not wanted or not set(wanted) <= set(served):
+        raise ValueError(f"a {type(teacher).__name__} serves the statistics {served}, got {wanted} in want")
+    lead, device = logits.shape[:-1], logits.device
+    allowed = LOGITS_DTYPES + ((torch.float64,) if logits.dtype == torch.float64 else ())
+    given = {"logits": teacher.logits} if isinstance(teacher, Teacher) else {"log_probs": teacher.log_probs}
+    if isinstance(teacher, TopKTeacher):
+        _validate_entries(teacher, lead, device)
+    else:
+        expect_tensor("teacher.logits", teacher.logits, logits.shape, device)
+    for name, x in given.items():
+        if x.dtype not in allowed:
+            raise TypeError(f"teacher.{name} must be one of {[str(d) for d in allowed]}, got {x.dtype}")
+    for name, x in (
+        ("temperature", teacher.temperature),
+        ("student_temperature", teacher.student_temperature_or_default),
+    ):
+        if isinstance(x, torch.Tensor):
+            expect_tensor(f"teacher.{name}", x, lead, device)
+        elif not isinstance(transform.temperature, torch.Tensor):
+            expect_number(f"temperature / teacher.{name}", transform.temperature / x)
+
+
+def _validate_entries(teacher, lead, device):
+    expect_ids("teacher.ids", teacher.ids)
+    if teacher.ids.dim() == 0 or teacher.ids.shape[-1] == 0:
+        raise ValueError(f"teacher.ids must be [.., K] with K > 0, got {list(teacher.ids.shape)}")
+    shape = (*lead, teacher.ids.shape[-1])
+    expect_tensor("teacher.ids", teacher.ids, shape, device)
+    expect_tensor("teacher.log_probs", teacher.log_probs, shape, device)
+    if teacher.mask is not None:
+        if teacher.mask.dtype != torch.bool:
+            raise TypeError(f"teacher.mask must be bool, got {teacher.mask.dtype}")
+        expect_tensor("teacher.mask", teacher.mask, shape, device)
+    if teacher.tail_log_prob is not None:
+        expect_tensor("teacher.tail_log_prob", teacher.tail_log_prob, lead, device)
+        if not teacher.tail_log_prob.is_floating_point():
+            raise TypeError(f"teacher.tail_log_prob must be floating point, got {teacher.tail_log_prob.dtype}")
+    tempered = isinstance(teacher.temperature, torch.Tensor) or teacher.temperature != 1
+    if not teacher.renormalize and tempered:
+        raise ValueError(f"a temperature of {teacher.temperature} needs renormalize=True: only the entries are known")
+    if teacher.renormalize and teacher.tail_log_prob is not None:
+        raise ValueError("renormalize=True leaves no tail, got a tail_log_prob")

@@ -1,0 +1,173 @@
+"""The autograd bridges from logits to statistics, and between ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from ..request import Request, Tensors
+from . import operators, passes
+from .backend import load_backend
+from .passes import kernel_gradients
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """Pass a gradient through; raise RuntimeError when the gradient is differentiated again."""
+
+    @staticmethod
+    def forward(ctx, gradient, *depends_on):
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, _):
+        raise RuntimeError(
+            "tp_headloss has first derivatives only, and a gradient of its statistics was differentiated again "
+            "(create_graph=True, a gradient penalty, hessian or hvp): use plain torch on gathered logits for that"
+        )
+
+
+def first_derivative_only(backward):
+    """Decorate backward(ctx, saved tensors, *upstream): its gradients can be used, and differentiating them raises.
+
+    torch's own `once_differentiable` ties the error to the upstream gradients alone. The gradients depend on the saved
+    inputs, too: a second derivative with respect to these would be left out without a word.
+    """
+
+    def wrapper(ctx, *upstream):
+        saved = ctx.saved_tensors  # once: a checkpoint computes them again for each look
+        if not torch.is_grad_enabled():
+            return backward(ctx, saved, *upstream)
+        with torch.no_grad():
+            gradients = backward(ctx, saved, *upstream)
+        depends_on = [x for x in (*saved, *upstream) if x is not None and x.requires_grad]
+        return tuple(None if g is None else _FirstDerivative.apply(g, *depends_on) for g in gradients)
+
+    return wrapper
+
+
+class Statistics(torch.autograd.Function):
+    """logits [N, width] sharded on V -> the statistics of `layout.outputs`; with a `Reduction` (backends with
+    FUSED_SUMS) also its loss [] and sums, else None.
+
+    Saves the inputs and O(N) merged rows, never probabilities. Backward: no communication.
+    """
+
+    @staticmethod
+    def forward(ctx, *args):
+        *tensors, request, inplace, reduction = args
+        request = request._replace(tensors=Tensors(*tensors))
+        layout = request.layout
+        merged, values, *flags = operators.statistics(request)
+        ctx.request, ctx.inplace = request._replace(tensors=None, order=None, shard=None), inplace
+        ctx.set_materialize_grads(False)
+        outputs = (*values.unbind(0), *flags)
+        loss = sums = None
+        saved, fixed = (), [outputs[i] for i in layout.fixed]
+        if reduction is not None:
+            by_name = dict(zip(layout.outputs, outputs))
+            summed = tuple(by_name[name] for name in reduction.plan.statistics)
+            # the caller may write to the sums, so they are not among what is saved
+            loss, sums, divisor = load_backend(request.facts.backend).token_sums(summed, by_name["valid"], reduction)
+            saved = by_name["valid"], reduction.weight, divisor, *summed[: len(reduction.plan.coefficients)]
+            ctx.plan = reduction.plan
+            fixed.append(sums)
+        ctx.mark_non_differentiable(*fixed)
+        ctx.save_for_backward(*tensors, merged, *saved)
+        return *outputs, loss, sums
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, saved, *upstream):
+        count = len(Tensors._fields)
+        request = ctx.request._replace(tensors=Tensors(*saved[:count]))
+        merged, *reduced = saved[count:]
+        layout, loss = request.layout, upstream[-2]
+        grads = {name: g for name, g in zip(layout.outputs, upstream) if name in layout.differentiable}
+        if loss is not None:
+            _add_loss_gradient(grads, loss, reduced, ctx.plan, request)
+        grads = kernel_gradients(grads)
+        if not grads:
+            return (None,) * (count + 3)
+        logits = request.tensors.logits
+        if ctx.inplace:
+            torch.autograd.graph.increment_version(logits)  # first: what a failed kernel left is not read again
+            gradient = logits.detach()
+            passes.write_gradient(gradient, request, merged, grads)
+        else:
+            gradient = operators.logits_gradient(request, merged, grads)
+        bias, at = None, Tensors._fields.index("bias")
+        if ctx.needs_input_grad[at]:
+            bias = gradient.sum(0, dtype=merged.dtype).to(request.tensors.bias.dtype)
+        return gradient, *(bias if i == at else None for i in range(1, count + 3))
+
+
+def _add_loss_gradient(grads: dict, loss, reduced, plan, request: Request):
+    """Add the gradients of a reduced loss to those of the statistics that it sums."""
+    valid, weight, divisor, *summed = reduced
+    backend = load_backend(request.facts.backend)
+    rows = backend.token_sums_gradient(loss, tuple(summed), valid, weight, divisor, plan)
+    for name, row in zip(plan.statistics, rows.unbind(0)):
+        if name in grads:
+            grads[name] = row if grads[name] is None else grads[name] + row
+
+
+class TokenSums(torch.autograd.Function):
+    """Per-token values (any shape, contiguous) -> loss [] and sums over valid tokens, in one kernel.
+
+    Differentiable in the values of the terms, the first ``len(plan.coefficients)``. For backends with FUSED_SUMS;
+    elsewhere the same is written in plain torch.
+    """
+
+    @staticmethod
+    def forward(ctx, reduction, valid, *values):
+        loss, sums, divisor = load_backend("triton").token_sums(values, valid, reduction)
+        ctx.save_for_backward(valid, reduction.weight, divisor, *values[: len(reduction.plan.coefficients)])
+        ctx.plan = reduction.plan
+        ctx.mark_non_differentiable(sums)
+        ctx.set_materialize_grads(False)
+        return loss, sums
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, saved, loss, _sums):
+        valid, weight, divisor, *values = saved
+        needed = ctx.needs_input_grad[2:]
+        if loss is None:
+            return (None,) * (2 + len(needed))
+        rows = load_backend("triton").token_sums_gradient(loss, tuple(values), valid, weight, divisor, ctx.plan)
+        grads = [
+            (row if value.dim() == 1 else row.view(value.shape)) if need else None
+            for row, value, need in zip(rows.unbind(0), values, needed)
+        ]
+        return (None,) * 2 + tuple(grads) + (None,) * (len(needed) - len(grads))
+
+
+class ToShards(torch.autograd.Function):
+    """Values that ranks share -> values for each rank's own shard; backward: the ranks' parts of the gradient added up.
+
+    x [..] replicated ("all_reduce", "none") or [S/P, ..] of this rank ("reduce_scatter") -> [..] or [S, ..]. The
+    collective comes on every rank, whatever requires a gradient there.
+    """
+
+    @staticmethod
+    def forward(ctx, x, how, world_size, group_name, everywhere=None):
+        ctx.reduction = how, world_size, group_name
+        if how == "reduce_scatter":
+            return torch.ops.tp_headloss.gather_tokens(x, world_size, group_name)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return FromShards.apply(grad, *ctx.reduction), None, None, None, None
+
+
+class FromShards(torch.autograd.Function):
+    """The ranks' parts -> their sum, "all_reduce" [..] replicated, "reduce_scatter" [S/P, ..] of [S, ..]."""
+
+    @staticmethod
+    def forward(ctx, x, how, world_size, group_name, everywhere=None):
+        ctx.reduction = how, world_size, group_name
+        return torch.ops.tp_headloss.reduce_tokens(x, *ctx.reduction)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ToShards.apply(grad, *ctx.reduction), None, None, None, None

@@ -1,0 +1,47 @@
+"""The contract of a backend, stated once, and how one is chosen.
+
+A backend is a module, chosen by device or asked for by name, never as a silent replacement of another:
+
+    local_statistics(packets, request, memory=None)      logits -> this rank's packets [chunks, rows, N]
+    merge_packets(packets, request, memory=None)         packets of all ranks -> [merged rows, values, *flags]
+    second_statistics(packets, request, merged)          logits -> packets of the second exchange
+    logits_gradient(out, request, merged, grads)         upstream gradients by name -> d loss / d logits, in `out`
+    entries(ids, log_probs, mask, factor, renormalize, vocab_size)  a top-K teacher's entries, distinct and ascending
+    scale(out, x, factor, add=False)                     out (+)= x * factor, a scalar tensor
+    shares_memory(logits)                                whether packets may meet in symmetric memory (`memory`)
+    FUSED_SUMS                                           whether it has token_sums and token_sums_gradient
+                                                         (see `head_loss`), which elsewhere are plain torch
+
+Importing the package needs neither CUDA nor Triton: a backend is imported on first use.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+
+BACKENDS = ("torch", "triton")
+
+
+def resolve_backend(name: str | None, device) -> str:
+    """The backend for a device: "triton" on CUDA, "torch" elsewhere, or the one that was asked for."""
+    if name is None:
+        return "triton" if device.type == "cuda" else "torch"
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS} or None (by device), got {name!r}")
+    if name == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"backend='triton' needs CUDA tensors (or TRITON_INTERPRET=1), got {device.type}")
+    return name
+
+
+@functools.cache
+def load_backend(name: str):
+    """The backend's module."""
+    return importlib.import_module(f".{'eager' if name == 'torch' else name}", __package__)
+
+
+def version_numbers(version: str) -> tuple[int, int]:
+    """Major and minor of a version such as "2.11.0a0+cu130"."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)

@@ -1,0 +1,78 @@
+"""A call's layout as kernels take it: numbers of rows by name as compile-time constants, and the families' hooks."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from typing import NamedTuple
+
+import triton.language as tl
+
+from .. import statistics
+from ..statistics import Layout
+from ..statistics.topk import has_tail
+from .launch import INTERPRETED
+
+
+class MergeRows(NamedTuple):
+    """Row numbers by name that a merge needs."""
+
+    packet: tuple
+    merged: tuple
+    value: tuple
+
+
+class DeviceLayout:
+    """A layout as kernels take it: row numbers by name as compile-time constants, and the families' hooks."""
+
+    def __init__(self, layout: Layout):
+        self.packet = _row_numbers("packet", layout.packet, statistics.FAMILIES)
+        self.merged = _row_numbers("merged", layout.merged, statistics.FAMILIES)
+        self.second = _row_numbers("second", layout.second, statistics.FAMILIES)
+        values = _row_numbers("values", layout.values, statistics.FAMILIES)
+        self.merge_rows = MergeRows(self.packet, self.merged, values)
+        self.has_tail = has_tail(layout.want)
+        families = layout.families[1:]  # carriers know the softmax by name
+        hooks = [family.device.STATISTICS for family in families if family.streams(layout.call)]
+        self.statistics = tuple(hook for hook in hooks if hook)
+        self.merge = tuple(family.device.MERGE for family in families if family.device.MERGE)
+        self.grads = _grads_type(statistics.FAMILIES)
+        self._gradients = [family for family in families if family.device.GRADIENT]
+        self._gradient_hooks = {}
+
+    def gradient_hooks(self, names: tuple[str, ...]) -> tuple:
+        """The GRADIENT of each family that reads one of these upstream gradients."""
+        if names not in self._gradient_hooks:
+            found = (f for f in self._gradients if any(name in f.kernel_gradients for name in names))
+            self._gradient_hooks[names] = tuple(family.device.GRADIENT for family in found)
+        return self._gradient_hooks[names]
+
+
+def _constant(number):
+    return number if number is None or INTERPRETED else tl.constexpr(number)
+
+
+def _row_numbers(kind: str, rows: tuple[str, ...], families) -> tuple:
+    """The numbers of the rows by the names of all rows of this kind, None for absent ones; `height`: how many."""
+    place = {name: i for i, name in enumerate(rows)}
+    make = _rows_type(kind, families)
+    return make(*(_constant(place.get(name)) for name in make._fields[:-1]), _constant(len(rows)))
+
+
+@functools.cache
+def _rows_type(kind: str, families):
+    everything = statistics.Layout(True, tuple(name for family in families for name in family.statistics), families)
+    names = dict.fromkeys(getattr(everything, kind))
+    return collections.namedtuple(f"{kind.title()}Rows", [*names, "height"])
+
+
+@functools.cache
+def _grads_type(families):
+    fields = list(dict.fromkeys(name for family in families for name in family.gradients + family.kernel_gradients))
+    return collections.namedtuple("Grads", fields, defaults=[None] * len(fields))
+
+
+@functools.lru_cache(maxsize=1024)
+def device_layout(layout: Layout) -> DeviceLayout:
+    """The layout as kernels take it; one object for each layout."""
+    return DeviceLayout(layout)

@@ -1,0 +1,200 @@
+"""The backend in plain torch, for any device: read it, and the families, as the definition of the kernels' results.
+
+Works through blocks of rows and chunks of columns, so that no vocabulary-sized temporary ever exists. float64 logits
+are accepted here (all of it runs in float64 then), which is what gradient checks need.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..request import Facts, Request, Tensors
+from ..statistics import IGNORED, SOFTMAX, Layout
+from ..statistics.entries import distinct_entries as entries  # noqa: F401 (part of the contract)
+from ..statistics.family import Tile
+
+BLOCK_ELEMENTS = 1 << 19  # per temporary: a few MiB, whatever N and V are
+FUSED_SUMS = False
+
+
+def shares_memory(_logits) -> bool:
+    """False: plain torch does not read its peers' memory."""
+    return False
+
+
+def transform(x, bias, temperature, facts: Facts):
+    """Raw logits [n, w] -> z and dz/dx (a tensor, or a number where it is one)."""
+    x = x if x.dtype == torch.float64 else x.float()
+    if bias is not None:
+        x = x + bias.to(x.dtype)
+    inverse = 1.0 / facts.temperature if temperature is None else (1.0 / temperature.to(x.dtype))[:, None]
+    if not facts.softcap:
+        return x * (facts.scale * inverse), facts.scale * inverse
+    bounded = torch.tanh(x * (facts.scale / facts.softcap))
+    # 1 - tanh^2 without its cancellation
+    slope = torch.cosh(x * (facts.scale / facts.softcap)) ** -2
+    return bounded * (facts.softcap * inverse), slope * (facts.scale * inverse)
+
+
+def tile_of(tensors: Tensors, block: slice, columns: slice, facts: Facts) -> Tile:
+    """Some rows of some columns."""
+
+    def part(x, *index):
+        return None if x is None else x[index]
+
+    bias, temperatures = part(tensors.bias, columns), part(tensors.temperatures, block)
+    z, slope = transform(tensors.logits[block, columns], bias, temperatures, facts)
+    teacher_scale, scale = facts.teacher_scale, facts.student_scale
+    if tensors.scales is not None:
+        teacher_scale, scale = tensors.scales[:, block, None].to(z.dtype).unbind(0)
+    first_id = facts.start + columns.start
+    target, ids = part(tensors.labels, block), part(tensors.entries, block)
+    if target is not None:
+        target = target.long() - first_id
+    if ids is not None:
+        ids = ids.long() - first_id
+        ids = torch.where((ids >= 0) & (ids < z.shape[1]), ids, z.shape[1])
+    teacher = part(tensors.teacher, block, columns)
+    teacher = None if teacher is None else teacher.to(z.dtype) * teacher_scale
+    weight, log_probs = part(tensors.column_weight, columns), part(tensors.entry_log_probs, block)
+    return Tile(z, slope, target, weight, teacher, scale, ids, log_probs, first_id)
+
+
+def _row_blocks(n_rows: int, width: int) -> list[slice]:
+    step = max(1, BLOCK_ELEMENTS // max(1, width))
+    return [slice(i, min(i + step, n_rows)) for i in range(0, n_rows, step)]
+
+
+def _chunk_tiles(request: Request):
+    """The shard's chunks that have columns, as (chunk, block of rows, tile)."""
+    tensors, facts = request.tensors, request.facts
+    for chunk in range(facts.chunks):
+        columns = slice(chunk * facts.chunk_size, min((chunk + 1) * facts.chunk_size, facts.valid_width))
+        if columns.stop > columns.start:
+            for block in _row_blocks(tensors.logits.shape[0], columns.stop - columns.start):
+                yield chunk, block, tile_of(tensors, block, columns, facts)
+
+
+def local_statistics(packets, request: Request, memory=None):
+    """Write this rank's packets [chunks, rows, N], fp32 (float64 for float64 logits)."""
+    layout, facts, labels = request.layout, request.facts, request.tensors.labels
+    rows = dict(zip(layout.packet, packets.unbind(1)))
+    packets.zero_()
+    for chunk, block, tile in _chunk_tiles(request):
+        softmax = SOFTMAX.of_tile(tile)
+        for family in layout.families:
+            for name, value in family.local(tile, softmax, layout.packet).items():
+                if name in rows:
+                    rows[name][chunk, block].copy_(value)
+    empty = torch.zeros_like(packets[0, 0], dtype=torch.bool)
+    if labels is not None:
+        empty = labels.long() == facts.ignore_index
+        packets.masked_fill_(empty, 0.0)
+        rows["owner"].masked_fill_(empty, IGNORED)
+    for name in rows:
+        if name.endswith("max"):
+            rows[name].masked_fill_(empty, -torch.inf)
+            rows[name][max(0, -(-facts.valid_width // facts.chunk_size)) :] = -torch.inf  # chunks without columns
+
+
+def _student_scale(request: Request):
+    """Factor of z where it meets a teacher's logits: a number, or float64 [N]."""
+    scales = request.tensors.scales
+    return request.facts.student_scale if scales is None else scales[1].double()
+
+
+def merged_sums(packets, layout: Layout, scale=1.0):
+    """Packets [chunks of all ranks in vocabulary order, rows, N] -> the largest maximum, and sums relative to it."""
+    rows = dict(zip(layout.packet, packets.double().unbind(1)))
+    merging = SOFTMAX.merging(rows, scale)
+    sums = {}
+    for family in layout.families:
+        sums |= family.merge(rows, merging)
+    return merging.shift, sums
+
+
+def finish(shift, sums: dict, request: Request, dtype) -> list[torch.Tensor]:
+    """Join the target column: merged sums -> [merged rows [R, N], values [K, N], *flags [N]] in the layout's order."""
+    layout, facts, labels = request.layout, request.facts, request.tensors.labels
+    joined, values, rows = SOFTMAX.joined(shift, sums, labels, facts.packets, _student_scale(request))
+    for family in layout.families[1:]:
+        found = family.finish(family.join(sums, joined), joined)
+        values |= found[0]
+        rows |= found[1]
+
+    def settled(value):
+        return torch.where(joined.ignored, 0.0, torch.where(joined.bad, torch.nan, value)).to(dtype)
+
+    later = dict.fromkeys(layout.second, torch.zeros_like(joined.whole))  # written by `finish_second`
+    values, rows = values | later, rows | later
+    merged = torch.stack([settled(rows[name]) for name in layout.merged])
+    values |= {name: settled(values[name]) if name != "owners" else values[name].to(dtype) for name in layout.values}
+    return [merged, torch.stack([values[name] for name in layout.values]), *(values[name] for name in layout.flags)]
+
+
+def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:
+    """Packets of all ranks -> [merged rows, values, *flags]."""
+    return finish(*merged_sums(packets, request.layout, _student_scale(request)), request, packets.dtype)
+
+
+def second_statistics(packets, request: Request, merged):
+    """Write this rank's packets [chunks, rows, N] of the second exchange."""
+    packets.zero_()
+    merged_row = dict(zip(request.layout.merged, merged.unbind(0)))
+    rows = dict(zip(request.layout.second, packets.unbind(1)))
+    for chunk, block, tile in _chunk_tiles(request):
+        here = {name: value[block, None] for name, value in merged_row.items()}
+        ignored = here["sum"][:, 0] == 0
+        for family in request.layout.families:
+            for name in family.second_rows(request.layout.call):
+                parts = family.second(name, tile, here, request.facts)
+                for row, part in zip((name, f"{name}_mean"), parts):
+                    rows[row][chunk, block] = torch.where(ignored, 0.0, part).to(packets.dtype)
+
+
+def logits_gradient(out, request: Request, merged, grads: dict):
+    """Write d loss / d logits into `out` [N, width], which may be the logits; grads: upstream gradients [N] by name.
+
+    Per element, before the one rounding: dz_j = p_j (g_lse - g_log_prob + coefficients) + direct parts, and at the
+    target p_y (g_lse + coefficients) + (1 - p_y) g_log_prob + direct parts; the tables of the families say which.
+    """
+    tensors, facts = request.tensors, request.facts
+    out[:, facts.valid_width :] = 0
+    merged_row = dict(zip(request.layout.merged, merged.unbind(0)))
+    n_rows, chunk = tensors.logits.shape[0], max(1, min(facts.chunk_size, facts.valid_width))
+    for first in range(0, facts.valid_width, chunk):
+        columns = slice(first, min(first + chunk, facts.valid_width))
+        for block in _row_blocks(n_rows, chunk):
+            tile = tile_of(tensors, block, columns, facts)
+            here = {name: value[block, None] for name, value in merged_row.items()}
+            upstream = {name: value[block, None] for name, value in grads.items()}
+            dz = _tile_gradient(tile, here, upstream, request)
+            out[block, columns] = torch.where(here["sum"] == 0, 0.0, dz * tile.slope).to(out.dtype)
+
+
+def _tile_gradient(tile: Tile, merged: dict, grads: dict, request: Request):
+    families = request.layout.families
+    shifted = tile.z - merged["shift"]
+    weight = shifted.exp() / merged["sum"]
+    coefficient = grads.get("lse", torch.zeros_like(merged["sum"]))
+    for family in families:
+        coefficient = family.coefficient(coefficient, shifted, weight, merged, grads)
+    away = coefficient - grads["log_prob"] if "log_prob" in grads else coefficient
+    dz = weight * away
+    if tile.target is not None:
+        at = tile.target[:, None] == torch.arange(tile.z.shape[1], device=tile.z.device)
+        at_target = weight * coefficient + (merged["others"] * grads["log_prob"] if "log_prob" in grads else 0.0)
+        dz = torch.where(at, at_target, dz)
+    scaled = None
+    for family in families:
+        dz = family.direct(dz, tile, merged, grads)
+        scaled = family.scaled(scaled, tile, merged, grads, request.facts)
+    return dz if scaled is None else dz + tile.scale * scaled
+
+
+def scale(out, x, factor, add: bool = False):
+    """out (+)= x * factor, a scalar tensor, rounded once."""
+    if add:
+        out.addcmul_(x.to(out.dtype), factor)
+    else:
+        torch.mul(x, factor, out=out)

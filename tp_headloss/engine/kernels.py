@@ -1,0 +1,290 @@
+"""The carriers among the kernels: they stream logits, merge packets and write gradients for any tuple of families.
+
+`statistics.family_triton` is the families' contract, and explains the names; `eager` is the definition in plain torch.
+Families arrive as a plain tuple of their hooks, so that an edit of one changes the compiled kernel's key.
+"""
+
+import triton
+import triton.language as tl
+
+from ..statistics import softmax_triton as softmax
+from ..statistics.family_triton import load_logits, load_teacher, read, row_factors, teacher_scales, transform
+from ..statistics.numerics_triton import exp, widen
+from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
+from ..symmetric_memory_triton import end_turn, packet_pointer, slot_to_write, turn_to_read
+
+
+@triton.jit
+def _open_chunk(inputs, n_rows, start, valid_width, chunks, ignore_index):
+    """The chunk of this program, and its number."""
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    index = tl.program_id(0) % chunks
+    first = index * inputs.chunk_size
+    size = tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0)
+    pre, post = row_factors(inputs, row)
+    teacher_scale, student_scale = teacher_scales(inputs, row, n_rows)
+    target = -1
+    ignored = False
+    owned = False
+    if inputs.labels is not None:
+        y = tl.load(inputs.labels + row).to(tl.int64)
+        ignored = y == ignore_index
+        target = y - start - first
+        owned = (target >= 0) & (target < size) & (y != ignore_index)
+        target = tl.where(owned, target, -1).to(tl.int32)
+        size = tl.where(ignored, 0, size)
+    chunk = Chunk(row, first, size, start, target, owned, ignored, pre, post, teacher_scale, student_scale)
+    return chunk, index
+
+
+@triton.jit
+def _start(families, chunk, inputs, BLOCK: tl.constexpr):
+    states = ()
+    for i in tl.static_range(len(families)):
+        states += (families[i].start(chunk, inputs, BLOCK),)
+    return states
+
+
+@triton.jit
+def _rescale(families, states, move, chunk, inputs, rows):
+    rescaled = ()
+    for i in tl.static_range(len(families)):
+        rescaled += (families[i].rescale(states[i], move, chunk, inputs, rows),)
+    return rescaled
+
+
+@triton.jit
+def _add_tile(m, s, student, states, families, tile, chunk, inputs, rows):
+    """Add a tile to the maximum m, the lane sums s of exp(v - m), those at the teacher's side, and all states."""
+    peak = tl.max(tile.v, axis=0)
+    before = m
+    if peak > m:
+        move = softmax.move_to(m, s, peak)
+        states = _rescale(families, states, move, chunk, inputs, rows)
+        if rows.student_sum is not None:
+            student = softmax.rescale_student(student, move, chunk, inputs)
+        s *= move.factor
+    m = tl.maximum(m, peak)
+    of_tile = softmax.tile_softmax(m, before, peak, tile.v)
+    added = ()
+    for i in tl.static_range(len(families)):
+        added += (families[i].add(states[i], tile, of_tile, chunk, inputs, rows),)
+    if rows.student_sum is not None:
+        student = softmax.add_student(student, of_tile, chunk, inputs)
+    return m, s + of_tile.p, student, added
+
+
+@triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks", "ignore_index"])
+def statistics_kernel(
+    packets_ptr,  # [chunks, K, T] fp32 out
+    inputs,  # Inputs
+    memory,  # SharedMemory
+    families,  # their STATISTICS
+    rows,  # numbers of the packets' rows by name
+    n_rows, start, valid_width, chunks, ignore_index,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the packet of one chunk of one row, a function of that chunk's columns only."""
+    chunk, index = _open_chunk(inputs, n_rows, start, valid_width, chunks, ignore_index)
+    packets_ptr = slot_to_write(packets_ptr, memory)
+    lanes = tl.arange(0, BLOCK)
+    m = -float("inf")
+    s = tl.zeros([BLOCK], tl.float32)
+    student = tl.zeros([BLOCK], tl.float32)
+    states = _start(families, chunk, inputs, BLOCK)
+    whole = chunk.size // BLOCK * BLOCK
+    # the tile of the target waits, so that the loop need not look for it: one masked tile for it, one for the tail
+    waiting = tl.where(chunk.target < 0, whole, chunk.target // BLOCK * BLOCK)
+    for i in tl.range(0, whole - tl.where(waiting < whole, BLOCK, 0), BLOCK, num_stages=4):
+        o = tl.where(i < waiting, i, i + BLOCK)
+        columns = chunk.first + o + lanes
+        z = load_logits(inputs, chunk, columns, None)
+        u = 0
+        if inputs.teacher is not None:
+            u = load_teacher(inputs, chunk, columns, None)
+        tile = Tile(z, z, u, columns, o, False, BLOCK)
+        m, s, student, states = _add_tile(m, s, student, states, families, tile, chunk, inputs, rows)
+    for o in range(waiting, chunk.size, tl.maximum(whole - waiting, BLOCK)):
+        inside = o + lanes
+        columns = chunk.first + inside
+        # two masks that are known to be aligned, so that the load stays wide; what is valid is selected afterwards
+        reading = (inside < inputs.chunk_size) & (columns < inputs.width)
+        z = tl.where(inside < chunk.size, load_logits(inputs, chunk, columns, reading), float("-inf"))
+        v = tl.where(inside == chunk.target, float("-inf"), z)
+        u = 0
+        if inputs.teacher is not None:
+            u = tl.where(inside < chunk.size, load_teacher(inputs, chunk, columns, reading), float("-inf"))
+        tile = Tile(z, v, u, columns, o, True, BLOCK)
+        m, s, student, states = _add_tile(m, s, student, states, families, tile, chunk, inputs, rows)
+    n = n_rows.to(tl.int64)
+    out = packets_ptr + index.to(tl.int64) * rows.height * n + chunk.row
+    core = Core(m, s)
+    softmax.store(out, n, core, student, chunk, inputs, rows, BLOCK)
+    for i in tl.static_range(len(families)):
+        families[i].store(out, n, states[i], core, chunk, inputs, rows, BLOCK)
+
+
+@triton.jit
+def _peaks(families, states, packet, rows):
+    after = ()
+    for i in tl.static_range(len(families)):
+        after += (families[i].peak(states[i], packet, rows),)
+    return after
+
+
+@triton.jit
+def _add_packet(families, states, packet, of_packet, rows):
+    added = ()
+    for i in tl.static_range(len(families)):
+        added += (families[i].add(states[i], packet, of_packet, rows),)
+    return added
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def merge_kernel(
+    out,  # Outputs
+    packets_ptr,  # [packets, K, T] fp32
+    inputs,  # Inputs: labels and the student's scale
+    memory,  # SharedMemory
+    families,  # their MERGE
+    rows,  # numbers of rows by name: packet, merged, value
+    n_rows,
+    PACKETS: tl.constexpr, CHUNKS: tl.constexpr,  # of the group, of a rank
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the merge of all packets of BLOCK tokens in chunk order, in float64, and the target column."""
+    # Packets that are read at once: more spill registers, and more than 8 compile for minutes.
+    WIDE: tl.constexpr = PACKETS * rows.packet.height > 96
+    STEP: tl.constexpr = (4 if PACKETS == 8 else 1) if WIDE or PACKETS > 8 else PACKETS
+    n = n_rows.to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = token < n
+    turn = turn_to_read(memory)
+    size = rows.packet.height * n
+    peak = tl.full([BLOCK], -float("inf"), tl.float32)
+    core = softmax.start_merge(BLOCK)
+    states = ()
+    for i in tl.static_range(len(families)):
+        states += (families[i].start(BLOCK),)
+    for first in range(0, PACKETS, STEP):
+        for k in tl.static_range(STEP):
+            packet = Packet(packet_pointer(packets_ptr, memory, turn, first + k, size, CHUNKS) + token, n, here)
+            peak = tl.maximum(peak, read(packet, rows.packet.max, 0.0))
+            states = _peaks(families, states, packet, rows.packet)
+    scale = 1.0
+    if inputs.student_scale is not None:
+        scale = inputs.student_scale
+        if inputs.scales is not None:
+            scale = tl.load(inputs.scales + n + token, mask=here, other=1.0)
+    for first in range(0, PACKETS, STEP):
+        for k in tl.static_range(STEP):
+            packet = Packet(packet_pointer(packets_ptr, memory, turn, first + k, size, CHUNKS) + token, n, here)
+            of_packet = softmax.packet_softmax(packet, peak, scale, rows.packet)
+            core = softmax.add_packet(core, packet, of_packet, rows.packet)
+            states = _add_packet(families, states, packet, of_packet, rows.packet)
+    if rows.packet.owner is not None:
+        joined = softmax.with_target(core, peak, scale, token, here, n, rows.packet, PACKETS)
+    else:
+        joined = softmax.without_target(core, peak, scale, token, here, n, rows.packet)
+    softmax.finish(core, joined, out, rows)
+    for i in tl.static_range(len(families)):
+        families[i].finish(states[i], joined, out, inputs, rows)
+    end_turn(memory, turn)
+
+
+@triton.jit
+def _columns(inputs, row, positions, ignored, start, valid_width):
+    """The columns of a tile, which of them exist, and which are read: nothing of an ignored row."""
+    if inputs.entries is not None:  # entries alone
+        at = inputs.entries + row * inputs.n_entries + positions
+        columns = tl.load(at, mask=positions < inputs.n_entries, other=-1) - start
+        written = (columns >= 0) & (columns < valid_width)
+        columns = tl.where(written, columns, inputs.width)
+        readable = written & (columns < tl.where(ignored, 0, valid_width))
+    else:
+        columns = positions
+        written = columns < inputs.width
+        readable = columns < tl.where(ignored, 0, inputs.width)
+    return columns, written, readable
+
+
+@triton.jit
+def _softmax_gradient(z, columns, first, token, states, families, grads, inputs, rows, start, BLOCK: tl.constexpr):
+    """p times its coefficients; the column of the label is one fp32 expression."""
+    common = 0.0  # coefficient of p at every column
+    if grads.lse is not None:
+        common += tl.load(grads.lse + token.row)
+    away = common  # and at columns other than the target
+    if grads.log_prob is not None:
+        away -= tl.load(grads.log_prob + token.row)
+    away = tl.where(token.ignored, 0.0, away / token.whole)
+    shifted = z - tl.load(token.merged + rows.shift * token.n)
+    p = exp(shifted)
+    for i in tl.static_range(len(families)):
+        away = families[i].coefficient(away, states[i], shifted, p, token)
+    dz = p * away
+    if inputs.labels is not None:
+        target = tl.load(inputs.labels + token.row).to(tl.int64) - start
+        if inputs.entries is not None:
+            here = target >= 0
+        else:
+            here = (target >= first) & (target < first + BLOCK)
+        if here:
+            offset = tl.load(token.merged + rows.target * token.n)
+            for i in tl.static_range(len(families)):
+                common = families[i].at_target(common, states[i], offset, token)
+            at_target = tl.exp(offset) * common / token.whole
+            if grads.log_prob is not None:
+                at_target += tl.load(token.merged + rows.others * token.n) * tl.load(grads.log_prob + token.row)
+            dz = tl.where(columns == target.to(tl.int32), tl.where(token.ignored, 0.0, at_target), dz)
+    return dz
+
+
+@triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
+def gradient_kernel(
+    dx_ptr, dx_row, dx_column,  # [T, width] out; may be x itself
+    inputs,  # Inputs; with entries: only these ids, whose logits x holds
+    merged_ptr,  # [R, T] fp32
+    grads,  # upstream gradients [T] fp32 by name, None where absent
+    families,  # their GRADIENT
+    rows,  # numbers of the merged rows by name
+    n_rows, start, valid_width,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of one row of the gradient; `eager.logits_gradient` states the formula.
+
+    Rows run from the last to the first: what the forward read last is still in the L2 cache.
+    """
+    tiles = tl.cdiv(inputs.n_entries if inputs.entries is not None else inputs.width, BLOCK)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = (program // tiles).to(tl.int64)
+    first = program % tiles * BLOCK
+    positions = first + tl.arange(0, BLOCK)
+    n = n_rows.to(tl.int64)
+    merged = merged_ptr + row
+    whole = tl.load(merged + rows.sum * n)
+    ignored = whole == 0.0
+    columns, written, readable = _columns(inputs, row, positions, ignored, start, valid_width)
+    pre, post = row_factors(inputs, row)
+    teacher_scale, a = teacher_scales(inputs, row, n_rows)
+    chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
+    x = tl.load(inputs.x + row * inputs.x_row + positions.to(tl.int64) * inputs.x_column, mask=readable, other=0.0)
+    z, slope = transform(widen(x), columns, inputs, pre, post)
+    u = 0
+    if inputs.teacher is not None:
+        u = load_teacher(inputs, chunk, columns, readable)
+    tile = Tile(z, z, u, columns, first, True, BLOCK)
+    token = Token(row, n, merged, whole, ignored, a, positions, written, readable)
+
+    states = ()
+    for i in tl.static_range(len(families)):
+        states += (families[i].load(grads, token, inputs, rows),)
+    dz = _softmax_gradient(z, columns, first, token, states, families, grads, inputs, rows, start, BLOCK)
+    for i in tl.static_range(len(families)):
+        dz = families[i].direct(dz, states[i], tile, token, grads, inputs, rows)
+    if inputs.pre is not None:
+        dz *= slope
+    dz = tl.where(ignored, 0.0, dz)  # whatever a bias, a temperature or a weight did to it
+    if PADDED:
+        dz = tl.where(columns < valid_width, dz, 0.0)
+    tl.store(dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, dz.to(dx_ptr.dtype.element_ty), mask=written)

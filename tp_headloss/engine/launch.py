@@ -1,0 +1,145 @@
+"""How kernels are launched: tile sizes with the measurements behind them, and a direct way around Triton's dispatch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from .backend import version_numbers
+
+OLDEST = (3, 6)
+if version_numbers(triton.__version__) < OLDEST:
+    raise ImportError(
+        f"the triton backend needs Triton >= 3.6, which torch >= 2.11 brings, got {triton.__version__}: upgrade "
+        "torch, or use Options(backend='torch')"
+    )
+
+# ruff: noqa: E402
+from triton import knobs
+
+from ..statistics import numerics_triton
+
+INTERPRETED = numerics_triton.INTERPRETED.value
+# versions whose compiled kernels take the arguments that `launch` gives them (its fast path was run on the first)
+DIRECT = not INTERPRETED and version_numbers(triton.__version__) <= (3, 9)
+
+
+class Launch(NamedTuple):
+    """Size of a tile, and warps of a program."""
+
+    block: int
+    warps: int
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up (Triton's own, also for device code, is slow to call)."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+# Tables of the tuning script: H200, torch 2.11.0, triton 3.6.0, bf16, 8192 tokens, block/warps and microseconds.
+# Other GPUs get the same values.
+
+
+def statistics_launch(chunk_size: int, has_teacher: bool = False) -> Launch:
+    """Tile of the forward. Its width decides the order of additions, so it depends on the vocabulary alone.
+
+    One warp needs no barrier for its maxima and sums.
+    2 chunks of 16032: 1024/1 137.5, 512/1 138.5, 256/1 142.8, 1024/2 163.2, 2048/4 253.9
+    the same, entropy and argmax: 512/1 149.6, 256/1 164.8, 1024/1 166.9, 1024/2 236.0
+    8 chunks of 4016: 512/1 141.6, 256/1 153.9, 1024/1 170.8; with entropy and argmax: 512/1 186.9, 256/1 192.6
+    8 chunks of 16032: 1024/1 485.9, 512/1 488.7, 256/1 504.7; with entropy and argmax: 512/1 587.0, 256/1 627.7
+    forward_kl, 2 chunks of 16032: 256/1 288.7, 512/1 289.2, 1024/1 318.7; 8 of 4016: 256/1 319.1, 512/1 336.1
+    reverse_kl, 2 chunks of 16032: 256/1 320.7, 512/1 338.2, 128/1 396.9; 8 of 4016: 256/1 358.3, 128/1 413.7
+    jsd's second exchange, 8 of 4016: 256/1 262.0, 512/1 280.8, 1024/1 292.1; 8 of 16032: 256/1 1049, 1024/1 1060
+    """
+    return Launch(min(256 if has_teacher else 512, max(128, next_power_of_2(chunk_size))), 1)
+
+
+def gradient_launch(width: int, grads) -> Launch:
+    """Tile of the backward, by the names of the statistics that have upstream gradients.
+
+    32064 wide: 4096/4 257.1, 4096/8 257.9, 2048/4 258.4, 1024/2 259.4, 1024/4 289.9, 512/1 319.6
+    the same, with entropy: 4096/4 262.9, 8192/8 264.2, 2048/4 272.4, 1024/2 273.1
+    128256 wide: 2048/4 988.8, 1024/2 989.0, 4096/4 994.3; with entropy: 4096/4 1004.7, 2048/4 1039.2
+    8032 wide: 2048/4 70.0, 4096/4 71.1; with entropy: 4096/4 72.7, 2048/4 73.8
+    32064 wide, with forward_kl: 512/1 419.0, 1024/4 424.1, 2048/8 425.7, 4096/4 432.3, 2048/4 441.3
+    32064 wide, with reverse_kl: 4096/4 443.5, 1024/4 454.4, 2048/8 462.5, 512/1 466.0, 2048/4 469.3
+    jsd, 32064 wide: 512/1 411.1, 1024/2 416.0, 2048/4 416.3; 128256 wide: 512/1 1622, 1024/2 1638, 2048/4 1877
+    """
+    large = "entropy" in grads or "reverse_kl" in grads
+    if not large and ("forward_kl" in grads or "jsd" in grads or "total_variation" in grads):
+        return Launch(min(512, max(256, next_power_of_2(width))), 1)
+    return Launch(min(4096 if large else 2048, max(256, next_power_of_2(width))), 4)
+
+
+def entries_launch(n_entries: int) -> Launch:
+    """Tile of the kernels over a top-K teacher's entries."""
+    return Launch(min(128, max(16, next_power_of_2(n_entries))), 1)
+
+
+MERGE = Launch(64, 2)  # 8 packets: 32/1 7.7, 128/4 8.6, 64/2 8.7; with entropy and argmax: 64/2 8.0, 32/1 8.5
+# The only program: its time is the latency of its loads, and wider ones spill.
+SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 10.6, 4096/32 15.1, 8192/32 28.4
+SCALE = Launch(4096, 4)
+SUMS_GRADIENT = Launch(1024, 4)  # 1 value: 512/4 4.1, 1024/4 4.9; 3 values: 1024/4 5.2, 512/4 5.5
+
+
+_compiled: dict = {}
+
+
+def _observed() -> bool:
+    """Whether a profiler hooked into Triton's dispatch."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+def int_key(number: int):
+    """The part of the compile key that an integer contributes: whether it is 1 or a multiple of 16, and its type."""
+    return number if number == 1 else (number % 16 == 0, number >= 2**31)
+
+
+def pointer_key(tensor):
+    """The part of the compile key that a pointer contributes."""
+    return None if tensor is None else (tensor.dtype, tensor.data_ptr() % 16)
+
+
+def dtype_key(tensor):
+    """The part of the compile key that a vector contributes which is never read in wide accesses.
+
+    It is read one by one, or under a mask that was itself loaded. Rows of [K, N] are aligned or not, as N goes, which
+    makes no difference to them.
+    """
+    return tensor if tensor is None else tensor.dtype
+
+
+def launch(kernel, programs: int, variant: tuple, how: Launch, *arguments):
+    """kernel[(programs,)](*arguments, how.block) on the device of `variant`'s first element, a torch.device.
+
+    Triton's own dispatch takes longer than most of these kernels, so what was launched before is launched again
+    directly: a `variant` with the same kernel and launch parameters is what Triton would not compile anew.
+    """
+    device = variant[0]
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, programs, variant, how, *arguments)
+    if not DIRECT or _observed():
+        kernel[(programs,)](*arguments, how.block, num_warps=how.warps, enable_fp_fusion=True)
+        return
+    key = kernel, how, variant
+    compiled = _compiled.get(key)
+    if compiled is None:
+        if len(_compiled) >= 4096:  # a temperature that changes with every step, say
+            _compiled.clear()
+        result = kernel[(programs,)](*arguments, how.block, num_warps=how.warps, enable_fp_fusion=True)
+        _compiled[key] = result.run, result.function, result.packed_metadata
+        return
+    run, function, metadata = compiled
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, how.block)

@@ -1,0 +1,142 @@
+"""Registered operators, so that `torch.compile` sees opaque, shape-inferable calls.
+
+They take plain tensors, numbers and strings: the fields of `Tensors`, `Facts` and `LinearFacts`, from which their
+schemas are made.
+"""
+
+from __future__ import annotations
+
+import typing
+
+import torch
+
+from .. import comm
+from ..request import Facts, Request, Tensors, accumulation_dtype
+from . import passes
+from .backend import load_backend
+
+_TYPES = {
+    torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", int: "int", float: "float", str: "str", bool: "bool",
+    tuple[str, ...]: "str[]", torch.dtype: "ScalarType",
+}  # fmt: skip
+
+
+def schema_of(record, leave_out: tuple[str, ...] = ()) -> str:
+    """The fields of a NamedTuple as the arguments of an operator's schema."""
+    hints = typing.get_type_hints(record)
+    return ", ".join(f"{_TYPES[hints[name]]} {name}" for name in record._fields if name not in leave_out)
+
+
+def fields_of(*records) -> list:
+    """The values of records as an operator takes them."""
+    return [list(field) if isinstance(field, tuple) else field for record in records for field in record]
+
+
+def register(name: str, arguments: str, result: str, real, fake, *records):
+    """Define an operator whose last arguments are the fields of records; real and fake get the records."""
+
+    def rebuilding(function):
+        def operator(*args):
+            built = []
+            for record in reversed(records):
+                args, fields = args[: -len(record._fields)], args[-len(record._fields) :]
+                built.append(record(*(tuple(field) if isinstance(field, list) else field for field in fields)))
+            return function(*args, *reversed(built))
+
+        return operator
+
+    schema = ", ".join([arguments, *map(schema_of, records)])
+    torch.library.define(f"tp_headloss::{name}", f"({schema}) -> {result}")
+    torch.library.impl(f"tp_headloss::{name}", "default", rebuilding(real))
+    torch.library.register_fake(f"tp_headloss::{name}", rebuilding(fake))
+
+
+def can_skip_dispatch(tensor) -> bool:
+    """True in plain eager mode, where calling the implementation directly saves the operator's overhead."""
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    return plain and not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+
+
+def _statistics(*args):
+    *tensors, facts = args
+    return passes.statistics(Request.of(tensors, facts))
+
+
+def _statistics_fake(*args):
+    *tensors, facts = args
+    request = Request.of(tensors, facts)
+    logits = request.tensors.logits
+    return request.layout.empty_outputs(logits, logits.shape[0], accumulation_dtype(logits.dtype))
+
+
+def statistics(request: Request) -> list[torch.Tensor]:
+    """[merged rows [R, N], values [K, N], *flags [N]]; see `passes.statistics`."""
+    if can_skip_dispatch(request.tensors.logits):
+        return passes.statistics(request)
+    return torch.ops.tp_headloss.statistics(*request.tensors, *fields_of(request.facts))
+
+
+def _logits_gradient(*args):
+    *tensors, merged, grads, facts = args
+    request, out = Request.of(tensors, facts), torch.empty_like(tensors[0])
+    passes.write_gradient(out, request, merged, dict(zip(request.layout.gradients, grads)))
+    return out
+
+
+def logits_gradient(request: Request, merged, grads: dict) -> torch.Tensor:
+    """d loss / d logits; grads: upstream gradients [N] by name."""
+    if can_skip_dispatch(merged):
+        out = torch.empty_like(request.tensors.logits)
+        passes.write_gradient(out, request, merged, grads)
+        return out
+    given = [grads.get(name) for name in request.layout.gradients]
+    return torch.ops.tp_headloss.logits_gradient(*request.tensors, merged, given, *fields_of(request.facts))
+
+
+def _entries(ids, log_probs, mask, scales, scale, renormalize, vocab_size, backend):
+    scale = scale if scales is None else scales
+    return load_backend(backend).entries(ids, log_probs, mask, scale, renormalize, vocab_size)
+
+
+def _entries_fake(ids, log_probs, *_):
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    return torch.empty_like(ids, dtype=torch.int32), torch.empty_like(log_probs, dtype=dtype)
+
+
+def top_entries(*args):
+    """A top-K teacher's ids and log-probs -> its distinct entries [N, K] each; see `statistics.entries`."""
+    return _entries(*args) if can_skip_dispatch(args[1]) else torch.ops.tp_headloss.entries(*args)
+
+
+def _gather_tokens(x, world_size, group_name):
+    gathered = comm.gather_tokens(x, world_size, group_name)
+    return x.clone() if gathered is x else gathered
+
+
+def _gather_tokens_fake(x, world_size, _):
+    return x.new_empty(world_size * x.shape[0], *x.shape[1:])
+
+
+def _reduce_tokens(x, how, world_size, group_name):
+    return comm.reduce_hidden(x.clone(memory_format=torch.contiguous_format), how, world_size, group_name)()
+
+
+def _reduce_tokens_fake(x, how, world_size, _):
+    return x.new_empty(x.shape[0] // world_size if how == "reduce_scatter" else x.shape[0], *x.shape[1:])
+
+
+_TENSORS = schema_of(Tensors)
+register("statistics", _TENSORS, "Tensor[]", _statistics, _statistics_fake, Facts)
+register(
+    "logits_gradient", f"{_TENSORS}, Tensor merged, Tensor?[] grads", "Tensor",
+    _logits_gradient, lambda logits, *_: torch.empty_like(logits), Facts,
+)  # fmt: skip
+register(
+    "entries",
+    "Tensor ids, Tensor log_probs, Tensor? mask, Tensor? scales, float scale, bool renormalize, int vocab_size, "
+    "str backend", "(Tensor, Tensor)", _entries, _entries_fake,
+)  # fmt: skip
+register("gather_tokens", "Tensor x, int world_size, str group_name", "Tensor", _gather_tokens, _gather_tokens_fake)
+register(
+    "reduce_tokens", "Tensor x, str how, int world_size, str group_name", "Tensor", _reduce_tokens, _reduce_tokens_fake
+)

@@ -1,0 +1,163 @@
+"""Triton kernels that reduce per-token values to a loss and sums, as `head_loss.reduction` defines them."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import INTERPRETED, SCALE, SUMS, SUMS_GRADIENT, ceil_div, dtype_key, int_key, launch, pointer_key
+
+
+@triton.jit
+def _sign(i: tl.constexpr, NEGATIVES: tl.constexpr):
+    """Sign of sum i: -1.0 where its bit is set, else 1.0."""
+    return 1.0 - 2.0 * ((NEGATIVES >> i) & 1)
+
+
+@triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])
+def sums_kernel(
+    sums_ptr,  # [S + 1] fp32 out: a sum over valid tokens per value, and the count
+    divisor_ptr,  # [] fp64 out: what the loss was divided by
+    loss_ptr,  # [] fp32 out: the sum of c_i sums_i over the divisor
+    value_ptrs,  # S per-token values [T], fp32 or bool
+    valid_ptr,  # [T] bool
+    weight_ptr,  # [T] fp32 token weights or None
+    denominator_ptr,  # [] fp64 or None: then `denominator`, or the count
+    coefficients,  # floats c_i of the first values
+    denominator, n_rows,
+    SQUARES: tl.constexpr, NEGATIVES: tl.constexpr,  # bits: which values are squared, which sums negated
+    BY_COUNT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum all tokens in a single program, in float64 and a fixed order, and round each sum once."""
+    n = n_rows.to(tl.int64)
+    count = tl.zeros([BLOCK], tl.float64)
+    totals = ()
+    for _ in tl.static_range(len(value_ptrs)):
+        totals += (tl.zeros([BLOCK], tl.float64),)
+    for first in range(0, n, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        valid = tl.load(valid_ptr + token, mask=token < n, other=0) != 0
+        weight = valid.to(tl.float64)
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + token, mask=valid, other=0.0).to(tl.float64)
+            valid = valid & (weight != 0.0)  # a loss mask, whatever the values are
+        count += weight
+        grown = ()
+        for i in tl.static_range(len(value_ptrs)):
+            value = tl.load(value_ptrs[i] + token, mask=valid, other=0).to(tl.float64)
+            if (SQUARES >> i) & 1:
+                value *= value
+            grown += (tl.fma(value, weight, totals[i]),)
+        totals = grown
+
+    loss = 0.0
+    for i in tl.static_range(len(value_ptrs)):
+        total = tl.sum(totals[i], axis=0) * _sign(i, NEGATIVES)
+        tl.store(sums_ptr + i, total)
+        if i < len(coefficients):  # the others are metrics
+            loss += coefficients[i] * total
+    tokens = tl.sum(count, axis=0)  # in fp32 it may be infinite where the mean is not
+    divisor = tl.full((), 1.0, tl.float64) * denominator
+    if denominator_ptr is not None:
+        divisor = tl.load(denominator_ptr).to(tl.float64)
+    elif BY_COUNT:
+        divisor = tokens
+    divisor = tl.where(divisor == 0.0, float("inf"), divisor)  # the loss of nothing is 0
+    tl.store(sums_ptr + len(value_ptrs), tokens)
+    tl.store(divisor_ptr, divisor)
+    tl.store(loss_ptr, loss / divisor)
+
+
+@triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])
+def sums_gradient_kernel(
+    g_ptr,  # [S, T] fp32 out: d loss / d value where valid, 0 elsewhere
+    upstream_ptr,  # [] fp32: gradient of the loss
+    value_ptrs, valid_ptr, weight_ptr,  # as in `sums_kernel`
+    divisor_ptr,  # [] fp64 of `sums_kernel`
+    coefficients, n_rows,
+    SQUARES: tl.constexpr, NEGATIVES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of BLOCK tokens with respect to the values of every term."""
+    n = n_rows.to(tl.int64)
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    valid = tl.load(valid_ptr + token, mask=token < n, other=0) != 0
+    factor = tl.load(upstream_ptr) / tl.load(divisor_ptr)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + token, mask=valid, other=0.0)
+        valid = valid & (weight != 0.0)
+        factor *= weight
+    for i in tl.static_range(len(value_ptrs)):
+        g = factor * (coefficients[i] * _sign(i, NEGATIVES))
+        if (SQUARES >> i) & 1:
+            g *= 2.0 * tl.load(value_ptrs[i] + token, mask=valid, other=0.0)
+        tl.store(g_ptr + i * n + token, tl.where(valid, g, 0.0), mask=token < n)
+
+
+@triton.jit
+def scale_kernel(
+    out_ptr,  # [n] out
+    x_ptr,  # [n]
+    factor_ptr,  # [] fp32
+    n,
+    ADD: tl.constexpr,  # to the elements of `out`, which are overwritten otherwise
+    BLOCK: tl.constexpr,
+):
+    """Compute BLOCK elements of x * factor, plus `out` if ADD, each rounded once."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    out = tl.load(x_ptr + i, mask=i < n, other=0.0).to(tl.float32) * tl.load(factor_ptr)
+    if ADD:
+        out += tl.load(out_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + i, out.to(out_ptr.dtype.element_ty), mask=i < n)
+
+
+def token_sums(values, valid, reduction):
+    """Values [N] each -> loss [], sums [S + 1] (of each value, then the count) and divisor []."""
+    plan, weight, denominator = reduction
+    sums = valid.new_empty(len(values) + 1, dtype=torch.float32)
+    loss, divisor = valid.new_empty((), dtype=torch.float32), valid.new_empty((), dtype=torch.float64)
+    given = denominator if isinstance(denominator, torch.Tensor) else None
+    number = 1.0 if given is not None or denominator is None else float(denominator)
+    launch(
+        sums_kernel,
+        1,
+        (valid.device, plan.squares, plan.negatives, len(plan.coefficients), denominator is None,
+         *map(dtype_key, (valid, weight)), pointer_key(given), *map(dtype_key, values)),
+        SUMS,
+        sums, divisor, loss, values, valid, weight, given, plan.coefficients, number, valid.numel(),
+        plan.squares, plan.negatives, denominator is None,
+    )  # fmt: skip
+    return loss, sums, divisor
+
+
+def token_sums_gradient(upstream, values, valid, weight, divisor, plan):
+    """Gradient of the loss -> gradients of the terms' values, [terms, N] fp32."""
+    n_rows = valid.numel()
+    out = valid.new_empty((len(values), n_rows), dtype=torch.float32)
+    if n_rows:
+        launch(
+            sums_gradient_kernel,
+            ceil_div(n_rows, SUMS_GRADIENT.block),
+            (
+                valid.device, plan.squares, plan.negatives, pointer_key(upstream),
+                *map(dtype_key, (valid, weight, *values)),
+            ),
+            SUMS_GRADIENT,
+            out, upstream, values, valid, weight, divisor, plan.coefficients, n_rows,
+            plan.squares, plan.negatives,
+        )  # fmt: skip
+    return out
+
+
+def scale(out, x, factor, add: bool = False):
+    """out (+)= x * factor, contiguous, a scalar tensor; torch's own is slow with a factor that is on the device."""
+    if INTERPRETED and out.dtype == torch.bfloat16:  # the interpreter truncates to bf16, hardware rounds
+        exact = torch.empty_like(out, dtype=torch.float32)
+        scale(exact, x, factor)
+        out.copy_(exact)
+    elif out.numel():
+        launch(
+            scale_kernel,
+            ceil_div(out.numel(), SCALE.block),
+            (out.device, int_key(out.numel()), add, *map(pointer_key, (out, x, factor))),
+            SCALE,
+            out, x, factor, out.numel(), add,
+        )  # fmt: skip

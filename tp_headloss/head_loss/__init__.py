@@ -1,0 +1,27 @@
+"""Losses on vocabulary statistics: `HeadLoss`, the terms and metrics that it is made of, and its output."""
+
+from .distillation_terms import Distillation, TopKDistillation
+from .loss import CausalLMLoss, HeadLoss
+from .monomial import Monomial
+from .output import HeadLossOutput
+from .policy_terms import GeneratorMetrics, KLToReference, PolicyGradient, PolicyMetrics
+from .terms import METRICS, CrossEntropy, Entropy, Metric, Term, ZLoss
+
+__all__ = [
+    "METRICS",
+    "CausalLMLoss",
+    "CrossEntropy",
+    "Distillation",
+    "Entropy",
+    "GeneratorMetrics",
+    "HeadLoss",
+    "HeadLossOutput",
+    "KLToReference",
+    "Metric",
+    "Monomial",
+    "PolicyGradient",
+    "PolicyMetrics",
+    "Term",
+    "TopKDistillation",
+    "ZLoss",
+]

@@ -1,0 +1,182 @@
+"""Checks of the arguments of one `HeadLoss` call."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import torch
+
+from ..dtensor import local
+from ..sequences import SEQUENCE_REDUCTIONS, Sequences
+from ..shard import VocabShard
+from ..validation import expect_ids, expect_tensor, fits_fp32
+from .definition import HeadLossDefinition
+from .evaluation import StatisticsFunction
+
+
+class Call(NamedTuple):
+    """Checked arguments of one call, with what follows from them. [..] is the labels' shape."""
+
+    definition: HeadLossDefinition
+    labels: torch.Tensor  # [..], the ignore_index for tokens that a weight of 0 or the sequences' mask excludes
+    token_weight: torch.Tensor | None  # [..], the caller's
+    loss_weight: torch.Tensor | None  # [..], the caller's times those of a reduction by sequence
+    total_weight: torch.Tensor | None  # [width], this rank's column weights of the statistic "total"
+    denominator: torch.Tensor | float | None  # None: the mean divides by the sum of the valid tokens' weights
+    count: torch.Tensor | None  # number of sequences of a reduction by sequence; None: that of tokens
+    inputs: dict[str, Any]  # tensors are expanded to [..]
+    sequences: Sequences | None
+    functions: list[StatisticsFunction]  # those that are summed together with the loss
+
+
+def check_call(
+    definition: HeadLossDefinition, shard: VocabShard, device: torch.device, labels, token_weight, denominator, inputs
+) -> Call:
+    """Check the arguments of a call. Raises TypeError or ValueError for wrong ones."""
+    _expect_labels(labels, token_weight, device)
+    _expect_denominator(denominator, definition.reduction)
+    inputs = inputs or {}
+    sequences = _checked_sequences(definition, inputs, labels)
+    inputs = _checked_inputs(definition, inputs, labels, sequences)
+    labels = _scored_labels(labels, token_weight, sequences, shard, definition.ignore_index)
+    _expect_class_weights(definition.terms, shard.vocab_size, device)
+    loss_weight, count = token_weight, None
+    if definition.reduction in SEQUENCE_REDUCTIONS:
+        loss_weight, total = sequences.aggregate(definition.reduction)
+        loss_weight = loss_weight if token_weight is None else loss_weight * token_weight
+        denominator = total if denominator is None else denominator
+        count = total / sequences.ranks
+    total_weight = _local_columns(definition.total_weight, shard)
+    functions = definition.plan.summed[int(sequences is not None)]
+    return Call(
+        definition, labels, token_weight, loss_weight, total_weight, denominator, count, inputs, sequences, functions
+    )
+
+
+def local_arguments(shard: VocabShard, labels, token_weight, transform, inputs):
+    """Replace DTensors among the arguments by this rank's part of them."""
+    inputs = {name: local(x, shard) for name, x in (inputs or {}).items()}
+    return local(labels, shard), local(token_weight, shard), local(transform, shard), inputs
+
+
+def replicated_facts(definition: HeadLossDefinition, labels, token_weight, denominator, inputs) -> dict[str, Any]:
+    """Arguments and options that must be equal on all ranks of the group, by the names that `Agreement` reports."""
+    return {
+        "labels": labels, "token_weight": token_weight, "denominator": denominator, "inputs": inputs,
+        "terms": definition.terms, "metrics": definition.metrics, "token_metrics": definition.token_metrics,
+        "reduction": definition.reduction, "ignore_index": definition.ignore_index, "options": definition.options,
+    }  # fmt: skip
+
+
+def _expect_labels(labels, token_weight, device):
+    if labels is None:
+        raise ValueError("labels are needed, got None: without them, use vocab_statistics")
+    expect_ids("labels", labels)
+    if token_weight is not None:
+        expect_tensor("token_weight", token_weight, labels.shape, device)
+
+
+def _expect_denominator(denominator, reduction: str):
+    if denominator is None:
+        return
+    if reduction in ("none", "sum"):
+        raise ValueError(f"a denominator goes with a mean, got reduction={reduction!r}")
+    if isinstance(denominator, torch.Tensor):
+        if denominator.dim():
+            raise ValueError(f"denominator must be a number or a scalar tensor, got shape {list(denominator.shape)}")
+        expect_tensor("denominator", denominator)
+    elif not isinstance(denominator, numbers.Real):
+        raise TypeError(f"denominator must be a number or a scalar tensor, got {denominator!r}")
+    elif denominator and math.isfinite(denominator) and not fits_fp32(denominator):
+        raise ValueError(f"denominator must be a number that fp32 holds, got {denominator}")
+
+
+def _checked_sequences(definition: HeadLossDefinition, inputs, labels) -> Sequences | None:
+    """Return the input "sequences" after checking it against the labels and the reduction; None if there is none."""
+    if "sequences" not in inputs:
+        if definition.reduction in SEQUENCE_REDUCTIONS:
+            raise ValueError(
+                f"reduction {definition.reduction!r} needs the input 'sequences', "
+                f"inputs={{'sequences': Sequences.from_mask(..)}}, got inputs {sorted(inputs)}"
+            )
+        return None
+    sequences = inputs["sequences"]
+    if not isinstance(sequences, Sequences):
+        raise TypeError(f"the input 'sequences' must be a Sequences, got {type(sequences).__name__}")
+    if sequences.mask.shape != labels.shape:
+        raise ValueError(f"sequences must be of tokens {list(labels.shape)}, got {list(sequences.mask.shape)}")
+    if definition.options is not None and definition.options.check:
+        sequences.check()
+    return sequences
+
+
+def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -> dict[str, Any]:
+    """Return the inputs with tensors expanded to the labels' shape. Raises for missing and for unused ones."""
+    needed = definition.plan.needed_inputs
+    if not inputs and not needed:
+        return {}
+    missing, unused = needed - set(inputs), set(inputs) - needed - {"sequences"}
+    if missing or unused:
+        wrong = [f"missing {sorted(missing)}"] * bool(missing)
+        wrong += [f"unused {sorted(unused)}, which none of them takes"] * bool(unused)
+        raise ValueError(
+            f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(inputs)}: {'; '.join(wrong)}"
+        )
+    out = {}
+    for name, value in inputs.items():  # the teacher is checked with the statistics
+        out[name] = value if name in ("sequences", "teacher") else _per_token(name, value, labels, sequences)
+    return out
+
+
+def _per_token(name: str, value, labels, sequences) -> torch.Tensor:
+    """Broadcast an input to the labels' shape [..], or spread its value per sequence [B] over the tokens."""
+    expect_tensor(f"input {name!r}", value, device=labels.device)
+    if sequences is not None and value.shape == (len(sequences),) != labels.shape:
+        return sequences.spread(value)
+    if value.dim() not in (0, labels.dim()):
+        raise ValueError(
+            f"input {name!r} must have as many dimensions as the labels {list(labels.shape)}, or one value for each of "
+            f"the input 'sequences', got {list(value.shape)}: a value per row is [B, 1]"
+        )
+    try:
+        return value.expand(labels.shape)
+    except RuntimeError:
+        shapes = f"{list(labels.shape)}, got {list(value.shape)}"
+        raise ValueError(f"input {name!r} must broadcast to the labels' shape {shapes}") from None
+
+
+def _scored_labels(labels, token_weight, sequences, shard: VocabShard, ignore_index: int) -> torch.Tensor:
+    """Return labels with the ignore_index where no loss is computed, in int64, which holds any ignore_index.
+
+    A weight of 0 is a loss mask, unless the weight is trained. Within sequences its token keeps its part in the
+    sequence's sums, and only its own loss is left out.
+    """
+    if sequences is None:
+        if token_weight is None or token_weight.requires_grad:
+            return labels
+        return torch.where(token_weight == 0, ignore_index, labels.long())
+    if shard.group is not None and sequences.group is shard.group:
+        raise ValueError(
+            "sequences must be split over a context-parallel group or none, got the group that shares the "
+            "vocabulary, whose ranks hold the same tokens"
+        )
+    return torch.where(sequences.mask, labels.long(), ignore_index)
+
+
+def _expect_class_weights(terms, vocab_size: int, device):
+    for class_weight in (term.class_weight for term in terms if term.class_weight is not None):
+        if class_weight.shape != (vocab_size,) or class_weight.device != device:
+            raise ValueError(
+                f"class_weight must have shape [{vocab_size}] on {device}, "
+                f"got {list(class_weight.shape)} on {class_weight.device}"
+            )
+
+
+def _local_columns(weight: torch.Tensor | None, shard: VocabShard) -> torch.Tensor | None:
+    """Cut class weights [V] to this rank's columns [width], with 0 for columns of padding."""
+    if weight is None:
+        return None
+    columns = weight[shard.start : shard.stop]
+    return torch.nn.functional.pad(columns, (0, shard.width - columns.shape[0]))

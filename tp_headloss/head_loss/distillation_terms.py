@@ -1,0 +1,99 @@
+"""Terms that compare the student with a teacher's distribution, whole or top-K."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .. import losses
+from .monomial import Monomial
+from .terms import Term
+
+DISTILLATIONS = {  # divergence -> the per-token loss, and the optional statistics that it needs
+    "forward_kl": (Monomial("forward_kl"), ("forward_kl",)),
+    "reverse_kl": (Monomial("reverse_kl"), ("reverse_kl",)),
+    "cross_entropy": (losses.soft_cross_entropy, ("forward_kl", "teacher_entropy")),
+    "jsd": (Monomial("jsd"), ("jsd",)),
+    "total_variation": (Monomial("total_variation"), ("total_variation",)),
+}
+
+TOPK_DISTILLATIONS = {  # (divergence, over) -> the optional statistics that it needs
+    ("forward_kl", "topk"): ("topk_forward_kl",),
+    ("forward_kl", "vocabulary"): ("topk_forward_kl", "topk_log_mass"),
+    ("forward_kl", "tail"): ("topk_forward_kl", "topk_log_mass", "tail_log_mass"),
+    ("reverse_kl", "topk"): ("topk_reverse_kl",),
+    ("reverse_kl", "vocabulary"): ("topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy"),
+    ("reverse_kl", "tail"): ("topk_reverse_kl", "topk_log_mass", "tail_log_mass"),
+    ("jsd", "topk"): ("topk_jsd",),
+    ("jsd", "vocabulary"): ("vocab_jsd", "topk_log_mass"),
+    ("jsd", "tail"): ("vocab_jsd", "tail_log_mass"),
+}
+
+
+def Distillation(
+    weight: float = 1.0, divergence: str = "forward_kl", *, temperature_squared: bool = False, name: str | None = None
+) -> Term:
+    """Divergence from a teacher's whole distribution. Input: "teacher", a `Teacher` with its temperatures.
+
+    divergence: "forward_kl" = KL(teacher || student); "reverse_kl" = KL(student || teacher); "cross_entropy" to the
+    teacher's probabilities, which is the forward KL plus a constant; "jsd" with the teacher's beta; "total_variation".
+    The last two take a second, small collective.
+    temperature_squared: multiply value and gradient by T^2, T being the student's temperature.
+    name: the term's name, by default the divergence's, or "teacher_cross_entropy".
+    """
+    if divergence not in DISTILLATIONS:
+        raise ValueError(f"divergence must be one of {sorted(DISTILLATIONS)}, got {divergence!r}")
+    per_token, want = DISTILLATIONS[divergence]
+    plain = isinstance(per_token, Monomial) and not temperature_squared
+    function = per_token if plain else partial(_distillation, per_token, temperature_squared)
+    default = "teacher_cross_entropy" if divergence == "cross_entropy" else divergence
+    return Term(name or default, function, weight, want, inputs=("teacher",), tokenwise=True)
+
+
+def TopKDistillation(
+    weight: float = 1.0,
+    divergence: str = "forward_kl",
+    over: str = "topk",
+    *,
+    outside: float = -100.0,
+    temperature_squared: bool = False,
+    name: str | None = None,
+) -> Term:
+    """Divergence from K entries of a teacher's distribution. Input: "teacher", a `TopKTeacher`.
+
+    divergence: "forward_kl", "reverse_kl", or "jsd" with the teacher's beta, which takes a second, small collective.
+    Several terms make a mixture.
+    over: the set over which the student is normalised: "topk", "vocabulary" or "tail", see `losses.topk_forward_kl`;
+    "tail" needs a teacher with renormalize=False.
+    outside: log-prob of the teacher outside of its entries, for the reverse KL over the vocabulary.
+    temperature_squared: as in `Distillation`. name: the term's name, by default "topk_" and the divergence's.
+    """
+    if (divergence, over) not in TOPK_DISTILLATIONS:
+        known = sorted({d for d, _ in TOPK_DISTILLATIONS})
+        raise ValueError(
+            f"divergence must be one of {known} over one of {list(losses.OVER)}, got {divergence!r} over {over!r}"
+        )
+
+    function = partial(_topk_distillation, divergence, over, outside, temperature_squared)
+    if over == "topk" and not temperature_squared:
+        function = Monomial(f"topk_{divergence}")
+    want = TOPK_DISTILLATIONS[divergence, over]
+    return Term(name or f"topk_{divergence}", function, weight, want, inputs=("teacher",), tokenwise=True)
+
+
+def _distillation(per_token, temperature_squared, stats, teacher):
+    values = per_token(stats)
+    return losses.temperature_squared(values, teacher.student_temperature_or_default) if temperature_squared else values
+
+
+def _topk_distillation(divergence, over, outside, temperature_squared, stats, teacher):
+    if over == "tail" and teacher.renormalize:
+        raise ValueError("over='tail' needs a TopKTeacher with renormalize=False, got True, which leaves no tail")
+    least = 1e-6 if divergence == "reverse_kl" else 0.0
+    tail = losses.log_tail(stats, teacher.tail_log_prob, least) if over == "tail" else None
+    if divergence == "forward_kl":
+        values = losses.topk_forward_kl(stats, over, tail)
+    elif divergence == "reverse_kl":
+        values = losses.topk_reverse_kl(stats, over, tail, outside)
+    else:
+        values = losses.topk_jsd(stats, over, tail, teacher.beta)
+    return losses.temperature_squared(values, teacher.student_temperature_or_default) if temperature_squared else values

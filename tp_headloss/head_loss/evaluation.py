@@ -1,0 +1,88 @@
+"""Evaluation of the terms' and metrics' functions on per-token statistics."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..statistics import VocabStatistics, known_statistics
+from .monomial import Monomial
+from .token_sums import expect_per_token, metric_sums
+
+
+class StatisticsFunction(NamedTuple):
+    """Function of the statistics and of named inputs, with the name that error messages use for its owner."""
+
+    owner: str
+    function: Callable
+    inputs: tuple[str, ...] = ()
+
+
+def evaluate(
+    functions: list[StatisticsFunction],
+    metrics: list[StatisticsFunction],
+    stats: VocabStatistics,
+    inputs: dict[str, Any],
+    token_weight: torch.Tensor | None,
+):
+    """Evaluate functions and metrics.
+
+    Returns the functions' per-token values (None for a `Monomial`, which the reduction evaluates), the metrics' sums
+    over tokens by name, and, with the input "sequences", their sums over sequences of each sequence's mean.
+    """
+    values = [None if isinstance(f.function, Monomial) else _call_function(f, stats, inputs) for f in functions]
+    for function, value in zip(functions, values):
+        if not isinstance(function.function, Monomial):
+            expect_per_token(function.owner, value, stats.lse.shape)
+    with torch.no_grad():
+        by_token, by_sequence = _metric_values(metrics, stats, inputs), {}
+        if by_token and (sequences := inputs.get("sequences")) is not None:
+            by_token.setdefault("num_tokens", torch.ones_like(stats.lse))
+            share = sequences.token_share if token_weight is None else sequences.token_share * token_weight
+            by_sequence = metric_sums(by_token, stats.valid, share)
+            by_sequence["num_sequences"] = sequences.count / sequences.ranks
+        return values, metric_sums(by_token, stats.valid, token_weight), by_sequence
+
+
+def compiled_evaluate() -> Callable:
+    """Compile a copy of `evaluate`. torch limits recompilations per code object, so every HeadLoss needs its own."""
+    own = types.FunctionType(evaluate.__code__.replace(), globals(), evaluate.__name__)
+    return torch.compile(own)
+
+
+def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
+    """Evaluate metrics -> per-token values by name. Raises if two metrics return the same name."""
+    values = {}
+    for metric in metrics:
+        new = _call_function(metric, stats, inputs)
+        if not isinstance(new, dict):
+            raise TypeError(f"{metric.owner} must return values by name, a dict, got {type(new).__name__}")
+        for name, value in new.items():
+            expect_per_token(f"metric {name!r}", value, stats.lse.shape)
+        expect_distinct_names(values, new)
+        values.update(new)
+    return values
+
+
+def expect_distinct_names(metrics: dict[str, torch.Tensor], others: dict[str, torch.Tensor]):
+    """Raise ValueError if two sets of metrics have a name in common."""
+    if clash := set(others) & set(metrics):
+        raise ValueError(f"metrics must have distinct names, got {sorted(clash)} twice")
+
+
+def _call_function(function: StatisticsFunction, stats, inputs):
+    """Call a function. Raises ValueError if it reads an optional statistic that no term or metric asked for."""
+    try:
+        return function.function(stats, **{name: inputs[name] for name in function.inputs})
+    except (TypeError, AttributeError) as error:
+        code = getattr(function.function, "__code__", None)
+        used = code.co_names if code else ()
+        absent = [name for name in known_statistics() if name in used and getattr(stats, name) is None]
+        if not absent:
+            raise
+        raise ValueError(
+            f"{function.owner} uses the statistics {absent}, which nothing wants: give it want={tuple(absent)}"
+        ) from error

@@ -1,0 +1,115 @@
+"""The two modes of `HeadLoss.linear`: recompute makes the logits twice, one sweep computes gradients in the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from ..linear_head import one_sweep as sweep
+from ..linear_head.call import LinearCall
+from ..linear_head.options import FEWEST
+from ..linear_head.valid_tokens import map_teacher_tensors
+from ..options import Teacher
+from ..statistics import VocabStatistics
+from .call import Call
+from .monomial import Monomial
+from .output import HeadLossOutput, make_output
+from .reduction import fused_reduction, reduce_tokens, valid_weight
+
+
+def uses_one_sweep(call: Call, head: LinearCall) -> bool:
+    """Decide the mode. Raises ValueError if one sweep, or a declared upstream gradient, is requested but impossible."""
+    linear, obstacle, one_sweep = head.linear, _obstacle_to_one_sweep(call, head), False
+    if linear.mode == "one_sweep" and obstacle is not None and torch.is_grad_enabled():
+        raise ValueError(f"mode='one_sweep' is not possible: {obstacle}; use 'recompute'")
+    if linear.mode != "recompute" and obstacle is None:
+        tokens = head.one_sweep_tokens()
+        one_sweep = linear.mode == "one_sweep" or tokens >= min(FEWEST, call.labels.numel())
+    if not one_sweep and linear.upstream is not None and torch.is_grad_enabled():
+        raise ValueError(f"upstream is for one sweep, got mode={linear.mode!r}: {obstacle or 'no budget for it'}")
+    return one_sweep
+
+
+def recompute(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutput:
+    """Results from statistics that remain differentiable; the backward makes the logits again."""
+    stats = head.recompute(call.labels, call.definition.options)
+    return make_output(call, stats, evaluate, fused_reduction(call, stats.lse))
+
+
+def one_sweep(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutput:
+    """Results with gradients that the forward has computed already, block by block, for its loss alone."""
+    call = _with_denominator(call)
+    stats, gradients = sweep.one_sweep(
+        head, call.labels, call.definition.options, _block_loss(call, head.request.order, evaluate)
+    )
+    with torch.no_grad():
+        out = make_output(call, stats, evaluate, fused_reduction(call, stats.lse))
+    loss, stats = sweep.attached(head, out.loss, stats, gradients)
+    return out._replace(loss=loss, stats=stats)
+
+
+def _obstacle_to_one_sweep(call: Call, head: LinearCall) -> str | None:
+    """Reason why one sweep is impossible, or None. Uses only facts that are equal on all ranks."""
+    terms, reduction = call.definition.terms, call.definition.reduction
+    undeclared = [term.name for term in terms if not term.tokenwise and not isinstance(term.function, Monomial)]
+    own = [term.name for term in terms if term.token_weight is not None]
+    constants = [call.loss_weight, call.denominator, *call.inputs.values(), *(term.weight for term in terms)]
+    if not torch.is_grad_enabled():
+        return "no gradient is wanted"
+    if torch.compiler.is_compiling():
+        return "torch.compile takes one operator each way"
+    if reduction == "none":
+        return "a loss per token has no scalar upstream gradient"
+    if undeclared:
+        return f"the terms {undeclared} are not declared tokenwise"
+    if own and call.denominator is None and reduction == "mean":
+        return f"the terms {own} have denominators of their own, and the caller gave none"
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in constants):
+        return "weights, denominator or inputs require a gradient"
+    if head.request.tensors.logits.dtype == torch.float16 and head.linear.upstream is None:
+        return "float16 gradients underflow before they are scaled, unless the upstream is declared (the loss scale)"
+    return None
+
+
+def _with_denominator(call: Call) -> Call:
+    """Return the call with the denominator of its mean, which every block's gradient needs."""
+    if call.denominator is not None or call.definition.reduction != "mean":
+        return call
+    total = valid_weight(call.labels != call.definition.ignore_index, call.loss_weight)
+    return call._replace(denominator=total.clamp(min=1) if call.loss_weight is None else total)
+
+
+def _block_loss(call: Call, rows, evaluate: Callable) -> Callable:
+    """Function that computes the part of the loss that a block of tokens adds.
+
+    Its arguments: statistics of the block [n], and the slice of the block in the order of `rows`.
+    """
+
+    def flat(x, _=None):
+        return rows.flatten(x) if isinstance(x, torch.Tensor) and x.dim() else x
+
+    inputs = {name: flat(x) for name, x in call.inputs.items() if name not in ("sequences", "teacher")}
+    weight, teacher = flat(call.loss_weight), call.inputs.get("teacher")
+    if isinstance(teacher, Teacher):
+        teacher = replace(teacher, logits=None)  # terms read statistics, never the logits
+    teacher = teacher and map_teacher_tensors(teacher, flat)
+    definition = call.definition._replace(metrics=(), token_metrics=()).planned()
+    functions = definition.plan.summed[0]
+
+    def block_loss(stats: VocabStatistics, here: slice) -> torch.Tensor:
+        def cut(x, _=None):
+            return x[here] if isinstance(x, torch.Tensor) and x.dim() else x
+
+        block_inputs = {name: cut(x) for name, x in inputs.items()}
+        if teacher is not None:
+            block_inputs["teacher"] = map_teacher_tensors(teacher, cut)
+        block = call._replace(
+            definition=definition, inputs=block_inputs, loss_weight=cut(weight), functions=functions, sequences=None
+        )
+        values, *_ = evaluate(functions, [], stats, block_inputs, None)
+        loss, _ = reduce_tokens(block, stats, values, fused_reduction(block, stats.lse))
+        return loss
+
+    return block_loss

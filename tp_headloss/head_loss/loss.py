@@ -1,0 +1,205 @@
+"""`HeadLoss`: weighted terms over one set of statistics, with one pass over the logits and one denominator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..agreement import Agreement
+from ..api import run_statistics
+from ..dtensor import local_head, local_logits
+from ..linear_head.call import LinearCall, hidden_fact
+from ..linear_head.options import Linear
+from ..options import Options, Transform
+from ..shard import VocabShard
+from ..validation import expect_instance
+from .call import check_call, local_arguments, replicated_facts
+from .definition import HeadLossDefinition
+from .evaluation import compiled_evaluate, evaluate
+from .linear_modes import one_sweep, recompute, uses_one_sweep
+from .output import HeadLossOutput, make_output
+from .reduction import fused_reduction
+from .terms import Metric, Term
+from .valid_tokens import linear_over_valid_tokens
+
+
+class HeadLoss(nn.Module):
+    """Weighted terms over one set of statistics: one pass over the logits, one collective, one backward kernel.
+
+        head_loss = HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-4)], metrics=("accuracy", "entropy"))
+        out = head_loss(logits, labels, shard=shard, denominator=tokens_in_the_global_batch)
+        out.loss.backward()
+
+    terms: at least one, with distinct names; by default `CrossEntropy`.
+
+    metrics: names of `METRICS`, and `Metric`s such as ``PolicyMetrics()``.
+
+    reduction: "mean" divides every term by the number of valid tokens, or by the sum of the token weights and of the
+    labels' class weights where there are any; "sum" divides by nothing; "none" returns a loss per token. The reductions
+    of `Sequences.aggregate` ("seq-mean-token-mean", ...) weigh tokens by their sequence and need the input "sequences".
+    A denominator that the caller passes replaces all of these. Zero valid tokens, or a zero denominator, give 0 and
+    zero gradient.
+
+    ignore_index: label of tokens that have no loss and no gradient. options: as in `vocab_statistics`.
+
+    compile: True evaluates the terms' and metrics' own PyTorch through torch.compile, as one kernel each way instead of
+    one per operation. A `Monomial` needs no compilation. torch recompiles for new kinds of inputs until each HeadLoss
+    reaches the limit (torch._dynamo.config.recompile_limit), and then continues in eager.
+
+    Raises TypeError or ValueError for arguments that do not exist or do not go together.
+    """
+
+    def __init__(
+        self,
+        terms: Sequence[Term] | None = None,
+        *,
+        metrics: Sequence[str | Metric] = (),
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        options: Options | None = None,
+        compile: bool = False,
+    ):
+        super().__init__()
+        definition = HeadLossDefinition.checked(terms, metrics, reduction, ignore_index, options)
+        self.terms, self.metrics, self.token_metrics = definition.terms, definition.metrics, definition.token_metrics
+        self.reduction, self.ignore_index, self.options = reduction, definition.ignore_index, options
+        self.want, self.total_weight = definition.want, definition.total_weight
+        self.compile_terms, self._evaluate, self._known_definition = compile, None, None
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        shard: VocabShard | None = None,
+        token_weight: torch.Tensor | None = None,
+        denominator: torch.Tensor | float | None = None,
+        transform: Transform | None = None,
+        inputs: Mapping[str, Any] | None = None,
+    ) -> HeadLossOutput:
+        """Loss of logits [.., width] sharded on V, labels [..] replicated -> `HeadLossOutput`, replicated.
+
+        token_weight: [..], multiplies every term; a loss mask, say. A token of weight 0 counts as ignored, whatever its
+        logits or its loss are, unless the weights require a gradient; with the input "sequences" only its own loss is
+        left out, and sums and ratios of its sequence still include it, as the sequences' mask says. The mean divides by
+        the sum of the weights, so weights of both signs need a denominator from the caller.
+
+        denominator: a number or a scalar tensor that every term is divided by; with gradient accumulation or data
+        parallelism, the global count of tokens (or sequences).
+
+        inputs: arguments of terms and metrics besides the statistics, by name, replicated: scalars; tensors with as
+        many dimensions as [..] that broadcast to it, in its own shape a value per token; with sequences, tensors [B]
+        with a value per sequence; "sequences", a `Sequences` with the labels' shape, whose mask ignores tokens;
+        "teacher", a `Teacher` or a `TopKTeacher`.
+
+        Forward: one collective. Backward: no communication. Raises the errors of `vocab_statistics`.
+        """
+        with Agreement(self.options, shard) as agreement:
+            logits, shard = local_logits(logits, shard)
+            labels, token_weight, transform, inputs = local_arguments(shard, labels, token_weight, transform, inputs)
+            definition = self._definition()
+            facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
+            agreement.on("HeadLoss", shard, **facts)
+            call = check_call(definition, shard, logits.device, labels, token_weight, denominator, inputs)
+        reduction = fused_reduction(call, logits)
+        with_statistics = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
+        stats, loss, sums = run_statistics(
+            logits, call.labels, shard, self.want, transform, call.inputs.get("teacher"), call.total_weight,
+            self.ignore_index, self.options, reduction if with_statistics else None,
+        )  # fmt: skip
+        return make_output(call, stats, self._evaluate_functions, reduction, loss, sums)
+
+    def linear(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        shard: VocabShard | None = None,
+        token_weight: torch.Tensor | None = None,
+        denominator: torch.Tensor | float | None = None,
+        transform: Transform | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        linear: Linear | None = None,
+    ) -> HeadLossOutput:
+        """Loss of the logits hidden @ weight^T + bias, which never exist as a whole -> `HeadLossOutput`, replicated.
+
+        hidden [.., H], weight [width, H], bias [width]: as in `linear_vocab_statistics`. linear: how the gradient of
+        the hidden states is reduced, the mode and its memory. Other arguments and errors: as in `forward`.
+
+        One sweep, where the forward computes the gradients, needs: a reduction other than "none"; terms that are
+        `Term.tokenwise`, as built-in terms are unless they take "sequences" or look at all tokens; a denominator from
+        the caller for terms with a `Term.token_weight`, such as class weights; no gradient of weights, denominator or
+        inputs; a declared `Linear.upstream` (the loss scale) in float16; torch.is_grad_enabled(); no torch.compile.
+        Its statistics cannot be differentiated; trying raises RuntimeError.
+        """
+        expect_instance("linear", linear, Linear)
+        linear = linear or Linear()
+        with Agreement(self.options, shard) as agreement:
+            hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
+            labels, token_weight, transform, inputs = local_arguments(shard, labels, token_weight, transform, inputs)
+            definition = self._definition()
+            facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
+            facts |= {"hidden": hidden_fact(hidden, linear), "transform": transform, "linear": linear}
+            agreement.on("HeadLoss.linear", shard, weight=weight, bias=bias, **facts)
+            call = check_call(definition, shard, hidden.device, labels, token_weight, denominator, inputs)
+            if linear.max_valid_tokens is None:
+                head = LinearCall.of(
+                    hidden, weight, call.labels, bias, shard, self.want, transform, call.inputs.get("teacher"),
+                    call.total_weight, self.ignore_index, self.options, linear,
+                )  # fmt: skip
+                compute = one_sweep if uses_one_sweep(call, head) else recompute
+        if linear.max_valid_tokens is not None:
+            return linear_over_valid_tokens(self.linear, call, hidden, weight, bias, shard, transform, linear)
+        return compute(call, head, self._evaluate_functions)
+
+    def _definition(self) -> HeadLossDefinition:
+        """Terms, metrics and options as they are now: attributes may be replaced after construction."""
+        current = (
+            self.terms, self.metrics, self.token_metrics, self.reduction, self.ignore_index, self.options, self.want,
+            self.total_weight,
+        )  # fmt: skip
+        if torch.compiler.is_compiling():
+            return HeadLossDefinition(*current).planned()
+        known = self._known_definition
+        if known is None or any(a is not b for a, b in zip(current, known)):
+            known = self._known_definition = HeadLossDefinition(*current).planned()
+        return known
+
+    def _evaluate_functions(self, *args):
+        """Call `evaluate`, or this module's compiled copy of it."""
+        if self._evaluate is None:
+            self._evaluate = compiled_evaluate() if self.compile_terms else evaluate
+        return self._evaluate(*args)
+
+    def __getstate__(self):
+        """Attributes without the compiled function, which can be neither copied nor pickled, and what is worked out."""
+        return {**self.__dict__, "_evaluate": None, "_known_definition": None}
+
+
+class CausalLMLoss(nn.Module):
+    """A HeadLoss for logits and *unshifted* labels [B, S]: position t is scored against label t + 1, the last ignored.
+
+    The labels are shifted, not the logits, so the logits are neither sliced nor copied. For packed documents, put
+    ``ignore_index`` on each document's first label.
+    """
+
+    def __init__(self, head_loss: HeadLoss | None = None):
+        super().__init__()
+        self.head_loss = HeadLoss() if head_loss is None else head_loss
+
+    def forward(self, logits, labels, *, token_weight: torch.Tensor | None = None, **kwargs) -> HeadLossOutput:
+        """Loss of logits [.., S, width] sharded on V against the next labels -> `HeadLossOutput`, replicated.
+
+        labels, token_weight: [.., S], unshifted; a weight belongs to its label. Other keywords as in
+        `HeadLoss.forward`. Per-token temperatures and ``inputs`` are not shifted: position t of them belongs to the
+        logits at t and label t + 1.
+        """
+        last = torch.full_like(labels[..., :1], self.head_loss.ignore_index)
+        if token_weight is not None:
+            token_weight = torch.cat([token_weight[..., 1:], torch.zeros_like(token_weight[..., :1])], -1)
+        return self.head_loss(logits, torch.cat([labels[..., 1:], last], -1), token_weight=token_weight, **kwargs)

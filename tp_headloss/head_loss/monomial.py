@@ -1,0 +1,58 @@
+"""Per-token values simple enough for the reduction kernel to compute itself, and the plan of such a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Monomial(NamedTuple):
+    """Per-token function [-] statistic [squared], which the reduction evaluates without a kernel of its own.
+
+    ``Term("z_loss", Monomial("lse", square=True))`` is lse^2.
+    """
+
+    statistic: str  # a field of VocabStatistics
+    square: bool = False
+    negative: bool = False
+
+    def __call__(self, stats) -> torch.Tensor:
+        """Evaluate on a VocabStatistics -> [..], in its floating-point type."""
+        values = getattr(stats, self.statistic)
+        values = values if values.is_floating_point() else values.float()
+        values = values**2 if self.square else values
+        return -values if self.negative else values
+
+
+class SumsPlan(NamedTuple):
+    """Static facts of a reduction kernel: which values it sums, and loss = sum of coefficient_i * sum_i / divisor.
+
+    The divisor is the caller's denominator, or the sum of the valid tokens' weights, and infinity in place of 0.
+    """
+
+    coefficients: tuple[float, ...]  # weights of the terms, whose values come first; all further values are metrics
+    statistics: tuple[str, ...]  # the statistic that a value is, "" for a tensor that was computed from statistics
+    squares: int  # bit i: value i is squared
+    negatives: int  # bit i: sum i is negated
+
+    @classmethod
+    def from_functions(cls, functions: Sequence[Callable], coefficients: Sequence[float]) -> SumsPlan:
+        """Plan for sums of these functions' values. Values of functions that are not monomials are summed as given."""
+        as_given = Monomial("")
+        monomials = [f if isinstance(f, Monomial) else as_given for f in functions]
+        return cls(
+            tuple(coefficients),
+            tuple(m.statistic for m in monomials),
+            sum(m.square << i for i, m in enumerate(monomials)),
+            sum(m.negative << i for i, m in enumerate(monomials)),
+        )
+
+
+class FusedReduction(NamedTuple):
+    """Arguments of the reduction kernel besides the values: its plan, token weights and denominator."""
+
+    plan: SumsPlan
+    weight: torch.Tensor | None  # [..] token weights that need no gradient
+    denominator: torch.Tensor | float | None  # None: the sum of the valid tokens' weights

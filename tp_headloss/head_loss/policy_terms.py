@@ -1,0 +1,165 @@
+"""Terms and metrics of policy optimisation: functions of the label's log-prob and of recorded log-probs."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+
+import torch
+
+from .. import losses
+from ..losses.policy import CLIP
+from ..losses.ratio import scaled
+from ..validation import expect_pair
+from .terms import Metric, Term
+
+OBJECTIVES = {  # name -> function of the log-prob, and its inputs
+    "reinforce": (losses.reinforce, ("advantages",)),
+    "clip": (losses.clipped, ("advantages", "old_log_prob")),
+    "cispo": (losses.cispo, ("advantages", "old_log_prob")),
+    "sapo": (losses.sapo, ("advantages", "old_log_prob")),
+    "gspo": (losses.gspo, ("advantages", "old_log_prob", "sequences")),
+    "gspo-length-weighted": (losses.gspo_length_weighted, ("advantages", "old_log_prob", "sequences")),
+    "gmpo": (losses.gmpo, ("advantages", "old_log_prob", "sequences")),
+    "vespo": (losses.vespo, ("advantages", "old_log_prob", "sequences")),
+    "clip-cov": (losses.clip_cov, ("advantages", "old_log_prob", "mask", "noise")),
+    "kl-cov": (losses.kl_cov, ("advantages", "old_log_prob", "mask")),
+    "positive-nll": (losses.positive_nll, ("rewards",)),
+}
+
+# importance_weight of `KLToReference` -> the input that holds the sampler's log-probs, None for the policy's own
+SAMPLERS = {"on-policy": None, "old": "old_log_prob", "generator": "generator_log_prob"}
+
+
+def PolicyGradient(
+    objective: str = "clip",
+    weight: float = 1.0,
+    *,
+    rollout_weight: bool = False,
+    rollout_log_weight: bool = False,
+    name: str | None = None,
+    **options,
+) -> Term:
+    """Policy-gradient objective of `losses.policy`, by its name in `OBJECTIVES`; "clip" is that of PPO, GRPO and DAPO.
+
+    Inputs, without gradient: "advantages" and "old_log_prob", and "sequences" for sequence-level objectives; see
+    `OBJECTIVES`, where "mask" stands for the valid tokens and is not passed.
+
+    rollout_weight: multiply the loss by the input "rollout_weight", a weight per token from `losses.rollout`.
+    rollout_log_weight: add the input "rollout_log_weight", log-weights per token, to the log-ratios of "vespo".
+    name: the term's name, by default the objective's.
+    options: keyword arguments of the objective's function, such as ``clip=(0.2, 0.28)`` or ``dual_clip=3.0``.
+    """
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective must be one of {sorted(OBJECTIVES)}, got {objective!r}")
+    per_token, names = OBJECTIVES[objective]
+    extra = {"rollout_weight": rollout_weight, "rollout_log_weight": rollout_log_weight}
+    for flag, value in extra.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{flag} must be True or False, whether there is such an input, got {type(value).__name__}")
+    if rollout_log_weight and objective != "vespo":
+        raise ValueError(f"rollout_log_weight is an input of the objective 'vespo', got {objective!r}")
+    _expect_options(f"the objective {objective!r}", per_token, (*names, "rollout_log_weight"), options)
+    return Term(
+        name or objective.replace("-", "_"),
+        partial(_policy_loss, objective, options),
+        weight,
+        token_weight=_has_positive_reward if objective == "positive-nll" else None,
+        inputs=(*(n for n in names if n != "mask"), *(flag for flag, value in extra.items() if value)),
+        tokenwise=not {"sequences", "mask"} & set(names),
+    )
+
+
+def KLToReference(
+    weight: float, estimator: str = "k3", *, importance_weight: str | None = None, name: str = "kl", **options
+) -> Term:
+    """Estimate of KL(policy || reference), see `losses.kl_estimate`. Input, without gradient: "reference_log_prob".
+
+    importance_weight: None; "on-policy" for a weight of value 1 with the score function's gradient; "old" or
+    "generator" for the ratio to the input "old_log_prob" or "generator_log_prob", which gets no gradient.
+    options: the clamps of `losses.kl_estimate`.
+    """
+    if importance_weight is not None and importance_weight not in SAMPLERS:
+        raise ValueError(f"importance_weight must be None or one of {list(SAMPLERS)}, got {importance_weight!r}")
+    if estimator not in losses.KL_ESTIMATORS:
+        raise ValueError(f"estimator must be one of {losses.KL_ESTIMATORS}, got {estimator!r}")
+    names = "reference_log_prob", "sampler_log_prob", "estimator"
+    _expect_options("KLToReference", losses.kl_estimate, names, options)
+    sampler = SAMPLERS.get(importance_weight)
+    inputs = ("reference_log_prob",) + ((sampler,) if sampler else ())
+    return Term(name, partial(_kl, estimator, importance_weight, options), weight, inputs=inputs, tokenwise=True)
+
+
+def PolicyMetrics(
+    clip: tuple[float, float] = CLIP,
+    dual_clip: float | None = None,
+    *,
+    level: str = "token",
+    reference: bool = False,
+) -> Metric:
+    """Metrics of a policy update, see `losses.policy_metrics`. Inputs: "advantages" and "old_log_prob".
+
+    clip, dual_clip: those of the objective, which the metrics cannot know.
+    level: "token" for the token's ratio, "sequence" for its sequence's (input "sequences").
+    reference: True adds the KL to the input "reference_log_prob".
+    """
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
+    expect_pair("PolicyMetrics: clip", clip)
+    names = ("advantages", "old_log_prob")
+    names += ("sequences",) * (level == "sequence") + ("reference_log_prob",) * reference
+    options = {"clip": clip, "dual_clip": dual_clip}
+    return Metric(partial(_log_prob_metrics, losses.policy_metrics, options), inputs=names)
+
+
+def GeneratorMetrics(bounds: tuple[float, float] = (0.5, 2.0)) -> Metric:
+    """Metrics of trainer against generator, see `losses.generator_metrics`.
+
+    Inputs: "old_log_prob" and "generator_log_prob". bounds: "is_oob_ratio" counts importance ratios outside of them.
+    """
+    expect_pair("GeneratorMetrics: bounds", bounds)
+    function = partial(_log_prob_metrics, losses.generator_metrics, {"bounds": bounds})
+    return Metric(function, inputs=("old_log_prob", "generator_log_prob"))
+
+
+def _policy_loss(objective, options, stats, **inputs):
+    per_token, names = OBJECTIVES[objective]
+    inputs = _constants(stats, inputs)
+    factor = inputs.pop("rollout_weight", None)
+    if "mask" in names:
+        inputs["mask"] = stats.valid
+    loss = per_token(stats.log_prob, **inputs, **options)
+    return loss if factor is None else scaled(factor, loss)
+
+
+def _has_positive_reward(stats, rewards, **_):
+    """Token weights of "positive-nll": 1.0 where the reward is positive, else 0.0."""
+    return (rewards > 0).float()
+
+
+def _kl(estimator, importance_weight, options, stats, **inputs):
+    inputs = _constants(stats, inputs)
+    sampler = inputs.get(SAMPLERS.get(importance_weight))
+    if importance_weight == "on-policy":
+        sampler = stats.log_prob.detach()
+    keywords = {"estimator": estimator, "sampler_log_prob": sampler, **options}
+    return losses.kl_estimate(stats.log_prob, reference_log_prob=inputs["reference_log_prob"], **keywords)
+
+
+def _log_prob_metrics(function, options, stats, **inputs):
+    return function(stats.log_prob, **_constants(stats, inputs), **options)
+
+
+def _constants(stats, inputs):
+    """Detach the tensors among the inputs and convert them to the statistics' precision."""
+    dtype = stats.log_prob.dtype
+    return {k: x.detach().to(dtype) if isinstance(x, torch.Tensor) else x for k, x in inputs.items()}
+
+
+def _expect_options(owner: str, function, names, options):
+    """Raise TypeError for keywords that are inputs or unknown to the function, and for a clip that is not a pair."""
+    allowed = sorted(set(inspect.signature(function).parameters) - {"log_prob", *names})
+    if unknown := sorted(set(options) - set(allowed)):
+        raise TypeError(f"{owner} takes the options {allowed}, got {unknown}")
+    if "clip" in options:
+        expect_pair(f"{owner}: clip", options["clip"])

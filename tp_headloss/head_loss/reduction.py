@@ -1,0 +1,100 @@
+"""Reduction over tokens: from per-token values to the loss and its sums, by one kernel or in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from ..engine.autograd import TokenSums
+from ..engine.backend import resolve_backend
+from ..engine.operators import can_skip_dispatch
+from ..statistics import VocabStatistics
+from .call import Call
+from .monomial import FusedReduction, Monomial
+from .token_sums import expect_per_token, masked, nonzero
+
+
+def fused_reduction(call: Call, example: torch.Tensor) -> FusedReduction | None:
+    """Arguments of the reduction kernel; None where `reduce_in_torch` is needed, which is the definition.
+
+    example: logits or statistics of the call, for their device.
+    """
+    definition, device, denominator = call.definition, example.device, call.denominator
+    plan = definition.plan.sums[int(call.sequences is not None)]
+    if (
+        plan is None
+        or not can_skip_dispatch(example)
+        or resolve_backend(definition.options and definition.options.backend, device) != "triton"
+        or _is_elsewhere(call.loss_weight, device)
+        or _is_elsewhere(denominator, device)
+    ):
+        return None
+    if definition.reduction == "sum":
+        denominator = 1.0
+    elif isinstance(denominator, torch.Tensor):
+        denominator = denominator.double()
+    return FusedReduction(plan, call.loss_weight, denominator)
+
+
+def _is_elsewhere(x, device: torch.device) -> bool:
+    """Whether a tensor is on another device, or requires a gradient."""
+    return isinstance(x, torch.Tensor) and (x.requires_grad or x.device != device)
+
+
+def reduce_tokens(
+    call: Call, stats: VocabStatistics, values: list[torch.Tensor | None], reduction: FusedReduction | None
+):
+    """Reduce the values of the call's functions over tokens, by the kernel if there is a reduction and all are fp32.
+
+    values: [..] each, None for a `Monomial`. Returns the loss, and the values' sums followed by the count.
+    """
+    if reduction is not None:
+        raw = [
+            getattr(stats, function.function.statistic) if isinstance(function.function, Monomial) else value
+            for function, value in zip(call.functions, values)
+        ]
+        if all(value.dtype in (torch.float32, torch.bool) for value in raw):
+            return _reduce_in_kernel(reduction, stats, raw)
+    return reduce_in_torch(call, stats, values)
+
+
+def reduce_in_torch(call: Call, stats: VocabStatistics, values: list[torch.Tensor | None]):
+    """Reduce as `reduce_tokens` does, in plain torch: the definition of every reduction."""
+    definition, valid, weight = call.definition, stats.valid, call.loss_weight
+    values = [
+        masked(function.function(stats) if isinstance(function.function, Monomial) else value, valid, weight)
+        for function, value in zip(call.functions, values)
+    ]
+    sums = [value.sum(dtype=torch.float64) for value in values]
+    count = valid_weight(valid, weight)
+    if definition.reduction == "none":
+        parts = values
+    elif definition.reduction == "sum":
+        parts = sums
+    else:
+        parts = [total / _denominator(call, term, stats, count) for term, total in zip(definition.terms, sums)]
+    parts = [part if term.weight == 1 else term.weight * part for term, part in zip(definition.terms, parts)]
+    rounded = [x.to(stats.lse.dtype) for x in (sum(parts[1:], start=parts[0]), *(x.detach() for x in sums))]
+    return rounded[0], [*rounded[1:], count.float()]
+
+
+def valid_weight(valid: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    """Sum of the valid tokens' weights, or their number, in float64: in fp32 it may be infinite where a mean is not."""
+    weights = valid if weight is None else masked(weight, valid)
+    return weights.sum(dtype=torch.float64)
+
+
+def _reduce_in_kernel(reduction: FusedReduction, stats: VocabStatistics, values: list[torch.Tensor]):
+    if reduction.weight is not None:
+        reduction = reduction._replace(weight=reduction.weight.float().contiguous())
+    return TokenSums.apply(reduction, stats.valid.contiguous(), *(value.contiguous() for value in values))
+
+
+def _denominator(call: Call, term, stats: VocabStatistics, count: torch.Tensor):
+    """Number that a term's sum is divided by: the caller's, the sum of the term's own token weights, or the count."""
+    if call.denominator is not None:
+        return nonzero(call.denominator)
+    if term.token_weight is not None:
+        own = term.token_weight(stats, **{name: call.inputs[name] for name in term.inputs})
+        expect_per_token(f"the token_weight of term {term.name!r}", own, stats.lse.shape)
+        return nonzero(masked(own, stats.valid, call.loss_weight).sum(dtype=torch.float64))
+    return count.clamp(min=1) if call.loss_weight is None else nonzero(count)  # the sum over 0 tokens is 0 anyway

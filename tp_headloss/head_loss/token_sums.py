@@ -1,0 +1,58 @@
+"""Masked and weighted sums of per-token values, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def masked(values: torch.Tensor, valid: torch.Tensor | None, weight: torch.Tensor | None = None) -> torch.Tensor:
+    """Return values [..] * weight where valid and 0 elsewhere, even where the value is NaN or infinite.
+
+    With a weight the result is float64, so that large weights do not overflow before a division makes them small.
+    Tokens of weight 0 give 0, too, unless the weight requires a gradient.
+    """
+    if weight is not None:
+        values = values.double() * weight
+        valid = valid if weight.requires_grad else valid & (weight != 0)
+    return values if valid is None else torch.where(valid, values, 0.0)
+
+
+def nonzero(denominator: torch.Tensor | float) -> torch.Tensor | float:
+    """Return the denominator with infinity in place of 0: a quotient by it is then 0 and has zero gradient."""
+    if not isinstance(denominator, torch.Tensor):
+        return denominator or float("inf")
+    return denominator.double().masked_fill(denominator == 0, float("inf"))
+
+
+def expect_per_token(owner: str, value, shape: torch.Size):
+    """Raise TypeError or ValueError unless the value is a real tensor of this shape, one number per token."""
+    if not isinstance(value, torch.Tensor) or value.is_complex():
+        got = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise TypeError(f"{owner} must return a real tensor with a value per token, got {got}")
+    if value.shape != shape:
+        hint = ", and HeadLoss averages: do not average there" if value.dim() == 0 else ""
+        raise ValueError(f"{owner} must return a value per token, {list(shape)}, got {list(value.shape)}{hint}")
+
+
+def metric_sums(
+    values: dict[str, torch.Tensor], valid: torch.Tensor, weight: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Reduce per-token values [..] by name to fp32 scalars by name, over valid tokens whose weight is not 0.
+
+    Names that begin with "max_" and "min_" give the extremum (-inf and inf without tokens), all others the sum of
+    weight * value, accumulated in float64.
+    """
+    counted = valid if weight is None else valid & (weight != 0)
+    signs = {name: {"max_": 1.0, "min_": -1.0}.get(name[:4]) for name in values}
+    out = {}
+    # all rows at once, because a small operation costs the same for one row as for twenty
+    if summed := [name for name, sign in signs.items() if sign is None]:
+        rows = torch.stack([values[name].float() for name in summed])
+        rows = torch.where(counted, rows if weight is None else rows * weight, 0.0)
+        out.update(zip(summed, rows.reshape(len(rows), -1).sum(1, dtype=torch.float64).float().unbind(0)))
+    if extrema := [name for name, sign in signs.items() if sign is not None]:
+        rows = torch.stack([signs[name] * values[name].float() for name in extrema])
+        rows = torch.where(counted, rows, -torch.inf).reshape(len(rows), -1)
+        tops = torch.nn.functional.pad(rows, (0, 1), value=-torch.inf).amax(1)  # -inf also without any tokens
+        out.update((name, signs[name] * top) for name, top in zip(extrema, tops.unbind(0)))
+    return {name: out[name] for name in values}

@@ -1,0 +1,235 @@
+"""`MegatronHead`: the losses that a Megatron output layer's weight gives, per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from ...head_loss import CrossEntropy, HeadLoss, HeadLossOutput, Term
+from ...linear_head import Linear
+from ...options import Options, Transform
+from ...shard import VocabShard
+from .. import check_type, require
+from .methods import replaced
+
+REFUSED = {  # options of a config that change what the output layer computes -> why the fused head lacks them
+    "defer_embedding_wgrad_compute": "dW is computed in the backward",
+    "fp8_output_proj": "logits are computed in the type of the weight; fused=False keeps Megatron's MXFP8 output layer",
+}
+OUTSIDE = -100  # if ignore_index is None, every label outside of the vocabulary becomes this ignored label
+
+
+class MegatronHead:
+    """Per-token losses [b, s] fp32 of a model, not reduced, as `compute_language_model_loss` returns them.
+
+    An instance is also an ``output_processor`` of GPTModel.forward (Megatron-Core >= 0.18): hidden [s, b, h] replicated
+    (under sequence parallelism [s/P, b, h]), labels [b, s] replicated -> losses [b, s] replicated. Without labels it
+    returns the logits, as Megatron does.
+
+    Args:
+        ignore_index: label whose tokens have loss 0 and no gradient; any other label outside of the vocabulary gives
+            NaN. With None, as in Megatron, the caller's loss mask decides which tokens count: labels outside of the
+            vocabulary have loss 0 and no gradient. (Megatron returns lse - max for them, which is no cross-entropy, so
+            the mask must be 0 there.)
+        terms, metrics, compile: as in `HeadLoss`; the default term is cross-entropy.
+        vocab_size: number of ids of the tokenizer, not the padded number that Megatron calls vocab_size. Rows beyond
+            it are padding and do not enter the softmax. None, or the padded number: all rows do, as in Megatron.
+        linear: `Linear` for its budget and mode. The output layer decides how gradients are reduced, and whether dW
+            goes to ``main_grad`` (gradient_accumulation_fusion). Mode "recompute" (also the meaning of "auto") allows
+            any use of the losses. Mode "one_sweep" saves a GEMM, and is right only if a number times
+            ``(losses * loss_mask).sum()`` is differentiated, for the ``loss_mask`` [b, s] that the model's forward got
+            (None: ones); all gradients are NaN otherwise. It does not apply to losses of multi-token prediction.
+        options: `Options`, for example ``inplace=True`` for fused=False.
+        observe: function that is called with the `HeadLossOutput` of each call. Its sums are over all tokens; in one
+            sweep the loss mask weights them.
+    """
+
+    def __init__(
+        self,
+        *,
+        ignore_index: int | None,
+        terms: Sequence[Term] | None = None,
+        metrics: Sequence = (),
+        vocab_size: int | None = None,
+        linear: Linear | None = None,
+        options: Options | None = None,
+        compile: bool = False,
+        observe: Callable[[HeadLossOutput], None] | None = None,
+    ):
+        require("megatron-core")
+        check_type("ignore_index", ignore_index, int, None)
+        check_type("terms", terms, list, tuple, None)
+        check_type("vocab_size", vocab_size, int, None)
+        check_type("linear", linear, Linear, None)
+        check_type("options", options, Options, None)
+        self.ignore_index, self.vocab_size, self.linear = ignore_index, vocab_size, linear or Linear()
+        index = OUTSIDE if ignore_index is None else ignore_index
+        parts = {"metrics": metrics, "ignore_index": index, "options": options, "compile": compile}
+        self.head_loss = HeadLoss(terms, reduction="none", **parts)
+        # equal to Megatron's own losses, for labels in the vocabulary
+        self.is_megatrons = vocab_size is None and self.head_loss.terms == (CrossEntropy(),)
+        if options is not None and options.inplace:  # a linear head has no logits to overwrite
+            parts["options"] = replace(options, inplace=False)
+        self.linear_loss = HeadLoss(terms, reduction="none", **parts)
+        self.summed_loss = HeadLoss(terms, reduction="sum", **parts)
+        self.observe, self.calls = observe, 0
+
+    @classmethod
+    def from_head_loss(cls, head_loss: HeadLoss) -> MegatronHead:
+        """Return a MegatronHead with the terms, metrics, ignore_index, options and compile of a HeadLoss.
+
+        ValueError for a reduction other than "mean" and "none": Megatron averages the losses itself, by its loss mask.
+        """
+        if head_loss.reduction not in ("mean", "none"):
+            raise ValueError(
+                "Megatron averages the losses per token itself, with its loss mask: the HeadLoss must have "
+                f"reduction='mean' or 'none', got {head_loss.reduction!r}"
+            )
+        return cls(
+            ignore_index=head_loss.ignore_index,
+            terms=head_loss.terms,
+            metrics=(*head_loss.metrics, *head_loss.token_metrics),
+            options=head_loss.options,
+            compile=head_loss.compile_terms,
+        )
+
+    def __call__(self, *, hidden_states, output_layer, output_weight, labels, scale_logits, config, **rest):
+        """Return the losses [b, s], or the logits without labels. Arguments are those of an ``output_processor``."""
+        if labels is None:
+            gather = rest.get("runtime_gather_output")
+            logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=gather)
+            return scale_logits(logits).transpose(0, 1).contiguous()
+
+        def forward(hidden, weight=None, runtime_gather_output=None):
+            return self.of_hidden(hidden, weight, output_layer, labels, config, rest.get("loss_mask")), None
+
+        # through the module, because hooks on it gather its parameters
+        with replaced(output_layer, forward=forward):
+            return output_layer(hidden_states, weight=output_weight)[0]
+
+    def of_hidden(self, hidden, weight, layer, labels, config, loss_mask=None, depths=0) -> torch.Tensor:
+        """Return the losses [b, s] of hidden states and the weight of an output layer, without logits.
+
+        Args:
+            hidden: [s, b, h] replicated, or [s/P, b, h] under sequence parallelism.
+            weight: [v/P, h] sharded on V; None: the layer's own.
+            layer: Megatron's ColumnParallelLinear. It says the group, the bias and how dH is reduced.
+            labels, loss_mask: [b, s] replicated. The mask is used in one sweep only.
+            config: the model's TransformerConfig.
+            depths: number of depths of multi-token prediction whose losses come from this method, too.
+        """
+        weight = layer.weight if weight is None else weight
+        refuse_options(config, layer)
+        shard = self._shard(layer.tp_group, weight.shape[0])
+        one_sweep = self.linear.mode == "one_sweep" and torch.is_grad_enabled() and not depths
+        bias = None if layer.skip_bias_add else layer.bias
+        linear = self._linear_options(layer, weight, shard, one_sweep)
+        given = {"shard": shard, "bias": bias, "transform": _transform(config), "linear": linear}
+        labels = self._labels(labels, shard)
+        if not one_sweep:
+            return self._observed_losses(self.linear_loss.linear(hidden, weight, labels, **given))
+        token_weight = torch.ones_like(labels) if loss_mask is None else loss_mask.transpose(0, 1)
+        token_weight = token_weight.detach().float()
+        out = self.summed_loss.linear(hidden, weight, labels, token_weight=token_weight, **given)
+        with torch.no_grad():
+            losses = sum(term.weight * term.function(out.stats) for term in self.summed_loss.terms)
+            losses = torch.where(out.stats.valid, losses, 0.0)
+        return self._observed_losses(out._replace(loss=_LossesOfSum.apply(out.loss, losses, token_weight)))
+
+    def of_logits(self, logits, labels, layer) -> torch.Tensor:
+        """Return the losses [b, s] of logits [s, b, v/P] sharded on V, as the output layer makes them, and labels
+        [b, s] replicated. ValueError for gathered logits."""
+        columns = getattr(layer, "output_size_per_partition", logits.shape[-1])
+        if logits.shape[-1] != columns:
+            raise ValueError(
+                f"logits must be this rank's {columns} columns, got {logits.shape[-1]}: the model must have "
+                "parallel_output=True and be called without runtime_gather_output"
+            )
+        shard = self._shard(layer.tp_group, columns)
+        return self._observed_losses(self.head_loss(logits, self._labels(labels, shard), shard=shard))
+
+    def _shard(self, group, width) -> VocabShard:
+        """Shard of this rank in the group of an output layer with `width` rows per rank."""
+        if not isinstance(group, dist.ProcessGroup):
+            raise ValueError(f"the output layer must know its tensor-parallel group, got {group!r}")
+        padded = width * group.size()
+        if self.vocab_size is not None and self.vocab_size > padded:
+            raise ValueError(f"vocab_size must be at most the {padded} rows of the output layer, got {self.vocab_size}")
+        return VocabShard.from_group(group, padded if self.vocab_size is None else self.vocab_size, padded)
+
+    def _linear_options(self, layer, weight, shard, one_sweep: bool) -> Linear:
+        """`Linear` options that reduce dH and store dW as the output layer would."""
+        partial = shard.world_size > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
+        how = "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
+        main_grad = layer.gradient_accumulation_fusion and _has_fp32_main_grad(weight)
+        mode = "one_sweep" if one_sweep else "recompute"
+        return replace(self.linear, mode=mode, hidden_grad=how, main_grad=main_grad)
+
+    def _labels(self, labels, shard) -> torch.Tensor:
+        """Labels [s, b], the order of Megatron's logits, with unknown labels ignored if ignore_index is None."""
+        labels = labels.transpose(0, 1)
+        if self.ignore_index is None:
+            labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), OUTSIDE)
+        return labels
+
+    def _observed_losses(self, out: HeadLossOutput) -> torch.Tensor:
+        """Losses [b, s] of an output, after the call was counted and shown to `observe`."""
+        self.calls += 1
+        if self.observe is not None:
+            self.observe(out)
+        return out.loss.transpose(0, 1).contiguous()
+
+
+class _LossesOfSum(torch.autograd.Function):
+    """Per-token losses [s, b] whose gradient goes into their weighted sum, for which one sweep has computed dH and dW.
+
+    Forward: total = sum(losses * weight) [], losses, weight -> losses. Backward: the upstream gradient must be some
+    number times the weight; that number is the gradient of the total, and NaN otherwise.
+    """
+
+    @staticmethod
+    def forward(ctx, total, losses, weight):
+        ctx.save_for_backward(weight)
+        return losses.view_as(losses)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        square = weight.square().sum()
+        factor = torch.where(square > 0, (grad * weight).sum() / square, 0.0)
+        far = (grad - factor * weight).abs() > 1e-5 * (factor * weight).abs().amax()
+        return torch.where(far.any(), torch.nan, factor), None, None
+
+
+def _has_fp32_main_grad(weight) -> bool:
+    """True if dW can be added to an fp32 ``main_grad`` here; otherwise dW is returned, and DDP's hook adds it."""
+    main_grad = getattr(weight, "main_grad", None)
+    fits = main_grad is not None and main_grad.dtype == torch.float32
+    return fits and weight.requires_grad and torch.is_grad_enabled()
+
+
+def _transform(config) -> Transform:
+    """Transform of the logits that a TransformerConfig asks for: the scale of MuP, or none."""
+    return Transform(scale=config.mup_output_mult if getattr(config, "use_mup", False) else 1.0)
+
+
+def refuse_options(config, layer):
+    """Raise ValueError or TypeError for whatever makes the output layer compute something else than the fused head."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    for name, reason in REFUSED.items():
+        if getattr(config, name, False):
+            raise ValueError(f"{name}=True is not supported: {reason}")
+    if type(layer).forward is not ColumnParallelLinear.forward:
+        raise TypeError(
+            "the output layer must be Megatron's ColumnParallelLinear without a forward of its own, got "
+            f"{type(layer).__name__}: use fused=False, which calls it"
+        )
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        raise ValueError(
+            "the output layer's weight must be sharded over its tensor-parallel group alone, got gtp_remat_size="
+            f"{layer.gtp_remat_size}: use fused=False"
+        )

@@ -1,0 +1,170 @@
+"""`install`: put a `MegatronHead` into one model, after checks of the model and a comparison with its own losses."""
+
+from __future__ import annotations
+
+import inspect
+import types
+
+import torch
+from torch.nn import functional as F
+
+from ...head_loss import HeadLoss
+from .. import check_type, require
+from .head import MegatronHead, refuse_options
+from .methods import Installed, replaced
+from .postprocess import postprocess
+
+
+def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Installed:
+    """Put a head into one model, and compare its losses with the model's own.
+
+    All ranks of the output layer's group call this together. A check call with random hidden states follows: the losses
+    must come from the head and have the right shape, and, if the head computes what the model does (no terms of its
+    own, no vocab_size), be equal to the model's own losses.
+
+    Args:
+        model: GPTModel or HybridModel, or with fused=False any LanguageModule; wrappers such as DDP are seen through.
+        head: `MegatronHead`, or a `HeadLoss` of reduction "none", or "mean", which Megatron then computes itself.
+        fused: True: from hidden states, without logits. False: from this rank's logits.
+
+    Raises:
+        TypeError: `model` is no model, `head` no head, or the output layer is not Megatron's own.
+        ValueError: the model has no output layer here (a pipeline stage but the last), its loss is replaced already, or
+            its config asks the output layer for something that the head does not do.
+        RuntimeError: the check failed.
+        After an error the model is as it was before.
+    """
+    require("megatron-core")
+    check_type("head", head, MegatronHead, HeadLoss)
+    head = MegatronHead.from_head_loss(head) if isinstance(head, HeadLoss) else head
+    model, owner = _checked_model(model, fused)
+    entry = "_postprocess" if hasattr(owner, "_postprocess") else "forward"  # gets hidden states and labels
+    _refuse_replaced(model, fused and (entry, owner))
+    stock = getattr(owner, entry, None)
+
+    def compute_language_model_loss(self, labels, logits):
+        installed.calls += 1
+        return head.of_logits(logits, labels, self.output_layer)
+
+    def fused_entry(self, *args, **kwargs):
+        original = types.MethodType(stock, self)
+        bound = inspect.signature(original).bind(*args, **kwargs).arguments
+        installed.calls += bound.get("labels") is not None
+        return postprocess(self, head, original, **bound)
+
+    functions = {"compute_language_model_loss": compute_language_model_loss}
+    functions |= {entry: fused_entry} if fused else {}
+    stock_losses = _check_call(model, head, fused)
+    installed, calls_before, observe = Installed(model, functions), head.calls, head.observe
+    try:
+        head.observe = None
+        _compare(_check_call(model, head, fused), stock_losses, head, calls_before)
+    except BaseException:
+        installed.remove()
+        raise
+    finally:
+        head.observe = observe
+    installed.calls = 0
+    return installed
+
+
+def _checked_model(model, fused):
+    """Return the model without its wrappers, and the Megatron class that it belongs to. TypeError or ValueError if a
+    head cannot be put into it."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    if isinstance(model, (list, tuple)):
+        raise TypeError(
+            f"model must be one model chunk, got a {type(model).__name__} of {len(model)}: pass the chunk that has the "
+            "output layer, model[-1] on the last pipeline stage"
+        )
+    while not isinstance(model, LanguageModule) and isinstance(getattr(model, "module", None), torch.nn.Module):
+        model = model.module
+    classes = _fused_classes() if fused else (LanguageModule,)
+    check_type("model", model, *classes)
+    if getattr(model, "output_layer", None) is None:
+        raise ValueError("this model has no output layer: install on the last pipeline stage")
+    owner = next(cls for cls in classes if isinstance(model, cls))
+    if fused:
+        refuse_options(model.config, model.output_layer)
+        if not hasattr(owner, "_postprocess") and model.mtp_process:
+            raise ValueError(f"multi-token prediction of a {owner.__name__} needs logits: use fused=False")
+    return model, owner
+
+
+def _fused_classes() -> tuple[type, ...]:
+    """Megatron's model classes that the fused head supports, as far as this version has them."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    try:
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+    except ImportError:  # an older version
+        return (GPTModel,)
+    return GPTModel, HybridModel
+
+
+def _refuse_replaced(model, entry):
+    """Raise ValueError if the model's loss, or its entry (name, class), is not Megatron's own any more."""
+    from megatron.core.models.common.language_module import language_module as functions
+
+    methods = [("compute_language_model_loss", functions.LanguageModule)] + ([entry] if entry else [])
+    for name, owner in methods:
+        own = getattr(owner, name)
+        if name in model.__dict__ or getattr(type(model), name) is not own or not _comes_with_megatron(own):
+            raise ValueError(
+                f"{type(model).__name__}.{name} is replaced already: one at a time; remove that one, or, for a "
+                "subclass of yours, use MegatronHeadMixin"
+            )
+    names = ("fused_vocab_parallel_cross_entropy", "te_parallel_cross_entropy")
+    losses = {name: getattr(functions, name, None) for name in names}
+    losses["vocab_parallel_cross_entropy"] = functions.tensor_parallel.vocab_parallel_cross_entropy
+    for name, function in losses.items():
+        if function is not None and not _comes_with_megatron(function):
+            raise ValueError(f"{function.__module__} has replaced Megatron's {name}: remove that first")
+
+
+def _comes_with_megatron(function) -> bool:
+    """True for functions of Megatron and the libraries that it calls."""
+    return (getattr(function, "__module__", None) or "").split(".")[0] in ("megatron", "transformer_engine", "torch")
+
+
+@torch.no_grad()
+def _check_call(model, head, fused) -> torch.Tensor:
+    """Losses [1, s] of random hidden states or logits, equal on all ranks, as the model computes them now."""
+    layer, group = model.output_layer, model.output_layer.tp_group
+    training = [m for m in model.modules() if m.training]
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else layer.weight
+    generator, count = torch.Generator().manual_seed(0), 2 * group.size()
+    depths = 1 + (getattr(model.config, "mtp_num_layers", None) or 0)
+    labels = torch.randint(0, weight.shape[0] * group.size() - 1, (1, count), generator=generator).to(weight.device)
+    labels = labels + (labels == head.ignore_index)  # ignore_index may be an id, and would have no loss
+    hidden = torch.randn(depths * count, 1, weight.shape[1], generator=generator).to(weight)
+    if not fused:
+        return model.compute_language_model_loss(labels, F.linear(hidden[:count], weight))
+    if layer.sequence_parallel:
+        hidden = hidden.view(depths, group.size(), -1, *hidden.shape[1:])[:, group.rank()].flatten(0, 1)
+    try:
+        model.eval()
+        if not hasattr(model, "_postprocess"):
+            with replaced(model.decoder, forward=lambda *args, **kwargs: hidden):
+                return model.forward(None, None, None, decoder_input=hidden, labels=labels)
+        names = inspect.signature(type(model)._postprocess).parameters
+        required = {n: None for n, p in names.items() if n != "self" and p.default is inspect.Parameter.empty}
+        return model._postprocess(**{**required, "hidden_states": hidden, "labels": labels})
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _compare(losses, stock_losses, head, calls_before):
+    """Raise RuntimeError unless the head computed these losses, and they agree with the model's own."""
+    if head.calls == calls_before:
+        raise RuntimeError("the check call did not come through the head: this model computes its loss elsewhere")
+    if losses.shape != stock_losses.shape or losses.dtype != torch.float32:
+        raise RuntimeError(
+            f"the check call must give fp32 {list(stock_losses.shape)}, got {losses.dtype} {list(losses.shape)}"
+        )
+    if head.is_megatrons and not torch.allclose(losses, stock_losses.float(), rtol=2e-2, atol=2e-2):
+        raise RuntimeError(
+            f"the check call differs from the model's own losses by {float((losses - stock_losses).abs().max()):.3g}"
+        )

@@ -1,0 +1,102 @@
+"""One call of a model: calls that are refused, the model's body, its labels, and the numbers of its loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...head_loss import HeadLoss, HeadLossOutput
+from ...shard import VocabShard
+from .. import check_type
+
+# Arguments of a model's forward that its body does not take
+HEAD_ARGUMENTS = (
+    *("labels", "shift_labels", "num_items_in_batch", "ignore_index"),
+    *("logits_to_keep", "return_dict", "head_inputs"),
+)
+
+
+def refuse_logits_to_keep(given):
+    """Raise ValueError for a call with labels that keeps only some logits."""
+    keep = given.get("logits_to_keep", 0)
+    if isinstance(keep, torch.Tensor) or keep != 0:
+        raise ValueError("labels score every position: logits_to_keep goes with a call without labels")
+
+
+def refuse_lost_labels(model, given):
+    """Raise ValueError for a call without labels that was meant to train, or to evaluate, the head's loss."""
+    if given.get("num_items_in_batch") is not None or (model.training and torch.is_grad_enabled()):
+        raise ValueError(
+            "a training call must have labels, got none, so the HeadLoss would not be computed: transformers' Trainer "
+            "takes them away for label_smoothing_factor (use HeadLoss([CrossEntropy(label_smoothing=...)]) instead) "
+            "and for compute_loss_func (leave it out); for logits, use eval() or torch.no_grad()"
+        )
+
+
+def refuse_columns(outputs, shard: VocabShard):
+    """Raise ValueError if the logits of a call without labels are this rank's columns, which its caller would take for
+    the logits of the whole vocabulary."""
+    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+    if shard.world_size > 1 and logits.shape[-1] == shard.width:
+        raise ValueError(
+            f"a call without labels must return all {shard.vocab_size} columns of the logits, got this rank's "
+            f"{shard.width}, [{shard.start}, {shard.stop}): for logits and generate(), load the model with its own "
+            "plan (tp_plan='auto' instead of colwise_plan) and use fuse_head"
+        )
+
+
+def refuse_auxiliary_loss(model, given: Mapping[str, Any]):
+    """Raise ValueError if the call, or the config, asks for the auxiliary loss of a router."""
+    if given.get("output_router_logits") or getattr(model.config, "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits adds the router's auxiliary loss, which a fused head does not compute: compute it "
+            "from the model's body, or use causal_lm_loss"
+        )
+
+
+def run_body(model, given: Mapping[str, Any]):
+    """Return the outputs of the model's body for the given arguments of the model's forward."""
+    refuse_auxiliary_loss(model, given)
+    body = {name: value for name, value in given.items() if name not in HEAD_ARGUMENTS}
+    return model.base_model(**body, return_dict=True)
+
+
+def next_token_labels(labels, shift_labels, ignore_index: int) -> torch.Tensor:
+    """Return the label of each position of the logits [B, S]: shift_labels, or labels shifted by one to the left."""
+    if shift_labels is not None:
+        return shift_labels
+    if labels is None:
+        raise ValueError("a loss needs labels or shift_labels, got neither")
+    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+def scalar_head_loss(head_loss: HeadLoss | None) -> HeadLoss:
+    """Return the HeadLoss, or the default one. ValueError if its loss is not a scalar."""
+    check_type("head_loss", head_loss, HeadLoss, None)
+    head_loss = HeadLoss() if head_loss is None else head_loss
+    if head_loss.reduction == "none":
+        raise ValueError("a model's loss is one number, got a HeadLoss with reduction='none'")
+    return head_loss
+
+
+def with_ignore_index(head_loss: HeadLoss, ignore_index: int | None) -> HeadLoss:
+    """Return the HeadLoss with the ignore_index of a call, or with its own if the call has None."""
+    if ignore_index is None or ignore_index == head_loss.ignore_index:
+        return head_loss
+    head_loss = copy.copy(head_loss)
+    head_loss.ignore_index = ignore_index
+    return head_loss
+
+
+def scalar_number(number, device):
+    """Return a count of tokens as a number or a scalar tensor; transformers' DataParallel gives several equal ones."""
+    return number.to(device).flatten()[0] if isinstance(number, torch.Tensor) else number
+
+
+def without_graph(out: HeadLossOutput) -> HeadLossOutput:
+    """Return the output detached and without statistics, so that keeping it keeps no activations."""
+    return out._replace(loss=out.loss.detach(), stats=None)

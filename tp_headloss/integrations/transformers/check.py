@@ -1,0 +1,122 @@
+"""The check that a model does nothing but the output layer and a transform between its body and its loss."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from ...dtensor import is_dtensor
+from ...options import Transform
+from ...shard import VocabShard
+from .calls import refuse_auxiliary_loss
+from .loss_function import CausalLMShardLoss
+from .model_facts import output_layer
+
+
+@contextlib.contextmanager
+def evaluation(model):
+    """Evaluation mode without gradients for the duration of the block; each module returns to its own mode."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@dataclasses.dataclass
+class StockCall:
+    """A call of the model's own forward: its output class, inputs, logits and loss."""
+
+    output_class: type
+    ids: torch.Tensor  # [1, 8]
+    labels: torch.Tensor  # [1, 8]
+    logits: torch.Tensor  # [1, 8, V], or this rank's columns
+    loss: torch.Tensor
+
+    def expect_loss(self, loss):
+        """Raise ValueError unless the fused head's loss of the same inputs is the model's own."""
+        tolerance = 1e-4 if self.logits.dtype in (torch.float32, torch.float64) else 2e-2
+        if not abs(float(loss) - float(self.loss)) <= tolerance * abs(float(self.loss)):
+            raise ValueError(f"the fused head's loss is {float(loss)}, and the model's own {float(self.loss)}")
+
+
+def check_forward(model, stock, transform: Transform, shard: VocabShard) -> StockCall:
+    """Call the model's own forward twice, and return the second call. ValueError if the model does anything between its
+    body and its loss but the output layer and the transform. In the first call a hook replaces the output layer's
+    logits by widely spread ones, so that every transform shows."""
+    _expect_text_decoder(model)
+    ids, labels = _check_inputs(model, shard)
+    seen = {}
+
+    def keep_hidden(module, args, outputs):
+        seen["hidden"] = outputs.last_hidden_state
+
+    def spread_first_logits(module, args, logits):
+        seen["input"], first = args[0], "spread" not in seen
+        if first:
+            wide = torch.linspace(-60, 60, logits.shape[-1], device=logits.device, dtype=logits.dtype)
+            seen["spread"] = wide.expand(logits.shape)
+        return seen["spread"] if first else None
+
+    def loss(logits, labels, vocab_size=None, **kwargs):
+        seen["logits"] = logits = logits.to_local() if is_dtensor(logits) else logits
+        if logits.shape[-1] == shard.width:
+            return CausalLMShardLoss(None, shard)(logits, labels)
+        return ForCausalLMLoss(logits, labels, shard.vocab_size)
+
+    hooks, before = [], vars(model).get("_loss_function")
+    try:
+        hooks.append(model.base_model.register_forward_hook(keep_hidden))
+        hooks.append(output_layer(model).register_forward_hook(spread_first_logits))
+        model._loss_function = loss
+        with evaluation(model):
+            stock(model, input_ids=ids, labels=labels)
+            transformed = seen.pop("logits", None)
+            own = stock(model, input_ids=ids, labels=labels)
+    finally:
+        vars(model).pop("_loss_function", None)
+        if before is not None:
+            model._loss_function = before
+        for hook in hooks:
+            hook.remove()
+    if transformed is None or "logits" not in seen:
+        raise ValueError("the model's forward does not call its loss_function: a fused head does not know its loss")
+    if not torch.equal(seen["input"], seen["hidden"].to(seen["input"].dtype)):
+        raise ValueError("the output layer's input is not the last_hidden_state of the model's body")
+    _expect_transform(transform, seen["spread"], transformed)
+    return StockCall(type(own), ids, labels, seen["logits"], own.loss)
+
+
+def _expect_text_decoder(model):
+    """Raise ValueError unless the model is a decoder of text with a language-model head and no router's loss."""
+    config = model.config
+    if config.is_encoder_decoder or config.get_text_config() is not config or model.base_model is model:
+        raise ValueError(f"the model must be a decoder of text alone with a language-model head, got {type(model)}")
+    refuse_auxiliary_loss(model, {})
+
+
+def _check_inputs(model, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [1, 8], spread over the vocabulary, and labels [1, 8] of which one is ignored."""
+    device = model.get_input_embeddings().weight.device
+    ids = (torch.arange(8, device=device) * max(shard.vocab_size // 8, 1) % shard.vocab_size)[None]
+    labels = ids.clone()
+    labels[0, 3] = -100
+    return ids, labels
+
+
+def _expect_transform(transform: Transform, logits: torch.Tensor, transformed: torch.Tensor):
+    """Raise ValueError unless `transformed` is the transform (scale and softcap) of the logits, up to rounding."""
+    expected = logits.double() * transform.scale
+    if transform.softcap is not None:
+        expected = transform.softcap * torch.tanh(expected / transform.softcap)
+    eps = torch.finfo(logits.dtype).eps
+    if not torch.allclose(transformed.double(), expected, rtol=8 * eps, atol=8 * eps):
+        raise ValueError(
+            f"what the model does to its logits is not {transform}, which its config says: give it as transform="
+        )

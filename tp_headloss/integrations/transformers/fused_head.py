@@ -1,0 +1,141 @@
+"""`fuse_head`: a model's forward from hidden states to the loss, without logits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from ...head_loss import HeadLoss
+from ...linear_head import Linear
+from ...options import Transform
+from ...shard import VocabShard
+from .calls import (
+    next_token_labels,
+    refuse_columns,
+    refuse_logits_to_keep,
+    refuse_lost_labels,
+    run_body,
+    scalar_head_loss,
+    scalar_number,
+    with_ignore_index,
+    without_graph,
+)
+from .check import check_forward, evaluation
+from .forward import install, named_arguments, stock_forward, uninstall
+from .model_facts import call_shard, checked_linear, checked_transform, head_shard, output_layer
+
+
+def fuse_head(
+    model: PreTrainedModel,
+    head_loss: HeadLoss | None = None,
+    *,
+    linear: Linear | None = None,
+    shard: VocabShard | None = None,
+    transform: Transform | None = None,
+) -> FusedHead:
+    """Replace ``forward`` of this model: with labels, hidden states [B, S, H] replicated and the output layer's weight
+    [V/P, H] sharded on V give the loss [], and logits never exist.
+
+        fused = fuse_head(model, HeadLoss([CrossEntropy(), ZLoss(1e-4)]))
+        model(input_ids=ids, labels=labels, num_items_in_batch=tokens).loss.backward()
+        fused.remove()  # or with fuse_head(model): ...
+
+    dH, the gradient of the hidden states, is summed over the group here (one all-reduce, as `Linear` says), because the
+    body of a transformers model expects a whole gradient. Weights may be tied, have a bias, and belong to a model that
+    is not distributed.
+
+    With labels the model returns its own output class, whose ``logits`` are None. Without labels the forward is the
+    model's own, so generate() works; the model's own plan (tp_plan="auto") gathers the logits there. A call without
+    labels raises ValueError in training, where a Trainer took the labels away, and where it would return only this
+    rank's columns of the logits (`colwise_plan`). ``num_items_in_batch``, ignore_index, ``head_inputs`` and ``.last``
+    are as in `causal_lm_loss`.
+
+    All ranks of the group install together: three forward passes over eight tokens check that the model does nothing
+    else between its body and its loss, and that the loss is the model's own.
+
+    Args:
+        head_loss, shard: as in `causal_lm_loss`.
+        linear: `Linear`, except hidden_grad="reduce_scatter".
+        transform: what the model does to its logits (softcapping, a scale); None reads it from the model's config.
+
+    Raises:
+        TypeError, ValueError: the forward or the loss function is replaced already, the body or the output layer is not
+            what it seems (adapters, quantization), a router has an auxiliary loss, or the check found something; the
+            model is as it was before. In a call: ``logits_to_keep`` with labels.
+    """
+    output_layer(model)
+    if model.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            f"the model's loss must be transformers' ForCausalLMLoss, got {model.loss_function}: a fused head would "
+            "silently win over a loss_function"
+        )
+    return FusedHead(model, head_loss, linear, shard, transform)
+
+
+class FusedHead:
+    """An installed fused head, as `fuse_head` returns it; a context manager that removes itself."""
+
+    def __init__(self, model, head_loss, linear, shard, transform):
+        wanted = scalar_head_loss(head_loss), checked_linear(linear)
+        self.model, self.stock_forward, self.shard, self.last = model, stock_forward(model), shard, None
+        # until the check has passed: plain cross-entropy of any number of tokens, and no shard that a call must fit
+        self.head_loss, self.checked_shard = HeadLoss(options=wanted[0].options), None
+        self.linear = dataclasses.replace(wanted[1], max_valid_tokens=None)
+        self.transform, found_shard = checked_transform(model, transform), head_shard(model, shard)
+        stock = check_forward(model, self.stock_forward, self.transform, found_shard)
+        self.output_class = stock.output_class
+        self.fused_forward = install(model, self.stock_forward, self._forward)
+        try:
+            with evaluation(model):
+                out = model(input_ids=stock.ids, labels=stock.labels)
+            if self.last is None or out.logits is not None:
+                raise ValueError("the fused forward was installed, and the model does not call it")
+            stock.expect_loss(out.loss)
+        except BaseException:
+            self.remove()
+            raise
+        self.head_loss, self.linear, self.last, self.checked_shard = *wanted, None, found_shard
+
+    def _forward(self, model, args, kwargs):
+        """Output of the forward of `model`, which is the model that this was installed on, or a copy of it."""
+        given = named_arguments(self.stock_forward, model, args, kwargs)
+        if given.get("labels") is None:
+            refuse_lost_labels(model, given)
+            outputs = self.stock_forward(model, *args, **{k: v for k, v in kwargs.items() if k != "head_inputs"})
+            if self.checked_shard is not None:  # during the check, the check itself says that no labels arrived
+                refuse_columns(outputs, self.checked_shard)
+            return outputs
+        refuse_logits_to_keep(given)
+        outputs = run_body(model, given)
+        hidden, layer = outputs.last_hidden_state, output_layer(model)
+        head_loss = with_ignore_index(self.head_loss, given.get("ignore_index"))
+        labels = next_token_labels(given["labels"], given.get("shift_labels"), head_loss.ignore_index)
+        out = head_loss.linear(
+            hidden,
+            layer.weight,
+            labels.to(hidden.device),
+            bias=layer.bias,
+            shard=call_shard(model, self.shard, self.linear, hidden),
+            denominator=scalar_number(given.get("num_items_in_batch"), hidden.device),
+            transform=self.transform,
+            inputs=given.get("head_inputs"),
+            linear=self.linear,
+        )
+        self.last = without_graph(out)
+        fields = {f.name: getattr(outputs, f.name, None) for f in dataclasses.fields(self.output_class)}
+        result = self.output_class(**{**fields, "loss": out.loss, "logits": None})
+        return_dict = given.get("return_dict")
+        as_dict = model.config.return_dict if return_dict is None else return_dict
+        return result if as_dict else result.to_tuple()
+
+    def remove(self):
+        """Give the model its own forward back. RuntimeError if something was installed on top of this head."""
+        uninstall(self.model, self.fused_forward)
+
+    def __enter__(self) -> FusedHead:
+        return self
+
+    def __exit__(self, *_):
+        self.remove()

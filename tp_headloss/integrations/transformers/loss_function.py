@@ -1,0 +1,134 @@
+"""`causal_lm_loss`: a `HeadLoss` as ``model.loss_function``, on this rank's columns of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...dtensor import is_dtensor
+from ...head_loss import HeadLoss
+from ...shard import VocabShard
+from .. import check_type
+from .calls import (
+    next_token_labels,
+    refuse_columns,
+    refuse_lost_labels,
+    scalar_head_loss,
+    scalar_number,
+    with_ignore_index,
+    without_graph,
+)
+from .forward import named_arguments
+from .model_facts import head_shard
+
+
+def colwise_plan(model_class: type[PreTrainedModel], config) -> dict[str, str]:
+    """Return the tp_plan that `causal_lm_loss` needs: the model's own plan, but with its output layer "colwise", so
+    that each rank keeps its columns of the logits.
+
+    It is the whole plan, because `DistributedConfig` adds such a dict to the model's own plan from transformers 5.23
+    on, and replaces the model's own plan by it in older versions. With this plan no rank has whole logits: once
+    `causal_lm_loss` is the model's loss_function, generate() and any other call without labels raise. `fuse_head` works
+    with the model's own plan (tp_plan="auto") and does not need this one.
+
+    Args:
+        model_class: the class of the model itself, such as LlamaForCausalLM.
+        config: the config of the model.
+
+    Raises:
+        TypeError: model_class is AutoModelForCausalLM or a model, or config is of another class.
+        ValueError: the class has no plan for an output layer called "lm_head".
+    """
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+        got = model_class.__name__ if isinstance(model_class, type) else f"a {type(model_class).__name__}"
+        raise TypeError(
+            "model_class must be the model's own class, a subclass of PreTrainedModel such as LlamaForCausalLM: "
+            f"type(model), or AutoModelForCausalLM._model_mapping[type(config)]; got {got}"
+        )
+    check_type("config", config, model_class.config_class or PreTrainedConfig)
+    if "lm_head" not in (model_class._tp_plan or {}):
+        raise ValueError(
+            f"{model_class.__name__} must have a tensor-parallel plan for its output layer 'lm_head', got the plan "
+            f"{model_class._tp_plan}"
+        )
+    body = {f"{model_class.base_model_prefix}.{name}": how for name, how in (config.base_model_tp_plan or {}).items()}
+    return {**body, **(model_class._tp_plan or {}), "lm_head": "colwise"}
+
+
+def causal_lm_loss(
+    model: PreTrainedModel, head_loss: HeadLoss | None = None, *, shard: VocabShard | None = None
+) -> CausalLMShardLoss:
+    """Return a function for ``model.loss_function`` of a model whose plan keeps the output layer "colwise".
+
+        model.loss_function = causal_lm_loss(model, HeadLoss([CrossEntropy(), ZLoss(1e-4)]))
+
+    logits [B, S, V/P] sharded on V (plain, or DTensor), labels [B, S] replicated -> loss [], replicated; forward: one
+    collective, backward: none. The logits' gradient is this rank's; the model's own output layer reduces dH, the
+    gradient of the hidden states.
+
+    The function has the signature that transformers expects. ``num_items_in_batch`` is the denominator. ignore_index
+    None means the one of the head_loss. ``head_inputs``, a keyword of the model's forward, becomes ``inputs`` of the
+    head_loss, for the positions of the logits. ``.last`` is the `HeadLossOutput` of the last call, without graph and
+    statistics, for metrics.
+
+    A forward hook of the model, active while the function is its loss_function, raises ValueError on every rank for a
+    call without labels that returned this rank's columns (generate() would sample from them), and for one in training,
+    whose labels a Trainer took away. To generate, use `fuse_head` and tp_plan="auto".
+
+    Args:
+        head_loss: `HeadLoss` with a scalar loss; default cross-entropy.
+        shard: ids of this rank; None takes bounds and group from the output layer's weight (a plain weight counts as
+            not sharded).
+
+    Raises:
+        TypeError: an argument, or the output layer, is of another class.
+        ValueError: the weight is sharded by something else than tensor parallelism; in a call: gathered logits.
+    """
+    loss = CausalLMShardLoss(head_loss, head_shard(model, shard))
+    if _refuse_call_without_labels not in model._forward_hooks.values():
+        model.register_forward_hook(_refuse_call_without_labels, with_kwargs=True)
+    return loss
+
+
+def _refuse_call_without_labels(model, args, kwargs, outputs) -> None:
+    """Forward hook that raises ValueError for calls without labels which cannot mean what their caller expects."""
+    loss = model.loss_function
+    if isinstance(loss, CausalLMShardLoss):
+        given = named_arguments(type(model).forward, model, args, kwargs)
+        if given.get("labels") is None:
+            refuse_lost_labels(model, given)
+            refuse_columns(outputs, loss.shard)
+
+
+class CausalLMShardLoss:
+    """The loss function that `causal_lm_loss` returns."""
+
+    def __init__(self, head_loss: HeadLoss | None, shard: VocabShard):
+        self.head_loss, self.shard, self.last = scalar_head_loss(head_loss), shard, None
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int | None = None,  # given by transformers, and not read: the shard knows it
+        num_items_in_batch: torch.Tensor | float | None = None,
+        ignore_index: int | None = None,
+        shift_labels: torch.Tensor | None = None,
+        head_inputs: Mapping[str, Any] | None = None,
+        **kwargs,  # given by transformers, for its attention and the like
+    ) -> torch.Tensor:
+        if not is_dtensor(logits) and logits.shape[-1] != self.shard.width:
+            raise ValueError(
+                f"logits must be this rank's {self.shard.width} columns [{self.shard.start}, {self.shard.stop}) of "
+                f"{self.shard.vocab_size}, got {logits.shape[-1]}: keep the output layer sharded, 'colwise' in the "
+                "tp_plan instead of 'colwise_gather_output' (or 'colwise_rep')"
+            )
+        head_loss = with_ignore_index(self.head_loss, ignore_index)
+        labels = next_token_labels(labels, shift_labels, head_loss.ignore_index).to(logits.device)
+        denominator = scalar_number(num_items_in_batch, logits.device)
+        out = head_loss(logits, labels, shard=self.shard, denominator=denominator, inputs=head_inputs)
+        self.last = without_graph(out)
+        return out.loss

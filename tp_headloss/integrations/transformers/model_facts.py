@@ -1,0 +1,76 @@
+"""Facts that a model's output layer and config state: its weight's shard, and the transform of its logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...dtensor import local_head
+from ...linear_head import Linear
+from ...options import Transform
+from ...shard import VocabShard
+from .. import check_type
+
+
+def output_layer(model) -> nn.Linear:
+    """Return the output layer of a model. TypeError if it is not a plain nn.Linear."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a transformers.PreTrainedModel, got {type(model).__name__}: take it before it is wrapped"
+        )
+    layer = model.get_output_embeddings()
+    if type(layer) is not nn.Linear:
+        raise TypeError(
+            "the output layer must be a plain torch.nn.Linear (no adapter, no quantization), got "
+            f"{type(layer).__name__}"
+        )
+    return layer
+
+
+def head_shard(model, shard: VocabShard | None = None) -> VocabShard:
+    """Return the shard of this rank's rows of the output layer's weight. ValueError if it is not `shard`, or if the
+    ranks that share the weight may hold different tokens."""
+    check_type("shard", shard, VocabShard, None)
+    layer = output_layer(model)
+    found = local_head(None, layer.weight, layer.bias, shard, "all_reduce")[3]
+    if shard is None and found.world_size > 1 and (model.tp_size or 1) == 1:
+        raise ValueError(
+            "the output layer's weight is sharded, but the model is not tensor parallel, so ranks hold different "
+            "tokens (FSDP?): if they hold the same ones, say so with shard="
+        )
+    return found
+
+
+def call_shard(model, shard: VocabShard | None, linear: Linear, hidden: torch.Tensor) -> VocabShard:
+    """Return `head_shard` for one call, because the weight may have been gathered or replaced since the installation.
+    ValueError if nobody would sum dH."""
+    found = head_shard(model, shard)
+    if linear.hidden_grad == "none" and found.world_size > 1 and hidden.requires_grad:
+        raise ValueError("hidden_grad='none' leaves a part of dH to a body that requires it whole: use 'all_reduce'")
+    return found
+
+
+def checked_linear(linear: Linear | None) -> Linear:
+    """Return the `Linear` options, or the default ones. ValueError for sequence-parallel hidden states."""
+    check_type("linear", linear, Linear, None)
+    if linear is not None and linear.hidden_grad == "reduce_scatter":
+        raise ValueError("the hidden states of a transformers model are replicated, got hidden_grad='reduce_scatter'")
+    return linear or Linear()
+
+
+def checked_transform(model, transform: Transform | None) -> Transform:
+    """Return the given transform, or the one in the model's config."""
+    check_type("transform", transform, Transform, None)
+    return config_transform(model.config) if transform is None else transform
+
+
+def config_transform(config) -> Transform:
+    """Return the transform of the logits that a config states. `check_forward` compares it with the model."""
+    softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere, Muse Glimmer, Falcon-H1
+        scale *= 1.0 if getattr(config, name, None) is None else getattr(config, name)
+    if (scaling := getattr(config, "logits_scaling", None)) is not None:  # Granite divides, HyperCLOVA X multiplies
+        scale *= scaling if config.model_type == "hyperclovax" else 1 / scaling
+    return Transform(scale=scale, softcap=softcap)

@@ -1,0 +1,219 @@
+"""The bridges from hidden states and a weight to statistics: registered operators and autograd.Functions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .. import comm
+from ..engine.autograd import first_derivative_only
+from ..engine.backend import load_backend
+from ..engine.operators import can_skip_dispatch, fields_of, register, schema_of
+from ..engine.passes import kernel_gradients
+from ..request import Facts, Request, Tensors, accumulation_dtype
+from . import blocks, sweeps
+
+
+class LinearFacts(NamedTuple):
+    """Everything static about a linear head besides `Facts`."""
+
+    dtype: torch.dtype  # of the GEMMs' operands, and the logits
+    budget: int  # 0: the default
+    weight_sums: bool  # dW is returned in half precision
+    hidden_grad: str  # of `comm.HIDDEN_GRADS`; "reduce_scatter": the hidden states are gathered
+
+    def sizes(self, hidden, facts: Facts) -> blocks.Sizes:
+        """Sizes with an even share of the vocabulary, which all ranks know of each other, so that they agree."""
+        width, half = -(-facts.vocab_size // facts.world_size), hidden.dtype.itemsize == 2
+        tokens = max(1, self.token_count(hidden, facts))
+        return blocks.Sizes(tokens, width, hidden.shape[-1], self.dtype.itemsize, half, self.weight_sums)
+
+    def blocks(self, hidden, facts: Facts) -> blocks.Blocks:
+        """The blocks of recompute; planned here, where the number of tokens is known, also to torch.compile."""
+        planner, sizes = blocks.recompute_blocks, self.sizes(hidden, facts)
+        found = blocks.planned(planner, sizes, self.budget or None)
+        if found is None:
+            raise ValueError(blocks.refusal(planner, sizes, self.budget))
+        return found
+
+    def operands(self, hidden, weight, facts: Facts):
+        """Hidden states and weight as the GEMMs take them."""
+        hidden, weight = hidden.to(self.dtype), weight.to(self.dtype)
+        if self.hidden_grad == "reduce_scatter":
+            hidden = comm.gather_tokens(hidden, facts.world_size, facts.group_name)
+        return hidden, weight
+
+    def token_count(self, hidden, facts: Facts) -> int:
+        """Tokens of all ranks whose hidden states are gathered."""
+        return hidden.shape[0] * (facts.world_size if self.hidden_grad == "reduce_scatter" else 1)
+
+
+def _statistics(hidden, weight, *args):
+    *tensors, facts, linear = args
+    found = linear.blocks(hidden, facts)
+    with torch.autocast(hidden.device.type, enabled=False):
+        hidden, weight = linear.operands(hidden, weight, facts)
+        return sweeps.statistics(hidden, weight, Request.of((None, *tensors), facts), found.forward)
+
+
+def _statistics_fake(hidden, weight, *args):
+    *tensors, facts, linear = args
+    layout, n_rows = Request.of((None, *tensors), facts).layout, linear.token_count(hidden, facts)
+    return layout.empty_outputs(hidden, n_rows, accumulation_dtype(linear.dtype))
+
+
+def _gradient(hidden, weight, *args, main_grad=None):
+    """Gradients of hidden states, weight and bias, None where not wanted."""
+    *tensors, merged, grads, wanted, facts, linear = args
+    request = Request.of((None, *tensors), facts)
+    grads = dict(zip(request.layout.gradients, grads))
+    dtypes = (x.dtype if want else None for x, want in zip((hidden, weight, request.tensors.bias), wanted))
+    wanted = sweeps.Gradients(*dtypes, main_grad)
+    found = linear.blocks(hidden, facts)
+    with torch.autocast(hidden.device.type, enabled=False):
+        operands = linear.operands(hidden, weight, facts)
+        hidden_grad, sums = sweeps.gradient(*operands, request, merged, grads, found, wanted, linear.hidden_grad)
+    return hidden_grad, *sums.gradients()
+
+
+def _gradient_operator(hidden, *args):
+    return [hidden.new_empty(0) if g is None else g for g in _gradient(hidden, *args)]
+
+
+def _gradient_fake(hidden, weight, *args):
+    wanted, operands = args[-3], (hidden, weight, args[_BIAS - 1])
+    return [x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(operands, wanted)]
+
+
+_BIAS = Tensors._fields.index("bias")
+_OPERANDS = f"Tensor hidden, Tensor weight, {schema_of(Tensors, leave_out=('logits',))}"
+register("linear_statistics", _OPERANDS, "Tensor[]", _statistics, _statistics_fake, Facts, LinearFacts)
+register(
+    "linear_gradient", f"{_OPERANDS}, Tensor merged, Tensor?[] grads, bool[] wanted", "Tensor[]",
+    _gradient_operator, _gradient_fake, Facts, LinearFacts,
+)  # fmt: skip
+
+
+class LinearStatistics(torch.autograd.Function):
+    """hidden [N, H] (or [N/P, H], gathered here), weight [W, H] sharded on V -> the statistics of `layout.outputs`.
+
+    grad_anchor: dummy that requires grad, so that autograd runs this backward, and its collective, on every rank. Saves
+    the inputs and O(N) merged rows, and makes the logits again. Backward: the hidden states' gradient is reduced as
+    `LinearFacts.hidden_grad` says, with the same collectives whoever requires a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, *args):
+        *tensors, main_grad, _grad_anchor, request, linear = args
+        layout, facts = request.layout, request.facts
+        if can_skip_dispatch(hidden):
+            merged, values, *flags = _statistics(hidden, weight, *tensors, facts, linear)
+        else:
+            fields = *tensors, *fields_of(facts, linear)
+            merged, values, *flags = torch.ops.tp_headloss.linear_statistics(hidden, weight, *fields)
+        ctx.layout, ctx.facts, ctx.linear, ctx.main_grad = layout, facts, linear, main_grad
+        ctx.set_materialize_grads(False)
+        outputs = (*values.unbind(0), *flags)
+        ctx.mark_non_differentiable(*(outputs[i] for i in layout.fixed))
+        ctx.save_for_backward(hidden, weight, *tensors, merged)
+        return outputs
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, saved, *upstream):
+        hidden, weight, *tensors, merged = saved
+        layout, facts, linear = ctx.layout, ctx.facts, ctx.linear
+        upstream = {name: g for name, g in zip(layout.outputs, upstream) if name in layout.differentiable}
+        grads = kernel_gradients(upstream)
+        count = len(Tensors._fields) + 5
+        if not grads:
+            return (None,) * count
+        bias = ctx.needs_input_grad[1 + _BIAS]
+        reduced = linear.hidden_grad != "none" and facts.world_size > 1
+        wanted = [ctx.needs_input_grad[0] or reduced, ctx.needs_input_grad[1], bias]
+        args = *tensors, merged, [grads.get(name) for name in layout.gradients], wanted
+        target = ctx.main_grad if wanted[1] else None
+        if target or can_skip_dispatch(merged):
+            out = _gradient(hidden, weight, *args, facts, linear, main_grad=target and target.main_grad)
+            weight_grad = target.gradient() if target else out[1]
+        else:
+            out = torch.ops.tp_headloss.linear_gradient(hidden, weight, *args, *fields_of(facts, linear))
+            weight_grad = out[1]
+        found = [None] * count
+        needed = {0: (out[0], ctx.needs_input_grad[0]), 1: (weight_grad, ctx.needs_input_grad[1])}
+        for place, (gradient, need) in {**needed, 1 + _BIAS: (out[2], bias)}.items():
+            found[place] = gradient if need else None
+        return tuple(found)
+
+
+class MainGrad(NamedTuple):
+    """Megatron's fp32 gradient of a weight, to which the backward adds dW itself."""
+
+    weight: torch.nn.Parameter
+
+    @property
+    def main_grad(self) -> torch.Tensor:
+        return self.weight.main_grad
+
+    def gradient(self) -> torch.Tensor | None:
+        """What autograd gets in dW's place: a dummy, for the hooks of those who set Megatron's flags."""
+        weight = self.weight
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+        return make(weight)
+
+
+class OneSweep(torch.autograd.Function):
+    """A loss [] whose gradients were computed with it, for an upstream gradient of 1 -> the same, differentiable.
+
+    The statistics pass through, so that whoever differentiates them hears that nobody computed that.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, loss, found, main_grad, upstream, backend, n_values, *statistics):
+        ctx.main_grad, ctx.upstream, ctx.backend, ctx.once = main_grad, upstream, backend, False
+        ctx.types = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        ctx.save_for_backward(*found)
+        ctx.set_materialize_grads(False)
+        statistics = tuple(x.view_as(x) for x in statistics)
+        ctx.mark_non_differentiable(*statistics[n_values:])
+        return loss.clone(), *statistics
+
+    @staticmethod
+    def backward(ctx, upstream, *of_statistics):
+        if torch.is_grad_enabled():  # what the gradients depend on is not kept, so there is nothing to tie an error to
+            raise RuntimeError(
+                "a one-sweep head has first derivatives only, and its loss was differentiated with create_graph=True: "
+                "use mode='recompute', whose gradient raises only if it is differentiated itself"
+            )
+        if any(g is not None for g in of_statistics):
+            raise RuntimeError(
+                "a one-sweep head computed the gradient of its loss alone, got one of its statistics: use "
+                "mode='recompute' to differentiate what you make of them"
+            )
+        if upstream is None:
+            return (None,) * (9 + len(of_statistics))
+        main_grad, scale = ctx.main_grad, load_backend(ctx.backend).scale
+        upstream = upstream.to(accumulation_dtype(upstream.dtype))
+        if ctx.upstream is not None:  # it is in the gradients; another one makes them NaN instead of wrong
+            upstream = torch.where(upstream == ctx.upstream, 1.0, torch.nan).to(upstream.dtype)
+            if main_grad is not None and ctx.once:
+                raise RuntimeError("with a declared upstream, dW went into main_grad once: there is no second backward")
+            ctx.once = True
+        out = [None, None, None]
+        for i, (gradient, dtype) in enumerate(zip(ctx.saved_tensors, ctx.types)):
+            if not ctx.needs_input_grad[i]:
+                continue
+            if i == 1 and main_grad is not None:
+                if gradient is not None:
+                    scale(main_grad.main_grad, gradient, upstream, add=True)
+                else:
+                    main_grad.main_grad.view(-1)[:1].mul_(upstream)
+                out[1] = main_grad.gradient()
+            else:
+                out[i] = torch.empty_like(gradient, dtype=dtype)
+                scale(out[i], gradient, upstream)
+        return *out, *(None,) * (6 + len(of_statistics))

@@ -1,0 +1,118 @@
+"""The memory planner: how logits that never exist as a whole are cut into blocks that fit into a budget of bytes."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+TILE = 128  # tokens, ids: what a block is a multiple of, for the GEMMs' sake
+
+
+class Sizes(NamedTuple):
+    """What blocks are planned from."""
+
+    tokens: int  # at least 1
+    width: int
+    hidden: int
+    bytes: int  # of an element of the operands
+    sums: bool  # whether these add up in half precision, so that sums over blocks need fp32 memory of their own
+    weight_sums: bool  # the same of what dW is written to
+
+    def row(self, columns: int) -> int:
+        """Bytes of so many logits of one token."""
+        return row_stride(columns) * self.bytes
+
+
+class Blocks(NamedTuple):
+    """How the logits are cut: forward by tokens, backward by tokens and ids."""
+
+    forward: int
+    tokens: int
+    columns: int
+
+
+def row_stride(width: int) -> int:
+    """Rows that GEMMs read and write well."""
+    return -(-width // 64) * 64
+
+
+def _even_block_size(total: int, most: int) -> int:
+    """The size of the fewest even blocks that are no larger than `most`, a multiple of the tile."""
+    if most >= total:
+        return total
+    return min(most, -(-total // -(-total // most) // TILE) * TILE)
+
+
+def _rows_that_fit(n_bytes: int, each: int) -> int:
+    """Rows (or columns) of so many bytes each that fit, in tiles."""
+    return n_bytes // max(each, 1) // TILE * TILE
+
+
+def _tokens_that_fit(sizes: Sizes, budget: int) -> int | None:
+    if sizes.tokens * sizes.row(sizes.width) <= budget:
+        return sizes.tokens
+    most = _rows_that_fit(budget, sizes.row(sizes.width))
+    return _even_block_size(sizes.tokens, most) if most else None
+
+
+@functools.lru_cache(maxsize=256)
+def one_sweep_tokens(sizes: Sizes, budget: int) -> int | None:
+    """Tokens of a block whose logits, and an fp32 dW if it has to be summed in memory of its own, fit in the budget."""
+    whole = _tokens_that_fit(sizes, budget)
+    if whole == sizes.tokens or not sizes.weight_sums:
+        return whole
+    return _tokens_that_fit(sizes, max(0, budget - 4 * sizes.width * sizes.hidden))
+
+
+@functools.lru_cache(maxsize=256)
+def recompute_blocks(sizes: Sizes, budget: int) -> Blocks | None:
+    """The blocks that fit in the budget and move the fewest bytes: dW is read and written once more per block of
+    tokens, dH once per block of ids, and sums in half precision need fp32 memory while they last."""
+    forward, best = _tokens_that_fit(sizes, budget), None
+    n, width = sizes.tokens, sizes.width
+    for parts in range(1, -(-n // TILE) + 1):
+        tokens = n if parts == 1 else _even_block_size(n, -(-n // parts // TILE) * TILE)
+        left = budget - (4 * width * sizes.hidden if parts > 1 and sizes.weight_sums else 0)
+        whole = tokens * sizes.row(width) <= left
+        columns = width
+        if not whole:
+            left -= 4 * tokens * sizes.hidden if sizes.sums else 0
+            most = _rows_that_fit(left, tokens * sizes.bytes)
+            if most < TILE:
+                continue
+            columns = _even_block_size(width, most)
+        moved = (parts > 1) / tokens + (not whole) / columns
+        if best is None or moved < best[0]:
+            best = moved, tokens, columns
+        if whole:  # fewer tokens only cost more
+            break
+    return None if forward is None or best is None else Blocks(forward, *best[1:])
+
+
+def least_budget(planned, sizes: Sizes) -> int:
+    """Bytes that `planned`, one of the two above, gets by with, to 1/64."""
+    low, high = 0, 1 << 12
+    while planned(sizes, high) is None:
+        low, high = high, 2 * high
+    while high - low > high // 64:
+        middle = (low + high) // 2
+        low, high = (low, middle) if planned(sizes, middle) is not None else (middle, high)
+    return high
+
+
+DEFAULT_BLOCK = 128 << 20  # bytes
+
+
+def planned(planner, sizes: Sizes, budget: int | None, least: int = 0, reserved: int = 0):
+    """What `planner` makes of a budget, None if that is too small. Without one: room for a block and, in half
+    precision, the smaller of the sums in fp32, at least `least` bytes. reserved: what somebody else holds."""
+    if budget is not None:
+        return planner(sizes, max(0, budget - reserved))
+    smaller = 4 * sizes.hidden * min(sizes.tokens, sizes.width) if sizes.sums else 0
+    default = DEFAULT_BLOCK + max(smaller, least) - reserved
+    return planner(sizes, max(0, default)) or planner(sizes, least_budget(planner, sizes))
+
+
+def refusal(planner, sizes: Sizes, budget: int, reserved: int = 0) -> str:
+    least = reserved + least_budget(planner, sizes)
+    return f"budget must be at least {least} bytes for blocks of {TILE} tokens, got {budget}"

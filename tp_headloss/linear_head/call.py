@@ -1,0 +1,144 @@
+"""One validated call of a linear head, and its two ways: recompute, and one sweep."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from ..api import assembled
+from ..calls import build_request
+from ..options import DEFAULTS, NO_TRANSFORM
+from ..request import Request
+from ..statistics import VocabStatistics
+from . import blocks
+from .autograd import LinearFacts, LinearStatistics, MainGrad
+from .options import Linear
+
+_log = logging.getLogger("tp_headloss")
+
+
+def hidden_fact(hidden: torch.Tensor, linear: Linear):
+    """What ranks must agree on: hidden states, or, where each rank has its own part of them, shape and dtype."""
+    return (list(hidden.shape), str(hidden.dtype)) if linear.hidden_grad == "reduce_scatter" else hidden
+
+
+class LinearCall(NamedTuple):
+    """A validated call, as the sweeps take it, in one order of the tokens."""
+
+    hidden: torch.Tensor  # [N, H], or [N/P, H]
+    weight: torch.Tensor
+    request: Request  # its logits: an expanded scalar that has their shape and dtype
+    linear: Linear
+
+    @classmethod
+    def of(
+        cls, hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options, linear
+    ) -> LinearCall:
+        """Validate a call and bring its tensors into rows."""
+        transform, options = transform or NO_TRANSFORM, options or DEFAULTS
+        if options.inplace:
+            raise ValueError("inplace=True overwrites logits, and a linear head has none of the caller's")
+        dtype = _validate(hidden, weight, linear)
+        if bias is not None:
+            if transform.bias is not None:
+                raise ValueError("bias was given twice, and in the transform")
+            transform = replace(transform, bias=bias)
+        if weight.shape[0] != shard.width:
+            raise ValueError(
+                f"weight must have the shard's {shard.width} rows [{shard.start}, {shard.stop}), got {weight.shape[0]}"
+            )
+        lead, scattered = list(hidden.shape[:-1]), linear.hidden_grad == "reduce_scatter"
+        if scattered:
+            if not lead:
+                raise ValueError("hidden_grad='reduce_scatter' needs hidden states [S/P, .., H], got [H]")
+            lead[0] *= shard.world_size
+            hidden = hidden.contiguous()  # ranks agree on the order of the tokens they gather
+        logits = hidden.new_empty((), dtype=dtype).expand(*lead, shard.width)
+        request = build_request(
+            logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options,
+            logits if scattered else hidden,
+        )  # fmt: skip
+        flat = hidden.reshape(-1, hidden.shape[-1]) if scattered else request.order.flatten(hidden)
+        return cls(flat, weight, request, linear)
+
+    @property
+    def facts(self) -> LinearFacts:
+        """What the operators need to know."""
+        linear = self.linear
+        weight_sums = self.weight.dtype.itemsize == 2 and not linear.main_grad
+        return LinearFacts(self.request.tensors.logits.dtype, linear.budget or 0, weight_sums, linear.hidden_grad)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether there is a collective for the hidden states' gradient, whoever requires one."""
+        return self.linear.hidden_grad != "none" and self.request.facts.world_size > 1
+
+    def recompute(self, labels, options) -> VocabStatistics:
+        """The statistics, any function of which can be differentiated."""
+        return assembled(self.recompute_outputs(), self.request, labels, (options or DEFAULTS).check)
+
+    def recompute_outputs(self) -> tuple[torch.Tensor, ...]:
+        """The statistics [N] in the order of `layout.outputs`."""
+        log_mode("recompute")
+        main_grad, grad_anchor = MainGrad(self.weight) if self.linear.main_grad else None, None
+        if self.reduces and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            grad_anchor = self.hidden.new_empty(0).requires_grad_()
+        return LinearStatistics.apply(
+            self.hidden, self.weight, *self.request.tensors[1:], main_grad, grad_anchor,
+            self.request._replace(tensors=None, order=None, shard=None), self.facts,
+        )  # fmt: skip
+
+    def one_sweep_tokens(self) -> int:
+        """Tokens of a block, the same on all ranks; 0 if the budget has no room (a ValueError if mode says so)."""
+        linear, sizes = self.linear, self.facts.sizes(self.hidden, self.request.facts)
+        planner = blocks.one_sweep_tokens
+        weight_bytes, forced = 4 * sizes.width * sizes.hidden, linear.mode == "one_sweep"
+        own = weight_bytes if linear.main_grad and linear.upstream is None else 0
+        least = weight_bytes if forced and (own or sizes.weight_sums) else 0
+        tokens = blocks.planned(planner, sizes, linear.budget, least, own)
+        if tokens is None and forced:
+            raise ValueError(blocks.refusal(planner, sizes, linear.budget, own))
+        return tokens or 0
+
+
+def _validate(hidden, weight, linear: Linear) -> torch.dtype:
+    """-> the dtype of the GEMMs' operands, as torch.nn.functional.linear chooses it."""
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
+        raise ValueError(f"hidden states and weight must be [.., H] and [width, H], got {shapes}")
+    if hidden.device != weight.device:
+        raise ValueError(f"weight must be on {hidden.device} like the hidden states, got {weight.device}")
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
+        dtype = torch.get_autocast_dtype(kind)
+    elif hidden.dtype != weight.dtype:
+        raise TypeError(f"hidden states and weight must have one dtype, got {hidden.dtype} and {weight.dtype}")
+    else:
+        dtype = hidden.dtype
+    if linear.main_grad and weight.requires_grad:
+        if torch.compiler.is_compiling():
+            raise ValueError("main_grad=True is for eager: under torch.compile, let dW be returned")
+        main_grad = getattr(weight, "main_grad", None)
+        fits = main_grad is not None and main_grad.shape == weight.shape and main_grad.is_contiguous()
+        if not fits or main_grad.dtype != torch.float32 or main_grad.device != weight.device:
+            got = None
+            if main_grad is not None:
+                got = main_grad.dtype, list(main_grad.shape), main_grad.stride(), main_grad.device
+            raise ValueError(
+                f"main_grad=True needs weight.main_grad, fp32, contiguous, {list(weight.shape)} on {weight.device}, "
+                f"got {got}"
+            )
+    return dtype
+
+
+_said: set[str] = set()
+
+
+def log_mode(mode: str):
+    """The first time at INFO, then at DEBUG."""
+    if not torch.compiler.is_compiling():
+        _log.log(logging.DEBUG if mode in _said else logging.INFO, "linear head: %s", mode)
+        _said.add(mode)

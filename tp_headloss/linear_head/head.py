@@ -1,0 +1,78 @@
+"""The fused linear head on statistics: hidden states and a weight shard in place of the logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..agreement import Agreement
+from ..dtensor import local, local_head
+from ..options import Options, Teacher, TopKTeacher, Transform
+from ..shard import VocabShard
+from ..statistics import VocabStatistics
+from ..validation import expect_instance
+from .call import LinearCall, hidden_fact
+from .options import Linear
+from .valid_tokens import ValidTokens
+
+
+def linear_vocab_statistics(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    shard: VocabShard | None = None,
+    want: tuple[str, ...] = (),
+    transform: Transform | None = None,
+    teacher: Teacher | TopKTeacher | None = None,
+    total_weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    options: Options | None = None,
+    linear: Linear | None = None,
+) -> VocabStatistics:
+    """`vocab_statistics` of the logits hidden @ weight^T + bias, which never exist as a whole: mode "recompute".
+
+    hidden [.., H] replicated (or as `Linear.hidden_grad` says), weight [width, H] and bias [width] of this rank sharded
+    on V, labels [..] replicated -> statistics [..] fp32 replicated. Forward: one GEMM, by blocks of tokens, and one
+    collective for all of them. Backward, any upstream gradients, any number of times: the logits made again by blocks
+    of the vocabulary, two more GEMMs, and the collective of dH, which the last block's dW hides.
+
+    Several hidden states with one weight (multi-token prediction) are one call: stacked [D, .., H] with labels [D, ..].
+    Logits have the operands' dtype, as torch.nn.functional.linear has it, autocast included; the bias is added in fp32.
+    fp32 products are IEEE fp32 unless torch's own switch allows TF32. dH and dW are summed in fp32 and rounded once, dH
+    before it is added to the other ranks'.
+    Arguments otherwise as in `vocab_statistics`, errors, too; ValueError for a budget that is too small.
+    """
+    expect_instance("options", options, Options)
+    expect_instance("linear", linear, Linear)
+    linear = linear or Linear()
+    if linear.mode == "one_sweep":
+        raise ValueError(
+            "mode='one_sweep' computes the gradient of a HeadLoss: use HeadLoss.linear, or 'recompute' here"
+        )
+    if linear.upstream is not None:
+        raise ValueError(f"upstream is of a one-sweep HeadLoss.linear, got {linear.upstream}")
+    with Agreement(options, shard) as agreement:
+        hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
+        labels, transform, teacher = (local(x, shard) for x in (labels, transform, teacher))
+        agreement.on(
+            "linear_vocab_statistics", shard, weight=weight, hidden=hidden_fact(hidden, linear), labels=labels,
+            bias=bias, want=want, transform=transform, teacher=teacher, total_weight=total_weight,
+            ignore_index=ignore_index, options=options, linear=linear,
+        )  # fmt: skip
+        if linear.max_valid_tokens is None:
+            call = LinearCall.of(
+                hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options,
+                linear,
+            )  # fmt: skip
+    if linear.max_valid_tokens is not None:
+        picked = ValidTokens(labels, ignore_index, linear.max_valid_tokens, options, shard.vocab_size)
+        stats = linear_vocab_statistics(
+            picked(hidden, "hidden states"), weight, picked(labels, "labels"), bias=bias, shard=shard, want=want,
+            transform=picked.transform(transform), teacher=picked.teacher(teacher), total_weight=total_weight,
+            ignore_index=ignore_index, options=options, linear=replace(linear, max_valid_tokens=None),
+        )  # fmt: skip
+        return picked.spread(stats, labels)
+    return call.recompute(labels, options)

@@ -1,0 +1,127 @@
+"""One sweep: the gradients of a declared loss from the same sweep as the loss."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..api import assembled
+from ..engine.passes import kernel_gradients
+from ..options import DEFAULTS
+from ..request import Tensors
+from ..statistics import VocabStatistics
+from . import sweeps
+from .autograd import MainGrad, OneSweep
+from .call import LinearCall, log_mode
+from .valid_tokens import check_range
+
+
+class OneSweepGradients(NamedTuple):
+    """What one sweep found besides the statistics."""
+
+    gradients: tuple  # of hidden states, weight and bias, None where not wanted or in a main_grad
+    declared: torch.Tensor | None  # the upstream gradient that is in them
+
+
+def one_sweep(call: LinearCall, labels, options, loss_of) -> tuple[VocabStatistics, OneSweepGradients]:
+    """Statistics without gradients, and the gradients of hidden states, weight and bias.
+
+    loss_of(statistics of some tokens [n], their slice of the flat order) -> that part of the loss [].
+    """
+    linear, request, check = call.linear, call.request, (options or DEFAULTS).check
+    facts, upstream = request.facts, _declared_upstream(call)
+    direct = linear.main_grad and linear.upstream is not None
+    if check:  # before anything is added to a main_grad
+        check_range(labels, facts.ignore_index, facts.vocab_size)
+    log_mode("one sweep")
+    bias = request.tensors.bias
+    wanted = sweeps.Gradients(
+        call.hidden.dtype if call.hidden.requires_grad or call.reduces else None,
+        (torch.float32 if linear.main_grad else call.weight.dtype) if call.weight.requires_grad else None,
+        None if bias is None or not bias.requires_grad else bias.dtype,
+        call.weight.main_grad if direct and call.weight.requires_grad else None,
+    )
+    if direct:  # raises if there are any
+        message = "a declared upstream with main_grad adds to it in the forward: this head cannot be checkpointed"
+        with torch.autograd.graph.disable_saved_tensors_hooks(message):
+            pass
+    tokens, objective = call.one_sweep_tokens(), _objective(call, loss_of, upstream)
+    with torch.no_grad(), torch.autocast(call.hidden.device.type, enabled=False):
+        operands = call.facts.operands(call.hidden.detach(), call.weight.detach(), facts)
+        plain = Tensors(*(None if x is None else x.detach() for x in request.tensors))
+        values, flags, hidden_grad, sums = sweeps.one_sweep(
+            *operands, request._replace(tensors=plain), tokens, objective, wanted, linear.hidden_grad
+        )
+    stats = assembled((*values.unbind(0), *flags), request, labels, check)
+    weight_grad = None if wanted.main_grad is not None else sums.sum
+    declared = None if linear.upstream is None else upstream
+    return stats, OneSweepGradients((hidden_grad, weight_grad, sums.bias), declared)
+
+
+def _declared_upstream(call: LinearCall) -> torch.Tensor:
+    """The gradient that will arrive at the loss, 1 if nothing was declared."""
+    upstream = call.linear.upstream
+    if isinstance(upstream, torch.Tensor):
+        return upstream.detach().clone()  # the caller may change it
+    # filled there, where a copy would wait for the device
+    return torch.full((), 1.0 if upstream is None else upstream, device=call.hidden.device)
+
+
+def _objective(call: LinearCall, loss_of, upstream):
+    """A function: values and flags of some tokens -> upstream gradients of the values, by name."""
+    request = call.request
+    layout, labels = request.layout, request.tensors.labels
+
+    def objective(values, flags, here):
+        leaves = [row.detach().requires_grad_() for row in values]
+        found = dict(zip(layout.outputs, (*leaves, *flags)))
+        # a checkpoint around the head must not see this graph, or it would compute everything again
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            known = found | {"labels": labels[here], "vocab_size": request.facts.vocab_size}
+            loss = loss_of(VocabStatistics(*map(known.get, VocabStatistics._fields)), here)
+        if not loss.requires_grad:
+            return {"lse": torch.zeros_like(leaves[0])}
+        if here.start == 0 and _depends_on_others(loss, leaves):
+            raise ValueError(
+                "a tokenwise term depends on something else that requires a gradient, which one sweep does not "
+                "compute: use mode='recompute'"
+            )
+        names = [name for name in found if name in layout.differentiable]
+        grads = torch.autograd.grad(loss, [found[n] for n in names], upstream.to(loss.dtype), allow_unused=True)
+        return kernel_gradients(dict(zip(names, grads)))
+
+    return objective
+
+
+def attached(call: LinearCall, loss: torch.Tensor, stats: VocabStatistics, found: OneSweepGradients):
+    """A loss [] and the statistics of `one_sweep`, with the gradients that were found."""
+    layout = call.request.layout
+    names = [name for name in layout.outputs if name != "owners"]
+    names.sort(key=lambda name: name not in layout.differentiable)
+    tensors = {name: getattr(stats, name) for name in names}
+    differentiable = sum(name in layout.differentiable for name in names)  # they come first
+    main_grad = MainGrad(call.weight) if call.linear.main_grad else None
+    loss, *passed = OneSweep.apply(
+        call.hidden, call.weight, call.request.tensors.bias, loss, found.gradients, main_grad, found.declared,
+        call.request.facts.backend, differentiable, *tensors.values(),
+    )  # fmt: skip
+    return loss, stats._replace(**dict(zip(tensors, passed)))
+
+
+def _same(x):
+    return x
+
+
+def _depends_on_others(loss: torch.Tensor, leaves) -> bool:
+    """Whether its graph ends in anything but the leaves."""
+    known, todo, seen = {id(leaf) for leaf in leaves}, [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None and id(variable) not in known:
+            return True
+        todo += [after for after, _ in node.next_functions]
+    return False

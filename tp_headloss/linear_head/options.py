@@ -1,0 +1,66 @@
+"""What callers write about a linear head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..comm import HIDDEN_GRADS
+
+MODES = ("auto", "one_sweep", "recompute")
+FEWEST = 512  # tokens of a block below which summing dW costs more than making the logits again
+
+
+@dataclass(frozen=True)
+class Linear:
+    """How a linear head works. The hidden states' gradient is, by ``hidden_grad``: "all_reduce" (default: hidden states
+    replicated over the shard's group, their gradient summed over it and replicated), "reduce_scatter" (sequence
+    parallelism: each rank passes its [S/P, ..] of the first dimension, gathered here, and gets that part of the sum;
+    labels and statistics are of all S) or "none" (this rank's part alone: the caller adds them up).
+
+    These collectives depend on nothing else: with a group, "all_reduce" and "reduce_scatter" compute and reduce dH in
+    every backward (of one sweep: in the forward, if gradients are enabled), even where this rank's hidden states need
+    no gradient; for frozen ones say "none" on every rank, and no dH is computed. dW is not computed for a weight that
+    requires no gradient.
+
+    mode: "recompute" makes the logits twice, for any loss and any use of the statistics (four GEMMs); "one_sweep"
+    computes gradients in the forward (three; `HeadLoss.linear` only, where its conditions are; an exchange per block);
+    "auto" (default): one sweep where it is possible and the budget has room for blocks of 512 tokens, else recompute.
+    Which one it was is logged (logger "tp_headloss", INFO).
+
+    budget: bytes beyond inputs, dH and dW: a block of logits and, where sums over blocks are not what is returned, fp32
+    memory for them (of dH or dW if these are of half precision). None: 128 MiB for a block and, in half precision, fp32
+    memory for the smaller of dH and dW ("one_sweep": for dW), or what is needed at least. A rank whose shard is larger
+    than an even share takes accordingly more; what autocast converts and "reduce_scatter" gathers is not counted.
+
+    main_grad: add dW to ``weight.main_grad`` (fp32, Megatron's) instead of returning it, and set Megatron's flags.
+    upstream: the gradient that will arrive at the loss of a one-sweep head (a number or a scalar tensor), where that is
+    known (a loss scale, say): it is in the gradients before they are rounded, and with main_grad dW goes there during
+    the forward, without memory in between; one backward must follow. Another gradient than that makes dH NaN.
+
+    max_valid_tokens: tokens that are not ignored, or a bound on them, where the caller knows it: all others are dropped
+    before the GEMMs, without a host synchronisation. If there are more, the rest of them become NaN, and so do losses.
+    """
+
+    mode: str = "auto"
+    budget: int | None = None
+    hidden_grad: str = "all_reduce"
+    main_grad: bool = False
+    upstream: float | torch.Tensor | None = None
+    max_valid_tokens: int | None = None
+
+    def __post_init__(self):
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {MODES}, got {self.mode!r}")
+        if self.hidden_grad not in HIDDEN_GRADS:
+            raise ValueError(f"hidden_grad must be one of {HIDDEN_GRADS}, got {self.hidden_grad!r}")
+        if self.budget is not None and self.budget < 1:
+            raise ValueError(f"budget must be a positive number of bytes or None, got {self.budget}")
+        if self.max_valid_tokens is not None and self.max_valid_tokens < 0:
+            raise ValueError(f"max_valid_tokens must be at least 0, got {self.max_valid_tokens}")
+        if self.max_valid_tokens is not None and self.hidden_grad == "reduce_scatter":
+            raise ValueError(
+                "max_valid_tokens picks from hidden states of all tokens, got hidden_grad='reduce_scatter', where each "
+                "rank has its own: gather them first"
+            )

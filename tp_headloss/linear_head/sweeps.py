@@ -1,0 +1,173 @@
+"""Sweeps over logits that never exist as a whole: hidden states [N, H] and a weight [W, H], one block after the other.
+
+Two ways, told apart by where the softmax's denominator comes from:
+
+* `statistics` and `gradient` (recompute): blocks of tokens forward, of which O(N) statistics remain after one exchange;
+  backward the logits are made again, by blocks of the vocabulary (and of tokens, if memory is short). Four GEMMs.
+* `one_sweep`: each block of tokens has its exchange, its gradient and its share of dH and dW before the next. Three.
+
+dH and dW are the gradients of the hidden states and of the weight. A block's logits are those of
+torch.nn.functional.linear: of the operands' dtype, and their gradient overwrites them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from .. import comm
+from ..engine import passes
+from ..request import Request, accumulation_dtype
+from .blocks import Blocks, row_stride
+
+
+def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:
+    """out (+)= a @ b. An fp32 `out` of half-precision operands holds fp32 sums of their exact products."""
+    if a.shape[1] == 0:
+        if not add:
+            out.zero_()
+    elif out.dtype == a.dtype:
+        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    elif a.is_cuda and out.dtype == torch.float32:
+        dtype = {"out_dtype": out.dtype, "out": out}
+        torch.addmm(out, a, b, **dtype) if add else torch.mm(a, b, **dtype)
+    elif out.dtype.itemsize == 2:  # of another half precision
+        exact = out.to(torch.float32)
+        multiply(exact, a, b, add)
+        out.copy_(exact)
+    else:
+        multiply(out, a.to(out.dtype), b.to(out.dtype), add)
+
+
+def _slices(total: int, size: int) -> list[slice]:
+    """At least one, so that empty shards and batches take the same way."""
+    return [slice(i, min(i + size, total)) for i in range(0, total, max(size, 1))] or [slice(0, 0)]
+
+
+class _Buffer:
+    """The memory of one block of logits, written again and again."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, tokens: int, columns: int):
+        self.memory = hidden.new_empty(tokens * row_stride(columns))
+        self.hidden, self.weight = hidden, weight
+
+    def logits(self, tokens: slice, ids: slice = slice(None)) -> torch.Tensor:
+        hidden, weight = self.hidden[tokens], self.weight[ids]
+        shape = hidden.shape[0], row_stride(weight.shape[0])
+        rows = self.memory[: math.prod(shape)].view(shape)
+        out = rows[:, : weight.shape[0]]
+        if not out.is_cuda:  # on CPUs with AMX a GEMM multiplies what is between the rows by 0, and NaN stays NaN
+            rows[:, weight.shape[0] :] = 0
+        multiply(out, hidden, weight.t())
+        return out
+
+
+def statistics(hidden, weight, request: Request, tokens: int) -> list[torch.Tensor]:
+    """`passes.statistics` of hidden @ weight^T, `tokens` at a time; a request without logits. One exchange, or two."""
+    buffer = _Buffer(hidden, weight, tokens, weight.shape[0])
+    slices = _slices(hidden.shape[0], tokens)
+    packets = [passes.local_packets(request.rows(here, buffer.logits(here))) for here in slices]
+    outputs = passes.exchange(torch.cat(packets, -1), request)
+    if request.layout.second:
+        merged, values, *_ = outputs
+        packets = [
+            passes.second_packets(request.rows(here, buffer.logits(here)), merged[:, here].contiguous())
+            for here in slices
+        ]
+        passes.second_exchange(torch.cat(packets, -1), merged, values, request)
+    return outputs
+
+
+class Gradients(NamedTuple):
+    """dtypes of the gradients to compute; None for those not wanted. A main_grad is added to."""
+
+    hidden: torch.dtype | None
+    weight: torch.dtype | None
+    bias: torch.dtype | None
+    main_grad: torch.Tensor | None = None
+
+
+class WeightSums:
+    """dW and the bias's gradient, summed over blocks of tokens one after the other."""
+
+    def __init__(self, weight: torch.Tensor, wanted: Gradients, blocks: int):
+        self.wanted, self.sum, self.bias = wanted, None, None
+        if wanted.weight is not None:
+            self.sum = wanted.main_grad
+            if self.sum is None:
+                exact = wanted.weight if blocks == 1 else accumulation_dtype(wanted.weight)
+                self.sum = weight.new_empty(weight.shape, dtype=exact)
+        if wanted.bias is not None:
+            self.bias = weight.new_zeros(weight.shape[0], dtype=accumulation_dtype(wanted.bias))
+
+    def add(self, first: bool, ids: slice, gradient: torch.Tensor, hidden: torch.Tensor):
+        """Add a block; gradient: [tokens, ids] of the block's logits."""
+        if self.sum is not None:
+            multiply(self.sum[ids], gradient.t(), hidden, add=not first or self.wanted.main_grad is not None)
+        if self.bias is not None:
+            self.bias[ids] += gradient.sum(0, dtype=self.bias.dtype)
+
+    def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """dW (None if it went into a main_grad) and the bias's gradient, rounded to the wanted dtypes."""
+        wanted = self.wanted
+        weight = None if self.sum is None or wanted.main_grad is not None else self.sum.to(wanted.weight)
+        return weight, None if self.bias is None else self.bias.to(wanted.bias)
+
+
+def gradient(hidden, weight, request: Request, merged, grads: dict, blocks: Blocks, wanted: Gradients, how: str):
+    """Upstream gradients [N] by name -> dH, reduced as `how` says, and the sums of dW and of the bias's gradient."""
+    n, width, facts = hidden.shape[0], weight.shape[0], request.facts
+    share = -(-facts.vocab_size // facts.world_size)
+    columns = width if blocks.columns >= share else blocks.columns  # whole means whole, also for a larger shard
+    tokens, ids = _slices(n, blocks.tokens), _slices(width, columns)
+    buffer = _Buffer(hidden, weight, min(blocks.tokens, n), min(columns, width))
+    sums = WeightSums(weight, wanted, len(tokens))
+    hidden_grad = end = None
+    if wanted.hidden is not None:
+        hidden_grad = hidden.new_empty(hidden.shape, dtype=wanted.hidden)
+    for t in tokens:
+        rows = None if hidden_grad is None else hidden_grad[t]
+        if hidden_grad is not None and len(ids) > 1 and (exact := accumulation_dtype(wanted.hidden)) != wanted.hidden:
+            rows = rows.new_empty(rows.shape, dtype=exact)
+        upstream = merged[:, t].contiguous(), {name: None if g is None else g[t] for name, g in grads.items()}
+        for v in ids:
+            logits = buffer.logits(t, v)
+            passes.write_gradient(logits, request.rows(t, logits).columns(v), *upstream)
+            if hidden_grad is not None:  # before dW, whose GEMM hides the exchange of the last one
+                multiply(rows, logits, weight[v], add=v is not ids[0])
+                if v is ids[-1] and rows.dtype != hidden_grad.dtype:
+                    hidden_grad[t] = rows
+                if v is ids[-1] and t is tokens[-1]:
+                    end = comm.reduce_hidden(hidden_grad, how, facts.world_size, facts.group_name)
+            sums.add(t is tokens[0], v, logits, hidden[t])
+    return end and end(), sums
+
+
+def one_sweep(hidden, weight, request: Request, tokens: int, objective, wanted: Gradients, how: str):
+    """Statistics, and the gradients of a loss that is a sum over blocks, in one go.
+
+    objective(values [K, n], flags, tokens: slice) -> upstream gradients as in `gradient`, of one block.
+    -> values [K, N], flags, and what `gradient` returns. An exchange per block, and one for dH.
+    """
+    buffer = _Buffer(hidden, weight, tokens, weight.shape[0])
+    slices = _slices(hidden.shape[0], tokens)
+    sums = WeightSums(weight, wanted, len(slices))
+    hidden_grad = end = None
+    if wanted.hidden is not None:
+        hidden_grad = hidden.new_empty(hidden.shape, dtype=wanted.hidden)
+    parts = []
+    for here in slices:
+        part = request.rows(here, buffer.logits(here))
+        logits = part.tensors.logits
+        merged, values, *flags = passes.statistics(part)
+        parts.append((values, *flags))
+        passes.write_gradient(logits, part, merged, objective(values, flags, here))
+        if hidden_grad is not None:
+            multiply(hidden_grad[here], logits, weight)
+            if here is slices[-1]:
+                end = comm.reduce_hidden(hidden_grad, how, request.facts.world_size, request.facts.group_name)
+        sums.add(here is slices[0], slice(0, weight.shape[0]), logits, hidden[here])
+    values, *flags = (torch.cat(blocks, -1) for blocks in zip(*parts))
+    return values, flags, end and end(), sums

@@ -1,0 +1,71 @@
+"""Tokens that are dropped before the GEMMs because their labels are ignored (`Linear.max_valid_tokens`)."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import torch
+
+from ..options import Teacher, Transform
+from ..statistics import VocabStatistics
+
+
+def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int):
+    """A ValueError that names the first label that is neither ignored nor an id."""
+    bad = ((labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))).flatten().nonzero()
+    if len(bad):
+        token = int(bad[0])
+        raise ValueError(
+            f"label of token {token} (flat index) must be the ignore_index or in [0, {vocab_size}), got "
+            f"{int(labels.flatten()[token])}; {len(bad)} such tokens"
+        )
+
+
+def map_teacher_tensors(teacher, function):
+    """A teacher whose tensors are what function(tensor, name) makes of them."""
+    tensors = {f.name: x for f in fields(teacher) if isinstance(x := getattr(teacher, f.name), torch.Tensor)}
+    return replace(teacher, **{name: function(x, f"teacher.{name}") for name, x in tensors.items()})
+
+
+class ValidTokens:
+    """The tokens that are not ignored, at most `count` of them, in their order; then ignored ones."""
+
+    def __init__(self, labels: torch.Tensor | None, ignore_index: int, count: int, options, vocab_size: int):
+        if labels is None:
+            raise ValueError("max_valid_tokens drops tokens by their labels, got none")
+        if options is not None and options.check:  # here, where a token's place is known
+            check_range(labels, ignore_index, vocab_size)
+        self.lead, valid = labels.shape, (labels != ignore_index).reshape(-1)
+        self.valid = valid
+        self.order = torch.sort((~valid).to(torch.uint8), stable=True).indices[:count]
+        self.missing = valid.sum() > count  # tokens that should have been picked
+
+    def __call__(self, x, name: str):
+        """[.., *] -> [count, *]"""
+        if not isinstance(x, torch.Tensor):
+            return x
+        if x.shape[: len(self.lead)] != self.lead:
+            raise ValueError(f"{name} must begin with the labels' shape {list(self.lead)}, got {list(x.shape)}")
+        return x.reshape(-1, *x.shape[len(self.lead) :]).index_select(0, self.order)
+
+    def transform(self, transform: Transform | None) -> Transform | None:
+        return transform and replace(transform, temperature=self(transform.temperature, "temperature"))
+
+    def teacher(self, teacher):
+        if isinstance(teacher, Teacher):
+            raise ValueError("max_valid_tokens would copy the teacher's logits, got a Teacher: drop the tokens before")
+        return teacher and map_teacher_tensors(teacher, self)
+
+    def spread_one(self, x: torch.Tensor, ignored, missing) -> torch.Tensor:
+        """[count] -> [..]"""
+        rest = torch.full_like(self.valid, ignored, dtype=x.dtype)
+        rest = rest.masked_fill(self.valid, missing)
+        return rest.index_copy(0, self.order, x).view(self.lead)
+
+    def spread(self, stats: VocabStatistics, labels: torch.Tensor) -> VocabStatistics:
+        out = {}
+        for name, x in stats._asdict().items():
+            if isinstance(x, torch.Tensor) and name != "labels":
+                fill = (0.0, torch.nan) if x.is_floating_point() else (-1, -1) if name == "argmax" else (False, False)
+                out[name] = self.spread_one(x, *fill)
+        return stats._replace(**out | {"labels": labels, "valid": self.valid.view(self.lead)})

@@ -1,0 +1,135 @@
+"""What callers write: transforms of the logits, teachers, and options."""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass
+
+import torch
+
+from .agreement import VALIDATIONS
+from .comm import TRANSPORTS
+from .engine.backend import BACKENDS
+from .validation import expect_number
+
+
+@dataclass(frozen=True)
+class Transform:
+    """z = softcap * tanh((x + bias) * scale / softcap) / temperature, computed inside the kernels in fp32.
+
+    bias: [width] of this rank's shard, differentiable. temperature: a number, or one per token (the logits' leading
+    shape, not differentiable). softcap: None for none (Gemma 2, arXiv:2408.00118, section 2).
+    """
+
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float | torch.Tensor = 1.0
+
+    def __post_init__(self):
+        expect_number("scale", self.scale, positive=False)
+        _expect_temperature("temperature", self.temperature)
+        if self.softcap is not None:
+            expect_number("softcap", self.softcap)
+            expect_number("scale / softcap", self.scale / self.softcap, positive=False)
+        if not isinstance(self.temperature, torch.Tensor):
+            expect_number("scale / temperature", self.scale / self.temperature, positive=False)
+            expect_number("softcap / temperature", (self.softcap or 1.0) / self.temperature)
+
+
+def _expect_temperature(name, temperature):
+    if isinstance(temperature, torch.Tensor):
+        if temperature.requires_grad:
+            raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
+        return
+    if not isinstance(temperature, (int, float, numbers.Real)):
+        raise TypeError(f"{name} must be a number or a tensor, got {temperature!r}")
+    expect_number(name, temperature)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How, not what: no option changes a result by more than rounding. ValueError or TypeError for what does not exist.
+
+    backend: "triton", "torch" or None (triton on CUDA, torch elsewhere). transport: "gather", "symm_mem", "sum" or
+    "auto", see `comm`. inplace: the backward writes the gradient over the logits (eager only). check: raise a
+    ValueError that names the first token with a bad label, on every rank, at the price of a host synchronisation.
+    validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls first,
+    so that a mistake on one of them is the same exception on all, see `agreement` (eager only; for debugging);
+    "checksums" is "full" and compares the bits of replicated hidden states, too.
+    """
+
+    backend: str | None = None
+    transport: str = "auto"
+    inplace: bool = False
+    check: bool = False
+    validate: str = "metadata"
+
+    def __post_init__(self):
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {BACKENDS} or None (by device), got {self.backend!r}")
+        for name, known in (("transport", TRANSPORTS), ("validate", VALIDATIONS)):
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        for name in ("inplace", "check"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What a student is distilled from: logits of the same shard, compared at temperatures of their own.
+
+    logits: [.., width] sharded on V like the student's, any float dtype, never differentiated; log-probs are logits,
+    too. Columns at or beyond the shard's ``vocab_size`` take no part, so a teacher with more ids than the student is
+    compared on the common ones if that is the vocab_size (and its logits are cut at the same bounds).
+    temperature: of the teacher, a number or one per token [..]. student_temperature: divides the student's logits (with
+    bias, scale and softcap, whatever ``Transform.temperature`` is); None: the same as the teacher's. beta: of the
+    Jensen-Shannon divergence, the teacher's share of the mixture, in (0, 1).
+    """
+
+    logits: torch.Tensor
+    temperature: float | torch.Tensor = 1.0
+    student_temperature: float | torch.Tensor | None = None
+    beta: float = 0.5
+
+    def __post_init__(self):
+        _expect_temperature("teacher.temperature", self.temperature)
+        _expect_temperature("teacher.student_temperature", self.student_temperature_or_default)
+        if not 0 < self.beta < 1:
+            raise ValueError(f"beta must be in (0, 1), got {self.beta}; at its ends use forward_kl or reverse_kl")
+
+    @property
+    def student_temperature_or_default(self) -> float | torch.Tensor:
+        """The temperature of the student, which is the teacher's where none was given."""
+        return self.temperature if self.student_temperature is None else self.student_temperature
+
+
+@dataclass(frozen=True)
+class TopKTeacher:
+    """What a student is distilled from if only some ids of the teacher are known, as `topk_log_probs` exports them.
+
+    ids: [.., K] int64 or int32, global, replicated, in any order. log_probs: [.., K] any float dtype. An entry with a
+    negative id, a log-prob of -inf, or False in ``mask`` [.., K] is none; entries of the same id add up; an id at or
+    beyond the vocabulary makes its token's distillation NaN (mask the ids that a student does not have).
+    tail_log_prob: [..] log-prob of everything else, for losses that know a tail; None: of 1 - the entries' probability,
+    which is as exact as their log-probs are (give it, if they are of half precision and nearly everything).
+    temperature: of the teacher, a number or one per token [..]: log_probs / temperature, renormalised; 1 for log-probs
+    that were exported at a temperature. student_temperature, beta: as in `Teacher`. renormalize: the entries'
+    probabilities are divided by their sum, so that there is no tail; needed with a temperature.
+    """
+
+    ids: torch.Tensor
+    log_probs: torch.Tensor
+    mask: torch.Tensor | None = None
+    tail_log_prob: torch.Tensor | None = None
+    temperature: float | torch.Tensor = 1.0
+    student_temperature: float | torch.Tensor | None = None
+    renormalize: bool = True
+    beta: float = 0.5
+
+    student_temperature_or_default = Teacher.student_temperature_or_default
+    __post_init__ = Teacher.__post_init__
+
+
+NO_TRANSFORM, DEFAULTS = Transform(), Options()

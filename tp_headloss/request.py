@@ -1,0 +1,152 @@
+"""One call as one value: `Request` holds its tensors, static facts, layout of rows, and order of tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from .shard import VocabShard
+from .statistics import Layout, layout_of
+
+
+class Facts(NamedTuple):
+    """Everything static about a call: plain numbers and names, in the order of the registered operators' schema."""
+
+    start: int  # first vocabulary id of the shard
+    valid_width: int  # columns of the shard that are true ids; the rest is padding
+    vocab_size: int
+    chunk_size: int
+    chunks: int  # packets that this rank sends
+    world_size: int
+    group_name: str
+    want: tuple[str, ...]  # names of optional statistics, in the order of `statistics.FAMILIES`
+    scale: float
+    softcap: float  # 0: none
+    temperature: float
+    ignore_index: int
+    backend: str
+    transport: str
+    teacher_scale: float = 1.0  # factor of the teacher's logits
+    student_scale: float = 1.0  # factor of the student's transformed logits where they meet the teacher's
+    beta: float = 0.5  # the teacher's share of the Jensen-Shannon mixture
+
+    @property
+    def packets(self) -> int:
+        """Packets of all ranks."""
+        return self.chunks * self.world_size
+
+
+class Tensors(NamedTuple):
+    """What the backends read, by rows [N, ..] of one rank; an absent tensor switches its part off."""
+
+    logits: torch.Tensor  # [N, width]
+    labels: torch.Tensor | None = None  # [N]
+    bias: torch.Tensor | None = None  # [width]
+    temperatures: torch.Tensor | None = None  # [N], instead of the facts' number
+    column_weight: torch.Tensor | None = None  # [width]
+    teacher: torch.Tensor | None = None  # [N, width]
+    scales: torch.Tensor | None = None  # [2, N], instead of the facts' teacher_scale and student_scale
+    entries: torch.Tensor | None = None  # [N, K] int32 ids of a top-K teacher: distinct, ascending, the largest: none
+    entry_log_probs: torch.Tensor | None = None  # [N, K] fp32, -inf where there is none
+
+    def rows(self, here: slice, logits: torch.Tensor) -> Tensors:
+        """The tensors of some tokens, whose logits are given."""
+
+        def part(x):
+            return None if x is None else x[here]
+
+        return Tensors(
+            logits, part(self.labels), self.bias, part(self.temperatures), self.column_weight, part(self.teacher),
+            None if self.scales is None else self.scales[:, here].contiguous(),
+            part(self.entries), part(self.entry_log_probs),
+        )  # fmt: skip
+
+
+class Request(NamedTuple):
+    """A validated call."""
+
+    tensors: Tensors
+    facts: Facts
+    layout: Layout
+    order: TokenOrder | None = None  # how the caller's tokens became rows
+    shard: VocabShard | None = None
+
+    @classmethod
+    def of(cls, tensors, facts: Facts) -> Request:
+        """The request of an operator's arguments."""
+        tensors = Tensors(*tensors)
+        return cls(tensors, facts, layout_of(tensors.labels is not None, facts.want))
+
+    def rows(self, here: slice, logits: torch.Tensor) -> Request:
+        """The request of some tokens, whose logits are given."""
+        return self._replace(tensors=self.tensors.rows(here, logits))
+
+    def columns(self, here: slice) -> Request:
+        """The request of some columns of the shard; its logits are those columns already."""
+        tensors, facts = self.tensors, self.facts
+        per_column = {
+            name: None if (x := getattr(tensors, name)) is None else x[..., here]
+            for name in ("bias", "column_weight", "teacher")
+        }
+        valid = min(max(facts.valid_width - here.start, 0), here.stop - here.start)
+        facts = facts._replace(start=facts.start + here.start, valid_width=valid)
+        return self._replace(tensors=tensors._replace(**per_column), facts=facts)
+
+
+def accumulation_dtype(logits_dtype: torch.dtype) -> torch.dtype:
+    """dtype of per-token results: float64 for float64 logits, else float32."""
+    return torch.float64 if logits_dtype == torch.float64 else torch.float32
+
+
+class TokenOrder:
+    """Tokens in the logits' memory order, so that a transposed [S, B, V] needs no copy: only per-token vectors move.
+
+    On several ranks in their logical order: all must have the same, and each sees only its own logits' memory.
+    """
+
+    def __init__(self, logits: torch.Tensor, inplace: bool, alone: bool):
+        lead = logits.dim() - 1
+        if lead == 1 and not inplace:  # already a row of tokens
+            self.permutation, self.shape, self.rows = None, logits.shape[:1], logits.shape[0]
+            return
+        order = []  # by descending stride; by hand, because a traced stride may be compared but not sorted
+        for d in range(lead):
+            at = len(order)
+            while alone and at > 0 and logits.stride(order[at - 1]) < logits.stride(d):
+                at -= 1
+            order.insert(at, d)
+        self.permutation = None if order == list(range(lead)) else order
+        self.shape = [logits.shape[d] for d in order]
+        self.rows = math.prod(self.shape)
+        if inplace and self.rows and not self._can_be_overwritten(logits, order):
+            raise ValueError(
+                "inplace=True needs logits whose leading dimensions form one row stride and whose elements do not "
+                f"share memory, got shape {list(logits.shape)} with strides {list(logits.stride())}"
+            )
+
+    def _can_be_overwritten(self, logits, order) -> bool:
+        sizes = [(logits.shape[d], logits.stride(d)) for d in order if logits.shape[d] != 1]
+        collapses = all(s == n_next * s_next for (_, s), (n_next, s_next) in zip(sizes, sizes[1:]))
+        row, column, width = sizes[-1][1] if sizes else 0, logits.stride(-1), logits.shape[-1]
+        apart = row > (width - 1) * column or column > (self.rows - 1) * row
+        return collapses and (self.rows == 1 or row > 0) and (width <= 1 or column > 0) and apart
+
+    def flatten(self, x: torch.Tensor) -> torch.Tensor:
+        """[.., *] -> [N, *]"""
+        trailing = x.shape[len(self.shape) :]
+        if self.permutation is not None:
+            x = x.permute(*self.permutation, *range(len(self.shape), x.dim()))
+        return x.reshape(self.rows, *trailing) if len(self.shape) != 1 else x
+
+    def unflatten(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, *] -> [.., *]"""
+        if len(self.shape) == 1:
+            return x
+        trailing = x.shape[1:]
+        x = x.view([*self.shape, *trailing])
+        if self.permutation is None:
+            return x
+        lead = len(self.shape)
+        return x.permute(*(self.permutation.index(d) for d in range(lead)), *range(lead, lead + len(trailing)))

@@ -1,0 +1,101 @@
+"""The specification: what is computed from a row of logits, how partial results merge, and what is differentiated.
+
+One family per file, see `family` for their contract and `FAMILIES` for the list. `Layout` numbers the rows of a call's
+buffers by name, and nothing else does.
+
+A *packet* is the partial result of one chunk of the vocabulary: some fp32 numbers per token. Packets of all ranks are
+merged in float64, in vocabulary order, and results are rounded once (`topk_log_mass` without a tail twice, by the
+kernels).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .argmax import ArgmaxFamily
+from .collision import CollisionFamily
+from .divergence import DivergenceFamily
+from .entropy import EntropyFamily
+from .family import Family, Wanted
+from .result import VocabStatistics
+from .softmax import IGNORED, SoftmaxFamily
+from .teacher import TeacherFamily
+from .topk import TopKFamily
+from .total import TotalFamily
+
+__all__ = [
+    "FAMILIES",
+    "FULL_TEACHER",
+    "IGNORED",
+    "SOFTMAX",
+    "TOPK_TEACHER",
+    "Family",
+    "Layout",
+    "VocabStatistics",
+    "Wanted",
+    "known_statistics",
+    "layout_of",
+]
+
+SOFTMAX = SoftmaxFamily()
+# Their order is the order of rows in packets and of additions to the gradient.
+FAMILIES: tuple[Family, ...] = (
+    SOFTMAX,
+    EntropyFamily(),
+    CollisionFamily(),
+    TotalFamily(),
+    ArgmaxFamily(),
+    TeacherFamily(),
+    DivergenceFamily(),
+    TopKFamily(),
+)
+FULL_TEACHER = (*TeacherFamily.statistics, *DivergenceFamily.statistics)  # statistics that need a `Teacher`
+TOPK_TEACHER = TopKFamily.statistics  # statistics that need a `TopKTeacher`
+
+
+def known_statistics() -> tuple[str, ...]:
+    """Every name that `want` may hold."""
+    return tuple(name for family in FAMILIES for name in family.statistics)
+
+
+class Layout:
+    """The rows of one kind of call by name: packets, what the backward keeps, and what is reported."""
+
+    def __init__(self, has_labels: bool, want: tuple[str, ...], families: tuple[Family, ...]):
+        call = Wanted(has_labels, want)
+        self.families = tuple(family for family in families if family.wanted(call))
+        student_sum = any(family.needs_student_sum(call) for family in self.families)
+        self.call = call = call._replace(student_sum=student_sum)
+        self.has_labels, self.want = has_labels, want
+        second = [row for family in self.families for row in family.second_rows(call)]
+        self.second = tuple(row for name in second for row in (name, f"{name}_mean"))
+        self.packet = self._rows("packet_rows")
+        self.merged = (*self._rows("merged_rows"), *self.second[1::2])
+        self.values = (*self._rows("value_rows"), *self.second[::2])
+        self.flags = {name: dtype for family in self.families for name, dtype in family.flags(call).items()}
+        gradients = [name for family in self.families for name in family.gradients]
+        self.gradients = tuple(name for name in gradients if name in self.values)
+        self.outputs = (*self.values, *self.flags)
+        # target_logit's upstream gradient is lse's and log_prob's
+        self.differentiable = frozenset((*self.gradients, "target_logit"))
+        self.fixed = tuple(i for i, name in enumerate(self.outputs) if name not in self.differentiable)
+
+    def _rows(self, kind: str) -> tuple[str, ...]:
+        return tuple(row for family in self.families for row in getattr(family, kind)(self.call))
+
+    def empty_outputs(self, like: torch.Tensor, n_rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Uninitialised [merged rows [R, N], values [K, N], *flags [N]]."""
+        merged = like.new_empty((len(self.merged), n_rows), dtype=dtype)
+        values = like.new_empty((len(self.values), n_rows), dtype=dtype)
+        return [merged, values, *(like.new_empty(n_rows, dtype=kind) for kind in self.flags.values())]
+
+
+def layout_of(has_labels: bool, want: tuple[str, ...]) -> Layout:
+    """The layout of a call; one object for equal arguments."""
+    make = Layout if torch.compiler.is_compiling() else _layout  # torch.compile cannot trace a cached class
+    return make(has_labels, want, FAMILIES)
+
+
+_layout = functools.lru_cache(maxsize=1024)(Layout)

@@ -1,0 +1,69 @@
+"""Device functions of `collision`."""
+
+import triton
+import triton.language as tl
+
+from .family_triton import Gradient, Merge, Statistics, no_peak, read, same_gradient, write
+from .numerics_triton import fixed_sum, settle
+
+
+@triton.jit
+def start(chunk, inputs, BLOCK: tl.constexpr):
+    return (tl.zeros([BLOCK], tl.float32),)
+
+
+@triton.jit
+def rescale(state, move, chunk, inputs, rows):
+    return (move.factor * (move.factor * state[0]),)
+
+
+@triton.jit
+def add(state, tile, softmax, chunk, inputs, rows):
+    return (tl.fma(softmax.p, softmax.p, state[0]),)
+
+
+@triton.jit
+def store(out, n, state, core, chunk, inputs, rows, BLOCK: tl.constexpr):
+    tl.store(out + rows.squares * n, fixed_sum(state[0], BLOCK))
+
+
+@triton.jit
+def start_merge(BLOCK: tl.constexpr):
+    return (tl.zeros([BLOCK], tl.float64),)
+
+
+@triton.jit
+def add_packet(state, packet, softmax, rows):
+    squares = read(packet, rows.squares, 0.0).to(tl.float64)
+    return (tl.fma(softmax.factor * softmax.factor, squares, state[0]),)
+
+
+@triton.jit
+def finish(state, joined, out, inputs, rows):
+    squares = state[0]
+    if rows.packet.owner is not None:
+        squares = joined.factor * joined.factor * squares + joined.p_target * joined.p_target
+    collision = settle(squares / joined.whole / joined.whole, joined.bad, joined.ignored)
+    write(out.merged, joined, rows.merged.collision, collision)
+    write(out.value, joined, rows.value.collision, collision)
+
+
+@triton.jit
+def load(grads, token, inputs, rows):
+    return 2.0 * tl.load(grads.collision + token.row), tl.load(token.merged + rows.collision * token.n)
+
+
+@triton.jit
+def coefficient(away, state, shifted, p, token):
+    per_sum = tl.where(token.ignored, 0.0, 1.0 / token.whole)
+    return away + state[0] * per_sum * (p * per_sum - state[1])
+
+
+@triton.jit
+def at_target(common, state, offset, token):
+    return common + state[0] * (tl.exp(offset) / token.whole - state[1])
+
+
+STATISTICS = Statistics(start, rescale, add, store)
+MERGE = Merge(start_merge, no_peak, add_packet, finish)
+GRADIENT = Gradient(load, coefficient, at_target, same_gradient)

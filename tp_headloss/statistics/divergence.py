@@ -1,0 +1,58 @@
+"""jsd and total_variation: divergences whose terms need both normalisers, hence a second, small exchange.
+
+Its packets hold a value and the mean that the gradient subtracts, merged by adding. With p' and q as in `teacher`,
+m = beta q + (1 - beta) p', d = p' - q, v_j = (1 - beta) p'_j log(p'_j / m_j), w_j = beta q_j log(q_j / m_j):
+
+| statistic       | value            | mean                   | d/dz'_j                     |
+|-----------------|------------------|------------------------|-----------------------------|
+| jsd             | sum v_j + w_j    | sum v_j                | v_j - p'_j mean             |
+| total_variation | sum abs(d_j) / 2 | sum p'_j sign(d_j) / 2 | p'_j (sign(d_j) / 2 - mean) |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .family import Family, Tile, Wanted, row_sum
+from .teacher import DIVERGENCES, probabilities
+
+if TYPE_CHECKING:
+    from ..request import Facts
+
+
+class DivergenceFamily(Family):
+    statistics = gradients = DIVERGENCES
+    has_lanes = False
+
+    def value_rows(self, call: Wanted) -> tuple[str, ...]:
+        return ()
+
+    def second_rows(self, call: Wanted) -> tuple[str, ...]:
+        return tuple(name for name in self.statistics if name in call.want)
+
+    def second(self, name: str, tile: Tile, merged: dict, facts: Facts) -> tuple[torch.Tensor, torch.Tensor]:
+        p, q = probabilities(tile, merged)
+        if name == "jsd":
+            student, teacher = jensen_shannon_parts(p, q, facts.beta)
+            return row_sum(student + teacher), row_sum(student)
+        return row_sum(0.5 * (p - q).abs()), row_sum(0.5 * p * (p - q).sign())
+
+    def scaled(self, total, tile: Tile, merged: dict, grads: dict, facts: Facts):
+        if not any(name in grads for name in self.statistics):
+            return total
+        p, q = probabilities(tile, merged)
+        if "jsd" in grads:
+            total = total + grads["jsd"] * (jensen_shannon_parts(p, q, facts.beta)[0] - p * merged["jsd_mean"])
+        if "total_variation" in grads:
+            total = total + grads["total_variation"] * p * (0.5 * (p - q).sign() - merged["total_variation_mean"])
+        return total
+
+
+def jensen_shannon_parts(p, q, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(1 - beta) p log(p / m) and beta q log(q / m), m = beta q + (1 - beta) p."""
+    m = beta * q + (1 - beta) * p
+    m = torch.where(m == 0, 1.0, m)  # where products of denormals vanish
+    student = torch.where(p == 0, 0.0, (1 - beta) * p * (p / m).log())
+    return student, torch.where(q == 0, 0.0, beta * q * (q / m).log())

@@ -1,0 +1,117 @@
+"""Device functions and the kernel of the second exchange: jsd and total_variation."""
+
+import triton
+import triton.language as tl
+
+from .family_triton import (
+    Gradient,
+    load_logits,
+    load_teacher,
+    row_factors,
+    same_at_target,
+    same_coefficient,
+    teacher_scales,
+)
+from .numerics_triton import LOG2_E, LOG_2, exp2, fixed_sum, half_sign, log2, relative_information
+from .records_triton import Chunk
+from .teacher_triton import load, probabilities
+
+
+@triton.jit
+def _add(state, log2_p, log2_q, inputs, rows):
+    """Add a tile of log2-probabilities to lane sums: p log2(p / m), q log2(q / m), |p - q| / 2, p sign(p - q) / 2."""
+    student = state[0]
+    teacher = state[1]
+    variation = state[2]
+    variation_mean = state[3]
+    p = exp2(log2_p)
+    q = exp2(log2_q)
+    if rows.jsd is not None:
+        m = log2(inputs.beta * q + (1.0 - inputs.beta) * p)
+        student += relative_information(p, log2_p, m)
+        teacher += relative_information(q, log2_q, m)
+    if rows.total_variation is not None:
+        sign = half_sign(p - q)
+        variation += sign * (p - q)
+        variation_mean += sign * p
+    return student, teacher, variation, variation_mean
+
+
+@triton.jit
+def _store(out, n, state, inputs, rows, BLOCK: tl.constexpr):
+    if rows.jsd is not None:
+        mean = (1.0 - inputs.beta) * LOG_2 * fixed_sum(state[0], BLOCK)
+        tl.store(out + rows.jsd * n, mean + inputs.beta * LOG_2 * fixed_sum(state[1], BLOCK))
+        tl.store(out + rows.jsd_mean * n, mean)
+    if rows.total_variation is not None:
+        tl.store(out + rows.total_variation * n, fixed_sum(state[2], BLOCK))
+        tl.store(out + rows.total_variation_mean * n, fixed_sum(state[3], BLOCK))
+
+
+@triton.jit(do_not_specialize=["n_rows", "valid_width", "chunks"])
+def divergence_kernel(
+    packets_ptr,  # [chunks, K, T] fp32 out
+    inputs,  # Inputs
+    merged_ptr,  # [R, T] fp32
+    merged,  # numbers of merged rows by name
+    rows,  # numbers of the packets' rows by name
+    n_rows, valid_width, chunks,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the packet of the second exchange of one chunk of one row; p and q are probabilities by now."""
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    index = tl.program_id(0) % chunks
+    first = index * inputs.chunk_size
+    n = n_rows.to(tl.int64)
+    pre, post = row_factors(inputs, row)
+    teacher_scale, a = teacher_scales(inputs, row, n_rows)
+    ignored = tl.load(merged_ptr + merged.sum * n + row) == 0.0
+    size = tl.where(ignored, 0, tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0))
+    chunk = Chunk(row, first, size, 0, -1, False, ignored, pre, post, teacher_scale, a)
+    shift = tl.load(merged_ptr + merged.shift * n + row)
+    log2_student = tl.log2(tl.load(merged_ptr + merged.student_sum * n + row))
+    teacher_shift = tl.load(merged_ptr + merged.teacher_shift * n + row)
+    log2_teacher = tl.log2(tl.load(merged_ptr + merged.teacher_sum * n + row))
+    a *= LOG2_E
+    lanes = tl.arange(0, BLOCK)
+    zeros = tl.zeros([BLOCK], tl.float32)
+    state = (zeros, zeros, zeros, zeros)
+    whole = size // BLOCK * BLOCK
+    for o in tl.range(0, whole, BLOCK, num_stages=4):
+        columns = first + o + lanes
+        z = load_logits(inputs, chunk, columns, None)
+        u = load_teacher(inputs, chunk, columns, None)
+        log2_p = (z - shift) * a - log2_student
+        state = _add(state, log2_p, (u - teacher_shift) * LOG2_E - log2_teacher, inputs, rows)
+    for o in range(whole, size, BLOCK):
+        inside = o + lanes
+        columns = first + inside
+        reading = (inside < inputs.chunk_size) & (columns < inputs.width)
+        z = load_logits(inputs, chunk, columns, reading)
+        u = load_teacher(inputs, chunk, columns, reading)
+        log2_p = tl.where(inside < size, (z - shift) * a - log2_student, float("-inf"))
+        log2_q = tl.where(inside < size, (u - teacher_shift) * LOG2_E - log2_teacher, float("-inf"))
+        state = _add(state, log2_p, log2_q, inputs, rows)
+    _store(packets_ptr + index.to(tl.int64) * rows.height * n + row, n, state, inputs, rows, BLOCK)
+
+
+@triton.jit
+def direct(dz, state, tile, token, grads, inputs, rows):
+    shifted, p, q, per_student, per_teacher = probabilities(tile, token, inputs, rows)
+    p *= per_student
+    q *= per_teacher
+    if grads.jsd is not None:
+        g = token.student_scale * tl.load(grads.jsd + token.row)
+        log2_p = shifted * LOG2_E + tl.log2(per_student)
+        m = log2(inputs.beta * q + (1.0 - inputs.beta) * p)
+        information = relative_information(p, log2_p, m)
+        mean = tl.load(token.merged + rows.jsd_mean * token.n)
+        dz += (g * (1.0 - inputs.beta) * LOG_2) * information - (g * mean) * p
+    if grads.total_variation is not None:
+        g = token.student_scale * tl.load(grads.total_variation + token.row)
+        dz += g * p * (half_sign(p - q) - tl.load(token.merged + rows.total_variation_mean * token.n))
+    return dz
+
+
+STATISTICS = MERGE = None
+GRADIENT = Gradient(load, same_coefficient, same_at_target, direct)

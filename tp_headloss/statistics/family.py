@@ -1,0 +1,205 @@
+"""The contract of a family of statistics: what it sends, how its sums merge, what it reports, and its gradient.
+
+A family is a monoid, written once. Its *packet rows* are partial sums over some columns relative to their maximum;
+`rescale` moves them to a larger maximum, and adding rescaled rows merges them, whether they come from two tiles, two
+chunks or two ranks. Carriers (the kernels and the eager loops in `engine`) know families by this contract only.
+
+A family has two files: `x.py`, a subclass of `Family` in plain torch, which is the definition; and `x_triton.py`, its
+device functions, apart because importing the package loads no Triton (see `device`).
+
+Words: x raw logit, z transformed logit, y label, M = max z, S = sum exp(z - M), p = softmax(z). The column of the label
+(the target) stays out of every sum and is joined at the end, so that confident tokens keep full relative accuracy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from ..request import Facts
+
+
+class Wanted(NamedTuple):
+    """The facts of a call that decide which rows a family has."""
+
+    has_labels: bool
+    want: tuple[str, ...]
+    student_sum: bool = False  # some family normalises the student at the teacher's temperature, too
+
+    def any_of(self, names) -> bool:
+        return any(name in self.want for name in names)
+
+
+class Tile(NamedTuple):
+    """One block of rows of some columns, in float32 or float64, with the inputs that belong to it."""
+
+    z: torch.Tensor  # [n, w] transformed logits
+    slope: torch.Tensor | float  # dz/dx
+    target: torch.Tensor | None  # [n] column of the label, outside of [0, w) if another tile has it
+    column_weight: torch.Tensor | None  # [w]
+    teacher: torch.Tensor | None  # [n, w] the teacher's logits, divided by its temperature
+    scale: torch.Tensor | float  # factor of z where it is compared with a teacher, [n, 1] or a number
+    entries: torch.Tensor | None  # [n, K] columns of a top-K teacher's entries; w where another tile has the entry
+    entry_log_probs: torch.Tensor | None  # [n, K]
+    first_id: int  # vocabulary id of the first column
+
+
+class Softmax(NamedTuple):
+    """The softmax of one tile without its target column."""
+
+    z: torch.Tensor  # [n, w] logits, -inf at the target
+    peak: torch.Tensor  # [n] their maximum
+    shifted: torch.Tensor  # [n, w] z - peak
+    exp: torch.Tensor  # [n, w] exp(shifted)
+    owned: torch.Tensor | None  # [n] bool: the target is in this tile
+    column: torch.Tensor | None  # [n, 1] column of the target, clamped into the tile
+
+
+class Merging(NamedTuple):
+    """The maxima of all packets [packets, N], in float64."""
+
+    peak: torch.Tensor
+    shift: torch.Tensor  # [N] largest peak
+    drop: torch.Tensor  # peak - shift, 0 for an empty packet
+    factor: torch.Tensor  # exp(drop), 0 for an empty packet
+    scale: torch.Tensor | float  # as in Tile
+
+
+class Joined(NamedTuple):
+    """The softmax of whole rows [N] in float64, the target column included."""
+
+    shift: torch.Tensor  # maximum of all columns but the target
+    top: torch.Tensor  # maximum of all columns
+    drop: torch.Tensor  # shift - top
+    factor: torch.Tensor  # exp(drop)
+    target: torch.Tensor | None  # z_y
+    offset: torch.Tensor | None  # z_y - top
+    p_target: torch.Tensor | None  # exp(offset)
+    whole: torch.Tensor  # sum of exp(z - top)
+    log_sum: torch.Tensor  # log(whole)
+    student_sum: torch.Tensor | None  # sum of exp(scale (z - top))
+    at_target: torch.Tensor | None  # exp(scale offset)
+    student_factor: torch.Tensor | None  # exp(scale drop)
+    ignored: torch.Tensor
+    bad: torch.Tensor
+    labels: torch.Tensor | None
+    scale: torch.Tensor | float
+
+
+class Family:
+    """A group of statistics that share their sums. Subclasses override what differs from adding sums up."""
+
+    statistics: tuple[str, ...] = ()  # names for `want` that this family serves
+    gradients: tuple[str, ...] = ()  # those among its values that have a gradient
+    # whether rows rescaled to a maximum of 0 stay within float64, so that ranks may add them up (transport "sum")
+    has_lanes = True
+
+    @property
+    def kernel_gradients(self) -> tuple[str, ...]:
+        """Names of the upstream gradients that its device functions read."""
+        return self.gradients
+
+    def streams(self, call: Wanted) -> bool:
+        """Whether it has packet rows that are summed while logits stream by."""
+        return True
+
+    def wanted(self, call: Wanted) -> bool:
+        return call.any_of(self.statistics)
+
+    def needs_student_sum(self, call: Wanted) -> bool:
+        """Whether `finish` needs sum exp(scale z) over the vocabulary."""
+        return False
+
+    def packet_rows(self, call: Wanted) -> tuple[str, ...]:
+        """Names of the partial sums of a chunk."""
+        return ()
+
+    def merged_rows(self, call: Wanted) -> tuple[str, ...]:
+        """Names of what the gradient needs per token besides logits and upstream gradients."""
+        return ()
+
+    def value_rows(self, call: Wanted) -> tuple[str, ...]:
+        """Names of the reported fp32 statistics."""
+        return tuple(name for name in self.statistics if name in call.want)
+
+    def flags(self, call: Wanted) -> dict[str, torch.dtype]:
+        """Names and dtypes of reported statistics that are no fp32 numbers."""
+        return {}
+
+    def second_rows(self, call: Wanted) -> tuple[str, ...]:
+        """Names of the values of the second exchange, which needs the merged sums of the first."""
+        return ()
+
+    def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:
+        """The packet rows [n] of one tile; rows: the names that are wanted."""
+        return {}
+
+    def rescale(self, rows: dict, drop: torch.Tensor, factor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Rows relative to a maximum that is larger by -drop; factor = exp(drop)."""
+        return {}
+
+    def merge(self, rows: dict, merging: Merging) -> dict[str, torch.Tensor]:
+        """Rows [packets, N] -> sums [N]."""
+        return {name: x.sum(0) for name, x in self.rescale(rows, merging.drop, merging.factor).items()}
+
+    def target(self, p: torch.Tensor, offset: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The rows of the target column alone, p = exp(offset)."""
+        return {}
+
+    def join(self, sums: dict, joined: Joined) -> dict[str, torch.Tensor]:
+        """Sums without the target column -> with it."""
+        if joined.target is None:
+            return sums
+        target = self.target(joined.p_target, joined.offset)
+        rescaled = self.rescale(sums, joined.drop, joined.factor)
+        return sums | {name: x + target[name] if name in target else x for name, x in rescaled.items()}
+
+    def finish(self, sums: dict, joined: Joined) -> tuple[dict, dict]:
+        """Joined sums [N] -> values (and flags) by name, merged rows by name; float64."""
+        return {}, {}
+
+    def second(self, name: str, tile: Tile, merged: dict, facts: Facts) -> tuple[torch.Tensor, torch.Tensor]:
+        """One tile's part [n] of a statistic of the second exchange, and of the mean that its gradient subtracts."""
+        raise NotImplementedError
+
+    def coefficient(self, coefficient, shifted, weight, merged: dict, grads: dict):
+        """Add to the factor [n, w] that multiplies p in the gradient with respect to z. shifted: z - M, weight: p."""
+        return coefficient
+
+    def direct(self, dz, tile: Tile, merged: dict, grads: dict):
+        """Add to the gradient [n, w] with respect to z."""
+        return dz
+
+    def scaled(self, total, tile: Tile, merged: dict, grads: dict, facts: Facts):
+        """Add to the gradient [n, w] with respect to scale z (None: nothing yet)."""
+        return total
+
+    @property
+    def device(self):
+        """The module of this family's device functions: STATISTICS, MERGE and GRADIENT, as far as it has them."""
+        return importlib.import_module(f"{type(self).__module__}_triton")
+
+
+def decay(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """a - b and exp(a - b) for a <= b, where a = -inf is the empty sum: 0 and 0, also if b = -inf."""
+    empty = a == -torch.inf
+    difference = torch.where(empty, 0.0, a - b)
+    return difference, torch.where(empty, 0.0, difference.exp())
+
+
+def weigh(factor, value):
+    """factor * value, where a factor of 0 leaves nothing of any value."""
+    return torch.where(factor == 0, 0.0, factor * value)
+
+
+def row_sum(x) -> torch.Tensor:
+    """[n, w] -> [n] in float64."""
+    return x.sum(-1, dtype=torch.float64)
+
+
+def finite_shift(peak) -> torch.Tensor:
+    """A maximum [n] as [n, 1] that may be subtracted: 0 where it is -inf."""
+    return torch.where(peak == -torch.inf, 0.0, peak)[:, None]

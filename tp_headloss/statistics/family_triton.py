@@ -1,0 +1,171 @@
+"""The contract of a family's device functions, and what they share; `family` is their definition.
+
+A family's module has up to three tuples of functions, which carriers call in the order of the families:
+
+* STATISTICS, for the kernel that streams logits: `start` a state, `rescale` it when the maximum moves, `add` a tile,
+  `store` the packet rows.
+* MERGE, for the kernel that merges packets: `start` a state, take a packet's `peak` (families with a maximum of their
+  own), `add` its rows, `finish`: join the target and store merged rows and values.
+* GRADIENT: `load` per-token numbers, add to the `coefficient` of p away from the target, to that `at_target`, and to
+  the gradient `direct`ly.
+
+A hook that a family does not need is one of the neutral ones below, which return their accumulator: they cost nothing.
+Contributions are elementwise, so a tile may have any shape. Names: x raw logit, z transformed logit, v the same without
+the target, m maximum, a the student's scale where it meets a teacher, T tokens.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .numerics_triton import tanh_and_slope, widen
+
+
+class Statistics(NamedTuple):
+    """Hooks for the kernel that streams logits."""
+
+    start: object  # (chunk, inputs, BLOCK) -> state
+    rescale: object  # (state, move, chunk, inputs, rows) -> state
+    add: object  # (state, tile, softmax, chunk, inputs, rows) -> state
+    store: object  # (out, n, state, core, chunk, inputs, rows, BLOCK)
+
+
+class Merge(NamedTuple):
+    """Hooks for the merge."""
+
+    start: object  # (BLOCK) -> state
+    peak: object  # (state, packet, rows) -> state
+    add: object  # (state, packet, softmax, rows) -> state
+    finish: object  # (state, joined, out, inputs, rows)
+
+
+class Gradient(NamedTuple):
+    """Hooks for the gradient."""
+
+    load: object  # (grads, token, inputs, rows) -> state; grads: upstream gradients [T] by name, None where absent
+    coefficient: object  # (away, state, shifted, p, token) -> away, already divided by S
+    at_target: object  # (common, state, offset, token) -> common
+    direct: object  # (dz, state, tile, token, grads, inputs, rows) -> dz
+
+
+@triton.jit
+def no_sums(chunk, inputs, BLOCK: tl.constexpr):
+    return (0,)
+
+
+@triton.jit
+def not_rescaled(state, move, chunk, inputs, rows):
+    return state
+
+
+@triton.jit
+def no_merge(BLOCK: tl.constexpr):
+    return (0,)
+
+
+@triton.jit
+def no_peak(state, packet, rows):
+    return state
+
+
+@triton.jit
+def nothing_added(state, packet, softmax, rows):
+    return state
+
+
+@triton.jit
+def same_coefficient(away, state, shifted, p, token):
+    return away
+
+
+@triton.jit
+def same_at_target(common, state, offset, token):
+    return common
+
+
+@triton.jit
+def same_gradient(dz, state, tile, token, grads, inputs, rows):
+    return dz
+
+
+@triton.jit
+def row_factors(inputs, row):
+    """The factors before and after the softcap, with the token's temperature in the one that it scales."""
+    pre = 1.0
+    post = 1.0
+    if inputs.pre is not None:
+        pre = inputs.pre
+    if inputs.post is not None:
+        post = inputs.post
+    if inputs.temperature is not None:
+        inverse = 1.0 / tl.load(inputs.temperature + row)
+        if inputs.post is not None:
+            post = post * inverse
+        else:
+            pre = pre * inverse
+    return pre, post
+
+
+@triton.jit
+def teacher_scales(inputs, row, n_rows):
+    """Factors of the teacher's and of the student's logits where they meet."""
+    teacher = 1.0
+    student = 1.0
+    if inputs.student_scale is not None:
+        teacher = inputs.teacher_scale
+        student = inputs.student_scale
+        if inputs.scales is not None:
+            teacher = tl.load(inputs.scales + row)
+            student = tl.load(inputs.scales + n_rows.to(tl.int64) + row)
+    return teacher, student
+
+
+@triton.jit
+def transform(x, columns, inputs, pre, post):
+    """z and dz/dx of raw logits in fp32."""
+    if inputs.bias is not None:
+        x += tl.load(inputs.bias + columns, mask=columns < inputs.width, other=0.0).to(tl.float32)
+    if inputs.post is not None:
+        bounded, slope = tanh_and_slope(x * pre)
+        z = bounded * post
+        slope = slope * (pre * post)
+    else:
+        z = x * pre if inputs.pre is not None else x
+        slope = pre
+    return z, slope
+
+
+@triton.jit
+def load_logits(inputs, chunk, columns, mask):
+    """z of some columns of a row, unselected."""
+    at = inputs.x + chunk.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column
+    if mask is not None:
+        x = tl.load(at, mask=mask, other=0.0)
+    else:
+        x = tl.load(at)
+    z, _ = transform(widen(x), columns, inputs, chunk.pre, chunk.post)
+    return z
+
+
+@triton.jit
+def load_teacher(inputs, chunk, columns, mask):
+    """The teacher's scaled logits at some columns of a row, unselected."""
+    at = inputs.teacher + chunk.row * inputs.teacher_row + columns.to(tl.int64) * inputs.teacher_column
+    if mask is not None:
+        u = widen(tl.load(at, mask=mask, other=0.0))
+    else:
+        u = widen(tl.load(at))
+    return u * chunk.teacher_scale if inputs.student_scale is not None else u
+
+
+@triton.jit
+def read(packet, row, other: tl.constexpr):
+    """One row of a packet."""
+    return tl.load(packet.at + row * packet.n, mask=packet.here, other=other)
+
+
+@triton.jit
+def write(pointer, joined, row, value):
+    """Store one row of BLOCK tokens."""
+    tl.store(pointer + row * joined.n + joined.token, value, mask=joined.here)

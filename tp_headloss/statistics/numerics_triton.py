@@ -1,0 +1,120 @@
+"""Numerics of the device functions: everything in fp32 (merges in float64), -inf selected on the exponential.
+
+Every load is cast to fp32 at once (the interpreter computes bf16 wrongly), row offsets are int64, and a token count is
+never a compile-time constant.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOG_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh_and_slope(a):
+    """tanh(a) and 1 - tanh(a)^2, both to a few ulp: near 0 by a polynomial, elsewhere without cancellation."""
+    u = tl.exp(-2.0 * tl.abs(a))
+    far = (1.0 - u) / (1.0 + u)
+    t = a * a
+    p = ((-0.00628256006 * t + 0.0210778173) * t - 0.0538538732) * t
+    near = a + a * (t * ((p + 0.133326024) * t - 0.333333194))
+    tanh = tl.where(tl.abs(a) < 0.55, near, tl.where(a < 0, -far, far))
+    return tl.where(a == a, tanh, a), 4.0 * u / ((1.0 + u) * (1.0 + u))
+
+
+INTERPRETED = tl.constexpr(not isinstance(tanh_and_slope, triton.JITFunction))
+
+
+@triton.jit
+def exp(x):
+    """exp(x), below 2^-126 flushed to 0: two instructions, where keeping denormals takes five."""
+    if INTERPRETED:
+        y = tl.exp(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
+def exp2(x):
+    """The same to the base of 2."""
+    if INTERPRETED:
+        y = tl.exp2(x)
+    else:
+        y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
+def log2(x):
+    """log2(x) to an absolute 2^-22, -126 below 2^-126: two instructions."""
+    x = tl.maximum(x, 1.1754943508222875e-38)
+    if INTERPRETED:
+        y = tl.log2(x)
+    else:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
+def widen(x):
+    """To fp32; bf16 in one instruction per element, where the compiler needs two for every other one."""
+    if x.dtype == tl.bfloat16 and not INTERPRETED:
+        y = tl.inline_asm_elementwise(
+            "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+            "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        y = x.to(tl.float32)
+    return y
+
+
+@triton.jit
+def fixed_sum(x, LANES: tl.constexpr):
+    """Sum of a vector by halving: one order of additions, whatever register layout the compiler picked."""
+    n: tl.constexpr = LANES
+    for i in tl.static_range(20):
+        if (n >> i) > 1:
+            x = tl.sum(tl.reshape(x, [2, n >> (i + 1)]), axis=0)
+    return tl.sum(x, axis=0)
+
+
+@triton.jit
+def decay(a, b):
+    """a - b and exp(a - b) for a <= b, where a = -inf is the empty sum: 0 and 0, also if b = -inf."""
+    empty = a == float("-inf")
+    difference = tl.where(empty, 0.0, a - b)
+    return difference, tl.where(empty, 0.0, tl.exp(difference))
+
+
+@triton.jit
+def log1p(u):
+    """log(1 + u) in float64 with full relative accuracy for small u (Higham, Accuracy and Stability, 1.14.1)."""
+    w = 1.0 + u
+    return tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+
+
+@triton.jit
+def weigh(factor, value):
+    """factor * value in float64, where a factor of 0 leaves nothing of any value."""
+    return tl.where(factor == 0.0, 0.0, factor * value.to(tl.float64))
+
+
+@triton.jit
+def settle(value, bad, ignored):
+    return tl.where(ignored, 0.0, tl.where(bad, float("nan"), value)).to(tl.float32)
+
+
+@triton.jit
+def half_sign(d):
+    """sign(d) / 2."""
+    return tl.where(d > 0.0, 0.5, tl.where(d < 0.0, -0.5, 0.0))
+
+
+@triton.jit
+def relative_information(p, log2_p, log2_m):
+    """p log2(p / m), where what has no probability adds nothing."""
+    return p * (tl.maximum(log2_p, -1e30) - log2_m)

@@ -1,0 +1,155 @@
+"""The records that kernels and families' device functions pass to each other.
+
+Names: x raw logit, z transformed logit, v the same without the target, m maximum, a the student's scale where it meets
+a teacher, T tokens. A field that a call does not need is 0, because Triton cannot return None.
+"""
+
+from typing import NamedTuple
+
+
+class Inputs(NamedTuple):
+    """What the kernels read besides packets and merged rows; None switches a part off."""
+
+    x: object  # [T, width] logits; for a gradient at entries alone: [T, E]
+    x_row: object  # strides
+    x_column: object
+    labels: object  # [T] int32 or int64
+    bias: object  # [width]
+    temperature: object  # [T] fp32
+    column_weight: object  # [width] fp32
+    teacher: object  # [T, width] logits
+    teacher_row: object
+    teacher_column: object
+    scales: object  # [2, T] fp32 of teacher and student, instead of the next two
+    teacher_scale: object  # both None: nothing is scaled
+    student_scale: object
+    entries: object  # [T, E] int32 ascending ids of a top-K teacher
+    entry_log_probs: object  # [T, E] fp32
+    n_entries: object
+    width: object
+    chunk_size: object
+    pre: object  # factor before the softcap, None: 1
+    post: object  # factor after it, None: no softcap
+    beta: object  # the teacher's share of the Jensen-Shannon mixture
+
+
+class Chunk(NamedTuple):
+    """One chunk of one row."""
+
+    row: object
+    first: object  # first column
+    size: object  # valid columns, 0 for an ignored token
+    start: object  # vocabulary id of the shard's first column
+    target: object  # column of the label relative to `first`, -1 if it is elsewhere
+    owned: object  # whether it is here
+    ignored: object
+    pre: object
+    post: object
+    teacher_scale: object
+    student_scale: object
+
+
+class Tile(NamedTuple):
+    """Some columns of a row."""
+
+    z: object  # transformed logits, -inf outside
+    v: object  # the same without the target
+    u: object  # the teacher's scaled logits, or 0
+    columns: object
+    offset: object  # of the tile in the chunk
+    partial: object  # whether only some of its columns exist
+    block: object  # number of columns
+
+
+class SoftmaxTile(NamedTuple):
+    """The softmax of a tile."""
+
+    before: object  # maximum before this tile
+    peak: object  # maximum of its v
+    shifted: object  # v - maximum
+    p: object  # exp of that
+
+
+class Move(NamedTuple):
+    """A maximum that moves."""
+
+    before: object
+    drop: object  # before - after, 0 at the beginning
+    factor: object  # exp of that, 0 at the beginning
+    sum: object  # the lane sums of p before
+
+
+class Core(NamedTuple):
+    """The finished softmax of a chunk."""
+
+    max: object
+    sum: object  # [BLOCK] lane sums
+
+
+class Packet(NamedTuple):
+    """One packet of BLOCK tokens."""
+
+    at: object  # pointer to its first row
+    n: object  # elements between rows
+    here: object  # mask of the tokens that exist
+
+
+class PacketSoftmax(NamedTuple):
+    """The softmax of a packet."""
+
+    max: object
+    peak: object  # maximum of all packets
+    drop: object
+    factor: object
+    sum: object
+    student_factor: object  # exp(a drop), 0 if nobody needs it
+    owner: object  # 0 without labels
+    scale: object  # a
+
+
+class Joined(NamedTuple):
+    """The merged softmax of BLOCK tokens with the target column, in float64; drop .. at_target are 0 without labels."""
+
+    shift: object  # maximum of all columns but the target
+    top: object  # maximum of all columns
+    drop: object  # shift - top
+    factor: object
+    target: object
+    offset: object  # target - top
+    p_target: object
+    student_factor: object
+    at_target: object  # exp(a offset)
+    others: object  # sum without the target, relative to shift
+    whole: object  # sum of all columns, relative to top
+    log_sum: object
+    student_sum: object
+    scale: object
+    bad: object
+    ignored: object
+    token: object  # numbers of the tokens
+    here: object  # mask of those that exist
+    n: object  # elements between rows
+
+
+class Outputs(NamedTuple):
+    """Where the merge writes."""
+
+    merged: object  # [R, T] fp32
+    value: object  # [K, T] fp32
+    valid: object  # [T] bool, or None
+    argmax: object  # [T] int64, or None
+    hits: object  # [T] bool, or None
+
+
+class Token(NamedTuple):
+    """One row of a gradient."""
+
+    row: object
+    n: object
+    merged: object  # pointer to the token's first merged row
+    whole: object  # S
+    ignored: object
+    student_scale: object
+    positions: object  # of the tile, in the row of entries or of columns
+    written: object  # mask of the columns that exist
+    readable: object  # mask of those that are read: none of an ignored row

@@ -1,0 +1,158 @@
+"""Device functions of the softmax core, which carriers call by name, because all families build on it."""
+
+import triton
+import triton.language as tl
+
+from .family_triton import read, transform, write
+from .numerics_triton import decay, exp, fixed_sum, log1p, settle
+from .records_triton import Joined, Move, PacketSoftmax, SoftmaxTile
+
+IGNORED = tl.constexpr(2.0)  # as `softmax.IGNORED`
+
+
+@triton.jit
+def rescale_student(student, move, chunk, inputs):
+    """Move the lane sums of exp(a (v - m)) to another maximum; they exist only where a is not 1."""
+    if inputs.student_scale is not None:
+        student *= tl.where(move.before == float("-inf"), 0.0, exp(move.drop * chunk.student_scale))
+    return student
+
+
+@triton.jit
+def move_to(m, s, peak):
+    """The step from a maximum to a larger one."""
+    first = m == float("-inf")
+    drop = tl.where(first, 0.0, m - peak)
+    return Move(m, drop, tl.where(first, 0.0, exp(drop)), s)
+
+
+@triton.jit
+def tile_softmax(m, before, peak, v):
+    """The softmax of a tile relative to the maximum m so far."""
+    shifted = v - tl.where(m == float("-inf"), 0.0, m)
+    return SoftmaxTile(before, peak, shifted, exp(shifted))
+
+
+@triton.jit
+def add_student(student, softmax, chunk, inputs):
+    """Add a tile's exp(a (v - m))."""
+    if inputs.student_scale is not None:
+        student += exp(softmax.shifted * chunk.student_scale)
+    return student
+
+
+@triton.jit
+def store(out, n, core, student, chunk, inputs, rows, BLOCK: tl.constexpr):
+    """Store the packet rows of the softmax."""
+    tl.store(out + rows.max * n, core.max + 0.0)
+    tl.store(out + rows.sum * n, fixed_sum(core.sum, BLOCK))
+    if inputs.labels is not None:
+        column = tl.where(chunk.owned, chunk.first + chunk.target, 0)
+        at = inputs.x + chunk.row * inputs.x_row + column.to(tl.int64) * inputs.x_column
+        x = tl.load(at, mask=chunk.owned, other=0.0).to(tl.float32)
+        z, _ = transform(x, column, inputs, chunk.pre, chunk.post)
+        tl.store(out + rows.target * n, tl.where(chunk.owned, z, 0.0))
+        tl.store(out + rows.owner * n, tl.where(chunk.ignored, IGNORED, tl.where(chunk.owned, 1.0, 0.0)))
+    if rows.student_sum is not None:
+        sums = student if inputs.student_scale is not None else core.sum
+        tl.store(out + rows.student_sum * n, fixed_sum(sums, BLOCK))
+
+
+@triton.jit
+def packet_softmax(packet, peak, scale, rows):
+    """The softmax of one packet relative to the maximum of all."""
+    m = read(packet, rows.max, 0.0)
+    s = read(packet, rows.sum, 1.0).to(tl.float64)
+    drop, factor = decay(m.to(tl.float64), peak.to(tl.float64))
+    student_factor = 0
+    owner = 0
+    if rows.student_sum is not None:
+        student_factor = tl.where(m == float("-inf"), 0.0, tl.exp(scale * drop))
+    if rows.owner is not None:
+        owner = read(packet, rows.owner, 0.0)
+    return PacketSoftmax(m, peak, drop, factor, s, student_factor, owner, scale)
+
+
+@triton.jit
+def start_merge(BLOCK: tl.constexpr):
+    """Sums: of p, of the target's logit, of the owners' flags, of the student's p at the teacher's side."""
+    zeros = tl.zeros([BLOCK], tl.float64)
+    return zeros, zeros, tl.zeros([BLOCK], tl.float32), zeros
+
+
+@triton.jit
+def add_packet(state, packet, softmax, rows):
+    others = tl.fma(softmax.factor, softmax.sum, state[0])
+    target = state[1]
+    owners = state[2]
+    student = state[3]
+    if rows.owner is not None:
+        owners += softmax.owner
+        # selected by the flag, never by max, which may drop NaN
+        target += tl.where(softmax.owner == 1.0, read(packet, rows.target, 0.0), 0.0).to(tl.float64)
+    if rows.student_sum is not None:
+        student = tl.fma(softmax.student_factor, read(packet, rows.student_sum, 1.0).to(tl.float64), student)
+    return others, target, owners, student
+
+
+@triton.jit
+def without_target(state, peak, scale, token, here, n, rows):
+    """The merged sums of a call without labels."""
+    shift = peak.to(tl.float64)
+    whole = state[0]
+    student_sum = 0
+    if rows.student_sum is not None:
+        student_sum = state[3]
+    return Joined(
+        shift, shift, 0, 0, 0, 0, 0, 0, 0, whole, whole, tl.log(whole), student_sum, scale,
+        ~(whole > 0.0), state[2] < 0.0, token, here, n,
+    )  # fmt: skip
+
+
+@triton.jit
+def with_target(state, peak, scale, token, here, n, rows, PACKETS: tl.constexpr):
+    """The merged sums with the target column."""
+    shift = peak.to(tl.float64)
+    others = state[0]
+    target = state[1]
+    owners = state[2]
+    ignored = owners == IGNORED * PACKETS
+    top = tl.maximum(shift, target)
+    drop, factor = decay(shift, top)
+    p_target = decay(target, top)[1]
+    offset = tl.where(target == float("-inf"), target, target - top)
+    student_sum = 0
+    student_factor = 0
+    at_target = 0
+    if rows.student_sum is not None:
+        student_factor = tl.where(shift == float("-inf"), 0.0, tl.exp(scale * drop))
+        at_target = tl.where(target == float("-inf"), 0.0, tl.exp(scale * offset))
+        student_sum = student_factor * state[3] + at_target
+    whole = others * factor + p_target
+    log_sum = tl.where(target == top, log1p(others * factor), tl.log(whole))
+    bad = (~(whole > 0.0) | (owners != 1.0)) & ~ignored
+    return Joined(
+        shift, top, drop, factor, target, offset, p_target, student_factor, at_target, others, whole, log_sum,
+        student_sum, scale, bad, ignored, token, here, n,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish(state, joined, out, rows):
+    """Store merged rows and values of the softmax."""
+    bad = joined.bad
+    ignored = joined.ignored
+    if rows.packet.owner is not None:
+        log_prob = 0.0 - tl.where(joined.target == joined.top, joined.log_sum, joined.log_sum - joined.offset)
+        write(out.value, joined, rows.value.log_prob, settle(log_prob, bad, ignored))
+        write(out.value, joined, rows.value.target_logit, settle(joined.target, bad, ignored))
+        write(out.value, joined, rows.value.owners, state[2])
+        tl.store(out.valid + joined.token, ~ignored, mask=joined.here)
+        others = settle(joined.others * joined.factor / joined.whole, bad, ignored)
+        write(out.merged, joined, rows.merged.others, others)
+        write(out.merged, joined, rows.merged.target, settle(joined.offset, bad, ignored))
+    write(out.value, joined, rows.value.lse, settle(joined.top + joined.log_sum, bad, ignored))
+    write(out.merged, joined, rows.merged.shift, settle(joined.top, bad, ignored))
+    write(out.merged, joined, rows.merged.sum, settle(joined.whole, bad, ignored))
+    if rows.packet.student_sum is not None:
+        write(out.merged, joined, rows.merged.student_sum, settle(joined.student_sum, bad, ignored))

@@ -1,0 +1,213 @@
+"""Statistics of a teacher of K entries per token (`TopKTeacher`), whose probabilities are tau_k and sum to W.
+
+s = softmax of z' over the entries, r = softmax of z' over all else (the tail), P and R the student's probability of
+either; y_k = scale (z_k - topk_max):
+
+| statistic       | packet rows, over the chunk's entries       | value                  | d/dz'_k; elsewhere       |
+|-----------------|---------------------------------------------|------------------------|--------------------------|
+| (all of these)  | topk_max = max z_k, topk_sum = sum exp(y_k) |                        |                          |
+| teacher_mass    | topk_mass = sum tau_k                       | W                      | none                     |
+| topk_forward_kl | topk_cross = sum tau_k (log tau_k - y_k)    | sum tau log(tau / s)   | W s_k - tau_k; 0         |
+| topk_reverse_kl | topk_gap = sum exp(y_k) (y_k - log tau_k)   | sum s log(s / tau) = G | s_k (log(s_k/tau_k) - G) |
+| topk_log_mass   | student_sum, or those of the tail           | log P                  | R s_k; -R r_j            |
+| tail_log_mass   | tail_max = max z, tail_sum = sum exp        | log R                  | -P s_k; P r_j            |
+| tail_entropy    | tail_moment, all three as max, sum, moment  | -sum r log r = H       | 0; -r_j (log r_j + H)    |
+| topk_jsd        | second exchange, p' = s, q = tau            | sum v_k + w_k          | v_k - s_k sum v; 0       |
+| vocab_jsd       | second exchange, p' = P s, q = tau          | sum v_k + w_k          | v_k; at all: -p'_j sum v |
+
+v and w as in `divergence`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .divergence import jensen_shannon_parts
+from .family import Family, Joined, Merging, Softmax, Tile, Wanted, decay, finite_shift, row_sum, weigh
+
+if TYPE_CHECKING:
+    from ..request import Facts
+
+TAIL = ("tail_log_mass", "tail_entropy")
+FIRST = ("topk_forward_kl", "topk_reverse_kl", "topk_log_mass", *TAIL)
+SECOND = ("topk_jsd", "vocab_jsd")
+
+
+def has_tail(want) -> bool:
+    """Whether the columns that are no entries are summed by themselves."""
+    return any(name in want for name in TAIL)
+
+
+def needs_full_student_sum(want) -> bool:
+    """Whether the student is normalised over the vocabulary by the sum over all of it."""
+    return ("topk_log_mass" in want or "vocab_jsd" in want) and not has_tail(want)
+
+
+class TopKFamily(Family):
+    statistics = gradients = FIRST + SECOND
+    has_lanes = False
+    # kernels over the entries turn its gradients into these two: what every column gets, and what the entries get
+    kernel_gradients = ("everywhere", "at_entries")
+
+    def streams(self, call: Wanted) -> bool:
+        return has_tail(call.want)
+
+    def needs_student_sum(self, call: Wanted) -> bool:
+        return needs_full_student_sum(call.want)
+
+    def packet_rows(self, call: Wanted) -> tuple[str, ...]:
+        rows = ("tail_max", "tail_sum") if has_tail(call.want) else ()
+        rows = (*rows, "tail_moment") if "tail_entropy" in call.want else rows
+        return (*rows, "topk_max", "topk_sum", "topk_mass", "topk_cross", "topk_gap")
+
+    def merged_rows(self, call: Wanted) -> tuple[str, ...]:
+        """Maximum, sum and W of the entries, the mean of y - log tau; maximum, sum and mean of y of the tail (of the
+        whole vocabulary if no tail is wanted), P and R."""
+        rest = ("rest_shift", "rest_sum", "rest_mean", "inside", "outside")
+        return ("topk_shift", "topk_sum", "topk_mass", "topk_gap", *rest)
+
+    def value_rows(self, call: Wanted) -> tuple[str, ...]:
+        return ("teacher_mass", *(name for name in FIRST if name in call.want))
+
+    def second_rows(self, call: Wanted) -> tuple[str, ...]:
+        return tuple(name for name in SECOND if name in call.want)
+
+    def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:
+        z, log_tau = entry_logits(tile)
+        peak = z.amax(-1)
+        shifted = tile.scale * (z - finite_shift(peak))
+        tau, weight = log_tau.exp(), shifted.exp()
+        out = {"topk_max": peak, "topk_sum": row_sum(weight), "topk_mass": row_sum(tau)}
+        out["topk_cross"] = row_sum(weigh(tau, log_tau - shifted))
+        out["topk_gap"] = row_sum(weigh(weight, shifted - log_tau))
+        return out | tail_sums(tile) if "tail_max" in rows else out
+
+    def merge(self, rows: dict, merging: Merging) -> dict[str, torch.Tensor]:
+        sums = merge_subset(rows, "topk", merging.scale)
+        return sums | merge_subset(rows, "tail", merging.scale) if "tail_max" in rows else sums
+
+    def finish(self, sums: dict, joined: Joined) -> tuple[dict, dict]:
+        log_sum, mass = sums["topk_sum"].log(), sums["topk_mass"]
+        nothing = mass == 0
+        nowhere = (sums["topk_sum"] == 0) & ~nothing  # entries to which the student gives no probability
+
+        def settled(x, least):
+            x = torch.where(nowhere, torch.inf, torch.maximum(x, least))  # what is below the least is rounding
+            return torch.where(nothing, 0.0, x)
+
+        gap = torch.where(sums["topk_sum"] == 0, 0.0, sums["topk_gap"] / sums["topk_sum"])
+        values = {"teacher_mass": mass}
+        values["topk_forward_kl"] = settled(sums["topk_cross"] + mass * log_sum, torch.xlogy(mass, mass))
+        values["topk_reverse_kl"] = settled(gap - log_sum, -mass.log())
+        rest = self._rest(sums, joined)
+        values |= rest.values
+        unknown = mass.isnan()
+        values = {name: torch.where(unknown, torch.nan, x) for name, x in values.items()}
+        rows = {"topk_shift": sums["topk_shift"], "topk_sum": sums["topk_sum"], "topk_mass": mass, "topk_gap": gap}
+        return values, rows | rest.rows
+
+    def _rest(self, sums: dict, joined: Joined) -> Rest:
+        """The student's probability of the entries and of everything else."""
+        zero, scale = torch.zeros_like(sums["topk_sum"]), joined.scale
+        log_sum = sums["topk_sum"].log()
+        if "tail_sum" in sums:
+            shift, whole = sums["tail_shift"], sums["tail_sum"]
+            mean = zero if "tail_moment" not in sums else torch.where(whole == 0, 0.0, sums["tail_moment"] / whole)
+            apart = scale * (sums["topk_shift"] - shift) + log_sum - whole.log()  # of the logs of both probabilities
+            less = apart.abs().neg().exp().log1p()
+            inside, outside = -(less + (-apart).clamp(min=0)), -(less + apart.clamp(min=0))
+            entropy = torch.where(whole == 0, 0.0, whole.log() - mean)
+            values = {"topk_log_mass": inside, "tail_log_mass": outside, "tail_entropy": entropy}
+            return Rest(values, rest_rows(shift, whole, mean, inside.exp(), outside.exp()))
+        if joined.student_sum is not None:
+            top, whole = joined.top, joined.student_sum
+            inside = (scale * (sums["topk_shift"] - top) + log_sum - whole.log()).clamp(max=0)
+            return Rest({"topk_log_mass": inside}, rest_rows(top, whole, zero, inside.exp(), -torch.expm1(inside)))
+        return Rest({}, rest_rows(zero, zero, zero, zero, zero))
+
+    def second(self, name: str, tile: Tile, merged: dict, facts: Facts) -> tuple[torch.Tensor, torch.Tensor]:
+        student, teacher = jensen_shannon_parts(*entry_probabilities(name, tile, merged), facts.beta)
+        return row_sum(student + teacher), row_sum(student)
+
+    def scaled(self, total, tile: Tile, merged: dict, grads: dict, facts: Facts):
+        if not any(name in grads for name in self.statistics):
+            return total
+        none = torch.zeros_like(merged["sum"])
+        forward, reverse, inside, outside, entropy = (grads.get(name, none) for name in FIRST)
+        z, log_tau = entry_logits(tile)
+        shifted = tile.scale * (z - merged["topk_shift"])
+        s = torch.where(z == -torch.inf, 0.0, shifted.exp() / merged["topk_sum"])
+        at = forward * (merged["topk_mass"] * s - log_tau.exp())
+        at = at + torch.where((s == 0) | (reverse == 0), 0.0, reverse * s * (shifted - log_tau - merged["topk_gap"]))
+        at = at + (inside * merged["outside"] - outside * merged["inside"]) * s
+        common = -inside
+        for name in SECOND:
+            if name in grads:
+                p, q = entry_probabilities(name, tile, merged)
+                at = at + grads[name] * (jensen_shannon_parts(p, q, facts.beta)[0] - p * merged[f"{name}_mean"])
+        if "vocab_jsd" in grads:
+            common = common - grads["vocab_jsd"] * merged["vocab_jsd_mean"]
+        if has_tail(facts.want):
+            common = merged["outside"] * common + outside * merged["inside"]
+        shifted = tile.scale * (tile.z - merged["rest_shift"])
+        rest = torch.where((tile.z == -torch.inf) | (merged["rest_sum"] == 0), 0.0, shifted.exp() / merged["rest_sum"])
+        dz = torch.where(rest == 0, 0.0, rest * (common - entropy * (shifted - merged["rest_mean"])))
+        return fill_entries(dz, tile.entries, at)
+
+
+class Rest(NamedTuple):
+    """Values and merged rows of the columns that are no entries."""
+
+    values: dict
+    rows: dict
+
+
+def rest_rows(shift, whole, mean, inside, outside) -> dict[str, torch.Tensor]:
+    return {"rest_shift": shift, "rest_sum": whole, "rest_mean": mean, "inside": inside, "outside": outside}
+
+
+def merge_subset(rows: dict, name: str, scale) -> dict[str, torch.Tensor]:
+    """The merged sums of a subset of the columns, the entries ("topk") or all others ("tail")."""
+    peak = rows[f"{name}_max"]
+    shift = peak.amax(0)
+    drop = scale * decay(peak, shift)[0]
+    factor = torch.where(peak == -torch.inf, 0.0, drop.exp())
+    own = {row.removeprefix(f"{name}_"): x for row, x in rows.items() if row.startswith(f"{name}_")}
+    parts = {"sum": factor * own["sum"]}
+    if "mass" in own:
+        parts["mass"], parts["cross"] = own["mass"], own["cross"] - weigh(own["mass"], drop)
+        parts["gap"] = weigh(factor, own["gap"] + drop * own["sum"])
+    if "moment" in own:
+        parts["moment"] = factor * (own["moment"] + drop * own["sum"])
+    return {f"{name}_shift": shift} | {f"{name}_{key}": part.sum(0) for key, part in parts.items()}
+
+
+def entry_logits(tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+    """z of the entries [n, K], -inf where another tile has them, and their log tau, where it is -inf, too."""
+    here = tile.entries < tile.z.shape[1]
+    z = tile.z.gather(1, tile.entries.clamp(max=tile.z.shape[1] - 1))
+    return torch.where(here, z, -torch.inf), torch.where(here, tile.entry_log_probs.to(z.dtype), -torch.inf)
+
+
+def fill_entries(x, columns, value) -> torch.Tensor:
+    """x [n, w] with `value` at the columns [n, K]; w stands for none."""
+    return torch.nn.functional.pad(x, (0, 1)).scatter(1, columns, value)[:, :-1]
+
+
+def tail_sums(tile: Tile) -> dict[str, torch.Tensor]:
+    """The packet rows of the columns that are no entries."""
+    rest = fill_entries(tile.z, tile.entries, -torch.inf)
+    peak = rest.amax(-1)
+    shifted = tile.scale * (rest - finite_shift(peak))
+    weight = shifted.exp()
+    return {"tail_max": peak, "tail_sum": row_sum(weight), "tail_moment": row_sum(weigh(weight, shifted))}
+
+
+def entry_probabilities(name: str, tile: Tile, merged: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities [n, K] of student and teacher at the entries; vocab_jsd: normalised over the vocabulary."""
+    z, log_tau = entry_logits(tile)
+    p = (tile.scale * (z - merged["topk_shift"])).exp() / merged["topk_sum"]
+    p = torch.where(z == -torch.inf, 0.0, p)
+    return (p * merged["inside"] if name == "vocab_jsd" else p), log_tau.exp()

@@ -1,0 +1,209 @@
+"""Device functions of a top-K teacher's statistics over the vocabulary: the tail, the merge, the gradient elsewhere.
+
+What is read at the entries alone has kernels of its own, in `entries_triton`.
+"""
+
+import triton
+import triton.language as tl
+
+from .family_triton import Gradient, Merge, Statistics, read, same_at_target, same_coefficient, write
+from .numerics_triton import decay, exp, fixed_sum, log1p, settle, weigh
+from .teacher_triton import add_softmax, load
+
+NONE = tl.constexpr(2147483647)  # the id of a place without an entry
+
+
+@triton.jit
+def leave_out(z, ids, below, entries_ptr, entry, n_entries):
+    """z of the vocabulary ids with -inf at the entries among them, and the number of the next entry.
+
+    The entries, which ascend, are looked at from number `entry` on as long as they are less than `below`."""
+    found = tl.load(entries_ptr + entry, mask=entry < n_entries, other=NONE)
+    while found < below:
+        z = tl.where(ids == found, float("-inf"), z)
+        entry += 1
+        found = tl.load(entries_ptr + entry, mask=entry < n_entries, other=NONE)
+    return z, entry
+
+
+@triton.jit
+def start(chunk, inputs, BLOCK: tl.constexpr):
+    """The tail's maximum, lane sums and moment; the next entry, and the chunk's first."""
+    zeros = tl.zeros([BLOCK], tl.float32)
+    entry = 0
+    if inputs.entries is not None:
+        entries = inputs.entries + chunk.row * inputs.n_entries
+        for k in range(0, inputs.n_entries, BLOCK):
+            place = k + tl.arange(0, BLOCK)
+            ids = tl.load(entries + place, mask=place < inputs.n_entries, other=NONE)
+            entry += tl.sum((ids < chunk.start + chunk.first).to(tl.int32), axis=0)
+    return -float("inf"), zeros, zeros, entry, entry
+
+
+@triton.jit
+def rescale(state, move, chunk, inputs, rows):
+    return state
+
+
+@triton.jit
+def add(state, tile, softmax, chunk, inputs, rows):
+    entry = state[3]
+    if tile.partial:  # a tile that the loop left out: its entries are looked for from the first
+        entry = state[4]
+    entries = inputs.entries + chunk.row * inputs.n_entries
+    below = chunk.start + chunk.first + tile.offset + tile.block
+    rest, following = leave_out(tile.z, chunk.start + tile.columns, below, entries, entry, inputs.n_entries)
+    m, s, moment, _, _ = add_softmax(
+        state[0], state[1], state[2], state[2], rest, chunk.student_scale, inputs.student_scale is not None,
+        rows.tail_moment is not None, False,
+    )  # fmt: skip
+    return m, s, moment, following, state[4]
+
+
+@triton.jit
+def store(out, n, state, core, chunk, inputs, rows, BLOCK: tl.constexpr):
+    tl.store(out + rows.tail_max * n, state[0] + 0.0)
+    tl.store(out + rows.tail_sum * n, fixed_sum(state[1], BLOCK))
+    if rows.tail_moment is not None:
+        tl.store(out + rows.tail_moment * n, fixed_sum(state[2], BLOCK))
+
+
+@triton.jit
+def start_merge(BLOCK: tl.constexpr):
+    """Maxima of the entries and of the tail; sums of s, tau, cross, gap; of the tail, of its moment."""
+    least = tl.full([BLOCK], -float("inf"), tl.float32)
+    zeros = tl.zeros([BLOCK], tl.float64)
+    return least, least, zeros, zeros, zeros, zeros, zeros, zeros
+
+
+@triton.jit
+def peak(state, packet, rows):
+    tail = state[1]
+    if rows.tail_max is not None:
+        tail = tl.maximum(tail, read(packet, rows.tail_max, 0.0))
+    entries = tl.maximum(state[0], read(packet, rows.topk_max, 0.0))
+    return entries, tail, state[2], state[3], state[4], state[5], state[6], state[7]
+
+
+@triton.jit
+def _shrink(m, shift, a):
+    """a (m - shift) and its exp for m <= shift, where m = -inf is the empty sum: 0 and 0."""
+    drop, _ = decay(m.to(tl.float64), shift.to(tl.float64))
+    return a * drop, tl.where(m == float("-inf"), 0.0, tl.exp(a * drop))
+
+
+@triton.jit
+def add_packet(state, packet, softmax, rows):
+    tail_sum = state[6]
+    tail_moment = state[7]
+    drop, factor = _shrink(read(packet, rows.topk_max, 0.0), state[0], softmax.scale)
+    s = read(packet, rows.topk_sum, 1.0).to(tl.float64)
+    tau = read(packet, rows.topk_mass, 1.0).to(tl.float64)
+    total = tl.fma(factor, s, state[2])
+    cross = state[4] + (read(packet, rows.topk_cross, 0.0).to(tl.float64) - weigh(tau, drop))
+    gap = state[5] + weigh(factor, read(packet, rows.topk_gap, 0.0) + drop * s)
+    if rows.tail_max is not None:
+        drop, factor = _shrink(read(packet, rows.tail_max, 0.0), state[1], softmax.scale)
+        s = read(packet, rows.tail_sum, 1.0).to(tl.float64)
+        tail_sum = tl.fma(factor, s, tail_sum)
+        if rows.tail_moment is not None:
+            e = read(packet, rows.tail_moment, 0.0).to(tl.float64)
+            tail_moment = tl.fma(factor, tl.fma(drop, s, e), tail_moment)
+    return state[0], state[1], total, state[3] + tau, cross, gap, tail_sum, tail_moment
+
+
+@triton.jit
+def _settle_entries(value, least, nowhere, nothing, bad, ignored):
+    """Infinite where the student has no probability at the entries, 0 where there are none."""
+    value = tl.where(value < least, least, value)
+    return settle(tl.where(nothing, 0.0, tl.where(nowhere, float("inf"), value)), bad, ignored)
+
+
+@triton.jit
+def _rest(state, joined, log_total, rows):
+    """Maximum, sum and mean of the columns that are no entries, and log P and log R; 0 where they are not known."""
+    shift = state[0].to(tl.float64)
+    rest_shift = tl.zeros_like(shift)
+    rest = tl.zeros_like(shift)
+    mean = tl.zeros_like(shift)
+    log_inside = tl.zeros_like(shift)
+    log_outside = tl.zeros_like(shift)
+    inside = tl.zeros_like(shift)
+    outside = tl.zeros_like(shift)
+    if rows.packet.tail_max is not None:
+        rest_shift = state[1].to(tl.float64)
+        rest = state[6]
+        apart = joined.scale * (shift - rest_shift) + log_total - tl.log(rest)
+        less = log1p(tl.exp(-tl.abs(apart)))
+        log_inside = -(less + tl.maximum(-apart, 0.0))
+        log_outside = -(less + tl.maximum(apart, 0.0))
+        inside = tl.exp(log_inside)
+        outside = tl.exp(log_outside)
+        mean = tl.where(rest == 0.0, 0.0, state[7] / tl.where(rest == 0.0, 1.0, rest))
+    elif rows.packet.student_sum is not None:
+        # as the merged rows hold them
+        rest_shift = settle(joined.top, joined.bad, joined.ignored).to(tl.float64)
+        rest = settle(joined.student_sum, joined.bad, joined.ignored).to(tl.float64)
+        log_inside = tl.minimum(joined.scale * (shift - rest_shift) + log_total - tl.log(rest), 0.0)
+        inside = tl.exp(log_inside)
+        outside = 1.0 - inside
+    return rest_shift, rest, mean, log_inside, log_outside, inside, outside
+
+
+@triton.jit
+def finish(state, joined, out, inputs, rows):
+    ignored = joined.ignored
+    total = state[2]
+    mass = state[3]
+    bad = joined.bad | ((mass != mass) & ~ignored)
+    nothing = mass == 0.0
+    nowhere = total == 0.0
+    log_total = tl.log(total)
+    log_mass = tl.log(tl.where(nothing, 1.0, mass))
+    mean = tl.where(nowhere, 0.0, state[5] / total)
+    value_rows = rows.value
+    write(out.value, joined, value_rows.teacher_mass, settle(mass, bad, ignored))
+    if value_rows.topk_forward_kl is not None:
+        value = _settle_entries(state[4] + mass * log_total, mass * log_mass, nowhere, nothing, bad, ignored)
+        write(out.value, joined, value_rows.topk_forward_kl, value)
+    if value_rows.topk_reverse_kl is not None:
+        value = _settle_entries(mean - log_total, -log_mass, nowhere, nothing, bad, ignored)
+        write(out.value, joined, value_rows.topk_reverse_kl, value)
+    rest_shift, rest, rest_mean, log_inside, log_outside, inside, outside = _rest(state, joined, log_total, rows)
+    if value_rows.topk_log_mass is not None:
+        write(out.value, joined, value_rows.topk_log_mass, settle(log_inside, bad, ignored))
+    if value_rows.tail_log_mass is not None:
+        write(out.value, joined, value_rows.tail_log_mass, settle(log_outside, bad, ignored))
+    if value_rows.tail_entropy is not None:
+        entropy = tl.where(rest == 0.0, 0.0, tl.log(rest) - rest_mean)
+        write(out.value, joined, value_rows.tail_entropy, settle(entropy, bad, ignored))
+    merged = rows.merged
+    write(out.merged, joined, merged.topk_shift, settle(state[0].to(tl.float64), bad, ignored))
+    write(out.merged, joined, merged.topk_sum, settle(total, bad, ignored))
+    write(out.merged, joined, merged.topk_mass, settle(mass, bad, ignored))
+    write(out.merged, joined, merged.topk_gap, settle(mean, bad, ignored))
+    write(out.merged, joined, merged.rest_shift, settle(rest_shift, bad, ignored))
+    write(out.merged, joined, merged.rest_sum, settle(rest, bad, ignored))
+    write(out.merged, joined, merged.rest_mean, settle(rest_mean, bad, ignored))
+    write(out.merged, joined, merged.inside, settle(inside, bad, ignored))
+    write(out.merged, joined, merged.outside, settle(outside, bad, ignored))
+
+
+@triton.jit
+def direct(dz, state, tile, token, grads, inputs, rows):
+    """Add c exp(y) + e exp(y) (y - mean) at every column, y = a (z - shift), and at an entry its own part."""
+    if grads.everywhere is not None:
+        at = grads.everywhere + token.row
+        fall = tile.z - tl.load(at + token.n)
+        if inputs.student_scale is not None:
+            fall = fall * token.student_scale
+        moment = tl.load(at + 2 * token.n) * (tl.maximum(fall, -200.0) - tl.load(at + 3 * token.n))
+        dz += exp(fall) * (tl.load(at) + moment)
+    if grads.at_entries is not None:
+        dz += tl.load(grads.at_entries + token.row * inputs.n_entries + token.positions, mask=token.readable, other=0.0)
+    return dz
+
+
+STATISTICS = Statistics(start, rescale, add, store)
+MERGE = Merge(start_merge, peak, add_packet, finish)
+GRADIENT = Gradient(load, same_coefficient, same_at_target, direct)

@@ -1,0 +1,72 @@
+"""Device functions of `total` and `mass`."""
+
+import triton
+import triton.language as tl
+
+from .family_triton import (
+    Gradient,
+    Merge,
+    Statistics,
+    no_peak,
+    not_rescaled,
+    read,
+    same_at_target,
+    same_coefficient,
+    write,
+)
+from .numerics_triton import fixed_sum, settle
+
+
+@triton.jit
+def start(chunk, inputs, BLOCK: tl.constexpr):
+    return tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+
+
+@triton.jit
+def add(state, tile, softmax, chunk, inputs, rows):
+    w = 1.0
+    if inputs.column_weight is not None:
+        w = tl.load(inputs.column_weight + tile.columns, mask=tile.columns < inputs.width, other=0.0)
+    absent = tile.z == float("-inf")
+    return state[0] + tl.where(absent, 0.0, tile.z * w), state[1] + tl.where(absent, 0.0, w)
+
+
+@triton.jit
+def store(out, n, state, core, chunk, inputs, rows, BLOCK: tl.constexpr):
+    tl.store(out + rows.total * n, fixed_sum(state[0], BLOCK))
+    tl.store(out + rows.mass * n, fixed_sum(state[1], BLOCK))
+
+
+@triton.jit
+def start_merge(BLOCK: tl.constexpr):
+    return tl.zeros([BLOCK], tl.float64), tl.zeros([BLOCK], tl.float64)
+
+
+@triton.jit
+def add_packet(state, packet, softmax, rows):
+    total = state[0] + read(packet, rows.total, 0.0).to(tl.float64)
+    return total, state[1] + read(packet, rows.mass, 0.0).to(tl.float64)
+
+
+@triton.jit
+def finish(state, joined, out, inputs, rows):
+    write(out.value, joined, rows.value.total, settle(state[0], joined.bad, joined.ignored))
+    write(out.value, joined, rows.value.mass, settle(state[1], joined.bad, joined.ignored))
+
+
+@triton.jit
+def load(grads, token, inputs, rows):
+    return (tl.load(grads.total + token.row),)
+
+
+@triton.jit
+def direct(dz, state, tile, token, grads, inputs, rows):
+    w = tl.where(token.ignored, 0.0, state[0])
+    if inputs.column_weight is not None:
+        w *= tl.load(inputs.column_weight + tile.columns, mask=token.written, other=0.0)
+    return dz + tl.where(tile.z == float("-inf"), 0.0, w)
+
+
+STATISTICS = Statistics(start, not_rescaled, add, store)
+MERGE = Merge(start_merge, no_peak, add_packet, finish)
+GRADIENT = Gradient(load, same_coefficient, same_at_target, direct)

@@ -1,0 +1,158 @@
+"""`VocabRows`: a module that holds one rank's rows of a vocabulary matrix, with initialisation and state_dict."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .dtensor import is_dtensor
+from .shard import VocabShard
+
+INIT_ROWS = 1024  # rows that one generator draws, whatever the shard: a seed means other weights if this changes
+
+
+@dataclass(frozen=True)
+class Init:
+    """Initialisation of a vocabulary matrix: normal weights that depend on the seed and the row alone, so that every
+    group size gives the same matrix (on one type of device). Padding rows and biases are 0.
+
+    Args:
+        std: standard deviation of the weights.
+        seed: None draws one from torch's default generator, which must be in the same state on all ranks, as for any
+            module that ranks replicate.
+    """
+
+    std: float = 0.02
+    seed: int | None = None
+
+
+class VocabRows(nn.Module):
+    """Module with a parameter ``weight`` [width, H], the rows of a shard, and optionally ``bias`` [width]."""
+
+    def __init__(self, hidden_size: int, shard: VocabShard, init: Init | None, device, dtype, bias=False, weight=None):
+        super().__init__()
+        init = init or Init()
+        seed = int(torch.randint(1 << 31, (), device="cpu")) if init.seed is None else init.seed
+        self.hidden_size, self.shard, self.init = hidden_size, shard, replace(init, seed=seed)
+        rows = shard.width
+        if weight is None:
+            self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        else:
+            expected = shard.padded_size if is_dtensor(weight) else rows
+            if weight.shape != (expected, hidden_size):
+                raise ValueError(f"weight must be [{expected}, {hidden_size}], got {list(weight.shape)}")
+            self.weight = weight
+        self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype)) if bias else None
+        self._tied_weight = None if weight is None else (weight,)  # in a tuple, so that it is registered only once
+        self.reset_parameters()
+        self.register_state_dict_post_hook(_describe_rows)
+        self.register_load_state_dict_pre_hook(_select_rows)
+
+    @torch.no_grad()
+    def reset_parameters(self):
+        """Draw the weight again, and set the bias to 0. A tied weight stays as it is: its owner draws it.
+
+        For modules that were made on the meta device, after `to_empty`. ValueError if `to_empty` untied the weight, or
+        if FSDP2 has already sharded the rows once more.
+        """
+        if self._tied_weight is not None and self._tied_weight[0] is not self.weight:
+            raise ValueError("the weight is no longer tied (to_empty does that): set head.weight = embedding.weight")
+        if self.bias is not None:
+            self.bias.zero_()
+        if self._tied_weight is not None or self.weight.is_meta:
+            return
+        weight, shard = self.weight.to_local() if is_dtensor(self.weight) else self.weight, self.shard
+        if weight.shape[0] != shard.width:
+            raise ValueError(f"of {shard.width} rows {weight.shape[0]} are here: draw them before fully_shard")
+        weight.zero_()
+        end = shard.start + shard.valid_width
+        for first in range(shard.start // INIT_ROWS * INIT_ROWS, end, INIT_ROWS):
+            # hashed, because nearby seeds of one generator, or nearby blocks of two modules, would be correlated
+            seed = random.Random(f"{self.init.seed} {first}").getrandbits(32)
+            generator = torch.Generator(weight.device).manual_seed(seed)
+            block = torch.empty(INIT_ROWS, self.hidden_size, device=weight.device)
+            block.normal_(0.0, self.init.std, generator=generator)
+            low, high = max(first, shard.start), min(first + INIT_ROWS, end)
+            weight[low - shard.start : high - shard.start] = block[low - first : high - first]
+
+    def to_dtensor(self, mesh) -> VocabRows:
+        """Make the parameters DTensors, ``Shard(0)`` on the one dimension of the mesh, and return the module.
+
+        Needed before the parameters are sharded again over another mesh dimension (FSDP2), and to save an optimiser's
+        state with `torch.distributed.checkpoint`. Call it before another module is tied to the weight.
+        """
+        for name, p in list(self.named_parameters(recurse=False)):
+            if is_dtensor(p):
+                continue
+            if self._tied_weight is not None and name == "weight":
+                raise ValueError("a tied weight is its owner's: call to_dtensor there before the head is made")
+            setattr(self, name, nn.Parameter(_as_dtensor(p.detach(), self.shard, mesh), requires_grad=p.requires_grad))
+        return self
+
+    def extra_repr(self) -> str:
+        shard = self.shard
+        ids = f"ids [{shard.start}, {shard.stop}) of {shard.vocab_size} on {shard.world_size} rank(s)"
+        return f"hidden_size={self.hidden_size}, {ids}, bias={self.bias is not None}"
+
+
+def _as_dtensor(rows: torch.Tensor, shard: VocabShard, mesh=None):
+    """DTensor of the whole matrix whose local part is this rank's rows [width, ..]; no communication, no copy."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = DeviceMesh.from_group(shard.group, rows.device.type) if mesh is None else mesh
+    if shard.padded_size is None:
+        raise ValueError(
+            f"only even cuts, those of VocabShard.from_group, can be a DTensor, got [{shard.start}, {shard.stop}): "
+            "save the rows of each rank, module.weight, by themselves"
+        )
+    shape = torch.Size([shard.padded_size, *rows.shape[1:]])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def _describe_rows(module, state, prefix, metadata):
+    """Hook of `state_dict` that makes the entries DTensors, which say which rows of the whole matrix they are."""
+    if module.shard.world_size == 1:
+        return
+    for name in ("weight", "bias"):
+        if (x := state.get(prefix + name)) is None:
+            continue
+        if not is_dtensor(x) and x is not getattr(module, name):  # keep_vars wants the parameter
+            state[prefix + name] = _as_dtensor(x, module.shard)
+
+
+def _holds_rows(x, shard: VocabShard) -> bool:
+    """True if this rank's part of a DTensor is the rows of the shard."""
+    mesh = x.device_mesh
+    even = mesh.ndim == 1 and x.placements[0].is_shard(0) and x.shape[0] == shard.padded_size
+    return even and dist.get_process_group_ranks(mesh.get_group()) == dist.get_process_group_ranks(shard.group)
+
+
+def _select_rows(module, state, prefix, metadata, strict, missing, unexpected, errors):
+    """Hook of `load_state_dict` that replaces DTensors of any sharding, and whole matrices with or without padding, by
+    this rank's rows. For entries of another size it appends to `errors`, from which torch makes one exception."""
+    shard = module.shard
+    whole = {shard.vocab_size, shard.padded_size or shard.vocab_size}
+    for name in ("weight", "bias"):
+        given, own = state.get(prefix + name), getattr(module, name)
+        if given is None or own is None or (is_dtensor(own) and (is_dtensor(given) or own.device_mesh.ndim > 1)):
+            continue
+        rows = given.shape[0] if given.dim() else 0
+        if rows not in (whole if is_dtensor(given) else {*whole, shard.width}):
+            errors.append(
+                f"{prefix}{name} must have this rank's {shard.width} rows or the whole vocabulary's {sorted(whole)}, "
+                f"got {rows}" + (f": cut another padding off, [:{shard.vocab_size}]" if rows > shard.vocab_size else "")
+            )
+            continue
+        if is_dtensor(given):
+            given = given.to_local() if _holds_rows(given, shard) else given.full_tensor()
+        if given.shape[0] != shard.width:
+            part = given[shard.start : min(shard.stop, shard.vocab_size)]
+            given = given.new_zeros(shard.width, *given.shape[1:])
+            given[: len(part)] = part
+        state[prefix + name] = _as_dtensor(given, shard, own.device_mesh) if is_dtensor(own) else given
