@@ -9,6 +9,7 @@ import torch
 from .agreement import Agreement
 from .calls import build_request
 from .dtensor import local, local_logits
+from .eager_only import uncompiled_where_needed
 from .engine.autograd import Statistics
 from .options import DEFAULTS, NO_TRANSFORM, Options, Teacher, TopKTeacher, Transform
 from .request import Request
@@ -17,6 +18,7 @@ from .statistics import VocabStatistics
 from .validation import expect_instance
 
 
+@uncompiled_where_needed
 def vocab_statistics(
     logits: torch.Tensor,
     labels: torch.Tensor | None = None,

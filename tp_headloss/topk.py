@@ -12,6 +12,7 @@ from .agreement import Agreement
 from .calls import build_request
 from .comm import gather_from_ranks
 from .dtensor import local, local_head, local_logits
+from .eager_only import uncompiled_where_needed
 from .engine import eager, passes
 from .options import DEFAULTS, NO_TRANSFORM, Options, Transform
 from .shard import VocabShard
@@ -29,6 +30,7 @@ class TopK(NamedTuple):
     lse: torch.Tensor  # [..] fp32, log sum exp of the transformed logits over the whole vocabulary
 
 
+@uncompiled_where_needed
 @torch.no_grad()
 def topk_log_probs(
     logits: torch.Tensor,

@@ -297,6 +297,24 @@ def test_full_validation_is_refused_under_compile():
         compiled(torch.zeros(2, 4))
 
 
+def compiled_run(group, device, call):
+    """Eager, and through torch.compile without fullgraph, which breaks the graph."""
+    results = []
+    for function in (getattr(Call, call), torch.compile(getattr(Call, call), backend="eager")):
+        torch.manual_seed(0)
+        problem = Call(group, device)
+        result = function(problem)
+        result.sum().backward()
+        results.append([result.detach(), (problem.weight if problem.x.grad is None else problem.x).grad])
+    return results
+
+
+@pytest.mark.parametrize("call", ["statistics", "head", "linear_head"])
+def test_full_validation_without_fullgraph_runs_in_eager(call):
+    for eager, compiled in on_ranks(2, compiled_run, call):
+        assert all(map(torch.equal, eager, compiled))
+
+
 class exit(Exception):
     """An exception of a name that builtins know."""
 

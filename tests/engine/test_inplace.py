@@ -4,7 +4,7 @@ import pytest
 import torch
 from logits_problem import rows
 
-from tp_headloss import Options, vocab_statistics
+from tp_headloss import HeadLoss, Options, vocab_statistics
 
 
 def test_inplace_writes_the_gradient_over_the_logits_and_says_so(backend, device):
@@ -55,12 +55,21 @@ def test_inplace_refuses_what_it_cannot_overwrite(device):
             vocab_statistics(shared, labels[0, 0], options=Options(inplace=True))
 
 
-def test_inplace_without_fullgraph_runs_in_eager_and_is_right(device):
+def _log_probs(x, labels, options):
+    return vocab_statistics(x, labels, options=options).log_prob.sum()
+
+
+def _loss(x, labels, options):
+    return HeadLoss(options=options)(x, labels).loss
+
+
+@pytest.mark.parametrize("call", [_log_probs, _loss])
+def test_inplace_without_fullgraph_runs_in_eager_and_is_right(call, device):
     """torch.compile breaks the graph where something is refused, and calls it outside of the graph."""
     x, labels = rows(device)
 
     def step(t):
-        return vocab_statistics(t * 1.0, labels, options=Options(inplace=True)).log_prob.sum()
+        return call(t * 1.0, labels, Options(inplace=True))
 
     grads = [torch.autograd.grad(f(t), t)[0] for f in (step, torch.compile(step, backend="eager"))
              for t in [x.clone().requires_grad_()]]  # fmt: skip

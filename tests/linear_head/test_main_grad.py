@@ -48,6 +48,23 @@ def test_main_grad_gets_the_weight_gradient_in_fp32(case, dtype, backend, device
     assert relative(weight.main_grad - BEFORE, exact[1]) < rounding and relative(hidden.grad, exact[0]) < rounding
 
 
+def test_main_grad_without_fullgraph_runs_in_eager(device):
+    """torch.compile breaks the graph before it, and with fullgraph says why."""
+    hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
+    head = HeadLoss([CrossEntropy()])
+
+    def step(owner):
+        return head.linear(hidden, owner, labels, linear=Linear(main_grad=True)).loss
+
+    owners = main_grad_weight(weight), main_grad_weight(weight)
+    for owner, function in zip(owners, (step, torch.compile(step, backend="eager"))):
+        function(owner).backward()
+    assert torch.equal(*(owner.main_grad for owner in owners))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="main_grad=True is for eager"):
+        torch.compile(step, backend="eager", fullgraph=True)(main_grad_weight(weight))
+
+
 def test_flags_of_main_grad():
     hidden, weight, _, labels, _ = tensors()
     head = HeadLoss([CrossEntropy()])

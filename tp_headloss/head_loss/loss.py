@@ -11,6 +11,7 @@ from torch import nn
 from ..agreement import Agreement
 from ..api import run_statistics
 from ..dtensor import local_head, local_logits
+from ..eager_only import uncompiled_where_needed
 from ..linear_head.call import LinearCall, hidden_fact
 from ..linear_head.options import Linear
 from ..options import Options, Transform
@@ -69,6 +70,7 @@ class HeadLoss(nn.Module):
         self.want, self.total_weight = definition.want, definition.total_weight
         self.compile_terms, self._evaluate, self._known_definition = compile, None, None
 
+    @uncompiled_where_needed
     def forward(
         self,
         logits: torch.Tensor,
@@ -112,6 +114,7 @@ class HeadLoss(nn.Module):
         )  # fmt: skip
         return make_output(call, stats, self._evaluate_functions, reduction, loss, sums)
 
+    @uncompiled_where_needed
     def linear(
         self,
         hidden: torch.Tensor,

@@ -119,8 +119,6 @@ def _validate(hidden, weight, linear: Linear) -> torch.dtype:
     else:
         dtype = hidden.dtype
     if linear.main_grad and weight.requires_grad:
-        if torch.compiler.is_compiling():
-            raise ValueError("main_grad=True is for eager: under torch.compile, let dW be returned")
         main_grad = getattr(weight, "main_grad", None)
         fits = main_grad is not None and main_grad.shape == weight.shape and main_grad.is_contiguous()
         if not fits or main_grad.dtype != torch.float32 or main_grad.device != weight.device:

@@ -8,6 +8,7 @@ import torch
 
 from ..agreement import Agreement
 from ..dtensor import local, local_head
+from ..eager_only import uncompiled_where_needed
 from ..options import Options, Teacher, TopKTeacher, Transform
 from ..shard import VocabShard
 from ..statistics import VocabStatistics
@@ -17,6 +18,7 @@ from .options import Linear
 from .valid_tokens import ValidTokens
 
 
+@uncompiled_where_needed
 def linear_vocab_statistics(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -1,0 +1,46 @@
+"""Calls that torch.compile leaves alone because their options are for eager."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+def uncompiled_where_needed(function):
+    """Decorate a public call with keywords `options` and `linear`, or of a module with `.options`.
+
+    Where an option is for eager, torch.compile breaks its graph before the call, and compiles nothing inside of it;
+    with fullgraph=True it raises the reason.
+    """
+    uncompiled = {
+        name: torch.compiler.disable(function, reason=f"{name} is for eager: {reason}")
+        for name, reason in {
+            "inplace=True": "torch.compile plans memory itself and may not see it overwritten",
+            "validate='full'": "it asks the other ranks",
+            "validate='checksums'": "it asks the other ranks",
+            "main_grad=True": "under torch.compile, let dW be returned",
+        }.items()
+    }
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if torch.compiler.is_compiling():
+            of_module = bool(args) and isinstance(args[0], torch.nn.Module)
+            found = _eager_only(args[0].options if of_module else kwargs.get("options"), kwargs.get("linear"))
+            if found is not None:
+                return uncompiled[found](*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _eager_only(options, linear) -> str | None:
+    """The first option that is for eager."""
+    if options is not None and options.inplace:
+        return "inplace=True"
+    if options is not None and options.validate != "metadata":
+        return f"validate={options.validate!r}"
+    if linear is not None and linear.main_grad:
+        return "main_grad=True"
+    return None
