@@ -71,7 +71,12 @@ def parse() -> Namespace:
     add("--kd-weight", type=fraction, default=0.8, help="weight of the KL to the teacher; cross-entropy has the rest")
     add("--temperature", type=positive_float, default=1.0, help="T of both sides in the KL, which is multiplied by T^2")
     add("--k", type=positive_int, default=32, help="the teacher's ids per token in the file")
-    add("--over", choices=("vocabulary", "tail"), default="tail", help="other ids: ignored, or one more entry together")
+    add(
+        "--support",
+        choices=("vocabulary", "tail"),
+        default="tail",
+        help="other ids: ignored, or one more entry together",
+    )
     args = parser.parse_args()
     check_multiple(parser, "--width", args.width, 2 * args.heads, "2 x --heads")
     return args
@@ -213,7 +218,7 @@ def main() -> None:
             distil(student, Distillation(args.kd_weight, temperature_squared=True))
             add_teacher = online(load_teacher(args, ranks, corpus))
         else:
-            distil(student, TopKDistillation(args.kd_weight, over=args.over, temperature_squared=True))
+            distil(student, TopKDistillation(args.kd_weight, support=args.support, temperature_squared=True))
             export(load_teacher(args, ranks, corpus), out / "teacher" / "topk.npy")
             add_teacher = offline(out / "teacher" / "topk.npy", student)
         train(student, add_teacher, recorder(out / name, ranks))

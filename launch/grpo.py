@@ -71,8 +71,8 @@ def parse() -> argparse.Namespace:
     check_multiple(parser, "--width", args.width, 2 * args.heads, "2 x --heads")
     if args.shortest > args.longest:
         parser.error(f"argument --shortest: must be at most --longest = {args.longest}, got {args.shortest}")
-    if args.vocab < (least := args.symbols + FIRST_SYMBOL):
-        parser.error(f"argument --vocab: must be at least --symbols + {FIRST_SYMBOL} = {least}, got {args.vocab}")
+    if args.vocab < (smallest := args.symbols + FIRST_SYMBOL):
+        parser.error(f"argument --vocab: must be at least --symbols + {FIRST_SYMBOL} = {smallest}, got {args.vocab}")
     return args
 
 

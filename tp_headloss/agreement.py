@@ -14,7 +14,7 @@ import zlib
 
 import torch
 
-from .comm import from_every_rank
+from .comm import gather_objects
 from .sequences import Sequences
 from .shard import VocabShard
 
@@ -27,7 +27,9 @@ SHARDED_DIM = {
 CHECKSUMS_ON_REQUEST = ("hidden",)  # replicated, but as large as a layer's output: bits only with "checksums"
 # Name -> type of the exceptions that another rank's error is raised as. Names come from that rank, so no other type is
 # looked up by them.
-RAISED = {kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError)}
+EXCEPTION_TYPES = {
+    kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError)
+}
 
 
 class Agreement:
@@ -35,12 +37,12 @@ class Agreement:
     of them go on, or all of them raise.
 
         with Agreement(options, shard) as agreement:
-            agreement.on("vocab_statistics", shard, labels=labels, want=want)  # as soon as the shard is known
+            agreement.record("vocab_statistics", shard, labels=labels, want=want)  # as soon as the shard is known
             ...  # checks that may raise, and no collectives
 
     An exception on any rank is raised on all, with the message of the first rank that has one, and with its type if
-    that is in `RAISED`; any other exception becomes a RuntimeError that names it. Facts that differ between ranks, and
-    shards that do not cover the vocabulary once, are a ValueError on all ranks.
+    that is in `EXCEPTION_TYPES`; any other exception becomes a RuntimeError that names it. Facts that differ between
+    ranks, and shards that do not cover the vocabulary once, are a ValueError on all ranks.
 
     Tensors are compared by their bits, except that those in `SHARDED_DIM` are compared by dtype and by the sizes that
     ranks share, and hidden states by shape and dtype unless validate="checksums". Functions are compared by their code,
@@ -58,7 +60,7 @@ class Agreement:
         self.group = None if self.validate == "metadata" else getattr(shard, "group", None)
         self.facts = {}
 
-    def on(self, call: str, shard, **facts):
+    def record(self, call: str, shard, **facts):
         """Record the arguments of a call for the comparison at the end of the block. `shard` is the resolved one."""
         if self.validate == "metadata" or shard.world_size == 1:
             return
@@ -76,14 +78,14 @@ class Agreement:
     def __exit__(self, kind, error, trace):
         if self.group is None or not (error is None or isinstance(error, Exception)):
             return
-        facts, errors = zip(*from_every_rank((self.facts, error and (kind.__name__, str(error))), self.group))
+        facts, errors = zip(*gather_objects((self.facts, error and (kind.__name__, str(error))), self.group))
         failed = [rank for rank, rank_error in enumerate(errors) if rank_error]
         if not failed:
             _compare(facts)
         elif set(errors) != {errors[0]}:  # else each rank raises its own, equal one
             name, message = errors[failed[0]]
-            message = message if name in RAISED else f"{name}: {message}"
-            raise RAISED.get(name, RuntimeError)(f"on rank {failed[0]} of the group: {message}") from error
+            message = message if name in EXCEPTION_TYPES else f"{name}: {message}"
+            raise EXCEPTION_TYPES.get(name, RuntimeError)(f"on rank {failed[0]} of the group: {message}") from error
 
 
 PLAIN_TYPES = (int, float, complex, str, bytes, torch.dtype, torch.device, type(None))

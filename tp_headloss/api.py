@@ -8,7 +8,7 @@ import torch
 
 from .agreement import Agreement
 from .calls import build_request
-from .dtensor import local, local_logits
+from .dtensor import local_logits, local_part
 from .eager_only import uncompiled_where_needed
 from .engine.autograd import Statistics
 from .options import DEFAULTS, NO_TRANSFORM, Options, Teacher, TopKTeacher, Transform
@@ -105,8 +105,8 @@ def run_statistics(
     transform, options = transform or NO_TRANSFORM, options or DEFAULTS
     with Agreement(options, shard) as agreement:
         logits, shard = local_logits(logits, shard)
-        labels, transform, teacher = (local(x, shard) for x in (labels, transform, teacher))
-        agreement.on(
+        labels, transform, teacher = (local_part(x, shard) for x in (labels, transform, teacher))
+        agreement.record(
             "vocab_statistics", shard, logits=logits, labels=labels, want=want, transform=transform, teacher=teacher,
             total_weight=total_weight, ignore_index=ignore_index, options=options,
         )  # fmt: skip

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .shard import shares_vocabulary
+from .shard import has_vocab_shard
 
 TRANSPORTS = ("auto", "gather", "sum", "symm_mem")
 # torch 2.13 renamed it
@@ -31,7 +31,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def gather_packets(packets: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
-    """Packets [chunks, rows, N] of this rank -> [chunks * P, rows, N] of all, in group-rank order; one all-gather."""
+    """Gather the packets [chunks, rows, N] of each rank: [chunks * P, rows, N], in group-rank order; one all-gather."""
     if world_size == 1 or packets.numel() == 0:
         return packets
     gathered = packets.new_empty(world_size * packets.shape[0], *packets.shape[1:])
@@ -41,7 +41,7 @@ def gather_packets(packets: torch.Tensor, world_size: int, group_name: str) -> t
 
 
 def gather_tokens(x: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
-    """Rows [N/P, ..] of this rank -> [N, ..] of all, in group-rank order; one all-gather (sequence parallelism)."""
+    """Gather the rows [N/P, ..] of each rank: [N, ..], in group-rank order; one all-gather (sequence parallelism)."""
     if world_size == 1 or x.numel() == 0:
         return x
     gathered = x.new_empty(world_size * x.shape[0], *x.shape[1:])
@@ -79,25 +79,26 @@ def reduce_hidden(grad: torch.Tensor, how: str, world_size: int, group_name: str
 
 
 def sum_lanes(lanes: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
-    """Float64 lanes [rows, N] summed over the group, in place; one all-reduce."""
+    """Sum float64 lanes [rows, N] over the group, in place; one all-reduce."""
     if world_size > 1 and lanes.numel() > 0:
         dist.all_reduce(lanes, group=_resolve_process_group(group_name))
     return lanes
 
 
-def from_every_rank(value, group) -> list:
-    """An object of each rank -> all of them, in group-rank order."""
+def gather_objects(value, group) -> list:
+    """Gather an object of each rank: a list of all of them, in group-rank order."""
     values = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def group_size(group) -> int:
+    """Number of ranks of a group; 1 for None."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def gather_from_ranks(x: torch.Tensor, group) -> torch.Tensor:
-    """[..] of each rank -> [P, ..], in rank order; one all-gather, none for a group of None or of one rank."""
+    """Gather [..] of each rank: [P, ..], in rank order; one all-gather, none for a group of None or of one rank."""
     size = group_size(group)
     if size == 1:
         return x.unsqueeze(0)
@@ -107,14 +108,14 @@ def gather_from_ranks(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def sum_over_ranks(x: torch.Tensor, group) -> torch.Tensor:
-    """[..] of each rank -> their sum, added in rank order: equal bits on every rank. One small all-gather."""
+    """Sum [..] over the ranks, added in rank order: equal bits on every rank. One small all-gather."""
     parts = gather_from_ranks(x, group).unbind(0)
     return sum(parts[1:], start=parts[0])
 
 
 def combine_metrics(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Scalars by name of several batches (micro-batches, updates) -> those of all: names that begin with "max_" and
-    "min_" are maximised and minimised, all others added in float64 and in order. No communication."""
+    """Combine the scalars by name of several batches (micro-batches, updates): names that begin with "max_" and "min_"
+    are maximised and minimised, all others added in float64 and in order. No communication."""
     if not isinstance(parts, (list, tuple)) or not all(isinstance(part, dict) for part in parts):
         got = type(parts).__name__ if not isinstance(parts, (list, tuple)) else [type(part).__name__ for part in parts]
         raise TypeError(f"parts must be a list of dicts of metrics, one per batch, got {got}")
@@ -144,7 +145,7 @@ def _combine(names, parts):
 
 
 def reduce_metrics(metrics: dict[str, torch.Tensor], group) -> dict[str, torch.Tensor]:
-    """Scalars by name of each rank -> those of the whole group, equal bits on every rank; one small all-gather.
+    """Reduce the scalars by name of each rank to those of the group, equal bits on every rank; one small all-gather.
 
     As `combine_metrics`: "max_" and "min_" names are extrema (neutral: -inf and inf), all others sums (neutral: 0) in
     float64, so reduce sums and counts first and divide afterwards. The same names in the same order on every rank;
@@ -154,7 +155,7 @@ def reduce_metrics(metrics: dict[str, torch.Tensor], group) -> dict[str, torch.T
     """
     if not isinstance(metrics, dict):
         raise TypeError(f"metrics must be a dict of scalars by name, got {type(metrics).__name__}")
-    if group is not None and shares_vocabulary(group):
+    if group is not None and has_vocab_shard(group):
         raise ValueError(
             "group must be the data- and context-parallel ranks, which hold different tokens, got the group of a "
             "VocabShard, whose ranks have the same metrics already"

@@ -96,7 +96,7 @@ def local_head(hidden, weight, bias, shard, hidden_grad: str):
     return hidden, rows, bias, shard
 
 
-def local(x, shard: VocabShard):
+def local_part(x, shard: VocabShard):
     """Return a per-token tensor, or an object that holds some (TENSOR_FIELDS), with DTensors replaced by plain local
     tensors. ValueError unless all ranks that share the vocabulary hold the same tokens."""
     if x is None or isinstance(x, torch.Tensor):
@@ -110,7 +110,7 @@ def local(x, shard: VocabShard):
 
 
 def _local_tensor(name, x, shard):
-    """This rank's plain tensor of the DTensor argument or field `name`."""
+    """Return this rank's plain tensor of the DTensor argument or field `name`."""
     if name == "logits":  # a teacher's
         return local_logits(x, shard)[0]
     if name == "bias":
@@ -208,7 +208,7 @@ def _expect_replicated(name, x, shard, fix="redistribute it there to Replicate()
 
 
 def _local_hidden(hidden, shard, hidden_grad):
-    """This rank's plain hidden states of a DTensor, whose gradient gets the placements that `hidden_grad` implies."""
+    """Return this rank's hidden states of a DTensor; their gradient gets the placements that `hidden_grad` implies."""
     from torch.distributed.tensor import Partial
 
     grads = list(hidden.placements)

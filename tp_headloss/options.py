@@ -1,4 +1,4 @@
-"""What callers write: transforms of the logits, teachers, and options."""
+"""Arguments that callers write: transforms of the logits, teachers, and options."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _expect_temperature(name, temperature):
 
 @dataclass(frozen=True)
 class Options:
-    """How, not what: no option changes a result by more than rounding. ValueError or TypeError for what does not exist.
+    """Options of the computation; none changes a result by more than rounding. ValueError or TypeError for bad ones.
 
     backend: "triton", "torch" or None (triton on CUDA, torch elsewhere). transport: "gather", "symm_mem", "sum" or
     "auto", see `comm`. inplace: the backward writes the gradient over the logits (eager only). check: raise a
@@ -78,7 +78,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Teacher:
-    """What a student is distilled from: logits of the same shard, compared at temperatures of their own.
+    """A teacher for distillation: logits of the same shard, compared at temperatures of their own.
 
     logits: [.., width] sharded on V like the student's, any float dtype, never differentiated; log-probs are logits,
     too. Columns at or beyond the shard's ``vocab_size`` take no part, so a teacher with more ids than the student is
@@ -107,7 +107,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class TopKTeacher:
-    """What a student is distilled from if only some ids of the teacher are known, as `topk_log_probs` exports them.
+    """A teacher of which only some ids per token are known, as `topk_log_probs` exports them.
 
     ids: [.., K] int64 or int32, global, replicated, in any order. log_probs: [.., K] any float dtype. An entry with a
     negative id, a log-prob of -inf, or False in ``mask`` [.., K] is none; entries of the same id add up; an id at or

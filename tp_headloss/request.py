@@ -39,7 +39,7 @@ class Facts(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What the backends read, by rows [N, ..] of one rank; an absent tensor switches its part off."""
+    """Tensors that the backends read, by rows [N, ..] of one rank; an absent tensor switches its part off."""
 
     logits: torch.Tensor  # [N, width]
     labels: torch.Tensor | None = None  # [N]

@@ -26,7 +26,7 @@ CHUNK_ALIGNMENT = 16  # elements: chunks start at vectorisable addresses
 _shared_shards: weakref.WeakValueDictionary[int, VocabShard] = weakref.WeakValueDictionary()  # of several ranks, by id
 
 
-def shares_vocabulary(group) -> bool:
+def has_vocab_shard(group) -> bool:
     """Return True if a VocabShard of this process group exists."""
 
     def found():
@@ -37,7 +37,7 @@ def shares_vocabulary(group) -> bool:
     return found()
 
 
-def exists(group, name: str) -> bool:
+def is_live_group(group, name: str) -> bool:
     """Return True if the process group of this name is still `group`: it was not destroyed, and its name not reused."""
     try:
         return _resolve_process_group(name) is group
@@ -51,7 +51,7 @@ def canonical_chunk_size(vocab_size: int) -> int:
 
 
 def _rank_and_size(group) -> tuple[int, int]:
-    """This rank in the group and the size of the group; (0, 1) for None. ValueError if this rank is not a member."""
+    """Return (this rank in the group, size of the group), (0, 1) for None. ValueError if this rank is not a member."""
     if group is None:
         return 0, 1
     if type(group).__name__ == "DeviceMesh":
@@ -142,7 +142,7 @@ class VocabShard:
 
     def expect_live_group(self):
         """Raise ValueError if the process group was destroyed, even if another group has its name by now."""
-        if self.world_size > 1 and not exists(self.group, self.group_name):
+        if self.world_size > 1 and not is_live_group(self.group, self.group_name):
             raise ValueError(
                 f"the shard's process group {self.group_name!r} was destroyed: make a VocabShard of a group that exists"
             )

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .comm import from_every_rank
-from .shard import exists
+from .comm import gather_objects
+from .shard import is_live_group
 
 _log = logging.getLogger("tp_headloss")
 
@@ -87,7 +87,7 @@ def symmetric_memory(transport: str, group_name: str, numel: int, device: torch.
     if known is None or known.group is not group:
         if torch.cuda.is_current_stream_capturing():
             return None
-        for name in [name for name, other in _groups.items() if not exists(other.group, name)]:
+        for name in [name for name, other in _groups.items() if not is_live_group(other.group, name)]:
             del _groups[name]  # and the memory of a group that was destroyed
         known = _groups[group_name] = _Group(group)
         known.why_not, known.capability = _why_not(group, device)
@@ -123,7 +123,7 @@ def _anybodys_failure(step, group) -> str | None:
         step()
     except Exception as exception:
         error = f"{type(exception).__name__}: {exception}"
-    return next((e for e in from_every_rank(error, group) if e), None)
+    return next((e for e in gather_objects(error, group) if e), None)
 
 
 def _why_not(group, device) -> tuple[str | None, tuple[int, int]]:
@@ -135,7 +135,7 @@ def _why_not(group, device) -> tuple[str | None, tuple[int, int]]:
     except (ImportError, OSError) as error:
         host, missing = None, str(error)
     with torch.cuda.device(device):
-        facts = from_every_rank((host, missing, torch.cuda.get_device_capability(device)), group)
+        facts = gather_objects((host, missing, torch.cuda.get_device_capability(device)), group)
     least = min(capability for *_, capability in facts)
     if missing := [reason for _, reason, _ in facts if reason]:
         return missing[0], least

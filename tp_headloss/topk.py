@@ -11,7 +11,7 @@ import torch
 from .agreement import Agreement
 from .calls import build_request
 from .comm import gather_from_ranks
-from .dtensor import local, local_head, local_logits
+from .dtensor import local_head, local_logits, local_part
 from .eager_only import uncompiled_where_needed
 from .engine import eager, passes
 from .options import DEFAULTS, NO_TRANSFORM, Options, Transform
@@ -70,17 +70,17 @@ def topk_log_probs(
             logits, shard = local_logits(logits, shard)
         else:
             logits, weight, _, shard = local_head(logits, weight, None, shard, "none")
-        transform = local(transform or NO_TRANSFORM, shard)
+        transform = local_part(transform or NO_TRANSFORM, shard)
         facts = {"k": k, "top_p": top_p, "dtype": str(dtype), "ids_dtype": str(ids_dtype), "options": options}
-        of_logits = {"logits": logits} if weight is None else {"hidden": logits, "weight": weight}
-        agreement.on("topk_log_probs", shard, transform=transform, **facts, **of_logits)
+        sharded = {"logits": logits} if weight is None else {"hidden": logits, "weight": weight}
+        agreement.record("topk_log_probs", shard, transform=transform, **facts, **sharded)
         k = expect_int("k", k)
         _check_options(k, top_p, dtype, ids_dtype, shard)
         if weight is None:
             request, packets, keys = _local_top(logits, k, shard, transform, options)
             unflatten = request.order.unflatten
         else:
-            request, packets, keys = _local_top_of_hidden(logits, weight, k, shard, transform, options)
+            request, packets, keys = _local_top_from_hidden(logits, weight, k, shard, transform, options)
             unflatten = partial(_unflatten, logits.shape[:-1])
     lse, keys = _merge_ranks(packets, keys, request)
     values, ids = _decode(keys.topk(k).values)
@@ -112,7 +112,7 @@ def _check_options(k: int, top_p, dtype, ids_dtype, shard: VocabShard):
 
 
 def _merge_ranks(packets, keys, request) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's packets [chunks, 2, N] and keys [N, k] -> lse [N] and the keys of all ranks [N, P k]."""
+    """Merge the ranks' packets [chunks, 2, N] and keys [N, k] -> lse [N] and the keys of all ranks [N, P k]."""
     (n_rows, k), shard = keys.shape, request.shard
     # keys travel as the bits of two fp32 numbers each, beside the packets: one all-gather for both
     sent = torch.cat([packets.flatten(), keys.view(torch.float32).flatten()])
@@ -126,13 +126,13 @@ def _merge_ranks(packets, keys, request) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _local_top(logits, k, shard, transform, options):
-    """The request, this rank's packets [chunks, 2, N] and keys [N, k]."""
+    """Return the request, this rank's packets [chunks, 2, N] and its keys [N, k]."""
     request = build_request(logits.detach(), None, shard, (), transform, None, None, -100, options)
     return request, passes.local_packets(request).float(), _local_keys(request, k)
 
 
-def _local_top_of_hidden(hidden, weight, k, shard, transform, options):
-    """The same for hidden states [.., H] and weight [width, H], some tokens after the other."""
+def _local_top_from_hidden(hidden, weight, k, shard, transform, options):
+    """Return what `_local_top` returns for hidden states [.., H] and weight [width, H], a block of tokens at a time."""
     temperature, lead = transform.temperature, hidden.shape[:-1]
     per_token = isinstance(temperature, torch.Tensor)
     if per_token:
@@ -176,6 +176,6 @@ def _local_keys(request, k):
 
 
 def _decode(keys):
-    """-> logits fp32, ids."""
+    """Decode keys into logits fp32 and ids."""
     ordered = (keys >> 32).int()
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32), (1 << 32) - 1 - (keys & 0xFFFFFFFF)

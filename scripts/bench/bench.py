@@ -106,11 +106,11 @@ def distillation(*terms):
     return head(*terms, inputs=lambda extras: {"teacher": Teacher(extras["teacher"])})
 
 
-def topk_distillation(over):
+def topk_distillation(support):
     def teacher(extras):
-        return {"teacher": TopKTeacher(extras["ids"], extras["log_probs"], renormalize=over != "tail")}
+        return {"teacher": TopKTeacher(extras["ids"], extras["log_probs"], renormalize=support != "tail")}
 
-    return head(CrossEntropy(), TopKDistillation(KL_WEIGHT, over=over), inputs=teacher)
+    return head(CrossEntropy(), TopKDistillation(KL_WEIGHT, support=support), inputs=teacher)
 
 
 def log_prob_and_entropy(options):
@@ -221,14 +221,14 @@ def tail(log_probs):
     return torch.cat([log_probs, torch.log1p(-log_probs.exp().sum(-1, keepdim=True))], -1)
 
 
-def topk_reference(over):
+def topk_reference(support):
     def reference(z, labels, ids, log_probs):
         all_log_p, log_q = z.log_softmax(-1), log_probs.to(z.dtype)
         log_p = all_log_p.gather(-1, ids)
-        if over == "tail":
+        if support == "tail":
             log_p, log_q = tail(log_p), tail(log_q)
         else:
-            log_p, log_q = log_p.log_softmax(-1) if over == "topk" else log_p, log_q.log_softmax(-1)
+            log_p, log_q = log_p.log_softmax(-1) if support == "topk" else log_p, log_q.log_softmax(-1)
         return (F.nll_loss(all_log_p, labels) + KL_WEIGHT * valid_mean(forward_kl(log_p, log_q), labels),)
 
     return reference

@@ -32,7 +32,7 @@ from tp_headloss import (
 TRITON = Options(backend="triton")
 KL = "forward_kl", "reverse_kl"
 OF_TEACHER = [[Distillation(1.0, d) for d in KL], [Distillation(1.0, d) for d in ("jsd", "total_variation")]]
-OF_ENTRIES = [[TopKDistillation(1.0, d, over) for d in (*KL, "jsd")] for over in ("topk", "vocabulary")]
+OF_ENTRIES = [[TopKDistillation(1.0, d, support) for d in (*KL, "jsd")] for support in ("topk", "vocabulary")]
 TAIL = [TopKDistillation(1.0, d, "tail") for d in KL]
 
 

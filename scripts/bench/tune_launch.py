@@ -19,7 +19,7 @@ from tp_headloss import VocabShard
 from tp_headloss.engine import sums_triton
 from tp_headloss.engine import triton as backend
 from tp_headloss.engine.launch import Launch
-from tp_headloss.head_loss.monomial import FusedReduction, SumsPlan
+from tp_headloss.head_loss.statistic_value import FusedReduction, SumsPlan
 from tp_headloss.request import Facts, Request, Tensors
 from tp_headloss.statistics import FULL_TEACHER
 

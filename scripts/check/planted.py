@@ -63,7 +63,7 @@ GROUPS = {
         (PASSES, "kernel_gradients", "target_logit if name not in grads else grads[name] + target_logit", "target_logit"),
     ],
     "test_sharding test_own_family test_generated": [
-        (KERNELS, "merge_kernel", "core = softmax.add_packet(core, packet, of_packet, rows.packet)", "if first + k < 8:\n    core = softmax.add_packet(core, packet, of_packet, rows.packet)"),
+        (KERNELS, "merge_kernel", "core = softmax.add_packet(core, packet, terms, rows.packet)", "if first + k < 8:\n    core = softmax.add_packet(core, packet, terms, rows.packet)"),
         (EAGER, "logits_gradient", "dz * tile.slope", "dz"),
         (LANES, "to_lanes", "family.rescale(sums, shift, weight)", "family.rescale(sums, -shift, weight)"),
         (LANES, "to_lanes", "torch.where(shift.abs() > 600, torch.nan, shift.exp())", "shift.exp()"),
@@ -93,7 +93,7 @@ GROUPS = {
         (DIVERGENCE_DEVICE, "_store", "tl.store(out + rows.jsd_mean * n, mean)", "tl.store(out + rows.jsd_mean * n, 0.0)"),
         (EAGER, "_tile_gradient", "tile.scale * scaled", "scaled"),
         ("calls.py", "_teacher_scales", "temperature / student", "1.0 / student"),
-        ("losses/distillation.py", "temperature_squared", "temperature**2 * values", "temperature * values"),
+        ("losses/distillation.py", "times_temperature_squared", "temperature**2 * values", "temperature * values"),
     ],
     "test_losses test_reduction test_terms": [
         (SUMS, "sums_kernel", 'divisor = tl.where(divisor == 0.0, float("inf"), divisor)', "pass"),
@@ -132,10 +132,10 @@ GROUPS = {
         ("losses/ratio.py", "log_ratio", "bounded(log_prob - other, -limit, limit)", "bounded(log_prob - other, high=limit)"),
         ("losses/ratio.py", "_Bounded.backward", "clamped * 0 * grad", "0.0"),
         ("losses/policy.py", "gmpo", "clamped = torch.where(advantages == 0, log_r * 0, clamped)", "pass"),
-        ("losses/rollout.py", "sequence_mask", "torch.where(mean.isnan(), torch.nan, log_w.exp())", "log_w.exp()"),
+        ("losses/rollout.py", "sequence_masked_importance_weight", "torch.where(mean.isnan(), torch.nan, log_w.exp())", "log_w.exp()"),
         ("sequences.py", "Sequences.from_cu_seqlens", "bounds.clamp(0, tokens).cummax(0).values", "bounds"),
         ("sequences.py", "Sequences._global_sum", "self._poisoned(self._local_sum(values))", "self._local_sum(values)"),
-        ("losses/policy.py", "_clipped", "bounded(ratio, low, highest)", "bounded(ratio, low)"),
+        ("losses/policy.py", "_clipped_objective", "bounded(ratio, low, highest)", "bounded(ratio, low)"),
         ("losses/policy.py", "sapo", "advantages > 0", "advantages < 0"),
         ("losses/policy.py", "clip_cov", "mask & ~clipped_away", "mask"),
         ("losses/kl.py", "kl_estimate", 'value = with_gradient_of(value, _estimate(x, "k2"))', "pass"),
@@ -184,8 +184,8 @@ GROUPS = {
     "test_megatron": [
         (MEGATRON, "_transform", "config.mup_output_mult", "1.0"),
         (MEGATRON, "MegatronHead._linear_options", '"reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"', '"none" if partial else "all_reduce"'),
-        (MEGATRON, "MegatronHead.of_hidden", "layer.weight if weight is None else weight", "layer.weight"),
-        (MEGATRON, "MegatronHead._labels", "labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), OUTSIDE)", "pass"),
+        (MEGATRON, "MegatronHead.losses_from_hidden", "layer.weight if weight is None else weight", "layer.weight"),
+        (MEGATRON, "MegatronHead._labels", "labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), IGNORED_LABEL)", "pass"),
         (MEGATRON, "_LossesOfSum.backward", "torch.where(far.any(), torch.nan, factor)", "factor"),
         ("integrations/megatron/installation.py", "_compare", "head.calls == calls_before", "False"),
         (MEGATRON, "MegatronHead._observed_losses", "out.loss.transpose(0, 1)", "out.loss"),
@@ -198,7 +198,7 @@ GROUPS = {
         ("agreement.py", "Agreement.__exit__", "_compare(facts)", "pass"),
         ("agreement.py", "_describe", "SHARDED_DIM.get(name)", "0"),
         ("agreement.py", "_compare", "a != b or checksum != other_checksum", "a != b"),
-        ("agreement.py", "Agreement.__exit__", "RAISED.get(name, RuntimeError)", "RuntimeError"),
+        ("agreement.py", "Agreement.__exit__", "EXCEPTION_TYPES.get(name, RuntimeError)", "RuntimeError"),
         ("agreement.py", "_describe", "text, parts = value.__qualname__, _function_parts(value)", "text = value.__qualname__"),
         ("agreement.py", "_compare", "str(covered) != vocab_size", "False"),
         ("agreement.py", "_compare", "alike[True] and alike[False]", "False"),
@@ -207,6 +207,6 @@ GROUPS = {
     "test_verl test_nemo_rl": [
         ("integrations/nemo_rl.py", "_next_tokens", "labels[:, : ids.shape[1] - 1] = ids[:, 1:]", "labels[:, : ids.shape[1]] = ids"),
         ("integrations/verl.py", "_positive", "temperature.clamp(min=LOWEST_TEMPERATURE)", "temperature"),
-        ("integrations/verl.py", "logits_processor.process", "label = label.masked_fill(~label_mask.bool(), IGNORED)", "pass"),
+        ("integrations/verl.py", "logits_processor.process", "label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)", "pass"),
     ],
 }  # fmt: skip

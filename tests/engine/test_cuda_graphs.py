@@ -147,8 +147,8 @@ DISTILLATIONS = {  # name -> terms, and whether their teacher is whole
     "whole": ([Distillation(0.5), Distillation(0.2, "reverse_kl", temperature_squared=True)], True),
     "whole, later": ([Distillation(0.5, "jsd"), Distillation(0.5, "total_variation")], True),
     "entries": ([TopKDistillation(0.5), TopKDistillation(0.5, "reverse_kl")], False),
-    "vocabulary": ([TopKDistillation(0.5, over="vocabulary"), TopKDistillation(0.5, "jsd", "vocabulary")], False),
-    "tail": ([TopKDistillation(0.5, over="tail"), TopKDistillation(0.5, "reverse_kl", "tail")], False),
+    "vocabulary": ([TopKDistillation(0.5, support="vocabulary"), TopKDistillation(0.5, "jsd", "vocabulary")], False),
+    "tail": ([TopKDistillation(0.5, support="tail"), TopKDistillation(0.5, "reverse_kl", "tail")], False),
 }
 
 

@@ -15,18 +15,28 @@ from tp_headloss.statistics.numerics_triton import fixed_sum, settle
 @triton.jit
 def add(state, tile, softmax, chunk, inputs, rows):
     return (state[0] + tl.where(tile.z == float("-inf"), 0.0, tile.z * tile.z),)
+
+
 @triton.jit
 def store(out, n, state, core, chunk, inputs, rows, BLOCK: tl.constexpr):
     tl.store(out + rows.energy * n, fixed_sum(state[0], BLOCK))
+
+
 @triton.jit
 def add_packet(state, packet, softmax, rows):
     return (state[0] + hooks.read(packet, rows.energy, 0.0).to(tl.float64),)
+
+
 @triton.jit
 def finish(state, joined, out, inputs, rows):
     hooks.write(out.value, joined, rows.value.energy, settle(state[0], joined.bad, joined.ignored))
+
+
 @triton.jit
 def load(grads, token, inputs, rows):
     return (tl.load(grads.energy + token.row),)
+
+
 @triton.jit
 def direct(dz, state, tile, token, grads, inputs, rows):
     g = tl.where(token.ignored, 0.0, 2.0 * state[0])
@@ -40,13 +50,18 @@ class Energy(Family):
         MERGE=hooks.Merge(start_merge, hooks.no_peak, add_packet, finish),
         GRADIENT=hooks.Gradient(load, hooks.same_coefficient, hooks.same_at_target, direct),
     )
+
     def packet_rows(self, call):
         return ("energy",)
+
     def local(self, tile, softmax, rows):
         return {"energy": row_sum(torch.where(tile.z == -torch.inf, 0.0, tile.z**2))}
+
     def rescale(self, rows, drop, factor):
         return {"energy": rows["energy"]}
+
     def finish(self, sums, joined):
         return {"energy": sums["energy"]}, {}
+
     def direct(self, dz, tile, merged, grads):
         return dz + torch.where(tile.z == -torch.inf, 0.0, 2 * grads["energy"] * tile.z) if "energy" in grads else dz

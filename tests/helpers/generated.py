@@ -87,14 +87,14 @@ def term_parts(case, p, truth, stats, term):
 
 def add_composite(case, p, truth):
     """The top-K divergence of a head from its definition over the whole vocabulary, as one more statistic."""
-    divergence, over, _ = next(option for name, _, option in case.terms if name == "topk")
+    divergence, support, _ = next(option for name, _, option in case.terms if name == "topk")
     keep, side = truth.keep, truth.side
     value = definition(
-        side, p["ids"][keep], p["log_probs"][keep], p["mask"][keep], divergence, over,
+        side, p["ids"][keep], p["log_probs"][keep], p["mask"][keep], divergence, support,
         of_teacher=fitted(p["of_teacher"], keep), of_student=1.0, renormalize=case.renormalize,
     )  # fmt: skip
     # up to four statistics; a log-prob of -100 for what the teacher does not know weighs the error of its probability
-    factor = 4.0 + 100.0 * ((divergence, over) == ("reverse_kl", "vocabulary"))
+    factor = 4.0 + 100.0 * ((divergence, support) == ("reverse_kl", "vocabulary"))
     truth.values["composite"] = value.detach()
     truth.errors["composite"] = factor * truth.errors["teacher_mass"]
     gradient = torch.autograd.grad(value.sum(), side)[0]

@@ -303,13 +303,13 @@ def refusals(group):
     found["no output layer"] = refused(lambda: install(model, head))
     model.output_layer = layer
     layer.tp_group, tp_group = None, layer.tp_group
-    found["no group"] = refused(lambda: head.of_logits(torch.zeros(S, B, V // 2), batch()[3], layer))
+    found["no group"] = refused(lambda: head.losses_from_logits(torch.zeros(S, B, V // 2), batch()[3], layer))
     layer.tp_group = tp_group
     for option in ("defer_embedding_wgrad_compute", "fp8_output_proj"):
         setattr(model.config, option, True)
         found[option] = refused(lambda: install(model, head))
         found[option + " by the processor"] = refused(
-            lambda: head.of_hidden(None, None, layer, None, model.config), ValueError
+            lambda: head.losses_from_hidden(None, None, layer, None, model.config), ValueError
         )
         setattr(model.config, option, False)
     layer.gtp_remat_size, before = 2, getattr(layer, "gtp_remat_size", 1)
@@ -415,9 +415,9 @@ def _one_of_two(model, other, head):
 
 def check_call(group):
     model, head = model_of(), MegatronHead(ignore_index=-100)
-    of_hidden, head.of_hidden = head.of_hidden, lambda *args: 1.5 * of_hidden(*args)
+    losses_from_hidden, head.losses_from_hidden = head.losses_from_hidden, lambda *args: 1.5 * losses_from_hidden(*args)
     found = {"differs": refused(lambda: install(model, head), RuntimeError)}
-    head.of_hidden = lambda *args: torch.zeros(1, 2 * group.size())
+    head.losses_from_hidden = lambda *args: torch.zeros(1, 2 * group.size())
     found["elsewhere"] = refused(lambda: install(model, head), RuntimeError)
     found["removed"] = "_postprocess" not in model.__dict__
     return found

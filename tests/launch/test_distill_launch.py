@@ -29,7 +29,7 @@ def distil(teacher, out, *options, processes=1):
     """-> rows of metrics by run."""
     command = ["--device", "cpu", "--teacher", teacher, "--data-cache", teacher / "data", "--out", out]
     command += ["--width", 16, "--heads", 2, "--steps", STEPS, "--batch", BATCH, "--warmup", 4, "--lr", 1e-2]
-    command += ["--validate-every", 4, "--temperature", 2, "--over", "vocabulary", *options]
+    command += ["--validate-every", 4, "--temperature", 2, "--support", "vocabulary", *options]
     run_script("launch/distill.py", *command, ranks=processes)
     assert (out / "distill.png").stat().st_size > 10_000
     files = sorted(out.glob("*/metrics.jsonl"))

@@ -149,9 +149,9 @@ def test_the_budget_is_kept_and_named():
                   Sizes(1000, 50257, 768, 4, False, False), Sizes(100_000, 999, 64, 2, True, True)):  # fmt: skip
         n, width, hidden = sizes[:3]
         for planner in (blocks.recompute_blocks, blocks.one_sweep_tokens):
-            least = blocks.least_budget(planner, sizes)
-            assert planner(sizes, least) is not None and planner(sizes, least * 15 // 16) is None
-            for budget in (least, 2 * least, 20 * least):
+            minimum = blocks.minimum_budget(planner, sizes)
+            assert planner(sizes, minimum) is not None and planner(sizes, minimum * 15 // 16) is None
+            for budget in (minimum, 2 * minimum, 20 * minimum):
                 plan = planner(sizes, budget)
                 forward, tokens, columns = plan if isinstance(plan, tuple) else (plan, plan, width)
                 assert forward * sizes.row(width) <= budget
@@ -167,7 +167,7 @@ def test_the_budget_is_kept_and_named():
 
 
 def test_auto_says_what_it_does(caplog, monkeypatch):
-    monkeypatch.setattr(linear_call, "_said", set())
+    monkeypatch.setattr(linear_call, "_logged_modes", set())
     hidden, weight, _, labels, _ = tensors()
     hidden.requires_grad_()
     with caplog.at_level(logging.INFO, "tp_headloss"):

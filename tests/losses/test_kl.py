@@ -73,4 +73,4 @@ def test_clamps_that_are_no_bounds_are_refused():
         with pytest.raises(ValueError, match="clamp must be a positive number or None"):
             losses.kl_estimate(LOG_PROB, reference_log_prob=LOG_PROB, **keywords)
     with pytest.raises(ValueError, match="dual_clip must be at least"):
-        losses.clipped(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, dual_clip=math.nan)
+        losses.ppo_clip(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, dual_clip=math.nan)

@@ -131,7 +131,7 @@ def test_positive_nll_imitates_rewarded_tokens_only():
     assert loss[0].eq(0.5).all() and loss[2].eq(0.5).all() and not loss[1].any() and not loss[3].any()
 
 
-@pytest.mark.parametrize("name", ["clipped", "cispo", "sapo", "kl_cov", "gspo", "gmpo"])
+@pytest.mark.parametrize("name", ["ppo_clip", "cispo", "sapo", "kl_cov", "gspo", "gmpo"])
 def test_at_ratio_one_the_gradient_is_that_of_reinforce(name):
     one = Sequences.from_ids(torch.arange(40), 40, torch.ones(40, dtype=torch.bool))  # a sequence per token
     extra = {
@@ -149,12 +149,12 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce(name):
 
 def test_two_sided_delta_is_the_dual_clip():
     old = LOG_PROB + torch.linspace(-1.5, 1.5, 40, dtype=torch.float64).flip(0)
-    ours = gradient(losses.clipped, advantages=ADVANTAGES, old_log_prob=old, dual_clip=2.0)
+    ours = gradient(losses.ppo_clip, advantages=ADVANTAGES, old_log_prob=old, dual_clip=2.0)
     for want in (oracle.dual_clip, oracle.two_sided):
         value, grad = gradient(lambda lp, f=want: f(lp, ADVANTAGES, old, None, 0.2, 0.2, 2.0))
         torch.testing.assert_close(ours[0], value)
         torch.testing.assert_close(ours[1], grad)
-    plain = gradient(losses.clipped, advantages=ADVANTAGES, old_log_prob=old)
+    plain = gradient(losses.ppo_clip, advantages=ADVANTAGES, old_log_prob=old)
     assert not torch.equal(plain[0], ours[0]) and not torch.equal(plain[1], ours[1])
 
 
@@ -164,7 +164,7 @@ def test_on_the_bound_a_ratio_still_passes_its_gradient():
     clip = (1 - math.exp(-0.25), math.exp(0.25) - 1)
     ratio = log_prob.detach().exp()
     assert ratio[0] <= 1 + clip[1] + 1e-7
-    loss = losses.clipped(
+    loss = losses.ppo_clip(
         log_prob, advantages=advantages, old_log_prob=old, clip=(1 - ratio[1].item(), ratio[0].item() - 1)
     )
     (grad,) = torch.autograd.grad(loss.sum(), log_prob)
@@ -174,7 +174,7 @@ def test_on_the_bound_a_ratio_still_passes_its_gradient():
 def test_gspo_of_single_tokens_is_the_clipped_objective():
     one = Sequences.from_ids(torch.arange(40), 40, torch.ones(40, dtype=torch.bool))
     options = {"advantages": ADVANTAGES, "old_log_prob": LOG_PROB.flip(0)}
-    a, b = gradient(losses.gspo, sequences=one, **options), gradient(losses.clipped, **options)
+    a, b = gradient(losses.gspo, sequences=one, **options), gradient(losses.ppo_clip, **options)
     torch.testing.assert_close(a[0], b[0], rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(a[1], b[1], rtol=1e-6, atol=1e-7)
 
@@ -248,7 +248,7 @@ def test_what_docs_peers_says_gives_the_peers_numbers():
     x, labels, mask, inputs = problem()
     inputs = {name: torch.where(mask, value.expand(B, S), 0.0) for name, value in inputs.items()}
     log_prob = torch.where(mask, log_probs(x, labels).log_prob, 0.0)
-    per_token = losses.clipped(log_prob, advantages=inputs["advantages"], old_log_prob=inputs["old_log_prob"])
+    per_token = losses.ppo_clip(log_prob, advantages=inputs["advantages"], old_log_prob=inputs["old_log_prob"])
     sums, lengths = (per_token * mask).sum(-1), mask.sum(-1)
     given = {name: inputs[name] for name in ("advantages", "old_log_prob")}
     given["sequences"] = Sequences.from_mask(mask, horizon=S)

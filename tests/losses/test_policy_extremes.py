@@ -19,7 +19,7 @@ from tp_headloss import (
 from tp_headloss.head_loss.policy_terms import OBJECTIVES as OBJECTIVES_BY_NAME
 
 
-@pytest.mark.parametrize("objective", ["reinforce", "clipped", "cispo", "sapo", "gspo", "gmpo", "vespo"])
+@pytest.mark.parametrize("objective", ["reinforce", "ppo_clip", "cispo", "sapo", "gspo", "gmpo", "vespo"])
 def test_extreme_ratios_are_finite_and_an_advantage_of_0_is_0(objective):
     log_prob = torch.tensor([[-200.0, -1.0], [-1e-3, -torch.inf], [-0.5, -0.5]], requires_grad=True)
     old = torch.tensor([[-1.0, -201.0], [-200.0, -1.0], [-torch.inf, -0.5]])
@@ -39,14 +39,14 @@ def test_extreme_ratios_are_finite_and_an_advantage_of_0_is_0(objective):
 def test_the_gradient_is_zero_beyond_the_clamp_and_not_within():
     log_prob = torch.tensor([-1.0, -1.0, -25.0], requires_grad=True)
     old = torch.tensor([-22.0, -10.0, -1.0])  # log-ratios 21, 9, -24
-    loss = losses.clipped(log_prob, advantages=torch.full((3,), -1.0), old_log_prob=old)
+    loss = losses.ppo_clip(log_prob, advantages=torch.full((3,), -1.0), old_log_prob=old)
     (grad,) = torch.autograd.grad(loss.sum(), log_prob)
     assert grad[0] == 0 and grad[1] > 8000 and grad[2] == 0
     ratio = losses.log_ratio(log_prob, old)
     assert ratio.tolist() == [20, 9, -20] and torch.autograd.grad(ratio.sum(), log_prob)[0].tolist() == [0, 1, 0]
 
 
-@pytest.mark.parametrize("objective", ["clipped", "cispo", "sapo", "gspo", "gmpo", "vespo", "kl_cov"])
+@pytest.mark.parametrize("objective", ["ppo_clip", "cispo", "sapo", "gspo", "gmpo", "vespo", "kl_cov"])
 def test_a_nan_stays_visible(objective):
     log_prob, old = torch.full((2, 3), -1.0), torch.full((2, 3), -1.0)
     old[0, 1] = torch.nan
@@ -58,7 +58,7 @@ def test_a_nan_stays_visible(objective):
     loss = getattr(losses, objective)(log_prob, **inputs)
     assert loss[0, 1].isnan() and loss[1].isfinite().all()
     inputs = {"advantages": torch.tensor([0.0, torch.nan]), "old_log_prob": torch.zeros(2)}
-    assert losses.clipped(torch.zeros(2), **inputs).isnan().tolist() == [False, True]
+    assert losses.ppo_clip(torch.zeros(2), **inputs).isnan().tolist() == [False, True]
 
 
 def test_ignored_tokens_leak_nothing(backend, device):

@@ -63,7 +63,7 @@ def test_wrong_options_are_refused():
         PolicyGradient("ppo2")
     for wrong in ({"clip": (1.5, 0.2)}, {"dual_clip": 1.1}):
         with pytest.raises(ValueError, match="got"):
-            losses.clipped(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, **wrong)
+            losses.ppo_clip(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, **wrong)
     with pytest.raises(TypeError, match=r"objective 'clip' takes the options \['clip', .*got \['clip_low'\]"):
         PolicyGradient("clip", clip_low=0.2)
     with pytest.raises(TypeError, match=r"KLToReference takes the options .*got \['clamp'\]"):

@@ -17,18 +17,18 @@ from tp_headloss import (
     Transform,
     ZLoss,
 )
-from tp_headloss.head_loss import Monomial
+from tp_headloss.head_loss import StatisticValue
 
 
 @pytest.mark.parametrize("kind", ["plain", "sum", "weights", "number", "tensor", "zero", "all ignored", "transposed"])
-@pytest.mark.parametrize("terms", ["functions", "monomials"])
+@pytest.mark.parametrize("terms", ["functions", "statistic values"])
 def test_the_reduction_kernel_equals_plain_torch(terms, kind, device, monkeypatch):
     """Terms and metrics of every sort, their gradients included; a NaN at an ignored token stays out."""
     x, labels, _, token_weight = (t.to(device) for t in rows())
     own = Term("own", lambda stats: (stats.log_prob.exp() + 2.0) / stats.valid, weight=-0.3)  # 1 / 0 where ignored
     terms = {
         "functions": [CrossEntropy(0.9, label_smoothing=0.1), ZLoss(1e-2), Entropy(0.05), own],
-        "monomials": [CrossEntropy(0.9), ZLoss(1e-2), Entropy(0.05)],
+        "statistic values": [CrossEntropy(0.9), ZLoss(1e-2), Entropy(0.05)],
     }[terms]
     head = HeadLoss(
         terms,
@@ -61,12 +61,12 @@ def test_the_reduction_kernel_equals_plain_torch(terms, kind, device, monkeypatc
         assert a.isfinite().all()
 
 
-def test_a_monomial_says_what_it_needs(backend, device):
+def test_a_statistic_value_says_what_it_needs(backend, device):
     x, labels, *_ = (t.to(device) for t in rows())
     x.requires_grad_()
     options = Options(backend=backend)
-    terms = [Term("confidence", Monomial("entropy")), Term("squares", Monomial("total", square=True), 0.1)]
-    out = HeadLoss([*terms, Term("hits", Monomial("hits"))], options=options)(x, labels)  # one has no gradient
+    terms = [Term("confidence", StatisticValue("entropy")), Term("squares", StatisticValue("total", square=True), 0.1)]
+    out = HeadLoss([*terms, Term("hits", StatisticValue("hits"))], options=options)(x, labels)  # one has no gradient
     out.loss.backward()
     z = x.detach().double().requires_grad_()
     log_p, valid = z.log_softmax(-1), labels >= 0
@@ -75,8 +75,8 @@ def test_a_monomial_says_what_it_needs(backend, device):
     expected.backward()
     torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(x.grad.double(), z.grad, rtol=1e-4, atol=1e-6)
-    with pytest.raises(ValueError, match="Monomial must be of"):
-        HeadLoss([Term("wrong", Monomial("labels"))])
+    with pytest.raises(ValueError, match="StatisticValue must be of"):
+        HeadLoss([Term("wrong", StatisticValue("labels"))])
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -29,7 +29,7 @@ def test_rollout_weights_equal_loops():
         ),
         (losses.icepop(old, generator, bounds=(0.6, 1.5)), w * within(w, 0.6, 1.5)),
         (
-            losses.sequence_mask(old, generator, sequences=sequences, bounds=(0.6, 3.0)),
+            losses.sequence_masked_importance_weight(old, generator, sequences=sequences, bounds=(0.6, 3.0)),
             w * within(geometric[:, None], 0.6, 3.0),  # the first stays
         ),
     ]
@@ -58,7 +58,7 @@ def test_a_rollout_weight_scales_the_policy_loss_alone(backend, device):
         out[flag].loss.backward()
     assert weight.grad is None and torch.equal(out[True].terms["kl"], out[False].terms["kl"])
     stats = out[False].stats
-    per_token = losses.clipped(stats.log_prob, advantages=inputs["advantages"], old_log_prob=inputs["old_log_prob"])
+    per_token = losses.ppo_clip(stats.log_prob, advantages=inputs["advantages"], old_log_prob=inputs["old_log_prob"])
     want = torch.where(stats.valid, per_token * weight, 0.0).sum()
     torch.testing.assert_close(out[True].terms["clip"], want.detach())
 
@@ -67,5 +67,5 @@ def test_a_rollout_mask_of_a_sequence_with_a_nan_is_nan():
     sequences = Sequences.from_mask(torch.ones(2, 3, dtype=torch.bool))
     generator_log_prob = torch.zeros(2, 3)
     generator_log_prob[0, 1] = math.nan
-    weight = losses.sequence_mask(torch.zeros(2, 3), generator_log_prob, sequences=sequences)
+    weight = losses.sequence_masked_importance_weight(torch.zeros(2, 3), generator_log_prob, sequences=sequences)
     assert weight.isnan().tolist() == [[True] * 3, [False] * 3]

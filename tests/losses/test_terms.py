@@ -101,7 +101,7 @@ EVERY_TERM = {
     "smoothing": CrossEntropy(label_smoothing=0.1), "classes": CrossEntropy(class_weight=torch.rand(V)),
     "both": CrossEntropy(label_smoothing=0.1, class_weight=torch.rand(V)), "z": ZLoss(0.1), "entropy": Entropy(0.1),
     "distillation": Distillation(1.0, "cross_entropy", temperature_squared=True),
-    "top-K": TopKDistillation(1.0, "jsd", over="vocabulary"), "clip": PolicyGradient("clip", clip=(0.1, 0.3)),
+    "top-K": TopKDistillation(1.0, "jsd", support="vocabulary"), "clip": PolicyGradient("clip", clip=(0.1, 0.3)),
     "positive": PolicyGradient("positive-nll"), "kl": KLToReference(0.1, "k1", importance_weight="old"),
 }  # fmt: skip
 

@@ -63,16 +63,16 @@ def temperatures(kind, device):
     return [value if given is True else given for given, value in zip(TEMPERATURES[kind], drawn)]
 
 
-def settings(kind, over, device="cpu"):
+def settings(kind, support, device="cpu"):
     of_teacher, of_student, rest = temperatures(kind, device)
-    if over == "tail":  # no temperature of the teacher without renormalisation
+    if support == "tail":  # no temperature of the teacher without renormalisation
         return dict(of_teacher=1.0, of_student=1.0 if of_student is None else of_student, renormalize=False), rest
     return dict(of_teacher=of_teacher, of_student=of_student, renormalize=True), rest
 
 
-def run(group, device, kind, divergence, over, backend, dtype, k=K, with_tail=False, transport="gather"):
+def run(group, device, kind, divergence, support, backend, dtype, k=K, with_tail=False, transport="gather"):
     x, labels, ids, log_probs, mask, _ = (v.to(device) if isinstance(v, torch.Tensor) else v for v in rows(k))
-    options, rest = settings(kind, over, device)
+    options, rest = settings(kind, support, device)
     shard = VocabShard.from_group(group, V, 256)
     local = F.pad(x, (0, 56), value=40.0)[:, shard.start : shard.stop].to(dtype).clone().requires_grad_()
     teacher = TopKTeacher(
@@ -83,7 +83,7 @@ def run(group, device, kind, divergence, over, backend, dtype, k=K, with_tail=Fa
     terms = [
         CrossEntropy(0.5),
         Entropy(0.01),
-        TopKDistillation(0.7, divergence, over, temperature_squared=kind == "apart"),
+        TopKDistillation(0.7, divergence, support, temperature_squared=kind == "apart"),
     ]
     head = HeadLoss(terms, reduction="none", options=Options(backend=backend, transport=transport))
     with counted_collectives() as forward:
@@ -93,11 +93,11 @@ def run(group, device, kind, divergence, over, backend, dtype, k=K, with_tail=Fa
     return out.loss.detach().cpu(), local.grad.cpu(), (sum(forward.values()), sum(backward.values()))
 
 
-def expected(kind, divergence, over, dtype=torch.float32, k=K, tail=None):
+def expected(kind, divergence, support, dtype=torch.float32, k=K, tail=None):
     x, labels, ids, log_probs, mask, _ = rows(k)
-    options, rest = settings(kind, over)
+    options, rest = settings(kind, support)
     z = x.to(dtype).double().requires_grad_()
-    value = definition(z, ids, log_probs, mask, divergence, over, tail=tail, **options)
+    value = definition(z, ids, log_probs, mask, divergence, support, tail=tail, **options)
     value = value * (9.0 if kind == "apart" and not isinstance(options["of_student"], torch.Tensor) else 1.0)
     log_p = (z / column(rest)).log_softmax(-1)
     ce = -log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
@@ -120,28 +120,28 @@ CASES = [(kind, size, *pair) for kind, size in (("one", 2), ("apart", 4)) for pa
 CASES += [("tokens", 3, *pair) for pair in SOME]
 
 
-@pytest.mark.parametrize(("kind", "largest", "divergence", "over"), CASES)
-def test_values_and_gradients_equal_float64(kind, largest, divergence, over, backend):
-    loss, grad = expected(kind, divergence, over)
+@pytest.mark.parametrize(("kind", "largest", "divergence", "support"), CASES)
+def test_values_and_gradients_equal_float64(kind, largest, divergence, support, backend):
+    loss, grad = expected(kind, divergence, support)
     for world_size in (1, largest) if backend == "torch" else (largest,):
-        results = on_ranks(world_size, run, kind, divergence, over, backend, torch.float32)
+        results = on_ranks(world_size, run, kind, divergence, support, backend, torch.float32)
         check(results, loss, grad, world_size, 2 if divergence == "jsd" else 1)
 
 
 @pytest.mark.parametrize(
-    ("divergence", "over", "k"),
+    ("divergence", "support", "k"),
     [
         *(("forward_kl", "vocabulary", k) for k in (1, 3, 190, V)),  # 190: a chunk has entries in two blocks of them
         *(case for k in (1, 3, V) for case in (("reverse_kl", "topk", k), ("jsd", "tail", k))),
     ],
 )
-def test_one_entry_nearly_all_and_all_of_the_vocabulary(k, divergence, over, backend, device):
-    loss, grad = expected("one", divergence, over, k=k)
-    check([run(None, device, "one", divergence, over, backend, torch.float32, k)], loss, grad, 1, 0)
+def test_one_entry_nearly_all_and_all_of_the_vocabulary(k, divergence, support, backend, device):
+    loss, grad = expected("one", divergence, support, k=k)
+    check([run(None, device, "one", divergence, support, backend, torch.float32, k)], loss, grad, 1, 0)
 
 
-@pytest.mark.parametrize(("divergence", "over"), [("reverse_kl", "vocabulary"), ("forward_kl", "tail")])
-def test_entries_in_several_tiles_of_a_chunk(divergence, over, backend, device):
+@pytest.mark.parametrize(("divergence", "support"), [("reverse_kl", "vocabulary"), ("forward_kl", "tail")])
+def test_entries_in_several_tiles_of_a_chunk(divergence, support, backend, device):
     """4200 ids: a chunk is two tiles and a part of one. The label's tile is read after those behind it, and entries
     are looked for in all of them."""
     v, generator = 4200, torch.Generator().manual_seed(8)
@@ -155,9 +155,9 @@ def test_entries_in_several_tiles_of_a_chunk(divergence, over, backend, device):
     labels = torch.tensor([3, 300, 4000, 514])
     settings = dict(of_teacher=1.0, of_student=1.5, renormalize=False)
     z, mask = x.double().requires_grad_(), torch.ones_like(ids, dtype=torch.bool)
-    loss = definition(z, ids, log_probs, mask, divergence, over, **settings)
+    loss = definition(z, ids, log_probs, mask, divergence, support, **settings)
     teacher = TopKTeacher(ids.to(device), log_probs.to(device), student_temperature=1.5, renormalize=False)
-    head = HeadLoss([TopKDistillation(1.0, divergence, over)], reduction="none", options=Options(backend=backend))
+    head = HeadLoss([TopKDistillation(1.0, divergence, support)], reduction="none", options=Options(backend=backend))
     logits = x.to(device).requires_grad_()
     ours = head(logits, labels.to(device), inputs={"teacher": teacher}).loss
     torch.testing.assert_close(ours.double().cpu(), loss.detach(), rtol=3e-6, atol=3e-6)
@@ -199,11 +199,11 @@ def test_a_given_tail_is_used_and_an_inferred_one_follows_from_the_entries(backe
         assert not torch.allclose(loss, expected("one", divergence, "tail")[0])
 
 
-@pytest.mark.parametrize(("divergence", "over"), SOME)
-def test_bits_are_the_same_at_every_group_size(divergence, over, backend):
-    (loss, grad, _), *_ = on_ranks(1, run, "one", divergence, over, backend, torch.float32)
+@pytest.mark.parametrize(("divergence", "support"), SOME)
+def test_bits_are_the_same_at_every_group_size(divergence, support, backend):
+    (loss, grad, _), *_ = on_ranks(1, run, "one", divergence, support, backend, torch.float32)
     for world_size in (2, 4):
-        results = on_ranks(world_size, run, "one", divergence, over, backend, torch.float32)
+        results = on_ranks(world_size, run, "one", divergence, support, backend, torch.float32)
         assert all(torch.equal(ours, loss) for ours, *_ in results)
         if backend == "triton":
             assert torch.equal(torch.cat([part for _, part, _ in results], 1), grad)
@@ -222,8 +222,8 @@ def round_trip_run(group, device, backend):
     out = []
     for term, given in (
         (Distillation(), Teacher(teacher)),
-        (TopKDistillation(over="vocabulary"), TopKTeacher(exported.ids, exported.log_probs)),
-        (TopKDistillation(over="vocabulary"), TopKTeacher(few.ids, few.log_probs)),
+        (TopKDistillation(support="vocabulary"), TopKTeacher(exported.ids, exported.log_probs)),
+        (TopKDistillation(support="vocabulary"), TopKTeacher(few.ids, few.log_probs)),
     ):
         head = HeadLoss([term], reduction="none", options=Options(backend=backend))
         loss = head(local, labels, shard=shard, inputs={"teacher": given}).loss
@@ -341,7 +341,7 @@ def transformed_run(group, device, backend):
     bias = F.pad(torch.linspace(-1, 1, V), (0, 56))[shard.start : shard.stop].to(device)
     transform = Transform(bias=bias, scale=0.7, softcap=6.0, temperature=drawn[1].to(device))
     teacher = TopKTeacher(ids, log_probs, mask, student_temperature=drawn[0].to(device))
-    head = HeadLoss([TopKDistillation(over="vocabulary")], reduction="none", options=Options(backend=backend))
+    head = HeadLoss([TopKDistillation(support="vocabulary")], reduction="none", options=Options(backend=backend))
     loss = head(local, labels, shard=shard, inputs={"teacher": teacher}, transform=transform).loss
     return loss.detach().cpu(), torch.autograd.grad(loss.sum(), local)[0].cpu()
 
@@ -402,7 +402,7 @@ def test_what_cannot_work_is_refused():
         with pytest.raises(TypeError, match=message):
             vocab_statistics(x, **good | {"teacher": teacher})
     labels = torch.zeros(3, dtype=torch.long)
-    with pytest.raises(ValueError, match="over='tail' needs a TopKTeacher with renormalize=False"):
-        HeadLoss([TopKDistillation(over="tail")])(x, labels, inputs={"teacher": TopKTeacher(ids, log_probs)})
-    with pytest.raises(ValueError, match="got 'forward_kl' over 'ids'"):
-        TopKDistillation(over="ids")
+    with pytest.raises(ValueError, match="support='tail' needs a TopKTeacher with renormalize=False"):
+        HeadLoss([TopKDistillation(support="tail")])(x, labels, inputs={"teacher": TopKTeacher(ids, log_probs)})
+    with pytest.raises(ValueError, match="got 'forward_kl' and 'ids'"):
+        TopKDistillation(support="ids")

@@ -76,7 +76,7 @@ def test_imports_point_one_way(path):
     below = set(LAYERS[: LAYERS.index(part_of(name)) + 1])
     allowed = SEES_ONLY.get(part_of(name), below)
     assert inside <= allowed, f"{name} imports {sorted(inside - allowed)}"
-    if name.startswith("losses") or name in ("head_loss.monomial", "head_loss.token_sums"):
+    if name.startswith("losses") or name in ("head_loss.statistic_value", "head_loss.token_sums"):
         assert outside <= {"torch", "typing", "collections", "math", "__future__"}
     of_triton = name.endswith("_triton") or name == "engine.kernels"
     if name.startswith("statistics") and of_triton:

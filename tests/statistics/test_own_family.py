@@ -35,7 +35,7 @@ def outputs_of(group, device, backend, transport, linear):
     options, want = Options(backend=backend, transport=transport), ("energy", "entropy")
     leaf = (weight if linear else hidden @ weight.t()).clone().requires_grad_()
     if linear:
-        call = LinearCall.of(
+        call = LinearCall.checked(
             hidden, leaf, labels, None, shard, want, NO_TRANSFORM, None, None, -100, options, Linear("recompute")
         )
         names, found = call.request.layout.outputs, call.recompute_outputs()

@@ -81,7 +81,7 @@ def local_statistics(packets, request: Request, memory=None):
     rows = dict(zip(layout.packet, packets.unbind(1)))
     packets.zero_()
     for chunk, block, tile in _chunk_tiles(request):
-        softmax = SOFTMAX.of_tile(tile)
+        softmax = SOFTMAX.tile_softmax(tile)
         for family in layout.families:
             for name, value in family.local(tile, softmax, layout.packet).items():
                 if name in rows:

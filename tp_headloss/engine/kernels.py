@@ -65,13 +65,13 @@ def _add_tile(m, s, student, states, families, tile, chunk, inputs, rows):
             student = softmax.rescale_student(student, move, chunk, inputs)
         s *= move.factor
     m = tl.maximum(m, peak)
-    of_tile = softmax.tile_softmax(m, before, peak, tile.v)
+    terms = softmax.tile_softmax(m, before, peak, tile.v)
     added = ()
     for i in tl.static_range(len(families)):
-        added += (families[i].add(states[i], tile, of_tile, chunk, inputs, rows),)
+        added += (families[i].add(states[i], tile, terms, chunk, inputs, rows),)
     if rows.student_sum is not None:
-        student = softmax.add_student(student, of_tile, chunk, inputs)
-    return m, s + of_tile.p, student, added
+        student = softmax.add_student(student, terms, chunk, inputs)
+    return m, s + terms.p, student, added
 
 
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks", "ignore_index"])
@@ -133,10 +133,10 @@ def _peaks(families, states, packet, rows):
 
 
 @triton.jit
-def _add_packet(families, states, packet, of_packet, rows):
+def _add_packet(families, states, packet, terms, rows):
     added = ()
     for i in tl.static_range(len(families)):
-        added += (families[i].add(states[i], packet, of_packet, rows),)
+        added += (families[i].add(states[i], packet, terms, rows),)
     return added
 
 
@@ -179,9 +179,9 @@ def merge_kernel(
     for first in range(0, PACKETS, STEP):
         for k in tl.static_range(STEP):
             packet = Packet(packet_pointer(packets_ptr, memory, turn, first + k, size, CHUNKS) + token, n, here)
-            of_packet = softmax.packet_softmax(packet, peak, scale, rows.packet)
-            core = softmax.add_packet(core, packet, of_packet, rows.packet)
-            states = _add_packet(families, states, packet, of_packet, rows.packet)
+            terms = softmax.packet_softmax(packet, peak, scale, rows.packet)
+            core = softmax.add_packet(core, packet, terms, rows.packet)
+            states = _add_packet(families, states, packet, terms, rows.packet)
     if rows.packet.owner is not None:
         joined = softmax.with_target(core, peak, scale, token, here, n, rows.packet, PACKETS)
     else:

@@ -2,9 +2,9 @@
 
 from .distillation_terms import Distillation, TopKDistillation
 from .loss import CausalLMLoss, HeadLoss
-from .monomial import Monomial
 from .output import HeadLossOutput
 from .policy_terms import GeneratorMetrics, KLToReference, PolicyGradient, PolicyMetrics
+from .statistic_value import StatisticValue
 from .terms import METRICS, CrossEntropy, Entropy, Metric, Term, ZLoss
 
 __all__ = [
@@ -18,9 +18,9 @@ __all__ = [
     "HeadLossOutput",
     "KLToReference",
     "Metric",
-    "Monomial",
     "PolicyGradient",
     "PolicyMetrics",
+    "StatisticValue",
     "Term",
     "TopKDistillation",
     "ZLoss",

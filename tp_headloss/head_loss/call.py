@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dtensor import local
+from ..dtensor import local_part
 from ..sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..shard import VocabShard
 from ..validation import expect_ids, expect_tensor, fits_fp32
@@ -57,8 +57,8 @@ def check_call(
 
 def local_arguments(shard: VocabShard, labels, token_weight, transform, inputs):
     """Replace DTensors among the arguments by this rank's part of them."""
-    inputs = {name: local(x, shard) for name, x in (inputs or {}).items()}
-    return local(labels, shard), local(token_weight, shard), local(transform, shard), inputs
+    inputs = {name: local_part(x, shard) for name, x in (inputs or {}).items()}
+    return local_part(labels, shard), local_part(token_weight, shard), local_part(transform, shard), inputs
 
 
 def replicated_facts(definition: HeadLossDefinition, labels, token_weight, denominator, inputs) -> dict[str, Any]:

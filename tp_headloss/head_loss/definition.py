@@ -12,12 +12,12 @@ from ..sequences import SEQUENCE_REDUCTIONS
 from ..statistics import FULL_TEACHER, TOPK_TEACHER
 from ..validation import expect_instance, expect_int
 from .evaluation import StatisticsFunction
-from .monomial import Monomial, SumsPlan
+from .statistic_value import StatisticValue, SumsPlan
 from .terms import METRICS, CrossEntropy, Metric, Term
 
 REDUCTIONS = ("none", "sum", "mean")  # those that treat all tokens alike; the others are SEQUENCE_REDUCTIONS
 
-# Statistic that a `Monomial` may name -> the name in `want` that provides it, "" where every call has it.
+# Statistic that a `StatisticValue` may name -> the name in `want` that provides it, "" where every call has it.
 PROVIDERS = {
     "lse": "", "log_prob": "", "target_logit": "", "entropy": "entropy", "total": "total", "mass": "total",
     "hits": "argmax", **{name: name for name in (*FULL_TEACHER, *TOPK_TEACHER)},
@@ -28,7 +28,7 @@ METRIC_FUNCTIONS = {name: lambda stats, name=name: {name: METRICS[name](stats)} 
 
 
 class CallPlan(NamedTuple):
-    """What every call of one definition needs to know, worked out once; [0] without, [1] with sequences."""
+    """Facts of a definition that every call needs, worked out once; [0] without, [1] with sequences."""
 
     needed_inputs: frozenset[str]  # names that the inputs of a call must have
     summed: tuple[list[StatisticsFunction], list[StatisticsFunction]]  # functions summed together with the loss
@@ -111,11 +111,11 @@ def _class_weight_of_total(terms) -> torch.Tensor | None:
 
 
 def _wanted_statistics(terms, metrics, token_metrics) -> tuple[str, ...]:
-    """Sorted optional statistics that terms and metrics need. Raises ValueError for a Monomial of anything else."""
+    """Sorted optional statistics that terms and metrics need. ValueError for a StatisticValue of anything else."""
     functions = [*(term.function for term in terms), *(METRICS[name] for name in metrics)]
-    named = {f.statistic for f in functions if isinstance(f, Monomial)} - {""}
+    named = {f.statistic for f in functions if isinstance(f, StatisticValue)} - {""}
     if unknown := named - set(PROVIDERS):
-        raise ValueError(f"a Monomial must be of one of {sorted(PROVIDERS)}, got {sorted(unknown)}")
+        raise ValueError(f"a StatisticValue must be of one of {sorted(PROVIDERS)}, got {sorted(unknown)}")
     wanted = {name for part in (*terms, *token_metrics) for name in part.want}
     return tuple(sorted((wanted | {PROVIDERS[name] for name in named}) - {""}))
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from functools import partial
 
 from .. import losses
-from .monomial import Monomial
+from .statistic_value import StatisticValue
 from .terms import Term
 
 DISTILLATIONS = {  # divergence -> the per-token loss, and the optional statistics that it needs
-    "forward_kl": (Monomial("forward_kl"), ("forward_kl",)),
-    "reverse_kl": (Monomial("reverse_kl"), ("reverse_kl",)),
+    "forward_kl": (StatisticValue("forward_kl"), ("forward_kl",)),
+    "reverse_kl": (StatisticValue("reverse_kl"), ("reverse_kl",)),
     "cross_entropy": (losses.soft_cross_entropy, ("forward_kl", "teacher_entropy")),
-    "jsd": (Monomial("jsd"), ("jsd",)),
-    "total_variation": (Monomial("total_variation"), ("total_variation",)),
+    "jsd": (StatisticValue("jsd"), ("jsd",)),
+    "total_variation": (StatisticValue("total_variation"), ("total_variation",)),
 }
 
-TOPK_DISTILLATIONS = {  # (divergence, over) -> the optional statistics that it needs
+TOPK_DISTILLATIONS = {  # (divergence, support) -> the optional statistics that it needs
     ("forward_kl", "topk"): ("topk_forward_kl",),
     ("forward_kl", "vocabulary"): ("topk_forward_kl", "topk_log_mass"),
     ("forward_kl", "tail"): ("topk_forward_kl", "topk_log_mass", "tail_log_mass"),
@@ -43,7 +43,7 @@ def Distillation(
     if divergence not in DISTILLATIONS:
         raise ValueError(f"divergence must be one of {sorted(DISTILLATIONS)}, got {divergence!r}")
     per_token, want = DISTILLATIONS[divergence]
-    plain = isinstance(per_token, Monomial) and not temperature_squared
+    plain = isinstance(per_token, StatisticValue) and not temperature_squared
     function = per_token if plain else partial(_distillation, per_token, temperature_squared)
     default = "teacher_cross_entropy" if divergence == "cross_entropy" else divergence
     return Term(name or default, function, weight, want, inputs=("teacher",), tokenwise=True)
@@ -52,9 +52,9 @@ def Distillation(
 def TopKDistillation(
     weight: float = 1.0,
     divergence: str = "forward_kl",
-    over: str = "topk",
+    support: str = "topk",
     *,
-    outside: float = -100.0,
+    outside_log_prob: float = -100.0,
     temperature_squared: bool = False,
     name: str | None = None,
 ) -> Term:
@@ -62,38 +62,47 @@ def TopKDistillation(
 
     divergence: "forward_kl", "reverse_kl", or "jsd" with the teacher's beta, which takes a second, small collective.
     Several terms make a mixture.
-    over: the set over which the student is normalised: "topk", "vocabulary" or "tail", see `losses.topk_forward_kl`;
+    support: the set over which the student is normalised: "topk", "vocabulary" or "tail", see `losses.topk_forward_kl`;
     "tail" needs a teacher with renormalize=False.
-    outside: log-prob of the teacher outside of its entries, for the reverse KL over the vocabulary.
+    outside_log_prob: log-prob of the teacher outside of its entries, for the reverse KL over the vocabulary.
     temperature_squared: as in `Distillation`. name: the term's name, by default "topk_" and the divergence's.
     """
-    if (divergence, over) not in TOPK_DISTILLATIONS:
+    if (divergence, support) not in TOPK_DISTILLATIONS:
         known = sorted({d for d, _ in TOPK_DISTILLATIONS})
         raise ValueError(
-            f"divergence must be one of {known} over one of {list(losses.OVER)}, got {divergence!r} over {over!r}"
+            f"divergence must be one of {known} and support one of {list(losses.SUPPORTS)}, got {divergence!r} and "
+            f"{support!r}"
         )
 
-    function = partial(_topk_distillation, divergence, over, outside, temperature_squared)
-    if over == "topk" and not temperature_squared:
-        function = Monomial(f"topk_{divergence}")
-    want = TOPK_DISTILLATIONS[divergence, over]
+    function = partial(_topk_distillation, divergence, support, outside_log_prob, temperature_squared)
+    if support == "topk" and not temperature_squared:
+        function = StatisticValue(f"topk_{divergence}")
+    want = TOPK_DISTILLATIONS[divergence, support]
     return Term(name or f"topk_{divergence}", function, weight, want, inputs=("teacher",), tokenwise=True)
 
 
 def _distillation(per_token, temperature_squared, stats, teacher):
     values = per_token(stats)
-    return losses.temperature_squared(values, teacher.student_temperature_or_default) if temperature_squared else values
+    return (
+        losses.times_temperature_squared(values, teacher.student_temperature_or_default)
+        if temperature_squared
+        else values
+    )
 
 
-def _topk_distillation(divergence, over, outside, temperature_squared, stats, teacher):
-    if over == "tail" and teacher.renormalize:
-        raise ValueError("over='tail' needs a TopKTeacher with renormalize=False, got True, which leaves no tail")
-    least = 1e-6 if divergence == "reverse_kl" else 0.0
-    tail = losses.log_tail(stats, teacher.tail_log_prob, least) if over == "tail" else None
+def _topk_distillation(divergence, support, outside_log_prob, temperature_squared, stats, teacher):
+    if support == "tail" and teacher.renormalize:
+        raise ValueError("support='tail' needs a TopKTeacher with renormalize=False, got True, which leaves no tail")
+    min_tail = 1e-6 if divergence == "reverse_kl" else 0.0
+    tail = losses.log_tail(stats, teacher.tail_log_prob, min_tail) if support == "tail" else None
     if divergence == "forward_kl":
-        values = losses.topk_forward_kl(stats, over, tail)
+        values = losses.topk_forward_kl(stats, support, tail)
     elif divergence == "reverse_kl":
-        values = losses.topk_reverse_kl(stats, over, tail, outside)
+        values = losses.topk_reverse_kl(stats, support, tail, outside_log_prob)
     else:
-        values = losses.topk_jsd(stats, over, tail, teacher.beta)
-    return losses.temperature_squared(values, teacher.student_temperature_or_default) if temperature_squared else values
+        values = losses.topk_jsd(stats, support, tail, teacher.beta)
+    return (
+        losses.times_temperature_squared(values, teacher.student_temperature_or_default)
+        if temperature_squared
+        else values
+    )

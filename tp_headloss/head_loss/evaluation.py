@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..statistics import VocabStatistics, known_statistics
-from .monomial import Monomial
+from .statistic_value import StatisticValue
 from .token_sums import expect_per_token, metric_sums
 
 
@@ -30,12 +30,12 @@ def evaluate(
 ):
     """Evaluate functions and metrics.
 
-    Returns the functions' per-token values (None for a `Monomial`, which the reduction evaluates), the metrics' sums
-    over tokens by name, and, with the input "sequences", their sums over sequences of each sequence's mean.
+    Returns the functions' per-token values (None for a `StatisticValue`, which the reduction evaluates), the metrics'
+    sums over tokens by name, and, with the input "sequences", their sums over sequences of each sequence's mean.
     """
-    values = [None if isinstance(f.function, Monomial) else _call_function(f, stats, inputs) for f in functions]
+    values = [None if isinstance(f.function, StatisticValue) else _call_function(f, stats, inputs) for f in functions]
     for function, value in zip(functions, values):
-        if not isinstance(function.function, Monomial):
+        if not isinstance(function.function, StatisticValue):
             expect_per_token(function.owner, value, stats.lse.shape)
     with torch.no_grad():
         by_token, by_sequence = _metric_values(metrics, stats, inputs), {}

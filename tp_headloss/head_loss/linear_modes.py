@@ -9,14 +9,14 @@ import torch
 
 from ..linear_head import one_sweep as sweep
 from ..linear_head.call import LinearCall
-from ..linear_head.options import FEWEST
+from ..linear_head.options import MIN_SWEEP_TOKENS
 from ..linear_head.valid_tokens import map_teacher_tensors
 from ..options import Teacher
 from ..statistics import VocabStatistics
 from .call import Call
-from .monomial import Monomial
 from .output import HeadLossOutput, make_output
 from .reduction import fused_reduction, reduce_tokens, valid_weight
+from .statistic_value import StatisticValue
 
 
 def uses_one_sweep(call: Call, head: LinearCall) -> bool:
@@ -26,7 +26,7 @@ def uses_one_sweep(call: Call, head: LinearCall) -> bool:
         raise ValueError(f"mode='one_sweep' is not possible: {obstacle}; use 'recompute'")
     if linear.mode != "recompute" and obstacle is None:
         tokens = head.one_sweep_tokens()
-        one_sweep = linear.mode == "one_sweep" or tokens >= min(FEWEST, call.labels.numel())
+        one_sweep = linear.mode == "one_sweep" or tokens >= min(MIN_SWEEP_TOKENS, call.labels.numel())
     if not one_sweep and linear.upstream is not None and torch.is_grad_enabled():
         raise ValueError(f"upstream is for one sweep, got mode={linear.mode!r}: {obstacle or 'no budget for it'}")
     return one_sweep
@@ -46,14 +46,14 @@ def one_sweep(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutpu
     )
     with torch.no_grad():
         out = make_output(call, stats, evaluate, fused_reduction(call, stats.lse))
-    loss, stats = sweep.attached(head, out.loss, stats, gradients)
+    loss, stats = sweep.attach_gradients(head, out.loss, stats, gradients)
     return out._replace(loss=loss, stats=stats)
 
 
 def _obstacle_to_one_sweep(call: Call, head: LinearCall) -> str | None:
     """Reason why one sweep is impossible, or None. Uses only facts that are equal on all ranks."""
     terms, reduction = call.definition.terms, call.definition.reduction
-    undeclared = [term.name for term in terms if not term.tokenwise and not isinstance(term.function, Monomial)]
+    undeclared = [term.name for term in terms if not term.tokenwise and not isinstance(term.function, StatisticValue)]
     own = [term.name for term in terms if term.token_weight is not None]
     constants = [call.loss_weight, call.denominator, *call.inputs.values(), *(term.weight for term in terms)]
     if not torch.is_grad_enabled():

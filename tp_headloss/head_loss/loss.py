@@ -47,8 +47,8 @@ class HeadLoss(nn.Module):
     ignore_index: label of tokens that have no loss and no gradient. options: as in `vocab_statistics`.
 
     compile: True evaluates the terms' and metrics' own PyTorch through torch.compile, as one kernel each way instead of
-    one per operation. A `Monomial` needs no compilation. torch recompiles for new kinds of inputs until each HeadLoss
-    reaches the limit (torch._dynamo.config.recompile_limit), and then continues in eager.
+    one per operation. A `StatisticValue` needs no compilation. torch recompiles for new kinds of inputs until each
+    HeadLoss reaches the limit (torch._dynamo.config.recompile_limit), and then continues in eager.
 
     Raises TypeError or ValueError for arguments that do not exist or do not go together.
     """
@@ -104,7 +104,7 @@ class HeadLoss(nn.Module):
             labels, token_weight, transform, inputs = local_arguments(shard, labels, token_weight, transform, inputs)
             definition = self._definition()
             facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
-            agreement.on("HeadLoss", shard, **facts)
+            agreement.record("HeadLoss", shard, **facts)
             call = check_call(definition, shard, logits.device, labels, token_weight, denominator, inputs)
         reduction = fused_reduction(call, logits)
         with_statistics = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
@@ -148,10 +148,10 @@ class HeadLoss(nn.Module):
             definition = self._definition()
             facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
             facts |= {"hidden": hidden_fact(hidden, linear), "transform": transform, "linear": linear}
-            agreement.on("HeadLoss.linear", shard, weight=weight, bias=bias, **facts)
+            agreement.record("HeadLoss.linear", shard, weight=weight, bias=bias, **facts)
             call = check_call(definition, shard, hidden.device, labels, token_weight, denominator, inputs)
             if linear.max_valid_tokens is None:
-                head = LinearCall.of(
+                head = LinearCall.checked(
                     hidden, weight, call.labels, bias, shard, self.want, transform, call.inputs.get("teacher"),
                     call.total_weight, self.ignore_index, self.options, linear,
                 )  # fmt: skip

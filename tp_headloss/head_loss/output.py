@@ -10,8 +10,8 @@ import torch
 from ..statistics import VocabStatistics
 from .call import Call
 from .evaluation import expect_distinct_names
-from .monomial import FusedReduction
 from .reduction import reduce_tokens
+from .statistic_value import FusedReduction
 
 
 class HeadLossOutput(NamedTuple):

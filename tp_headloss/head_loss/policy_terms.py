@@ -15,7 +15,7 @@ from .terms import Metric, Term
 
 OBJECTIVES = {  # name -> function of the log-prob, and its inputs
     "reinforce": (losses.reinforce, ("advantages",)),
-    "clip": (losses.clipped, ("advantages", "old_log_prob")),
+    "clip": (losses.ppo_clip, ("advantages", "old_log_prob")),
     "cispo": (losses.cispo, ("advantages", "old_log_prob")),
     "sapo": (losses.sapo, ("advantages", "old_log_prob")),
     "gspo": (losses.gspo, ("advantages", "old_log_prob", "sequences")),

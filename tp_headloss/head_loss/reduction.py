@@ -9,7 +9,7 @@ from ..engine.backend import resolve_backend
 from ..engine.operators import can_skip_dispatch
 from ..statistics import VocabStatistics
 from .call import Call
-from .monomial import FusedReduction, Monomial
+from .statistic_value import FusedReduction, StatisticValue
 from .token_sums import expect_per_token, masked, nonzero
 
 
@@ -36,7 +36,7 @@ def fused_reduction(call: Call, example: torch.Tensor) -> FusedReduction | None:
 
 
 def _is_elsewhere(x, device: torch.device) -> bool:
-    """Whether a tensor is on another device, or requires a gradient."""
+    """True if a tensor is on another device, or requires a gradient."""
     return isinstance(x, torch.Tensor) and (x.requires_grad or x.device != device)
 
 
@@ -45,11 +45,11 @@ def reduce_tokens(
 ):
     """Reduce the values of the call's functions over tokens, by the kernel if there is a reduction and all are fp32.
 
-    values: [..] each, None for a `Monomial`. Returns the loss, and the values' sums followed by the count.
+    values: [..] each, None for a `StatisticValue`. Returns the loss, and the values' sums followed by the count.
     """
     if reduction is not None:
         raw = [
-            getattr(stats, function.function.statistic) if isinstance(function.function, Monomial) else value
+            getattr(stats, function.function.statistic) if isinstance(function.function, StatisticValue) else value
             for function, value in zip(call.functions, values)
         ]
         if all(value.dtype in (torch.float32, torch.bool) for value in raw):
@@ -61,7 +61,7 @@ def reduce_in_torch(call: Call, stats: VocabStatistics, values: list[torch.Tenso
     """Reduce as `reduce_tokens` does, in plain torch: the definition of every reduction."""
     definition, valid, weight = call.definition, stats.valid, call.loss_weight
     values = [
-        masked(function.function(stats) if isinstance(function.function, Monomial) else value, valid, weight)
+        masked(function.function(stats) if isinstance(function.function, StatisticValue) else value, valid, weight)
         for function, value in zip(call.functions, values)
     ]
     sums = [value.sum(dtype=torch.float64) for value in values]

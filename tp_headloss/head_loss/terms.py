@@ -13,7 +13,7 @@ import torch
 from .. import losses
 from ..losses.ratio import scaled
 from ..statistics import FULL_TEACHER, TOPK_TEACHER, known_statistics
-from .monomial import Monomial
+from .statistic_value import StatisticValue
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Term:
     name: key of this term in `HeadLossOutput.terms`, unique in a `HeadLoss`.
 
     function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and averages. A
-    `Monomial`, such as ``Monomial("lse", square=True)``, needs no kernel of its own. To pickle a HeadLoss, use
-    functions of a module, and `functools.partial` for their constants, instead of lambdas.
+    `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no kernel of its own. To pickle a HeadLoss,
+    use functions of a module, and `functools.partial` for their constants, instead of lambdas.
 
     weight: factor of this term in the loss; a number that is finite in fp32, or a scalar tensor.
 
@@ -39,7 +39,7 @@ class Term:
     broadcast to the labels' shape, "sequences" or "teacher".
 
     tokenwise: True promises that a token's value depends on this token alone, so that the function may be called with
-    some of the tokens [n] at a time, as a one-sweep `HeadLoss.linear` does. Monomials are tokenwise anyway.
+    some of the tokens [n] at a time, as a one-sweep `HeadLoss.linear` does. Statistic values are tokenwise anyway.
 
     Raises TypeError or ValueError for arguments of another kind.
     """
@@ -91,13 +91,13 @@ class Metric:
         _expect_names("metric", "inputs", self.inputs)
 
 
-METRICS: dict[str, Monomial] = {  # name -> the per-token value that is summed
-    "accuracy": Monomial("hits"),
-    "entropy": Monomial("entropy"),
-    "log_prob": Monomial("log_prob"),
-    "lse": Monomial("lse"),
+METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is summed
+    "accuracy": StatisticValue("hits"),
+    "entropy": StatisticValue("entropy"),
+    "log_prob": StatisticValue("log_prob"),
+    "lse": StatisticValue("lse"),
     # these need the input "teacher": a `Teacher` for the first group, a `TopKTeacher` for the second
-    **{name: Monomial(name) for name in (*FULL_TEACHER, *TOPK_TEACHER)},
+    **{name: StatisticValue(name) for name in (*FULL_TEACHER, *TOPK_TEACHER)},
 }
 
 
@@ -119,7 +119,7 @@ def CrossEntropy(
     if class_weight is not None and not isinstance(class_weight, torch.Tensor):
         raise TypeError(f"class_weight must be a tensor [V] or None, got {type(class_weight).__name__}")
     if not label_smoothing and class_weight is None:
-        return Term("cross_entropy", Monomial("log_prob", negative=True), weight)
+        return Term("cross_entropy", StatisticValue("log_prob", negative=True), weight)
     token_weight, function = None, None
     if class_weight is not None:
         class_weight = class_weight.detach().float()
@@ -134,12 +134,12 @@ def CrossEntropy(
 
 def ZLoss(weight: float) -> Term:
     """Squared log-partition function, lse^2, which keeps logits from drifting."""
-    return Term("z_loss", Monomial("lse", square=True), weight)
+    return Term("z_loss", StatisticValue("lse", square=True), weight)
 
 
 def Entropy(weight: float) -> Term:
     """Entropy bonus: minimises -entropy, with the entropy's own gradient."""
-    return Term("entropy", Monomial("entropy", negative=True), weight, ("entropy",))
+    return Term("entropy", StatisticValue("entropy", negative=True), weight, ("entropy",))
 
 
 def _weighted_cross_entropy(class_weight, stats):

@@ -19,11 +19,11 @@ import torch
 
 from ..api import log_probs, vocab_statistics
 from ..comm import sum_over_ranks
-from ..dtensor import is_dtensor, local, local_logits
+from ..dtensor import is_dtensor, local_logits, local_part
 from ..linear_head import Linear, linear_vocab_statistics
 from ..shard import VocabShard
 
-IGNORED = -100
+IGNORED_LABEL = -100
 SAMPLING = ("top_k", "top_p", "temperature", "replay_sampling_mask")  # the fields of NeMo-RL's TrainingSamplingParams
 SEQUENCE_PARALLEL = Linear(hidden_grad="reduce_scatter")
 
@@ -131,7 +131,7 @@ def from_parallel_hidden_states_to_logprobs(
     length = tensor_parallel_hidden_states.shape[0] * (
         size if scattered else 1
     )  # the shape of a DTensor is that of all ranks
-    labels = _next_tokens(local(target, shard), length, output_weight_layer.device)
+    labels = _next_tokens(local_part(target, shard), length, output_weight_layer.device)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         stats = linear_vocab_statistics(
             tensor_parallel_hidden_states, output_weight_layer, labels.t(), shard=shard, linear=linear
@@ -177,13 +177,13 @@ def get_distillation_topk_logprobs_from_logits(
             f"teacher_topk_logits and teacher_topk_indices must be [B, S, K] with [B, S] = {list(logits.shape[:-1])} "
             f"and K > 0, got {list(teacher_topk_logits.shape)} and {list(shape)}"
         )
-    ids = local(teacher_topk_indices, shard).to(logits.device, torch.int64)
+    ids = local_part(teacher_topk_indices, shard).to(logits.device, torch.int64)
     student, entropy = _logits_at(logits, ids, shard), None
     if zero_outside_topk or calculate_entropy:
         stats = vocab_statistics(logits, shard=shard, want=("entropy",) if calculate_entropy else ())
         entropy = -stats.entropy[:, :-1] if calculate_entropy else None
     student = student - stats.lse.unsqueeze(-1) if zero_outside_topk else student.log_softmax(-1)
-    teacher = local(teacher_topk_logits, shard).to(logits.device, student.dtype).log_softmax(-1)
+    teacher = local_part(teacher_topk_logits, shard).to(logits.device, student.dtype).log_softmax(-1)
     return student[:, :-1], teacher[:, :-1], entropy
 
 
@@ -217,7 +217,7 @@ def _logits_at(logits, ids, shard) -> torch.Tensor:
 
 def _next_token_log_probs(logits, ids, shard, inference_only=False) -> torch.Tensor:
     """Log-probs [B, S - 1] of the ids [B, S] in the logits of the position before each."""
-    ids = local(ids, shard)
+    ids = local_part(ids, shard)
     labels = _next_tokens(ids, logits.shape[1], logits.device)
     result = log_probs(logits, labels, shard=shard, entropy=False, differentiable=not inference_only)
     return result.log_prob[:, : ids.shape[1] - 1]
@@ -228,13 +228,13 @@ def _next_tokens(ids, length: int, device) -> torch.Tensor:
     one to the left, then -100."""
     if ids.dim() != 2 or not 1 <= ids.shape[1] <= length:
         raise ValueError(f"ids must be [B, S] with S of at most the logits' {length} positions, got {list(ids.shape)}")
-    labels = torch.full((ids.shape[0], length), IGNORED, dtype=torch.int64, device=device)
+    labels = torch.full((ids.shape[0], length), IGNORED_LABEL, dtype=torch.int64, device=device)
     labels[:, : ids.shape[1] - 1] = ids[:, 1:]
     return labels
 
 
 def _even_shard(logits, rank, group, vocab_size) -> tuple[torch.Tensor, VocabShard]:
-    """This rank's plain logits and its shard: an even one of the group, a DTensor's, or the whole vocabulary."""
+    """Return this rank's plain logits and its shard: an even one of the group, a DTensor's, or the whole vocabulary."""
     if (rank is None) != (group is None):
         raise ValueError(f"vocab_parallel_rank and vocab_parallel_group belong together, got {rank} and {group!r}")
     if group is not None:

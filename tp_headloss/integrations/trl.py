@@ -18,7 +18,7 @@ from .transformers.model_facts import call_shard, checked_linear, checked_transf
 require("trl")
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head  # noqa: E402
 
-IGNORED = -100  # TRL's label of tokens that have no log-prob
+IGNORED_LABEL = -100  # TRL's label of tokens that have no log-prob
 # output of TRL's head -> the statistics that it is computed from, besides log_prob
 STATISTICS = {"log_probs": (), "entropy": ("entropy",), "mean_logits": ("total",), "is_top1": ("argmax",)}
 SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
@@ -120,7 +120,7 @@ class FusedLogProbs:
         given = named_arguments(self.stock_forward, model, args, kwargs) | {"use_cache": False}
         refuse_logits_to_keep(given)
         hidden, layer = run_body(model, given).last_hidden_state, output_layer(model)
-        labels = next_token_labels(given.get("labels"), given.get("shift_labels"), IGNORED).to(hidden.device)
+        labels = next_token_labels(given.get("labels"), given.get("shift_labels"), IGNORED_LABEL).to(hidden.device)
         weight, bias, cast = layer.weight, layer.bias, self.settings["cast_lm_head_to_fp32"]
         if cast:
             hidden, weight = hidden.float(), weight.float()
@@ -146,7 +146,7 @@ class FusedLogProbs:
 
     def _output(self, stats, labels, given):
         """TRL's output: the requested fields, 0 where ignored, and the mean negative log-prob as the loss."""
-        mask = labels != IGNORED
+        mask = labels != IGNORED_LABEL
         fields = {"log_probs": stats.log_prob}
         if "entropy" in self.settings["outputs"]:
             fields["entropy"] = stats.entropy

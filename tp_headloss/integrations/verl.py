@@ -20,8 +20,8 @@ from ..options import Options, Transform
 from ..shard import VocabShard
 
 LOWEST_TEMPERATURE = 1e-8  # verl's value for temperatures that are not positive, such as the 0 of padding rows
-IGNORED = -100
-PARTIAL = Linear(hidden_grad="none")
+IGNORED_LABEL = -100
+UNREDUCED_HIDDEN_GRAD = Linear(hidden_grad="none")
 
 
 def logits_processor(
@@ -70,7 +70,7 @@ def logits_processor(
         temperature = default if temperature is None else temperature
         transform = Transform(temperature=_positive(temperature))
         if label_mask is not None:
-            label = label.masked_fill(~label_mask.bool(), IGNORED)
+            label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)
         stats = vocab_statistics(logits, label, shard=shard, want=want, transform=transform, options=options)
         out = {"log_probs": stats.log_prob}
         if entropy:
@@ -121,7 +121,7 @@ def linear_cross_entropy(
     dist_process_group=None,
     *,
     shard: VocabShard | None = None,
-    linear: Linear = PARTIAL,
+    linear: Linear = UNREDUCED_HIDDEN_GRAD,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probs and the entropy, [N] fp32 each and replicated, of N tokens' hidden states, without logits.
 

@@ -157,7 +157,7 @@ class MainGrad(NamedTuple):
         return self.weight.main_grad
 
     def gradient(self) -> torch.Tensor | None:
-        """What autograd gets in dW's place: a dummy, for the hooks of those who set Megatron's flags."""
+        """Placeholder that autograd gets in dW's place, where Megatron's flags are set for the hooks; else None."""
         weight = self.weight
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
@@ -183,19 +183,19 @@ class OneSweep(torch.autograd.Function):
         return loss.clone(), *statistics
 
     @staticmethod
-    def backward(ctx, upstream, *of_statistics):
+    def backward(ctx, upstream, *statistics_grads):
         if torch.is_grad_enabled():  # what the gradients depend on is not kept, so there is nothing to tie an error to
             raise RuntimeError(
                 "a one-sweep head has first derivatives only, and its loss was differentiated with create_graph=True: "
                 "use mode='recompute', whose gradient raises only if it is differentiated itself"
             )
-        if any(g is not None for g in of_statistics):
+        if any(g is not None for g in statistics_grads):
             raise RuntimeError(
                 "a one-sweep head computed the gradient of its loss alone, got one of its statistics: use "
                 "mode='recompute' to differentiate what you make of them"
             )
         if upstream is None:
-            return (None,) * (9 + len(of_statistics))
+            return (None,) * (9 + len(statistics_grads))
         main_grad, scale = ctx.main_grad, load_backend(ctx.backend).scale
         upstream = upstream.to(accumulation_dtype(upstream.dtype))
         if ctx.upstream is not None:  # it is in the gradients; another one makes them NaN instead of wrong
@@ -216,4 +216,4 @@ class OneSweep(torch.autograd.Function):
             else:
                 out[i] = torch.empty_like(gradient, dtype=dtype)
                 scale(out[i], gradient, upstream)
-        return *out, *(None,) * (6 + len(of_statistics))
+        return *out, *(None,) * (6 + len(statistics_grads))

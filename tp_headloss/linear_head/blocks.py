@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-TILE = 128  # tokens, ids: what a block is a multiple of, for the GEMMs' sake
+TILE = 128  # block sizes are multiples of this many tokens and ids, for the GEMMs' sake
 
 
 class Sizes(NamedTuple):
-    """What blocks are planned from."""
+    """Sizes of a call, from which its blocks are planned."""
 
     tokens: int  # at least 1
     width: int
     hidden: int
     bytes: int  # of an element of the operands
-    sums: bool  # whether these add up in half precision, so that sums over blocks need fp32 memory of their own
-    weight_sums: bool  # the same of what dW is written to
+    sums: bool  # True if operands are of half precision, so that sums over blocks need fp32 memory of their own
+    weight_sums: bool  # True if dW is written in half precision
 
     def row(self, columns: int) -> int:
         """Bytes of so many logits of one token."""
@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """How the logits are cut: forward by tokens, backward by tokens and ids."""
+    """Sizes of the blocks into which the logits are cut: forward by tokens, backward by tokens and ids."""
 
     forward: int
     tokens: int
@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
 
 
 def row_stride(width: int) -> int:
-    """Rows that GEMMs read and write well."""
+    """Elements between rows that GEMMs read and write well: a multiple of 64."""
     return -(-width // 64) * 64
 
 
@@ -89,30 +89,32 @@ def recompute_blocks(sizes: Sizes, budget: int) -> Blocks | None:
     return None if forward is None or best is None else Blocks(forward, *best[1:])
 
 
-def least_budget(planned, sizes: Sizes) -> int:
-    """Bytes that `planned`, one of the two above, gets by with, to 1/64."""
+def minimum_budget(planner, sizes: Sizes) -> int:
+    """Smallest budget in bytes, to 1/64, with which `planner`, one of the two above, finds a plan."""
     low, high = 0, 1 << 12
-    while planned(sizes, high) is None:
+    while planner(sizes, high) is None:
         low, high = high, 2 * high
     while high - low > high // 64:
         middle = (low + high) // 2
-        low, high = (low, middle) if planned(sizes, middle) is not None else (middle, high)
+        low, high = (low, middle) if planner(sizes, middle) is not None else (middle, high)
     return high
 
 
 DEFAULT_BLOCK = 128 << 20  # bytes
 
 
-def planned(planner, sizes: Sizes, budget: int | None, least: int = 0, reserved: int = 0):
-    """What `planner` makes of a budget, None if that is too small. Without one: room for a block and, in half
-    precision, the smaller of the sums in fp32, at least `least` bytes. reserved: what somebody else holds."""
+def planned(planner, sizes: Sizes, budget: int | None, min_sums: int = 0, reserved: int = 0):
+    """Return the plan of `planner` for a budget, None if that is too small. Without one: room for a block and, in half
+    precision, the smaller of the sums in fp32, at least `min_sums` bytes. reserved: bytes of the budget that the
+    caller holds."""
     if budget is not None:
         return planner(sizes, max(0, budget - reserved))
     smaller = 4 * sizes.hidden * min(sizes.tokens, sizes.width) if sizes.sums else 0
-    default = DEFAULT_BLOCK + max(smaller, least) - reserved
-    return planner(sizes, max(0, default)) or planner(sizes, least_budget(planner, sizes))
+    default = DEFAULT_BLOCK + max(smaller, min_sums) - reserved
+    return planner(sizes, max(0, default)) or planner(sizes, minimum_budget(planner, sizes))
 
 
 def refusal(planner, sizes: Sizes, budget: int, reserved: int = 0) -> str:
-    least = reserved + least_budget(planner, sizes)
-    return f"budget must be at least {least} bytes for blocks of {TILE} tokens, got {budget}"
+    """Message for a budget that is too small, with the smallest one that works."""
+    minimum = reserved + minimum_budget(planner, sizes)
+    return f"budget must be at least {minimum} bytes for blocks of {TILE} tokens, got {budget}"

@@ -21,7 +21,7 @@ _log = logging.getLogger("tp_headloss")
 
 
 def hidden_fact(hidden: torch.Tensor, linear: Linear):
-    """What ranks must agree on: hidden states, or, where each rank has its own part of them, shape and dtype."""
+    """Return what ranks must agree on: hidden states, or the shape and dtype of each rank's own part of them."""
     return (list(hidden.shape), str(hidden.dtype)) if linear.hidden_grad == "reduce_scatter" else hidden
 
 
@@ -34,7 +34,7 @@ class LinearCall(NamedTuple):
     linear: Linear
 
     @classmethod
-    def of(
+    def checked(
         cls, hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options, linear
     ) -> LinearCall:
         """Validate a call and bring its tensors into rows."""
@@ -66,14 +66,14 @@ class LinearCall(NamedTuple):
 
     @property
     def facts(self) -> LinearFacts:
-        """What the operators need to know."""
+        """Static facts of the operators."""
         linear = self.linear
         weight_sums = self.weight.dtype.itemsize == 2 and not linear.main_grad
         return LinearFacts(self.request.tensors.logits.dtype, linear.budget or 0, weight_sums, linear.hidden_grad)
 
     @property
     def reduces(self) -> bool:
-        """Whether there is a collective for the hidden states' gradient, whoever requires one."""
+        """True if there is a collective for the hidden states' gradient, whoever requires one."""
         return self.linear.hidden_grad != "none" and self.request.facts.world_size > 1
 
     def recompute(self, labels, options) -> VocabStatistics:
@@ -97,15 +97,15 @@ class LinearCall(NamedTuple):
         planner = blocks.one_sweep_tokens
         weight_bytes, forced = 4 * sizes.width * sizes.hidden, linear.mode == "one_sweep"
         own = weight_bytes if linear.main_grad and linear.upstream is None else 0
-        least = weight_bytes if forced and (own or sizes.weight_sums) else 0
-        tokens = blocks.planned(planner, sizes, linear.budget, least, own)
+        min_sums = weight_bytes if forced and (own or sizes.weight_sums) else 0
+        tokens = blocks.planned(planner, sizes, linear.budget, min_sums, own)
         if tokens is None and forced:
             raise ValueError(blocks.refusal(planner, sizes, linear.budget, own))
         return tokens or 0
 
 
 def _validate(hidden, weight, linear: Linear) -> torch.dtype:
-    """-> the dtype of the GEMMs' operands, as torch.nn.functional.linear chooses it."""
+    """Return the dtype of the GEMMs' operands, as torch.nn.functional.linear chooses it."""
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
         raise ValueError(f"hidden states and weight must be [.., H] and [width, H], got {shapes}")
@@ -132,11 +132,11 @@ def _validate(hidden, weight, linear: Linear) -> torch.dtype:
     return dtype
 
 
-_said: set[str] = set()
+_logged_modes: set[str] = set()
 
 
 def log_mode(mode: str):
-    """The first time at INFO, then at DEBUG."""
+    """Log the mode of a call, the first time at INFO, then at DEBUG."""
     if not torch.compiler.is_compiling():
-        _log.log(logging.DEBUG if mode in _said else logging.INFO, "linear head: %s", mode)
-        _said.add(mode)
+        _log.log(logging.DEBUG if mode in _logged_modes else logging.INFO, "linear head: %s", mode)
+        _logged_modes.add(mode)

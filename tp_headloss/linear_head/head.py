@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ..agreement import Agreement
-from ..dtensor import local, local_head
+from ..dtensor import local_head, local_part
 from ..eager_only import uncompiled_where_needed
 from ..options import Options, Teacher, TopKTeacher, Transform
 from ..shard import VocabShard
@@ -58,14 +58,14 @@ def linear_vocab_statistics(
         raise ValueError(f"upstream is of a one-sweep HeadLoss.linear, got {linear.upstream}")
     with Agreement(options, shard) as agreement:
         hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
-        labels, transform, teacher = (local(x, shard) for x in (labels, transform, teacher))
-        agreement.on(
+        labels, transform, teacher = (local_part(x, shard) for x in (labels, transform, teacher))
+        agreement.record(
             "linear_vocab_statistics", shard, weight=weight, hidden=hidden_fact(hidden, linear), labels=labels,
             bias=bias, want=want, transform=transform, teacher=teacher, total_weight=total_weight,
             ignore_index=ignore_index, options=options, linear=linear,
         )  # fmt: skip
         if linear.max_valid_tokens is None:
-            call = LinearCall.of(
+            call = LinearCall.checked(
                 hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options,
                 linear,
             )  # fmt: skip

@@ -18,14 +18,14 @@ from .valid_tokens import check_range
 
 
 class OneSweepGradients(NamedTuple):
-    """What one sweep found besides the statistics."""
+    """Gradients that one sweep computed besides the statistics."""
 
     gradients: tuple  # of hidden states, weight and bias, None where not wanted or in a main_grad
     declared: torch.Tensor | None  # the upstream gradient that is in them
 
 
 def one_sweep(call: LinearCall, labels, options, loss_of) -> tuple[VocabStatistics, OneSweepGradients]:
-    """Statistics without gradients, and the gradients of hidden states, weight and bias.
+    """Compute statistics without gradients, and the gradients of hidden states, weight and bias.
 
     loss_of(statistics of some tokens [n], their slice of the flat order) -> that part of the loss [].
     """
@@ -94,8 +94,8 @@ def _objective(call: LinearCall, loss_of, upstream):
     return objective
 
 
-def attached(call: LinearCall, loss: torch.Tensor, stats: VocabStatistics, found: OneSweepGradients):
-    """A loss [] and the statistics of `one_sweep`, with the gradients that were found."""
+def attach_gradients(call: LinearCall, loss: torch.Tensor, stats: VocabStatistics, found: OneSweepGradients):
+    """Attach the gradients that were found to a loss [] and the statistics of `one_sweep`."""
     layout = call.request.layout
     names = [name for name in layout.outputs if name != "owners"]
     names.sort(key=lambda name: name not in layout.differentiable)
@@ -114,7 +114,7 @@ def _same(x):
 
 
 def _depends_on_others(loss: torch.Tensor, leaves) -> bool:
-    """Whether its graph ends in anything but the leaves."""
+    """True if the graph of the loss ends in anything but the leaves."""
     known, todo, seen = {id(leaf) for leaf in leaves}, [loss.grad_fn], set()
     while todo:
         node = todo.pop()

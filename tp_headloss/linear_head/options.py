@@ -1,4 +1,4 @@
-"""What callers write about a linear head."""
+"""`Linear`: the options of a linear head."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from ..comm import HIDDEN_GRADS
 
 MODES = ("auto", "one_sweep", "recompute")
-FEWEST = 512  # tokens of a block below which summing dW costs more than making the logits again
+MIN_SWEEP_TOKENS = 512  # tokens of a block below which summing dW costs more than making the logits again
 
 
 @dataclass(frozen=True)
 class Linear:
-    """How a linear head works. The hidden states' gradient is, by ``hidden_grad``: "all_reduce" (default: hidden states
-    replicated over the shard's group, their gradient summed over it and replicated), "reduce_scatter" (sequence
-    parallelism: each rank passes its [S/P, ..] of the first dimension, gathered here, and gets that part of the sum;
-    labels and statistics are of all S) or "none" (this rank's part alone: the caller adds them up).
+    """Options of a linear head.
+
+    The hidden states' gradient is, by ``hidden_grad``: "all_reduce" (default: hidden states replicated over the shard's
+    group, their gradient summed over it and replicated), "reduce_scatter" (sequence parallelism: each rank passes its
+    [S/P, ..] of the first dimension, gathered here, and gets that part of the sum; labels and statistics are of all S)
+    or "none" (this rank's part alone: the caller adds them up).
 
     These collectives depend on nothing else: with a group, "all_reduce" and "reduce_scatter" compute and reduce dH in
     every backward (of one sweep: in the forward, if gradients are enabled), even where this rank's hidden states need

@@ -42,7 +42,7 @@ def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = Fa
 
 
 def _slices(total: int, size: int) -> list[slice]:
-    """At least one, so that empty shards and batches take the same way."""
+    """Cut [0, total) into slices; at least one, so that empty shards and batches take the same way."""
     return [slice(i, min(i + size, total)) for i in range(0, total, max(size, 1))] or [slice(0, 0)]
 
 

@@ -11,7 +11,7 @@ from ..statistics import VocabStatistics
 
 
 def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int):
-    """A ValueError that names the first label that is neither ignored nor an id."""
+    """Raise ValueError, with the first of them, if there are labels that are neither ignored nor ids."""
     bad = ((labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))).flatten().nonzero()
     if len(bad):
         token = int(bad[0])
@@ -22,13 +22,13 @@ def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int):
 
 
 def map_teacher_tensors(teacher, function):
-    """A teacher whose tensors are what function(tensor, name) makes of them."""
+    """Return the teacher with each tensor replaced by function(tensor, name)."""
     tensors = {f.name: x for f in fields(teacher) if isinstance(x := getattr(teacher, f.name), torch.Tensor)}
     return replace(teacher, **{name: function(x, f"teacher.{name}") for name, x in tensors.items()})
 
 
 class ValidTokens:
-    """The tokens that are not ignored, at most `count` of them, in their order; then ignored ones."""
+    """Selection of the tokens that are not ignored, at most `count` of them, in their order; then ignored ones."""
 
     def __init__(self, labels: torch.Tensor | None, ignore_index: int, count: int, options, vocab_size: int):
         if labels is None:
@@ -41,7 +41,7 @@ class ValidTokens:
         self.missing = valid.sum() > count  # tokens that should have been picked
 
     def __call__(self, x, name: str):
-        """[.., *] -> [count, *]"""
+        """Select from a per-token tensor: [.., *] -> [count, *]. Anything but a tensor is returned."""
         if not isinstance(x, torch.Tensor):
             return x
         if x.shape[: len(self.lead)] != self.lead:
@@ -49,20 +49,23 @@ class ValidTokens:
         return x.reshape(-1, *x.shape[len(self.lead) :]).index_select(0, self.order)
 
     def transform(self, transform: Transform | None) -> Transform | None:
+        """Select from a per-token temperature."""
         return transform and replace(transform, temperature=self(transform.temperature, "temperature"))
 
     def teacher(self, teacher):
+        """Select from the tensors of a `TopKTeacher`. ValueError for a `Teacher`."""
         if isinstance(teacher, Teacher):
             raise ValueError("max_valid_tokens would copy the teacher's logits, got a Teacher: drop the tokens before")
         return teacher and map_teacher_tensors(teacher, self)
 
     def spread_one(self, x: torch.Tensor, ignored, missing) -> torch.Tensor:
-        """[count] -> [..]"""
+        """Spread a selected tensor over all tokens: [count] -> [..], with `ignored` and `missing` at the others."""
         rest = torch.full_like(self.valid, ignored, dtype=x.dtype)
         rest = rest.masked_fill(self.valid, missing)
         return rest.index_copy(0, self.order, x).view(self.lead)
 
     def spread(self, stats: VocabStatistics, labels: torch.Tensor) -> VocabStatistics:
+        """Spread statistics over all tokens: 0 at ignored ones, NaN at valid ones beyond `count`."""
         out = {}
         for name, x in stats._asdict().items():
             if isinstance(x, torch.Tensor) and name != "labels":

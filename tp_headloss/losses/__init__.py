@@ -2,10 +2,10 @@
 
 from .cross_entropy import cross_entropy, label_weight, smoothed_cross_entropy
 from .distillation import (
-    OVER,
+    SUPPORTS,
     log_tail,
     soft_cross_entropy,
-    temperature_squared,
+    times_temperature_squared,
     topk_forward_kl,
     topk_jsd,
     topk_reverse_kl,
@@ -15,12 +15,12 @@ from .metrics import generator_metrics, policy_metrics
 from .policy import (
     cispo,
     clip_cov,
-    clipped,
     gmpo,
     gspo,
     gspo_length_weighted,
     kl_cov,
     positive_nll,
+    ppo_clip,
     reinforce,
     sapo,
     sequence_log_ratio,
@@ -29,14 +29,13 @@ from .policy import (
 from .preference import dpo, ipo, kto, orpo, simpo
 from .ratio import log_ratio
 from .regularizers import entropy_bonus, z_loss
-from .rollout import icepop, sequence_mask, truncated_importance_weight
+from .rollout import icepop, sequence_masked_importance_weight, truncated_importance_weight
 
 __all__ = [
     "KL_ESTIMATORS",
-    "OVER",
+    "SUPPORTS",
     "cispo",
     "clip_cov",
-    "clipped",
     "cross_entropy",
     "dpo",
     "entropy_bonus",
@@ -55,14 +54,15 @@ __all__ = [
     "orpo",
     "policy_metrics",
     "positive_nll",
+    "ppo_clip",
     "reinforce",
     "sapo",
     "sequence_log_ratio",
-    "sequence_mask",
+    "sequence_masked_importance_weight",
     "simpo",
     "smoothed_cross_entropy",
     "soft_cross_entropy",
-    "temperature_squared",
+    "times_temperature_squared",
     "topk_forward_kl",
     "topk_jsd",
     "topk_reverse_kl",

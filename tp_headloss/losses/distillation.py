@@ -12,7 +12,7 @@ import torch
 
 from ..statistics import VocabStatistics
 
-OVER = ("topk", "vocabulary", "tail")
+SUPPORTS = ("topk", "vocabulary", "tail")
 
 
 def soft_cross_entropy(stats: VocabStatistics) -> torch.Tensor:
@@ -21,7 +21,7 @@ def soft_cross_entropy(stats: VocabStatistics) -> torch.Tensor:
     return stats.forward_kl + stats.teacher_entropy
 
 
-def temperature_squared(values: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
+def times_temperature_squared(values: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
     """Return T^2 times the values [..], because the gradients of soft targets shrink with 1 / T^2 (Hinton, Vinyals,
     Dean, arXiv:1503.02531, section 2). The temperature T is the student's, a number or [..]."""
     return temperature**2 * values
@@ -37,78 +37,80 @@ def _zero_without_entries(stats, value):
     return torch.where(stats.teacher_mass == 0, 0.0, value)
 
 
-def log_tail(stats: VocabStatistics, tail_log_prob: torch.Tensor | None = None, least: float = 0.0) -> torch.Tensor:
+def log_tail(
+    stats: VocabStatistics, tail_log_prob: torch.Tensor | None = None, min_probability: float = 0.0
+) -> torch.Tensor:
     """Return the log [..] of a top-K teacher's probability outside of its entries.
 
     Args:
         tail_log_prob: [..] the log, if it is known; None: the log of 1 - the sum of the entries' probabilities.
-        least: probability that replaces a computed tail below 1e-6, which is the rounding error of fp32 log-probs: 0,
-            or a positive number that keeps a reverse KL finite.
+        min_probability: replaces a computed tail below 1e-6, which is the rounding error of fp32 log-probs: 0, or a
+            positive number that keeps a reverse KL finite.
     """
     if tail_log_prob is not None:
         return tail_log_prob.detach().to(stats.teacher_mass.dtype)
     rest = 1 - stats.teacher_mass
-    return torch.where(rest < 1e-6, least, rest).log()
+    return torch.where(rest < 1e-6, min_probability, rest).log()
 
 
-def topk_forward_kl(stats: VocabStatistics, over: str, log_tail: torch.Tensor | None = None) -> torch.Tensor:
-    """Return sum tau (log tau - log p) [..] over a top-K teacher's entries, plus the tail's summand if over="tail".
+def topk_forward_kl(stats: VocabStatistics, support: str, log_tail: torch.Tensor | None = None) -> torch.Tensor:
+    """Return sum tau (log tau - log p) [..] over a top-K teacher's entries, plus the tail's summand if support="tail".
 
     As in Megatron's topk_kl_div, whose ghost token is the tail. Needs the statistic "topk_forward_kl"; with
-    over="vocabulary" also "topk_log_mass"; with over="tail" also "topk_log_mass" and "tail_log_mass".
+    support="vocabulary" also "topk_log_mass"; with support="tail" also "topk_log_mass" and "tail_log_mass".
 
     Args:
-        over: ids over which the student is normalised: "topk" the entries, "vocabulary" all ids, "tail" the entries and
-            one more for the sum of all other ids.
-        log_tail: [..] `log_tail` of the teacher, for over="tail".
+        support: ids over which the student is normalised: "topk" the entries, "vocabulary" all ids, "tail" the entries
+            and one more for the sum of all other ids.
+        log_tail: [..] `log_tail` of the teacher, for support="tail".
     """
     value = stats.topk_forward_kl
-    if over != "topk":
+    if support != "topk":
         value = value - _times_mass(stats.teacher_mass, stats.topk_log_mass)
-    if over == "tail":
+    if support == "tail":
         value = value + _times_mass(log_tail.exp(), log_tail - stats.tail_log_mass)
     return value
 
 
 def topk_reverse_kl(
-    stats: VocabStatistics, over: str, log_tail: torch.Tensor | None = None, outside: float = -100.0
+    stats: VocabStatistics, support: str, log_tail: torch.Tensor | None = None, outside_log_prob: float = -100.0
 ) -> torch.Tensor:
     """Return sum p (log p - log tau) [..], normalised as in `topk_forward_kl`.
 
-    Needs the statistic "topk_reverse_kl"; with over="tail" also "topk_log_mass" and "tail_log_mass"; with
-    over="vocabulary" also these two and "tail_entropy".
+    Needs the statistic "topk_reverse_kl"; with support="tail" also "topk_log_mass" and "tail_log_mass"; with
+    support="vocabulary" also these two and "tail_entropy".
 
     Args:
-        over, log_tail: as in `topk_forward_kl`.
-        outside: for over="vocabulary", the teacher's log-prob of each id that is no entry; the log of 0 would make the
-            divergence infinite (NeMo-RL's zero_outside_topk takes -100).
+        support, log_tail: as in `topk_forward_kl`.
+        outside_log_prob: for support="vocabulary", the teacher's log-prob of each id that is no entry; the log of 0
+            would make the divergence infinite (NeMo-RL's zero_outside_topk takes -100).
     """
-    if over == "topk":
+    if support == "topk":
         return stats.topk_reverse_kl
     tail = stats.tail_log_mass
     inside = _times_mass(stats.topk_log_mass.exp(), stats.topk_reverse_kl + stats.topk_log_mass)
-    log_ratio = tail - log_tail if over == "tail" else tail - stats.tail_entropy - outside
+    log_ratio = tail - log_tail if support == "tail" else tail - stats.tail_entropy - outside_log_prob
     value = inside + _times_mass(tail.exp(), log_ratio)
-    return value if over == "tail" else _zero_without_entries(stats, value)
+    return value if support == "tail" else _zero_without_entries(stats, value)
 
 
 def topk_jsd(
-    stats: VocabStatistics, over: str, log_tail: torch.Tensor | None = None, beta: float = 0.5
+    stats: VocabStatistics, support: str, log_tail: torch.Tensor | None = None, beta: float = 0.5
 ) -> torch.Tensor:
     """Return beta KL(tau || m) + (1 - beta) KL(p || m) [..] with m = beta tau + (1 - beta) p (GKD, arXiv:2306.13649,
-    section 2), normalised as in `topk_forward_kl`. With over="vocabulary" the teacher's probability outside of its
+    section 2), normalised as in `topk_forward_kl`. With support="vocabulary" the teacher's probability outside of its
     entries is 0.
 
-    Needs the statistic "topk_jsd" for over="topk", else "vocab_jsd" with "topk_log_mass" ("vocabulary") or
+    Needs the statistic "topk_jsd" for support="topk", else "vocab_jsd" with "topk_log_mass" ("vocabulary") or
     "tail_log_mass" ("tail").
 
     Args:
-        over, log_tail: as in `topk_forward_kl`.
+        support, log_tail: as in `topk_forward_kl`.
         beta: weight of the teacher in (0, 1).
     """
-    if over == "topk":
+    if support == "topk":
         return stats.topk_jsd
-    if over == "vocabulary":
+    if support == "vocabulary":
         return _zero_without_entries(
             stats, stats.vocab_jsd + (1 - beta) * math.log(1 - beta) * torch.expm1(stats.topk_log_mass)
         )

@@ -35,7 +35,7 @@ def policy_metrics(
     * with reference_log_prob, "kl_reference": k3 of `kl_estimate`, without the output clamp that the loss has, so one
       token that the reference finds impossible can dominate it.
 
-    Args as in `clipped`; with ``sequences``, r is the ratio of the token's sequence (GSPO), equal for its tokens.
+    Args as in `ppo_clip`; with ``sequences``, r is the ratio of the token's sequence (GSPO), equal for its tokens.
     """
     log_r = (
         log_ratio(log_prob, old_log_prob)

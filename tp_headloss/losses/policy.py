@@ -23,8 +23,8 @@ def reinforce(log_prob: torch.Tensor, *, advantages: torch.Tensor) -> torch.Tens
     return -scaled(advantages, log_prob)
 
 
-def _clipped(ratio, advantages, clip, dual_clip):
-    """-min(r A, clip(r) A) [..] for the ratio r of a token or a sequence, as in `clipped`."""
+def _clipped_objective(ratio, advantages, clip, dual_clip):
+    """-min(r A, clip(r) A) [..] for the ratio r of a token or a sequence, as in `ppo_clip`."""
     expect_pair("clip", clip)
     low, high = 1 - clip[0], 1 + clip[1]
     if not 0 <= low <= 1 <= high:
@@ -37,7 +37,7 @@ def _clipped(ratio, advantages, clip, dual_clip):
     return -advantages * clipped_ratio
 
 
-def clipped(
+def ppo_clip(
     log_prob: torch.Tensor,
     *,
     advantages: torch.Tensor,
@@ -56,7 +56,7 @@ def clipped(
             the two-sided clip -min(min(r, delta) A, clip(r) A) of INTELLECT-2 (arXiv:2505.07291) with delta = c.
         log_ratio_clamp: bound of abs(log r); None: no bound.
     """
-    return _clipped(log_ratio(log_prob, old_log_prob, log_ratio_clamp).exp(), advantages, clip, dual_clip)
+    return _clipped_objective(log_ratio(log_prob, old_log_prob, log_ratio_clamp).exp(), advantages, clip, dual_clip)
 
 
 def cispo(
@@ -121,7 +121,7 @@ def gspo(
     With reduction="seq-mean-token-mean" the loss is the paper's, -1/G sum_i min(s_i A_i, clip(s_i) A_i). Advantages may
     differ per token; the gradient then is that of GSPO-token, with s_i and its clip from the sequence.
     """
-    return _clipped(sequence_log_ratio(log_prob, old_log_prob, sequences).exp(), advantages, clip, dual_clip)
+    return _clipped_objective(sequence_log_ratio(log_prob, old_log_prob, sequences).exp(), advantages, clip, dual_clip)
 
 
 def gspo_length_weighted(
@@ -236,7 +236,7 @@ def clip_cov(
     candidates = mask & ~clipped_away & (covariance > bounds[0]) & (covariance < bounds[1])
     count = (fraction * mask.sum()).floor().clamp(min=1)
     dropped = candidates & _largest(torch.where(candidates, noise, -1.0), count)
-    return torch.where(dropped, 0.0, _clipped(ratio, advantages, clip, None))
+    return torch.where(dropped, 0.0, _clipped_objective(ratio, advantages, clip, None))
 
 
 def kl_cov(

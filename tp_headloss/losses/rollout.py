@@ -50,7 +50,7 @@ def icepop(
     return torch.where((weight < bounds[0]) | (weight > bounds[1]), 0.0, weight)
 
 
-def sequence_mask(
+def sequence_masked_importance_weight(
     log_prob: torch.Tensor,
     generator_log_prob: torch.Tensor,
     *,

@@ -103,14 +103,14 @@ class Family:
         return self.gradients
 
     def streams(self, call: Wanted) -> bool:
-        """Whether it has packet rows that are summed while logits stream by."""
+        """True if it has packet rows that are summed while logits stream by."""
         return True
 
     def wanted(self, call: Wanted) -> bool:
         return call.any_of(self.statistics)
 
     def needs_student_sum(self, call: Wanted) -> bool:
-        """Whether `finish` needs sum exp(scale z) over the vocabulary."""
+        """True if `finish` needs sum exp(scale z) over the vocabulary."""
         return False
 
     def packet_rows(self, call: Wanted) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Inputs(NamedTuple):
-    """What the kernels read besides packets and merged rows; None switches a part off."""
+    """Tensors and numbers that the kernels read besides packets and merged rows; None switches a part off."""
 
     x: object  # [T, width] logits; for a gradient at entries alone: [T, E]
     x_row: object  # strides
@@ -132,7 +132,7 @@ class Joined(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Where the merge writes."""
+    """Tensors that the merge writes."""
 
     merged: object  # [R, T] fp32
     value: object  # [K, T] fp32

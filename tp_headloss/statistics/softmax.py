@@ -43,7 +43,7 @@ class SoftmaxFamily(Family):
     def flags(self, call: Wanted) -> dict[str, torch.dtype]:
         return {"valid": torch.bool} if call.has_labels else {}
 
-    def of_tile(self, tile: Tile) -> Softmax:
+    def tile_softmax(self, tile: Tile) -> Softmax:
         """The softmax of a tile's columns but the target."""
         z, owned, column = tile.z, None, None
         if tile.target is not None:

@@ -36,12 +36,12 @@ SECOND = ("topk_jsd", "vocab_jsd")
 
 
 def has_tail(want) -> bool:
-    """Whether the columns that are no entries are summed by themselves."""
+    """True if the columns that are no entries are summed by themselves."""
     return any(name in want for name in TAIL)
 
 
 def needs_full_student_sum(want) -> bool:
-    """Whether the student is normalised over the vocabulary by the sum over all of it."""
+    """True if the student is normalised over the vocabulary by the sum over all of it."""
     return ("topk_log_mass" in want or "vocab_jsd" in want) and not has_tail(want)
 
 
@@ -93,8 +93,8 @@ class TopKFamily(Family):
         nothing = mass == 0
         nowhere = (sums["topk_sum"] == 0) & ~nothing  # entries to which the student gives no probability
 
-        def settled(x, least):
-            x = torch.where(nowhere, torch.inf, torch.maximum(x, least))  # what is below the least is rounding
+        def settled(x, minimum):
+            x = torch.where(nowhere, torch.inf, torch.maximum(x, minimum))  # smaller values are rounding
             return torch.where(nothing, 0.0, x)
 
         gap = torch.where(sums["topk_sum"] == 0, 0.0, sums["topk_gap"] / sums["topk_sum"])

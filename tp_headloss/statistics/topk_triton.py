@@ -113,9 +113,9 @@ def add_packet(state, packet, softmax, rows):
 
 
 @triton.jit
-def _settle_entries(value, least, nowhere, nothing, bad, ignored):
+def _settle_entries(value, minimum, nowhere, nothing, bad, ignored):
     """Infinite where the student has no probability at the entries, 0 where there are none."""
-    value = tl.where(value < least, least, value)
+    value = tl.where(value < minimum, minimum, value)
     return settle(tl.where(nothing, 0.0, tl.where(nowhere, float("inf"), value)), bad, ignored)
 
 

@@ -11,9 +11,9 @@ reduce-scatter under sequence parallelism. With fused=False only `compute_langua
 any LanguageModule. Losses of multi-token prediction take the same path.
 """
 
-from .head import OUTSIDE, REFUSED, MegatronHead
+from .head import IGNORED_LABEL, REFUSED_OPTIONS, MegatronHead
 from .installation import install
 from .methods import Installed
 from .postprocess import MegatronHeadMixin
 
-__all__ = ["OUTSIDE", "REFUSED", "Installed", "MegatronHead", "MegatronHeadMixin", "install"]
+__all__ = ["IGNORED_LABEL", "REFUSED_OPTIONS", "Installed", "MegatronHead", "MegatronHeadMixin", "install"]

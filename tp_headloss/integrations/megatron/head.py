@@ -15,11 +15,11 @@ from ...shard import VocabShard
 from .. import check_type, require
 from .methods import replaced
 
-REFUSED = {  # options of a config that change what the output layer computes -> why the fused head lacks them
+REFUSED_OPTIONS = {  # options of a config that change what the output layer computes -> why the fused head lacks them
     "defer_embedding_wgrad_compute": "dW is computed in the backward",
     "fp8_output_proj": "logits are computed in the type of the weight; fused=False keeps Megatron's MXFP8 output layer",
 }
-OUTSIDE = -100  # if ignore_index is None, every label outside of the vocabulary becomes this ignored label
+IGNORED_LABEL = -100  # if ignore_index is None, every label outside of the vocabulary becomes this ignored label
 
 
 class MegatronHead:
@@ -66,11 +66,11 @@ class MegatronHead:
         check_type("linear", linear, Linear, None)
         check_type("options", options, Options, None)
         self.ignore_index, self.vocab_size, self.linear = ignore_index, vocab_size, linear or Linear()
-        index = OUTSIDE if ignore_index is None else ignore_index
+        index = IGNORED_LABEL if ignore_index is None else ignore_index
         parts = {"metrics": metrics, "ignore_index": index, "options": options, "compile": compile}
         self.head_loss = HeadLoss(terms, reduction="none", **parts)
         # equal to Megatron's own losses, for labels in the vocabulary
-        self.is_megatrons = vocab_size is None and self.head_loss.terms == (CrossEntropy(),)
+        self.computes_megatron_loss = vocab_size is None and self.head_loss.terms == (CrossEntropy(),)
         if options is not None and options.inplace:  # a linear head has no logits to overwrite
             parts["options"] = replace(options, inplace=False)
         self.linear_loss = HeadLoss(terms, reduction="none", **parts)
@@ -104,13 +104,13 @@ class MegatronHead:
             return scale_logits(logits).transpose(0, 1).contiguous()
 
         def forward(hidden, weight=None, runtime_gather_output=None):
-            return self.of_hidden(hidden, weight, output_layer, labels, config, rest.get("loss_mask")), None
+            return self.losses_from_hidden(hidden, weight, output_layer, labels, config, rest.get("loss_mask")), None
 
         # through the module, because hooks on it gather its parameters
         with replaced(output_layer, forward=forward):
             return output_layer(hidden_states, weight=output_weight)[0]
 
-    def of_hidden(self, hidden, weight, layer, labels, config, loss_mask=None, depths=0) -> torch.Tensor:
+    def losses_from_hidden(self, hidden, weight, layer, labels, config, loss_mask=None, depths=0) -> torch.Tensor:
         """Return the losses [b, s] of hidden states and the weight of an output layer, without logits.
 
         Args:
@@ -139,7 +139,7 @@ class MegatronHead:
             losses = torch.where(out.stats.valid, losses, 0.0)
         return self._observed_losses(out._replace(loss=_LossesOfSum.apply(out.loss, losses, token_weight)))
 
-    def of_logits(self, logits, labels, layer) -> torch.Tensor:
+    def losses_from_logits(self, logits, labels, layer) -> torch.Tensor:
         """Return the losses [b, s] of logits [s, b, v/P] sharded on V, as the output layer makes them, and labels
         [b, s] replicated. ValueError for gathered logits."""
         columns = getattr(layer, "output_size_per_partition", logits.shape[-1])
@@ -172,7 +172,7 @@ class MegatronHead:
         """Labels [s, b], the order of Megatron's logits, with unknown labels ignored if ignore_index is None."""
         labels = labels.transpose(0, 1)
         if self.ignore_index is None:
-            labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), OUTSIDE)
+            labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), IGNORED_LABEL)
         return labels
 
     def _observed_losses(self, out: HeadLossOutput) -> torch.Tensor:
@@ -220,7 +220,7 @@ def refuse_options(config, layer):
     """Raise ValueError or TypeError for whatever makes the output layer compute something else than the fused head."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    for name, reason in REFUSED.items():
+    for name, reason in REFUSED_OPTIONS.items():
         if getattr(config, name, False):
             raise ValueError(f"{name}=True is not supported: {reason}")
     if type(layer).forward is not ColumnParallelLinear.forward:

@@ -24,7 +24,7 @@ class MegatronHeadMixin:
     def compute_language_model_loss(self, labels, logits):
         if self.megatron_head is None:
             return super().compute_language_model_loss(labels, logits)
-        return self.megatron_head.of_logits(logits, labels, self.output_layer)
+        return self.megatron_head.losses_from_logits(logits, labels, self.output_layer)
 
 
 def postprocess(model, head: MegatronHead | None, original, *, labels=None, **rest):
@@ -47,7 +47,7 @@ def postprocess(model, head: MegatronHead | None, original, *, labels=None, **re
         return hidden, None
 
     def loss(labels, hidden):
-        return head.of_hidden(hidden, given_weight, layer, labels, model.config, rest.get("loss_mask"), depths)
+        return head.losses_from_hidden(hidden, given_weight, layer, labels, model.config, rest.get("loss_mask"), depths)
 
     def keep_scale(hidden):  # 0.17 would scale the hidden states as it scales logits: the head's transform does that
         return hidden

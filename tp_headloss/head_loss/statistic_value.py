@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 
-class Monomial(NamedTuple):
+class StatisticValue(NamedTuple):
     """Per-token function [-] statistic [squared], which the reduction evaluates without a kernel of its own.
 
-    ``Term("z_loss", Monomial("lse", square=True))`` is lse^2.
+    ``Term("z_loss", StatisticValue("lse", square=True))`` is lse^2.
     """
 
     statistic: str  # a field of VocabStatistics
@@ -39,14 +39,15 @@ class SumsPlan(NamedTuple):
 
     @classmethod
     def from_functions(cls, functions: Sequence[Callable], coefficients: Sequence[float]) -> SumsPlan:
-        """Plan for sums of these functions' values. Values of functions that are not monomials are summed as given."""
-        as_given = Monomial("")
-        monomials = [f if isinstance(f, Monomial) else as_given for f in functions]
+        """Plan for sums of these functions' values. Values of functions that are no `StatisticValue` are summed as
+        given."""
+        as_given = StatisticValue("")
+        plain = [f if isinstance(f, StatisticValue) else as_given for f in functions]
         return cls(
             tuple(coefficients),
-            tuple(m.statistic for m in monomials),
-            sum(m.square << i for i, m in enumerate(monomials)),
-            sum(m.negative << i for i, m in enumerate(monomials)),
+            tuple(m.statistic for m in plain),
+            sum(m.square << i for i, m in enumerate(plain)),
+            sum(m.negative << i for i, m in enumerate(plain)),
         )
 
 
