@@ -1,15 +1,4 @@
-"""The packed exchange of statistics: the only collective calls of the package, and the only place that can block.
-
-NCCL knows no all-reduce whose operator is the merge of `stats`, so there are three transports:
-
-* ``gather``: one all-gather of the fp32 packets. It copies bits and adds nothing, every rank merges the same packets in
-  the same order, and the result has the same bits on every rank.
-* ``symm_mem``: the same packets, but written straight into memory that all GPUs of the group address; after one
-  barrier the merge kernel reads its peers over NVLink. Same bits. For the GPUs of one host, see `symmetric_memory`.
-* ``sum``: literally one ``all_reduce(SUM)`` of float64 lanes, whose volume does not grow with the group size; for
-  large groups. Its order of additions is the communication library's; see `stats.to_lanes` for its range.
-
-``auto`` is ``symm_mem`` where it can be had and was measured to be faster, else ``gather``.
+"""The only collective calls of the package, and the only place that can block.
 
 The group arrives by name, so that operators keep plain arguments and `torch.compile` needs no process group object.
 """
@@ -24,7 +13,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .shard import has_vocab_shard
 
-TRANSPORTS = ("auto", "gather", "sum", "symm_mem")
 # torch 2.13 renamed it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from .agreement import VALIDATIONS
-from .comm import TRANSPORTS
 from .engine.backend import BACKENDS
+from .engine.transports import TRANSPORTS
 from .validation import expect_number
 
 
@@ -52,8 +52,8 @@ class Options:
     """Options of the computation; none changes a result by more than rounding. ValueError or TypeError for bad ones.
 
     backend: "triton", "torch" or None (triton on CUDA, torch elsewhere). transport: "gather", "symm_mem", "sum" or
-    "auto", see `comm`. inplace: the backward writes the gradient over the logits (eager only). check: raise a
-    ValueError that names the first token with a bad label, on every rank, at the price of a host synchronisation.
+    "auto", see `engine.transports`. inplace: the backward writes the gradient over the logits (eager only). check:
+    raise a ValueError that names the first token with a bad label, on every rank, after a host synchronisation.
     validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls first,
     so that a mistake on one of them is the same exception on all, see `agreement` (eager only; for debugging);
     "checksums" is "full" and compares the bits of replicated hidden states, too.
@@ -68,7 +68,7 @@ class Options:
     def __post_init__(self):
         if self.backend is not None and self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS} or None (by device), got {self.backend!r}")
-        for name, known in (("transport", TRANSPORTS), ("validate", VALIDATIONS)):
+        for name, known in (("transport", tuple(TRANSPORTS)), ("validate", VALIDATIONS)):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
         for name in ("inplace", "check"):

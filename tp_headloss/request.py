@@ -79,6 +79,11 @@ class Request(NamedTuple):
         tensors = Tensors(*tensors)
         return cls(tensors, facts, layout_of(tensors.labels is not None, facts.want))
 
+    @property
+    def packets_shape(self) -> tuple[int, int, int]:
+        """Shape of this rank's packets: chunks, rows of a packet, tokens."""
+        return self.facts.chunks, len(self.layout.packet), self.tensors.logits.shape[0]
+
     def rows(self, here: slice, logits: torch.Tensor) -> Request:
         """The request of some tokens, whose logits are given."""
         return self._replace(tensors=self.tensors.rows(here, logits))

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class SharedMemory(NamedTuple):
-    """Where packets go and come from, see `symmetric_memory.SymmetricMemory`; all None: the packets' own buffer."""
+    """Memory that a merge reads packets from, see `engine.transports.symmetric_memory`; all None: the packets' own."""
 
     turns: object = None  # [2] int32
     slot: object = None  # elements of a slot
@@ -16,7 +16,7 @@ class SharedMemory(NamedTuple):
 
 @triton.jit
 def slot_to_write(packets_ptr, memory):
-    """The beginning of this turn's slot. The first program notes the turn for those who read."""
+    """Return the beginning of this turn's slot. The first program notes the turn for those who read."""
     if memory.turns is not None:
         turn = tl.load(memory.turns)
         packets_ptr += (turn & 1).to(tl.int64) * memory.slot
@@ -27,7 +27,7 @@ def slot_to_write(packets_ptr, memory):
 
 @triton.jit
 def packet_pointer(packets_ptr, memory, turn, k, size, CHUNKS: tl.constexpr):
-    """Where packet k of the group begins: among the gathered ones, or in the memory of the rank that wrote it."""
+    """Return where packet k of the group begins: among gathered ones, or in the memory of the rank that wrote it."""
     if memory.peers is None:
         at = packets_ptr + k * size
     else:

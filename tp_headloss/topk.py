@@ -13,7 +13,8 @@ from .calls import build_request
 from .comm import gather_from_ranks
 from .dtensor import local_head, local_logits, local_part
 from .eager_only import uncompiled_where_needed
-from .engine import eager, passes
+from .engine import eager
+from .engine.transports import Transport
 from .options import DEFAULTS, NO_TRANSFORM, Options, Transform
 from .shard import VocabShard
 from .validation import expect_instance, expect_int, expect_tensor
@@ -128,7 +129,7 @@ def _merge_ranks(packets, keys, request) -> tuple[torch.Tensor, torch.Tensor]:
 def _local_top(logits, k, shard, transform, options):
     """Return the request, this rank's packets [chunks, 2, N] and its keys [N, k]."""
     request = build_request(logits.detach(), None, shard, (), transform, None, None, -100, options)
-    return request, passes.local_packets(request).float(), _local_keys(request, k)
+    return request, Transport().write(request).float(), _local_keys(request, k)
 
 
 def _local_top_from_hidden(hidden, weight, k, shard, transform, options):

@@ -6,7 +6,7 @@ ones no longer fit the package, and what to write instead.
 """
 
 KERNELS, EAGER, PASSES, SUMS = "engine/kernels.py", "engine/eager.py", "engine/passes.py", "engine/sums_triton.py"
-LANES, SWEEPS, REDUCTION = "engine/sum_transport.py", "linear_head/sweeps.py", "head_loss/reduction.py"
+LANES, SWEEPS, REDUCTION = "engine/transports/sum_lanes.py", "linear_head/sweeps.py", "head_loss/reduction.py"
 MEGATRON = "integrations/megatron/head.py"
 
 
@@ -70,6 +70,7 @@ GROUPS = {
         (LANES, "from_lanes", "family.rescale(sums, -shift, factor)", "family.rescale(sums, shift, factor)"),
         ("symmetric_memory_triton.py", "packet_pointer", "offset + k % CHUNKS * size", "k % CHUNKS * size"),
         ("symmetric_memory_triton.py", "end_turn", "tl.store(memory.turns, turn + 1)", "tl.store(memory.turns, turn)"),
+        ("engine/transports/symmetric_memory.py", "SymmetricMemory.write", "load_backend(request.facts.backend).local_statistics(packets, request, self)", "load_backend(request.facts.backend).local_statistics(packets, request)"),
         ("request.py", "TokenOrder.__init__", "alone and at > 0 and logits.stride(order[at - 1]) < logits.stride(d)", "at > 0 and logits.stride(order[at - 1]) < logits.stride(d)"),
         ("shard.py", "VocabShard.from_group", "-(-padded_size // world_size)", "padded_size // world_size"),
         ("shard.py", "VocabShard.valid_width", "max(0, min(self.stop, self.vocab_size) - self.start)", "self.stop - self.start"),
@@ -193,6 +194,12 @@ GROUPS = {
     "test_collectives test_autograd test_inplace test_layouts test_compile test_arguments": [
         ("engine/autograd.py", "first_derivative_only.wrapper", "(*saved, *upstream)", "upstream"),
         ("linear_head/autograd.py", "OneSweep.backward", "torch.is_grad_enabled()", "False"),
+    ],
+    "test_transports": [
+        ("engine/transports/symmetric_memory.py", "SymmetricMemory.write", "self.in_exchange = True", "pass"),
+        ("engine/transports/symmetric_memory.py", "SymmetricMemory.merge", "self.in_exchange = False", "pass"),
+        ("engine/transports/__init__.py", "resolve_transport", "(choice.shared and choice.shared(request)) or choice.default", "choice.default"),
+        ("linear_head/sweeps.py", "statistics", "TRANSPORTS[request.facts.transport].default", 'TRANSPORTS["gather"].default'),
     ],
     "test_agreement": [
         ("agreement.py", "Agreement.__exit__", "_compare(facts)", "pass"),

@@ -25,6 +25,7 @@ from tp_headloss import (
     vocab_statistics,
 )
 from tp_headloss.engine.backend import load_backend
+from tp_headloss.engine.transports.symmetric_memory import SymmetricMemory
 from tp_headloss.request import Facts, Request, Tensors
 from tp_headloss.statistics import layout_of
 
@@ -269,7 +270,7 @@ def test_shards_that_cannot_work_are_refused():
 @pytest.mark.parametrize("want", [("entropy",), ("topk_forward_kl", "tail_log_mass")])
 @pytest.mark.parametrize("turn", [0, 1, 7])
 def test_packets_in_memory_of_their_ranks_merge_to_the_same_bits(turn, want, device):
-    """The kernels' side of symmetric memory: slots by turn, peers by address, turns handed over."""
+    """Symmetric memory without its group: slots by turn, peers by address, turns handed over."""
     backend, world_size, slot, rows = load_backend("triton"), 4, 1024, len(layout_of(True, want).packet)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 256, generator=generator).to(device)
@@ -281,21 +282,25 @@ def test_packets_in_memory_of_their_ranks_merge_to_the_same_bits(turn, want, dev
     buffers = [torch.full((2 * slot,), torch.nan, device=device) for _ in range(world_size)]
     peers = torch.tensor([b.data_ptr() for b in buffers], device=device)
     turns = [torch.tensor([turn, -5], dtype=torch.int32, device=device) for _ in range(world_size)]
-    gathered, size = torch.empty(8, rows, 6, device=device), 2 * rows * 6
+    gathered, size, memories = torch.empty(8, rows, 6, device=device), 2 * rows * 6, []
     for rank in range(world_size):
         facts = Facts(64 * rank, 64, 256, 32, 2, 4, "", want, 1.0, 0.0, 1.0, -100, "triton", "gather")
-        memory = SimpleNamespace(slot=slot, peers=peers, turns=turns[rank])
+        memory = object.__new__(SymmetricMemory)
+        memory.slot, memory.buffer, memory.peers, memory.turns = slot, buffers[rank], peers, turns[rank]
+        memory.handle, memory.timeout_ms = SimpleNamespace(barrier=lambda **_: None), 1
+        memory._take_turns = lambda: None
+        memories.append(memory)
         given = Tensors(x[:, 64 * rank : 64 * rank + 64], labels, entries=entries[0], entry_log_probs=entries[1])
         request = Request.of(given, facts)
         backend.local_statistics(gathered[2 * rank : 2 * rank + 2], request)
-        backend.local_statistics(buffers[rank][:size].view(2, rows, 6), request, memory)
+        packets = memory.write(request)
+        assert packets.shape == (2, rows, 6) and packets.data_ptr() == buffers[rank].data_ptr()
         used = buffers[rank].view(2, slot)[turn % 2, :size]
         assert torch.equal(used, gathered[2 * rank : 2 * rank + 2].flatten())
         assert buffers[rank].isnan().sum() == 2 * slot - size
     expected = backend.merge_packets(gathered, request)
-    for rank in range(world_size):
-        memory = SimpleNamespace(slot=slot, peers=peers, turns=turns[rank])
-        merged = backend.merge_packets(buffers[rank][:size].view(2, rows, 6), request, memory)
+    for rank, memory in enumerate(memories):
+        merged = memory.merge(buffers[rank][:size].view(2, rows, 6), request)
         assert all(torch.equal(a, b) for a, b in zip(expected, merged))
         assert turns[rank].tolist() == [turn + 1, turn]
 

@@ -7,7 +7,8 @@ import torch
 from cuda_problem import V, results
 from ranks import on_ranks
 
-from tp_headloss import VocabShard, symmetric_memory
+from tp_headloss import VocabShard
+from tp_headloss.engine.transports import symmetric_memory
 
 pytestmark = pytest.mark.cuda
 
@@ -29,14 +30,14 @@ def symmetric_run(group, device):
         torch.cuda.current_stream().wait_stream(other)
         equal += all(torch.equal(a, b) for result in log for a, b in zip(expected, result))
     known = symmetric_memory._groups[group.group_name]
-    return equal, known.why_not, len(known.memories)
+    return equal, known.obstacle, len(known.memories)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_symmetric_memory_carries_the_same_bits_as_the_gather(world_size):
-    for equal, why_not, memories in on_ranks(world_size, symmetric_run):
+    for equal, obstacle, memories in on_ranks(world_size, symmetric_run):
         assert equal == 30
-        assert why_not is None and memories > 1  # it was used, and grew
+        assert obstacle is None and memories > 1  # it was used, and grew
 
 
 def two_groups_run(group, device):

@@ -12,6 +12,7 @@ registers, or takes more shared memory than every GPU gives without asking, is a
 import collections
 import contextlib
 import itertools
+import math
 import re
 import subprocess
 import sys
@@ -29,8 +30,9 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import tp_headloss as tp
 from tp_headloss import calls
-from tp_headloss.engine import launch, passes
-from tp_headloss.engine import triton as backend
+from tp_headloss.engine import launch
+from tp_headloss.engine.transports import TRANSPORTS
+from tp_headloss.engine.transports.symmetric_memory import SymmetricMemory
 from tp_headloss.head_loss import reduction
 from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER
 from tp_headloss.statistics.topk import has_tail
@@ -151,17 +153,16 @@ class Recorder:
             yield
 
 
-class Memory:
-    """Stands in for `symmetric_memory.SymmetricMemory`."""
+class Memory(SymmetricMemory):
+    """Symmetric memory without peers."""
 
-    def __init__(self, numel: int, ranks: int):
-        self.slot = 1 << (numel - 1).bit_length()
-        self.turns, self.peers = torch.zeros(2, dtype=torch.int32), torch.zeros(ranks, dtype=torch.int64)
+    def __init__(self, request):
+        numel = math.prod(request.packets_shape)
+        self.slot, self.handle, self.timeout_ms = 1 << (numel - 1).bit_length(), mock.Mock(), 0
+        self.buffer, self.turns = torch.zeros(2 * self.slot), torch.zeros(2, dtype=torch.int32)
+        self.peers = torch.zeros(request.facts.world_size, dtype=torch.int64)
 
-    def packets(self, shape) -> torch.Tensor:
-        return torch.zeros(shape)
-
-    def barrier(self):
+    def _take_turns(self):
         pass
 
 
@@ -204,10 +205,8 @@ def call_statistics(case, groups):
         shard = tp.VocabShard(start, vocab_size, vocab_size - 96, groups[ranks])
     logits = placed(case.place, tokens, width, case.dtype).requires_grad_()
     flags = {name: getattr(case, name) for name in ("entropy", "collision", "total", "argmax")}
-    with (
-        mock.patch.object(backend, "shares_memory", lambda logits: shares_memory),
-        mock.patch.object(passes, "symmetric_memory", lambda transport, group, numel, device: Memory(numel, ranks)),
-    ):
+    choice = TRANSPORTS["auto"]._replace(shared=Memory if shares_memory else None)
+    with mock.patch.dict(TRANSPORTS, auto=choice):
         stats = tp.vocab_statistics(
             logits,
             None if case.labels is None else torch.zeros(tokens, dtype=case.labels),

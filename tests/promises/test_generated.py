@@ -20,7 +20,8 @@ from strategies import Case, cases
 from torch.utils.checkpoint import checkpoint
 
 from tp_headloss import CrossEntropy, Entropy, HeadLoss, Linear, Options, VocabShard, ZLoss, vocab_statistics
-from tp_headloss.engine import eager, sum_transport
+from tp_headloss.engine import eager
+from tp_headloss.engine.transports import sum_lanes
 from tp_headloss.request import Facts, Request, Tensors
 
 SEED = int(os.environ.get("TP_HEADLOSS_SEED", "0"))
@@ -266,9 +267,9 @@ def test_lanes_that_are_summed_are_the_merge(data):
         m.want = ("entropy", "total")
         m.x = m.x.clamp(min=-500, max=500).where(m.x > -torch.inf, m.x)  # what exp holds in float64
         packets = m.packets(cuts_of(m, data))
-        lanes = sum(sum_transport.to_lanes(p[None], m.request(0, m.v, 1, "sum")) for p in packets)
+        lanes = sum(sum_lanes.to_lanes(p[None], m.request(0, m.v, 1, "sum")) for p in packets)
         request = m.request(0, m.v, len(packets), "sum")
-        _, values, *_ = eager.finish(*sum_transport.from_lanes(lanes, request), request, torch.float32)
+        _, values, *_ = eager.finish(*sum_lanes.from_lanes(lanes, request), request, torch.float32)
         assert_within_bounds(m, dict(zip(request.layout.values, values)))
 
 

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "tp_headloss"
 
 # The parts of the package from the ground up: each may import only those before it.
 LAYERS = [
-    "validation", "shard", "comm", "symmetric_memory_triton", "symmetric_memory", "statistics", "request",
+    "validation", "shard", "comm", "symmetric_memory_triton", "statistics", "request",
     "engine", "sequences", "eager_only", "agreement", "dtensor", "options", "calls", "api", "linear_head", "topk",
     "losses", "head_loss", "vocab_rows", "module", "integrations", "",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ import torch
 
 from .. import comm
 from ..engine import passes
+from ..engine.transports import TRANSPORTS
 from ..request import Request, accumulation_dtype
 from .blocks import Blocks, row_stride
 
@@ -68,8 +69,9 @@ def statistics(hidden, weight, request: Request, tokens: int) -> list[torch.Tens
     """`passes.statistics` of hidden @ weight^T, `tokens` at a time; a request without logits. One exchange, or two."""
     buffer = _Buffer(hidden, weight, tokens, weight.shape[0])
     slices = _slices(hidden.shape[0], tokens)
-    packets = [passes.local_packets(request.rows(here, buffer.logits(here))) for here in slices]
-    outputs = passes.exchange(torch.cat(packets, -1), request)
+    transport = TRANSPORTS[request.facts.transport].default
+    packets = [transport.write(request.rows(here, buffer.logits(here))) for here in slices]
+    outputs = transport.merge(torch.cat(packets, -1), request)
     if request.layout.second:
         merged, values, *_ = outputs
         packets = [

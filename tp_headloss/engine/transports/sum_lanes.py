@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import torch
 
-from ..comm import sum_lanes
-from ..request import Request
-from ..statistics import SOFTMAX
-from .eager import finish, merged_sums
+from ...comm import sum_lanes
+from ...request import Request
+from ...statistics import SOFTMAX
+from ..eager import finish, merged_sums
+from .transport import Transport
 
 
-def exchange(packets: torch.Tensor, request: Request) -> list[torch.Tensor]:
-    """This rank's packets -> [merged rows, values, *flags] over all ranks."""
-    lanes = sum_lanes(to_lanes(packets, request), request.facts.world_size, request.facts.group_name)
-    return finish(*from_lanes(lanes, request), request, packets.dtype)
+class SumLanes(Transport):
+    """Packets as float64 lanes, which the all-reduce adds up."""
+
+    def merge(self, packets: torch.Tensor, request: Request) -> list[torch.Tensor]:
+        lanes = sum_lanes(to_lanes(packets, request), request.facts.world_size, request.facts.group_name)
+        return finish(*from_lanes(lanes, request), request, packets.dtype)
 
 
 def _names(request: Request) -> list[str]:
+    """Names of the lanes: the packet's rows without the maximum."""
     names = {"owner": "owners"}
     return [names.get(name, name) for name in request.layout.packet if name != "max"]
 
 
 def to_lanes(packets: torch.Tensor, request: Request) -> torch.Tensor:
-    """This rank's packets -> float64 lanes [rows, N] relative to 0, whose plain sum over ranks is the merge."""
+    """Convert this rank's packets to float64 lanes [rows, N] relative to 0, whose plain sum over ranks is the merge."""
     shift, sums = merged_sums(packets, request.layout)
     shift = torch.where(shift == -torch.inf, 0.0, shift)
     weight = torch.where(shift.abs() > 600, torch.nan, shift.exp())
@@ -37,7 +41,7 @@ def to_lanes(packets: torch.Tensor, request: Request) -> torch.Tensor:
 
 
 def from_lanes(lanes: torch.Tensor, request: Request) -> tuple[torch.Tensor, dict]:
-    """The summed lanes -> the log of the first lane, and sums relative to it."""
+    """Convert the summed lanes to the log of the first lane, and sums relative to it."""
     sums = dict(zip(_names(request), lanes.unbind(0)))
     shift = sums["sum"].log().float().double()  # any reference will do; one that fp32 holds keeps the backward exact
     empty = sums["sum"] == 0

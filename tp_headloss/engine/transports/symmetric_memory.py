@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .comm import gather_objects
-from .shard import is_live_group
+from ...comm import gather_objects
+from ...request import Request
+from ...shard import is_live_group
+from ..backend import load_backend
+from .transport import Transport
 
 _log = logging.getLogger("tp_headloss")
 
 
-class SymmetricMemory:
+class SymmetricMemory(Transport):
     """Memory of one group that all its GPUs address: two slots of packets per rank, used in turn.
 
     Two slots and one barrier per exchange suffice: a rank that writes a slot again has passed the barrier of the
@@ -27,10 +31,10 @@ class SymmetricMemory:
 
         self.slot = 1 << (numel - 1).bit_length()  # fp32 numbers
         self.buffer = symm_mem.empty(2 * self.slot, dtype=torch.float32, device=device)
-        self.interrupted = False  # an exchange that this rank began and did not end: its turns are no longer its peers'
+        self.in_exchange = False  # stays True if an exchange fails on this rank: its turns are no longer its peers'
 
     def join(self, group):
-        """The group's ranks find each other's buffers."""
+        """Exchange the addresses of the buffers between the group's ranks."""
         import torch.distributed._symmetric_memory as symm_mem
 
         device = self.buffer.device
@@ -46,16 +50,24 @@ class SymmetricMemory:
         self.stream = torch.cuda.current_stream(device)
         torch.cuda.synchronize(device)  # once per group: other streams may use it next
 
-    def packets(self, shape) -> torch.Tensor:
-        """This rank's packets [chunks, rows, N] in its first slot."""
-        self._follow()
-        return self.buffer[: shape[0] * shape[1] * shape[2]].view(shape)
+    def write(self, request: Request) -> torch.Tensor:
+        """Write this rank's packets [chunks, rows, N] into the slot whose turn it is; the result is the first slot."""
+        self._take_turns()
+        shape = request.packets_shape
+        packets = self.buffer[: shape[0] * shape[1] * shape[2]].view(shape)
+        self.in_exchange = True
+        load_backend(request.facts.backend).local_statistics(packets, request, self)
+        return packets
 
-    def barrier(self):
+    def merge(self, packets: torch.Tensor, request: Request) -> list[torch.Tensor]:
+        """Merge the packets in all ranks' slots, after a barrier."""
         self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)
+        outputs = load_backend(request.facts.backend).merge_packets(packets, request, self)
+        self.in_exchange = False
+        return outputs
 
-    def _follow(self):
-        """Exchanges on several streams take turns, in the order of the calls."""
+    def _take_turns(self):
+        """Let exchanges on several streams take turns, in the order of the calls."""
         if torch._C._cuda_getCurrentRawStream(self.buffer.device.index) == self.stream.cuda_stream:
             return
         last, self.stream = self.stream, torch.cuda.current_stream(self.buffer.device)
@@ -66,22 +78,26 @@ class SymmetricMemory:
 
 
 class _Group:
-    """Whether a group's GPUs share memory, and the memory so far, all of it, because graphs may hold the oldest."""
+    """Symmetric memory of a group so far, all of it, because graphs may hold the oldest; or the obstacle to it."""
 
     def __init__(self, group):
-        self.group, self.why_not, self.capability, self.memories = group, None, (0, 0), []
+        self.group, self.obstacle, self.capability, self.memories = group, None, (0, 0), []
 
 
 _groups: dict[str, _Group] = {}
 
 
-def symmetric_memory(transport: str, group_name: str, numel: int, device: torch.device) -> SymmetricMemory | None:
-    """Where this rank's `numel` fp32 packets go under "symm_mem" and "auto", or None: gather them.
+def find_symmetric_memory(request: Request) -> SymmetricMemory | None:
+    """Return memory for a request's packets under "symm_mem" and "auto", or None: gather them.
 
     The ranks agree when a group is first seen, before any exchange, and again when more tokens need more memory; both
     are host synchronisations, and neither is possible while a CUDA graph is being captured (run a step before).
     "auto" says nothing where it gathers, and takes symmetric memory only on GPUs like those where it was faster.
     """
+    facts, logits = request.facts, request.tensors.logits
+    if facts.world_size == 1 or not load_backend(facts.backend).shares_memory(logits):
+        return None
+    group_name, numel, device = facts.group_name, math.prod(request.packets_shape), logits.device
     group = _resolve_process_group(group_name)
     known = _groups.get(group_name)
     if known is None or known.group is not group:
@@ -90,13 +106,13 @@ def symmetric_memory(transport: str, group_name: str, numel: int, device: torch.
         for name in [name for name, other in _groups.items() if not is_live_group(other.group, name)]:
             del _groups[name]  # and the memory of a group that was destroyed
         known = _groups[group_name] = _Group(group)
-        known.why_not, known.capability = _why_not(group, device)
-        if known.why_not and transport == "symm_mem":
-            _log.warning("no symmetric memory for group %s, packets are gathered: %s", group_name, known.why_not)
-    if known.why_not or (transport == "auto" and known.capability < (9, 0)):
+        known.obstacle, known.capability = _obstacle_and_capability(group, device)
+        if known.obstacle and facts.transport == "symm_mem":
+            _log.warning("no symmetric memory for group %s, packets are gathered: %s", group_name, known.obstacle)
+    if known.obstacle or (facts.transport == "auto" and known.capability < (9, 0)):
         return None
     if known.memories and known.memories[-1].slot >= numel:
-        if known.memories[-1].interrupted:
+        if known.memories[-1].in_exchange:
             raise RuntimeError(
                 f"an earlier exchange of group {group_name} failed on this rank in the middle, so its ranks no longer "
                 "agree about their symmetric memory: make a new process group, or use transport='gather'"
@@ -108,16 +124,16 @@ def symmetric_memory(transport: str, group_name: str, numel: int, device: torch.
     with torch.cuda.device(device):
         # apart, because a rank that has no memory must not leave the others waiting for it in the rendezvous
         for step in (lambda: memories.append(SymmetricMemory(numel, device)), lambda: memories[0].join(group)):
-            known.why_not = known.why_not or _anybodys_failure(step, group)
-    if known.why_not:
-        _log.warning("no symmetric memory for group %s, packets are gathered: %s", group_name, known.why_not)
+            known.obstacle = known.obstacle or _first_failure(step, group)
+    if known.obstacle:
+        _log.warning("no symmetric memory for group %s, packets are gathered: %s", group_name, known.obstacle)
         return None
     known.memories += memories
     return memories[0]
 
 
-def _anybodys_failure(step, group) -> str | None:
-    """Whatever went wrong on a rank, all ranks learn of it."""
+def _first_failure(step, group) -> str | None:
+    """Run a step on every rank, and return the first rank's error, the same on all ranks; None if there is none."""
     error = None
     try:
         step()
@@ -126,8 +142,8 @@ def _anybodys_failure(step, group) -> str | None:
     return next((e for e in gather_objects(error, group) if e), None)
 
 
-def _why_not(group, device) -> tuple[str | None, tuple[int, int]]:
-    """Why there is no symmetric memory, and the least compute capability: the same answer on all ranks."""
+def _obstacle_and_capability(group, device) -> tuple[str | None, tuple[int, int]]:
+    """Reason why there is no symmetric memory, or None, and the lowest compute capability: equal on all ranks."""
     try:
         import torch.distributed._symmetric_memory
 
@@ -136,7 +152,7 @@ def _why_not(group, device) -> tuple[str | None, tuple[int, int]]:
         host, missing = None, str(error)
     with torch.cuda.device(device):
         facts = gather_objects((host, missing, torch.cuda.get_device_capability(device)), group)
-    least = min(capability for *_, capability in facts)
+    lowest = min(capability for *_, capability in facts)
     if missing := [reason for _, reason, _ in facts if reason]:
-        return missing[0], least
-    return None if len({host for host, *_ in facts}) == 1 else "the group spans several hosts", least
+        return missing[0], lowest
+    return None if len({host for host, *_ in facts}) == 1 else "the group spans several hosts", lowest

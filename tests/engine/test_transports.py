@@ -1,0 +1,91 @@
+"""A transport is two methods and a line of the table, and symmetric memory is not used after a failure."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, vocab_statistics
+from tp_headloss.calls import build_request
+from tp_headloss.engine.transports import TRANSPORTS, Choice, symmetric_memory
+from tp_headloss.engine.transports.gather import Gather
+from tp_headloss.options import NO_TRANSFORM
+from tp_headloss.shard import VocabShard
+
+
+class Interrupt(BaseException):
+    """Stands for what may end an exchange at any place, such as a KeyboardInterrupt."""
+
+
+class Recorder(Gather):
+    """The gather, which notes its calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def write(self, request):
+        self.calls.append("write")
+        return super().write(request)
+
+    def merge(self, packets, request):
+        self.calls.append("merge")
+        return super().merge(packets, request)
+
+
+def test_a_transport_outside_of_the_package_carries_logits_and_hidden_states(backend, device):
+    hidden, weight = torch.randn(5, 8, device=device), torch.randn(40, 8, device=device)
+    labels = torch.arange(5, device=device)
+    default, shared = Recorder(), Recorder()
+    with mock.patch.dict(TRANSPORTS, recorded=Choice(default, lambda request: shared)):
+        options = Options(backend=backend, transport="recorded")
+        stats = vocab_statistics(hidden @ weight.t(), labels, options=options)
+        assert (shared.calls, default.calls) == (["write", "merge"], [])
+        HeadLoss([CrossEntropy()], options=options).linear(hidden, weight, labels, linear=Linear("recompute"))
+        assert (shared.calls, default.calls) == (["write", "merge"], ["write", "merge"])
+    expected = vocab_statistics(hidden @ weight.t(), labels, options=Options(backend=backend, transport="gather"))
+    assert torch.equal(stats.log_prob, expected.log_prob)
+    with pytest.raises(ValueError, match="transport must be one of"):
+        Options(transport="recorded")
+
+
+@pytest.mark.parametrize("failing", ["local_statistics", "merge_packets", "barrier", None])
+def test_symmetric_memory_is_refused_after_an_exchange_that_failed(failing, monkeypatch):
+    """On CPU, with a group of one that is said to be of two."""
+    request = build_request(
+        torch.randn(3, 16), None, VocabShard(0, 16, 16), (), NO_TRANSFORM, None, None, -100, Options()
+    )
+    request = request._replace(facts=request.facts._replace(world_size=2, group_name="pair", transport="symm_mem"))
+
+    def step(name, result=None):
+        def run(*args, **kwargs):
+            if name == failing:
+                raise Interrupt
+            return result
+
+        return run
+
+    names = "local_statistics", "merge_packets"
+    backend = SimpleNamespace(shares_memory=lambda _: True, **{name: step(name, name) for name in names})
+    memory = object.__new__(symmetric_memory.SymmetricMemory)
+    memory.slot, memory.buffer, memory.in_exchange = 1024, torch.zeros(2048), False
+    memory.handle, memory.timeout_ms = SimpleNamespace(barrier=step("barrier")), 1
+    group = symmetric_memory._Group("group")
+    group.memories = [memory]
+    monkeypatch.setattr(memory, "_take_turns", lambda: None)
+    monkeypatch.setattr(symmetric_memory, "load_backend", lambda _: backend)
+    monkeypatch.setattr(symmetric_memory, "_resolve_process_group", lambda _: "group")
+    monkeypatch.setitem(symmetric_memory._groups, "pair", group)
+
+    def exchange():
+        transport = symmetric_memory.find_symmetric_memory(request)
+        assert transport is memory
+        return transport.merge(transport.write(request), request)
+
+    if failing is None:
+        assert [exchange(), exchange()] == ["merge_packets"] * 2
+        return
+    with pytest.raises(Interrupt):
+        exchange()
+    with pytest.raises(RuntimeError, match="an earlier exchange of group pair failed on this rank in the middle"):
+        exchange()

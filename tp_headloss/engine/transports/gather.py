@@ -1,0 +1,19 @@
+"""The transport "gather": one all-gather, after which every rank merges all packets in the same order."""
+
+from __future__ import annotations
+
+import torch
+
+from ...comm import gather_packets
+from ...request import Request
+from ..backend import load_backend
+from .transport import Transport
+
+
+class Gather(Transport):
+    """Packets of all ranks, copied to every rank."""
+
+    def merge(self, packets: torch.Tensor, request: Request) -> list[torch.Tensor]:
+        facts = request.facts
+        packets = gather_packets(packets, facts.world_size, facts.group_name)
+        return load_backend(facts.backend).merge_packets(packets, request)

@@ -1,0 +1,23 @@
+"""The contract of a transport."""
+
+from __future__ import annotations
+
+import torch
+
+from ...request import Request, accumulation_dtype
+from ..backend import load_backend
+
+
+class Transport:
+    """Way of the packets of all ranks to their merge, in two steps that all ranks of a group take together."""
+
+    def write(self, request: Request) -> torch.Tensor:
+        """Write this rank's packets [chunks, rows, N] where `merge` finds them: by default in new memory."""
+        logits = request.tensors.logits
+        packets = logits.new_empty(request.packets_shape, dtype=accumulation_dtype(logits.dtype))
+        load_backend(request.facts.backend).local_statistics(packets, request)
+        return packets
+
+    def merge(self, packets: torch.Tensor, request: Request) -> list[torch.Tensor]:
+        """Merge the packets of all ranks: [merged rows [R, N], values [K, N], *flags [N]] in the layout's order."""
+        raise NotImplementedError
