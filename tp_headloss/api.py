@@ -12,7 +12,7 @@ from .dtensor import local_logits, local_part
 from .eager_only import uncompiled_where_needed
 from .engine.autograd import Statistics
 from .options import DEFAULTS, NO_TRANSFORM, Options, Teacher, TopKTeacher, Transform
-from .request import Request
+from .request import Request, Tensors
 from .shard import VocabShard
 from .statistics import VocabStatistics
 from .validation import expect_instance
@@ -53,6 +53,9 @@ def vocab_statistics(
     Raises ValueError or TypeError, from metadata alone and hence on every rank, for what does not fit together.
     """
     return run_statistics(logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options)[0]
+
+
+NOTHING_ELSE = (None,) * len(Tensors._fields[2:])  # besides logits and labels
 
 
 class LogProbs(NamedTuple):
@@ -101,6 +104,14 @@ def run_statistics(
     logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options, reduction=None
 ):
     """`vocab_statistics`, and what a `Reduction` gives (Triton backend, labels): its loss and sums, else None."""
+    request, labels = checked_request(
+        logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options
+    )
+    return computed_statistics(request, labels, options, reduction)
+
+
+def checked_request(logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options):
+    """Check the arguments of `vocab_statistics` -> their `Request`, and this rank's plain labels."""
     expect_instance("options", options, Options)
     transform, options = transform or NO_TRANSFORM, options or DEFAULTS
     with Agreement(options, shard) as agreement:
@@ -111,19 +122,29 @@ def run_statistics(
             total_weight=total_weight, ignore_index=ignore_index, options=options,
         )  # fmt: skip
         request = build_request(logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options)
+    return request, labels
+
+
+def computed_statistics(request: Request, labels, options: Options | None, reduction=None):
+    """The results of `run_statistics` for a checked call."""
+    options = options or DEFAULTS
     if reduction is not None and reduction.weight is not None:
         reduction = reduction._replace(weight=request.order.flatten(reduction.weight).float().contiguous())
-    *outputs, loss, sums = Statistics.apply(*request.tensors, request, options.inplace, reduction)
+    tensors = request.tensors
+    if tensors[2:] == NOTHING_ELSE:  # autograd looks at each of its arguments
+        tensors = tensors[:2]
+    *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)
     return assembled(outputs, request, labels, options.check), loss, sums
 
 
 def assembled(outputs, request: Request, labels, check: bool = False) -> VocabStatistics:
     """Statistics [N] in the order of `layout.outputs` -> [..]."""
-    found = {name: request.order.unflatten(x) for name, x in zip(request.layout.outputs, outputs)}
-    owners = found.pop("owners", None)
+    if len(request.order.shape) != 1:
+        outputs = [request.order.unflatten(x) for x in outputs]
+    found = dict(zip(request.layout.outputs, outputs))
     if check:
-        _check_labels(labels, owners, found["valid"], request.shard)
-    found |= {"labels": labels, "vocab_size": request.facts.vocab_size}
+        _check_labels(labels, found["owners"], found["valid"], request.shard)
+    found["labels"], found["vocab_size"] = labels, request.facts.vocab_size
     return VocabStatistics(*map(found.get, VocabStatistics._fields))
 
 

@@ -23,7 +23,7 @@ TENSOR_FIELDS = ("bias", "temperature", "student_temperature", "logits", "ids", 
 
 def is_dtensor(x) -> bool:
     """Return True for a DTensor, without importing torch.distributed.tensor."""
-    return isinstance(x, torch.Tensor) and hasattr(x, "placements")
+    return type(x) is not torch.Tensor and isinstance(x, torch.Tensor) and hasattr(x, "placements")
 
 
 def resolve_shard(logits: torch.Tensor, shard: VocabShard | None) -> VocabShard:

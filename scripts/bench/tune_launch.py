@@ -86,7 +86,7 @@ def tune(tokens, vocab, parts, dtype):
             with mock.patch.object(backend, "gradient_launch", lambda *_: launch):
                 backend.logits_gradient(dx, request, merged, grads)
 
-        show(f"gradient {case}", GRADIENT, backend.gradient_launch(facts.valid_width, grads), gradient)
+        show(f"gradient {case}", GRADIENT, backend.gradient_launch(facts.valid_width, tuple(grads)), gradient)
 
 
 def tune_merge(tokens):

@@ -54,21 +54,19 @@ class Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
         *tensors, request, inplace, reduction = args
-        request = request._replace(tensors=Tensors(*tensors))
-        layout = request.layout
-        merged, values, *flags = operators.statistics(request)
-        ctx.request, ctx.inplace = request._replace(tensors=None, order=None, shard=None), inplace
+        facts, layout = request.facts, request.layout
+        merged, values, *flags = operators.statistics(Request(Tensors(*tensors), facts, layout))
+        ctx.call = facts, layout, inplace, reduction and reduction.plan
         ctx.set_materialize_grads(False)
         outputs = (*values.unbind(0), *flags)
         loss = sums = None
         saved, fixed = (), [outputs[i] for i in layout.fixed]
         if reduction is not None:
             by_name = dict(zip(layout.outputs, outputs))
-            summed = tuple(by_name[name] for name in reduction.plan.statistics)
+            summed, valid = tuple([by_name[name] for name in reduction.plan.statistics]), by_name["valid"]
             # the caller may write to the sums, so they are not among what is saved
-            loss, sums, divisor = load_backend(request.facts.backend).token_sums(summed, by_name["valid"], reduction)
-            saved = by_name["valid"], reduction.weight, divisor, *summed[: len(reduction.plan.coefficients)]
-            ctx.plan = reduction.plan
+            loss, sums, divisor = load_backend(facts.backend).token_sums(summed, valid, reduction)
+            saved = valid, reduction.weight, divisor, *summed[: len(reduction.plan.coefficients)]
             fixed.append(sums)
         ctx.mark_non_differentiable(*fixed)
         ctx.save_for_backward(*tensors, merged, *saved)
@@ -77,27 +75,30 @@ class Statistics(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, saved, *upstream):
-        count = len(Tensors._fields)
-        request = ctx.request._replace(tensors=Tensors(*saved[:count]))
+        facts, layout, inplace, plan = ctx.call
+        count = len(ctx.needs_input_grad) - 3
+        request = Request(Tensors(*saved[:count]), facts, layout)
         merged, *reduced = saved[count:]
-        layout, loss = request.layout, upstream[-2]
-        grads = {name: g for name, g in zip(layout.outputs, upstream) if name in layout.differentiable}
+        loss = upstream[-2]
+        grads = {
+            name: g for name, g in zip(layout.outputs, upstream) if g is not None and name in layout.differentiable
+        }
         if loss is not None:
-            _add_loss_gradient(grads, loss, reduced, ctx.plan, request)
+            _add_loss_gradient(grads, loss, reduced, plan, request)
         grads = kernel_gradients(grads)
         if not grads:
             return (None,) * (count + 3)
         logits = request.tensors.logits
-        if ctx.inplace:
+        if inplace:
             torch.autograd.graph.increment_version(logits)  # first: what a failed kernel left is not read again
             gradient = logits.detach()
             passes.write_gradient(gradient, request, merged, grads)
         else:
             gradient = operators.logits_gradient(request, merged, grads)
-        bias, at = None, Tensors._fields.index("bias")
-        if ctx.needs_input_grad[at]:
-            bias = gradient.sum(0, dtype=merged.dtype).to(request.tensors.bias.dtype)
-        return gradient, *(bias if i == at else None for i in range(1, count + 3))
+        others, at = [None] * (count + 2), Tensors._fields.index("bias")
+        if request.tensors.bias is not None and ctx.needs_input_grad[at]:
+            others[at - 1] = gradient.sum(0, dtype=merged.dtype).to(request.tensors.bias.dtype)
+        return gradient, *others
 
 
 def _add_loss_gradient(grads: dict, loss, reduced, plan, request: Request):
@@ -106,8 +107,8 @@ def _add_loss_gradient(grads: dict, loss, reduced, plan, request: Request):
     backend = load_backend(request.facts.backend)
     rows = backend.token_sums_gradient(loss, tuple(summed), valid, weight, divisor, plan)
     for name, row in zip(plan.statistics, rows.unbind(0)):
-        if name in grads:
-            grads[name] = row if grads[name] is None else grads[name] + row
+        if name in request.layout.differentiable:
+            grads[name] = row if name not in grads else grads[name] + row
 
 
 class TokenSums(torch.autograd.Function):

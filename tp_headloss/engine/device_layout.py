@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .. import statistics
 from ..statistics import Layout
+from ..statistics.records_triton import Outputs
 from ..statistics.topk import has_tail
 from .launch import INTERPRETED
 
@@ -31,6 +32,8 @@ class DeviceLayout:
         self.second = _row_numbers("second", layout.second, statistics.FAMILIES)
         values = _row_numbers("values", layout.values, statistics.FAMILIES)
         self.merge_rows = MergeRows(self.packet, self.merged, values)
+        flags = list(layout.flags)
+        self._flags = tuple(2 + flags.index(name) if name in flags else None for name in Outputs._fields[2:])
         self.has_tail = has_tail(layout.want)
         families = layout.families[1:]  # carriers know the softmax by name
         hooks = [family.device.STATISTICS for family in families if family.streams(layout.call)]
@@ -39,6 +42,10 @@ class DeviceLayout:
         self.grads = _grads_type(statistics.FAMILIES)
         self._gradients = [family for family in families if family.device.GRADIENT]
         self._gradient_hooks = {}
+
+    def outputs(self, tensors: list) -> Outputs:
+        """The outputs of `Layout.empty_outputs` by name."""
+        return Outputs(*tensors[:2], *[None if at is None else tensors[at] for at in self._flags])
 
     def gradient_hooks(self, names: tuple[str, ...]) -> tuple:
         """The GRADIENT of each family that reads one of these upstream gradients."""

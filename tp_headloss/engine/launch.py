@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -9,8 +10,8 @@ import triton
 
 from .backend import version_numbers
 
-OLDEST = (3, 6)
-if version_numbers(triton.__version__) < OLDEST:
+OLDEST, TRITON = (3, 6), version_numbers(triton.__version__)
+if TRITON < OLDEST:
     raise ImportError(
         f"the triton backend needs Triton >= 3.6, which torch >= 2.11 brings, got {triton.__version__}: upgrade "
         "torch, or use Options(backend='torch')"
@@ -18,12 +19,13 @@ if version_numbers(triton.__version__) < OLDEST:
 
 # ruff: noqa: E402
 from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
 
 from ..statistics import numerics_triton
 
 INTERPRETED = numerics_triton.INTERPRETED.value
 # versions whose compiled kernels take the arguments that `launch` gives them (its fast path was run on the first)
-DIRECT = not INTERPRETED and version_numbers(triton.__version__) <= (3, 9)
+DIRECT = not INTERPRETED and TRITON <= (3, 9)
 
 
 class Launch(NamedTuple):
@@ -47,6 +49,7 @@ def next_power_of_2(n: int) -> int:
 # Other GPUs get the same values.
 
 
+@functools.lru_cache(maxsize=1024)
 def statistics_launch(chunk_size: int, has_teacher: bool = False) -> Launch:
     """Tile of the forward. Its width decides the order of additions, so it depends on the vocabulary alone.
 
@@ -62,7 +65,8 @@ def statistics_launch(chunk_size: int, has_teacher: bool = False) -> Launch:
     return Launch(min(256 if has_teacher else 512, max(128, next_power_of_2(chunk_size))), 1)
 
 
-def gradient_launch(width: int, grads) -> Launch:
+@functools.lru_cache(maxsize=1024)
+def gradient_launch(width: int, grads: tuple[str, ...]) -> Launch:
     """Tile of the backward, by the names of the statistics that have upstream gradients.
 
     32064 wide: 4096/4 257.1, 4096/8 257.9, 2048/4 258.4, 1024/2 259.4, 1024/4 289.9, 512/1 319.6
@@ -96,8 +100,8 @@ _compiled: dict = {}
 
 def _observed() -> bool:
     """Whether a profiler hooked into Triton's dispatch."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def int_key(number: int):
@@ -126,20 +130,32 @@ def launch(kernel, programs: int, variant: tuple, how: Launch, *arguments):
     directly: a `variant` with the same kernel and launch parameters is what Triton would not compile anew.
     """
     device = variant[0]
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    if device.index is not None and device.index != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             return launch(kernel, programs, variant, how, *arguments)
     if not DIRECT or _observed():
         kernel[(programs,)](*arguments, how.block, num_warps=how.warps, enable_fp_fusion=True)
         return
-    key = kernel, how, variant
+    key = kernel.fn, how, variant  # the function, because Triton computes the hash of a kernel anew
     compiled = _compiled.get(key)
     if compiled is None:
         if len(_compiled) >= 4096:  # a temperature that changes with every step, say
             _compiled.clear()
         result = kernel[(programs,)](*arguments, how.block, num_warps=how.warps, enable_fp_fusion=True)
-        _compiled[key] = result.run, result.function, result.packed_metadata
+        _compiled[key] = _direct_call(result)
         return
-    run, function, metadata = compiled
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
-    run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, how.block)
+    run, constant = compiled
+    run(programs, 1, 1, torch._C._cuda_getCurrentRawStream(device.index), *constant, *arguments, how.block)
+
+
+def _direct_call(kernel):
+    """A compiled kernel -> a function that launches it, and its arguments between the stream and the kernel's own.
+
+    Without hooks. Triton 3.6's launcher does nothing but allocate scratch memory before it calls a C function.
+    """
+    run, metadata = kernel.run, kernel.packed_metadata
+    hooks = None, None, None  # metadata for them, before, after
+    if TRITON == OLDEST and type(run) is CudaLauncher and not (run.global_scratch_size or run.profile_scratch_size):
+        options = run.launch_cooperative_grid, run.launch_pdl
+        return run.launch, (kernel.function, *options, None, None, metadata, *hooks)
+    return run, (kernel.function, metadata, *hooks)

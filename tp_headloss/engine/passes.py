@@ -44,7 +44,9 @@ def write_gradient(out: torch.Tensor, request: Request, merged: torch.Tensor, gr
 
 def kernel_gradients(upstream: dict) -> dict:
     """Convert upstream gradients of the statistics to those that backends take: target_logit is log_prob + lse."""
-    target_logit = upstream.get("target_logit")
+    if "target_logit" not in upstream:
+        return {name: g for name, g in upstream.items() if g is not None}
+    target_logit = upstream["target_logit"]
     grads = {name: g for name, g in upstream.items() if g is not None and name != "target_logit"}
     if target_logit is not None:
         for name in ("lse", "log_prob"):

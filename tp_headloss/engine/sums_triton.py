@@ -116,11 +116,12 @@ def token_sums(values, valid, reduction):
     loss, divisor = valid.new_empty((), dtype=torch.float32), valid.new_empty((), dtype=torch.float64)
     given = denominator if isinstance(denominator, torch.Tensor) else None
     number = 1.0 if given is not None or denominator is None else float(denominator)
+    dtypes = [value.dtype for value in values]
     launch(
         sums_kernel,
         1,
-        (valid.device, plan.squares, plan.negatives, len(plan.coefficients), denominator is None,
-         *map(dtype_key, (valid, weight)), pointer_key(given), *map(dtype_key, values)),
+        (valid.device, plan.squares, plan.negatives, len(plan.coefficients), denominator is None, valid.dtype,
+         dtype_key(weight), pointer_key(given), *dtypes),
         SUMS,
         sums, divisor, loss, values, valid, weight, given, plan.coefficients, number, valid.numel(),
         plan.squares, plan.negatives, denominator is None,
@@ -137,8 +138,8 @@ def token_sums_gradient(upstream, values, valid, weight, divisor, plan):
             sums_gradient_kernel,
             ceil_div(n_rows, SUMS_GRADIENT.block),
             (
-                valid.device, plan.squares, plan.negatives, pointer_key(upstream),
-                *map(dtype_key, (valid, weight, *values)),
+                valid.device, plan.squares, plan.negatives, pointer_key(upstream), valid.dtype, dtype_key(weight),
+                *[value.dtype for value in values],
             ),
             SUMS_GRADIENT,
             out, upstream, values, valid, weight, divisor, plan.coefficients, n_rows,

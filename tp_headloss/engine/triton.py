@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 
 from .. import statistics
-from ..request import Request
-from ..statistics import entries_triton
+from ..request import Facts, Request, Tensors
+from ..statistics import Layout, entries_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
-from ..statistics.records_triton import Inputs, Outputs
+from ..statistics.records_triton import Inputs
 from ..symmetric_memory_triton import SharedMemory
 from . import kernels
-from .device_layout import device_layout
+from .device_layout import DeviceLayout, device_layout
 from .launch import (
     INTERPRETED,
     MERGE,
@@ -38,104 +41,113 @@ def shares_memory(logits) -> bool:
     return logits.is_cuda and logits.shape[0] > 0
 
 
-def _factors(request: Request) -> tuple[float | None, float | None]:
-    """The factors before and after the softcap; None where nothing is multiplied."""
-    facts = request.facts
-    if facts.softcap:
-        return facts.scale / facts.softcap, facts.softcap / facts.temperature
-    before = facts.scale / facts.temperature
-    return (before, None) if before != 1.0 or request.tensors.temperatures is not None else (None, None)
+class Prepared(NamedTuple):
+    """What the launches of one kind of call have in common: everything but tensors and the number of tokens."""
+
+    rows: DeviceLayout
+    numbers: tuple  # the fields of `Inputs` after its tensors
+    variant: object  # one object for whatever Triton compiles about rows and inputs
+    bounds: tuple  # start, valid_width, chunks, ignore_index
 
 
-NOTHING = Inputs(*(None,) * len(Inputs._fields))
-
-
-def _is_scaled(request: Request) -> bool:
-    """Whether teacher or student are multiplied by anything where they meet."""
-    facts = request.facts
-    return request.tensors.scales is not None or facts.teacher_scale != 1.0 or facts.student_scale != 1.0
-
-
-def inputs_of(request: Request) -> Inputs:
+def inputs_of(request: Request) -> tuple[Inputs, Prepared]:
     """The tensors and numbers of a call as kernels take them."""
-    x, facts = request.tensors, request.facts
-    row, column = x.logits.stride()
-    teacher_row, teacher_column = (None, None) if x.teacher is None else x.teacher.stride()
-    scales = (facts.teacher_scale, facts.student_scale) if _is_scaled(request) else (None, None)
-    return Inputs(
-        x.logits, row, column, x.labels, x.bias, x.temperatures, x.column_weight, x.teacher, teacher_row,
-        teacher_column, x.scales, *scales, x.entries, x.entry_log_probs,
-        None if x.entries is None else x.entries.shape[1], x.logits.shape[1], facts.chunk_size, *_factors(request),
-        facts.beta,
+    # of a tensor [N, ..]: all but N
+    kinds = [x if x is None else (x.dtype, x.data_ptr() % 16, x.shape[1:], x.stride()) for x in request.tensors]
+    prepared = _prepared(request.facts, request.layout, *kinds)
+    return Inputs._make(request.tensors + prepared.numbers), prepared
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(facts: Facts, layout: Layout, *kinds) -> Prepared:
+    kind = Tensors(*kinds)
+    (width,), strides = kind.logits[2:]
+    teacher = (None, None) if kind.teacher is None else kind.teacher[3]
+    n_entries = None if kind.entries is None else kind.entries[2][0]
+    factors = _factors(facts, kind.temperatures is not None, kind.scales is not None)
+    inputs = Inputs(*kinds, *strides, *teacher, n_entries, width, facts.chunk_size, *factors)
+    rows = device_layout(layout)
+    return Prepared(
+        rows, inputs[len(kinds) :], _variant(rows, *_inputs_key(inputs, [k and k[:2] for k in kinds])),
+        (facts.start, facts.valid_width, facts.chunks, facts.ignore_index),
     )  # fmt: skip
 
 
-def _inputs_key(inputs: Inputs) -> tuple:
-    """What Triton compiles into a kernel about the inputs."""
-    pointers = (
-        inputs.x, inputs.labels, inputs.bias, inputs.temperature, inputs.column_weight, inputs.teacher, inputs.scales,
-        inputs.entries, inputs.entry_log_probs,
-    )  # fmt: skip
-    strides = [int_key(inputs.x_row), int_key(inputs.x_column)]
+@functools.cache  # as many as there are compiled kernels, which Triton keeps, too
+def _variant(*_compiled_in) -> object:
+    """One object for equal arguments, which is quicker to look up."""
+    return object()
+
+
+@functools.lru_cache(maxsize=256)
+def _factors(facts: Facts, has_temperatures: bool, has_scales: bool) -> tuple:
+    """`Inputs` from pre to beta: None where nothing is multiplied."""
+    if facts.softcap:
+        own = facts.scale / facts.softcap, facts.softcap / facts.temperature
+    else:
+        before = facts.scale / facts.temperature
+        own = (before, None) if before != 1.0 or has_temperatures else (None, None)
+    both = facts.teacher_scale, facts.student_scale
+    return *own, *(both if has_scales or both != (1.0, 1.0) else (None, None)), facts.beta
+
+
+def _inputs_key(inputs: Inputs, pointers=None) -> tuple:
+    """What Triton compiles into a kernel about the inputs; pointers: its `pointer_key`s, if they are known."""
+    if pointers is None:
+        pointers = map(pointer_key, inputs[: len(Tensors._fields)])
+    strides = int_key(inputs.x_row), int_key(inputs.x_column)
     if inputs.teacher is not None:
         strides += int_key(inputs.teacher_row), int_key(inputs.teacher_column)
     sizes = inputs.n_entries, inputs.width, inputs.chunk_size
     switches = inputs.pre is None, inputs.post is None, inputs.student_scale is None
-    return *[x if x is None else (x.dtype, x.data_ptr() % 16) for x in pointers], *strides, *sizes, *switches
+    return *pointers, *strides, *sizes, *switches
+
+
+NOT_SHARED = SharedMemory()
 
 
 def _shared(memory) -> SharedMemory:
-    return SharedMemory() if memory is None else SharedMemory(memory.turns, memory.slot, memory.peers)
+    return NOT_SHARED if memory is None else SharedMemory(memory.turns, memory.slot, memory.peers)
 
 
 def local_statistics(packets, request: Request, memory=None):
     """Write this rank's packets [chunks, rows, N] fp32, into `memory`'s slot if there is one."""
-    facts, rows = request.facts, device_layout(request.layout)
-    n_rows = request.tensors.logits.shape[0]
+    n_rows, facts = packets.shape[-1], request.facts
     if n_rows == 0:
         return
-    has_entries = request.tensors.entries is not None
-    inputs = inputs_of(request)
-    streamed = inputs
-    if has_entries:
+    (inputs, prepared), shared, device = inputs_of(request), _shared(memory), packets.device
+    rows, streamed, variant = prepared.rows, inputs, (device, prepared.variant, shared.slot)
+    how = statistics_launch(facts.chunk_size, inputs.teacher is not None or rows.has_tail)
+    if inputs.entries is not None:
         streamed = inputs._replace(entry_log_probs=None)
         streamed = streamed if rows.has_tail else streamed._replace(entries=None, n_entries=None)
-    how = statistics_launch(facts.chunk_size, inputs.teacher is not None or rows.has_tail)
-    numbers = n_rows, facts.start, facts.valid_width, facts.chunks, facts.ignore_index
-    shared, device = _shared(memory), packets.device
     launch(
-        kernels.statistics_kernel, n_rows * facts.chunks, (device, rows, shared.slot, _inputs_key(streamed)), how,
-        packets, streamed, shared, rows.statistics, rows.packet, *numbers,
+        kernels.statistics_kernel, n_rows * facts.chunks, variant, how,
+        packets, streamed, shared, rows.statistics, rows.packet, n_rows, *prepared.bounds,
     )  # fmt: skip
-    if has_entries:
+    if inputs.entries is not None:
         launch(
-            entries_triton.entry_statistics_kernel, n_rows * facts.chunks,
-            (device, rows, shared.slot, _inputs_key(inputs)), entries_launch(inputs.n_entries),
-            packets, inputs, shared, rows.packet, *numbers,
+            entries_triton.entry_statistics_kernel, n_rows * facts.chunks, variant, entries_launch(inputs.n_entries),
+            packets, inputs, shared, rows.packet, n_rows, *prepared.bounds,
         )  # fmt: skip
 
 
 def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:
     """Packets of all ranks (this rank's, whose peers' lie in `memory`) -> [merged rows, values, *flags]."""
-    layout, facts, n_rows = request.layout, request.facts, packets.shape[-1]
-    outputs = layout.empty_outputs(packets, n_rows, torch.float32)
+    facts, x, n_rows = request.facts, request.tensors, packets.shape[-1]
+    outputs = request.layout.empty_outputs(packets, n_rows, torch.float32)
     if n_rows == 0:
         return outputs
-    rows, shared = device_layout(layout), _shared(memory)
-    flags = dict(zip(layout.flags, outputs[2:]))
-    out = Outputs(*outputs[:2], *(flags.get(name) for name in ("valid", "argmax", "hits")))
-    student_scale = facts.student_scale if _is_scaled(request) else None
-    inputs = NOTHING._replace(labels=request.tensors.labels, scales=request.tensors.scales, student_scale=student_scale)
-    variant = packets.device, rows, facts.packets, facts.chunks, shared.slot, _inputs_key_of_merge(inputs)
+    rows, shared, counts = device_layout(request.layout), _shared(memory), (facts.packets, facts.chunks)
+    inputs = Inputs(labels=x.labels)
+    if x.scales is not None or facts.student_scale != 1.0 or facts.teacher_scale != 1.0:
+        inputs = inputs._replace(scales=x.scales, student_scale=facts.student_scale)
+    keys = pointer_key(x.labels), pointer_key(x.scales), inputs.student_scale is None
     launch(
-        kernels.merge_kernel, ceil_div(n_rows, MERGE.block), variant, MERGE,
-        out, packets, inputs, shared, rows.merge, rows.merge_rows, n_rows, facts.packets, facts.chunks,
+        kernels.merge_kernel, ceil_div(n_rows, MERGE.block), (packets.device, rows, *counts, shared.slot, *keys), MERGE,
+        rows.outputs(outputs), packets, inputs, shared, rows.merge, rows.merge_rows, n_rows, *counts,
     )  # fmt: skip
     return outputs
-
-
-def _inputs_key_of_merge(inputs: Inputs) -> tuple:
-    return pointer_key(inputs.labels), pointer_key(inputs.scales), inputs.student_scale is None
 
 
 def second_statistics(packets, request: Request, merged):
@@ -143,8 +155,8 @@ def second_statistics(packets, request: Request, merged):
     facts, rows, n_rows = request.facts, device_layout(request.layout), request.tensors.logits.shape[0]
     if n_rows == 0:
         return
-    inputs = inputs_of(request)._replace(labels=None, column_weight=None)
-    variant = packets.device, rows, _inputs_key(inputs)
+    inputs, prepared = inputs_of(request)
+    inputs, variant = inputs._replace(labels=None, column_weight=None), (packets.device, prepared.variant)
     if inputs.entries is None:
         launch(
             divergence_kernel, n_rows * facts.chunks, variant, statistics_launch(facts.chunk_size, True),
@@ -166,11 +178,11 @@ def logits_gradient(out, request: Request, merged, grads: dict):
         logits_gradient(exact, request, merged, grads)
         out.copy_(exact)
         return
-    inputs = inputs_of(request)
+    inputs, prepared = inputs_of(request)
     if inputs.entries is not None:
         inputs = inputs._replace(entry_log_probs=None, entries=None, n_entries=None)
-    if not any(name in grads for name in statistics.TOPK_TEACHER):
-        _gradient(out, request, inputs, merged, grads)
+    if grads.keys().isdisjoint(statistics.TOPK_TEACHER):
+        _gradient(out, request, inputs, prepared.variant, merged, grads)
         return
     # at the entries everything is computed once more, and rounded once
     at_entries, picked, everywhere = _gradient_at_entries(request, merged, grads)
@@ -178,26 +190,27 @@ def logits_gradient(out, request: Request, merged, grads: dict):
     elsewhere = others
     if everywhere is not None:
         elsewhere = {**others, "lse" if len(everywhere) == 1 else "everywhere": everywhere}
-    _gradient(out, request, inputs, merged, elsewhere)
+    _gradient(out, request, inputs, prepared.variant, merged, elsewhere)
     entries = request.tensors.entries
     inputs = inputs._replace(x=picked, x_row=picked.stride(0), x_column=1, entries=entries, n_entries=entries.shape[1])
-    _gradient(out, request, inputs, merged, {**others, "at_entries": at_entries})
+    _gradient(out, request, inputs, _inputs_key(inputs), merged, {**others, "at_entries": at_entries})
 
 
-def _gradient(out, request: Request, inputs: Inputs, merged, grads: dict):
-    """The gradient of everything, or with inputs.entries of these ids alone."""
-    (n_rows, width), facts, rows = out.shape, request.facts, device_layout(request.layout)
-    hooks = rows.gradient_hooks(tuple(grads))
-    how = gradient_launch(width, grads) if inputs.entries is None else entries_launch(inputs.n_entries)
+def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict):
+    """The gradient of everything, or with inputs.entries of these ids alone; variant: of these inputs."""
+    (n_rows, width), strides, facts, rows = out.shape, out.stride(), request.facts, device_layout(request.layout)
+    names = tuple(grads)
+    hooks = rows.gradient_hooks(names)
+    how = gradient_launch(width, names) if inputs.entries is None else entries_launch(inputs.n_entries)
     upstream = rows.grads(*map(grads.get, rows.grads._fields))
     padded = facts.valid_width < width
     variant = (
-        out.device, rows, hooks, padded, pointer_key(out), *map(int_key, out.stride()), _inputs_key(inputs),
-        tuple(grads), pointer_key(upstream.everywhere),
+        out.device, rows, hooks, padded, pointer_key(out), int_key(strides[0]), int_key(strides[1]), variant, names,
+        pointer_key(upstream.everywhere),
     )  # fmt: skip
     launch(
         kernels.gradient_kernel, n_rows * ceil_div(inputs.n_entries or width, how.block), variant, how,
-        out, *out.stride(), inputs, merged, upstream, hooks, rows.merged,
+        out, *strides, inputs, merged, upstream, hooks, rows.merged,
         n_rows, facts.start, facts.valid_width, padded,
     )  # fmt: skip
 
@@ -205,7 +218,7 @@ def _gradient(out, request: Request, inputs: Inputs, merged, grads: dict):
 def _gradient_at_entries(request: Request, merged, grads: dict):
     """What the entries add at their ids [N, E], their logits [N, E], and [4, N] of what they add at all others, or
     [1, N] if that is nothing but an upstream gradient of lse."""
-    facts, rows, inputs = request.facts, device_layout(request.layout), inputs_of(request)._replace(labels=None)
+    facts, rows, inputs = request.facts, device_layout(request.layout), inputs_of(request)[0]._replace(labels=None)
     n_rows = request.tensors.logits.shape[0]
     at_entries = merged.new_empty((n_rows, inputs.n_entries))
     picked = request.tensors.logits.new_empty((n_rows, inputs.n_entries))

@@ -36,7 +36,7 @@ def check_call(
 ) -> Call:
     """Check the arguments of a call. Raises TypeError or ValueError for wrong ones."""
     _expect_labels(labels, token_weight, device)
-    _expect_denominator(denominator, definition.reduction)
+    expect_denominator(denominator, definition.reduction)
     inputs = inputs or {}
     sequences = _checked_sequences(definition, inputs, labels)
     inputs = _checked_inputs(definition, inputs, labels, sequences)
@@ -78,7 +78,8 @@ def _expect_labels(labels, token_weight, device):
         expect_tensor("token_weight", token_weight, labels.shape, device)
 
 
-def _expect_denominator(denominator, reduction: str):
+def expect_denominator(denominator, reduction: str):
+    """Raise TypeError or ValueError unless it is None, a number or a scalar tensor, and goes with the reduction."""
     if denominator is None:
         return
     if reduction in ("none", "sum"):

@@ -34,6 +34,7 @@ class CallPlan(NamedTuple):
     summed: tuple[list[StatisticsFunction], list[StatisticsFunction]]  # functions summed together with the loss
     apart: tuple[list[StatisticsFunction], list[StatisticsFunction]]  # functions that return metrics by name
     sums: tuple[SumsPlan | None, SumsPlan | None]  # how one kernel sums them, None where plain torch is needed
+    checked: dict  # calls that were checked, see `known_calls`
 
 
 class HeadLossDefinition(NamedTuple):
@@ -79,7 +80,7 @@ class HeadLossDefinition(NamedTuple):
         if self.reduction != "none" and not own:
             coefficients = [float(term.weight) for term in self.terms]
             sums = tuple(SumsPlan.from_functions([f.function for f in part], coefficients) for part in summed)
-        return self._replace(plan=CallPlan(frozenset(self.needed_inputs()), summed, apart, sums))
+        return self._replace(plan=CallPlan(frozenset(self.needed_inputs()), summed, apart, sums, {}))
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
         """Functions whose values are summed together with the loss: the terms', then the named metrics'.

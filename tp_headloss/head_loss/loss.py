@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from ..agreement import Agreement
-from ..api import run_statistics
+from ..api import checked_request, computed_statistics
 from ..dtensor import local_head, local_logits
 from ..eager_only import uncompiled_where_needed
 from ..linear_head.call import LinearCall, hidden_fact
@@ -20,6 +21,7 @@ from ..validation import expect_instance
 from .call import check_call, local_arguments, replicated_facts
 from .definition import HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate
+from .known_calls import checked_before, kind_of_call, remember
 from .linear_modes import one_sweep, recompute, uses_one_sweep
 from .output import HeadLossOutput, make_output
 from .reduction import fused_reduction
@@ -99,6 +101,25 @@ class HeadLoss(nn.Module):
 
         Forward: one collective. Backward: no communication. Raises the errors of `vocab_statistics`.
         """
+        found = kind = None
+        if token_weight is None and transform is None and inputs is None:
+            kind = kind_of_call(self.options, logits, labels, shard)
+        if kind is not None:
+            found = checked_before(self._definition(), kind, logits, labels, shard, denominator)
+        if found is None:
+            found = self._checked(logits, labels, shard, token_weight, denominator, transform, inputs)
+            if kind is not None:
+                remember(kind, *found)
+        call, request = found
+        reduction = fused_reduction(call, logits)
+        with_statistics = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
+        stats, loss, sums = computed_statistics(
+            request, call.labels, self.options, reduction if with_statistics else None
+        )
+        return make_output(call, stats, self._evaluate_functions, reduction, loss, sums)
+
+    def _checked(self, logits, labels, shard, token_weight, denominator, transform, inputs):
+        """Check the arguments of `forward` -> the call, and the request for its statistics."""
         with Agreement(self.options, shard) as agreement:
             logits, shard = local_logits(logits, shard)
             labels, token_weight, transform, inputs = local_arguments(shard, labels, token_weight, transform, inputs)
@@ -106,13 +127,11 @@ class HeadLoss(nn.Module):
             facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
             agreement.record("HeadLoss", shard, **facts)
             call = check_call(definition, shard, logits.device, labels, token_weight, denominator, inputs)
-        reduction = fused_reduction(call, logits)
-        with_statistics = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
-        stats, loss, sums = run_statistics(
-            logits, call.labels, shard, self.want, transform, call.inputs.get("teacher"), call.total_weight,
-            self.ignore_index, self.options, reduction if with_statistics else None,
+        request, _ = checked_request(
+            logits, call.labels, shard, definition.want, transform, call.inputs.get("teacher"), call.total_weight,
+            definition.ignore_index, definition.options,
         )  # fmt: skip
-        return make_output(call, stats, self._evaluate_functions, reduction, loss, sums)
+        return call, request
 
     @uncompiled_where_needed
     def linear(
@@ -169,7 +188,7 @@ class HeadLoss(nn.Module):
         if torch.compiler.is_compiling():
             return HeadLossDefinition(*current).planned()
         known = self._known_definition
-        if known is None or any(a is not b for a, b in zip(current, known)):
+        if known is None or not all(map(operator.is_, current, known)):
             known = self._known_definition = HeadLossDefinition(*current).planned()
         return known
 

@@ -49,9 +49,11 @@ def make_output(
         values, other_metrics, sequence_metrics = evaluate(*functions, stats, call.inputs, call.token_weight)
     if loss is None:
         loss, sums = reduce_tokens(call, stats, values, reduction)
-    *sums, total = sums
+    *sums, total = sums.unbind(0) if isinstance(sums, torch.Tensor) else sums
     terms = {term.name: value for term, value in zip(definition.terms, sums)}
     metrics = dict(zip(definition.metrics, sums[len(terms) :]))
-    expect_distinct_names(metrics, other_metrics)
+    if other_metrics:
+        expect_distinct_names(metrics, other_metrics)
+        metrics |= other_metrics
     count = total if call.count is None else call.count
-    return HeadLossOutput(loss, count, terms, metrics | other_metrics, stats, sequence_metrics)
+    return HeadLossOutput(loss, count, terms, metrics, stats, sequence_metrics)

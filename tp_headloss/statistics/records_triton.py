@@ -8,29 +8,32 @@ from typing import NamedTuple
 
 
 class Inputs(NamedTuple):
-    """Tensors and numbers that the kernels read besides packets and merged rows; None switches a part off."""
+    """Tensors, in the order of `request.Tensors`, and numbers that the kernels read besides packets and merged rows.
 
-    x: object  # [T, width] logits; for a gradient at entries alone: [T, E]
-    x_row: object  # strides
-    x_column: object
-    labels: object  # [T] int32 or int64
-    bias: object  # [width]
-    temperature: object  # [T] fp32
-    column_weight: object  # [width] fp32
-    teacher: object  # [T, width] logits
-    teacher_row: object
-    teacher_column: object
-    scales: object  # [2, T] fp32 of teacher and student, instead of the next two
-    teacher_scale: object  # both None: nothing is scaled
-    student_scale: object
-    entries: object  # [T, E] int32 ascending ids of a top-K teacher
-    entry_log_probs: object  # [T, E] fp32
-    n_entries: object
-    width: object
-    chunk_size: object
-    pre: object  # factor before the softcap, None: 1
-    post: object  # factor after it, None: no softcap
-    beta: object  # the teacher's share of the Jensen-Shannon mixture
+    None switches a part off.
+    """
+
+    x: object = None  # [T, width] logits; for a gradient at entries alone: [T, E]
+    labels: object = None  # [T] int32 or int64
+    bias: object = None  # [width]
+    temperature: object = None  # [T] fp32
+    column_weight: object = None  # [width] fp32
+    teacher: object = None  # [T, width] logits
+    scales: object = None  # [2, T] fp32 of teacher and student, instead of their numbers
+    entries: object = None  # [T, E] int32 ascending ids of a top-K teacher
+    entry_log_probs: object = None  # [T, E] fp32
+    x_row: object = None  # strides
+    x_column: object = None
+    teacher_row: object = None
+    teacher_column: object = None
+    n_entries: object = None
+    width: object = None
+    chunk_size: object = None
+    pre: object = None  # factor before the softcap, None: 1
+    post: object = None  # factor after it, None: no softcap
+    teacher_scale: object = None  # both None: nothing is scaled
+    student_scale: object = None
+    beta: object = None  # the teacher's share of the Jensen-Shannon mixture
 
 
 class Chunk(NamedTuple):
