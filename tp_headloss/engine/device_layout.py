@@ -55,15 +55,15 @@ class DeviceLayout:
         return self._gradient_hooks[names]
 
 
-def _constant(number):
-    return number if number is None or INTERPRETED else tl.constexpr(number)
-
-
 def _row_numbers(kind: str, rows: tuple[str, ...], families) -> tuple:
-    """The numbers of the rows by the names of all rows of this kind, None for absent ones; `height`: how many."""
+    """The numbers of the rows by the names of all rows of this kind, None for absent ones; `height`: how many.
+
+    One constant, because Triton's launcher looks at each element of a tuple.
+    """
     place = {name: i for i, name in enumerate(rows)}
     make = _rows_type(kind, families)
-    return make(*(_constant(place.get(name)) for name in make._fields[:-1]), _constant(len(rows)))
+    numbers = make(*map(place.get, make._fields[:-1]), len(rows))
+    return numbers if INTERPRETED else tl.constexpr(numbers)
 
 
 @functools.cache

@@ -111,7 +111,7 @@ class HeadLoss(nn.Module):
             if kind is not None:
                 remember(kind, *found)
         call, request = found
-        reduction = fused_reduction(call, logits)
+        reduction = fused_reduction(call, request.tensors.logits)
         with_statistics = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
         stats, loss, sums = computed_statistics(
             request, call.labels, self.options, reduction if with_statistics else None
