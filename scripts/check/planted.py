@@ -194,6 +194,10 @@ GROUPS = {
     "test_collectives test_autograd test_inplace test_layouts test_compile test_arguments": [
         ("engine/autograd.py", "first_derivative_only.wrapper", "(*saved, *upstream)", "upstream"),
         ("linear_head/autograd.py", "OneSweep.backward", "torch.is_grad_enabled()", "False"),
+        ("head_loss/known_calls.py", "kind_of_call", "labels.dtype", "labels.shape"),
+        ("head_loss/known_calls.py", "kind_of_call", "None if shard is None else (shard.facts, shard.stop)", "None"),
+        ("head_loss/known_calls.py", "checked_before", "expect_denominator(denominator, definition.reduction)", "pass"),
+        ("head_loss/known_calls.py", "remember", "tensors=None", "tensors=request.tensors"),
     ],
     "test_transports": [
         ("engine/transports/symmetric_memory.py", "SymmetricMemory.write", "self.in_exchange = True", "pass"),

@@ -1,5 +1,8 @@
 """Wrong arguments are named, wrong types say what to do, and every option changes something."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from logits_problem import WANT, N, V, rows
@@ -152,3 +155,38 @@ def test_numbers_of_numpy_are_numbers():
         VocabShard(0, 12, True)
     with pytest.raises(TypeError, match=r"vocab_size must be an int, got 12\.0"):
         VocabShard.from_group(None, 12.0)
+
+
+def test_a_call_after_an_equal_one_is_still_checked():
+    """Checks are remembered by what they read, and neither attributes nor denominators are part of that."""
+    x, labels = rows("cpu")
+    head, whole = HeadLoss(), VocabShard(0, V, V)
+    for _ in range(2):
+        assert torch.equal(head(x, labels).loss, head(x, labels, shard=whole).loss)
+    bad = {
+        "width": (dict(logits=x[:, 1:], shard=whole), ValueError, "must have the shard's"),
+        "logits": (dict(logits=x.long()), TypeError, "logits must be one of"),
+        "labels": (dict(labels=labels.float()), TypeError, "labels must be int64 or int32"),
+        "tokens": (dict(labels=labels[1:]), ValueError, "labels must have shape"),
+        "shard": (dict(shard=V), TypeError, "shard must be a VocabShard"),
+        "denominator": (dict(denominator=torch.ones(2)), ValueError, "denominator must be a number or a scalar"),
+    }
+    for kwargs, kind, match in bad.values():
+        with pytest.raises(kind, match=match):
+            head(**{"logits": x, "labels": labels, **kwargs})
+    smaller = head(x, labels, shard=VocabShard(0, V, V - 1))
+    assert smaller.stats.vocab_size == V - 1 and head(x, labels).stats.vocab_size == V
+    count = head(x, labels).count
+    head.ignore_index = int(labels[labels >= 0][0])
+    assert head(x, labels).count < count + (labels == -100).sum()  # and -100 is a bad label now
+
+
+def test_what_is_remembered_of_a_call_holds_none_of_its_tensors():
+    x, labels = rows("cpu")
+    head = HeadLoss()
+    head(x, labels)
+    alive = weakref.ref(x), weakref.ref(labels)
+    del x, labels
+    gc.collect()
+    assert [tensor() for tensor in alive] == [None, None]
+    assert len(head._definition().plan.checked) == 1

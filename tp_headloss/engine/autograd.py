@@ -56,7 +56,8 @@ class Statistics(torch.autograd.Function):
         *tensors, request, inplace, reduction = args
         facts, layout = request.facts, request.layout
         merged, values, *flags = operators.statistics(Request(Tensors(*tensors), facts, layout))
-        ctx.call = facts, layout, inplace, reduction and reduction.plan
+        ctx.request, ctx.inplace = Request(None, facts, layout), inplace
+        ctx.plan = None if reduction is None else reduction.plan
         ctx.set_materialize_grads(False)
         outputs = (*values.unbind(0), *flags)
         loss = sums = None
@@ -75,21 +76,21 @@ class Statistics(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, saved, *upstream):
-        facts, layout, inplace, plan = ctx.call
-        count = len(ctx.needs_input_grad) - 3
-        request = Request(Tensors(*saved[:count]), facts, layout)
+        count = len(ctx.needs_input_grad) - 3  # absent tensors at the end are left out
+        layout = ctx.request.layout
+        request = Request(Tensors(*saved[:count]), ctx.request.facts, layout)
         merged, *reduced = saved[count:]
         loss = upstream[-2]
         grads = {
             name: g for name, g in zip(layout.outputs, upstream) if g is not None and name in layout.differentiable
         }
         if loss is not None:
-            _add_loss_gradient(grads, loss, reduced, plan, request)
+            _add_loss_gradient(grads, loss, reduced, ctx.plan, request)
         grads = kernel_gradients(grads)
         if not grads:
             return (None,) * (count + 3)
         logits = request.tensors.logits
-        if inplace:
+        if ctx.inplace:
             torch.autograd.graph.increment_version(logits)  # first: what a failed kernel left is not read again
             gradient = logits.detach()
             passes.write_gradient(gradient, request, merged, grads)
