@@ -32,11 +32,10 @@ from record import refuse_older_run
 from tp_headloss import (
     CrossEntropy,
     Distillation,
-    Teacher,
+    TeacherHead,
     Term,
     TopKDistillation,
     TopKTeacher,
-    Transform,
     ZLoss,
     topk_log_probs,
 )
@@ -104,10 +103,11 @@ def distil(student: Trainer, term: Term) -> None:
 
 
 @torch.no_grad()
-def logits_of(teacher: Trainer, inputs: torch.Tensor) -> torch.Tensor:
-    """inputs [B, T] -> logits [B, T, V/P], sharded like the student's."""
+def head_of(teacher: Trainer, inputs: torch.Tensor) -> TeacherHead:
+    """inputs [B, T] -> the teacher's hidden states [B, T, H] and head; its logits are never made as a whole."""
     with teacher.autocast:
-        return teacher.model.output(teacher.model(inputs.to(teacher.ranks.device)))
+        hidden = teacher.model(inputs.to(teacher.ranks.device))
+    return TeacherHead(hidden, teacher.model.output.weight, temperature=teacher.args.temperature)
 
 
 def no_teacher(step: int, micro_batches: list) -> Iterable:
@@ -115,11 +115,11 @@ def no_teacher(step: int, micro_batches: list) -> Iterable:
 
 
 def online(teacher: Trainer) -> AddTeacher:
-    """The logits of one micro-batch at a time, [B, T, V/P]: never gathered, never kept."""
+    """The teacher's hidden states of one micro-batch at a time, [B, T, H]."""
 
     def add_teacher(step, micro_batches):
         for inputs, labels in micro_batches:
-            yield inputs, labels, Teacher(logits_of(teacher, inputs), teacher.args.temperature)
+            yield inputs, labels, head_of(teacher, inputs)
 
     return add_teacher
 
@@ -136,13 +136,13 @@ def export(teacher: Trainer, path: Path) -> None:
         if ranks.rank == 0:
             file = np.lib.format.open_memmap(part, "w+", entries, (args.steps, args.batch, args.length))
         compact = {"dtype": torch.float16, "ids_dtype": torch.int32}
-        transform = Transform(temperature=args.temperature)
         for step in range(args.steps):
             inputs, _ = teacher.corpus.batch("train", args.batch, args.seed, step)
-            tops = [
-                topk_log_probs(logits_of(teacher, piece), args.k, shard=teacher.shard, transform=transform, **compact)
-                for piece in inputs.chunk(args.accumulate)
-            ]
+            with teacher.autocast:
+                tops = [
+                    topk_log_probs(head_of(teacher, piece), args.k, shard=teacher.shard, **compact)
+                    for piece in inputs.chunk(args.accumulate)
+                ]
             if ranks.rank == 0:
                 for name in entries.names:
                     file[name][step] = torch.cat([getattr(top, name) for top in tops]).cpu()

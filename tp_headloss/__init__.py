@@ -26,7 +26,7 @@ from .head_loss import (
 )
 from .linear_head import Linear, linear_vocab_statistics
 from .module import Init, VocabParallelEmbedding, VocabParallelHead, multi_token_targets
-from .options import Options, Teacher, TopKTeacher, Transform
+from .options import Options, Teacher, TeacherHead, TeacherHeads, TopKTeacher, Transform
 from .sequences import Sequences
 from .shard import VocabShard
 from .statistics import VocabStatistics
@@ -52,6 +52,8 @@ __all__ = [
     "PolicyMetrics",
     "Sequences",
     "Teacher",
+    "TeacherHead",
+    "TeacherHeads",
     "Term",
     "TopK",
     "TopKDistillation",

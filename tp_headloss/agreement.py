@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import dis
 import functools
+import re
 import types
 import zlib
 
@@ -21,8 +22,8 @@ from .shard import VocabShard
 VALIDATIONS = ("metadata", "full", "checksums")
 # name of a fact -> the dimension that is sharded on the vocabulary, whose size and bits differ between ranks
 SHARDED_DIM = {
-    **{"logits": -1, "teacher.logits": -1, "inputs.teacher.logits": -1},
-    **{"weight": 0, "bias": 0, "transform.bias": 0, "total_weight": 0},
+    **{"logits": -1, "weight": 0, "bias": 0, "transform.bias": 0, "total_weight": 0},
+    **{"teacher.logits": -1, "teacher.weight": 0, "teacher.bias": 0, "teacher.transform.bias": 0},
 }
 CHECKSUMS_ON_REQUEST = ("hidden",)  # replicated, but as large as a layer's output: bits only with "checksums"
 # Name -> type of the exceptions that another rank's error is raised as. Names come from that rank, so no other type is
@@ -106,7 +107,7 @@ def _describe(name: str, value, out: dict, seen: dict):
     seen[id(value)] = name, value  # with the value, because the id of a deleted one could be used again
     checksum, parts = 0, ()
     if isinstance(value, torch.Tensor):
-        text, checksum = _describe_tensor(value, SHARDED_DIM.get(name))
+        text, checksum = _describe_tensor(value, _sharded_dim(name))
     elif isinstance(value, (torch.nn.Module, VocabShard, types.ModuleType, type)):
         text = getattr(value, "__name__", type(value).__name__)
     elif isinstance(value, Sequences):
@@ -140,6 +141,11 @@ def _describe(name: str, value, out: dict, seen: dict):
     out[name] = text, checksum
     for key, part in parts:
         _describe(f"{name}.{key}", part, out, seen)
+
+
+def _sharded_dim(name: str) -> int | None:
+    """Dimension of a fact that is sharded on the vocabulary, or None. A teacher may be an input, or one of several."""
+    return SHARDED_DIM.get(re.sub(r"^(inputs\.)?teacher\.(heads\.\d+\.)?", "teacher.", name))
 
 
 def _key_text(key) -> str:

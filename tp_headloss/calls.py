@@ -9,7 +9,7 @@ import torch
 from . import statistics
 from .engine.backend import resolve_backend
 from .engine.operators import top_entries
-from .options import Options, Teacher, TopKTeacher, Transform
+from .options import Options, Teacher, TeacherHead, TeacherHeads, TopKTeacher, Transform
 from .request import Facts, Request, Tensors, TokenOrder
 from .shard import ShardFacts, VocabShard
 from .statistics import FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
@@ -163,6 +163,11 @@ def _validate_teacher(teacher, transform, logits, want, options):
         if wanted:
             raise ValueError(f"{wanted} need a teacher, got none")
         return
+    if isinstance(teacher, (TeacherHead, TeacherHeads)):
+        raise ValueError(
+            f"a {type(teacher).__name__} is for linear heads, got logits: use HeadLoss.linear or "
+            "linear_vocab_statistics, or make the teacher's logits, Teacher(F.linear(hidden, weight))"
+        )
     if not isinstance(teacher, (Teacher, TopKTeacher)):
         raise TypeError(f"teacher must be a Teacher or a TopKTeacher, got {type(teacher).__name__}")
     if not wanted or not set(wanted) <= set(served):

@@ -17,8 +17,12 @@ import torch.distributed as dist
 from .shard import VocabShard
 from .validation import expect_tensor
 
-# Fields of a Transform, a Teacher or a TopKTeacher that may hold tensors
-TENSOR_FIELDS = ("bias", "temperature", "student_temperature", "logits", "ids", "log_probs", "mask", "tail_log_prob")
+# Fields of a Transform or of a teacher that may hold tensors, and those that hold such objects
+TENSOR_FIELDS = (
+    "bias", "temperature", "student_temperature", "logits", "ids", "log_probs", "mask", "tail_log_prob", "hidden",
+    "weight", "teacher_of_token",
+)  # fmt: skip
+OBJECT_FIELDS = ("transform", "heads")
 
 
 def is_dtensor(x) -> bool:
@@ -96,24 +100,35 @@ def local_head(hidden, weight, bias, shard, hidden_grad: str):
     return hidden, rows, bias, shard
 
 
-def local_part(x, shard: VocabShard):
+def local_part(x, shard: VocabShard, hidden_grad: str = "all_reduce"):
     """Return a per-token tensor, or an object that holds some (TENSOR_FIELDS), with DTensors replaced by plain local
-    tensors. ValueError unless all ranks that share the vocabulary hold the same tokens."""
+    tensors. ValueError unless all ranks that share the vocabulary hold the same tokens.
+
+    hidden_grad: as in `Linear`, which says how a teacher's hidden states are laid out.
+    """
     if x is None or isinstance(x, torch.Tensor):
-        return _local_tensor("labels, weights and inputs", x, shard) if is_dtensor(x) else x
+        return _local_tensor("labels, weights and inputs", x, shard, hidden_grad) if is_dtensor(x) else x
     found = {}
     for name in TENSOR_FIELDS:  # by name, and without a comprehension, so that torch.compile follows
         value = getattr(x, name, None)
         if is_dtensor(value):
-            found[name] = _local_tensor(name, value, shard)
+            found[name] = _local_tensor(name, value, shard, hidden_grad)
+    for name in OBJECT_FIELDS:
+        value = getattr(x, name, None)
+        if isinstance(value, (tuple, list)):
+            found[name] = tuple([local_part(part, shard, hidden_grad) for part in value])
+        elif value is not None and local_part(value, shard) is not value:
+            found[name] = local_part(value, shard)
     return replace(x, **found) if found else x
 
 
-def _local_tensor(name, x, shard):
+def _local_tensor(name, x, shard, hidden_grad):
     """Return this rank's plain tensor of the DTensor argument or field `name`."""
     if name == "logits":  # a teacher's
         return local_logits(x, shard)[0]
-    if name == "bias":
+    if name == "hidden":
+        return _local_hidden(x, shard, hidden_grad)
+    if name in ("bias", "weight"):
         dim = _vocab_mesh_dim(name, x, 0, "distribute it with Shard(0)")
         _layout_shard(x, dim, x.shape[0], shard)
         return x.to_local()

@@ -189,6 +189,14 @@ def multi_token_targets(
     over the tokens of depth d). Megatron divides depth d by its own, slightly smaller number of tokens. The acceptance
     rate of depth d is the mean of ``out.stats.correct[d]`` over ``out.stats.valid[d]`` (metric "accuracy").
 
+    The depths can also learn from the main head, whose distribution of the same token is better than its label: their
+    teacher is the same weight with the main head's hidden states d positions later (no gradient goes there).
+
+        rows, _ = multi_token_targets(labels, depths)
+        later = torch.stack([main.roll(-d, -2) for d in range(1, 1 + depths)])  # [D, .., S, H]; its ends are ignored
+        out = head(hidden[1:], rows[1:], head_loss=HeadLoss([Distillation(1.0, "cross_entropy")]),
+                   inputs={"teacher": TeacherHead(later, head.weight)})
+
     Not for hidden states of sequence parallelism, whose first dimension is the sequence: gather them first.
 
     Args:

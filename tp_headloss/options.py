@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -130,6 +130,98 @@ class TopKTeacher:
 
     student_temperature_or_default = Teacher.student_temperature_or_default
     __post_init__ = Teacher.__post_init__
+
+
+@dataclass(frozen=True)
+class TeacherHead:
+    """A `Teacher` for linear heads: its logits hidden @ weight^T + bias are made by blocks and never exist as a whole.
+
+    For `HeadLoss.linear`, `linear_vocab_statistics` and `topk_log_probs`, which take it where they take a `Teacher` or
+    logits. Neither the hidden states nor the weight nor the bias get a gradient, whether they require one or not.
+
+        out = head_loss.linear(hidden, weight, labels, inputs={"teacher": TeacherHead(teacher_hidden, teacher_weight)})
+
+    hidden: [.., H_t] of the student's tokens, with a hidden size of its own, laid out over ranks like the student's
+    hidden states: replicated, or this rank's [S/P, ..] with ``Linear.hidden_grad="reduce_scatter"``, gathered then.
+    weight: [width, H_t] sharded on V at the same bounds as the student's. One dtype with ``hidden`` (but for autocast),
+    which may differ from the student's. bias: [width].
+    transform: bias, scale (positive) and softcap of the teacher's logits; its temperature must be 1.
+    temperature, student_temperature, beta: as in `Teacher`.
+
+    Logits have the operands' dtype, as torch.nn.functional.linear has it; with a bias or a softcap they are fp32, not
+    rounded in between. A teacher that shares the student's head is ``TeacherHead(hidden, weight)`` with the
+    student's own weight; see `multi_token_targets`. A draft model over a subset of the vocabulary
+    (EAGLE-3) takes the rows of its ids, ``TeacherHead(hidden, weight[ids])``, selected once from a frozen weight: the
+    teacher is then normalised over these ids.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    transform: Transform | None = None
+    temperature: float | torch.Tensor = 1.0
+    student_temperature: float | torch.Tensor | None = None
+    beta: float = 0.5
+
+    student_temperature_or_default = Teacher.student_temperature_or_default
+
+    @property
+    def whole_transform(self) -> Transform:
+        """The transform of the teacher's logits with its bias and its temperature."""
+        transform = self.transform or NO_TRANSFORM
+        bias = transform.bias if self.bias is None else self.bias
+        return replace(transform, bias=None if bias is None else bias.detach(), temperature=self.temperature)
+
+    def __post_init__(self):
+        Teacher.__post_init__(self)
+        transform = self.transform
+        if transform is None:
+            return
+        if isinstance(transform.temperature, torch.Tensor) or transform.temperature != 1:
+            raise ValueError("the temperature of a TeacherHead is its own, got one in its transform")
+        if self.bias is not None and transform.bias is not None:
+            raise ValueError("the bias of a TeacherHead was given twice, and in its transform")
+        expect_number("teacher.transform.scale", transform.scale)
+
+
+@dataclass(frozen=True)
+class TeacherHeads:
+    """Several `TeacherHead`s, of which each token has one: on-policy distillation from many teachers.
+
+    heads: the teachers; each has hidden states of all tokens (what other teachers' tokens hold is not used), all of one
+    dtype (but for autocast) and one beta. teacher_of_token: [..] int64 or int32 replicated, each token's index in
+    ``heads``; any other number makes the distillation of its token NaN.
+
+    Every block of logits is made once per head, and each token keeps that of its own, so time grows with the number of
+    heads; the block's memory is that of two. To save the time, sort tokens by teacher and make a call for each.
+    """
+
+    heads: tuple[TeacherHead, ...]
+    teacher_of_token: torch.Tensor
+
+    def __post_init__(self):
+        if not isinstance(self.heads, (tuple, list)) or not self.heads:
+            raise TypeError(f"heads must be a list of TeacherHeads, got {self.heads!r}")
+        for head in self.heads:
+            if not isinstance(head, TeacherHead):
+                raise TypeError(f"heads must be a list of TeacherHeads, got a {type(head).__name__}")
+            if head.beta != self.heads[0].beta:
+                raise ValueError(f"the heads of TeacherHeads must have one beta, got {[h.beta for h in self.heads]}")
+
+    @property
+    def student_temperature_or_default(self) -> float | torch.Tensor:
+        """The student's temperature, per token [..] unless it is one number for all teachers."""
+        values = [head.student_temperature_or_default for head in self.heads]
+        if any(isinstance(value, torch.Tensor) or value != values[0] for value in values):
+            return self.per_token(values, 1.0)
+        return values[0]
+
+    def per_token(self, values, other: float) -> torch.Tensor:
+        """Values of the heads, a number or [..] each -> [..] those of each token's head, `other` where it has none."""
+        out = torch.full_like(self.teacher_of_token, other, dtype=torch.float32)
+        for i, value in enumerate(values):
+            out = torch.where(self.teacher_of_token == i, value, out)
+        return out
 
 
 NO_TRANSFORM, DEFAULTS = Transform(), Options()

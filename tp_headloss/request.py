@@ -64,6 +64,38 @@ class Tensors(NamedTuple):
         )  # fmt: skip
 
 
+class TeacherOperands(NamedTuple):
+    """The heads of a teacher whose logits a linear head makes by blocks; none by default."""
+
+    states: tuple[torch.Tensor, ...] = ()  # hidden states [N, H_t] (or [N/P, H_t]) of each head
+    weights: tuple[torch.Tensor, ...] = ()  # [width, H_t]
+    biases: tuple[torch.Tensor | None, ...] = ()  # [width]
+    of_token: torch.Tensor | None = None  # [N] the head of each token, if there are several
+    operand_dtype: torch.dtype = torch.float32  # of the GEMMs' operands
+    caps: tuple[float, ...] = ()  # of each head: the factor inside of its softcap's tanh, 0 without a softcap
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return *self.states, *self.weights, *self.biases, self.of_token
+
+    def with_tensors(self, tensors) -> TeacherOperands:
+        """The same heads of other tensors, in the order of `tensors`."""
+        n = len(self.caps)
+        parts = (tuple(tensors[i * n : (i + 1) * n]) for i in range(3))
+        return TeacherOperands(*parts, tensors[3 * n], self.operand_dtype, self.caps)
+
+    @property
+    def block_dtype(self) -> torch.dtype:
+        """dtype of a block of logits: unrounded where something is still to be done to them."""
+        exact = any(self.caps) or any(bias is not None for bias in self.biases)
+        return accumulation_dtype(self.operand_dtype) if exact else self.operand_dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of memory for a logit of a block: of a teacher, and of the head that is being made if it is another."""
+        return min(len(self.caps), 2) * self.block_dtype.itemsize
+
+
 class Request(NamedTuple):
     """A validated call."""
 
@@ -72,6 +104,7 @@ class Request(NamedTuple):
     layout: Layout
     order: TokenOrder | None = None  # how the caller's tokens became rows
     shard: VocabShard | None = None
+    teacher_heads: TeacherOperands = TeacherOperands()
 
     @classmethod
     def of(cls, tensors, facts: Facts) -> Request:

@@ -15,7 +15,7 @@ from .dtensor import local_head, local_logits, local_part
 from .eager_only import uncompiled_where_needed
 from .engine import eager
 from .engine.transports import Transport
-from .options import DEFAULTS, NO_TRANSFORM, Options, Transform
+from .options import DEFAULTS, NO_TRANSFORM, Options, TeacherHead, Transform
 from .shard import VocabShard
 from .validation import expect_instance, expect_int, expect_tensor
 
@@ -34,7 +34,7 @@ class TopK(NamedTuple):
 @uncompiled_where_needed
 @torch.no_grad()
 def topk_log_probs(
-    logits: torch.Tensor,
+    logits: torch.Tensor | TeacherHead,
     k: int,
     *,
     weight: torch.Tensor | None = None,
@@ -52,7 +52,8 @@ def topk_log_probs(
     ids_dtype: of what is returned, such as float16 and int32 for the disk.
 
     weight: [width, H] of this rank, with hidden states [.., H] in place of the logits, which are then made (with
-    torch.nn.functional.linear; a bias belongs to ``transform``) for a block of tokens at a time.
+    torch.nn.functional.linear; a bias belongs to ``transform``) for a block of tokens at a time. A `TeacherHead` in
+    place of the logits is the same, and brings its own weight, transform and temperature.
 
     Equal logits come by ascending id, exactly, on every device. Nothing is differentiated, and blocks of 2^22 logits
     bound the memory. A token with NaN or +inf in its logits, or nothing above -inf, has NaN log-probs.
@@ -62,6 +63,7 @@ def topk_log_probs(
     """
     expect_instance("options", options, Options)
     options = options or DEFAULTS
+    logits, weight, transform = _operands(logits, weight, transform)
     with Agreement(options, shard) as agreement:
         expect_tensor("logits" if weight is None else "hidden states", logits)
         if weight is not None:
@@ -91,6 +93,15 @@ def topk_log_probs(
         cut = before >= top_p  # never the first, before which there is exactly 0
         ids, log_probs = ids.masked_fill(cut, -1), log_probs.masked_fill(cut, -torch.inf)
     return TopK(unflatten(ids.to(ids_dtype)), unflatten(log_probs.to(dtype)), unflatten(lse))
+
+
+def _operands(logits, weight, transform):
+    """Logits (or hidden states), weight and transform; a TeacherHead has all three."""
+    if not isinstance(logits, TeacherHead):
+        return logits, weight, transform
+    if weight is not None or transform is not None:
+        raise ValueError("a TeacherHead has its own weight and transform, got others")
+    return logits.hidden, logits.weight, logits.whole_transform
 
 
 def _unflatten(lead, x):

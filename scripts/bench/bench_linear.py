@@ -9,6 +9,9 @@ memory: the peak above inputs, dH and dW. errors: of loss, dH and dW against fp3
 GEMMs: over the bare GEMMs of that mode and nothing else, three, or four with the logits made twice. Ours get a budget
 of a quarter of the logits shard for one sweep and an eighth for recompute, unless their names say otherwise; dW goes
 into main_grad, or is returned.
+
+--teacher: mean forward KL to a teacher of the same size instead, whose logits are made, too: before the student's head
+and as a whole, or by blocks (`TeacherHead`), once in one sweep and twice in recompute. Its GEMMs count.
 """
 
 from __future__ import annotations
@@ -29,14 +32,14 @@ from bench import command, join, versions
 from linear_peers import PEERS, SummedGradient
 from timing import Machine, reason
 
-from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, VocabShard
+from tp_headloss import CrossEntropy, Distillation, HeadLoss, Linear, Options, Teacher, TeacherHead, VocabShard
 
 IGNORED = -100
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}  # of loss, dH and dW, else a row is marked wrong
 
 
 class Problem:
-    def __init__(self, tokens: int, hidden: int, vocab: int, std: float, dtype, machine: Machine):
+    def __init__(self, tokens: int, hidden: int, vocab: int, std: float, dtype, machine: Machine, teacher=False):
         self.machine, self.shard = machine, VocabShard.from_group(machine.group, vocab)
         generator = torch.Generator(machine.device).manual_seed(1)  # the same hidden states and labels on every rank
 
@@ -49,6 +52,11 @@ class Problem:
         generator.manual_seed(3)
         self.labels = torch.randint(vocab, (tokens,), device=machine.device, generator=generator)
         self.labels[::17] = IGNORED
+        self.teacher = None  # hidden states and weight shard
+        if teacher:
+            teacher_hidden = draw(tokens, hidden)
+            generator.manual_seed(2**20 + self.shard.start)
+            self.teacher = teacher_hidden, draw(self.shard.width, hidden).mul_(std / hidden**0.5)
         self.logits_bytes = tokens * self.shard.width * dtype.itemsize
 
     @torch.no_grad()
@@ -63,18 +71,24 @@ class Problem:
                 dist.all_reduce(x, op=op, group=group)
             return x
 
+        def log_softmax(z):
+            top = over_ranks(z.amax(1), dist.ReduceOp.MAX)
+            return z.sub_((top + over_ranks((z - top[:, None]).exp().sum(1)).log())[:, None])
+
         for first in range(0, len(self.labels), 1024):
             here = slice(first, first + 1024)
             hidden, labels = self.hidden[here].float(), self.labels[here]
-            z = hidden @ weight.t()
-            top = over_ranks(z.amax(1), dist.ReduceOp.MAX)
-            lse = top + over_ranks((z - top[:, None]).exp().sum(1)).log()
-            own = (labels >= self.shard.start) & (labels < self.shard.stop)
-            column = torch.where(own, labels - self.shard.start, 0)[:, None]
-            z_y = over_ranks(torch.where(own, z.gather(1, column)[:, 0], 0.0))
-            loss += torch.where(labels != IGNORED, lse - z_y, 0.0).sum()
-            p = (z - lse[:, None]).exp_()
-            p.scatter_add_(1, column, -own.float()[:, None])
+            log_p, q = log_softmax(hidden @ weight.t()), torch.zeros(len(labels), len(weight), device=weight.device)
+            entropy = 0.0  # of a label
+            if self.teacher is None:
+                own = (labels >= self.shard.start) & (labels < self.shard.stop)
+                q.scatter_add_(1, torch.where(own, labels - self.shard.start, 0)[:, None], own.float()[:, None])
+            else:
+                log_q = log_softmax(self.teacher[0][here].float() @ self.teacher[1].float().t())
+                q = log_q.exp()
+                entropy = -over_ranks((q * log_q).sum(1))
+            loss += torch.where(labels != IGNORED, -over_ranks((q * log_p).sum(1)) - entropy, 0.0).sum()
+            p = log_p.exp_().sub_(q)
             p *= ((labels != IGNORED) / count)[:, None]
             of_hidden[here] = p @ weight
             of_weight += p.t() @ hidden
@@ -117,22 +131,32 @@ def differentiated(problem, loss_of):
 
 
 def materialised(problem, options):
-    head_loss, shard = HeadLoss([CrossEntropy()], options=options), problem.shard
+    terms = [CrossEntropy() if problem.teacher is None else Distillation()]
+    head_loss, shard = HeadLoss(terms, options=options), problem.shard
 
     def loss_of(hidden, weight, labels):
         hidden = hidden if shard.group is None else SummedGradient.apply(hidden, shard.group)
-        return head_loss(F.linear(hidden, weight), labels, shard=shard).loss
+        inputs = teacher_inputs(problem, True)
+        return head_loss(F.linear(hidden, weight), labels, shard=shard, inputs=inputs).loss
 
     return differentiated(problem, loss_of)
 
 
-def ours(problem, mode, budget, main_grad):
-    head_loss, weight = HeadLoss([CrossEntropy()]), problem.weight
+def teacher_inputs(problem, whole_logits):
+    """Inputs of the loss: the teacher as a head, or with its logits, which are made here."""
+    if problem.teacher is None:
+        return {}
+    return {"teacher": Teacher(F.linear(*problem.teacher)) if whole_logits else TeacherHead(*problem.teacher)}
+
+
+def ours(problem, mode, budget, main_grad, whole_logits=False):
+    head_loss, weight = HeadLoss([CrossEntropy() if problem.teacher is None else Distillation()]), problem.weight
     declared = 1.0 if main_grad and mode == "one_sweep" else None
     linear = Linear(mode=mode, budget=budget, main_grad=main_grad, upstream=declared)
 
     def loss_of(hidden, weight, labels):
-        return head_loss.linear(hidden, weight, labels, shard=problem.shard, linear=linear).loss
+        inputs = teacher_inputs(problem, whole_logits)
+        return head_loss.linear(hidden, weight, labels, shard=problem.shard, inputs=inputs, linear=linear).loss
 
     if not main_grad:
         return differentiated(problem, loss_of)
@@ -145,7 +169,25 @@ def ours(problem, mode, budget, main_grad):
     return step
 
 
+def distillations(problem):
+    """Beside a teacher: what its logits, as a whole or by blocks, cost and take."""
+    quarter, eighth = problem.logits_bytes // 4, problem.logits_bytes // 8
+    rows = [Implementation(f"{n} GEMMs", n, lambda n=n: gemms(problem, n)) for n in (4, 5, 6)]
+    rows.append(Implementation("materialised logits", 4, lambda: materialised(problem, Options())))
+    for mode, whole_logits, n, budget in (
+        ("one_sweep", True, 4, quarter), ("one_sweep", False, 4, quarter), ("one_sweep", False, 4, 2 * quarter),
+        ("recompute", True, 5, eighth), ("recompute", False, 6, eighth), ("recompute", False, 6, quarter),
+    ):  # fmt: skip
+        kind = "teacher with logits" if whole_logits else "teacher head"
+        share = "" if budget == (quarter if mode == "one_sweep" else eighth) else ", more memory"
+        build = lambda m=mode, b=budget, w=whole_logits: ours(problem, m, b, True, w)  # noqa: E731
+        rows.append(Implementation(f"ours, {mode.replace('_', ' ')}, {kind}{share}", n, build, budget))
+    return rows
+
+
 def implementations(problem):
+    if problem.teacher is not None:
+        return distillations(problem)
     quarter, eighth = problem.logits_bytes // 4, problem.logits_bytes // 8
     own_sum = 4 * problem.weight.numel()  # fp32 memory that dW is summed in, if it is returned in half precision
     rows = [
@@ -224,10 +266,10 @@ def print_table(rows):
         group = list(group)
         bare = {row["gemms"]: row["eager_us"][1] for row in reversed(group) if "GEMMs" in row["implementation"]}
         print(f"\n{name}: logits shard {group[0]['logits_mib']:.0f} MiB")
-        print(f"{'':31}{'eager':>8}{'graph':>8}{'/GEMMs':>8}{'MiB':>8}{'/shard':>8}  errors of loss, dH, dW")
+        print(f"{'':48}{'eager':>8}{'graph':>8}{'/GEMMs':>8}{'MiB':>8}{'/shard':>8}  errors of loss, dH, dW")
         for row in group:
             if "eager_us" not in row:
-                print(f"{row['implementation']:31} {row['status']}")
+                print(f"{row['implementation']:48} {row['status']}")
                 continue
             best = row["eager_us"][1]
             graph = f"{row['graph_us'][1]:.0f}" if row.get("graph_us") else "-"
@@ -235,7 +277,7 @@ def print_table(rows):
             memory = math.nan if row["memory_mib"] is None else row["memory_mib"]
             share = memory / row["logits_mib"]
             print(
-                f"{row['implementation']:31}{best:8.0f}{graph:>8}{ratio:8.3f}{memory:8.0f}{share:8.3f}  "
+                f"{row['implementation']:48}{best:8.0f}{graph:>8}{ratio:8.3f}{memory:8.0f}{share:8.3f}  "
                 f"{row.get('errors', '')} {'' if row['status'] == 'ok' else row['status']}"
             )
 
@@ -250,6 +292,7 @@ def arguments(argv):
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--seconds", type=float, default=0.5, help="for one measurement, if 5 repeats fit")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--teacher", action="store_true", help="forward KL to a teacher, instead of cross-entropy")
     parser.add_argument("--trace", action="store_true", help="print what runs beside the reduction of dH")
     parser.add_argument("--json", help="file for the results")
     return parser.parse_args(argv)
@@ -267,7 +310,7 @@ def main(argv=None):
         "rows": [],
     }
     for vocab, hidden, tokens in itertools.product(args.vocab, args.hidden, args.tokens):
-        problem = Problem(tokens, hidden, vocab, args.std, getattr(torch, args.dtype), machine)
+        problem = Problem(tokens, hidden, vocab, args.std, getattr(torch, args.dtype), machine, args.teacher)
         truth = problem.truth()
         for implementation in implementations(problem):
             if not any(fnmatch.fnmatchcase(implementation.name, pattern) for pattern in args.implementations):

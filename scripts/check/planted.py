@@ -7,6 +7,7 @@ ones no longer fit the package, and what to write instead.
 
 KERNELS, EAGER, PASSES, SUMS = "engine/kernels.py", "engine/eager.py", "engine/passes.py", "engine/sums_triton.py"
 LANES, SWEEPS, REDUCTION = "engine/transports/sum_lanes.py", "linear_head/sweeps.py", "head_loss/reduction.py"
+VALUES = "head_loss/value_gradients.py"
 MEGATRON = "integrations/megatron/head.py"
 
 
@@ -163,6 +164,30 @@ GROUPS = {
         ("linear_head/autograd.py", "MainGrad.gradient", "weight.grad_added_to_main_grad = True", "pass"),
         ("linear_head/autograd.py", "OneSweep.backward", "torch.where(upstream == ctx.upstream, 1.0, torch.nan).to(upstream.dtype)", "torch.ones_like(upstream)"),
     ],
+    "test_teacher_head": [
+        (SWEEPS, "_TeacherBuffer.logits", "x += bias[ids]", "pass"),
+        (SWEEPS, "_TeacherBuffer.logits", "heads.of_token[tokens] == i", "heads.of_token[tokens] != i"),
+        (SWEEPS, "_TeacherBuffer.logits", "x.mul_(cap).tanh_()", "x.mul_(cap)"),
+        (SWEEPS, "_TeacherBuffer.__init__", "buffer.memory = self.buffers[1].memory", "buffer.memory = self.buffers[0].memory"),
+        (SWEEPS, "gradient", "teacher.joined(request.rows(t, logits).columns(v), t, v)", "teacher.joined(request.rows(t, logits).columns(v), t, slice(0, v.stop - v.start))"),
+        ("request.py", "TeacherOperands.block_dtype", "any(self.caps) or any((bias is not None for bias in self.biases))", "False"),
+        ("request.py", "TeacherOperands.bytes", "min(len(self.caps), 2)", "0"),
+        ("linear_head/teacher.py", "_effective_temperature", "head.temperature / factor", "head.temperature"),
+        ("linear_head/teacher.py", "stand_in", "torch.nan", "1.0"),
+        ("linear_head/autograd.py", "LinearFacts.teacher_operands", "self.gathered(x.to(dtype), facts)", "x.to(dtype)"),
+        ("linear_head/valid_tokens.py", "map_teacher_tensors", 'name not in ("weight", "bias")', 'name != "weight"'),
+    ],
+    "test_sharded_teachers": [
+        ("agreement.py", "_sharded_dim", "SHARDED_DIM.get(re.sub('^(inputs\\.)?teacher\\.(heads\\.\\d+\\.)?', 'teacher.', name))", "SHARDED_DIM.get(name)"),
+        ("dtensor.py", "local_part", "found[name] = tuple([local_part(part, shard, hidden_grad) for part in value])", "pass"),
+        ("dtensor.py", "_local_tensor", "_local_hidden(x, shard, hidden_grad)", "x.to_local()"),
+    ],
+    "test_value_gradients": [
+        (VALUES, "_rows_in_torch", "-row if plan.negatives >> i & 1 else row", "row"),
+        (VALUES, "_rows_in_torch", "row * (2 * value) if plan.squares >> i & 1 else row", "row"),
+        (VALUES, "value_gradients.of_upstream.gradients_of", "row if name not in grads else grads[name] + row", "row"),
+        (VALUES, "value_gradients.of_upstream.gradients_of", "row if every is None else row[here]", "row"),
+    ],
     "test_module": [
         ("vocab_rows.py", "_select_rows", "errors.append", "print"),
         ("vocab_rows.py", "VocabRows.reset_parameters", 'f"{self.init.seed} {first}"', 'f"{self.init.seed}"'),
@@ -207,7 +232,7 @@ GROUPS = {
     ],
     "test_agreement": [
         ("agreement.py", "Agreement.__exit__", "_compare(facts)", "pass"),
-        ("agreement.py", "_describe", "SHARDED_DIM.get(name)", "0"),
+        ("agreement.py", "_describe", "_sharded_dim(name)", "0"),
         ("agreement.py", "_compare", "a != b or checksum != other_checksum", "a != b"),
         ("agreement.py", "Agreement.__exit__", "EXCEPTION_TYPES.get(name, RuntimeError)", "RuntimeError"),
         ("agreement.py", "_describe", "text, parts = value.__qualname__, _function_parts(value)", "text = value.__qualname__"),

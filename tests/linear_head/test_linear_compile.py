@@ -41,8 +41,8 @@ def test_operators_are_registered_consistently(device):
     hidden = hidden.t().contiguous().t()
     stats = linear_vocab_statistics(hidden.requires_grad_(), weight, labels, bias=bias, want=("entropy",))
     node = stats.lse.grad_fn
-    inputs = (labels, bias, *[None] * 6)
-    fixed = (*(list(x) if isinstance(x, tuple) else x for x in node.facts), *LinearFacts(*node.linear))
+    inputs, no_teacher = (labels, bias, *[None] * 6), ([], [], [], None, torch.float32, [])
+    fixed = (*no_teacher, *(list(x) if isinstance(x, tuple) else x for x in node.facts), *LinearFacts(*node.linear))
     checks, operators = {"test_utils": ("test_schema", "test_faketensor")}, torch.ops.tp_headloss
     hidden = hidden.detach()
     torch.library.opcheck(operators.linear_statistics.default, (hidden, weight, *inputs, *fixed), **checks)

@@ -99,14 +99,14 @@ def test_wrong_failing_and_absent_implementations_are_reported(tmp_path, bench, 
     assert all("eager_us" in row for row in rows if row["status"] == "wrong")  # marked, and timed all the same
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_linear_benchmark_tells_right_from_wrong(tmp_path, ranks):
+@pytest.mark.parametrize("ranks, teacher", [(1, False), (2, False), (2, True)])
+def test_the_linear_benchmark_tells_right_from_wrong(tmp_path, ranks, teacher):
     data = tmp_path / "bench.json"
     shape = ["--tokens", 2048, "--hidden", 16, "--vocab", 512 * ranks, "--dtype", "float32", "--device", "cpu"]
-    wanted = ["--implementations", "*GEMMs", "materialised logits", "ours, *"]
+    wanted = ["--implementations", "*GEMMs", "materialised logits", "ours, *", *["--teacher"] * teacher]
     out = run_script("scripts/bench/bench_linear.py", *shape, *wanted, "--seconds", 0.001, "--json", data, ranks=ranks)
     rows = {row["implementation"]: row for row in json.loads(data.read_text())["rows"]}
-    assert len(rows) == 9 and all((row["status"], row["tp"]) == ("ok", ranks) for row in rows.values())
+    assert len(rows) == 9 + teacher and all((row["status"], row["tp"]) == ("ok", ranks) for row in rows.values())
     checked = [row["errors"] for row in rows.values() if "errors" in row]
     assert len(checked) == 7 and max(max(errors) for errors in checked) < 1e-5
     assert f"2048 x 16 x {512 * ranks}, TP {ranks}: logits shard 4 MiB" in out

@@ -17,7 +17,8 @@ from .backend import load_backend
 
 _TYPES = {
     torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", int: "int", float: "float", str: "str", bool: "bool",
-    tuple[str, ...]: "str[]", torch.dtype: "ScalarType",
+    tuple[str, ...]: "str[]", torch.dtype: "ScalarType", tuple[float, ...]: "float[]",
+    tuple[torch.Tensor, ...]: "Tensor[]", tuple[torch.Tensor | None, ...]: "Tensor?[]",
 }  # fmt: skip
 
 

@@ -55,9 +55,9 @@ def check_call(
     )
 
 
-def local_arguments(shard: VocabShard, labels, token_weight, transform, inputs):
-    """Replace DTensors among the arguments by this rank's part of them."""
-    inputs = {name: local_part(x, shard) for name, x in (inputs or {}).items()}
+def local_arguments(shard: VocabShard, labels, token_weight, transform, inputs, hidden_grad: str = "all_reduce"):
+    """Replace DTensors among the arguments by this rank's part of them. hidden_grad: of a linear head."""
+    inputs = {name: local_part(x, shard, hidden_grad) for name, x in (inputs or {}).items()}
     return local_part(labels, shard), local_part(token_weight, shard), local_part(transform, shard), inputs
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 
 import torch
 
 from ..linear_head import one_sweep as sweep
 from ..linear_head.call import LinearCall
 from ..linear_head.options import MIN_SWEEP_TOKENS
+from ..linear_head.teacher import without_logits
 from ..linear_head.valid_tokens import map_teacher_tensors
-from ..options import Teacher
 from ..statistics import VocabStatistics
 from .call import Call
 from .output import HeadLossOutput, make_output
 from .reduction import fused_reduction, reduce_tokens, valid_weight
 from .statistic_value import StatisticValue
+from .value_gradients import value_gradients
 
 
 def uses_one_sweep(call: Call, head: LinearCall) -> bool:
@@ -41,9 +42,10 @@ def recompute(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutpu
 def one_sweep(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutput:
     """Results with gradients that the forward has computed already, block by block, for its loss alone."""
     call = _with_denominator(call)
-    stats, gradients = sweep.one_sweep(
-        head, call.labels, call.definition.options, _block_loss(call, head.request.order, evaluate)
-    )
+    gradients_of = value_gradients(call, head.request)
+    if gradients_of is None:
+        gradients_of = partial(sweep.loss_gradients, head, _block_loss(call, head.request.order, evaluate))
+    stats, gradients = sweep.one_sweep(head, call.labels, call.definition.options, gradients_of)
     with torch.no_grad():
         out = make_output(call, stats, evaluate, fused_reduction(call, stats.lse))
     loss, stats = sweep.attach_gradients(head, out.loss, stats, gradients)
@@ -92,9 +94,7 @@ def _block_loss(call: Call, rows, evaluate: Callable) -> Callable:
 
     inputs = {name: flat(x) for name, x in call.inputs.items() if name not in ("sequences", "teacher")}
     weight, teacher = flat(call.loss_weight), call.inputs.get("teacher")
-    if isinstance(teacher, Teacher):
-        teacher = replace(teacher, logits=None)  # terms read statistics, never the logits
-    teacher = teacher and map_teacher_tensors(teacher, flat)
+    teacher = teacher and map_teacher_tensors(without_logits(teacher), flat)
     definition = call.definition._replace(metrics=(), token_metrics=()).planned()
     functions = definition.plan.summed[0]
 

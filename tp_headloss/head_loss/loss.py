@@ -15,6 +15,7 @@ from ..dtensor import local_head, local_logits
 from ..eager_only import uncompiled_where_needed
 from ..linear_head.call import LinearCall, hidden_fact
 from ..linear_head.options import Linear
+from ..linear_head.teacher import teacher_fact
 from ..options import Options, Transform
 from ..shard import VocabShard
 from ..validation import expect_instance
@@ -163,10 +164,14 @@ class HeadLoss(nn.Module):
         linear = linear or Linear()
         with Agreement(self.options, shard) as agreement:
             hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
-            labels, token_weight, transform, inputs = local_arguments(shard, labels, token_weight, transform, inputs)
+            labels, token_weight, transform, inputs = local_arguments(
+                shard, labels, token_weight, transform, inputs, linear.hidden_grad
+            )
             definition = self._definition()
             facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
             facts |= {"hidden": hidden_fact(hidden, linear), "transform": transform, "linear": linear}
+            if "teacher" in inputs:
+                facts["inputs"] = inputs | {"teacher": teacher_fact(inputs["teacher"], linear, self.options)}
             agreement.record("HeadLoss.linear", shard, weight=weight, bias=bias, **facts)
             call = check_call(definition, shard, hidden.device, labels, token_weight, denominator, inputs)
             if linear.max_valid_tokens is None:

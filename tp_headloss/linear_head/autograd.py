@@ -11,7 +11,7 @@ from ..engine.autograd import first_derivative_only
 from ..engine.backend import load_backend
 from ..engine.operators import can_skip_dispatch, fields_of, register, schema_of
 from ..engine.passes import kernel_gradients
-from ..request import Facts, Request, Tensors, accumulation_dtype
+from ..request import Facts, Request, TeacherOperands, Tensors, accumulation_dtype
 from . import blocks, sweeps
 
 
@@ -23,15 +23,15 @@ class LinearFacts(NamedTuple):
     weight_sums: bool  # dW is returned in half precision
     hidden_grad: str  # of `comm.HIDDEN_GRADS`; "reduce_scatter": the hidden states are gathered
 
-    def sizes(self, hidden, facts: Facts) -> blocks.Sizes:
+    def sizes(self, hidden, facts: Facts, teacher: TeacherOperands) -> blocks.Sizes:
         """Sizes with an even share of the vocabulary, which all ranks know of each other, so that they agree."""
         width, half = -(-facts.vocab_size // facts.world_size), hidden.dtype.itemsize == 2
-        tokens = max(1, self.token_count(hidden, facts))
-        return blocks.Sizes(tokens, width, hidden.shape[-1], self.dtype.itemsize, half, self.weight_sums)
+        tokens, logit_bytes = max(1, self.token_count(hidden, facts)), self.dtype.itemsize + teacher.bytes
+        return blocks.Sizes(tokens, width, hidden.shape[-1], logit_bytes, half, self.weight_sums)
 
-    def blocks(self, hidden, facts: Facts) -> blocks.Blocks:
+    def blocks(self, hidden, facts: Facts, teacher: TeacherOperands) -> blocks.Blocks:
         """The blocks of recompute; planned here, where the number of tokens is known, also to torch.compile."""
-        planner, sizes = blocks.recompute_blocks, self.sizes(hidden, facts)
+        planner, sizes = blocks.recompute_blocks, self.sizes(hidden, facts, teacher)
         found = blocks.planned(planner, sizes, self.budget or None)
         if found is None:
             raise ValueError(blocks.refusal(planner, sizes, self.budget))
@@ -39,10 +39,19 @@ class LinearFacts(NamedTuple):
 
     def operands(self, hidden, weight, facts: Facts):
         """Hidden states and weight as the GEMMs take them."""
-        hidden, weight = hidden.to(self.dtype), weight.to(self.dtype)
-        if self.hidden_grad == "reduce_scatter":
-            hidden = comm.gather_tokens(hidden, facts.world_size, facts.group_name)
-        return hidden, weight
+        return self.gathered(hidden.to(self.dtype), facts), weight.to(self.dtype)
+
+    def teacher_operands(self, teacher: TeacherOperands, facts: Facts) -> TeacherOperands:
+        """A teacher's heads as the GEMMs take them."""
+        dtype = teacher.operand_dtype
+        states = tuple(self.gathered(x.to(dtype), facts) for x in teacher.states)
+        return teacher._replace(states=states, weights=tuple(x.to(dtype) for x in teacher.weights))
+
+    def gathered(self, hidden, facts: Facts):
+        """Hidden states of all tokens."""
+        if self.hidden_grad != "reduce_scatter":
+            return hidden
+        return comm.gather_tokens(hidden, facts.world_size, facts.group_name)
 
     def token_count(self, hidden, facts: Facts) -> int:
         """Tokens of all ranks whose hidden states are gathered."""
@@ -50,29 +59,32 @@ class LinearFacts(NamedTuple):
 
 
 def _statistics(hidden, weight, *args):
-    *tensors, facts, linear = args
-    found = linear.blocks(hidden, facts)
+    *tensors, teacher, facts, linear = args
+    found = linear.blocks(hidden, facts, teacher)
     with torch.autocast(hidden.device.type, enabled=False):
         hidden, weight = linear.operands(hidden, weight, facts)
-        return sweeps.statistics(hidden, weight, Request.of((None, *tensors), facts), found.forward)
+        teacher = linear.teacher_operands(teacher, facts)
+        request = Request.of((None, *tensors), facts)._replace(teacher_heads=teacher)
+        return sweeps.statistics(hidden, weight, request, found.forward)
 
 
 def _statistics_fake(hidden, weight, *args):
-    *tensors, facts, linear = args
+    *tensors, _, facts, linear = args
     layout, n_rows = Request.of((None, *tensors), facts).layout, linear.token_count(hidden, facts)
     return layout.empty_outputs(hidden, n_rows, accumulation_dtype(linear.dtype))
 
 
 def _gradient(hidden, weight, *args, main_grad=None):
     """Gradients of hidden states, weight and bias, None where not wanted."""
-    *tensors, merged, grads, wanted, facts, linear = args
+    *tensors, merged, grads, wanted, teacher, facts, linear = args
     request = Request.of((None, *tensors), facts)
     grads = dict(zip(request.layout.gradients, grads))
     dtypes = (x.dtype if want else None for x, want in zip((hidden, weight, request.tensors.bias), wanted))
     wanted = sweeps.Gradients(*dtypes, main_grad)
-    found = linear.blocks(hidden, facts)
+    found = linear.blocks(hidden, facts, teacher)
     with torch.autocast(hidden.device.type, enabled=False):
         operands = linear.operands(hidden, weight, facts)
+        request = request._replace(teacher_heads=linear.teacher_operands(teacher, facts))
         hidden_grad, sums = sweeps.gradient(*operands, request, merged, grads, found, wanted, linear.hidden_grad)
     return hidden_grad, *sums.gradients()
 
@@ -82,16 +94,16 @@ def _gradient_operator(hidden, *args):
 
 
 def _gradient_fake(hidden, weight, *args):
-    wanted, operands = args[-3], (hidden, weight, args[_BIAS - 1])
+    wanted, operands = args[-4], (hidden, weight, args[_BIAS - 1])
     return [x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(operands, wanted)]
 
 
 _BIAS = Tensors._fields.index("bias")
 _OPERANDS = f"Tensor hidden, Tensor weight, {schema_of(Tensors, leave_out=('logits',))}"
-register("linear_statistics", _OPERANDS, "Tensor[]", _statistics, _statistics_fake, Facts, LinearFacts)
+register("linear_statistics", _OPERANDS, "Tensor[]", _statistics, _statistics_fake, TeacherOperands, Facts, LinearFacts)
 register(
     "linear_gradient", f"{_OPERANDS}, Tensor merged, Tensor?[] grads, bool[] wanted", "Tensor[]",
-    _gradient_operator, _gradient_fake, Facts, LinearFacts,
+    _gradient_operator, _gradient_fake, TeacherOperands, Facts, LinearFacts,
 )  # fmt: skip
 
 
@@ -106,13 +118,15 @@ class LinearStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, *args):
         *tensors, main_grad, _grad_anchor, request, linear = args
-        layout, facts = request.layout, request.facts
+        layout, facts, call_tensors = request.layout, request.facts, tensors[: len(Tensors._fields) - 1]
+        teacher = request.teacher_heads.with_tensors(tensors[len(call_tensors) :])
         if can_skip_dispatch(hidden):
-            merged, values, *flags = _statistics(hidden, weight, *tensors, facts, linear)
+            merged, values, *flags = _statistics(hidden, weight, *call_tensors, teacher, facts, linear)
         else:
-            fields = *tensors, *fields_of(facts, linear)
+            fields = *call_tensors, *fields_of(teacher, facts, linear)
             merged, values, *flags = torch.ops.tp_headloss.linear_statistics(hidden, weight, *fields)
         ctx.layout, ctx.facts, ctx.linear, ctx.main_grad = layout, facts, linear, main_grad
+        ctx.teacher = request.teacher_heads
         ctx.set_materialize_grads(False)
         outputs = (*values.unbind(0), *flags)
         ctx.mark_non_differentiable(*(outputs[i] for i in layout.fixed))
@@ -123,10 +137,11 @@ class LinearStatistics(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, saved, *upstream):
         hidden, weight, *tensors, merged = saved
-        layout, facts, linear = ctx.layout, ctx.facts, ctx.linear
+        layout, facts, linear, count = ctx.layout, ctx.facts, ctx.linear, len(tensors) + 6
+        teacher = ctx.teacher.with_tensors(tensors[len(Tensors._fields) - 1 :])
+        tensors = tensors[: len(Tensors._fields) - 1]
         upstream = {name: g for name, g in zip(layout.outputs, upstream) if name in layout.differentiable}
         grads = kernel_gradients(upstream)
-        count = len(Tensors._fields) + 5
         if not grads:
             return (None,) * count
         bias = ctx.needs_input_grad[1 + _BIAS]
@@ -135,10 +150,10 @@ class LinearStatistics(torch.autograd.Function):
         args = *tensors, merged, [grads.get(name) for name in layout.gradients], wanted
         target = ctx.main_grad if wanted[1] else None
         if target or can_skip_dispatch(merged):
-            out = _gradient(hidden, weight, *args, facts, linear, main_grad=target and target.main_grad)
+            out = _gradient(hidden, weight, *args, teacher, facts, linear, main_grad=target and target.main_grad)
             weight_grad = target.gradient() if target else out[1]
         else:
-            out = torch.ops.tp_headloss.linear_gradient(hidden, weight, *args, *fields_of(facts, linear))
+            out = torch.ops.tp_headloss.linear_gradient(hidden, weight, *args, *fields_of(teacher, facts, linear))
             weight_grad = out[1]
         found = [None] * count
         needed = {0: (out[0], ctx.needs_input_grad[0]), 1: (weight_grad, ctx.needs_input_grad[1])}

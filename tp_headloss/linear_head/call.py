@@ -11,11 +11,12 @@ import torch
 from ..api import assembled
 from ..calls import build_request
 from ..options import DEFAULTS, NO_TRANSFORM
-from ..request import Request
+from ..request import Request, TeacherOperands
 from ..statistics import VocabStatistics
 from . import blocks
 from .autograd import LinearFacts, LinearStatistics, MainGrad
 from .options import Linear
+from .teacher import heads_of, operand_dtype, stand_in, teacher_operands
 
 _log = logging.getLogger("tp_headloss")
 
@@ -57,10 +58,14 @@ class LinearCall(NamedTuple):
             lead[0] *= shard.world_size
             hidden = hidden.contiguous()  # ranks agree on the order of the tokens they gather
         logits = hidden.new_empty((), dtype=dtype).expand(*lead, shard.width)
+        heads = heads_of(teacher, hidden, logits)
         request = build_request(
-            logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options,
+            logits, labels, shard, want, transform, stand_in(teacher, logits), total_weight, ignore_index, options,
             logits if scattered else hidden,
         )  # fmt: skip
+        if heads:
+            operands = teacher_operands(teacher, heads, request.order, scattered)
+            request = request._replace(tensors=request.tensors._replace(teacher=None), teacher_heads=operands)
         flat = hidden.reshape(-1, hidden.shape[-1]) if scattered else request.order.flatten(hidden)
         return cls(flat, weight, request, linear)
 
@@ -86,14 +91,17 @@ class LinearCall(NamedTuple):
         main_grad, grad_anchor = MainGrad(self.weight) if self.linear.main_grad else None, None
         if self.reduces and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grad_anchor = self.hidden.new_empty(0).requires_grad_()
+        teacher = self.request.teacher_heads
+        without_tensors = TeacherOperands(operand_dtype=teacher.operand_dtype, caps=teacher.caps)
         return LinearStatistics.apply(
-            self.hidden, self.weight, *self.request.tensors[1:], main_grad, grad_anchor,
-            self.request._replace(tensors=None, order=None, shard=None), self.facts,
+            self.hidden, self.weight, *self.request.tensors[1:], *teacher.tensors, main_grad, grad_anchor,
+            self.request._replace(tensors=None, order=None, shard=None, teacher_heads=without_tensors), self.facts,
         )  # fmt: skip
 
     def one_sweep_tokens(self) -> int:
         """Tokens of a block, the same on all ranks; 0 if the budget has no room (a ValueError if mode says so)."""
-        linear, sizes = self.linear, self.facts.sizes(self.hidden, self.request.facts)
+        linear, request = self.linear, self.request
+        sizes = self.facts.sizes(self.hidden, request.facts, request.teacher_heads)
         planner = blocks.one_sweep_tokens
         weight_bytes, forced = 4 * sizes.width * sizes.hidden, linear.mode == "one_sweep"
         own = weight_bytes if linear.main_grad and linear.upstream is None else 0
@@ -111,13 +119,7 @@ def _validate(hidden, weight, linear: Linear) -> torch.dtype:
         raise ValueError(f"hidden states and weight must be [.., H] and [width, H], got {shapes}")
     if hidden.device != weight.device:
         raise ValueError(f"weight must be on {hidden.device} like the hidden states, got {weight.device}")
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
-        dtype = torch.get_autocast_dtype(kind)
-    elif hidden.dtype != weight.dtype:
-        raise TypeError(f"hidden states and weight must have one dtype, got {hidden.dtype} and {weight.dtype}")
-    else:
-        dtype = hidden.dtype
+    dtype = operand_dtype(hidden, weight)
     if linear.main_grad and weight.requires_grad:
         main_grad = getattr(weight, "main_grad", None)
         fits = main_grad is not None and main_grad.shape == weight.shape and main_grad.is_contiguous()

@@ -9,12 +9,13 @@ import torch
 from ..agreement import Agreement
 from ..dtensor import local_head, local_part
 from ..eager_only import uncompiled_where_needed
-from ..options import Options, Teacher, TopKTeacher, Transform
+from ..options import Options, Teacher, TeacherHead, TeacherHeads, TopKTeacher, Transform
 from ..shard import VocabShard
 from ..statistics import VocabStatistics
 from ..validation import expect_instance
 from .call import LinearCall, hidden_fact
 from .options import Linear
+from .teacher import teacher_fact
 from .valid_tokens import ValidTokens
 
 
@@ -28,7 +29,7 @@ def linear_vocab_statistics(
     shard: VocabShard | None = None,
     want: tuple[str, ...] = (),
     transform: Transform | None = None,
-    teacher: Teacher | TopKTeacher | None = None,
+    teacher: Teacher | TopKTeacher | TeacherHead | TeacherHeads | None = None,
     total_weight: torch.Tensor | None = None,
     ignore_index: int = -100,
     options: Options | None = None,
@@ -58,11 +59,11 @@ def linear_vocab_statistics(
         raise ValueError(f"upstream is of a one-sweep HeadLoss.linear, got {linear.upstream}")
     with Agreement(options, shard) as agreement:
         hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
-        labels, transform, teacher = (local_part(x, shard) for x in (labels, transform, teacher))
+        labels, transform, teacher = (local_part(x, shard, linear.hidden_grad) for x in (labels, transform, teacher))
         agreement.record(
             "linear_vocab_statistics", shard, weight=weight, hidden=hidden_fact(hidden, linear), labels=labels,
-            bias=bias, want=want, transform=transform, teacher=teacher, total_weight=total_weight,
-            ignore_index=ignore_index, options=options, linear=linear,
+            bias=bias, want=want, transform=transform, teacher=teacher_fact(teacher, linear, options),
+            total_weight=total_weight, ignore_index=ignore_index, options=options, linear=linear,
         )  # fmt: skip
         if linear.max_valid_tokens is None:
             call = LinearCall.checked(

@@ -24,10 +24,11 @@ class OneSweepGradients(NamedTuple):
     declared: torch.Tensor | None  # the upstream gradient that is in them
 
 
-def one_sweep(call: LinearCall, labels, options, loss_of) -> tuple[VocabStatistics, OneSweepGradients]:
+def one_sweep(call: LinearCall, labels, options, objective_of) -> tuple[VocabStatistics, OneSweepGradients]:
     """Compute statistics without gradients, and the gradients of hidden states, weight and bias.
 
-    loss_of(statistics of some tokens [n], their slice of the flat order) -> that part of the loss [].
+    objective_of(upstream gradient of the loss) -> a function of the values [n] and flags of a block by name, and of its
+    slice of the flat order, that returns upstream gradients [n] of the values by name.
     """
     linear, request, check = call.linear, call.request, (options or DEFAULTS).check
     facts, upstream = request.facts, _declared_upstream(call)
@@ -46,12 +47,18 @@ def one_sweep(call: LinearCall, labels, options, loss_of) -> tuple[VocabStatisti
         message = "a declared upstream with main_grad adds to it in the forward: this head cannot be checkpointed"
         with torch.autograd.graph.disable_saved_tensors_hooks(message):
             pass
-    tokens, objective = call.one_sweep_tokens(), _objective(call, loss_of, upstream)
+    tokens, objective = call.one_sweep_tokens(), _objective(call, objective_of(upstream))
     with torch.no_grad(), torch.autocast(call.hidden.device.type, enabled=False):
         operands = call.facts.operands(call.hidden.detach(), call.weight.detach(), facts)
+        teacher = call.facts.teacher_operands(request.teacher_heads, facts)
         plain = Tensors(*(None if x is None else x.detach() for x in request.tensors))
         values, flags, hidden_grad, sums = sweeps.one_sweep(
-            *operands, request._replace(tensors=plain), tokens, objective, wanted, linear.hidden_grad
+            *operands,
+            request._replace(tensors=plain, teacher_heads=teacher),
+            tokens,
+            objective,
+            wanted,
+            linear.hidden_grad,
         )
     stats = assembled((*values.unbind(0), *flags), request, labels, check)
     weight_grad = None if wanted.main_grad is not None else sums.sum
@@ -68,30 +75,43 @@ def _declared_upstream(call: LinearCall) -> torch.Tensor:
     return torch.full((), 1.0 if upstream is None else upstream, device=call.hidden.device)
 
 
-def _objective(call: LinearCall, loss_of, upstream):
-    """A function: values and flags of some tokens -> upstream gradients of the values, by name."""
+def _objective(call: LinearCall, gradients_of):
+    """A function: values and flags of some tokens -> gradients of the values that backends take, by name."""
+    layout = call.request.layout
+
+    def objective(values, flags, here):
+        found = gradients_of(dict(zip(layout.outputs, (*values, *flags))), here)
+        return kernel_gradients(found) or {"lse": torch.zeros_like(values[0])}
+
+    return objective
+
+
+def loss_gradients(call: LinearCall, loss_of, upstream):
+    """What `one_sweep` takes, for any loss: its value is evaluated and differentiated under autograd, for every block.
+
+    loss_of(statistics of some tokens [n], their slice of the flat order) -> that part of the loss [].
+    """
     request = call.request
     layout, labels = request.layout, request.tensors.labels
 
-    def objective(values, flags, here):
-        leaves = [row.detach().requires_grad_() for row in values]
-        found = dict(zip(layout.outputs, (*leaves, *flags)))
+    def gradients_of(found, here):
+        names = [name for name in found if name in layout.differentiable]
+        leaves = {name: found[name].detach().requires_grad_() for name in names}
         # a checkpoint around the head must not see this graph, or it would compute everything again
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
-            known = found | {"labels": labels[here], "vocab_size": request.facts.vocab_size}
+            known = found | leaves | {"labels": labels[here], "vocab_size": request.facts.vocab_size}
             loss = loss_of(VocabStatistics(*map(known.get, VocabStatistics._fields)), here)
         if not loss.requires_grad:
-            return {"lse": torch.zeros_like(leaves[0])}
-        if here.start == 0 and _depends_on_others(loss, leaves):
+            return {}
+        if here.start == 0 and _depends_on_others(loss, leaves.values()):
             raise ValueError(
                 "a tokenwise term depends on something else that requires a gradient, which one sweep does not "
                 "compute: use mode='recompute'"
             )
-        names = [name for name in found if name in layout.differentiable]
-        grads = torch.autograd.grad(loss, [found[n] for n in names], upstream.to(loss.dtype), allow_unused=True)
-        return kernel_gradients(dict(zip(names, grads)))
+        grads = torch.autograd.grad(loss, list(leaves.values()), upstream.to(loss.dtype), allow_unused=True)
+        return dict(zip(names, grads))
 
-    return objective
+    return gradients_of
 
 
 def attach_gradients(call: LinearCall, loss: torch.Tensor, stats: VocabStatistics, found: OneSweepGradients):

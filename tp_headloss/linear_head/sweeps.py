@@ -20,7 +20,7 @@ import torch
 from .. import comm
 from ..engine import passes
 from ..engine.transports import TRANSPORTS
-from ..request import Request, accumulation_dtype
+from ..request import Request, TeacherOperands, accumulation_dtype
 from .blocks import Blocks, row_stride
 
 
@@ -50,8 +50,8 @@ def _slices(total: int, size: int) -> list[slice]:
 class _Buffer:
     """The memory of one block of logits, written again and again."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, tokens: int, columns: int):
-        self.memory = hidden.new_empty(tokens * row_stride(columns))
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, tokens: int, columns: int, dtype=None):
+        self.memory = hidden.new_empty(tokens * row_stride(columns), dtype=dtype)
         self.hidden, self.weight = hidden, weight
 
     def logits(self, tokens: slice, ids: slice = slice(None)) -> torch.Tensor:
@@ -65,19 +65,54 @@ class _Buffer:
         return out
 
 
+class _TeacherBuffer:
+    """The memory of one block of a teacher's logits; one more for a second head and all that follow."""
+
+    def __init__(self, heads: TeacherOperands, tokens: int, columns: int):
+        self.heads, self.buffers = heads, []
+        for i, operands in enumerate(zip(heads.states, heads.weights)):
+            buffer = _Buffer(*operands, tokens if i < 2 else 0, columns, heads.block_dtype)
+            if i > 1:
+                buffer.memory = self.buffers[1].memory
+            self.buffers.append(buffer)
+
+    def logits(self, tokens: slice, ids: slice) -> torch.Tensor:
+        """The logits that each token's head gives it, transformed up to the factors that `Facts` have."""
+        heads, out = self.heads, None
+        for i, (buffer, bias, cap) in enumerate(zip(self.buffers, heads.biases, heads.caps)):
+            x = buffer.logits(tokens, ids)
+            if bias is not None:
+                x += bias[ids]
+            if cap:
+                x.mul_(cap).tanh_()
+            out = x if i == 0 else torch.where((heads.of_token[tokens] == i)[:, None], x, out, out=out)
+        return out
+
+    def joined(self, request: Request, tokens: slice, ids: slice = slice(None)) -> Request:
+        """The request of a block with the teacher's logits of the block, if they are made here."""
+        if not self.buffers:
+            return request
+        return request._replace(tensors=request.tensors._replace(teacher=self.logits(tokens, ids)))
+
+
+def _buffers(hidden, weight, request: Request, tokens: int, columns: int) -> tuple[_Buffer, _TeacherBuffer]:
+    return _Buffer(hidden, weight, tokens, columns), _TeacherBuffer(request.teacher_heads, tokens, columns)
+
+
 def statistics(hidden, weight, request: Request, tokens: int) -> list[torch.Tensor]:
     """`passes.statistics` of hidden @ weight^T, `tokens` at a time; a request without logits. One exchange, or two."""
-    buffer = _Buffer(hidden, weight, tokens, weight.shape[0])
+    buffer, teacher = _buffers(hidden, weight, request, tokens, weight.shape[0])
     slices = _slices(hidden.shape[0], tokens)
     transport = TRANSPORTS[request.facts.transport].default
-    packets = [transport.write(request.rows(here, buffer.logits(here))) for here in slices]
+
+    def block(here):
+        return teacher.joined(request.rows(here, buffer.logits(here)), here)
+
+    packets = [transport.write(block(here)) for here in slices]
     outputs = transport.merge(torch.cat(packets, -1), request)
     if request.layout.second:
         merged, values, *_ = outputs
-        packets = [
-            passes.second_packets(request.rows(here, buffer.logits(here)), merged[:, here].contiguous())
-            for here in slices
-        ]
+        packets = [passes.second_packets(block(here), merged[:, here].contiguous()) for here in slices]
         passes.second_exchange(torch.cat(packets, -1), merged, values, request)
     return outputs
 
@@ -124,7 +159,7 @@ def gradient(hidden, weight, request: Request, merged, grads: dict, blocks: Bloc
     share = -(-facts.vocab_size // facts.world_size)
     columns = width if blocks.columns >= share else blocks.columns  # whole means whole, also for a larger shard
     tokens, ids = _slices(n, blocks.tokens), _slices(width, columns)
-    buffer = _Buffer(hidden, weight, min(blocks.tokens, n), min(columns, width))
+    buffer, teacher = _buffers(hidden, weight, request, min(blocks.tokens, n), min(columns, width))
     sums = WeightSums(weight, wanted, len(tokens))
     hidden_grad = end = None
     if wanted.hidden is not None:
@@ -136,7 +171,8 @@ def gradient(hidden, weight, request: Request, merged, grads: dict, blocks: Bloc
         upstream = merged[:, t].contiguous(), {name: None if g is None else g[t] for name, g in grads.items()}
         for v in ids:
             logits = buffer.logits(t, v)
-            passes.write_gradient(logits, request.rows(t, logits).columns(v), *upstream)
+            part = teacher.joined(request.rows(t, logits).columns(v), t, v)
+            passes.write_gradient(logits, part, *upstream)
             if hidden_grad is not None:  # before dW, whose GEMM hides the exchange of the last one
                 multiply(rows, logits, weight[v], add=v is not ids[0])
                 if v is ids[-1] and rows.dtype != hidden_grad.dtype:
@@ -153,7 +189,7 @@ def one_sweep(hidden, weight, request: Request, tokens: int, objective, wanted: 
     objective(values [K, n], flags, tokens: slice) -> upstream gradients as in `gradient`, of one block.
     -> values [K, N], flags, and what `gradient` returns. An exchange per block, and one for dH.
     """
-    buffer = _Buffer(hidden, weight, tokens, weight.shape[0])
+    buffer, teacher = _buffers(hidden, weight, request, tokens, weight.shape[0])
     slices = _slices(hidden.shape[0], tokens)
     sums = WeightSums(weight, wanted, len(slices))
     hidden_grad = end = None
@@ -161,7 +197,7 @@ def one_sweep(hidden, weight, request: Request, tokens: int, objective, wanted: 
         hidden_grad = hidden.new_empty(hidden.shape, dtype=wanted.hidden)
     parts = []
     for here in slices:
-        part = request.rows(here, buffer.logits(here))
+        part = teacher.joined(request.rows(here, buffer.logits(here)), here)
         logits = part.tensors.logits
         merged, values, *flags = passes.statistics(part)
         parts.append((values, *flags))

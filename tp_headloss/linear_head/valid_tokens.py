@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import torch
 
-from ..options import Teacher, Transform
+from ..options import Teacher, TeacherHead, TeacherHeads, Transform
 from ..statistics import VocabStatistics
 
 
@@ -22,9 +22,14 @@ def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int):
 
 
 def map_teacher_tensors(teacher, function):
-    """Return the teacher with each tensor replaced by function(tensor, name)."""
+    """Return the teacher with each tensor of tokens replaced by function(tensor, name)."""
     tensors = {f.name: x for f in fields(teacher) if isinstance(x := getattr(teacher, f.name), torch.Tensor)}
-    return replace(teacher, **{name: function(x, f"teacher.{name}") for name, x in tensors.items()})
+    if isinstance(teacher, TeacherHead):
+        tensors = {name: x for name, x in tensors.items() if name not in ("weight", "bias")}
+    found = {name: function(x, f"teacher.{name}") for name, x in tensors.items()}
+    if isinstance(teacher, TeacherHeads):
+        found["heads"] = tuple(map_teacher_tensors(head, function) for head in teacher.heads)
+    return replace(teacher, **found)
 
 
 class ValidTokens:

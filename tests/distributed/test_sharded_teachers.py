@@ -1,0 +1,101 @@
+"""A teacher's head of several ranks: its arguments are compared between ranks, and its tensors may be DTensors."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import on_ranks
+
+from tp_headloss import (
+    Distillation,
+    HeadLoss,
+    Linear,
+    Options,
+    TeacherHead,
+    TeacherHeads,
+    Transform,
+    VocabShard,
+    linear_vocab_statistics,
+    topk_log_probs,
+)
+
+V, N, H, H_T = 64, 8, 12, 5
+
+
+def drawn(device):
+    generator = torch.Generator().manual_seed(3)
+    shapes = (N, H), (V, H), (N, H_T), (V, H_T), (V,)
+    return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+
+
+MISTAKES = {  # what the last rank does otherwise -> the fact that the message names
+    "nothing": (lambda t: t, None),
+    "the teacher's temperature": (lambda t: replace(t, temperature=2.0), "inputs.teacher.heads.0.temperature"),
+    "the bias's dtype": (
+        lambda t: replace(t, transform=Transform(t.transform.bias.half())), "inputs.teacher.heads.0.transform.bias"),
+    "the weight's hidden size": (
+        lambda t: replace(t, hidden=t.hidden[:, 1:], weight=t.weight[:, 1:]), "inputs.teacher.heads.0.hidden"),
+    "no bias": (lambda t: replace(t, transform=None), "inputs.teacher.heads.0.transform"),
+    "the hidden states' bits": (lambda t: replace(t, hidden=2 * t.hidden), "inputs.teacher.heads.0.hidden"),
+    "the token's teacher": (None, "inputs.teacher.teacher_of_token"),
+}  # fmt: skip
+
+
+def agreement_run(group, device, name, how):
+    hidden, weight, teacher_hidden, teacher_weight, bias = drawn(device)
+    shard = VocabShard.from_group(group, V)
+    local, last = slice(shard.start, shard.stop), group.rank() == group.size() - 1
+    if how == "reduce_scatter":
+        hidden, teacher_hidden = (x.chunk(group.size())[group.rank()] for x in (hidden, teacher_hidden))
+    head = TeacherHead(teacher_hidden, teacher_weight[local], transform=Transform(bias=bias[local]))
+    spoil, of_token = MISTAKES[name][0], torch.arange(N, device=device) % 2
+    heads = (spoil(head) if last and spoil else head, head)
+    teacher = TeacherHeads(heads, of_token + int(last and spoil is None))
+    head_loss = HeadLoss([Distillation()], options=Options(validate="checksums"))
+    labels, inputs = torch.zeros(N, dtype=torch.long, device=device), {"teacher": teacher}
+    linear = Linear(hidden_grad=how)
+    return head_loss.linear(hidden, weight[local], labels, shard=shard, inputs=inputs, linear=linear).loss.cpu()
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_ranks_compare_their_teachers(name):
+    fact = MISTAKES[name][1]
+    if fact is None:
+        first, second = on_ranks(2, agreement_run, name, "all_reduce")
+        assert torch.equal(first, second)
+        assert all(loss.isfinite() for loss in on_ranks(2, agreement_run, name, "reduce_scatter"))
+        return
+    for failure in on_ranks(2, agreement_run, name, "all_reduce", failures=True):
+        assert failure.kind == "ValueError" and f"ranks must agree on {fact}" in failure.message, failure
+
+
+def dtensor_run(group, device, how):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh(device.type, (group.size(),), mesh_dim_names=("tp",))
+    hidden, weight, teacher_hidden, teacher_weight, bias = drawn(device)
+    tokens = Shard(0) if how == "reduce_scatter" else Replicate()
+    sharded = [
+        distribute_tensor(x, mesh, [place])
+        for x, place in zip(
+            (hidden, weight, teacher_hidden, teacher_weight, bias), (tokens, Shard(0)) * 2 + (Shard(0),)
+        )
+    ]
+    of_token, found = torch.arange(N, device=device) % 2, []
+    for operands in (sharded, drawn(device)):
+        hidden, weight, teacher_hidden, teacher_weight, bias = operands
+        head = TeacherHead(teacher_hidden, teacher_weight, transform=Transform(bias=bias, softcap=3.0))
+        where = Linear(hidden_grad=how) if operands is sharded else None
+        for teacher in (head, TeacherHeads((head, replace(head, temperature=2.0)), of_token)):
+            stats = linear_vocab_statistics(hidden, weight, teacher=teacher, want=("forward_kl",), linear=where)
+            found.append(stats.forward_kl.cpu())
+        found.append(topk_log_probs(head, 3).log_probs.cpu() if how == "all_reduce" else torch.zeros(()))
+    return found
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "reduce_scatter"])
+def test_a_teacher_of_dtensors(how):
+    for found in on_ranks(2, dtensor_run, how):
+        for ours, whole in zip(found[:3], found[3:]):
+            torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-6)

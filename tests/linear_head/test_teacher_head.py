@@ -1,0 +1,447 @@
+"""Teachers that are heads: the statistics of materialised teacher logits, without them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from collectives import counted_collectives
+from linear_problem import BOTH, H, Largest, N, V, relative, small_blocks, tensors
+from oracle import divergences
+from oracle import transform as transformed
+from ranks import on_ranks
+
+from tp_headloss import (
+    CrossEntropy,
+    Distillation,
+    HeadLoss,
+    Linear,
+    Options,
+    Teacher,
+    TeacherHead,
+    TeacherHeads,
+    Transform,
+    VocabShard,
+    linear_vocab_statistics,
+    multi_token_targets,
+    topk_log_probs,
+    vocab_statistics,
+)
+from tp_headloss.engine import operators
+from tp_headloss.linear_head import autograd
+from tp_headloss.linear_head.autograd import LinearFacts
+from tp_headloss.statistics import FULL_TEACHER
+
+H_T, TRUE_V = 17, V - 3  # the teacher's hidden size; the last three ids are padding
+UNEVEN = {1: None, 2: [0, 130, 200], 4: [0, 30, 30, 131, 200]}
+CAPPED = {"scale": 0.6, "softcap": 4.0}
+
+
+def teacher_tensors(dtype=torch.float32):
+    """hidden [N, H_T], weight [V, H_T], bias [V], temperatures [N]"""
+    generator = torch.Generator().manual_seed(11)
+    hidden, weight, bias = (torch.randn(shape, generator=generator) for shape in ((N, H_T), (V, H_T), (V,)))
+    return hidden.to(dtype), (0.4 * weight).to(dtype), bias.to(dtype), torch.rand(N, generator=generator) + 0.7
+
+
+def one_loss(stats, labels):
+    """Sum over valid tokens that has every differentiable statistic of a teacher in it."""
+    values = stats.forward_kl - 0.5 * stats.reverse_kl + 0.7 * stats.jsd + 1.3 * stats.total_variation - stats.log_prob
+    return torch.where(labels != -100, torch.linspace(-1, 2, N, device=values.device) * values, 0.0).sum()
+
+
+def head_run(group, device, boundaries, backend, mode, how):
+    """Loss and statistics, and gradients of hidden states and weight shard; a teacher that requires gradients."""
+    hidden, weight, bias, labels, _ = (x.to(device) for x in tensors())
+    teacher_hidden, teacher_weight, teacher_bias, temperatures = (x.to(device) for x in teacher_tensors())
+    shard = VocabShard.from_boundaries(boundaries or [0, V], TRUE_V, group)
+    local, rank = slice(shard.start, shard.stop), 0 if group is None else group.rank()
+    if how == "reduce_scatter":
+        hidden, teacher_hidden = (x.chunk(shard.world_size)[rank] for x in (hidden, teacher_hidden))
+    operands = [x.clone().requires_grad_() for x in (hidden, weight[local], bias[local])]
+    frozen = [x.clone().requires_grad_() for x in (teacher_hidden, teacher_weight[local])]
+    teacher = TeacherHead(
+        *frozen, teacher_bias[local], Transform(**CAPPED), temperatures, student_temperature=1.4, beta=0.3
+    )
+    terms = [CrossEntropy(), *(Distillation(0.5, name) for name in ("forward_kl", "reverse_kl", "total_variation"))]
+    head = HeadLoss(
+        [*terms, Distillation(0.5, "jsd", temperature_squared=True), Distillation(0.5, "cross_entropy")],
+        options=Options(backend=backend), reduction="sum",
+    )  # fmt: skip
+    with small_blocks():
+        out = head.linear(
+            *operands[:2], labels, bias=operands[2], shard=shard, inputs={"teacher": teacher},
+            linear=Linear(mode=mode, budget=32 * 8 * 256 // shard.world_size, hidden_grad=how),
+        )  # fmt: skip
+        out.loss.backward()
+    assert all(x.grad is None for x in frozen)
+    return out.loss.detach(), *(x.grad.cpu() for x in operands), [getattr(out.stats, n).detach() for n in FULL_TEACHER]
+
+
+def truth():
+    """Of `head_run`, in float64."""
+    hidden, weight, bias, labels, _ = tensors()
+    teacher_hidden, teacher_weight, teacher_bias, temperatures = teacher_tensors()
+    operands = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+    z = (F.linear(*operands) / 1.0)[:, :TRUE_V]
+    u, _ = transformed(
+        F.linear(teacher_hidden.double(), teacher_weight.double()), teacher_bias, temperature=temperatures, **CAPPED
+    )
+    found = divergences(z / 1.4, u[:, :TRUE_V], 0.3)
+    loss = F.cross_entropy(z, labels, reduction="none")
+    loss = loss + 0.5 * (found["forward_kl"] + found["reverse_kl"] + found["total_variation"] + 1.4**2 * found["jsd"])
+    loss = loss + 0.5 * (found["forward_kl"] + found["teacher_entropy"])
+    valid = labels != -100
+    total = torch.where(valid, loss, 0.0).sum()
+    values = [torch.where(valid, found[name], 0.0).detach() for name in FULL_TEACHER]
+    return total.detach(), *torch.autograd.grad(total, operands), values
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "world_size, how, backend",
+    [
+        (1, "all_reduce", "torch"), (1, "all_reduce", "triton"), (2, "all_reduce", "triton"),
+        (2, "reduce_scatter", "torch"), (4, "all_reduce", "torch"), (4, "reduce_scatter", "torch"),
+    ],
+)  # fmt: skip
+def test_losses_and_gradients_equal_float64(world_size, how, backend, mode):
+    """Uneven, empty and padded shards, bias, softcap, temperatures per token, several blocks of tokens and ids."""
+    results = on_ranks(world_size, head_run, UNEVEN[world_size], backend, mode, how)
+    loss, of_hidden, of_weight, of_bias, values = truth()
+    for result in results:
+        assert relative(result[0].cpu(), loss) < 2e-6
+        for name, ours, expected in zip(FULL_TEACHER, result[4], values):
+            torch.testing.assert_close(ours.double().cpu(), expected, rtol=5e-6, atol=5e-6, msg=name)
+            assert torch.equal(ours.cpu(), results[0][4][FULL_TEACHER.index(name)].cpu())
+    got = torch.cat([r[1] for r in results]) if how == "reduce_scatter" else results[0][1]
+    assert relative(got, of_hidden) < 5e-6
+    assert relative(torch.cat([r[2] for r in results]), of_weight) < 5e-6
+    assert relative(torch.cat([r[3] for r in results]), of_bias) < 5e-6
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_head_has_the_bits_of_its_materialised_logits(mode, dtype, backend):
+    """In one block, where the GEMM is the same; also of a teacher in another dtype than the student's."""
+    n, v = (12, 72) if backend == "triton" else (N, V)
+    hidden, weight, _, labels, _ = tensors()
+    hidden, weight, labels = hidden[:n], weight[:v], labels[:n] % v
+    teacher_hidden, teacher_weight = (x[:k] for x, k in zip(teacher_tensors(dtype), (n, v)))
+    head = HeadLoss(
+        [CrossEntropy(), *(Distillation(1.0, name) for name in ("forward_kl", "reverse_kl", "jsd", "total_variation"))],
+        metrics=("teacher_entropy",), options=Options(backend=backend),
+    )  # fmt: skip
+    results = []
+    for teacher in (
+        Teacher(F.linear(teacher_hidden, teacher_weight), 1.7, 2.0),
+        TeacherHead(teacher_hidden, teacher_weight, temperature=1.7, student_temperature=2.0),
+    ):
+        operands = [x.clone().requires_grad_() for x in (hidden, weight)]
+        out = head.linear(*operands, labels, inputs={"teacher": teacher}, linear=Linear(mode=mode))
+        values = [getattr(out.stats, name) for name in FULL_TEACHER]
+        results.append((out.loss, *torch.autograd.grad(out.loss, operands), *values))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_half_precision_students_and_autocast():
+    """A teacher in fp32 under autocast has the logits that torch.nn.functional.linear gives it."""
+    hidden, weight, _, labels, _ = tensors(torch.bfloat16)
+    teacher_hidden, teacher_weight = teacher_tensors()[:2]
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = F.linear(teacher_hidden, teacher_weight)
+        assert logits.dtype == torch.bfloat16
+        both = [
+            linear_vocab_statistics(hidden, weight, labels, teacher=teacher, want=FULL_TEACHER)
+            for teacher in (Teacher(logits), TeacherHead(teacher_hidden, teacher_weight))
+        ]
+    for name in FULL_TEACHER:
+        assert torch.equal(getattr(both[0], name), getattr(both[1], name))
+    mixed = TeacherHead(teacher_hidden, teacher_weight.bfloat16())
+    with pytest.raises(TypeError, match=r"teacher: hidden states and weight must have one dtype, got torch\.float32"):
+        linear_vocab_statistics(hidden, weight, labels, teacher=mixed, want=FULL_TEACHER)
+
+
+def test_logits_with_a_bias_or_a_softcap_are_not_rounded_in_between():
+    hidden, weight, _, labels, _ = tensors()
+    half, half_weight, bias, _ = teacher_tensors(torch.bfloat16)
+    teacher = TeacherHead(half, half_weight, bias, Transform(**CAPPED))
+    exact, _ = transformed(F.linear(half.double(), half_weight.double()), bias, **CAPPED)
+    found = linear_vocab_statistics(hidden, weight, labels, teacher=teacher, want=("teacher_entropy",)).teacher_entropy
+    expected = -(exact.softmax(-1) * exact.log_softmax(-1)).sum(-1)
+    torch.testing.assert_close(found.double(), torch.where(labels == -100, 0.0, expected), rtol=3e-6, atol=0)
+
+
+def test_gradcheck():
+    generator = torch.Generator().manual_seed(0)
+    shapes = (5, 6), (11, 6), (5, 4), (11, 4)
+    hidden, weight, *given = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+
+    def values(hidden, weight):
+        stats = linear_vocab_statistics(hidden, weight, want=FULL_TEACHER, teacher=TeacherHead(*given))
+        return stats.forward_kl, stats.reverse_kl, stats.jsd, stats.total_variation
+
+    torch.autograd.gradcheck(values, [x.requires_grad_() for x in (hidden, weight)])
+
+
+def several(device, of_token):
+    """Three heads, of other hidden sizes, temperatures, biases and softcaps."""
+    teacher_hidden, teacher_weight, bias, temperatures = (x.to(device) for x in teacher_tensors())
+    heads = (
+        TeacherHead(teacher_hidden, teacher_weight, temperature=1.5),
+        TeacherHead(teacher_hidden[:, :9], teacher_weight[:, :9], bias, temperature=temperatures),
+        TeacherHead(teacher_hidden, teacher_weight, None, Transform(**CAPPED), student_temperature=2.0),
+    )
+    return TeacherHeads(heads, of_token.to(device))
+
+
+@BOTH
+def test_each_token_has_its_own_teacher(mode, backend):
+    """Values and gradients are those of the tokens of each teacher alone; a number that is no teacher's gives NaN."""
+    n, v = (12, 72) if backend == "triton" else (N, V)
+    hidden, weight, _, labels, _ = tensors()
+    hidden, weight, labels, of_token = hidden[:n], weight[:v], labels[:n] % v, torch.arange(n) % 3
+    whole = several("cpu", of_token)
+    whole = replace(whole, heads=tuple(
+        replace(head, hidden=head.hidden[:n], weight=head.weight[:v], bias=None if head.bias is None else head.bias[:v],
+                temperature=t[:n] if isinstance(t := head.temperature, torch.Tensor) else t) for head in whole.heads
+    ))  # fmt: skip
+    terms = [Distillation(1.0, temperature_squared=True), Distillation(0.5, "jsd")]
+    head = HeadLoss(terms, reduction="sum", options=Options(backend=backend))
+
+    def run(teacher, labels):
+        operands = [x.clone().requires_grad_() for x in (hidden, weight)]
+        with small_blocks():
+            linear = Linear(mode=mode, budget=16 * 12 * 256)
+            out = head.linear(*operands, labels, inputs={"teacher": teacher}, linear=linear)
+            return out, torch.autograd.grad(out.loss, operands)
+
+    alone = [run(teacher, torch.where(of_token == i, labels, -100)) for i, teacher in enumerate(whole.heads)]
+    out, grads = run(whole, labels)
+    torch.testing.assert_close(out.stats.jsd, sum(one.stats.jsd for one, _ in alone), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.loss, sum(one.loss for one, _ in alone), rtol=2e-6, atol=0)
+    for i, gradient in enumerate(grads):
+        assert relative(gradient, sum(parts[i].double() for _, parts in alone)) < 3e-6
+    out, _ = run(replace(whole, teacher_of_token=of_token.index_fill(0, torch.tensor([5]), 3)), labels)
+    assert out.stats.jsd.isnan().nonzero().tolist() == [[5]] and out.stats.lse.isfinite().all()
+
+
+def own_head_run(group, device, mode):
+    """Two depths of multi-token prediction distilled from the main head, whose hidden states are shifted."""
+    hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
+    shard = VocabShard.from_group(group, V)
+    main, depths = hidden.view(4, 11, H), torch.stack([hidden, 0.5 * hidden]).view(2, 4, 11, H).requires_grad_()
+    weight = weight[shard.start : shard.stop].clone().requires_grad_()
+    targets, _ = multi_token_targets(labels.view(4, 11), 2)
+    teacher = torch.stack([main.roll(-depth, 1) for depth in (1, 2)])  # what rolls over belongs to ignored tokens
+    head = HeadLoss([Distillation(1.0, "cross_entropy")], options=Options(transport="gather"))
+    with counted_collectives() as forward:
+        out = head.linear(
+            depths, weight, targets[1:], shard=shard, inputs={"teacher": TeacherHead(teacher, weight)},
+            linear=Linear(mode=mode, hidden_grad="none"),
+        )  # fmt: skip
+    out.loss.backward()
+    grads = depths.grad.cpu(), weight.grad.cpu()
+    return out.loss.detach().cpu(), *grads, sum(forward.values())
+
+
+@BOTH
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_multi_token_prediction_learns_from_the_main_head(mode, world_size):
+    """The weight is the teacher's, too, and gets the student's gradient alone; one collective for all depths."""
+    hidden, weight, _, labels, _ = tensors()
+    main = F.linear(hidden, weight).double().view(4, 11, V)
+    targets, _ = multi_token_targets(labels.view(4, 11), 2)
+    operands = [torch.stack([hidden, 0.5 * hidden]).double().view(2, 4, 11, H), weight.double()]
+    operands = [x.requires_grad_() for x in operands]
+    log_p, valid = F.linear(*operands).log_softmax(-1), targets[1:] != -100
+    parts = [-(main[:, d:].softmax(-1) * log_p[d - 1, :, :-d]).sum(-1)[valid[d - 1, :, :-d]].sum() for d in (1, 2)]
+    loss = sum(parts) / valid.sum()
+    of_hidden, of_weight = torch.autograd.grad(loss, operands)
+    results = on_ranks(world_size, own_head_run, mode)
+    for ours, _, _, collectives in results:
+        assert relative(ours, loss.detach()) < 2e-6 and (world_size == 1 or collectives <= 1)
+    assert relative(sum(r[1].double() for r in results), of_hidden) < 5e-6
+    assert relative(torch.cat([r[2] for r in results]), of_weight) < 5e-6
+
+
+def test_a_draft_vocabulary_takes_the_rows_of_its_ids():
+    """EAGLE-3: the student's 50 ids are some of the teacher's 200, over which the teacher is normalised."""
+    hidden, weight, _, _, _ = tensors()
+    teacher_hidden, teacher_weight = teacher_tensors()[:2]
+    ids = torch.randperm(V, generator=torch.Generator().manual_seed(2))[:50]
+    teacher = TeacherHead(teacher_hidden, teacher_weight[ids])
+    found = linear_vocab_statistics(hidden, weight[:50], teacher=teacher, want=FULL_TEACHER)
+    q, log_p = F.linear(teacher_hidden, teacher_weight)[:, ids].double().softmax(-1), F.linear(hidden, weight[:50])
+    expected = -(q * log_p.double().log_softmax(-1)).sum(-1)
+    torch.testing.assert_close((found.forward_kl + found.teacher_entropy).double(), expected, rtol=2e-6, atol=0)
+
+
+@BOTH
+def test_ignored_tokens_are_dropped_from_the_teacher_as_well(mode):
+    hidden, weight, _, labels, _ = tensors()
+    count, nothing = int((labels != -100).sum()), (labels == -100)[:, None]
+    whole = several("cpu", torch.arange(N) % 3)
+    head = HeadLoss([CrossEntropy(), Distillation(temperature_squared=True)])
+
+    def run(teacher, most):
+        operands = [x.clone().requires_grad_() for x in (hidden, weight)]
+        linear = Linear(mode=mode, max_valid_tokens=most)
+        out = head.linear(*operands, labels, inputs={"teacher": teacher}, linear=linear)
+        return out, torch.autograd.grad(out.loss, operands)
+
+    for teacher in (whole, whole.heads[1]):
+        expected, expected_grads = run(teacher, None)
+        heads = whole.heads if teacher is whole else (teacher,)  # rows of ignored tokens are never looked at
+        heads = tuple(replace(one, hidden=one.hidden.masked_fill(nothing, torch.nan)) for one in heads)
+        out, grads = run(replace(whole, heads=heads) if teacher is whole else heads[0], count)
+        torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(out.stats.forward_kl, expected.stats.forward_kl, rtol=1e-5, atol=1e-5)
+        assert all(relative(a, b) < 3e-6 for a, b in zip(grads, expected_grads))
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["one", "several"])
+def test_no_logits_exist_as_a_whole(mode, kind, monkeypatch):
+    """Whatever the number of tokens: blocks of student and teacher fit in the budget together."""
+    for module in (operators, autograd):  # what an operator does would not be seen
+        monkeypatch.setattr(module, "can_skip_dispatch", lambda _: True)
+    width, hidden_size, buffers = 512, 4, 3 if kind == "several" else 2
+    budget = buffers * 16 * 512 * 4
+    for tokens in (128, 512):
+        hidden, weight = torch.randn(tokens, hidden_size).requires_grad_(), torch.randn(width, hidden_size)
+        teacher = TeacherHead(torch.randn(tokens, 3), torch.randn(width, 3))
+        if kind == "several":
+            teacher = TeacherHeads((teacher, teacher, teacher), torch.arange(tokens) % 3)
+        labels, head = torch.randint(width, (tokens,)), HeadLoss([Distillation()])
+        with small_blocks(), Largest() as largest:
+            linear = Linear(mode=mode, budget=budget)
+            head.linear(
+                hidden, weight.requires_grad_(), labels, inputs={"teacher": teacher}, linear=linear
+            ).loss.backward()
+        per_token = 8 * 72  # packets of 8 chunks
+        assert largest.bytes <= max(budget // buffers, tokens * per_token) < 4 * tokens * width
+        if tokens == 128:
+            assert largest.bytes >= budget // buffers // 2
+    with small_blocks(), pytest.raises(ValueError, match="budget must be at least"):
+        linear = Linear(mode=mode, budget=budget // buffers)  # enough for the student alone
+        head.linear(hidden, weight, labels, inputs={"teacher": teacher}, linear=linear).loss.backward()
+
+
+def test_torch_compile_sees_one_graph():
+    hidden, weight, _, labels, _ = tensors()
+    teacher_hidden, teacher_weight, teacher_bias, temperatures = teacher_tensors()
+    head = HeadLoss([CrossEntropy(), Distillation(temperature_squared=True)])
+
+    def one(hidden, weight, teacher_hidden, teacher_weight):
+        teacher = TeacherHead(teacher_hidden, teacher_weight, teacher_bias, Transform(**CAPPED), temperatures)
+        return head.linear(hidden, weight, labels, inputs={"teacher": teacher}).loss
+
+    def many(hidden, weight, teacher_hidden, teacher_weight):
+        heads = TeacherHead(teacher_hidden, teacher_weight, temperature=2.0), TeacherHead(hidden, weight)
+        return head.linear(hidden, weight, labels, inputs={"teacher": TeacherHeads(heads, labels % 2)}).loss
+
+    for loss_of in (one, many):
+        results = []
+        for function in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
+            operands = [x.clone().requires_grad_() for x in (hidden, weight)]
+            loss = function(*operands, teacher_hidden, teacher_weight)
+            results.append((loss, *torch.autograd.grad(loss, operands)))
+        for a, b in zip(*results):
+            assert relative(a, b) < 1e-6
+
+
+def test_operators_are_registered_consistently():
+    hidden, weight, _, labels, _ = tensors()
+    teacher = several("cpu", torch.arange(N) % 3)
+    stats = linear_vocab_statistics(hidden.requires_grad_(), weight, labels, teacher=teacher, want=("forward_kl",))
+    node = stats.lse.grad_fn
+    saved = node.saved_tensors
+    facts = [list(x) if isinstance(x, tuple) else x for x in node.facts]
+    fixed = (
+        *[[h.hidden for h in teacher.heads], [h.weight for h in teacher.heads], [h.bias for h in teacher.heads]],
+        teacher.teacher_of_token, torch.float32, [0.0, 0.0, CAPPED["scale"] / CAPPED["softcap"]], *facts,
+        *LinearFacts(*node.linear),
+    )  # fmt: skip
+    inputs = tuple(saved[2:10])
+    checks, compiled = {"test_utils": ("test_schema", "test_faketensor")}, torch.ops.tp_headloss
+    args = hidden.detach(), weight, *inputs
+    torch.library.opcheck(compiled.linear_statistics.default, (*args, *fixed), **checks)
+    merged, values, *_ = compiled.linear_statistics(*args, *fixed)
+    assert torch.equal(values[node.layout.outputs.index("forward_kl")], stats.forward_kl)
+    grads = [torch.randn(N) if name == "forward_kl" else None for name in node.layout.gradients]
+    args = *args, merged, grads, [True, True, False]
+    torch.library.opcheck(compiled.linear_gradient.default, (*args, *fixed), **checks)
+
+
+def top_run(group, device, kind):
+    teacher_hidden, teacher_weight, bias, temperatures = (x.to(device) for x in teacher_tensors())
+    shard = VocabShard.from_boundaries(UNEVEN[2] if group else [0, V], TRUE_V, group)
+    local = slice(shard.start, shard.stop)
+    head = TeacherHead(
+        teacher_hidden.view(4, 11, H_T), teacher_weight[local], bias[local], Transform(**CAPPED),
+        temperatures.view(4, 11),
+    )  # fmt: skip
+    return topk_log_probs(head, 7, shard=shard)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_top_k_of_a_head(world_size):
+    teacher_hidden, teacher_weight, bias, temperatures = teacher_tensors()
+    u, _ = transformed(F.linear(teacher_hidden, teacher_weight), bias, temperature=temperatures, **CAPPED)
+    expected = u[:, :TRUE_V].log_softmax(-1).topk(7)
+    for top in on_ranks(world_size, top_run, "head"):
+        assert torch.equal(top.ids.view(N, 7).cpu(), expected.indices)
+        torch.testing.assert_close(top.log_probs.view(N, 7).double().cpu(), expected.values, rtol=2e-6, atol=2e-6)
+    with pytest.raises(ValueError, match="its own weight and transform"):
+        topk_log_probs(TeacherHead(teacher_hidden, teacher_weight), 7, weight=teacher_weight)
+
+
+def call_with(h, w, y, t, want=("forward_kl",)):
+    return linear_vocab_statistics(h, w, y, teacher=t, want=want)
+
+
+BAD = {
+    "logits": (lambda h, w, y, t: vocab_statistics(h @ w.t(), y, teacher=t, want=FULL_TEACHER), ValueError,
+               "TeacherHead is for linear heads, got logits: use HeadLoss.linear"),
+    "logits of a loss": (lambda h, w, y, t: HeadLoss([Distillation()])(h @ w.t(), y, inputs={"teacher": t}), ValueError,
+                         "use HeadLoss.linear"),
+    "width": (lambda h, w, y, t: call_with(h, w, y, replace(t, weight=t.weight[:9])), ValueError,
+              r"teacher\.weight must have as many rows as the student's shard, \[200, H\], got \[9, 17\]"),
+    "hidden size": (lambda h, w, y, t: call_with(h, w, y, replace(t, hidden=t.hidden[:, :9])), ValueError,
+                    r"teacher\.hidden must have shape \[44, 17\], got \[44, 9\]"),
+    "tokens": (lambda h, w, y, t: call_with(h, w, y, replace(t, hidden=t.hidden[:9])), ValueError, r"got \[9, 17\]"),
+    "device": (lambda h, w, y, t: call_with(h, w, y, replace(t, weight=t.weight.to("meta"))), ValueError,
+               r"teacher\.weight must be on cpu"),
+    "dtype": (lambda h, w, y, t: call_with(h, w, y, replace(t, hidden=t.hidden.double(), weight=t.weight.double())),
+              TypeError, r"teacher\.weight must be one of"),
+    "two dtypes": (lambda h, w, y, t: call_with(h, w, y, replace(t, hidden=t.hidden.half())), TypeError, "one dtype"),
+    "bias": (lambda h, w, y, t: call_with(h, w, y, replace(t, bias=y.float())), ValueError, r"teacher\.bias must have"),
+    "no tensor": (lambda h, w, y, t: call_with(h, w, y, replace(t, weight=3)), TypeError, r"teacher\.weight must be a"),
+    "not wanted": (lambda h, w, y, t: call_with(h, w, y, t, ()), ValueError, "serves the statistics"),
+    "temperatures": (lambda h, w, y, t: call_with(h, w, y, replace(t, temperature=torch.ones(3))), ValueError,
+                     r"teacher\.temperature must have shape \[44\], got \[3\]"),
+    "temperature in the transform": (lambda h, w, y, t: replace(t, transform=Transform(temperature=2.0)), ValueError,
+                                     "temperature of a TeacherHead is its own"),
+    "two biases": (lambda h, w, y, t: replace(t, bias=w[:, 0], transform=Transform(bias=w[:, 0])), ValueError, "twice"),
+    "negative scale": (lambda h, w, y, t: replace(t, transform=Transform(scale=-1.0)), ValueError, "scale must be pos"),
+    "beta": (lambda h, w, y, t: replace(t, beta=1.0), ValueError, "beta must be in"),
+    "no heads": (lambda h, w, y, t: TeacherHeads((), y), TypeError, "heads must be a list of TeacherHeads"),
+    "other teachers": (lambda h, w, y, t: TeacherHeads((t, Teacher(h)), y), TypeError, "got a Teacher"),
+    "two betas": (lambda h, w, y, t: TeacherHeads((t, replace(t, beta=0.1)), y), ValueError, "one beta"),
+    "float teachers": (lambda h, w, y, t: call_with(h, w, y, TeacherHeads((t,), y.float())), TypeError, "int64 or"),
+    "teachers of other tokens": (lambda h, w, y, t: call_with(h, w, y, TeacherHeads((t,), y[:3])), ValueError,
+                                 r"teacher_of_token must have shape \[44\], got \[3\]"),
+    "heads of two dtypes": (
+        lambda h, w, y, t: call_with(
+            h, w, y, TeacherHeads((t, replace(t, hidden=t.hidden.half(), weight=t.weight.half())), y)),
+        TypeError, "TeacherHeads must have one dtype"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_teachers_are_named(name):
+    call, kind, words = BAD[name]
+    hidden, weight, _, labels, _ = tensors()
+    with pytest.raises(kind, match=words):
+        call(hidden, weight, labels, TeacherHead(*teacher_tensors()[:2]))

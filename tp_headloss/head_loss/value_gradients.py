@@ -1,0 +1,77 @@
+"""Gradients of a loss with respect to the statistics that it sums, without autograd: some multiplications per block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..engine.backend import load_backend
+from ..request import Request, accumulation_dtype
+from .call import Call
+from .reduction import fused_reduction
+from .statistic_value import SumsPlan
+from .token_sums import nonzero
+
+
+def value_gradients(call: Call, request: Request) -> Callable | None:
+    """Function of the upstream gradient of the loss, for `one_sweep`; None if a term is more than a statistic, or has a
+    token weight or a tensor as its weight.
+
+    The gradients have the bits of autograd's: they are computed by the kernel that the reduction's backward is, or in
+    plain torch by the same operations. (Except on GPUs with a denominator that is a number which fp32 does not hold:
+    the reduction's kernel rounds it, this does not.)
+
+    Args:
+        call: with a denominator, unless the reduction is a sum.
+        request: of the same call, with its tokens in rows.
+    """
+    plan, layout = call.definition.plan.sums[int(call.sequences is not None)], request.layout
+    names = () if plan is None else plan.statistics[: len(plan.coefficients)]
+    if not names or not set(names) <= layout.differentiable:
+        return None
+    labels, fused = request.tensors.labels, fused_reduction(call, request.tensors.labels)
+    valid, dtype = labels != request.facts.ignore_index, accumulation_dtype(request.tensors.logits.dtype)
+    weight = None if call.loss_weight is None else request.order.flatten(call.loss_weight)
+    divisor, rows_of = 1.0 if call.definition.reduction == "sum" else call.denominator, _rows_in_torch
+    if fused is not None:
+        weight = None if weight is None else weight.float().contiguous()
+        divisor, rows_of = fused.denominator, load_backend("triton").token_sums_gradient
+        if not isinstance(divisor, torch.Tensor):
+            divisor = torch.full((), float(divisor), dtype=torch.float64, device=labels.device)
+    divisor = nonzero(divisor)
+
+    def of_upstream(upstream):
+        upstream, every = upstream.to(dtype), None
+        if not plan.squares:  # then no value is read, and all tokens' gradients are known beforehand
+            unread = (torch.empty(valid.shape, dtype=dtype, device=valid.device),) * len(names)
+            every = rows_of(upstream, unread, valid, weight, divisor, plan)
+
+        def gradients_of(found, here):
+            rows = every
+            if every is None:
+                part = None if weight is None else weight[here]
+                values = tuple([found[name] for name in names])
+                rows = rows_of(upstream, values, valid[here], part, divisor, plan)
+            grads = {}
+            for name, row in zip(names, rows.unbind(0)):
+                row = row if every is None else row[here]
+                grads[name] = row if name not in grads else grads[name] + row
+            return grads
+
+        return gradients_of
+
+    return of_upstream
+
+
+def _rows_in_torch(upstream, values, valid, weight, divisor, plan: SumsPlan) -> torch.Tensor:
+    """Gradients [terms, N] of the terms' values: autograd's operations for `reduce_in_torch`, in its order."""
+    rows = []
+    counted = valid if weight is None else valid & (weight != 0)
+    for i, (coefficient, value) in enumerate(zip(plan.coefficients, values)):
+        factor = upstream.double() * coefficient / divisor
+        row = factor.expand(valid.shape) if weight is None else torch.where(counted, factor, 0.0) * weight
+        row = torch.where(counted, row.to(value.dtype), 0.0)
+        row = -row if plan.negatives >> i & 1 else row
+        rows.append(row * (2 * value) if plan.squares >> i & 1 else row)
+    return torch.stack(rows)
