@@ -149,10 +149,10 @@ def teacher_inputs(problem, whole_logits):
     return {"teacher": Teacher(F.linear(*problem.teacher)) if whole_logits else TeacherHead(*problem.teacher)}
 
 
-def ours(problem, mode, budget, main_grad, whole_logits=False):
+def ours(problem, mode, budget, main_grad, whole_logits=False, engine="auto"):
     head_loss, weight = HeadLoss([CrossEntropy() if problem.teacher is None else Distillation()]), problem.weight
     declared = 1.0 if main_grad and mode == "one_sweep" else None
-    linear = Linear(mode=mode, budget=budget, main_grad=main_grad, upstream=declared)
+    linear = Linear(mode=mode, budget=budget, main_grad=main_grad, upstream=declared, engine=engine)
 
     def loss_of(hidden, weight, labels):
         inputs = teacher_inputs(problem, whole_logits)
@@ -196,16 +196,21 @@ def implementations(problem):
         Implementation("materialised logits", 3, lambda: materialised(problem, Options())),
         Implementation("materialised logits, in place", 3, lambda: materialised(problem, Options(inplace=True))),
     ]
-    for name, mode, budget, main_grad in (
-        ("one sweep", "one_sweep", quarter, True),
-        ("one sweep, half", "one_sweep", 2 * quarter, True),
-        ("one sweep, dW returned", "one_sweep", quarter + own_sum, False),
-        ("recompute", "recompute", eighth, True),
-        ("recompute, quarter", "recompute", quarter, True),
-        ("recompute, dW returned", "recompute", None, False),
+    for name, mode, budget, main_grad, engine in (
+        ("one sweep", "one_sweep", quarter, True, "auto"),
+        ("one sweep, half", "one_sweep", 2 * quarter, True, "auto"),
+        ("one sweep, dW returned", "one_sweep", quarter + own_sum, False, "auto"),
+        ("recompute, blocks", "recompute", eighth, True, "blocks"),
+        ("recompute, epilogues", "recompute", eighth, True, "epilogue"),
+        ("recompute, blocks, quarter", "recompute", quarter, True, "blocks"),
+        ("recompute, epilogues, quarter", "recompute", quarter, True, "epilogue"),
+        ("recompute, blocks, dW returned", "recompute", None, False, "blocks"),
+        ("recompute, epilogues, dW returned", "recompute", None, False, "epilogue"),
     ):
+        if engine == "epilogue" and not problem.hidden.is_cuda:
+            continue
         n = 3 if mode == "one_sweep" else 4
-        build = lambda m=mode, b=budget, g=main_grad: ours(problem, m, b, g)  # noqa: E731
+        build = lambda m=mode, b=budget, g=main_grad, e=engine: ours(problem, m, b, g, e)  # noqa: E731
         rows.append(Implementation(f"ours, {name}", n, build, budget))
     for peer in PEERS:
         if peer.sharded or problem.shard.world_size == 1:

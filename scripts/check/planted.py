@@ -8,6 +8,7 @@ ones no longer fit the package, and what to write instead.
 KERNELS, EAGER, PASSES, SUMS = "engine/kernels.py", "engine/eager.py", "engine/passes.py", "engine/sums_triton.py"
 LANES, SWEEPS, REDUCTION = "engine/transports/sum_lanes.py", "linear_head/sweeps.py", "head_loss/reduction.py"
 VALUES = "head_loss/value_gradients.py"
+GEMM, GRADIENT = "engine/gemm_triton.py", "engine/gradient_triton.py"
 MEGATRON = "integrations/megatron/head.py"
 
 
@@ -57,9 +58,9 @@ GROUPS = {
         (KERNELS, "statistics_kernel", 'tl.where(inside == chunk.target, float("-inf"), z)', "z"),
         (KERNELS, "statistics_kernel", "tl.where(i < waiting, i, i + BLOCK)", "i"),
         (KERNELS, "statistics_kernel", 'tl.where(inside < chunk.size, load_logits(inputs, chunk, columns, reading), float("-inf"))', "load_logits(inputs, chunk, columns, reading)"),
-        (KERNELS, "_softmax_gradient", "tl.exp(offset) * common / token.whole", "tl.exp(offset) * common"),
-        (KERNELS, "gradient_kernel", "dz *= slope", "pass"),
-        (KERNELS, "gradient_kernel", "dz = tl.where(columns < valid_width, dz, 0.0)", "pass"),
+        (GRADIENT, "_with_target", "tl.exp(offset) * common / token.whole", "tl.exp(offset) * common"),
+        (GRADIENT, "tile_gradient", "dz *= slope", "pass"),
+        (GRADIENT, "tile_gradient", "dz = tl.where(columns < valid_width, dz, 0.0)", "pass"),
         ("engine/triton.py", "_gradient", "padded = facts.valid_width < width", "padded = False"),
         (PASSES, "kernel_gradients", "target_logit if name not in grads else grads[name] + target_logit", "target_logit"),
     ],
@@ -168,8 +169,8 @@ GROUPS = {
         (SWEEPS, "_TeacherBuffer.logits", "x += bias[ids]", "pass"),
         (SWEEPS, "_TeacherBuffer.logits", "heads.of_token[tokens] == i", "heads.of_token[tokens] != i"),
         (SWEEPS, "_TeacherBuffer.logits", "x.mul_(cap).tanh_()", "x.mul_(cap)"),
-        (SWEEPS, "_TeacherBuffer.__init__", "buffer.memory = self.buffers[1].memory", "buffer.memory = self.buffers[0].memory"),
-        (SWEEPS, "gradient", "teacher.joined(request.rows(t, logits).columns(v), t, v)", "teacher.joined(request.rows(t, logits).columns(v), t, slice(0, v.stop - v.start))"),
+        (SWEEPS, "_TeacherBuffer.__init__", "buffer.memory = buffer.exact = self.buffers[1].memory", "buffer.memory = buffer.exact = self.buffers[0].memory"),
+        (SWEEPS, "_Buffer.gradient", "teacher.joined(request.rows(tokens, logits).columns(ids), tokens, ids)", "teacher.joined(request.rows(tokens, logits).columns(ids), tokens, slice(0, ids.stop - ids.start))"),
         ("request.py", "TeacherOperands.block_dtype", "any(self.caps) or any((bias is not None for bias in self.biases))", "False"),
         ("request.py", "TeacherOperands.bytes", "min(len(self.caps), 2)", "0"),
         ("linear_head/teacher.py", "_effective_temperature", "head.temperature / factor", "head.temperature"),
@@ -206,6 +207,19 @@ GROUPS = {
         ("dtensor.py", "_layout_shard", "_group_ranks(group) != _group_ranks(shard.group)", "False"),
         ("dtensor.py", "_expect_replicated", "not replicated", "False"),
         ("dtensor.py", "_weight_grad_placements", "others and not (is_dtensor(hidden) and hidden.device_mesh == weight.device_mesh)", "False"),
+    ],
+    "test_epilogue": [
+        (GEMM, "_store_packet", "tl.where(inside < chunk.size, z, least)", "z"),
+        (GEMM, "_store_packet", "tl.where(inside == chunk.target, z, at_target)", "at_target"),
+        (GEMM, "_store_packet", "m = tl.maximum(m, v)", "pass"),
+        (GEMM, "_chunk_of_rows", "tl.minimum(offset + COLUMNS, size)", "size"),
+        (GEMM, "linear_statistics_kernel", "rounded(acc, hidden.dtype)", "acc"),
+        (GEMM, "linear_statistics_kernel", "tl.minimum(at, n_rows - 1)", "at % 2"),
+        (GRADIENT, "_softmax_gradient", "tl.where(here, target, -1)", "target + 1"),
+        (ARGMAX_DEVICE, "add", "tl.where(tile.v == softmax.peak, tile.columns, LARGEST)", "tile.columns"),
+        (SOFTMAX_DEVICE, "fold", "tl.where(state[2] == IGNORED * parts, IGNORED, state[2])", "state[2]"),
+        (ENTROPY_DEVICE, "fold", "put(packet, rows.moment, state[0])", "put(packet, rows.moment, 0.5 * state[0])"),
+        (SWEEPS, "_Buffer.gradient", "self.made.rounded", "True"),
     ],
     "test_megatron": [
         (MEGATRON, "_transform", "config.mup_output_mult", "1.0"),

@@ -37,10 +37,12 @@ from tp_headloss.head_loss import reduction
 from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER
 from tp_headloss.statistics.topk import has_tail
 
-SHARED_LIMIT = 48 << 10  # bytes
+SHARED_LIMIT, GEMM_SHARED_LIMIT = 48 << 10, 227 << 10  # bytes
+GEMMS = "gemm_triton.linear_statistics_kernel", "gemm_triton.linear_gradient_kernel"  # of capability 9.0 and later
 # Bytes of the stack, where spilled registers go. A version of Triton may spill a few where a kernel has every optional
 # part; all statistics of a whole teacher at once have more per-token coefficients than registers.
 SPILL_LIMIT, CROWDED_SPILL_LIMIT = 16, 128
+GEMM_SPILL_LIMIT = 1024  # accumulators take half of the registers; `total`, and with Triton 3.9 a softcap, spill
 LOOP_LIMIT = 100_000  # characters of PTX of a merge of 512 packets; a loop takes 52,000 at most
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -74,6 +76,12 @@ HEADS = {
     "denominator": [None, 8.0, "tensor", "sum"],  # sum: the reduction that divides by nothing
     "width": [512, 513],
     "token_weight": [True, False], "metrics": [("accuracy", "entropy"), ()],
+}  # fmt: skip
+EPILOGUES = {  # of a linear head's GEMMs
+    "labels": [torch.int64, None],
+    "dtype": [torch.bfloat16, torch.float16], "logits": ["float32", "operands"], "width": [4096, 4000],
+    "want": [(), ("entropy",), ("argmax", "collision"), ("entropy", "argmax", "total")],
+    "bias": [None, torch.float32], "softcap": [None, 30.0], "temperature": [1.0, "per token"],
 }  # fmt: skip
 TERMS = {
     "cross_entropy": tp.CrossEntropy(), "smoothing": tp.CrossEntropy(label_smoothing=0.1), "z_loss": tp.ZLoss(1e-4),
@@ -115,8 +123,10 @@ class Variant(NamedTuple):
         return f"{self.kernel.__module__.rsplit('.', 1)[-1]}.{self.kernel.__name__}"
 
     def compile(self, capability: int):
-        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=self.options)
+        source, options = ASTSource(self.kernel, self.signature, self.constants, self.attributes), self.options
+        if self.name in GEMMS:
+            options = {**options, "num_stages": launch.gemm_launch(4096, capability // 10).stages}
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 class Recorder:
@@ -255,13 +265,33 @@ def call_head(case, groups):
     head.linear(hidden, weight, labels, linear=linear, **given).loss.backward()
 
 
+def call_epilogue(case, groups):
+    """Forward and backward of a linear head's statistics that are epilogues."""
+    tokens = 256
+    hidden = torch.zeros(tokens, 64, dtype=case.dtype, requires_grad=True)
+    weight = torch.zeros(case.width, 64, dtype=case.dtype, requires_grad=True)
+    shard = tp.VocabShard(0, case.width, 4096 if case.width == 4096 else 3990)
+    stats = tp.linear_vocab_statistics(
+        hidden,
+        weight,
+        None if case.labels is None else torch.zeros(tokens, dtype=case.labels),
+        bias=case.bias and torch.zeros(case.width, dtype=case.bias),
+        shard=shard,
+        want=case.want,
+        transform=tp.Transform(softcap=case.softcap, temperature=per_token(case.temperature, tokens)),
+        options=OPTIONS,
+        linear=tp.Linear(engine="epilogue", logits=case.logits),
+    )
+    sum(x.sum() for x in stats if getattr(x, "requires_grad", False)).backward()
+
+
 def record_variants() -> list[Variant]:
     """The variants that the calls need."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)  # its collectives do nothing
     groups = {1: None, 512: dist.group.WORLD} | {n: dist.new_group(list(range(n))) for n in (2, 3, 8)}
     recorder = Recorder()
     with recorder.recording():
-        for axes, call in ((CALLS, call_statistics), (HEADS, call_head)):
+        for axes, call in ((CALLS, call_statistics), (HEADS, call_head), (EPILOGUES, call_epilogue)):
             for recorder.case in pairwise(axes):
                 call(recorder.case, groups)
     dist.destroy_process_group()
@@ -289,8 +319,11 @@ class Resources(NamedTuple):
         """Raise ValueError where a variant takes too much."""
         crowded = set(getattr(variant.case, "teacher", ())) >= {"forward_kl", "reverse_kl", "teacher_entropy"}
         spills = CROWDED_SPILL_LIMIT if crowded else SPILL_LIMIT
-        if self.shared > SHARED_LIMIT or self.stack > spills:
-            raise ValueError(f"at most {SHARED_LIMIT} bytes shared and {spills} spilled, got {self}")
+        most = SHARED_LIMIT
+        if variant.name in GEMMS:
+            most, spills = GEMM_SHARED_LIMIT, GEMM_SPILL_LIMIT
+        if self.shared > most or self.stack > spills:
+            raise ValueError(f"at most {most} bytes shared and {spills} spilled, got {self}")
         names = variant.kernel.arg_names
         packets = variant.constants[(names.index("PACKETS"),)] if "PACKETS" in names else 0
         if packets > 8 and self.code > LOOP_LIMIT:
@@ -302,7 +335,9 @@ def main(capabilities, everything: bool):
     for variant in record_variants():
         seen[variant.name] += 1
         # architectures differ little for what is Triton's own, so that each variant is compiled for one of them
-        shown = capabilities if everything else {(90, 80, 90, 100)[seen[variant.name] % 4]} & set(capabilities)
+        shown = set(capabilities) if everything else {(90, 80, 90, 100)[seen[variant.name] % 4]} & set(capabilities)
+        if variant.name in GEMMS:
+            shown = ({90, 100} if everything else {(90, 100)[seen[variant.name] % 2]}) & set(capabilities)
         for capability in shown:
             try:
                 resources = Resources.of(variant.compile(capability))

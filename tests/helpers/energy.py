@@ -9,7 +9,7 @@ import triton.language as tl
 from tp_headloss.statistics import family_triton as hooks
 from tp_headloss.statistics.entropy_triton import start, start_merge
 from tp_headloss.statistics.family import Family, row_sum
-from tp_headloss.statistics.numerics_triton import fixed_sum, settle
+from tp_headloss.statistics.numerics_triton import lane_sum, settle
 
 
 @triton.jit
@@ -18,13 +18,18 @@ def add(state, tile, softmax, chunk, inputs, rows):
 
 
 @triton.jit
-def store(out, n, state, core, chunk, inputs, rows, BLOCK: tl.constexpr):
-    tl.store(out + rows.energy * n, fixed_sum(state[0], BLOCK))
+def store(out, n, state, core, chunk, inputs, rows):
+    tl.store(out + rows.energy * n, lane_sum(state[0]))
 
 
 @triton.jit
 def add_packet(state, packet, softmax, rows):
     return (state[0] + hooks.read(packet, rows.energy, 0.0).to(tl.float64),)
+
+
+@triton.jit
+def fold(state, packet, rows):
+    hooks.put(packet, rows.energy, state[0])
 
 
 @triton.jit
@@ -47,7 +52,7 @@ class Energy(Family):
     statistics = gradients = ("energy",)
     device = SimpleNamespace(
         STATISTICS=hooks.Statistics(start, hooks.not_rescaled, add, store),
-        MERGE=hooks.Merge(start_merge, hooks.no_peak, add_packet, finish),
+        MERGE=hooks.Merge(start_merge, hooks.no_peak, add_packet, fold, finish),
         GRADIENT=hooks.Gradient(load, hooks.same_coefficient, hooks.same_at_target, direct),
     )
 

@@ -8,6 +8,9 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
     logits_gradient(out, request, merged, grads)         upstream gradients by name -> d loss / d logits, in `out`
     entries(ids, log_probs, mask, factor, renormalize, vocab_size)  a top-K teacher's entries, distinct and ascending
     scale(out, x, factor, add=False)                     out (+)= x * factor, a scalar tensor
+    linear_statistics(packets, hidden, weight, request, rounded, budget)  packets of logits hidden @ weight^T that are
+    linear_gradient(out, hidden, weight, request, merged, grads, rounded)  never stored, and their gradient; "triton"
+                                                         alone, where `linear_head.epilogue` finds no obstacle
     shares_memory(logits)                                whether packets may meet in symmetric memory (`memory`)
     FUSED_SUMS                                           whether it has token_sums and token_sums_gradient
                                                          (see `head_loss`), which elsewhere are plain torch

@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 
 from ..statistics import softmax_triton as softmax
-from ..statistics.family_triton import load_logits, load_teacher, read, row_factors, teacher_scales, transform
-from ..statistics.numerics_triton import exp, widen
+from ..statistics.family_triton import load_logits, load_teacher, read, row_factors, teacher_scales
+from ..statistics.numerics_triton import widen
 from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
 from ..symmetric_memory_triton import end_turn, packet_pointer, slot_to_write, turn_to_read
+from .gradient_triton import tile_gradient
 
 
 @triton.jit
@@ -38,10 +39,10 @@ def _open_chunk(inputs, n_rows, start, valid_width, chunks, ignore_index):
 
 
 @triton.jit
-def _start(families, chunk, inputs, BLOCK: tl.constexpr):
+def _start(families, zeros, chunk, inputs):
     states = ()
     for i in tl.static_range(len(families)):
-        states += (families[i].start(chunk, inputs, BLOCK),)
+        states += (families[i].start(zeros, chunk, inputs),)
     return states
 
 
@@ -91,7 +92,7 @@ def statistics_kernel(
     m = -float("inf")
     s = tl.zeros([BLOCK], tl.float32)
     student = tl.zeros([BLOCK], tl.float32)
-    states = _start(families, chunk, inputs, BLOCK)
+    states = _start(families, student, chunk, inputs)
     whole = chunk.size // BLOCK * BLOCK
     # the tile of the target waits, so that the loop need not look for it: one masked tile for it, one for the tail
     waiting = tl.where(chunk.target < 0, whole, chunk.target // BLOCK * BLOCK)
@@ -119,13 +120,15 @@ def statistics_kernel(
     n = n_rows.to(tl.int64)
     out = packets_ptr + index.to(tl.int64) * rows.height * n + chunk.row
     core = Core(m, s)
-    softmax.store(out, n, core, student, chunk, inputs, rows, BLOCK)
+    softmax.store_sums(out, n, core, student, inputs, rows)
+    if inputs.labels is not None:
+        softmax.store_target(out, n, softmax.load_target(chunk, inputs), chunk, rows)
     for i in tl.static_range(len(families)):
-        families[i].store(out, n, states[i], core, chunk, inputs, rows, BLOCK)
+        families[i].store(out, n, states[i], core, chunk, inputs, rows)
 
 
 @triton.jit
-def _peaks(families, states, packet, rows):
+def peaks(families, states, packet, rows):
     after = ()
     for i in tl.static_range(len(families)):
         after += (families[i].peak(states[i], packet, rows),)
@@ -133,7 +136,7 @@ def _peaks(families, states, packet, rows):
 
 
 @triton.jit
-def _add_packet(families, states, packet, terms, rows):
+def add_packet(families, states, packet, terms, rows):
     added = ()
     for i in tl.static_range(len(families)):
         added += (families[i].add(states[i], packet, terms, rows),)
@@ -170,7 +173,7 @@ def merge_kernel(
         for k in tl.static_range(STEP):
             packet = Packet(packet_pointer(packets_ptr, memory, turn, first + k, size, CHUNKS) + token, n, here)
             peak = tl.maximum(peak, read(packet, rows.packet.max, 0.0))
-            states = _peaks(families, states, packet, rows.packet)
+            states = peaks(families, states, packet, rows.packet)
     scale = 1.0
     if inputs.student_scale is not None:
         scale = inputs.student_scale
@@ -181,7 +184,7 @@ def merge_kernel(
             packet = Packet(packet_pointer(packets_ptr, memory, turn, first + k, size, CHUNKS) + token, n, here)
             terms = softmax.packet_softmax(packet, peak, scale, rows.packet)
             core = softmax.add_packet(core, packet, terms, rows.packet)
-            states = _add_packet(families, states, packet, terms, rows.packet)
+            states = add_packet(families, states, packet, terms, rows.packet)
     if rows.packet.owner is not None:
         joined = softmax.with_target(core, peak, scale, token, here, n, rows.packet, PACKETS)
     else:
@@ -208,38 +211,6 @@ def _columns(inputs, row, positions, ignored, start, valid_width):
     return columns, written, readable
 
 
-@triton.jit
-def _softmax_gradient(z, columns, first, token, states, families, grads, inputs, rows, start, BLOCK: tl.constexpr):
-    """p times its coefficients; the column of the label is one fp32 expression."""
-    common = 0.0  # coefficient of p at every column
-    if grads.lse is not None:
-        common += tl.load(grads.lse + token.row)
-    away = common  # and at columns other than the target
-    if grads.log_prob is not None:
-        away -= tl.load(grads.log_prob + token.row)
-    away = tl.where(token.ignored, 0.0, away / token.whole)
-    shifted = z - tl.load(token.merged + rows.shift * token.n)
-    p = exp(shifted)
-    for i in tl.static_range(len(families)):
-        away = families[i].coefficient(away, states[i], shifted, p, token)
-    dz = p * away
-    if inputs.labels is not None:
-        target = tl.load(inputs.labels + token.row).to(tl.int64) - start
-        if inputs.entries is not None:
-            here = target >= 0
-        else:
-            here = (target >= first) & (target < first + BLOCK)
-        if here:
-            offset = tl.load(token.merged + rows.target * token.n)
-            for i in tl.static_range(len(families)):
-                common = families[i].at_target(common, states[i], offset, token)
-            at_target = tl.exp(offset) * common / token.whole
-            if grads.log_prob is not None:
-                at_target += tl.load(token.merged + rows.others * token.n) * tl.load(grads.log_prob + token.row)
-            dz = tl.where(columns == target.to(tl.int32), tl.where(token.ignored, 0.0, at_target), dz)
-    return dz
-
-
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
 def gradient_kernel(
     dx_ptr, dx_row, dx_column,  # [T, width] out; may be x itself
@@ -251,7 +222,7 @@ def gradient_kernel(
     n_rows, start, valid_width,
     PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of one row of the gradient; `eager.logits_gradient` states the formula.
+    """One program: one tile of one row of the gradient.
 
     Rows run from the last to the first: what the forward read last is still in the L2 cache.
     """
@@ -269,22 +240,8 @@ def gradient_kernel(
     teacher_scale, a = teacher_scales(inputs, row, n_rows)
     chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
     x = tl.load(inputs.x + row * inputs.x_row + positions.to(tl.int64) * inputs.x_column, mask=readable, other=0.0)
-    z, slope = transform(widen(x), columns, inputs, pre, post)
-    u = 0
-    if inputs.teacher is not None:
-        u = load_teacher(inputs, chunk, columns, readable)
-    tile = Tile(z, z, u, columns, first, True, BLOCK)
     token = Token(row, n, merged, whole, ignored, a, positions, written, readable)
-
-    states = ()
-    for i in tl.static_range(len(families)):
-        states += (families[i].load(grads, token, inputs, rows),)
-    dz = _softmax_gradient(z, columns, first, token, states, families, grads, inputs, rows, start, BLOCK)
-    for i in tl.static_range(len(families)):
-        dz = families[i].direct(dz, states[i], tile, token, grads, inputs, rows)
-    if inputs.pre is not None:
-        dz *= slope
-    dz = tl.where(ignored, 0.0, dz)  # whatever a bias, a temperature or a weight did to it
-    if PADDED:
-        dz = tl.where(columns < valid_width, dz, 0.0)
+    dz = tile_gradient(
+        widen(x), columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, BLOCK
+    )
     tl.store(dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, dz.to(dx_ptr.dtype.element_ty), mask=written)

@@ -88,6 +88,36 @@ def entries_launch(n_entries: int) -> Launch:
     return Launch(min(128, max(16, next_power_of_2(n_entries))), 1)
 
 
+class GemmLaunch(NamedTuple):
+    """Tile of a GEMM, warps of a program, stages of its pipeline, programs of a multiprocessor.
+
+    A tile: rows, columns, steps over H, columns of the epilogue's strips, and rows of tiles in a group, which share
+    columns of the weight in the cache.
+    """
+
+    tile: tuple[int, int, int, int, int]
+    warps: int
+    stages: int
+    programs: int = 1
+
+
+def gemm_launch(chunk_size: int, capability: int = 9) -> GemmLaunch:
+    """Tile of a linear head's GEMMs with epilogues. Its columns and steps decide the order of additions, so they depend
+    on the vocabulary alone.
+
+    Statistics of 8192 tokens, H 4096, V 128256, over one cuBLAS GEMM (12799 us): 128x256/8 warps in strips of 64 1.045,
+    32 1.058, 256 1.067; 128x128/4, two programs 1.123; 256x128/8 1.234; 128x128/8 1.305; 64x256/4, two programs 1.490
+    One chunk of 16032 (1629 us): strips of 64 1.074, 256 1.094, 32 1.095; 128x128/4, two programs 1.171
+    Gradient, 16032 ids (1592 us): strips of 32 1.051, 64 1.057; 128x128/8 1.111; 128x128/4, two programs 1.435
+    """
+    columns = min(256, max(32, next_power_of_2(chunk_size)))
+    stages = 4 if capability == 9 else 3  # later ones need memory of a program to move accumulators
+    if INTERPRETED:
+        return GemmLaunch((32, min(columns, 64), 16, 16, 8), 4, 1)
+    return GemmLaunch((128, columns, 64, min(columns, 32), 8), 8 if columns > 64 else 4, stages)
+
+
+FOLD = Launch(32, 1)  # 63 parts of one chunk, of 8: 32/1 17.6, 31.4, 64/2 18.4, 30.7; without a pipeline 43.3, 46.6
 MERGE = Launch(64, 2)  # 8 packets: 32/1 7.7, 128/4 8.6, 64/2 8.7; with entropy and argmax: 64/2 8.0, 32/1 8.5
 # The only program: its time is the latency of its loads, and wider ones spill.
 SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 10.6, 4096/32 15.1, 8192/32 28.4

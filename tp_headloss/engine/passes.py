@@ -42,6 +42,19 @@ def write_gradient(out: torch.Tensor, request: Request, merged: torch.Tensor, gr
     load_backend(request.facts.backend).logits_gradient(out, request, merged, grads)
 
 
+def linear_packets(hidden, weight, request: Request, rounded: bool, budget: int) -> torch.Tensor:
+    """This rank's packets [chunks, rows, N] of logits that are never stored."""
+    packets = hidden.new_empty((request.facts.chunks, len(request.layout.packet), hidden.shape[0]), dtype=torch.float32)
+    load_backend(request.facts.backend).linear_statistics(packets, hidden, weight, request, rounded, budget)
+    return packets
+
+
+def write_linear_gradient(out, hidden, weight, request: Request, merged, grads: dict, rounded: bool) -> None:
+    """`write_gradient` of logits that are never stored."""
+    grads = {name: g.contiguous() for name, g in grads.items() if g is not None}
+    load_backend(request.facts.backend).linear_gradient(out, hidden, weight, request, merged, grads, rounded)
+
+
 def kernel_gradients(upstream: dict) -> dict:
     """Convert upstream gradients of the statistics to those that backends take: target_logit is log_prob + lse."""
     if "target_logit" not in upstream:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import torch
 
 from .. import statistics
-from ..request import Facts, Request, Tensors
-from ..statistics import Layout, entries_triton
+from ..request import Request
+from ..statistics import entries_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
 from ..statistics.records_triton import Inputs
 from ..symmetric_memory_triton import SharedMemory
 from . import kernels
-from .device_layout import DeviceLayout, device_layout
+from .device_inputs import inputs_key, inputs_of
+from .device_layout import device_layout
 from .launch import (
     INTERPRETED,
     MERGE,
@@ -30,6 +28,7 @@ from .launch import (
     pointer_key,
     statistics_launch,
 )
+from .linear_triton import linear_gradient, linear_statistics  # noqa: F401 (part of the contract)
 from .sums_triton import scale, token_sums, token_sums_gradient  # noqa: F401 (part of the contract)
 
 FUSED_SUMS = True
@@ -39,68 +38,6 @@ MOST_ENTRIES = 1024  # that one program compares with each other
 def shares_memory(logits) -> bool:
     """Whether packets may meet in symmetric memory."""
     return logits.is_cuda and logits.shape[0] > 0
-
-
-class Prepared(NamedTuple):
-    """What the launches of one kind of call have in common: everything but tensors and the number of tokens."""
-
-    rows: DeviceLayout
-    numbers: tuple  # the fields of `Inputs` after its tensors
-    variant: object  # one object for whatever Triton compiles about rows and inputs
-    bounds: tuple  # start, valid_width, chunks, ignore_index
-
-
-def inputs_of(request: Request) -> tuple[Inputs, Prepared]:
-    """The tensors and numbers of a call as kernels take them."""
-    # of a tensor [N, ..]: all but N
-    kinds = [x if x is None else (x.dtype, x.data_ptr() % 16, x.shape[1:], x.stride()) for x in request.tensors]
-    prepared = _prepared(request.facts, request.layout, *kinds)
-    return Inputs._make(request.tensors + prepared.numbers), prepared
-
-
-@functools.lru_cache(maxsize=1024)
-def _prepared(facts: Facts, layout: Layout, *kinds) -> Prepared:
-    kind = Tensors(*kinds)
-    (width,), strides = kind.logits[2:]
-    teacher = (None, None) if kind.teacher is None else kind.teacher[3]
-    n_entries = None if kind.entries is None else kind.entries[2][0]
-    factors = _factors(facts, kind.temperatures is not None, kind.scales is not None)
-    inputs = Inputs(*kinds, *strides, *teacher, n_entries, width, facts.chunk_size, *factors)
-    rows = device_layout(layout)
-    return Prepared(
-        rows, inputs[len(kinds) :], _variant(rows, *_inputs_key(inputs, [k and k[:2] for k in kinds])),
-        (facts.start, facts.valid_width, facts.chunks, facts.ignore_index),
-    )  # fmt: skip
-
-
-@functools.cache  # as many as there are compiled kernels, which Triton keeps, too
-def _variant(*_compiled_in) -> object:
-    """One object for equal arguments, which is quicker to look up."""
-    return object()
-
-
-@functools.lru_cache(maxsize=256)
-def _factors(facts: Facts, has_temperatures: bool, has_scales: bool) -> tuple:
-    """`Inputs` from pre to beta: None where nothing is multiplied."""
-    if facts.softcap:
-        own = facts.scale / facts.softcap, facts.softcap / facts.temperature
-    else:
-        before = facts.scale / facts.temperature
-        own = (before, None) if before != 1.0 or has_temperatures else (None, None)
-    both = facts.teacher_scale, facts.student_scale
-    return *own, *(both if has_scales or both != (1.0, 1.0) else (None, None)), facts.beta
-
-
-def _inputs_key(inputs: Inputs, pointers=None) -> tuple:
-    """What Triton compiles into a kernel about the inputs; pointers: its `pointer_key`s, if they are known."""
-    if pointers is None:
-        pointers = map(pointer_key, inputs[: len(Tensors._fields)])
-    strides = int_key(inputs.x_row), int_key(inputs.x_column)
-    if inputs.teacher is not None:
-        strides += int_key(inputs.teacher_row), int_key(inputs.teacher_column)
-    sizes = inputs.n_entries, inputs.width, inputs.chunk_size
-    switches = inputs.pre is None, inputs.post is None, inputs.student_scale is None
-    return *pointers, *strides, *sizes, *switches
 
 
 NOT_SHARED = SharedMemory()
@@ -193,7 +130,7 @@ def logits_gradient(out, request: Request, merged, grads: dict):
     _gradient(out, request, inputs, prepared.variant, merged, elsewhere)
     entries = request.tensors.entries
     inputs = inputs._replace(x=picked, x_row=picked.stride(0), x_column=1, entries=entries, n_entries=entries.shape[1])
-    _gradient(out, request, inputs, _inputs_key(inputs), merged, {**others, "at_entries": at_entries})
+    _gradient(out, request, inputs, inputs_key(inputs), merged, {**others, "at_entries": at_entries})
 
 
 def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict):
@@ -228,7 +165,7 @@ def _gradient_at_entries(request: Request, merged, grads: dict):
         everywhere = merged.new_empty((1 if as_lse else 4, n_rows))
     upstream = rows.grads(**{name: g for name, g in grads.items() if name in (*statistics.TOPK_TEACHER, "lse")})
     variant = (
-        merged.device, rows, everywhere is None, _inputs_key(inputs), tuple(map(dtype_key, upstream)),
+        merged.device, rows, everywhere is None, inputs_key(inputs), tuple(map(dtype_key, upstream)),
         pointer_key(picked),
     )  # fmt: skip
     launch(

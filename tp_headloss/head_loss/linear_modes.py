@@ -60,6 +60,10 @@ def _obstacle_to_one_sweep(call: Call, head: LinearCall) -> str | None:
     constants = [call.loss_weight, call.denominator, *call.inputs.values(), *(term.weight for term in terms)]
     if not torch.is_grad_enabled():
         return "no gradient is wanted"
+    if head.linear.engine == "epilogue":
+        return "it has blocks of logits, and engine='epilogue' none"
+    if head.linear.logits == "float32":
+        return "its blocks have logits of the operands' dtype, and logits='float32' was asked for"
     if torch.compiler.is_compiling():
         return "torch.compile takes one operator each way"
     if reduction == "none":

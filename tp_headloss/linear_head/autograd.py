@@ -21,13 +21,22 @@ class LinearFacts(NamedTuple):
     dtype: torch.dtype  # of the GEMMs' operands, and the logits
     budget: int  # 0: the default
     weight_sums: bool  # dW is returned in half precision
+    epilogue: bool  # whether recompute's logits are never stored
+    rounded: bool  # whether its logits are rounded to dtype
     hidden_grad: str  # of `comm.HIDDEN_GRADS`; "reduce_scatter": the hidden states are gathered
 
     def sizes(self, hidden, facts: Facts, teacher: TeacherOperands) -> blocks.Sizes:
         """Sizes with an even share of the vocabulary, which all ranks know of each other, so that they agree."""
         width, half = -(-facts.vocab_size // facts.world_size), hidden.dtype.itemsize == 2
-        tokens, logit_bytes = max(1, self.token_count(hidden, facts)), self.dtype.itemsize + teacher.bytes
+        tokens = max(1, self.token_count(hidden, facts))
+        fp32_logits = not (self.rounded or self.epilogue) and self.dtype.itemsize == 2
+        logit_bytes = self.dtype.itemsize + 4 * fp32_logits + teacher.bytes
         return blocks.Sizes(tokens, width, hidden.shape[-1], logit_bytes, half, self.weight_sums)
+
+    @property
+    def logits(self) -> sweeps.Logits:
+        """How the sweeps of recompute make logits."""
+        return sweeps.Logits(self.epilogue, self.rounded, self.budget or blocks.DEFAULT_BLOCK)
 
     def blocks(self, hidden, facts: Facts, teacher: TeacherOperands) -> blocks.Blocks:
         """The blocks of recompute; planned here, where the number of tokens is known, also to torch.compile."""
@@ -65,7 +74,7 @@ def _statistics(hidden, weight, *args):
         hidden, weight = linear.operands(hidden, weight, facts)
         teacher = linear.teacher_operands(teacher, facts)
         request = Request.of((None, *tensors), facts)._replace(teacher_heads=teacher)
-        return sweeps.statistics(hidden, weight, request, found.forward)
+        return sweeps.statistics(hidden, weight, request, found.forward, linear.logits)
 
 
 def _statistics_fake(hidden, weight, *args):
@@ -85,7 +94,9 @@ def _gradient(hidden, weight, *args, main_grad=None):
     with torch.autocast(hidden.device.type, enabled=False):
         operands = linear.operands(hidden, weight, facts)
         request = request._replace(teacher_heads=linear.teacher_operands(teacher, facts))
-        hidden_grad, sums = sweeps.gradient(*operands, request, merged, grads, found, wanted, linear.hidden_grad)
+        hidden_grad, sums = sweeps.gradient(
+            *operands, request, merged, grads, found, wanted, linear.hidden_grad, linear.logits
+        )
     return hidden_grad, *sums.gradients()
 
 

@@ -14,7 +14,7 @@ class Sizes(NamedTuple):
     tokens: int  # at least 1
     width: int
     hidden: int
-    bytes: int  # of an element of the operands
+    bytes: int  # of a logit in a block: of the operands' dtype, and 4 more where it is fp32, and a teacher's
     sums: bool  # True if operands are of half precision, so that sums over blocks need fp32 memory of their own
     weight_sums: bool  # True if dW is written in half precision
 

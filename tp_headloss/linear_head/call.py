@@ -15,6 +15,7 @@ from ..request import Request, TeacherOperands
 from ..statistics import VocabStatistics
 from . import blocks
 from .autograd import LinearFacts, LinearStatistics, MainGrad
+from .epilogue import obstacle
 from .options import Linear
 from .teacher import heads_of, operand_dtype, stand_in, teacher_operands
 
@@ -33,6 +34,7 @@ class LinearCall(NamedTuple):
     weight: torch.Tensor
     request: Request  # its logits: an expanded scalar that has their shape and dtype
     linear: Linear
+    epilogue: bool  # whether recompute has no logits
 
     @classmethod
     def checked(
@@ -67,14 +69,16 @@ class LinearCall(NamedTuple):
             operands = teacher_operands(teacher, heads, request.order, scattered)
             request = request._replace(tensors=request.tensors._replace(teacher=None), teacher_heads=operands)
         flat = hidden.reshape(-1, hidden.shape[-1]) if scattered else request.order.flatten(hidden)
-        return cls(flat, weight, request, linear)
+        return cls(flat, weight, request, linear, _takes_epilogue(hidden, weight, dtype, request, linear))
 
     @property
     def facts(self) -> LinearFacts:
         """Static facts of the operators."""
         linear = self.linear
         weight_sums = self.weight.dtype.itemsize == 2 and not linear.main_grad
-        return LinearFacts(self.request.tensors.logits.dtype, linear.budget or 0, weight_sums, linear.hidden_grad)
+        rounded = not self.epilogue if linear.logits is None else linear.logits == "operands"
+        dtype = self.request.tensors.logits.dtype
+        return LinearFacts(dtype, linear.budget or 0, weight_sums, self.epilogue, rounded, linear.hidden_grad)
 
     @property
     def reduces(self) -> bool:
@@ -87,7 +91,7 @@ class LinearCall(NamedTuple):
 
     def recompute_outputs(self) -> tuple[torch.Tensor, ...]:
         """The statistics [N] in the order of `layout.outputs`."""
-        log_mode("recompute")
+        log_mode("recompute with epilogues" if self.epilogue else "recompute")
         main_grad, grad_anchor = MainGrad(self.weight) if self.linear.main_grad else None, None
         if self.reduces and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grad_anchor = self.hidden.new_empty(0).requires_grad_()
@@ -110,6 +114,20 @@ class LinearCall(NamedTuple):
         if tokens is None and forced:
             raise ValueError(blocks.refusal(planner, sizes, linear.budget, own))
         return tokens or 0
+
+
+def _takes_epilogue(hidden, weight, dtype: torch.dtype, request: Request, linear: Linear) -> bool:
+    """Whether recompute has epilogues instead of blocks of logits."""
+    if linear.engine == "blocks" or (linear.engine == "auto" and linear.logits != "float32"):
+        return False
+    found = obstacle(hidden, weight, dtype, request)
+    if linear.engine == "epilogue":
+        if found is not None:
+            raise ValueError(f"engine='epilogue' is not possible: {found}; use 'auto' or 'blocks'")
+        return True
+    if found is not None and hidden.is_cuda:
+        log_mode(f"recompute takes blocks of logits, because {found}")
+    return found is None and hidden.is_cuda  # elsewhere the kernels are interpreted
 
 
 def _validate(hidden, weight, linear: Linear) -> torch.dtype:

@@ -9,6 +9,8 @@ import torch
 from ..comm import HIDDEN_GRADS
 
 MODES = ("auto", "one_sweep", "recompute")
+ENGINES = ("auto", "epilogue", "blocks")
+LOGITS = (None, "float32", "operands")
 MIN_SWEEP_TOKENS = 512  # tokens of a block below which summing dW costs more than making the logits again
 
 
@@ -41,6 +43,18 @@ class Linear:
     known (a loss scale, say): it is in the gradients before they are rounded, and with main_grad dW goes there during
     the forward, without memory in between; one backward must follow. Another gradient than that makes dH NaN.
 
+    engine: how recompute makes logits. "epilogue": statistics and the logits' gradient are epilogues of the GEMM, and
+    logits exist only as its fp32 accumulators (Triton, compute capability >= 9.0, bfloat16 or float16 operands whose
+    rows are multiples of 16 bytes, no teacher; ValueError otherwise). "blocks": blocks of logits that cuBLAS makes.
+    "auto" (default): blocks, unless logits="float32" is asked for where epilogues serve it. With epilogues,
+    the statistics, losses made of them and the logits' gradients have the same bits at 1, 2, 4 and 8 ranks (see
+    `VocabShard.tp_invariant`), in any batch and from run to run; dH and dW, products by cuBLAS, need not have. One
+    sweep has blocks; with "epilogue", mode "auto" takes recompute.
+
+    logits: what statistics are made of: "float32", unrounded sums of products, or "operands", rounded to the operands'
+    dtype, as by torch.nn.functional.linear. None: "float32" with engine="epilogue", else "operands". One sweep has
+    "operands"; with "float32", mode "auto" takes recompute, and a logit in a block takes 6 bytes instead of 2.
+
     max_valid_tokens: tokens that are not ignored, or a bound on them, where the caller knows it: all others are dropped
     before the GEMMs, without a host synchronisation. If there are more, the rest of them become NaN, and so do losses.
     """
@@ -51,10 +65,16 @@ class Linear:
     main_grad: bool = False
     upstream: float | torch.Tensor | None = None
     max_valid_tokens: int | None = None
+    engine: str = "auto"
+    logits: str | None = None
 
     def __post_init__(self):
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {MODES}, got {self.mode!r}")
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine must be one of {ENGINES}, got {self.engine!r}")
+        if self.logits not in LOGITS:
+            raise ValueError(f"logits must be one of {LOGITS}, got {self.logits!r}")
         if self.hidden_grad not in HIDDEN_GRADS:
             raise ValueError(f"hidden_grad must be one of {HIDDEN_GRADS}, got {self.hidden_grad!r}")
         if self.budget is not None and self.budget < 1:

@@ -7,7 +7,8 @@ Two ways, told apart by where the softmax's denominator comes from:
 * `one_sweep`: each block of tokens has its exchange, its gradient and its share of dH and dW before the next. Three.
 
 dH and dW are the gradients of the hidden states and of the weight. A block's logits are those of
-torch.nn.functional.linear: of the operands' dtype, and their gradient overwrites them.
+torch.nn.functional.linear: of the operands' dtype, and their gradient overwrites them; or they are fp32 (`Logits`).
+With epilogues, recompute has no logits: they are accumulators of its GEMMs, and only their gradient is a block.
 """
 
 from __future__ import annotations
@@ -47,21 +48,51 @@ def _slices(total: int, size: int) -> list[slice]:
     return [slice(i, min(i + size, total)) for i in range(0, total, max(size, 1))] or [slice(0, 0)]
 
 
-class _Buffer:
-    """The memory of one block of logits, written again and again."""
+class Logits(NamedTuple):
+    """How recompute makes logits."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, tokens: int, columns: int, dtype=None):
+    epilogue: bool = False  # whether they are never stored
+    rounded: bool = True  # whether they are rounded to the operands' dtype
+    budget: int = 0  # bytes of an epilogue's partial packets
+
+
+ROUNDED = Logits()
+
+
+class _Buffer:
+    """The memory of one block of logits or of their gradient, written again and again."""
+
+    def __init__(self, hidden, weight, tokens: int, columns: int, made: Logits = ROUNDED, dtype=None):
+        self.hidden, self.weight, self.made = hidden, weight, made
         self.memory = hidden.new_empty(tokens * row_stride(columns), dtype=dtype)
-        self.hidden, self.weight = hidden, weight
+        self.exact = self.memory  # of the logits
+        if not made.rounded and not made.epilogue and hidden.dtype.itemsize == 2:
+            self.exact = torch.empty_like(self.memory, dtype=torch.float32)
+
+    def _block(self, memory: torch.Tensor, tokens: int, columns: int) -> torch.Tensor:
+        shape = tokens, row_stride(columns)
+        rows = memory[: math.prod(shape)].view(shape)
+        if not rows.is_cuda:  # on CPUs with AMX a GEMM multiplies what is between the rows by 0, and NaN stays NaN
+            rows[:, columns:] = 0
+        return rows[:, :columns]
 
     def logits(self, tokens: slice, ids: slice = slice(None)) -> torch.Tensor:
         hidden, weight = self.hidden[tokens], self.weight[ids]
-        shape = hidden.shape[0], row_stride(weight.shape[0])
-        rows = self.memory[: math.prod(shape)].view(shape)
-        out = rows[:, : weight.shape[0]]
-        if not out.is_cuda:  # on CPUs with AMX a GEMM multiplies what is between the rows by 0, and NaN stays NaN
-            rows[:, weight.shape[0] :] = 0
+        out = self._block(self.exact, hidden.shape[0], weight.shape[0])
         multiply(out, hidden, weight.t())
+        return out
+
+    def gradient(self, tokens: slice, ids: slice, request: Request, teacher, merged, grads: dict) -> torch.Tensor:
+        """The gradient of some logits, in the operands' dtype; merged rows and upstream gradients are of `tokens`."""
+        hidden, weight = self.hidden[tokens], self.weight[ids]
+        out = self._block(self.memory, hidden.shape[0], weight.shape[0])
+        if self.made.epilogue:
+            request = request.rows(tokens, out).columns(ids)
+            passes.write_linear_gradient(out, hidden, weight, request, merged, grads, self.made.rounded)
+        else:
+            logits = self.logits(tokens, ids)
+            part = teacher.joined(request.rows(tokens, logits).columns(ids), tokens, ids)
+            passes.write_gradient(out, part, merged, grads)
         return out
 
 
@@ -71,9 +102,9 @@ class _TeacherBuffer:
     def __init__(self, heads: TeacherOperands, tokens: int, columns: int):
         self.heads, self.buffers = heads, []
         for i, operands in enumerate(zip(heads.states, heads.weights)):
-            buffer = _Buffer(*operands, tokens if i < 2 else 0, columns, heads.block_dtype)
+            buffer = _Buffer(*operands, tokens if i < 2 else 0, columns, dtype=heads.block_dtype)
             if i > 1:
-                buffer.memory = self.buffers[1].memory
+                buffer.memory = buffer.exact = self.buffers[1].memory
             self.buffers.append(buffer)
 
     def logits(self, tokens: slice, ids: slice) -> torch.Tensor:
@@ -95,15 +126,19 @@ class _TeacherBuffer:
         return request._replace(tensors=request.tensors._replace(teacher=self.logits(tokens, ids)))
 
 
-def _buffers(hidden, weight, request: Request, tokens: int, columns: int) -> tuple[_Buffer, _TeacherBuffer]:
-    return _Buffer(hidden, weight, tokens, columns), _TeacherBuffer(request.teacher_heads, tokens, columns)
+def _buffers(hidden, weight, request: Request, tokens: int, columns: int, made: Logits = ROUNDED):
+    """The student's and the teacher's memory of a block."""
+    return _Buffer(hidden, weight, tokens, columns, made), _TeacherBuffer(request.teacher_heads, tokens, columns)
 
 
-def statistics(hidden, weight, request: Request, tokens: int) -> list[torch.Tensor]:
+def statistics(hidden, weight, request: Request, tokens: int, made: Logits = ROUNDED) -> list[torch.Tensor]:
     """`passes.statistics` of hidden @ weight^T, `tokens` at a time; a request without logits. One exchange, or two."""
-    buffer, teacher = _buffers(hidden, weight, request, tokens, weight.shape[0])
-    slices = _slices(hidden.shape[0], tokens)
     transport = TRANSPORTS[request.facts.transport].default
+    if made.epilogue:
+        packets = passes.linear_packets(hidden, weight, request, made.rounded, made.budget)
+        return transport.merge(packets, request)
+    buffer, teacher = _buffers(hidden, weight, request, tokens, weight.shape[0], made)
+    slices = _slices(hidden.shape[0], tokens)
 
     def block(here):
         return teacher.joined(request.rows(here, buffer.logits(here)), here)
@@ -153,13 +188,16 @@ class WeightSums:
         return weight, None if self.bias is None else self.bias.to(wanted.bias)
 
 
-def gradient(hidden, weight, request: Request, merged, grads: dict, blocks: Blocks, wanted: Gradients, how: str):
+def gradient(
+    hidden, weight, request: Request, merged, grads: dict, blocks: Blocks, wanted: Gradients, how: str,
+    made: Logits = ROUNDED,
+):  # fmt: skip
     """Upstream gradients [N] by name -> dH, reduced as `how` says, and the sums of dW and of the bias's gradient."""
     n, width, facts = hidden.shape[0], weight.shape[0], request.facts
     share = -(-facts.vocab_size // facts.world_size)
     columns = width if blocks.columns >= share else blocks.columns  # whole means whole, also for a larger shard
     tokens, ids = _slices(n, blocks.tokens), _slices(width, columns)
-    buffer, teacher = _buffers(hidden, weight, request, min(blocks.tokens, n), min(columns, width))
+    buffer, teacher = _buffers(hidden, weight, request, min(blocks.tokens, n), min(columns, width), made)
     sums = WeightSums(weight, wanted, len(tokens))
     hidden_grad = end = None
     if wanted.hidden is not None:
@@ -170,16 +208,14 @@ def gradient(hidden, weight, request: Request, merged, grads: dict, blocks: Bloc
             rows = rows.new_empty(rows.shape, dtype=exact)
         upstream = merged[:, t].contiguous(), {name: None if g is None else g[t] for name, g in grads.items()}
         for v in ids:
-            logits = buffer.logits(t, v)
-            part = teacher.joined(request.rows(t, logits).columns(v), t, v)
-            passes.write_gradient(logits, part, *upstream)
+            found = buffer.gradient(t, v, request, teacher, *upstream)
             if hidden_grad is not None:  # before dW, whose GEMM hides the exchange of the last one
-                multiply(rows, logits, weight[v], add=v is not ids[0])
+                multiply(rows, found, weight[v], add=v is not ids[0])
                 if v is ids[-1] and rows.dtype != hidden_grad.dtype:
                     hidden_grad[t] = rows
                 if v is ids[-1] and t is tokens[-1]:
                     end = comm.reduce_hidden(hidden_grad, how, facts.world_size, facts.group_name)
-            sums.add(t is tokens[0], v, logits, hidden[t])
+            sums.add(t is tokens[0], v, found, hidden[t])
     return end and end(), sums
 
 

@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from .family_triton import Gradient, Merge, Statistics, no_peak, read, same_gradient, write
-from .numerics_triton import fixed_sum, settle
+from .family_triton import Gradient, Merge, Statistics, no_peak, put, read, same_gradient, write
+from .numerics_triton import lane_sum, settle
 
 
 @triton.jit
-def start(chunk, inputs, BLOCK: tl.constexpr):
-    return (tl.zeros([BLOCK], tl.float32),)
+def start(zeros, chunk, inputs):
+    return (zeros,)
 
 
 @triton.jit
@@ -23,8 +23,8 @@ def add(state, tile, softmax, chunk, inputs, rows):
 
 
 @triton.jit
-def store(out, n, state, core, chunk, inputs, rows, BLOCK: tl.constexpr):
-    tl.store(out + rows.squares * n, fixed_sum(state[0], BLOCK))
+def store(out, n, state, core, chunk, inputs, rows):
+    tl.store(out + rows.squares * n, lane_sum(state[0]))
 
 
 @triton.jit
@@ -36,6 +36,11 @@ def start_merge(BLOCK: tl.constexpr):
 def add_packet(state, packet, softmax, rows):
     squares = read(packet, rows.squares, 0.0).to(tl.float64)
     return (tl.fma(softmax.factor * softmax.factor, squares, state[0]),)
+
+
+@triton.jit
+def fold(state, packet, rows):
+    put(packet, rows.squares, state[0])
 
 
 @triton.jit
@@ -65,5 +70,5 @@ def at_target(common, state, offset, token):
 
 
 STATISTICS = Statistics(start, rescale, add, store)
-MERGE = Merge(start_merge, no_peak, add_packet, finish)
+MERGE = Merge(start_merge, no_peak, add_packet, fold, finish)
 GRADIENT = Gradient(load, coefficient, at_target, same_gradient)

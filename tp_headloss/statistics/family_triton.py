@@ -4,8 +4,9 @@ A family's module has up to three tuples of functions, which carriers call in th
 
 * STATISTICS, for the kernel that streams logits: `start` a state, `rescale` it when the maximum moves, `add` a tile,
   `store` the packet rows.
-* MERGE, for the kernel that merges packets: `start` a state, take a packet's `peak` (families with a maximum of their
-  own), `add` its rows, `finish`: join the target and store merged rows and values.
+* MERGE, for the kernels that merge packets: `start` a state, take a packet's `peak` (families with a maximum of their
+  own), `add` its rows; then `fold` the state into the rows of one packet again, or `finish`: join the target and store
+  merged rows and values.
 * GRADIENT: `load` per-token numbers, add to the `coefficient` of p away from the target, to that `at_target`, and to
   the gradient `direct`ly.
 
@@ -25,10 +26,10 @@ from .numerics_triton import tanh_and_slope, widen
 class Statistics(NamedTuple):
     """Hooks for the kernel that streams logits."""
 
-    start: object  # (chunk, inputs, BLOCK) -> state
+    start: object  # (zeros, chunk, inputs) -> state; zeros: fp32, of a tile's shape
     rescale: object  # (state, move, chunk, inputs, rows) -> state
     add: object  # (state, tile, softmax, chunk, inputs, rows) -> state
-    store: object  # (out, n, state, core, chunk, inputs, rows, BLOCK)
+    store: object  # (out, n, state, core, chunk, inputs, rows)
 
 
 class Merge(NamedTuple):
@@ -37,6 +38,7 @@ class Merge(NamedTuple):
     start: object  # (BLOCK) -> state
     peak: object  # (state, packet, rows) -> state
     add: object  # (state, packet, softmax, rows) -> state
+    fold: object  # (state, packet, rows)
     finish: object  # (state, joined, out, inputs, rows)
 
 
@@ -50,7 +52,7 @@ class Gradient(NamedTuple):
 
 
 @triton.jit
-def no_sums(chunk, inputs, BLOCK: tl.constexpr):
+def no_sums(zeros, chunk, inputs):
     return (0,)
 
 
@@ -72,6 +74,11 @@ def no_peak(state, packet, rows):
 @triton.jit
 def nothing_added(state, packet, softmax, rows):
     return state
+
+
+@triton.jit
+def nothing_folded(state, packet, rows):
+    """Of families whose packets are never made from partial ones."""
 
 
 @triton.jit
@@ -163,6 +170,13 @@ def load_teacher(inputs, chunk, columns, mask):
 def read(packet, row, other: tl.constexpr):
     """One row of a packet."""
     return tl.load(packet.at + row * packet.n, mask=packet.here, other=other)
+
+
+@triton.jit
+def put(packet, row, value):
+    """Store one row of a packet, rounded to fp32; no row, nothing."""
+    if row is not None:
+        tl.store(packet.at + row * packet.n, value.to(tl.float32), mask=packet.here)
 
 
 @triton.jit

@@ -73,6 +73,18 @@ def widen(x):
 
 
 @triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """fp32 rounded to a half precision, in fp32; the interpreter truncates to bf16, where hardware rounds."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = (bits + 32767 + ((bits >> 16) & 1)) & -65536
+        y = tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
+    else:
+        y = widen(x.to(dtype))
+    return y
+
+
+@triton.jit
 def fixed_sum(x, LANES: tl.constexpr):
     """Sum of a vector by halving: one order of additions, whatever register layout the compiler picked."""
     n: tl.constexpr = LANES
@@ -80,6 +92,17 @@ def fixed_sum(x, LANES: tl.constexpr):
         if (n >> i) > 1:
             x = tl.sum(tl.reshape(x, [2, n >> (i + 1)]), axis=0)
     return tl.sum(x, axis=0)
+
+
+@triton.jit
+def lane_sum(x):
+    """Sum over the columns: a scalar of lanes [BLOCK], in `fixed_sum`'s order; sums [ROWS, 1] of a tile [ROWS, BLOCK],
+    whose register layout a GEMM's accumulators give."""
+    if len(x.shape) == 1:
+        x = fixed_sum(x, x.shape[0])
+    else:
+        x = tl.sum(x, axis=1, keep_dims=True)
+    return x
 
 
 @triton.jit

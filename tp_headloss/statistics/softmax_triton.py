@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .family_triton import read, transform, write
-from .numerics_triton import decay, exp, fixed_sum, log1p, settle
+from .family_triton import put, read, transform, write
+from .numerics_triton import decay, exp, lane_sum, log1p, settle
 from .records_triton import Joined, Move, PacketSoftmax, SoftmaxTile
 
 IGNORED = tl.constexpr(2.0)  # as `softmax.IGNORED`
@@ -42,20 +42,30 @@ def add_student(student, softmax, chunk, inputs):
 
 
 @triton.jit
-def store(out, n, core, student, chunk, inputs, rows, BLOCK: tl.constexpr):
-    """Store the packet rows of the softmax."""
+def store_sums(out, n, core, student, inputs, rows):
+    """Store the maximum and the sums of exponentials."""
     tl.store(out + rows.max * n, core.max + 0.0)
-    tl.store(out + rows.sum * n, fixed_sum(core.sum, BLOCK))
-    if inputs.labels is not None:
-        column = tl.where(chunk.owned, chunk.first + chunk.target, 0)
-        at = inputs.x + chunk.row * inputs.x_row + column.to(tl.int64) * inputs.x_column
-        x = tl.load(at, mask=chunk.owned, other=0.0).to(tl.float32)
-        z, _ = transform(x, column, inputs, chunk.pre, chunk.post)
-        tl.store(out + rows.target * n, tl.where(chunk.owned, z, 0.0))
-        tl.store(out + rows.owner * n, tl.where(chunk.ignored, IGNORED, tl.where(chunk.owned, 1.0, 0.0)))
+    tl.store(out + rows.sum * n, lane_sum(core.sum))
     if rows.student_sum is not None:
         sums = student if inputs.student_scale is not None else core.sum
-        tl.store(out + rows.student_sum * n, fixed_sum(sums, BLOCK))
+        tl.store(out + rows.student_sum * n, lane_sum(sums))
+
+
+@triton.jit
+def load_target(chunk, inputs):
+    """The label's transformed logit where the chunk owns it."""
+    column = tl.where(chunk.owned, chunk.first + chunk.target, 0)
+    at = inputs.x + chunk.row * inputs.x_row + column.to(tl.int64) * inputs.x_column
+    x = tl.load(at, mask=chunk.owned, other=0.0).to(tl.float32)
+    z, _ = transform(x, column, inputs, chunk.pre, chunk.post)
+    return z
+
+
+@triton.jit
+def store_target(out, n, z, chunk, rows):
+    """Store the label's transformed logit z, if it is here, and the owner's flag."""
+    tl.store(out + rows.target * n, tl.where(chunk.owned, z, 0.0))
+    tl.store(out + rows.owner * n, tl.where(chunk.ignored, IGNORED, tl.where(chunk.owned, 1.0, 0.0)))
 
 
 @triton.jit
@@ -135,6 +145,17 @@ def with_target(state, peak, scale, token, here, n, rows, PACKETS: tl.constexpr)
         shift, top, drop, factor, target, offset, p_target, student_factor, at_target, others, whole, log_sum,
         student_sum, scale, bad, ignored, token, here, n,
     )  # fmt: skip
+
+
+@triton.jit
+def fold(state, peak, packet, rows, parts):
+    """Store the merged sums of some parts of a chunk as one packet."""
+    put(packet, rows.max, peak)
+    put(packet, rows.sum, state[0])
+    if rows.owner is not None:
+        put(packet, rows.target, state[1])
+        put(packet, rows.owner, tl.where(state[2] == IGNORED * parts, IGNORED, state[2]))
+    put(packet, rows.student_sum, state[3])
 
 
 @triton.jit

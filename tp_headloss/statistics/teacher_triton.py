@@ -7,8 +7,8 @@ and of q (u - maximum). A column without probability adds nothing, whatever its 
 import triton
 import triton.language as tl
 
-from .family_triton import Gradient, Merge, Statistics, read, same_at_target, same_coefficient, write
-from .numerics_triton import decay, exp, fixed_sum, settle, weigh
+from .family_triton import Gradient, Merge, Statistics, put, read, same_at_target, same_coefficient, write
+from .numerics_triton import decay, exp, lane_sum, settle, weigh
 
 
 @triton.jit
@@ -40,8 +40,7 @@ def add_softmax(
 
 
 @triton.jit
-def start(chunk, inputs, BLOCK: tl.constexpr):
-    zeros = tl.zeros([BLOCK], tl.float32)
+def start(zeros, chunk, inputs):
     return zeros, -float("inf"), zeros, zeros, zeros
 
 
@@ -78,9 +77,9 @@ def add(state, tile, softmax, chunk, inputs, rows):
 
 
 @triton.jit
-def store(out, n, state, core, chunk, inputs, rows, BLOCK: tl.constexpr):
+def store(out, n, state, core, chunk, inputs, rows):
     tl.store(out + rows.teacher_max * n, state[1] + 0.0)
-    tl.store(out + rows.teacher_sum * n, fixed_sum(state[2], BLOCK))
+    tl.store(out + rows.teacher_sum * n, lane_sum(state[2]))
     if rows.teacher_target is not None:
         column = tl.where(chunk.owned, chunk.first + chunk.target, 0)
         at = inputs.teacher + chunk.row * inputs.teacher_row + column.to(tl.int64) * inputs.teacher_column
@@ -89,11 +88,11 @@ def store(out, n, state, core, chunk, inputs, rows, BLOCK: tl.constexpr):
             t *= chunk.teacher_scale
         tl.store(out + rows.teacher_target * n, tl.where(chunk.owned, t, 0.0))
     if rows.gap is not None:
-        tl.store(out + rows.gap * n, fixed_sum(state[0], BLOCK))
+        tl.store(out + rows.gap * n, lane_sum(state[0]))
     if rows.cross is not None:
-        tl.store(out + rows.cross * n, fixed_sum(state[3], BLOCK))
+        tl.store(out + rows.cross * n, lane_sum(state[3]))
     if rows.teacher_moment is not None:
-        tl.store(out + rows.teacher_moment * n, fixed_sum(state[4], BLOCK))
+        tl.store(out + rows.teacher_moment * n, lane_sum(state[4]))
 
 
 @triton.jit
@@ -129,6 +128,16 @@ def add_packet(state, packet, softmax, rows):
     if rows.teacher_moment is not None:
         moment = tl.fma(factor, tl.fma(drop, s, read(packet, rows.teacher_moment, 0.0).to(tl.float64)), moment)
     return state[0], whole, cross, gap, moment, target
+
+
+@triton.jit
+def fold(state, packet, rows):
+    put(packet, rows.teacher_max, state[0])
+    put(packet, rows.teacher_sum, state[1])
+    put(packet, rows.teacher_target, state[5])
+    put(packet, rows.gap, state[3])
+    put(packet, rows.cross, state[2])
+    put(packet, rows.teacher_moment, state[4])
 
 
 @triton.jit
@@ -197,5 +206,5 @@ def direct(dz, state, tile, token, grads, inputs, rows):
 
 
 STATISTICS = Statistics(start, rescale, add, store)
-MERGE = Merge(start_merge, peak, add_packet, finish)
+MERGE = Merge(start_merge, peak, add_packet, fold, finish)
 GRADIENT = Gradient(load, same_coefficient, same_at_target, direct)

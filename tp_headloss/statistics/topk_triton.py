@@ -6,8 +6,8 @@ What is read at the entries alone has kernels of its own, in `entries_triton`.
 import triton
 import triton.language as tl
 
-from .family_triton import Gradient, Merge, Statistics, read, same_at_target, same_coefficient, write
-from .numerics_triton import decay, exp, fixed_sum, log1p, settle, weigh
+from .family_triton import Gradient, Merge, Statistics, nothing_folded, read, same_at_target, same_coefficient, write
+from .numerics_triton import decay, exp, lane_sum, log1p, settle, weigh
 from .teacher_triton import add_softmax, load
 
 NONE = tl.constexpr(2147483647)  # the id of a place without an entry
@@ -27,9 +27,9 @@ def leave_out(z, ids, below, entries_ptr, entry, n_entries):
 
 
 @triton.jit
-def start(chunk, inputs, BLOCK: tl.constexpr):
+def start(zeros, chunk, inputs):
     """The tail's maximum, lane sums and moment; the next entry, and the chunk's first."""
-    zeros = tl.zeros([BLOCK], tl.float32)
+    BLOCK: tl.constexpr = zeros.shape[0]
     entry = 0
     if inputs.entries is not None:
         entries = inputs.entries + chunk.row * inputs.n_entries
@@ -61,11 +61,11 @@ def add(state, tile, softmax, chunk, inputs, rows):
 
 
 @triton.jit
-def store(out, n, state, core, chunk, inputs, rows, BLOCK: tl.constexpr):
+def store(out, n, state, core, chunk, inputs, rows):
     tl.store(out + rows.tail_max * n, state[0] + 0.0)
-    tl.store(out + rows.tail_sum * n, fixed_sum(state[1], BLOCK))
+    tl.store(out + rows.tail_sum * n, lane_sum(state[1]))
     if rows.tail_moment is not None:
-        tl.store(out + rows.tail_moment * n, fixed_sum(state[2], BLOCK))
+        tl.store(out + rows.tail_moment * n, lane_sum(state[2]))
 
 
 @triton.jit
@@ -205,5 +205,5 @@ def direct(dz, state, tile, token, grads, inputs, rows):
 
 
 STATISTICS = Statistics(start, rescale, add, store)
-MERGE = Merge(start_merge, peak, add_packet, finish)
+MERGE = Merge(start_merge, peak, add_packet, nothing_folded, finish)
 GRADIENT = Gradient(load, same_coefficient, same_at_target, direct)

@@ -9,17 +9,18 @@ from .family_triton import (
     Statistics,
     no_peak,
     not_rescaled,
+    put,
     read,
     same_at_target,
     same_coefficient,
     write,
 )
-from .numerics_triton import fixed_sum, settle
+from .numerics_triton import lane_sum, settle
 
 
 @triton.jit
-def start(chunk, inputs, BLOCK: tl.constexpr):
-    return tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+def start(zeros, chunk, inputs):
+    return zeros, zeros
 
 
 @triton.jit
@@ -32,9 +33,9 @@ def add(state, tile, softmax, chunk, inputs, rows):
 
 
 @triton.jit
-def store(out, n, state, core, chunk, inputs, rows, BLOCK: tl.constexpr):
-    tl.store(out + rows.total * n, fixed_sum(state[0], BLOCK))
-    tl.store(out + rows.mass * n, fixed_sum(state[1], BLOCK))
+def store(out, n, state, core, chunk, inputs, rows):
+    tl.store(out + rows.total * n, lane_sum(state[0]))
+    tl.store(out + rows.mass * n, lane_sum(state[1]))
 
 
 @triton.jit
@@ -46,6 +47,12 @@ def start_merge(BLOCK: tl.constexpr):
 def add_packet(state, packet, softmax, rows):
     total = state[0] + read(packet, rows.total, 0.0).to(tl.float64)
     return total, state[1] + read(packet, rows.mass, 0.0).to(tl.float64)
+
+
+@triton.jit
+def fold(state, packet, rows):
+    put(packet, rows.total, state[0])
+    put(packet, rows.mass, state[1])
 
 
 @triton.jit
@@ -68,5 +75,5 @@ def direct(dz, state, tile, token, grads, inputs, rows):
 
 
 STATISTICS = Statistics(start, not_rescaled, add, store)
-MERGE = Merge(start_merge, no_peak, add_packet, finish)
+MERGE = Merge(start_merge, no_peak, add_packet, fold, finish)
 GRADIENT = Gradient(load, same_coefficient, same_at_target, direct)

@@ -1,0 +1,74 @@
+"""A request's tensors and numbers as kernels take them."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from ..request import Facts, Request, Tensors
+from ..statistics import Layout
+from ..statistics.records_triton import Inputs
+from .device_layout import DeviceLayout, device_layout
+from .launch import int_key, pointer_key
+
+
+class Prepared(NamedTuple):
+    """What the launches of one kind of call have in common: everything but tensors and the number of tokens."""
+
+    rows: DeviceLayout
+    numbers: tuple  # the fields of `Inputs` after its tensors
+    variant: object  # one object for whatever Triton compiles about rows and inputs
+    bounds: tuple  # start, valid_width, chunks, ignore_index
+
+
+def inputs_of(request: Request) -> tuple[Inputs, Prepared]:
+    """The tensors and numbers of a call as kernels take them."""
+    # of a tensor [N, ..]: all but N
+    kinds = [x if x is None else (x.dtype, x.data_ptr() % 16, x.shape[1:], x.stride()) for x in request.tensors]
+    prepared = _prepared(request.facts, request.layout, *kinds)
+    return Inputs._make(request.tensors + prepared.numbers), prepared
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(facts: Facts, layout: Layout, *kinds) -> Prepared:
+    kind = Tensors(*kinds)
+    (width,), strides = kind.logits[2:]
+    teacher = (None, None) if kind.teacher is None else kind.teacher[3]
+    n_entries = None if kind.entries is None else kind.entries[2][0]
+    factors = _factors(facts, kind.temperatures is not None, kind.scales is not None)
+    inputs = Inputs(*kinds, *strides, *teacher, n_entries, width, facts.chunk_size, *factors)
+    rows = device_layout(layout)
+    return Prepared(
+        rows, inputs[len(kinds) :], _variant(rows, *inputs_key(inputs, [k and k[:2] for k in kinds])),
+        (facts.start, facts.valid_width, facts.chunks, facts.ignore_index),
+    )  # fmt: skip
+
+
+@functools.cache  # as many as there are compiled kernels, which Triton keeps, too
+def _variant(*_compiled_in) -> object:
+    """One object for equal arguments, which is quicker to look up."""
+    return object()
+
+
+@functools.lru_cache(maxsize=256)
+def _factors(facts: Facts, has_temperatures: bool, has_scales: bool) -> tuple:
+    """`Inputs` from pre to beta: None where nothing is multiplied."""
+    if facts.softcap:
+        own = facts.scale / facts.softcap, facts.softcap / facts.temperature
+    else:
+        before = facts.scale / facts.temperature
+        own = (before, None) if before != 1.0 or has_temperatures else (None, None)
+    both = facts.teacher_scale, facts.student_scale
+    return *own, *(both if has_scales or both != (1.0, 1.0) else (None, None)), facts.beta
+
+
+def inputs_key(inputs: Inputs, pointers=None) -> tuple:
+    """What Triton compiles into a kernel about the inputs; pointers: its `pointer_key`s, if they are known."""
+    if pointers is None:
+        pointers = map(pointer_key, inputs[: len(Tensors._fields)])
+    strides = int_key(inputs.x_row), int_key(inputs.x_column)
+    if inputs.teacher is not None:
+        strides += int_key(inputs.teacher_row), int_key(inputs.teacher_column)
+    sizes = inputs.n_entries, inputs.width, inputs.chunk_size
+    switches = inputs.pre is None, inputs.post is None, inputs.student_scale is None
+    return *pointers, *strides, *sizes, *switches

@@ -1,0 +1,256 @@
+"""Kernels of a linear head whose logits exist only as accumulators: a GEMM with the families' hooks as its epilogue.
+
+A tile [ROWS, COLUMNS] of hidden @ weight^T is one partial packet of each of its tokens. Tiles end at the borders of
+chunks, and the sum over H has one order, so a partial packet depends on its token and its chunk alone: not on the
+batch, the shard or the number of ranks. Hooks see per-row numbers as [ROWS, 1] and columns as [1, COLUMNS]. Rows that
+the last tile has beyond the tokens repeat the last token's numbers, and nobody reads their results.
+"""
+
+import triton
+import triton.language as tl
+
+from ..statistics import softmax_triton as softmax
+from ..statistics.family_triton import read, row_factors, teacher_scales, transform
+from ..statistics.numerics_triton import INTERPRETED, lane_sum, rounded
+from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
+from .gradient_triton import tile_gradient
+from .kernels import add_packet, peaks
+
+
+@triton.jit
+def _place(tile, row_tiles, column_tiles, GROUP: tl.constexpr):
+    """Row and column of a tile, GROUP rows of tiles at a time, which share columns of the weight in the cache."""
+    first = tile // (GROUP * column_tiles) * GROUP
+    size = tl.minimum(row_tiles - first, GROUP)
+    return first + tile % size, (tile % (GROUP * column_tiles)) // size
+
+
+@triton.jit
+def _multiply(acc, hidden, weight, row, column, k):
+    """acc += hidden @ weight^T of one step over H."""
+    a = hidden.load([row, k])
+    b = weight.load([column, k])
+    if INTERPRETED:  # which multiplies bf16 wrongly
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b.T, acc)
+
+
+@triton.jit
+def _chunk_of_rows(inputs, row, first, offset, n_rows, start, valid_width, ignore_index, COLUMNS: tl.constexpr):
+    """The part of a chunk that is one tile; `target` is where a label's column is among the chunk's, or -1."""
+    size = tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0)  # of ignored tokens, too: nobody reads it
+    pre, post = row_factors(inputs, row)
+    teacher_scale, student_scale = teacher_scales(inputs, row, n_rows)
+    target = -1
+    ignored = False
+    owned = False
+    if inputs.labels is not None:
+        y = tl.load(inputs.labels + row).to(tl.int64)
+        ignored = y == ignore_index
+        target = y - start - first
+        owned = (target >= offset) & (target < tl.minimum(offset + COLUMNS, size)) & (y != ignore_index)
+        target = tl.where(owned, target, -1).to(tl.int32)
+    return Chunk(row, first, size, start, target, owned, ignored, pre, post, teacher_scale, student_scale)
+
+
+@triton.jit
+def _strips(x, COLUMNS: tl.constexpr):
+    """A tile as strips of COLUMNS columns, which need few registers at a time."""
+    strips = (x,)
+    for i in tl.static_range(8):
+        if (x.shape[1] >> i) > COLUMNS:
+            halves = ()
+            for k in tl.static_range(len(strips)):
+                strip = strips[k]
+                pair = tl.reshape(strip, [strip.shape[0], 2, strip.shape[1] // 2])
+                left, right = tl.split(tl.permute(pair, [0, 2, 1]))
+                halves += (left, right)
+            strips = halves
+    return strips
+
+
+@triton.jit
+def _add_strip(families, states, tile, of_tile, chunk, inputs, rows):
+    added = ()
+    for i in tl.static_range(len(families)):
+        added += (families[i].add(states[i], tile, of_tile, chunk, inputs, rows),)
+    return added
+
+
+@triton.jit
+def _store_packet(acc, out, n, offset, chunk, inputs, families, rows, STRIP: tl.constexpr):
+    """Store the partial packet of a tile of raw logits."""
+    raw = _strips(acc, STRIP)
+    lanes = tl.arange(0, STRIP)[None, :]
+    least = -float("inf")
+    zeros = tl.zeros_like(raw[0])
+    m = zeros + least
+    at_target = zeros
+    strips = ()
+    for i in tl.static_range(len(raw)):
+        inside = offset + i * STRIP + lanes
+        z, _ = transform(raw[i], chunk.first + inside, inputs, chunk.pre, chunk.post)
+        z = tl.where(inside < chunk.size, z, least)
+        v = z
+        if inputs.labels is not None:
+            at_target = tl.where(inside == chunk.target, z, at_target)
+            v = tl.where(inside == chunk.target, least, z)
+        m = tl.maximum(m, v)
+        strips += (z,)
+    m = tl.maximum(tl.max(m, axis=1, keep_dims=True), least)  # NaN is no maximum
+    s = zeros
+    student = zeros
+    states = ()
+    for i in tl.static_range(len(families)):
+        states += (families[i].start(zeros, chunk, inputs),)
+    for i in tl.static_range(len(strips)):
+        inside = offset + i * STRIP + lanes
+        z = strips[i]
+        v = z
+        if inputs.labels is not None:
+            v = tl.where(inside == chunk.target, least, z)
+        tile = Tile(z, v, 0, chunk.first + inside, offset + i * STRIP, True, STRIP)
+        of_tile = softmax.tile_softmax(m, least, m, v)
+        student = softmax.add_student(student, of_tile, chunk, inputs)
+        s += of_tile.p
+        states = _add_strip(families, states, tile, of_tile, chunk, inputs, rows)
+    core = Core(m, s)
+    softmax.store_sums(out, n, core, student, inputs, rows)
+    if inputs.labels is not None:
+        softmax.store_target(out, n, lane_sum(at_target), chunk, rows)
+    for i in tl.static_range(len(families)):
+        families[i].store(out, n, states[i], core, chunk, inputs, rows)
+
+
+@triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks", "ignore_index", "depth"])
+def linear_statistics_kernel(
+    partials_ptr,  # [chunks * tiles of a chunk, K, tokens in whole tiles] fp32 out
+    hidden,  # [T, H] descriptor
+    weight,  # [width, H] descriptor
+    inputs,  # Inputs without x
+    families,  # their STATISTICS
+    rows,  # numbers of the packets' rows by name
+    n_rows, start, valid_width, chunks, ignore_index, depth,
+    ROUND: tl.constexpr,  # whether logits are rounded to the operands' dtype
+    TILE: tl.constexpr,  # rows, columns, steps over H, columns of a strip, rows of tiles in a group
+):  # fmt: skip
+    """One program: every so many-th tile of the logits, each of which becomes a partial packet."""
+    ROWS: tl.constexpr = TILE[0]
+    COLUMNS: tl.constexpr = TILE[1]
+    DEPTH: tl.constexpr = TILE[2]
+    row_tiles = tl.cdiv(n_rows, ROWS)
+    per_chunk = tl.cdiv(inputs.chunk_size, COLUMNS)
+    n = (row_tiles * ROWS).to(tl.int64)
+    steps = tl.cdiv(depth, DEPTH)
+    tl.assume(steps > 0)
+    for number in tl.range(tl.program_id(0), row_tiles * chunks * per_chunk, tl.num_programs(0), flatten=True):
+        i, j = _place(number, row_tiles, chunks * per_chunk, TILE[4])
+        first = j // per_chunk * inputs.chunk_size
+        offset = j % per_chunk * COLUMNS
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for k in range(steps):
+            acc = _multiply(acc, hidden, weight, i * ROWS, first + offset, k * DEPTH)
+        if ROUND:
+            acc = rounded(acc, hidden.dtype)
+        at = (i * ROWS + tl.arange(0, ROWS))[:, None]
+        row = tl.minimum(at, n_rows - 1).to(tl.int64)
+        chunk = _chunk_of_rows(inputs, row, first, offset, n_rows, start, valid_width, ignore_index, COLUMNS)
+        out = partials_ptr + j * (rows.height * n) + at
+        _store_packet(acc, out, n, offset, chunk, inputs, families, rows, TILE[3])
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_padded", "parts"])
+def fold_kernel(
+    packets_ptr,  # [chunks, K, T] fp32 out
+    partials_ptr,  # [chunks * parts, K, n_padded] fp32
+    inputs,  # Inputs: the student's scale
+    families,  # their MERGE
+    rows,  # numbers of the packets' rows by name
+    n_rows, n_padded, parts,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the partial packets of one chunk of BLOCK tokens, merged in their order, in float64."""
+    blocks = tl.cdiv(n_rows, BLOCK)
+    index = (tl.program_id(0) // blocks).to(tl.int64)
+    token = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = token < n_rows
+    n = n_padded.to(tl.int64)
+    size = rows.height * n
+    at = partials_ptr + index * parts * size + token
+    peak = tl.full([BLOCK], -float("inf"), tl.float32)
+    core = softmax.start_merge(BLOCK)
+    states = ()
+    for i in tl.static_range(len(families)):
+        states += (families[i].start(BLOCK),)
+    for part in tl.range(0, parts, num_stages=8):
+        packet = Packet(at + part * size, n, here)
+        peak = tl.maximum(peak, read(packet, rows.max, 0.0))
+        states = peaks(families, states, packet, rows)
+    scale = 1.0
+    if inputs.student_scale is not None:
+        scale = inputs.student_scale
+        if inputs.scales is not None:
+            scale = tl.load(inputs.scales + n_rows.to(tl.int64) + token, mask=here, other=1.0)
+    for part in tl.range(0, parts, num_stages=8):
+        packet = Packet(at + part * size, n, here)
+        of_packet = softmax.packet_softmax(packet, peak, scale, rows)
+        core = softmax.add_packet(core, packet, of_packet, rows)
+        states = add_packet(families, states, packet, of_packet, rows)
+    whole = Packet(packets_ptr + index * rows.height * n_rows + token, n_rows.to(tl.int64), here)
+    softmax.fold(core, peak, whole, rows, parts)
+    for i in tl.static_range(len(families)):
+        families[i].fold(states[i], whole, rows)
+
+
+@triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "depth"])
+def linear_gradient_kernel(
+    out,  # [T, width] descriptor
+    hidden,  # [T, H] descriptor
+    weight,  # [width, H] descriptor
+    inputs,  # Inputs without x
+    merged_ptr,  # [R, T] fp32
+    grads,  # upstream gradients [T] fp32 by name, None where absent
+    families,  # their GRADIENT
+    rows,  # numbers of the merged rows by name
+    n_rows, start, valid_width, depth,
+    ROUND: tl.constexpr, PADDED: tl.constexpr,
+    TILE: tl.constexpr,  # rows, columns, steps over H, columns of a strip, rows of tiles in a group
+):  # fmt: skip
+    """One program: every so many-th tile of the logits' gradient."""
+    ROWS: tl.constexpr = TILE[0]
+    COLUMNS: tl.constexpr = TILE[1]
+    DEPTH: tl.constexpr = TILE[2]
+    STRIP: tl.constexpr = out.block_shape[1]
+    row_tiles = tl.cdiv(n_rows, ROWS)
+    column_tiles = tl.cdiv(inputs.width, COLUMNS)
+    n = n_rows.to(tl.int64)
+    steps = tl.cdiv(depth, DEPTH)
+    tl.assume(steps > 0)
+    for number in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+        i, j = _place(number, row_tiles, column_tiles, TILE[4])
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for k in range(steps):
+            acc = _multiply(acc, hidden, weight, i * ROWS, j * COLUMNS, k * DEPTH)
+        if ROUND:
+            acc = rounded(acc, hidden.dtype)
+        row = tl.minimum((i * ROWS + tl.arange(0, ROWS))[:, None], n_rows - 1).to(tl.int64)
+        whole = tl.load(merged_ptr + rows.sum * n + row)
+        ignored = whole == 0.0
+        pre, post = row_factors(inputs, row)
+        teacher_scale, a = teacher_scales(inputs, row, n_rows)
+        chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
+        strips = _strips(acc, STRIP)
+        found = ()
+        for k in tl.static_range(len(strips)):
+            first = j * COLUMNS + k * STRIP
+            columns = first + tl.arange(0, STRIP)[None, :]
+            written = columns < inputs.width
+            token = Token(row, n, merged_ptr + row, whole, ignored, a, columns, written, written)
+            dz = tile_gradient(
+                strips[k], columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED,
+                STRIP,
+            )  # fmt: skip
+            found += (dz.to(out.dtype),)
+        for k in tl.static_range(len(found)):  # afterwards, because a store keeps loads from being shared
+            out.store([i * ROWS, j * COLUMNS + k * STRIP], found[k])

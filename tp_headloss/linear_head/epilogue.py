@@ -1,0 +1,27 @@
+"""Which calls of a linear head can have their statistics and gradient as epilogues of the GEMM."""
+
+from __future__ import annotations
+
+import torch
+
+from ..request import Request
+
+CAPABILITY = (9, 0)  # of the oldest GPUs whose tensor memory accelerator loads the tiles
+
+
+def obstacle(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, request: Request) -> str | None:
+    """Reason why a call needs blocks of logits, or None. dtype: of the GEMMs' operands."""
+    if request.facts.backend != "triton":
+        return "the torch backend has no kernels"
+    if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) < CAPABILITY:
+        return f"the GPU's compute capability is less than {CAPABILITY[0]}.{CAPABILITY[1]}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the operands are neither bfloat16 nor float16 but {dtype}"
+    if request.teacher_heads.states or request.tensors.teacher is not None or request.tensors.entries is not None:
+        return "a teacher is compared with blocks of logits"
+    row = weight.shape[1] * dtype.itemsize
+    if row == 0 or row % 16 or weight.stride(1) != 1 or weight.stride(0) * dtype.itemsize % 16:
+        return "rows of the weight are not contiguous multiples of 16 bytes"
+    if not torch.compiler.is_compiling() and weight.dtype == dtype and weight.data_ptr() % 16:
+        return "the weight does not begin at a multiple of 16 bytes"
+    return None
