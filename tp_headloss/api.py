@@ -14,7 +14,7 @@ from .engine.autograd import Statistics
 from .options import DEFAULTS, NO_TRANSFORM, Options, Teacher, TopKTeacher, Transform
 from .request import Request, Tensors
 from .shard import VocabShard
-from .statistics import VocabStatistics
+from .statistics import VocabStatistics, known_statistics
 from .validation import expect_instance
 
 
@@ -113,6 +113,8 @@ def run_statistics(
 def checked_request(logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options):
     """Check the arguments of `vocab_statistics` -> their `Request`, and this rank's plain labels."""
     expect_instance("options", options, Options)
+    expect_instance("transform", transform, Transform)
+    want = _names(want)
     transform, options = transform or NO_TRANSFORM, options or DEFAULTS
     with Agreement(options, shard) as agreement:
         logits, shard = local_logits(logits, shard)
@@ -123,6 +125,16 @@ def checked_request(logits, labels, shard, want, transform, teacher, total_weigh
         )  # fmt: skip
         request = build_request(logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options)
     return request, labels
+
+
+def _names(want) -> tuple[str, ...]:
+    """Names of statistics as a tuple. Raises TypeError or ValueError for what `VocabStatistics` cannot hold."""
+    if want is None or isinstance(want, str):
+        raise TypeError(f"want must be a tuple of names, such as ('entropy',), got {want!r}")
+    want = tuple(want)
+    if without := [name for name in want if name in known_statistics() and name not in VocabStatistics._fields]:
+        raise ValueError(f"VocabStatistics needs a field for each statistic in want, and has none for {without}")
+    return want
 
 
 def computed_statistics(request: Request, labels, options: Options | None, reduction=None):

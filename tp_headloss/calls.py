@@ -26,6 +26,7 @@ def build_request(
 
     Raises ValueError or TypeError from facts that every rank shares, so that an error is the same on all of them.
     """
+    logits = logits.resolve_neg()  # a view of a conjugate's imaginary part has its sign elsewhere than in memory
     backend = _validate_call(logits, labels, shard, want, transform, teacher, total_weight, options)
     ignore_index = expect_int("ignore_index", ignore_index)
     if not -(1 << 63) <= ignore_index < 1 << 63:
@@ -58,7 +59,7 @@ def _teacher_tensors(teacher, scales, order: TokenOrder, facts: Facts) -> dict[s
         return {}
     out = {} if scales is None else {"scales": torch.stack([order.flatten(scale) for scale in scales])}
     if isinstance(teacher, Teacher):
-        return out | {"teacher": order.flatten(teacher.logits.detach())}
+        return out | {"teacher": order.flatten(teacher.logits.detach().resolve_neg())}
     given = teacher.ids, teacher.log_probs.detach(), teacher.mask
     given = (None if x is None else order.flatten(x).contiguous() for x in given)
     scale = None if scales is None else out["scales"][0]

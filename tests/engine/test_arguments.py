@@ -9,6 +9,7 @@ from logits_problem import WANT, N, V, rows
 
 from tp_headloss import (
     CrossEntropy,
+    Distillation,
     HeadLoss,
     Options,
     PolicyGradient,
@@ -181,6 +182,36 @@ def test_a_call_after_an_equal_one_is_still_checked():
     assert head(x, labels).count < count + (labels == -100).sum()  # and -100 is a bad label now
 
 
+def test_logits_whose_sign_is_not_in_memory(backend, device):
+    x, labels = rows(device)
+    views = [torch.complex(torch.zeros_like(y), -y).conj().imag for y in (x, x.flip(0))]
+    assert views[0].is_neg() and torch.equal(views[0], x)
+    options, teachers = Options(backend=backend), (Teacher(x.flip(0)), Teacher(views[1]))
+    head = HeadLoss([CrossEntropy(), Distillation()], options=options)
+    losses = [head(y, labels, inputs={"teacher": t}).loss for y, t in zip((x, views[0]), teachers)]
+    assert torch.equal(*losses)
+    assert torch.equal(*(HeadLoss(options=options)(y, labels).loss for y in (x, views[0])))
+
+
+def test_an_ignore_index_of_another_width_is_another_kernel(backend, device):
+    """Triton compiles for 32 or for 64 bits."""
+    x, labels = rows(device)
+    kept = labels >= 0
+    for ignored in (-100, 1 << 40, -(1 << 40), 7 << 32):
+        mine = torch.where(kept, labels, ignored)
+        out = HeadLoss(ignore_index=ignored, options=Options(backend=backend))(x, mine)
+        assert torch.equal(out.loss, HeadLoss(options=Options(backend=backend))(x, labels).loss)
+        assert torch.equal(out.stats.valid, kept)
+
+
+def test_want_is_a_tuple_of_names_that_have_a_field(device):
+    x, labels = rows(device)
+    assert vocab_statistics(x, labels, want=(name for name in ["entropy"])).entropy is not None
+    for want in ("entropy", None):
+        with pytest.raises(TypeError, match="tuple of names"):
+            vocab_statistics(x, labels, want=want)
+
+
 def test_what_is_remembered_of_a_call_holds_none_of_its_tensors():
     x, labels = rows("cpu")
     head = HeadLoss()
@@ -189,4 +220,4 @@ def test_what_is_remembered_of_a_call_holds_none_of_its_tensors():
     del x, labels
     gc.collect()
     assert [tensor() for tensor in alive] == [None, None]
-    assert len(head._definition().plan.checked) == 1
+    assert len(head._definition.plan.checked) == 1

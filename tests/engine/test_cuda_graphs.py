@@ -83,7 +83,7 @@ def policy_step(group, device, layout, compile, objective="gspo"):
     terms = [PolicyGradient(objective, rollout_weight=True), KLToReference(0.1), Entropy(0.01)]
     metrics = ("accuracy", PolicyMetrics(reference=True), GeneratorMetrics())
     loss_of = HeadLoss(terms, metrics=metrics, reduction="seq-mean-token-mean", compile=compile)
-    wanted = {name for part in (*loss_of.terms, *loss_of.token_metrics) for name in part.inputs}
+    wanted = loss_of.input_names
 
     def step():
         mask = state["labels"] != -100

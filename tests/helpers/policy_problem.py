@@ -32,7 +32,7 @@ def problem(dtype=torch.float32):
 
 
 def needed(head, inputs, mask, device, **options):
-    names = {name for part in (*head.terms, *head.token_metrics) for name in part.inputs}
+    names = head.input_names
     out = {name: value.to(device) for name, value in inputs.items() if name in names}
     return out | {"sequences": Sequences.from_mask(mask.to(device), **options)}
 

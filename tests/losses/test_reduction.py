@@ -1,5 +1,7 @@
 """The reduction over tokens: its kernel against plain torch, weights, denominators, what may change before backward."""
 
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from tp_headloss import (
     Entropy,
     HeadLoss,
     Linear,
+    Metric,
     Options,
     PolicyGradient,
     Sequences,
@@ -98,6 +101,26 @@ def test_sums_may_be_written_before_backward_and_terms_changed(backend, device):
     out.metrics["accuracy"].div_(out.count)
     out.loss.backward()
     assert out.loss.item() > 5 * small
+
+
+def test_arguments_that_are_replaced_are_checked_and_used_whole(backend, device):
+    x, labels, *_ = (t.to(device) for t in rows())
+    options, weights = Options(backend=backend), torch.rand(V, device=device)
+    new = [CrossEntropy(label_smoothing=0.2, class_weight=weights)]
+    expected = HeadLoss(new, metrics=("entropy",), options=options)(x, labels)
+    head = HeadLoss([CrossEntropy(label_smoothing=0.2)], options=options)
+    head(x, labels)
+    head.terms, head.metrics = new, ["entropy"]
+    out = head(x, labels)
+    assert torch.equal(out.loss, expected.loss) and torch.equal(out.metrics["entropy"], expected.metrics["entropy"])
+    new.append(ZLoss(1.0))  # a list of the caller's, which the head does not share
+    assert torch.equal(head(x, labels).loss, expected.loss)
+    head.metrics = (*head.metrics, Metric(lambda stats: {"largest": stats.lse}))
+    assert set(head(x, labels).metrics) == {"entropy", "largest"}
+    for name, bad in {"reduction": "sums", "terms": (CrossEntropy(), CrossEntropy()), "metrics": "accuracy"}.items():
+        with pytest.raises((TypeError, ValueError), match=name):
+            setattr(head, name, bad)
+    assert torch.equal(pickle.loads(pickle.dumps(HeadLoss(new[:1])))(x, labels).loss, HeadLoss(new[:1])(x, labels).loss)
 
 
 def test_an_ignored_row_has_no_gradient_whatever_bias_and_temperature_hold(backend, device):

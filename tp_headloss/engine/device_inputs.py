@@ -38,8 +38,10 @@ def _prepared(facts: Facts, layout: Layout, *kinds) -> Prepared:
     factors = _factors(facts, kind.temperatures is not None, kind.scales is not None)
     inputs = Inputs(*kinds, *strides, *teacher, n_entries, width, facts.chunk_size, *factors)
     rows = device_layout(layout)
+    ignore_index_is_int32 = -(1 << 31) <= facts.ignore_index < 1 << 31
+    compiled_in = rows, ignore_index_is_int32, *inputs_key(inputs, [k and k[:2] for k in kinds])
     return Prepared(
-        rows, inputs[len(kinds) :], _variant(rows, *inputs_key(inputs, [k and k[:2] for k in kinds])),
+        rows, inputs[len(kinds) :], _variant(*compiled_in),
         (facts.start, facts.valid_width, facts.chunks, facts.ignore_index),
     )  # fmt: skip
 

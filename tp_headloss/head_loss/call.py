@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from ..dtensor import local_part
 from ..sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..shard import VocabShard
-from ..validation import expect_ids, expect_tensor, fits_fp32
+from ..validation import expect_ids, expect_instance, expect_tensor, fits_fp32
 from .definition import HeadLossDefinition
 from .evaluation import StatisticsFunction
 
@@ -57,6 +58,7 @@ def check_call(
 
 def local_arguments(shard: VocabShard, labels, token_weight, transform, inputs, hidden_grad: str = "all_reduce"):
     """Replace DTensors among the arguments by this rank's part of them. hidden_grad: of a linear head."""
+    expect_instance("inputs", inputs, Mapping)
     inputs = {name: local_part(x, shard, hidden_grad) for name, x in (inputs or {}).items()}
     return local_part(labels, shard), local_part(token_weight, shard), local_part(transform, shard), inputs
 

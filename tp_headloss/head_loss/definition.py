@@ -70,6 +70,13 @@ class HeadLossDefinition(NamedTuple):
         want = _wanted_statistics(terms, named, token_metrics)
         return cls(terms, named, token_metrics, reduction, ignore_index, options, want, total_weight).planned()
 
+    def arguments(self) -> dict:
+        """The arguments of a `HeadLoss` that give this definition."""
+        return {
+            "terms": self.terms, "metrics": self.metrics + self.token_metrics, "reduction": self.reduction,
+            "ignore_index": self.ignore_index, "options": self.options,
+        }  # fmt: skip
+
     def planned(self) -> HeadLossDefinition:
         """The definition with its plan."""
         both = False, True

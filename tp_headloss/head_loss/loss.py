@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +27,18 @@ from .output import HeadLossOutput, make_output
 from .reduction import fused_reduction
 from .terms import Metric, Term
 from .valid_tokens import linear_over_valid_tokens
+
+
+def _argument(name: str, doc: str) -> property:
+    """A property that reads an argument of `HeadLoss`, and checks all of them again when it is assigned."""
+
+    def read(self):
+        return self._definition.arguments()[name]
+
+    def replace(self, value):
+        self._definition = HeadLossDefinition.checked(**self._definition.arguments() | {name: value})
+
+    return property(read, replace, doc=doc)
 
 
 class HeadLoss(nn.Module):
@@ -67,11 +78,25 @@ class HeadLoss(nn.Module):
         compile: bool = False,
     ):
         super().__init__()
-        definition = HeadLossDefinition.checked(terms, metrics, reduction, ignore_index, options)
-        self.terms, self.metrics, self.token_metrics = definition.terms, definition.metrics, definition.token_metrics
-        self.reduction, self.ignore_index, self.options = reduction, definition.ignore_index, options
-        self.want, self.total_weight = definition.want, definition.total_weight
-        self.compile_terms, self._evaluate, self._known_definition = compile, None, None
+        self._definition = HeadLossDefinition.checked(terms, metrics, reduction, ignore_index, options)
+        self.compile_terms, self._evaluate = compile, None
+
+    # Arguments may be replaced after construction; the definition is checked and made anew.
+    terms = _argument("terms", "Weighted terms, a tuple of `Term`.")
+    metrics = _argument("metrics", "Names of `METRICS` and `Metric`s, a tuple.")
+    reduction = _argument("reduction", "How per-token losses become one number.")
+    ignore_index = _argument("ignore_index", "Label of tokens without a loss.")
+    options = _argument("options", "`Options`, or None for the defaults.")
+
+    @property
+    def want(self) -> tuple[str, ...]:
+        """Names of the optional statistics that terms and metrics need."""
+        return self._definition.want
+
+    @property
+    def input_names(self) -> set[str]:
+        """Names of the inputs that terms and metrics take."""
+        return {name for part in (*self._definition.terms, *self._definition.token_metrics) for name in part.inputs}
 
     @uncompiled_where_needed
     def forward(
@@ -104,9 +129,9 @@ class HeadLoss(nn.Module):
         """
         found = kind = None
         if token_weight is None and transform is None and inputs is None:
-            kind = kind_of_call(self.options, logits, labels, shard)
+            kind = kind_of_call(self._definition.options, logits, labels, shard)
         if kind is not None:
-            found = checked_before(self._definition(), kind, logits, labels, shard, denominator)
+            found = checked_before(self._definition, kind, logits, labels, shard, denominator)
         if found is None:
             found = self._checked(logits, labels, shard, token_weight, denominator, transform, inputs)
             if kind is not None:
@@ -115,7 +140,7 @@ class HeadLoss(nn.Module):
         reduction = fused_reduction(call, request.tensors.logits)
         with_statistics = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
         stats, loss, sums = computed_statistics(
-            request, call.labels, self.options, reduction if with_statistics else None
+            request, call.labels, self._definition.options, reduction if with_statistics else None
         )
         return make_output(call, stats, self._evaluate_functions, reduction, loss, sums)
 
@@ -124,7 +149,7 @@ class HeadLoss(nn.Module):
         with Agreement(self.options, shard) as agreement:
             logits, shard = local_logits(logits, shard)
             labels, token_weight, transform, inputs = local_arguments(shard, labels, token_weight, transform, inputs)
-            definition = self._definition()
+            definition = self._traceable_definition()
             facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
             agreement.record("HeadLoss", shard, **facts)
             call = check_call(definition, shard, logits.device, labels, token_weight, denominator, inputs)
@@ -161,13 +186,14 @@ class HeadLoss(nn.Module):
         Its statistics cannot be differentiated; trying raises RuntimeError.
         """
         expect_instance("linear", linear, Linear)
+        expect_instance("transform", transform, Transform)
         linear = linear or Linear()
         with Agreement(self.options, shard) as agreement:
             hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
             labels, token_weight, transform, inputs = local_arguments(
                 shard, labels, token_weight, transform, inputs, linear.hidden_grad
             )
-            definition = self._definition()
+            definition = self._traceable_definition()
             facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
             facts |= {"hidden": hidden_fact(hidden, linear), "transform": transform, "linear": linear}
             if "teacher" in inputs:
@@ -184,18 +210,9 @@ class HeadLoss(nn.Module):
             return linear_over_valid_tokens(self.linear, call, hidden, weight, bias, shard, transform, linear)
         return compute(call, head, self._evaluate_functions)
 
-    def _definition(self) -> HeadLossDefinition:
-        """Terms, metrics and options as they are now: attributes may be replaced after construction."""
-        current = (
-            self.terms, self.metrics, self.token_metrics, self.reduction, self.ignore_index, self.options, self.want,
-            self.total_weight,
-        )  # fmt: skip
-        if torch.compiler.is_compiling():
-            return HeadLossDefinition(*current).planned()
-        known = self._known_definition
-        if known is None or not all(map(operator.is_, current, known)):
-            known = self._known_definition = HeadLossDefinition(*current).planned()
-        return known
+    def _traceable_definition(self) -> HeadLossDefinition:
+        """The definition; its plan is made within a graph, which cannot take the functions of one from outside."""
+        return self._definition.planned() if torch.compiler.is_compiling() else self._definition
 
     def _evaluate_functions(self, *args):
         """Call `evaluate`, or this module's compiled copy of it."""
@@ -205,7 +222,11 @@ class HeadLoss(nn.Module):
 
     def __getstate__(self):
         """Attributes without the compiled function, which can be neither copied nor pickled, and what is worked out."""
-        return {**self.__dict__, "_evaluate": None, "_known_definition": None}
+        return {**self.__dict__, "_evaluate": None, "_definition": self._definition._replace(plan=None)}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._definition = self._definition.planned()
 
 
 class CausalLMLoss(nn.Module):

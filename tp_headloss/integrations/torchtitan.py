@@ -232,7 +232,7 @@ def _unsharded(lm_head: nn.Module):
 def _head_loss_arguments(head_loss: HeadLoss, global_valid_tokens, loss_inputs) -> dict[str, Any]:
     """Denominator and inputs for the HeadLoss. Inputs are chosen by name, because torchtitan passes those of the model,
     such as "positions", to every loss."""
-    named = {name for part in (*head_loss.terms, *head_loss.token_metrics) for name in part.inputs} | {"teacher"}
+    named = head_loss.input_names | {"teacher"}
     inputs = {name: x for name, x in loss_inputs.items() if name in named}
     return {"denominator": 1 if global_valid_tokens is None else global_valid_tokens, "inputs": inputs}
 

@@ -19,6 +19,8 @@ def obstacle(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, req
         return f"the operands are neither bfloat16 nor float16 but {dtype}"
     if request.teacher_heads.states or request.tensors.teacher is not None or request.tensors.entries is not None:
         return "a teacher is compared with blocks of logits"
+    if hidden.is_neg() or weight.is_neg():
+        return "the sign of an operand is not in memory"
     row = weight.shape[1] * dtype.itemsize
     if row == 0 or row % 16 or weight.stride(1) != 1 or weight.stride(0) * dtype.itemsize % 16:
         return "rows of the weight are not contiguous multiples of 16 bytes"

@@ -50,6 +50,7 @@ def linear_vocab_statistics(
     """
     expect_instance("options", options, Options)
     expect_instance("linear", linear, Linear)
+    expect_instance("transform", transform, Transform)
     linear = linear or Linear()
     if linear.mode == "one_sweep":
         raise ValueError(

@@ -91,7 +91,7 @@ class MegatronHead:
         return cls(
             ignore_index=head_loss.ignore_index,
             terms=head_loss.terms,
-            metrics=(*head_loss.metrics, *head_loss.token_metrics),
+            metrics=head_loss.metrics,
             options=head_loss.options,
             compile=head_loss.compile_terms,
         )
