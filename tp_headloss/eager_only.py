@@ -26,7 +26,7 @@ def uncompiled_where_needed(function):
     @functools.wraps(function)
     def call(*args, **kwargs):
         if torch.compiler.is_compiling():
-            of_module = bool(args) and isinstance(args[0], torch.nn.Module)
+            of_module = len(args) > 0 and isinstance(args[0], torch.nn.Module)
             found = _eager_only(args[0].options if of_module else kwargs.get("options"), kwargs.get("linear"))
             if found is not None:
                 return uncompiled[found](*args, **kwargs)

@@ -122,12 +122,12 @@ def test_losses_and_gradients_equal_float64(world_size, how, backend, mode):
 
 @BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_head_has_the_bits_of_its_materialised_logits(mode, dtype, backend):
+def test_a_head_has_the_bits_of_its_materialised_logits(mode, dtype, backend, device):
     """In one block, where the GEMM is the same; also of a teacher in another dtype than the student's."""
     n, v = (12, 72) if backend == "triton" else (N, V)
-    hidden, weight, _, labels, _ = tensors()
+    hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
     hidden, weight, labels = hidden[:n], weight[:v], labels[:n] % v
-    teacher_hidden, teacher_weight = (x[:k] for x, k in zip(teacher_tensors(dtype), (n, v)))
+    teacher_hidden, teacher_weight = (x[:k].to(device) for x, k in zip(teacher_tensors(dtype), (n, v)))
     head = HeadLoss(
         [CrossEntropy(), *(Distillation(1.0, name) for name in ("forward_kl", "reverse_kl", "jsd", "total_variation"))],
         metrics=("teacher_entropy",), options=Options(backend=backend),
@@ -196,12 +196,12 @@ def several(device, of_token):
 
 
 @BOTH
-def test_each_token_has_its_own_teacher(mode, backend):
+def test_each_token_has_its_own_teacher(mode, backend, device):
     """Values and gradients are those of the tokens of each teacher alone; a number that is no teacher's gives NaN."""
     n, v = (12, 72) if backend == "triton" else (N, V)
-    hidden, weight, _, labels, _ = tensors()
-    hidden, weight, labels, of_token = hidden[:n], weight[:v], labels[:n] % v, torch.arange(n) % 3
-    whole = several("cpu", of_token)
+    hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
+    hidden, weight, labels, of_token = hidden[:n], weight[:v], labels[:n] % v, torch.arange(n, device=device) % 3
+    whole = several(device, of_token)
     whole = replace(whole, heads=tuple(
         replace(head, hidden=head.hidden[:n], weight=head.weight[:v], bias=None if head.bias is None else head.bias[:v],
                 temperature=t[:n] if isinstance(t := head.temperature, torch.Tensor) else t) for head in whole.heads
@@ -222,7 +222,7 @@ def test_each_token_has_its_own_teacher(mode, backend):
     torch.testing.assert_close(out.loss, sum(one.loss for one, _ in alone), rtol=2e-6, atol=0)
     for i, gradient in enumerate(grads):
         assert relative(gradient, sum(parts[i].double() for _, parts in alone)) < 3e-6
-    out, _ = run(replace(whole, teacher_of_token=of_token.index_fill(0, torch.tensor([5]), 3)), labels)
+    out, _ = run(replace(whole, teacher_of_token=of_token.index_fill(0, torch.tensor([5], device=device), 3)), labels)
     assert out.stats.jsd.isnan().nonzero().tolist() == [[5]] and out.stats.lse.isfinite().all()
 
 

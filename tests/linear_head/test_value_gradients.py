@@ -27,21 +27,23 @@ REDUCTIONS = {  # reduction, denominator, dtype of token weights
 }  # fmt: skip
 
 
-def step(terms, how, backend):
+def step(terms, how, backend, device="cpu"):
     """Loss, dH and dW of one sweep over three blocks, with some weights of 0 and one bad label."""
     reduction, denominator, weight_dtype = REDUCTIONS[how]
-    hidden, weight, _, labels, weights = tensors()
+    hidden, weight, _, labels, weights = (x.to(device) for x in tensors())
     n, v = (40, 72) if backend == "triton" else (N, V)
     labels = (labels % v).masked_fill(labels == -100, -100)[:n]
     operands = [x.clone().requires_grad_() for x in (hidden[:n].view(4, -1, H), weight[:v])]
-    inputs = {"teacher": a_teacher("logits", "cpu", n, v)} if any(term.inputs for term in terms) else {}
+    inputs = {"teacher": a_teacher("logits", device, n, v)} if any(term.inputs for term in terms) else {}
     if inputs:
         fields = {k: x.view(4, -1, *x.shape[1:]) for k, x in vars(inputs["teacher"]).items() if torch.is_tensor(x)}
         inputs["teacher"] = type(inputs["teacher"])(**{**vars(inputs["teacher"]), **fields})
     if how == "sequences":
         inputs["sequences"] = Sequences.from_mask((labels != -100).view(4, -1))
     if weight_dtype is not None:
-        weights = weights[:n].to(weight_dtype).index_fill(0, torch.tensor([1, 20]), 0).view(4, -1)
+        weights = weights[:n].to(weight_dtype).index_fill(0, torch.tensor([1, 20], device=device), 0).view(4, -1)
+    if isinstance(denominator, torch.Tensor):
+        denominator = denominator.to(device)
     with small_blocks():
         out = HeadLoss(terms, reduction=reduction, metrics=("accuracy",), options=Options(backend=backend)).linear(
             *operands, labels.view(4, -1), inputs=inputs, denominator=denominator,
@@ -52,12 +54,12 @@ def step(terms, how, backend):
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_gradients_have_the_bits_of_autograd(name, backend, monkeypatch):
+def test_gradients_have_the_bits_of_autograd(name, backend, device, monkeypatch):
     ways = list(REDUCTIONS) if backend == "torch" else ["number", "half"]
-    ours = {how: step(TERMS[name], how, backend) for how in ways}
+    ours = {how: step(TERMS[name], how, backend, device) for how in ways}
     monkeypatch.setattr(linear_modes, "value_gradients", lambda *_: None)
     for how, found in ours.items():
-        assert all(torch.equal(a, b) for a, b in zip(found, step(TERMS[name], how, backend))), how
+        assert all(torch.equal(a, b) for a, b in zip(found, step(TERMS[name], how, backend, device))), how
         assert found[1].any() == (how != "nothing")
 
 

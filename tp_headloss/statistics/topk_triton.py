@@ -161,7 +161,7 @@ def finish(state, joined, out, inputs, rows):
     log_total = tl.log(total)
     log_mass = tl.log(tl.where(nothing, 1.0, mass))
     mean = tl.where(nowhere, 0.0, state[5] / total)
-    value_rows = rows.value
+    value_rows: tl.constexpr = rows.value
     write(out.value, joined, value_rows.teacher_mass, settle(mass, bad, ignored))
     if value_rows.topk_forward_kl is not None:
         value = _settle_entries(state[4] + mass * log_total, mass * log_mass, nowhere, nothing, bad, ignored)
@@ -177,7 +177,7 @@ def finish(state, joined, out, inputs, rows):
     if value_rows.tail_entropy is not None:
         entropy = tl.where(rest == 0.0, 0.0, tl.log(rest) - rest_mean)
         write(out.value, joined, value_rows.tail_entropy, settle(entropy, bad, ignored))
-    merged = rows.merged
+    merged: tl.constexpr = rows.merged
     write(out.merged, joined, merged.topk_shift, settle(state[0].to(tl.float64), bad, ignored))
     write(out.merged, joined, merged.topk_sum, settle(total, bad, ignored))
     write(out.merged, joined, merged.topk_mass, settle(mass, bad, ignored))
