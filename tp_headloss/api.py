@@ -129,8 +129,10 @@ def checked_request(logits, labels, shard, want, transform, teacher, total_weigh
 
 def _names(want) -> tuple[str, ...]:
     """Names of statistics as a tuple. Raises TypeError or ValueError for what `VocabStatistics` cannot hold."""
-    if want is None or isinstance(want, str):
-        raise TypeError(f"want must be a tuple of names, such as ('entropy',), got {want!r}")
+    if isinstance(want, str):
+        raise ValueError(f"want must be of {known_statistics()} in a tuple, such as ('entropy',), got {want!r}")
+    if want is None:
+        raise TypeError("want must be a tuple of names, () for none, got None")
     want = tuple(want)
     if without := [name for name in want if name in known_statistics() and name not in VocabStatistics._fields]:
         raise ValueError(f"VocabStatistics needs a field for each statistic in want, and has none for {without}")

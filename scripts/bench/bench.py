@@ -67,7 +67,7 @@ from tp_headloss import (
     __version__,
     vocab_statistics,
 )
-from tp_headloss.comm import TRANSPORTS
+from tp_headloss.engine.transports import TRANSPORTS
 
 ROOT = Path(__file__).parents[2]
 IGNORED = -100
