@@ -79,7 +79,7 @@ class TeacherOperands(NamedTuple):
         return *self.states, *self.weights, *self.biases, self.of_token
 
     def with_tensors(self, tensors) -> TeacherOperands:
-        """The same heads of other tensors, in the order of `tensors`."""
+        """Return these heads with other tensors, in the order of `tensors`."""
         n = len(self.caps)
         parts = (tuple(tensors[i * n : (i + 1) * n]) for i in range(3))
         return TeacherOperands(*parts, tensors[3 * n], self.operand_dtype, self.caps)

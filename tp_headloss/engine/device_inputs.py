@@ -13,7 +13,7 @@ from .launch import int_key, pointer_key
 
 
 class Prepared(NamedTuple):
-    """What the launches of one kind of call have in common: everything but tensors and the number of tokens."""
+    """Arguments that all launches of one kind of call share: everything but tensors and the number of tokens."""
 
     rows: DeviceLayout
     numbers: tuple  # the fields of `Inputs` after its tensors
@@ -22,7 +22,7 @@ class Prepared(NamedTuple):
 
 
 def inputs_of(request: Request) -> tuple[Inputs, Prepared]:
-    """The tensors and numbers of a call as kernels take them."""
+    """Return the tensors and numbers of a call as kernels take them."""
     # of a tensor [N, ..]: all but N
     kinds = [x if x is None else (x.dtype, x.data_ptr() % 16, x.shape[1:], x.stride()) for x in request.tensors]
     prepared = _prepared(request.facts, request.layout, *kinds)
@@ -65,7 +65,7 @@ def _factors(facts: Facts, has_temperatures: bool, has_scales: bool) -> tuple:
 
 
 def inputs_key(inputs: Inputs, pointers=None) -> tuple:
-    """What Triton compiles into a kernel about the inputs; pointers: its `pointer_key`s, if they are known."""
+    """Return everything about the inputs that Triton compiles into a kernel; pointers: their keys, if known."""
     if pointers is None:
         pointers = map(pointer_key, inputs[: len(Tensors._fields)])
     strides = int_key(inputs.x_row), int_key(inputs.x_column)

@@ -153,8 +153,8 @@ def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dic
 
 
 def _gradient_at_entries(request: Request, merged, grads: dict):
-    """What the entries add at their ids [N, E], their logits [N, E], and [4, N] of what they add at all others, or
-    [1, N] if that is nothing but an upstream gradient of lse."""
+    """Compute what the entries add to the gradient at their ids [N, E], read their logits [N, E], and collect [4, N] of
+    what they add at all other ids, or [1, N] if that is nothing but an upstream gradient of lse."""
     facts, rows, inputs = request.facts, device_layout(request.layout), inputs_of(request)[0]._replace(labels=None)
     n_rows = request.tensors.logits.shape[0]
     at_entries = merged.new_empty((n_rows, inputs.n_entries))

@@ -87,7 +87,7 @@ def _objective(call: LinearCall, gradients_of):
 
 
 def loss_gradients(call: LinearCall, loss_of, upstream):
-    """What `one_sweep` takes, for any loss: its value is evaluated and differentiated under autograd, for every block.
+    """Make the argument of `one_sweep` for any loss, which autograd differentiates in every block.
 
     loss_of(statistics of some tokens [n], their slice of the flat order) -> that part of the loss [].
     """

@@ -115,8 +115,8 @@ def without_logits(teacher):
 
 
 def teacher_fact(teacher, linear: Linear, options):
-    """What ranks must agree on: a teacher, but hidden states by shape and dtype where these are too large to compare
-    (without validate="checksums"), or where each rank has its own part of them."""
+    """Describe a teacher as ranks must agree on it, with hidden states by shape and dtype where these are too
+    large to compare (without validate="checksums"), or where each rank has its own part of them."""
     if isinstance(teacher, TeacherHeads):
         heads = tuple(teacher_fact(head, linear, options) for head in teacher.heads)
         return {"type": "TeacherHeads", "heads": heads, "teacher_of_token": teacher.teacher_of_token}
