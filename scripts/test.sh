@@ -9,9 +9,9 @@ python=.venv/bin/python
 
 $python -m ruff check .
 
-# A worker has its own ranks and fixtures, so that whole files go to one of them; three for two cores, because
+# A worker has its own ranks and fixtures, so that whole files go to one of them; four for two cores, because
 # ranks wait for each other and for timeouts.
 # On GPUs one test after the other: they share the devices' memory and NCCL.
-workers=3
+workers=4
 if $python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then workers=0; fi
 exec $python -m pytest -n $workers --dist loadfile --no-loadscope-reorder tests "$@"
