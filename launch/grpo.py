@@ -26,12 +26,14 @@ from record import refuse_older_run
 from tp_headloss import (
     Entropy,
     HeadLoss,
+    HeadLossOutput,
     KLToReference,
     PolicyGradient,
     PolicyMetrics,
     Sequences,
     VocabShard,
     combine_metrics,
+    mean_metrics,
     reduce_metrics,
     vocab_statistics,
 )
@@ -180,8 +182,8 @@ class Trainer:
         }
         return batch, {"reward": reward.sum(), "exact": (reward == 1).sum()}
 
-    def update(self, inputs, labels, **signals) -> dict:
-        """One clipped update by a minibatch. -> this replica's sums and extremes of metrics."""
+    def update(self, inputs, labels, **signals) -> tuple[HeadLossOutput, dict]:
+        """One clipped update by a minibatch -> its output, and this replica's loss and the gradient's norm."""
         out = self.policy.output(
             self.policy(inputs),
             labels,
@@ -195,7 +197,7 @@ class Trainer:
         norm = parallel.clip_gradients(self.sharded, self.replicated, self.args.clip, self.ranks)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return {**out.metrics, "loss": loss, "max_grad_norm": norm}
+        return out._replace(loss=loss, stats=None), {"loss": loss, "max_grad_norm": norm}
 
     def step(self, step: int) -> dict:
         """Rollouts of the current policy and the updates by them -> a row of metrics, over all replicas."""
@@ -204,16 +206,15 @@ class Trainer:
             self.reference.load_state_dict(self.policy.state_dict())
         batch, sums = self.rollouts(step)
         minibatches = zip(*(x.chunk(self.args.minibatches) for x in batch.values()))
-        parts = [self.update(**dict(zip(batch, minibatch))) for minibatch in minibatches]
-        sums = {
-            name: float(x) for name, x in reduce_metrics(sums | combine_metrics(parts), self.ranks.dp_group).items()
-        }
+        outputs, parts = zip(*(self.update(**dict(zip(batch, minibatch))) for minibatch in minibatches))
+        means = mean_metrics(outputs, self.ranks.dp_group)
+        sums = reduce_metrics(sums | combine_metrics(parts), self.ranks.dp_group)
+        sums = {name: float(x) for name, x in (means | sums).items()}
         return {
             "step": step + 1,
             "reward": sums["reward"] / self.samples,
             "exact_match": sums["exact"] / self.samples,
-            **{name: sums[name] / sums["num_tokens"] for name in TOKEN_MEANS},
-            **{name: sums[name] for name in ("max_ratio", "min_ratio", "max_grad_norm")},
+            **{name: sums[name] for name in (*TOKEN_MEANS, "max_ratio", "min_ratio", "max_grad_norm")},
             "loss": sums["loss"] / self.args.minibatches,
             "tokens": int(sums["num_tokens"]),
             "seconds": time.perf_counter() - begin,

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Lint and tests:   bash scripts/test.sh [pytest arguments]
+# Lint, documentation, types and tests:   bash scripts/test.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash scripts/setup.sh test train
+bash scripts/setup.sh test train docs dev
 bash scripts/hosts.sh
 export OMP_NUM_THREADS=1
 python=.venv/bin/python
 
 $python -m ruff check .
+bash scripts/docs.sh
+$python -m mypy
+$python -m pyright --pythonpath $python
 
 # A worker has its own ranks and fixtures, so that whole files go to one of them; four for two cores, because
 # ranks wait for each other and for timeouts.

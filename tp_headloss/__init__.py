@@ -23,7 +23,9 @@ from .head_loss import (
     Term,
     TopKDistillation,
     ZLoss,
+    mean_metrics,
 )
+from .id_sets import IdSets
 from .linear_head import Linear, linear_vocab_statistics
 from .module import Init, VocabParallelEmbedding, VocabParallelHead, multi_token_targets
 from .options import Options, Teacher, TeacherHead, TeacherHeads, TopKTeacher, Transform
@@ -32,7 +34,7 @@ from .shard import VocabShard
 from .statistics import VocabStatistics
 from .topk import TopK, topk_log_probs
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CausalLMLoss",
@@ -42,6 +44,7 @@ __all__ = [
     "GeneratorMetrics",
     "HeadLoss",
     "HeadLossOutput",
+    "IdSets",
     "Init",
     "KLToReference",
     "Linear",
@@ -68,6 +71,7 @@ __all__ = [
     "linear_vocab_statistics",
     "log_probs",
     "losses",
+    "mean_metrics",
     "multi_token_targets",
     "reduce_metrics",
     "topk_log_probs",

@@ -12,6 +12,8 @@ import functools
 import re
 import types
 import zlib
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -105,7 +107,8 @@ def _describe(name: str, value, out: dict, seen: dict):
         out[name] = f"the same object as {seen[id(value)][0]}", 0
         return
     seen[id(value)] = name, value  # with the value, because the id of a deleted one could be used again
-    checksum, parts = 0, ()
+    checksum, text = 0, ""
+    parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, torch.Tensor):
         text, checksum = _describe_tensor(value, _sharded_dim(name))
     elif isinstance(value, (torch.nn.Module, VocabShard, types.ModuleType, type)):

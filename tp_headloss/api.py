@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,10 +12,11 @@ from .calls import build_request
 from .dtensor import local_logits, local_part
 from .eager_only import uncompiled_where_needed
 from .engine.autograd import Statistics
+from .id_sets import IdSets
 from .options import DEFAULTS, NO_TRANSFORM, Options, Teacher, TopKTeacher, Transform
-from .request import Request, Tensors
+from .request import Request
 from .shard import VocabShard
-from .statistics import VocabStatistics, known_statistics
+from .statistics import MaybeNone, VocabStatistics, known_statistics
 from .validation import expect_instance
 
 
@@ -27,6 +29,7 @@ def vocab_statistics(
     want: tuple[str, ...] = (),
     transform: Transform | None = None,
     teacher: Teacher | TopKTeacher | None = None,
+    sets: IdSets | None = None,
     total_weight: torch.Tensor | None = None,
     ignore_index: int = -100,
     options: Options | None = None,
@@ -39,31 +42,43 @@ def vocab_statistics(
     logits [.., width] sharded on V, labels [..] replicated -> statistics [..] fp32 replicated. One collective forward
     (none at one rank), backward: no communication; gradients meet in one kernel and are rounded once.
 
-    logits: fp32, bf16 or fp16 (float64 with the torch backend), any leading shape and strides; never written unless
-        ``options.inplace``, when the backward overwrites them and a later use of the old values by autograd raises.
-    labels: int32 or int64 global ids. ``ignore_index`` wins over everything, a valid id included. Any other label
-        outside ``[0, vocab_size)`` makes its token NaN on every rank (``options.check`` raises instead).
-    shard: the columns this rank owns; None means that ``logits`` hold the whole vocabulary, or are a DTensor that says
-        it, ``Shard(-1)`` on one dimension of its mesh (labels and the like then plain or DTensors; results are plain).
-    want: of "entropy", "collision", "total" and "argmax", with a `Teacher` of `statistics.FULL_TEACHER`, with a
-        `TopKTeacher` of `statistics.TOPK_TEACHER`; lse is always there, log_prob and target_logit with labels. The
-        Jensen-Shannon divergences and "total_variation" take a second, small collective, all others together one.
-    total_weight: [width] fp32 column weights w of ``total`` (class weights), not differentiable.
+    Args:
+        logits: fp32, bf16 or fp16 (float64 with the torch backend), any leading shape and strides; never written unless
+            ``options.inplace``, when the backward overwrites them and a later use of the old values by autograd raises.
+        labels: int32 or int64 global ids. ``ignore_index`` wins over everything, a valid id included. Any other label
+            outside ``[0, vocab_size)`` makes its token NaN on every rank (``options.check`` raises instead).
+        shard: the columns this rank owns; None means that ``logits`` hold the whole vocabulary, or are a DTensor that
+            says it, ``Shard(-1)`` on one dimension of its mesh (labels and the like then plain or DTensors; results are
+            plain).
+        want: of "entropy", "collision", "total" and "argmax", with a `Teacher` of `statistics.FULL_TEACHER`, with a
+            `TopKTeacher` of `statistics.TOPK_TEACHER`, with ``sets`` of `statistics.OVER_SETS`; lse is always there,
+            log_prob and target_logit with labels. The Jensen-Shannon divergences and "total_variation" take a second,
+            small collective, all others together one.
+        transform: `Transform` of the logits.
+        teacher: `Teacher` or `TopKTeacher` whose statistics are in ``want``.
+        sets: `IdSets` whose statistics are in ``want``.
+        total_weight: [width] fp32 column weights w of ``total`` (class weights), not differentiable.
+        ignore_index: label of tokens that are left out.
+        options: `Options`.
 
-    Raises ValueError or TypeError, from metadata alone and hence on every rank, for what does not fit together.
+    Raises:
+        ValueError, TypeError: arguments that do not fit together, from metadata alone and hence on every rank.
     """
-    return run_statistics(logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options)[0]
-
-
-NOTHING_ELSE = (None,) * len(Tensors._fields[2:])  # besides logits and labels
+    return run_statistics(logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options)[0]
 
 
 class LogProbs(NamedTuple):
-    """Per token, fp32, the labels' shape: what a trainer needs of its own policy, or of a reference."""
+    """Per token, fp32, the labels' shape: what a trainer needs of its own policy, or of a reference.
 
-    log_prob: torch.Tensor  # log p of the label, never above 0; 0 where ignored
-    entropy: torch.Tensor | None  # -sum p log p over the whole vocabulary, nats
-    lse: torch.Tensor  # log sum exp of the transformed logits
+    Attributes:
+        log_prob: log p of the label, never above 0; 0 where ignored.
+        entropy: -sum p log p over the whole vocabulary, nats; None if it was not asked for.
+        lse: log sum exp of the transformed logits.
+    """
+
+    log_prob: torch.Tensor
+    entropy: torch.Tensor | MaybeNone
+    lse: torch.Tensor
 
 
 def log_probs(
@@ -82,10 +97,14 @@ def log_probs(
     `vocab_statistics` under the name that RL trainers look for, same arguments and errors; one collective forward, none
     backward. Nothing is shifted: labels[t] is scored by logits[t]. Sampling temperature: ``transform``.
 
-    differentiable: False saves nothing for a backward (old and reference policies; the model that makes the logits
-    wants `torch.no_grad` of its own). Otherwise all three have gradients,
-    and what takes part in no loss costs nothing backward; entropy=False spares its forward, too.
+    Args:
+        logits, labels, shard, transform, ignore_index, options: as in `vocab_statistics`.
+        entropy: False saves its forward. What takes part in no loss costs nothing backward anyway.
+        differentiable: False saves nothing for a backward (old and reference policies; the model that makes the logits
+            needs `torch.no_grad` of its own). Otherwise all three have gradients.
     """
+    if labels is None:
+        raise ValueError("labels are needed, got None: without them, use vocab_statistics")
     want = ("entropy",) if entropy else ()
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
         stats = vocab_statistics(
@@ -101,16 +120,16 @@ def log_probs(
 
 
 def run_statistics(
-    logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options, reduction=None
+    logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, reduction=None
 ):
     """`vocab_statistics`, and what a `Reduction` gives (Triton backend, labels): its loss and sums, else None."""
     request, labels = checked_request(
-        logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options
+        logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options
     )
     return computed_statistics(request, labels, options, reduction)
 
 
-def checked_request(logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options):
+def checked_request(logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options):
     """Check the arguments of `vocab_statistics` -> their `Request`, and this rank's plain labels."""
     expect_instance("options", options, Options)
     expect_instance("transform", transform, Transform)
@@ -118,12 +137,14 @@ def checked_request(logits, labels, shard, want, transform, teacher, total_weigh
     transform, options = transform or NO_TRANSFORM, options or DEFAULTS
     with Agreement(options, shard) as agreement:
         logits, shard = local_logits(logits, shard)
-        labels, transform, teacher = (local_part(x, shard) for x in (labels, transform, teacher))
+        labels, transform, teacher, sets = (local_part(x, shard) for x in (labels, transform, teacher, sets))
         agreement.record(
             "vocab_statistics", shard, logits=logits, labels=labels, want=want, transform=transform, teacher=teacher,
-            total_weight=total_weight, ignore_index=ignore_index, options=options,
+            sets=sets, total_weight=total_weight, ignore_index=ignore_index, options=options,
         )  # fmt: skip
-        request = build_request(logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options)
+        request = build_request(
+            logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options, sets=sets
+        )
     return request, labels
 
 
@@ -131,8 +152,8 @@ def _names(want) -> tuple[str, ...]:
     """Names of statistics as a tuple. Raises TypeError or ValueError for what `VocabStatistics` cannot hold."""
     if isinstance(want, str):
         raise ValueError(f"want must be of {known_statistics()} in a tuple, such as ('entropy',), got {want!r}")
-    if want is None:
-        raise TypeError("want must be a tuple of names, () for none, got None")
+    if not hasattr(want, "__iter__"):
+        raise TypeError(f"want must be a tuple of names, () for none, got {want!r}")
     want = tuple(want)
     if without := [name for name in want if name in known_statistics() and name not in VocabStatistics._fields]:
         raise ValueError(f"VocabStatistics needs a field for each statistic in want, and has none for {without}")
@@ -145,7 +166,7 @@ def computed_statistics(request: Request, labels, options: Options | None, reduc
     if reduction is not None and reduction.weight is not None:
         reduction = reduction._replace(weight=request.order.flatten(reduction.weight).float().contiguous())
     tensors = request.tensors
-    if tensors[2:] == NOTHING_ELSE:  # autograd looks at each of its arguments
+    if all(tensor is None for tensor in tensors[2:]):  # autograd looks at each of its arguments
         tensors = tensors[:2]
     *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)
     return assembled(outputs, request, labels, options.check), loss, sums
@@ -159,7 +180,8 @@ def assembled(outputs, request: Request, labels, check: bool = False) -> VocabSt
     if check:
         _check_labels(labels, found["owners"], found["valid"], request.shard)
     found["labels"], found["vocab_size"] = labels, request.facts.vocab_size
-    return VocabStatistics(*map(found.get, VocabStatistics._fields))
+    fields: Iterable[Any] = map(found.get, VocabStatistics._fields)
+    return VocabStatistics(*fields)
 
 
 def _check_labels(labels, owners, valid, shard):

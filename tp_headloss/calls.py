@@ -9,18 +9,19 @@ import torch
 from . import statistics
 from .engine.backend import resolve_backend
 from .engine.operators import top_entries
+from .id_sets import IdSets, check_sets, set_tensors, validate_sets
 from .options import Options, Teacher, TeacherHead, TeacherHeads, TopKTeacher, Transform
 from .request import Facts, Request, Tensors, TokenOrder
 from .shard import ShardFacts, VocabShard
 from .statistics import FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
-from .validation import expect_ids, expect_int, expect_number, expect_tensor
+from .validation import expect_ids, expect_int, expect_number, expect_tensor, swap_hint
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def build_request(
     logits, labels, shard: VocabShard, want, transform: Transform, teacher, total_weight, ignore_index,
-    options: Options, order_of=None,
+    options: Options, order_of=None, sets: IdSets | None = None,
 ) -> Request:  # fmt: skip
     """Validate a call and bring its tensors into rows [N, ..], in the order of `order_of` [.., any], or of the logits.
 
@@ -31,9 +32,13 @@ def build_request(
     ignore_index = expect_int("ignore_index", ignore_index)
     if not -(1 << 63) <= ignore_index < 1 << 63:
         raise ValueError(f"ignore_index must be in the range of int64, got {ignore_index}")
+    validate_sets(sets, labels, want, teacher, logits)
+    if sets is not None and options.check:
+        check_sets(sets, labels, ignore_index, shard.vocab_size)
     temperature, temperatures = transform.temperature, None
     if isinstance(temperature, torch.Tensor):
-        temperature, temperatures = 1.0, temperature.to(torch.promote_types(logits.dtype, torch.float32))
+        temperatures = temperature.to(torch.promote_types(logits.dtype, torch.float32))
+        temperature = 1.0
     # torch.compile would trace through the cache and warn about it
     make_facts = _facts.__wrapped__ if torch.compiler.is_compiling() else _facts
     numbers = float(transform.scale), float(transform.softcap or 0.0), float(temperature)
@@ -49,6 +54,7 @@ def build_request(
         bias=None if transform.bias is None else transform.bias.contiguous(),
         column_weight=None if total_weight is None else total_weight.detach().float().contiguous(),
         **_teacher_tensors(teacher, teacher_scales, order, facts),
+        **set_tensors(sets, logits.shape[:-1], order, facts),
     )
     return Request(tensors, facts, layout_of(labels is not None, facts.want), order, shard)
 
@@ -60,8 +66,8 @@ def _teacher_tensors(teacher, scales, order: TokenOrder, facts: Facts) -> dict[s
     out = {} if scales is None else {"scales": torch.stack([order.flatten(scale) for scale in scales])}
     if isinstance(teacher, Teacher):
         return out | {"teacher": order.flatten(teacher.logits.detach().resolve_neg())}
-    given = teacher.ids, teacher.log_probs.detach(), teacher.mask
-    given = (None if x is None else order.flatten(x).contiguous() for x in given)
+    parts = teacher.ids, teacher.log_probs.detach(), teacher.mask
+    given = (None if x is None else order.flatten(x).contiguous() for x in parts)
     scale = None if scales is None else out["scales"][0]
     entries = top_entries(*given, scale, facts.teacher_scale, teacher.renormalize, facts.vocab_size, facts.backend)
     return out | dict(zip(("entries", "entry_log_probs"), entries))
@@ -107,11 +113,8 @@ def _validate_call(logits, labels, shard, want, transform, teacher, total_weight
     backend = resolve_backend(options.backend, logits.device)
     allowed = LOGITS_DTYPES + ((torch.float64,) if backend == "torch" else ())
     if logits.dtype not in allowed:
-        swapped = labels is not None and labels.is_floating_point() and not logits.is_floating_point()
-        hint = " (are logits and labels swapped?)" if swapped else ""
-        raise TypeError(
-            f"logits must be one of {[str(d) for d in allowed]} for backend {backend!r}, got {logits.dtype}{hint}"
-        )
+        known, hint = [str(d) for d in allowed], swap_hint(logits, labels)
+        raise TypeError(f"logits must be one of {known} for backend {backend!r}, got {logits.dtype}{hint}")
     if logits.shape[-1] != shard.width:
         raise ValueError(
             f"logits must have the shard's {shard.width} columns [{shard.start}, {shard.stop}), "
@@ -123,8 +126,8 @@ def _validate_call(logits, labels, shard, want, transform, teacher, total_weight
         expect_tensor("labels", labels, lead, logits.device)
     elif options.check:
         raise ValueError("check=True checks labels, got none")
-    if want and (unknown := set(want) - set(known := known_statistics())):
-        raise ValueError(f"want must be of {known}, got {sorted(unknown)}")
+    if want and (unknown := [name for name in want if name not in known_statistics()]):
+        raise ValueError(f"want must be of {known_statistics()}, got {unknown}")
     if "argmax" in want and shard.vocab_size > 1 << 24:
         raise ValueError(f"argmax needs a vocabulary of at most 2^24 ids, got {shard.vocab_size}")
     if options.transport == "sum" and "argmax" in want:
@@ -180,9 +183,9 @@ def _validate_teacher(teacher, transform, logits, want, options):
         _validate_entries(teacher, lead, device)
     else:
         expect_tensor("teacher.logits", teacher.logits, logits.shape, device)
-    for name, x in given.items():
-        if x.dtype not in allowed:
-            raise TypeError(f"teacher.{name} must be one of {[str(d) for d in allowed]}, got {x.dtype}")
+    for name, values in given.items():
+        if values.dtype not in allowed:
+            raise TypeError(f"teacher.{name} must be one of {[str(d) for d in allowed]}, got {values.dtype}")
     for name, x in (
         ("temperature", teacher.temperature),
         ("student_temperature", teacher.student_temperature_or_default),
@@ -201,9 +204,9 @@ def _validate_entries(teacher, lead, device):
     expect_tensor("teacher.ids", teacher.ids, shape, device)
     expect_tensor("teacher.log_probs", teacher.log_probs, shape, device)
     if teacher.mask is not None:
+        expect_tensor("teacher.mask", teacher.mask, shape, device)
         if teacher.mask.dtype != torch.bool:
             raise TypeError(f"teacher.mask must be bool, got {teacher.mask.dtype}")
-        expect_tensor("teacher.mask", teacher.mask, shape, device)
     if teacher.tail_log_prob is not None:
         expect_tensor("teacher.tail_log_prob", teacher.tail_log_prob, lead, device)
         if not teacher.tail_log_prob.is_floating_point():

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .shard import has_vocab_shard
+from .shard import expect_group, has_vocab_shard, resolve_process_group
+from .validation import expect_tensor
 
 # torch 2.13 renamed it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,7 +24,7 @@ def gather_packets(packets: torch.Tensor, world_size: int, group_name: str) -> t
         return packets
     gathered = packets.new_empty(world_size * packets.shape[0], *packets.shape[1:])
     # flat, because gloo takes no other output shape
-    _all_gather(gathered.view(-1), packets.view(-1), group=_resolve_process_group(group_name))
+    _all_gather(gathered.view(-1), packets.view(-1), group=resolve_process_group(group_name))
     return gathered
 
 
@@ -33,7 +33,7 @@ def gather_tokens(x: torch.Tensor, world_size: int, group_name: str) -> torch.Te
     if world_size == 1 or x.numel() == 0:
         return x
     gathered = x.new_empty(world_size * x.shape[0], *x.shape[1:])
-    _all_gather(gathered.view(-1), x.contiguous().view(-1), group=_resolve_process_group(group_name))
+    _all_gather(gathered.view(-1), x.contiguous().view(-1), group=resolve_process_group(group_name))
     return gathered
 
 
@@ -49,7 +49,7 @@ def reduce_hidden(grad: torch.Tensor, how: str, world_size: int, group_name: str
     [N, H] ("all_reduce", in place; "none": this rank's part) or this rank's [N/P, H] ("reduce_scatter")."""
     if world_size == 1 or how == "none" or grad.numel() == 0:
         return lambda: grad
-    group = _resolve_process_group(group_name)
+    group = resolve_process_group(group_name)
     if how == "all_reduce":
         total, work = grad, dist.all_reduce(grad, group=group, async_op=True)
     else:
@@ -58,6 +58,8 @@ def reduce_hidden(grad: torch.Tensor, how: str, world_size: int, group_name: str
 
     if grad.is_cuda:
         torch.cuda._sleep(HEAD_START)
+
+    assert work is not None  # as in a group that this rank is not in
 
     def end():
         work.wait()
@@ -69,7 +71,7 @@ def reduce_hidden(grad: torch.Tensor, how: str, world_size: int, group_name: str
 def sum_lanes(lanes: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
     """Sum float64 lanes [rows, N] over the group, in place; one all-reduce."""
     if world_size > 1 and lanes.numel() > 0:
-        dist.all_reduce(lanes, group=_resolve_process_group(group_name))
+        dist.all_reduce(lanes, group=resolve_process_group(group_name))
     return lanes
 
 
@@ -115,6 +117,8 @@ def combine_metrics(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch
 
 
 def _stack(metrics):
+    for name, value in metrics.items():
+        expect_tensor(f"metric {name!r}", value, ())
     return torch.stack([value.detach().double() for value in metrics.values()])
 
 
@@ -132,17 +136,22 @@ def _combine(names, parts):
     return out
 
 
-def reduce_metrics(metrics: dict[str, torch.Tensor], group) -> dict[str, torch.Tensor]:
+def reduce_metrics(metrics: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
     """Reduce the scalars by name of each rank to those of the group, equal bits on every rank; one small all-gather.
 
     As `combine_metrics`: "max_" and "min_" names are extrema (neutral: -inf and inf), all others sums (neutral: 0) in
     float64, so reduce sums and counts first and divide afterwards. The same names in the same order on every rank;
-    results are float64 on the tensors' device. ``group``: data- and context-parallel ranks, which hold different
-    tokens; None is one rank. Ranks that share a vocabulary have the same tokens and the same metrics, which a sum would
-    count P times: their group, the one of a `VocabShard`, is a ValueError.
+    results are float64 on the tensors' device.
+
+    Args:
+        metrics: scalars by name.
+        group: data- and context-parallel ranks, which hold different tokens; None is one rank. Ranks that share a
+            vocabulary have the same tokens and the same metrics, which a sum would count P times: their group, the one
+            of a `VocabShard`, is a ValueError.
     """
     if not isinstance(metrics, dict):
         raise TypeError(f"metrics must be a dict of scalars by name, got {type(metrics).__name__}")
+    expect_group(group)
     if group is not None and has_vocab_shard(group):
         raise ValueError(
             "group must be the data- and context-parallel ranks, which hold different tokens, got the group of a "

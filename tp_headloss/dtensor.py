@@ -10,24 +10,34 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 
 from .shard import VocabShard
-from .validation import expect_tensor
+from .statistics import MaybeNone
 
-# Fields of a Transform or of a teacher that may hold tensors, and those that hold such objects
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# Fields of a Transform, of a teacher or of sets that may hold tensors, and those that hold such objects
 TENSOR_FIELDS = (
-    "bias", "temperature", "student_temperature", "logits", "ids", "log_probs", "mask", "tail_log_prob", "hidden",
-    "weight", "teacher_of_token",
+    "bias", "temperature", "student_temperature", "logits", "ids", "log_probs", "mask", "spans", "tail_log_prob",
+    "hidden", "weight", "teacher_of_token",
 )  # fmt: skip
 OBJECT_FIELDS = ("transform", "heads")
 
 
-def is_dtensor(x) -> bool:
+def is_dtensor(x) -> TypeGuard[DTensor]:
     """Return True for a DTensor, without importing torch.distributed.tensor."""
     return type(x) is not torch.Tensor and isinstance(x, torch.Tensor) and hasattr(x, "placements")
+
+
+def expect_shard(shard, expected: str = "a VocabShard or None"):
+    """Raise TypeError unless it is a VocabShard. expected: for the message."""
+    if not isinstance(shard, VocabShard):
+        raise TypeError(f"shard must be {expected}, got {type(shard).__name__}: see VocabShard.from_group")
 
 
 def resolve_shard(logits: torch.Tensor, shard: VocabShard | None) -> VocabShard:
@@ -38,8 +48,7 @@ def resolve_shard(logits: torch.Tensor, shard: VocabShard | None) -> VocabShard:
         if torch.compiler.is_compiling():
             return VocabShard(0, logits.shape[-1], logits.shape[-1])
         return _whole_vocabulary(logits.shape[-1])
-    if not isinstance(shard, VocabShard):
-        raise TypeError(f"shard must be a VocabShard or None, got {type(shard).__name__}: see VocabShard.from_group")
+    expect_shard(shard)
     if not torch.compiler.is_compiling():
         shard.expect_live_group()
     return shard
@@ -66,7 +75,16 @@ def local_logits(logits: torch.Tensor, shard: VocabShard | None) -> tuple[torch.
     return logits.to_local(), _layout_shard(logits, dim, logits.shape[-1], shard)
 
 
-def local_head(hidden, weight, bias, shard, hidden_grad: str):
+def expect_weight(weight):
+    """Raise TypeError unless the weight is a tensor, with a hint if it is a layer that has one."""
+    if not isinstance(weight, torch.Tensor):
+        hint = ": pass its .weight" if hasattr(weight, "weight") else ""
+        raise TypeError(f"weight must be a tensor [width, H], got {type(weight).__name__}{hint}")
+
+
+def local_head(
+    hidden, weight, bias, shard, hidden_grad: str
+) -> tuple[torch.Tensor | MaybeNone, torch.Tensor, torch.Tensor | None, VocabShard]:
     """Return this rank's plain hidden states, weight and bias, and its shard.
 
     Gradients of DTensors are DTensors. Where ranks of another mesh dimension hold other tokens, the gradient of the
@@ -78,11 +96,7 @@ def local_head(hidden, weight, bias, shard, hidden_grad: str):
         shard: as in `local_logits`.
         hidden_grad: as in `Linear`: how the gradient of the hidden states is reduced.
     """
-    if not isinstance(weight, torch.Tensor):
-        hint = ": pass its .weight" if hasattr(weight, "weight") else ""
-        raise TypeError(f"weight must be a tensor [width, H], got {type(weight).__name__}{hint}")
-    if hidden is not None:
-        expect_tensor("hidden states", hidden)
+    expect_weight(weight)
     if not any(map(is_dtensor, (hidden, weight, bias))):
         return hidden, weight, bias, resolve_shard(weight.t() if weight.dim() == 2 else weight, shard)
     if is_dtensor(weight):
@@ -100,7 +114,7 @@ def local_head(hidden, weight, bias, shard, hidden_grad: str):
     return hidden, rows, bias, shard
 
 
-def local_part(x, shard: VocabShard, hidden_grad: str = "all_reduce"):
+def local_part(x, shard: VocabShard, hidden_grad: str = "all_reduce") -> Any:
     """Return a per-token tensor, or an object that holds some (TENSOR_FIELDS), with DTensors replaced by plain local
     tensors. ValueError unless all ranks that share the vocabulary hold the same tokens.
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def uncompiled_where_needed(function):
+
+def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public call with keywords `options` and `linear`, or of a module with `.options`.
 
     Where an option is for eager, torch.compile breaks its graph before the call, and compiles nothing inside of it;
     with fullgraph=True it raises the reason.
     """
-    uncompiled = {
+    uncompiled: dict[str, Any] = {
         name: torch.compiler.disable(function, reason=f"{name} is for eager: {reason}")
         for name, reason in {
             "inplace=True": "torch.compile plans memory itself and may not see it overwritten",
@@ -24,10 +29,11 @@ def uncompiled_where_needed(function):
     }
 
     @functools.wraps(function)
-    def call(*args, **kwargs):
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            of_module = len(args) > 0 and isinstance(args[0], torch.nn.Module)
-            found = _eager_only(args[0].options if of_module else kwargs.get("options"), kwargs.get("linear"))
+            module = args[0] if len(args) > 0 else None  # a HeadLoss
+            options = module.options if isinstance(module, torch.nn.Module) else kwargs.get("options")
+            found = _eager_only(options, kwargs.get("linear"))
             if found is not None:
                 return uncompiled[found](*args, **kwargs)
         return function(*args, **kwargs)
@@ -35,7 +41,7 @@ def uncompiled_where_needed(function):
     return call
 
 
-def _eager_only(options, linear) -> str | None:
+def _eager_only(options: Any, linear: Any) -> str | None:
     """The first option that is for eager."""
     if options is not None and options.inplace:
         return "inplace=True"

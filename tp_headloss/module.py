@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,15 @@ from .linear_head import Linear, linear_vocab_statistics
 from .options import Options, Transform
 from .shard import VocabShard
 from .statistics import VocabStatistics
-from .validation import expect_ids
+from .validation import (
+    expect_bool,
+    expect_hidden_and_weight,
+    expect_ids,
+    expect_instance,
+    expect_int,
+    expect_real,
+    expect_tensor,
+)
 from .vocab_rows import Init, VocabRows
 
 
@@ -43,6 +53,7 @@ class VocabParallelEmbedding(VocabRows):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(hidden_size, shard, init or Init(std=1.0), device, dtype)
+        expect_bool("sequence_parallel", sequence_parallel)
         self.sequence_parallel = sequence_parallel
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -108,12 +119,33 @@ class VocabParallelHead(VocabRows):
         dtype: torch.dtype | None = None,
     ):
         super().__init__(hidden_size, shard, init, device, dtype, bias, weight)
+        for name, value, kind in (
+            ("head_loss", head_loss, HeadLoss), ("transform", transform, Transform), ("linear", linear, Linear)
+        ):  # fmt: skip
+            expect_instance(name, value, kind)
         if transform is not None and (transform.bias is not None or isinstance(transform.temperature, torch.Tensor)):
             raise ValueError(
                 "transform must be numbers here: the bias is the module's, temperatures of tokens a call's"
             )
         self.head_loss = HeadLoss() if head_loss is None else head_loss
         self.transform, self.linear = transform or Transform(), linear or Linear()
+
+    @overload
+    def forward(self, hidden: torch.Tensor, labels: None = None) -> torch.Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        head_loss: HeadLoss | None = None,
+        token_weight: torch.Tensor | None = None,
+        denominator: torch.Tensor | float | None = None,
+        transform: Transform | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        linear: Linear | None = None,
+    ) -> HeadLossOutput: ...
 
     def forward(
         self, hidden: torch.Tensor, labels: torch.Tensor | None = None, *, head_loss: HeadLoss | None = None, **kwargs
@@ -128,9 +160,13 @@ class VocabParallelHead(VocabRows):
             if kwargs or head_loss is not None:
                 raise ValueError(f"without labels there are logits only, got {sorted(kwargs) or 'a head_loss'}")
             return self.logits(hidden)
+        expect_instance("head_loss", head_loss, HeadLoss)
         kwargs = {"linear": self.linear, **kwargs, "transform": self._transform_at(kwargs.get("transform"))}
         head_loss = head_loss or self.head_loss
         return head_loss.linear(hidden, self.weight, labels, bias=self.bias, shard=self.shard, **kwargs)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def statistics(
         self,
@@ -153,6 +189,7 @@ class VocabParallelHead(VocabRows):
         """The module's transform at the temperature of a call. ValueError if the call sets anything else."""
         if call_transform is None:
             return self.transform
+        expect_instance("transform", call_transform, Transform)
         if replace(call_transform, temperature=1.0) != Transform():
             raise ValueError(
                 f"a call's transform is for its temperature, the rest is the module's, got {call_transform}"
@@ -164,8 +201,10 @@ class VocabParallelHead(VocabRows):
 
         The logits are not transformed: pass them to a HeadLoss with ``shard=head.shard, transform=head.transform``.
         """
+        expect_tensor("hidden states", hidden)
         how = self.linear.hidden_grad
         hidden, weight, bias, shard = local_head(hidden, self.weight, self.bias, self.shard, how)
+        expect_hidden_and_weight(hidden, weight)
         hidden = ToShards.apply(hidden, how, shard.world_size, shard.group_name, _grad_anchor(hidden, how, shard))
         return F.linear(hidden, weight, bias)
 
@@ -205,13 +244,18 @@ def multi_token_targets(
         weight: weight of all depths together, relative to the main head.
         ignore_index: label of positions that have no token d positions later.
     """
-    if depths < 1:
+    expect_ids("labels", labels)
+    if not labels.dim():
+        raise ValueError("labels must be [.., S], got a scalar")
+    expect_real("weight", weight)
+    ignore_index = expect_int("ignore_index", ignore_index)
+    if expect_int("depths", depths) < 1:
         raise ValueError(f"depths must be at least 1, got {depths}")
-    rows, length = [labels], labels.shape[-1]
+    depth_rows, length = [labels], labels.shape[-1]
     for depth in range(1, depths + 1):
         shifted = labels[..., min(depth, length) :]
-        rows.append(F.pad(shifted, (0, length - shifted.shape[-1]), value=ignore_index))
-    rows = torch.stack(rows)
+        depth_rows.append(F.pad(shifted, (0, length - shifted.shape[-1]), value=ignore_index))
+    rows = torch.stack(depth_rows)
     share = torch.full((1 + depths,), weight / depths, device=labels.device)
     share[:1].fill_(1.0)
     return rows, share.view(-1, *[1] * labels.dim()).expand(rows.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,15 +10,18 @@ import torch
 from .agreement import VALIDATIONS
 from .engine.backend import BACKENDS
 from .engine.transports import TRANSPORTS
-from .validation import expect_number
+from .validation import expect_bool, expect_instance, expect_number, expect_one_of, expect_real
 
 
 @dataclass(frozen=True)
 class Transform:
     """z = softcap * tanh((x + bias) * scale / softcap) / temperature, computed inside the kernels in fp32.
 
-    bias: [width] of this rank's shard, differentiable. temperature: a number, or one per token (the logits' leading
-    shape, not differentiable). softcap: None for none (Gemma 2, arXiv:2408.00118, section 2).
+    Args:
+        bias: [width] of this rank's shard, differentiable.
+        scale: a number.
+        softcap: None for none (Gemma 2, arXiv:2408.00118, section 2).
+        temperature: a number, or one per token (the logits' leading shape, not differentiable).
     """
 
     bias: torch.Tensor | None = None
@@ -42,8 +45,7 @@ def _expect_temperature(name, temperature):
         if temperature.requires_grad:
             raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
         return
-    if not isinstance(temperature, (int, float, numbers.Real)):
-        raise TypeError(f"{name} must be a number or a tensor, got {temperature!r}")
+    expect_real(name, temperature, "a number or a tensor")
     expect_number(name, temperature)
 
 
@@ -51,12 +53,15 @@ def _expect_temperature(name, temperature):
 class Options:
     """Options of the computation; none changes a result by more than rounding. ValueError or TypeError for bad ones.
 
-    backend: "triton", "torch" or None (triton on CUDA, torch elsewhere). transport: "gather", "symm_mem", "sum" or
-    "auto", see `engine.transports`. inplace: the backward writes the gradient over the logits (eager only). check:
-    raise a ValueError that names the first token with a bad label, on every rank, after a host synchronisation.
-    validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls first,
-    so that a mistake on one of them is the same exception on all, see `agreement` (eager only; for debugging);
-    "checksums" is "full" and compares the bits of replicated hidden states, too.
+    Args:
+        backend: "triton", "torch" or None (triton on CUDA, torch elsewhere).
+        transport: "gather", "symm_mem", "sum" or "auto", see `engine.transports`.
+        inplace: the backward writes the gradient over the logits (eager only).
+        check: raise a ValueError that names the first token with a bad label, on every rank, after a host
+            synchronisation.
+        validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls
+            first, so that a mistake on one of them is the same exception on all, see `agreement` (eager only; for
+            debugging); "checksums" is "full" and compares the bits of replicated hidden states, too.
     """
 
     backend: str | None = None
@@ -69,33 +74,22 @@ class Options:
         if self.backend is not None and self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS} or None (by device), got {self.backend!r}")
         for name, known in (("transport", tuple(TRANSPORTS)), ("validate", VALIDATIONS)):
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name} must be one of {known}, got {value!r}")
+            expect_one_of(name, getattr(self, name), known)
         for name in ("inplace", "check"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {value!r}")
+            expect_bool(name, getattr(self, name))
 
 
-@dataclass(frozen=True)
-class Teacher:
-    """A teacher for distillation: logits of the same shard, compared at temperatures of their own.
+class _Tempered:
+    """Temperatures of a teacher and its student, and the teacher's share of a Jensen-Shannon mixture."""
 
-    logits: [.., width] sharded on V like the student's, any float dtype, never differentiated; log-probs are logits,
-    too. Columns at or beyond the shard's ``vocab_size`` take no part, so a teacher with more ids than the student is
-    compared on the common ones if that is the vocab_size (and its logits are cut at the same bounds).
-    temperature: of the teacher, a number or one per token [..]. student_temperature: divides the student's logits (with
-    bias, scale and softcap, whatever ``Transform.temperature`` is); None: the same as the teacher's. beta: of the
-    Jensen-Shannon divergence, the teacher's share of the mixture, in (0, 1).
-    """
-
-    logits: torch.Tensor
-    temperature: float | torch.Tensor = 1.0
-    student_temperature: float | torch.Tensor | None = None
-    beta: float = 0.5
+    temperature: float | torch.Tensor
+    student_temperature: float | torch.Tensor | None
+    beta: float
 
     def __post_init__(self):
         _expect_temperature("teacher.temperature", self.temperature)
         _expect_temperature("teacher.student_temperature", self.student_temperature_or_default)
+        expect_real("beta", self.beta)
         if not 0 < self.beta < 1:
             raise ValueError(f"beta must be in (0, 1), got {self.beta}; at its ends use forward_kl or reverse_kl")
 
@@ -106,17 +100,45 @@ class Teacher:
 
 
 @dataclass(frozen=True)
-class TopKTeacher:
+class Teacher(_Tempered):
+    """A teacher for distillation: logits of the same shard, compared at temperatures of their own.
+
+    Args:
+        logits: [.., width] sharded on V like the student's, any float dtype, never differentiated; log-probs are
+            logits, too. Columns at or beyond the shard's ``vocab_size`` take no part, so a teacher with more ids than
+            the student is compared on the common ones if that is the vocab_size (and its logits are cut at the same
+            bounds).
+        temperature: of the teacher, a number or one per token [..].
+        student_temperature: divides the student's logits (with bias, scale and softcap, whatever
+            ``Transform.temperature`` is); None: the same as the teacher's.
+        beta: of the Jensen-Shannon divergence, the teacher's share of the mixture, in (0, 1).
+    """
+
+    logits: torch.Tensor
+    temperature: float | torch.Tensor = 1.0
+    student_temperature: float | torch.Tensor | None = None
+    beta: float = 0.5
+
+
+@dataclass(frozen=True)
+class TopKTeacher(_Tempered):
     """A teacher of which only some ids per token are known, as `topk_log_probs` exports them.
 
-    ids: [.., K] int64 or int32, global, replicated, in any order. log_probs: [.., K] any float dtype. An entry with a
-    negative id, a log-prob of -inf, or False in ``mask`` [.., K] is none; entries of the same id add up; an id at or
-    beyond the vocabulary makes its token's distillation NaN (mask the ids that a student does not have).
-    tail_log_prob: [..] log-prob of everything else, for losses that know a tail; None: of 1 - the entries' probability,
-    which is as exact as their log-probs are (give it, if they are of half precision and nearly everything).
-    temperature: of the teacher, a number or one per token [..]: log_probs / temperature, renormalised; 1 for log-probs
-    that were exported at a temperature. student_temperature, beta: as in `Teacher`. renormalize: the entries'
-    probabilities are divided by their sum, so that there is no tail; needed with a temperature.
+    An entry with a negative id, a log-prob of -inf, or False in ``mask`` does not count; entries of the same id add up;
+    an id at or beyond the vocabulary makes its token's distillation NaN (mask the ids that a student does not have).
+
+    Args:
+        ids: [.., K] int64 or int32, global, replicated, in any order.
+        log_probs: [.., K] any float dtype.
+        mask: [.., K] bool, or None for all entries.
+        tail_log_prob: [..] log-prob of everything else, for losses that know a tail; None: of 1 - the entries'
+            probability, which is as exact as their log-probs are (give it, if they are of half precision and nearly
+            everything).
+        temperature: of the teacher, a number or one per token [..]: log_probs / temperature, renormalised; 1 for
+            log-probs that were exported at a temperature.
+        student_temperature, beta: as in `Teacher`.
+        renormalize: the entries' probabilities are divided by their sum, so that there is no tail; needed with a
+            temperature.
     """
 
     ids: torch.Tensor
@@ -128,12 +150,13 @@ class TopKTeacher:
     renormalize: bool = True
     beta: float = 0.5
 
-    student_temperature_or_default = Teacher.student_temperature_or_default
-    __post_init__ = Teacher.__post_init__
+    def __post_init__(self):
+        super().__post_init__()
+        expect_bool("renormalize", self.renormalize)
 
 
 @dataclass(frozen=True)
-class TeacherHead:
+class TeacherHead(_Tempered):
     """A `Teacher` for linear heads: its logits hidden @ weight^T + bias are made by blocks and never exist as a whole.
 
     For `HeadLoss.linear`, `linear_vocab_statistics` and `topk_log_probs`, which take it where they take a `Teacher` or
@@ -141,18 +164,21 @@ class TeacherHead:
 
         out = head_loss.linear(hidden, weight, labels, inputs={"teacher": TeacherHead(teacher_hidden, teacher_weight)})
 
-    hidden: [.., H_t] of the student's tokens, with a hidden size of its own, laid out over ranks like the student's
-    hidden states: replicated, or this rank's [S/P, ..] with ``Linear.hidden_grad="reduce_scatter"``, gathered then.
-    weight: [width, H_t] sharded on V at the same bounds as the student's. One dtype with ``hidden`` (but for autocast),
-    which may differ from the student's. bias: [width].
-    transform: bias, scale (positive) and softcap of the teacher's logits; its temperature must be 1.
-    temperature, student_temperature, beta: as in `Teacher`.
-
     Logits have the operands' dtype, as torch.nn.functional.linear has it; with a bias or a softcap they are fp32, not
     rounded in between. A teacher that shares the student's head is ``TeacherHead(hidden, weight)`` with the
     student's own weight; see `multi_token_targets`. A draft model over a subset of the vocabulary
     (EAGLE-3) takes the rows of its ids, ``TeacherHead(hidden, weight[ids])``, selected once from a frozen weight: the
     teacher is then normalised over these ids.
+
+    Args:
+        hidden: [.., H_t] of the student's tokens, with a hidden size of its own, laid out over ranks like the student's
+            hidden states: replicated, or this rank's [S/P, ..] with ``Linear.hidden_grad="reduce_scatter"``, gathered
+            then.
+        weight: [width, H_t] sharded on V at the same bounds as the student's. One dtype with ``hidden`` (but for
+            autocast), which may differ from the student's.
+        bias: [width].
+        transform: bias, scale (positive) and softcap of the teacher's logits; its temperature must be 1.
+        temperature, student_temperature, beta: as in `Teacher`.
     """
 
     hidden: torch.Tensor
@@ -163,8 +189,6 @@ class TeacherHead:
     student_temperature: float | torch.Tensor | None = None
     beta: float = 0.5
 
-    student_temperature_or_default = Teacher.student_temperature_or_default
-
     @property
     def whole_transform(self) -> Transform:
         """The transform of the teacher's logits with its bias and its temperature."""
@@ -173,8 +197,8 @@ class TeacherHead:
         return replace(transform, bias=None if bias is None else bias.detach(), temperature=self.temperature)
 
     def __post_init__(self):
-        Teacher.__post_init__(self)
-        transform = self.transform
+        super().__post_init__()
+        expect_instance("teacher.transform", transform := self.transform, Transform)
         if transform is None:
             return
         if isinstance(transform.temperature, torch.Tensor) or transform.temperature != 1:
@@ -188,12 +212,14 @@ class TeacherHead:
 class TeacherHeads:
     """Several `TeacherHead`s, of which each token has one: on-policy distillation from many teachers.
 
-    heads: the teachers; each has hidden states of all tokens (what other teachers' tokens hold is not used), all of one
-    dtype (but for autocast) and one beta. teacher_of_token: [..] int64 or int32 replicated, each token's index in
-    ``heads``; any other number makes the distillation of its token NaN.
-
     Every block of logits is made once per head, and each token keeps that of its own, so time grows with the number of
     heads; the block's memory is that of two. To save the time, sort tokens by teacher and make a call for each.
+
+    Args:
+        heads: the teachers; each has hidden states of all tokens (what other teachers' tokens hold is not used), all of
+            one dtype (but for autocast) and one beta.
+        teacher_of_token: [..] int64 or int32 replicated, each token's index in ``heads``; any other number makes the
+            distillation of its token NaN.
     """
 
     heads: tuple[TeacherHead, ...]
@@ -216,7 +242,7 @@ class TeacherHeads:
             return self.per_token(values, 1.0)
         return values[0]
 
-    def per_token(self, values, other: float) -> torch.Tensor:
+    def per_token(self, values: Sequence[float | torch.Tensor], other: float) -> torch.Tensor:
         """Values of the heads, a number or [..] each -> [..] those of each token's head, `other` where it has none."""
         out = torch.full_like(self.teacher_of_token, other, dtype=torch.float32)
         for i, value in enumerate(values):

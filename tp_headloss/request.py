@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from .shard import VocabShard
-from .statistics import Layout, layout_of
+from .statistics import Layout, MaybeNone, layout_of
 
 
 class Facts(NamedTuple):
@@ -42,14 +43,16 @@ class Tensors(NamedTuple):
     """Tensors that the backends read, by rows [N, ..] of one rank; an absent tensor switches its part off."""
 
     logits: torch.Tensor  # [N, width]
-    labels: torch.Tensor | None = None  # [N]
-    bias: torch.Tensor | None = None  # [width]
-    temperatures: torch.Tensor | None = None  # [N], instead of the facts' number
-    column_weight: torch.Tensor | None = None  # [width]
-    teacher: torch.Tensor | None = None  # [N, width]
-    scales: torch.Tensor | None = None  # [2, N], instead of the facts' teacher_scale and student_scale
-    entries: torch.Tensor | None = None  # [N, K] int32 ids of a top-K teacher: distinct, ascending, the largest: none
-    entry_log_probs: torch.Tensor | None = None  # [N, K] fp32, -inf where there is none
+    labels: torch.Tensor | MaybeNone = None  # [N]
+    bias: torch.Tensor | MaybeNone = None  # [width]
+    temperatures: torch.Tensor | MaybeNone = None  # [N], instead of the facts' number
+    column_weight: torch.Tensor | MaybeNone = None  # [width]
+    teacher: torch.Tensor | MaybeNone = None  # [N, width]
+    scales: torch.Tensor | MaybeNone = None  # [2, N], instead of the facts' teacher_scale and student_scale
+    entries: torch.Tensor | MaybeNone = None  # [N, K] int32 of a top-K teacher: distinct, ascending, the largest: none
+    entry_log_probs: torch.Tensor | MaybeNone = None  # [N, K] fp32, -inf where there is none
+    # [N, 2] int64 bounds of each token's set; `entries` [all] are then the ids of all sets, each once, negative: none
+    entry_spans: torch.Tensor | MaybeNone = None
 
     def rows(self, here: slice, logits: torch.Tensor) -> Tensors:
         """The tensors of some tokens, whose logits are given."""
@@ -60,7 +63,8 @@ class Tensors(NamedTuple):
         return Tensors(
             logits, part(self.labels), self.bias, part(self.temperatures), self.column_weight, part(self.teacher),
             None if self.scales is None else self.scales[:, here].contiguous(),
-            part(self.entries), part(self.entry_log_probs),
+            part(self.entries) if self.entry_spans is None else self.entries, part(self.entry_log_probs),
+            part(self.entry_spans),
         )  # fmt: skip
 
 
@@ -70,7 +74,7 @@ class TeacherOperands(NamedTuple):
     states: tuple[torch.Tensor, ...] = ()  # hidden states [N, H_t] (or [N/P, H_t]) of each head
     weights: tuple[torch.Tensor, ...] = ()  # [width, H_t]
     biases: tuple[torch.Tensor | None, ...] = ()  # [width]
-    of_token: torch.Tensor | None = None  # [N] the head of each token, if there are several
+    of_token: torch.Tensor | MaybeNone = None  # [N] the head of each token, if there are several
     operand_dtype: torch.dtype = torch.float32  # of the GEMMs' operands
     caps: tuple[float, ...] = ()  # of each head: the factor inside of its softcap's tanh, 0 without a softcap
 
@@ -81,8 +85,8 @@ class TeacherOperands(NamedTuple):
     def with_tensors(self, tensors) -> TeacherOperands:
         """Return these heads with other tensors, in the order of `tensors`."""
         n = len(self.caps)
-        parts = (tuple(tensors[i * n : (i + 1) * n]) for i in range(3))
-        return TeacherOperands(*parts, tensors[3 * n], self.operand_dtype, self.caps)
+        states, weights, biases = (tuple(tensors[i * n : (i + 1) * n]) for i in range(3))
+        return TeacherOperands(states, weights, biases, tensors[3 * n], self.operand_dtype, self.caps)
 
     @property
     def block_dtype(self) -> torch.dtype:
@@ -99,11 +103,11 @@ class TeacherOperands(NamedTuple):
 class Request(NamedTuple):
     """A validated call."""
 
-    tensors: Tensors
+    tensors: Tensors | MaybeNone
     facts: Facts
     layout: Layout
-    order: TokenOrder | None = None  # how the caller's tokens became rows
-    shard: VocabShard | None = None
+    order: TokenOrder | MaybeNone = None  # how the caller's tokens became rows
+    shard: VocabShard | MaybeNone = None
     teacher_heads: TeacherOperands = TeacherOperands()
 
     @classmethod
@@ -124,7 +128,7 @@ class Request(NamedTuple):
     def columns(self, here: slice) -> Request:
         """The request of some columns of the shard; its logits are those columns already."""
         tensors, facts = self.tensors, self.facts
-        per_column = {
+        per_column: dict[str, Any] = {
             name: None if (x := getattr(tensors, name)) is None else x[..., here]
             for name in ("bias", "column_weight", "teacher")
         }
@@ -147,9 +151,11 @@ class TokenOrder:
     def __init__(self, logits: torch.Tensor, inplace: bool, alone: bool):
         lead = logits.dim() - 1
         if lead == 1 and not inplace:  # already a row of tokens
-            self.permutation, self.shape, self.rows = None, logits.shape[:1], logits.shape[0]
+            self.permutation: list[int] | None = None
+            self.shape: Sequence[int] = logits.shape[:1]
+            self.rows = logits.shape[0]
             return
-        order = []  # by descending stride; by hand, because a traced stride may be compared but not sorted
+        order: list[int] = []  # by descending stride; by hand, because a traced stride may be compared but not sorted
         for d in range(lead):
             at = len(order)
             while alone and at > 0 and logits.stride(order[at - 1]) < logits.stride(d):

@@ -7,9 +7,12 @@ in a CUDA graph. Words: B sequences, [..] the tokens' shape, N_i the number of c
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from .comm import group_size, sum_over_ranks
-from .validation import expect_ids, expect_int, expect_number, expect_tensor
+from .shard import expect_group
+from .statistics import MaybeNone
+from .validation import expect_ids, expect_int, expect_number, expect_one_of, expect_tensor
 
 SEQUENCE_REDUCTIONS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -36,7 +39,18 @@ class Sequences:
             count.
     """
 
-    def __init__(self, mask, ids, order, offsets, *, bounds=None, lengths=None, horizon=None, group=None):
+    def __init__(
+        self,
+        mask: torch.Tensor,
+        ids: torch.Tensor | None,
+        order: torch.Tensor | None,
+        offsets: torch.Tensor | MaybeNone,
+        *,
+        bounds: torch.Tensor | MaybeNone = None,
+        lengths: torch.Tensor | None = None,
+        horizon: float | None = None,
+        group: dist.ProcessGroup | None = None,
+    ):
         """Use `from_mask`, `from_cu_seqlens` or `from_ids`, which call this.
 
         Args:
@@ -51,6 +65,7 @@ class Sequences:
             raise TypeError(f"mask must be bool, got {getattr(mask, 'dtype', type(mask).__name__)}")
         if horizon is not None:
             expect_number("horizon", horizon)
+        expect_group(group)
         self.mask, self.horizon, self.group = mask, horizon, group
         self._order, self._offsets, self._bounds = order, offsets, bounds
         self._invalid = None if bounds is None else (bounds != offsets).any()  # [] bool; None: nothing can be invalid
@@ -178,8 +193,7 @@ class Sequences:
             reduction: "seq-mean-token-sum": 1/G sum_i sum_t. "seq-mean-token-mean": 1/G sum_i 1/N_i sum_t.
                 "seq-mean-token-sum-norm": 1/G sum_i 1/horizon sum_t (Dr. GRPO, arXiv:2503.20783).
         """
-        if reduction not in SEQUENCE_REDUCTIONS:
-            raise ValueError(f"reduction must be one of {SEQUENCE_REDUCTIONS}, got {reduction!r}")
+        expect_one_of("reduction", reduction, SEQUENCE_REDUCTIONS)
         if reduction == "seq-mean-token-mean":
             return self.token_share, self.count
         if reduction == "seq-mean-token-sum":
@@ -193,6 +207,7 @@ class Sequences:
         return values if self._invalid is None else torch.where(self._invalid, torch.nan, values)
 
     def _expect_shape(self, x, shape):
+        expect_tensor("values", x)
         if x.shape != torch.Size(shape):
             raise ValueError(f"expected shape {list(shape)} of {len(self)} sequences, got {list(x.shape)}")
 

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
 from .validation import expect_int
+
+# torch has a type of its own for the names of groups
+resolve_process_group: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
 
 CHUNKS = 8
 CHUNK_ALIGNMENT = 16  # elements: chunks start at vectorisable addresses
@@ -40,7 +44,7 @@ def has_vocab_shard(group) -> bool:
 def is_live_group(group, name: str) -> bool:
     """Return True if the process group of this name is still `group`: it was not destroyed, and its name not reused."""
     try:
-        return _resolve_process_group(name) is group
+        return resolve_process_group(name) is group
     except (LookupError, RuntimeError, ValueError):
         return False
 
@@ -50,16 +54,21 @@ def canonical_chunk_size(vocab_size: int) -> int:
     return -(-vocab_size // (CHUNKS * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
 
 
+def expect_group(group):
+    """Raise TypeError or ValueError unless it is a process group that this rank is a member of, or None."""
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return
+    if type(group).__name__ == "DeviceMesh":
+        raise TypeError("group must be a process group, got a DeviceMesh: use VocabShard.from_mesh, or its get_group")
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to ranks that are no members
+        raise ValueError(f"this rank must be a member of the process group, got {group!r}, torch's sign that it is not")
+    raise TypeError(f"group must be a process group or None, got {group!r}")
+
+
 def _rank_and_size(group) -> tuple[int, int]:
     """Return (this rank in the group, size of the group), (0, 1) for None. ValueError if this rank is not a member."""
-    if group is None:
-        return 0, 1
-    if type(group).__name__ == "DeviceMesh":
-        raise TypeError("a shard needs a process group, got a DeviceMesh: use VocabShard.from_mesh")
-    rank = dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else -1  # torch has a sentinel for non-members
-    if rank < 0:
-        raise ValueError(f"this rank is not a member of the shard's process group, got {group!r}")
-    return rank, dist.get_world_size(group)
+    expect_group(group)
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
 class ShardFacts(NamedTuple):
@@ -123,7 +132,7 @@ class VocabShard:
             _shared_shards[id(self)] = self
         fill(self, "world_size", world_size)
         fill(self, "padded_size", self.stop if world_size == 1 else None)
-        fill(self, "group_name", "" if world_size == 1 else self.group.group_name)
+        fill(self, "group_name", "" if self.group is None or world_size == 1 else self.group.group_name)
         self._set_chunks(whole=world_size == 1)
 
     def __deepcopy__(self, memo):
@@ -178,6 +187,8 @@ class VocabShard:
     def from_mesh(cls, mesh, vocab_size: int, dim: str | int | None = None, padded_size: int | None = None):
         """Return `from_group` for the group of dimension `dim` of a `torch.distributed.DeviceMesh`; a mesh of one
         dimension needs no `dim`."""
+        if type(mesh).__name__ != "DeviceMesh":
+            raise TypeError(f"mesh must be a torch.distributed.DeviceMesh, got {mesh!r}")
         if dim is None and mesh.ndim != 1:
             raise ValueError(f"the mesh has dimensions {mesh.mesh_dim_names or mesh.ndim}: name the one that shards V")
         return cls.from_group(mesh.get_group(dim), vocab_size, padded_size)
@@ -187,6 +198,9 @@ class VocabShard:
         """Return this rank's shard where group rank r owns ``[boundaries[r], boundaries[r + 1])``; the same list on
         every rank."""
         rank, world_size = _rank_and_size(group)
+        if not hasattr(boundaries, "__iter__"):
+            raise TypeError(f"boundaries must be a list of {world_size + 1} ids, got {boundaries!r}")
+        boundaries = [expect_int("boundaries", boundary) for boundary in boundaries]
         ordered = len(boundaries) == world_size + 1 and all(a <= b for a, b in zip(boundaries, boundaries[1:]))
         if not ordered or boundaries[0] != 0 or boundaries[-1] < vocab_size:
             raise ValueError(

@@ -11,24 +11,30 @@ import torch
 from .agreement import Agreement
 from .calls import build_request
 from .comm import gather_from_ranks
-from .dtensor import local_head, local_logits, local_part
+from .dtensor import expect_weight, local_head, local_logits, local_part
 from .eager_only import uncompiled_where_needed
 from .engine import eager
 from .engine.transports import Transport
 from .options import DEFAULTS, NO_TRANSFORM, Options, TeacherHead, Transform
 from .shard import VocabShard
-from .validation import expect_instance, expect_int, expect_tensor
+from .validation import expect_hidden_and_weight, expect_instance, expect_int, expect_real, expect_tensor
 
 BLOCK_ELEMENTS = 1 << 22  # logits per block: its temporaries are all that is ever as wide as the vocabulary
 LOWEST = torch.iinfo(torch.int64).min
 
 
 class TopK(NamedTuple):
-    """Per token [..], K entries by descending log-prob, ties by ascending id; equal bits on every rank."""
+    """Per token [..], K entries by descending log-prob, ties by ascending id; equal bits on every rank.
 
-    ids: torch.Tensor  # [.., K] global ids, -1 where the nucleus cut an entry
-    log_probs: torch.Tensor  # [.., K], -inf where cut
-    lse: torch.Tensor  # [..] fp32, log sum exp of the transformed logits over the whole vocabulary
+    Attributes:
+        ids: [.., K] global ids, -1 where the nucleus cut an entry.
+        log_probs: [.., K], -inf where cut.
+        lse: [..] fp32, log sum exp of the transformed logits over the whole vocabulary.
+    """
+
+    ids: torch.Tensor
+    log_probs: torch.Tensor
+    lse: torch.Tensor
 
 
 @uncompiled_where_needed
@@ -48,43 +54,42 @@ def topk_log_probs(
     """logits [.., width] sharded on V -> the K largest log-probs of the whole vocabulary, replicated; one collective.
 
     Log-probs are normalised over all of the vocabulary: their exponentials sum to the share that the K entries have.
-    top_p: cut an entry if those before it already hold that much (the first stays), a nucleus of at most K. dtype,
-    ids_dtype: of what is returned, such as float16 and int32 for the disk.
-
-    weight: [width, H] of this rank, with hidden states [.., H] in place of the logits, which are then made (with
-    torch.nn.functional.linear; a bias belongs to ``transform``) for a block of tokens at a time. A `TeacherHead` in
-    place of the logits is the same, and brings its own weight, transform and temperature.
-
     Equal logits come by ascending id, exactly, on every device. Nothing is differentiated, and blocks of 2^22 logits
-    bound the memory. A token with NaN or +inf in its logits, or nothing above -inf, has NaN log-probs.
+    bound the memory. A token with NaN or +inf in its logits, or nothing above -inf, has NaN log-probs. Errors are those
+    of `vocab_statistics`.
 
-    Raises ValueError for a k that is not in [1, vocab_size] and for a weight that does not fit, and as
-    `vocab_statistics` does.
+    Args:
+        logits: as in `vocab_statistics`; hidden states [.., H] with a ``weight``; or a `TeacherHead`, which has both.
+        k: entries per token, in [1, vocab_size].
+        weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by blocks of tokens.
+        shard, transform, options: as in `vocab_statistics`; the bias of a weight belongs to the transform.
+        top_p: cut an entry if those before it already hold that much (the first stays), a nucleus of at most K.
+        dtype, ids_dtype: of what is returned, such as float16 and int32 for the disk.
     """
     expect_instance("options", options, Options)
     options = options or DEFAULTS
-    logits, weight, transform = _operands(logits, weight, transform)
+    states, weight, transform = _operands(logits, weight, transform)
     with Agreement(options, shard) as agreement:
-        expect_tensor("logits" if weight is None else "hidden states", logits)
+        expect_tensor("logits" if weight is None else "hidden states", states)
         if weight is not None:
-            expect_tensor("weight", weight)
-            _check_shapes(logits, weight)
+            expect_weight(weight)
+            expect_hidden_and_weight(states, weight)
         if weight is None:
-            logits, shard = local_logits(logits, shard)
+            states, shard = local_logits(states, shard)
         else:
-            logits, weight, _, shard = local_head(logits, weight, None, shard, "none")
+            states, weight, _, shard = local_head(states, weight, None, shard, "none")
         transform = local_part(transform or NO_TRANSFORM, shard)
         facts = {"k": k, "top_p": top_p, "dtype": str(dtype), "ids_dtype": str(ids_dtype), "options": options}
-        sharded = {"logits": logits} if weight is None else {"hidden": logits, "weight": weight}
+        sharded = {"logits": states} if weight is None else {"hidden": states, "weight": weight}
         agreement.record("topk_log_probs", shard, transform=transform, **facts, **sharded)
         k = expect_int("k", k)
         _check_options(k, top_p, dtype, ids_dtype, shard)
         if weight is None:
-            request, packets, keys = _local_top(logits, k, shard, transform, options)
+            request, packets, keys = _local_top(states, k, shard, transform, options)
             unflatten = request.order.unflatten
         else:
-            request, packets, keys = _local_top_from_hidden(logits, weight, k, shard, transform, options)
-            unflatten = partial(_unflatten, logits.shape[:-1])
+            request, packets, keys = _local_top_from_hidden(states, weight, k, shard, transform, options)
+            unflatten = partial(_unflatten, states.shape[:-1])
     lse, keys = _merge_ranks(packets, keys, request)
     values, ids = _decode(keys.topk(k).values)
     log_probs = (values - lse[:, None]).clamp(max=0)
@@ -95,8 +100,11 @@ def topk_log_probs(
     return TopK(unflatten(ids.to(ids_dtype)), unflatten(log_probs.to(dtype)), unflatten(lse))
 
 
-def _operands(logits, weight, transform):
+def _operands(
+    logits: torch.Tensor | TeacherHead, weight: torch.Tensor | None, transform: Transform | None
+) -> tuple[torch.Tensor, torch.Tensor | None, Transform | None]:
     """Logits (or hidden states), weight and transform; a TeacherHead has all three."""
+    expect_instance("transform", transform, Transform)
     if not isinstance(logits, TeacherHead):
         return logits, weight, transform
     if weight is not None or transform is not None:
@@ -108,17 +116,15 @@ def _unflatten(lead, x):
     return x.view([*lead, *x.shape[1:]])
 
 
-def _check_shapes(hidden, weight):
-    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
-        shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
-        raise ValueError(f"hidden states and weight must be [.., H] and [width, H], got {shapes}")
-
-
 def _check_options(k: int, top_p, dtype, ids_dtype, shard: VocabShard):
     if not 1 <= k <= shard.vocab_size:
         raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    if top_p is not None:
+        expect_real("top_p", top_p)
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {top_p}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     if ids_dtype not in (torch.int64, torch.int32) or not dtype.is_floating_point:
         raise TypeError(f"ids must be int64 or int32 and log-probs floating point, got {ids_dtype} and {dtype}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+from typing import TypeGuard
 
 import torch
 
@@ -31,7 +32,39 @@ def expect_ids(name: str, x):
 def expect_instance(name: str, value, kind: type):
     """Raise TypeError unless the value is of this class, or None."""
     if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name} must be {kind.__name__}(..) or None, got {value!r}")
+        got = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)  # on all ranks the same
+        raise TypeError(f"{name} must be {kind.__name__}(..) or None, got {got}")
+
+
+def expect_bool(name: str, value):
+    """Raise TypeError unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def expect_one_of(name: str, value, known):
+    """Raise ValueError unless the value is among the known ones."""
+    if value not in tuple(known):  # a list cannot be looked up in a dict or a set
+        raise ValueError(f"{name} must be one of {known}, got {value!r}")
+
+
+def swap_hint(logits, labels) -> str:
+    """Return a hint for an error message if logits are integers where labels are none, else an empty string."""
+    both = isinstance(logits, torch.Tensor) and isinstance(labels, torch.Tensor)
+    swapped = both and labels.is_floating_point() and not logits.is_floating_point()
+    return " (are logits and labels swapped?)" if swapped else ""
+
+
+def expect_hidden_and_weight(hidden: torch.Tensor, weight: torch.Tensor):
+    """Raise ValueError unless hidden states [.., H] and a weight [width, H] have one H."""
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
+        raise ValueError(f"hidden states and weight must be [.., H] and [width, H], got {shapes}")
+
+
+def is_number(value) -> TypeGuard[float]:
+    """Return True for a real number of any library, which computes as a float does."""
+    return isinstance(value, (int, float, numbers.Real))  # first what is quick to look up
 
 
 def fits_fp32(number: float) -> bool:
@@ -40,13 +73,26 @@ def fits_fp32(number: float) -> bool:
     return limits.tiny <= abs(number) <= 1 / limits.tiny
 
 
+def expect_real(name: str, number, expected: str = "a number"):
+    """Raise TypeError unless it is a real number of any library; inf and NaN are numbers. expected: for the message."""
+    if not is_number(number):
+        raise TypeError(f"{name} must be {expected}, got {number!r}")
+
+
 def expect_number(name: str, number, positive: bool = True):
     """Raise TypeError unless it is a number, and ValueError unless kernels can multiply and divide by it."""
-    if not isinstance(number, (int, float, numbers.Real)):
-        raise TypeError(f"{name} must be a number, got {number!r}")
+    expect_real(name, number)
     if not fits_fp32(number) or (positive and number < 0):
         wanted = "positive" if positive else "other than 0"
         raise ValueError(f"{name} must be {wanted} and finite in fp32, got {number}")
+
+
+def expect_scalar(name: str, value):
+    """Raise TypeError or ValueError unless it is a number or a scalar tensor."""
+    if not isinstance(value, torch.Tensor):
+        expect_real(name, value, "a number or a scalar tensor")
+    elif value.dim():
+        raise ValueError(f"{name} must be a number or a scalar tensor, got shape {list(value.shape)}")
 
 
 def expect_pair(name: str, pair):

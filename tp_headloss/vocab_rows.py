@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .dtensor import is_dtensor
+from .dtensor import expect_shard, expect_weight, is_dtensor
 from .shard import VocabShard
+from .validation import expect_bool, expect_instance, expect_int, expect_real
 
 INIT_ROWS = 1024  # rows that one generator draws, whatever the shard: a seed means other weights if this changes
 
@@ -29,12 +30,22 @@ class Init:
     std: float = 0.02
     seed: int | None = None
 
+    def __post_init__(self):
+        expect_real("std", self.std)
+        if self.seed is not None:
+            expect_int("seed", self.seed)
+
 
 class VocabRows(nn.Module):
     """Module with a parameter ``weight`` [width, H], the rows of a shard, and optionally ``bias`` [width]."""
 
     def __init__(self, hidden_size: int, shard: VocabShard, init: Init | None, device, dtype, bias=False, weight=None):
         super().__init__()
+        expect_shard(shard, "a VocabShard")
+        expect_instance("init", init, Init)
+        expect_bool("bias", bias)
+        if expect_int("hidden_size", hidden_size) < 1:
+            raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
         init = init or Init()
         seed = int(torch.randint(1 << 31, (), device="cpu")) if init.seed is None else init.seed
         self.hidden_size, self.shard, self.init = hidden_size, shard, replace(init, seed=seed)
@@ -42,6 +53,7 @@ class VocabRows(nn.Module):
         if weight is None:
             self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
         else:
+            expect_weight(weight)
             expected = shard.padded_size if is_dtensor(weight) else rows
             if weight.shape != (expected, hidden_size):
                 raise ValueError(f"weight must be [{expected}, {hidden_size}], got {list(weight.shape)}")
@@ -104,12 +116,14 @@ def _as_dtensor(rows: torch.Tensor, shard: VocabShard, mesh=None):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh = DeviceMesh.from_group(shard.group, rows.device.type) if mesh is None else mesh
     if shard.padded_size is None:
         raise ValueError(
             f"only even cuts, those of VocabShard.from_group, can be a DTensor, got [{shard.start}, {shard.stop}): "
             "save the rows of each rank, module.weight, by themselves"
         )
+    if mesh is None:
+        assert shard.group is not None  # without one, the rows are the matrix
+        mesh = DeviceMesh.from_group(shard.group, rows.device.type)
     shape = torch.Size([shard.padded_size, *rows.shape[1:]])
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)

@@ -54,6 +54,7 @@ from tp_headloss import (
     Entropy,
     GeneratorMetrics,
     HeadLoss,
+    IdSets,
     KLToReference,
     Options,
     PolicyGradient,
@@ -137,6 +138,17 @@ def grpo(options):
         policy = policy_loss(stats.log_prob, batch.extras["advantage"], batch.extras["old"])
         batch.mean(stats.entropy.detach())
         return batch.mean(policy - stats.log_prob + Z_WEIGHT * stats.lse**2)
+
+    return loss
+
+
+def entropy_and_mass_of_sets(options):
+    """Without labels, which a set would have to hold."""
+
+    def loss(batch):
+        given = {"sets": IdSets(batch.extras["ids"]), "want": ("set_entropy", "set_log_mass")}
+        stats = vocab_statistics(batch.logits, shard=batch.shard, options=options, **given)
+        return -valid_mean(stats.set_entropy + stats.set_log_mass, batch.labels)
 
     return loss
 
@@ -234,6 +246,13 @@ def topk_reference(support):
     return reference
 
 
+def entropy_and_mass_of_sets_reference(z, labels, ids, log_probs):
+    log_p = z.log_softmax(-1).gather(-1, ids)
+    log_mass = log_p.logsumexp(-1)
+    log_s = log_p - log_mass.unsqueeze(-1)
+    return (valid_mean((log_s.exp() * log_s).sum(-1) - log_mass, labels),)
+
+
 def topk_extras(tokens, vocab, draw):
     """What a teacher would have left on disk."""
     log_probs, ids = draw(tokens, vocab).mul_(2).log_softmax(-1).topk(min(TOP_K, vocab))
@@ -278,6 +297,7 @@ TASKS = [
     Task("ce+topk", topk_distillation("vocabulary"), topk_reference("vocabulary"), topk_extras, plain_pytorch=True),
     Task("ce+topk, renorm", topk_distillation("topk"), topk_reference("topk"), topk_extras),
     Task("ce+topk, tail", topk_distillation("tail"), topk_reference("tail"), topk_extras, plain_pytorch=True),
+    Task("sets", entropy_and_mass_of_sets, entropy_and_mass_of_sets_reference, topk_extras),
     Task(  # the clipped policy gradient, KL to a reference, an entropy bonus, and every metric there is
         "rl",
         head(

@@ -32,8 +32,11 @@ import triton
 
 ROOT = Path(__file__).parents[2]
 VERDICT = {True: "passed", False: "**failed**", None: "not run"}
-# Files that take longest: they begin first.
-LONG = "test_cuda", "test_cuda_graphs", "test_faults", "test_generated", "test_compile", "test_topk_distillation"
+# What takes longest begins first, after the kernels' resources.
+LONG = (
+    "test_structure", "test_generated", "test_faults", "test_topk_distillation", "test_compile", "test_training",
+    "test_cuda_graphs", "test_bad_inputs_triton", "test_cuda",
+)  # fmt: skip
 RUNNING: set[int] = set()  # sessions of the steps that run now
 
 
@@ -179,9 +182,9 @@ def main():
     if not torch.cuda.is_available():
         parser.error("no GPU here: bash scripts/test.sh runs everything else")
     files = sorted((ROOT / "tests").rglob("test_*.py"), key=lambda p: (p.stem not in LONG, -p.stat().st_size))
-    work = {path.stem: functools.partial(tests_of, path, args.limit) for path in files}
+    work = {"kernels": functools.partial(kernels, args.limit)}
+    work |= {path.stem: functools.partial(tests_of, path, args.limit) for path in files}
     work |= {tool: functools.partial(sanitizer, tool, args.limit) for tool in ("memcheck", "racecheck", "initcheck")}
-    work["kernels"] = functools.partial(kernels, args.limit)
     if unknown := set(args.only or ()) - set(work):
         parser.error(f"--only takes {', '.join(work)}; got {', '.join(sorted(unknown))}")
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
@@ -190,6 +193,8 @@ def main():
             for future in concurrent.futures.as_completed(futures):
                 step = future.result()
                 print(f"{step.name}: {VERDICT[step.passed]}, {len(step.cases)} tests, {step.seconds:.0f} s", flush=True)
+                if step.passed is False:  # at once, because the run may be cut off before its report
+                    print(step.text[-3000:], flush=True)
         except BaseException:  # Ctrl-C: no step goes on or begins
             pool.shutdown(wait=False, cancel_futures=True)
             for session in RUNNING.copy():
@@ -200,8 +205,8 @@ def main():
     options = f"--jobs {args.jobs}" + (f" --only {' '.join(args.only)}" if args.only else "")
     args.report.write_text(report(steps, options))
     for step in steps:
-        if step.passed is not True:
-            print(f"{step.name}: {'failed' if step.passed is False else 'not run'}\n{step.text[-1500:]}")
+        if step.passed is None:
+            print(f"{step.name}: not run\n{step.text[-1500:]}")
     outcomes = collections.Counter(
         c.outcome if c.outcome in ("passed", "failed") else "skipped" for s in steps for c in s.cases
     )

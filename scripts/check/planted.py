@@ -26,14 +26,15 @@ TEACHER, TEACHER_DEVICE = statistic("teacher")
 DIVERGENCE, DIVERGENCE_DEVICE = statistic("divergence")
 TOPK, TOPK_DEVICE = statistic("topk")
 ENTRIES, ENTRIES_DEVICE = statistic("entries")
+SETS, SETS_DEVICE = statistic("sets")
 
 GROUPS = {
     "test_accuracy test_sharding test_generated test_losses test_bad_inputs test_bad_inputs_triton": [
         (SOFTMAX_DEVICE, "add_packet", "read(packet, rows.target, 0.0)", "0.0"),
         (SOFTMAX_DEVICE, "add_packet", "tl.fma(softmax.factor, softmax.sum, state[0])", "softmax.sum + state[0]"),
         (SOFTMAX_DEVICE, "with_target", "IGNORED * PACKETS", "IGNORED"),
-        (SOFTMAX_DEVICE, "with_target", "tl.maximum(shift, target)", "shift"),
-        (SOFTMAX_DEVICE, "with_target", "whole = others * factor + p_target", "whole = others * factor"),
+        (SOFTMAX_DEVICE, "join_target", "tl.maximum(shift, target)", "shift"),
+        (SOFTMAX_DEVICE, "join_target", "whole = others + p_target", "whole = others"),
         (SOFTMAX_DEVICE, "with_target", "~(whole > 0.0) | (owners != 1.0)", "~(whole > 0.0)"),
         (SOFTMAX_DEVICE, "finish", "tl.where(joined.target == joined.top, joined.log_sum, joined.log_sum - joined.offset)", "joined.log_sum"),
         (SOFTMAX_DEVICE, "finish", "joined.others * joined.factor / joined.whole", "joined.others * joined.factor"),
@@ -107,6 +108,19 @@ GROUPS = {
         ("head_loss/call.py", "_scored_labels", "return torch.where(token_weight == 0, ignore_index, labels.long())", "return labels"),
         ("head_loss/call.py", "_per_token", "value.dim() not in (0, labels.dim())", "False"),
     ],
+    "test_sets": [
+        (SETS, "SetsFamily.local", "torch.where(tile.members, softmax.z, -torch.inf)", "softmax.z"),
+        (SETS, "SetsFamily.finish", "own.factor * (moment + own.drop * whole) + weigh(own.p_target, own.offset)", "moment"),
+        (SETS, "SetsFamily.direct", 'grads["set_log_mass"] * merged["set_outside"] * s', 'grads["set_log_mass"] * s'),
+        (SETS_DEVICE, "sets_kernel", "other[:, None] < place[None, :]", "other[:, None] > place[None, :]"),
+        (SETS_DEVICE, "sets_kernel", "(ids >= 0) & (ids <= before)", "(ids >= 0) & (ids < before)"),
+        (SETS_DEVICE, "set_statistics_kernel", 'tl.where(is_target, float("-inf"), z)', "z"),
+        (SETS_DEVICE, "set_statistics_kernel", "factor * tl.fma(drop, s, moment)", "factor * moment"),
+        (SETS_DEVICE, "load", "inputs.entries is None and grads.set_log_mass is not None", "grads.set_log_mass is not None"),
+        (SETS_DEVICE, "direct", "tl.load(at + rows.set_others * token.n)", "-s"),
+        ("engine/gradient_triton.py", "put_entries_kernel", "tl.store(dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, exact, mask=here)", "pass"),
+        ("id_sets.py", "IdSets.from_csr", "(begin >= offsets.cummax(0).values[:-1])", "(begin == begin)"),
+    ],
     "test_topk_distillation test_topk": [
         (ENTRIES, "distinct_entries", "live if mask is None else live & mask", "live"),
         (PASSES, "second_exchange", "sums[::2].clamp(min=0)", "sums[1::2].clamp(min=0)"),
@@ -122,11 +136,11 @@ GROUPS = {
         (TOPK_DEVICE, "peak", "tl.maximum(tail, read(packet, rows.tail_max, 0.0))", "read(packet, rows.tail_max, 0.0)"),
         (TOPK_DEVICE, "peak", "tl.maximum(state[0], read(packet, rows.topk_max, 0.0))", "read(packet, rows.topk_max, 0.0)"),
         (TOPK_DEVICE, "_rest", "outside = 1.0 - inside", "outside = inside"),
-        (TOPK_DEVICE, "direct", "tl.load(grads.at_entries + token.row * inputs.n_entries + token.positions, mask=token.readable, other=0.0)", "0.0"),
+        (TOPK_DEVICE, "direct", "token.student_scale * _entry_gradient(log_tau, tile, token, grads, inputs, rows)", "0.0"),
         (ENTRIES_DEVICE, "entry_statistics_kernel", "cross -= tl.where(mass == 0.0, 0.0, mass * drop)", "pass"),
         (ENTRIES_DEVICE, "entries_kernel", "log_tau += tl.log(tl.where(kept, total, 1.0))", "pass"),
         (ENTRIES_DEVICE, "entry_divergence_kernel", "tl.load(at + merged.inside * n)", "1.0"),
-        (ENTRIES_DEVICE, "_store_everywhere", "outside * common + inside * _upstream(grads.tail_log_mass, row)", "outside * common"),
+        (TOPK_DEVICE, "store_everywhere", "outside * common + inside * _upstream(grads.tail_log_mass, row)", "outside * common"),
         ("topk.py", "topk_log_probs", "before >= top_p", "before > 2"),
         ("topk.py", "_local_keys", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits"),
     ],
@@ -166,9 +180,9 @@ GROUPS = {
         ("linear_head/autograd.py", "OneSweep.backward", "torch.where(upstream == ctx.upstream, 1.0, torch.nan).to(upstream.dtype)", "torch.ones_like(upstream)"),
     ],
     "test_teacher_head": [
-        (SWEEPS, "_TeacherBuffer.logits", "x += bias[ids]", "pass"),
-        (SWEEPS, "_TeacherBuffer.logits", "heads.of_token[tokens] == i", "heads.of_token[tokens] != i"),
-        (SWEEPS, "_TeacherBuffer.logits", "x.mul_(cap).tanh_()", "x.mul_(cap)"),
+        (SWEEPS, "_TeacherBuffer._logits_of_head", "x += bias[ids]", "pass"),
+        (SWEEPS, "_TeacherBuffer.logits", "self.heads.of_token[tokens] == i", "self.heads.of_token[tokens] != i"),
+        (SWEEPS, "_TeacherBuffer._logits_of_head", "x.mul_(cap).tanh_()", "x.mul_(cap)"),
         (SWEEPS, "_TeacherBuffer.__init__", "buffer.memory = buffer.exact = self.buffers[1].memory", "buffer.memory = buffer.exact = self.buffers[0].memory"),
         (SWEEPS, "_Buffer.gradient", "teacher.joined(request.rows(tokens, logits).columns(ids), tokens, ids)", "teacher.joined(request.rows(tokens, logits).columns(ids), tokens, slice(0, ids.stop - ids.start))"),
         ("request.py", "TeacherOperands.block_dtype", "any(self.caps) or any((bias is not None for bias in self.biases))", "False"),
@@ -235,7 +249,7 @@ GROUPS = {
         ("linear_head/autograd.py", "OneSweep.backward", "torch.is_grad_enabled()", "False"),
         ("head_loss/known_calls.py", "kind_of_call", "labels.dtype", "labels.shape"),
         ("head_loss/known_calls.py", "kind_of_call", "None if shard is None else (shard.facts, shard.stop)", "None"),
-        ("head_loss/known_calls.py", "checked_before", "expect_denominator(denominator, definition.reduction)", "pass"),
+        ("head_loss/known_calls.py", "checked_before", "expect_denominator(denominator, definition.reduction, labels.device)", "pass"),
         ("head_loss/known_calls.py", "remember", "tensors=None", "tensors=request.tensors"),
     ],
     "test_transports": [
@@ -254,9 +268,32 @@ GROUPS = {
         ("agreement.py", "_compare", "alike[True] and alike[False]", "False"),
         ("agreement.py", "Agreement.__exit__", "set(errors) != {errors[0]}", "True"),
     ],
+    "test_deepspeed": [
+        ("integrations/deepspeed.py", "layer_shard", "[0, *accumulate(layer._partition_sizes)]", "[0, *accumulate(reversed(layer._partition_sizes))]"),
+        ("integrations/deepspeed.py", "layer_shard", "(shard.start, shard.stop, shard.group) != (found.start, found.stop, found.group)", "False"),
+        ("integrations/transformers/model_facts.py", "call_shard", 'hasattr(weight, "ds_id")', "False"),
+        ("integrations/transformers/fused_head.py", "FusedHead._forward", 'scalar_number(given.get("num_items_in_batch"), hidden.device)', "None"),
+    ],
     "test_verl test_nemo_rl": [
         ("integrations/nemo_rl.py", "_next_tokens", "labels[:, : ids.shape[1] - 1] = ids[:, 1:]", "labels[:, : ids.shape[1]] = ids"),
         ("integrations/verl.py", "_positive", "temperature.clamp(min=LOWEST_TEMPERATURE)", "temperature"),
         ("integrations/verl.py", "logits_processor.process", "label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)", "pass"),
+    ],
+    "test_arguments": [
+        ("calls.py", "build_request", "logits.resolve_neg()", "logits"),
+        ("calls.py", "_teacher_tensors", "teacher.logits.detach().resolve_neg()", "teacher.logits.detach()"),
+        ("head_loss/known_calls.py", "kind_of_call", "logits.is_neg()", "False"),
+        ("api.py", "_names", "isinstance(want, str)", "False"),
+        ("api.py", "_names", 'hasattr(want, "__iter__")', "True"),
+        ("validation.py", "swap_hint", "both and labels.is_floating_point() and not logits.is_floating_point()", "False"),
+        ("head_loss/call.py", "expect_denominator", 'denominator.is_meta and device.type != "meta"', "False"),
+        ("head_loss/policy_terms.py", "_expect_kind", "optional and value is None", "True"),
+        ("head_loss/definition.py", "_expect_all", "(given,)", "tuple(given)"),
+    ],
+    "test_reduction": [
+        ("head_loss/loss.py", "_argument.replace", "HeadLossDefinition.checked(**self._definition.arguments() | {name: value})", "self._definition._replace(**{name: value})"),
+    ],
+    "test_main_grad": [
+        ("eager_only.py", "_eager_only", "linear is not None and linear.main_grad", "False"),
     ],
 }  # fmt: skip

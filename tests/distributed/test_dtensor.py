@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import readme_block
+from pages import marked_block
 from ranks import on_ranks
 from torch import nn
 
@@ -302,19 +302,19 @@ def test_dtensors_compile_without_graph_breaks():
     assert max(on_ranks(2, compiled)) < 1e-6
 
 
-def readme(group, device):
+def documented(group, device):
     scope = {"torch": torch, "mesh": meshed(device, 1, 2)}
-    exec(compile(readme_block("dtensor"), "README.md", "exec"), scope)
+    exec(compile(marked_block("host", "dtensor"), "docs", "exec"), scope)
     x, w = (scope[name].detach().full_tensor().requires_grad_() for name in "xw")
     (2 * HeadLoss()(x @ w.T, scope["labels"]).loss).backward()
     found = [scope[name].grad.full_tensor() for name in "xw"]
     return worst(found, [x.grad, w.grad]), scope["w"].to_local().shape[0], str(scope["w"].grad.placements)
 
 
-def test_the_block_of_the_readme_runs():
+def test_the_block_of_the_documentation_runs():
     if torch.cuda.is_available():
         pytest.skip("it makes its tensors on CPU")
-    for (error, rows, placed), expected in zip(on_ranks(2, readme), (255, 254)):
+    for (error, rows, placed), expected in zip(on_ranks(2, documented), (255, 254)):
         assert error < 1e-6 and rows == expected and "0" in placed
 
 

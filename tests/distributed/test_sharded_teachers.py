@@ -99,3 +99,19 @@ def test_a_teacher_of_dtensors(how):
     for found in on_ranks(2, dtensor_run, how):
         for ours, whole in zip(found[:3], found[3:]):
             torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-6)
+
+
+def cut_rows_run(group, device):
+    """A teacher whose hidden states are cut along H_T."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh(device.type, (group.size(),), mesh_dim_names=("tp",))
+    hidden, weight, teacher_hidden, teacher_weight, _ = drawn(device)
+    cut, rows = distribute_tensor(teacher_hidden, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Shard(0)])
+    linear_vocab_statistics(hidden, rows, teacher=TeacherHead(cut, teacher_weight), want=("forward_kl",))
+
+
+def test_a_teacher_of_cut_rows_is_refused():
+    for failure in on_ranks(2, cut_rows_run, failures=True):
+        assert failure.kind == "ValueError" and "hidden states must be whole rows" in failure.message, failure

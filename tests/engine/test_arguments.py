@@ -1,6 +1,7 @@
 """Wrong arguments are named, wrong types say what to do, and every option changes something."""
 
 import gc
+import re
 import weakref
 
 import pytest
@@ -8,18 +9,33 @@ import torch
 from logits_problem import WANT, N, V, rows
 
 from tp_headloss import (
+    CausalLMLoss,
     CrossEntropy,
     Distillation,
+    Entropy,
     HeadLoss,
+    Init,
+    KLToReference,
+    Linear,
     Options,
     PolicyGradient,
     PolicyMetrics,
+    Sequences,
     Teacher,
+    TeacherHead,
     Term,
+    TopKDistillation,
+    TopKTeacher,
     Transform,
+    VocabParallelEmbedding,
+    VocabParallelHead,
     VocabShard,
+    ZLoss,
     combine_metrics,
+    log_probs,
+    multi_token_targets,
     reduce_metrics,
+    topk_log_probs,
     vocab_statistics,
 )
 
@@ -66,7 +82,8 @@ def test_bad_arguments_are_named(name):
 WRONG_TYPES = {
     "lists of labels": (lambda x, y: vocab_statistics(x, y.tolist()), "labels must be a tensor, got list"),
     "swapped": (lambda x, y: vocab_statistics(y, x), "are logits and labels swapped"),
-    "swapped in a loss": (lambda x, y: HeadLoss()(y, x), "labels must be int64 or int32, got torch.float32"),
+    "swapped in a loss": (lambda x, y: HeadLoss()(y, x), r"got torch.float32 \(are logits and labels swapped\?\)"),
+    "swapped for a causal model": (lambda x, y: CausalLMLoss()(y, x), "are logits and labels swapped"),
     "lists of logits": (lambda x, y: vocab_statistics(x.tolist(), y), "logits must be a tensor, got list"),
     "options": (lambda x, y: vocab_statistics(x, y, options={"check": True}), "options must be Options"),
     "an option": (lambda x, y: Options(check="yes"), "check must be True or False, got 'yes'"),
@@ -74,19 +91,151 @@ WRONG_TYPES = {
     "linear": (lambda x, y: HeadLoss().linear(x, x, y, linear="recompute"), "linear must be Linear"),
     "weights of tokens": (lambda x, y: HeadLoss()(x, y, token_weight=[1.0] * N), "token_weight must be a tensor, got"),
     "one weight": (lambda x, y: HeadLoss()(x, y, token_weight=1.0), "token_weight must be a tensor, got float"),
-    "one term": (lambda x, y: HeadLoss(CrossEntropy()), r"terms must be a list, terms=\[..\], got Term"),
+    "a term by its name": (lambda x, y: HeadLoss("z_loss"), "terms must be Terms, got 'z_loss'"),
+    "terms in a dict": (lambda x, y: HeadLoss({"ce": CrossEntropy()}), "terms must be Terms, got dict"),
+    "a class": (lambda x, y: HeadLoss(CrossEntropy), r"got CrossEntropy: call it, CrossEntropy\("),
     "a term that was not called": (lambda x, y: HeadLoss([CrossEntropy]), r"got CrossEntropy: call it, CrossEntropy\("),
-    "one metric": (lambda x, y: HeadLoss(metrics="accuracy"), r"metrics must be a list, .*got 'accuracy'"),
+    "no metrics": (lambda x, y: HeadLoss(metrics=None), "metrics must be names or Metrics, got NoneType"),
     "a metric that was not called": (lambda x, y: HeadLoss(metrics=(PolicyMetrics,)), "call it, PolicyMetrics"),
     "a clip that is a number": (lambda x, y: PolicyGradient("clip", clip=0.2), "clip must be two numbers, .* got 0.2"),
     "an option of no objective": (
         lambda x, y: PolicyGradient("clip", eps=0.2), r"objective 'clip' takes the options \['clip', 'dual_clip', "),
     "a mesh": (lambda x, y: VocabShard.from_group(DeviceMesh(), V), "got a DeviceMesh: use VocabShard.from_mesh"),
+    "the name of a group": (lambda x, y: VocabShard.from_group("tp", V), "group must be a process group or None, got"),
+    "the group of sequences": (lambda x, y: Sequences.from_mask(y[None] > 0, group="cp"), "group must be a process gr"),
+    "a group in place of a mesh": (lambda x, y: VocabShard.from_mesh("tp", V), "mesh must be a torch.distributed.Dev"),
+    "bounds of text": (lambda x, y: VocabShard.from_boundaries([0, "9"], 9), "boundaries must be an int, got '9'"),
+    "one bound": (lambda x, y: VocabShard.from_boundaries(9, 9), "boundaries must be a list of 2 ids, got 9"),
     "a size": (lambda x, y: VocabShard(0, 4.0, 4), "stop must be an int, got 4.0"),
     "metrics of one batch": (lambda x, y: combine_metrics({"a": x}), "must be a list of dicts of metrics, .* got dict"),
+    "metrics of numbers": (lambda x, y: combine_metrics([{"a": 1}]), "metric 'a' must be a tensor, got int"),
+    "a name in want": (lambda x, y: vocab_statistics(x, y, want=3), "want must be a tuple of names, .* got 3"),
+    "no hidden states": (lambda x, y: HeadLoss().linear(None, x, y), "hidden states must be a tensor, got NoneType"),
+    "a layer of a teacher": (lambda x, y: topk_log_probs(x, 3, weight=torch.nn.Linear(V, 9)), "pass its .weight"),
+    "a temperature for a transform": (lambda x, y: topk_log_probs(x, 3, transform=0.7), r"must be Transform\(..\)"),
+    "a dtype by its name": (lambda x, y: topk_log_probs(x, 3, dtype="half"), "dtype must be a torch.dtype, got 'half'"),
+    "a function for weights": (lambda x, y: Term("a", len, token_weight=x), "token_weight: function must be a functi"),
+    "weights of classes": (lambda x, y: Term("a", len, class_weight=[1.0]), "class_weight must be a tensor"),
+    "values per sequence": (lambda x, y: Sequences.from_mask(y[None] > 0).spread(3.0), "values must be a tensor, got"),
+    "masks in lists": (lambda x, y: entries(x, y, mask=[[True]]), "teacher.mask must be a tensor, got list"),
     "metrics": (lambda x, y: reduce_metrics([x], None), "metrics must be a dict of scalars by name, got list"),
     "a wanted name": (lambda x, y: Term("mine", lambda s: s.lse, want="entropy"), "want must be a tuple of names"),
 }  # fmt: skip
+
+
+def entries(x, y, **fields):
+    """A call with a top-K teacher of one entry."""
+    teacher = TopKTeacher(y[:, None], torch.zeros(len(y), 1), **fields)
+    return vocab_statistics(x, y, want=("topk_forward_kl",), teacher=teacher)
+
+
+NUMBERS = {  # what takes a number (or two, or a flag) -> its name in the message
+    "label_smoothing": lambda text: CrossEntropy(label_smoothing=text),
+    "term 'z_loss': weight": ZLoss,
+    "term 'entropy': weight": Entropy,
+    "term 'kl': weight": KLToReference,
+    "KLToReference: input_clamp": lambda text: KLToReference(0.1, input_clamp=text),
+    "the objective 'clip': dual_clip": lambda text: PolicyGradient("clip", dual_clip=text),
+    "the objective 'sapo': temperatures": lambda text: PolicyGradient("sapo", temperatures=text),
+    "the objective 'vespo': shape": lambda text: PolicyGradient("vespo", shape=text),
+    "each pair of the objective 'vespo': shape": lambda text: PolicyGradient("vespo", shape=(text, text)),
+    "the objective 'kl-cov': fraction": lambda text: PolicyGradient("kl-cov", fraction=text),
+    "PolicyMetrics: dual_clip": lambda text: PolicyMetrics(dual_clip=text),
+    "reference": lambda text: PolicyMetrics(reference=text),
+    "outside_log_prob": lambda text: TopKDistillation(outside_log_prob=text),
+    "temperature_squared": lambda text: Distillation(temperature_squared=text),
+    "compile": lambda text: HeadLoss(compile=text),
+    "beta": lambda text: Teacher(torch.zeros(1, V), beta=text),
+    "renormalize": lambda text: TopKTeacher(torch.zeros(1, 1), torch.zeros(1, 1), renormalize=text),
+    "budget": lambda text: Linear(budget=text),
+    "max_valid_tokens": lambda text: Linear(max_valid_tokens=text),
+    "main_grad": lambda text: Linear(main_grad=text),
+    "upstream": lambda text: Linear(upstream=text),
+    "scale": lambda text: Transform(scale=text),
+    "softcap": lambda text: Transform(softcap=text),
+    "temperature": lambda text: Transform(temperature=text),
+    "horizon": lambda text: Sequences.from_mask(torch.ones(1, 1).bool(), horizon=text),
+    "k": lambda text: topk_log_probs(torch.zeros(1, V), text),
+    "top_p": lambda text: topk_log_probs(torch.zeros(1, V), 3, top_p=text),
+    "denominator": lambda text: HeadLoss()(torch.zeros(1, V), torch.zeros(1).long(), denominator=text),
+    "hidden_size": lambda text: VocabParallelHead(text, VocabShard(0, V, V)),
+    "bias": lambda text: VocabParallelHead(8, VocabShard(0, V, V), bias=text),
+    "sequence_parallel": lambda text: VocabParallelEmbedding(8, VocabShard(0, V, V), sequence_parallel=text),
+    "std": lambda text: Init(std=text),
+    "seed": lambda text: Init(seed=text),
+    "depths": lambda text: multi_token_targets(torch.zeros(4).long(), text),
+    "weight": lambda text: multi_token_targets(torch.zeros(4).long(), 1, text),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_text_is_no_number_and_no_flag(name):
+    with pytest.raises(TypeError, match=f"^{re.escape(name)} must be .*'64MB'"):
+        NUMBERS[name]("64MB")
+
+
+SHARD = VocabShard(0, V, V)
+MODULES = {
+    "a vocabulary size for a shard": (lambda: VocabParallelHead(8, V), "shard must be a VocabShard, got int"),
+    "an embedding alike": (lambda: VocabParallelEmbedding(8, V), "shard must be a VocabShard, got int"),
+    "the shard first": (lambda: VocabParallelHead(SHARD, 8), "shard must be a VocabShard, got int"),
+    "a term for a head_loss": (lambda: VocabParallelHead(8, SHARD, head_loss=ZLoss(1.0)), "head_loss must be HeadLoss"),
+    "a term in a call": (
+        lambda: VocabParallelHead(8, SHARD)(torch.zeros(1, 8), torch.zeros(1).long(), head_loss=ZLoss(1.0)),
+        "head_loss must be HeadLoss"),
+    "a term for a causal model": (lambda: CausalLMLoss(ZLoss(1.0)), "head_loss must be HeadLoss"),
+    "a class for a causal model": (lambda: CausalLMLoss(HeadLoss), "head_loss must be HeadLoss"),
+    "a dict of options": (lambda: VocabParallelHead(8, SHARD, linear={"mode": "auto"}), "linear must be Linear"),
+    "a dict for a transform": (lambda: VocabParallelHead(8, SHARD, transform={"scale": 1}), "transform must be Transf"),
+    "a temperature in a call": (
+        lambda: VocabParallelHead(8, SHARD)(torch.zeros(1, 8), torch.zeros(1).long(), transform=0.7),
+        "transform must be Transform"),
+    "a transform of a teacher": (
+        lambda: TeacherHead(torch.zeros(1, 8), torch.zeros(V, 8), transform=0.7), "teacher.transform must be"),
+    "a number for the init": (lambda: VocabParallelHead(8, SHARD, init=0.02), "init must be Init"),
+    "a layer to tie": (lambda: VocabParallelHead(8, SHARD, weight=torch.nn.Linear(8, V)), "pass its .weight"),
+    "lists of hidden states": (lambda: VocabParallelHead(8, SHARD)([[0.0] * 8]), "hidden states must be a tensor"),
+    "lists of labels": (lambda: multi_token_targets([1, 2], 1), "labels must be a tensor, got list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_name_what_they_did_not_expect(name):
+    call, words = MODULES[name]
+    with pytest.raises(TypeError, match=words):
+        call()
+
+
+UNFIT = {
+    "hidden_size must be at least 1, got 0": lambda: VocabParallelHead(0, SHARD),
+    "hidden states and weight must be": lambda: VocabParallelHead(8, SHARD)(torch.zeros(1, 9)),
+    "labels are needed, got None": lambda: CausalLMLoss()(torch.zeros(4, V), None),
+    "labels are needed, got None: without": lambda: log_probs(torch.zeros(4, V), None),
+    "labels must be .*, unshifted, got a scalar": lambda: CausalLMLoss()(torch.zeros(V), torch.tensor(1)),
+    "labels must be .*, got a scalar": lambda: multi_token_targets(torch.tensor(1), 1),
+    "token_weight must have shape": lambda: CausalLMLoss()(
+        torch.zeros(4, V), torch.zeros(4).long(), token_weight=torch.tensor(1.0)
+    ),
+    "upstream must be a number or a scalar tensor, got shape": lambda: Linear(upstream=torch.ones(3)),
+    "objective must be one of": lambda: PolicyGradient(["clip"]),
+    "divergence must be one of": lambda: Distillation(1.0, ["jsd"]),
+    "support must be one of": lambda: TopKDistillation(support=["tail"]),
+    "importance_weight must be one of": lambda: KLToReference(0.1, importance_weight="new"),
+    "want must be of": lambda: vocab_statistics(torch.zeros(1, V), want=[["entropy"]]),
+}
+
+
+@pytest.mark.parametrize("words", UNFIT)
+def test_values_that_do_not_fit_are_named(words):
+    with pytest.raises(ValueError, match=words):
+        UNFIT[words]()
+
+
+def test_one_term_and_one_metric_need_no_list():
+    head = HeadLoss(ZLoss(1.0), metrics="accuracy")
+    assert [term.name for term in head.terms] == ["z_loss"] and head.metrics == ("accuracy",)
+    head.metrics = PolicyMetrics()
+    assert head.input_names == {"advantages", "old_log_prob"}
 
 
 class DeviceMesh:
@@ -171,6 +320,7 @@ def test_a_call_after_an_equal_one_is_still_checked():
         "tokens": (dict(labels=labels[1:]), ValueError, "labels must have shape"),
         "shard": (dict(shard=V), TypeError, "shard must be a VocabShard"),
         "denominator": (dict(denominator=torch.ones(2)), ValueError, "denominator must be a number or a scalar"),
+        "meta": (dict(denominator=torch.ones((), device="meta")), ValueError, "with a value, got one on meta"),
     }
     for kwargs, kind, match in bad.values():
         with pytest.raises(kind, match=match):
@@ -190,7 +340,9 @@ def test_logits_whose_sign_is_not_in_memory(backend, device):
     head = HeadLoss([CrossEntropy(), Distillation()], options=options)
     losses = [head(y, labels, inputs={"teacher": t}).loss for y, t in zip((x, views[0]), teachers)]
     assert torch.equal(*losses)
-    assert torch.equal(*(HeadLoss(options=options)(y, labels).loss for y in (x, views[0])))
+    known, like = HeadLoss(options=options), torch.complex(torch.zeros_like(x), x).imag  # strides of the view
+    assert like.stride() == views[0].stride() and not like.is_neg()
+    assert torch.equal(*(known(y, labels).loss for y in (like, views[0])))
 
 
 def test_an_ignore_index_of_another_width_is_another_kernel(backend, device):

@@ -11,6 +11,7 @@ from tp_headloss import (
     CrossEntropy,
     Entropy,
     HeadLoss,
+    IdSets,
     Options,
     PolicyGradient,
     Teacher,
@@ -20,7 +21,7 @@ from tp_headloss import (
     ZLoss,
     vocab_statistics,
 )
-from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER
+from tp_headloss.statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER
 
 
 def compiled_run(group, device, fraction, backend):
@@ -74,12 +75,17 @@ def test_operators_are_registered_consistently(device):
     of_entries = (ids, log_probs, None, None, 1.0, True, V, "torch")
     torch.library.opcheck(operators.entries.default, of_entries, **checks)
     scales = torch.rand(2, N, device=device) + 0.5
-    for teacher, names, rest in (
-        (Teacher(torch.randn_like(x)), FULL_TEACHER, (torch.randn_like(x), scales, None, None)),
-        (TopKTeacher(ids, log_probs), TOPK_TEACHER, (None, scales, *operators.entries(*of_entries))),
+    spans = torch.arange(2 * N, device=device).view(N, 2) * 2
+    of_sets = (ids.flatten(), spans, V, "torch")
+    torch.library.opcheck(operators.known_sets.default, of_sets, **checks)
+    entries, spans = operators.known_sets(*of_sets)
+    for given, names, rest in (
+        ({"teacher": Teacher(torch.randn_like(x))}, FULL_TEACHER, (torch.randn_like(x), scales, None, None, None)),
+        ({"teacher": TopKTeacher(ids, log_probs)}, TOPK_TEACHER, (None, scales, *operators.entries(*of_entries), None)),
+        ({"sets": IdSets(ids)}, OVER_SETS, (None, None, entries, None, spans)),
     ):
         local, options = x.clone().requires_grad_(), Options(backend="torch")
-        stats = vocab_statistics(local, labels, want=(*WANT, *names), teacher=teacher, options=options)
+        stats = vocab_statistics(local, labels, want=(*WANT, *names), options=options, **given)
         request, inputs = stats.lse.grad_fn.request, (x, labels, None, None, None, *rest)
         torch.library.opcheck(operators.statistics.default, (*inputs, *request.facts), **checks)
         merged = operators.statistics(*inputs, *request.facts)[0]

@@ -74,7 +74,7 @@ def test_symmetric_memory_is_refused_after_an_exchange_that_failed(failing, monk
     group.memories = [memory]
     monkeypatch.setattr(memory, "_take_turns", lambda: None)
     monkeypatch.setattr(symmetric_memory, "load_backend", lambda _: backend)
-    monkeypatch.setattr(symmetric_memory, "_resolve_process_group", lambda _: "group")
+    monkeypatch.setattr(symmetric_memory, "resolve_process_group", lambda _: "group")
     monkeypatch.setitem(symmetric_memory._groups, "pair", group)
 
     def exchange():

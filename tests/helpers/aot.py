@@ -2,8 +2,8 @@
 
 The variants are those that the launchers ask for: public functions are called with small CPU tensors while a recorder
 stands in for Triton's launch, and Triton's own specialisation says what is compiled for each call. The calls cover
-every two values of every two axes (`CALLS`, `HEADS`). sm_90 gets half of each kernel's variants, the others share the
-rest (`--all`: every capability gets all of them). Run without TRITON_INTERPRET, in a process of its own.
+every two values of every two axes (`CALLS`, `HEADS`). Half of each kernel's variants are compiled, for one capability
+each, sm_90 most often (`--all`: all of them for every one). Run without TRITON_INTERPRET, in a process of its own.
 
 Prints one line per kernel with the most that a variant takes, one per failure, and a total. A variant that spills
 registers, or takes more shared memory than every GPU gives without asking, is a failure.
@@ -46,13 +46,14 @@ GEMM_SPILL_LIMIT = 2048  # accumulators take half of the registers; `total`, and
 LOOP_LIMIT = 100_000  # characters of PTX of a merge of 512 packets; a loop takes 52,000 at most
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Each list of wanted teacher statistics makes other packets, another merge or another gradient.
+# Each list of wanted statistics of a teacher or of sets makes other packets, another merge or another gradient.
 TEACHERS = [
     (),
     ("forward_kl",), ("reverse_kl",), ("forward_kl", "teacher_entropy"), ("jsd",), ("reverse_kl", "total_variation"),
     FULL_TEACHER,
     ("topk_forward_kl",), ("topk_reverse_kl", "topk_jsd"), ("topk_log_mass", "vocab_jsd"),
     ("topk_forward_kl", "tail_log_mass"), ("topk_reverse_kl", "tail_entropy"), TOPK_TEACHER,
+    ("set_log_mass",), ("set_log_mass", "set_log_prob"), ("set_log_mass", "set_entropy", "set_log_prob", "forward_kl"),
 ]  # fmt: skip
 CALLS = {
     "teacher": TEACHERS,
@@ -192,15 +193,22 @@ def per_token(temperature, tokens: int):
 def teacher_of(case, tokens: int, width: int):
     """The teacher of a call, or None."""
     given = per_token(case.teacher_temperature, tokens)
-    if not case.teacher or case.teacher[0] in FULL_TEACHER:
+    if not set(case.teacher) & {*TOPK_TEACHER}:
         logits = placed(case.place, tokens, width, case.teacher_dtype)
-        return tp.Teacher(logits, temperature=given) if case.teacher else None
+        return tp.Teacher(logits, temperature=given) if set(case.teacher) & {*FULL_TEACHER} else None
     shape, tail = (tokens, case.entries), has_tail(case.teacher)
     ids = torch.zeros(shape, dtype=case.labels or torch.int64)
     mask = torch.ones(shape, dtype=torch.bool) if case.bias else None
     temperatures = {"student_temperature" if tail else "temperature": given}  # a temperature leaves no tail
     log_probs = torch.zeros(shape, dtype=case.teacher_dtype)
     return tp.TopKTeacher(ids, log_probs, mask, renormalize=not tail, **temperatures)
+
+
+def sets_of(case, tokens: int):
+    """The sets of a call, or None."""
+    if "set_log_mass" not in case.teacher:
+        return None
+    return tp.IdSets(torch.zeros(tokens, case.entries, dtype=case.labels or torch.int64))
 
 
 def call_statistics(case, groups):
@@ -221,13 +229,17 @@ def call_statistics(case, groups):
             logits,
             None if case.labels is None else torch.zeros(tokens, dtype=case.labels),
             shard=shard,
-            want=(*(name for name, wanted in flags.items() if wanted), *case.teacher),
+            want=(
+                *(name for name, wanted in flags.items() if wanted),
+                *(name for name in case.teacher if case.labels or name != "set_log_prob"),
+            ),
             transform=tp.Transform(
                 bias=case.bias and torch.zeros(width, dtype=case.bias),
                 softcap=case.softcap,
                 temperature=per_token(case.temperature, tokens),
             ),
             teacher=teacher_of(case, tokens, width),
+            sets=sets_of(case, tokens),
             total_weight=torch.ones(width) if case.total == "weighted" else None,
             options=OPTIONS,
         )
@@ -334,10 +346,11 @@ def main(capabilities, everything: bool):
     compiled, failures, seen, taken = 0, [], collections.Counter(), collections.defaultdict(list)
     for variant in record_variants():
         seen[variant.name] += 1
-        # architectures differ little for what is Triton's own, so that each variant is compiled for one of them
+        # architectures differ little for what is Triton's own, and a pair of values is in several variants
         alone = len(capabilities) == 1  # an older Triton, which compiles every fourth variant
-        cycle = (0, 0, 90, 0) if alone else (90, 80, 90, 100)
-        shown = set(capabilities) if everything else {cycle[seen[variant.name] % 4]} & set(capabilities)
+        cycle = (0, 0, 90, 0) if alone else (0, 80, 90, 100, 0, 90, 0, 0)
+        everywhere = everything or seen[variant.name] == 1
+        shown = set(capabilities) if everywhere else {cycle[seen[variant.name] % len(cycle)]} & set(capabilities)
         if variant.name in GEMMS:  # which take seconds each: every second one, unless everything is asked for
             shown = ({90, 100} if everything else {(90, 0, 100, 0)[seen[variant.name] % 4]}) & set(capabilities)
         for capability in shown:

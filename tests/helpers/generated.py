@@ -54,6 +54,7 @@ def term_parts(case, p, truth, stats, term):
     given = {key: p[key].double()[truth.keep] for key in ("advantages", "old_log_prob", "reference_log_prob")}
     none = torch.zeros(len(truth.z), dtype=torch.float64)
     far = torch.zeros(len(truth.z), dtype=torch.bool)
+    over = "set_" if case.sets else ""
     lse, lp = stats["lse"], stats["log_prob"]
     if name == "cross_entropy":
         smoothing, formula, weighted = option
@@ -65,12 +66,13 @@ def term_parts(case, p, truth, stats, term):
         value = (1 - alpha) * nll + alpha * (mass * lse - total) / case.vocab_size
         return value, (nll.abs() + (mass * lse).abs() + total.abs()), none, far
     if name in ("z_loss", "entropy"):
-        value = lse**2 if name == "z_loss" else -stats["entropy"]
+        value = lse**2 if name == "z_loss" else -stats[f"{over}entropy"]
         return value, value.abs(), none, far
     if name in ("policy", "kl"):
         other = given["old_log_prob" if name == "policy" else "reference_log_prob"]
+        lp = stats[f"{over}log_prob"]
         value, slope = ratio_terms(name, option, lp, given)
-        x, error = (lp - other).detach(), truth.errors["log_prob"]
+        x, error = (lp - other).detach(), truth.errors[f"{over}log_prob"]
         near = torch.stack([(x - kink).abs() for kink in KINKS]).amin(0) <= 4 * error + 1e-5
         parts = value.abs() + slope * (1 + lp.abs().nan_to_num(posinf=0.0) + other.abs())
         return value, parts, slope, near

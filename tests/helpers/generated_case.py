@@ -11,6 +11,7 @@ from tp_headloss import (
     Distillation,
     Entropy,
     HeadLoss,
+    IdSets,
     KLToReference,
     Options,
     PolicyGradient,
@@ -83,8 +84,12 @@ def build(case: Case) -> dict:
     per_token = {"rest": rand(n) + 0.5, "teacher": rand(n) + 0.7, "student": rand(n) + 0.7}
     ids = torch.randint(0, v, (n, case.entries), generator=generator)  # with duplicates
     mask = rand(n, case.entries) < 0.8
-    x = x.to(dtype)
+    x, bias = x.to(dtype), randn(v) if case.bias else None
     mask &= case.scale * x.gather(1, ids) > -torch.inf  # a negative scale turns +inf into it
+    largest = (
+        (case.scale * (x if bias is None else x + bias)).nan_to_num(nan=0.0).argmax(-1)
+    )  # or a set might have none
+    kept = torch.cat([ids, labels.clamp(0, v - 1)[:, None], largest[:, None]], 1)
     log_probs = t.nan_to_num(posinf=0.0).log_softmax(-1).gather(1, ids) - 3.0  # of duplicates, too, less than 1
     # the mass of entries without renormalisation is at most e^-3 times their number of copies
     log_probs = log_probs - torch.tensor(float(case.entries)).log()
@@ -106,10 +111,11 @@ def build(case: Case) -> dict:
         "t": t.to(dtype),
         "labels": labels.to(getattr(torch, case.labels)) if case.labels else None,
         "ignored": ignored,
-        "bias": randn(v) if case.bias else None,
+        "bias": bias,
         "temperature": temperature(case.temperature, "rest"),
         "of_teacher": temperature(case.teacher_temperature, "teacher"),
         "of_student": temperature(case.student_temperature, "student"),
+        "kept": kept,
         "ids": torch.where(rand(n, case.entries) < 0.1, -1, ids),
         "log_probs": log_probs.to(torch.promote_types(dtype, torch.float32)),
         "mask": mask,
@@ -146,23 +152,35 @@ def shaped(x, case):
     return x.transpose(0, 1).contiguous().transpose(0, 1) if case.lead == "sequence" else x
 
 
+def make_sets(case, p, moved):
+    """The sets: with a rotated order for each token, padded, or without the ids that occur before."""
+    kept = p["kept"]
+    if case.sets == "padded":
+        return IdSets(moved(kept), moved(torch.ones_like(kept, dtype=torch.bool)))
+    rows = [torch.unique(row.roll(i)) for i, row in enumerate(kept)]
+    sizes = torch.tensor([0, *map(len, rows)])
+    flat = torch.cat([*rows, kept.new_empty(0)]).int()
+    device = moved(kept).device
+    return IdSets.from_csr(flat.to(device), sizes.cumsum(0).to(device))
+
+
 def make_terms(case, p, device):
-    terms = []
+    terms, over = [], "sets" if case.sets else "vocabulary"
     for name, weight, option in case.terms:
         if name == "cross_entropy":
             smoothing, formula, weighted = option
             terms.append(CrossEntropy(weight, smoothing, formula, p["weight"].to(device) if weighted else None))
         elif name == "policy":
             objective = "clip" if option == "dual clip" else option
-            terms.append(PolicyGradient(objective, weight, name="policy", **OFTEN[option]))
+            terms.append(PolicyGradient(objective, weight, name="policy", over=over, **OFTEN[option]))
         elif name == "kl":
-            terms.append(KLToReference(weight, option, output_clamp=None))
+            terms.append(KLToReference(weight, option, output_clamp=None, over=over))
         elif name == "distillation":
             terms.append(Distillation(weight, option[0], temperature_squared=option[1], name="distillation"))
         elif name == "topk":
             terms.append(TopKDistillation(weight, *option[:2], temperature_squared=option[2], name="topk"))
         else:
-            terms.append({"z_loss": ZLoss, "entropy": Entropy}[name](weight))
+            terms.append(Entropy(weight, over) if name == "entropy" else ZLoss(weight))
     return terms
 
 
@@ -193,6 +211,7 @@ def run_case(group, device, case):
             moved(p["ids"]), moved(p["log_probs"]), moved(p["mask"]), None,
             moved(p["of_teacher"]), moved(p["of_student"]), case.renormalize, BETA,
         )  # fmt: skip
+    sets = make_sets(case, p, moved) if case.sets else None
     bias = None if p["bias"] is None else local(p["bias"], 0.0).requires_grad_()
     transform = Transform(bias, case.scale, case.softcap, moved(p["temperature"]))
     labels, options = moved(p["labels"]), Options(backend=case.backend, transport=case.transport)
@@ -212,6 +231,7 @@ def run_case(group, device, case):
         needed = {name for term in head.terms for name in term.inputs}
         given = {name: inputs[name] for name in needed & set(inputs)}
         given |= {"teacher": teacher} if "teacher" in needed else {}
+        given |= {"sets": sets} if sets is not None else {}
         result = head(
             logits, labels, shard=shard, token_weight=token_weight, denominator=case.denominator, transform=transform,
             inputs=given,
@@ -221,8 +241,8 @@ def run_case(group, device, case):
         losses, grads = [loss], [torch.linspace(-1, 2, n, device=device).view(loss.shape) if loss.dim() else None]
     else:
         stats = vocab_statistics(
-            logits, labels, shard=shard, want=case.want, transform=transform, teacher=teacher, total_weight=weight,
-            ignore_index=case.ignore_index, options=options,
+            logits, labels, shard=shard, want=case.want, transform=transform, teacher=teacher, sets=sets,
+            total_weight=weight, ignore_index=case.ignore_index, options=options,
         )  # fmt: skip
         losses = [getattr(stats, name) for name in case.upstream]
         grads = [moved(p["upstream"][name]) for name in case.upstream]

@@ -44,6 +44,28 @@ class Truth:
         self.jacobian = {}  # of a teacher's statistics: name -> (d/dz' [N, V], error)
         if case.teacher:
             self._of_teacher()
+        if case.sets:
+            self._over_sets()
+
+    def _over_sets(self):
+        """Statistics of logits that are -inf outside of a set; those of the softmax have bounds."""
+        members = torch.zeros_like(self.z, dtype=torch.bool).scatter(1, self.p["kept"][self.keep], True)
+        z, r, one = torch.where(members, self.z, -torch.inf), self.r, torch.ones_like(self.z)
+        truth = oracle.statistics(z, self.labels)
+        errors = bounds.values(z, self.labels, None, truth, r)
+        ones = torch.ones(len(z), dtype=torch.float64)
+        for name in ("log_prob", "entropy", "lse"):
+            if name in truth:
+                dz = oracle.gradient(z, one, self.labels, {name: ones})
+                error = bounds.gradient(z, self.labels, None, {name: ones}, {}, r)
+                if name == "lse":  # of the mass: what is subtracted, and what is left of 1 - P, have its errors
+                    dz = dz - oracle.gradient(self.z, one, self.labels, {name: ones})
+                    error = error + bounds.gradient(self.z, self.labels, None, {name: ones}, {}, r)
+                    truth["lse"] = (truth["lse"] - self.values["lse"]).clamp(max=0)
+                    errors["lse"] = errors["lse"] + self.errors["lse"]
+                    error = error + z.softmax(-1) * (errors["lse"][:, None] + 4 * r.unit)
+                key = "set_" + name.replace("lse", "log_mass")
+                self.values[key], self.errors[key], self.jacobian[key] = truth[name], errors[name], (dz, error)
 
     def _of_teacher(self):
         case, p, keep = self.case, self.p, self.keep
@@ -94,7 +116,8 @@ class Truth:
         dx, error = dz * slope, error * slope.abs() + 4 * bounds.FLUSHED * dz.abs()
         for name in grads.keys() - own.keys():
             of_z, of_error = self.jacobian[name]
-            side = self.student_slope if isinstance(self.student_slope, torch.Tensor) else one * self.student_slope
+            side = self.slope if name.startswith("set_") else self.student_slope
+            side = side if isinstance(side, torch.Tensor) else one * side
             g = grads[name][:, None]
             of_g = errors[name][:, None] if name in errors else 0 * g
             dx = dx + g * of_z * side

@@ -8,6 +8,7 @@ import torch
 from tp_headloss import (
     CrossEntropy,
     HeadLoss,
+    IdSets,
     Options,
     Teacher,
     TopKTeacher,
@@ -166,6 +167,28 @@ def entries(ids, log_probs, mask=None, **fields):
         return torch.where(live, tau * (torch.where(live, tau, 1.0).log() - log_s), 0.0).sum(-1)
 
     return {"want": ("topk_forward_kl",), "keywords": keywords, "expected": expected} | fields
+
+
+def kept(ids, mask=None, offsets=None, **fields):
+    """Fields of a case: the log-prob over a set of ids, the same for all tokens, or [all] ids with offsets."""
+    ids = torch.tensor(ids, dtype=torch.int64)
+
+    def given(here):
+        if offsets is not None:
+            return IdSets.from_csr(here.to(ids), here.to(torch.tensor(offsets)))
+        spread = None if mask is None else here.to(torch.tensor(mask).expand(N, -1))
+        return IdSets(here.to(ids.expand(N, -1)), spread)
+
+    def expected(x, labels):
+        real = ids[(ids >= 0) & (torch.tensor(True) if mask is None else torch.tensor(mask))]
+        members = torch.zeros(x.shape[1], dtype=torch.bool).index_fill(0, real[real < x.shape[1]].unique(), True)
+        log_s = x.masked_fill(~members, -INF).log_softmax(-1)
+        return torch.where(labels == -100, 0.0, log_s.gather(1, labels.clamp(min=0)[:, None])[:, 0])
+
+    def keywords(here):
+        return {"want": ("set_log_prob",), "sets": given(here)}
+
+    return {"want": ("set_log_prob",), "keywords": keywords, "expected": expected} | fields
 
 
 def moved(change):

@@ -1,4 +1,4 @@
-"""The table of odd inputs: each line of the README's section on them, with the named inputs that test it.
+"""The table of odd inputs: each line of docs/odd_inputs.md, with the named inputs that test it.
 
 A case is right (float64 references: `oracle` for statistics, autograd for losses), NaN or 0 for exactly the tokens that
 it names, or the same exception on every rank.
@@ -9,12 +9,14 @@ import functools
 import oracle
 import torch
 import torch.distributed as dist
-from odd_case import INF, NAN, Case, N, V, bounds, divergence, entries, linear, mirrored, moved, with_head
+from odd_case import INF, NAN, Case, N, V, bounds, divergence, entries, kept, linear, mirrored, moved, with_head
 
 from tp_headloss import (
+    CausalLMLoss,
     CrossEntropy,
     Distillation,
     HeadLoss,
+    IdSets,
     Linear,
     Options,
     PolicyGradient,
@@ -23,6 +25,7 @@ from tp_headloss import (
     Term,
     TopKTeacher,
     Transform,
+    VocabParallelHead,
     VocabShard,
     ZLoss,
     topk_log_probs,
@@ -32,7 +35,7 @@ from tp_headloss import (
 
 @functools.cache
 def lines(dtype) -> dict[str, dict[str, Case]]:
-    """A line of the README -> its cases by name, for logits of this type."""
+    """A line of the table -> its cases by name, for logits of this type."""
     largest = torch.finfo(dtype).max
     random = (torch.randn(N, V, generator=torch.Generator().manual_seed(3)) * 2).to(dtype)
     teacher = (torch.randn(N, V, generator=torch.Generator().manual_seed(4)) * 2).to(dtype)
@@ -83,6 +86,9 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "want": ("topk_forward_kl",),
             "teacher": TopKTeacher(here.to(ids), here.to(log_probs), **{k: here.to(x) for k, x in fields.items()}),
         }
+
+    def wrong_sets(*given):
+        return lambda here: {"want": ("set_entropy",), "sets": IdSets(*map(here.to, given))}
 
     zeros, ones = torch.zeros(N), torch.ones(N)
     one_owner = {"nan": (2,), "sizes": (2, 4), "local": True}
@@ -179,6 +185,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "labels of another shape": refused("ValueError: labels must have shape [4], got [2, 2]", labels=plain.view(2, 2)),
             "a scalar": refused("ValueError: logits must have a vocabulary dimension, got a scalar", lambda here: vocab_statistics(here.x.sum(), shard=here.shard)),
             "no labels": refused("ValueError: labels are needed, got None", with_head(keywords={"labels": None})),
+            "no labels to shift": refused("ValueError: labels are needed, got None", lambda here: CausalLMLoss()(here.x, None, shard=here.shard)),
             "check without labels": refused("ValueError: check=True checks labels, got none", lambda here: vocab_statistics(here.x, shard=here.shard, options=Options(check=True))),
         },
         "-inf in some columns, or in all of a shard": {
@@ -294,6 +301,8 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "an input missing": refused("ValueError: inputs must be ['advantages', 'old_log_prob'] for these terms and metrics, got ['advantages']: missing ['old_log_prob']", with_head(PolicyGradient("clip"), keywords={"inputs": lambda here: {"advantages": here.to(ones)}})),
             "an input too many": refused("ValueError: inputs must be [] for these terms and metrics, got ['advantages']", with_head(keywords={"inputs": lambda here: {"advantages": here.to(ones)}})),
             "an input of another shape": refused("ValueError: input 'advantages' must broadcast to the labels' shape [4], got [3]", with_head(PolicyGradient("reinforce"), keywords={"inputs": lambda here: {"advantages": here.to(ones[:3])}})),
+            "a denominator without a value": refused("ValueError: denominator must be a number, or a scalar tensor with a value", with_head(keywords={"denominator": lambda here: torch.tensor(3.0, device="meta")})),
+            "a reduction by sequence without sequences": refused("ValueError: reduction 'seq-mean-token-sum' needs the input 'sequences'", with_head(reduction="seq-mean-token-sum")),
             "sequences of other tokens": refused("ValueError: sequences must be of tokens [4], got [2, 2]", with_head(reduction="seq-mean-token-sum", keywords={"inputs": lambda here: {"sequences": Sequences.from_mask(here.to(ones > 0).view(2, 2))}})),
         },
         "inputs that are no tensors, or no `Sequences`; weights and denominators that are complex or no numbers": {
@@ -341,7 +350,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "no vocabulary": refused("ValueError: vocab_size must be at least 1, got 0", lambda here: VocabShard(0, 0, 0)),
             "fewer rows than ids": refused("ValueError: padded_size must be at least vocab_size = 64, got 60", lambda here: VocabShard.from_group(None, V, 60)),
             "boundaries that descend": refused("ValueError: boundaries must be 2 ascending ids from 0 to at least 64, got [64, 0]", lambda here: VocabShard.from_boundaries([64, 0], V)),
-            "a foreign group": refused("ValueError: this rank is not a member of the shard's process group", cut=lambda group: VocabShard.from_group(dist.GroupMember.NON_GROUP_MEMBER, V)),
+            "a foreign group": refused("ValueError: this rank must be a member of the process group", cut=lambda group: VocabShard.from_group(dist.GroupMember.NON_GROUP_MEMBER, V)),
         },
         "options, statistics, terms, metrics and reductions that do not exist, or not together": {
             "unknown backend": refused("ValueError: backend must be one of ('torch', 'triton') or None (by device), got 'cuda'", options={"backend": "cuda"}),
@@ -359,6 +368,16 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "k = 0": refused("ValueError: k must be in [1, 64], got 0", lambda here: topk_log_probs(here.x, 0, shard=here.shard)),
             "k = V + 1": refused("ValueError: k must be in [1, 64], got 65", lambda here: topk_log_probs(here.x, V + 1, shard=here.shard)),
             "top_p NaN": refused("ValueError: top_p must be in (0, 1], got nan", lambda here: topk_log_probs(here.x, 3, top_p=NAN, shard=here.shard)),
+        },
+        "settings of another type: text for a number, a size for a shard, a layer for a weight; logits and labels that are swapped": {
+            "label smoothing that is text": refused("TypeError: label_smoothing must be a number, got '0.1'", lambda here: CrossEntropy(label_smoothing="0.1")),
+            "a budget that is text": refused("TypeError: budget must be a number of bytes or None, got '64MB'", lambda here: Linear(budget="64MB")),
+            "a flag that is text": refused("TypeError: main_grad must be True or False, got 'yes'", lambda here: Linear(main_grad="yes")),
+            "a k that is text": refused("TypeError: k must be an int, got '3'", lambda here: topk_log_probs(here.x, "3", shard=here.shard)),
+            "a vocabulary size for a shard": refused("TypeError: shard must be a VocabShard, got int: see VocabShard.from_group", lambda here: VocabParallelHead(8, V)),
+            "a layer for a weight": refused("TypeError: weight must be a tensor [width, H], got Linear: pass its .weight", lambda here: HeadLoss().linear(here.x, torch.nn.Linear(8, V), here.labels, shard=here.shard)),
+            "a class for a term": refused("TypeError: terms must be Terms, got CrossEntropy: call it, CrossEntropy(..)", lambda here: HeadLoss(CrossEntropy)),
+            "logits and labels swapped": refused("TypeError: labels must be int64 or int32, got torch.", lambda here: HeadLoss()(here.labels, here.x), words="(are logits and labels swapped?)"),
         },
         "an `ignore_index` beyond int64": {"ignore_index 2^63": refused(f"ValueError: ignore_index must be in the range of int64, got {1 << 63}", ignore_index=1 << 63)},
         "a temperature that is no number; a complex temperature, bias or column weight": {
@@ -402,6 +421,33 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "an entry's id is V": rows(**entries([3, V], [-1.0, -2.0], nan=tuple(range(N)), nan_columns=slice(0, 1))),
             "NaN in an entry": rows(**entries([3, 40], [-1.0, NAN], nan=tuple(range(N)), nan_columns=slice(0, 1))),
             "+inf in an entry": rows(**entries([3, 40], [-1.0, INF], nan=tuple(range(N)), nan_columns=slice(0, 1))),
+        },
+        "a set of ids with some that are none (negative, False in the mask), in another order, or several times": {
+            "a set": rows(**kept([1, 3, 31, 32, 40])),
+            "negative ids in a set": rows(**kept([-1, 40, 32, -9, 31, 1, 3])),
+            "masked ids in a set": rows(**kept([40, 32, V + 5, 1, 3, 31], [True, True, False, True, True, True])),
+            "one id several times in a set": rows(**kept([40, 3, 32, 1, 3, 3, 31, 40])),
+            "a set of the whole vocabulary": rows(**kept(list(range(V)))),
+            "a bad set of an ignored token": relabelled(-100, zero=(2,), **kept([1, 40, V, 32], offsets=[0, 1, 2, 3, 4], expected=lambda x, labels: 0 * x.sum(-1))),
+        },
+        "a set that is empty, lacks the label, or holds an id at or beyond the vocabulary; offsets that descend or leave the ids": {
+            "an empty set": rows(**kept([-1, -2], nan=tuple(range(N)))),
+            "sets of no ids": rows(**kept([[]] * N, nan=tuple(range(N)), expected=lambda x, labels: x.sum(-1))),
+            "a set without the label": rows(**kept([1, 3, 32, 40], nan=(2,), nan_columns=everywhere)),
+            "an id of a set is V": rows(**kept([1, 31, 32, 40, V], nan=tuple(range(N)))),
+            "offsets that descend or leave the ids": rows(**kept([1, 40, 31, 32], offsets=[0, 9, 2, 1, 0], nan=tuple(range(N)))),
+            "a set without the label, with check": refused("ValueError: the set of token 2 (flat index) must hold ids below 64 and its label 31, got [1, 3, 32, 40]; 1 such tokens", options={"check": True}, **kept([1, 3, 32, 40])),
+        },
+        "sets of other tokens or another type, not wanted or missing, beside a top-K teacher": {
+            "sets of other tokens": refused("ValueError: sets.ids must have shape [4, 2], got [3, 2]", keywords=wrong_sets(torch.zeros(3, 2).long())),
+            "sets of one dimension": refused("ValueError: sets.ids must be [.., K] for tokens [4], got [4]", keywords=wrong_sets(torch.zeros(4).long())),
+            "offsets of other tokens": refused("ValueError: sets must be of 4 tokens, got offsets for 2", keywords=lambda here: {"want": ("set_entropy",), "sets": IdSets.from_csr(here.labels, here.labels[:3])}),
+            "float ids in a set": refused("TypeError: sets.ids must be int64 or int32, got torch.float32", keywords=wrong_sets(torch.zeros(N, 2))),
+            "a mask of numbers": refused("TypeError: sets.mask must be bool, got torch.int64", keywords=wrong_sets(torch.zeros(N, 2).long(), torch.ones(N, 2).long())),
+            "a tensor as sets": refused("TypeError: sets must be IdSets(..) or None, got tensor", keywords=lambda here: {"want": ("set_entropy",), "sets": here.labels}),
+            "sets that nobody wants": refused("ValueError: sets serve the statistics", keywords=lambda here: {"sets": IdSets(here.labels[:, None])}),
+            "no sets": refused("ValueError: ['set_entropy'] need sets of ids, got none", keywords=lambda here: {"want": ("set_entropy",)}),
+            "sets and a top-K teacher": refused("ValueError: sets and a TopKTeacher are for separate calls, got both in one", keywords=lambda here: wrong_entries()(here) | {"want": ("topk_forward_kl", "set_entropy"), "sets": IdSets(here.labels[:, None])}),
         },
         "a teacher of another shape, without entries, at a temperature or beta that cannot be, not wanted or missing": {
             "a teacher of other tokens": refused("ValueError: teacher.logits must have shape", keywords=wrong_teacher(logits=lambda here: here.part(teacher[1:])), local=True),

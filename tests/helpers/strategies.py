@@ -17,6 +17,7 @@ OF_TEACHER = ("forward_kl", "reverse_kl", "teacher_entropy", "jsd", "total_varia
 OF_TOPK = (
     "topk_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy", "topk_jsd", "vocab_jsd",
 )  # fmt: skip
+OVER_SETS = ("set_log_prob", "set_entropy", "set_log_mass")
 FIXED = ("argmax", "mass", "teacher_entropy", "teacher_mass")  # without a gradient
 LAYOUTS = ("contiguous", "transposed", "columns", "sliced", "misaligned", "expanded")
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jsd", "total_variation")
@@ -54,6 +55,7 @@ class Case(NamedTuple):
     student_temperature: float | str | None
     renormalize: bool
     entries: int
+    sets: str | None  # how sets of ids are written; terms of policies and entropies are over them then
     terms: tuple  # (name, weight, option)
     reduction: str
     token_weight: bool
@@ -128,6 +130,9 @@ def cases(draw, world_size, backend):
     inside = 2**31 - 1 if labels == "int32" else 1 << 40
     bad = [ignore_index] * 3 + [vocab_size, -1, -inside, inside, vocab_size - 1, 0, cuts[1]]
     bad = [label for label in bad if labels != "int32" or abs(label) < 2**31]
+    sets = draw(st.sampled_from([None, "padded", "ragged"])) if transport != "sum" and teacher != "topk" else None
+    if sets and not head:
+        want += draw(subsets(OVER_SETS if labels else OVER_SETS[1:], min_size=1))
     at = st.integers(0, max(rows - 1, 0))
     softcap = draw(st.sampled_from([None, None, 3.0, 30.0]))
     numbers = st.sampled_from([1.0, 1.0, 0.6, 2.5, "tokens"])
@@ -140,6 +145,8 @@ def cases(draw, world_size, backend):
     if any(name == "topk" for name, *_ in terms):
         renormalize = next(option[1] for name, _, option in terms if name == "topk") != "tail" and renormalize
     reduction = draw(st.sampled_from(["none", "sum", "mean"]))
+    if head and not any(name in ("policy", "kl", "entropy") for name, *_ in terms):
+        sets = None
     names = ["lse"] + ["log_prob", "target_logit"] * (labels is not None) + [n for n in want if n not in FIXED]
     return Case(
         seed=draw(st.integers(0, 999)),
@@ -171,6 +178,7 @@ def cases(draw, world_size, backend):
         student_temperature=draw(st.none() | numbers),
         renormalize=renormalize,
         entries=draw(st.integers(1, vocab_size + 2)),
+        sets=sets,
         terms=terms,
         reduction=reduction,
         token_weight=draw(st.booleans()),

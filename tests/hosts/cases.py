@@ -13,7 +13,6 @@ import importlib.metadata
 import itertools
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -39,7 +38,7 @@ def launch(host: str, script: str) -> dict[str, dict]:
         out, store, log = (Path(folder) / name for name in ("results.json", "store", "log"))
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         env |= {"OMP_NUM_THREADS": "1", "CASES_STORE": str(store), "CASES_OUT": str(out)}
-        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(RANKS)}
+        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(RANKS), "PYTHONPATH": f"{ROOT}:{ROOT}/tests/helpers"}
         env |= {
             "CASES_TORCH": importlib.metadata.version("torch"),
             "CUDA_VISIBLE_DEVICES": "",
@@ -170,10 +169,3 @@ def _state(model) -> list:
         ({name: id(x) for name, x in vars(m).items()}, list(m._forward_hooks), list(m._forward_pre_hooks))
         for m in model.modules()
     ]
-
-
-def readme_block(mark: str) -> str:
-    """The Python of the README's block under the comment <!-- host: MARK -->."""
-    text = (ROOT / "README.md").read_text()
-    (block,) = re.findall(rf"<!-- host: {re.escape(mark)} -->\n```python\n(.*?)```", text, re.S)
-    return block

@@ -8,7 +8,8 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from cases import ROOT, compared, fails_cleanly_at_every_step, main, readme_block, relative_errors
+from cases import ROOT, compared, fails_cleanly_at_every_step, main, relative_errors
+from pages import marked_block
 
 sys.path.insert(0, str(ROOT / "launch"))
 
@@ -443,11 +444,11 @@ def own_terms(group):
     return {"loss": relative_errors({"": losses}, {"": expected})[""], "entropy": float(seen[-1].metrics["entropy"])}
 
 
-def readme(group):
+def documented(group):
     model = model_of()
     ids, positions, mask, labels, _ = batch()
     scope = {"model": model, "batch": SimpleNamespace(ids=ids, positions=positions, mask=mask, labels=labels)}
-    exec(compile(readme_block("megatron"), "README.md", "exec"), scope)
+    exec(compile(marked_block("host", "megatron"), "docs", "exec"), scope)
     return {"loss": float(scope["losses"].mean()), "removed": "_postprocess" not in model.__dict__}
 
 
@@ -481,7 +482,7 @@ CASES = {
     "fusion without main_grad": fusion_without_main_grad,
     "mixin without names": mixin_without_names,
     "own terms": own_terms,
-    "README": readme,
+    "documented": documented,
 }
 if HAS_PROCESSOR:
     CASES |= {"processor": processor, "mup": mup}

@@ -123,7 +123,7 @@ def test_own_terms_metrics_and_the_true_vocabulary(version):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_block_of_the_readme_runs(version):
-    found = result(version, "README")
+    found = result(version, "documented")
     assert found["loss"] > 0 and found["removed"]
 
 

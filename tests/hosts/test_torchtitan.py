@@ -16,7 +16,7 @@ SAME = [
     *("fused-spmd_types-bias", "fused-partial_dtensor-bias", "chunked-partial_dtensor", "compiled-spmd_types"),
 ]
 CLOSE = [f"{case}-{backend}" for case in ("terms_and_metrics", "validation") for backend in BACKENDS]
-OTHERS = ["wrong_contract", "exact", "refusals", "readme"]
+OTHERS = ["wrong_contract", "exact", "refusals", "documented"]
 
 
 def result(name: str) -> dict:
@@ -56,6 +56,6 @@ def test_what_cannot_work_is_refused():
     assert result("refusals") == {}
 
 
-def test_readme():
-    found = result("readme")
+def test_the_documented_configuration_runs():
+    found = result("documented")
     assert found["loss"] < 1e-6 and found["sum"] < 1e-6 and found["gradients"] == 10 and 0 <= found["accuracy"] < 1

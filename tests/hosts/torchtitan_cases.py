@@ -11,7 +11,8 @@ import re
 import torch
 import torch.distributed as dist
 import torchtitan.tools.utils as utils
-from cases import RANKS, compared, main, readme_block, relative_errors
+from cases import RANKS, compared, main, relative_errors
+from pages import marked_block
 
 utils.device_type, utils.device_module = "cpu", torch.cpu  # before others copy them
 # ruff: noqa: E402
@@ -306,10 +307,10 @@ def refusals(group):
     return {}
 
 
-def readme(group):
-    """The loss of the README's configuration, in a step."""
+def documented(group):
+    """The loss of the documented configuration, in a step."""
     names = {}
-    exec(readme_block("torchtitan"), names)
+    exec(marked_block("host", "torchtitan"), names)
     config = names["llama3_with_z_loss"]()
     assert isinstance(config, Trainer.Config) and config.to_dict()["loss"]["linear"]["hidden_grad"] == "none"
     loss, grads, metrics = step(config.loss.build(compile_config=config.compile), "spmd_types")
@@ -337,7 +338,7 @@ for kind, sp in (("logits", False), ("fused", False), ("fused", True), ("chunked
     CASES[f"typechecked-{kind}{'-sp' * sp}"] = functools.partial(typechecked, kind, "spmd_types", sp=sp)
 CASES["chunked-partial_dtensor"] = functools.partial(inside_of_chunks, "partial_dtensor")
 CASES["compiled-spmd_types"] = functools.partial(compiled, "spmd_types")
-CASES |= {case.__name__: case for case in (wrong_contract, exact, refusals, readme)}
+CASES |= {case.__name__: case for case in (wrong_contract, exact, refusals, documented)}
 
 if __name__ == "__main__":
     main(CASES)

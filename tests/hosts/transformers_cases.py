@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from cases import compared, fails_cleanly_at_every_step, main, readme_block
+from cases import compared, fails_cleanly_at_every_step, main
+from pages import marked_block
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -461,10 +462,14 @@ def train():
     print(json.dumps({**found, "mutant": min(r["mutant"] for r in results)}))
 
 
-def readme(group):
+def documented(group):
     names = {"path": saved("plain", config_of()), "tokens": 30, **batch()}
-    exec(compile(readme_block("transformers"), "README.md", "exec"), names)
+    exec(compile(marked_block("host", "transformers"), "docs", "exec"), names)
     assert 0 <= names["accuracy"] <= 1 and names["answer"].shape == (2, 24)
+    parallel = names["DistributedConfig"](tp_size=2, tp_plan="auto")
+    names["model"] = names["LlamaForCausalLM"].from_pretrained(names["path"], distributed_config=parallel)
+    exec(compile(marked_block("host", "transformers-card"), "README.md", "exec"), names)
+    assert 0 <= names["accuracy"] <= 1
     return {}
 
 
@@ -482,7 +487,7 @@ CASES = {
     "modes": dropout_and_modes,
     "refusals": refusals,
     "trainer": trainer,
-    "README": readme,
+    "documented": documented,
 }
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from functools import partial
 
 import torch
-from cases import compared, fails_cleanly_at_every_step, main, readme_block, relative_errors
+from cases import compared, fails_cleanly_at_every_step, main, relative_errors
+from pages import marked_block
 from transformers_cases import HEAD, Collectives, batch, config_of, models, refused, saved, whole
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
@@ -162,16 +163,16 @@ def failures(group):
     return {}
 
 
-def readme(group):
+def documented(group):
     names = {"path": saved("plain", config_of()), **batch()}
-    exec(compile(readme_block("trl"), "README.md", "exec"), names)
+    exec(compile(marked_block("host", "trl"), "docs", "exec"), names)
     assert names["loss"].isfinite()
     return {}
 
 
 CASES = {
     **{kind: partial(against_trl, kind=kind) for kind in KINDS},
-    **{"bf16": bf16, "replaced": replaced, "refusals": refusals, "failures": failures, "README": readme},
+    **{"bf16": bf16, "replaced": replaced, "refusals": refusals, "failures": failures, "documented": documented},
 }
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ def test_gmpo_counts_a_token_whose_advantage_is_0_as_unchanged(device):
     """verl multiplies the log-ratio by the sign of the advantage, twice."""
     x = torch.tensor([[-1.0, -2.0, -0.5]], device=device)
     old = torch.tensor([[-1.2, -1.9, -1.0]], device=device)
-    advantages = torch.tensor([[1.0, 0.0, -1.0]], device=device)
+    advantages = torch.tensor([[2.0, 0.0, -1.0]], device=device)  # whose mean is not 0
     sequences, sign = Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool, device=device)), advantages.sign()
     held = sign * torch.minimum(sign * (x - old), sign * (x - old).clamp(-0.4, 0.4))
     loss = losses.gmpo(x, advantages=advantages + 0.0, old_log_prob=old, sequences=sequences)

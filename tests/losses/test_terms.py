@@ -27,6 +27,15 @@ from tp_headloss import (
 )
 
 
+def test_a_head_loss_prints_what_it_computes():
+    head = HeadLoss([CrossEntropy(), ZLoss(1e-4)], metrics=("accuracy", PolicyMetrics()), reduction="sum")
+    assert repr(head) == (
+        "HeadLoss(terms=[cross_entropy, 0.0001 * z_loss], metrics=[accuracy, policy_metrics], reduction='sum')"
+    )
+    other = repr(HeadLoss([ZLoss(torch.tensor(1.0))], ignore_index=0, options=Options(check=True)))
+    assert "tensor * z_loss" in other and "ignore_index=0, options=Options(" in other and "check=True" in other
+
+
 def test_head_loss_refuses_what_it_cannot_mean():
     x, labels, class_weight, _ = rows()
     smoothed = CrossEntropy(class_weight=class_weight, label_smoothing=0.1)

@@ -1,9 +1,8 @@
-"""Every odd input of the README's table in fp32, bf16 and fp16 at one, two and four ranks: right, or the same exception
+"""Every odd input of docs/odd_inputs.md in fp32, bf16 and fp16 at one, two and four ranks: right, or the same exception
 on every rank. Nothing silent, no hang. The inputs are in `odd_inputs`; Triton's turn is `test_bad_inputs_triton.py`.
 """
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +10,11 @@ import torch.distributed as dist
 from odd_case import DTYPES, N, V
 from odd_inputs import CASES, lines
 from odd_outcome import MATRIX, holds
+from pages import section
 from ranks import on_ranks
 
 from tp_headloss import HeadLoss, Options, VocabShard, vocab_statistics
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
 X, LABELS = torch.randn(N, V, generator=torch.Generator().manual_seed(3)) * 2, torch.tensor([1, 40, 31, 32])
 
 
@@ -24,9 +23,9 @@ def test_odd_inputs_are_right_or_refused_on_every_rank(name, world_size):
     holds(name, world_size, "torch")
 
 
-def test_every_line_of_the_readme_has_cases_and_every_case_a_line():
-    section = README.split("\n## Semantics of every odd input\n")[1].split("\n##")[0]
-    table = dict(re.findall(r"^\| (.*?) \| (.*) \|$", section, re.M)[1:])  # without its head
+def test_every_line_of_the_table_has_cases_and_every_case_a_line():
+    text = section("odd_inputs.md", "## Semantics of every odd input")
+    table = dict(re.findall(r"^\| (.*?) \| (.*) \|$", text, re.M)[1:])  # without its head
     assert table.keys() == lines(DTYPES[0]).keys()
     for line, cases in lines(DTYPES[0]).items():
         for name, case in cases.items():

@@ -4,6 +4,7 @@ the environments hold."""
 import ast
 import configparser
 import importlib.metadata
+import inspect
 import os
 import re
 import subprocess
@@ -14,14 +15,16 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import tp_headloss
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tp_headloss"
 
 # The parts of the package from the ground up: each may import only those before it.
 LAYERS = [
     "validation", "shard", "comm", "symmetric_memory_triton", "statistics", "request",
-    "engine", "sequences", "eager_only", "agreement", "dtensor", "options", "calls", "api", "linear_head", "topk",
-    "losses", "head_loss", "vocab_rows", "module", "integrations", "",
+    "engine", "sequences", "eager_only", "agreement", "dtensor", "options", "id_sets", "calls", "api", "linear_head",
+    "topk", "losses", "head_loss", "vocab_rows", "module", "integrations", "", "__main__",
 ]  # fmt: skip
 # Parts that see even less than what lies below them.
 SEES_ONLY = {
@@ -95,12 +98,37 @@ def test_files_and_functions_stay_small(path):
                 assert len(node.args.args) <= 15, f"{node.name}: {len(node.args.args)} parameters"
 
 
+def public_functions():
+    """Public functions and methods by name, constructors of classes among them."""
+    modules = {"": tp_headloss, "losses.": tp_headloss.losses}
+    for name, value in [
+        (f"{at}{name}", getattr(module, name)) for at, module in modules.items() for name in module.__all__
+    ]:
+        members = vars(value) if inspect.isclass(value) else {"": value}
+        for key, member in members.items():
+            if inspect.isfunction(member) and (key[:1] != "_" or key == "__init__"):
+                yield f"{name}.{key}", member
+
+
+def test_public_signatures_have_types():
+    """An editor completes what is passed and what comes back. (Keywords by `**` belong to another function.)"""
+    functions = dict(public_functions())
+    for name, function in functions.items():
+        given = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+        annotations = {p.name: str(p.annotation) for p in given if p.kind != p.VAR_KEYWORD}
+        untyped = [key for key, text in annotations.items() if "empty" in text or re.search(r"(?<!\[str, )Any", text)]
+        assert not untyped, f"{name}: {untyped}"
+    assert len(functions) > 60
+
+
 def test_only_comm_calls_collectives():
     """`torch.distributed` is used elsewhere to ask a group for its size and this rank, never to communicate."""
-    allowed = {"comm": None, "shard": {"ProcessGroup", "get_rank", "get_world_size"}}
+    allowed = {"comm": None, "shard": {"GroupMember", "ProcessGroup", "get_rank", "get_world_size"}}
     allowed["integrations.megatron.head"] = {"ProcessGroup"}
     allowed["vocab_rows"] = {"get_process_group_ranks"}
     allowed["dtensor"] = {"get_process_group_ranks", "get_world_size"}
+    allowed["head_loss.output"] = allowed["sequences"] = {"ProcessGroup"}
+    allowed["__main__"] = {"ProcessGroup", "group", "init_process_group", "destroy_process_group"}
     for path in PACKAGE.rglob("*.py"):
         used = {
             node.attr
@@ -140,12 +168,13 @@ def installed(name):
 
 
 def test_setup_installs_no_package_without_a_version():
-    """All requirements of the tests and the training run, and theirs, as the packages that are here state them."""
+    """Requirements of tests, training run and documentation, and theirs, as the packages that are here state them."""
     lines = (ROOT / "scripts/constraints.txt").read_text().splitlines()
     pins, config, seen = pins_of(line for line in lines if not line.startswith("#")), configparser.ConfigParser(), set()
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
-    waiting = ["torch", *extras["test"].split(), *extras["train"].split()]
+    waiting = ["torch", *extras["test"].split(), *extras["train"].split(), *extras["docs"].split(),
+               *extras["dev"].split()]  # fmt: skip
     while waiting:
         name = canonicalize_name(waiting.pop())
         if name not in seen and not name.startswith(("cuda-", "nvidia-")):

@@ -96,7 +96,8 @@ class Statistics(torch.autograd.Function):
             passes.write_gradient(gradient, request, merged, grads)
         else:
             gradient = operators.logits_gradient(request, merged, grads)
-        others, at = [None] * (count + 2), Tensors._fields.index("bias")
+        others: list[torch.Tensor | None] = [None] * (count + 2)
+        at = Tensors._fields.index("bias")
         if request.tensors.bias is not None and ctx.needs_input_grad[at]:
             others[at - 1] = gradient.sum(0, dtype=merged.dtype).to(request.tensors.bias.dtype)
         return gradient, *others

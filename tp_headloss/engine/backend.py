@@ -7,6 +7,7 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
     second_statistics(packets, request, merged)          logits -> packets of the second exchange
     logits_gradient(out, request, merged, grads)         upstream gradients by name -> d loss / d logits, in `out`
     entries(ids, log_probs, mask, factor, renormalize, vocab_size)  a top-K teacher's entries, distinct and ascending
+    known_sets(ids, spans, vocab_size)                   the ids of all sets as the backend takes them, and their bounds
     scale(out, x, factor, add=False)                     out (+)= x * factor, a scalar tensor
     linear_statistics(packets, hidden, weight, request, rounded, budget)  packets of logits hidden @ weight^T that are
     linear_gradient(out, hidden, weight, request, merged, grads, rounded)  never stored, and their gradient; "triton"

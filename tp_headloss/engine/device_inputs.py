@@ -23,7 +23,7 @@ class Prepared(NamedTuple):
 
 def inputs_of(request: Request) -> tuple[Inputs, Prepared]:
     """Return the tensors and numbers of a call as kernels take them."""
-    # of a tensor [N, ..]: all but N
+    # of a tensor [N, ..]: all but N (of the ids of all sets: all but how many)
     kinds = [x if x is None else (x.dtype, x.data_ptr() % 16, x.shape[1:], x.stride()) for x in request.tensors]
     prepared = _prepared(request.facts, request.layout, *kinds)
     return Inputs._make(request.tensors + prepared.numbers), prepared
@@ -34,9 +34,9 @@ def _prepared(facts: Facts, layout: Layout, *kinds) -> Prepared:
     kind = Tensors(*kinds)
     (width,), strides = kind.logits[2:]
     teacher = (None, None) if kind.teacher is None else kind.teacher[3]
-    n_entries = None if kind.entries is None else kind.entries[2][0]
+    n_entries = None if kind.entries is None or kind.entry_spans else kind.entries[2][0]
     factors = _factors(facts, kind.temperatures is not None, kind.scales is not None)
-    inputs = Inputs(*kinds, *strides, *teacher, n_entries, width, facts.chunk_size, *factors)
+    inputs = Inputs._make((*kinds, *strides, *teacher, n_entries, width, facts.chunk_size, *factors))
     rows = device_layout(layout)
     ignore_index_is_int32 = -(1 << 31) <= facts.ignore_index < 1 << 31
     compiled_in = rows, ignore_index_is_int32, *inputs_key(inputs, [k and k[:2] for k in kinds])
@@ -55,6 +55,7 @@ def _variant(*_compiled_in) -> object:
 @functools.lru_cache(maxsize=256)
 def _factors(facts: Facts, has_temperatures: bool, has_scales: bool) -> tuple:
     """`Inputs` from pre to beta: None where nothing is multiplied."""
+    own: tuple[float | None, float | None]
     if facts.softcap:
         own = facts.scale / facts.softcap, facts.softcap / facts.temperature
     else:
@@ -68,7 +69,7 @@ def inputs_key(inputs: Inputs, pointers=None) -> tuple:
     """Return everything about the inputs that Triton compiles into a kernel; pointers: their keys, if known."""
     if pointers is None:
         pointers = map(pointer_key, inputs[: len(Tensors._fields)])
-    strides = int_key(inputs.x_row), int_key(inputs.x_column)
+    strides: tuple = (int_key(inputs.x_row), int_key(inputs.x_column))
     if inputs.teacher is not None:
         strides += int_key(inputs.teacher_row), int_key(inputs.teacher_column)
     sizes = inputs.n_entries, inputs.width, inputs.chunk_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton.language as tl
 
@@ -41,7 +41,7 @@ class DeviceLayout:
         self.merge = tuple(family.device.MERGE for family in families if family.device.MERGE)
         self.grads = _grads_type(statistics.FAMILIES)
         self._gradients = [family for family in families if family.device.GRADIENT]
-        self._gradient_hooks = {}
+        self._gradient_hooks: dict[tuple[str, ...], tuple] = {}
 
     def outputs(self, tensors: list) -> Outputs:
         """The outputs of `Layout.empty_outputs` by name."""
@@ -55,7 +55,7 @@ class DeviceLayout:
         return self._gradient_hooks[names]
 
 
-def _row_numbers(kind: str, rows: tuple[str, ...], families) -> tuple:
+def _row_numbers(kind: str, rows: tuple[str, ...], families) -> Any:
     """The numbers of the rows by the names of all rows of this kind, None for absent ones; `height`: how many.
 
     One constant, because Triton's launcher looks at each element of a tuple.

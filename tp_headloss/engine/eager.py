@@ -12,6 +12,7 @@ from ..request import Facts, Request, Tensors
 from ..statistics import IGNORED, SOFTMAX, Layout
 from ..statistics.entries import distinct_entries as entries  # noqa: F401 (part of the contract)
 from ..statistics.family import Tile
+from ..statistics.sets import known_sets, members  # noqa: F401 (the first is part of the contract)
 
 BLOCK_ELEMENTS = 1 << 19  # per temporary: a few MiB, whatever N and V are
 FUSED_SUMS = False
@@ -44,20 +45,23 @@ def tile_of(tensors: Tensors, block: slice, columns: slice, facts: Facts) -> Til
 
     bias, temperatures = part(tensors.bias, columns), part(tensors.temperatures, block)
     z, slope = transform(tensors.logits[block, columns], bias, temperatures, facts)
-    teacher_scale, scale = facts.teacher_scale, facts.student_scale
+    teacher_scale: torch.Tensor | float = facts.teacher_scale
+    scale: torch.Tensor | float = facts.student_scale
     if tensors.scales is not None:
         teacher_scale, scale = tensors.scales[:, block, None].to(z.dtype).unbind(0)
     first_id = facts.start + columns.start
-    target, ids = part(tensors.labels, block), part(tensors.entries, block)
+    target, ids, kept = part(tensors.labels, block), None, None
     if target is not None:
         target = target.long() - first_id
-    if ids is not None:
-        ids = ids.long() - first_id
+    if tensors.entry_spans is not None:
+        kept = members(tensors.entries, tensors.entry_spans[block], first_id, z.shape[1])
+    elif tensors.entries is not None:
+        ids = tensors.entries[block].long() - first_id
         ids = torch.where((ids >= 0) & (ids < z.shape[1]), ids, z.shape[1])
     teacher = part(tensors.teacher, block, columns)
     teacher = None if teacher is None else teacher.to(z.dtype) * teacher_scale
     weight, log_probs = part(tensors.column_weight, columns), part(tensors.entry_log_probs, block)
-    return Tile(z, slope, target, weight, teacher, scale, ids, log_probs, first_id)
+    return Tile(z, slope, target, weight, teacher, scale, ids, log_probs, kept, first_id)
 
 
 def _row_blocks(n_rows: int, width: int) -> list[slice]:
@@ -103,11 +107,11 @@ def _student_scale(request: Request):
     return request.facts.student_scale if scales is None else scales[1].double()
 
 
-def merged_sums(packets, layout: Layout, scale=1.0):
+def merged_sums(packets, layout: Layout, scale: torch.Tensor | float = 1.0):
     """Packets [chunks of all ranks in vocabulary order, rows, N] -> the largest maximum, and sums relative to it."""
     rows = dict(zip(layout.packet, packets.double().unbind(1)))
     merging = SOFTMAX.merging(rows, scale)
-    sums = {}
+    sums: dict[str, torch.Tensor] = {}
     for family in layout.families:
         sums |= family.merge(rows, merging)
     return merging.shift, sums
@@ -134,7 +138,8 @@ def finish(shift, sums: dict, request: Request, dtype) -> list[torch.Tensor]:
 
 def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:
     """Packets of all ranks -> [merged rows, values, *flags]."""
-    return finish(*merged_sums(packets, request.layout, _student_scale(request)), request, packets.dtype)
+    shift, sums = merged_sums(packets, request.layout, _student_scale(request))
+    return finish(shift, sums, request, packets.dtype)
 
 
 def second_statistics(packets, request: Request, merged):

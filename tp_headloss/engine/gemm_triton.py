@@ -30,9 +30,8 @@ def _multiply(acc, hidden, weight, row, column, k):
     """acc += hidden @ weight^T of one step over H."""
     a = hidden.load([row, k])
     b = weight.load([column, k])
-    if INTERPRETED:  # which multiplies bf16 wrongly
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
+    if INTERPRETED:  # whose dot multiplies bf16 wrongly, and rounds a row differently at another place in the tile
+        return acc + tl.sum(a.to(tl.float32)[:, None, :] * b.to(tl.float32)[None, :, :], axis=2)
     return tl.dot(a, b.T, acc)
 
 
@@ -246,7 +245,7 @@ def linear_gradient_kernel(
             first = j * COLUMNS + k * STRIP
             columns = first + tl.arange(0, STRIP)[None, :]
             written = columns < inputs.width
-            token = Token(row, n, merged_ptr + row, whole, ignored, a, columns, written, written)
+            token = Token(row, n, merged_ptr + row, whole, ignored, a, 0, start, written, written)
             dz = tile_gradient(
                 strips[k], columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED,
                 STRIP,

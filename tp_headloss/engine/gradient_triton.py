@@ -1,11 +1,17 @@
-"""The gradient of a tile of logits, for any tuple of families."""
+"""The gradient of a tile of logits, for any tuple of families, and the gradient at a token's entries.
+
+At the entries of a top-K teacher or of a set the whole gradient is computed in a kernel of its own, before the logits
+may be overwritten, and put into its place last.
+"""
 
 import triton
 import triton.language as tl
 
-from ..statistics.family_triton import load_teacher, transform
-from ..statistics.numerics_triton import exp
-from ..statistics.records_triton import Tile
+from ..statistics.entries_triton import entry_range
+from ..statistics.family_triton import load_teacher, row_factors, teacher_scales, transform
+from ..statistics.numerics_triton import exp, widen
+from ..statistics.records_triton import Chunk, Tile, Token
+from ..statistics.topk_triton import store_everywhere
 
 
 @triton.jit
@@ -74,3 +80,60 @@ def tile_gradient(
     if PADDED:
         dz = tl.where(columns < valid_width, dz, 0.0)
     return dz
+
+
+@triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
+def entries_gradient_kernel(
+    exact_ptr,  # like the entries, out: the gradient at those of this shard, undefined at others
+    everywhere_ptr,  # [4, T] or [1, T] fp32 out, or None: see `store_everywhere`
+    inputs,  # Inputs
+    merged_ptr,  # [R, T] fp32
+    grads,  # upstream gradients [T] fp32 by name, None where absent
+    families,  # their GRADIENT
+    rows,  # numbers of the merged rows by name
+    n_rows, start, valid_width,
+    HAS_TAIL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the gradient at the entries of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    n = n_rows.to(tl.int64)
+    merged = merged_ptr + row
+    whole = tl.load(merged + rows.sum * n)
+    ignored = whole == 0.0
+    pre, post = row_factors(inputs, row)
+    teacher_scale, a = teacher_scales(inputs, row, n_rows)
+    chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
+    begin, count = entry_range(inputs, row)
+    for k in range(0, count, BLOCK):
+        place = k + tl.arange(0, BLOCK)
+        columns = tl.load(inputs.entries + begin + place, mask=place < count, other=-1) - start
+        written = (columns >= 0) & (columns < valid_width)
+        columns = tl.where(written, columns, inputs.width)
+        readable = written & (columns < tl.where(ignored, 0, valid_width))
+        x = tl.load(inputs.x + row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0)
+        token = Token(row, n, merged, whole, ignored, a, begin + place, start, written, readable)
+        dz = tile_gradient(
+            widen(x), columns, 0, chunk, token, grads, families, inputs, rows, start, valid_width, False, BLOCK
+        )
+        tl.store(exact_ptr + begin + place, dz.to(exact_ptr.dtype.element_ty), mask=written)
+    if everywhere_ptr is not None:
+        store_everywhere(everywhere_ptr, merged, n, row, a, ignored, grads, inputs, rows, HAS_TAIL)
+
+
+@triton.jit(do_not_specialize=["start", "valid_width"])
+def put_entries_kernel(
+    dx_ptr, dx_row, dx_column,  # [T, width] out
+    exact_ptr,  # like the entries
+    inputs,  # Inputs
+    start, valid_width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: copy the gradient at the entries of one row to their columns."""
+    row = tl.program_id(0).to(tl.int64)
+    begin, count = entry_range(inputs, row)
+    for k in range(0, count, BLOCK):
+        place = k + tl.arange(0, BLOCK)
+        columns = tl.load(inputs.entries + begin + place, mask=place < count, other=-1) - start
+        here = (columns >= 0) & (columns < valid_width)
+        exact = tl.load(exact_ptr + begin + place, mask=here, other=0.0)
+        tl.store(dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, exact, mask=here)

@@ -195,26 +195,10 @@ def merge_kernel(
     end_turn(memory, turn)
 
 
-@triton.jit
-def _columns(inputs, row, positions, ignored, start, valid_width):
-    """The columns of a tile, which of them exist, and which are read: nothing of an ignored row."""
-    if inputs.entries is not None:  # entries alone
-        at = inputs.entries + row * inputs.n_entries + positions
-        columns = tl.load(at, mask=positions < inputs.n_entries, other=-1) - start
-        written = (columns >= 0) & (columns < valid_width)
-        columns = tl.where(written, columns, inputs.width)
-        readable = written & (columns < tl.where(ignored, 0, valid_width))
-    else:
-        columns = positions
-        written = columns < inputs.width
-        readable = columns < tl.where(ignored, 0, inputs.width)
-    return columns, written, readable
-
-
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
 def gradient_kernel(
     dx_ptr, dx_row, dx_column,  # [T, width] out; may be x itself
-    inputs,  # Inputs; with entries: only these ids, whose logits x holds
+    inputs,  # Inputs
     merged_ptr,  # [R, T] fp32
     grads,  # upstream gradients [T] fp32 by name, None where absent
     families,  # their GRADIENT
@@ -226,21 +210,22 @@ def gradient_kernel(
 
     Rows run from the last to the first: what the forward read last is still in the L2 cache.
     """
-    tiles = tl.cdiv(inputs.n_entries if inputs.entries is not None else inputs.width, BLOCK)
+    tiles = tl.cdiv(inputs.width, BLOCK)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // tiles).to(tl.int64)
     first = program % tiles * BLOCK
-    positions = first + tl.arange(0, BLOCK)
+    columns = first + tl.arange(0, BLOCK)
     n = n_rows.to(tl.int64)
     merged = merged_ptr + row
     whole = tl.load(merged + rows.sum * n)
     ignored = whole == 0.0
-    columns, written, readable = _columns(inputs, row, positions, ignored, start, valid_width)
+    written = columns < inputs.width
+    readable = columns < tl.where(ignored, 0, inputs.width)
     pre, post = row_factors(inputs, row)
     teacher_scale, a = teacher_scales(inputs, row, n_rows)
     chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
-    x = tl.load(inputs.x + row * inputs.x_row + positions.to(tl.int64) * inputs.x_column, mask=readable, other=0.0)
-    token = Token(row, n, merged, whole, ignored, a, positions, written, readable)
+    x = tl.load(inputs.x + row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0)
+    token = Token(row, n, merged, whole, ignored, a, 0, start, written, readable)
     dz = tile_gradient(
         widen(x), columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, BLOCK
     )

@@ -83,9 +83,9 @@ def gradient_launch(width: int, grads: tuple[str, ...]) -> Launch:
     return Launch(min(4096 if large else 2048, max(256, next_power_of_2(width))), 4)
 
 
-def entries_launch(n_entries: int) -> Launch:
-    """Tile of the kernels over a top-K teacher's entries."""
-    return Launch(min(128, max(16, next_power_of_2(n_entries))), 1)
+def entries_launch(n_entries: int | None) -> Launch:
+    """Tile of the kernels over a top-K teacher's entries, or over sets of any size (None)."""
+    return Launch(128 if n_entries is None else min(128, max(16, next_power_of_2(n_entries))), 1)
 
 
 class GemmLaunch(NamedTuple):
@@ -122,6 +122,7 @@ MERGE = Launch(64, 2)  # 8 packets: 32/1 7.7, 128/4 8.6, 64/2 8.7; with entropy 
 # The only program: its time is the latency of its loads, and wider ones spill.
 SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 10.6, 4096/32 15.1, 8192/32 28.4
 SCALE = Launch(4096, 4)
+SETS = Launch(128, 1)  # ids of a set that are looked at together; not measured
 SUMS_GRADIENT = Launch(1024, 4)  # 1 value: 512/4 4.1, 1024/4 4.9; 3 values: 1024/4 5.2, 512/4 5.5
 
 
@@ -175,7 +176,8 @@ def launch(kernel, programs: int, variant: tuple, how: Launch, *arguments):
         _compiled[key] = _direct_call(result)
         return
     run, constant = compiled
-    run(programs, 1, 1, torch._C._cuda_getCurrentRawStream(device.index), *constant, *arguments, how.block)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportArgumentType]  # of a tensor
+    run(programs, 1, 1, stream, *constant, *arguments, how.block)
 
 
 def _direct_call(kernel):

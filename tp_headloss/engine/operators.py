@@ -12,11 +12,12 @@ import torch
 
 from .. import comm
 from ..request import Facts, Request, Tensors, accumulation_dtype
+from ..statistics import MaybeNone
 from . import passes
 from .backend import load_backend
 
 _TYPES = {
-    torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", int: "int", float: "float", str: "str", bool: "bool",
+    torch.Tensor: "Tensor", torch.Tensor | MaybeNone: "Tensor?", int: "int", float: "float", str: "str", bool: "bool",
     tuple[str, ...]: "str[]", torch.dtype: "ScalarType", tuple[float, ...]: "float[]",
     tuple[torch.Tensor, ...]: "Tensor[]", tuple[torch.Tensor | None, ...]: "Tensor?[]",
 }  # fmt: skip
@@ -109,6 +110,19 @@ def top_entries(*args):
     return _entries(*args) if can_skip_dispatch(args[1]) else torch.ops.tp_headloss.entries(*args)
 
 
+def _known_sets(ids, spans, vocab_size, backend):
+    return load_backend(backend).known_sets(ids, spans, vocab_size)
+
+
+def _known_sets_fake(ids, spans, *_):
+    return torch.empty_like(ids, dtype=torch.int32), torch.empty_like(spans)
+
+
+def known_sets(*args):
+    """The ids of all sets [all] and their bounds [N, 2] -> both as backends take them; see `statistics.sets`."""
+    return _known_sets(*args) if can_skip_dispatch(args[0]) else torch.ops.tp_headloss.known_sets(*args)
+
+
 def _gather_tokens(x, world_size, group_name):
     gathered = comm.gather_tokens(x, world_size, group_name)
     return x.clone() if gathered is x else gathered
@@ -136,6 +150,10 @@ register(
     "entries",
     "Tensor ids, Tensor log_probs, Tensor? mask, Tensor? scales, float scale, bool renormalize, int vocab_size, "
     "str backend", "(Tensor, Tensor)", _entries, _entries_fake,
+)  # fmt: skip
+register(
+    "known_sets", "Tensor ids, Tensor spans, int vocab_size, str backend", "(Tensor, Tensor)",
+    _known_sets, _known_sets_fake,
 )  # fmt: skip
 register("gather_tokens", "Tensor x, int world_size, str group_name", "Tensor", _gather_tokens, _gather_tokens_fake)
 register(

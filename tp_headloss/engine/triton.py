@@ -6,20 +6,20 @@ import torch
 
 from .. import statistics
 from ..request import Request
-from ..statistics import entries_triton
+from ..statistics import entries_triton, sets_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
 from ..statistics.records_triton import Inputs
 from ..symmetric_memory_triton import SharedMemory
-from . import kernels
-from .device_inputs import inputs_key, inputs_of
+from . import gradient_triton, kernels
+from .device_inputs import inputs_of
 from .device_layout import device_layout
 from .launch import (
     INTERPRETED,
     MERGE,
+    SETS,
     Launch,
     ceil_div,
-    dtype_key,
     entries_launch,
     gradient_launch,
     int_key,
@@ -33,6 +33,9 @@ from .sums_triton import scale, token_sums, token_sums_gradient  # noqa: F401 (p
 
 FUSED_SUMS = True
 MOST_ENTRIES = 1024  # that one program compares with each other
+AT_ENTRIES = (
+    statistics.TOPK_TEACHER + statistics.OVER_SETS
+)  # statistics whose gradient is another at entries than at other columns
 
 
 def shares_memory(logits) -> bool:
@@ -47,6 +50,10 @@ def _shared(memory) -> SharedMemory:
     return NOT_SHARED if memory is None else SharedMemory(memory.turns, memory.slot, memory.peers)
 
 
+def _without_entries(inputs: Inputs) -> Inputs:
+    return inputs._replace(entries=None, entry_log_probs=None, entry_spans=None, n_entries=None)
+
+
 def local_statistics(packets, request: Request, memory=None):
     """Write this rank's packets [chunks, rows, N] fp32, into `memory`'s slot if there is one."""
     n_rows, facts = packets.shape[-1], request.facts
@@ -56,15 +63,16 @@ def local_statistics(packets, request: Request, memory=None):
     rows, streamed, variant = prepared.rows, inputs, (device, prepared.variant, shared.slot)
     how = statistics_launch(facts.chunk_size, inputs.teacher is not None or rows.has_tail)
     if inputs.entries is not None:
-        streamed = inputs._replace(entry_log_probs=None)
-        streamed = streamed if rows.has_tail else streamed._replace(entries=None, n_entries=None)
+        streamed = inputs._replace(entry_log_probs=None) if rows.has_tail else _without_entries(inputs)
     launch(
         kernels.statistics_kernel, n_rows * facts.chunks, variant, how,
         packets, streamed, shared, rows.statistics, rows.packet, n_rows, *prepared.bounds,
     )  # fmt: skip
     if inputs.entries is not None:
+        kernel = entries_triton.entry_statistics_kernel
+        kernel = kernel if inputs.entry_spans is None else sets_triton.set_statistics_kernel
         launch(
-            entries_triton.entry_statistics_kernel, n_rows * facts.chunks, variant, entries_launch(inputs.n_entries),
+            kernel, n_rows * facts.chunks, variant, entries_launch(inputs.n_entries),
             packets, inputs, shared, rows.packet, n_rows, *prepared.bounds,
         )  # fmt: skip
 
@@ -94,7 +102,8 @@ def second_statistics(packets, request: Request, merged):
         return
     inputs, prepared = inputs_of(request)
     inputs, variant = inputs._replace(labels=None, column_weight=None), (packets.device, prepared.variant)
-    if inputs.entries is None:
+    if inputs.entry_log_probs is None:
+        inputs = _without_entries(inputs)
         launch(
             divergence_kernel, n_rows * facts.chunks, variant, statistics_launch(facts.chunk_size, True),
             packets, inputs, merged, rows.merged, rows.second, n_rows, facts.valid_width, facts.chunks,
@@ -116,29 +125,23 @@ def logits_gradient(out, request: Request, merged, grads: dict):
         out.copy_(exact)
         return
     inputs, prepared = inputs_of(request)
-    if inputs.entries is not None:
-        inputs = inputs._replace(entry_log_probs=None, entries=None, n_entries=None)
-    if grads.keys().isdisjoint(statistics.TOPK_TEACHER):
+    inputs = _without_entries(inputs)
+    if grads.keys().isdisjoint(AT_ENTRIES):
         _gradient(out, request, inputs, prepared.variant, merged, grads)
         return
-    # at the entries everything is computed once more, and rounded once
-    at_entries, picked, everywhere = _gradient_at_entries(request, merged, grads)
-    others = {name: g for name, g in grads.items() if name not in statistics.TOPK_TEACHER}
-    elsewhere = others
+    exact, everywhere = _entries_gradient(out, request, merged, grads)
+    elsewhere = {name: g for name, g in grads.items() if name not in statistics.TOPK_TEACHER}
     if everywhere is not None:
-        elsewhere = {**others, "lse" if len(everywhere) == 1 else "everywhere": everywhere}
+        elsewhere["lse" if len(everywhere) == 1 else "everywhere"] = everywhere
     _gradient(out, request, inputs, prepared.variant, merged, elsewhere)
-    entries = request.tensors.entries
-    inputs = inputs._replace(x=picked, x_row=picked.stride(0), x_column=1, entries=entries, n_entries=entries.shape[1])
-    _gradient(out, request, inputs, inputs_key(inputs), merged, {**others, "at_entries": at_entries})
+    _put_entries(out, request, exact)
 
 
 def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict):
-    """The gradient of everything, or with inputs.entries of these ids alone; variant: of these inputs."""
+    """The gradient at every column, that at entries excepted; variant: of these inputs."""
     (n_rows, width), strides, facts, rows = out.shape, out.stride(), request.facts, device_layout(request.layout)
     names = tuple(grads)
-    hooks = rows.gradient_hooks(names)
-    how = gradient_launch(width, names) if inputs.entries is None else entries_launch(inputs.n_entries)
+    hooks, how = rows.gradient_hooks(names), gradient_launch(width, names)
     upstream = rows.grads(*map(grads.get, rows.grads._fields))
     padded = facts.valid_width < width
     variant = (
@@ -146,34 +149,43 @@ def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dic
         pointer_key(upstream.everywhere),
     )  # fmt: skip
     launch(
-        kernels.gradient_kernel, n_rows * ceil_div(inputs.n_entries or width, how.block), variant, how,
+        kernels.gradient_kernel, n_rows * ceil_div(width, how.block), variant, how,
         out, *strides, inputs, merged, upstream, hooks, rows.merged,
         n_rows, facts.start, facts.valid_width, padded,
     )  # fmt: skip
 
 
-def _gradient_at_entries(request: Request, merged, grads: dict):
-    """Compute what the entries add to the gradient at their ids [N, E], read their logits [N, E], and collect [4, N] of
-    what they add at all other ids, or [1, N] if that is nothing but an upstream gradient of lse."""
-    facts, rows, inputs = request.facts, device_layout(request.layout), inputs_of(request)[0]._replace(labels=None)
-    n_rows = request.tensors.logits.shape[0]
-    at_entries = merged.new_empty((n_rows, inputs.n_entries))
-    picked = request.tensors.logits.new_empty((n_rows, inputs.n_entries))
-    everywhere = None
+def _entries_gradient(out, request: Request, merged, grads: dict):
+    """The whole gradient at a request's entries, like these, and [4, N] of what a top-K teacher's statistics add at all
+    other ids, or [1, N] if that is nothing but an upstream gradient of lse."""
+    facts, rows, (inputs, prepared) = request.facts, device_layout(request.layout), inputs_of(request)
+    n_rows, names = out.shape[0], tuple(grads)
+    exact, everywhere = torch.empty_like(request.tensors.entries, dtype=out.dtype), None
     if any(name in grads for name in ("topk_log_mass", "tail_log_mass", "tail_entropy", "vocab_jsd")):
         as_lse = inputs.student_scale is None and not rows.has_tail
         everywhere = merged.new_empty((1 if as_lse else 4, n_rows))
-    upstream = rows.grads(**{name: g for name, g in grads.items() if name in (*statistics.TOPK_TEACHER, "lse")})
-    variant = (
-        merged.device, rows, everywhere is None, inputs_key(inputs), tuple(map(dtype_key, upstream)),
-        pointer_key(picked),
-    )  # fmt: skip
+    hooks = rows.gradient_hooks(names)
+    upstream = rows.grads(*map(grads.get, rows.grads._fields))
     launch(
-        entries_triton.entry_gradient_kernel, n_rows, variant, entries_launch(inputs.n_entries),
-        at_entries, picked, everywhere, inputs, merged, upstream, rows.merged,
+        gradient_triton.entries_gradient_kernel, n_rows,
+        (out.device, rows, hooks, everywhere is None, prepared.variant, names, out.dtype),
+        entries_launch(inputs.n_entries),
+        exact, everywhere, inputs, merged, upstream, hooks, rows.merged,
         n_rows, facts.start, facts.valid_width, rows.has_tail,
     )  # fmt: skip
-    return at_entries, picked, everywhere
+    return exact, everywhere
+
+
+def _put_entries(out, request: Request, exact):
+    """Write the gradient at the entries over that of their columns."""
+    (inputs, prepared), strides = inputs_of(request), out.stride()
+    inputs = Inputs(entries=inputs.entries, entry_spans=inputs.entry_spans, n_entries=inputs.n_entries)
+    launch(
+        gradient_triton.put_entries_kernel, out.shape[0],
+        (out.device, prepared.variant, pointer_key(out), int_key(strides[0]), int_key(strides[1])),
+        entries_launch(inputs.n_entries),
+        out, *strides, exact, inputs, request.facts.start, request.facts.valid_width,
+    )  # fmt: skip
 
 
 def entries(ids, log_probs, mask, factor, renormalize, vocab_size):
@@ -190,5 +202,16 @@ def entries(ids, log_probs, mask, factor, renormalize, vocab_size):
             entries_triton.entries_kernel, n_rows,
             (ids.device, n_entries, vocab_size, renormalize, factor, *map(pointer_key, vectors)), how,
             *out, *vectors, n_entries, vocab_size, factor, renormalize, min(32, how.block),
+        )  # fmt: skip
+    return out
+
+
+def known_sets(ids, spans, vocab_size):
+    """The ids of all sets as the kernels take them, see `statistics.sets`, in one kernel."""
+    out = torch.empty_like(ids, dtype=torch.int32), torch.empty_like(spans)
+    if len(spans):
+        launch(
+            sets_triton.sets_kernel, len(spans), (ids.device, vocab_size, *map(pointer_key, (ids, spans))), SETS,
+            *out, ids, spans, vocab_size, 32,
         )  # fmt: skip
     return out

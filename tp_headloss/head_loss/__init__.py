@@ -2,7 +2,7 @@
 
 from .distillation_terms import Distillation, TopKDistillation
 from .loss import CausalLMLoss, HeadLoss
-from .output import HeadLossOutput
+from .output import HeadLossOutput, mean_metrics
 from .policy_terms import GeneratorMetrics, KLToReference, PolicyGradient, PolicyMetrics
 from .statistic_value import StatisticValue
 from .terms import METRICS, CrossEntropy, Entropy, Metric, Term, ZLoss
@@ -24,4 +24,5 @@ __all__ = [
     "Term",
     "TopKDistillation",
     "ZLoss",
+    "mean_metrics",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from ..dtensor import local_part
 from ..sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..shard import VocabShard
-from ..validation import expect_ids, expect_instance, expect_tensor, fits_fp32
+from ..validation import expect_ids, expect_instance, expect_scalar, expect_tensor, fits_fp32, swap_hint
 from .definition import HeadLossDefinition
 from .evaluation import StatisticsFunction
 
@@ -26,25 +25,27 @@ class Call(NamedTuple):
     loss_weight: torch.Tensor | None  # [..], the caller's times those of a reduction by sequence
     total_weight: torch.Tensor | None  # [width], this rank's column weights of the statistic "total"
     denominator: torch.Tensor | float | None  # None: the mean divides by the sum of the valid tokens' weights
-    count: torch.Tensor | None  # number of sequences of a reduction by sequence; None: that of tokens
+    count: torch.Tensor | None  # type: ignore[assignment]  # hides tuple.count; number of sequences of a reduction by sequence; None: that of tokens
     inputs: dict[str, Any]  # tensors are expanded to [..]
     sequences: Sequences | None
     functions: list[StatisticsFunction]  # those that are summed together with the loss
 
 
 def check_call(
-    definition: HeadLossDefinition, shard: VocabShard, device: torch.device, labels, token_weight, denominator, inputs
+    definition: HeadLossDefinition, shard: VocabShard, x: torch.Tensor, labels, token_weight, denominator, inputs
 ) -> Call:
-    """Check the arguments of a call. Raises TypeError or ValueError for wrong ones."""
-    _expect_labels(labels, token_weight, device)
-    expect_denominator(denominator, definition.reduction)
+    """Check the arguments of a call besides x, its logits or hidden states. Raises TypeError or ValueError for wrong
+    ones."""
+    expect_labels(labels, x, token_weight)
+    expect_denominator(denominator, definition.reduction, x.device)
     inputs = inputs or {}
     sequences = _checked_sequences(definition, inputs, labels)
     inputs = _checked_inputs(definition, inputs, labels, sequences)
     labels = _scored_labels(labels, token_weight, sequences, shard, definition.ignore_index)
-    _expect_class_weights(definition.terms, shard.vocab_size, device)
+    _expect_class_weights(definition.terms, shard.vocab_size, x.device)
     loss_weight, count = token_weight, None
     if definition.reduction in SEQUENCE_REDUCTIONS:
+        assert sequences is not None
         loss_weight, total = sequences.aggregate(definition.reduction)
         loss_weight = loss_weight if token_weight is None else loss_weight * token_weight
         denominator = total if denominator is None else denominator
@@ -72,26 +73,34 @@ def replicated_facts(definition: HeadLossDefinition, labels, token_weight, denom
     }  # fmt: skip
 
 
-def _expect_labels(labels, token_weight, device):
+def expect_labels(labels, x, token_weight):
+    """Raise TypeError or ValueError for labels of another type, or none, and for token weights that do not fit them.
+
+    x: logits or hidden states.
+    """
     if labels is None:
         raise ValueError("labels are needed, got None: without them, use vocab_statistics")
+    if hint := swap_hint(x, labels):
+        raise TypeError(f"labels must be int64 or int32, got {labels.dtype}{hint}")
     expect_ids("labels", labels)
     if token_weight is not None:
-        expect_tensor("token_weight", token_weight, labels.shape, device)
+        expect_tensor("token_weight", token_weight, labels.shape, x.device)
 
 
-def expect_denominator(denominator, reduction: str):
-    """Raise TypeError or ValueError unless it is None, a number or a scalar tensor, and goes with the reduction."""
+def expect_denominator(denominator, reduction: str, device: torch.device):
+    """Raise TypeError or ValueError unless it is None, a number or a scalar tensor, and goes with the reduction.
+
+    device: of the logits. A tensor on another device is moved there, except from "meta", where it has no value.
+    """
     if denominator is None:
         return
     if reduction in ("none", "sum"):
         raise ValueError(f"a denominator goes with a mean, got reduction={reduction!r}")
+    expect_scalar("denominator", denominator)
     if isinstance(denominator, torch.Tensor):
-        if denominator.dim():
-            raise ValueError(f"denominator must be a number or a scalar tensor, got shape {list(denominator.shape)}")
         expect_tensor("denominator", denominator)
-    elif not isinstance(denominator, numbers.Real):
-        raise TypeError(f"denominator must be a number or a scalar tensor, got {denominator!r}")
+        if denominator.is_meta and device.type != "meta":
+            raise ValueError("denominator must be a number, or a scalar tensor with a value, got one on meta")
     elif denominator and math.isfinite(denominator) and not fits_fp32(denominator):
         raise ValueError(f"denominator must be a number that fp32 holds, got {denominator}")
 
@@ -128,8 +137,8 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
             f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(inputs)}: {'; '.join(wrong)}"
         )
     out = {}
-    for name, value in inputs.items():  # the teacher is checked with the statistics
-        out[name] = value if name in ("sequences", "teacher") else _per_token(name, value, labels, sequences)
+    for name, value in inputs.items():  # teacher and sets are checked with the statistics
+        out[name] = value if name in ("sequences", "teacher", "sets") else _per_token(name, value, labels, sequences)
     return out
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from ..options import Options
 from ..sequences import SEQUENCE_REDUCTIONS
-from ..statistics import FULL_TEACHER, TOPK_TEACHER
-from ..validation import expect_instance, expect_int
+from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone
+from ..validation import expect_instance, expect_int, expect_one_of
 from .evaluation import StatisticsFunction
 from .statistic_value import StatisticValue, SumsPlan
 from .terms import METRICS, CrossEntropy, Metric, Term
@@ -20,7 +20,7 @@ REDUCTIONS = ("none", "sum", "mean")  # those that treat all tokens alike; the o
 # Statistic that a `StatisticValue` may name -> the name in `want` that provides it, "" where every call has it.
 PROVIDERS = {
     "lse": "", "log_prob": "", "target_logit": "", "entropy": "entropy", "total": "total", "mass": "total",
-    "hits": "argmax", **{name: name for name in (*FULL_TEACHER, *TOPK_TEACHER)},
+    "hits": "argmax", **{name: name for name in (*FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS)},
 }  # fmt: skip
 
 # The named metrics as functions that return values by name, as a `Metric`'s function does.
@@ -48,7 +48,7 @@ class HeadLossDefinition(NamedTuple):
     options: Options | None
     want: tuple[str, ...]  # optional statistics that terms and metrics need
     total_weight: torch.Tensor | None  # [V] replicated, class weights in the statistic "total"
-    plan: CallPlan | None = None
+    plan: CallPlan | MaybeNone = None  # None in a pickle
 
     @classmethod
     def checked(cls, terms, metrics, reduction, ignore_index, options) -> HeadLossDefinition:
@@ -64,11 +64,24 @@ class HeadLossDefinition(NamedTuple):
         token_metrics = tuple(metric for metric in metrics if not isinstance(metric, str))
         if unknown := set(named) - set(METRICS):
             raise ValueError(f"metrics must be of {sorted(METRICS)}, got {sorted(unknown)}")
-        if reduction not in REDUCTIONS + SEQUENCE_REDUCTIONS:
-            raise ValueError(f"reduction must be one of {REDUCTIONS + SEQUENCE_REDUCTIONS}, got {reduction!r}")
+        expect_one_of("reduction", reduction, REDUCTIONS + SEQUENCE_REDUCTIONS)
         total_weight = _class_weight_of_total(terms)
         want = _wanted_statistics(terms, named, token_metrics)
         return cls(terms, named, token_metrics, reduction, ignore_index, options, want, total_weight).planned()
+
+    @property
+    def backend(self) -> str | None:
+        """Backend of the options, None for the default of the device."""
+        return None if self.options is None else self.options.backend
+
+    def description(self) -> str:
+        """Terms with their weights, names of metrics, and options, as `print(HeadLoss(..))` shows them."""
+        terms = ", ".join(_weighted_name(term) for term in self.terms)
+        metrics = ", ".join((*self.metrics, *(_function_name(metric.function) for metric in self.token_metrics)))
+        parts = [f"terms=[{terms}]", f"metrics=[{metrics}]", f"reduction={self.reduction!r}"]
+        parts += [f"ignore_index={self.ignore_index}"] * (self.ignore_index != -100)
+        parts += [f"options={self.options}"] * (self.options is not None)
+        return ", ".join(parts)
 
     def arguments(self) -> dict:
         """The arguments of a `HeadLoss` that give this definition."""
@@ -79,15 +92,16 @@ class HeadLossDefinition(NamedTuple):
 
     def planned(self) -> HeadLossDefinition:
         """The definition with its plan."""
-        both = False, True
-        summed = tuple(self.summed_functions(has_sequences) for has_sequences in both)
-        apart = tuple(self.metric_functions(has_sequences) for has_sequences in both)
+        summed = self.summed_functions(False), self.summed_functions(True)
+        apart = self.metric_functions(False), self.metric_functions(True)
         own = any(term.token_weight is not None or isinstance(term.weight, torch.Tensor) for term in self.terms)
-        sums = None, None
+        sums: tuple[SumsPlan | None, SumsPlan | None] = (None, None)
         if self.reduction != "none" and not own:
             coefficients = [float(term.weight) for term in self.terms]
-            sums = tuple(SumsPlan.from_functions([f.function for f in part], coefficients) for part in summed)
-        return self._replace(plan=CallPlan(frozenset(self.needed_inputs()), summed, apart, sums, {}))
+            plain, sequences = (SumsPlan.from_functions([f.function for f in part], coefficients) for part in summed)
+            sums = plain, sequences
+        plan = CallPlan(frozenset(self.needed_inputs()), summed, apart, sums, {})
+        return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
         """Functions whose values are summed together with the loss: the terms', then the named metrics'.
@@ -103,11 +117,18 @@ class HeadLossDefinition(NamedTuple):
         named = [StatisticsFunction(f"metric {name!r}", METRIC_FUNCTIONS[name]) for name in names]
         return named + [StatisticsFunction("a metric", m.function, m.inputs) for m in self.token_metrics]
 
+    def input_names(self) -> set[str]:
+        """Names of the inputs that terms and metrics take."""
+        return {name for term in self.terms for name in term.inputs} | {
+            name for metric in self.token_metrics for name in metric.inputs
+        }
+
     def needed_inputs(self) -> set[str]:
         """Names that the inputs of a call must have."""
-        needed = {name for part in (*self.terms, *self.token_metrics) for name in part.inputs}
+        needed = self.input_names()
         needed |= {"sequences"} if self.reduction in SEQUENCE_REDUCTIONS else set()
-        return needed | ({"teacher"} if set(self.want) & {*FULL_TEACHER, *TOPK_TEACHER} else set())
+        needed |= {"teacher"} if set(self.want) & {*FULL_TEACHER, *TOPK_TEACHER} else set()
+        return needed | ({"sets"} if set(self.want) & {*OVER_SETS} else set())
 
 
 def _class_weight_of_total(terms) -> torch.Tensor | None:
@@ -128,17 +149,30 @@ def _wanted_statistics(terms, metrics, token_metrics) -> tuple[str, ...]:
     return tuple(sorted((wanted | {PROVIDERS[name] for name in named}) - {""}))
 
 
-def _expect_all(name: str, given: Sequence, kinds) -> tuple:
-    """Return the given terms or metrics as a tuple. Raises TypeError, with a remedy, if one is of another type."""
-    if not isinstance(given, (list, tuple)):
-        raise TypeError(f"{name} must be a list, {name}=[..], got {_readable(given)}")
-    given = tuple(given)
+def _expect_all(name: str, given, kinds) -> tuple:
+    """Return the given terms or metrics, or the one given, as a tuple. Raises TypeError, with a remedy, if one is of
+    another type."""
+    given = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    expected = "Terms" if kinds is Term else "names or Metrics"
     for part in given:
         if not isinstance(part, kinds):
-            expected = "Terms" if kinds is Term else "names or Metrics"
             hint = f": call it, {part.__name__}(..)" if callable(part) and hasattr(part, "__name__") else ""
             raise TypeError(f"{name} must be {expected}, got {_readable(part)}{hint}")
     return given
+
+
+def _weighted_name(term: Term) -> str:
+    """A term's name, after its weight if that is not 1: "0.0001 * z_loss"."""
+    if isinstance(term.weight, torch.Tensor):
+        return f"tensor * {term.name}"
+    return term.name if term.weight == 1 else f"{term.weight:g} * {term.name}"
+
+
+def _function_name(function) -> str:
+    """Name of a function, or of the one that a partial hands on."""
+    while isinstance(function, partial):
+        function = next((x for x in function.args if callable(x)), function.func)
+    return _readable(function)
 
 
 def _readable(value) -> str:

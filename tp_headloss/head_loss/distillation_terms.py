@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from .. import losses
-from .statistic_value import StatisticValue
+from ..validation import expect_bool, expect_one_of, expect_real
+from .statistic_value import PerToken, StatisticValue
 from .terms import Term
 
-DISTILLATIONS = {  # divergence -> the per-token loss, and the optional statistics that it needs
+DISTILLATIONS: dict[str, tuple[PerToken, tuple[str, ...]]] = {  # divergence -> loss, optional statistics
     "forward_kl": (StatisticValue("forward_kl"), ("forward_kl",)),
     "reverse_kl": (StatisticValue("reverse_kl"), ("reverse_kl",)),
     "cross_entropy": (losses.soft_cross_entropy, ("forward_kl", "teacher_entropy")),
@@ -34,14 +35,16 @@ def Distillation(
 ) -> Term:
     """Divergence from a teacher's whole distribution. Input: "teacher", a `Teacher` with its temperatures.
 
-    divergence: "forward_kl" = KL(teacher || student); "reverse_kl" = KL(student || teacher); "cross_entropy" to the
-    teacher's probabilities, which is the forward KL plus a constant; "jsd" with the teacher's beta; "total_variation".
-    The last two take a second, small collective.
-    temperature_squared: multiply value and gradient by T^2, T being the student's temperature.
-    name: the term's name, by default the divergence's, or "teacher_cross_entropy".
+    Args:
+        weight: factor of this term in the loss.
+        divergence: "forward_kl" = KL(teacher || student); "reverse_kl" = KL(student || teacher); "cross_entropy" to the
+            teacher's probabilities, which is the forward KL plus a constant; "jsd" with the teacher's beta;
+            "total_variation". The last two take a second, small collective.
+        temperature_squared: multiply value and gradient by T^2, T being the student's temperature.
+        name: the term's name, by default the divergence's, or "teacher_cross_entropy".
     """
-    if divergence not in DISTILLATIONS:
-        raise ValueError(f"divergence must be one of {sorted(DISTILLATIONS)}, got {divergence!r}")
+    expect_one_of("divergence", divergence, sorted(DISTILLATIONS))
+    expect_bool("temperature_squared", temperature_squared)
     per_token, want = DISTILLATIONS[divergence]
     plain = isinstance(per_token, StatisticValue) and not temperature_squared
     function = per_token if plain else partial(_distillation, per_token, temperature_squared)
@@ -60,23 +63,23 @@ def TopKDistillation(
 ) -> Term:
     """Divergence from K entries of a teacher's distribution. Input: "teacher", a `TopKTeacher`.
 
-    divergence: "forward_kl", "reverse_kl", or "jsd" with the teacher's beta, which takes a second, small collective.
-    Several terms make a mixture.
-    support: the set over which the student is normalised: "topk", "vocabulary" or "tail", see `losses.topk_forward_kl`;
-    "tail" needs a teacher with renormalize=False.
-    outside_log_prob: log-prob of the teacher outside of its entries, for the reverse KL over the vocabulary.
-    temperature_squared: as in `Distillation`. name: the term's name, by default "topk_" and the divergence's.
+    Args:
+        weight: factor of this term in the loss; several terms make a mixture.
+        divergence: "forward_kl", "reverse_kl", or "jsd" with the teacher's beta, which takes a second, small
+            collective.
+        support: the set over which the student is normalised: "topk", "vocabulary" or "tail", see
+            `losses.topk_forward_kl`; "tail" needs a teacher with renormalize=False.
+        outside_log_prob: log-prob of the teacher outside of its entries, for the reverse KL over the vocabulary.
+        temperature_squared: as in `Distillation`.
+        name: the term's name, by default "topk_" and the divergence's.
     """
-    if (divergence, support) not in TOPK_DISTILLATIONS:
-        known = sorted({d for d, _ in TOPK_DISTILLATIONS})
-        raise ValueError(
-            f"divergence must be one of {known} and support one of {list(losses.SUPPORTS)}, got {divergence!r} and "
-            f"{support!r}"
-        )
-
-    function = partial(_topk_distillation, divergence, support, outside_log_prob, temperature_squared)
-    if support == "topk" and not temperature_squared:
-        function = StatisticValue(f"topk_{divergence}")
+    expect_one_of("divergence", divergence, sorted({d for d, _ in TOPK_DISTILLATIONS}))
+    expect_one_of("support", support, list(losses.SUPPORTS))
+    expect_real("outside_log_prob", outside_log_prob)
+    expect_bool("temperature_squared", temperature_squared)
+    function: PerToken = StatisticValue(f"topk_{divergence}")
+    if support != "topk" or temperature_squared:
+        function = partial(_topk_distillation, divergence, support, outside_log_prob, temperature_squared)
     want = TOPK_DISTILLATIONS[divergence, support]
     return Term(name or f"topk_{divergence}", function, weight, want, inputs=("teacher",), tokenwise=True)
 

@@ -17,7 +17,7 @@ class StatisticsFunction(NamedTuple):
     """Function of the statistics and of named inputs, with the name that error messages use for its owner."""
 
     owner: str
-    function: Callable
+    function: Callable | StatisticValue
     inputs: tuple[str, ...] = ()
 
 
@@ -55,7 +55,7 @@ def compiled_evaluate() -> Callable:
 
 def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
     """Evaluate metrics -> per-token values by name. Raises if two metrics return the same name."""
-    values = {}
+    values: dict[str, torch.Tensor] = {}
     for metric in metrics:
         new = _call_function(metric, stats, inputs)
         if not isinstance(new, dict):

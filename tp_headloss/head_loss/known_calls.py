@@ -37,7 +37,7 @@ def checked_before(definition: HeadLossDefinition, kind: tuple, logits, labels, 
         return None
     if shard is not None:
         shard.expect_live_group()
-    expect_denominator(denominator, definition.reduction)
+    expect_denominator(denominator, definition.reduction, labels.device)
     order = known.order
     tensors = Tensors(order.flatten(logits), order.flatten(labels).contiguous())
     call = Call(definition, labels, None, None, None, denominator, None, {}, None, definition.plan.summed[0])

@@ -96,7 +96,7 @@ def _block_loss(call: Call, rows, evaluate: Callable) -> Callable:
     def flat(x, _=None):
         return rows.flatten(x) if isinstance(x, torch.Tensor) and x.dim() else x
 
-    inputs = {name: flat(x) for name, x in call.inputs.items() if name not in ("sequences", "teacher")}
+    inputs = {name: flat(x) for name, x in call.inputs.items() if name not in ("sequences", "teacher", "sets")}
     weight, teacher = flat(call.loss_weight), call.inputs.get("teacher")
     teacher = teacher and map_teacher_tensors(without_logits(teacher), flat)
     definition = call.definition._replace(metrics=(), token_metrics=()).planned()

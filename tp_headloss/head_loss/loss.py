@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,8 +17,8 @@ from ..linear_head.options import Linear
 from ..linear_head.teacher import teacher_fact
 from ..options import Options, Transform
 from ..shard import VocabShard
-from ..validation import expect_instance
-from .call import check_call, local_arguments, replicated_facts
+from ..validation import expect_bool, expect_instance
+from .call import check_call, expect_labels, local_arguments, replicated_facts
 from .definition import HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate
 from .known_calls import checked_before, kind_of_call, remember
@@ -48,30 +48,30 @@ class HeadLoss(nn.Module):
         out = head_loss(logits, labels, shard=shard, denominator=tokens_in_the_global_batch)
         out.loss.backward()
 
-    terms: at least one, with distinct names; by default `CrossEntropy`.
+    Args:
+        terms: one `Term`, or a list of terms with distinct names; by default `CrossEntropy`.
+        metrics: names of `METRICS`, and `Metric`s such as ``PolicyMetrics()``; one, or a list.
+        reduction: "mean" divides every term by the number of valid tokens, or by the sum of the token weights and of
+            the labels' class weights where there are any; "sum" divides by nothing; "none" returns a loss per token.
+            The reductions of `Sequences.aggregate` ("seq-mean-token-mean", ...) weigh tokens by their sequence and need
+            the input "sequences". A denominator that the caller passes replaces all of these. Zero valid tokens, or a
+            zero denominator, give 0 and zero gradient.
+        ignore_index: label of tokens that have no loss and no gradient.
+        options: as in `vocab_statistics`.
+        compile: True evaluates the terms' and metrics' own PyTorch through torch.compile, as one kernel each way
+            instead of one per operation. A `StatisticValue` needs no compilation. torch recompiles for new kinds of
+            inputs until each HeadLoss reaches the limit (torch._dynamo.config.recompile_limit), and then continues in
+            eager.
 
-    metrics: names of `METRICS`, and `Metric`s such as ``PolicyMetrics()``.
-
-    reduction: "mean" divides every term by the number of valid tokens, or by the sum of the token weights and of the
-    labels' class weights where there are any; "sum" divides by nothing; "none" returns a loss per token. The reductions
-    of `Sequences.aggregate` ("seq-mean-token-mean", ...) weigh tokens by their sequence and need the input "sequences".
-    A denominator that the caller passes replaces all of these. Zero valid tokens, or a zero denominator, give 0 and
-    zero gradient.
-
-    ignore_index: label of tokens that have no loss and no gradient. options: as in `vocab_statistics`.
-
-    compile: True evaluates the terms' and metrics' own PyTorch through torch.compile, as one kernel each way instead of
-    one per operation. A `StatisticValue` needs no compilation. torch recompiles for new kinds of inputs until each
-    HeadLoss reaches the limit (torch._dynamo.config.recompile_limit), and then continues in eager.
-
-    Raises TypeError or ValueError for arguments that do not exist or do not go together.
+    Raises:
+        TypeError, ValueError: arguments that do not exist or do not go together.
     """
 
     def __init__(
         self,
-        terms: Sequence[Term] | None = None,
+        terms: Sequence[Term] | Term | None = None,
         *,
-        metrics: Sequence[str | Metric] = (),
+        metrics: Sequence[str | Metric] | str | Metric = (),
         reduction: str = "mean",
         ignore_index: int = -100,
         options: Options | None = None,
@@ -79,7 +79,9 @@ class HeadLoss(nn.Module):
     ):
         super().__init__()
         self._definition = HeadLossDefinition.checked(terms, metrics, reduction, ignore_index, options)
-        self.compile_terms, self._evaluate = compile, None
+        expect_bool("compile", compile)
+        self.compile_terms = compile
+        self._evaluate: Callable | None = None
 
     # Arguments may be replaced after construction; the definition is checked and made anew.
     terms = _argument("terms", "Weighted terms, a tuple of `Term`.")
@@ -96,7 +98,10 @@ class HeadLoss(nn.Module):
     @property
     def input_names(self) -> set[str]:
         """Names of the inputs that terms and metrics take."""
-        return {name for part in (*self._definition.terms, *self._definition.token_metrics) for name in part.inputs}
+        return self._definition.input_names()
+
+    def extra_repr(self) -> str:
+        return self._definition.description()
 
     @uncompiled_where_needed
     def forward(
@@ -112,20 +117,20 @@ class HeadLoss(nn.Module):
     ) -> HeadLossOutput:
         """Loss of logits [.., width] sharded on V, labels [..] replicated -> `HeadLossOutput`, replicated.
 
-        token_weight: [..], multiplies every term; a loss mask, say. A token of weight 0 counts as ignored, whatever its
-        logits or its loss are, unless the weights require a gradient; with the input "sequences" only its own loss is
-        left out, and sums and ratios of its sequence still include it, as the sequences' mask says. The mean divides by
-        the sum of the weights, so weights of both signs need a denominator from the caller.
-
-        denominator: a number or a scalar tensor that every term is divided by; with gradient accumulation or data
-        parallelism, the global count of tokens (or sequences).
-
-        inputs: arguments of terms and metrics besides the statistics, by name, replicated: scalars; tensors with as
-        many dimensions as [..] that broadcast to it, in its own shape a value per token; with sequences, tensors [B]
-        with a value per sequence; "sequences", a `Sequences` with the labels' shape, whose mask ignores tokens;
-        "teacher", a `Teacher` or a `TopKTeacher`.
-
         Forward: one collective. Backward: no communication. Raises the errors of `vocab_statistics`.
+
+        Args:
+            logits, labels, shard, transform: as in `vocab_statistics`.
+            token_weight: [..], multiplies every term; a loss mask, say. A token of weight 0 counts as ignored, whatever
+                its logits or its loss are, unless the weights require a gradient; with the input "sequences" only its
+                own loss is left out, and sums and ratios of its sequence still include it, as the sequences' mask says.
+                The mean divides by the sum of the weights, so weights of both signs need a denominator from the caller.
+            denominator: a number or a scalar tensor that every term is divided by; with gradient accumulation or data
+                parallelism, the global count of tokens (or sequences).
+            inputs: arguments of terms and metrics besides the statistics, by name, replicated: scalars; tensors with as
+                many dimensions as [..] that broadcast to it, in its own shape a value per token; with sequences,
+                tensors [B] with a value per sequence; "sequences", a `Sequences` with the labels' shape, whose mask
+                ignores tokens; "teacher", a `Teacher` or a `TopKTeacher`; "sets", `IdSets`.
         """
         found = kind = None
         if token_weight is None and transform is None and inputs is None:
@@ -144,6 +149,9 @@ class HeadLoss(nn.Module):
         )
         return make_output(call, stats, self._evaluate_functions, reduction, loss, sums)
 
+    if TYPE_CHECKING:
+        __call__ = forward  # so that calls are typed; nn.Module's says Any
+
     def _checked(self, logits, labels, shard, token_weight, denominator, transform, inputs):
         """Check the arguments of `forward` -> the call, and the request for its statistics."""
         with Agreement(self.options, shard) as agreement:
@@ -152,9 +160,10 @@ class HeadLoss(nn.Module):
             definition = self._traceable_definition()
             facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
             agreement.record("HeadLoss", shard, **facts)
-            call = check_call(definition, shard, logits.device, labels, token_weight, denominator, inputs)
+            call = check_call(definition, shard, logits, labels, token_weight, denominator, inputs)
         request, _ = checked_request(
-            logits, call.labels, shard, definition.want, transform, call.inputs.get("teacher"), call.total_weight,
+            logits, call.labels, shard, definition.want, transform, call.inputs.get("teacher"),
+            call.inputs.get("sets"), call.total_weight,
             definition.ignore_index, definition.options,
         )  # fmt: skip
         return call, request
@@ -176,14 +185,16 @@ class HeadLoss(nn.Module):
     ) -> HeadLossOutput:
         """Loss of the logits hidden @ weight^T + bias, which never exist as a whole -> `HeadLossOutput`, replicated.
 
-        hidden [.., H], weight [width, H], bias [width]: as in `linear_vocab_statistics`. linear: how the gradient of
-        the hidden states is reduced, the mode and its memory. Other arguments and errors: as in `forward`.
-
         One sweep, where the forward computes the gradients, needs: a reduction other than "none"; terms that are
         `Term.tokenwise`, as built-in terms are unless they take "sequences" or look at all tokens; a denominator from
         the caller for terms with a `Term.token_weight`, such as class weights; no gradient of weights, denominator or
         inputs; a declared `Linear.upstream` (the loss scale) in float16; torch.is_grad_enabled(); no torch.compile.
         Its statistics cannot be differentiated; trying raises RuntimeError.
+
+        Args:
+            hidden, weight, bias: [.., H], [width, H] and [width], as in `linear_vocab_statistics`.
+            linear: how the gradient of the hidden states is reduced, the mode and its memory.
+            labels, shard, token_weight, denominator, transform, inputs: as in `forward`, and so are errors.
         """
         expect_instance("linear", linear, Linear)
         expect_instance("transform", transform, Transform)
@@ -197,13 +208,13 @@ class HeadLoss(nn.Module):
             facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
             facts |= {"hidden": hidden_fact(hidden, linear), "transform": transform, "linear": linear}
             if "teacher" in inputs:
-                facts["inputs"] = inputs | {"teacher": teacher_fact(inputs["teacher"], linear, self.options)}
+                facts["inputs"] = {**inputs, "teacher": teacher_fact(inputs["teacher"], linear, self.options)}
             agreement.record("HeadLoss.linear", shard, weight=weight, bias=bias, **facts)
-            call = check_call(definition, shard, hidden.device, labels, token_weight, denominator, inputs)
+            call = check_call(definition, shard, hidden, labels, token_weight, denominator, inputs)
             if linear.max_valid_tokens is None:
                 head = LinearCall.checked(
                     hidden, weight, call.labels, bias, shard, self.want, transform, call.inputs.get("teacher"),
-                    call.total_weight, self.ignore_index, self.options, linear,
+                    call.total_weight, self.ignore_index, self.options, linear, call.inputs.get("sets"),
                 )  # fmt: skip
                 compute = one_sweep if uses_one_sweep(call, head) else recompute
         if linear.max_valid_tokens is not None:
@@ -238,16 +249,25 @@ class CausalLMLoss(nn.Module):
 
     def __init__(self, head_loss: HeadLoss | None = None):
         super().__init__()
+        expect_instance("head_loss", head_loss, HeadLoss)
         self.head_loss = HeadLoss() if head_loss is None else head_loss
 
-    def forward(self, logits, labels, *, token_weight: torch.Tensor | None = None, **kwargs) -> HeadLossOutput:
+    def forward(
+        self, logits: torch.Tensor, labels: torch.Tensor, *, token_weight: torch.Tensor | None = None, **kwargs
+    ) -> HeadLossOutput:
         """Loss of logits [.., S, width] sharded on V against the next labels -> `HeadLossOutput`, replicated.
 
         labels, token_weight: [.., S], unshifted; a weight belongs to its label. Other keywords as in
         `HeadLoss.forward`. Per-token temperatures and ``inputs`` are not shifted: position t of them belongs to the
         logits at t and label t + 1.
         """
+        expect_labels(labels, logits, token_weight)
+        if not labels.dim():
+            raise ValueError("labels must be [.., S], unshifted, got a scalar")
         last = torch.full_like(labels[..., :1], self.head_loss.ignore_index)
         if token_weight is not None:
             token_weight = torch.cat([token_weight[..., 1:], torch.zeros_like(token_weight[..., :1])], -1)
         return self.head_loss(logits, torch.cat([labels[..., 1:], last], -1), token_weight=token_weight, **kwargs)
+
+    if TYPE_CHECKING:
+        __call__ = forward

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from ..statistics import VocabStatistics
+from ..comm import combine_metrics, reduce_metrics
+from ..statistics import MaybeNone, VocabStatistics
 from .call import Call
 from .evaluation import expect_distinct_names
 from .reduction import reduce_tokens
@@ -17,25 +19,76 @@ from .statistic_value import FusedReduction
 class HeadLossOutput(NamedTuple):
     """Results of one `HeadLoss` call, replicated over the group; making them never waits for the device.
 
-    Sums in `terms` and `metrics` are detached and run over valid tokens; divided by `count` they are means.
+    Sums in `terms` and `metrics` are detached and run over valid tokens; `mean_metrics` makes means of them.
+
+    Attributes:
+        loss: scalar fp32, or [..] for reduction="none".
+        count: scalar, what the mean divides by: valid tokens (the sum of their weights, if there are token weights), or
+            sequences. Counts of data- and context-parallel ranks add up.
+        terms: sum of each term's values times the reduction's token weights, without the term's own weight, by name.
+        metrics: sum of each metric's values times the token weights, the extremum for names in "max_" and "min_"; with
+            sequences also "num_tokens", the divisor of these sums.
+        stats: `VocabStatistics` of the call.
+        sequence_metrics: with sequences and metrics, sum over sequences of each metric's mean, and "num_sequences".
     """
 
-    loss: torch.Tensor  # scalar fp32, or [..] for reduction="none"
-    # scalar, what the mean divides by: valid tokens (the sum of their weights, if there are token weights), or
-    # sequences; counts of data- and context-parallel ranks add up
-    count: torch.Tensor
-    # sum of each term's values times the reduction's token weights, without the term's own weight
+    loss: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # hides tuple.count
     terms: dict[str, torch.Tensor]
-    # sum of each metric's values times the token weights, extremum for names in "max_" and "min_"; with sequences
-    # also "num_tokens", the divisor of these sums
     metrics: dict[str, torch.Tensor]
-    stats: VocabStatistics
-    # with sequences and metrics: sum over sequences of each metric's mean, and "num_sequences"
+    stats: VocabStatistics | MaybeNone
     sequence_metrics: dict[str, torch.Tensor]
 
 
+def mean_metrics(
+    outputs: HeadLossOutput | Sequence[HeadLossOutput], group: dist.ProcessGroup | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the means of all terms and metrics over the valid tokens of one or several outputs, as a log shows them.
+
+        mean_metrics([out, other_micro_batch], dp_group)  # {"loss/cross_entropy": .., "accuracy": .., "max_ratio": ..}
+
+    Args:
+        outputs: the output of a call, or those of all micro-batches of a step, with the same terms and metrics.
+        group: data- and context-parallel ranks, which hold other tokens; one small all-gather. None: this rank alone.
+
+    Returns:
+        float64 scalars by name, equal on all ranks. A term is "loss/" and its name, divided by the count; a metric has
+        its own name and is divided by the count, or by "num_tokens" with sequences, which stays a sum. Names that begin
+        with "max_" and "min_" are extrema. Without valid tokens a mean is NaN.
+
+    Raises:
+        TypeError, ValueError: no outputs, outputs of other names, or a group whose ranks share a vocabulary.
+    """
+    outputs = [outputs] if isinstance(outputs, HeadLossOutput) else outputs
+    if not isinstance(outputs, (list, tuple)) or not all(isinstance(out, HeadLossOutput) for out in outputs):
+        raise TypeError(f"outputs must be a HeadLossOutput or a list of them, got {_types(outputs)}")
+    if not outputs:
+        raise ValueError("outputs must be at least one HeadLossOutput, got an empty list")
+    parts = [{**{f"loss/{name}": x for name, x in out.terms.items()}, **out.metrics, "": out.count} for out in outputs]
+    sums = reduce_metrics(combine_metrics(parts), group)
+    count = sums.pop("")
+    tokens = sums.get("num_tokens", count)
+
+    def mean(name: str) -> torch.Tensor:
+        if name == "num_tokens" or name.startswith(("max_", "min_")):
+            return sums[name]
+        return sums[name] / (count if name.startswith("loss/") else tokens)
+
+    return {name: mean(name) for name in sums}
+
+
+def _types(values) -> str:
+    """Types of the elements of a list, or the type of anything else, for an error message."""
+    return str([type(x).__name__ for x in values]) if isinstance(values, (list, tuple)) else type(values).__name__
+
+
 def make_output(
-    call: Call, stats: VocabStatistics, evaluate: Callable, reduction: FusedReduction | None, loss=None, sums=None
+    call: Call,
+    stats: VocabStatistics,
+    evaluate: Callable,
+    reduction: FusedReduction | None,
+    loss: torch.Tensor | MaybeNone = None,
+    sums: torch.Tensor | list[torch.Tensor] | MaybeNone = None,
 ) -> HeadLossOutput:
     """Evaluate and reduce what is not known yet, and name the results.
 
@@ -43,7 +96,9 @@ def make_output(
     or None.
     """
     definition, has_sequences = call.definition, call.sequences is not None
-    values, other_metrics, sequence_metrics = None, {}, {}
+    values: list[torch.Tensor | MaybeNone] = []
+    other_metrics: dict[str, torch.Tensor] = {}
+    sequence_metrics: dict[str, torch.Tensor] = {}
     if loss is None or definition.token_metrics:
         functions = call.functions, definition.plan.apart[int(has_sequences)]
         values, other_metrics, sequence_metrics = evaluate(*functions, stats, call.inputs, call.token_weight)

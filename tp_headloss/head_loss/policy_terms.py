@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,10 +11,12 @@ import torch
 from .. import losses
 from ..losses.policy import CLIP
 from ..losses.ratio import scaled
-from ..validation import expect_pair
-from .terms import Metric, Term
+from ..validation import expect_bool, expect_one_of, expect_pair, expect_real
+from .terms import Metric, Term, over_sets
 
-OBJECTIVES = {  # name -> function of the log-prob, and its inputs
+OBJECTIVES: dict[
+    str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]
+] = {  # name -> function of the log-prob, and its inputs
     "reinforce": (losses.reinforce, ("advantages",)),
     "clip": (losses.ppo_clip, ("advantages", "old_log_prob")),
     "cispo": (losses.cispo, ("advantages", "old_log_prob")),
@@ -27,8 +30,8 @@ OBJECTIVES = {  # name -> function of the log-prob, and its inputs
     "positive-nll": (losses.positive_nll, ("rewards",)),
 }
 
-# importance_weight of `KLToReference` -> the input that holds the sampler's log-probs, None for the policy's own
-SAMPLERS = {"on-policy": None, "old": "old_log_prob", "generator": "generator_log_prob"}
+# importance_weight of `KLToReference` -> the input that holds the sampler's log-probs, "" for the policy's own
+SAMPLERS = {"on-policy": "", "old": "old_log_prob", "generator": "generator_log_prob"}
 
 
 def PolicyGradient(
@@ -37,6 +40,7 @@ def PolicyGradient(
     *,
     rollout_weight: bool = False,
     rollout_log_weight: bool = False,
+    over: str = "vocabulary",
     name: str | None = None,
     **options,
 ) -> Term:
@@ -45,13 +49,17 @@ def PolicyGradient(
     Inputs, without gradient: "advantages" and "old_log_prob", and "sequences" for sequence-level objectives; see
     `OBJECTIVES`, where "mask" stands for the valid tokens and is not passed.
 
-    rollout_weight: multiply the loss by the input "rollout_weight", a weight per token from `losses.rollout`.
-    rollout_log_weight: add the input "rollout_log_weight", log-weights per token, to the log-ratios of "vespo".
-    name: the term's name, by default the objective's.
-    options: keyword arguments of the objective's function, such as ``clip=(0.2, 0.28)`` or ``dual_clip=3.0``.
+    Args:
+        objective: name in `OBJECTIVES`.
+        weight: factor of this term in the loss.
+        rollout_weight: multiply the loss by the input "rollout_weight", a weight per token from `losses.rollout`.
+        rollout_log_weight: add the input "rollout_log_weight", log-weights per token, to the log-ratios of "vespo".
+        over: "sets" for log-probs renormalised over each token's set (input "sets", `IdSets`), as a truncating sampler
+            has them; its inputs must be such log-probs, too.
+        name: the term's name, by default the objective's.
+        options: keyword arguments of the objective's function, such as ``clip=(0.2, 0.28)`` or ``dual_clip=3.0``.
     """
-    if objective not in OBJECTIVES:
-        raise ValueError(f"objective must be one of {sorted(OBJECTIVES)}, got {objective!r}")
+    expect_one_of("objective", objective, sorted(OBJECTIVES))
     per_token, names = OBJECTIVES[objective]
     extra = {"rollout_weight": rollout_weight, "rollout_log_weight": rollout_log_weight}
     for flag, value in extra.items():
@@ -62,8 +70,9 @@ def PolicyGradient(
     _expect_options(f"the objective {objective!r}", per_token, (*names, "rollout_log_weight"), options)
     return Term(
         name or objective.replace("-", "_"),
-        partial(_policy_loss, objective, options),
+        partial(_policy_loss, objective, options, over_sets(over, "log_prob")),
         weight,
+        _wanted(over),
         token_weight=_has_positive_reward if objective == "positive-nll" else None,
         inputs=(*(n for n in names if n != "mask"), *(flag for flag, value in extra.items() if value)),
         tokenwise=not {"sequences", "mask"} & set(names),
@@ -71,23 +80,33 @@ def PolicyGradient(
 
 
 def KLToReference(
-    weight: float, estimator: str = "k3", *, importance_weight: str | None = None, name: str = "kl", **options
+    weight: float,
+    estimator: str = "k3",
+    *,
+    importance_weight: str | None = None,
+    over: str = "vocabulary",
+    name: str = "kl",
+    **options,
 ) -> Term:
     """Estimate of KL(policy || reference), see `losses.kl_estimate`. Input, without gradient: "reference_log_prob".
 
-    importance_weight: None; "on-policy" for a weight of value 1 with the score function's gradient; "old" or
-    "generator" for the ratio to the input "old_log_prob" or "generator_log_prob", which gets no gradient.
-    options: the clamps of `losses.kl_estimate`.
+    Args:
+        weight: factor of this term in the loss.
+        estimator: name in `losses.KL_ESTIMATORS`.
+        importance_weight: None; "on-policy" for a weight of value 1 with the score function's gradient; "old" or
+            "generator" for the ratio to the input "old_log_prob" or "generator_log_prob", which gets no gradient.
+        over: as in `PolicyGradient`.
+        name: the term's name.
+        options: the clamps of `losses.kl_estimate`.
     """
-    if importance_weight is not None and importance_weight not in SAMPLERS:
-        raise ValueError(f"importance_weight must be None or one of {list(SAMPLERS)}, got {importance_weight!r}")
-    if estimator not in losses.KL_ESTIMATORS:
-        raise ValueError(f"estimator must be one of {losses.KL_ESTIMATORS}, got {estimator!r}")
+    expect_one_of("importance_weight", importance_weight, (None, *SAMPLERS))
+    expect_one_of("estimator", estimator, losses.KL_ESTIMATORS)
     names = "reference_log_prob", "sampler_log_prob", "estimator"
     _expect_options("KLToReference", losses.kl_estimate, names, options)
-    sampler = SAMPLERS.get(importance_weight)
+    sampler = importance_weight and SAMPLERS[importance_weight]
     inputs = ("reference_log_prob",) + ((sampler,) if sampler else ())
-    return Term(name, partial(_kl, estimator, importance_weight, options), weight, inputs=inputs, tokenwise=True)
+    function = partial(_kl, estimator, importance_weight, options, over_sets(over, "log_prob"))
+    return Term(name, function, weight, _wanted(over), inputs=inputs, tokenwise=True)
 
 
 def PolicyMetrics(
@@ -96,39 +115,55 @@ def PolicyMetrics(
     *,
     level: str = "token",
     reference: bool = False,
+    over: str = "vocabulary",
 ) -> Metric:
     """Metrics of a policy update, see `losses.policy_metrics`. Inputs: "advantages" and "old_log_prob".
 
-    clip, dual_clip: those of the objective, which the metrics cannot know.
-    level: "token" for the token's ratio, "sequence" for its sequence's (input "sequences").
-    reference: True adds the KL to the input "reference_log_prob".
+    Args:
+        clip, dual_clip: those of the objective, which the metrics cannot know.
+        level: "token" for the token's ratio, "sequence" for its sequence's (input "sequences").
+        reference: True adds the KL to the input "reference_log_prob".
+        over: as in `PolicyGradient`.
     """
-    if level not in ("token", "sequence"):
-        raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
+    expect_one_of("level", level, ("token", "sequence"))
+    expect_bool("reference", reference)
     expect_pair("PolicyMetrics: clip", clip)
-    names = ("advantages", "old_log_prob")
+    if dual_clip is not None:
+        expect_real("PolicyMetrics: dual_clip", dual_clip, "a number or None")
+    names: tuple[str, ...] = ("advantages", "old_log_prob")
     names += ("sequences",) * (level == "sequence") + ("reference_log_prob",) * reference
     options = {"clip": clip, "dual_clip": dual_clip}
-    return Metric(partial(_log_prob_metrics, losses.policy_metrics, options), inputs=names)
+    statistic = over_sets(over, "log_prob")
+    return Metric(partial(_log_prob_metrics, losses.policy_metrics, options, statistic), _wanted(over), names)
 
 
-def GeneratorMetrics(bounds: tuple[float, float] = (0.5, 2.0)) -> Metric:
+def GeneratorMetrics(bounds: tuple[float, float] = (0.5, 2.0), *, over: str = "vocabulary") -> Metric:
     """Metrics of trainer against generator, see `losses.generator_metrics`.
 
-    Inputs: "old_log_prob" and "generator_log_prob". bounds: "is_oob_ratio" counts importance ratios outside of them.
+    Inputs: "old_log_prob" and "generator_log_prob".
+
+    Args:
+        bounds: "is_oob_ratio" counts importance ratios outside of them.
+        over: as in `PolicyGradient`.
     """
     expect_pair("GeneratorMetrics: bounds", bounds)
-    function = partial(_log_prob_metrics, losses.generator_metrics, {"bounds": bounds})
-    return Metric(function, inputs=("old_log_prob", "generator_log_prob"))
+    statistic = over_sets(over, "log_prob")
+    function = partial(_log_prob_metrics, losses.generator_metrics, {"bounds": bounds}, statistic)
+    return Metric(function, _wanted(over), ("old_log_prob", "generator_log_prob"))
 
 
-def _policy_loss(objective, options, stats, **inputs):
+def _wanted(over: str) -> tuple[str, ...]:
+    """The optional statistic that log-probs are."""
+    return ("set_log_prob",) if over == "sets" else ()
+
+
+def _policy_loss(objective, options, statistic, stats, **inputs):
     per_token, names = OBJECTIVES[objective]
     inputs = _constants(stats, inputs)
     factor = inputs.pop("rollout_weight", None)
     if "mask" in names:
         inputs["mask"] = stats.valid
-    loss = per_token(stats.log_prob, **inputs, **options)
+    loss = per_token(getattr(stats, statistic), **inputs, **options)
     return loss if factor is None else scaled(factor, loss)
 
 
@@ -137,17 +172,18 @@ def _has_positive_reward(stats, rewards, **_):
     return (rewards > 0).float()
 
 
-def _kl(estimator, importance_weight, options, stats, **inputs):
+def _kl(estimator, importance_weight, options, statistic, stats, **inputs):
+    log_prob = getattr(stats, statistic)
     inputs = _constants(stats, inputs)
-    sampler = inputs.get(SAMPLERS.get(importance_weight))
+    sampler = inputs.get(SAMPLERS.get(importance_weight, ""))
     if importance_weight == "on-policy":
-        sampler = stats.log_prob.detach()
+        sampler = log_prob.detach()
     keywords = {"estimator": estimator, "sampler_log_prob": sampler, **options}
-    return losses.kl_estimate(stats.log_prob, reference_log_prob=inputs["reference_log_prob"], **keywords)
+    return losses.kl_estimate(log_prob, reference_log_prob=inputs["reference_log_prob"], **keywords)
 
 
-def _log_prob_metrics(function, options, stats, **inputs):
-    return function(stats.log_prob, **_constants(stats, inputs), **options)
+def _log_prob_metrics(function, options, statistic, stats, **inputs):
+    return function(getattr(stats, statistic), **_constants(stats, inputs), **options)
 
 
 def _constants(stats, inputs):
@@ -157,9 +193,23 @@ def _constants(stats, inputs):
 
 
 def _expect_options(owner: str, function, names, options):
-    """Raise TypeError for keywords that are inputs or unknown to the function, and for a clip that is not a pair."""
-    allowed = sorted(set(inspect.signature(function).parameters) - {"log_prob", *names})
+    """Raise TypeError for keywords that are inputs or unknown to the function, or of another kind than its defaults."""
+    parameters = inspect.signature(function).parameters
+    allowed = sorted(set(parameters) - {"log_prob", *names})
     if unknown := sorted(set(options) - set(allowed)):
         raise TypeError(f"{owner} takes the options {allowed}, got {unknown}")
-    if "clip" in options:
-        expect_pair(f"{owner}: clip", options["clip"])
+    for name, value in options.items():
+        _expect_kind(f"{owner}: {name}", value, parameters[name].default, "None" in parameters[name].annotation)
+
+
+def _expect_kind(name: str, value, default, optional: bool):
+    """Raise TypeError unless the value is of the kind of a default: pairs of pairs, a pair or a number (or None)."""
+    if isinstance(default, tuple) and isinstance(default[0], tuple):
+        if not isinstance(value, (tuple, list)) or len(value) != len(default):
+            raise TypeError(f"{name} must be {len(default)} pairs of numbers, such as {default}, got {value!r}")
+        for pair in value:
+            expect_pair(f"each pair of {name}", pair)
+    elif isinstance(default, tuple):
+        expect_pair(name, value)
+    elif not isinstance(default, str) and not (optional and value is None):
+        expect_real(name, value, "a number or None" if optional else "a number")

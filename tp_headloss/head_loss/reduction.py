@@ -7,7 +7,7 @@ import torch
 from ..engine.autograd import TokenSums
 from ..engine.backend import resolve_backend
 from ..engine.operators import can_skip_dispatch
-from ..statistics import VocabStatistics
+from ..statistics import MaybeNone, VocabStatistics
 from .call import Call
 from .statistic_value import FusedReduction, StatisticValue
 from .token_sums import expect_per_token, masked, nonzero
@@ -23,7 +23,7 @@ def fused_reduction(call: Call, example: torch.Tensor) -> FusedReduction | None:
     if (
         plan is None
         or not can_skip_dispatch(example)
-        or resolve_backend(definition.options and definition.options.backend, device) != "triton"
+        or resolve_backend(definition.backend, device) != "triton"
         or _is_elsewhere(call.loss_weight, device)
         or _is_elsewhere(denominator, device)
     ):
@@ -41,7 +41,7 @@ def _is_elsewhere(x, device: torch.device) -> bool:
 
 
 def reduce_tokens(
-    call: Call, stats: VocabStatistics, values: list[torch.Tensor | None], reduction: FusedReduction | None
+    call: Call, stats: VocabStatistics, values: list[torch.Tensor | MaybeNone], reduction: FusedReduction | None
 ):
     """Reduce the values of the call's functions over tokens, by the kernel if there is a reduction and all are fp32.
 
@@ -57,7 +57,7 @@ def reduce_tokens(
     return reduce_in_torch(call, stats, values)
 
 
-def reduce_in_torch(call: Call, stats: VocabStatistics, values: list[torch.Tensor | None]):
+def reduce_in_torch(call: Call, stats: VocabStatistics, values: list[torch.Tensor | MaybeNone]):
     """Reduce as `reduce_tokens` does, in plain torch: the definition of every reduction."""
     definition, valid, weight = call.definition, stats.valid, call.loss_weight
     values = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -12,9 +12,14 @@ class StatisticValue(NamedTuple):
     """Per-token function [-] statistic [squared], which the reduction evaluates without a kernel of its own.
 
     ``Term("z_loss", StatisticValue("lse", square=True))`` is lse^2.
+
+    Attributes:
+        statistic: a field of `VocabStatistics`.
+        square: True squares it.
+        negative: True negates it, after the square.
     """
 
-    statistic: str  # a field of VocabStatistics
+    statistic: str
     square: bool = False
     negative: bool = False
 
@@ -24,6 +29,9 @@ class StatisticValue(NamedTuple):
         values = values if values.is_floating_point() else values.float()
         values = values**2 if self.square else values
         return -values if self.negative else values
+
+
+PerToken: TypeAlias = Callable[..., torch.Tensor] | StatisticValue
 
 
 class SumsPlan(NamedTuple):
@@ -38,7 +46,7 @@ class SumsPlan(NamedTuple):
     negatives: int  # bit i: sum i is negated
 
     @classmethod
-    def from_functions(cls, functions: Sequence[Callable], coefficients: Sequence[float]) -> SumsPlan:
+    def from_functions(cls, functions: Sequence[PerToken], coefficients: Sequence[float]) -> SumsPlan:
         """Plan for sums of these functions' values. Values of functions that are no `StatisticValue` are summed as
         given."""
         as_given = StatisticValue("")

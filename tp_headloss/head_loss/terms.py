@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,8 @@ import torch
 
 from .. import losses
 from ..losses.ratio import scaled
-from ..statistics import FULL_TEACHER, TOPK_TEACHER, known_statistics
+from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
+from ..validation import expect_bool, expect_one_of, expect_real, expect_scalar
 from .statistic_value import StatisticValue
 
 
@@ -20,32 +20,28 @@ from .statistic_value import StatisticValue
 class Term:
     """Weighted per-token loss, with the optional statistics and the inputs that it needs.
 
-    name: key of this term in `HeadLossOutput.terms`, unique in a `HeadLoss`.
+    Args:
+        name: key of this term in `HeadLossOutput.terms`, unique in a `HeadLoss`.
+        function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and averages. A
+            `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no kernel of its own. To pickle a
+            HeadLoss, use functions of a module, and `functools.partial` for their constants, instead of lambdas.
+        weight: factor of this term in the loss; a number that is finite in fp32, or a scalar tensor.
+        want: names of the optional statistics that the function reads.
+        token_weight: ``token_weight(stats, **inputs) -> [..]``, such as class weights; this term's mean divides by
+            their sum instead of by the number of valid tokens.
+        class_weight: [V] replicated, column weights of the statistic "total".
+        inputs: names of the function's keyword arguments, which ``HeadLoss.forward(inputs={...})`` passes: tensors that
+            broadcast to the labels' shape, "sequences" or "teacher".
+        tokenwise: True promises that a token's value depends on this token alone, so that the function may be called
+            with some of the tokens [n] at a time, as a one-sweep `HeadLoss.linear` does. Statistic values are tokenwise
+            anyway.
 
-    function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and averages. A
-    `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no kernel of its own. To pickle a HeadLoss,
-    use functions of a module, and `functools.partial` for their constants, instead of lambdas.
-
-    weight: factor of this term in the loss; a number that is finite in fp32, or a scalar tensor.
-
-    want: names of the optional statistics that the function reads.
-
-    token_weight: ``token_weight(stats, **inputs) -> [..]``, such as class weights; this term's mean divides by their
-    sum instead of by the number of valid tokens.
-
-    class_weight: [V] replicated, column weights of the statistic "total".
-
-    inputs: names of the function's keyword arguments, which ``HeadLoss.forward(inputs={...})`` passes: tensors that
-    broadcast to the labels' shape, "sequences" or "teacher".
-
-    tokenwise: True promises that a token's value depends on this token alone, so that the function may be called with
-    some of the tokens [n] at a time, as a one-sweep `HeadLoss.linear` does. Statistic values are tokenwise anyway.
-
-    Raises TypeError or ValueError for arguments of another kind.
+    Raises:
+        TypeError, ValueError: arguments of another kind.
     """
 
     name: str
-    function: Callable[..., torch.Tensor]
+    function: Callable[..., torch.Tensor] | StatisticValue
     weight: float = 1.0
     want: tuple[str, ...] = ()
     token_weight: Callable[..., torch.Tensor] | None = None
@@ -58,27 +54,30 @@ class Term:
             raise TypeError(f"a term's name must be a string, got {self.name!r}")
         owner = f"term {self.name!r}"
         _expect_function(owner, self.function)
-        if isinstance(self.weight, torch.Tensor):
-            if self.weight.dim():
-                raise ValueError(f"{owner}: weight must be a number or a scalar tensor, got {list(self.weight.shape)}")
-        elif not isinstance(self.weight, numbers.Real):
-            raise TypeError(f"{owner}: weight must be a number or a scalar tensor, got {self.weight!r}")
-        elif not math.isfinite(self.weight) or abs(self.weight) > torch.finfo(torch.float32).max:
+        expect_scalar(f"{owner}: weight", self.weight)
+        if not isinstance(self.weight, torch.Tensor) and (
+            not math.isfinite(self.weight) or abs(self.weight) > torch.finfo(torch.float32).max
+        ):
             raise ValueError(f"{owner}: weight must be finite in fp32, got {self.weight}")
         _expect_names(owner, "want", self.want, known_statistics())
         _expect_names(owner, "inputs", self.inputs)
+        if self.token_weight is not None:
+            _expect_function(f"{owner}: token_weight", self.token_weight)
+        _expect_class_weight(self.class_weight)
+        expect_bool(f"{owner}: tokenwise", self.tokenwise)
 
 
 @dataclass(frozen=True)
 class Metric:
     """Per-token values that a `HeadLoss` sums and reports, without gradient.
 
-    function: ``function(stats, **inputs) -> {name: [..]}``. A name that begins with "max_" or "min_" becomes the
-    extremum over valid tokens, any other name the sum over them.
+    Args:
+        function: ``function(stats, **inputs) -> {name: [..]}``. A name that begins with "max_" or "min_" becomes the
+            extremum over valid tokens, any other name the sum over them.
+        want, inputs: optional statistics and inputs that the function reads, as in `Term`.
 
-    want, inputs: optional statistics and inputs that the function reads, as in `Term`.
-
-    Raises TypeError or ValueError for arguments of another kind.
+    Raises:
+        TypeError, ValueError: arguments of another kind.
     """
 
     function: Callable[..., dict[str, torch.Tensor]]
@@ -96,8 +95,8 @@ METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is su
     "entropy": StatisticValue("entropy"),
     "log_prob": StatisticValue("log_prob"),
     "lse": StatisticValue("lse"),
-    # these need the input "teacher": a `Teacher` for the first group, a `TopKTeacher` for the second
-    **{name: StatisticValue(name) for name in (*FULL_TEACHER, *TOPK_TEACHER)},
+    # these need the input "teacher", a `Teacher` for the first group, a `TopKTeacher` for the second, or "sets"
+    **{name: StatisticValue(name) for name in (*FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS)},
 }
 
 
@@ -109,25 +108,28 @@ def CrossEntropy(
 ) -> Term:
     """Cross-entropy, as torch.nn.functional.cross_entropy computes it.
 
-    label_smoothing: in [0, 1]. smoothing_formula: "torch" or "megatron"; see `losses.smoothed_cross_entropy`.
-    class_weight: [V] replicated; the mean then divides by the sum of the labels' weights, as in torch.
+    Args:
+        weight: factor of this term in the loss.
+        label_smoothing: in [0, 1].
+        smoothing_formula: "torch" or "megatron"; see `losses.smoothed_cross_entropy`.
+        class_weight: [V] replicated; the mean then divides by the sum of the labels' weights, as in torch.
     """
-    if smoothing_formula not in ("torch", "megatron"):
-        raise ValueError(f"smoothing_formula must be 'torch' or 'megatron', got {smoothing_formula!r}")
+    expect_one_of("smoothing_formula", smoothing_formula, ("torch", "megatron"))
+    expect_real("label_smoothing", label_smoothing)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    if class_weight is not None and not isinstance(class_weight, torch.Tensor):
-        raise TypeError(f"class_weight must be a tensor [V] or None, got {type(class_weight).__name__}")
+    _expect_class_weight(class_weight)
     if not label_smoothing and class_weight is None:
         return Term("cross_entropy", StatisticValue("log_prob", negative=True), weight)
-    token_weight, function = None, None
+    token_weight = None
+    function: Callable[..., torch.Tensor] = losses.cross_entropy
     if class_weight is not None:
         class_weight = class_weight.detach().float()
         token_weight = partial(losses.label_weight, class_weight=class_weight)
         function = partial(_weighted_cross_entropy, class_weight)
     if label_smoothing:
-        options = {"smoothing": label_smoothing, "formula": smoothing_formula, "class_weight": class_weight}
-        function = partial(losses.smoothed_cross_entropy, **options)
+        smoothed = partial(losses.smoothed_cross_entropy, smoothing=label_smoothing, formula=smoothing_formula)
+        function = partial(smoothed, class_weight=class_weight)
     want = ("total",) if label_smoothing else ()
     return Term("cross_entropy", function, weight, want, token_weight, class_weight, tokenwise=True)
 
@@ -137,13 +139,27 @@ def ZLoss(weight: float) -> Term:
     return Term("z_loss", StatisticValue("lse", square=True), weight)
 
 
-def Entropy(weight: float) -> Term:
-    """Entropy bonus: minimises -entropy, with the entropy's own gradient."""
-    return Term("entropy", StatisticValue("entropy", negative=True), weight, ("entropy",))
+def Entropy(weight: float, over: str = "vocabulary") -> Term:
+    """Entropy bonus: minimises -entropy, with the entropy's own gradient. over: as in `PolicyGradient`."""
+    statistic = over_sets(over, "entropy")
+    return Term("entropy", StatisticValue(statistic, negative=True), weight, (statistic,))
+
+
+def over_sets(over: str, statistic: str) -> str:
+    """Name of a statistic over the vocabulary or over each token's set. ValueError unless `over` is one of these."""
+    if over not in ("vocabulary", "sets"):
+        raise ValueError(f"over must be 'vocabulary' or 'sets', got {over!r}")
+    return f"set_{statistic}" if over == "sets" else statistic
 
 
 def _weighted_cross_entropy(class_weight, stats):
     return scaled(losses.label_weight(stats, class_weight), losses.cross_entropy(stats))
+
+
+def _expect_class_weight(class_weight):
+    """Raise TypeError unless it is a tensor or None; its shape is checked with a call."""
+    if class_weight is not None and not isinstance(class_weight, torch.Tensor):
+        raise TypeError(f"class_weight must be a tensor [V] or None, got {type(class_weight).__name__}")
 
 
 def _expect_function(owner: str, function):

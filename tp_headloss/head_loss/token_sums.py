@@ -13,7 +13,8 @@ def masked(values: torch.Tensor, valid: torch.Tensor | None, weight: torch.Tenso
     """
     if weight is not None:
         values = values.double() * weight
-        valid = valid if weight.requires_grad else valid & (weight != 0)
+        if valid is not None and not weight.requires_grad:
+            valid = valid & (weight != 0)
     return values if valid is None else torch.where(valid, values, 0.0)
 
 
@@ -43,14 +44,14 @@ def metric_sums(
     weight * value, accumulated in float64.
     """
     counted = valid if weight is None else valid & (weight != 0)
-    signs = {name: {"max_": 1.0, "min_": -1.0}.get(name[:4]) for name in values}
-    out = {}
+    signs = {name: {"max_": 1.0, "min_": -1.0}.get(name[:4], 0.0) for name in values}
+    out: dict[str, torch.Tensor] = {}
     # all rows at once, because a small operation costs the same for one row as for twenty
-    if summed := [name for name, sign in signs.items() if sign is None]:
+    if summed := [name for name, sign in signs.items() if not sign]:
         rows = torch.stack([values[name].float() for name in summed])
         rows = torch.where(counted, rows if weight is None else rows * weight, 0.0)
         out.update(zip(summed, rows.reshape(len(rows), -1).sum(1, dtype=torch.float64).float().unbind(0)))
-    if extrema := [name for name, sign in signs.items() if sign is not None]:
+    if extrema := [name for name, sign in signs.items() if sign]:
         rows = torch.stack([signs[name] * values[name].float() for name in extrema])
         rows = torch.where(counted, rows, -torch.inf).reshape(len(rows), -1)
         tops = torch.nn.functional.pad(rows, (0, 1), value=-torch.inf).amax(1)  # -inf also without any tokens

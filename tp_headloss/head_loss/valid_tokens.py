@@ -23,13 +23,16 @@ def linear_over_valid_tokens(
     """
     if call.sequences is not None:
         raise ValueError("max_valid_tokens drops tokens of sequences, got the input 'sequences'")
+    assert linear.max_valid_tokens is not None
     definition = call.definition
     tokens = ValidTokens(
         call.labels, definition.ignore_index, linear.max_valid_tokens, definition.options, shard.vocab_size
     )
-    inputs = {name: tokens(x, name) for name, x in call.inputs.items() if name != "teacher"}
+    inputs = {name: tokens(x, name) for name, x in call.inputs.items() if name not in ("teacher", "sets")}
     if "teacher" in call.inputs:
         inputs["teacher"] = tokens.teacher(call.inputs["teacher"])
+    if "sets" in call.inputs:
+        inputs["sets"] = tokens.sets(call.inputs["sets"])
     out = linear_loss(
         tokens(hidden, "hidden states"), weight, tokens(call.labels, "labels"), bias=bias, shard=shard,
         token_weight=tokens(call.token_weight, "token_weight"),

@@ -27,7 +27,9 @@ def value_gradients(call: Call, request: Request) -> Callable | None:
         request: of the same call, with its tokens in rows.
     """
     plan, layout = call.definition.plan.sums[int(call.sequences is not None)], request.layout
-    names = () if plan is None else plan.statistics[: len(plan.coefficients)]
+    if plan is None:
+        return None
+    names = plan.statistics[: len(plan.coefficients)]
     if not names or not set(names) <= layout.differentiable:
         return None
     labels, fused = request.tensors.labels, fused_reduction(call, request.tensors.labels)
@@ -38,7 +40,9 @@ def value_gradients(call: Call, request: Request) -> Callable | None:
         weight = None if weight is None else weight.float().contiguous()
         divisor, rows_of = fused.denominator, load_backend("triton").token_sums_gradient
         if not isinstance(divisor, torch.Tensor):
+            assert divisor is not None
             divisor = torch.full((), float(divisor), dtype=torch.float64, device=labels.device)
+    assert divisor is not None
     divisor = nonzero(divisor)
 
     def of_upstream(upstream):
@@ -48,12 +52,13 @@ def value_gradients(call: Call, request: Request) -> Callable | None:
             every = rows_of(upstream, unread, valid, weight, divisor, plan)
 
         def gradients_of(found, here):
-            rows = every
-            if every is None:
+            if every is not None:
+                rows = every
+            else:
                 part = None if weight is None else weight[here]
                 values = tuple([found[name] for name in names])
                 rows = rows_of(upstream, values, valid[here], part, divisor, plan)
-            grads = {}
+            grads: dict[str, torch.Tensor] = {}
             for name, row in zip(names, rows.unbind(0)):
                 row = row if every is None else row[here]
                 grads[name] = row if name not in grads else grads[name] + row

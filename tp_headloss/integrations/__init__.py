@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 
 SUPPORTED = {  # distribution -> (first, below), extra of this package
+    "deepspeed": (("0.19.8", "0.20"), "deepspeed"),
     "megatron-core": (("0.16.1", "0.20"), "megatron"),
     "torchtitan": (("0.3.0", "0.4"), "torchtitan"),
     "transformers": (("5.17.0", "6"), "transformers"),
@@ -25,30 +26,37 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def _source_version(distribution: str) -> str | None:
-    """Version of a host that is not installed but on the path as a checkout, as Megatron often is; None without one."""
+def installed_version(distribution: str) -> str | None:
+    """Return the version of a host that is installed, or on the path as a checkout, as Megatron often is; else None."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        pass
     try:
         return importlib.import_module(distribution.replace("-", ".")).__version__
     except (ImportError, AttributeError):
         return None
 
 
+def is_supported(distribution: str, version: str) -> bool:
+    """Return True for a version that the tests run with."""
+    first, below = SUPPORTED[distribution][0]
+    return _release(first) <= _release(version) < _release(below)
+
+
 def require(distribution: str) -> tuple[int, ...]:
     """Return the version of an installed host as numbers. ImportError if it is not installed or not supported."""
     (first, below), extra = SUPPORTED[distribution]
     wanted = f"{distribution} >= {first}, < {below} (pip install 'tp_headloss[{extra}]')"
-    try:
-        version = importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        version = _source_version(distribution)
+    version = installed_version(distribution)
     if version is None:
         raise ImportError(f"this needs {wanted}, and there is none")
-    if not _release(first) <= _release(version) < _release(below):
+    if not is_supported(distribution, version):
         raise ImportError(f"this needs {wanted}, got {version}")
     return _release(version)
 
 
-def check_type(name: str, value, *kinds: type) -> None:
+def check_type(name: str, value, *kinds: type | None) -> None:
     """Raise TypeError, with the expected and the actual type, unless `value` is an instance of one of `kinds`, or None
     if None is among them."""
     classes = tuple(kind for kind in kinds if kind is not None)

@@ -201,11 +201,13 @@ def _checked_backend() -> str:
 
 def _mesh_shard(width: int, vocab_size: int | None) -> VocabShard:
     """Shard of a rank that has `width` plain columns of logits, or rows of a weight, in torchtitan's current mesh."""
-    if vocab_size is None and get_spmd_backend() == "spmd_types":
-        raise ValueError("plain logits do not say the size of the vocabulary: give Config(global_vocab_size=..)")
+    if vocab_size is None:
+        if get_spmd_backend() == "spmd_types" or spmd_mesh_size("tp") > 1:
+            raise ValueError("plain logits do not say the size of the vocabulary: give Config(global_vocab_size=..)")
+        return VocabShard(0, width, width)
     if spmd_mesh_size("tp") > 1:
         return VocabShard.from_group(current_spmd_mesh().get_group("tp"), vocab_size)
-    if vocab_size not in (None, width):
+    if vocab_size != width:
         raise ValueError(
             f"this rank has {width} of {vocab_size} ids, and nothing says who has the others: in 'spmd_types' call the "
             "loss inside of torchtitan's train_context (set_current_spmd_mesh), in 'partial_dtensor' with DTensors"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 
@@ -85,7 +86,8 @@ class FusedLogProbs:
     itself."""
 
     def __init__(self, model, trl_forward, settings, linear, shard, transform):
-        self.model, self.trl_forward, self.fused_forward, self.shard, self.calls = model, trl_forward, None, shard, 0
+        self.model, self.trl_forward, self.shard, self.calls = model, trl_forward, shard, 0
+        self.fused_forward: Any = None
         # at temperature 1 until the check has compared the loss with the model's own
         self.linear, self.settings = checked_linear(linear), {**settings, "temperature": 1.0}
         if trl_forward is not None:

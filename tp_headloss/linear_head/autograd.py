@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,7 +46,7 @@ class LinearFacts(NamedTuple):
             raise ValueError(blocks.refusal(planner, sizes, self.budget))
         return found
 
-    def operands(self, hidden, weight, facts: Facts):
+    def operands(self, hidden, weight, facts: Facts) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states and weight as the GEMMs take them."""
         return self.gathered(hidden.to(self.dtype), facts), weight.to(self.dtype)
 
@@ -88,14 +88,16 @@ def _gradient(hidden, weight, *args, main_grad=None):
     *tensors, merged, grads, wanted, teacher, facts, linear = args
     request = Request.of((None, *tensors), facts)
     grads = dict(zip(request.layout.gradients, grads))
-    dtypes = (x.dtype if want else None for x, want in zip((hidden, weight, request.tensors.bias), wanted))
-    wanted = sweeps.Gradients(*dtypes, main_grad)
+    of_hidden, of_weight, of_bias = (
+        x.dtype if want else None for x, want in zip((hidden, weight, request.tensors.bias), wanted)
+    )
+    wanted = sweeps.Gradients(of_hidden, of_weight, of_bias, main_grad)
     found = linear.blocks(hidden, facts, teacher)
     with torch.autocast(hidden.device.type, enabled=False):
-        operands = linear.operands(hidden, weight, facts)
+        hidden, weight = linear.operands(hidden, weight, facts)
         request = request._replace(teacher_heads=linear.teacher_operands(teacher, facts))
         hidden_grad, sums = sweeps.gradient(
-            *operands, request, merged, grads, found, wanted, linear.hidden_grad, linear.logits
+            hidden, weight, request, merged, grads, found, wanted, linear.hidden_grad, linear.logits
         )
     return hidden_grad, *sums.gradients()
 
@@ -151,8 +153,8 @@ class LinearStatistics(torch.autograd.Function):
         layout, facts, linear, count = ctx.layout, ctx.facts, ctx.linear, len(tensors) + 6
         teacher = ctx.teacher.with_tensors(tensors[len(Tensors._fields) - 1 :])
         tensors = tensors[: len(Tensors._fields) - 1]
-        upstream = {name: g for name, g in zip(layout.outputs, upstream) if name in layout.differentiable}
-        grads = kernel_gradients(upstream)
+        named = {name: g for name, g in zip(layout.outputs, upstream) if name in layout.differentiable}
+        grads = kernel_gradients(named)
         if not grads:
             return (None,) * count
         bias = ctx.needs_input_grad[1 + _BIAS]
@@ -176,7 +178,7 @@ class LinearStatistics(torch.autograd.Function):
 class MainGrad(NamedTuple):
     """Megatron's fp32 gradient of a weight, to which the backward adds dW itself."""
 
-    weight: torch.nn.Parameter
+    weight: Any  # torch.nn.Parameter with the attributes that Megatron gives it
 
     @property
     def main_grad(self) -> torch.Tensor:
@@ -229,7 +231,7 @@ class OneSweep(torch.autograd.Function):
             if main_grad is not None and ctx.once:
                 raise RuntimeError("with a declared upstream, dW went into main_grad once: there is no second backward")
             ctx.once = True
-        out = [None, None, None]
+        out: list[torch.Tensor | None] = [None, None, None]
         for i, (gradient, dtype) in enumerate(zip(ctx.saved_tensors, ctx.types)):
             if not ctx.needs_input_grad[i]:
                 continue

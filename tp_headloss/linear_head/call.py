@@ -13,6 +13,7 @@ from ..calls import build_request
 from ..options import DEFAULTS, NO_TRANSFORM
 from ..request import Request, TeacherOperands
 from ..statistics import VocabStatistics
+from ..validation import expect_hidden_and_weight, expect_tensor
 from . import blocks
 from .autograd import LinearFacts, LinearStatistics, MainGrad
 from .epilogue import obstacle
@@ -23,7 +24,9 @@ _log = logging.getLogger("tp_headloss")
 
 
 def hidden_fact(hidden: torch.Tensor, linear: Linear):
-    """Return what ranks must agree on: hidden states, or the shape and dtype of each rank's own part of them."""
+    """Return what ranks must agree on: hidden states, or the shape and dtype of each rank's own part of them. TypeError
+    unless they are a tensor."""
+    expect_tensor("hidden states", hidden)
     return (list(hidden.shape), str(hidden.dtype)) if linear.hidden_grad == "reduce_scatter" else hidden
 
 
@@ -38,8 +41,9 @@ class LinearCall(NamedTuple):
 
     @classmethod
     def checked(
-        cls, hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options, linear
-    ) -> LinearCall:
+        cls, hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options, linear,
+        sets=None,
+    ) -> LinearCall:  # fmt: skip
         """Validate a call and bring its tensors into rows."""
         transform, options = transform or NO_TRANSFORM, options or DEFAULTS
         if options.inplace:
@@ -63,7 +67,7 @@ class LinearCall(NamedTuple):
         heads = heads_of(teacher, hidden, logits)
         request = build_request(
             logits, labels, shard, want, transform, stand_in(teacher, logits), total_weight, ignore_index, options,
-            logits if scattered else hidden,
+            logits if scattered else hidden, sets,
         )  # fmt: skip
         if heads:
             operands = teacher_operands(teacher, heads, request.order, scattered)
@@ -132,16 +136,14 @@ def _takes_epilogue(hidden, weight, dtype: torch.dtype, request: Request, linear
 
 def _validate(hidden, weight, linear: Linear) -> torch.dtype:
     """Return the dtype of the GEMMs' operands, as torch.nn.functional.linear chooses it."""
-    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
-        shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
-        raise ValueError(f"hidden states and weight must be [.., H] and [width, H], got {shapes}")
+    expect_hidden_and_weight(hidden, weight)
     if hidden.device != weight.device:
         raise ValueError(f"weight must be on {hidden.device} like the hidden states, got {weight.device}")
     dtype = operand_dtype(hidden, weight)
     if linear.main_grad and weight.requires_grad:
         main_grad = getattr(weight, "main_grad", None)
         fits = main_grad is not None and main_grad.shape == weight.shape and main_grad.is_contiguous()
-        if not fits or main_grad.dtype != torch.float32 or main_grad.device != weight.device:
+        if main_grad is None or not fits or main_grad.dtype != torch.float32 or main_grad.device != weight.device:
             got = None
             if main_grad is not None:
                 got = main_grad.dtype, list(main_grad.shape), main_grad.stride(), main_grad.device

@@ -9,6 +9,7 @@ import torch
 from ..agreement import Agreement
 from ..dtensor import local_head, local_part
 from ..eager_only import uncompiled_where_needed
+from ..id_sets import IdSets
 from ..options import Options, Teacher, TeacherHead, TeacherHeads, TopKTeacher, Transform
 from ..shard import VocabShard
 from ..statistics import VocabStatistics
@@ -30,6 +31,7 @@ def linear_vocab_statistics(
     want: tuple[str, ...] = (),
     transform: Transform | None = None,
     teacher: Teacher | TopKTeacher | TeacherHead | TeacherHeads | None = None,
+    sets: IdSets | None = None,
     total_weight: torch.Tensor | None = None,
     ignore_index: int = -100,
     options: Options | None = None,
@@ -51,6 +53,35 @@ def linear_vocab_statistics(
     expect_instance("options", options, Options)
     expect_instance("linear", linear, Linear)
     expect_instance("transform", transform, Transform)
+    linear = _recompute_options(linear)
+    with Agreement(options, shard) as agreement:
+        hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
+        given = (local_part(x, shard, linear.hidden_grad) for x in (labels, transform, teacher, sets))
+        labels, transform, teacher, sets = given
+        agreement.record(
+            "linear_vocab_statistics", shard, weight=weight, hidden=hidden_fact(hidden, linear), labels=labels,
+            bias=bias, want=want, transform=transform, teacher=teacher_fact(teacher, linear, options),
+            sets=sets, total_weight=total_weight, ignore_index=ignore_index, options=options, linear=linear,
+        )  # fmt: skip
+        if linear.max_valid_tokens is None:
+            call = LinearCall.checked(
+                hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options,
+                linear, sets,
+            )  # fmt: skip
+    if linear.max_valid_tokens is not None:
+        picked = ValidTokens(labels, ignore_index, linear.max_valid_tokens, options, shard.vocab_size)
+        stats = linear_vocab_statistics(
+            picked(hidden, "hidden states"), weight, picked(labels, "labels"), bias=bias, shard=shard, want=want,
+            transform=picked.transform(transform), teacher=picked.teacher(teacher), sets=picked.sets(sets),
+            total_weight=total_weight, ignore_index=ignore_index, options=options,
+            linear=replace(linear, max_valid_tokens=None),
+        )  # fmt: skip
+        return picked.spread(stats, labels)
+    return call.recompute(labels, options)
+
+
+def _recompute_options(linear: Linear | None) -> Linear:
+    """The options of a head whose statistics are differentiated. ValueError for those of one sweep."""
     linear = linear or Linear()
     if linear.mode == "one_sweep":
         raise ValueError(
@@ -58,25 +89,4 @@ def linear_vocab_statistics(
         )
     if linear.upstream is not None:
         raise ValueError(f"upstream is of a one-sweep HeadLoss.linear, got {linear.upstream}")
-    with Agreement(options, shard) as agreement:
-        hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
-        labels, transform, teacher = (local_part(x, shard, linear.hidden_grad) for x in (labels, transform, teacher))
-        agreement.record(
-            "linear_vocab_statistics", shard, weight=weight, hidden=hidden_fact(hidden, linear), labels=labels,
-            bias=bias, want=want, transform=transform, teacher=teacher_fact(teacher, linear, options),
-            total_weight=total_weight, ignore_index=ignore_index, options=options, linear=linear,
-        )  # fmt: skip
-        if linear.max_valid_tokens is None:
-            call = LinearCall.checked(
-                hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options,
-                linear,
-            )  # fmt: skip
-    if linear.max_valid_tokens is not None:
-        picked = ValidTokens(labels, ignore_index, linear.max_valid_tokens, options, shard.vocab_size)
-        stats = linear_vocab_statistics(
-            picked(hidden, "hidden states"), weight, picked(labels, "labels"), bias=bias, shard=shard, want=want,
-            transform=picked.transform(transform), teacher=picked.teacher(teacher), total_weight=total_weight,
-            ignore_index=ignore_index, options=options, linear=replace(linear, max_valid_tokens=None),
-        )  # fmt: skip
-        return picked.spread(stats, labels)
-    return call.recompute(labels, options)
+    return linear

@@ -41,7 +41,7 @@ def one_sweep(call: LinearCall, labels, options, objective_of) -> tuple[VocabSta
         call.hidden.dtype if call.hidden.requires_grad or call.reduces else None,
         (torch.float32 if linear.main_grad else call.weight.dtype) if call.weight.requires_grad else None,
         None if bias is None or not bias.requires_grad else bias.dtype,
-        call.weight.main_grad if direct and call.weight.requires_grad else None,
+        MainGrad(call.weight).main_grad if direct and call.weight.requires_grad else None,
     )
     if direct:  # raises if there are any
         message = "a declared upstream with main_grad adds to it in the forward: this head cannot be checkpointed"
@@ -49,11 +49,12 @@ def one_sweep(call: LinearCall, labels, options, objective_of) -> tuple[VocabSta
             pass
     tokens, objective = call.one_sweep_tokens(), _objective(call, objective_of(upstream))
     with torch.no_grad(), torch.autocast(call.hidden.device.type, enabled=False):
-        operands = call.facts.operands(call.hidden.detach(), call.weight.detach(), facts)
+        hidden, weight = call.facts.operands(call.hidden.detach(), call.weight.detach(), facts)
         teacher = call.facts.teacher_operands(request.teacher_heads, facts)
-        plain = Tensors(*(None if x is None else x.detach() for x in request.tensors))
+        plain = Tensors._make(None if x is None else x.detach() for x in request.tensors)
         values, flags, hidden_grad, sums = sweeps.one_sweep(
-            *operands,
+            hidden,
+            weight,
             request._replace(tensors=plain, teacher_heads=teacher),
             tokens,
             objective,

@@ -33,8 +33,7 @@ def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = Fa
     elif out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
     elif a.is_cuda and out.dtype == torch.float32:
-        dtype = {"out_dtype": out.dtype, "out": out}
-        torch.addmm(out, a, b, **dtype) if add else torch.mm(a, b, **dtype)
+        torch.addmm(out, a, b, out.dtype, out=out) if add else torch.mm(a, b, out.dtype, out=out)
     elif out.dtype.itemsize == 2:  # of another half precision
         exact = out.to(torch.float32)
         multiply(exact, a, b, add)
@@ -100,7 +99,8 @@ class _TeacherBuffer:
     """The memory of one block of a teacher's logits; one more for a second head and all that follow."""
 
     def __init__(self, heads: TeacherOperands, tokens: int, columns: int):
-        self.heads, self.buffers = heads, []
+        self.heads = heads
+        self.buffers: list[_Buffer] = []
         for i, operands in enumerate(zip(heads.states, heads.weights)):
             buffer = _Buffer(*operands, tokens if i < 2 else 0, columns, dtype=heads.block_dtype)
             if i > 1:
@@ -109,15 +109,17 @@ class _TeacherBuffer:
 
     def logits(self, tokens: slice, ids: slice) -> torch.Tensor:
         """The logits that each token's head gives it, transformed up to the factors that `Facts` have."""
-        heads, out = self.heads, None
-        for i, (buffer, bias, cap) in enumerate(zip(self.buffers, heads.biases, heads.caps)):
-            x = buffer.logits(tokens, ids)
-            if bias is not None:
-                x += bias[ids]
-            if cap:
-                x.mul_(cap).tanh_()
-            out = x if i == 0 else torch.where((heads.of_token[tokens] == i)[:, None], x, out, out=out)
+        out = self._logits_of_head(0, tokens, ids)
+        for i in range(1, len(self.buffers)):
+            own = (self.heads.of_token[tokens] == i)[:, None]
+            out = torch.where(own, self._logits_of_head(i, tokens, ids), out, out=out)
         return out
+
+    def _logits_of_head(self, i: int, tokens: slice, ids: slice) -> torch.Tensor:
+        x, bias, cap = self.buffers[i].logits(tokens, ids), self.heads.biases[i], self.heads.caps[i]
+        if bias is not None:
+            x += bias[ids]
+        return x.mul_(cap).tanh_() if cap else x
 
     def joined(self, request: Request, tokens: slice, ids: slice = slice(None)) -> Request:
         """The request of a block with the teacher's logits of the block, if they are made here."""
@@ -143,12 +145,12 @@ def statistics(hidden, weight, request: Request, tokens: int, made: Logits = ROU
     def block(here):
         return teacher.joined(request.rows(here, buffer.logits(here)), here)
 
-    packets = [transport.write(block(here)) for here in slices]
-    outputs = transport.merge(torch.cat(packets, -1), request)
+    first = [transport.write(block(here)) for here in slices]
+    outputs = transport.merge(torch.cat(first, -1), request)
     if request.layout.second:
         merged, values, *_ = outputs
-        packets = [passes.second_packets(block(here), merged[:, here].contiguous()) for here in slices]
-        passes.second_exchange(torch.cat(packets, -1), merged, values, request)
+        second = [passes.second_packets(block(here), merged[:, here].contiguous()) for here in slices]
+        passes.second_exchange(torch.cat(second, -1), merged, values, request)
     return outputs
 
 
@@ -204,12 +206,12 @@ def gradient(
         hidden_grad = hidden.new_empty(hidden.shape, dtype=wanted.hidden)
     for t in tokens:
         rows = None if hidden_grad is None else hidden_grad[t]
-        if hidden_grad is not None and len(ids) > 1 and (exact := accumulation_dtype(wanted.hidden)) != wanted.hidden:
+        if rows is not None and len(ids) > 1 and (exact := accumulation_dtype(rows.dtype)) != rows.dtype:
             rows = rows.new_empty(rows.shape, dtype=exact)
         upstream = merged[:, t].contiguous(), {name: None if g is None else g[t] for name, g in grads.items()}
         for v in ids:
             found = buffer.gradient(t, v, request, teacher, *upstream)
-            if hidden_grad is not None:  # before dW, whose GEMM hides the exchange of the last one
+            if hidden_grad is not None and rows is not None:  # before dW, whose GEMM hides the exchange of the last one
                 multiply(rows, found, weight[v], add=v is not ids[0])
                 if v is ids[-1] and rows.dtype != hidden_grad.dtype:
                     hidden_grad[t] = rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -105,10 +106,11 @@ def teacher_operands(teacher, heads: tuple[TeacherHead, ...], order: TokenOrder,
 
 def without_logits(teacher):
     """A teacher as terms see it: they read its temperatures, never its logits."""
+    absent: Any = None
     if isinstance(teacher, Teacher):
-        return replace(teacher, logits=None)
+        return replace(teacher, logits=absent)
     if isinstance(teacher, TeacherHead):
-        return replace(teacher, hidden=None)
+        return replace(teacher, hidden=absent)
     if isinstance(teacher, TeacherHeads):
         return replace(teacher, heads=tuple(map(without_logits, teacher.heads)))
     return teacher
@@ -123,4 +125,5 @@ def teacher_fact(teacher, linear: Linear, options):
     compared = options is not None and options.validate == "checksums" and linear.hidden_grad != "reduce_scatter"
     if not isinstance(teacher, TeacherHead) or compared or not isinstance(teacher.hidden, torch.Tensor):
         return teacher
-    return replace(teacher, hidden=(list(teacher.hidden.shape), str(teacher.hidden.dtype)))
+    description: Any = list(teacher.hidden.shape), str(teacher.hidden.dtype)
+    return replace(teacher, hidden=description)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
+from ..id_sets import IdSets
 from ..options import Teacher, TeacherHead, TeacherHeads, Transform
 from ..statistics import VocabStatistics
 
@@ -63,15 +65,19 @@ class ValidTokens:
             raise ValueError("max_valid_tokens would copy the teacher's logits, got a Teacher: drop the tokens before")
         return teacher and map_teacher_tensors(teacher, self)
 
+    def sets(self, sets: IdSets | None) -> IdSets | None:
+        """Select the sets of the valid tokens."""
+        return sets and sets.map_tokens(self.lead, lambda x: self(x, "sets"))
+
     def spread_one(self, x: torch.Tensor, ignored, missing) -> torch.Tensor:
         """Spread a selected tensor over all tokens: [count] -> [..], with `ignored` and `missing` at the others."""
         rest = torch.full_like(self.valid, ignored, dtype=x.dtype)
         rest = rest.masked_fill(self.valid, missing)
         return rest.index_copy(0, self.order, x).view(self.lead)
 
-    def spread(self, stats: VocabStatistics, labels: torch.Tensor) -> VocabStatistics:
+    def spread(self, stats: VocabStatistics, labels: torch.Tensor | None) -> VocabStatistics:
         """Spread statistics over all tokens: 0 at ignored ones, NaN at valid ones beyond `count`."""
-        out = {}
+        out: dict[str, Any] = {}
         for name, x in stats._asdict().items():
             if isinstance(x, torch.Tensor) and name != "labels":
                 fill = (0.0, torch.nan) if x.is_floating_point() else (-1, -1) if name == "argmax" else (False, False)

@@ -68,6 +68,7 @@ def topk_forward_kl(stats: VocabStatistics, support: str, log_tail: torch.Tensor
     if support != "topk":
         value = value - _times_mass(stats.teacher_mass, stats.topk_log_mass)
     if support == "tail":
+        assert log_tail is not None
         value = value + _times_mass(log_tail.exp(), log_tail - stats.tail_log_mass)
     return value
 
@@ -89,9 +90,11 @@ def topk_reverse_kl(
         return stats.topk_reverse_kl
     tail = stats.tail_log_mass
     inside = _times_mass(stats.topk_log_mass.exp(), stats.topk_reverse_kl + stats.topk_log_mass)
-    log_ratio = tail - log_tail if support == "tail" else tail - stats.tail_entropy - outside_log_prob
-    value = inside + _times_mass(tail.exp(), log_ratio)
-    return value if support == "tail" else _zero_without_entries(stats, value)
+    if support == "tail":
+        assert log_tail is not None
+        return inside + _times_mass(tail.exp(), tail - log_tail)
+    value = inside + _times_mass(tail.exp(), tail - stats.tail_entropy - outside_log_prob)
+    return _zero_without_entries(stats, value)
 
 
 def topk_jsd(
@@ -114,6 +117,7 @@ def topk_jsd(
         return _zero_without_entries(
             stats, stats.vocab_jsd + (1 - beta) * math.log(1 - beta) * torch.expm1(stats.topk_log_mass)
         )
+    assert log_tail is not None
     q, p = log_tail.exp(), stats.tail_log_mass.exp()
     m = beta * q + (1 - beta) * p
     log_m = torch.where(m == 0, 1.0, m).log()

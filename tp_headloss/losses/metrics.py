@@ -6,12 +6,16 @@ Values whose name begins with "max_" or "min_" are to be reduced by an extremum 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from .kl import kl_estimate
 from .policy import CLIP, sequence_log_ratio
 from .ratio import log_ratio
+
+if TYPE_CHECKING:
+    from ..sequences import Sequences
 
 
 @torch.no_grad()
@@ -21,7 +25,7 @@ def policy_metrics(
     advantages: torch.Tensor,
     old_log_prob: torch.Tensor,
     reference_log_prob: torch.Tensor | None = None,
-    sequences=None,
+    sequences: Sequences | None = None,
     clip: tuple[float, float] = CLIP,
     dual_clip: float | None = None,
 ) -> dict[str, torch.Tensor]:

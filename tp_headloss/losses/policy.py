@@ -9,11 +9,15 @@ the bound still passes its gradient. Sequence-level objectives need ``sequences`
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..validation import expect_pair
 from .ratio import LOG_RATIO_CLAMP, bounded, log_ratio, scaled, with_gradient_of
+
+if TYPE_CHECKING:
+    from ..sequences import Sequences
 
 CLIP = (0.2, 0.2)
 
@@ -98,7 +102,7 @@ def sapo(
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
 
 
-def sequence_log_ratio(log_prob, old_log_prob, sequences) -> torch.Tensor:
+def sequence_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, sequences: Sequences) -> torch.Tensor:
     """Return for each token the mean [..] of l - old_log_prob over its sequence, clamped to +-20 (verl: at most 10).
 
     The gradient of each token's mean goes to the token's own l alone: it is 1, and 0 beyond the clamp.
@@ -112,7 +116,7 @@ def gspo(
     *,
     advantages: torch.Tensor,
     old_log_prob: torch.Tensor,
-    sequences,
+    sequences: Sequences,
     clip: tuple[float, float] = CLIP,
     dual_clip: float | None = None,
 ) -> torch.Tensor:
@@ -129,7 +133,7 @@ def gspo_length_weighted(
     *,
     advantages: torch.Tensor,
     old_log_prob: torch.Tensor,
-    sequences,
+    sequences: Sequences,
     clip: tuple[float, float] = CLIP,
 ) -> torch.Tensor:
     """Return GSPO as Fast-LLM weights it: A is averaged over its sequence, and each sequence counts once per token.
@@ -146,7 +150,7 @@ def gmpo(
     *,
     advantages: torch.Tensor,
     old_log_prob: torch.Tensor,
-    sequences,
+    sequences: Sequences,
     clip: tuple[float, float] = (0.4, 0.4),
 ) -> torch.Tensor:
     """Return -A R with R = exp(mean over the sequence of each token's clipped log r), the geometric mean of the ratios
@@ -169,7 +173,7 @@ def vespo(
     *,
     advantages: torch.Tensor,
     old_log_prob: torch.Tensor,
-    sequences,
+    sequences: Sequences,
     shape: tuple[tuple[float, float], tuple[float, float]] = ((2.0, 3.0), (3.0, 2.0)),
     rollout_log_weight: torch.Tensor | None = None,
 ) -> torch.Tensor:

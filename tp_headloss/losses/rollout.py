@@ -8,9 +8,14 @@ the product of w over the token's sequence, which needs ``sequences``, a `tp_hea
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from .ratio import LOG_RATIO_CLAMP, log_ratio
+
+if TYPE_CHECKING:
+    from ..sequences import Sequences
 
 
 def _log_weight(log_prob, generator_log_prob, level, sequences):
@@ -31,7 +36,7 @@ def truncated_importance_weight(
     *,
     bounds: tuple[float, float] = (0.0, 2.0),
     level: str = "token",
-    sequences=None,
+    sequences: Sequences | None = None,
 ) -> torch.Tensor:
     """Return w clamped to ``bounds``: truncated importance sampling (TIS; verl truncates at 2)."""
     return _log_weight(log_prob, generator_log_prob, level, sequences).exp().clamp(*bounds)
@@ -43,7 +48,7 @@ def icepop(
     *,
     bounds: tuple[float, float] = (0.5, 5.0),
     level: str = "token",
-    sequences=None,
+    sequences: Sequences | None = None,
 ) -> torch.Tensor:
     """Return w where it is within ``bounds``, else 0 (IcePop, arXiv:2510.18855)."""
     weight = _log_weight(log_prob, generator_log_prob, level, sequences).exp()
@@ -54,7 +59,7 @@ def sequence_masked_importance_weight(
     log_prob: torch.Tensor,
     generator_log_prob: torch.Tensor,
     *,
-    sequences,
+    sequences: Sequences,
     bounds: tuple[float, float] = (0.999, 1.002),
 ) -> torch.Tensor:
     """Return w of each token, but 0 for all tokens of a sequence whose geometric mean of w is outside of ``bounds``

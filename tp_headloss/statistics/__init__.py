@@ -18,8 +18,9 @@ from .argmax import ArgmaxFamily
 from .collision import CollisionFamily
 from .divergence import DivergenceFamily
 from .entropy import EntropyFamily
-from .family import Family, Wanted
+from .family import Family, MaybeNone, Wanted
 from .result import VocabStatistics
+from .sets import SetsFamily
 from .softmax import IGNORED, SoftmaxFamily
 from .teacher import TeacherFamily
 from .topk import TopKFamily
@@ -29,10 +30,12 @@ __all__ = [
     "FAMILIES",
     "FULL_TEACHER",
     "IGNORED",
+    "OVER_SETS",
     "SOFTMAX",
     "TOPK_TEACHER",
     "Family",
     "Layout",
+    "MaybeNone",
     "VocabStatistics",
     "Wanted",
     "known_statistics",
@@ -50,9 +53,11 @@ FAMILIES: tuple[Family, ...] = (
     TeacherFamily(),
     DivergenceFamily(),
     TopKFamily(),
+    SetsFamily(),
 )
 FULL_TEACHER = (*TeacherFamily.statistics, *DivergenceFamily.statistics)  # statistics that need a `Teacher`
 TOPK_TEACHER = TopKFamily.statistics  # statistics that need a `TopKTeacher`
+OVER_SETS = SetsFamily.statistics  # statistics that need `IdSets`
 
 
 def known_statistics() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The kernels over a top-K teacher's entries: which they are, their packet rows, their second exchange, their gradient.
+"""The kernels over a top-K teacher's entries: which they are, their packet rows, their second exchange.
 
 Names as in `family_triton`; E entries per token, tau their probabilities, s = softmax of z' over the entries.
 """
@@ -8,8 +8,8 @@ import triton.language as tl
 
 from ..symmetric_memory_triton import slot_to_write
 from .family_triton import row_factors, teacher_scales, transform
-from .numerics_triton import LOG2_E, LOG_2, exp, fixed_sum, log2, relative_information
-from .topk_triton import NONE
+from .numerics_triton import exp, fixed_sum
+from .topk_triton import NONE, entry_softmax, jensen_shannon_parts
 
 
 @triton.jit
@@ -83,16 +83,26 @@ def entries_kernel(
 
 
 @triton.jit
-def _load_entries(inputs, row, k, start, first, size, pre, post):
-    """Entries k of a row in its columns [first, first + size): x, z (-inf elsewhere), log tau, which of them are."""
-    at = row * inputs.n_entries + k
-    ids = tl.load(inputs.entries + at, mask=k < inputs.n_entries, other=NONE)
-    columns = ids - start
+def entry_range(inputs, row):
+    """Number of a row's first entry, and how many it has: a top-K teacher's, or those of a set."""
+    if inputs.entry_spans is not None:
+        begin = tl.load(inputs.entry_spans + 2 * row)
+        count = (tl.load(inputs.entry_spans + 2 * row + 1) - begin).to(tl.int32)
+    else:
+        begin = row * inputs.n_entries
+        count = inputs.n_entries
+    return begin, count
+
+
+@triton.jit
+def load_entries(inputs, row, at, live, start, first, size, pre, post):
+    """Entries of a row, those numbered `at` that are live, in its columns [first, first + size): the columns, z there
+    (-inf elsewhere), which entries are here."""
+    columns = tl.load(inputs.entries + at, mask=live, other=-1) - start
     here = (columns >= first) & (columns < first + size)
     x = tl.load(inputs.x + row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=here, other=0.0)
     z, _ = transform(x.to(tl.float32), tl.where(here, columns, inputs.width), inputs, pre, post)
-    log_tau = tl.load(inputs.entry_log_probs + at, mask=here, other=float("-inf"))
-    return x, tl.where(here, z, float("-inf")), log_tau, here
+    return columns, tl.where(here, z, float("-inf")), here
 
 
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks", "ignore_index"])
@@ -120,8 +130,12 @@ def entry_statistics_kernel(
     mass = tl.zeros([BLOCK], tl.float32)
     cross = tl.zeros([BLOCK], tl.float32)
     gap = tl.zeros([BLOCK], tl.float32)
-    for k in range(0, inputs.n_entries, BLOCK):
-        _x, z, log_tau, _here = _load_entries(inputs, row, k + tl.arange(0, BLOCK), start, first, size, pre, post)
+    begin, count = entry_range(inputs, row)
+    lanes = tl.arange(0, BLOCK)
+    for k in range(0, count, BLOCK):
+        at = begin + k + lanes
+        _columns, z, here = load_entries(inputs, row, at, k + lanes < count, start, first, size, pre, post)
+        log_tau = tl.load(inputs.entry_log_probs + at, mask=here, other=float("-inf"))
         peak = tl.maximum(m, tl.max(z, axis=0))
         drop = tl.where(m == float("-inf"), 0.0, m - peak)
         shifted = z - tl.where(peak == float("-inf"), 0.0, peak)
@@ -145,23 +159,6 @@ def entry_statistics_kernel(
     tl.store(out + rows.topk_mass * n, fixed_sum(mass, BLOCK))
     tl.store(out + rows.topk_cross * n, fixed_sum(cross, BLOCK))
     tl.store(out + rows.topk_gap * n, fixed_sum(gap, BLOCK))
-
-
-@triton.jit
-def _softmax(z, at, n, a, merged, inputs):
-    """The student's softmax over the entries, and y = a (z - topk_shift); at: the token's first merged row."""
-    shifted = z - tl.load(at + merged.topk_shift * n)
-    if inputs.student_scale is not None:
-        shifted *= a
-    return tl.where(z == float("-inf"), 0.0, exp(shifted) / tl.load(at + merged.topk_sum * n)), shifted
-
-
-@triton.jit
-def _jensen_shannon_parts(p, q, log_q, beta):
-    """(1 - beta) p log(p / m) and beta q log(q / m), m = beta q + (1 - beta) p."""
-    log2_m = log2(beta * q + (1.0 - beta) * p)
-    student = (1.0 - beta) * LOG_2 * relative_information(p, log2(p), log2_m)
-    return student, beta * LOG_2 * relative_information(q, log_q * LOG2_E, log2_m)
 
 
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks"])
@@ -188,17 +185,21 @@ def entry_divergence_kernel(
     topk_mean = tl.zeros([BLOCK], tl.float32)
     vocab = tl.zeros([BLOCK], tl.float32)
     vocab_mean = tl.zeros([BLOCK], tl.float32)
-    for k in range(0, inputs.n_entries, BLOCK):
-        _x, z, log_tau, here = _load_entries(inputs, row, k + tl.arange(0, BLOCK), start, first, size, pre, post)
-        p, _shifted = _softmax(z, at, n, a, merged, inputs)
+    begin, count = entry_range(inputs, row)
+    lanes = tl.arange(0, BLOCK)
+    for k in range(0, count, BLOCK):
+        place = begin + k + lanes
+        _columns, z, here = load_entries(inputs, row, place, k + lanes < count, start, first, size, pre, post)
+        log_tau = tl.load(inputs.entry_log_probs + place, mask=here, other=float("-inf"))
+        p, _shifted = entry_softmax(z, at, n, a, merged, inputs)
         q = tl.exp(log_tau)
         if rows.topk_jsd is not None:
-            student, teacher = _jensen_shannon_parts(p, q, log_tau, inputs.beta)
+            student, teacher = jensen_shannon_parts(p, q, log_tau, inputs.beta)
             topk += tl.where(here, student + teacher, 0.0)
             topk_mean += tl.where(here, student, 0.0)
         if rows.vocab_jsd is not None:
             p *= tl.load(at + merged.inside * n)
-            student, teacher = _jensen_shannon_parts(p, q, log_tau, inputs.beta)
+            student, teacher = jensen_shannon_parts(p, q, log_tau, inputs.beta)
             vocab += tl.where(here, student + teacher, 0.0)
             vocab_mean += tl.where(here, student, 0.0)
     out = packets_ptr + chunk.to(tl.int64) * rows.height * n + row
@@ -208,85 +209,3 @@ def entry_divergence_kernel(
     if rows.vocab_jsd is not None:
         tl.store(out + rows.vocab_jsd * n, fixed_sum(vocab, BLOCK))
         tl.store(out + rows.vocab_jsd_mean * n, fixed_sum(vocab_mean, BLOCK))
-
-
-@triton.jit
-def _upstream(grad_ptr, row):
-    """An upstream gradient, 0 where there is none."""
-    g = 0.0
-    if grad_ptr is not None:
-        g = tl.load(grad_ptr + row)
-    return g
-
-
-@triton.jit
-def _store_everywhere(everywhere_ptr, at, n, row, a, ignored, grads, inputs, merged, HAS_TAIL: tl.constexpr):
-    """The coefficients of what every column of a row gets, its entries excepted."""
-    inside = tl.load(at + merged.inside * n)
-    outside = tl.load(at + merged.outside * n)
-    common = -_upstream(grads.topk_log_mass, row)
-    if grads.vocab_jsd is not None:
-        common -= tl.load(grads.vocab_jsd + row) * tl.load(at + merged.vocab_jsd_mean * n)
-    if not HAS_TAIL and inputs.student_scale is None:  # nothing but an upstream gradient of lse
-        tl.store(everywhere_ptr + row, common + _upstream(grads.lse, row))
-    else:
-        if HAS_TAIL:
-            common = outside * common + inside * _upstream(grads.tail_log_mass, row)
-        whole = tl.load(at + merged.rest_sum * n)
-        per_rest = tl.where(ignored | (whole == 0.0), 0.0, a / whole)
-        shift = tl.load(at + merged.rest_shift * n)
-        tl.store(everywhere_ptr + row, common * per_rest)
-        tl.store(everywhere_ptr + n + row, tl.where(shift == float("-inf"), 0.0, shift))
-        tl.store(everywhere_ptr + 2 * n + row, -_upstream(grads.tail_entropy, row) * per_rest)
-        tl.store(everywhere_ptr + 3 * n + row, tl.load(at + merged.rest_mean * n))
-
-
-@triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
-def entry_gradient_kernel(
-    at_entries_ptr,  # [T, E] fp32 out: d loss / dz' times a at the entries of this shard, undefined at others
-    picked_ptr,  # [T, E] out: x of these entries, as x may be overwritten before they are needed
-    # [4, T] fp32 out, or None: c, shift, e, mean of exp(y) (c + e (y - mean)), y = a (z - shift), at all ids; [1, T] if
-    # it is nothing but an upstream gradient of lse
-    everywhere_ptr,
-    inputs,  # Inputs
-    merged_ptr,  # [R, T] fp32
-    grads,  # upstream gradients [T] fp32 by name
-    merged,  # numbers of merged rows by name
-    n_rows, start, valid_width,
-    HAS_TAIL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: the entries of one row, and the coefficients of what its other columns get."""
-    row = tl.program_id(0).to(tl.int64)
-    n = n_rows.to(tl.int64)
-    pre, post = row_factors(inputs, row)
-    a = teacher_scales(inputs, row, n_rows)[1]
-    at = merged_ptr + row
-    ignored = tl.load(at + merged.sum * n) == 0.0
-    mass = tl.load(at + merged.topk_mass * n)
-    mean = tl.load(at + merged.topk_gap * n)
-    inside = tl.load(at + merged.inside * n)
-    g_forward = _upstream(grads.topk_forward_kl, row)
-    g_reverse = _upstream(grads.topk_reverse_kl, row)
-    g_mass = _upstream(grads.topk_log_mass, row) * tl.load(at + merged.outside * n)
-    g_mass = g_mass - _upstream(grads.tail_log_mass, row) * inside
-    for k in range(0, inputs.n_entries, BLOCK):
-        entry = k + tl.arange(0, BLOCK)
-        size = tl.where(ignored, 0, valid_width)
-        x, z, log_tau, here = _load_entries(inputs, row, entry, start, 0, size, pre, post)
-        s, shifted = _softmax(z, at, n, a, merged, inputs)
-        q = tl.exp(log_tau)
-        dz = g_forward * (mass * s - q) + g_mass * s
-        if grads.topk_reverse_kl is not None:
-            apart = tl.where(s == 0.0, 0.0, s * (shifted - log_tau - mean))
-            dz += tl.where(g_reverse == 0.0, 0.0, g_reverse * apart)
-        if grads.topk_jsd is not None:
-            student, _teacher = _jensen_shannon_parts(s, q, log_tau, inputs.beta)
-            dz += tl.load(grads.topk_jsd + row) * (student - s * tl.load(at + merged.topk_jsd_mean * n))
-        if grads.vocab_jsd is not None:
-            p = s * inside
-            student, _teacher = _jensen_shannon_parts(p, q, log_tau, inputs.beta)
-            dz += tl.load(grads.vocab_jsd + row) * (student - p * tl.load(at + merged.vocab_jsd_mean * n))
-        tl.store(at_entries_ptr + row * inputs.n_entries + entry, a * dz, mask=here)
-        tl.store(picked_ptr + row * inputs.n_entries + entry, x, mask=here)
-    if everywhere_ptr is not None:
-        _store_everywhere(everywhere_ptr, at, n, row, a, ignored, grads, inputs, merged, HAS_TAIL)

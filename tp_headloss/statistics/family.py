@@ -14,12 +14,17 @@ Words: x raw logit, z transformed logit, y label, M = max z, S = sum exp(z - M),
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 if TYPE_CHECKING:
     from ..request import Facts
+
+
+# A "torch.Tensor | MaybeNone" is None if the call has no such thing. It is not a "torch.Tensor | None", because whoever
+# reads it has asked for it, and would have to say so again in each line.
+MaybeNone: TypeAlias = Any
 
 
 class Wanted(NamedTuple):
@@ -38,12 +43,13 @@ class Tile(NamedTuple):
 
     z: torch.Tensor  # [n, w] transformed logits
     slope: torch.Tensor | float  # dz/dx
-    target: torch.Tensor | None  # [n] column of the label, outside of [0, w) if another tile has it
-    column_weight: torch.Tensor | None  # [w]
-    teacher: torch.Tensor | None  # [n, w] the teacher's logits, divided by its temperature
+    target: torch.Tensor | MaybeNone  # [n] column of the label, outside of [0, w) if another tile has it
+    column_weight: torch.Tensor | MaybeNone  # [w]
+    teacher: torch.Tensor | MaybeNone  # [n, w] the teacher's logits, divided by its temperature
     scale: torch.Tensor | float  # factor of z where it is compared with a teacher, [n, 1] or a number
-    entries: torch.Tensor | None  # [n, K] columns of a top-K teacher's entries; w where another tile has the entry
-    entry_log_probs: torch.Tensor | None  # [n, K]
+    entries: torch.Tensor | MaybeNone  # [n, K] columns of a top-K teacher's entries; w where another tile has the entry
+    entry_log_probs: torch.Tensor | MaybeNone  # [n, K]
+    members: torch.Tensor | MaybeNone  # [n, w] bool: columns of each token's set
     first_id: int  # vocabulary id of the first column
 
 
@@ -54,8 +60,8 @@ class Softmax(NamedTuple):
     peak: torch.Tensor  # [n] their maximum
     shifted: torch.Tensor  # [n, w] z - peak
     exp: torch.Tensor  # [n, w] exp(shifted)
-    owned: torch.Tensor | None  # [n] bool: the target is in this tile
-    column: torch.Tensor | None  # [n, 1] column of the target, clamped into the tile
+    owned: torch.Tensor | MaybeNone  # [n] bool: the target is in this tile
+    column: torch.Tensor | MaybeNone  # [n, 1] column of the target, clamped into the tile
 
 
 class Merging(NamedTuple):
@@ -75,17 +81,17 @@ class Joined(NamedTuple):
     top: torch.Tensor  # maximum of all columns
     drop: torch.Tensor  # shift - top
     factor: torch.Tensor  # exp(drop)
-    target: torch.Tensor | None  # z_y
-    offset: torch.Tensor | None  # z_y - top
-    p_target: torch.Tensor | None  # exp(offset)
+    target: torch.Tensor | MaybeNone  # z_y
+    offset: torch.Tensor | MaybeNone  # z_y - top
+    p_target: torch.Tensor | MaybeNone  # exp(offset)
     whole: torch.Tensor  # sum of exp(z - top)
     log_sum: torch.Tensor  # log(whole)
-    student_sum: torch.Tensor | None  # sum of exp(scale (z - top))
-    at_target: torch.Tensor | None  # exp(scale offset)
-    student_factor: torch.Tensor | None  # exp(scale drop)
+    student_sum: torch.Tensor | MaybeNone  # sum of exp(scale (z - top))
+    at_target: torch.Tensor | MaybeNone  # exp(scale offset)
+    student_factor: torch.Tensor | MaybeNone  # exp(scale drop)
     ignored: torch.Tensor
     bad: torch.Tensor
-    labels: torch.Tensor | None
+    labels: torch.Tensor | MaybeNone
     scale: torch.Tensor | float
 
 

@@ -4,7 +4,7 @@ Names: x raw logit, z transformed logit, v the same without the target, m maximu
 a teacher, T tokens. A field that a call does not need is 0, because Triton cannot return None.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Inputs(NamedTuple):
@@ -13,27 +13,28 @@ class Inputs(NamedTuple):
     None switches a part off.
     """
 
-    x: object = None  # [T, width] logits; for a gradient at entries alone: [T, E]
-    labels: object = None  # [T] int32 or int64
-    bias: object = None  # [width]
-    temperature: object = None  # [T] fp32
-    column_weight: object = None  # [width] fp32
-    teacher: object = None  # [T, width] logits
-    scales: object = None  # [2, T] fp32 of teacher and student, instead of their numbers
-    entries: object = None  # [T, E] int32 ascending ids of a top-K teacher
-    entry_log_probs: object = None  # [T, E] fp32
-    x_row: object = None  # strides
-    x_column: object = None
-    teacher_row: object = None
-    teacher_column: object = None
-    n_entries: object = None
-    width: object = None
-    chunk_size: object = None
-    pre: object = None  # factor before the softcap, None: 1
-    post: object = None  # factor after it, None: no softcap
-    teacher_scale: object = None  # both None: nothing is scaled
-    student_scale: object = None
-    beta: object = None  # the teacher's share of the Jensen-Shannon mixture
+    x: Any = None  # [T, width] logits
+    labels: Any = None  # [T] int32 or int64
+    bias: Any = None  # [width]
+    temperature: Any = None  # [T] fp32
+    column_weight: Any = None  # [width] fp32
+    teacher: Any = None  # [T, width] logits
+    scales: Any = None  # [2, T] fp32 of teacher and student, instead of their numbers
+    entries: Any = None  # int32 ids: [T, E] ascending, of a top-K teacher; [all] of all tokens' sets
+    entry_log_probs: Any = None  # [T, E] fp32
+    entry_spans: Any = None  # [T, 2] int64 bounds of a token's set among the entries, None for a top-K teacher
+    x_row: Any = None  # strides
+    x_column: Any = None
+    teacher_row: Any = None
+    teacher_column: Any = None
+    n_entries: Any = None
+    width: Any = None
+    chunk_size: Any = None
+    pre: Any = None  # factor before the softcap, None: 1
+    post: Any = None  # factor after it, None: no softcap
+    teacher_scale: Any = None  # both None: nothing is scaled
+    student_scale: Any = None
+    beta: Any = None  # the teacher's share of the Jensen-Shannon mixture
 
 
 class Chunk(NamedTuple):
@@ -153,6 +154,7 @@ class Token(NamedTuple):
     whole: object  # S
     ignored: object
     student_scale: object
-    positions: object  # of the tile, in the row of entries or of columns
+    places: object  # of the tile's entries, or 0 in a tile of columns
+    start: object  # vocabulary id of the shard's first column
     written: object  # mask of the columns that exist
     readable: object  # mask of those that are read: none of an ignored row

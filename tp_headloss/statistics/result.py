@@ -6,38 +6,73 @@ from typing import NamedTuple
 
 import torch
 
+from .family import MaybeNone
+
 
 class VocabStatistics(NamedTuple):
     """Per-token statistics of the whole vocabulary: fp32, the logits' leading shape, equal bits on every rank.
 
     Fields that were not asked for are None. An ignored token has 0 everywhere (argmax -1) and zero gradient; a token
     with a bad label, or whose logits hold +inf or NaN or nothing above -inf, has NaN everywhere (argmax -1).
+
+    Attributes:
+        lse: log sum exp z.
+        log_prob: z_y - lse, never above 0.
+        target_logit: z_y.
+        entropy: -sum p log p, nats.
+        total: sum of z (of w z if weighted) over columns above -inf.
+        argmax: int64 vocabulary id, the lowest on ties; not differentiable.
+        mass: with total, the number (weighted: sum of w) of columns above -inf; not differentiable.
+        labels: this rank's plain labels.
+        valid: bool, the label is not the ignore_index.
+        hits: bool, see `correct`.
+        forward_kl: KL(teacher || student), nats, at the temperatures of the `Teacher`.
+        reverse_kl: KL(student || teacher).
+        teacher_entropy: -sum q log q; not differentiable. forward_kl + teacher_entropy is the soft cross-entropy.
+        jsd: beta KL(teacher || m) + (1 - beta) KL(student || m), m their mixture.
+        total_variation: sum of abs(student - teacher) / 2.
+        teacher_mass: probability of a top-K teacher's entries; not differentiable.
+        topk_forward_kl: over its entries, where the student is normalised: see `statistics.topk`.
+        topk_reverse_kl: likewise.
+        topk_log_mass: log of the student's probability of the entries.
+        tail_log_mass: log of the student's probability of everything else, summed directly.
+        tail_entropy: entropy of the student over everything else.
+        topk_jsd: over the entries, where the student is normalised.
+        vocab_jsd: the entries' part, the student normalised over the vocabulary.
+        set_log_prob: log p of the label, renormalised over the token's set (`IdSets`); never above 0.
+        set_entropy: entropy of p renormalised over the set.
+        set_log_mass: log of the probability of the set.
+        collision: sum p^2, the probability that two draws agree.
+        vocab_size: V, a number.
     """
 
-    lse: torch.Tensor  # log sum exp z
-    log_prob: torch.Tensor | None  # z_y - lse, never above 0
-    target_logit: torch.Tensor | None  # z_y
-    entropy: torch.Tensor | None  # -sum p log p, nats
-    total: torch.Tensor | None  # sum of z (of w z if weighted) over columns above -inf
-    argmax: torch.Tensor | None  # int64 vocabulary id, lowest on ties; not differentiable
-    mass: torch.Tensor | None  # with total: number (weighted: sum of w) of columns above -inf; not differentiable
-    labels: torch.Tensor | None
-    valid: torch.Tensor | None  # bool: label is not ignore_index
-    hits: torch.Tensor | None  # bool: see `correct`
-    forward_kl: torch.Tensor | None  # KL(teacher || student), nats, at the temperatures of the `Teacher`
-    reverse_kl: torch.Tensor | None  # KL(student || teacher)
-    teacher_entropy: torch.Tensor | None  # -sum q log q; not differentiable. forward_kl + it: soft cross-entropy
-    jsd: torch.Tensor | None  # beta KL(teacher || m) + (1 - beta) KL(student || m), m their mixture
-    total_variation: torch.Tensor | None  # sum of abs(student - teacher) / 2
-    teacher_mass: torch.Tensor | None  # probability of a top-K teacher's entries; not differentiable
-    topk_forward_kl: torch.Tensor | None  # over its entries, where the student is normalised: see `statistics.topk`
-    topk_reverse_kl: torch.Tensor | None
-    topk_log_mass: torch.Tensor | None  # log of the student's probability of the entries
-    tail_log_mass: torch.Tensor | None  # log of the student's probability of everything else, summed directly
-    tail_entropy: torch.Tensor | None  # entropy of the student over everything else
-    topk_jsd: torch.Tensor | None  # over the entries, where the student is normalised
-    vocab_jsd: torch.Tensor | None  # the entries' part, the student normalised over the vocabulary
-    collision: torch.Tensor | None  # sum p^2, the probability that two draws agree
+    lse: torch.Tensor
+    log_prob: torch.Tensor | MaybeNone
+    target_logit: torch.Tensor | MaybeNone
+    entropy: torch.Tensor | MaybeNone
+    total: torch.Tensor | MaybeNone
+    argmax: torch.Tensor | MaybeNone
+    mass: torch.Tensor | MaybeNone
+    labels: torch.Tensor | MaybeNone
+    valid: torch.Tensor | MaybeNone
+    hits: torch.Tensor | MaybeNone
+    forward_kl: torch.Tensor | MaybeNone
+    reverse_kl: torch.Tensor | MaybeNone
+    teacher_entropy: torch.Tensor | MaybeNone
+    jsd: torch.Tensor | MaybeNone
+    total_variation: torch.Tensor | MaybeNone
+    teacher_mass: torch.Tensor | MaybeNone
+    topk_forward_kl: torch.Tensor | MaybeNone
+    topk_reverse_kl: torch.Tensor | MaybeNone
+    topk_log_mass: torch.Tensor | MaybeNone
+    tail_log_mass: torch.Tensor | MaybeNone
+    tail_entropy: torch.Tensor | MaybeNone
+    topk_jsd: torch.Tensor | MaybeNone
+    vocab_jsd: torch.Tensor | MaybeNone
+    set_log_prob: torch.Tensor | MaybeNone
+    set_entropy: torch.Tensor | MaybeNone
+    set_log_mass: torch.Tensor | MaybeNone
+    collision: torch.Tensor | MaybeNone
     vocab_size: int
 
     @property

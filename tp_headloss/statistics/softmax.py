@@ -12,9 +12,11 @@ with a teacher, the student has another temperature: z' = scale z, and student_s
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from .family import Family, Joined, Merging, Softmax, Tile, Wanted, decay, row_sum
+from .family import Family, Joined, MaybeNone, Merging, Softmax, Tile, Wanted, decay, row_sum
 
 IGNORED = 2.0  # Owner flag of an ignored token. Ranks that disagree get a sum that the merge turns into NaN.
 
@@ -80,7 +82,9 @@ class SoftmaxFamily(Family):
 
     def joined(self, shift, sums: dict, labels, packets: int, scale) -> tuple[Joined, dict, dict]:
         """Merged sums -> the softmax with its target column, and what `finish` reports."""
-        top, others, values, rows = shift, sums["sum"], {}, {}
+        values: dict[str, torch.Tensor] = {}
+        rows: dict[str, torch.Tensor | MaybeNone] = {}
+        top, others = shift, sums["sum"]
         drop, factor = torch.zeros_like(others), torch.ones_like(others)
         whole, ignored = others, torch.zeros_like(others, dtype=torch.bool)
         target = offset = p_target = at_target = student_factor = None
@@ -88,15 +92,8 @@ class SoftmaxFamily(Family):
         log_sum = whole.log()
         if labels is not None:
             target, ignored = sums["target"], sums["owners"] == IGNORED * packets
-            top = torch.fmax(shift, target)  # a NaN still reaches the sum
-            drop, factor = decay(shift, top)
-            offset, p_target = decay(target, top)
-            offset = torch.where(target == -torch.inf, target, offset)
-            others = factor * others
-            whole = others + p_target
-            log_sum = torch.where(target == top, others.log1p(), whole.log())
-            values["log_prob"] = 0.0 - torch.where(target == top, log_sum, log_sum - offset)
-            values |= {"target_logit": target, "owners": sums["owners"], "valid": ~ignored}
+            top, drop, factor, offset, p_target, others, whole, log_sum, log_prob = join_target(shift, others, target)
+            values |= {"log_prob": log_prob, "target_logit": target, "owners": sums["owners"], "valid": ~ignored}
             rows |= {"others": others / whole, "target": offset}
             if student_sum is not None:
                 student_factor = torch.where(shift == -torch.inf, 0.0, (scale * drop).exp())
@@ -117,3 +114,30 @@ class SoftmaxFamily(Family):
 def student_factor(merging: Merging) -> torch.Tensor:
     """exp(scale (max - M)), 0 for an empty packet."""
     return torch.where(merging.peak == -torch.inf, 0.0, (merging.scale * merging.drop).exp())
+
+
+class WithTarget(NamedTuple):
+    """A sum of exponentials and its target column together."""
+
+    top: torch.Tensor  # maximum of all
+    drop: torch.Tensor  # shift - top
+    factor: torch.Tensor  # exp(drop)
+    offset: torch.Tensor  # z_y - top
+    p_target: torch.Tensor  # exp(offset)
+    others: torch.Tensor  # the sum without the target, relative to top
+    whole: torch.Tensor
+    log_sum: torch.Tensor  # log(whole)
+    log_prob: torch.Tensor  # of the target
+
+
+def join_target(shift, others, target) -> WithTarget:
+    """others = sum of exp(z - shift) [N] without the target column, whose logit is z_y."""
+    top = torch.fmax(shift, target)  # a NaN still reaches the sum
+    drop, factor = decay(shift, top)
+    offset, p_target = decay(target, top)
+    offset = torch.where(target == -torch.inf, target, offset)
+    others = factor * others
+    whole = others + p_target
+    log_sum = torch.where(target == top, others.log1p(), whole.log())
+    log_prob = 0.0 - torch.where(target == top, log_sum, log_sum - offset)
+    return WithTarget(top, drop, factor, offset, p_target, others, whole, log_sum, log_prob)

@@ -120,6 +120,20 @@ def without_target(state, peak, scale, token, here, n, rows):
 
 
 @triton.jit
+def join_target(shift, others, target):
+    """The sum others of exp(z - shift) together with its target column, whose logit is given; as in `softmax`."""
+    top = tl.maximum(shift, target)
+    drop, factor = decay(shift, top)
+    p_target = decay(target, top)[1]
+    offset = tl.where(target == float("-inf"), target, target - top)
+    others = others * factor
+    whole = others + p_target
+    log_sum = tl.where(target == top, log1p(others), tl.log(whole))
+    log_prob = 0.0 - tl.where(target == top, log_sum, log_sum - offset)
+    return top, drop, factor, offset, p_target, others, whole, log_sum, log_prob
+
+
+@triton.jit
 def with_target(state, peak, scale, token, here, n, rows, PACKETS: tl.constexpr):
     """The merged sums with the target column."""
     shift = peak.to(tl.float64)
@@ -127,10 +141,7 @@ def with_target(state, peak, scale, token, here, n, rows, PACKETS: tl.constexpr)
     target = state[1]
     owners = state[2]
     ignored = owners == IGNORED * PACKETS
-    top = tl.maximum(shift, target)
-    drop, factor = decay(shift, top)
-    p_target = decay(target, top)[1]
-    offset = tl.where(target == float("-inf"), target, target - top)
+    top, drop, factor, offset, p_target, _others, whole, log_sum, _log_prob = join_target(shift, others, target)
     student_sum = 0
     student_factor = 0
     at_target = 0
@@ -138,8 +149,6 @@ def with_target(state, peak, scale, token, here, n, rows, PACKETS: tl.constexpr)
         student_factor = tl.where(shift == float("-inf"), 0.0, tl.exp(scale * drop))
         at_target = tl.where(target == float("-inf"), 0.0, tl.exp(scale * offset))
         student_sum = student_factor * state[3] + at_target
-    whole = others * factor + p_target
-    log_sum = tl.where(target == top, log1p(others * factor), tl.log(whole))
     bad = (~(whole > 0.0) | (owners != 1.0)) & ~ignored
     return Joined(
         shift, top, drop, factor, target, offset, p_target, student_factor, at_target, others, whole, log_sum,

@@ -99,7 +99,8 @@ class TeacherFamily(Family):
             values["teacher_entropy"] = teacher_sum.log() - sums["teacher_moment"] / teacher_sum
         unknown = ~(teacher_sum > 0) & ~joined.ignored
         rows["student_sum"] = whole
-        return tuple({key: torch.where(unknown, torch.nan, x) for key, x in part.items()} for part in (values, rows))
+        values, rows = ({key: torch.where(unknown, torch.nan, x) for key, x in part.items()} for part in (values, rows))
+        return values, rows
 
     def scaled(self, total, tile: Tile, merged: dict, grads: dict, facts: Facts):
         if not any(name in grads for name in (*self.gradients, *DIVERGENCES)):

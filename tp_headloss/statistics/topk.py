@@ -48,8 +48,11 @@ def needs_full_student_sum(want) -> bool:
 class TopKFamily(Family):
     statistics = gradients = FIRST + SECOND
     has_lanes = False
-    # kernels over the entries turn its gradients into these two: what every column gets, and what the entries get
-    kernel_gradients = ("everywhere", "at_entries")
+
+    @property
+    def kernel_gradients(self) -> tuple[str, ...]:
+        """Its gradients, and what all columns but the entries get, which the kernel over the entries makes of them."""
+        return *self.gradients, "everywhere"
 
     def streams(self, call: Wanted) -> bool:
         return has_tail(call.want)

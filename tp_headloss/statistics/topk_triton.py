@@ -1,13 +1,24 @@
-"""Device functions of a top-K teacher's statistics over the vocabulary: the tail, the merge, the gradient elsewhere.
+"""Device functions of a top-K teacher's statistics: the tail, the merge, the gradient.
 
-What is read at the entries alone has kernels of its own, in `entries_triton`.
+What is read at the entries alone forward has kernels of its own, in `entries_triton`.
 """
 
 import triton
 import triton.language as tl
 
 from .family_triton import Gradient, Merge, Statistics, nothing_folded, read, same_at_target, same_coefficient, write
-from .numerics_triton import decay, exp, lane_sum, log1p, settle, weigh
+from .numerics_triton import (
+    LOG2_E,
+    LOG_2,
+    decay,
+    exp,
+    lane_sum,
+    log1p,
+    log2,
+    relative_information,
+    settle,
+    weigh,
+)
 from .teacher_triton import add_softmax, load
 
 NONE = tl.constexpr(2147483647)  # the id of a place without an entry
@@ -190,17 +201,93 @@ def finish(state, joined, out, inputs, rows):
 
 
 @triton.jit
+def entry_softmax(z, at, n, a, merged, inputs):
+    """The student's softmax over the entries, and y = a (z - topk_shift); at: the token's first merged row."""
+    shifted = z - tl.load(at + merged.topk_shift * n)
+    if inputs.student_scale is not None:
+        shifted *= a
+    return tl.where(z == float("-inf"), 0.0, exp(shifted) / tl.load(at + merged.topk_sum * n)), shifted
+
+
+@triton.jit
+def jensen_shannon_parts(p, q, log_q, beta):
+    """(1 - beta) p log(p / m) and beta q log(q / m), m = beta q + (1 - beta) p."""
+    log2_m = log2(beta * q + (1.0 - beta) * p)
+    student = (1.0 - beta) * LOG_2 * relative_information(p, log2(p), log2_m)
+    return student, beta * LOG_2 * relative_information(q, log_q * LOG2_E, log2_m)
+
+
+@triton.jit
+def _upstream(grad_ptr, row):
+    """An upstream gradient, 0 where there is none."""
+    g = 0.0
+    if grad_ptr is not None:
+        g = tl.load(grad_ptr + row)
+    return g
+
+
+@triton.jit
+def store_everywhere(everywhere_ptr, at, n, row, a, ignored, grads, inputs, merged, HAS_TAIL: tl.constexpr):
+    """The coefficients of what every column of a row gets, its entries excepted."""
+    inside = tl.load(at + merged.inside * n)
+    outside = tl.load(at + merged.outside * n)
+    common = -_upstream(grads.topk_log_mass, row)
+    if grads.vocab_jsd is not None:
+        common -= tl.load(grads.vocab_jsd + row) * tl.load(at + merged.vocab_jsd_mean * n)
+    if not HAS_TAIL and inputs.student_scale is None:  # nothing but an upstream gradient of lse
+        tl.store(everywhere_ptr + row, common + _upstream(grads.lse, row))
+    else:
+        if HAS_TAIL:
+            common = outside * common + inside * _upstream(grads.tail_log_mass, row)
+        whole = tl.load(at + merged.rest_sum * n)
+        per_rest = tl.where(ignored | (whole == 0.0), 0.0, a / whole)
+        shift = tl.load(at + merged.rest_shift * n)
+        tl.store(everywhere_ptr + row, common * per_rest)
+        tl.store(everywhere_ptr + n + row, tl.where(shift == float("-inf"), 0.0, shift))
+        tl.store(everywhere_ptr + 2 * n + row, -_upstream(grads.tail_entropy, row) * per_rest)
+        tl.store(everywhere_ptr + 3 * n + row, tl.load(at + merged.rest_mean * n))
+
+
+@triton.jit
+def _entry_gradient(log_tau, tile, token, grads, inputs, rows):
+    """d loss / d z' at entries, by the table of `topk`."""
+    at = token.merged
+    n = token.n
+    row = token.row
+    z = tl.where(token.readable, tile.z, float("-inf"))
+    s, shifted = entry_softmax(z, at, n, token.student_scale, rows, inputs)
+    q = tl.exp(log_tau)
+    inside = tl.load(at + rows.inside * n)
+    g_mass = _upstream(grads.topk_log_mass, row) * tl.load(at + rows.outside * n)
+    g_mass = g_mass - _upstream(grads.tail_log_mass, row) * inside
+    dz = _upstream(grads.topk_forward_kl, row) * (tl.load(at + rows.topk_mass * n) * s - q) + g_mass * s
+    if grads.topk_reverse_kl is not None:
+        g = tl.load(grads.topk_reverse_kl + row)
+        apart = tl.where(s == 0.0, 0.0, s * (shifted - log_tau - tl.load(at + rows.topk_gap * n)))
+        dz += tl.where(g == 0.0, 0.0, g * apart)
+    if grads.topk_jsd is not None:
+        student, _teacher = jensen_shannon_parts(s, q, log_tau, inputs.beta)
+        dz += tl.load(grads.topk_jsd + row) * (student - s * tl.load(at + rows.topk_jsd_mean * n))
+    if grads.vocab_jsd is not None:
+        p = s * inside
+        student, _teacher = jensen_shannon_parts(p, q, log_tau, inputs.beta)
+        dz += tl.load(grads.vocab_jsd + row) * (student - p * tl.load(at + rows.vocab_jsd_mean * n))
+    return dz
+
+
+@triton.jit
 def direct(dz, state, tile, token, grads, inputs, rows):
-    """Add c exp(y) + e exp(y) (y - mean) at every column, y = a (z - shift), and at an entry its own part."""
-    if grads.everywhere is not None:
+    """Add at an entry its own part, and at every other column c exp(y) + e exp(y) (y - mean), y = a (z - shift)."""
+    if inputs.entries is not None:
+        log_tau = tl.load(inputs.entry_log_probs + token.places, mask=token.written, other=float("-inf"))
+        dz += token.student_scale * _entry_gradient(log_tau, tile, token, grads, inputs, rows)
+    elif grads.everywhere is not None:
         at = grads.everywhere + token.row
         fall = tile.z - tl.load(at + token.n)
         if inputs.student_scale is not None:
             fall = fall * token.student_scale
         moment = tl.load(at + 2 * token.n) * (tl.maximum(fall, -200.0) - tl.load(at + 3 * token.n))
         dz += exp(fall) * (tl.load(at) + moment)
-    if grads.at_entries is not None:
-        dz += tl.load(grads.at_entries + token.row * inputs.n_entries + token.positions, mask=token.readable, other=0.0)
     return dz
 
 

@@ -7,11 +7,10 @@ import math
 from pathlib import Path
 
 import torch
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ...comm import gather_objects
 from ...request import Request
-from ...shard import is_live_group
+from ...shard import is_live_group, resolve_process_group
 from ..backend import load_backend
 from .transport import Transport
 
@@ -81,10 +80,18 @@ class _Group:
     """Symmetric memory of a group so far, all of it, because graphs may hold the oldest; or the obstacle to it."""
 
     def __init__(self, group):
-        self.group, self.obstacle, self.capability, self.memories = group, None, (0, 0), []
+        self.group, self.capability = group, (0, 0)
+        self.obstacle: str | None = None
+        self.memories: list[SymmetricMemory] = []
 
 
 _groups: dict[str, _Group] = {}
+
+
+def obstacle(group_name: str) -> str | None:
+    """Return why a group has no symmetric memory, None if it has some."""
+    known = _groups.get(group_name)
+    return "no call has looked for it" if known is None else known.obstacle
 
 
 def find_symmetric_memory(request: Request) -> SymmetricMemory | None:
@@ -98,7 +105,7 @@ def find_symmetric_memory(request: Request) -> SymmetricMemory | None:
     if facts.world_size == 1 or not load_backend(facts.backend).shares_memory(logits):
         return None
     group_name, numel, device = facts.group_name, math.prod(request.packets_shape), logits.device
-    group = _resolve_process_group(group_name)
+    group = resolve_process_group(group_name)
     known = _groups.get(group_name)
     if known is None or known.group is not group:
         if torch.cuda.is_current_stream_capturing():
@@ -153,6 +160,6 @@ def _obstacle_and_capability(group, device) -> tuple[str | None, tuple[int, int]
     with torch.cuda.device(device):
         facts = gather_objects((host, missing, torch.cuda.get_device_capability(device)), group)
     lowest = min(capability for *_, capability in facts)
-    if missing := [reason for _, reason, _ in facts if reason]:
-        return missing[0], lowest
+    if reasons := [reason for _, reason, _ in facts if reason]:
+        return reasons[0], lowest
     return None if len({host for host, *_ in facts}) == 1 else "the group spans several hosts", lowest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,7 @@ class MegatronHead:
         check_type("options", options, Options, None)
         self.ignore_index, self.vocab_size, self.linear = ignore_index, vocab_size, linear or Linear()
         index = IGNORED_LABEL if ignore_index is None else ignore_index
-        parts = {"metrics": metrics, "ignore_index": index, "options": options, "compile": compile}
+        parts: dict[str, Any] = {"metrics": metrics, "ignore_index": index, "options": options, "compile": compile}
         self.head_loss = HeadLoss(terms, reduction="none", **parts)
         # equal to Megatron's own losses, for labels in the vocabulary
         self.computes_megatron_loss = vocab_size is None and self.head_loss.terms == (CrossEntropy(),)
@@ -127,7 +128,7 @@ class MegatronHead:
         one_sweep = self.linear.mode == "one_sweep" and torch.is_grad_enabled() and not depths
         bias = None if layer.skip_bias_add else layer.bias
         linear = self._linear_options(layer, weight, shard, one_sweep)
-        given = {"shard": shard, "bias": bias, "transform": _transform(config), "linear": linear}
+        given: dict[str, Any] = {"shard": shard, "bias": bias, "transform": _transform(config), "linear": linear}
         labels = self._labels(labels, shard)
         if not one_sweep:
             return self._observed_losses(self.linear_loss.linear(hidden, weight, labels, **given))

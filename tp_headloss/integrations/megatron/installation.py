@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -20,7 +21,7 @@ def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Inst
 
     All ranks of the output layer's group call this together. A check call with random hidden states follows: the losses
     must come from the head and have the right shape, and, if the head computes what the model does (no terms of its
-    own, no vocab_size), be equal to the model's own losses.
+    own, no vocab_size), be equal to the model's own losses. After an error the model is as it was before.
 
     Args:
         model: GPTModel or HybridModel, or with fused=False any LanguageModule; wrappers such as DDP are seen through.
@@ -32,7 +33,6 @@ def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Inst
         ValueError: the model has no output layer here (a pipeline stage but the last), its loss is replaced already, or
             its config asks the output layer for something that the head does not do.
         RuntimeError: the check failed.
-        After an error the model is as it was before.
     """
     require("megatron-core")
     check_type("head", head, MegatronHead, HeadLoss)
@@ -40,7 +40,7 @@ def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Inst
     model, owner = _checked_model(model, fused)
     entry = "_postprocess" if hasattr(owner, "_postprocess") else "forward"  # gets hidden states and labels
     _refuse_replaced(model, fused and (entry, owner))
-    stock = getattr(owner, entry, None)
+    stock: Any = getattr(owner, entry, None)
 
     def compute_language_model_loss(self, labels, logits):
         installed.calls += 1

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from typing import TYPE_CHECKING
 
 from .head import MegatronHead
 from .methods import replaced
 
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+else:
+    GPTModel = object  # the class that it is mixed into has Megatron's
 
-class MegatronHeadMixin:
+
+class MegatronHeadMixin(GPTModel):
     """The fused head for a subclass of GPTModel, ``class Model(MegatronHeadMixin, GPTModel)``, without `install`.
 
     Set ``model.megatron_head`` to a `MegatronHead`. While it is None, the model is Megatron's own.

@@ -45,7 +45,7 @@ def refuse_columns(outputs, shard: VocabShard):
         raise ValueError(
             f"a call without labels must return all {shard.vocab_size} columns of the logits, got this rank's "
             f"{shard.width}, [{shard.start}, {shard.stop}): for logits and generate(), load the model with its own "
-            "plan (tp_plan='auto' instead of colwise_plan) and use fuse_head"
+            "plan (tp_plan='auto' instead of colwise_plan; in DeepSpeed vocab_parallel_lm_head=false) and use fuse_head"
         )
 
 

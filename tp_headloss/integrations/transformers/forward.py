@@ -55,4 +55,4 @@ def named_arguments(stock, model, args, kwargs) -> dict[str, Any]:
     bound = inspect.signature(stock).bind(model, *args, **kwargs).arguments
     rest = next((p.name for p in inspect.signature(stock).parameters.values() if p.kind is p.VAR_KEYWORD), None)
     given = {name: value for name, value in bound.items() if name not in ("self", rest)}
-    return given | bound.get(rest, {})
+    return given if rest is None else given | bound.get(rest, {})

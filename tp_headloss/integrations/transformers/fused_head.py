@@ -7,7 +7,7 @@ import dataclasses
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ...head_loss import HeadLoss
+from ...head_loss import HeadLoss, HeadLossOutput
 from ...linear_head import Linear
 from ...options import Transform
 from ...shard import VocabShard
@@ -24,7 +24,7 @@ from .calls import (
 )
 from .check import check_forward, evaluation
 from .forward import install, named_arguments, stock_forward, uninstall
-from .model_facts import call_shard, checked_linear, checked_transform, head_shard, output_layer
+from .model_facts import call_shard, checked_linear, checked_transform, deepspeed_facts, head_shard, output_layer
 
 
 def fuse_head(
@@ -44,7 +44,7 @@ def fuse_head(
 
     dH, the gradient of the hidden states, is summed over the group here (one all-reduce, as `Linear` says), because the
     body of a transformers model expects a whole gradient. Weights may be tied, have a bias, and belong to a model that
-    is not distributed.
+    is not distributed, or to the model of a DeepSpeed engine (`integrations.deepspeed`).
 
     With labels the model returns its own output class, whose ``logits`` are None. Without labels the forward is the
     model's own, so generate() works; the model's own plan (tp_plan="auto") gathers the logits there. A call without
@@ -65,11 +65,12 @@ def fuse_head(
             what it seems (adapters, quantization), a router has an auxiliary loss, or the check found something; the
             model is as it was before. In a call: ``logits_to_keep`` with labels.
     """
-    output_layer(model)
-    if model.loss_function is not ForCausalLMLoss:
+    deepspeed = deepspeed_facts(output_layer(model))
+    own = deepspeed is not None and isinstance(model.loss_function, deepspeed.VocabParallelCausalLMLoss)
+    if not own and model.loss_function is not ForCausalLMLoss:
         raise ValueError(
-            f"the model's loss must be transformers' ForCausalLMLoss, got {model.loss_function}: a fused head would "
-            "silently win over a loss_function"
+            "the model's loss must be transformers' ForCausalLMLoss, or DeepSpeed's VocabParallelCausalLMLoss for its "
+            f"output layer, got {model.loss_function}: a fused head would silently win over a loss_function"
         )
     return FusedHead(model, head_loss, linear, shard, transform)
 
@@ -79,7 +80,8 @@ class FusedHead:
 
     def __init__(self, model, head_loss, linear, shard, transform):
         wanted = scalar_head_loss(head_loss), checked_linear(linear)
-        self.model, self.stock_forward, self.shard, self.last = model, stock_forward(model), shard, None
+        self.model, self.stock_forward, self.shard = model, stock_forward(model), shard
+        self.last: HeadLossOutput | None = None
         # until the check has passed: plain cross-entropy of any number of tokens, and no shard that a call must fit
         self.head_loss, self.checked_shard = HeadLoss(options=wanted[0].options), None
         self.linear = dataclasses.replace(wanted[1], max_valid_tokens=None)
@@ -96,7 +98,7 @@ class FusedHead:
         except BaseException:
             self.remove()
             raise
-        self.head_loss, self.linear, self.last, self.checked_shard = *wanted, None, found_shard
+        (self.head_loss, self.linear), self.last, self.checked_shard = wanted, None, found_shard
 
     def _forward(self, model, args, kwargs):
         """Output of the forward of `model`, which is the model that this was installed on, or a copy of it."""

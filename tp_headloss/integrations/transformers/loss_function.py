@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...dtensor import is_dtensor
-from ...head_loss import HeadLoss
+from ...head_loss import HeadLoss, HeadLossOutput
 from ...shard import VocabShard
 from .. import check_type
 from .calls import (
@@ -61,7 +61,8 @@ def colwise_plan(model_class: type[PreTrainedModel], config) -> dict[str, str]:
 def causal_lm_loss(
     model: PreTrainedModel, head_loss: HeadLoss | None = None, *, shard: VocabShard | None = None
 ) -> CausalLMShardLoss:
-    """Return a function for ``model.loss_function`` of a model whose plan keeps the output layer "colwise".
+    """Return a function for ``model.loss_function`` of a model whose output layer keeps its logits sharded: by a plan
+    with the output layer "colwise", or by DeepSpeed's ``vocab_parallel_lm_head`` (`integrations.deepspeed`).
 
         model.loss_function = causal_lm_loss(model, HeadLoss([CrossEntropy(), ZLoss(1e-4)]))
 
@@ -107,7 +108,8 @@ class CausalLMShardLoss:
     """The loss function that `causal_lm_loss` returns."""
 
     def __init__(self, head_loss: HeadLoss | None, shard: VocabShard):
-        self.head_loss, self.shard, self.last = scalar_head_loss(head_loss), shard, None
+        self.head_loss, self.shard = scalar_head_loss(head_loss), shard
+        self.last: HeadLossOutput | None = None
 
     def __call__(
         self,
@@ -124,7 +126,7 @@ class CausalLMShardLoss:
             raise ValueError(
                 f"logits must be this rank's {self.shard.width} columns [{self.shard.start}, {self.shard.stop}) of "
                 f"{self.shard.vocab_size}, got {logits.shape[-1]}: keep the output layer sharded, 'colwise' in the "
-                "tp_plan instead of 'colwise_gather_output' (or 'colwise_rep')"
+                "tp_plan instead of 'colwise_gather_output' (or 'colwise_rep'), or vocab_parallel_lm_head in DeepSpeed"
             )
         head_loss = with_ignore_index(self.head_loss, ignore_index)
         labels = next_token_labels(labels, shift_labels, head_loss.ignore_index).to(logits.device)

@@ -13,17 +13,28 @@ from ...shard import VocabShard
 from .. import check_type
 
 
+def deepspeed_facts(layer):
+    """Return `integrations.deepspeed` for an output layer that DeepSpeed's AutoTP shards, and None for any other."""
+    if not type(layer).__module__.startswith("deepspeed."):
+        return None
+    from .. import deepspeed  # raises ImportError for a version that is not supported
+
+    return deepspeed if deepspeed.is_sharded_on_vocabulary(layer) else None
+
+
 def output_layer(model) -> nn.Linear:
-    """Return the output layer of a model. TypeError if it is not a plain nn.Linear."""
+    """Return the output layer of a model. TypeError if it is neither a plain nn.Linear nor AutoTP's, which has the same
+    attributes."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"model must be a transformers.PreTrainedModel, got {type(model).__name__}: take it before it is wrapped"
+            f"model must be a transformers.PreTrainedModel, got {type(model).__name__}: give the one that is "
+            "wrapped (a DeepSpeed engine's engine.module)"
         )
     layer = model.get_output_embeddings()
-    if type(layer) is not nn.Linear:
+    if type(layer) is not nn.Linear and deepspeed_facts(layer) is None:
         raise TypeError(
-            "the output layer must be a plain torch.nn.Linear (no adapter, no quantization), got "
-            f"{type(layer).__name__}"
+            "the output layer must be a plain torch.nn.Linear (no adapter, no quantization) or DeepSpeed's LinearLayer "
+            f"or VocabParallelLinear, got {type(layer).__name__}"
         )
     return layer
 
@@ -33,6 +44,8 @@ def head_shard(model, shard: VocabShard | None = None) -> VocabShard:
     ranks that share the weight may hold different tokens."""
     check_type("shard", shard, VocabShard, None)
     layer = output_layer(model)
+    if (deepspeed := deepspeed_facts(layer)) is not None:
+        return deepspeed.layer_shard(layer, shard)
     found = local_head(None, layer.weight, layer.bias, shard, "all_reduce")[3]
     if shard is None and found.world_size > 1 and (model.tp_size or 1) == 1:
         raise ValueError(
@@ -44,8 +57,13 @@ def head_shard(model, shard: VocabShard | None = None) -> VocabShard:
 
 def call_shard(model, shard: VocabShard | None, linear: Linear, hidden: torch.Tensor) -> VocabShard:
     """Return `head_shard` for one call, because the weight may have been gathered or replaced since the installation.
-    ValueError if nobody would sum dH."""
-    found = head_shard(model, shard)
+    ValueError if nobody would sum dH, or if DeepSpeed's ZeRO stage 3 took the weight's rows apart."""
+    found, weight = head_shard(model, shard), output_layer(model).weight
+    if hasattr(weight, "ds_id"):
+        raise ValueError(
+            f"a fused head needs this rank's {found.width} rows of the output layer, and ZeRO stage 3 leaves a weight "
+            f"of shape {list(weight.shape)} outside of the layer's own calls: use stage 0, 1 or 2, or causal_lm_loss"
+        )
     if linear.hidden_grad == "none" and found.world_size > 1 and hidden.requires_grad:
         raise ValueError("hidden_grad='none' leaves a part of dH to a body that requires it whole: use 'all_reduce'")
     return found

@@ -1,0 +1,172 @@
+"""Losses over what a sampler kept: from logits and from hidden states, in every mode, and what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from collectives import counted_collectives
+from ranks import on_ranks
+from sets_problem import NAMES, N, V, masked, moved, padded, ragged, rows
+
+from tp_headloss import (
+    Entropy,
+    GeneratorMetrics,
+    HeadLoss,
+    IdSets,
+    KLToReference,
+    Linear,
+    Options,
+    PolicyGradient,
+    PolicyMetrics,
+    TopKTeacher,
+    VocabShard,
+    linear_vocab_statistics,
+    vocab_statistics,
+)
+
+H = 12
+INPUTS = ("advantages", "old_log_prob", "reference_log_prob", "generator_log_prob")
+METRICS = (PolicyMetrics(reference=True, over="sets"), GeneratorMetrics(over="sets"), "set_log_mass")
+
+
+def terms(over="sets"):
+    return [
+        PolicyGradient("clip", clip=(0.2, 0.28), over=over), KLToReference(0.1, "k2", over=over), Entropy(0.05, over)
+    ]  # fmt: skip
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(N, H, generator=generator), torch.randn(V, H, generator=generator) / 2
+    _, labels, sets = rows()
+    return hidden, weight, labels, sets, dict(zip(INPUTS, -torch.rand(4, N, generator=generator)))
+
+
+def run(group, device, backend, mode, form=ragged):
+    hidden, weight, labels, sets, inputs = (
+        {k: v.to(device) for k, v in x.items()} if isinstance(x, dict) else x.to(device) if hasattr(x, "to") else x
+        for x in tensors()
+    )
+    shard = VocabShard.from_group(group, V, 256)
+    local = F.pad(weight, (0, 0, 0, 56))[shard.start : shard.stop].clone().requires_grad_()
+    hidden = hidden.requires_grad_()
+    given = {"shard": shard, "inputs": inputs | {"sets": moved(form(sets), device)}, "denominator": 7.0}
+    head = HeadLoss(terms(), metrics=METRICS, options=Options(backend=backend, check=mode == "check"))
+    with counted_collectives() as events:
+        if mode in ("logits", "check"):
+            out = head(hidden @ local.t(), labels, **given)
+        else:
+            out = head.linear(hidden, local, labels, linear=MODES[mode], **given)
+    forward = sum(events.values())
+    out.loss.backward()
+    metrics = {name: value.detach().cpu() for name, value in out.metrics.items()}
+    return out.loss.detach().cpu(), hidden.grad.cpu(), local.grad.cpu(), metrics, forward
+
+
+MODES = {
+    "recompute": Linear(mode="recompute"), "float32 logits": Linear(mode="recompute", logits="float32"),
+    "one sweep": Linear(mode="one_sweep"), "small blocks": Linear(mode="one_sweep", budget=1 << 18),
+    "valid tokens": Linear(mode="recompute", max_valid_tokens=N),
+}  # fmt: skip
+
+
+def expected():
+    """The same terms over the vocabulary, of float64 logits that are -inf outside of the sets."""
+    hidden, weight, labels, sets, inputs = tensors()
+    hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    head = HeadLoss(terms("vocabulary"), options=Options(backend="torch"))
+    del inputs["generator_log_prob"]
+    loss = head(masked(hidden @ weight.t(), sets), labels, inputs=inputs, denominator=7.0).loss
+    loss.backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+def check(results, whole_hidden=True):
+    loss, hidden, weight = expected()
+    for got, hidden_grad, _, metrics, forward in results:
+        torch.testing.assert_close(got.double(), loss, rtol=1e-5, atol=1e-6)
+        assert torch.equal(got, results[0][0])
+        assert all(torch.equal(value, results[0][3][name]) for name, value in metrics.items())
+        if whole_hidden:
+            torch.testing.assert_close(hidden_grad.double(), hidden, rtol=1e-4, atol=1e-5)
+        if len(results) > 1:
+            assert forward == 1
+    got = torch.cat([weight_grad for _, _, weight_grad, *_ in results])
+    torch.testing.assert_close(got[:V].double(), weight, rtol=1e-4, atol=1e-5)
+    assert not got[V:].any() and results[0][3]["set_log_mass"] < 0
+
+
+@pytest.mark.parametrize("mode", ["logits", *MODES])
+def test_a_loss_over_sets_equals_that_of_masked_logits(mode, backend, device):
+    if backend == "triton" and mode in ("float32 logits", "small blocks"):
+        mode = "one sweep"  # interpreted kernels are slow; the blocks are the same
+    check([run(None, device, backend, mode)])
+
+
+@pytest.mark.parametrize("mode", ["logits", "recompute", "valid tokens"])
+def test_one_collective_whatever_the_number_of_ranks(mode):
+    check(on_ranks(2, run, "torch", mode, padded), whole_hidden=mode != "logits")
+
+
+def test_compiled_without_graph_breaks_equals_eager(backend, device):
+    hidden, weight, labels, sets, _ = tensors()
+    x, labels = (hidden @ weight.t()).to(device), labels.to(device)
+    ids, offsets = ragged(sets).ids.to(device), torch.tensor([0, *map(len, sets)], device=device).cumsum(0)
+
+    def step(logits, labels, ids, offsets):
+        kept = IdSets.from_csr(ids, offsets)
+        stats = vocab_statistics(logits * 1.0, labels, want=NAMES, sets=kept, options=Options(backend=backend))
+        return stats.set_log_prob + stats.set_entropy + stats.set_log_mass
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        local = x.clone().requires_grad_()
+        value = function(local, labels, ids, offsets)
+        value.sum().backward()
+        results.append((value.detach(), local.grad))
+    torch._dynamo.reset()
+    for eager, compiled in zip(*results):
+        assert torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize("form", [padded, ragged])
+def test_check_names_the_first_token_whose_set_lacks_its_label(form, backend, device):
+    hidden, weight, labels, sets, _ = tensors()
+    del sets[2][-2:]
+    x = (hidden @ weight.t()).to(device)
+    options = Options(backend=backend, check=True)
+    want = {"want": ("set_log_prob",), "options": options}
+    vocab_statistics(x, labels.to(device), sets=moved(form(sets), device), **want)
+    sets[5].remove(int(labels[5]))
+    sets[7] = [int(labels[7]), V]
+    message = rf"set of token 5 \(flat index\) must hold ids below 200 and its label {labels[5]}, got .*; 2 such tokens"
+    with pytest.raises(ValueError, match=message):
+        vocab_statistics(x, labels.to(device), sets=moved(form(sets), device), **want)
+
+
+def test_what_does_not_go_together_is_refused(device):
+    hidden, weight, labels, sets, _ = (x.to(device) if hasattr(x, "to") else x for x in tensors())
+    x, kept = hidden @ weight.t(), moved(ragged(sets), device)
+    teacher = TopKTeacher(torch.zeros(N, 2, dtype=torch.long, device=device), torch.zeros(N, 2, device=device))
+    for match, arguments in {
+        "need sets of ids, got none": {"want": ("set_entropy",)},
+        "sets serve the statistics": {"sets": kept},
+        "separate calls, got both": {"want": ("set_entropy", "topk_forward_kl"), "sets": kept, "teacher": teacher},
+        "set_log_prob is the log-prob of a label": {"want": ("set_log_prob",), "sets": kept, "labels": None},
+        "sets must be of 9 tokens, got offsets for 8": {
+            "want": NAMES, "sets": IdSets.from_csr(kept.ids, torch.arange(9, device=device))
+        },
+        r"sets.ids must be \[.., K\] for tokens \[9\], got \[9, 2, 3\]": {
+            "want": NAMES, "sets": IdSets(torch.zeros(9, 2, 3, dtype=torch.long, device=device))
+        },
+        "need transport='gather', got 'sum'": {"want": NAMES, "sets": kept, "options": Options(transport="sum")},
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            vocab_statistics(x, **{"labels": labels} | arguments)
+    with pytest.raises(ValueError, match="engine='epilogue' is not possible"):
+        linear_vocab_statistics(hidden, weight, labels, want=NAMES, sets=kept, linear=Linear(engine="epilogue"))
+    with pytest.raises(ValueError, match="over must be 'vocabulary' or 'sets', got 'set'"):
+        PolicyGradient(over="set")
+    with pytest.raises(ValueError, match=r"missing \['sets'\]"):
+        HeadLoss([Entropy(0.1, over="sets")])(x, labels)
+    with pytest.raises(TypeError, match=r"sets must be IdSets\(..\) or None"):
+        vocab_statistics(x, labels, want=NAMES, sets=kept.ids)

@@ -1,0 +1,202 @@
+"""What README and documentation say: their Python runs, and their figures are those of the files beside them."""
+
+import contextlib
+import io
+import json
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from pages import PAGES, ROOT, blocks, marked_block, section, tables
+from ranks import on_ranks
+
+from tp_headloss import HeadLoss, VocabShard
+
+README = (ROOT / "README.md").read_text()
+TEXT = "\n".join(page.read_text() for page in PAGES)
+name_of = {page: str(page.relative_to(ROOT)) for page in PAGES}.get
+IN_ORDER = [page for page in PAGES if any(not block.kind for block in blocks(page))]
+ON_RANKS = [page for page in PAGES if any(block.kind == "ranks" for block in blocks(page))]
+
+
+def test_the_readme_is_read_in_minutes():
+    assert len(README.splitlines()) <= 250 and len(README.split()) <= 1800
+    assert len(README.split("```python")[0].split()) < 700
+
+
+def test_every_command_that_writes_a_run_can_be_run_again():
+    commands = [c for c in re.findall(r"torchrun (?:(?!\n\n|\n +torchrun)[^`#])*", TEXT) if "launch/" in c]
+    smallest = "launch/own_loss", "launch/fsdp_tp", "launch/batch_invariance"  # write nothing
+    writing = [c for c in commands if not any(name in c for name in smallest)]
+    writing = [c for c in writing if "megatron_pretrain" not in c or "--out" in c]
+    assert len(writing) >= 5
+    assert all("--overwrite" in command for command in writing), writing
+
+
+@pytest.mark.parametrize("page", IN_ORDER, ids=name_of)
+def test_every_python_block_runs_and_prints_what_the_page_says(page):
+    scope = {}
+    for block in blocks(page):
+        if not block.kind:
+            said = io.StringIO()
+            with contextlib.redirect_stdout(said):
+                exec(compile(block.code, str(page), "exec"), scope)
+            assert said.getvalue() == block.output
+
+
+def run_blocks_on_ranks(group, device, page):
+    for block in blocks(page):
+        if block.kind == "ranks":
+            exec(compile(block.code, str(page), "exec"), {})
+
+
+@pytest.mark.parametrize("page", ON_RANKS, ids=name_of)
+def test_the_blocks_of_several_ranks_run(page):
+    if torch.cuda.is_available():
+        pytest.skip("they make their tensors on CPU")
+    (world_size,) = {int(block.mark) for block in blocks(page) if block.kind == "ranks"}
+    on_ranks(world_size, run_blocks_on_ranks, page)
+
+
+def test_every_marked_block_is_run_somewhere():
+    marked = {(block.kind, block.mark) for page in PAGES for block in blocks(page) if block.kind in ("host", "run")}
+    assert len(marked) >= 6
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    for kind, mark in marked:
+        assert f'marked_block("{kind}", "{mark}")' in tests, (kind, mark)
+
+
+def of_all_micro_batches(group, device, dp):
+    """Gradients and accuracy after the README's step of gradient accumulation; dp = 1: of the whole batch at once."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(20, 5), torch.nn.Linear(5, 20)).to(device)
+    inputs, labels = torch.randint(0, 20, (2, 4, 6), device=device)
+    labels[0], labels[3, :5] = -100, -100  # ranks and micro-batches with other numbers of tokens
+    if dp == 1:
+        out = HeadLoss(metrics=("accuracy",))(model(inputs), labels)
+        out.loss.backward()
+        return [p.grad.cpu() for p in model.parameters()], float(out.metrics["accuracy"] / out.count)
+    model = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    rank = dist.get_rank(group)
+    scope = {
+        "torch": torch, "contextlib": contextlib, "dp_group": group, "model": model, "shard": VocabShard(0, 20, 20),
+        "micro_batches": list(zip(inputs.chunk(4)[rank::dp], labels.chunk(4)[rank::dp])),
+        "head_loss": HeadLoss(metrics=("accuracy",)), "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
+    }  # fmt: skip
+    exec(compile(marked_block("run", "accumulation"), "README.md", "exec"), scope)
+    return [p.grad.cpu() for p in model.parameters()], float(scope["accuracy"])
+
+
+def test_gradient_accumulation_on_data_parallel_ranks_is_one_step_of_the_whole_batch():
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    whole, accuracy = of_all_micro_batches(None, device, 1)
+    assert min(grad.abs().max() for grad in whole) > 1e-3
+    for grads, share in on_ranks(2, of_all_micro_batches, 2):
+        assert share == pytest.approx(accuracy, rel=1e-6)
+        for ours, expected in zip(grads, whole):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def logits_of_ones_own(group, device):
+    """Gradients of a layer below logits that the caller makes, with the hook of the guide."""
+    hook = re.search(r"`(hidden\.register_hook[^`]*)`", (ROOT / "docs/guides/torch.md").read_text())[1]
+    torch.manual_seed(0)
+    x, labels = torch.randn(4, 6, device=device), torch.randint(0, 20, (4,), device=device)
+    layer, weight = torch.nn.Linear(6, 5).to(device), torch.randn(20, 5, device=device)
+    shard, hidden = VocabShard.from_group(group, 20), layer(x)
+    if group is not None:
+        eval(hook, {"hidden": hidden, "torch": torch, "group": group})
+    HeadLoss()(hidden @ weight[shard.start : shard.stop].T, labels, shard=shard).loss.backward()
+    return [p.grad.cpu() for p in layer.parameters()]
+
+
+def test_the_hook_of_the_guide_sums_the_gradient_of_the_hidden_states():
+    expected = logits_of_ones_own(None, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    for grads in on_ranks(2, logits_of_ones_own):
+        for ours, whole in zip(grads, expected):
+            torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-6)
+
+
+def figures(value) -> set[str]:
+    """The numbers of a row of measurements as the pages write them: whole, and with one and two decimals."""
+    if isinstance(value, dict):
+        return set().union(*map(figures, value.values()))
+    if isinstance(value, list):
+        return figures(value[1]) if len(value) == 3 else set()  # 10 %, median, 90 %
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return set()
+    return {f"{value + nudge:.{digits}f}" for digits in (0, 1, 2) for nudge in (-1e-9, 1e-9)}
+
+
+def measured() -> list[set[str]]:
+    """The figures of every row of docs/bench; a row of the linear head also has its time over its bare GEMMs."""
+    rows = []
+    for path in sorted((ROOT / "docs/bench").glob("tp*.json")):
+        of_file = json.loads(path.read_text())["rows"]
+        gemms = {r["gemms"]: r["eager_us"][1] for r in of_file if r["implementation"] in ("three GEMMs", "four GEMMs")}
+        for row in of_file:
+            found = figures(row)
+            if row.get("eager_us") and row.get("gemms") in gemms:
+                found |= figures(row["eager_us"][1] / gemms[row["gemms"]])
+            rows.append(found)
+    return rows
+
+
+NUMBER = r"(?<![\w.])\d+(?:\.\d+)?(?![\w.]*\d)"
+BENCHMARKS = (ROOT / "docs/benchmarks.md").read_text().split("\n## What is checked")[0]
+RESULTS = README.split("\n## Results\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize(("text", "least"), [(BENCHMARKS, 150), (RESULTS, 25)], ids=["benchmarks", "README"])
+def test_every_figure_of_the_tables_is_in_docs_bench(text, least):
+    """A row of one measurement, or each cell of a row of several, is one row of a file there."""
+    rows, everything, checked = measured(), set().union(*measured()), 0
+    for table in tables(text):
+        for name, *cells in table:
+            parts = [cells] if any(re.match(r"[\d.;/ ]+MiB", cell) for cell in cells) else [[cell] for cell in cells]
+            for part in parts:
+                wanted = [n for cell in part for n in re.findall(NUMBER, cell)]
+                text = " ".join(part)
+                several = re.search(r"[A-Za-z]{4}|[;/]", text)  # measurements: a remark about others
+                found = set(wanted) <= everything if several else any(set(wanted) <= row for row in rows)
+                assert found, f"{name}: {part} is not in docs/bench"
+                checked += len(wanted)
+    assert checked > least
+
+
+PROGRAMS = (ROOT / "docs/guides/programs.md").read_text().replace("\n", " ")
+
+
+def test_the_quickstarts_largest_difference_is_the_one_that_was_measured():
+    found = json.loads((ROOT / "docs/bench/quickstart.json").read_text())
+    stated = re.search(r"largest difference of the two training losses was ([\d.e-]+)", PROGRAMS)[1]
+    assert stated == f"{found['largest_difference']:.1e}".replace("e-0", "e-")
+    assert found["steps"] == 500 and found["versions"]["torch"].split("+")[0] in PROGRAMS
+
+
+FAILURES = {  # first words of a line of "When ranks fail or disagree" -> tests of it, by file
+    "is killed, stops": ("test_faults", "test_survivors_of_a_killed_rank_raise_in_time"),
+    "is killed between": ("test_faults", "test_a_rank_killed_after_the_forward_is_missed_in_the_next_one"),
+    "has labels, ignored tokens": ("test_faults", "test_ranks_that_disagree_on_who_owns_a_label_see_nan"),
+    "has a label that": ("test_faults", "test_what_other_ranks_do_not_look_at_is_silent_and_the_same_everywhere"),
+    "has another number": ("test_faults", "test_packets_of_other_sizes_end_a_rank_and_the_next_call_of_the_other"),
+    "any of these but": ("test_agreement", "test_a_mistake_on_one_rank_is_the_same_exception_on_all"),
+}
+SAYS = {  # and what the line must say for the test to be about it
+    "is killed, stops": "RuntimeError at once",
+    "is killed between": "of logits nothing",
+    "has labels, ignored tokens": "NaN for that token",
+    "has a label that": "the owner's label counts",
+    "has another number": "gloo aborts a rank, or times out",
+    "any of these but": "the same message",
+}
+
+
+def test_every_line_about_ranks_that_fail_is_bound_to_a_test():
+    (table,) = tables(section("odd_inputs.md", "## When ranks fail or disagree"))
+    assert len(table) == len(FAILURES)
+    for start, (file, test) in FAILURES.items():
+        (line,) = [row for row in table if row[0].startswith(start)]
+        assert SAYS[start] in line[1], line
+        assert f"def {test}(" in (ROOT / f"tests/distributed/{file}.py").read_text()

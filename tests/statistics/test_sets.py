@@ -1,0 +1,194 @@
+"""Statistics over sets of ids against float64: values, gradients, layouts of sets and of tokens, exactness."""
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from collectives import counted_collectives
+from ranks import on_ranks
+from sets_problem import NAMES, N, V, gradient, moved, padded, ragged, rows, truth
+
+from tp_headloss import IdSets, Options, Teacher, Transform, VocabShard, vocab_statistics
+
+FORMS = {"padded": padded, "masked": lambda s: padded(s, filler=V + 7), "csr": ragged,
+         "int32": lambda s: ragged(s, torch.int32)}  # fmt: skip
+OTHERS = ("lse", "log_prob", "entropy")
+TRANSFORM = {"bias": True, "scale": 1.3, "softcap": 9.0, "temperature": True}
+
+
+def upstream(names):
+    generator = torch.Generator().manual_seed(3)
+    drawn = {name: torch.randn(N, generator=generator) for name in (*NAMES, *OTHERS)}
+    return {name: drawn[name] for name in names}
+
+
+def transform_of(device, place=slice(None)):
+    """Of `TRANSFORM`, with a bias of these columns."""
+    bias = F.pad(torch.linspace(-1, 1, V), (0, 56))
+    temperature = torch.linspace(0.6, 2, N)
+    return bias[place].to(device), temperature.to(device)
+
+
+def run(group, device, backend, form, names, transformed=False, dtype=torch.float32, teacher=False):
+    x, labels, sets = rows()
+    shard = VocabShard.from_group(group, V, 256)
+    here = slice(shard.start, shard.stop)
+    local = F.pad(x, (0, 56), value=40.0)[:, here].to(device, dtype).clone().requires_grad_()
+    transform, more = None, {}
+    if transformed:
+        bias, temperature = transform_of(device, here)
+        transform = Transform(bias, 1.3, 9.0, temperature)
+    if teacher:
+        more["teacher"] = Teacher(torch.zeros_like(local.detach()), temperature=2.0, student_temperature=0.7)
+    with counted_collectives() as events:
+        stats = vocab_statistics(
+            local, labels.to(device), shard=shard, want=(*NAMES, "entropy", *(["forward_kl"] if teacher else [])),
+            sets=moved(FORMS[form](sets), device), transform=transform,
+            options=Options(backend=backend, transport="gather"), **more,
+        )  # fmt: skip
+    sum((getattr(stats, name) * g.to(device)).sum() for name, g in upstream(names).items()).backward()
+    values = {name: getattr(stats, name).detach().cpu() for name in (*NAMES, *OTHERS)}
+    return values, local.grad.cpu(), sum(events.values())
+
+
+def expected(names, transformed=False, dtype=torch.float32):
+    x, labels, sets = rows()
+    options = {}
+    if transformed:
+        bias, temperature = transform_of("cpu", slice(0, V))
+        options = TRANSFORM | {"bias": bias, "temperature": temperature}
+    z, slope = oracle.transform(x.to(dtype), **options)
+    valid, safe = labels != -100, labels.clamp(min=0)
+    values = truth(z, safe, sets)
+    dx = gradient(z, slope, safe, sets, {k: g.double() for k, g in upstream(names).items()})
+    return {k: torch.where(valid, v, 0.0) for k, v in values.items()}, torch.where(valid[:, None], dx, 0.0)
+
+
+def check(results, names, transformed=False, dtype=torch.float32):
+    values, dx = expected(names, transformed, dtype)
+    for got, _, collectives in results:
+        assert collectives == int(len(results) > 1)
+        for name, value in values.items():
+            assert torch.equal(got[name], results[0][0][name])
+            torch.testing.assert_close(got[name].double(), value, rtol=3e-6, atol=3e-6)
+        assert (got["set_log_prob"] <= 0).all() and (got["set_log_mass"] <= 0).all()
+    grad = torch.cat([grad for _, grad, _ in results], 1)
+    rtol, atol = (2e-5, 2e-6) if dtype == torch.float32 else (2.0**-8, 1e-6)
+    torch.testing.assert_close(grad[:, :V].double(), dx, rtol=rtol, atol=atol)
+    assert not grad[:, V:].any() and dx.abs().max() > 0.1
+
+
+UPSTREAM = [("set_log_prob",), ("set_entropy",), ("set_log_mass",), (*NAMES, *OTHERS)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("names", UPSTREAM, ids=len)
+def test_values_and_gradients_equal_float64(world_size, names, backend):
+    if backend == "triton" and (world_size == 2) != (len(names) > 1):
+        world_size = 1
+    form = {1: "csr", 2: "padded", 4: "int32"}[world_size]
+    check(on_ranks(world_size, run, backend, form, names), names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_transformed_first(dtype, backend, device):
+    check([run(None, device, backend, "csr", UPSTREAM[-1], True, dtype)], UPSTREAM[-1], True, dtype)
+
+
+def test_all_ways_to_write_sets_give_the_same_bits(backend, device):
+    """And all numbers of ranks, whose chunks are the same."""
+    first = run(None, device, backend, "padded", UPSTREAM[-1])
+    for form in ("masked", "csr", "int32"):
+        values, grad, _ = run(None, device, backend, form, UPSTREAM[-1])
+        assert torch.equal(grad, first[1]) and all(torch.equal(values[name], first[0][name]) for name in NAMES)
+    if backend == "torch":
+        for world_size in (2, 4):
+            results = on_ranks(world_size, run, backend, "csr", UPSTREAM[-1])
+            assert torch.equal(torch.cat([grad for _, grad, _ in results], 1), first[1])
+            assert all(torch.equal(results[0][0][name], first[0][name]) for name in NAMES)
+
+
+def test_the_temperatures_of_a_teacher_leave_sets_alone(backend, device):
+    alone, with_teacher = (run(None, device, backend, "csr", NAMES, teacher=given) for given in (False, True))
+    torch.testing.assert_close(with_teacher[:2], alone[:2], rtol=1e-6, atol=1e-7)
+
+
+def test_a_confident_token_is_exact_to_a_few_ulp(backend, device):
+    (values, *_), (want, _) = run(None, device, backend, "csr", NAMES), expected(NAMES)
+    assert (want["set_log_prob"][[6, 7]] > -1e-8).all() and want["set_log_prob"][1] == 0
+    error = (values["set_log_prob"].double() - want["set_log_prob"]).abs()
+    assert (error <= 40 * oracle.ulp(want["set_log_prob"]))[[1, 6, 7]].all()
+
+
+def test_a_set_of_16_and_one_of_20000_in_one_batch(backend, device):
+    size = 20_000 if backend == "torch" or device == "cuda" else 2_600
+    vocab, generator = size + 500, torch.Generator().manual_seed(2)
+    x = torch.randn(2, vocab, generator=generator)
+    sets = [list(range(40, 56)), list(range(0, size))]
+    labels = torch.tensor([50, size - 1])
+    local = x.to(device).clone().requires_grad_()
+    stats = vocab_statistics(
+        local, labels.to(device), want=NAMES, sets=moved(ragged(sets), device), options=Options(backend=backend)
+    )
+    (stats.set_log_prob + stats.set_log_mass).sum().backward()
+    z = x.double()
+    for name, value in truth(z, labels, sets).items():
+        torch.testing.assert_close(getattr(stats, name).detach().cpu().double(), value, rtol=2e-6, atol=2e-6)
+    ones = torch.ones(2).double()
+    dx = gradient(z, torch.ones_like(z), labels, sets, {"set_log_prob": ones, "set_log_mass": ones})
+    torch.testing.assert_close(local.grad.cpu().double(), dx, rtol=2e-5, atol=2e-7)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_tokens_in_another_order_in_memory(inplace, backend, device):
+    """Logits [B, S, V] that are a view of [S, B, V]: tokens are worked on in memory's order, sets are in labels'."""
+    x, labels, sets = (part[1:] for part in rows())
+    expected_values, dx = (v[1:] if isinstance(v, torch.Tensor) else {k: t[1:] for k, t in v.items()}
+                           for v in expected(("set_log_prob",)))  # fmt: skip
+    stored = x.view(2, 4, V).transpose(0, 1).contiguous().to(device).requires_grad_()
+    for given in (ragged(sets), IdSets(padded(sets).ids.view(2, 4, -1))):
+        logits = (stored * 1.0).transpose(0, 1)
+        options = Options(backend=backend, inplace=inplace)
+        stats = vocab_statistics(
+            logits, labels.view(2, 4).to(device), want=NAMES, sets=moved(given, device), options=options
+        )
+        g = upstream(("set_log_prob",))["set_log_prob"][1:].view(2, 4).to(device)
+        (grad,) = torch.autograd.grad(stats.set_log_prob, stored, g)
+        for name, value in expected_values.items():
+            got = getattr(stats, name).detach().cpu().double()
+            torch.testing.assert_close(got.reshape(-1), value, rtol=3e-6, atol=3e-6)
+        got = grad.transpose(0, 1).reshape(8, V).cpu().double()
+        torch.testing.assert_close(got, dx, rtol=2e-5, atol=2e-6)
+
+
+def test_gradcheck_in_float64(device):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 9, generator=generator, dtype=torch.float64).to(device).requires_grad_()
+    labels = torch.tensor([1, 2, -100, 8], device=device)
+    sets = moved(ragged([[1, 4, 1], [2], [0, 3], [8, 7, 6, 0]]), device)
+
+    def statistics(x):
+        stats = vocab_statistics(x, labels, want=NAMES, sets=sets, options=Options(backend="torch"))
+        return *(getattr(stats, name) for name in NAMES), stats.lse
+
+    assert torch.autograd.gradcheck(statistics, x)
+
+
+def test_without_labels_there_are_entropy_and_mass(backend, device):
+    x, labels, sets = rows()
+    del sets[2][-2:]
+    local = x.to(device).requires_grad_()
+    stats = vocab_statistics(local, want=NAMES[1:], sets=moved(ragged(sets), device), options=Options(backend=backend))
+    z = x.double()
+    values = truth(z, labels.clamp(min=0), sets)
+    for name in NAMES[1:]:
+        torch.testing.assert_close(getattr(stats, name).detach().cpu().double(), values[name], rtol=3e-6, atol=3e-6)
+    (grad,) = torch.autograd.grad(stats.set_entropy.sum(), local)
+    dx = gradient(z, torch.ones_like(z), None, sets, {"set_entropy": torch.ones(N).double()})
+    torch.testing.assert_close(grad.cpu().double(), dx, rtol=2e-5, atol=2e-6)
+
+
+def test_sets_never_overlap_and_never_leave_the_ids():
+    spans = IdSets.from_csr(torch.arange(5), torch.tensor([0, 2, 4, 2, 3, 4, 9])).spans
+    assert spans.tolist() == [[0, 2], [2, 4], [0, 0], [0, 0], [0, 0], [0, 0]]
+    assert IdSets.from_csr(torch.arange(5), torch.tensor([0, 0, 3, 5])).spans.tolist() == [[0, 0], [0, 3], [3, 5]]

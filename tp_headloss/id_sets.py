@@ -1,0 +1,124 @@
+"""Sets of ids per token, `IdSets`: their checks, and what the kernels take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .engine.operators import known_sets
+from .options import TopKTeacher
+from .request import Facts, TokenOrder
+from .statistics import OVER_SETS
+from .statistics.sets import rows_and_places
+from .validation import expect_ids, expect_instance, expect_tensor
+
+
+@dataclass(frozen=True)
+class IdSets:
+    """A set of ids per token, such as those that a sampler kept, over which the student is renormalised.
+
+    ids: [.., K] int64 or int32, global, replicated, in any order; a negative id, or False in ``mask`` [.., K], is none,
+    and an id that is there several times counts once. Sets of different sizes take less memory by `from_csr`. A set
+    that is empty, that holds an id at or beyond the vocabulary or lacks its token's label makes the statistics over
+    sets of that token NaN (``Options.check`` raises instead). Ascending ids are quick; any others are compared with all
+    before them in their set.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor | None = None
+    spans: torch.Tensor | None = None  # [.., 2] bounds of each token's set in flat ids, see `from_csr`
+
+    @classmethod
+    def from_csr(cls, ids: torch.Tensor, offsets: torch.Tensor) -> IdSets:
+        """Sets of any sizes, as vLLM exports them: token i, in the order of flattened labels, has
+        ids[offsets[i] : offsets[i + 1]].
+
+        ids: [all], offsets: [N + 1], int64 or int32. Where offsets descend or leave [0, all] the set is empty.
+        """
+        for name, x in (("ids", ids), ("offsets", offsets)):
+            expect_ids(f"sets: {name}", x)
+            if x.dim() != 1:
+                raise ValueError(f"sets: {name} must have one dimension, got {list(x.shape)}")
+        if not len(offsets):
+            raise ValueError("sets: offsets must be [N + 1] for N tokens, got none")
+        offsets = offsets.long()
+        begin, end = offsets[:-1], offsets[1:]
+        # sets that overlap could not be worked on at the same time
+        sound = (begin >= offsets.cummax(0).values[:-1]) & (begin >= 0) & (end >= begin) & (end <= len(ids))
+        return cls(ids, None, torch.where(sound[:, None], torch.stack([begin, end], 1), 0))
+
+    def map_tokens(self, lead: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]) -> IdSets:
+        """The sets with function(x) in place of each tensor [*lead, *] of tokens."""
+        if self.spans is not None:
+            return replace(self, spans=function(self.spans.reshape(*lead, 2)))
+        return replace(self, ids=function(self.ids), mask=None if self.mask is None else function(self.mask))
+
+
+def validate_sets(sets: IdSets | None, labels, want, teacher, logits):
+    """Raise TypeError or ValueError, from metadata, unless the sets fit the call. logits: [.., width]."""
+    wanted = [name for name in OVER_SETS if name in want]
+    expect_instance("sets", sets, IdSets)
+    if sets is None:
+        if wanted:
+            raise ValueError(f"{wanted} need sets of ids, got none: sets=IdSets(ids)")
+        return
+    if not wanted:
+        raise ValueError(f"sets serve the statistics {OVER_SETS}, got none of them in want")
+    if isinstance(teacher, TopKTeacher):
+        raise ValueError("sets and a TopKTeacher are for separate calls, got both in one")
+    if "set_log_prob" in want and labels is None:
+        raise ValueError("set_log_prob is the log-prob of a label, got no labels")
+    lead, device = logits.shape[:-1], logits.device
+    expect_ids("sets.ids", sets.ids)
+    if sets.spans is not None:
+        if sets.spans.numel() != 2 * math.prod(lead):
+            raise ValueError(f"sets must be of {math.prod(lead)} tokens, got offsets for {sets.spans.numel() // 2}")
+        expect_tensor("sets.ids", sets.ids, device=device)
+        expect_tensor("the sets' offsets", sets.spans, device=device)
+        return
+    if sets.ids.dim() != len(lead) + 1:
+        raise ValueError(f"sets.ids must be [.., K] for tokens {list(lead)}, got {list(sets.ids.shape)}")
+    shape = (*lead, sets.ids.shape[-1])
+    expect_tensor("sets.ids", sets.ids, shape, device)
+    if sets.mask is not None:
+        expect_tensor("sets.mask", sets.mask, shape, device)
+        if sets.mask.dtype != torch.bool:
+            raise TypeError(f"sets.mask must be bool, got {sets.mask.dtype}")
+
+
+def _flat(sets: IdSets, flatten) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids of all sets [all], and the bounds [N, 2] of each token's; flatten: [.., *] -> [N, *]."""
+    if sets.spans is not None:
+        return sets.ids.contiguous(), flatten(sets.spans).contiguous()
+    ids = flatten(sets.ids if sets.mask is None else torch.where(sets.mask, sets.ids, -1))
+    begin = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
+    return ids.reshape(-1), torch.stack([begin, begin + ids.shape[1]], 1)
+
+
+def set_tensors(sets: IdSets | None, lead, order: TokenOrder, facts: Facts) -> dict[str, torch.Tensor]:
+    """The tensors of sets as a request has them. lead: shape of the tokens."""
+    if sets is None:
+        return {}
+    ids, spans = _flat(sets, lambda x: order.flatten(x.reshape(*lead, x.shape[-1])))
+    return dict(zip(("entries", "entry_spans"), known_sets(ids, spans, facts.vocab_size, facts.backend)))
+
+
+def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int):
+    """Raise ValueError with the first token, if any, whose set holds an unknown id or lacks the label."""
+    ids, spans = _flat(sets, lambda x: x.reshape(-1, x.shape[-1]))
+    row, place = rows_and_places(spans)
+    labels, known = labels.reshape(-1), torch.zeros(len(spans), dtype=torch.bool, device=ids.device)
+    unknown = known.clone()
+    known[row[ids[place] == labels[row]]] = True
+    unknown[row[ids[place] >= vocab_size]] = True
+    bad = ((labels != ignore_index) & (unknown | ~known)).nonzero()
+    if len(bad):
+        token = int(bad[0])
+        begin, end = spans[token].tolist()
+        raise ValueError(
+            f"the set of token {token} (flat index) must hold ids below {vocab_size} and its label "
+            f"{int(labels[token])}, got {ids[begin:end].tolist()[:20]}; {len(bad)} such tokens"
+        )

@@ -1,0 +1,207 @@
+"""Device functions of the statistics over sets of ids, and the kernels that read the sets forward.
+
+Names as in `family_triton`; a set's members are entries with bounds of their own, see `entries_triton.entry_range`.
+"""
+
+import triton
+import triton.language as tl
+
+from ..symmetric_memory_triton import slot_to_write
+from .entries_triton import entry_range, load_entries
+from .family_triton import Gradient, Merge, nothing_folded, read, row_factors, write
+from .numerics_triton import decay, exp, fixed_sum, settle, weigh
+from .softmax_triton import join_target
+
+
+@triton.jit
+def _ids_at(ids_ptr, begin, place, count):
+    """Ids of a set by their places, -1 where there is none."""
+    ids = tl.load(ids_ptr + begin + place, mask=(place >= 0) & (place < count), other=-1).to(tl.int64)
+    return tl.maximum(ids, -1)
+
+
+@triton.jit
+def sets_kernel(
+    ids_out_ptr,  # [all] int32 out: each id of a set once, -1 elsewhere
+    spans_out_ptr,  # [T, 2] int64 out: the bounds, of no ids for a set with an id that is unknown
+    ids_ptr,  # [all] int32 or int64
+    spans_ptr,  # [T, 2] int64
+    vocab_size,
+    SLICE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the set of one token. Ids that ascend are distinct; others are compared with all before them."""
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.load(spans_ptr + 2 * row)
+    end = tl.load(spans_ptr + 2 * row + 1)
+    count = (end - begin).to(tl.int32)
+    lanes = tl.arange(0, BLOCK)
+    unknown = tl.zeros([BLOCK], tl.int32)
+    unordered = tl.zeros([BLOCK], tl.int32)
+    for k in range(0, count, BLOCK):
+        place = k + lanes
+        ids = _ids_at(ids_ptr, begin, place, count)
+        before = _ids_at(ids_ptr, begin, place - 1, count)
+        unknown += (ids >= vocab_size).to(tl.int32)
+        unordered += ((ids >= 0) & (ids <= before) | (ids >= 0) & (before < 0) & (place > 0)).to(tl.int32)
+        tl.store(ids_out_ptr + begin + place, tl.minimum(ids, vocab_size).to(tl.int32), mask=place < count)
+    tl.store(spans_out_ptr + 2 * row, begin)
+    tl.store(spans_out_ptr + 2 * row + 1, tl.where(tl.sum(unknown, axis=0) > 0, begin, end))
+    if tl.sum(unordered, axis=0) > 0:
+        for k in range(0, count, BLOCK):
+            place = k + lanes
+            ids = _ids_at(ids_ptr, begin, place, count)
+            repeated = tl.zeros([BLOCK], tl.int32)
+            for first in range(0, k + BLOCK, SLICE):
+                other = first + tl.arange(0, SLICE)
+                others = _ids_at(ids_ptr, begin, other, count)
+                same = (others[:, None] == ids[None, :]) & (other[:, None] < place[None, :])
+                repeated += tl.sum(same.to(tl.int32), axis=0)
+            tl.store(ids_out_ptr + begin + place, tl.full([BLOCK], -1, tl.int32), mask=(place < count) & (repeated > 0))
+
+
+@triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks", "ignore_index"])
+def set_statistics_kernel(
+    packets_ptr,  # [chunks, K, T] fp32 out: the sets' rows
+    inputs,  # Inputs
+    memory,  # SharedMemory
+    rows,  # numbers of the packets' rows by name
+    n_rows, start, valid_width, chunks, ignore_index,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the members of one token's set in one chunk."""
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    first = chunk * inputs.chunk_size
+    size = tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0)
+    n = n_rows.to(tl.int64)
+    pre, post = row_factors(inputs, row)
+    packets_ptr = slot_to_write(packets_ptr, memory)
+    if inputs.labels is not None:
+        y = tl.load(inputs.labels + row).to(tl.int64)
+        size = tl.where(y == ignore_index, 0, size)
+    m = -float("inf")
+    s = tl.zeros([BLOCK], tl.float32)
+    moment = tl.zeros([BLOCK], tl.float32)
+    owner = tl.zeros([BLOCK], tl.float32)
+    begin, count = entry_range(inputs, row)
+    lanes = tl.arange(0, BLOCK)
+    for k in range(0, count, BLOCK):
+        live = k + lanes < count
+        columns, z, here = load_entries(inputs, row, begin + k + lanes, live, start, first, size, pre, post)
+        if inputs.labels is not None:  # the target is joined by the merge
+            is_target = here & (columns.to(tl.int64) == y - start)
+            owner += is_target.to(tl.float32)
+            z = tl.where(is_target, float("-inf"), z)
+        peak = tl.maximum(m, tl.max(z, axis=0))
+        drop = tl.where(m == float("-inf"), 0.0, m - peak)
+        factor = tl.where(m == float("-inf"), 0.0, exp(drop))
+        shifted = z - tl.where(peak == float("-inf"), 0.0, peak)
+        p = exp(shifted)
+        moment = tl.fma(p, tl.maximum(shifted, -1e30), factor * tl.fma(drop, s, moment))
+        s = tl.fma(factor, s, p)
+        m = peak
+    out = packets_ptr + chunk.to(tl.int64) * rows.height * n + row
+    tl.store(out + rows.set_max * n, m + 0.0)
+    tl.store(out + rows.set_sum * n, fixed_sum(s, BLOCK))
+    if rows.set_moment is not None:
+        tl.store(out + rows.set_moment * n, fixed_sum(moment, BLOCK))
+    if inputs.labels is not None:
+        tl.store(out + rows.set_owner * n, fixed_sum(owner, BLOCK))
+
+
+@triton.jit
+def start_merge(BLOCK: tl.constexpr):
+    """The maximum; sums of p, of the moment, of the owners' flags."""
+    zeros = tl.zeros([BLOCK], tl.float64)
+    return tl.full([BLOCK], -float("inf"), tl.float32), zeros, zeros, tl.zeros([BLOCK], tl.float32)
+
+
+@triton.jit
+def peak(state, packet, rows):
+    return tl.maximum(state[0], read(packet, rows.set_max, 0.0)), state[1], state[2], state[3]
+
+
+@triton.jit
+def add_packet(state, packet, softmax, rows):
+    moment = state[2]
+    owner = state[3]
+    drop, factor = decay(read(packet, rows.set_max, 0.0).to(tl.float64), state[0].to(tl.float64))
+    s = read(packet, rows.set_sum, 1.0).to(tl.float64)
+    if rows.set_moment is not None:
+        moment = tl.fma(factor, tl.fma(drop, s, read(packet, rows.set_moment, 0.0).to(tl.float64)), moment)
+    if rows.set_owner is not None:
+        owner += read(packet, rows.set_owner, 0.0)
+    return state[0], tl.fma(factor, s, state[1]), moment, owner
+
+
+@triton.jit
+def finish(state, joined, out, inputs, rows):
+    ignored = joined.ignored
+    top = state[0].to(tl.float64)
+    whole = state[1]
+    moment = state[2]
+    log_sum = tl.log(whole)
+    bad = joined.bad | ~(whole > 0.0)
+    value: tl.constexpr = rows.value
+    merged: tl.constexpr = rows.merged
+    if rows.packet.set_owner is not None:
+        top, drop, factor, offset, p_target, others, whole, log_sum, log_prob = join_target(top, whole, joined.target)
+        moment = factor * tl.fma(drop, state[1], moment) + weigh(p_target, offset)
+        bad = joined.bad | ~(whole > 0.0) | (state[3] != 1.0)
+        write(out.merged, joined, merged.set_others, settle(others / whole, bad, ignored))
+        if value.set_log_prob is not None:
+            write(out.value, joined, value.set_log_prob, settle(log_prob, bad, ignored))
+    write(out.merged, joined, merged.set_shift, settle(top, bad, ignored))
+    write(out.merged, joined, merged.set_sum, settle(whole, bad, ignored))
+    if value.set_entropy is not None:
+        mean = moment / whole
+        write(out.merged, joined, merged.set_mean, settle(mean, bad, ignored))
+        write(out.value, joined, value.set_entropy, settle(log_sum - mean, bad, ignored))
+    if value.set_log_mass is not None:
+        log_mass = tl.minimum(top + log_sum - joined.top - joined.log_sum, 0.0)
+        write(out.value, joined, value.set_log_mass, settle(log_mass, bad, ignored))
+        write(out.merged, joined, merged.set_outside, settle(1.0 - tl.exp(log_mass), bad, ignored))
+
+
+@triton.jit
+def load(grads, token, inputs, rows):
+    """What the gradient with respect to lse gets at columns that are no members: NaN for a bad set."""
+    whole = tl.load(token.merged + rows.set_sum * token.n)
+    common = tl.where(whole == whole, 0.0, whole)
+    if inputs.entries is None and grads.set_log_mass is not None:
+        common -= tl.load(grads.set_log_mass + token.row)
+    return (common,)
+
+
+@triton.jit
+def coefficient(away, state, shifted, p, token):
+    return away + tl.where(token.ignored, 0.0, state[0] / token.whole)
+
+
+@triton.jit
+def at_target(common, state, offset, token):
+    return common + state[0]
+
+
+@triton.jit
+def direct(dz, state, tile, token, grads, inputs, rows):
+    """Add the members' own part, by the table of `sets`."""
+    if inputs.entries is not None:
+        at = token.merged
+        shifted = tile.z - tl.load(at + rows.set_shift * token.n)
+        s = exp(shifted) / tl.load(at + rows.set_sum * token.n)
+        if grads.set_log_prob is not None:
+            target = tl.load(inputs.labels + token.row).to(tl.int64) - token.start
+            own = tl.where(tile.columns.to(tl.int64) == target, tl.load(at + rows.set_others * token.n), -s)
+            dz += tl.load(grads.set_log_prob + token.row) * own
+        if grads.set_entropy is not None:
+            apart = tl.maximum(shifted, -200.0) - tl.load(at + rows.set_mean * token.n)
+            dz -= tl.load(grads.set_entropy + token.row) * s * apart
+        if grads.set_log_mass is not None:
+            dz += tl.load(grads.set_log_mass + token.row) * tl.load(at + rows.set_outside * token.n) * s
+    return dz
+
+
+STATISTICS = None  # its kernel reads the members alone
+MERGE = Merge(start_merge, peak, add_packet, nothing_folded, finish)
+GRADIENT = Gradient(load, coefficient, at_target, direct)
