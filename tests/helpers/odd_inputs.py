@@ -444,7 +444,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "offsets of other tokens": refused("ValueError: sets must be of 4 tokens, got offsets for 2", keywords=lambda here: {"want": ("set_entropy",), "sets": IdSets.from_csr(here.labels, here.labels[:3])}),
             "float ids in a set": refused("TypeError: sets.ids must be int64 or int32, got torch.float32", keywords=wrong_sets(torch.zeros(N, 2))),
             "a mask of numbers": refused("TypeError: sets.mask must be bool, got torch.int64", keywords=wrong_sets(torch.zeros(N, 2).long(), torch.ones(N, 2).long())),
-            "a tensor as sets": refused("TypeError: sets must be IdSets(..) or None, got tensor", keywords=lambda here: {"want": ("set_entropy",), "sets": here.labels}),
+            "a tensor as sets": refused("TypeError: sets must be IdSets(..) or None, got Tensor", keywords=lambda here: {"want": ("set_entropy",), "sets": here.labels}),
             "sets that nobody wants": refused("ValueError: sets serve the statistics", keywords=lambda here: {"sets": IdSets(here.labels[:, None])}),
             "no sets": refused("ValueError: ['set_entropy'] need sets of ids, got none", keywords=lambda here: {"want": ("set_entropy",)}),
             "sets and a top-K teacher": refused("ValueError: sets and a TopKTeacher are for separate calls, got both in one", keywords=lambda here: wrong_entries()(here) | {"want": ("topk_forward_kl", "set_entropy"), "sets": IdSets(here.labels[:, None])}),
