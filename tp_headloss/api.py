@@ -50,10 +50,10 @@ def vocab_statistics(
         shard: the columns this rank owns; None means that ``logits`` hold the whole vocabulary, or are a DTensor that
             says it, ``Shard(-1)`` on one dimension of its mesh (labels and the like then plain or DTensors; results are
             plain).
-        want: of "entropy", "collision", "total" and "argmax", with a `Teacher` of `statistics.FULL_TEACHER`, with a
-            `TopKTeacher` of `statistics.TOPK_TEACHER`, with ``sets`` of `statistics.OVER_SETS` or "log_probs_at"; lse
-            is always there, log_prob and target_logit with labels. The Jensen-Shannon divergences and "total_variation"
-            take a second, small collective, all others together one.
+        want: of "entropy", "collision", "total", "argmax" and "rank", with a `Teacher` of `statistics.FULL_TEACHER`,
+            with a `TopKTeacher` of `statistics.TOPK_TEACHER`, with ``sets`` of `statistics.OVER_SETS` or
+            "log_probs_at"; lse is always there, log_prob and target_logit with labels. The Jensen-Shannon divergences,
+            "total_variation" and "rank" take a second, small collective, all others together one.
         transform: `Transform` of the logits.
         teacher: `Teacher` or `TopKTeacher` whose statistics are in ``want``.
         sets: `IdSets` whose statistics are in ``want``; for "log_probs_at" [.., K], the log-prob of each of its ids.

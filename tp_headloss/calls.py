@@ -128,8 +128,10 @@ def _validate_call(logits, labels, shard, want, transform, teacher, total_weight
         raise ValueError("check=True checks labels, got none")
     if want and (unknown := [name for name in want if name not in known_statistics()]):
         raise ValueError(f"want must be of {known_statistics()}, got {unknown}")
-    if "argmax" in want and shard.vocab_size > 1 << 24:
-        raise ValueError(f"argmax needs a vocabulary of at most 2^24 ids, got {shard.vocab_size}")
+    if counted := [name for name in ("argmax", "rank") if name in want and shard.vocab_size > 1 << 24]:
+        raise ValueError(f"{counted[0]} needs a vocabulary of at most 2^24 ids, got {shard.vocab_size}")
+    if "rank" in want and labels is None:
+        raise ValueError("rank is that of a label, got no labels")
     if options.transport == "sum" and "argmax" in want:
         raise ValueError("argmax is not a sum: it needs transport='gather', got 'sum'")
     if options.transport == "symm_mem" and (backend != "triton" or not logits.is_cuda):

@@ -28,6 +28,7 @@ TOPK, TOPK_DEVICE = statistic("topk")
 ENTRIES, ENTRIES_DEVICE = statistic("entries")
 SETS, SETS_DEVICE = statistic("sets")
 AT_IDS, AT_IDS_DEVICE = statistic("at_ids")
+RANK, RANK_DEVICE = statistic("rank")
 
 GROUPS = {
     "test_accuracy test_sharding test_generated test_losses test_bad_inputs test_bad_inputs_triton": [
@@ -122,6 +123,12 @@ GROUPS = {
         ("engine/gradient_triton.py", "put_entries_kernel", "tl.store(dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, exact, mask=here)", "pass"),
         ("id_sets.py", "IdSets.from_csr", "(begin >= offsets.cummax(0).values[:-1])", "(begin == begin)"),
     ],
+    "test_rank": [
+        (RANK, "RankFamily.second", "(column < target)", "(column > target)"),
+        (RANK, "RankFamily.second", "torch.where(column == target, True, before)", "before"),
+        (RANK_DEVICE, "rank_kernel", "(columns < target)", "(columns > target)"),
+        (RANK_DEVICE, "rank_kernel", "(inside < size) & before", "before"),
+    ],
     "test_at_ids": [
         (AT_IDS, "AtIdsFamily.direct", 'at.scatter_add(1, tile.entries, grads["log_probs_at"].to(dz.dtype))', 'at.scatter(1, tile.entries, grads["log_probs_at"].to(dz.dtype))'),
         (AT_IDS, "gradients_of_log_probs_at", "at = torch.where(ids == NONE, 0.0, at)", "pass"),
@@ -204,7 +211,7 @@ GROUPS = {
         ("linear_head/valid_tokens.py", "map_teacher_tensors", 'name not in ("weight", "bias")', 'name != "weight"'),
     ],
     "test_sharded_teachers": [
-        ("agreement.py", "_sharded_dim", "SHARDED_DIM.get(re.sub('^(inputs\\.)?teacher\\.(heads\\.\\d+\\.)?', 'teacher.', name))", "SHARDED_DIM.get(name)"),
+        ("agreement.py", "_sharded_dim", "SHARDED_DIM.get(re.sub(r'^(inputs\\.)?teacher\\.(heads\\.\\d+\\.)?', 'teacher.', name))", "SHARDED_DIM.get(name)"),
         ("dtensor.py", "local_part", "found[name] = tuple([local_part(part, shard, hidden_grad) for part in value])", "pass"),
         ("dtensor.py", "_local_tensor", "_local_hidden(x, shard, hidden_grad)", "x.to_local()"),
     ],

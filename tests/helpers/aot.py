@@ -54,7 +54,7 @@ TEACHERS = [
     ("topk_forward_kl",), ("topk_reverse_kl", "topk_jsd"), ("topk_log_mass", "vocab_jsd"),
     ("topk_forward_kl", "tail_log_mass"), ("topk_reverse_kl", "tail_entropy"), TOPK_TEACHER,
     ("set_log_mass",), ("set_log_mass", "set_log_prob"), ("set_log_mass", "set_entropy", "set_log_prob", "forward_kl"),
-    ("log_probs_at",),
+    ("log_probs_at", "rank"),
 ]  # fmt: skip
 CALLS = {
     "teacher": TEACHERS,
@@ -232,7 +232,7 @@ def call_statistics(case, groups):
             shard=shard,
             want=(
                 *(name for name, wanted in flags.items() if wanted),
-                *(name for name in case.teacher if case.labels or name != "set_log_prob"),
+                *(name for name in case.teacher if case.labels or name not in ("set_log_prob", "rank")),
             ),
             transform=tp.Transform(
                 bias=case.bias and torch.zeros(width, dtype=case.bias),

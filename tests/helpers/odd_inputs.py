@@ -454,6 +454,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "sets that nobody wants": refused("ValueError: sets serve the statistics", keywords=lambda here: {"sets": IdSets(here.labels[:, None])}),
             "ids and sets in one call": refused("ValueError: log_probs_at and statistics over sets are for separate calls, got ['set_entropy', 'log_probs_at'] in want", keywords=lambda here: {"want": ("log_probs_at", "set_entropy"), "sets": IdSets(here.labels[:, None])}),
             "log-probs at ragged ids": refused("ValueError: log_probs_at is [.., K] of ids [.., K], got sets from_csr", keywords=lambda here: {"want": ("log_probs_at",), "sets": IdSets.from_csr(here.labels, torch.arange(N + 1, device=here.labels.device))}),
+            "a rank without labels": refused("ValueError: rank is that of a label, got no labels", value=lambda here: vocab_statistics(here.x, shard=here.shard, want=("rank",), options=here.options).lse),
             "no sets": refused("ValueError: ['set_entropy'] need sets of ids, got none", keywords=lambda here: {"want": ("set_entropy",)}),
             "sets and a top-K teacher": refused("ValueError: sets and a TopKTeacher are for separate calls, got both in one", keywords=lambda here: wrong_entries()(here) | {"want": ("topk_forward_kl", "set_entropy"), "sets": IdSets(here.labels[:, None])}),
         },

@@ -9,6 +9,7 @@ from ..request import Request
 from ..statistics import at_ids_triton, entries_triton, sets_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
+from ..statistics.rank_triton import rank_kernel
 from ..statistics.records_triton import Inputs
 from ..symmetric_memory_triton import SharedMemory
 from . import gradient_triton, kernels
@@ -119,18 +120,25 @@ def second_statistics(packets, request: Request, merged):
     if n_rows == 0:
         return
     inputs, prepared = inputs_of(request)
-    inputs, variant = inputs._replace(labels=None, column_weight=None), (packets.device, prepared.variant)
-    if inputs.entry_log_probs is None:
+    variant = packets.device, prepared.variant
+    if rows.second.rank is not None:
+        launch(
+            rank_kernel, n_rows * facts.chunks, variant, statistics_launch(facts.chunk_size),
+            packets, _without_entries(inputs), merged, rows.merged, rows.second, n_rows, facts.start,
+            facts.valid_width, facts.chunks,
+        )  # fmt: skip
+    inputs = inputs._replace(labels=None, column_weight=None)
+    if rows.second.jsd is not None or rows.second.total_variation is not None:
         inputs = _without_entries(inputs)
         launch(
             divergence_kernel, n_rows * facts.chunks, variant, statistics_launch(facts.chunk_size, True),
             packets, inputs, merged, rows.merged, rows.second, n_rows, facts.valid_width, facts.chunks,
         )  # fmt: skip
-        return
-    launch(
-        entries_triton.entry_divergence_kernel, n_rows * facts.chunks, variant, entries_launch(inputs.n_entries),
-        packets, inputs, merged, rows.merged, rows.second, n_rows, facts.start, facts.valid_width, facts.chunks,
-    )  # fmt: skip
+    if rows.second.topk_jsd is not None or rows.second.vocab_jsd is not None:
+        launch(
+            entries_triton.entry_divergence_kernel, n_rows * facts.chunks, variant, entries_launch(inputs.n_entries),
+            packets, inputs, merged, rows.merged, rows.second, n_rows, facts.start, facts.valid_width, facts.chunks,
+        )  # fmt: skip
 
 
 def logits_gradient(out, request: Request, merged, grads: dict):

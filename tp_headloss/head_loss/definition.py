@@ -20,7 +20,7 @@ REDUCTIONS = ("none", "sum", "mean")  # those that treat all tokens alike; the o
 # Statistic that a `StatisticValue` may name -> the name in `want` that provides it, "" where every call has it.
 PROVIDERS = {
     "lse": "", "log_prob": "", "target_logit": "", "entropy": "entropy", "total": "total", "mass": "total",
-    "hits": "argmax", **{name: name for name in (*FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS)},
+    "hits": "argmax", "rank": "rank", **{name: name for name in (*FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS)},
 }  # fmt: skip
 
 # The named metrics as functions that return values by name, as a `Metric`'s function does.

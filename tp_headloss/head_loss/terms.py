@@ -95,6 +95,7 @@ METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is su
     "entropy": StatisticValue("entropy"),
     "log_prob": StatisticValue("log_prob"),
     "lse": StatisticValue("lse"),
+    "rank": StatisticValue("rank"),
     # these need the input "teacher", a `Teacher` for the first group, a `TopKTeacher` for the second, or "sets"
     **{name: StatisticValue(name) for name in (*FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS)},
 }

@@ -20,6 +20,7 @@ from .collision import CollisionFamily
 from .divergence import DivergenceFamily
 from .entropy import EntropyFamily
 from .family import Family, MaybeNone, Wanted
+from .rank import RankFamily
 from .result import VocabStatistics
 from .sets import SetsFamily
 from .softmax import IGNORED, SoftmaxFamily
@@ -57,6 +58,7 @@ FAMILIES: tuple[Family, ...] = (
     TopKFamily(),
     SetsFamily(),
     AtIdsFamily(),
+    RankFamily(),
 )
 FULL_TEACHER = (*TeacherFamily.statistics, *DivergenceFamily.statistics)  # statistics that need a `Teacher`
 TOPK_TEACHER = TopKFamily.statistics  # statistics that need a `TopKTeacher`

@@ -43,6 +43,7 @@ class VocabStatistics(NamedTuple):
         set_entropy: entropy of p renormalised over the set.
         set_log_mass: log of the probability of the set.
         log_probs_at: [.., K] log p of each id of the token's `IdSets`; 0 where it is none.
+        rank: of the label in the vocabulary, 1 for the likeliest id, the lower id first on ties; not differentiable.
         collision: sum p^2, the probability that two draws agree.
         vocab_size: V, a number.
     """
@@ -74,6 +75,7 @@ class VocabStatistics(NamedTuple):
     set_entropy: torch.Tensor | MaybeNone
     set_log_mass: torch.Tensor | MaybeNone
     log_probs_at: torch.Tensor | MaybeNone
+    rank: torch.Tensor | MaybeNone
     collision: torch.Tensor | MaybeNone
     vocab_size: int
 

@@ -1,0 +1,97 @@
+"""The label's rank against sorted logits: ties, every transport and carrier, beside other second exchanges."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from collectives import counted_collectives
+from ranks import on_ranks
+
+from tp_headloss import (
+    CrossEntropy,
+    HeadLoss,
+    Linear,
+    Options,
+    Teacher,
+    Transform,
+    VocabShard,
+    linear_vocab_statistics,
+    mean_metrics,
+    vocab_statistics,
+)
+
+V, N = 200, 12
+
+
+def problem():
+    """Few distinct logits, so that most are tied; -inf, the likeliest and the least likely label."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(-6, 6, (N, V), generator=generator) / 2
+    labels = torch.randint(0, V, (N,), generator=generator)
+    labels[2] = -100
+    x[3, labels[3]], x[4, labels[4]], x[5, labels[5]] = 9.0, -9.0, -torch.inf
+    x[5, :20] = -torch.inf
+    labels[6], x[6] = 150, 1.0
+    return x, labels
+
+
+def truth(x, labels):
+    """1 for the likeliest id, by a stable sort."""
+    place = torch.argsort(-x, dim=-1, stable=True).argsort(-1)
+    return torch.where(labels >= 0, place.gather(1, labels.clamp(min=0)[:, None])[:, 0] + 1.0, 0.0)
+
+
+def run(group, device, backend, transport, dtype):
+    x, labels = problem()
+    shard = VocabShard.from_group(group, V, 256)
+    local = F.pad(x, (0, 56), value=40.0)[:, shard.start : shard.stop].to(device, dtype)
+    with counted_collectives() as events:
+        stats = vocab_statistics(
+            local, labels.to(device), shard=shard, want=("rank", "entropy"), transform=Transform(temperature=0.5),
+            options=Options(backend=backend, transport=transport),
+        )  # fmt: skip
+    return stats.rank.cpu(), sum(events.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("transport", "dtype"), [("gather", torch.float32), ("sum", torch.bfloat16)])
+def test_ranks_are_those_of_a_stable_sort(world_size, transport, dtype, backend):
+    for rank, collectives in on_ranks(world_size, run, backend, transport, dtype):
+        assert torch.equal(rank, truth(*problem())) and collectives == 2 * (world_size > 1)
+
+
+def test_beside_a_teacher_with_a_second_exchange(backend, device):
+    x, labels = (part.to(device) for part in problem())
+    teacher = Teacher(torch.zeros_like(x))
+    options = Options(backend=backend)
+    both = vocab_statistics(x, labels, want=("rank", "jsd"), teacher=teacher, options=options)
+    alone = vocab_statistics(x, labels, want=("jsd",), teacher=teacher, options=options)
+    assert torch.equal(both.jsd, alone.jsd) and torch.equal(both.rank.cpu(), truth(*problem()))
+
+
+@pytest.mark.parametrize("linear", [None, Linear(budget=300_000), Linear(max_valid_tokens=N)])
+def test_from_hidden_states(linear, backend, device):
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = (torch.randint(-2, 3, (n, 4), generator=generator).float() for n in (N, V))
+    labels = problem()[1]
+    stats = linear_vocab_statistics(
+        hidden.to(device), weight.to(device), labels.to(device), want=("rank",), linear=linear,
+        options=Options(backend=backend),
+    )  # fmt: skip
+    assert torch.equal(stats.rank.cpu(), truth(hidden @ weight.t(), labels))
+
+
+def test_as_a_metric_with_a_loss_that_has_a_gradient(backend, device):
+    x, labels = problem()
+    x[5] = 0.0
+    local = x.to(device).requires_grad_()
+    out = HeadLoss([CrossEntropy()], metrics=("rank",), options=Options(backend=backend))(local, labels.to(device))
+    out.loss.backward()
+    assert local.grad.any() and not out.stats.rank.requires_grad
+    torch.testing.assert_close(mean_metrics(out)["rank"].cpu().double(), truth(x, labels).double().sum() / (N - 1))
+
+
+def test_a_bad_label_or_row_has_no_rank(backend, device):
+    x, labels = problem()
+    labels[0], x[1, 7] = V, torch.nan
+    rank = vocab_statistics(x.to(device), labels.to(device), want=("rank",), options=Options(backend=backend)).rank
+    assert rank.isnan().tolist() == [True, True] + [False] * (N - 2) and rank[2] == 0
