@@ -6,7 +6,19 @@ import torch.nn.functional as F
 from collectives import counted_collectives
 from ranks import on_ranks
 
-from tp_headloss import Options, SamplingRule, TeacherHead, Transform, VocabShard, kept_ids, sample, vocab_statistics
+from tp_headloss import (
+    Entropy,
+    HeadLoss,
+    Linear,
+    Options,
+    SamplingRule,
+    TeacherHead,
+    Transform,
+    VocabShard,
+    kept_ids,
+    sample,
+    vocab_statistics,
+)
 from tp_headloss.philox import philox4x32
 
 V = 150  # of 256 padded columns: the last shard of four is all padding
@@ -225,3 +237,99 @@ def no_tokens_run(group, device):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_tokens_have_no_samples(world_size):
     assert on_ranks(world_size, no_tokens_run) == [[[0], [0], [0], [0], [0, 2]]] * world_size
+
+
+def rule_run(group, device, backend):
+    """Statistics and gradients with a rule in the place of sets, then with the sets that it keeps."""
+    shard, options = VocabShard.from_group(group, V, 256), Options(backend=backend)
+    x = F.pad(rows(), (0, 256 - V))[:8, shard.start : shard.stop].to(device).view(2, 4, -1)
+    positions = torch.arange(8, device=device).view(2, 4)
+    transform = Transform(temperature=torch.linspace(0.5, 2, 8, device=device).view(2, 4))
+    rule = SamplingRule(top_p=torch.linspace(0.3, 1, 8, device=device).view(2, 4), min_p=0.001)
+    labels = sample(x, seed=1, positions=positions, rule=rule, shard=shard, transform=transform).ids
+    labels[1, 2] = 0  # not kept: the row's only id is 77
+    found = []
+    for sets in (rule, kept_ids(x, rule, shard=shard, transform=transform)):
+        local = x.clone().requires_grad_()
+        want = ("set_log_prob", "set_entropy", "set_log_mass")
+        stats = vocab_statistics(local, labels, shard=shard, want=want, transform=transform, sets=sets, options=options)
+        (stats.set_log_prob + stats.set_entropy * stats.set_log_mass)[0].sum().backward()
+        found.append([*(getattr(stats, name).detach() for name in want), local.grad])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rule_in_the_place_of_sets_is_the_sets_that_it_keeps(world_size, backend):
+    if backend == "triton" and world_size > 1:
+        backend = "torch"
+    for by_rule, by_sets in on_ranks(world_size, rule_run, backend):
+        for a, b in zip(by_rule, by_sets, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        assert by_rule[0].isnan().nonzero().tolist() == [[1, 2]] and by_rule[3][0].abs().sum() > 0
+
+
+def test_a_rule_serves_the_loss_of_logits_and_not_of_hidden_states(device):
+    x, labels, rule = rows()[:2].to(device), rows()[:2].argmax(-1).to(device), SamplingRule(top_k=4)
+    head = HeadLoss(Entropy(1.0, over="sets"), ignore_index=-1)
+    by_rule = head(x, labels, inputs={"sets": rule}).loss
+    assert torch.equal(by_rule, head(x, labels, inputs={"sets": kept_ids(x, rule)}).loss)
+    hidden, weight = torch.ones(2, 3, device=device), torch.ones(V, 3, device=device)
+    for linear in (None, Linear(max_valid_tokens=2)):
+        with pytest.raises(ValueError, match="a SamplingRule in place of sets is for logits, got hidden states"):
+            head.linear(hidden, weight, labels, inputs={"sets": rule}, linear=linear)
+    with pytest.raises(ValueError, match=r"the set of token 1 .* must hold ids below 150 and its label 149"):
+        labels[1] = 149
+        head.options = Options(check=True)
+        head(x, labels, inputs={"sets": rule})
+
+
+X, POSITIONS = torch.zeros(2, 5), torch.arange(2)
+WRONG = {
+    "top_k of 0": (lambda: SamplingRule(top_k=0), "top_k must be at least 1, got 0"),
+    "top_k of 2.0": (lambda: SamplingRule(top_k=2.0), "top_k must be an int, got 2.0"),
+    "top_p of 0": (lambda: SamplingRule(top_p=0), r"top_p must be in \(0, 1\], got 0"),
+    "top_p above 1": (lambda: SamplingRule(top_p=1.1), r"top_p must be in \(0, 1\], got 1.1"),
+    "min_p of NaN": (lambda: SamplingRule(min_p=float("nan")), r"min_p must be in \[0, 1\], got nan"),
+    "min_p of text": (lambda: SamplingRule(min_p="0.1"), "min_p must be a number or a tensor, got '0.1'"),
+    "no rule": (lambda: kept_ids(X, 0.9), r"rule must be SamplingRule\(..\), got float"),
+    "a number as rule": (
+        lambda: sample(X, seed=0, positions=POSITIONS, rule=5),
+        r"rule must be SamplingRule\(..\) or None, got 5",
+    ),
+    "values of other tokens": (
+        lambda: kept_ids(X, SamplingRule(top_k=torch.ones(3).long())),
+        r"top_k must have shape \[2\], got \[3\]",
+    ),
+    "a top_k per token of floats": (
+        lambda: kept_ids(X, SamplingRule(top_k=torch.ones(2))),
+        "top_k must be int64 or int32",
+    ),
+    "a top_p per token of ints": (
+        lambda: kept_ids(X, SamplingRule(top_p=POSITIONS)),
+        "top_p must be floating point, got torch.int64",
+    ),
+    "a seed of -1": (lambda: sample(X, seed=-1, positions=POSITIONS), r"seed must be in \[0, 2\^64\), got -1"),
+    "positions of other tokens": (
+        lambda: sample(X, seed=0, positions=POSITIONS[:1]),
+        r"positions must have shape \[2\], got \[1\]",
+    ),
+    "positions of floats": (
+        lambda: sample(X, seed=0, positions=torch.ones(2)),
+        "positions must be int64 or int32, got torch.float32",
+    ),
+    "columns of another shard": (
+        lambda: kept_ids(X, SamplingRule(), shard=VocabShard(0, 6, 6)),
+        "must have the shard's 6 columns",
+    ),
+    "too many ids": (
+        lambda: kept_ids(torch.zeros(0, 1 << 25), SamplingRule(top_k=1)),
+        r"at most 2\^24 ids, got 33554432",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_is_refused(name):
+    call, message = WRONG[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
