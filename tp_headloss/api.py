@@ -37,9 +37,6 @@ def vocab_statistics(
 ) -> VocabStatistics:
     """Differentiable per-token statistics of the whole vocabulary, from this rank's columns of the logits.
 
-    Without labels and with want=("argmax",) it also samples: the argmax of logits + Gumbel noise, where each rank adds
-    noise of its own columns, is a sample of softmax(logits), the same on every rank.
-
     logits [.., width] sharded on V, labels [..] replicated -> statistics [..] fp32 replicated. One collective forward
     (none at one rank), backward: no communication; gradients meet in one kernel and are rounded once.
 
