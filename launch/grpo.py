@@ -5,7 +5,11 @@ torchrun --standalone --nproc-per-node 4 launch/grpo.py --tp 2      # 2 replicas
 python launch/grpo.py                                               # one process, unsharded
 
 All of them draw the same prompts and the same noise, so they differ by rounding only. Logits are never gathered over
-the vocabulary: sampling, the old and the reference log-probs and the loss each take one packed collective of theirs.
+the vocabulary: sampling, the old and the reference log-probs and the loss exchange a few numbers per token.
+
+With --top-p or --top-k the sampler keeps some ids of each token, and all log-probs are renormalised over them, so that
+the policy that is trained is the one that was sampled. --no-replay leaves that out; "token_mult_prob_error", 1 without
+mismatch, then shows how far the trainer's log-probs are from the sampler's.
 """
 
 import argparse
@@ -18,30 +22,42 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuB
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import parallel
 from model import Transformer
-from options import at_least, check_multiple, non_negative_float, non_negative_int, positive_float, positive_int
+from options import (
+    at_least,
+    check_multiple,
+    non_negative_float,
+    non_negative_int,
+    positive_float,
+    positive_int,
+)
 from record import refuse_older_run
 from tp_headloss import (
     Entropy,
+    GeneratorMetrics,
     HeadLoss,
     HeadLossOutput,
+    IdSets,
     KLToReference,
     PolicyGradient,
     PolicyMetrics,
+    SamplingRule,
     Sequences,
     VocabShard,
     combine_metrics,
     mean_metrics,
     reduce_metrics,
-    vocab_statistics,
+    sample,
 )
 
 END, BLANK, ANSWER, FIRST_SYMBOL = range(4)  # ids of the vocabulary
 IGNORE = -100
 CLIP = (0.2, 0.28)  # DAPO's (arXiv:2503.14476): the higher upper bound keeps the entropy from collapsing early
-TOKEN_MEANS = ("kl_reference", "entropy", "clip_fraction", "accuracy")  # accuracy: the sampled id is the likeliest one
+# accuracy: the sampled id is the likeliest one; token_mult_prob_error: mean exp |trainer's - sampler's log-prob|
+TOKEN_MEANS = ("kl_reference", "entropy", "clip_fraction", "accuracy", "token_mult_prob_error")
 
 
 def parse() -> argparse.Namespace:
@@ -68,6 +84,9 @@ def parse() -> argparse.Namespace:
     add("--kl-weight", type=non_negative_float, default=0.01)
     add("--entropy-weight", type=non_negative_float, default=0.03)
     add("--refresh", type=positive_int, default=20, help="every so many steps the policy becomes the new reference")
+    add("--top-k", type=positive_int, help="ids that the sampler keeps of each token (default: all)")
+    add("--top-p", type=at_least(float, 0, maximum=1, above=True), help="their share of probability (default: 1)")
+    add("--no-replay", action="store_true", help="train over the whole vocabulary, whatever the sampler kept")
     add("--seed", type=non_negative_int, default=0)
     args = parser.parse_args()
     check_multiple(parser, "--width", args.width, 2 * args.heads, "2 x --heads")
@@ -82,6 +101,13 @@ def until_end(ids: torch.Tensor) -> torch.Tensor:
     """ids [.., T] -> bool: up to the first END, that one included."""
     end = ids == END
     return end.cumsum(-1) <= end
+
+
+def padded(sets: IdSets, most: int) -> torch.Tensor:
+    """Ids [N, most] of N sets of at most so many, -1 where there is none."""
+    begin, end = sets.spans.unbind(1)
+    place = begin[:, None] + torch.arange(most, device=begin.device)
+    return torch.where(place < end[:, None], sets.ids[place.clamp(max=len(sets.ids) - 1)], -1)
 
 
 class Reversal:
@@ -122,9 +148,16 @@ class Trainer:
         self.policy, self.reference = self._transformer(), self._transformer()
         self.sharded, self.replicated = self.policy.sharded_parameters(), self.policy.replicated_parameters()
         self.optimizer = torch.optim.Adam([*self.sharded, *self.replicated], lr=args.lr, betas=(0.9, 0.95))
+        self.rule = SamplingRule(top_k=args.top_k, top_p=args.top_p) if args.top_k or args.top_p else None
+        self.replay = self.rule is not None and not args.no_replay
+        over = {"over": "sets" if self.replay else "vocabulary"}
         self.head_loss = HeadLoss(
-            [PolicyGradient("clip", clip=CLIP), KLToReference(args.kl_weight, "k3"), Entropy(args.entropy_weight)],
-            metrics=("entropy", "accuracy", PolicyMetrics(CLIP, reference=True)),
+            [
+                PolicyGradient("clip", clip=CLIP, **over),
+                KLToReference(args.kl_weight, "k3", **over),
+                Entropy(args.entropy_weight, **over),
+            ],
+            metrics=("entropy", "accuracy", PolicyMetrics(CLIP, reference=True, **over), GeneratorMetrics(**over)),
             reduction="seq-mean-token-mean",
             ignore_index=IGNORE,
         )
@@ -135,27 +168,29 @@ class Trainer:
         return model.to(self.ranks.device)
 
     @torch.no_grad()
-    def generate(self, ids: torch.Tensor, samples: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Prompts ids [N, T] -> sampled answers [N, longest + 1]; a short answer is followed by more END.
+    def generate(self, ids: torch.Tensor, first: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Prompts ids [N, T] -> sampled answers [N, longest + 1], their log-probs, and the ids that the rule kept.
 
-        Gumbel-max: argmax(logits + Gumbel noise) is a sample of softmax(logits), and the argmax over a sharded
-        vocabulary is a statistic. samples [N]: places in the global batch. Every rank draws the noise of all samples
-        and ids and takes its own, so that neither shards nor replicas change what is sampled."""
+        A short answer is followed by more END. first [N]: where each sample's own positions begin, which decide on its
+        noise, so that neither shards nor replicas nor batches change what is sampled."""
         prompt, done = ids.shape[1], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        for _ in range(self.task.longest + 1):
+        log_probs, kept = [], []
+        for step in range(self.task.longest + 1):
             logits = self.policy.output(self.policy(ids)[:, -1])
-            noise = -torch.empty(self.samples, self.shard.padded_size).exponential_(generator=generator).log()
-            noise = noise[samples, self.shard.start : self.shard.stop].to(logits.device)
-            sampled = vocab_statistics(logits + noise, shard=self.shard, want=("argmax",)).argmax
-            sampled = sampled.masked_fill(done, END)
+            draw = sample(logits, seed=self.args.seed, positions=first + step, rule=self.rule, shard=self.shard)
+            sampled = draw.ids.masked_fill(done, END)
             done = sampled == END
             ids = torch.cat([ids, sampled.unsqueeze(1)], 1)
-        return ids[:, prompt:]
+            log_probs.append(draw.log_probs)
+            kept.append(padded(draw.sets, self.args.vocab) if self.replay else sampled.new_empty(len(ids), 0))
+        return {"answers": ids[:, prompt:], "log_probs": torch.stack(log_probs, 1), "kept": torch.stack(kept, 1)}
 
     @torch.no_grad()
-    def score(self, model: Transformer, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def score(self, model: Transformer, inputs: torch.Tensor, labels: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         """inputs, labels [N, T] -> log-probs [N, T] of the labels, for a policy that is not trained on them."""
-        return model.output.statistics(model(inputs), labels).log_prob
+        if not self.replay:
+            return model.output.statistics(model(inputs), labels).log_prob
+        return model.output.statistics(model(inputs), labels, ("set_log_prob",), sets=IdSets(kept)).set_log_prob
 
     def rollouts(self, step: int) -> tuple[dict, dict]:
         """What `update` takes, [N, ..] for the samples of this replica, and the sums of rewards."""
@@ -165,31 +200,37 @@ class Trainer:
         # Minibatch m of all replicas together has the same samples for every number of replicas.
         samples = torch.arange(self.samples).view(args.minibatches, ranks.dp, -1)[:, ranks.dp_rank].flatten()
         prompts, right = (x[samples // args.group].to(ranks.device) for x in (prompts, right))
-        answers = self.generate(prompts, samples, generator)
+        first = (step * self.samples + samples) * (self.task.longest + 1)
+        generated = self.generate(prompts, first.to(ranks.device))
+        answers = generated["answers"]
         reward = self.task.reward(answers, right)
         groups = reward.view(-1, args.group)
         advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
 
         inputs = torch.cat([prompts, answers[:, :-1]], 1)
-        no_labels = torch.full_like(prompts[:, 1:], IGNORE)
-        labels = torch.cat([no_labels, answers.masked_fill(~until_end(answers), IGNORE)], 1)
+        before = prompts.shape[1] - 1, 0  # tokens that have no label
+        labels = F.pad(answers.masked_fill(~until_end(answers), IGNORE), before, value=IGNORE)
+        kept = F.pad(generated["kept"], (0, 0, *before), value=-1)
         batch = {
             "inputs": inputs,
             "labels": labels,
             "advantages": advantages.view(-1, 1),
-            "old_log_prob": self.score(self.policy, inputs, labels),
-            "reference_log_prob": self.score(self.reference, inputs, labels),
+            "old_log_prob": self.score(self.policy, inputs, labels, kept),
+            "reference_log_prob": self.score(self.reference, inputs, labels, kept),
+            "generator_log_prob": F.pad(generated["log_probs"], before),
+            "kept": kept,
         }
         return batch, {"reward": reward.sum(), "exact": (reward == 1).sum()}
 
-    def update(self, inputs, labels, **signals) -> tuple[HeadLossOutput, dict]:
+    def update(self, inputs, labels, kept, **signals) -> tuple[HeadLossOutput, dict]:
         """One clipped update by a minibatch -> its output, and this replica's loss and the gradient's norm."""
+        sets = {"sets": IdSets(kept)} if self.replay else {}
         out = self.policy.output(
             self.policy(inputs),
             labels,
             head_loss=self.head_loss,
             denominator=self.samples // self.args.minibatches,  # sequences of all replicas
-            inputs={**signals, "sequences": Sequences.from_mask(labels != IGNORE)},
+            inputs={**signals, **sets, "sequences": Sequences.from_mask(labels != IGNORE)},
         )
         out.loss.backward()
         loss = out.loss.detach()
@@ -239,7 +280,15 @@ def main() -> None:
             continue
         file.write(json.dumps({"split": "train", **row}) + "\n")
         if step % 10 == 9 or step + 1 == args.steps:
-            shown = ("reward", "exact_match", "kl_reference", "entropy", "clip_fraction", "seconds")
+            shown = (
+                "reward",
+                "exact_match",
+                "kl_reference",
+                "entropy",
+                "clip_fraction",
+                "token_mult_prob_error",
+                "seconds",
+            )
             print(f"step {step + 1}/{args.steps}:", ", ".join(f"{name} {row[name]:.3f}" for name in shown), flush=True)
     if ranks.rank == 0:
         file.close()

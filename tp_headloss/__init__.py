@@ -29,6 +29,8 @@ from .id_sets import IdSets
 from .linear_head import Linear, linear_vocab_statistics
 from .module import Init, VocabParallelEmbedding, VocabParallelHead, multi_token_targets
 from .options import Options, Teacher, TeacherHead, TeacherHeads, TopKTeacher, Transform
+from .sampling import Sample, kept_ids, sample
+from .sampling_rule import SamplingRule
 from .sequences import Sequences
 from .shard import VocabShard
 from .statistics import VocabStatistics
@@ -53,6 +55,8 @@ __all__ = [
     "Options",
     "PolicyGradient",
     "PolicyMetrics",
+    "Sample",
+    "SamplingRule",
     "Sequences",
     "Teacher",
     "TeacherHead",
@@ -68,12 +72,14 @@ __all__ = [
     "VocabStatistics",
     "ZLoss",
     "combine_metrics",
+    "kept_ids",
     "linear_vocab_statistics",
     "log_probs",
     "losses",
     "mean_metrics",
     "multi_token_targets",
     "reduce_metrics",
+    "sample",
     "topk_log_probs",
     "vocab_statistics",
 ]

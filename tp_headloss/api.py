@@ -12,9 +12,10 @@ from .calls import build_request
 from .dtensor import local_logits, local_part
 from .eager_only import uncompiled_where_needed
 from .engine.autograd import Statistics
-from .id_sets import IdSets
+from .id_sets import IdSets, with_kept_sets
 from .options import DEFAULTS, NO_TRANSFORM, Options, Teacher, TopKTeacher, Transform
 from .request import Request
+from .sampling_rule import SamplingRule
 from .shard import VocabShard
 from .statistics import MaybeNone, VocabStatistics, known_statistics
 from .validation import expect_instance
@@ -29,15 +30,12 @@ def vocab_statistics(
     want: tuple[str, ...] = (),
     transform: Transform | None = None,
     teacher: Teacher | TopKTeacher | None = None,
-    sets: IdSets | None = None,
+    sets: IdSets | SamplingRule | None = None,
     total_weight: torch.Tensor | None = None,
     ignore_index: int = -100,
     options: Options | None = None,
 ) -> VocabStatistics:
     """Differentiable per-token statistics of the whole vocabulary, from this rank's columns of the logits.
-
-    Without labels and with want=("argmax",) it also samples: the argmax of logits + Gumbel noise, where each rank adds
-    noise of its own columns, is a sample of softmax(logits), the same on every rank.
 
     logits [.., width] sharded on V, labels [..] replicated -> statistics [..] fp32 replicated. One collective forward
     (none at one rank), backward: no communication; gradients meet in one kernel and are rounded once.
@@ -57,6 +55,8 @@ def vocab_statistics(
         transform: `Transform` of the logits.
         teacher: `Teacher` or `TopKTeacher` whose statistics are in ``want``.
         sets: `IdSets` whose statistics are in ``want``; for "log_probs_at" [.., K], the log-prob of each of its ids.
+            Or a `SamplingRule` that makes them from these very logits, detached and transformed (as `kept_ids` does). A
+            token whose label the rule does not keep is NaN.
         total_weight: [width] fp32 column weights w of ``total`` (class weights), not differentiable.
         ignore_index: label of tokens that are left out.
         options: `Options`.
@@ -145,6 +145,8 @@ def checked_request(logits, labels, shard, want, transform, teacher, sets, total
         request = build_request(
             logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options, sets=sets
         )
+    if isinstance(sets, SamplingRule):
+        request = with_kept_sets(request, sets, labels, options)
     return request, labels
 
 

@@ -12,6 +12,7 @@ from .engine.operators import top_entries
 from .id_sets import IdSets, check_sets, set_tensors, validate_sets
 from .options import Options, Teacher, TeacherHead, TeacherHeads, TopKTeacher, Transform
 from .request import Facts, Request, Tensors, TokenOrder
+from .sampling_rule import SamplingRule
 from .shard import ShardFacts, VocabShard
 from .statistics import FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
 from .validation import expect_ids, expect_int, expect_number, expect_tensor, swap_hint
@@ -21,7 +22,7 @@ LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def build_request(
     logits, labels, shard: VocabShard, want, transform: Transform, teacher, total_weight, ignore_index,
-    options: Options, order_of=None, sets: IdSets | None = None,
+    options: Options, order_of=None, sets: IdSets | SamplingRule | None = None,
 ) -> Request:  # fmt: skip
     """Validate a call and bring its tensors into rows [N, ..], in the order of `order_of` [.., any], or of the logits.
 
@@ -32,8 +33,8 @@ def build_request(
     ignore_index = expect_int("ignore_index", ignore_index)
     if not -(1 << 63) <= ignore_index < 1 << 63:
         raise ValueError(f"ignore_index must be in the range of int64, got {ignore_index}")
-    validate_sets(sets, labels, want, teacher, logits)
-    if sets is not None and options.check:
+    validate_sets(sets, labels, want, teacher, logits, shard.vocab_size)
+    if isinstance(sets, IdSets) and options.check:
         check_sets(sets, labels, want, ignore_index, shard.vocab_size)
     temperature, temperatures = transform.temperature, None
     if isinstance(temperature, torch.Tensor):

@@ -21,10 +21,10 @@ from .statistics import MaybeNone
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Fields of a Transform, of a teacher or of sets that may hold tensors, and those that hold such objects
+# Fields of a Transform, a teacher, sets or a SamplingRule that may hold tensors, and those that hold such objects
 TENSOR_FIELDS = (
     "bias", "temperature", "student_temperature", "logits", "ids", "log_probs", "mask", "spans", "tail_log_prob",
-    "hidden", "weight", "teacher_of_token",
+    "hidden", "weight", "teacher_of_token", "top_k", "top_p", "min_p",
 )  # fmt: skip
 OBJECT_FIELDS = ("transform", "heads")
 

@@ -1,4 +1,4 @@
-"""Sets of ids per token, `IdSets`: their checks, and what the kernels take."""
+"""Sets of ids per token, `IdSets` or a `SamplingRule` that makes them: their checks, and what the kernels take."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from .engine.operators import known_sets
-from .options import TopKTeacher
-from .request import Facts, TokenOrder
+from .options import Options, TopKTeacher
+from .request import Facts, Request, TokenOrder
+from .sampling_rule import SamplingRule, kept_sets
 from .statistics import AT_IDS, OVER_SETS
 from .statistics.at_ids import known_ids
 from .statistics.sets import rows_and_places
-from .validation import expect_ids, expect_instance, expect_tensor
+from .validation import expect_ids, expect_tensor
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,12 @@ class IdSets:
         return replace(self, ids=function(self.ids), mask=None if self.mask is None else function(self.mask))
 
 
-def validate_sets(sets: IdSets | None, labels, want, teacher, logits):
+def validate_sets(sets: IdSets | SamplingRule | None, labels, want, teacher, logits, vocab_size: int):
     """Raise TypeError or ValueError, from metadata, unless the sets fit the call. logits: [.., width]."""
     wanted = [name for name in (*OVER_SETS, *AT_IDS) if name in want]
-    expect_instance("sets", sets, IdSets)
+    if sets is not None and not isinstance(sets, (IdSets, SamplingRule)):
+        got = type(sets).__name__ if isinstance(sets, torch.Tensor) else repr(sets)
+        raise TypeError(f"sets must be IdSets(..), a SamplingRule(..) or None, got {got}")
     if sets is None:
         if wanted:
             raise ValueError(f"{wanted} need sets of ids, got none: sets=IdSets(ids)")
@@ -70,13 +73,16 @@ def validate_sets(sets: IdSets | None, labels, want, teacher, logits):
         raise ValueError(f"sets serve the statistics {OVER_SETS + AT_IDS}, got none of them in want")
     if len(wanted) > 1 and AT_IDS[0] in wanted:
         raise ValueError(f"log_probs_at and statistics over sets are for separate calls, got {wanted} in want")
-    if AT_IDS[0] in wanted and sets.spans is not None:
-        raise ValueError("log_probs_at is [.., K] of ids [.., K], got sets from_csr")
+    if AT_IDS[0] in wanted and (isinstance(sets, SamplingRule) or sets.spans is not None):
+        got = "a SamplingRule" if isinstance(sets, SamplingRule) else "sets from_csr"
+        raise ValueError(f"log_probs_at is [.., K] of ids [.., K], got {got}")
     if isinstance(teacher, TopKTeacher):
         raise ValueError("sets and a TopKTeacher are for separate calls, got both in one")
     if "set_log_prob" in want and labels is None:
         raise ValueError("set_log_prob is the log-prob of a label, got no labels")
     lead, device = logits.shape[:-1], logits.device
+    if isinstance(sets, SamplingRule):
+        return sets.expect_tokens(lead, device, vocab_size)
     expect_ids("sets.ids", sets.ids)
     if sets.spans is not None:
         if sets.spans.numel() != 2 * math.prod(lead):
@@ -108,14 +114,25 @@ def _flat(sets: IdSets, flatten) -> tuple[torch.Tensor, torch.Tensor]:
     return ids.reshape(-1), torch.stack([begin, begin + ids.shape[1]], 1)
 
 
-def set_tensors(sets: IdSets | None, lead, order: TokenOrder, facts: Facts) -> dict[str, torch.Tensor]:
-    """The tensors of sets as a request has them. lead: shape of the tokens."""
-    if sets is None:
+def set_tensors(sets: IdSets | SamplingRule | None, lead, order: TokenOrder, facts: Facts) -> dict[str, torch.Tensor]:
+    """The tensors of sets as a request has them; none of a rule, see `with_kept_sets`. lead: shape of the tokens."""
+    if not isinstance(sets, IdSets):
         return {}
     if AT_IDS[0] in facts.want:
         return {"entries": known_ids(order.flatten(_masked(sets)), facts.vocab_size).contiguous()}
     ids, spans = _flat(sets, lambda x: order.flatten(x.reshape(*lead, x.shape[-1])))
     return dict(zip(("entries", "entry_spans"), known_sets(ids, spans, facts.vocab_size, facts.backend)))
+
+
+@torch.compiler.disable(reason="a SamplingRule in place of sets makes tensors of a size that only their values tell")
+def with_kept_sets(request: Request, rule: SamplingRule, labels, options: Options) -> Request:
+    """The request with the sets that a rule keeps of its logits. Collectives, and a wait for the GPU."""
+    order = request.order
+    ids, spans = kept_sets(request, rule.map_tokens(order.shape, order.flatten))
+    if options.check:
+        sets = IdSets(ids, None, order.unflatten(spans))
+        check_sets(sets, labels, request.facts.want, request.facts.ignore_index, request.facts.vocab_size)
+    return request._replace(tensors=request.tensors._replace(entries=ids, entry_spans=spans))
 
 
 def check_sets(sets: IdSets, labels, want, ignore_index: int, vocab_size: int):

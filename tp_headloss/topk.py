@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -16,6 +18,7 @@ from .eager_only import uncompiled_where_needed
 from .engine import eager
 from .engine.transports import Transport
 from .options import DEFAULTS, NO_TRANSFORM, Options, TeacherHead, Transform
+from .sampling_rule import ordered_bits, transformed_logits
 from .shard import VocabShard
 from .validation import expect_hidden_and_weight, expect_instance, expect_int, expect_real, expect_tensor
 
@@ -68,17 +71,8 @@ def topk_log_probs(
     """
     expect_instance("options", options, Options)
     options = options or DEFAULTS
-    states, weight, transform = _operands(logits, weight, transform)
     with Agreement(options, shard) as agreement:
-        expect_tensor("logits" if weight is None else "hidden states", states)
-        if weight is not None:
-            expect_weight(weight)
-            expect_hidden_and_weight(states, weight)
-        if weight is None:
-            states, shard = local_logits(states, shard)
-        else:
-            states, weight, _, shard = local_head(states, weight, None, shard, "none")
-        transform = local_part(transform or NO_TRANSFORM, shard)
+        states, weight, transform, shard = local_operands(logits, weight, transform, shard)
         facts = {"k": k, "top_p": top_p, "dtype": str(dtype), "ids_dtype": str(ids_dtype), "options": options}
         sharded = {"logits": states} if weight is None else {"hidden": states, "weight": weight}
         agreement.record("topk_log_probs", shard, transform=transform, **facts, **sharded)
@@ -100,16 +94,45 @@ def topk_log_probs(
     return TopK(unflatten(ids.to(ids_dtype)), unflatten(log_probs.to(dtype)), unflatten(lse))
 
 
-def _operands(
-    logits: torch.Tensor | TeacherHead, weight: torch.Tensor | None, transform: Transform | None
-) -> tuple[torch.Tensor, torch.Tensor | None, Transform | None]:
-    """Logits (or hidden states), weight and transform; a TeacherHead has all three."""
+def local_operands(
+    logits: torch.Tensor | TeacherHead, weight: torch.Tensor | None, transform: Transform | None, shard
+) -> tuple[torch.Tensor, torch.Tensor | None, Transform, VocabShard]:
+    """Check the operands of a function that takes logits, hidden states with a weight, or a TeacherHead, which has both
+    -> this rank's plain logits (or hidden states), weight, transform and shard."""
     expect_instance("transform", transform, Transform)
-    if not isinstance(logits, TeacherHead):
-        return logits, weight, transform
-    if weight is not None or transform is not None:
-        raise ValueError("a TeacherHead has its own weight and transform, got others")
-    return logits.hidden, logits.weight, logits.whole_transform
+    if isinstance(logits, TeacherHead):
+        if weight is not None or transform is not None:
+            raise ValueError("a TeacherHead has its own weight and transform, got others")
+        states, weight, transform = logits.hidden, logits.weight, logits.whole_transform
+    else:
+        states = logits
+    expect_tensor("logits" if weight is None else "hidden states", states)
+    if weight is None:
+        states, shard = local_logits(states, shard)
+    else:
+        expect_weight(weight)
+        expect_hidden_and_weight(states, weight)
+        states, weight, _, shard = local_head(states, weight, None, shard, "none")
+    return states, weight, local_part(transform or NO_TRANSFORM, shard), shard
+
+
+def token_blocks(
+    states: torch.Tensor, weight: torch.Tensor | None, transform: Transform, step: int
+) -> Iterator[tuple[slice, torch.Tensor, Transform]]:
+    """Yield blocks of at most `step` flattened tokens: their place, logits [n, width] and transform; one block, an
+    empty one, of no tokens.
+
+    states: logits [.., width], or hidden states [.., H] whose logits are made by torch.nn.functional.linear.
+    """
+    temperature, lead = transform.temperature, states.shape[:-1]
+    if isinstance(temperature, torch.Tensor):
+        expect_tensor("temperature", temperature, lead)
+    states = states.detach().reshape(math.prod(lead), states.shape[-1])
+    for first in range(0, max(1, len(states)), step):
+        here = slice(first, first + step)
+        if isinstance(temperature, torch.Tensor):
+            transform = replace(transform, temperature=temperature.reshape(-1)[here])
+        yield here, states[here] if weight is None else torch.nn.functional.linear(states[here], weight), transform
 
 
 def _unflatten(lead, x):
@@ -151,17 +174,9 @@ def _local_top(logits, k, shard, transform, options):
 
 def _local_top_from_hidden(hidden, weight, k, shard, transform, options):
     """Return what `_local_top` returns for hidden states [.., H] and weight [width, H], a block of tokens at a time."""
-    temperature, lead = transform.temperature, hidden.shape[:-1]
-    per_token = isinstance(temperature, torch.Tensor)
-    if per_token:
-        expect_tensor("temperature", temperature, lead)
-    hidden, step, parts = hidden.reshape(-1, hidden.shape[-1]), max(1, BLOCK_ELEMENTS // max(1, weight.shape[0])), []
-    for first in range(0, max(1, len(hidden)), step):
-        here = slice(first, first + step)
-        if per_token:
-            transform = replace(transform, temperature=temperature.reshape(-1)[here])
-        logits = torch.nn.functional.linear(hidden[here], weight)
-        request, *part = _local_top(logits, k, shard, transform, options)
+    step, parts = max(1, BLOCK_ELEMENTS // max(1, weight.shape[0])), []
+    for _, logits, block_transform in token_blocks(hidden, weight, transform, step):
+        request, *part = _local_top(logits, k, shard, block_transform, options)
         parts.append(part)
     packets, keys = zip(*parts)
     return request, torch.cat(packets, -1), torch.cat(keys)
@@ -169,26 +184,17 @@ def _local_top_from_hidden(hidden, weight, k, shard, transform, options):
 
 def _local_keys(request, k):
     """Keys [N, k] of this rank's largest logits: numbers that sort like (logit, -id), so that no two are equal."""
-    facts, (logits, _, bias, temperatures, *_) = request.facts, request.tensors
-    keys = torch.full((logits.shape[0], k), LOWEST, device=logits.device)
-    width = facts.valid_width
-    if width == 0 or logits.shape[0] == 0:
+    logits, width = request.tensors.logits, request.facts.valid_width
+    n_rows, device = len(logits), logits.device
+    keys = torch.full((n_rows, k), LOWEST, device=device)
+    if width == 0 or n_rows == 0:
         return keys
-    later = (
-        (1 << 32) - 1 - torch.arange(facts.start, facts.start + width, device=logits.device)
-    )  # the lower id is larger
-    step = max(1, BLOCK_ELEMENTS // width)
-    for first in range(0, logits.shape[0], step):
+    start = request.facts.start
+    later = (1 << 32) - 1 - torch.arange(start, start + width, device=device)  # the lower id is larger
+    step, local = max(1, BLOCK_ELEMENTS // width), min(k, width)
+    for first in range(0, n_rows, step):
         block = slice(first, first + step)
-        z, _ = eager.transform(
-            logits[block, :width],
-            None if bias is None else bias[:width],
-            None if temperatures is None else temperatures[block],
-            facts,
-        )
-        bits = (z.float() + 0.0).view(torch.int32)
-        ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers in the order of the numbers
-        local = min(k, width)
+        ordered = ordered_bits(transformed_logits(request, block))
         keys[block, :local] = ((ordered << 32) | later).topk(local).values
     return keys
 

@@ -110,7 +110,7 @@ GROUPS = {
         ("head_loss/call.py", "_scored_labels", "return torch.where(token_weight == 0, ignore_index, labels.long())", "return labels"),
         ("head_loss/call.py", "_per_token", "value.dim() not in (0, labels.dim())", "False"),
     ],
-    "test_sets": [
+    "test_sets test_sampling": [
         (SETS, "SetsFamily.local", "torch.where(tile.members, softmax.z, -torch.inf)", "softmax.z"),
         (SETS, "SetsFamily.finish", "own.factor * (moment + own.drop * whole) + weigh(own.p_target, own.offset)", "moment"),
         (SETS, "SetsFamily.direct", 'grads["set_log_mass"] * merged["set_outside"] * s', 'grads["set_log_mass"] * s'),
@@ -121,6 +121,11 @@ GROUPS = {
         (SETS_DEVICE, "load", "inputs.entries is None and grads.set_log_mass is not None", "grads.set_log_mass is not None"),
         (SETS_DEVICE, "direct", "tl.load(at + rows.set_others * token.n)", "-s"),
         ("engine/gradient_triton.py", "put_entries_kernel", "tl.store(dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, exact, mask=here)", "pass"),
+        ("sampling_rule.py", "_border", "from_top[:, 1:] < target", "from_top[:, 1:] <= target"),
+        ("sampling_rule.py", "kept_columns", "(drop.exp() * unit).ceil().clamp(min=1)", "(drop.exp() * unit).floor()"),
+        ("sampling_rule.py", "kept_columns", "shard.vocab_size - 1 - ids", "ids"),
+        ("sampling.py", "_race", "column + shard.start", "column"),
+        ("philox.py", "_exponential", "(high << 20) | (low >> 12)", "(high << 20)"),
         ("id_sets.py", "IdSets.from_csr", "(begin >= offsets.cummax(0).values[:-1])", "(begin == begin)"),
     ],
     "test_rank": [
@@ -160,7 +165,7 @@ GROUPS = {
         (ENTRIES_DEVICE, "entry_divergence_kernel", "tl.load(at + merged.inside * n)", "1.0"),
         (TOPK_DEVICE, "store_everywhere", "outside * common + inside * _upstream(grads.tail_log_mass, row)", "outside * common"),
         ("topk.py", "topk_log_probs", "before >= top_p", "before > 2"),
-        ("topk.py", "_local_keys", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits"),
+        ("sampling_rule.py", "ordered_bits", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits"),
     ],
     "test_policy test_kl test_policy_extremes test_policy_inputs test_policy_metrics test_rollout test_sequences test_preference": [
         ("head_loss/token_sums.py", "metric_sums", "valid if weight is None else valid & (weight != 0)", "valid"),

@@ -20,6 +20,7 @@ from tp_headloss import (
     Linear,
     Options,
     PolicyGradient,
+    SamplingRule,
     Sequences,
     Teacher,
     Term,
@@ -28,6 +29,7 @@ from tp_headloss import (
     VocabParallelHead,
     VocabShard,
     ZLoss,
+    sample,
     topk_log_probs,
     vocab_statistics,
 )
@@ -90,6 +92,14 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
     def wrong_sets(*given):
         return lambda here: {"want": ("set_entropy",), "sets": IdSets(*map(here.to, given))}
 
+    def sampled(here):  # of the likeliest id alone, whose log-prob is 0
+        rule, positions = SamplingRule(top_k=1), here.to(torch.arange(N))
+        draw = sample(here.x, seed=0, positions=positions, rule=rule, shard=here.shard, options=here.options)
+        assert torch.equal(draw.ids == -1, draw.log_probs.isnan())
+        assert torch.equal(draw.sets.spans.diff(dim=1)[:, 0], (draw.ids >= 0).long())
+        return draw.log_probs
+
+    drawn = {"value": sampled, "expected": lambda x, labels: 0 * x.sum(-1), "backwards": 0, "nan": (3,)}
     zeros, ones = torch.zeros(N), torch.ones(N)
     one_owner = {"nan": (2,), "sizes": (2, 4), "local": True}
     return {
@@ -208,6 +218,11 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "NaN at the target": edited(2, 31, NAN, nan=(2,)),
             "NaN and -inf only": rows(torch.full((N, V), -INF).index_fill(1, torch.tensor(7), NAN), nan=tuple(range(N))),
             "NaN, entropy and total": edited(3, 50, NAN, nan=(3,), want=("log_prob", "entropy", "total", "argmax")),
+        },
+        "these in a row that is sampled": {
+            "NaN in a row, sampled": edited(3, 50, NAN)._replace(**drawn),
+            "+inf in a row, sampled": edited(3, 5, INF)._replace(**drawn),
+            "a row all -inf, sampled": edited(3, everywhere, -INF)._replace(**drawn),
         },
         "infinities under a softcap": {
             "+inf under a softcap": edited(3, 5, INF, transform={"softcap": 3.0}),
@@ -367,6 +382,8 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "label smoothing NaN": refused("ValueError: label_smoothing must be in [0, 1], got nan", lambda here: CrossEntropy(label_smoothing=NAN)),
             "k = 0": refused("ValueError: k must be in [1, 64], got 0", lambda here: topk_log_probs(here.x, 0, shard=here.shard)),
             "k = V + 1": refused("ValueError: k must be in [1, 64], got 65", lambda here: topk_log_probs(here.x, V + 1, shard=here.shard)),
+            "a top_k of 0 of a rule": refused("ValueError: top_k must be at least 1, got 0", lambda here: SamplingRule(top_k=0)),
+            "a rule for hidden states": refused("ValueError: a SamplingRule in place of sets is for logits, got hidden states", linear(want=("set_entropy",), sets=SamplingRule(top_k=1))),
             "top_p NaN": refused("ValueError: top_p must be in (0, 1], got nan", lambda here: topk_log_probs(here.x, 3, top_p=NAN, shard=here.shard)),
         },
         "settings of another type: text for a number, a size for a shard, a layer for a weight; logits and labels that are swapped": {
@@ -436,6 +453,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "a set without the label": rows(**kept([1, 3, 32, 40], nan=(2,), nan_columns=everywhere)),
             "an id of a set is V": rows(**kept([1, 31, 32, 40, V], nan=tuple(range(N)))),
             "offsets that descend or leave the ids": rows(**kept([1, 40, 31, 32], offsets=[0, 9, 2, 1, 0], nan=tuple(range(N)))),
+            "a rule in the place of sets that does not keep the label": rows(random.scatter(1, torch.tensor([[1], [40], [30], [32]]), 9.0), nan=(2,), nan_columns=everywhere, want=("set_log_prob",), keywords=lambda here: {"want": ("set_log_prob",), "sets": SamplingRule(top_k=1)}, expected=lambda x, labels: 0 * x.sum(-1)),
             "a set without the label, with check": refused("ValueError: the set of token 2 (flat index) must hold ids below 64 and its label 31, got [1, 3, 32, 40]; 1 such tokens", options={"check": True}, **kept([1, 3, 32, 40])),
         },
         "a negative id, and one at or beyond the vocabulary, among those whose log-probs are asked for": {
@@ -450,7 +468,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "offsets of other tokens": refused("ValueError: sets must be of 4 tokens, got offsets for 2", keywords=lambda here: {"want": ("set_entropy",), "sets": IdSets.from_csr(here.labels, here.labels[:3])}),
             "float ids in a set": refused("TypeError: sets.ids must be int64 or int32, got torch.float32", keywords=wrong_sets(torch.zeros(N, 2))),
             "a mask of numbers": refused("TypeError: sets.mask must be bool, got torch.int64", keywords=wrong_sets(torch.zeros(N, 2).long(), torch.ones(N, 2).long())),
-            "a tensor as sets": refused("TypeError: sets must be IdSets(..) or None, got Tensor", keywords=lambda here: {"want": ("set_entropy",), "sets": here.labels}),
+            "a tensor as sets": refused("TypeError: sets must be IdSets(..), a SamplingRule(..) or None, got Tensor", keywords=lambda here: {"want": ("set_entropy",), "sets": here.labels}),
             "sets that nobody wants": refused("ValueError: sets serve the statistics", keywords=lambda here: {"sets": IdSets(here.labels[:, None])}),
             "ids and sets in one call": refused("ValueError: log_probs_at and statistics over sets are for separate calls, got ['set_entropy', 'log_probs_at'] in want", keywords=lambda here: {"want": ("log_probs_at", "set_entropy"), "sets": IdSets(here.labels[:, None])}),
             "log-probs at ragged ids": refused("ValueError: log_probs_at is [.., K] of ids [.., K], got sets from_csr", keywords=lambda here: {"want": ("log_probs_at",), "sets": IdSets.from_csr(here.labels, torch.arange(N + 1, device=here.labels.device))}),

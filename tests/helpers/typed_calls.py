@@ -7,11 +7,13 @@ from tp_headloss import (
     CausalLMLoss,
     HeadLoss,
     HeadLossOutput,
+    Sample,
     Term,
     TopK,
     VocabParallelHead,
     VocabStatistics,
     mean_metrics,
+    sample,
     topk_log_probs,
     vocab_statistics,
 )
@@ -27,4 +29,5 @@ def calls(x: torch.Tensor, labels: torch.Tensor, head: VocabParallelHead) -> Non
     assert_type(head(x), torch.Tensor)
     assert_type(vocab_statistics(x, labels), VocabStatistics)
     assert_type(topk_log_probs(x, 4), TopK)
+    assert_type(sample(x, seed=0, positions=labels), Sample)
     assert_type(mean_metrics(out), dict[str, torch.Tensor])

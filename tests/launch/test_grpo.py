@@ -37,3 +37,14 @@ def test_the_reward_rises(tmp_path):
     first, last = rewards[:5], rewards[-5:]
     noise = torch.cat([first - first.mean(), last - last.mean()]).std()
     assert last.mean() - first.mean() > max(0.15, 6 * noise), rewards
+
+
+def test_the_sets_of_the_sampler_are_replayed(tmp_path):
+    """With them the trainer's log-probs are the sampler's, without them they are not."""
+    options = ("--steps", 1, "--prompts", 8, "--group", 4, "--minibatches", 2, "--lr", 1e-2, "--top-p", 0.7)
+    (replayed,) = run(tmp_path / "replayed", *options, processes=2)
+    (without,) = run(tmp_path / "without", *options, "--no-replay", processes=1)
+    assert replayed["reward"] == pytest.approx(without["reward"]) and replayed["tokens"] == without["tokens"]
+    assert replayed["token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+    assert without["token_mult_prob_error"] > 1.2  # 1 / 0.7, less what a set's last id is beyond 0.7
+    assert 0 < replayed["entropy"] < without["entropy"]

@@ -168,5 +168,5 @@ def test_what_does_not_go_together_is_refused(device):
         PolicyGradient(over="set")
     with pytest.raises(ValueError, match=r"missing \['sets'\]"):
         HeadLoss([Entropy(0.1, over="sets")])(x, labels)
-    with pytest.raises(TypeError, match=r"sets must be IdSets\(..\) or None"):
+    with pytest.raises(TypeError, match=r"sets must be IdSets\(..\), a SamplingRule\(..\) or None"):
         vocab_statistics(x, labels, want=NAMES, sets=kept.ids)

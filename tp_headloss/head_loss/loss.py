@@ -130,7 +130,8 @@ class HeadLoss(nn.Module):
             inputs: arguments of terms and metrics besides the statistics, by name, replicated: scalars; tensors with as
                 many dimensions as [..] that broadcast to it, in its own shape a value per token; with sequences,
                 tensors [B] with a value per sequence; "sequences", a `Sequences` with the labels' shape, whose mask
-                ignores tokens; "teacher", a `Teacher` or a `TopKTeacher`; "sets", `IdSets`.
+                ignores tokens; "teacher", a `Teacher` or a `TopKTeacher`; "sets", `IdSets`, or a `SamplingRule` that
+                makes them from these logits.
         """
         found = kind = None
         if token_weight is None and transform is None and inputs is None:

@@ -12,6 +12,7 @@ from ..api import assembled
 from ..calls import build_request
 from ..options import DEFAULTS, NO_TRANSFORM
 from ..request import Request, TeacherOperands
+from ..sampling_rule import SamplingRule
 from ..statistics import VocabStatistics
 from ..validation import expect_hidden_and_weight, expect_tensor
 from . import blocks
@@ -46,6 +47,11 @@ class LinearCall(NamedTuple):
     ) -> LinearCall:  # fmt: skip
         """Validate a call and bring its tensors into rows."""
         transform, options = transform or NO_TRANSFORM, options or DEFAULTS
+        if isinstance(sets, SamplingRule):
+            raise ValueError(
+                "a SamplingRule in place of sets is for logits, got hidden states: use the sets of "
+                "kept_ids(hidden, rule, weight=weight)"
+            )
         if options.inplace:
             raise ValueError("inplace=True overwrites logits, and a linear head has none of the caller's")
         dtype = _validate(hidden, weight, linear)

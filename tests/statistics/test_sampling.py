@@ -1,0 +1,335 @@
+"""Samples and the sets that a sampler keeps: against float64, at every group size and cut, in any batch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from collectives import counted_collectives
+from ranks import on_ranks
+
+from tp_headloss import (
+    Entropy,
+    HeadLoss,
+    Linear,
+    Options,
+    SamplingRule,
+    TeacherHead,
+    Transform,
+    VocabShard,
+    kept_ids,
+    sample,
+    vocab_statistics,
+)
+from tp_headloss.philox import philox4x32
+
+V = 150  # of 256 padded columns: the last shard of four is all padding
+BAD = (8, 9, 10)
+RULES = [
+    SamplingRule(),
+    SamplingRule(top_k=1),
+    SamplingRule(top_k=17),
+    SamplingRule(top_k=V + 9),
+    SamplingRule(top_p=0.6),
+    SamplingRule(top_p=1e-9),
+    SamplingRule(top_p=1),
+    SamplingRule(min_p=0.05),
+    SamplingRule(min_p=1.0),
+    SamplingRule(top_k=9, top_p=0.7),
+    SamplingRule(top_k=40, top_p=0.9, min_p=0.02),
+]
+
+
+def rows(dtype=torch.float32):
+    x = 2 * torch.randn(11, V, generator=torch.Generator().manual_seed(5))
+    x[1] = x[1].round()  # many ties, across shards and at the borders
+    x[2, 10:] = -torch.inf
+    x[3] = 0.0  # uniform
+    x[4, ::3], x[4, 1::3] = -0.0, 0.0  # equal
+    x[5] += 300.0
+    x[6], x[6, 77] = -torch.inf, 1.0  # one id
+    x[7] = 0.01 * x[7] + 20  # in bf16 a few values
+    x[8, 3], x[9, 140], x[10] = torch.nan, torch.inf, -torch.inf
+    return x.to(dtype)
+
+
+def prefix_sizes(z, rule, slack):
+    """How many ids of z [N, V] float64, by (descending logit, ascending id), the rule keeps; top_p + slack."""
+    order = z.sort(dim=-1, descending=True, stable=True)
+    drop, place = order.values - order.values[:, :1], torch.arange(z.shape[1])
+    kept = drop > -torch.inf
+    if rule.min_p is not None:
+        kept &= drop.exp() >= rule.min_p
+    if rule.top_k is not None:
+        kept &= place < rule.top_k
+    if rule.top_p is not None and rule.top_p < 1:
+        p = torch.where(kept, drop.exp(), 0.0)
+        p /= p.sum(-1, keepdim=True)
+        kept &= (p.cumsum(-1) - p < rule.top_p + slack) | (place == 0)
+    return kept.sum(-1), order.indices
+
+
+def as_lists(sets):
+    return [sets.ids[a:b].tolist() for a, b in sets.spans.tolist()]
+
+
+def expect_kept(x, rule, sets, temperature=1.0):
+    good = x.isfinite().any(-1) & ~(x.isnan() | (x == torch.inf)).any(-1)
+    z = torch.where(good[:, None], (x.float() / temperature).double(), 0.0) + 0.0
+    fewest, order = prefix_sizes(z, rule, -1e-12)
+    most, _ = prefix_sizes(z, rule, 1e-12)  # a sum that is top_p to rounding may fall on either side
+    assert (most - fewest).max() <= 1
+    for i, ids in enumerate(as_lists(sets)):
+        assert ids == sorted(order[i, : len(ids)].tolist())
+        assert fewest[i] <= len(ids) <= most[i] if good[i] else not ids
+
+
+def run(group, device, dtype=torch.float32, boundaries=None):
+    shard = VocabShard.from_group(group, V, 256)
+    if boundaries:
+        shard = VocabShard.from_boundaries(boundaries, V, group)
+    x = F.pad(rows(dtype), (0, 256 - V), value=90.0)[:, shard.start : shard.stop].to(device)
+    positions = torch.arange(len(x), device=device) + (1 << 40)
+    transform = Transform(temperature=0.7)
+    sets = [kept_ids(x, rule, shard=shard, transform=transform) for rule in RULES]
+    draws = [sample(x, seed=3, positions=positions, rule=rule, shard=shard, transform=transform)
+             for rule in (None, *RULES[-2:])]  # fmt: skip
+    with counted_collectives() as events:
+        sample(x, seed=3, positions=positions, shard=shard)
+    return sets, draws, sum(events.values())
+
+
+CUTS = [(1, None), (2, None), (2, [0, 149, 200]), (4, [0, 5, 5, 149, 200])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sets_and_samples_are_the_same_at_every_group_size_and_equal_float64(dtype):
+    for world_size, cut in CUTS if dtype == torch.float32 else CUTS[:2]:
+        results = on_ranks(world_size, run, dtype, cut)
+        if world_size == 1:
+            first = results[0]
+            for rule, sets in zip(RULES, first[0], strict=True):
+                expect_kept(rows(dtype), rule, sets, 0.7)
+        for sets, draws, collectives in results:
+            assert collectives == (3 if world_size > 1 else 0)  # maximum, race, log-probs
+            for a, b in zip(sets, first[0], strict=True):
+                assert torch.equal(a.ids, b.ids) and torch.equal(a.spans, b.spans)
+            for a, b in zip(draws, first[1], strict=True):
+                assert torch.equal(a.ids, b.ids)
+                for name in ("log_probs", "full_log_probs"):
+                    ours, alone = getattr(a, name), getattr(b, name)
+                    if cut:  # not whole chunks: the order of sums is another
+                        torch.testing.assert_close(ours, alone, equal_nan=True, rtol=1e-6, atol=1e-6)
+                    else:
+                        assert torch.equal(ours.nan_to_num(9.0), alone.nan_to_num(9.0))
+    for draw in first[1]:
+        bad = torch.isin(torch.arange(11), torch.tensor(BAD))
+        assert torch.equal(draw.ids == -1, bad) and torch.equal(draw.log_probs.isnan(), bad)
+        assert torch.equal(draw.full_log_probs.isnan(), bad)
+
+
+def test_half_of_a_uniform_distribution_is_half_of_its_ids():
+    sets = kept_ids(torch.full((1, 8), 2.5), SamplingRule(top_p=0.5))
+    assert sets.ids.tolist() == [0, 1, 2, 3]
+    sets = kept_ids(torch.full((1, 8), 2.5), SamplingRule(top_k=6, top_p=0.5))
+    assert sets.ids.tolist() == [0, 1, 2]  # renormalised over the six
+    tail = torch.tensor([[0.0, -900.0, -torch.inf]])  # probabilities of 1, 0 and 0 in float64
+    assert kept_ids(tail, SamplingRule(top_p=1.0)).ids.tolist() == [0, 1]
+
+
+# counter, key, expected: kat_vectors of Random123, the authors' own implementation
+KNOWN_ANSWERS = """
+00000000 00000000 00000000 00000000 00000000 00000000 6627e8d5 e169c58d bc57ac4c 9b00dbd8
+ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff 408f276d 41c83b0e a20bc7c6 6d5451fd
+243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0 d16cfe09 94fdcceb 5001e420 24126ea1
+"""
+
+
+def test_the_generator_gives_its_published_answers(device):
+    for line in KNOWN_ANSWERS.strip().splitlines():
+        words = [int(word, 16) for word in line.split()]
+        counter = tuple(torch.tensor([word], device=device) for word in words[:4])
+        assert [int(word) for word in philox4x32(counter, tuple(words[4:6]))] == words[6:]
+
+
+@pytest.mark.parametrize(
+    "number, rule, kept", [(1_000_000, None, [0, 1, 2, 3, 4]), (300_000, SamplingRule(top_p=0.75), [0, 1, 2])]
+)
+def test_many_draws_follow_the_distribution(number, rule, kept, device):
+    p, positions = torch.tensor([0.42, 0.3, 0.2, 0.079, 0.001]), torch.arange(number, device=device)
+    draws = sample(p.log().to(device).expand(number, 5), seed=2**63 + 11, positions=positions, rule=rule)
+    share = torch.zeros(5).double().index_fill(0, torch.tensor(kept), 1.0) * p.double()
+    share /= share.sum()
+    counts = draws.ids.cpu().bincount(minlength=5).double()
+    assert not counts[share == 0].any()
+    expected = number * share[kept]
+    chi_square = ((counts[kept] - expected) ** 2 / expected).sum()
+    assert chi_square < 3 * len(kept) + 5  # exceeded with a probability below 0.001 at len(kept) - 1 degrees
+    torch.testing.assert_close(draws.log_probs.cpu().double(), share.log()[draws.ids.cpu()], rtol=1e-5, atol=1e-6)
+
+
+def test_a_token_has_one_sample_in_every_batch_and_block(monkeypatch, device):
+    from tp_headloss import sampling_rule
+
+    x = rows()[:8].to(device)
+    positions = torch.arange(8, device=device) * 1000 - 3
+    rule = SamplingRule(top_k=30, top_p=0.95)
+    for given in (None, rule):
+        whole = sample(x, seed=1, positions=positions, rule=given)
+        order = torch.tensor([5, 0, 7, 2], device=device)
+        part = sample(x[order].view(2, 2, V), seed=1, positions=positions[order].view(2, 2).int(), rule=given)
+        assert torch.equal(part.ids, whole.ids[order].view(2, 2))
+        assert torch.equal(part.log_probs, whole.log_probs[order].view(2, 2))
+    assert as_lists(part.sets) == [as_lists(whole.sets)[i] for i in order.tolist()]
+    assert not torch.equal(sample(x, seed=2, positions=positions).ids, sample(x, seed=1, positions=positions).ids)
+    monkeypatch.setattr(sampling_rule, "BLOCK_ELEMENTS", 3 * V)
+    blocks = sample(x, seed=1, positions=positions, rule=rule)
+    assert torch.equal(blocks.ids, whole.ids) and as_lists(blocks.sets) == as_lists(whole.sets)
+
+
+def test_log_probs_are_those_of_the_statistics_over_the_sets(backend, device):
+    x, options = rows()[:8].to(device), Options(backend=backend)
+    draw = sample(x, seed=9, positions=torch.arange(8, device=device), rule=RULES[-1], options=options)
+    stats = vocab_statistics(x, draw.ids, want=("set_log_prob",), sets=draw.sets, options=options)
+    assert torch.equal(draw.log_probs, stats.set_log_prob) and torch.equal(draw.full_log_probs, stats.log_prob)
+    assert all(int(i) in ids for i, ids in zip(draw.ids, as_lists(draw.sets), strict=True))
+
+
+def test_every_token_may_have_a_rule_of_its_own(device):
+    x = rows()[:4].view(2, 2, V).to(device)
+    k = torch.tensor([[3, V], [0, 5]], device=device)
+    p = torch.tensor([[0.9, 0.5], [0.9, torch.nan]], device=device)
+    m = torch.tensor([[0.0, 0.1], [0.0, 0.0]], device=device)
+    found = as_lists(kept_ids(x, SamplingRule(k, p, m)))
+    assert found[2] == found[3] == []
+    for i in (0, 1):
+        rule = SamplingRule(int(k[0, i]), float(p[0, i]), float(m[0, i]))
+        assert as_lists(kept_ids(x[0, i : i + 1], rule)) == [found[i]]
+
+
+def hidden_run(group, device):
+    generator = torch.Generator().manual_seed(8)
+    hidden, weight = torch.randn(2, 5, 16, generator=generator), torch.randn(V, 16, generator=generator)
+    shard = VocabShard.from_group(group, V, 256)
+    part = F.pad(weight, (0, 0, 0, 256 - V))[shard.start : shard.stop].to(device)
+    temperature = torch.linspace(0.5, 2, 10).view(2, 5).to(device)
+    positions, hidden, rule = torch.arange(10, device=device).view(2, 5), hidden.to(device), SamplingRule(top_k=6)
+    transform = Transform(temperature=temperature)
+    draw = sample(hidden, seed=4, positions=positions, rule=rule, weight=part, shard=shard, transform=transform)
+    head = TeacherHead(hidden, part, temperature=temperature)
+    assert torch.equal(sample(head, seed=4, positions=positions, rule=rule, shard=shard).ids, draw.ids)
+    return as_lists(kept_ids(head, rule, shard=shard)), draw, (hidden @ weight.to(device).T) / temperature[..., None]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hidden_states_and_a_weight_are_as_good_as_logits(world_size):
+    for sets, draw, z in on_ranks(world_size, hidden_run):
+        assert sets == as_lists(draw.sets) == z.view(10, V).topk(6).indices.sort().values.tolist()
+        log_p = z.double().log_softmax(-1).gather(-1, draw.ids[..., None])[..., 0]
+        torch.testing.assert_close(draw.full_log_probs.double(), log_p, rtol=1e-5, atol=1e-5)
+
+
+def no_tokens_run(group, device):
+    shard = VocabShard.from_group(group, V)
+    x, positions = torch.zeros(0, shard.width, device=device), torch.zeros(0, device=device).long()
+    draw = sample(x, seed=0, positions=positions, rule=SamplingRule(top_p=0.5), shard=shard)
+    return [list(x.shape) for x in (*draw[:3], draw.sets.ids, draw.sets.spans)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_no_tokens_have_no_samples(world_size):
+    assert on_ranks(world_size, no_tokens_run) == [[[0], [0], [0], [0], [0, 2]]] * world_size
+
+
+def rule_run(group, device, backend):
+    """Statistics and gradients with a rule in the place of sets, then with the sets that it keeps."""
+    shard, options = VocabShard.from_group(group, V, 256), Options(backend=backend)
+    x = F.pad(rows(), (0, 256 - V))[:8, shard.start : shard.stop].to(device).view(2, 4, -1)
+    positions = torch.arange(8, device=device).view(2, 4)
+    transform = Transform(temperature=torch.linspace(0.5, 2, 8, device=device).view(2, 4))
+    rule = SamplingRule(top_p=torch.linspace(0.3, 1, 8, device=device).view(2, 4), min_p=0.001)
+    labels = sample(x, seed=1, positions=positions, rule=rule, shard=shard, transform=transform).ids
+    labels[1, 2] = 0  # not kept: the row's only id is 77
+    found = []
+    for sets in (rule, kept_ids(x, rule, shard=shard, transform=transform)):
+        local = x.clone().requires_grad_()
+        want = ("set_log_prob", "set_entropy", "set_log_mass")
+        stats = vocab_statistics(local, labels, shard=shard, want=want, transform=transform, sets=sets, options=options)
+        (stats.set_log_prob + stats.set_entropy * stats.set_log_mass)[0].sum().backward()
+        found.append([*(getattr(stats, name).detach() for name in want), local.grad])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rule_in_the_place_of_sets_is_the_sets_that_it_keeps(world_size, backend):
+    if backend == "triton" and world_size > 1:
+        backend = "torch"
+    for by_rule, by_sets in on_ranks(world_size, rule_run, backend):
+        for a, b in zip(by_rule, by_sets, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        assert by_rule[0].isnan().nonzero().tolist() == [[1, 2]] and by_rule[3][0].abs().sum() > 0
+
+
+def test_a_rule_serves_the_loss_of_logits_and_not_of_hidden_states(device):
+    x, labels, rule = rows()[:2].to(device), rows()[:2].argmax(-1).to(device), SamplingRule(top_k=4)
+    head = HeadLoss(Entropy(1.0, over="sets"), ignore_index=-1)
+    by_rule = head(x, labels, inputs={"sets": rule}).loss
+    assert torch.equal(by_rule, head(x, labels, inputs={"sets": kept_ids(x, rule)}).loss)
+    hidden, weight = torch.ones(2, 3, device=device), torch.ones(V, 3, device=device)
+    for linear in (None, Linear(max_valid_tokens=2)):
+        with pytest.raises(ValueError, match="a SamplingRule in place of sets is for logits, got hidden states"):
+            head.linear(hidden, weight, labels, inputs={"sets": rule}, linear=linear)
+    with pytest.raises(ValueError, match=r"the set of token 1 .* must hold ids below 150 and its label 149"):
+        labels[1] = 149
+        head.options = Options(check=True)
+        head(x, labels, inputs={"sets": rule})
+
+
+X, POSITIONS = torch.zeros(2, 5), torch.arange(2)
+WRONG = {
+    "top_k of 0": (lambda: SamplingRule(top_k=0), "top_k must be at least 1, got 0"),
+    "top_k of 2.0": (lambda: SamplingRule(top_k=2.0), "top_k must be an int, got 2.0"),
+    "top_p of 0": (lambda: SamplingRule(top_p=0), r"top_p must be in \(0, 1\], got 0"),
+    "top_p above 1": (lambda: SamplingRule(top_p=1.1), r"top_p must be in \(0, 1\], got 1.1"),
+    "min_p of NaN": (lambda: SamplingRule(min_p=float("nan")), r"min_p must be in \[0, 1\], got nan"),
+    "min_p of text": (lambda: SamplingRule(min_p="0.1"), "min_p must be a number or a tensor, got '0.1'"),
+    "no rule": (lambda: kept_ids(X, 0.9), r"rule must be SamplingRule\(..\), got float"),
+    "a number as rule": (
+        lambda: sample(X, seed=0, positions=POSITIONS, rule=5),
+        r"rule must be SamplingRule\(..\) or None, got 5",
+    ),
+    "values of other tokens": (
+        lambda: kept_ids(X, SamplingRule(top_k=torch.ones(3).long())),
+        r"top_k must have shape \[2\], got \[3\]",
+    ),
+    "a top_k per token of floats": (
+        lambda: kept_ids(X, SamplingRule(top_k=torch.ones(2))),
+        "top_k must be int64 or int32",
+    ),
+    "a top_p per token of ints": (
+        lambda: kept_ids(X, SamplingRule(top_p=POSITIONS)),
+        "top_p must be floating point, got torch.int64",
+    ),
+    "a seed of -1": (lambda: sample(X, seed=-1, positions=POSITIONS), r"seed must be in \[0, 2\^64\), got -1"),
+    "positions of other tokens": (
+        lambda: sample(X, seed=0, positions=POSITIONS[:1]),
+        r"positions must have shape \[2\], got \[1\]",
+    ),
+    "positions of floats": (
+        lambda: sample(X, seed=0, positions=torch.ones(2)),
+        "positions must be int64 or int32, got torch.float32",
+    ),
+    "columns of another shard": (
+        lambda: kept_ids(X, SamplingRule(), shard=VocabShard(0, 6, 6)),
+        "must have the shard's 6 columns",
+    ),
+    "too many ids": (
+        lambda: kept_ids(torch.zeros(0, 1 << 25), SamplingRule(top_k=1)),
+        r"at most 2\^24 ids, got 33554432",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_is_refused(name):
+    call, message = WRONG[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()

@@ -1,0 +1,204 @@
+"""Samples of a sharded vocabulary, and the ids that a sampler keeps: nothing of the vocabulary's size is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from .agreement import Agreement
+from .api import run_statistics
+from .calls import build_request
+from .comm import gather_from_ranks
+from .dtensor import local_part
+from .eager_only import uncompiled_where_needed
+from .id_sets import IdSets
+from .options import DEFAULTS, Options, TeacherHead, Transform
+from .philox import exponential
+from .request import Request
+from .sampling_rule import (
+    SamplingRule,
+    gathered_ids,
+    kept_columns,
+    row_maximum,
+    spans_of,
+    tokens_per_block,
+    transformed_logits,
+)
+from .shard import VocabShard
+from .statistics import MaybeNone
+from .topk import local_operands, token_blocks
+from .validation import expect_ids, expect_instance, expect_int, expect_tensor
+
+
+class Sample(NamedTuple):
+    """A sampled id per token [..] with its log-probs; equal bits on every rank.
+
+    Attributes:
+        ids: [..] int64 global ids, -1 where a token has NaN or +inf in its logits, or nothing above -inf.
+        log_probs: [..] fp32, of the distribution that was sampled: over the ids that the rule kept. NaN where -1.
+        full_log_probs: [..] fp32, over the whole vocabulary; equal to log_probs without a rule. NaN where -1.
+        sets: `IdSets` that the rule kept, empty where -1; None without a rule.
+    """
+
+    ids: torch.Tensor
+    log_probs: torch.Tensor
+    full_log_probs: torch.Tensor
+    sets: IdSets | MaybeNone
+
+
+@uncompiled_where_needed
+@torch.no_grad()
+def kept_ids(
+    logits: torch.Tensor | TeacherHead,
+    rule: SamplingRule,
+    *,
+    weight: torch.Tensor | None = None,
+    shard: VocabShard | None = None,
+    transform: Transform | None = None,
+    options: Options | None = None,
+) -> IdSets:
+    """The ids that a sampler with this rule keeps of each token: logits [.., width] sharded on V -> sets, replicated.
+
+    The sets are exact, ids ascending in int32, and equal on every rank; from equal logits they are equal at every group
+    size and cut of the vocabulary. A token with NaN or +inf in its logits, or nothing above -inf, has an empty set.
+    Blocks of tokens bound the memory. For a block the ranks exchange a number per token, then 512 bytes per token for
+    each 6 bits of logit and id (8 or 9 times for top-k, and as often for top-p), then the ids. Waits for a GPU. Errors
+    are those of `vocab_statistics`.
+
+    Args:
+        logits: as in `vocab_statistics`; hidden states [.., H] with a ``weight``; or a `TeacherHead`, which has both.
+        rule: `SamplingRule`, of numbers or of tensors [..] on the logits' device.
+        weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by blocks of tokens.
+        shard, transform, options: as in `vocab_statistics`; the temperature belongs to the transform, and so does the
+            bias of a weight.
+    """
+    if not isinstance(rule, SamplingRule):
+        raise TypeError(f"rule must be SamplingRule(..), got {type(rule).__name__}")
+    found = [
+        gathered_ids(block.kept, block.shard)
+        for block in _blocks("kept_ids", logits, rule, weight, shard, transform, options)
+    ]
+    return _joined_sets(found)
+
+
+@uncompiled_where_needed
+@torch.no_grad()
+def sample(
+    logits: torch.Tensor | TeacherHead,
+    *,
+    seed: int,
+    positions: torch.Tensor,
+    rule: SamplingRule | None = None,
+    weight: torch.Tensor | None = None,
+    shard: VocabShard | None = None,
+    transform: Transform | None = None,
+    options: Options | None = None,
+) -> Sample:
+    """Sample an id per token: logits [.., width] sharded on V -> `Sample`, replicated.
+
+    The largest logit plus Gumbel noise among the ids that the rule keeps. The noise of an id is a function of (seed,
+    position, id), Philox4x32-10 of Salmon et al. (SC 2011), so that equal logits give equal ids at every group size, in
+    every batch and in every order of calls. Each rank draws the noise of its own kept columns, and one small exchange
+    finds the winner. Log-probs are those of `vocab_statistics`, with its collective. Exchanges, memory, odd rows and
+    errors are otherwise those of `kept_ids`; without a rule no border is looked for.
+
+    Args:
+        seed: in [0, 2^64).
+        positions: [..] int64 (or int32) replicated, a number that no other draw with this seed has, such as sequence
+            number x longest length + step. Equal positions have equal noise.
+        rule: `SamplingRule`, or None for the whole vocabulary.
+        logits, weight, shard, transform, options: as in `kept_ids`.
+    """
+    expect_instance("rule", rule, SamplingRule)
+    keep = SamplingRule() if rule is None else rule
+    inner = replace(options or DEFAULTS, validate="metadata")  # the call was compared as a whole
+    ids, log_probs, full, found = [], [], [], []
+    for block in _blocks("sample", logits, keep, weight, shard, transform, options, seed=seed, positions=positions):
+        ids.append(_race(block, seed))
+        want: tuple[str, ...] = ()
+        sets = None
+        if rule is not None:
+            found.append(gathered_ids(block.kept, block.shard))
+            want, sets = ("set_log_prob",), _joined_sets(found[-1:])
+        stats, *_ = run_statistics(
+            block.logits, ids[-1], block.shard, want, block.transform, None, sets, None, -100, inner
+        )
+        full.append(stats.log_prob)
+        log_probs.append(stats.log_prob if rule is None else stats.set_log_prob)
+    lead = positions.shape
+    sets = None if rule is None else _joined_sets(found)
+    return Sample(torch.cat(ids).view(lead), torch.cat(log_probs).view(lead), torch.cat(full).view(lead), sets)
+
+
+class _Block(NamedTuple):
+    """Some tokens of a call."""
+
+    logits: torch.Tensor  # [n, width]
+    transform: Transform
+    shard: VocabShard
+    positions: torch.Tensor  # int64 [n], empty without a draw
+    z: torch.Tensor  # [n, valid width] fp32, transformed logits
+    kept: torch.Tensor  # bool [n, valid width]
+
+
+def _blocks(call: str, logits, rule: SamplingRule, weight, shard, transform, options, **draw) -> Iterator[_Block]:
+    """Check a call, then yield its blocks of tokens, the same ones on every rank. draw: seed and positions, if any."""
+    expect_instance("options", options, Options)
+    options = options or DEFAULTS
+    with Agreement(options, shard) as agreement:
+        states, weight, transform, shard = local_operands(logits, weight, transform, shard)
+        rule, draw = local_part(rule, shard), {name: local_part(x, shard) for name, x in draw.items()}
+        sharded = {"logits": states} if weight is None else {"hidden": states, "weight": weight}
+        agreement.record(call, shard, rule=rule, transform=transform, options=options, **draw, **sharded)
+        lead = states.shape[:-1]
+        rule.expect_tokens(lead, states.device, shard.vocab_size)
+        if draw:
+            _expect_draw(**draw, lead=lead, device=states.device)
+        parts = token_blocks(states, weight, transform, tokens_per_block(shard))
+        first = next(parts)
+        _request(*first[1:], shard, options)
+    for here, x, block_transform in chain([first], parts):
+        request = _request(x, block_transform, shard, options)
+        z = transformed_logits(request, slice(None))
+        rows = rule.map_tokens(lead, lambda values: values.reshape(-1)[here])  # noqa: B023 (called at once)
+        positions = draw.get("positions", x.new_empty(0)).reshape(-1)[here].long()
+        yield _Block(x, block_transform, shard, positions, z, kept_columns(z, rows, shard))
+
+
+def _request(logits, transform, shard, options) -> Request:
+    return build_request(logits, None, shard, (), transform, None, None, -100, options)
+
+
+def _expect_draw(seed, positions, lead, device):
+    if not 0 <= expect_int("seed", seed) < 1 << 64:
+        raise ValueError(f"seed must be in [0, 2^64), got {seed}")
+    expect_ids("positions", positions)
+    expect_tensor("positions", positions, lead, device)
+
+
+def _race(block: _Block, seed: int) -> torch.Tensor:
+    """Sampled ids [n]: the kept column of largest z - log(exponential variate), over all ranks; -1 without any."""
+    z, shard = block.z, block.shard
+    row, column = block.kept.nonzero(as_tuple=True)
+    variate = exponential(seed, block.positions[row], column + shard.start)
+    score = torch.full_like(z, -torch.inf, dtype=torch.float64)
+    score[row, column] = z[row, column].double() - variate.log()
+    best = row_maximum(score)
+    ids = torch.arange(shard.start, shard.start + z.shape[1] + 1, device=z.device)  # one more, for shards without any
+    is_best = torch.nn.functional.pad(score == best[:, None], (0, 1))
+    lowest = torch.where(is_best, ids, ids[-1]).amin(1)
+    scores, ids = gather_from_ranks(torch.stack([best.view(torch.int64), lowest]), shard.group).unbind(1)
+    scores = scores.view(torch.float64)
+    best = scores.amax(0)
+    winner = torch.where(scores == best, ids, shard.vocab_size).amin(0)
+    return torch.where(best > -torch.inf, winner, -1)
+
+
+def _joined_sets(found) -> IdSets:
+    """The sets of blocks of tokens, each ids [all] and counts [n], as one."""
+    ids, counts = zip(*found)
+    return IdSets(torch.cat(ids), None, spans_of(torch.cat(counts)))
