@@ -19,7 +19,7 @@ from .collision import CollisionFamily
 from .divergence import DivergenceFamily
 from .entropy import EntropyFamily
 from .family import Family, MaybeNone, Wanted
-from .result import VocabStatistics
+from .result import VocabStatistics, documented_fields
 from .sets import SetsFamily
 from .softmax import IGNORED, SoftmaxFamily
 from .teacher import TeacherFamily
@@ -38,6 +38,7 @@ __all__ = [
     "MaybeNone",
     "VocabStatistics",
     "Wanted",
+    "documented_fields",
     "known_statistics",
     "layout_of",
 ]
