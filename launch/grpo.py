@@ -294,7 +294,7 @@ def main() -> None:
         file.close()
         from plot_grpo import plot
 
-        plot([out], out / "grpo.png")
+        plot([out], out / "grpo.png", args.refresh)
         print(f"curves: {out / 'grpo.png'}", flush=True)
     if ranks.world > 1:
         dist.destroy_process_group()

@@ -20,13 +20,13 @@ from options import positive_float, positive_int
 from tp_headloss import (
     CrossEntropy,
     HeadLoss,
+    HeadLossOutput,
     Init,
     Term,
     VocabParallelEmbedding,
     VocabParallelHead,
     VocabShard,
-    combine_metrics,
-    reduce_metrics,
+    mean_metrics,
 )
 
 VOCAB, WIDTH = 97, 32
@@ -59,18 +59,18 @@ def batch(step: int, rows: int, device):
     return ids[:, :-1].to(device), ids[:, 1:].where(known, -100).to(device)
 
 
-def train_step(model, optimizer, micro_batches, tokens: int, dp: int) -> dict:
-    """One optimiser step of micro-batches (ids, labels) -> sums of terms and metrics over them."""
-    parts = []
+def train_step(model, optimizer, micro_batches, tokens: int, dp: int) -> list[HeadLossOutput]:
+    """One optimiser step of micro-batches (ids, labels) -> the head's output of each."""
+    outputs = []
     for i, (ids, labels) in enumerate(micro_batches, 1):
         wait = dp > 1 and i < len(micro_batches)
         with model.no_sync() if wait else contextlib.nullcontext():  # DDP reduces in the last backward
             out = model(ids, labels, tokens)
             (dp * out.loss).backward()  # DDP divides by dp
-        parts.append({**out.terms, **out.metrics})
+        outputs.append(out)
     optimizer.step()
     optimizer.zero_grad()
-    return combine_metrics(parts)
+    return outputs
 
 
 def parse() -> argparse.Namespace:
@@ -103,11 +103,10 @@ def main() -> None:
         tokens = int((labels != -100).sum())  # of the whole batch, which all ranks draw here; elsewhere an all-reduce
         mine = slice(ranks.dp_rank, None, ranks.dp)
         micro_batches = list(zip(ids.chunk(pieces)[mine], labels.chunk(pieces)[mine]))
-        sums = train_step(model, optimizer, micro_batches, tokens, ranks.dp)
+        outputs = train_step(model, optimizer, micro_batches, tokens, ranks.dp)
         if (step + 1) % args.log_every == 0 or step + 1 == args.steps:
-            sums = reduce_metrics(sums, ranks.dp_group)  # the ranks of one vocabulary have equal sums already
+            means = mean_metrics(outputs, ranks.dp_group)  # the ranks of one vocabulary have equal sums already
             if ranks.rank == 0:
-                means = {name: float(value) / tokens for name, value in sums.items()}
                 print(f"step {step + 1} " + " ".join(f"{k} {v:.4f}" for k, v in means.items()), flush=True)
     if ranks.world > 1:
         torch.distributed.destroy_process_group()

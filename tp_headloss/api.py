@@ -17,7 +17,7 @@ from .options import DEFAULTS, NO_TRANSFORM, Options, Teacher, TopKTeacher, Tran
 from .request import Request
 from .sampling_rule import SamplingRule
 from .shard import VocabShard
-from .statistics import MaybeNone, VocabStatistics, known_statistics
+from .statistics import MaybeNone, VocabStatistics, documented_fields, known_statistics
 from .validation import expect_instance
 
 
@@ -61,12 +61,23 @@ def vocab_statistics(
         ignore_index: label of tokens that are left out.
         options: `Options`.
 
+    Returns:
+        `VocabStatistics`, each [..], equal bits on every rank.
+
     Raises:
-        ValueError, TypeError: arguments that do not fit together, from metadata alone and hence on every rank.
+        TypeError, ValueError: arguments that do not fit together, from metadata alone and hence on every rank.
+
+    Examples:
+        >>> logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)  # [tokens, V]
+        >>> stats = vocab_statistics(logits, torch.tensor([0, 2]), want=("entropy",))
+        >>> stats.log_prob.detach(), stats.entropy.detach()
+        (tensor([-0.4076, -1.0986]), tensor([0.8324, 1.0986]))
+        >>> (-stats.log_prob - 0.01 * stats.entropy).mean().backward()  # any PyTorch on statistics
     """
     return run_statistics(logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options)[0]
 
 
+@documented_fields
 class LogProbs(NamedTuple):
     """Per token, fp32, the labels' shape: what a trainer needs of its own policy, or of a reference.
 
@@ -74,6 +85,11 @@ class LogProbs(NamedTuple):
         log_prob: log p of the label, never above 0; 0 where ignored.
         entropy: -sum p log p over the whole vocabulary, nats; None if it was not asked for.
         lse: log sum exp of the transformed logits.
+
+    Examples:
+        >>> scored = log_probs(torch.zeros(1, 4), torch.tensor([2]))
+        >>> scored.log_prob, scored.entropy, scored.lse
+        (tensor([-1.3863]), tensor([1.3863]), tensor([1.3863]))
     """
 
     log_prob: torch.Tensor
@@ -102,6 +118,18 @@ def log_probs(
         entropy: False saves its forward. What takes part in no loss costs nothing backward anyway.
         differentiable: False saves nothing for a backward (old and reference policies; the model that makes the logits
             needs `torch.no_grad` of its own). Otherwise all three have gradients.
+
+    Returns:
+        `LogProbs`, each [..] fp32, equal bits on every rank.
+
+    Raises:
+        TypeError, ValueError: no labels, and the errors of `vocab_statistics`.
+
+    Examples:
+        >>> logits, labels = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])
+        >>> old = log_probs(logits, labels, differentiable=False, transform=Transform(temperature=0.5))
+        >>> old.log_prob
+        tensor([-0.1429])
     """
     if labels is None:
         raise ValueError("labels are needed, got None: without them, use vocab_statistics")

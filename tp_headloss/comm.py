@@ -104,8 +104,24 @@ def sum_over_ranks(x: torch.Tensor, group) -> torch.Tensor:
 
 
 def combine_metrics(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Combine the scalars by name of several batches (micro-batches, updates): names that begin with "max_" and "min_"
-    are maximised and minimised, all others added in float64 and in order. No communication."""
+    """Combine the scalars by name of several batches (micro-batches, updates). No communication.
+
+    Names that begin with "max_" and "min_" are maximised and minimised, all others added in float64 and in order.
+
+    Args:
+        parts: dicts of scalar tensors, with the same names in the same order.
+
+    Returns:
+        float64 scalars by name; an empty dict of no parts.
+
+    Raises:
+        TypeError, ValueError: anything but a list of dicts, other names, or values that are not scalars.
+
+    Examples:
+        >>> first = {"loss": torch.tensor(1.0), "max_ratio": torch.tensor(2.0)}
+        >>> combine_metrics([first, {"loss": torch.tensor(0.5), "max_ratio": torch.tensor(3.0)}])
+        {'loss': tensor(1.5000, dtype=torch.float64), 'max_ratio': tensor(3., dtype=torch.float64)}
+    """
     if not isinstance(parts, (list, tuple)) or not all(isinstance(part, dict) for part in parts):
         got = type(parts).__name__ if not isinstance(parts, (list, tuple)) else [type(part).__name__ for part in parts]
         raise TypeError(f"parts must be a list of dicts of metrics, one per batch, got {got}")
@@ -148,6 +164,17 @@ def reduce_metrics(metrics: dict[str, torch.Tensor], group: dist.ProcessGroup | 
         group: data- and context-parallel ranks, which hold different tokens; None is one rank. Ranks that share a
             vocabulary have the same tokens and the same metrics, which a sum would count P times: their group, the one
             of a `VocabShard`, is a ValueError.
+
+    Returns:
+        float64 scalars by name, equal bits on every rank.
+
+    Raises:
+        TypeError, ValueError: anything but a dict of scalars, or a group whose ranks share a vocabulary.
+
+    Examples:
+        >>> sums = reduce_metrics({"accuracy": torch.tensor(3.0), "count": torch.tensor(4.0)}, group=None)
+        >>> sums["accuracy"] / sums["count"]
+        tensor(0.7500, dtype=torch.float64)
     """
     if not isinstance(metrics, dict):
         raise TypeError(f"metrics must be a dict of scalars by name, got {type(metrics).__name__}")

@@ -75,11 +75,11 @@ def local_logits(logits: torch.Tensor, shard: VocabShard | None) -> tuple[torch.
     return logits.to_local(), _layout_shard(logits, dim, logits.shape[-1], shard)
 
 
-def expect_weight(weight):
+def expect_weight(weight, name: str = "weight"):
     """Raise TypeError unless the weight is a tensor, with a hint if it is a layer that has one."""
     if not isinstance(weight, torch.Tensor):
         hint = ": pass its .weight" if hasattr(weight, "weight") else ""
-        raise TypeError(f"weight must be a tensor [width, H], got {type(weight).__name__}{hint}")
+        raise TypeError(f"{name} must be a tensor [width, H], got {type(weight).__name__}{hint}")
 
 
 def local_head(

@@ -22,11 +22,23 @@ from .validation import expect_ids, expect_tensor
 class IdSets:
     """A set of ids per token, such as those that a sampler kept, over which the student is renormalised.
 
-    ids: [.., K] int64 or int32, global, replicated, in any order; a negative id, or False in ``mask`` [.., K], is none,
-    and an id that is there several times counts once. Sets of different sizes take less memory by `from_csr`. A set
-    that is empty, that holds an id at or beyond the vocabulary or lacks its token's label makes the statistics over
-    sets of that token NaN (``Options.check`` raises instead). Ascending ids are quick; any others are compared with all
-    before them in their set. For the statistic "log_probs_at" they are ids whose log-probs are asked for, each.
+    A negative id is none, and an id that is there several times counts once. Sets of different sizes take less memory
+    by `from_csr`. A set that is empty, that holds an id at or beyond the vocabulary or lacks its token's label makes
+    the statistics over sets of that token NaN (``Options.check`` raises instead). Ascending ids are quick; any others
+    are compared with all before them in their set. For the statistic "log_probs_at" they are ids whose log-probs are
+    asked for, each.
+
+    Args:
+        ids: [.., K] int64 or int32, global, replicated, in any order.
+        mask: [.., K] bool, False for entries that are none; None: all count.
+        spans: [.., 2] bounds of each token's set in flat ids; `from_csr` makes them.
+
+    Examples:
+        >>> kept = IdSets(torch.tensor([[0, 2, -1]]))  # a sampler kept the ids 0 and 2
+        >>> want = "set_log_prob", "set_log_mass"
+        >>> stats = vocab_statistics(torch.zeros(1, 4), torch.tensor([2]), want=want, sets=kept)
+        >>> stats.set_log_prob, stats.set_log_mass  # log 1/2, log 2/4
+        (tensor([-0.6931]), tensor([-0.6931]))
     """
 
     ids: torch.Tensor
@@ -35,10 +47,14 @@ class IdSets:
 
     @classmethod
     def from_csr(cls, ids: torch.Tensor, offsets: torch.Tensor) -> IdSets:
-        """Sets of any sizes, as vLLM exports them: token i, in the order of flattened labels, has
-        ids[offsets[i] : offsets[i + 1]].
+        """Return sets of any sizes, as vLLM exports them: token i has ids[offsets[i] : offsets[i + 1]].
 
-        ids: [all], offsets: [N + 1], int64 or int32. Where offsets descend or leave [0, all] the set is empty.
+        Args:
+            ids: [all] int64 or int32, the sets one after the other, in the order of flattened labels.
+            offsets: [N + 1] int64 or int32. Where they descend or leave [0, all] the set is empty.
+
+        Raises:
+            TypeError, ValueError: of another dtype or shape.
         """
         for name, x in (("ids", ids), ("offsets", offsets)):
             expect_ids(f"sets: {name}", x)

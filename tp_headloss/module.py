@@ -40,6 +40,11 @@ class VocabParallelEmbedding(VocabRows):
         sequence_parallel: True: ids are [S, ..] and the result is this rank's [S/P, .., H] of the first dimension;
             forward: one reduce-scatter, backward: one all-gather.
         device, dtype: of the weight.
+
+    Examples:
+        >>> embedding = VocabParallelEmbedding(4, VocabShard.from_group(None, 10))
+        >>> embedding(torch.tensor([[1, 9]])).shape
+        torch.Size([1, 2, 4])
     """
 
     def __init__(
@@ -102,6 +107,13 @@ class VocabParallelHead(VocabRows):
             labels and results for all S), "none" to leave each rank's part to the caller.
         init: `Init` of the weight, if it is not tied.
         device, dtype: of the parameters.
+
+    Examples:
+        >>> shard = VocabShard.from_group(None, 10)
+        >>> head = VocabParallelHead(4, shard, head_loss=HeadLoss([CrossEntropy(), ZLoss(1e-4)]))
+        >>> hidden, labels = torch.zeros(2, 4), torch.tensor([0, 9])
+        >>> round(head(hidden, labels).stats.log_prob[0].item(), 4), head(hidden).shape  # -log 10
+        (-2.3026, torch.Size([2, 10]))
     """
 
     def __init__(
@@ -243,6 +255,20 @@ def multi_token_targets(
         depths: D, at least 1.
         weight: weight of all depths together, relative to the main head.
         ignore_index: label of positions that have no token d positions later.
+
+    Returns:
+        labels [1 + D, .., S] and token weights of the same shape.
+
+    Raises:
+        TypeError, ValueError: labels that are no ids, or depths below 1.
+
+    Examples:
+        >>> rows, weights = multi_token_targets(torch.tensor([5, 6, 7]), depths=2, weight=0.1)
+        >>> rows.tolist(), weights[:, 0]
+        ([[5, 6, 7], [6, 7, -100], [7, -100, -100]], tensor([1.0000, 0.0500, 0.0500]))
+
+    Source:
+        DeepSeek-V3 (arXiv:2412.19437, equations 24 and 25).
     """
     expect_ids("labels", labels)
     if not labels.dim():

@@ -22,6 +22,14 @@ class Transform:
         scale: a number.
         softcap: None for none (Gemma 2, arXiv:2408.00118, section 2).
         temperature: a number, or one per token (the logits' leading shape, not differentiable).
+
+    Raises:
+        TypeError, ValueError: numbers that are not finite in fp32, or a temperature or softcap that is not positive.
+
+    Examples:
+        >>> stats = vocab_statistics(torch.tensor([[4.0, 0.0]]), transform=Transform(softcap=2.0, temperature=0.5))
+        >>> stats.lse  # log(exp(2 tanh(4 / 2) / 0.5) + 1)
+        tensor([3.8770])
     """
 
     bias: torch.Tensor | None = None
@@ -62,6 +70,13 @@ class Options:
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls
             first, so that a mistake on one of them is the same exception on all, see `agreement` (eager only; for
             debugging); "checksums" is "full" and compares the bits of replicated hidden states, too.
+
+    Examples:
+        >>> try:
+        ...     vocab_statistics(torch.zeros(2, 4), torch.tensor([1, 9]), options=Options(check=True))
+        ... except ValueError as error:
+        ...     print(str(error)[:66])
+        label of token 1 (flat index) must be the ignore_index or in [0, 4
     """
 
     backend: str | None = None
@@ -112,6 +127,11 @@ class Teacher(_Tempered):
         student_temperature: divides the student's logits (with bias, scale and softcap, whatever
             ``Transform.temperature`` is); None: the same as the teacher's.
         beta: of the Jensen-Shannon divergence, the teacher's share of the mixture, in (0, 1).
+
+    Examples:
+        >>> teacher = Teacher(torch.tensor([[0.0, 1.0]]), temperature=2.0)
+        >>> vocab_statistics(torch.tensor([[1.0, 0.0]]), want=("forward_kl",), teacher=teacher).forward_kl
+        tensor([0.1225])
     """
 
     logits: torch.Tensor
@@ -139,6 +159,11 @@ class TopKTeacher(_Tempered):
         student_temperature, beta: as in `Teacher`.
         renormalize: the entries' probabilities are divided by their sum, so that there is no tail; needed with a
             temperature.
+
+    Examples:
+        >>> teacher = TopKTeacher(torch.tensor([[2, 0]]), torch.tensor([[0.7, 0.2]]).log())
+        >>> vocab_statistics(torch.zeros(1, 9), want=("topk_forward_kl",), teacher=teacher).topk_forward_kl
+        tensor([0.1634])
     """
 
     ids: torch.Tensor
@@ -162,8 +187,6 @@ class TeacherHead(_Tempered):
     For `HeadLoss.linear`, `linear_vocab_statistics` and `topk_log_probs`, which take it where they take a `Teacher` or
     logits. Neither the hidden states nor the weight nor the bias get a gradient, whether they require one or not.
 
-        out = head_loss.linear(hidden, weight, labels, inputs={"teacher": TeacherHead(teacher_hidden, teacher_weight)})
-
     Logits have the operands' dtype, as torch.nn.functional.linear has it; with a bias or a softcap they are fp32, not
     rounded in between. A teacher that shares the student's head is ``TeacherHead(hidden, weight)`` with the
     student's own weight; see `multi_token_targets`. A draft model over a subset of the vocabulary
@@ -179,6 +202,12 @@ class TeacherHead(_Tempered):
         bias: [width].
         transform: bias, scale (positive) and softcap of the teacher's logits; its temperature must be 1.
         temperature, student_temperature, beta: as in `Teacher`.
+
+    Examples:
+        >>> hidden, weight, labels = torch.ones(1, 2), torch.eye(2), torch.tensor([0])
+        >>> teacher = TeacherHead(torch.ones(1, 1), torch.tensor([[2.0], [0.0]]))
+        >>> HeadLoss([Distillation()]).linear(hidden, weight, labels, inputs={"teacher": teacher}).loss
+        tensor(0.3278)
     """
 
     hidden: torch.Tensor
@@ -220,6 +249,14 @@ class TeacherHeads:
             one dtype (but for autocast) and one beta.
         teacher_of_token: [..] int64 or int32 replicated, each token's index in ``heads``; any other number makes the
             distillation of its token NaN.
+
+    Examples:
+        >>> states = torch.ones(2, 1)
+        >>> heads = [TeacherHead(states, torch.tensor([[k], [0.0]])) for k in (1.0, 2.0)]
+        >>> teachers = TeacherHeads(heads, torch.tensor([0, 1]))  # token 0 learns from the first, token 1 the second
+        >>> options = {"want": ("forward_kl",), "teacher": teachers}
+        >>> linear_vocab_statistics(torch.ones(2, 2), torch.eye(2), torch.tensor([0, 0]), **options).forward_kl
+        tensor([0.1109, 0.3278])
     """
 
     heads: tuple[TeacherHead, ...]

@@ -37,6 +37,14 @@ class Sequences:
         count: scalar fp32, the number of sequences that have counted tokens.
         token_share: [..] fp32, 1 / N_i for each token of sequence i, 0 outside of the mask; its sum over the group is
             count.
+
+    Examples:
+        >>> sequences = Sequences.from_mask(torch.tensor([[True, True, False], [True, False, False]]))
+        >>> sequences.lengths.tolist(), sequences.count.item()
+        ([2.0, 1.0], 2.0)
+        >>> values = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
+        >>> sequences.sum(values).tolist(), sequences.mean(values).tolist()
+        ([3.0, 4.0], [1.5, 4.0])
     """
 
     def __init__(
@@ -122,6 +130,11 @@ class Sequences:
                 before its first and beyond its last entry belong to no sequence.
             mask: [..] bool; cu_seqlens counts its flattened tokens.
             options: as in `from_mask`.
+
+        Examples:
+            >>> packed = torch.tensor([True, True, True, False])
+            >>> Sequences.from_cu_seqlens(torch.tensor([0, 2, 4]), packed).lengths
+            tensor([2., 1.])
         """
         expect_tensor("mask", mask)
         expect_ids("cu_seqlens", cu_seqlens)

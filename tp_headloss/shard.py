@@ -98,7 +98,22 @@ class VocabShard:
         vocab_size: V, the number of ids of the true vocabulary.
         group: process group that shares the vocabulary. None: not sharded; no group is ever looked up implicitly.
 
-    Raises ValueError for bounds that cannot work.
+    Attributes:
+        tp_invariant: every shard of the group is made of 8 / P whole chunks, so that results have the same bits at any
+            such P.
+        chunks: packets of statistics that this rank sends.
+        chunk_size: columns of each.
+        padded_size: rows of all shards together, if they are cut as by `from_group`, else None.
+        world_size: P, the number of ranks of the group.
+        group_name: the group's name in torch, "" for one rank.
+
+    Raises:
+        TypeError, ValueError: bounds that cannot work, or a group that this rank is no member of.
+
+    Examples:
+        >>> shard = VocabShard.from_group(None, vocab_size=50257, padded_size=50304)  # or a process group
+        >>> shard.start, shard.stop, shard.width, shard.valid_width, shard.tp_invariant
+        (0, 50304, 50304, 50257, True)
     """
 
     start: int
@@ -174,6 +189,10 @@ class VocabShard:
             group: process group that shares the vocabulary, or None.
             vocab_size: V, the number of ids of the true vocabulary.
             padded_size: rows of all shards together, padding included; default vocab_size.
+
+        Examples:
+            >>> VocabShard.from_group(None, 1000, padded_size=1024).valid_width
+            1000
         """
         vocab_size = expect_int("vocab_size", vocab_size)
         padded_size = vocab_size if padded_size is None else expect_int("padded_size", padded_size)
@@ -185,8 +204,13 @@ class VocabShard:
 
     @classmethod
     def from_mesh(cls, mesh, vocab_size: int, dim: str | int | None = None, padded_size: int | None = None):
-        """Return `from_group` for the group of dimension `dim` of a `torch.distributed.DeviceMesh`; a mesh of one
-        dimension needs no `dim`."""
+        """Return `from_group` for the group of one dimension of a device mesh.
+
+        Args:
+            mesh: `torch.distributed.DeviceMesh`.
+            vocab_size, padded_size: as in `from_group`.
+            dim: name or number of the dimension that shards the vocabulary; a mesh of one dimension needs none.
+        """
         if type(mesh).__name__ != "DeviceMesh":
             raise TypeError(f"mesh must be a torch.distributed.DeviceMesh, got {mesh!r}")
         if dim is None and mesh.ndim != 1:
@@ -195,8 +219,12 @@ class VocabShard:
 
     @classmethod
     def from_boundaries(cls, boundaries, vocab_size: int, group=None) -> VocabShard:
-        """Return this rank's shard where group rank r owns ``[boundaries[r], boundaries[r + 1])``; the same list on
-        every rank."""
+        """Return this rank's shard where group rank r owns ``[boundaries[r], boundaries[r + 1])``.
+
+        Args:
+            boundaries: P + 1 ascending ids from 0 to at least vocab_size, the same list on every rank.
+            vocab_size, group: as in `from_group`.
+        """
         rank, world_size = _rank_and_size(group)
         if not hasattr(boundaries, "__iter__"):
             raise TypeError(f"boundaries must be a list of {world_size + 1} ids, got {boundaries!r}")

@@ -20,12 +20,14 @@ from .engine.transports import Transport
 from .options import DEFAULTS, NO_TRANSFORM, Options, TeacherHead, Transform
 from .sampling_rule import ordered_bits, transformed_logits
 from .shard import VocabShard
+from .statistics import documented_fields
 from .validation import expect_hidden_and_weight, expect_instance, expect_int, expect_real, expect_tensor
 
 BLOCK_ELEMENTS = 1 << 22  # logits per block: its temporaries are all that is ever as wide as the vocabulary
 LOWEST = torch.iinfo(torch.int64).min
 
 
+@documented_fields
 class TopK(NamedTuple):
     """Per token [..], K entries by descending log-prob, ties by ascending id; equal bits on every rank.
 
@@ -33,6 +35,11 @@ class TopK(NamedTuple):
         ids: [.., K] global ids, -1 where the nucleus cut an entry.
         log_probs: [.., K], -inf where cut.
         lse: [..] fp32, log sum exp of the transformed logits over the whole vocabulary.
+
+    Examples:
+        >>> top = topk_log_probs(torch.tensor([[0.0, 2.0, 1.0]]), 2)
+        >>> top.ids, top.log_probs.exp()
+        (tensor([[1, 2]]), tensor([[0.6652, 0.2447]]))
     """
 
     ids: torch.Tensor
@@ -58,8 +65,7 @@ def topk_log_probs(
 
     Log-probs are normalised over all of the vocabulary: their exponentials sum to the share that the K entries have.
     Equal logits come by ascending id, exactly, on every device. Nothing is differentiated, and blocks of 2^22 logits
-    bound the memory. A token with NaN or +inf in its logits, or nothing above -inf, has NaN log-probs. Errors are those
-    of `vocab_statistics`.
+    bound the memory. A token with NaN or +inf in its logits, or nothing above -inf, has NaN log-probs.
 
     Args:
         logits: as in `vocab_statistics`; hidden states [.., H] with a ``weight``; or a `TeacherHead`, which has both.
@@ -68,6 +74,17 @@ def topk_log_probs(
         shard, transform, options: as in `vocab_statistics`; the bias of a weight belongs to the transform.
         top_p: cut an entry if those before it already hold that much (the first stays), a nucleus of at most K.
         dtype, ids_dtype: of what is returned, such as float16 and int32 for the disk.
+
+    Returns:
+        `TopK`: ids and log-probs [.., K], and lse [..].
+
+    Raises:
+        TypeError, ValueError: a k outside of [1, vocab_size], and the errors of `vocab_statistics`.
+
+    Examples:
+        >>> top = topk_log_probs(torch.tensor([[0.0, 2.0, 1.0]]), 2, dtype=torch.float16, ids_dtype=torch.int32)
+        >>> TopKTeacher(top.ids, top.log_probs).ids
+        tensor([[1, 2]], dtype=torch.int32)
     """
     expect_instance("options", options, Options)
     options = options or DEFAULTS

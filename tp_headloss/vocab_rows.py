@@ -25,6 +25,11 @@ class Init:
         std: standard deviation of the weights.
         seed: None draws one from torch's default generator, which must be in the same state on all ranks, as for any
             module that ranks replicate.
+
+    Examples:
+        >>> shard = VocabShard.from_group(None, 5, padded_size=8)
+        >>> VocabParallelHead(3, shard, init=Init(std=0.02, seed=1)).weight.shape
+        torch.Size([8, 3])
     """
 
     std: float = 0.02

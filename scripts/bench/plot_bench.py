@@ -1,6 +1,9 @@
-"""Draws the JSON files that `bench.py` wrote: time over the floor and memory, tasks, tokens, vocabulary and TP size.
+"""Draws the JSON files that `bench.py` wrote, a picture per part: implementations, tasks, and scaling.
 
-    python scripts/bench/plot_bench.py tp1.json tp2.json tp4.json --out bench.png
+    plot_bench.py tp4_tasks.json tp4_kd.json tp4_rl.json --part tasks \\
+        --without 'ours, gather' 'ours, in place' 'ours, symm_mem' --out bench_tasks.png
+    plot_bench.py tp1_ce.json tp2_*.json tp4_ce.json --part scaling \\
+        --without 'ours, in place' 'ours, symm_mem' 'ours, torch backend' --out bench_scaling.png
 
 Panels without data (one TP size only, say) are left out. Times are those of a CUDA graph (filled markers), or eager
 ones (hollow) of what cannot be captured. A cross marks what computed something wrong.
@@ -8,9 +11,7 @@ ones (hollow) of what cannot be captured. A cross marks what computed something 
 
 import argparse
 import json
-import textwrap
 from collections import Counter
-from math import ceil
 from pathlib import Path
 
 import matplotlib
@@ -34,6 +35,22 @@ FAMILIES = [
     "#444444",
 ]
 TP_MARKERS = {1: "o", 2: "s", 4: "D", 8: "^"}
+TASKS = {  # as bench.py calls them -> as the pictures do
+    "ce": "cross-entropy",
+    "ce+z": "cross-entropy, z-loss",
+    "ce+z+entropy+accuracy": "cross-entropy, z-loss, entropy bonus; two metrics",
+    "log_prob+entropy": "log-prob and entropy",
+    "grpo": "cross-entropy, z-loss, clipped policy gradient",
+    "rl": "clipped policy gradient, KL, entropy; 29 metrics",
+    "user": "cross-entropy, a focal loss in PyTorch",
+    "kl": "forward KL to a teacher",
+    "reverse_kl": "reverse KL to a teacher",
+    "ce+kl": "cross-entropy, forward KL",
+    "jsd": "Jensen-Shannon divergence to a teacher",
+    "ce+topk": "cross-entropy, top-K teacher, whole vocabulary",
+    "ce+topk, renorm": "cross-entropy, top-K teacher, its entries",
+    "ce+topk, tail": "cross-entropy, top-K teacher and its tail",
+}
 
 
 def load(paths):
@@ -41,7 +58,7 @@ def load(paths):
     rows = [row for report in reports for row in report["rows"]]
     identity = ("task", "tokens", "vocab", "tp", "implementation")
     rows = list({tuple(row[key] for key in identity): row for row in rows}.values())  # the last of what is there twice
-    return reports, [row for row in rows if row.get("eager_us")], [row for row in rows if not row.get("eager_us")]
+    return reports, [row for row in rows if row.get("eager_us")]
 
 
 def over_floor(row):
@@ -61,6 +78,11 @@ def styles(rows):
         seen[family] += 1
     used = {row["implementation"] for row in rows}
     return {name: style for name, style in out.items() if name in used}
+
+
+def gpus(number):
+    """Number of GPUs in words."""
+    return "one GPU" if number == 1 else f"{number} GPUs"
 
 
 def usual(rows, wanted):
@@ -108,7 +130,8 @@ def by_implementation(axes, rows, style, task, wanted):
             logits = row["tokens"] * row["columns"] * row["itemsize"] / 2**20
             point(memory, row["extra_memory_mib"] / logits, line, row, style[row["implementation"]][0], marker)
     ratio_axis(time, "x", [over_floor(row) for row in rows])
-    time.set(title=f"{task}, {tokens} tokens x {vocab} ids", xlabel="forward + backward, time over the floor")
+    title = f"{TASKS.get(task, task)}, {tokens} tokens x {vocab} ids"
+    time.set(title=title, xlabel="forward + backward, time over the floor")
     memory.set(title="peak memory above the inputs", xlabel="in sizes of the logits", xlim=(-0.1, None))
     for axis in axes:
         axis.set_yticks(range(len(names)), names)
@@ -126,9 +149,9 @@ def by_task(axis, rows, style, wanted):
     for row in rows:
         point(axis, over_floor(row), tasks.index(row["task"]), row, style[row["implementation"]][0], "o")
     ratio_axis(axis, "x", [over_floor(row) for row in rows])
-    axis.set_yticks(range(len(tasks)), tasks)
+    axis.set_yticks(range(len(tasks)), [TASKS.get(task, task) for task in tasks])
     axis.set_ylim(-0.6, len(tasks) - 0.4)
-    axis.set(title=f"tasks, {tokens} x {vocab}, TP {tp}", xlabel="forward + backward, time over the floor")
+    axis.set(title=f"{tokens} tokens x {vocab} ids, {gpus(tp)}", xlabel="forward + backward, time over the floor")
     axis.grid(lw=0.4, color="#cccccc")
 
 
@@ -156,8 +179,8 @@ def scaling(axis, rows, style, key, label, wanted):
     axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1000:.0f}k" if key == "vocab" else f"{x:g}"))
     axis.tick_params(axis="x", rotation=0 if len(values) < 4 else 40)
     ratio_axis(axis, "y", [over_floor(row) for row in rows])
-    names = {"tokens": "{} tokens", "vocab": "{} ids", "tp": "TP {}"}
-    title = f"{rows[0]['task']}, " + ", ".join(names[name].format(fixed[name]) for name in others)
+    names = {"tokens": "{} tokens".format, "vocab": "{} ids".format, "tp": gpus}
+    title = ", ".join(names[name](fixed[name]) for name in others)
     axis.set(title=title, xlabel=label, ylabel="time over the floor")
     axis.grid(lw=0.4, color="#cccccc")
 
@@ -175,75 +198,65 @@ def best_line(rows, key, others, wanted):
     return dict(zip(others, max({tuple(row[name] for name in others) for row in rows}, key=rank)))
 
 
-def legend(figure, style, rows):
+def legend(figure, style, rows, shapes):
+    """The lines of all implementations; the markers of TP sizes, if shapes tell them apart, and of exceptions."""
     handles = [
         Line2D([], [], color=color, ls=line, marker="o", lw=2 if name.startswith("ours") else 1.1, label=name)
         for name, (color, line) in style.items()
     ]
     plain = dict(color="#555555", lw=0)
-    sizes = sorted({row["tp"] for row in rows})
-    handles += [Line2D([], [], marker=TP_MARKERS.get(tp, "*"), label=f"TP {tp} (top row)", **plain) for tp in sizes]
+    sizes = sorted({row["tp"] for row in rows}) if shapes else []
+    handles += [Line2D([], [], marker=TP_MARKERS.get(tp, "*"), label=gpus(tp), **plain) for tp in sizes]
     if any(not row.get("graph_over_floor") for row in rows):
         handles.append(Line2D([], [], marker="o", mfc="white", label="eager: not capturable", **plain))
     if any(row["status"] == "wrong" for row in rows):
         handles.append(Line2D([], [], marker="x", ms=9, label="result wrong", **plain))
-    figure.legend(handles=handles, loc="upper center", ncols=5, frameon=False, fontsize=8.5)
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
-def footer(reports, missing, characters):
-    first = reports[0]
-    speeds = [report["copy_gb_per_s"] for report in reports]
-    speed = f"{min(speeds):.0f}" + (f" to {max(speeds):.0f}" if max(speeds) > min(speeds) else "")
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    text = f"{first['device']}, {first['dtype']}. {versions}. Floor: "
-    text += f"logits and a teacher's read twice, gradient written once at the copy bandwidth ({speed} GB/s). Medians."
-    notes = dict.fromkeys(f"{row['implementation']} {row['status'].split(':')[0]}" for row in missing)
-    if notes:
-        text += f" Without numbers: {'; '.join(notes)}."
-    return "\n".join(textwrap.wrap(text, characters))
-
-
-def draw(reports, rows, missing, task, wanted):
+def draw(part, rows, task, wanted):
+    """One figure: "implementations", "tasks" or "scaling". ValueError without rows for it."""
     main = at(rows, task=task)
-    ways = [("tokens", "tokens"), ("vocab", "vocabulary"), ("tp", "TP size: GPUs that share the vocabulary")]
-    ways = [(key, label) for key, label in ways if len({row[key] for row in main}) > 1]
-    tasks = len({row["task"] for row in rows}) > 1
-    lower = ["tasks"] * tasks + [key for key, _ in ways]
-    lines = len({row["implementation"] for row in main})
-    style = styles(rows)
-    heights = [1.2 + 0.24 * lines] + [3.2] * bool(lower) + [0.7 + 0.2 * ceil((len(style) + 4) / 5)]
-    width = max(10, 4.4 * len(lower))
-    figure = plt.figure(figsize=(width, sum(heights)), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.08)
-    top, *middle, bottom = figure.subfigures(len(heights), 1, height_ratios=heights)
-    by_implementation(top.subplots(1, 2, sharey=True, width_ratios=[1.6, 1]), main, style, task, wanted)
-    if lower:
-        for kind, axis in zip(lower, middle[0].subplots(1, len(lower), squeeze=False)[0]):
-            if kind == "tasks":
-                by_task(axis, rows, style, wanted)
-            else:
-                scaling(axis, main, style, kind, dict(ways)[kind], wanted)
-    legend(bottom, style, rows)
-    bottom.text(0.01, 0.02, footer(reports, missing, int(15.5 * width)), fontsize=7.5, color="#555555")
+    if part == "implementations":
+        figure = plt.figure(figsize=(10, 1.8 + 0.3 * len({r["implementation"] for r in main})), layout="constrained")
+        rows = at(main, **dict(zip(("tokens", "vocab"), usual(main, wanted))))
+        by_implementation(figure.subplots(1, 2, sharey=True, width_ratios=[1.6, 1]), rows, styles(rows), task, wanted)
+    elif part == "tasks":
+        figure = plt.figure(figsize=(10, 2 + 0.4 * len({row["task"] for row in rows})), layout="constrained")
+        by_task(figure.subplots(), rows, styles(rows), wanted)
+    else:
+        ways = [("tokens", "tokens"), ("vocab", "ids of the vocabulary"), ("tp", "GPUs that share the vocabulary")]
+        ways = [(key, label) for key, label in ways if len({row[key] for row in main}) > 1]
+        if not ways:
+            raise ValueError("scaling needs several numbers of tokens, ids or GPUs")
+        rows, figure = main, plt.figure(figsize=(10, 5.6), layout="constrained")
+        for (key, label), axis in zip(ways, figure.subplots(1, len(ways), squeeze=False)[0]):
+            scaling(axis, rows, styles(rows), key, label, wanted)
+    legend(figure, styles(rows), rows, shapes=part == "implementations")
     return figure
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", nargs="+", help="files of bench.py --json")
+    parser.add_argument("--part", choices=("implementations", "tasks", "scaling"), default="implementations")
     parser.add_argument("--out", default="bench.png")
     parser.add_argument("--task", default="ce", help="of the panels that show one task")
     parser.add_argument("--tokens", type=int, default=8192, help="of those panels, if measured")
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--without", nargs="+", default=[], help="implementations that are not drawn")
     args = parser.parse_args()
-    reports, rows, missing = load(args.json)
+    reports, rows = load(args.json)
     rows = [row for row in rows if row["implementation"] not in args.without]
     if not at(rows, task=args.task):
         parser.error(f"no measured rows of task {args.task!r} in {args.json}")
     for row in rows:
         row["itemsize"] = {"float32": 4}.get(reports[0]["dtype"], 2)
-    draw(reports, rows, missing, args.task, (args.tokens, args.vocab)).savefig(args.out, dpi=100)
+    try:
+        figure = draw(args.part, rows, args.task, (args.tokens, args.vocab))
+    except ValueError as error:
+        parser.error(str(error))
+    figure.savefig(args.out, dpi=110)
 
 
 if __name__ == "__main__":

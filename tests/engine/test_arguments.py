@@ -88,6 +88,12 @@ WRONG_TYPES = {
     "options": (lambda x, y: vocab_statistics(x, y, options={"check": True}), "options must be Options"),
     "an option": (lambda x, y: Options(check="yes"), "check must be True or False, got 'yes'"),
     "a layer": (lambda x, y: HeadLoss().linear(x, torch.nn.Linear(V, 9), y), "got Linear: pass its .weight"),
+    "a teacher's layer": (
+        lambda x, y: HeadLoss([Distillation()]).linear(
+            x, torch.zeros(9, V), y, inputs={"teacher": TeacherHead(x, torch.nn.Linear(V, 9))}
+        ),
+        r"teacher.weight must be a tensor \[width, H\], got Linear: pass its .weight",
+    ),
     "linear": (lambda x, y: HeadLoss().linear(x, x, y, linear="recompute"), "linear must be Linear"),
     "weights of tokens": (lambda x, y: HeadLoss()(x, y, token_weight=[1.0] * N), "token_weight must be a tensor, got"),
     "one weight": (lambda x, y: HeadLoss()(x, y, token_weight=1.0), "token_weight must be a tensor, got float"),

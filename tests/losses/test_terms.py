@@ -86,6 +86,8 @@ def test_a_statistic_that_nobody_wants_is_named_where_a_term_uses_it():
     x, labels, *_ = rows()
     with pytest.raises(ValueError, match=r"term 'mine' uses the statistics \['entropy'\].* want=\('entropy',\)"):
         HeadLoss([Term("mine", lambda s: -s.log_prob - 0.1 * s.entropy)])(x, labels)
+    with pytest.raises(ValueError, match=r"a metric uses the statistics \['entropy'\].* want=\('entropy',\)"):
+        HeadLoss(metrics=Metric(lambda s: {"entropy": s.entropy}))(x, labels)
     for weight in (float("nan"), 1e39):
         with pytest.raises(ValueError, match="term 'mine': weight must be finite in fp32"):
             Term("mine", lambda s: s.lse, weight)

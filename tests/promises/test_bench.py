@@ -41,8 +41,9 @@ def test_every_task_is_right_and_measured_and_drawn(tmp_path, bench):
         assert row["graph_us"] is None and "no CUDA" in row["graph_failure"]
         assert row["eager_us"]["both"] == sorted(row["eager_us"]["both"]) and row["eager_us"]["both"][0] > 0
         assert set(row["eager_us"]) == {"forward", "backward", "both"} and row["host_us"] > 0 and row["floor_us"] > 0
-    run_script("scripts/bench/plot_bench.py", data, "--out", picture)
-    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 300_000
+    for part in "implementations", "tasks":
+        run_script("scripts/bench/plot_bench.py", data, "--part", part, "--out", picture)
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 300_000
 
 
 def test_a_sharded_run_is_right_on_every_rank(tmp_path):

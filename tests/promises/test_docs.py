@@ -1,6 +1,8 @@
 """What README and documentation say: their Python runs, and their figures are those of the files beside them."""
 
 import contextlib
+import doctest
+import inspect
 import io
 import json
 import re
@@ -11,7 +13,8 @@ import torch.distributed as dist
 from pages import PAGES, ROOT, blocks, marked_block, section, tables
 from ranks import on_ranks
 
-from tp_headloss import HeadLoss, VocabShard
+import tp_headloss
+from tp_headloss import HeadLoss, VocabShard, losses
 
 README = (ROOT / "README.md").read_text()
 TEXT = "\n".join(page.read_text() for page in PAGES)
@@ -85,7 +88,7 @@ def of_all_micro_batches(group, device, dp):
         "head_loss": HeadLoss(metrics=("accuracy",)), "optimizer": torch.optim.SGD(model.parameters(), lr=0.0),
     }  # fmt: skip
     exec(compile(marked_block("run", "accumulation"), "README.md", "exec"), scope)
-    return [p.grad.cpu() for p in model.parameters()], float(scope["accuracy"])
+    return [p.grad.cpu() for p in model.parameters()], float(scope["means"]["accuracy"])
 
 
 def test_gradient_accumulation_on_data_parallel_ranks_is_one_step_of_the_whole_batch():
@@ -116,6 +119,35 @@ def test_the_hook_of_the_guide_sums_the_gradient_of_the_hidden_states():
     for grads in on_ranks(2, logits_of_ones_own):
         for ours, whole in zip(grads, expected):
             torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-6)
+
+
+PUBLIC = {name: getattr(tp_headloss, name) for name in tp_headloss.__all__}
+FUNCTIONS = {f"losses.{name}": getattr(losses, name) for name in losses.__all__ if callable(getattr(losses, name))}
+DOCUMENTED = {name: value for name, value in PUBLIC.items() if name != "losses"} | FUNCTIONS
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_public_name_is_documented_and_its_examples_print_what_they_say(name):
+    value = DOCUMENTED[name]
+    found = set(re.findall(r"^(Args|Attributes|Returns|Raises|Examples):$", inspect.getdoc(value) or "", re.M))
+    assert found & {"Args", "Attributes"} and "Examples" in found and (inspect.isclass(value) or "Returns" in found)
+    for example in doctest.DocTestFinder(recurse=True).find(value, name, globs={"torch": torch, **PUBLIC}):
+        said = io.StringIO()
+        doctest.DocTestRunner(verbose=False).run(example, out=said.write)
+        assert not said.getvalue(), said.getvalue()
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if hasattr(PUBLIC[name], "_fields")])
+def test_help_of_a_result_says_what_its_fields_are(name):
+    assert not [field for field in PUBLIC[name]._fields if "Alias" in getattr(PUBLIC[name], field).__doc__]
+
+
+def test_the_reference_has_every_public_name():
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
+    assert not [name for name in PUBLIC if name != "losses" and f"::: tp_headloss.{name}\n" not in f"{pages}\n"]
+    members = re.search(r"members: \[(.*)\]", (ROOT / "docs/reference/functions.md").read_text())[1].split(", ")
+    members.append("cross_entropy")  # named on its own, because its module has its name
+    assert sorted(f"losses.{name}" for name in members) == sorted(FUNCTIONS)
 
 
 def figures(value) -> set[str]:

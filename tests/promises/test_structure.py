@@ -92,7 +92,10 @@ def test_files_and_functions_stay_small(path):
     assert len(path.read_text().splitlines()) <= 300
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.end_lineno - node.lineno < 60, f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
+            lines = node.end_lineno - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+            assert lines <= 60, f"{node.name}: {lines} lines besides the docstring"
             jit = any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
             if jit and node.name.endswith("kernel"):
                 assert len(node.args.args) <= 15, f"{node.name}: {len(node.args.args)} parameters"

@@ -1,7 +1,8 @@
 """Losses on vocabulary statistics: `HeadLoss`, the terms and metrics that it is made of, and its output."""
 
+from .causal_lm_loss import CausalLMLoss
 from .distillation_terms import Distillation, TopKDistillation
-from .loss import CausalLMLoss, HeadLoss
+from .loss import HeadLoss
 from .output import HeadLossOutput, mean_metrics
 from .policy_terms import GeneratorMetrics, KLToReference, PolicyGradient, PolicyMetrics
 from .statistic_value import StatisticValue

@@ -42,6 +42,23 @@ def Distillation(
             "total_variation". The last two take a second, small collective.
         temperature_squared: multiply value and gradient by T^2, T being the student's temperature.
         name: the term's name, by default the divergence's, or "teacher_cross_entropy".
+
+    Returns:
+        A `Term` for `HeadLoss`.
+
+    Raises:
+        TypeError, ValueError: an unknown divergence.
+
+    Examples:
+        >>> logits, labels = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
+        >>> teacher = Teacher(torch.tensor([[0.0, 1.0]]), temperature=2.0)
+        >>> head_loss = HeadLoss([CrossEntropy(0.5), Distillation(0.5, "reverse_kl")])
+        >>> head_loss(logits, labels, inputs={"teacher": teacher}).loss
+        tensor(0.2179)
+
+    Source:
+        Hinton, Vinyals, Dean (arXiv:1503.02531); MiniLLM (arXiv:2306.08543) for the reverse KL; GKD (arXiv:2306.13649)
+        for "jsd".
     """
     expect_one_of("divergence", divergence, sorted(DISTILLATIONS))
     expect_bool("temperature_squared", temperature_squared)
@@ -72,6 +89,18 @@ def TopKDistillation(
         outside_log_prob: log-prob of the teacher outside of its entries, for the reverse KL over the vocabulary.
         temperature_squared: as in `Distillation`.
         name: the term's name, by default "topk_" and the divergence's.
+
+    Returns:
+        A `Term` for `HeadLoss`.
+
+    Raises:
+        TypeError, ValueError: an unknown divergence or support.
+
+    Examples:
+        >>> logits, labels = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
+        >>> teacher = TopKTeacher(torch.tensor([[1, 0]]), torch.tensor([[0.7, 0.3]]).log())
+        >>> HeadLoss([TopKDistillation()])(logits, labels, inputs={"teacher": teacher}).loss
+        tensor(0.4024)
     """
     expect_one_of("divergence", divergence, sorted({d for d, _ in TOPK_DISTILLATIONS}))
     expect_one_of("support", support, list(losses.SUPPORTS))

@@ -60,6 +60,8 @@ def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
         new = _call_function(metric, stats, inputs)
         if not isinstance(new, dict):
             raise TypeError(f"{metric.owner} must return values by name, a dict, got {type(new).__name__}")
+        if any(value is None for value in new.values()):
+            _expect_statistics(metric, stats)
         for name, value in new.items():
             expect_per_token(f"metric {name!r}", value, stats.lse.shape)
         expect_distinct_names(values, new)
@@ -78,11 +80,16 @@ def _call_function(function: StatisticsFunction, stats, inputs):
     try:
         return function.function(stats, **{name: inputs[name] for name in function.inputs})
     except (TypeError, AttributeError) as error:
-        code = getattr(function.function, "__code__", None)
-        used = code.co_names if code else ()
-        absent = [name for name in known_statistics() if name in used and getattr(stats, name) is None]
-        if not absent:
-            raise
+        _expect_statistics(function, stats, error)
+        raise
+
+
+def _expect_statistics(function: StatisticsFunction, stats, error: Exception | None = None):
+    """Raise ValueError if a function's code names an optional statistic that no term or metric asked for."""
+    code = getattr(function.function, "__code__", None)
+    used = code.co_names if code else ()
+    absent = [name for name in known_statistics() if name in used and getattr(stats, name) is None]
+    if absent:
         raise ValueError(
             f"{function.owner} uses the statistics {absent}, which nothing wants: give it want={tuple(absent)}"
         ) from error

@@ -18,7 +18,7 @@ from ..linear_head.teacher import teacher_fact
 from ..options import Options, Transform
 from ..shard import VocabShard
 from ..validation import expect_bool, expect_instance
-from .call import check_call, expect_labels, local_arguments, replicated_facts
+from .call import check_call, local_arguments, replicated_facts
 from .definition import HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate
 from .known_calls import checked_before, kind_of_call, remember
@@ -44,10 +44,6 @@ def _argument(name: str, doc: str) -> property:
 class HeadLoss(nn.Module):
     """Weighted terms over one set of statistics: one pass over the logits, one collective, one backward kernel.
 
-        head_loss = HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-4)], metrics=("accuracy", "entropy"))
-        out = head_loss(logits, labels, shard=shard, denominator=tokens_in_the_global_batch)
-        out.loss.backward()
-
     Args:
         terms: one `Term`, or a list of terms with distinct names; by default `CrossEntropy`.
         metrics: names of `METRICS`, and `Metric`s such as ``PolicyMetrics()``; one, or a list.
@@ -65,6 +61,16 @@ class HeadLoss(nn.Module):
 
     Raises:
         TypeError, ValueError: arguments that do not exist or do not go together.
+
+    Examples:
+        >>> head_loss = HeadLoss([CrossEntropy(), ZLoss(1e-4)], metrics=("accuracy", "entropy"))
+        >>> head_loss
+        HeadLoss(terms=[cross_entropy, 0.0001 * z_loss], metrics=[accuracy, entropy], reduction='mean')
+        >>> logits = torch.zeros(2, 4, requires_grad=True)
+        >>> out = head_loss(logits, torch.tensor([0, -100]), denominator=2)  # of 2 tokens in the global batch
+        >>> out.loss.backward()
+        >>> logits.grad[0]
+        tensor([-0.3750,  0.1250,  0.1250,  0.1250])
     """
 
     def __init__(
@@ -117,7 +123,7 @@ class HeadLoss(nn.Module):
     ) -> HeadLossOutput:
         """Loss of logits [.., width] sharded on V, labels [..] replicated -> `HeadLossOutput`, replicated.
 
-        Forward: one collective. Backward: no communication. Raises the errors of `vocab_statistics`.
+        Forward: one collective. Backward: no communication.
 
         Args:
             logits, labels, shard, transform: as in `vocab_statistics`.
@@ -132,6 +138,12 @@ class HeadLoss(nn.Module):
                 tensors [B] with a value per sequence; "sequences", a `Sequences` with the labels' shape, whose mask
                 ignores tokens; "teacher", a `Teacher` or a `TopKTeacher`; "sets", `IdSets`, or a `SamplingRule` that
                 makes them from these logits.
+
+        Returns:
+            `HeadLossOutput`.
+
+        Raises:
+            TypeError, ValueError: the errors of `vocab_statistics`, and inputs that terms need and did not get.
         """
         found = kind = None
         if token_weight is None and transform is None and inputs is None:
@@ -195,7 +207,18 @@ class HeadLoss(nn.Module):
         Args:
             hidden, weight, bias: [.., H], [width, H] and [width], as in `linear_vocab_statistics`.
             linear: how the gradient of the hidden states is reduced, the mode and its memory.
-            labels, shard, token_weight, denominator, transform, inputs: as in `forward`, and so are errors.
+            labels, shard, token_weight, denominator, transform, inputs: as in `forward`.
+
+        Returns:
+            `HeadLossOutput`.
+
+        Raises:
+            TypeError, ValueError: as in `forward`; a budget that is too small, or a mode that the call rules out.
+
+        Examples:
+            >>> hidden, weight = torch.ones(2, 8, requires_grad=True), torch.nn.Parameter(torch.ones(4, 8))  # [V/P, H]
+            >>> HeadLoss().linear(hidden, weight, torch.tensor([0, 1])).loss.detach()
+            tensor(1.3863)
         """
         expect_instance("linear", linear, Linear)
         expect_instance("transform", transform, Transform)
@@ -239,36 +262,3 @@ class HeadLoss(nn.Module):
     def __setstate__(self, state):
         super().__setstate__(state)
         self._definition = self._definition.planned()
-
-
-class CausalLMLoss(nn.Module):
-    """A HeadLoss for logits and *unshifted* labels [B, S]: position t is scored against label t + 1, the last ignored.
-
-    The labels are shifted, not the logits, so the logits are neither sliced nor copied. For packed documents, put
-    ``ignore_index`` on each document's first label.
-    """
-
-    def __init__(self, head_loss: HeadLoss | None = None):
-        super().__init__()
-        expect_instance("head_loss", head_loss, HeadLoss)
-        self.head_loss = HeadLoss() if head_loss is None else head_loss
-
-    def forward(
-        self, logits: torch.Tensor, labels: torch.Tensor, *, token_weight: torch.Tensor | None = None, **kwargs
-    ) -> HeadLossOutput:
-        """Loss of logits [.., S, width] sharded on V against the next labels -> `HeadLossOutput`, replicated.
-
-        labels, token_weight: [.., S], unshifted; a weight belongs to its label. Other keywords as in
-        `HeadLoss.forward`. Per-token temperatures and ``inputs`` are not shifted: position t of them belongs to the
-        logits at t and label t + 1.
-        """
-        expect_labels(labels, logits, token_weight)
-        if not labels.dim():
-            raise ValueError("labels must be [.., S], unshifted, got a scalar")
-        last = torch.full_like(labels[..., :1], self.head_loss.ignore_index)
-        if token_weight is not None:
-            token_weight = torch.cat([token_weight[..., 1:], torch.zeros_like(token_weight[..., :1])], -1)
-        return self.head_loss(logits, torch.cat([labels[..., 1:], last], -1), token_weight=token_weight, **kwargs)
-
-    if TYPE_CHECKING:
-        __call__ = forward

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 
 from ..comm import combine_metrics, reduce_metrics
-from ..statistics import MaybeNone, VocabStatistics
+from ..statistics import MaybeNone, VocabStatistics, documented_fields
 from .call import Call
 from .evaluation import expect_distinct_names
 from .reduction import reduce_tokens
 from .statistic_value import FusedReduction
 
 
+@documented_fields
 class HeadLossOutput(NamedTuple):
     """Results of one `HeadLoss` call, replicated over the group; making them never waits for the device.
 
@@ -30,6 +31,11 @@ class HeadLossOutput(NamedTuple):
             sequences also "num_tokens", the divisor of these sums.
         stats: `VocabStatistics` of the call.
         sequence_metrics: with sequences and metrics, sum over sequences of each metric's mean, and "num_sequences".
+
+    Examples:
+        >>> out = HeadLoss([CrossEntropy(), ZLoss(0.5)], metrics="accuracy")(torch.zeros(2, 4), torch.tensor([0, -100]))
+        >>> out.loss, out.count, out.terms, out.metrics["accuracy"] / out.count
+        (tensor(2.3472), tensor(1.), {'cross_entropy': tensor(1.3863), 'z_loss': tensor(1.9218)}, tensor(1.))
     """
 
     loss: torch.Tensor
@@ -45,8 +51,6 @@ def mean_metrics(
 ) -> dict[str, torch.Tensor]:
     """Return the means of all terms and metrics over the valid tokens of one or several outputs, as a log shows them.
 
-        mean_metrics([out, other_micro_batch], dp_group)  # {"loss/cross_entropy": .., "accuracy": .., "max_ratio": ..}
-
     Args:
         outputs: the output of a call, or those of all micro-batches of a step, with the same terms and metrics.
         group: data- and context-parallel ranks, which hold other tokens; one small all-gather. None: this rank alone.
@@ -58,6 +62,11 @@ def mean_metrics(
 
     Raises:
         TypeError, ValueError: no outputs, outputs of other names, or a group whose ranks share a vocabulary.
+
+    Examples:
+        >>> out = HeadLoss(metrics=("accuracy", "entropy"))(torch.zeros(2, 4), torch.tensor([0, 3]))
+        >>> {name: round(float(value), 4) for name, value in mean_metrics(out).items()}
+        {'loss/cross_entropy': 1.3863, 'accuracy': 0.5, 'entropy': 1.3863}
     """
     outputs = [outputs] if isinstance(outputs, HeadLossOutput) else outputs
     if not isinstance(outputs, (list, tuple)) or not all(isinstance(out, HeadLossOutput) for out in outputs):

@@ -44,7 +44,7 @@ def PolicyGradient(
     name: str | None = None,
     **options,
 ) -> Term:
-    """Policy-gradient objective of `losses.policy`, by its name in `OBJECTIVES`; "clip" is that of PPO, GRPO and DAPO.
+    """Policy-gradient objective, by its name in `OBJECTIVES`; "clip" is that of PPO, GRPO and DAPO.
 
     Inputs, without gradient: "advantages" and "old_log_prob", and "sequences" for sequence-level objectives; see
     `OBJECTIVES`, where "mask" stands for the valid tokens and is not passed.
@@ -58,6 +58,22 @@ def PolicyGradient(
             has them; its inputs must be such log-probs, too.
         name: the term's name, by default the objective's.
         options: keyword arguments of the objective's function, such as ``clip=(0.2, 0.28)`` or ``dual_clip=3.0``.
+
+    Returns:
+        A `Term` for `HeadLoss`.
+
+    Raises:
+        TypeError, ValueError: an unknown objective, or options that it does not take.
+
+    Examples:
+        >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]
+        >>> old = log_probs(logits, labels, differentiable=False).log_prob
+        >>> inputs = {"advantages": torch.tensor([[2.0, -1.0]]), "old_log_prob": old}
+        >>> HeadLoss([PolicyGradient("clip", clip=(0.2, 0.28))])(logits, labels, inputs=inputs).loss
+        tensor(-0.5000)
+
+    Source:
+        The functions of `losses` name the paper of each objective.
     """
     expect_one_of("objective", objective, sorted(OBJECTIVES))
     per_token, names = OBJECTIVES[objective]
@@ -98,6 +114,19 @@ def KLToReference(
         over: as in `PolicyGradient`.
         name: the term's name.
         options: the clamps of `losses.kl_estimate`.
+
+    Returns:
+        A `Term` for `HeadLoss`.
+
+    Raises:
+        TypeError, ValueError: an unknown estimator, weight or option.
+
+    Examples:
+        >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]
+        >>> old = log_probs(logits, labels, differentiable=False).log_prob
+        >>> head_loss = HeadLoss([CrossEntropy(), KLToReference(0.1)])
+        >>> head_loss(logits, labels, inputs={"reference_log_prob": old - 1}).terms["kl"] / 2  # e^-1 + 1 - 1
+        tensor(0.3679)
     """
     expect_one_of("importance_weight", importance_weight, (None, *SAMPLERS))
     expect_one_of("estimator", estimator, losses.KL_ESTIMATORS)
@@ -124,6 +153,20 @@ def PolicyMetrics(
         level: "token" for the token's ratio, "sequence" for its sequence's (input "sequences").
         reference: True adds the KL to the input "reference_log_prob".
         over: as in `PolicyGradient`.
+
+    Returns:
+        A `Metric` for `HeadLoss`.
+
+    Raises:
+        TypeError, ValueError: arguments of another kind.
+
+    Examples:
+        >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]
+        >>> old = log_probs(logits, labels, differentiable=False).log_prob
+        >>> inputs = {"advantages": torch.tensor([[2.0, -1.0]]), "old_log_prob": old - 0.5}
+        >>> out = HeadLoss(metrics=PolicyMetrics(clip=(0.2, 0.28)))(logits, labels, inputs=inputs)
+        >>> mean_metrics(out)["pg_clip_fraction"], out.metrics["max_ratio"]
+        (tensor(0.5000, dtype=torch.float64), tensor(1.6487))
     """
     expect_one_of("level", level, ("token", "sequence"))
     expect_bool("reference", reference)
@@ -145,6 +188,19 @@ def GeneratorMetrics(bounds: tuple[float, float] = (0.5, 2.0), *, over: str = "v
     Args:
         bounds: "is_oob_ratio" counts importance ratios outside of them.
         over: as in `PolicyGradient`.
+
+    Returns:
+        A `Metric` for `HeadLoss`.
+
+    Raises:
+        TypeError, ValueError: arguments of another kind.
+
+    Examples:
+        >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]
+        >>> old = log_probs(logits, labels, differentiable=False).log_prob
+        >>> inputs = {"old_log_prob": old, "generator_log_prob": old - 0.5}
+        >>> HeadLoss(metrics=GeneratorMetrics())(logits, labels, inputs=inputs).metrics["max_logprob_diff"]
+        tensor(0.5000)
     """
     expect_pair("GeneratorMetrics: bounds", bounds)
     statistic = over_sets(over, "log_prob")

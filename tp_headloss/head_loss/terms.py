@@ -38,6 +38,11 @@ class Term:
 
     Raises:
         TypeError, ValueError: arguments of another kind.
+
+    Examples:
+        >>> focal = Term("focal", lambda stats: -((1 - stats.log_prob.exp()) ** 2) * stats.log_prob, weight=0.5)
+        >>> HeadLoss([CrossEntropy(), focal])(torch.zeros(1, 4), torch.tensor([0])).terms
+        {'cross_entropy': tensor(1.3863), 'focal': tensor(0.7798)}
     """
 
     name: str
@@ -78,6 +83,11 @@ class Metric:
 
     Raises:
         TypeError, ValueError: arguments of another kind.
+
+    Examples:
+        >>> confident = Metric(lambda stats: {"confident": (stats.log_prob > -0.1).float()})
+        >>> HeadLoss(metrics=confident)(torch.tensor([[9.0, 0.0]]), torch.tensor([0])).metrics
+        {'confident': tensor(1.)}
     """
 
     function: Callable[..., dict[str, torch.Tensor]]
@@ -114,6 +124,19 @@ def CrossEntropy(
         label_smoothing: in [0, 1].
         smoothing_formula: "torch" or "megatron"; see `losses.smoothed_cross_entropy`.
         class_weight: [V] replicated; the mean then divides by the sum of the labels' weights, as in torch.
+
+    Returns:
+        A `Term` for `HeadLoss`.
+
+    Raises:
+        TypeError, ValueError: an unknown formula, or a smoothing outside of [0, 1].
+
+    Examples:
+        >>> logits, labels = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])
+        >>> HeadLoss(CrossEntropy(label_smoothing=0.1))(logits, labels).loss
+        tensor(0.5076)
+        >>> torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
+        tensor(0.5076)
     """
     expect_one_of("smoothing_formula", smoothing_formula, ("torch", "megatron"))
     expect_real("label_smoothing", label_smoothing)
@@ -136,12 +159,38 @@ def CrossEntropy(
 
 
 def ZLoss(weight: float) -> Term:
-    """Squared log-partition function, lse^2, which keeps logits from drifting."""
+    """Squared log-partition function, lse^2, which keeps logits from drifting.
+
+    Args:
+        weight: factor of this term in the loss, such as 1e-4.
+
+    Returns:
+        A `Term` for `HeadLoss`.
+
+    Examples:
+        >>> HeadLoss([CrossEntropy(), ZLoss(1e-4)])(torch.zeros(1, 4), torch.tensor([0])).terms
+        {'cross_entropy': tensor(1.3863), 'z_loss': tensor(1.9218)}
+
+    Source:
+        PaLM (arXiv:2204.02311, section 5).
+    """
     return Term("z_loss", StatisticValue("lse", square=True), weight)
 
 
 def Entropy(weight: float, over: str = "vocabulary") -> Term:
-    """Entropy bonus: minimises -entropy, with the entropy's own gradient. over: as in `PolicyGradient`."""
+    """Entropy bonus: minimises -entropy, with the entropy's own gradient.
+
+    Args:
+        weight: factor of this term in the loss; positive rewards entropy.
+        over: as in `PolicyGradient`.
+
+    Returns:
+        A `Term` for `HeadLoss`.
+
+    Examples:
+        >>> HeadLoss([CrossEntropy(), Entropy(0.5)])(torch.zeros(1, 4), torch.tensor([0])).loss  # log 4 - log 4 / 2
+        tensor(0.6931)
+    """
     statistic = over_sets(over, "entropy")
     return Term("entropy", StatisticValue(statistic, negative=True), weight, (statistic,))
 

@@ -48,7 +48,27 @@ def linear_vocab_statistics(
     Logits have the operands' dtype, as torch.nn.functional.linear has it, autocast included; the bias is added in fp32.
     fp32 products are IEEE fp32 unless torch's own switch allows TF32. dH and dW are summed in fp32 and rounded once, dH
     before it is added to the other ranks'.
-    Arguments otherwise as in `vocab_statistics`, errors, too; ValueError for a budget that is too small.
+
+    Args:
+        hidden: [.., H] fp32, bf16 or fp16, replicated or as `Linear.hidden_grad` says.
+        weight: [width, H], this rank's rows of the output layer.
+        bias: [width], added in fp32.
+        linear: `Linear`: the reduction of dH, the memory, how logits are made.
+        labels, shard, want, transform, sets, total_weight, ignore_index, options: as in `vocab_statistics`.
+        teacher: as in `vocab_statistics`, or a `TeacherHead` or `TeacherHeads`.
+
+    Returns:
+        `VocabStatistics`, differentiable with respect to hidden, weight and bias.
+
+    Raises:
+        TypeError, ValueError: the errors of `vocab_statistics`; a budget that is too small.
+
+    Examples:
+        >>> hidden, weight = torch.ones(2, 8), torch.nn.Parameter(torch.zeros(4, 8))
+        >>> stats = linear_vocab_statistics(hidden, weight, torch.tensor([0, 1]), want=("entropy",))
+        >>> (stats.entropy - stats.log_prob).mean().backward()
+        >>> weight.grad[:, 0].tolist()
+        [-0.25, -0.25, 0.25, 0.25]
     """
     expect_instance("options", options, Options)
     expect_instance("linear", linear, Linear)

@@ -56,6 +56,14 @@ class Linear:
             operands' dtype, as by torch.nn.functional.linear. None: "float32" with engine="epilogue", else "operands".
             One sweep has "operands"; with "float32", mode "auto" takes recompute, and a logit in a block takes 6 bytes
             instead of 2.
+
+    Raises:
+        TypeError, ValueError: unknown names, or numbers that cannot be.
+
+    Examples:
+        >>> hidden, weight, labels = torch.ones(2, 8), torch.nn.Parameter(torch.zeros(4, 8)), torch.tensor([0, 1])
+        >>> HeadLoss().linear(hidden, weight, labels, linear=Linear("recompute", budget=64 << 20)).loss.detach()
+        tensor(1.3863)
     """
 
     mode: str = "auto"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..calls import LOGITS_DTYPES
+from ..dtensor import expect_weight
 from ..options import Teacher, TeacherHead, TeacherHeads
 from ..request import TeacherOperands, TokenOrder
 from ..validation import expect_ids, expect_tensor
@@ -45,7 +46,7 @@ def heads_of(teacher, hidden, logits) -> tuple[TeacherHead, ...]:
 
 
 def _expect_head(name: str, head: TeacherHead, hidden, logits):
-    expect_tensor(f"{name}.weight", head.weight)
+    expect_weight(head.weight, f"{name}.weight")
     expect_tensor(f"{name}.hidden", head.hidden)
     if head.weight.dim() != 2 or head.weight.shape[0] != logits.shape[-1]:
         raise ValueError(

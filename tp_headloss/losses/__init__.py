@@ -1,5 +1,6 @@
 """Per-token losses: ordinary PyTorch on statistics, log-probs and per-token tensors, without kernels or ranks."""
 
+from .covariance_policy import clip_cov, kl_cov
 from .cross_entropy import cross_entropy, label_weight, smoothed_cross_entropy
 from .distillation import (
     SUPPORTS,
@@ -12,24 +13,12 @@ from .distillation import (
 )
 from .kl import KL_ESTIMATORS, kl_estimate
 from .metrics import generator_metrics, policy_metrics
-from .policy import (
-    cispo,
-    clip_cov,
-    gmpo,
-    gspo,
-    gspo_length_weighted,
-    kl_cov,
-    positive_nll,
-    ppo_clip,
-    reinforce,
-    sapo,
-    sequence_log_ratio,
-    vespo,
-)
+from .policy import cispo, positive_nll, ppo_clip, reinforce, sapo
 from .preference import dpo, ipo, kto, orpo, simpo
 from .ratio import log_ratio
 from .regularizers import entropy_bonus, z_loss
 from .rollout import icepop, sequence_masked_importance_weight, truncated_importance_weight
+from .sequence_policy import gmpo, gspo, gspo_length_weighted, sequence_log_ratio, vespo
 
 __all__ = [
     "KL_ESTIMATORS",

@@ -8,23 +8,50 @@ from ..statistics import VocabStatistics
 
 
 def cross_entropy(stats: VocabStatistics) -> torch.Tensor:
-    """Return -log p_y [..], the cross-entropy of each token with its label."""
+    """Return -log p_y, the cross-entropy of each token with its label.
+
+    Args:
+        stats: `VocabStatistics` with labels.
+
+    Returns:
+        [..] fp32, loss per token, neither masked nor averaged.
+
+    Examples:
+        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]))
+        >>> losses.cross_entropy(stats)
+        tensor([0.4076])
+    """
     return -stats.log_prob
 
 
 def smoothed_cross_entropy(
     stats: VocabStatistics, smoothing: float, formula: str = "torch", class_weight: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the cross-entropy [..] with labels smoothed over the true global vocabulary; needs the statistic "total".
+    """Return the cross-entropy with labels smoothed over the true global vocabulary.
 
     Args:
+        stats: `VocabStatistics` with labels and the statistic "total".
         smoothing: a in [0, 1].
         formula: "torch" (torch.nn.functional.cross_entropy): probability (1 - a) + a / V at the label and a / V
-            elsewhere, so (1 - a) (lse - z_y) + a (lse - mean z). "megatron" (NeMo, Megatron-LM): 1 - a at the label and
-            a / (V - 1) elsewhere, which is torch's formula with a V / (V - 1) for a.
+            elsewhere, so (1 - a) (lse - z_y) + a (lse - mean z). "megatron" (NeMo, Megatron-LM): 1 - a at the label
+            and a / (V - 1) elsewhere, which is torch's formula with a V / (V - 1) for a.
         class_weight: w [V], as in torch: w_y on the first part, and a / V sum_j w_j (lse - z_j) as the second, for
             which "total" must have been weighted by this rank's w. Columns at -inf do not enter that sum (torch's is
             infinite there).
+
+    Returns:
+        [..] fp32, loss per token, neither masked nor averaged.
+
+    Raises:
+        ValueError: Megatron's formula for a vocabulary of one id.
+
+    Examples:
+        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), want=("total",))
+        >>> losses.smoothed_cross_entropy(stats, 0.1)
+        tensor([0.5076])
+
+    Source:
+        Szegedy et al., arXiv:1512.00567, section 7.
     """
     if formula == "megatron" and stats.vocab_size < 2:
         raise ValueError(
@@ -39,6 +66,19 @@ def smoothed_cross_entropy(
 
 
 def label_weight(stats: VocabStatistics, class_weight: torch.Tensor) -> torch.Tensor:
-    """Return w_y [..] for class weights w [V], 0 where the label is ignored (or invalid: its loss is NaN anyway)."""
+    """Return the class weight w_y of each label, 0 where it is ignored (or invalid: its loss is NaN anyway).
+
+    Args:
+        stats: `VocabStatistics` with labels.
+        class_weight: w [V], replicated.
+
+    Returns:
+        [..] fp32, weight per token, neither masked nor averaged.
+
+    Examples:
+        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]))
+        >>> losses.label_weight(stats, torch.tensor([0.5, 1.0, 2.0]))
+        tensor([0.5000])
+    """
     known = stats.valid & (stats.labels >= 0) & (stats.labels < stats.vocab_size)
     return torch.where(known, class_weight[torch.where(known, stats.labels, 0)], 0.0)

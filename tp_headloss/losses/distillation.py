@@ -16,14 +16,41 @@ SUPPORTS = ("topk", "vocabulary", "tail")
 
 
 def soft_cross_entropy(stats: VocabStatistics) -> torch.Tensor:
-    """Return -sum q log p = KL(q || p) + H(q), whose gradient is that of KL(q || p). Needs the statistics "forward_kl"
-    and "teacher_entropy"."""
+    """Return -sum q log p = KL(q || p) + H(q), whose gradient is that of KL(q || p).
+
+    Args:
+        stats: `VocabStatistics` with the statistics "forward_kl" and "teacher_entropy".
+
+    Returns:
+        [..] fp32, loss per token, neither masked nor averaged.
+
+    Examples:
+        >>> teacher = torch.tensor([[0.0, 1.0, 2.0]])
+        >>> want = "forward_kl", "teacher_entropy"
+        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), want=want, teacher=Teacher(teacher))
+        >>> losses.soft_cross_entropy(stats)
+        tensor([1.9828])
+    """
     return stats.forward_kl + stats.teacher_entropy
 
 
 def times_temperature_squared(values: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
-    """Return T^2 times the values [..], because the gradients of soft targets shrink with 1 / T^2 (Hinton, Vinyals,
-    Dean, arXiv:1503.02531, section 2). The temperature T is the student's, a number or [..]."""
+    """Return T^2 times the values, because the gradients of soft targets shrink with 1 / T^2.
+
+    Args:
+        values: [..] fp32.
+        temperature: T of the student, a number or [..].
+
+    Returns:
+        [..] fp32.
+
+    Examples:
+        >>> losses.times_temperature_squared(torch.tensor([0.5, 1.0]), 2.0)
+        tensor([2., 4.])
+
+    Source:
+        Hinton, Vinyals, Dean, arXiv:1503.02531, section 2.
+    """
     return temperature**2 * values
 
 
@@ -40,12 +67,23 @@ def _zero_without_entries(stats, value):
 def log_tail(
     stats: VocabStatistics, tail_log_prob: torch.Tensor | None = None, min_probability: float = 0.0
 ) -> torch.Tensor:
-    """Return the log [..] of a top-K teacher's probability outside of its entries.
+    """Return the log of a top-K teacher's probability outside of its entries.
 
     Args:
+        stats: `VocabStatistics` of a `TopKTeacher`.
         tail_log_prob: [..] the log, if it is known; None: the log of 1 - the sum of the entries' probabilities.
         min_probability: replaces a computed tail below 1e-6, which is the rounding error of fp32 log-probs: 0, or a
             positive number that keeps a reverse KL finite.
+
+    Returns:
+        [..] fp32, nats.
+
+    Examples:
+        >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
+        >>> want = "topk_forward_kl", "topk_reverse_kl", "topk_jsd", "topk_log_mass", "tail_log_mass"
+        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), want=want, teacher=entries)
+        >>> losses.log_tail(stats)
+        tensor([-2.4879])
     """
     if tail_log_prob is not None:
         return tail_log_prob.detach().to(stats.teacher_mass.dtype)
@@ -54,15 +92,27 @@ def log_tail(
 
 
 def topk_forward_kl(stats: VocabStatistics, support: str, log_tail: torch.Tensor | None = None) -> torch.Tensor:
-    """Return sum tau (log tau - log p) [..] over a top-K teacher's entries, plus the tail's summand if support="tail".
-
-    As in Megatron's topk_kl_div, whose ghost token is the tail. Needs the statistic "topk_forward_kl"; with
-    support="vocabulary" also "topk_log_mass"; with support="tail" also "topk_log_mass" and "tail_log_mass".
+    """Return sum tau (log tau - log p) over a top-K teacher's entries, plus the tail's summand if support="tail".
 
     Args:
+        stats: `VocabStatistics` with "topk_forward_kl"; for support="vocabulary" also "topk_log_mass", for "tail" also
+            "topk_log_mass" and "tail_log_mass".
         support: ids over which the student is normalised: "topk" the entries, "vocabulary" all ids, "tail" the entries
             and one more for the sum of all other ids.
         log_tail: [..] `log_tail` of the teacher, for support="tail".
+
+    Returns:
+        [..] fp32, loss per token, neither masked nor averaged.
+
+    Examples:
+        >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
+        >>> want = "topk_forward_kl", "topk_reverse_kl", "topk_jsd", "topk_log_mass", "tail_log_mass"
+        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), want=want, teacher=entries)
+        >>> losses.topk_forward_kl(stats, "tail", losses.log_tail(stats))
+        tensor([1.1748])
+
+    Source:
+        Megatron's topk_kl_div, whose ghost token is the tail.
     """
     value = stats.topk_forward_kl
     if support != "topk":
@@ -76,15 +126,24 @@ def topk_forward_kl(stats: VocabStatistics, support: str, log_tail: torch.Tensor
 def topk_reverse_kl(
     stats: VocabStatistics, support: str, log_tail: torch.Tensor | None = None, outside_log_prob: float = -100.0
 ) -> torch.Tensor:
-    """Return sum p (log p - log tau) [..], normalised as in `topk_forward_kl`.
-
-    Needs the statistic "topk_reverse_kl"; with support="tail" also "topk_log_mass" and "tail_log_mass"; with
-    support="vocabulary" also these two and "tail_entropy".
+    """Return sum p (log p - log tau), normalised as in `topk_forward_kl`.
 
     Args:
+        stats: `VocabStatistics` with "topk_reverse_kl"; for support="tail" also "topk_log_mass" and "tail_log_mass",
+            for "vocabulary" also these two and "tail_entropy".
         support, log_tail: as in `topk_forward_kl`.
         outside_log_prob: for support="vocabulary", the teacher's log-prob of each id that is no entry; the log of 0
             would make the divergence infinite (NeMo-RL's zero_outside_topk takes -100).
+
+    Returns:
+        [..] fp32, loss per token, neither masked nor averaged.
+
+    Examples:
+        >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
+        >>> want = "topk_forward_kl", "topk_reverse_kl", "topk_jsd", "topk_log_mass", "tail_log_mass"
+        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), want=want, teacher=entries)
+        >>> losses.topk_reverse_kl(stats, "tail", losses.log_tail(stats))
+        tensor([1.2013])
     """
     if support == "topk":
         return stats.topk_reverse_kl
@@ -100,16 +159,27 @@ def topk_reverse_kl(
 def topk_jsd(
     stats: VocabStatistics, support: str, log_tail: torch.Tensor | None = None, beta: float = 0.5
 ) -> torch.Tensor:
-    """Return beta KL(tau || m) + (1 - beta) KL(p || m) [..] with m = beta tau + (1 - beta) p (GKD, arXiv:2306.13649,
-    section 2), normalised as in `topk_forward_kl`. With support="vocabulary" the teacher's probability outside of its
-    entries is 0.
-
-    Needs the statistic "topk_jsd" for support="topk", else "vocab_jsd" with "topk_log_mass" ("vocabulary") or
-    "tail_log_mass" ("tail").
+    """Return beta KL(tau || m) + (1 - beta) KL(p || m) with m = beta tau + (1 - beta) p.
 
     Args:
-        support, log_tail: as in `topk_forward_kl`.
+        stats: `VocabStatistics` with "topk_jsd" for support="topk", else "vocab_jsd" and "topk_log_mass" ("vocabulary")
+            or "tail_log_mass" ("tail").
+        support, log_tail: as in `topk_forward_kl`; with "vocabulary" the teacher's probability outside of its entries
+            is 0.
         beta: weight of the teacher in (0, 1).
+
+    Returns:
+        [..] fp32, loss per token, neither masked nor averaged.
+
+    Examples:
+        >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
+        >>> want = "topk_forward_kl", "topk_reverse_kl", "topk_jsd", "topk_log_mass", "tail_log_mass"
+        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), want=want, teacher=entries)
+        >>> losses.topk_jsd(stats, "topk")
+        tensor([0.1070])
+
+    Source:
+        GKD (arXiv:2306.13649, section 2).
     """
     if support == "topk":
         return stats.topk_jsd

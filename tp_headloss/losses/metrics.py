@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .kl import kl_estimate
-from .policy import CLIP, sequence_log_ratio
+from .policy import CLIP
 from .ratio import log_ratio
+from .sequence_policy import sequence_log_ratio
 
 if TYPE_CHECKING:
     from ..sequences import Sequences
@@ -39,7 +40,19 @@ def policy_metrics(
     * with reference_log_prob, "kl_reference": k3 of `kl_estimate`, without the output clamp that the loss has, so one
       token that the reference finds impossible can dominate it.
 
-    Args as in `ppo_clip`; with ``sequences``, r is the ratio of the token's sequence (GSPO), equal for its tokens.
+    Args:
+        log_prob, old_log_prob, advantages, clip, dual_clip: as in `ppo_clip`.
+        reference_log_prob: [..] of the reference, or None.
+        sequences: makes r the ratio of the token's sequence (GSPO), equal for its tokens.
+
+    Returns:
+        [..] by name, without gradient; "max_" and "min_" names are for extrema, all others for sums.
+
+    Examples:
+        >>> l, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.5])
+        >>> metrics = losses.policy_metrics(l, advantages=torch.tensor([1.0, 1.0]), old_log_prob=old)
+        >>> metrics["ratio"], metrics["clip_fraction"]
+        (tensor([1.0000, 1.6487]), tensor([False,  True]))
     """
     log_r = (
         log_ratio(log_prob, old_log_prob)
@@ -99,6 +112,15 @@ def generator_metrics(
         old_log_prob: [..] of the trainer at sampling time.
         generator_log_prob: [..] of the generator.
         bounds: range of exp d that "is_oob_ratio" accepts.
+
+    Returns:
+        [..] by name, without gradient; "max_logprob_diff" is for a maximum, all others for sums.
+
+    Examples:
+        >>> l, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.5])
+        >>> metrics = losses.generator_metrics(l, old_log_prob=old, generator_log_prob=l)
+        >>> metrics["sampling_importance_ratio"], metrics["tokens_different"]
+        (tensor([1.0000, 0.6065]), tensor([False, False]))
     """
 
     def k3(log_prob, reference):

@@ -24,10 +24,24 @@ def dpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Return -log sigmoid(beta h) with h = (chosen - rejected) - (reference_chosen - reference_rejected): DPO
-    (arXiv:2305.18290).
+    """Return -log sigmoid(beta h) with h = (chosen - rejected) - (reference_chosen - reference_rejected).
 
-    With label_smoothing e: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h) (conservative DPO).
+    Args:
+        chosen, rejected: [pairs] fp32, summed log-probs of the completions under the policy being trained, nats.
+        reference_chosen, reference_rejected: [pairs], the same under the reference; constants.
+        beta: weight of the reference.
+        label_smoothing: e gives -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), conservative DPO.
+
+    Returns:
+        [pairs] fp32, loss per pair.
+
+    Examples:
+        >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
+        >>> losses.dpo(chosen, rejected, chosen - 1, rejected + 1, beta=0.5)
+        tensor([0.3133, 0.3133])
+
+    Source:
+        DPO (arXiv:2305.18290).
     """
     h = beta * ((chosen - rejected) - (reference_chosen - reference_rejected))
     if not label_smoothing:  # 0 times infinity would be NaN
@@ -43,13 +57,47 @@ def ipo(
     *,
     beta: float = 0.1,
 ) -> torch.Tensor:
-    """Return (h - 1 / (2 beta))^2 with h as in `dpo`: IPO (arXiv:2310.12036). TRL passes mean log-probs."""
+    """Return (h - 1 / (2 beta))^2 with h as in `dpo`.
+
+    Args:
+        chosen, rejected: [pairs] fp32, summed log-probs of the completions under the policy being trained, nats; TRL
+            passes means.
+        reference_chosen, reference_rejected: [pairs], the same under the reference; constants.
+        beta: weight of the reference.
+
+    Returns:
+        [pairs] fp32, loss per pair.
+
+    Examples:
+        >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
+        >>> losses.ipo(chosen, rejected, chosen - 1, rejected + 1, beta=0.5)
+        tensor([1., 1.])
+
+    Source:
+        IPO (arXiv:2310.12036).
+    """
     h = (chosen - rejected) - (reference_chosen - reference_rejected)
     return (h - 1 / (2 * beta)) ** 2
 
 
 def simpo(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float = 2.0, margin: float = 1.0) -> torch.Tensor:
-    """Return -log sigmoid(beta (chosen - rejected) - margin) of *mean* log-probs: SimPO (arXiv:2405.14734)."""
+    """Return -log sigmoid(beta (chosen - rejected) - margin), without a reference.
+
+    Args:
+        chosen, rejected: [pairs] fp32, *mean* log-probs of the completions under the policy being trained, nats.
+        beta, margin: scale and target of the difference.
+
+    Returns:
+        [pairs] fp32, loss per pair.
+
+    Examples:
+        >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
+        >>> losses.simpo(chosen, rejected)
+        tensor([0.3133, 2.1269])
+
+    Source:
+        SimPO (arXiv:2405.14734).
+    """
     return -logsigmoid(beta * (chosen - rejected) - margin)
 
 
@@ -63,8 +111,24 @@ def _log_odds(log_prob):
 
 
 def orpo(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """Return -log sigmoid(log odds(chosen) - log odds(rejected)) of *mean* log-probs: the odds-ratio term of ORPO
-    (arXiv:2403.07691). ORPO's objective is a weighted sum of this and the cross-entropy of the chosen completions."""
+    """Return -log sigmoid(log odds(chosen) - log odds(rejected)), the odds-ratio term alone.
+
+    ORPO's objective is a weighted sum of this and the cross-entropy of the chosen completions.
+
+    Args:
+        chosen, rejected: [pairs] fp32, *mean* log-probs of the completions under the policy being trained, nats.
+
+    Returns:
+        [pairs] fp32, loss per pair.
+
+    Examples:
+        >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
+        >>> losses.orpo(chosen, rejected)
+        tensor([0.2382, 1.0421])
+
+    Source:
+        ORPO (arXiv:2403.07691).
+    """
     return -logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 
@@ -78,14 +142,27 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> torch.Tensor:
-    """Return for each completion weight * (1 - sigmoid(beta (h - z))) if it is desirable, else weight * (1 -
-    sigmoid(beta (z - h))), with h = log_prob - reference_log_prob: KTO (arXiv:2402.01306).
+    """Return weight * (1 - sigmoid(beta (h - z))) for desirable completions, with z - h for the others.
+
+    h = log_prob - reference_log_prob, and z = max(kl, 0), detached.
 
     Args:
-        log_prob, reference_log_prob: [completions].
+        log_prob, reference_log_prob: [completions] fp32, summed log-probs under the policy and the reference, nats.
         desirable: bool [completions].
-        kl: scalar, the mean of h over mismatched prompts and completions of the global batch; z = max(kl, 0), detached.
+        kl: scalar, the mean of h over mismatched prompts and completions of the global batch.
+        beta: weight of the reference.
         desirable_weight, undesirable_weight: weight of each kind.
+
+    Returns:
+        [completions] fp32, loss per completion.
+
+    Examples:
+        >>> log_prob, good = torch.tensor([-1.0, -2.0]), torch.tensor([True, False])
+        >>> losses.kto(log_prob, log_prob - 1, desirable=good, kl=torch.tensor(0.5))
+        tensor([0.4875, 0.5125])
+
+    Source:
+        KTO (arXiv:2402.01306).
     """
     h = log_prob - reference_log_prob
     z = kl.detach().clamp(min=0)

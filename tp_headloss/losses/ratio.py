@@ -33,7 +33,22 @@ def bounded(x: torch.Tensor, low: float = -math.inf, high: float = math.inf) -> 
 
 
 def log_ratio(log_prob: torch.Tensor, other: torch.Tensor, clamp: float | None = LOG_RATIO_CLAMP) -> torch.Tensor:
-    """Return log_prob - other [..] clamped to +-clamp (None: not clamped), with zero gradient beyond; NaN stays NaN."""
+    """Return log_prob - other, clamped to +-clamp with zero gradient beyond; NaN stays NaN.
+
+    Args:
+        log_prob, other: [..] fp32, nats.
+        clamp: bound of the result; None: not clamped.
+
+    Returns:
+        [..] fp32.
+
+    Raises:
+        ValueError: a clamp that is not positive.
+
+    Examples:
+        >>> losses.log_ratio(torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -90.0]))
+        tensor([ 0.5000, 20.0000])
+    """
     if clamp is not None and not clamp > 0:
         raise ValueError(f"a clamp must be a positive number or None, got {clamp}")
     limit = math.inf if clamp is None else clamp

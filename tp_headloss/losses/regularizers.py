@@ -8,10 +8,37 @@ from ..statistics import VocabStatistics
 
 
 def z_loss(stats: VocabStatistics) -> torch.Tensor:
-    """Return lse^2 [..] (PaLM, arXiv:2204.02311, section 5: weight 1e-4)."""
+    """Return lse^2, which keeps the logits' normaliser near 1.
+
+    Args:
+        stats: `VocabStatistics`.
+
+    Returns:
+        [..] fp32, loss per token, neither masked nor averaged.
+
+    Examples:
+        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]))
+        >>> losses.z_loss(stats)
+        tensor([5.7966])
+
+    Source:
+        PaLM (arXiv:2204.02311, section 5), with the weight 1e-4.
+    """
     return stats.lse**2
 
 
 def entropy_bonus(stats: VocabStatistics) -> torch.Tensor:
-    """Return -entropy [..], so that a positive weight rewards entropy. Needs the statistic "entropy"."""
+    """Return -entropy, so that a positive weight rewards entropy.
+
+    Args:
+        stats: `VocabStatistics` with the statistic "entropy".
+
+    Returns:
+        [..] fp32, loss per token, neither masked nor averaged.
+
+    Examples:
+        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), want=("entropy",))
+        >>> losses.entropy_bonus(stats)
+        tensor([-0.8324])
+    """
     return -stats.entropy

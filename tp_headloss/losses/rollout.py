@@ -38,7 +38,29 @@ def truncated_importance_weight(
     level: str = "token",
     sequences: Sequences | None = None,
 ) -> torch.Tensor:
-    """Return w clamped to ``bounds``: truncated importance sampling (TIS; verl truncates at 2)."""
+    """Return w = exp(log_prob - generator_log_prob) clamped to ``bounds``.
+
+    Args:
+        log_prob: [..] fp32 of the trainer at sampling time (``old_log_prob``), nats.
+        generator_log_prob: [..] of the program that sampled the tokens.
+        bounds: (lowest, highest) weight.
+        level: "token", or "sequence" for the product of w over the token's sequence, log w clamped to +-20.
+        sequences: `Sequences` of the tokens, for level="sequence".
+
+    Returns:
+        [..] fp32, detached: the input "rollout_weight" of `PolicyGradient`.
+
+    Raises:
+        ValueError: another level, or "sequence" without sequences.
+
+    Examples:
+        >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
+        >>> losses.truncated_importance_weight(trainer, generator)
+        tensor([[1., 2.]])
+
+    Source:
+        Truncated importance sampling (TIS); verl truncates at 2.
+    """
     return _log_weight(log_prob, generator_log_prob, level, sequences).exp().clamp(*bounds)
 
 
@@ -50,7 +72,29 @@ def icepop(
     level: str = "token",
     sequences: Sequences | None = None,
 ) -> torch.Tensor:
-    """Return w where it is within ``bounds``, else 0 (IcePop, arXiv:2510.18855)."""
+    """Return w = exp(log_prob - generator_log_prob) where it is within ``bounds``, else 0.
+
+    Args:
+        log_prob: [..] fp32 of the trainer at sampling time (``old_log_prob``), nats.
+        generator_log_prob: [..] of the program that sampled the tokens.
+        bounds: (lowest, highest) weight that counts.
+        level: "token", or "sequence" for the product of w over the token's sequence, log w clamped to +-20.
+        sequences: `Sequences` of the tokens, for level="sequence".
+
+    Returns:
+        [..] fp32, detached: the input "rollout_weight" of `PolicyGradient`.
+
+    Raises:
+        ValueError: another level, or "sequence" without sequences.
+
+    Examples:
+        >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
+        >>> losses.icepop(trainer, generator)
+        tensor([[1., 0.]])
+
+    Source:
+        IcePop (arXiv:2510.18855).
+    """
     weight = _log_weight(log_prob, generator_log_prob, level, sequences).exp()
     return torch.where((weight < bounds[0]) | (weight > bounds[1]), 0.0, weight)
 
@@ -62,8 +106,26 @@ def sequence_masked_importance_weight(
     sequences: Sequences,
     bounds: tuple[float, float] = (0.999, 1.002),
 ) -> torch.Tensor:
-    """Return w of each token, but 0 for all tokens of a sequence whose geometric mean of w is outside of ``bounds``
-    (NeMo-RL's seq-mask-tis)."""
+    """Return w of each token, but 0 for all tokens of a sequence whose geometric mean of w is outside of ``bounds``.
+
+    Args:
+        log_prob: [..] fp32 of the trainer at sampling time (``old_log_prob``), nats.
+        generator_log_prob: [..] of the program that sampled the tokens.
+        sequences: `Sequences` of the tokens.
+        bounds: (lowest, highest) geometric mean.
+
+    Returns:
+        [..] fp32, detached: the input "rollout_weight" of `PolicyGradient`.
+
+    Examples:
+        >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
+        >>> sequences = Sequences.from_mask(torch.ones(1, 2, dtype=torch.bool))
+        >>> losses.sequence_masked_importance_weight(trainer, generator, sequences=sequences)
+        tensor([[0., 0.]])
+
+    Source:
+        NeMo-RL's seq-mask-tis.
+    """
     log_w = log_ratio(log_prob.detach(), generator_log_prob.detach())
     mean = sequences.spread(sequences.mean(log_w)).exp()
     weight = torch.where(mean.isnan(), torch.nan, log_w.exp())  # one NaN makes its sequence NaN

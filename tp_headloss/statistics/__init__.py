@@ -21,7 +21,7 @@ from .divergence import DivergenceFamily
 from .entropy import EntropyFamily
 from .family import Family, MaybeNone, Wanted
 from .rank import RankFamily
-from .result import VocabStatistics
+from .result import VocabStatistics, documented_fields
 from .sets import SetsFamily
 from .softmax import IGNORED, SoftmaxFamily
 from .teacher import TeacherFamily
@@ -41,6 +41,7 @@ __all__ = [
     "MaybeNone",
     "VocabStatistics",
     "Wanted",
+    "documented_fields",
     "known_statistics",
     "layout_of",
 ]

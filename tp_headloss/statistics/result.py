@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import inspect
+import re
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from .family import MaybeNone
 
+Results = TypeVar("Results", bound=tuple)
 
+
+def documented_fields(results: type[Results]) -> type[Results]:
+    """Give each field of a NamedTuple the line of its section "Attributes" as docstring, which help() shows."""
+    section = (inspect.getdoc(results) or "").partition("\nAttributes:\n")[2].partition("\n\n")[0]
+    for name, text in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", section, re.M):
+        getattr(results, name).__doc__ = " ".join(text.split())
+    return results
+
+
+@documented_fields
 class VocabStatistics(NamedTuple):
     """Per-token statistics of the whole vocabulary: fp32, the logits' leading shape, equal bits on every rank.
 
@@ -46,6 +59,11 @@ class VocabStatistics(NamedTuple):
         rank: of the label in the vocabulary, 1 for the likeliest id, the lower id first on ties; not differentiable.
         collision: sum p^2, the probability that two draws agree.
         vocab_size: V, a number.
+
+    Examples:
+        >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), want=("argmax",))
+        >>> stats.target_logit, stats.argmax, stats.correct, stats.entropy
+        (tensor([2.]), tensor([0]), tensor([True]), None)
     """
 
     lse: torch.Tensor
