@@ -29,11 +29,12 @@ from .sampling_rule import (
     transformed_logits,
 )
 from .shard import VocabShard
-from .statistics import MaybeNone
+from .statistics import MaybeNone, documented_fields
 from .topk import local_operands, token_blocks
 from .validation import expect_ids, expect_instance, expect_int, expect_tensor
 
 
+@documented_fields
 class Sample(NamedTuple):
     """A sampled id per token [..] with its log-probs; equal bits on every rank.
 
@@ -42,6 +43,12 @@ class Sample(NamedTuple):
         log_probs: [..] fp32, of the distribution that was sampled: over the ids that the rule kept. NaN where -1.
         full_log_probs: [..] fp32, over the whole vocabulary; equal to log_probs without a rule. NaN where -1.
         sets: `IdSets` that the rule kept, empty where -1; None without a rule.
+
+    Examples:
+        >>> logits, rule = torch.tensor([[2.0, 1.0, 0.0, -9.0]]), SamplingRule(top_k=2)
+        >>> drawn = sample(logits, seed=0, positions=torch.tensor([7]), rule=rule)
+        >>> drawn.log_probs, drawn.full_log_probs  # of id 1, among ids 0 and 1, and among all
+        (tensor([-1.3133]), tensor([-1.4076]))
     """
 
     ids: torch.Tensor
@@ -66,8 +73,7 @@ def kept_ids(
     The sets are exact, ids ascending in int32, and equal on every rank; from equal logits they are equal at every group
     size and cut of the vocabulary. A token with NaN or +inf in its logits, or nothing above -inf, has an empty set.
     Blocks of tokens bound the memory. For a block the ranks exchange a number per token, then 512 bytes per token for
-    each 6 bits of logit and id (8 or 9 times for top-k, and as often for top-p), then the ids. Waits for a GPU. Errors
-    are those of `vocab_statistics`.
+    each 6 bits of logit and id (8 or 9 times for top-k, and as often for top-p), then the ids. Waits for a GPU.
 
     Args:
         logits: as in `vocab_statistics`; hidden states [.., H] with a ``weight``; or a `TeacherHead`, which has both.
@@ -75,6 +81,16 @@ def kept_ids(
         weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by blocks of tokens.
         shard, transform, options: as in `vocab_statistics`; the temperature belongs to the transform, and so does the
             bias of a weight.
+
+    Returns:
+        `IdSets` in the form of `IdSets.from_csr`, on the logits' device.
+
+    Raises:
+        TypeError, ValueError: those of `vocab_statistics`, and a rule whose tensors do not fit the tokens.
+
+    Examples:
+        >>> kept_ids(torch.tensor([[2.0, 1.0, 0.0, -9.0]]), SamplingRule(top_p=0.9)).ids  # 0.67 + 0.24 reach 0.9
+        tensor([0, 1], dtype=torch.int32)
     """
     if not isinstance(rule, SamplingRule):
         raise TypeError(f"rule must be SamplingRule(..), got {type(rule).__name__}")
@@ -112,6 +128,17 @@ def sample(
             number x longest length + step. Equal positions have equal noise.
         rule: `SamplingRule`, or None for the whole vocabulary.
         logits, weight, shard, transform, options: as in `kept_ids`.
+
+    Returns:
+        `Sample`.
+
+    Raises:
+        TypeError, ValueError: those of `kept_ids`, and a seed or positions of another type, shape or range.
+
+    Examples:
+        >>> logits, positions = torch.tensor([[2.0, 1.0, 0.0, -9.0]]).expand(3, 4), torch.arange(3)
+        >>> sample(logits, seed=0, positions=positions).ids
+        tensor([2, 0, 0])
     """
     expect_instance("rule", rule, SamplingRule)
     keep = SamplingRule() if rule is None else rule

@@ -42,6 +42,10 @@ class SamplingRule:
 
     Raises:
         TypeError, ValueError: numbers of another type or out of range.
+
+    Examples:
+        >>> SamplingRule(top_k=50, top_p=0.9)
+        SamplingRule(top_k=50, top_p=0.9, min_p=None)
     """
 
     top_k: int | torch.Tensor | None = None
