@@ -3,14 +3,18 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh test train docs dev
-bash scripts/hosts.sh
 export OMP_NUM_THREADS=1
 python=.venv/bin/python
 
 $python -m ruff check .
-bash scripts/docs.sh
-$python -m mypy
-$python -m pyright --pythonpath $python
+checks=()
+for check in "bash scripts/docs.sh" "$python -m mypy" "$python -m pyright --pythonpath $python"; do
+    $check & checks+=("$!:$check")
+done
+bash scripts/hosts.sh  # mostly waits for downloads
+for check in "${checks[@]}"; do
+    wait "${check%%:*}" || { echo "test: failed: ${check#*:}" >&2; exit 1; }
+done
 
 # A worker has its own ranks and fixtures, so that whole files go to one of them; four for two cores, because
 # ranks wait for each other and for timeouts.
