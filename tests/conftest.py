@@ -1,5 +1,6 @@
 """Device and backends under test: CUDA where there is one, else the CPU with interpreted kernels."""
 
+import collections
 import os
 
 import pytest
@@ -42,8 +43,32 @@ def pytest_configure(config):
 LONG = "test_structure", "test_training", "test_distill_launch", "test_grpo", "test_bench", "test_transformers"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all-interpreted", action="store_true", help="on CPUs, too, all tests of the Triton backend")
+
+
+def redundant(items):
+    """Those of one test's items that repeat what others before them have: of each parameter a value that they have."""
+    seen = set()
+    for item in items:
+        values = set(enumerate(item.callspec._idlist))  # the ids of its parameters
+        if values <= seen:
+            yield item
+        seen |= values
+
+
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.path.stem not in LONG)
+    if DEVICE == "cpu" and not config.getoption("--all-interpreted"):
+        # the interpreter is slow, and the same kernels run for each product of a test's parameters
+        interpreted = collections.defaultdict(list)
+        for item in items:
+            callspec = getattr(item, "callspec", None)
+            if callspec and callspec.params.get("backend") == "triton":
+                interpreted[item.path, item.originalname].append(item)
+        left_out = {item for group in interpreted.values() for item in redundant(group)}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     if DEVICE == "cpu":  # nothing to run there: deselected, so that no skip hides in the report
         gpu = [item for item in items if item.get_closest_marker("cuda")]
         config.hook.pytest_deselected(items=gpu)

@@ -51,12 +51,12 @@ def vocab_statistics(
             says it, ``Shard(-1)`` on one dimension of its mesh (labels and the like then plain or DTensors; results are
             plain).
         want: of "entropy", "collision", "total" and "argmax", with a `Teacher` of `statistics.FULL_TEACHER`, with a
-            `TopKTeacher` of `statistics.TOPK_TEACHER`, with ``sets`` of `statistics.OVER_SETS`; lse is always there,
-            log_prob and target_logit with labels. The Jensen-Shannon divergences and "total_variation" take a second,
-            small collective, all others together one.
+            `TopKTeacher` of `statistics.TOPK_TEACHER`, with ``sets`` of `statistics.OVER_SETS` or "log_probs_at"; lse
+            is always there, log_prob and target_logit with labels. The Jensen-Shannon divergences and "total_variation"
+            take a second, small collective, all others together one.
         transform: `Transform` of the logits.
         teacher: `Teacher` or `TopKTeacher` whose statistics are in ``want``.
-        sets: `IdSets` whose statistics are in ``want``.
+        sets: `IdSets` whose statistics are in ``want``; for "log_probs_at" [.., K], the log-prob of each of its ids.
         total_weight: [width] fp32 column weights w of ``total`` (class weights), not differentiable.
         ignore_index: label of tokens that are left out.
         options: `Options`.

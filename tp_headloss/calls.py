@@ -34,7 +34,7 @@ def build_request(
         raise ValueError(f"ignore_index must be in the range of int64, got {ignore_index}")
     validate_sets(sets, labels, want, teacher, logits)
     if sets is not None and options.check:
-        check_sets(sets, labels, ignore_index, shard.vocab_size)
+        check_sets(sets, labels, want, ignore_index, shard.vocab_size)
     temperature, temperatures = transform.temperature, None
     if isinstance(temperature, torch.Tensor):
         temperatures = temperature.to(torch.promote_types(logits.dtype, torch.float32))
@@ -56,7 +56,7 @@ def build_request(
         **_teacher_tensors(teacher, teacher_scales, order, facts),
         **set_tensors(sets, logits.shape[:-1], order, facts),
     )
-    return Request(tensors, facts, layout_of(labels is not None, facts.want), order, shard)
+    return Request(tensors, facts, layout_of(labels is not None, facts.want, tensors.entries), order, shard)
 
 
 def _teacher_tensors(teacher, scales, order: TokenOrder, facts: Facts) -> dict[str, torch.Tensor]:

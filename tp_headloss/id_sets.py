@@ -11,7 +11,8 @@ import torch
 from .engine.operators import known_sets
 from .options import TopKTeacher
 from .request import Facts, TokenOrder
-from .statistics import OVER_SETS
+from .statistics import AT_IDS, OVER_SETS
+from .statistics.at_ids import known_ids
 from .statistics.sets import rows_and_places
 from .validation import expect_ids, expect_instance, expect_tensor
 
@@ -23,7 +24,8 @@ class IdSets:
     A negative id is none, and an id that is there several times counts once. Sets of different sizes take less memory
     by `from_csr`. A set that is empty, that holds an id at or beyond the vocabulary or lacks its token's label makes
     the statistics over sets of that token NaN (``Options.check`` raises instead). Ascending ids are quick; any others
-    are compared with all before them in their set.
+    are compared with all before them in their set. For the statistic "log_probs_at" they are ids whose log-probs are
+    asked for, each.
 
     Args:
         ids: [.., K] int64 or int32, global, replicated, in any order.
@@ -74,14 +76,18 @@ class IdSets:
 
 def validate_sets(sets: IdSets | None, labels, want, teacher, logits):
     """Raise TypeError or ValueError, from metadata, unless the sets fit the call. logits: [.., width]."""
-    wanted = [name for name in OVER_SETS if name in want]
+    wanted = [name for name in (*OVER_SETS, *AT_IDS) if name in want]
     expect_instance("sets", sets, IdSets)
     if sets is None:
         if wanted:
             raise ValueError(f"{wanted} need sets of ids, got none: sets=IdSets(ids)")
         return
     if not wanted:
-        raise ValueError(f"sets serve the statistics {OVER_SETS}, got none of them in want")
+        raise ValueError(f"sets serve the statistics {OVER_SETS + AT_IDS}, got none of them in want")
+    if len(wanted) > 1 and AT_IDS[0] in wanted:
+        raise ValueError(f"log_probs_at and statistics over sets are for separate calls, got {wanted} in want")
+    if AT_IDS[0] in wanted and sets.spans is not None:
+        raise ValueError("log_probs_at is [.., K] of ids [.., K], got sets from_csr")
     if isinstance(teacher, TopKTeacher):
         raise ValueError("sets and a TopKTeacher are for separate calls, got both in one")
     if "set_log_prob" in want and labels is None:
@@ -104,11 +110,16 @@ def validate_sets(sets: IdSets | None, labels, want, teacher, logits):
             raise TypeError(f"sets.mask must be bool, got {sets.mask.dtype}")
 
 
+def _masked(sets: IdSets) -> torch.Tensor:
+    """The ids [.., K], negative where there is none."""
+    return sets.ids if sets.mask is None else torch.where(sets.mask, sets.ids, -1)
+
+
 def _flat(sets: IdSets, flatten) -> tuple[torch.Tensor, torch.Tensor]:
     """The ids of all sets [all], and the bounds [N, 2] of each token's; flatten: [.., *] -> [N, *]."""
     if sets.spans is not None:
         return sets.ids.contiguous(), flatten(sets.spans).contiguous()
-    ids = flatten(sets.ids if sets.mask is None else torch.where(sets.mask, sets.ids, -1))
+    ids = flatten(_masked(sets))
     begin = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
     return ids.reshape(-1), torch.stack([begin, begin + ids.shape[1]], 1)
 
@@ -117,16 +128,18 @@ def set_tensors(sets: IdSets | None, lead, order: TokenOrder, facts: Facts) -> d
     """The tensors of sets as a request has them. lead: shape of the tokens."""
     if sets is None:
         return {}
+    if AT_IDS[0] in facts.want:
+        return {"entries": known_ids(order.flatten(_masked(sets)), facts.vocab_size).contiguous()}
     ids, spans = _flat(sets, lambda x: order.flatten(x.reshape(*lead, x.shape[-1])))
     return dict(zip(("entries", "entry_spans"), known_sets(ids, spans, facts.vocab_size, facts.backend)))
 
 
-def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int):
-    """Raise ValueError with the first token, if any, whose set holds an unknown id or lacks the label."""
+def check_sets(sets: IdSets, labels, want, ignore_index: int, vocab_size: int):
+    """Raise ValueError with the first token, if any, whose set holds an unknown id or lacks a label that it needs."""
     ids, spans = _flat(sets, lambda x: x.reshape(-1, x.shape[-1]))
     row, place = rows_and_places(spans)
-    labels, known = labels.reshape(-1), torch.zeros(len(spans), dtype=torch.bool, device=ids.device)
-    unknown = known.clone()
+    labels, unknown = labels.reshape(-1), torch.zeros(len(spans), dtype=torch.bool, device=ids.device)
+    known = torch.full_like(unknown, AT_IDS[0] in want)  # these need no label
     known[row[ids[place] == labels[row]]] = True
     unknown[row[ids[place] >= vocab_size]] = True
     bad = ((labels != ignore_index) & (unknown | ~known)).nonzero()

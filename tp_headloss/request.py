@@ -49,7 +49,8 @@ class Tensors(NamedTuple):
     column_weight: torch.Tensor | MaybeNone = None  # [width]
     teacher: torch.Tensor | MaybeNone = None  # [N, width]
     scales: torch.Tensor | MaybeNone = None  # [2, N], instead of the facts' teacher_scale and student_scale
-    entries: torch.Tensor | MaybeNone = None  # [N, K] int32 of a top-K teacher: distinct, ascending, the largest: none
+    # [N, K] int32 of a top-K teacher: distinct, ascending, the largest: none; or given ids, see `statistics.at_ids`
+    entries: torch.Tensor | MaybeNone = None
     entry_log_probs: torch.Tensor | MaybeNone = None  # [N, K] fp32, -inf where there is none
     # [N, 2] int64 bounds of each token's set; `entries` [all] are then the ids of all sets, each once, negative: none
     entry_spans: torch.Tensor | MaybeNone = None
@@ -114,12 +115,12 @@ class Request(NamedTuple):
     def of(cls, tensors, facts: Facts) -> Request:
         """The request of an operator's arguments."""
         tensors = Tensors(*tensors)
-        return cls(tensors, facts, layout_of(tensors.labels is not None, facts.want))
+        return cls(tensors, facts, layout_of(tensors.labels is not None, facts.want, tensors.entries))
 
     @property
     def packets_shape(self) -> tuple[int, int, int]:
         """Shape of this rank's packets: chunks, rows of a packet, tokens."""
-        return self.facts.chunks, len(self.layout.packet), self.tensors.logits.shape[0]
+        return self.facts.chunks, self.layout.packet_height, self.tensors.logits.shape[0]
 
     def rows(self, here: slice, logits: torch.Tensor) -> Request:
         """The request of some tokens, whose logits are given."""

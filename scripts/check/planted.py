@@ -27,6 +27,7 @@ DIVERGENCE, DIVERGENCE_DEVICE = statistic("divergence")
 TOPK, TOPK_DEVICE = statistic("topk")
 ENTRIES, ENTRIES_DEVICE = statistic("entries")
 SETS, SETS_DEVICE = statistic("sets")
+AT_IDS, AT_IDS_DEVICE = statistic("at_ids")
 
 GROUPS = {
     "test_accuracy test_sharding test_generated test_losses test_bad_inputs test_bad_inputs_triton": [
@@ -120,6 +121,16 @@ GROUPS = {
         (SETS_DEVICE, "direct", "tl.load(at + rows.set_others * token.n)", "-s"),
         ("engine/gradient_triton.py", "put_entries_kernel", "tl.store(dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, exact, mask=here)", "pass"),
         ("id_sets.py", "IdSets.from_csr", "(begin >= offsets.cummax(0).values[:-1])", "(begin == begin)"),
+    ],
+    "test_at_ids": [
+        (AT_IDS, "AtIdsFamily.direct", 'at.scatter_add(1, tile.entries, grads["log_probs_at"].to(dz.dtype))', 'at.scatter(1, tile.entries, grads["log_probs_at"].to(dz.dtype))'),
+        (AT_IDS, "gradients_of_log_probs_at", "at = torch.where(ids == NONE, 0.0, at)", "pass"),
+        (AT_IDS, "log_probs_at", "shift.double()", "0.0"),
+        (AT_IDS_DEVICE, "at_ids_statistics_kernel", "columns // inputs.chunk_size == chunk", "True"),
+        (AT_IDS_DEVICE, "at_ids_merge_kernel", "(ids < 0) | (whole == 0.0)", "whole == 0.0"),
+        (AT_IDS_DEVICE, "direct", "same = ids == tl.load(inputs.entries + at + k)", "same = tile.columns == tl.load(inputs.entries + at + k)"),
+        ("linear_head/one_sweep.py", "_objective", "ids[here]", "ids"),
+        ("linear_head/valid_tokens.py", "ValidTokens.spread_one", "x.dim() > 1", "False"),
     ],
     "test_topk_distillation test_topk": [
         (ENTRIES, "distinct_entries", "live if mask is None else live & mask", "live"),

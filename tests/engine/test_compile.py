@@ -21,7 +21,7 @@ from tp_headloss import (
     ZLoss,
     vocab_statistics,
 )
-from tp_headloss.statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER
+from tp_headloss.statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER
 
 
 def compiled_run(group, device, fraction, backend):
@@ -83,6 +83,7 @@ def test_operators_are_registered_consistently(device):
         ({"teacher": Teacher(torch.randn_like(x))}, FULL_TEACHER, (torch.randn_like(x), scales, None, None, None)),
         ({"teacher": TopKTeacher(ids, log_probs)}, TOPK_TEACHER, (None, scales, *operators.entries(*of_entries), None)),
         ({"sets": IdSets(ids)}, OVER_SETS, (None, None, entries, None, spans)),
+        ({"sets": IdSets(ids)}, AT_IDS, (None, None, ids.int(), None, None)),
     ):
         local, options = x.clone().requires_grad_(), Options(backend="torch")
         stats = vocab_statistics(local, labels, want=(*WANT, *names), options=options, **given)
@@ -90,7 +91,8 @@ def test_operators_are_registered_consistently(device):
         torch.library.opcheck(operators.statistics.default, (*inputs, *request.facts), **checks)
         merged = operators.statistics(*inputs, *request.facts)[0]
         upstream = [name in ("log_prob", *names) for name in request.layout.gradients]
-        grads = [torch.randn(N, device=device) if given else None for given in upstream]
+        shapes = [(N, 5) if name in AT_IDS else (N,) for name in request.layout.gradients]
+        grads = [torch.randn(shape, device=device) if given else None for shape, given in zip(shapes, upstream)]
         torch.library.opcheck(operators.logits_gradient.default, (*inputs, merged, grads, *request.facts), **checks)
 
 

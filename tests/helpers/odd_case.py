@@ -191,6 +191,20 @@ def kept(ids, mask=None, offsets=None, **fields):
     return {"want": ("set_log_prob",), "keywords": keywords, "expected": expected} | fields
 
 
+def at(ids, **fields):
+    """Fields of a case: the log-probs of these ids, the same for all tokens."""
+    ids = torch.tensor(ids, dtype=torch.int64)
+
+    def expected(x, labels):
+        log_p = x.log_softmax(-1)[:, ids.clamp(0, x.shape[1] - 1)]
+        return torch.where((ids >= 0) & (labels != -100)[:, None], log_p, 0.0)
+
+    def keywords(here):
+        return {"want": ("log_probs_at",), "sets": IdSets(here.to(ids.expand(N, -1)))}
+
+    return {"want": ("log_probs_at",), "keywords": keywords, "expected": expected} | fields
+
+
 def moved(change):
     """A cut: this rank's even share [start, stop), changed."""
 

@@ -9,7 +9,7 @@ import functools
 import oracle
 import torch
 import torch.distributed as dist
-from odd_case import INF, NAN, Case, N, V, bounds, divergence, entries, kept, linear, mirrored, moved, with_head
+from odd_case import INF, NAN, Case, N, V, at, bounds, divergence, entries, kept, linear, mirrored, moved, with_head
 
 from tp_headloss import (
     CausalLMLoss,
@@ -438,6 +438,12 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "offsets that descend or leave the ids": rows(**kept([1, 40, 31, 32], offsets=[0, 9, 2, 1, 0], nan=tuple(range(N)))),
             "a set without the label, with check": refused("ValueError: the set of token 2 (flat index) must hold ids below 64 and its label 31, got [1, 3, 32, 40]; 1 such tokens", options={"check": True}, **kept([1, 3, 32, 40])),
         },
+        "a negative id, and one at or beyond the vocabulary, among those whose log-probs are asked for": {
+            "log-probs at ids, one several times": rows(**at([3, 40, 3, 31])),
+            "log-probs at negative ids": rows(**at([3, -1, 40, -9])),
+            "a log-prob at id V": rows(**at([V], nan=tuple(range(N)))),
+            "a log-prob at id V, with check": refused("ValueError: the set of token 0 (flat index) must hold ids below 64", options={"check": True}, **at([V])),
+        },
         "sets of other tokens or another type, not wanted or missing, beside a top-K teacher": {
             "sets of other tokens": refused("ValueError: sets.ids must have shape [4, 2], got [3, 2]", keywords=wrong_sets(torch.zeros(3, 2).long())),
             "sets of one dimension": refused("ValueError: sets.ids must be [.., K] for tokens [4], got [4]", keywords=wrong_sets(torch.zeros(4).long())),
@@ -446,6 +452,8 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "a mask of numbers": refused("TypeError: sets.mask must be bool, got torch.int64", keywords=wrong_sets(torch.zeros(N, 2).long(), torch.ones(N, 2).long())),
             "a tensor as sets": refused("TypeError: sets must be IdSets(..) or None, got Tensor", keywords=lambda here: {"want": ("set_entropy",), "sets": here.labels}),
             "sets that nobody wants": refused("ValueError: sets serve the statistics", keywords=lambda here: {"sets": IdSets(here.labels[:, None])}),
+            "ids and sets in one call": refused("ValueError: log_probs_at and statistics over sets are for separate calls, got ['set_entropy', 'log_probs_at'] in want", keywords=lambda here: {"want": ("log_probs_at", "set_entropy"), "sets": IdSets(here.labels[:, None])}),
+            "log-probs at ragged ids": refused("ValueError: log_probs_at is [.., K] of ids [.., K], got sets from_csr", keywords=lambda here: {"want": ("log_probs_at",), "sets": IdSets.from_csr(here.labels, torch.arange(N + 1, device=here.labels.device))}),
             "no sets": refused("ValueError: ['set_entropy'] need sets of ids, got none", keywords=lambda here: {"want": ("set_entropy",)}),
             "sets and a top-K teacher": refused("ValueError: sets and a TopKTeacher are for separate calls, got both in one", keywords=lambda here: wrong_entries()(here) | {"want": ("topk_forward_kl", "set_entropy"), "sets": IdSets(here.labels[:, None])}),
         },

@@ -35,6 +35,11 @@ def run(*args, **kwargs):
     return output
 
 
+def run_sharded(out, cache, *options):
+    """The same without torchrun."""
+    run_script("launch/train.py", "--tp", 2, *TINY.split(), "--out", out, "--data-cache", cache, *options, ranks=2)
+
+
 def losses(out):
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return {(row["split"], row["step"]): (row["loss"], row["accuracy"], row["entropy"]) for row in rows}
@@ -49,7 +54,7 @@ def cache(tmp_path_factory):
 def whole(tmp_path_factory, cache):
     """A run that nothing disturbs."""
     out = tmp_path_factory.mktemp("whole")
-    run(out, cache, *STEPS)
+    run_sharded(out, cache, *STEPS)
     return out
 
 
@@ -63,8 +68,8 @@ def test_sharded_training_equals_unsharded_and_resumes_bit_for_bit(tmp_path, cac
     assert (whole / "curves.png").stat().st_size > 10_000
 
     parts = tmp_path / "parts"
-    run(parts, cache, *STEPS, "--stop-after", 5)
-    run(parts, cache, *STEPS, "--resume")
+    run_sharded(parts, cache, *STEPS, "--stop-after", 5)
+    run_sharded(parts, cache, *STEPS, "--resume")
     assert losses(parts) == sharded
 
 

@@ -116,11 +116,10 @@ def check(results, loss, grad, world_size, collectives):
 
 
 SOME = [("forward_kl", "tail"), ("reverse_kl", "vocabulary"), ("jsd", "vocabulary")]
-CASES = [(kind, size, *pair) for kind, size in (("one", 2), ("apart", 4)) for pair in TOPK_DISTILLATIONS]
-CASES += [("tokens", 3, *pair) for pair in SOME]
 
 
-@pytest.mark.parametrize(("kind", "largest", "divergence", "support"), CASES)
+@pytest.mark.parametrize(("kind", "largest"), [("one", 2), ("apart", 4), ("tokens", 3)])
+@pytest.mark.parametrize(("divergence", "support"), TOPK_DISTILLATIONS)
 def test_values_and_gradients_equal_float64(kind, largest, divergence, support, backend):
     loss, grad = expected(kind, divergence, support)
     for world_size in (1, largest) if backend == "torch" else (largest,):

@@ -63,7 +63,7 @@ def check_cases(world_size, backend, count):
 
 @pytest.mark.parametrize(
     "world_size, backend, count",
-    [(1, "torch", 980), (2, "torch", 700), (4, "torch", 150), (1, "triton", 40), (2, "triton", 120), (4, "triton", 30)],
+    [(1, "torch", 1080), (2, "torch", 720), (4, "torch", 140), (1, "triton", 20), (2, "triton", 40), (4, "triton", 20)],
 )
 def test_cases_are_right_within_their_bounds(world_size, backend, count):
     check_cases(world_size, backend, count)

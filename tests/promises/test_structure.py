@@ -268,7 +268,7 @@ def test_every_kernel_variant_compiles_ahead_of_time(name, capabilities, tmp_pat
     command = [str(python), str(ROOT / "tests/helpers/aot.py"), *map(str, capabilities)]
     result = subprocess.run(command, capture_output=True, text=True, env=env)
     assert result.returncode == 0 and "failed 0" in result.stdout, result.stdout[-4000:] + result.stderr[-4000:]
-    assert int(result.stdout.split("compiled ")[1].split(",")[0]) > 50 * (1 + len(capabilities))
+    assert int(result.stdout.split("compiled ")[1].split(",")[0]) > 30 * (1 + len(capabilities))
     served = {kernel: {90, 100} if kernel.startswith("linear_") else {80, 90, 100} for kernel in kernels()}
     expected = {f"{kernel} sm_{c}: " for kernel, served_by in served.items() for c in served_by & set(capabilities)}
     assert len(expected) >= 11 and all(line in result.stdout for line in expected), result.stdout

@@ -86,7 +86,7 @@ class Statistics(torch.autograd.Function):
         }
         if loss is not None:
             _add_loss_gradient(grads, loss, reduced, ctx.plan, request)
-        grads = kernel_gradients(grads)
+        grads = kernel_gradients(grads, request.tensors.entries)
         if not grads:
             return (None,) * (count + 3)
         logits = request.tensors.logits

@@ -27,7 +27,7 @@ class DeviceLayout:
     """A layout as kernels take it: row numbers by name as compile-time constants, and the families' hooks."""
 
     def __init__(self, layout: Layout):
-        self.packet = _row_numbers("packet", layout.packet, statistics.FAMILIES)
+        self.packet = _row_numbers("packet", layout.packet, statistics.FAMILIES, layout.n_ids)
         self.merged = _row_numbers("merged", layout.merged, statistics.FAMILIES)
         self.second = _row_numbers("second", layout.second, statistics.FAMILIES)
         values = _row_numbers("values", layout.values, statistics.FAMILIES)
@@ -55,14 +55,15 @@ class DeviceLayout:
         return self._gradient_hooks[names]
 
 
-def _row_numbers(kind: str, rows: tuple[str, ...], families) -> Any:
-    """The numbers of the rows by the names of all rows of this kind, None for absent ones; `height`: how many.
+def _row_numbers(kind: str, rows: tuple[str, ...], families, n_ids: int = 0) -> Any:
+    """The numbers of the rows by the names of all rows of this kind, None for absent ones; `ids`: how many without a
+    name come after them; `height`: how many there are in all.
 
     One constant, because Triton's launcher looks at each element of a tuple.
     """
     place = {name: i for i, name in enumerate(rows)}
     make = _rows_type(kind, families)
-    numbers = make(*map(place.get, make._fields[:-1]), len(rows))
+    numbers = make(*map(place.get, make._fields[:-2]), n_ids, len(rows) + n_ids)
     return numbers if INTERPRETED else tl.constexpr(numbers)
 
 
@@ -70,7 +71,7 @@ def _row_numbers(kind: str, rows: tuple[str, ...], families) -> Any:
 def _rows_type(kind: str, families):
     everything = statistics.Layout(True, tuple(name for family in families for name in family.statistics), families)
     names = dict.fromkeys(getattr(everything, kind))
-    return collections.namedtuple(f"{kind.title()}Rows", [*names, "height"])
+    return collections.namedtuple(f"{kind.title()}Rows", [*names, "ids", "height"])
 
 
 @functools.cache

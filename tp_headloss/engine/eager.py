@@ -10,6 +10,7 @@ import torch
 
 from ..request import Facts, Request, Tensors
 from ..statistics import IGNORED, SOFTMAX, Layout
+from ..statistics.at_ids import log_probs_at, logits_at
 from ..statistics.entries import distinct_entries as entries  # noqa: F401 (part of the contract)
 from ..statistics.family import Tile
 from ..statistics.sets import known_sets, members  # noqa: F401 (the first is part of the contract)
@@ -90,6 +91,8 @@ def local_statistics(packets, request: Request, memory=None):
             for name, value in family.local(tile, softmax, layout.packet).items():
                 if name in rows:
                     rows[name][chunk, block].copy_(value)
+        if layout.n_ids:
+            packets[chunk, len(rows) :, block] = logits_at(tile).t()
     empty = torch.zeros_like(packets[0, 0], dtype=torch.bool)
     if labels is not None:
         empty = labels.long() == facts.ignore_index
@@ -139,7 +142,12 @@ def finish(shift, sums: dict, request: Request, dtype) -> list[torch.Tensor]:
 def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:
     """Packets of all ranks -> [merged rows, values, *flags]."""
     shift, sums = merged_sums(packets, request.layout, _student_scale(request))
-    return finish(shift, sums, request, packets.dtype)
+    outputs = finish(shift, sums, request, packets.dtype)
+    if request.layout.per_id:
+        merged = dict(zip(request.layout.merged, outputs[0].unbind(0)))
+        at_ids = packets[:, len(request.layout.packet) :]
+        outputs.append(log_probs_at(at_ids, request.tensors.entries, merged["shift"], merged["sum"]))
+    return outputs
 
 
 def second_statistics(packets, request: Request, merged):
@@ -172,7 +180,7 @@ def logits_gradient(out, request: Request, merged, grads: dict):
         for block in _row_blocks(n_rows, chunk):
             tile = tile_of(tensors, block, columns, facts)
             here = {name: value[block, None] for name, value in merged_row.items()}
-            upstream = {name: value[block, None] for name, value in grads.items()}
+            upstream = {name: g[block].reshape(tile.z.shape[0], -1) for name, g in grads.items()}
             dz = _tile_gradient(tile, here, upstream, request)
             out[block, columns] = torch.where(here["sum"] == 0, 0.0, dz * tile.slope).to(out.dtype)
 

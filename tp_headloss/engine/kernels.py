@@ -157,7 +157,7 @@ def merge_kernel(
 ):  # fmt: skip
     """One program: the merge of all packets of BLOCK tokens in chunk order, in float64, and the target column."""
     # Packets that are read at once: more spill registers, and more than 8 compile for minutes.
-    WIDE: tl.constexpr = PACKETS * rows.packet.height > 96
+    WIDE: tl.constexpr = PACKETS * (rows.packet.height - rows.packet.ids) > 96
     STEP: tl.constexpr = (4 if PACKETS == 8 else 1) if WIDE or PACKETS > 8 else PACKETS
     n = n_rows.to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -6,6 +6,7 @@ import torch
 
 from ..comm import gather_packets
 from ..request import Request
+from ..statistics.at_ids import gradients_of_log_probs_at
 from .backend import load_backend
 from .transports import resolve_transport
 
@@ -55,8 +56,13 @@ def write_linear_gradient(out, hidden, weight, request: Request, merged, grads: 
     load_backend(request.facts.backend).linear_gradient(out, hidden, weight, request, merged, grads, rounded)
 
 
-def kernel_gradients(upstream: dict) -> dict:
-    """Convert upstream gradients of the statistics to those that backends take: target_logit is log_prob + lse."""
+def kernel_gradients(upstream: dict, ids: torch.Tensor | None = None) -> dict:
+    """Convert upstream gradients of the statistics to those that backends take: target_logit is log_prob + lse, and
+    log_probs_at, of these ids, the logits there - lse."""
+    if upstream.get("log_probs_at") is not None and ids is not None:
+        at, lse = gradients_of_log_probs_at(upstream["log_probs_at"], ids)
+        known = upstream.get("lse")
+        upstream = upstream | {"log_probs_at": at, "lse": lse if known is None else known + lse}
     if "target_logit" not in upstream:
         return {name: g for name, g in upstream.items() if g is not None}
     target_logit = upstream["target_logit"]

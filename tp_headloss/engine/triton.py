@@ -6,7 +6,7 @@ import torch
 
 from .. import statistics
 from ..request import Request
-from ..statistics import entries_triton, sets_triton
+from ..statistics import at_ids_triton, entries_triton, sets_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
 from ..statistics.records_triton import Inputs
@@ -15,6 +15,7 @@ from . import gradient_triton, kernels
 from .device_inputs import inputs_of
 from .device_layout import device_layout
 from .launch import (
+    AT_IDS,
     INTERPRETED,
     MERGE,
     SETS,
@@ -33,9 +34,8 @@ from .sums_triton import scale, token_sums, token_sums_gradient  # noqa: F401 (p
 
 FUSED_SUMS = True
 MOST_ENTRIES = 1024  # that one program compares with each other
-AT_ENTRIES = (
-    statistics.TOPK_TEACHER + statistics.OVER_SETS
-)  # statistics whose gradient is another at entries than at other columns
+# statistics whose gradient is another at entries than at other columns
+AT_ENTRIES = statistics.TOPK_TEACHER + statistics.OVER_SETS + statistics.AT_IDS
 
 
 def shares_memory(logits) -> bool:
@@ -68,13 +68,24 @@ def local_statistics(packets, request: Request, memory=None):
         kernels.statistics_kernel, n_rows * facts.chunks, variant, how,
         packets, streamed, shared, rows.statistics, rows.packet, n_rows, *prepared.bounds,
     )  # fmt: skip
-    if inputs.entries is not None:
+    if inputs.entries is None:
+        return
+    how, programs = entries_launch(inputs.n_entries), n_rows * facts.chunks
+    if request.layout.per_id:
+        kernel, how = at_ids_triton.at_ids_statistics_kernel, AT_IDS
+        programs = at_ids_programs(n_rows, inputs.n_entries)
+    elif inputs.entry_spans is None:
         kernel = entries_triton.entry_statistics_kernel
-        kernel = kernel if inputs.entry_spans is None else sets_triton.set_statistics_kernel
-        launch(
-            kernel, n_rows * facts.chunks, variant, entries_launch(inputs.n_entries),
-            packets, inputs, shared, rows.packet, n_rows, *prepared.bounds,
-        )  # fmt: skip
+    else:
+        kernel = sets_triton.set_statistics_kernel
+    launch(
+        kernel, programs, variant, how, packets, inputs, shared, rows.packet, n_rows, *prepared.bounds,
+    )  # fmt: skip
+
+
+def at_ids_programs(n_rows: int, n_ids: int) -> int:
+    """Tiles of the ids of all tokens."""
+    return ceil_div(n_rows, at_ids_triton.TOKENS.value) * ceil_div(n_ids, AT_IDS.block)
 
 
 def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:
@@ -92,6 +103,13 @@ def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:
         kernels.merge_kernel, ceil_div(n_rows, MERGE.block), (packets.device, rows, *counts, shared.slot, *keys), MERGE,
         rows.outputs(outputs), packets, inputs, shared, rows.merge, rows.merge_rows, n_rows, *counts,
     )  # fmt: skip
+    if request.layout.n_ids:  # reads this turn's packets, too: no rank writes them again before the next barrier
+        launch(
+            at_ids_triton.at_ids_merge_kernel, at_ids_programs(n_rows, request.layout.n_ids),
+            (packets.device, rows, *counts, shared.slot, pointer_key(x.entries)), AT_IDS,
+            outputs[-1], packets, Inputs(entries=x.entries), shared, outputs[0], rows.merged, rows.packet, n_rows,
+            *counts,
+        )  # fmt: skip
     return outputs
 
 
@@ -130,7 +148,8 @@ def logits_gradient(out, request: Request, merged, grads: dict):
         _gradient(out, request, inputs, prepared.variant, merged, grads)
         return
     exact, everywhere = _entries_gradient(out, request, merged, grads)
-    elsewhere = {name: g for name, g in grads.items() if name not in statistics.TOPK_TEACHER}
+    at_entries_alone = statistics.TOPK_TEACHER + statistics.AT_IDS
+    elsewhere = {name: g for name, g in grads.items() if name not in at_entries_alone}
     if everywhere is not None:
         elsewhere["lse" if len(everywhere) == 1 else "everywhere"] = everywhere
     _gradient(out, request, inputs, prepared.variant, merged, elsewhere)
@@ -168,7 +187,10 @@ def _entries_gradient(out, request: Request, merged, grads: dict):
     upstream = rows.grads(*map(grads.get, rows.grads._fields))
     launch(
         gradient_triton.entries_gradient_kernel, n_rows,
-        (out.device, rows, hooks, everywhere is None, prepared.variant, names, out.dtype),
+        (
+            out.device, rows, hooks, everywhere is None, prepared.variant, names, out.dtype,
+            pointer_key(upstream.log_probs_at),
+        ),
         entries_launch(inputs.n_entries),
         exact, everywhere, inputs, merged, upstream, hooks, rows.merged,
         n_rows, facts.start, facts.valid_width, rows.has_tail,

@@ -9,7 +9,7 @@ import torch
 
 from ..options import Options
 from ..sequences import SEQUENCE_REDUCTIONS
-from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone
+from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone
 from ..validation import expect_instance, expect_int, expect_one_of
 from .evaluation import StatisticsFunction
 from .statistic_value import StatisticValue, SumsPlan
@@ -128,7 +128,7 @@ class HeadLossDefinition(NamedTuple):
         needed = self.input_names()
         needed |= {"sequences"} if self.reduction in SEQUENCE_REDUCTIONS else set()
         needed |= {"teacher"} if set(self.want) & {*FULL_TEACHER, *TOPK_TEACHER} else set()
-        return needed | ({"sets"} if set(self.want) & {*OVER_SETS} else set())
+        return needed | ({"sets"} if set(self.want) & {*OVER_SETS, *AT_IDS} else set())
 
 
 def _class_weight_of_total(terms) -> torch.Tensor | None:

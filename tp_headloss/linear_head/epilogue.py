@@ -17,8 +17,8 @@ def obstacle(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, req
         return f"the GPU's compute capability is less than {CAPABILITY[0]}.{CAPABILITY[1]}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the operands are neither bfloat16 nor float16 but {dtype}"
-    if request.tensors.entry_spans is not None:
-        return "members of sets are picked from blocks of logits"
+    if request.tensors.entry_spans is not None or request.layout.per_id:
+        return "ids of sets are picked from blocks of logits"
     if request.teacher_heads.states or request.tensors.teacher is not None or request.tensors.entries is not None:
         return "a teacher is compared with blocks of logits"
     if hidden.is_neg() or weight.is_neg():

@@ -78,11 +78,12 @@ def _declared_upstream(call: LinearCall) -> torch.Tensor:
 
 def _objective(call: LinearCall, gradients_of):
     """A function: values and flags of some tokens -> gradients of the values that backends take, by name."""
-    layout = call.request.layout
+    layout, ids = call.request.layout, call.request.tensors.entries
 
     def objective(values, flags, here):
         found = gradients_of(dict(zip(layout.outputs, (*values, *flags))), here)
-        return kernel_gradients(found) or {"lse": torch.zeros_like(values[0])}
+        found = kernel_gradients(found, None if ids is None else ids[here])
+        return found or {"lse": torch.zeros_like(values[0])}
 
     return objective
 

@@ -245,5 +245,5 @@ def one_sweep(hidden, weight, request: Request, tokens: int, objective, wanted: 
             if here is slices[-1]:
                 end = comm.reduce_hidden(hidden_grad, how, request.facts.world_size, request.facts.group_name)
         sums.add(here is slices[0], slice(0, weight.shape[0]), logits, hidden[here])
-    values, *flags = (torch.cat(blocks, -1) for blocks in zip(*parts))
+    values, *flags = (torch.cat(blocks, dim) for blocks, dim in zip(zip(*parts), (1, *[0] * len(parts[0]))))
     return values, flags, end and end(), sums

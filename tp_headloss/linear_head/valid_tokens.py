@@ -70,10 +70,12 @@ class ValidTokens:
         return sets and sets.map_tokens(self.lead, lambda x: self(x, "sets"))
 
     def spread_one(self, x: torch.Tensor, ignored, missing) -> torch.Tensor:
-        """Spread a selected tensor over all tokens: [count] -> [..], with `ignored` and `missing` at the others."""
+        """Spread a selected tensor over all tokens: [count, *] -> [.., *], others are `ignored` or `missing`."""
         rest = torch.full_like(self.valid, ignored, dtype=x.dtype)
         rest = rest.masked_fill(self.valid, missing)
-        return rest.index_copy(0, self.order, x).view(self.lead)
+        if x.dim() > 1:  # [count, K]
+            rest = rest[:, None].repeat(1, x.shape[1])
+        return rest.index_copy(0, self.order, x).view(*self.lead, *x.shape[1:])
 
     def spread(self, stats: VocabStatistics, labels: torch.Tensor | None) -> VocabStatistics:
         """Spread statistics over all tokens: 0 at ignored ones, NaN at valid ones beyond `count`."""

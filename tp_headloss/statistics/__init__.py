@@ -15,6 +15,7 @@ import functools
 import torch
 
 from .argmax import ArgmaxFamily
+from .at_ids import AtIdsFamily
 from .collision import CollisionFamily
 from .divergence import DivergenceFamily
 from .entropy import EntropyFamily
@@ -27,6 +28,7 @@ from .topk import TopKFamily
 from .total import TotalFamily
 
 __all__ = [
+    "AT_IDS",
     "FAMILIES",
     "FULL_TEACHER",
     "IGNORED",
@@ -55,10 +57,12 @@ FAMILIES: tuple[Family, ...] = (
     DivergenceFamily(),
     TopKFamily(),
     SetsFamily(),
+    AtIdsFamily(),
 )
 FULL_TEACHER = (*TeacherFamily.statistics, *DivergenceFamily.statistics)  # statistics that need a `Teacher`
 TOPK_TEACHER = TopKFamily.statistics  # statistics that need a `TopKTeacher`
 OVER_SETS = SetsFamily.statistics  # statistics that need `IdSets`
+AT_IDS = AtIdsFamily.statistics  # statistics that need ids
 
 
 def known_statistics() -> tuple[str, ...]:
@@ -69,7 +73,7 @@ def known_statistics() -> tuple[str, ...]:
 class Layout:
     """The rows of one kind of call by name: packets, what the backward keeps, and what is reported."""
 
-    def __init__(self, has_labels: bool, want: tuple[str, ...], families: tuple[Family, ...]):
+    def __init__(self, has_labels: bool, want: tuple[str, ...], families: tuple[Family, ...], n_ids: int = 0):
         call = Wanted(has_labels, want)
         self.families = tuple(family for family in families if family.wanted(call))
         student_sum = any(family.needs_student_sum(call) for family in self.families)
@@ -81,9 +85,12 @@ class Layout:
         self.merged = (*self._rows("merged_rows"), *self.second[1::2])
         self.values = (*self._rows("value_rows"), *self.second[::2])
         self.flags = {name: dtype for family in self.families for name, dtype in family.flags(call).items()}
+        self.per_id = self._rows("per_id")  # of [N, K] ids each
+        self.n_ids = n_ids if self.per_id else 0
+        self.packet_height = len(self.packet) + self.n_ids  # the rows of the ids, which have no names, come last
         gradients = [name for family in self.families for name in family.gradients]
-        self.gradients = tuple(name for name in gradients if name in self.values)
-        self.outputs = (*self.values, *self.flags)
+        self.gradients = tuple(name for name in gradients if name in self.values or name in self.per_id)
+        self.outputs = (*self.values, *self.flags, *self.per_id)
         # target_logit's upstream gradient is lse's and log_prob's
         self.differentiable = frozenset((*self.gradients, "target_logit"))
         self.fixed = tuple(i for i, name in enumerate(self.outputs) if name not in self.differentiable)
@@ -92,16 +99,18 @@ class Layout:
         return tuple(row for family in self.families for row in getattr(family, kind)(self.call))
 
     def empty_outputs(self, like: torch.Tensor, n_rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Uninitialised [merged rows [R, N], values [K, N], *flags [N]]."""
+        """Uninitialised [merged rows [R, N], values [K, N], *flags [N], *statistics of ids [N, ids]]."""
         merged = like.new_empty((len(self.merged), n_rows), dtype=dtype)
         values = like.new_empty((len(self.values), n_rows), dtype=dtype)
-        return [merged, values, *(like.new_empty(n_rows, dtype=kind) for kind in self.flags.values())]
+        flags = [like.new_empty(n_rows, dtype=kind) for kind in self.flags.values()]
+        return [merged, values, *flags, *(like.new_empty((n_rows, self.n_ids), dtype=dtype) for _ in self.per_id)]
 
 
-def layout_of(has_labels: bool, want: tuple[str, ...]) -> Layout:
-    """The layout of a call; one object for equal arguments."""
+def layout_of(has_labels: bool, want: tuple[str, ...], entries: torch.Tensor | None = None) -> Layout:
+    """The layout of a call, whose ids, if there are any, are its entries [N, K]; one object for equal arguments."""
+    n_ids = entries.shape[1] if entries is not None and any(name in want for name in AT_IDS) else 0
     make = Layout if torch.compiler.is_compiling() else _layout  # torch.compile cannot trace a cached class
-    return make(has_labels, want, FAMILIES)
+    return make(has_labels, want, FAMILIES, n_ids)
 
 
 _layout = functools.lru_cache(maxsize=1024)(Layout)

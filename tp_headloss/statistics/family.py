@@ -135,6 +135,10 @@ class Family:
         """Names and dtypes of reported statistics that are no fp32 numbers."""
         return {}
 
+    def per_id(self, call: Wanted) -> tuple[str, ...]:
+        """Names of the reported fp32 statistics [N, K] of K given ids, each a packet row without a name."""
+        return ()
+
     def second_rows(self, call: Wanted) -> tuple[str, ...]:
         """Names of the values of the second exchange, which needs the merged sums of the first."""
         return ()

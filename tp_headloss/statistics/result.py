@@ -55,6 +55,7 @@ class VocabStatistics(NamedTuple):
         set_log_prob: log p of the label, renormalised over the token's set (`IdSets`); never above 0.
         set_entropy: entropy of p renormalised over the set.
         set_log_mass: log of the probability of the set.
+        log_probs_at: [.., K] log p of each id of the token's `IdSets`; 0 where it is none.
         collision: sum p^2, the probability that two draws agree.
         vocab_size: V, a number.
 
@@ -90,6 +91,7 @@ class VocabStatistics(NamedTuple):
     set_log_prob: torch.Tensor | MaybeNone
     set_entropy: torch.Tensor | MaybeNone
     set_log_mass: torch.Tensor | MaybeNone
+    log_probs_at: torch.Tensor | MaybeNone
     collision: torch.Tensor | MaybeNone
     vocab_size: int
 
