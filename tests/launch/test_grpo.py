@@ -47,4 +47,4 @@ def test_the_sets_of_the_sampler_are_replayed(tmp_path):
     assert replayed["reward"] == pytest.approx(without["reward"]) and replayed["tokens"] == without["tokens"]
     assert replayed["token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
     assert without["token_mult_prob_error"] > 1.2  # 1 / 0.7, less what a set's last id is beyond 0.7
-    assert 0 < replayed["entropy"] < without["entropy"]
+    assert replayed["loss"] > without["loss"] + 0.003  # 0.03 of an entropy that the truncation makes smaller
