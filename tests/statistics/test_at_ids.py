@@ -127,27 +127,30 @@ def from_hidden(group, device, backend, mode):
     hidden, ids, labels = (x.to(device) for x in (hidden, ids, labels))
     local = weight[shard.start : shard.stop].to(device).clone().requires_grad_()
     hidden.requires_grad_()
-    term = Term("soft", _of_ids, want=("log_probs_at",), tokenwise=True)
+    term = Term("soft", _of_ids, want=("log_probs_at",), inputs=("weights",), tokenwise=True)
     head = HeadLoss([term], options=Options(backend=backend))
-    out = head.linear(
-        hidden, local, labels, shard=shard, inputs={"sets": IdSets(ids)}, linear=Linear(mode=mode, budget=200_000)
-    )
+    given = {"sets": IdSets(ids), "weights": WEIGHTS.to(device)}
+    options = {"valid": {"max_valid_tokens": 5}}.get(mode, {"mode": mode})
+    out = head.linear(hidden, local, labels, shard=shard, inputs=given, linear=Linear(budget=200_000, **options))
     out.loss.backward()
     return out.loss.detach().cpu(), hidden.grad.cpu(), local.grad.cpu()
 
 
-def _of_ids(stats):
-    return -(stats.log_probs_at * torch.arange(1.0, K + 1, device=stats.lse.device)).sum(-1)
+WEIGHTS = torch.arange(6.0 * K).view(6, K)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "one_sweep"])
+def _of_ids(stats, weights):
+    return -(weights * stats.log_probs_at).sum(-1)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "one_sweep", "valid"])
 def test_a_loss_over_given_ids_from_hidden_states(mode, backend):
     results = on_ranks(2 if backend == "torch" else 1, from_hidden, backend, mode)
     generator = torch.Generator().manual_seed(4)
     hidden, weight = (torch.randn(n, H, generator=generator).double().requires_grad_() for n in (6, V))
     ids, labels = torch.randint(0, V, (6, K), generator=generator), torch.tensor([1, 2, 3, -100, 5, 6])
     at = (hidden @ weight.t()).log_softmax(-1).gather(1, ids)
-    loss = -(at * torch.arange(1.0, K + 1)).sum(-1)[labels != -100].mean()
+    loss = -(at * WEIGHTS).sum(-1)[labels != -100].mean()
     dh, dw = torch.autograd.grad(loss, (hidden, weight))
     for got, grad, _ in results:
         torch.testing.assert_close(got.double(), loss.detach(), rtol=1e-5, atol=1e-5)

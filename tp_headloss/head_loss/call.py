@@ -11,6 +11,7 @@ import torch
 from ..dtensor import local_part
 from ..sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..shard import VocabShard
+from ..statistics import AT_IDS
 from ..validation import expect_ids, expect_instance, expect_scalar, expect_tensor, fits_fp32, swap_hint
 from .definition import HeadLossDefinition
 from .evaluation import StatisticsFunction
@@ -136,10 +137,16 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
         raise ValueError(
             f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(inputs)}: {'; '.join(wrong)}"
         )
-    out = {}
+    out, per_id = {}, any(name in definition.want for name in AT_IDS)
     for name, value in inputs.items():  # teacher and sets are checked with the statistics
-        out[name] = value if name in ("sequences", "teacher", "sets") else _per_token(name, value, labels, sequences)
+        whole = name in ("sequences", "teacher", "sets") or (per_id and _has_values_of_ids(value, labels))
+        out[name] = value if whole else _per_token(name, value, labels, sequences)
     return out
+
+
+def _has_values_of_ids(value, labels) -> bool:
+    """True for a tensor [.., K] of K values per token."""
+    return isinstance(value, torch.Tensor) and value.dim() == labels.dim() + 1 and value.shape[:-1] == labels.shape
 
 
 def _per_token(name: str, value, labels, sequences) -> torch.Tensor:

@@ -135,9 +135,9 @@ class HeadLoss(nn.Module):
                 parallelism, the global count of tokens (or sequences).
             inputs: arguments of terms and metrics besides the statistics, by name, replicated: scalars; tensors with as
                 many dimensions as [..] that broadcast to it, in its own shape a value per token; with sequences,
-                tensors [B] with a value per sequence; "sequences", a `Sequences` with the labels' shape, whose mask
-                ignores tokens; "teacher", a `Teacher` or a `TopKTeacher`; "sets", `IdSets`, or a `SamplingRule` that
-                makes them from these logits.
+                tensors [B] with a value per sequence; for terms of "log_probs_at", tensors [.., K]; "sequences", a
+                `Sequences` with the labels' shape, whose mask ignores tokens; "teacher", a `Teacher` or a
+                `TopKTeacher`; "sets", `IdSets`, or a `SamplingRule` that makes them from these logits.
 
         Returns:
             `HeadLossOutput`.
