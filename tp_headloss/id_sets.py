@@ -163,7 +163,10 @@ def check_sets(sets: IdSets, labels, want, ignore_index: int, vocab_size: int):
     if len(bad):
         token = int(bad[0])
         begin, end = spans[token].tolist()
+        needed = f"ids below {vocab_size}"
+        if AT_IDS[0] not in want:
+            needed += f" and its label {int(labels[token])}"
         raise ValueError(
-            f"the set of token {token} (flat index) must hold ids below {vocab_size} and its label "
-            f"{int(labels[token])}, got {ids[begin:end].tolist()[:20]}; {len(bad)} such tokens"
+            f"the set of token {token} (flat index) must hold {needed}, got {ids[begin:end].tolist()[:20]}; "
+            f"{len(bad)} such tokens"
         )

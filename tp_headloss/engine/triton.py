@@ -121,20 +121,21 @@ def second_statistics(packets, request: Request, merged):
         return
     inputs, prepared = inputs_of(request)
     variant = packets.device, prepared.variant
-    if rows.second.rank is not None:
+    names = request.layout.second
+    if "rank" in names:
         launch(
             rank_kernel, n_rows * facts.chunks, variant, statistics_launch(facts.chunk_size),
             packets, _without_entries(inputs), merged, rows.merged, rows.second, n_rows, facts.start,
             facts.valid_width, facts.chunks,
         )  # fmt: skip
     inputs = inputs._replace(labels=None, column_weight=None)
-    if rows.second.jsd is not None or rows.second.total_variation is not None:
+    if "jsd" in names or "total_variation" in names:
         inputs = _without_entries(inputs)
         launch(
             divergence_kernel, n_rows * facts.chunks, variant, statistics_launch(facts.chunk_size, True),
             packets, inputs, merged, rows.merged, rows.second, n_rows, facts.valid_width, facts.chunks,
         )  # fmt: skip
-    if rows.second.topk_jsd is not None or rows.second.vocab_jsd is not None:
+    if "topk_jsd" in names or "vocab_jsd" in names:
         launch(
             entries_triton.entry_divergence_kernel, n_rows * facts.chunks, variant, entries_launch(inputs.n_entries),
             packets, inputs, merged, rows.merged, rows.second, n_rows, facts.start, facts.valid_width, facts.chunks,

@@ -36,6 +36,8 @@ def evaluate(
     values = [None if isinstance(f.function, StatisticValue) else _call_function(f, stats, inputs) for f in functions]
     for function, value in zip(functions, values):
         if not isinstance(function.function, StatisticValue):
+            if value is None:
+                _expect_statistics(function, stats)
             expect_per_token(function.owner, value, stats.lse.shape)
     with torch.no_grad():
         by_token, by_sequence = _metric_values(metrics, stats, inputs), {}
