@@ -78,7 +78,7 @@ def nothing_added(state, packet, softmax, rows):
 
 @triton.jit
 def nothing_folded(state, packet, rows):
-    """Of families whose packets are never made from partial ones."""
+    """Fold nothing, for families whose packets are never made from partial ones."""
 
 
 @triton.jit

@@ -165,7 +165,7 @@ def finish(state, joined, out, inputs, rows):
 
 @triton.jit
 def load(grads, token, inputs, rows):
-    """What the gradient with respect to lse gets at columns that are no members: NaN for a bad set."""
+    """Load what the gradient with respect to lse gets at columns that are no members: NaN for a bad set."""
     whole = tl.load(token.merged + rows.set_sum * token.n)
     common = tl.where(whole == whole, 0.0, whole)
     if inputs.entries is None and grads.set_log_mass is not None:
