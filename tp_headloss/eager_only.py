@@ -21,6 +21,7 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
     uncompiled: dict[str, Any] = {
         name: torch.compiler.disable(function, reason=f"{name} is for eager: {reason}")
         for name, reason in {
+            "gradient='forward'": "it keeps the upstream gradient of the step before",
             "inplace=True": "torch.compile plans memory itself and may not see it overwritten",
             "validate='full'": "it asks the other ranks",
             "validate='checksums'": "it asks the other ranks",
@@ -45,6 +46,8 @@ def _eager_only(options: Any, linear: Any) -> str | None:
     """The first option that is for eager."""
     if options is not None and options.inplace:
         return "inplace=True"
+    if options is not None and options.gradient == "forward":
+        return "gradient='forward'"
     if options is not None and options.validate != "metadata":
         return f"validate={options.validate!r}"
     if linear is not None and linear.main_grad:

@@ -9,6 +9,7 @@ import torch
 
 from .agreement import VALIDATIONS
 from .engine.backend import BACKENDS
+from .engine.one_launch import GRADIENTS
 from .engine.transports import TRANSPORTS
 from .validation import expect_bool, expect_instance, expect_number, expect_one_of, expect_real
 
@@ -65,6 +66,12 @@ class Options:
         backend: "triton", "torch" or None (triton on CUDA, torch elsewhere).
         transport: "gather", "symm_mem", "sum" or "auto", see `engine.transports`.
         inplace: the backward writes the gradient over the logits (eager only).
+        gradient: "forward" has the forward of a `HeadLoss` write the gradient of the logits, in the launch that reads
+            them; the backward hands it over, and computes it once more if the upstream gradient of the loss is another
+            than in the step before (at first 1). Faster on some GPUs, see the benchmarks. For one rank, terms of lse,
+            log_prob and target_logit, logits without a temperature, softcap or scale; ValueError for others. Losses
+            have the bits of "backward", gradients all but the last ones, so that those bits are not equal at every
+            group size.
         check: raise a ValueError that names the first token with a bad label, on every rank, after a host
             synchronisation.
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls
@@ -84,14 +91,18 @@ class Options:
     inplace: bool = False
     check: bool = False
     validate: str = "metadata"
+    gradient: str = "backward"
 
     def __post_init__(self):
         if self.backend is not None and self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS} or None (by device), got {self.backend!r}")
-        for name, known in (("transport", tuple(TRANSPORTS)), ("validate", VALIDATIONS)):
+        choices = {"transport": tuple(TRANSPORTS), "validate": VALIDATIONS, "gradient": GRADIENTS}
+        for name, known in choices.items():
             expect_one_of(name, getattr(self, name), known)
         for name in ("inplace", "check"):
             expect_bool(name, getattr(self, name))
+        if self.inplace and self.gradient == "forward":
+            raise ValueError("inplace=True overwrites logits in the backward, got gradient='forward'")
 
 
 class _Tempered:

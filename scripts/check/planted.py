@@ -7,6 +7,7 @@ ones no longer fit the package, and what to write instead.
 
 KERNELS, EAGER, PASSES, SUMS = "engine/kernels.py", "engine/eager.py", "engine/passes.py", "engine/sums_triton.py"
 LANES, SWEEPS, REDUCTION = "engine/transports/sum_lanes.py", "linear_head/sweeps.py", "head_loss/reduction.py"
+ROWS = "engine/rows_triton.py"
 VALUES = "head_loss/value_gradients.py"
 GEMM, GRADIENT = "engine/gemm_triton.py", "engine/gradient_triton.py"
 MEGATRON = "integrations/megatron/head.py"
@@ -31,6 +32,27 @@ AT_IDS, AT_IDS_DEVICE = statistic("at_ids")
 RANK, RANK_DEVICE = statistic("rank")
 
 GROUPS = {
+    "test_one_launch": [
+        (ROWS, "_offset_of", "tl.where((i >= waiting) & (i < whole), later, i)", "i"),
+        (ROWS, "_add_tiles", "times(sums[k], move.factor) + terms.p", "sums[k] + terms.p"),
+        (ROWS, "_joined", "b = parts[k + len(parts) // 2]", "b = parts[len(parts) - 1 - k]"),
+        (ROWS, "_stream", "tl.where(chunk.ignored, 0, inputs.chunk_size)", "plain"),
+        (ROWS, "_gradients_of_values", "2.0 * values[k]", "values[k]"),
+        (ROWS, "_gradients_of_values", "tl.load(loss.weight + row)", "1.0"),
+        (ROWS, "_merged", "owned & (whole > 0.0)", "whole > 0.0"),
+        (ROWS, "_store_row", 'tl.where(columns < valid_width, dz, 0.0)', "dz"),
+        (ROWS, "_store_row", "(y >= 0) & (y < valid_width) & (y != ignore_index)", "(y >= 0) & (y < valid_width - 1) & (y != ignore_index)"),
+        (ROWS, "packets_and_gradient_kernel", "others / whole * of_log_prob", "of_log_prob"),
+        (ROWS, "packets_and_gradient_kernel", "factor * expected", "factor"),
+        (ROWS, "gradient_again_kernel", "tl.load(kept + 3 * n, mask=other, other=0.0) != upstream", "(upstream != upstream)"),
+        (ROWS, "gradient_again_kernel", "tl.store(expected_ptr, upstream)", "pass"),
+        (ARGMAX_DEVICE, "rescale", "tl.where(move.moved, LARGEST, found)", "found"),
+        (SOFTMAX_DEVICE, "move_rows_to", "tl.where(moved, move.factor, 1.0)", "move.factor"),
+        ("engine/autograd.py", "_gradient_again", "gradient = torch.empty_like(gradient)", "pass"),
+        ("engine/autograd.py", "_gradient_again", "gradient.data", "gradient"),
+        ("engine/autograd.py", "Statistics.backward", "all(g is None for g in upstream[:-2])", "True"),
+        ("engine/one_launch_triton.py", "_loss_terms", "token_count(request.tensors.labels, weight, request.facts.ignore_index)", "token_count(request.tensors.labels, None, request.facts.ignore_index)"),
+    ],
     "test_accuracy test_sharding test_generated test_losses test_bad_inputs test_bad_inputs_triton": [
         (SOFTMAX_DEVICE, "add_packet", "read(packet, rows.target, 0.0)", "0.0"),
         (SOFTMAX_DEVICE, "add_packet", "tl.fma(softmax.factor, softmax.sum, state[0])", "softmax.sum + state[0]"),
@@ -102,7 +124,7 @@ GROUPS = {
         ("losses/distillation.py", "times_temperature_squared", "temperature**2 * values", "temperature * values"),
     ],
     "test_losses test_reduction test_terms": [
-        (SUMS, "sums_kernel", 'divisor = tl.where(divisor == 0.0, float("inf"), divisor)', "pass"),
+        (SUMS, "divisor_of", "tl.where(divisor == 0.0, float('inf'), divisor)", "divisor"),
         (SUMS, "sums_kernel", "(SQUARES >> i) & 1", "False"),
         (SUMS, "sums_gradient_kernel", "2.0 * tl.load(value_ptrs[i] + token, mask=valid, other=0.0)", "tl.load(value_ptrs[i] + token, mask=valid, other=0.0)"),
         (REDUCTION, "_denominator", "count.clamp(min=1) if call.loss_weight is None else nonzero(count)", "count"),

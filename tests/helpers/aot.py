@@ -11,6 +11,7 @@ registers, or takes more shared memory than every GPU gives without asking, is a
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import math
 import re
@@ -38,6 +39,7 @@ from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER
 from tp_headloss.statistics.topk import has_tail
 
 SHARED_LIMIT, GEMM_SHARED_LIMIT = 48 << 10, 227 << 10  # bytes
+ROWS_SHARED_LIMIT = 99 << 10  # what every GPU gives that is asked
 GEMMS = "gemm_triton.linear_statistics_kernel", "gemm_triton.linear_gradient_kernel"  # of capability 9.0 and later
 # Bytes of the stack, where spilled registers go. A version of Triton may spill a few where a kernel has every optional
 # part; all statistics of a whole teacher at once have more per-token coefficients than registers.
@@ -73,7 +75,7 @@ CALLS = {
 }  # fmt: skip
 HEADS = {
     "terms": [("smoothing",), ("cross_entropy", "z_loss"), ("cross_entropy", "own"), ("cross_entropy", "entropy")],
-    "linear": [None, "recompute", "one_sweep", "blocks", "main_grad"],
+    "linear": [None, "forward", "recompute", "one_sweep", "blocks", "main_grad"],  # forward: writes the gradient
     "dtype": DTYPES,
     "denominator": [None, 8.0, "tensor", "sum"],  # sum: the reduction that divides by nothing
     "width": [512, 513],
@@ -258,11 +260,15 @@ def call_head(case, groups):
     labels = torch.zeros(tokens, dtype=torch.int64)
     reduction = "sum" if case.denominator == "sum" else "mean"
     denominator = {"sum": None, "tensor": torch.tensor(8.0)}.get(case.denominator, case.denominator)
-    head = tp.HeadLoss([TERMS[name] for name in case.terms], metrics=case.metrics, reduction=reduction, options=OPTIONS)
+    in_forward = case.linear == "forward"
+    terms = [TERMS[name] for name in (("cross_entropy", "z_loss") if in_forward else case.terms)]
+    options = dataclasses.replace(OPTIONS, gradient="forward" if in_forward else "backward")
+    head = tp.HeadLoss(terms, metrics=case.metrics, reduction=reduction, options=options)
     given = {"token_weight": torch.ones(tokens) if case.token_weight else None, "denominator": denominator}
-    if case.linear is None:
+    if case.linear is None or in_forward:
         logits = torch.zeros(tokens, case.width, dtype=case.dtype, requires_grad=True)
-        head(logits, labels, **given).loss.backward()
+        transform = tp.Transform(bias=torch.zeros(case.width)) if in_forward and case.token_weight else None
+        head(logits, labels, transform=transform, **given).loss.backward()
         return
     hidden = torch.zeros(tokens, hidden_size, dtype=case.dtype, requires_grad=True)
     weight = torch.nn.Parameter(torch.zeros(case.width, hidden_size, dtype=case.dtype))
@@ -335,6 +341,8 @@ class Resources(NamedTuple):
         most = SHARED_LIMIT
         if variant.name in GEMMS:
             most, spills = GEMM_SHARED_LIMIT, GEMM_SPILL_LIMIT
+        elif variant.name.startswith("rows_triton"):
+            most = ROWS_SHARED_LIMIT
         if self.shared > most or self.stack > spills:
             raise ValueError(f"at most {most} bytes shared and {spills} spilled, got {self}")
         names = variant.kernel.arg_names

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..request import Request, Tensors
+from ..request import Request, Tensors, accumulation_dtype
 from . import operators, passes
 from .backend import load_backend
 from .passes import kernel_gradients
@@ -55,7 +55,14 @@ class Statistics(torch.autograd.Function):
     def forward(ctx, *args):
         *tensors, request, inplace, reduction = args
         facts, layout = request.facts, request.layout
-        merged, values, *flags = operators.statistics(Request(Tensors(*tensors), facts, layout))
+        request = Request(Tensors(*tensors), facts, layout)
+        ctx.expected = None if reduction is None else reduction.expected
+        in_forward: list[torch.Tensor] = []
+        if ctx.expected is None:
+            merged, values, *flags = operators.statistics(request)
+        else:
+            (merged, values, *flags), *in_forward = passes.statistics_and_gradient(request, reduction)
+            ctx.taken = False
         ctx.request, ctx.inplace = Request(None, facts, layout), inplace
         ctx.plan = None if reduction is None else reduction.plan
         ctx.set_materialize_grads(False)
@@ -70,7 +77,7 @@ class Statistics(torch.autograd.Function):
             saved = valid, reduction.weight, divisor, *summed[: len(reduction.plan.coefficients)]
             fixed.append(sums)
         ctx.mark_non_differentiable(*fixed)
-        ctx.save_for_backward(*tensors, merged, *saved)
+        ctx.save_for_backward(*tensors, *in_forward, merged, *saved)
         return *outputs, loss, sums
 
     @staticmethod
@@ -79,8 +86,13 @@ class Statistics(torch.autograd.Function):
         count = len(ctx.needs_input_grad) - 3  # absent tensors at the end are left out
         layout = ctx.request.layout
         request = Request(Tensors(*saved[:count]), ctx.request.facts, layout)
-        merged, *reduced = saved[count:]
         loss = upstream[-2]
+        if ctx.expected is not None:
+            gradient, kept = saved[count : count + 2]
+            saved = saved[:count] + saved[count + 2 :]
+            if loss is not None and all(g is None for g in upstream[:-2]):
+                return _gradients(ctx, request, _gradient_again(ctx, gradient, request, kept, loss))
+        merged, *reduced = saved[count:]
         grads = {
             name: g for name, g in zip(layout.outputs, upstream) if g is not None and name in layout.differentiable
         }
@@ -96,11 +108,26 @@ class Statistics(torch.autograd.Function):
             passes.write_gradient(gradient, request, merged, grads)
         else:
             gradient = operators.logits_gradient(request, merged, grads)
-        others: list[torch.Tensor | None] = [None] * (count + 2)
-        at = Tensors._fields.index("bias")
-        if request.tensors.bias is not None and ctx.needs_input_grad[at]:
-            others[at - 1] = gradient.sum(0, dtype=merged.dtype).to(request.tensors.bias.dtype)
-        return gradient, *others
+        return _gradients(ctx, request, gradient)
+
+
+def _gradients(ctx, request: Request, gradient):
+    """The gradients of the arguments of `Statistics` that follow from that of the logits."""
+    others: list[torch.Tensor | None] = [None] * (len(ctx.needs_input_grad) - 1)
+    at, bias = Tensors._fields.index("bias"), request.tensors.bias
+    if bias is not None and ctx.needs_input_grad[at]:
+        others[at - 1] = gradient.sum(0, dtype=accumulation_dtype(gradient.dtype)).to(bias.dtype)
+    return gradient, *others
+
+
+def _gradient_again(ctx, gradient, request: Request, kept, loss):
+    """The gradient that the forward wrote, for this upstream gradient of the loss; only the first backward has it."""
+    if ctx.taken:
+        gradient = torch.empty_like(gradient)
+    backend = load_backend(request.facts.backend)
+    backend.gradient_again(gradient, request, kept, loss, ctx.expected, ctx.taken)
+    ctx.taken = True
+    return gradient.data  # which may be written to: autograd does not take that for a change of what it saved
 
 
 def _add_loss_gradient(grads: dict, loss, reduced, plan, request: Request):

@@ -15,6 +15,8 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
     shares_memory(logits)                                whether packets may meet in symmetric memory (`memory`)
     FUSED_SUMS                                           whether it has token_sums and token_sums_gradient
                                                          (see `head_loss`), which elsewhere are plain torch
+    statistics_and_gradient(packets, gradient, kept, request, reduction)  both in one launch; "triton" alone, where
+    gradient_again(gradient, request, kept, upstream, expected, again)    `one_launch` finds no obstacle
 
 Importing the package needs neither CUDA nor Triton: a backend is imported on first use.
 """

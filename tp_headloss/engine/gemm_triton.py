@@ -14,7 +14,7 @@ from ..statistics.family_triton import read, row_factors, teacher_scales, transf
 from ..statistics.numerics_triton import INTERPRETED, lane_sum, rounded
 from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
 from .gradient_triton import tile_gradient
-from .kernels import add_packet, peaks
+from .kernels import add_packet, add_to_states, peaks
 
 
 @triton.jit
@@ -70,14 +70,6 @@ def _strips(x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _add_strip(families, states, tile, of_tile, chunk, inputs, rows):
-    added = ()
-    for i in tl.static_range(len(families)):
-        added += (families[i].add(states[i], tile, of_tile, chunk, inputs, rows),)
-    return added
-
-
-@triton.jit
 def _store_packet(acc, out, n, offset, chunk, inputs, families, rows, STRIP: tl.constexpr):
     """Store the partial packet of a tile of raw logits."""
     raw = _strips(acc, STRIP)
@@ -113,7 +105,7 @@ def _store_packet(acc, out, n, offset, chunk, inputs, families, rows, STRIP: tl.
         of_tile = softmax.tile_softmax(m, least, m, v)
         student = softmax.add_student(student, of_tile, chunk, inputs)
         s += of_tile.p
-        states = _add_strip(families, states, tile, of_tile, chunk, inputs, rows)
+        states = add_to_states(families, states, tile, of_tile, chunk, inputs, rows)
     core = Core(m, s)
     softmax.store_sums(out, n, core, student, inputs, rows)
     if inputs.labels is not None:

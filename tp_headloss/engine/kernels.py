@@ -16,10 +16,8 @@ from .gradient_triton import tile_gradient
 
 
 @triton.jit
-def _open_chunk(inputs, n_rows, start, valid_width, chunks, ignore_index):
-    """The chunk of this program, and its number."""
-    row = (tl.program_id(0) // chunks).to(tl.int64)
-    index = tl.program_id(0) % chunks
+def open_chunk(inputs, row, index, n_rows, start, valid_width, ignore_index):
+    """Chunk number `index` of a row, or its chunks of these numbers [CHUNKS, 1]."""
     first = index * inputs.chunk_size
     size = tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0)
     pre, post = row_factors(inputs, row)
@@ -30,16 +28,15 @@ def _open_chunk(inputs, n_rows, start, valid_width, chunks, ignore_index):
     if inputs.labels is not None:
         y = tl.load(inputs.labels + row).to(tl.int64)
         ignored = y == ignore_index
-        target = y - start - first
-        owned = (target >= 0) & (target < size) & (y != ignore_index)
-        target = tl.where(owned, target, -1).to(tl.int32)
         size = tl.where(ignored, 0, size)
-    chunk = Chunk(row, first, size, start, target, owned, ignored, pre, post, teacher_scale, student_scale)
-    return chunk, index
+        target = y - start - first
+        owned = (target >= 0) & (target < size)
+        target = tl.where(owned, target, -1).to(tl.int32)
+    return Chunk(row, first, size, start, target, owned, ignored, pre, post, teacher_scale, student_scale)
 
 
 @triton.jit
-def _start(families, zeros, chunk, inputs):
+def start_states(families, zeros, chunk, inputs):
     states = ()
     for i in tl.static_range(len(families)):
         states += (families[i].start(zeros, chunk, inputs),)
@@ -47,11 +44,19 @@ def _start(families, zeros, chunk, inputs):
 
 
 @triton.jit
-def _rescale(families, states, move, chunk, inputs, rows):
+def rescale_states(families, states, move, chunk, inputs, rows):
     rescaled = ()
     for i in tl.static_range(len(families)):
         rescaled += (families[i].rescale(states[i], move, chunk, inputs, rows),)
     return rescaled
+
+
+@triton.jit
+def add_to_states(families, states, tile, terms, chunk, inputs, rows):
+    added = ()
+    for i in tl.static_range(len(families)):
+        added += (families[i].add(states[i], tile, terms, chunk, inputs, rows),)
+    return added
 
 
 @triton.jit
@@ -61,15 +66,13 @@ def _add_tile(m, s, student, states, families, tile, chunk, inputs, rows):
     before = m
     if peak > m:
         move = softmax.move_to(m, s, peak)
-        states = _rescale(families, states, move, chunk, inputs, rows)
+        states = rescale_states(families, states, move, chunk, inputs, rows)
         if rows.student_sum is not None:
             student = softmax.rescale_student(student, move, chunk, inputs)
         s *= move.factor
     m = tl.maximum(m, peak)
     terms = softmax.tile_softmax(m, before, peak, tile.v)
-    added = ()
-    for i in tl.static_range(len(families)):
-        added += (families[i].add(states[i], tile, terms, chunk, inputs, rows),)
+    added = add_to_states(families, states, tile, terms, chunk, inputs, rows)
     if rows.student_sum is not None:
         student = softmax.add_student(student, terms, chunk, inputs)
     return m, s + terms.p, student, added
@@ -86,13 +89,15 @@ def statistics_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the packet of one chunk of one row, a function of that chunk's columns only."""
-    chunk, index = _open_chunk(inputs, n_rows, start, valid_width, chunks, ignore_index)
+    row = (tl.program_id(0) // chunks).to(tl.int64)
+    index = tl.program_id(0) % chunks
+    chunk = open_chunk(inputs, row, index, n_rows, start, valid_width, ignore_index)
     packets_ptr = slot_to_write(packets_ptr, memory)
     lanes = tl.arange(0, BLOCK)
     m = -float("inf")
     s = tl.zeros([BLOCK], tl.float32)
     student = tl.zeros([BLOCK], tl.float32)
-    states = _start(families, student, chunk, inputs)
+    states = start_states(families, student, chunk, inputs)
     whole = chunk.size // BLOCK * BLOCK
     # the tile of the target waits, so that the loop need not look for it: one masked tile for it, one for the tail
     waiting = tl.where(chunk.target < 0, whole, chunk.target // BLOCK * BLOCK)

@@ -66,6 +66,17 @@ def statistics_launch(chunk_size: int, has_teacher: bool = False) -> Launch:
 
 
 @functools.lru_cache(maxsize=1024)
+def rows_launch(width: int, itemsize: int) -> Launch:
+    """Tile of the gradient in a program of a whole row, which has a warp for each of its 8 chunks.
+
+    bf16, stages of the gradient's pipeline in brackets, without the merge; H100 and H200:
+    32064 wide: 8192/8 [3] 435.3, 373.2; [4] 435.6, 383.8; 4096/8 [4] 449.8, -; 8192/4 [3] 511.4, -
+    the same, kept in the cache: 8192/8 [3] 444.8, -
+    """
+    return Launch(min(16384 // itemsize, max(256, next_power_of_2(width))), 8)
+
+
+@functools.lru_cache(maxsize=1024)
 def gradient_launch(width: int, grads: tuple[str, ...]) -> Launch:
     """Tile of the backward, by the names of the statistics that have upstream gradients.
 
@@ -122,6 +133,7 @@ MERGE = Launch(64, 2)  # 8 packets: 32/1 7.7, 128/4 8.6, 64/2 8.7; with entropy 
 # The only program: its time is the latency of its loads, and wider ones spill.
 SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 10.6, 4096/32 15.1, 8192/32 28.4
 SCALE = Launch(4096, 4)
+GRADIENT_AGAIN = 1024  # programs that write rows again
 AT_IDS = Launch(32, 4)  # of each of a tile of tokens; not measured
 SETS = Launch(128, 1)  # ids of a set that are looked at together; not measured
 SUMS_GRADIENT = Launch(1024, 4)  # 1 value: 512/4 4.1, 1024/4 4.9; 3 values: 1024/4 5.2, 512/4 5.5

@@ -21,6 +21,16 @@ def statistics(request: Request) -> list[torch.Tensor]:
     return outputs
 
 
+def statistics_and_gradient(request: Request, reduction) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """`statistics` on one rank, the gradient [N, width] of the reduced loss for the upstream gradient that it expects,
+    and what `gradient_again` needs of this call."""
+    backend, logits = load_backend(request.facts.backend), request.tensors.logits
+    packets = logits.new_empty(request.packets_shape, dtype=torch.float32)
+    gradient, kept = logits.new_empty(logits.shape), packets.new_empty((4, len(logits)))
+    backend.statistics_and_gradient(packets, gradient, kept, request, reduction)
+    return backend.merge_packets(packets, request), gradient, kept
+
+
 def second_packets(request: Request, merged: torch.Tensor) -> torch.Tensor:
     """Return this rank's packets of the second exchange, which needs the merged sums of the first."""
     packets = merged.new_empty((request.facts.chunks, len(request.layout.second), merged.shape[1]))

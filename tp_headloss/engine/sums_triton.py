@@ -13,6 +13,15 @@ def _sign(i: tl.constexpr, NEGATIVES: tl.constexpr):
     return 1.0 - 2.0 * ((NEGATIVES >> i) & 1)
 
 
+@triton.jit
+def divisor_of(denominator_ptr, denominator):
+    """What a loss is divided by, a scalar in memory or a number; infinity for 0: the loss of nothing is 0."""
+    divisor = tl.full((), 1.0, tl.float64) * denominator
+    if denominator_ptr is not None:
+        divisor = tl.load(denominator_ptr).to(tl.float64)
+    return tl.where(divisor == 0.0, float("inf"), divisor)
+
+
 @triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])
 def sums_kernel(
     sums_ptr,  # [S + 1] fp32 out: a sum over valid tokens per value, and the count
@@ -56,15 +65,31 @@ def sums_kernel(
         if i < len(coefficients):  # the others are metrics
             loss += coefficients[i] * total
     tokens = tl.sum(count, axis=0)  # in fp32 it may be infinite where the mean is not
-    divisor = tl.full((), 1.0, tl.float64) * denominator
-    if denominator_ptr is not None:
-        divisor = tl.load(denominator_ptr).to(tl.float64)
-    elif BY_COUNT:
-        divisor = tokens
-    divisor = tl.where(divisor == 0.0, float("inf"), divisor)  # the loss of nothing is 0
+    divisor = divisor_of(denominator_ptr, tokens if BY_COUNT else denominator)
     tl.store(sums_ptr + len(value_ptrs), tokens)
     tl.store(divisor_ptr, divisor)
     tl.store(loss_ptr, loss / divisor)
+
+
+@triton.jit(do_not_specialize=["n_rows", "ignore_index"])
+def count_kernel(
+    count_ptr,  # [] fp64 out
+    labels_ptr,  # [T]
+    weight_ptr,  # [T] fp32 or None
+    n_rows, ignore_index,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum of the weights of tokens that are not ignored, or their number."""
+    count = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, n_rows, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        y = tl.load(labels_ptr + token, mask=token < n_rows, other=0).to(tl.int64)
+        valid = (token < n_rows) & (y != ignore_index)
+        if weight_ptr is not None:
+            count += tl.load(weight_ptr + token, mask=valid, other=0.0)
+        else:
+            count += valid.to(tl.float64)
+    tl.store(count_ptr, tl.sum(count, axis=0))
 
 
 @triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])
@@ -111,7 +136,7 @@ def scale_kernel(
 
 def token_sums(values, valid, reduction):
     """Values [N] each -> loss [], sums [S + 1] (of each value, then the count) and divisor []."""
-    plan, weight, denominator = reduction
+    plan, weight, denominator, _ = reduction
     sums = valid.new_empty(len(values) + 1, dtype=torch.float32)
     loss, divisor = valid.new_empty((), dtype=torch.float32), valid.new_empty((), dtype=torch.float64)
     given = denominator if isinstance(denominator, torch.Tensor) else None
@@ -127,6 +152,16 @@ def token_sums(values, valid, reduction):
         plan.squares, plan.negatives, denominator is None,
     )  # fmt: skip
     return loss, sums, divisor
+
+
+def token_count(labels, weight, ignore_index):
+    """Labels [N] -> the sum of the weights of tokens that are not ignored, or their number, [] float64."""
+    out = labels.new_empty((), dtype=torch.float64)
+    launch(
+        count_kernel, 1, (labels.device, pointer_key(labels), pointer_key(weight)), SUMS,
+        out, labels, weight, labels.numel(), ignore_index,
+    )  # fmt: skip
+    return out
 
 
 def token_sums_gradient(upstream, values, valid, weight, divisor, plan):

@@ -31,6 +31,7 @@ from .launch import (
     statistics_launch,
 )
 from .linear_triton import linear_gradient, linear_statistics  # noqa: F401 (part of the contract)
+from .one_launch_triton import gradient_again, statistics_and_gradient  # noqa: F401 (part of the contract)
 from .sums_triton import scale, token_sums, token_sums_gradient  # noqa: F401 (part of the contract)
 
 FUSED_SUMS = True

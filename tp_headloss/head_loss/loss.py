@@ -12,10 +12,11 @@ from ..agreement import Agreement
 from ..api import checked_request, computed_statistics
 from ..dtensor import local_head, local_logits
 from ..eager_only import uncompiled_where_needed
+from ..engine.one_launch import expecting, gradient_in_forward
 from ..linear_head.call import LinearCall, hidden_fact
 from ..linear_head.options import Linear
 from ..linear_head.teacher import teacher_fact
-from ..options import Options, Transform
+from ..options import DEFAULTS, Options, Transform
 from ..shard import VocabShard
 from ..validation import expect_bool, expect_instance
 from .call import check_call, local_arguments, replicated_facts
@@ -157,9 +158,10 @@ class HeadLoss(nn.Module):
         call, request = found
         reduction = fused_reduction(call, request.tensors.logits)
         with_statistics = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
-        stats, loss, sums = computed_statistics(
-            request, call.labels, self._definition.options, reduction if with_statistics else None
-        )
+        at_once = reduction if with_statistics else None
+        if gradient_in_forward(request, at_once, self._definition.options or DEFAULTS):
+            at_once = expecting(at_once, self._definition.plan.expected, request.tensors.logits.device)
+        stats, loss, sums = computed_statistics(request, call.labels, self._definition.options, at_once)
         return make_output(call, stats, self._evaluate_functions, reduction, loss, sums)
 
     if TYPE_CHECKING:

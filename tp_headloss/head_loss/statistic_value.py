@@ -65,3 +65,5 @@ class FusedReduction(NamedTuple):
     plan: SumsPlan
     weight: torch.Tensor | None  # [..] token weights that need no gradient
     denominator: torch.Tensor | float | None  # None: the sum of the valid tokens' weights
+    # [] fp32: the forward writes the gradient for this upstream gradient of the loss; None: the backward does
+    expected: torch.Tensor | None = None

@@ -39,6 +39,18 @@ def exp(x):
 
 
 @triton.jit
+def times(x, factor):
+    """x * factor, rounded before it is added to anything."""
+    if INTERPRETED:
+        y = x * factor
+    else:
+        y = tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, factor], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return y
+
+
+@triton.jit
 def exp2(x):
     """2^x, below 2^-126 flushed to 0: one instruction."""
     if INTERPRETED:
@@ -92,6 +104,16 @@ def fixed_sum(x, LANES: tl.constexpr):
         if (n >> i) > 1:
             x = tl.sum(tl.reshape(x, [2, n >> (i + 1)]), axis=0)
     return tl.sum(x, axis=0)
+
+
+@triton.jit
+def fixed_sums(x, LANES: tl.constexpr):
+    """`fixed_sum` of each row of a tile -> [ROWS, 1]."""
+    n: tl.constexpr = LANES
+    for i in tl.static_range(20):
+        if (n >> i) > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0], 2, n >> (i + 1)]), axis=1)
+    return tl.sum(x, axis=1, keep_dims=True)
 
 
 @triton.jit

@@ -23,7 +23,15 @@ def move_to(m, s, peak):
     """The step from a maximum to a larger one."""
     first = m == float("-inf")
     drop = tl.where(first, 0.0, m - peak)
-    return Move(m, drop, tl.where(first, 0.0, exp(drop)), s)
+    return Move(True, m, drop, tl.where(first, 0.0, exp(drop)), s)
+
+
+@triton.jit
+def move_rows_to(m, s, peak):
+    """`move_to` of a tile's rows, some of whose maxima stay: they drop by 0 and keep their sums."""
+    moved = peak > m
+    move = move_to(m, s, peak)
+    return Move(moved, m, tl.where(moved, move.drop, 0.0), tl.where(moved, move.factor, 1.0), s)
 
 
 @triton.jit

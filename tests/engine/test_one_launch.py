@@ -1,0 +1,193 @@
+"""Options(gradient="forward"): packets and gradient from one launch have the bits, or nearly, of two."""
+
+import pytest
+import torch
+
+from tp_headloss import (
+    CrossEntropy,
+    Distillation,
+    Entropy,
+    HeadLoss,
+    Options,
+    Sequences,
+    Teacher,
+    Term,
+    Transform,
+    VocabShard,
+    ZLoss,
+)
+from tp_headloss.head_loss.statistic_value import StatisticValue
+
+IGNORED, N, V = -100, 6, 700
+IN_FORWARD, IN_BACKWARD = (Options(backend="triton", gradient=name) for name in ("forward", "backward"))
+TERMS = CrossEntropy(), ZLoss(0.01)
+
+
+def problem(device, dtype=torch.float32, width=V):
+    generator = torch.Generator().manual_seed(3)
+    logits = (4 * torch.randn(N, width, generator=generator)).to(device, dtype)
+    labels = torch.randint(V, (N,), generator=generator).to(device)
+    labels[1] = IGNORED
+    logits[1] = torch.nan  # nobody reads it
+    return logits, labels
+
+
+def run(options, logits, labels, upstream=1.0, terms=TERMS, metrics=(), **given):
+    """-> the output and the gradient of a first backward, and of a second one."""
+    head = HeadLoss(list(terms), metrics=metrics, options=options)
+    logits = logits.clone().requires_grad_()
+    out = head(logits, labels, **given)
+    gradients = [torch.autograd.grad(upstream * out.loss, logits, retain_graph=True)[0] for _ in range(2)]
+    return out, *gradients
+
+
+def of_float64(logits, labels, upstream=1.0, terms=TERMS, **given):
+    """The gradient in float64, by the torch backend; 0 in columns of rows that nobody reads."""
+    logits = logits.double().cpu().nan_to_num(0.0)
+    given = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+    return run(Options(backend="torch"), logits, labels.cpu(), upstream, terms, **given)[1]
+
+
+CASES = {
+    "mean": {},
+    "denominator": {"denominator": 5.0},
+    "tensor": {"denominator": torch.tensor(5.0)},
+    "weights": {"token_weight": torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, 0.25])},
+    "label's logit": {"terms": (Term("own", StatisticValue("target_logit", negative=True)), CrossEntropy())},
+    "squares": {"terms": (ZLoss(0.3), Term("own", StatisticValue("log_prob", square=True)), CrossEntropy())},
+    "metrics": {"metrics": ("accuracy", "entropy")},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_losses_have_the_bits_of_two_launches_and_gradients_those_of_float64(case, dtype, device):
+    logits, labels = problem(device, dtype)
+    given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in CASES[case].items()}
+    one, gradient, second = run(IN_FORWARD, logits, labels, **given)
+    two = run(IN_BACKWARD, logits, labels, **given)[0]
+    assert torch.equal(one.loss, two.loss) and torch.equal(gradient, second)
+    for a, b in zip(one.stats, two.stats):
+        assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
+    given.pop("metrics", None)
+    exact = of_float64(logits, labels, **given)
+    rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
+    least = 1e-7 if dtype == torch.float16 else 1e-30
+    torch.testing.assert_close(gradient.double().cpu(), exact, rtol=rounding, atol=least)
+
+
+@pytest.mark.parametrize("width", [3, 40, 520, 700, 704])
+def test_vocabularies_of_any_size_and_padding(width, device):
+    size = min(width, V) if width != 704 else 700
+    logits, labels = problem(device, width=width)
+    labels = torch.where(labels == IGNORED, IGNORED, labels % size)
+    shard = VocabShard(0, width, size)
+    one, gradient, _ = run(IN_FORWARD, logits, labels, shard=shard)
+    two, expected, _ = run(IN_BACKWARD, logits, labels, shard=shard)
+    assert torch.equal(one.loss, two.loss)
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=0)
+    assert not gradient[:, size:].any() and not gradient[1].any()
+
+
+def test_the_expected_upstream_gradient_leaves_no_trace(device):
+    logits, labels = problem(device, torch.bfloat16)
+    head = HeadLoss([CrossEntropy()], options=IN_FORWARD)
+    found = []
+    for upstream in (0.3, 0.3, 1.0, 0.3):
+        x = logits.clone().requires_grad_()
+        (upstream * head(x, labels).loss).backward()
+        found.append(x.grad)
+        (expected,) = head._definition.plan.expected.values()
+        assert float(expected) == torch.tensor(upstream)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[3])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_a_gradient_that_was_handed_over_may_be_written_to(device):
+    logits, labels = problem(device)
+    x = logits.clone().requires_grad_()
+    loss = HeadLoss(options=IN_FORWARD)(x, labels).loss
+    loss.backward(retain_graph=True)
+    first = x.grad.clone()
+    x.grad.zero_()
+    loss.backward(retain_graph=True)
+    assert torch.equal(x.grad, first)
+
+
+def test_bad_rows_are_nan_alone(device):
+    logits, labels = problem(device)
+    labels[2], labels[3] = V + 3, -7
+    logits[4, 5] = torch.inf
+    logits[5, :-1], labels[5] = -torch.inf, V - 1
+    for found, expected in zip(run(IN_FORWARD, logits, labels), run(IN_BACKWARD, logits, labels)):
+        if isinstance(found, torch.Tensor):
+            assert torch.equal(found.isnan(), expected.isnan())
+            assert found.isnan().all(1).tolist() == [False, False, True, True, True, False]
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_losses_on_statistics_besides_it_take_the_other_path(device):
+    logits, labels = problem(device)
+    gradients = []
+    for options in (IN_FORWARD, IN_BACKWARD):
+        x = logits.clone().requires_grad_()
+        out = HeadLoss([CrossEntropy()], options=options)(x, labels)
+        (out.loss + out.stats.lse.sum()).backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_bias_gets_its_gradient(device):
+    logits, labels = problem(device)
+    gradients = []
+    for options in (IN_FORWARD, IN_BACKWARD):
+        bias = torch.linspace(-1, 1, V, device=device).requires_grad_()
+        run(options, logits, labels)
+        HeadLoss(options=options)(logits.requires_grad_(), labels, transform=Transform(bias=bias)).loss.backward()
+        gradients.append(bias.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+
+
+REFUSED = {
+    "a temperature": (dict(transform=Transform(temperature=2.0)), "without a scale, softcap or temperature"),
+    "temperatures": (dict(transform=Transform(temperature=torch.ones(N))), "without a scale, softcap or temperature"),
+    "an entropy": (dict(terms=(CrossEntropy(), Entropy(0.1))), "terms of .*'lse'.* got .'entropy'"),
+    "an own function": (dict(terms=(Term("own", lambda stats: stats.lse),)), "terms that are statistics"),
+    "a teacher": (
+        dict(terms=(Distillation(),), inputs={"teacher": Teacher(torch.zeros(N, V))}),
+        "got .'forward_kl'",
+    ),
+    "sequences": (dict(inputs={"sequences": Sequences.from_mask(torch.ones(N, 1, dtype=torch.bool))}), "statistics"),
+    "no reduction": (dict(reduction="none"), "terms that are statistics"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused(case, device):
+    given, message = REFUSED[case]
+    given = dict(given)
+    logits, labels = (x[:, None] if case == "sequences" else x for x in problem(device))
+    if case == "temperatures":
+        given["transform"] = Transform(temperature=torch.ones(N, device=device))
+    if case == "a teacher":
+        given["inputs"] = {"teacher": Teacher(torch.zeros(N, V, device=device))}
+    if case == "sequences":
+        mask = torch.ones(N, 1, dtype=torch.bool, device=device)
+        given["inputs"] = {"sequences": Sequences.from_mask(mask)}
+    terms, reduction = given.pop("terms", [CrossEntropy()]), given.pop("reduction", "mean")
+    head = HeadLoss(list(terms), reduction=reduction, options=IN_FORWARD)
+    with pytest.raises(ValueError, match=message):
+        head(logits.requires_grad_(), labels, **given)
+    with torch.no_grad():
+        head(logits, labels, **given)  # writes no gradient
+
+
+def test_options_that_exclude_each_other():
+    with pytest.raises(ValueError, match="gradient must be one of"):
+        Options(gradient="both")
+    with pytest.raises(ValueError, match="inplace=True overwrites logits in the backward"):
+        Options(inplace=True, gradient="forward")
+    with pytest.raises(ValueError, match="the triton backend"):
+        HeadLoss(options=Options(backend="torch", gradient="forward"))(
+            torch.zeros(2, 8, requires_grad=True), torch.zeros(2, dtype=torch.int64)
+        )

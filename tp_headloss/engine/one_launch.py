@@ -1,0 +1,52 @@
+"""Losses whose forward can write the gradient, in the launch that reads the logits.
+
+A row of logits is then read twice within microseconds, the second time from the GPU's L2 cache: 4 bytes of memory
+traffic per logit of 2 bytes, where a forward and a backward of their own move 6. Statistics and losses have the same
+bits either way, gradients differ in the last ones, because their softmax is merged in fp32 instead of float64.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..request import Request
+
+GRADIENTS = ("forward", "backward")  # values of `Options.gradient`
+OF_SOFTMAX = frozenset(("lse", "log_prob", "target_logit"))  # statistics of such a loss
+
+
+def gradient_in_forward(request: Request, reduction, options) -> bool:
+    """Whether the forward of a loss writes the gradient, which only a forward with gradients does.
+
+    Raises ValueError if that was asked for and cannot be.
+    """
+    logits = request.tensors.logits
+    if options.gradient == "backward" or not (torch.is_grad_enabled() and logits.requires_grad and len(logits)):
+        return False
+    if obstacle := _obstacle(request, reduction, options):
+        raise ValueError(f"gradient='forward' needs {obstacle}; gradient='backward' needs none of it")
+    return True
+
+
+def _obstacle(request: Request, reduction, options) -> str | None:
+    """What such a forward would need and the call does not have, or None."""
+    facts, x = request.facts, request.tensors
+    if facts.world_size > 1:
+        return f"the whole vocabulary on one rank, got a group of {facts.world_size}"
+    if reduction is None:
+        return "the triton backend, and terms that are statistics, or squares of them, without sequences"
+    others = sorted(set(reduction.plan.statistics[: len(reduction.plan.coefficients)]) - OF_SOFTMAX)
+    if others:
+        return f"terms of {sorted(OF_SOFTMAX)}, got {others}"
+    if (facts.scale, facts.softcap, facts.temperature) != (1.0, 0.0, 1.0) or x.temperatures is not None:
+        return "logits without a scale, softcap or temperature"
+    if x.teacher is not None or x.entries is not None or request.layout.second:
+        return "a call without a teacher, sets or ranks"
+    return None
+
+
+def expecting(reduction, expected: dict[torch.device, torch.Tensor], device: torch.device):
+    """The reduction of a loss whose forward writes the gradient for the expected upstream gradient, at first 1."""
+    if device not in expected:
+        expected[device] = torch.ones((), device=device)
+    return reduction._replace(expected=expected[device])

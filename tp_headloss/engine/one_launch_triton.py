@@ -1,0 +1,82 @@
+"""Launches of the kernels that write packets and the gradient of a loss together; see `one_launch`."""
+
+from __future__ import annotations
+
+import torch
+
+from ..request import Request
+from . import rows_triton
+from .device_inputs import inputs_of
+from .launch import (
+    GRADIENT_AGAIN,
+    INTERPRETED,
+    Launch,
+    ceil_div,
+    dtype_key,
+    launch,
+    pointer_key,
+    rows_launch,
+    statistics_launch,
+)
+from .rows_triton import LossTerms, TermBits
+from .sums_triton import token_count
+
+
+def statistics_and_gradient(packets, gradient, kept, request: Request, reduction) -> None:
+    """Write this rank's packets [chunks, rows, N], the gradient [N, width] of the reduced loss for the expected
+    upstream gradient, and `kept` [4, N] fp32 for `gradient_again`."""
+    facts, (inputs, prepared) = request.facts, inputs_of(request)
+    n_rows, width = gradient.shape
+    block, rows = statistics_launch(facts.chunk_size).block, prepared.rows
+    how = rows_launch(width, gradient.element_size())
+    loss, terms = _loss_terms(request, reduction), _term_bits(reduction.plan)
+    padded = facts.valid_width < width
+    plan = facts.chunks, ceil_div(block, 512 // gradient.element_size()), how.block, padded
+    out = _exact(gradient)
+    launch(
+        rows_triton.packets_and_gradient_kernel, n_rows,
+        (
+            packets.device, prepared.variant, plan, terms, pointer_key(out), len(loss.coefficients),
+            pointer_key(loss.denominator_ptr), dtype_key(loss.weight),
+        ),
+        Launch(block, how.warps),
+        packets, out, kept, inputs, loss, rows.statistics, rows.packet, n_rows, facts.valid_width, facts.ignore_index,
+        plan, terms,
+    )  # fmt: skip
+    if out is not gradient:
+        gradient.data.copy_(out)
+
+
+def gradient_again(gradient, request: Request, kept, upstream, expected, again: bool) -> None:
+    """Write the gradient for an upstream gradient of the loss where it was written for another one, or (again) anew;
+    the next forward expects this one."""
+    facts, (inputs, prepared) = request.facts, inputs_of(request)
+    n_rows, width = gradient.shape
+    padded, how = facts.valid_width < width, rows_launch(width, gradient.element_size())
+    out = _exact(gradient)
+    launch(
+        rows_triton.gradient_again_kernel, min(n_rows, GRADIENT_AGAIN),
+        (gradient.device, prepared.variant, again, padded, pointer_key(out), pointer_key(upstream)), how,
+        out, kept, upstream, expected, inputs, n_rows, facts.valid_width, facts.ignore_index, again, padded,
+    )  # fmt: skip
+    if out is not gradient:
+        gradient.data.copy_(out)
+
+
+def _exact(gradient):
+    """The gradient, or fp32 in its place: the interpreter truncates to bf16, hardware rounds."""
+    return gradient.float() if INTERPRETED and gradient.dtype == torch.bfloat16 else gradient
+
+
+def _loss_terms(request: Request, reduction) -> LossTerms:
+    plan, weight, denominator, expected = reduction
+    if denominator is None:
+        denominator = token_count(request.tensors.labels, weight, request.facts.ignore_index)
+    given = denominator if isinstance(denominator, torch.Tensor) else None
+    return LossTerms(plan.coefficients, weight, given, 1.0 if given is not None else float(denominator), expected)
+
+
+def _term_bits(plan) -> TermBits:
+    names = plan.statistics[: len(plan.coefficients)]
+    statistics = (sum(1 << i for i, name in enumerate(names) if name == kind) for kind in TermBits._fields[:3])
+    return TermBits(*statistics, plan.squares, plan.negatives)
