@@ -2,8 +2,9 @@
 
 The variants are those that the launchers ask for: public functions are called with small CPU tensors while a recorder
 stands in for Triton's launch, and Triton's own specialisation says what is compiled for each call. The calls cover
-every two values of every two axes (`CALLS`, `HEADS`). Half of each kernel's variants are compiled, for one capability
-each, sm_90 most often (`--all`: all of them for every one). Run without TRITON_INTERPRET, in a process of its own.
+every two values of every two axes (`CALLS`, `HEADS`). Of each kernel's variants those are compiled that together have
+every value of every axis, for one capability each in turn (`--all`: all of them for every one). Run without
+TRITON_INTERPRET, in a process of its own.
 
 Prints one line per kernel with the most that a variant takes, one per failure, and a total. A variant that spills
 registers, or takes more shared memory than every GPU gives without asking, is a failure.
@@ -351,27 +352,48 @@ class Resources(NamedTuple):
             raise ValueError(f"a merge of many ranks must be a loop of at most {LOOP_LIMIT} characters, got {self}")
 
 
-def main(capabilities, everything: bool):
-    compiled, failures, seen, taken = 0, [], collections.Counter(), collections.defaultdict(list)
+def covering(variants: list[Variant]) -> list[Variant]:
+    """A few of a kernel's variants that together have every value of every axis that its calls have."""
+    values = [{(type(variant.case), *value) for value in enumerate(variant.case)} for variant in variants]
+    missing, chosen = set().union(*values), []
+    while missing:
+        most = max(range(len(variants)), key=lambda i: len(values[i] & missing))
+        chosen.append(variants[most])
+        missing -= values[most]
+    return chosen
+
+
+def to_compile(capabilities, everything: bool):
+    """Pairs of a variant and a capability."""
+    kernels = collections.defaultdict(list)
     for variant in record_variants():
-        seen[variant.name] += 1
-        # architectures differ little for what is Triton's own, and a pair of values is in several variants
-        alone = len(capabilities) == 1  # an older Triton, which compiles every eighth variant
-        cycle = (0, 0, 0, 0, 90, 0, 0, 0) if alone else (0, 80, 0, 90, 0, 0, 100, 0, 0, 90, 0, 0)
-        everywhere = everything or seen[variant.name] == 1
-        shown = set(capabilities) if everywhere else {cycle[seen[variant.name] % len(cycle)]} & set(capabilities)
-        if variant.name in GEMMS:  # which take seconds each: every second one, unless everything is asked for
-            shown = ({90, 100} if everything else {(90, 0, 100, 0)[seen[variant.name] % 4]}) & set(capabilities)
-        for capability in shown:
-            try:
-                resources = Resources.of(variant.compile(capability))
-                taken[f"{variant.name} sm_{capability}"].append(resources)
-                resources.check(variant)
-                compiled += 1
-            except Exception as error:  # every failure is listed before the exit
-                while error.__cause__ is not None:
-                    error = error.__cause__
-                failures.append(f"{variant.name} sm_{capability} {variant.case}: {type(error).__name__}: {error}")
+        kernels[variant.name].append(variant)
+    for name, variants in kernels.items():
+        served = [c for c in capabilities if c >= 90] if name in GEMMS else capabilities
+        if everything:
+            yield from itertools.product(variants, served)
+            continue
+        chosen = covering(variants)
+        if len(capabilities) == 1:  # an older Triton: the half that has most of the values; of GEMMs, the first
+            chosen = chosen[: 1 if name in GEMMS else -(-len(chosen) // 2)]
+        if name not in GEMMS:  # which take seconds each
+            yield from ((chosen[0], c) for c in served[1:])
+        # architectures differ little for what is Triton's own
+        yield from zip(chosen, itertools.cycle(served))
+
+
+def main(capabilities, everything: bool):
+    compiled, failures, taken = 0, [], collections.defaultdict(list)
+    for variant, capability in to_compile(capabilities, everything):
+        try:
+            resources = Resources.of(variant.compile(capability))
+            taken[f"{variant.name} sm_{capability}"].append(resources)
+            resources.check(variant)
+            compiled += 1
+        except Exception as error:  # every failure is listed before the exit
+            while error.__cause__ is not None:
+                error = error.__cause__
+            failures.append(f"{variant.name} sm_{capability} {variant.case}: {type(error).__name__}: {error}")
     for name, each in sorted(taken.items()):
         registers, stack, shared, code = map(max, zip(*each))
         spilling = sum(r.stack > 0 for r in each)

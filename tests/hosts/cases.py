@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import itertools
 import json
 import os
 import signal
@@ -132,35 +131,41 @@ UNDOING = ("remove", "uninstall", "__exit__", "__setattr__", "__delattr__")  # c
 
 
 def fails_cleanly_at_every_step(install, model) -> int:
-    """Calls `install` with an exception in the place of the first call that a module of integrations/ makes, then of
-    the second, and so on; asserts that each leaves `model` as it was. The last call of `install` succeeds, and what it
-    returns is removed. -> the number of exceptions."""
+    """Calls `install` with an exception in the place of a call that a module of integrations/ makes, for every line
+    that calls, the first and the last time; asserts that each leaves `model` as it was. -> the number of exceptions."""
     install().remove()  # what a host keeps of its first call is there from now on
     before = _state(model)
-    for step in itertools.count(1):
-        seen = []
+    calls = _calls_of(install, lambda seen: False)  # all of them: it succeeds, and what it returns is removed
+    assert _state(model) == before
+    steps = {calls.index(call) for call in calls} | {len(calls) - 1 - calls[::-1].index(call) for call in calls}
+    for step in steps:
+        assert _calls_of(install, lambda seen, step=step: len(seen) > step) == calls[: step + 1]
+        assert _state(model) == before, calls[step]
+    return len(steps)
 
-        def profile(frame, event, _, step=step, seen=seen):
-            caller = frame.f_back
-            if event == "call" and caller is not None and "/integrations/" in caller.f_code.co_filename:
-                if frame.f_code.co_name not in (*UNDOING, "<genexpr>"):  # nobody hears of an error in what is closed
-                    seen.append(f"{frame.f_code.co_name}, line {caller.f_lineno} of {caller.f_code.co_filename}")
-                if len(seen) == step:
-                    sys.setprofile(None)
-                    raise Injected(seen[-1])
 
-        sys.setprofile(profile)
-        try:
-            installed = install()
-        except Injected:
-            assert _state(model) == before, seen[-1]
-        else:
-            sys.setprofile(None)
-            installed.remove()
-            assert _state(model) == before and len(seen) < step, seen[-1]
-            return step - 1
-        finally:
-            sys.setprofile(None)
+def _calls_of(install, fails) -> list[str]:
+    """The calls that modules of integrations/ make in `install`, to the one after which `fails` is True of them."""
+    seen = []
+
+    def profile(frame, event, _):
+        caller, name = frame.f_back, frame.f_code.co_name
+        made_here = event == "call" and caller is not None and "/integrations/" in caller.f_code.co_filename
+        if made_here and name not in (*UNDOING, "<genexpr>"):  # nobody hears of an error in what is closed
+            seen.append(f"{name}, line {caller.f_lineno} of {caller.f_code.co_filename}")
+            if fails(seen):
+                sys.setprofile(None)
+                raise Injected(seen[-1])
+
+    sys.setprofile(profile)
+    try:
+        installed = install()
+    except Injected:
+        return seen
+    finally:
+        sys.setprofile(None)
+    installed.remove()
+    return seen
 
 
 def _state(model) -> list:

@@ -125,6 +125,6 @@ def test_a_terminated_run_saves_and_goes_on(tmp_path, cache):
     output, _ = process.communicate()
     assert "saved" in output, output[-3000:]
     reached = max(step for _, step in losses(out))
-    run(out, cache, *options, "--resume", "--stop-after", reached + 3)
+    run_sharded(out, cache, *options, "--resume", "--stop-after", reached + 3)
     steps = sorted(step for split, step in losses(out) if split == "train")
     assert steps == list(range(1, reached + 4))

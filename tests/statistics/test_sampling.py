@@ -96,7 +96,7 @@ def run(group, device, dtype=torch.float32, boundaries=None):
     draws = [sample(x, seed=3, positions=positions, rule=rule, shard=shard, transform=transform)
              for rule in (None, *RULES[-2:])]  # fmt: skip
     with counted_collectives() as events:
-        sample(x, seed=3, positions=positions, shard=shard)
+        sample(x, seed=3, positions=positions, shard=shard, options=Options(transport="gather"))
     return sets, draws, sum(events.values())
 
 
