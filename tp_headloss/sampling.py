@@ -83,7 +83,7 @@ def kept_ids(
             bias of a weight.
 
     Returns:
-        `IdSets` in the form of `IdSets.from_csr`, on the logits' device.
+        `IdSets` of tokens [..], bounds in flat ids as those of `IdSets.from_csr`, on the logits' device.
 
     Raises:
         TypeError, ValueError: those of `vocab_statistics`, and a rule whose tensors do not fit the tokens.
@@ -94,11 +94,11 @@ def kept_ids(
     """
     if not isinstance(rule, SamplingRule):
         raise TypeError(f"rule must be SamplingRule(..), got {type(rule).__name__}")
-    found = [
-        gathered_ids(block.kept, block.shard)
-        for block in _blocks("kept_ids", logits, rule, weight, shard, transform, options)
-    ]
-    return _joined_sets(found)
+    found, lead = [], ()
+    for block in _blocks("kept_ids", logits, rule, weight, shard, transform, options):
+        found.append(gathered_ids(block.kept, block.shard))
+        lead = block.lead
+    return _joined_sets(found, lead)
 
 
 @uncompiled_where_needed
@@ -150,14 +150,14 @@ def sample(
         sets = None
         if rule is not None:
             found.append(gathered_ids(block.kept, block.shard))
-            want, sets = ("set_log_prob",), _joined_sets(found[-1:])
+            want, sets = ("set_log_prob",), _joined_sets(found[-1:], ids[-1].shape)
         stats, *_ = run_statistics(
             block.logits, ids[-1], block.shard, want, block.transform, None, sets, None, -100, inner
         )
         full.append(stats.log_prob)
         log_probs.append(stats.log_prob if rule is None else stats.set_log_prob)
     lead = positions.shape
-    sets = None if rule is None else _joined_sets(found)
+    sets = None if rule is None else _joined_sets(found, lead)
     return Sample(torch.cat(ids).view(lead), torch.cat(log_probs).view(lead), torch.cat(full).view(lead), sets)
 
 
@@ -165,6 +165,7 @@ class _Block(NamedTuple):
     """Some tokens of a call."""
 
     logits: torch.Tensor  # [n, width]
+    lead: torch.Size  # shape of all tokens of the call
     transform: Transform
     shard: VocabShard
     positions: torch.Tensor  # int64 [n], empty without a draw
@@ -193,7 +194,7 @@ def _blocks(call: str, logits, rule: SamplingRule, weight, shard, transform, opt
         z = transformed_logits(request, slice(None))
         rows = rule.map_tokens(lead, lambda values: values.reshape(-1)[here])  # noqa: B023 (called at once)
         positions = draw.get("positions", x.new_empty(0)).reshape(-1)[here].long()
-        yield _Block(x, block_transform, shard, positions, z, kept_columns(z, rows, shard))
+        yield _Block(x, lead, block_transform, shard, positions, z, kept_columns(z, rows, shard))
 
 
 def _request(logits, transform, shard, options) -> Request:
@@ -225,7 +226,7 @@ def _race(block: _Block, seed: int) -> torch.Tensor:
     return torch.where(best > -torch.inf, winner, -1)
 
 
-def _joined_sets(found) -> IdSets:
-    """The sets of blocks of tokens, each ids [all] and counts [n], as one."""
+def _joined_sets(found, lead) -> IdSets:
+    """The sets of blocks of tokens, each ids [all] and counts [n], as those of tokens [*lead]."""
     ids, counts = zip(*found)
-    return IdSets(torch.cat(ids), None, spans_of(torch.cat(counts)))
+    return IdSets(torch.cat(ids), None, spans_of(torch.cat(counts)).view(*lead, 2))

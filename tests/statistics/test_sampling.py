@@ -71,7 +71,7 @@ def prefix_sizes(z, rule, slack):
 
 
 def as_lists(sets):
-    return [sets.ids[a:b].tolist() for a, b in sets.spans.tolist()]
+    return [sets.ids[a:b].tolist() for a, b in sets.spans.view(-1, 2).tolist()]
 
 
 def expect_kept(x, rule, sets, temperature=1.0):
