@@ -92,8 +92,6 @@ def kept_ids(
         >>> kept_ids(torch.tensor([[2.0, 1.0, 0.0, -9.0]]), SamplingRule(top_p=0.9)).ids  # 0.67 + 0.24 reach 0.9
         tensor([0, 1], dtype=torch.int32)
     """
-    if not isinstance(rule, SamplingRule):
-        raise TypeError(f"rule must be SamplingRule(..), got {type(rule).__name__}")
     found, lead = [], ()
     for block in _blocks("kept_ids", logits, rule, weight, shard, transform, options):
         found.append(gathered_ids(block.kept, block.shard))
@@ -140,17 +138,15 @@ def sample(
         >>> sample(logits, seed=0, positions=positions).ids
         tensor([2, 0, 0])
     """
-    expect_instance("rule", rule, SamplingRule)
-    keep = SamplingRule() if rule is None else rule
-    inner = replace(options or DEFAULTS, validate="metadata")  # the call was compared as a whole
     ids, log_probs, full, found = [], [], [], []
-    for block in _blocks("sample", logits, keep, weight, shard, transform, options, seed=seed, positions=positions):
+    for block in _blocks("sample", logits, rule, weight, shard, transform, options, seed=seed, positions=positions):
         ids.append(_race(block, seed))
         want: tuple[str, ...] = ()
         sets = None
         if rule is not None:
             found.append(gathered_ids(block.kept, block.shard))
             want, sets = ("set_log_prob",), _joined_sets(found[-1:], ids[-1].shape)
+        inner = replace(options or DEFAULTS, validate="metadata")  # the call was compared as a whole
         stats, *_ = run_statistics(
             block.logits, ids[-1], block.shard, want, block.transform, None, sets, None, -100, inner
         )
@@ -173,7 +169,7 @@ class _Block(NamedTuple):
     kept: torch.Tensor  # bool [n, valid width]
 
 
-def _blocks(call: str, logits, rule: SamplingRule, weight, shard, transform, options, **draw) -> Iterator[_Block]:
+def _blocks(call: str, logits, rule, weight, shard, transform, options, **draw) -> Iterator[_Block]:
     """Check a call, then yield its blocks of tokens, the same ones on every rank. draw: seed and positions, if any."""
     expect_instance("options", options, Options)
     options = options or DEFAULTS
@@ -183,6 +179,9 @@ def _blocks(call: str, logits, rule: SamplingRule, weight, shard, transform, opt
         sharded = {"logits": states} if weight is None else {"hidden": states, "weight": weight}
         agreement.record(call, shard, rule=rule, transform=transform, options=options, **draw, **sharded)
         lead = states.shape[:-1]
+        if not isinstance(rule, SamplingRule) and not (draw and rule is None):
+            raise TypeError(f"rule must be SamplingRule(..){' or None' if draw else ''}, got {rule!r}")
+        rule = SamplingRule() if rule is None else rule
         rule.expect_tokens(lead, states.device, shard.vocab_size)
         if draw:
             _expect_draw(**draw, lead=lead, device=states.device)
