@@ -14,7 +14,7 @@ from .api import run_statistics
 from .calls import build_request
 from .comm import gather_from_ranks
 from .dtensor import local_part
-from .eager_only import uncompiled_where_needed
+from .eager_only import uncompiled
 from .id_sets import IdSets
 from .options import DEFAULTS, Options, TeacherHead, Transform
 from .philox import exponential
@@ -32,6 +32,8 @@ from .shard import VocabShard
 from .statistics import MaybeNone, documented_fields
 from .topk import local_operands, token_blocks
 from .validation import expect_ids, expect_instance, expect_int, expect_tensor
+
+SIZES_FROM_VALUES = "the sets that a rule keeps have sizes that only the logits' values tell"
 
 
 @documented_fields
@@ -57,7 +59,7 @@ class Sample(NamedTuple):
     sets: IdSets | MaybeNone
 
 
-@uncompiled_where_needed
+@uncompiled(SIZES_FROM_VALUES)
 @torch.no_grad()
 def kept_ids(
     logits: torch.Tensor | TeacherHead,
@@ -99,7 +101,7 @@ def kept_ids(
     return _joined_sets(found, lead)
 
 
-@uncompiled_where_needed
+@uncompiled(SIZES_FROM_VALUES)
 @torch.no_grad()
 def sample(
     logits: torch.Tensor | TeacherHead,
@@ -138,8 +140,9 @@ def sample(
         >>> sample(logits, seed=0, positions=positions).ids
         tensor([2, 0, 0])
     """
-    ids, log_probs, full, found = [], [], [], []
+    ids, log_probs, full, found, lead = [], [], [], [], ()
     for block in _blocks("sample", logits, rule, weight, shard, transform, options, seed=seed, positions=positions):
+        lead = block.lead
         ids.append(_race(block, seed))
         want: tuple[str, ...] = ()
         sets = None
@@ -152,7 +155,6 @@ def sample(
         )
         full.append(stats.log_prob)
         log_probs.append(stats.log_prob if rule is None else stats.set_log_prob)
-    lead = positions.shape
     sets = None if rule is None else _joined_sets(found, lead)
     return Sample(torch.cat(ids).view(lead), torch.cat(log_probs).view(lead), torch.cat(full).view(lead), sets)
 
