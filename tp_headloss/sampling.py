@@ -94,7 +94,7 @@ def kept_ids(
         >>> kept_ids(torch.tensor([[2.0, 1.0, 0.0, -9.0]]), SamplingRule(top_p=0.9)).ids  # 0.67 + 0.24 reach 0.9
         tensor([0, 1], dtype=torch.int32)
     """
-    found, lead = [], ()
+    found, lead = [], torch.Size()
     for block in _blocks("kept_ids", logits, rule, weight, shard, transform, options):
         found.append(gathered_ids(block.kept, block.shard))
         lead = block.lead
@@ -140,7 +140,7 @@ def sample(
         >>> sample(logits, seed=0, positions=positions).ids
         tensor([2, 0, 0])
     """
-    ids, log_probs, full, found, lead = [], [], [], [], ()
+    ids, log_probs, full, found, lead = [], [], [], [], torch.Size()
     for block in _blocks("sample", logits, rule, weight, shard, transform, options, seed=seed, positions=positions):
         lead = block.lead
         ids.append(_race(block, seed))

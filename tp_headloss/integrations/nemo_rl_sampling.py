@@ -40,6 +40,7 @@ def log_probs_over(kept: SamplingRule | IdSets, logits, labels, shard: VocabShar
     """
     if isinstance(kept, SamplingRule):
         sets = kept_ids(logits.detach(), kept, shard=shard)
+        assert sets.spans is not None
         known = (labels >= 0) & (labels < shard.vocab_size) & (sets.spans.diff(dim=-1)[..., 0] > 0)
         outside = known & ~sets.contains(labels)
     else:
