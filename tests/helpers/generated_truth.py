@@ -65,13 +65,13 @@ class Truth:
 
     def ranks(self):
         """Least and largest rank [N] that a label may have."""
-        z, at = self.z, self.z.gather(1, self.labels[:, None])
+        labels, columns = self.labels[:, None], torch.arange(self.z.shape[1])
+        z, at = self.z, self.z.gather(1, labels)
         slack = self.r.transform * self.r.unit * (z.abs() + at.abs()).nan_to_num(posinf=0.0)
-        before = z > at + slack
-        if self.r.transform == 0:  # exact, and of equal logits the lower id first
-            before |= (z == at) & (torch.arange(z.shape[1]) < self.labels[:, None])
-            return before.sum(1) + 1, before.sum(1) + 1
-        return before.sum(1) + 1, (z >= at - slack).sum(1)
+        # equal logits stay equal, but for a bias, and the lower id comes first
+        same = columns == labels if self.case.bias else self.x == self.x.gather(1, labels)
+        equal = (same & (columns <= labels)).sum(1)
+        return ((z > at + slack) & ~same).sum(1) + equal, ((z >= at - slack) & ~same).sum(1) + equal
 
     def _over_sets(self):
         """Statistics of logits that are -inf outside of a set; those of the softmax have bounds."""
