@@ -268,3 +268,5 @@ def test_sets_of_sampled_tokens_are_spread_over_all(form, device):
         sets.scatter(torch.ones(8, dtype=torch.bool, device=device))
     labels = torch.tensor([[-100, 1, 9, 7], [8, 0, -1, 0]], device=device)
     assert spread.contains(labels).tolist() == [[False, True, False, False], [True, False, False, True]]
+    none = IdSets.cat([padded([[-1, 3]]), ragged([[-1]])]).to(device)
+    assert not none.contains(torch.tensor([-1, -1], device=device)).any()
