@@ -103,13 +103,6 @@ def until_end(ids: torch.Tensor) -> torch.Tensor:
     return end.cumsum(-1) <= end
 
 
-def padded(sets: IdSets, most: int) -> torch.Tensor:
-    """Ids [N, most] of N sets of at most so many, -1 where there is none."""
-    begin, end = sets.spans.unbind(1)
-    place = begin[:, None] + torch.arange(most, device=begin.device)
-    return torch.where(place < end[:, None], sets.ids[place.clamp(max=len(sets.ids) - 1)], -1)
-
-
 class Reversal:
     """Prompt: symbols, blanks up to the longest string, ANSWER. Right answer: the symbols in reverse order, END."""
 
@@ -182,15 +175,18 @@ class Trainer:
             done = sampled == END
             ids = torch.cat([ids, sampled.unsqueeze(1)], 1)
             log_probs.append(draw.log_probs)
-            kept.append(padded(draw.sets, self.args.vocab) if self.replay else sampled.new_empty(len(ids), 0))
-        return {"answers": ids[:, prompt:], "log_probs": torch.stack(log_probs, 1), "kept": torch.stack(kept, 1)}
+            kept.append(draw.sets)
+        sets = IdSets.stack(kept, 1) if self.replay else None
+        return {"answers": ids[:, prompt:], "log_probs": torch.stack(log_probs, 1), "sets": sets}
 
     @torch.no_grad()
-    def score(self, model: Transformer, inputs: torch.Tensor, labels: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    def score(
+        self, model: Transformer, inputs: torch.Tensor, labels: torch.Tensor, sets: IdSets | None
+    ) -> torch.Tensor:
         """inputs, labels [N, T] -> log-probs [N, T] of the labels, for a policy that is not trained on them."""
-        if not self.replay:
+        if sets is None:
             return model.output.statistics(model(inputs), labels).log_prob
-        return model.output.statistics(model(inputs), labels, ("set_log_prob",), sets=IdSets(kept)).set_log_prob
+        return model.output.statistics(model(inputs), labels, ("set_log_prob",), sets=sets).set_log_prob
 
     def rollouts(self, step: int) -> tuple[dict, dict]:
         """What `update` takes, [N, ..] for the samples of this replica, and the sums of rewards."""
@@ -210,27 +206,29 @@ class Trainer:
         inputs = torch.cat([prompts, answers[:, :-1]], 1)
         before = prompts.shape[1] - 1, 0  # tokens that have no label
         labels = F.pad(answers.masked_fill(~until_end(answers), IGNORE), before, value=IGNORE)
-        kept = F.pad(generated["kept"], (0, 0, *before), value=-1)
+        sets = generated["sets"]
+        if sets is not None:
+            sets = sets.scatter(F.pad(torch.ones_like(answers, dtype=torch.bool), before))
         batch = {
             "inputs": inputs,
             "labels": labels,
             "advantages": advantages.view(-1, 1),
-            "old_log_prob": self.score(self.policy, inputs, labels, kept),
-            "reference_log_prob": self.score(self.reference, inputs, labels, kept),
+            "old_log_prob": self.score(self.policy, inputs, labels, sets),
+            "reference_log_prob": self.score(self.reference, inputs, labels, sets),
             "generator_log_prob": F.pad(generated["log_probs"], before),
-            "kept": kept,
         }
+        if sets is not None:
+            batch["sets"] = sets
         return batch, {"reward": reward.sum(), "exact": (reward == 1).sum()}
 
-    def update(self, inputs, labels, kept, **signals) -> tuple[HeadLossOutput, dict]:
+    def update(self, inputs, labels, **signals) -> tuple[HeadLossOutput, dict]:
         """One clipped update by a minibatch -> its output, and this replica's loss and the gradient's norm."""
-        sets = {"sets": IdSets(kept)} if self.replay else {}
         out = self.policy.output(
             self.policy(inputs),
             labels,
             head_loss=self.head_loss,
             denominator=self.samples // self.args.minibatches,  # sequences of all replicas
-            inputs={**signals, **sets, "sequences": Sequences.from_mask(labels != IGNORE)},
+            inputs={**signals, "sequences": Sequences.from_mask(labels != IGNORE)},
         )
         out.loss.backward()
         loss = out.loss.detach()
@@ -246,8 +244,8 @@ class Trainer:
         if step % self.args.refresh == 0:
             self.reference.load_state_dict(self.policy.state_dict())
         batch, sums = self.rollouts(step)
-        minibatches = zip(*(x.chunk(self.args.minibatches) for x in batch.values()))
-        outputs, parts = zip(*(self.update(**dict(zip(batch, minibatch))) for minibatch in minibatches))
+        rows = torch.arange(len(batch["labels"])).chunk(self.args.minibatches)
+        outputs, parts = zip(*(self.update(**{name: x[some] for name, x in batch.items()}) for some in rows))
         means = mean_metrics(outputs, self.ranks.dp_group)
         sums = reduce_metrics(sums | combine_metrics(parts), self.ranks.dp_group)
         sums = {name: float(x) for name, x in (means | sums).items()}

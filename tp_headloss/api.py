@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 
 from .agreement import Agreement
+from .call_sets import with_kept_sets
 from .calls import build_request
 from .dtensor import local_logits, local_part
 from .eager_only import uncompiled_where_needed
 from .engine.autograd import Statistics
-from .id_sets import IdSets, with_kept_sets
+from .id_sets import IdSets
 from .options import DEFAULTS, NO_TRANSFORM, Options, Teacher, TopKTeacher, Transform
 from .request import Request
 from .sampling_rule import SamplingRule

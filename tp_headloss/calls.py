@@ -7,9 +7,10 @@ import functools
 import torch
 
 from . import statistics
+from .call_sets import check_sets, set_tensors, validate_sets
 from .engine.backend import resolve_backend
 from .engine.operators import top_entries
-from .id_sets import IdSets, check_sets, set_tensors, validate_sets
+from .id_sets import IdSets
 from .options import Options, Teacher, TeacherHead, TeacherHeads, TopKTeacher, Transform
 from .request import Facts, Request, Tensors, TokenOrder
 from .sampling_rule import SamplingRule

@@ -12,6 +12,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a public call before which torch.compile breaks its graph; with fullgraph=True it raises the reason."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        disabled: Any = torch.compiler.disable(function, reason=reason)
+        return disabled
+
+    return decorate
+
+
 def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public call with keywords `options` and `linear`, or of a module with `.options`.
 

@@ -1,4 +1,4 @@
-"""Sets of ids per token, `IdSets` or a `SamplingRule` that makes them: their checks, and what the kernels take."""
+"""`IdSets`: sets of ids per token, how they are written, joined and cut."""
 
 from __future__ import annotations
 
@@ -8,14 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .engine.operators import known_sets
-from .options import Options, TopKTeacher
-from .request import Facts, Request, TokenOrder
-from .sampling_rule import SamplingRule, kept_sets
-from .statistics import AT_IDS, OVER_SETS
-from .statistics.at_ids import known_ids
 from .statistics.sets import rows_and_places
-from .validation import expect_ids, expect_tensor
+from .validation import expect_ids
 
 
 @dataclass(frozen=True)
@@ -68,105 +62,153 @@ class IdSets:
         sound = (begin >= offsets.cummax(0).values[:-1]) & (begin >= 0) & (end >= begin) & (end <= len(ids))
         return cls(ids, None, torch.where(sound[:, None], torch.stack([begin, end], 1), 0))
 
-    def map_tokens(self, lead: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]) -> IdSets:
-        """The sets with function(x) in place of each tensor [*lead, *] of tokens."""
+    @classmethod
+    def cat(cls, parts: Sequence[IdSets], dim: int = 0) -> IdSets:
+        """Join sets along a dimension of their tokens, as torch.cat does. Those `from_csr` have one dimension.
+
+        Examples:
+            >>> ragged = IdSets.from_csr(torch.tensor([5, 2, 4]), torch.tensor([0, 1, 3]))
+            >>> joined = IdSets.cat([ragged, IdSets(torch.tensor([[7, -1]]))])
+            >>> joined.ids, joined.spans
+            (tensor([ 5,  2,  4,  7, -1]), tensor([[0, 1],
+                    [1, 3],
+                    [3, 5]]))
+        """
+        return cls._join(torch.cat, parts, dim)
+
+    @classmethod
+    def stack(cls, parts: Sequence[IdSets], dim: int = 0) -> IdSets:
+        """Join sets of equally many tokens along a new dimension, as torch.stack does.
+
+        Examples:
+            >>> steps = [IdSets(torch.tensor([[5], [6]])), IdSets(torch.tensor([[2, 4], [3, 8]]))]  # two sequences
+            >>> IdSets.stack(steps, dim=1).ids  # [sequence, step, K]
+            tensor([[[ 5, -1],
+                     [ 2,  4]],
+            <BLANKLINE>
+                    [[ 6, -1],
+                     [ 3,  8]]])
+        """
+        return cls._join(torch.stack, parts, dim)
+
+    @classmethod
+    def _join(cls, function, parts: Sequence[IdSets], dim: int) -> IdSets:
+        parts = list(parts)
+        if not parts:
+            raise ValueError("sets to join must be at least one, got none")
+        dim = dim if dim >= 0 else dim - 1  # behind the tokens' dimensions there is one more
+        if all(part.spans is None for part in parts):
+            most = max(part.ids.shape[-1] for part in parts)
+            missing = [(0, most - part.ids.shape[-1]) for part in parts]
+            padded = [torch.nn.functional.pad(masked_ids(part), n, value=-1) for part, n in zip(parts, missing)]
+            return cls(function(padded, dim))
+        ids, spans, first = [], [], 0
+        for part in parts:
+            flat, bounds = flat_ids(part, lambda x: x)
+            ids.append(flat)
+            spans.append(bounds + first)
+            first += len(flat)
+        return cls(torch.cat(ids), None, function(spans, dim))
+
+    def __len__(self) -> int:
+        """Return the size of the tokens' first dimension."""
+        if self._of_tokens.dim() < 2:
+            raise TypeError("sets of one token have no length")
+        return self._of_tokens.shape[0]
+
+    def __getitem__(self, index) -> IdSets:
+        """Return the sets of some tokens, by an index, slice, mask or tensor of indices as those of a tensor.
+
+        Sets `from_csr` keep all of their ids; only their bounds are cut.
+
+        Examples:
+            >>> sets = IdSets.from_csr(torch.tensor([5, 2, 4, 7]), torch.tensor([0, 1, 3, 4]))
+            >>> sets[1:].spans, len(sets[torch.tensor([True, False, True])])
+            (tensor([[1, 3],
+                    [3, 4]]), 2)
+        """
+        key = index if isinstance(index, tuple) else (index,)
+        return self._map(lambda x: x[(*key, slice(None))])
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> IdSets:
+        """Return the sets on another device."""
+        fields = {"ids": self.ids, "mask": self.mask, "spans": self.spans}
+        moved = {k: x.to(device, non_blocking=non_blocking) for k, x in fields.items() if x is not None}
+        return replace(self, **moved)
+
+    def scatter(self, where: torch.Tensor) -> IdSets:
+        """Return sets of the tokens of a mask: those of this object in order where it is True, empty ones elsewhere.
+
+        The inverse of ``sets[where]``: the sets of completions become those of labels with prompts and padding.
+
+        Args:
+            where: [..] bool with as many True as there are sets. Waits for a GPU.
+
+        Raises:
+            ValueError: another number of True.
+
+        Examples:
+            >>> kept = IdSets(torch.tensor([[5, 6], [7, -1]]))  # of two sampled tokens
+            >>> kept.scatter(torch.tensor([False, True, True, False])).ids
+            tensor([[-1, -1],
+                    [ 5,  6],
+                    [ 7, -1],
+                    [-1, -1]])
+        """
+        lead = self._of_tokens.shape[:-1]
+        if (count := int(where.sum())) != math.prod(lead):
+            raise ValueError(f"where must be True for as many tokens as there are sets, {math.prod(lead)}, got {count}")
+
+        def spread(x, empty):
+            out = x.new_full((*where.shape, x.shape[-1]), empty)
+            out[where] = x.reshape(math.prod(lead), x.shape[-1])
+            return out
+
         if self.spans is not None:
-            return replace(self, spans=function(self.spans.reshape(*lead, 2)))
+            return replace(self, spans=spread(self.spans, 0))
+        return IdSets(spread(masked_ids(self), -1))
+
+    def contains(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return whether each token's set holds its label: [..] -> bool [..]. A negative label is in none.
+
+        Examples:
+            >>> IdSets(torch.tensor([[5, 6], [7, -1]])).contains(torch.tensor([6, 6]))
+            tensor([ True, False])
+        """
+        if self.spans is None:
+            return ((masked_ids(self) == labels[..., None]) & (labels[..., None] >= 0)).any(-1)
+        ids, spans = flat_ids(self, lambda x: x.reshape(-1, 2))
+        row, place = rows_and_places(spans)
+        found, flat = torch.zeros(len(spans), dtype=torch.bool, device=ids.device), labels.reshape(-1)
+        found[row[(ids[place] == flat[row]) & (flat[row] >= 0)]] = True
+        return found.view(labels.shape)
+
+    @property
+    def _of_tokens(self) -> torch.Tensor:
+        """The tensor [.., *] whose dimensions but the last are those of the tokens."""
+        return self.ids if self.spans is None else self.spans
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> IdSets:
+        if self.spans is not None:
+            return replace(self, spans=function(self.spans))
         return replace(self, ids=function(self.ids), mask=None if self.mask is None else function(self.mask))
 
-
-def validate_sets(sets: IdSets | SamplingRule | None, labels, want, teacher, logits, vocab_size: int):
-    """Raise TypeError or ValueError, from metadata, unless the sets fit the call. logits: [.., width]."""
-    wanted = [name for name in (*OVER_SETS, *AT_IDS) if name in want]
-    if sets is not None and not isinstance(sets, (IdSets, SamplingRule)):
-        got = type(sets).__name__ if isinstance(sets, torch.Tensor) else repr(sets)
-        raise TypeError(f"sets must be IdSets(..), a SamplingRule(..) or None, got {got}")
-    if sets is None:
-        if wanted:
-            raise ValueError(f"{wanted} need sets of ids, got none: sets=IdSets(ids)")
-        return
-    if not wanted:
-        raise ValueError(f"sets serve the statistics {OVER_SETS + AT_IDS}, got none of them in want")
-    if len(wanted) > 1 and AT_IDS[0] in wanted:
-        raise ValueError(f"log_probs_at and statistics over sets are for separate calls, got {wanted} in want")
-    if AT_IDS[0] in wanted and (isinstance(sets, SamplingRule) or sets.spans is not None):
-        got = "a SamplingRule" if isinstance(sets, SamplingRule) else "sets from_csr"
-        raise ValueError(f"log_probs_at is [.., K] of ids [.., K], got {got}")
-    if isinstance(teacher, TopKTeacher):
-        raise ValueError("sets and a TopKTeacher are for separate calls, got both in one")
-    if "set_log_prob" in want and labels is None:
-        raise ValueError("set_log_prob is the log-prob of a label, got no labels")
-    lead, device = logits.shape[:-1], logits.device
-    if isinstance(sets, SamplingRule):
-        return sets.expect_tokens(lead, device, vocab_size)
-    expect_ids("sets.ids", sets.ids)
-    if sets.spans is not None:
-        if sets.spans.numel() != 2 * math.prod(lead):
-            raise ValueError(f"sets must be of {math.prod(lead)} tokens, got offsets for {sets.spans.numel() // 2}")
-        expect_tensor("sets.ids", sets.ids, device=device)
-        expect_tensor("the sets' offsets", sets.spans, device=device)
-        return
-    if sets.ids.dim() != len(lead) + 1:
-        raise ValueError(f"sets.ids must be [.., K] for tokens {list(lead)}, got {list(sets.ids.shape)}")
-    shape = (*lead, sets.ids.shape[-1])
-    expect_tensor("sets.ids", sets.ids, shape, device)
-    if sets.mask is not None:
-        expect_tensor("sets.mask", sets.mask, shape, device)
-        if sets.mask.dtype != torch.bool:
-            raise TypeError(f"sets.mask must be bool, got {sets.mask.dtype}")
+    def map_tokens(self, lead: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]) -> IdSets:
+        """The sets with function(x) in place of each tensor [*lead, *] of tokens."""
+        sets = self if self.spans is None else replace(self, spans=self.spans.reshape(*lead, 2))
+        return sets._map(function)
 
 
-def _masked(sets: IdSets) -> torch.Tensor:
+def masked_ids(sets: IdSets) -> torch.Tensor:
     """The ids [.., K], negative where there is none."""
     return sets.ids if sets.mask is None else torch.where(sets.mask, sets.ids, -1)
 
 
-def _flat(sets: IdSets, flatten) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids of all sets [all], and the bounds [N, 2] of each token's; flatten: [.., *] -> [N, *]."""
+def flat_ids(sets: IdSets, flatten) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids of all sets [all], and bounds [.., 2] of each token's; flatten: [.., *] -> [.., *], such as [N, *]."""
     if sets.spans is not None:
         return sets.ids.contiguous(), flatten(sets.spans).contiguous()
-    ids = flatten(_masked(sets))
-    begin = torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
-    return ids.reshape(-1), torch.stack([begin, begin + ids.shape[1]], 1)
-
-
-def set_tensors(sets: IdSets | SamplingRule | None, lead, order: TokenOrder, facts: Facts) -> dict[str, torch.Tensor]:
-    """The tensors of sets as a request has them; none of a rule, see `with_kept_sets`. lead: shape of the tokens."""
-    if not isinstance(sets, IdSets):
-        return {}
-    if AT_IDS[0] in facts.want:
-        return {"entries": known_ids(order.flatten(_masked(sets)), facts.vocab_size).contiguous()}
-    ids, spans = _flat(sets, lambda x: order.flatten(x.reshape(*lead, x.shape[-1])))
-    return dict(zip(("entries", "entry_spans"), known_sets(ids, spans, facts.vocab_size, facts.backend)))
-
-
-@torch.compiler.disable(reason="a SamplingRule in place of sets makes tensors of a size that only their values tell")
-def with_kept_sets(request: Request, rule: SamplingRule, labels, options: Options) -> Request:
-    """The request with the sets that a rule keeps of its logits. Collectives, and a wait for the GPU."""
-    order = request.order
-    ids, spans = kept_sets(request, rule.map_tokens(order.shape, order.flatten))
-    if options.check:
-        sets = IdSets(ids, None, order.unflatten(spans))
-        check_sets(sets, labels, request.facts.want, request.facts.ignore_index, request.facts.vocab_size)
-    return request._replace(tensors=request.tensors._replace(entries=ids, entry_spans=spans))
-
-
-def check_sets(sets: IdSets, labels, want, ignore_index: int, vocab_size: int):
-    """Raise ValueError with the first token, if any, whose set holds an unknown id or lacks a label that it needs."""
-    ids, spans = _flat(sets, lambda x: x.reshape(-1, x.shape[-1]))
-    row, place = rows_and_places(spans)
-    labels, unknown = labels.reshape(-1), torch.zeros(len(spans), dtype=torch.bool, device=ids.device)
-    known = torch.full_like(unknown, AT_IDS[0] in want)  # these need no label
-    known[row[ids[place] == labels[row]]] = True
-    unknown[row[ids[place] >= vocab_size]] = True
-    bad = ((labels != ignore_index) & (unknown | ~known)).nonzero()
-    if len(bad):
-        token = int(bad[0])
-        begin, end = spans[token].tolist()
-        needed = f"ids below {vocab_size}"
-        if AT_IDS[0] not in want:
-            needed += f" and its label {int(labels[token])}"
-        raise ValueError(
-            f"the set of token {token} (flat index) must hold {needed}, got {ids[begin:end].tolist()[:20]}; "
-            f"{len(bad)} such tokens"
-        )
+    ids = flatten(masked_ids(sets))
+    *lead, size = ids.shape
+    begin = torch.arange(math.prod(lead), device=ids.device).view(lead) * size
+    return ids.reshape(-1), torch.stack([begin, begin + size], -1)

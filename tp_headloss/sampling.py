@@ -14,7 +14,7 @@ from .api import run_statistics
 from .calls import build_request
 from .comm import gather_from_ranks
 from .dtensor import local_part
-from .eager_only import uncompiled_where_needed
+from .eager_only import uncompiled
 from .id_sets import IdSets
 from .options import DEFAULTS, Options, TeacherHead, Transform
 from .philox import exponential
@@ -32,6 +32,8 @@ from .shard import VocabShard
 from .statistics import MaybeNone, documented_fields
 from .topk import local_operands, token_blocks
 from .validation import expect_ids, expect_instance, expect_int, expect_tensor
+
+SIZES_FROM_VALUES = "the sets that a rule keeps have sizes that only the logits' values tell"
 
 
 @documented_fields
@@ -57,7 +59,7 @@ class Sample(NamedTuple):
     sets: IdSets | MaybeNone
 
 
-@uncompiled_where_needed
+@uncompiled(SIZES_FROM_VALUES)
 @torch.no_grad()
 def kept_ids(
     logits: torch.Tensor | TeacherHead,
@@ -83,7 +85,7 @@ def kept_ids(
             bias of a weight.
 
     Returns:
-        `IdSets` in the form of `IdSets.from_csr`, on the logits' device.
+        `IdSets` of tokens [..], bounds in flat ids as those of `IdSets.from_csr`, on the logits' device.
 
     Raises:
         TypeError, ValueError: those of `vocab_statistics`, and a rule whose tensors do not fit the tokens.
@@ -92,16 +94,14 @@ def kept_ids(
         >>> kept_ids(torch.tensor([[2.0, 1.0, 0.0, -9.0]]), SamplingRule(top_p=0.9)).ids  # 0.67 + 0.24 reach 0.9
         tensor([0, 1], dtype=torch.int32)
     """
-    if not isinstance(rule, SamplingRule):
-        raise TypeError(f"rule must be SamplingRule(..), got {type(rule).__name__}")
-    found = [
-        gathered_ids(block.kept, block.shard)
-        for block in _blocks("kept_ids", logits, rule, weight, shard, transform, options)
-    ]
-    return _joined_sets(found)
+    found, lead = [], torch.Size()
+    for block in _blocks("kept_ids", logits, rule, weight, shard, transform, options):
+        found.append(gathered_ids(block.kept, block.shard))
+        lead = block.lead
+    return _joined_sets(found, lead)
 
 
-@uncompiled_where_needed
+@uncompiled(SIZES_FROM_VALUES)
 @torch.no_grad()
 def sample(
     logits: torch.Tensor | TeacherHead,
@@ -140,24 +140,22 @@ def sample(
         >>> sample(logits, seed=0, positions=positions).ids
         tensor([2, 0, 0])
     """
-    expect_instance("rule", rule, SamplingRule)
-    keep = SamplingRule() if rule is None else rule
-    inner = replace(options or DEFAULTS, validate="metadata")  # the call was compared as a whole
-    ids, log_probs, full, found = [], [], [], []
-    for block in _blocks("sample", logits, keep, weight, shard, transform, options, seed=seed, positions=positions):
+    ids, log_probs, full, found, lead = [], [], [], [], torch.Size()
+    for block in _blocks("sample", logits, rule, weight, shard, transform, options, seed=seed, positions=positions):
+        lead = block.lead
         ids.append(_race(block, seed))
         want: tuple[str, ...] = ()
         sets = None
         if rule is not None:
             found.append(gathered_ids(block.kept, block.shard))
-            want, sets = ("set_log_prob",), _joined_sets(found[-1:])
+            want, sets = ("set_log_prob",), _joined_sets(found[-1:], ids[-1].shape)
+        inner = replace(options or DEFAULTS, validate="metadata")  # the call was compared as a whole
         stats, *_ = run_statistics(
             block.logits, ids[-1], block.shard, want, block.transform, None, sets, None, -100, inner
         )
         full.append(stats.log_prob)
         log_probs.append(stats.log_prob if rule is None else stats.set_log_prob)
-    lead = positions.shape
-    sets = None if rule is None else _joined_sets(found)
+    sets = None if rule is None else _joined_sets(found, lead)
     return Sample(torch.cat(ids).view(lead), torch.cat(log_probs).view(lead), torch.cat(full).view(lead), sets)
 
 
@@ -165,6 +163,7 @@ class _Block(NamedTuple):
     """Some tokens of a call."""
 
     logits: torch.Tensor  # [n, width]
+    lead: torch.Size  # shape of all tokens of the call
     transform: Transform
     shard: VocabShard
     positions: torch.Tensor  # int64 [n], empty without a draw
@@ -172,7 +171,7 @@ class _Block(NamedTuple):
     kept: torch.Tensor  # bool [n, valid width]
 
 
-def _blocks(call: str, logits, rule: SamplingRule, weight, shard, transform, options, **draw) -> Iterator[_Block]:
+def _blocks(call: str, logits, rule, weight, shard, transform, options, **draw) -> Iterator[_Block]:
     """Check a call, then yield its blocks of tokens, the same ones on every rank. draw: seed and positions, if any."""
     expect_instance("options", options, Options)
     options = options or DEFAULTS
@@ -182,6 +181,9 @@ def _blocks(call: str, logits, rule: SamplingRule, weight, shard, transform, opt
         sharded = {"logits": states} if weight is None else {"hidden": states, "weight": weight}
         agreement.record(call, shard, rule=rule, transform=transform, options=options, **draw, **sharded)
         lead = states.shape[:-1]
+        if not isinstance(rule, SamplingRule) and not (draw and rule is None):
+            raise TypeError(f"rule must be SamplingRule(..){' or None' if draw else ''}, got {rule!r}")
+        rule = SamplingRule() if rule is None else rule
         rule.expect_tokens(lead, states.device, shard.vocab_size)
         if draw:
             _expect_draw(**draw, lead=lead, device=states.device)
@@ -193,7 +195,7 @@ def _blocks(call: str, logits, rule: SamplingRule, weight, shard, transform, opt
         z = transformed_logits(request, slice(None))
         rows = rule.map_tokens(lead, lambda values: values.reshape(-1)[here])  # noqa: B023 (called at once)
         positions = draw.get("positions", x.new_empty(0)).reshape(-1)[here].long()
-        yield _Block(x, block_transform, shard, positions, z, kept_columns(z, rows, shard))
+        yield _Block(x, lead, block_transform, shard, positions, z, kept_columns(z, rows, shard))
 
 
 def _request(logits, transform, shard, options) -> Request:
@@ -225,7 +227,7 @@ def _race(block: _Block, seed: int) -> torch.Tensor:
     return torch.where(best > -torch.inf, winner, -1)
 
 
-def _joined_sets(found) -> IdSets:
-    """The sets of blocks of tokens, each ids [all] and counts [n], as one."""
+def _joined_sets(found, lead) -> IdSets:
+    """The sets of blocks of tokens, each ids [all] and counts [n], as those of tokens [*lead]."""
     ids, counts = zip(*found)
-    return IdSets(torch.cat(ids), None, spans_of(torch.cat(counts)))
+    return IdSets(torch.cat(ids), None, spans_of(torch.cat(counts)).view(*lead, 2))

@@ -149,6 +149,12 @@ GROUPS = {
         ("sampling.py", "_race", "column + shard.start", "column"),
         ("philox.py", "_exponential", "(high << 20) | (low >> 12)", "(high << 20)"),
         ("id_sets.py", "IdSets.from_csr", "(begin >= offsets.cummax(0).values[:-1])", "(begin == begin)"),
+        ("id_sets.py", "IdSets._join", "first += len(flat)", "pass"),
+        ("id_sets.py", "IdSets._join", "dim if dim >= 0 else dim - 1", "dim"),
+        ("id_sets.py", "IdSets.__getitem__", "x[(*key, slice(None))]", "x[key]"),
+        ("id_sets.py", "IdSets.scatter", "spread(masked_ids(self), -1)", "spread(self.ids, -1)"),
+        ("id_sets.py", "IdSets.contains", "(ids[place] == flat[row]) & (flat[row] >= 0)", "ids[place] == flat[row]"),
+        ("sampling.py", "_blocks", "not isinstance(rule, SamplingRule) and not (draw and rule is None)", "False"),
     ],
     "test_rank": [
         (RANK, "RankFamily.second", "(column < target)", "(column > target)"),
@@ -319,7 +325,14 @@ GROUPS = {
         ("integrations/transformers/model_facts.py", "call_shard", 'hasattr(weight, "ds_id")', "False"),
         ("integrations/transformers/fused_head.py", "FusedHead._forward", 'scalar_number(given.get("num_items_in_batch"), hidden.device)', "None"),
     ],
-    "test_verl test_nemo_rl": [
+    "test_verl test_nemo_rl test_sampling_masks": [
+        ("integrations/nemo_rl_sampling.py", "kept_by", "top_k is not None and top_k > 0", "top_k is not None"),
+        ("integrations/nemo_rl_sampling.py", "log_probs_over", "known & ~sets.contains(labels)", "~sets.contains(labels)"),
+        ("integrations/nemo_rl_sampling.py", "log_probs_over", "labels.masked_fill(outside, -100)", "labels"),
+        ("integrations/nemo_rl_sampling.py", "_shifted", "masked_ids(sets)[:, 1:]", "masked_ids(sets)[:, :-1]"),
+        ("integrations/sampling_masks.py", "from_nemo_rl", "torch.arange(ids.shape[-1], device=ids.device) < sizes.unsqueeze(-1)", "torch.arange(ids.shape[-1], device=ids.device) <= sizes.unsqueeze(-1)"),
+        ("integrations/verl.py", "logits_processor.process", 'f"set_{statistic}"', "statistic"),
+        ("integrations/verl.py", "linear_cross_entropy", "stats.set_log_prob, stats.set_entropy", "stats.log_prob, stats.set_entropy"),
         ("integrations/nemo_rl.py", "_next_tokens", "labels[:, : ids.shape[1] - 1] = ids[:, 1:]", "labels[:, : ids.shape[1]] = ids"),
         ("integrations/verl.py", "_positive", "temperature.clamp(min=LOWEST_TEMPERATURE)", "temperature"),
         ("integrations/verl.py", "logits_processor.process", "label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)", "pass"),

@@ -13,24 +13,29 @@ from tp_headloss import (
     Distillation,
     Entropy,
     HeadLoss,
+    IdSets,
     KLToReference,
     Linear,
     Metric,
     Options,
     PolicyGradient,
+    SamplingRule,
     Sequences,
     Teacher,
     Term,
     TopKTeacher,
     Transform,
     VocabShard,
+    kept_ids,
     linear_vocab_statistics,
+    sample,
     topk_log_probs,
     vocab_statistics,
 )
 
 V, N, H = 128, 6, 8
 FULL = Options(validate="full")
+RULE = SamplingRule(top_k=5, top_p=0.9)
 
 
 class Call:
@@ -68,6 +73,15 @@ class Call:
     def topk(self):
         return topk_log_probs(self.x, shard=self.shard, options=self.options, **({"k": 3} | self.keywords)).log_probs
 
+    def draw(self):
+        """Sampled ids; the log-probs and sets are made of them."""
+        given = {"seed": 5, "positions": torch.arange(N, device=self.x.device), "rule": RULE} | self.keywords
+        return sample(self.x, shard=self.shard, transform=self.transform, options=self.options, **given).ids
+
+    def kept(self):
+        rule = self.keywords.get("rule", RULE)
+        return kept_ids(self.x, rule, shard=self.shard, transform=self.transform, options=self.options).ids
+
     def rewrite(self, **fields):
         self.__dict__.update(fields)
 
@@ -99,6 +113,24 @@ def other_sequences(call):
     mask = torch.arange(N, device=call.labels.device) > 0
     ids = torch.arange(N, device=mask.device) // 2
     call.inputs = {**call.inputs, "sequences": Sequences.from_ids(ids, 3, mask)}
+
+
+def with_sets(*numbers):
+    """A set statistic of sets that hold these ids and the labels."""
+
+    def prepare(call):
+        ids = torch.tensor(numbers, device=call.labels.device).expand(N, -1)
+        ids = torch.cat([ids, call.labels[:, None]], 1)
+        call.keywords.update(want=("set_log_prob",), sets=IdSets(ids))
+
+    return prepare
+
+
+def rule_of(**values):
+    """A rule with values per token."""
+    return lambda c: c.keywords.update(
+        rule=SamplingRule(**{name: torch.full((N,), x, device=c.x.device) for name, x in values.items()})
+    )
 
 
 def clipped(bound):
@@ -221,6 +253,31 @@ CASES = {
     "another type of ids": (
         "topk", None, lambda c: c.keywords.update(ids_dtype=torch.int32), "ValueError", "ids_dtype"),
     "another k": ("topk", None, lambda c: c.keywords.update(k=4), "ValueError", "k: rank 0"),
+    "another seed": ("draw", None, lambda c: c.keywords.update(seed=6), "ValueError", "seed: rank 0"),
+    "a seed that cannot be": ("draw", None, lambda c: c.keywords.update(seed=-1), "ValueError", "seed must be in"),
+    "other positions": (
+        "draw", None, lambda c: c.keywords.update(positions=torch.arange(1, N + 1, device=c.x.device)),
+        "ValueError", "positions: rank 0"),
+    "positions of another dtype": (
+        "draw", None, lambda c: c.keywords.update(positions=torch.arange(N, device=c.x.device).int()),
+        "ValueError", "torch.int32 [6]"),
+    "another top_p": (
+        "draw", None, lambda c: c.keywords.update(rule=SamplingRule(top_k=5, top_p=0.8)), "ValueError", "rule.top_p"),
+    "no rule": ("draw", None, lambda c: c.keywords.update(rule=None), "ValueError", "rule: rank 0"),
+    "no rule and one that keeps all": (
+        "draw", lambda c: c.keywords.update(rule=SamplingRule()), lambda c: c.keywords.update(rule=None),
+        "ValueError", "rule: rank 0"),
+    "a number as rule": ("draw", None, lambda c: c.keywords.update(rule=5), "TypeError", "or None, got 5"),
+    "other values per token in a rule": (
+        "kept", rule_of(min_p=0.1), rule_of(min_p=0.2), "ValueError", "rule.min_p"),
+    "a number as rule of kept ids": ("kept", None, lambda c: c.keywords.update(rule=5), "TypeError", "got 5"),
+    "another temperature of samples": (
+        "kept", None, lambda c: c.rewrite(transform=Transform(temperature=2.0)), "ValueError", "temperature"),
+    "kept ids and a draw": ("kept", None, lambda c: c.rewrite(kept=c.draw), "ValueError", "call"),
+    "sets of other ids": ("statistics", with_sets(1, 2), with_sets(1, 3), "ValueError", "sets.ids"),
+    "another rule as sets": (
+        "statistics", lambda c: c.keywords.update(want=("set_entropy",), sets=RULE),
+        lambda c: c.keywords.update(sets=SamplingRule(top_k=6, top_p=0.9)), "ValueError", "sets.top_k"),
     "another call": ("topk", None, lambda c: c.rewrite(topk=c.statistics), "ValueError", "call"),
 }  # fmt: skip
 
@@ -266,7 +323,7 @@ def agreeing_run(group, device, method):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("method", ["statistics", "head", "linear_head", "linear_statistics", "topk"])
+@pytest.mark.parametrize("method", ["statistics", "head", "linear_head", "linear_statistics", "topk", "draw", "kept"])
 def test_ranks_that_agree_get_what_they_get_without(method, world_size):
     for full, plain in on_ranks(world_size, agreeing_run, method):
         assert torch.equal(full, plain)

@@ -14,12 +14,16 @@ from tp_headloss import (
     CrossEntropy,
     Distillation,
     HeadLoss,
+    IdSets,
     Linear,
+    SamplingRule,
     Teacher,
     Transform,
     VocabShard,
+    kept_ids,
     linear_vocab_statistics,
     log_probs,
+    sample,
     topk_log_probs,
     vocab_statistics,
 )
@@ -146,6 +150,38 @@ def everywhere(group, device):
 def test_every_entry_takes_dtensors():
     for errors in on_ranks(2, everywhere):
         assert max(errors.values()) < 1e-5, errors
+
+
+def drawn(group, device, dp):
+    """Ids, sets and log-probs over them, of DTensors and of plain tensors."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = meshed(device, dp, 2)
+    torch.manual_seed(3)
+    x, top_p = torch.randn(2, 4, 61).to(device), torch.rand(2, 4).to(device)
+    positions, rule = torch.arange(8, device=device).view(2, 4), SamplingRule(top_k=7, top_p=top_p)
+    expected = sample(x, seed=1, positions=positions, rule=rule)
+    here = slice(None) if dp == 1 else slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
+    replicas = [Shard(0)] * (dp > 1)
+    tokens = [*replicas, Replicate()]
+    logits = distribute_tensor(x, mesh, [*replicas, Shard(-1)])
+    rule = SamplingRule(top_k=7, top_p=distribute_tensor(top_p, mesh, tokens))
+    draw = sample(logits, seed=1, positions=distribute_tensor(positions, mesh, tokens), rule=rule)
+    found = draw.ids, kept_ids(logits, rule).contains(expected.ids[here]), draw.sets.contains(expected.ids[here])
+    sets = IdSets(draw.sets.ids, spans=distribute_tensor(expected.sets.spans, mesh, tokens))
+    if dp > 1:  # bounds are of the ids that these ranks have
+        sets = draw.sets
+    labels = distribute_tensor(expected.ids, mesh, tokens)
+    over = vocab_statistics(logits, labels, want=("set_log_prob",), sets=sets).set_log_prob
+    sizes = [kept.spans.diff(dim=-1) for kept in (draw.sets, expected.sets[here])]
+    same = torch.equal(found[0], expected.ids[here]) and bool(found[1].all() & found[2].all()) and torch.equal(*sizes)
+    return same, float(torch.stack([over, draw.log_probs]).sub(expected.log_probs[here]).abs().max())
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_draws_and_sets_are_those_of_plain_tensors(dp):
+    for same, error in on_ranks(2 * dp, drawn, dp):
+        assert same and error < 1e-6
 
 
 def partial_hidden_gradient(group, device):

@@ -14,11 +14,14 @@ from tp_headloss import (
     IdSets,
     Options,
     PolicyGradient,
+    SamplingRule,
     Teacher,
     TopKTeacher,
     Transform,
     VocabShard,
     ZLoss,
+    kept_ids,
+    sample,
     vocab_statistics,
 )
 from tp_headloss.statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER
@@ -161,3 +164,23 @@ def test_a_policy_loss_compiles_without_graph_breaks(device):
     local = x.view(2, -1, V).clone().requires_grad_()
     loss = torch.compile(step, fullgraph=True, backend="aot_eager")(local)
     torch.testing.assert_close((loss.detach(), *torch.autograd.grad(loss, local)), eager, rtol=2e-5, atol=1e-6)
+
+
+def drawn(x):
+    rule, positions = SamplingRule(top_k=9, top_p=0.9), torch.arange(len(x), device=x.device)
+    draw, kept = sample(x * 2.0, seed=3, positions=positions, rule=rule), kept_ids(x * 2.0, rule)
+    return draw.ids + 1, draw.log_probs * 2.0, *(t + 1 for t in (draw.sets.ids, draw.sets.spans, kept.ids, kept.spans))
+
+
+def test_a_draw_breaks_the_graph_of_what_is_around_it_and_is_the_same(device):
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    x, _ = rows(device)
+    compiled = torch.compile(drawn, backend=counter)
+    for a, b in zip(drawn(x), compiled(x), strict=True):
+        assert torch.equal(a, b)
+    assert 1 <= counter.frame_count <= 3  # before, between and after the two calls
+    with pytest.raises(Exception, match="sizes that only the logits' values tell"):
+        torch.compile(drawn, backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()

@@ -181,8 +181,10 @@ def check(case: Case, results: list) -> None:
     truth = Truth(case, p, keep, gpu)
     names = [name for name in first if name in truth.values]
     for name in set(names) - {"argmax"}:
-        got = first[name]
-        assert got[nan].isnan().all(), f"{name} of rows {nan.nonzero()[:, 0].tolist()} must be NaN"
+        got, undefined = first[name], nan
+        if name == "log_probs_at":  # 0 for none
+            got, undefined = got.view(p["ids"].shape), nan[:, None] & (p["ids"] >= 0)
+        assert got[undefined].isnan().all(), f"{name} of rows {nan.nonzero()[:, 0].tolist()} must be NaN"
         assert not got[ignored].any(), f"{name} of ignored rows must be 0"
         close(name, got[keep], truth.values[name], truth.errors[name])
     if "log_prob" in first:
@@ -198,13 +200,18 @@ def check(case: Case, results: list) -> None:
             assert torch.equal(got[keep], truth.values["argmax"])
         if "hits" in first:
             assert torch.equal(first["hits"], keep & (got == p["labels"].long()))
+    if "rank" in first:
+        got, (least, most) = first["rank"], truth.ranks()
+        assert got[nan].isnan().all() and not got[ignored].any()
+        assert ((got[keep] >= least) & (got[keep] <= most)).all(), (got[keep], least, most)
     if case.head:
         grads, errors, skip = check_head(case, p, truth, nan, first)
     else:
         grads = {name: g.double()[keep] for name, g in p["upstream"].items()}
         errors, skip = {}, torch.zeros(int(keep.sum()), dtype=torch.bool)
     for name in grads.keys() & truth.jacobian.keys():
-        skip = skip | truth.values[name].isinf()  # what is infinite has no gradient
+        infinite = truth.values[name].isinf()  # what is infinite has no gradient
+        skip = skip | (infinite.any(-1) if infinite.dim() > 1 else infinite)
     dx, error = truth.gradient(grads, errors)
     check_gradient(case, grad, dx, error, nan, ignored, keep, skip, truth)
     if case.bias:

@@ -153,8 +153,10 @@ def shaped(x, case):
 
 
 def make_sets(case, p, moved):
-    """The sets: with a rotated order for each token, padded, or without the ids that occur before."""
+    """The sets: with a rotated order for each token, padded, or without the ids that occur before; "at": any ids."""
     kept = p["kept"]
+    if case.sets == "at":
+        return IdSets(moved(p["ids"]))
     if case.sets == "padded":
         return IdSets(moved(kept), moved(torch.ones_like(kept, dtype=torch.bool)))
     rows = [torch.unique(row.roll(i)) for i, row in enumerate(kept)]
@@ -182,6 +184,11 @@ def make_terms(case, p, device):
         else:
             terms.append(Entropy(weight, over) if name == "entropy" else ZLoss(weight))
     return terms
+
+
+def scalar(name, x):
+    """A number per token: log-probs at several ids, weighted."""
+    return (x * torch.linspace(0.3, 1.5, x.shape[-1], device=x.device)).sum(-1) if name == "log_probs_at" else x
 
 
 def run_case(group, device, case):
@@ -244,7 +251,7 @@ def run_case(group, device, case):
             logits, labels, shard=shard, want=case.want, transform=transform, teacher=teacher, sets=sets,
             total_weight=weight, ignore_index=case.ignore_index, options=options,
         )  # fmt: skip
-        losses = [getattr(stats, name) for name in case.upstream]
+        losses = [scalar(name, getattr(stats, name)) for name in case.upstream]
         grads = [moved(p["upstream"][name]) for name in case.upstream]
     leaves = [logits] + ([] if bias is None else [bias])
     gradients = torch.autograd.grad(losses, leaves, grads)

@@ -44,8 +44,34 @@ class Truth:
         self.jacobian = {}  # of a teacher's statistics: name -> (d/dz' [N, V], error)
         if case.teacher:
             self._of_teacher()
-        if case.sets:
+        if case.sets == "at":
+            self._at_ids()
+        elif case.sets:
             self._over_sets()
+
+    def _at_ids(self):
+        """Log-probs at ids [N, K], and the gradient of their sum with weights."""
+        ids, z, r = self.p["ids"][self.keep], self.z, self.r
+        known = ids >= 0
+        at = z.gather(1, ids.clamp(min=0))
+        off = r.transform * r.unit * torch.where(at > -torch.inf, at, 0.0).abs() + 2 * r.unit
+        self.values["log_probs_at"] = torch.where(known, at - self.values["lse"][:, None], 0.0).clamp(max=0)
+        self.errors["log_probs_at"] = torch.where(known, off + self.errors["lse"][:, None], 0.0)
+        weight = known * torch.linspace(0.3, 1.5, ids.shape[1]).double()
+        of_ids = torch.zeros_like(z).scatter_add(1, ids.clamp(min=0), weight)
+        total = weight.sum(1)
+        error = bounds.gradient(z, None, None, {"lse": total}, {}, r) + (ids.shape[1] + 4) * r.unit * of_ids
+        self.jacobian["log_probs_at"] = of_ids - total[:, None] * z.softmax(-1), error
+
+    def ranks(self):
+        """Least and largest rank [N] that a label may have."""
+        labels, columns = self.labels[:, None], torch.arange(self.z.shape[1])
+        z, at = self.z, self.z.gather(1, labels)
+        slack = self.r.transform * self.r.unit * (z.abs() + at.abs()).nan_to_num(posinf=0.0)
+        # equal logits stay equal, but for a bias, and the lower id comes first
+        same = columns == labels if self.case.bias else self.x == self.x.gather(1, labels)
+        equal = (same & (columns <= labels)).sum(1)
+        return ((z > at + slack) & ~same).sum(1) + equal, ((z >= at - slack) & ~same).sum(1) + equal
 
     def _over_sets(self):
         """Statistics of logits that are -inf outside of a set; those of the softmax have bounds."""
@@ -116,7 +142,7 @@ class Truth:
         dx, error = dz * slope, error * slope.abs() + 4 * bounds.FLUSHED * dz.abs()
         for name in grads.keys() - own.keys():
             of_z, of_error = self.jacobian[name]
-            side = self.slope if name.startswith("set_") else self.student_slope
+            side = self.slope if name.startswith("set_") or name == "log_probs_at" else self.student_slope
             side = side if isinstance(side, torch.Tensor) else one * side
             g = grads[name][:, None]
             of_g = errors[name][:, None] if name in errors else 0 * g

@@ -47,8 +47,12 @@ def ragged(sets, dtype=torch.int64):
     )
 
 
-def moved(sets, device):
-    return IdSets(*(x if x is None else x.to(device) for x in (sets.ids, sets.mask, sets.spans)))
+def listed(sets):
+    """The known ids of each set, tokens in order."""
+    ids = (sets.ids if sets.mask is None else sets.ids.masked_fill(~sets.mask, -1)).cpu()
+    bounds = None if sets.spans is None else sets.spans.reshape(-1, 2).tolist()
+    rows = ids.reshape(-1, ids.shape[-1]) if bounds is None else (ids[a:b] for a, b in bounds)
+    return [[i for i in row.tolist() if i >= 0] for row in rows]
 
 
 def masked(z, sets):

@@ -18,7 +18,7 @@ OF_TOPK = (
     "topk_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy", "topk_jsd", "vocab_jsd",
 )  # fmt: skip
 OVER_SETS = ("set_log_prob", "set_entropy", "set_log_mass")
-FIXED = ("argmax", "mass", "teacher_entropy", "teacher_mass")  # without a gradient
+FIXED = ("argmax", "rank", "mass", "teacher_entropy", "teacher_mass")  # without a gradient
 LAYOUTS = ("contiguous", "transposed", "columns", "sliced", "misaligned", "expanded")
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jsd", "total_variation")
 TOPK_DIVERGENCES = tuple((d, o) for d in ("forward_kl", "reverse_kl", "jsd") for o in ("topk", "vocabulary", "tail"))
@@ -55,7 +55,9 @@ class Case(NamedTuple):
     student_temperature: float | str | None
     renormalize: bool
     entries: int
-    sets: str | None  # how sets of ids are written; terms of policies and entropies are over them then
+    sets: (
+        str | None
+    )  # how sets of ids are written; terms of policies and entropies are over them then. "at": for log-probs
     terms: tuple  # (name, weight, option)
     reduction: str
     token_weight: bool
@@ -130,9 +132,14 @@ def cases(draw, world_size, backend):
     inside = 2**31 - 1 if labels == "int32" else 1 << 40
     bad = [ignore_index] * 3 + [vocab_size, -1, -inside, inside, vocab_size - 1, 0, cuts[1]]
     bad = [label for label in bad if labels != "int32" or abs(label) < 2**31]
-    sets = draw(st.sampled_from([None, "padded", "ragged"])) if transport != "sum" and teacher != "topk" else None
-    if sets and not head:
+    free = transport != "sum" and teacher != "topk"
+    sets = draw(st.sampled_from([None, "padded", "ragged", "at"][: 3 if head else 4])) if free else None
+    if sets == "at":
+        want += ("log_probs_at",)
+    elif sets and not head:
         want += draw(subsets(OVER_SETS if labels else OVER_SETS[1:], min_size=1))
+    if labels and draw(st.booleans()):
+        want += ("rank",)
     at = st.integers(0, max(rows - 1, 0))
     softcap = draw(st.sampled_from([None, None, 3.0, 30.0]))
     numbers = st.sampled_from([1.0, 1.0, 0.6, 2.5, "tokens"])

@@ -79,6 +79,115 @@ def test_nemo_next_token_log_probs(ranks, form, dtype):
     close_grads([grad for _, grad in results], gradient, dtype)
 
 
+FILTERS = [
+    SimpleNamespace(top_k=3, top_p=1.0),
+    {"top_p": 0.7},
+    {"top_k": 20, "top_p": 0.9, "temperature": 0.3},
+]
+
+
+def kept_of(z, params):
+    """bool: which ids of z [.., V] in float64 NeMo-RL's sampling parameters keep; of equal ones the lowest."""
+    params = {"top_k": None, **(params if isinstance(params, dict) else vars(params))}
+    order = z.sort(dim=-1, descending=True, stable=True)
+    kept = torch.arange(V) < (params["top_k"] or V)
+    p = order.values.masked_fill(~kept, -torch.inf).softmax(-1)
+    return torch.zeros_like(z, dtype=torch.bool).scatter(-1, order.indices, kept & (p.cumsum(-1) - p < params["top_p"]))
+
+
+def likely(logits):
+    """Ids [B, S] of which most are among the likeliest of the position before, and one is the least likely."""
+    order = logits[..., :V].double().sort(dim=-1, descending=True, stable=True).indices
+    ids = torch.zeros(B, S, dtype=torch.int64)
+    ids[:, 1:] = order[:, :-1, :3].gather(-1, torch.arange(B * (S - 1)).view(B, S - 1, 1) % 3)[..., 0]
+    ids[0, 2], ids[1, 3], ids[1, 4] = order[0, 1, -1], -100, V + PADDED
+    return ids
+
+
+def filtered(group, device, dtype, params, form):
+    logits, _ = data(dtype)
+    ids, boundaries = likely(logits).to(device), UNEVEN if form == "bounds" else EVEN
+    x = cut(logits, group, boundaries).detach().to(device).requires_grad_()
+    given = {"sampling_params": params, "vocab_size": V}
+    if form == "bounds":
+        start = 0 if group is None or group.rank() == 0 else boundaries[1]
+        args = x, ids, start, start + x.shape[-1], group
+        out = nemo_rl.from_parallel_logits_to_logprobs(*args, **given)
+        detached = nemo_rl.from_parallel_logits_to_logprobs(*args, True, **given)
+        assert torch.equal(out.nan_to_num(7), detached.nan_to_num(7)) and not detached.requires_grad
+    else:
+        tp = {} if group is None else {"vocab_parallel_rank": group.rank(), "vocab_parallel_group": group}
+        out = nemo_rl.get_next_token_logprobs_from_logits(ids, x, **given, **tp)
+    upstream = WEIGHTS[0, :, :-1].clone()
+    upstream[1, 3] = 0.0  # of the id beyond the vocabulary, whose gradient is NaN
+    torch.where(upstream.to(device) != 0, out * upstream.to(device), 0.0).sum().backward()
+    return out.detach(), x.grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("params", FILTERS, ids=["top_k", "top_p", "both"])
+@pytest.mark.parametrize(("ranks", "form"), [(1, "even"), (2, "even"), (2, "bounds")])
+def test_nemo_log_probs_over_what_top_k_and_top_p_keep(ranks, form, params, dtype):
+    results = on_ranks(ranks, filtered, dtype, params, form)
+    logits, _ = data(dtype)
+    ids = likely(logits)
+    leaf = logits.double().requires_grad_()
+    z, labels = leaf[:, :-1, :V], ids[:, 1:]
+    kept = kept_of(z.detach(), params)
+    log_p = z.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, labels.clamp(0, V - 1)[..., None])[..., 0]
+    log_p = log_p.masked_fill(labels == -100, 0.0)
+    good = (labels >= 0) & (labels < V) & log_p.isfinite()
+    (WEIGHTS[0, :, :-1] * log_p)[good].sum().backward()
+    assert log_p[0, 1] == -torch.inf and good.sum() >= B * (S - 1) - 6
+    for out, grad in results:
+        assert out[1, 3].isnan() and torch.equal(out.isnan().cpu(), labels >= V)
+        close(out[labels < V], log_p[labels < V])
+        assert torch.equal(out, results[0][0]) or out.isnan().any()
+        grad[1, 3] = 0.0
+    close_grads([grad for _, grad in results], leaf.grad, dtype)
+
+
+def replayed(group, device, dtype, as_batch):
+    ids, mask = rollout()
+    x = cut(data(dtype)[0], group).detach().to(device).requires_grad_()
+    tp = {} if group is None else {"vocab_parallel_rank": group.rank(), "vocab_parallel_group": group}
+    if as_batch:
+        mask = {"sampling_mask_token_ids": mask.token_ids, "sampling_mask_sizes": mask.sizes, "input_ids": ids}
+    params = SimpleNamespace(top_k=3, top_p=0.5, replay_sampling_mask=True)
+    out = nemo_rl.get_next_token_logprobs_from_logits(
+        ids.to(device), x, sampling_params=params, sampling_mask=mask, vocab_size=V, **tp
+    )
+    (WEIGHTS[0, :, : S - 3].to(device) * out).sum().backward()
+    return out.detach(), x.grad
+
+
+def rollout():
+    """Ids [B, S - 2] and the mask of a rollout: a prompt of 2 tokens, then a token drawn from 4, 3, 2 or 1 ids."""
+    generator = torch.Generator().manual_seed(9)
+    token_ids = torch.stack([torch.randperm(V, generator=generator)[:4] for _ in range(B * (S - 2))]).view(B, S - 2, 4)
+    sizes = torch.arange(B * (S - 2)).view(B, S - 2) % 4 + 1
+    sizes[:, :2] = 0
+    token_ids = token_ids.masked_fill(torch.arange(4) >= sizes[..., None], 0)
+    return token_ids[..., 0].clone(), SimpleNamespace(token_ids=token_ids.int(), sizes=sizes.int())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize(("ranks", "as_batch"), [(1, False), (2, True)])
+def test_nemo_replays_a_sampling_mask(ranks, as_batch, dtype):
+    """Beside logits of sequences that were padded further than their ids."""
+    results = on_ranks(ranks, replayed, dtype, as_batch)
+    _, mask = rollout()
+    leaf = data(dtype)[0].double().requires_grad_()
+    at = leaf[:, : S - 3].gather(-1, mask.token_ids[:, 1:].long())
+    at = at.masked_fill(torch.arange(4) >= mask.sizes[:, 1:, None].clamp(min=1), -torch.inf)
+    expected = torch.where(mask.sizes[:, 1:] > 0, at.log_softmax(-1)[..., 0], 0.0)
+    (WEIGHTS[0, :, : S - 3] * expected).sum().backward()
+    for out, _ in results:
+        close(out, expected)
+    assert (expected[:, 0] == 0).all() and (expected < -0.1).any()
+    close_grads([grad for _, grad in results], leaf.grad, dtype)
+
+
 def every_column(group, device):
     logits, ids = data()
     x, ids = cut(logits, group, UNEVEN).detach().to(device), ids.to(device)
@@ -127,11 +236,13 @@ def test_nemo_chunk_size_bounds_memory_that_does_not_exist(device):
         ({"seq_index": torch.arange(S)}, "seq_index"),
         ({"cp_sharder": object()}, "cp_sharder"),
         ({"context_parallel_group": SimpleNamespace(size=lambda: 2)}, "context-parallel group of 2 ranks"),
-        ({"sampling_params": SimpleNamespace(top_k=20, top_p=1.0)}, "top_k=20"),
-        ({"sampling_params": SimpleNamespace(top_k=None, top_p=0.9)}, "top_p=0.9"),
-        ({"sampling_params": {"top_k": 20}}, "top_k=20"),
-        ({"sampling_params": MappingProxyType({"top_k": None, "top_p": 0.9})}, "top_p=0.9"),
-        ({"sampling_params": {"replay_sampling_mask": True}}, "replay_sampling_mask"),
+        ({"sampling_params": MappingProxyType({"top_k": None, "top_p": 1.1})}, "top_p must be in"),
+        ({"sampling_params": {"replay_sampling_mask": True}}, "needs a sampling_mask"),
+        ({"sampling_mask": SimpleNamespace(token_ids=torch.zeros(B, S, 2), sizes=torch.zeros(S))}, "must have sizes"),
+        (
+            {"sampling_mask": SimpleNamespace(token_ids=torch.zeros(B, S + 2, 2), sizes=torch.zeros(B, S + 2))},
+            "must be of the tokens",
+        ),
         ({"sampling_params": {"min_p": 0.1}}, "min_p"),
         ({"sampling_params": SimpleNamespace(top_k=-1, top_p=1.0, replay_sampling_mask=True)}, "replay_sampling_mask"),
         ({"vocab_parallel_rank": 0}, "vocab_parallel_group"),

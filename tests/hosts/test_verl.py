@@ -22,7 +22,7 @@ from trainer_problem import (
 )
 
 from tp_headloss import Linear, VocabShard
-from tp_headloss.integrations import verl
+from tp_headloss.integrations import sampling_masks, verl
 
 
 def processed(group, device, dtype, boundaries):
@@ -169,3 +169,54 @@ def test_a_temperature_that_is_not_positive_is_verls_lowest():
     logits, labels = torch.tensor([[3.0, 2.0, 1.0]]), torch.tensor([0])
     for temperature in (0, 0.0, torch.zeros(1)):
         assert float(verl.logits_processor(None, 3)(logits, labels, temperature)["log_probs"]) == 0.0
+
+
+def over_sets(group, device, linear):
+    """log-probs and entropy over sets, and their gradient, from logits or from hidden states."""
+    (logits, label), (hidden, weight) = data(), head()
+    label[0, 1] = -100
+    lists = [sorted({int(y.clamp(min=0)), (7 * i) % V, (11 * i) % V}) for i, y in enumerate(label.flatten())]
+    sets = sampling_masks.from_vllm([lists[:4], lists[4:]]).to(device)
+    assert sets.spans.shape == (B * S, 2)
+    label, temperature = label.to(device), torch.linspace(0.5, 2.0, B * S).view(B, S)
+    if linear:
+        x = hidden.to(device).requires_grad_()
+        rows = cut(weight, group, EVEN, 0).detach().to(device)
+        out = verl.linear_cross_entropy(
+            x, rows, label, temperature.to(device), shard=VocabShard.from_group(group, V, PADDED), sets=sets,
+            linear=Linear(hidden_grad="all_reduce"),
+        )  # fmt: skip
+        logits = hidden.double() @ weight.double().t()
+    else:
+        x = cut(logits, group).detach().to(device).requires_grad_()
+        process = verl.logits_processor(group, V, padded_size=PADDED, sum_pi_squared=True)
+        found = process(x, label=label, temperature=temperature.to(device), sets=sets)
+        out = found["log_probs"].flatten(), found["entropy"].flatten()
+        _, _, squares, _ = truth(logits, label.cpu(), temperature.unsqueeze(-1))
+        close(found["sum_pi_squared"][1], squares[1])
+    (out[0] * WEIGHTS[0].flatten().to(device) + out[1] * WEIGHTS[1].flatten().to(device)).sum().backward()
+    kept = torch.full((B * S, V), -torch.inf).double()
+    for row, ids in zip(kept, lists, strict=True):
+        row[ids] = 0.0
+    leaf = logits.double().detach().requires_grad_()
+    z = (leaf / temperature.unsqueeze(-1))[..., :V].flatten(0, 1)
+    log_p = (z + kept).log_softmax(-1)
+    entropy = -torch.where(kept == 0, log_p.exp() * log_p.masked_fill(kept < 0, 0.0), 0.0).sum(-1)
+    used = label.cpu().flatten() != -100
+    expected = log_p.gather(-1, label.cpu().clamp(min=0).view(-1, 1))[:, 0].masked_fill(~used, 0.0), entropy * used
+    (expected[0] * WEIGHTS[0].flatten() + expected[1] * WEIGHTS[1].flatten()).sum().backward()
+    gradient = leaf.grad @ weight.double() if linear else leaf.grad
+    return [x.detach() for x in out], x.grad, [x.detach() for x in expected], gradient
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_verl_over_the_sets_of_a_rollout(ranks, linear):
+    results = on_ranks(ranks, over_sets, linear)
+    for (log_probs, entropy), grad, expected, gradient in results:
+        close(log_probs, expected[0], atol=1e-5)
+        close(entropy, expected[1], atol=1e-5)
+        if linear:
+            close(grad, gradient, rtol=1e-5, atol=1e-5)
+    if not linear:
+        close_grads([grad for _, grad, *_ in results], results[0][3], torch.float32)

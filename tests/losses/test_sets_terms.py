@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from collectives import counted_collectives
 from ranks import on_ranks
-from sets_problem import NAMES, N, V, masked, moved, padded, ragged, rows
+from sets_problem import NAMES, N, V, masked, padded, ragged, rows
 
 from tp_headloss import (
     Entropy,
@@ -49,7 +49,7 @@ def run(group, device, backend, mode, form=ragged):
     shard = VocabShard.from_group(group, V, 256)
     local = F.pad(weight, (0, 0, 0, 56))[shard.start : shard.stop].clone().requires_grad_()
     hidden = hidden.requires_grad_()
-    given = {"shard": shard, "inputs": inputs | {"sets": moved(form(sets), device)}, "denominator": 7.0}
+    given = {"shard": shard, "inputs": inputs | {"sets": form(sets).to(device)}, "denominator": 7.0}
     head = HeadLoss(terms(), metrics=METRICS, options=Options(backend=backend, check=mode == "check"))
     with counted_collectives() as events:
         if mode in ("logits", "check"):
@@ -135,17 +135,17 @@ def test_check_names_the_first_token_whose_set_lacks_its_label(form, backend, de
     x = (hidden @ weight.t()).to(device)
     options = Options(backend=backend, check=True)
     want = {"want": ("set_log_prob",), "options": options}
-    vocab_statistics(x, labels.to(device), sets=moved(form(sets), device), **want)
+    vocab_statistics(x, labels.to(device), sets=form(sets).to(device), **want)
     sets[5].remove(int(labels[5]))
     sets[7] = [int(labels[7]), V]
     message = rf"set of token 5 \(flat index\) must hold ids below 200 and its label {labels[5]}, got .*; 2 such tokens"
     with pytest.raises(ValueError, match=message):
-        vocab_statistics(x, labels.to(device), sets=moved(form(sets), device), **want)
+        vocab_statistics(x, labels.to(device), sets=form(sets).to(device), **want)
 
 
 def test_what_does_not_go_together_is_refused(device):
     hidden, weight, labels, sets, _ = (x.to(device) if hasattr(x, "to") else x for x in tensors())
-    x, kept = hidden @ weight.t(), moved(ragged(sets), device)
+    x, kept = hidden @ weight.t(), ragged(sets).to(device)
     teacher = TopKTeacher(torch.zeros(N, 2, dtype=torch.long, device=device), torch.zeros(N, 2, device=device))
     for match, arguments in {
         "need sets of ids, got none": {"want": ("set_entropy",)},

@@ -71,7 +71,7 @@ def prefix_sizes(z, rule, slack):
 
 
 def as_lists(sets):
-    return [sets.ids[a:b].tolist() for a, b in sets.spans.tolist()]
+    return [sets.ids[a:b].tolist() for a, b in sets.spans.view(-1, 2).tolist()]
 
 
 def expect_kept(x, rule, sets, temperature=1.0):
@@ -297,7 +297,7 @@ WRONG = {
     "top_p above 1": (lambda: SamplingRule(top_p=1.1), r"top_p must be in \(0, 1\], got 1.1"),
     "min_p of NaN": (lambda: SamplingRule(min_p=float("nan")), r"min_p must be in \[0, 1\], got nan"),
     "min_p of text": (lambda: SamplingRule(min_p="0.1"), "min_p must be a number or a tensor, got '0.1'"),
-    "no rule": (lambda: kept_ids(X, 0.9), r"rule must be SamplingRule\(..\), got float"),
+    "no rule": (lambda: kept_ids(X, 0.9), r"rule must be SamplingRule\(..\), got 0.9"),
     "a number as rule": (
         lambda: sample(X, seed=0, positions=POSITIONS, rule=5),
         r"rule must be SamplingRule\(..\) or None, got 5",

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from collectives import counted_collectives
 from ranks import on_ranks
-from sets_problem import NAMES, N, V, gradient, moved, padded, ragged, rows, truth
+from sets_problem import NAMES, N, V, gradient, listed, padded, ragged, rows, truth
 
 from tp_headloss import IdSets, Options, Teacher, Transform, VocabShard, vocab_statistics
 
@@ -43,7 +43,7 @@ def run(group, device, backend, form, names, transformed=False, dtype=torch.floa
     with counted_collectives() as events:
         stats = vocab_statistics(
             local, labels.to(device), shard=shard, want=(*NAMES, "entropy", *(["forward_kl"] if teacher else [])),
-            sets=moved(FORMS[form](sets), device), transform=transform,
+            sets=FORMS[form](sets).to(device), transform=transform,
             options=Options(backend=backend, transport="gather"), **more,
         )  # fmt: skip
     sum((getattr(stats, name) * g.to(device)).sum() for name, g in upstream(names).items()).backward()
@@ -128,7 +128,7 @@ def test_a_set_of_16_and_one_of_20000_in_one_batch(backend, device):
     labels = torch.tensor([50, size - 1])
     local = x.to(device).clone().requires_grad_()
     stats = vocab_statistics(
-        local, labels.to(device), want=NAMES, sets=moved(ragged(sets), device), options=Options(backend=backend)
+        local, labels.to(device), want=NAMES, sets=ragged(sets).to(device), options=Options(backend=backend)
     )
     (stats.set_log_prob + stats.set_log_mass).sum().backward()
     z = x.double()
@@ -150,7 +150,7 @@ def test_tokens_in_another_order_in_memory(inplace, backend, device):
         logits = (stored * 1.0).transpose(0, 1)
         options = Options(backend=backend, inplace=inplace)
         stats = vocab_statistics(
-            logits, labels.view(2, 4).to(device), want=NAMES, sets=moved(given, device), options=options
+            logits, labels.view(2, 4).to(device), want=NAMES, sets=given.to(device), options=options
         )
         g = upstream(("set_log_prob",))["set_log_prob"][1:].view(2, 4).to(device)
         (grad,) = torch.autograd.grad(stats.set_log_prob, stored, g)
@@ -165,7 +165,7 @@ def test_gradcheck_in_float64(device):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 9, generator=generator, dtype=torch.float64).to(device).requires_grad_()
     labels = torch.tensor([1, 2, -100, 8], device=device)
-    sets = moved(ragged([[1, 4, 1], [2], [0, 3], [8, 7, 6, 0]]), device)
+    sets = ragged([[1, 4, 1], [2], [0, 3], [8, 7, 6, 0]]).to(device)
 
     def statistics(x):
         stats = vocab_statistics(x, labels, want=NAMES, sets=sets, options=Options(backend="torch"))
@@ -178,7 +178,7 @@ def test_without_labels_there_are_entropy_and_mass(backend, device):
     x, labels, sets = rows()
     del sets[2][-2:]
     local = x.to(device).requires_grad_()
-    stats = vocab_statistics(local, want=NAMES[1:], sets=moved(ragged(sets), device), options=Options(backend=backend))
+    stats = vocab_statistics(local, want=NAMES[1:], sets=ragged(sets).to(device), options=Options(backend=backend))
     z = x.double()
     values = truth(z, labels.clamp(min=0), sets)
     for name in NAMES[1:]:
@@ -192,3 +192,81 @@ def test_sets_never_overlap_and_never_leave_the_ids():
     spans = IdSets.from_csr(torch.arange(5), torch.tensor([0, 2, 4, 2, 3, 4, 9])).spans
     assert spans.tolist() == [[0, 2], [2, 4], [0, 0], [0, 0], [0, 0], [0, 0]]
     assert IdSets.from_csr(torch.arange(5), torch.tensor([0, 0, 3, 5])).spans.tolist() == [[0, 0], [0, 3], [3, 5]]
+
+
+def pieces():
+    """Sets of 2, 3 and 1 tokens, as lists, and as `IdSets` in two forms."""
+    parts = [[4, 1], [7]], [[2], [], [9, 8, 3]], [[5, 6]]
+    return parts, {"padded": [padded(p) for p in parts], "masked": [padded(p, V) for p in parts],
+                   "csr": [ragged(p) for p in parts], "both": [padded(parts[0]), *map(ragged, parts[1:])]}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["padded", "masked", "csr", "both"])
+def test_joined_sets_are_those_of_their_parts_in_order(form):
+    lists, forms = pieces()
+    whole = IdSets.cat(forms[form])
+    assert listed(whole) == [row for part in lists for row in part] and len(whole) == 6
+    assert (whole.spans is None) == (form in ("padded", "masked"))
+    steps = [sets[:1] for sets in forms[form]]
+    assert listed(IdSets.stack(steps)) == listed(IdSets.stack(steps, 1)) == [part[0] for part in lists]
+    assert [len(IdSets.stack(steps, dim)) for dim in (0, 1, -1, -2)] == [3, 1, 1, 3]
+    square = IdSets.stack([whole, whole], 1)
+    assert listed(square) == [row for part in lists for row in part for _ in range(2)]
+    for dim in (1, -1):
+        assert listed(IdSets.cat([square, square], dim)[0]) == 4 * [lists[0][0]]
+    with pytest.raises(ValueError, match="at least one"):
+        IdSets.cat([])
+
+
+@pytest.mark.parametrize("form", ["padded", "masked", "csr", "both"])
+def test_sets_are_cut_as_tensors_are(form, device):
+    lists, forms = pieces()
+    flat = [row for part in lists for row in part]
+    whole = IdSets.cat([sets.to(device) for sets in forms[form]])
+    table = IdSets.stack([whole, whole[torch.arange(5, -1, -1)]])  # [2, 6]
+    numbers = torch.stack([torch.arange(6), torch.arange(5, -1, -1)])
+    for key in (0, slice(1, None), (slice(None), slice(2, 4)), (..., slice(3)), (1, 2), numbers > 2, [1, 0],
+                torch.tensor([1]), (None, 0), (slice(None), 3)):  # fmt: skip
+        cut = table[key]
+        assert listed(cut) == [flat[i] for i in numbers[key].flatten()]
+        if numbers[key].dim():
+            assert len(cut) == len(numbers[key])
+    with pytest.raises(TypeError, match="no length"):
+        len(whole[0])
+    with pytest.raises(IndexError):
+        whole[6]
+    with pytest.raises(IndexError):
+        table[0, 0, 0]  # of ids, not of tokens
+    assert len(list(whole)) == 6
+
+
+def test_statistics_of_cut_and_joined_sets(backend, device):
+    """Ragged sets that are out of order in memory, and one of them twice."""
+    x, labels, sets = rows()
+    del sets[2][-2:]
+    labels[2] = sets[2][0]
+    order = torch.tensor([3, 0, 0, 8, 7, 1])
+    whole = IdSets.cat([ragged(sets[:4]), ragged(sets[4:])]).to(device)
+    stats = vocab_statistics(
+        x[order].to(device), labels[order].to(device), want=NAMES, sets=whole[order.to(device)],
+        options=Options(backend=backend),
+    )  # fmt: skip
+    for name, value in truth(x.double(), labels, sets).items():
+        torch.testing.assert_close(getattr(stats, name).cpu().double(), value[order], rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("form", ["padded", "masked", "csr"])
+def test_sets_of_sampled_tokens_are_spread_over_all(form, device):
+    where = torch.tensor([[False, True, True, False], [True, False, False, True]], device=device)
+    lists = [[4, 1], [7], [2, 9, 8], [0]]
+    sets = FORMS[form](lists).to(device)
+    spread = sets.scatter(where)
+    assert listed(spread) == [[], [4, 1], [7], [], [2, 9, 8], [], [], [0]] and listed(spread[where]) == lists
+    table = IdSets.stack([sets[:2], sets[2:]])
+    assert listed(table.scatter(where)) == listed(spread)
+    with pytest.raises(ValueError, match="as many tokens as there are sets, 4, got 8"):
+        sets.scatter(torch.ones(8, dtype=torch.bool, device=device))
+    labels = torch.tensor([[-100, 1, 9, 7], [8, 0, -1, 0]], device=device)
+    assert spread.contains(labels).tolist() == [[False, True, False, False], [True, False, False, True]]
+    none = IdSets.cat([padded([[-1, 3]]), ragged([[-1]])]).to(device)
+    assert not none.contains(torch.tensor([-1, -1], device=device)).any()

@@ -7,13 +7,17 @@ in the logits at position t. No temperature is applied, because NeMo-RL divides 
 (`apply_temperature_scaling`). Unlike in NeMo-RL, log-probs are fp32 for logits of any dtype, without a copy of the
 logits; an id of -100 has log-prob 0 and no gradient, and an id outside of the vocabulary has NaN.
 
+With top_k or top_p in sampling_params, log-probs are those over the ids that the rule keeps of these logits, found
+without moving any (NeMo-RL sends whole logits by an all-to-all, and needs B S to be a multiple of the group's size).
+The rule is exact: of equal logits at top-k's border it keeps the lowest ids, NeMo-RL all of them. A label that is not
+kept has a log-prob of -inf and no gradient. With a sampling_mask, NeMo-RL's SamplingMask of the rollout, they are those
+over its ids; a token without ids has log-prob 0, and one whose ids lack it NaN (NeMo-RL raises).
+
 chunk_size is accepted because NeMo-RL passes it, and changes nothing: the fp32 copies that it bounds are never made.
-Context parallelism and top-k or top-p filters are refused with a ValueError.
+Context parallelism is refused with a ValueError.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 
@@ -22,9 +26,9 @@ from ..comm import sum_over_ranks
 from ..dtensor import is_dtensor, local_logits, local_part
 from ..linear_head import Linear, linear_vocab_statistics
 from ..shard import VocabShard
+from .nemo_rl_sampling import kept_by, log_probs_over
 
 IGNORED_LABEL = -100
-SAMPLING = ("top_k", "top_p", "temperature", "replay_sampling_mask")  # the fields of NeMo-RL's TrainingSamplingParams
 SEQUENCE_PARALLEL = Linear(hidden_grad="reduce_scatter")
 
 
@@ -39,6 +43,7 @@ def get_next_token_logprobs_from_logits(
     chunk_size: int | None = None,
     cp_sharder=None,
     *,
+    sampling_mask=None,
     vocab_size: int | None = None,
 ) -> torch.Tensor:
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated.
@@ -48,7 +53,9 @@ def get_next_token_logprobs_from_logits(
         next_token_logits: [B, S or more, V/P] sharded on V in even shards of vocab_parallel_group, a DTensor, or
             without a group the whole vocabulary.
         sampling_params: NeMo-RL's TrainingSamplingParams, another object with top_k and top_p, or a mapping of its
-            fields; only settings without filters.
+            fields. A temperature is not applied.
+        sampling_mask: NeMo-RL's SamplingMask of the tokens, token_ids [B, S, K] and sizes [B, S], or the batch that has
+            it, in the place of top_k and top_p, which are not looked at then.
         seq_index, cp_sharder: None. context_parallel_group: None, or a group of one rank.
         vocab_size: number of ids of the tokenizer, not the padded number of columns: columns at or beyond it are
             padding, and do not enter the softmax. None, or the padded number: all columns do, as in NeMo-RL.
@@ -58,9 +65,10 @@ def get_next_token_logprobs_from_logits(
         ValueError: vocab_parallel_rank is not this rank of the group, or an argument asks for something unsupported.
         Both: as `log_probs`.
     """
-    _refuse(context_parallel_group, sampling_params, seq_index=seq_index, cp_sharder=cp_sharder)
+    _refuse(context_parallel_group, seq_index=seq_index, cp_sharder=cp_sharder)
+    kept = kept_by(sampling_params, sampling_mask)
     logits, shard = _even_shard(next_token_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
-    return _next_token_log_probs(logits, input_ids, shard)
+    return _next_token_log_probs(logits, input_ids, shard, kept)
 
 
 def from_parallel_logits_to_logprobs(
@@ -74,6 +82,7 @@ def from_parallel_logits_to_logprobs(
     chunk_size: int | None = None,
     sampling_params=None,
     *,
+    sampling_mask=None,
     vocab_size: int | None = None,
 ) -> torch.Tensor:
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from logits of shards of any bounds.
@@ -83,13 +92,14 @@ def from_parallel_logits_to_logprobs(
         target: [B, S] replicated, not shifted.
         tp_group: group that shares the vocabulary; None: one rank has all of it.
         inference_only: True: nothing is saved for a backward, and the result has no gradient.
-        vocab_size, sampling_params, cp_group: as in `get_next_token_logprobs_from_logits`, errors, too.
+        vocab_size, sampling_params, sampling_mask, cp_group: as in `get_next_token_logprobs_from_logits`, errors, too.
     """
-    _refuse(cp_group, sampling_params)
+    _refuse(cp_group)
+    kept = kept_by(sampling_params, sampling_mask)
     # vocab_size only says where padding begins, so without one the end of this shard will do
     vocab_size = max(vocab_end_index, 1) if vocab_size is None else vocab_size
     shard = VocabShard(vocab_start_index, vocab_end_index, vocab_size, tp_group)
-    return _next_token_log_probs(vocab_parallel_logits, target, shard, inference_only)
+    return _next_token_log_probs(vocab_parallel_logits, target, shard, kept, inference_only)
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -119,7 +129,7 @@ def from_parallel_hidden_states_to_logprobs(
         linear: `Linear`; blocks of logits have ``linear.budget`` bytes, not chunk_size tokens.
         tp_group, inference_only, cp_group, vocab_size: as in `from_parallel_logits_to_logprobs`.
     """
-    _refuse(cp_group, None, runtime_gather_output=runtime_gather_output or None)
+    _refuse(cp_group, runtime_gather_output=runtime_gather_output or None)
     size = 1 if tp_group is None else tp_group.size()
     shard = VocabShard(
         vocab_start_index,
@@ -169,7 +179,7 @@ def get_distillation_topk_logprobs_from_logits(
 
     Raises ValueError for shapes that do not fit, for K = 0, and as `get_next_token_logprobs_from_logits`.
     """
-    _refuse(context_parallel_group, None, cp_sharder=cp_sharder)
+    _refuse(context_parallel_group, cp_sharder=cp_sharder)
     logits, shard = _even_shard(student_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
     shape = teacher_topk_indices.shape
     if shape != teacher_topk_logits.shape or shape[:-1] != logits.shape[:-1] or shape[-1] == 0:
@@ -215,12 +225,16 @@ def _logits_at(logits, ids, shard) -> torch.Tensor:
     return whole.masked_fill((ids < 0) | (ids >= shard.vocab_size), torch.nan)
 
 
-def _next_token_log_probs(logits, ids, shard, inference_only=False) -> torch.Tensor:
-    """Log-probs [B, S - 1] of the ids [B, S] in the logits of the position before each."""
+def _next_token_log_probs(logits, ids, shard, kept, inference_only=False) -> torch.Tensor:
+    """Log-probs [B, S - 1] of the ids [B, S] in the logits of the position before each; kept: see `kept_by`."""
     ids = local_part(ids, shard)
     labels = _next_tokens(ids, logits.shape[1], logits.device)
-    result = log_probs(logits, labels, shard=shard, entropy=False, differentiable=not inference_only)
-    return result.log_prob[:, : ids.shape[1] - 1]
+    if kept is None:
+        result = log_probs(logits, labels, shard=shard, entropy=False, differentiable=not inference_only).log_prob
+    else:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            result = log_probs_over(kept, logits, labels, shard)
+    return result[:, : ids.shape[1] - 1]
 
 
 def _next_tokens(ids, length: int, device) -> torch.Tensor:
@@ -248,7 +262,7 @@ def _even_shard(logits, rank, group, vocab_size) -> tuple[torch.Tensor, VocabSha
     return logits, VocabShard.from_group(shard.group, columns if vocab_size is None else vocab_size, columns)
 
 
-def _refuse(context_parallel_group, sampling_params, **others):
+def _refuse(context_parallel_group, **others):
     """Raise ValueError for arguments that would otherwise be ignored."""
     for name, value in others.items():
         if value is not None:
@@ -258,26 +272,3 @@ def _refuse(context_parallel_group, sampling_params, **others):
             f"a context-parallel group of {context_parallel_group.size()} ranks is not supported: score each rank's "
             "tokens with tp_headloss.log_probs, and labels that were shifted before the sequence was split"
         )
-    params = _sampling_fields(sampling_params)
-    top_k, top_p = params.get("top_k"), params.get("top_p")
-    if (top_k is not None and top_k > 0) or (top_p is not None and top_p != 1.0):
-        raise ValueError(
-            f"sampling_params: top-k and top-p filters are not supported, got top_k={top_k}, top_p={top_p}"
-        )
-    if params.get("replay_sampling_mask"):
-        raise ValueError("sampling_params: replay_sampling_mask=True is not supported")
-
-
-def _sampling_fields(params) -> Mapping:
-    """Sampling parameters by name. TypeError for an unknown class, ValueError for an unknown key of a mapping."""
-    if params is None:
-        return {}
-    if hasattr(params, "top_k") and hasattr(params, "top_p"):
-        return {name: getattr(params, name, None) for name in SAMPLING}
-    if not isinstance(params, Mapping):
-        raise TypeError(
-            f"sampling_params must be None, a mapping, or an object with top_k and top_p, got {type(params).__name__}"
-        )
-    if unknown := set(params) - set(SAMPLING):
-        raise ValueError(f"sampling_params must have no keys but {SAMPLING}, got {sorted(map(str, unknown))}")
-    return params

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from ..api import vocab_statistics
+from ..id_sets import IdSets
 from ..linear_head import Linear, linear_vocab_statistics
 from ..options import Options, Transform
 from ..shard import VocabShard
@@ -43,8 +44,10 @@ def logits_processor(
     define a function inside of forward_step, which process replaces.
 
     process takes logits [.., width] sharded on V, label [..] replicated, a temperature (a number, or one per token
-    [..]), and the label_mask [..] of verl's older trainer, and returns "log_probs", "entropy" and "sum_pi_squared",
-    [..] fp32 replicated and differentiable. All are 0 where label_mask is False. One collective for all of them.
+    [..]), the label_mask [..] of verl's older trainer, and sets, `IdSets` [..] of what the rollout's sampler kept (verl
+    0.9.1 carries none; `sampling_masks.from_vllm` reads its engine's). It returns "log_probs", "entropy" and
+    "sum_pi_squared", [..] fp32 replicated and differentiable; with sets the first two are over each token's set. All
+    are 0 where label_mask is False. One collective for all of them.
 
     Args:
         group, vocab_size, padded_size: as in `VocabShard.from_group`. padded_size is Megatron's padded number of ids,
@@ -63,21 +66,21 @@ def logits_processor(
         shard = VocabShard.from_group(group, vocab_size, padded_size)
     else:
         shard = VocabShard.from_boundaries(boundaries, vocab_size, group)
-    want = tuple(name for name, wanted in (("entropy", entropy), ("collision", sum_pi_squared)) if wanted)
     default = temperature
 
-    def process(logits, label, temperature=None, label_mask=None):
+    def process(logits, label, temperature=None, label_mask=None, sets=None):
         temperature = default if temperature is None else temperature
         transform = Transform(temperature=_positive(temperature))
         if label_mask is not None:
             label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)
-        stats = vocab_statistics(logits, label, shard=shard, want=want, transform=transform, options=options)
-        out = {"log_probs": stats.log_prob}
-        if entropy:
-            out["entropy"] = stats.entropy
+        names = {"log_probs": "log_prob", "entropy": "entropy"} if entropy else {"log_probs": "log_prob"}
+        if sets is not None:
+            names = {name: f"set_{statistic}" for name, statistic in names.items()}
         if sum_pi_squared:
-            out["sum_pi_squared"] = stats.collision
-        return out
+            names["sum_pi_squared"] = "collision"
+        want = tuple(statistic for statistic in names.values() if statistic != "log_prob")
+        stats = vocab_statistics(logits, label, shard=shard, want=want, transform=transform, sets=sets, options=options)
+        return {name: getattr(stats, statistic) for name, statistic in names.items()}
 
     return process
 
@@ -122,6 +125,7 @@ def linear_cross_entropy(
     *,
     shard: VocabShard | None = None,
     linear: Linear = UNREDUCED_HIDDEN_GRAD,
+    sets: IdSets | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probs and the entropy, [N] fp32 each and replicated, of N tokens' hidden states, without logits.
 
@@ -137,6 +141,7 @@ def linear_cross_entropy(
         shard: `VocabShard` instead of dist_process_group, for padded vocabularies and uneven shards.
         linear: `Linear`. By default the gradient of hidden is this rank's part alone, as in verl, where the gather of
             sequence parallelism sums it in its backward. Without such a gather pass Linear(hidden_grad="all_reduce").
+        sets: as in `logits_processor`: log-probs and entropy are over each token's set.
 
     Raises ValueError for another reduction or a group that is not the shard's, and as `linear_vocab_statistics` does.
     """
@@ -155,16 +160,19 @@ def linear_cross_entropy(
         weight,
         labels.reshape(-1),
         shard=shard,
-        want=("entropy",),
+        want=("entropy",) if sets is None else ("set_log_prob", "set_entropy"),
         transform=Transform(temperature=temperature),
         linear=linear,
+        sets=None if sets is None else sets.map_tokens(labels.shape, lambda x: x.flatten(0, -2)),
     )
-    log_probs = stats.log_prob
+    log_probs, token_entropy = stats.log_prob, stats.entropy
+    if sets is not None:
+        log_probs, token_entropy = stats.set_log_prob, stats.set_entropy
     if reduction != "none":
         log_probs = log_probs.sum()
     if reduction == "mean":
         log_probs = log_probs / stats.valid.sum().clamp(min=1)
-    return log_probs, stats.entropy
+    return log_probs, token_entropy
 
 
 def _positive(temperature):

@@ -67,7 +67,7 @@ class ValidTokens:
 
     def sets(self, sets: IdSets | None) -> IdSets | None:
         """Select the sets of the valid tokens."""
-        return sets and sets.map_tokens(self.lead, lambda x: self(x, "sets"))
+        return None if sets is None else sets.map_tokens(self.lead, lambda x: self(x, "sets"))
 
     def spread_one(self, x: torch.Tensor, ignored, missing) -> torch.Tensor:
         """Spread a selected tensor over all tokens: [count, *] -> [.., *], others are `ignored` or `missing`."""

@@ -1,0 +1,100 @@
+"""The sets of a call, `IdSets` or a `SamplingRule` that makes them: their checks, and what the kernels take."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .engine.operators import known_sets
+from .id_sets import IdSets, flat_ids, masked_ids
+from .options import Options, TopKTeacher
+from .request import Facts, Request, TokenOrder
+from .sampling_rule import SamplingRule, kept_sets
+from .statistics import AT_IDS, OVER_SETS
+from .statistics.at_ids import known_ids
+from .statistics.sets import rows_and_places
+from .validation import expect_ids, expect_tensor
+
+
+def validate_sets(sets: IdSets | SamplingRule | None, labels, want, teacher, logits, vocab_size: int):
+    """Raise TypeError or ValueError, from metadata, unless the sets fit the call. logits: [.., width]."""
+    wanted = [name for name in (*OVER_SETS, *AT_IDS) if name in want]
+    if sets is not None and not isinstance(sets, (IdSets, SamplingRule)):
+        got = type(sets).__name__ if isinstance(sets, torch.Tensor) else repr(sets)
+        raise TypeError(f"sets must be IdSets(..), a SamplingRule(..) or None, got {got}")
+    if sets is None:
+        if wanted:
+            raise ValueError(f"{wanted} need sets of ids, got none: sets=IdSets(ids)")
+        return
+    if not wanted:
+        raise ValueError(f"sets serve the statistics {OVER_SETS + AT_IDS}, got none of them in want")
+    if len(wanted) > 1 and AT_IDS[0] in wanted:
+        raise ValueError(f"log_probs_at and statistics over sets are for separate calls, got {wanted} in want")
+    if AT_IDS[0] in wanted and (isinstance(sets, SamplingRule) or sets.spans is not None):
+        got = "a SamplingRule" if isinstance(sets, SamplingRule) else "sets from_csr"
+        raise ValueError(f"log_probs_at is [.., K] of ids [.., K], got {got}")
+    if isinstance(teacher, TopKTeacher):
+        raise ValueError("sets and a TopKTeacher are for separate calls, got both in one")
+    if "set_log_prob" in want and labels is None:
+        raise ValueError("set_log_prob is the log-prob of a label, got no labels")
+    lead, device = logits.shape[:-1], logits.device
+    if isinstance(sets, SamplingRule):
+        return sets.expect_tokens(lead, device, vocab_size)
+    expect_ids("sets.ids", sets.ids)
+    if sets.spans is not None:
+        if sets.spans.numel() != 2 * math.prod(lead):
+            raise ValueError(f"sets must be of {math.prod(lead)} tokens, got offsets for {sets.spans.numel() // 2}")
+        expect_tensor("sets.ids", sets.ids, device=device)
+        expect_tensor("the sets' offsets", sets.spans, device=device)
+        return
+    if sets.ids.dim() != len(lead) + 1:
+        raise ValueError(f"sets.ids must be [.., K] for tokens {list(lead)}, got {list(sets.ids.shape)}")
+    shape = (*lead, sets.ids.shape[-1])
+    expect_tensor("sets.ids", sets.ids, shape, device)
+    if sets.mask is not None:
+        expect_tensor("sets.mask", sets.mask, shape, device)
+        if sets.mask.dtype != torch.bool:
+            raise TypeError(f"sets.mask must be bool, got {sets.mask.dtype}")
+
+
+def set_tensors(sets: IdSets | SamplingRule | None, lead, order: TokenOrder, facts: Facts) -> dict[str, torch.Tensor]:
+    """The tensors of sets as a request has them; none of a rule, see `with_kept_sets`. lead: shape of the tokens."""
+    if not isinstance(sets, IdSets):
+        return {}
+    if AT_IDS[0] in facts.want:
+        return {"entries": known_ids(order.flatten(masked_ids(sets)), facts.vocab_size).contiguous()}
+    ids, spans = flat_ids(sets, lambda x: order.flatten(x.reshape(*lead, x.shape[-1])))
+    return dict(zip(("entries", "entry_spans"), known_sets(ids, spans, facts.vocab_size, facts.backend)))
+
+
+@torch.compiler.disable(reason="a SamplingRule in place of sets makes tensors of a size that only their values tell")
+def with_kept_sets(request: Request, rule: SamplingRule, labels, options: Options) -> Request:
+    """The request with the sets that a rule keeps of its logits. Collectives, and a wait for the GPU."""
+    order = request.order
+    ids, spans = kept_sets(request, rule.map_tokens(order.shape, order.flatten))
+    if options.check:
+        sets = IdSets(ids, None, order.unflatten(spans))
+        check_sets(sets, labels, request.facts.want, request.facts.ignore_index, request.facts.vocab_size)
+    return request._replace(tensors=request.tensors._replace(entries=ids, entry_spans=spans))
+
+
+def check_sets(sets: IdSets, labels, want, ignore_index: int, vocab_size: int):
+    """Raise ValueError with the first token, if any, whose set holds an unknown id or lacks a label that it needs."""
+    ids, spans = flat_ids(sets, lambda x: x.reshape(labels.numel(), x.shape[-1]))
+    row, place = rows_and_places(spans)
+    labels, unknown = labels.reshape(-1), torch.zeros(len(spans), dtype=torch.bool, device=ids.device)
+    unknown[row[ids[place] >= vocab_size]] = True
+    if AT_IDS[0] not in want:  # these need no label
+        unknown |= ~IdSets(ids, None, spans).contains(labels)
+    bad = ((labels != ignore_index) & unknown).nonzero()
+    if len(bad):
+        token = int(bad[0])
+        begin, end = spans[token].tolist()
+        needed = f"ids below {vocab_size}"
+        if AT_IDS[0] not in want:
+            needed += f" and its label {int(labels[token])}"
+        raise ValueError(
+            f"the set of token {token} (flat index) must hold {needed}, got {ids[begin:end].tolist()[:20]}; "
+            f"{len(bad)} such tokens"
+        )

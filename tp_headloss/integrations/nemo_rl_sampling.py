@@ -1,0 +1,75 @@
+"""NeMo-RL's sampling parameters: the ids over which a token's log-prob is normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..api import vocab_statistics
+from ..id_sets import IdSets, masked_ids
+from ..sampling import kept_ids
+from ..sampling_rule import SamplingRule
+from ..shard import VocabShard
+from .sampling_masks import from_nemo_rl
+
+FIELDS = ("top_k", "top_p", "temperature", "replay_sampling_mask")  # those of NeMo-RL's TrainingSamplingParams
+
+
+def kept_by(params, sampling_mask) -> SamplingRule | IdSets | None:
+    """What NeMo-RL normalises log-probs over: a rule, the sets of a mask [B, S], or None for the whole vocabulary.
+
+    Raises:
+        TypeError: params of an unknown class. ValueError: an unknown key of a mapping, or a mask that is missing.
+    """
+    fields = _fields(params)
+    if sampling_mask is not None:
+        return from_nemo_rl(sampling_mask)
+    if fields.get("replay_sampling_mask"):
+        raise ValueError("sampling_params: replay_sampling_mask=True needs a sampling_mask, got none")
+    top_k, top_p = fields.get("top_k"), fields.get("top_p")
+    top_k = top_k if top_k is not None and top_k > 0 else None
+    top_p = top_p if top_p is not None and top_p != 1.0 else None
+    return None if top_k is None and top_p is None else SamplingRule(top_k=top_k, top_p=top_p)
+
+
+def log_probs_over(kept: SamplingRule | IdSets, logits, labels, shard: VocabShard) -> torch.Tensor:
+    """Log-probs of labels [B, L] over the kept ids, in the current grad mode; logits [B, L, width] sharded on V.
+
+    A label that a rule does not keep has -inf, and one whose token has no ids in a mask has 0, both without a gradient.
+    """
+    if isinstance(kept, SamplingRule):
+        sets = kept_ids(logits.detach(), kept, shard=shard)
+        assert sets.spans is not None
+        known = (labels >= 0) & (labels < shard.vocab_size) & (sets.spans.diff(dim=-1)[..., 0] > 0)
+        outside = known & ~sets.contains(labels)
+    else:
+        sets = _shifted(kept, labels)
+        outside = (sets.ids < 0).all(-1)
+    log_prob = vocab_statistics(
+        logits, labels.masked_fill(outside, -100), shard=shard, want=("set_log_prob",), sets=sets
+    ).set_log_prob
+    return log_prob.masked_fill(outside, -torch.inf) if isinstance(kept, SamplingRule) else log_prob
+
+
+def _shifted(sets: IdSets, labels) -> IdSets:
+    """The sets of the next tokens, and none beyond the last: of ids [B, S] -> of labels [B, L]."""
+    ids = masked_ids(sets)[:, 1:].to(labels.device)
+    if ids.shape[0] != labels.shape[0] or ids.shape[1] > labels.shape[1]:
+        raise ValueError(f"sampling_mask must be of the tokens, {list(labels.shape)}, got {list(sets.ids.shape)}")
+    return IdSets(torch.nn.functional.pad(ids, (0, 0, 0, labels.shape[1] - ids.shape[1]), value=-1))
+
+
+def _fields(params) -> Mapping:
+    """Sampling parameters by name."""
+    if params is None:
+        return {}
+    if hasattr(params, "top_k") and hasattr(params, "top_p"):
+        return {name: getattr(params, name, None) for name in FIELDS}
+    if not isinstance(params, Mapping):
+        raise TypeError(
+            f"sampling_params must be None, a mapping, or an object with top_k and top_p, got {type(params).__name__}"
+        )
+    if unknown := set(params) - set(FIELDS):
+        raise ValueError(f"sampling_params must have no keys but {FIELDS}, got {sorted(map(str, unknown))}")
+    return params

@@ -1,0 +1,135 @@
+"""What engines and trainers say of the ids that a sampler kept, as `IdSets`; each host's format has a function.
+
+vLLM, prime-rl and NeMo-RL call it a sampling mask, SkyRL a sample support. Nothing of a host is imported. The formats
+are by signature: those of vLLM 0.28 and later, of prime-rl's transport and of verifiers 0.4, of NeMo-RL's SamplingMask
+and of SkyRL's sample support as they were in September 2026. verl 0.9.1 has no format of its own; its rollouts are
+vLLM's.
+
+A set belongs to the token that was drawn from it, and a label is the *next* token. So the sets of tokens [B, S] are
+those of the labels ``tokens[:, 1:]`` as ``sets[:, 1:]``. Sets of sampled tokens alone become those of all labels by
+`IdSets.scatter`. Prompts, tool outputs and padding have none; their labels have to be ignored, or are NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+
+import torch
+
+from ..id_sets import IdSets
+from . import check_type
+
+
+def from_vllm(masks: Iterable) -> IdSets:
+    """Return the sets [N] of the tokens of some completions, one after the other.
+
+    Args:
+        masks: for each completion its ``sampling_mask``: vLLM's SamplingMask, whose ``token_ids`` are a list of ids per
+            token, or one list beside ``offsets``; or the list of lists that /inference/v1/generate answers, and SGLang
+            as ``meta_info["output_token_sampling_mask"]``.
+
+    Raises:
+        TypeError: a completion without a mask (None): the engine ran without ``return_sampling_mask=True``.
+
+    Examples:
+        >>> sets = from_vllm([[[3, 42], [7]], [[1]]])  # completions of 2 tokens and of one
+        >>> sets.ids, sets.spans
+        (tensor([ 3, 42,  7,  1]), tensor([[0, 2],
+                [2, 3],
+                [3, 4]]))
+        >>> sampled = torch.tensor([[False, True, True], [True, False, False]])  # labels that are of completions
+        >>> sets.scatter(sampled).contains(torch.tensor([[5, 42, 7], [1, 0, 0]]))
+        tensor([[False,  True,  True],
+                [ True, False, False]])
+    """
+    return IdSets.cat([_completion_sets(mask) for mask in masks])
+
+
+def _completion_sets(mask) -> IdSets:
+    if mask is None:
+        raise TypeError("a sampling mask must be vLLM's SamplingMask or a list of ids per token, got None")
+    ids, offsets = getattr(mask, "token_ids", mask), getattr(mask, "offsets", None)
+    if offsets is None:
+        return _of_counts(list(chain.from_iterable(ids)), [len(row) for row in ids])
+    return IdSets.from_csr(_int_tensor(ids), _int_tensor(offsets))
+
+
+def from_prime_rl(masks: Iterable) -> IdSets:
+    """Return the sets [N] of the tokens of some samples, prompts included, one after the other.
+
+    Where prime-rl has no ids for a token it takes the log-prob over the whole vocabulary; here such a token's label has
+    to be ignored. In its trainer the mask is a tensor [B, S, K] of ids, -1 where there is none, which `IdSets` takes.
+
+    Args:
+        masks: for each sample its ``sampling_mask``: an object with ``ids``, the sets one after the other, and
+            ``counts``, ids per token, each int32 as bytes (prime_rl.transport) or as arrays (verifiers).
+
+    Examples:
+        >>> from types import SimpleNamespace
+        >>> sets = from_prime_rl([SimpleNamespace(ids=torch.tensor([3, 42, 7]), counts=torch.tensor([0, 2, 1]))])
+        >>> sets.spans  # the first token is a prompt's
+        tensor([[0, 0],
+                [0, 2],
+                [2, 3]])
+    """
+    return IdSets.cat([_of_counts(mask.ids, mask.counts) for mask in masks])
+
+
+def from_nemo_rl(mask) -> IdSets:
+    """Return the sets [B, S] of a batch of tokens: without ids where sizes are 0.
+
+    `nemo_rl.get_next_token_logprobs_from_logits` takes NeMo-RL's mask itself.
+
+    Args:
+        mask: NeMo-RL's SamplingMask, with ``token_ids`` [B, S, K] and ``sizes`` [B, S], the number of ids that count;
+            or a mapping with "sampling_mask_token_ids" and "sampling_mask_sizes", as its batches are.
+
+    Examples:
+        >>> ids, sizes = torch.tensor([[[0, 0], [5, 0], [4, 9]]]), torch.tensor([[0, 1, 2]])
+        >>> from_nemo_rl({"sampling_mask_token_ids": ids, "sampling_mask_sizes": sizes}).mask
+        tensor([[[False, False],
+                 [ True, False],
+                 [ True,  True]]])
+    """
+    if isinstance(mask, Mapping):
+        ids, sizes = (mask[f"sampling_mask_{name}"] for name in ("token_ids", "sizes"))
+    else:
+        ids, sizes = mask.token_ids, mask.sizes
+    check_type("token_ids of a sampling mask", ids, torch.Tensor)
+    check_type("sizes of a sampling mask", sizes, torch.Tensor)
+    if sizes.shape != ids.shape[:-1]:
+        raise ValueError(f"a sampling mask must have sizes {list(ids.shape[:-1])}, got {list(sizes.shape)}")
+    return IdSets(ids, torch.arange(ids.shape[-1], device=ids.device) < sizes.unsqueeze(-1))
+
+
+def from_skyrl(supports: Iterable) -> IdSets:
+    """Return the sets [N] of the response tokens of some trajectories, one after the other.
+
+    Args:
+        supports: for each trajectory its ``rollout_sample_support``, an integer array or tensor [tokens, top_k] with -1
+            where there is no id. The ``values`` of SkyRL's PackedTensor are those of all its trajectories.
+
+    Examples:
+        >>> from_skyrl([torch.tensor([[7, 8], [4, -1]]), torch.tensor([[5, 6]])]).ids
+        tensor([[ 7,  8],
+                [ 4, -1],
+                [ 5,  6]])
+    """
+    return IdSets.cat([IdSets(_int_tensor(support)) for support in supports])
+
+
+def _of_counts(ids, counts) -> IdSets:
+    counts = _int_tensor(counts)
+    return IdSets.from_csr(_int_tensor(ids), torch.nn.functional.pad(counts.long().cumsum(0), (1, 0)))
+
+
+def _int_tensor(x) -> torch.Tensor:
+    """A tensor of integers: bytes are int32, lists are int64; arrays and tensors keep their type."""
+    if isinstance(x, bytes):
+        return torch.frombuffer(bytearray(x), dtype=torch.int32) if x else torch.zeros(0, dtype=torch.int32)
+    if isinstance(x, torch.Tensor):
+        return x
+    return torch.tensor(
+        x, dtype=torch.int64 if isinstance(x, (list, tuple)) else None
+    )  # a copy: arrays may be read-only
