@@ -40,6 +40,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -153,6 +154,17 @@ def entropy_and_mass_of_sets(options):
     return loss
 
 
+def log_probs_at_ids(options):
+    """Without labels: the mean log-prob of K ids a token."""
+
+    def loss(batch):
+        given = {"sets": IdSets(batch.extras["ids"]), "want": ("log_probs_at",)}
+        stats = vocab_statistics(batch.logits, shard=batch.shard, options=options, **given)
+        return -valid_mean(stats.log_probs_at.mean(-1), batch.labels)
+
+    return loss
+
+
 def focal(log_prob):
     return -((1 - log_prob.exp()) ** 2) * log_prob
 
@@ -253,9 +265,18 @@ def entropy_and_mass_of_sets_reference(z, labels, ids, log_probs):
     return (valid_mean((log_s.exp() * log_s).sum(-1) - log_mass, labels),)
 
 
-def topk_extras(tokens, vocab, draw):
+def log_probs_at_ids_reference(z, labels, ids, log_probs):
+    return (-valid_mean(z.log_softmax(-1).gather(-1, ids).mean(-1), labels),)
+
+
+def rank_reference(z, labels):
+    label = z.gather(-1, labels.clamp(min=0).unsqueeze(-1))
+    return F.cross_entropy(z, labels), valid_mean((z > label).sum(-1) + 1.0, labels)
+
+
+def topk_extras(tokens, vocab, draw, k=TOP_K):
     """What a teacher would have left on disk."""
-    log_probs, ids = draw(tokens, vocab).mul_(2).log_softmax(-1).topk(min(TOP_K, vocab))
+    log_probs, ids = draw(tokens, vocab).mul_(2).log_softmax(-1).topk(min(k, vocab))
     return {"ids": ids, "log_probs": log_probs}
 
 
@@ -298,6 +319,9 @@ TASKS = [
     Task("ce+topk, renorm", topk_distillation("topk"), topk_reference("topk"), topk_extras),
     Task("ce+topk, tail", topk_distillation("tail"), topk_reference("tail"), topk_extras, plain_pytorch=True),
     Task("sets", entropy_and_mass_of_sets, entropy_and_mass_of_sets_reference, topk_extras),
+    Task("sets of 1024", entropy_and_mass_of_sets, entropy_and_mass_of_sets_reference, partial(topk_extras, k=1024)),
+    Task("log_probs_at", log_probs_at_ids, log_probs_at_ids_reference, topk_extras),
+    Task("ce+rank", head(CrossEntropy(), metrics="rank"), rank_reference),
     Task(  # the clipped policy gradient, KL to a reference, an entropy bonus, and every metric there is
         "rl",
         head(

@@ -76,6 +76,18 @@ def test_losses_have_the_bits_of_two_launches_and_gradients_those_of_float64(cas
     torch.testing.assert_close(gradient.double().cpu(), exact, rtol=rounding, atol=least)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_of_many_tiles_are_added_up_in_the_same_order(dtype, device):
+    logits, labels = problem(device, dtype, width=20_000)
+    labels[2:] = torch.tensor([0, 2600, 9_999, 19_999])  # in a first, a second, a middle and a last tile of a chunk
+    metrics = "accuracy", "entropy"
+    one, gradient, _ = run(IN_FORWARD, logits, labels, metrics=metrics)
+    two, expected, _ = run(IN_BACKWARD, logits, labels, metrics=metrics)
+    for a, b in zip(one.stats, two.stats):
+        assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
+    torch.testing.assert_close(gradient, expected, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=1e-30)
+
+
 @pytest.mark.parametrize("width", [3, 40, 520, 700, 704])
 def test_vocabularies_of_any_size_and_padding(width, device):
     size = min(width, V) if width != 704 else 700

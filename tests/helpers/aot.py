@@ -258,17 +258,18 @@ def call_statistics(case, groups):
 def call_head(case, groups):
     """Forward and backward of a `HeadLoss` over logits, or of a linear head."""
     tokens, hidden_size = 256, 16 if case.width % 16 == 0 else 15
+    in_forward = case.linear == "forward"
+    width = case.width + 20_000 * in_forward  # chunks of many tiles
     labels = torch.zeros(tokens, dtype=torch.int64)
     reduction = "sum" if case.denominator == "sum" else "mean"
     denominator = {"sum": None, "tensor": torch.tensor(8.0)}.get(case.denominator, case.denominator)
-    in_forward = case.linear == "forward"
     terms = [TERMS[name] for name in (("cross_entropy", "z_loss") if in_forward else case.terms)]
     options = dataclasses.replace(OPTIONS, gradient="forward" if in_forward else "backward")
     head = tp.HeadLoss(terms, metrics=case.metrics, reduction=reduction, options=options)
     given = {"token_weight": torch.ones(tokens) if case.token_weight else None, "denominator": denominator}
     if case.linear is None or in_forward:
-        logits = torch.zeros(tokens, case.width, dtype=case.dtype, requires_grad=True)
-        transform = tp.Transform(bias=torch.zeros(case.width)) if in_forward and case.token_weight else None
+        logits = torch.zeros(tokens, width, dtype=case.dtype, requires_grad=True)
+        transform = tp.Transform(bias=torch.zeros(width)) if in_forward and case.token_weight else None
         head(logits, labels, transform=transform, **given).loss.backward()
         return
     hidden = torch.zeros(tokens, hidden_size, dtype=case.dtype, requires_grad=True)
