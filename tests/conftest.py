@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from interpreter import speed_up
+from ranks import seed
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere
@@ -31,7 +32,7 @@ def _seed(request, record_property):
     """And, for reports, how many ranks a test has."""
     callspec = getattr(request.node, "callspec", None)
     record_property("world_size", callspec.params.get("world_size", 1) if callspec else 1)
-    torch.manual_seed(sum(map(ord, request.node.name)))
+    seed(sum(map(ord, request.node.name)))
 
 
 def pytest_configure(config):
