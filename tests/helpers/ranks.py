@@ -28,7 +28,8 @@ def start_context(cuda):
     if cuda:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "triton", "pytest", "hypothesis"])
+    modules = ["torch", "torch.distributed", "torch._dynamo", "tp_headloss.engine.triton", "pytest", "hypothesis"]
+    context.set_forkserver_preload(modules)
     return context
 
 
