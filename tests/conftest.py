@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from interpreter import speed_up
+from ranks import seed
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere
@@ -31,7 +32,7 @@ def _seed(request, record_property):
     """And, for reports, how many ranks a test has."""
     callspec = getattr(request.node, "callspec", None)
     record_property("world_size", callspec.params.get("world_size", 1) if callspec else 1)
-    torch.manual_seed(sum(map(ord, request.node.name)))
+    seed(sum(map(ord, request.node.name)))
 
 
 def pytest_configure(config):
@@ -39,8 +40,10 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
 
 
-# Few tests and minutes each: begun first, so that no worker is left alone with them.
-LONG = "test_structure", "test_training", "test_distill_launch", "test_grpo", "test_bench", "test_transformers"
+# Long files, the longest first, so that no worker is left alone with one of them.
+LONG = ["test_structure", "test_transformers", "test_generated", "test_bad_inputs", "test_compile", "test_training"]
+LONG += ["test_megatron", "test_topk_distillation", "test_bad_inputs_triton", "test_bench", "test_accuracy"]
+LONG += ["test_sharding", "test_distill_launch", "test_distillation", "test_torchtitan", "test_deepspeed", "test_grpo"]
 
 
 def pytest_addoption(parser):
@@ -58,7 +61,7 @@ def redundant(items):
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: item.path.stem not in LONG)
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     if DEVICE == "cpu" and not config.getoption("--all-interpreted"):
         # the interpreter is slow, and the same kernels run for each product of a test's parameters
         interpreted = collections.defaultdict(list)

@@ -126,8 +126,8 @@ class Machine:
 
     def release(self):
         """Gives unused memory back, so that nobody's peak or out-of-memory is somebody else's."""
-        gc.collect()
         if self.cuda:
+            gc.collect()
             torch.cuda.empty_cache()
 
     def copy_bandwidth(self) -> float:
