@@ -25,6 +25,8 @@ def rows(vocab=V):
     sets[0] += sets[0][3:9]  # several times
     for i in (3, 4, 5):
         sets[i] = sorted(sets[i])  # ascending, as samplers leave them
+    sets[5] = sorted(sets[5] + sets[5][3:6])  # and with neighbours that are equal
+    sets[3] += sets[3][-2:] + sets[3][:2]  # equal ids that are near, and far apart
     x[4] += 300.0  # a shift
     x[6, labels[6]] += 30.0  # confident
     x[7, labels[7]] += 25.0
