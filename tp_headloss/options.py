@@ -66,12 +66,11 @@ class Options:
         backend: "triton", "torch" or None (triton on CUDA, torch elsewhere).
         transport: "gather", "symm_mem", "sum" or "auto", see `engine.transports`.
         inplace: the backward writes the gradient over the logits (eager only).
-        gradient: "forward" has the forward of a `HeadLoss` write the gradient of the logits, in the launch that reads
-            them; the backward hands it over, and computes it once more if the upstream gradient of the loss is another
-            than in the step before (at first 1). Faster on some GPUs, see the benchmarks. For one rank, terms of lse,
-            log_prob and target_logit, logits without a temperature, softcap or scale; ValueError for others. Losses
-            have the bits of "backward", gradients all but the last ones, so that those bits are not equal at every
-            group size.
+        gradient: "forward" has the forward of a `HeadLoss` write the gradient of its logits, in the launch that reads
+            them, and the backward hand it over (computed again if the upstream gradient of the loss is another than in
+            the step before, at first 1). For one rank, terms of lse, log_prob and target_logit, logits without
+            temperature, softcap or scale; ValueError for others. Bits of losses are those of "backward", those of
+            gradients nearly so, which are then not equal at every group size. Faster on some GPUs, see the benchmarks.
         check: raise a ValueError that names the first token with a bad label, on every rank, after a host
             synchronisation.
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls

@@ -71,7 +71,7 @@ def test_losses_have_the_bits_of_two_launches_and_gradients_those_of_float64(cas
         assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
     given.pop("metrics", None)
     exact = of_float64(logits, labels, **given)
-    rounding = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
+    rounding = {torch.float32: 5e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
     least = 1e-7 if dtype == torch.float16 else 1e-30
     torch.testing.assert_close(gradient.double().cpu(), exact, rtol=rounding, atol=least)
 
@@ -119,11 +119,10 @@ def test_a_gradient_that_was_handed_over_may_be_written_to(device):
     logits, labels = problem(device)
     x = logits.clone().requires_grad_()
     loss = HeadLoss(options=IN_FORWARD)(x, labels).loss
-    loss.backward(retain_graph=True)
-    first = x.grad.clone()
-    x.grad.zero_()
-    loss.backward(retain_graph=True)
-    assert torch.equal(x.grad, first)
+    (handed,) = torch.autograd.grad(loss, x, retain_graph=True)
+    first = handed.clone()
+    handed.zero_()
+    assert torch.equal(torch.autograd.grad(loss, x)[0], first)
 
 
 def test_bad_rows_are_nan_alone(device):

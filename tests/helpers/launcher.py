@@ -1,5 +1,5 @@
 """Run a script as `python` or `torchrun` would, in processes that are forked from one that has imported torch: seconds
-less for each of them. With CUDA they are spawned; torchrun itself is in test_training."""
+less for each of them. Torchrun itself is in test_training."""
 
 import os
 import runpy
@@ -30,7 +30,7 @@ def _process(script, arguments, environment, log):
 def run_script(script, *arguments, ranks: int = 1, code: int = 0) -> str:
     """script: its path from the project's root. -> what all ranks wrote; one that ends with another exit code than
     `code` ends the others, and is an AssertionError with the end of it."""
-    context = start_context(torch.cuda.is_available())
+    context = start_context(False)
     # As torchrun does it: the store is here, on a port that the system chose and that is taken from then on.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

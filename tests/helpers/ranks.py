@@ -28,7 +28,8 @@ def start_context(cuda):
     if cuda:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    modules = ["torch", "torch.distributed", "torch._dynamo", "tp_headloss.engine.triton", "pytest", "hypothesis"]
+    ours = "triton" if torch.cuda.is_available() else "tp_headloss.engine.triton"  # nothing that might begin CUDA
+    modules = ["torch", "torch.distributed", "torch._dynamo", ours, "pytest", "hypothesis"]
     context.set_forkserver_preload(modules)
     return context
 
