@@ -119,9 +119,10 @@ class Ranks:
         return [self.result(rank) for rank in range(self.size)]
 
     def signal(self, rank: int, number: int) -> float:
-        """-> when."""
+        """-> when, before it can have any effect."""
+        now = time.monotonic()
         os.kill(self.processes[rank].pid, number)
-        return time.monotonic()
+        return now
 
     def kill(self, rank: int) -> float:
         now = self.signal(rank, signal.SIGKILL)
