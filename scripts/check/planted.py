@@ -47,7 +47,6 @@ GROUPS = {
         (ROWS, "gradient_again_kernel", "tl.load(kept + 3 * n, mask=other, other=0.0) != upstream", "(upstream != upstream)"),
         (ROWS, "gradient_again_kernel", "tl.store(expected_ptr, upstream)", "pass"),
         (ARGMAX_DEVICE, "rescale", "tl.where(move.moved, LARGEST, found)", "found"),
-        (SOFTMAX_DEVICE, "move_rows_to", "tl.where(moved, move.factor, 1.0)", "move.factor"),
         ("engine/autograd.py", "_gradient_again", "gradient = torch.empty_like(gradient)", "pass"),
         ("engine/autograd.py", "_gradient_again", "gradient.data", "gradient"),
         ("engine/autograd.py", "Statistics.backward", "all(g is None for g in upstream[:-2])", "True"),

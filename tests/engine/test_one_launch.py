@@ -123,6 +123,7 @@ def test_a_gradient_that_was_handed_over_may_be_written_to(device):
     first = handed.clone()
     handed.zero_()
     assert torch.equal(torch.autograd.grad(loss, x)[0], first)
+    assert not handed.any()  # nor does a later one write to it
 
 
 def test_bad_rows_are_nan_alone(device):

@@ -16,9 +16,10 @@ OF_SOFTMAX = frozenset(("lse", "log_prob", "target_logit"))  # statistics of suc
 
 
 def gradient_in_forward(request: Request, reduction, options) -> bool:
-    """Whether the forward of a loss writes the gradient, which only a forward with gradients does.
+    """Return True if the forward of this loss writes the gradient: with `Options(gradient="forward")` and in grad mode,
+    for logits that require a gradient.
 
-    Raises ValueError if that was asked for and cannot be.
+    Raises ValueError where that option was chosen for a call that one launch cannot serve.
     """
     logits = request.tensors.logits
     if options.gradient == "backward" or not (torch.is_grad_enabled() and logits.requires_grad and len(logits)):
@@ -29,7 +30,7 @@ def gradient_in_forward(request: Request, reduction, options) -> bool:
 
 
 def _obstacle(request: Request, reduction, options) -> str | None:
-    """What such a forward would need and the call does not have, or None."""
+    """Return what a call lacks for a forward that writes the gradient, as words of an error message, or None."""
     facts, x = request.facts, request.tensors
     if facts.world_size > 1:
         return f"the whole vocabulary on one rank, got a group of {facts.world_size}"
@@ -46,7 +47,8 @@ def _obstacle(request: Request, reduction, options) -> str | None:
 
 
 def expecting(reduction, expected: dict[torch.device, torch.Tensor], device: torch.device):
-    """The reduction of a loss whose forward writes the gradient for the expected upstream gradient, at first 1."""
+    """Return the reduction with the upstream gradient of the loss that the device saw last, at first 1: the forward
+    writes the gradient for it."""
     if device not in expected:
         expected[device] = torch.ones((), device=device)
     return reduction._replace(expected=expected[device])

@@ -23,8 +23,8 @@ from .sums_triton import token_count
 
 
 def statistics_and_gradient(packets, gradient, kept, request: Request, reduction) -> None:
-    """Write this rank's packets [chunks, rows, N], the gradient [N, width] of the reduced loss for the expected
-    upstream gradient, and `kept` [4, N] fp32 for `gradient_again`."""
+    """Write the packets [chunks, rows, N] of a call, the gradient [N, width] of its reduced loss for the expected
+    upstream gradient, and into `kept` [4, N] fp32 what `gradient_again` reads."""
     facts, (inputs, prepared) = request.facts, inputs_of(request)
     n_rows, width = gradient.shape
     block, rows = statistics_launch(facts.chunk_size).block, prepared.rows
@@ -48,8 +48,8 @@ def statistics_and_gradient(packets, gradient, kept, request: Request, reduction
 
 
 def gradient_again(gradient, request: Request, kept, upstream, expected, again: bool) -> None:
-    """Write the gradient for an upstream gradient of the loss where it was written for another one, or (again) anew;
-    the next forward expects this one."""
+    """Write the rows of the gradient that were written for another upstream gradient of the loss than this one, or with
+    `again` all of them; the next forward expects this one."""
     facts, (inputs, prepared) = request.facts, inputs_of(request)
     n_rows, width = gradient.shape
     padded, how = facts.valid_width < width, rows_launch(width, gradient.element_size())
@@ -64,7 +64,7 @@ def gradient_again(gradient, request: Request, kept, upstream, expected, again: 
 
 
 def _exact(gradient):
-    """The gradient, or fp32 in its place: the interpreter truncates to bf16, hardware rounds."""
+    """Return the gradient, or for the interpreter, which truncates to bf16 where hardware rounds, fp32 in its place."""
     return gradient.float() if INTERPRETED and gradient.dtype == torch.bfloat16 else gradient
 
 

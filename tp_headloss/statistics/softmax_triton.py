@@ -29,9 +29,8 @@ def move_to(m, s, peak):
 @triton.jit
 def move_rows_to(m, s, peak):
     """`move_to` of a tile's rows, some of whose maxima stay: they drop by 0 and keep their sums."""
-    moved = peak > m
     move = move_to(m, s, peak)
-    return Move(moved, m, tl.where(moved, move.drop, 0.0), tl.where(moved, move.factor, 1.0), s)
+    return Move(peak > m, m, move.drop, move.factor, s)
 
 
 @triton.jit
