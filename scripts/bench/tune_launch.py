@@ -108,7 +108,7 @@ def tune_sums(tokens):
     valid = torch.ones(tokens, dtype=torch.bool, device="cuda")
     for count in (1, 5):
         values = tuple(torch.randn(count, tokens, device="cuda").unbind(0))
-        plan = SumsPlan((1.0,) * min(count, 3), ("",) * count, 2, 1)
+        plan = SumsPlan((1.0,) * min(count, 3), ("",) * count, 2, 1, None)
         reduction, terms = FusedReduction(plan, None, None), values[: len(plan.coefficients)]
         loss, _, divisor = sums_triton.token_sums(values, valid, reduction)
 

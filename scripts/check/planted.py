@@ -190,7 +190,7 @@ GROUPS = {
         (ENTRIES_DEVICE, "entry_statistics_kernel", "cross -= tl.where(mass == 0.0, 0.0, mass * drop)", "pass"),
         (ENTRIES_DEVICE, "entries_kernel", "log_tau += tl.log(tl.where(kept, total, 1.0))", "pass"),
         (ENTRIES_DEVICE, "entry_divergence_kernel", "tl.load(at + merged.inside * n)", "1.0"),
-        (TOPK_DEVICE, "store_everywhere", "outside * common + inside * _upstream(grads.tail_log_mass, row)", "outside * common"),
+        (TOPK_DEVICE, "store_everywhere", "outside * common + inside * upstream(grads.tail_log_mass, token)", "outside * common"),
         ("topk.py", "topk_log_probs", "before >= top_p", "before > 2"),
         ("sampling_rule.py", "ordered_bits", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits"),
     ],
@@ -348,6 +348,9 @@ GROUPS = {
         ("head_loss/definition.py", "_expect_all", "(given,)", "tuple(given)"),
     ],
     "test_reduction": [
+        ("statistics/family_triton.py", "loss_of_row", "tl.where(weight == 0.0, 0.0, factor * weight)", "factor"),
+        ("statistics/family_triton.py", "upstream", "2.0 * tl.load(grad[1] + token.row)", "2.0"),
+        ("head_loss/statistic_value.py", "SumsPlan.from_functions", "-float(c) if f.negative else float(c)", "float(c)"),
         ("head_loss/loss.py", "_argument.replace", "HeadLossDefinition.checked(**self._definition.arguments() | {name: value})", "self._definition._replace(**{name: value})"),
     ],
     "test_main_grad": [

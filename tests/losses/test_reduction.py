@@ -11,12 +11,15 @@ from tp_headloss import (
     CrossEntropy,
     Entropy,
     HeadLoss,
+    IdSets,
     Linear,
     Metric,
     Options,
     PolicyGradient,
     Sequences,
+    Teacher,
     Term,
+    TopKTeacher,
     Transform,
     ZLoss,
 )
@@ -206,3 +209,46 @@ def test_a_weight_of_0_leaves_its_token_in_the_ratio_of_its_sequence(objective, 
     mean = HeadLoss([PolicyGradient(objective)], reduction="seq-mean-token-mean", options=options["options"])
     loss = mean(x, labels, token_weight=weight, inputs=given).loss
     torch.testing.assert_close(loss, (whole * weight).sum() / 8)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("log_prob",), ("lse", "log_prob", "entropy", "collision", "total"),
+        ("forward_kl", "reverse_kl", "jsd", "total_variation"),
+        ("topk_forward_kl", "topk_reverse_kl", "topk_jsd", "topk_log_mass", "vocab_jsd"),
+        ("tail_log_mass", "tail_entropy"), ("set_log_prob", "set_entropy", "set_log_mass"),
+    ],
+    ids=lambda names: names[0],
+)  # fmt: skip
+def test_a_loss_of_statistics_has_the_bits_of_their_own_gradients(names, weighted, device):
+    """Its coefficients go to the gradient's kernel as numbers, or as the rows that the reduction's backward writes."""
+    x, labels, _, token_weight = (t.to(device) for t in rows())
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, V, (len(labels), 4), generator=generator).to(device)
+    log_probs = torch.randn(ids.shape, generator=generator).log_softmax(-1).to(device) - 0.5
+    inputs: dict = {}
+    if names[0].startswith("set"):
+        inputs["sets"] = IdSets(torch.cat([ids, labels.clamp(min=0).unsqueeze(-1)], -1))
+    elif names[0].startswith("t"):
+        inputs["teacher"] = TopKTeacher(ids, log_probs, renormalize=False)
+    elif names[0].startswith("forward"):
+        inputs["teacher"] = Teacher(torch.randn(x.shape, generator=generator).to(device))
+    terms = [
+        Term(name, StatisticValue(name, square=i == 1, negative=i % 2 == 0), 0.3 + i, inputs=tuple(inputs))
+        for i, name in enumerate(names)
+    ]
+    head, found = HeadLoss(terms, options=Options(backend="triton")), []
+    for _ in range(2):
+        logits = x.clone().requires_grad_()
+        loss = head(logits, labels, token_weight=token_weight if weighted else None, inputs=inputs).loss
+        (1.7 * loss).backward()
+        found.append((loss, logits.grad))
+        plan = head._definition.plan
+        assert (plan.sums[0].gradients is None) == (len(found) == 2)
+        by_rows = tuple(sums._replace(gradients=None) for sums in plan.sums)
+        head._definition = head._definition._replace(plan=plan._replace(sums=by_rows))
+    assert found[0][1].any()
+    for a, b in zip(*found):
+        assert torch.equal(a, b)

@@ -96,7 +96,16 @@ class Statistics(torch.autograd.Function):
         grads = {
             name: g for name, g in zip(layout.outputs, upstream) if g is not None and name in layout.differentiable
         }
-        if loss is not None:
+        of_loss: tuple = ()
+        if loss is not None and not grads and ctx.plan.gradients is not None and operators.can_skip_dispatch(merged):
+            _valid, weight, divisor, *values = reduced
+            grads = {
+                name: (coefficient, value) if squared else (coefficient,)
+                for (name, coefficient, squared), value in zip(ctx.plan.gradients, values)
+                if name in layout.differentiable
+            }
+            of_loss = ((loss, divisor, weight),)
+        elif loss is not None:
             _add_loss_gradient(grads, loss, reduced, ctx.plan, request)
         grads = kernel_gradients(grads, request.tensors.entries)
         if not grads:
@@ -105,9 +114,9 @@ class Statistics(torch.autograd.Function):
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)  # first: what a failed kernel left is not read again
             gradient = logits.detach()
-            passes.write_gradient(gradient, request, merged, grads)
+            passes.write_gradient(gradient, request, merged, grads, *of_loss)
         else:
-            gradient = operators.logits_gradient(request, merged, grads)
+            gradient = operators.logits_gradient(request, merged, grads, *of_loss)
         return _gradients(ctx, request, gradient)
 
 

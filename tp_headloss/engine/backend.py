@@ -5,7 +5,8 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
     local_statistics(packets, request, memory=None)      logits -> this rank's packets [chunks, rows, N]
     merge_packets(packets, request, memory=None)         packets of all ranks -> [merged rows, values, *flags]
     second_statistics(packets, request, merged)          logits -> packets of the second exchange
-    logits_gradient(out, request, merged, grads)         upstream gradients by name -> d loss / d logits, in `out`
+    logits_gradient(out, request, merged, grads)         upstream gradients by name -> d loss / d logits, in `out`;
+                                                         with FUSED_SUMS also those of a reduced loss, see `passes`
     entries(ids, log_probs, mask, factor, renormalize, vocab_size)  a top-K teacher's entries, distinct and ascending
     known_sets(ids, spans, vocab_size)                   the ids of all sets as the backend takes them, and their bounds
     scale(out, x, factor, add=False)                     out (+)= x * factor, a scalar tensor

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..statistics.entries_triton import entry_range
-from ..statistics.family_triton import load_teacher, row_factors, teacher_scales, transform
+from ..statistics.family_triton import load_teacher, loss_of_row, row_factors, teacher_scales, transform, upstream
 from ..statistics.numerics_triton import exp, widen
 from ..statistics.records_triton import Chunk, Tile, Token
 from ..statistics.topk_triton import store_everywhere
@@ -22,7 +22,7 @@ def _with_target(dz, target, common, columns, token, states, families, grads, ro
         common = families[i].at_target(common, states[i], offset, token)
     at_target = tl.exp(offset) * common / token.whole
     if grads.log_prob is not None:
-        at_target += tl.load(token.merged + rows.others * token.n) * tl.load(grads.log_prob + token.row)
+        at_target += tl.load(token.merged + rows.others * token.n) * upstream(grads.log_prob, token)
     return tl.where(columns == target.to(tl.int32), tl.where(token.ignored, 0.0, at_target), dz)
 
 
@@ -31,10 +31,10 @@ def _softmax_gradient(z, columns, first, token, states, families, grads, inputs,
     """p times its coefficients, and the label's column."""
     common = 0.0  # coefficient of p at every column
     if grads.lse is not None:
-        common += tl.load(grads.lse + token.row)
+        common += upstream(grads.lse, token)
     away = common  # and at columns other than the target
     if grads.log_prob is not None:
-        away -= tl.load(grads.log_prob + token.row)
+        away -= upstream(grads.log_prob, token)
     away = tl.where(token.ignored, 0.0, away / token.whole)
     shifted = z - tl.load(token.merged + rows.shift * token.n)
     p = exp(shifted)
@@ -88,7 +88,8 @@ def entries_gradient_kernel(
     everywhere_ptr,  # [4, T] or [1, T] fp32 out, or None: see `store_everywhere`
     inputs,  # Inputs
     merged_ptr,  # [R, T] fp32
-    grads,  # upstream gradients [T] fp32 by name, None where absent
+    grads,  # upstream gradients by name, see `upstream`
+    loss,  # LossGradient
     families,  # their GRADIENT
     rows,  # numbers of the merged rows by name
     n_rows, start, valid_width,
@@ -103,6 +104,7 @@ def entries_gradient_kernel(
     pre, post = row_factors(inputs, row)
     teacher_scale, a = teacher_scales(inputs, row, n_rows)
     chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
+    of_loss = loss_of_row(loss, row)
     begin, count = entry_range(inputs, row)
     for k in range(0, count, BLOCK):
         place = k + tl.arange(0, BLOCK)
@@ -111,13 +113,14 @@ def entries_gradient_kernel(
         columns = tl.where(written, columns, inputs.width)
         readable = written & (columns < tl.where(ignored, 0, valid_width))
         x = tl.load(inputs.x + row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0)
-        token = Token(row, n, merged, whole, ignored, a, begin + place, start, written, readable)
+        token = Token(row, n, merged, whole, ignored, a, begin + place, start, written, readable, of_loss)
         dz = tile_gradient(
             widen(x), columns, 0, chunk, token, grads, families, inputs, rows, start, valid_width, False, BLOCK
         )
         tl.store(exact_ptr + begin + place, dz.to(exact_ptr.dtype.element_ty), mask=written)
     if everywhere_ptr is not None:
-        store_everywhere(everywhere_ptr, merged, n, row, a, ignored, grads, inputs, rows, HAS_TAIL)
+        token = Token(row, n, merged, whole, ignored, a, 0, start, False, False, of_loss)
+        store_everywhere(everywhere_ptr, token, grads, inputs, rows, HAS_TAIL)
 
 
 @triton.jit(do_not_specialize=["start", "valid_width"])

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..statistics import softmax_triton as softmax
-from ..statistics.family_triton import load_logits, load_teacher, read, row_factors, teacher_scales
+from ..statistics.family_triton import load_logits, load_teacher, loss_of_row, read, row_factors, teacher_scales
 from ..statistics.numerics_triton import widen
 from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
 from ..symmetric_memory_triton import end_turn, packet_pointer, slot_to_write, turn_to_read
@@ -205,7 +205,8 @@ def gradient_kernel(
     dx_ptr, dx_row, dx_column,  # [T, width] out; may be x itself
     inputs,  # Inputs
     merged_ptr,  # [R, T] fp32
-    grads,  # upstream gradients [T] fp32 by name, None where absent
+    grads,  # upstream gradients by name, see `upstream`
+    loss,  # LossGradient
     families,  # their GRADIENT
     rows,  # numbers of the merged rows by name
     n_rows, start, valid_width,
@@ -230,7 +231,7 @@ def gradient_kernel(
     teacher_scale, a = teacher_scales(inputs, row, n_rows)
     chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
     x = tl.load(inputs.x + row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0)
-    token = Token(row, n, merged, whole, ignored, a, 0, start, written, readable)
+    token = Token(row, n, merged, whole, ignored, a, 0, start, written, readable, loss_of_row(loss, row))
     dz = tile_gradient(
         widen(x), columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, BLOCK
     )

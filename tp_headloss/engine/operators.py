@@ -85,11 +85,11 @@ def _logits_gradient(*args):
     return out
 
 
-def logits_gradient(request: Request, merged, grads: dict) -> torch.Tensor:
-    """d loss / d logits; grads: upstream gradients [N] by name."""
-    if can_skip_dispatch(merged):
+def logits_gradient(request: Request, merged, grads: dict, *loss) -> torch.Tensor:
+    """d loss / d logits; grads and loss as in `passes.write_gradient`."""
+    if loss or can_skip_dispatch(merged):
         out = torch.empty_like(request.tensors.logits)
-        passes.write_gradient(out, request, merged, grads)
+        passes.write_gradient(out, request, merged, grads, *loss)
         return out
     given = [grads.get(name) for name in request.layout.gradients]
     return torch.ops.tp_headloss.logits_gradient(*request.tensors, merged, given, *fields_of(request.facts))

@@ -10,11 +10,11 @@ from ..statistics import at_ids_triton, entries_triton, sets_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
 from ..statistics.rank_triton import rank_kernel
-from ..statistics.records_triton import Inputs
+from ..statistics.records_triton import Inputs, LossGradient
 from ..symmetric_memory_triton import SharedMemory
 from . import gradient_triton, kernels
 from .device_inputs import inputs_of
-from .device_layout import device_layout
+from .device_layout import DeviceLayout, device_layout
 from .launch import (
     AT_IDS,
     INTERPRETED,
@@ -22,6 +22,7 @@ from .launch import (
     SETS,
     Launch,
     ceil_div,
+    dtype_key,
     entries_launch,
     gradient_launch,
     int_key,
@@ -45,7 +46,7 @@ def shares_memory(logits) -> bool:
     return logits.is_cuda and logits.shape[0] > 0
 
 
-NOT_SHARED = SharedMemory()
+NOT_SHARED, NO_LOSS = SharedMemory(), LossGradient()
 
 
 def _shared(memory) -> SharedMemory:
@@ -143,48 +144,59 @@ def second_statistics(packets, request: Request, merged):
         )  # fmt: skip
 
 
-def logits_gradient(out, request: Request, merged, grads: dict):
-    """Write d loss / d logits into `out` [N, width], which may be the logits; grads: upstream gradients [N] by name."""
+def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
+    """Write d loss / d logits into `out` [N, width], which may be the logits; grads: upstream gradients [N] by name, or
+    with a loss its coefficients; see `passes.write_gradient`."""
     if request.tensors.logits.numel() == 0:
         return
     if INTERPRETED and out.dtype == torch.bfloat16:  # the interpreter truncates to bf16, hardware rounds
         exact = torch.empty_like(out, dtype=torch.float32)
-        logits_gradient(exact, request, merged, grads)
+        logits_gradient(exact, request, merged, grads, loss)
         out.copy_(exact)
         return
     inputs, prepared = inputs_of(request)
     inputs = _without_entries(inputs)
     if grads.keys().isdisjoint(AT_ENTRIES):
-        _gradient(out, request, inputs, prepared.variant, merged, grads)
+        _gradient(out, request, inputs, prepared.variant, merged, grads, loss)
         return
-    exact, everywhere = _entries_gradient(out, request, merged, grads)
+    exact, everywhere = _entries_gradient(out, request, merged, grads, loss)
     at_entries_alone = statistics.TOPK_TEACHER + statistics.AT_IDS
     elsewhere = {name: g for name, g in grads.items() if name not in at_entries_alone}
     if everywhere is not None:
         elsewhere["lse" if len(everywhere) == 1 else "everywhere"] = everywhere
-    _gradient(out, request, inputs, prepared.variant, merged, elsewhere)
+    _gradient(out, request, inputs, prepared.variant, merged, elsewhere, loss)
     _put_entries(out, request, exact)
 
 
-def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict):
+def _upstream(rows: DeviceLayout, grads: dict, loss):
+    """The upstream gradients and the reduced loss as kernels take them, and what Triton compiles about them."""
+    upstream = rows.grads(*map(grads.get, rows.grads._fields))
+    kinds = tuple(grads), pointer_key(upstream.everywhere), pointer_key(upstream.log_probs_at)
+    if loss is None:
+        return upstream, NO_LOSS, kinds
+    gradient, _divisor, weight = loss
+    coefficients = (len(g) if type(g) is tuple else 0 for g in grads.values())
+    return upstream, LossGradient(*loss), (*kinds, pointer_key(gradient), dtype_key(weight), *coefficients)
+
+
+def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict, loss):
     """The gradient at every column, that at entries excepted; variant: of these inputs."""
     (n_rows, width), strides, facts, rows = out.shape, out.stride(), request.facts, device_layout(request.layout)
     names = tuple(grads)
     hooks, how = rows.gradient_hooks(names), gradient_launch(width, names)
-    upstream = rows.grads(*map(grads.get, rows.grads._fields))
+    upstream, loss, kinds = _upstream(rows, grads, loss)
     padded = facts.valid_width < width
     variant = (
-        out.device, rows, hooks, padded, pointer_key(out), int_key(strides[0]), int_key(strides[1]), variant, names,
-        pointer_key(upstream.everywhere),
+        out.device, rows, hooks, padded, pointer_key(out), int_key(strides[0]), int_key(strides[1]), variant, kinds,
     )  # fmt: skip
     launch(
         kernels.gradient_kernel, n_rows * ceil_div(width, how.block), variant, how,
-        out, *strides, inputs, merged, upstream, hooks, rows.merged,
+        out, *strides, inputs, merged, upstream, loss, hooks, rows.merged,
         n_rows, facts.start, facts.valid_width, padded,
     )  # fmt: skip
 
 
-def _entries_gradient(out, request: Request, merged, grads: dict):
+def _entries_gradient(out, request: Request, merged, grads: dict, loss):
     """The whole gradient at a request's entries, like these, and [4, N] of what a top-K teacher's statistics add at all
     other ids, or [1, N] if that is nothing but an upstream gradient of lse."""
     facts, rows, (inputs, prepared) = request.facts, device_layout(request.layout), inputs_of(request)
@@ -194,15 +206,12 @@ def _entries_gradient(out, request: Request, merged, grads: dict):
         as_lse = inputs.student_scale is None and not rows.has_tail
         everywhere = merged.new_empty((1 if as_lse else 4, n_rows))
     hooks = rows.gradient_hooks(names)
-    upstream = rows.grads(*map(grads.get, rows.grads._fields))
+    upstream, loss, kinds = _upstream(rows, grads, loss)
     launch(
         gradient_triton.entries_gradient_kernel, n_rows,
-        (
-            out.device, rows, hooks, everywhere is None, prepared.variant, names, out.dtype,
-            pointer_key(upstream.log_probs_at),
-        ),
+        (out.device, rows, hooks, everywhere is None, prepared.variant, kinds, out.dtype),
         entries_launch(inputs.n_entries),
-        exact, everywhere, inputs, merged, upstream, hooks, rows.merged,
+        exact, everywhere, inputs, merged, upstream, loss, hooks, rows.merged,
         n_rows, facts.start, facts.valid_width, rows.has_tail,
     )  # fmt: skip
     return exact, everywhere

@@ -9,7 +9,7 @@ import torch
 
 from ..options import Options
 from ..sequences import SEQUENCE_REDUCTIONS
-from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone
+from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
 from ..validation import expect_instance, expect_int, expect_one_of
 from .evaluation import StatisticsFunction
 from .statistic_value import StatisticValue, SumsPlan
@@ -18,10 +18,8 @@ from .terms import METRICS, CrossEntropy, Metric, Term
 REDUCTIONS = ("none", "sum", "mean")  # those that treat all tokens alike; the others are SEQUENCE_REDUCTIONS
 
 # Statistic that a `StatisticValue` may name -> the name in `want` that provides it, "" where every call has it.
-PROVIDERS = {
-    "lse": "", "log_prob": "", "target_logit": "", "entropy": "entropy", "total": "total", "mass": "total",
-    "hits": "argmax", "rank": "rank", **{name: name for name in (*FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS)},
-}  # fmt: skip
+PROVIDERS = {name: name for name in known_statistics() if name not in ("argmax", *AT_IDS)}  # one number per token
+PROVIDERS |= {"lse": "", "log_prob": "", "target_logit": "", "mass": "total", "hits": "argmax"}
 
 # The named metrics as functions that return values by name, as a `Metric`'s function does.
 METRIC_FUNCTIONS = {name: lambda stats, name=name: {name: METRICS[name](stats)} for name in METRICS}

@@ -44,6 +44,9 @@ class SumsPlan(NamedTuple):
     statistics: tuple[str, ...]  # the statistic that a value is, "" for a tensor that was computed from statistics
     squares: int  # bit i: value i is squared
     negatives: int  # bit i: sum i is negated
+    # of each term's value its statistic, d (loss * divisor) / d value and whether it is squared; None where values are
+    # no statistics, or not one each
+    gradients: tuple[tuple[str, float, bool], ...] | None
 
     @classmethod
     def from_functions(cls, functions: Sequence[PerToken], coefficients: Sequence[float]) -> SumsPlan:
@@ -51,11 +54,18 @@ class SumsPlan(NamedTuple):
         given."""
         as_given = StatisticValue("")
         plain = [f if isinstance(f, StatisticValue) else as_given for f in functions]
+        terms = plain[: len(coefficients)]
+        gradients = [
+            (f.statistic, -float(c) if f.negative else float(c), f.square) for f, c in zip(terms, coefficients)
+        ]
+        names = {f.statistic for f in terms}
+        apart = len(names) == len(terms) and not names & {"", "target_logit"}
         return cls(
             tuple(coefficients),
             tuple(m.statistic for m in plain),
             sum(m.square << i for i, m in enumerate(plain)),
             sum(m.negative << i for i, m in enumerate(plain)),
+            tuple(gradients) if apart else None,
         )
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .family_triton import Gradient, Merge, Statistics, no_peak, put, read, same_gradient, write
+from .family_triton import Gradient, Merge, Statistics, no_peak, put, read, same_gradient, upstream, write
 from .numerics_triton import lane_sum, settle
 
 
@@ -55,7 +55,7 @@ def finish(state, joined, out, inputs, rows):
 
 @triton.jit
 def load(grads, token, inputs, rows):
-    return 2.0 * tl.load(grads.collision + token.row), tl.load(token.merged + rows.collision * token.n)
+    return 2.0 * upstream(grads.collision, token), tl.load(token.merged + rows.collision * token.n)
 
 
 @triton.jit

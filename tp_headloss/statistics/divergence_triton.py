@@ -11,6 +11,7 @@ from .family_triton import (
     same_at_target,
     same_coefficient,
     teacher_scales,
+    upstream,
 )
 from .numerics_triton import LOG2_E, LOG_2, exp2, fixed_sum, half_sign, log2, relative_information
 from .records_triton import Chunk
@@ -101,14 +102,14 @@ def direct(dz, state, tile, token, grads, inputs, rows):
     p *= per_student
     q *= per_teacher
     if grads.jsd is not None:
-        g = token.student_scale * tl.load(grads.jsd + token.row)
+        g = token.student_scale * upstream(grads.jsd, token)
         log2_p = shifted * LOG2_E + tl.log2(per_student)
         m = log2(inputs.beta * q + (1.0 - inputs.beta) * p)
         information = relative_information(p, log2_p, m)
         mean = tl.load(token.merged + rows.jsd_mean * token.n)
         dz += (g * (1.0 - inputs.beta) * LOG_2) * information - (g * mean) * p
     if grads.total_variation is not None:
-        g = token.student_scale * tl.load(grads.total_variation + token.row)
+        g = token.student_scale * upstream(grads.total_variation, token)
         dz += g * p * (half_sign(p - q) - tl.load(token.merged + rows.total_variation_mean * token.n))
     return dz
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .family_triton import Gradient, Merge, Statistics, no_peak, put, read, same_gradient, write
+from .family_triton import Gradient, Merge, Statistics, no_peak, put, read, same_gradient, upstream, write
 from .numerics_triton import lane_sum, settle
 
 
@@ -57,7 +57,7 @@ def finish(state, joined, out, inputs, rows):
 
 @triton.jit
 def load(grads, token, inputs, rows):
-    return tl.load(grads.entropy + token.row), tl.load(token.merged + rows.mean * token.n)
+    return upstream(grads.entropy, token), tl.load(token.merged + rows.mean * token.n)
 
 
 @triton.jit

@@ -45,7 +45,7 @@ class Merge(NamedTuple):
 class Gradient(NamedTuple):
     """Hooks for the gradient."""
 
-    load: object  # (grads, token, inputs, rows) -> state; grads: upstream gradients [T] by name, None where absent
+    load: object  # (grads, token, inputs, rows) -> state; grads: upstream gradients by name, see `upstream`
     coefficient: object  # (away, state, shifted, p, token) -> away, already divided by S
     at_target: object  # (common, state, offset, token) -> common
     direct: object  # (dz, state, tile, token, grads, inputs, rows) -> dz
@@ -94,6 +94,34 @@ def same_at_target(common, state, offset, token):
 @triton.jit
 def same_gradient(dz, state, tile, token, grads, inputs, rows):
     return dz
+
+
+@triton.jit
+def loss_of_row(loss, row):
+    """What a coefficient of 1 in the reduced loss, if there is one, gives to a statistic of a row, in float64."""
+    factor = 0.0
+    if loss.upstream is not None:
+        factor = tl.load(loss.upstream) / tl.load(loss.divisor)
+        if loss.weight is not None:
+            weight = tl.load(loss.weight + row)
+            factor = tl.where(weight == 0.0, 0.0, factor * weight)
+    return factor
+
+
+@triton.jit
+def upstream(grad, token):
+    """A token's upstream gradient of a statistic: 0 for None, from memory [T], or from the loss by its coefficient (c,)
+    or, where the loss has the square of the value [T], by (c, value)."""
+    g = 0.0
+    if grad is not None:
+        if isinstance(grad, tl.tensor):
+            g = tl.load(grad + token.row)
+        else:
+            g = token.loss * grad[0]
+            if len(grad) == 2:
+                g *= 2.0 * tl.load(grad[1] + token.row)
+            g = g.to(tl.float32)
+    return g
 
 
 @triton.jit

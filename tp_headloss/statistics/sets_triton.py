@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..symmetric_memory_triton import slot_to_write
 from .entries_triton import entry_range, load_entries
-from .family_triton import Gradient, Merge, nothing_folded, read, row_factors, write
+from .family_triton import Gradient, Merge, nothing_folded, read, row_factors, upstream, write
 from .numerics_triton import decay, exp, fixed_sum, settle, weigh
 from .softmax_triton import join_target
 
@@ -169,7 +169,7 @@ def load(grads, token, inputs, rows):
     whole = tl.load(token.merged + rows.set_sum * token.n)
     common = tl.where(whole == whole, 0.0, whole)
     if inputs.entries is None and grads.set_log_mass is not None:
-        common -= tl.load(grads.set_log_mass + token.row)
+        common -= upstream(grads.set_log_mass, token)
     return (common,)
 
 
@@ -193,12 +193,12 @@ def direct(dz, state, tile, token, grads, inputs, rows):
         if grads.set_log_prob is not None:
             target = tl.load(inputs.labels + token.row).to(tl.int64) - token.start
             own = tl.where(tile.columns.to(tl.int64) == target, tl.load(at + rows.set_others * token.n), -s)
-            dz += tl.load(grads.set_log_prob + token.row) * own
+            dz += upstream(grads.set_log_prob, token) * own
         if grads.set_entropy is not None:
             apart = tl.maximum(shifted, -200.0) - tl.load(at + rows.set_mean * token.n)
-            dz -= tl.load(grads.set_entropy + token.row) * s * apart
+            dz -= upstream(grads.set_entropy, token) * s * apart
         if grads.set_log_mass is not None:
-            dz += tl.load(grads.set_log_mass + token.row) * tl.load(at + rows.set_outside * token.n) * s
+            dz += upstream(grads.set_log_mass, token) * tl.load(at + rows.set_outside * token.n) * s
     return dz
 
 

@@ -7,7 +7,17 @@ and of q (u - maximum). A column without probability adds nothing, whatever its 
 import triton
 import triton.language as tl
 
-from .family_triton import Gradient, Merge, Statistics, put, read, same_at_target, same_coefficient, write
+from .family_triton import (
+    Gradient,
+    Merge,
+    Statistics,
+    put,
+    read,
+    same_at_target,
+    same_coefficient,
+    upstream,
+    write,
+)
 from .numerics_triton import decay, exp, lane_sum, settle, weigh
 
 
@@ -192,10 +202,10 @@ def direct(dz, state, tile, token, grads, inputs, rows):
     a = token.student_scale
     _, p, q, per_student, per_teacher = probabilities(tile, token, inputs, rows)
     if grads.forward_kl is not None:
-        g = a * tl.load(grads.forward_kl + token.row)
+        g = a * upstream(grads.forward_kl, token)
         dz += p * (g * per_student) - q * (g * per_teacher)
     if grads.reverse_kl is not None:
-        g = a * tl.load(grads.reverse_kl + token.row) * per_student
+        g = a * upstream(grads.reverse_kl, token) * per_student
         z = tile.z
         if inputs.student_scale is not None:
             z *= a

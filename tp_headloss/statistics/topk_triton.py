@@ -6,7 +6,17 @@ What is read at the entries alone forward has kernels of its own, in `entries_tr
 import triton
 import triton.language as tl
 
-from .family_triton import Gradient, Merge, Statistics, nothing_folded, read, same_at_target, same_coefficient, write
+from .family_triton import (
+    Gradient,
+    Merge,
+    Statistics,
+    nothing_folded,
+    read,
+    same_at_target,
+    same_coefficient,
+    upstream,
+    write,
+)
 from .numerics_triton import (
     LOG2_E,
     LOG_2,
@@ -218,33 +228,27 @@ def jensen_shannon_parts(p, q, log_q, beta):
 
 
 @triton.jit
-def _upstream(grad_ptr, row):
-    """An upstream gradient, 0 where there is none."""
-    g = 0.0
-    if grad_ptr is not None:
-        g = tl.load(grad_ptr + row)
-    return g
-
-
-@triton.jit
-def store_everywhere(everywhere_ptr, at, n, row, a, ignored, grads, inputs, merged, HAS_TAIL: tl.constexpr):
+def store_everywhere(everywhere_ptr, token, grads, inputs, merged, HAS_TAIL: tl.constexpr):
     """The coefficients of what every column of a row gets, its entries excepted."""
+    at = token.merged
+    n = token.n
+    row = token.row
     inside = tl.load(at + merged.inside * n)
     outside = tl.load(at + merged.outside * n)
-    common = -_upstream(grads.topk_log_mass, row)
+    common = -upstream(grads.topk_log_mass, token)
     if grads.vocab_jsd is not None:
-        common -= tl.load(grads.vocab_jsd + row) * tl.load(at + merged.vocab_jsd_mean * n)
+        common -= upstream(grads.vocab_jsd, token) * tl.load(at + merged.vocab_jsd_mean * n)
     if not HAS_TAIL and inputs.student_scale is None:  # nothing but an upstream gradient of lse
-        tl.store(everywhere_ptr + row, common + _upstream(grads.lse, row))
+        tl.store(everywhere_ptr + row, common + upstream(grads.lse, token))
     else:
         if HAS_TAIL:
-            common = outside * common + inside * _upstream(grads.tail_log_mass, row)
+            common = outside * common + inside * upstream(grads.tail_log_mass, token)
         whole = tl.load(at + merged.rest_sum * n)
-        per_rest = tl.where(ignored | (whole == 0.0), 0.0, a / whole)
+        per_rest = tl.where(token.ignored | (whole == 0.0), 0.0, token.student_scale / whole)
         shift = tl.load(at + merged.rest_shift * n)
         tl.store(everywhere_ptr + row, common * per_rest)
         tl.store(everywhere_ptr + n + row, tl.where(shift == float("-inf"), 0.0, shift))
-        tl.store(everywhere_ptr + 2 * n + row, -_upstream(grads.tail_entropy, row) * per_rest)
+        tl.store(everywhere_ptr + 2 * n + row, -upstream(grads.tail_entropy, token) * per_rest)
         tl.store(everywhere_ptr + 3 * n + row, tl.load(at + merged.rest_mean * n))
 
 
@@ -253,25 +257,24 @@ def _entry_gradient(log_tau, tile, token, grads, inputs, rows):
     """d loss / d z' at entries, by the table of `topk`."""
     at = token.merged
     n = token.n
-    row = token.row
     z = tl.where(token.readable, tile.z, float("-inf"))
     s, shifted = entry_softmax(z, at, n, token.student_scale, rows, inputs)
     q = tl.exp(log_tau)
     inside = tl.load(at + rows.inside * n)
-    g_mass = _upstream(grads.topk_log_mass, row) * tl.load(at + rows.outside * n)
-    g_mass = g_mass - _upstream(grads.tail_log_mass, row) * inside
-    dz = _upstream(grads.topk_forward_kl, row) * (tl.load(at + rows.topk_mass * n) * s - q) + g_mass * s
+    g_mass = upstream(grads.topk_log_mass, token) * tl.load(at + rows.outside * n)
+    g_mass = g_mass - upstream(grads.tail_log_mass, token) * inside
+    dz = upstream(grads.topk_forward_kl, token) * (tl.load(at + rows.topk_mass * n) * s - q) + g_mass * s
     if grads.topk_reverse_kl is not None:
-        g = tl.load(grads.topk_reverse_kl + row)
+        g = upstream(grads.topk_reverse_kl, token)
         apart = tl.where(s == 0.0, 0.0, s * (shifted - log_tau - tl.load(at + rows.topk_gap * n)))
         dz += tl.where(g == 0.0, 0.0, g * apart)
     if grads.topk_jsd is not None:
         student, _teacher = jensen_shannon_parts(s, q, log_tau, inputs.beta)
-        dz += tl.load(grads.topk_jsd + row) * (student - s * tl.load(at + rows.topk_jsd_mean * n))
+        dz += upstream(grads.topk_jsd, token) * (student - s * tl.load(at + rows.topk_jsd_mean * n))
     if grads.vocab_jsd is not None:
         p = s * inside
         student, _teacher = jensen_shannon_parts(p, q, log_tau, inputs.beta)
-        dz += tl.load(grads.vocab_jsd + row) * (student - p * tl.load(at + rows.vocab_jsd_mean * n))
+        dz += upstream(grads.vocab_jsd, token) * (student - p * tl.load(at + rows.vocab_jsd_mean * n))
     return dz
 
 

@@ -13,6 +13,7 @@ from .family_triton import (
     read,
     same_at_target,
     same_coefficient,
+    upstream,
     write,
 )
 from .numerics_triton import lane_sum, settle
@@ -63,7 +64,7 @@ def finish(state, joined, out, inputs, rows):
 
 @triton.jit
 def load(grads, token, inputs, rows):
-    return (tl.load(grads.total + token.row),)
+    return (upstream(grads.total, token),)
 
 
 @triton.jit
