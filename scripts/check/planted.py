@@ -159,7 +159,7 @@ GROUPS = {
         (RANK, "RankFamily.second", "(column < target)", "(column > target)"),
         (RANK, "RankFamily.second", "torch.where(column == target, True, before)", "before"),
         (RANK_DEVICE, "rank_kernel", "(columns < target)", "(columns > target)"),
-        (RANK_DEVICE, "rank_kernel", "(inside < size) & before", "before"),
+        (RANK_DEVICE, "rank_kernel", "(inside < chunk.size) & before", "before"),
     ],
     "test_at_ids": [
         (AT_IDS, "AtIdsFamily.direct", 'at.scatter_add(1, tile.entries, grads["log_probs_at"].to(dz.dtype))', 'at.scatter(1, tile.entries, grads["log_probs_at"].to(dz.dtype))'),

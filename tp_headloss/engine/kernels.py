@@ -8,31 +8,19 @@ import triton
 import triton.language as tl
 
 from ..statistics import softmax_triton as softmax
-from ..statistics.family_triton import load_logits, load_teacher, loss_of_row, read, row_factors, teacher_scales
+from ..statistics.family_triton import (
+    load_logits,
+    load_teacher,
+    loss_of_row,
+    open_chunk,
+    read,
+    row_factors,
+    teacher_scales,
+)
 from ..statistics.numerics_triton import widen
 from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
 from ..symmetric_memory_triton import end_turn, packet_pointer, slot_to_write, turn_to_read
 from .gradient_triton import tile_gradient
-
-
-@triton.jit
-def open_chunk(inputs, row, index, n_rows, start, valid_width, ignore_index):
-    """Chunk number `index` of a row, or its chunks of these numbers [CHUNKS, 1]."""
-    first = index * inputs.chunk_size
-    size = tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0)
-    pre, post = row_factors(inputs, row)
-    teacher_scale, student_scale = teacher_scales(inputs, row, n_rows)
-    target = -1
-    ignored = False
-    owned = False
-    if inputs.labels is not None:
-        y = tl.load(inputs.labels + row).to(tl.int64)
-        ignored = y == ignore_index
-        size = tl.where(ignored, 0, size)
-        target = y - start - first
-        owned = (target >= 0) & (target < size)
-        target = tl.where(owned, target, -1).to(tl.int32)
-    return Chunk(row, first, size, start, target, owned, ignored, pre, post, teacher_scale, student_scale)
 
 
 @triton.jit

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 
 from ..statistics import softmax_triton as softmax
-from ..statistics.family_triton import transform
+from ..statistics.family_triton import open_chunk, transform
 from ..statistics.numerics_triton import exp, fixed_sums, log1p, times, widen
 from ..statistics.records_triton import Core, Tile
-from .kernels import add_to_states, open_chunk, rescale_states, start_states
+from .kernels import add_to_states, rescale_states, start_states
 from .sums_triton import divisor_of
 
 # Stages of the loops' pipelines.

@@ -135,7 +135,7 @@ def second_statistics(packets, request: Request, merged):
         inputs = _without_entries(inputs)
         launch(
             divergence_kernel, n_rows * facts.chunks, variant, statistics_launch(facts.chunk_size, True),
-            packets, inputs, merged, rows.merged, rows.second, n_rows, facts.valid_width, facts.chunks,
+            packets, inputs, merged, rows.merged, rows.second, n_rows, facts.start, facts.valid_width, facts.chunks,
         )  # fmt: skip
     if "topk_jsd" in names or "vocab_jsd" in names:
         launch(

@@ -7,14 +7,12 @@ from .family_triton import (
     Gradient,
     load_logits,
     load_teacher,
-    row_factors,
+    open_chunk_again,
     same_at_target,
     same_coefficient,
-    teacher_scales,
     upstream,
 )
 from .numerics_triton import LOG2_E, LOG_2, exp2, fixed_sum, half_sign, log2, relative_information
-from .records_triton import Chunk
 from .teacher_triton import load, probabilities
 
 
@@ -49,49 +47,44 @@ def _store(out, n, state, inputs, rows, BLOCK: tl.constexpr):
         tl.store(out + rows.total_variation_mean * n, fixed_sum(state[3], BLOCK))
 
 
-@triton.jit(do_not_specialize=["n_rows", "valid_width", "chunks"])
+@triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks"])
 def divergence_kernel(
     packets_ptr,  # [chunks, K, T] fp32 out
     inputs,  # Inputs
     merged_ptr,  # [R, T] fp32
     merged,  # numbers of merged rows by name
     rows,  # numbers of the packets' rows by name
-    n_rows, valid_width, chunks,
+    n_rows, start, valid_width, chunks,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the packet of the second exchange of one chunk of one row; p and q are probabilities by now."""
     row = (tl.program_id(0) // chunks).to(tl.int64)
     index = tl.program_id(0) % chunks
-    first = index * inputs.chunk_size
     n = n_rows.to(tl.int64)
-    pre, post = row_factors(inputs, row)
-    teacher_scale, a = teacher_scales(inputs, row, n_rows)
-    ignored = tl.load(merged_ptr + merged.sum * n + row) == 0.0
-    size = tl.where(ignored, 0, tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0))
-    chunk = Chunk(row, first, size, 0, -1, False, ignored, pre, post, teacher_scale, a)
+    chunk = open_chunk_again(inputs, merged_ptr, merged, row, index, n_rows, start, valid_width)
     shift = tl.load(merged_ptr + merged.shift * n + row)
     log2_student = tl.log2(tl.load(merged_ptr + merged.student_sum * n + row))
     teacher_shift = tl.load(merged_ptr + merged.teacher_shift * n + row)
     log2_teacher = tl.log2(tl.load(merged_ptr + merged.teacher_sum * n + row))
-    a *= LOG2_E
+    a = chunk.student_scale * LOG2_E
     lanes = tl.arange(0, BLOCK)
     zeros = tl.zeros([BLOCK], tl.float32)
     state = (zeros, zeros, zeros, zeros)
-    whole = size // BLOCK * BLOCK
+    whole = chunk.size // BLOCK * BLOCK
     for o in tl.range(0, whole, BLOCK, num_stages=4):
-        columns = first + o + lanes
+        columns = chunk.first + o + lanes
         z = load_logits(inputs, chunk, columns, None)
         u = load_teacher(inputs, chunk, columns, None)
         log2_p = (z - shift) * a - log2_student
         state = _add(state, log2_p, (u - teacher_shift) * LOG2_E - log2_teacher, inputs, rows)
-    for o in range(whole, size, BLOCK):
+    for o in range(whole, chunk.size, BLOCK):
         inside = o + lanes
-        columns = first + inside
+        columns = chunk.first + inside
         reading = (inside < inputs.chunk_size) & (columns < inputs.width)
         z = load_logits(inputs, chunk, columns, reading)
         u = load_teacher(inputs, chunk, columns, reading)
-        log2_p = tl.where(inside < size, (z - shift) * a - log2_student, float("-inf"))
-        log2_q = tl.where(inside < size, (u - teacher_shift) * LOG2_E - log2_teacher, float("-inf"))
+        log2_p = tl.where(inside < chunk.size, (z - shift) * a - log2_student, float("-inf"))
+        log2_q = tl.where(inside < chunk.size, (u - teacher_shift) * LOG2_E - log2_teacher, float("-inf"))
         state = _add(state, log2_p, log2_q, inputs, rows)
     _store(packets_ptr + index.to(tl.int64) * rows.height * n + row, n, state, inputs, rows, BLOCK)
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..symmetric_memory_triton import slot_to_write
-from .family_triton import row_factors, teacher_scales, transform
+from .family_triton import open_chunk, open_chunk_again, transform
 from .numerics_triton import exp, fixed_sum
 from .topk_triton import NONE, entry_softmax, jensen_shannon_parts
 
@@ -95,13 +95,13 @@ def entry_range(inputs, row):
 
 
 @triton.jit
-def load_entries(inputs, row, at, live, start, first, size, pre, post):
-    """Entries of a row, those numbered `at` that are live, in its columns [first, first + size): the columns, z there
-    (-inf elsewhere), which entries are here."""
-    columns = tl.load(inputs.entries + at, mask=live, other=-1) - start
-    here = (columns >= first) & (columns < first + size)
-    x = tl.load(inputs.x + row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=here, other=0.0)
-    z, _ = transform(x.to(tl.float32), tl.where(here, columns, inputs.width), inputs, pre, post)
+def load_entries(inputs, chunk, at, live):
+    """Entries of a row, those numbered `at` that are live, in a chunk: the columns, z there (-inf elsewhere), which
+    entries are here."""
+    columns = tl.load(inputs.entries + at, mask=live, other=-1) - chunk.start
+    here = (columns >= chunk.first) & (columns < chunk.first + chunk.size)
+    x = tl.load(inputs.x + chunk.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=here, other=0.0)
+    z, _ = transform(x.to(tl.float32), tl.where(here, columns, inputs.width), inputs, chunk.pre, chunk.post)
     return columns, tl.where(here, z, float("-inf")), here
 
 
@@ -116,15 +116,10 @@ def entry_statistics_kernel(
 ):  # fmt: skip
     """One program: the entries of one chunk of one row."""
     row = (tl.program_id(0) // chunks).to(tl.int64)
-    chunk = tl.program_id(0) % chunks
-    first = chunk * inputs.chunk_size
-    size = tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0)
+    index = tl.program_id(0) % chunks
     n = n_rows.to(tl.int64)
-    pre, post = row_factors(inputs, row)
-    a = teacher_scales(inputs, row, n_rows)[1]
+    chunk = open_chunk(inputs, row, index, n_rows, start, valid_width, ignore_index)
     packets_ptr = slot_to_write(packets_ptr, memory)
-    if inputs.labels is not None:
-        size = tl.where(tl.load(inputs.labels + row).to(tl.int64) == ignore_index, 0, size)
     m = -float("inf")
     s = tl.zeros([BLOCK], tl.float32)
     mass = tl.zeros([BLOCK], tl.float32)
@@ -134,14 +129,14 @@ def entry_statistics_kernel(
     lanes = tl.arange(0, BLOCK)
     for k in range(0, count, BLOCK):
         at = begin + k + lanes
-        _columns, z, here = load_entries(inputs, row, at, k + lanes < count, start, first, size, pre, post)
+        _columns, z, here = load_entries(inputs, chunk, at, k + lanes < count)
         log_tau = tl.load(inputs.entry_log_probs + at, mask=here, other=float("-inf"))
         peak = tl.maximum(m, tl.max(z, axis=0))
         drop = tl.where(m == float("-inf"), 0.0, m - peak)
         shifted = z - tl.where(peak == float("-inf"), 0.0, peak)
         if inputs.student_scale is not None:
-            drop *= a
-            shifted *= a
+            drop *= chunk.student_scale
+            shifted *= chunk.student_scale
         factor = tl.where(m == float("-inf"), 0.0, exp(drop))
         gap = tl.where(factor == 0.0, 0.0, factor * tl.fma(drop, s, gap))
         s *= factor
@@ -153,7 +148,7 @@ def entry_statistics_kernel(
         mass += tau
         cross += tl.where(tau == 0.0, 0.0, tau * (log_tau - shifted))
         gap += tl.where(p == 0.0, 0.0, p * (shifted - log_tau))
-    out = packets_ptr + chunk.to(tl.int64) * rows.height * n + row
+    out = packets_ptr + index.to(tl.int64) * rows.height * n + row
     tl.store(out + rows.topk_max * n, m + 0.0)
     tl.store(out + rows.topk_sum * n, fixed_sum(s, BLOCK))
     tl.store(out + rows.topk_mass * n, fixed_sum(mass, BLOCK))
@@ -173,14 +168,10 @@ def entry_divergence_kernel(
 ):  # fmt: skip
     """One program: the entries' packet of the second exchange of one chunk of one row."""
     row = (tl.program_id(0) // chunks).to(tl.int64)
-    chunk = tl.program_id(0) % chunks
-    first = chunk * inputs.chunk_size
+    index = tl.program_id(0) % chunks
     n = n_rows.to(tl.int64)
-    pre, post = row_factors(inputs, row)
-    a = teacher_scales(inputs, row, n_rows)[1]
+    chunk = open_chunk_again(inputs, merged_ptr, merged, row, index, n_rows, start, valid_width)
     at = merged_ptr + row
-    ignored = tl.load(at + merged.sum * n) == 0.0
-    size = tl.where(ignored, 0, tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0))
     topk = tl.zeros([BLOCK], tl.float32)
     topk_mean = tl.zeros([BLOCK], tl.float32)
     vocab = tl.zeros([BLOCK], tl.float32)
@@ -189,9 +180,9 @@ def entry_divergence_kernel(
     lanes = tl.arange(0, BLOCK)
     for k in range(0, count, BLOCK):
         place = begin + k + lanes
-        _columns, z, here = load_entries(inputs, row, place, k + lanes < count, start, first, size, pre, post)
+        _columns, z, here = load_entries(inputs, chunk, place, k + lanes < count)
         log_tau = tl.load(inputs.entry_log_probs + place, mask=here, other=float("-inf"))
-        p, _shifted = entry_softmax(z, at, n, a, merged, inputs)
+        p, _shifted = entry_softmax(z, at, n, chunk.student_scale, merged, inputs)
         q = tl.exp(log_tau)
         if rows.topk_jsd is not None:
             student, teacher = jensen_shannon_parts(p, q, log_tau, inputs.beta)
@@ -202,7 +193,7 @@ def entry_divergence_kernel(
             student, teacher = jensen_shannon_parts(p, q, log_tau, inputs.beta)
             vocab += tl.where(here, student + teacher, 0.0)
             vocab_mean += tl.where(here, student, 0.0)
-    out = packets_ptr + chunk.to(tl.int64) * rows.height * n + row
+    out = packets_ptr + index.to(tl.int64) * rows.height * n + row
     if rows.topk_jsd is not None:
         tl.store(out + rows.topk_jsd * n, fixed_sum(topk, BLOCK))
         tl.store(out + rows.topk_jsd_mean * n, fixed_sum(topk_mean, BLOCK))

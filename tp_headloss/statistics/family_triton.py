@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from .numerics_triton import tanh_and_slope, widen
+from .records_triton import Chunk
 
 
 class Statistics(NamedTuple):
@@ -169,6 +170,37 @@ def transform(x, columns, inputs, pre, post):
         z = x * pre if inputs.pre is not None else x
         slope = pre
     return z, slope
+
+
+@triton.jit
+def open_chunk(inputs, row, index, n_rows, start, valid_width, ignore_index):
+    """Chunk number `index` of a row, or its chunks of these numbers [CHUNKS, 1]."""
+    first = index * inputs.chunk_size
+    size = tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0)
+    pre, post = row_factors(inputs, row)
+    teacher_scale, student_scale = teacher_scales(inputs, row, n_rows)
+    target = -1
+    ignored = False
+    owned = False
+    if inputs.labels is not None:
+        y = tl.load(inputs.labels + row).to(tl.int64)
+        ignored = y == ignore_index
+        size = tl.where(ignored, 0, size)
+        target = y - start - first
+        owned = (target >= 0) & (target < size)
+        target = tl.where(owned, target, -1).to(tl.int32)
+    return Chunk(row, first, size, start, target, owned, ignored, pre, post, teacher_scale, student_scale)
+
+
+@triton.jit
+def open_chunk_again(inputs, merged_ptr, merged, row, index, n_rows, start, valid_width):
+    """Chunk number `index` of a row in the second exchange, where the merged sum says whether the row is ignored."""
+    first = index * inputs.chunk_size
+    ignored = tl.load(merged_ptr + merged.sum * n_rows.to(tl.int64) + row) == 0.0
+    size = tl.where(ignored, 0, tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0))
+    pre, post = row_factors(inputs, row)
+    teacher_scale, student_scale = teacher_scales(inputs, row, n_rows)
+    return Chunk(row, first, size, start, -1, False, ignored, pre, post, teacher_scale, student_scale)
 
 
 @triton.jit

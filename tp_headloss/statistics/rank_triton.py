@@ -3,9 +3,17 @@
 import triton
 import triton.language as tl
 
-from .family_triton import Merge, load_logits, no_merge, no_peak, nothing_added, nothing_folded, row_factors, write
+from .family_triton import (
+    Merge,
+    load_logits,
+    no_merge,
+    no_peak,
+    nothing_added,
+    nothing_folded,
+    open_chunk_again,
+    write,
+)
 from .numerics_triton import settle
-from .records_triton import Chunk
 
 
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks"])
@@ -21,21 +29,17 @@ def rank_kernel(
     """One program: the ids of one chunk that come before the label of one row, and the label."""
     row = (tl.program_id(0) // chunks).to(tl.int64)
     index = tl.program_id(0) % chunks
-    first = index * inputs.chunk_size
     n = n_rows.to(tl.int64)
-    pre, post = row_factors(inputs, row)
-    ignored = tl.load(merged_ptr + merged.sum * n + row) == 0.0
-    size = tl.where(ignored, 0, tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0))
-    chunk = Chunk(row, first, size, start, -1, False, ignored, pre, post, 1.0, 1.0)
+    chunk = open_chunk_again(inputs, merged_ptr, merged, row, index, n_rows, start, valid_width)
     z_label = tl.load(merged_ptr + merged.rank_target * n + row)
     target = tl.load(inputs.labels + row).to(tl.int64) - start
     count = tl.zeros([BLOCK], tl.float32)
-    for o in tl.range(0, size, BLOCK, num_stages=4):
+    for o in tl.range(0, chunk.size, BLOCK, num_stages=4):
         inside = o + tl.arange(0, BLOCK)
-        columns = first + inside
+        columns = chunk.first + inside
         z = load_logits(inputs, chunk, columns, (inside < inputs.chunk_size) & (columns < inputs.width))
         before = (z > z_label) | ((z == z_label) & (columns < target)) | (columns == target)
-        count += tl.where((inside < size) & before, 1.0, 0.0)
+        count += tl.where((inside < chunk.size) & before, 1.0, 0.0)
     out = packets_ptr + index.to(tl.int64) * rows.height * n + row
     tl.store(out + rows.rank * n, tl.sum(count, axis=0))
     tl.store(out + rows.rank_mean * n, 0.0)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from ..symmetric_memory_triton import slot_to_write
 from .entries_triton import entry_range, load_entries
-from .family_triton import Gradient, Merge, nothing_folded, read, row_factors, upstream, write
+from .family_triton import Gradient, Merge, nothing_folded, open_chunk, read, upstream, write
 from .numerics_triton import decay, exp, fixed_sum, settle, weigh
 from .softmax_triton import join_target
 
@@ -70,15 +70,10 @@ def set_statistics_kernel(
 ):  # fmt: skip
     """One program: the members of one token's set in one chunk."""
     row = (tl.program_id(0) // chunks).to(tl.int64)
-    chunk = tl.program_id(0) % chunks
-    first = chunk * inputs.chunk_size
-    size = tl.maximum(tl.minimum(inputs.chunk_size, valid_width - first), 0)
+    index = tl.program_id(0) % chunks
     n = n_rows.to(tl.int64)
-    pre, post = row_factors(inputs, row)
+    chunk = open_chunk(inputs, row, index, n_rows, start, valid_width, ignore_index)
     packets_ptr = slot_to_write(packets_ptr, memory)
-    if inputs.labels is not None:
-        y = tl.load(inputs.labels + row).to(tl.int64)
-        size = tl.where(y == ignore_index, 0, size)
     m = -float("inf")
     s = tl.zeros([BLOCK], tl.float32)
     moment = tl.zeros([BLOCK], tl.float32)
@@ -87,9 +82,9 @@ def set_statistics_kernel(
     lanes = tl.arange(0, BLOCK)
     for k in range(0, count, BLOCK):
         live = k + lanes < count
-        columns, z, here = load_entries(inputs, row, begin + k + lanes, live, start, first, size, pre, post)
+        columns, z, here = load_entries(inputs, chunk, begin + k + lanes, live)
         if inputs.labels is not None:  # the target is joined by the merge
-            is_target = here & (columns.to(tl.int64) == y - start)
+            is_target = here & (columns - chunk.first == chunk.target)
             owner += is_target.to(tl.float32)
             z = tl.where(is_target, float("-inf"), z)
         peak = tl.maximum(m, tl.max(z, axis=0))
@@ -100,7 +95,7 @@ def set_statistics_kernel(
         moment = tl.fma(p, tl.maximum(shifted, -1e30), factor * tl.fma(drop, s, moment))
         s = tl.fma(factor, s, p)
         m = peak
-    out = packets_ptr + chunk.to(tl.int64) * rows.height * n + row
+    out = packets_ptr + index.to(tl.int64) * rows.height * n + row
     tl.store(out + rows.set_max * n, m + 0.0)
     tl.store(out + rows.set_sum * n, fixed_sum(s, BLOCK))
     if rows.set_moment is not None:
