@@ -64,7 +64,7 @@ class Options:
 
     Args:
         backend: "triton", "torch" or None (triton on CUDA, torch elsewhere).
-        transport: "gather", "symm_mem", "sum" or "auto", see `engine.transports`.
+        transport: "gather" (an all-gather), "symm_mem" (symmetric memory), "sum" (an all_reduce) or "auto" (chooses).
         inplace: the backward writes the gradient over the logits (eager only).
         gradient: "forward" has the forward of a `HeadLoss` write the gradient of its logits, in the launch that reads
             them, and the backward hand it over (computed again if the upstream gradient of the loss is another than in
@@ -74,8 +74,8 @@ class Options:
         check: raise a ValueError that names the first token with a bad label, on every rank, after a host
             synchronisation.
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls
-            first, so that a mistake on one of them is the same exception on all, see `agreement` (eager only; for
-            debugging); "checksums" is "full" and compares the bits of replicated hidden states, too.
+            first, so that a mistake on one is the same exception on all (eager only; for debugging); "checksums" is
+            "full" and compares the bits of replicated hidden states, too.
 
     Examples:
         >>> try:

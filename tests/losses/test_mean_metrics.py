@@ -70,6 +70,10 @@ def test_what_is_no_output_and_what_has_no_tokens():
         mean_metrics([out.metrics])
     with pytest.raises(ValueError, match="at least one"):
         mean_metrics([])
+    with pytest.raises(
+        ValueError, match=r"the same terms and metrics in the same order, got \[\['loss/cross_entropy',"
+    ):
+        mean_metrics([out, HeadLoss()(x[0], labels[0])])
 
 
 def refused_group(group, device):

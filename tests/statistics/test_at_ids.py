@@ -146,6 +146,17 @@ def _of_ids(stats, weights):
     return -(weights * stats.log_probs_at).sum(-1)
 
 
+@pytest.mark.parametrize("columns", [1, 2])
+def test_values_of_other_ids_than_those_asked_for_are_refused(columns):
+    """[.., 1] would broadcast without a word."""
+    term = Term("soft", _of_ids, want=("log_probs_at",), inputs=("weights",))
+    given = {"sets": IdSets(torch.zeros(2, 3, 4, dtype=torch.int64)), "weights": torch.ones(2, 3, columns)}
+    with pytest.raises(
+        ValueError, match=rf"each of a token's 4 ids, or one per token \[2, 3\], got \[2, 3, {columns}\]"
+    ):
+        HeadLoss([term])(torch.zeros(2, 3, V), torch.zeros(2, 3, dtype=torch.int64), inputs=given)
+
+
 @pytest.mark.parametrize("mode", ["recompute", "one_sweep", "valid"])
 def test_a_loss_over_given_ids_from_hidden_states(mode, backend):
     """In plain torch by several blocks of tokens."""

@@ -73,8 +73,12 @@ def mean_metrics(
         raise TypeError(f"outputs must be a HeadLossOutput or a list of them, got {_types(outputs)}")
     if not outputs:
         raise ValueError("outputs must be at least one HeadLossOutput, got an empty list")
-    parts = [{**{f"loss/{name}": x for name, x in out.terms.items()}, **out.metrics, "": out.count} for out in outputs]
-    sums = reduce_metrics(combine_metrics(parts), group)
+    parts = [{**{f"loss/{name}": x for name, x in out.terms.items()}, **out.metrics} for out in outputs]
+    if any(list(part) != list(parts[0]) for part in parts):
+        raise ValueError(
+            f"outputs must have the same terms and metrics in the same order, got {list(map(list, parts))}"
+        )
+    sums = reduce_metrics(combine_metrics([{**part, "": out.count} for part, out in zip(parts, outputs)]), group)
     count = sums.pop("")
     tokens = sums.get("num_tokens", count)
 
