@@ -12,7 +12,7 @@ import pytest
 import torch
 from faults import GRACE, TIMEOUT, Ranks
 
-from tp_headloss import Options, VocabShard, linear_vocab_statistics, vocab_statistics
+from tp_headloss import Options, Transform, VocabShard, linear_vocab_statistics, vocab_statistics
 
 V, N, H = 64, 6, 8
 INSIDE = 0.5  # seconds after which a rank that was told to begin waits in its collective
@@ -49,6 +49,7 @@ def forward(group, device, change="", transport="gather", validate="metadata"):
         labels.to(device),
         shard=shard,
         want=("entropy",) if change == "want" else (),
+        transform=Transform(temperature=2.0 if change == "temperature" else 1.0),
         ignore_index=-1 if change == "ignore_index" else -100,
         options=Options(transport="sum" if change == "transport" else transport, validate=validate),
     )
@@ -238,10 +239,20 @@ def test_what_other_ranks_do_not_look_at_is_silent_and_the_same_everywhere(chang
         torch.testing.assert_close(torch.tensor(outcomes[0].what), expected, rtol=rtol, atol=0)
 
 
+def test_a_temperature_of_ones_own_is_silent_and_gives_numbers_of_no_single_call():
+    with Ranks(2) as ranks:
+        outcomes = ranks.everywhere(forward, rank1=("temperature",))
+        assert outcomes[0].kind == outcomes[1].kind == "returned" and outcomes[0].what == outcomes[1].what, outcomes
+        x, labels = rows()
+        for temperature in (1.0, 2.0):
+            one_call = (x / temperature).log_softmax(-1)[range(N), labels]
+            assert ((torch.tensor(outcomes[0].what) - one_call).abs() > 1e-2).all()
+
+
 EVERYWHERE = {
     "width": "ValueError", "float labels": "TypeError", "integers": "TypeError",
     **dict.fromkeys(("tokens", "bf16", "fp64", "labels", "ignored", "labels within a shard", "want", "transport",
-                     "ignore_index", "bounds", "call"), "ValueError"),
+                     "ignore_index", "temperature", "bounds", "call"), "ValueError"),
 }  # fmt: skip
 
 

@@ -213,6 +213,10 @@ FAILURES = {  # first words of a line of "When ranks fail or disagree" -> tests 
     "has labels, ignored tokens": ("test_faults", "test_ranks_that_disagree_on_who_owns_a_label_see_nan"),
     "has a label that": ("test_faults", "test_what_other_ranks_do_not_look_at_is_silent_and_the_same_everywhere"),
     "has another number": ("test_faults", "test_packets_of_other_sizes_end_a_rank_and_the_next_call_of_the_other"),
+    "has a temperature": (
+        "test_faults",
+        "test_a_temperature_of_ones_own_is_silent_and_gives_numbers_of_no_single_call",
+    ),
     "any of these but": ("test_agreement", "test_a_mistake_on_one_rank_is_the_same_exception_on_all"),
 }
 SAYS = {  # and what the line must say for the test to be about it
@@ -221,6 +225,7 @@ SAYS = {  # and what the line must say for the test to be about it
     "has labels, ignored tokens": "NaN for that token",
     "has a label that": "the owner's label counts",
     "has another number": "gloo aborts a rank, or times out",
+    "has a temperature": "nothing: numbers that belong to no single call",
     "any of these but": "the same message",
 }
 
