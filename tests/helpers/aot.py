@@ -1,4 +1,5 @@
-"""Compile every kernel ahead of time: `python tests/helpers/aot.py 80 90 100` (compute capabilities; needs no GPU).
+"""Compile every kernel ahead of time: `python tests/helpers/aot.py 80 90 100` (compute capabilities; needs no GPU), or
+for AMD's GPUs by `gfx942 gfx950`.
 
 The variants are those that the launchers ask for: public functions are called with small CPU tensors while a recorder
 stands in for Triton's launch, and Triton's own specialisation says what is compiled for each call. The calls cover
@@ -36,7 +37,7 @@ from tp_headloss.engine import launch
 from tp_headloss.engine.transports import TRANSPORTS
 from tp_headloss.engine.transports.symmetric_memory import SymmetricMemory
 from tp_headloss.head_loss import reduction
-from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER
+from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER, numerics_triton
 from tp_headloss.statistics.topk import has_tail
 
 SHARED_LIMIT, GEMM_SHARED_LIMIT = 48 << 10, 227 << 10  # bytes
@@ -46,7 +47,8 @@ GEMMS = "gemm_triton.linear_statistics_kernel", "gemm_triton.linear_gradient_ker
 # part; all statistics of a whole teacher at once have more per-token coefficients than registers.
 SPILL_LIMIT, CROWDED_SPILL_LIMIT = 16, 128
 GEMM_SPILL_LIMIT = 2048  # accumulators take half of the registers; `total`, and with Triton 3.9 a softcap, spill
-LOOP_LIMIT = 100_000  # characters of PTX of a merge of 512 packets; a loop takes 52,000 at most
+# Characters of assembly of a merge of 512 packets; a loop takes 52,000 at most, for AMD's GPUs 136,000.
+LOOP_LIMIT, AMD_LOOP_LIMIT = 100_000, 200_000
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Each list of wanted statistics of a teacher or of sets makes other packets, another merge or another gradient.
@@ -127,19 +129,24 @@ class Variant(NamedTuple):
     def name(self) -> str:
         return f"{self.kernel.__module__.rsplit('.', 1)[-1]}.{self.kernel.__name__}"
 
-    def compile(self, capability: int):
+    def compile(self, architecture: int | str):
         source, options = ASTSource(self.kernel, self.signature, self.constants, self.attributes), self.options
         if self.name in GEMMS:
-            options = {**options, "num_stages": launch.gemm_launch(4096, capability // 10).stages}
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+            options = {**options, "num_stages": launch.gemm_launch(4096, int(architecture) // 10).stages}
+        return triton.compile(source, target=target_of(architecture), options=options)
+
+
+def target_of(architecture: int | str) -> GPUTarget:
+    """A compute capability, or the name of an AMD architecture."""
+    return GPUTarget("hip", architecture, 64) if isinstance(architecture, str) else GPUTarget("cuda", architecture, 32)
 
 
 class Recorder:
     """Takes the place of `JITFunction.run`: `variants` has what Triton would have compiled, once each."""
 
-    def __init__(self):
+    def __init__(self, architecture):
         self.variants, self.case = {}, None
-        self.backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.backend = make_backend(target_of(architecture))
 
     def __call__(self, kernel, *arguments, grid, warmup, **options):
         bind = create_function_from_signature(kernel.signature, kernel.params, self.backend)
@@ -306,13 +313,14 @@ def call_epilogue(case, groups):
     sum(x.sum() for x in stats if getattr(x, "requires_grad", False)).backward()
 
 
-def record_variants() -> list[Variant]:
+def record_variants(architecture: int | str = 90) -> list[Variant]:
     """The variants that the calls need."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)  # its collectives do nothing
     groups = {1: None, 512: dist.group.WORLD} | {n: dist.new_group(list(range(n))) for n in (2, 3, 8)}
-    recorder = Recorder()
+    recorder = Recorder(architecture)
     with recorder.recording():
-        for axes, call in ((CALLS, call_statistics), (HEADS, call_head), (EPILOGUES, call_epilogue)):
+        calls = [(CALLS, call_statistics), (HEADS, call_head)]
+        for axes, call in calls if isinstance(architecture, str) else [*calls, (EPILOGUES, call_epilogue)]:
             for recorder.case in pairwise(axes):
                 call(recorder.case, groups)
     dist.destroy_process_group()
@@ -327,6 +335,11 @@ class Resources(NamedTuple):
 
     @classmethod
     def of(cls, compiled) -> "Resources":
+        if "amdgcn" in compiled.asm:
+            code = compiled.asm["amdgcn"]
+            names = "vgpr_count", "private_segment_fixed_size"
+            registers, stack = (int(re.search(rf"\.{name}: +(\d+)", code)[1]) for name in names)
+            return cls(registers, stack, compiled.metadata.shared, len(code))
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
@@ -336,7 +349,7 @@ class Resources(NamedTuple):
         code = re.sub(r"(?m)^\s*(\.loc|//).*\n", "", compiled.asm["ptx"].split(".section")[0])
         return cls(registers, stack, compiled.metadata.shared, len(code))
 
-    def check(self, variant: Variant):
+    def check(self, variant: Variant, is_amd: bool):
         """Raise ValueError where a variant takes too much."""
         crowded = set(getattr(variant.case, "teacher", ())) >= {"forward_kl", "reverse_kl", "teacher_entropy"}
         spills = CROWDED_SPILL_LIMIT if crowded else SPILL_LIMIT
@@ -349,8 +362,8 @@ class Resources(NamedTuple):
             raise ValueError(f"at most {most} bytes shared and {spills} spilled, got {self}")
         names = variant.kernel.arg_names
         packets = variant.constants[(names.index("PACKETS"),)] if "PACKETS" in names else 0
-        if packets > 8 and self.code > LOOP_LIMIT:
-            raise ValueError(f"a merge of many ranks must be a loop of at most {LOOP_LIMIT} characters, got {self}")
+        if packets > 8 and self.code > (limit := AMD_LOOP_LIMIT if is_amd else LOOP_LIMIT):
+            raise ValueError(f"a merge of many ranks must be a loop of at most {limit} characters, got {self}")
 
 
 def covering(variants: list[Variant]) -> list[Variant]:
@@ -367,7 +380,7 @@ def covering(variants: list[Variant]) -> list[Variant]:
 def to_compile(capabilities, everything: bool):
     """Pairs of a variant and a capability."""
     kernels = collections.defaultdict(list)
-    for variant in record_variants():
+    for variant in record_variants(capabilities[0]):
         kernels[variant.name].append(variant)
     for name, variants in kernels.items():
         served = [c for c in capabilities if c >= 90] if name in GEMMS else capabilities
@@ -375,7 +388,8 @@ def to_compile(capabilities, everything: bool):
             yield from itertools.product(variants, served)
             continue
         chosen = covering(variants)
-        if len(capabilities) == 1:  # an older Triton: the half that has most of the values; of GEMMs, the first
+        if len(capabilities) == 1 or isinstance(served[0], str):
+            # an older Triton, GPUs of others: the half that has most of the values; of GEMMs, the first
             chosen = chosen[: 1 if name in GEMMS else -(-len(chosen) // 2)]
         if name not in GEMMS:  # which take seconds each
             yield from ((chosen[0], c) for c in served[1:])
@@ -384,25 +398,29 @@ def to_compile(capabilities, everything: bool):
 
 
 def main(capabilities, everything: bool):
+    if isinstance(capabilities[0], str):
+        numerics_triton.PTX = triton.language.constexpr(False)  # as where torch is built for AMD's GPUs
     compiled, failures, taken = 0, [], collections.defaultdict(list)
     for variant, capability in to_compile(capabilities, everything):
         try:
             resources = Resources.of(variant.compile(capability))
-            taken[f"{variant.name} sm_{capability}"].append(resources)
-            resources.check(variant)
+            architecture = capability if isinstance(capability, str) else f"sm_{capability}"
+            taken[f"{variant.name} {architecture}"].append(resources)
+            resources.check(variant, isinstance(capability, str))
             compiled += 1
         except Exception as error:  # every failure is listed before the exit
             while error.__cause__ is not None:
                 error = error.__cause__
-            failures.append(f"{variant.name} sm_{capability} {variant.case}: {type(error).__name__}: {error}")
+            failures.append(f"{variant.name} {capability} {variant.case}: {type(error).__name__}: {error}")
     for name, each in sorted(taken.items()):
         registers, stack, shared, code = map(max, zip(*each))
         spilling = sum(r.stack > 0 for r in each)
         print(f"{name}: {len(each)} variants, at most {registers} registers, {shared} bytes shared, ", end="")
-        print(f"{stack} spilled ({spilling} variants), {code >> 10} KiB of PTX")
+        print(f"{stack} spilled ({spilling} variants), {code >> 10} KiB of assembly")
     print(*failures, f"compiled {compiled}, failed {len(failures)}", sep="\n")
     return bool(failures)
 
 
 if __name__ == "__main__":
-    sys.exit(main([int(a) for a in sys.argv[1:] if a.isdigit()], "--all" in sys.argv))
+    architectures = [int(a) if a.isdigit() else a for a in sys.argv[1:] if a != "--all"]
+    sys.exit(main(architectures, "--all" in sys.argv))

@@ -28,13 +28,15 @@ import functools
 import importlib
 import os
 
+import torch
+
 BACKENDS = ("torch", "triton")
 
 
 def resolve_backend(name: str | None, device) -> str:
-    """The backend for a device: "triton" on CUDA, "torch" elsewhere, or the one that was asked for."""
-    if name is None:
-        return "triton" if device.type == "cuda" else "torch"
+    """The backend for a device: "triton" on NVIDIA GPUs, "torch" elsewhere, or the one that was asked for."""
+    if name is None:  # on AMD's GPUs, which torch calls "cuda", too, the kernels compile and were never run
+        return "triton" if device.type == "cuda" and torch.version.hip is None else "torch"
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS} or None (by device), got {name!r}")
     if name == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":

@@ -19,13 +19,12 @@ if TRITON < OLDEST:
 
 # ruff: noqa: E402
 from triton import knobs
-from triton.backends.nvidia.driver import CudaLauncher
 
 from ..statistics import numerics_triton
 
 INTERPRETED = numerics_triton.INTERPRETED.value
 # versions whose compiled kernels take the arguments that `launch` gives them (its fast path was run on the first)
-DIRECT = not INTERPRETED and TRITON <= (3, 9)
+DIRECT = not INTERPRETED and torch.version.hip is None and TRITON <= (3, 9)
 
 
 class Launch(NamedTuple):
@@ -200,7 +199,11 @@ def _direct_call(kernel):
     """
     run, metadata = kernel.run, kernel.packed_metadata
     hooks = None, None, None  # metadata for them, before, after
-    if TRITON == OLDEST and type(run) is CudaLauncher and not (run.global_scratch_size or run.profile_scratch_size):
+    if (
+        TRITON == OLDEST
+        and type(run).__name__ == "CudaLauncher"
+        and not (run.global_scratch_size or run.profile_scratch_size)
+    ):
         options = run.launch_cooperative_grid, run.launch_pdl
         return run.launch, (kernel.function, *options, None, None, metadata, *hooks)
     return run, (kernel.function, metadata, *hooks)

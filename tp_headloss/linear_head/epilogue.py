@@ -13,7 +13,7 @@ def obstacle(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, req
     """Reason why a call needs blocks of logits, or None. dtype: of the GEMMs' operands."""
     if request.facts.backend != "triton":
         return "the torch backend has no kernels"
-    if hidden.is_cuda and torch.cuda.get_device_capability(hidden.device) < CAPABILITY:
+    if hidden.is_cuda and (torch.version.hip or torch.cuda.get_device_capability(hidden.device) < CAPABILITY):
         return f"the GPU's compute capability is less than {CAPABILITY[0]}.{CAPABILITY[1]}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the operands are neither bfloat16 nor float16 but {dtype}"

@@ -4,6 +4,7 @@ Every load is cast to fp32 at once (the interpreter computes bf16 wrongly), row 
 never a compile-time constant.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -24,18 +25,13 @@ def tanh_and_slope(a):
 
 
 INTERPRETED = tl.constexpr(not isinstance(tanh_and_slope, triton.JITFunction))
+PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)  # whether inline assembly is NVIDIA's
 
 
 @triton.jit
 def exp(x):
-    """exp(x), below 2^-126 flushed to 0: two instructions, where keeping denormals takes five."""
-    if INTERPRETED:
-        y = tl.exp(x)
-    else:
-        y = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return y
+    """exp(x), on NVIDIA GPUs flushed to 0 below 2^-126: two instructions, where keeping denormals takes five."""
+    return exp2(x * LOG2_E) if PTX else tl.exp(x)
 
 
 @triton.jit
@@ -45,15 +41,16 @@ def times(x, factor):
         y = x * factor
     else:
         y = tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, factor], dtype=tl.float32, is_pure=True, pack=1
-        )
+            "mul.rn.f32 $0, $1, $2;" if PTX else "v_mul_f32 $0, $1, $2", "=f,f,f" if PTX else "=v,v,v", [x, factor],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     return y
 
 
 @triton.jit
 def exp2(x):
-    """2^x, below 2^-126 flushed to 0: one instruction."""
-    if INTERPRETED:
+    """2^x, on NVIDIA GPUs flushed to 0 below 2^-126: one instruction."""
+    if not PTX:
         y = tl.exp2(x)
     else:
         y = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -64,7 +61,7 @@ def exp2(x):
 def log2(x):
     """log2(x) to an absolute 2^-22, -126 below 2^-126: two instructions."""
     x = tl.maximum(x, 1.1754943508222875e-38)
-    if INTERPRETED:
+    if not PTX:
         y = tl.log2(x)
     else:
         y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -74,7 +71,7 @@ def log2(x):
 @triton.jit
 def widen(x):
     """To fp32; bf16 in one instruction per element, where the compiler needs two for every other one."""
-    if x.dtype == tl.bfloat16 and not INTERPRETED:
+    if x.dtype == tl.bfloat16 and PTX:
         y = tl.inline_asm_elementwise(
             "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
             "=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2,

@@ -154,7 +154,8 @@ def _obstacle_and_capability(group, device) -> tuple[str | None, tuple[int, int]
     try:
         import torch.distributed._symmetric_memory
 
-        host, missing = Path("/proc/sys/kernel/random/boot_id").read_text(), None
+        host = Path("/proc/sys/kernel/random/boot_id").read_text()
+        missing = None if torch.version.hip is None else "its kernels were never run on AMD's GPUs"
     except (ImportError, OSError) as error:
         host, missing = None, str(error)
     with torch.cuda.device(device):
