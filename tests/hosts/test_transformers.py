@@ -23,9 +23,9 @@ TRL_CASES += ("documented",)
 
 # without FSDP on four ranks in the older one, whose own Trainer refuses it
 TRAINERS = [(host, 2, case) for host in HOSTS for case in ("fused", "fused-tied", "loss_function")]
-TRAINERS += [(HOSTS[1], 4, case) for case in ("fused", "fused-tied", "evaluated")]
+TRAINERS += [(HOSTS[1], 4, case) for case in ("fused", "fused-tied", "loss_function", "evaluated")]
 TRAINERS += [(TRL, ranks, case) for ranks in (2, 4) for case in ("SFT", "DPO", "GRPO")]
-TRAINERS += [(TRL, 2, "KTO"), (TRL, 2, "PEFT")]
+TRAINERS += [(TRL, 2, case) for case in ("KTO", "RLOO", "PEFT")]
 
 
 def checked(host, script, case, ranks=2):

@@ -1,8 +1,8 @@
 """The trainers of transformers and TRL from their arguments to the last step: what they log and all gradients, with
 their own loss of the sharded model and with ours, on two ranks (tensor parallel) and on four (FSDP x tensor parallel).
 
-Replaced for a CPU: accelerate does not count CPUs as devices of a tensor parallel model. Replaced for GRPO: it seeds
-each rank differently, and ranks of one tensor parallel model would continue different texts.
+Replaced for a CPU: accelerate does not count CPUs as devices of a tensor parallel model. Replaced for GRPO and RLOO:
+they seed each rank differently, and ranks of one tensor parallel model would continue different texts.
 """
 
 import os
@@ -35,7 +35,7 @@ if TRL:
 STEPS = 2
 OPTIONS = {
     **{"max_steps": STEPS, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True},
-    **{"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0, "seed": 0},
+    **{"optim": "sgd", "learning_rate": 0.02, "lr_scheduler_type": "constant", "max_grad_norm": 0, "seed": 0},
     "logging_steps": 1,
 }
 TRL_OPTIONS = {"per_device_train_batch_size": 4, "bf16": False, "gradient_checkpointing": False}
@@ -171,10 +171,11 @@ def trl_trainer(name, **options):
         "DPO": [("prompt", 4), ("chosen", 6), ("rejected", 5)],
         "KTO": [("prompt", 4), ("completion", 6), ("label", 0)],
         "GRPO": [("prompt", 4)],
+        "RLOO": [("prompt", 4)],
     }[name]
     config = getattr(trl, f"{name}Config")(tempfile.gettempdir(), **OPTIONS, **TRL_OPTIONS, **options)
     more = {"ref_model": model_of()} if name in ("DPO", "KTO") else {}
-    if name == "GRPO":
+    if name in ("GRPO", "RLOO"):
         more["reward_funcs"] = reward
     return getattr(trl, f"{name}Trainer")(
         model_of(), args=config, train_dataset=texts(*columns), processing_class=tokenizer(), **more
@@ -214,12 +215,18 @@ CASES = {
         "fused-tied": partial(FUSED, kind="tied", accumulate=2),
         "loss_function": partial(same_as_transformers, install=set_loss_function, kind=OWN_PLAN[-1]),
     },
-    4: {"fused": FUSED, "fused-tied": partial(FUSED, kind="tied"), "evaluated": evaluated},
+    4: {
+        "fused": FUSED,
+        "fused-tied": partial(FUSED, kind="tied"),
+        "loss_function": partial(same_as_transformers, install=set_loss_function),
+        "evaluated": evaluated,
+    },
 }
 if TRL:
-    CASES[2] |= {"PEFT": adapters, "KTO": partial(same_as_trl, name="KTO")}
+    groups = {name: partial(same_as_trl, name=name, **GRPO) for name in ("GRPO", "RLOO")}
+    CASES[2] |= {"PEFT": adapters, "KTO": partial(same_as_trl, name="KTO"), "RLOO": groups.pop("RLOO")}
     for found in CASES.values():
-        found |= {"SFT": partial(same_as_trl, name="SFT"), "GRPO": partial(same_as_trl, name="GRPO", **GRPO)}
+        found |= {"SFT": partial(same_as_trl, name="SFT"), **groups}
         found |= {"DPO": partial(same_as_trl, name="DPO", use_weighting=True)}  # which takes log_sum_sq_probs
 
 if __name__ == "__main__":

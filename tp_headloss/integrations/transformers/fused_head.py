@@ -51,8 +51,8 @@ def fuse_head(
         fused.remove()  # or with fuse_head(model): ...
 
     dH, the gradient of the hidden states, is summed over the group here (one all-reduce, as `Linear` says), because the
-    body of a transformers model expects a whole gradient. Weights may be tied, have a bias, and belong to a model that
-    is not distributed, or to the model of a DeepSpeed engine (`integrations.deepspeed`).
+    body of a transformers model expects a whole gradient. Weights may be tied, have a bias, be sharded by FSDP2, too,
+    and belong to a model that is not distributed, or to the model of a DeepSpeed engine (`integrations.deepspeed`).
 
     With labels the model returns its own output class, whose ``logits`` are None. Without labels the forward is the
     model's own, so generate() works; the model's own plan (tp_plan="auto") gathers the logits there. A call without
