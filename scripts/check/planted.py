@@ -324,7 +324,7 @@ GROUPS = {
         ("integrations/transformers/model_facts.py", "call_shard", 'hasattr(weight, "ds_id")', "False"),
         ("integrations/transformers/fused_head.py", "FusedHead._forward", 'scalar_number(given.get("num_items_in_batch"), hidden.device)', "None"),
     ],
-    "test_transformers": [
+    "test_trainers": [
         ("integrations/transformers/check.py", "evaluation", "module.reshard()", "pass"),
         ("integrations/trl.py", "FusedLogProbs._output", "stats.collision.detach().log()", "stats.collision.detach()"),
     ],
