@@ -41,9 +41,10 @@ def pytest_configure(config):
 
 
 # Long files, the longest first, so that no worker is left alone with one of them.
-LONG = ["test_structure", "test_transformers", "test_generated", "test_bad_inputs", "test_compile", "test_training"]
-LONG += ["test_megatron", "test_topk_distillation", "test_bad_inputs_triton", "test_bench", "test_accuracy"]
-LONG += ["test_sharding", "test_distill_launch", "test_distillation", "test_torchtitan", "test_deepspeed", "test_grpo"]
+LONG = ["test_structure", "test_trainers", "test_transformers", "test_generated", "test_bad_inputs", "test_compile"]
+LONG += ["test_training", "test_megatron", "test_topk_distillation", "test_bad_inputs_triton", "test_bench"]
+LONG += ["test_accuracy", "test_sharding", "test_distill_launch", "test_distillation", "test_torchtitan"]
+LONG += ["test_deepspeed", "test_grpo"]
 
 
 def pytest_addoption(parser):

@@ -324,6 +324,10 @@ GROUPS = {
         ("integrations/transformers/model_facts.py", "call_shard", 'hasattr(weight, "ds_id")', "False"),
         ("integrations/transformers/fused_head.py", "FusedHead._forward", 'scalar_number(given.get("num_items_in_batch"), hidden.device)', "None"),
     ],
+    "test_trainers": [
+        ("integrations/transformers/check.py", "evaluation", "module.reshard()", "pass"),
+        ("integrations/trl.py", "FusedLogProbs._output", "stats.collision.detach().log()", "stats.collision.detach()"),
+    ],
     "test_verl test_nemo_rl test_sampling_masks": [
         ("integrations/nemo_rl_sampling.py", "kept_by", "top_k is not None and top_k > 0", "top_k is not None"),
         ("integrations/nemo_rl_sampling.py", "log_probs_over", "known & ~sets.contains(labels)", "~sets.contains(labels)"),

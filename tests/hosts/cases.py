@@ -1,7 +1,7 @@
-"""Cases that run inside a host's own environment, on two ranks: `launch` starts them, `main` is what the ranks do.
+"""Cases that run inside a host's own environment, on two or more ranks: `launch` starts them, `main` is what they do.
 
 A file of cases ends with ``main(CASES)``. A case is a function (group) -> a dict of numbers, JSON's, called once on
-each rank; of a number the worst of the ranks is kept. One start of two ranks serves all cases of a host, because
+each rank; of a number the worst of the ranks is kept. One start of the ranks serves all cases of a file, because
 importing one takes seconds.
 """
 
@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-RANKS = 2
+RANKS = int(os.environ.get("WORLD_SIZE", 2))  # of a process that `launch` started
 TIMEOUT = 600  # seconds: a collective that waits longer fails; none does, on the busiest machine
 
 
@@ -30,14 +30,14 @@ def python_of(host: str) -> Path:
 
 
 @functools.lru_cache
-def launch(host: str, script: str) -> dict[str, dict]:
-    """Runs tests/hosts/`script` on two ranks with the host's Python -> results by name of the case; an "error" of one
-    is its traceback."""
+def launch(host: str, script: str, ranks: int = 2) -> dict[str, dict]:
+    """Runs tests/hosts/`script` on that many ranks with the host's Python -> results by name of the case; an "error" of
+    one is its traceback."""
     with tempfile.TemporaryDirectory() as folder:
         out, store, log = (Path(folder) / name for name in ("results.json", "store", "log"))
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         env |= {"OMP_NUM_THREADS": "1", "CASES_STORE": str(store), "CASES_OUT": str(out)}
-        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(RANKS), "PYTHONPATH": f"{ROOT}:{ROOT}/tests/helpers"}
+        env |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "PYTHONPATH": f"{ROOT}:{ROOT}/tests/helpers"}
         env |= {
             "CASES_TORCH": importlib.metadata.version("torch"),
             "CUDA_VISIBLE_DEVICES": "",
@@ -47,12 +47,12 @@ def launch(host: str, script: str) -> dict[str, dict]:
         command = [str(python_of(host)), "-W", "ignore", str(ROOT / "tests/hosts" / script)]
         with log.open("w") as said:
             options = {"env": env, "stdout": said, "stderr": subprocess.STDOUT, "cwd": ROOT}
-            ranks = subprocess.Popen(command, **options, start_new_session=True)
+            first = subprocess.Popen(command, **options, start_new_session=True)
             try:
-                code = ranks.wait()
+                code = first.wait()
             finally:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(ranks.pid, signal.SIGKILL)
+                    os.killpg(first.pid, signal.SIGKILL)
         assert not code and out.exists(), log.read_text()[-8000:]
         return json.loads(out.read_text())
 

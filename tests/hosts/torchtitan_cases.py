@@ -329,7 +329,7 @@ for backend in ("spmd_types", "partial_dtensor"):
     CASES[f"fused-{backend}-bias"] = functools.partial(same_as_host, "fused", backend, bias=True)
     for case in (linear_options, upstream, terms_and_metrics, validation):
         CASES[f"{case.__name__}-{backend}"] = functools.partial(case, backend)
-# FSDP of "spmd_types" wants a newer torch than there is a release of.
+# FSDP of "spmd_types" needs a newer torch than 2.13.
 for name, options in {"fsdp": {}, "sp-fsdp": {"sp": True}, "dp-fsdp": {"tp": 1}}.items():
     CASES[f"fused-partial_dtensor-{name}"] = functools.partial(
         same_as_host, "fused", "partial_dtensor", fsdp=True, **options

@@ -119,7 +119,8 @@ CONFIGS = {
     "tied": {"tie_word_embeddings": True},
     "uneven": {"vocab_size": 509},
 }
-OWN_PLAN = CONFIGS if require("transformers") >= (5, 23) else ("plain", "tied")  # older ones gather even shards alone
+# older ones gather even shards alone
+OWN_PLAN = tuple(CONFIGS) if require("transformers") >= (5, 23) else ("plain", "tied")
 
 
 def loss_function(group, kind):

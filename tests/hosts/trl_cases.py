@@ -12,7 +12,7 @@ from tp_headloss import Linear
 from tp_headloss.integrations.transformers import causal_lm_loss, fuse_head
 from tp_headloss.integrations.trl import fuse_log_probs
 
-VALUES = ("log_probs", "entropy", "mean_logits")
+VALUES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits")
 FIELDS = (*VALUES, "is_top1")
 KINDS = {
     "plain": {},
@@ -77,7 +77,8 @@ def against_trl(group, kind):
     for call in (inputs, shifted):
         ours, theirs = run(model, call), run(host, call)
         assert torch.equal(ours[0].is_top1, theirs[0].is_top1) and 0 < ours[0].is_top1.sum() < ours[0].label_mask.sum()
-        assert ours[0].entropy.requires_grad and not ours[0].mean_logits.requires_grad
+        assert ours[0].entropy.requires_grad
+        assert not ours[0].mean_logits.requires_grad and not ours[0].log_sum_sq_probs.requires_grad
         results.append(compared_runs(ours, theirs, head))
     return {key: (min if key == "mutant" else max)(r[key] for r in results) for key in ("loss", "grads", "mutant")}
 
@@ -127,12 +128,11 @@ def replaced(group):
 
 def refusals(group):
     exact, model = models("trl-plain", config_of())
-    every = (*FIELDS, "log_sum_sq_probs")
-    refused(lambda: fuse_log_probs(model, outputs=every), "log_sum_sq_probs")
-    add_fused_lm_head(exact, outputs=every)
+    refused(lambda: fuse_log_probs(model, outputs=(*FIELDS, "probs")), "['probs']")
+    add_fused_lm_head(exact)
     before = exact.forward
-    refused(lambda: fuse_log_probs(exact), "log_sum_sq_probs")
-    refused(lambda: fuse_log_probs(exact, 0.0, outputs=("log_probs",)), "temperature")
+    refused(lambda: fuse_log_probs(exact, outputs=("probs",)), "['probs']")
+    refused(lambda: fuse_log_probs(exact, 0.0), "temperature")
     assert exact.forward is before
     refused(lambda: fuse_log_probs(model, linear=Linear(mode="one_sweep")), "one_sweep")
     assert "forward" not in vars(model)

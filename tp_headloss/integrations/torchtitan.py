@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..dtensor import is_dtensor, local_logits
 from ..head_loss import HeadLoss, HeadLossOutput
 from ..linear_head import Linear
 from ..shard import VocabShard
 from . import check_type, require
+from .fsdp import unsharded
 
 require("torchtitan")  # before it is imported: an error that says which versions are supported
 
@@ -153,7 +153,9 @@ class FusedHeadLoss(ChunkedLossWrapper):
         backend, lm_head = _checked_backend(), self.lm_head
         if lm_head is None:
             raise ValueError("no output layer: call set_lm_head(model.lm_head) and set model._skip_lm_head = True")
-        with _unsharded(lm_head):
+        with contextlib.ExitStack() as stack:
+            with spmd.no_typecheck():
+                stack.enter_context(unsharded(lm_head))
             weight, bias = lm_head.weight, lm_head.bias
             if not is_dtensor(pred):
                 self._check_reduced(backend, weight)
@@ -213,22 +215,6 @@ def _mesh_shard(width: int, vocab_size: int | None) -> VocabShard:
             "loss inside of torchtitan's train_context (set_current_spmd_mesh), in 'partial_dtensor' with DTensors"
         )
     return VocabShard(0, width, width)
-
-
-@contextlib.contextmanager
-def _unsharded(lm_head: nn.Module):
-    """Gather the output layer's weight for the block if FSDP shards it. FSDP frees it after the backward; where no
-    backward will follow, it is freed at the end of the block."""
-    if not isinstance(lm_head, FSDPModule):
-        yield
-        return
-    with spmd.no_typecheck():
-        lm_head.unshard()
-    try:
-        yield
-    finally:
-        if not torch.is_grad_enabled():
-            lm_head.reshard()
 
 
 def _head_loss_arguments(head_loss: HeadLoss, global_valid_tokens, loss_inputs) -> dict[str, Any]:

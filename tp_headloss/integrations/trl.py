@@ -14,14 +14,27 @@ from . import check_type, require
 from .transformers.calls import next_token_labels, refuse_columns, refuse_logits_to_keep, run_body
 from .transformers.check import check_forward, evaluation
 from .transformers.forward import install, named_arguments, stock_forward, uninstall
-from .transformers.model_facts import call_shard, checked_linear, checked_transform, head_shard, output_layer
+from .transformers.model_facts import (
+    call_shard,
+    checked_linear,
+    checked_transform,
+    gathered_head,
+    installed_shard,
+    output_layer,
+)
 
 require("trl")
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head  # noqa: E402
 
 IGNORED_LABEL = -100  # TRL's label of tokens that have no log-prob
 # output of TRL's head -> the statistics that it is computed from, besides log_prob
-STATISTICS = {"log_probs": (), "entropy": ("entropy",), "mean_logits": ("total",), "is_top1": ("argmax",)}
+STATISTICS = {
+    "log_probs": (),
+    "entropy": ("entropy",),
+    "log_sum_sq_probs": ("collision",),
+    "mean_logits": ("total",),
+    "is_top1": ("argmax",),
+}
 SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 
 
@@ -42,8 +55,8 @@ def fuse_log_probs(
         fused = fuse_log_probs(trainer.model)  # replaces it, with its settings; .remove() puts it back
 
     Fields are [B, S - 1], or [B, S] with ``shift_labels``, replicated, and 0 where the label is -100. log_probs and
-    entropy are differentiable, mean_logits and is_top1 are not. dH, the gradient of the hidden states, is summed over
-    the group here (one all-reduce), because the model's body expects a whole gradient. Without ``fused_lm_head=True``
+    entropy are differentiable, the others are not. dH, the gradient of the hidden states, is summed over the group here
+    (one all-reduce), because the model's body expects a whole gradient. Without ``fused_lm_head=True``
     the forward is the model's own, so that generate() works. All ranks of the group install together.
 
     Args:
@@ -53,8 +66,8 @@ def fuse_log_probs(
         linear, shard, transform: as in `transformers.fuse_head`, with the same check of the model.
 
     Raises:
-        TypeError, ValueError: as in `transformers.fuse_head`; the output "log_sum_sq_probs", which no statistic gives;
-            an auxiliary loss of a router. In a call without labels: logits that are this rank's columns alone
+        TypeError, ValueError: as in `transformers.fuse_head`; an output that TRL's head does not have; an auxiliary
+            loss of a router. In a call without labels: logits that are this rank's columns alone
             (`transformers.colwise_plan`).
     """
     output_layer(model)
@@ -64,7 +77,7 @@ def fuse_log_probs(
     check_type("temperature", settings["temperature"], int, float)
     check_type("outputs", settings["outputs"], tuple, list)
     if unknown := set(settings["outputs"]) - set(STATISTICS):
-        raise ValueError(f"outputs must be of {sorted(STATISTICS)}, got {sorted(unknown)}: keep TRL's head for these")
+        raise ValueError(f"outputs must be of {sorted(STATISTICS)}, got {sorted(unknown)}")
     if not settings["temperature"] > 0:
         raise ValueError(f"temperature must be positive, got {settings['temperature']}")
     return FusedLogProbs(model, trl_forward, settings, linear, shard, transform)
@@ -94,7 +107,7 @@ class FusedLogProbs:
             del model.forward
         try:
             self.stock_forward = stock_forward(model)
-            self.transform, self.checked_shard = checked_transform(model, transform), head_shard(model, shard)
+            self.transform, self.checked_shard = checked_transform(model, transform), installed_shard(model, shard)
             stock = check_forward(model, self.stock_forward, self.transform, self.checked_shard)
             self.fused_forward = install(model, self.stock_forward, self._forward)
             with evaluation(model):
@@ -123,11 +136,12 @@ class FusedLogProbs:
         refuse_logits_to_keep(given)
         hidden, layer = run_body(model, given).last_hidden_state, output_layer(model)
         labels = next_token_labels(given.get("labels"), given.get("shift_labels"), IGNORED_LABEL).to(hidden.device)
-        weight, bias, cast = layer.weight, layer.bias, self.settings["cast_lm_head_to_fp32"]
-        if cast:
-            hidden, weight = hidden.float(), weight.float()
+        cast = self.settings["cast_lm_head_to_fp32"]
         autocast = torch.is_autocast_enabled(hidden.device.type) and not cast
-        with torch.autocast(hidden.device.type, enabled=autocast):
+        with gathered_head(model), torch.autocast(hidden.device.type, enabled=autocast):
+            weight, bias = layer.weight, layer.bias
+            if cast:
+                hidden, weight = hidden.float(), weight.float()
             stats = linear_vocab_statistics(
                 hidden,
                 weight,
@@ -152,6 +166,8 @@ class FusedLogProbs:
         fields = {"log_probs": stats.log_prob}
         if "entropy" in self.settings["outputs"]:
             fields["entropy"] = stats.entropy
+        if "log_sum_sq_probs" in self.settings["outputs"]:
+            fields["log_sum_sq_probs"] = stats.collision.detach().log()
         if "mean_logits" in self.settings["outputs"]:
             fields["mean_logits"] = stats.total.detach() / stats.vocab_size
         if "is_top1" in self.settings["outputs"]:

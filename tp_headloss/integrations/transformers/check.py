@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...dtensor import is_dtensor
@@ -18,7 +21,8 @@ from .model_facts import output_layer
 
 @contextlib.contextmanager
 def evaluation(model):
-    """Evaluation mode without gradients for the duration of the block; each module returns to its own mode."""
+    """Evaluation mode without gradients for the duration of the block; each module returns to its own mode, and what
+    FSDP gathered is freed, because an optimizer would otherwise be given the gathered parameters."""
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
@@ -27,6 +31,9 @@ def evaluation(model):
     finally:
         for module in training:
             module.training = True
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 @dataclasses.dataclass
@@ -50,6 +57,8 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
     """Call the model's own forward twice, and return the second call. ValueError if the model does anything between its
     body and its loss but the output layer and the transform. In the first call a hook replaces the output layer's
     logits by widely spread ones, so that every transform shows."""
+    # FSDP gathers weights in calls of the model itself
+    call: Any = model if isinstance(model, FSDPModule) else functools.partial(stock, model)
     _expect_text_decoder(model)
     ids, labels = _check_inputs(model, shard)
     seen = {}
@@ -76,9 +85,9 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
         hooks.append(output_layer(model).register_forward_hook(spread_first_logits))
         model._loss_function = loss
         with evaluation(model):
-            stock(model, input_ids=ids, labels=labels)
+            call(input_ids=ids, labels=labels)
             transformed = seen.pop("logits", None)
-            own = stock(model, input_ids=ids, labels=labels)
+            own = call(input_ids=ids, labels=labels)
     finally:
         vars(model).pop("_loss_function", None)
         if before is not None:

@@ -24,7 +24,15 @@ from .calls import (
 )
 from .check import check_forward, evaluation
 from .forward import install, named_arguments, stock_forward, uninstall
-from .model_facts import call_shard, checked_linear, checked_transform, deepspeed_facts, head_shard, output_layer
+from .model_facts import (
+    call_shard,
+    checked_linear,
+    checked_transform,
+    deepspeed_facts,
+    gathered_head,
+    installed_shard,
+    output_layer,
+)
 
 
 def fuse_head(
@@ -43,8 +51,8 @@ def fuse_head(
         fused.remove()  # or with fuse_head(model): ...
 
     dH, the gradient of the hidden states, is summed over the group here (one all-reduce, as `Linear` says), because the
-    body of a transformers model expects a whole gradient. Weights may be tied, have a bias, and belong to a model that
-    is not distributed, or to the model of a DeepSpeed engine (`integrations.deepspeed`).
+    body of a transformers model expects a whole gradient. Weights may be tied, have a bias, be sharded by FSDP2, too,
+    and belong to a model that is not distributed, or to the model of a DeepSpeed engine (`integrations.deepspeed`).
 
     With labels the model returns its own output class, whose ``logits`` are None. Without labels the forward is the
     model's own, so generate() works; the model's own plan (tp_plan="auto") gathers the logits there. A call without
@@ -85,7 +93,7 @@ class FusedHead:
         # until the check has passed: plain cross-entropy of any number of tokens, and no shard that a call must fit
         self.head_loss, self.checked_shard = HeadLoss(options=wanted[0].options), None
         self.linear = dataclasses.replace(wanted[1], max_valid_tokens=None)
-        self.transform, found_shard = checked_transform(model, transform), head_shard(model, shard)
+        self.transform, found_shard = checked_transform(model, transform), installed_shard(model, shard)
         stock = check_forward(model, self.stock_forward, self.transform, found_shard)
         self.output_class = stock.output_class
         self.fused_forward = install(model, self.stock_forward, self._forward)
@@ -114,17 +122,18 @@ class FusedHead:
         hidden, layer = outputs.last_hidden_state, output_layer(model)
         head_loss = with_ignore_index(self.head_loss, given.get("ignore_index"))
         labels = next_token_labels(given["labels"], given.get("shift_labels"), head_loss.ignore_index)
-        out = head_loss.linear(
-            hidden,
-            layer.weight,
-            labels.to(hidden.device),
-            bias=layer.bias,
-            shard=call_shard(model, self.shard, self.linear, hidden),
-            denominator=scalar_number(given.get("num_items_in_batch"), hidden.device),
-            transform=self.transform,
-            inputs=given.get("head_inputs"),
-            linear=self.linear,
-        )
+        with gathered_head(model):
+            out = head_loss.linear(
+                hidden,
+                layer.weight,
+                labels.to(hidden.device),
+                bias=layer.bias,
+                shard=call_shard(model, self.shard, self.linear, hidden),
+                denominator=scalar_number(given.get("num_items_in_batch"), hidden.device),
+                transform=self.transform,
+                inputs=given.get("head_inputs"),
+                linear=self.linear,
+            )
         self.last = without_graph(out)
         fields = {f.name: getattr(outputs, f.name, None) for f in dataclasses.fields(self.output_class)}
         result = self.output_class(**{**fields, "loss": out.loss, "logits": None})

@@ -22,7 +22,7 @@ from .calls import (
     without_graph,
 )
 from .forward import named_arguments
-from .model_facts import head_shard
+from .model_facts import installed_shard
 
 
 def colwise_plan(model_class: type[PreTrainedModel], config) -> dict[str, str]:
@@ -88,7 +88,7 @@ def causal_lm_loss(
         TypeError: an argument, or the output layer, is of another class.
         ValueError: the weight is sharded by something else than tensor parallelism; in a call: gathered logits.
     """
-    loss = CausalLMShardLoss(head_loss, head_shard(model, shard))
+    loss = CausalLMShardLoss(head_loss, installed_shard(model, shard))
     if _refuse_call_without_labels not in model._forward_hooks.values():
         model.register_forward_hook(_refuse_call_without_labels, with_kwargs=True)
     return loss

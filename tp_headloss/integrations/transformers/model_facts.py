@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ...dtensor import local_head
@@ -11,6 +14,7 @@ from ...linear_head import Linear
 from ...options import Transform
 from ...shard import VocabShard
 from .. import check_type
+from ..fsdp import unsharded, unwrapped_class
 
 
 def deepspeed_facts(layer):
@@ -31,12 +35,25 @@ def output_layer(model) -> nn.Linear:
             "wrapped (a DeepSpeed engine's engine.module)"
         )
     layer = model.get_output_embeddings()
-    if type(layer) is not nn.Linear and deepspeed_facts(layer) is None:
+    if unwrapped_class(layer) is not nn.Linear and deepspeed_facts(layer) is None:
         raise TypeError(
             "the output layer must be a plain torch.nn.Linear (no adapter, no quantization) or DeepSpeed's LinearLayer "
-            f"or VocabParallelLinear, got {type(layer).__name__}"
+            f"or VocabParallelLinear, got {type(layer).__module__}.{type(layer).__name__}"
         )
     return layer
+
+
+def gathered_head(model) -> contextlib.AbstractContextManager[None]:
+    """Context in which FSDP has gathered the output layer's weight over the ranks of data parallelism. FSDP manages it
+    with the layer, or else with the model or the embedding to which it is tied."""
+    layer = output_layer(model)
+    return unsharded(layer) if isinstance(layer, FSDPModule) else unsharded(model, model.get_input_embeddings())
+
+
+def installed_shard(model, shard: VocabShard | None = None) -> VocabShard:
+    """Return `head_shard` outside of a call of the model, where FSDP may have the weight sharded."""
+    with torch.no_grad(), gathered_head(model):
+        return head_shard(model, shard)
 
 
 def head_shard(model, shard: VocabShard | None = None) -> VocabShard:

@@ -1,0 +1,258 @@
+"""torchtitan's Trainer from its configuration to the last step: losses, validation losses and weights with its own loss
+and with ours, on two ranks and on four.
+
+Replaced for a CPU: attention, the memory monitor, a barrier that names a GPU, and FSDP's premultiplied sum, which gloo
+does not have. Replaced for torch 2.13: FSDP in "spmd_types", which it refuses for plain parameters, and the step of a
+pipeline's schedule, to which this torchtitan gives its micro-batches already cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+import types
+from dataclasses import dataclass
+
+import torch
+import torchtitan_cases  # replaces the device before others copy it
+from cases import RANKS, main, relative_errors
+
+VOCAB, STEPS, LENGTH = torchtitan_cases.VOCAB, 3, 16
+# ruff: noqa: E402
+import torchtitan.components.metrics as titan_metrics
+import torchtitan.distributed.utils as titan_distributed
+import torchtitan.models.llama3 as llama3
+import torchtitan.models.llama3.parallelize as llama3_parallelize
+import torchtitan.trainer as titan_trainer
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import DeviceMemStats, MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import Validator
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.trainer import Trainer
+
+from tp_headloss import CrossEntropy, HeadLoss
+from tp_headloss.integrations.torchtitan import FusedHeadLoss, LogitsLoss
+
+NO_MEMORY = types.SimpleNamespace(
+    device_name="cpu", reset_peak_stats=lambda: None, get_peak_stats=lambda: DeviceMemStats(0, 0, 0, 0, 0, 0)
+)
+titan_metrics.build_device_memory_monitor = lambda: NO_MEMORY
+titan_distributed.set_pg_timeouts = lambda **_: None
+titan_trainer.time = types.SimpleNamespace(perf_counter=titan_trainer.time.perf_counter, sleep=lambda seconds: None)
+
+
+class Tokenizer(BaseTokenizer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config, *, tokenizer_path):
+        super().__init__()
+
+    def encode(self, *args, **kwargs) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, *args, **kwargs) -> str:
+        raise NotImplementedError
+
+    def get_vocab_size(self) -> int:
+        return VOCAB
+
+
+class RandomTokens(BaseDataLoader):
+    """Other tokens, and another number of labels, for each rank of data parallelism."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        infinite: bool = True  # as the validator sets it
+
+    def __init__(self, config, *, dp_rank, local_batch_size, **_):
+        self.size, self.rank = local_batch_size, dp_rank
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.rank)
+        while True:
+            ids = torch.randint(0, VOCAB, (self.size, LENGTH + 1), generator=generator)
+            labels = ids[:, 1:].clone()
+            labels[0, : 3 + self.rank] = -100
+            yield {"input": ids[:, :-1], "positions": torch.arange(LENGTH).expand(self.size, LENGTH)}, labels
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+class Seen(MetricsProcessor):
+    """What the trainer logs."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        pass
+
+    def __init__(self, config, **options):
+        super().__init__(config, **options)
+        self.seen = []
+
+    def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None):
+        self.seen += [global_avg_loss, global_max_loss, grad_norm]
+
+    def log_validation(self, loss, step, extra_metrics=None):
+        self.seen.append(loss)
+
+
+def parallelize(model, own, parallelism, **options):
+    """torchtitan's, with sums of gradients that gloo has, and in "spmd_types" without FSDP, which would also be what
+    initializes sharded weights."""
+    if parallelism.spmd_backend == "spmd_types":
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            model.init_weights()
+        model = own(model, parallelism=parallelism, **options)
+        model.to_empty = model.init_weights = lambda **_: model
+        return model
+    model = own(model, parallelism=parallelism, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def pipelining(model, own, **options):
+    schedule, *rest = own(model, **options)
+
+    def step(arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs):
+        schedule._stage.has_backward = schedule._has_backward
+        schedule._stage.clear_runtime_states()
+        schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
+
+    schedule.step = step
+    return schedule, *rest
+
+
+def specification(pp: int, tied: bool):
+    """The debug model, a layer for each stage."""
+    spec = llama3.model_registry("debugmodel", attn_backend="sdpa")
+    config = spec.model
+    config.layers, config.vocab_size, config.enable_weight_tying = config.layers[:pp], VOCAB, tied
+    config.tok_embeddings.num_embeddings = config.lm_head.out_features = VOCAB
+    if tied:
+        config.tok_embeddings.param_init = {"weight": skip_param_init}
+    return dataclasses.replace(
+        spec,
+        parallelize_fn=functools.partial(parallelize, own=spec.parallelize_fn),
+        pipelining_fn=functools.partial(pipelining, own=spec.pipelining_fn),
+    )
+
+
+def train(loss, tp=2, pp=1, backend="partial_dtensor", tied=False, precision="float32", accumulate=1, typecheck=False):
+    """-> what the trainer logged in all steps, and the weights after them by name."""
+    data_parallel = RANKS // (tp * pp)
+    validate = pp == 1 and not typecheck  # its batches have no types
+    config = Trainer.Config(
+        loss=loss,
+        model_spec=specification(pp, tied),
+        tokenizer=Tokenizer.Config(),
+        dataloader=RandomTokens.Config(),
+        metrics=Seen.Config(log_freq=1),
+        optimizer=default_adamw(lr=1.0, eps=1.0, weight_decay=0.0),  # a small eps would enlarge rounding
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0),
+        training=TrainingConfig(
+            local_batch_size=4,
+            global_batch_size=4 * data_parallel * accumulate,
+            seq_len=LENGTH,
+            steps=STEPS,
+            disable_cuda_graphs=True,
+            mixed_precision_param=precision,
+            max_norm=1e9,
+        ),
+        parallelism=ParallelismConfig(
+            data_parallel_shard_degree=data_parallel,
+            tensor_parallel_degree=tp,
+            pipeline_parallel_degree=pp,
+            spmd_backend=backend,
+        ),
+        validator=Validator.Config(enable=validate, steps=2, freq=2, dataloader=RandomTokens.Config()),
+        debug=DebugConfig(seed=1, spmd_typechecking=typecheck),
+        dump_folder=tempfile.gettempdir(),
+    )
+    torch.autograd.set_multithreading_enabled(False)  # the trainer does it where there is no group yet
+    llama3_parallelize.apply_fsdp_to_decoder = no_fsdp if backend == "spmd_types" else own_fsdp
+    torch.manual_seed(1)
+    trainer = Trainer(config)
+    trainer.train()
+    trainer.close()
+    weights = {n: torchtitan_cases.whole(p.detach()) for m in trainer.model_parts for n, p in m.named_parameters()}
+    return torch.tensor(trainer.metrics_processor.seen), weights
+
+
+own_fsdp = llama3_parallelize.apply_fsdp_to_decoder
+
+
+def no_fsdp(model, *args, **options):
+    pass
+
+
+@functools.cache
+def host(kind, **options):
+    loss = CrossEntropyLoss.Config(global_vocab_size=VOCAB)
+    return train(ChunkedLossWrapper.Config(num_chunks=4, loss_fn=loss) if kind == "fused" else loss, **options)
+
+
+def ours(kind, weight=1.0, **options):
+    head_loss = HeadLoss([CrossEntropy(weight=weight)], metrics=("accuracy",))
+    if kind == "fused":
+        return train(FusedHeadLoss.Config(head_loss=head_loss), **options)
+    return train(LogitsLoss.Config(global_vocab_size=VOCAB, head_loss=head_loss), **options)
+
+
+def errors(result, truth) -> dict:
+    """Errors of all that was logged, and the worst of the weights."""
+    assert len(result[0]) == len(truth[0]) >= 3 * STEPS and len(result[1]) == len(truth[1]) > 0
+    return {
+        "logged": float(((result[0] - truth[0]) / truth[0]).abs().max()),
+        "weights": max(relative_errors(result[1], truth[1]).values()),
+    }
+
+
+def same_as_host(group, kind, **options):
+    """Also what a loss that is 1 % too large would do to the weights."""
+    theirs = host(kind, **options)
+    return errors(ours(kind, **options), theirs) | {"mutant": errors(ours(kind, 1.01, **options), theirs)["weights"]}
+
+
+def bf16(group):
+    """In FSDP's mixed precision, ours and the host's against the host's in fp32."""
+    truth, low = host("fused"), {"precision": "bfloat16"}
+    found = {"ours": ours("fused", **low), "host": host("fused", **low)}
+    return {f"{name}_{key}": x for name, run in found.items() for key, x in errors(run, truth).items()}
+
+
+CASES = {
+    2: {
+        "logits": {"kind": "logits"},
+        "fused": {"kind": "fused"},
+        "fused-tied": {"kind": "fused", "tied": True},
+        "fused-pp": {"kind": "fused", "tp": 1, "pp": 2},
+        "logits-spmd_types": {"kind": "logits", "backend": "spmd_types"},
+        "fused-spmd_types": {"kind": "fused", "backend": "spmd_types"},
+        "fused-typechecked": {"kind": "fused", "backend": "spmd_types", "typecheck": True},
+    },
+    4: {
+        "fused-fsdp": {"kind": "fused", "accumulate": 2},
+        "fused-fsdp-tied": {"kind": "fused", "tied": True},
+        "fused-tp-pp": {"kind": "fused", "pp": 2},
+    },
+}
+
+if __name__ == "__main__":
+    cases = {name: functools.partial(same_as_host, **options) for name, options in CASES[RANKS].items()}
+    main(cases | ({"bf16": bf16} if RANKS == 2 else {}))
