@@ -42,14 +42,14 @@ SIGNATURES = {  # methods of verl's engine that are overridden -> their paramete
         "distillation_use_topk", "distillation_only", "logits_processor_func", "batch", "data_format",
     ),
 }  # fmt: skip
-CHECK_TOKENS = 4  # of the check call, times the ranks
+CHECK_TOKENS, CHECK_COLUMNS = 4, 64  # of the check call: tokens times the ranks, and columns of logits on a rank
 
 
 class HeadLossEngine(MegatronEngineWithLMHead):
     """verl's Megatron engine of a language model, with this package's head.
 
     When an engine is initialised, all ranks of a tensor-parallel group compare its head with verl's own on random
-    hidden states.
+    tokens.
 
     Attributes:
         vocab_size, linear, options: as in `install`, which sets them on a subclass.
@@ -134,33 +134,25 @@ class HeadLossEngine(MegatronEngineWithLMHead):
 
     @torch.no_grad()
     def _check_head(self, model):
-        """Raise RuntimeError unless log-probs and sum_pi_squared of random hidden states are those of verl's own method
-        (of the same shape and type alone, if a vocab_size leaves padding out)."""
-        layer, group = model.output_layer, model.output_layer.tp_group
-        tied = model.share_embeddings_and_output_weights
-        weight = model.shared_embedding_or_output_weight() if tied else layer.weight
-        if self.fuses_head:
-            refuse_options(model.config, layer)
+        """Raise RuntimeError unless log-probs and sum_pi_squared of random tokens are those of verl's own method (of
+        the same shape and type alone, if a vocab_size leaves padding out)."""
+        group = parallel_state.get_tensor_model_parallel_group()
         generator, count = torch.Generator().manual_seed(0), CHECK_TOKENS * group.size()
-        shard = layer_shard(group, weight.shape[0], self.vocab_size)
-        label = torch.randint(0, shard.vocab_size, (1, count), generator=generator).to(weight.device)
-        hidden = torch.randn(count, 1, weight.shape[1], generator=generator).to(weight)
-        logits = F.linear(hidden, weight).transpose(0, 1).float() * logits_transform(model.config).scale
-        temperature = torch.linspace(0.5, 2.0, count, device=weight.device).unsqueeze(0)
+        logits, self._taken = self._check_operands(model, count, generator)
+        ids = logits.shape[-1] * group.size() if self.vocab_size is None else self.vocab_size
+        label = torch.randint(0, ids, (1, count), generator=generator).to(logits.device)
+        temperature = torch.linspace(0.5, 2.0, count, device=logits.device).unsqueeze(0)
         wanted = {
             "calculate_sum_pi_squared": True, "calculate_entropy": False, "distillation_use_topk": False,
             "distillation_only": False, "logits_processor_func": None, "batch": None, "data_format": "thd",
         }  # fmt: skip
         stock = super()._lm_head_logits_processor(logits.clone(), label, temperature.clone(), **wanted)
-        if self.fuses_head:
-            part = hidden.view(group.size(), CHECK_TOKENS, *hidden.shape[1:])[group.rank()]
-            self._taken = model, TakenHidden(part if layer.sequence_parallel else hidden, weight)
         try:
             found = self._lm_head_logits_processor(logits, label, temperature, **wanted)
         finally:
             self._taken = None
             type(self).calls -= 1
-        compares = shard.vocab_size == weight.shape[0] * group.size()
+        compares = ids == logits.shape[-1] * group.size()
         for name, expected in stock.items():
             if found[name].shape != expected.shape or found[name].dtype != torch.float32:
                 raise RuntimeError(
@@ -170,6 +162,23 @@ class HeadLossEngine(MegatronEngineWithLMHead):
             if compares and not torch.allclose(found[name], expected, rtol=2e-2, atol=2e-2):
                 error = float((found[name] - expected).abs().max())
                 raise RuntimeError(f"the check call's {name} differs from verl's own by {error:.3g}")
+
+    def _check_operands(self, model, count: int, generator: torch.Generator):
+        """Return logits [1, count, v/P] sharded on V, and, for a head that fuses, the model with the hidden states that
+        they are made of, else None."""
+        device = next(model.parameters()).device
+        group = parallel_state.get_tensor_model_parallel_group()
+        if not self.fuses_head:
+            columns = CHECK_COLUMNS if self.vocab_size is None else -(-self.vocab_size // group.size())
+            logits = torch.randn(1, count, columns * group.size(), generator=generator)
+            return logits.split(columns, -1)[group.rank()].to(device), None
+        layer, tied = model.output_layer, model.share_embeddings_and_output_weights
+        refuse_options(model.config, layer)
+        weight = model.shared_embedding_or_output_weight() if tied else layer.weight
+        hidden = torch.randn(count, 1, weight.shape[1], generator=generator).to(weight)
+        logits = F.linear(hidden, weight).transpose(0, 1).float() * logits_transform(model.config).scale
+        part = hidden.split(CHECK_TOKENS)[group.rank()] if layer.sequence_parallel else hidden
+        return logits, (model, TakenHidden(part, weight))
 
 
 def _language_model(model):

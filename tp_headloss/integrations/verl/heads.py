@@ -11,6 +11,7 @@ from ...id_sets import IdSets
 from ...linear_head import Linear, linear_vocab_statistics
 from ...options import Options, Transform
 from ...shard import VocabShard
+from ...statistics import VocabStatistics
 from ...topk import topk_log_probs
 from ..megatron.head import layer_shard, linear_options, logits_transform, refuse_options
 
@@ -34,7 +35,7 @@ class LogitsHead:
         """Return log_prob (with labels [b, s]) and the statistics in `want`, [b, s] fp32 replicated and differentiable;
         log_probs_at, [b, s, K], is at the ids [b, s, K] int64."""
         stats = vocab_statistics(self.logits, labels, want=want, sets=_sets(ids), **self._common)
-        return {name: getattr(stats, name) for name in ("log_prob", *want)}
+        return _named(stats, labels, want)
 
     def topk_ids(self, k: int) -> torch.Tensor:
         """Return the k likeliest ids [b, s, k] int64, replicated."""
@@ -74,8 +75,7 @@ class HiddenHead:
             self.hidden, self.weight, labels, bias=self.bias, shard=self.shard, want=want, transform=self.transform,
             sets=_sets(ids), options=self.options, linear=self.linear,
         )  # fmt: skip
-        found = {name: getattr(stats, name) for name in ("log_prob", *want)}
-        return {name: None if x is None else x.transpose(0, 1) for name, x in found.items()}
+        return {name: x.transpose(0, 1) for name, x in _named(stats, labels, want).items()}
 
     def topk_ids(self, k: int) -> torch.Tensor:
         """Return what `LogitsHead.topk_ids` returns."""
@@ -90,6 +90,10 @@ class HiddenHead:
 
 def _sets(ids):
     return None if ids is None else IdSets(ids)
+
+
+def _named(stats: VocabStatistics, labels, want: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    return {name: getattr(stats, name) for name in (*want, *(() if labels is None else ("log_prob",)))}
 
 
 def topk_distillation(log_probs_at, teacher_log_probs, teacher_ids, student_ids, lowest) -> dict[str, torch.Tensor]:
