@@ -351,7 +351,7 @@ GROUPS = {
         (VERL_ENGINE, "install", "found != expected", "False"),
         ("integrations/verl/heads.py", "HiddenHead.__init__", "layer.weight if weight is None else weight", "layer.weight"),
         ("integrations/verl/heads.py", "HiddenHead.topk_ids", "self.sequence_parallel", "False"),
-        ("integrations/verl/heads.py", "HiddenHead.statistics", "{name: x.transpose(0, 1)", "{name: x"),
+        ("integrations/verl/heads.py", "HiddenHead.statistics", "{name: x.transpose(0, 1) for name, x in _named(stats, labels, want).items()}", "_named(stats, labels, want)"),
         ("integrations/verl/heads.py", "topk_distillation", "student.clamp_min(lowest)", "student"),
         ("integrations/verl/heads.py", "topk_distillation", "(-kl.detach() * overlap).sum(-1)", "(-kl.detach()).sum(-1)"),
         ("integrations/megatron/postprocess.py", "hidden_in_place_of_logits.forward", "taken.hidden, taken.weight = hidden, weight", "taken.hidden, taken.weight = hidden, None"),

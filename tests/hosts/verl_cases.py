@@ -303,7 +303,7 @@ def values(outputs):
 
 def padded_vocabulary(group):
     """With a vocab_size the softmax is over these ids alone."""
-    with install(vocab_size=V - 3):
+    with install(vocab_size=V - 3, options=Options(inplace=True)):
         engines = [engine_of(fused=fused) for fused in (False, True)]
         outputs = []
         for engine in engines:

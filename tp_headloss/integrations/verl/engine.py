@@ -138,7 +138,7 @@ class HeadLossEngine(MegatronEngineWithLMHead):
         the same shape and type alone, if a vocab_size leaves padding out)."""
         group = parallel_state.get_tensor_model_parallel_group()
         generator, count = torch.Generator().manual_seed(0), CHECK_TOKENS * group.size()
-        logits, self._taken = self._check_operands(model, count, generator)
+        logits, taken = self._check_operands(model, count, generator)
         ids = logits.shape[-1] * group.size() if self.vocab_size is None else self.vocab_size
         label = torch.randint(0, ids, (1, count), generator=generator).to(logits.device)
         temperature = torch.linspace(0.5, 2.0, count, device=logits.device).unsqueeze(0)
@@ -147,6 +147,7 @@ class HeadLossEngine(MegatronEngineWithLMHead):
             "distillation_only": False, "logits_processor_func": None, "batch": None, "data_format": "thd",
         }  # fmt: skip
         stock = super()._lm_head_logits_processor(logits.clone(), label, temperature.clone(), **wanted)
+        self._taken = taken
         try:
             found = self._lm_head_logits_processor(logits, label, temperature, **wanted)
         finally:

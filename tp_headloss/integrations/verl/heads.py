@@ -59,11 +59,12 @@ class HiddenHead:
     """
 
     def __init__(self, hidden, weight, model, temperature, vocab_size, linear: Linear, options: Options | None):
-        layer, self.options = model.output_layer, options
+        layer = model.output_layer
         refuse_options(model.config, layer)
         self.hidden, self.weight = hidden, layer.weight if weight is None else weight
         self.bias = None if layer.skip_bias_add else layer.bias
         self.group, self.sequence_parallel = layer.tp_group, layer.sequence_parallel
+        self.options = None if options is None else replace(options, inplace=False)  # no logits to overwrite
         self.shard = layer_shard(layer.tp_group, self.weight.shape[0], vocab_size)
         self.linear = linear_options(linear, layer, self.weight, "recompute")
         self.transform = logits_transform(model.config, temperature.transpose(0, 1))
