@@ -338,7 +338,7 @@ GROUPS = {
         ("integrations/verl/functions.py", "logits_processor.process", "label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)", "pass"),
     ],
     "test_verl_engine": [
-        (VERL_ENGINE, "HeadLossEngine._lm_head_logits_processor", "temperature.clamp(min=LOWEST_TEMPERATURE)", "1.0 + 0.0 * temperature"),
+        (VERL_ENGINE, "HeadLossEngine._lm_head_logits_processor", "temperature.clamp(min=LOWEST_TEMPERATURE)", "temperature"),
         (VERL_ENGINE, "HeadLossEngine._lm_head_logits_processor", '{"sum_pi_squared": "collision"} if calculate_sum_pi_squared else {}', "{}"),
         (VERL_ENGINE, "HeadLossEngine._head", "layer_shard(group, logits.shape[-1], self.vocab_size)", "layer_shard(group, logits.shape[-1], None)"),
         (VERL_ENGINE, "HeadLossEngine._check_operands", "hidden.split(CHECK_TOKENS)[group.rank()] if layer.sequence_parallel else hidden", "hidden"),

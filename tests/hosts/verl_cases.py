@@ -270,9 +270,9 @@ def same(group, fused=False, **kind):
     assert installed.calls == 2 + 2 * kind.get("steps", 3)  # micro-batches, and none of the check call
     head = next(name for name in ours[1] if name.endswith(("output_layer.weight", "word_embeddings.weight")))
     errors = relative_errors({n: x.float() for n, x in ours[0].items()}, {n: x.float() for n, x in theirs[0].items()})
-    weights = relative_errors(ours[2], theirs[2])
+    grads, weights = (relative_errors(mine, host) for mine, host in zip(ours[1:], theirs[1:]))
     found = compared(torch.zeros(1), ours[1], torch.ones(1), theirs[1], head)
-    found |= {"loss": worst(errors), "weights": worst(weights)}
+    found |= {"loss": worst(errors), "grads": worst(grads), "weights": worst(weights)}
     return found | {"outputs": len(errors), "changed": bool(theirs[0]["loss of step 0"].norm() > 0)}
 
 
