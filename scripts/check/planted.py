@@ -11,6 +11,7 @@ ROWS = "engine/rows_triton.py"
 VALUES = "head_loss/value_gradients.py"
 GEMM, GRADIENT = "engine/gemm_triton.py", "engine/gradient_triton.py"
 MEGATRON = "integrations/megatron/head.py"
+VERL_ENGINE = "integrations/verl/engine.py"
 
 
 def statistic(name: str) -> tuple[str, str]:
@@ -286,8 +287,8 @@ GROUPS = {
         (SWEEPS, "_Buffer.gradient", "self.made.rounded", "True"),
     ],
     "test_megatron": [
-        (MEGATRON, "_transform", "config.mup_output_mult", "1.0"),
-        (MEGATRON, "MegatronHead._linear_options", '"reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"', '"none" if partial else "all_reduce"'),
+        (MEGATRON, "logits_transform", "config.mup_output_mult", "1.0"),
+        (MEGATRON, "linear_options", '"reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"', '"none" if partial else "all_reduce"'),
         (MEGATRON, "MegatronHead.losses_from_hidden", "layer.weight if weight is None else weight", "layer.weight"),
         (MEGATRON, "MegatronHead._labels", "labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), IGNORED_LABEL)", "pass"),
         (MEGATRON, "_LossesOfSum.backward", "torch.where(far.any(), torch.nan, factor)", "factor"),
@@ -334,11 +335,30 @@ GROUPS = {
         ("integrations/nemo_rl_sampling.py", "log_probs_over", "labels.masked_fill(outside, -100)", "labels"),
         ("integrations/nemo_rl_sampling.py", "_shifted", "masked_ids(sets)[:, 1:]", "masked_ids(sets)[:, :-1]"),
         ("integrations/sampling_masks.py", "from_nemo_rl", "torch.arange(ids.shape[-1], device=ids.device) < sizes.unsqueeze(-1)", "torch.arange(ids.shape[-1], device=ids.device) <= sizes.unsqueeze(-1)"),
-        ("integrations/verl.py", "logits_processor.process", 'f"set_{statistic}"', "statistic"),
-        ("integrations/verl.py", "linear_cross_entropy", "stats.set_log_prob, stats.set_entropy", "stats.log_prob, stats.set_entropy"),
+        ("integrations/verl/functions.py", "logits_processor.process", 'f"set_{statistic}"', "statistic"),
+        ("integrations/verl/functions.py", "linear_cross_entropy", "stats.set_log_prob, stats.set_entropy", "stats.log_prob, stats.set_entropy"),
         ("integrations/nemo_rl.py", "_next_tokens", "labels[:, : ids.shape[1] - 1] = ids[:, 1:]", "labels[:, : ids.shape[1]] = ids"),
-        ("integrations/verl.py", "_positive", "temperature.clamp(min=LOWEST_TEMPERATURE)", "temperature"),
-        ("integrations/verl.py", "logits_processor.process", "label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)", "pass"),
+        ("integrations/verl/functions.py", "_positive", "temperature.clamp(min=LOWEST_TEMPERATURE)", "temperature"),
+        ("integrations/verl/functions.py", "logits_processor.process", "label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)", "pass"),
+    ],
+    "test_verl_engine": [
+        (VERL_ENGINE, "HeadLossEngine._lm_head_logits_processor", "temperature.clamp(min=LOWEST_TEMPERATURE)", "temperature"),
+        (VERL_ENGINE, "HeadLossEngine._lm_head_logits_processor", '{"sum_pi_squared": "collision"} if calculate_sum_pi_squared else {}', "{}"),
+        (VERL_ENGINE, "HeadLossEngine._head", "layer_shard(group, logits.shape[-1], self.vocab_size)", "layer_shard(group, logits.shape[-1], None)"),
+        (VERL_ENGINE, "HeadLossEngine._check_operands", "hidden.split(CHECK_TOKENS)[group.rank()] if layer.sequence_parallel else hidden", "hidden"),
+        (VERL_ENGINE, "HeadLossEngine._check_head", "compares and not torch.allclose(found[name], expected, rtol=2e-2, atol=2e-2)", "False"),
+        (VERL_ENGINE, "HeadLossEngine._maybe_enable_fused_kernels", "self.model_config.mtp.enable", "False"),
+        (VERL_ENGINE, "HeadLossEngine.forward_step", "not self.fuses_head or not owner.post_process", "True"),
+        (VERL_ENGINE, "_lowest_log_prob", "function is not distillation_ppo_loss or function is loss_function", "False"),
+        (VERL_ENGINE, "_packed", 'data_format == "thd"', "True"),
+        (VERL_ENGINE, "InstalledEngine.remove", "self.registry.update(dict.fromkeys(self.devices, MegatronEngineWithLMHead))", "pass"),
+        (VERL_ENGINE, "install", "found != expected", "False"),
+        ("integrations/verl/heads.py", "HiddenHead.__init__", "layer.weight if weight is None else weight", "layer.weight"),
+        ("integrations/verl/heads.py", "HiddenHead.topk_ids", "self.sequence_parallel", "False"),
+        ("integrations/verl/heads.py", "HiddenHead.statistics", "{name: x.transpose(0, 1) for name, x in _named(stats, labels, want).items()}", "_named(stats, labels, want)"),
+        ("integrations/verl/heads.py", "topk_distillation", "student.clamp_min(lowest)", "student"),
+        ("integrations/verl/heads.py", "topk_distillation", "(-kl.detach() * overlap).sum(-1)", "(-kl.detach()).sum(-1)"),
+        ("integrations/megatron/postprocess.py", "hidden_in_place_of_logits.forward", "taken.hidden, taken.weight = hidden, weight", "taken.hidden, taken.weight = hidden, None"),
     ],
     "test_arguments": [
         ("calls.py", "build_request", "logits.resolve_neg()", "logits"),

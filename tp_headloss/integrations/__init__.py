@@ -14,6 +14,7 @@ SUPPORTED = {  # distribution -> (first, below), extra of this package
     "torchtitan": (("0.3.0", "0.4"), "torchtitan"),
     "transformers": (("5.17.0", "6"), "transformers"),
     "trl": (("1.16.0", "2"), "trl"),
+    "verl": (("0.9.1", "0.10"), "verl"),
 }
 
 

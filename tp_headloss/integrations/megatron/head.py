@@ -124,11 +124,11 @@ class MegatronHead:
         """
         weight = layer.weight if weight is None else weight
         refuse_options(config, layer)
-        shard = self._shard(layer.tp_group, weight.shape[0])
+        shard = layer_shard(layer.tp_group, weight.shape[0], self.vocab_size)
         one_sweep = self.linear.mode == "one_sweep" and torch.is_grad_enabled() and not depths
         bias = None if layer.skip_bias_add else layer.bias
-        linear = self._linear_options(layer, weight, shard, one_sweep)
-        given: dict[str, Any] = {"shard": shard, "bias": bias, "transform": _transform(config), "linear": linear}
+        linear = linear_options(self.linear, layer, weight, "one_sweep" if one_sweep else "recompute")
+        given: dict[str, Any] = {"shard": shard, "bias": bias, "transform": logits_transform(config), "linear": linear}
         labels = self._labels(labels, shard)
         if not one_sweep:
             return self._observed_losses(self.linear_loss.linear(hidden, weight, labels, **given))
@@ -149,25 +149,8 @@ class MegatronHead:
                 f"logits must be this rank's {columns} columns, got {logits.shape[-1]}: the model must have "
                 "parallel_output=True and be called without runtime_gather_output"
             )
-        shard = self._shard(layer.tp_group, columns)
+        shard = layer_shard(layer.tp_group, columns, self.vocab_size)
         return self._observed_losses(self.head_loss(logits, self._labels(labels, shard), shard=shard))
-
-    def _shard(self, group, width) -> VocabShard:
-        """Shard of this rank in the group of an output layer with `width` rows per rank."""
-        if not isinstance(group, dist.ProcessGroup):
-            raise ValueError(f"the output layer must know its tensor-parallel group, got {group!r}")
-        padded = width * group.size()
-        if self.vocab_size is not None and self.vocab_size > padded:
-            raise ValueError(f"vocab_size must be at most the {padded} rows of the output layer, got {self.vocab_size}")
-        return VocabShard.from_group(group, padded if self.vocab_size is None else self.vocab_size, padded)
-
-    def _linear_options(self, layer, weight, shard, one_sweep: bool) -> Linear:
-        """`Linear` options that reduce dH and store dW as the output layer would."""
-        partial = shard.world_size > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
-        how = "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
-        main_grad = layer.gradient_accumulation_fusion and _has_fp32_main_grad(weight)
-        mode = "one_sweep" if one_sweep else "recompute"
-        return replace(self.linear, mode=mode, hidden_grad=how, main_grad=main_grad)
 
     def _labels(self, labels, shard) -> torch.Tensor:
         """Labels [s, b], the order of Megatron's logits, with unknown labels ignored if ignore_index is None."""
@@ -205,6 +188,25 @@ class _LossesOfSum(torch.autograd.Function):
         return torch.where(far.any(), torch.nan, factor), None, None
 
 
+def layer_shard(group, width: int, vocab_size: int | None) -> VocabShard:
+    """Return the shard of this rank in the group of an output layer with `width` rows per rank. Rows at or beyond
+    vocab_size are padding; None: there is none."""
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"the output layer must know its tensor-parallel group, got {group!r}")
+    padded = width * group.size()
+    if vocab_size is not None and vocab_size > padded:
+        raise ValueError(f"vocab_size must be at most the {padded} rows of the output layer, got {vocab_size}")
+    return VocabShard.from_group(group, padded if vocab_size is None else vocab_size, padded)
+
+
+def linear_options(linear: Linear, layer, weight: torch.Tensor, mode: str) -> Linear:
+    """Return `Linear` options that reduce dH and store dW as the output layer would."""
+    partial = layer.tp_group.size() > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
+    how = "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
+    main_grad = layer.gradient_accumulation_fusion and _has_fp32_main_grad(weight)
+    return replace(linear, mode=mode, hidden_grad=how, main_grad=main_grad)
+
+
 def _has_fp32_main_grad(weight) -> bool:
     """True if dW can be added to an fp32 ``main_grad`` here; otherwise dW is returned, and DDP's hook adds it."""
     main_grad = getattr(weight, "main_grad", None)
@@ -212,9 +214,11 @@ def _has_fp32_main_grad(weight) -> bool:
     return fits and weight.requires_grad and torch.is_grad_enabled()
 
 
-def _transform(config) -> Transform:
-    """Transform of the logits that a TransformerConfig asks for: the scale of MuP, or none."""
-    return Transform(scale=config.mup_output_mult if getattr(config, "use_mup", False) else 1.0)
+def logits_transform(config, temperature: float | torch.Tensor = 1.0) -> Transform:
+    """Return the transform of the logits that a TransformerConfig asks for, the scale of MuP or none, then a
+    temperature."""
+    scale = config.mup_output_mult if getattr(config, "use_mup", False) else 1.0
+    return Transform(scale=scale, temperature=temperature)
 
 
 def refuse_options(config, layer):

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 from .head import MegatronHead
 from .methods import replaced
@@ -45,19 +49,40 @@ def postprocess(model, head: MegatronHead | None, original, *, labels=None, **re
             rest["output_processor"] = head
         return original(**rest)
     # A HybridModel, or Megatron before 0.18: Megatron's own code runs, with hidden states in place of the logits
-    given_weight, layer, depths = None, model.output_layer, getattr(model.config, "mtp_num_layers", None) or 0
-
-    def keep_hidden(hidden, weight=None, runtime_gather_output=None):
-        nonlocal given_weight
-        given_weight = weight
-        return hidden, None
+    layer, depths = model.output_layer, getattr(model.config, "mtp_num_layers", None) or 0
 
     def loss(labels, hidden):
-        return head.losses_from_hidden(hidden, given_weight, layer, labels, model.config, rest.get("loss_mask"), depths)
+        return head.losses_from_hidden(hidden, taken.weight, layer, labels, model.config, rest.get("loss_mask"), depths)
 
-    def keep_scale(hidden):  # 0.17 would scale the hidden states as it scales logits: the head's transform does that
+    with hidden_in_place_of_logits(model, compute_language_model_loss=loss) as taken:
+        return original(**rest)
+
+
+@dataclass
+class TakenHidden:
+    """What the output layer of a model got, last, instead of computing logits.
+
+    Attributes:
+        hidden: [s, b, h], [s/P, b, h] under sequence parallelism; None before the first call.
+        weight: [v/P, h] of tied embeddings, or None: the layer's own.
+    """
+
+    hidden: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+
+
+@contextmanager
+def hidden_in_place_of_logits(model, **methods):
+    """Make the output layer return its input for the duration of the block -> `TakenHidden`. The layer is still called
+    as a module, because hooks on it gather its parameters; methods: more methods of the model to replace."""
+    taken = TakenHidden()
+
+    def forward(hidden, weight=None, runtime_gather_output=None):
+        taken.hidden, taken.weight = hidden, weight
+        return hidden, None
+
+    def keep_scale(hidden):  # Megatron would scale hidden states as it scales logits: the head's transform does that
         return hidden
 
-    model_methods = {"compute_language_model_loss": loss, "_scale_logits": keep_scale}
-    with replaced(layer, forward=keep_hidden), replaced(model, **model_methods):
-        return original(**rest)
+    with replaced(model.output_layer, forward=forward), replaced(model, _scale_logits=keep_scale, **methods):
+        yield taken

@@ -1,12 +1,4 @@
-"""verl's functions of vocabulary-sharded logits, one pass and one collective each, with its names and contracts.
-
-Nothing of verl is imported, and no process group is looked up: the group is an argument, and None means not sharded. As
-in verl, labels are not shifted: verl's engine has done that.
-
-Unlike in verl, results are fp32 for logits of any dtype; logits and temperatures are not written into (verl divides the
-logits in place and rounds the quotient to their dtype); a label of -100 has log-prob 0, and a label outside of the
-vocabulary has NaN; nothing waits for the device.
-"""
+"""verl's functions of vocabulary-sharded logits, one pass and one collective each: see the docstring of the package."""
 
 from __future__ import annotations
 
@@ -14,11 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from ..api import vocab_statistics
-from ..id_sets import IdSets
-from ..linear_head import Linear, linear_vocab_statistics
-from ..options import Options, Transform
-from ..shard import VocabShard
+from ...api import vocab_statistics
+from ...id_sets import IdSets
+from ...linear_head import Linear, linear_vocab_statistics
+from ...options import Options, Transform
+from ...shard import VocabShard
 
 LOWEST_TEMPERATURE = 1e-8  # verl's value for temperatures that are not positive, such as the 0 of padding rows
 IGNORED_LABEL = -100
@@ -39,9 +31,8 @@ def logits_processor(
     """Return a function process(logits, label, temperature=None, label_mask=None) -> dict that computes the results of
     the logits processor of verl's Megatron engine.
 
-    In verl 0.9.1 the processor is the engine's method `_lm_head_logits_processor`, with keywords of its own
-    (calculate_entropy, calculate_sum_pi_squared, distillation): override it, and call process there. Older engines
-    define a function inside of forward_step, which process replaces.
+    Engines before verl 0.9 define that function inside of forward_step, which process replaces; in verl 0.9.1 it is a
+    method, which `engine.install` overrides.
 
     process takes logits [.., width] sharded on V, label [..] replicated, a temperature (a number, or one per token
     [..]), the label_mask [..] of verl's older trainer, and sets, `IdSets` [..] of what the rollout's sampler kept (verl

@@ -1,0 +1,73 @@
+"""With verl itself: its Megatron engine on two ranks, with its own head and with ours (tests/hosts/verl_cases.py).
+
+In fp32 both round: after three steps a gradient may differ by 4e-6; 1 % of the output layer's gradient is 1e-2.
+"""
+
+import pytest
+from cases import launch, python_of
+
+HOST = "verl-0.9.1"
+pytestmark = [
+    pytest.mark.skipif(not python_of(HOST).exists(), reason=f"no .hosts/{HOST}: bash scripts/hosts.sh {HOST}"),
+]
+KINDS = ["grpo", "grpo, tied", "grpo, sequence parallel", "grpo, with padding", "grpo, context parallel"]
+KINDS += ["distillation and grpo", "distillation, clamped", "distillation, sequence parallel"]
+KINDS += ["distillation, with padding", "distillation, context parallel"]
+SAME = [f"{kind}, {head}" for kind in KINDS for head in ("logits", "fused")]
+OTHERS = ["half precision", "padded vocabulary", "external_lib", "refusals", "documented"]
+
+
+def result(name: str) -> dict:
+    found = launch(HOST, "verl_cases.py")[name]
+    assert "error" not in found, found["error"]
+    return found
+
+
+def test_every_case_is_looked_at():
+    assert set(launch(HOST, "verl_cases.py")) == {*SAME, *OTHERS}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_outputs_losses_gradients_and_steps_equal_those_of_verls_own_head(name):
+    """Log-probs, entropies, sum_pi_squared, what distillation reports, losses, and weights after the steps."""
+    found = result(name)
+    assert found["loss"] < 2e-6 and found["weights"] < 1e-6 and found["changed"], found
+    assert found["grads"] < 4e-6 < 5e-3 < found["mutant"], found
+    assert found["outputs"] == (14 if name.startswith("grpo") else 8 if "clamped" in name or "sequence" in name else 10)
+
+
+def test_half_precision_is_as_close_to_fp32_as_verls_own():
+    found = result("half precision")
+    assert found["logits"] < 1.01 * found["theirs"] and found["fused"] < 1.01 * found["theirs"] < 0.1, found
+    assert found["fp32"]
+
+
+def test_padding_is_no_part_of_the_softmax_with_a_vocab_size():
+    found = result("padded vocabulary")
+    assert found["log_probs"] < 4e-6 and found["fused"] < 1e-6, found
+
+
+def test_one_line_of_verls_configuration_installs_the_head():
+    assert result("external_lib") == {"removed": True, "line": True}
+
+
+def test_what_cannot_work_is_refused_and_what_was_installed_goes_away():
+    found = result("refusals")
+    for case, part in {
+        "second": "must be registered for 'megatron', got {'cuda': 'HeadLossEngine'",
+        "other distillation": "got ppo_loss: remove the head",
+        "megatron fsdp": "got use_megatron_fsdp=True",
+        "nothing computed": "the head has computed nothing",
+        "one sweep": "mode='recompute' or 'auto'",
+        "options": "options must be of type Options or None, got dict",
+        "signature": "got ('self', 'logits', 'label')",
+        "replaced": "must be the one that this registered, got <class",
+        "differs": "sum_pi_squared differs from verl's own by",
+    }.items():
+        assert part in found[case], (case, found[case])
+    assert found["after an error"] and found["mtp"] and found["restored"] and found["steps that failed"] >= 10
+
+
+def test_the_block_of_the_documentation_runs():
+    found = result("documented")
+    assert found["calls"] == 2 and found["entropy"] > 0
