@@ -19,7 +19,7 @@ from .request import Request
 from .sampling_rule import SamplingRule
 from .shard import VocabShard
 from .statistics import MaybeNone, VocabStatistics, documented_fields, known_statistics
-from .validation import expect_instance
+from .validation import expect_instance, refuse_transforms
 
 
 @uncompiled_where_needed
@@ -199,6 +199,7 @@ def computed_statistics(request: Request, labels, options: Options | None, reduc
     tensors = request.tensors
     if all(tensor is None for tensor in tensors[2:]):  # autograd looks at each of its arguments
         tensors = tensors[:2]
+    refuse_transforms()
     *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)
     return assembled(outputs, request, labels, options.check), loss, sums
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.distributed as dist
 
 from . import statistics
 from .call_sets import check_sets, set_tensors, validate_sets
@@ -18,6 +19,7 @@ from .shard import ShardFacts, VocabShard
 from .statistics import FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
 from .validation import expect_ids, expect_int, expect_number, expect_tensor, swap_hint
 
+ALWAYS = ("lse", "log_prob", "target_logit", "valid")  # of every call's statistics
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -129,7 +131,8 @@ def _validate_call(logits, labels, shard, want, transform, teacher, total_weight
     elif options.check:
         raise ValueError("check=True checks labels, got none")
     if want and (unknown := [name for name in want if name not in known_statistics()]):
-        raise ValueError(f"want must be of {known_statistics()}, got {unknown}")
+        always = "; lse, log_prob and target_logit are always there" if any(name in ALWAYS for name in unknown) else ""
+        raise ValueError(f"want must be of {known_statistics()}, got {unknown}{always}")
     if counted := [name for name in ("argmax", "rank") if name in want and shard.vocab_size > 1 << 24]:
         raise ValueError(f"{counted[0]} needs a vocabulary of at most 2^24 ids, got {shard.vocab_size}")
     if "rank" in want and labels is None:
@@ -158,6 +161,8 @@ def _why_another_width(columns: int, shard: VocabShard) -> str:
     """A likely reason for logits that are not as wide as the shard."""
     if shard.world_size > 1 and columns in (shard.vocab_size, shard.padded_size):
         return " (these look like gathered logits)"
+    if shard.group is None and dist.is_initialized() and dist.get_world_size() > 1 and columns < shard.width:
+        return " (this shard knows no group: was it made before init_process_group, or without group=?)"
     if columns > shard.width:
         padded = columns * shard.world_size
         return f" (a padded vocabulary? VocabShard.from_group(group, {shard.vocab_size}, padded_size={padded}))"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from .shard import VocabShard
 from .statistics import MaybeNone
+from .validation import expect_dense, refuse_transforms
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -68,6 +69,8 @@ def local_logits(logits: torch.Tensor, shard: VocabShard | None) -> tuple[torch.
     """
     if not isinstance(logits, torch.Tensor):
         raise TypeError(f"logits must be a tensor, got {type(logits).__name__}")
+    expect_dense("logits", logits)
+    refuse_transforms()
     if not is_dtensor(logits):
         return logits, resolve_shard(logits, shard)
     fix = "give the output layer output_layouts=Shard(-1), use_local_output=False (ColwiseParallel)"
@@ -97,6 +100,7 @@ def local_head(
         hidden_grad: as in `Linear`: how the gradient of the hidden states is reduced.
     """
     expect_weight(weight)
+    refuse_transforms()
     if not any(map(is_dtensor, (hidden, weight, bias))):
         return hidden, weight, bias, resolve_shard(weight.t() if weight.dim() == 2 else weight, shard)
     if is_dtensor(weight):

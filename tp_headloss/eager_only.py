@@ -33,6 +33,7 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
         for name, reason in {
             "gradient='forward'": "it keeps the upstream gradient of the step before",
             "inplace=True": "torch.compile plans memory itself and may not see it overwritten",
+            "check=True": "it looks at the labels' values",
             "validate='full'": "it asks the other ranks",
             "validate='checksums'": "it asks the other ranks",
             "main_grad=True": "under torch.compile, let dW be returned",
@@ -58,6 +59,8 @@ def _eager_only(options: Any, linear: Any) -> str | None:
         return "inplace=True"
     if options is not None and options.gradient == "forward":
         return "gradient='forward'"
+    if options is not None and options.check:
+        return "check=True"
     if options is not None and options.validate != "metadata":
         return f"validate={options.validate!r}"
     if linear is not None and linear.main_grad:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .statistics.sets import rows_and_places
-from .validation import expect_ids
+from .validation import expect_ids, expect_tensor
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ class IdSets:
         parts = list(parts)
         if not parts:
             raise ValueError("sets to join must be at least one, got none")
+        if any(not isinstance(part, IdSets) for part in parts):
+            raise TypeError(f"sets to join must be IdSets, got {[type(part).__name__ for part in parts]}")
         dim = dim if dim >= 0 else dim - 1  # behind the tokens' dimensions there is one more
         if all(part.spans is None for part in parts):
             most = max(part.ids.shape[-1] for part in parts)
@@ -155,6 +157,8 @@ class IdSets:
                     [ 7, -1],
                     [-1, -1]])
         """
+        if where.dtype != torch.bool:
+            raise TypeError(f"where must be bool, got {where.dtype}")
         lead = self._of_tokens.shape[:-1]
         if (count := int(where.sum())) != math.prod(lead):
             raise ValueError(f"where must be True for as many tokens as there are sets, {math.prod(lead)}, got {count}")
@@ -169,12 +173,14 @@ class IdSets:
         return IdSets(spread(masked_ids(self), -1))
 
     def contains(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return whether each token's set holds its label: [..] -> bool [..]. A negative label is in none.
+        """Return whether each token's set holds its label [..], as bool [..]. A negative label is in none.
 
         Examples:
             >>> IdSets(torch.tensor([[5, 6], [7, -1]])).contains(torch.tensor([6, 6]))
             tensor([ True, False])
         """
+        expect_ids("labels", labels)
+        expect_tensor("labels", labels, self._of_tokens.shape[:-1])
         if self.spans is None:
             return ((masked_ids(self) == labels[..., None]) & (labels[..., None] >= 0)).any(-1)
         ids, spans = flat_ids(self, lambda x: x.reshape(-1, 2))

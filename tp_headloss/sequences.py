@@ -20,8 +20,8 @@ SEQUENCE_REDUCTIONS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 class Sequences:
     """The sequences of a batch of tokens, padded `[B, S]` (`from_mask`) or packed (`from_cu_seqlens`, `from_ids`).
 
-    Only tokens in ``mask`` are counted, so the mask should be ``labels != ignore_index`` or a part of it. A sequence
-    without counted tokens does not count as a sequence.
+    Only tokens in ``mask`` are counted, so the mask should be ``labels != ignore_index`` or a part of it: an ignored
+    token in the mask counts in N_i, and its loss is 0. A sequence without counted tokens does not count as a sequence.
 
     With a ``group`` each of its ranks holds a part of every sequence (context parallelism): sequence i is the same on
     all ranks, though its tokens differ. Every sum over sequences then takes one more small collective, and so does the
@@ -30,7 +30,8 @@ class Sequences:
 
     Invalid bounds (out of order, or outside of the tokens) and invalid lengths (negative, or not finite) are a
     ValueError on CPUs. On GPUs nothing waits for their values: nothing outside of the tokens is read, and every result
-    is NaN. `check` (or ``Options(check=True)``) waits for the device, and raises there, too.
+    is NaN. `check` (or ``Options(check=True)``) waits for the device, and raises there, too. It also raises for tokens
+    in the mask that belong to no sequence, and ``Options(check=True)`` for those whose label is ignored.
 
     Attributes:
         lengths: [B] fp32, N_i over the whole group.
@@ -92,7 +93,7 @@ class Sequences:
             if group is not None:  # invalid bounds on one rank have made the lengths NaN on all
                 self._invalid = lengths.isnan().any()
         if mask.device.type == "cpu" and not torch.compiler.is_compiling():
-            self.check()
+            self._expect_valid()
         self.lengths = self._poisoned(lengths.float())
         self.count = self._poisoned((self.lengths > 0).sum(dtype=torch.float32))
         self.ranks = group_size(group)
@@ -167,7 +168,15 @@ class Sequences:
         return cls(mask, ids.long(), order, offsets, **options)
 
     def check(self):
-        """Raise ValueError for invalid bounds or lengths. On GPUs this waits for the device."""
+        """Raise ValueError for invalid bounds or lengths, and for counted tokens that no sequence has.
+
+        Waits for a GPU. ``Options(check=True)`` calls it.
+        """
+        self._expect_valid()
+        if lost := int((self.mask & ~self._counted).sum()):
+            raise ValueError(f"every token in the mask must belong to a sequence, got {lost} that belong to none")
+
+    def _expect_valid(self):
         if self._invalid is None or not bool(self._invalid):
             return
         if self._bounds is not None and bool((self._bounds != self._offsets).any()):

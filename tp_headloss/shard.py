@@ -226,6 +226,7 @@ class VocabShard:
             vocab_size, group: as in `from_group`.
         """
         rank, world_size = _rank_and_size(group)
+        vocab_size = expect_int("vocab_size", vocab_size)
         if not hasattr(boundaries, "__iter__"):
             raise TypeError(f"boundaries must be a list of {world_size + 1} ids, got {boundaries!r}")
         boundaries = [expect_int("boundaries", boundary) for boundary in boundaries]

@@ -22,6 +22,21 @@ def expect_tensor(name: str, x, shape=None, device: torch.device | None = None):
         raise TypeError(f"{name} must be real, got {x.dtype}")
 
 
+def expect_dense(name: str, x: torch.Tensor):
+    """Raise TypeError for a sparse or nested tensor."""
+    if x.layout != torch.strided or x.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got {'a nested one' if x.is_nested else x.layout}")
+
+
+def refuse_transforms():
+    """Raise RuntimeError within a transform of torch.func; torch's own error would name neither."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "tp_headloss does not support transforms of torch.func (grad, vmap, jacrev, ..): use loss.backward() or "
+            "torch.autograd.grad"
+        )
+
+
 def expect_ids(name: str, x):
     """Raise TypeError unless x is a tensor of int64 or int32."""
     expect_tensor(name, x)

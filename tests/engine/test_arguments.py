@@ -14,6 +14,7 @@ from tp_headloss import (
     Distillation,
     Entropy,
     HeadLoss,
+    IdSets,
     Init,
     KLToReference,
     Linear,
@@ -33,6 +34,7 @@ from tp_headloss import (
     ZLoss,
     combine_metrics,
     log_probs,
+    losses,
     multi_token_targets,
     reduce_metrics,
     topk_log_probs,
@@ -181,7 +183,16 @@ def test_text_is_no_number_and_no_flag(name):
 
 
 SHARD = VocabShard(0, V, V)
+SETS = IdSets(torch.zeros(2, 3, 4).long())
 MODULES = {
+    "a lambda as a term": (lambda: HeadLoss([lambda stats: stats.lse]), r"wrap it, Term\('name', function\)"),
+    "a lambda as a metric": (lambda: HeadLoss(metrics=[lambda stats: {}]), r"wrap it, Metric\(function\)"),
+    "a list of inputs": (
+        lambda: HeadLoss()(torch.zeros(1, V), torch.zeros(1).long(), inputs=[1]), "inputs must be a dict of inputs by"),
+    "boundaries alone": (lambda: VocabShard.from_boundaries([0, V], None), "vocab_size must be an int, got None"),
+    "sets and a tensor": (lambda: IdSets.cat([SETS, torch.zeros(1)]), r"must be IdSets, got \['IdSets', 'Tensor'\]"),
+    "places of sets": (lambda: SETS.scatter(torch.ones(6).long()), "where must be bool, got torch.int64"),
+    "labels that are floats": (lambda: SETS.contains(torch.zeros(2, 3)), "labels must be int64 or int32"),
     "a vocabulary size for a shard": (lambda: VocabParallelHead(8, V), "shard must be a VocabShard, got int"),
     "an embedding alike": (lambda: VocabParallelEmbedding(8, V), "shard must be a VocabShard, got int"),
     "the shard first": (lambda: VocabParallelHead(SHARD, 8), "shard must be a VocabShard, got int"),
@@ -217,6 +228,7 @@ UNFIT = {
     "hidden states and weight must be": lambda: VocabParallelHead(8, SHARD)(torch.zeros(1, 9)),
     "labels are needed, got None": lambda: CausalLMLoss()(torch.zeros(4, V), None),
     "labels are needed, got None: without": lambda: log_probs(torch.zeros(4, V), None),
+    "for statistics alone, use vocab_statistics or linear": lambda: HeadLoss()(torch.zeros(4, V), None),
     "labels must be .*, unshifted, got a scalar": lambda: CausalLMLoss()(torch.zeros(V), torch.tensor(1)),
     "labels must be .*, got a scalar": lambda: multi_token_targets(torch.tensor(1), 1),
     "token_weight must have shape": lambda: CausalLMLoss()(
@@ -228,6 +240,17 @@ UNFIT = {
     "support must be one of": lambda: TopKDistillation(support=["tail"]),
     "importance_weight must be one of": lambda: KLToReference(0.1, importance_weight="new"),
     "want must be of": lambda: vocab_statistics(torch.zeros(1, V), want=[["entropy"]]),
+    "log_prob and target_logit are always there": lambda: vocab_statistics(torch.zeros(1, V), want=("log_prob",)),
+    r"labels must have shape \[2, 3\], got \[3\]": lambda: SETS.contains(torch.zeros(3).long()),
+    r"advantages must broadcast to the log-probs \[3, 3\] .* got \[3\]: a value per row is \[B, 1\]": lambda: (
+        losses.ppo_clip(torch.zeros(3, 3), old_log_prob=torch.zeros(3, 3), advantages=torch.ones(3))
+    ),
+    r"log-probs of another policy must broadcast .* got \[2, 3\]": lambda: losses.kl_estimate(
+        torch.zeros(3, 3), torch.zeros(2, 3)
+    ),
+    r"reference_chosen must have the shape \[2\] of chosen, got \[2, 1\]": lambda: losses.dpo(
+        *torch.zeros(2, 2), *torch.zeros(2, 2, 1)
+    ),
 }
 
 

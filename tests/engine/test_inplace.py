@@ -77,10 +77,12 @@ def test_inplace_without_fullgraph_runs_in_eager_and_is_right(call, device):
     torch._dynamo.reset()
 
 
-def test_inplace_is_refused_under_compile(device):
+@pytest.mark.parametrize("option", ["inplace", "check"])
+def test_what_needs_eager_is_refused_under_compile(option, device):
     x, labels = rows(device)
+    options = Options(**{option: True})
     compiled = torch.compile(
-        lambda t: vocab_statistics(t, labels, options=Options(inplace=True)).lse, fullgraph=True, backend="eager"
+        lambda t: vocab_statistics(t, labels, options=options).lse, fullgraph=True, backend="eager"
     )
-    with pytest.raises(Exception, match="inplace=True is for eager"):
+    with pytest.raises(Exception, match=f"{option}=True is for eager"):
         compiled(x)

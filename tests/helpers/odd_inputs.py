@@ -300,6 +300,17 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
         "sequences with bounds out of order or beyond the tokens, or lengths that cannot be (with `check=True`; without it everything is NaN on GPUs)": {
             **{f"bounds {bounds}": refused("ValueError: cu_seqlens must be ascending in [0, 4]", lambda here, bounds=bounds: Sequences.from_cu_seqlens(torch.tensor(bounds, device=here.x.device), here.labels >= 0).check()) for bounds in ((0, 2, 9), (-1, 4), (0, 3, 2))},
         },
+        "tokens in the mask of sequences that belong to no sequence, or whose label is ignored (with `check=True`; without it the former are left out, the latter count in lengths with a loss of 0)": {
+            "counted tokens of no sequence": refused("ValueError: every token in the mask must belong to a sequence, got 2", lambda here: Sequences.from_cu_seqlens(torch.tensor([1, 3], device=here.x.device), here.to(ones > 0)).check()),
+            "counted tokens that are ignored": refused("ValueError: the mask of sequences must leave out tokens whose label is ignored (-100), got 1", with_head(reduction="seq-mean-token-mean", keywords={"labels": torch.tensor([1, 40, -100, 32]), "inputs": lambda here: {"sequences": Sequences.from_cu_seqlens(torch.tensor([0, 4], device=here.x.device), here.to(ones > 0))}}), options={"check": True}),
+        },
+        "sparse and nested logits": {
+            "sparse logits": refused("TypeError: logits must be a dense tensor, got torch.sparse_coo", lambda here: vocab_statistics(here.x.detach().to_sparse(), here.labels, shard=here.shard, options=here.options)),
+            "nested logits": refused("TypeError: logits must be a dense tensor, got a nested one", lambda here: vocab_statistics(torch.nested.nested_tensor([here.x.detach()], layout=torch.jagged), here.labels, shard=here.shard, options=here.options), local=True),
+        },
+        "transforms of torch.func": {
+            "torch.func.grad": refused("RuntimeError: tp_headloss does not support transforms of torch.func", lambda here: torch.func.grad(lambda x: vocab_statistics(x, here.labels, shard=here.shard, options=here.options).lse.sum())(here.x.detach())),
+        },
         "a second derivative: `create_graph=True` and a penalty, hessian, hvp": {
             "a gradient penalty": refused("RuntimeError: tp_headloss has first derivatives only", lambda here: torch.autograd.grad(torch.autograd.grad(vocab_statistics(here.x, here.labels, shard=here.shard, options=here.options).log_prob.sum(), here.x, create_graph=True)[0].square().sum(), here.x)),
         },

@@ -13,7 +13,7 @@ from ..id_sets import IdSets
 from ..sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..shard import VocabShard
 from ..statistics import AT_IDS
-from ..validation import expect_ids, expect_instance, expect_scalar, expect_tensor, fits_fp32, swap_hint
+from ..validation import expect_ids, expect_scalar, expect_tensor, fits_fp32, swap_hint
 from .definition import HeadLossDefinition
 from .evaluation import StatisticsFunction
 
@@ -61,7 +61,8 @@ def check_call(
 
 def local_arguments(shard: VocabShard, labels, token_weight, transform, inputs, hidden_grad: str = "all_reduce"):
     """Replace DTensors among the arguments by this rank's part of them. hidden_grad: of a linear head."""
-    expect_instance("inputs", inputs, Mapping)
+    if inputs is not None and not isinstance(inputs, Mapping):
+        raise TypeError(f"inputs must be a dict of inputs by name, or None, got {type(inputs).__name__}")
     inputs = {name: local_part(x, shard, hidden_grad) for name, x in (inputs or {}).items()}
     return local_part(labels, shard), local_part(token_weight, shard), local_part(transform, shard), inputs
 
@@ -81,7 +82,10 @@ def expect_labels(labels, x, token_weight):
     x: logits or hidden states.
     """
     if labels is None:
-        raise ValueError("labels are needed, got None: without them, use vocab_statistics")
+        raise ValueError(
+            "labels are needed, got None: they say which tokens count, also where no term uses a label's log-prob (any "
+            "id will do); for statistics alone, use vocab_statistics or linear_vocab_statistics"
+        )
     if hint := swap_hint(x, labels):
         raise TypeError(f"labels must be int64 or int32, got {labels.dtype}{hint}")
     expect_ids("labels", labels)
@@ -123,6 +127,11 @@ def _checked_sequences(definition: HeadLossDefinition, inputs, labels) -> Sequen
         raise ValueError(f"sequences must be of tokens {list(labels.shape)}, got {list(sequences.mask.shape)}")
     if definition.options is not None and definition.options.check:
         sequences.check()
+        if ignored := int((sequences.mask & (labels == definition.ignore_index)).sum()):
+            raise ValueError(
+                f"the mask of sequences must leave out tokens whose label is ignored ({definition.ignore_index}), "
+                f"got {ignored} of them in it"
+            )
     return sequences
 
 

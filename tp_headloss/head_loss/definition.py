@@ -156,6 +156,8 @@ def _expect_all(name: str, given, kinds) -> tuple:
     for part in given:
         if not isinstance(part, kinds):
             hint = f": call it, {part.__name__}(..)" if callable(part) and hasattr(part, "__name__") else ""
+            if getattr(part, "__name__", "") == "<lambda>":
+                hint = ": wrap it, Term('name', function)" if kinds is Term else ": wrap it, Metric(function)"
             raise TypeError(f"{name} must be {expected}, got {_readable(part)}{hint}")
     return given
 

@@ -51,7 +51,7 @@ class HeadLoss(nn.Module):
         reduction: "mean" divides every term by the number of valid tokens, or by the sum of the token weights and of
             the labels' class weights where there are any; "sum" divides by nothing; "none" returns a loss per token.
             The reductions of `Sequences.aggregate` ("seq-mean-token-mean", ...) weigh tokens by their sequence and need
-            the input "sequences". A denominator that the caller passes replaces all of these. Zero valid tokens, or a
+            the input "sequences". A denominator that the caller passes replaces those of means. Zero valid tokens, or a
             zero denominator, give 0 and zero gradient.
         ignore_index: label of tokens that have no loss and no gradient.
         options: as in `vocab_statistics`.

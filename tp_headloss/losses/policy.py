@@ -13,7 +13,7 @@ import math
 import torch
 
 from ..validation import expect_pair
-from .ratio import LOG_RATIO_CLAMP, bounded, log_ratio, scaled
+from .ratio import LOG_RATIO_CLAMP, bounded, expect_broadcast, log_ratio, scaled
 
 CLIP = (0.2, 0.2)
 
@@ -37,12 +37,14 @@ def reinforce(log_prob: torch.Tensor, *, advantages: torch.Tensor) -> torch.Tens
     Source:
         REINFORCE (Williams 1992), GPG (arXiv:2504.02546).
     """
+    expect_broadcast("advantages", advantages, log_prob)
     return -scaled(advantages, log_prob)
 
 
 def clipped_objective(ratio, advantages, clip, dual_clip):
     """-min(r A, clip(r) A) [..] for the ratio r of a token or a sequence, as in `ppo_clip`."""
     expect_pair("clip", clip)
+    expect_broadcast("advantages", advantages, ratio)
     low, high = 1 - clip[0], 1 + clip[1]
     if not 0 <= low <= 1 <= high:
         raise ValueError(f"clip must be (low, high) with 0 <= low <= 1 and high >= 0, got {clip}")

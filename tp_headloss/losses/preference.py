@@ -15,6 +15,14 @@ from torch.nn.functional import logsigmoid
 from .ratio import bounded
 
 
+def _expect_pairs(**log_probs: torch.Tensor):
+    """Raise ValueError unless all have the shape of the first."""
+    (first, of), *others = log_probs.items()
+    for name, x in others:
+        if x.shape != of.shape:
+            raise ValueError(f"{name} must have the shape {list(of.shape)} of {first}, got {list(x.shape)}")
+
+
 def dpo(
     chosen: torch.Tensor,
     rejected: torch.Tensor,
@@ -43,6 +51,9 @@ def dpo(
     Source:
         DPO (arXiv:2305.18290).
     """
+    _expect_pairs(
+        chosen=chosen, rejected=rejected, reference_chosen=reference_chosen, reference_rejected=reference_rejected
+    )
     h = beta * ((chosen - rejected) - (reference_chosen - reference_rejected))
     if not label_smoothing:  # 0 times infinity would be NaN
         return -logsigmoid(h)
@@ -98,6 +109,7 @@ def simpo(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float = 2.0, ma
     Source:
         SimPO (arXiv:2405.14734).
     """
+    _expect_pairs(chosen=chosen, rejected=rejected)
     return -logsigmoid(beta * (chosen - rejected) - margin)
 
 
@@ -129,6 +141,7 @@ def orpo(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     Source:
         ORPO (arXiv:2403.07691).
     """
+    _expect_pairs(chosen=chosen, rejected=rejected)
     return -logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 

@@ -32,6 +32,20 @@ def bounded(x: torch.Tensor, low: float = -math.inf, high: float = math.inf) -> 
     return _Bounded.apply(x, low, high)
 
 
+def expect_broadcast(name: str, x: torch.Tensor, log_prob: torch.Tensor):
+    """Raise ValueError unless x is a scalar or broadcasts to log_prob [..] with as many dimensions, as the inputs of a
+    `HeadLoss` do: [B] beside [B, S] would be one value per column."""
+    if not isinstance(x, torch.Tensor) or x.dim() == 0:
+        return
+    fits = x.dim() == log_prob.dim() and all(a in (1, b) for a, b in zip(x.shape, log_prob.shape))
+    if not fits:
+        shape = list(log_prob.shape)
+        raise ValueError(
+            f"{name} must broadcast to the log-probs {shape} with as many dimensions, got {list(x.shape)}: a value per "
+            "row is [B, 1]"
+        )
+
+
 def log_ratio(log_prob: torch.Tensor, other: torch.Tensor, clamp: float | None = LOG_RATIO_CLAMP) -> torch.Tensor:
     """Return log_prob - other, clamped to +-clamp with zero gradient beyond; NaN stays NaN.
 
@@ -43,12 +57,13 @@ def log_ratio(log_prob: torch.Tensor, other: torch.Tensor, clamp: float | None =
         [..] fp32.
 
     Raises:
-        ValueError: a clamp that is not positive.
+        ValueError: a clamp that is not positive, or `other` of another shape.
 
     Examples:
         >>> losses.log_ratio(torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -90.0]))
         tensor([ 0.5000, 20.0000])
     """
+    expect_broadcast("the log-probs of another policy", other, log_prob)
     if clamp is not None and not clamp > 0:
         raise ValueError(f"a clamp must be a positive number or None, got {clamp}")
     limit = math.inf if clamp is None else clamp
@@ -57,6 +72,7 @@ def log_ratio(log_prob: torch.Tensor, other: torch.Tensor, clamp: float | None =
 
 def scaled(factor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return factor * values [..], where 0 times an infinity is 0; NaN stays NaN."""
+    expect_broadcast("a factor", factor, values)
     return torch.where((factor == 0) & values.isinf(), 0.0, factor * values)
 
 
