@@ -246,7 +246,7 @@ UNFIT = {
         losses.ppo_clip(torch.zeros(3, 3), old_log_prob=torch.zeros(3, 3), advantages=torch.ones(3))
     ),
     r"log-probs of another policy must broadcast .* got \[2, 3\]": lambda: losses.kl_estimate(
-        torch.zeros(3, 3), torch.zeros(2, 3)
+        torch.zeros(3, 3), reference_log_prob=torch.zeros(2, 3)
     ),
     r"reference_chosen must have the shape \[2\] of chosen, got \[2, 1\]": lambda: losses.dpo(
         *torch.zeros(2, 2), *torch.zeros(2, 2, 1)

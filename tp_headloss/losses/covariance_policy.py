@@ -45,7 +45,7 @@ def clip_cov(
 
     Args:
         log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or a shape that broadcasts to it; constants.
+        advantages: [..], or with sizes of 1 that broadcast to it; constants.
         old_log_prob: [..] of the policy that sampled the tokens; a constant.
         mask: bool [..], the valid tokens.
         noise: [..] uniform in [0, 1), equal on every rank that shares the vocabulary.
@@ -93,7 +93,7 @@ def kl_cov(
 
     Args:
         log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or a shape that broadcasts to it; constants.
+        advantages: [..], or with sizes of 1 that broadcast to it; constants.
         old_log_prob: [..] of the policy that sampled the tokens; a constant.
         mask: bool [..], the valid tokens.
         fraction: share of the valid tokens that are penalised.

@@ -1,6 +1,6 @@
 """Policy-gradient objectives of single tokens: log-probs and advantages -> per-token loss [..] fp32.
 
-Words: l = log_prob [..] of the policy being trained; A = advantages [..], constants of any shape that broadcasts;
+Words: l = log_prob [..] of the policy being trained; A = advantages [..], constants, of sizes that are its or 1;
 r = exp(l - old_log_prob), the importance ratio, whose logarithm is clamped to +-20 with zero gradient beyond.
 ``clip`` = (low, high) bounds the ratio to [1 - low, 1 + high]; unequal bounds are DAPO's (arXiv:2503.14476). A ratio on
 the bound still passes its gradient. Nothing is masked or averaged.
@@ -23,7 +23,7 @@ def reinforce(log_prob: torch.Tensor, *, advantages: torch.Tensor) -> torch.Tens
 
     Args:
         log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or a shape that broadcasts to it; constants.
+        advantages: [..], or with sizes of 1 that broadcast to it; constants.
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
@@ -69,7 +69,7 @@ def ppo_clip(
 
     Args:
         log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or a shape that broadcasts to it; constants.
+        advantages: [..], or with sizes of 1 that broadcast to it; constants.
         old_log_prob: [..] of the policy that sampled the tokens; a constant.
         clip: (low, high); r is bounded to [1 - low, 1 + high].
         dual_clip: c >= 1 + high bounds the loss to -c A where A < 0 (arXiv:1912.09729; verl's default is 3). This is
@@ -106,7 +106,7 @@ def cispo(
 
     Args:
         log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or a shape that broadcasts to it; constants.
+        advantages: [..], or with sizes of 1 that broadcast to it; constants.
         old_log_prob: [..] of the policy that sampled the tokens; a constant.
         clip: (low, high).
         convention: meaning of ``clip``. "offset" (verl, NeMo-RL): r in [1 - low, 1 + high]. "bound" (Liger, TRL): r
@@ -149,7 +149,7 @@ def sapo(
 
     Args:
         log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or a shape that broadcasts to it; constants.
+        advantages: [..], or with sizes of 1 that broadcast to it; constants.
         old_log_prob: [..] of the policy that sampled the tokens; a constant.
         temperatures: tau where A > 0, and elsewhere. At r = 1 the gradient equals REINFORCE's.
 

@@ -60,7 +60,7 @@ def gspo(
 
     Args:
         log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or a shape that broadcasts to it; constants.
+        advantages: [..], or with sizes of 1 that broadcast to it; constants.
         old_log_prob: [..] of the policy that sampled the tokens; a constant.
         sequences: `Sequences` of the tokens.
         clip, dual_clip: as in `ppo_clip`.
@@ -75,7 +75,7 @@ def gspo(
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
         >>> advantages = torch.tensor([1.0, 1.0, -1.0])
         >>> sequences = Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool))
-        >>> losses.gspo(l[None], advantages=advantages, old_log_prob=old[None], sequences=sequences)
+        >>> losses.gspo(l[None], advantages=advantages[None], old_log_prob=old[None], sequences=sequences)
         tensor([[-1., -1.,  1.]])
 
     Source:
@@ -98,7 +98,7 @@ def gspo_length_weighted(
 
     Args:
         log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or a shape that broadcasts to it; constants.
+        advantages: [..], or with sizes of 1 that broadcast to it; constants.
         old_log_prob: [..] of the policy that sampled the tokens; a constant.
         sequences: `Sequences` of the tokens.
         clip: as in `ppo_clip`.
@@ -137,7 +137,7 @@ def gmpo(
 
     Args:
         log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or a shape that broadcasts to it; constants.
+        advantages: [..], or with sizes of 1 that broadcast to it; constants.
         old_log_prob: [..] of the policy that sampled the tokens; a constant.
         sequences: `Sequences` of the tokens.
         clip: (low, high) bounds log r to [-low, high], on the side where A would push it further.
@@ -179,7 +179,7 @@ def vespo(
 
     Args:
         log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or a shape that broadcasts to it; constants.
+        advantages: [..], or with sizes of 1 that broadcast to it; constants.
         old_log_prob: [..] of the policy that sampled the tokens; a constant.
         sequences: `Sequences` of the tokens.
         shape: (k, lambda) for A >= 0, and (k, lambda) for A < 0.
