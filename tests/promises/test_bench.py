@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from launcher import run_script
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tp_headloss import Options, VocabShard, comm, vocab_statistics
 
 SCRIPTS = Path(__file__).parents[2] / "scripts/bench"
 SMALL = ["--device", "cpu", "--tokens", "24", "--seconds", "0.001"]
@@ -18,6 +22,14 @@ def bench(monkeypatch):
     import bench
 
     return bench
+
+
+@pytest.fixture
+def scale(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import scale
+
+    return scale
 
 
 def rows_of(path):
@@ -143,3 +155,26 @@ def test_the_host_time_of_a_step_is_printed_beside_that_of_cross_entropy(tmp_pat
         assert report[threads]["ratio"] == pytest.approx(ours[1] / theirs[1])
         assert f"ratio {report[threads]['ratio']:.2f}" in out
     assert "6 steps of ours under cProfile" in out and "tottime" in out
+
+
+def test_the_volumes_of_the_scale_model_are_those_of_simulated_groups(scale, monkeypatch):
+    """In one process of a group whose collectives do nothing."""
+    sent, tokens = [], 16
+    monkeypatch.setattr(comm, "_all_gather", lambda out, x, group: sent.append(out.nbytes))
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: sent.append(x.nbytes))
+    for ranks in scale.RANKS:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        try:
+            shard = VocabShard.from_group(dist.group.WORLD, 8 * 128 * ranks)
+            for transport in ("gather", "sum"):
+                x, labels = torch.zeros(tokens, shard.width), torch.zeros(tokens).long()
+                vocab_statistics(x, labels, shard=shard, options=Options(transport=transport))
+        finally:
+            dist.destroy_process_group()
+        assert sent == [scale.gathered_bytes(ranks, tokens), scale.lane_bytes(tokens)], ranks
+        sent.clear()
+
+
+def test_the_table_of_the_scale_model_is_the_scripts(scale):
+    page = (Path(__file__).parents[2] / "docs/scale.md").read_text()
+    assert scale.table(8192, scale.SLOW) in page
