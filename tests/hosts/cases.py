@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import signal
 import subprocess
@@ -105,9 +106,16 @@ def _worst(results: list[dict]) -> dict:
 
 
 def relative_errors(ours: dict, theirs: dict) -> dict[str, float]:
-    """By name, of tensors of the same names: |ours - theirs| / |theirs|."""
+    """By name, of tensors of the same names: |ours - theirs| / |theirs|; inf for NaN, which a maximum may not see."""
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
-    return {n: float((ours[n].double() - theirs[n].double()).norm() / theirs[n].double().norm()) for n in theirs}
+
+    def error(a, b) -> float:
+        if not bool((a != b).any()):
+            return 0.0  # both may be 0; NaN is no equal of NaN
+        found = float((a.double() - b.double()).norm() / b.double().norm())
+        return math.inf if math.isnan(found) else found
+
+    return {name: error(ours[name], theirs[name]) for name in theirs}
 
 
 def compared(loss, grads, host_loss, host_grads, head: str) -> dict[str, float]:
