@@ -56,9 +56,9 @@ def mean_metrics(
         group: data- and context-parallel ranks, which hold other tokens; one small all-gather. None: this rank alone.
 
     Returns:
-        float64 scalars by name, equal on all ranks. A term is "loss/" and its name, divided by the count; a metric has
-        its own name and is divided by the count, or by "num_tokens" with sequences, which stays a sum. Names that begin
-        with "max_" and "min_" are extrema. Without valid tokens a mean is NaN.
+        float64 scalars by name, equal on all ranks. A term, without its weight, is "loss/" and its name, divided by the
+        count; a metric has its own name and is divided by the count, or by "num_tokens" with sequences, which stays a
+        sum. Names that begin with "max_" and "min_" are extrema. Without valid tokens a mean is NaN.
 
     Raises:
         TypeError, ValueError: no outputs, outputs of other names, or a group whose ranks share a vocabulary.
