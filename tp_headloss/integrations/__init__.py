@@ -11,6 +11,7 @@ import importlib.metadata
 SUPPORTED = {  # distribution -> (first, below), extra of this package
     "deepspeed": (("0.19.8", "0.20"), "deepspeed"),
     "megatron-core": (("0.16.1", "0.20"), "megatron"),
+    "nemo_automodel": (("0.7.0", "0.8"), "nemo-automodel"),
     "torchtitan": (("0.3.0", "0.4"), "torchtitan"),
     "transformers": (("5.17.0", "6"), "transformers"),
     "trl": (("1.16.0", "2"), "trl"),
