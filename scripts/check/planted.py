@@ -12,6 +12,7 @@ VALUES = "head_loss/value_gradients.py"
 GEMM, GRADIENT = "engine/gemm_triton.py", "engine/gradient_triton.py"
 MEGATRON = "integrations/megatron/head.py"
 VERL_ENGINE = "integrations/verl/engine.py"
+AUTOMODEL = "integrations/nemo_automodel.py"
 
 
 def statistic(name: str) -> tuple[str, str]:
@@ -340,6 +341,19 @@ GROUPS = {
         ("integrations/nemo_rl.py", "_next_tokens", "labels[:, : ids.shape[1] - 1] = ids[:, 1:]", "labels[:, : ids.shape[1]] = ids"),
         ("integrations/verl/functions.py", "_positive", "temperature.clamp(min=LOWEST_TEMPERATURE)", "temperature"),
         ("integrations/verl/functions.py", "logits_processor.process", "label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)", "pass"),
+    ],
+    "test_nemo_automodel": [
+        (AUTOMODEL, "LogitsLoss.forward", "labels.masked_fill(mask.to(labels.device).view(labels.shape) == 0, self.ignore_index)", "labels"),
+        (AUTOMODEL, "FusedHeadLoss.forward", "Replicate() if p.is_shard(hidden_states.dim() - 2) else p", "p"),
+        (AUTOMODEL, "FusedHeadLoss.__init__", "Transform(softcap=logit_softcapping) if logit_softcapping else None", "None"),
+        (AUTOMODEL, "DistillationLoss.__init__", "temperature_squared=temperature != 1", "temperature_squared=False"),
+        (AUTOMODEL, "DistillationLoss.forward", "torch.where(ignored, self.head_loss.ignore_index, 0)", "labels"),
+        (AUTOMODEL, "_gathered_but_for_tp", "grad / others", "grad"),
+        (AUTOMODEL, "_gathered_but_for_tp", 'rows if name == "tp" else Partial()', 'rows if name == "tp" else Replicate()'),
+        (AUTOMODEL, "_options", "1 if num_label_tokens is None else num_label_tokens", "1"),
+        (AUTOMODEL, "_options", "_shaped(loss_weights.to(torch.float32), x)", "None"),
+        (AUTOMODEL, "_labels", "labels.masked_fill(labels == IGNORED_LABEL, ignore_index)", "labels"),
+        (AUTOMODEL, "_shard", "logits.shape[-1] * tp_group.size()", "logits.shape[-1]"),
     ],
     "test_verl_engine": [
         (VERL_ENGINE, "HeadLossEngine._lm_head_logits_processor", "temperature.clamp(min=LOWEST_TEMPERATURE)", "temperature"),

@@ -1,5 +1,5 @@
 """NeMo-Automodel's own losses and ours, of one small model, tensor parallel on two ranks as its plans lay it out, and
-called as its recipes call them (`calculate_loss`)."""
+called as its recipes call them (`calculate_loss`); with FSDP on four."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from nemo_automodel.recipes._typed_config import RecipeConfig
 from pages import marked_block, section
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -49,7 +50,7 @@ class Model(nn.Module):
         return self.lm_head(hidden), hidden
 
 
-def build(tp: str, seed=0, dtype=torch.float32) -> Model:
+def build(tp: str, mesh=None, seed=0, dtype=torch.float32) -> Model:
     """Always with the same numbers; tp "" unsharded, "plain", or "sp" with sequence parallelism before the head."""
     torch.manual_seed(seed)
     model = Model().to(dtype)
@@ -60,7 +61,7 @@ def build(tp: str, seed=0, dtype=torch.float32) -> Model:
     if tp == "sp":
         rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
         plan |= {"layer": rows, "norm": SequenceParallel()}
-    return parallelize_module(model, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), plan)
+    return parallelize_module(model, mesh or init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), plan)
 
 
 def gradients(model) -> dict:
@@ -72,10 +73,9 @@ def step(loss_fn, tp="plain", targets=labels, dtype=torch.float32, change=lambda
     """What a recipe does of a micro-batch -> loss, gradients by name, whole."""
     model = build(tp, dtype=dtype)
     logits, hidden = model(ids)
-    group = None
     found = calculate_loss(
         loss_fn, logits=change(logits), labels=targets.clone(), model=model, hidden_states=hidden,
-        grad_reduce_group=group, **{"num_label_tokens": COUNT, **arguments},
+        **{"num_label_tokens": COUNT, **arguments},
     )  # fmt: skip
     (3 * found.sum()).backward()  # the recipe scales it by the number of data-parallel ranks
     found = found.detach()
@@ -107,14 +107,14 @@ def logits(group, kind):
 
 
 def masked(group):
-    """calculate_loss has no mask, the class has."""
+    """Called alone: calculate_loss has no mask, and replaces the datasets' label before."""
     found = []
-    for loss_fn in (ours.LogitsLoss(), MaskedCrossEntropy()):
-        model, targets = build("plain"), labels.clone()
-        loss = loss_fn(model(ids)[0], targets, mask, COUNT)
+    for loss_fn in (ours.LogitsLoss(ignore_index=7), MaskedCrossEntropy(ignore_index=7)):
+        model, targets, keep = build("plain"), labels.clone(), mask.clone()
+        loss = loss_fn(model(ids)[0], targets, keep, COUNT)
         loss.backward()
         found += [loss.detach(), gradients(model)]
-        assert targets.equal(labels) == (type(loss_fn) is ours.LogitsLoss)  # theirs writes into them
+        assert targets.equal(labels) and keep.equal(mask)
     return compared(*found, "lm_head.weight")
 
 
@@ -176,6 +176,27 @@ def sharded_by_fsdp(group):
             grad_reduce_group=group,
         )  # fmt: skip
         loss.backward()
+        found += [loss.detach(), gradients(model)]
+    return compared(*found, "lm_head.weight")
+
+
+def fsdp_and_tp(group, reshard):
+    """On 2 x 2 ranks, FSDP's shards of the weight gathered by FSDP, as its strategy leaves them, or by the loss."""
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
+    mine = [mesh["dp"].get_local_rank()]
+    for loss_fn in (ours.FusedHeadLoss(), MaskedCrossEntropy()):
+        model = build("plain", mesh["tp"])
+        fully_shard(model.lm_head, mesh=mesh["dp"], reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh["dp"])
+        for module in (model, model.lm_head):
+            module.set_force_sum_reduction_for_comms(True)  # the only one that gloo has
+        logits, hidden = model(ids[mine])
+        assert model.lm_head.weight.device_mesh.ndim == 1 + reshard
+        loss = calculate_loss(
+            loss_fn, logits=logits, labels=labels[mine], model=model, hidden_states=hidden, num_label_tokens=COUNT,
+            grad_reduce_group=mesh["dp"].get_group(),
+        )  # fmt: skip
+        (2 * loss).backward()
         found += [loss.detach(), gradients(model)]
     return compared(*found, "lm_head.weight")
 
@@ -294,13 +315,13 @@ def names(group):
 
 def refusals(group):
     mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "tp"))
-    both = distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0), Replicate()])
+    both = distribute_tensor(torch.zeros(8, 4, requires_grad=True), mesh, [Shard(0), Shard(0)])
     x, y = torch.zeros(1, 2, 8), torch.zeros(1, 2, dtype=torch.int64)
     for call, message in {
         (lambda: ours.LogitsLoss(reduction="max")): "reduction must be 'sum', 'mean' or 'none', got 'max'",
         (lambda: ours.LogitsLoss(reduction="mean")(x, y, num_label_tokens=3)): "need reduction='sum', got 'mean'",
         (lambda: ours.FusedHeadLoss(reduction="none")(x, y, x[0], loss_weights=y)): "need reduction='sum', got 'none'",
-        (lambda: ours.FusedHeadLoss.materialize_lm_weight(both)): "sharded over 'tp' alone",
+        (lambda: ours.FusedHeadLoss.materialize_lm_weight(both)): "must have the 2 ranks",
         (lambda: ours.LogitsLoss()(x, y[:, :1])): "[1, 2]",
     }.items():
         try:
@@ -338,5 +359,7 @@ CASES = {
     "refusals": refusals,
 }
 
+FSDP = {"fsdp_and_tp-gathered": case(fsdp_and_tp, False), "fsdp_and_tp-resharded": case(fsdp_and_tp, True)}
+
 if __name__ == "__main__":
-    main(CASES)
+    main(FSDP if RANKS == 4 else CASES)

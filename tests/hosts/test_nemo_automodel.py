@@ -1,5 +1,5 @@
-"""With NeMo-Automodel itself: its losses and ours of one model, tensor parallel on two ranks
-(tests/hosts/nemo_automodel_cases.py)."""
+"""With NeMo-Automodel itself: its losses and ours of one model, tensor parallel on two ranks, and with
+FSDP on four (tests/hosts/nemo_automodel_cases.py)."""
 
 import pytest
 from cases import launch, python_of
@@ -17,18 +17,21 @@ KINDS = {
 SAME = [f"{loss}-{kind}" for loss, kinds in KINDS.items() for kind in kinds.split()]
 
 
+FSDP = ["fsdp_and_tp-gathered", "fsdp_and_tp-resharded"]
+
+
 def result(name: str) -> dict:
-    found = launch(HOST, "nemo_automodel_cases.py")[name]
+    found = launch(HOST, "nemo_automodel_cases.py", 4 if name in FSDP else 2)[name]
     assert "error" not in found, found["error"]
     return found
 
 
 def test_every_case_is_looked_at():
     others = {"nothing", "exact", "documented", "names", "refusals"}
-    assert set(launch(HOST, "nemo_automodel_cases.py")) == {*SAME, *others}
+    assert set(launch(HOST, "nemo_automodel_cases.py", 2)) == {*SAME, *others}
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", SAME + FSDP)
 def test_loss_and_all_gradients_are_nemo_automodels(name):
     found = result(name)
     assert found["loss"] < 1e-6 and found["grads"] < 1e-6 and found["mutant"] > 5e-3, found

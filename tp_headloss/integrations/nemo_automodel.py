@@ -3,8 +3,8 @@ logits or an output layer that stay sharded over "tp".
 
 None has the name of the loss that it replaces: NeMo-Automodel builds its own class for any class that is called
 MaskedCrossEntropy, TEParallelCrossEntropy, ChunkedCrossEntropy, FusedLinearCrossEntropy or KDLoss, wherever it is from.
-Losses are fp32 scalars, equal on all ranks of "tp", each label is masked as NeMo-Automodel's own losses do it, and no
-argument is written into. Unlike there, a mean over no tokens is 0, and a bad label makes its own loss NaN.
+Losses are fp32 and equal on all ranks of "tp", and no argument is written into. Unlike in NeMo-Automodel, a mean over
+no tokens is 0, and a bad label makes the loss NaN.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class LogitsLoss(MaskedCrossEntropy):
 
 
 class FusedHeadLoss(LinearCrossEntropy):
-    """A `HeadLoss` of hidden states and the output layer's weight in the place of FusedLinearCrossEntropy and
-    ChunkedCrossEntropy, which refuse a weight that is sharded over "tp".
+    """A `HeadLoss` of hidden states and the output layer's weight, without logits, in the place of
+    FusedLinearCrossEntropy and ChunkedCrossEntropy, which refuse a weight that is sharded over "tp".
 
-    The weight stays as "tp" shards it, and blocks of logits are of this rank's ids. As with FusedLinearCrossEntropy, a
-    bias of the output layer is not seen, nor what a model does to logits, except for a soft cap.
+    As with FusedLinearCrossEntropy, a bias of the output layer is not seen, nor what a model does to its logits, except
+    for a soft cap.
 
     Args:
         terms, ignore_index, reduction: as in `LogitsLoss`.
@@ -123,18 +123,12 @@ class FusedHeadLoss(LinearCrossEntropy):
                 mean of its gradients. FSDP reduces the gradient of a weight that it has gathered itself.
 
         Raises:
-            ValueError: a weight that FSDP and "tp" shard, both.
+            ValueError: a group whose size is not that of the mesh's other dimensions.
         """
-        names = (lm_weight.device_mesh.mesh_dim_names or ()) if is_dtensor(lm_weight) else ()
-        if "tp" not in names:
+        if not is_dtensor(lm_weight) or "tp" not in (lm_weight.device_mesh.mesh_dim_names or ()):
             return LinearCrossEntropy.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
-        others = [name for name in names if name != "tp" and lm_weight.device_mesh[name].size() > 1]
-        if others:
-            raise ValueError(
-                f"the output layer's weight must be sharded over 'tp' alone when the loss reads it, got a mesh of "
-                f"{names}: let FSDP keep it gathered after the forward (reshard_after_forward=False)"
-            )
-        return lm_weight
+        mesh = lm_weight.device_mesh
+        return lm_weight if mesh.ndim == 1 else _gathered_but_for_tp(lm_weight, mesh, grad_reduce_group)
 
     def forward(
         self,
@@ -218,6 +212,23 @@ class DistillationLoss(torch.nn.Module):
         return self.head_loss(
             student_logits, labels, shard=shard, denominator=num_batch_labels, inputs={"teacher": teacher}
         ).loss
+
+
+def _gathered_but_for_tp(weight, mesh, grad_reduce_group):
+    """Return a DTensor [V, H] on the dimension "tp" alone. Its gradient is the mean over the ranks of the others,
+    because a recipe multiplies the loss by their number."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    tp, names, others = mesh["tp"], mesh.mesh_dim_names, mesh.size() // mesh["tp"].size()
+    given = 1 if grad_reduce_group is None else grad_reduce_group.size()
+    rows = weight.placements[names.index("tp")]
+    whole = weight.redistribute(placements=[rows if name == "tp" else Replicate() for name in names])
+    local = whole.to_local(grad_placements=[rows if name == "tp" else Partial() for name in names])
+    if local.requires_grad:
+        if given != others:
+            raise ValueError(f"grad_reduce_group must have the {others} ranks of {names} without 'tp', got {given}")
+        local.register_hook(lambda grad: grad / others)
+    return DTensor.from_local(local, tp, [rows], run_check=False, shape=weight.shape, stride=weight.stride())
 
 
 def _head_loss(terms, ignore_index: int, reduction: str) -> HeadLoss:
