@@ -343,7 +343,7 @@ GROUPS = {
         ("integrations/verl/functions.py", "logits_processor.process", "label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)", "pass"),
     ],
     "test_nemo_automodel": [
-        (AUTOMODEL, "LogitsLoss.forward", "labels.masked_fill(mask.to(labels.device).view(labels.shape) == 0, self.ignore_index)", "labels"),
+        (AUTOMODEL, "LogitsLoss.forward", "labels.masked_fill(_shaped(mask, logits) == 0, self.ignore_index)", "labels"),
         (AUTOMODEL, "FusedHeadLoss.forward", "Replicate() if p.is_shard(hidden_states.dim() - 2) else p", "p"),
         (AUTOMODEL, "FusedHeadLoss.__init__", "Transform(softcap=logit_softcapping) if logit_softcapping else None", "None"),
         (AUTOMODEL, "DistillationLoss.__init__", "temperature_squared=temperature != 1", "temperature_squared=False"),
@@ -352,6 +352,7 @@ GROUPS = {
         (AUTOMODEL, "_gathered_but_for_tp", 'rows if name == "tp" else Partial()', 'rows if name == "tp" else Replicate()'),
         (AUTOMODEL, "_options", "1 if num_label_tokens is None else num_label_tokens", "1"),
         (AUTOMODEL, "_options", "_shaped(loss_weights.to(torch.float32), x)", "None"),
+        (AUTOMODEL, "_shaped", "per_token.dim() == 1 and per_token.numel() == lead.numel()", "per_token.numel() == lead.numel()"),
         (AUTOMODEL, "_labels", "labels.masked_fill(labels == IGNORED_LABEL, ignore_index)", "labels"),
         (AUTOMODEL, "_shard", "logits.shape[-1] * tp_group.size()", "logits.shape[-1]"),
     ],

@@ -3,10 +3,12 @@ called as its recipes call them (`calculate_loss`); with FSDP on four."""
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from pathlib import Path
 
+os.environ["TRITON_INTERPRET"] = "1"  # for TEParallelCrossEntropy, before Triton is imported
 import torch
 import torch.distributed as dist
 from cases import RANKS, compared, main, relative_errors
@@ -16,6 +18,7 @@ from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
 from nemo_automodel.components.loss.kd_loss import KDLoss
 from nemo_automodel.components.loss.masked_ce import MaskedCrossEntropy
 from nemo_automodel.components.loss.mtp import calculate_mtp_loss
+from nemo_automodel.components.loss.te_parallel_ce import TEParallelCrossEntropy
 from nemo_automodel.components.loss.utils import calculate_loss
 from nemo_automodel.recipes._typed_config import RecipeConfig
 from pages import marked_block, section
@@ -126,6 +129,18 @@ def group_of_plain_logits(group):
     (loss + host).backward()
     grad = whole.grad[..., 32 * dist.get_rank() :][..., :32]
     return compared(loss.detach(), {"x": mine.grad}, host.detach(), {"x": grad}, "x")
+
+
+def transformer_engine(group):
+    """Beside Transformer Engine's kernels, which write into the logits."""
+    x = torch.randn(2, 16, 2 * 105, generator=torch.Generator().manual_seed(1))
+    mesh, found = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)), []
+    for loss_fn in (ours.LogitsLoss(), TEParallelCrossEntropy()):
+        leaf = distribute_tensor(x, mesh, [Shard(2)]).requires_grad_()
+        loss = calculate_loss(loss_fn, logits=1 * leaf, labels=labels.clamp(max=209), num_label_tokens=COUNT)
+        loss.backward()
+        found += [loss.detach(), {"x": leaf.grad.full_tensor()}]
+    return compared(*found, "x")
 
 
 def nothing(group):
@@ -322,7 +337,8 @@ def refusals(group):
         (lambda: ours.LogitsLoss(reduction="mean")(x, y, num_label_tokens=3)): "need reduction='sum', got 'mean'",
         (lambda: ours.FusedHeadLoss(reduction="none")(x, y, x[0], loss_weights=y)): "need reduction='sum', got 'none'",
         (lambda: ours.FusedHeadLoss.materialize_lm_weight(both)): "must have the 2 ranks",
-        (lambda: ours.LogitsLoss()(x, y[:, :1])): "[1, 2]",
+        (lambda: ours.LogitsLoss()(x, y[:, :1])): "must have shape [1, 2], got [1, 1]",
+        (lambda: ours.LogitsLoss()(x, y.t())): "must have shape [1, 2], got [2, 1]",
     }.items():
         try:
             call()
@@ -348,6 +364,7 @@ CASES = {
     **{f"mtp-{kind}": case(multi_token, kind) for kind in ("logits", "fused")},
     "logits-mask": masked,
     "logits-group": group_of_plain_logits,
+    "logits-TE": transformer_engine,
     "fused-softcap": softcap,
     "fused-packed": packed,
     "fused-fsdp": sharded_by_fsdp,

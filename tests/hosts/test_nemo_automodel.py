@@ -9,7 +9,7 @@ pytestmark = [
     pytest.mark.skipif(not python_of(HOST).exists(), reason=f"no .hosts/{HOST}: bash scripts/hosts.sh {HOST}"),
 ]
 KINDS = {
-    "logits": "sum weights mean none undivided ignore_index datasets_label mask group",
+    "logits": "sum weights mean none undivided ignore_index datasets_label mask group TE",
     "fused": "unsharded plain sp weights mean none ignore_index softcap packed fsdp",
     "kd": "mean count temperature labels_outside ignore_index unsharded teacher_plain group",
     "mtp": "logits fused",

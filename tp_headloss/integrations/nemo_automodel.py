@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..dtensor import is_dtensor
 from ..head_loss import Distillation, HeadLoss, Term
@@ -70,17 +71,17 @@ class LogitsLoss(MaskedCrossEntropy):
 
         Args:
             logits: [B, S, V] sharded on V over "tp", as a DTensor, plain [B, S, V/P] of tp_group, or [B, S, V] whole.
-            labels: [B, S] replicated, shifted already.
-            mask: [B, S], 0 for tokens that have no loss.
+            labels: [B, S] or [B S], replicated, shifted already.
+            mask: as labels, 0 for tokens that have no loss.
             num_label_tokens: divides the sum; the valid tokens of the global batch.
-            loss_weights: [B, S] factors of the tokens' losses in the sum.
+            loss_weights: as labels, factors of the tokens' losses in the sum.
 
         Raises:
             ValueError: num_label_tokens or loss_weights with another reduction than "sum"; as `HeadLoss`.
         """
         labels = _labels(labels, logits, self.ignore_index)
         if mask is not None:
-            labels = labels.masked_fill(mask.to(labels.device).view(labels.shape) == 0, self.ignore_index)
+            labels = labels.masked_fill(_shaped(mask, logits) == 0, self.ignore_index)
         options = _options(self.reduction, logits, num_label_tokens, loss_weights)
         loss = self.head_loss(logits, labels, shard=_shard(logits, self.tp_group), **options).loss
         return loss if loss.dim() == 0 else loss.flatten()
@@ -143,7 +144,7 @@ class FusedHeadLoss(LinearCrossEntropy):
 
         Args:
             hidden_states: [B, S, H] replicated over "tp"; as a DTensor, it may also be sharded on S.
-            labels: [B, S] replicated, shifted already.
+            labels: [B, S] or [B S], replicated, shifted already.
             lm_weight: [V, H] sharded on V over "tp", as a DTensor, or the whole plain weight.
             grad_reduce_group: as in `materialize_lm_weight`.
             num_label_tokens, loss_weights: as in `LogitsLoss`.
@@ -153,8 +154,6 @@ class FusedHeadLoss(LinearCrossEntropy):
         """
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
         if is_dtensor(hidden_states) and any(p.is_shard(hidden_states.dim() - 2) for p in hidden_states.placements):
-            from torch.distributed.tensor import Replicate
-
             whole = [Replicate() if p.is_shard(hidden_states.dim() - 2) else p for p in hidden_states.placements]
             hidden_states = hidden_states.redistribute(placements=whole)
         labels = _labels(labels, hidden_states, self.ignore_index)
@@ -201,7 +200,7 @@ class DistillationLoss(torch.nn.Module):
         Args:
             student_logits, teacher_logits: [B, S, V] as in `LogitsLoss`; a teacher's may be plain, this rank's columns,
                 beside a DTensor of the student.
-            labels: [B, S] replicated.
+            labels: [B, S] or [B S], replicated.
             num_batch_labels: divides the sum; None: the mean over the valid tokens.
         """
         ignored = _shaped(labels, student_logits) == self.ignore_index
@@ -217,8 +216,6 @@ class DistillationLoss(torch.nn.Module):
 def _gathered_but_for_tp(weight, mesh, grad_reduce_group):
     """Return a DTensor [V, H] on the dimension "tp" alone. Its gradient is the mean over the ranks of the others,
     because a recipe multiplies the loss by their number."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
     tp, names, others = mesh["tp"], mesh.mesh_dim_names, mesh.size() // mesh["tp"].size()
     given = 1 if grad_reduce_group is None else grad_reduce_group.size()
     rows = weight.placements[names.index("tp")]
@@ -250,10 +247,10 @@ def _options(reduction: str, x: torch.Tensor, num_label_tokens, loss_weights) ->
 
 
 def _shaped(per_token: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Values per token on the device and in the leading shape of x [.., width], where their numbers are equal: packed
-    sequences have hidden states [1, T, H] and labels [T]."""
-    per_token = per_token.to(x.device)
-    return per_token.view(x.shape[:-1]) if per_token.numel() == x.shape[:-1].numel() else per_token
+    """Return values per token on the device of x [.., width], in its leading shape if they are flat: packed sequences
+    have hidden states [1, T, H] and labels [T]."""
+    per_token, lead = per_token.to(x.device), x.shape[:-1]
+    return per_token.view(lead) if per_token.dim() == 1 and per_token.numel() == lead.numel() else per_token
 
 
 def _labels(labels: torch.Tensor, x: torch.Tensor, ignore_index: int) -> torch.Tensor:
