@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import torch.distributed as dist
 
 from . import statistics
 from .call_sets import check_sets, set_tensors, validate_sets
@@ -161,12 +160,11 @@ def _why_another_width(columns: int, shard: VocabShard) -> str:
     """A likely reason for logits that are not as wide as the shard."""
     if shard.world_size > 1 and columns in (shard.vocab_size, shard.padded_size):
         return " (these look like gathered logits)"
-    if shard.group is None and dist.is_initialized() and dist.get_world_size() > 1 and columns < shard.width:
-        return " (this shard knows no group: was it made before init_process_group, or without group=?)"
     if columns > shard.width:
         padded = columns * shard.world_size
         return f" (a padded vocabulary? VocabShard.from_group(group, {shard.vocab_size}, padded_size={padded}))"
-    return f" (is vocab_size={shard.vocab_size} right?)"
+    group = "; if these are one rank's, make the shard with its group, after init_process_group"
+    return f" (is vocab_size={shard.vocab_size} right?{group if shard.group is None else ''})"
 
 
 def _validate_teacher(teacher, transform, logits, want, options):
