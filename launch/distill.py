@@ -83,10 +83,11 @@ def parse() -> Namespace:
 
 def load_teacher(args: Namespace, ranks: parallel.Ranks, corpus: Corpus) -> Trainer:
     """The teacher with its vocabulary sharded over the ranks of this run, to be validated on the students' batches."""
-    config, state = checkpoint.load_model(Path(args.teacher) / "checkpoints")
+    folder = Path(args.teacher) / "checkpoints"
+    config = checkpoint.progress(folder)["config"]
     sizes = {name: config[name] for name in ("layers", "width", "heads")}
     teacher = Trainer(Namespace(**{**vars(args), **sizes}), ranks, corpus)
-    teacher.model.load_state_dict(state)
+    checkpoint.load(folder, teacher.model, None, ranks)
     return teacher
 
 
@@ -107,6 +108,8 @@ def head_of(teacher: Trainer, inputs: torch.Tensor) -> TeacherHead:
     """inputs [B, T] -> the teacher's hidden states [B, T, H] and head; its logits are never made as a whole."""
     with teacher.autocast:
         hidden = teacher.model(inputs.to(teacher.ranks.device))
+    if teacher.ranks.dp > 1:  # FSDP has the weight in one piece within its module's forward only
+        teacher.model.output.unshard()
     return TeacherHead(hidden, teacher.model.output.weight, temperature=teacher.args.temperature)
 
 
@@ -127,28 +130,28 @@ def online(teacher: Trainer) -> AddTeacher:
 def export(teacher: Trainer, path: Path) -> None:
     """Write the teacher's top k for each token of each training batch: [steps, batch, length] of ids and log-probs [k].
 
-    Called by all ranks; the first replica computes, rank 0 writes. The log-probs are at the KL's temperature and over
-    the whole vocabulary, so what is missing of 1 is the probability of all other ids."""
+    Called by all ranks: replicas compute the same, because each has a part of the weights, and rank 0 writes. The
+    log-probs are at the KL's temperature and over the whole vocabulary, so what is missing of 1 is the probability of
+    all other ids."""
     args, ranks = teacher.args, teacher.ranks
-    if ranks.dp_rank == 0:
-        part = path.with_name(path.name + ".part")
-        entries = np.dtype([("ids", np.int32, args.k), ("log_probs", np.float16, args.k)])
+    part = path.with_name(path.name + ".part")
+    entries = np.dtype([("ids", np.int32, args.k), ("log_probs", np.float16, args.k)])
+    if ranks.rank == 0:
+        file = np.lib.format.open_memmap(part, "w+", entries, (args.steps, args.batch, args.length))
+    compact = {"dtype": torch.float16, "ids_dtype": torch.int32}
+    for step in range(args.steps):
+        inputs, _ = teacher.corpus.batch("train", args.batch, args.seed, step)
+        with teacher.autocast:
+            tops = [
+                topk_log_probs(head_of(teacher, piece), args.k, shard=teacher.shard, **compact)
+                for piece in inputs.chunk(args.accumulate)
+            ]
         if ranks.rank == 0:
-            file = np.lib.format.open_memmap(part, "w+", entries, (args.steps, args.batch, args.length))
-        compact = {"dtype": torch.float16, "ids_dtype": torch.int32}
-        for step in range(args.steps):
-            inputs, _ = teacher.corpus.batch("train", args.batch, args.seed, step)
-            with teacher.autocast:
-                tops = [
-                    topk_log_probs(head_of(teacher, piece), args.k, shard=teacher.shard, **compact)
-                    for piece in inputs.chunk(args.accumulate)
-                ]
-            if ranks.rank == 0:
-                for name in entries.names:
-                    file[name][step] = torch.cat([getattr(top, name) for top in tops]).cpu()
-        if ranks.rank == 0:
-            file.flush()
-            os.replace(part, path)
+            for name in entries.names:
+                file[name][step] = torch.cat([getattr(top, name) for top in tops]).cpu()
+    if ranks.rank == 0:
+        file.flush()
+        os.replace(part, path)
     ranks.meet()
 
 
@@ -201,7 +204,7 @@ def main() -> None:
     if not args.overwrite:
         ranks.first(lambda: refuse_older_run(out.glob("*/metrics.jsonl")))
     with ranks.together():
-        config, _ = checkpoint.load_model(Path(args.teacher) / "checkpoints")
+        config = checkpoint.progress(Path(args.teacher) / "checkpoints")["config"]
     # What is no option here is as it was for the teacher: vocabulary, text, length, regularisation.
     args = Namespace(**{**config, **vars(args), "baseline": False})
     with ranks.together():

@@ -140,7 +140,9 @@ class Trainer:
         self.shard = VocabShard.from_group(ranks.tp_group, args.vocab, padded_size=padded)
         self.policy, self.reference = self._transformer(), self._transformer()
         self.sharded, self.replicated = self.policy.sharded_parameters(), self.policy.replicated_parameters()
-        self.optimizer = torch.optim.Adam([*self.sharded, *self.replicated], lr=args.lr, betas=(0.9, 0.95))
+        # In groups of one mesh each, or foreach kernels would meet DTensors of different meshes.
+        groups = [{"params": parameters} for parameters in (self.sharded, self.replicated)]
+        self.optimizer = torch.optim.Adam(groups, lr=args.lr, betas=(0.9, 0.95))
         self.rule = SamplingRule(top_k=args.top_k, top_p=args.top_p) if args.top_k or args.top_p else None
         self.replay = self.rule is not None and not args.no_replay
         over = {"over": "sets" if self.replay else "vocabulary"}
@@ -158,7 +160,10 @@ class Trainer:
     def _transformer(self):
         a, length = self.args, 2 * self.args.longest + 1  # prompt and answer, without the last id: it is never an input
         model = Transformer(self.shard, a.width, a.layers, a.heads, length, a.seed)
-        return model.to(self.ranks.device)
+        model.to(self.ranks.device)
+        if self.ranks.mesh is not None:
+            model.distribute(self.ranks.mesh)
+        return model
 
     @torch.no_grad()
     def generate(self, ids: torch.Tensor, first: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -230,10 +235,9 @@ class Trainer:
             denominator=self.samples // self.args.minibatches,  # sequences of all replicas
             inputs={**signals, "sequences": Sequences.from_mask(labels != IGNORE)},
         )
-        out.loss.backward()
+        (self.ranks.dp * out.loss).backward()  # FSDP averages over dp, but the losses of the ranks add up
         loss = out.loss.detach()
-        parallel.reduce_gradients(self.sharded, self.replicated, loss.view(1), self.ranks)
-        norm = parallel.clip_gradients(self.sharded, self.replicated, self.args.clip, self.ranks)
+        norm = parallel.clip_gradients(self.sharded, self.replicated, self.args.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return out._replace(loss=loss, stats=None), {"loss": loss, "max_grad_norm": norm}

@@ -1,12 +1,13 @@
 """A small decoder-only transformer whose vocabulary matrices hold only the rows of one shard."""
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from tp_headloss import Init, VocabParallelEmbedding, VocabParallelHead, VocabShard
-
-SHARDED = ("embedding.weight", "output.weight")  # parameters of `Transformer`; all others are replicated
 
 
 def rotary(length, size):
@@ -70,8 +71,21 @@ class Transformer(nn.Module):
             x = block(x, cos, sin)
         return self.norm(x)
 
+    def distribute(self, mesh) -> None:
+        """Make the vocabulary matrices DTensors over mesh["tp"], and cut all parameters over mesh["dp"] (FSDP2).
+
+        The gradients are then means over the data-parallel ranks. A dimension of one rank changes nothing."""
+        if mesh["tp"].size() > 1:
+            self.embedding.to_dtensor(mesh["tp"])
+            self.output.to_dtensor(mesh["tp"])
+        if mesh["dp"].size() > 1:
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing writes into it
+            for part in (self.embedding, *self.blocks, self.output, self):
+                fully_shard(part, mesh=mesh["dp"])
+            register_fsdp_forward_method(self.output, "statistics")
+
     def sharded_parameters(self):
-        return [self.get_parameter(name) for name in SHARDED]
+        return [self.embedding.weight, self.output.weight]
 
     def replicated_parameters(self):
         return [*self.blocks.parameters(), *self.norm.parameters()]

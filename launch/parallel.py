@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Ranks:
     tp: int = 1
     dp_group: dist.ProcessGroup | None = None
     tp_group: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None  # dimensions "dp" and "tp"; None in a single process
 
     def agree(self, tokens: int, stop: bool) -> tuple[int, bool]:
         """The token count over all data-parallel ranks, and whether any rank wants to stop. Host numbers, no GPU."""
@@ -76,15 +79,18 @@ class Ranks:
 
 
 def restarts() -> int:
-    """How often torchrun has started this job's processes again, because one of them had died."""
+    """How often this host's torchrun has started its processes again, because one of them had died."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-def job() -> str:
-    """A name of this job that its restarts share and no other job has."""
-    # With several hosts rank 0 may move to another one: there, the user's --rdzv-id is all that the job's ranks share.
-    agent = os.getppid() if os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else "hosts"
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID')} {agent}"
+def job() -> str | None:
+    """A name of this job that its restarts share and no other job has; None without torchrun's --rdzv-id or agent.
+
+    No count of restarts: hosts' counts differ, and one that has joined later may have rank 0."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run in (None, "none"):  # none: torchrun's default
+        return f"agent {os.getppid()}" if run and os.environ.get("GROUP_WORLD_SIZE", "1") == "1" else None
+    return run
 
 
 def start(tp: int, device: str) -> Ranks:
@@ -114,6 +120,7 @@ def start(tp: int, device: str) -> Ranks:
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     mesh = init_device_mesh(device, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    mesh._flatten()  # else a norm over both dimensions is reduced in two steps, not in one order for all ranks
     return Ranks(
         where,
         rank=dist.get_rank(),
@@ -124,34 +131,20 @@ def start(tp: int, device: str) -> Ranks:
         tp=tp,
         dp_group=mesh["dp"].get_group() if world // tp > 1 else None,
         tp_group=mesh["tp"].get_group() if tp > 1 else None,
+        mesh=mesh,
     )
 
 
-def reduce_gradients(sharded: list, replicated: list, sums: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Sum gradients, and the step's sums of metrics, over the data-parallel ranks: one buffer, one all-reduce."""
-    grads = [p.grad for p in (*sharded, *replicated)]
-    if ranks.world == 1:
-        return sums
-    flat = ranks.sum_over_data(torch.cat([x.float().flatten() for x in (*grads, sums)]))
-    if ranks.tp_group is not None:
-        # The replicas of a tensor-parallel group take its first rank's bits, or rounding would let them drift apart.
-        copies = flat[sum(p.numel() for p in sharded) : -sums.numel()]
-        dist.broadcast(copies, group_src=0, group=ranks.tp_group)
-    pieces = flat.split([x.numel() for x in (*grads, sums)])
-    torch._foreach_copy_(grads, [piece.view_as(x) for piece, x in zip(pieces, grads, strict=False)])
-    return pieces[-1]
+def clip_gradients(sharded: list, replicated: list, limit: float) -> torch.Tensor:
+    """Scale gradients to a global norm of at most `limit`; the norm counts each parameter of the full model once.
 
+    The parts of torch's clip_grad_norm_, because that refuses DTensors of different meshes in one call."""
 
-def clip_gradients(sharded: list, replicated: list, limit: float, ranks: Ranks) -> torch.Tensor:
-    """Scale gradients to a global norm of at most `limit`; the norm counts each parameter of the full model once."""
+    def norm(parameters):
+        total = get_total_norm([p.grad for p in parameters])
+        return total.full_tensor() if isinstance(total, DTensor) else total
 
-    def squared(parameters):
-        # In float64: torch's fp32 norm of a large tensor on CPU is good to 1e-6 only, and depends on the cut.
-        return sum(torch.linalg.vector_norm(p.grad, dtype=torch.float64).square() for p in parameters)
-
-    total = squared(sharded)
-    if ranks.tp_group is not None:
-        dist.all_reduce(total, group=ranks.tp_group)
-    norm = (total + squared(replicated)).sqrt().float()
-    torch._foreach_mul_([p.grad for p in (*sharded, *replicated)], (limit / (norm + 1e-6)).clamp(max=1.0))
-    return norm
+    total = torch.hypot(norm(sharded), norm(replicated))
+    for parameters in (sharded, replicated):
+        clip_grads_with_norm_(parameters, limit, total)
+    return total

@@ -3,9 +3,10 @@
 torchrun --standalone --nproc-per-node 2 launch/train.py --tp 2     # 2 shards; 4 processes: 2 replicas of 2 shards
 python launch/train.py --baseline                                   # the same run, unsharded, in plain torch
 
-Ctrl-C or SIGTERM: every rank finishes the step and saves; --resume goes on bit for bit. (torchrun ends its own process
-with a SignalException then, after the ranks have saved.) A rank that dies: torchrun --max-restarts N starts all of them
-again, and they go on from the newest checkpoint.
+Ctrl-C or SIGTERM: every rank finishes the step and saves; --resume goes on bit for bit, or with another --tp or number
+of replicas. (torchrun ends its own process with a SignalException then, after the ranks have saved.) A rank that dies:
+torchrun --max-restarts N starts all of them again, and they go on from the newest checkpoint. Several hosts:
+launch/slurm.sbatch.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from tp_headloss import CrossEntropy, VocabShard, ZLoss
 
 # Options that may differ between a run and its continuation.
 FREE = {"out", "data_cache", "corpus", "corpus_mb", "resume", "overwrite", "stop_after", "log_every", "validate_every"}
-FREE |= {"validation_batches", "checkpoint_every"}
+FREE |= {"validation_batches", "checkpoint_every", "tp"}
 
 
 def parse() -> argparse.Namespace:
@@ -66,7 +67,7 @@ def parse() -> argparse.Namespace:
     add("--validation-batches", type=positive_int, default=4)
     add("--checkpoint-every", type=positive_int, default=100)
     older = parser.add_mutually_exclusive_group()
-    older.add_argument("--resume", action="store_true", help="continue the run in --out, bit for bit")
+    older.add_argument("--resume", action="store_true", help="continue the run in --out, maybe with another --tp")
     older.add_argument("--overwrite", action="store_true", help="replace an older run in --out")
     add("--stop-after", type=positive_int, help="save and leave after this step, as if interrupted")
     args = parser.parse_args()
@@ -86,17 +87,20 @@ class Trainer:
         self.shard = VocabShard.from_group(ranks.tp_group, args.vocab, padded_size=padded)
         sizes = args.width, args.layers, args.heads, args.length, args.seed
         self.model = Transformer(self.shard, *sizes, plain=args.baseline).to(ranks.device)
+        if ranks.mesh is not None:
+            self.model.distribute(ranks.mesh)
         model, terms = self.model, [CrossEntropy(), ZLoss(args.z_weight)]
         if args.baseline:
             self.objective = plain_objective(model.output, args.vocab, args.z_weight)
         else:
             self.objective = sharded_objective(model.output, terms)
         self.sharded, self.replicated = model.sharded_parameters(), model.replicated_parameters()
-        parameters = [*self.sharded, *self.replicated]
+        # In groups of one mesh each, or foreach kernels would meet DTensors of different meshes.
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": [p for p in parameters if p.ndim > 1], "weight_decay": args.weight_decay},
-                {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+                {"params": self.sharded, "weight_decay": args.weight_decay},
+                {"params": [p for p in self.replicated if p.ndim > 1], "weight_decay": args.weight_decay},
+                {"params": [p for p in self.replicated if p.ndim <= 1], "weight_decay": 0.0},
             ],
             betas=(0.9, 0.95),
         )
@@ -132,10 +136,10 @@ class Trainer:
                 # The head is done when its backward hands over the gradient of hidden.
                 hidden.register_hook(lambda _, since=head_begin: heads.append((since, self.clock.now())))
                 loss, part = self.objective(hidden, labels, tokens, *more)
-            loss.backward()
+            (self.ranks.dp * loss).backward()  # FSDP averages over dp, but the losses of the ranks add up
             sums += part
-        sums = parallel.reduce_gradients(self.sharded, self.replicated, sums, self.ranks)
-        norm = parallel.clip_gradients(self.sharded, self.replicated, self.args.clip, self.ranks)
+        sums = self.ranks.sum_over_data(sums)
+        norm = parallel.clip_gradients(self.sharded, self.replicated, self.args.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         self.optimizer.step()
@@ -184,9 +188,9 @@ class Trainer:
 
 def continues(args, out: Path) -> bool:
     """Whether this run goes on from a checkpoint in its folder; refuses a new run where an older one is."""
-    # After a restart only a folder that this job itself has begun counts: it may have died before it replaced an
-    # older run.
-    if parallel.restarts() > 0 and checkpoint.begun_by(out / "checkpoints", parallel.job()):
+    # Without --resume only a folder that this job itself has begun counts: it may have died before it replaced an older
+    # run.
+    if checkpoint.begun_by(out / "checkpoints", parallel.job()):
         return checkpoint.exists(out / "checkpoints")
     if not args.resume and not args.overwrite:
         files = [out / name for name in ("checkpoints", "metrics.jsonl", "tensorboard")]
@@ -200,13 +204,11 @@ def train(args, ranks) -> None:
     corpus = data.load(ranks, args.data_cache, args.corpus, args.corpus_mb, args.vocab, args.length)
     trainer = Trainer(args, ranks, corpus)
     config = {k: v for k, v in vars(args).items() if k not in FREE}
-    config |= {"data": corpus.key, "replicas": ranks.dp, "device": ranks.device.type}
+    config |= {"data": corpus.key, "device": ranks.device.type}
     first, best = 0, float("inf")
     if resume:
-        state = checkpoint.load(out / "checkpoints", config, ranks)
-        trainer.model.load_state_dict(state["model"])
-        trainer.optimizer.load_state_dict(state["optimizer"])
-        first, best = state["step"], state["best"]
+        progress = checkpoint.load(out / "checkpoints", trainer.model, trainer.optimizer, ranks, config)
+        first, best = progress["step"], progress["best"]
     else:  # everything is checked: from here on an older run is replaced
         ranks.first(lambda: checkpoint.begin(out / "checkpoints", parallel.job()))
     with ranks.together():
@@ -257,12 +259,8 @@ def train(args, ranks) -> None:
 
 
 def save(out, step, trainer, best, config) -> None:
-    state = {
-        "model": checkpoint.of_rank(trainer.model.state_dict()),
-        "optimizer": trainer.optimizer.state_dict(),
-        "best": best,
-    }
-    checkpoint.save(out / "checkpoints", step, state, config, trainer.ranks)
+    progress = {"best": best, "config": config}
+    checkpoint.save(out / "checkpoints", step, trainer.model, trainer.optimizer, progress, trainer.ranks)
 
 
 def main() -> None:

@@ -3,7 +3,8 @@
     torchrun .. tests/helpers/killed.py [options of launch/train.py]
 
 On the first attempt rank 1, within step 9, while rank 0 waits for it; on the second rank 0, at step 18, when all files
-of a checkpoint are written and the one that names it as the newest is not.
+of a checkpoint are written and the one that names it as the newest is not. KILL_AGENT=1: the first only, with its
+torchrun, as if a host were lost.
 """
 
 import importlib
@@ -18,21 +19,24 @@ sys.path.insert(0, str(LAUNCH))
 checkpoint, parallel = importlib.import_module("checkpoint"), importlib.import_module("parallel")
 
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-reduce_gradients, replace, steps = parallel.reduce_gradients, os.replace, []
+clip_gradients, replace, steps = parallel.clip_gradients, os.replace, []
 
 
-def reduce_or_die(*args):
+def clip_or_die(*args):
     steps.append(None)
     if (attempt, rank, len(steps)) == (0, 1, 9):
+        if "KILL_AGENT" in os.environ:
+            os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
-    return reduce_gradients(*args)
+    return clip_gradients(*args)
 
 
 def replace_or_die(source, target):
-    if (attempt, rank) == (1, 0) and Path(target).name == "latest" and Path(source).read_text() == "step-00000018":
+    second = (attempt, rank) == (1, 0) and "KILL_AGENT" not in os.environ
+    if second and Path(target).name == "latest" and Path(source).read_text() == "step-00000018":
         os.kill(os.getpid(), signal.SIGKILL)
     replace(source, target)
 
 
-parallel.reduce_gradients, checkpoint.os.replace = reduce_or_die, replace_or_die
+parallel.clip_gradients, checkpoint.os.replace = clip_or_die, replace_or_die
 runpy.run_path(str(LAUNCH / "train.py"), run_name="__main__")

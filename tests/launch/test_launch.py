@@ -16,6 +16,8 @@ import torch
 from launcher import ROOT, run_script
 from ranks import on_ranks
 
+from tp_headloss import VocabParallelHead, VocabShard
+
 PROGRAMS = "train", "distill", "grpo", "megatron_pretrain"
 MAY_BE_ZERO = ["warmup", "seed", "weight_decay", "z_weight", "kl_weight", "entropy_weight", "kd_weight"]
 
@@ -99,29 +101,36 @@ def test_a_corpus_is_read_from_regular_files_and_no_further_than_needed(launch, 
     assert len(texts) == 39 - ("/dev/zero" in texts) and sum(map(len, texts)) == 10_000
 
 
+CONFIG = {"vocab": 5}
+
+
 def save_run(group, device, folder, step):
-    """Save a checkpoint of two tensor-parallel ranks, each with one row of the vocabulary's matrices."""
-    checkpoint, ranks = in_launch(group)
+    """Save a checkpoint whose weights are equal to its step."""
+    checkpoint, ranks, model, optimizer = in_launch(group)
     if step == 1:
         ranks.first(lambda: checkpoint.begin(folder, "job"))
-    model = dict.fromkeys(checkpoint.SHARDED, torch.tensor([float(ranks.rank)]))
-    checkpoint.save(folder, step, {"model": model}, {"vocab": 2}, ranks)
+    torch.nn.init.constant_(model.weight, float(step))
+    checkpoint.save(folder, step, model, optimizer, {"config": CONFIG}, ranks)
 
 
 def load_run(group, device, folder):
-    """The step of the newest checkpoint, or the message of the SystemExit."""
-    checkpoint, ranks = in_launch(group)
+    """The step of the newest checkpoint and a weight of it, or the message of the SystemExit."""
+    checkpoint, ranks, model, optimizer = in_launch(group)
     try:
-        return checkpoint.load(folder, {"vocab": 2}, ranks)["step"]
+        step = checkpoint.load(folder, model, optimizer, ranks, CONFIG)["step"]
+        return step, model.weight[0, 0].item()
     except SystemExit as error:
         return str(error)
 
 
 def in_launch(group):
+    """The module, the ranks, and a model with rows of a vocabulary of 5 on each of them, with its optimiser."""
     sys.path.insert(0, str(ROOT / "launch"))
     checkpoint, parallel = importlib.import_module("checkpoint"), importlib.import_module("parallel")
     rank, size = (group.rank(), group.size()) if group else (0, 1)
-    return checkpoint, parallel.Ranks(torch.device("cpu"), rank=rank, world=size, tp_rank=rank, tp=size)
+    model = VocabParallelHead(2, VocabShard.from_group(group, 5, padded_size=6))
+    ranks = parallel.Ranks(torch.device("cpu"), rank=rank, world=size, tp_rank=rank, tp=size)
+    return checkpoint, ranks, model, torch.optim.SGD(model.parameters(), lr=1.0)
 
 
 @pytest.fixture
@@ -129,8 +138,7 @@ def folder(launch, tmp_path):
     folder = tmp_path / "checkpoints"
     for step in (1, 2):
         on_ranks(2, save_run, folder, step)
-    assert on_ranks(2, load_run, folder) == [2, 2]
-    assert launch("checkpoint").load_model(folder)[1]["output.weight"].tolist() == [0.0, 1.0]
+    assert on_ranks(2, load_run, folder) == [(2, 2.0)] * 2 and load_run(None, None, folder) == (2, 2.0)
     return folder
 
 
@@ -145,15 +153,15 @@ DAMAGES = {  # name -> what is done to which file, and the file that the message
     "latest names nothing": ("latest", lambda path: path.write_text("step-00000001"), "latest"),
     "latest names itself": ("latest", lambda path: path.write_text("."), "latest"),
     "latest is not text": ("latest", lambda path: path.write_bytes(bytes(range(256))), "latest"),
-    "a file is empty": ("*/tp-1.pt", lambda path: path.write_bytes(b""), "tp-1.pt"),
-    "a file is cut": ("*/tp-1.pt", lambda path: os.truncate(path, path.stat().st_size // 2), "tp-1.pt"),
-    "a bit of a file": ("*/tp-1.pt", flip, "tp-1.pt"),
+    "a file is empty": ("*/__1_0.distcp", lambda path: path.write_bytes(b""), "__1_0.distcp"),
+    "a file is cut": ("*/__1_0.distcp", lambda path: os.truncate(path, path.stat().st_size // 2), "__1_0.distcp"),
+    "a bit of a file": ("*/__1_0.distcp", flip, "__1_0.distcp"),
     "a bit of the checksums": ("*/SHA256SUMS", flip, "SHA256SUMS"),
     "no checksums": ("*/SHA256SUMS", Path.unlink, "SHA256SUMS"),
     "empty checksums": ("*/SHA256SUMS", lambda path: path.write_text(""), "SHA256SUMS"),
     "a checksum is missing": ("*/SHA256SUMS", lambda path: os.truncate(path, path.stat().st_size // 2), "SHA256SUMS"),
-    "a file is missing": ("*/tp-1.pt", Path.unlink, "SHA256SUMS"),
-    "a pipe": ("*/tp-1.pt", lambda path: (path.unlink(), os.mkfifo(path)), "SHA256SUMS"),
+    "a file is missing": ("*/__1_0.distcp", Path.unlink, "SHA256SUMS"),
+    "a pipe": ("*/__1_0.distcp", lambda path: (path.unlink(), os.mkfifo(path)), "SHA256SUMS"),
 }
 
 
@@ -165,8 +173,7 @@ def test_a_broken_checkpoint_is_one_line_on_every_rank(launch, folder, name):
     messages = on_ranks(2, load_run, folder)
     assert messages[0] == messages[1] and "got" in messages[0] and "\n" not in messages[0], messages
     assert named in messages[0], messages
-    with pytest.raises(SystemExit, match="got"):
-        launch("checkpoint").load_model(folder)
+    assert load_run(None, None, folder) == messages[0]
 
 
 def test_what_a_checkpoint_replaces_goes_when_the_new_one_is_on_the_disk(launch, tmp_path, monkeypatch):
@@ -186,9 +193,11 @@ def test_what_a_checkpoint_replaces_goes_when_the_new_one_is_on_the_disk(launch,
     (folder / "step-00000001-kept").mkdir()  # by a user
     events.clear()
     save_run(None, None, folder, 2)
-    files = [(name, "step-00000002") for name in ("tp-0.pt", "SHA256SUMS")] + [("latest", "checkpoints")]
-    written = [e for name, inside in files for e in (f"sync {name}.part", f"replace {name}", f"sync {inside}")]
-    assert events == ["sync checkpoints", *written, "delete step-00000001"]
+    state, written = events[1:-7], events[-7:-1]
+    assert {"sync __0_0.distcp", "sync .metadata.tmp", "replace progress.json"} <= {*state}
+    files = ("SHA256SUMS", "step-00000002"), ("latest", "checkpoints")
+    assert written == [e for name, inside in files for e in (f"sync {name}.part", f"replace {name}", f"sync {inside}")]
+    assert (events[0], state[-1], events[-1]) == ("sync checkpoints", "sync step-00000002", "delete step-00000001")
     assert sorted(p.name for p in folder.iterdir()) == ["job", "latest", "step-00000001-kept", "step-00000002"]
 
 
@@ -197,19 +206,20 @@ def test_a_restart_continues_its_own_run_and_no_older_one(launch, tmp_path, monk
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "older")
     launch("checkpoint").begin(folder, launch("parallel").job())
 
-    def continues(run_id, restarts, resume=False, overwrite=False):
+    def continues(run_id, hosts=1, resume=False, overwrite=False):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        monkeypatch.setenv("GROUP_WORLD_SIZE", str(hosts))
         return train.continues(SimpleNamespace(resume=resume, overwrite=overwrite), tmp_path)
 
-    assert not continues("older", 1)  # no checkpoint yet
+    assert not continues("older")  # no checkpoint yet
     save_run(None, None, folder, 2)
-    assert continues("older", 1) and continues("older", 1, overwrite=True)
-    assert continues("newer", 0, resume=True) and continues("newer", 1, resume=True)
-    for run_id, restarts in (("newer", 0), ("newer", 1), ("older", 0)):
-        assert not continues(run_id, restarts, overwrite=True)
+    for hosts in (1, 2):  # a job may lose a host
+        assert continues("older", hosts) and continues("older", hosts, overwrite=True)
+    assert continues("newer", resume=True)
+    for run_id, hosts in (("newer", 1), ("none", 1), ("none", 2)):
+        assert not continues(run_id, hosts, overwrite=True)
         with pytest.raises(SystemExit, match=r"is from an older run: .*--resume.*--overwrite.*--out"):
-            continues(run_id, restarts)
+            continues(run_id, hosts)
 
 
 def test_a_broken_line_of_the_metrics_is_named(launch, tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -73,6 +74,17 @@ def test_sharded_training_equals_unsharded_and_resumes_bit_for_bit(tmp_path, cac
     assert losses(parts) == sharded
 
 
+def test_a_run_goes_on_with_other_numbers_of_shards_and_replicas(tmp_path, cache, whole):
+    """Two replicas of two shards, then one process, then four shards."""
+    command = *TINY.split(), *STEPS, "--out", tmp_path, "--data-cache", cache
+    for ranks, tp, stop in ((4, 2, 5), (1, 1, 9), (4, 4, 24)):
+        resume = ["--resume"] * (stop > 5)
+        run_script("launch/train.py", *command, "--tp", tp, "--stop-after", stop, *resume, ranks=ranks)
+    found, expected = losses(tmp_path), losses(whole)
+    assert found.keys() == expected.keys()
+    assert max(abs(found[key][0] - expected[key][0]) for key in found) < 2e-5
+
+
 def test_a_run_whose_ranks_are_killed_restarts_from_the_newest_checkpoint_bit_for_bit(tmp_path, cache, whole):
     out = shutil.copytree(whole, tmp_path / "out")  # which the new run replaces, once
     output = run(out, cache, *STEPS, "--overwrite", script="tests/helpers/killed.py", restarts=2)
@@ -90,12 +102,12 @@ def test_a_run_whose_ranks_are_killed_restarts_from_the_newest_checkpoint_bit_fo
         ("--overwrite --vocab 200", "--vocab must be at least 257, all bytes and the end of a text, got 200"),
         ("--overwrite --length 1000000", "tokens, too few for --length 1000000"),
         ("--resume --lr 1", "was written by another configuration (lr: 0.01 -> 1.0)"),
-        ("--resume --out {damaged}", "/tp-1.pt is damaged: expected checksum "),
+        ("--resume --out {damaged}", "/__1_0.distcp is damaged: expected checksum "),
     ],
 )
 def test_a_mistake_ends_every_rank_and_leaves_an_older_run_alone(tmp_path, cache, whole, options, message):
     out, damaged = shutil.copytree(whole, tmp_path / "out"), shutil.copytree(whole, tmp_path / "damaged")
-    (shard,) = damaged.glob("checkpoints/*/tp-1.pt")
+    (shard,) = damaged.glob("checkpoints/*/__1_0.distcp")
     os.truncate(shard, 100)
     before = contents(tmp_path)
     command = ["--tp", 2, *TINY.split(), *STEPS, "--data-cache", cache, "--out", out]
@@ -128,3 +140,48 @@ def test_a_terminated_run_saves_and_goes_on(tmp_path, cache):
     run_sharded(out, cache, *options, "--resume", "--stop-after", reached + 3)
     steps = sorted(step for split, step in losses(out) if split == "train")
     assert steps == list(range(1, reached + 4))
+
+
+def command(folder, name, text):
+    path = folder / name
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def reachable(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("localhost", port)) == 0
+
+
+def test_a_run_that_loses_a_node_goes_on_without_it(tmp_path, cache, whole):
+    """launch/slurm.sbatch, with two agents on this machine."""
+    # Slurm's part: the name of the first node, and a task on this one.
+    command(tmp_path, "scontrol", "echo localhost")
+    command(tmp_path, "srun", 'shift; exec "$@"')
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "2", "MIN_NODES": "1"}
+    quick = {"PET_RDZV_CONF": "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3", "PORT": str(port)}
+    env = {**os.environ, **slurm, **quick, "PYTHON": sys.executable, "KILL_AGENT": "1", "PYTHONPATH": str(ROOT)}
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    options = [*TINY.split(), *STEPS, "--out", tmp_path / "out", "--data-cache", cache]
+    program = ["bash", "launch/slurm.sbatch", "tests/helpers/killed.py", *map(str, options)]
+    nodes, logs = [], [tmp_path / "first", tmp_path / "second"]
+    try:
+        for log in logs:  # the first one has the rendezvous
+            with log.open("w") as file:
+                nodes.append(subprocess.Popen(program, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT))
+            while not reachable(port) and nodes[0].poll() is None:
+                time.sleep(0.1)
+        codes = [node.wait(300) for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()
+    said = logs[0].read_text()
+    assert codes == [0, 137], (codes, said[-3000:])
+    # Two replicas until the node is lost, then one.
+    assert said.count("continues after step 6 of 24") == said.count("continues after step") == 1, said[-3000:]
+    found, expected = losses(tmp_path / "out"), losses(whole)
+    assert found.keys() == expected.keys()
+    assert max(abs(found[key][0] - expected[key][0]) for key in found) < 2e-5
