@@ -130,7 +130,7 @@ def _validate_call(logits, labels, shard, want, transform, teacher, total_weight
     elif options.check:
         raise ValueError("check=True checks labels, got none")
     if want and (unknown := [name for name in want if name not in known_statistics()]):
-        always = "; lse, log_prob and target_logit are always there" if any(name in ALWAYS for name in unknown) else ""
+        always = f"; {ALWAYS} are always there" if any(name in ALWAYS for name in unknown) else ""
         raise ValueError(f"want must be of {known_statistics()}, got {unknown}{always}")
     if counted := [name for name in ("argmax", "rank") if name in want and shard.vocab_size > 1 << 24]:
         raise ValueError(f"{counted[0]} needs a vocabulary of at most 2^24 ids, got {shard.vocab_size}")

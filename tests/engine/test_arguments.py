@@ -240,7 +240,7 @@ UNFIT = {
     "support must be one of": lambda: TopKDistillation(support=["tail"]),
     "importance_weight must be one of": lambda: KLToReference(0.1, importance_weight="new"),
     "want must be of": lambda: vocab_statistics(torch.zeros(1, V), want=[["entropy"]]),
-    "log_prob and target_logit are always there": lambda: vocab_statistics(torch.zeros(1, V), want=("log_prob",)),
+    "'target_logit', 'valid'\\) are always there": lambda: vocab_statistics(torch.zeros(1, V), want=("log_prob",)),
     r"labels must have shape \[2, 3\], got \[3\]": lambda: SETS.contains(torch.zeros(3).long()),
     r"advantages must broadcast to the log-probs \[3, 3\] .* got \[3\]: a value per row is \[B, 1\]": lambda: (
         losses.ppo_clip(torch.zeros(3, 3), old_log_prob=torch.zeros(3, 3), advantages=torch.ones(3))

@@ -99,7 +99,7 @@ def same_gradient(dz, state, tile, token, grads, inputs, rows):
 
 @triton.jit
 def loss_of_row(loss, row):
-    """What a coefficient of 1 in the reduced loss, if there is one, gives to a statistic of a row, in float64."""
+    """Gradient of the reduced loss for a statistic of a row whose coefficient is 1, in float64; 0 without a loss."""
     factor = 0.0
     if loss.upstream is not None:
         factor = tl.load(loss.upstream) / tl.load(loss.divisor)

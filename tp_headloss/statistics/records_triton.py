@@ -147,7 +147,7 @@ class Outputs(NamedTuple):
 
 
 class LossGradient(NamedTuple):
-    """What a reduced loss gives to the statistics that it sums: coefficient * weight * upstream / divisor."""
+    """Factors of a reduced loss's gradient for its statistics: each is coefficient * weight * upstream / divisor."""
 
     upstream: object = None  # pointer to the gradient of the loss, fp32; None without a loss
     divisor: object = None  # pointer to what the loss was divided by, fp64
@@ -167,4 +167,4 @@ class Token(NamedTuple):
     start: object  # vocabulary id of the shard's first column
     written: object  # mask of the columns that exist
     readable: object  # mask of those that are read: none of an ignored row
-    loss: object  # what a coefficient of 1 in the reduced loss gives to a statistic of this row, in float64
+    loss: object  # `loss_of_row`

@@ -60,7 +60,7 @@ def postprocess(model, head: MegatronHead | None, original, *, labels=None, **re
 
 @dataclass
 class TakenHidden:
-    """What the output layer of a model got, last, instead of computing logits.
+    """Hidden states and weight of the last call of a model's output layer, which computed no logits from them.
 
     Attributes:
         hidden: [s, b, h], [s/P, b, h] under sequence parallelism; None before the first call.

@@ -1,4 +1,4 @@
-"""What verl's engine asks of a head, from logits or from hidden states: statistics [b, s] and the student's top-K."""
+"""Heads for verl's engine, on logits or on hidden states: statistics of tokens [b, s], and the student's top-K ids."""
 
 from __future__ import annotations
 
