@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,12 @@ def start(tp: int, device: str) -> Ranks:
 def clip_gradients(sharded: list, replicated: list, limit: float) -> torch.Tensor:
     """Scale gradients to a global norm of at most `limit`; the norm counts each parameter of the full model once.
 
-    The parts of torch's clip_grad_norm_, because that refuses DTensors of different meshes in one call."""
+    The parts of torch's clip_grad_norm_, because that refuses DTensors of different meshes in one call, and in float64:
+    torch's fp32 norm of a large CPU tensor is good to 1e-6 only, and depends on how the tensor is cut."""
 
     def norm(parameters):
-        total = get_total_norm([p.grad for p in parameters])
+        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in parameters]
+        total = torch.linalg.vector_norm(torch.stack(norms))
         return total.full_tensor() if isinstance(total, DTensor) else total
 
     total = torch.hypot(norm(sharded), norm(replicated))
