@@ -280,6 +280,12 @@ def topk_extras(tokens, vocab, draw, k=TOP_K):
     return {"ids": ids, "log_probs": log_probs}
 
 
+def set_extras(tokens, vocab, draw, k=TOP_K, ascending=True):
+    """As engines export the ids that they kept, from a mask; or by probability."""
+    extras = topk_extras(tokens, vocab, draw, k)
+    return {**extras, "ids": extras["ids"].sort(-1).values} if ascending else extras
+
+
 def user_reference(z, labels):
     _, log_prob, _, _, mean = definitions(z, labels)
     return (mean(0.5 * focal(log_prob) - log_prob),)
@@ -318,8 +324,14 @@ TASKS = [
     Task("ce+topk", topk_distillation("vocabulary"), topk_reference("vocabulary"), topk_extras, plain_pytorch=True),
     Task("ce+topk, renorm", topk_distillation("topk"), topk_reference("topk"), topk_extras),
     Task("ce+topk, tail", topk_distillation("tail"), topk_reference("tail"), topk_extras, plain_pytorch=True),
-    Task("sets", entropy_and_mass_of_sets, entropy_and_mass_of_sets_reference, topk_extras),
-    Task("sets of 1024", entropy_and_mass_of_sets, entropy_and_mass_of_sets_reference, partial(topk_extras, k=1024)),
+    Task("sets", entropy_and_mass_of_sets, entropy_and_mass_of_sets_reference, set_extras),
+    Task("sets of 1024", entropy_and_mass_of_sets, entropy_and_mass_of_sets_reference, partial(set_extras, k=1024)),
+    Task(
+        "sets of 1024, by probability",
+        entropy_and_mass_of_sets,
+        entropy_and_mass_of_sets_reference,
+        partial(set_extras, k=1024, ascending=False),
+    ),
     Task("log_probs_at", log_probs_at_ids, log_probs_at_ids_reference, topk_extras),
     Task("ce+rank", head(CrossEntropy(), metrics="rank"), rank_reference),
     Task(  # the clipped policy gradient, KL to a reference, an entropy bonus, and every metric there is

@@ -110,15 +110,15 @@ def tune_sums(tokens):
         values = tuple(torch.randn(count, tokens, device="cuda").unbind(0))
         plan = SumsPlan((1.0,) * min(count, 3), ("",) * count, 2, 1, None)
         reduction, terms = FusedReduction(plan, None, None), values[: len(plan.coefficients)]
-        loss, _, divisor = sums_triton.token_sums(values, valid, reduction)
+        loss, _, inverse = sums_triton.token_sums(values, valid, reduction)
 
         def total(launch, values=values, reduction=reduction):
             with mock.patch.object(sums_triton, "SUMS", launch):
                 sums_triton.token_sums(values, valid, reduction)
 
-        def gradient(launch, terms=terms, plan=plan, loss=loss, divisor=divisor):
+        def gradient(launch, terms=terms, plan=plan, loss=loss, inverse=inverse):
             with mock.patch.object(sums_triton, "SUMS_GRADIENT", launch):
-                sums_triton.token_sums_gradient(loss, terms, valid, None, divisor, plan)
+                sums_triton.token_sums_gradient(loss, terms, valid, None, inverse, plan)
 
         show(f"sums of {count} x {tokens}", SUMS, sums_triton.SUMS, total)
         show(f"their gradient, {len(terms)} x {tokens}", SUMS_GRADIENT, sums_triton.SUMS_GRADIENT, gradient)

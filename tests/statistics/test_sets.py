@@ -9,6 +9,7 @@ from ranks import on_ranks
 from sets_problem import NAMES, N, V, gradient, listed, padded, ragged, rows, truth
 
 from tp_headloss import IdSets, Options, Teacher, Transform, VocabShard, vocab_statistics
+from tp_headloss.engine.backend import load_backend
 
 FORMS = {"padded": padded, "masked": lambda s: padded(s, filler=V + 7), "csr": ragged,
          "int32": lambda s: ragged(s, torch.int32)}  # fmt: skip
@@ -137,6 +138,24 @@ def test_a_set_of_16_and_one_of_20000_in_one_batch(backend, device):
     ones = torch.ones(2).double()
     dx = gradient(z, torch.ones_like(z), labels, sets, {"set_log_prob": ones, "set_log_mass": ones})
     torch.testing.assert_close(local.grad.cpu().double(), dx, rtol=2e-5, atol=2e-7)
+
+
+def test_kernels_get_each_id_once(device, monkeypatch):
+    """Ids in any order, repeated within and beyond what a program looks at together, in several sets of a program."""
+    triton = load_backend("triton")
+    monkeypatch.setattr(triton, "SETS_PROGRAMS", 3)
+    generator, vocab = torch.Generator().manual_seed(0), 600
+    sets = [torch.randint(-1, vocab, (n,), generator=generator) for n in (700, 5, 0, 1300, 257, 256, 64)]
+    sets[1] = torch.arange(5)
+    sets[5][3] = vocab  # unknown
+    ids, ends = torch.cat(sets), torch.tensor([0, *map(len, sets)]).cumsum(0)
+    spans = torch.stack([ends[:-1], ends[1:]], 1)
+    once, known = triton.known_sets(ids.to(device), spans.to(device), vocab)
+    for n, (own, (begin, end)) in enumerate(zip(sets, spans.tolist())):
+        first = [i for i, x in enumerate(own.tolist()) if x >= 0 and x not in own[:i].tolist()]
+        want = torch.full_like(own, -1).index_copy(0, torch.tensor(first, dtype=torch.int64), own[first])
+        assert torch.equal(once[begin:end].cpu().long(), want)
+        assert known[n].tolist() == [begin, begin if n == 5 else end]
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -73,8 +73,8 @@ class Statistics(torch.autograd.Function):
             by_name = dict(zip(layout.outputs, outputs))
             summed, valid = tuple([by_name[name] for name in reduction.plan.statistics]), by_name["valid"]
             # the caller may write to the sums, so they are not among what is saved
-            loss, sums, divisor = load_backend(facts.backend).token_sums(summed, valid, reduction)
-            saved = valid, reduction.weight, divisor, *summed[: len(reduction.plan.coefficients)]
+            loss, sums, inverse = load_backend(facts.backend).token_sums(summed, valid, reduction)
+            saved = valid, reduction.weight, inverse, *summed[: len(reduction.plan.coefficients)]
             fixed.append(sums)
         ctx.mark_non_differentiable(*fixed)
         ctx.save_for_backward(*tensors, *in_forward, merged, *saved)
@@ -98,13 +98,13 @@ class Statistics(torch.autograd.Function):
         }
         of_loss: tuple = ()
         if loss is not None and not grads and ctx.plan.gradients is not None and operators.can_skip_dispatch(merged):
-            _valid, weight, divisor, *values = reduced
+            _valid, weight, inverse, *values = reduced
             grads = {
                 name: (coefficient, value) if squared else (coefficient,)
                 for (name, coefficient, squared), value in zip(ctx.plan.gradients, values)
                 if name in layout.differentiable
             }
-            of_loss = ((loss, divisor, weight),)
+            of_loss = ((loss, inverse, weight),)
         elif loss is not None:
             _add_loss_gradient(grads, loss, reduced, ctx.plan, request)
         grads = kernel_gradients(grads, request.tensors.entries)
@@ -141,9 +141,9 @@ def _gradient_again(ctx, gradient, request: Request, kept, loss):
 
 def _add_loss_gradient(grads: dict, loss, reduced, plan, request: Request):
     """Add the gradients of a reduced loss to those of the statistics that it sums."""
-    valid, weight, divisor, *summed = reduced
+    valid, weight, inverse, *summed = reduced
     backend = load_backend(request.facts.backend)
-    rows = backend.token_sums_gradient(loss, tuple(summed), valid, weight, divisor, plan)
+    rows = backend.token_sums_gradient(loss, tuple(summed), valid, weight, inverse, plan)
     for name, row in zip(plan.statistics, rows.unbind(0)):
         if name in request.layout.differentiable:
             grads[name] = row if name not in grads else grads[name] + row
@@ -158,8 +158,8 @@ class TokenSums(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, reduction, valid, *values):
-        loss, sums, divisor = load_backend("triton").token_sums(values, valid, reduction)
-        ctx.save_for_backward(valid, reduction.weight, divisor, *values[: len(reduction.plan.coefficients)])
+        loss, sums, inverse = load_backend("triton").token_sums(values, valid, reduction)
+        ctx.save_for_backward(valid, reduction.weight, inverse, *values[: len(reduction.plan.coefficients)])
         ctx.plan = reduction.plan
         ctx.mark_non_differentiable(sums)
         ctx.set_materialize_grads(False)
@@ -168,11 +168,11 @@ class TokenSums(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, saved, loss, _sums):
-        valid, weight, divisor, *values = saved
+        valid, weight, inverse, *values = saved
         needed = ctx.needs_input_grad[2:]
         if loss is None:
             return (None,) * (2 + len(needed))
-        rows = load_backend("triton").token_sums_gradient(loss, tuple(values), valid, weight, divisor, ctx.plan)
+        rows = load_backend("triton").token_sums_gradient(loss, tuple(values), valid, weight, inverse, ctx.plan)
         grads = [
             (row if value.dim() == 1 else row.view(value.shape)) if need else None
             for row, value, need in zip(rows.unbind(0), values, needed)

@@ -135,6 +135,7 @@ SCALE = Launch(4096, 4)
 GRADIENT_AGAIN = 1024  # programs that write rows again
 AT_IDS = Launch(32, 4)  # of each of a tile of tokens; not measured
 SETS = Launch(128, 1)  # ids of a set that are looked at together; not measured
+SETS_ONCE, SETS_PROGRAMS = Launch(1024, 4), 1024  # each program has 1 bit of memory per id of the vocabulary
 SUMS_GRADIENT = Launch(1024, 4)  # 1 value: 512/4 4.1, 1024/4 4.9; 3 values: 1024/4 5.2, 512/4 5.5
 
 

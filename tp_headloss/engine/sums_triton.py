@@ -26,7 +26,7 @@ def divisor_of(denominator_ptr, denominator):
 @triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])
 def sums_kernel(
     sums_ptr,  # [S + 1] fp32 out: a sum over valid tokens per value, and the count
-    divisor_ptr,  # [] fp64 out: what the loss was divided by
+    inverse_ptr,  # [] fp64 out: 1 / what the loss was divided by
     loss_ptr,  # [] fp32 out: the sum of c_i sums_i over the divisor
     value_ptrs,  # S per-token values [T], fp32 or bool
     valid_ptr,  # [T] bool
@@ -68,7 +68,7 @@ def sums_kernel(
     tokens = tl.sum(count, axis=0)  # in fp32 it may be infinite where the mean is not
     divisor = divisor_of(denominator_ptr, tokens if BY_COUNT else denominator)
     tl.store(sums_ptr + len(value_ptrs), tokens)
-    tl.store(divisor_ptr, divisor)
+    tl.store(inverse_ptr, 1.0 / divisor)
     tl.store(loss_ptr, loss / divisor)
 
 
@@ -98,7 +98,7 @@ def sums_gradient_kernel(
     g_ptr,  # [S, T] fp32 out: d loss / d value where valid, 0 elsewhere
     upstream_ptr,  # [] fp32: gradient of the loss
     value_ptrs, valid_ptr, weight_ptr,  # as in `sums_kernel`
-    divisor_ptr,  # [] fp64 of `sums_kernel`
+    inverse_ptr,  # [] fp64 of `sums_kernel`
     coefficients, n_rows,
     SQUARES: tl.constexpr, NEGATIVES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +106,7 @@ def sums_gradient_kernel(
     n = n_rows.to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = tl.load(valid_ptr + token, mask=token < n, other=0) != 0
-    factor = tl.load(upstream_ptr) / tl.load(divisor_ptr)
+    factor = tl.load(upstream_ptr) * tl.load(inverse_ptr)
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + token, mask=valid, other=0.0)
         valid = valid & (weight != 0.0)
@@ -136,10 +136,10 @@ def scale_kernel(
 
 
 def token_sums(values, valid, reduction):
-    """Values [N] each -> loss [], sums [S + 1] (of each value, then the count) and divisor []."""
+    """Values [N] each -> loss [], sums [S + 1] (of each value, then the count), and 1 / the divisor [] fp64."""
     plan, weight, denominator, _ = reduction
     sums = valid.new_empty(len(values) + 1, dtype=torch.float32)
-    loss, divisor = valid.new_empty((), dtype=torch.float32), valid.new_empty((), dtype=torch.float64)
+    loss, inverse = valid.new_empty((), dtype=torch.float32), valid.new_empty((), dtype=torch.float64)
     given = denominator if isinstance(denominator, torch.Tensor) else None
     number = 1.0 if given is not None or denominator is None else float(denominator)
     dtypes = [value.dtype for value in values]
@@ -149,10 +149,10 @@ def token_sums(values, valid, reduction):
         (valid.device, plan.squares, plan.negatives, len(plan.coefficients), denominator is None, valid.dtype,
          dtype_key(weight), pointer_key(given), *dtypes),
         SUMS,
-        sums, divisor, loss, values, valid, weight, given, plan.coefficients, number, valid.numel(),
+        sums, inverse, loss, values, valid, weight, given, plan.coefficients, number, valid.numel(),
         plan.squares, plan.negatives, denominator is None,
     )  # fmt: skip
-    return loss, sums, divisor
+    return loss, sums, inverse
 
 
 def token_count(labels, weight, ignore_index):
@@ -165,7 +165,7 @@ def token_count(labels, weight, ignore_index):
     return out
 
 
-def token_sums_gradient(upstream, values, valid, weight, divisor, plan):
+def token_sums_gradient(upstream, values, valid, weight, inverse, plan):
     """Gradient of the loss -> gradients of the terms' values, [terms, N] fp32."""
     n_rows = valid.numel()
     out = valid.new_empty((len(values), n_rows), dtype=torch.float32)
@@ -178,7 +178,7 @@ def token_sums_gradient(upstream, values, valid, weight, divisor, plan):
                 *[value.dtype for value in values],
             ),
             SUMS_GRADIENT,
-            out, upstream, values, valid, weight, divisor, plan.coefficients, n_rows,
+            out, upstream, values, valid, weight, inverse, plan.coefficients, n_rows,
             plan.squares, plan.negatives,
         )  # fmt: skip
     return out

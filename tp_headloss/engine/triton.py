@@ -20,6 +20,8 @@ from .launch import (
     INTERPRETED,
     MERGE,
     SETS,
+    SETS_ONCE,
+    SETS_PROGRAMS,
     Launch,
     ceil_div,
     dtype_key,
@@ -174,7 +176,7 @@ def _upstream(rows: DeviceLayout, grads: dict, loss):
     kinds = tuple(grads), pointer_key(upstream.everywhere), pointer_key(upstream.log_probs_at)
     if loss is None:
         return upstream, NO_LOSS, kinds
-    gradient, _divisor, weight = loss
+    gradient, _inverse, weight = loss
     coefficients = (len(g) if type(g) is tuple else 0 for g in grads.values())
     return upstream, LossGradient(*loss), (*kinds, pointer_key(gradient), dtype_key(weight), *coefficients)
 
@@ -251,8 +253,10 @@ def known_sets(ids, spans, vocab_size):
     """The ids of all sets as the kernels take them, see `statistics.sets`, in one kernel."""
     out = torch.empty_like(ids, dtype=torch.int32), torch.empty_like(spans)
     if len(spans):
+        programs = min(len(spans), SETS_PROGRAMS)
+        seen = ids.new_zeros((programs, vocab_size // 32 + 1), dtype=torch.int32)
         launch(
-            sets_triton.sets_kernel, len(spans), (ids.device, vocab_size, *map(pointer_key, (ids, spans))), SETS,
-            *out, ids, spans, vocab_size, 32,
+            sets_triton.sets_kernel, programs, (ids.device, vocab_size, *map(pointer_key, (ids, spans))), SETS_ONCE,
+            *out, ids, spans, seen, len(spans), vocab_size, 32,
         )  # fmt: skip
     return out

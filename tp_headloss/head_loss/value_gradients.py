@@ -44,6 +44,8 @@ def value_gradients(call: Call, request: Request) -> Callable | None:
             divisor = torch.full((), float(divisor), dtype=torch.float64, device=labels.device)
     assert divisor is not None
     divisor = nonzero(divisor)
+    if fused is not None:
+        divisor = 1.0 / divisor  # which the kernel multiplies by
 
     def of_upstream(upstream):
         upstream, every = upstream.to(dtype), None

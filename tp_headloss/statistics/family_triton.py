@@ -102,7 +102,7 @@ def loss_of_row(loss, row):
     """Gradient of the reduced loss for a statistic of a row whose coefficient is 1, in float64; 0 without a loss."""
     factor = 0.0
     if loss.upstream is not None:
-        factor = tl.load(loss.upstream) / tl.load(loss.divisor)
+        factor = tl.load(loss.upstream) * tl.load(loss.inverse)
         if loss.weight is not None:
             weight = tl.load(loss.weight + row)
             factor = tl.where(weight == 0.0, 0.0, factor * weight)

@@ -16,6 +16,12 @@ from .family_triton import (
 from .numerics_triton import settle
 
 
+@triton.jit
+def _comes_before(z, z_label, columns, label):
+    """Which columns of a chunk come before the label, or are it."""
+    return (z > z_label) | ((z == z_label) & (columns < label)) | (columns == label)
+
+
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks"])
 def rank_kernel(
     packets_ptr,  # [chunks, K, T] fp32 out
@@ -32,16 +38,20 @@ def rank_kernel(
     n = n_rows.to(tl.int64)
     chunk = open_chunk_again(inputs, merged_ptr, merged, row, index, n_rows, start, valid_width)
     z_label = tl.load(merged_ptr + merged.rank_target * n + row)
-    target = tl.load(inputs.labels + row).to(tl.int64) - start
-    count = tl.zeros([BLOCK], tl.float32)
-    for o in tl.range(0, chunk.size, BLOCK, num_stages=4):
+    label = tl.load(inputs.labels + row).to(tl.int64) - start - chunk.first
+    label = tl.minimum(tl.maximum(label, -1), inputs.chunk_size).to(tl.int32)  # outside of the chunk: before it, or after
+    count = tl.zeros([BLOCK], tl.int32)
+    whole = chunk.size // BLOCK * BLOCK
+    for o in tl.range(0, whole, BLOCK, num_stages=4):
         inside = o + tl.arange(0, BLOCK)
-        columns = chunk.first + inside
-        z = load_logits(inputs, chunk, columns, (inside < inputs.chunk_size) & (columns < inputs.width))
-        before = (z > z_label) | ((z == z_label) & (columns < target)) | (columns == target)
-        count += tl.where((inside < chunk.size) & before, 1.0, 0.0)
+        z = load_logits(inputs, chunk, chunk.first + inside, None)
+        count += _comes_before(z, z_label, inside, label).to(tl.int32)
+    if whole < chunk.size:
+        inside = whole + tl.arange(0, BLOCK)
+        z = load_logits(inputs, chunk, chunk.first + inside, inside < chunk.size)
+        count += ((inside < chunk.size) & _comes_before(z, z_label, inside, label)).to(tl.int32)
     out = packets_ptr + index.to(tl.int64) * rows.height * n + row
-    tl.store(out + rows.rank * n, tl.sum(count, axis=0))
+    tl.store(out + rows.rank * n, tl.sum(count, axis=0).to(tl.float32))
     tl.store(out + rows.rank_mean * n, 0.0)
 
 

@@ -21,42 +21,68 @@ def _ids_at(ids_ptr, begin, place, count):
 
 
 @triton.jit
+def _drop_repeated(ids_out_ptr, ids_ptr, seen_ptr, begin, count, vocab_size, SLICE: tl.constexpr, BLOCK: tl.constexpr):
+    """Write -1 in the place of ids that a set has had before; seen: a bit for each id, all 0 before and after."""
+    lanes = tl.arange(0, BLOCK)
+    for k in range(0, count, BLOCK):
+        place = k + lanes
+        ids = _ids_at(ids_ptr, begin, place, count)
+        live = ids >= 0
+        known = tl.minimum(ids, vocab_size).to(tl.int32)
+        word, bit = seen_ptr + known // 32, tl.full([BLOCK], 1, tl.int32) << (known % 32)
+        repeated = live & ((tl.load(word, mask=live, other=0, cache_modifier=".cg") & bit) != 0)
+        tl.debug_barrier()  # all have looked
+        marked = tl.atomic_or(word, bit, mask=live) & bit
+        if tl.max((live & (marked != 0) & ~repeated).to(tl.int32), axis=0) > 0:  # twice among these
+            again = tl.zeros([BLOCK], tl.int32)
+            for first in range(k, k + BLOCK, SLICE):
+                other = first + tl.arange(0, SLICE)
+                others = _ids_at(ids_ptr, begin, other, count)
+                same = (others[:, None] == ids[None, :]) & (other[:, None] < place[None, :])
+                again += tl.sum(same.to(tl.int32), axis=0)
+            repeated = repeated | (live & (again > 0))
+        tl.store(ids_out_ptr + begin + place, tl.full([BLOCK], -1, tl.int32), mask=repeated)
+        tl.debug_barrier()
+    for k in range(0, count, BLOCK):
+        ids = _ids_at(ids_ptr, begin, k + lanes, count)
+        known = tl.minimum(ids, vocab_size).to(tl.int32)
+        tl.store(seen_ptr + known // 32, tl.zeros([BLOCK], tl.int32), mask=ids >= 0)
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["n_rows"])
 def sets_kernel(
     ids_out_ptr,  # [all] int32 out: each id of a set once, -1 elsewhere
     spans_out_ptr,  # [T, 2] int64 out: the bounds, of no ids for a set with an id that is unknown
     ids_ptr,  # [all] int32 or int64
     spans_ptr,  # [T, 2] int64
-    vocab_size,
+    seen_ptr,  # [programs, words] int32, all 0: bits of all ids, and of an unknown one
+    n_rows, vocab_size,
     SLICE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: the set of one token. Ids that ascend are distinct; others are compared with all before them."""
-    row = tl.program_id(0).to(tl.int64)
-    begin = tl.load(spans_ptr + 2 * row)
-    end = tl.load(spans_ptr + 2 * row + 1)
-    count = (end - begin).to(tl.int32)
+    """One program: the sets of some tokens. Ids that ascend are distinct; others are marked when they are met."""
     lanes = tl.arange(0, BLOCK)
-    unknown = tl.zeros([BLOCK], tl.int32)
-    unordered = tl.zeros([BLOCK], tl.int32)
-    for k in range(0, count, BLOCK):
-        place = k + lanes
-        ids = _ids_at(ids_ptr, begin, place, count)
-        before = _ids_at(ids_ptr, begin, place - 1, count)
-        unknown += (ids >= vocab_size).to(tl.int32)
-        unordered += ((ids >= 0) & (ids <= before) | (ids >= 0) & (before < 0) & (place > 0)).to(tl.int32)
-        tl.store(ids_out_ptr + begin + place, tl.minimum(ids, vocab_size).to(tl.int32), mask=place < count)
-    tl.store(spans_out_ptr + 2 * row, begin)
-    tl.store(spans_out_ptr + 2 * row + 1, tl.where(tl.sum(unknown, axis=0) > 0, begin, end))
-    if tl.sum(unordered, axis=0) > 0:
+    seen_ptr += tl.program_id(0).to(tl.int64) * (vocab_size // 32 + 1)
+    for first in range(0, n_rows, tl.num_programs(0)):
+        row = (first + tl.program_id(0)).to(tl.int64)
+        here = row < n_rows
+        begin = tl.load(spans_ptr + 2 * row, mask=here, other=0)
+        end = tl.load(spans_ptr + 2 * row + 1, mask=here, other=0)
+        count = (end - begin).to(tl.int32)
+        unknown = tl.zeros([BLOCK], tl.int32)
+        unordered = tl.zeros([BLOCK], tl.int32)
         for k in range(0, count, BLOCK):
             place = k + lanes
             ids = _ids_at(ids_ptr, begin, place, count)
-            repeated = tl.zeros([BLOCK], tl.int32)
-            for first in range(0, k + BLOCK, SLICE):
-                other = first + tl.arange(0, SLICE)
-                others = _ids_at(ids_ptr, begin, other, count)
-                same = (others[:, None] == ids[None, :]) & (other[:, None] < place[None, :])
-                repeated += tl.sum(same.to(tl.int32), axis=0)
-            tl.store(ids_out_ptr + begin + place, tl.full([BLOCK], -1, tl.int32), mask=(place < count) & (repeated > 0))
+            before = _ids_at(ids_ptr, begin, place - 1, count)
+            unknown += (ids >= vocab_size).to(tl.int32)
+            unordered += ((ids >= 0) & (ids <= before) | (ids >= 0) & (before < 0) & (place > 0)).to(tl.int32)
+            tl.store(ids_out_ptr + begin + place, tl.minimum(ids, vocab_size).to(tl.int32), mask=place < count)
+        tl.store(spans_out_ptr + 2 * row, begin, mask=here)
+        tl.store(spans_out_ptr + 2 * row + 1, tl.where(tl.sum(unknown, axis=0) > 0, begin, end), mask=here)
+        if tl.sum(unordered, axis=0) > 0:
+            tl.debug_barrier()  # after the stores above
+            _drop_repeated(ids_out_ptr, ids_ptr, seen_ptr, begin, count, vocab_size, SLICE, BLOCK)
 
 
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks", "ignore_index"])
