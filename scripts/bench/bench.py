@@ -64,6 +64,7 @@ from tp_headloss import (
     Term,
     TopKDistillation,
     TopKTeacher,
+    Transform,
     VocabShard,
     ZLoss,
     __version__,
@@ -75,6 +76,7 @@ ROOT = Path(__file__).parents[2]
 IGNORED = -100
 CHECKED_ROWS = 16
 TOP_K = 64
+SOFTCAP = 30.0
 SMALL_ENOUGH_FOR_EAGER = 1 << 26  # logits; our torch backend works in blocks of 2^19, thousands of launches on more
 # Relative errors of the loss and (L2) of the gradient that still count as right. Ours may add nothing but float32 noise
 # and a tenth to the error of rounding the true gradient once.
@@ -113,6 +115,16 @@ def topk_distillation(support):
         return {"teacher": TopKTeacher(extras["ids"], extras["log_probs"], renormalize=support != "tail")}
 
     return head(CrossEntropy(), TopKDistillation(KL_WEIGHT, support=support), inputs=teacher)
+
+
+def transformed(make):
+    """The cross-entropy of logits to which make(extras) is done first."""
+
+    def ours(options):
+        loss = HeadLoss(CrossEntropy(), options=options)
+        return lambda batch: loss(batch.logits, batch.labels, shard=batch.shard, transform=make(batch.extras)).loss
+
+    return ours
 
 
 def log_prob_and_entropy(options):
@@ -293,6 +305,19 @@ def user_reference(z, labels):
 
 TASKS = [
     Task("ce", head(CrossEntropy()), lambda z, labels: (F.cross_entropy(z, labels),)),
+    Task(
+        "ce, softcap",
+        transformed(lambda extras: Transform(softcap=SOFTCAP)),
+        lambda z, labels: (F.cross_entropy(SOFTCAP * (z / SOFTCAP).tanh(), labels),),
+    ),
+    Task(
+        "ce, softcap, temperatures",
+        transformed(lambda extras: Transform(softcap=SOFTCAP, temperature=extras["temperature"])),
+        lambda z, labels, temperature: (
+            F.cross_entropy(SOFTCAP * (z / SOFTCAP).tanh() / temperature.unsqueeze(-1).to(z.dtype), labels),
+        ),
+        lambda tokens, vocab, draw: {"temperature": draw(tokens).abs() + 0.5},
+    ),
     Task("ce+z", head(CrossEntropy(), ZLoss(Z_WEIGHT)), ce_z_reference),
     Task(
         "ce+z+entropy+accuracy",

@@ -134,8 +134,9 @@ SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 
 SCALE = Launch(4096, 4)
 GRADIENT_AGAIN = 1024  # programs that write rows again
 AT_IDS = Launch(32, 4)  # of each of a tile of tokens; not measured
-SETS = Launch(128, 1)  # ids of a set that are looked at together; not measured
-SETS_ONCE, SETS_PROGRAMS = Launch(1024, 4), 1024  # each program has 1 bit of memory per id of the vocabulary
+# A program has a bit of memory for each id. 8192 sets of 1024 ids in ascending order, in any order, without those bits'
+# first zeros: 256/2 88, 445
+SETS, SETS_PROGRAMS = Launch(1024, 4), 1024
 SUMS_GRADIENT = Launch(1024, 4)  # 1 value: 512/4 4.1, 1024/4 4.9; 3 values: 1024/4 5.2, 512/4 5.5
 
 

@@ -50,8 +50,8 @@ def second_exchange(packets: torch.Tensor, merged: torch.Tensor, values: torch.T
 def write_gradient(out: torch.Tensor, request: Request, merged: torch.Tensor, grads: dict, *loss) -> None:
     """Write d loss / d logits into `out`, which may be the logits; grads: upstream gradients [N] by name, or None.
 
-    loss: nothing, or for backends with FUSED_SUMS the gradient [] of a reduced loss, 1 / its divisor [] and token weights;
-    then grads are coefficients (c,) of the loss, or (c, value) where the statistic's value [N] is squared.
+    loss: nothing, or for backends with FUSED_SUMS the gradient [] of a reduced loss, 1 / its divisor [] and token
+    weights; then grads are coefficients (c,) of the loss, or (c, value) where the statistic's value [N] is squared.
     """
     if not loss:
         grads = {name: g.contiguous() for name, g in grads.items() if g is not None}

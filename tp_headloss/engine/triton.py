@@ -20,7 +20,6 @@ from .launch import (
     INTERPRETED,
     MERGE,
     SETS,
-    SETS_ONCE,
     SETS_PROGRAMS,
     Launch,
     ceil_div,
@@ -256,7 +255,7 @@ def known_sets(ids, spans, vocab_size):
         programs = min(len(spans), SETS_PROGRAMS)
         seen = ids.new_zeros((programs, vocab_size // 32 + 1), dtype=torch.int32)
         launch(
-            sets_triton.sets_kernel, programs, (ids.device, vocab_size, *map(pointer_key, (ids, spans))), SETS_ONCE,
+            sets_triton.sets_kernel, programs, (ids.device, vocab_size, *map(pointer_key, (ids, spans))), SETS,
             *out, ids, spans, seen, len(spans), vocab_size, 32,
         )  # fmt: skip
     return out

@@ -39,7 +39,7 @@ def rank_kernel(
     chunk = open_chunk_again(inputs, merged_ptr, merged, row, index, n_rows, start, valid_width)
     z_label = tl.load(merged_ptr + merged.rank_target * n + row)
     label = tl.load(inputs.labels + row).to(tl.int64) - start - chunk.first
-    label = tl.minimum(tl.maximum(label, -1), inputs.chunk_size).to(tl.int32)  # outside of the chunk: before it, or after
+    label = tl.minimum(tl.maximum(label, -1), inputs.chunk_size).to(tl.int32)  # or a column outside of the chunk
     count = tl.zeros([BLOCK], tl.int32)
     whole = chunk.size // BLOCK * BLOCK
     for o in tl.range(0, whole, BLOCK, num_stages=4):
