@@ -76,21 +76,29 @@ def rows_launch(width: int, itemsize: int) -> Launch:
 
 
 @functools.lru_cache(maxsize=1024)
-def gradient_launch(width: int, grads: tuple[str, ...]) -> Launch:
+def gradient_launch(width: int, grads: tuple[str, ...], has_softcap: bool = False) -> Launch:
     """Tile of the backward, by the names of the statistics that have upstream gradients.
 
-    32064 wide: 4096/4 257.1, 4096/8 257.9, 2048/4 258.4, 1024/2 259.4, 1024/4 289.9, 512/1 319.6
-    the same, with entropy: 4096/4 262.9, 8192/8 264.2, 2048/4 272.4, 1024/2 273.1
-    128256 wide: 2048/4 988.8, 1024/2 989.0, 4096/4 994.3; with entropy: 4096/4 1004.7, 2048/4 1039.2
+    32064 wide: 2048/2 251, 4096/4 252, 2048/4 254, 1024/2 281, 512/1 326; with entropy: 4096/4 263, 2048/4 272
+    128256 wide: 2048/2 986, 1024/2 988, 2048/4 989, 4096/4 998; with entropy: 4096/4 1005, 2048/4 1039
     8032 wide: 2048/4 70.0, 4096/4 71.1; with entropy: 4096/4 72.7, 2048/4 73.8
-    32064 wide, with forward_kl: 512/1 419.0, 1024/4 424.1, 2048/8 425.7, 4096/4 432.3, 2048/4 441.3
-    32064 wide, with reverse_kl: 4096/4 443.5, 1024/4 454.4, 2048/8 462.5, 512/1 466.0, 2048/4 469.3
-    jsd, 32064 wide: 512/1 411.1, 1024/2 416.0, 2048/4 416.3; 128256 wide: 512/1 1622, 1024/2 1638, 2048/4 1877
+    32064 wide, with a softcap: 512/1 341, 1024/2 365, 2048/4 380; 128256 wide: 512/1 1321, 1024/1 1383, 2048/4 1421
+    32064 wide, with forward_kl and log_prob: 512/1 410, 2048/4 414, 4096/4 437; alone: 1024/1 395, 512/1 410
+    32064 wide, with reverse_kl: 512/1 428, 2048/4 437, 4096/4 442; 128256 wide: 512/1 1657, 4096/4 1703
+    32064 wide, with jsd: 4096/8 471, 2048/4 487, 512/1 491; 128256 wide: 4096/8 1815, 1024/2 1953, 512/1 2036
+    32064 wide, with a top-K teacher's tail: 1024/2 309, 2048/4 316; 128256 wide: 1024/2 1155, 2048/4 1184
     """
-    large = "entropy" in grads or "reverse_kl" in grads
-    if not large and ("forward_kl" in grads or "jsd" in grads or "total_variation" in grads):
-        return Launch(min(512, max(256, next_power_of_2(width))), 1)
-    return Launch(min(4096 if large else 2048, max(256, next_power_of_2(width))), 4)
+    widest = max(256, next_power_of_2(width))
+    if "entropy" in grads:
+        return Launch(min(4096, widest), 4)
+    if "jsd" in grads:
+        return Launch(min(4096, widest), 8)
+    if has_softcap or not _PER_COLUMN.isdisjoint(grads):
+        return Launch(min(512, widest), 1)
+    return Launch(min(1024, widest), 2) if "everywhere" in grads else Launch(min(2048, widest), 4)
+
+
+_PER_COLUMN = frozenset(("forward_kl", "reverse_kl", "total_variation"))  # whose gradient reads a teacher's logits
 
 
 def entries_launch(n_entries: int | None) -> Launch:
@@ -134,8 +142,7 @@ SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 
 SCALE = Launch(4096, 4)
 GRADIENT_AGAIN = 1024  # programs that write rows again
 AT_IDS = Launch(32, 4)  # of each of a tile of tokens; not measured
-# A program has a bit of memory for each id. 8192 sets of 1024 ids in ascending order, in any order, without those bits'
-# first zeros: 256/2 88, 445
+# 8192 sets of 1024 ids in ascending order: 1024/4 45, 256/2 88; each program has a bit of memory per id
 SETS, SETS_PROGRAMS = Launch(1024, 4), 1024
 SUMS_GRADIENT = Launch(1024, 4)  # 1 value: 512/4 4.1, 1024/4 4.9; 3 values: 1024/4 5.2, 512/4 5.5
 

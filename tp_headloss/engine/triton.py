@@ -184,7 +184,7 @@ def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dic
     """The gradient at every column, that at entries excepted; variant: of these inputs."""
     (n_rows, width), strides, facts, rows = out.shape, out.stride(), request.facts, device_layout(request.layout)
     names = tuple(grads)
-    hooks, how = rows.gradient_hooks(names), gradient_launch(width, names)
+    hooks, how = rows.gradient_hooks(names), gradient_launch(width, names, facts.softcap != 0.0)
     upstream, loss, kinds = _upstream(rows, grads, loss)
     padded = facts.valid_width < width
     variant = (
