@@ -28,12 +28,13 @@ from .head_loss import (
 from .id_sets import IdSets
 from .linear_head import Linear, linear_vocab_statistics
 from .module import Init, VocabParallelEmbedding, VocabParallelHead, multi_token_targets
-from .options import Options, Teacher, TeacherHead, TeacherHeads, TopKTeacher, Transform
+from .options import Options, Transform
 from .sampling import Sample, kept_ids, sample
 from .sampling_rule import SamplingRule
 from .sequences import Sequences
 from .shard import VocabShard
 from .statistics import VocabStatistics
+from .teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
 from .topk import TopK, topk_log_probs
 
 __version__ = "0.2.0"

@@ -14,11 +14,12 @@ from .dtensor import local_logits, local_part
 from .eager_only import uncompiled_where_needed
 from .engine.autograd import Statistics
 from .id_sets import IdSets
-from .options import DEFAULTS, NO_TRANSFORM, Options, Teacher, TopKTeacher, Transform
+from .options import DEFAULTS, NO_TRANSFORM, Options, Transform
 from .request import Request
 from .sampling_rule import SamplingRule
 from .shard import VocabShard
 from .statistics import MaybeNone, VocabStatistics, documented_fields, known_statistics
+from .teachers import Teacher, TopKTeacher
 from .validation import expect_instance, refuse_transforms
 
 

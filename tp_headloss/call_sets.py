@@ -8,12 +8,13 @@ import torch
 
 from .engine.operators import known_sets
 from .id_sets import IdSets, flat_ids, masked_ids
-from .options import Options, TopKTeacher
+from .options import Options
 from .request import Facts, Request, TokenOrder
 from .sampling_rule import SamplingRule, kept_sets
 from .statistics import AT_IDS, OVER_SETS
 from .statistics.at_ids import known_ids
 from .statistics.sets import rows_and_places
+from .teachers import TopKTeacher
 from .validation import expect_ids, expect_tensor
 
 

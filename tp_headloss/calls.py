@@ -11,11 +11,12 @@ from .call_sets import check_sets, set_tensors, validate_sets
 from .engine.backend import resolve_backend
 from .engine.operators import top_entries
 from .id_sets import IdSets
-from .options import Options, Teacher, TeacherHead, TeacherHeads, TopKTeacher, Transform
+from .options import Options, Transform
 from .request import Facts, Request, Tensors, TokenOrder
 from .sampling_rule import SamplingRule
 from .shard import ShardFacts, VocabShard
 from .statistics import FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
+from .teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
 from .validation import expect_ids, expect_int, expect_number, expect_tensor, swap_hint
 
 ALWAYS = ("lse", "log_prob", "target_logit", "valid")  # of every call's statistics
@@ -180,7 +181,8 @@ def _validate_teacher(teacher, transform, logits, want, options):
             "linear_vocab_statistics, or make the teacher's logits, Teacher(F.linear(hidden, weight))"
         )
     if not isinstance(teacher, (Teacher, TopKTeacher)):
-        raise TypeError(f"teacher must be a Teacher or a TopKTeacher, got {type(teacher).__name__}")
+        hint = ": TopKTeacher(top.ids, top.log_probs)" if hasattr(teacher, "log_probs") else ""
+        raise TypeError(f"teacher must be a Teacher or a TopKTeacher, got {type(teacher).__name__}{hint}")
     if not wanted or not set(wanted) <= set(served):
         raise ValueError(f"a {type(teacher).__name__} serves the statistics {served}, got {wanted} in want")
     lead, device = logits.shape[:-1], logits.device

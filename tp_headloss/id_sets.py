@@ -18,12 +18,11 @@ class IdSets:
 
     A negative id is none, and an id that is there several times counts once. Sets of different sizes take less memory
     by `from_csr`. A set that is empty, that holds an id at or beyond the vocabulary or lacks its token's label makes
-    the statistics over sets of that token NaN (``Options.check`` raises instead). Ascending ids are quick; any others
-    are compared with all before them in their set. For the statistic "log_probs_at" they are ids whose log-probs are
-    asked for, each.
+    the statistics over sets of that token NaN (``Options.check`` raises instead). For the statistic "log_probs_at" they
+    are ids whose log-probs are asked for, each.
 
     Args:
-        ids: [.., K] int64 or int32, global, replicated, in any order.
+        ids: [.., K] int64 or int32, global, replicated, in any order; ascending ones are a little quicker.
         mask: [.., K] bool, False for entries that are none; None: all count.
         spans: [.., 2] bounds of each token's set in flat ids; `from_csr` makes them.
 
@@ -38,6 +37,12 @@ class IdSets:
     ids: torch.Tensor
     mask: torch.Tensor | None = None
     spans: torch.Tensor | None = None  # [.., 2] bounds of each token's set in flat ids, see `from_csr`
+
+    def __post_init__(self):
+        expect_ids("sets: ids", self.ids)
+        for name in ("mask", "spans"):
+            if getattr(self, name) is not None:
+                expect_tensor(f"sets: {name}", getattr(self, name))
 
     @classmethod
     def from_csr(cls, ids: torch.Tensor, offsets: torch.Tensor) -> IdSets:

@@ -89,8 +89,9 @@ class VocabParallelHead(VocabRows):
     """Output layer with a sharded vocabulary, weight [V/P, H]: hidden states in; losses, statistics or logits out.
 
     ``head(hidden, labels)`` is the `HeadLossOutput` of ``head_loss`` without logits (`HeadLoss.linear`),
-    ``head.statistics(hidden, labels)`` is `linear_vocab_statistics`, ``head(hidden)`` are this rank's logits. Several
-    depths of multi-token prediction are one call, see `multi_token_targets`.
+    ``head.statistics(hidden, labels)`` is `linear_vocab_statistics`, ``head(hidden)`` are this rank's logits before the
+    transform: ``log_probs(head(hidden), labels, transform=head.transform)`` needs it again. Several depths of
+    multi-token prediction are one call, see `multi_token_targets`.
 
     ``state_dict`` describes weight and bias as DTensors (``Shard(0)``), so that `torch.distributed.checkpoint` saves
     them at one group size and loads them at another. `load_state_dict` also takes whole matrices, and this rank's rows.

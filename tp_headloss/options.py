@@ -1,9 +1,8 @@
-"""Arguments that callers write: transforms of the logits, teachers, and options."""
+"""Arguments that callers write: transforms of the logits, and options."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +10,15 @@ from .agreement import VALIDATIONS
 from .engine.backend import BACKENDS
 from .engine.one_launch import GRADIENTS
 from .engine.transports import TRANSPORTS
-from .validation import expect_bool, expect_instance, expect_number, expect_one_of, expect_real
+from .validation import (
+    expect_bool,
+    expect_floating,
+    expect_number,
+    expect_one_of,
+    expect_real,
+    expect_tensor,
+    is_number,
+)
 
 
 @dataclass(frozen=True)
@@ -39,8 +46,12 @@ class Transform:
     temperature: float | torch.Tensor = 1.0
 
     def __post_init__(self):
+        if self.bias is not None:
+            hint = ": a temperature is the argument temperature=" if is_number(self.bias) else ""
+            expect_tensor("bias", self.bias, hint=hint)
+            expect_floating("bias", self.bias)
         expect_number("scale", self.scale, positive=False)
-        _expect_temperature("temperature", self.temperature)
+        expect_temperature("temperature", self.temperature)
         if self.softcap is not None:
             expect_number("softcap", self.softcap)
             expect_number("scale / softcap", self.scale / self.softcap, positive=False)
@@ -49,7 +60,8 @@ class Transform:
             expect_number("softcap / temperature", (self.softcap or 1.0) / self.temperature)
 
 
-def _expect_temperature(name, temperature):
+def expect_temperature(name, temperature):
+    """Raise TypeError or ValueError unless it is a positive number, or a tensor that wants no gradient."""
     if isinstance(temperature, torch.Tensor):
         if temperature.requires_grad:
             raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
@@ -65,7 +77,8 @@ class Options:
     Args:
         backend: "triton", "torch" or None (triton on CUDA, torch elsewhere).
         transport: "gather" (an all-gather), "symm_mem" (symmetric memory), "sum" (an all_reduce) or "auto" (chooses).
-        inplace: the backward writes the gradient over the logits (eager only).
+        inplace: the backward writes the gradient over the logits (eager only). Whoever reads the logits after it finds
+            the gradient there; logits that are a leaf share its memory with their ``.grad``.
         gradient: "forward" has the forward of a `HeadLoss` write the gradient of its logits, in the launch that reads
             them, and the backward hand it over (computed again if the upstream gradient of the loss is another than in
             the step before, at first 1). For one rank, terms of lse, log_prob and target_logit, logits without
@@ -102,199 +115,6 @@ class Options:
             expect_bool(name, getattr(self, name))
         if self.inplace and self.gradient == "forward":
             raise ValueError("inplace=True overwrites logits in the backward, got gradient='forward'")
-
-
-class _Tempered:
-    """Temperatures of a teacher and its student, and the teacher's share of a Jensen-Shannon mixture."""
-
-    temperature: float | torch.Tensor
-    student_temperature: float | torch.Tensor | None
-    beta: float
-
-    def __post_init__(self):
-        _expect_temperature("teacher.temperature", self.temperature)
-        _expect_temperature("teacher.student_temperature", self.student_temperature_or_default)
-        expect_real("beta", self.beta)
-        if not 0 < self.beta < 1:
-            raise ValueError(f"beta must be in (0, 1), got {self.beta}; at its ends use forward_kl or reverse_kl")
-
-    @property
-    def student_temperature_or_default(self) -> float | torch.Tensor:
-        """The temperature of the student, which is the teacher's where none was given."""
-        return self.temperature if self.student_temperature is None else self.student_temperature
-
-
-@dataclass(frozen=True)
-class Teacher(_Tempered):
-    """A teacher for distillation: logits of the same shard, compared at temperatures of their own.
-
-    Args:
-        logits: [.., width] sharded on V like the student's, any float dtype, never differentiated; log-probs are
-            logits, too. Columns at or beyond the shard's ``vocab_size`` take no part, so a teacher with more ids than
-            the student is compared on the common ones if that is the vocab_size (and its logits are cut at the same
-            bounds).
-        temperature: of the teacher, a number or one per token [..].
-        student_temperature: divides the student's logits (with bias, scale and softcap, whatever
-            ``Transform.temperature`` is); None: the same as the teacher's.
-        beta: of the Jensen-Shannon divergence, the teacher's share of the mixture, in (0, 1).
-
-    Examples:
-        >>> teacher = Teacher(torch.tensor([[0.0, 1.0]]), temperature=2.0)
-        >>> vocab_statistics(torch.tensor([[1.0, 0.0]]), want=("forward_kl",), teacher=teacher).forward_kl
-        tensor([0.1225])
-    """
-
-    logits: torch.Tensor
-    temperature: float | torch.Tensor = 1.0
-    student_temperature: float | torch.Tensor | None = None
-    beta: float = 0.5
-
-
-@dataclass(frozen=True)
-class TopKTeacher(_Tempered):
-    """A teacher of which only some ids per token are known, as `topk_log_probs` exports them.
-
-    An entry with a negative id, a log-prob of -inf, or False in ``mask`` does not count; entries of the same id add up;
-    an id at or beyond the vocabulary makes its token's distillation NaN (mask the ids that a student does not have).
-
-    Args:
-        ids: [.., K] int64 or int32, global, replicated, in any order.
-        log_probs: [.., K] any float dtype.
-        mask: [.., K] bool, or None for all entries.
-        tail_log_prob: [..] log-prob of everything else, for losses that know a tail; None: of 1 - the entries'
-            probability, which is as exact as their log-probs are (give it, if they are of half precision and nearly
-            everything).
-        temperature: of the teacher, a number or one per token [..]: log_probs / temperature, renormalised; 1 for
-            log-probs that were exported at a temperature.
-        student_temperature, beta: as in `Teacher`.
-        renormalize: the entries' probabilities are divided by their sum, so that there is no tail; needed with a
-            temperature.
-
-    Examples:
-        >>> teacher = TopKTeacher(torch.tensor([[2, 0]]), torch.tensor([[0.7, 0.2]]).log())
-        >>> vocab_statistics(torch.zeros(1, 9), want=("topk_forward_kl",), teacher=teacher).topk_forward_kl
-        tensor([0.1634])
-    """
-
-    ids: torch.Tensor
-    log_probs: torch.Tensor
-    mask: torch.Tensor | None = None
-    tail_log_prob: torch.Tensor | None = None
-    temperature: float | torch.Tensor = 1.0
-    student_temperature: float | torch.Tensor | None = None
-    renormalize: bool = True
-    beta: float = 0.5
-
-    def __post_init__(self):
-        super().__post_init__()
-        expect_bool("renormalize", self.renormalize)
-
-
-@dataclass(frozen=True)
-class TeacherHead(_Tempered):
-    """A `Teacher` for linear heads: its logits hidden @ weight^T + bias are made by blocks and never exist as a whole.
-
-    For `HeadLoss.linear`, `linear_vocab_statistics` and `topk_log_probs`, which take it where they take a `Teacher` or
-    logits. Neither the hidden states nor the weight nor the bias get a gradient, whether they require one or not.
-
-    Logits have the operands' dtype, as torch.nn.functional.linear has it; with a bias or a softcap they are fp32, not
-    rounded in between. A teacher that shares the student's head is ``TeacherHead(hidden, weight)`` with the
-    student's own weight; see `multi_token_targets`. A draft model over a subset of the vocabulary
-    (EAGLE-3) takes the rows of its ids, ``TeacherHead(hidden, weight[ids])``, selected once from a frozen weight: the
-    teacher is then normalised over these ids.
-
-    Args:
-        hidden: [.., H_t] of the student's tokens, with a hidden size of its own, laid out over ranks like the student's
-            hidden states: replicated, or this rank's [S/P, ..] with ``Linear.hidden_grad="reduce_scatter"``, gathered
-            then.
-        weight: [width, H_t] sharded on V at the same bounds as the student's. One dtype with ``hidden`` (but for
-            autocast), which may differ from the student's.
-        bias: [width].
-        transform: bias, scale (positive) and softcap of the teacher's logits; its temperature must be 1.
-        temperature, student_temperature, beta: as in `Teacher`.
-
-    Examples:
-        >>> hidden, weight, labels = torch.ones(1, 2), torch.eye(2), torch.tensor([0])
-        >>> teacher = TeacherHead(torch.ones(1, 1), torch.tensor([[2.0], [0.0]]))
-        >>> HeadLoss([Distillation()]).linear(hidden, weight, labels, inputs={"teacher": teacher}).loss
-        tensor(0.3278)
-    """
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-    transform: Transform | None = None
-    temperature: float | torch.Tensor = 1.0
-    student_temperature: float | torch.Tensor | None = None
-    beta: float = 0.5
-
-    @property
-    def whole_transform(self) -> Transform:
-        """The transform of the teacher's logits with its bias and its temperature."""
-        transform = self.transform or NO_TRANSFORM
-        bias = transform.bias if self.bias is None else self.bias
-        return replace(transform, bias=None if bias is None else bias.detach(), temperature=self.temperature)
-
-    def __post_init__(self):
-        super().__post_init__()
-        expect_instance("teacher.transform", transform := self.transform, Transform)
-        if transform is None:
-            return
-        if isinstance(transform.temperature, torch.Tensor) or transform.temperature != 1:
-            raise ValueError("the temperature of a TeacherHead is its own, got one in its transform")
-        if self.bias is not None and transform.bias is not None:
-            raise ValueError("the bias of a TeacherHead was given twice, and in its transform")
-        expect_number("teacher.transform.scale", transform.scale)
-
-
-@dataclass(frozen=True)
-class TeacherHeads:
-    """Several `TeacherHead`s, of which each token has one: on-policy distillation from many teachers.
-
-    Every block of logits is made once per head, and each token keeps that of its own, so time grows with the number of
-    heads; the block's memory is that of two. To save the time, sort tokens by teacher and make a call for each.
-
-    Args:
-        heads: the teachers; each has hidden states of all tokens (what other teachers' tokens hold is not used), all of
-            one dtype (but for autocast) and one beta.
-        teacher_of_token: [..] int64 or int32 replicated, each token's index in ``heads``; any other number makes the
-            distillation of its token NaN.
-
-    Examples:
-        >>> states = torch.ones(2, 1)
-        >>> heads = [TeacherHead(states, torch.tensor([[k], [0.0]])) for k in (1.0, 2.0)]
-        >>> teachers = TeacherHeads(heads, torch.tensor([0, 1]))  # token 0 learns from the first, token 1 the second
-        >>> options = {"want": ("forward_kl",), "teacher": teachers}
-        >>> linear_vocab_statistics(torch.ones(2, 2), torch.eye(2), torch.tensor([0, 0]), **options).forward_kl
-        tensor([0.1109, 0.3278])
-    """
-
-    heads: tuple[TeacherHead, ...]
-    teacher_of_token: torch.Tensor
-
-    def __post_init__(self):
-        if not isinstance(self.heads, (tuple, list)) or not self.heads:
-            raise TypeError(f"heads must be a list of TeacherHeads, got {self.heads!r}")
-        for head in self.heads:
-            if not isinstance(head, TeacherHead):
-                raise TypeError(f"heads must be a list of TeacherHeads, got a {type(head).__name__}")
-            if head.beta != self.heads[0].beta:
-                raise ValueError(f"the heads of TeacherHeads must have one beta, got {[h.beta for h in self.heads]}")
-
-    @property
-    def student_temperature_or_default(self) -> float | torch.Tensor:
-        """The student's temperature, per token [..] unless it is one number for all teachers."""
-        values = [head.student_temperature_or_default for head in self.heads]
-        if any(isinstance(value, torch.Tensor) or value != values[0] for value in values):
-            return self.per_token(values, 1.0)
-        return values[0]
-
-    def per_token(self, values: Sequence[float | torch.Tensor], other: float) -> torch.Tensor:
-        """Values of the heads, a number or [..] each -> [..] those of each token's head, `other` where it has none."""
-        out = torch.full_like(self.teacher_of_token, other, dtype=torch.float32)
-        for i, value in enumerate(values):
-            out = torch.where(self.teacher_of_token == i, value, out)
-        return out
 
 
 NO_TRANSFORM, DEFAULTS = Transform(), Options()

@@ -16,7 +16,7 @@ from .comm import gather_from_ranks
 from .dtensor import local_part
 from .eager_only import uncompiled
 from .id_sets import IdSets
-from .options import DEFAULTS, Options, TeacherHead, Transform
+from .options import DEFAULTS, Options, Transform
 from .philox import exponential
 from .request import Request
 from .sampling_rule import (
@@ -30,6 +30,7 @@ from .sampling_rule import (
 )
 from .shard import VocabShard
 from .statistics import MaybeNone, documented_fields
+from .teachers import TeacherHead
 from .topk import local_operands, token_blocks
 from .validation import expect_ids, expect_instance, expect_int, expect_tensor
 

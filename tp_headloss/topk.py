@@ -17,10 +17,11 @@ from .dtensor import expect_weight, local_head, local_logits, local_part
 from .eager_only import uncompiled_where_needed
 from .engine import eager
 from .engine.transports import Transport
-from .options import DEFAULTS, NO_TRANSFORM, Options, TeacherHead, Transform
+from .options import DEFAULTS, NO_TRANSFORM, Options, Transform
 from .sampling_rule import ordered_bits, transformed_logits
 from .shard import VocabShard
 from .statistics import documented_fields
+from .teachers import TeacherHead
 from .validation import expect_hidden_and_weight, expect_instance, expect_int, expect_real, expect_tensor
 
 BLOCK_ELEMENTS = 1 << 22  # logits per block: its temporaries are all that is ever as wide as the vocabulary

@@ -10,16 +10,25 @@ from typing import TypeGuard
 import torch
 
 
-def expect_tensor(name: str, x, shape=None, device: torch.device | None = None):
+def expect_tensor(name: str, x, shape=None, device: torch.device | None = None, hint: str = ""):
     """Raise TypeError or ValueError unless x is a real tensor of this shape on this device (None: any)."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        for part in ("weight", "log_prob"):
+            hint = hint or (f": pass its .{part}" if hasattr(x, part) else "")
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}{hint}")
     if shape is not None and x.shape != torch.Size(shape):
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(x.shape)}")
     if device is not None and x.device != device:
         raise ValueError(f"{name} must be on {device} like the tensors it goes with, got {x.device}")
     if x.is_complex():
         raise TypeError(f"{name} must be real, got {x.dtype}")
+
+
+def expect_floating(name: str, x):
+    """Raise TypeError unless x is a tensor of floating point."""
+    expect_tensor(name, x)
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {x.dtype}")
 
 
 def expect_dense(name: str, x: torch.Tensor):
@@ -78,8 +87,8 @@ def expect_hidden_and_weight(hidden: torch.Tensor, weight: torch.Tensor):
 
 
 def is_number(value) -> TypeGuard[float]:
-    """Return True for a real number of any library, which computes as a float does."""
-    return isinstance(value, (int, float, numbers.Real))  # first what is quick to look up
+    """Return True for a real number of any library, which computes as a float does; True and False are none."""
+    return isinstance(value, (float, int, numbers.Real)) and not isinstance(value, bool)  # first what is quick
 
 
 def fits_fp32(number: float) -> bool:
@@ -112,7 +121,7 @@ def expect_scalar(name: str, value):
 
 def expect_pair(name: str, pair):
     """Raise TypeError unless the pair is a tuple or list of two numbers."""
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(x, numbers.Real) for x in pair):
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(is_number, pair)):
         raise TypeError(f"{name} must be two numbers, such as (0.2, 0.28), got {pair!r}")
 
 

@@ -37,6 +37,8 @@ class Init:
 
     def __post_init__(self):
         expect_real("std", self.std)
+        if not self.std >= 0:
+            raise ValueError(f"std must be at least 0, got {self.std}")
         if self.seed is not None:
             expect_int("seed", self.seed)
 
@@ -59,6 +61,10 @@ class VocabRows(nn.Module):
             self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
         else:
             expect_weight(weight)
+            if not isinstance(weight, nn.Parameter):
+                raise TypeError(
+                    f"weight must be an nn.Parameter, or no optimizer would train it, got {type(weight).__name__}"
+                )
             expected = shard.padded_size if is_dtensor(weight) else rows
             if weight.shape != (expected, hidden_size):
                 raise ValueError(f"weight must be [{expected}, {hidden_size}], got {list(weight.shape)}")

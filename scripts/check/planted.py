@@ -137,7 +137,10 @@ GROUPS = {
         (SETS, "SetsFamily.local", "torch.where(tile.members, softmax.z, -torch.inf)", "softmax.z"),
         (SETS, "SetsFamily.finish", "own.factor * (moment + own.drop * whole) + weigh(own.p_target, own.offset)", "moment"),
         (SETS, "SetsFamily.direct", 'grads["set_log_mass"] * merged["set_outside"] * s', 'grads["set_log_mass"] * s'),
-        (SETS_DEVICE, "sets_kernel", "other[:, None] < place[None, :]", "other[:, None] > place[None, :]"),
+        (SETS_DEVICE, "_drop_repeated", "other[:, None] < place[None, :]", "other[:, None] > place[None, :]"),
+        (SETS_DEVICE, "_drop_repeated", "repeated | (live & (again > 0))", "repeated"),
+        (SETS_DEVICE, "_drop_repeated", "tl.store(seen_ptr + known // 32, tl.zeros([BLOCK], tl.int32), mask=ids >= 0)", "pass"),
+        (SETS_DEVICE, "sets_kernel", "row < n_rows", "row >= 0"),
         (SETS_DEVICE, "sets_kernel", "(ids >= 0) & (ids <= before)", "(ids >= 0) & (ids < before)"),
         (SETS_DEVICE, "set_statistics_kernel", 'tl.where(is_target, float("-inf"), z)', "z"),
         (SETS_DEVICE, "set_statistics_kernel", "factor * tl.fma(drop, s, moment)", "factor * moment"),
@@ -160,8 +163,9 @@ GROUPS = {
     "test_rank": [
         (RANK, "RankFamily.second", "(column < target)", "(column > target)"),
         (RANK, "RankFamily.second", "torch.where(column == target, True, before)", "before"),
-        (RANK_DEVICE, "rank_kernel", "(columns < target)", "(columns > target)"),
-        (RANK_DEVICE, "rank_kernel", "(inside < chunk.size) & before", "before"),
+        (RANK_DEVICE, "_comes_before", "(columns < label)", "(columns > label)"),
+        (RANK_DEVICE, "_comes_before", "(columns == label)", "(columns != columns)"),
+        (RANK_DEVICE, "rank_kernel", "(inside < chunk.size) & _comes_before(z, z_label, inside, label)", "_comes_before(z, z_label, inside, label)"),
     ],
     "test_at_ids": [
         (AT_IDS, "AtIdsFamily.direct", 'at.scatter_add(1, tile.entries, grads["log_probs_at"].to(dz.dtype))', 'at.scatter(1, tile.entries, grads["log_probs_at"].to(dz.dtype))'),
@@ -374,6 +378,17 @@ GROUPS = {
         ("integrations/verl/heads.py", "topk_distillation", "student.clamp_min(lowest)", "student"),
         ("integrations/verl/heads.py", "topk_distillation", "(-kl.detach() * overlap).sum(-1)", "(-kl.detach()).sum(-1)"),
         ("integrations/megatron/postprocess.py", "hidden_in_place_of_logits.forward", "taken.hidden, taken.weight = hidden, weight", "taken.hidden, taken.weight = hidden, None"),
+    ],
+    "test_mean_metrics": [
+        ("head_loss/output.py", "mean_metrics.mean", 'sums.get(name.replace("loss/", "count/", 1), count)', "count"),
+        ("head_loss/output.py", "make_output", "{} if by_sequence else dict(zip(weighted, sums[len(terms) + len(named):]))", "dict(zip(weighted, sums[len(terms) + len(named):]))"),
+        ("head_loss/output.py", "make_output", "() if has_sequences else definition.metrics", "definition.metrics"),
+        ("head_loss/valid_tokens.py", "linear_over_valid_tokens", '("terms", "metrics", "term_counts")', '("terms", "metrics")'),
+    ],
+    "test_accuracy": [
+        ("statistics/numerics_triton.py", "tanh_and_slope", "tl.max(size) >= 0.55", "tl.max(size) >= 0.6"),
+        ("statistics/numerics_triton.py", "tanh_and_slope", "tl.where(near, slope, (4.0 * w) * r)", "(4.0 * w) * r"),
+        ("statistics/numerics_triton.py", "tanh_and_slope", "tl.where(a < 0, -far, far)", "far"),
     ],
     "test_arguments": [
         ("calls.py", "build_request", "logits.resolve_neg()", "logits"),

@@ -18,6 +18,7 @@ from tp_headloss import (
     Init,
     KLToReference,
     Linear,
+    Metric,
     Options,
     PolicyGradient,
     PolicyMetrics,
@@ -94,7 +95,7 @@ WRONG_TYPES = {
         lambda x, y: HeadLoss([Distillation()]).linear(
             x, torch.zeros(9, V), y, inputs={"teacher": TeacherHead(x, torch.nn.Linear(V, 9))}
         ),
-        r"teacher.weight must be a tensor \[width, H\], got Linear: pass its .weight",
+        r"teacher.weight must be a tensor, got Linear: pass its .weight",
     ),
     "linear": (lambda x, y: HeadLoss().linear(x, x, y, linear="recompute"), "linear must be Linear"),
     "weights of tokens": (lambda x, y: HeadLoss()(x, y, token_weight=[1.0] * N), "token_weight must be a tensor, got"),
@@ -213,6 +214,33 @@ MODULES = {
     "a layer to tie": (lambda: VocabParallelHead(8, SHARD, weight=torch.nn.Linear(8, V)), "pass its .weight"),
     "lists of hidden states": (lambda: VocabParallelHead(8, SHARD)([[0.0] * 8]), "hidden states must be a tensor"),
     "lists of labels": (lambda: multi_token_targets([1, 2], 1), "labels must be a tensor, got list"),
+    "a temperature for a bias": (lambda: Transform(0.7), "bias must be a tensor, got float: a temperature is"),
+    "integers for a bias": (lambda: Transform(torch.ones(V).long()), "bias must be floating point, got torch.int64"),
+    "a list for a teacher": (lambda: Teacher([1.0]), "teacher.logits must be a tensor, got list"),
+    "a layer for a teacher": (lambda: TeacherHead(torch.zeros(1, 8), torch.nn.Linear(8, V)), "pass its .weight"),
+    "log-probs for ids": (
+        lambda: TopKTeacher(torch.zeros(1, 2), torch.zeros(1, 2).long()), "teacher.ids must be int64 or int32, got"),
+    "lists of sets": (lambda: IdSets([[1, 2]]), "sets: ids must be a tensor, got list"),
+    "floats for sets": (lambda: IdSets(torch.zeros(1, 2)), "sets: ids must be int64 or int32, got torch.float32"),
+    "a flag for bytes": (lambda: Linear(budget=True), "budget must be a number of bytes or None, got True"),
+    "a flag for a number": (lambda: Transform(temperature=True), "temperature must be a number or a tensor, got True"),
+    "a tensor to tie": (lambda: VocabParallelHead(8, SHARD, weight=torch.zeros(V, 8)), "must be an nn.Parameter, or n"),
+    "a function without the input": (
+        lambda: Term("mine", lambda stats: stats.lse, inputs=("rewards",)), r"take \(stats, rewards\), got \(stats\)"),
+    "a metric without a name": (
+        lambda: HeadLoss(metrics=Metric(lambda stats: {3: stats.lse}))(torch.zeros(1, V), torch.zeros(1).long()),
+        r"a metric must name its values by strings, got \[3\]"),
+    "a teacher as it was exported": (
+        lambda: vocab_statistics(
+            torch.zeros(1, V), want=("topk_forward_kl",), teacher=topk_log_probs(torch.zeros(1, V), 2)),
+        r"got TopK: TopKTeacher\(top.ids, top.log_probs\)"),
+    "log-probs as they were computed": (
+        lambda: HeadLoss(PolicyGradient("reinforce"))(
+            torch.zeros(1, V), torch.zeros(1).long(),
+            inputs={"advantages": log_probs(torch.zeros(1, V), torch.zeros(1).long())}),
+        "'advantages' must be a tensor, got LogProbs: pass its .log_prob"),
+    "a word for beta": (lambda: losses.dpo(*torch.zeros(4, 2), beta="a"), "beta must be a number, got 'a'"),
+    "lists of pairs": (lambda: losses.dpo([0.0], *torch.zeros(3, 2)), "chosen must be a tensor, got list"),
 }  # fmt: skip
 
 
@@ -247,6 +275,18 @@ UNFIT = {
     ),
     r"log-probs of another policy must broadcast .* got \[2, 3\]": lambda: losses.kl_estimate(
         torch.zeros(3, 3), reference_log_prob=torch.zeros(2, 3)
+    ),
+    "weight gets no gradient: pass weight.detach": lambda: Term("mine", len, weight=torch.ones((), requires_grad=True)),
+    "std must be at least 0, got -1": lambda: Init(std=-1),
+    "beta must be positive": lambda: losses.kto(
+        *torch.zeros(2, 2), desirable=torch.ones(2), kl=torch.zeros(()), beta=-1
+    ),
+    r"clip must be \(low, high\) with 0 <= low <= 1": lambda: PolicyGradient("clip", clip=(-0.2, 0.2)),
+    "dual_clip must be at least 1 \\+ 0.2, where the clip ends, got 0.5": lambda: PolicyGradient("clip", dual_clip=0.5),
+    "dual_clip must be at least 1 \\+ 0.2, where the clip ends, got 0.1": lambda: PolicyMetrics(dual_clip=0.1),
+    "a clamp must be a positive number or None, got -3": lambda: PolicyGradient("clip", log_ratio_clamp=-3),
+    "gradient='forward' is for logits": lambda: HeadLoss(options=Options(gradient="forward")).linear(
+        torch.zeros(1, 8), torch.zeros(V, 8), torch.zeros(1).long()
     ),
     r"reference_chosen must have the shape \[2\] of chosen, got \[2, 1\]": lambda: losses.dpo(
         *torch.zeros(2, 2), *torch.zeros(2, 2, 1)

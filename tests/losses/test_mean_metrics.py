@@ -3,9 +3,22 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import on_ranks
 
-from tp_headloss import CrossEntropy, Entropy, HeadLoss, Metric, Sequences, VocabShard, mean_metrics, vocab_statistics
+from tp_headloss import (
+    CrossEntropy,
+    Entropy,
+    HeadLoss,
+    Linear,
+    Metric,
+    PolicyGradient,
+    Sequences,
+    VocabShard,
+    ZLoss,
+    mean_metrics,
+    vocab_statistics,
+)
 
 V, PARTS = 11, 4
 HEAD = HeadLoss(
@@ -46,6 +59,58 @@ def test_means_are_those_of_all_valid_tokens_together(world_size):
         assert list(found) == list(wanted)
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["logits", "recompute", "one_sweep", "dropped"])
+def test_terms_with_token_weights_of_their_own_are_divided_by_these(mode):
+    """Over two micro-batches, whatever the losses were divided by."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(PARTS, 6, 8, generator=generator), torch.randn(V, 8, generator=generator)
+    _, labels = batches()
+    class_weight, rewards = torch.rand(V, generator=generator), torch.randn(PARTS, 6, generator=generator)
+    head = HeadLoss(
+        [CrossEntropy(class_weight=class_weight), ZLoss(0.5), PolicyGradient("positive-nll")], metrics="entropy"
+    )
+    outputs = []
+    for i in range(2):
+        given = {"denominator": 3.0, "inputs": {"rewards": rewards[i]}}
+        if mode == "logits":
+            outputs.append(head(hidden[i] @ weight.T, labels[i], **given))
+        else:
+            how = Linear("recompute", max_valid_tokens=8) if mode == "dropped" else Linear(mode)
+            w = weight.clone().requires_grad_()
+            outputs.append(head.linear(hidden[i], w, labels[i], linear=how, **given))
+    found = mean_metrics(outputs)
+    x, y = hidden[:2].double() @ weight.double().T, labels[:2]
+    log_p, valid = x.log_softmax(-1), y != -100
+    chosen = valid & (rewards[:2] > 0)
+    wanted = {
+        "loss/cross_entropy": F.cross_entropy(x.flatten(0, 1), y.flatten(), class_weight.double()),
+        "loss/z_loss": (x.logsumexp(-1) ** 2)[valid].mean(),
+        "loss/positive_nll": -log_p.gather(-1, y.clamp(min=0)[..., None])[..., 0][chosen].mean(),
+        "entropy": -(log_p.exp() * log_p).sum(-1)[valid].mean(),
+    }
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=2e-6, atol=1e-6, msg=f"{name}: {found[name]}, {value}")
+    torch.testing.assert_close(
+        outputs[0].loss.double() * 3, sum(w * x.double() for w, x in zip((1, 0.5, 1), outputs[0].terms.values()))
+    )
+
+
+def test_a_reduction_by_sequence_divides_every_term_by_its_sequences():
+    x, labels = batches()
+    head = HeadLoss(CrossEntropy(class_weight=torch.rand(V)), reduction="seq-mean-token-sum")
+    out = head(x, labels, inputs={"sequences": Sequences.from_mask(labels != -100)})
+    assert not out.term_counts
+    torch.testing.assert_close(mean_metrics(out)["loss/cross_entropy"].float(), out.loss)
+
+
+def test_metrics_that_are_named_as_terms_are_refused():
+    x, labels = batches()
+    out = HeadLoss(metrics=Metric(lambda stats: {"loss/cross_entropy": stats.lse}))(x, labels)
+    with pytest.raises(ValueError, match=r"must not have names in 'loss/'.*cross_entropy"):
+        mean_metrics(out)
 
 
 def test_with_sequences_metrics_are_means_over_tokens_and_terms_over_sequences():

@@ -393,13 +393,14 @@ def test_what_cannot_work_is_refused():
         with pytest.raises(ValueError, match=message):
             vocab_statistics(x, **good | {name: v() if callable(v) else v for name, v in change.items()})
     for message, teacher in {
-        "teacher.ids must be int64": TopKTeacher(log_probs, log_probs),
-        "teacher.log_probs must be one of": TopKTeacher(ids, ids),
-        "teacher.mask must be bool": TopKTeacher(ids, log_probs, ids),
-        "tail_log_prob must be floating": TopKTeacher(ids, log_probs, tail_log_prob=ids[:, 0], renormalize=False),
+        "teacher.ids must be int64": (log_probs, log_probs),
+        "teacher.log_probs must be floating point": (ids, ids),
+        "teacher.log_probs must be one of": (ids, log_probs.to(torch.float8_e5m2)),
+        "teacher.mask must be bool": (ids, log_probs, ids),
+        "tail_log_prob must be floating": (ids, log_probs, None, ids[:, 0]),
     }.items():
         with pytest.raises(TypeError, match=message):
-            vocab_statistics(x, **good | {"teacher": teacher})
+            vocab_statistics(x, **good | {"teacher": TopKTeacher(*teacher)})
     labels = torch.zeros(3, dtype=torch.long)
     with pytest.raises(ValueError, match="support='tail' needs a TopKTeacher with renormalize=False"):
         HeadLoss([TopKDistillation(support="tail")])(x, labels, inputs={"teacher": TopKTeacher(ids, log_probs)})

@@ -384,8 +384,11 @@ class Session:
         version = logits._version
         self.expect("statistics", value, torch.autograd.grad(value, self.x, retain_graph=True))
         assert logits._version > version
-        for again in (value, stale.sum()):
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        for again, words in (
+            (value, "so that there is one backward"),
+            (stale.sum(), "modified by an inplace operation"),
+        ):
+            with pytest.raises(RuntimeError, match=words):
                 again.backward()
 
     def assert_inputs_unmodified(self):

@@ -33,7 +33,15 @@ def first_derivative_only(backward):
     """
 
     def wrapper(ctx, *upstream):
-        saved = ctx.saved_tensors  # once: a checkpoint computes them again for each look
+        try:
+            saved = ctx.saved_tensors  # once: a checkpoint computes them again for each look
+        except RuntimeError as error:
+            if not getattr(ctx, "inplace", False):
+                raise
+            raise RuntimeError(
+                "Options(inplace=True) writes the gradient over the logits, so that there is one backward, and nothing "
+                "else may have written to the logits before it"
+            ) from error
         if not torch.is_grad_enabled():
             return backward(ctx, saved, *upstream)
         with torch.no_grad():

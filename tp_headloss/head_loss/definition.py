@@ -103,12 +103,19 @@ class HeadLossDefinition(NamedTuple):
         return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
-        """Functions whose values are summed together with the loss: the terms', then the named metrics'.
+        """Functions whose values are summed together with the loss: the terms', the named metrics', the terms' token
+        weights.
 
         With sequences the named metrics are among `metric_functions` instead, which are summed in two ways.
         """
+        terms = [StatisticsFunction(f"term {term.name!r}", term.function, term.inputs) for term in self.terms]
         named = [] if has_sequences else [StatisticsFunction(f"metric {n!r}", METRICS[n]) for n in self.metrics]
-        return [StatisticsFunction(f"term {term.name!r}", term.function, term.inputs) for term in self.terms] + named
+        weights = [
+            StatisticsFunction(f"the token_weight of term {term.name!r}", term.token_weight, term.inputs)
+            for term in self.terms
+            if term.token_weight is not None
+        ]
+        return terms + named + weights
 
     def metric_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
         """Functions that return metrics by name, and are summed apart from the loss."""

@@ -225,6 +225,8 @@ class HeadLoss(nn.Module):
         expect_instance("linear", linear, Linear)
         expect_instance("transform", transform, Transform)
         linear = linear or Linear()
+        if self.options is not None and self.options.gradient == "forward":
+            raise ValueError("gradient='forward' is for logits; from hidden states use Linear('one_sweep')")
         with Agreement(self.options, shard) as agreement:
             hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
             labels, token_weight, transform, inputs = local_arguments(

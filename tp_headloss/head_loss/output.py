@@ -31,6 +31,8 @@ class HeadLossOutput(NamedTuple):
             sequences also "num_tokens", the divisor of these sums.
         stats: `VocabStatistics` of the call.
         sequence_metrics: with sequences and metrics, sum over sequences of each metric's mean, and "num_sequences".
+        term_counts: what the means of terms with token weights of their own (class weights, say) divide by in the place
+            of ``count``: the sum of these weights, by the term's name.
 
     Examples:
         >>> out = HeadLoss([CrossEntropy(), ZLoss(0.5)], metrics="accuracy")(torch.zeros(2, 4), torch.tensor([0, -100]))
@@ -44,6 +46,7 @@ class HeadLossOutput(NamedTuple):
     metrics: dict[str, torch.Tensor]
     stats: VocabStatistics | MaybeNone
     sequence_metrics: dict[str, torch.Tensor]
+    term_counts: dict[str, torch.Tensor]
 
 
 def mean_metrics(
@@ -57,8 +60,9 @@ def mean_metrics(
 
     Returns:
         float64 scalars by name, equal on all ranks. A term, without its weight, is "loss/" and its name, divided by the
-        count; a metric has its own name and is divided by the count, or by "num_tokens" with sequences, which stays a
-        sum. Names that begin with "max_" and "min_" are extrema. Without valid tokens a mean is NaN.
+        count or, with token weights of its own, by their sum; a metric has its own name and is divided by the count, or
+        by "num_tokens" with sequences, which stays a sum. Names that begin with "max_" and "min_" are extrema. Without
+        valid tokens a mean is NaN.
 
     Raises:
         TypeError, ValueError: no outputs, outputs of other names, or a group whose ranks share a vocabulary.
@@ -73,7 +77,7 @@ def mean_metrics(
         raise TypeError(f"outputs must be a HeadLossOutput or a list of them, got {_types(outputs)}")
     if not outputs:
         raise ValueError("outputs must be at least one HeadLossOutput, got an empty list")
-    parts = [{**{f"loss/{name}": x for name, x in out.terms.items()}, **out.metrics} for out in outputs]
+    parts = [_sums_by_name(out) for out in outputs]
     if any(list(part) != list(parts[0]) for part in parts):
         raise ValueError(
             f"outputs must have the same terms and metrics in the same order, got {list(map(list, parts))}"
@@ -85,9 +89,19 @@ def mean_metrics(
     def mean(name: str) -> torch.Tensor:
         if name == "num_tokens" or name.startswith(("max_", "min_")):
             return sums[name]
-        return sums[name] / (count if name.startswith("loss/") else tokens)
+        if name.startswith("loss/"):
+            return sums[name] / sums.get(name.replace("loss/", "count/", 1), count)
+        return sums[name] / tokens
 
-    return {name: mean(name) for name in sums}
+    return {name: mean(name) for name in sums if not name.startswith("count/")}
+
+
+def _sums_by_name(out: HeadLossOutput) -> dict[str, torch.Tensor]:
+    """Sums of an output: "loss/" and "count/" with names of terms, then metrics. ValueError for metrics named so."""
+    if reserved := [name for name in out.metrics if name.startswith(("loss/", "count/"))]:
+        raise ValueError(f"metrics must not have names in 'loss/' or 'count/', as terms do, got {reserved}")
+    terms = {f"loss/{name}": x for name, x in out.terms.items()}
+    return terms | {f"count/{name}": x for name, x in out.term_counts.items()} | out.metrics
 
 
 def _types(values) -> str:
@@ -119,9 +133,13 @@ def make_output(
         loss, sums = reduce_tokens(call, stats, values, reduction)
     *sums, total = sums.unbind(0) if isinstance(sums, torch.Tensor) else sums
     terms = {term.name: value for term, value in zip(definition.terms, sums)}
-    metrics = dict(zip(definition.metrics, sums[len(terms) :]))
+    named = () if has_sequences else definition.metrics
+    metrics = dict(zip(named, sums[len(terms) :]))
+    weighted = [term.name for term in definition.terms if term.token_weight is not None]
+    by_sequence = call.count is not None  # whose weights are the reduction's alone
+    term_counts = {} if by_sequence else dict(zip(weighted, sums[len(terms) + len(named) :]))
     if other_metrics:
         expect_distinct_names(metrics, other_metrics)
         metrics |= other_metrics
     count = total if call.count is None else call.count
-    return HeadLossOutput(loss, count, terms, metrics, stats, sequence_metrics)
+    return HeadLossOutput(loss, count, terms, metrics, stats, sequence_metrics, term_counts)

@@ -11,6 +11,8 @@ import torch
 from .. import losses
 from ..losses.policy import CLIP
 from ..losses.ratio import scaled
+from ..sequences import Sequences
+from ..statistics import VocabStatistics
 from ..validation import expect_bool, expect_one_of, expect_pair, expect_real
 from .terms import Metric, Term, over_sets
 
@@ -84,13 +86,16 @@ def PolicyGradient(
     if rollout_log_weight and objective != "vespo":
         raise ValueError(f"rollout_log_weight is an input of the objective 'vespo', got {objective!r}")
     _expect_options(f"the objective {objective!r}", per_token, (*names, "rollout_log_weight"), options)
+    function = partial(_policy_loss, objective, options, over_sets(over, "log_prob"))
+    inputs = (*(n for n in names if n != "mask"), *(flag for flag, value in extra.items() if value))
+    _try_one_token(function, inputs)
     return Term(
         name or objective.replace("-", "_"),
-        partial(_policy_loss, objective, options, over_sets(over, "log_prob")),
+        function,
         weight,
         _wanted(over),
         token_weight=_has_positive_reward if objective == "positive-nll" else None,
-        inputs=(*(n for n in names if n != "mask"), *(flag for flag, value in extra.items() if value)),
+        inputs=inputs,
         tokenwise=not {"sequences", "mask"} & set(names),
     )
 
@@ -135,6 +140,7 @@ def KLToReference(
     sampler = importance_weight and SAMPLERS[importance_weight]
     inputs = ("reference_log_prob",) + ((sampler,) if sampler else ())
     function = partial(_kl, estimator, importance_weight, options, over_sets(over, "log_prob"))
+    _try_one_token(function, inputs)
     return Term(name, function, weight, _wanted(over), inputs=inputs, tokenwise=True)
 
 
@@ -176,8 +182,9 @@ def PolicyMetrics(
     names: tuple[str, ...] = ("advantages", "old_log_prob")
     names += ("sequences",) * (level == "sequence") + ("reference_log_prob",) * reference
     options = {"clip": clip, "dual_clip": dual_clip}
-    statistic = over_sets(over, "log_prob")
-    return Metric(partial(_log_prob_metrics, losses.policy_metrics, options, statistic), _wanted(over), names)
+    function = partial(_log_prob_metrics, losses.policy_metrics, options, over_sets(over, "log_prob"))
+    _try_one_token(function, names)
+    return Metric(function, _wanted(over), names)
 
 
 def GeneratorMetrics(bounds: tuple[float, float] = (0.5, 2.0), *, over: str = "vocabulary") -> Metric:
@@ -206,6 +213,17 @@ def GeneratorMetrics(bounds: tuple[float, float] = (0.5, 2.0), *, over: str = "v
     statistic = over_sets(over, "log_prob")
     function = partial(_log_prob_metrics, losses.generator_metrics, {"bounds": bounds}, statistic)
     return Metric(function, _wanted(over), ("old_log_prob", "generator_log_prob"))
+
+
+def _try_one_token(function, inputs: tuple[str, ...]):
+    """Call a function with one token, so that options which it refuses are refused where they are written."""
+    zero = torch.zeros(1, 1)
+    stats = VocabStatistics._make([zero] * len(VocabStatistics._fields))._replace(
+        valid=torch.ones(1, 1, dtype=torch.bool)
+    )
+    given = {name: Sequences.from_mask(stats.valid) if name == "sequences" else zero for name in inputs}
+    with torch.no_grad():
+        function(stats, **given)
 
 
 def _wanted(over: str) -> tuple[str, ...]:

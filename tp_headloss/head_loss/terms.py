@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,12 +61,15 @@ class Term:
         owner = f"term {self.name!r}"
         _expect_function(owner, self.function)
         expect_scalar(f"{owner}: weight", self.weight)
+        if isinstance(self.weight, torch.Tensor) and self.weight.requires_grad:
+            raise ValueError(f"{owner}: weight gets no gradient: pass weight.detach(), or multiply in the function")
         if not isinstance(self.weight, torch.Tensor) and (
             not math.isfinite(self.weight) or abs(self.weight) > torch.finfo(torch.float32).max
         ):
             raise ValueError(f"{owner}: weight must be finite in fp32, got {self.weight}")
         _expect_names(owner, "want", self.want, known_statistics())
         _expect_names(owner, "inputs", self.inputs)
+        _expect_arguments(owner, self.function, self.inputs)
         if self.token_weight is not None:
             _expect_function(f"{owner}: token_weight", self.token_weight)
         _expect_class_weight(self.class_weight)
@@ -98,6 +102,7 @@ class Metric:
         _expect_function("metric", self.function)
         _expect_names("metric", "want", self.want, known_statistics())
         _expect_names("metric", "inputs", self.inputs)
+        _expect_arguments("metric", self.function, self.inputs)
 
 
 METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is summed
@@ -216,6 +221,21 @@ def _expect_function(owner: str, function):
     """Raise TypeError unless the function is callable and not a class."""
     if not callable(function) or isinstance(function, type):
         raise TypeError(f"{owner}: function must be a function of the statistics, got {function!r}")
+
+
+def _expect_arguments(owner: str, function, inputs: tuple[str, ...]):
+    """Raise TypeError if a function cannot be called with the statistics and inputs of these names."""
+    if isinstance(function, StatisticValue):
+        return
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of C
+        return
+    try:
+        signature.bind(None, **dict.fromkeys(inputs))
+    except TypeError as error:
+        expected = ", ".join(("stats", *inputs))
+        raise TypeError(f"{owner}: function must take ({expected}), got {signature}: {error}") from None
 
 
 def _expect_names(owner: str, name: str, values, known=None):

@@ -41,6 +41,9 @@ def linear_over_valid_tokens(
     )  # fmt: skip
     known = torch.where(tokens.missing, torch.nan, 1.0)
     loss = tokens.spread_one(out.loss, 0.0, torch.nan) if definition.reduction == "none" else out.loss * known
-    terms, metrics = ({name: x * known for name, x in sums.items()} for sums in (out.terms, out.metrics))
+    known_sums = {
+        field: {name: x * known for name, x in getattr(out, field).items()}
+        for field in ("terms", "metrics", "term_counts")
+    }
     stats = tokens.spread(out.stats, call.labels)
-    return out._replace(loss=loss, count=out.count * known, terms=terms, metrics=metrics, stats=stats)
+    return out._replace(loss=loss, count=out.count * known, stats=stats, **known_sums)

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from ..dtensor import is_dtensor
 from ..head_loss import Distillation, HeadLoss, Term
 from ..linear_head import Linear
-from ..options import Teacher, Transform
+from ..options import Transform
 from ..shard import VocabShard
+from ..teachers import Teacher
 from . import require
 
 require("nemo_automodel")  # before it is imported: an error that says which versions are supported

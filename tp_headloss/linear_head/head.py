@@ -10,9 +10,10 @@ from ..agreement import Agreement
 from ..dtensor import local_head, local_part
 from ..eager_only import uncompiled_where_needed
 from ..id_sets import IdSets
-from ..options import Options, Teacher, TeacherHead, TeacherHeads, TopKTeacher, Transform
+from ..options import Options, Transform
 from ..shard import VocabShard
 from ..statistics import VocabStatistics
+from ..teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
 from ..validation import expect_instance
 from .call import LinearCall, hidden_fact
 from .options import Linear

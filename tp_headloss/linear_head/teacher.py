@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
 from ..calls import LOGITS_DTYPES
 from ..dtensor import expect_weight
-from ..options import Teacher, TeacherHead, TeacherHeads
 from ..request import TeacherOperands, TokenOrder
+from ..teachers import Teacher, TeacherHead, TeacherHeads
 from ..validation import expect_ids, expect_tensor
 from .options import Linear
 
@@ -126,5 +126,5 @@ def teacher_fact(teacher, linear: Linear, options):
     compared = options is not None and options.validate == "checksums" and linear.hidden_grad != "reduce_scatter"
     if not isinstance(teacher, TeacherHead) or compared or not isinstance(teacher.hidden, torch.Tensor):
         return teacher
-    description: Any = list(teacher.hidden.shape), str(teacher.hidden.dtype)
-    return replace(teacher, hidden=description)
+    shape = list(teacher.hidden.shape), str(teacher.hidden.dtype)
+    return {f.name: getattr(teacher, f.name) for f in fields(teacher)} | {"type": "TeacherHead", "hidden": shape}

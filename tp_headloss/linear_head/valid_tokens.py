@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ..id_sets import IdSets
-from ..options import Teacher, TeacherHead, TeacherHeads, Transform
+from ..options import Transform
 from ..statistics import VocabStatistics
+from ..teachers import Teacher, TeacherHead, TeacherHeads
 
 
 def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .kl import kl_estimate
-from .policy import CLIP
+from .policy import CLIP, ratio_bounds
 from .ratio import log_ratio
 from .sequence_policy import sequence_log_ratio
 
@@ -54,12 +54,13 @@ def policy_metrics(
         >>> metrics["ratio"], metrics["clip_fraction"]
         (tensor([1.0000, 1.6487]), tensor([False,  True]))
     """
+    low, high = ratio_bounds(clip, dual_clip)
     log_r = (
         log_ratio(log_prob, old_log_prob)
         if sequences is None
         else sequence_log_ratio(log_prob, old_log_prob, sequences)
     )
-    ratio, low, high = log_r.exp(), 1 - clip[0], 1 + clip[1]
+    ratio = log_r.exp()
     advantages = advantages.expand_as(ratio)
     below, above, clamped = ratio < low, ratio > high, ratio.clamp(low, high)
     out = {

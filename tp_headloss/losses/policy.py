@@ -41,15 +41,21 @@ def reinforce(log_prob: torch.Tensor, *, advantages: torch.Tensor) -> torch.Tens
     return -scaled(advantages, log_prob)
 
 
-def clipped_objective(ratio, advantages, clip, dual_clip):
-    """-min(r A, clip(r) A) [..] for the ratio r of a token or a sequence, as in `ppo_clip`."""
+def ratio_bounds(clip, dual_clip) -> tuple[float, float]:
+    """Return the bounds 1 - low and 1 + high of a ratio. TypeError or ValueError for a clip that is none."""
     expect_pair("clip", clip)
-    expect_broadcast("advantages", advantages, ratio)
     low, high = 1 - clip[0], 1 + clip[1]
     if not 0 <= low <= 1 <= high:
         raise ValueError(f"clip must be (low, high) with 0 <= low <= 1 and high >= 0, got {clip}")
     if dual_clip is not None and not dual_clip >= high:
         raise ValueError(f"dual_clip must be at least 1 + {clip[1]}, where the clip ends, got {dual_clip}")
+    return low, high
+
+
+def clipped_objective(ratio, advantages, clip, dual_clip):
+    """-min(r A, clip(r) A) [..] for the ratio r of a token or a sequence, as in `ppo_clip`."""
+    expect_broadcast("advantages", advantages, ratio)
+    low, high = ratio_bounds(clip, dual_clip)
     # min(r A, clip(r) A) bounds r from above where A >= 0, from below elsewhere
     highest = math.inf if dual_clip is None else dual_clip
     clipped_ratio = torch.where(advantages >= 0, bounded(ratio, high=high), bounded(ratio, low, highest))

@@ -12,11 +12,15 @@ import math
 import torch
 from torch.nn.functional import logsigmoid
 
+from ..validation import expect_number, expect_tensor
 from .ratio import bounded
 
 
-def _expect_pairs(**log_probs: torch.Tensor):
-    """Raise ValueError unless all have the shape of the first."""
+def _expect_pairs(beta: float = 1.0, **log_probs: torch.Tensor):
+    """Raise TypeError or ValueError unless all have the shape of the first, and beta is a positive number."""
+    expect_number("beta", beta)
+    for name, x in log_probs.items():
+        expect_tensor(name, x)
     (first, of), *others = log_probs.items()
     for name, x in others:
         if x.shape != of.shape:
@@ -52,7 +56,7 @@ def dpo(
         DPO (arXiv:2305.18290).
     """
     _expect_pairs(
-        chosen=chosen, rejected=rejected, reference_chosen=reference_chosen, reference_rejected=reference_rejected
+        beta, chosen=chosen, rejected=rejected, reference_chosen=reference_chosen, reference_rejected=reference_rejected
     )
     h = beta * ((chosen - rejected) - (reference_chosen - reference_rejected))
     if not label_smoothing:  # 0 times infinity would be NaN
@@ -109,7 +113,7 @@ def simpo(chosen: torch.Tensor, rejected: torch.Tensor, *, beta: float = 2.0, ma
     Source:
         SimPO (arXiv:2405.14734).
     """
-    _expect_pairs(chosen=chosen, rejected=rejected)
+    _expect_pairs(beta, chosen=chosen, rejected=rejected)
     return -logsigmoid(beta * (chosen - rejected) - margin)
 
 
@@ -177,6 +181,7 @@ def kto(
     Source:
         KTO (arXiv:2402.01306).
     """
+    _expect_pairs(beta, log_prob=log_prob, reference_log_prob=reference_log_prob, desirable=desirable)
     h = log_prob - reference_log_prob
     z = kl.detach().clamp(min=0)
     good = desirable_weight * torch.sigmoid(beta * (z - h))  # 1 - sigmoid(a) = sigmoid(-a)
