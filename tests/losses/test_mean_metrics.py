@@ -100,10 +100,19 @@ def test_terms_with_token_weights_of_their_own_are_divided_by_these(mode):
 
 def test_a_reduction_by_sequence_divides_every_term_by_its_sequences():
     x, labels = batches()
-    head = HeadLoss(CrossEntropy(class_weight=torch.rand(V)), reduction="seq-mean-token-sum")
+    head = HeadLoss(CrossEntropy(class_weight=torch.rand(V)), metrics="log_prob", reduction="seq-mean-token-sum")
     out = head(x, labels, inputs={"sequences": Sequences.from_mask(labels != -100)})
     assert not out.term_counts
+    torch.testing.assert_close(out.metrics["log_prob"], out.stats.log_prob.sum())
     torch.testing.assert_close(mean_metrics(out)["loss/cross_entropy"].float(), out.loss)
+
+
+def test_sums_are_unknown_where_more_tokens_are_valid_than_there_is_place_for():
+    x, labels = batches()
+    head = HeadLoss(CrossEntropy(class_weight=torch.rand(V)), metrics="accuracy")
+    out = head.linear(x[0], torch.eye(V), labels[0], linear=Linear("recompute", max_valid_tokens=2))
+    assert all(value.isnan() for sums in (out.terms, out.metrics, out.term_counts) for value in sums.values())
+    assert len(out.terms) == len(out.metrics) == len(out.term_counts) == 1 and out.count.isnan()
 
 
 def test_metrics_that_are_named_as_terms_are_refused():
