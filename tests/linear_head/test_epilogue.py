@@ -72,8 +72,8 @@ def test_logits_are_rounded_or_not(engine, backend, device):
     if backend == "torch" and engine == "epilogue":
         return
     generator = torch.Generator().manual_seed(0)
-    hidden = (torch.randint(-9, 9, (20, H), generator=generator) / 8).to(device, torch.bfloat16)
-    weight = (torch.randint(-9, 9, (V, H), generator=generator) / 8).to(device, torch.bfloat16)
+    hidden = (torch.randint(-9, 9, (20, H), generator=generator) / 4).to(device, torch.bfloat16)
+    weight = (torch.randint(-9, 9, (V, H), generator=generator) / 4).to(device, torch.bfloat16)
     labels = torch.randint(V, (20,), generator=generator).to(device)
     for logits, x in (("float32", hidden.float() @ weight.float().t()), ("operands", F.linear(hidden, weight))):
         expected = statistics_of_logits(x, labels, want=WANT, options=Options(backend=backend))
