@@ -11,14 +11,17 @@ class _CudaToCpu(torch.overrides.TorchFunctionMode):
         kwargs = kwargs or {}
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
+        if function is torch.Tensor.type and len(args) == 1:  # by its name the optimizers know what they can train
+            return function(*args).replace("torch.", "torch.cuda.", 1)
         return function(*args, **kwargs)
 
 
 def pretend():
     """For the rest of this process; before the first model is made."""
-    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.tensor_parallel import random
 
-    initialize_rng_tracker(inference_rng_tracker=True)  # one random state for all ranks: no CUDA states to fork
+    random.initialize_rng_tracker(inference_rng_tracker=True)  # one random state for all ranks: no CUDA states to fork
+    random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *args, **kwargs: None  # of recomputation
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.current_stream = lambda *args, **kwargs: mock.MagicMock()
     torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()

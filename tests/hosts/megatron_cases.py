@@ -41,13 +41,14 @@ class Mixed(MegatronHeadMixin, GPTModel):
 
 def config_of(sp=False, bf16=False, mtp=False, **config):
     dtype = torch.bfloat16 if bf16 else torch.float32
-    return TransformerConfig(
+    defaults = dict(
         num_layers=1, hidden_size=H, num_attention_heads=2, use_cpu_initialization=True,
         tensor_model_parallel_size=2, sequence_parallel=sp, hidden_dropout=0.0, attention_dropout=0.0,
         params_dtype=dtype, bf16=bf16, pipeline_dtype=dtype, add_bias_linear=False, gradient_accumulation_fusion=False,
         masked_softmax_fusion=False, bias_dropout_fusion=False, bias_activation_fusion=False,
-        mtp_num_layers=2 if mtp else None, init_method_std=0.3, **config,
+        mtp_num_layers=2 if mtp else None, init_method_std=0.3,
     )  # fmt: skip
+    return TransformerConfig(**{**defaults, **config})
 
 
 def model_of(cls=GPTModel, sp=False, tied=False, bf16=False, mtp=False, ddp=False, **config):
@@ -307,6 +308,7 @@ def refusals(group):
     found["no group"] = refused(lambda: head.losses_from_logits(torch.zeros(S, B, V // 2), batch()[3], layer))
     layer.tp_group = tp_group
     for option in ("defer_embedding_wgrad_compute", "fp8_output_proj"):
+        assert hasattr(model.config, option) or (option == "fp8_output_proj" and not HAS_HYBRID)  # it has that name
         setattr(model.config, option, True)
         found[option] = refused(lambda: install(model, head))
         found[option + " by the processor"] = refused(
@@ -315,7 +317,11 @@ def refusals(group):
         setattr(model.config, option, False)
     layer.gtp_remat_size, before = 2, getattr(layer, "gtp_remat_size", 1)
     found["second group"] = refused(lambda: install(model, head))
-    layer.gtp_remat_size, model.output_layer = before, Adapted(layer)
+    layer.gtp_remat_size, layer.output_dtype = before, torch.bfloat16
+    found["logits of another type"] = refused(lambda: install(model, head))
+    layer.output_dtype = torch.float32  # that of the model
+    install(model, head).remove()
+    model.output_layer = Adapted(layer)
     found["adapter"] = refused(lambda: install(model, head), TypeError)
     model.output_layer = layer
     with install(model, head, fused=False):
@@ -346,6 +352,20 @@ def failures(group):
             fails_cleanly_at_every_step(lambda given=given, fused=fused: install(model, given, fused=fused), model) > 20
         )
     return {"observed": len(seen), "observes": head.observe == seen.append}
+
+
+def fp32_logits(group):
+    """A bf16 model whose output layer makes fp32 logits (--output-logit-dtype fp32 of newer versions)."""
+    model, labels = model_of(bf16=True), batch()[3]
+    model.output_layer.output_dtype = torch.float32
+    found = {"refused": refused(lambda: install(model, MegatronHead(ignore_index=-100)))}
+    logits = torch.randn(S, B, V // 2, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    theirs = model.compute_language_model_loss(labels, logits.clone())
+    (their_grad,) = torch.autograd.grad(theirs.sum(), logits)
+    with install(model, MegatronHead(ignore_index=-100), fused=False):
+        ours = model.compute_language_model_loss(labels, logits.clone())
+    (grad,) = torch.autograd.grad(ours.sum(), logits)
+    return found | compared(ours.detach(), {"logits": grad}, theirs.detach(), {"logits": their_grad}, "logits")
 
 
 def head_loss(group):
@@ -478,6 +498,7 @@ CASES = {
     "check call": check_call,
     "copies": copies,
     "failures": failures,
+    "fp32 logits": fp32_logits,
     "HeadLoss": head_loss,
     "fusion without main_grad": fusion_without_main_grad,
     "mixin without names": mixin_without_names,

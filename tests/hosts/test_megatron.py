@@ -1,4 +1,5 @@
-"""Megatron-Core, each supported version with its own loss beside ours; the cases are in megatron_cases.py."""
+"""Megatron-Core, each supported version with its own loss beside ours; the cases are in megatron_cases.py and, those
+with its schedules and more than tensor parallelism, in megatron_schedule_cases.py."""
 
 import cases
 import pytest
@@ -12,16 +13,23 @@ SAME = (
 )
 
 
-def results(version):
+SCHEDULED = (
+    *("pp", "pp, mtp", "pp, tp", "pp, tp, sp, tied", "pp, loss hook", "pp, one sweep", "recompute", "chunks"),
+    *("cp, tp", "cp, tp, sp", "cp, loss hook", "cp, pp, mtp", "recomputed head", "recomputed head, one sweep"),
+    "distributed optimizer",
+)
+
+
+def result(version, case, script="megatron_cases.py", ranks=2):
     if not cases.python_of(f"megatron-{version}").exists():
         pytest.skip("bash scripts/hosts.sh makes the environment")
-    return cases.launch(f"megatron-{version}", "megatron_cases.py")
-
-
-def result(version, case):
-    found = results(version)[case]
+    found = cases.launch(f"megatron-{version}", script, ranks)[case]
     assert "error" not in found, found["error"]
     return found
+
+
+def scheduled(version, case):
+    return result(version, case, "megatron_schedule_cases.py", 4)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -33,20 +41,29 @@ def test_losses_and_all_gradients_equal_megatrons(version, case):
     assert found.get("others are nan", True)
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("case", SCHEDULED)
+def test_megatrons_schedules_give_equal_losses_and_gradients_on_every_rank(version, case):
+    """Gradients are sums over four microbatches; the optimizer's are those of its second step."""
+    found = scheduled(version, case)
+    assert found["loss"] < 1e-6 and found["grads"] < 2e-6 and found.get("updates", 0) < 2e-6, found
+    assert found["mutant"] > 9e-3
+
+
 HYBRID = ("hybrid", "hybrid, sp", "hybrid, tied", "hybrid, mup", "hybrid, loss hook")
 
 
-@pytest.mark.parametrize("case", ["processor", "mup", *HYBRID])
+@pytest.mark.parametrize("case", ["processor", "mup", *HYBRID, "pp, hybrid"])
 def test_what_the_newer_version_has(case):
-    found = result("0.19.2", case)
+    found = scheduled("0.19.2", case) if case == "pp, hybrid" else result("0.19.2", case)
     assert found["loss"] < 1e-6 and found["grads"] < 1e-6 and found["mutant"] > 9e-3, found
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("case", ["bf16", "loss hook, bf16", "loss hook, fused stock"])
+@pytest.mark.parametrize("case", ["bf16", "loss hook, bf16", "loss hook, fused stock", "pp, bf16"])
 def test_losses_and_gradients_equal_megatrons_to_the_rounding_of_bf16(version, case):
     """Megatron's fused loss rounds the logits' gradient to bf16, whatever the model's type."""
-    found = result(version, case)
+    found = scheduled(version, case) if case.startswith("pp") else result(version, case)
     assert found["loss"] < 1e-3 and found["grads"] < 6e-3 < found["mutant"], found
 
 
@@ -86,11 +103,28 @@ def test_what_cannot_work_is_refused_and_what_was_installed_goes_away(version):
         "fp8_output_proj": "fp8_output_proj=True",
         "fp8_output_proj by the processor": "fp8_output_proj=True",
         "second group": "got gtp_remat_size=2",
+        "logits of another type": "output_dtype (--output-logit-dtype) must be the model's torch.float32, got torch.bf",
         "adapter": "ColumnParallelLinear without a forward of its own, got Adapted",
         "gathered": "this rank's 128 columns, got 256",
     }.items():
         assert part in found[case], (case, found[case])
     assert found["restored"] and found["unused is removed"] and found["usable after all"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_only_the_chunk_with_the_output_layer_is_taken(version):
+    found = scheduled(version, "stages")
+    assert "got a list of 2: pass the chunk that has the output layer" in found["list"]
+    for fused in (True, False):
+        assert "install on the last pipeline stage alone, in its last chunk" in found[f"first chunk, fused={fused}"]
+    assert found["last chunk"] and found["deferring"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_logits_of_another_type_than_the_model_are_refused_or_kept(version):
+    found = result(version, "fp32 logits")
+    assert "must be the model's torch.bfloat16, got torch.float32: use fused=False" in found["refused"]
+    assert found["loss"] < 1e-6 and found["grads"] < 1e-6 < found["mutant"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)

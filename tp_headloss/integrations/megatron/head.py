@@ -233,6 +233,12 @@ def refuse_options(config, layer):
             "the output layer must be Megatron's ColumnParallelLinear without a forward of its own, got "
             f"{type(layer).__name__}: use fused=False, which calls it"
         )
+    dtype = getattr(layer, "output_dtype", None)  # of newer versions
+    if dtype not in (None, config.params_dtype):
+        raise ValueError(
+            f"the output layer's output_dtype (--output-logit-dtype) must be the model's {config.params_dtype}, got "
+            f"{dtype}: use fused=False, which keeps the logits of that type"
+        )
     if getattr(layer, "gtp_remat_size", 1) > 1:
         raise ValueError(
             "the output layer's weight must be sharded over its tensor-parallel group alone, got gtp_remat_size="

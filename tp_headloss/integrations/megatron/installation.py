@@ -30,8 +30,8 @@ def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Inst
 
     Raises:
         TypeError: `model` is no model, `head` no head, or the output layer is not Megatron's own.
-        ValueError: the model has no output layer here (a pipeline stage but the last), its loss is replaced already, or
-            its config asks the output layer for something that the head does not do.
+        ValueError: the model has no output layer (it is not the last chunk of the last pipeline stage), its loss is
+            replaced already, or its config asks the output layer for something that the head does not do.
         RuntimeError: the check failed.
     """
     require("megatron-core")
@@ -83,7 +83,7 @@ def _checked_model(model, fused):
     classes = _fused_classes() if fused else (LanguageModule,)
     check_type("model", model, *classes)
     if getattr(model, "output_layer", None) is None:
-        raise ValueError("this model has no output layer: install on the last pipeline stage")
+        raise ValueError("this model has no output layer: install on the last pipeline stage alone, in its last chunk")
     owner = next(cls for cls in classes if isinstance(model, cls))
     if fused:
         refuse_options(model.config, model.output_layer)
