@@ -298,6 +298,9 @@ GROUPS = {
         (MEGATRON, "MegatronHead._labels", "labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), IGNORED_LABEL)", "pass"),
         (MEGATRON, "_LossesOfSum.backward", "torch.where(far.any(), torch.nan, factor)", "factor"),
         ("integrations/megatron/installation.py", "_compare", "head.calls == calls_before", "False"),
+        ("integrations/megatron/installation.py", "_checked_model", "getattr(model, 'output_layer', None) is None", "False"),
+        (MEGATRON, "refuse_options", "dtype not in (None, config.params_dtype)", "False"),
+        ("linear_head/autograd.py", "MainGrad.gradient", "make(weight)", "None"),
         (MEGATRON, "MegatronHead._observed_losses", "out.loss.transpose(0, 1)", "out.loss"),
     ],
     "test_collectives test_autograd test_inplace test_layouts test_compile test_arguments": [
