@@ -39,10 +39,10 @@ class IdSets:
     spans: torch.Tensor | None = None  # [.., 2] bounds of each token's set in flat ids, see `from_csr`
 
     def __post_init__(self):
-        expect_ids("sets: ids", self.ids)
+        expect_ids("sets.ids", self.ids)
         for name in ("mask", "spans"):
             if getattr(self, name) is not None:
-                expect_tensor(f"sets: {name}", getattr(self, name))
+                expect_tensor(f"sets.{name}", getattr(self, name))
 
     @classmethod
     def from_csr(cls, ids: torch.Tensor, offsets: torch.Tensor) -> IdSets:

@@ -220,8 +220,8 @@ MODULES = {
     "a layer for a teacher": (lambda: TeacherHead(torch.zeros(1, 8), torch.nn.Linear(8, V)), "pass its .weight"),
     "log-probs for ids": (
         lambda: TopKTeacher(torch.zeros(1, 2), torch.zeros(1, 2).long()), "teacher.ids must be int64 or int32, got"),
-    "lists of sets": (lambda: IdSets([[1, 2]]), "sets: ids must be a tensor, got list"),
-    "floats for sets": (lambda: IdSets(torch.zeros(1, 2)), "sets: ids must be int64 or int32, got torch.float32"),
+    "lists of sets": (lambda: IdSets([[1, 2]]), "sets.ids must be a tensor, got list"),
+    "floats for sets": (lambda: IdSets(torch.zeros(1, 2)), "sets.ids must be int64 or int32, got torch.float32"),
     "a flag for bytes": (lambda: Linear(budget=True), "budget must be a number of bytes or None, got True"),
     "a flag for a number": (lambda: Transform(temperature=True), "temperature must be a number or a tensor, got True"),
     "a tensor to tie": (lambda: VocabParallelHead(8, SHARD, weight=torch.zeros(V, 8)), "must be an nn.Parameter, or n"),

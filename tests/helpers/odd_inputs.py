@@ -503,7 +503,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
         },
         "a teacher of another type": {
             "a tensor as teacher": refused("TypeError: teacher must be a Teacher or a TopKTeacher, got Tensor", keywords=lambda here: {"want": ("forward_kl",), "teacher": here.x}),
-            "an integer teacher": refused("TypeError: teacher.logits must be one of", keywords=wrong_teacher(logits=lambda here: here.part(teacher).long())),
+            "an integer teacher": refused("TypeError: teacher.logits must be floating point, got torch.int64", keywords=wrong_teacher(logits=lambda here: here.part(teacher).long())),
             "float ids": refused("TypeError: teacher.ids must be int64 or int32, got torch.float32", keywords=wrong_entries(ids=torch.zeros(N, 2))),
             "an integer mask": refused("TypeError: teacher.mask must be bool, got torch.int64", keywords=wrong_entries(mask=torch.ones(N, 2).long())),
         },

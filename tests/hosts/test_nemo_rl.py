@@ -240,7 +240,7 @@ def test_nemo_chunk_size_bounds_memory_that_does_not_exist(device):
         ({"sampling_params": {"replay_sampling_mask": True}}, "needs a sampling_mask"),
         ({"sampling_mask": SimpleNamespace(token_ids=torch.zeros(B, S, 2), sizes=torch.zeros(S))}, "must have sizes"),
         (
-            {"sampling_mask": SimpleNamespace(token_ids=torch.zeros(B, S + 2, 2), sizes=torch.zeros(B, S + 2))},
+            {"sampling_mask": SimpleNamespace(token_ids=torch.zeros(B, S + 2, 2).long(), sizes=torch.zeros(B, S + 2))},
             "must be of the tokens",
         ),
         ({"sampling_params": {"min_p": 0.1}}, "min_p"),
