@@ -92,7 +92,7 @@ def tests_of(path: Path, limit) -> Step:
                 outcome = "failed"
             ranks = case.find("properties/property[@name='world_size']")
             cases.append(Case(path.stem, case.get("name"), 1 if ranks is None else int(ranks.get("value")), outcome))
-    failures = output[max(output.find("= FAILURES ="), 0) :].replace(str(ROOT), ".")
+    failures = output[max(output.find("= FAILURES ="), 0) :].replace(str(ROOT), ".").replace(str(xml), xml.name)
     return Step(path.stem, status in (0, 5), seconds, failures[-6000:], tuple(cases))  # 5: nothing to run there
 
 
