@@ -224,7 +224,7 @@ SAYS = {  # and what the line must say for the test to be about it
     "is killed between": "of logits nothing",
     "has labels, ignored tokens": "NaN for that token",
     "has a label that": "the owner's label counts",
-    "has another number": "gloo aborts a rank, or times out",
+    "has another number": "gloo aborts a rank and gives others undefined numbers, or times out",
     "has a temperature": "nothing: numbers that belong to no single call",
     "any of these but": "the same message",
 }
