@@ -150,7 +150,7 @@ class LossGradient(NamedTuple):
     """Factors of a reduced loss's gradient for its statistics: each is coefficient * weight * upstream * inverse."""
 
     upstream: object = None  # pointer to the gradient of the loss, fp32; None without a loss
-    inverse: object = None  # pointer to 1 / what the loss was divided by, fp64: a division would take each tile 100 ns
+    inverse: object = None  # pointer to 1 / what the loss was divided by, fp64; a division in each tile is slow
     weight: object = None  # token weights [T] fp32, or None
 
 
