@@ -3,8 +3,8 @@
     torchrun .. tests/helpers/killed.py [options of launch/train.py]
 
 On the first attempt rank 1, within step 9, while rank 0 waits for it; on the second rank 0, at step 18, when all files
-of a checkpoint are written and the one that names it as the newest is not. KILL_AGENT=1: the first only, with its
-torchrun, as if a host were lost.
+of a checkpoint are written and the one that names it as the newest is not. With LOSE_NODE set: instead the rank that
+has LOSE_NODE=1, within step 9, with its torchrun, as if its host were lost.
 """
 
 import importlib
@@ -19,20 +19,22 @@ sys.path.insert(0, str(LAUNCH))
 checkpoint, parallel = importlib.import_module("checkpoint"), importlib.import_module("parallel")
 
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+lose_node = os.environ.get("LOSE_NODE")
 clip_gradients, replace, steps = parallel.clip_gradients, os.replace, []
 
 
 def clip_or_die(*args):
     steps.append(None)
-    if (attempt, rank, len(steps)) == (0, 1, 9):
-        if "KILL_AGENT" in os.environ:
+    dies = rank == 1 if lose_node is None else lose_node == "1"
+    if dies and (attempt, len(steps)) == (0, 9):
+        if lose_node is not None:
             os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
     return clip_gradients(*args)
 
 
 def replace_or_die(source, target):
-    second = (attempt, rank) == (1, 0) and "KILL_AGENT" not in os.environ
+    second = (attempt, rank) == (1, 0) and lose_node is None
     if second and Path(target).name == "latest" and Path(source).read_text() == "step-00000018":
         os.kill(os.getpid(), signal.SIGKILL)
     replace(source, target)

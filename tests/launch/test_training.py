@@ -163,13 +163,14 @@ def test_a_run_that_loses_a_node_goes_on_without_it(tmp_path, cache, whole):
         port = probe.getsockname()[1]
     slurm = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "2", "MIN_NODES": "1"}
     quick = {"PET_RDZV_CONF": "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3", "PORT": str(port)}
-    env = {**os.environ, **slurm, **quick, "PYTHON": sys.executable, "KILL_AGENT": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **slurm, **quick, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     env["PATH"] = f"{tmp_path}:{env['PATH']}"
     options = [*TINY.split(), *STEPS, "--out", tmp_path / "out", "--data-cache", cache]
     program = ["bash", "launch/slurm.sbatch", "tests/helpers/killed.py", *map(str, options)]
     nodes, logs = [], [tmp_path / "first", tmp_path / "second"]
     try:
-        for log in logs:  # the first one has the rendezvous
+        for lost, log in enumerate(logs):  # the first one has the rendezvous, either may have rank 0
+            env["LOSE_NODE"] = str(lost)
             with log.open("w") as file:
                 nodes.append(subprocess.Popen(program, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT))
             while not reachable(port) and nodes[0].poll() is None:
