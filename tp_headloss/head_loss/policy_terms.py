@@ -263,7 +263,8 @@ def _log_prob_metrics(function, options, statistic, stats, **inputs):
 def _constants(stats, inputs):
     """Detach the tensors among the inputs and convert them to the statistics' precision."""
     dtype = stats.log_prob.dtype
-    return {k: x.detach().to(dtype) if isinstance(x, torch.Tensor) else x for k, x in inputs.items()}
+    tensors = {k: x.detach() if x.requires_grad else x for k, x in inputs.items() if isinstance(x, torch.Tensor)}
+    return inputs | {k: x.to(dtype) for k, x in tensors.items()}
 
 
 def _expect_options(owner: str, function, names, options):

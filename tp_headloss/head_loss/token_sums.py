@@ -44,16 +44,21 @@ def metric_sums(
     weight * value, accumulated in float64.
     """
     counted = valid if weight is None else valid & (weight != 0)
-    signs = {name: {"max_": 1.0, "min_": -1.0}.get(name[:4], 0.0) for name in values}
+    neutral = {"max_": -torch.inf, "min_": torch.inf}
+    kinds = {name: name[:4] if name[:4] in neutral else "sum" for name in values}
     out: dict[str, torch.Tensor] = {}
-    # all rows at once, because a small operation costs the same for one row as for twenty
-    if summed := [name for name, sign in signs.items() if not sign]:
-        rows = torch.stack([values[name].float() for name in summed])
-        rows = torch.where(counted, rows if weight is None else rows * weight, 0.0)
-        out.update(zip(summed, rows.reshape(len(rows), -1).sum(1, dtype=torch.float64).float().unbind(0)))
-    if extrema := [name for name, sign in signs.items() if sign]:
-        rows = torch.stack([signs[name] * values[name].float() for name in extrema])
-        rows = torch.where(counted, rows, -torch.inf).reshape(len(rows), -1)
-        tops = torch.nn.functional.pad(rows, (0, 1), value=-torch.inf).amax(1)  # -inf also without any tokens
-        out.update((name, signs[name] * top) for name, top in zip(extrema, tops.unbind(0)))
+    for kind in dict.fromkeys(kinds.values()):
+        names = [name for name in values if kinds[name] == kind]
+        # all rows at once, because a small operation costs the same for one row as for twenty
+        rows = torch.stack([values[name].float() for name in names])
+        if kind == "sum" and weight is not None:
+            rows = rows * weight
+        rows = torch.where(counted, rows, neutral.get(kind, 0.0)).reshape(len(names), valid.numel())
+        if kind == "sum":
+            found = rows.sum(1, dtype=torch.float64).float()
+        elif not valid.numel():
+            found = rows.new_full((len(names),), neutral[kind])
+        else:
+            found = rows.amax(1) if kind == "max_" else rows.amin(1)
+        out.update(zip(names, found.unbind(0)))
     return {name: out[name] for name in values}

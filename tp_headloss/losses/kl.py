@@ -21,6 +21,11 @@ def _estimate(x, estimator):
         return x.abs()
     if estimator == "k2":
         return x**2 / 2
+    return k3(x)
+
+
+def k3(x: torch.Tensor) -> torch.Tensor:
+    """Return exp(-x) + x - 1 [..] of the log-ratio x, not clamped."""
     return torch.expm1(-x) + x
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .kl import kl_estimate
+from .kl import k3, kl_estimate
 from .policy import CLIP, ratio_bounds
 from .ratio import log_ratio
 from .sequence_policy import sequence_log_ratio
@@ -69,7 +69,7 @@ def policy_metrics(
         "ratio": ratio,
         "ratio_squared": ratio**2,
         "ratio_clamped": clamped,
-        "kl_old": torch.expm1(log_r) - log_r,
+        "kl_old": k3(-log_r),
         "approx_kl": -log_r,
         "clip_fraction": below | above,
         "pg_clip_fraction": (above & (advantages > 0)) | (below & (advantages < 0)),
@@ -123,10 +123,6 @@ def generator_metrics(
         >>> metrics["sampling_importance_ratio"], metrics["tokens_different"]
         (tensor([1.0000, 0.6065]), tensor([False, False]))
     """
-
-    def k3(log_prob, reference):
-        return kl_estimate(log_prob, reference_log_prob=reference, output_clamp=None)
-
     d = log_ratio(old_log_prob, generator_log_prob)
     weight, difference = d.exp(), (log_prob - generator_log_prob).abs()
     mixture = torch.logaddexp(old_log_prob, generator_log_prob) - math.log(2)
@@ -134,9 +130,9 @@ def generator_metrics(
         "token_mult_prob_error": d.abs().exp(),
         "sampling_importance_ratio": weight,
         "is_oob_ratio": (weight < bounds[0]) | (weight > bounds[1]),
-        "gen_kl_error": k3(generator_log_prob, old_log_prob),
-        "policy_kl_error": k3(old_log_prob, generator_log_prob),
-        "js_divergence_error": (k3(mixture, old_log_prob) + k3(mixture, generator_log_prob)) / 2,
+        "gen_kl_error": k3(-d),
+        "policy_kl_error": k3(d),
+        "js_divergence_error": (k3(log_ratio(mixture, old_log_prob)) + k3(log_ratio(mixture, generator_log_prob))) / 2,
         "approx_entropy": -log_ratio(log_prob, generator_log_prob).exp() * log_prob,
         "logprob_diff": difference,
         "max_logprob_diff": difference,

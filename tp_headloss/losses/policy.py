@@ -57,9 +57,10 @@ def clipped_objective(ratio, advantages, clip, dual_clip):
     expect_broadcast("advantages", advantages, ratio)
     low, high = ratio_bounds(clip, dual_clip)
     # min(r A, clip(r) A) bounds r from above where A >= 0, from below elsewhere
-    highest = math.inf if dual_clip is None else dual_clip
-    clipped_ratio = torch.where(advantages >= 0, bounded(ratio, high=high), bounded(ratio, low, highest))
-    return -advantages * clipped_ratio
+    positive = advantages >= 0
+    lowest = torch.full_like(ratio, low).masked_fill_(positive, -math.inf)
+    highest = torch.full_like(ratio, math.inf if dual_clip is None else dual_clip).masked_fill_(positive, high)
+    return -advantages * bounded(ratio, lowest, highest)
 
 
 def ppo_clip(

@@ -24,11 +24,13 @@ class _Bounded(torch.autograd.Function):
         return torch.where(x == clamped, grad, clamped * 0 * grad), None, None  # 0, or NaN if either factor is NaN
 
 
-def bounded(x: torch.Tensor, low: float = -math.inf, high: float = math.inf) -> torch.Tensor:
-    """Return x [..] clamped to [low, high], with zero gradient beyond the bounds.
+def bounded(x: torch.Tensor, low=-math.inf, high=math.inf) -> torch.Tensor:
+    """Return x [..] clamped to [low, high], two numbers or two tensors like x, with zero gradient beyond the bounds.
 
     NaN stays NaN in value and gradient; torch.clamp gives a NaN the gradient 0, and hides it from checks of gradients.
     """
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x.clamp(low, high)
     return _Bounded.apply(x, low, high)
 
 
