@@ -36,6 +36,7 @@ from .shard import VocabShard
 from .statistics import VocabStatistics
 from .teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
 from .topk import TopK, topk_log_probs
+from .vocab_rows import select_rows
 
 __version__ = "0.2.0"
 
@@ -81,6 +82,7 @@ __all__ = [
     "multi_token_targets",
     "reduce_metrics",
     "sample",
+    "select_rows",
     "topk_log_probs",
     "vocab_statistics",
 ]

@@ -69,7 +69,8 @@ def reduce_hidden(grad: torch.Tensor, how: str, world_size: int, group_name: str
 
 
 def sum_lanes(lanes: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
-    """Sum float64 lanes [rows, N], or integers, over the group, in place; one all-reduce."""
+    """Sum float64 lanes [rows, N], integers, or rows that are 0 on all ranks but one, over the group, in place; one
+    all-reduce."""
     if world_size > 1 and lanes.numel() > 0:
         dist.all_reduce(lanes, group=resolve_process_group(group_name))
     return lanes

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from .shard import VocabShard
 from .statistics import MaybeNone
-from .validation import expect_dense, refuse_transforms
+from .validation import expect_dense, expect_tensor, refuse_transforms
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -78,13 +78,6 @@ def local_logits(logits: torch.Tensor, shard: VocabShard | None) -> tuple[torch.
     return logits.to_local(), _layout_shard(logits, dim, logits.shape[-1], shard)
 
 
-def expect_weight(weight, name: str = "weight"):
-    """Raise TypeError unless the weight is a tensor, with a hint if it is a layer that has one."""
-    if not isinstance(weight, torch.Tensor):
-        hint = ": pass its .weight" if hasattr(weight, "weight") else ""
-        raise TypeError(f"{name} must be a tensor [width, H], got {type(weight).__name__}{hint}")
-
-
 def local_head(
     hidden, weight, bias, shard, hidden_grad: str
 ) -> tuple[torch.Tensor | MaybeNone, torch.Tensor, torch.Tensor | None, VocabShard]:
@@ -99,7 +92,7 @@ def local_head(
         shard: as in `local_logits`.
         hidden_grad: as in `Linear`: how the gradient of the hidden states is reduced.
     """
-    expect_weight(weight)
+    expect_tensor("weight", weight)
     refuse_transforms()
     if not any(map(is_dtensor, (hidden, weight, bias))):
         return hidden, weight, bias, resolve_shard(weight.t() if weight.dim() == 2 else weight, shard)
@@ -116,6 +109,15 @@ def local_head(
     if is_dtensor(hidden):
         hidden = _local_hidden(hidden, shard, hidden_grad)
     return hidden, rows, bias, shard
+
+
+def local_rows(name: str, rows, shard: VocabShard | None) -> tuple[torch.Tensor, VocabShard]:
+    """This rank's rows [width, ..] of a vocabulary matrix or vector without gradient, and their resolved shard."""
+    expect_tensor(name, rows)
+    if not is_dtensor(rows):
+        return rows.detach(), resolve_shard(rows.detach().movedim(0, -1), shard)
+    dim = _vocab_mesh_dim(name, rows, 0, "distribute it with Shard(0) (ColwiseParallel)")
+    return rows.to_local().detach(), _layout_shard(rows, dim, rows.shape[0], shard)
 
 
 def local_part(x, shard: VocabShard, hidden_grad: str = "all_reduce") -> Any:

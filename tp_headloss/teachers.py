@@ -120,9 +120,8 @@ class TeacherHead(_Tempered):
 
     Logits have the operands' dtype, as torch.nn.functional.linear has it; with a bias or a softcap they are fp32, not
     rounded in between. A teacher that shares the student's head is ``TeacherHead(hidden, weight)`` with the
-    student's own weight; see `multi_token_targets`. A draft model over a subset of the vocabulary
-    (EAGLE-3) takes the rows of its ids, ``TeacherHead(hidden, weight[ids])``, selected once from a frozen weight: the
-    teacher is then normalised over these ids.
+    student's own weight; see `multi_token_targets`. The teacher of a draft model over a
+    subset of the vocabulary (EAGLE-3) has the rows of its ids, see `select_rows`, and is normalised over these ids.
 
     Args:
         hidden: [.., H_t] of the student's tokens, with a hidden size of its own, laid out over ranks like the student's

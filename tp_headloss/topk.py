@@ -13,7 +13,7 @@ import torch
 from .agreement import Agreement
 from .calls import build_request
 from .comm import gather_from_ranks
-from .dtensor import expect_weight, local_head, local_logits, local_part
+from .dtensor import local_head, local_logits, local_part
 from .eager_only import uncompiled_where_needed
 from .engine import eager
 from .engine.transports import Transport
@@ -128,7 +128,7 @@ def local_operands(
     if weight is None:
         states, shard = local_logits(states, shard)
     else:
-        expect_weight(weight)
+        expect_tensor("weight", weight)
         expect_hidden_and_weight(states, weight)
         states, weight, _, shard = local_head(states, weight, None, shard, "none")
     return states, weight, local_part(transform or NO_TRANSFORM, shard), shard

@@ -9,11 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .dtensor import expect_shard, expect_weight, is_dtensor
+from .agreement import Agreement
+from .comm import sum_lanes
+from .dtensor import expect_shard, is_dtensor, local_rows
+from .options import Options
 from .shard import VocabShard
-from .validation import expect_bool, expect_instance, expect_int, expect_real
+from .validation import expect_bool, expect_ids, expect_instance, expect_int, expect_real, expect_tensor
 
 INIT_ROWS = 1024  # rows that one generator draws, whatever the shard: a seed means other weights if this changes
+SENT_ROWS = 1024  # rows of a matrix that ranks exchange at once
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class VocabRows(nn.Module):
         if weight is None:
             self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
         else:
-            expect_weight(weight)
+            expect_tensor("weight", weight)
             if not isinstance(weight, nn.Parameter):
                 raise TypeError(
                     f"weight must be an nn.Parameter, or no optimizer would train it, got {type(weight).__name__}"
@@ -181,3 +185,65 @@ def _select_rows(module, state, prefix, metadata, strict, missing, unexpected, e
             given = given.new_zeros(shard.width, *given.shape[1:])
             given[: len(part)] = part
         state[prefix + name] = _as_dtensor(given, shard, own.device_mesh) if is_dtensor(own) else given
+
+
+@torch.no_grad()
+def select_rows(
+    weight: torch.Tensor, ids: torch.Tensor, *, shard: VocabShard | None = None, to: VocabShard | None = None
+) -> torch.Tensor:
+    """Return the rows of some ids of a sharded vocabulary matrix, sharded over the same ranks.
+
+    For a draft model over a subset of the vocabulary (EAGLE-3), whose teacher is then the target model's head at these
+    ids: ``TeacherHead(hidden, select_rows(weight, ids, shard=shard))``, selected once from a frozen weight. All ranks
+    of the group call it; the ids' rows travel to every rank, by blocks, and the arguments are compared between ranks.
+
+    Args:
+        weight: [width, ..] this rank's rows, or a DTensor; a bias [width] is such a matrix, too.
+        ids: [V_d] int64 or int32 in [0, V), replicated: id i of the subset is ids[i].
+        shard: `VocabShard` of the weight. None: not sharded, or the DTensor's layout.
+        to: `VocabShard` of the subset, of V_d ids; by default ``VocabShard.from_group(shard.group, len(ids))``.
+
+    Returns:
+        [to.width, ..] new memory, without gradient; rows of padding are 0.
+
+    Raises:
+        TypeError, ValueError: arguments that do not fit or differ between ranks; ids outside of the vocabulary.
+
+    Examples:
+        >>> weight, ids = torch.tensor([[0.0], [1.0], [2.0], [3.0]]), torch.tensor([3, 1])
+        >>> select_rows(weight, ids)
+        tensor([[3.],
+                [1.]])
+        >>> draft_id = torch.full((4,), -100).index_copy(0, ids, torch.arange(2))  # of each id; -100: not in the subset
+        >>> draft_id[torch.tensor([1, 2, 3])]  # labels
+        tensor([   1, -100,    0])
+    """
+    with Agreement(Options(validate="full"), shard) as agreement:
+        weight, shard = local_rows("weight", weight, shard)
+        if weight.dim() < 1 or weight.shape[0] != shard.width:
+            raise ValueError(f"weight must be [{shard.width}, ..] like its shard, got {list(weight.shape)}")
+        expect_ids("ids", ids)
+        if ids.dim() != 1 or not len(ids):
+            raise ValueError(f"ids must be [V_d] with V_d > 0, got {list(ids.shape)}")
+        expect_instance("to", to, VocabShard)
+        to = to or VocabShard.from_group(shard.group, len(ids))
+        if to.vocab_size != len(ids) or to.group is not shard.group:
+            raise ValueError(
+                f"`to` must shard the {len(ids)} ids over the group of the weight's shard, got a shard of "
+                f"{to.vocab_size} ids{'' if to.group is shard.group else ' over another group'}"
+            )
+        ids = ids.to(weight.device, torch.int64)
+        if len(outside := ids[(ids < 0) | (ids >= shard.vocab_size)]):
+            raise ValueError(f"ids must be in [0, {shard.vocab_size}), got {outside.tolist()[:8]}")
+        agreement.record("select_rows", shard, weight=weight, ids=ids, padded_size=to.padded_size)
+    out = weight.new_zeros(to.width, *weight.shape[1:])
+    for first in range(0, len(ids), SENT_ROWS):
+        here = ids[first : first + SENT_ROWS] - shard.start
+        owned = (here >= 0) & (here < shard.valid_width)
+        block = weight.new_zeros(len(here), *weight.shape[1:])
+        block[owned] = weight[here[owned]]
+        sum_lanes(block, shard.world_size, shard.group_name)
+        low, high = max(first, to.start), min(first + len(here), to.start + to.valid_width)
+        if low < high:
+            out[low - to.start : high - to.start] = block[low - first : high - first]
+    return out

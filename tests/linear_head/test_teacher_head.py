@@ -1,5 +1,6 @@
 """Teachers that are heads: the statistics of materialised teacher logits, without them."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ from linear_problem import BOTH, H, Largest, N, V, relative, small_blocks, tenso
 from oracle import divergences
 from oracle import transform as transformed
 from ranks import on_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tp_headloss import (
     CrossEntropy,
@@ -24,7 +27,9 @@ from tp_headloss import (
     VocabShard,
     linear_vocab_statistics,
     multi_token_targets,
+    select_rows,
     topk_log_probs,
+    vocab_rows,
     vocab_statistics,
 )
 from tp_headloss.engine import operators
@@ -265,16 +270,80 @@ def test_multi_token_prediction_learns_from_the_main_head(mode, world_size):
     assert relative(torch.cat([r[2] for r in results]), of_weight) < 5e-6
 
 
-def test_a_draft_vocabulary_takes_the_rows_of_its_ids():
+DRAFT = torch.randperm(TRUE_V, generator=torch.Generator().manual_seed(2))[:50]
+
+
+def draft_run(group, device, boundaries, draft_boundaries, as_dtensor):
+    """A student over 50 of the teacher's ids, sharded by themselves; all rows and biases that were selected."""
+    hidden, weight, *_ = (x.to(device) for x in tensors())
+    teacher_hidden, teacher_weight, teacher_bias, _ = (x.to(device) for x in teacher_tensors())
+    shard = VocabShard.from_boundaries(boundaries or [0, V], TRUE_V, group)
+    to = draft_boundaries and VocabShard.from_boundaries(draft_boundaries, 50, group)
+    rows = teacher_weight[shard.start : shard.stop].requires_grad_()
+    if as_dtensor:
+        mesh = DeviceMesh.from_group(group, device.type)
+        rows = DTensor.from_local(rows, mesh, [Shard(0)], shape=(V, H_T), stride=(H_T, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocab_rows, "SENT_ROWS", 16)
+        selected = select_rows(rows, DRAFT.to(device).int(), shard=shard, to=to)
+    bias = select_rows(teacher_bias[shard.start : shard.stop], DRAFT, shard=shard, to=to)
+    to = to or VocabShard.from_group(group, 50)
+    teacher = TeacherHead(teacher_hidden, selected, bias)
+    weight = F.pad(weight[:50], (0, 0, 0, 10))[to.start : to.stop]
+    found = linear_vocab_statistics(hidden, weight, shard=to, teacher=teacher, want=FULL_TEACHER)
+    here = DRAFT[to.start : to.start + to.valid_width].to(device)
+    assert torch.equal(selected[: to.valid_width], teacher_weight[here]) and not selected[to.valid_width :].any()
+    assert selected.shape == (to.width, H_T) and torch.equal(bias[: to.valid_width], teacher_bias[here])
+    return (found.forward_kl + found.teacher_entropy).double().cpu(), selected.requires_grad
+
+
+@pytest.mark.parametrize(
+    "world_size, boundaries, draft_boundaries, as_dtensor",
+    [(1, None, None, False), (2, [0, 130, 200], None, False), (2, [0, 100, 200], [0, 50, 60], True),
+     (4, UNEVEN[4], [0, 0, 20, 45, 55], False)],
+)  # fmt: skip
+def test_a_draft_vocabulary_takes_the_rows_of_its_ids(world_size, boundaries, draft_boundaries, as_dtensor):
     """EAGLE-3: the student's 50 ids are some of the teacher's 200, over which the teacher is normalised."""
-    hidden, weight, _, _, _ = tensors()
-    teacher_hidden, teacher_weight = teacher_tensors()[:2]
-    ids = torch.randperm(V, generator=torch.Generator().manual_seed(2))[:50]
-    teacher = TeacherHead(teacher_hidden, teacher_weight[ids])
-    found = linear_vocab_statistics(hidden, weight[:50], teacher=teacher, want=FULL_TEACHER)
-    q, log_p = F.linear(teacher_hidden, teacher_weight)[:, ids].double().softmax(-1), F.linear(hidden, weight[:50])
-    expected = -(q * log_p.double().log_softmax(-1)).sum(-1)
-    torch.testing.assert_close((found.forward_kl + found.teacher_entropy).double(), expected, rtol=2e-6, atol=0)
+    hidden, weight, *_ = tensors()
+    teacher_hidden, teacher_weight, teacher_bias, _ = teacher_tensors()
+    q = F.linear(teacher_hidden, teacher_weight, teacher_bias)[:, DRAFT].double().softmax(-1)
+    expected = -(q * F.linear(hidden, weight[:50]).double().log_softmax(-1)).sum(-1)
+    for found, needs_gradient in on_ranks(world_size, draft_run, boundaries, draft_boundaries, as_dtensor):
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+        assert not needs_gradient
+
+
+def bad_selection(group, device, wrong):
+    """The error of a call whose argument is wrong on rank 1 alone, or on all."""
+    shard = VocabShard.from_group(group, V)
+    weight, ids, to = torch.zeros(shard.width, 3), DRAFT, None
+    last = group.rank() == 1
+    if wrong == "ids of a rank":
+        ids = DRAFT.flip(0) if last else DRAFT
+    elif wrong == "rows":
+        weight = weight[last:]
+    elif wrong == "beyond":
+        ids = torch.tensor([0, V])
+    else:
+        to = VocabShard.from_group(group, 49)
+    try:
+        select_rows(weight, ids, shard=shard, to=to)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "wrong, expected",
+    [
+        ("ids of a rank", "ranks must agree on ids"),
+        ("rows", r"on rank 1 of the group: weight must be \[100, ..\] like its shard, got \[99, 3\]"),
+        ("beyond", r"ids must be in \[0, 200\), got \[200\]"),
+        ("shard", "must shard the 50 ids over the group of the weight's shard, got a shard of 49 ids"),
+    ],
+)
+def test_a_wrong_selection_of_rows_is_refused_on_all_ranks(wrong, expected):
+    for rank, message in enumerate(on_ranks(2, bad_selection, wrong)):
+        assert re.search(expected.replace("on rank 1 of the group: ", "") if rank else expected, message)
 
 
 @BOTH

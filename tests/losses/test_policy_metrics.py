@@ -1,5 +1,7 @@
 """Metrics of policies and generators against loops over sequences and tokens."""
 
+from math import inf
+
 import pytest
 import torch
 from policy_problem import B, S, needed, problem, shard_of
@@ -14,6 +16,8 @@ def test_extremes_leave_out_tokens_of_weight_0():
     valid, weight = torch.tensor([True, True, True, False]), torch.tensor([0.0, 1.0, -2.0, 1.0])
     assert metric_sums(values, valid, weight) == {"max_a": 2.0, "min_a": 1.0}
     assert metric_sums(values, valid, None) == {"max_a": 5.0, "min_a": -5.0}
+    none = {name: torch.zeros(0, 3) for name in ("max_a", "min_a", "a")}
+    assert metric_sums(none, torch.ones(0, 3, dtype=torch.bool), None) == {"max_a": -inf, "min_a": inf, "a": 0.0}
 
 
 def test_metrics_of_one_name_are_refused():

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from ..calls import LOGITS_DTYPES
-from ..dtensor import expect_weight
 from ..request import TeacherOperands, TokenOrder
 from ..teachers import Teacher, TeacherHead, TeacherHeads
-from ..validation import expect_ids, expect_tensor
+from ..validation import expect_tensor
 from .options import Linear
 
 
@@ -35,7 +34,6 @@ def heads_of(teacher, hidden, logits) -> tuple[TeacherHead, ...]:
     if isinstance(teacher, TeacherHead):
         _expect_head("teacher", teacher, hidden, logits)
         return (teacher,)
-    expect_ids("teacher.teacher_of_token", teacher.teacher_of_token)
     expect_tensor("teacher.teacher_of_token", teacher.teacher_of_token, logits.shape[:-1], logits.device)
     for i, head in enumerate(teacher.heads):
         _expect_head(f"teacher.heads[{i}]", head, hidden, logits)
@@ -46,8 +44,6 @@ def heads_of(teacher, hidden, logits) -> tuple[TeacherHead, ...]:
 
 
 def _expect_head(name: str, head: TeacherHead, hidden, logits):
-    expect_weight(head.weight, f"{name}.weight")
-    expect_tensor(f"{name}.hidden", head.hidden)
     if head.weight.dim() != 2 or head.weight.shape[0] != logits.shape[-1]:
         raise ValueError(
             f"{name}.weight must have as many rows as the student's shard, [{logits.shape[-1]}, H], "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ class _Bounded(torch.autograd.Function):
         return torch.where(x == clamped, grad, clamped * 0 * grad), None, None  # 0, or NaN if either factor is NaN
 
 
-def bounded(x: torch.Tensor, low=-math.inf, high=math.inf) -> torch.Tensor:
+def bounded(x: torch.Tensor, low: Any = -math.inf, high: Any = math.inf) -> torch.Tensor:
     """Return x [..] clamped to [low, high], two numbers or two tensors like x, with zero gradient beyond the bounds.
 
     NaN stays NaN in value and gradient; torch.clamp gives a NaN the gradient 0, and hides it from checks of gradients.
