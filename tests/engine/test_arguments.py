@@ -282,6 +282,9 @@ UNFIT = {
         *torch.zeros(2, 2), desirable=torch.ones(2), kl=torch.zeros(()), beta=-1
     ),
     r"clip must be \(low, high\) with 0 <= low <= 1": lambda: PolicyGradient("clip", clip=(-0.2, 0.2)),
+    r"distances of the ratio from 1, got \(0.8, 1.28\), which look like bounds of it: clip=\(0.2, 0.28\)": lambda: (
+        PolicyGradient("clip", clip=(0.8, 1.28))
+    ),
     "dual_clip must be at least 1 \\+ 0.2, where the clip ends, got 0.5": lambda: PolicyGradient("clip", dual_clip=0.5),
     "dual_clip must be at least 1 \\+ 0.2, where the clip ends, got 0.1": lambda: PolicyMetrics(dual_clip=0.1),
     "a clamp must be a positive number or None, got -3": lambda: PolicyGradient("clip", log_ratio_clamp=-3),

@@ -47,6 +47,11 @@ def ratio_bounds(clip, dual_clip) -> tuple[float, float]:
     low, high = 1 - clip[0], 1 + clip[1]
     if not 0 <= low <= 1 <= high:
         raise ValueError(f"clip must be (low, high) with 0 <= low <= 1 and high >= 0, got {clip}")
+    if 0.5 <= clip[0] < 1 < clip[1]:
+        raise ValueError(
+            f"clip must be (low, high), distances of the ratio from 1, got {clip}, which look like bounds of it: "
+            f"clip=({low:.4g}, {clip[1] - 1:.4g})"
+        )
     if dual_clip is not None and not dual_clip >= high:
         raise ValueError(f"dual_clip must be at least 1 + {clip[1]}, where the clip ends, got {dual_clip}")
     return low, high
@@ -87,7 +92,7 @@ def ppo_clip(
         [..] fp32, loss per token, neither masked nor averaged.
 
     Raises:
-        ValueError: clip is not (low, high) with 0 <= low <= 1 and high >= 0.
+        ValueError: clip is not (low, high) with 0 <= low <= 1 and high >= 0, or looks like bounds, (0.8, 1.2).
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
