@@ -13,6 +13,7 @@ GEMM, GRADIENT = "engine/gemm_triton.py", "engine/gradient_triton.py"
 MEGATRON = "integrations/megatron/head.py"
 VERL_ENGINE = "integrations/verl/engine.py"
 AUTOMODEL = "integrations/nemo_automodel.py"
+RL_CALLS, SKYRL = "integrations/rl_calls.py", "integrations/skyrl.py"
 
 
 def statistic(name: str) -> tuple[str, str]:
@@ -348,13 +349,31 @@ GROUPS = {
         ("integrations/nemo_rl_sampling.py", "kept_by", "top_k is not None and top_k > 0", "top_k is not None"),
         ("integrations/nemo_rl_sampling.py", "log_probs_over", "known & ~sets.contains(labels)", "~sets.contains(labels)"),
         ("integrations/nemo_rl_sampling.py", "log_probs_over", "labels.masked_fill(outside, -100)", "labels"),
-        ("integrations/nemo_rl_sampling.py", "_shifted", "masked_ids(sets)[:, 1:]", "masked_ids(sets)[:, :-1]"),
+        ("integrations/nemo_rl_sampling.py", "sets_of_next_tokens", "masked_ids(sets)[:, 1:]", "masked_ids(sets)[:, :-1]"),
         ("integrations/sampling_masks.py", "from_nemo_rl", "torch.arange(ids.shape[-1], device=ids.device) < sizes.unsqueeze(-1)", "torch.arange(ids.shape[-1], device=ids.device) <= sizes.unsqueeze(-1)"),
         ("integrations/verl/functions.py", "logits_processor.process", 'f"set_{statistic}"', "statistic"),
         ("integrations/verl/functions.py", "linear_cross_entropy", "stats.set_log_prob, stats.set_entropy", "stats.log_prob, stats.set_entropy"),
-        ("integrations/nemo_rl.py", "_next_tokens", "labels[:, : ids.shape[1] - 1] = ids[:, 1:]", "labels[:, : ids.shape[1]] = ids"),
+        (RL_CALLS, "next_tokens", "labels[:, : ids.shape[1] - 1] = ids[:, 1:]", "labels[:, : ids.shape[1]] = ids"),
         ("integrations/verl/functions.py", "_positive", "temperature.clamp(min=LOWEST_TEMPERATURE)", "temperature"),
         ("integrations/verl/functions.py", "logits_processor.process", "label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)", "pass"),
+    ],
+    "test_rl_functions": [
+        (RL_CALLS, "bounded_shard", "vocab_size = int(gather_from_ranks(torch.tensor([end], device=sets_on), group).max())", "pass"),
+        (RL_CALLS, "RankedTokens.__init__", "torch.minimum(chunk, 2 * self.ranks - 1 - chunk)", "chunk // 2"),
+        (RL_CALLS, "_Join.backward", "sum_over_ranks(grad, ctx.tokens.group)", "grad"),
+        (RL_CALLS, "_Join.backward", "ctx.tokens.sum_gradients", "True"),
+        (RL_CALLS, "PackedTokens.place", "self.bounds[:-1] - self.bounds[first]", "self.bounds[:-1] * 0"),
+        (RL_CALLS, "PackedTokens.place", "self.length = mask.sum(1)", "pass"),
+        (RL_CALLS, "PackedTokens.scored", "self.length[self.sequence] - 1", "self.length[self.sequence]"),
+        (RL_CALLS, "PackedTokens.log_probs", "ids.to(scored.device).roll(-1, 1)", "ids.to(scored.device)"),
+        ("integrations/nemo_rl.py", "_next_token_log_probs", "IdSets(tokens.take(sets_of_next_tokens(kept, labels).ids))", "sets_of_next_tokens(kept, labels[:, : logits.shape[1]])"),
+        ("integrations/nemo_rl_distillation.py", "get_distillation_topk_logprobs_from_logits", "tokens.join(stats.entropy)", "stats.entropy"),
+        ("integrations/slime.py", "calculate_log_probs_and_entropy", "log_prob_keep_mask.bool() | (ids == tokens.unsqueeze(-1))", "log_prob_keep_mask.bool()"),
+        ("integrations/slime.py", "calculate_log_probs_and_entropy", "entropy = entropy.detach()", "pass"),
+        ("integrations/areal.py", "_statistics", "Transform(temperature=temperature)", "None"),
+        (SKYRL, "_mean_over_actions", "count.clamp(min=1.0)", "count * 0.5"),
+        (SKYRL, "draft_soft_ce", "stats.forward_kl + stats.teacher_entropy", "stats.forward_kl"),
+        (SKYRL, "_packed", "sum_gradients=False", "sum_gradients=True"),
     ],
     "test_nemo_automodel": [
         (AUTOMODEL, "LogitsLoss.forward", "labels.masked_fill(_shaped(mask, logits) == 0, self.ignore_index)", "labels"),

@@ -235,7 +235,6 @@ def test_nemo_chunk_size_bounds_memory_that_does_not_exist(device):
     [
         ({"seq_index": torch.arange(S)}, "seq_index"),
         ({"cp_sharder": object()}, "cp_sharder"),
-        ({"context_parallel_group": SimpleNamespace(size=lambda: 2)}, "context-parallel group of 2 ranks"),
         ({"sampling_params": MappingProxyType({"top_k": None, "top_p": 1.1})}, "top_p must be in"),
         ({"sampling_params": {"replay_sampling_mask": True}}, "needs a sampling_mask"),
         ({"sampling_mask": SimpleNamespace(token_ids=torch.zeros(B, S, 2), sizes=torch.zeros(S))}, "must have sizes"),
@@ -270,7 +269,7 @@ def test_nemo_refuses_sampling_params_of_unknown_kinds(params):
 def test_nemo_accepts_what_changes_nothing_and_refuses_shapes():
     logits, ids = data()
     plain = nemo_rl.get_next_token_logprobs_from_logits(ids, logits)
-    one = SimpleNamespace(size=lambda: 1)
+    one = torch.distributed.ProcessGroup(0, 1)
     params = SimpleNamespace(top_k=-1, top_p=1.0)
     for given in (params, vars(params), {"temperature": 0.3}, {}):
         same = nemo_rl.get_next_token_logprobs_from_logits(ids, logits, None, None, None, one, given, 3)

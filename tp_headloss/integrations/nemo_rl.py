@@ -14,21 +14,35 @@ kept has a log-prob of -inf and no gradient. With a sampling_mask, NeMo-RL's Sam
 over its ids; a token without ids has log-prob 0, and one whose ids lack it NaN (NeMo-RL raises).
 
 chunk_size is accepted because NeMo-RL passes it, and changes nothing: the fp32 copies that it bounds are never made.
-Context parallelism is refused with a ValueError.
+
+With a context-parallel group of C ranks, logits hold L positions of sequences of C L, padding included: of 2 C equal
+chunks those that NeMo-RL gives to this rank. Ids and results are those of all positions, on every rank, and log-probs
+are all that is gathered. As in NeMo-RL, the gradient of logits is that of the sum of all these ranks' losses: C times
+that of a loss which every rank computes from the same log-probs, unless the loss is divided by C.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..api import log_probs, vocab_statistics
-from ..comm import sum_over_ranks
-from ..dtensor import is_dtensor, local_logits, local_part
+from ..api import log_probs
+from ..comm import group_size
+from ..dtensor import is_dtensor, local_part
+from ..id_sets import IdSets
 from ..linear_head import Linear, linear_vocab_statistics
 from ..shard import VocabShard
-from .nemo_rl_sampling import kept_by, log_probs_over
+from .nemo_rl_distillation import get_distillation_topk_logprobs_from_logits
+from .nemo_rl_sampling import kept_by, log_probs_over, sets_of_next_tokens
+from .rl_calls import PackedTokens, RankedTokens, bounded_shard, even_shard_of_rank, next_tokens, refuse
 
-IGNORED_LABEL = -100
+__all__ = [
+    "from_parallel_hidden_states_to_logprobs",
+    "from_parallel_logits_to_logprobs",
+    "from_parallel_logits_to_logprobs_packed_sequences",
+    "get_distillation_topk_logprobs_from_logits",
+    "get_next_token_logprobs_from_logits",
+]
+
 SEQUENCE_PARALLEL = Linear(hidden_grad="reduce_scatter")
 
 
@@ -50,13 +64,14 @@ def get_next_token_logprobs_from_logits(
 
     Args:
         input_ids: [B, S] replicated.
-        next_token_logits: [B, S or more, V/P] sharded on V in even shards of vocab_parallel_group, a DTensor, or
-            without a group the whole vocabulary.
+        next_token_logits: [B, S or more, V/P], under context parallelism [B, L, V/P], sharded on V in even shards of
+            vocab_parallel_group, a DTensor, or without a group the whole vocabulary.
         sampling_params: NeMo-RL's TrainingSamplingParams, another object with top_k and top_p, or a mapping of its
             fields. A temperature is not applied.
         sampling_mask: NeMo-RL's SamplingMask of the tokens, token_ids [B, S, K] and sizes [B, S], or the batch that has
             it, in the place of top_k and top_p, which are not looked at then.
-        seq_index, cp_sharder: None. context_parallel_group: None, or a group of one rank.
+        context_parallel_group: group whose ranks hold parts of every sequence, see the module.
+        seq_index, cp_sharder: None.
         vocab_size: number of ids of the tokenizer, not the padded number of columns: columns at or beyond it are
             padding, and do not enter the softmax. None, or the padded number: all columns do, as in NeMo-RL.
 
@@ -65,10 +80,10 @@ def get_next_token_logprobs_from_logits(
         ValueError: vocab_parallel_rank is not this rank of the group, or an argument asks for something unsupported.
         Both: as `log_probs`.
     """
-    _refuse(context_parallel_group, seq_index=seq_index, cp_sharder=cp_sharder)
+    refuse(seq_index=seq_index, cp_sharder=cp_sharder)
     kept = kept_by(sampling_params, sampling_mask)
-    logits, shard = _even_shard(next_token_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
-    return _next_token_log_probs(logits, input_ids, shard, kept)
+    logits, shard = even_shard_of_rank(next_token_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
+    return _next_token_log_probs(logits, input_ids, shard, kept, context_parallel_group)
 
 
 def from_parallel_logits_to_logprobs(
@@ -88,18 +103,62 @@ def from_parallel_logits_to_logprobs(
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from logits of shards of any bounds.
 
     Args:
-        vocab_parallel_logits: [B, S or more, width] of ids [vocab_start_index, vocab_end_index).
+        vocab_parallel_logits: [B, S or more, width], under context parallelism [B, L, width], of ids
+            [vocab_start_index, vocab_end_index).
         target: [B, S] replicated, not shifted.
         tp_group: group that shares the vocabulary; None: one rank has all of it.
         inference_only: True: nothing is saved for a backward, and the result has no gradient.
-        vocab_size, sampling_params, sampling_mask, cp_group: as in `get_next_token_logprobs_from_logits`, errors, too.
+        cp_group: the context_parallel_group.
+        vocab_size, sampling_params, sampling_mask: as in `get_next_token_logprobs_from_logits`, errors, too.
     """
-    _refuse(cp_group)
     kept = kept_by(sampling_params, sampling_mask)
-    # vocab_size only says where padding begins, so without one the end of this shard will do
-    vocab_size = max(vocab_end_index, 1) if vocab_size is None else vocab_size
-    shard = VocabShard(vocab_start_index, vocab_end_index, vocab_size, tp_group)
-    return _next_token_log_probs(vocab_parallel_logits, target, shard, kept, inference_only)
+    sets_on = None if kept is None else vocab_parallel_logits.device
+    shard = bounded_shard(vocab_start_index, vocab_end_index, tp_group, vocab_size, sets_on=sets_on)
+    return _next_token_log_probs(vocab_parallel_logits, target, shard, kept, cp_group, inference_only)
+
+
+def from_parallel_logits_to_logprobs_packed_sequences(
+    vocab_parallel_logits: torch.Tensor,
+    target: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor,
+    unpacked_seqlen: int,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    group,
+    inference_only: bool = False,
+    cp_group=None,
+    chunk_size: int | None = None,
+    sampling_params=None,
+    target_is_pre_rolled: bool = False,
+    *,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
+    """Return the log-probs [B, unpacked_seqlen - 1] fp32 of the next tokens of B packed sequences, replicated.
+
+    A sequence's log-probs begin its row, those of its padding included, and zeros follow. With C context-parallel ranks
+    each has T / C of the T packed tokens: of every sequence the chunks r and 2 C - 1 - r of 2 C equal ones.
+
+    Args:
+        vocab_parallel_logits: [1, T/C, width] of ids [vocab_start_index, vocab_end_index).
+        target: [1, T] replicated, not shifted; with target_is_pre_rolled [1, T/C], this rank's labels.
+        cu_seqlens_padded: [B + 1] the first token of each sequence, and T.
+        group: group that shares the vocabulary; None: one rank has all of it.
+        cp_group, inference_only, sampling_params, vocab_size: as in `from_parallel_logits_to_logprobs`.
+
+    Raises:
+        ValueError: shapes that do not fit, and as `from_parallel_logits_to_logprobs`. Bounds that do not fit are one on
+            CPUs; on GPUs all results are NaN.
+    """
+    kept = kept_by(sampling_params, None)
+    local, device = vocab_parallel_logits.shape[1], vocab_parallel_logits.device
+    sets_on = None if kept is None else device
+    shard = bounded_shard(vocab_start_index, vocab_end_index, group, vocab_size, sets_on=sets_on)
+    packed = PackedTokens(cu_seqlens_padded, unpacked_seqlen, local, cp_group, device=device, sum_gradients=True)
+
+    def score(labels):
+        return _log_probs(vocab_parallel_logits, labels, shard, kept, inference_only)
+
+    return packed.log_probs(score, target, target if target_is_pre_rolled else None)
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -127,10 +186,13 @@ def from_parallel_hidden_states_to_logprobs(
         runtime_gather_output: None or False; ValueError for True.
         target: [B, S] replicated, not shifted.
         linear: `Linear`; blocks of logits have ``linear.budget`` bytes, not chunk_size tokens.
-        tp_group, inference_only, cp_group, vocab_size: as in `from_parallel_logits_to_logprobs`.
+        cp_group: None, or a group of one rank, as in NeMo-RL.
+        tp_group, inference_only, vocab_size: as in `from_parallel_logits_to_logprobs`.
     """
-    _refuse(cp_group, runtime_gather_output=runtime_gather_output or None)
-    size = 1 if tp_group is None else tp_group.size()
+    refuse(runtime_gather_output=runtime_gather_output or None)
+    if group_size(cp_group) > 1:
+        raise ValueError(f"cp_group must have one rank here, as in NeMo-RL, got {group_size(cp_group)}")
+    size = group_size(tp_group)
     shard = VocabShard(
         vocab_start_index,
         vocab_end_index,
@@ -141,7 +203,7 @@ def from_parallel_hidden_states_to_logprobs(
     length = tensor_parallel_hidden_states.shape[0] * (
         size if scattered else 1
     )  # the shape of a DTensor is that of all ranks
-    labels = _next_tokens(local_part(target, shard), length, output_weight_layer.device)
+    labels = next_tokens(local_part(target, shard), length, output_weight_layer.device)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         stats = linear_vocab_statistics(
             tensor_parallel_hidden_states, output_weight_layer, labels.t(), shard=shard, linear=linear
@@ -149,126 +211,20 @@ def from_parallel_hidden_states_to_logprobs(
     return stats.log_prob.t()[:, : target.shape[1] - 1]
 
 
-def get_distillation_topk_logprobs_from_logits(
-    student_logits: torch.Tensor,
-    teacher_topk_logits: torch.Tensor,
-    teacher_topk_indices: torch.Tensor,
-    zero_outside_topk: bool,
-    calculate_entropy: bool,
-    vocab_parallel_rank: int | None = None,
-    vocab_parallel_group=None,
-    context_parallel_group=None,
-    cp_sharder=None,
-    *,
-    vocab_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the log-probs at a teacher's K ids, without the last position: the student's [B, S - 1, K], the teacher's
-    [B, S - 1, K], and H_all [B, S - 1] = sum p log p (NeMo-RL's sign), or None.
-
-    Results are fp32, replicated, and differentiable in the student; nothing is shifted. Forward: one all-gather of K
-    numbers per token, and with zero_outside_topk or calculate_entropy one pass over the logits and its collective. A
-    backward holds up to three gradients as large as the logits, because autograd adds the K entries' to the others;
-    `TopKDistillation`, which computes the loss itself, holds one. Gradients of duplicate ids add up in fp32. An id
-    outside of the vocabulary makes its entry NaN.
-
-    Args:
-        student_logits: [B, S, V/P] sharded on V, as in `get_next_token_logprobs_from_logits`.
-        teacher_topk_logits, teacher_topk_indices: [B, S, K] replicated; the teacher is normalised over the K ids.
-        zero_outside_topk: True: the student is normalised over the whole vocabulary, else over the K ids.
-        calculate_entropy: True returns H_all.
-
-    Raises ValueError for shapes that do not fit, for K = 0, and as `get_next_token_logprobs_from_logits`.
-    """
-    _refuse(context_parallel_group, cp_sharder=cp_sharder)
-    logits, shard = _even_shard(student_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
-    shape = teacher_topk_indices.shape
-    if shape != teacher_topk_logits.shape or shape[:-1] != logits.shape[:-1] or shape[-1] == 0:
-        raise ValueError(
-            f"teacher_topk_logits and teacher_topk_indices must be [B, S, K] with [B, S] = {list(logits.shape[:-1])} "
-            f"and K > 0, got {list(teacher_topk_logits.shape)} and {list(shape)}"
-        )
-    ids = local_part(teacher_topk_indices, shard).to(logits.device, torch.int64)
-    student, entropy = _logits_at(logits, ids, shard), None
-    if zero_outside_topk or calculate_entropy:
-        stats = vocab_statistics(logits, shard=shard, want=("entropy",) if calculate_entropy else ())
-        entropy = -stats.entropy[:, :-1] if calculate_entropy else None
-    student = student - stats.lse.unsqueeze(-1) if zero_outside_topk else student.log_softmax(-1)
-    teacher = local_part(teacher_topk_logits, shard).to(logits.device, student.dtype).log_softmax(-1)
-    return student[:, :-1], teacher[:, :-1], entropy
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sum [..] over the ranks of a group. Ranks have equal upstream gradients, each the gradient of its own part."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        return sum_over_ranks(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-def _logits_at(logits, ids, shard) -> torch.Tensor:
-    """Logits at ids [B, S, K] of the whole vocabulary, fp32 or float64, replicated and differentiable."""
-    # only the first of equal ids reads the logits, so that the gradients of equal ids are added in fp32
-    ordered, order = ids.sort(dim=-1, stable=True)
-    first = order.gather(-1, torch.searchsorted(ordered, ids))
-    owned = (ids >= shard.start) & (ids < shard.start + shard.valid_width)
-    columns = torch.where(owned, ids - shard.start, 0)
-    if shard.width == 0:
-        own = logits.sum(-1, keepdim=True).expand(ids.shape)
-    else:
-        own = logits.gather(-1, columns)
-    own = torch.where(owned, own.to(torch.promote_types(own.dtype, torch.float32)).gather(-1, first), 0.0)
-    whole = _SumOverRanks.apply(own, shard.group)
-    return whole.masked_fill((ids < 0) | (ids >= shard.vocab_size), torch.nan)
-
-
-def _next_token_log_probs(logits, ids, shard, kept, inference_only=False) -> torch.Tensor:
+def _next_token_log_probs(logits, ids, shard, kept, cp_group, inference_only=False) -> torch.Tensor:
     """Log-probs [B, S - 1] of the ids [B, S] in the logits of the position before each; kept: see `kept_by`."""
     ids = local_part(ids, shard)
-    labels = _next_tokens(ids, logits.shape[1], logits.device)
-    if kept is None:
-        result = log_probs(logits, labels, shard=shard, entropy=False, differentiable=not inference_only).log_prob
-    else:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-            result = log_probs_over(kept, logits, labels, shard)
+    tokens = RankedTokens(cp_group, logits.shape[1], device=logits.device)
+    labels = next_tokens(ids, tokens.total, logits.device)
+    if isinstance(kept, IdSets):
+        kept = IdSets(tokens.take(sets_of_next_tokens(kept, labels).ids))
+    result = tokens.join(_log_probs(logits, tokens.take(labels), shard, kept, inference_only))
     return result[:, : ids.shape[1] - 1]
 
 
-def _next_tokens(ids, length: int, device) -> torch.Tensor:
-    """Labels [B, length] for all positions of the logits, so that no logits need to be cut: the ids [B, S] shifted by
-    one to the left, then -100."""
-    if ids.dim() != 2 or not 1 <= ids.shape[1] <= length:
-        raise ValueError(f"ids must be [B, S] with S of at most the logits' {length} positions, got {list(ids.shape)}")
-    labels = torch.full((ids.shape[0], length), IGNORED_LABEL, dtype=torch.int64, device=device)
-    labels[:, : ids.shape[1] - 1] = ids[:, 1:]
-    return labels
-
-
-def _even_shard(logits, rank, group, vocab_size) -> tuple[torch.Tensor, VocabShard]:
-    """Return this rank's plain logits and its shard: an even one of the group, a DTensor's, or the whole vocabulary."""
-    if (rank is None) != (group is None):
-        raise ValueError(f"vocab_parallel_rank and vocab_parallel_group belong together, got {rank} and {group!r}")
-    if group is not None:
-        columns = logits.shape[-1] * group.size()
-        shard = VocabShard.from_group(group, columns if vocab_size is None else vocab_size, columns)
-        if shard.start != rank * logits.shape[-1]:
-            raise ValueError(f"vocab_parallel_rank must be this rank of vocab_parallel_group, got {rank}")
-        return local_logits(logits, shard)
-    columns = logits.shape[-1]
-    logits, shard = local_logits(logits, None)
-    return logits, VocabShard.from_group(shard.group, columns if vocab_size is None else vocab_size, columns)
-
-
-def _refuse(context_parallel_group, **others):
-    """Raise ValueError for arguments that would otherwise be ignored."""
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(f"{name} is not supported here: pass None, got {type(value).__name__}")
-    if context_parallel_group is not None and context_parallel_group.size() > 1:
-        raise ValueError(
-            f"a context-parallel group of {context_parallel_group.size()} ranks is not supported: score each rank's "
-            "tokens with tp_headloss.log_probs, and labels that were shifted before the sequence was split"
-        )
+def _log_probs(logits, labels, shard, kept, inference_only) -> torch.Tensor:
+    """Log-probs of labels [B, L]; kept: see `kept_by`, and sets are those of the labels."""
+    if kept is None:
+        return log_probs(logits, labels, shard=shard, entropy=False, differentiable=not inference_only).log_prob
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        return log_probs_over(kept, logits, labels, shard)

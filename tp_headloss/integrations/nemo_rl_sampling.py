@@ -35,7 +35,8 @@ def kept_by(params, sampling_mask) -> SamplingRule | IdSets | None:
 
 
 def log_probs_over(kept: SamplingRule | IdSets, logits, labels, shard: VocabShard) -> torch.Tensor:
-    """Log-probs of labels [B, L] over the kept ids, in the current grad mode; logits [B, L, width] sharded on V.
+    """Log-probs of labels [B, L] over the kept ids, in the current grad mode; logits [B, L, width] sharded on V, sets
+    [B, L] of the labels.
 
     A label that a rule does not keep has -inf, and one whose token has no ids in a mask has 0, both without a gradient.
     """
@@ -45,7 +46,7 @@ def log_probs_over(kept: SamplingRule | IdSets, logits, labels, shard: VocabShar
         known = (labels >= 0) & (labels < shard.vocab_size) & (sets.spans.diff(dim=-1)[..., 0] > 0)
         outside = known & ~sets.contains(labels)
     else:
-        sets = _shifted(kept, labels)
+        sets = kept
         outside = (sets.ids < 0).all(-1)
     log_prob = vocab_statistics(
         logits, labels.masked_fill(outside, -100), shard=shard, want=("set_log_prob",), sets=sets
@@ -53,8 +54,8 @@ def log_probs_over(kept: SamplingRule | IdSets, logits, labels, shard: VocabShar
     return log_prob.masked_fill(outside, -torch.inf) if isinstance(kept, SamplingRule) else log_prob
 
 
-def _shifted(sets: IdSets, labels) -> IdSets:
-    """The sets of the next tokens, and none beyond the last: of ids [B, S] -> of labels [B, L]."""
+def sets_of_next_tokens(sets: IdSets, labels) -> IdSets:
+    """Return the sets [B, L] of labels [B, L] that are `next_tokens`, from those of the tokens [B, S]."""
     ids = masked_ids(sets)[:, 1:].to(labels.device)
     if ids.shape[0] != labels.shape[0] or ids.shape[1] > labels.shape[1]:
         raise ValueError(f"sampling_mask must be of the tokens, {list(labels.shape)}, got {list(sets.ids.shape)}")

@@ -1,0 +1,413 @@
+"""Compare the functions of integrations/ with the sources of RL stacks, beside each other on gloo ranks.
+
+    .venv/bin/python scripts/check/rl_hosts.py --nemo-rl DIR --skyrl DIR --slime DIR --areal DIR
+
+DIR is a checkout of the stack, or its archive; a stack without one is left out. Only the stack's own files of these
+functions are executed, as they are: its packages are entered without their `__init__`, and what those files import of
+Megatron, of a platform, and of jaxtyping is a stub. Without CUDA, `.cuda()` and pinned memory do nothing, and
+torch.compile is off.
+
+Both get the same random logits or hidden states, 2 x 16 tokens of 96 ids over C context-parallel x P vocabulary ranks,
+and the same random upstream gradients, which are equal on ranks that share the vocabulary. Printed is the largest
+absolute difference of values and of gradients over all ranks; the exit status is 1 if one exceeds its tolerance and is
+not a known difference. The tolerance is 1e-5 of the largest number (or of 1): logits reach 17, whose float32 spacing is
+2e-6. A bfloat16 gradient may differ by one rounding, 2^-8; beside a bfloat16 GEMM of hidden states by 2^-6.
+"""
+
+import argparse
+import functools
+import importlib
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType, SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+os.environ.update(TORCHDYNAMO_DISABLE="1", PYTHONWARNINGS="ignore")  # of the ranks' processes, too
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from ranks import on_ranks  # noqa: E402
+
+B, S, V, H, SCORED = 2, 16, 96, 16, 14  # SCORED: sequences are padded from it to S
+LENGTHS, PADDED_LENGTHS = [7, 3, 12, 5], [8, 4, 12, 8]  # packed: B * S tokens in all
+BOUNDS = torch.tensor([0, *torch.tensor(PADDED_LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
+MEGATRON = ModuleType("megatron.core.parallel_state")  # as the hosts ask it for groups
+FILES = {  # modules of each host that have the functions
+    "nemo_rl": ["nemo_rl.distributed.model_utils"],
+    "skyrl": [
+        "skyrl.backends.skyrl_train.distributed.megatron.model_utils",
+        "skyrl.backends.skyrl_train.mtp.soft_ce",
+    ],
+    "slime": ["slime.utils.ppo_utils", "slime.backends.megatron_utils.loss"],
+    "areal": ["areal.utils.functional.vocab_parallel"],
+}
+
+
+def load(host: str, folder: str) -> SimpleNamespace:
+    """The functions of a host's own files."""
+    names = FILES[host]
+    for name in names:
+        parts = name.split(".")[:-1]
+        for i in range(1, len(parts) + 1):
+            enter(".".join(parts[:i]), Path(folder, *parts[:i]))
+    if host == "nemo_rl":
+        enter("nemo_rl.algorithms", Path(folder, "nemo_rl/algorithms"))
+    if host == "skyrl":
+        enter("skyrl.backends.skyrl_train.utils", Path(folder, "skyrl/backends/skyrl_train/utils"))
+        stub("jaxtyping", Float=dict, Integer=dict)
+        stub("skyrl.backends.skyrl_train.utils.io")
+    if host == "slime":
+        stub("slime.utils.http_utils", is_port_available=None)
+    if host == "areal":
+        stub("areal.infra"), stub("areal.infra.platforms", is_npu_available=False)
+    stub("megatron"), stub("megatron.core", mpu=MEGATRON, parallel_state=MEGATRON)
+    sys.modules["megatron.core.parallel_state"] = MEGATRON
+    found = {"ours": False}
+    for name in names:
+        module = importlib.import_module(name)
+        assert Path(folder) in Path(module.__file__).parents
+        found.update(vars(module))
+    return SimpleNamespace(**found)
+
+
+def enter(name, path):
+    if name not in sys.modules:
+        sys.modules[name] = ModuleType(name)
+    sys.modules[name].__path__ = [str(path)]
+
+
+def stub(name, **members):
+    sys.modules[name] = ModuleType(name)
+    vars(sys.modules[name]).update(members)
+
+
+def without_cuda():
+    """`.cuda()` and pinned memory do nothing."""
+    if torch.cuda.is_available() or hasattr(torch.tensor, "plain"):
+        return
+    make = torch.tensor
+
+    def tensor(*args, pin_memory=False, **keywords):
+        return make(*args, **keywords)
+
+    tensor.plain = make
+    torch.tensor, torch.Tensor.cuda = tensor, lambda self, *args, **keywords: self
+
+
+class Setting:
+    """The groups of this rank and its part of the data."""
+
+    def __init__(self, cp: int, tp: int, dtype):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
+        self.tp_group, self.cp_group = mesh["tp"].get_group(), mesh["cp"].get_group()
+        MEGATRON.get_tensor_model_parallel_group = lambda: self.tp_group
+        MEGATRON.get_tensor_model_parallel_rank = lambda: self.tp_group.rank()
+        MEGATRON.get_context_parallel_world_size = lambda: cp
+        self.cp, self.tp, self.cp_rank, self.dtype = cp, tp, self.cp_group.rank(), dtype
+        self.start = self.tp_group.rank() * V // tp
+        self.rank, self.bounds = self.tp_group.rank(), (self.start, self.start + V // tp, self.tp_group)
+        generator = torch.Generator().manual_seed(5)
+        self.all_logits = 4 * torch.randn(B, S, V, generator=generator)
+        self.teacher = self.vocab(4 * torch.randn(B, S, V, generator=generator)).to(dtype)
+        self.hidden = torch.randn(B, S, H, generator=generator).to(dtype)
+        self.weight = self.vocab(torch.randn(V, H, generator=generator), 0).to(dtype)
+        self.ids = torch.randint(0, V, (B, S), generator=generator)
+        self.ids[:, 1::2] = self.all_logits[:, ::2].argmax(-1)  # every other one is the likeliest
+        self.labels = self.ids.flatten().clone()
+        self.labels[3] = -100
+        self.mask = (torch.rand(B, S, generator=generator) > 0.3).float()
+        entries = B, SCORED if cp > 1 else S, 5
+        self.topk = torch.randn(entries, generator=generator), torch.randint(0, V, entries, generator=generator)
+        self.kept = self.vocab(torch.rand(B, S, V, generator=generator) > 0.5).flatten(0, 1)
+        self.logits = self.tokens(self.vocab(self.all_logits)).to(dtype)  # of sequences
+        self.packed = self.pack(self.vocab(self.all_logits)).to(dtype)
+        self.packed_hidden = self.pack(self.hidden)
+        attended = [F.pad(torch.ones(n), (i % 3, S - n - i % 3)) for i, n in enumerate(LENGTHS)]
+        self.attention_mask = torch.stack(attended).bool()
+
+    def vocab(self, x, dim=-1):
+        return x.narrow(dim, self.start, V // self.tp).contiguous()
+
+    def tokens(self, x):
+        """This context-parallel rank's positions of sequences [B, S, ..]: of 2 C chunks r and 2 C - 1 - r."""
+        if self.cp == 1:
+            return x
+        chunks = x.chunk(2 * self.cp, 1)
+        return torch.cat([chunks[self.cp_rank], chunks[2 * self.cp - 1 - self.cp_rank]], 1)
+
+    def pack(self, x):
+        """This context-parallel rank's tokens [1, T/C, ..] of x [B, S, ..] as packed sequences."""
+        return torch.cat([self.tokens(part) for part in x.flatten(0, 1).unsqueeze(0).split(PADDED_LENGTHS, 1)], 1)
+
+
+class Case(NamedTuple):
+    """A function of both modules, called with leaves, args and options, of whose outputs after(outputs) is compared."""
+
+    name: str
+    form: str
+    leaves: list
+    args: tuple
+    options: Mapping = MappingProxyType({})
+    after: Callable = list
+    host_dtype: torch.dtype | None = None  # of the host's leaves; None: the same as ours
+    known: str = ""  # difference that is expected
+
+    def __call__(self, module):
+        options = dict(self.options)
+        if not module.ours:  # the host looks this group up
+            options.pop("tp_group", None)
+        outputs = getattr(module, self.name)(*self.leaves, *self.args, **options)
+        return self.after([outputs] if isinstance(outputs, torch.Tensor) else list(outputs))
+
+
+def nemo_rl(s):
+    ids, cp = s.ids[:, :SCORED], {"cp_group": s.cp_group}
+    packed = s.ids.view(1, -1), BOUNDS, S, *s.bounds
+    name = "from_parallel_logits_to_logprobs"
+    sampled = {"sampling_params": SimpleNamespace(top_k=20, top_p=0.8, temperature=1.0)}
+    for more in ({}, {"chunk_size": 3}, sampled):
+        after = finite if more is sampled else list
+        yield Case(name, ", ".join(more), [s.logits], (ids, *s.bounds), {**cp, **more}, after)
+        yield Case(f"{name}_packed_sequences", ", ".join(more), [s.packed], packed, {**cp, **more}, after)
+    ignored = ids.clone()
+    ignored[0, 3] = -100
+    yield Case(name, "an id of -100", [s.logits], (ignored, *s.bounds), cp, known="the host's gradient is not 0")
+    rolled = torch.cat([part.roll(-1) for part in s.ids.flatten().split(PADDED_LENGTHS)]).view(B, S)
+    packed = s.pack(rolled), BOUNDS, 10, *s.bounds
+    more = {"target_is_pre_rolled": True}
+    yield Case(f"{name}_packed_sequences", ", ".join(more), [s.packed], packed, {**cp, **more})
+    more = {"next_token_logits": s.logits, "vocab_parallel_rank": s.rank, "vocab_parallel_group": s.tp_group}
+    more["context_parallel_group"] = s.cp_group
+    yield Case("get_next_token_logprobs_from_logits", "", [], (ids,), more)
+    for zero, entropy in ((True, True), (False, False), (False, True)):
+        args = *s.topk, zero, entropy, s.rank, s.tp_group, s.cp_group
+        form = f"zero_outside_topk={zero}, calculate_entropy={entropy}"
+        known = "" if zero or not entropy else "raises"
+        yield Case("get_distillation_topk_logprobs_from_logits", form, [s.logits], args, {}, present, known=known)
+    if s.cp == 1:
+        own = s.hidden.transpose(0, 1).chunk(s.tp)[s.rank].contiguous()
+        args = None, s.ids, *s.bounds, False, None, 5
+        yield Case("from_parallel_hidden_states_to_logprobs", "", [own, s.weight], args)
+
+
+def skyrl(s):
+    cp, of_head = {"cp_group": s.cp_group}, {"temperature": 0.5}
+    logits, hidden = "from_parallel_logits_to_logprobs", "from_parallel_hidden_to_logprobs"
+    forms = {"attention_mask": s.attention_mask}, {"sub_seq_lengths": [LENGTHS[:2], LENGTHS[2:]]}
+    for more in ({}, *forms, {"chunk_size": 5}):
+        args = s.ids.view(1, -1), BOUNDS, S if "attention_mask" in more else 21, *s.bounds
+        yield Case(f"{logits}_packed_sequences", ", ".join(more), [s.packed], args, {**cp, **more})
+        leaves = [s.packed_hidden, s.weight]
+        yield Case(f"{hidden}_packed_sequences", ", ".join(more), leaves, args, {**cp, **of_head, **more})
+    for rows, form in zip((4, 2), forms):
+        weights = torch.linspace(0, 2, rows * 9).view(rows, 9)
+        args = BOUNDS, S, 9, s.attention_mask[:rows], weights, s.cp_group
+        more = {"sub_seq_lengths": form.get("sub_seq_lengths"), "tp_group": s.tp_group}
+        name = "vocab_parallel_entropy_packed_sequences"
+        yield from in_both_precisions(Case(name, ", ".join(form), [s.packed], args, more), s)
+        name, args = "from_parallel_hidden_to_entropy_packed_sequences", (*args, s.tp_group, more["sub_seq_lengths"])
+        yield Case(name, ", ".join(form), [s.packed_hidden.detach(), s.weight.detach()], args, after=detached)
+    for more in ({}, {"chunk_size": 3}):
+        args = s.ids[:, :SCORED], *s.bounds
+        yield Case(logits, ", ".join(more), [s.logits], args, {**cp, **more})
+        yield Case(hidden, ", ".join(more), [s.tokens(s.hidden), s.weight], args, {**cp, **of_head, **more})
+    if s.cp == 1:
+        for more, factor in (({}, None), ({"chunk_size": 5}, torch.tensor(7.0))):
+            options = {**more, "tp_group": s.tp_group}
+            yield from in_both_precisions(Case("vocab_parallel_entropy", ", ".join(more), [s.logits], (), options), s)
+            args = s.teacher, s.mask, factor, s.tp_group
+            yield Case("draft_soft_ce", ", ".join(more), [s.logits], args, more)
+
+
+def in_both_precisions(case, s):
+    """The case, whose host computes in the type of the logits, and the same with the host's logits in fp32."""
+    if s.dtype == torch.float32:
+        yield case
+        return
+    yield case._replace(known="the host computes in bfloat16")
+    yield case._replace(form=f"{case.form}; host: float32 copy", host_dtype=torch.float32)
+
+
+def slime(s):
+    for more in ({}, {"chunk_size": 5}, {"log_prob_keep_mask": s.kept}, {"with_entropy_grad": False}):
+        args = s.labels, s.tp_group, True
+        after = functools.partial(scored, s.labels)
+        yield Case("calculate_log_probs_and_entropy", ", ".join(more), [s.logits.flatten(0, 1)], args, more, after)
+
+    if s.dtype == torch.float32:  # which this function asserts
+        lengths, responses = LENGTHS, [3, 1, 7, 2]
+        tokens = list(s.ids.flatten()[: sum(lengths)].split(lengths))
+        options = {"unconcat_tokens": tokens, "total_lengths": lengths, "response_lengths": responses}
+        settings = {"rollout_temperature": 0.7, "log_probs_chunk_size": -1, "entropy_coef": 0.1, "allgather_cp": False}
+        options.update(args=SimpleNamespace(**settings), with_entropy=True)
+        name, leaves = "get_log_probs_and_entropy", [s.logits.flatten(0, 1).unsqueeze(0)]
+        yield Case(name, "", leaves, (), options, per_sample)
+        # each response token was drawn from itself and three neighbours
+        near = torch.arange(4) - 2
+        kept = [[(token + near) % V for token in x[-n:].tolist()] for x, n in zip(tokens, responses)]
+        sets = {"top_p_token_ids": [torch.cat(rows).tolist() for rows in kept]}
+        sets["top_p_token_offsets"] = [list(range(0, 4 * n + 1, 4)) for n in responses]
+        options = {**options, **sets}
+        yield Case(name, "top_p_token_ids", leaves, (), dict(options), per_sample)
+        options["with_entropy"] = False
+        yield Case("log_probs_over_kept_ids", "ours: IdSets", leaves, (), dict(options), per_sample)
+
+
+def per_sample(outputs):
+    return [torch.cat(values) for values in outputs[1].values()]
+
+
+def in_slime(function, module, *args, **options):
+    """slime's function, which calls ours."""
+    with mock.patch.dict(function.__globals__, calculate_log_probs_and_entropy=module.calculate_log_probs_and_entropy):
+        return function(*args, **options)
+
+
+def over_sets(
+    logits, *, args, unconcat_tokens, total_lengths, response_lengths, top_p_token_ids, top_p_token_offsets, **_
+):
+    """The same log-probs from `IdSets`, which `from_vllm` reads."""
+    from tp_headloss import Transform, VocabShard, vocab_statistics
+    from tp_headloss.integrations.sampling_masks import from_vllm
+
+    masks = [SimpleNamespace(token_ids=i, offsets=o) for i, o in zip(top_p_token_ids, top_p_token_offsets)]
+    labels = torch.full(logits.shape[1:2], -100)
+    ends = itertools.accumulate(total_lengths)
+    for end, n, tokens in zip(ends, response_lengths, unconcat_tokens):
+        labels[end - n - 1 : end - 1] = tokens[-n:]
+    shard = VocabShard.from_group(MEGATRON.get_tensor_model_parallel_group(), V)
+    sets, transform = from_vllm(masks).scatter(labels >= 0), Transform(temperature=args.rollout_temperature)
+    stats = vocab_statistics(logits[0], labels, shard=shard, want=("set_log_prob",), sets=sets, transform=transform)
+    return None, {"log_probs": stats.set_log_prob[labels >= 0].split(response_lengths)}
+
+
+def areal(s):
+    for name, temperature, size in itertools.product(
+        ("gather_logprobs", "gather_logprobs_entropy"), (1.0, 0.7), (1024, 5)
+    ):
+        args, form = (s.labels, temperature, s.tp_group, size), f"temperature={temperature}, chunk_size={size}"
+        yield Case(name, form, [s.logits.flatten(0, 1)], args, after=functools.partial(scored, s.labels))
+    args, known = (s.labels, 1.0, s.tp_group), "the host scores the label"
+    yield Case("gather_logprobs", "a label of -100", [s.logits.flatten(0, 1)], args, known=known)
+
+
+def scored(labels, outputs):
+    """0 in the place of what a host gives to an ignored label."""
+    return [x.reshape(labels.shape).where(labels >= 0, 0.0) for x in outputs]
+
+
+def present(outputs):
+    return [x for x in outputs if x is not None]
+
+
+def finite(outputs):
+    """0 in the place of labels that top-k and top-p do not keep."""
+    return [x.where(x > -torch.inf, 0.0) for x in outputs]
+
+
+def detached(outputs):
+    return [x.detach() for x in outputs]
+
+
+def evaluated(case: Case, module, s):
+    """Values, and gradients of upstream ones that differ between context-parallel ranks."""
+    dtype = None if module.ours else case.host_dtype
+    leaves = [leaf.detach().clone().to(dtype or leaf.dtype).requires_grad_() for leaf in case.leaves]
+    options = dict(case.options)
+    if "next_token_logits" in options:  # which comes after the ids
+        leaves = [options["next_token_logits"].detach().clone().requires_grad_()]
+        options["next_token_logits"] = leaves[0]
+    outputs = case._replace(leaves=leaves if case.leaves else [], options=options)(module)
+    generator = torch.Generator().manual_seed(s.cp_rank)
+    upstream = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in outputs]
+    pairs = [(x, g) for x, g in zip(outputs, upstream) if x.requires_grad]
+    if pairs:
+        torch.autograd.backward(*map(list, zip(*pairs)))
+    return [x.detach() for x in outputs], [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def compared(group, device, host, folder, cp, tp, dtype):
+    """Differences of one host, by function and form: of values and of gradients, each with the largest number."""
+    without_cuda()
+    theirs, rows = load(host, folder), []
+    module, s = vars(importlib.import_module(f"tp_headloss.integrations.{host}")), Setting(cp, tp, dtype)
+    module = SimpleNamespace(**module, ours=True)
+    if host == "slime":
+        module.get_log_probs_and_entropy = functools.partial(in_slime, theirs.get_log_probs_and_entropy, module)
+        theirs.log_probs_over_kept_ids, module.log_probs_over_kept_ids = theirs.get_log_probs_and_entropy, over_sets
+    for case in globals()[host](s):
+        own = evaluated(case, module, s)
+        try:
+            other = evaluated(case, theirs, s)
+        except (RuntimeError, IndexError, TypeError) as error:
+            rows.append((*case[:2], case.known, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
+            continue
+        rows.append((*case[:2], case.known, [difference(a, b) for a, b in zip(own, other)]))
+    return rows
+
+
+def difference(own, other):
+    assert len(own) == len(other) and [x.shape for x in own] == [x.shape for x in other]
+    if not own:
+        return 0.0, 1.0
+    gap = max((a.double() - b.double()).abs().max().item() for a, b in zip(own, other))
+    return gap, max(b.abs().max().item() for b in other)
+
+
+def tolerance(dtype, name, of_gradient):
+    if dtype == torch.bfloat16 and (of_gradient or "hidden" in name):
+        return 2.0**-6 if "hidden" in name else 2.0**-8
+    return 1e-5
+
+
+def reported(host, cp, tp, dtype, results) -> list:
+    """Print the rows of all ranks, and return for each that had to agree (beyond tolerance, differences relative to the
+    largest number or 1)."""
+    kept = []
+    for rows in zip(*results):
+        name, form, known, found = rows[0]
+        kind = f"| {host} | {name} | {form} | {cp} x {tp} | {str(dtype)[6:]} |"
+        if isinstance(found, str):
+            print(kind, f"host raises {found} | |")
+            kept.append((not known, 0.0, 0.0))
+            continue
+        gaps = [max(row[3][i][0] for row in rows) for i in range(2)]
+        most = [max(1.0, *(row[3][i][1] for row in rows)) for i in range(2)]
+        over = [not gaps[i] <= tolerance(dtype, name, i) * most[i] for i in range(2)]
+        text = f" ({known})" if known else " WRONG"
+        print(kind, *(f"{gap:.1e}{text * no} |" for gap, no in zip(gaps, over)), flush=True)
+        if not known:
+            kept.append((any(over), *(gap / number for gap, number in zip(gaps, most))))
+    return kept
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for host in FILES:
+        parser.add_argument(f"--{host.replace('_', '-')}", dest=host, metavar="DIR", type=Path)
+    folders = {host: folder for host, folder in vars(parser.parse_args()).items() if folder is not None}
+    bad, summary = 0, []
+    print("| host | function | form | C x P | dtype | values | gradients |\n|---|---|---|---|---|---|---|")
+    for (host, folder), dtype in itertools.product(folders.items(), (torch.float32, torch.bfloat16)):
+        rows = []
+        for cp, tp in ((1, 2), (2, 1), (2, 2)) if host in ("nemo_rl", "skyrl") else ((1, 2),):
+            results = on_ranks(cp * tp, compared, host, str(folder.resolve()), cp, tp, dtype)
+            rows += reported(host, cp, tp, dtype, results)
+        wrong, values, gradients = zip(*rows)
+        bad += sum(wrong)
+        text = f"{len(rows)} comparisons, relative: values {max(values):.1e}, gradients {max(gradients):.1e}"
+        summary.append(f"{host}, {str(dtype)[6:]}: {text}")
+    print(*summary, f"{bad} comparisons beyond their tolerance", sep="\n")
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""What the functions of RL stacks share: shards, next-token labels, and the order in which the stacks hold tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..comm import gather_from_ranks, group_size, sum_over_ranks
+from ..dtensor import local_logits
+from ..shard import VocabShard, expect_group
+
+IGNORED_LABEL = -100
+
+
+def even_shard(logits, group, vocab_size: int | None) -> tuple[torch.Tensor, VocabShard]:
+    """Return this rank's plain logits and its shard: an even one of the group, a DTensor's, or the whole vocabulary.
+
+    vocab_size: ids of the tokenizer; columns at or beyond it are padding. None: none are.
+    """
+    if group is None:
+        columns = logits.shape[-1]  # a DTensor's are those of all ranks
+        logits, shard = local_logits(logits, None)
+        return logits, VocabShard.from_group(shard.group, columns if vocab_size is None else vocab_size, columns)
+    columns = logits.shape[-1] * group_size(group)
+    shard = VocabShard.from_group(group, columns if vocab_size is None else vocab_size, columns)
+    return local_logits(logits, shard)
+
+
+def even_shard_of_rank(logits, rank, group, vocab_size) -> tuple[torch.Tensor, VocabShard]:
+    """Return the same as `even_shard`, and raise ValueError unless rank is this one of the group."""
+    if (rank is None) != (group is None):
+        raise ValueError(f"vocab_parallel_rank and vocab_parallel_group belong together, got {rank} and {group!r}")
+    width = logits.shape[-1]
+    logits, shard = even_shard(logits, group, vocab_size)
+    if rank is not None and shard.start != rank * width:
+        raise ValueError(f"vocab_parallel_rank must be this rank of vocab_parallel_group, got {rank}")
+    return logits, shard
+
+
+def bounded_shard(start: int, end: int, group, vocab_size: int | None, *, sets_on=None) -> VocabShard:
+    """Return the shard of the ids [start, end), which may be uneven.
+
+    sets_on: device of logits whose log-probs are over sets of ids, or None. Without a vocab_size, one small all-gather.
+    """
+    if vocab_size is None:
+        # it only says where padding begins, so the end of this shard will do, except for ids of the whole vocabulary
+        vocab_size = end
+        if sets_on is not None and group is not None:
+            vocab_size = int(gather_from_ranks(torch.tensor([end], device=sets_on), group).max())
+    return VocabShard(start, end, max(vocab_size, 1), group)
+
+
+def refuse(**arguments):
+    """Raise ValueError for arguments that are not None and would otherwise be ignored."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported here: pass None, got {type(value).__name__}")
+
+
+def next_tokens(ids, length: int, device) -> torch.Tensor:
+    """Labels [B, length] for all positions of the logits, so that no logits need to be cut: the ids [B, S] shifted by
+    one to the left, then -100."""
+    if ids.dim() != 2 or not 1 <= ids.shape[1] <= length:
+        raise ValueError(f"ids must be [B, S] with S of at most the logits' {length} positions, got {list(ids.shape)}")
+    labels = torch.full((ids.shape[0], length), IGNORED_LABEL, dtype=torch.int64, device=device)
+    labels[:, : ids.shape[1] - 1] = ids[:, 1:]
+    return labels
+
+
+class RankedTokens:
+    """Which tokens each of C context-parallel ranks holds, balanced for causal attention: every sequence is cut into
+    2 C equal chunks, and rank r holds its chunks r and 2 C - 1 - r, one sequence after the other.
+
+    Args:
+        group: the context-parallel group; None or one rank: this rank holds all tokens.
+        local: number of tokens that a rank holds of all sequences together, the same on each.
+        bounds: [B + 1] int64, the first token of each sequence and the end of the last; None: one sequence.
+        sum_gradients: True: the gradient of a value that `join` gives to all ranks is the sum of what they send back,
+            as of a loss that is the sum of theirs. False: each rank's own.
+    """
+
+    def __init__(self, group, local: int, bounds: torch.Tensor | None = None, *, device=None, sum_gradients=True):
+        expect_group(group)
+        self.group, self.ranks, self.local = group, group_size(group), local
+        self.total = local * self.ranks
+        self.sum_gradients = sum_gradients
+        if self.ranks == 1:
+            return
+        if bounds is None:
+            if local % 2:
+                raise ValueError(f"a context-parallel rank must hold an even number of positions, got {local}")
+            bounds = torch.tensor([0, self.total], device=device)
+        tokens = torch.arange(self.total, device=bounds.device)
+        sequence = torch.searchsorted(bounds[1:], tokens, right=True).clamp(max=len(bounds) - 2)
+        chunk_size = (bounds.diff() // (2 * self.ranks)).clamp(min=1)[sequence]
+        chunk = (tokens - bounds[sequence]) // chunk_size
+        holder = torch.minimum(chunk, 2 * self.ranks - 1 - chunk)
+        by_rank = holder.argsort(stable=True)  # a rank's tokens keep their order, so its lower chunk comes first
+        self.own = by_rank.view(self.ranks, local)[group.rank()]  # [T/C] among all T tokens
+        self.order = by_rank.argsort()  # [T] place of each token where all ranks' tokens are joined
+
+    def take(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return this rank's part of x [.., T, ..], whose dimension dim is that of tokens."""
+        return x if self.ranks == 1 else x.index_select(dim, self.own)
+
+    def join(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Return [.., T, ..] of every rank's part [.., T/C, ..], differentiable. One all-gather, and one backward if
+        gradients are summed."""
+        return x if self.ranks == 1 else _Join.apply(x, self, dim)
+
+
+class _Join(torch.autograd.Function):
+    """`RankedTokens.join`."""
+
+    @staticmethod
+    def forward(ctx, x, tokens, dim):
+        ctx.tokens, ctx.dim = tokens, dim
+        return torch.cat(gather_from_ranks(x, tokens.group).unbind(0), dim).index_select(dim, tokens.order)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.tokens.sum_gradients:
+            grad = sum_over_ranks(grad, ctx.tokens.group)
+        return ctx.tokens.take(grad, ctx.dim), None, None
+
+
+class PackedTokens:
+    """Packed sequences of next-token labels, and the place [row, column] of each token in a padded result.
+
+    Bounds that are not those of the packed tokens, or under context parallelism lengths that are no multiple of twice
+    its ranks, are a ValueError on CPUs; on GPUs, where nothing waits for their values, they make every result NaN.
+
+    Args:
+        cu_seqlens: [B + 1] first token of each sequence, padding included, and the end of the last.
+        width: columns of the padded result; the last token of a sequence has no label, so one less are scored.
+        local, group, sum_gradients: as in `RankedTokens`.
+        device: of the results.
+    """
+
+    def __init__(self, cu_seqlens, width: int, local: int, group, *, device, sum_gradients):
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+            raise ValueError(f"cu_seqlens_padded must be [B + 1] with B > 0, got {list(cu_seqlens.shape)}")
+        if width < 1:
+            raise ValueError(f"unpacked_seqlen must be at least 1, got {width}")
+        bounds = cu_seqlens.to(device, torch.int64)
+        self.ranked = RankedTokens(group, local, bounds, sum_gradients=sum_gradients)
+        self.width, self.bounds, total = width, bounds, self.ranked.total
+        lengths, multiple = bounds.diff(), 2 * self.ranked.ranks if self.ranked.ranks > 1 else 1
+        valid = (bounds[0] == 0) & (bounds[-1] == total) & (lengths >= 0).all() & (lengths % multiple == 0).all()
+        self.valid = valid
+        if bounds.device.type == "cpu" and not bool(valid):
+            raise ValueError(
+                f"cu_seqlens_padded must ascend from 0 to {total}, the tokens of all ranks, by multiples of "
+                f"{multiple}, got {bounds[:16].tolist()}"
+            )
+        tokens = torch.arange(total, device=bounds.device)
+        self.sequence = torch.searchsorted(bounds[1:], tokens, right=True).clamp(max=len(lengths) - 1)
+        self.offset = tokens - bounds[self.sequence]
+        self.rows, self.row, self.column, self.length = len(lengths), self.sequence, self.offset, lengths
+
+    def place(self, attention_mask, sub_seq_lengths):
+        """Place tokens where SkyRL does: at the attended columns of a row per sequence, or several sequences a row."""
+        device = self.bounds.device
+        if sub_seq_lengths is not None:
+            counts = [len(row) for row in sub_seq_lengths]
+            if sum(counts) != len(self.length):
+                raise ValueError(f"sub_seq_lengths must be of {len(self.length)} sequences, got {sum(counts)}")
+            counted = torch.tensor(counts, device=device)
+            row = torch.arange(len(counts), device=device).repeat_interleave(counted, output_size=sum(counts))
+            first = (counted.cumsum(0) - counted)[row]  # sequence that begins the row
+            self.rows, self.row = len(counts), row[self.sequence]
+            self.column = self.offset + (self.bounds[:-1] - self.bounds[first])[self.sequence]
+            self.length = torch.tensor([n for row in sub_seq_lengths for n in row], device=device)
+        elif attention_mask is not None:
+            mask = attention_mask.to(device, torch.bool)
+            if list(mask.shape) != [self.rows, self.width]:
+                raise ValueError(f"attention_mask must be {[self.rows, self.width]}, got {list(mask.shape)}")
+            columns = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # those of the attended tokens first
+            self.column = columns[self.row, self.offset.clamp(0, self.width - 1)]
+            self.length = mask.sum(1)
+
+    @property
+    def scored(self) -> torch.Tensor:
+        """bool [T]: tokens whose label is in the same sequence and has a column."""
+        last = self.offset >= self.length[self.sequence] - 1
+        return ~last & (self.offset >= 0) & (self.column < self.width - 1)
+
+    def log_probs(self, score: Callable[[torch.Tensor], torch.Tensor], ids, labels=None) -> torch.Tensor:
+        """Return the log-probs [rows, width - 1] fp32 of the tokens, in their places; 0 elsewhere.
+
+        Args:
+            score: labels [1, T/C] of this rank -> log-probs [1, T/C].
+            ids: [1, T] not shifted; not looked at if there are labels.
+            labels: [1, T/C] of this rank, or None.
+        """
+        scored, ranked = self.scored, self.ranked
+        if labels is None:
+            if list(ids.shape) != [1, ranked.total]:
+                raise ValueError(
+                    f"target must be {[1, ranked.total]}, the packed tokens of all ranks, got {list(ids.shape)}"
+                )
+            labels = ranked.take(ids.to(scored.device).roll(-1, 1))
+        labels = labels.to(scored.device).masked_fill(~ranked.take(scored, 0), IGNORED_LABEL)
+        values = ranked.join(score(labels)).squeeze(0).where(scored, 0.0)
+        # tokens without a place share the last column, which is cut off
+        padded = values.new_zeros(self.rows, self.width)
+        padded = padded.index_put((self.row, self.column.where(scored, self.width - 1)), values)[:, :-1]
+        return torch.where(self.valid, padded, torch.nan)
+
+    def weights(self, padded: torch.Tensor) -> torch.Tensor:
+        """Return the weights [T/C] of this rank's tokens among those of their places [rows, width - 1], else 0."""
+        scored = self.scored
+        padded = torch.nn.functional.pad(padded, (0, 1))
+        weights = padded[self.row, self.column.where(scored, self.width - 1)]
+        return torch.where(self.valid, self.ranked.take(weights, 0), torch.nan)

@@ -1,0 +1,285 @@
+"""SkyRL's functions of vocabulary-sharded logits and hidden states, with its names and signatures.
+
+Nothing of SkyRL is imported, and no process group is looked up: the group is an argument, and None means not sharded.
+`from_parallel_logits_to_logprobs` is NeMo-RL's, of which SkyRL's is a copy. As there, ids [B, S] give the log-probs
+[B, S - 1] of the next tokens, and temperature has divided logits before. chunk_size, chunk_memory_mb and fused_backend
+are accepted and change nothing.
+
+Unlike in SkyRL, results are fp32 for logits of any dtype; a label of -100 has log-prob 0 and no gradient, and an id
+outside of the vocabulary has NaN; the entropies of hidden states are differentiable.
+
+With context-parallel ranks, tokens are laid out as NeMo-RL's module says. As in SkyRL, the gradient of packed log-probs
+is this rank's own, for a schedule and a data-parallel average that multiply and divide by the number of these ranks;
+that of unpacked ones is the sum over these ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..api import vocab_statistics
+from ..comm import group_size, sum_over_ranks
+from ..linear_head import Linear, linear_vocab_statistics
+from ..options import Transform
+from ..shard import VocabShard
+from ..teachers import Teacher
+from .nemo_rl import from_parallel_logits_to_logprobs
+from .rl_calls import PackedTokens, RankedTokens, bounded_shard, even_shard, next_tokens
+
+__all__ = [
+    "draft_soft_ce",
+    "from_parallel_hidden_to_entropy_packed_sequences",
+    "from_parallel_hidden_to_logprobs",
+    "from_parallel_hidden_to_logprobs_packed_sequences",
+    "from_parallel_logits_to_logprobs",
+    "from_parallel_logits_to_logprobs_packed_sequences",
+    "vocab_parallel_entropy",
+    "vocab_parallel_entropy_packed_sequences",
+]
+
+UNREDUCED_HIDDEN_GRAD = Linear(hidden_grad="none")
+
+
+def from_parallel_logits_to_logprobs_packed_sequences(
+    vocab_parallel_logits: torch.Tensor,
+    target: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor,
+    unpacked_seqlen: int,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    group,
+    inference_only: bool = False,
+    cp_group=None,
+    chunk_size: int | None = None,
+    attention_mask: torch.Tensor | None = None,
+    sub_seq_lengths: list[list[int]] | None = None,
+    *,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
+    """Return the log-probs [B, unpacked_seqlen - 1] fp32 of the next tokens of packed sequences, replicated.
+
+    Args:
+        vocab_parallel_logits: [1, T/C, width] of ids [vocab_start_index, vocab_end_index), with C context-parallel
+            ranks.
+        target: [1, T] replicated, not shifted.
+        cu_seqlens_padded: [sequences + 1] the first token of each sequence, and T.
+        group: group that shares the vocabulary; None: one rank has all of it.
+        inference_only: True: nothing is saved for a backward, and the result has no gradient.
+        cp_group: group whose ranks hold parts of every sequence.
+        attention_mask: [B, unpacked_seqlen] where the tokens of each sequence were before packing, and go back to.
+            None: a sequence begins its row.
+        sub_seq_lengths: for each row the lengths of its sequences, without padding; they follow each other in the row,
+            with it. The attention_mask is not looked at then.
+        vocab_size: number of ids of the tokenizer; columns at or beyond it are padding, and do not enter the softmax.
+            None: all columns do, as in SkyRL.
+
+    Raises:
+        ValueError: shapes that do not fit. Bounds that do not fit are one on CPUs; on GPUs all results are NaN.
+    """
+    shard = bounded_shard(vocab_start_index, vocab_end_index, group, vocab_size)
+    logits = vocab_parallel_logits
+    packed = _packed(logits, cu_seqlens_padded, unpacked_seqlen, cp_group, attention_mask, sub_seq_lengths)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        return packed.log_probs(lambda labels: vocab_statistics(logits, labels, shard=shard).log_prob, target)
+
+
+def from_parallel_hidden_to_logprobs(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target: torch.Tensor,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    tp_group,
+    inference_only: bool = False,
+    cp_group=None,
+    chunk_size: int | None = None,
+    temperature: float = 1.0,
+    fused_backend: str = "torch",
+    *,
+    vocab_size: int | None = None,
+    linear: Linear = UNREDUCED_HIDDEN_GRAD,
+) -> torch.Tensor:
+    """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from hidden states, without logits.
+
+    Args:
+        hidden: [B, S or more, H], or with C context-parallel ranks [B, L, H], where C L is S or more; replicated over
+            tp_group.
+        lm_head_weight: [width, H] of ids [vocab_start_index, vocab_end_index).
+        target: [B, S] replicated, not shifted.
+        temperature: divides the logits.
+        linear: `Linear`. By default the gradient of hidden is this rank's part alone, as in SkyRL, where the gather of
+            sequence parallelism sums it in its backward.
+        tp_group, inference_only, cp_group, vocab_size: as in `from_parallel_logits_to_logprobs_packed_sequences`.
+    """
+    score = _scored_head(
+        hidden, lm_head_weight, vocab_start_index, vocab_end_index, tp_group, temperature, vocab_size, linear
+    )
+    tokens = RankedTokens(cp_group, hidden.shape[1], device=hidden.device)
+    labels = next_tokens(target, tokens.total, hidden.device)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        return tokens.join(score(tokens.take(labels)).log_prob)[:, : target.shape[1] - 1]
+
+
+def from_parallel_hidden_to_logprobs_packed_sequences(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    target: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor,
+    unpacked_seqlen: int,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    group,
+    inference_only: bool = False,
+    cp_group=None,
+    chunk_size: int | None = None,
+    attention_mask: torch.Tensor | None = None,
+    sub_seq_lengths: list[list[int]] | None = None,
+    temperature: float = 1.0,
+    fused_backend: str = "torch",
+    *,
+    vocab_size: int | None = None,
+    linear: Linear = UNREDUCED_HIDDEN_GRAD,
+) -> torch.Tensor:
+    """Return the log-probs of `from_parallel_logits_to_logprobs_packed_sequences` from hidden states [1, T/C, H]; other
+    arguments as there and in `from_parallel_hidden_to_logprobs`."""
+    score = _scored_head(
+        hidden, lm_head_weight, vocab_start_index, vocab_end_index, group, temperature, vocab_size, linear
+    )
+    packed = _packed(hidden, cu_seqlens_padded, unpacked_seqlen, cp_group, attention_mask, sub_seq_lengths)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+        return packed.log_probs(lambda labels: score(labels).log_prob, target)
+
+
+def vocab_parallel_entropy(
+    vocab_parallel_logits: torch.Tensor,
+    chunk_size: int | None = None,
+    chunk_memory_mb: int = 512,
+    *,
+    tp_group,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
+    """Return the entropies [..] fp32, replicated and differentiable, of logits [.., V/P] sharded on V.
+
+    tp_group, which SkyRL looks up, shares the vocabulary in even shards; None: one rank has all of it. vocab_size as in
+    `from_parallel_logits_to_logprobs_packed_sequences`.
+    """
+    logits, shard = even_shard(vocab_parallel_logits, tp_group, vocab_size)
+    return vocab_statistics(logits, shard=shard, want=("entropy",)).entropy
+
+
+def vocab_parallel_entropy_packed_sequences(
+    vocab_parallel_logits: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor,
+    unpacked_seqlen: int,
+    num_actions: int,
+    attention_mask: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    cp_group,
+    sub_seq_lengths: list[list[int]] | None = None,
+    chunk_size: int | None = None,
+    chunk_memory_mb: int = 512,
+    *,
+    tp_group,
+    vocab_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean entropy of packed action tokens over all context-parallel ranks, without a gradient, and this
+    rank's part of it, differentiable; scalars, fp32.
+
+    Args:
+        vocab_parallel_logits: [1, T/C, V/P].
+        num_actions: the last log-probs of each row of `from_parallel_logits_to_logprobs_packed_sequences` that count.
+        loss_mask: [B, num_actions] their weights; None: all 1.
+        tp_group, vocab_size: as in `vocab_parallel_entropy`. Others: as in
+            `from_parallel_logits_to_logprobs_packed_sequences`.
+    """
+    logits = vocab_parallel_logits
+    packed = _packed(logits, cu_seqlens_padded, unpacked_seqlen, cp_group, attention_mask, sub_seq_lengths)
+    entropy = vocab_parallel_entropy(logits, tp_group=tp_group, vocab_size=vocab_size)
+    return _mean_over_actions(entropy, packed, num_actions, loss_mask)
+
+
+def from_parallel_hidden_to_entropy_packed_sequences(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    cu_seqlens_padded: torch.Tensor,
+    unpacked_seqlen: int,
+    num_actions: int,
+    attention_mask: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    cp_group,
+    tp_group,
+    sub_seq_lengths: list[list[int]] | None = None,
+    chunk_size: int | None = None,
+    temperature: float = 1.0,
+    *,
+    vocab_size: int | None = None,
+    linear: Linear = UNREDUCED_HIDDEN_GRAD,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the entropies of `vocab_parallel_entropy_packed_sequences` from hidden states [1, T/C, H] and the weight
+    [V/P, H], sharded on V in even shards; other arguments as there and in `from_parallel_hidden_to_logprobs`."""
+    rows, rank = lm_head_weight.shape[0], 0 if tp_group is None else tp_group.rank()
+    score = _scored_head(
+        hidden, lm_head_weight, rank * rows, (rank + 1) * rows, tp_group, temperature, vocab_size, linear
+    )
+    packed = _packed(hidden, cu_seqlens_padded, unpacked_seqlen, cp_group, attention_mask, sub_seq_lengths)
+    return _mean_over_actions(score(None, ("entropy",)).entropy, packed, num_actions, loss_mask)
+
+
+def draft_soft_ce(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    mask: torch.Tensor,
+    global_normalization_factor: torch.Tensor | None = None,
+    vocab_parallel_group=None,
+    chunk_size: int | None = None,
+    *,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
+    """Return the soft cross-entropy -sum softmax(teacher) log softmax(student) of a draft head, a mean over the mask.
+
+    Args:
+        student_logits, teacher_logits: [B, S, V/P] sharded on V in even shards of vocab_parallel_group, or without one
+            the whole vocabulary; the teacher's must not require a gradient.
+        mask: [B, S] weights of tokens.
+        global_normalization_factor: scalar instead of the mask's sum; both are at least 1.
+        vocab_size: as in `vocab_parallel_entropy`.
+    """
+    if teacher_logits.requires_grad:
+        raise ValueError("teacher_logits must be detached, got a tensor that requires a gradient")
+    student, shard = even_shard(student_logits, vocab_parallel_group, vocab_size)
+    stats = vocab_statistics(
+        student, shard=shard, want=("forward_kl", "teacher_entropy"), teacher=Teacher(teacher_logits)
+    )
+    total = mask.sum() if global_normalization_factor is None else global_normalization_factor
+    return ((stats.forward_kl + stats.teacher_entropy) * mask).sum() / total.clamp(min=1.0)
+
+
+def _scored_head(hidden, weight, start, end, group, temperature, vocab_size, linear):
+    """Return a function of labels, or None, that computes statistics of hidden @ weight.T."""
+    rows = (end - start) * group_size(group)
+    shard = VocabShard(start, end, rows if vocab_size is None else vocab_size, group)
+    hidden, transform = hidden.to(weight.dtype), Transform(temperature=temperature)
+
+    def score(labels, want=()):
+        return linear_vocab_statistics(
+            hidden, weight, labels, shard=shard, want=want, transform=transform, linear=linear
+        )
+
+    return score
+
+
+def _packed(x, cu_seqlens, width, cp_group, attention_mask, sub_seq_lengths) -> PackedTokens:
+    packed = PackedTokens(cu_seqlens, width, x.shape[1], cp_group, device=x.device, sum_gradients=False)
+    packed.place(attention_mask, sub_seq_lengths)
+    return packed
+
+
+def _mean_over_actions(entropy, packed: PackedTokens, num_actions, loss_mask):
+    """Mean of entropies [1, T/C] over the last num_actions places of each row, of all ranks; and this rank's part."""
+    padded = entropy.new_zeros(packed.rows, packed.width - 1)
+    padded[:, -num_actions:] = 1.0 if loss_mask is None else loss_mask.to(padded)
+    weights = packed.weights(padded)
+    own = (entropy.squeeze(0) * weights).sum()
+    total, count = sum_over_ranks(torch.stack([own.detach(), weights.sum()]), packed.ranked.group)
+    count = count.clamp(min=1.0)
+    return total / count, own / count
