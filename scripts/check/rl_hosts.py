@@ -215,6 +215,9 @@ def skyrl(s):
         yield from in_both_precisions(Case(name, ", ".join(form), [s.packed], args, more), s)
         name, args = "from_parallel_hidden_to_entropy_packed_sequences", (*args, s.tp_group, more["sub_seq_lengths"])
         yield Case(name, ", ".join(form), [s.packed_hidden.detach(), s.weight.detach()], args, after=detached)
+    ignored = s.ids[:, :SCORED].clone()
+    ignored[0, 3] = -100
+    yield Case(logits, "an id of -100", [s.logits], (ignored, *s.bounds), cp, known="the host's gradient is not 0")
     for more in ({}, {"chunk_size": 3}):
         args = s.ids[:, :SCORED], *s.bounds
         yield Case(logits, ", ".join(more), [s.logits], args, {**cp, **more})
@@ -241,7 +244,6 @@ def slime(s):
         args = s.labels, s.tp_group, True
         after = functools.partial(scored, s.labels)
         yield Case("calculate_log_probs_and_entropy", ", ".join(more), [s.logits.flatten(0, 1)], args, more, after)
-
     if s.dtype == torch.float32:  # which this function asserts
         lengths, responses = LENGTHS, [3, 1, 7, 2]
         tokens = list(s.ids.flatten()[: sum(lengths)].split(lengths))

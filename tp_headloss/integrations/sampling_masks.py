@@ -26,8 +26,8 @@ def from_vllm(masks: Iterable) -> IdSets:
 
     Args:
         masks: for each completion its ``sampling_mask``: vLLM's SamplingMask, whose ``token_ids`` are a list of ids per
-            token, or one list beside ``offsets``; or the list of lists that /inference/v1/generate answers, and SGLang
-            as ``meta_info["output_token_sampling_mask"]``.
+            token, or one list beside ``offsets``, as slime's two lists are; or the list of lists that
+            /inference/v1/generate answers, and SGLang as ``meta_info["output_token_sampling_mask"]``.
 
     Raises:
         TypeError: a completion without a mask (None): the engine ran without ``return_sampling_mask=True``.
