@@ -228,6 +228,9 @@ def skyrl(s):
             yield from in_both_precisions(Case("vocab_parallel_entropy", ", ".join(more), [s.logits], (), options), s)
             args = s.teacher, s.mask, factor, s.tp_group
             yield Case("draft_soft_ce", ", ".join(more), [s.logits], args, more)
+        width = V // s.tp - 5 * s.rank
+        args = s.teacher[..., :width], *args[1:]
+        yield Case("draft_soft_ce", "padding cut off", [s.logits[..., :width]], args)
 
 
 def in_both_precisions(case, s):

@@ -1,13 +1,14 @@
 """Functions of SkyRL, slime and AReaL, and NeMo-RL's of packed and of context-parallel tokens, against float64."""
 
+import doctest
 from types import SimpleNamespace
 
 import pytest
 import torch
 from ranks import on_ranks
-from trainer_problem import DTYPES, PADDED, B, V, close, close_grads, cut, dtype_name
+from trainer_problem import DTYPES, EVEN, PADDED, B, V, close, close_grads, cut, dtype_name
 
-from tp_headloss.integrations import areal, nemo_rl, skyrl, slime
+from tp_headloss.integrations import areal, nemo_rl, rl_calls, skyrl, slime
 
 H = 12
 LENGTHS, PADDED_LENGTHS = [3, 2, 6], [4, 4, 8]  # of packed sequences
@@ -16,6 +17,7 @@ T, S, WIDTH = 16, 8, 7  # packed tokens; positions of each of B sequences; colum
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (2, 2)]  # context-parallel x vocabulary ranks
 MASK = torch.tensor([[0, 1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1, 1, 0, 1, 1, 1, 1]])
 IN_ROWS = [[3, 2], [6]]
+CUT = 123  # columns where shards were cut at the padding
 
 
 def tokens(dtype=torch.float32):
@@ -292,26 +294,36 @@ def test_log_probs_and_entropies_per_token(function, ranks, dtype):
         close_grads([grad for _, grad in results], leaf.grad, dtype)
 
 
-def soft(group, device, factor):
-    logits, _ = tokens()
-    x = cut(logits, group).detach().to(device).requires_grad_()
-    teacher = cut(logits.flip(0), group).detach().to(device)
+def soft(group, device, factor, cut_padding):
+    logits, boundaries, vocab_size = columns_of(cut_padding), EVEN, V
+    if cut_padding:
+        boundaries, vocab_size = [0, 64, CUT], None
+    x, teacher = (cut(part, group, boundaries).detach().to(device) for part in (logits, logits.flip(0)))
+    x.requires_grad_()
     args = x.view(2, 8, -1), teacher.view(2, 8, -1), weights_of_tokens().to(device), factor, group, 3
-    loss = skyrl.draft_soft_ce(*args, vocab_size=V)
+    loss = skyrl.draft_soft_ce(*args, vocab_size=vocab_size)
     loss.backward()
     return loss.detach(), x.grad
+
+
+def columns_of(cut_padding):
+    """Logits, or CUT columns of 128, of which shards would be whole chunks if they were not cut."""
+    logits = tokens()[0]
+    return torch.cat([logits, logits.flip(0)], -1)[:, :CUT] if cut_padding else logits
 
 
 def weights_of_tokens():
     return (torch.arange(T) % 3 != 0).float().view(2, 8)
 
 
+@pytest.mark.parametrize("cut_padding", [False, True])
 @pytest.mark.parametrize(("ranks", "factor"), [(1, None), (2, None), (2, torch.tensor(3.0))])
-def test_draft_soft_cross_entropy(ranks, factor):
-    results = on_ranks(ranks, soft, factor)
-    logits, _ = tokens()
+def test_draft_soft_cross_entropy(ranks, factor, cut_padding):
+    results = on_ranks(ranks, soft, factor, cut_padding)
+    logits = columns_of(cut_padding)
     leaf, mask = logits.double().requires_grad_(), weights_of_tokens().flatten()
-    p, log_q = logits.double().flip(0)[:, :V].softmax(-1), leaf[:, :V].log_softmax(-1)
+    columns = CUT if cut_padding else V
+    p, log_q = logits.double().flip(0)[:, :columns].softmax(-1), leaf[:, :columns].log_softmax(-1)
     loss = -((p * log_q).sum(-1) * mask).sum() / (mask.sum() if factor is None else factor)
     loss.backward()
     for out, _ in results:
@@ -392,6 +404,19 @@ def test_refused_by_name(call, names):
     logits, ids = tokens()
     with pytest.raises(ValueError, match=names):
         call(logits.unsqueeze(0), ids.unsqueeze(0))
+
+
+def test_bounds_that_nobody_could_check_make_every_result_nan():
+    """On GPUs, where nothing waits for their values."""
+    packed = rl_calls.PackedTokens(BOUNDS, WIDTH, T, None, device="cpu", sum_gradients=True)
+    packed.valid = torch.tensor(False)
+    assert packed.log_probs(lambda labels: torch.zeros(1, T), tokens()[1].unsqueeze(0)).isnan().all()
+    assert packed.weights(torch.zeros(3, WIDTH - 1)).isnan().all()
+
+
+@pytest.mark.parametrize("module", [areal, skyrl, slime], ids=lambda module: module.__name__.split(".")[-1])
+def test_examples_of_the_docstrings(module):
+    assert doctest.testmod(module).attempted > 0 and doctest.testmod(module).failed == 0
 
 
 def pack_call(x, ids, cu_seqlens, width=WIDTH, **options):

@@ -47,7 +47,12 @@ def gather_logprobs_entropy(
     vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-probs of labels and the entropies, [..] fp32 each, replicated and differentiable; arguments and
-    errors as of `gather_logprobs`. The entropy of a label of -100 is 0."""
+    errors as of `gather_logprobs`. The entropy of a label of -100 is 0.
+
+    Examples:
+        >>> gather_logprobs_entropy(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), temperature=0.5)
+        (tensor([-0.1429]), tensor([0.4411]))
+    """
     stats = _statistics(logits, labels, temperature, tp_group, vocab_size, ("entropy",))
     return stats.log_prob, stats.entropy
 

@@ -238,17 +238,24 @@ def draft_soft_ce(
     """Return the soft cross-entropy -sum softmax(teacher) log softmax(student) of a draft head, a mean over the mask.
 
     Args:
-        student_logits, teacher_logits: [B, S, V/P] sharded on V in even shards of vocab_parallel_group, or without one
-            the whole vocabulary; the teacher's must not require a gradient.
+        student_logits, teacher_logits: [B, S, width] sharded on V over vocab_parallel_group, or without one the whole
+            vocabulary; the teacher's must not require a gradient. Shards may be cut where padding begins, as SkyRL
+            cuts them.
         mask: [B, S] weights of tokens.
         global_normalization_factor: scalar instead of the mask's sum; both are at least 1.
-        vocab_size: as in `vocab_parallel_entropy`.
+        vocab_size: as in `vocab_parallel_entropy`, for even shards that were not cut.
+
+    Examples:
+        >>> student, teacher = torch.zeros(1, 1, 4), torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])
+        >>> draft_soft_ce(student, teacher, torch.ones(1, 1))  # log 4: the student is uniform
+        tensor(1.3863)
     """
     if teacher_logits.requires_grad:
         raise ValueError("teacher_logits must be detached, got a tensor that requires a gradient")
-    student, shard = even_shard(student_logits, vocab_parallel_group, vocab_size)
+    width, rank = student_logits.shape[-1], 0 if vocab_parallel_group is None else vocab_parallel_group.rank()
+    shard = bounded_shard(rank * width, (rank + 1) * width, vocab_parallel_group, vocab_size)  # no label asks for ids
     stats = vocab_statistics(
-        student, shard=shard, want=("forward_kl", "teacher_entropy"), teacher=Teacher(teacher_logits)
+        student_logits, shard=shard, want=("forward_kl", "teacher_entropy"), teacher=Teacher(teacher_logits)
     )
     total = mask.sum() if global_normalization_factor is None else global_normalization_factor
     return ((stats.forward_kl + stats.teacher_entropy) * mask).sum() / total.clamp(min=1.0)

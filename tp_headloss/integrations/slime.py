@@ -39,6 +39,10 @@ def calculate_log_probs_and_entropy(
             None: all columns do, as in slime.
 
     Raises TypeError and ValueError as `vocab_statistics`, and ValueError for a mask of another shape.
+
+    Examples:
+        >>> calculate_log_probs_and_entropy(torch.zeros(1, 4), torch.tensor([2]), None, with_entropy=True)
+        (tensor([[-1.3863]]), tensor([1.3863]))
     """
     logits, shard = even_shard(logits, tp_group, vocab_size)
     want = ("entropy",) if with_entropy else ()
