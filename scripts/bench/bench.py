@@ -16,6 +16,7 @@ Times, in microseconds, as 10 %, 50 % and 90 % points over the repeats; with sev
   cannot be captured;
 * eager: up to 10 steps back to back between two events, divided by their number: as in training, the host may run
   ahead. host: what it needs to issue one step, measured apart.
+* do_bench (`--do-bench`, one process): both, by `triton.testing.do_bench_cudagraph`, a second clock, without a flush.
 * backward repeats autograd.grad on a retained graph. What works in place cannot be repeated: there, it is the
   difference of both and forward.
 
@@ -530,7 +531,7 @@ def run_task(task, problem, machine, args, bandwidth, absent, rows):
             row["loss_error"], row["gradient_error"] = (float(f"{e:.3g}") if math.isfinite(e) else None for e in errors)
             if not truth.accepts(errors, implementation.ours):
                 row["status"] = "wrong"
-            row |= measure(function, batch, problem, machine)
+            row |= measure(function, batch, problem, machine, args.do_bench)
             against_floor(row, nbytes, logits.numel(), bandwidth)
         except Exception as error:
             row["status"] = f"failed: {reason(error)}"
@@ -543,7 +544,7 @@ def versions(peers=PEERS) -> dict[str, str]:
     out = {"python": sys.version.split()[0], "torch": torch.__version__, "tp_headloss": __version__}
     if torch.version.cuda:
         out |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    for package in sorted({"triton"} | {p.package for p in peers} - {"torch"}):
+    for package in sorted({"triton", "nvidia-cutlass-dsl"} | {p.package for p in peers} - {"torch"}):
         try:
             out[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -597,6 +598,7 @@ def arguments(argv):
     parser.add_argument(
         "--one-thread", action="store_true", help="run backward in the caller's thread, not in autograd's own"
     )
+    parser.add_argument("--do-bench", action="store_true", help="time graphs by Triton's own benchmark, too")
     parser.add_argument("--json", help="file for the results")
     return parser.parse_args(argv)
 

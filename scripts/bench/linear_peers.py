@@ -8,13 +8,15 @@ loss. Backward leaves the hidden states' gradient summed over the group and the 
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peers import some_group
+from peers import NEMO_RL_CHUNK, some_group
 from torch.utils.checkpoint import checkpoint
 
 from tp_headloss import VocabShard
@@ -84,6 +86,12 @@ def torch_chunks(shard):
     return torch.compile(loss, dynamic=False, fullgraph=True)
 
 
+@peer("torch, linear_cross_entropy", sharded=False, gemms=3, note="gradient in forward; torch 2.13 or newer")
+def torch_linear_cross_entropy(shard):
+    options = torch.nn.LinearCrossEntropyOptions()
+    return lambda hidden, weight, labels: F.linear_cross_entropy(hidden, weight, labels, options=options)
+
+
 def cce(shard, implementation):
     from cut_cross_entropy import VocabParallelOptions, linear_cross_entropy
 
@@ -140,6 +148,23 @@ def liger_linear_in_float32(shard):
     return liger(torch.float32)
 
 
+@peer("Liger, linear, CuTe", package="liger-kernel", sharded=False, gemms=3, note="on Hopper, keeps all logits")
+def liger_linear_cute(shard):
+    from liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90 import liger_fused_linear_cross_entropy_sm90
+
+    return liger_fused_linear_cross_entropy_sm90
+
+
+@peer("Liger, linear, scaled CuTe", package="liger-kernel", sharded=False, note="on Hopper; sums dW in bf16")
+def liger_linear_scaled_cute(shard):
+    """Per-token losses, for policy gradients. Unless told not to, it looks at the labels on the host."""
+    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
+
+    os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"
+    per_token = LigerFusedScaledCrossEntropySM90Function.apply
+    return lambda hidden, weight, labels: mean(per_token(hidden, weight, labels), labels)
+
+
 @peer("Liger, linear, TP", package="liger-kernel", note="in torch, without its NVSHMEM kernels; dW in bf16")
 def liger_linear_sharded(shard):
     """Chunks of 512 tokens, each with two all-reduces, unless `liger_cute_kernels` is installed."""
@@ -150,5 +175,60 @@ def liger_linear_sharded(shard):
 
     def step(hidden, weight, labels):
         return mean(liger_fused_linear_scaled_cross_entropy_tp(hidden, weight, labels, group), labels)
+
+    return step
+
+
+def quack(shard, scaled):
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return functools.partial(chunked_linear_cross_entropy, use_scaled_exp=scaled)
+
+
+@peer("quack, linear", package="quack-kernels", sharded=False, gemms=3, note="on Hopper, softmax inside the GEMMs")
+def quack_linear(shard):
+    """Chunks of 4096 tokens, its default; gradient in forward."""
+    return quack(shard, None)
+
+
+@peer("quack, linear, chunks", package="quack-kernels", sharded=False, gemms=3)
+def quack_linear_chunks(shard):
+    """What it does on other GPUs."""
+    return quack(shard, False)
+
+
+@peer("DeepSpeed, linear", package="deepspeed", note="sums in fp32")
+def deepspeed_linear(shard):
+    from deepspeed.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+
+    facts = dict(tp_group=shard.group, vocab_start_index=shard.start, vocab_end_index=shard.stop)
+    return functools.partial(vocab_parallel_linear_cross_entropy, **facts)
+
+
+@peer("NeMo-RL, linear", package="nemo-rl", sharded=False, note="GEMMs of the backward in fp32")
+def nemo_rl_linear(shard):
+    """Its head for Megatron models. On several ranks, its hidden states are sharded by tokens."""
+    from nemo_rl.distributed.model_utils import ChunkedDistributedHiddenStatesToLogprobs
+
+    group = some_group(shard)
+
+    def step(hidden, weight, labels):
+        facts = shard.start, shard.stop, NEMO_RL_CHUNK, group
+        sequence = hidden.unsqueeze(1), labels.unsqueeze(0)  # [tokens, 1, H], [1, tokens]
+        log_prob = ChunkedDistributedHiddenStatesToLogprobs.apply(*sequence, weight, *facts)
+        return -mean(log_prob.squeeze(0), labels)
+
+    return step
+
+
+@peer("prime-rl, linear", package="prime-rl", sharded=False, note="the entropy, too; sums dW in bf16")
+def prime_rl_linear(shard):
+    """Its head with chunks, which takes the weight of a module. Chunks of 8192 tokens, its default."""
+    from prime_rl.trainer.models.layers.lm_head import _SequenceChunkedLogProbEntropyFn
+
+    def step(hidden, weight, labels):
+        inverse_temperature = torch.ones_like(labels, dtype=torch.float32)
+        log_prob, _ = _SequenceChunkedLogProbEntropyFn.apply(hidden, weight, labels, inverse_temperature, 8192)
+        return -mean(log_prob, labels)
 
     return step

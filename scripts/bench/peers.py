@@ -185,6 +185,16 @@ def liger(task, shard):
     return lambda batch: module(batch.logits, batch.labels)
 
 
+@peer("Liger, CuTe", "ce", "ce+z", package="liger-kernel", sharded=False, note="gradient in forward, over the logits")
+def liger_cute(task, shard):
+    """Its kernel in the CuTe DSL, which it takes for this loss on request alone."""
+    import cutlass.cute  # noqa: F401
+    from liger_kernel.backends import dispatch
+
+    options = dict(lse_square_scale=z_weight(task), impl="nvidia-cutedsl")
+    return lambda batch: dispatch("cross_entropy", batch.logits, batch.labels, **options)[0]
+
+
 def liger_divergence(task, dtype):
     """Of log-probs, which its users make in torch. In Triton, unless the CuTe DSL that it prefers is installed."""
     from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss
@@ -241,12 +251,69 @@ def flash_attention_inplace(task, shard):
     return flash_attention(task, shard, inplace=True)
 
 
-@peer("quack", "ce", package="quack-kernels", sharded=False)
-def quack(task, shard):
-    """Its own mean hands its kernel a gradient of stride 0, which version 0.2.4 does not take."""
+def quack(inplace):
     from quack import cross_entropy
 
-    return lambda batch: batch.mean(cross_entropy(batch.logits, batch.labels, reduction="none"))
+    return lambda batch: cross_entropy(batch.logits, batch.labels, inplace_backward=inplace)
+
+
+@peer("quack", "ce", package="quack-kernels", sharded=False)
+def quack_copy(task, shard):
+    return quack(inplace=False)
+
+
+@peer("quack, in place", "ce", package="quack-kernels", sharded=False)
+def quack_inplace(task, shard):
+    return quack(inplace=True)
+
+
+@peer("DeepSpeed", "ce", package="deepspeed")
+def deepspeed(task, shard):
+    """Its loss in torch. With sequence parallelism, it gathers the same numbers."""
+    from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
+
+    facts = dict(tp_group=shard.group, vocab_start_index=shard.start, vocab_end_index=shard.stop, reduction="mean")
+    return lambda batch: vocab_parallel_cross_entropy(batch.logits, batch.labels, **facts)
+
+
+NEMO_RL_CHUNK = 1024  # tokens, its default
+
+
+@peer("NeMo-RL", "log_probs_at", "sets", "sets of 1024", "sets of 1024, by probability", package="nemo-rl")
+def nemo_rl_log_probs_at(task, shard):
+    """Its log-probs at K ids a token, which its distillation takes; what sets need besides is torch on those."""
+    from nemo_rl.distributed.model_utils import ChunkedDistributedGatherLogprob
+
+    group = some_group(shard)
+
+    def loss(batch):
+        logits, ids = batch.logits.unsqueeze(0), batch.extras["ids"].unsqueeze(0)  # [1, tokens, columns or K]
+        facts = shard.start, shard.stop, NEMO_RL_CHUNK, group
+        log_probs = ChunkedDistributedGatherLogprob.apply(logits, ids, *facts).squeeze(0)
+        if task == "log_probs_at":
+            return -batch.mean(log_probs.mean(-1))
+        log_mass = log_probs.logsumexp(-1)
+        log_shares = log_probs - log_mass.unsqueeze(-1)
+        return batch.mean((log_shares.exp() * log_shares).sum(-1) - log_mass)
+
+    return loss
+
+
+@peer("NeMo-RL", "log_prob+entropy", package="nemo-rl")
+def nemo_rl_log_prob_and_entropy(task, shard):
+    """Its chunked functions of logits, one for each."""
+    from nemo_rl.distributed.model_utils import ChunkedDistributedEntropy, ChunkedDistributedLogprob
+
+    group = some_group(shard)
+
+    def loss(batch):
+        logits, labels = batch.logits.unsqueeze(0), batch.labels.unsqueeze(0)
+        log_prob = ChunkedDistributedLogprob.apply(logits, labels, shard.start, shard.stop, NEMO_RL_CHUNK, group)
+        negative_entropy = ChunkedDistributedEntropy.apply(logits, NEMO_RL_CHUNK, group)
+        a, b = batch.extras["log_prob"], batch.extras["entropy"]
+        return batch.mean(b * negative_entropy.squeeze(0) - a * log_prob.squeeze(0))
+
+    return loss
 
 
 class _GradientAtHand(torch.autograd.Function):

@@ -169,7 +169,7 @@ def times(forward, both, logits, machine, prepare, restore, wrap, steps):
     return out
 
 
-def measure(function, batch, problem, machine) -> dict:
+def measure(function, batch, problem, machine, do_bench=False) -> dict:
     logits = batch.logits
 
     def forward():
@@ -194,6 +194,10 @@ def measure(function, batch, problem, machine) -> dict:
         out["graph_us"] = times(forward, both, logits, machine, prepare, restore, machine.captured, 1)
     except Exception as error:
         out["graph_failure"] = reason(error)
+    if do_bench and out["graph_us"] and not restore and machine.group is None:  # ranks would repeat it unequally often
+        from triton.testing import do_bench_cudagraph
+
+        out["do_bench_us"] = round(1e3 * do_bench_cudagraph(both, return_mode="median"), 1)
     size = torch.linalg.vector_norm(logits, dtype=torch.float32).item()
     if machine.anywhere(not 0 < size < math.inf):
         raise RuntimeError(f"the logits were not sane after the timing: their norm is {size}")
