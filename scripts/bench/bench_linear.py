@@ -328,6 +328,8 @@ def main(argv=None):
                 row |= measure(implementation, problem, machine, truth)
                 if args.trace and implementation.name.startswith("ours") and machine.cuda:
                     row["overlap"] = overlap(implementation.build(), machine)
+            except ImportError as error:
+                row["status"] = f"absent: {reason(error)}"
             except Exception as error:
                 row["status"] = f"failed: {reason(error)}"
             problem.weight.__dict__.pop("main_grad", None)

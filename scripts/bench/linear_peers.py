@@ -88,8 +88,10 @@ def torch_chunks(shard):
 
 @peer("torch, linear_cross_entropy", sharded=False, gemms=3, note="gradient in forward; torch 2.13 or newer")
 def torch_linear_cross_entropy(shard):
-    options = torch.nn.LinearCrossEntropyOptions()
-    return lambda hidden, weight, labels: F.linear_cross_entropy(hidden, weight, labels, options=options)
+    from torch.nn import LinearCrossEntropyOptions
+    from torch.nn.functional import linear_cross_entropy
+
+    return functools.partial(linear_cross_entropy, options=LinearCrossEntropyOptions())
 
 
 def cce(shard, implementation):
@@ -157,7 +159,7 @@ def liger_linear_cute(shard):
 
 @peer("Liger, linear, scaled CuTe", package="liger-kernel", sharded=False, note="on Hopper; sums dW in bf16")
 def liger_linear_scaled_cute(shard):
-    """Per-token losses, for policy gradients. Unless told not to, it looks at the labels on the host."""
+    """Per-token losses, made for policy gradients. Its check of the labels, which waits for the device, is off."""
     from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
 
     os.environ["LIGER_SCALED_CE_SM90_VALIDATE_TARGETS"] = "0"
@@ -193,7 +195,7 @@ def quack_linear(shard):
 
 @peer("quack, linear, chunks", package="quack-kernels", sharded=False, gemms=3)
 def quack_linear_chunks(shard):
-    """What it does on other GPUs."""
+    """Its path for other GPUs: GEMMs of torch around its kernel for the cross-entropy."""
     return quack(shard, False)
 
 
@@ -223,7 +225,7 @@ def nemo_rl_linear(shard):
 
 @peer("prime-rl, linear", package="prime-rl", sharded=False, note="the entropy, too; sums dW in bf16")
 def prime_rl_linear(shard):
-    """Its head with chunks, which takes the weight of a module. Chunks of 8192 tokens, its default."""
+    """Its head in chunks of 8192 tokens, its default, and of 8192 ids."""
     from prime_rl.trainer.models.layers.lm_head import _SequenceChunkedLogProbEntropyFn
 
     def step(hidden, weight, labels):

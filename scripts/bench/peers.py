@@ -187,7 +187,7 @@ def liger(task, shard):
 
 @peer("Liger, CuTe", "ce", "ce+z", package="liger-kernel", sharded=False, note="gradient in forward, over the logits")
 def liger_cute(task, shard):
-    """Its kernel in the CuTe DSL, which it takes for this loss on request alone."""
+    """Its kernel in the CuTe DSL, which it uses for this loss only on request."""
     import cutlass.cute  # noqa: F401
     from liger_kernel.backends import dispatch
 
@@ -269,19 +269,19 @@ def quack_inplace(task, shard):
 
 @peer("DeepSpeed", "ce", package="deepspeed")
 def deepspeed(task, shard):
-    """Its loss in torch. With sequence parallelism, it gathers the same numbers."""
+    """Its loss in torch; the one for sequence parallelism gathers the same per-token losses."""
     from deepspeed.sequence.cross_entropy import vocab_parallel_cross_entropy
 
     facts = dict(tp_group=shard.group, vocab_start_index=shard.start, vocab_end_index=shard.stop, reduction="mean")
     return lambda batch: vocab_parallel_cross_entropy(batch.logits, batch.labels, **facts)
 
 
-NEMO_RL_CHUNK = 1024  # tokens, its default
+NEMO_RL_CHUNK = 1024  # tokens, as in its distillation
 
 
 @peer("NeMo-RL", "log_probs_at", "sets", "sets of 1024", "sets of 1024, by probability", package="nemo-rl")
 def nemo_rl_log_probs_at(task, shard):
-    """Its log-probs at K ids a token, which its distillation takes; what sets need besides is torch on those."""
+    """Log-probs at K ids per token, as its distillation takes them; entropy and mass of a set are torch on these."""
     from nemo_rl.distributed.model_utils import ChunkedDistributedGatherLogprob
 
     group = some_group(shard)
@@ -301,7 +301,7 @@ def nemo_rl_log_probs_at(task, shard):
 
 @peer("NeMo-RL", "log_prob+entropy", package="nemo-rl")
 def nemo_rl_log_prob_and_entropy(task, shard):
-    """Its chunked functions of logits, one for each."""
+    """Its chunked functions, one for log-probs and one for the entropy."""
     from nemo_rl.distributed.model_utils import ChunkedDistributedEntropy, ChunkedDistributedLogprob
 
     group = some_group(shard)
