@@ -21,6 +21,7 @@ import fnmatch
 import itertools
 import json
 import math
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -305,6 +306,7 @@ def arguments(argv):
 
 def main(argv=None):
     args = arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and still write what there is
     device, group = join(args.device)
     machine = Machine(device, group, args.seconds, 30)
     report = {
@@ -314,6 +316,23 @@ def main(argv=None):
         "command": command(sys.argv[1:] if argv is None else argv, __file__),
         "rows": [],
     }
+    try:
+        run_shapes(args, machine, report["rows"])
+    finally:  # a run that breaks leaves what it has
+        if group is None or dist.get_rank(group) == 0:
+            print({key: report[key] for key in ("device", "dtype", "versions", "command")})
+            print_table(report["rows"])
+            for row in report["rows"]:
+                if "overlap" in row:
+                    print(row["implementation"], shape(row), row["overlap"])
+            if args.json:
+                with open(args.json, "w") as file:
+                    json.dump(report, file, indent=1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run_shapes(args, machine, rows):
     for vocab, hidden, tokens in itertools.product(args.vocab, args.hidden, args.tokens):
         problem = Problem(tokens, hidden, vocab, args.std, getattr(torch, args.dtype), machine, args.teacher)
         truth = problem.truth()
@@ -323,7 +342,7 @@ def main(argv=None):
             row = {"implementation": implementation.name, "tokens": tokens, "hidden": hidden, "vocab": vocab}
             row |= {"tp": problem.shard.world_size, "gemms": implementation.gemms, "budget": implementation.budget}
             row |= {"logits_mib": problem.logits_bytes / 2**20, "std": args.std, "status": "ok"}
-            report["rows"].append(row)
+            rows.append(row)
             try:
                 row |= measure(implementation, problem, machine, truth)
                 if args.trace and implementation.name.startswith("ours") and machine.cuda:
@@ -336,17 +355,6 @@ def main(argv=None):
             machine.release()
         del problem, truth
         machine.release()
-    if group is None or dist.get_rank(group) == 0:
-        print({key: report[key] for key in ("device", "dtype", "versions", "command")})
-        print_table(report["rows"])
-        for row in report["rows"]:
-            if "overlap" in row:
-                print(row["implementation"], shape(row), row["overlap"])
-        if args.json:
-            with open(args.json, "w") as file:
-                json.dump(report, file, indent=1)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
