@@ -404,6 +404,35 @@ def test_a_call_after_an_equal_one_is_still_checked():
     assert head(x, labels).count < count + (labels == -100).sum()  # and -100 is a bad label now
 
 
+def test_inputs_of_a_call_after_an_equal_one_are_still_checked():
+    x, labels = (y.view(2, -1, *y.shape[1:]) for y in rows("cpu"))
+    old = torch.linspace(-5, -4, labels.numel()).view(labels.shape)
+    term = Term("gap", lambda stats, old: (stats.log_prob - old) ** 2, inputs=("old",))
+    head = HeadLoss([term])
+    for mine in (old, old + 1, old[:, :1], old[0, 0], old[:1], old.double(), old):
+        expected = HeadLoss([term])(x, labels, inputs={"old": mine})
+        assert torch.equal(head(x, labels, inputs={"old": mine}).loss, expected.loss)
+        assert not torch.equal(expected.loss, head(x, labels, inputs={"old": 2 * mine}).loss)
+    sequences = Sequences.from_mask(labels >= 0)
+    by_sequence = {"old": old[:, 0], "sequences": sequences}
+    assert torch.equal(
+        head(x, labels, inputs=by_sequence).loss, head(x, labels, inputs={"old": old[:, :1].expand_as(old)}).loss
+    )
+    bad = {
+        "missing": ({}, ValueError, r"missing \['old'\]"),
+        "another name": ({"new": old}, ValueError, r"missing \['old'\]; unused \['new'\]"),
+        "one more": ({"old": old, "new": old}, ValueError, r"unused \['new'\]"),
+        "a number": ({"old": 1.0}, TypeError, "input 'old' must be a tensor, got float"),
+        "complex": ({"old": torch.complex(old, old)}, TypeError, "input 'old' must be real"),
+        "meta": ({"old": old.to("meta")}, ValueError, "input 'old' must be on cpu"),
+        "shape": ({"old": old[:, 1:]}, ValueError, "input 'old' must broadcast"),
+        "a list": ([old], TypeError, "inputs must be a dict"),
+    }
+    for inputs, kind, match in bad.values():
+        with pytest.raises(kind, match=match):
+            head(x, labels, inputs=inputs)
+
+
 def test_logits_whose_sign_is_not_in_memory(backend, device):
     x, labels = rows(device)
     views = [torch.complex(torch.zeros_like(y), -y).conj().imag for y in (x, x.flip(0))]

@@ -147,10 +147,10 @@ class HeadLoss(nn.Module):
             TypeError, ValueError: the errors of `vocab_statistics`, and inputs that terms need and did not get.
         """
         found = kind = None
-        if token_weight is None and transform is None and inputs is None:
-            kind = kind_of_call(self._definition.options, logits, labels, shard)
+        if token_weight is None and transform is None:
+            kind = kind_of_call(self._definition.options, logits, labels, shard, inputs)
         if kind is not None:
-            found = checked_before(self._definition, kind, logits, labels, shard, denominator)
+            found = checked_before(self._definition, kind, logits, labels, shard, denominator, inputs)
         if found is None:
             found = self._checked(logits, labels, shard, token_weight, denominator, transform, inputs)
             if kind is not None:
