@@ -5,6 +5,7 @@ The group arrives by name, so that operators keep plain arguments and `torch.com
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -157,14 +158,15 @@ def reduce_metrics(metrics: dict[str, torch.Tensor], group: dist.ProcessGroup | 
     """Reduce the scalars by name of each rank to those of the group, equal bits on every rank; one small all-gather.
 
     As `combine_metrics`: "max_" and "min_" names are extrema (neutral: -inf and inf), all others sums (neutral: 0) in
-    float64, so reduce sums and counts first and divide afterwards. The same names in the same order on every rank;
-    results are float64 on the tensors' device.
+    float64, so reduce sums and counts first and divide afterwards. The same names in the same order on every rank, or
+    all results are NaN (and other numbers of names an error of the communication library); results are float64 on the
+    tensors' device.
 
     Args:
         metrics: scalars by name.
         group: data- and context-parallel ranks, which hold different tokens; None is one rank. Ranks that share a
             vocabulary have the same tokens and the same metrics, which a sum would count P times: their group, the one
-            of a `VocabShard`, is a ValueError.
+            of a `VocabShard` that exists, is a ValueError.
 
     Returns:
         float64 scalars by name, equal bits on every rank.
@@ -185,4 +187,9 @@ def reduce_metrics(metrics: dict[str, torch.Tensor], group: dist.ProcessGroup | 
             "group must be the data- and context-parallel ranks, which hold different tokens, got the group of a "
             "VocabShard, whose ranks have the same metrics already"
         )
-    return _combine(metrics, gather_from_ranks(_stack(metrics), group)) if metrics else {}
+    if not metrics or group_size(group) == 1:
+        return _combine(metrics, _stack(metrics).unsqueeze(0)) if metrics else {}
+    values = _stack(metrics)
+    names = values.new_full((1,), zlib.crc32(repr(list(metrics)).encode()))
+    values, names = gather_from_ranks(torch.cat([values, names]), group).split([len(metrics), 1], 1)
+    return _combine(metrics, torch.where((names == names[0]).all(), values, torch.nan))

@@ -114,6 +114,8 @@ def local_head(
 def local_rows(name: str, rows, shard: VocabShard | None) -> tuple[torch.Tensor, VocabShard]:
     """This rank's rows [width, ..] of a vocabulary matrix or vector without gradient, and their resolved shard."""
     expect_tensor(name, rows)
+    if rows.dim() < 1:
+        raise ValueError(f"{name} must be [width, ..], got a scalar")
     if not is_dtensor(rows):
         return rows.detach(), resolve_shard(rows.detach().movedim(0, -1), shard)
     dim = _vocab_mesh_dim(name, rows, 0, "distribute it with Shard(0) (ColwiseParallel)")

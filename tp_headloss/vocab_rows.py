@@ -232,10 +232,14 @@ def select_rows(
                 f"`to` must shard the {len(ids)} ids over the group of the weight's shard, got a shard of "
                 f"{to.vocab_size} ids{'' if to.group is shard.group else ' over another group'}"
             )
+        if weight.is_meta or ids.is_meta:
+            raise ValueError("weight and ids must have values, got tensors on meta")
         ids = ids.to(weight.device, torch.int64)
         if len(outside := ids[(ids < 0) | (ids >= shard.vocab_size)]):
             raise ValueError(f"ids must be in [0, {shard.vocab_size}), got {outside.tolist()[:8]}")
-        agreement.record("select_rows", shard, weight=weight, ids=ids, padded_size=to.padded_size)
+        agreement.record("select_rows", shard, weight=weight, ids=ids)
+    with Agreement(Options(validate="full"), to) as agreement:
+        agreement.record("select_rows", to)
     out = weight.new_zeros(to.width, *weight.shape[1:])
     for first in range(0, len(ids), SENT_ROWS):
         here = ids[first : first + SENT_ROWS] - shard.start

@@ -277,6 +277,16 @@ def test_metrics_are_reduced_by_what_they_are_in_one_collective():
     assert collectives == 0 and alone["ratio"] == 1.5 and reduce_metrics({}, None) == {}
 
 
+def other_names_run(group, device):
+    one, name = torch.ones((), device=device), "ab"[dist.get_rank(group)]
+    return [x.item() for x in reduce_metrics({"count": one, name: one}, group).values()]
+
+
+def test_metrics_of_other_names_are_not_added_up():
+    for values in on_ranks(2, other_names_run):
+        assert all(value != value for value in values)
+
+
 def test_metrics_of_micro_batches_combine_like_those_of_ranks():
     parts = [{"ratio": r, "max_ratio": r, "min_ratio": r} for r in torch.tensor([2.0, -1.0, 4.0])]
     assert combine_metrics(parts) == {"ratio": 5.0, "max_ratio": 4.0, "min_ratio": -1.0}

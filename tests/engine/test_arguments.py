@@ -13,6 +13,7 @@ from tp_headloss import (
     CrossEntropy,
     Distillation,
     Entropy,
+    GeneratorMetrics,
     HeadLoss,
     IdSets,
     Init,
@@ -287,6 +288,7 @@ UNFIT = {
     ),
     "dual_clip must be at least 1 \\+ 0.2, where the clip ends, got 0.5": lambda: PolicyGradient("clip", dual_clip=0.5),
     "dual_clip must be at least 1 \\+ 0.2, where the clip ends, got 0.1": lambda: PolicyMetrics(dual_clip=0.1),
+    r"GeneratorMetrics: bounds must be \(lowest, highest\), got \(2, 0.5\)": lambda: GeneratorMetrics((2, 0.5)),
     "a clamp must be a positive number or None, got -3": lambda: PolicyGradient("clip", log_ratio_clamp=-3),
     "gradient='forward' is for logits": lambda: HeadLoss(options=Options(gradient="forward")).linear(
         torch.zeros(1, 8), torch.zeros(V, 8), torch.zeros(1).long()

@@ -274,7 +274,7 @@ def test_nemo_accepts_what_changes_nothing_and_refuses_shapes():
     for given in (params, vars(params), {"temperature": 0.3}, {}):
         same = nemo_rl.get_next_token_logprobs_from_logits(ids, logits, None, None, None, one, given, 3)
         assert torch.equal(plain, same)
-    with pytest.raises(ValueError, match="at most the logits' 4 positions"):
+    with pytest.raises(ValueError, match="S from 1 to the 4 positions given, got"):
         nemo_rl.get_next_token_logprobs_from_logits(ids, logits[:, :4])
 
 

@@ -398,6 +398,22 @@ def test_nemo_finds_the_vocabulary_that_a_rule_is_about():
         (lambda x, i: pack_call(x, i[:, 1:], BOUNDS), r"target must be \[1, 16\]"),
         (lambda x, i: pack_call(x, i, BOUNDS, attention_mask=MASK[:2]), r"attention_mask must be \[3, 7\]"),
         (lambda x, i: pack_call(x, i, BOUNDS, sub_seq_lengths=[[3]]), "sub_seq_lengths must be of 3 sequences"),
+        (lambda x, i: pack_call(x, i, BOUNDS, sub_seq_lengths=[[5, 2], [6]]), r"\[4, 4, 8\] tokens, got \[5, 2, 6\]"),
+        (lambda x, i: pack_call(x, i, BOUNDS, sub_seq_lengths=[[-1, 2], [6]]), r"got \[-1, 2, 6\]"),
+        (
+            lambda x, i: pack_call(x, i, BOUNDS, attention_mask=torch.ones_like(MASK)),
+            r"at most the packed sequences' \[4, 4, 8\] tokens, got \[7, 7, 7\]",
+        ),
+        (lambda x, i: entropy_call(x, 0), "num_actions must be from 1 to 6, a row's log-probs, got 0"),
+        (lambda x, i: entropy_call(x, 7), "num_actions must be from 1 to 6, a row's log-probs, got 7"),
+        (lambda x, i: entropy_call(x, 2, torch.ones(3)), r"loss_mask must have shape \[3, 2\], got \[3\]"),
+        (lambda x, i: skyrl.draft_soft_ce(x, x, torch.ones(1, 1)), r"mask must have shape \[1, 16\], got \[1, 1\]"),
+        (
+            lambda x, i: nemo_rl.from_parallel_logits_to_logprobs_packed_sequences(
+                x, i[:, 1:], BOUNDS, WIDTH, 0, PADDED, None, target_is_pre_rolled=True
+            ),
+            r"target must have shape \[1, 16\], got \[1, 15\]",
+        ),
     ],
 )
 def test_refused_by_name(call, names):
@@ -406,12 +422,41 @@ def test_refused_by_name(call, names):
         call(logits.unsqueeze(0), ids.unsqueeze(0))
 
 
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (lambda x, i: slime_call(x, i, (x[0] > 0).float()), "log_prob_keep_mask must be bool, got torch.float32"),
+        (lambda x, i: pack_call(x, i, BOUNDS, attention_mask=MASK.float()), "must be bool or integers, got torch.fl"),
+        (lambda x, i: pack_call(x, i, BOUNDS.float()), "cu_seqlens_padded must be int64 or int32, got torch.float32"),
+        (lambda x, i: pack_call(x, i, BOUNDS, width=7.0), "unpacked_seqlen must be an int, got 7.0"),
+        (lambda x, i: pack_call(x, i, BOUNDS, sub_seq_lengths=[3, 2, 6]), "a list of lengths for each row, got"),
+        (lambda x, i: skyrl.draft_soft_ce(x, x, i, "all"), "global_normalization_factor must be a number or a scalar"),
+        (lambda x, i: areal.gather_logprobs(x, i, 1.0, "tp"), "group must be a process group or None, got .tp."),
+        (lambda x, i: areal.gather_logprobs(x.tolist(), i), "logits must be a tensor, got list"),
+    ],
+)
+def test_types_refused_by_name(call, names):
+    logits, ids = tokens()
+    with pytest.raises(TypeError, match=names):
+        call(logits.unsqueeze(0), ids.unsqueeze(0))
+
+
+def slime_call(x, ids, mask):
+    return slime.calculate_log_probs_and_entropy(x[0], ids[0], None, log_prob_keep_mask=mask)
+
+
+def entropy_call(x, num_actions, loss_mask=None):
+    return skyrl.vocab_parallel_entropy_packed_sequences(
+        x, BOUNDS, WIDTH, num_actions, MASK, loss_mask, None, tp_group=None
+    )
+
+
 def test_bounds_that_nobody_could_check_make_every_result_nan():
     """On GPUs, where nothing waits for their values."""
     packed = rl_calls.PackedTokens(BOUNDS, WIDTH, T, None, device="cpu", sum_gradients=True)
     packed.valid = torch.tensor(False)
     assert packed.log_probs(lambda labels: torch.zeros(1, T), tokens()[1].unsqueeze(0)).isnan().all()
-    assert packed.weights(torch.zeros(3, WIDTH - 1)).isnan().all()
+    assert packed.weights(1, None, torch.float32).isnan().all()
 
 
 @pytest.mark.parametrize("module", [areal, skyrl, slime], ids=lambda module: module.__name__.split(".")[-1])
@@ -431,6 +476,14 @@ def refused(group, device, what):
         return nemo_rl.get_next_token_logprobs_from_logits(
             ids.view(2, 8), logits.view(2, 8, -1)[:, :5], None, None, None, group
         )
+    if what == "same group":
+        return nemo_rl.get_next_token_logprobs_from_logits(
+            ids.view(2, 8), logits.view(2, 8, -1)[:, :4], None, group.rank(), group, group
+        )
+    if what == "same group, packed":
+        return skyrl.from_parallel_logits_to_logprobs_packed_sequences(
+            logits[None, :8], ids[None], BOUNDS, WIDTH, 0, V, group, cp_group=group
+        )
     if what == "hidden":
         args = head()[0].unsqueeze(1), head()[1], None, ids.unsqueeze(0), 0, PADDED, None
         return nemo_rl.from_parallel_hidden_states_to_logprobs(*args, cp_group=group)
@@ -444,6 +497,8 @@ def refused(group, device, what):
     ("what", "names"),
     [
         ("odd", "even number of positions, got 5"),
+        ("same group", "must be other ranks than those that share the vocabulary"),
+        ("same group, packed", "must be other ranks than those that share the vocabulary"),
         ("hidden", "cp_group must have one rank"),
         ("bounds", "multiples of 4"),
     ],

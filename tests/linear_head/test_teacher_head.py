@@ -324,6 +324,8 @@ def bad_selection(group, device, wrong):
         weight = weight[last:]
     elif wrong == "beyond":
         ids = torch.tensor([0, V])
+    elif wrong == "gap":
+        to = VocabShard(30 * last, 50 if last else 25, 50, group)
     else:
         to = VocabShard.from_group(group, 49)
     try:
@@ -338,6 +340,7 @@ def bad_selection(group, device, wrong):
         ("ids of a rank", "ranks must agree on ids"),
         ("rows", r"on rank 1 of the group: weight must be \[100, ..\] like its shard, got \[99, 3\]"),
         ("beyond", r"ids must be in \[0, 200\), got \[200\]"),
+        ("gap", r"the shards of the group must cover \[0, 50\) once, got \[\[0, 25\], \[30, 50\]\]"),
         ("shard", "must shard the 50 ids over the group of the weight's shard, got a shard of 49 ids"),
     ],
 )

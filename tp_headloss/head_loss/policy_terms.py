@@ -210,6 +210,8 @@ def GeneratorMetrics(bounds: tuple[float, float] = (0.5, 2.0), *, over: str = "v
         tensor(0.5000)
     """
     expect_pair("GeneratorMetrics: bounds", bounds)
+    if not bounds[0] <= bounds[1]:
+        raise ValueError(f"GeneratorMetrics: bounds must be (lowest, highest), got {bounds}")
     statistic = over_sets(over, "log_prob")
     function = partial(_log_prob_metrics, losses.generator_metrics, {"bounds": bounds}, statistic)
     return Metric(function, _wanted(over), ("old_log_prob", "generator_log_prob"))

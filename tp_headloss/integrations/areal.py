@@ -1,7 +1,7 @@
 """AReaL's functions of vocabulary-sharded logits, one pass and one collective each, with its names and signatures.
 
 Nothing of AReaL is imported, and a tp_group of None means not sharded. Labels are not shifted, as in AReaL. Results are
-fp32 for logits of any dtype, without an fp32 copy of the logits, and backward may run twice; a label of -100 has
+fp32 for logits of any dtype (float64 for float64), without a copy, and backward may run twice; a label of -100 has
 log-prob 0 and no gradient, and one outside of the vocabulary has NaN. chunk_size is accepted and changes nothing.
 """
 

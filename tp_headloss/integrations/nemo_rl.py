@@ -4,8 +4,8 @@ Nothing of NeMo-RL is imported, and no process group is looked up: the group is 
 
 As in NeMo-RL, the next token is scored: ids [B, S] give log-probs [B, S - 1], whose entry t is the log-prob of id t + 1
 in the logits at position t. No temperature is applied, because NeMo-RL divides the logits by it before
-(`apply_temperature_scaling`). Unlike in NeMo-RL, log-probs are fp32 for logits of any dtype, without a copy of the
-logits; an id of -100 has log-prob 0 and no gradient, and an id outside of the vocabulary has NaN.
+(`apply_temperature_scaling`). Unlike in NeMo-RL, log-probs are fp32 for logits of any dtype (float64 for float64),
+without a copy of the logits; an id of -100 has log-prob 0 and no gradient, and an id outside of the vocabulary has NaN.
 
 With top_k or top_p in sampling_params, log-probs are those over the ids that the rule keeps of these logits, found
 without moving any (NeMo-RL sends whole logits by an all-to-all, and needs B S to be a multiple of the group's size).
@@ -15,10 +15,10 @@ over its ids; a token without ids has log-prob 0, and one whose ids lack it NaN 
 
 chunk_size is accepted because NeMo-RL passes it, and changes nothing: the fp32 copies that it bounds are never made.
 
-With a context-parallel group of C ranks, logits hold L positions of sequences of C L, padding included: of 2 C equal
-chunks those that NeMo-RL gives to this rank. Ids and results are those of all positions, on every rank, and log-probs
-are all that is gathered. As in NeMo-RL, the gradient of logits is that of the sum of all these ranks' losses: C times
-that of a loss which every rank computes from the same log-probs, unless the loss is divided by C.
+With a context-parallel group of C ranks, rank r has the logits of L positions of sequences of C L, padding included:
+the chunks r and 2 C - 1 - r of 2 C equal ones. Ids and results are those of all positions, on every rank, and log-probs
+are all that is gathered. As in NeMo-RL, the gradient of the logits is that of the sum of the C ranks' losses; where
+every rank computes the same loss from the same log-probs, divide it by C.
 """
 
 from __future__ import annotations
@@ -33,7 +33,15 @@ from ..linear_head import Linear, linear_vocab_statistics
 from ..shard import VocabShard
 from .nemo_rl_distillation import get_distillation_topk_logprobs_from_logits
 from .nemo_rl_sampling import kept_by, log_probs_over, sets_of_next_tokens
-from .rl_calls import PackedTokens, RankedTokens, bounded_shard, even_shard_of_rank, next_tokens, refuse
+from .rl_calls import (
+    PackedTokens,
+    RankedTokens,
+    bounded_shard,
+    even_shard_of_rank,
+    expect_other_group,
+    next_tokens,
+    refuse,
+)
 
 __all__ = [
     "from_parallel_hidden_states_to_logprobs",
@@ -135,8 +143,9 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 ) -> torch.Tensor:
     """Return the log-probs [B, unpacked_seqlen - 1] fp32 of the next tokens of B packed sequences, replicated.
 
-    A sequence's log-probs begin its row, those of its padding included, and zeros follow. With C context-parallel ranks
-    each has T / C of the T packed tokens: of every sequence the chunks r and 2 C - 1 - r of 2 C equal ones.
+    A sequence's log-probs begin its row, those of its padding included, and zeros follow; a longer row is cut. With C
+    context-parallel ranks each has T / C of the T packed tokens: of every sequence the chunks r and 2 C - 1 - r of 2 C
+    equal ones.
 
     Args:
         vocab_parallel_logits: [1, T/C, width] of ids [vocab_start_index, vocab_end_index).
@@ -149,6 +158,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         ValueError: shapes that do not fit, and as `from_parallel_logits_to_logprobs`. Bounds that do not fit are one on
             CPUs; on GPUs all results are NaN.
     """
+    expect_other_group(cp_group, group)
     kept = kept_by(sampling_params, None)
     local, device = vocab_parallel_logits.shape[1], vocab_parallel_logits.device
     sets_on = None if kept is None else device
@@ -213,6 +223,7 @@ def from_parallel_hidden_states_to_logprobs(
 
 def _next_token_log_probs(logits, ids, shard, kept, cp_group, inference_only=False) -> torch.Tensor:
     """Log-probs [B, S - 1] of the ids [B, S] in the logits of the position before each; kept: see `kept_by`."""
+    expect_other_group(cp_group, shard.group)
     ids = local_part(ids, shard)
     tokens = RankedTokens(cp_group, logits.shape[1], device=logits.device)
     labels = next_tokens(ids, tokens.total, logits.device)

@@ -9,6 +9,7 @@ import torch
 from ..comm import gather_from_ranks, group_size, sum_over_ranks
 from ..dtensor import local_logits
 from ..shard import VocabShard, expect_group
+from ..validation import expect_ids, expect_int, expect_tensor
 
 IGNORED_LABEL = -100
 
@@ -18,6 +19,8 @@ def even_shard(logits, group, vocab_size: int | None) -> tuple[torch.Tensor, Voc
 
     vocab_size: ids of the tokenizer; columns at or beyond it are padding. None: none are.
     """
+    expect_tensor("logits", logits)
+    expect_group(group)
     if group is None:
         columns = logits.shape[-1]  # a DTensor's are those of all ranks
         logits, shard = local_logits(logits, None)
@@ -51,18 +54,28 @@ def bounded_shard(start: int, end: int, group, vocab_size: int | None, *, sets_o
     return VocabShard(start, end, max(vocab_size, 1), group)
 
 
+def expect_other_group(cp_group, group):
+    """Raise ValueError if the context-parallel group is the one that shares the vocabulary."""
+    if cp_group is not None and cp_group is group and group_size(group) > 1:
+        raise ValueError(
+            "the context-parallel group must be other ranks than those that share the vocabulary, which hold the same "
+            "tokens, got the same group twice"
+        )
+
+
 def refuse(**arguments):
     """Raise ValueError for arguments that are not None and would otherwise be ignored."""
     for name, value in arguments.items():
         if value is not None:
-            raise ValueError(f"{name} is not supported here: pass None, got {type(value).__name__}")
+            got = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
+            raise ValueError(f"{name} is not supported here: pass None, got {got}")
 
 
 def next_tokens(ids, length: int, device) -> torch.Tensor:
     """Labels [B, length] for all positions of the logits, so that no logits need to be cut: the ids [B, S] shifted by
     one to the left, then -100."""
     if ids.dim() != 2 or not 1 <= ids.shape[1] <= length:
-        raise ValueError(f"ids must be [B, S] with S of at most the logits' {length} positions, got {list(ids.shape)}")
+        raise ValueError(f"ids must be [B, S] with S from 1 to the {length} positions given, got {list(ids.shape)}")
     labels = torch.full((ids.shape[0], length), IGNORED_LABEL, dtype=torch.int64, device=device)
     labels[:, : ids.shape[1] - 1] = ids[:, 1:]
     return labels
@@ -128,8 +141,9 @@ class _Join(torch.autograd.Function):
 class PackedTokens:
     """Packed sequences of next-token labels, and the place [row, column] of each token in a padded result.
 
-    Bounds that are not those of the packed tokens, or under context parallelism lengths that are no multiple of twice
-    its ranks, are a ValueError on CPUs; on GPUs, where nothing waits for their values, they make every result NaN.
+    Bounds and lengths that are not those of the packed tokens, or under context parallelism lengths that are no
+    multiple of twice its ranks, are a ValueError on CPUs; on GPUs, where nothing waits for their values, they make
+    every result NaN.
 
     Args:
         cu_seqlens: [B + 1] first token of each sequence, padding included, and the end of the last.
@@ -139,30 +153,39 @@ class PackedTokens:
     """
 
     def __init__(self, cu_seqlens, width: int, local: int, group, *, device, sum_gradients):
+        expect_ids("cu_seqlens_padded", cu_seqlens)
         if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
             raise ValueError(f"cu_seqlens_padded must be [B + 1] with B > 0, got {list(cu_seqlens.shape)}")
-        if width < 1:
+        if expect_int("unpacked_seqlen", width) < 1:
             raise ValueError(f"unpacked_seqlen must be at least 1, got {width}")
         bounds = cu_seqlens.to(device, torch.int64)
         self.ranked = RankedTokens(group, local, bounds, sum_gradients=sum_gradients)
         self.width, self.bounds, total = width, bounds, self.ranked.total
         lengths, multiple = bounds.diff(), 2 * self.ranked.ranks if self.ranked.ranks > 1 else 1
-        valid = (bounds[0] == 0) & (bounds[-1] == total) & (lengths >= 0).all() & (lengths % multiple == 0).all()
-        self.valid = valid
-        if bounds.device.type == "cpu" and not bool(valid):
-            raise ValueError(
-                f"cu_seqlens_padded must ascend from 0 to {total}, the tokens of all ranks, by multiples of "
-                f"{multiple}, got {bounds[:16].tolist()}"
-            )
+        self.valid = torch.ones((), dtype=torch.bool, device=device)
+        self._expect(
+            (bounds[0] == 0) & (bounds[-1] == total) & (lengths >= 0).all() & (lengths % multiple == 0).all(),
+            f"cu_seqlens_padded must ascend from 0 to {total}, the tokens of all ranks, by multiples of {multiple}"
+            ", got {bounds}",
+            bounds=bounds,
+        )
         tokens = torch.arange(total, device=bounds.device)
         self.sequence = torch.searchsorted(bounds[1:], tokens, right=True).clamp(max=len(lengths) - 1)
         self.offset = tokens - bounds[self.sequence]
         self.rows, self.row, self.column, self.length = len(lengths), self.sequence, self.offset, lengths
 
+    def _expect(self, valid, message: str, **shown):
+        """Raise ValueError on CPUs unless valid; on GPUs results are NaN. shown: tensors in the message, by name."""
+        self.valid = self.valid & valid
+        if valid.device.type == "cpu" and not bool(valid):
+            raise ValueError(message.format(**{name: x[:16].tolist() for name, x in shown.items()}))
+
     def place(self, attention_mask, sub_seq_lengths):
         """Place tokens where SkyRL does: at the attended columns of a row per sequence, or several sequences a row."""
         device = self.bounds.device
         if sub_seq_lengths is not None:
+            if not all(isinstance(row, (list, tuple)) for row in sub_seq_lengths):
+                raise TypeError(f"sub_seq_lengths must be a list of lengths for each row, got {sub_seq_lengths!r}")
             counts = [len(row) for row in sub_seq_lengths]
             if sum(counts) != len(self.length):
                 raise ValueError(f"sub_seq_lengths must be of {len(self.length)} sequences, got {sum(counts)}")
@@ -171,14 +194,22 @@ class PackedTokens:
             first = (counted.cumsum(0) - counted)[row]  # sequence that begins the row
             self.rows, self.row = len(counts), row[self.sequence]
             self.column = self.offset + (self.bounds[:-1] - self.bounds[first])[self.sequence]
-            self.length = torch.tensor([n for row in sub_seq_lengths for n in row], device=device)
+            packed, self.length = self.length, torch.tensor([n for row in sub_seq_lengths for n in row], device=device)
+            fits = ((self.length >= 0) & (self.length <= packed)).all()
+            most = "sub_seq_lengths must be at most the packed sequences' {packed} tokens, got {got}"
+            self._expect(fits, most, packed=packed, got=self.length)
         elif attention_mask is not None:
+            expect_tensor("attention_mask", attention_mask)
+            if attention_mask.is_floating_point():
+                raise TypeError(f"attention_mask must be bool or integers, got {attention_mask.dtype}")
             mask = attention_mask.to(device, torch.bool)
             if list(mask.shape) != [self.rows, self.width]:
                 raise ValueError(f"attention_mask must be {[self.rows, self.width]}, got {list(mask.shape)}")
             columns = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # those of the attended tokens first
             self.column = columns[self.row, self.offset.clamp(0, self.width - 1)]
-            self.length = mask.sum(1)
+            packed, self.length = self.length, mask.sum(1)
+            most = "attention_mask must attend to at most the packed sequences' {packed} tokens, got {got}"
+            self._expect((self.length <= packed).all(), most, packed=packed, got=self.length)
 
     @property
     def scored(self) -> torch.Tensor:
@@ -201,6 +232,7 @@ class PackedTokens:
                     f"target must be {[1, ranked.total]}, the packed tokens of all ranks, got {list(ids.shape)}"
                 )
             labels = ranked.take(ids.to(scored.device).roll(-1, 1))
+        expect_tensor("target", labels, (1, ranked.local))
         labels = labels.to(scored.device).masked_fill(~ranked.take(scored, 0), IGNORED_LABEL)
         values = ranked.join(score(labels)).squeeze(0).where(scored, 0.0)
         # tokens without a place share the last column, which is cut off
@@ -208,9 +240,14 @@ class PackedTokens:
         padded = padded.index_put((self.row, self.column.where(scored, self.width - 1)), values)[:, :-1]
         return torch.where(self.valid, padded, torch.nan)
 
-    def weights(self, padded: torch.Tensor) -> torch.Tensor:
-        """Return the weights [T/C] of this rank's tokens among those of their places [rows, width - 1], else 0."""
-        scored = self.scored
-        padded = torch.nn.functional.pad(padded, (0, 1))
+    def weights(self, num_actions: int, loss_mask, dtype) -> torch.Tensor:
+        """Return the weights [T/C] of this rank's tokens: loss_mask [rows, num_actions], or 1, in the last places of
+        each row [width - 1], else 0."""
+        if not 1 <= expect_int("num_actions", num_actions) < self.width:
+            raise ValueError(f"num_actions must be from 1 to {self.width - 1}, a row's log-probs, got {num_actions}")
+        if loss_mask is not None:
+            expect_tensor("loss_mask", loss_mask, (self.rows, num_actions))
+        scored, padded = self.scored, torch.zeros(self.rows, self.width, dtype=dtype, device=self.bounds.device)
+        padded[:, self.width - 1 - num_actions : -1] = 1.0 if loss_mask is None else loss_mask.to(padded)
         weights = padded[self.row, self.column.where(scored, self.width - 1)]
         return torch.where(self.valid, self.ranked.take(weights, 0), torch.nan)

@@ -5,8 +5,8 @@ Nothing of SkyRL is imported, and no process group is looked up: the group is an
 [B, S - 1] of the next tokens, and temperature has divided logits before. chunk_size, chunk_memory_mb and fused_backend
 are accepted and change nothing.
 
-Unlike in SkyRL, results are fp32 for logits of any dtype; a label of -100 has log-prob 0 and no gradient, and an id
-outside of the vocabulary has NaN; the entropies of hidden states are differentiable.
+Unlike in SkyRL, results are fp32 for logits of any dtype (float64 for float64); a label of -100 has log-prob 0 and no
+gradient, and an id outside of the vocabulary has NaN; the entropies of hidden states are differentiable.
 
 With context-parallel ranks, tokens are laid out as NeMo-RL's module says. As in SkyRL, the gradient of packed log-probs
 is this rank's own, for a schedule and a data-parallel average that multiply and divide by the number of these ranks;
@@ -23,8 +23,9 @@ from ..linear_head import Linear, linear_vocab_statistics
 from ..options import Transform
 from ..shard import VocabShard
 from ..teachers import Teacher
+from ..validation import expect_scalar, expect_tensor
 from .nemo_rl import from_parallel_logits_to_logprobs
-from .rl_calls import PackedTokens, RankedTokens, bounded_shard, even_shard, next_tokens
+from .rl_calls import PackedTokens, RankedTokens, bounded_shard, even_shard, expect_other_group, next_tokens
 
 __all__ = [
     "draft_soft_ce",
@@ -69,7 +70,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         attention_mask: [B, unpacked_seqlen] where the tokens of each sequence were before packing, and go back to.
             None: a sequence begins its row.
         sub_seq_lengths: for each row the lengths of its sequences, without padding; they follow each other in the row,
-            with it. The attention_mask is not looked at then.
+            with it, and a row that is too long is cut. The attention_mask is not looked at then.
         vocab_size: number of ids of the tokenizer; columns at or beyond it are padding, and do not enter the softmax.
             None: all columns do, as in SkyRL.
 
@@ -78,7 +79,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     """
     shard = bounded_shard(vocab_start_index, vocab_end_index, group, vocab_size)
     logits = vocab_parallel_logits
-    packed = _packed(logits, cu_seqlens_padded, unpacked_seqlen, cp_group, attention_mask, sub_seq_lengths)
+    packed = _packed(logits, cu_seqlens_padded, unpacked_seqlen, cp_group, group, attention_mask, sub_seq_lengths)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         return packed.log_probs(lambda labels: vocab_statistics(logits, labels, shard=shard).log_prob, target)
 
@@ -114,6 +115,7 @@ def from_parallel_hidden_to_logprobs(
     score = _scored_head(
         hidden, lm_head_weight, vocab_start_index, vocab_end_index, tp_group, temperature, vocab_size, linear
     )
+    expect_other_group(cp_group, tp_group)
     tokens = RankedTokens(cp_group, hidden.shape[1], device=hidden.device)
     labels = next_tokens(target, tokens.total, hidden.device)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
@@ -145,7 +147,7 @@ def from_parallel_hidden_to_logprobs_packed_sequences(
     score = _scored_head(
         hidden, lm_head_weight, vocab_start_index, vocab_end_index, group, temperature, vocab_size, linear
     )
-    packed = _packed(hidden, cu_seqlens_padded, unpacked_seqlen, cp_group, attention_mask, sub_seq_lengths)
+    packed = _packed(hidden, cu_seqlens_padded, unpacked_seqlen, cp_group, group, attention_mask, sub_seq_lengths)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         return packed.log_probs(lambda labels: score(labels).log_prob, target)
 
@@ -182,18 +184,20 @@ def vocab_parallel_entropy_packed_sequences(
     tp_group,
     vocab_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean entropy of packed action tokens over all context-parallel ranks, without a gradient, and this
-    rank's part of it, differentiable; scalars, fp32.
+    """Return the mean entropy of packed action tokens over all context-parallel ranks, sum(w e) / max(sum(w), 1),
+    without a gradient, and this rank's part of it, differentiable; scalars, fp32. e is the entropy of the logits that
+    predict a token, w the token's weight, 0 for tokens that are not attended to.
 
     Args:
         vocab_parallel_logits: [1, T/C, V/P].
-        num_actions: the last log-probs of each row of `from_parallel_logits_to_logprobs_packed_sequences` that count.
+        num_actions: how many tokens count at the end of each row of
+            `from_parallel_logits_to_logprobs_packed_sequences`.
         loss_mask: [B, num_actions] their weights; None: all 1.
         tp_group, vocab_size: as in `vocab_parallel_entropy`. Others: as in
             `from_parallel_logits_to_logprobs_packed_sequences`.
     """
     logits = vocab_parallel_logits
-    packed = _packed(logits, cu_seqlens_padded, unpacked_seqlen, cp_group, attention_mask, sub_seq_lengths)
+    packed = _packed(logits, cu_seqlens_padded, unpacked_seqlen, cp_group, tp_group, attention_mask, sub_seq_lengths)
     entropy = vocab_parallel_entropy(logits, tp_group=tp_group, vocab_size=vocab_size)
     return _mean_over_actions(entropy, packed, num_actions, loss_mask)
 
@@ -221,7 +225,7 @@ def from_parallel_hidden_to_entropy_packed_sequences(
     score = _scored_head(
         hidden, lm_head_weight, rank * rows, (rank + 1) * rows, tp_group, temperature, vocab_size, linear
     )
-    packed = _packed(hidden, cu_seqlens_padded, unpacked_seqlen, cp_group, attention_mask, sub_seq_lengths)
+    packed = _packed(hidden, cu_seqlens_padded, unpacked_seqlen, cp_group, tp_group, attention_mask, sub_seq_lengths)
     return _mean_over_actions(score(None, ("entropy",)).entropy, packed, num_actions, loss_mask)
 
 
@@ -250,6 +254,7 @@ def draft_soft_ce(
         >>> draft_soft_ce(student, teacher, torch.ones(1, 1))  # log 4: the student is uniform
         tensor(1.3863)
     """
+    expect_tensor("mask", mask, student_logits.shape[:-1], student_logits.device)
     if teacher_logits.requires_grad:
         raise ValueError("teacher_logits must be detached, got a tensor that requires a gradient")
     width, rank = student_logits.shape[-1], 0 if vocab_parallel_group is None else vocab_parallel_group.rank()
@@ -257,7 +262,10 @@ def draft_soft_ce(
     stats = vocab_statistics(
         student_logits, shard=shard, want=("forward_kl", "teacher_entropy"), teacher=Teacher(teacher_logits)
     )
-    total = mask.sum() if global_normalization_factor is None else global_normalization_factor
+    total = mask.sum()
+    if global_normalization_factor is not None:
+        expect_scalar("global_normalization_factor", global_normalization_factor)
+        total = torch.as_tensor(global_normalization_factor)
     return ((stats.forward_kl + stats.teacher_entropy) * mask).sum() / total.clamp(min=1.0)
 
 
@@ -275,7 +283,8 @@ def _scored_head(hidden, weight, start, end, group, temperature, vocab_size, lin
     return score
 
 
-def _packed(x, cu_seqlens, width, cp_group, attention_mask, sub_seq_lengths) -> PackedTokens:
+def _packed(x, cu_seqlens, width, cp_group, group, attention_mask, sub_seq_lengths) -> PackedTokens:
+    expect_other_group(cp_group, group)
     packed = PackedTokens(cu_seqlens, width, x.shape[1], cp_group, device=x.device, sum_gradients=False)
     packed.place(attention_mask, sub_seq_lengths)
     return packed
@@ -283,9 +292,7 @@ def _packed(x, cu_seqlens, width, cp_group, attention_mask, sub_seq_lengths) -> 
 
 def _mean_over_actions(entropy, packed: PackedTokens, num_actions, loss_mask):
     """Mean of entropies [1, T/C] over the last num_actions places of each row, of all ranks; and this rank's part."""
-    padded = entropy.new_zeros(packed.rows, packed.width - 1)
-    padded[:, -num_actions:] = 1.0 if loss_mask is None else loss_mask.to(padded)
-    weights = packed.weights(padded)
+    weights = packed.weights(num_actions, loss_mask, entropy.dtype)
     own = (entropy.squeeze(0) * weights).sum()
     total, count = sum_over_ranks(torch.stack([own.detach(), weights.sum()]), packed.ranked.group)
     count = count.clamp(min=1.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..api import vocab_statistics
+from ..validation import expect_tensor
 from .rl_calls import even_shard
 
 
@@ -38,7 +39,7 @@ def calculate_log_probs_and_entropy(
         vocab_size: number of ids of the tokenizer; columns at or beyond it are padding, and do not enter the softmax.
             None: all columns do, as in slime.
 
-    Raises TypeError and ValueError as `vocab_statistics`, and ValueError for a mask of another shape.
+    Raises TypeError and ValueError as `vocab_statistics`, and the same for a mask of another shape or type.
 
     Examples:
         >>> calculate_log_probs_and_entropy(torch.zeros(1, 4), torch.tensor([2]), None, with_entropy=True)
@@ -50,12 +51,11 @@ def calculate_log_probs_and_entropy(
         stats = vocab_statistics(logits, tokens, shard=shard, want=want)
         log_prob, entropy = stats.log_prob, stats.entropy
     else:
-        if log_prob_keep_mask.shape != logits.shape:
-            raise ValueError(
-                f"log_prob_keep_mask must be {list(logits.shape)}, as the logits, got {list(log_prob_keep_mask.shape)}"
-            )
+        expect_tensor("log_prob_keep_mask", log_prob_keep_mask, logits.shape, logits.device)
+        if log_prob_keep_mask.dtype != torch.bool:
+            raise TypeError(f"log_prob_keep_mask must be bool, got {log_prob_keep_mask.dtype}")
         ids = shard.start + torch.arange(shard.width, device=logits.device)
-        kept = log_prob_keep_mask.bool() | (ids == tokens.unsqueeze(-1))
+        kept = log_prob_keep_mask | (ids == tokens.unsqueeze(-1))
         log_prob = vocab_statistics(logits.masked_fill(~kept, -torch.inf), tokens, shard=shard).log_prob
         entropy = vocab_statistics(logits, tokens, shard=shard, want=want).entropy if with_entropy else None
     if entropy is not None and not with_entropy_grad:

@@ -8,9 +8,9 @@ It calls `engine.install`, which other programs call themselves. The functions, 
 import nothing of verl, and no process group is looked up: the group is an argument, and None means not sharded. As in
 verl, labels are not shifted: verl's engine has done that.
 
-Unlike in verl, results are fp32 for logits of any dtype; logits and temperatures are not written into (verl divides the
-logits in place and rounds the quotient to their dtype); a label of -100 has log-prob 0, and a label outside of the
-vocabulary has NaN; nothing waits for the device.
+Unlike in verl, results are fp32 for logits of any dtype (float64 for float64); logits and temperatures are not written
+into (verl divides the logits in place and rounds the quotient to their dtype); a label of -100 has log-prob 0, and a
+label outside of the vocabulary has NaN; nothing waits for the device.
 """
 
 from .functions import (
