@@ -480,6 +480,11 @@ def refused(group, device, what):
         return nemo_rl.get_next_token_logprobs_from_logits(
             ids.view(2, 8), logits.view(2, 8, -1)[:, :4], None, group.rank(), group, group
         )
+    if what == "same group, entries":
+        entries = ids.view(2, 8, 1)
+        return nemo_rl.get_distillation_topk_logprobs_from_logits(
+            logits.view(2, 8, -1), entries.float(), entries, True, True, group.rank(), group, group
+        )
     if what == "same group, packed":
         return skyrl.from_parallel_logits_to_logprobs_packed_sequences(
             logits[None, :8], ids[None], BOUNDS, WIDTH, 0, V, group, cp_group=group
@@ -498,6 +503,7 @@ def refused(group, device, what):
     [
         ("odd", "even number of positions, got 5"),
         ("same group", "must be other ranks than those that share the vocabulary"),
+        ("same group, entries", "must be other ranks than those that share the vocabulary"),
         ("same group, packed", "must be other ranks than those that share the vocabulary"),
         ("hidden", "cp_group must have one rank"),
         ("bounds", "multiples of 4"),

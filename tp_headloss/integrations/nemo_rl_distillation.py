@@ -7,7 +7,7 @@ import torch
 from ..api import vocab_statistics
 from ..comm import sum_over_ranks
 from ..dtensor import local_part
-from .rl_calls import RankedTokens, even_shard_of_rank, refuse
+from .rl_calls import RankedTokens, even_shard_of_rank, expect_other_group, refuse
 
 
 def get_distillation_topk_logprobs_from_logits(
@@ -43,6 +43,7 @@ def get_distillation_topk_logprobs_from_logits(
     """
     refuse(cp_sharder=cp_sharder)
     logits, shard = even_shard_of_rank(student_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
+    expect_other_group(context_parallel_group, shard.group)
     tokens = RankedTokens(context_parallel_group, logits.shape[1], device=logits.device)
     shape, positions = teacher_topk_indices.shape, tokens.total
     fits = len(shape) == 3 and shape[0] == len(logits) and shape[-1] > 0
