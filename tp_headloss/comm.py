@@ -187,8 +187,8 @@ def reduce_metrics(metrics: dict[str, torch.Tensor], group: dist.ProcessGroup | 
             "group must be the data- and context-parallel ranks, which hold different tokens, got the group of a "
             "VocabShard, whose ranks have the same metrics already"
         )
-    if not metrics or group_size(group) == 1:
-        return _combine(metrics, _stack(metrics).unsqueeze(0)) if metrics else {}
+    if not metrics:
+        return {}
     values = _stack(metrics)
     names = values.new_full((1,), zlib.crc32(repr(list(metrics)).encode()))
     values, names = gather_from_ranks(torch.cat([values, names]), group).split([len(metrics), 1], 1)

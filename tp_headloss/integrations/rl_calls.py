@@ -1,4 +1,4 @@
-"""What the functions of RL stacks share: shards, next-token labels, and the order in which the stacks hold tokens."""
+"""Shards, next-token labels and orders of tokens, for the functions of several RL stacks."""
 
 from __future__ import annotations
 
