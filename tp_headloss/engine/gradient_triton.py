@@ -1,8 +1,7 @@
 """The gradient of a tile of logits, for any tuple of families, and the gradient at a token's entries.
 
 At the entries of a top-K teacher or of a set the whole gradient is computed in a kernel of its own, before the logits
-may be overwritten, and put into its place by the program that writes the last tile of a row: while the row is in the
-cache, a scattered element costs no access of memory.
+may be overwritten, and put into its place last.
 """
 
 import triton
@@ -87,7 +86,6 @@ def tile_gradient(
 def entries_gradient_kernel(
     exact_ptr,  # like the entries, out: the gradient at those of this shard, undefined at others
     everywhere_ptr,  # [4, T] or [1, T] fp32 out, or None: see `store_everywhere`
-    tiles_written_ptr,  # [T] int32 out: 0, for `put_entries`
     inputs,  # Inputs
     merged_ptr,  # [R, T] fp32
     grads,  # upstream gradients by name, see `upstream`
@@ -107,7 +105,6 @@ def entries_gradient_kernel(
     teacher_scale, a = teacher_scales(inputs, row, n_rows)
     chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
     of_loss = loss_of_row(loss, row)
-    tl.store(tiles_written_ptr + row, 0)
     begin, count = entry_range(inputs, row)
     for k in range(0, count, BLOCK):
         place = k + tl.arange(0, BLOCK)
@@ -126,17 +123,20 @@ def entries_gradient_kernel(
         store_everywhere(everywhere_ptr, token, grads, inputs, rows, HAS_TAIL)
 
 
-@triton.jit
-def put_entries(dx, dx_column, at_entries, row, tiles, start, valid_width, BLOCK: tl.constexpr):
-    """Copy the gradient at a row's entries to their columns, if this program is the last that wrote a tile of it.
-
-    dx: pointer to the row; tiles: of a row. Any of them may be the last; what is written is the same."""
-    tl.debug_barrier()  # the whole tile is written before it is counted
-    if tl.atomic_add(at_entries.tiles_written + row, 1) == tiles - 1:
-        begin, count = entry_range(at_entries, row)
-        for k in range(0, count, BLOCK):
-            place = k + tl.arange(0, BLOCK)
-            columns = tl.load(at_entries.entries + begin + place, mask=place < count, other=-1) - start
-            here = (columns >= 0) & (columns < valid_width)
-            gradient = tl.load(at_entries.gradient + begin + place, mask=here, other=0.0)
-            tl.store(dx + columns.to(tl.int64) * dx_column, gradient, mask=here)
+@triton.jit(do_not_specialize=["start", "valid_width"])
+def put_entries_kernel(
+    dx_ptr, dx_row, dx_column,  # [T, width] out
+    exact_ptr,  # like the entries
+    inputs,  # Inputs
+    start, valid_width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: copy the gradient at the entries of one row to their columns."""
+    row = tl.program_id(0).to(tl.int64)
+    begin, count = entry_range(inputs, row)
+    for k in range(0, count, BLOCK):
+        place = k + tl.arange(0, BLOCK)
+        columns = tl.load(inputs.entries + begin + place, mask=place < count, other=-1) - start
+        here = (columns >= 0) & (columns < valid_width)
+        exact = tl.load(exact_ptr + begin + place, mask=here, other=0.0)
+        tl.store(dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, exact, mask=here)

@@ -20,9 +20,7 @@ from ..statistics.family_triton import (
 from ..statistics.numerics_triton import widen
 from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
 from ..symmetric_memory_triton import end_turn, packet_pointer, slot_to_write, turn_to_read
-from .gradient_triton import put_entries, tile_gradient
-
-PUT_ENTRIES = tl.constexpr(256)  # entries at once
+from .gradient_triton import tile_gradient
 
 
 @triton.jit
@@ -197,7 +195,6 @@ def gradient_kernel(
     merged_ptr,  # [R, T] fp32
     grads,  # upstream gradients by name, see `upstream`
     loss,  # LossGradient
-    at_entries,  # AtEntries
     families,  # their GRADIENT
     rows,  # numbers of the merged rows by name
     n_rows, start, valid_width,
@@ -226,7 +223,4 @@ def gradient_kernel(
     dz = tile_gradient(
         widen(x), columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, BLOCK
     )
-    dx = dx_ptr + row * dx_row
-    tl.store(dx + columns.to(tl.int64) * dx_column, dz.to(dx_ptr.dtype.element_ty), mask=written)
-    if at_entries.gradient is not None:
-        put_entries(dx, dx_column, at_entries, row, tiles, start, valid_width, PUT_ENTRIES)
+    tl.store(dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, dz.to(dx_ptr.dtype.element_ty), mask=written)

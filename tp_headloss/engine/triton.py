@@ -10,7 +10,7 @@ from ..statistics import at_ids_triton, entries_triton, sets_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
 from ..statistics.rank_triton import rank_kernel
-from ..statistics.records_triton import AtEntries, Inputs, LossGradient
+from ..statistics.records_triton import Inputs, LossGradient
 from ..symmetric_memory_triton import SharedMemory
 from . import gradient_triton, kernels
 from .device_inputs import inputs_of
@@ -47,7 +47,7 @@ def shares_memory(logits) -> bool:
     return logits.is_cuda and logits.shape[0] > 0
 
 
-NOT_SHARED, NO_LOSS, NO_ENTRIES = SharedMemory(), LossGradient(), AtEntries()
+NOT_SHARED, NO_LOSS = SharedMemory(), LossGradient()
 
 
 def _shared(memory) -> SharedMemory:
@@ -160,12 +160,13 @@ def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
     if grads.keys().isdisjoint(AT_ENTRIES):
         _gradient(out, request, inputs, prepared.variant, merged, grads, loss)
         return
-    at_entries, everywhere = _entries_gradient(out, request, merged, grads, loss)
+    exact, everywhere = _entries_gradient(out, request, merged, grads, loss)
     at_entries_alone = statistics.TOPK_TEACHER + statistics.AT_IDS
     elsewhere = {name: g for name, g in grads.items() if name not in at_entries_alone}
     if everywhere is not None:
         elsewhere["lse" if len(everywhere) == 1 else "everywhere"] = everywhere
-    _gradient(out, request, inputs, prepared.variant, merged, elsewhere, loss, at_entries)
+    _gradient(out, request, inputs, prepared.variant, merged, elsewhere, loss)
+    _put_entries(out, request, exact)
 
 
 def _upstream(rows: DeviceLayout, grads: dict, loss):
@@ -179,26 +180,25 @@ def _upstream(rows: DeviceLayout, grads: dict, loss):
     return upstream, LossGradient(*loss), (*kinds, pointer_key(gradient), dtype_key(weight), *coefficients)
 
 
-def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict, loss, at_entries=NO_ENTRIES):
-    """The gradient at every column, `at_entries` put into its place; variant: of these inputs."""
+def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict, loss):
+    """The gradient at every column, that at entries excepted; variant: of these inputs."""
     (n_rows, width), strides, facts, rows = out.shape, out.stride(), request.facts, device_layout(request.layout)
     names = tuple(grads)
     hooks, how = rows.gradient_hooks(names), gradient_launch(width, names, facts.softcap != 0.0)
     upstream, loss, kinds = _upstream(rows, grads, loss)
     padded = facts.valid_width < width
     variant = (
-        out.device, rows, hooks, padded, at_entries is NO_ENTRIES, pointer_key(out), *map(int_key, strides), variant,
-        kinds,
+        out.device, rows, hooks, padded, pointer_key(out), int_key(strides[0]), int_key(strides[1]), variant, kinds,
     )  # fmt: skip
     launch(
         kernels.gradient_kernel, n_rows * ceil_div(width, how.block), variant, how,
-        out, *strides, inputs, merged, upstream, loss, at_entries, hooks, rows.merged,
+        out, *strides, inputs, merged, upstream, loss, hooks, rows.merged,
         n_rows, facts.start, facts.valid_width, padded,
     )  # fmt: skip
 
 
 def _entries_gradient(out, request: Request, merged, grads: dict, loss):
-    """The whole gradient at a request's entries, and [4, N] of what a top-K teacher's statistics add at all
+    """The whole gradient at a request's entries, like these, and [4, N] of what a top-K teacher's statistics add at all
     other ids, or [1, N] if that is nothing but an upstream gradient of lse."""
     facts, rows, (inputs, prepared) = request.facts, device_layout(request.layout), inputs_of(request)
     n_rows, names = out.shape[0], tuple(grads)
@@ -206,17 +206,28 @@ def _entries_gradient(out, request: Request, merged, grads: dict, loss):
     if any(name in grads for name in ("topk_log_mass", "tail_log_mass", "tail_entropy", "vocab_jsd")):
         as_lse = inputs.student_scale is None and not rows.has_tail
         everywhere = merged.new_empty((1 if as_lse else 4, n_rows))
-    tiles_written = merged.new_empty(n_rows, dtype=torch.int32)
     hooks = rows.gradient_hooks(names)
     upstream, loss, kinds = _upstream(rows, grads, loss)
     launch(
         gradient_triton.entries_gradient_kernel, n_rows,
         (out.device, rows, hooks, everywhere is None, prepared.variant, kinds, out.dtype),
         entries_launch(inputs.n_entries),
-        exact, everywhere, tiles_written, inputs, merged, upstream, loss, hooks, rows.merged,
+        exact, everywhere, inputs, merged, upstream, loss, hooks, rows.merged,
         n_rows, facts.start, facts.valid_width, rows.has_tail,
     )  # fmt: skip
-    return AtEntries(exact, tiles_written, inputs.entries, inputs.entry_spans, inputs.n_entries), everywhere
+    return exact, everywhere
+
+
+def _put_entries(out, request: Request, exact):
+    """Write the gradient at the entries over that of their columns."""
+    (inputs, prepared), strides = inputs_of(request), out.stride()
+    inputs = Inputs(entries=inputs.entries, entry_spans=inputs.entry_spans, n_entries=inputs.n_entries)
+    launch(
+        gradient_triton.put_entries_kernel, out.shape[0],
+        (out.device, prepared.variant, pointer_key(out), int_key(strides[0]), int_key(strides[1])),
+        entries_launch(inputs.n_entries),
+        out, *strides, exact, inputs, request.facts.start, request.facts.valid_width,
+    )  # fmt: skip
 
 
 def entries(ids, log_probs, mask, factor, renormalize, vocab_size):

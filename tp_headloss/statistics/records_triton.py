@@ -154,16 +154,6 @@ class LossGradient(NamedTuple):
     weight: object = None  # token weights [T] fp32, or None
 
 
-class AtEntries(NamedTuple):
-    """The finished gradient at the entries, and where it belongs."""
-
-    gradient: object = None  # like the entries; None without any
-    tiles_written: object = None  # [T] int32, 0 before
-    entries: object = None  # as in Inputs
-    entry_spans: object = None
-    n_entries: object = None
-
-
 class Token(NamedTuple):
     """One row of a gradient."""
 
