@@ -8,7 +8,9 @@ One row per task, tokens, vocabulary, TP size (the number of processes) and impl
 `scripts/bench/plot_bench.py` draws the JSON files of one or more runs.
 
 Check: before it is timed, every implementation computes loss and logits gradient with all labels but those of 16 rows
-ignored, and is compared with float64 on those rows. Too far off is status "wrong": listed and timed, but marked.
+ignored, and is compared with float64 on those rows. Too far off is status "wrong": listed and timed, but marked. Not
+done with this first call, which may compile or tune, in `--limit` seconds is status "timed out" (one process). Every
+row is printed, and the JSON written, as soon as it is measured.
 
 Times, in microseconds, as 10 %, 50 % and 90 % points over the repeats; with several ranks, of the slowest one:
 * forward in grad mode (it saves what its backward needs), backward, and both, of the mean loss over all tokens;
@@ -31,7 +33,6 @@ import argparse
 import fnmatch
 import importlib.metadata
 import itertools
-import json
 import math
 import os
 import shlex
@@ -48,7 +49,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from peers import CLIP, ENTROPY_WEIGHT, KL_WEIGHT, PEERS, Z_WEIGHT, Batch
-from timing import Machine, measure, reason
+from timing import Machine, Report, measure, reason
 
 from tp_headloss import (
     CrossEntropy,
@@ -505,7 +506,8 @@ def against_floor(row, nbytes, elements, bandwidth):
     row["bytes_per_logit"] = round(best * nbytes / elements, 2)
 
 
-def run_task(task, problem, machine, args, bandwidth, absent, rows):
+def run_task(task, problem, report, args, bandwidth, absent):
+    machine = report.machine
     extras, whole = problem.extras(task)
     truth = Truth(task, problem, whole, machine)
     batch = problem.batch(problem.labels, extras)
@@ -519,23 +521,21 @@ def run_task(task, problem, machine, args, bandwidth, absent, rows):
             continue
         row = {"task": task.name, "implementation": name, "tokens": problem.tokens, "vocab": problem.shard.vocab_size}
         row |= {"tp": problem.shard.world_size, "columns": problem.columns, "status": "ok", "note": implementation.note}
-        rows.append(row)
-        try:
-            function = implementation.build()
-        except Exception as error:
-            absent.add(name)
-            row["status"] = f"absent: {reason(error)}"
-            continue
-        try:
-            errors = truth.errors(function, extras)
+        with report.row(f"{heading(row)}, {name}", row):
+            with report.set_up(row):
+                try:
+                    function = implementation.build()
+                except Exception as error:
+                    absent.add(name)
+                    row["status"] = f"absent: {reason(error)}"
+                    continue
+                errors = truth.errors(function, extras)
             row["loss_error"], row["gradient_error"] = (float(f"{e:.3g}") if math.isfinite(e) else None for e in errors)
             if not truth.accepts(errors, implementation.ours):
                 row["status"] = "wrong"
             row |= measure(function, batch, problem, machine, args.do_bench)
             against_floor(row, nbytes, logits.numel(), bandwidth)
-        except Exception as error:
-            row["status"] = f"failed: {reason(error)}"
-        del function
+        function = None
         machine.release()
         problem.refill()
 
@@ -561,21 +561,24 @@ def command(arguments, file=__file__) -> str:
     return launcher + shlex.join([script, *words])
 
 
-def print_table(report):
-    def shape(row):
-        return row["task"], row["tokens"], row["vocab"], row["tp"]
+def heading(row):
+    return f"{row['task']}, {row['tokens']} x {row['vocab']}, TP {row['tp']}"
 
-    for (task, tokens, vocab, tp), rows in itertools.groupby(report["rows"], shape):
-        rows = list(rows)
+
+def print_table(rows):
+    for name, group in itertools.groupby(rows, heading):
+        rows = list(group)
         floor = next((row["floor_us"] for row in rows if "floor_us" in row), None)
-        print(f"\n{task}, {tokens} x {vocab}, TP {tp}" + ("" if floor is None else f", floor {floor:.0f} us"))
+        print(f"\n{name}" + ("" if floor is None else f", floor {floor:.0f} us"))
         print(f"{'':29}{'fwd':>6}{'bwd':>7}{'both':>7}{'/floor':>7}{'eager':>7}{'host':>7}{'MiB':>7}")
         for row in rows:
-            print(f"{row['implementation']:28} {cells(row) if 'eager_us' in row else row['status']}")
+            print(f"{row['implementation']:28} {cells(row)}")
 
 
 def cells(row):
-    """Medians: the graph's three and their ratio to the floor, then those of eager steps."""
+    """Medians: the graph's three and their ratio to the floor, then those of eager steps. Or why there are none."""
+    if "eager_us" not in row:
+        return row["status"]
     graph = row["graph_us"] or {key: [None] * 3 for key in ("forward", "backward", "both")}
     numbers = [graph[key][1] for key in ("forward", "backward", "both")]
     numbers += [row.get("graph_over_floor"), row["eager_us"]["both"][1], row["host_us"], row["extra_memory_mib"]]
@@ -594,6 +597,7 @@ def arguments(argv):
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--repeats", type=int, default=50, help="at most this many; at least 5")
     parser.add_argument("--seconds", type=float, default=0.1, help="for one measurement, if 5 repeats fit")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for anybody's first step, on one rank")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--one-thread", action="store_true", help="run backward in the caller's thread, not in autograd's own"
@@ -618,38 +622,37 @@ def join(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
 
 def main(argv=None):
     args = arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and still write what there is
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and still print the table
     torch.autograd.set_multithreading_enabled(not args.one_thread)
     device, group = join(args.device)
     machine = Machine(device, group, args.seconds, args.repeats)
-    first = group is None or dist.get_rank(group) == 0
     bandwidth = -machine.slowest([-machine.copy_bandwidth()]).item()
-    report = {
-        "device": torch.cuda.get_device_name() if machine.cuda else "CPU",
-        "gpus": torch.cuda.device_count() if machine.cuda else 0,
-        "tp": 1 if group is None else dist.get_world_size(group),
-        "dtype": args.dtype,
-        "versions": versions(),
-        "command": command(sys.argv[1:] if argv is None else argv),
-        "copy_gb_per_s": round(bandwidth / 1e9, 1),
-        "tolerances": {"ours": OUR_TOLERANCE, "peers": PEER_TOLERANCE},
-        "rows": [],
-    }
+    report = Report(
+        machine,
+        cells,
+        args.json,
+        args.limit,
+        device=torch.cuda.get_device_name() if machine.cuda else "CPU",
+        gpus=torch.cuda.device_count() if machine.cuda else 0,
+        tp=1 if group is None else dist.get_world_size(group),
+        dtype=args.dtype,
+        versions=versions(),
+        command=command(sys.argv[1:] if argv is None else argv),
+        copy_gb_per_s=round(bandwidth / 1e9, 1),
+        tolerances={"ours": OUR_TOLERANCE, "peers": PEER_TOLERANCE},
+    )
     try:
-        run_shapes(args, machine, bandwidth, report["rows"])
-    finally:  # a run that breaks leaves what it has
-        if first:
-            print({key: report[key] for key in ("device", "tp", "dtype", "copy_gb_per_s", "versions")})
-            print_table(report)
-            if args.json:
-                with open(args.json, "w") as file:
-                    json.dump(report, file, indent=1)
+        run_shapes(args, report, bandwidth)
+    finally:
+        if report.first:
+            print({key: report.facts[key] for key in ("device", "tp", "dtype", "copy_gb_per_s", "versions")})
+            print_table(report.rows)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def run_shapes(args, machine, bandwidth, rows):
-    absent: set[str] = set()
+def run_shapes(args, report, bandwidth):
+    machine, absent = report.machine, set()
     for vocab, tokens in itertools.product(args.vocab, args.tokens):
         begin = time.perf_counter()
         problem = Problem(tokens, vocab, getattr(torch, args.dtype), machine)
@@ -659,11 +662,10 @@ def run_shapes(args, machine, bandwidth, rows):
             # Each is compiled for itself: no dynamic shapes, and no limit on the number of recompilations.
             if "torch._dynamo" in sys.modules:
                 torch.compiler.reset()
-            run_task(task, problem, machine, args, bandwidth, absent, rows)
+            run_task(task, problem, report, args, bandwidth, absent)
         del problem
         machine.release()
-        if machine.group is None or dist.get_rank(machine.group) == 0:
-            print(f"{tokens} x {vocab}: {time.perf_counter() - begin:.0f} s", flush=True)
+        report.print(f"{tokens} x {vocab}: {time.perf_counter() - begin:.0f} s")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import itertools
-import json
 import math
 import signal
 import sys
@@ -31,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from bench import command, join, versions
 from linear_peers import PEERS, SummedGradient
-from timing import Machine, reason
+from timing import Machine, Report, reason
 
 from tp_headloss import CrossEntropy, Distillation, HeadLoss, Linear, Options, Teacher, TeacherHead, VocabShard
 
@@ -107,6 +106,7 @@ class Implementation:
     gemms: int  # that it cannot do without
     build: Callable[[], Callable]  # -> step() -> loss, dH, dW; None for the GEMMs alone
     budget: int | None = None
+    note: str = ""
 
 
 def gemms(problem, n):
@@ -216,14 +216,15 @@ def implementations(problem):
     for peer in PEERS:
         if peer.sharded or problem.shard.world_size == 1:
             build = lambda p=peer: differentiated(problem, p.build(problem.shard))  # noqa: E731
-            rows.append(Implementation(peer.name, peer.gemms, build))
+            rows.append(Implementation(peer.name, peer.gemms, build, note=peer.note))
     return rows + [Implementation("three GEMMs, again", 3, lambda: gemms(problem, 3))]
 
 
-def measure(implementation, problem, machine, truth) -> dict:
-    row, dtype = {}, problem.hidden.dtype
-    step = implementation.build()
-    out = step()
+def measure(row, implementation, problem, truth, report):
+    machine, dtype = report.machine, problem.hidden.dtype
+    with report.set_up(row):
+        step = implementation.build()
+        out = step()
     if out is not None:
         row["errors"] = [float(f"{e:.3g}") for e in problem.errors(*out, truth)]
         if not max(row["errors"]) <= TOLERANCE[str(dtype).removeprefix("torch.")]:
@@ -237,7 +238,6 @@ def measure(implementation, problem, machine, truth) -> dict:
         row["graph_us"] = machine.timed(machine.captured(step), [machine.align], 1)
     except Exception as error:
         row["graph_failure"] = reason(error)
-    return row
 
 
 def overlap(step, machine) -> dict:
@@ -270,22 +270,25 @@ def shape(row):
 def print_table(rows):
     for name, group in itertools.groupby(rows, shape):
         group = list(group)
-        bare = {row["gemms"]: row["eager_us"][1] for row in reversed(group) if "GEMMs" in row["implementation"]}
+        measured = [row for row in reversed(group) if "eager_us" in row]
+        bare = {row["gemms"]: row["eager_us"][1] for row in measured if "GEMMs" in row["implementation"]}
         print(f"\n{name}: logits shard {group[0]['logits_mib']:.0f} MiB")
         print(f"{'':48}{'eager':>8}{'graph':>8}{'/GEMMs':>8}{'MiB':>8}{'/shard':>8}  errors of loss, dH, dW")
         for row in group:
-            if "eager_us" not in row:
-                print(f"{row['implementation']:48} {row['status']}")
-                continue
-            best = row["eager_us"][1]
-            graph = f"{row['graph_us'][1]:.0f}" if row.get("graph_us") else "-"
-            ratio = best / bare[row["gemms"]] if row["gemms"] in bare else math.nan
-            memory = math.nan if row["memory_mib"] is None else row["memory_mib"]
-            share = memory / row["logits_mib"]
-            print(
-                f"{row['implementation']:48}{best:8.0f}{graph:>8}{ratio:8.3f}{memory:8.0f}{share:8.3f}  "
-                f"{row.get('errors', '')} {'' if row['status'] == 'ok' else row['status']}"
-            )
+            print(f"{row['implementation']:48} {cells(row, bare)}")
+
+
+def cells(row, bare=None):
+    """Medians of eager steps and of the graph, the ratio to bare GEMMs, memory and errors. Or why there are none."""
+    if "eager_us" not in row:
+        return row["status"]
+    best = row["eager_us"][1]
+    graph = f"{row['graph_us'][1]:.0f}" if row.get("graph_us") else "-"
+    ratio = best / bare[row["gemms"]] if bare and row["gemms"] in bare else math.nan
+    memory = math.nan if row["memory_mib"] is None else row["memory_mib"]
+    share = memory / row["logits_mib"]
+    status = "" if row["status"] == "ok" else row["status"]
+    return f"{best:7.0f}{graph:>8}{ratio:8.3f}{memory:8.0f}{share:8.3f}  {row.get('errors', '')} {status}"
 
 
 def arguments(argv):
@@ -297,6 +300,7 @@ def arguments(argv):
     parser.add_argument("--std", type=float, default=2.0, help="of the logits: CCE skips gradients that are small")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--seconds", type=float, default=0.5, help="for one measurement, if 5 repeats fit")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for anybody's first step, on one rank")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--teacher", action="store_true", help="forward KL to a teacher, instead of cross-entropy")
     parser.add_argument("--trace", action="store_true", help="print what runs beside the reduction of dH")
@@ -306,33 +310,34 @@ def arguments(argv):
 
 def main(argv=None):
     args = arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and still write what there is
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and still print the table
     device, group = join(args.device)
     machine = Machine(device, group, args.seconds, 30)
-    report = {
-        "device": torch.cuda.get_device_name() if machine.cuda else "CPU",
-        "dtype": args.dtype,
-        "versions": versions(PEERS),
-        "command": command(sys.argv[1:] if argv is None else argv, __file__),
-        "rows": [],
-    }
+    report = Report(
+        machine,
+        cells,
+        args.json,
+        args.limit,
+        device=torch.cuda.get_device_name() if machine.cuda else "CPU",
+        dtype=args.dtype,
+        versions=versions(PEERS),
+        command=command(sys.argv[1:] if argv is None else argv, __file__),
+    )
     try:
-        run_shapes(args, machine, report["rows"])
-    finally:  # a run that breaks leaves what it has
-        if group is None or dist.get_rank(group) == 0:
-            print({key: report[key] for key in ("device", "dtype", "versions", "command")})
-            print_table(report["rows"])
-            for row in report["rows"]:
+        run_shapes(args, report)
+    finally:
+        if report.first:
+            print(report.facts)
+            print_table(report.rows)
+            for row in report.rows:
                 if "overlap" in row:
                     print(row["implementation"], shape(row), row["overlap"])
-            if args.json:
-                with open(args.json, "w") as file:
-                    json.dump(report, file, indent=1)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def run_shapes(args, machine, rows):
+def run_shapes(args, report):
+    machine = report.machine
     for vocab, hidden, tokens in itertools.product(args.vocab, args.hidden, args.tokens):
         problem = Problem(tokens, hidden, vocab, args.std, getattr(torch, args.dtype), machine, args.teacher)
         truth = problem.truth()
@@ -341,16 +346,12 @@ def run_shapes(args, machine, rows):
                 continue
             row = {"implementation": implementation.name, "tokens": tokens, "hidden": hidden, "vocab": vocab}
             row |= {"tp": problem.shard.world_size, "gemms": implementation.gemms, "budget": implementation.budget}
-            row |= {"logits_mib": problem.logits_bytes / 2**20, "std": args.std, "status": "ok"}
-            rows.append(row)
-            try:
-                row |= measure(implementation, problem, machine, truth)
+            row |= {"logits_mib": problem.logits_bytes / 2**20, "std": args.std}
+            row |= {"status": "ok", "note": implementation.note}
+            with report.row(f"{shape(row)}, {implementation.name}", row):
+                measure(row, implementation, problem, truth, report)
                 if args.trace and implementation.name.startswith("ours") and machine.cuda:
                     row["overlap"] = overlap(implementation.build(), machine)
-            except ImportError as error:
-                row["status"] = f"absent: {reason(error)}"
-            except Exception as error:
-                row["status"] = f"failed: {reason(error)}"
             problem.weight.__dict__.pop("main_grad", None)
             machine.release()
         del problem, truth

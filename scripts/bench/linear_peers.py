@@ -181,22 +181,25 @@ def liger_linear_sharded(shard):
     return step
 
 
-def quack(shard, scaled):
+def quack(shard, **options):
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    return functools.partial(chunked_linear_cross_entropy, use_scaled_exp=scaled)
+    return functools.partial(chunked_linear_cross_entropy, **options)
 
 
 @peer("quack, linear", package="quack-kernels", sharded=False, gemms=3, note="on Hopper, softmax inside the GEMMs")
 def quack_linear(shard):
     """Chunks of 4096 tokens, its default; gradient in forward."""
-    return quack(shard, None)
+    return quack(shard)
 
 
-@peer("quack, linear, chunks", package="quack-kernels", sharded=False, gemms=3)
+@peer("quack, linear, chunks", package="quack-kernels", sharded=False, gemms=3, note="its GEMMs of dW are not tuned")
 def quack_linear_chunks(shard):
-    """Its path for other GPUs: GEMMs of torch around its kernel for the cross-entropy."""
-    return quack(shard, False)
+    """Its path for other GPUs: GEMMs of torch and, for dW, its own around its kernel for the cross-entropy.
+
+    Tuning would time 44 configurations, 254 launches each, of either of the two GEMMs of dW: minutes at these shapes.
+    """
+    return quack(shard, use_scaled_exp=False, tuned=False)
 
 
 @peer("DeepSpeed, linear", package="deepspeed", note="sums in fp32")

@@ -1,10 +1,15 @@
-"""Clock, CUDA graphs and memory: how `bench.py` measures one function; what the numbers mean stands there."""
+"""Clock, CUDA graphs, memory, report: how `bench.py` measures one function; what the numbers mean stands there."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import json
 import math
+import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -135,6 +140,79 @@ class Machine:
         a = torch.empty((2 << 30) if self.cuda else (8 << 20), dtype=torch.uint8, device=self.device)
         b = torch.empty_like(a)
         return 2e6 * a.numel() / self.timed(lambda: b.copy_(a))[1]
+
+
+class TimedOut(BaseException):
+    """An implementation that was not set up in time. No `except Exception` on the way swallows it."""
+
+
+class Report:
+    """The results of a run: facts about it, and rows, each printed and written as soon as it is measured.
+
+    Args:
+        machine: its first rank prints and writes
+        cells: row -> what is printed of it
+        file: for the JSON, or None
+        limit: seconds for the set-up of an implementation. Several ranks have none: those that are left would wait.
+        facts: what the JSON holds beside its rows
+    """
+
+    def __init__(self, machine: Machine, cells: Callable[[dict], str], file: str | None, limit: float, **facts):
+        self.machine, self.cells, self.file = machine, cells, file
+        self.limit = limit if machine.group is None else 0.0  # 0: no alarm
+        self.first = machine.group is None or dist.get_rank(machine.group) == 0
+        self.facts, self.rows = facts, []
+
+    @contextlib.contextmanager
+    def row(self, name: str, row: dict):
+        """Measures one row in its block. The name is printed before, so that the log of a killed run ends with it."""
+        begin = time.perf_counter()
+        self.rows.append(row)
+        self.print(f"{name}: ", end="")
+        try:
+            yield
+        except TimedOut:
+            row["status"] = f"timed out: not set up in {self.limit:g} s"
+        except ImportError as error:
+            row["status"] = f"absent: {reason(error)}"
+        except Exception as error:
+            row["status"] = f"failed: {reason(error)}"
+        except BaseException:
+            row["status"] = "stopped"
+            raise
+        finally:
+            self.print(f"{self.cells(row)} ({time.perf_counter() - begin:.1f} s, set-up {row.get('set_up_s', '-')} s)")
+            self.write()
+
+    @contextlib.contextmanager
+    def set_up(self, row: dict):
+        """Stops the first step of an implementation, which may compile or tune for minutes, at the limit.
+
+        A signal is handled in the main thread, between two lines of Python: backward runs in that thread here, and what
+        is busy in C is stopped when it returns.
+        """
+
+        def stop(*_):
+            raise TimedOut
+
+        begin, handler = time.perf_counter(), signal.signal(signal.SIGALRM, stop)
+        timer = signal.setitimer(signal.ITIMER_REAL, self.limit)
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+            self.machine.synchronize()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, handler)
+            row["set_up_s"] = round(time.perf_counter() - begin, 1)
+
+    def print(self, *words, **options):
+        if self.first:
+            print(*words, **options, flush=True)
+
+    def write(self):
+        if self.first and self.file:
+            Path(self.file).write_text(json.dumps(self.facts | {"rows": self.rows}, indent=1))
 
 
 def retained(forward, logits, machine):

@@ -1,6 +1,8 @@
 """The benchmark runs without a GPU and without anybody else's package, and its check tells right from wrong."""
 
+import contextlib
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,11 @@ def fails(batch):
     raise RuntimeError("out of something\nand more")
 
 
+def slow(_):
+    with contextlib.suppress(Exception):  # as tuners do, to go on with another configuration
+        time.sleep(60)
+
+
 def missing():
     import a_package_that_is_not_there  # noqa: F401
 
@@ -92,6 +99,7 @@ def test_wrong_failing_and_absent_implementations_are_reported(tmp_path, bench, 
         "not ignoring": lambda batch: cross_entropy(batch) + (batch.logits - batch.logits.detach())[1].sum(),
         "nan": lambda batch: cross_entropy(batch) * torch.nan,
         "fails": fails,
+        "slow": slow,
     }
     made = [bench.Implementation(name, lambda f=f: f) for name, f in functions.items()]
     made += [
@@ -100,14 +108,15 @@ def test_wrong_failing_and_absent_implementations_are_reported(tmp_path, bench, 
     ]
     monkeypatch.setattr(bench, "implementations", lambda task, shard, device: made)
     data = tmp_path / "bench.json"
-    bench.main([*SMALL, "--vocab", "257", "263", "--tasks", "ce", "--json", str(data)])
+    bench.main([*SMALL, "--vocab", "257", "263", "--tasks", "ce", "--limit", "1", "--json", str(data)])
     rows = json.loads(data.read_text())["rows"]
     status = {(row["vocab"], row["implementation"]): row["status"] for row in rows}
     for vocab in (257, 263):
         assert status[vocab, "right"] == "ok"
-        assert {status[vocab, name] for name in functions if name not in ("right", "fails")} == {"wrong"}
+        assert {status[vocab, name] for name in functions if name not in ("right", "fails", "slow")} == {"wrong"}
         assert status[vocab, "sloppy ours"] == "wrong"  # good enough for bf16, not for us
         assert status[vocab, "fails"] == "failed: RuntimeError: out of something"
+        assert status[vocab, "slow"] == "timed out: not set up in 1 s"
     assert status[257, "absent"].startswith("absent: ModuleNotFoundError") and (263, "absent") not in status
     assert all("eager_us" in row for row in rows if row["status"] == "wrong")  # marked, and timed all the same
 
@@ -125,23 +134,31 @@ def test_the_linear_benchmark_tells_right_from_wrong(tmp_path, ranks, teacher):
     assert f"2048 x 16 x {512 * ranks}, TP {ranks}: logits shard 4 MiB" in out
 
 
-def test_the_linear_benchmark_marks_what_is_wrong(monkeypatch, tmp_path, bench):
+def test_the_linear_benchmark_marks_what_is_wrong_and_writes_every_row_at_once(monkeypatch, tmp_path, bench, capsys):
     import bench_linear
+
+    data = tmp_path / "bench.json"
 
     def wrong(problem):
         return bench_linear.differentiated(problem, lambda h, w, y: F.cross_entropy(F.linear(h, 1.01 * w), y))
 
+    def reads(problem):
+        assert "reads: " in capsys.readouterr().out.splitlines()[-1]  # what runs is named
+        raise RuntimeError(json.loads(data.read_text())["rows"][-1]["status"])
+
     made = [("right", lambda p: bench_linear.materialised(p, None)), ("wrong", wrong), ("fails", fails)]
+    made += [("slow", slow), ("reads", reads)]
     monkeypatch.setattr(
         bench_linear,
         "implementations",
         lambda p: [bench_linear.Implementation(name, 3, lambda b=build: b(p)) for name, build in made],
     )
-    data = tmp_path / "bench.json"
     shape = ["--tokens", "40", "--hidden", "8", "--vocab", "64", "--dtype", "float32", "--device", "cpu"]
-    bench_linear.main([*shape, "--seconds", "0.001", "--json", str(data)])
-    rows = {row["implementation"]: row["status"] for row in json.loads(data.read_text())["rows"]}
-    assert rows == {"right": "ok", "wrong": "wrong", "fails": "failed: RuntimeError: out of something"}
+    bench_linear.main([*shape, "--seconds", "0.001", "--limit", "3", "--json", str(data)])
+    rows = {row["implementation"]: row for row in json.loads(data.read_text())["rows"]}
+    expected = {"right": "ok", "wrong": "wrong", "fails": "failed: RuntimeError: out of something"}
+    expected |= {"slow": "timed out: not set up in 3 s", "reads": "failed: RuntimeError: timed out: not set up in 3 s"}
+    assert {name: row["status"] for name, row in rows.items()} == expected and 3 <= rows["slow"]["set_up_s"] < 30
 
 
 def test_the_host_time_of_a_step_is_printed_beside_that_of_cross_entropy(tmp_path):
