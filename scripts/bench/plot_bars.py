@@ -17,8 +17,9 @@ NAMES = {  # as bench.py calls them -> as the chart does
     "torch loss_parallel": "torch, loss_parallel",
 }
 SHOWN = [
-    "ours", "ours, in place", "Fast-LLM", "quack", "flash-attention", "Transformer Engine", "torch.compile",
-    "Liger, vocab-parallel", "Megatron-Core, fused", "Megatron-Core", "torch loss_parallel",
+    "ours", "ours, in place", "Fast-LLM", "quack", "flash-attention", "Liger, CuTe", "Liger", "Transformer Engine",
+    "torch.compile", "Liger, vocab-parallel", "Megatron-Core, fused", "Megatron-Core", "DeepSpeed",
+    "torch loss_parallel",
 ]  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def main():
     rows = at(load(args.json)[1], task="ce", tokens=8192, vocab=128256)
     rows = [row for row in rows if row["implementation"] in SHOWN]
     sizes = sorted({row["tp"] for row in rows})
-    figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 5), sharey=True, layout="constrained", width_ratios=[3, 2])
+    figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 6), sharey=True, layout="constrained", width_ratios=[3, 2])
     bars(time, rows, sizes, over_floor, digits=2)
     bars(memory, rows, sizes, memory_in_logits, digits=1)
     time.set(title="time of forward + backward", xlabel="times the floor (1: reads and writes alone)")

@@ -3,7 +3,8 @@
     plot_bench.py tp4_tasks.json tp4_kd.json tp4_rl.json --part tasks \\
         --without 'ours, gather' 'ours, in place' 'ours, symm_mem' --out bench_tasks.png
     plot_bench.py tp1_ce.json tp2_*.json tp4_ce.json --part scaling \\
-        --without 'ours, in place' 'ours, symm_mem' 'ours, torch backend' --out bench_scaling.png
+        --without 'ours, in place' 'ours, symm_mem' 'ours, torch backend' 'ours, gradient in the forward' \\
+        'quack, in place' --out bench_scaling.png
 
 Panels without data (one TP size only, say) are left out. Times are those of a CUDA graph (filled markers), or eager
 ones (hollow) of what cannot be captured. A cross marks what computed something wrong.
@@ -177,7 +178,8 @@ def scaling(axis, rows, style, key, label, wanted):
     axis.xaxis.set_major_locator(FixedLocator(values))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1000:.0f}k" if key == "vocab" else f"{x:g}"))
-    axis.tick_params(axis="x", rotation=0 if len(values) < 4 else 40)
+    if len(values) > 3:  # steep enough for 128k beside 152k
+        plt.setp(axis.get_xticklabels(), rotation=60, ha="right", rotation_mode="anchor")
     ratio_axis(axis, "y", [over_floor(row) for row in rows])
     names = {"tokens": "{} tokens".format, "vocab": "{} ids".format, "tp": gpus}
     title = ", ".join(names[name](fixed[name]) for name in others)
