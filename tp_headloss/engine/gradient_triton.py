@@ -1,7 +1,8 @@
 """The gradient of a tile of logits, for any tuple of families, and the gradient at a token's entries.
 
 At the entries of a top-K teacher or of a set the whole gradient is computed in a kernel of its own, before the logits
-may be overwritten, and put into its place last.
+may be overwritten, and put into its place by the program that wrote these columns: while they are in the cache, a
+scattered element costs no access of memory.
 """
 
 import triton
@@ -123,20 +124,13 @@ def entries_gradient_kernel(
         store_everywhere(everywhere_ptr, token, grads, inputs, rows, HAS_TAIL)
 
 
-@triton.jit(do_not_specialize=["start", "valid_width"])
-def put_entries_kernel(
-    dx_ptr, dx_row, dx_column,  # [T, width] out
-    exact_ptr,  # like the entries
-    inputs,  # Inputs
-    start, valid_width,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: copy the gradient at the entries of one row to their columns."""
-    row = tl.program_id(0).to(tl.int64)
-    begin, count = entry_range(inputs, row)
+@triton.jit
+def put_entries(dx, dx_column, at_entries, row, first, end, start, BLOCK: tl.constexpr):
+    """Copy the gradient at those of a row's entries that are columns first .. end - 1; dx: pointer to the row."""
+    begin, count = entry_range(at_entries, row)
     for k in range(0, count, BLOCK):
         place = k + tl.arange(0, BLOCK)
-        columns = tl.load(inputs.entries + begin + place, mask=place < count, other=-1) - start
-        here = (columns >= 0) & (columns < valid_width)
-        exact = tl.load(exact_ptr + begin + place, mask=here, other=0.0)
-        tl.store(dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, exact, mask=here)
+        columns = tl.load(at_entries.entries + begin + place, mask=place < count, other=-1) - start
+        here = (columns >= first) & (columns < end)
+        gradient = tl.load(at_entries.gradient + begin + place, mask=here, other=0.0)
+        tl.store(dx + columns.to(tl.int64) * dx_column, gradient, mask=here)

@@ -20,7 +20,10 @@ from ..statistics.family_triton import (
 from ..statistics.numerics_triton import widen
 from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
 from ..symmetric_memory_triton import end_turn, packet_pointer, slot_to_write, turn_to_read
-from .gradient_triton import tile_gradient
+from .gradient_triton import put_entries, tile_gradient
+
+COLUMNS = tl.constexpr(8192)  # of the gradient in a program that puts entries into their places
+PUT = tl.constexpr(512)  # entries at once
 
 
 @triton.jit
@@ -188,6 +191,26 @@ def merge_kernel(
     end_turn(memory, turn)
 
 
+@triton.jit
+def _store_gradient(
+    dx, dx_column, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store one tile of the gradient of a row; dx: pointer to the row."""
+    columns = first + tl.arange(0, BLOCK)
+    written = columns < inputs.width
+    readable = columns < tl.where(token.ignored, 0, inputs.width)
+    x = tl.load(inputs.x + token.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0)
+    token = Token(
+        token.row, token.n, token.merged, token.whole, token.ignored, token.student_scale, 0, start, written, readable,
+        token.loss,
+    )  # fmt: skip
+    dz = tile_gradient(
+        widen(x), columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, BLOCK
+    )
+    tl.store(dx + columns.to(tl.int64) * dx_column, dz.to(dx.dtype.element_ty), mask=written)
+
+
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
 def gradient_kernel(
     dx_ptr, dx_row, dx_column,  # [T, width] out; may be x itself
@@ -195,32 +218,39 @@ def gradient_kernel(
     merged_ptr,  # [R, T] fp32
     grads,  # upstream gradients by name, see `upstream`
     loss,  # LossGradient
+    at_entries,  # AtEntries
     families,  # their GRADIENT
     rows,  # numbers of the merged rows by name
     n_rows, start, valid_width,
     PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of one row of the gradient.
+    """One program: one tile of one row of the gradient, or with entries COLUMNS of it and the gradient at those there.
 
     Rows run from the last to the first: what the forward read last is still in the L2 cache.
     """
-    tiles = tl.cdiv(inputs.width, BLOCK)
+    STEP: tl.constexpr = BLOCK if at_entries.gradient is None else COLUMNS
+    steps = tl.cdiv(inputs.width, STEP)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = (program // tiles).to(tl.int64)
-    first = program % tiles * BLOCK
-    columns = first + tl.arange(0, BLOCK)
+    row = (program // steps).to(tl.int64)
+    first = program % steps * STEP
     n = n_rows.to(tl.int64)
     merged = merged_ptr + row
     whole = tl.load(merged + rows.sum * n)
     ignored = whole == 0.0
-    written = columns < inputs.width
-    readable = columns < tl.where(ignored, 0, inputs.width)
     pre, post = row_factors(inputs, row)
     teacher_scale, a = teacher_scales(inputs, row, n_rows)
     chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
-    x = tl.load(inputs.x + row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0)
-    token = Token(row, n, merged, whole, ignored, a, 0, start, written, readable, loss_of_row(loss, row))
-    dz = tile_gradient(
-        widen(x), columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, BLOCK
-    )
-    tl.store(dx_ptr + row * dx_row + columns.to(tl.int64) * dx_column, dz.to(dx_ptr.dtype.element_ty), mask=written)
+    token = Token(row, n, merged, whole, ignored, a, 0, start, False, False, loss_of_row(loss, row))
+    dx = dx_ptr + row * dx_row
+    if at_entries.gradient is None:
+        _store_gradient(
+            dx, dx_column, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, BLOCK
+        )
+    else:
+        end = tl.minimum(first + STEP, inputs.width)
+        for tile in tl.range(first, end, BLOCK, num_stages=3):
+            _store_gradient(
+                dx, dx_column, tile, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, BLOCK
+            )
+        tl.debug_barrier()  # these columns are written
+        put_entries(dx, dx_column, at_entries, row, first, tl.minimum(end, valid_width), start, PUT)

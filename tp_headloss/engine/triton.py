@@ -10,7 +10,7 @@ from ..statistics import at_ids_triton, entries_triton, sets_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
 from ..statistics.rank_triton import rank_kernel
-from ..statistics.records_triton import Inputs, LossGradient
+from ..statistics.records_triton import AtEntries, Inputs, LossGradient
 from ..symmetric_memory_triton import SharedMemory
 from . import gradient_triton, kernels
 from .device_inputs import inputs_of
@@ -47,7 +47,7 @@ def shares_memory(logits) -> bool:
     return logits.is_cuda and logits.shape[0] > 0
 
 
-NOT_SHARED, NO_LOSS = SharedMemory(), LossGradient()
+NOT_SHARED, NO_LOSS, NO_ENTRIES = SharedMemory(), LossGradient(), AtEntries()
 
 
 def _shared(memory) -> SharedMemory:
@@ -64,26 +64,17 @@ def local_statistics(packets, request: Request, memory=None):
     if n_rows == 0:
         return
     (inputs, prepared), shared, device = inputs_of(request), _shared(memory), packets.device
-    rows, streamed, variant = prepared.rows, inputs, (device, prepared.variant, shared.slot)
-    how = statistics_launch(facts.chunk_size, inputs.teacher is not None or rows.has_tail)
-    if inputs.entries is not None:
-        streamed = inputs._replace(entry_log_probs=None) if rows.has_tail else _without_entries(inputs)
-    launch(
-        kernels.statistics_kernel, n_rows * facts.chunks, variant, how,
-        packets, streamed, shared, rows.statistics, rows.packet, n_rows, *prepared.bounds,
-    )  # fmt: skip
-    if inputs.entries is None:
-        return
-    how, programs = entries_launch(inputs.n_entries), n_rows * facts.chunks
+    rows, variant, streamed = prepared.rows, (device, prepared.variant, shared.slot), inputs
     if request.layout.per_id:
-        kernel, how = at_ids_triton.at_ids_statistics_kernel, AT_IDS
-        programs = at_ids_programs(n_rows, inputs.n_entries)
-    elif inputs.entry_spans is None:
-        kernel = entries_triton.entry_statistics_kernel
-    else:
-        kernel = sets_triton.set_statistics_kernel
+        streamed = _without_entries(inputs)
+        launch(
+            at_ids_triton.at_ids_statistics_kernel, at_ids_programs(n_rows, inputs.n_entries), variant, AT_IDS,
+            packets, inputs, shared, rows.packet, n_rows, *prepared.bounds,
+        )  # fmt: skip
     launch(
-        kernel, programs, variant, how, packets, inputs, shared, rows.packet, n_rows, *prepared.bounds,
+        kernels.statistics_kernel, n_rows * facts.chunks, variant,
+        statistics_launch(facts.chunk_size, inputs.teacher is not None or rows.has_tail),
+        packets, streamed, shared, rows.statistics, rows.packet, n_rows, *prepared.bounds,
     )  # fmt: skip
 
 
@@ -160,13 +151,12 @@ def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
     if grads.keys().isdisjoint(AT_ENTRIES):
         _gradient(out, request, inputs, prepared.variant, merged, grads, loss)
         return
-    exact, everywhere = _entries_gradient(out, request, merged, grads, loss)
+    at_entries, everywhere = _entries_gradient(out, request, merged, grads, loss)
     at_entries_alone = statistics.TOPK_TEACHER + statistics.AT_IDS
     elsewhere = {name: g for name, g in grads.items() if name not in at_entries_alone}
     if everywhere is not None:
         elsewhere["lse" if len(everywhere) == 1 else "everywhere"] = everywhere
-    _gradient(out, request, inputs, prepared.variant, merged, elsewhere, loss)
-    _put_entries(out, request, exact)
+    _gradient(out, request, inputs, prepared.variant, merged, elsewhere, loss, at_entries)
 
 
 def _upstream(rows: DeviceLayout, grads: dict, loss):
@@ -180,25 +170,26 @@ def _upstream(rows: DeviceLayout, grads: dict, loss):
     return upstream, LossGradient(*loss), (*kinds, pointer_key(gradient), dtype_key(weight), *coefficients)
 
 
-def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict, loss):
-    """The gradient at every column, that at entries excepted; variant: of these inputs."""
+def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict, loss, at_entries=NO_ENTRIES):
+    """The gradient at every column, `at_entries` put into its place; variant: of these inputs."""
     (n_rows, width), strides, facts, rows = out.shape, out.stride(), request.facts, device_layout(request.layout)
     names = tuple(grads)
     hooks, how = rows.gradient_hooks(names), gradient_launch(width, names, facts.softcap != 0.0)
     upstream, loss, kinds = _upstream(rows, grads, loss)
-    padded = facts.valid_width < width
+    padded, columns = facts.valid_width < width, how.block if at_entries is NO_ENTRIES else kernels.COLUMNS.value
     variant = (
-        out.device, rows, hooks, padded, pointer_key(out), int_key(strides[0]), int_key(strides[1]), variant, kinds,
+        out.device, rows, hooks, padded, at_entries is NO_ENTRIES, pointer_key(out), *map(int_key, strides), variant,
+        kinds,
     )  # fmt: skip
     launch(
-        kernels.gradient_kernel, n_rows * ceil_div(width, how.block), variant, how,
-        out, *strides, inputs, merged, upstream, loss, hooks, rows.merged,
+        kernels.gradient_kernel, n_rows * ceil_div(width, columns), variant, how,
+        out, *strides, inputs, merged, upstream, loss, at_entries, hooks, rows.merged,
         n_rows, facts.start, facts.valid_width, padded,
     )  # fmt: skip
 
 
 def _entries_gradient(out, request: Request, merged, grads: dict, loss):
-    """The whole gradient at a request's entries, like these, and [4, N] of what a top-K teacher's statistics add at all
+    """The whole gradient at a request's entries, and [4, N] of what a top-K teacher's statistics add at all
     other ids, or [1, N] if that is nothing but an upstream gradient of lse."""
     facts, rows, (inputs, prepared) = request.facts, device_layout(request.layout), inputs_of(request)
     n_rows, names = out.shape[0], tuple(grads)
@@ -215,19 +206,7 @@ def _entries_gradient(out, request: Request, merged, grads: dict, loss):
         exact, everywhere, inputs, merged, upstream, loss, hooks, rows.merged,
         n_rows, facts.start, facts.valid_width, rows.has_tail,
     )  # fmt: skip
-    return exact, everywhere
-
-
-def _put_entries(out, request: Request, exact):
-    """Write the gradient at the entries over that of their columns."""
-    (inputs, prepared), strides = inputs_of(request), out.stride()
-    inputs = Inputs(entries=inputs.entries, entry_spans=inputs.entry_spans, n_entries=inputs.n_entries)
-    launch(
-        gradient_triton.put_entries_kernel, out.shape[0],
-        (out.device, prepared.variant, pointer_key(out), int_key(strides[0]), int_key(strides[1])),
-        entries_launch(inputs.n_entries),
-        out, *strides, exact, inputs, request.facts.start, request.facts.valid_width,
-    )  # fmt: skip
+    return AtEntries(exact, inputs.entries, inputs.entry_spans, inputs.n_entries), everywhere
 
 
 def entries(ids, log_probs, mask, factor, renormalize, vocab_size):

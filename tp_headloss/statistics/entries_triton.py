@@ -1,4 +1,4 @@
-"""The kernels over a top-K teacher's entries: which they are, their packet rows, their second exchange.
+"""A top-K teacher's entries: which they are, their packet rows, their second exchange.
 
 Names as in `family_triton`; E entries per token, tau their probabilities, s = softmax of z' over the entries.
 """
@@ -6,10 +6,11 @@ Names as in `family_triton`; E entries per token, tau their probabilities, s = s
 import triton
 import triton.language as tl
 
-from ..symmetric_memory_triton import slot_to_write
-from .family_triton import open_chunk, open_chunk_again, transform
-from .numerics_triton import exp, fixed_sum
-from .topk_triton import NONE, entry_softmax, jensen_shannon_parts
+from .family_triton import open_chunk_again, transform
+from .numerics_triton import LOG2_E, LOG_2, exp, fixed_sum, log2, relative_information
+
+NONE = tl.constexpr(2147483647)  # the id of a place without an entry
+AT_ONCE = tl.constexpr(128)  # entries that the programs of one warp read at once
 
 
 @triton.jit
@@ -95,65 +96,75 @@ def entry_range(inputs, row):
 
 
 @triton.jit
-def load_entries(inputs, chunk, at, live):
-    """Entries of a row, those numbered `at` that are live, in a chunk: the columns, z there (-inf elsewhere), which
-    entries are here."""
+def entries_here(inputs, chunk, at, live):
+    """Columns of a row's entries, those numbered `at` that are live, and which of them are in a chunk."""
     columns = tl.load(inputs.entries + at, mask=live, other=-1) - chunk.start
-    here = (columns >= chunk.first) & (columns < chunk.first + chunk.size)
+    return columns, (columns >= chunk.first) & (columns < chunk.first + chunk.size)
+
+
+@triton.jit
+def load_at(inputs, chunk, columns, here):
+    """z of a row at the columns that are here, -inf in the place of others."""
     x = tl.load(inputs.x + chunk.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=here, other=0.0)
     z, _ = transform(x.to(tl.float32), tl.where(here, columns, inputs.width), inputs, chunk.pre, chunk.post)
-    return columns, tl.where(here, z, float("-inf")), here
+    return tl.where(here, z, float("-inf"))
 
 
-@triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks", "ignore_index"])
-def entry_statistics_kernel(
-    packets_ptr,  # [chunks, K, T] fp32 out: the entries' rows
-    inputs,  # Inputs
-    memory,  # SharedMemory
-    rows,  # numbers of the packets' rows by name
-    n_rows, start, valid_width, chunks, ignore_index,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: the entries of one chunk of one row."""
-    row = (tl.program_id(0) // chunks).to(tl.int64)
-    index = tl.program_id(0) % chunks
-    n = n_rows.to(tl.int64)
-    chunk = open_chunk(inputs, row, index, n_rows, start, valid_width, ignore_index)
-    packets_ptr = slot_to_write(packets_ptr, memory)
+@triton.jit
+def store_entry_sums(out, n, chunk, inputs, rows):
+    """Store the entries' packet rows of one chunk of one row."""
     m = -float("inf")
-    s = tl.zeros([BLOCK], tl.float32)
-    mass = tl.zeros([BLOCK], tl.float32)
-    cross = tl.zeros([BLOCK], tl.float32)
-    gap = tl.zeros([BLOCK], tl.float32)
-    begin, count = entry_range(inputs, row)
-    lanes = tl.arange(0, BLOCK)
-    for k in range(0, count, BLOCK):
+    s = tl.zeros([AT_ONCE], tl.float32)
+    mass = tl.zeros([AT_ONCE], tl.float32)
+    cross = tl.zeros([AT_ONCE], tl.float32)
+    gap = tl.zeros([AT_ONCE], tl.float32)
+    begin, count = entry_range(inputs, chunk.row)
+    lanes = tl.arange(0, AT_ONCE)
+    for k in range(0, count, AT_ONCE):
         at = begin + k + lanes
-        _columns, z, here = load_entries(inputs, chunk, at, k + lanes < count)
-        log_tau = tl.load(inputs.entry_log_probs + at, mask=here, other=float("-inf"))
-        peak = tl.maximum(m, tl.max(z, axis=0))
-        drop = tl.where(m == float("-inf"), 0.0, m - peak)
-        shifted = z - tl.where(peak == float("-inf"), 0.0, peak)
-        if inputs.student_scale is not None:
-            drop *= chunk.student_scale
-            shifted *= chunk.student_scale
-        factor = tl.where(m == float("-inf"), 0.0, exp(drop))
-        gap = tl.where(factor == 0.0, 0.0, factor * tl.fma(drop, s, gap))
-        s *= factor
-        cross -= tl.where(mass == 0.0, 0.0, mass * drop)
-        m = peak
-        p = exp(shifted)
-        tau = tl.exp(log_tau)
-        s += p
-        mass += tau
-        cross += tl.where(tau == 0.0, 0.0, tau * (log_tau - shifted))
-        gap += tl.where(p == 0.0, 0.0, p * (shifted - log_tau))
-    out = packets_ptr + index.to(tl.int64) * rows.height * n + row
+        columns, here = entries_here(inputs, chunk, at, k + lanes < count)
+        if tl.max(here.to(tl.int32), axis=0) > 0:
+            z = load_at(inputs, chunk, columns, here)
+            log_tau = tl.load(inputs.entry_log_probs + at, mask=here, other=float("-inf"))
+            peak = tl.maximum(m, tl.max(z, axis=0))
+            drop = tl.where(m == float("-inf"), 0.0, m - peak)
+            shifted = z - tl.where(peak == float("-inf"), 0.0, peak)
+            if inputs.student_scale is not None:
+                drop *= chunk.student_scale
+                shifted *= chunk.student_scale
+            factor = tl.where(m == float("-inf"), 0.0, exp(drop))
+            gap = tl.where(factor == 0.0, 0.0, factor * tl.fma(drop, s, gap))
+            s *= factor
+            cross -= tl.where(mass == 0.0, 0.0, mass * drop)
+            m = peak
+            p = exp(shifted)
+            tau = tl.exp(log_tau)
+            s += p
+            mass += tau
+            cross += tl.where(tau == 0.0, 0.0, tau * (log_tau - shifted))
+            gap += tl.where(p == 0.0, 0.0, p * (shifted - log_tau))
     tl.store(out + rows.topk_max * n, m + 0.0)
-    tl.store(out + rows.topk_sum * n, fixed_sum(s, BLOCK))
-    tl.store(out + rows.topk_mass * n, fixed_sum(mass, BLOCK))
-    tl.store(out + rows.topk_cross * n, fixed_sum(cross, BLOCK))
-    tl.store(out + rows.topk_gap * n, fixed_sum(gap, BLOCK))
+    tl.store(out + rows.topk_sum * n, fixed_sum(s, AT_ONCE))
+    tl.store(out + rows.topk_mass * n, fixed_sum(mass, AT_ONCE))
+    tl.store(out + rows.topk_cross * n, fixed_sum(cross, AT_ONCE))
+    tl.store(out + rows.topk_gap * n, fixed_sum(gap, AT_ONCE))
+
+
+@triton.jit
+def entry_softmax(z, at, n, a, merged, inputs):
+    """The student's softmax over the entries, and y = a (z - topk_shift); at: the token's first merged row."""
+    shifted = z - tl.load(at + merged.topk_shift * n)
+    if inputs.student_scale is not None:
+        shifted *= a
+    return tl.where(z == float("-inf"), 0.0, exp(shifted) / tl.load(at + merged.topk_sum * n)), shifted
+
+
+@triton.jit
+def jensen_shannon_parts(p, q, log_q, beta):
+    """(1 - beta) p log(p / m) and beta q log(q / m), m = beta q + (1 - beta) p."""
+    log2_m = log2(beta * q + (1.0 - beta) * p)
+    student = (1.0 - beta) * LOG_2 * relative_information(p, log2(p), log2_m)
+    return student, beta * LOG_2 * relative_information(q, log_q * LOG2_E, log2_m)
 
 
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks"])
@@ -180,7 +191,8 @@ def entry_divergence_kernel(
     lanes = tl.arange(0, BLOCK)
     for k in range(0, count, BLOCK):
         place = begin + k + lanes
-        _columns, z, here = load_entries(inputs, chunk, place, k + lanes < count)
+        columns, here = entries_here(inputs, chunk, place, k + lanes < count)
+        z = load_at(inputs, chunk, columns, here)
         log_tau = tl.load(inputs.entry_log_probs + place, mask=here, other=float("-inf"))
         p, _shifted = entry_softmax(z, at, n, chunk.student_scale, merged, inputs)
         q = tl.exp(log_tau)

@@ -154,6 +154,15 @@ class LossGradient(NamedTuple):
     weight: object = None  # token weights [T] fp32, or None
 
 
+class AtEntries(NamedTuple):
+    """The finished gradient at the entries, and where it belongs."""
+
+    gradient: object = None  # like the entries; None without any
+    entries: object = None  # as in Inputs
+    entry_spans: object = None
+    n_entries: object = None
+
+
 class Token(NamedTuple):
     """One row of a gradient."""
 

@@ -26,9 +26,6 @@ class SetsFamily(Family):
     statistics = gradients = ("set_log_prob", "set_entropy", "set_log_mass")
     has_lanes = False
 
-    def streams(self, call: Wanted) -> bool:
-        return False
-
     def packet_rows(self, call: Wanted) -> tuple[str, ...]:
         rows = ("set_max", "set_sum", "set_owner") if call.has_labels else ("set_max", "set_sum")
         return (*rows, "set_moment") if "set_entropy" in call.want else rows

@@ -1,4 +1,4 @@
-"""Device functions of the statistics over sets of ids, and the kernels that read the sets forward.
+"""Device functions of the statistics over sets of ids, and the kernel that makes their ids distinct.
 
 Names as in `family_triton`; a set's members are entries with bounds of their own, see `entries_triton.entry_range`.
 """
@@ -6,9 +6,8 @@ Names as in `family_triton`; a set's members are entries with bounds of their ow
 import triton
 import triton.language as tl
 
-from ..symmetric_memory_triton import slot_to_write
-from .entries_triton import entry_range, load_entries
-from .family_triton import Gradient, Merge, nothing_folded, open_chunk, read, upstream, write
+from .entries_triton import AT_ONCE, entries_here, entry_range, load_at
+from .family_triton import Gradient, Merge, Statistics, not_rescaled, nothing_folded, read, upstream, write
 from .numerics_triton import decay, exp, fixed_sum, settle, weigh
 from .softmax_triton import join_target
 
@@ -85,49 +84,48 @@ def sets_kernel(
             _drop_repeated(ids_out_ptr, ids_ptr, seen_ptr, begin, count, vocab_size, SLICE, BLOCK)
 
 
-@triton.jit(do_not_specialize=["n_rows", "start", "valid_width", "chunks", "ignore_index"])
-def set_statistics_kernel(
-    packets_ptr,  # [chunks, K, T] fp32 out: the sets' rows
-    inputs,  # Inputs
-    memory,  # SharedMemory
-    rows,  # numbers of the packets' rows by name
-    n_rows, start, valid_width, chunks, ignore_index,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: the members of one token's set in one chunk."""
-    row = (tl.program_id(0) // chunks).to(tl.int64)
-    index = tl.program_id(0) % chunks
-    n = n_rows.to(tl.int64)
-    chunk = open_chunk(inputs, row, index, n_rows, start, valid_width, ignore_index)
-    packets_ptr = slot_to_write(packets_ptr, memory)
+@triton.jit
+def start(zeros, chunk, inputs):
+    return (0,)
+
+
+@triton.jit
+def add(state, tile, softmax, chunk, inputs, rows):
+    return state
+
+
+@triton.jit
+def store(out, n, state, core, chunk, inputs, rows):
+    """Store the sums over the members of a token's set that are in this chunk, whose logits are still in the cache."""
     m = -float("inf")
-    s = tl.zeros([BLOCK], tl.float32)
-    moment = tl.zeros([BLOCK], tl.float32)
-    owner = tl.zeros([BLOCK], tl.float32)
-    begin, count = entry_range(inputs, row)
-    lanes = tl.arange(0, BLOCK)
-    for k in range(0, count, BLOCK):
+    s = tl.zeros([AT_ONCE], tl.float32)
+    moment = tl.zeros([AT_ONCE], tl.float32)
+    owner = tl.zeros([AT_ONCE], tl.float32)
+    begin, count = entry_range(inputs, chunk.row)
+    lanes = tl.arange(0, AT_ONCE)
+    for k in range(0, count, AT_ONCE):
         live = k + lanes < count
-        columns, z, here = load_entries(inputs, chunk, begin + k + lanes, live)
-        if inputs.labels is not None:  # the target is joined by the merge
-            is_target = here & (columns - chunk.first == chunk.target)
-            owner += is_target.to(tl.float32)
-            z = tl.where(is_target, float("-inf"), z)
-        peak = tl.maximum(m, tl.max(z, axis=0))
-        drop = tl.where(m == float("-inf"), 0.0, m - peak)
-        factor = tl.where(m == float("-inf"), 0.0, exp(drop))
-        shifted = z - tl.where(peak == float("-inf"), 0.0, peak)
-        p = exp(shifted)
-        moment = tl.fma(p, tl.maximum(shifted, -1e30), factor * tl.fma(drop, s, moment))
-        s = tl.fma(factor, s, p)
-        m = peak
-    out = packets_ptr + index.to(tl.int64) * rows.height * n + row
+        columns, here = entries_here(inputs, chunk, begin + k + lanes, live)
+        if tl.max(here.to(tl.int32), axis=0) > 0:  # of ids in ascending order most are in other chunks
+            z = load_at(inputs, chunk, columns, here)
+            if inputs.labels is not None:  # the target is joined by the merge
+                is_target = here & (columns - chunk.first == chunk.target)
+                owner += is_target.to(tl.float32)
+                z = tl.where(is_target, float("-inf"), z)
+            peak = tl.maximum(m, tl.max(z, axis=0))
+            drop = tl.where(m == float("-inf"), 0.0, m - peak)
+            factor = tl.where(m == float("-inf"), 0.0, exp(drop))
+            shifted = z - tl.where(peak == float("-inf"), 0.0, peak)
+            p = exp(shifted)
+            moment = tl.fma(p, tl.maximum(shifted, -1e30), factor * tl.fma(drop, s, moment))
+            s = tl.fma(factor, s, p)
+            m = peak
     tl.store(out + rows.set_max * n, m + 0.0)
-    tl.store(out + rows.set_sum * n, fixed_sum(s, BLOCK))
+    tl.store(out + rows.set_sum * n, fixed_sum(s, AT_ONCE))
     if rows.set_moment is not None:
-        tl.store(out + rows.set_moment * n, fixed_sum(moment, BLOCK))
+        tl.store(out + rows.set_moment * n, fixed_sum(moment, AT_ONCE))
     if inputs.labels is not None:
-        tl.store(out + rows.set_owner * n, fixed_sum(owner, BLOCK))
+        tl.store(out + rows.set_owner * n, fixed_sum(owner, AT_ONCE))
 
 
 @triton.jit
@@ -223,6 +221,6 @@ def direct(dz, state, tile, token, grads, inputs, rows):
     return dz
 
 
-STATISTICS = None  # its kernel reads the members alone
+STATISTICS = Statistics(start, not_rescaled, add, store)
 MERGE = Merge(start_merge, peak, add_packet, nothing_folded, finish)
 GRADIENT = Gradient(load, coefficient, at_target, direct)

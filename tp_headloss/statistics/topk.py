@@ -54,9 +54,6 @@ class TopKFamily(Family):
         """Its gradients, and what all columns but the entries get, which the kernel over the entries makes of them."""
         return *self.gradients, "everywhere"
 
-    def streams(self, call: Wanted) -> bool:
-        return has_tail(call.want)
-
     def needs_student_sum(self, call: Wanted) -> bool:
         return needs_full_student_sum(call.want)
 

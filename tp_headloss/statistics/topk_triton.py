@@ -1,15 +1,17 @@
 """Device functions of a top-K teacher's statistics: the tail, the merge, the gradient.
 
-What is read at the entries alone forward has kernels of its own, in `entries_triton`.
+What is read at the entries alone forward is in `entries_triton`.
 """
 
 import triton
 import triton.language as tl
 
+from .entries_triton import NONE, entry_softmax, jensen_shannon_parts, store_entry_sums
 from .family_triton import (
     Gradient,
     Merge,
     Statistics,
+    not_rescaled,
     nothing_folded,
     read,
     same_at_target,
@@ -18,20 +20,14 @@ from .family_triton import (
     write,
 )
 from .numerics_triton import (
-    LOG2_E,
-    LOG_2,
     decay,
     exp,
     lane_sum,
     log1p,
-    log2,
-    relative_information,
     settle,
     weigh,
 )
 from .teacher_triton import add_softmax, load
-
-NONE = tl.constexpr(2147483647)  # the id of a place without an entry
 
 
 @triton.jit
@@ -49,7 +45,7 @@ def leave_out(z, ids, below, entries_ptr, entry, n_entries):
 
 @triton.jit
 def start(zeros, chunk, inputs):
-    """The tail's maximum, lane sums and moment; the next entry, and the chunk's first."""
+    """The tail's maximum, lane sums and moment; the next entry, and the chunk's first. Without a tail, unused."""
     BLOCK: tl.constexpr = zeros.shape[0]
     entry = 0
     if inputs.entries is not None:
@@ -62,12 +58,12 @@ def start(zeros, chunk, inputs):
 
 
 @triton.jit
-def rescale(state, move, chunk, inputs, rows):
-    return state
+def add(state, tile, softmax, chunk, inputs, rows):
+    return _add_to_tail(state, tile, chunk, inputs, rows) if rows.tail_max is not None else state
 
 
 @triton.jit
-def add(state, tile, softmax, chunk, inputs, rows):
+def _add_to_tail(state, tile, chunk, inputs, rows):
     entry = state[3]
     if tile.partial:  # a tile that the loop left out: its entries are looked for from the first
         entry = state[4]
@@ -83,8 +79,10 @@ def add(state, tile, softmax, chunk, inputs, rows):
 
 @triton.jit
 def store(out, n, state, core, chunk, inputs, rows):
-    tl.store(out + rows.tail_max * n, state[0] + 0.0)
-    tl.store(out + rows.tail_sum * n, lane_sum(state[1]))
+    store_entry_sums(out, n, chunk, inputs, rows)
+    if rows.tail_max is not None:
+        tl.store(out + rows.tail_max * n, state[0] + 0.0)
+        tl.store(out + rows.tail_sum * n, lane_sum(state[1]))
     if rows.tail_moment is not None:
         tl.store(out + rows.tail_moment * n, lane_sum(state[2]))
 
@@ -211,23 +209,6 @@ def finish(state, joined, out, inputs, rows):
 
 
 @triton.jit
-def entry_softmax(z, at, n, a, merged, inputs):
-    """The student's softmax over the entries, and y = a (z - topk_shift); at: the token's first merged row."""
-    shifted = z - tl.load(at + merged.topk_shift * n)
-    if inputs.student_scale is not None:
-        shifted *= a
-    return tl.where(z == float("-inf"), 0.0, exp(shifted) / tl.load(at + merged.topk_sum * n)), shifted
-
-
-@triton.jit
-def jensen_shannon_parts(p, q, log_q, beta):
-    """(1 - beta) p log(p / m) and beta q log(q / m), m = beta q + (1 - beta) p."""
-    log2_m = log2(beta * q + (1.0 - beta) * p)
-    student = (1.0 - beta) * LOG_2 * relative_information(p, log2(p), log2_m)
-    return student, beta * LOG_2 * relative_information(q, log_q * LOG2_E, log2_m)
-
-
-@triton.jit
 def store_everywhere(everywhere_ptr, token, grads, inputs, merged, HAS_TAIL: tl.constexpr):
     """The coefficients of what every column of a row gets, its entries excepted."""
     at = token.merged
@@ -294,6 +275,6 @@ def direct(dz, state, tile, token, grads, inputs, rows):
     return dz
 
 
-STATISTICS = Statistics(start, rescale, add, store)
+STATISTICS = Statistics(start, not_rescaled, add, store)
 MERGE = Merge(start_merge, peak, add_packet, nothing_folded, finish)
 GRADIENT = Gradient(load, same_coefficient, same_at_target, direct)
