@@ -176,7 +176,8 @@ def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dic
     names = tuple(grads)
     hooks, how = rows.gradient_hooks(names), gradient_launch(width, names, facts.softcap != 0.0)
     upstream, loss, kinds = _upstream(rows, grads, loss)
-    padded, columns = facts.valid_width < width, how.block if at_entries is NO_ENTRIES else kernels.COLUMNS.value
+    padded = facts.valid_width < width
+    columns = how.block if at_entries is NO_ENTRIES else kernels.COLUMNS.value
     variant = (
         out.device, rows, hooks, padded, at_entries is NO_ENTRIES, pointer_key(out), *map(int_key, strides), variant,
         kinds,
