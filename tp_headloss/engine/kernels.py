@@ -22,8 +22,11 @@ from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
 from ..symmetric_memory_triton import end_turn, packet_pointer, slot_to_write, turn_to_read
 from .gradient_triton import put_entries, tile_gradient
 
-COLUMNS = tl.constexpr(8192)  # of the gradient in a program that puts entries into their places
-PUT = tl.constexpr(512)  # entries at once
+# Columns of the gradient in a program that puts entries into their places. An H200, 8192 x 128256, microseconds of the
+# backward of sets of 1024 ids, of 64, of a top-K teacher, with its tail: 4096 1243, 1030, 1100, 1186; 8192 1295, 1045,
+# 1034, 1084; 16384 1530, 1082, -, -: what the programs at work write has to stay in the cache
+COLUMNS = tl.constexpr(8192)
+PUT = tl.constexpr(512)  # entries that it reads at once
 
 
 @triton.jit
