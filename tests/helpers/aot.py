@@ -46,6 +46,9 @@ GEMMS = "gemm_triton.linear_statistics_kernel", "gemm_triton.linear_gradient_ker
 # Bytes of the stack, where spilled registers go. A version of Triton may spill a few where a kernel has every optional
 # part; all statistics of a whole teacher at once have more per-token coefficients than registers.
 SPILL_LIMIT, CROWDED_SPILL_LIMIT = 16, 128
+# Registers of a thread with which a multiprocessor of capability 9.0 has all programs that it can have; with one more
+# the gradient of a plain cross-entropy takes 4 % longer.
+PLAIN, PLAIN_LIMITS = (), {"kernels.gradient_kernel": 32, "kernels.statistics_kernel": 64}
 GEMM_SPILL_LIMIT = 2048  # accumulators take half of the registers; `total`, and with Triton 3.9 a softcap, spill
 # Characters of assembly of a merge of 512 packets; a loop takes 52,000 at most, for AMD's GPUs 136,000.
 LOOP_LIMIT, AMD_LOOP_LIMIT = 100_000, 200_000
@@ -293,6 +296,12 @@ def call_head(case, groups):
     head.linear(hidden, weight, labels, linear=linear, **given).loss.backward()
 
 
+def call_plain():
+    """Forward and backward of a mean cross-entropy, aligned, in bf16."""
+    logits = torch.zeros(16, 4096, dtype=torch.bfloat16, requires_grad=True)
+    tp.HeadLoss([tp.CrossEntropy()], options=OPTIONS)(logits, torch.zeros(16, dtype=torch.int64)).loss.backward()
+
+
 def call_epilogue(case, groups):
     """Forward and backward of a linear head's statistics that are epilogues."""
     tokens = 256
@@ -319,6 +328,8 @@ def record_variants(architecture: int | str = 90) -> list[Variant]:
     groups = {1: None, 512: dist.group.WORLD} | {n: dist.new_group(list(range(n))) for n in (2, 3, 8)}
     recorder = Recorder(architecture)
     with recorder.recording():
+        recorder.case = PLAIN
+        call_plain()
         calls = [(CALLS, call_statistics), (HEADS, call_head)]
         for axes, call in calls if isinstance(architecture, str) else [*calls, (EPILOGUES, call_epilogue)]:
             for recorder.case in pairwise(axes):
@@ -360,6 +371,8 @@ class Resources(NamedTuple):
             most = ROWS_SHARED_LIMIT
         if self.shared > most or self.stack > spills:
             raise ValueError(f"at most {most} bytes shared and {spills} spilled, got {self}")
+        if variant.case == PLAIN and not is_amd and self.registers > (limit := PLAIN_LIMITS.get(variant.name, 255)):
+            raise ValueError(f"a plain cross-entropy has at most {limit} registers, got {self}")
         names = variant.kernel.arg_names
         packets = variant.constants[(names.index("PACKETS"),)] if "PACKETS" in names else 0
         if packets > 8 and self.code > (limit := AMD_LOOP_LIMIT if is_amd else LOOP_LIMIT):
@@ -384,6 +397,8 @@ def to_compile(capabilities, everything: bool):
         kernels[variant.name].append(variant)
     for name, variants in kernels.items():
         served = [c for c in capabilities if c >= 90] if name in GEMMS else capabilities
+        if 90 in served:
+            yield from ((variant, 90) for variant in variants if variant.case == PLAIN)
         if everything:
             yield from itertools.product(variants, served)
             continue

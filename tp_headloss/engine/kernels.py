@@ -196,10 +196,10 @@ def merge_kernel(
 
 @triton.jit
 def _store_gradient(
-    dx, dx_column, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dx_ptr, dx_row, dx_column, first, chunk, token, grads, families, inputs, rows, start, valid_width,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store one tile of the gradient of a row; dx: pointer to the row."""
+    """Store one tile of the gradient of a row."""
     columns = first + tl.arange(0, BLOCK)
     written = columns < inputs.width
     readable = columns < tl.where(token.ignored, 0, inputs.width)
@@ -211,7 +211,9 @@ def _store_gradient(
     dz = tile_gradient(
         widen(x), columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, BLOCK
     )
-    tl.store(dx + columns.to(tl.int64) * dx_column, dz.to(dx.dtype.element_ty), mask=written)
+    # its place is computed here: what is known before takes registers all along
+    dx = dx_ptr + token.row * dx_row + columns.to(tl.int64) * dx_column
+    tl.store(dx, dz.to(dx_ptr.dtype.element_ty), mask=written)
 
 
 @triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
@@ -244,16 +246,20 @@ def gradient_kernel(
     teacher_scale, a = teacher_scales(inputs, row, n_rows)
     chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
     token = Token(row, n, merged, whole, ignored, a, 0, start, False, False, loss_of_row(loss, row))
-    dx = dx_ptr + row * dx_row
     if at_entries.gradient is None:
         _store_gradient(
-            dx, dx_column, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, BLOCK
-        )
+            dx_ptr, dx_row, dx_column, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED,
+            BLOCK,
+        )  # fmt: skip
     else:
         end = tl.minimum(first + STEP, inputs.width)
-        for tile in tl.range(first, end, BLOCK, num_stages=3):
+        BYTES: tl.constexpr = BLOCK * inputs.x.dtype.element_ty.primitive_bitwidth // 8
+        # stages of a teacher's and a bias's tiles, too, fit into 48 KiB
+        STAGES: tl.constexpr = 3 if BYTES <= 4096 else (2 if BYTES <= 8192 else 1)
+        for tile in tl.range(first, end, BLOCK, num_stages=STAGES):
             _store_gradient(
-                dx, dx_column, tile, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, BLOCK
-            )
+                dx_ptr, dx_row, dx_column, tile, chunk, token, grads, families, inputs, rows, start, valid_width,
+                PADDED, BLOCK,
+            )  # fmt: skip
         tl.debug_barrier()  # these columns are written
-        put_entries(dx, dx_column, at_entries, row, first, tl.minimum(end, valid_width), start, PUT)
+        put_entries(dx_ptr + row * dx_row, dx_column, at_entries, row, first, tl.minimum(end, valid_width), start, PUT)
