@@ -145,7 +145,6 @@ GROUPS = {
         (SETS_DEVICE, "sets_kernel", "(ids >= 0) & (ids <= before)", "(ids >= 0) & (ids < before)"),
         (SETS_DEVICE, "store", 'tl.where(is_target, float("-inf"), z)', "z"),
         (SETS_DEVICE, "store", "factor * tl.fma(drop, s, moment)", "factor * moment"),
-        (SETS_DEVICE, "store", "tl.max(here.to(tl.int32), axis=0) > 0", "tl.min(here.to(tl.int32), axis=0) > 0"),
         (SETS_DEVICE, "load", "inputs.entries is None and grads.set_log_mass is not None", "grads.set_log_mass is not None"),
         (SETS_DEVICE, "direct", "tl.load(at + rows.set_others * token.n)", "-s"),
         ("engine/gradient_triton.py", "put_entries", "tl.store(dx + columns.to(tl.int64) * dx_column, gradient, mask=here)", "pass"),

@@ -108,7 +108,7 @@ def test_wrong_failing_and_absent_implementations_are_reported(tmp_path, bench, 
     ]
     monkeypatch.setattr(bench, "implementations", lambda task, shard, device: made)
     data = tmp_path / "bench.json"
-    bench.main([*SMALL, "--vocab", "257", "263", "--tasks", "ce", "--limit", "1", "--json", str(data)])
+    bench.main([*SMALL, "--vocab", "257", "263", "--tasks", "ce", "--limit", "3", "--json", str(data)])
     rows = json.loads(data.read_text())["rows"]
     status = {(row["vocab"], row["implementation"]): row["status"] for row in rows}
     for vocab in (257, 263):
@@ -116,7 +116,7 @@ def test_wrong_failing_and_absent_implementations_are_reported(tmp_path, bench, 
         assert {status[vocab, name] for name in functions if name not in ("right", "fails", "slow")} == {"wrong"}
         assert status[vocab, "sloppy ours"] == "wrong"  # good enough for bf16, not for us
         assert status[vocab, "fails"] == "failed: RuntimeError: out of something"
-        assert status[vocab, "slow"] == "timed out: not set up in 1 s"
+        assert status[vocab, "slow"] == "timed out: not set up in 3 s"
     assert status[257, "absent"].startswith("absent: ModuleNotFoundError") and (263, "absent") not in status
     assert all("eager_us" in row for row in rows if row["status"] == "wrong")  # marked, and timed all the same
 

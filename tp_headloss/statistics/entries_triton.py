@@ -96,18 +96,14 @@ def entry_range(inputs, row):
 
 
 @triton.jit
-def entries_here(inputs, chunk, at, live):
-    """Columns of a row's entries, those numbered `at` that are live, and which of them are in a chunk."""
+def load_entries(inputs, chunk, at, live):
+    """Entries of a row, those numbered `at` that are live, in a chunk: the columns, z there (-inf elsewhere), which
+    entries are here."""
     columns = tl.load(inputs.entries + at, mask=live, other=-1) - chunk.start
-    return columns, (columns >= chunk.first) & (columns < chunk.first + chunk.size)
-
-
-@triton.jit
-def load_at(inputs, chunk, columns, here):
-    """z of a row at the columns that are here, -inf in the place of others."""
+    here = (columns >= chunk.first) & (columns < chunk.first + chunk.size)
     x = tl.load(inputs.x + chunk.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=here, other=0.0)
     z, _ = transform(x.to(tl.float32), tl.where(here, columns, inputs.width), inputs, chunk.pre, chunk.post)
-    return tl.where(here, z, float("-inf"))
+    return columns, tl.where(here, z, float("-inf")), here
 
 
 @triton.jit
@@ -122,27 +118,25 @@ def store_entry_sums(out, n, chunk, inputs, rows):
     lanes = tl.arange(0, AT_ONCE)
     for k in range(0, count, AT_ONCE):
         at = begin + k + lanes
-        columns, here = entries_here(inputs, chunk, at, k + lanes < count)
-        if tl.max(here.to(tl.int32), axis=0) > 0:
-            z = load_at(inputs, chunk, columns, here)
-            log_tau = tl.load(inputs.entry_log_probs + at, mask=here, other=float("-inf"))
-            peak = tl.maximum(m, tl.max(z, axis=0))
-            drop = tl.where(m == float("-inf"), 0.0, m - peak)
-            shifted = z - tl.where(peak == float("-inf"), 0.0, peak)
-            if inputs.student_scale is not None:
-                drop *= chunk.student_scale
-                shifted *= chunk.student_scale
-            factor = tl.where(m == float("-inf"), 0.0, exp(drop))
-            gap = tl.where(factor == 0.0, 0.0, factor * tl.fma(drop, s, gap))
-            s *= factor
-            cross -= tl.where(mass == 0.0, 0.0, mass * drop)
-            m = peak
-            p = exp(shifted)
-            tau = tl.exp(log_tau)
-            s += p
-            mass += tau
-            cross += tl.where(tau == 0.0, 0.0, tau * (log_tau - shifted))
-            gap += tl.where(p == 0.0, 0.0, p * (shifted - log_tau))
+        _columns, z, here = load_entries(inputs, chunk, at, k + lanes < count)
+        log_tau = tl.load(inputs.entry_log_probs + at, mask=here, other=float("-inf"))
+        peak = tl.maximum(m, tl.max(z, axis=0))
+        drop = tl.where(m == float("-inf"), 0.0, m - peak)
+        shifted = z - tl.where(peak == float("-inf"), 0.0, peak)
+        if inputs.student_scale is not None:
+            drop *= chunk.student_scale
+            shifted *= chunk.student_scale
+        factor = tl.where(m == float("-inf"), 0.0, exp(drop))
+        gap = tl.where(factor == 0.0, 0.0, factor * tl.fma(drop, s, gap))
+        s *= factor
+        cross -= tl.where(mass == 0.0, 0.0, mass * drop)
+        m = peak
+        p = exp(shifted)
+        tau = tl.exp(log_tau)
+        s += p
+        mass += tau
+        cross += tl.where(tau == 0.0, 0.0, tau * (log_tau - shifted))
+        gap += tl.where(p == 0.0, 0.0, p * (shifted - log_tau))
     tl.store(out + rows.topk_max * n, m + 0.0)
     tl.store(out + rows.topk_sum * n, fixed_sum(s, AT_ONCE))
     tl.store(out + rows.topk_mass * n, fixed_sum(mass, AT_ONCE))
@@ -191,8 +185,7 @@ def entry_divergence_kernel(
     lanes = tl.arange(0, BLOCK)
     for k in range(0, count, BLOCK):
         place = begin + k + lanes
-        columns, here = entries_here(inputs, chunk, place, k + lanes < count)
-        z = load_at(inputs, chunk, columns, here)
+        _columns, z, here = load_entries(inputs, chunk, place, k + lanes < count)
         log_tau = tl.load(inputs.entry_log_probs + place, mask=here, other=float("-inf"))
         p, _shifted = entry_softmax(z, at, n, chunk.student_scale, merged, inputs)
         q = tl.exp(log_tau)

@@ -6,7 +6,7 @@ Names as in `family_triton`; a set's members are entries with bounds of their ow
 import triton
 import triton.language as tl
 
-from .entries_triton import AT_ONCE, entries_here, entry_range, load_at
+from .entries_triton import AT_ONCE, entry_range, load_entries
 from .family_triton import Gradient, Merge, Statistics, not_rescaled, nothing_folded, read, upstream, write
 from .numerics_triton import decay, exp, fixed_sum, settle, weigh
 from .softmax_triton import join_target
@@ -96,7 +96,7 @@ def add(state, tile, softmax, chunk, inputs, rows):
 
 @triton.jit
 def store(out, n, state, core, chunk, inputs, rows):
-    """Store the sums over the members of a token's set that are in this chunk, whose logits are still in the cache."""
+    """Store the sums over the members of a token's set that are in this chunk."""
     m = -float("inf")
     s = tl.zeros([AT_ONCE], tl.float32)
     moment = tl.zeros([AT_ONCE], tl.float32)
@@ -105,21 +105,19 @@ def store(out, n, state, core, chunk, inputs, rows):
     lanes = tl.arange(0, AT_ONCE)
     for k in range(0, count, AT_ONCE):
         live = k + lanes < count
-        columns, here = entries_here(inputs, chunk, begin + k + lanes, live)
-        if tl.max(here.to(tl.int32), axis=0) > 0:  # of ids in ascending order most are in other chunks
-            z = load_at(inputs, chunk, columns, here)
-            if inputs.labels is not None:  # the target is joined by the merge
-                is_target = here & (columns - chunk.first == chunk.target)
-                owner += is_target.to(tl.float32)
-                z = tl.where(is_target, float("-inf"), z)
-            peak = tl.maximum(m, tl.max(z, axis=0))
-            drop = tl.where(m == float("-inf"), 0.0, m - peak)
-            factor = tl.where(m == float("-inf"), 0.0, exp(drop))
-            shifted = z - tl.where(peak == float("-inf"), 0.0, peak)
-            p = exp(shifted)
-            moment = tl.fma(p, tl.maximum(shifted, -1e30), factor * tl.fma(drop, s, moment))
-            s = tl.fma(factor, s, p)
-            m = peak
+        columns, z, here = load_entries(inputs, chunk, begin + k + lanes, live)
+        if inputs.labels is not None:  # the target is joined by the merge
+            is_target = here & (columns - chunk.first == chunk.target)
+            owner += is_target.to(tl.float32)
+            z = tl.where(is_target, float("-inf"), z)
+        peak = tl.maximum(m, tl.max(z, axis=0))
+        drop = tl.where(m == float("-inf"), 0.0, m - peak)
+        factor = tl.where(m == float("-inf"), 0.0, exp(drop))
+        shifted = z - tl.where(peak == float("-inf"), 0.0, peak)
+        p = exp(shifted)
+        moment = tl.fma(p, tl.maximum(shifted, -1e30), factor * tl.fma(drop, s, moment))
+        s = tl.fma(factor, s, p)
+        m = peak
     tl.store(out + rows.set_max * n, m + 0.0)
     tl.store(out + rows.set_sum * n, fixed_sum(s, AT_ONCE))
     if rows.set_moment is not None:

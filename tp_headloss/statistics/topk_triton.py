@@ -19,14 +19,7 @@ from .family_triton import (
     upstream,
     write,
 )
-from .numerics_triton import (
-    decay,
-    exp,
-    lane_sum,
-    log1p,
-    settle,
-    weigh,
-)
+from .numerics_triton import decay, exp, lane_sum, log1p, settle, weigh
 from .teacher_triton import add_softmax, load
 
 
