@@ -44,8 +44,9 @@ def run_script(script, *arguments, ranks: int = 1, code: int = 0) -> str:
         for process in processes:
             process.start()
         try:
-            while (codes := {process.exitcode for process in processes}) <= {None, code} and None in codes:
-                wait([process.sentinel for process in processes if process.exitcode is None])
+            while None in (codes := [process.exitcode for process in processes]) and set(codes) <= {None, code}:
+                # of these codes: all may have ended since, and a wait for none of them has no end
+                wait([process.sentinel for process, ended in zip(processes, codes) if ended is None])
         finally:
             for process in processes:
                 process.kill()

@@ -1,3 +1,8 @@
+import multiprocessing.connection
+import os
+from types import SimpleNamespace
+
+import launcher
 import pytest
 from launcher import run_script
 
@@ -19,3 +24,30 @@ def test_a_rank_that_fails_ends_the_launch(tmp_path, last, message):
     script.write_text(f"import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(10**6)\n{last}\n")
     with pytest.raises(AssertionError, match=message):
         run_script(script, ranks=2)
+
+
+def test_ranks_that_all_end_at_once_end_the_launch(tmp_path, monkeypatch):
+    class EndsOnceLookedAt:
+        """A process that runs for whoever asks first, and has ended for who asks again."""
+
+        def __init__(self, target, args, daemon):
+            self.codes = [None]
+            self.sentinel, end = os.pipe()
+            os.close(end)
+
+        @property
+        def exitcode(self):
+            return self.codes.pop() if self.codes else 0
+
+        def start(self):
+            pass
+
+        kill = join = start
+
+    def wait(sentinels):
+        assert len(sentinels) == 2
+        return multiprocessing.connection.wait(sentinels)
+
+    monkeypatch.setattr(launcher, "start_context", lambda cuda: SimpleNamespace(Process=EndsOnceLookedAt))
+    monkeypatch.setattr(launcher, "wait", wait)
+    assert run_script(tmp_path / "none.py", ranks=2) == ""
