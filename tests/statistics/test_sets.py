@@ -139,22 +139,24 @@ def test_a_set_of_16_and_one_of_20000_in_one_batch(backend, device):
     torch.testing.assert_close(local.grad.cpu().double(), dx, rtol=2e-5, atol=2e-7)
 
 
-def test_kernels_get_each_id_once(device, monkeypatch):
+def test_kernels_get_each_id_once_and_ascending(device, monkeypatch):
     """Ids in any order, repeated within and beyond what a program looks at together, in several sets of a program."""
     triton = load_backend("triton")
     monkeypatch.setattr(triton, "SETS_PROGRAMS", 3)
-    generator, vocab = torch.Generator().manual_seed(0), 600
-    sets = [torch.randint(-1, vocab, (n,), generator=generator) for n in (700, 5, 0, 1300, 257, 256, 64)]
+    generator, vocab = torch.Generator().manual_seed(0), 40_000
+    sets = [torch.randint(-1, n, (n,), generator=generator) for n in (700, 5, 0, 1300, 257, 256, vocab)]
     sets[1] = torch.arange(5)
     sets[5][3] = vocab  # unknown
+    sets.append(torch.tensor([0, 31, 32, vocab - 1, -1, -1]))
+    sets.append(torch.tensor([7, -1, 9]))
+    sets.append(torch.tensor([4, 2]))  # and the last round has no set for two of the programs
     ids, ends = torch.cat(sets), torch.tensor([0, *map(len, sets)]).cumsum(0)
     spans = torch.stack([ends[:-1], ends[1:]], 1)
-    once, known = triton.known_sets(ids.to(device), spans.to(device), vocab)
-    for n, (own, (begin, end)) in enumerate(zip(sets, spans.tolist())):
-        first = [i for i, x in enumerate(own.tolist()) if x >= 0 and x not in own[:i].tolist()]
-        want = torch.full_like(own, -1).index_copy(0, torch.tensor(first, dtype=torch.int64), own[first])
-        assert torch.equal(once[begin:end].cpu().long(), want)
-        assert known[n].tolist() == [begin, begin if n == 5 else end]
+    entries, known = triton.known_sets(ids.to(device), spans.to(device), vocab)
+    for n, own in enumerate(sets):
+        begin, end = known[n].tolist()
+        assert begin == spans[n, 0]
+        assert entries[begin:end].tolist() == ([] if n == 5 else sorted(set(own.tolist()) - {-1}))
 
 
 @pytest.mark.parametrize("inplace", [False, True])

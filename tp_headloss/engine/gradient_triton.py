@@ -8,7 +8,7 @@ scattered element costs no access of memory.
 import triton
 import triton.language as tl
 
-from ..statistics.entries_triton import entry_range
+from ..statistics.entries_triton import entries_between, entry_range
 from ..statistics.family_triton import load_teacher, loss_of_row, row_factors, teacher_scales, transform, upstream
 from ..statistics.numerics_triton import exp, widen
 from ..statistics.records_triton import Chunk, Tile, Token
@@ -127,7 +127,7 @@ def entries_gradient_kernel(
 @triton.jit
 def put_entries(dx, dx_column, at_entries, row, first, end, start, BLOCK: tl.constexpr):
     """Copy the gradient at those of a row's entries that are columns first .. end - 1; dx: pointer to the row."""
-    begin, count = entry_range(at_entries, row)
+    begin, count = entries_between(at_entries, row, start + first, start + end)
     for k in range(0, count, BLOCK):
         place = k + tl.arange(0, BLOCK)
         columns = tl.load(at_entries.entries + begin + place, mask=place < count, other=-1) - start

@@ -236,6 +236,6 @@ def known_sets(ids, spans, vocab_size):
         seen = ids.new_zeros((programs, vocab_size // 32 + 1), dtype=torch.int32)
         launch(
             sets_triton.sets_kernel, programs, (ids.device, vocab_size, *map(pointer_key, (ids, spans))), SETS,
-            *out, ids, spans, seen, len(spans), vocab_size, 32,
+            *out, ids, spans, seen, len(spans), vocab_size,
         )  # fmt: skip
     return out

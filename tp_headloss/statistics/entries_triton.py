@@ -96,6 +96,23 @@ def entry_range(inputs, row):
 
 
 @triton.jit
+def entries_between(inputs, row, first, end):
+    """As `entry_range`, of a part of a set's entries among which all of the ids first .. end - 1 are; its ids ascend,
+    and AT_ONCE of them tell where the part is."""
+    begin, count = entry_range(inputs, row)
+    if inputs.entry_spans is not None:  # noqa: SIM102 (this one is decided when the kernel is compiled)
+        if count > AT_ONCE:
+            apart = tl.cdiv(count, AT_ONCE)
+            place = tl.arange(0, AT_ONCE) * apart
+            ids = tl.load(inputs.entries + begin + place, mask=place < count, other=NONE)
+            skipped = tl.maximum(tl.sum((ids < first).to(tl.int32), axis=0) - 1, 0) * apart
+            count = tl.minimum(tl.sum((ids < end).to(tl.int32), axis=0) * apart, count) - skipped
+            begin += skipped
+            count = tl.maximum(count, 0)
+    return begin, count
+
+
+@triton.jit
 def load_entries(inputs, chunk, at, live):
     """Entries of a row, those numbered `at` that are live, in a chunk: the columns, z there (-inf elsewhere), which
     entries are here."""

@@ -114,8 +114,9 @@ def members(entries, spans, first_id: int, width: int) -> torch.Tensor:
 def known_sets(ids, spans, vocab_size: int):
     """The ids of all sets [all] and their bounds [N, 2] -> int32 ids, negative where there is none, and the bounds.
 
-    A set with an id at or beyond the vocabulary becomes empty. Sets must not overlap in `ids`. The kernels count an id
-    as often as it is there, so that the triton backend leaves each once; `members` does not.
+    A set with an id at or beyond the vocabulary becomes empty. Sets must not overlap in `ids`. Here a set's ids keep
+    their places; for the kernels, which count an id as often as it is there and look for those of a part of the
+    vocabulary, the triton backend leaves each once and ascending, as they are in the sets of a `SamplingRule`.
     """
     unknown = torch.nn.functional.pad((ids >= vocab_size).cumsum(0), (1, 0))
     begin, end = spans.unbind(1)

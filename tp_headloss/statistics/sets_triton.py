@@ -6,7 +6,7 @@ Names as in `family_triton`; a set's members are entries with bounds of their ow
 import triton
 import triton.language as tl
 
-from .entries_triton import AT_ONCE, entry_range, load_entries
+from .entries_triton import AT_ONCE, entries_between, load_entries
 from .family_triton import Gradient, Merge, Statistics, not_rescaled, nothing_folded, read, upstream, write
 from .numerics_triton import decay, exp, fixed_sum, settle, weigh
 from .softmax_triton import join_target
@@ -20,68 +20,78 @@ def _ids_at(ids_ptr, begin, place, count):
 
 
 @triton.jit
-def _drop_repeated(ids_out_ptr, ids_ptr, seen_ptr, begin, count, vocab_size, SLICE: tl.constexpr, BLOCK: tl.constexpr):
-    """Write -1 in the place of ids that a set has had before; seen: a bit for each id, all 0 before and after."""
+def _ones(bits):
+    """Number of ones of each uint32."""
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    return (((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+
+
+@triton.jit
+def _in_order(ids_out_ptr, ids_ptr, seen_ptr, begin, count, words, BLOCK: tl.constexpr):
+    """Write each id of a set once and ascending, and return how many; seen: a bit for each id, all 0 before and
+    after."""
     lanes = tl.arange(0, BLOCK)
     for k in range(0, count, BLOCK):
-        place = k + lanes
-        ids = _ids_at(ids_ptr, begin, place, count)
-        live = ids >= 0
-        known = tl.minimum(ids, vocab_size).to(tl.int32)
-        word, bit = seen_ptr + known // 32, tl.full([BLOCK], 1, tl.int32) << (known % 32)
-        repeated = live & ((tl.load(word, mask=live, other=0, cache_modifier=".cg") & bit) != 0)
-        tl.debug_barrier()  # all have looked
-        marked = tl.atomic_or(word, bit, mask=live) & bit
-        if tl.max((live & (marked != 0) & ~repeated).to(tl.int32), axis=0) > 0:  # twice among these
-            again = tl.zeros([BLOCK], tl.int32)
-            for first in range(k, k + BLOCK, SLICE):
-                other = first + tl.arange(0, SLICE)
-                others = _ids_at(ids_ptr, begin, other, count)
-                same = (others[:, None] == ids[None, :]) & (other[:, None] < place[None, :])
-                again += tl.sum(same.to(tl.int32), axis=0)
-            repeated = repeated | (live & (again > 0))
-        tl.store(ids_out_ptr + begin + place, tl.full([BLOCK], -1, tl.int32), mask=repeated)
-        tl.debug_barrier()
-    for k in range(0, count, BLOCK):
-        ids = _ids_at(ids_ptr, begin, k + lanes, count)
-        known = tl.minimum(ids, vocab_size).to(tl.int32)
-        tl.store(seen_ptr + known // 32, tl.zeros([BLOCK], tl.int32), mask=ids >= 0)
-    tl.debug_barrier()
+        ids = _ids_at(ids_ptr, begin, k + lanes, count).to(tl.int32)
+        tl.atomic_or(seen_ptr + ids // 32, tl.full([BLOCK], 1, tl.int32) << (ids & 31), mask=ids >= 0)
+    tl.debug_barrier()  # all are marked
+    written = 0
+    for first in range(0, words, BLOCK):
+        word = first + lanes
+        bits = tl.load(seen_ptr + word, mask=word < words, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
+        tl.store(seen_ptr + word, tl.zeros([BLOCK], tl.int32), mask=bits != 0)
+        ones = _ones(bits).to(tl.int32)
+        place = begin + written + tl.cumsum(ones, axis=0) - ones
+        written += tl.sum(ones, axis=0)
+        while tl.max(bits, axis=0) > 0:
+            others = bits & (bits - 1)  # all but the lowest
+            column = _ones((bits ^ others) - 1).to(tl.int32)
+            tl.store(ids_out_ptr + place, 32 * word + column, mask=bits != 0)
+            place += 1
+            bits = others
+    tl.debug_barrier()  # what is 0 again, before the next set marks
+    return written
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def sets_kernel(
-    ids_out_ptr,  # [all] int32 out: each id of a set once, -1 elsewhere
-    spans_out_ptr,  # [T, 2] int64 out: the bounds, of no ids for a set with an id that is unknown
+    ids_out_ptr,  # [all] int32 out: each id of a set once, ascending
+    spans_out_ptr,  # [T, 2] int64 out: their bounds, of no ids for a set with an id that is unknown
     ids_ptr,  # [all] int32 or int64
     spans_ptr,  # [T, 2] int64
-    seen_ptr,  # [programs, words] int32, all 0: bits of all ids, and of an unknown one
+    seen_ptr,  # [programs, words] int32, all 0: a bit for each id
     n_rows, vocab_size,
-    SLICE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: the sets of some tokens. Ids that ascend are distinct; others are marked when they are met."""
+    """One program: the sets of some tokens. Ids that ascend are as they should be; others are marked and listed."""
     lanes = tl.arange(0, BLOCK)
-    seen_ptr += tl.program_id(0).to(tl.int64) * (vocab_size // 32 + 1)
+    words = vocab_size // 32 + 1
+    seen_ptr += tl.program_id(0).to(tl.int64) * words
     for first in range(0, n_rows, tl.num_programs(0)):
         row = (first + tl.program_id(0)).to(tl.int64)
         here = row < n_rows
         begin = tl.load(spans_ptr + 2 * row, mask=here, other=0)
-        end = tl.load(spans_ptr + 2 * row + 1, mask=here, other=0)
-        count = (end - begin).to(tl.int32)
+        count = (tl.load(spans_ptr + 2 * row + 1, mask=here, other=0) - begin).to(tl.int32)
         unknown = tl.zeros([BLOCK], tl.int32)
         unordered = tl.zeros([BLOCK], tl.int32)
+        found = tl.zeros([BLOCK], tl.int32)
         for k in range(0, count, BLOCK):
             place = k + lanes
             ids = _ids_at(ids_ptr, begin, place, count)
             before = _ids_at(ids_ptr, begin, place - 1, count)
             unknown += (ids >= vocab_size).to(tl.int32)
-            unordered += ((ids >= 0) & (ids <= before) | (ids >= 0) & (before < 0) & (place > 0)).to(tl.int32)
-            tl.store(ids_out_ptr + begin + place, tl.minimum(ids, vocab_size).to(tl.int32), mask=place < count)
-        tl.store(spans_out_ptr + 2 * row, begin, mask=here)
-        tl.store(spans_out_ptr + 2 * row + 1, tl.where(tl.sum(unknown, axis=0) > 0, begin, end), mask=here)
-        if tl.sum(unordered, axis=0) > 0:
+            unordered += ((ids >= 0) & (place > 0) & ((ids <= before) | (before < 0))).to(tl.int32)
+            found += (ids >= 0).to(tl.int32)
+            tl.store(ids_out_ptr + begin + place, ids.to(tl.int32), mask=ids >= 0)
+        size = tl.sum(found, axis=0)
+        if tl.sum(unknown, axis=0) > 0:
+            size = 0
+        elif tl.sum(unordered, axis=0) > 0:
             tl.debug_barrier()  # after the stores above
-            _drop_repeated(ids_out_ptr, ids_ptr, seen_ptr, begin, count, vocab_size, SLICE, BLOCK)
+            size = _in_order(ids_out_ptr, ids_ptr, seen_ptr, begin, count, words, BLOCK)
+        tl.store(spans_out_ptr + 2 * row, begin, mask=here)
+        tl.store(spans_out_ptr + 2 * row + 1, begin + size, mask=here)
 
 
 @triton.jit
@@ -101,7 +111,8 @@ def store(out, n, state, core, chunk, inputs, rows):
     s = tl.zeros([AT_ONCE], tl.float32)
     moment = tl.zeros([AT_ONCE], tl.float32)
     owner = tl.zeros([AT_ONCE], tl.float32)
-    begin, count = entry_range(inputs, chunk.row)
+    first_id = chunk.start + chunk.first
+    begin, count = entries_between(inputs, chunk.row, first_id, first_id + chunk.size)
     lanes = tl.arange(0, AT_ONCE)
     for k in range(0, count, AT_ONCE):
         live = k + lanes < count
