@@ -381,7 +381,8 @@ GROUPS = {
         ("integrations/slime.py", "calculate_log_probs_and_entropy", "entropy = entropy.detach()", "pass"),
         ("integrations/areal.py", "_statistics", "Transform(temperature=temperature)", "None"),
         (SKYRL, "_mean_over_actions", "count.clamp(min=1.0)", "count * 0.5"),
-        (SKYRL, "draft_soft_ce", "stats.forward_kl + stats.teacher_entropy", "stats.forward_kl"),
+        ("integrations/skyrl_draft.py", "draft_soft_ce", "stats.forward_kl + stats.teacher_entropy", "stats.forward_kl"),
+        ("integrations/skyrl_draft.py", "draft_soft_ce_topk", "sum(widths[:rank])", "rank * widths[rank]"),
         (SKYRL, "_packed", "sum_gradients=False", "sum_gradients=True"),
     ],
     "test_nemo_automodel": [

@@ -231,6 +231,10 @@ def skyrl(s):
         width = V // s.tp - 5 * s.rank
         args = s.teacher[..., :width], *args[1:]
         yield Case("draft_soft_ce", "padding cut off", [s.logits[..., :width]], args)
+    # SkyRL's is of other ids on more ranks, and among equal logits, which bfloat16 has
+    for roll in (0, 1) if s.tp == 1 and s.dtype == torch.float32 else ():
+        args = s.tokens(s.teacher), s.tokens(s.mask), 7
+        yield Case("draft_soft_ce_topk", f"roll_shift {roll}", [s.logits], args, {"roll_shift": roll})
 
 
 def in_both_precisions(case, s):

@@ -294,14 +294,20 @@ def test_log_probs_and_entropies_per_token(function, ranks, dtype):
         close_grads([grad for _, grad in results], leaf.grad, dtype)
 
 
-def soft(group, device, factor, cut_padding):
+def soft(group, device, factor, cut_padding, k):
     logits, boundaries, vocab_size = columns_of(cut_padding), EVEN, V
     if cut_padding:
         boundaries, vocab_size = [0, 64, CUT], None
     x, teacher = (cut(part, group, boundaries).detach().to(device) for part in (logits, logits.flip(0)))
     x.requires_grad_()
-    args = x.view(2, 8, -1), teacher.view(2, 8, -1), weights_of_tokens().to(device), factor, group, 3
-    loss = skyrl.draft_soft_ce(*args, vocab_size=vocab_size)
+    operands, how = (
+        (x.view(2, 8, -1), teacher.view(2, 8, -1), weights_of_tokens().to(device)),
+        {"vocab_size": vocab_size},
+    )
+    if k is None:
+        loss = skyrl.draft_soft_ce(*operands, factor, group, 3, **how)
+    else:
+        loss = skyrl.draft_soft_ce_topk(*operands, k, factor, group, 2, **how)
     loss.backward()
     return loss.detach(), x.grad
 
@@ -316,15 +322,20 @@ def weights_of_tokens():
     return (torch.arange(T) % 3 != 0).float().view(2, 8)
 
 
+@pytest.mark.parametrize("k", [None, 5, 1000])
 @pytest.mark.parametrize("cut_padding", [False, True])
 @pytest.mark.parametrize(("ranks", "factor"), [(1, None), (2, None), (2, torch.tensor(3.0))])
-def test_draft_soft_cross_entropy(ranks, factor, cut_padding):
-    results = on_ranks(ranks, soft, factor, cut_padding)
+def test_draft_soft_cross_entropy(ranks, factor, cut_padding, k):
+    results = on_ranks(ranks, soft, factor, cut_padding, k)
     logits = columns_of(cut_padding)
     leaf, mask = logits.double().requires_grad_(), weights_of_tokens().flatten()
     columns = CUT if cut_padding else V
-    p, log_q = logits.double().flip(0)[:, :columns].softmax(-1), leaf[:, :columns].log_softmax(-1)
-    loss = -((p * log_q).sum(-1) * mask).sum() / (mask.sum() if factor is None else factor)
+    student, teacher = leaf[:, :columns], logits.double().flip(0)[:, :columns]
+    if k is not None:  # the teacher of the next but one, over its k likeliest ids
+        top = teacher.view(2, 8, -1).roll(-2, 1).flatten(0, 1).topk(min(k, columns))
+        student, teacher = student.gather(1, top.indices), top.values
+    loss = -((teacher.softmax(-1) * student.log_softmax(-1)).sum(-1) * mask).sum()
+    loss = loss / (mask.sum() if factor is None else factor)
     loss.backward()
     for out, _ in results:
         close(out, loss, atol=1e-5)

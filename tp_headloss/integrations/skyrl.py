@@ -22,13 +22,13 @@ from ..comm import group_size, sum_over_ranks
 from ..linear_head import Linear, linear_vocab_statistics
 from ..options import Transform
 from ..shard import VocabShard
-from ..teachers import Teacher
-from ..validation import expect_scalar, expect_tensor
 from .nemo_rl import from_parallel_logits_to_logprobs
 from .rl_calls import PackedTokens, RankedTokens, bounded_shard, even_shard, expect_other_group, next_tokens
+from .skyrl_draft import draft_soft_ce, draft_soft_ce_topk
 
 __all__ = [
     "draft_soft_ce",
+    "draft_soft_ce_topk",
     "from_parallel_hidden_to_entropy_packed_sequences",
     "from_parallel_hidden_to_logprobs",
     "from_parallel_hidden_to_logprobs_packed_sequences",
@@ -227,46 +227,6 @@ def from_parallel_hidden_to_entropy_packed_sequences(
     )
     packed = _packed(hidden, cu_seqlens_padded, unpacked_seqlen, cp_group, tp_group, attention_mask, sub_seq_lengths)
     return _mean_over_actions(score(None, ("entropy",)).entropy, packed, num_actions, loss_mask)
-
-
-def draft_soft_ce(
-    student_logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
-    mask: torch.Tensor,
-    global_normalization_factor: torch.Tensor | None = None,
-    vocab_parallel_group=None,
-    chunk_size: int | None = None,
-    *,
-    vocab_size: int | None = None,
-) -> torch.Tensor:
-    """Return the soft cross-entropy -sum softmax(teacher) log softmax(student) of a draft head, a mean over the mask.
-
-    Args:
-        student_logits, teacher_logits: [B, S, width] sharded on V over vocab_parallel_group, or without one the whole
-            vocabulary; the teacher's must not require a gradient. Shards may be cut where padding begins, as SkyRL
-            cuts them.
-        mask: [B, S] weights of tokens.
-        global_normalization_factor: scalar instead of the mask's sum; both are at least 1.
-        vocab_size: as in `vocab_parallel_entropy`, for even shards that were not cut.
-
-    Examples:
-        >>> student, teacher = torch.zeros(1, 1, 4), torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])
-        >>> draft_soft_ce(student, teacher, torch.ones(1, 1))  # log 4: the student is uniform
-        tensor(1.3863)
-    """
-    expect_tensor("mask", mask, student_logits.shape[:-1], student_logits.device)
-    if teacher_logits.requires_grad:
-        raise ValueError("teacher_logits must be detached, got a tensor that requires a gradient")
-    width, rank = student_logits.shape[-1], 0 if vocab_parallel_group is None else vocab_parallel_group.rank()
-    shard = bounded_shard(rank * width, (rank + 1) * width, vocab_parallel_group, vocab_size)  # no label asks for ids
-    stats = vocab_statistics(
-        student_logits, shard=shard, want=("forward_kl", "teacher_entropy"), teacher=Teacher(teacher_logits)
-    )
-    total = mask.sum()
-    if global_normalization_factor is not None:
-        expect_scalar("global_normalization_factor", global_normalization_factor)
-        total = torch.as_tensor(global_normalization_factor)
-    return ((stats.forward_kl + stats.teacher_entropy) * mask).sum() / total.clamp(min=1.0)
 
 
 def _scored_head(hidden, weight, start, end, group, temperature, vocab_size, linear):

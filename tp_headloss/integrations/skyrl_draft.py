@@ -1,0 +1,106 @@
+"""SkyRL's losses of a draft head (multi-token prediction) that the policy's own logits teach; see `skyrl`."""
+
+from __future__ import annotations
+
+import torch
+
+from ..api import vocab_statistics
+from ..comm import gather_from_ranks
+from ..shard import VocabShard
+from ..teachers import Teacher, TopKTeacher
+from ..topk import topk_log_probs
+from ..validation import expect_int, expect_scalar, expect_tensor
+from .rl_calls import bounded_shard
+
+
+def draft_soft_ce(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    mask: torch.Tensor,
+    global_normalization_factor: torch.Tensor | None = None,
+    vocab_parallel_group=None,
+    chunk_size: int | None = None,
+    *,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
+    """Return the soft cross-entropy -sum softmax(teacher) log softmax(student) of a draft head, a mean over the mask.
+
+    Args:
+        student_logits, teacher_logits: [B, S, width] sharded on V over vocab_parallel_group, or without one the whole
+            vocabulary; the teacher's must not require a gradient. Shards may be cut where padding begins, as SkyRL
+            cuts them.
+        mask: [B, S] weights of tokens.
+        global_normalization_factor: scalar instead of the mask's sum; both are at least 1.
+        vocab_size: as in `vocab_parallel_entropy`, for even shards that were not cut.
+
+    Examples:
+        >>> student, teacher = torch.zeros(1, 1, 4), torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])
+        >>> draft_soft_ce(student, teacher, torch.ones(1, 1))  # log 4: the student is uniform
+        tensor(1.3863)
+    """
+    _expect_operands(student_logits, teacher_logits, mask)
+    width, rank = student_logits.shape[-1], 0 if vocab_parallel_group is None else vocab_parallel_group.rank()
+    shard = bounded_shard(rank * width, (rank + 1) * width, vocab_parallel_group, vocab_size)  # no label asks for ids
+    stats = vocab_statistics(
+        student_logits, shard=shard, want=("forward_kl", "teacher_entropy"), teacher=Teacher(teacher_logits)
+    )
+    return _mean(stats.forward_kl + stats.teacher_entropy, mask, global_normalization_factor)
+
+
+def draft_soft_ce_topk(
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    mask: torch.Tensor,
+    k: int,
+    global_normalization_factor: torch.Tensor | None = None,
+    vocab_parallel_group=None,
+    roll_shift: int = 0,
+    *,
+    vocab_size: int | None = None,
+) -> torch.Tensor:
+    """Return `draft_soft_ce` over the teacher's k likeliest ids, over which both are renormalised.
+
+    These are k ids of the whole vocabulary at any number of ranks; SkyRL takes the k likeliest of each shard, so that
+    its loss depends on the number of ranks. The shards' widths are gathered, for which the host waits.
+
+    Args:
+        k: ids per token, at least 1; all of them if there are fewer.
+        roll_shift: teacher_logits are of the tokens as they are, and the teacher of token t is the one at
+            t + roll_shift, around the end (SkyRL's mask leaves those out).
+        student_logits, teacher_logits, mask, global_normalization_factor, vocab_size: as in `draft_soft_ce`.
+
+    Examples:
+        >>> student, teacher = torch.zeros(1, 1, 4), torch.tensor([[[1.0, 2.0, 0.0, 0.0]]])
+        >>> draft_soft_ce_topk(student, teacher, torch.ones(1, 1), 2)  # log 2
+        tensor(0.6931)
+    """
+    _expect_operands(student_logits, teacher_logits, mask)
+    width = torch.tensor([student_logits.shape[-1]], device=student_logits.device)
+    widths = gather_from_ranks(width, vocab_parallel_group).flatten().tolist()
+    rank = 0 if vocab_parallel_group is None else vocab_parallel_group.rank()
+    start = sum(widths[:rank])
+    known = sum(widths) if vocab_size is None else vocab_size
+    shard = VocabShard(start, start + widths[rank], known, vocab_parallel_group)
+    top = topk_log_probs(teacher_logits, min(expect_int("k", k), shard.vocab_size), shard=shard)
+    ids, log_probs = (x.roll(-expect_int("roll_shift", roll_shift), 1) for x in (top.ids, top.log_probs))
+    log_tau = log_probs.log_softmax(-1)
+    stats = vocab_statistics(
+        student_logits, shard=shard, want=("topk_forward_kl",), teacher=TopKTeacher(ids, log_tau, renormalize=False)
+    )
+    entropy = -torch.where(log_tau == -torch.inf, 0.0, log_tau.exp() * log_tau).sum(-1)
+    return _mean(stats.topk_forward_kl + entropy, mask, global_normalization_factor)
+
+
+def _expect_operands(student_logits, teacher_logits, mask):
+    expect_tensor("mask", mask, student_logits.shape[:-1], student_logits.device)
+    if teacher_logits.requires_grad:
+        raise ValueError("teacher_logits must be detached, got a tensor that requires a gradient")
+
+
+def _mean(values, mask, factor):
+    """Mean of values [B, S] by SkyRL's weights and divisor."""
+    total = mask.sum()
+    if factor is not None:
+        expect_scalar("global_normalization_factor", factor)
+        total = torch.as_tensor(factor)
+    return (values * mask).sum() / total.clamp(min=1.0)
