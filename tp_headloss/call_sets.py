@@ -7,7 +7,7 @@ import math
 import torch
 
 from .engine.operators import known_sets
-from .id_sets import IdSets, flat_ids, masked_ids
+from .id_sets import IdSets, flat_ids, masked_ids, ragged
 from .options import Options
 from .request import Facts, Request, TokenOrder
 from .sampling_rule import SamplingRule, kept_sets
@@ -22,8 +22,7 @@ def validate_sets(sets: IdSets | SamplingRule | None, labels, want, teacher, log
     """Raise TypeError or ValueError, from metadata, unless the sets fit the call. logits: [.., width]."""
     wanted = [name for name in (*OVER_SETS, *AT_IDS) if name in want]
     if sets is not None and not isinstance(sets, (IdSets, SamplingRule)):
-        got = type(sets).__name__ if isinstance(sets, torch.Tensor) else repr(sets)
-        raise TypeError(f"sets must be IdSets(..), a SamplingRule(..) or None, got {got}")
+        raise TypeError(f"sets must be IdSets(..), a SamplingRule(..) or None, got {type(sets).__name__}")
     if sets is None:
         if wanted:
             raise ValueError(f"{wanted} need sets of ids, got none: sets=IdSets(ids)")
@@ -44,8 +43,8 @@ def validate_sets(sets: IdSets | SamplingRule | None, labels, want, teacher, log
         return sets.expect_tokens(lead, device, vocab_size)
     expect_ids("sets.ids", sets.ids)
     if sets.spans is not None:
-        if sets.spans.numel() != 2 * math.prod(lead):
-            raise ValueError(f"sets must be of {math.prod(lead)} tokens, got offsets for {sets.spans.numel() // 2}")
+        if sets.spans.shape[:-1] not in (lead, (math.prod(lead),)):
+            raise ValueError(f"sets must be of tokens {list(lead)}, or these flat, got {list(sets.spans.shape[:-1])}")
         expect_tensor("sets.ids", sets.ids, device=device)
         expect_tensor("the sets' offsets", sets.spans, device=device)
         return
@@ -75,7 +74,7 @@ def with_kept_sets(request: Request, rule: SamplingRule, labels, options: Option
     order = request.order
     ids, spans = kept_sets(request, rule.map_tokens(order.shape, order.flatten))
     if options.check:
-        sets = IdSets(ids, None, order.unflatten(spans))
+        sets = ragged(ids, order.unflatten(spans))
         check_sets(sets, labels, request.facts.want, request.facts.ignore_index, request.facts.vocab_size)
     return request._replace(tensors=request.tensors._replace(entries=ids, entry_spans=spans))
 
@@ -87,7 +86,7 @@ def check_sets(sets: IdSets, labels, want, ignore_index: int, vocab_size: int):
     labels, unknown = labels.reshape(-1), torch.zeros(len(spans), dtype=torch.bool, device=ids.device)
     unknown[row[ids[place] >= vocab_size]] = True
     if AT_IDS[0] not in want:  # these need no label
-        unknown |= ~IdSets(ids, None, spans).contains(labels)
+        unknown |= ~ragged(ids, spans).contains(labels)
     bad = ((labels != ignore_index) & unknown).nonzero()
     if len(bad):
         token = int(bad[0])

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 
+from .id_sets import replaced
 from .shard import VocabShard
 from .statistics import MaybeNone
 from .validation import expect_dense, expect_tensor, refuse_transforms
@@ -141,7 +141,7 @@ def local_part(x, shard: VocabShard, hidden_grad: str = "all_reduce") -> Any:
             found[name] = tuple([local_part(part, shard, hidden_grad) for part in value])
         elif value is not None and local_part(value, shard) is not value:
             found[name] = local_part(value, shard)
-    return replace(x, **found) if found else x
+    return replaced(x, **found) if found else x
 
 
 def _local_tensor(name, x, shard, hidden_grad):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from .statistics.sets import rows_and_places
 from .validation import expect_ids, expect_tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class IdSets:
     """A set of ids per token, such as those that a sampler kept, over which the student is renormalised.
 
@@ -24,7 +24,9 @@ class IdSets:
     Args:
         ids: [.., K] int64 or int32, global, replicated, in any order; ascending ones are a little quicker.
         mask: [.., K] bool, False for entries that are none; None: all count.
-        spans: [.., 2] bounds of each token's set in flat ids; `from_csr` makes them.
+
+    Attributes:
+        spans: None, or [.., 2] int64 bounds of each token's set in flat ids [all]; `from_csr` makes them.
 
     Examples:
         >>> kept = IdSets(torch.tensor([[0, 2, -1]]))  # a sampler kept the ids 0 and 2
@@ -36,13 +38,12 @@ class IdSets:
 
     ids: torch.Tensor
     mask: torch.Tensor | None = None
-    spans: torch.Tensor | None = None  # [.., 2] bounds of each token's set in flat ids, see `from_csr`
+    spans: torch.Tensor | None = field(default=None, init=False)  # disjoint, within the ids
 
     def __post_init__(self):
         expect_ids("sets.ids", self.ids)
-        for name in ("mask", "spans"):
-            if getattr(self, name) is not None:
-                expect_tensor(f"sets.{name}", getattr(self, name))
+        if self.mask is not None:
+            expect_tensor("sets.mask", self.mask)
 
     @classmethod
     def from_csr(cls, ids: torch.Tensor, offsets: torch.Tensor) -> IdSets:
@@ -50,7 +51,8 @@ class IdSets:
 
         Args:
             ids: [all] int64 or int32, the sets one after the other, in the order of flattened labels.
-            offsets: [N + 1] int64 or int32. Where they descend or leave [0, all] the set is empty.
+            offsets: [N + 1] int64 or int32, from 0 to the number of ids. Where they descend or leave [0, all], the set
+                is empty.
 
         Raises:
             TypeError, ValueError: of another dtype or shape.
@@ -65,7 +67,7 @@ class IdSets:
         begin, end = offsets[:-1], offsets[1:]
         # sets that overlap could not be worked on at the same time
         sound = (begin >= offsets.cummax(0).values[:-1]) & (begin >= 0) & (end >= begin) & (end <= len(ids))
-        return cls(ids, None, torch.where(sound[:, None], torch.stack([begin, end], 1), 0))
+        return ragged(ids, torch.where(sound[:, None], torch.stack([begin, end], 1), 0))
 
     @classmethod
     def cat(cls, parts: Sequence[IdSets], dim: int = 0) -> IdSets:
@@ -79,7 +81,7 @@ class IdSets:
                     [1, 3],
                     [3, 5]]))
         """
-        return cls._join(torch.cat, parts, dim)
+        return cls._join(torch.cat, parts, dim, 0)
 
     @classmethod
     def stack(cls, parts: Sequence[IdSets], dim: int = 0) -> IdSets:
@@ -94,16 +96,22 @@ class IdSets:
                     [[ 6, -1],
                      [ 3,  8]]])
         """
-        return cls._join(torch.stack, parts, dim)
+        return cls._join(torch.stack, parts, dim, 1)
 
     @classmethod
-    def _join(cls, function, parts: Sequence[IdSets], dim: int) -> IdSets:
+    def _join(cls, function, parts: Sequence[IdSets], dim: int, new_dims: int) -> IdSets:
         parts = list(parts)
         if not parts:
             raise ValueError("sets to join must be at least one, got none")
         if any(not isinstance(part, IdSets) for part in parts):
             raise TypeError(f"sets to join must be IdSets, got {[type(part).__name__ for part in parts]}")
-        dim = dim if dim >= 0 else dim - 1  # behind the tokens' dimensions there is one more
+        leads = [list(part._of_tokens.shape[:-1]) for part in parts]
+        dims = len(leads[0]) + new_dims
+        if any(len(lead) != len(leads[0]) for lead in leads) or (new_dims and any(lead != leads[0] for lead in leads)):
+            raise ValueError(f"sets to join must be of tokens of matching shapes, got {leads}")
+        if not -dims <= dim < dims:
+            raise IndexError(f"dim must be in [{-dims}, {dims}) for sets of tokens {leads[0]}, got {dim}")
+        dim %= dims
         if all(part.spans is None for part in parts):
             most = max(part.ids.shape[-1] for part in parts)
             missing = [(0, most - part.ids.shape[-1]) for part in parts]
@@ -115,7 +123,7 @@ class IdSets:
             ids.append(flat)
             spans.append(bounds + first)
             first += len(flat)
-        return cls(torch.cat(ids), None, function(spans, dim))
+        return ragged(torch.cat(ids), function(spans, dim))
 
     def __len__(self) -> int:
         """Return the size of the tokens' first dimension."""
@@ -126,7 +134,8 @@ class IdSets:
     def __getitem__(self, index) -> IdSets:
         """Return the sets of some tokens, by an index, slice, mask or tensor of indices as those of a tensor.
 
-        Sets `from_csr` keep all of their ids; only their bounds are cut.
+        Of sets `from_csr`, which keep all of their ids, only the bounds are cut. Indices, of which one may be there
+        several times, copy the ids of the tokens, for which the host waits for a GPU.
 
         Examples:
             >>> sets = IdSets.from_csr(torch.tensor([5, 2, 4, 7]), torch.tensor([0, 1, 3, 4]))
@@ -135,13 +144,21 @@ class IdSets:
                     [3, 4]]), 2)
         """
         key = index if isinstance(index, tuple) else (index,)
-        return self._map(lambda x: x[(*key, slice(None))])
+        found = self._map(lambda x: x[(*key, slice(None))])
+        once = all(k is None or k is Ellipsis or isinstance(k, (int, slice)) or _is_mask(k) for k in key)
+        return found if once or found.spans is None else _apart(found.ids, found.spans)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> IdSets:
         """Return the sets on another device."""
-        fields = {"ids": self.ids, "mask": self.mask, "spans": self.spans}
-        moved = {k: x.to(device, non_blocking=non_blocking) for k, x in fields.items() if x is not None}
-        return replace(self, **moved)
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"sets move to a device, got the dtype {device}")
+
+        def move(x):
+            return None if x is None else x.to(device, non_blocking=non_blocking)
+
+        if self.spans is not None:
+            return ragged(move(self.ids), move(self.spans))
+        return IdSets(move(self.ids), move(self.mask))
 
     def scatter(self, where: torch.Tensor) -> IdSets:
         """Return sets of the tokens of a mask: those of this object in order where it is True, empty ones elsewhere.
@@ -162,6 +179,7 @@ class IdSets:
                     [ 7, -1],
                     [-1, -1]])
         """
+        expect_tensor("where", where)
         if where.dtype != torch.bool:
             raise TypeError(f"where must be bool, got {where.dtype}")
         lead = self._of_tokens.shape[:-1]
@@ -174,7 +192,7 @@ class IdSets:
             return out
 
         if self.spans is not None:
-            return replace(self, spans=spread(self.spans, 0))
+            return ragged(self.ids, spread(self.spans, 0))
         return IdSets(spread(masked_ids(self), -1))
 
     def contains(self, labels: torch.Tensor) -> torch.Tensor:
@@ -201,13 +219,39 @@ class IdSets:
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> IdSets:
         if self.spans is not None:
-            return replace(self, spans=function(self.spans))
-        return replace(self, ids=function(self.ids), mask=None if self.mask is None else function(self.mask))
+            return ragged(self.ids, function(self.spans))
+        return IdSets(function(self.ids), None if self.mask is None else function(self.mask))
 
     def map_tokens(self, lead: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]) -> IdSets:
         """The sets with function(x) in place of each tensor [*lead, *] of tokens."""
-        sets = self if self.spans is None else replace(self, spans=self.spans.reshape(*lead, 2))
+        sets = self if self.spans is None else ragged(self.ids, self.spans.reshape(*lead, 2))
         return sets._map(function)
+
+
+def ragged(ids: torch.Tensor, spans: torch.Tensor) -> IdSets:
+    """The sets with these bounds [.., 2] in flat ids [all]. No two may share a place: kernels work on all at once."""
+    sets = IdSets(ids)
+    object.__setattr__(sets, "spans", spans)
+    return sets
+
+
+def replaced(x, **fields):
+    """dataclasses.replace, of sets `from_csr`, too, whose bounds are no argument."""
+    if isinstance(x, IdSets) and x.spans is not None:
+        return ragged(fields.get("ids", x.ids), fields.get("spans", x.spans))
+    return replace(x, **fields)
+
+
+def _is_mask(key) -> bool:
+    return isinstance(key, torch.Tensor) and key.dtype == torch.bool
+
+
+def _apart(ids, spans) -> IdSets:
+    """Sets whose bounds [.., 2] may share places, each with ids of its own."""
+    flat = spans.reshape(-1, 2)
+    _row, place = rows_and_places(flat)
+    end = (flat[:, 1] - flat[:, 0]).cumsum(0)
+    return ragged(ids[place], torch.stack([torch.nn.functional.pad(end, (1, 0))[:-1], end], 1).view(spans.shape))
 
 
 def masked_ids(sets: IdSets) -> torch.Tensor:
@@ -222,4 +266,4 @@ def flat_ids(sets: IdSets, flatten) -> tuple[torch.Tensor, torch.Tensor]:
     ids = flatten(masked_ids(sets))
     *lead, size = ids.shape
     begin = torch.arange(math.prod(lead), device=ids.device).view(lead) * size
-    return ids.reshape(-1), torch.stack([begin, begin + size], -1)
+    return ids.reshape(-1).contiguous(), torch.stack([begin, begin + size], -1)

@@ -15,7 +15,7 @@ from .calls import build_request
 from .comm import gather_from_ranks
 from .dtensor import local_part
 from .eager_only import uncompiled
-from .id_sets import IdSets
+from .id_sets import IdSets, ragged
 from .options import DEFAULTS, Options, Transform
 from .philox import exponential
 from .request import Request
@@ -231,4 +231,4 @@ def _race(block: _Block, seed: int) -> torch.Tensor:
 def _joined_sets(found, lead) -> IdSets:
     """The sets of blocks of tokens, each ids [all] and counts [n], as those of tokens [*lead]."""
     ids, counts = zip(*found)
-    return IdSets(torch.cat(ids), None, spans_of(torch.cat(counts)).view(*lead, 2))
+    return ragged(torch.cat(ids), spans_of(torch.cat(counts)).view(*lead, 2))

@@ -14,7 +14,6 @@ from tp_headloss import (
     CrossEntropy,
     Distillation,
     HeadLoss,
-    IdSets,
     Linear,
     SamplingRule,
     Teacher,
@@ -27,6 +26,7 @@ from tp_headloss import (
     topk_log_probs,
     vocab_statistics,
 )
+from tp_headloss.id_sets import ragged
 
 H = 24
 
@@ -168,7 +168,7 @@ def drawn(group, device, dp):
     rule = SamplingRule(top_k=7, top_p=distribute_tensor(top_p, mesh, tokens))
     draw = sample(logits, seed=1, positions=distribute_tensor(positions, mesh, tokens), rule=rule)
     found = draw.ids, kept_ids(logits, rule).contains(expected.ids[here]), draw.sets.contains(expected.ids[here])
-    sets = IdSets(draw.sets.ids, spans=distribute_tensor(expected.sets.spans, mesh, tokens))
+    sets = ragged(draw.sets.ids, distribute_tensor(expected.sets.spans, mesh, tokens))
     if dp > 1:  # bounds are of the ids that these ranks have
         sets = draw.sets
     labels = distribute_tensor(expected.ids, mesh, tokens)

@@ -476,7 +476,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
         "sets of other tokens or another type, not wanted or missing, beside a top-K teacher": {
             "sets of other tokens": refused("ValueError: sets.ids must have shape [4, 2], got [3, 2]", keywords=wrong_sets(torch.zeros(3, 2).long())),
             "sets of one dimension": refused("ValueError: sets.ids must be [.., K] for tokens [4], got [4]", keywords=wrong_sets(torch.zeros(4).long())),
-            "offsets of other tokens": refused("ValueError: sets must be of 4 tokens, got offsets for 2", keywords=lambda here: {"want": ("set_entropy",), "sets": IdSets.from_csr(here.labels, here.labels[:3])}),
+            "offsets of other tokens": refused("ValueError: sets must be of tokens [4], or these flat, got [2]", keywords=lambda here: {"want": ("set_entropy",), "sets": IdSets.from_csr(here.labels, here.labels[:3])}),
             "float ids in a set": refused("TypeError: sets.ids must be int64 or int32, got torch.float32", keywords=wrong_sets(torch.zeros(N, 2))),
             "a mask of numbers": refused("TypeError: sets.mask must be bool, got torch.int64", keywords=wrong_sets(torch.zeros(N, 2).long(), torch.ones(N, 2).long())),
             "a tensor as sets": refused("TypeError: sets must be IdSets(..), a SamplingRule(..) or None, got Tensor", keywords=lambda here: {"want": ("set_entropy",), "sets": here.labels}),

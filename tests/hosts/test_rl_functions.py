@@ -8,7 +8,7 @@ import torch
 from ranks import on_ranks
 from trainer_problem import DTYPES, EVEN, PADDED, B, V, close, close_grads, cut, dtype_name
 
-from tp_headloss.integrations import areal, nemo_rl, rl_calls, skyrl, slime
+from tp_headloss.integrations import areal, nemo_rl, rl_calls, skyrl, skyrl_draft, slime
 
 H = 12
 LENGTHS, PADDED_LENGTHS = [3, 2, 6], [4, 4, 8]  # of packed sequences
@@ -470,7 +470,7 @@ def test_bounds_that_nobody_could_check_make_every_result_nan():
     assert packed.weights(1, None, torch.float32).isnan().all()
 
 
-@pytest.mark.parametrize("module", [areal, skyrl, slime], ids=lambda module: module.__name__.split(".")[-1])
+@pytest.mark.parametrize("module", [areal, skyrl_draft, slime], ids=lambda module: module.__name__.split(".")[-1])
 def test_examples_of_the_docstrings(module):
     assert doctest.testmod(module).attempted > 0 and doctest.testmod(module).failed == 0
 

@@ -152,8 +152,11 @@ def test_what_does_not_go_together_is_refused(device):
         "sets serve the statistics": {"sets": kept},
         "separate calls, got both": {"want": ("set_entropy", "topk_forward_kl"), "sets": kept, "teacher": teacher},
         "set_log_prob is the log-prob of a label": {"want": ("set_log_prob",), "sets": kept, "labels": None},
-        "sets must be of 9 tokens, got offsets for 8": {
+        r"sets must be of tokens \[9\], or these flat, got \[8\]": {
             "want": NAMES, "sets": IdSets.from_csr(kept.ids, torch.arange(9, device=device))
+        },
+        r"sets must be of tokens \[9\], or these flat, got \[3, 3\]": {
+            "want": NAMES, "sets": IdSets.stack([kept[:3], kept[3:6], kept[6:]])
         },
         r"sets.ids must be \[.., K\] for tokens \[9\], got \[9, 2, 3\]": {
             "want": NAMES, "sets": IdSets(torch.zeros(9, 2, 3, dtype=torch.long, device=device))

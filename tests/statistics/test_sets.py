@@ -236,6 +236,15 @@ def test_joined_sets_are_those_of_their_parts_in_order(form):
         assert listed(IdSets.cat([square, square], dim)[0]) == 4 * [lists[0][0]]
     with pytest.raises(ValueError, match="at least one"):
         IdSets.cat([])
+    for dim in (1, -2):
+        with pytest.raises(IndexError, match=rf"dim must be in \[-1, 1\) for sets of tokens \[2\], got {dim}"):
+            IdSets.cat(forms[form], dim)
+    with pytest.raises(IndexError, match=r"dim must be in \[-2, 2\) for sets of tokens \[1\], got 2"):
+        IdSets.stack(steps, 2)
+    with pytest.raises(ValueError, match=r"tokens of matching shapes, got \[\[2\], \[3\], \[1\]\]"):
+        IdSets.stack(forms[form])
+    with pytest.raises(ValueError, match=r"tokens of matching shapes, got \[\[6, 2\], \[6\]\]"):
+        IdSets.cat([square, whole])
 
 
 @pytest.mark.parametrize("form", ["padded", "masked", "csr", "both"])
@@ -249,6 +258,8 @@ def test_sets_are_cut_as_tensors_are(form, device):
                 torch.tensor([1]), (None, 0), (slice(None), 3)):  # fmt: skip
         cut = table[key]
         assert listed(cut) == [flat[i] for i in numbers[key].flatten()]
+        if cut.spans is not None and (isinstance(key, list) or getattr(key, "dtype", None) == torch.int64):
+            assert int((cut.spans[..., 1] - cut.spans[..., 0]).sum()) == len(cut.ids)  # none is shared
         if numbers[key].dim():
             assert len(cut) == len(numbers[key])
     with pytest.raises(TypeError, match="no length"):
@@ -267,12 +278,32 @@ def test_statistics_of_cut_and_joined_sets(backend, device):
     labels[2] = sets[2][0]
     order = torch.tensor([3, 0, 0, 8, 7, 1])
     whole = IdSets.cat([ragged(sets[:4]), ragged(sets[4:])]).to(device)
+    local = x[order].to(device).requires_grad_()
     stats = vocab_statistics(
-        x[order].to(device), labels[order].to(device), want=NAMES, sets=whole[order.to(device)],
-        options=Options(backend=backend),
-    )  # fmt: skip
+        local, labels[order].to(device), want=NAMES, sets=whole[order.to(device)], options=Options(backend=backend)
+    )
     for name, value in truth(x.double(), labels, sets).items():
-        torch.testing.assert_close(getattr(stats, name).cpu().double(), value[order], rtol=3e-6, atol=3e-6)
+        torch.testing.assert_close(getattr(stats, name).detach().cpu().double(), value[order], rtol=3e-6, atol=3e-6)
+    weights = {"set_log_prob": torch.arange(1.0, 7.0)}
+    (grad,) = torch.autograd.grad(stats.set_log_prob, local, weights["set_log_prob"].to(device))
+    z = x[order].double()
+    dx = gradient(z, torch.ones_like(z), labels[order], [sets[i] for i in order], weights)
+    torch.testing.assert_close(grad.cpu().double(), dx, rtol=2e-5, atol=2e-6)
+
+
+def test_padded_ids_of_any_stride(backend, device):
+    x, labels = (
+        torch.randn(2, 9, generator=torch.Generator().manual_seed(0)).to(device),
+        torch.tensor([1, 1]).to(device),
+    )
+    wide = torch.tensor([[1, 2, 3, 4], [5, 6, 1, 7]], device=device)
+    for ids in (wide[:, ::2], wide[:1, :1].expand(2, 1)):
+        found, expected = (
+            vocab_statistics(x, labels, want=NAMES, sets=IdSets(given), options=Options(backend=backend))
+            for given in (ids, ids.clone(memory_format=torch.contiguous_format))
+        )
+        assert all(torch.equal(getattr(found, name), getattr(expected, name)) for name in NAMES)
+        assert found.set_log_prob.isfinite().all()
 
 
 @pytest.mark.parametrize("form", ["padded", "masked", "csr"])
@@ -284,6 +315,10 @@ def test_sets_of_sampled_tokens_are_spread_over_all(form, device):
     assert listed(spread) == [[], [4, 1], [7], [], [2, 9, 8], [], [], [0]] and listed(spread[where]) == lists
     table = IdSets.stack([sets[:2], sets[2:]])
     assert listed(table.scatter(where)) == listed(spread)
+    with pytest.raises(TypeError, match=r"where must be .*tensor"):
+        sets.scatter([True])
+    with pytest.raises(TypeError, match=r"move to a device, got the dtype torch\.int32"):
+        sets.to(torch.int32)
     with pytest.raises(ValueError, match="as many tokens as there are sets, 4, got 8"):
         sets.scatter(torch.ones(8, dtype=torch.bool, device=device))
     labels = torch.tensor([[-100, 1, 9, 7], [8, 0, -1, 0]], device=device)
