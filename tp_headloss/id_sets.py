@@ -153,12 +153,10 @@ class IdSets:
         if isinstance(device, torch.dtype):
             raise TypeError(f"sets move to a device, got the dtype {device}")
 
-        def move(x):
-            return None if x is None else x.to(device, non_blocking=non_blocking)
-
-        if self.spans is not None:
-            return ragged(move(self.ids), move(self.spans))
-        return IdSets(move(self.ids), move(self.mask))
+        fields = {"ids": self.ids, "mask": self.mask, "spans": self.spans}
+        return replaced(
+            self, **{k: x.to(device, non_blocking=non_blocking) for k, x in fields.items() if x is not None}
+        )
 
     def scatter(self, where: torch.Tensor) -> IdSets:
         """Return sets of the tokens of a mask: those of this object in order where it is True, empty ones elsewhere.
