@@ -163,11 +163,13 @@ GROUPS = {
         ("id_sets.py", "IdSets._join", "not -dims <= dim < dims", "False"),
         ("id_sets.py", "IdSets.__getitem__", "once or found.spans is None", "True"),
         ("id_sets.py", "flat_ids", "ids.reshape(-1).contiguous()", "ids.reshape(-1)"),
-        ("call_sets.py", "validate_sets", "sets.spans.shape[:-1] not in (lead, (math.prod(lead),))", "sets.spans.numel() != 2 * math.prod(lead)"),
         ("id_sets.py", "IdSets.__getitem__", "x[(*key, slice(None))]", "x[key]"),
         ("id_sets.py", "IdSets.scatter", "spread(masked_ids(self), -1)", "spread(self.ids, -1)"),
         ("id_sets.py", "IdSets.contains", "(ids[place] == flat[row]) & (flat[row] >= 0)", "ids[place] == flat[row]"),
         ("sampling.py", "_blocks", "not isinstance(rule, SamplingRule) and not (draw and rule is None)", "False"),
+    ],
+    "test_sets_terms": [
+        ("call_sets.py", "validate_sets", "sets.spans.shape[:-1] not in (lead, (math.prod(lead),))", "sets.spans.numel() != 2 * math.prod(lead)"),
     ],
     "test_rank": [
         (RANK, "RankFamily.second", "(column < target)", "(column > target)"),

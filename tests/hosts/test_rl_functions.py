@@ -313,9 +313,9 @@ def soft(group, device, factor, cut_padding, k):
 
 
 def columns_of(cut_padding):
-    """Logits, or CUT columns of 128, of which shards would be whole chunks if they were not cut."""
+    """Logits, or CUT columns of 128 without padding, of which shards would be whole chunks if they were not cut."""
     logits = tokens()[0]
-    return torch.cat([logits, logits.flip(0)], -1)[:, :CUT] if cut_padding else logits
+    return torch.cat([logits[:, :V], logits[:, :V].flip(0)], -1)[:, :CUT] if cut_padding else logits
 
 
 def weights_of_tokens():
