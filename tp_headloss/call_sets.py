@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from .engine.operators import known_sets
@@ -43,8 +41,7 @@ def validate_sets(sets: IdSets | SamplingRule | None, labels, want, teacher, log
         return sets.expect_tokens(lead, device, vocab_size)
     expect_ids("sets.ids", sets.ids)
     if sets.spans is not None:
-        if sets.spans.shape[:-1] not in (lead, (math.prod(lead),)):
-            raise ValueError(f"sets must be of tokens {list(lead)}, or these flat, got {list(sets.spans.shape[:-1])}")
+        sets.expect_tokens(lead)
         expect_tensor("sets.ids", sets.ids, device=device)
         expect_tensor("the sets' offsets", sets.spans, device=device)
         return

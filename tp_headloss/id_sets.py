@@ -220,8 +220,15 @@ class IdSets:
             return ragged(self.ids, function(self.spans))
         return IdSets(function(self.ids), None if self.mask is None else function(self.mask))
 
+    def expect_tokens(self, lead: Sequence[int]):
+        """Raise ValueError unless these are sets of tokens of this shape, or of as many flat ones."""
+        own = self._of_tokens.shape[:-1]
+        if own not in (torch.Size(lead), (math.prod(lead),)):
+            raise ValueError(f"sets must be of tokens {list(lead)}, or these flat, got {list(own)}")
+
     def map_tokens(self, lead: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]) -> IdSets:
         """The sets with function(x) in place of each tensor [*lead, *] of tokens."""
+        self.expect_tokens(lead)
         sets = self if self.spans is None else ragged(self.ids, self.spans.reshape(*lead, 2))
         return sets._map(function)
 

@@ -163,6 +163,14 @@ def test_verl_linear_cross_entropy_refuses_what_it_would_ignore():
     shard = VocabShard(0, PADDED, V)
     with pytest.raises(ValueError, match="dist_process_group"):
         verl.linear_cross_entropy(hidden, weight, labels, 1.0, "none", object(), shard=shard)
+    rows, turned = hidden.flatten(0, -2)[:6].view(2, 3, -1), labels.flatten()[:6].view(3, 2)
+    with pytest.raises(ValueError, match=r"labels must be of tokens \[2, 3\], or these flat, got \[3, 2\]"):
+        verl.linear_cross_entropy(rows, weight, turned)
+    with pytest.raises(ValueError, match=r"temperature must be of tokens \[2, 3\], or these flat, got \[3, 2\]"):
+        verl.linear_cross_entropy(rows, weight, turned.view(2, 3), torch.ones(3, 2))
+    found, expected = (verl.linear_cross_entropy(rows[:1], weight, y, t)[0] for y, t in (
+        (turned.view(1, 6)[:, :3], torch.ones(3)), (turned.view(6)[:3], 1.0)))  # fmt: skip
+    assert torch.equal(found, expected)
 
 
 def test_a_temperature_that_is_not_positive_is_verls_lowest():

@@ -167,6 +167,10 @@ def test_what_does_not_go_together_is_refused(device):
             vocab_statistics(x, **{"labels": labels} | arguments)
     with pytest.raises(ValueError, match="engine='epilogue' is not possible"):
         linear_vocab_statistics(hidden, weight, labels, want=NAMES, sets=kept, linear=Linear(engine="epilogue"))
+    turned = IdSets.stack([kept[:3], kept[3:6]])  # of tokens [2, 3]
+    with pytest.raises(ValueError, match=r"sets must be of tokens \[3, 2\], or these flat, got \[2, 3\]"):
+        rows, few = hidden[:6].view(3, 2, -1), Linear(max_valid_tokens=4)
+        linear_vocab_statistics(rows, weight, labels[:6].view(3, 2), want=NAMES, sets=turned, linear=few)
     with pytest.raises(ValueError, match="over must be 'vocabulary' or 'sets', got 'set'"):
         PolicyGradient(over="set")
     with pytest.raises(ValueError, match=r"missing \['sets'\]"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -124,7 +125,7 @@ def linear_cross_entropy(
         hidden: [.., H] replicated, N tokens.
         weight: [width, H] sharded on V.
         labels: [..] replicated.
-        temperature: a number, or one per token.
+        temperature: a number, or one per token [..].
         reduction: for the log-probs alone: "none", or "sum" and "mean" for a scalar. The mean is over tokens whose
             label is not -100.
         dist_process_group: group that shares the vocabulary in even shards without padding; None: not sharded, or
@@ -145,11 +146,11 @@ def linear_cross_entropy(
         shard = VocabShard.from_group(dist_process_group, rows)
     temperature = _positive(temperature)
     if isinstance(temperature, torch.Tensor):
-        temperature = temperature.reshape(-1)
+        temperature = _flat("temperature", temperature, labels.shape)
     stats = linear_vocab_statistics(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
-        labels.reshape(-1),
+        _flat("labels", labels, hidden.shape[:-1]),
         shard=shard,
         want=("entropy",) if sets is None else ("set_log_prob", "set_entropy"),
         transform=Transform(temperature=temperature),
@@ -164,6 +165,14 @@ def linear_cross_entropy(
     if reduction == "mean":
         log_probs = log_probs / stats.valid.sum().clamp(min=1)
     return log_probs, token_entropy
+
+
+def _flat(name: str, x: torch.Tensor, lead) -> torch.Tensor:
+    """x of tokens [..] as [N]; ValueError unless `lead` has the same tokens, or one of both is flat."""
+    own, other = ([n for n in shape if n != 1] for shape in (x.shape, lead))
+    if own != other and (math.prod(own) != math.prod(other) or min(len(own), len(other)) > 1):
+        raise ValueError(f"{name} must be of tokens {list(lead)}, or these flat, got {list(x.shape)}")
+    return x.reshape(-1)
 
 
 def _positive(temperature):
