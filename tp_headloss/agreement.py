@@ -114,7 +114,8 @@ def _describe(name: str, value, out: dict, seen: dict):
     elif isinstance(value, (torch.nn.Module, VocabShard, types.ModuleType, type)):
         text = getattr(value, "__name__", type(value).__name__)
     elif isinstance(value, Sequences):
-        text, parts = "Sequences", (("mask", value.mask), ("lengths", value.lengths), ("horizon", value.horizon))
+        parts = (("mask", value.mask), ("lengths", value.lengths), ("horizon", value.horizon), ("ids", value.of_token))
+        text = "Sequences"
     elif isinstance(value, functools.partial):
         text, parts = "partial", (("function", value.func), ("arguments", value.args), ("keywords", value.keywords))
     elif dataclasses.is_dataclass(value):

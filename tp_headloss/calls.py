@@ -195,6 +195,11 @@ def _validate_teacher(teacher, transform, logits, want, options):
     for name, values in given.items():
         if values.dtype not in allowed:
             raise TypeError(f"teacher.{name} must be one of {[str(d) for d in allowed]}, got {values.dtype}")
+    if isinstance(teacher, Teacher) and options.inplace and _overlaps(logits, teacher.logits):
+        raise ValueError(
+            "inplace=True writes the gradient over the logits: the teacher's must be exactly these or share no memory "
+            "with them, got some that overlap"
+        )
     for name, x in (
         ("temperature", teacher.temperature),
         ("student_temperature", teacher.student_temperature_or_default),
@@ -203,6 +208,25 @@ def _validate_teacher(teacher, transform, logits, want, options):
             expect_tensor(f"teacher.{name}", x, lead, device)
         elif not isinstance(transform.temperature, torch.Tensor):
             expect_number(f"temperature / teacher.{name}", transform.temperature / x)
+
+
+def _overlaps(logits, others) -> bool:
+    """Whether tensors [.., width] of one shape may share elements that are not at the same place."""
+
+    def end(x):
+        last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
+        return x.data_ptr() + (last + 1) * x.element_size()
+
+    if logits.numel() == 0 or logits.untyped_storage().data_ptr() != others.untyped_storage().data_ptr():
+        return False
+    apart = others.data_ptr() - logits.data_ptr()
+    if logits.dtype == others.dtype and logits.stride() == others.stride() and logits.stride(-1) == 1:
+        size, width = logits.element_size(), logits.shape[-1]
+        row = min((s for n, s in zip(logits.shape[:-1], logits.stride()) if n > 1), default=width)
+        beside = width * size <= apart % (row * size) <= (row - width) * size  # other columns of the same rows
+        if apart == 0 or beside:
+            return False
+    return logits.data_ptr() < end(others) and others.data_ptr() < end(logits)
 
 
 def _validate_entries(teacher, lead, device):

@@ -43,7 +43,7 @@ class IdSets:
     def __post_init__(self):
         expect_ids("sets.ids", self.ids)
         if self.mask is not None:
-            expect_tensor("sets.mask", self.mask)
+            expect_tensor("sets.mask", self.mask, self.ids.shape)
 
     @classmethod
     def from_csr(cls, ids: torch.Tensor, offsets: torch.Tensor) -> IdSets:

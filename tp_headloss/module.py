@@ -285,4 +285,4 @@ def multi_token_targets(
     rows = torch.stack(depth_rows)
     share = torch.full((1 + depths,), weight / depths, device=labels.device)
     share[:1].fill_(1.0)
-    return rows, share.view(-1, *[1] * labels.dim()).expand(rows.shape)
+    return rows, share.view(-1, *[1] * labels.dim()).expand(rows.shape).contiguous()

@@ -75,6 +75,7 @@ class Sequences:
         if horizon is not None:
             expect_number("horizon", horizon)
         expect_group(group)
+        mask = mask.clone()  # the caller's may be changed before the backward
         self.mask, self.horizon, self.group = mask, horizon, group
         self._order, self._offsets, self._bounds = order, offsets, bounds
         self._invalid = None if bounds is None else (bounds != offsets).any()  # [] bool; None: nothing can be invalid
@@ -102,6 +103,11 @@ class Sequences:
     def __len__(self) -> int:
         """Return B, sequences without counted tokens included."""
         return self.mask.shape[0] if self._offsets is None else len(self._offsets) - 1
+
+    @property
+    def of_token(self) -> torch.Tensor | None:
+        """Sequence [..] of each token, -1 for none; None: each row of the mask is one."""
+        return None if self._ids is None else torch.where(self._counted, self._ids, -1)
 
     def __getstate__(self):
         if self.group is not None:
@@ -217,7 +223,7 @@ class Sequences:
         """
         expect_one_of("reduction", reduction, SEQUENCE_REDUCTIONS)
         if reduction == "seq-mean-token-mean":
-            return self.token_share, self.count
+            return self.token_share.clone(), self.count
         if reduction == "seq-mean-token-sum":
             return self._counted.float(), self.count
         if self.horizon is None:

@@ -381,7 +381,7 @@ GROUPS = {
         (RL_CALLS, "PackedTokens.place", "(self.length <= packed).all()", "torch.tensor(True)"),
         (RL_CALLS, "PackedTokens.scored", "self.length[self.sequence] - 1", "self.length[self.sequence]"),
         (RL_CALLS, "PackedTokens.log_probs", "ids.to(scored.device).roll(-1, 1)", "ids.to(scored.device)"),
-        ("integrations/nemo_rl.py", "_next_token_log_probs", "IdSets(tokens.take(sets_of_next_tokens(kept, labels).ids))", "sets_of_next_tokens(kept, labels[:, : logits.shape[1]])"),
+        ("integrations/nemo_rl.py", "_next_token_log_probs", "IdSets(tokens.take(sets_of_next_tokens(kept, labels, ids).ids))", "sets_of_next_tokens(kept, labels[:, : logits.shape[1]], ids)"),
         ("integrations/nemo_rl_distillation.py", "get_distillation_topk_logprobs_from_logits", "tokens.join(stats.entropy)", "stats.entropy"),
         ("integrations/slime.py", "calculate_log_probs_and_entropy", "log_prob_keep_mask | (ids == tokens.unsqueeze(-1))", "log_prob_keep_mask"),
         ("integrations/slime.py", "calculate_log_probs_and_entropy", "entropy = entropy.detach()", "pass"),

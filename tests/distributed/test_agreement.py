@@ -115,6 +115,12 @@ def other_sequences(call):
     call.inputs = {**call.inputs, "sequences": Sequences.from_ids(ids, 3, mask)}
 
 
+def other_ids_of_sequences(call):
+    ids = torch.arange(N, device=call.labels.device) // 2
+    ids[[1, 2]] = ids[[2, 1]]  # as many tokens each
+    call.inputs = {**call.inputs, "sequences": Sequences.from_ids(ids, 3, call.labels >= 0)}
+
+
 def with_sets(*numbers):
     """A set statistic of sets that hold these ids and the labels."""
 
@@ -202,6 +208,7 @@ CASES = {
         "ValueError", "inputs.advantages"),
     "a missing input": ("head", shared_inputs, lambda c: c.inputs.pop("advantages"), "ValueError", "missing ['adv"),
     "other sequences": ("head", shared_inputs, other_sequences, "ValueError", "inputs.sequences.mask"),
+    "other ids of sequences": ("head", shared_inputs, other_ids_of_sequences, "ValueError", "inputs.sequences.ids"),
     "a teacher of another dtype": (
         "head", shared_inputs, lambda c: c.inputs.update(teacher=Teacher(torch.zeros_like(c.x).half())),
         "ValueError", "inputs.teacher.logits"),

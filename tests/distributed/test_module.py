@@ -226,6 +226,8 @@ def test_depths_longer_than_the_sequence_count_nothing():
     targets, weights = multi_token_targets(labels, 3)
     assert targets.tolist() == [[[3, 4]], [[4, -100]], [[-100, -100]], [[-100, -100]]]
     assert weights[:, 0, 0].tolist() == pytest.approx([1, *[0.1 / 3] * 3])
+    weights[targets == 4] = 0  # of two tokens, and of no other
+    assert weights.count_nonzero() == weights.numel() - 2
 
 
 @pytest.mark.parametrize("enabled", [False, True])

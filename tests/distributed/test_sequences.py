@@ -389,3 +389,14 @@ def test_second_derivatives_of_sums_over_sequences_are_right(device):
     (second,) = torch.autograd.grad(first.sum(), values)
     sums = torch.where(mask, values, 0).sum(-1, keepdim=True)
     torch.testing.assert_close(second, torch.where(mask, 6 * sums * mask.sum(-1, keepdim=True), 0.0).detach())
+
+
+def test_what_the_caller_does_to_a_mask_or_to_weights_afterwards_changes_nothing(device):
+    mask = torch.tensor([[True, True, False], [True, False, False]], device=device)
+    sequences, values = Sequences.from_mask(mask), torch.ones(2, 3, device=device, requires_grad=True)
+    means = sequences.mean(values)
+    mask.fill_(False)
+    weights, _count = sequences.aggregate("seq-mean-token-mean")
+    weights.zero_()
+    means.sum().backward()
+    assert values.grad.tolist() == [[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]] == sequences.token_share.tolist()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from logits_problem import rows
 
-from tp_headloss import HeadLoss, Options, vocab_statistics
+from tp_headloss import HeadLoss, Options, Teacher, vocab_statistics
 
 
 def test_inplace_writes_the_gradient_over_the_logits_and_says_so(backend, device):
@@ -53,6 +53,29 @@ def test_inplace_refuses_what_it_cannot_overwrite(device):
     for shared in (x[0, 0, :1].expand(5, 8), x[0, 0, :, :1].expand(5, 8), flat.as_strided((5, 8), (1, 1))):
         with pytest.raises(ValueError, match="share memory"):
             vocab_statistics(shared, labels[0, 0], options=Options(inplace=True))
+
+
+def test_inplace_refuses_a_teacher_that_would_be_overwritten(backend, device):
+    rows, labels = torch.randn(7, 40, device=device), torch.zeros(6, dtype=torch.long, device=device)
+    options = Options(backend=backend, inplace=True)
+    for logits, teacher in ((rows[:-1], rows[1:]), (rows[1:], rows[:-1]), (rows[:6, :8], rows[:6, 4:12])):
+        with pytest.raises(ValueError, match="the teacher's must be exactly these or share no memory"):
+            vocab_statistics(logits, labels, want=("forward_kl",), teacher=Teacher(teacher), options=options)
+
+
+@pytest.mark.parametrize("teacher", [(0, slice(8)), (0, slice(8, 16)), (1, slice(8))], ids=["same", "beside", "apart"])
+def test_inplace_beside_a_teacher_that_is_not_overwritten(teacher, backend, device):
+    whole, labels = torch.randn(2, 6, 16, device=device), torch.zeros(6, dtype=torch.long, device=device)
+    layer, columns = teacher
+    grads = []
+    for inplace in (False, True):
+        own = whole.clone()
+        x, given = own[0, :, :8].requires_grad_(), Teacher(own[layer, :, columns].detach())
+        options = Options(backend=backend, inplace=inplace)
+        stats = vocab_statistics(x, labels, want=("forward_kl",), teacher=given, options=options)
+        (grad,) = torch.autograd.grad(stats.forward_kl.sum() + stats.log_prob.sum(), x)
+        grads.append(grad.clone())
+    assert torch.equal(*grads)
 
 
 def _log_probs(x, labels, options):

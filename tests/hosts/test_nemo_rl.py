@@ -242,6 +242,10 @@ def test_nemo_chunk_size_bounds_memory_that_does_not_exist(device):
             {"sampling_mask": SimpleNamespace(token_ids=torch.zeros(B, S + 2, 2).long(), sizes=torch.zeros(B, S + 2))},
             "must be of the tokens",
         ),
+        (
+            {"sampling_mask": SimpleNamespace(token_ids=torch.zeros(B, S - 1, 2).long(), sizes=torch.zeros(B, S - 1))},
+            rf"sampling_mask must be of the tokens, \[{B}, {S}, 'K'\], got \[{B}, {S - 1}, 2\]",
+        ),
         ({"sampling_params": {"min_p": 0.1}}, "min_p"),
         ({"sampling_params": SimpleNamespace(top_k=-1, top_p=1.0, replay_sampling_mask=True)}, "replay_sampling_mask"),
         ({"vocab_parallel_rank": 0}, "vocab_parallel_group"),

@@ -418,6 +418,7 @@ def test_nemo_finds_the_vocabulary_that_a_rule_is_about():
         (lambda x, i: entropy_call(x, 0), "num_actions must be from 1 to 6, a row's log-probs, got 0"),
         (lambda x, i: entropy_call(x, 7), "num_actions must be from 1 to 6, a row's log-probs, got 7"),
         (lambda x, i: entropy_call(x, 2, torch.ones(3)), r"loss_mask must have shape \[3, 2\], got \[3\]"),
+        (lambda x, i: skyrl.draft_soft_ce_topk(x[0], x[0], i, 2), r"student_logits must be \[B, S, width\], got"),
         (lambda x, i: skyrl.draft_soft_ce(x, x, torch.ones(1, 1)), r"mask must have shape \[1, 16\], got \[1, 1\]"),
         (
             lambda x, i: nemo_rl.from_parallel_logits_to_logprobs_packed_sequences(
@@ -444,6 +445,18 @@ def test_refused_by_name(call, names):
         (lambda x, i: skyrl.draft_soft_ce(x, x, i, "all"), "global_normalization_factor must be a number or a scalar"),
         (lambda x, i: areal.gather_logprobs(x, i, 1.0, "tp"), "group must be a process group or None, got .tp."),
         (lambda x, i: areal.gather_logprobs(x.tolist(), i), "logits must be a tensor, got list"),
+        (
+            lambda x, i: nemo_rl.get_next_token_logprobs_from_logits(i > 3, x),
+            "ids must be int64 or int32, got torch.bool",
+        ),
+        (
+            lambda x, i: nemo_rl.get_next_token_logprobs_from_logits(i + 0.7, x),
+            "ids must be int64 or int32, got torch.fl",
+        ),
+        (
+            lambda x, i: nemo_rl.get_distillation_topk_logprobs_from_logits(x, i[..., None], x[..., :1], False, False),
+            "teacher_topk_logits must be floating point, got torch.int64",
+        ),
     ],
 )
 def test_types_refused_by_name(call, names):

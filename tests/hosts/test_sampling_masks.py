@@ -48,6 +48,16 @@ def test_a_completion_without_a_mask_is_refused():
         sampling_masks.from_vllm([nested(COMPLETIONS[0]), None])
 
 
+def test_masks_whose_ids_are_not_each_in_one_set_are_refused():
+    for ids, counts in (([1, 2, 3, 4], [1, 1]), ([1, 2], [3, -1])):
+        with pytest.raises(ValueError, match=r"each of its . ids in one set, got offsets"):
+            sampling_masks.from_prime_rl([SimpleNamespace(ids=ids, counts=counts)])
+    with pytest.raises(ValueError, match=r"each of its 3 ids in one set, got offsets \[0, 2\]"):
+        sampling_masks.from_vllm([SimpleNamespace(token_ids=[1, 2, 3], offsets=[0, 2])])
+    with pytest.raises(TypeError, match="counts of a sampling mask must be int64 or int32"):
+        sampling_masks.from_prime_rl([SimpleNamespace(ids=[1], counts=torch.tensor([1.5]))])
+
+
 def bytes_of(x):
     return np.array(x, np.int32).tobytes()
 

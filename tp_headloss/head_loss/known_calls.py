@@ -20,7 +20,7 @@ MOST_KINDS = 256  # batches of any size are a kind each
 
 def kind_of_call(options: Options | None, logits, labels, shard, inputs) -> tuple | None:
     """Everything that the checks of a call read, besides its denominator; None if it must be looked at each time."""
-    if not can_skip_dispatch(logits) or type(labels) is not torch.Tensor or logits.is_neg():
+    if not can_skip_dispatch(logits) or type(labels) is not torch.Tensor or logits.is_neg() or logits.is_nested:
         return None
     if options is not None and options.validate != "metadata":
         return None

@@ -228,7 +228,7 @@ def _next_token_log_probs(logits, ids, shard, kept, cp_group, inference_only=Fal
     tokens = RankedTokens(cp_group, logits.shape[1], device=logits.device)
     labels = next_tokens(ids, tokens.total, logits.device)
     if isinstance(kept, IdSets):
-        kept = IdSets(tokens.take(sets_of_next_tokens(kept, labels).ids))
+        kept = IdSets(tokens.take(sets_of_next_tokens(kept, labels, ids).ids))
     result = tokens.join(_log_probs(logits, tokens.take(labels), shard, kept, inference_only))
     return result[:, : ids.shape[1] - 1]
 

@@ -7,6 +7,7 @@ import torch
 from ..api import vocab_statistics
 from ..comm import sum_over_ranks
 from ..dtensor import local_part
+from ..validation import expect_floating, expect_ids
 from .rl_calls import RankedTokens, even_shard_of_rank, expect_other_group, refuse
 
 
@@ -42,6 +43,8 @@ def get_distillation_topk_logprobs_from_logits(
     Raises ValueError for shapes that do not fit, for K = 0, and as `get_next_token_logprobs_from_logits`.
     """
     refuse(cp_sharder=cp_sharder)
+    expect_floating("teacher_topk_logits", teacher_topk_logits)
+    expect_ids("teacher_topk_indices", teacher_topk_indices)
     logits, shard = even_shard_of_rank(student_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
     expect_other_group(context_parallel_group, shard.group)
     tokens = RankedTokens(context_parallel_group, logits.shape[1], device=logits.device)

@@ -54,11 +54,11 @@ def log_probs_over(kept: SamplingRule | IdSets, logits, labels, shard: VocabShar
     return log_prob.masked_fill(outside, -torch.inf) if isinstance(kept, SamplingRule) else log_prob
 
 
-def sets_of_next_tokens(sets: IdSets, labels) -> IdSets:
+def sets_of_next_tokens(sets: IdSets, labels, tokens) -> IdSets:
     """Return the sets [B, L] of labels [B, L] that are `next_tokens`, from those of the tokens [B, S]."""
+    if sets.ids.dim() != 3 or sets.ids.shape[:2] != tokens.shape:
+        raise ValueError(f"sampling_mask must be of the tokens, {[*tokens.shape, 'K']}, got {list(sets.ids.shape)}")
     ids = masked_ids(sets)[:, 1:].to(labels.device)
-    if ids.shape[0] != labels.shape[0] or ids.shape[1] > labels.shape[1]:
-        raise ValueError(f"sampling_mask must be of the tokens, {list(labels.shape)}, got {list(sets.ids.shape)}")
     return IdSets(torch.nn.functional.pad(ids, (0, 0, 0, labels.shape[1] - ids.shape[1]), value=-1))
 
 

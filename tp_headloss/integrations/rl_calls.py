@@ -74,6 +74,7 @@ def refuse(**arguments):
 def next_tokens(ids, length: int, device) -> torch.Tensor:
     """Labels [B, length] for all positions of the logits, so that no logits need to be cut: the ids [B, S] shifted by
     one to the left, then -100."""
+    expect_ids("ids", ids)
     if ids.dim() != 2 or not 1 <= ids.shape[1] <= length:
         raise ValueError(f"ids must be [B, S] with S from 1 to the {length} positions given, got {list(ids.shape)}")
     labels = torch.full((ids.shape[0], length), IGNORED_LABEL, dtype=torch.int64, device=device)

@@ -18,6 +18,7 @@ from itertools import chain
 import torch
 
 from ..id_sets import IdSets
+from ..validation import expect_ids
 from . import check_type
 
 
@@ -52,7 +53,7 @@ def _completion_sets(mask) -> IdSets:
     ids, offsets = getattr(mask, "token_ids", mask), getattr(mask, "offsets", None)
     if offsets is None:
         return _of_counts(list(chain.from_iterable(ids)), [len(row) for row in ids])
-    return IdSets.from_csr(_int_tensor(ids), _int_tensor(offsets))
+    return _of_offsets(_int_tensor(ids), _int_tensor(offsets))
 
 
 def from_prime_rl(masks: Iterable) -> IdSets:
@@ -121,7 +122,18 @@ def from_skyrl(supports: Iterable) -> IdSets:
 
 def _of_counts(ids, counts) -> IdSets:
     counts = _int_tensor(counts)
-    return IdSets.from_csr(_int_tensor(ids), torch.nn.functional.pad(counts.long().cumsum(0), (1, 0)))
+    expect_ids("counts of a sampling mask", counts)
+    return _of_offsets(_int_tensor(ids), torch.nn.functional.pad(counts.long().cumsum(0), (1, 0)))
+
+
+def _of_offsets(ids, offsets) -> IdSets:
+    """`IdSets.from_csr`; ValueError, where nothing waits for it, unless each id is in one set."""
+    sets = IdSets.from_csr(ids, offsets)
+    if not offsets.is_cuda and (bool((offsets.diff() < 0).any()) or offsets[[0, -1]].tolist() != [0, len(ids)]):
+        raise ValueError(
+            f"a sampling mask must have each of its {len(ids)} ids in one set, got offsets {offsets.tolist()}"
+        )
+    return sets
 
 
 def _int_tensor(x) -> torch.Tensor:

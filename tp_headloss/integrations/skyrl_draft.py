@@ -92,6 +92,8 @@ def draft_soft_ce_topk(
 
 
 def _expect_operands(student_logits, teacher_logits, mask):
+    if student_logits.dim() != 3:
+        raise ValueError(f"student_logits must be [B, S, width], got {list(student_logits.shape)}")
     expect_tensor("mask", mask, student_logits.shape[:-1], student_logits.device)
     if teacher_logits.requires_grad:
         raise ValueError("teacher_logits must be detached, got a tensor that requires a gradient")

@@ -76,7 +76,7 @@ class ValidTokens:
         rest = rest.masked_fill(self.valid, missing)
         if x.dim() > 1:  # [count, K]
             rest = rest[:, None].repeat(1, x.shape[1])
-        return rest.index_copy(0, self.order, x).view(*self.lead, *x.shape[1:])
+        return rest.index_copy(0, self.order, x).view((*self.lead, *x.shape[1:]))
 
     def spread(self, stats: VocabStatistics, labels: torch.Tensor | None) -> VocabStatistics:
         """Spread statistics over all tokens: 0 at ignored ones, NaN at valid ones beyond `count`."""
