@@ -78,7 +78,8 @@ class Options:
         backend: "triton", "torch" or None (triton on CUDA, torch elsewhere).
         transport: "gather" (an all-gather), "symm_mem" (symmetric memory), "sum" (an all_reduce) or "auto" (chooses).
         inplace: the backward writes the gradient over the logits (eager only). Whoever reads the logits after it finds
-            the gradient there; logits that are a leaf share its memory with their ``.grad``.
+            the gradient there; logits that are a leaf share its memory with their ``.grad``. The logits of a `Teacher`
+            must be exactly these or share no memory with them.
         gradient: "forward" has the forward of a `HeadLoss` write the gradient of its logits, in the launch that reads
             them, and the backward hand it over (computed again if the upstream gradient of the loss is another than in
             the step before, at first 1). For one rank, terms of lse, log_prob and target_logit, logits without

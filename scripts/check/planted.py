@@ -213,6 +213,8 @@ GROUPS = {
         ("sampling_rule.py", "ordered_bits", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits"),
     ],
     "test_policy test_kl test_policy_extremes test_policy_inputs test_policy_metrics test_rollout test_sequences test_preference": [
+        ("sequences.py", "Sequences.__init__", "mask.clone()", "mask"),
+        ("sequences.py", "Sequences.aggregate", "self.token_share.clone()", "self.token_share"),
         ("head_loss/token_sums.py", "metric_sums", "valid if weight is None else valid & (weight != 0)", "valid"),
         ("losses/ratio.py", "log_ratio", "bounded(log_prob - other, -limit, limit)", "bounded(log_prob - other, high=limit)"),
         ("losses/ratio.py", "_Bounded.backward", "clamped * 0 * grad", "0.0"),
@@ -323,6 +325,8 @@ GROUPS = {
         (MEGATRON, "MegatronHead._observed_losses", "out.loss.transpose(0, 1)", "out.loss"),
     ],
     "test_collectives test_autograd test_inplace test_layouts test_compile test_arguments": [
+        ("calls.py", "_overlaps", "apart == 0 or beside", "apart == 0"),
+        ("calls.py", "_overlaps", "others.data_ptr() < end(logits)", "False"),
         ("engine/autograd.py", "first_derivative_only.wrapper", "(*saved, *upstream)", "upstream"),
         ("linear_head/autograd.py", "OneSweep.backward", "torch.is_grad_enabled()", "False"),
         ("head_loss/known_calls.py", "kind_of_call", "labels.dtype", "labels.shape"),
@@ -340,6 +344,7 @@ GROUPS = {
         ("linear_head/sweeps.py", "statistics", "TRANSPORTS[request.facts.transport].default", 'TRANSPORTS["gather"].default'),
     ],
     "test_agreement": [
+        ("sequences.py", "Sequences.of_token", "torch.where(self._counted, self._ids, -1)", "None"),
         ("agreement.py", "Agreement.__exit__", "_compare(facts)", "pass"),
         ("agreement.py", "_describe", "_sharded_dim(name)", "0"),
         ("agreement.py", "_compare", "a != b or checksum != other_checksum", "a != b"),
