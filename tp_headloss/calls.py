@@ -222,7 +222,7 @@ def _overlaps(logits, others) -> bool:
     apart = others.data_ptr() - logits.data_ptr()
     if logits.dtype == others.dtype and logits.stride() == others.stride() and logits.stride(-1) == 1:
         size, width = logits.element_size(), logits.shape[-1]
-        row = min((s for n, s in zip(logits.shape[:-1], logits.stride()) if n > 1), default=width)
+        row = min((s for n, s in zip(logits.shape[:-1], logits.stride()) if n > 1), default=width) or width
         beside = width * size <= apart % (row * size) <= (row - width) * size  # other columns of the same rows
         if apart == 0 or beside:
             return False

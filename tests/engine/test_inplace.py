@@ -61,6 +61,9 @@ def test_inplace_refuses_a_teacher_that_would_be_overwritten(backend, device):
     for logits, teacher in ((rows[:-1], rows[1:]), (rows[1:], rows[:-1]), (rows[:6, :8], rows[:6, 4:12])):
         with pytest.raises(ValueError, match="the teacher's must be exactly these or share no memory"):
             vocab_statistics(logits, labels, want=("forward_kl",), teacher=Teacher(teacher), options=options)
+    one = rows[:1].expand(6, 40)
+    with pytest.raises(ValueError, match="whose elements do not share memory"):
+        vocab_statistics(one, labels, want=("forward_kl",), teacher=Teacher(rows[1:2].expand(6, 40)), options=options)
 
 
 @pytest.mark.parametrize("teacher", [(0, slice(8)), (0, slice(8, 16)), (1, slice(8))], ids=["same", "beside", "apart"])
