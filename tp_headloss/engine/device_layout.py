@@ -50,7 +50,7 @@ class DeviceLayout:
     def gradient_hooks(self, names: tuple[str, ...]) -> tuple:
         """The GRADIENT of each family that reads one of these upstream gradients."""
         if names not in self._gradient_hooks:
-            found = (f for f in self._gradients if any(name in f.kernel_gradients for name in names))
+            found = (f for f in self._gradients if any(name in f.gradients for name in names))
             self._gradient_hooks[names] = tuple(family.device.GRADIENT for family in found)
         return self._gradient_hooks[names]
 
@@ -76,7 +76,7 @@ def _rows_type(kind: str, families):
 
 @functools.cache
 def _grads_type(families):
-    fields = list(dict.fromkeys(name for family in families for name in family.gradients + family.kernel_gradients))
+    fields = list(dict.fromkeys(name for family in families for name in family.gradients))
     return collections.namedtuple("Grads", fields, defaults=[None] * len(fields))
 
 

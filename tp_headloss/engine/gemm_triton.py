@@ -237,7 +237,7 @@ def linear_gradient_kernel(
             first = j * COLUMNS + k * STRIP
             columns = first + tl.arange(0, STRIP)[None, :]
             written = columns < inputs.width
-            token = Token(row, n, merged_ptr + row, whole, ignored, a, 0, start, written, written, 0)
+            token = Token(row, n, merged_ptr + row, whole, ignored, a, start, start, written, written, 0)
             dz = tile_gradient(
                 strips[k], columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED,
                 STRIP,

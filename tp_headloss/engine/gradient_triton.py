@@ -1,18 +1,16 @@
 """The gradient of a tile of logits, for any tuple of families, and the gradient at a token's entries.
 
-At the entries of a top-K teacher or of a set the whole gradient is computed in a kernel of its own, before the logits
-may be overwritten, and put into its place by the program that wrote these columns: while they are in the cache, a
-scattered element costs no access of memory.
+At the entries of a top-K teacher or of a set the whole gradient is computed apart, by the program of their columns
+before it may overwrite the logits, and put into its place when it has written the columns: while they are in the cache,
+a scattered element costs no access of memory.
 """
 
 import triton
 import triton.language as tl
 
-from ..statistics.entries_triton import entries_between, entry_range
-from ..statistics.family_triton import load_teacher, loss_of_row, row_factors, teacher_scales, transform, upstream
+from ..statistics.family_triton import load_teacher, transform, upstream
 from ..statistics.numerics_triton import exp, widen
-from ..statistics.records_triton import Chunk, Tile, Token
-from ..statistics.topk_triton import store_everywhere
+from ..statistics.records_triton import Tile, Token
 
 
 @triton.jit
@@ -44,7 +42,7 @@ def _softmax_gradient(z, columns, first, token, states, families, grads, inputs,
     dz = p * away
     if inputs.labels is not None:
         target = tl.load(inputs.labels + token.row).to(tl.int64) - start
-        if inputs.entries is not None:
+        if len(token.places.shape) == 1:
             here = target >= 0
         else:
             here = (target >= first) & (target < first + BLOCK)
@@ -83,54 +81,36 @@ def tile_gradient(
     return dz
 
 
-@triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
-def entries_gradient_kernel(
-    exact_ptr,  # like the entries, out: the gradient at those of this shard, undefined at others
-    everywhere_ptr,  # [4, T] or [1, T] fp32 out, or None: see `store_everywhere`
-    inputs,  # Inputs
-    merged_ptr,  # [R, T] fp32
-    grads,  # upstream gradients by name, see `upstream`
-    loss,  # LossGradient
-    families,  # their GRADIENT
-    rows,  # numbers of the merged rows by name
-    n_rows, start, valid_width,
-    HAS_TAIL: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def store_at_entries(
+    exact_ptr, begin, count, first, end, chunk, token, grads, families, inputs, rows, valid_width, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program: the gradient at the entries of one row."""
-    row = tl.program_id(0).to(tl.int64)
-    n = n_rows.to(tl.int64)
-    merged = merged_ptr + row
-    whole = tl.load(merged + rows.sum * n)
-    ignored = whole == 0.0
-    pre, post = row_factors(inputs, row)
-    teacher_scale, a = teacher_scales(inputs, row, n_rows)
-    chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
-    of_loss = loss_of_row(loss, row)
-    begin, count = entry_range(inputs, row)
+    """Store the gradient at those of a row's entries begin, .. that are columns first .. end - 1, by their places."""
     for k in range(0, count, BLOCK):
         place = k + tl.arange(0, BLOCK)
-        columns = tl.load(inputs.entries + begin + place, mask=place < count, other=-1) - start
-        written = (columns >= 0) & (columns < valid_width)
+        columns = tl.load(inputs.entries + begin + place, mask=place < count, other=-1) - token.start
+        written = (columns >= first) & (columns < end)
         columns = tl.where(written, columns, inputs.width)
-        readable = written & (columns < tl.where(ignored, 0, valid_width))
-        x = tl.load(inputs.x + row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0)
-        token = Token(row, n, merged, whole, ignored, a, begin + place, start, written, readable, of_loss)
+        readable = written & (columns < tl.where(token.ignored, 0, end))
+        x = tl.load(
+            inputs.x + token.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0
+        )
+        at = Token(
+            token.row, token.n, token.merged, token.whole, token.ignored, token.student_scale, begin + place,
+            token.start, written, readable, token.loss,
+        )  # fmt: skip
         dz = tile_gradient(
-            widen(x), columns, 0, chunk, token, grads, families, inputs, rows, start, valid_width, False, BLOCK
+            widen(x), columns, 0, chunk, at, grads, families, inputs, rows, token.start, valid_width, False, BLOCK
         )
         tl.store(exact_ptr + begin + place, dz.to(exact_ptr.dtype.element_ty), mask=written)
-    if everywhere_ptr is not None:
-        token = Token(row, n, merged, whole, ignored, a, 0, start, False, False, of_loss)
-        store_everywhere(everywhere_ptr, token, grads, inputs, rows, HAS_TAIL)
 
 
 @triton.jit
-def put_entries(dx, dx_column, at_entries, row, first, end, start, BLOCK: tl.constexpr):
-    """Copy the gradient at those of a row's entries that are columns first .. end - 1; dx: pointer to the row."""
-    begin, count = entries_between(at_entries, row, start + first, start + end)
+def put_entries(dx, dx_column, exact_ptr, begin, count, first, end, inputs, start, BLOCK: tl.constexpr):
+    """Copy what `store_at_entries` stored to its columns; dx: pointer to the row."""
     for k in range(0, count, BLOCK):
         place = k + tl.arange(0, BLOCK)
-        columns = tl.load(at_entries.entries + begin + place, mask=place < count, other=-1) - start
+        columns = tl.load(inputs.entries + begin + place, mask=place < count, other=-1) - start
         here = (columns >= first) & (columns < end)
-        gradient = tl.load(at_entries.gradient + begin + place, mask=here, other=0.0)
+        gradient = tl.load(exact_ptr + begin + place, mask=here, other=0.0)
         tl.store(dx + columns.to(tl.int64) * dx_column, gradient, mask=here)

@@ -95,9 +95,10 @@ def gradient_launch(width: int, grads: tuple[str, ...], has_softcap: bool = Fals
         return Launch(min(4096, widest), 8)
     if has_softcap or not _PER_COLUMN.isdisjoint(grads):
         return Launch(min(512, widest), 1)
-    return Launch(min(1024, widest), 2) if "everywhere" in grads else Launch(min(2048, widest), 4)
+    return Launch(min(2048, widest), 4) if _TAIL.isdisjoint(grads) else Launch(min(1024, widest), 2)
 
 
+_TAIL = frozenset(("tail_log_mass", "tail_entropy"))
 _PER_COLUMN = frozenset(("forward_kl", "reverse_kl", "total_variation"))  # whose gradient reads a teacher's logits
 
 

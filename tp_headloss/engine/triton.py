@@ -10,9 +10,9 @@ from ..statistics import at_ids_triton, entries_triton, sets_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
 from ..statistics.rank_triton import rank_kernel
-from ..statistics.records_triton import AtEntries, Inputs, LossGradient
+from ..statistics.records_triton import Inputs, LossGradient
 from ..symmetric_memory_triton import SharedMemory
-from . import gradient_triton, kernels
+from . import kernels
 from .device_inputs import inputs_of
 from .device_layout import DeviceLayout, device_layout
 from .launch import (
@@ -47,7 +47,7 @@ def shares_memory(logits) -> bool:
     return logits.is_cuda and logits.shape[0] > 0
 
 
-NOT_SHARED, NO_LOSS, NO_ENTRIES = SharedMemory(), LossGradient(), AtEntries()
+NOT_SHARED, NO_LOSS = SharedMemory(), LossGradient()
 
 
 def _shared(memory) -> SharedMemory:
@@ -146,23 +146,30 @@ def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
         logits_gradient(exact, request, merged, grads, loss)
         out.copy_(exact)
         return
-    inputs, prepared = inputs_of(request)
-    inputs = _without_entries(inputs)
+    (inputs, prepared), at_entries = inputs_of(request), None
     if grads.keys().isdisjoint(AT_ENTRIES):
-        _gradient(out, request, inputs, prepared.variant, merged, grads, loss)
-        return
-    at_entries, everywhere = _entries_gradient(out, request, merged, grads, loss)
-    at_entries_alone = statistics.TOPK_TEACHER + statistics.AT_IDS
-    elsewhere = {name: g for name, g in grads.items() if name not in at_entries_alone}
-    if everywhere is not None:
-        elsewhere["lse" if len(everywhere) == 1 else "everywhere"] = everywhere
-    _gradient(out, request, inputs, prepared.variant, merged, elsewhere, loss, at_entries)
+        inputs = _without_entries(inputs)
+    else:
+        at_entries = torch.empty_like(request.tensors.entries, dtype=out.dtype)
+        if "log_probs_at" in grads:
+            grads = grads | {"log_probs_at": _sums_at_ids(grads["log_probs_at"], request.tensors.entries)}
+    _gradient(out, request, inputs, prepared.variant, merged, grads, loss, at_entries)
+
+
+def _sums_at_ids(upstream, ids):
+    """Upstream gradients [N, K] of ids [N, K] -> at each id, the sum over all ids of its token that equal it."""
+    (n_rows, n_ids), sums = ids.shape, torch.empty_like(upstream)
+    launch(
+        at_ids_triton.at_ids_sums_kernel, at_ids_programs(n_rows, n_ids),
+        (ids.device, n_ids, pointer_key(upstream), pointer_key(ids)), AT_IDS, sums, upstream, ids, n_rows, n_ids,
+    )  # fmt: skip
+    return sums
 
 
 def _upstream(rows: DeviceLayout, grads: dict, loss):
     """The upstream gradients and the reduced loss as kernels take them, and what Triton compiles about them."""
     upstream = rows.grads(*map(grads.get, rows.grads._fields))
-    kinds = tuple(grads), pointer_key(upstream.everywhere), pointer_key(upstream.log_probs_at)
+    kinds = tuple(grads), pointer_key(upstream.log_probs_at)
     if loss is None:
         return upstream, NO_LOSS, kinds
     gradient, _inverse, weight = loss
@@ -170,44 +177,30 @@ def _upstream(rows: DeviceLayout, grads: dict, loss):
     return upstream, LossGradient(*loss), (*kinds, pointer_key(gradient), dtype_key(weight), *coefficients)
 
 
-def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict, loss, at_entries=NO_ENTRIES):
-    """The gradient at every column, `at_entries` put into its place; variant: of these inputs."""
+def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict, loss, at_entries):
+    """The gradient at every column; variant: of these inputs; at_entries: memory for that at entries, or None."""
     (n_rows, width), strides, facts, rows = out.shape, out.stride(), request.facts, device_layout(request.layout)
     names = tuple(grads)
     hooks, how = rows.gradient_hooks(names), gradient_launch(width, names, facts.softcap != 0.0)
     upstream, loss, kinds = _upstream(rows, grads, loss)
     padded = facts.valid_width < width
-    columns = how.block if at_entries is NO_ENTRIES else kernels.COLUMNS.value
+    columns = how.block if at_entries is None else kernels.COLUMNS.value
     variant = (
-        out.device, rows, hooks, padded, at_entries is NO_ENTRIES, pointer_key(out), *map(int_key, strides), variant,
+        out.device,
+        rows,
+        hooks,
+        padded,
+        at_entries is None,
+        pointer_key(out),
+        *map(int_key, strides),
+        variant,
         kinds,
-    )  # fmt: skip
+    )
     launch(
         kernels.gradient_kernel, n_rows * ceil_div(width, columns), variant, how,
         out, *strides, inputs, merged, upstream, loss, at_entries, hooks, rows.merged,
         n_rows, facts.start, facts.valid_width, padded,
     )  # fmt: skip
-
-
-def _entries_gradient(out, request: Request, merged, grads: dict, loss):
-    """The whole gradient at a request's entries, and [4, N] of what a top-K teacher's statistics add at all
-    other ids, or [1, N] if that is nothing but an upstream gradient of lse."""
-    facts, rows, (inputs, prepared) = request.facts, device_layout(request.layout), inputs_of(request)
-    n_rows, names = out.shape[0], tuple(grads)
-    exact, everywhere = torch.empty_like(request.tensors.entries, dtype=out.dtype), None
-    if any(name in grads for name in ("topk_log_mass", "tail_log_mass", "tail_entropy", "vocab_jsd")):
-        as_lse = inputs.student_scale is None and not rows.has_tail
-        everywhere = merged.new_empty((1 if as_lse else 4, n_rows))
-    hooks = rows.gradient_hooks(names)
-    upstream, loss, kinds = _upstream(rows, grads, loss)
-    launch(
-        gradient_triton.entries_gradient_kernel, n_rows,
-        (out.device, rows, hooks, everywhere is None, prepared.variant, kinds, out.dtype),
-        entries_launch(inputs.n_entries),
-        exact, everywhere, inputs, merged, upstream, loss, hooks, rows.merged,
-        n_rows, facts.start, facts.valid_width, rows.has_tail,
-    )  # fmt: skip
-    return AtEntries(exact, inputs.entries, inputs.entry_spans, inputs.n_entries), everywhere
 
 
 def entries(ids, log_probs, mask, factor, renormalize, vocab_size):

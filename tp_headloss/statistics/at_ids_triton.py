@@ -81,6 +81,24 @@ def at_ids_merge_kernel(
     tl.store(out_ptr + row * rows.ids + place, log_probs.to(tl.float32), mask=live)
 
 
+@triton.jit(do_not_specialize=["n_rows"])
+def at_ids_sums_kernel(
+    out_ptr,  # [T, K] fp32 out: at each id, the sum of the upstream gradients of all ids of the token that equal it
+    upstream_ptr,  # [T, K] fp32
+    ids_ptr,  # [T, K] int32
+    n_rows,
+    IDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: some ids of some tokens."""
+    row, place, live, ids = _tile(ids_ptr, n_rows, IDS, BLOCK)
+    total = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for k in range(0, IDS):
+        other = tl.load(ids_ptr + row * IDS + k, mask=row < n_rows, other=-1)
+        g = tl.load(upstream_ptr + row * IDS + k, mask=row < n_rows, other=0.0)
+        total += tl.where(ids == other, g, 0.0)
+    tl.store(out_ptr + row * IDS + place, total, mask=live)
+
+
 @triton.jit
 def load(grads, token, inputs, rows):
     return (0,)
@@ -88,13 +106,9 @@ def load(grads, token, inputs, rows):
 
 @triton.jit
 def direct(dz, state, tile, token, grads, inputs, rows):
-    """Add the upstream gradients of all of the token's ids that are this column."""
-    if inputs.entries is not None:
-        ids = tile.columns + token.start
-        at = token.row * inputs.n_entries
-        for k in range(0, inputs.n_entries):
-            same = ids == tl.load(inputs.entries + at + k)
-            dz += tl.where(same, tl.load(grads.log_probs_at + at + k), 0.0)
+    """Add the upstream gradients of all of the token's ids that are this column, added up by `at_ids_sums_kernel`."""
+    if len(token.places.shape) == 1:
+        dz += tl.load(grads.log_probs_at + token.places, mask=token.written, other=0.0)
     return dz
 
 

@@ -103,11 +103,6 @@ class Family:
     # whether rows rescaled to a maximum of 0 stay within float64, so that ranks may add them up (transport "sum")
     has_lanes = True
 
-    @property
-    def kernel_gradients(self) -> tuple[str, ...]:
-        """Names of the upstream gradients that its device functions read."""
-        return self.gradients
-
     def streams(self, call: Wanted) -> bool:
         """True if it has packet rows that are summed while logits stream by."""
         return True

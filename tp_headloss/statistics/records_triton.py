@@ -154,15 +154,6 @@ class LossGradient(NamedTuple):
     weight: object = None  # token weights [T] fp32, or None
 
 
-class AtEntries(NamedTuple):
-    """The finished gradient at the entries, and where it belongs."""
-
-    gradient: object = None  # like the entries; None without any
-    entries: object = None  # as in Inputs
-    entry_spans: object = None
-    n_entries: object = None
-
-
 class Token(NamedTuple):
     """One row of a gradient."""
 
@@ -172,7 +163,7 @@ class Token(NamedTuple):
     whole: object  # S
     ignored: object
     student_scale: object
-    places: object  # of the tile's entries, or 0 in a tile of columns
+    places: object  # [BLOCK] of the entries in a tile of these; some one number in a tile of columns
     start: object  # vocabulary id of the shard's first column
     written: object  # mask of the columns that exist
     readable: object  # mask of those that are read: none of an ignored row

@@ -7,7 +7,16 @@ import triton
 import triton.language as tl
 
 from .entries_triton import AT_ONCE, entries_between, load_entries
-from .family_triton import Gradient, Merge, Statistics, not_rescaled, nothing_folded, read, upstream, write
+from .family_triton import (
+    Gradient,
+    Merge,
+    Statistics,
+    not_rescaled,
+    nothing_folded,
+    read,
+    upstream,
+    write,
+)
 from .numerics_triton import decay, exp, fixed_sum, settle, weigh
 from .softmax_triton import join_target
 
@@ -196,7 +205,7 @@ def load(grads, token, inputs, rows):
     """Load what the gradient with respect to lse gets at columns that are no members: NaN for a bad set."""
     whole = tl.load(token.merged + rows.set_sum * token.n)
     common = tl.where(whole == whole, 0.0, whole)
-    if inputs.entries is None and grads.set_log_mass is not None:
+    if len(token.places.shape) != 1 and grads.set_log_mass is not None:
         common -= upstream(grads.set_log_mass, token)
     return (common,)
 
@@ -214,7 +223,7 @@ def at_target(common, state, offset, token):
 @triton.jit
 def direct(dz, state, tile, token, grads, inputs, rows):
     """Add the members' own part, by the table of `sets`."""
-    if inputs.entries is not None:
+    if len(token.places.shape) == 1:
         at = token.merged
         shifted = tile.z - tl.load(at + rows.set_shift * token.n)
         s = exp(shifted) / tl.load(at + rows.set_sum * token.n)

@@ -49,11 +49,6 @@ class TopKFamily(Family):
     statistics = gradients = FIRST + SECOND
     has_lanes = False
 
-    @property
-    def kernel_gradients(self) -> tuple[str, ...]:
-        """Its gradients, and what all columns but the entries get, which the kernel over the entries makes of them."""
-        return *self.gradients, "everywhere"
-
     def needs_student_sum(self, call: Wanted) -> bool:
         return needs_full_student_sum(call.want)
 
@@ -63,10 +58,10 @@ class TopKFamily(Family):
         return (*rows, "topk_max", "topk_sum", "topk_mass", "topk_cross", "topk_gap")
 
     def merged_rows(self, call: Wanted) -> tuple[str, ...]:
-        """Maximum, sum and W of the entries, the mean of y - log tau; maximum, sum and mean of y of the tail (of the
-        whole vocabulary if no tail is wanted), P and R."""
-        rest = ("rest_shift", "rest_sum", "rest_mean", "inside", "outside")
-        return ("topk_shift", "topk_sum", "topk_mass", "topk_gap", *rest)
+        """Maximum, sum and W of the entries, the mean of y - log tau; maximum and sum of the tail (of the whole
+        vocabulary if no tail is wanted), P and R; the mean of y of a tail."""
+        rows = ("topk_shift", "topk_sum", "topk_mass", "topk_gap", "rest_shift", "rest_sum", "inside", "outside")
+        return (*rows, "rest_mean") if has_tail(call.want) else rows
 
     def value_rows(self, call: Wanted) -> tuple[str, ...]:
         return ("teacher_mass", *(name for name in FIRST if name in call.want))
@@ -153,7 +148,7 @@ class TopKFamily(Family):
             common = merged["outside"] * common + outside * merged["inside"]
         shifted = tile.scale * (tile.z - merged["rest_shift"])
         rest = torch.where((tile.z == -torch.inf) | (merged["rest_sum"] == 0), 0.0, shifted.exp() / merged["rest_sum"])
-        dz = torch.where(rest == 0, 0.0, rest * (common - entropy * (shifted - merged["rest_mean"])))
+        dz = torch.where(rest == 0, 0.0, rest * (common - entropy * (shifted - merged.get("rest_mean", 0.0))))
         return fill_entries(dz, tile.entries, at)
 
 

@@ -14,13 +14,11 @@ from .family_triton import (
     not_rescaled,
     nothing_folded,
     read,
-    same_at_target,
-    same_coefficient,
     upstream,
     write,
 )
 from .numerics_triton import decay, exp, lane_sum, log1p, settle, weigh
-from .teacher_triton import add_softmax, load
+from .teacher_triton import add_softmax
 
 
 @triton.jit
@@ -196,34 +194,55 @@ def finish(state, joined, out, inputs, rows):
     write(out.merged, joined, merged.topk_gap, settle(mean, bad, ignored))
     write(out.merged, joined, merged.rest_shift, settle(rest_shift, bad, ignored))
     write(out.merged, joined, merged.rest_sum, settle(rest, bad, ignored))
-    write(out.merged, joined, merged.rest_mean, settle(rest_mean, bad, ignored))
+    if merged.rest_mean is not None:
+        write(out.merged, joined, merged.rest_mean, settle(rest_mean, bad, ignored))
     write(out.merged, joined, merged.inside, settle(inside, bad, ignored))
     write(out.merged, joined, merged.outside, settle(outside, bad, ignored))
 
 
 @triton.jit
-def store_everywhere(everywhere_ptr, token, grads, inputs, merged, HAS_TAIL: tl.constexpr):
-    """The coefficients of what every column of a row gets, its entries excepted."""
+def _of_the_rest(common, grads, token, rows):
+    """What a column that is no entry gets, c exp(y) + e exp(y) (y - mean) with y = a (z - shift): c, shift, e, mean."""
     at = token.merged
     n = token.n
-    row = token.row
-    inside = tl.load(at + merged.inside * n)
-    outside = tl.load(at + merged.outside * n)
-    common = -upstream(grads.topk_log_mass, token)
-    if grads.vocab_jsd is not None:
-        common -= upstream(grads.vocab_jsd, token) * tl.load(at + merged.vocab_jsd_mean * n)
-    if not HAS_TAIL and inputs.student_scale is None:  # nothing but an upstream gradient of lse
-        tl.store(everywhere_ptr + row, common + upstream(grads.lse, token))
-    else:
-        if HAS_TAIL:
-            common = outside * common + inside * upstream(grads.tail_log_mass, token)
-        whole = tl.load(at + merged.rest_sum * n)
-        per_rest = tl.where(token.ignored | (whole == 0.0), 0.0, token.student_scale / whole)
-        shift = tl.load(at + merged.rest_shift * n)
-        tl.store(everywhere_ptr + row, common * per_rest)
-        tl.store(everywhere_ptr + n + row, tl.where(shift == float("-inf"), 0.0, shift))
-        tl.store(everywhere_ptr + 2 * n + row, -upstream(grads.tail_entropy, token) * per_rest)
-        tl.store(everywhere_ptr + 3 * n + row, tl.load(at + merged.rest_mean * n))
+    moment = 0.0
+    mean = 0.0
+    if rows.rest_mean is not None:
+        common = tl.load(at + rows.outside * n) * common
+        common += tl.load(at + rows.inside * n) * upstream(grads.tail_log_mass, token)
+        moment = -upstream(grads.tail_entropy, token)
+        mean = tl.load(at + rows.rest_mean * n)
+    whole = tl.load(at + rows.rest_sum * n)
+    per_rest = tl.where(token.ignored | (whole == 0.0), 0.0, token.student_scale / whole)
+    shift = tl.load(at + rows.rest_shift * n)
+    return common * per_rest, tl.where(shift == float("-inf"), 0.0, shift), moment * per_rest, mean
+
+
+@triton.jit
+def load(grads, token, inputs, rows):
+    """Load what columns that are no entries get: (coefficient of p,), or the numbers of `_of_the_rest`."""
+    OF_TAIL: tl.constexpr = grads.tail_log_mass is not None or grads.tail_entropy is not None
+    SOMETHING: tl.constexpr = OF_TAIL or grads.topk_log_mass is not None or grads.vocab_jsd is not None
+    IS_SOFTMAX: tl.constexpr = rows.rest_mean is None and inputs.student_scale is None
+    state = (0.0,)
+    if SOMETHING and len(token.places.shape) != 1:
+        common = -upstream(grads.topk_log_mass, token)
+        if grads.vocab_jsd is not None:
+            common -= upstream(grads.vocab_jsd, token) * tl.load(token.merged + rows.vocab_jsd_mean * token.n)
+        state = (common,) if IS_SOFTMAX else _of_the_rest(common, grads, token, rows)
+    return state
+
+
+@triton.jit
+def coefficient(away, state, shifted, p, token):
+    if len(state) == 1:
+        away += tl.where(token.ignored, 0.0, state[0] / token.whole)
+    return away
+
+
+@triton.jit
+def at_target(common, state, offset, token):
+    return common + state[0] if len(state) == 1 else common
 
 
 @triton.jit
@@ -254,20 +273,18 @@ def _entry_gradient(log_tau, tile, token, grads, inputs, rows):
 
 @triton.jit
 def direct(dz, state, tile, token, grads, inputs, rows):
-    """Add at an entry its own part, and at every other column c exp(y) + e exp(y) (y - mean), y = a (z - shift)."""
-    if inputs.entries is not None:
+    """Add at an entry its own part, and at every other column that of the rest."""
+    if len(token.places.shape) == 1:
         log_tau = tl.load(inputs.entry_log_probs + token.places, mask=token.written, other=float("-inf"))
         dz += token.student_scale * _entry_gradient(log_tau, tile, token, grads, inputs, rows)
-    elif grads.everywhere is not None:
-        at = grads.everywhere + token.row
-        fall = tile.z - tl.load(at + token.n)
+    elif len(state) == 4:
+        fall = tile.z - state[1]
         if inputs.student_scale is not None:
             fall = fall * token.student_scale
-        moment = tl.load(at + 2 * token.n) * (tl.maximum(fall, -200.0) - tl.load(at + 3 * token.n))
-        dz += exp(fall) * (tl.load(at) + moment)
+        dz += exp(fall) * (state[0] + state[2] * (tl.maximum(fall, -200.0) - state[3]))
     return dz
 
 
 STATISTICS = Statistics(start, not_rescaled, add, store)
 MERGE = Merge(start_merge, peak, add_packet, nothing_folded, finish)
-GRADIENT = Gradient(load, same_coefficient, same_at_target, direct)
+GRADIENT = Gradient(load, coefficient, at_target, direct)
