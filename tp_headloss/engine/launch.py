@@ -28,10 +28,11 @@ DIRECT = not INTERPRETED and torch.version.hip is None and TRITON <= (3, 9)
 
 
 class Launch(NamedTuple):
-    """Size of a tile, and warps of a program."""
+    """Size of a tile, warps of a program, and the most registers that a thread of it may have, where that is set."""
 
     block: int
     warps: int
+    registers: int | None = None
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -76,7 +77,9 @@ def rows_launch(width: int, itemsize: int) -> Launch:
 
 
 @functools.lru_cache(maxsize=1024)
-def gradient_launch(width: int, grads: tuple[str, ...], has_softcap: bool = False) -> Launch:
+def gradient_launch(
+    width: int, grads: tuple[str, ...], has_softcap: bool = False, is_transformed: bool = False
+) -> Launch:
     """Tile of the backward, by the names of the statistics that have upstream gradients.
 
     32064 wide: 2048/2 251, 4096/4 252, 2048/4 254, 1024/2 281, 512/1 326; with entropy: 4096/4 263, 2048/4 272
@@ -95,10 +98,15 @@ def gradient_launch(width: int, grads: tuple[str, ...], has_softcap: bool = Fals
         return Launch(min(4096, widest), 8)
     if has_softcap or not _PER_COLUMN.isdisjoint(grads):
         return Launch(min(512, widest), 1)
-    return Launch(min(2048, widest), 4) if _TAIL.isdisjoint(grads) else Launch(min(1024, widest), 2)
+    has_tail = not _TAIL.isdisjoint(grads)
+    how = Launch(min(1024, widest), 2, 64) if has_tail else Launch(min(2048, widest), 4, 48)
+    is_limited = not _AT_ENTRIES.isdisjoint(grads) and _FEW.issuperset(grads) and not is_transformed
+    return how if is_limited else how._replace(registers=None)
 
 
 _TAIL = frozenset(("tail_log_mass", "tail_entropy"))
+_AT_ENTRIES = frozenset(("topk_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "log_probs_at"))
+_FEW = _AT_ENTRIES | {"log_prob", "lse"}  # those that the limits above leave without spills
 _PER_COLUMN = frozenset(("forward_kl", "reverse_kl", "total_variation"))  # whose gradient reads a teacher's logits
 
 
@@ -187,19 +195,26 @@ def launch(kernel, programs: int, variant: tuple, how: Launch, *arguments):
         with torch.cuda.device(device):
             return launch(kernel, programs, variant, how, *arguments)
     if not DIRECT or _observed():
-        kernel[(programs,)](*arguments, how.block, num_warps=how.warps, enable_fp_fusion=True)
+        kernel[(programs,)](*arguments, how.block, **_options(how))
         return
     key = kernel.fn, how, variant  # the function, because Triton computes the hash of a kernel anew
     compiled = _compiled.get(key)
     if compiled is None:
         if len(_compiled) >= 4096:  # a temperature that changes with every step, say
             _compiled.clear()
-        result = kernel[(programs,)](*arguments, how.block, num_warps=how.warps, enable_fp_fusion=True)
+        result = kernel[(programs,)](*arguments, how.block, **_options(how))
         _compiled[key] = _direct_call(result)
         return
     run, constant = compiled
     stream = torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportArgumentType]  # of a tensor
     run(programs, 1, 1, stream, *constant, *arguments, how.block)
+
+
+def _options(how: Launch) -> dict:
+    """What Triton compiles a kernel by."""
+    options = {"num_warps": how.warps, "enable_fp_fusion": True}
+    limited = how.registers is not None and numerics_triton.PTX.value  # others know no such option
+    return options | {"maxnreg": how.registers} if limited else options
 
 
 def _direct_call(kernel):

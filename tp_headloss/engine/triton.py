@@ -73,7 +73,7 @@ def local_statistics(packets, request: Request, memory=None):
         )  # fmt: skip
     launch(
         kernels.statistics_kernel, n_rows * facts.chunks, variant,
-        statistics_launch(facts.chunk_size, inputs.teacher is not None or rows.has_tail),
+        statistics_launch(facts.chunk_size, inputs.teacher is not None),
         packets, streamed, shared, rows.statistics, rows.packet, n_rows, *prepared.bounds,
     )  # fmt: skip
 
@@ -181,7 +181,8 @@ def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dic
     """The gradient at every column; variant: of these inputs; at_entries: memory for that at entries, or None."""
     (n_rows, width), strides, facts, rows = out.shape, out.stride(), request.facts, device_layout(request.layout)
     names = tuple(grads)
-    hooks, how = rows.gradient_hooks(names), gradient_launch(width, names, facts.softcap != 0.0)
+    is_transformed = inputs.pre is not None or inputs.bias is not None
+    hooks, how = rows.gradient_hooks(names), gradient_launch(width, names, facts.softcap != 0.0, is_transformed)
     upstream, loss, kinds = _upstream(rows, grads, loss)
     padded = facts.valid_width < width
     columns = how.block if at_entries is None else kernels.COLUMNS.value

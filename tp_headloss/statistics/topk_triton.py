@@ -6,76 +6,24 @@ What is read at the entries alone forward is in `entries_triton`.
 import triton
 import triton.language as tl
 
-from .entries_triton import NONE, entry_softmax, jensen_shannon_parts, store_entry_sums
+from . import tail_triton
+from .entries_triton import entry_softmax, jensen_shannon_parts, store_entry_sums
 from .family_triton import (
     Gradient,
     Merge,
     Statistics,
-    not_rescaled,
     nothing_folded,
     read,
     upstream,
     write,
 )
-from .numerics_triton import decay, exp, lane_sum, log1p, settle, weigh
-from .teacher_triton import add_softmax
-
-
-@triton.jit
-def leave_out(z, ids, below, entries_ptr, entry, n_entries):
-    """z of the vocabulary ids with -inf at the entries among them, and the number of the next entry.
-
-    The entries, which ascend, are looked at from number `entry` on as long as they are less than `below`."""
-    found = tl.load(entries_ptr + entry, mask=entry < n_entries, other=NONE)
-    while found < below:
-        z = tl.where(ids == found, float("-inf"), z)
-        entry += 1
-        found = tl.load(entries_ptr + entry, mask=entry < n_entries, other=NONE)
-    return z, entry
-
-
-@triton.jit
-def start(zeros, chunk, inputs):
-    """The tail's maximum, lane sums and moment; the next entry, and the chunk's first. Without a tail, unused."""
-    BLOCK: tl.constexpr = zeros.shape[0]
-    entry = 0
-    if inputs.entries is not None:
-        entries = inputs.entries + chunk.row * inputs.n_entries
-        for k in range(0, inputs.n_entries, BLOCK):
-            place = k + tl.arange(0, BLOCK)
-            ids = tl.load(entries + place, mask=place < inputs.n_entries, other=NONE)
-            entry += tl.sum((ids < chunk.start + chunk.first).to(tl.int32), axis=0)
-    return -float("inf"), zeros, zeros, entry, entry
-
-
-@triton.jit
-def add(state, tile, softmax, chunk, inputs, rows):
-    return _add_to_tail(state, tile, chunk, inputs, rows) if rows.tail_max is not None else state
-
-
-@triton.jit
-def _add_to_tail(state, tile, chunk, inputs, rows):
-    entry = state[3]
-    if tile.partial:  # a tile that the loop left out: its entries are looked for from the first
-        entry = state[4]
-    entries = inputs.entries + chunk.row * inputs.n_entries
-    below = chunk.start + chunk.first + tile.offset + tile.block
-    rest, following = leave_out(tile.z, chunk.start + tile.columns, below, entries, entry, inputs.n_entries)
-    m, s, moment, _, _ = add_softmax(
-        state[0], state[1], state[2], state[2], rest, chunk.student_scale, inputs.student_scale is not None,
-        rows.tail_moment is not None, False,
-    )  # fmt: skip
-    return m, s, moment, following, state[4]
+from .numerics_triton import decay, exp, log1p, settle, weigh
 
 
 @triton.jit
 def store(out, n, state, core, chunk, inputs, rows):
     store_entry_sums(out, n, chunk, inputs, rows)
-    if rows.tail_max is not None:
-        tl.store(out + rows.tail_max * n, state[0] + 0.0)
-        tl.store(out + rows.tail_sum * n, lane_sum(state[1]))
-    if rows.tail_moment is not None:
-        tl.store(out + rows.tail_moment * n, lane_sum(state[2]))
+    tail_triton.store(out, n, state, core, chunk, inputs, rows)
 
 
 @triton.jit
@@ -285,6 +233,6 @@ def direct(dz, state, tile, token, grads, inputs, rows):
     return dz
 
 
-STATISTICS = Statistics(start, not_rescaled, add, store)
+STATISTICS = Statistics(tail_triton.start, tail_triton.rescale, tail_triton.add, store)
 MERGE = Merge(start_merge, peak, add_packet, nothing_folded, finish)
 GRADIENT = Gradient(load, coefficient, at_target, direct)
