@@ -29,6 +29,7 @@ _, TOTAL_DEVICE = statistic("total")
 TEACHER, TEACHER_DEVICE = statistic("teacher")
 DIVERGENCE, DIVERGENCE_DEVICE = statistic("divergence")
 TOPK, TOPK_DEVICE = statistic("topk")
+_, TAIL_DEVICE = statistic("tail")
 ENTRIES, ENTRIES_DEVICE = statistic("entries")
 SETS, SETS_DEVICE = statistic("sets")
 AT_IDS, AT_IDS_DEVICE = statistic("at_ids")
@@ -148,10 +149,11 @@ GROUPS = {
         (ENTRIES_DEVICE, "entries_between", "(ids < end)", "(ids < first)"),
         (SETS_DEVICE, "store", 'tl.where(is_target, float("-inf"), z)', "z"),
         (SETS_DEVICE, "store", "factor * tl.fma(drop, s, moment)", "factor * moment"),
-        (SETS_DEVICE, "load", "inputs.entries is None and grads.set_log_mass is not None", "grads.set_log_mass is not None"),
+        (SETS_DEVICE, "load", "len(token.places.shape) != 1 and grads.set_log_mass is not None", "grads.set_log_mass is not None"),
         (SETS_DEVICE, "direct", "tl.load(at + rows.set_others * token.n)", "-s"),
-        ("engine/gradient_triton.py", "put_entries", "tl.store(dx + columns.to(tl.int64) * dx_column, gradient, mask=here)", "pass"),
-        ("engine/gradient_triton.py", "put_entries", "(columns >= first) & (columns < end)", "(columns >= first) & (columns < first + 1)"),
+        (GRADIENT, "put_entries", "tl.store(dx + columns.to(tl.int64) * dx_column, gradient, mask=here)", "pass"),
+        (GRADIENT, "put_entries", "(columns >= first) & (columns < end)", "(columns >= first) & (columns < first + 1)"),
+        (GRADIENT, "store_at_entries", "columns < tl.where(token.ignored, 0, end)", "columns < end"),
         ("engine/kernels.py", "gradient_kernel", "tl.minimum(first + STEP, inputs.width)", "tl.minimum(first + BLOCK, inputs.width)"),
         ("sampling_rule.py", "_border", "from_top[:, 1:] < target", "from_top[:, 1:] <= target"),
         ("sampling_rule.py", "kept_columns", "(drop.exp() * unit).ceil().clamp(min=1)", "(drop.exp() * unit).floor()"),
@@ -185,7 +187,7 @@ GROUPS = {
         (AT_IDS, "log_probs_at", "shift.double()", "0.0"),
         (AT_IDS_DEVICE, "at_ids_statistics_kernel", "columns // inputs.chunk_size == chunk", "True"),
         (AT_IDS_DEVICE, "at_ids_merge_kernel", "(ids < 0) | (whole == 0.0)", "whole == 0.0"),
-        (AT_IDS_DEVICE, "direct", "same = ids == tl.load(inputs.entries + at + k)", "same = tile.columns == tl.load(inputs.entries + at + k)"),
+        (AT_IDS_DEVICE, "at_ids_sums_kernel", "tl.where(ids == other, g, 0.0)", "tl.where(place == k, g, 0.0)"),
         ("linear_head/one_sweep.py", "_objective", "ids[here]", "ids"),
         ("linear_head/valid_tokens.py", "ValidTokens.spread_one", "x.dim() > 1", "False"),
     ],
@@ -199,8 +201,17 @@ GROUPS = {
         (TOPK, "TopKFamily.scaled", 'common - grads["vocab_jsd"] * merged["vocab_jsd_mean"]', "common"),
         (TOPK, "TopKFamily.scaled", "fill_entries(dz, tile.entries, at)", "dz"),
         ("losses/distillation.py", "topk_reverse_kl", "tail - stats.tail_entropy", "tail + stats.tail_entropy"),
-        (TOPK_DEVICE, "start", "ids < chunk.start + chunk.first", "ids <= chunk.start + chunk.first"),
-        (TOPK_DEVICE, "_add_to_tail", "entry = state[4]", "pass"),
+        (TAIL_DEVICE, "_entries_of", "(ids < first)", "(ids <= first)"),
+        (TAIL_DEVICE, "_without_entries", "owner & ((taken != lane) | (j >= number))", "owner"),
+        (TAIL_DEVICE, "_without_entries", "here & (inside != tl.load(entries + j) - first)", "here"),
+        (TAIL_DEVICE, "_without_entries", "(number == end)[:, None]", "(number < 0)[:, None]"),
+        (TAIL_DEVICE, "_without_entries", "o + lane[:, None]", "lane[:, None]"),
+        (TAIL_DEVICE, "_without_entries", "s = tl.where(lanes == taken, 0.0, s)", "pass"),
+        (TAIL_DEVICE, "_without_entries", "s = tl.where(at_target, 0.0, s)", "pass"),
+        (TAIL_DEVICE, "store", "above | ~(s >= LEAST)", "above"),
+        (TAIL_DEVICE, "store", "above | ~(s >= LEAST)", "~(s >= LEAST)"),
+        (TAIL_DEVICE, "rescale", "before = s", "pass"),
+        (TAIL_DEVICE, "_by_itself", "entry += 1", "entry += 2"),
         (TOPK_DEVICE, "peak", "tl.maximum(tail, read(packet, rows.tail_max, 0.0))", "read(packet, rows.tail_max, 0.0)"),
         (TOPK_DEVICE, "peak", "tl.maximum(state[0], read(packet, rows.topk_max, 0.0))", "read(packet, rows.topk_max, 0.0)"),
         (TOPK_DEVICE, "_rest", "outside = 1.0 - inside", "outside = inside"),
@@ -208,7 +219,10 @@ GROUPS = {
         (ENTRIES_DEVICE, "store_entry_sums", "cross -= tl.where(mass == 0.0, 0.0, mass * drop)", "pass"),
         (ENTRIES_DEVICE, "entries_kernel", "log_tau += tl.log(tl.where(kept, total, 1.0))", "pass"),
         (ENTRIES_DEVICE, "entry_divergence_kernel", "tl.load(at + merged.inside * n)", "1.0"),
-        (TOPK_DEVICE, "store_everywhere", "outside * common + inside * upstream(grads.tail_log_mass, token)", "outside * common"),
+        (TOPK_DEVICE, "_of_the_rest", "common += tl.load(at + rows.inside * n) * upstream(grads.tail_log_mass, token)", "pass"),
+        (TOPK_DEVICE, "load", "(common,) if IS_SOFTMAX else _of_the_rest(common, grads, token, rows)", "(common,)"),
+        (TOPK_DEVICE, "coefficient", "state[0] / token.whole", "0.0"),
+        (TOPK_DEVICE, "at_target", "common + state[0]", "common"),
         ("topk.py", "topk_log_probs", "before >= top_p", "before > 2"),
         ("sampling_rule.py", "ordered_bits", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits"),
     ],

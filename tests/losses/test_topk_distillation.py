@@ -406,3 +406,57 @@ def test_what_cannot_work_is_refused():
         HeadLoss([TopKDistillation(support="tail")])(x, labels, inputs={"teacher": TopKTeacher(ids, log_probs)})
     with pytest.raises(ValueError, match=r"support must be one of .*, got 'ids'"):
         TopKDistillation(support="ids")
+
+
+WIDE, MANY = 34000, 40  # columns, of chunks with more than 8 tiles of 512; entries
+
+
+def tails():
+    """Student logits, labels, entries and log-probs of tokens whose tails are summed in every way."""
+    generator = torch.Generator().manual_seed(11)
+    x = torch.randn(9, WIDE, generator=generator)
+    labels = torch.randint(20000, WIDE, (9,), generator=generator)
+    ids = torch.rand(9, 20000, generator=generator).argsort(-1)[:, :MANY]
+    ids[0] = torch.arange(MANY) * 7  # all in one chunk
+    ids[1, :4] = torch.tensor([3, 515, 1027, 4099])  # of one lane
+    x[2, labels[2]] = 60.0  # the label, no entry, above all others
+    labels[3] = ids[3, 0]
+    x[3, labels[3]] = 60.0  # the label, an entry
+    x[4, ids[4, 1]] = 30.0  # a tail far below an entry
+    x[5, ids[5, 1]] = 300.0  # and one whose exponentials would all underflow
+    x[6, 4250:] = -torch.inf  # chunks with nothing
+    ids[6] = torch.arange(MANY)
+    labels[6] = 100
+    labels[7] = ids[7, 0] + 512 - 1024 * (ids[7, 0] > 10000)  # in the lane of an entry
+    x[8, 777] = torch.nan
+    return x, labels, ids, torch.full((9, MANY), -6.0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0, "tokens"])
+@pytest.mark.parametrize("want", [("tail_log_mass",), ("tail_entropy", "tail_log_mass")])
+def test_tails_that_share_lanes_chunks_and_maxima_with_entries(want, temperature, backend, device):
+    x, labels, ids, log_probs = (value.to(device) for value in tails())
+    scale = torch.linspace(0.7, 2, 9, device=device) if temperature == "tokens" else temperature
+    teacher = TopKTeacher(ids, log_probs, renormalize=False, student_temperature=scale)
+    x.requires_grad_()
+    stats = vocab_statistics(x, labels, want=want, teacher=teacher, options=Options(backend=backend))
+    z = x.detach().cpu().double().requires_grad_()
+    inside = torch.zeros(z.shape, dtype=torch.bool).scatter(1, ids.cpu(), True)
+    log_p = (z / (scale.cpu().double()[:, None] if temperature == "tokens" else scale)).log_softmax(-1)
+    log_r = torch.where(inside, -torch.inf, log_p)
+    mass = log_r.logsumexp(-1)
+    log_r = log_r - mass[:, None]
+    expected = {
+        "tail_log_mass": mass,
+        "tail_entropy": -(log_r.exp() * torch.where(log_r == -torch.inf, 0.0, log_r)).sum(-1),
+    }
+    upstream = torch.linspace(1, 2, 9)
+    for name in want:
+        ours = getattr(stats, name)
+        assert ours[8].isnan()
+        torch.testing.assert_close(ours[:8].double().cpu(), expected[name][:8], rtol=2e-6, atol=4e-6)
+    ours = torch.autograd.grad(sum((getattr(stats, name)[:8] * upstream[:8].to(device)).sum() for name in want), x)[0]
+    whole = sum((expected[name][:8] * upstream[:8]).sum() for name in want)
+    reference = torch.autograd.grad(whole, z)[0][:8]
+    ours = ours[:8].double().cpu()
+    torch.testing.assert_close(ours, reference, rtol=2e-5, atol=1e-7 * float(reference.abs().max()))
