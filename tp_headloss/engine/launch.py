@@ -89,8 +89,8 @@ def gradient_launch(
     32064 wide, with forward_kl and log_prob: 512/1 410, 2048/4 414, 4096/4 437; alone: 1024/1 395, 512/1 410
     32064 wide, with reverse_kl: 512/1 428, 2048/4 437, 4096/4 442; 128256 wide: 512/1 1657, 4096/4 1703
     32064 wide, with jsd: 4096/8 471, 2048/4 487, 512/1 491; 128256 wide: 4096/8 1815, 1024/2 1953, 512/1 2036
-    128256 wide, with a top-K teacher: 2048/4 1064, of at most 48 registers 1018, of 40 1062; log_probs_at 1026, 1015, 1013
-    128256 wide, with its tail: 1024/2 1272, of at most 80 registers 1156, of 64 1089, of 56 1117; 2048/4 of 64 1201
+    128256 wide, with a top-K teacher: 2048/4 1064, at most 48 registers 1018, 40 1062; log_probs_at 1026, 1015, 1013
+    128256 wide, with its tail: 1024/2 1272, at most 80 registers 1156, 64 1089, 56 1117; 2048/4, 64 1201
     """
     widest = max(256, next_power_of_2(width))
     if "entropy" in grads:
