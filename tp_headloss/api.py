@@ -198,7 +198,8 @@ def computed_statistics(request: Request, labels, options: Options | None, reduc
     if reduction is not None and reduction.weight is not None:
         reduction = reduction._replace(weight=request.order.flatten(reduction.weight).float().contiguous())
     tensors = request.tensors
-    if all(tensor is None for tensor in tensors[2:]):  # autograd looks at each of its arguments
+    # autograd looks at each of its arguments
+    if request.kept is not None or all(tensor is None for tensor in tensors[2:]):
         tensors = tensors[:2]
     refuse_transforms()
     *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)

@@ -110,6 +110,8 @@ class Request(NamedTuple):
     order: TokenOrder | MaybeNone = None  # how the caller's tokens became rows
     shard: VocabShard | MaybeNone = None
     teacher_heads: TeacherOperands = TeacherOperands()
+    # what is worked out once for calls of this kind, which have logits and labels alone; None: nothing is kept
+    kept: dict | MaybeNone = None
 
     @classmethod
     def of(cls, tensors, facts: Facts) -> Request:

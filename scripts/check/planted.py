@@ -35,7 +35,27 @@ SETS, SETS_DEVICE = statistic("sets")
 AT_IDS, AT_IDS_DEVICE = statistic("at_ids")
 RANK, RANK_DEVICE = statistic("rank")
 
+LOSS_STEP, MERGED_SUMS = "engine/loss_step_triton.py", "engine/merged_sums_triton.py"
+
 GROUPS = {
+    "test_transports test_collectives test_sharding": [
+        ("engine/transports/sum_lanes.py", "SumLanes", "adds_up = False", "pass"),
+    ],
+    "test_loss_step test_reduction": [
+        (LOSS_STEP, "place_of", "x.data_ptr() % 16", "0"),
+        (LOSS_STEP, "LossStep.gradient", "LossGradient(loss, inverse, None)", "LossGradient(inverse.float(), inverse, None)"),
+        (LOSS_STEP, "LossStep._upstream", "(c, value) if squared else (c,)", "(c,)"),
+        (LOSS_STEP, "LossStep.statistics", "divided_by(denominator)", "divided_by(None)"),
+        (LOSS_STEP, "loss_step", "reduction.weight is not None", "False"),
+        ("engine/autograd.py", "Statistics.forward", "None if inplace else step", "step"),
+        ("engine/passes.py", "loss_step", "type(denominator)", "None"),
+        ("engine/passes.py", "loss_step", "return None", "pass"),
+        (MERGED_SUMS, "add_up", "valid & (weight != 0.0)", "valid"),
+        (MERGED_SUMS, "add_up", "(SQUARES >> i) & 1", "False"),
+        (MERGED_SUMS, "add_up", "programs - 1", "0"),
+        (MERGED_SUMS, "_sum_of_parts", "range(0, programs, BLOCK)", "range(0, 1, BLOCK)"),
+        (MERGED_SUMS, "start_sums", "tl.store((parts_ptr + 1).to(tl.pointer_type(tl.int32)), 0)", "pass"),
+    ],
     "test_one_launch": [
         (ROWS, "_offset_of", "tl.where((i >= waiting) & (i < whole), later, i)", "i"),
         (ROWS, "_add_tiles", "times(sums[k], move.factor) + terms.p", "sums[k] + terms.p"),
@@ -100,12 +120,13 @@ GROUPS = {
         (LANES, "from_lanes", "family.rescale(sums, -shift, factor)", "family.rescale(sums, shift, factor)"),
         ("symmetric_memory_triton.py", "packet_pointer", "offset + k % CHUNKS * size", "k % CHUNKS * size"),
         ("symmetric_memory_triton.py", "end_turn", "tl.store(memory.turns, turn + 1)", "tl.store(memory.turns, turn)"),
-        ("engine/transports/symmetric_memory.py", "SymmetricMemory.write", "load_backend(request.facts.backend).local_statistics(packets, request, self)", "load_backend(request.facts.backend).local_statistics(packets, request)"),
+        ("engine/transports/symmetric_memory.py", "SymmetricMemory.write", "load_backend(request.facts.backend).local_statistics(packets, request, self, *sums)", "load_backend(request.facts.backend).local_statistics(packets, request, None, *sums)"),
         ("request.py", "TokenOrder.__init__", "alone and at > 0 and logits.stride(order[at - 1]) < logits.stride(d)", "at > 0 and logits.stride(order[at - 1]) < logits.stride(d)"),
         ("shard.py", "VocabShard.from_group", "-(-padded_size // world_size)", "padded_size // world_size"),
         ("shard.py", "VocabShard.valid_width", "max(0, min(self.stop, self.vocab_size) - self.start)", "self.stop - self.start"),
     ],
     "test_distillation": [
+        (MERGED_SUMS, "_sum_bits", "name not in layout.second", "True"),
         ("statistics/__init__.py", "Layout.__init__", '(*self._rows("merged_rows"), *self.second[1::2])', '(*self.second[1::2], *self._rows("merged_rows"))'),
         ("statistics/__init__.py", "Layout.__init__", '(*self._rows("value_rows"), *self.second[::2])', '(*self.second[::2], *self._rows("value_rows"))'),
         (SOFTMAX, "SoftmaxFamily.joined", "student_factor * student_sum + at_target", "student_factor * student_sum"),

@@ -63,13 +63,17 @@ class Statistics(torch.autograd.Function):
     def forward(ctx, *args):
         *tensors, request, inplace, reduction = args
         facts, layout = request.facts, request.layout
-        request = Request(Tensors(*tensors), facts, layout)
+        request = request._replace(tensors=Tensors(*tensors))
         ctx.expected = None if reduction is None else reduction.expected
         in_forward: list[torch.Tensor] = []
-        if ctx.expected is None:
+        reduced = ctx.step = None
+        if reduction is None:
             merged, values, *flags = operators.statistics(request)
+        elif ctx.expected is None:
+            (merged, values, *flags), reduced, step = passes.reduced_statistics(request, reduction)
+            ctx.step = None if inplace else step
         else:
-            (merged, values, *flags), *in_forward = passes.statistics_and_gradient(request, reduction)
+            (merged, values, *flags), reduced, *in_forward = passes.statistics_and_gradient(request, reduction)
             ctx.taken = False
         ctx.request, ctx.inplace = Request(None, facts, layout), inplace
         ctx.plan = None if reduction is None else reduction.plan
@@ -77,12 +81,12 @@ class Statistics(torch.autograd.Function):
         outputs = (*values.unbind(0), *flags)
         loss = sums = None
         saved, fixed = (), [outputs[i] for i in layout.fixed]
-        if reduction is not None:
-            by_name = dict(zip(layout.outputs, outputs))
-            summed, valid = tuple([by_name[name] for name in reduction.plan.statistics]), by_name["valid"]
+        if reduced is not None:
+            by_name, plan = dict(zip(layout.outputs, outputs)), reduction.plan
             # the caller may write to the sums, so they are not among what is saved
-            loss, sums, inverse = load_backend(facts.backend).token_sums(summed, valid, reduction)
-            saved = valid, reduction.weight, inverse, *summed[: len(reduction.plan.coefficients)]
+            loss, sums, inverse = reduced
+            terms = [by_name[name] for name in plan.statistics[: len(plan.coefficients)]]
+            saved = by_name["valid"], reduction.weight, inverse, *terms
             fixed.append(sums)
         ctx.mark_non_differentiable(*fixed)
         ctx.save_for_backward(*tensors, *in_forward, merged, *saved)
@@ -91,14 +95,20 @@ class Statistics(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, saved, *upstream):
+        loss = upstream[-2]
+        alone = loss is not None and all(g is None for g in upstream[:-2])
+        if alone and ctx.step is not None:
+            logits, labels, merged, _valid, _weight, inverse, *values = saved
+            if ctx.step.serves(logits, labels) and operators.can_skip_dispatch(merged):
+                gradient = ctx.step.gradient(logits, labels, merged, loss, inverse, values)
+                return gradient, None, None, None, None
         count = len(ctx.needs_input_grad) - 3  # absent tensors at the end are left out
         layout = ctx.request.layout
         request = Request(Tensors(*saved[:count]), ctx.request.facts, layout)
-        loss = upstream[-2]
         if ctx.expected is not None:
             gradient, kept = saved[count : count + 2]
             saved = saved[:count] + saved[count + 2 :]
-            if loss is not None and all(g is None for g in upstream[:-2]):
+            if alone:
                 return _gradients(ctx, request, _gradient_again(ctx, gradient, request, kept, loss))
         merged, *reduced = saved[count:]
         grads = {

@@ -15,9 +15,12 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
                                                          alone, where `linear_head.epilogue` finds no obstacle
     shares_memory(logits)                                whether packets may meet in symmetric memory (`memory`)
     FUSED_SUMS                                           whether it has token_sums and token_sums_gradient
-                                                         (see `head_loss`), which elsewhere are plain torch
-    statistics_and_gradient(packets, gradient, kept, request, reduction)  both in one launch; "triton" alone, where
-    gradient_again(gradient, request, kept, upstream, expected, again)    `one_launch` finds no obstacle
+                                                         (see `head_loss`), which elsewhere are plain torch, and
+    sums_for_merge(request, reduction)                   memory for sums that the merge makes, or None; the two
+                                                         functions on packets then take it as a last argument
+    loss_step(request, reduction)                        a prepared `LossStep` for calls of this kind, or None
+    statistics_and_gradient(packets, gradient, kept, request, reduction, sums)  both in one launch; "triton" alone,
+    gradient_again(gradient, request, kept, upstream, expected, again)    where `one_launch` finds no obstacle
 
 Importing the package needs neither CUDA nor Triton: a backend is imported on first use.
 """

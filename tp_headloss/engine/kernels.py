@@ -22,6 +22,7 @@ from ..statistics.numerics_triton import widen
 from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
 from ..symmetric_memory_triton import end_turn, packet_pointer, slot_to_write, turn_to_read
 from .gradient_triton import put_entries, store_at_entries, tile_gradient
+from .merged_sums_triton import add_up, start_sums
 
 # Columns of the gradient in a program that puts entries into their places. An H200, 8192 x 128256, microseconds of the
 # backward of sets of 1024 ids, of 64, of a top-K teacher, with its tail: 4096 1243, 1030, 1100, 1186; 8192 1295, 1045,
@@ -78,6 +79,7 @@ def statistics_kernel(
     packets_ptr,  # [chunks, K, T] fp32 out
     inputs,  # Inputs
     memory,  # SharedMemory
+    parts_ptr,  # of the merge's sums, see `add_up`, or None
     families,  # their STATISTICS
     rows,  # numbers of the packets' rows by name
     n_rows, start, valid_width, chunks, ignore_index,
@@ -88,6 +90,8 @@ def statistics_kernel(
     index = tl.program_id(0) % chunks
     chunk = open_chunk(inputs, row, index, n_rows, start, valid_width, ignore_index)
     packets_ptr = slot_to_write(packets_ptr, memory)
+    if parts_ptr is not None:
+        start_sums(parts_ptr)
     lanes = tl.arange(0, BLOCK)
     m = -float("inf")
     s = tl.zeros([BLOCK], tl.float32)
@@ -149,13 +153,15 @@ def merge_kernel(
     packets_ptr,  # [packets, K, T] fp32
     inputs,  # Inputs: labels and the student's scale
     memory,  # SharedMemory
+    sums,  # MergedSums
     families,  # their MERGE
     rows,  # numbers of rows by name: packet, merged, value
     n_rows,
     PACKETS: tl.constexpr, CHUNKS: tl.constexpr,  # of the group, of a rank
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: the merge of all packets of BLOCK tokens in chunk order, in float64, and the target column."""
+    """One program: the merge of all packets of BLOCK tokens in chunk order, in float64, and the target column. The
+    last one adds up the values of all tokens."""
     # Packets that are read at once: more spill registers, and more than 8 compile for minutes.
     WIDE: tl.constexpr = PACKETS * (rows.packet.height - rows.packet.ids) > 96
     STEP: tl.constexpr = (4 if PACKETS == 8 else 1) if WIDE or PACKETS > 8 else PACKETS
@@ -193,6 +199,8 @@ def merge_kernel(
     for i in tl.static_range(len(families)):
         families[i].finish(states[i], joined, out, inputs, rows)
     end_turn(memory, turn)
+    if sums.parts is not None:
+        add_up(sums, out, here & ~joined.ignored, token, n, BLOCK)
 
 
 @triton.jit

@@ -211,6 +211,23 @@ def launch(kernel, programs: int, variant: tuple, how: Launch, *arguments):
     run(programs, 1, 1, stream, *constant, *arguments, how.block)
 
 
+class PreparedLaunch:
+    """A launch of a fixed number of programs and a fixed variant, which is looked up once. On the current device."""
+
+    def __init__(self, kernel, programs: int, variant: tuple, how: Launch):
+        self.programs, self.how, self.kernel, self.variant = programs, how, kernel, variant
+        self.compiled = None
+
+    def __call__(self, *arguments):
+        if self.compiled is None or _observed():
+            launch(self.kernel, self.programs, self.variant, self.how, *arguments)
+            self.compiled = _compiled.get((self.kernel.fn, self.how, self.variant)) if DIRECT else None
+            return
+        run, constant = self.compiled
+        stream = torch._C._cuda_getCurrentRawStream(self.variant[0].index)
+        run(self.programs, 1, 1, stream, *constant, *arguments, self.how.block)
+
+
 def _options(how: Launch) -> dict:
     """What Triton compiles a kernel by."""
     options = {"num_warps": how.warps, "enable_fp_fusion": True}

@@ -19,17 +19,17 @@ from .launch import (
     statistics_launch,
 )
 from .rows_triton import LossTerms, TermBits
-from .sums_triton import token_count
+from .sums_triton import divided_by, token_count
 
 
-def statistics_and_gradient(packets, gradient, kept, request: Request, reduction) -> None:
+def statistics_and_gradient(packets, gradient, kept, request: Request, reduction, sums=None) -> None:
     """Write the packets [chunks, rows, N] of a call, the gradient [N, width] of its reduced loss for the expected
-    upstream gradient, and into `kept` [4, N] fp32 what `gradient_again` reads."""
+    upstream gradient, and into `kept` [4, N] fp32 what `gradient_again` reads; sums: of the merge that follows."""
     facts, (inputs, prepared) = request.facts, inputs_of(request)
     n_rows, width = gradient.shape
     block, rows = statistics_launch(facts.chunk_size).block, prepared.rows
     how = rows_launch(width, gradient.element_size())
-    loss, terms = _loss_terms(request, reduction), _term_bits(reduction.plan)
+    loss, terms = _loss_terms(request, reduction, sums), _term_bits(reduction.plan)
     padded = facts.valid_width < width
     plan = facts.chunks, ceil_div(block, 512 // gradient.element_size()), how.block, padded
     out = _exact(gradient)
@@ -37,7 +37,7 @@ def statistics_and_gradient(packets, gradient, kept, request: Request, reduction
         rows_triton.packets_and_gradient_kernel, n_rows,
         (
             packets.device, prepared.variant, plan, terms, pointer_key(out), len(loss.coefficients),
-            pointer_key(loss.denominator_ptr), dtype_key(loss.weight),
+            pointer_key(loss.denominator_ptr), dtype_key(loss.weight), sums is None,
         ),
         Launch(block, how.warps),
         packets, out, kept, inputs, loss, rows.statistics, rows.packet, n_rows, facts.valid_width, facts.ignore_index,
@@ -68,12 +68,12 @@ def _exact(gradient):
     return gradient.float() if INTERPRETED and gradient.dtype == torch.bfloat16 else gradient
 
 
-def _loss_terms(request: Request, reduction) -> LossTerms:
+def _loss_terms(request: Request, reduction, sums) -> LossTerms:
     plan, weight, denominator, expected = reduction
     if denominator is None:
         denominator = token_count(request.tensors.labels, weight, request.facts.ignore_index)
-    given = denominator if isinstance(denominator, torch.Tensor) else None
-    return LossTerms(plan.coefficients, weight, given, 1.0 if given is not None else float(denominator), expected)
+    parts = None if sums is None else sums.parts
+    return LossTerms(plan.coefficients, weight, *divided_by(denominator), expected, parts)
 
 
 def _term_bits(plan) -> TermBits:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 
 from ..comm import gather_packets
@@ -13,22 +15,76 @@ from .transports import resolve_transport
 
 def statistics(request: Request) -> list[torch.Tensor]:
     """Return [merged rows [R, N], values [K, N], *flags [N]] in the layout's order; one exchange, or two."""
-    transport = resolve_transport(request)
-    outputs = transport.merge(transport.write(request), request)
+    return _statistics(request, resolve_transport(request))
+
+
+def _statistics(request: Request, transport, *sums) -> list[torch.Tensor]:
+    outputs = transport.merge(transport.write(request, *sums), request, *sums)
     if request.layout.second:
         merged, values, *_ = outputs
         second_exchange(second_packets(request, merged), merged, values, request)
     return outputs
 
 
-def statistics_and_gradient(request: Request, reduction) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """`statistics` on one rank, the gradient [N, width] of the reduced loss for the upstream gradient that it expects,
+class Reduced(NamedTuple):
+    """A reduction over the values of statistics, as `head_loss.reduction` defines it."""
+
+    loss: torch.Tensor  # [] fp32
+    sums: torch.Tensor  # [S + 1] fp32: of each value, then the count
+    inverse: torch.Tensor  # fp64 whose first element is 1 / what the loss was divided by
+
+
+def loss_step(request: Request, reduction):
+    """The prepared step of a call of a known kind; None where there is none, or in the kind's first call."""
+    logits, labels, *_ = request.tensors
+    denominator = reduction.denominator
+    place = denominator.data_ptr() % 16 if isinstance(denominator, torch.Tensor) else type(denominator)
+    key = logits.data_ptr() % 16, labels.data_ptr() % 16, place
+    if key not in request.kept:
+        request.kept[key] = None  # a kind that does not come again has no use for it
+        return None
+    if request.kept[key] is None:
+        request.kept[key] = load_backend(request.facts.backend).loss_step(request, reduction) or False
+    return request.kept[key] or None
+
+
+def reduced_statistics(request: Request, reduction) -> tuple[list[torch.Tensor], Reduced, Any]:
+    """`statistics`, a reduction of them, by the merge itself where it has all values, and the prepared step that did it
+    or None. Backends with FUSED_SUMS."""
+    step = None if request.kept is None else loss_step(request, reduction)
+    if step is not None and step.is_on_current_device():
+        logits, labels, *_ = request.tensors
+        outputs, loss, sums, inverse = step.statistics(logits, labels, reduction.denominator)
+        return outputs, Reduced(loss, sums, inverse), step
+    transport = resolve_transport(request)
+    sums = load_backend(request.facts.backend).sums_for_merge(request, reduction) if transport.adds_up else None
+    if sums is None:
+        outputs = _statistics(request, transport)
+        return outputs, _reduced(outputs, request, reduction), None
+    return _statistics(request, transport, sums), Reduced(sums.loss, sums.sums, sums.parts), None
+
+
+def _reduced(outputs: list[torch.Tensor], request: Request, reduction) -> Reduced:
+    """The reduction of statistics that exist, in a kernel of its own."""
+    _merged, values, *flags = outputs
+    named = dict(zip(request.layout.outputs, (*values.unbind(0), *flags)))
+    summed = tuple([named[name] for name in reduction.plan.statistics])
+    return Reduced(*load_backend(request.facts.backend).token_sums(summed, named["valid"], reduction))
+
+
+def statistics_and_gradient(request: Request, reduction) -> tuple[list, Reduced, torch.Tensor, torch.Tensor]:
+    """`reduced_statistics` on one rank, the gradient [N, width] of the loss for the upstream gradient that it expects,
     and what `gradient_again` needs of this call."""
     backend, logits = load_backend(request.facts.backend), request.tensors.logits
     packets = logits.new_empty(request.packets_shape, dtype=torch.float32)
     gradient, kept = logits.new_empty(logits.shape), packets.new_empty((4, len(logits)))
-    backend.statistics_and_gradient(packets, gradient, kept, request, reduction)
-    return backend.merge_packets(packets, request), gradient, kept
+    sums = backend.sums_for_merge(request, reduction)
+    backend.statistics_and_gradient(packets, gradient, kept, request, reduction, sums)
+    if sums is None:
+        outputs = backend.merge_packets(packets, request)
+        return outputs, _reduced(outputs, request, reduction), gradient, kept
+    outputs = backend.merge_packets(packets, request, None, sums)
+    return outputs, Reduced(sums.loss, sums.sums, sums.parts), gradient, kept
 
 
 def second_packets(request: Request, merged: torch.Tensor) -> torch.Tensor:

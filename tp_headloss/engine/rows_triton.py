@@ -21,6 +21,7 @@ from ..statistics.family_triton import open_chunk, transform
 from ..statistics.numerics_triton import exp, fixed_sums, log1p, times, widen
 from ..statistics.records_triton import Core, Tile
 from .kernels import add_to_states, rescale_states, start_states
+from .merged_sums_triton import start_sums
 from .sums_triton import divisor_of
 
 # Stages of the loops' pipelines.
@@ -35,6 +36,7 @@ class LossTerms(NamedTuple):
     denominator_ptr: Any  # [] fp64, or None: then the number
     denominator: Any
     expected: Any  # [] fp32 upstream gradient
+    parts: Any  # of the merge's sums, see `merged_sums_triton`, or None
 
 
 class TermBits(NamedTuple):
@@ -240,6 +242,8 @@ def packets_and_gradient_kernel(
     """One program: all packets of one row, and its gradient."""
     row = tl.program_id(0).to(tl.int64)
     n = n_rows.to(tl.int64)
+    if loss.parts is not None:
+        start_sums(loss.parts)
     core, target, owned = _store_packets(
         packets_ptr, inputs, families, rows, row, n_rows, valid_width, ignore_index, PLAN[0], PLAN[1], BLOCK
     )

@@ -23,6 +23,24 @@ def divisor_of(denominator_ptr, denominator):
     return tl.where(divisor == 0.0, float("inf"), divisor)
 
 
+@triton.jit
+def store_sum(sums_ptr, i: tl.constexpr, total, loss, coefficients, NEGATIVES: tl.constexpr):
+    """Store sum i with its sign, and add it to the loss if it is a term's; all others are metrics."""
+    total = total * _sign(i, NEGATIVES)
+    tl.store(sums_ptr + i, total)
+    if i < len(coefficients):
+        loss += coefficients[i] * total
+    return loss
+
+
+@triton.jit
+def store_loss(loss_ptr, inverse_ptr, loss, denominator_ptr, denominator):
+    """Store the loss, divided, and 1 / its divisor."""
+    divisor = divisor_of(denominator_ptr, denominator)
+    tl.store(inverse_ptr, 1.0 / divisor)
+    tl.store(loss_ptr, loss / divisor)
+
+
 @triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])
 def sums_kernel(
     sums_ptr,  # [S + 1] fp32 out: a sum over valid tokens per value, and the count
@@ -61,15 +79,10 @@ def sums_kernel(
 
     loss = 0.0
     for i in tl.static_range(len(value_ptrs)):
-        total = tl.sum(totals[i], axis=0) * _sign(i, NEGATIVES)
-        tl.store(sums_ptr + i, total)
-        if i < len(coefficients):  # the others are metrics
-            loss += coefficients[i] * total
+        loss = store_sum(sums_ptr, i, tl.sum(totals[i], axis=0), loss, coefficients, NEGATIVES)
     tokens = tl.sum(count, axis=0)  # in fp32 it may be infinite where the mean is not
-    divisor = divisor_of(denominator_ptr, tokens if BY_COUNT else denominator)
     tl.store(sums_ptr + len(value_ptrs), tokens)
-    tl.store(inverse_ptr, 1.0 / divisor)
-    tl.store(loss_ptr, loss / divisor)
+    store_loss(loss_ptr, inverse_ptr, loss, denominator_ptr, tokens if BY_COUNT else denominator)
 
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
@@ -135,13 +148,19 @@ def scale_kernel(
     tl.store(out_ptr + i, out.to(out_ptr.dtype.element_ty), mask=i < n)
 
 
+def divided_by(denominator) -> tuple[torch.Tensor | None, float]:
+    """A denominator as kernels take it: in memory, or a number."""
+    if isinstance(denominator, torch.Tensor):
+        return denominator, 1.0
+    return None, 1.0 if denominator is None else float(denominator)
+
+
 def token_sums(values, valid, reduction):
     """Values [N] each -> loss [], sums [S + 1] (of each value, then the count), and 1 / the divisor [] fp64."""
     plan, weight, denominator, _ = reduction
     sums = valid.new_empty(len(values) + 1, dtype=torch.float32)
     loss, inverse = valid.new_empty((), dtype=torch.float32), valid.new_empty((), dtype=torch.float64)
-    given = denominator if isinstance(denominator, torch.Tensor) else None
-    number = 1.0 if given is not None or denominator is None else float(denominator)
+    given, number = divided_by(denominator)
     dtypes = [value.dtype for value in values]
     launch(
         sums_kernel,

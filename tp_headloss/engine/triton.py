@@ -10,7 +10,7 @@ from ..statistics import at_ids_triton, entries_triton, sets_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
 from ..statistics.rank_triton import rank_kernel
-from ..statistics.records_triton import Inputs, LossGradient
+from ..statistics.records_triton import Inputs, LossGradient, MergedSums
 from ..symmetric_memory_triton import SharedMemory
 from . import kernels
 from .device_inputs import inputs_of
@@ -33,6 +33,8 @@ from .launch import (
     statistics_launch,
 )
 from .linear_triton import linear_gradient, linear_statistics  # noqa: F401 (part of the contract)
+from .loss_step_triton import loss_step  # noqa: F401 (part of the contract)
+from .merged_sums_triton import sums_for_merge, sums_key  # noqa: F401 (the first is part of the contract)
 from .one_launch_triton import gradient_again, statistics_and_gradient  # noqa: F401 (part of the contract)
 from .sums_triton import scale, token_sums, token_sums_gradient  # noqa: F401 (part of the contract)
 
@@ -47,7 +49,7 @@ def shares_memory(logits) -> bool:
     return logits.is_cuda and logits.shape[0] > 0
 
 
-NOT_SHARED, NO_LOSS = SharedMemory(), LossGradient()
+NOT_SHARED, NO_LOSS, NO_SUMS = SharedMemory(), LossGradient(), MergedSums()
 
 
 def _shared(memory) -> SharedMemory:
@@ -58,8 +60,8 @@ def _without_entries(inputs: Inputs) -> Inputs:
     return inputs._replace(entries=None, entry_log_probs=None, entry_spans=None, n_entries=None)
 
 
-def local_statistics(packets, request: Request, memory=None):
-    """Write this rank's packets [chunks, rows, N] fp32, into `memory`'s slot if there is one."""
+def local_statistics(packets, request: Request, memory=None, sums: MergedSums = NO_SUMS):
+    """Write this rank's packets [chunks, rows, N] fp32, into `memory`'s slot if there is one; sums: of their merge."""
     n_rows, facts = packets.shape[-1], request.facts
     if n_rows == 0:
         return
@@ -72,9 +74,9 @@ def local_statistics(packets, request: Request, memory=None):
             packets, inputs, shared, rows.packet, n_rows, *prepared.bounds,
         )  # fmt: skip
     launch(
-        kernels.statistics_kernel, n_rows * facts.chunks, variant,
+        kernels.statistics_kernel, n_rows * facts.chunks, (*variant, sums.parts is None),
         statistics_launch(facts.chunk_size, inputs.teacher is not None),
-        packets, streamed, shared, rows.statistics, rows.packet, n_rows, *prepared.bounds,
+        packets, streamed, shared, sums.parts, rows.statistics, rows.packet, n_rows, *prepared.bounds,
     )  # fmt: skip
 
 
@@ -83,8 +85,8 @@ def at_ids_programs(n_rows: int, n_ids: int) -> int:
     return ceil_div(n_rows, at_ids_triton.TOKENS.value) * ceil_div(n_ids, AT_IDS.block)
 
 
-def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:
-    """Packets of all ranks (this rank's, whose peers' lie in `memory`) -> [merged rows, values, *flags]."""
+def merge_packets(packets, request: Request, memory=None, sums: MergedSums = NO_SUMS) -> list[torch.Tensor]:
+    """Packets of all ranks (this rank's, whose peers' lie in `memory`) -> [merged rows, values, *flags], and `sums`."""
     facts, x, n_rows = request.facts, request.tensors, packets.shape[-1]
     outputs = request.layout.empty_outputs(packets, n_rows, torch.float32)
     if n_rows == 0:
@@ -95,8 +97,9 @@ def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:
         inputs = inputs._replace(scales=x.scales, student_scale=facts.student_scale)
     keys = pointer_key(x.labels), pointer_key(x.scales), inputs.student_scale is None
     launch(
-        kernels.merge_kernel, ceil_div(n_rows, MERGE.block), (packets.device, rows, *counts, shared.slot, *keys), MERGE,
-        rows.outputs(outputs), packets, inputs, shared, rows.merge, rows.merge_rows, n_rows, *counts,
+        kernels.merge_kernel, ceil_div(n_rows, MERGE.block),
+        (packets.device, rows, *counts, shared.slot, *keys, sums_key(sums)), MERGE,
+        rows.outputs(outputs), packets, inputs, shared, sums, rows.merge, rows.merge_rows, n_rows, *counts,
     )  # fmt: skip
     if request.layout.n_ids:  # reads this turn's packets, too: no rank writes them again before the next barrier
         launch(

@@ -49,7 +49,7 @@ def checked_before(definition: HeadLossDefinition, kind: tuple, logits, labels, 
     order = known.order
     tensors = Tensors(order.flatten(logits), order.flatten(labels).contiguous())
     call = Call(definition, labels, None, None, None, denominator, None, inputs or {}, None, definition.plan.summed[0])
-    return call, Request(tensors, known.facts, known.layout, order, shard or known.shard)
+    return call, known._replace(tensors=tensors, shard=shard or known.shard)
 
 
 def remember(kind: tuple, call: Call, request: Request) -> None:
@@ -59,4 +59,4 @@ def remember(kind: tuple, call: Call, request: Request) -> None:
         return
     if len(checked) >= MOST_KINDS:
         checked.clear()
-    checked[kind] = request._replace(tensors=None, shard=None if kind[-1] else request.shard)
+    checked[kind] = request._replace(tensors=None, shard=None if kind[-1] else request.shard, kept={})

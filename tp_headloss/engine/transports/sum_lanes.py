@@ -18,7 +18,9 @@ from .transport import Transport
 class SumLanes(Transport):
     """Packets as float64 lanes, which the all-reduce adds up."""
 
-    def merge(self, packets: torch.Tensor, request: Request) -> list[torch.Tensor]:
+    adds_up = False
+
+    def merge(self, packets: torch.Tensor, request: Request, *sums) -> list[torch.Tensor]:
         lanes = sum_lanes(to_lanes(packets, request), request.facts.world_size, request.facts.group_name)
         return finish(*from_lanes(lanes, request), request, packets.dtype)
 

@@ -1,0 +1,132 @@
+"""Steps whose launches are prepared have the bits of the first ones, which are not, and serve nothing else."""
+
+import pytest
+import torch
+from logits_problem import N, V, rows
+
+from tp_headloss import CrossEntropy, Entropy, HeadLoss, Options, VocabShard, ZLoss
+from tp_headloss.engine import loss_step_triton
+
+TRITON = Options(backend="triton")
+TERMS = {
+    "cross-entropy": ([CrossEntropy()], ()),
+    "squares": ([ZLoss(0.3), CrossEntropy(), Entropy(0.01)], ("accuracy", "entropy")),
+}
+DENOMINATORS = {"count": None, "number": 5.0, "tensor": torch.tensor(3.0)}
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """How often prepared launches ran: forward and backward."""
+    counts = {"statistics": 0, "gradient": 0}
+    for name in counts:
+        method = getattr(loss_step_triton.LossStep, name)
+
+        def counted(self, *args, name=name, method=method):
+            counts[name] += 1
+            return method(self, *args)
+
+        monkeypatch.setattr(loss_step_triton.LossStep, name, counted)
+    return counts
+
+
+def step(head, x, labels, upstream=1.0, also=None, **given):
+    """The output of a step, and the gradient of the logits."""
+    x = x.detach().requires_grad_()
+    out = head(x, labels, **given)
+    (upstream * out.loss + (0.0 if also is None else also(out.stats))).backward()
+    return out, x.grad
+
+
+def assert_equal(one, two):
+    (out, gradient), (again, gradient_again) = one, two
+    assert torch.equal(gradient, gradient_again) and torch.equal(out.loss, again.loss)
+    assert torch.equal(out.count, again.count) and out.terms == again.terms and out.metrics == again.metrics
+    for a, b in zip(out.stats, again.stats):
+        assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("layout", ["plain", "transposed", "padded", "int32"])
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+@pytest.mark.parametrize("terms", TERMS)
+def test_prepared_steps_have_the_bits_of_the_first(terms, denominator, layout, steps, device):
+    x, labels = rows(device)
+    x = x.T.contiguous().T if layout == "transposed" else x
+    labels = labels.int() if layout == "int32" else labels
+    given = {"shard": VocabShard.from_group(None, vocab_size=V - 7, padded_size=V)} if layout == "padded" else {}
+    labels = labels.clamp(max=V - 8) if layout == "padded" else labels
+    divisor = DENOMINATORS[denominator]
+    given["denominator"] = divisor.to(device) if isinstance(divisor, torch.Tensor) else divisor
+    head = HeadLoss(TERMS[terms][0], metrics=TERMS[terms][1], options=TRITON)
+    first = step(head, x, labels, 2.0, **given)
+    assert steps == {"statistics": 0, "gradient": 0}
+    for _ in range(2):
+        later = step(head, x, labels, 2.0, **given)
+    assert steps == {"statistics": 1, "gradient": 1}
+    assert_equal(first, later)
+    other = step(head, x.flip(0), labels.flip(0), 2.0, **given)  # other values of the same kind
+    assert steps == {"statistics": 2, "gradient": 2}
+    assert_equal(step(HeadLoss(*TERMS[terms][:1], metrics=TERMS[terms][1], options=TRITON), x.flip(0), labels.flip(0),
+                      2.0, **given), other)  # fmt: skip
+
+
+def test_gradients_of_statistics_take_the_general_way(steps, device):
+    x, labels = rows(device)
+    head = HeadLoss([CrossEntropy(), ZLoss(0.3)], options=TRITON)
+    found = [step(head, x, labels, also=lambda stats: (stats.log_prob * 0.5).sum()) for _ in range(3)]
+    assert steps == {"statistics": 1, "gradient": 0}
+    assert_equal(found[0], found[2])
+
+
+def test_what_is_saved_may_come_back_elsewhere(steps, device):
+    """Hooks that pack saved tensors, as offloading does, may return them at another place."""
+    x, labels = rows(device)
+    head = HeadLoss(options=TRITON)
+
+    def moved(tensor):
+        return torch.cat([tensor.new_zeros(1), tensor.reshape(-1)])[1:].view(tensor.shape)
+
+    found = []
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, moved):
+            found.append(step(head, x, labels))
+    assert steps == {"statistics": 1, "gradient": 0}
+    assert_equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_two_backwards_and_in_place_gradients(inplace, steps, device):
+    x, labels = rows(device)
+    head = HeadLoss(options=Options(backend="triton", inplace=inplace))
+    expected = step(HeadLoss(options=TRITON), x, labels)[1]
+    for _ in range(3):
+        leaf = x.clone().requires_grad_()
+        out = head(leaf * 1.0, labels)
+        out.loss.backward(retain_graph=not inplace)
+    if not inplace:
+        out.loss.backward()
+    assert torch.equal(leaf.grad, expected if inplace else 2 * expected)
+    assert steps == {"statistics": 1, "gradient": 0 if inplace else 2}
+
+
+def test_a_kind_that_comes_once_prepares_nothing(steps, device):
+    x, labels = rows(device)
+    head = HeadLoss(options=TRITON)
+    for n in range(1, N):
+        step(head, x[:n], labels[:n])
+        step(head, x[:n], labels[:n])
+    assert steps == {"statistics": 0, "gradient": 0}
+
+
+def test_others_are_not_prepared(steps, device):
+    """What the prepared launches do not know: own losses, weights, values that are no statistics."""
+    x, labels = rows(device)
+    weights = torch.rand(N, generator=torch.Generator().manual_seed(2)).to(device)
+    for head, given in (
+        (HeadLoss(CrossEntropy(label_smoothing=0.1), options=TRITON), {}),
+        (HeadLoss(options=TRITON), {"token_weight": weights}),
+        (HeadLoss(options=Options(backend="torch")), {}),
+    ):
+        found = [step(head, x, labels, **given) for _ in range(3)]
+        assert_equal(found[0], found[2])
+    assert steps == {"statistics": 0, "gradient": 0}

@@ -1,0 +1,101 @@
+"""The launches of a loss of statistics on one rank, with everything worked out once that steps of one kind share.
+
+A step computes what `triton.local_statistics`, `merge_packets` and `logits_gradient` compute, by the same kernels. Only
+the host's part is shorter, which is what small steps wait for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..request import Request
+from ..statistics.records_triton import Inputs, LossGradient, MergedSums
+from ..symmetric_memory_triton import SharedMemory
+from . import kernels
+from .device_inputs import inputs_of
+from .launch import INTERPRETED, MERGE, PreparedLaunch, ceil_div, gradient_launch, statistics_launch
+from .merged_sums_triton import sums_for_merge
+from .sums_triton import divided_by
+
+NOT_SHARED = SharedMemory()
+
+
+def place_of(x: torch.Tensor) -> tuple:
+    """What Triton compiles about the place of a tensor whose shape and dtype are known."""
+    return x.stride(), x.data_ptr() % 16
+
+
+def loss_step(request: Request, reduction) -> LossStep | None:
+    """The step of a call with logits and labels alone; None where the general way is needed."""
+    layout, gradients = request.layout, reduction.plan.gradients
+    if request.facts.world_size > 1 or layout.second or layout.per_id or reduction.weight is not None:
+        return None
+    if gradients is None or not all(name in layout.differentiable for name, *_ in gradients):
+        return None
+    if INTERPRETED and request.tensors.logits.dtype == torch.bfloat16:  # whose gradient is rounded apart there
+        return None
+    sums = sums_for_merge(request, reduction)
+    return None if sums is None else LossStep(request, sums, gradients)
+
+
+class LossStep:
+    """Forward and backward of calls of one kind: logits [N, width], labels [N], and a loss that is a weighted sum of
+    statistics, or squares of them, over a denominator of one kind, a number or a tensor."""
+
+    def __init__(self, request: Request, sums: MergedSums, gradients):
+        tensors, facts, layout = request.tensors, request.facts, request.layout
+        inputs, prepared = inputs_of(request)
+        rows, (n_rows, width), device = prepared.rows, tensors.logits.shape, tensors.logits.device
+        self.index, self.places = device.index, (*place_of(tensors.logits), *place_of(tensors.labels))
+        self.inputs, self.outputs = inputs[2:], rows.outputs
+        self.coefficients, self.plan = sums.coefficients, sums.plan
+        packets = tensors.logits.new_empty((), dtype=torch.float32).expand(request.packets_shape)
+        outputs = layout.empty_outputs(packets, n_rows, torch.float32)
+        # for `empty_like`, the quickest way to allocate; expanded, so that they take no memory
+        self.like = [x.new_empty(()).expand(x.shape) for x in (packets, *outputs, *sums[:3])]
+        variant = device, prepared.variant, sums.denominator_ptr is None, sums.plan
+        self.write = PreparedLaunch(
+            kernels.statistics_kernel, n_rows * facts.chunks, variant, statistics_launch(facts.chunk_size)
+        )
+        self.write_last = rows.statistics, rows.packet, n_rows, *prepared.bounds
+        self.merge = PreparedLaunch(kernels.merge_kernel, ceil_div(n_rows, MERGE.block), variant, MERGE)
+        self.merge_last = rows.merge, rows.merge_rows, n_rows, facts.packets, facts.chunks
+        self.gradients, self.grads_type = gradients, rows.grads
+        self.grads = None if any(squared for *_, squared in gradients) else self._upstream([None] * len(gradients))
+        names, padded = tuple([name for name, *_ in gradients]), facts.valid_width < width
+        hooks, is_transformed = rows.gradient_hooks(names), inputs.pre is not None
+        how = gradient_launch(width, names, facts.softcap != 0.0, is_transformed)
+        self.write_gradient = PreparedLaunch(
+            kernels.gradient_kernel, n_rows * ceil_div(width, how.block), (*variant, gradients), how
+        )
+        self.gradient_last = None, hooks, rows.merged, n_rows, facts.start, facts.valid_width, padded
+
+    def is_on_current_device(self) -> bool:
+        """True where a kernel can be launched without a switch of devices."""
+        return self.index is None or self.index == torch._C._cuda_getDevice()
+
+    def serves(self, logits, labels) -> bool:
+        """True for tensors that lie as those of the first call did, on the current device."""
+        return self.places == (*place_of(logits), *place_of(labels)) and self.is_on_current_device()
+
+    def statistics(self, logits, labels, denominator) -> tuple[list, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return [merged rows, values, *flags] as `merge_packets` does; the loss, its sums and 1 / its divisor."""
+        packets, *outputs, parts, sums, loss = map(torch.empty_like, self.like)
+        inputs = Inputs(logits, labels, *self.inputs)
+        added = MergedSums(parts, sums, loss, None, *divided_by(denominator), self.coefficients, self.plan)
+        self.write(packets, inputs, NOT_SHARED, parts, *self.write_last)
+        self.merge(self.outputs(outputs), packets, inputs, NOT_SHARED, added, *self.merge_last)
+        return outputs, loss, sums, parts
+
+    def _upstream(self, values):
+        """Upstream gradients of the statistics, whose values [N] are read where the loss has their squares."""
+        given = zip(self.gradients, values)
+        grads = {name: (c, value) if squared else (c,) for (name, c, squared), value in given}
+        return self.grads_type(*map(grads.get, self.grads_type._fields))
+
+    def gradient(self, logits, labels, merged, loss, inverse, values) -> torch.Tensor:
+        """d loss / d logits for this upstream gradient of the loss; values: of its statistics."""
+        out, grads = torch.empty_like(logits), self.grads or self._upstream(values)
+        inputs, loss = Inputs(logits, labels, *self.inputs), LossGradient(loss, inverse, None)
+        self.write_gradient(out, *out.stride(), inputs, merged, grads, loss, *self.gradient_last)
+        return out

@@ -1,0 +1,122 @@
+"""Sums over all tokens that a merge makes of the values that it stores: a launch less than `sums_triton.sums_kernel`.
+
+Each program adds up its own tokens. The one that ends last finds the parts of all others in memory, and adds them up in
+the order of the tokens; so the result does not depend on which one it was.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..statistics.records_triton import MergedSums
+from .launch import INTERPRETED, MERGE, ceil_div, dtype_key, pointer_key
+from .sums_triton import divided_by, store_loss, store_sum
+
+
+class SumBits(NamedTuple):
+    """Which values of BLOCK tokens a merge adds up, and how."""
+
+    values: int  # how many
+    rows: int  # byte i: the row of value i among the merge's values, or HITS
+    squares: int  # as in `sums_kernel`, and so on
+    negatives: int
+    by_count: bool
+
+
+HITS = tl.constexpr(255)
+FIRST_PART = tl.constexpr(2)  # place of the first program's parts
+
+
+@triton.jit
+def start_sums(parts_ptr):
+    """Note that no program of the merge has ended; one program does it, in a kernel before the merge."""
+    if tl.program_id(0) == 0:
+        tl.store((parts_ptr + 1).to(tl.pointer_type(tl.int32)), 0)
+
+
+@triton.jit
+def _stored_value(out, token, n, valid, ROW: tl.constexpr):
+    """A row of the merge's values, or its hits, in float64."""
+    if ROW == HITS:
+        value = tl.load(out.hits + token, mask=valid, other=0)
+    else:
+        value = tl.load(out.value + ROW * n + token, mask=valid, other=0.0)
+    return value.to(tl.float64)
+
+
+@triton.jit
+def add_up(sums, out, valid, token, n, BLOCK: tl.constexpr):
+    """Sum the values that this program of a merge has stored; the program that ends last adds up the parts of all, in
+    the order of the tokens."""
+    VALUES: tl.constexpr = sums.plan.values
+    ROWS: tl.constexpr = sums.plan.rows
+    SQUARES: tl.constexpr = sums.plan.squares
+    NEGATIVES: tl.constexpr = sums.plan.negatives
+    BY_COUNT: tl.constexpr = sums.plan.by_count
+    weight = valid.to(tl.float64)
+    if sums.weight is not None:
+        weight = tl.load(sums.weight + token, mask=valid, other=0.0).to(tl.float64)
+        valid = valid & (weight != 0.0)
+    programs = tl.num_programs(0)
+    at = sums.parts + FIRST_PART + tl.program_id(0)
+    tl.debug_barrier()  # the values are stored
+    for i in tl.static_range(VALUES):
+        value = _stored_value(out, token, n, valid, (ROWS >> (8 * i)) & 255)
+        if (SQUARES >> i) & 1:
+            value *= value
+        tl.store(at + i * programs, tl.sum(value * weight, axis=0))
+    tl.store(at + VALUES * programs, tl.sum(weight, axis=0))
+    tl.debug_barrier()
+    if tl.atomic_add((sums.parts + 1).to(tl.pointer_type(tl.int32)), 1) == programs - 1:
+        loss = 0.0
+        for i in tl.static_range(VALUES):
+            total = _sum_of_parts(sums.parts, i, programs, BLOCK)
+            loss = store_sum(sums.sums, i, total, loss, sums.coefficients, NEGATIVES)
+        tokens = _sum_of_parts(sums.parts, VALUES, programs, BLOCK)
+        tl.store(sums.sums + VALUES, tokens)
+        divisor = tokens if BY_COUNT else sums.denominator
+        store_loss(sums.loss, sums.parts, loss, sums.denominator_ptr, divisor)
+
+
+@triton.jit
+def _sum_of_parts(parts_ptr, i: tl.constexpr, programs, BLOCK: tl.constexpr):
+    """Sum of value i over all programs."""
+    total = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, programs, BLOCK):
+        program = first + tl.arange(0, BLOCK)
+        total += tl.load(parts_ptr + FIRST_PART + i * programs + program, mask=program < programs, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@functools.lru_cache(maxsize=256)
+def _sum_bits(layout, plan, by_count: bool) -> SumBits | None:
+    """The plan as a merge takes it; None if it does not have all these values."""
+    rows = {name: i for i, name in enumerate(layout.values) if name not in layout.second} | {"hits": HITS.value}
+    places = [rows.get(name) for name in plan.statistics]
+    if None in places or len(layout.values) >= HITS.value:
+        return None
+    bits = SumBits(
+        len(places), sum(place << 8 * i for i, place in enumerate(places)), plan.squares, plan.negatives, by_count
+    )
+    return bits if INTERPRETED else tl.constexpr(bits)
+
+
+def sums_for_merge(request, reduction) -> MergedSums | None:
+    """Memory for the sums that a merge adds up, and how; None if it does not have all values of the reduction."""
+    plan, weight, denominator, _ = reduction
+    bits, (n_rows, _width) = _sum_bits(request.layout, plan, denominator is None), request.tensors.logits.shape
+    if bits is None or n_rows == 0:
+        return None
+    new, values = request.tensors.logits.new_empty, len(plan.statistics)
+    parts = new(FIRST_PART.value + ceil_div(n_rows, MERGE.block) * (values + 1), dtype=torch.float64)
+    sums, loss = new(values + 1, dtype=torch.float32), new((), dtype=torch.float32)
+    return MergedSums(parts, sums, loss, weight, *divided_by(denominator), plan.coefficients, bits)
+
+
+def sums_key(sums: MergedSums) -> tuple:
+    """Everything about the sums that Triton compiles into a kernel."""
+    terms = None if sums.coefficients is None else len(sums.coefficients)
+    return terms, dtype_key(sums.weight), pointer_key(sums.denominator_ptr), sums.plan
