@@ -314,8 +314,9 @@ GROUPS = {
         ("dtensor.py", "_weight_grad_placements", "others and not (is_dtensor(hidden) and hidden.device_mesh == weight.device_mesh)", "False"),
     ],
     "test_epilogue": [
-        (GEMM, "_store_packet", "tl.where(inside < chunk.size, z, least)", "z"),
-        (GEMM, "_store_packet", "tl.where(inside == chunk.target, z, at_target)", "at_target"),
+        (GEMM, "_store_packet", "tl.where(inside < chunk.size, v, least)", "v"),
+        (GEMM, "_store_packet", "tl.where(inside == chunk.target, v, found)", "found"),
+        (GEMM, "_store_packet", "tl.where((lanes == 0) & chunk.owned, at_target, v)", "v"),
         (GEMM, "_store_packet", "m = tl.maximum(m, v)", "pass"),
         (GEMM, "_chunk_of_rows", "tl.minimum(offset + COLUMNS, size)", "size"),
         (GEMM, "linear_statistics_kernel", "rounded(acc, hidden.dtype)", "acc"),
