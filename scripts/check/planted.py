@@ -260,6 +260,7 @@ GROUPS = {
         ("request.py", "Request.columns", "min(max(facts.valid_width - here.start, 0), here.stop - here.start)", "here.stop - here.start"),
         ("request.py", "Request.columns", "facts.start + here.start", "facts.start"),
         ("request.py", "Request.columns", '("bias", "column_weight", "teacher")', '("bias", "column_weight")'),
+        ("linear_head/blocks.py", "_waves", "-(-tiles // PROCESSORS)", "(tiles / PROCESSORS)"),
         ("linear_head/blocks.py", "one_sweep_tokens", "max(0, budget - 4 * sizes.width * sizes.hidden)", "budget"),
         ("linear_head/valid_tokens.py", "ValidTokens.__init__", "valid.sum() > count", "valid.sum() < 0"),
         ("head_loss/linear_modes.py", "_with_denominator", "call.labels != call.definition.ignore_index", "call.labels == call.labels"),
