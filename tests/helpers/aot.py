@@ -49,7 +49,9 @@ SPILL_LIMIT, CROWDED_SPILL_LIMIT = 16, 128
 # Registers of a thread with which a multiprocessor of capability 9.0 has all programs that it can have; with one more
 # the gradient of a plain cross-entropy takes 4 % longer.
 PLAIN, PLAIN_LIMITS = (), {"kernels.gradient_kernel": 32, "kernels.statistics_kernel": 64}
-GEMM_SPILL_LIMIT = 2048  # accumulators take half of the registers; `total`, and with Triton 3.9 a softcap, spill
+# Accumulators take half of the registers. Later GPUs have 128 columns of a row in one thread, which spills statistics
+# with argmax; Triton 3.9 spills a few on any GPU, and 3.6 none with capability 9.0.
+GEMM_SPILL_LIMITS = {90: 0, 100: 512} if launch.TRITON == launch.OLDEST else {90: 256, 100: 512}
 # Characters of assembly of a merge of 512 packets; a loop takes 52,000 at most, for AMD's GPUs 136,000.
 LOOP_LIMIT, AMD_LOOP_LIMIT = 100_000, 200_000
 
@@ -133,10 +135,8 @@ class Variant(NamedTuple):
         return f"{self.kernel.__module__.rsplit('.', 1)[-1]}.{self.kernel.__name__}"
 
     def compile(self, architecture: int | str):
-        source, options = ASTSource(self.kernel, self.signature, self.constants, self.attributes), self.options
-        if self.name in GEMMS:
-            options = {**options, "num_stages": launch.gemm_launch(4096, int(architecture) // 10).stages}
-        return triton.compile(source, target=target_of(architecture), options=options)
+        source = ASTSource(self.kernel, self.signature, self.constants, self.attributes)
+        return triton.compile(source, target=target_of(architecture), options=self.options)
 
 
 def target_of(architecture: int | str) -> GPUTarget:
@@ -338,6 +338,23 @@ def record_variants(architecture: int | str = 90) -> list[Variant]:
     return list(recorder.variants.values())
 
 
+def dumped(compiled, what: str) -> str:
+    """What cuobjdump says about a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def check_waits(compiled):
+    """Raise ValueError where a GEMM waits for each multiplication: the assembler makes it so, and only says it in a
+    message, if anything else may read or write accumulators meanwhile. A third more time."""
+    products = [line for line in dumped(compiled, "-sass").splitlines() if "HGMMA" in line]  # of capability 9.0
+    if len(products) > 1 and all("gsb0" in line for line in products):
+        raise ValueError("multiplications of the tensor cores must not wait for each other")
+
+
 class Resources(NamedTuple):
     registers: int  # per thread
     stack: int  # bytes per thread
@@ -351,22 +368,19 @@ class Resources(NamedTuple):
             names = "vgpr_count", "private_segment_fixed_size"
             registers, stack = (int(re.search(rf"\.{name}: +(\d+)", code)[1]) for name in names)
             return cls(registers, stack, compiled.metadata.shared, len(code))
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
-            file.flush()
-            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-            report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        report = dumped(compiled, "-res-usage")
         registers, stack = (int(re.search(rf"{name}:(\d+)", report)[1]) for name in ("REG", "STACK"))
         code = re.sub(r"(?m)^\s*(\.loc|//).*\n", "", compiled.asm["ptx"].split(".section")[0])
         return cls(registers, stack, compiled.metadata.shared, len(code))
 
-    def check(self, variant: Variant, is_amd: bool):
+    def check(self, variant: Variant, architecture: int | str):
         """Raise ValueError where a variant takes too much."""
+        is_amd = isinstance(architecture, str)
         crowded = set(getattr(variant.case, "teacher", ())) >= {"forward_kl", "reverse_kl", "teacher_entropy"}
         spills = CROWDED_SPILL_LIMIT if crowded else SPILL_LIMIT
         most = SHARED_LIMIT
         if variant.name in GEMMS:
-            most, spills = GEMM_SHARED_LIMIT, GEMM_SPILL_LIMIT
+            most, spills = GEMM_SHARED_LIMIT, GEMM_SPILL_LIMITS.get(architecture, 512)
         elif variant.name.startswith("rows_triton"):
             most = ROWS_SHARED_LIMIT
         if self.shared > most or self.stack > spills:
@@ -418,10 +432,13 @@ def main(capabilities, everything: bool):
     compiled, failures, taken = 0, [], collections.defaultdict(list)
     for variant, capability in to_compile(capabilities, everything):
         try:
-            resources = Resources.of(variant.compile(capability))
+            kernel = variant.compile(capability)
+            resources = Resources.of(kernel)
             architecture = capability if isinstance(capability, str) else f"sm_{capability}"
             taken[f"{variant.name} {architecture}"].append(resources)
-            resources.check(variant, isinstance(capability, str))
+            resources.check(variant, capability)
+            if variant.name in GEMMS:
+                check_waits(kernel)
             compiled += 1
         except Exception as error:  # every failure is listed before the exit
             while error.__cause__ is not None:

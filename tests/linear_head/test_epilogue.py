@@ -67,13 +67,15 @@ def test_statistics_and_gradients_equal_float64(dtype, transform, labels, device
 
 @pytest.mark.parametrize("engine", ["epilogue", "blocks"])
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_logits_are_rounded_or_not(engine, backend, device):
+@pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 9), (torch.float16, 99)], ids=["bf16", "fp16"])
+def test_logits_are_rounded_or_not(engine, backend, dtype, most, device):
     """Products of small numbers are exact, so that an engine's GEMM has the bits of another."""
     if backend == "torch" and engine == "epilogue":
         return
     generator = torch.Generator().manual_seed(0)
-    hidden = (torch.randint(-9, 9, (20, H), generator=generator) / 4).to(device, torch.bfloat16)
-    weight = (torch.randint(-9, 9, (V, H), generator=generator) / 4).to(device, torch.bfloat16)
+    step = 4 if dtype == torch.bfloat16 else 32
+    hidden = (torch.randint(-most, most, (20, H), generator=generator) / step).to(device, dtype)
+    weight = (torch.randint(-most, most, (V, H), generator=generator) / step).to(device, dtype)
     labels = torch.randint(V, (20,), generator=generator).to(device)
     for logits, x in (("float32", hidden.float() @ weight.float().t()), ("operands", F.linear(hidden, weight))):
         expected = statistics_of_logits(x, labels, want=WANT, options=Options(backend=backend))

@@ -14,7 +14,7 @@ from ..statistics.family_triton import read, row_factors, teacher_scales, transf
 from ..statistics.numerics_triton import INTERPRETED, lane_sum, rounded
 from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
 from .gradient_triton import tile_gradient
-from .kernels import add_packet, add_to_states, peaks
+from .kernels import add_packet, add_to_states, peaks, start_states
 
 
 @triton.jit
@@ -70,46 +70,49 @@ def _strips(x, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _store_packet(acc, out, n, offset, chunk, inputs, families, rows, STRIP: tl.constexpr):
-    """Store the partial packet of a tile of raw logits."""
-    raw = _strips(acc, STRIP)
+def _store_packet(raw, out, n, offset, chunk, inputs, families, rows, STRIP: tl.constexpr):
+    """Store the partial packet of a tile's strips of raw logits.
+
+    There is no branch, although few tiles have a label or end their chunk: one that changes accumulators, or many
+    registers, makes the compiler wait for each multiplication before the next (a third more time).
+    """
     lanes = tl.arange(0, STRIP)[None, :]
     least = -float("inf")
     zeros = tl.zeros_like(raw[0])
     m = zeros + least
-    at_target = zeros
+    found = zeros
     strips = ()
     for i in tl.static_range(len(raw)):
         inside = offset + i * STRIP + lanes
-        z, _ = transform(raw[i], chunk.first + inside, inputs, chunk.pre, chunk.post)
-        z = tl.where(inside < chunk.size, z, least)
-        v = z
+        v, _ = transform(raw[i], chunk.first + inside, inputs, chunk.pre, chunk.post)
+        v = tl.where(inside < chunk.size, v, least)
         if inputs.labels is not None:
-            at_target = tl.where(inside == chunk.target, z, at_target)
-            v = tl.where(inside == chunk.target, least, z)
+            found = tl.where(inside == chunk.target, v, found)
+            v = tl.where(inside == chunk.target, least, v)
         m = tl.maximum(m, v)
-        strips += (z,)
+        strips += (v,)
+    at_target = lane_sum(found)
     m = tl.maximum(tl.max(m, axis=1, keep_dims=True), least)  # NaN is no maximum
-    s = zeros
+    sums = zeros
     student = zeros
-    states = ()
-    for i in tl.static_range(len(families)):
-        states += (families[i].start(zeros, chunk, inputs),)
-    for i in tl.static_range(len(strips)):
+    states = start_states(families, zeros, chunk, inputs)
+    for i in tl.static_range(len(raw)):
         inside = offset + i * STRIP + lanes
-        z = strips[i]
-        v = z
-        if inputs.labels is not None:
-            v = tl.where(inside == chunk.target, least, z)
-        tile = Tile(z, v, 0, chunk.first + inside, offset + i * STRIP, True, STRIP)
+        v = strips[i]
+        tile = Tile(v, v, 0, chunk.first + inside, offset + i * STRIP, True, STRIP)
         of_tile = softmax.tile_softmax(m, least, m, v)
         student = softmax.add_student(student, of_tile, chunk, inputs)
-        s += of_tile.p
+        sums += of_tile.p
         states = add_to_states(families, states, tile, of_tile, chunk, inputs, rows)
-    core = Core(m, s)
+    if inputs.labels is not None:  # the label as one more strip: comparing columns twice spills registers
+        v = zeros + least
+        z = tl.where((lanes == 0) & chunk.owned, at_target, v)
+        tile = Tile(z, v, 0, chunk.first + tl.maximum(chunk.target, 0) + lanes * 0, offset, True, STRIP)
+        states = add_to_states(families, states, tile, softmax.tile_softmax(m, least, m, v), chunk, inputs, rows)
+    core = Core(m, sums)
     softmax.store_sums(out, n, core, student, inputs, rows)
     if inputs.labels is not None:
-        softmax.store_target(out, n, lane_sum(at_target), chunk, rows)
+        softmax.store_target(out, n, at_target, chunk, rows)
     for i in tl.static_range(len(families)):
         families[i].store(out, n, states[i], core, chunk, inputs, rows)
 
@@ -148,7 +151,7 @@ def linear_statistics_kernel(
         row = tl.minimum(at, n_rows - 1).to(tl.int64)
         chunk = _chunk_of_rows(inputs, row, first, offset, n_rows, start, valid_width, ignore_index, COLUMNS)
         out = partials_ptr + j * (rows.height * n) + at
-        _store_packet(acc, out, n, offset, chunk, inputs, families, rows, TILE[3])
+        _store_packet(_strips(acc, TILE[3]), out, n, offset, chunk, inputs, families, rows, TILE[3])
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_padded", "parts"])
@@ -223,8 +226,6 @@ def linear_gradient_kernel(
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in range(steps):
             acc = _multiply(acc, hidden, weight, i * ROWS, j * COLUMNS, k * DEPTH)
-        if ROUND:
-            acc = rounded(acc, hidden.dtype)
         row = tl.minimum((i * ROWS + tl.arange(0, ROWS))[:, None], n_rows - 1).to(tl.int64)
         whole = tl.load(merged_ptr + rows.sum * n + row)
         ignored = whole == 0.0
@@ -232,16 +233,13 @@ def linear_gradient_kernel(
         teacher_scale, a = teacher_scales(inputs, row, n_rows)
         chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
         strips = _strips(acc, STRIP)
-        found = ()
         for k in tl.static_range(len(strips)):
             first = j * COLUMNS + k * STRIP
             columns = first + tl.arange(0, STRIP)[None, :]
             written = columns < inputs.width
             token = Token(row, n, merged_ptr + row, whole, ignored, a, start, start, written, written, 0)
+            x = rounded(strips[k], hidden.dtype) if ROUND else strips[k]
             dz = tile_gradient(
-                strips[k], columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED,
-                STRIP,
-            )  # fmt: skip
-            found += (dz.to(out.dtype),)
-        for k in tl.static_range(len(found)):  # afterwards, because a store keeps loads from being shared
-            out.store([i * ROWS, j * COLUMNS + k * STRIP], found[k])
+                x, columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, STRIP
+            )
+            out.store([i * ROWS, first], dz.to(out.dtype))

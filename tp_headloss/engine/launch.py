@@ -117,32 +117,38 @@ def entries_launch(n_entries: int | None) -> Launch:
 
 
 class GemmLaunch(NamedTuple):
-    """Tile of a GEMM, warps of a program, stages of its pipeline, programs of a multiprocessor.
+    """Tile of a GEMM, warps of a program, stages of its pipeline, columns of the gradient that are stored at once.
 
     A tile: rows, columns, steps over H, columns of the epilogue's strips, and rows of tiles in a group, which share
     columns of the weight in the cache.
     """
 
-    tile: tuple[int, int, int, int, int]
+    block: tuple[int, int, int, int, int]
     warps: int
     stages: int
-    programs: int = 1
+    stored: int = 64
+    registers: int | None = None
 
 
-def gemm_launch(chunk_size: int, capability: int = 9) -> GemmLaunch:
+def gemm_launch(chunk_size: int) -> GemmLaunch:
     """Tile of a linear head's GEMMs with epilogues. Its columns and steps decide the order of additions, so they depend
     on the vocabulary alone.
 
-    Statistics of 8192 tokens, H 4096, V 128256, over one cuBLAS GEMM (12799 us): 128x256/8 warps in strips of 64 1.045,
-    32 1.058, 256 1.067; 128x128/4, two programs 1.123; 256x128/8 1.234; 128x128/8 1.305; 64x256/4, two programs 1.490
-    One chunk of 16032 (1629 us): strips of 64 1.074, 256 1.094, 32 1.095; 128x128/4, two programs 1.171
-    Gradient, 16032 ids (1592 us): strips of 32 1.051, 64 1.057; 128x128/8 1.111; 128x128/4, two programs 1.435
+    Over one cuBLAS GEMM, in turns of 60 ms; strips/stages, rows of tiles in a group.
+    Statistics with the fold, 8192 tokens, H 4096, V 128256 (12482 us), shards of 32064 (3163) and 16032 ids (1560):
+    32/3, 16 1.043, 1.040, 1.051; 16/3, 16 1.061, 1.035, 1.051; 64/3, 16 1.059, 1.039, 1.042;
+    64/3, 8 1.047, 1.045, 1.054; 32/3, 32 1.067, 1.048, 1.057; 32/4, 16 1.057, 1.053, 1.069;
+    32/3, 8 1.059, 1.054, 1.081; 32/4, 8 1.061, 1.084, 1.057.
+    Strips of 64 spill registers with several families, and bits must not depend on the families.
+    Gradient, 8192 x 7168 (694), 2048 x 6016 (150), 1024 x 16032 (204); columns stored/stages, group: 64/4, 16 1.059,
+    1.063, 1.065; 64/3, 16 1.070, 1.072, 1.059; 64/3, 8 1.095, 1.055, 1.062; 32/4, 8 1.083, 1.092, 1.089
+    Older ones, V 128256, gradient of 16032 ids: 128x256/8 1.045, 1.051; 128x128/8 1.305, 1.111; 128x128/4, two programs
+    1.123, 1.435; 256x128/8 1.234, -; 64x256/4, two programs 1.490, -
     """
     columns = min(256, max(32, next_power_of_2(chunk_size)))
-    stages = 4 if capability == 9 else 3  # later ones need memory of a program to move accumulators
     if INTERPRETED:
-        return GemmLaunch((32, min(columns, 64), 16, 16, 8), 4, 1)
-    return GemmLaunch((128, columns, 64, min(columns, 32), 8), 8 if columns > 64 else 4, stages)
+        return GemmLaunch((32, min(columns, 64), 16, 16, 8), 4, 1, 32)
+    return GemmLaunch((128, columns, 64, 32, 16), 8 if columns > 64 else 4, 3, min(columns, 64))
 
 
 FOLD = Launch(32, 1)  # 63 parts of one chunk, of 8: 32/1 17.6, 31.4, 64/2 18.4, 30.7; without a pipeline 43.3, 46.6
@@ -185,7 +191,7 @@ def dtype_key(tensor):
     return tensor if tensor is None else tensor.dtype
 
 
-def launch(kernel, programs: int, variant: tuple, how: Launch, *arguments):
+def launch(kernel, programs: int, variant: tuple, how: Launch | GemmLaunch, *arguments):
     """kernel[(programs,)](*arguments, how.block) on the device of `variant`'s first element, a torch.device.
 
     Triton's own dispatch takes longer than most of these kernels, so what was launched before is launched again
@@ -228,9 +234,11 @@ class PreparedLaunch:
         run(self.programs, 1, 1, stream, *constant, *arguments, self.how.block)
 
 
-def _options(how: Launch) -> dict:
+def _options(how: Launch | GemmLaunch) -> dict:
     """What Triton compiles a kernel by."""
     options = {"num_warps": how.warps, "enable_fp_fusion": True}
+    if isinstance(how, GemmLaunch):
+        options["num_stages"] = how.stages
     limited = how.registers is not None and numerics_triton.PTX.value  # others know no such option
     return options | {"maxnreg": how.registers} if limited else options
 

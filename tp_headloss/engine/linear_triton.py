@@ -14,15 +14,13 @@ from .device_inputs import inputs_of
 from .device_layout import device_layout
 from .launch import FOLD, INTERPRETED, GemmLaunch, ceil_div, gemm_launch, launch, pointer_key
 
-STRIP = 32  # columns of the gradient that are computed and stored at a time
-
 
 def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 
 def _operands(hidden: torch.Tensor, weight: torch.Tensor, how: GemmLaunch) -> tuple[TensorDescriptor, ...]:
-    rows, columns, depth, *_ = how.tile
+    rows, columns, depth, *_ = how.block
     if not hidden.is_contiguous() or hidden.data_ptr() % 16:
         hidden = hidden.clone(memory_format=torch.contiguous_format)
     if weight.shape[0] == 0:  # an empty shard: no column of this is valid
@@ -35,35 +33,24 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-@functools.cache
-def _capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+def _programs(tiles: int, device: torch.device) -> int:
+    """Programs of a persistent kernel: at most one for each multiprocessor."""
+    return min(tiles, _processors(device))
 
 
-def _launch(kernel, tiles: int, device: torch.device, how: GemmLaunch, *arguments):
-    """A persistent kernel: at most one program for each multiprocessor."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _launch(kernel, tiles, device, how, *arguments)
-    kernel[(min(tiles, how.programs * _processors(device)),)](
-        *arguments, how.tile, num_warps=how.warps, num_stages=how.stages
-    )
-
-
-def _inputs(request: Request):
-    """Inputs without logits."""
-    return inputs_of(request)[0]._replace(x=None, x_row=None, x_column=None)
+def _without_logits(inputs: Inputs) -> Inputs:
+    return inputs._replace(x=None, x_row=None, x_column=None)
 
 
 def linear_statistics(packets, hidden, weight, request: Request, rounded: bool, budget: int):
     """Write the packets [chunks, rows, N] fp32 of the logits hidden [N, H] @ weight [W, H]^T, rounded to the operands'
     dtype or not; partial packets take at most `budget` bytes, or what one tile of tokens needs."""
     facts, n_rows = request.facts, hidden.shape[0]
-    how = gemm_launch(facts.chunk_size, _capability(hidden.device))
-    per_tile = 4 * packets.shape[1] * facts.chunks * ceil_div(facts.chunk_size, how.tile[1]) * how.tile[0]
-    tiles = ceil_div(n_rows, how.tile[0])
+    how = gemm_launch(facts.chunk_size)
+    per_tile = 4 * packets.shape[1] * facts.chunks * ceil_div(facts.chunk_size, how.block[1]) * how.block[0]
+    tiles = ceil_div(n_rows, how.block[0])
     launches = ceil_div(tiles, max(1, budget // per_tile))
-    step = max(1, ceil_div(tiles, max(1, launches))) * how.tile[0]
+    step = max(1, ceil_div(tiles, max(1, launches))) * how.block[0]
     for first in range(0, n_rows, step):
         here = slice(first, min(first + step, n_rows))
         whole = here.stop - first == n_rows
@@ -78,15 +65,18 @@ def linear_statistics(packets, hidden, weight, request: Request, rounded: bool, 
 def _packets(packets, hidden, weight, request: Request, rounded: bool, how: GemmLaunch):
     """The packets of one launch."""
     facts, rows, n_rows = request.facts, device_layout(request.layout), hidden.shape[0]
-    row_tiles, parts = ceil_div(n_rows, how.tile[0]), ceil_div(facts.chunk_size, how.tile[1])
-    n_padded = row_tiles * how.tile[0]
+    row_tiles, parts = ceil_div(n_rows, how.block[0]), ceil_div(facts.chunk_size, how.block[1])
+    n_padded = row_tiles * how.block[0]
     partials = packets.new_empty((facts.chunks * parts, packets.shape[1], n_padded))
-    _launch(
-        gemm_triton.linear_statistics_kernel, row_tiles * facts.chunks * parts, hidden.device, how,
-        partials, *_operands(hidden, weight, how), _inputs(request), rows.statistics, rows.packet,
+    given, prepared = inputs_of(request)
+    device, tiles = hidden.device, row_tiles * facts.chunks * parts
+    launch(
+        gemm_triton.linear_statistics_kernel, _programs(tiles, device),
+        (device, prepared.variant, hidden.dtype, rounded), how,
+        partials, *_operands(hidden, weight, how), _without_logits(given), rows.statistics, rows.packet,
         n_rows, facts.start, facts.valid_width, facts.chunks, facts.ignore_index, hidden.shape[1], rounded,
     )  # fmt: skip
-    inputs = Inputs(scales=request.tensors.scales, student_scale=inputs_of(request)[0].student_scale)
+    inputs = Inputs(scales=given.scales, student_scale=given.student_scale)
     launch(
         gemm_triton.fold_kernel, facts.chunks * ceil_div(n_rows, FOLD.block),
         (packets.device, rows, pointer_key(inputs.scales), inputs.student_scale is None), FOLD,
@@ -105,12 +95,13 @@ def linear_gradient(out, hidden, weight, request: Request, merged, grads: dict, 
         linear_gradient(exact, hidden, weight, request, merged, grads, rounded)
         out.copy_(exact)
         return
-    how = gemm_launch(facts.chunk_size, _capability(hidden.device))
+    how = gemm_launch(facts.chunk_size)
     hooks, upstream = rows.gradient_hooks(tuple(grads)), rows.grads(*map(grads.get, rows.grads._fields))
-    tiles = ceil_div(n_rows, how.tile[0]) * ceil_div(width, how.tile[1])
-    _launch(
-        gemm_triton.linear_gradient_kernel, tiles, hidden.device, how,
-        _descriptor(out, how.tile[0], min(how.tile[1], STRIP)), *_operands(hidden, weight, how), _inputs(request),
-        merged, upstream, hooks, rows.merged, n_rows, facts.start, facts.valid_width, hidden.shape[1], rounded,
-        facts.valid_width < width,
+    tiles = ceil_div(n_rows, how.block[0]) * ceil_div(width, how.block[1])
+    (given, prepared), device, padded = inputs_of(request), hidden.device, facts.valid_width < width
+    kinds = hidden.dtype, out.dtype, rounded, padded, tuple(grads), *map(pointer_key, (merged, *grads.values()))
+    launch(
+        gemm_triton.linear_gradient_kernel, _programs(tiles, device), (device, prepared.variant, *kinds), how,
+        _descriptor(out, how.block[0], how.stored), *_operands(hidden, weight, how), _without_logits(given),
+        merged, upstream, hooks, rows.merged, n_rows, facts.start, facts.valid_width, hidden.shape[1], rounded, padded,
     )  # fmt: skip

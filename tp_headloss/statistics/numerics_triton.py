@@ -107,6 +107,12 @@ def rounded(x, dtype: tl.constexpr):
         bits = x.to(tl.int32, bitcast=True)
         nearest = (bits + 32767 + ((bits >> 16) & 1)) & -65536
         y = tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
+    elif PTX and dtype == tl.float16:  # in pairs: one by one, the assembler waits for each multiplication of a GEMM
+        y = tl.inline_asm_elementwise(
+            "{ .reg .b32 two; .reg .f16 a, b; cvt.rn.f16x2.f32 two, $3, $2; mov.b32 {a, b}, two;"
+            " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+            "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         y = widen(x.to(dtype))
     return y
