@@ -152,6 +152,7 @@ SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 
 SCALE = Launch(4096, 4)
 GRADIENT_AGAIN = 1024  # programs that write rows again
 AT_IDS = Launch(32, 4)  # of each of a tile of tokens; not measured
+LABELS = Launch(32, 1)  # tokens whose labels' logits are found; not measured
 # 8192 sets of 1024 ids in ascending order: 1024/4 45, 256/2 88; each program has a bit of memory per id
 SETS, SETS_PROGRAMS = Launch(1024, 4), 1024
 SUMS_GRADIENT = Launch(1024, 4)  # 1 value: 512/4 4.1, 1024/4 4.9; 3 values: 1024/4 5.2, 512/4 5.5
