@@ -9,6 +9,7 @@ KERNELS, EAGER, PASSES, SUMS = "engine/kernels.py", "engine/eager.py", "engine/p
 LANES, SWEEPS, REDUCTION = "engine/transports/sum_lanes.py", "linear_head/sweeps.py", "head_loss/reduction.py"
 ROWS = "engine/rows_triton.py"
 VALUES = "head_loss/value_gradients.py"
+NUMERICS_DEVICE = "statistics/numerics_triton.py"
 GEMM, GRADIENT = "engine/gemm_triton.py", "engine/gradient_triton.py"
 MEGATRON = "integrations/megatron/head.py"
 VERL_ENGINE = "integrations/verl/engine.py"
@@ -117,11 +118,16 @@ GROUPS = {
         (TEACHER_DEVICE, "add_softmax", "factor * tl.fma(drop, s, moment)", "factor * moment"),
         (TEACHER_DEVICE, "rescale", "gap = tl.where(factor == 0.0, 0.0, factor * gap)", "pass"),
         (TEACHER_DEVICE, "add_packet", "tl.fma(factor, s, state[1])", "s + state[1]"),
-        (TEACHER_DEVICE, "direct", "p * (g * per_student) - q * (g * per_teacher)", "p * (g * per_student)"),
+        (TEACHER_DEVICE, "direct", "p * (g / student_sum) - q * (g / tl.load(token.merged + rows.teacher_sum * token.n))", "p * (g / student_sum)"),
+        (TEACHER_DEVICE, "direct", "tl.where(p == 0.0, 0.0, p * (z - tile.u - gap))", "p * (z - tile.u - gap)"),
         (DIVERGENCE, "DivergenceFamily.second", "row_sum(student)", "row_sum(student + teacher)"),
         (DIVERGENCE, "DivergenceFamily.second", "row_sum(0.5 * p * (p - q).sign())", "row_sum(0.5 * p)"),
         (DIVERGENCE_DEVICE, "_add", "variation_mean += sign * p", "variation_mean += p"),
         (DIVERGENCE_DEVICE, "_store", "tl.store(out + rows.jsd_mean * n, mean)", "tl.store(out + rows.jsd_mean * n, 0.0)"),
+        (DIVERGENCE_DEVICE, "direct", "tl.maximum(log2_p, -1e30)", "log2_p"),
+        (DIVERGENCE_DEVICE, "direct", "(g * (1.0 - inputs.beta) * LOG_2) * information - g * mean", "(g * (1.0 - inputs.beta) * LOG_2) * information"),
+        (DIVERGENCE_DEVICE, "direct", "g * half_sign(p - q) - g * mean", "g * half_sign(p - q)"),
+        (NUMERICS_DEVICE, "log2_mixture", "SMALLEST", "0.0"),
         (EAGER, "_tile_gradient", "tile.scale * scaled", "scaled"),
         ("calls.py", "_teacher_scales", "temperature / student", "1.0 / student"),
         ("losses/distillation.py", "times_temperature_squared", "temperature**2 * values", "temperature * values"),
@@ -347,6 +353,8 @@ GROUPS = {
         (MEGATRON, "MegatronHead._observed_losses", "out.loss.transpose(0, 1)", "out.loss"),
     ],
     "test_collectives test_autograd test_inplace test_layouts test_compile test_arguments": [
+        (GRADIENT, "tile_gradient", "families[i].coefficient is not same_coefficient", "False"),
+        (GRADIENT, "tile_gradient", "tl.zeros_like(z) + 0.0 * token.whole", "tl.zeros_like(z)"),
         ("calls.py", "_overlaps", "apart == 0 or beside", "apart == 0"),
         ("calls.py", "_overlaps", "others.data_ptr() < end(logits)", "False"),
         ("engine/autograd.py", "first_derivative_only.wrapper", "(*saved, *upstream)", "upstream"),
