@@ -52,8 +52,9 @@ def vocab_statistics(
             plain).
         want: of "entropy", "collision", "total", "argmax" and "rank", with a `Teacher` of `statistics.FULL_TEACHER`,
             with a `TopKTeacher` of `statistics.TOPK_TEACHER`, with ``sets`` of `statistics.OVER_SETS` or
-            "log_probs_at"; lse is always there, log_prob and target_logit with labels. The Jensen-Shannon divergences,
-            "total_variation" and "rank" take a second, small collective, all others together one.
+            "log_probs_at"; lse is always there, log_prob and target_logit with labels. The Jensen-Shannon divergences
+            and "total_variation" take a second, small collective, "rank" one of the labels' logits before the logits
+            are read, all others together one.
         transform: `Transform` of the logits.
         teacher: `Teacher` or `TopKTeacher` whose statistics are in ``want``.
         sets: `IdSets` whose statistics are in ``want``; for "log_probs_at" [.., K], the log-prob of each of its ids.

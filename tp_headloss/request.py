@@ -54,6 +54,7 @@ class Tensors(NamedTuple):
     entry_log_probs: torch.Tensor | MaybeNone = None  # [N, K] fp32, -inf where there is none
     # [N, 2] int64 bounds of each token's set; `entries` [all] are then the ids of all sets, each once, negative: none
     entry_spans: torch.Tensor | MaybeNone = None
+    label_logits: torch.Tensor | MaybeNone = None  # [N] z of the labels, which `passes.with_label_logits` finds
 
     def rows(self, here: slice, logits: torch.Tensor) -> Tensors:
         """The tensors of some tokens, whose logits are given."""
@@ -65,7 +66,7 @@ class Tensors(NamedTuple):
             logits, part(self.labels), self.bias, part(self.temperatures), self.column_weight, part(self.teacher),
             None if self.scales is None else self.scales[:, here].contiguous(),
             part(self.entries) if self.entry_spans is None else self.entries, part(self.entry_log_probs),
-            part(self.entry_spans),
+            part(self.entry_spans), part(self.label_logits),
         )  # fmt: skip
 
 

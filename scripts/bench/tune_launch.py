@@ -9,6 +9,7 @@ program that measured while it trains would give other bits from run to run.
 """
 
 import argparse
+import itertools
 from unittest import mock
 
 import torch
@@ -33,7 +34,7 @@ SUMS_GRADIENT = [(256, 2), (512, 4), (1024, 4), (2048, 8)]
 def show(case, candidates, current, run):
     """run(launch) launches the kernel once."""
     timed = []
-    for launch in map(Launch._make, candidates):
+    for launch in itertools.starmap(Launch, candidates):
         microseconds = 1e3 * do_bench(lambda launch=launch: run(launch), warmup=5, rep=40, return_mode="median")
         timed.append((microseconds, f"{launch.block}/{launch.warps}{'*' if launch == current else ''}"))
     print(f"{case}:", ", ".join(f"{name} {us:.1f}" for us, name in sorted(timed)), flush=True)

@@ -9,6 +9,7 @@ KERNELS, EAGER, PASSES, SUMS = "engine/kernels.py", "engine/eager.py", "engine/p
 LANES, SWEEPS, REDUCTION = "engine/transports/sum_lanes.py", "linear_head/sweeps.py", "head_loss/reduction.py"
 ROWS = "engine/rows_triton.py"
 VALUES = "head_loss/value_gradients.py"
+NUMERICS_DEVICE = "statistics/numerics_triton.py"
 GEMM, GRADIENT = "engine/gemm_triton.py", "engine/gradient_triton.py"
 MEGATRON = "integrations/megatron/head.py"
 VERL_ENGINE = "integrations/verl/engine.py"
@@ -138,11 +139,16 @@ GROUPS = {
         (TEACHER_DEVICE, "add_softmax", "factor * tl.fma(drop, s, moment)", "factor * moment"),
         (TEACHER_DEVICE, "rescale", "gap = tl.where(factor == 0.0, 0.0, factor * gap)", "pass"),
         (TEACHER_DEVICE, "add_packet", "tl.fma(factor, s, state[1])", "s + state[1]"),
-        (TEACHER_DEVICE, "direct", "p * (g * per_student) - q * (g * per_teacher)", "p * (g * per_student)"),
+        (TEACHER_DEVICE, "direct", "p * (g / student_sum) - q * (g / tl.load(token.merged + rows.teacher_sum * token.n))", "p * (g / student_sum)"),
+        (TEACHER_DEVICE, "direct", "tl.where(p == 0.0, 0.0, p * (z - tile.u - gap))", "p * (z - tile.u - gap)"),
         (DIVERGENCE, "DivergenceFamily.second", "row_sum(student)", "row_sum(student + teacher)"),
         (DIVERGENCE, "DivergenceFamily.second", "row_sum(0.5 * p * (p - q).sign())", "row_sum(0.5 * p)"),
         (DIVERGENCE_DEVICE, "_add", "variation_mean += sign * p", "variation_mean += p"),
         (DIVERGENCE_DEVICE, "_store", "tl.store(out + rows.jsd_mean * n, mean)", "tl.store(out + rows.jsd_mean * n, 0.0)"),
+        (DIVERGENCE_DEVICE, "direct", "tl.maximum(log2_p, -1e30)", "log2_p"),
+        (DIVERGENCE_DEVICE, "direct", "(g * (1.0 - inputs.beta) * LOG_2) * information - g * mean", "(g * (1.0 - inputs.beta) * LOG_2) * information"),
+        (DIVERGENCE_DEVICE, "direct", "g * half_sign(p - q) - g * mean", "g * half_sign(p - q)"),
+        (NUMERICS_DEVICE, "log2_mixture", "SMALLEST", "0.0"),
         (EAGER, "_tile_gradient", "tile.scale * scaled", "scaled"),
         ("calls.py", "_teacher_scales", "temperature / student", "1.0 / student"),
         ("losses/distillation.py", "times_temperature_squared", "temperature**2 * values", "temperature * values"),
@@ -196,11 +202,19 @@ GROUPS = {
         ("id_sets.py", "IdSets.map_tokens", "self.expect_tokens(lead)", "pass"),
     ],
     "test_rank": [
-        (RANK, "RankFamily.second", "(column < target)", "(column > target)"),
-        (RANK, "RankFamily.second", "torch.where(column == target, True, before)", "before"),
-        (RANK_DEVICE, "_comes_before", "(columns < label)", "(columns > label)"),
-        (RANK_DEVICE, "_comes_before", "(columns == label)", "(columns != columns)"),
-        (RANK_DEVICE, "rank_kernel", "(inside < chunk.size) & _comes_before(z, z_label, inside, label)", "_comes_before(z, z_label, inside, label)"),
+        (RANK, "RankFamily.local", "(column < target)", "(column > target)"),
+        (RANK, "RankFamily.finish", 'sums["ahead"] + 1', 'sums["ahead"]'),
+        (RANK_DEVICE, "_next_larger", "tl.where(bits < 0, bits - 1, bits + 1)", "bits + 1"),
+        (RANK_DEVICE, "start", "tl.load(inputs.label_logits + chunk.row) + 0.0", "tl.load(inputs.label_logits + chunk.row)"),
+        (RANK_DEVICE, "start", "tl.minimum(tl.maximum(label, 0), chunk.size)", "tl.maximum(label, 0)"),
+        (RANK_DEVICE, "add", "inside < label", "inside > label"),
+        (RANK_DEVICE, "add", "tile.offset < label", "tile.offset > label"),
+        (RANK_DEVICE, "add_packet", "state[0] + read(packet, rows.ahead, 0.0).to(tl.float64)", "read(packet, rows.ahead, 0.0).to(tl.float64)"),
+        (RANK_DEVICE, "finish", "state[0] + 1.0", "state[0]"),
+        (SOFTMAX_DEVICE, "label_logits_kernel", "tl.where(owned, z, 0.0)", "z"),
+        (EAGER, "label_logits", "torch.where(column == tile.target, at_label, out[block])", "at_label"),
+        (PASSES, "with_label_logits", "found = sum_lanes(found, facts.world_size, facts.group_name)", "pass"),
+        (SWEEPS, "statistics", "passes.with_label_logits(block(here))", "block(here)"),
     ],
     "test_at_ids": [
         (AT_IDS, "AtIdsFamily.direct", 'at.scatter_add(1, tile.entries, grads["log_probs_at"].to(dz.dtype))', 'at.scatter(1, tile.entries, grads["log_probs_at"].to(dz.dtype))'),
@@ -362,6 +376,8 @@ GROUPS = {
         (MEGATRON, "MegatronHead._observed_losses", "out.loss.transpose(0, 1)", "out.loss"),
     ],
     "test_collectives test_autograd test_inplace test_layouts test_compile test_arguments": [
+        (GRADIENT, "tile_gradient", "families[i].coefficient is not same_coefficient", "False"),
+        (GRADIENT, "tile_gradient", "tl.zeros_like(z) + 0.0 * token.whole", "tl.zeros_like(z)"),
         ("calls.py", "_overlaps", "apart == 0 or beside", "apart == 0"),
         ("calls.py", "_overlaps", "others.data_ptr() < end(logits)", "False"),
         ("engine/autograd.py", "first_derivative_only.wrapper", "(*saved, *upstream)", "upstream"),

@@ -5,7 +5,7 @@ import torch
 from logits_problem import WANT, N, V, rows
 from torch.utils.checkpoint import checkpoint
 
-from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, Transform, ZLoss, vocab_statistics
+from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, Teacher, Transform, ZLoss, vocab_statistics
 from tp_headloss.engine.backend import load_backend
 
 
@@ -62,6 +62,27 @@ def test_a_statistic_that_no_loss_used_is_not_differentiated(monkeypatch, backen
     stats = vocab_statistics(x.requires_grad_(), labels, want=WANT, options=Options(backend=backend))
     stats.log_prob.sum().backward()
     assert seen == [["log_prob"]]
+
+
+def test_the_gradients_of_statistics_alone_add_up_to_that_of_their_sum(backend, device):
+    x, labels = rows(device)
+    names, teacher = ("entropy", "collision", "total", "jsd"), Teacher(torch.randn_like(x))
+    stats = vocab_statistics(x.requires_grad_(), labels, want=names, teacher=teacher, options=Options(backend=backend))
+    values = [getattr(stats, name).sum() for name in ("lse", "log_prob", *names)]
+    parts = [torch.autograd.grad(value, x, retain_graph=True)[0] for value in values]
+    torch.testing.assert_close(torch.autograd.grad(sum(values), x)[0], sum(parts))
+    assert all(part.any() for part in parts)
+
+
+@pytest.mark.parametrize("name", ["total", "jsd"])
+def test_a_bad_label_is_nan_in_gradients_that_have_no_factor_of_the_softmax(name, backend, device):
+    x, labels = rows(device)
+    labels[0] = V
+    teacher = Teacher(torch.randn_like(x)) if name == "jsd" else None
+    options = Options(backend=backend)
+    stats = vocab_statistics(x.requires_grad_(), labels, want=(name,), teacher=teacher, options=options)
+    (gradient,) = torch.autograd.grad(getattr(stats, name).sum(), x)
+    assert gradient[0].isnan().all() and not gradient[1:].isnan().any()
 
 
 def test_no_grad_saves_nothing(backend, device):

@@ -90,7 +90,7 @@ def test_operators_are_registered_consistently(device):
     ):
         local, options = x.clone().requires_grad_(), Options(backend="torch")
         stats = vocab_statistics(local, labels, want=(*WANT, *names), options=options, **given)
-        request, inputs = stats.lse.grad_fn.request, (x, labels, None, None, None, *rest)
+        request, inputs = stats.lse.grad_fn.request, (x, labels, None, None, None, *rest, None)
         torch.library.opcheck(operators.statistics.default, (*inputs, *request.facts), **checks)
         merged = operators.statistics(*inputs, *request.facts)[0]
         upstream = [name in ("log_prob", *names) for name in request.layout.gradients]

@@ -1,4 +1,6 @@
-"""The label's rank against sorted logits: ties, every transport and carrier, beside other second exchanges."""
+"""The label's rank against sorted logits: ties, every transport and carrier, its costs."""
+
+from collections import Counter
 
 import pytest
 import torch
@@ -18,19 +20,22 @@ from tp_headloss import (
     mean_metrics,
     vocab_statistics,
 )
+from tp_headloss.engine.backend import load_backend
 
 V, N = 200, 12
 
 
-def problem():
-    """Few distinct logits, so that most are tied; -inf, the likeliest and the least likely label."""
+def problem(v=V):
+    """Few distinct logits, so that most are tied; -0, -inf, the likeliest and the least likely label."""
     generator = torch.Generator().manual_seed(3)
-    x = torch.randint(-6, 6, (N, V), generator=generator) / 2
-    labels = torch.randint(0, V, (N,), generator=generator)
+    x = torch.randint(-6, 6, (N, v), generator=generator) / 2
+    x[:, ::3] *= -1
+    labels = torch.randint(0, v, (N,), generator=generator)
     labels[2] = -100
     x[3, labels[3]], x[4, labels[4]], x[5, labels[5]] = 9.0, -9.0, -torch.inf
     x[5, :20] = -torch.inf
     labels[6], x[6] = 150, 1.0
+    x[7, labels[7]] = -0.0
     return x, labels
 
 
@@ -40,13 +45,15 @@ def truth(x, labels):
     return torch.where(labels >= 0, place.gather(1, labels.clamp(min=0)[:, None])[:, 0] + 1.0, 0.0)
 
 
-def run(group, device, backend, transport, dtype):
-    x, labels = problem()
-    shard = VocabShard.from_group(group, V, 256)
+def run(group, device, v, backend, transport, dtype):
+    x, labels = problem(v)
+    shard = VocabShard.from_group(group, v, v + 56)
     local = F.pad(x, (0, 56), value=40.0)[:, shard.start : shard.stop].to(device, dtype)
+    bias, temperature = torch.full((shard.width,), 0.25, device=device), torch.linspace(0.5, 2.0, N, device=device)
+    transform = Transform(bias=bias, softcap=5.0, temperature=temperature)
     with counted_collectives() as events:
         stats = vocab_statistics(
-            local, labels.to(device), shard=shard, want=("rank", "entropy"), transform=Transform(temperature=0.5),
+            local, labels.to(device), shard=shard, want=("rank", "entropy"), transform=transform,
             options=Options(backend=backend, transport=transport),
         )  # fmt: skip
     return stats.rank.cpu(), sum(events.values())
@@ -54,9 +61,23 @@ def run(group, device, backend, transport, dtype):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(("transport", "dtype"), [("gather", torch.float32), ("sum", torch.bfloat16)])
-def test_ranks_are_those_of_a_stable_sort(world_size, transport, dtype, backend):
-    for rank, collectives in on_ranks(world_size, run, backend, transport, dtype):
-        assert torch.equal(rank, truth(*problem())) and collectives == 2 * (world_size > 1)
+@pytest.mark.parametrize("v", [V, 8008])  # chunks of a part of a tile, and of several tiles
+def test_ranks_are_those_of_a_stable_sort(world_size, transport, dtype, v, backend):
+    for rank, collectives in on_ranks(world_size, run, v, backend, transport, dtype):
+        assert torch.equal(rank, truth(*problem(v))) and collectives == 2 * (world_size > 1)
+
+
+def test_one_kernel_reads_all_logits(monkeypatch, device):
+    module, launches = load_backend("triton"), Counter()
+
+    def counted(kernel, *args, launch=module.launch):
+        launches[kernel.__name__] += 1
+        launch(kernel, *args)
+
+    monkeypatch.setattr(module, "launch", counted)
+    x, labels = (part.to(device) for part in problem())
+    vocab_statistics(x, labels, want=("rank",), options=Options(backend="triton"))
+    assert launches == {"label_logits_kernel": 1, "statistics_kernel": 1, "merge_kernel": 1}
 
 
 def test_beside_a_teacher_with_a_second_exchange(backend, device):
@@ -78,6 +99,22 @@ def test_from_hidden_states(linear, backend, device):
         options=Options(backend=backend),
     )  # fmt: skip
     assert torch.equal(stats.rank.cpu(), truth(hidden @ weight.t(), labels))
+
+
+def run_linear(group, device):
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = (torch.randint(-2, 3, (n, 4), generator=generator).float() for n in (300, V))
+    labels, shard = torch.randint(0, V, (300,), generator=generator), VocabShard.from_group(group, V)
+    with counted_collectives() as events:
+        stats = linear_vocab_statistics(
+            hidden.to(device), weight[shard.start : shard.stop].to(device), labels.to(device), shard=shard,
+            want=("rank",), linear=Linear(budget=100_000), options=Options(backend="torch"),
+        )  # fmt: skip
+    return torch.equal(stats.rank.cpu(), truth(hidden @ weight.t(), labels)), sum(events.values())
+
+
+def test_each_block_of_logits_has_an_exchange_of_its_labels():
+    assert on_ranks(2, run_linear) == [(True, 4)] * 2  # three blocks, and the packets of all of them
 
 
 def test_as_a_metric_with_a_loss_that_has_a_gradient(backend, device):

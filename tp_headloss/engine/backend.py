@@ -2,6 +2,7 @@
 
 A backend is a module, chosen by device or asked for by name, never as a silent replacement of another:
 
+    label_logits(out, request)                           logits -> the labels' z [N], 0 where they are not here
     local_statistics(packets, request, memory=None)      logits -> this rank's packets [chunks, rows, N]
     merge_packets(packets, request, memory=None)         packets of all ranks -> [merged rows, values, *flags]
     second_statistics(packets, request, merged)          logits -> packets of the second exchange

@@ -62,7 +62,8 @@ def tile_of(tensors: Tensors, block: slice, columns: slice, facts: Facts) -> Til
     teacher = part(tensors.teacher, block, columns)
     teacher = None if teacher is None else teacher.to(z.dtype) * teacher_scale
     weight, log_probs = part(tensors.column_weight, columns), part(tensors.entry_log_probs, block)
-    return Tile(z, slope, target, weight, teacher, scale, ids, log_probs, kept, first_id)
+    label_logits = part(tensors.label_logits, block)
+    return Tile(z, slope, target, weight, teacher, scale, ids, log_probs, kept, first_id, label_logits)
 
 
 def _row_blocks(n_rows: int, width: int) -> list[slice]:
@@ -78,6 +79,15 @@ def _chunk_tiles(request: Request):
         if columns.stop > columns.start:
             for block in _row_blocks(tensors.logits.shape[0], columns.stop - columns.start):
                 yield chunk, block, tile_of(tensors, block, columns, facts)
+
+
+def label_logits(out, request: Request):
+    """Write the transformed logits [N] of the labels in this shard, and 0 where they are in another."""
+    out.zero_()
+    for _, block, tile in _chunk_tiles(request):
+        column = tile.target.clamp(0, tile.z.shape[1] - 1)
+        at_label = tile.z.gather(1, column[:, None])[:, 0]
+        out[block] = torch.where(column == tile.target, at_label, out[block])
 
 
 def local_statistics(packets, request: Request, memory=None):

@@ -8,7 +8,7 @@ a scattered element costs no access of memory.
 import triton
 import triton.language as tl
 
-from ..statistics.family_triton import load_teacher, transform, upstream
+from ..statistics.family_triton import load_teacher, same_coefficient, transform, upstream
 from ..statistics.numerics_triton import exp, widen
 from ..statistics.records_triton import Tile, Token
 
@@ -68,9 +68,17 @@ def tile_gradient(
         u = load_teacher(inputs, chunk, columns, token.readable)
     tile = Tile(z, z, u, columns, first, True, BLOCK)
     states = ()
+    factors = ()  # those of p
+    if grads.lse is not None or grads.log_prob is not None:
+        factors += (0,)
     for i in tl.static_range(len(families)):
         states += (families[i].load(grads, token, inputs, rows),)
-    dz = _softmax_gradient(z, columns, first, token, states, families, grads, inputs, rows, start, BLOCK)
+        if families[i].coefficient is not same_coefficient:
+            factors += (0,)
+    if len(factors) > 0:
+        dz = _softmax_gradient(z, columns, first, token, states, families, grads, inputs, rows, start, BLOCK)
+    else:
+        dz = tl.zeros_like(z) + 0.0 * token.whole  # NaN of a bad token
     for i in tl.static_range(len(families)):
         dz = families[i].direct(dz, states[i], tile, token, grads, inputs, rows)
     if inputs.pre is not None:

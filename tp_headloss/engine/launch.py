@@ -86,19 +86,20 @@ def gradient_launch(
     128256 wide: 2048/2 986, 1024/2 988, 2048/4 989, 4096/4 998; with entropy: 4096/4 1005, 2048/4 1039
     8032 wide: 2048/4 70.0, 4096/4 71.1; with entropy: 4096/4 72.7, 2048/4 73.8
     32064 wide, with a softcap: 512/1 341, 1024/2 365, 2048/4 380; 128256 wide: 512/1 1321, 1024/1 1383, 2048/4 1421
-    32064 wide, with forward_kl and log_prob: 512/1 410, 2048/4 414, 4096/4 437; alone: 1024/1 395, 512/1 410
-    32064 wide, with reverse_kl: 512/1 428, 2048/4 437, 4096/4 442; 128256 wide: 512/1 1657, 4096/4 1703
-    32064 wide, with jsd: 4096/8 471, 2048/4 487, 512/1 491; 128256 wide: 4096/8 1815, 1024/2 1953, 512/1 2036
+    32064 wide, of forward_kl alone: 2048/4 369, 1024/2 369, 512/1 382; of reverse_kl: 1024/1 368, 1024/2 368, 512/1 383
+    128256 wide, of forward_kl: 1024/1 1441, 1024/2 1447, 512/1 1472; and log_prob: 1024/2 1541, 512/1 1543, 1024/1 1621
+    128256 wide, of reverse_kl alone: 1024/1 1445, 2048/4 1445, 1024/2 1446, 512/1 1476
+    32064 wide, of jsd alone: 4096/4 375, 2048/2 376, 4096/8 395; 128256 wide: 2048/2 1444, 4096/4 1445, 4096/8 1525
     128256 wide, with a top-K teacher: 2048/4 1064, at most 48 registers 1018, 40 1062; log_probs_at 1026, 1015, 1013
     128256 wide, with its tail: 1024/2 1272, at most 80 registers 1156, 64 1089, 56 1117; 2048/4, 64 1201
     """
     widest = max(256, next_power_of_2(width))
-    if "entropy" in grads:
+    if "entropy" in grads or "jsd" in grads:
         return Launch(min(4096, widest), 4)
-    if "jsd" in grads:
-        return Launch(min(4096, widest), 8)
-    if has_softcap or not _PER_COLUMN.isdisjoint(grads):
+    if has_softcap:
         return Launch(min(512, widest), 1)
+    if not _PER_COLUMN.isdisjoint(grads):
+        return Launch(min(1024, widest), 2)
     has_tail = not _TAIL.isdisjoint(grads)
     how = Launch(min(1024, widest), 2, 64) if has_tail else Launch(min(2048, widest), 4, 48)
     is_limited = not _AT_ENTRIES.isdisjoint(grads) and _FEW.issuperset(grads) and not is_transformed
@@ -158,6 +159,7 @@ SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 
 SCALE = Launch(4096, 4)
 GRADIENT_AGAIN = 1024  # programs that write rows again
 AT_IDS = Launch(32, 4)  # of each of a tile of tokens; not measured
+LABELS = Launch(32, 1)  # tokens whose labels' logits are found; not measured
 # 8192 sets of 1024 ids in ascending order: 1024/4 45, 256/2 88; each program has a bit of memory per id
 SETS, SETS_PROGRAMS = Launch(1024, 4), 1024
 SUMS_GRADIENT = Launch(1024, 4)  # 1 value: 512/4 4.1, 1024/4 4.9; 3 values: 1024/4 5.2, 512/4 5.5

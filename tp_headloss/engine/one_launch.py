@@ -41,7 +41,7 @@ def _obstacle(request: Request, reduction, options) -> str | None:
         return f"terms of {sorted(OF_SOFTMAX)}, got {others}"
     if (facts.scale, facts.softcap, facts.temperature) != (1.0, 0.0, 1.0) or x.temperatures is not None:
         return "logits without a scale, softcap or temperature"
-    if x.teacher is not None or x.entries is not None or request.layout.second:
+    if x.teacher is not None or x.entries is not None or request.layout.second or request.layout.needs_label_logits:
         return "a call without a teacher, sets or ranks"
     return None
 

@@ -6,24 +6,37 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..comm import gather_packets
-from ..request import Request
+from ..comm import gather_packets, sum_lanes
+from ..request import Request, accumulation_dtype
 from ..statistics.at_ids import gradients_of_log_probs_at
 from .backend import load_backend
 from .transports import resolve_transport
 
 
 def statistics(request: Request) -> list[torch.Tensor]:
-    """Return [merged rows [R, N], values [K, N], *flags [N]] in the layout's order; one exchange, or two."""
+    """Return [merged rows [R, N], values [K, N], *flags [N]] in the layout's order; one exchange, or up to three."""
     return _statistics(request, resolve_transport(request))
 
 
 def _statistics(request: Request, transport, *sums) -> list[torch.Tensor]:
+    request = with_label_logits(request)
     outputs = transport.merge(transport.write(request, *sums), request, *sums)
     if request.layout.second:
         merged, values, *_ = outputs
         second_exchange(second_packets(request, merged), merged, values, request)
     return outputs
+
+
+def with_label_logits(request: Request) -> Request:
+    """Return the request with the labels' transformed logits [N] if a statistic compares others with them: an exchange
+    of one number per token, which is 0 on every rank but the one that has the label."""
+    if not request.layout.needs_label_logits:
+        return request
+    facts, logits = request.facts, request.tensors.logits
+    found = logits.new_empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype))
+    load_backend(facts.backend).label_logits(found, request)
+    found = sum_lanes(found, facts.world_size, facts.group_name)
+    return request._replace(tensors=request.tensors._replace(label_logits=found))
 
 
 class Reduced(NamedTuple):

@@ -6,10 +6,9 @@ import torch
 
 from .. import statistics
 from ..request import Request
-from ..statistics import at_ids_triton, entries_triton, sets_triton
+from ..statistics import at_ids_triton, entries_triton, sets_triton, softmax_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
-from ..statistics.rank_triton import rank_kernel
 from ..statistics.records_triton import Inputs, LossGradient, MergedSums
 from ..symmetric_memory_triton import SharedMemory
 from . import kernels
@@ -18,6 +17,7 @@ from .device_layout import DeviceLayout, device_layout
 from .launch import (
     AT_IDS,
     INTERPRETED,
+    LABELS,
     MERGE,
     SETS,
     SETS_PROGRAMS,
@@ -58,6 +58,16 @@ def _shared(memory) -> SharedMemory:
 
 def _without_entries(inputs: Inputs) -> Inputs:
     return inputs._replace(entries=None, entry_log_probs=None, entry_spans=None, n_entries=None)
+
+
+def label_logits(out, request: Request):
+    """Write the transformed logits [N] of the labels in this shard, and 0 where they are in another."""
+    n_rows, facts, (inputs, prepared) = out.shape[0], request.facts, inputs_of(request)
+    if n_rows:
+        launch(
+            softmax_triton.label_logits_kernel, ceil_div(n_rows, LABELS.block), (out.device, prepared.variant), LABELS,
+            out, _without_entries(inputs), n_rows, facts.start, facts.valid_width,
+        )  # fmt: skip
 
 
 def local_statistics(packets, request: Request, memory=None, sums: MergedSums = NO_SUMS):
@@ -119,12 +129,6 @@ def second_statistics(packets, request: Request, merged):
     inputs, prepared = inputs_of(request)
     variant = packets.device, prepared.variant
     names = request.layout.second
-    if "rank" in names:
-        launch(
-            rank_kernel, n_rows * facts.chunks, variant, statistics_launch(facts.chunk_size),
-            packets, _without_entries(inputs), merged, rows.merged, rows.second, n_rows, facts.start,
-            facts.valid_width, facts.chunks,
-        )  # fmt: skip
     inputs = inputs._replace(labels=None, column_weight=None)
     if "jsd" in names or "total_variation" in names:
         inputs = _without_entries(inputs)

@@ -17,7 +17,7 @@ def obstacle(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, req
         return f"the GPU's compute capability is less than {CAPABILITY[0]}.{CAPABILITY[1]}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the operands are neither bfloat16 nor float16 but {dtype}"
-    if "rank" in request.facts.want:
+    if request.layout.needs_label_logits:
         return "ranks are counted in blocks of logits"
     if request.tensors.entry_spans is not None or request.layout.per_id:
         return "ids of sets are picked from blocks of logits"

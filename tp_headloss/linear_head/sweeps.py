@@ -134,7 +134,8 @@ def _buffers(hidden, weight, request: Request, tokens: int, columns: int, made: 
 
 
 def statistics(hidden, weight, request: Request, tokens: int, made: Logits = ROUNDED) -> list[torch.Tensor]:
-    """`passes.statistics` of hidden @ weight^T, `tokens` at a time; a request without logits. One exchange, or two."""
+    """`passes.statistics` of hidden @ weight^T, `tokens` at a time; a request without logits. One exchange, or two,
+    and one per block for statistics that compare logits with the label's."""
     transport = TRANSPORTS[request.facts.transport].default
     if made.epilogue:
         packets = passes.linear_packets(hidden, weight, request, made.rounded, made.budget)
@@ -145,7 +146,7 @@ def statistics(hidden, weight, request: Request, tokens: int, made: Logits = ROU
     def block(here):
         return teacher.joined(request.rows(here, buffer.logits(here)), here)
 
-    first = [transport.write(block(here)) for here in slices]
+    first = [transport.write(passes.with_label_logits(block(here))) for here in slices]
     outputs = transport.merge(torch.cat(first, -1), request)
     if request.layout.second:
         merged, values, *_ = outputs

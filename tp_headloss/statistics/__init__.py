@@ -83,6 +83,7 @@ class Layout:
         self.has_labels, self.want = has_labels, want
         second = [row for family in self.families for row in family.second_rows(call)]
         self.second = tuple(row for name in second for row in (name, f"{name}_mean"))
+        self.needs_label_logits = any(family.needs_label_logits for family in self.families)
         self.packet = self._rows("packet_rows")
         self.merged = (*self._rows("merged_rows"), *self.second[1::2])
         self.values = (*self._rows("value_rows"), *self.second[::2])

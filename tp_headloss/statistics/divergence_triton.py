@@ -12,8 +12,8 @@ from .family_triton import (
     same_coefficient,
     upstream,
 )
-from .numerics_triton import LOG2_E, LOG_2, exp2, fixed_sum, half_sign, log2, relative_information
-from .teacher_triton import load, probabilities
+from .numerics_triton import LOG2_E, LOG_2, exp2, fixed_sum, half_sign, log2_mixture, relative_information
+from .teacher_triton import load
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _add(state, log2_p, log2_q, inputs, rows):
     p = exp2(log2_p)
     q = exp2(log2_q)
     if rows.jsd is not None:
-        m = log2(inputs.beta * q + (1.0 - inputs.beta) * p)
+        m = log2_mixture(p, q, inputs.beta)
         student += relative_information(p, log2_p, m)
         teacher += relative_information(q, log2_q, m)
     if rows.total_variation is not None:
@@ -91,19 +91,22 @@ def divergence_kernel(
 
 @triton.jit
 def direct(dz, state, tile, token, grads, inputs, rows):
-    shifted, p, q, per_student, per_teacher = probabilities(tile, token, inputs, rows)
-    p *= per_student
-    q *= per_teacher
+    log2_student = tl.log2(tl.load(token.merged + rows.student_sum * token.n))
+    log2_teacher = tl.log2(tl.load(token.merged + rows.teacher_sum * token.n))
+    shifted = tile.z - tl.load(token.merged + rows.shift * token.n)
+    log2_p = shifted * (token.student_scale * LOG2_E) - log2_student
+    log2_q = (tile.u - tl.load(token.merged + rows.teacher_shift * token.n)) * LOG2_E - log2_teacher
+    p = exp2(log2_p)
+    q = exp2(log2_q)
     if grads.jsd is not None:
         g = token.student_scale * upstream(grads.jsd, token)
-        log2_p = shifted * LOG2_E + tl.log2(per_student)
-        m = log2(inputs.beta * q + (1.0 - inputs.beta) * p)
-        information = relative_information(p, log2_p, m)
         mean = tl.load(token.merged + rows.jsd_mean * token.n)
-        dz += (g * (1.0 - inputs.beta) * LOG_2) * information - (g * mean) * p
+        information = tl.maximum(log2_p, -1e30) - log2_mixture(p, q, inputs.beta)
+        dz += p * ((g * (1.0 - inputs.beta) * LOG_2) * information - g * mean)
     if grads.total_variation is not None:
         g = token.student_scale * upstream(grads.total_variation, token)
-        dz += g * p * (half_sign(p - q) - tl.load(token.merged + rows.total_variation_mean * token.n))
+        mean = tl.load(token.merged + rows.total_variation_mean * token.n)
+        dz += p * (g * half_sign(p - q) - g * mean)
     return dz
 
 

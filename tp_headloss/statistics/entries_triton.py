@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .family_triton import open_chunk_again, transform
-from .numerics_triton import LOG2_E, LOG_2, exp, fixed_sum, log2, relative_information
+from .numerics_triton import LOG2_E, LOG_2, SMALLEST, exp, fixed_sum, log2, log2_mixture, relative_information
 
 NONE = tl.constexpr(2147483647)  # the id of a place without an entry
 AT_ONCE = tl.constexpr(128)  # entries that the programs of one warp read at once
@@ -173,8 +173,8 @@ def entry_softmax(z, at, n, a, merged, inputs):
 @triton.jit
 def jensen_shannon_parts(p, q, log_q, beta):
     """(1 - beta) p log(p / m) and beta q log(q / m), m = beta q + (1 - beta) p."""
-    log2_m = log2(beta * q + (1.0 - beta) * p)
-    student = (1.0 - beta) * LOG_2 * relative_information(p, log2(p), log2_m)
+    log2_m = log2_mixture(p, q, beta)
+    student = (1.0 - beta) * LOG_2 * relative_information(p, log2(tl.maximum(p, SMALLEST)), log2_m)
     return student, beta * LOG_2 * relative_information(q, log_q * LOG2_E, log2_m)
 
 

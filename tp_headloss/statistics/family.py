@@ -51,6 +51,7 @@ class Tile(NamedTuple):
     entry_log_probs: torch.Tensor | MaybeNone  # [n, K]
     members: torch.Tensor | MaybeNone  # [n, w] bool: columns of each token's set
     first_id: int  # vocabulary id of the first column
+    label_logits: torch.Tensor | MaybeNone = None  # [n] z of the labels, whatever tile has them
 
 
 class Softmax(NamedTuple):
@@ -102,6 +103,8 @@ class Family:
     gradients: tuple[str, ...] = ()  # those among its values that have a gradient
     # whether rows rescaled to a maximum of 0 stay within float64, so that ranks may add them up (transport "sum")
     has_lanes = True
+    # whether logits are compared with that of the label, which is then found before they stream by
+    needs_label_logits = False
 
     def streams(self, call: Wanted) -> bool:
         """True if it has packet rows that are summed while logits stream by."""

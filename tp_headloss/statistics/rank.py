@@ -1,44 +1,32 @@
-"""The label's rank in the vocabulary, by a second exchange: whoever counts must know the label's logit.
+"""The label's rank in the vocabulary. The label's logit is known before the logits stream by, see `needs_label_logits`.
 
-| statistic | packet row of the second exchange                            | value                       |
-|-----------|--------------------------------------------------------------|-----------------------------|
-| rank      | ids with a larger logit, or an equal one and a lower id; the | 1 for the likeliest id, V   |
-|           | label itself                                                 | for the least; no gradient  |
+| statistic | packet row                                              | merge | value                               |
+|-----------|---------------------------------------------------------|-------|-------------------------------------|
+| rank      | ahead: ids with a larger logit, or an equal one and a   | sum   | ahead + 1: 1 for the likeliest id,  |
+|           | lower id                                                |       | V for the least; no gradient        |
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from .family import Family, Joined, Tile, Wanted, row_sum
-
-if TYPE_CHECKING:
-    from ..request import Facts
+from .family import Family, Joined, Softmax, Tile, Wanted, row_sum
 
 
 class RankFamily(Family):
     statistics = ("rank",)
+    needs_label_logits = True
 
-    def streams(self, call: Wanted) -> bool:
-        return False
+    def packet_rows(self, call: Wanted) -> tuple[str, ...]:
+        return ("ahead",)
 
-    def merged_rows(self, call: Wanted) -> tuple[str, ...]:
-        """z of the label."""
-        return ("rank_target",)
+    def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:
+        z, column = tile.z, torch.arange(tile.z.shape[1], device=tile.z.device)
+        label, target = tile.label_logits[:, None], tile.target[:, None]
+        return {"ahead": row_sum((z > label) | ((z == label) & (column < target)))}
 
-    def value_rows(self, call: Wanted) -> tuple[str, ...]:
-        return ()
-
-    def second_rows(self, call: Wanted) -> tuple[str, ...]:
-        return self.statistics
+    def rescale(self, rows: dict, drop, factor) -> dict[str, torch.Tensor]:
+        return {"ahead": rows["ahead"]}
 
     def finish(self, sums: dict, joined: Joined) -> tuple[dict, dict]:
-        return {}, {"rank_target": joined.target}
-
-    def second(self, name: str, tile: Tile, merged: dict, facts: Facts) -> tuple[torch.Tensor, torch.Tensor]:
-        column, target = torch.arange(tile.z.shape[1], device=tile.z.device), tile.target[:, None]
-        before = (tile.z > merged["rank_target"]) | ((tile.z == merged["rank_target"]) & (column < target))
-        counted = torch.where(column == target, True, before)
-        return row_sum(counted), torch.zeros_like(merged["rank_target"][:, 0])
+        return {"rank": sums["ahead"] + 1}, {}

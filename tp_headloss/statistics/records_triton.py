@@ -23,6 +23,7 @@ class Inputs(NamedTuple):
     entries: Any = None  # int32 ids: [T, E] ascending, of a top-K teacher; [all] of all tokens' sets
     entry_log_probs: Any = None  # [T, E] fp32
     entry_spans: Any = None  # [T, 2] int64 bounds of a token's set among the entries, None for a top-K teacher
+    label_logits: Any = None  # [T] fp32 z of the labels, whatever shard has them
     x_row: Any = None  # strides
     x_column: Any = None
     teacher_row: Any = None

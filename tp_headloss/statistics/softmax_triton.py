@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from .family_triton import put, read, transform, write
+from .family_triton import put, read, row_factors, transform, write
 from .numerics_triton import decay, exp, lane_sum, log1p, settle
-from .records_triton import Joined, Move, PacketSoftmax, SoftmaxTile
+from .records_triton import Chunk, Joined, Move, PacketSoftmax, SoftmaxTile
 
 IGNORED = tl.constexpr(2.0)  # as `softmax.IGNORED`
 
@@ -66,6 +66,23 @@ def load_target(chunk, inputs):
     x = tl.load(at, mask=chunk.owned, other=0.0).to(tl.float32)
     z, _ = transform(x, column, inputs, chunk.pre, chunk.post)
     return z
+
+
+@triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
+def label_logits_kernel(
+    out_ptr,  # [T] fp32 out
+    inputs,  # Inputs
+    n_rows, start, valid_width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the transformed logits of the labels of BLOCK tokens, 0 where they are not in this shard."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.minimum(token, n_rows - 1)
+    target = tl.load(inputs.labels + row).to(tl.int64) - start
+    owned = (target >= 0) & (target < valid_width)
+    pre, post = row_factors(inputs, row)
+    z = load_target(Chunk(row, 0, valid_width, start, target, owned, False, pre, post, 1.0, 1.0), inputs)
+    tl.store(out_ptr + token, tl.where(owned, z, 0.0), mask=token < n_rows)
 
 
 @triton.jit

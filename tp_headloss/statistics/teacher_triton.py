@@ -181,37 +181,30 @@ def finish(state, joined, out, inputs, rows):
 
 
 @triton.jit
-def probabilities(tile, token, inputs, rows):
-    """exp of the shifted logits of student and teacher, and the reciprocals of their sums."""
-    shifted = tile.z - tl.load(token.merged + rows.shift * token.n)
-    if inputs.student_scale is not None:
-        shifted *= token.student_scale
-    per_student = tl.where(token.ignored, 0.0, 1.0 / tl.load(token.merged + rows.student_sum * token.n))
-    q = exp(tile.u - tl.load(token.merged + rows.teacher_shift * token.n))
-    per_teacher = tl.where(token.ignored, 0.0, 1.0 / tl.load(token.merged + rows.teacher_sum * token.n))
-    return shifted, exp(shifted), q, per_student, per_teacher
-
-
-@triton.jit
 def load(grads, token, inputs, rows):
     return (0,)
 
 
 @triton.jit
 def direct(dz, state, tile, token, grads, inputs, rows):
+    """p and q as exponentials of shifted logits, whose sums divide the upstream gradients."""
     a = token.student_scale
-    _, p, q, per_student, per_teacher = probabilities(tile, token, inputs, rows)
+    z = tile.z
+    shifted = z - tl.load(token.merged + rows.shift * token.n)
+    if inputs.student_scale is not None:
+        z *= a
+        shifted *= a
+    p = exp(shifted)
+    student_sum = tl.load(token.merged + rows.student_sum * token.n)
     if grads.forward_kl is not None:
         g = a * upstream(grads.forward_kl, token)
-        dz += p * (g * per_student) - q * (g * per_teacher)
+        q = exp(tile.u - tl.load(token.merged + rows.teacher_shift * token.n))
+        dz += p * (g / student_sum) - q * (g / tl.load(token.merged + rows.teacher_sum * token.n))
     if grads.reverse_kl is not None:
-        g = a * upstream(grads.reverse_kl, token) * per_student
-        z = tile.z
-        if inputs.student_scale is not None:
-            z *= a
         gap = tl.load(token.merged + rows.gap * token.n)
-        apart = tl.where(p == 0.0, 0.0, p * (z - tile.u - gap))
-        dz += tl.where(g == 0.0, 0.0, g * apart)  # where nobody asks, an infinite divergence has no gradient
+        p *= a * upstream(grads.reverse_kl, token) / student_sum
+        # without probability, or where nobody asks, an infinite divergence has no gradient
+        dz += tl.where(p == 0.0, 0.0, p * (z - tile.u - gap))
     return dz
 
 
