@@ -6,9 +6,10 @@ import torch
 
 from .engine.operators import known_sets
 from .id_sets import IdSets, flat_ids, masked_ids, ragged
+from .kept import kept_sets
 from .options import Options
 from .request import Facts, Request, TokenOrder
-from .sampling_rule import SamplingRule, kept_sets
+from .sampling_rule import SamplingRule
 from .statistics import AT_IDS, OVER_SETS
 from .statistics.at_ids import known_ids
 from .statistics.sets import rows_and_places

@@ -49,4 +49,4 @@ def exponential(seed: int, positions: torch.Tensor, ids: torch.Tensor) -> torch.
 def _exponential(key, counter) -> torch.Tensor:
     high, low, *_ = philox4x32(counter, key)
     uniform = (((high << 20) | (low >> 12)).double() + 0.5) * 2.0**-52
-    return -torch.log1p(-uniform)
+    return -torch.log(1.0 - uniform)  # the difference is exact: an odd multiple of 2^-53 below 1

@@ -15,19 +15,13 @@ from .calls import build_request
 from .comm import gather_from_ranks
 from .dtensor import local_part
 from .eager_only import uncompiled
+from .engine.backend import load_backend
+from .engine.gumbel import LAST
 from .id_sets import IdSets, ragged
+from .kept import Kept, find_kept, sets_of, spans_of, tiles, tokens_per_block, transformed_logits
 from .options import DEFAULTS, Options, Transform
-from .philox import exponential
 from .request import Request
-from .sampling_rule import (
-    SamplingRule,
-    gathered_ids,
-    kept_columns,
-    row_maximum,
-    spans_of,
-    tokens_per_block,
-    transformed_logits,
-)
+from .sampling_rule import SamplingRule
 from .shard import VocabShard
 from .statistics import MaybeNone, documented_fields
 from .teachers import TeacherHead
@@ -75,8 +69,13 @@ def kept_ids(
 
     The sets are exact, ids ascending in int32, and equal on every rank; from equal logits they are equal at every group
     size and cut of the vocabulary. A token with NaN or +inf in its logits, or nothing above -inf, has an empty set.
-    Blocks of tokens bound the memory. For a block the ranks exchange a number per token, then 512 bytes per token for
-    each 6 bits of logit and id (8 or 9 times for top-k, and as often for top-p), then the ids. Waits for a GPU.
+    Waits for a GPU.
+
+    Blocks of tokens bound the memory. For a block the ranks gather their largest logits, 8 bytes each: 1024 per token
+    of all ranks, and at least 256 of a rank (or 2 k + 64, if top_k is a number k for which that is less). With top_p,
+    but for such a k, they add up another number per token. That is all for a token whose set is among these logits.
+    Larger sets, of flat distributions, are found by sorting their tokens' logits on each rank, 5 all-reduces of 8 KiB
+    per token for each of top-k and top-p (none on one rank), and two all-gathers of the ids.
 
     Args:
         logits: as in `vocab_statistics`; hidden states [.., H] with a ``weight``; or a `TeacherHead`, which has both.
@@ -97,7 +96,8 @@ def kept_ids(
     """
     found, lead = [], torch.Size()
     for block in _blocks("kept_ids", logits, rule, weight, shard, transform, options):
-        found.append(gathered_ids(block.kept, block.shard))
+        assert block.kept is not None
+        found.append(sets_of(block.kept, block.shard))
         lead = block.lead
     return _joined_sets(found, lead)
 
@@ -119,9 +119,10 @@ def sample(
 
     The largest logit plus Gumbel noise among the ids that the rule keeps. The noise of an id is a function of (seed,
     position, id), Philox4x32-10 of Salmon et al. (SC 2011), so that equal logits give equal ids at every group size, in
-    every batch and in every order of calls. Each rank draws the noise of its own kept columns, and one small exchange
-    finds the winner. Log-probs are those of `vocab_statistics`, with its collective. Exchanges, memory, odd rows and
-    errors are otherwise those of `kept_ids`; without a rule no border is looked for.
+    every batch and in every order of calls. Log-probs are those of `vocab_statistics`, with its collective. Without a
+    rule each rank draws the noise of its own columns, and one small exchange finds the winner. With one, exchanges are
+    those of `kept_ids`, plus a small one for tokens whose set is not among the largest logits. Memory, odd rows and
+    errors are those of `kept_ids`.
 
     Args:
         seed: in [0, 2^64).
@@ -144,11 +145,11 @@ def sample(
     ids, log_probs, full, found, lead = [], [], [], [], torch.Size()
     for block in _blocks("sample", logits, rule, weight, shard, transform, options, seed=seed, positions=positions):
         lead = block.lead
-        ids.append(_race(block, seed))
+        ids.append(_draw(block, seed))
         want: tuple[str, ...] = ()
         sets = None
-        if rule is not None:
-            found.append(gathered_ids(block.kept, block.shard))
+        if block.kept is not None:
+            found.append(sets_of(block.kept, block.shard))
             want, sets = ("set_log_prob",), _joined_sets(found[-1:], ids[-1].shape)
         inner = replace(options or DEFAULTS, validate="metadata")  # the call was compared as a whole
         stats, *_ = run_statistics(
@@ -168,8 +169,8 @@ class _Block(NamedTuple):
     transform: Transform
     shard: VocabShard
     positions: torch.Tensor  # int64 [n], empty without a draw
-    z: torch.Tensor  # [n, valid width] fp32, transformed logits
-    kept: torch.Tensor  # bool [n, valid width]
+    request: Request
+    kept: Kept | None  # None without a rule
 
 
 def _blocks(call: str, logits, rule, weight, shard, transform, options, **draw) -> Iterator[_Block]:
@@ -184,19 +185,21 @@ def _blocks(call: str, logits, rule, weight, shard, transform, options, **draw) 
         lead = states.shape[:-1]
         if not isinstance(rule, SamplingRule) and not (draw and rule is None):
             raise TypeError(f"rule must be SamplingRule(..){' or None' if draw else ''}, got {rule!r}")
-        rule = SamplingRule() if rule is None else rule
-        rule.expect_tokens(lead, states.device, shard.vocab_size)
+        if rule is not None:
+            rule.expect_tokens(lead, states.device, shard.vocab_size)
         if draw:
             _expect_draw(**draw, lead=lead, device=states.device)
-        parts = token_blocks(states, weight, transform, tokens_per_block(shard))
+        parts = token_blocks(states, weight, transform, tokens_per_block(shard, states.device))
         first = next(parts)
         _request(*first[1:], shard, options)
     for here, x, block_transform in chain([first], parts):
         request = _request(x, block_transform, shard, options)
-        z = transformed_logits(request, slice(None))
-        rows = rule.map_tokens(lead, lambda values: values.reshape(-1)[here])  # noqa: B023 (called at once)
         positions = draw.get("positions", x.new_empty(0)).reshape(-1)[here].long()
-        yield _Block(x, lead, block_transform, shard, positions, z, kept_columns(z, rows, shard))
+        kept = None
+        if rule is not None:
+            rows = rule.map_tokens(lead, lambda values: values.reshape(-1)[here])  # noqa: B023 (called at once)
+            kept = find_kept(request, rows)
+        yield _Block(x, lead, block_transform, shard, positions, request, kept)
 
 
 def _request(logits, transform, shard, options) -> Request:
@@ -210,22 +213,30 @@ def _expect_draw(seed, positions, lead, device):
     expect_tensor("positions", positions, lead, device)
 
 
-def _race(block: _Block, seed: int) -> torch.Tensor:
-    """Sampled ids [n]: the kept column of largest z - log(exponential variate), over all ranks; -1 without any."""
-    z, shard = block.z, block.shard
-    row, column = block.kept.nonzero(as_tuple=True)
-    variate = exponential(seed, block.positions[row], column + shard.start)
-    score = torch.full_like(z, -torch.inf, dtype=torch.float64)
-    score[row, column] = z[row, column].double() - variate.log()
-    best = row_maximum(score)
-    ids = torch.arange(shard.start, shard.start + z.shape[1] + 1, device=z.device)  # one more, for shards without any
-    is_best = torch.nn.functional.pad(score == best[:, None], (0, 1))
-    lowest = torch.where(is_best, ids, ids[-1]).amin(1)
-    scores, ids = gather_from_ranks(torch.stack([best.view(torch.int64), lowest]), shard.group).unbind(1)
+def _draw(block: _Block, seed: int) -> torch.Tensor:
+    """Sampled ids [n]: the kept id of largest z - log(exponential variate); -1 without any."""
+    request, shard, positions, kept = block.request, block.shard, block.positions, block.kept
+    race = load_backend(request.facts.backend).best_scores
+    if kept is None:
+        drawn = [race(transformed_logits(request, rows), positions[rows], seed, shard.start) for rows in tiles(request)]
+        best, ids = map(torch.cat, zip(*drawn))
+        return _winner(best, ids, shard)
+    best, ids = race(kept.z, positions, seed, 0, kept.ids)
+    ids = torch.where(best.isfinite(), ids, -1)
+    for tokens, columns in kept.others:
+        z = transformed_logits(request, tokens).where(columns, -torch.inf)
+        best, winner = race(z, positions[tokens], seed, shard.start)
+        ids[tokens] = _winner(best, winner, shard)
+    return ids
+
+
+def _winner(best: torch.Tensor, ids: torch.Tensor, shard: VocabShard) -> torch.Tensor:
+    """The best scores [n] of each rank and their ids [n] -> the id of the best one, -1 unless it is finite; one small
+    all-gather."""
+    scores, ids = gather_from_ranks(torch.stack([best.view(torch.int64), ids]), shard.group).unbind(1)
     scores = scores.view(torch.float64)
     best = scores.amax(0)
-    winner = torch.where(scores == best, ids, shard.vocab_size).amin(0)
-    return torch.where(best > -torch.inf, winner, -1)
+    return torch.where(best.isfinite(), torch.where(scores == best, ids, LAST).amin(0), -1)
 
 
 def _joined_sets(found, lead) -> IdSets:

@@ -17,8 +17,9 @@ from .dtensor import local_head, local_logits, local_part
 from .eager_only import uncompiled_where_needed
 from .engine import eager
 from .engine.transports import Transport
+from .kept import transformed_logits
+from .logit_keys import decode_keys, keys_of
 from .options import DEFAULTS, NO_TRANSFORM, Options, Transform
-from .sampling_rule import ordered_bits, transformed_logits
 from .shard import VocabShard
 from .statistics import documented_fields
 from .teachers import TeacherHead
@@ -103,7 +104,7 @@ def topk_log_probs(
             request, packets, keys = _local_top_from_hidden(states, weight, k, shard, transform, options)
             unflatten = partial(_unflatten, states.shape[:-1])
     lse, keys = _merge_ranks(packets, keys, request)
-    values, ids = _decode(keys.topk(k).values)
+    values, ids = decode_keys(keys.topk(k).values)
     log_probs = (values - lse[:, None]).clamp(max=0)
     if top_p is not None:
         before = log_probs.double().exp().cumsum(1) - log_probs.double().exp()
@@ -208,16 +209,9 @@ def _local_keys(request, k):
     if width == 0 or n_rows == 0:
         return keys
     start = request.facts.start
-    later = (1 << 32) - 1 - torch.arange(start, start + width, device=device)  # the lower id is larger
+    ids = torch.arange(start, start + width, device=device)
     step, local = max(1, BLOCK_ELEMENTS // width), min(k, width)
     for first in range(0, n_rows, step):
         block = slice(first, first + step)
-        ordered = ordered_bits(transformed_logits(request, block))
-        keys[block, :local] = ((ordered << 32) | later).topk(local).values
+        keys[block, :local] = keys_of(transformed_logits(request, block), ids).topk(local).values
     return keys
-
-
-def _decode(keys):
-    """Decode keys into logits fp32 and ids."""
-    ordered = (keys >> 32).int()
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32), (1 << 32) - 1 - (keys & 0xFFFFFFFF)

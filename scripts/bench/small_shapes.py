@@ -20,11 +20,13 @@ from tp_headloss import (
     HeadLoss,
     Linear,
     Options,
+    SamplingRule,
     Teacher,
     TopKDistillation,
     TopKTeacher,
     Transform,
     ZLoss,
+    sample,
     topk_log_probs,
     vocab_statistics,
 )
@@ -59,6 +61,11 @@ def losses(logits, labels, teacher, k):
     given = [(terms, Teacher(teacher, temperature=2.0)) for terms in OF_TEACHER]
     for terms, teacher in (*given, *((terms, entries) for terms in OF_ENTRIES), (TAIL, known)):
         HeadLoss(terms, options=TRITON)(logits, labels, inputs={"teacher": teacher}).loss.backward()
+
+
+def samples(logits):
+    for rule in (None, SamplingRule(top_p=0.5)):
+        sample(logits, seed=0, positions=torch.arange(len(logits), device=logits.device), rule=rule, options=TRITON)
 
 
 def linear(labels, width, dtype, hidden=32):
@@ -107,6 +114,7 @@ def main(width=1003, k=6):
         logits = torch.randn(len(labels), width, device=device, dtype=dtype).requires_grad_()
         statistics(logits, labels)
         losses(logits, labels, torch.randn_like(logits), k)
+        samples(logits)
         linear(labels, width, dtype)
     if device == "cuda":
         torch.cuda.synchronize()

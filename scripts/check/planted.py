@@ -10,6 +10,7 @@ LANES, SWEEPS, REDUCTION = "engine/transports/sum_lanes.py", "linear_head/sweeps
 ROWS = "engine/rows_triton.py"
 VALUES = "head_loss/value_gradients.py"
 NUMERICS_DEVICE = "statistics/numerics_triton.py"
+GUMBEL_DEVICE = "engine/gumbel_triton.py"
 GEMM, GRADIENT = "engine/gemm_triton.py", "engine/gradient_triton.py"
 MEGATRON = "integrations/megatron/head.py"
 VERL_ENGINE = "integrations/verl/engine.py"
@@ -182,10 +183,29 @@ GROUPS = {
         (GRADIENT, "put_entries", "(columns >= first) & (columns < end)", "(columns >= first) & (columns < first + 1)"),
         (GRADIENT, "store_at_entries", "columns < tl.where(token.ignored, 0, end)", "columns < end"),
         ("engine/kernels.py", "gradient_kernel", "tl.minimum(first + STEP, inputs.width)", "tl.minimum(first + BLOCK, inputs.width)"),
-        ("sampling_rule.py", "_border", "from_top[:, 1:] < target", "from_top[:, 1:] <= target"),
-        ("sampling_rule.py", "kept_columns", "(drop.exp() * unit).ceil().clamp(min=1)", "(drop.exp() * unit).floor()"),
-        ("sampling_rule.py", "kept_columns", "shard.vocab_size - 1 - ids", "ids"),
-        ("sampling.py", "_race", "column + shard.start", "column"),
+        ("kept.py", "_prefix", "(reached < target)", "(reached <= target)"),
+        ("kept.py", "_prefix", "(((1 << 31) - 1 - ordered_bits(values)) << id_bits) + columns + shard.start", "(((1 << 31) - 1 - ordered_bits(values)) << id_bits) + columns"),
+        ("kept.py", "find_kept", "reached - mass < target", "reached < target"),
+        ("kept.py", "find_kept", "torch.where(whole, total, _total_mass(request, peak, lowest))", "_total_mass(request, peak, lowest)"),
+        ("kept.py", "find_kept", "k >= shard.vocab_size", "True"),
+        ("kept.py", "find_kept", "k >= shard.vocab_size", "k > shard.vocab_size"),
+        ("kept.py", "find_kept", "~(decode_keys(floor)[0].double() - peak >= lowest)", "True"),
+        ("kept.py", "_largest_keys", "keys.amin(1, keepdim=True) | LOW", "keys.amin(1, keepdim=True)"),
+        ("kept.py", "_largest_keys", "torch.where(values.isnan(), torch.inf, values)", "values"),
+        ("kept.py", "_largest_keys", "columns + shard.start", "columns"),
+        ("kept.py", "_candidates", "received[:, :, :1].amax(0)", "received[0, :, :1]"),
+        ("kept.py", "sets_of", "begin[tokens] += counts", "pass"),
+        ("engine/gumbel.py", "masses", "(drop.exp() * unit).ceil().clamp(min=1)", "(drop.exp() * unit).floor()"),
+        ("engine/gumbel.py", "best_scores", "torch.arange(start, start + z.shape[1], device=z.device)", "torch.arange(z.shape[1], device=z.device)"),
+        (GUMBEL_DEVICE, "race_kernel", "low.to(tl.int64) >> 12", "0"),
+        (GUMBEL_DEVICE, "race_kernel", "(position >> 32).to(tl.uint32)", "position.to(tl.uint32)"),
+        (GUMBEL_DEVICE, "race_kernel", "1e-4 - tl.log(high.to(tl.float32) * 2.0**-32)", "-3.0"),
+        (GUMBEL_DEVICE, "race_kernel", "tl.where(score == score, score, float('inf'))", "score"),
+        (GUMBEL_DEVICE, "mass_kernel", "drop >= lowest", "True"),
+        (GUMBEL_DEVICE, "best_scores", "z.contiguous()", "z"),
+        ("logit_keys.py", "keys_of", "LOW - ids", "ids"),
+        ("logit_keys.py", "ordered_bits", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits"),
+        ("sampling.py", "_winner", "torch.where(scores == best, ids, LAST)", "ids"),
         ("philox.py", "_exponential", "(high << 20) | (low >> 12)", "(high << 20)"),
         ("id_sets.py", "IdSets.from_csr", "(begin >= offsets.cummax(0).values[:-1])", "(begin == begin)"),
         ("id_sets.py", "IdSets._join", "first += len(flat)", "pass"),
@@ -259,7 +279,6 @@ GROUPS = {
         (TOPK_DEVICE, "coefficient", "state[0] / token.whole", "0.0"),
         (TOPK_DEVICE, "at_target", "common + state[0]", "common"),
         ("topk.py", "topk_log_probs", "before >= top_p", "before > 2"),
-        ("sampling_rule.py", "ordered_bits", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits"),
     ],
     "test_policy test_kl test_policy_extremes test_policy_inputs test_policy_metrics test_rollout test_sequences test_preference": [
         ("sequences.py", "Sequences.__init__", "mask.clone()", "mask"),

@@ -95,6 +95,10 @@ EPILOGUES = {  # of a linear head's GEMMs
     "want": [(), ("entropy",), ("argmax", "collision"), ("entropy", "argmax", "total")],
     "bias": [None, torch.float32], "softcap": [None, 30.0], "temperature": [1.0, "per token"],
 }  # fmt: skip
+SAMPLES = {  # calls of `sample`: with a rule the race is among candidates
+    "rule": [None, tp.SamplingRule(top_p=0.5), tp.SamplingRule(top_p=0.5, min_p=0.1)],
+    "width": [4096, 4097], "dtype": DTYPES,
+}  # fmt: skip
 TERMS = {
     "cross_entropy": tp.CrossEntropy(), "smoothing": tp.CrossEntropy(label_smoothing=0.1), "z_loss": tp.ZLoss(1e-4),
     "entropy": tp.Entropy(0.01), "own": tp.Term("own", lambda stats: 2 * stats.lse, tokenwise=True),
@@ -322,6 +326,12 @@ def call_epilogue(case, groups):
     sum(x.sum() for x in stats if getattr(x, "requires_grad", False)).backward()
 
 
+def call_sample(case, groups):
+    """A sample, with a rule or without."""
+    logits = torch.zeros(4, case.width, dtype=case.dtype)
+    tp.sample(logits, seed=0, positions=torch.arange(4), rule=case.rule, options=OPTIONS)
+
+
 def record_variants(architecture: int | str = 90) -> list[Variant]:
     """The variants that the calls need."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)  # its collectives do nothing
@@ -330,7 +340,7 @@ def record_variants(architecture: int | str = 90) -> list[Variant]:
     with recorder.recording():
         recorder.case = PLAIN
         call_plain()
-        calls = [(CALLS, call_statistics), (HEADS, call_head)]
+        calls = [(CALLS, call_statistics), (HEADS, call_head), (SAMPLES, call_sample)]
         for axes, call in calls if isinstance(architecture, str) else [*calls, (EPILOGUES, call_epilogue)]:
             for recorder.case in pairwise(axes):
                 call(recorder.case, groups)

@@ -70,6 +70,16 @@ def test_a_sharded_run_is_right_on_every_rank(tmp_path):
     assert all((row["status"], row["tp"], row["columns"]) == ("ok", 2, 128) for row in rows.values())
 
 
+def test_samples_are_measured_beside_plain_torch(tmp_path):
+    data = tmp_path / "sampling.json"
+    small = ["--device", "cpu", "--tokens", "3", "--vocab", "257", "--spread", "3", "--seconds", "0.001"]
+    run_script("scripts/bench/sampling.py", *small, "--json", data)
+    rows = json.loads(data.read_text())["rows"]
+    assert len(rows) == 10 and all(row["status"] == "ok" and row["eager_us"][0] > 0 for row in rows)
+    kept = [row["kept"] for row in rows if "kept" in row]
+    assert len(kept) == 4 and kept[0] == 50.0 and all(row.get("sizes_differ", 0) <= 1 for row in rows)
+
+
 def test_every_peer_is_for_tasks_that_exist(bench):
     assert {task for peer in bench.PEERS for task in peer.tasks} <= {task.name for task in bench.TASKS}
 

@@ -24,8 +24,8 @@ PACKAGE = ROOT / "tp_headloss"
 LAYERS = [
     "validation", "philox", "shard", "comm", "symmetric_memory_triton", "statistics", "request",
     "engine", "sequences", "eager_only", "agreement", "id_sets", "dtensor", "options", "teachers", "sampling_rule",
-    "call_sets", "calls", "api", "linear_head", "topk", "sampling", "losses", "head_loss", "vocab_rows", "module",
-    "integrations", "", "__main__",
+    "logit_keys", "kept", "call_sets", "calls", "api", "linear_head", "topk", "sampling", "losses", "head_loss",
+    "vocab_rows", "module", "integrations", "", "__main__",
 ]  # fmt: skip
 # Parts that see even less than what lies below them.
 SEES_ONLY = {

@@ -1,6 +1,7 @@
 """Samples and the sets that a sampler keeps: against float64, at every group size and cut, in any batch."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from tp_headloss import (
     sample,
     vocab_statistics,
 )
+from tp_headloss import kept as finder
+from tp_headloss.calls import build_request
+from tp_headloss.engine import gumbel
 from tp_headloss.philox import exponential, philox4x32
 
 V = 150  # of 256 padded columns: the last shard of four is all padding
@@ -112,7 +116,7 @@ def test_sets_and_samples_are_the_same_at_every_group_size_and_equal_float64(dty
             for rule, sets in zip(RULES, first[0], strict=True):
                 expect_kept(rows(dtype), rule, sets, 0.7)
         for sets, draws, collectives in results:
-            assert collectives == (3 if world_size > 1 else 0)  # maximum, race, log-probs
+            assert collectives == (2 if world_size > 1 else 0)  # race, log-probs
             for a, b in zip(sets, first[0], strict=True):
                 assert torch.equal(a.ids, b.ids) and torch.equal(a.spans, b.spans)
             for a, b in zip(draws, first[1], strict=True):
@@ -127,6 +131,106 @@ def test_sets_and_samples_are_the_same_at_every_group_size_and_equal_float64(dty
         bad = torch.isin(torch.arange(11), torch.tensor(BAD))
         assert torch.equal(draw.ids == -1, bad) and torch.equal(draw.log_probs.isnan(), bad)
         assert torch.equal(draw.full_log_probs.isnan(), bad)
+
+
+def candidates(number):
+    """Let every rank send so many candidates per token."""
+    return mock.patch.multiple(finder, CANDIDATES=number, FEWEST=number)
+
+
+def few_run(group, device, number, boundaries):
+    shard = VocabShard.from_boundaries(boundaries, V, group) if boundaries else VocabShard.from_group(group, V, 256)
+    x = F.pad(rows(), (0, 256 - V), value=90.0)[:, shard.start : shard.stop].to(device)
+    positions = torch.arange(len(x), device=device)
+    p, k = (torch.linspace(a, b, len(x), device=device) for a, b in ((0.2, 1.0), (1, V + 20)))
+    rules = [*RULES, SamplingRule(top_p=p), SamplingRule(k.long()), SamplingRule(k.long(), p, 1 - p)]
+    with candidates(number):
+        return [sample(x, seed=6, positions=positions, rule=rule, shard=shard) for rule in rules]
+
+
+@pytest.mark.parametrize("number", [1, 2, 9, 40])
+def test_sets_and_samples_are_the_same_with_few_candidates(number):
+    """Fewer than most sets have, as many as a set has, more than a shard has columns; ties at the borders."""
+    (whole,) = on_ranks(1, few_run, V, None)
+    for world_size, cut in (CUTS[0], CUTS[2]):
+        for draws in on_ranks(world_size, few_run, number, cut):
+            for a, b in zip(draws, whole, strict=True):
+                assert torch.equal(a.ids, b.ids)
+                assert torch.equal(a.sets.ids, b.sets.ids) and torch.equal(a.sets.spans, b.sets.spans)
+
+
+def test_backends_agree_on_any_layout_of_the_logits(device):
+    x, positions = rows()[:, 1:].to(device), torch.arange(11, device=device)
+    kinds = x, x.t().contiguous().t(), x.repeat(1, 2)[:, : V - 1]
+    for rule in (None, SamplingRule(top_p=0.8), SamplingRule(top_k=5)):
+        draws = [sample(y, seed=2, positions=positions, rule=rule, options=Options(backend=backend))
+                 for y in kinds for backend in ("torch", "triton")]  # fmt: skip
+        for draw in draws[1:]:
+            assert torch.equal(draw.ids, draws[0].ids)
+            assert rule is None or as_lists(draw.sets) == as_lists(draws[0].sets)
+
+
+def others_of(z, rule, number):
+    """Tokens that keep more than so many candidates, of which those that equal the last one are dropped."""
+    request = build_request(
+        z, None, VocabShard.from_group(None, z.shape[1]), (), Transform(), None, None, -100, Options()
+    )
+    with candidates(number):
+        found = finder.find_kept(request, rule)
+    return [token for tokens, _ in found.others for token in tokens.tolist()]
+
+
+def test_a_set_may_end_with_the_last_known_candidate(device):
+    p = torch.tensor([[0.4, 0.2, 0.1, 0.1, 0.1, 0.1], [0.3, 0.3, 0.3, 0.06, 0.03, 0.01]], device=device)
+    z = p.log()
+    assert others_of(z, SamplingRule(top_k=2), 3) == [1]  # 2 and 0 are known to be all that is above the third
+    assert others_of(z, SamplingRule(top_k=2), 4) == []
+    assert others_of(z, SamplingRule(top_k=4), 5) == [0]
+    assert others_of(z, SamplingRule(top_p=0.59), 3) == [1] and others_of(z, SamplingRule(top_p=0.61), 5) == [0]
+    assert others_of(z, SamplingRule(min_p=0.4), 3) == [1] and others_of(z, SamplingRule(min_p=0.4), 4) == []
+    assert others_of(z, SamplingRule(top_p=1), 5) == [0, 1] and others_of(z, SamplingRule(top_p=1), 6) == []
+    no_k = torch.tensor([2, 6], device=device)  # top-k of all ids is none
+    assert others_of(z, SamplingRule(no_k, 0.85), 4) == []
+    assert as_lists(kept_ids(z, SamplingRule(no_k, 0.85))) == [[0, 1], [0, 1, 2]]
+
+
+def count_run(group, device):
+    """Collectives of `kept_ids`."""
+    shard, x = VocabShard.from_group(group, V), rows()[:1].to(device)
+    counts = []
+    for rule, number in [(SamplingRule(top_k=9), 30), (SamplingRule(top_p=0.6), 30), (SamplingRule(top_k=40), 9)]:
+        with candidates(number), counted_collectives() as events:
+            kept_ids(x[:, shard.start : shard.stop], rule, shard=shard)
+        counts.append(sum(events.values()))
+    return counts
+
+
+def test_a_short_set_takes_one_exchange_for_top_k_and_two_for_top_p():
+    assert on_ranks(2, count_run) == [[1, 2, 1 + 4 + 2]] * 2  # a long one: its border, and its ids
+
+
+@pytest.mark.parametrize("shape, programs", [((1, 3000), 1024), ((9, 3000), 1), ((70, 129), 1024), ((2500, 3), 1024)])
+def test_the_kernels_are_their_definitions(shape, programs, device, monkeypatch):
+    from tp_headloss.engine import gumbel_triton
+
+    monkeypatch.setattr(gumbel_triton, "PROGRAMS", programs)  # a program of several tiles leaves some out
+    z = 0.5 * torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
+    z[0] = z[0].round()
+    z[:, ::3] = -torch.inf
+    if len(z) > 2:
+        z[1], z[2, 1] = -torch.inf, torch.nan
+    positions = torch.arange(len(z), device=device) - (1 << 33)
+    ids = torch.arange(z.numel(), device=device).view(shape) * 7919 % (1 << 31)
+    for given in (None, ids):
+        best, winner = gumbel.best_scores(z, positions, 2**64 - 3, 77, given)
+        ours, id_ = gumbel_triton.best_scores(z, positions, 2**64 - 3, 77, given)
+        torch.testing.assert_close(ours, best, rtol=1e-15, atol=1e-15)  # the logarithm of the interpreter is numpy's
+        assert torch.equal(id_[best.isfinite()], winner[best.isfinite()])
+    peak = z.nan_to_num(-torch.inf).amax(1).clamp(min=-9.0)
+    lowest = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=device)
+    lowest[1::2] = -5.0
+    found = [part.total_mass(z, peak, lowest, 2.0**40) for part in (gumbel, gumbel_triton)]
+    assert (found[0] - found[1]).abs().max() <= z.shape[1]  # an exponential may round to the integer above
 
 
 def test_half_of_a_uniform_distribution_is_half_of_its_ids():
@@ -173,8 +277,6 @@ def test_many_draws_follow_the_distribution(number, rule, kept, device):
 
 
 def test_a_token_has_one_sample_in_every_batch_and_block(monkeypatch, device):
-    from tp_headloss import sampling_rule
-
     x = rows()[:8].to(device)
     positions = torch.arange(8, device=device) * 1000 - 3
     rule = SamplingRule(top_k=30, top_p=0.95)
@@ -186,7 +288,8 @@ def test_a_token_has_one_sample_in_every_batch_and_block(monkeypatch, device):
         assert torch.equal(part.log_probs, whole.log_probs[order].view(2, 2))
     assert as_lists(part.sets) == [as_lists(whole.sets)[i] for i in order.tolist()]
     assert not torch.equal(sample(x, seed=2, positions=positions).ids, sample(x, seed=1, positions=positions).ids)
-    monkeypatch.setattr(sampling_rule, "BLOCK_ELEMENTS", 3 * V)
+    for name in ("BLOCK_ELEMENTS", "GPU_BLOCK_ELEMENTS", "TILE_ELEMENTS"):
+        monkeypatch.setattr(finder, name, 3 * V)
     blocks = sample(x, seed=1, positions=positions, rule=rule)
     assert torch.equal(blocks.ids, whole.ids) and as_lists(blocks.sets) == as_lists(whole.sets)
 

@@ -14,6 +14,7 @@ from ..statistics.at_ids import log_probs_at, logits_at
 from ..statistics.entries import distinct_entries as entries  # noqa: F401 (part of the contract)
 from ..statistics.family import Tile
 from ..statistics.sets import known_sets, members  # noqa: F401 (the first is part of the contract)
+from .gumbel import best_scores, total_mass  # noqa: F401 (part of the contract)
 
 BLOCK_ELEMENTS = 1 << 19  # per temporary: a few MiB, whatever N and V are
 FUSED_SUMS = False
@@ -38,8 +39,8 @@ def transform(x, bias, temperature, facts: Facts):
     return bounded * (facts.softcap * inverse), slope * (facts.scale * inverse)
 
 
-def tile_of(tensors: Tensors, block: slice, columns: slice, facts: Facts) -> Tile:
-    """Some rows of some columns."""
+def tile_of(tensors: Tensors, block: slice | torch.Tensor, columns: slice, facts: Facts) -> Tile:
+    """Some rows, a slice or their numbers, of some columns."""
 
     def part(x, *index):
         return None if x is None else x[index]

@@ -1,0 +1,271 @@
+"""The ids that a `SamplingRule` keeps of each token, found exactly without gathering the vocabulary.
+
+Every rule keeps a prefix of a token's ids in the order (descending logit, ascending id). Each rank sends its largest
+logits, the candidates, and the largest one that it may not have sent, its floor: above the floors of all ranks the
+candidates are all that there is. The prefix of nearly every token ends there, and each rank finds the end by itself.
+Masses are integers, so their sums are exact in any order, and the sets are the same for every group size. Other tokens,
+those of a flat distribution, are sorted on each rank, and the end is found by radix selection: in the bits of logit and
+id, `DIGIT` at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from .comm import gather_from_ranks, sum_lanes
+from .engine import eager
+from .engine.backend import load_backend
+from .engine.gumbel import masses
+from .logit_keys import LOW, decode_keys, keys_of, ordered_bits
+from .request import Request, Tensors
+from .sampling_rule import SamplingRule
+from .shard import VocabShard
+
+# Logits of a rank, if all had as many, in a block. On a CPU a block's temporaries are a dozen times as large. On a GPU
+# a call is a hundred small kernels per block and a few per tile, and those of a tile are a few times as large.
+BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS, TILE_ELEMENTS = 1 << 21, 1 << 27, 1 << 25
+MOST_TOKENS = 2048  # of a block, for the candidates
+CANDIDATES, FEWEST = 1024, 256  # per token, of all ranks together unless a rank has fewer than the latter
+DIGIT = 10  # bits of logit and id per exchange
+LOWEST = torch.iinfo(torch.int64).min
+NOTHING = (int(ordered_bits(torch.tensor(-torch.inf))) << 32) | LOW  # the largest key of a logit of -inf
+
+
+class Kept(NamedTuple):
+    """The ids that a rule keeps of n tokens.
+
+    Attributes:
+        z: [n, M] fp32, candidates' logits, -inf where not kept; equal on every rank, as are their ids.
+        ids: [n, M] int64.
+        others: tokens [m] that keep more than candidates, with bool [m, w], this rank's columns that they keep.
+    """
+
+    z: torch.Tensor
+    ids: torch.Tensor
+    others: list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def _elements_per_token(shard: VocabShard) -> int:
+    return max(64, -(-shard.vocab_size // shard.world_size))
+
+
+def tokens_per_block(shard: VocabShard, device: torch.device) -> int:
+    """Tokens of a block, the same on all ranks, however uneven their shards are."""
+    elements = BLOCK_ELEMENTS if device.type == "cpu" else GPU_BLOCK_ELEMENTS
+    return max(1, min(MOST_TOKENS, elements // _elements_per_token(shard)))
+
+
+def tiles(request: Request) -> list[slice]:
+    """Rows of a request, `TILE_ELEMENTS` logits at a time; an empty tile of none."""
+    n_rows, width = request.tensors.logits.shape
+    step = max(1, TILE_ELEMENTS // max(1, width))
+    return [slice(first, first + step) for first in range(0, max(1, n_rows), step)]
+
+
+def transformed_logits(request: Request, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Logits [n, valid width] of some rows after the transform, in fp32; they may be the given ones."""
+    given, facts = request.tensors, request.facts
+    if (
+        given.bias is None
+        and given.temperatures is None
+        and not facts.softcap
+        and facts.scale == facts.temperature == 1
+    ):
+        return given.logits[rows, : facts.valid_width].float()
+    tensors = Tensors(given.logits, bias=given.bias, temperatures=given.temperatures)
+    return eager.tile_of(tensors, rows, slice(0, facts.valid_width), facts).z.float()
+
+
+def find_kept(request: Request, rule: SamplingRule) -> Kept:
+    """The ids that the rule, whose tensors are [n], keeps of each row of a request; none of a row with NaN or +inf, or
+    nothing above -inf. Waits for a GPU.
+
+    One all-gather, and with top_p, unless top_k is a number below the vocabulary's size, an all-reduce of a number per
+    token; then those of `_kept_columns` for tokens that keep more than the candidates.
+    """
+    shard = request.shard
+    keys, floor = _candidates(request, rule)
+    z, ids = decode_keys(keys)
+    peak = z[:, :1]
+    whole = (floor == NOTHING) | ~peak.isfinite()  # whether what the rule keeps so far is among the candidates
+    kept, drop, lowest = (keys > floor) & peak.isfinite(), z.double() - peak, _lowest(rule, peak)
+    if lowest is not None:
+        kept &= drop >= lowest
+        whole |= ~(decode_keys(floor)[0].double() - peak >= lowest)
+    size, place = kept.sum(1, keepdim=True), torch.arange(keys.shape[1], device=z.device)
+    if rule.top_k is not None:
+        k = _column(rule.top_k, z, torch.int64)
+        whole = whole | (size >= k)
+        size = size.minimum(k)
+    if rule.top_p is not None:
+        mass = torch.where(place < size, masses(drop, _unit(shard)), 0)
+        reached, p = mass.cumsum(1), _column(rule.top_p, z, torch.float64)
+        total = reached[:, -1:]
+        if not (isinstance(rule.top_k, int) and rule.top_k < shard.vocab_size):
+            total = torch.where(whole, total, _total_mass(request, peak, lowest))
+        target = _share(p, total)
+        is_everything = True if rule.top_k is None else k >= shard.vocab_size  # what top-p chooses from
+        whole = whole | ((reached[:, -1:] >= target) & ~(p >= 1) & is_everything)
+        size = size.minimum((reached - mass < target).sum(1, keepdim=True))
+    others = []
+    for tokens in (~whole[:, 0]).nonzero()[:, 0].split(max(1, TILE_ELEMENTS // 2 // _elements_per_token(shard))):
+        if len(tokens):
+            own = rule.map_tokens((len(z),), lambda x: x[tokens])  # noqa: B023 (called at once)
+            others.append((tokens, _kept_columns(transformed_logits(request, tokens), peak[tokens], own, shard)))
+    return Kept(torch.where(whole & (place < size), z, -torch.inf), ids, others)
+
+
+def _candidates(request: Request, rule: SamplingRule) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [n, M] of the largest logits of all ranks, descending, and a key [n, 1]: all logits above -inf with a larger
+    key are among them. NaN counts as +inf. One all-gather."""
+    shard = request.shard
+    count = min(shard.vocab_size, max(FEWEST, CANDIDATES // shard.world_size))
+    if isinstance(rule.top_k, int):
+        count = min(count, 2 * rule.top_k + 64)  # beyond k, for logits that equal the last one
+    own = torch.cat([_largest_keys(transformed_logits(request, rows), count, shard) for rows in tiles(request)])
+    received = gather_from_ranks(own, shard.group)
+    return received[:, :, 1:].transpose(0, 1).flatten(1).sort(1, descending=True).values, received[:, :, :1].amax(0)
+
+
+def _largest_keys(z, count: int, shard: VocabShard) -> torch.Tensor:
+    """[n, 1 + count] keys of the largest logits z [n, w] of a rank, behind the largest key that another may have."""
+    # of equal logits topk takes any: all that equal the least one are below the other key
+    values, columns = z.topk(min(count, z.shape[1]), sorted=False)
+    keys = keys_of(torch.where(values.isnan(), torch.inf, values), columns + shard.start)
+    floor = keys.new_full((len(z), 1), NOTHING)
+    if z.shape[1] > count:
+        floor = (keys.amin(1, keepdim=True) | LOW).clamp(min=NOTHING)
+    return torch.cat([floor, pad(keys, (0, count - keys.shape[1]), value=LOWEST)], 1)
+
+
+def _total_mass(request: Request, peak, lowest) -> torch.Tensor:
+    """The mass [n, 1] of all ids that min-p keeps. One all-reduce."""
+    mass_of, shard = load_backend(request.facts.backend).total_mass, request.shard
+    lowest = torch.full_like(peak, -torch.inf, dtype=torch.float64) if lowest is None else lowest.expand_as(peak)
+    peak, lowest = peak[:, 0].contiguous(), lowest[:, 0].contiguous()
+    own = [mass_of(transformed_logits(request, at), peak[at], lowest[at], _unit(shard)) for at in tiles(request)]
+    return sum_lanes(torch.cat(own)[:, None], shard.world_size, shard.group_name)
+
+
+def _kept_columns(z, peak, rule: SamplingRule, shard: VocabShard) -> torch.Tensor:
+    """bool [m, w]: this rank's columns that the rule keeps of tokens with a finite peak [m, 1].
+
+    5 all-reduces of 8 KiB per token for top-k, and as many for top-p (4 for at most 2^8 ids, 6 beyond 2^18).
+    """
+    values, columns = (z + 0.0).sort(dim=1, descending=True, stable=True)
+    drop, lowest = values.double() - peak, _lowest(rule, peak)
+    kept = values > -torch.inf
+    if lowest is not None:
+        kept &= drop >= lowest
+    size = kept.sum(1, keepdim=True)
+    if rule.top_k is not None:
+        k = _column(rule.top_k, z, torch.int64)
+        counts = torch.arange(z.shape[1] + 1, device=z.device).expand(len(z), -1)
+        size = _prefix(values, columns, counts, size, k.minimum, shard)
+    if rule.top_p is not None:
+        p = _column(rule.top_p, z, torch.float64)
+        sums = pad(masses(drop, _unit(shard)).cumsum(1), (1, 0))
+        size = _prefix(values, columns, sums, size, lambda total: _share(p, total), shard)
+    return torch.zeros_like(kept).scatter_(1, columns, torch.arange(z.shape[1], device=z.device) < size)
+
+
+def _prefix(values, columns, sums, size, target_of, shard: VocabShard) -> torch.Tensor:
+    """How many [m, 1] of this rank's first `size` ids come before the sum over all ranks reaches target_of(the sum of
+    all of these [m, 1]); the id that reaches it is counted.
+
+    values, columns: [m, w] by descending logit, then by id; sums: [m, w + 1], of the weights before each, and of all.
+    """
+    if shard.world_size == 1:
+        return (sums[:, :-1] < target_of(sums.gather(1, size))).sum(1, keepdim=True).minimum(size)
+    id_bits = (shard.vocab_size - 1).bit_length()
+    keys = (((1 << 31) - 1 - ordered_bits(values)) << id_bits) + columns + shard.start  # ascending, and at least 0
+    border, target = size.new_zeros(len(keys), 1), None
+    steps = torch.arange(1, (1 << DIGIT) + 1, device=keys.device)
+    for shift in reversed(range(0, 32 + id_bits, DIGIT)):
+        places = torch.searchsorted(keys, border + (steps << shift) - 1, right=True).minimum(size)
+        reached = sum_lanes(sums.gather(1, places), shard.world_size, shard.group_name)
+        target = target_of(reached[:, -1:]) if target is None else target
+        border = border + ((reached < target).sum(1, keepdim=True) << shift)
+    return torch.searchsorted(keys, border, right=True).minimum(size)
+
+
+def _column(value, z, dtype):
+    """A value, or one per token [n], as [1, 1] or [n, 1]."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype).reshape(-1, 1)
+    return torch.full((1, 1), value, dtype=dtype, device=z.device)
+
+
+def _lowest(rule: SamplingRule, z):
+    """The least z - peak that min-p keeps, float64 [1, 1] or [n, 1], or None."""
+    return None if rule.min_p is None else _column(rule.min_p, z, torch.float64).log()
+
+
+def _unit(shard: VocabShard) -> float:
+    """The mass of the likeliest id; the sum over the vocabulary stays below 2^62."""
+    return 2.0 ** (62 - shard.vocab_size.bit_length())
+
+
+def _share(p, total):
+    """The mass at which top-p ends, of a total mass."""
+    return torch.where(p >= 1, total, (p.nan_to_num(0.0) * total.double()).ceil().long())
+
+
+def sets_of(kept: Kept, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [all] int32 of one token after the other, ascending, and their counts [n]; equal on every rank. Two
+    all-gathers for each part of `others`. Waits for a GPU."""
+    inside = kept.z > -torch.inf
+    row, place = inside.nonzero(as_tuple=True)
+    ids = (((row << 32) + kept.ids[row, place]).sort().values & LOW).int()
+    counts = inside.sum(1)
+    if not kept.others:
+        return ids, counts
+    parts = [(torch.arange(len(counts), device=ids.device), ids, counts)]
+    for tokens, columns in kept.others:
+        parts += [(tokens, *part) for part in _ids_of_ranks(columns, shard)]
+    sizes = torch.zeros_like(counts)
+    for tokens, _, counts in parts:
+        sizes[tokens] += counts
+    begin, out = sizes.cumsum(0) - sizes, ids.new_empty(sum(len(ids) for _, ids, _ in parts))
+    for tokens, ids, counts in parts:
+        moved = (begin[tokens] + counts - counts.cumsum(0)).repeat_interleave(counts, output_size=len(ids))
+        out[moved + torch.arange(len(ids), device=ids.device)] = ids
+        begin[tokens] += counts
+    return out, sizes
+
+
+def _ids_of_ranks(kept: torch.Tensor, shard: VocabShard) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Kept columns [m, w] of each rank -> of one rank after the other, flat ids int32 and their counts [m]. Two
+    all-gathers."""
+    own = torch.arange(shard.start, shard.start + kept.shape[1], device=kept.device, dtype=torch.int32)
+    own, counts = own.expand_as(kept)[kept], gather_from_ranks(kept.sum(1), shard.group)
+    sizes = counts.sum(1).tolist()
+    received = gather_from_ranks(pad(own, (0, max(sizes) - len(own))), shard.group)
+    return [(ids[:size], count) for ids, size, count in zip(received, sizes, counts)]
+
+
+def spans_of(counts: torch.Tensor) -> torch.Tensor:
+    """Bounds [N, 2] of sets of these sizes [N], one after the other."""
+    end = counts.cumsum(0)
+    return torch.stack([end - counts, end], 1)
+
+
+@torch.no_grad()
+def kept_sets(request: Request, rule: SamplingRule) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids [all] int32 that a rule keeps of each row of a request, and their bounds [N, 2]; equal on every rank.
+
+    The tensors of the rule have a value per row [N].
+    """
+    logits, shard = request.tensors.logits, request.shard
+    n_rows, step = logits.shape[0], tokens_per_block(shard, logits.device)
+    ids, counts = [], []
+    for first in range(0, max(1, n_rows), step):
+        rows = slice(first, first + step)
+        here = rule.map_tokens((n_rows,), lambda x: x[rows])  # noqa: B023 (called at once)
+        found = sets_of(find_kept(request.rows(rows, logits[rows]), here), shard)
+        ids.append(found[0])
+        counts.append(found[1])
+    return torch.cat(ids), spans_of(torch.cat(counts))
