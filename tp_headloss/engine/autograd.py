@@ -81,7 +81,7 @@ class Statistics(torch.autograd.Function):
         outputs = (*values.unbind(0), *flags)
         loss = sums = None
         saved, fixed = (), [outputs[i] for i in layout.fixed]
-        if reduced is not None:
+        if reduction is not None and reduced is not None:
             by_name, plan = dict(zip(layout.outputs, outputs)), reduction.plan
             # the caller may write to the sums, so they are not among what is saved
             loss, sums, inverse = reduced
