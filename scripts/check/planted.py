@@ -48,7 +48,7 @@ GROUPS = {
         (LOSS_STEP, "LossStep.gradient", "LossGradient(loss, inverse, None)", "LossGradient(inverse.float(), inverse, None)"),
         (LOSS_STEP, "LossStep._upstream", "(c, value) if squared else (c,)", "(c,)"),
         (LOSS_STEP, "LossStep.statistics", "divided_by(denominator)", "divided_by(None)"),
-        (LOSS_STEP, "loss_step", "reduction.weight is not None", "False"),
+        (LOSS_STEP, "loss_step", "request.facts.world_size > 1", "False"),
         ("engine/autograd.py", "Statistics.forward", "None if inplace else step", "step"),
         ("engine/passes.py", "loss_step", "type(denominator)", "None"),
         ("engine/passes.py", "loss_step", "return None", "pass"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from logits_problem import N, V, rows
+from ranks import on_ranks
 
 from tp_headloss import CrossEntropy, Entropy, HeadLoss, Options, VocabShard, ZLoss
 from tp_headloss.engine import loss_step_triton
@@ -130,3 +131,21 @@ def test_others_are_not_prepared(steps, device):
         found = [step(head, x, labels, **given) for _ in range(3)]
         assert_equal(found[0], found[2])
     assert steps == {"statistics": 0, "gradient": 0}
+
+
+def ranks_run(group, device, transport):
+    """Losses of three steps on this rank, in turn with other values of the same kind."""
+    shard = VocabShard.from_group(group, V, padded_size=1024)
+    x, labels = rows(device)
+    local = torch.nn.functional.pad(x, (0, 1024 - V))[:, shard.start : shard.stop]
+    head = HeadLoss([CrossEntropy(), ZLoss(0.3)], options=Options(backend="triton", transport=transport))
+    found = [step(head, x, labels, shard=shard) for x in (local, 2 * local, local)]
+    return [(out.loss.item(), gradient.cpu()) for out, gradient in found]
+
+
+@pytest.mark.parametrize("transport", ["gather", "sum"])
+def test_several_ranks_exchange_in_every_step(transport):
+    first, second = on_ranks(2, ranks_run, transport)
+    (a, gradient), (b, _), (again, gradient_again) = first
+    assert a == again != b and torch.equal(gradient, gradient_again)
+    assert [loss for loss, _ in second] == [a, b, a]

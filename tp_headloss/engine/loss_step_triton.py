@@ -26,11 +26,9 @@ def place_of(x: torch.Tensor) -> tuple:
 
 
 def loss_step(request: Request, reduction) -> LossStep | None:
-    """The step of a call with logits and labels alone; None where the general way is needed."""
+    """The step of a call with logits and labels alone, which has no weights; None where the general way is needed."""
     layout, gradients = request.layout, reduction.plan.gradients
     if request.facts.world_size > 1 or layout.second or layout.per_id or layout.needs_label_logits:
-        return None
-    if reduction.weight is not None:
         return None
     if gradients is None or not all(name in layout.differentiable for name, *_ in gradients):
         return None
