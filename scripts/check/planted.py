@@ -52,7 +52,7 @@ GROUPS = {
         ("engine/autograd.py", "Statistics.forward", "None if inplace else step", "step"),
         ("engine/passes.py", "loss_step", "type(denominator)", "None"),
         ("engine/passes.py", "loss_step", "return None", "pass"),
-        (MERGED_SUMS, "add_up", "valid & (weight != 0.0)", "valid"),
+        (MERGED_SUMS, "add_up", "value * weight", "value"),
         (MERGED_SUMS, "add_up", "(SQUARES >> i) & 1", "False"),
         (MERGED_SUMS, "add_up", "programs - 1", "0"),
         (MERGED_SUMS, "_sum_of_parts", "range(0, programs, BLOCK)", "range(0, 1, BLOCK)"),

@@ -71,6 +71,14 @@ def test_prepared_steps_have_the_bits_of_the_first(terms, denominator, layout, s
                       2.0, **given), other)  # fmt: skip
 
 
+def test_denominators_of_another_kind_are_prepared_apart(steps, device):
+    x, labels = rows(device)
+    head, fresh = HeadLoss(options=TRITON), [{}, {"denominator": 5.0}, {"denominator": torch.tensor(5.0, device=device)}]
+    for given in fresh * 3:
+        assert_equal(step(head, x, labels, **given), step(HeadLoss(options=TRITON), x, labels, **given))
+    assert steps == {"statistics": 2 * 3 - 1, "gradient": 2 * 3 - 1}  # the very first call is not of a known kind
+
+
 def test_gradients_of_statistics_take_the_general_way(steps, device):
     x, labels = rows(device)
     head = HeadLoss([CrossEntropy(), ZLoss(0.3)], options=TRITON)
@@ -137,7 +145,7 @@ def ranks_run(group, device, transport):
     """Losses of three steps on this rank, in turn with other values of the same kind."""
     shard = VocabShard.from_group(group, V, padded_size=1024)
     x, labels = rows(device)
-    local = torch.nn.functional.pad(x, (0, 1024 - V))[:, shard.start : shard.stop]
+    local = torch.nn.functional.pad(x, (0, 1024 - V))[:, shard.start : shard.stop].contiguous()
     head = HeadLoss([CrossEntropy(), ZLoss(0.3)], options=Options(backend="triton", transport=transport))
     found = [step(head, x, labels, shard=shard) for x in (local, 2 * local, local)]
     return [(out.loss.item(), gradient.cpu()) for out, gradient in found]

@@ -59,7 +59,6 @@ def add_up(sums, out, valid, token, n, BLOCK: tl.constexpr):
     weight = valid.to(tl.float64)
     if sums.weight is not None:
         weight = tl.load(sums.weight + token, mask=valid, other=0.0).to(tl.float64)
-        valid = valid & (weight != 0.0)
     programs = tl.num_programs(0)
     at = sums.parts + FIRST_PART + tl.program_id(0)
     tl.debug_barrier()  # the values are stored
