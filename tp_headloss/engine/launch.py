@@ -239,7 +239,7 @@ class PreparedLaunch:
 
 
 def _options(how: Launch | GemmLaunch) -> dict:
-    """What Triton compiles a kernel by."""
+    """Options of a kernel's compilation."""
     options = {"num_warps": how.warps, "enable_fp_fusion": True}
     if isinstance(how, GemmLaunch):
         options["num_stages"] = how.stages

@@ -21,7 +21,7 @@ NOT_SHARED = SharedMemory()
 
 
 def place_of(x: torch.Tensor) -> tuple:
-    """What Triton compiles about the place of a tensor whose shape and dtype are known."""
+    """Strides and alignment, which Triton compiles in, of a tensor whose shape and dtype are known."""
     return x.stride(), x.data_ptr() % 16
 
 
