@@ -44,6 +44,7 @@ GROUPS = {
         ("engine/transports/sum_lanes.py", "SumLanes", "adds_up = False", "pass"),
     ],
     "test_loss_step test_reduction": [
+        (MERGED_SUMS, "_sum_bits", "name not in layout.second", "True"),
         (LOSS_STEP, "place_of", "x.data_ptr() % 16", "0"),
         (LOSS_STEP, "LossStep.gradient", "LossGradient(loss, inverse, None)", "LossGradient(inverse.float(), inverse, None)"),
         (LOSS_STEP, "LossStep._upstream", "(c, value) if squared else (c,)", "(c,)"),
@@ -128,7 +129,6 @@ GROUPS = {
         ("shard.py", "VocabShard.valid_width", "max(0, min(self.stop, self.vocab_size) - self.start)", "self.stop - self.start"),
     ],
     "test_distillation": [
-        (MERGED_SUMS, "_sum_bits", "name not in layout.second", "True"),
         ("statistics/__init__.py", "Layout.__init__", '(*self._rows("merged_rows"), *self.second[1::2])', '(*self.second[1::2], *self._rows("merged_rows"))'),
         ("statistics/__init__.py", "Layout.__init__", '(*self._rows("value_rows"), *self.second[::2])', '(*self.second[::2], *self._rows("value_rows"))'),
         (SOFTMAX, "SoftmaxFamily.joined", "student_factor * student_sum + at_target", "student_factor * student_sum"),

@@ -23,6 +23,9 @@ from tp_headloss import (
     Transform,
     ZLoss,
 )
+from tp_headloss.engine import merged_sums_triton
+from tp_headloss.engine import triton as triton_backend
+from tp_headloss.engine.launch import Launch
 from tp_headloss.head_loss import StatisticValue
 
 
@@ -252,3 +255,32 @@ def test_a_loss_of_statistics_has_the_bits_of_their_own_gradients(names, weighte
     assert found[0][1].any()
     for a, b in zip(*found):
         assert torch.equal(a, b)
+
+
+def test_a_merge_of_many_programs_adds_up_the_parts_of_all(device, monkeypatch):
+    """Programs of 4 tokens, whose parts are added up 4 at a time."""
+    for module in (merged_sums_triton, triton_backend):
+        monkeypatch.setattr(module, "MERGE", Launch(4, 2))
+    generator = torch.Generator().manual_seed(4)
+    logits, labels = torch.randn(50, 60, generator=generator), torch.randint(60, (50,), generator=generator)
+    labels[::7] = -100
+    logits, labels = logits.to(device), labels.to(device)
+    heads = [
+        HeadLoss([CrossEntropy(), ZLoss(0.3)], metrics=("accuracy", "entropy"), options=Options(backend=name))
+        for name in ("triton", "torch")
+    ]
+    out, expected = (head(logits, labels, token_weight=torch.linspace(0, 2, 50, device=device)) for head in heads)
+    torch.testing.assert_close(out.loss, expected.loss)
+    torch.testing.assert_close(out.count, expected.count)
+    torch.testing.assert_close(out.terms, expected.terms)
+    torch.testing.assert_close(out.metrics, expected.metrics)
+
+
+def test_a_statistic_of_the_second_exchange_is_summed_after_it(device):
+    generator = torch.Generator().manual_seed(5)
+    logits, teacher = torch.randn(2, 6, 60, generator=generator).to(device)
+    labels = torch.tensor([0, 1, 2, 3, -100, 5], device=device)
+    head = HeadLoss(Term("jsd", StatisticValue("jsd"), want=("jsd",)), options=Options(backend="triton"))
+    out = head(logits, labels, inputs={"teacher": Teacher(teacher)})
+    torch.testing.assert_close(out.loss, out.stats.jsd.sum() / 5)
+    assert out.loss > 0.01
