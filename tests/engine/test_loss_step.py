@@ -73,8 +73,8 @@ def test_prepared_steps_have_the_bits_of_the_first(terms, denominator, layout, s
 
 def test_denominators_of_another_kind_are_prepared_apart(steps, device):
     x, labels = rows(device)
-    head, fresh = HeadLoss(options=TRITON), [{}, {"denominator": 5.0}, {"denominator": torch.tensor(5.0, device=device)}]
-    for given in fresh * 3:
+    head, divisors = HeadLoss(options=TRITON), (None, 5.0, torch.tensor(5.0, device=device))
+    for given in 3 * [{"denominator": divisor} for divisor in divisors]:
         assert_equal(step(head, x, labels, **given), step(HeadLoss(options=TRITON), x, labels, **given))
     assert steps == {"statistics": 2 * 3 - 1, "gradient": 2 * 3 - 1}  # the very first call is not of a known kind
 
