@@ -40,10 +40,8 @@ RANK, RANK_DEVICE = statistic("rank")
 LOSS_STEP, MERGED_SUMS = "engine/loss_step_triton.py", "engine/merged_sums_triton.py"
 
 GROUPS = {
-    "test_transports test_collectives test_sharding": [
-        ("engine/transports/sum_lanes.py", "SumLanes", "adds_up = False", "pass"),
-    ],
     "test_loss_step test_reduction": [
+        ("engine/transports/sum_lanes.py", "SumLanes", "adds_up = False", "pass"),
         (MERGED_SUMS, "_sum_bits", "name not in layout.second", "True"),
         (LOSS_STEP, "place_of", "x.data_ptr() % 16", "0"),
         (LOSS_STEP, "LossStep.gradient", "LossGradient(loss, inverse, None)", "LossGradient(inverse.float(), inverse, None)"),

@@ -152,8 +152,10 @@ def ranks_run(group, device, transport):
 
 
 @pytest.mark.parametrize("transport", ["gather", "sum"])
-def test_several_ranks_exchange_in_every_step(transport):
+def test_several_ranks_exchange_in_every_step(transport, device):
     first, second = on_ranks(2, ranks_run, transport)
     (a, gradient), (b, _), (again, gradient_again) = first
     assert a == again != b and torch.equal(gradient, gradient_again)
     assert [loss for loss, _ in second] == [a, b, a]
+    alone = step(HeadLoss([CrossEntropy(), ZLoss(0.3)], options=TRITON), *rows(device))[0].loss
+    assert a == pytest.approx(alone.item(), rel=1e-6)
