@@ -228,7 +228,7 @@ def test_the_kernels_are_their_definitions(shape, programs, device, monkeypatch)
         assert torch.equal(id_[best.isfinite()], winner[best.isfinite()])
     peak = z.nan_to_num(-torch.inf).amax(1).clamp(min=-9.0)
     lowest = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=device)
-    lowest[1::2] = -5.0
+    lowest[1::2] = -1.0
     found = [part.total_mass(z, peak, lowest, 2.0**40) for part in (gumbel, gumbel_triton)]
     assert (found[0] - found[1]).abs().max() <= z.shape[1]  # an exponential may round to the integer above
 
