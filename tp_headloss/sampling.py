@@ -126,8 +126,8 @@ def sample(
 
     Args:
         seed: in [0, 2^64).
-        positions: [..] int64 (or int32) replicated, a number that no other draw with this seed has, such as sequence
-            number x longest length + step. Equal positions have equal noise.
+        positions: [..] int64 (or int32) of any value, replicated, a number that no other draw with this seed
+            has, such as sequence number x longest length + step. Equal positions have equal noise.
         rule: `SamplingRule`, or None for the whole vocabulary.
         logits, weight, shard, transform, options: as in `kept_ids`.
 

@@ -43,10 +43,10 @@ class Teacher(_Tempered):
     """A teacher for distillation: logits of the same shard, compared at temperatures of their own.
 
     Args:
-        logits: [.., width] sharded on V like the student's, any float dtype, never differentiated; log-probs are
-            logits, too. Columns at or beyond the shard's ``vocab_size`` take no part, so a teacher with more ids than
-            the student is compared on the common ones if that is the vocab_size (and its logits are cut at the same
-            bounds).
+        logits: [.., width] sharded on V like the student's, fp32, bf16 or fp16 (float64 if the student's are), never
+            differentiated; log-probs are logits, too. Columns at or beyond the shard's ``vocab_size`` take no part, so
+            a teacher with more ids than the student is compared on the common ones if that is the vocab_size (and its
+            logits are cut at the same bounds).
         temperature: of the teacher, a number or one per token [..].
         student_temperature: divides the student's logits (with bias, scale and softcap, whatever
             ``Transform.temperature`` is); None: the same as the teacher's.
@@ -78,7 +78,7 @@ class TopKTeacher(_Tempered):
 
     Args:
         ids: [.., K] int64 or int32, global, replicated, in any order.
-        log_probs: [.., K] any float dtype.
+        log_probs: [.., K] fp32, bf16 or fp16 (float64 if the student's logits are).
         mask: [.., K] bool, or None for all entries.
         tail_log_prob: [..] log-prob of everything else, for losses that know a tail; None: of 1 - the entries'
             probability, which is as exact as their log-probs are (give it, if they are of half precision and nearly

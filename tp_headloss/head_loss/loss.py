@@ -47,7 +47,8 @@ class HeadLoss(nn.Module):
 
     Args:
         terms: one `Term`, or a list of terms with distinct names; by default `CrossEntropy`.
-        metrics: names of `METRICS`, and `Metric`s such as ``PolicyMetrics()``; one, or a list.
+        metrics: names, "accuracy", "entropy", "log_prob", "lse", "rank" and the statistics of teachers and sets, and
+            `Metric`s such as ``PolicyMetrics()``; one, or a list.
         reduction: "mean" divides every term by the number of valid tokens, or by the sum of the token weights and of
             the labels' class weights where there are any; "sum" divides by nothing; "none" returns a loss per token.
             The reductions of `Sequences.aggregate` ("seq-mean-token-mean", ...) weigh tokens by their sequence and need

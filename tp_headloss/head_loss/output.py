@@ -24,8 +24,8 @@ class HeadLossOutput(NamedTuple):
 
     Attributes:
         loss: scalar fp32, or [..] for reduction="none".
-        count: scalar, what the mean divides by: valid tokens (the sum of their weights, if there are token weights), or
-            sequences. Counts of data- and context-parallel ranks add up.
+        count: scalar, what the mean divides by without a ``denominator``: valid tokens (the sum of their weights,
+            if there are token weights), or sequences. Counts of data- and context-parallel ranks add up.
         terms: sum of each term's values times the reduction's token weights, without the term's own weight, by name.
         metrics: sum of each metric's values times the token weights, the extremum for names in "max_" and "min_"; with
             sequences also "num_tokens", the divisor of these sums.
