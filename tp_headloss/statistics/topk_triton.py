@@ -150,7 +150,8 @@ def finish(state, joined, out, inputs, rows):
 
 @triton.jit
 def _of_the_rest(common, grads, token, rows):
-    """What a column that is no entry gets, c exp(y) + e exp(y) (y - mean) with y = a (z - shift): c, shift, e, mean."""
+    """Numbers c, shift, e, mean of the gradient of a column that is no entry: c exp(y) + e exp(y) (y - mean), where
+    y = a (z - shift)."""
     at = token.merged
     n = token.n
     moment = 0.0
