@@ -89,6 +89,12 @@ HEADS = {
     "width": [512, 513],
     "token_weight": [True, False], "metrics": [("accuracy", "entropy"), ()],
 }  # fmt: skip
+STEPS = {  # those that are repeated, whose launches are prepared
+    "terms": [("cross_entropy",), ("cross_entropy", "z_loss"), ("cross_entropy", "entropy")],
+    "place": ["aligned", "odd", "padded", "transposed"],
+    "dtype": [torch.bfloat16, torch.float32], "labels": [torch.int64, torch.int32],
+    "denominator": [None, 8.0, torch.tensor(8.0)], "metrics": [("accuracy",), ()],
+}  # fmt: skip
 EPILOGUES = {  # of a linear head's GEMMs
     "labels": [torch.int64, None],
     "dtype": [torch.bfloat16, torch.float16], "logits": ["float32", "operands"], "width": [4096, 4000],
@@ -104,6 +110,11 @@ TERMS = {
     "entropy": tp.Entropy(0.01), "own": tp.Term("own", lambda stats: 2 * stats.lse, tokenwise=True),
 }  # fmt: skip
 OPTIONS = tp.Options(backend="triton")
+
+
+def product(axes: dict) -> list:
+    """All rows of the product of the axes."""
+    return [*itertools.starmap(collections.namedtuple("Case", axes), itertools.product(*axes.values()))]
 
 
 def pairwise(axes: dict) -> list:
@@ -148,17 +159,38 @@ def target_of(architecture: int | str) -> GPUTarget:
     return GPUTarget("hip", architecture, 64) if isinstance(architecture, str) else GPUTarget("cuda", architecture, 32)
 
 
+class NothingCompiled:
+    """Takes the place of the launchers' table of compiled kernels: has none, and notes which one was looked for."""
+
+    key = None
+
+    def get(self, key):
+        self.key = key
+
+    def __len__(self):
+        return 0
+
+    def __setitem__(self, key, value):
+        pass
+
+
 class Recorder:
-    """Takes the place of `JITFunction.run`: `variants` has what Triton would have compiled, once each."""
+    """Takes the place of `JITFunction.run`: `variants` has what Triton would have compiled, once each.
+
+    Raises ValueError where a launcher has one key for two variants: it would launch the first in the place of both."""
 
     def __init__(self, architecture):
         self.variants, self.case = {}, None
+        self.table, self.by_key = NothingCompiled(), {}
         self.backend = make_backend(target_of(architecture))
 
     def __call__(self, kernel, *arguments, grid, warmup, **options):
         bind = create_function_from_signature(kernel.signature, kernel.params, self.backend)
         bound, specialization, _ = bind(*arguments, **options)
         key = kernel.fn, str(specialization), str(options)
+        first, case = self.by_key.setdefault(self.table.key, (key, self.case))
+        if first != key:
+            raise ValueError(f"one key for two variants, of {case} and {self.case}:\n{first}\n{key}")
         if key not in self.variants:
             _, *what = kernel._pack_args(self.backend, options, bound, specialization, None)
             self.variants[key] = Variant(kernel, options, *what, self.case)
@@ -175,7 +207,9 @@ class Recorder:
 
         with (
             mock.patch.object(JITFunction, "run", run),
-            mock.patch.object(launch, "DIRECT", False),
+            mock.patch.object(launch, "DIRECT", True),
+            mock.patch.object(launch, "_compiled", self.table),
+            mock.patch.object(launch, "_direct_call", lambda kernel: None),
             mock.patch.object(calls, "resolve_backend", resolve),
             mock.patch.object(reduction, "resolve_backend", resolve),
         ):
@@ -300,6 +334,16 @@ def call_head(case, groups):
     head.linear(hidden, weight, labels, linear=linear, **given).loss.backward()
 
 
+def call_step(case, groups):
+    """Steps of a `HeadLoss` of one kind, of which the third launches what the first two prepared."""
+    logits = placed(case.place, 16, 513 if case.place == "odd" else 512, case.dtype).requires_grad_()
+    shard = tp.VocabShard.from_group(None, vocab_size=510, padded_size=512) if case.place == "padded" else None
+    labels = torch.zeros(16, dtype=case.labels)
+    head = tp.HeadLoss([TERMS[name] for name in case.terms], metrics=case.metrics, options=OPTIONS)
+    for _ in range(3):
+        head(logits, labels, shard=shard, denominator=case.denominator).loss.backward()
+
+
 def call_plain():
     """Forward and backward of a mean cross-entropy, aligned, in bf16."""
     logits = torch.zeros(16, 4096, dtype=torch.bfloat16, requires_grad=True)
@@ -344,6 +388,8 @@ def record_variants(architecture: int | str = 90) -> list[Variant]:
         for axes, call in calls if isinstance(architecture, str) else [*calls, (EPILOGUES, call_epilogue)]:
             for recorder.case in pairwise(axes):
                 call(recorder.case, groups)
+        for recorder.case in product(STEPS):  # among them any two that differ in one axis alone
+            call_step(recorder.case, groups)
     dist.destroy_process_group()
     return list(recorder.variants.values())
 

@@ -14,7 +14,7 @@ from ..symmetric_memory_triton import SharedMemory
 from . import kernels
 from .device_inputs import inputs_of
 from .launch import INTERPRETED, MERGE, PreparedLaunch, ceil_div, gradient_launch, statistics_launch
-from .merged_sums_triton import sums_for_merge
+from .merged_sums_triton import sums_for_merge, sums_key
 from .sums_triton import divided_by
 
 NOT_SHARED = SharedMemory()
@@ -53,7 +53,7 @@ class LossStep:
         outputs = layout.empty_outputs(packets, n_rows, torch.float32)
         # for `empty_like`, the quickest way to allocate; expanded, so that they take no memory
         self.like = [x.new_empty(()).expand(x.shape) for x in (packets, *outputs, *sums[:3])]
-        variant = device, prepared.variant, sums.denominator_ptr is None, sums.plan
+        variant = device, prepared.variant, facts.chunks, sums_key(sums)
         self.write = PreparedLaunch(
             kernels.statistics_kernel, n_rows * facts.chunks, variant, statistics_launch(facts.chunk_size)
         )
@@ -66,7 +66,7 @@ class LossStep:
         hooks, is_transformed = rows.gradient_hooks(names), inputs.pre is not None
         how = gradient_launch(width, names, facts.softcap != 0.0, is_transformed)
         self.write_gradient = PreparedLaunch(
-            kernels.gradient_kernel, n_rows * ceil_div(width, how.block), (*variant, gradients), how
+            kernels.gradient_kernel, n_rows * ceil_div(width, how.block), (*variant, gradients, padded), how
         )
         self.gradient_last = None, hooks, rows.merged, n_rows, facts.start, facts.valid_width, padded
 
