@@ -1,4 +1,4 @@
-"""Options(gradient="forward"): packets and gradient from one launch have the bits, or nearly, of two."""
+"""Options(gradient="forward"): packets and gradient from one launch have the bits of two."""
 
 import pytest
 import torch
@@ -41,39 +41,28 @@ def run(options, logits, labels, upstream=1.0, terms=TERMS, metrics=(), **given)
     return out, *gradients
 
 
-def of_float64(logits, labels, upstream=1.0, terms=TERMS, **given):
-    """The gradient in float64, by the torch backend; 0 in columns of rows that nobody reads."""
-    logits = logits.double().cpu().nan_to_num(0.0)
-    given = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-    return run(Options(backend="torch"), logits, labels.cpu(), upstream, terms, **given)[1]
-
-
 CASES = {
     "mean": {},
     "denominator": {"denominator": 5.0},
     "tensor": {"denominator": torch.tensor(5.0)},
     "weights": {"token_weight": torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, 0.25])},
-    "label's logit": {"terms": (Term("own", StatisticValue("target_logit", negative=True)), CrossEntropy())},
-    "squares": {"terms": (ZLoss(0.3), Term("own", StatisticValue("log_prob", square=True)), CrossEntropy())},
+    "squares": {"terms": (ZLoss(0.3), Term("own", StatisticValue("log_prob", square=True)))},
+    "cross-entropy": {"terms": (CrossEntropy(),)},
+    "log-sum-exp": {"terms": (Term("own", StatisticValue("lse"), -0.3),)},
     "metrics": {"metrics": ("accuracy", "entropy")},
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES)
-def test_losses_have_the_bits_of_two_launches_and_gradients_those_of_float64(case, dtype, device):
+def test_losses_and_gradients_have_the_bits_of_two_launches(case, dtype, device):
     logits, labels = problem(device, dtype)
     given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in CASES[case].items()}
     one, gradient, second = run(IN_FORWARD, logits, labels, **given)
-    two = run(IN_BACKWARD, logits, labels, **given)[0]
-    assert torch.equal(one.loss, two.loss) and torch.equal(gradient, second)
+    two, expected, _ = run(IN_BACKWARD, logits, labels, **given)
+    assert torch.equal(one.loss, two.loss) and torch.equal(gradient, expected) and torch.equal(second, expected)
     for a, b in zip(one.stats, two.stats):
         assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
-    given.pop("metrics", None)
-    exact = of_float64(logits, labels, **given)
-    rounding = {torch.float32: 5e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
-    least = 1e-7 if dtype == torch.float16 else 1e-30
-    torch.testing.assert_close(gradient.double().cpu(), exact, rtol=rounding, atol=least)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,7 +75,7 @@ def test_chunks_of_many_tiles_are_added_up_in_the_same_order(dtype, device):
     two, expected, _ = run(IN_BACKWARD, logits, labels, metrics=metrics)
     for a, b in zip(one.stats, two.stats):
         assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
-    torch.testing.assert_close(gradient, expected, rtol=1e-6 if dtype == torch.float32 else 2**-8, atol=1e-30)
+    assert torch.equal(gradient, expected)
 
 
 @pytest.mark.parametrize("width", [3, 40, 520, 700, 704])
@@ -97,8 +86,7 @@ def test_vocabularies_of_any_size_and_padding(width, device):
     shard = VocabShard(0, width, size)
     one, gradient, _ = run(IN_FORWARD, logits, labels, shard=shard)
     two, expected, _ = run(IN_BACKWARD, logits, labels, shard=shard)
-    assert torch.equal(one.loss, two.loss)
-    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=0)
+    assert torch.equal(one.loss, two.loss) and torch.equal(gradient, expected)
     assert not gradient[:, size:].any() and not gradient[1].any()
 
 
@@ -136,7 +124,7 @@ def test_bad_rows_are_nan_alone(device):
         if isinstance(found, torch.Tensor):
             assert torch.equal(found.isnan(), expected.isnan())
             assert found.isnan().all(1).tolist() == [False, False, True, True, True, False]
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
+            assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def test_losses_on_statistics_besides_it_take_the_other_path(device):
@@ -158,17 +146,22 @@ def test_a_bias_gets_its_gradient(device):
         run(options, logits, labels)
         HeadLoss(options=options)(logits.requires_grad_(), labels, transform=Transform(bias=bias)).loss.backward()
         gradients.append(bias.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+    assert torch.equal(*gradients)
 
 
 REFUSED = {
     "a temperature": (dict(transform=Transform(temperature=2.0)), "without a scale, softcap or temperature"),
     "temperatures": (dict(transform=Transform(temperature=torch.ones(N))), "without a scale, softcap or temperature"),
-    "an entropy": (dict(terms=(CrossEntropy(), Entropy(0.1))), "terms of .*'lse'.* got .'entropy'"),
+    "an entropy": (dict(terms=(CrossEntropy(), Entropy(0.1))), "term of each of .*'lse'.* got .*'entropy'"),
+    "a label's logit": (dict(terms=(Term("own", StatisticValue("target_logit")),)), "got terms of .'target_logit'"),
+    "one statistic twice": (
+        dict(terms=(CrossEntropy(), Term("own", StatisticValue("log_prob", square=True)))),
+        "at most one term of each of .* got terms of .'log_prob', 'log_prob'.",
+    ),
     "an own function": (dict(terms=(Term("own", lambda stats: stats.lse),)), "terms that are statistics"),
     "a teacher": (
         dict(terms=(Distillation(),), inputs={"teacher": Teacher(torch.zeros(N, V))}),
-        "got .'forward_kl'",
+        "got .*'forward_kl'",
     ),
     "sequences": (dict(inputs={"sequences": Sequences.from_mask(torch.ones(N, 1, dtype=torch.bool))}), "statistics"),
     "no reduction": (dict(reduction="none"), "terms that are statistics"),

@@ -105,12 +105,8 @@ class Statistics(torch.autograd.Function):
         count = len(ctx.needs_input_grad) - 3  # absent tensors at the end are left out
         layout = ctx.request.layout
         request = Request(Tensors(*saved[:count]), ctx.request.facts, layout)
-        if ctx.expected is not None:
-            gradient, kept = saved[count : count + 2]
-            saved = saved[:count] + saved[count + 2 :]
-            if alone:
-                return _gradients(ctx, request, _gradient_again(ctx, gradient, request, kept, loss))
-        merged, *reduced = saved[count:]
+        in_forward = saved[count : count + 2] if ctx.expected is not None else ()
+        merged, *reduced = saved[count + len(in_forward) :]
         grads = {
             name: g for name, g in zip(layout.outputs, upstream) if g is not None and name in layout.differentiable
         }
@@ -129,6 +125,8 @@ class Statistics(torch.autograd.Function):
         if not grads:
             return (None,) * (count + 3)
         logits = request.tensors.logits
+        if in_forward and alone and of_loss:
+            return _gradients(ctx, request, _gradient_again(ctx, in_forward, request, merged, grads, of_loss[0]))
         if ctx.inplace:
             torch.autograd.graph.increment_version(logits)  # first: what a failed kernel left is not read again
             gradient = logits.detach()
@@ -147,12 +145,13 @@ def _gradients(ctx, request: Request, gradient):
     return gradient, *others
 
 
-def _gradient_again(ctx, gradient, request: Request, kept, loss):
+def _gradient_again(ctx, in_forward, request: Request, merged, grads: dict, loss):
     """The gradient that the forward wrote, for this upstream gradient of the loss; only the first backward has it."""
+    gradient, written_for = in_forward
     if ctx.taken:
         gradient = torch.empty_like(gradient)
     backend = load_backend(request.facts.backend)
-    backend.gradient_again(gradient, request, kept, loss, ctx.expected, ctx.taken)
+    backend.gradient_again(gradient, request, merged, grads, loss, written_for, ctx.expected, ctx.taken)
     ctx.taken = True
     return gradient.data  # which may be written to: autograd does not take that for a change of what it saved
 

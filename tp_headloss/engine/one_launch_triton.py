@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..request import Request
+from ..statistics.records_triton import LossGradient, MergedSums
 from . import rows_triton
 from .device_inputs import inputs_of
 from .launch import (
@@ -18,46 +19,49 @@ from .launch import (
     rows_launch,
     statistics_launch,
 )
-from .rows_triton import LossTerms, TermBits
+from .rows_triton import ExpectedLoss, Plan
 from .sums_triton import divided_by, token_count
 
 
-def statistics_and_gradient(packets, gradient, kept, request: Request, reduction, sums=None) -> None:
+def statistics_and_gradient(
+    packets, gradient, written_for, request: Request, reduction, sums: MergedSums | None
+) -> None:
     """Write the packets [chunks, rows, N] of a call, the gradient [N, width] of its reduced loss for the expected
-    upstream gradient, and into `kept` [4, N] fp32 what `gradient_again` reads; sums: of the merge that follows."""
+    upstream gradient, and that into `written_for` [N] fp32; sums: of the merge that follows."""
     facts, (inputs, prepared) = request.facts, inputs_of(request)
     n_rows, width = gradient.shape
-    block, rows = statistics_launch(facts.chunk_size).block, prepared.rows
-    how = rows_launch(width, gradient.element_size())
-    loss, terms = _loss_terms(request, reduction, sums), _term_bits(reduction.plan)
-    padded = facts.valid_width < width
-    plan = facts.chunks, ceil_div(block, 512 // gradient.element_size()), how.block, padded
-    out = _exact(gradient)
+    block, rows, how = statistics_launch(facts.chunk_size).block, prepared.rows, rows_launch(width, gradient.itemsize)
+    parts, padded = ceil_div(block, 512 // gradient.itemsize), facts.valid_width < width
+    plan = Plan(facts.chunks, parts, how.block, padded)
+    grads = {name: (c, True) if squared else (c,) for name, c, squared in reduction.plan.gradients}
+    loss, out = _expected_loss(request, reduction, sums), _exact(gradient)
     launch(
         rows_triton.packets_and_gradient_kernel, n_rows,
         (
-            packets.device, prepared.variant, plan, terms, pointer_key(out), len(loss.coefficients),
+            packets.device, prepared.variant, plan, pointer_key(out), *(len(g) for g in grads.values()), tuple(grads),
             pointer_key(loss.denominator_ptr), dtype_key(loss.weight), sums is None,
         ),
-        Launch(block, how.warps),
-        packets, out, kept, inputs, loss, rows.statistics, rows.packet, n_rows, facts.valid_width, facts.ignore_index,
-        plan, terms,
+        Launch(block, how.warps, how.registers),
+        packets, out, written_for, inputs, rows.grads(*map(grads.get, rows.grads._fields)), loss,
+        rows.statistics, rows.packet, n_rows, facts.valid_width, facts.ignore_index, plan,
     )  # fmt: skip
     if out is not gradient:
         gradient.data.copy_(out)
 
 
-def gradient_again(gradient, request: Request, kept, upstream, expected, again: bool) -> None:
+def gradient_again(gradient, request: Request, merged, grads: dict, loss, written_for, expected, again: bool) -> None:
     """Write the rows of the gradient that were written for another upstream gradient of the loss than this one, or with
-    `again` all of them; the next forward expects this one."""
+    `again` all of them; the next forward expects this one. grads, loss: as in `logits_gradient`."""
     facts, (inputs, prepared) = request.facts, inputs_of(request)
     n_rows, width = gradient.shape
-    padded, how = facts.valid_width < width, rows_launch(width, gradient.element_size())
-    out = _exact(gradient)
+    padded, rows, loss, out = facts.valid_width < width, prepared.rows, LossGradient(*loss), _exact(gradient)
+    how = rows_launch(width, 4 * gradient.itemsize)  # narrower, because a bias would spill registers
+    kinds = tuple(grads), *(len(g) for g in grads.values()), dtype_key(loss.weight), pointer_key(loss.upstream)
     launch(
         rows_triton.gradient_again_kernel, min(n_rows, GRADIENT_AGAIN),
-        (gradient.device, prepared.variant, again, padded, pointer_key(out), pointer_key(upstream)), how,
-        out, kept, upstream, expected, inputs, n_rows, facts.valid_width, facts.ignore_index, again, padded,
+        (gradient.device, prepared.variant, again, padded, pointer_key(out), kinds), how,
+        out, written_for, expected, inputs, merged, rows.grads(*map(grads.get, rows.grads._fields)), loss, rows.merged,
+        n_rows, facts.valid_width, again, padded,
     )  # fmt: skip
     if out is not gradient:
         gradient.data.copy_(out)
@@ -68,15 +72,8 @@ def _exact(gradient):
     return gradient.float() if INTERPRETED and gradient.dtype == torch.bfloat16 else gradient
 
 
-def _loss_terms(request: Request, reduction, sums) -> LossTerms:
-    plan, weight, denominator, expected = reduction
+def _expected_loss(request: Request, reduction, sums) -> ExpectedLoss:
+    _plan, weight, denominator, expected = reduction
     if denominator is None:
         denominator = token_count(request.tensors.labels, weight, request.facts.ignore_index)
-    parts = None if sums is None else sums.parts
-    return LossTerms(plan.coefficients, weight, *divided_by(denominator), expected, parts)
-
-
-def _term_bits(plan) -> TermBits:
-    names = plan.statistics[: len(plan.coefficients)]
-    statistics = (sum(1 << i for i, name in enumerate(names) if name == kind) for kind in TermBits._fields[:3])
-    return TermBits(*statistics, plan.squares, plan.negatives)
+    return ExpectedLoss(expected, weight, *divided_by(denominator), None if sums is None else sums.parts)

@@ -1,14 +1,14 @@
 """Packets and the gradient of a loss in one launch, where one rank has the whole vocabulary.
 
-A program reads its row from memory for the packets of all chunks, and once more, for the gradient, from the L2 cache.
-The packets have the bits of `kernels.statistics_kernel`, and are merged by the kernel that merges all packets. The
-gradient does not wait for that: its softmax is merged in fp32 from the same sums.
+A program reads its row from memory for the packets of all chunks, merges them, and reads the row once more, for the
+gradient, from the L2 cache. Packets, merged sums and gradient have the bits of `kernels`: the same device functions
+compute them, and sums are added up in the same order.
 
 Logits are transformed by a bias at most: a compiler may fuse a factor with the next subtraction in one kernel and not
 in the other.
 
 The upstream gradient of the loss is not known yet: a row is written for the one that is expected, and written again by
-`gradient_again_kernel` where another one came. Both have the same bits for the same upstream gradient.
+`gradient_again_kernel` where another one came.
 """
 
 from typing import Any, NamedTuple
@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from ..statistics import softmax_triton as softmax
-from ..statistics.family_triton import open_chunk, transform
-from ..statistics.numerics_triton import exp, fixed_sums, log1p, times, widen
-from ..statistics.records_triton import Core, Tile
+from ..statistics.family_triton import loss_of_row, of_loss, open_chunk, read, transform, upstream, weigh_token
+from ..statistics.numerics_triton import exp, fixed_sums, settle, times, widen
+from ..statistics.records_triton import Core, Packet, Tile, Token
 from .kernels import add_to_states, rescale_states, start_states
 from .merged_sums_triton import start_sums
 from .sums_triton import divisor_of
@@ -28,25 +28,32 @@ from .sums_triton import divisor_of
 PACKET_STAGES, GRADIENT_STAGES = tl.constexpr(4), tl.constexpr(3)
 
 
-class LossTerms(NamedTuple):
-    """A loss: the sum of coefficient * value * weight over terms and tokens, over a divisor; as in `sums_triton`."""
+class ExpectedLoss(NamedTuple):
+    """What the gradient of a reduced loss is made of before the loss is known, as in `LossGradient`."""
 
-    coefficients: tuple  # floats
+    upstream: Any  # [] fp32 that is expected
     weight: Any  # [T] fp32 or None
     denominator_ptr: Any  # [] fp64, or None: then the number
     denominator: Any
-    expected: Any  # [] fp32 upstream gradient
     parts: Any  # of the merge's sums, see `merged_sums_triton`, or None
 
 
-class TermBits(NamedTuple):
-    """Sets of terms as bits: those with this statistic as their value, those that are squared, and negated."""
+class RowSoftmax(NamedTuple):
+    """The merged rows of one row's softmax."""
 
-    lse: int
-    log_prob: int
-    target_logit: int
-    squares: int
-    negatives: int
+    shift: Any  # maximum
+    whole: Any  # sum of exp(z - shift)
+    others: Any  # p of all columns but the label's
+    target: Any  # the label's logit, relative to the maximum
+
+
+class Plan(NamedTuple):
+    """Sizes of a program."""
+
+    chunks: int
+    parts: int  # of a tile of each chunk
+    tile: int  # columns of the gradient
+    padded: bool  # whether columns are padding
 
 
 @triton.jit
@@ -142,7 +149,7 @@ def _store_packets(
     packets_ptr, inputs, families, rows, row, n_rows, valid_width, ignore_index, CHUNKS: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the packets of all chunks of a row -> their maxima and sums, the label's logit, and whether it is here."""
+    """Store the packets of all chunks of a row."""
     index = tl.arange(0, CHUNKS)[:, None]
     chunk = open_chunk(inputs, row, index, n_rows, 0, valid_width, ignore_index)
     zeros = tl.zeros([CHUNKS, BLOCK // PARTS], tl.float32)
@@ -151,8 +158,7 @@ def _store_packets(
     out = packets_ptr + index.to(tl.int64) * rows.height * n + row
     core = Core(m, _joined(sums))
     softmax.store_sums(out, n, core, 0, inputs, rows)
-    target = softmax.load_target(chunk, inputs)
-    softmax.store_target(out, n, target, chunk, rows)
+    softmax.store_target(out, n, softmax.load_target(chunk, inputs), chunk, rows)
     for i in tl.static_range(len(families)):
         state = ()
         for j in tl.static_range(len(states[0][i])):
@@ -161,50 +167,43 @@ def _store_packets(
                 parts += (states[k][i][j],)
             state += (_joined(parts),)
         families[i].store(out, n, state, core, chunk, inputs, rows)
-    return core, tl.sum(tl.where(chunk.owned, target, 0.0)), tl.max(chunk.owned.to(tl.int32)) > 0
 
 
 @triton.jit
-def _gradients_of_values(loss, row, values, ignored, TERMS: tl.constexpr):
-    """Gradients of lse and log_prob for an upstream gradient of 1; values: lse, log_prob and the label's logit."""
-    factor = 1.0 / divisor_of(loss.denominator_ptr, loss.denominator)
-    if loss.weight is not None:
-        factor *= tl.load(loss.weight + row)
+def _merged_softmax(packets_ptr, rows, row, n, CHUNKS: tl.constexpr):
+    """The merged softmax of a row, from the packets that are stored, by the formulas of `kernels.merge_kernel`."""
+    index = tl.arange(0, CHUNKS)
+    packet = Packet(packets_ptr + index.to(tl.int64) * rows.height * n + row, n, index < CHUNKS)
+    peak = tl.max(read(packet, rows.max, 0.0), axis=0)
+    terms = softmax.packet_softmax(packet, peak, 1.0, rows)
+    target = tl.where(terms.owner == 1.0, read(packet, rows.target, 0.0), 0.0)
+    others = tl.full((), 0.0, tl.float64)
+    for k in tl.static_range(CHUNKS):  # one after the other, as there
+        factor = tl.sum(tl.where(index == k, terms.factor, 0.0), axis=0)
+        others = tl.fma(factor, tl.sum(tl.where(index == k, terms.sum, 0.0), axis=0), others)
+    state = others, tl.sum(target, axis=0).to(tl.float64), tl.sum(terms.owner, axis=0), 0
+    return softmax.with_target(state, peak, 1.0, row, True, n, rows, CHUNKS)
+
+
+@triton.jit
+def _gradients(joined, grads, factor):
+    """Gradients of a row's lse and log_prob; factor: `loss_of_row`."""
     of_lse = 0.0
     of_log_prob = 0.0
-    for i in tl.static_range(len(loss.coefficients)):
-        g = factor * (loss.coefficients[i] * (1.0 - 2.0 * ((TERMS.negatives >> i) & 1)))
-        for k in tl.static_range(3):
-            if (TERMS[k] >> i) & 1:
-                if (TERMS.squares >> i) & 1:
-                    g *= 2.0 * values[k]
-                if k != 1:  # the label's logit is log_prob + lse
-                    of_lse += g.to(tl.float32)
-                if k != 0:
-                    of_log_prob += g.to(tl.float32)
-    return tl.where(ignored, 0.0, of_lse), tl.where(ignored, 0.0, of_log_prob)
+    if grads.lse is not None:
+        of_lse = of_loss(grads.lse, factor, settle(joined.top + joined.log_sum, joined.bad, joined.ignored))
+    if grads.log_prob is not None:
+        of_log_prob = of_loss(grads.log_prob, factor, softmax.merged_log_prob(joined))
+    return of_lse, of_log_prob
 
 
 @triton.jit
-def _merged(core, target, owned, ignored):
-    """The softmax of a row in fp32: its maximum, the label's logit relative to it, the sum without the label's column
-    and with it; NaN of a row without a softmax, or without its label."""
-    peak = tl.max(core.max)
-    target = tl.where(owned, target, float("-inf"))
-    top = tl.maximum(peak, target)
-    others = tl.sum(tl.where(core.max == float("-inf"), 0.0, core.sum * tl.exp(core.max - top)))
-    offset = tl.where(target == float("-inf"), target, target - top)
-    whole = others + tl.exp(offset)
-    whole = tl.where(owned & (whole > 0.0), whole, float("nan"))
-    return tl.where(ignored, 0.0, top), offset, others, tl.where(ignored, 1.0, whole)
-
-
-@triton.jit
-def _store_row(
-    dx_ptr, inputs, row, shift, factor, at_label, ignored, ignore_index, valid_width, PADDED: tl.constexpr,
-    TILE: tl.constexpr,
+def _store_gradient(
+    dx_ptr, inputs, row, softmax, of_lse, of_log_prob, valid_width, PADDED: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Store the gradient of a row: factor * exp(z - shift), and that of the label's logit."""
+    """Store the gradient of a row; softmax: RowSoftmax. The formulas are those of `gradient_triton`."""
+    ignored = softmax.whole == 0.0
+    factor = tl.where(ignored, 0.0, (of_lse - of_log_prob) / softmax.whole)
     dx = dx_ptr + row * inputs.width
     tiles = tl.cdiv(inputs.width, TILE)
     for i in tl.range(0, tiles, num_stages=GRADIENT_STAGES):
@@ -212,7 +211,7 @@ def _store_row(
         at = inputs.x + row * inputs.x_row + columns.to(tl.int64) * inputs.x_column
         x = tl.load(at, mask=columns < tl.where(ignored, 0, inputs.width), other=0.0, eviction_policy="evict_first")
         z, _slope = transform(widen(x), columns, inputs, 1.0, 1.0)
-        dz = exp(z - shift) * factor
+        dz = exp(z - softmax.shift) * factor
         if inputs.bias is not None:
             dz = tl.where(ignored, 0.0, dz)
         if PADDED:
@@ -220,77 +219,78 @@ def _store_row(
         # not kept in the cache, which the logits of other rows need
         tl.store(dx + columns, dz.to(dx_ptr.dtype.element_ty), mask=columns < inputs.width, cache_modifier=".cs")
     y = tl.load(inputs.labels + row).to(tl.int64)
-    here = (y >= 0) & (y < valid_width) & (y != ignore_index)
+    here = (y >= 0) & (y < valid_width) & ~ignored
+    at_target = tl.exp(softmax.target) * of_lse / softmax.whole
+    at_target += softmax.others * of_log_prob
     tl.debug_barrier()  # after the row's own stores
-    tl.store(dx + tl.where(here, y, 0), at_label.to(dx_ptr.dtype.element_ty), mask=here)
+    tl.store(dx + tl.where(here, y, 0), at_target.to(dx_ptr.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["n_rows", "valid_width", "ignore_index"])
 def packets_and_gradient_kernel(
     packets_ptr,  # [CHUNKS, K, T] fp32 out
     dx_ptr,  # [T, width] out, contiguous: the gradient for the expected upstream gradient
-    kept_ptr,  # [4, T] fp32 out: what `gradient_again_kernel` needs
+    written_for_ptr,  # [T] fp32 out: that upstream gradient
     inputs,  # Inputs
-    loss,  # LossTerms
+    grads,  # coefficients of lse and log_prob in the loss, see `of_loss`
+    loss,  # ExpectedLoss
     families,  # their STATISTICS
     rows,  # numbers of the packets' rows by name
     n_rows, valid_width, ignore_index,
-    PLAN: tl.constexpr,  # chunks, parts of a tile of a chunk, tile of the gradient, whether there is padding
-    TERMS: tl.constexpr,  # TermBits
-    BLOCK: tl.constexpr,
+    PLAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: all packets of one row, and its gradient."""
     row = tl.program_id(0).to(tl.int64)
     n = n_rows.to(tl.int64)
     if loss.parts is not None:
         start_sums(loss.parts)
-    core, target, owned = _store_packets(
-        packets_ptr, inputs, families, rows, row, n_rows, valid_width, ignore_index, PLAN[0], PLAN[1], BLOCK
+    _store_packets(
+        packets_ptr, inputs, families, rows, row, n_rows, valid_width, ignore_index, PLAN.chunks, PLAN.parts, BLOCK
     )
-    ignored = tl.load(inputs.labels + row).to(tl.int64) == ignore_index
-    shift, offset, others, whole = _merged(core, target, owned, ignored)
-    log_sum = tl.log(whole)
-    log_prob = tl.where(offset == 0.0, -log1p(others.to(tl.float64)).to(tl.float32), offset - log_sum)
-    of_lse, of_log_prob = _gradients_of_values(loss, row, (shift + log_sum, log_prob, target), ignored, TERMS)
-    factor = (of_lse - of_log_prob) / whole
-    at_label = tl.exp(offset) * of_lse / whole + others / whole * of_log_prob
-    expected = tl.load(loss.expected)
-    tl.store(kept_ptr + row, shift)
-    tl.store(kept_ptr + n + row, factor)
-    tl.store(kept_ptr + 2 * n + row, at_label)
-    tl.store(kept_ptr + 3 * n + row, expected)
-    _store_row(
-        dx_ptr, inputs, row, shift, factor * expected, at_label * expected, ignored, ignore_index, valid_width,
-        PLAN[3], PLAN[2],
+    tl.debug_barrier()  # the packets are stored
+    joined = _merged_softmax(packets_ptr, rows, row, n, PLAN.chunks)
+    expected = tl.load(loss.upstream)
+    tl.store(written_for_ptr + row, expected)
+    factor = expected * (1.0 / divisor_of(loss.denominator_ptr, loss.denominator))
+    of_lse, of_log_prob = _gradients(joined, grads, weigh_token(factor, loss.weight, row))
+    shift, whole, others, offset = softmax.merged_rows(joined)
+    _store_gradient(
+        dx_ptr, inputs, row, RowSoftmax(shift, whole, others, offset), of_lse, of_log_prob, valid_width, PLAN.padded,
+        PLAN.tile,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_rows", "valid_width", "ignore_index"])
+@triton.jit(do_not_specialize=["n_rows", "valid_width"])
 def gradient_again_kernel(
     dx_ptr,  # [T, width] out, contiguous
-    kept_ptr,  # [4, T] fp32 of `packets_and_gradient_kernel`
-    upstream_ptr,  # [] fp32: gradient of the loss
+    written_for_ptr,  # [T] fp32: upstream gradients of the loss for which rows were written
     expected_ptr,  # [] fp32 out: what to expect next
     inputs,  # Inputs
-    n_rows, valid_width, ignore_index,
+    merged_ptr,  # [R, T] fp32
+    grads,  # upstream gradients by name, see `upstream`
+    loss,  # LossGradient
+    rows,  # numbers of the merged rows by name
+    n_rows, valid_width,
     AGAIN: tl.constexpr,  # in any case; else only rows that were written for another upstream gradient
     PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the gradient of some rows."""
     n = n_rows.to(tl.int64)
-    upstream = tl.load(upstream_ptr)
+    expected = tl.load(loss.upstream)
     if tl.program_id(0) == 0:
-        tl.store(expected_ptr, upstream)
+        tl.store(expected_ptr, expected)
     for first in range(0, n_rows, tl.num_programs(0)):
         row = (first + tl.program_id(0)).to(tl.int64)
-        kept = kept_ptr + row
         other = row < n
         if not AGAIN:
-            other = other & (tl.load(kept + 3 * n, mask=other, other=0.0) != upstream)
+            other = other & (tl.load(written_for_ptr + row, mask=other, other=0.0) != expected)
         if other:
-            ignored = tl.load(inputs.labels + row).to(tl.int64) == ignore_index
-            shift, factor, at_label = tl.load(kept), tl.load(kept + n), tl.load(kept + 2 * n)
-            _store_row(
-                dx_ptr, inputs, row, shift, factor * upstream, at_label * upstream, ignored, ignore_index,
-                valid_width, PADDED, BLOCK,
+            merged = merged_ptr + row
+            token = Token(row, n, merged, 0, False, 1.0, 0, 0, False, False, loss_of_row(loss, row))
+            of_lse, of_log_prob = upstream(grads.lse, token), upstream(grads.log_prob, token)
+            shift, whole = tl.load(merged + rows.shift * n), tl.load(merged + rows.sum * n)
+            others, offset = tl.load(merged + rows.others * n), tl.load(merged + rows.target * n)
+            _store_gradient(
+                dx_ptr, inputs, row, RowSoftmax(shift, whole, others, offset), of_lse, of_log_prob, valid_width, PADDED,
+                BLOCK,
             )  # fmt: skip

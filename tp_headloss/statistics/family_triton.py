@@ -98,15 +98,31 @@ def same_gradient(dz, state, tile, token, grads, inputs, rows):
 
 
 @triton.jit
+def weigh_token(factor, weight_ptr, row):
+    """factor times the token's weight, if there are weights; 0 for a weight of 0, whatever the factor is."""
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + row)
+        factor = tl.where(weight == 0.0, 0.0, factor * weight)
+    return factor
+
+
+@triton.jit
 def loss_of_row(loss, row):
     """Gradient of the reduced loss for a statistic of a row whose coefficient is 1, in float64; 0 without a loss."""
     factor = 0.0
     if loss.upstream is not None:
-        factor = tl.load(loss.upstream) * tl.load(loss.inverse)
-        if loss.weight is not None:
-            weight = tl.load(loss.weight + row)
-            factor = tl.where(weight == 0.0, 0.0, factor * weight)
+        factor = weigh_token(tl.load(loss.upstream) * tl.load(loss.inverse), loss.weight, row)
     return factor
+
+
+@triton.jit
+def of_loss(grad, loss, value):
+    """Upstream gradient of a statistic from `loss_of_row` and its coefficient (c,), or (c, ..) where the loss has the
+    square of the value."""
+    g = loss * grad[0]
+    if len(grad) == 2:
+        g *= 2.0 * value
+    return g.to(tl.float32)
 
 
 @triton.jit
@@ -118,10 +134,10 @@ def upstream(grad, token):
         if isinstance(grad, tl.tensor):
             g = tl.load(grad + token.row)
         else:
-            g = token.loss * grad[0]
+            value = 0.0
             if len(grad) == 2:
-                g *= 2.0 * tl.load(grad[1] + token.row)
-            g = g.to(tl.float32)
+                value = tl.load(grad[1] + token.row)
+            g = of_loss(grad, token.loss, value)
     return g
 
 
