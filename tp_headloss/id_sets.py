@@ -18,8 +18,7 @@ class IdSets:
 
     A negative id is none, and an id that is there several times counts once. Sets of different sizes take less memory
     by `from_csr`. A set that is empty, that holds an id at or beyond the vocabulary or lacks its token's label makes
-    the statistics over sets of that token NaN (``Options.check`` raises instead). For the statistic "log_probs_at" they
-    are ids whose log-probs are asked for, each.
+    the statistics over sets of that token NaN (``Options.check`` raises instead).
 
     Args:
         ids: [.., K] int64 or int32, global, replicated, in any order; ascending ones are a little quicker.

@@ -1,8 +1,8 @@
-"""The gradient of a tile of logits, for any tuple of families, and the gradient at a token's entries.
+"""The gradient of a tile of logits, for any tuple of families, and the gradient at a token's entries and given ids.
 
-At the entries of a top-K teacher or of a set the whole gradient is computed apart, by the program of their columns
-before it may overwrite the logits, and put into its place when it has written the columns: while they are in the cache,
-a scattered element costs no access of memory.
+At the entries of a top-K teacher or of a set, and at given ids, the whole gradient is computed apart, by the program of
+their columns before it may overwrite the logits, and put into its place when it has written the columns: while they are
+in the cache, a scattered element costs no access of memory.
 """
 
 import triton
@@ -42,7 +42,7 @@ def _softmax_gradient(z, columns, first, token, states, families, grads, inputs,
     dz = p * away
     if inputs.labels is not None:
         target = tl.load(inputs.labels + token.row).to(tl.int64) - start
-        if len(token.places.shape) == 1:
+        if len(token.places.shape) + len(token.id_places.shape) == 1:
             here = target >= 0
         else:
             here = (target >= first) & (target < first + BLOCK)
@@ -90,13 +90,15 @@ def tile_gradient(
 
 
 @triton.jit
-def store_at_entries(
-    exact_ptr, begin, count, first, end, chunk, token, grads, families, inputs, rows, valid_width, BLOCK: tl.constexpr
+def store_exact(
+    exact_ptr, ids_ptr, begin, count, first, end, chunk, token, grads, families, inputs, rows, valid_width,
+    GIVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient at those of a row's entries begin, .. that are columns first .. end - 1, by their places."""
+    """Store the gradient at those of a row's ids begin, .. that are columns first .. end - 1, by their places. GIVEN:
+    whether they are given ids, else entries."""
     for k in range(0, count, BLOCK):
         place = k + tl.arange(0, BLOCK)
-        columns = tl.load(inputs.entries + begin + place, mask=place < count, other=-1) - token.start
+        columns = tl.load(ids_ptr + begin + place, mask=place < count, other=-1) - token.start
         written = (columns >= first) & (columns < end)
         columns = tl.where(written, columns, inputs.width)
         readable = written & (columns < tl.where(token.ignored, 0, end))
@@ -104,8 +106,9 @@ def store_at_entries(
             inputs.x + token.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0
         )
         at = Token(
-            token.row, token.n, token.merged, token.whole, token.ignored, token.student_scale, begin + place,
-            token.start, written, readable, token.loss,
+            token.row, token.n, token.merged, token.whole, token.ignored, token.student_scale,
+            token.start if GIVEN else begin + place, token.start, written, readable, token.loss,
+            begin + place if GIVEN else token.start,
         )  # fmt: skip
         dz = tile_gradient(
             widen(x), columns, 0, chunk, at, grads, families, inputs, rows, token.start, valid_width, False, BLOCK
@@ -114,11 +117,11 @@ def store_at_entries(
 
 
 @triton.jit
-def put_entries(dx, dx_column, exact_ptr, begin, count, first, end, inputs, start, BLOCK: tl.constexpr):
-    """Copy what `store_at_entries` stored to its columns; dx: pointer to the row."""
+def put_exact(dx, dx_column, exact_ptr, ids_ptr, begin, count, first, end, start, BLOCK: tl.constexpr):
+    """Copy what `store_exact` stored to its columns; dx: pointer to the row."""
     for k in range(0, count, BLOCK):
         place = k + tl.arange(0, BLOCK)
-        columns = tl.load(inputs.entries + begin + place, mask=place < count, other=-1) - start
+        columns = tl.load(ids_ptr + begin + place, mask=place < count, other=-1) - start
         here = (columns >= first) & (columns < end)
         gradient = tl.load(exact_ptr + begin + place, mask=here, other=0.0)
         tl.store(dx + columns.to(tl.int64) * dx_column, gradient, mask=here)
