@@ -1,4 +1,4 @@
-"""The sets of a call, `IdSets` or a `SamplingRule` that makes them, and given ids: checks, and what the kernels take."""
+"""A call's sets, `IdSets` or a `SamplingRule` that makes them, and given ids: their checks, and what kernels take."""
 
 from __future__ import annotations
 

@@ -19,16 +19,16 @@ from ..statistics.family_triton import (
     teacher_scales,
 )
 from ..statistics.numerics_triton import widen
-from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
+from ..statistics.records_triton import Chunk, Core, Packet, Places, Tile, Token
 from ..symmetric_memory_triton import end_turn, packet_pointer, slot_to_write, turn_to_read
 from .gradient_triton import put_exact, store_exact, tile_gradient
 from .merged_sums_triton import add_up, start_sums
 
-# Columns of the gradient in a program that puts entries and given ids into their places. An H200, 8192 x 128256, microseconds of the
+# Columns of the gradient in a program that puts entries into their places. An H200, 8192 x 128256, microseconds of the
 # backward of sets of 1024 ids, of 64, of a top-K teacher, with its tail: 4096 1243, 1030, 1100, 1186; 8192 1295, 1045,
 # 1034, 1084; 16384 1530, 1082, -, -: what the programs at work write has to stay in the cache
 COLUMNS = tl.constexpr(8192)
-PUT = tl.constexpr(128)  # of them that it reads at once
+PUT = tl.constexpr(128)  # entries or given ids that it reads at once
 
 
 @triton.jit
@@ -265,15 +265,11 @@ def gradient_kernel(
         valid_end = tl.minimum(end, valid_width)
         if exact.entries is not None:
             begin, count = entries_between(inputs, row, start + first, start + valid_end)
-            store_exact(
-                exact.entries, inputs.entries, begin, count, first, valid_end, chunk, token, grads, families, inputs,
-                rows, valid_width, False, PUT,
-            )  # fmt: skip
+            entries = Places(inputs.entries, exact.entries, begin, count)
+            store_exact(entries, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, False, PUT)
         if exact.ids is not None:
-            store_exact(
-                exact.ids, inputs.ids, row * inputs.n_ids, inputs.n_ids, first, valid_end, chunk, token, grads,
-                families, inputs, rows, valid_width, True, PUT,
-            )  # fmt: skip
+            ids = Places(inputs.ids, exact.ids, row * inputs.n_ids, inputs.n_ids)
+            store_exact(ids, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, True, PUT)
         tl.debug_barrier()  # the logits there are read
         BYTES: tl.constexpr = BLOCK * inputs.x.dtype.element_ty.primitive_bitwidth // 8
         # stages of a teacher's and a bias's tiles, too, fit into 48 KiB
@@ -286,9 +282,8 @@ def gradient_kernel(
         tl.debug_barrier()  # these columns are written
         dx = dx_ptr + row * dx_row
         if exact.ids is not None:
-            ids_begin = row * inputs.n_ids
-            put_exact(dx, dx_column, exact.ids, inputs.ids, ids_begin, inputs.n_ids, first, valid_end, start, PUT)
-        if exact.entries is not None:  # last: of given ids that are entries, these know both parts
+            put_exact(dx, dx_column, ids, first, valid_end, start, PUT)
+        if exact.entries is not None:  # last: at given ids that are entries, too, only these have both parts
             if exact.ids is not None:
                 tl.debug_barrier()
-            put_exact(dx, dx_column, exact.entries, inputs.entries, begin, count, first, valid_end, start, PUT)
+            put_exact(dx, dx_column, entries, first, valid_end, start, PUT)

@@ -41,8 +41,8 @@ def _obstacle(request: Request, reduction, options) -> str | None:
         return f"terms of {sorted(OF_SOFTMAX)}, got {others}"
     if (facts.scale, facts.softcap, facts.temperature) != (1.0, 0.0, 1.0) or x.temperatures is not None:
         return "logits without a scale, softcap or temperature"
-    layout, others = request.layout, (x.teacher, x.entries, x.ids)
-    if any(tensor is not None for tensor in others) or layout.second or layout.needs_label_logits:
+    has_others = any(tensor is not None for tensor in (x.teacher, x.entries, x.ids))
+    if has_others or request.layout.second or request.layout.needs_label_logits:
         return "a call without a teacher, sets, given ids or ranks"
     return None
 

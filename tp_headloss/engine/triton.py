@@ -154,9 +154,9 @@ def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
     if request.tensors.logits.numel() == 0:
         return
     if INTERPRETED and out.dtype == torch.bfloat16:  # the interpreter truncates to bf16, hardware rounds
-        exact = torch.empty_like(out, dtype=torch.float32)
-        logits_gradient(exact, request, merged, grads, loss)
-        out.copy_(exact)
+        unrounded = torch.empty_like(out, dtype=torch.float32)
+        logits_gradient(unrounded, request, merged, grads, loss)
+        out.copy_(unrounded)
         return
     (inputs, prepared), at_entries, at_ids = inputs_of(request), None, None
     if grads.keys().isdisjoint(AT_ENTRIES):

@@ -178,6 +178,15 @@ class Exact(NamedTuple):
     ids: object  # [T, K] like given ids
 
 
+class Places(NamedTuple):
+    """Some of a row's entries or given ids, whose gradient is computed apart."""
+
+    ids: object  # pointer to those of all rows
+    exact: object  # pointer to the gradient there
+    begin: object  # number of the first
+    count: object
+
+
 class Token(NamedTuple):
     """One row of a gradient."""
 
