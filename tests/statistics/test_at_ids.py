@@ -191,6 +191,7 @@ def test_valid_tokens_alone(backend, device):
 def test_an_id_outside_of_the_vocabulary_is_nan_and_so_is_its_tokens_gradient(backend, device):
     x, labels, ids = problem()
     ids[6, 1], ids[7, 0] = V, 1 << 40
+    ids[2, 1] = V  # of an ignored token
     local = x.to(device).requires_grad_()
     stats = vocab_statistics(
         local, labels.to(device), want=("log_probs_at",), ids=ids.to(device), options=Options(backend=backend)
@@ -204,6 +205,29 @@ def test_an_id_outside_of_the_vocabulary_is_nan_and_so_is_its_tokens_gradient(ba
             local, labels.to(device), want=("log_probs_at",), ids=ids.to(device),
             options=Options(backend=backend, check=True),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "match, arguments",
+    {
+        r"need ids \[.., K\], got none": {"want": ("log_probs_at",)},
+        r"ids serve the statistics \('log_probs_at',\), got none of them": {"ids": torch.zeros(3, 2).long()},
+        r"ids must be \[.., K\] for tokens \[3\], got \[3\]": {"want": ("log_probs_at",), "ids": torch.zeros(3).long()},
+        r"ids must have shape \[3, 2\], got \[1, 2\]": {"want": ("log_probs_at",), "ids": torch.zeros(1, 2).long()},
+    }.items(),
+)
+def test_ids_that_do_not_fit_are_refused(match, arguments):
+    with pytest.raises(ValueError, match=match):
+        vocab_statistics(torch.zeros(3, 9), **arguments)
+
+
+def test_no_ids_at_all(backend, device):
+    x = torch.randn(3, 9, device=device, requires_grad=True)
+    none = torch.zeros(3, 0, dtype=torch.int64, device=device)
+    stats = vocab_statistics(x, want=("log_probs_at",), ids=none, options=Options(backend=backend))
+    assert stats.log_probs_at.shape == (3, 0)
+    (grad,) = torch.autograd.grad(stats.log_probs_at.sum() + stats.lse.sum(), x)
+    torch.testing.assert_close(grad, x.detach().softmax(-1))
 
 
 def test_gradcheck_in_float64(device):

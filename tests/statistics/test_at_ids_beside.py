@@ -185,6 +185,23 @@ def test_a_rule_may_make_the_sets(backend, device):
     assert torch.equal(stats.log_probs_at, alone.log_probs_at) and (stats.log_probs_at.exp() > 0.01).any()
 
 
+def test_a_set_that_is_bad_leaves_given_ids_alone(backend, device):
+    x, labels, _, ids = (part[:4] for part in problem())
+    sets = ragged([[int(labels[0]), 5], [], [7], [V]])  # the second and the last
+    leaf, given = x.to(device).requires_grad_(), {"ids": ids.to(device), "options": Options(backend=backend)}
+    want = ("set_log_prob", "log_probs_at")
+    stats = vocab_statistics(leaf, labels.to(device), want=want, sets=sets.to(device), **given)
+    alone = vocab_statistics(leaf, labels.to(device), want=want[1:], **given)
+    assert stats.set_log_prob.isnan().tolist() == [False, True, False, True]
+    assert torch.equal(stats.log_probs_at, alone.log_probs_at)
+    grads = [
+        torch.autograd.grad(found.log_probs_at.exp().sum(), leaf, retain_graph=True)[0] for found in (stats, alone)
+    ]
+    assert torch.equal(*grads) and grads[0].isfinite().all()
+    (grad,) = torch.autograd.grad(stats.set_log_prob.sum() + stats.log_probs_at.sum(), leaf)
+    assert grad.isnan().any(-1).tolist() == [False, True, False, True]
+
+
 def test_gradcheck_in_float64(device):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 9, generator=generator, dtype=torch.float64).to(device).requires_grad_()
