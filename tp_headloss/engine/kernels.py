@@ -232,7 +232,7 @@ def gradient_kernel(
     merged_ptr,  # [R, T] fp32
     grads,  # upstream gradients by name, see `upstream`
     loss,  # LossGradient
-    exact,  # Exact; None: no statistic has another gradient at entries or given ids
+    exact,  # Exact: statistics have another gradient at entries or given ids
     families,  # their GRADIENT
     rows,  # numbers of the merged rows by name
     n_rows, start, valid_width,
@@ -242,7 +242,8 @@ def gradient_kernel(
 
     Rows run from the last to the first: what the forward read last is still in the L2 cache.
     """
-    STEP: tl.constexpr = BLOCK if exact is None else COLUMNS
+    PLAIN: tl.constexpr = exact.entries is None and exact.ids is None
+    STEP: tl.constexpr = BLOCK if PLAIN else COLUMNS
     steps = tl.cdiv(inputs.width, STEP)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // steps).to(tl.int64)
@@ -255,7 +256,7 @@ def gradient_kernel(
     teacher_scale, a = teacher_scales(inputs, row, n_rows)
     chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
     token = Token(row, n, merged, whole, ignored, a, start, start, False, False, loss_of_row(loss, row), start)
-    if exact is None:
+    if PLAIN:
         _store_gradient(
             dx_ptr, dx_row, dx_column, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED,
             BLOCK,

@@ -163,13 +163,12 @@ def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
         inputs = _without_entries(inputs)
     else:
         at_entries = torch.empty_like(request.tensors.entries, dtype=out.dtype)
-    if "log_probs_at" not in grads:
-        inputs = _without_ids(inputs)
-    else:
+    if "log_probs_at" in grads:
         at_ids = torch.empty_like(request.tensors.ids, dtype=out.dtype)
         grads = grads | {"log_probs_at": _sums_at_ids(grads["log_probs_at"], request.tensors.ids)}
-    exact = None if at_entries is None and at_ids is None else Exact(at_entries, at_ids)
-    _gradient(out, request, inputs, prepared.variant, merged, grads, loss, exact)
+    elif inputs.ids is not None:
+        inputs = _without_ids(inputs)
+    _gradient(out, request, inputs, prepared.variant, merged, grads, loss, Exact(at_entries, at_ids))
 
 
 def _sums_at_ids(upstream, ids):
@@ -193,7 +192,7 @@ def _upstream(rows: DeviceLayout, grads: dict, loss):
     return upstream, LossGradient(*loss), (*kinds, pointer_key(gradient), dtype_key(weight), *coefficients)
 
 
-def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict, loss, exact: Exact | None):
+def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict, loss, exact: Exact):
     """The gradient at every column; variant: of these inputs; exact: memory for that at entries and ids."""
     (n_rows, width), strides, facts, rows = out.shape, out.stride(), request.facts, device_layout(request.layout)
     names = tuple(grads)
@@ -201,13 +200,14 @@ def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dic
     hooks, how = rows.gradient_hooks(names), gradient_launch(width, names, facts.softcap != 0.0, is_transformed)
     upstream, loss, kinds = _upstream(rows, grads, loss)
     padded = facts.valid_width < width
-    columns = how.block if exact is None else kernels.COLUMNS.value
+    apart = exact.entries is not None, exact.ids is not None
+    columns = kernels.COLUMNS.value if any(apart) else how.block
     variant = (
         out.device,
         rows,
         hooks,
         padded,
-        exact is None or (exact.entries is None, exact.ids is None),
+        apart,
         pointer_key(out),
         *map(int_key, strides),
         variant,

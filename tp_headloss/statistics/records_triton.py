@@ -174,8 +174,8 @@ class LossGradient(NamedTuple):
 class Exact(NamedTuple):
     """Memory for the gradient at columns where it is computed apart; None: it is not."""
 
-    entries: object  # like the entries
-    ids: object  # [T, K] like given ids
+    entries: object = None  # like the entries
+    ids: object = None  # [T, K] like given ids
 
 
 class Places(NamedTuple):
