@@ -209,6 +209,18 @@ class IdSets:
         found[row[(ids[place] == flat[row]) & (flat[row] >= 0)]] = True
         return found.view(labels.shape)
 
+    def tolist(self) -> list[list[int]]:
+        """Return the ids of each token as a list, tokens flat and in order, without those that are none. Waits for a
+        GPU.
+
+        Examples:
+            >>> IdSets(torch.tensor([[5, 6], [7, -1]])).tolist()
+            [[5, 6], [7]]
+        """
+        ids, spans = flat_ids(self, lambda x: x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
+        known = ids.tolist()
+        return [[i for i in known[begin:end] if i >= 0] for begin, end in spans.tolist()]
+
     @property
     def _of_tokens(self) -> torch.Tensor:
         """The tensor [.., *] whose dimensions but the last are those of the tokens."""

@@ -212,6 +212,7 @@ GROUPS = {
         ("id_sets.py", "flat_ids", "ids.reshape(-1).contiguous()", "ids.reshape(-1)"),
         ("id_sets.py", "IdSets.__getitem__", "x[(*key, slice(None))]", "x[key]"),
         ("id_sets.py", "IdSets.scatter", "spread(masked_ids(self), -1)", "spread(self.ids, -1)"),
+        ("id_sets.py", "IdSets.tolist", "[i for i in known[begin:end] if i >= 0]", "known[begin:end]"),
         ("id_sets.py", "IdSets.contains", "(ids[place] == flat[row]) & (flat[row] >= 0)", "ids[place] == flat[row]"),
         ("sampling.py", "_blocks", "not isinstance(rule, SamplingRule) and not (draw and rule is None)", "False"),
     ],
