@@ -33,6 +33,7 @@ def vocab_statistics(
     transform: Transform | None = None,
     teacher: Teacher | TopKTeacher | None = None,
     sets: IdSets | SamplingRule | None = None,
+    ids: torch.Tensor | None = None,
     total_weight: torch.Tensor | None = None,
     ignore_index: int = -100,
     options: Options | None = None,
@@ -51,15 +52,16 @@ def vocab_statistics(
             says it, ``Shard(-1)`` on one dimension of its mesh (labels and the like then plain or DTensors; results are
             plain).
         want: of "entropy", "collision", "total", "argmax" and "rank", with a `Teacher` of `statistics.FULL_TEACHER`,
-            with a `TopKTeacher` of `statistics.TOPK_TEACHER`, with ``sets`` of `statistics.OVER_SETS` or
+            with a `TopKTeacher` of `statistics.TOPK_TEACHER`, with ``sets`` of `statistics.OVER_SETS`, with ``ids``
             "log_probs_at"; lse is always there, log_prob and target_logit with labels. The Jensen-Shannon divergences
             and "total_variation" take a second, small collective, "rank" one of the labels' logits before the logits
             are read, all others together one.
         transform: `Transform` of the logits.
         teacher: `Teacher` or `TopKTeacher` whose statistics are in ``want``.
-        sets: `IdSets` whose statistics are in ``want``; for "log_probs_at" [.., K], the log-prob of each of its ids.
-            Or a `SamplingRule` that makes them from these very logits, detached and transformed (as `kept_ids` does). A
-            token whose label the rule does not keep is NaN.
+        sets: `IdSets` whose statistics are in ``want``. Or a `SamplingRule` that makes them from these very logits,
+            detached and transformed (as `kept_ids` does). A token whose label the rule does not keep is NaN.
+        ids: [.., K] int64 or int32 global ids whose log-probs are "log_probs_at" [.., K], in any order, also several
+            times. A negative id is none, and one at or beyond the vocabulary is NaN.
         total_weight: [width] fp32 column weights w of ``total`` (class weights), not differentiable.
         ignore_index: label of tokens that are left out.
         options: `Options`.
@@ -77,7 +79,9 @@ def vocab_statistics(
         (tensor([-0.4076, -1.0986]), tensor([0.8324, 1.0986]))
         >>> (-stats.log_prob - 0.01 * stats.entropy).mean().backward()  # any PyTorch on statistics
     """
-    return run_statistics(logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options)[0]
+    return run_statistics(
+        logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, ids=ids
+    )[0]
 
 
 @documented_fields
@@ -151,16 +155,18 @@ def log_probs(
 
 
 def run_statistics(
-    logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, reduction=None
+    logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, reduction=None, ids=None
 ):
     """`vocab_statistics`, and what a `Reduction` gives (Triton backend, labels): its loss and sums, else None."""
     request, labels = checked_request(
-        logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options
+        logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, ids
     )
     return computed_statistics(request, labels, options, reduction)
 
 
-def checked_request(logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options):
+def checked_request(
+    logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, ids=None
+):
     """Check the arguments of `vocab_statistics` -> their `Request`, and this rank's plain labels."""
     expect_instance("options", options, Options)
     expect_instance("transform", transform, Transform)
@@ -168,13 +174,14 @@ def checked_request(logits, labels, shard, want, transform, teacher, sets, total
     transform, options = transform or NO_TRANSFORM, options or DEFAULTS
     with Agreement(options, shard) as agreement:
         logits, shard = local_logits(logits, shard)
-        labels, transform, teacher, sets = (local_part(x, shard) for x in (labels, transform, teacher, sets))
+        given = (local_part(x, shard) for x in (labels, transform, teacher, sets, ids))
+        labels, transform, teacher, sets, ids = given
         agreement.record(
             "vocab_statistics", shard, logits=logits, labels=labels, want=want, transform=transform, teacher=teacher,
-            sets=sets, total_weight=total_weight, ignore_index=ignore_index, options=options,
+            sets=sets, ids=ids, total_weight=total_weight, ignore_index=ignore_index, options=options,
         )  # fmt: skip
         request = build_request(
-            logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options, sets=sets
+            logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options, sets=sets, ids=ids
         )
     if isinstance(sets, SamplingRule):
         request = with_kept_sets(request, sets, labels, options)

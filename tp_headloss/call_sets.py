@@ -1,11 +1,11 @@
-"""The sets of a call, `IdSets` or a `SamplingRule` that makes them: their checks, and what the kernels take."""
+"""A call's sets, `IdSets` or a `SamplingRule` that makes them, and given ids: their checks, and what kernels take."""
 
 from __future__ import annotations
 
 import torch
 
 from .engine.operators import known_sets
-from .id_sets import IdSets, flat_ids, masked_ids, ragged
+from .id_sets import IdSets, flat_ids, ragged
 from .kept import kept_sets
 from .options import Options
 from .request import Facts, Request, TokenOrder
@@ -19,7 +19,7 @@ from .validation import expect_ids, expect_tensor
 
 def validate_sets(sets: IdSets | SamplingRule | None, labels, want, teacher, logits, vocab_size: int):
     """Raise TypeError or ValueError, from metadata, unless the sets fit the call. logits: [.., width]."""
-    wanted = [name for name in (*OVER_SETS, *AT_IDS) if name in want]
+    wanted = [name for name in OVER_SETS if name in want]
     if sets is not None and not isinstance(sets, (IdSets, SamplingRule)):
         raise TypeError(f"sets must be IdSets(..), a SamplingRule(..) or None, got {type(sets).__name__}")
     if sets is None:
@@ -27,12 +27,7 @@ def validate_sets(sets: IdSets | SamplingRule | None, labels, want, teacher, log
             raise ValueError(f"{wanted} need sets of ids, got none: sets=IdSets(ids)")
         return
     if not wanted:
-        raise ValueError(f"sets serve the statistics {OVER_SETS + AT_IDS}, got none of them in want")
-    if len(wanted) > 1 and AT_IDS[0] in wanted:
-        raise ValueError(f"log_probs_at and statistics over sets are for separate calls, got {wanted} in want")
-    if AT_IDS[0] in wanted and (isinstance(sets, SamplingRule) or sets.spans is not None):
-        got = "a SamplingRule" if isinstance(sets, SamplingRule) else "sets from_csr"
-        raise ValueError(f"log_probs_at is [.., K] of ids [.., K], got {got}")
+        raise ValueError(f"sets serve the statistics {OVER_SETS}, got none of them in want")
     if isinstance(teacher, TopKTeacher):
         raise ValueError("sets and a TopKTeacher are for separate calls, got both in one")
     if "set_log_prob" in want and labels is None:
@@ -56,12 +51,30 @@ def validate_sets(sets: IdSets | SamplingRule | None, labels, want, teacher, log
             raise TypeError(f"sets.mask must be bool, got {sets.mask.dtype}")
 
 
+def validate_ids(ids, want, logits):
+    """Raise TypeError or ValueError, from metadata, unless the given ids fit the call. logits: [.., width]."""
+    if ids is None:
+        if AT_IDS[0] in want:
+            raise ValueError(f"{[*AT_IDS]} need ids [.., K], got none")
+        return
+    if AT_IDS[0] not in want:
+        raise ValueError(f"ids serve the statistics {AT_IDS}, got none of them in want")
+    expect_ids("ids", ids)
+    lead = logits.shape[:-1]
+    if ids.dim() != len(lead) + 1:
+        raise ValueError(f"ids must be [.., K] for tokens {list(lead)}, got {list(ids.shape)}")
+    expect_tensor("ids", ids, (*lead, ids.shape[-1]), logits.device)
+
+
+def id_tensors(ids: torch.Tensor | None, order: TokenOrder, vocab_size: int) -> dict[str, torch.Tensor]:
+    """Given ids [.., K] as a request has them."""
+    return {} if ids is None else {"ids": known_ids(order.flatten(ids), vocab_size).contiguous()}
+
+
 def set_tensors(sets: IdSets | SamplingRule | None, lead, order: TokenOrder, facts: Facts) -> dict[str, torch.Tensor]:
     """The tensors of sets as a request has them; none of a rule, see `with_kept_sets`. lead: shape of the tokens."""
     if not isinstance(sets, IdSets):
         return {}
-    if AT_IDS[0] in facts.want:
-        return {"entries": known_ids(order.flatten(masked_ids(sets)), facts.vocab_size).contiguous()}
     ids, spans = flat_ids(sets, lambda x: order.flatten(x.reshape(*lead, x.shape[-1])))
     return dict(zip(("entries", "entry_spans"), known_sets(ids, spans, facts.vocab_size, facts.backend)))
 
@@ -73,26 +86,34 @@ def with_kept_sets(request: Request, rule: SamplingRule, labels, options: Option
     ids, spans = kept_sets(request, rule.map_tokens(order.shape, order.flatten))
     if options.check:
         sets = ragged(ids, order.unflatten(spans))
-        check_sets(sets, labels, request.facts.want, request.facts.ignore_index, request.facts.vocab_size)
+        check_sets(sets, labels, request.facts.ignore_index, request.facts.vocab_size)
     return request._replace(tensors=request.tensors._replace(entries=ids, entry_spans=spans))
 
 
-def check_sets(sets: IdSets, labels, want, ignore_index: int, vocab_size: int):
-    """Raise ValueError with the first token, if any, whose set holds an unknown id or lacks a label that it needs."""
+def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int):
+    """Raise ValueError with the first token, if any, whose set holds an unknown id or lacks its label."""
     ids, spans = flat_ids(sets, lambda x: x.reshape(labels.numel(), x.shape[-1]))
     row, place = rows_and_places(spans)
     labels, unknown = labels.reshape(-1), torch.zeros(len(spans), dtype=torch.bool, device=ids.device)
     unknown[row[ids[place] >= vocab_size]] = True
-    if AT_IDS[0] not in want:  # these need no label
-        unknown |= ~ragged(ids, spans).contains(labels)
+    unknown |= ~ragged(ids, spans).contains(labels)
     bad = ((labels != ignore_index) & unknown).nonzero()
     if len(bad):
         token = int(bad[0])
         begin, end = spans[token].tolist()
-        needed = f"ids below {vocab_size}"
-        if AT_IDS[0] not in want:
-            needed += f" and its label {int(labels[token])}"
         raise ValueError(
-            f"the set of token {token} (flat index) must hold {needed}, got {ids[begin:end].tolist()[:20]}; "
+            f"the set of token {token} (flat index) must hold ids below {vocab_size} and its label "
+            f"{int(labels[token])}, got {ids[begin:end].tolist()[:20]}; {len(bad)} such tokens"
+        )
+
+
+def check_ids(ids: torch.Tensor, labels, ignore_index: int, vocab_size: int):
+    """Raise ValueError with the first token, if any, of whose given ids [.., K] one is at or beyond the vocabulary."""
+    ids = ids.reshape(labels.numel(), ids.shape[-1])
+    bad = ((labels.reshape(-1) != ignore_index) & (ids >= vocab_size).any(1)).nonzero()
+    if len(bad):
+        token = int(bad[0])
+        raise ValueError(
+            f"ids of token {token} (flat index) must be below {vocab_size}, got {ids[token].tolist()[:20]}; "
             f"{len(bad)} such tokens"
         )

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from . import statistics
-from .call_sets import check_sets, set_tensors, validate_sets
+from .call_sets import check_ids, check_sets, id_tensors, set_tensors, validate_ids, validate_sets
 from .engine.backend import resolve_backend
 from .engine.operators import top_entries
 from .id_sets import IdSets
@@ -25,7 +25,7 @@ LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def build_request(
     logits, labels, shard: VocabShard, want, transform: Transform, teacher, total_weight, ignore_index,
-    options: Options, order_of=None, sets: IdSets | SamplingRule | None = None,
+    options: Options, order_of=None, sets: IdSets | SamplingRule | None = None, ids=None,
 ) -> Request:  # fmt: skip
     """Validate a call and bring its tensors into rows [N, ..], in the order of `order_of` [.., any], or of the logits.
 
@@ -37,8 +37,11 @@ def build_request(
     if not -(1 << 63) <= ignore_index < 1 << 63:
         raise ValueError(f"ignore_index must be in the range of int64, got {ignore_index}")
     validate_sets(sets, labels, want, teacher, logits, shard.vocab_size)
+    validate_ids(ids, want, logits)
     if isinstance(sets, IdSets) and options.check:
-        check_sets(sets, labels, want, ignore_index, shard.vocab_size)
+        check_sets(sets, labels, ignore_index, shard.vocab_size)
+    if ids is not None and options.check:
+        check_ids(ids, labels, ignore_index, shard.vocab_size)
     temperature, temperatures = transform.temperature, None
     if isinstance(temperature, torch.Tensor):
         temperatures = temperature.to(torch.promote_types(logits.dtype, torch.float32))
@@ -59,8 +62,9 @@ def build_request(
         column_weight=None if total_weight is None else total_weight.detach().float().contiguous(),
         **_teacher_tensors(teacher, teacher_scales, order, facts),
         **set_tensors(sets, logits.shape[:-1], order, facts),
+        **id_tensors(ids, order, facts.vocab_size),
     )
-    return Request(tensors, facts, layout_of(labels is not None, facts.want, tensors.entries), order, shard)
+    return Request(tensors, facts, layout_of(labels is not None, facts.want, tensors.ids), order, shard)
 
 
 def _teacher_tensors(teacher, scales, order: TokenOrder, facts: Facts) -> dict[str, torch.Tensor]:

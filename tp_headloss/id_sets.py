@@ -18,8 +18,7 @@ class IdSets:
 
     A negative id is none, and an id that is there several times counts once. Sets of different sizes take less memory
     by `from_csr`. A set that is empty, that holds an id at or beyond the vocabulary or lacks its token's label makes
-    the statistics over sets of that token NaN (``Options.check`` raises instead). For the statistic "log_probs_at" they
-    are ids whose log-probs are asked for, each.
+    the statistics over sets of that token NaN (``Options.check`` raises instead).
 
     Args:
         ids: [.., K] int64 or int32, global, replicated, in any order; ascending ones are a little quicker.
@@ -209,6 +208,18 @@ class IdSets:
         found, flat = torch.zeros(len(spans), dtype=torch.bool, device=ids.device), labels.reshape(-1)
         found[row[(ids[place] == flat[row]) & (flat[row] >= 0)]] = True
         return found.view(labels.shape)
+
+    def tolist(self) -> list[list[int]]:
+        """Return the ids of each token as a list, tokens flat and in order, without those that are none. Waits for a
+        GPU.
+
+        Examples:
+            >>> IdSets(torch.tensor([[5, 6], [7, -1]])).tolist()
+            [[5, 6], [7]]
+        """
+        ids, spans = flat_ids(self, lambda x: x.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
+        known = ids.tolist()
+        return [[i for i in known[begin:end] if i >= 0] for begin, end in spans.tolist()]
 
     @property
     def _of_tokens(self) -> torch.Tensor:

@@ -49,12 +49,13 @@ class Tensors(NamedTuple):
     column_weight: torch.Tensor | MaybeNone = None  # [width]
     teacher: torch.Tensor | MaybeNone = None  # [N, width]
     scales: torch.Tensor | MaybeNone = None  # [2, N], instead of the facts' teacher_scale and student_scale
-    # [N, K] int32 of a top-K teacher: distinct, ascending, the largest: none; or given ids, see `statistics.at_ids`
+    # [N, K] int32 of a top-K teacher: distinct, ascending, the largest: none
     entries: torch.Tensor | MaybeNone = None
     entry_log_probs: torch.Tensor | MaybeNone = None  # [N, K] fp32, -inf where there is none
     # [N, 2] int64 bounds of each token's set; `entries` [all] are then the ids of all sets, each once, negative: none
     entry_spans: torch.Tensor | MaybeNone = None
     label_logits: torch.Tensor | MaybeNone = None  # [N] z of the labels, which `passes.with_label_logits` finds
+    ids: torch.Tensor | MaybeNone = None  # [N, K] int32 whose log-probs are asked for, see `statistics.at_ids`
 
     def rows(self, here: slice, logits: torch.Tensor) -> Tensors:
         """The tensors of some tokens, whose logits are given."""
@@ -66,7 +67,7 @@ class Tensors(NamedTuple):
             logits, part(self.labels), self.bias, part(self.temperatures), self.column_weight, part(self.teacher),
             None if self.scales is None else self.scales[:, here].contiguous(),
             part(self.entries) if self.entry_spans is None else self.entries, part(self.entry_log_probs),
-            part(self.entry_spans), part(self.label_logits),
+            part(self.entry_spans), part(self.label_logits), part(self.ids),
         )  # fmt: skip
 
 
@@ -118,7 +119,7 @@ class Request(NamedTuple):
     def of(cls, tensors, facts: Facts) -> Request:
         """The request of an operator's arguments."""
         tensors = Tensors(*tensors)
-        return cls(tensors, facts, layout_of(tensors.labels is not None, facts.want, tensors.entries))
+        return cls(tensors, facts, layout_of(tensors.labels is not None, facts.want, tensors.ids))
 
     @property
     def packets_shape(self) -> tuple[int, int, int]:

@@ -172,7 +172,7 @@ def log_probs_at_ids(options):
     """Without labels: the mean log-prob of K ids a token."""
 
     def loss(batch):
-        given = {"sets": IdSets(batch.extras["ids"]), "want": ("log_probs_at",)}
+        given = {"ids": batch.extras["ids"], "want": ("log_probs_at",)}
         stats = vocab_statistics(batch.logits, shard=batch.shard, options=options, **given)
         return -valid_mean(stats.log_probs_at.mean(-1), batch.labels)
 

@@ -82,15 +82,17 @@ def test_operators_are_registered_consistently(device):
     of_sets = (ids.flatten(), spans, V, "torch")
     torch.library.opcheck(operators.known_sets.default, of_sets, **checks)
     entries, spans = operators.known_sets(*of_sets)
+    teacher, sets = TopKTeacher(ids, log_probs), {"sets": IdSets(ids)}
     for given, names, rest in (
-        ({"teacher": Teacher(torch.randn_like(x))}, FULL_TEACHER, (torch.randn_like(x), scales, None, None, None)),
-        ({"teacher": TopKTeacher(ids, log_probs)}, TOPK_TEACHER, (None, scales, *operators.entries(*of_entries), None)),
-        ({"sets": IdSets(ids)}, OVER_SETS, (None, None, entries, None, spans)),
-        ({"sets": IdSets(ids)}, AT_IDS, (None, None, ids.int(), None, None)),
+        ({"teacher": Teacher(torch.randn_like(x))}, FULL_TEACHER, (torch.randn_like(x), scales, *[None] * 5)),
+        ({"teacher": teacher}, TOPK_TEACHER, (None, scales, *operators.entries(*of_entries), None, None, None)),
+        (sets, OVER_SETS, (None, None, entries, None, spans, None, None)),
+        ({"ids": ids}, AT_IDS, (*[None] * 6, ids.int())),
+        (sets | {"ids": ids}, (*OVER_SETS, *AT_IDS), (None, None, entries, None, spans, None, ids.int())),
     ):
         local, options = x.clone().requires_grad_(), Options(backend="torch")
         stats = vocab_statistics(local, labels, want=(*WANT, *names), options=options, **given)
-        request, inputs = stats.lse.grad_fn.request, (x, labels, None, None, None, *rest, None)
+        request, inputs = stats.lse.grad_fn.request, (x, labels, None, None, None, *rest)
         torch.library.opcheck(operators.statistics.default, (*inputs, *request.facts), **checks)
         merged = operators.statistics(*inputs, *request.facts)[0]
         upstream = [name in ("log_prob", *names) for name in request.layout.gradients]

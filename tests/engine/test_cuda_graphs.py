@@ -17,11 +17,13 @@ from tp_headloss import (
     PolicyMetrics,
     Sequences,
     Teacher,
+    Term,
     TopKDistillation,
     TopKTeacher,
     VocabShard,
     ZLoss,
 )
+from tp_headloss.statistics import AT_IDS
 
 pytestmark = pytest.mark.cuda
 
@@ -149,6 +151,7 @@ DISTILLATIONS = {  # name -> terms, and whether their teacher is whole
     "entries": ([TopKDistillation(0.5), TopKDistillation(0.5, "reverse_kl")], False),
     "vocabulary": ([TopKDistillation(0.5, support="vocabulary"), TopKDistillation(0.5, "jsd", "vocabulary")], False),
     "tail": ([TopKDistillation(0.5, support="tail"), TopKDistillation(0.5, "reverse_kl", "tail")], False),
+    "given ids": ([TopKDistillation(0.5), Term("at", lambda stats: -stats.log_probs_at.mean(-1), want=AT_IDS)], False),
 }
 
 
@@ -163,7 +166,8 @@ def distillation_graph_run(group, device, name):
     def step():
         entries = TopKTeacher(ids, scores, student_temperature=2.0, renormalize=name != "tail")
         teacher = Teacher(teacher_logits, 2.0) if whole else entries
-        out = loss_of(logits, labels, shard=shard, inputs={"teacher": teacher})
+        inputs = {"teacher": teacher} | ({"ids": ids} if name == "given ids" else {})
+        out = loss_of(logits, labels, shard=shard, inputs=inputs)
         return [out.loss, torch.autograd.grad(out.loss, logits)[0], *out.terms.values()]
 
     for _ in range(3):

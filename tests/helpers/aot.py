@@ -64,7 +64,7 @@ TEACHERS = [
     ("topk_forward_kl",), ("topk_reverse_kl", "topk_jsd"), ("topk_log_mass", "vocab_jsd"),
     ("topk_forward_kl", "tail_log_mass"), ("topk_reverse_kl", "tail_entropy"), TOPK_TEACHER,
     ("set_log_mass",), ("set_log_mass", "set_log_prob"), ("set_log_mass", "set_entropy", "set_log_prob", "forward_kl"),
-    ("log_probs_at", "rank"),
+    ("log_probs_at", "rank"), ("log_probs_at", "topk_forward_kl"), ("log_probs_at", "set_log_prob", "set_log_mass"),
 ]  # fmt: skip
 CALLS = {
     "teacher": TEACHERS,
@@ -258,9 +258,16 @@ def teacher_of(case, tokens: int, width: int):
 
 def sets_of(case, tokens: int):
     """The sets of a call, or None."""
-    if not set(case.teacher) & {"set_log_mass", "log_probs_at"}:
+    if "set_log_mass" not in case.teacher:
         return None
     return tp.IdSets(torch.zeros(tokens, case.entries, dtype=case.labels or torch.int64))
+
+
+def ids_of(case, tokens: int):
+    """The ids of a call whose log-probs are asked for, or None."""
+    if "log_probs_at" not in case.teacher:
+        return None
+    return torch.zeros(tokens, case.entries, dtype=case.labels or torch.int64)
 
 
 def call_statistics(case, groups):
@@ -292,6 +299,7 @@ def call_statistics(case, groups):
             ),
             teacher=teacher_of(case, tokens, width),
             sets=sets_of(case, tokens),
+            ids=ids_of(case, tokens),
             total_weight=torch.ones(width) if case.total == "weighted" else None,
             options=OPTIONS,
         )

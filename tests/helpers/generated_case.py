@@ -153,10 +153,8 @@ def shaped(x, case):
 
 
 def make_sets(case, p, moved):
-    """The sets: with a rotated order for each token, padded, or without the ids that occur before; "at": any ids."""
+    """The sets: with a rotated order for each token, padded, or without the ids that occur before."""
     kept = p["kept"]
-    if case.sets == "at":
-        return IdSets(moved(p["ids"]))
     if case.sets == "padded":
         return IdSets(moved(kept), moved(torch.ones_like(kept, dtype=torch.bool)))
     rows = [torch.unique(row.roll(i)) for i, row in enumerate(kept)]
@@ -249,7 +247,8 @@ def run_case(group, device, case):
     else:
         stats = vocab_statistics(
             logits, labels, shard=shard, want=case.want, transform=transform, teacher=teacher, sets=sets,
-            total_weight=weight, ignore_index=case.ignore_index, options=options,
+            ids=moved(p["ids"]) if case.given_ids else None, total_weight=weight, ignore_index=case.ignore_index,
+            options=options,
         )  # fmt: skip
         losses = [scalar(name, getattr(stats, name)) for name in case.upstream]
         grads = [moved(p["upstream"][name]) for name in case.upstream]

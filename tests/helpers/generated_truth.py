@@ -44,9 +44,9 @@ class Truth:
         self.jacobian = {}  # of a teacher's statistics: name -> (d/dz' [N, V], error)
         if case.teacher:
             self._of_teacher()
-        if case.sets == "at":
+        if case.given_ids:
             self._at_ids()
-        elif case.sets:
+        if case.sets:
             self._over_sets()
 
     def _at_ids(self):

@@ -200,7 +200,7 @@ def at(ids, **fields):
         return torch.where((ids >= 0) & (labels != -100)[:, None], log_p, 0.0)
 
     def keywords(here):
-        return {"want": ("log_probs_at",), "sets": IdSets(here.to(ids.expand(N, -1)))}
+        return {"want": ("log_probs_at",), "ids": here.to(ids.expand(N, -1))}
 
     return {"want": ("log_probs_at",), "keywords": keywords, "expected": expected} | fields
 

@@ -92,6 +92,9 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
     def wrong_sets(*given):
         return lambda here: {"want": ("set_entropy",), "sets": IdSets(*map(here.to, given))}
 
+    def wrong_ids(ids):
+        return lambda here: {"want": ("log_probs_at",), "ids": here.to(ids)}
+
     def sampled(here):  # of the likeliest id alone, whose log-prob is 0
         rule, positions = SamplingRule(top_k=1), here.to(torch.arange(N))
         draw = sample(here.x, seed=0, positions=positions, rule=rule, shard=here.shard, options=here.options)
@@ -471,7 +474,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "log-probs at ids, one several times": rows(**at([3, 40, 3, 31])),
             "log-probs at negative ids": rows(**at([3, -1, 40, -9])),
             "a log-prob at id V": rows(**at([V], nan=tuple(range(N)))),
-            "a log-prob at id V, with check": refused("ValueError: the set of token 0 (flat index) must hold ids below 64", options={"check": True}, **at([V])),
+            "a log-prob at id V, with check": refused("ValueError: ids of token 0 (flat index) must be below 64, got [64]; 4 such tokens", options={"check": True}, **at([V])),
         },
         "sets of other tokens or another type, not wanted or missing, beside a top-K teacher": {
             "sets of other tokens": refused("ValueError: sets.ids must have shape [4, 2], got [3, 2]", keywords=wrong_sets(torch.zeros(3, 2).long())),
@@ -481,11 +484,17 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "a mask of numbers": refused("TypeError: sets.mask must be bool, got torch.int64", keywords=wrong_sets(torch.zeros(N, 2).long(), torch.ones(N, 2).long())),
             "a tensor as sets": refused("TypeError: sets must be IdSets(..), a SamplingRule(..) or None, got Tensor", keywords=lambda here: {"want": ("set_entropy",), "sets": here.labels}),
             "sets that nobody wants": refused("ValueError: sets serve the statistics", keywords=lambda here: {"sets": IdSets(here.labels[:, None])}),
-            "ids and sets in one call": refused("ValueError: log_probs_at and statistics over sets are for separate calls, got ['set_entropy', 'log_probs_at'] in want", keywords=lambda here: {"want": ("log_probs_at", "set_entropy"), "sets": IdSets(here.labels[:, None])}),
-            "log-probs at ragged ids": refused("ValueError: log_probs_at is [.., K] of ids [.., K], got sets from_csr", keywords=lambda here: {"want": ("log_probs_at",), "sets": IdSets.from_csr(here.labels, torch.arange(N + 1, device=here.labels.device))}),
             "a rank without labels": refused("ValueError: rank is that of a label, got no labels", value=lambda here: vocab_statistics(here.x, shard=here.shard, want=("rank",), options=here.options).lse),
             "no sets": refused("ValueError: ['set_entropy'] need sets of ids, got none", keywords=lambda here: {"want": ("set_entropy",)}),
             "sets and a top-K teacher": refused("ValueError: sets and a TopKTeacher are for separate calls, got both in one", keywords=lambda here: wrong_entries()(here) | {"want": ("topk_forward_kl", "set_entropy"), "sets": IdSets(here.labels[:, None])}),
+        },
+        "ids whose log-probs are asked for: of other tokens or another type, not wanted or missing": {
+            "ids of other tokens": refused("ValueError: ids must have shape [4, 2], got [3, 2]", keywords=wrong_ids(torch.zeros(3, 2).long())),
+            "one id per token without a dimension of its own": refused("ValueError: ids must be [.., K] for tokens [4], got [4]", keywords=wrong_ids(torch.zeros(4).long())),
+            "float ids": refused("TypeError: ids must be int64 or int32, got torch.float32", keywords=wrong_ids(torch.zeros(N, 2))),
+            "sets as ids": refused("TypeError: ids must be a tensor, got IdSets", keywords=lambda here: {"want": ("log_probs_at",), "ids": IdSets(here.labels[:, None])}),
+            "ids that nobody wants": refused("ValueError: ids serve the statistics ('log_probs_at',), got none of them in want", keywords=lambda here: {"ids": here.labels[:, None]}),
+            "no ids": refused("ValueError: ['log_probs_at'] need ids [.., K], got none", keywords=lambda here: {"want": ("log_probs_at",)}),
         },
         "a teacher of another shape, without entries, at a temperature or beta that cannot be, not wanted or missing": {
             "a teacher of other tokens": refused("ValueError: teacher.logits must have shape", keywords=wrong_teacher(logits=lambda here: here.part(teacher[1:])), local=True),

@@ -55,9 +55,8 @@ class Case(NamedTuple):
     student_temperature: float | str | None
     renormalize: bool
     entries: int
-    sets: (
-        str | None
-    )  # how sets of ids are written; terms of policies and entropies are over them then. "at": for log-probs
+    sets: str | None  # how sets of ids are written; terms of policies and entropies are over them then
+    given_ids: bool  # whether log-probs of given ids are asked for
     terms: tuple  # (name, weight, option)
     reduction: str
     token_weight: bool
@@ -133,10 +132,11 @@ def cases(draw, world_size, backend):
     bad = [ignore_index] * 3 + [vocab_size, -1, -inside, inside, vocab_size - 1, 0, cuts[1]]
     bad = [label for label in bad if labels != "int32" or abs(label) < 2**31]
     free = transport != "sum" and teacher != "topk"
-    sets = draw(st.sampled_from([None, "padded", "ragged", "at"][: 3 if head else 4])) if free else None
-    if sets == "at":
+    sets = draw(st.sampled_from([None, "padded", "ragged"])) if free else None
+    given_ids = transport != "sum" and not head and draw(st.booleans())
+    if given_ids:
         want += ("log_probs_at",)
-    elif sets and not head:
+    if sets and not head:
         want += draw(subsets(OVER_SETS if labels else OVER_SETS[1:], min_size=1))
     if labels and draw(st.booleans()):
         want += ("rank",)
@@ -186,6 +186,7 @@ def cases(draw, world_size, backend):
         renormalize=renormalize,
         entries=draw(st.integers(1, vocab_size + 2)),
         sets=sets,
+        given_ids=given_ids,
         terms=terms,
         reduction=reduction,
         token_weight=draw(st.booleans()),

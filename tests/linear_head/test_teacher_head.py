@@ -435,7 +435,7 @@ def test_operators_are_registered_consistently():
         teacher.teacher_of_token, torch.float32, [0.0, 0.0, CAPPED["scale"] / CAPPED["softcap"]], *facts,
         *LinearFacts(*node.linear),
     )  # fmt: skip
-    inputs = tuple(saved[2:12])
+    inputs = tuple(saved[2:13])
     checks, compiled = {"test_utils": ("test_schema", "test_faketensor")}, torch.ops.tp_headloss
     args = hidden.detach(), weight, *inputs
     torch.library.opcheck(compiled.linear_statistics.default, (*args, *fixed), **checks)

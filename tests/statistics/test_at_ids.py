@@ -8,7 +8,6 @@ from ranks import on_ranks
 
 from tp_headloss import (
     HeadLoss,
-    IdSets,
     Linear,
     Options,
     Term,
@@ -63,7 +62,7 @@ def run(group, device, backend, dtype=torch.float32, ids_dtype=torch.int64):
     with counted_collectives() as events:
         stats = vocab_statistics(
             local, labels.to(device), shard=shard, want=("log_probs_at", "entropy"),
-            sets=IdSets(ids.to(device, ids_dtype)), options=Options(backend=backend, transport="gather"),
+            ids=ids.to(device, ids_dtype), options=Options(backend=backend, transport="gather"),
         )  # fmt: skip
     g, g_label = upstream(device)
     torch.autograd.backward([stats.log_probs_at, stats.log_prob], [g, g_label])
@@ -100,7 +99,7 @@ def test_logits_are_transformed_first_and_tokens_may_have_any_order(backend, dev
     transform = Transform(bias.to(device), 1.3, 9.0, temperature.view(2, 4).to(device))
     stats = vocab_statistics(
         stored.transpose(0, 1), labels.view(2, 4).to(device), want=("log_probs_at",), transform=transform,
-        sets=IdSets(ids.view(2, 4, K).to(device), torch.ones(2, 4, K, dtype=torch.bool, device=device)),
+        ids=ids.view(2, 4, K).to(device),
         options=Options(backend=backend),
     )  # fmt: skip
     assert stats.log_probs_at.shape == (2, 4, K)
@@ -135,7 +134,7 @@ def from_hidden(group, device, backend, mode, n, budget):
     hidden.requires_grad_()
     term = Term("soft", _of_ids, want=("log_probs_at",), inputs=("weights",), tokenwise=True)
     head = HeadLoss([term], options=Options(backend=backend))
-    given = {"sets": IdSets(ids), "weights": weights}
+    given = {"ids": ids, "weights": weights}
     options = {"valid": {"max_valid_tokens": 5}}.get(mode, {"mode": mode})
     out = head.linear(hidden, local, labels, shard=shard, inputs=given, linear=Linear(budget=budget, **options))
     out.loss.backward()
@@ -150,7 +149,7 @@ def _of_ids(stats, weights):
 def test_values_of_other_ids_than_those_asked_for_are_refused(columns):
     """[.., 1] would broadcast without a word."""
     term = Term("soft", _of_ids, want=("log_probs_at",), inputs=("weights",))
-    given = {"sets": IdSets(torch.zeros(2, 3, 4, dtype=torch.int64)), "weights": torch.ones(2, 3, columns)}
+    given = {"ids": torch.zeros(2, 3, 4, dtype=torch.int64), "weights": torch.ones(2, 3, columns)}
     with pytest.raises(
         ValueError, match=rf"each of a token's 4 ids, or one per token \[2, 3\], got \[2, 3, {columns}\]"
     ):
@@ -180,7 +179,7 @@ def test_valid_tokens_alone(backend, device):
     labels = torch.tensor([[1, 2, -100], [-100, 5, 6]], device=device)
     whole, picked = (
         linear_vocab_statistics(
-            hidden.view(2, 3, H), weight, labels, want=("log_probs_at",), sets=IdSets(ids),
+            hidden.view(2, 3, H), weight, labels, want=("log_probs_at",), ids=ids,
             linear=Linear(max_valid_tokens=count), options=Options(backend=backend),
         ).log_probs_at
         for count in (None, 5)
@@ -192,19 +191,43 @@ def test_valid_tokens_alone(backend, device):
 def test_an_id_outside_of_the_vocabulary_is_nan_and_so_is_its_tokens_gradient(backend, device):
     x, labels, ids = problem()
     ids[6, 1], ids[7, 0] = V, 1 << 40
+    ids[2, 1] = V  # of an ignored token
     local = x.to(device).requires_grad_()
     stats = vocab_statistics(
-        local, labels.to(device), want=("log_probs_at",), sets=IdSets(ids.to(device)), options=Options(backend=backend)
+        local, labels.to(device), want=("log_probs_at",), ids=ids.to(device), options=Options(backend=backend)
     )
     nan = stats.log_probs_at.isnan().nonzero().tolist()
     assert nan == [[6, 1], [7, 0]]
     (grad,) = torch.autograd.grad(stats.log_probs_at[:7].sum(), local)
     assert grad[6].isnan().all() and not grad[[0, 1, 2, 3, 4, 7, 8]].isnan().any()
-    with pytest.raises(ValueError, match=r"token 6 .flat index. must hold ids below 200"):
+    with pytest.raises(ValueError, match=r"ids of token 6 .flat index. must be below 200"):
         vocab_statistics(
-            local, labels.to(device), want=("log_probs_at",), sets=IdSets(ids.to(device)),
+            local, labels.to(device), want=("log_probs_at",), ids=ids.to(device),
             options=Options(backend=backend, check=True),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "match, arguments",
+    {
+        r"need ids \[.., K\], got none": {"want": ("log_probs_at",)},
+        r"ids serve the statistics \('log_probs_at',\), got none of them": {"ids": torch.zeros(3, 2).long()},
+        r"ids must be \[.., K\] for tokens \[3\], got \[3\]": {"want": ("log_probs_at",), "ids": torch.zeros(3).long()},
+        r"ids must have shape \[3, 2\], got \[1, 2\]": {"want": ("log_probs_at",), "ids": torch.zeros(1, 2).long()},
+    }.items(),
+)
+def test_ids_that_do_not_fit_are_refused(match, arguments):
+    with pytest.raises(ValueError, match=match):
+        vocab_statistics(torch.zeros(3, 9), **arguments)
+
+
+def test_no_ids_at_all(backend, device):
+    x = torch.randn(3, 9, device=device, requires_grad=True)
+    none = torch.zeros(3, 0, dtype=torch.int64, device=device)
+    stats = vocab_statistics(x, want=("log_probs_at",), ids=none, options=Options(backend=backend))
+    assert stats.log_probs_at.shape == (3, 0)
+    (grad,) = torch.autograd.grad(stats.log_probs_at.sum() + stats.lse.sum(), x)
+    torch.testing.assert_close(grad, x.detach().softmax(-1))
 
 
 def test_gradcheck_in_float64(device):
@@ -214,7 +237,7 @@ def test_gradcheck_in_float64(device):
 
     def at(x):
         options = Options(backend="torch")
-        return vocab_statistics(x, want=("log_probs_at",), sets=IdSets(ids), options=options).log_probs_at
+        return vocab_statistics(x, want=("log_probs_at",), ids=ids, options=options).log_probs_at
 
     assert at(x).shape == (4, 3) and torch.autograd.gradcheck(at, x)
 
@@ -224,7 +247,7 @@ def test_one_id_is_the_label(backend, device):
     x, labels, _ = problem()
     x, labels = x[5:].to(device), labels[5:].to(device)
     options = Options(backend=backend)
-    stats = vocab_statistics(x, labels, want=("log_probs_at",), sets=IdSets(labels[:, None]), options=options)
+    stats = vocab_statistics(x, labels, want=("log_probs_at",), ids=labels[:, None], options=options)
     torch.testing.assert_close(
         stats.log_probs_at[:, 0], log_probs(x, labels, options=options).log_prob, rtol=1e-6, atol=1e-6
     )

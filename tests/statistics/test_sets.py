@@ -248,6 +248,17 @@ def test_joined_sets_are_those_of_their_parts_in_order(form):
 
 
 @pytest.mark.parametrize("form", ["padded", "masked", "csr", "both"])
+def test_sets_are_read_back_as_lists(form, device):
+    lists, forms = pieces()
+    flat = [row for part in lists for row in part]
+    whole = IdSets.cat([sets.to(device) for sets in forms[form]])
+    assert whole.tolist() == flat and IdSets.stack([whole[:3], whole[3:]]).tolist() == flat
+    assert whole[torch.tensor([4, 0, 3])].tolist() == [flat[4], flat[0], []]
+    assert forms[form][1].to(device).tolist() == lists[1]
+    assert IdSets(torch.zeros(2, 0, dtype=torch.long, device=device)).tolist() == [[], []]
+
+
+@pytest.mark.parametrize("form", ["padded", "masked", "csr", "both"])
 def test_sets_are_cut_as_tensors_are(form, device):
     lists, forms = pieces()
     flat = [row for part in lists for row in part]

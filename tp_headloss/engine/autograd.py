@@ -121,7 +121,7 @@ class Statistics(torch.autograd.Function):
             of_loss = ((loss, inverse, weight),)
         elif loss is not None:
             _add_loss_gradient(grads, loss, reduced, ctx.plan, request)
-        grads = kernel_gradients(grads, request.tensors.entries)
+        grads = kernel_gradients(grads, request.tensors.ids)
         if not grads:
             return (None,) * (count + 3)
         logits = request.tensors.logits

@@ -35,8 +35,9 @@ def _prepared(facts: Facts, layout: Layout, *kinds) -> Prepared:
     (width,), strides = kind.logits[2:]
     teacher = (None, None) if kind.teacher is None else kind.teacher[3]
     n_entries = None if kind.entries is None or kind.entry_spans else kind.entries[2][0]
+    n_ids = None if kind.ids is None else kind.ids[2][0]
     factors = _factors(facts, kind.temperatures is not None, kind.scales is not None)
-    inputs = Inputs._make((*kinds, *strides, *teacher, n_entries, width, facts.chunk_size, *factors))
+    inputs = Inputs._make((*kinds, *strides, *teacher, n_entries, n_ids, width, facts.chunk_size, *factors))
     rows = device_layout(layout)
     ignore_index_is_int32 = -(1 << 31) <= facts.ignore_index < 1 << 31
     compiled_in = rows, ignore_index_is_int32, *inputs_key(inputs, [k and k[:2] for k in kinds])
@@ -72,6 +73,6 @@ def inputs_key(inputs: Inputs, pointers=None) -> tuple:
     strides: tuple = (int_key(inputs.x_row), int_key(inputs.x_column))
     if inputs.teacher is not None:
         strides += int_key(inputs.teacher_row), int_key(inputs.teacher_column)
-    sizes = inputs.n_entries, inputs.width, inputs.chunk_size
+    sizes = inputs.n_entries, inputs.n_ids, inputs.width, inputs.chunk_size
     switches = inputs.pre is None, inputs.post is None, inputs.student_scale is None
     return *pointers, *strides, *sizes, *switches

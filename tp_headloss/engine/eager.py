@@ -52,19 +52,25 @@ def tile_of(tensors: Tensors, block: slice | torch.Tensor, columns: slice, facts
     if tensors.scales is not None:
         teacher_scale, scale = tensors.scales[:, block, None].to(z.dtype).unbind(0)
     first_id = facts.start + columns.start
-    target, ids, kept = part(tensors.labels, block), None, None
+    target, at_entries, kept = part(tensors.labels, block), None, None
     if target is not None:
         target = target.long() - first_id
     if tensors.entry_spans is not None:
         kept = members(tensors.entries, tensors.entry_spans[block], first_id, z.shape[1])
     elif tensors.entries is not None:
-        ids = tensors.entries[block].long() - first_id
-        ids = torch.where((ids >= 0) & (ids < z.shape[1]), ids, z.shape[1])
+        at_entries = _columns_of(tensors.entries[block], first_id, z.shape[1])
+    ids = None if tensors.ids is None else _columns_of(tensors.ids[block], first_id, z.shape[1])
     teacher = part(tensors.teacher, block, columns)
     teacher = None if teacher is None else teacher.to(z.dtype) * teacher_scale
     weight, log_probs = part(tensors.column_weight, columns), part(tensors.entry_log_probs, block)
     label_logits = part(tensors.label_logits, block)
-    return Tile(z, slope, target, weight, teacher, scale, ids, log_probs, kept, first_id, label_logits)
+    return Tile(z, slope, target, weight, teacher, scale, at_entries, log_probs, kept, first_id, label_logits, ids)
+
+
+def _columns_of(ids, first_id: int, width: int):
+    """Vocabulary ids -> columns of a tile, its width for those that are elsewhere."""
+    columns = ids.long() - first_id
+    return torch.where((columns >= 0) & (columns < width), columns, width)
 
 
 def _row_blocks(n_rows: int, width: int) -> list[slice]:
@@ -157,7 +163,7 @@ def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:
     if request.layout.per_id:
         merged = dict(zip(request.layout.merged, outputs[0].unbind(0)))
         at_ids = packets[:, len(request.layout.packet) :]
-        outputs.append(log_probs_at(at_ids, request.tensors.entries, merged["shift"], merged["sum"]))
+        outputs.append(log_probs_at(at_ids, request.tensors.ids, merged["shift"], merged["sum"]))
     return outputs
 
 

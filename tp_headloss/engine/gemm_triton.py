@@ -237,7 +237,7 @@ def linear_gradient_kernel(
             first = j * COLUMNS + k * STRIP
             columns = first + tl.arange(0, STRIP)[None, :]
             written = columns < inputs.width
-            token = Token(row, n, merged_ptr + row, whole, ignored, a, start, start, written, written, 0)
+            token = Token(row, n, merged_ptr + row, whole, ignored, a, start, start, written, written, 0, start)
             x = rounded(strips[k], hidden.dtype) if ROUND else strips[k]
             dz = tile_gradient(
                 x, columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, STRIP

@@ -1,8 +1,8 @@
-"""The gradient of a tile of logits, for any tuple of families, and the gradient at a token's entries.
+"""The gradient of a tile of logits, for any tuple of families, and the gradient at a token's entries and given ids.
 
-At the entries of a top-K teacher or of a set the whole gradient is computed apart, by the program of their columns
-before it may overwrite the logits, and put into its place when it has written the columns: while they are in the cache,
-a scattered element costs no access of memory.
+At the entries of a top-K teacher or of a set, and at given ids, the whole gradient is computed apart, by the program of
+their columns before it may overwrite the logits, and put into its place when it has written the columns: while they are
+in the cache, a scattered element costs no access of memory.
 """
 
 import triton
@@ -42,7 +42,7 @@ def _softmax_gradient(z, columns, first, token, states, families, grads, inputs,
     dz = p * away
     if inputs.labels is not None:
         target = tl.load(inputs.labels + token.row).to(tl.int64) - start
-        if len(token.places.shape) == 1:
+        if len(token.places.shape) + len(token.id_places.shape) == 1:
             here = target >= 0
         else:
             here = (target >= first) & (target < first + BLOCK)
@@ -90,35 +90,43 @@ def tile_gradient(
 
 
 @triton.jit
-def store_at_entries(
-    exact_ptr, begin, count, first, end, chunk, token, grads, families, inputs, rows, valid_width, BLOCK: tl.constexpr
+def _columns_of(places, k, start, BLOCK: tl.constexpr):
+    """Columns of the ids from number k on, negative where there is none."""
+    place = k + tl.arange(0, BLOCK)
+    return tl.load(places.ids + places.begin + place, mask=place < places.count, other=-1) - start
+
+
+@triton.jit
+def store_exact(
+    places, first, end, chunk, token, grads, families, inputs, rows, valid_width, GIVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient at those of a row's entries begin, .. that are columns first .. end - 1, by their places."""
-    for k in range(0, count, BLOCK):
-        place = k + tl.arange(0, BLOCK)
-        columns = tl.load(inputs.entries + begin + place, mask=place < count, other=-1) - token.start
+    """Store the gradient at those of a row's entries, or GIVEN ids, that are columns first .. end - 1."""
+    for k in range(0, places.count, BLOCK):
+        columns = _columns_of(places, k, token.start, BLOCK)
         written = (columns >= first) & (columns < end)
         columns = tl.where(written, columns, inputs.width)
         readable = written & (columns < tl.where(token.ignored, 0, end))
         x = tl.load(
             inputs.x + token.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0
         )
+        place = places.begin + k + tl.arange(0, BLOCK)
         at = Token(
-            token.row, token.n, token.merged, token.whole, token.ignored, token.student_scale, begin + place,
-            token.start, written, readable, token.loss,
+            token.row, token.n, token.merged, token.whole, token.ignored, token.student_scale,
+            token.start if GIVEN else place, token.start, written, readable, token.loss,
+            place if GIVEN else token.start,
         )  # fmt: skip
         dz = tile_gradient(
             widen(x), columns, 0, chunk, at, grads, families, inputs, rows, token.start, valid_width, False, BLOCK
         )
-        tl.store(exact_ptr + begin + place, dz.to(exact_ptr.dtype.element_ty), mask=written)
+        tl.store(places.exact + place, dz.to(places.exact.dtype.element_ty), mask=written)
 
 
 @triton.jit
-def put_entries(dx, dx_column, exact_ptr, begin, count, first, end, inputs, start, BLOCK: tl.constexpr):
-    """Copy what `store_at_entries` stored to its columns; dx: pointer to the row."""
-    for k in range(0, count, BLOCK):
-        place = k + tl.arange(0, BLOCK)
-        columns = tl.load(inputs.entries + begin + place, mask=place < count, other=-1) - start
+def put_exact(dx, dx_column, places, first, end, start, BLOCK: tl.constexpr):
+    """Copy what `store_exact` stored to its columns; dx: pointer to the row."""
+    for k in range(0, places.count, BLOCK):
+        columns = _columns_of(places, k, start, BLOCK)
         here = (columns >= first) & (columns < end)
-        gradient = tl.load(exact_ptr + begin + place, mask=here, other=0.0)
+        gradient = tl.load(places.exact + places.begin + k + tl.arange(0, BLOCK), mask=here, other=0.0)
         tl.store(dx + columns.to(tl.int64) * dx_column, gradient, mask=here)

@@ -19,16 +19,16 @@ from ..statistics.family_triton import (
     teacher_scales,
 )
 from ..statistics.numerics_triton import widen
-from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
+from ..statistics.records_triton import Chunk, Core, Packet, Places, Tile, Token
 from ..symmetric_memory_triton import end_turn, packet_pointer, slot_to_write, turn_to_read
-from .gradient_triton import put_entries, store_at_entries, tile_gradient
+from .gradient_triton import put_exact, store_exact, tile_gradient
 from .merged_sums_triton import add_up, start_sums
 
 # Columns of the gradient in a program that puts entries into their places. An H200, 8192 x 128256, microseconds of the
 # backward of sets of 1024 ids, of 64, of a top-K teacher, with its tail: 4096 1243, 1030, 1100, 1186; 8192 1295, 1045,
 # 1034, 1084; 16384 1530, 1082, -, -: what the programs at work write has to stay in the cache
 COLUMNS = tl.constexpr(8192)
-PUT = tl.constexpr(128)  # entries that it reads at once
+PUT = tl.constexpr(128)  # entries or given ids that it reads at once
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def _store_gradient(
     x = tl.load(inputs.x + token.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0)
     token = Token(
         token.row, token.n, token.merged, token.whole, token.ignored, token.student_scale, start, start, written,
-        readable, token.loss,
+        readable, token.loss, start,
     )  # fmt: skip
     dz = tile_gradient(
         widen(x), columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, BLOCK
@@ -232,17 +232,18 @@ def gradient_kernel(
     merged_ptr,  # [R, T] fp32
     grads,  # upstream gradients by name, see `upstream`
     loss,  # LossGradient
-    at_entries_ptr,  # like the entries, for the gradient there; None: no statistic has another gradient there
+    exact,  # Exact: statistics have another gradient at entries or given ids
     families,  # their GRADIENT
     rows,  # numbers of the merged rows by name
     n_rows, start, valid_width,
     PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of one row of the gradient, or with entries COLUMNS of it and the gradient at those there.
+    """One program: one tile of one row of the gradient, or COLUMNS of it and the gradient at entries and ids there.
 
     Rows run from the last to the first: what the forward read last is still in the L2 cache.
     """
-    STEP: tl.constexpr = BLOCK if at_entries_ptr is None else COLUMNS
+    PLAIN: tl.constexpr = exact.entries is None and exact.ids is None
+    STEP: tl.constexpr = BLOCK if PLAIN else COLUMNS
     steps = tl.cdiv(inputs.width, STEP)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // steps).to(tl.int64)
@@ -254,8 +255,8 @@ def gradient_kernel(
     pre, post = row_factors(inputs, row)
     teacher_scale, a = teacher_scales(inputs, row, n_rows)
     chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
-    token = Token(row, n, merged, whole, ignored, a, start, start, False, False, loss_of_row(loss, row))
-    if at_entries_ptr is None:
+    token = Token(row, n, merged, whole, ignored, a, start, start, False, False, loss_of_row(loss, row), start)
+    if PLAIN:
         _store_gradient(
             dx_ptr, dx_row, dx_column, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED,
             BLOCK,
@@ -263,11 +264,13 @@ def gradient_kernel(
     else:
         end = tl.minimum(first + STEP, inputs.width)
         valid_end = tl.minimum(end, valid_width)
-        begin, count = entries_between(inputs, row, start + first, start + valid_end)
-        store_at_entries(
-            at_entries_ptr, begin, count, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width,
-            PUT,
-        )  # fmt: skip
+        if exact.entries is not None:
+            begin, count = entries_between(inputs, row, start + first, start + valid_end)
+            entries = Places(inputs.entries, exact.entries, begin, count)
+            store_exact(entries, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, False, PUT)
+        if exact.ids is not None:
+            ids = Places(inputs.ids, exact.ids, row * inputs.n_ids, inputs.n_ids)
+            store_exact(ids, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, True, PUT)
         tl.debug_barrier()  # the logits there are read
         BYTES: tl.constexpr = BLOCK * inputs.x.dtype.element_ty.primitive_bitwidth // 8
         # stages of a teacher's and a bias's tiles, too, fit into 48 KiB
@@ -279,4 +282,9 @@ def gradient_kernel(
             )  # fmt: skip
         tl.debug_barrier()  # these columns are written
         dx = dx_ptr + row * dx_row
-        put_entries(dx, dx_column, at_entries_ptr, begin, count, first, valid_end, inputs, start, PUT)
+        if exact.ids is not None:
+            put_exact(dx, dx_column, ids, first, valid_end, start, PUT)
+        if exact.entries is not None:  # last: at given ids that are entries, too, only these have both parts
+            if exact.ids is not None:
+                tl.debug_barrier()
+            put_exact(dx, dx_column, entries, first, valid_end, start, PUT)

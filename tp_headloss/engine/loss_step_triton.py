@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..request import Request
-from ..statistics.records_triton import Inputs, LossGradient, MergedSums
+from ..statistics.records_triton import Exact, Inputs, LossGradient, MergedSums
 from ..symmetric_memory_triton import SharedMemory
 from . import kernels
 from .device_inputs import inputs_of
@@ -68,7 +68,7 @@ class LossStep:
         self.write_gradient = PreparedLaunch(
             kernels.gradient_kernel, n_rows * ceil_div(width, how.block), (*variant, gradients, padded), how
         )
-        self.gradient_last = None, hooks, rows.merged, n_rows, facts.start, facts.valid_width, padded
+        self.gradient_last = Exact(), hooks, rows.merged, n_rows, facts.start, facts.valid_width, padded
 
     def is_on_current_device(self) -> bool:
         """True where a kernel can be launched without a switch of devices."""

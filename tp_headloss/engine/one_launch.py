@@ -41,8 +41,9 @@ def _obstacle(request: Request, reduction, options) -> str | None:
         return f"at most one term of each of {sorted(OF_SOFTMAX)}, got terms of {list(statistics)}"
     if (facts.scale, facts.softcap, facts.temperature) != (1.0, 0.0, 1.0) or x.temperatures is not None:
         return "logits without a scale, softcap or temperature"
-    if x.teacher is not None or x.entries is not None or request.layout.second or request.layout.needs_label_logits:
-        return "a call without a teacher, sets or ranks"
+    has_others = any(tensor is not None for tensor in (x.teacher, x.entries, x.ids))
+    if has_others or request.layout.second or request.layout.needs_label_logits:
+        return "a call without a teacher, sets, given ids or ranks"
     return None
 
 

@@ -9,7 +9,7 @@ from ..request import Request
 from ..statistics import at_ids_triton, entries_triton, sets_triton, softmax_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
-from ..statistics.records_triton import Inputs, LossGradient, MergedSums
+from ..statistics.records_triton import Exact, Inputs, LossGradient, MergedSums
 from ..symmetric_memory_triton import SharedMemory
 from . import kernels
 from .device_inputs import inputs_of
@@ -42,7 +42,7 @@ from .sums_triton import scale, token_sums, token_sums_gradient  # noqa: F401 (p
 FUSED_SUMS = True
 MOST_ENTRIES = 1024  # that one program compares with each other
 # statistics whose gradient is another at entries than at other columns
-AT_ENTRIES = statistics.TOPK_TEACHER + statistics.OVER_SETS + statistics.AT_IDS
+AT_ENTRIES = statistics.TOPK_TEACHER + statistics.OVER_SETS
 
 
 def shares_memory(logits) -> bool:
@@ -59,6 +59,10 @@ def _shared(memory) -> SharedMemory:
 
 def _without_entries(inputs: Inputs) -> Inputs:
     return inputs._replace(entries=None, entry_log_probs=None, entry_spans=None, n_entries=None)
+
+
+def _without_ids(inputs: Inputs) -> Inputs:
+    return inputs._replace(ids=None, n_ids=None)
 
 
 def label_logits(out, request: Request):
@@ -79,9 +83,9 @@ def local_statistics(packets, request: Request, memory=None, sums: MergedSums = 
     (inputs, prepared), shared, device = inputs_of(request), _shared(memory), packets.device
     rows, variant, streamed = prepared.rows, (device, prepared.variant, shared.slot), inputs
     if request.layout.per_id:
-        streamed = _without_entries(inputs)
+        streamed = _without_ids(inputs)
         launch(
-            at_ids_triton.at_ids_statistics_kernel, at_ids_programs(n_rows, inputs.n_entries), variant, AT_IDS,
+            at_ids_triton.at_ids_statistics_kernel, at_ids_programs(n_rows, inputs.n_ids), variant, AT_IDS,
             packets, inputs, shared, rows.packet, n_rows, *prepared.bounds,
         )  # fmt: skip
     launch(
@@ -115,8 +119,8 @@ def merge_packets(packets, request: Request, memory=None, sums: MergedSums = NO_
     if request.layout.n_ids:  # reads this turn's packets, too: no rank writes them again before the next barrier
         launch(
             at_ids_triton.at_ids_merge_kernel, at_ids_programs(n_rows, request.layout.n_ids),
-            (packets.device, rows, *counts, shared.slot, pointer_key(x.entries)), AT_IDS,
-            outputs[-1], packets, Inputs(entries=x.entries), shared, outputs[0], rows.merged, rows.packet, n_rows,
+            (packets.device, rows, *counts, shared.slot, pointer_key(x.ids)), AT_IDS,
+            outputs[-1], packets, Inputs(ids=x.ids), shared, outputs[0], rows.merged, rows.packet, n_rows,
             *counts,
         )  # fmt: skip
     return outputs
@@ -150,18 +154,21 @@ def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
     if request.tensors.logits.numel() == 0:
         return
     if INTERPRETED and out.dtype == torch.bfloat16:  # the interpreter truncates to bf16, hardware rounds
-        exact = torch.empty_like(out, dtype=torch.float32)
-        logits_gradient(exact, request, merged, grads, loss)
-        out.copy_(exact)
+        unrounded = torch.empty_like(out, dtype=torch.float32)
+        logits_gradient(unrounded, request, merged, grads, loss)
+        out.copy_(unrounded)
         return
-    (inputs, prepared), at_entries = inputs_of(request), None
+    (inputs, prepared), at_entries, at_ids = inputs_of(request), None, None
     if grads.keys().isdisjoint(AT_ENTRIES):
         inputs = _without_entries(inputs)
     else:
         at_entries = torch.empty_like(request.tensors.entries, dtype=out.dtype)
-        if "log_probs_at" in grads:
-            grads = grads | {"log_probs_at": _sums_at_ids(grads["log_probs_at"], request.tensors.entries)}
-    _gradient(out, request, inputs, prepared.variant, merged, grads, loss, at_entries)
+    if "log_probs_at" in grads:
+        at_ids = torch.empty_like(request.tensors.ids, dtype=out.dtype)
+        grads = grads | {"log_probs_at": _sums_at_ids(grads["log_probs_at"], request.tensors.ids)}
+    elif inputs.ids is not None:
+        inputs = _without_ids(inputs)
+    _gradient(out, request, inputs, prepared.variant, merged, grads, loss, Exact(at_entries, at_ids))
 
 
 def _sums_at_ids(upstream, ids):
@@ -185,21 +192,22 @@ def _upstream(rows: DeviceLayout, grads: dict, loss):
     return upstream, LossGradient(*loss), (*kinds, pointer_key(gradient), dtype_key(weight), *coefficients)
 
 
-def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict, loss, at_entries):
-    """The gradient at every column; variant: of these inputs; at_entries: memory for that at entries, or None."""
+def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict, loss, exact: Exact):
+    """The gradient at every column; variant: of these inputs; exact: memory for that at entries and ids."""
     (n_rows, width), strides, facts, rows = out.shape, out.stride(), request.facts, device_layout(request.layout)
     names = tuple(grads)
     is_transformed = inputs.pre is not None or inputs.bias is not None
     hooks, how = rows.gradient_hooks(names), gradient_launch(width, names, facts.softcap != 0.0, is_transformed)
     upstream, loss, kinds = _upstream(rows, grads, loss)
     padded = facts.valid_width < width
-    columns = how.block if at_entries is None else kernels.COLUMNS.value
+    apart = exact.entries is not None, exact.ids is not None
+    columns = kernels.COLUMNS.value if any(apart) else how.block
     variant = (
         out.device,
         rows,
         hooks,
         padded,
-        at_entries is None,
+        apart,
         pointer_key(out),
         *map(int_key, strides),
         variant,
@@ -207,7 +215,7 @@ def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dic
     )
     launch(
         kernels.gradient_kernel, n_rows * ceil_div(width, columns), variant, how,
-        out, *strides, inputs, merged, upstream, loss, at_entries, hooks, rows.merged,
+        out, *strides, inputs, merged, upstream, loss, exact, hooks, rows.merged,
         n_rows, facts.start, facts.valid_width, padded,
     )  # fmt: skip
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..dtensor import local_part
-from ..id_sets import IdSets
 from ..sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..shard import VocabShard
 from ..statistics import AT_IDS
@@ -152,7 +151,7 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
         whole = name in ("sequences", "teacher", "sets") or (per_id and _has_values_of_ids(value, labels))
         out[name] = value if whole else _per_token(name, value, labels, sequences)
         if whole and isinstance(value, torch.Tensor):
-            _expect_values_of_ids(name, value, inputs.get("sets"))
+            _expect_values_of_ids(name, value, inputs.get("ids"))
     return out
 
 
@@ -161,11 +160,11 @@ def _has_values_of_ids(value, labels) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == labels.dim() + 1 and value.shape[:-1] == labels.shape
 
 
-def _expect_values_of_ids(name: str, value: torch.Tensor, sets):
+def _expect_values_of_ids(name: str, value: torch.Tensor, ids):
     """Raise ValueError for a tensor [.., K] of another K than that of the ids at which log-probs are asked for."""
-    if isinstance(sets, IdSets) and sets.spans is None and value.shape[-1] != sets.ids.shape[-1]:
+    if isinstance(ids, torch.Tensor) and value.shape[-1:] != ids.shape[-1:]:
         raise ValueError(
-            f"input {name!r} must have a value for each of a token's {sets.ids.shape[-1]} ids, or one per token "
+            f"input {name!r} must have a value for each of a token's {ids.shape[-1]} ids, or one per token "
             f"{list(value.shape[:-1])}, got {list(value.shape)}"
         )
 

@@ -134,7 +134,8 @@ class HeadLossDefinition(NamedTuple):
         needed = self.input_names()
         needed |= {"sequences"} if self.reduction in SEQUENCE_REDUCTIONS else set()
         needed |= {"teacher"} if set(self.want) & {*FULL_TEACHER, *TOPK_TEACHER} else set()
-        return needed | ({"sets"} if set(self.want) & {*OVER_SETS, *AT_IDS} else set())
+        needed |= {"sets"} if set(self.want) & {*OVER_SETS} else set()
+        return needed | ({"ids"} if set(self.want) & {*AT_IDS} else set())
 
 
 def _class_weight_of_total(terms) -> torch.Tensor | None:

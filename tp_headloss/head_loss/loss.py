@@ -137,9 +137,9 @@ class HeadLoss(nn.Module):
                 parallelism, the global count of tokens (or sequences).
             inputs: arguments of terms and metrics besides the statistics, by name, replicated: scalars; tensors with as
                 many dimensions as [..] that broadcast to it, in its own shape a value per token; with sequences,
-                tensors [B] with a value per sequence; for terms of "log_probs_at", tensors [.., K]; "sequences", a
-                `Sequences` with the labels' shape, whose mask ignores tokens; "teacher", a `Teacher` or a
-                `TopKTeacher`; "sets", `IdSets`, or a `SamplingRule` that makes them from these logits.
+                tensors [B] with a value per sequence; for terms of "log_probs_at", tensors [.., K], "ids" among them;
+                "sequences", a `Sequences` with the labels' shape, whose mask ignores tokens; "teacher", a `Teacher` or
+                a `TopKTeacher`; "sets", `IdSets`, or a `SamplingRule` that makes them from these logits.
 
         Returns:
             `HeadLossOutput`.
@@ -179,8 +179,8 @@ class HeadLoss(nn.Module):
             call = check_call(definition, shard, logits, labels, token_weight, denominator, inputs)
         request, _ = checked_request(
             logits, call.labels, shard, definition.want, transform, call.inputs.get("teacher"),
-            call.inputs.get("sets"), call.total_weight,
-            definition.ignore_index, definition.options,
+            call.inputs.get("sets"), call.total_weight, definition.ignore_index, definition.options,
+            call.inputs.get("ids"),
         )  # fmt: skip
         return call, request
 
@@ -244,6 +244,7 @@ class HeadLoss(nn.Module):
                 head = LinearCall.checked(
                     hidden, weight, call.labels, bias, shard, self.want, transform, call.inputs.get("teacher"),
                     call.total_weight, self.ignore_index, self.options, linear, call.inputs.get("sets"),
+                    call.inputs.get("ids"),
                 )  # fmt: skip
                 compute = one_sweep if uses_one_sweep(call, head) else recompute
         if linear.max_valid_tokens is not None:

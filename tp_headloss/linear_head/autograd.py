@@ -111,7 +111,7 @@ def _gradient_fake(hidden, weight, *args):
     return [x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(operands, wanted)]
 
 
-_BIAS, _ENTRIES = Tensors._fields.index("bias"), Tensors._fields.index("entries") - 1
+_BIAS, _IDS = Tensors._fields.index("bias"), Tensors._fields.index("ids") - 1
 _OPERANDS = f"Tensor hidden, Tensor weight, {schema_of(Tensors, leave_out=('logits',))}"
 register("linear_statistics", _OPERANDS, "Tensor[]", _statistics, _statistics_fake, TeacherOperands, Facts, LinearFacts)
 register(
@@ -154,7 +154,7 @@ class LinearStatistics(torch.autograd.Function):
         teacher = ctx.teacher.with_tensors(tensors[len(Tensors._fields) - 1 :])
         tensors = tensors[: len(Tensors._fields) - 1]
         named = {name: g for name, g in zip(layout.outputs, upstream) if name in layout.differentiable}
-        grads = kernel_gradients(named, tensors[_ENTRIES])
+        grads = kernel_gradients(named, tensors[_IDS])
         if not grads:
             return (None,) * count
         bias = ctx.needs_input_grad[1 + _BIAS]

@@ -43,7 +43,7 @@ class LinearCall(NamedTuple):
     @classmethod
     def checked(
         cls, hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options, linear,
-        sets=None,
+        sets=None, ids=None,
     ) -> LinearCall:  # fmt: skip
         """Validate a call and bring its tensors into rows."""
         transform, options = transform or NO_TRANSFORM, options or DEFAULTS
@@ -73,7 +73,7 @@ class LinearCall(NamedTuple):
         heads = heads_of(teacher, hidden, logits)
         request = build_request(
             logits, labels, shard, want, transform, stand_in(teacher, logits), total_weight, ignore_index, options,
-            logits if scattered else hidden, sets,
+            logits if scattered else hidden, sets, ids,
         )  # fmt: skip
         if heads:
             operands = teacher_operands(teacher, heads, request.order, scattered)

@@ -33,6 +33,7 @@ def linear_vocab_statistics(
     transform: Transform | None = None,
     teacher: Teacher | TopKTeacher | TeacherHead | TeacherHeads | None = None,
     sets: IdSets | None = None,
+    ids: torch.Tensor | None = None,
     total_weight: torch.Tensor | None = None,
     ignore_index: int = -100,
     options: Options | None = None,
@@ -55,7 +56,7 @@ def linear_vocab_statistics(
         weight: [width, H], this rank's rows of the output layer.
         bias: [width], added in fp32.
         linear: `Linear`: the reduction of dH, the memory, how logits are made.
-        labels, shard, want, transform, sets, total_weight, ignore_index, options: as in `vocab_statistics`.
+        labels, shard, want, transform, sets, ids, total_weight, ignore_index, options: as in `vocab_statistics`.
         teacher: as in `vocab_statistics`, or a `TeacherHead` or `TeacherHeads`.
 
     Returns:
@@ -77,24 +78,24 @@ def linear_vocab_statistics(
     linear = _recompute_options(linear)
     with Agreement(options, shard) as agreement:
         hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
-        given = (local_part(x, shard, linear.hidden_grad) for x in (labels, transform, teacher, sets))
-        labels, transform, teacher, sets = given
+        given = (local_part(x, shard, linear.hidden_grad) for x in (labels, transform, teacher, sets, ids))
+        labels, transform, teacher, sets, ids = given
         agreement.record(
             "linear_vocab_statistics", shard, weight=weight, hidden=hidden_fact(hidden, linear), labels=labels,
             bias=bias, want=want, transform=transform, teacher=teacher_fact(teacher, linear, options),
-            sets=sets, total_weight=total_weight, ignore_index=ignore_index, options=options, linear=linear,
+            sets=sets, ids=ids, total_weight=total_weight, ignore_index=ignore_index, options=options, linear=linear,
         )  # fmt: skip
         if linear.max_valid_tokens is None:
             call = LinearCall.checked(
                 hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options,
-                linear, sets,
+                linear, sets, ids,
             )  # fmt: skip
     if linear.max_valid_tokens is not None:
         picked = ValidTokens(labels, ignore_index, linear.max_valid_tokens, options, shard.vocab_size)
         stats = linear_vocab_statistics(
             picked(hidden, "hidden states"), weight, picked(labels, "labels"), bias=bias, shard=shard, want=want,
             transform=picked.transform(transform), teacher=picked.teacher(teacher), sets=picked.sets(sets),
-            total_weight=total_weight, ignore_index=ignore_index, options=options,
+            ids=picked(ids, "ids"), total_weight=total_weight, ignore_index=ignore_index, options=options,
             linear=replace(linear, max_valid_tokens=None),
         )  # fmt: skip
         return picked.spread(stats, labels)

@@ -78,7 +78,7 @@ def _declared_upstream(call: LinearCall) -> torch.Tensor:
 
 def _objective(call: LinearCall, gradients_of):
     """A function: values and flags of some tokens -> gradients of the values that backends take, by name."""
-    layout, ids = call.request.layout, call.request.tensors.entries
+    layout, ids = call.request.layout, call.request.tensors.ids
 
     def objective(values, flags, here):
         found = gradients_of(dict(zip(layout.outputs, (*values, *flags))), here)

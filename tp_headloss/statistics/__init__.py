@@ -109,9 +109,9 @@ class Layout:
         return [merged, values, *flags, *(like.new_empty((n_rows, self.n_ids), dtype=dtype) for _ in self.per_id)]
 
 
-def layout_of(has_labels: bool, want: tuple[str, ...], entries: torch.Tensor | None = None) -> Layout:
-    """The layout of a call, whose ids, if there are any, are its entries [N, K]; one object for equal arguments."""
-    n_ids = entries.shape[1] if entries is not None and any(name in want for name in AT_IDS) else 0
+def layout_of(has_labels: bool, want: tuple[str, ...], ids: torch.Tensor | None = None) -> Layout:
+    """The layout of a call; ids: [N, K] whose log-probs are asked for. One object for equal arguments."""
+    n_ids = 0 if ids is None else ids.shape[1]
     make = Layout if torch.compiler.is_compiling() else _layout  # torch.compile cannot trace a cached class
     return make(has_labels, want, FAMILIES, n_ids)
 

@@ -35,7 +35,7 @@ class AtIdsFamily(Family):
         if "log_probs_at" not in grads:
             return dz
         at = dz.new_zeros(dz.shape[0], dz.shape[1] + 1)
-        return dz + at.scatter_add(1, tile.entries, grads["log_probs_at"].to(dz.dtype))[:, :-1]
+        return dz + at.scatter_add(1, tile.ids, grads["log_probs_at"].to(dz.dtype))[:, :-1]
 
 
 def known_ids(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -45,8 +45,8 @@ def known_ids(ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 def logits_at(tile: Tile) -> torch.Tensor:
     """Return the logits [n, K] of the ids that are in this tile, 0 at all others."""
-    here = tile.entries < tile.z.shape[1]
-    return torch.where(here, tile.z.gather(1, tile.entries.clamp(max=tile.z.shape[1] - 1)), 0.0)
+    here = tile.ids < tile.z.shape[1]
+    return torch.where(here, tile.z.gather(1, tile.ids.clamp(max=tile.z.shape[1] - 1)), 0.0)
 
 
 def log_probs_at(packets: torch.Tensor, ids: torch.Tensor, shift: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

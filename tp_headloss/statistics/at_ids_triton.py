@@ -1,6 +1,6 @@
 """The kernels of the log-probs of given ids, and their gradient.
 
-Names as in `family_triton`; the ids are entries, K for each token, in any order and more than once.
+Names as in `family_triton`; K ids for each token, in any order and more than once.
 """
 
 import triton
@@ -34,7 +34,7 @@ def at_ids_statistics_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: some ids of some tokens in all chunks."""
-    row, place, live, ids = _tile(inputs.entries, n_rows, inputs.n_entries, BLOCK)
+    row, place, live, ids = _tile(inputs.ids, n_rows, inputs.n_ids, BLOCK)
     n = n_rows.to(tl.int64)
     columns = ids - start
     here = live & (ids >= 0) & (columns >= 0) & (columns < valid_width)
@@ -65,7 +65,7 @@ def at_ids_merge_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the log-probs of some ids of some tokens."""
-    row, place, live, ids = _tile(inputs.entries, n_rows, rows.ids, BLOCK)
+    row, place, live, ids = _tile(inputs.ids, n_rows, rows.ids, BLOCK)
     n = n_rows.to(tl.int64)
     turn = turn_to_read(memory)
     z = tl.zeros([TOKENS, BLOCK], tl.float32)
@@ -107,8 +107,15 @@ def load(grads, token, inputs, rows):
 @triton.jit
 def direct(dz, state, tile, token, grads, inputs, rows):
     """Add the upstream gradients of all of the token's ids that are this column, added up by `at_ids_sums_kernel`."""
-    if len(token.places.shape) == 1:
-        dz += tl.load(grads.log_probs_at + token.places, mask=token.written, other=0.0)
+    if len(token.id_places.shape) == 1:
+        dz += tl.load(grads.log_probs_at + token.id_places, mask=token.written, other=0.0)
+    elif len(token.places.shape) == 1:  # entries of a set or a teacher, some of which are given ids, too
+        own = tl.zeros_like(dz)
+        at = token.row * inputs.n_ids
+        for k in range(0, inputs.n_ids):
+            is_here = tile.columns == tl.load(inputs.ids + at + k) - token.start
+            own = tl.where(is_here, tl.load(grads.log_probs_at + at + k), own)  # equal ids have equal sums
+        dz += own
     return dz
 
 

@@ -52,6 +52,7 @@ class Tile(NamedTuple):
     members: torch.Tensor | MaybeNone  # [n, w] bool: columns of each token's set
     first_id: int  # vocabulary id of the first column
     label_logits: torch.Tensor | MaybeNone = None  # [n] z of the labels, whatever tile has them
+    ids: torch.Tensor | MaybeNone = None  # [n, K] columns of given ids; w where another tile has the id
 
 
 class Softmax(NamedTuple):

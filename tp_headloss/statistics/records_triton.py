@@ -24,11 +24,13 @@ class Inputs(NamedTuple):
     entry_log_probs: Any = None  # [T, E] fp32
     entry_spans: Any = None  # [T, 2] int64 bounds of a token's set among the entries, None for a top-K teacher
     label_logits: Any = None  # [T] fp32 z of the labels, whatever shard has them
+    ids: Any = None  # [T, K] int32, in any order and more than once: those whose log-probs are asked for
     x_row: Any = None  # strides
     x_column: Any = None
     teacher_row: Any = None
     teacher_column: Any = None
     n_entries: Any = None
+    n_ids: Any = None
     width: Any = None
     chunk_size: Any = None
     pre: Any = None  # factor before the softcap, None: 1
@@ -169,6 +171,22 @@ class LossGradient(NamedTuple):
     weight: object = None  # token weights [T] fp32, or None
 
 
+class Exact(NamedTuple):
+    """Memory for the gradient at columns where it is computed apart; None: it is not."""
+
+    entries: object = None  # like the entries
+    ids: object = None  # [T, K] like given ids
+
+
+class Places(NamedTuple):
+    """Some of a row's entries or given ids, whose gradient is computed apart."""
+
+    ids: object  # pointer to those of all rows
+    exact: object  # pointer to the gradient there
+    begin: object  # number of the first
+    count: object
+
+
 class Token(NamedTuple):
     """One row of a gradient."""
 
@@ -183,3 +201,4 @@ class Token(NamedTuple):
     written: object  # mask of the columns that exist
     readable: object  # mask of those that are read: none of an ignored row
     loss: object  # `loss_of_row`
+    id_places: object  # as `places`, of given ids

@@ -55,7 +55,7 @@ class VocabStatistics(NamedTuple):
         set_log_prob: log p of the label, renormalised over the token's set (`IdSets`); never above 0.
         set_entropy: entropy of p renormalised over the set.
         set_log_mass: log of the probability of the set.
-        log_probs_at: [.., K] log p of each id of the token's `IdSets`; 0 where it is none.
+        log_probs_at: [.., K] log p of each of the token's given ids; 0 where it is none.
         rank: of the label in the vocabulary, 1 for the likeliest id, the lower id first on ties; not differentiable.
         collision: sum p^2, the probability that two draws agree.
         vocab_size: V, a number.

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...api import vocab_statistics
-from ...id_sets import IdSets
 from ...linear_head import Linear, linear_vocab_statistics
 from ...options import Options, Transform
 from ...shard import VocabShard
@@ -34,7 +33,7 @@ class LogitsHead:
     def statistics(self, labels, want: tuple[str, ...], ids) -> dict[str, torch.Tensor]:
         """Return log_prob (with labels [b, s]) and the statistics in `want`, [b, s] fp32 replicated and differentiable;
         log_probs_at, [b, s, K], is at the ids [b, s, K] int64."""
-        stats = vocab_statistics(self.logits, labels, want=want, sets=_sets(ids), **self._common)
+        stats = vocab_statistics(self.logits, labels, want=want, ids=ids, **self._common)
         return _named(stats, labels, want)
 
     def topk_ids(self, k: int) -> torch.Tensor:
@@ -74,7 +73,7 @@ class HiddenHead:
         labels, ids = (None if x is None else x.transpose(0, 1) for x in (labels, ids))
         stats = linear_vocab_statistics(
             self.hidden, self.weight, labels, bias=self.bias, shard=self.shard, want=want, transform=self.transform,
-            sets=_sets(ids), options=self.options, linear=self.linear,
+            ids=ids, options=self.options, linear=self.linear,
         )  # fmt: skip
         return {name: x.transpose(0, 1) for name, x in _named(stats, labels, want).items()}
 
@@ -87,10 +86,6 @@ class HiddenHead:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.group)
         top = topk_log_probs(hidden, k, weight=self.weight, shard=self.shard, transform=transform, options=self.options)
         return top.ids.transpose(0, 1)
-
-
-def _sets(ids):
-    return None if ids is None else IdSets(ids)
 
 
 def _named(stats: VocabStatistics, labels, want: tuple[str, ...]) -> dict[str, torch.Tensor]:
