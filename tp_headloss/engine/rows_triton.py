@@ -286,7 +286,7 @@ def gradient_again_kernel(
             other = other & (tl.load(written_for_ptr + row, mask=other, other=0.0) != expected)
         if other:
             merged = merged_ptr + row
-            token = Token(row, n, merged, 0, False, 1.0, 0, 0, False, False, loss_of_row(loss, row))
+            token = Token(row, n, merged, 0, False, 1.0, 0, 0, False, False, loss_of_row(loss, row), 0)
             of_lse, of_log_prob = upstream(grads.lse, token), upstream(grads.log_prob, token)
             shift, whole = tl.load(merged + rows.shift * n), tl.load(merged + rows.sum * n)
             others, offset = tl.load(merged + rows.others * n), tl.load(merged + rows.target * n)
