@@ -161,7 +161,8 @@ def ours(problem, mode, budget, main_grad, whole_logits=False, engine="auto"):
 
     if not main_grad:
         return differentiated(problem, loss_of)
-    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    if not hasattr(weight, "main_grad"):
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
 
     def step():  # dW goes where it is summed over micro-batches anyway
         loss = loss_of(problem.hidden, weight, problem.labels)

@@ -64,25 +64,30 @@ def one_sweep_tokens(sizes: Sizes, budget: int) -> int | None:
     return _tokens_that_fit(sizes, max(0, budget - 4 * sizes.width * sizes.hidden))
 
 
-# Multiplications that one multiprocessor does while a byte of fp32 sums is read or written, and per block, between its
-# kernels: an H200 multiplies 2.6e12 pairs of bf16 a second on each, and moves 3.6e12 bytes, which dH's GEMMs half hide
-PER_BYTE, PER_BLOCK = 0.73, 26e6
+# Multiplications that one multiprocessor does while a byte of fp32 sums is read or written, and per block, while its
+# kernels begin and end: an H200 multiplies 2.6e12 pairs of bf16 a second on each. Fitted to plans for 8192 x 4096 and
+# 16032, 32064 and 128256 ids, in turns with four GEMMs. Of these and others (`MEASURED_PLANS` of the tests), the plan
+# of the least cost was within 3 % of the fastest, once within 5 %
+PER_BYTE, PER_BLOCK = 0.6, 100e6
 PROCESSORS, GEMM_TILE = 132, (128, 256)  # of an H100 or H200: other GPUs get the same blocks
 
 
-def _waves(rows: int, columns: int) -> int:
-    """Rounds in which the multiprocessors make so many elements of a product, in tiles, multiplied by a tile's size."""
+def _elements(rows: int, columns: int) -> float:
+    """Elements of a product that each multiprocessor makes: halfway between an even share and whole rounds of tiles.
+    Those that idle in the last round leave power to the others, which multiply faster."""
     tiles = -(-rows // GEMM_TILE[0]) * -(-columns // GEMM_TILE[1])
-    return -(-tiles // PROCESSORS) * GEMM_TILE[0] * GEMM_TILE[1]
+    rounds = -(-tiles // PROCESSORS) * GEMM_TILE[0] * GEMM_TILE[1]
+    return (rounds + rows * columns / PROCESSORS) / 2
 
 
 def _backward_cost(sizes: Sizes, tokens: int, columns: int) -> float:
     """Multiplications per multiprocessor that a backward in blocks takes, with everything else in the same unit."""
+    adds_weight = tokens < sizes.tokens or not sizes.weight_sums  # a main_grad is added to by the only block, too
 
     def block(t: int, c: int) -> float:
-        gemms = sizes.hidden * _waves(t, c) + c * _waves(t, sizes.hidden) + t * _waves(c, sizes.hidden)
-        bytes_of_hidden = 4 * t * sizes.hidden * (columns < sizes.width)
-        bytes_of_weight = 8 * c * sizes.hidden * (tokens < sizes.tokens)
+        gemms = sizes.hidden * _elements(t, c) + c * _elements(t, sizes.hidden) + t * _elements(c, sizes.hidden)
+        bytes_of_hidden = 4 * t * sizes.hidden * (columns < sizes.width)  # and 4 more, which its GEMM hides
+        bytes_of_weight = 8 * c * sizes.hidden * adds_weight
         return gemms + PER_BYTE * (bytes_of_hidden + bytes_of_weight) + PER_BLOCK
 
     return sum(
