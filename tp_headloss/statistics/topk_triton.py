@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import tail_triton
-from .entries_triton import entry_softmax, jensen_shannon_parts, store_entry_sums
+from .entries_triton import entries_in_chunk, entry_softmax, jensen_shannon_parts, store_entry_sums
 from .family_triton import (
     Gradient,
     Merge,
@@ -22,8 +22,9 @@ from .numerics_triton import decay, exp, log1p, settle, weigh
 
 @triton.jit
 def store(out, n, state, core, chunk, inputs, rows):
-    store_entry_sums(out, n, chunk, inputs, rows)
-    tail_triton.store(out, n, state, core, chunk, inputs, rows)
+    begin, count = entries_in_chunk(chunk, inputs)
+    store_entry_sums(out, n, begin, count, chunk, inputs, rows)
+    tail_triton.store(out, n, begin, count, state, core, chunk, inputs, rows)
 
 
 @triton.jit
