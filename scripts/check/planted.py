@@ -246,7 +246,7 @@ GROUPS = {
     ],
     "test_topk_distillation test_topk": [
         (ENTRIES, "distinct_entries", "live if mask is None else live & mask", "live"),
-        (PASSES, "second_exchange", "sums[::2].clamp(min=0)", "sums[1::2].clamp(min=0)"),
+        (EAGER, "merge_second", "sums[::2].clamp(min=0)", "sums[1::2].clamp(min=0)"),
         (TOPK, "TopKFamily._rest", 'scale * (sums["topk_shift"] - shift) + log_sum - whole.log()', "log_sum - whole.log()"),
         (TOPK, "TopKFamily._rest", 'scale * (sums["topk_shift"] - top) + log_sum - whole.log()', "log_sum - whole.log()"),
         (TOPK, "TopKFamily._rest", "whole.log() - mean", "whole.log()"),
