@@ -6,6 +6,7 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
     local_statistics(packets, request, memory=None)      logits -> this rank's packets [chunks, rows, N]
     merge_packets(packets, request, memory=None)         packets of all ranks -> [merged rows, values, *flags]
     second_statistics(packets, request, merged)          logits -> packets of the second exchange
+    merge_second(packets, merged, values, layout)        those of all ranks -> last rows of `merged` and `values`
     logits_gradient(out, request, merged, grads)         upstream gradients by name -> d loss / d logits, in `out`;
                                                          with FUSED_SUMS also those of a reduced loss, see `passes`
     entries(ids, log_probs, mask, factor, renormalize, vocab_size)  a top-K teacher's entries, distinct and ascending

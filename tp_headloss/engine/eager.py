@@ -182,6 +182,14 @@ def second_statistics(packets, request: Request, merged):
                     rows[row][chunk, block] = torch.where(ignored, 0.0, part).to(packets.dtype)
 
 
+def merge_second(packets, merged, values, layout: Layout):
+    """Packets of the second exchange of all ranks -> the last rows of `merged` and `values`, in place."""
+    whole = merged[layout.merged.index("sum")]
+    sums = torch.where(whole.isnan(), torch.nan, packets.sum(0, dtype=torch.float64))
+    values[-len(sums) // 2 :] = sums[::2].clamp(min=0)
+    merged[-len(sums) // 2 :] = sums[1::2]
+
+
 def logits_gradient(out, request: Request, merged, grads: dict):
     """Write d loss / d logits into `out` [N, width], which may be the logits; grads: upstream gradients [N] by name.
 

@@ -110,10 +110,7 @@ def second_packets(request: Request, merged: torch.Tensor) -> torch.Tensor:
 def second_exchange(packets: torch.Tensor, merged: torch.Tensor, values: torch.Tensor, request: Request) -> None:
     """Merge the packets of the second exchange into the last rows of `merged` and `values`."""
     packets = gather_packets(packets, request.facts.world_size, request.facts.group_name)
-    whole = merged[request.layout.merged.index("sum")]
-    sums = torch.where(whole.isnan(), torch.nan, packets.sum(0, dtype=torch.float64))
-    values[-len(sums) // 2 :] = sums[::2].clamp(min=0)
-    merged[-len(sums) // 2 :] = sums[1::2]
+    load_backend(request.facts.backend).merge_second(packets, merged, values, request.layout)
 
 
 def write_gradient(out: torch.Tensor, request: Request, merged: torch.Tensor, grads: dict, *loss) -> None:

@@ -6,8 +6,8 @@ import torch
 
 from .. import statistics
 from ..request import Request
-from ..statistics import at_ids_triton, entries_triton, sets_triton, softmax_triton
-from ..statistics.divergence_triton import divergence_kernel
+from ..statistics import Layout, at_ids_triton, entries_triton, sets_triton, softmax_triton
+from ..statistics.divergence_triton import divergence_kernel, second_merge_kernel
 from ..statistics.entries import distinct_entries
 from ..statistics.records_triton import Exact, Inputs, LossGradient, MergedSums
 from ..symmetric_memory_triton import SharedMemory
@@ -20,6 +20,7 @@ from .launch import (
     INTERPRETED,
     LABELS,
     MERGE,
+    SECOND_MERGE,
     SETS,
     SETS_PROGRAMS,
     Launch,
@@ -146,6 +147,19 @@ def second_statistics(packets, request: Request, merged):
             entries_triton.entry_divergence_kernel, n_rows * facts.chunks, variant, entries_launch(inputs.n_entries),
             packets, inputs, merged, rows.merged, rows.second, n_rows, facts.start, facts.valid_width, facts.chunks,
         )  # fmt: skip
+
+
+def merge_second(packets, merged, values, layout: Layout):
+    """Packets of the second exchange of all ranks -> the last rows of `merged` and `values`, in place."""
+    n_packets, height, n_rows = packets.shape
+    if n_rows == 0:
+        return
+    sizes = layout.merged.index("sum"), len(merged) - height // 2, len(values) - height // 2, height // 2, n_packets
+    launch(
+        second_merge_kernel, ceil_div(n_rows, SECOND_MERGE.block),
+        (packets.device, *sizes, *map(pointer_key, (merged, values, packets))), SECOND_MERGE,
+        merged, values, packets, n_rows, *sizes,
+    )  # fmt: skip
 
 
 def logits_gradient(out, request: Request, merged, grads: dict, loss=None):

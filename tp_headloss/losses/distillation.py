@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
 from ..statistics import VocabStatistics
 
@@ -56,7 +57,7 @@ def times_temperature_squared(values: torch.Tensor, temperature: float | torch.T
 
 def _times_mass(mass, value):
     """mass * value, and 0 where the mass is 0, whatever the value."""
-    return mass * torch.where(mass == 0, 0.0, value)
+    return mass * torch.where(mass == 0, mass.detach(), value)  # a number would be a kernel of its own
 
 
 def _zero_without_entries(stats, value):
@@ -72,7 +73,7 @@ def log_tail(
     Args:
         stats: `VocabStatistics` of a `TopKTeacher`.
         tail_log_prob: [..] the log, if it is known; None: the log of 1 - the sum of the entries' probabilities.
-        min_probability: replaces a computed tail below 1e-6, which is the rounding error of fp32 log-probs: 0, or a
+        min_probability: replaces a computed tail of at most 1e-6, the rounding error of fp32 log-probs: 0, or a
             positive number that keeps a reverse KL finite.
 
     Returns:
@@ -87,8 +88,7 @@ def log_tail(
     """
     if tail_log_prob is not None:
         return tail_log_prob.detach().to(stats.teacher_mass.dtype)
-    rest = 1 - stats.teacher_mass
-    return torch.where(rest < 1e-6, min_probability, rest).log()
+    return F.threshold(1 - stats.teacher_mass, 1e-6, min_probability).log()
 
 
 def topk_forward_kl(stats: VocabStatistics, support: str, log_tail: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,6 +11,7 @@ from .numerics_triton import LOG2_E, LOG_2, SMALLEST, exp, fixed_sum, log2, log2
 
 NONE = tl.constexpr(2147483647)  # the id of a place without an entry
 AT_ONCE = tl.constexpr(128)  # entries that the programs of one warp read at once
+SUMMED = tl.constexpr(32)  # entries of a chunk, a few of a row's, that they sum at once
 
 
 @triton.jit
@@ -45,18 +46,22 @@ def entries_kernel(
     ids, log_probs, live, unknown = _given(ids_ptr, log_probs_ptr, mask_ptr, row, i, n_entries, vocab_size)
     bad = tl.max(unknown.to(tl.int32), axis=0)  # 1: the row has NaN for its only entry
     live = live.to(tl.int32) > bad
-    repeated = tl.zeros([BLOCK], tl.int32)
     place = tl.zeros([BLOCK], tl.int32)
     for first in range(0, n_entries, SLICE):
         j = first + tl.arange(0, SLICE)
         others, _, alive, _ = _given(ids_ptr, log_probs_ptr, mask_ptr, row, j, n_entries, vocab_size)
         others = tl.where(alive, others, NONE)
-        same = others[:, None] == ids[None, :]  # [SLICE, BLOCK], so that every lane adds up for itself
-        repeated += tl.sum((same & (j[:, None] < i[None, :])).to(tl.int32), axis=0)
+        # [SLICE, BLOCK], so that every lane adds up for itself
         place += tl.sum((others[:, None] < ids[None, :]).to(tl.int32), axis=0)
-    kept = live & (repeated == 0)
+    kept = live
+    count = tl.sum(live.to(tl.int32), axis=0)
     log_tau = tl.where(kept, log_probs, float("-inf"))
-    if tl.max((live & (repeated > 0)).to(tl.int32), axis=0) > 0:
+    # n different ids are at the places 0 to n - 1, and equal ones at the first of theirs
+    if tl.sum(tl.where(live, place, 0), axis=0) < count * (count - 1) // 2:
+        for k in range(0, n_entries):
+            one = (i == k) & live
+            kept = kept & ~((ids == tl.max(tl.where(one, ids, -1), axis=0)) & (i > k))
+        log_tau = tl.where(kept, log_probs, float("-inf"))
         # then those before an entry are fewer than counted, and each is the sum of all with its id
         place = tl.zeros([BLOCK], tl.int32)
         total = kept.to(tl.float32)  # each itself
@@ -113,6 +118,22 @@ def entries_between(inputs, row, first, end):
 
 
 @triton.jit
+def entries_in_chunk(chunk, inputs):
+    """Number of the first of a row's entries, which ascend, that is in a chunk, and how many are: of a top-K
+    teacher."""
+    first = chunk.start + chunk.first
+    before = 0
+    count = 0
+    for k in range(0, inputs.n_entries, AT_ONCE):
+        place = k + tl.arange(0, AT_ONCE)
+        at = inputs.entries + chunk.row * inputs.n_entries + place
+        ids = tl.load(at, mask=place < inputs.n_entries, other=NONE)
+        before += tl.sum((ids < first).to(tl.int32), axis=0)
+        count += tl.sum(((ids >= first) & (ids < first + chunk.size)).to(tl.int32), axis=0)
+    return before, count
+
+
+@triton.jit
 def load_entries(inputs, chunk, at, live):
     """Entries of a row, those numbered `at` that are live, in a chunk: the columns, z there (-inf elsewhere), which
     entries are here."""
@@ -124,17 +145,16 @@ def load_entries(inputs, chunk, at, live):
 
 
 @triton.jit
-def store_entry_sums(out, n, chunk, inputs, rows):
-    """Store the entries' packet rows of one chunk of one row."""
+def store_entry_sums(out, n, begin, count, chunk, inputs, rows):
+    """Store the packet rows of one chunk of one row; begin, count: of its entries, see `entries_in_chunk`."""
     m = -float("inf")
-    s = tl.zeros([AT_ONCE], tl.float32)
-    mass = tl.zeros([AT_ONCE], tl.float32)
-    cross = tl.zeros([AT_ONCE], tl.float32)
-    gap = tl.zeros([AT_ONCE], tl.float32)
-    begin, count = entry_range(inputs, chunk.row)
-    lanes = tl.arange(0, AT_ONCE)
-    for k in range(0, count, AT_ONCE):
-        at = begin + k + lanes
+    s = tl.zeros([SUMMED], tl.float32)
+    mass = tl.zeros([SUMMED], tl.float32)
+    cross = tl.zeros([SUMMED], tl.float32)
+    gap = tl.zeros([SUMMED], tl.float32)
+    lanes = tl.arange(0, SUMMED)
+    for k in range(0, count, SUMMED):
+        at = chunk.row * inputs.n_entries + begin + k + lanes
         _columns, z, here = load_entries(inputs, chunk, at, k + lanes < count)
         log_tau = tl.load(inputs.entry_log_probs + at, mask=here, other=float("-inf"))
         peak = tl.maximum(m, tl.max(z, axis=0))
@@ -155,10 +175,10 @@ def store_entry_sums(out, n, chunk, inputs, rows):
         cross += tl.where(tau == 0.0, 0.0, tau * (log_tau - shifted))
         gap += tl.where(p == 0.0, 0.0, p * (shifted - log_tau))
     tl.store(out + rows.topk_max * n, m + 0.0)
-    tl.store(out + rows.topk_sum * n, fixed_sum(s, AT_ONCE))
-    tl.store(out + rows.topk_mass * n, fixed_sum(mass, AT_ONCE))
-    tl.store(out + rows.topk_cross * n, fixed_sum(cross, AT_ONCE))
-    tl.store(out + rows.topk_gap * n, fixed_sum(gap, AT_ONCE))
+    tl.store(out + rows.topk_sum * n, fixed_sum(s, SUMMED))
+    tl.store(out + rows.topk_mass * n, fixed_sum(mass, SUMMED))
+    tl.store(out + rows.topk_cross * n, fixed_sum(cross, SUMMED))
+    tl.store(out + rows.topk_gap * n, fixed_sum(gap, SUMMED))
 
 
 @triton.jit

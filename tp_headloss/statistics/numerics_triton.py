@@ -135,6 +135,16 @@ def fixed_sum(x, LANES: tl.constexpr):
 
 
 @triton.jit
+def neighbours_sum(x, LANES: tl.constexpr):
+    """As `fixed_sum`, by adding neighbours: quicker where a thread has several side by side."""
+    n: tl.constexpr = LANES
+    for i in tl.static_range(20):
+        if (n >> i) > 1:
+            x = tl.sum(tl.reshape(x, [n >> (i + 1), 2]), axis=1)
+    return tl.sum(x, axis=0)
+
+
+@triton.jit
 def fixed_sums(x, LANES: tl.constexpr):
     """`fixed_sum` of each row of a tile -> [ROWS, 1]."""
     n: tl.constexpr = LANES

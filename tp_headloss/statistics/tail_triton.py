@@ -8,12 +8,14 @@ lost.
 import triton
 import triton.language as tl
 
-from .entries_triton import AT_ONCE, NONE
+from .entries_triton import NONE
 from .family_triton import load_logits
-from .numerics_triton import exp, fixed_sum, lane_sum
+from .numerics_triton import exp, fixed_sum, lane_sum, neighbours_sum
+from .softmax_triton import load_target
 from .teacher_triton import add_softmax
 
 AGAIN, TILES = tl.constexpr(16), tl.constexpr(8)  # lanes that are added up again at once, in this many tiles
+MOST_AGAIN = tl.constexpr(32)  # entries of a chunk; with more its tail is summed by itself
 # A tail with less than this part of its chunk's largest exponential is summed relative to its own maximum: far below
 # another one exp loses digits, and at last underflows.
 LEAST = tl.constexpr(2.0**-24)
@@ -60,18 +62,35 @@ def add(state, tile, softmax, chunk, inputs, rows):
 
 
 @triton.jit
-def _entries_of(chunk, inputs):
-    """Pointer to a row's entries, which ascend; numbers of the first that is in the chunk, and behind its last."""
-    entries = inputs.entries + chunk.row * inputs.n_entries
-    first = chunk.start + chunk.first
-    begin = 0
-    end = 0
-    for k in range(0, inputs.n_entries, AT_ONCE):
-        place = k + tl.arange(0, AT_ONCE)
-        ids = tl.load(entries + place, mask=place < inputs.n_entries, other=NONE)
-        begin += tl.sum((ids < first).to(tl.int32), axis=0)
-        end += tl.sum((ids < first + chunk.size).to(tl.int32), axis=0)
-    return entries, begin, end
+def _marked_lanes(entries, begin, end, target, first, BLOCK: tl.constexpr):
+    """Which lanes of a chunk have an entry, or the target, as bits [32]: a number for each thread of the warp, with a
+    bit for each of its lanes, if a thread has WIDE lanes side by side. The same for lanes that have several. The target
+    without the one that is an entry, then -1."""
+    WIDE: tl.constexpr = min(8, BLOCK // 32)
+    threads = tl.arange(0, 32).to(tl.uint32)
+    marked = tl.zeros([32], tl.uint32)
+    again = tl.zeros([32], tl.uint32)
+    for j in range(begin, end + 1):
+        column = target
+        if j < end:
+            column = tl.load(entries + j) - first
+            target = tl.where(column == target, -1, target)
+        lane = column.to(tl.uint32) % BLOCK  # unsigned, so that divisions are shifts
+        bit = tl.full([32], 1, tl.uint32) << (lane // (32 * WIDE) * WIDE + lane % WIDE)
+        bit = tl.where((threads == lane // WIDE % 32) & (column >= 0), bit, tl.zeros_like(bit))
+        again |= marked & bit
+        marked |= bit
+    return marked, again, target
+
+
+@triton.jit
+def _without(x, marked):
+    """Lane sums without those of marked lanes, see `_marked_lanes`."""
+    BLOCK: tl.constexpr = x.shape[0]
+    WIDE: tl.constexpr = min(8, BLOCK // 32)
+    bit = WIDE * tl.arange(0, BLOCK // (32 * WIDE))[:, None, None] + tl.arange(0, WIDE)[None, None, :]
+    x = tl.reshape(x, [BLOCK // (32 * WIDE), 32, WIDE])
+    return tl.reshape(tl.where(((marked[None, :, None] >> bit) & 1) != 0, 0.0, x), [BLOCK])
 
 
 @triton.jit
@@ -79,48 +98,42 @@ def _without_entries(s, moment, m, entries, begin, end, chunk, inputs, rows):
     """Sum and moment of a chunk without its entries, from the lane sums of all columns but the target; and whether the
     target belongs to them and is above m, which leaves it out."""
     BLOCK: tl.constexpr = s.shape[0]
-    lanes = tl.arange(0, BLOCK)
     first = chunk.start + chunk.first
     sums = tl.zeros([AGAIN * TILES], tl.float32)
     moments = tl.zeros([AGAIN * TILES], tl.float32)
-    above = False
     shift = tl.where(m == float("-inf"), 0.0, m)
-    at_target = lanes == tl.where(chunk.target < 0, -1, chunk.target % BLOCK)
-    s = tl.where(at_target, 0.0, s)
-    moment = tl.where(at_target, 0.0, moment)
+    marked, again, target = _marked_lanes(entries, begin, end, chunk.target, first, BLOCK)
+    above = (target >= 0) & (load_target(chunk, inputs) > m)
+    is_alone = tl.max(again, axis=0) == 0
     for k in range(begin, end + 1, AGAIN):
         number = k + tl.arange(0, AGAIN)
-        column = tl.load(entries + number, mask=number < end, other=0) - first
-        column = tl.where(number < end, column, tl.where(number == end, chunk.target, -1))
-        lane = column % BLOCK
-        owner = column >= 0  # whether it is the first in its lane
-        others = tl.zeros_like(owner)  # whether there are others
-        for j in range(begin, end):
-            taken = (tl.load(entries + j) - first) % BLOCK
-            s = tl.where(lanes == taken, 0.0, s)
-            if rows.tail_moment is not None:
-                moment = tl.where(lanes == taken, 0.0, moment)
-            owner = owner & ((taken != lane) | (j >= number))
-            others = others | ((taken == lane) & (j != number))
-        is_alone = tl.max(others.to(tl.int32), axis=0) == 0
+        entry = tl.load(entries + number, mask=number < end, other=0) - first
+        entry = tl.where(number < end, entry, -1)
+        column = tl.where(number == end, target, entry)
+        lane = tl.where(column >= 0, column % BLOCK, chunk.size)
+        if not is_alone:  # the first in a lane adds it up
+            for j in range(begin, end):
+                taken = (tl.load(entries + j) - first) % BLOCK
+                lane = tl.where((taken == lane) & (j < number), chunk.size, lane)
         for o in tl.range(0, chunk.size, BLOCK * TILES, num_stages=1):
             inside = o + lane[:, None] + BLOCK * tl.arange(0, TILES)[None, :]
-            here = (inside < chunk.size) & owner[:, None] & ((inside != column[:, None]) | (number == end)[:, None])
+            here = (inside < chunk.size) & (inside != entry[:, None])
             if not is_alone:
                 for j in range(begin, end):
                     here = here & (inside != tl.load(entries + j) - first)
             z = load_logits(inputs, chunk, chunk.first + inside, here)
-            above = above | (tl.max((here & (z > m)).to(tl.int32)) > 0)
-            shifted = tl.where(here, tl.where(z > shift, 0.0, z - shift), float("-inf"))
+            shifted = tl.where(here, z - shift, float("-inf"))
             if inputs.student_scale is not None:
                 shifted *= chunk.student_scale
             p = exp(shifted)
             sums += tl.reshape(p, [AGAIN * TILES])
             if rows.tail_moment is not None:
                 moments += tl.reshape(p * tl.maximum(shifted, -1e30), [AGAIN * TILES])
-    s = lane_sum(s) + fixed_sum(sums, AGAIN * TILES)
-    moment = lane_sum(moment) + fixed_sum(moments, AGAIN * TILES)
-    return s, moment, above
+    sum_of_moments = 0.0
+    if rows.tail_moment is not None:
+        sum_of_moments = neighbours_sum(_without(moment, marked), BLOCK) + fixed_sum(moments, AGAIN * TILES)
+    s = neighbours_sum(_without(s, marked), BLOCK) + fixed_sum(sums, AGAIN * TILES)
+    return s, sum_of_moments, above
 
 
 @triton.jit
@@ -147,14 +160,19 @@ def _by_itself(zeros, entries, entry, chunk, inputs, rows):
 
 
 @triton.jit
-def store(out, n, state, core, chunk, inputs, rows):
+def store(out, n, begin, count, state, core, chunk, inputs, rows):
+    """Store the packet rows; begin, count: of the chunk's entries, see `entries_in_chunk`."""
     if rows.tail_max is not None:
         lanes = core.sum
         if inputs.student_scale is not None:
             lanes = state[0]
-        entries, begin, end = _entries_of(chunk, inputs)
+        entries = inputs.entries + chunk.row * inputs.n_entries
         m = core.max
-        s, moment, above = _without_entries(lanes, state[1], m, entries, begin, end, chunk, inputs, rows)
+        s = 0.0
+        moment = 0.0
+        above = count > MOST_AGAIN
+        if not above:
+            s, moment, above = _without_entries(lanes, state[1], m, entries, begin, begin + count, chunk, inputs, rows)
         if above | ~(s >= LEAST):
             m, s, moment = _by_itself(tl.zeros_like(lanes), entries, begin, chunk, inputs, rows)
         tl.store(out + rows.tail_max * n, m + 0.0)

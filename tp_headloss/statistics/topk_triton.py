@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import tail_triton
-from .entries_triton import entry_softmax, jensen_shannon_parts, store_entry_sums
+from .entries_triton import entries_in_chunk, entry_softmax, jensen_shannon_parts, store_entry_sums
 from .family_triton import (
     Gradient,
     Merge,
@@ -22,8 +22,9 @@ from .numerics_triton import decay, exp, log1p, settle, weigh
 
 @triton.jit
 def store(out, n, state, core, chunk, inputs, rows):
-    store_entry_sums(out, n, chunk, inputs, rows)
-    tail_triton.store(out, n, state, core, chunk, inputs, rows)
+    begin, count = entries_in_chunk(chunk, inputs)
+    store_entry_sums(out, n, begin, count, chunk, inputs, rows)
+    tail_triton.store(out, n, begin, count, state, core, chunk, inputs, rows)
 
 
 @triton.jit
@@ -150,21 +151,20 @@ def finish(state, joined, out, inputs, rows):
 
 @triton.jit
 def _of_the_rest(common, grads, token, rows):
-    """Numbers c, shift, e, mean of the gradient of a column that is no entry: c exp(y) + e exp(y) (y - mean), where
-    y = a (z - shift)."""
+    """Numbers c, shift and with an entropy e, mean of the gradient of a column that is no entry: c exp(y) +
+    e exp(y) (y - mean), where y = a (z - shift)."""
     at = token.merged
     n = token.n
-    moment = 0.0
-    mean = 0.0
     if rows.rest_mean is not None:
         common = tl.load(at + rows.outside * n) * common
         common += tl.load(at + rows.inside * n) * upstream(grads.tail_log_mass, token)
-        moment = -upstream(grads.tail_entropy, token)
-        mean = tl.load(at + rows.rest_mean * n)
     whole = tl.load(at + rows.rest_sum * n)
     per_rest = tl.where(token.ignored | (whole == 0.0), 0.0, token.student_scale / whole)
     shift = tl.load(at + rows.rest_shift * n)
-    return common * per_rest, tl.where(shift == float("-inf"), 0.0, shift), moment * per_rest, mean
+    numbers = (common * per_rest, tl.where(shift == float("-inf"), 0.0, shift))
+    if grads.tail_entropy is not None:
+        numbers += (-upstream(grads.tail_entropy, token) * per_rest, tl.load(at + rows.rest_mean * n))
+    return numbers
 
 
 @triton.jit
@@ -226,11 +226,14 @@ def direct(dz, state, tile, token, grads, inputs, rows):
     if len(token.places.shape) == 1:
         log_tau = tl.load(inputs.entry_log_probs + token.places, mask=token.written, other=float("-inf"))
         dz += token.student_scale * _entry_gradient(log_tau, tile, token, grads, inputs, rows)
-    elif len(state) == 4:
+    elif len(state) > 1:
         fall = tile.z - state[1]
         if inputs.student_scale is not None:
             fall = fall * token.student_scale
-        dz += exp(fall) * (state[0] + state[2] * (tl.maximum(fall, -200.0) - state[3]))
+        per_column = state[0]
+        if len(state) == 4:
+            per_column += state[2] * (tl.maximum(fall, -200.0) - state[3])
+        dz += exp(fall) * per_column
     return dz
 
 
