@@ -4,6 +4,7 @@
 import copy
 import importlib.util
 import inspect
+import math
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -407,6 +408,7 @@ def failures(group):
         assert (
             fails_cleanly_at_every_step(lambda given=given, fused=fused: install(model, given, fused=fused), model) > 20
         )
+    assert head.last is None
     return {"observed": len(seen), "observes": head.observe == seen.append}
 
 
@@ -431,8 +433,13 @@ def head_loss(group):
     stock, model = model_of(), model_of()
     with install(stock, MegatronHead(ignore_index=7, terms=terms)):
         theirs = run(stock, labels)
-    with install(model, HeadLoss(terms, metrics=("entropy",), reduction="none", ignore_index=7)):
+    with install(model, HeadLoss(terms, metrics=("entropy",), reduction="none", ignore_index=7)) as handle:
+        assert handle.last is None
         ours = run(model, labels)
+        last = handle.last
+    assert last.stats is None and torch.equal(last.loss.transpose(0, 1), ours[0]) and not last.loss.requires_grad
+    assert last.count == B * (S - 1) - (batch()[3] == 7).sum() + (batch()[3][:, 2] == 7).sum()
+    assert 0 < last.metrics["entropy"] / last.count < math.log(V)
     assert not ours[0][:, 2].any() and ours[0][:, 3].all()
     options = Options(check=True)
     parts = MegatronHead.from_head_loss(

@@ -46,7 +46,13 @@ class MegatronHead:
         options: `Options`, for example ``inplace=True`` for fused=False.
         observe: function that is called with the `HeadLossOutput` of each call. Its sums are over all tokens; in one
             sweep the loss mask weights them.
+
+    Attributes:
+        last: `HeadLossOutput` of the last call, without graph and statistics; with multi-token prediction, of the main
+            head.
     """
+
+    last: HeadLossOutput | None
 
     def __init__(
         self,
@@ -78,7 +84,7 @@ class MegatronHead:
         self.summed_loss = HeadLoss(terms, reduction="sum", **parts)
         counted = {**parts, "metrics": (*self.head_loss.metrics, Metric(no_metrics, want=("argmax",)))}
         self.depth_loss = HeadLoss(terms, reduction="none", **counted)
-        self.observe, self.calls = observe, 0
+        self.observe, self.calls, self.last = observe, 0, None
 
     @classmethod
     def from_head_loss(cls, head_loss: HeadLoss) -> MegatronHead:
@@ -172,8 +178,9 @@ class MegatronHead:
         return labels
 
     def _observed_losses(self, out: HeadLossOutput) -> torch.Tensor:
-        """Losses [b, s] of an output, after the call was counted and shown to `observe`."""
+        """Losses [b, s] of an output, after the call was counted, kept in `last` and shown to `observe`."""
         self.calls += 1
+        self.last = out._replace(loss=out.loss.detach(), stats=None)
         if self.observe is not None:
             self.observe(out)
         return out.loss.transpose(0, 1).contiguous()

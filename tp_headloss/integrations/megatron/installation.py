@@ -56,7 +56,7 @@ def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Inst
     functions = {"compute_language_model_loss": compute_language_model_loss}
     functions |= {entry: fused_entry} if fused else {}
     stock_losses = _check_call(model, head, fused)
-    installed, calls_before, observe = Installed(model, functions), head.calls, head.observe
+    installed, calls_before, observe = Installed(model, head, functions), head.calls, head.observe
     try:
         head.observe = None
         _compare(_check_call(model, head, fused), stock_losses, head, calls_before)
@@ -64,7 +64,7 @@ def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Inst
         installed.remove()
         raise
     finally:
-        head.observe = observe
+        head.observe, head.last = observe, None
     installed.calls = 0
     return installed
 
