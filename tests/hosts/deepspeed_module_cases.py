@@ -1,4 +1,4 @@
-"""A model with this package's head under ZeRO of DeepSpeed, two replicas of two ranks of the vocabulary each, against the
+"""A model with this package's head under ZeRO of DeepSpeed, two replicas of two ranks of the vocabulary, against the
 same model whole with torch's cross-entropy."""
 
 import os
