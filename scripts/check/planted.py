@@ -400,8 +400,10 @@ GROUPS = {
     "test_megatron": [
         (MEGATRON, "logits_transform", "config.mup_output_mult", "1.0"),
         (MEGATRON, "linear_options", '"reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"', '"none" if partial else "all_reduce"'),
-        (MEGATRON, "MegatronHead.losses_from_hidden", "layer.weight if weight is None else weight", "layer.weight"),
+        (MEGATRON, "MegatronHead._linear_arguments", "layer.weight if weight is None else weight", "layer.weight"),
         (MEGATRON, "MegatronHead._labels", "labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), IGNORED_LABEL)", "pass"),
+        ("integrations/megatron/postprocess.py", "postprocess.loss", "given is labels", "True"),
+        ("integrations/megatron/postprocess.py", "acceptance_counts_of.counts", "taken.correct & counted", "taken.correct"),
         (MEGATRON, "_LossesOfSum.backward", "torch.where(far.any(), torch.nan, factor)", "factor"),
         ("integrations/megatron/installation.py", "_compare", "head.calls == calls_before", "False"),
         ("integrations/megatron/installation.py", "_checked_model", "getattr(model, 'output_layer', None) is None", "False"),

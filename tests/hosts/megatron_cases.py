@@ -4,8 +4,10 @@
 import copy
 import importlib.util
 import inspect
+import math
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from cases import ROOT, compared, fails_cleanly_at_every_step, main, relative_errors
@@ -22,6 +24,15 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.common.language_module import language_module
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.multi_token_prediction import (
+    MTPLossLoggingHelper,
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -58,6 +69,8 @@ def model_of(cls=GPTModel, sp=False, tied=False, bf16=False, mtp=False, ddp=Fals
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
         spec = TransformerBlockSubmodules(layer_specs=[spec], layer_norm=Norm)
     more = {"mtp_block_spec": get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)} if mtp else {}
+    for depth in more["mtp_block_spec"].layer_specs if mtp and sp else ():
+        depth.submodules.enorm = depth.submodules.hnorm = depth.submodules.layer_norm = Norm
     torch.manual_seed(7)
     model = cls(
         config=config, transformer_layer_spec=spec, vocab_size=V, max_sequence_length=S, parallel_output=True,
@@ -71,17 +84,22 @@ def model_of(cls=GPTModel, sp=False, tied=False, bf16=False, mtp=False, ddp=Fals
     return model
 
 
-def hybrid_of(sp=False, tied=False, **config):
+def hybrid_of(sp=False, tied=False, mtp=False, **config):
     """A HybridModel of the one kind of layer that runs without Transformer Engine, GPTModel's."""
     from megatron.core.models.hybrid import hybrid_block, hybrid_model
 
     hybrid_block.TENorm = Norm
     layer = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-    layers = hybrid_block.HybridStackSubmodules(attention_layer=layer)
+    depth = MultiTokenPredictionLayerSubmodules(Norm, Norm, Norm, ColumnParallelLinear)
+    depth = ModuleSpec(module=MultiTokenPredictionLayer, submodules=depth)
+    depths = MultiTokenPredictionBlockSubmodules(layer_specs=[depth])
+    depths = ModuleSpec(module=MultiTokenPredictionBlock, submodules=depths)
+    layers = hybrid_block.HybridStackSubmodules(attention_layer=layer, mtp_block_spec=depths)
     torch.manual_seed(7)
     return hybrid_model.HybridModel(
-        config=config_of(sp, **config), vocab_size=V, max_sequence_length=S, hybrid_layer_pattern="*",
+        config=config_of(sp, mtp=mtp, **config), vocab_size=V, max_sequence_length=S,
+        hybrid_layer_pattern="*/*/*" if mtp else "*",
         hybrid_stack_spec=ModuleSpec(module=hybrid_block.HybridStack, submodules=layers),
         position_embedding_type="learned_absolute", share_embeddings_and_output_weights=tied,
     )  # fmt: skip
@@ -112,14 +130,30 @@ def head_name(model):
     return name
 
 
+def depths_logged():
+    """What Megatron has logged of multi-token prediction since the last time: losses, accepted tokens, tokens."""
+    tracker = MTPLossLoggingHelper.tracker
+    logged = {name: values.clone() for name, values in tracker.items() if name.endswith("values")}
+    tracker.clear()
+    return logged
+
+
+def check_depths(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, values in theirs.items():
+        torch.testing.assert_close(ours[name], values, rtol=1e-6 * ("correct" not in name), atol=0)
+
+
 def installed(fused=True, options=None, **kwargs):
     def case(group):
         stock, model = model_of(**kwargs), model_of(**kwargs)
         more = {"loss_mask": torch.ones(B, S)} if kwargs.get("mtp") else {}
-        theirs = run(stock, **more)
+        theirs, logged = run(stock, **more), depths_logged()
         head = MegatronHead(ignore_index=-100, options=options)
+        head.losses_from_logits = None if fused else head.losses_from_logits  # a fused head has none
         with install(model, head, fused=fused):
             ours = run(model, **more)
+        check_depths(depths_logged(), logged)
         depths = 3 if kwargs.get("mtp") else 1
         assert head.calls == depths + (depths if fused else 1), head.calls  # with those of the check call
         return compared(*ours, *theirs, head_name(model))
@@ -132,11 +166,14 @@ def hybrid(fused=True, **kwargs):
 
     def case(group):
         stock, model = hybrid_of(**kwargs), hybrid_of(**kwargs)
-        logits = stock(*batch()[:3])
-        theirs, head = run(stock), MegatronHead(ignore_index=-100)
+        logits, depths = stock(*batch()[:3]), 3 if kwargs.get("mtp") else 1
+        depths_logged()
+        theirs, logged, head = run(stock), depths_logged(), MegatronHead(ignore_index=-100)
         with install(model, head, fused=fused):
             ours = run(model)
-            assert head.calls == 2 and torch.equal(model(*batch()[:3]), logits)
+            check_depths(depths_logged(), logged)
+            assert head.calls == (2 * depths if fused else 1 + depths)
+            assert torch.equal(model(*batch()[:3]), logits)
         assert not {"forward", "compute_language_model_loss"} & set(vars(model))
         return compared(*ours, *theirs, head_name(model))
 
@@ -150,9 +187,28 @@ def hybrid_refusals(group):
     with install(model, head):
         found["second"] = refused(lambda: install(model, head))
         run(model)
-    model.mtp_process = True
-    found["mtp"] = refused(lambda: install(model, head))
     return found
+
+
+def accepted(group):
+    """Labels that the first depth finds likeliest are counted as Megatron counts them, before and after the backward;
+    depths whose gradient stays out of the output layer."""
+    stock, model = (model_of(mtp=True, mtp_detach_heads=True) for _ in range(2))
+    found, argmax = [], multi_token_prediction._vocab_parallel_argmax
+    more = {"loss_mask": torch.ones(B, S).index_fill(1, torch.tensor(3), 0)}
+    with mock.patch.object(
+        multi_token_prediction, "_vocab_parallel_argmax", lambda *args: found.append(argmax(*args)) or found[-1]
+    ):
+        run(stock, **more)
+    stock.zero_grad()
+    labels = found[0].transpose(0, 1).roll(1, 1)
+    depths_logged()
+    theirs, logged = run(stock, labels, **more), depths_logged()
+    assert logged["correct_values"][0] > 4 and logged["total_values"][0] < B * S
+    with install(model, HeadLoss()):
+        ours = run(model, labels, **more)
+    check_depths(depths_logged(), logged)
+    return compared(*ours, *theirs, head_name(model))
 
 
 def one_sweep(**kwargs):
@@ -160,7 +216,8 @@ def one_sweep(**kwargs):
 
     def case(group):
         stock, model = model_of(**kwargs), model_of(**kwargs)
-        theirs, linear = run(stock, factor=0.3), Linear(mode="one_sweep")
+        more = {"loss_mask": batch()[4]} if kwargs.get("mtp") else {}
+        theirs, linear = run(stock, factor=0.3, **more), Linear(mode="one_sweep")
         with install(model, MegatronHead(ignore_index=-100, terms=[CrossEntropy()], linear=linear)):
             ours = run(model, factor=0.3, loss_mask=batch()[4])
             found = compared(*ours, *theirs, head_name(model))
@@ -351,6 +408,7 @@ def failures(group):
         assert (
             fails_cleanly_at_every_step(lambda given=given, fused=fused: install(model, given, fused=fused), model) > 20
         )
+    assert head.last is None
     return {"observed": len(seen), "observes": head.observe == seen.append}
 
 
@@ -375,8 +433,13 @@ def head_loss(group):
     stock, model = model_of(), model_of()
     with install(stock, MegatronHead(ignore_index=7, terms=terms)):
         theirs = run(stock, labels)
-    with install(model, HeadLoss(terms, metrics=("entropy",), reduction="none", ignore_index=7)):
+    with install(model, HeadLoss(terms, metrics=("entropy",), reduction="none", ignore_index=7)) as handle:
+        assert handle.last is None
         ours = run(model, labels)
+        last = handle.last
+    assert last.stats is None and torch.equal(last.loss.transpose(0, 1), ours[0]) and not last.loss.requires_grad
+    assert last.count == B * (S - 1) - (batch()[3] == 7).sum() + (batch()[3][:, 2] == 7).sum()
+    assert 0 < last.metrics["entropy"] / last.count < math.log(V)
     assert not ours[0][:, 2].any() and ours[0][:, 3].all()
     options = Options(check=True)
     parts = MegatronHead.from_head_loss(
@@ -481,6 +544,8 @@ CASES = {
     "ddp main_grad": installed(ddp=True),
     "ddp, sp, tied": installed(ddp=True, sp=True, tied=True),
     "mtp": installed(mtp=True),
+    "mtp, sp, tied": installed(mtp=True, sp=True, tied=True),
+    "mtp, one sweep": one_sweep(mtp=True),
     "loss hook": installed(fused=False),
     "loss hook, sp": installed(fused=False, sp=True),
     "loss hook, mtp": installed(fused=False, mtp=True),
@@ -508,6 +573,7 @@ CASES = {
 if HAS_PROCESSOR:
     CASES |= {"processor": processor, "mup": mup}
 if HAS_HYBRID:
+    CASES |= {"accepted": accepted, "hybrid, mtp": hybrid(mtp=True, sp=True)}
     CASES |= {"hybrid": hybrid(), "hybrid, sp": hybrid(sp=True), "hybrid, tied": hybrid(tied=True)}
     CASES |= {"hybrid, loss hook": hybrid(fused=False), "hybrid, refusals": hybrid_refusals}
     CASES |= {"hybrid, mup": hybrid(use_mup=True, mup_base_hidden_size=H // 2)}

@@ -42,3 +42,11 @@ def test_loss_and_gradients(name):
 @pytest.mark.parametrize("name", ["refusals", "README"])
 def test_what_cannot_work_is_refused_and_the_readme_runs(name):
     assert result(name) == {}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_zero_trains_a_model_with_a_sharded_head_as_the_whole_model_is_trained(stage):
+    """The first step of two replicas with two micro-batches each; a difference of weights rounds to 1e-6 of it."""
+    found = launch(HOST, "deepspeed_module_cases.py", 4)[f"stage{stage}"]
+    assert "error" not in found, found["error"]
+    assert found["updates"] < 3e-6 < 5e-3 < found["mutant"], found

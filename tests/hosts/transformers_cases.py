@@ -224,10 +224,12 @@ def any_head_loss(group, install):
     """Terms and inputs of another HeadLoss, against the same on the unsharded model's logits; and its metrics."""
     host, model = models("uneven", config_of(**CONFIGS["uneven"]))
     head_loss = HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-2), Distillation(0.5)], metrics=("accuracy",))
+    seen = []
     if install == "fused":
-        installed = fuse_head(model, head_loss, linear=Linear(mode="one_sweep", budget=1 << 20))
+        linear = Linear(mode="one_sweep", budget=1 << 20)
+        installed = fuse_head(model, head_loss, linear=linear, observe=seen.append)
     else:
-        installed = model.loss_function = causal_lm_loss(model, head_loss)
+        installed = model.loss_function = causal_lm_loss(model, head_loss, observe=seen.append)
     inputs, shard = batch(509), VocabShard.from_group(group, 509)
     teacher = torch.randn(2, 16, 509)
     own = {"teacher": Teacher(teacher[..., shard.start : shard.stop])}
@@ -236,7 +238,8 @@ def any_head_loss(group, install):
     labels = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
     out = head_loss(host(input_ids=inputs["input_ids"]).logits, labels, inputs={"teacher": Teacher(teacher)})
     out.loss.backward()
-    last = installed.last
+    last, (observed,) = installed.last, seen  # none of the check call
+    assert observed is last and last.stats is None and not last.loss.requires_grad
     assert torch.equal(last.metrics["accuracy"], out.metrics["accuracy"]) and out.count == last.count
     return compared(loss, grads, out.loss, {n: p.grad for n, p in host.named_parameters()}, HEAD)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...head_loss import CrossEntropy, HeadLoss, HeadLossOutput, Term
+from ...head_loss import CrossEntropy, HeadLoss, HeadLossOutput, Metric, Term
 from ...linear_head import Linear
 from ...options import Options, Transform
 from ...shard import VocabShard
@@ -46,7 +46,13 @@ class MegatronHead:
         options: `Options`, for example ``inplace=True`` for fused=False.
         observe: function that is called with the `HeadLossOutput` of each call. Its sums are over all tokens; in one
             sweep the loss mask weights them.
+
+    Attributes:
+        last: `HeadLossOutput` of the last call, without graph and statistics; with multi-token prediction, of the main
+            head.
     """
+
+    last: HeadLossOutput | None
 
     def __init__(
         self,
@@ -76,7 +82,9 @@ class MegatronHead:
             parts["options"] = replace(options, inplace=False)
         self.linear_loss = HeadLoss(terms, reduction="none", **parts)
         self.summed_loss = HeadLoss(terms, reduction="sum", **parts)
-        self.observe, self.calls = observe, 0
+        counted = {**parts, "metrics": (*self.head_loss.metrics, Metric(no_metrics, want=("argmax",)))}
+        self.depth_loss = HeadLoss(terms, reduction="none", **counted)
+        self.observe, self.calls, self.last = observe, 0, None
 
     @classmethod
     def from_head_loss(cls, head_loss: HeadLoss) -> MegatronHead:
@@ -111,7 +119,7 @@ class MegatronHead:
         with replaced(output_layer, forward=forward):
             return output_layer(hidden_states, weight=output_weight)[0]
 
-    def losses_from_hidden(self, hidden, weight, layer, labels, config, loss_mask=None, depths=0) -> torch.Tensor:
+    def losses_from_hidden(self, hidden, weight, layer, labels, config, loss_mask=None) -> torch.Tensor:
         """Return the losses [b, s] of hidden states and the weight of an output layer, without logits.
 
         Args:
@@ -120,16 +128,10 @@ class MegatronHead:
             layer: Megatron's ColumnParallelLinear. It says the group, the bias and how dH is reduced.
             labels, loss_mask: [b, s] replicated. The mask is used in one sweep only.
             config: the model's TransformerConfig.
-            depths: number of depths of multi-token prediction whose losses come from this method, too.
         """
-        weight = layer.weight if weight is None else weight
-        refuse_options(config, layer)
-        shard = layer_shard(layer.tp_group, weight.shape[0], self.vocab_size)
-        one_sweep = self.linear.mode == "one_sweep" and torch.is_grad_enabled() and not depths
-        bias = None if layer.skip_bias_add else layer.bias
-        linear = linear_options(self.linear, layer, weight, "one_sweep" if one_sweep else "recompute")
-        given: dict[str, Any] = {"shard": shard, "bias": bias, "transform": logits_transform(config), "linear": linear}
-        labels = self._labels(labels, shard)
+        one_sweep = self.linear.mode == "one_sweep" and torch.is_grad_enabled()
+        mode = "one_sweep" if one_sweep else "recompute"
+        weight, labels, given = self._linear_arguments(weight, layer, labels, config, mode)
         if not one_sweep:
             return self._observed_losses(self.linear_loss.linear(hidden, weight, labels, **given))
         token_weight = torch.ones_like(labels) if loss_mask is None else loss_mask.transpose(0, 1)
@@ -139,6 +141,22 @@ class MegatronHead:
             losses = sum(term.weight * term.function(out.stats) for term in self.summed_loss.terms)
             losses = torch.where(out.stats.valid, losses, 0.0)
         return self._observed_losses(out._replace(loss=_LossesOfSum.apply(out.loss, losses, token_weight)))
+
+    def depth_losses_from_hidden(self, hidden, weight, layer, labels, config) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what Megatron takes of a depth of multi-token prediction: its losses [b, s], and where [b, s] the
+        likeliest id is the label. Arguments as in `losses_from_hidden`; never in one sweep."""
+        weight, labels, given = self._linear_arguments(weight, layer, labels, config, "recompute")
+        out = self.depth_loss.linear(hidden, weight, labels, **given)
+        return self._observed_losses(out), out.stats.correct.transpose(0, 1)
+
+    def _linear_arguments(self, weight, layer, labels, config, mode: str):
+        """Weight, labels [s, b] and keyword arguments of `HeadLoss.linear` for an output layer."""
+        weight = layer.weight if weight is None else weight
+        refuse_options(config, layer)
+        shard = layer_shard(layer.tp_group, weight.shape[0], self.vocab_size)
+        bias, linear = None if layer.skip_bias_add else layer.bias, linear_options(self.linear, layer, weight, mode)
+        given = {"shard": shard, "bias": bias, "transform": logits_transform(config), "linear": linear}
+        return weight, self._labels(labels, shard), given
 
     def losses_from_logits(self, logits, labels, layer) -> torch.Tensor:
         """Return the losses [b, s] of logits [s, b, v/P] sharded on V, as the output layer makes them, and labels
@@ -160,11 +178,17 @@ class MegatronHead:
         return labels
 
     def _observed_losses(self, out: HeadLossOutput) -> torch.Tensor:
-        """Losses [b, s] of an output, after the call was counted and shown to `observe`."""
+        """Losses [b, s] of an output, after the call was counted, kept in `last` and shown to `observe`."""
         self.calls += 1
+        self.last = out._replace(loss=out.loss.detach(), stats=None)
         if self.observe is not None:
             self.observe(out)
         return out.loss.transpose(0, 1).contiguous()
+
+
+def no_metrics(stats) -> dict[str, torch.Tensor]:
+    """Return no metrics: a `Metric` of this function makes a HeadLoss compute what it wants."""
+    return {}
 
 
 class _LossesOfSum(torch.autograd.Function):

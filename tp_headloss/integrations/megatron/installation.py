@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
 from typing import Any
@@ -55,7 +56,7 @@ def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Inst
     functions = {"compute_language_model_loss": compute_language_model_loss}
     functions |= {entry: fused_entry} if fused else {}
     stock_losses = _check_call(model, head, fused)
-    installed, calls_before, observe = Installed(model, functions), head.calls, head.observe
+    installed, calls_before, observe = Installed(model, head, functions), head.calls, head.observe
     try:
         head.observe = None
         _compare(_check_call(model, head, fused), stock_losses, head, calls_before)
@@ -63,7 +64,7 @@ def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Inst
         installed.remove()
         raise
     finally:
-        head.observe = observe
+        head.observe, head.last = observe, None
     installed.calls = 0
     return installed
 
@@ -87,8 +88,6 @@ def _checked_model(model, fused):
     owner = next(cls for cls in classes if isinstance(model, cls))
     if fused:
         refuse_options(model.config, model.output_layer)
-        if not hasattr(owner, "_postprocess") and model.mtp_process:
-            raise ValueError(f"multi-token prediction of a {owner.__name__} needs logits: use fused=False")
     return model, owner
 
 
@@ -146,7 +145,9 @@ def _check_call(model, head, fused) -> torch.Tensor:
     try:
         model.eval()
         if not hasattr(model, "_postprocess"):
-            with replaced(model.decoder, forward=lambda *args, **kwargs: hidden):
+            with contextlib.ExitStack() as stack:
+                for block in (model.decoder, *([model.mtp] if model.mtp_process else [])):
+                    stack.enter_context(replaced(block, forward=lambda *args, **kwargs: hidden))
                 return model.forward(None, None, None, decoder_input=hidden, labels=labels)
         names = inspect.signature(type(model)._postprocess).parameters
         required = {n: None for n, p in names.items() if n != "self" and p.default is inspect.Parameter.empty}

@@ -11,13 +11,21 @@ class Installed:
 
     As a context manager it removes the methods at the end of the block, and raises RuntimeError if no loss was computed
     by them.
+
+    Attributes:
+        head: the `MegatronHead`.
     """
 
-    def __init__(self, model, functions: dict):
-        self.model, self.calls = model, 0
+    def __init__(self, model, head, functions: dict):
+        self.model, self.head, self.calls = model, head, 0
         # bound methods, so that a copy of the model calls them with itself
         self.methods = {name: types.MethodType(function, model) for name, function in functions.items()}
         model.__dict__.update(self.methods)
+
+    @property
+    def last(self):
+        """`HeadLossOutput` of the head's last call, without graph and statistics, for metrics."""
+        return self.head.last
 
     def remove(self):
         """Give the model its own methods back. RuntimeError if something replaced them after this installation."""

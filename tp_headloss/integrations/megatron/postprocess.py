@@ -39,23 +39,41 @@ class MegatronHeadMixin(GPTModel):
 
 def postprocess(model, head: MegatronHead | None, original, *, labels=None, **rest):
     """Run `original`, which is GPTModel._postprocess or HybridModel.forward, with the head in place of the output layer
-    and the loss. Without labels or head, and at inference, `original` runs unchanged."""
+    and the losses. Without labels or head, and at inference, `original` runs unchanged."""
     rest = {"labels": labels, **rest}
     infers = rest.get("inference_context") is not None and not model.training
     if head is None or labels is None or infers or not model.post_process:
         return original(**rest)
-    if "output_processor" in inspect.signature(original).parameters:
-        if rest.get("output_processor") is None:
-            rest["output_processor"] = head
+    has_hook = "output_processor" in inspect.signature(original).parameters
+    if has_hook and rest.get("output_processor") is not None:
         return original(**rest)
-    # A HybridModel, or Megatron before 0.18: Megatron's own code runs, with hidden states in place of the logits
-    layer, depths = model.output_layer, getattr(model.config, "mtp_num_layers", None) or 0
+    if has_hook and not getattr(model.config, "mtp_num_layers", None):
+        return original(**{**rest, "output_processor": head})
+    # Megatron's own code runs, with hidden states in place of the logits of all depths
+    layer, config = model.output_layer, model.config
 
-    def loss(labels, hidden):
-        return head.losses_from_hidden(hidden, taken.weight, layer, labels, model.config, rest.get("loss_mask"), depths)
+    def loss(given, hidden):
+        if given is labels:
+            return head.losses_from_hidden(hidden, taken.weight, layer, given, config, rest.get("loss_mask"))
+        losses, taken.correct = head.depth_losses_from_hidden(hidden, taken.weight, layer, given, config)
+        return losses
 
-    with hidden_in_place_of_logits(model, compute_language_model_loss=loss) as taken:
+    with hidden_in_place_of_logits(model, compute_language_model_loss=loss) as taken, acceptance_counts_of(taken):
         return original(**rest)
+
+
+@contextmanager
+def acceptance_counts_of(taken: TakenHidden):
+    """Make Megatron (from 0.19 on) count the accepted tokens of a depth of multi-token prediction by what its loss has
+    found, for the duration of the block: it would look for the likeliest ids in logits."""
+    from megatron.core.transformer import multi_token_prediction
+
+    def counts(logits, labels, loss_mask, *_, **__):
+        counted = loss_mask.bool()
+        return (taken.correct & counted).sum().float(), counted.sum().float()
+
+    with replaced(multi_token_prediction, _compute_mtp_acceptance_counts=counts):
+        yield
 
 
 @dataclass
@@ -65,10 +83,12 @@ class TakenHidden:
     Attributes:
         hidden: [s, b, h], [s/P, b, h] under sequence parallelism; None before the first call.
         weight: [v/P, h] of tied embeddings, or None: the layer's own.
+        correct: bool [b, s] of the last depth of multi-token prediction: its likeliest id is the label.
     """
 
     hidden: torch.Tensor | None = None
     weight: torch.Tensor | None = None
+    correct: torch.Tensor | None = None
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -42,6 +43,7 @@ def fuse_head(
     linear: Linear | None = None,
     shard: VocabShard | None = None,
     transform: Transform | None = None,
+    observe: Callable[[HeadLossOutput], None] | None = None,
 ) -> FusedHead:
     """Replace ``forward`` of this model: with labels, hidden states [B, S, H] replicated and the output layer's weight
     [V/P, H] sharded on V give the loss [], and logits never exist.
@@ -64,7 +66,7 @@ def fuse_head(
     else between its body and its loss, and that the loss is the model's own.
 
     Args:
-        head_loss, shard: as in `causal_lm_loss`.
+        head_loss, shard, observe: as in `causal_lm_loss`.
         linear: `Linear`, except hidden_grad="reduce_scatter".
         transform: what the model does to its logits (softcapping, a scale); None reads it from the model's config.
 
@@ -80,16 +82,17 @@ def fuse_head(
             "the model's loss must be transformers' ForCausalLMLoss, or DeepSpeed's VocabParallelCausalLMLoss for its "
             f"output layer, got {model.loss_function}: a fused head would silently win over a loss_function"
         )
-    return FusedHead(model, head_loss, linear, shard, transform)
+    return FusedHead(model, head_loss, linear, shard, transform, observe)
 
 
 class FusedHead:
     """An installed fused head, as `fuse_head` returns it; a context manager that removes itself."""
 
-    def __init__(self, model, head_loss, linear, shard, transform):
+    def __init__(self, model, head_loss, linear, shard, transform, observe):
         wanted = scalar_head_loss(head_loss), checked_linear(linear)
         self.model, self.stock_forward, self.shard = model, stock_forward(model), shard
         self.last: HeadLossOutput | None = None
+        self.observe: Callable[[HeadLossOutput], None] | None = None
         # until the check has passed: plain cross-entropy of any number of tokens, and no shard that a call must fit
         self.head_loss, self.checked_shard = HeadLoss(options=wanted[0].options), None
         self.linear = dataclasses.replace(wanted[1], max_valid_tokens=None)
@@ -107,6 +110,7 @@ class FusedHead:
             self.remove()
             raise
         (self.head_loss, self.linear), self.last, self.checked_shard = wanted, None, found_shard
+        self.observe = observe
 
     def _forward(self, model, args, kwargs):
         """Output of the forward of `model`, which is the model that this was installed on, or a copy of it."""
@@ -135,6 +139,8 @@ class FusedHead:
                 linear=self.linear,
             )
         self.last = without_graph(out)
+        if self.observe is not None:
+            self.observe(self.last)
         fields = {f.name: getattr(outputs, f.name, None) for f in dataclasses.fields(self.output_class)}
         result = self.output_class(**{**fields, "loss": out.loss, "logits": None})
         return_dict = given.get("return_dict")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -59,7 +59,11 @@ def colwise_plan(model_class: type[PreTrainedModel], config) -> dict[str, str]:
 
 
 def causal_lm_loss(
-    model: PreTrainedModel, head_loss: HeadLoss | None = None, *, shard: VocabShard | None = None
+    model: PreTrainedModel,
+    head_loss: HeadLoss | None = None,
+    *,
+    shard: VocabShard | None = None,
+    observe: Callable[[HeadLossOutput], None] | None = None,
 ) -> CausalLMShardLoss:
     """Return a function for ``model.loss_function`` of a model whose output layer keeps its logits sharded: by a plan
     with the output layer "colwise", or by DeepSpeed's ``vocab_parallel_lm_head`` (`integrations.deepspeed`).
@@ -83,12 +87,14 @@ def causal_lm_loss(
         head_loss: `HeadLoss` with a scalar loss; default cross-entropy.
         shard: ids of this rank; None takes bounds and group from the output layer's weight (a plain weight counts as
             not sharded).
+        observe: function that is called with the ``.last`` of each call, for example the ``append`` of a list that
+            `mean_metrics` reads after a step of several micro-batches.
 
     Raises:
         TypeError: an argument, or the output layer, is of another class.
         ValueError: the weight is sharded by something else than tensor parallelism; in a call: gathered logits.
     """
-    loss = CausalLMShardLoss(head_loss, installed_shard(model, shard))
+    loss = CausalLMShardLoss(head_loss, installed_shard(model, shard), observe)
     if _refuse_call_without_labels not in model._forward_hooks.values():
         model.register_forward_hook(_refuse_call_without_labels, with_kwargs=True)
     return loss
@@ -107,8 +113,13 @@ def _refuse_call_without_labels(model, args, kwargs, outputs) -> None:
 class CausalLMShardLoss:
     """The loss function that `causal_lm_loss` returns."""
 
-    def __init__(self, head_loss: HeadLoss | None, shard: VocabShard):
-        self.head_loss, self.shard = scalar_head_loss(head_loss), shard
+    def __init__(
+        self,
+        head_loss: HeadLoss | None,
+        shard: VocabShard,
+        observe: Callable[[HeadLossOutput], None] | None = None,
+    ):
+        self.head_loss, self.shard, self.observe = scalar_head_loss(head_loss), shard, observe
         self.last: HeadLossOutput | None = None
 
     def __call__(
@@ -133,4 +144,6 @@ class CausalLMShardLoss:
         denominator = scalar_number(num_items_in_batch, logits.device)
         out = head_loss(logits, labels, shard=self.shard, denominator=denominator, inputs=head_inputs)
         self.last = without_graph(out)
+        if self.observe is not None:
+            self.observe(self.last)
         return out.loss
