@@ -165,8 +165,10 @@ def measured() -> list[set[str]]:
     """The figures of every row of docs/bench; a row of the linear head also has its time over its bare GEMMs."""
     rows = []
     for path in sorted((ROOT / "docs/bench").glob("tp*.json")):
-        of_file = json.loads(path.read_text())["rows"]
-        gemms = {r["gemms"]: r["eager_us"][1] for r in of_file if r["implementation"] in ("three GEMMs", "four GEMMs")}
+        content = json.loads(path.read_text())
+        of_file = content.get("rows") or [row for shape in content["shapes"] for row in shape["rows"]]
+        bare = [r for r in of_file if r.get("implementation") in ("three GEMMs", "four GEMMs")]
+        gemms = {r["gemms"]: r["eager_us"][1] for r in bare}
         for row in of_file:
             found = figures(row)
             if row.get("eager_us") and row.get("gemms") in gemms:
