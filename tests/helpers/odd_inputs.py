@@ -491,7 +491,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
         "ids whose log-probs are asked for: of other tokens or another type, not wanted or missing": {
             "ids of other tokens": refused("ValueError: ids must have shape [4, 2], got [3, 2]", keywords=wrong_ids(torch.zeros(3, 2).long())),
             "one id per token without a dimension of its own": refused("ValueError: ids must be [.., K] for tokens [4], got [4]", keywords=wrong_ids(torch.zeros(4).long())),
-            "float ids": refused("TypeError: ids must be int64 or int32, got torch.float32", keywords=wrong_ids(torch.zeros(N, 2))),
+            "float ids to be asked for": refused("TypeError: ids must be int64 or int32, got torch.float32", keywords=wrong_ids(torch.zeros(N, 2))),
             "sets as ids": refused("TypeError: ids must be a tensor, got IdSets", keywords=lambda here: {"want": ("log_probs_at",), "ids": IdSets(here.labels[:, None])}),
             "ids that nobody wants": refused("ValueError: ids serve the statistics ('log_probs_at',), got none of them in want", keywords=lambda here: {"ids": here.labels[:, None]}),
             "no ids": refused("ValueError: ['log_probs_at'] need ids [.., K], got none", keywords=lambda here: {"want": ("log_probs_at",)}),

@@ -148,6 +148,7 @@ def installed(fused=True, options=None, **kwargs):
     def case(group):
         stock, model = model_of(**kwargs), model_of(**kwargs)
         more = {"loss_mask": torch.ones(B, S)} if kwargs.get("mtp") else {}
+        depths_logged()  # what other cases left
         theirs, logged = run(stock, **more), depths_logged()
         head = MegatronHead(ignore_index=-100, options=options)
         head.losses_from_logits = None if fused else head.losses_from_logits  # a fused head has none
