@@ -191,6 +191,12 @@ def test_plans_of_least_cost_are_nearly_the_fastest():
             assert plans[best] <= min(plans[plan] for plan in fitting) + 0.035, (n, hidden, width, main_grad, best)
 
 
+def test_half_of_a_round_that_leaves_multiprocessors_idle_is_counted():
+    tile, one_round = blocks.GEMM_TILE[0] * blocks.GEMM_TILE[1], blocks.PROCESSORS * blocks.GEMM_TILE[0]
+    assert blocks._elements(one_round, blocks.GEMM_TILE[1]) == tile
+    assert blocks._elements(one_round + 1, blocks.GEMM_TILE[1]) == pytest.approx(1.5 * tile, rel=1e-3)
+
+
 def test_a_main_grad_is_counted_in_every_plan():
     """The only block of tokens reads and writes it, too: then two are as good as one, where each sums dH less often."""
     budget = 8192 * 32064 * 2 // 8 + 4 * 8192 * 4096  # an eighth of the logits, and sums of dH
