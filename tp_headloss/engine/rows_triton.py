@@ -29,7 +29,7 @@ PACKET_STAGES, GRADIENT_STAGES = tl.constexpr(4), tl.constexpr(3)
 
 
 class ExpectedLoss(NamedTuple):
-    """What the gradient of a reduced loss is made of before the loss is known, as in `LossGradient`."""
+    """Factors of a reduced loss's gradient before the loss is known, as in `LossGradient`."""
 
     upstream: Any  # [] fp32 that is expected
     weight: Any  # [T] fp32 or None
