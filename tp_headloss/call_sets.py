@@ -55,7 +55,7 @@ def validate_ids(ids, want, logits):
     """Raise TypeError or ValueError, from metadata, unless the given ids fit the call. logits: [.., width]."""
     if ids is None:
         if AT_IDS[0] in want:
-            raise ValueError(f"{[*AT_IDS]} need ids [.., K], got none")
+            raise ValueError(f"{[*AT_IDS]} need ids [.., K], got none: ids=ids")
         return
     if AT_IDS[0] not in want:
         raise ValueError(f"ids serve the statistics {AT_IDS}, got none of them in want")

@@ -36,8 +36,8 @@ def build_request(
     ignore_index = expect_int("ignore_index", ignore_index)
     if not -(1 << 63) <= ignore_index < 1 << 63:
         raise ValueError(f"ignore_index must be in the range of int64, got {ignore_index}")
+    validate_ids(ids, want, logits)  # first: its message says where ids go that were given as sets
     validate_sets(sets, labels, want, teacher, logits, shard.vocab_size)
-    validate_ids(ids, want, logits)
     if isinstance(sets, IdSets) and options.check:
         check_sets(sets, labels, ignore_index, shard.vocab_size)
     if ids is not None and options.check:

@@ -210,8 +210,8 @@ class IdSets:
         return found.view(labels.shape)
 
     def tolist(self) -> list[list[int]]:
-        """Return the ids of each token as a list, tokens flat and in order, without those that are none. Waits for a
-        GPU.
+        """Return the ids of each token as a list, tokens flat and in order, as they were given but for those that are
+        none. Waits for a GPU.
 
         Examples:
             >>> IdSets(torch.tensor([[5, 6], [7, -1]])).tolist()

@@ -83,8 +83,10 @@ class Options:
         gradient: "forward" has the forward of a `HeadLoss` write the gradient of its logits, in the launch that reads
             them, and the backward hand it over (computed again if the upstream gradient of the loss is another than in
             the step before, at first 1). For the triton backend on one rank, at most one term of lse and one of
-            log_prob, logits without temperature, softcap or scale; ValueError for others. All bits are those of
-            "backward". Faster on some GPUs, see the benchmarks; the gradient takes memory from the forward on.
+            log_prob (no smoothing or class weights), a reduction over tokens, no temperature, softcap, scale, teacher,
+            sets, ids or rank, and no weights that require a gradient; ValueError for other calls of a HeadLoss. All
+            bits are those of "backward". Faster on some GPUs, see the benchmarks; the gradient takes memory from the
+            forward on.
         check: raise a ValueError that names the first token with a bad label, on every rank, after a host
             synchronisation.
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls

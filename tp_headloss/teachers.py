@@ -82,7 +82,8 @@ class TopKTeacher(_Tempered):
         mask: [.., K] bool, or None for all entries.
         tail_log_prob: [..] log-prob of everything else, for losses that know a tail; None: of 1 - the entries'
             probability, which is as exact as their log-probs are (give it, if they are of half precision and nearly
-            everything).
+            everything). A computed tail of at most 1e-6 counts as 0 in `TopKDistillation`, and as 1e-6 in its reverse
+            KL.
         temperature: of the teacher, a number or one per token [..]: log_probs / temperature, renormalised; 1 for
             log-probs that were exported at a temperature.
         student_temperature, beta: as in `Teacher`.

@@ -523,6 +523,7 @@ def own_terms(group):
     whole = torch.cat(parts, -1)[..., : V - 50].double()
     with install(model, head):
         losses, _ = run(model, labels)
+    assert seen[-1].stats is None and not seen[-1].loss.requires_grad  # what is kept holds no activations
     lse = whole.logsumexp(-1)
     expected = lse - whole.gather(-1, labels.unsqueeze(-1)).squeeze(-1) + 1e-3 * lse.square()
     return {"loss": relative_errors({"": losses}, {"": expected})[""], "entropy": float(seen[-1].metrics["entropy"])}

@@ -277,3 +277,16 @@ def test_a_term_of_sets_and_ids(mode, backend):
         torch.testing.assert_close(got.double(), loss.detach(), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(grad.double(), dh, rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(torch.cat([r[2] for r in results]).double(), dw, rtol=1e-4, atol=2e-5)
+
+
+def test_an_input_of_another_term_may_be_named_ids():
+    x, labels, ids = torch.zeros(3, V), torch.zeros(3, dtype=torch.int64), torch.ones(3)
+    term = Term("own", lambda stats, ids: stats.lse * ids, inputs=("ids",))
+    loss = HeadLoss([term])(x, labels, inputs={"ids": ids}).loss
+    torch.testing.assert_close(loss, torch.zeros(V).logsumexp(0))
+
+
+def test_ids_that_are_given_as_sets_are_told_where_they_go():
+    with pytest.raises(ValueError, match=r"need ids .* got none: ids=ids"):
+        vocab_statistics(torch.zeros(2, V), torch.zeros(2, dtype=torch.int64), want=("log_probs_at",),
+                         sets=IdSets(torch.zeros(2, 3, dtype=torch.int64)))  # fmt: skip

@@ -35,7 +35,10 @@ def _obstacle(request: Request, reduction, options) -> str | None:
     if facts.world_size > 1:
         return f"the whole vocabulary on one rank, got a group of {facts.world_size}"
     if reduction is None:
-        return "the triton backend, and terms that are statistics, or squares of them, without sequences"
+        return (
+            "the triton backend, a reduction over tokens, weights and denominators without a gradient, and terms that "
+            "are statistics, or squares of them, as a cross-entropy without smoothing and class weights is"
+        )
     statistics = reduction.plan.statistics[: len(reduction.plan.coefficients)]
     if len(set(statistics)) < len(statistics) or not OF_SOFTMAX.issuperset(statistics):
         return f"at most one term of each of {sorted(OF_SOFTMAX)}, got terms of {list(statistics)}"

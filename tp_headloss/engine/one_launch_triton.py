@@ -41,7 +41,7 @@ def statistics_and_gradient(
             packets.device, prepared.variant, plan, pointer_key(out), *(len(g) for g in grads.values()), tuple(grads),
             pointer_key(loss.denominator_ptr), dtype_key(loss.weight), sums is None,
         ),
-        Launch(block, how.warps, how.registers),
+        Launch(block, how.warps),
         packets, out, written_for, inputs, rows.grads(*map(grads.get, rows.grads._fields)), loss,
         rows.statistics, rows.packet, n_rows, facts.valid_width, facts.ignore_index, plan,
     )  # fmt: skip

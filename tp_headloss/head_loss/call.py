@@ -31,6 +31,11 @@ class Call(NamedTuple):
     sequences: Sequences | None
     functions: list[StatisticsFunction]  # those that are summed together with the loss
 
+    @property
+    def ids(self) -> Any:
+        """Ids [.., K] whose log-probs are asked for; None where "ids" is an input of other terms, or none."""
+        return self.inputs.get("ids") if any(name in self.definition.want for name in AT_IDS) else None
+
 
 def check_call(
     definition: HeadLossDefinition, shard: VocabShard, x: torch.Tensor, labels, token_weight, denominator, inputs

@@ -180,7 +180,7 @@ class HeadLoss(nn.Module):
         request, _ = checked_request(
             logits, call.labels, shard, definition.want, transform, call.inputs.get("teacher"),
             call.inputs.get("sets"), call.total_weight, definition.ignore_index, definition.options,
-            call.inputs.get("ids"),
+            call.ids,
         )  # fmt: skip
         return call, request
 
@@ -244,7 +244,7 @@ class HeadLoss(nn.Module):
                 head = LinearCall.checked(
                     hidden, weight, call.labels, bias, shard, self.want, transform, call.inputs.get("teacher"),
                     call.total_weight, self.ignore_index, self.options, linear, call.inputs.get("sets"),
-                    call.inputs.get("ids"),
+                    call.ids,
                 )  # fmt: skip
                 compute = one_sweep if uses_one_sweep(call, head) else recompute
         if linear.max_valid_tokens is not None:

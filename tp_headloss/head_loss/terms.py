@@ -32,7 +32,7 @@ class Term:
             their sum instead of by the number of valid tokens.
         class_weight: [V] replicated, column weights of the statistic "total".
         inputs: names of the function's keyword arguments, which ``HeadLoss.forward(inputs={...})`` passes: tensors that
-            broadcast to the labels' shape, "sequences", "teacher" or "sets".
+            broadcast to the labels' shape, "sequences", "teacher", "sets" or "ids".
         tokenwise: True promises that a token's value depends on this token alone, so that the function may be called
             with some of the tokens [n] at a time, as a one-sweep `HeadLoss.linear` does. Statistic values are tokenwise
             anyway.

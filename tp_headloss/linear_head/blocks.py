@@ -67,7 +67,7 @@ def one_sweep_tokens(sizes: Sizes, budget: int) -> int | None:
 # Multiplications that one multiprocessor does while a byte of fp32 sums is read or written, and per block, while its
 # kernels begin and end: an H200 multiplies 2.6e12 pairs of bf16 a second on each. Fitted to plans for 8192 x 4096 and
 # 16032, 32064 and 128256 ids, in turns with four GEMMs. Of these and others (`MEASURED_PLANS` of the tests), the plan
-# of the least cost was within 3 % of the fastest, once within 5 %
+# of the least cost is at most 3 % slower than the fastest
 PER_BYTE, PER_BLOCK = 0.6, 100e6
 PROCESSORS, GEMM_TILE = 132, (128, 256)  # of an H100 or H200: other GPUs get the same blocks
 

@@ -44,8 +44,9 @@ class MegatronHead:
             ``(losses * loss_mask).sum()`` is differentiated, for the ``loss_mask`` [b, s] that the model's forward got
             (None: ones); all gradients are NaN otherwise. It does not apply to losses of multi-token prediction.
         options: `Options`, for example ``inplace=True`` for fused=False.
-        observe: function that is called with the `HeadLossOutput` of each call. Its sums are over all tokens; in one
-            sweep the loss mask weights them.
+        observe: function that is called with the `HeadLossOutput` of each call, without graph and statistics; each
+            depth of multi-token prediction is a call. Sums are over all tokens; in one sweep the loss mask weights
+            them.
 
     Attributes:
         last: `HeadLossOutput` of the last call, without graph and statistics; with multi-token prediction, of the main
@@ -182,7 +183,7 @@ class MegatronHead:
         self.calls += 1
         self.last = out._replace(loss=out.loss.detach(), stats=None)
         if self.observe is not None:
-            self.observe(out)
+            self.observe(self.last)
         return out.loss.transpose(0, 1).contiguous()
 
 
