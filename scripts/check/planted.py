@@ -68,7 +68,7 @@ GROUPS = {
         (ROWS, "_gradients", "joined.top + joined.log_sum", "joined.top"),
         (ROWS, "_store_gradient", 'tl.where(columns < valid_width, dz, 0.0)', "dz"),
         (ROWS, "_store_gradient", "(y >= 0) & (y < valid_width) & ~ignored", "(y >= 0) & (y < valid_width - 1) & ~ignored"),
-        (ROWS, "_store_gradient", "softmax.others * of_log_prob", "of_log_prob"),
+        (ROWS, "_store_gradient", "merged.others * of_log_prob", "of_log_prob"),
         (ROWS, "packets_and_gradient_kernel", "weigh_token(factor, loss.weight, row)", "factor"),
         (ROWS, "packets_and_gradient_kernel", "expected * (1.0 / divisor_of(loss.denominator_ptr, loss.denominator))", "1.0 / divisor_of(loss.denominator_ptr, loss.denominator)"),
         (ROWS, "gradient_again_kernel", "tl.load(written_for_ptr + row, mask=other, other=0.0) != expected", "(expected != expected)"),

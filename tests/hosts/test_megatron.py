@@ -133,7 +133,7 @@ def test_an_installation_that_fails_leaves_nothing_behind(version):
     assert result(version, "failures") == {"observed": 0, "observes": True}
 
 
-def test_what_a_hybrid_model_cannot_do_is_refused():
+def test_a_second_head_on_a_hybrid_model_is_refused():
     assert "replaced already" in result("0.19.2", "hybrid, refusals")["second"]
 
 

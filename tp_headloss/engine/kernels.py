@@ -232,7 +232,7 @@ def gradient_kernel(
     merged_ptr,  # [R, T] fp32
     grads,  # upstream gradients by name, see `upstream`
     loss,  # LossGradient
-    exact,  # Exact: statistics have another gradient at entries or given ids
+    exact,  # Exact: memory for the gradient at entries and given ids
     families,  # their GRADIENT
     rows,  # numbers of the merged rows by name
     n_rows, start, valid_width,

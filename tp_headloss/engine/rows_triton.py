@@ -199,11 +199,11 @@ def _gradients(joined, grads, factor):
 
 @triton.jit
 def _store_gradient(
-    dx_ptr, inputs, row, softmax, of_lse, of_log_prob, valid_width, PADDED: tl.constexpr, TILE: tl.constexpr
+    dx_ptr, inputs, row, merged, of_lse, of_log_prob, valid_width, PADDED: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Store the gradient of a row; softmax: RowSoftmax. The formulas are those of `gradient_triton`."""
-    ignored = softmax.whole == 0.0
-    factor = tl.where(ignored, 0.0, (of_lse - of_log_prob) / softmax.whole)
+    """Store the gradient of a row; merged: RowSoftmax. The formulas are those of `gradient_triton`."""
+    ignored = merged.whole == 0.0
+    factor = tl.where(ignored, 0.0, (of_lse - of_log_prob) / merged.whole)
     dx = dx_ptr + row * inputs.width
     tiles = tl.cdiv(inputs.width, TILE)
     for i in tl.range(0, tiles, num_stages=GRADIENT_STAGES):
@@ -211,7 +211,7 @@ def _store_gradient(
         at = inputs.x + row * inputs.x_row + columns.to(tl.int64) * inputs.x_column
         x = tl.load(at, mask=columns < tl.where(ignored, 0, inputs.width), other=0.0, eviction_policy="evict_first")
         z, _slope = transform(widen(x), columns, inputs, 1.0, 1.0)
-        dz = exp(z - softmax.shift) * factor
+        dz = exp(z - merged.shift) * factor
         if inputs.bias is not None:
             dz = tl.where(ignored, 0.0, dz)
         if PADDED:
@@ -220,8 +220,8 @@ def _store_gradient(
         tl.store(dx + columns, dz.to(dx_ptr.dtype.element_ty), mask=columns < inputs.width, cache_modifier=".cs")
     y = tl.load(inputs.labels + row).to(tl.int64)
     here = (y >= 0) & (y < valid_width) & ~ignored
-    at_target = tl.exp(softmax.target) * of_lse / softmax.whole
-    at_target += softmax.others * of_log_prob
+    at_target = tl.exp(merged.target) * of_lse / merged.whole
+    at_target += merged.others * of_log_prob
     tl.debug_barrier()  # after the row's own stores
     tl.store(dx + tl.where(here, y, 0), at_target.to(dx_ptr.dtype.element_ty), mask=here)
 

@@ -49,6 +49,11 @@ class HeadLossOutput(NamedTuple):
     term_counts: dict[str, torch.Tensor]
 
 
+def without_graph(out: HeadLossOutput) -> HeadLossOutput:
+    """Return the output detached and without statistics, so that keeping it keeps no activations."""
+    return out._replace(loss=out.loss.detach(), stats=None)
+
+
 def mean_metrics(
     outputs: HeadLossOutput | Sequence[HeadLossOutput], group: dist.ProcessGroup | None = None
 ) -> dict[str, torch.Tensor]:

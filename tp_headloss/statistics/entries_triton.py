@@ -11,7 +11,7 @@ from .numerics_triton import LOG2_E, LOG_2, SMALLEST, exp, fixed_sum, log2, log2
 
 NONE = tl.constexpr(2147483647)  # the id of a place without an entry
 AT_ONCE = tl.constexpr(128)  # entries that the programs of one warp read at once
-SUMMED = tl.constexpr(32)  # entries of a chunk, a few of a row's, that they sum at once
+SUMMED = tl.constexpr(32)  # entries of a chunk that they sum at once
 
 
 @triton.jit

@@ -63,9 +63,11 @@ def add(state, tile, softmax, chunk, inputs, rows):
 
 @triton.jit
 def _marked_lanes(entries, begin, end, target, first, BLOCK: tl.constexpr):
-    """Which lanes of a chunk have an entry, or the target, as bits [32]: a number for each thread of the warp, with a
-    bit for each of its lanes, if a thread has WIDE lanes side by side. The same for lanes that have several. The target
-    without the one that is an entry, then -1."""
+    """Return the lanes of a chunk that have an entry or the target, those that have several, and the target's column,
+    -1 if it is an entry.
+
+    Lanes are bits [32]: a number for each thread of the warp, with a bit for each of its WIDE lanes side by side."""
+    tl.static_assert((BLOCK >= 32) & (BLOCK <= 1024))
     WIDE: tl.constexpr = min(8, BLOCK // 32)
     threads = tl.arange(0, 32).to(tl.uint32)
     marked = tl.zeros([32], tl.uint32)

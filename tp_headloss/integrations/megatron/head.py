@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ...head_loss import CrossEntropy, HeadLoss, HeadLossOutput, Metric, Term
+from ...head_loss.output import without_graph
 from ...linear_head import Linear
 from ...options import Options, Transform
 from ...shard import VocabShard
@@ -53,8 +54,6 @@ class MegatronHead:
             head.
     """
 
-    last: HeadLossOutput | None
-
     def __init__(
         self,
         *,
@@ -83,9 +82,10 @@ class MegatronHead:
             parts["options"] = replace(options, inplace=False)
         self.linear_loss = HeadLoss(terms, reduction="none", **parts)
         self.summed_loss = HeadLoss(terms, reduction="sum", **parts)
-        counted = {**parts, "metrics": (*self.head_loss.metrics, Metric(no_metrics, want=("argmax",)))}
+        counted = {**parts, "metrics": (*self.head_loss.metrics, Metric(_no_metrics, want=("argmax",)))}
         self.depth_loss = HeadLoss(terms, reduction="none", **counted)
-        self.observe, self.calls, self.last = observe, 0, None
+        self.observe, self.calls = observe, 0
+        self.last: HeadLossOutput | None = None
 
     @classmethod
     def from_head_loss(cls, head_loss: HeadLoss) -> MegatronHead:
@@ -181,13 +181,13 @@ class MegatronHead:
     def _observed_losses(self, out: HeadLossOutput) -> torch.Tensor:
         """Losses [b, s] of an output, after the call was counted, kept in `last` and shown to `observe`."""
         self.calls += 1
-        self.last = out._replace(loss=out.loss.detach(), stats=None)
+        self.last = without_graph(out)
         if self.observe is not None:
             self.observe(self.last)
         return out.loss.transpose(0, 1).contiguous()
 
 
-def no_metrics(stats) -> dict[str, torch.Tensor]:
+def _no_metrics(stats) -> dict[str, torch.Tensor]:
     """Return no metrics: a `Metric` of this function makes a HeadLoss compute what it wants."""
     return {}
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...head_loss import HeadLoss, HeadLossOutput
+from ...head_loss import HeadLoss
 from ...shard import VocabShard
 from .. import check_type
 
@@ -95,8 +95,3 @@ def with_ignore_index(head_loss: HeadLoss, ignore_index: int | None) -> HeadLoss
 def scalar_number(number, device):
     """Return a count of tokens as a number or a scalar tensor; transformers' DataParallel gives several equal ones."""
     return number.to(device).flatten()[0] if isinstance(number, torch.Tensor) else number
-
-
-def without_graph(out: HeadLossOutput) -> HeadLossOutput:
-    """Return the output detached and without statistics, so that keeping it keeps no activations."""
-    return out._replace(loss=out.loss.detach(), stats=None)

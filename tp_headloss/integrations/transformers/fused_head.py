@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...head_loss import HeadLoss, HeadLossOutput
+from ...head_loss.output import without_graph
 from ...linear_head import Linear
 from ...options import Transform
 from ...shard import VocabShard
@@ -21,7 +22,6 @@ from .calls import (
     scalar_head_loss,
     scalar_number,
     with_ignore_index,
-    without_graph,
 )
 from .check import check_forward, evaluation
 from .forward import install, named_arguments, stock_forward, uninstall

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...dtensor import is_dtensor
 from ...head_loss import HeadLoss, HeadLossOutput
+from ...head_loss.output import without_graph
 from ...shard import VocabShard
 from .. import check_type
 from .calls import (
@@ -19,7 +20,6 @@ from .calls import (
     scalar_head_loss,
     scalar_number,
     with_ignore_index,
-    without_graph,
 )
 from .forward import named_arguments
 from .model_facts import installed_shard
