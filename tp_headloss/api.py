@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +11,8 @@ from .call_sets import with_kept_sets
 from .calls import build_request
 from .dtensor import local_logits, local_part
 from .eager_only import uncompiled_where_needed
-from .engine.autograd import Statistics
+from .engine.autograd import PreparedStatistics, Statistics
+from .engine.passes import loss_step
 from .id_sets import IdSets
 from .options import DEFAULTS, NO_TRANSFORM, Options, Transform
 from .request import Request
@@ -210,7 +210,12 @@ def computed_statistics(request: Request, labels, options: Options | None, reduc
     if request.kept is not None or all(tensor is None for tensor in tensors[2:]):
         tensors = tensors[:2]
     refuse_transforms()
-    *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)
+    can_prepare = request.kept is not None and reduction is not None and reduction.expected is None
+    step = loss_step(request, reduction) if can_prepare else None
+    if step is not None:
+        *outputs, loss, sums = PreparedStatistics.apply(*tensors, step, options.inplace, reduction)
+    else:
+        *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)
     return assembled(outputs, request, labels, options.check), loss, sums
 
 
@@ -218,12 +223,11 @@ def assembled(outputs, request: Request, labels, check: bool = False) -> VocabSt
     """Statistics [N] in the order of `layout.outputs` -> [..]."""
     if len(request.order.shape) != 1:
         outputs = [request.order.unflatten(x) for x in outputs]
-    found = dict(zip(request.layout.outputs, outputs))
     if check:
+        found = dict(zip(request.layout.outputs, outputs))
         _check_labels(labels, found["owners"], found["valid"], request.shard)
-    found["labels"], found["vocab_size"] = labels, request.facts.vocab_size
-    fields: Iterable[Any] = map(found.get, VocabStatistics._fields)
-    return VocabStatistics(*fields)
+    known = *outputs, labels, request.facts.vocab_size, None
+    return VocabStatistics._make(request.layout.fields(known))
 
 
 def _check_labels(labels, owners, valid, shard):

@@ -47,6 +47,10 @@ class LossStep:
         inputs, prepared = inputs_of(request)
         rows, (n_rows, width), device = prepared.rows, tensors.logits.shape, tensors.logits.device
         self.index, self.places = device.index, (*place_of(tensors.logits), *place_of(tensors.labels))
+        self.request = Request(None, facts, layout)
+        # places among the outputs: of those without a gradient, of the terms' statistics and of the flag
+        self.fixed, self.valid = layout.fixed, layout.outputs.index("valid")
+        self.summed = [layout.outputs.index(name) for name, *_ in gradients]
         self.inputs, self.outputs = inputs[2:], rows.outputs
         self.coefficients, self.plan = sums.coefficients, sums.plan
         packets = tensors.logits.new_empty((), dtype=torch.float32).expand(request.packets_shape)

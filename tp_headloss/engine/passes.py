@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -58,23 +58,18 @@ def loss_step(request: Request, reduction):
         return None
     if request.kept[key] is None:
         request.kept[key] = load_backend(request.facts.backend).loss_step(request, reduction) or False
-    return request.kept[key] or None
+    step = request.kept[key]
+    return step if step and step.is_on_current_device() else None
 
 
-def reduced_statistics(request: Request, reduction) -> tuple[list[torch.Tensor], Reduced, Any]:
-    """`statistics`, a reduction of them, by the merge itself where it has all values, and the prepared step that did it
-    or None. Backends with FUSED_SUMS."""
-    step = None if request.kept is None else loss_step(request, reduction)
-    if step is not None and step.is_on_current_device():
-        logits, labels, *_ = request.tensors
-        outputs, loss, sums, inverse = step.statistics(logits, labels, reduction.denominator)
-        return outputs, Reduced(loss, sums, inverse), step
+def reduced_statistics(request: Request, reduction) -> tuple[list[torch.Tensor], Reduced]:
+    """`statistics`, and a reduction of them, by the merge itself where it has all values. Backends with FUSED_SUMS."""
     transport = resolve_transport(request)
     sums = load_backend(request.facts.backend).sums_for_merge(request, reduction) if transport.adds_up else None
     if sums is None:
         outputs = _statistics(request, transport)
-        return outputs, _reduced(outputs, request, reduction), None
-    return _statistics(request, transport, sums), Reduced(sums.loss, sums.sums, sums.parts), None
+        return outputs, _reduced(outputs, request, reduction)
+    return _statistics(request, transport, sums), Reduced(sums.loss, sums.sums, sums.parts)
 
 
 def _reduced(outputs: list[torch.Tensor], request: Request, reduction) -> Reduced:

@@ -157,7 +157,7 @@ class HeadLoss(nn.Module):
             if kind is not None:
                 remember(kind, *found)
         call, request = found
-        reduction = fused_reduction(call, request.tensors.logits)
+        reduction = fused_reduction(call, request.tensors.logits, request.facts.backend)
         with_statistics = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
         at_once = reduction if with_statistics else None
         if gradient_in_forward(request, at_once, self._definition.options or DEFAULTS):

@@ -13,17 +13,17 @@ from .statistic_value import FusedReduction, StatisticValue
 from .token_sums import expect_per_token, masked, nonzero
 
 
-def fused_reduction(call: Call, example: torch.Tensor) -> FusedReduction | None:
+def fused_reduction(call: Call, example: torch.Tensor, backend: str | None = None) -> FusedReduction | None:
     """Arguments of the reduction kernel; None where `reduce_in_torch` is needed, which is the definition.
 
-    example: logits or statistics of the call, for their device.
+    example: logits or statistics of the call, for their device. backend: of the statistics, if it is known.
     """
     definition, device, denominator = call.definition, example.device, call.denominator
     plan = definition.plan.sums[int(call.sequences is not None)]
     if (
         plan is None
         or not can_skip_dispatch(example)
-        or resolve_backend(definition.backend, device) != "triton"
+        or (backend or resolve_backend(definition.backend, device)) != "triton"
         or _is_elsewhere(call.loss_weight, device)
         or _is_elsewhere(denominator, device)
     ):

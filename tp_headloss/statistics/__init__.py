@@ -11,6 +11,7 @@ kernels).
 from __future__ import annotations
 
 import functools
+import operator
 
 import torch
 
@@ -97,6 +98,9 @@ class Layout:
         # target_logit's upstream gradient is lse's and log_prob's
         self.differentiable = frozenset((*self.gradients, "target_logit"))
         self.fixed = tuple(i for i, name in enumerate(self.outputs) if name not in self.differentiable)
+        known = {name: i for i, name in enumerate((*self.outputs, "labels", "vocab_size"))}
+        # (*outputs, labels, vocab_size, None) -> the fields of `VocabStatistics`
+        self.fields = operator.itemgetter(*(known.get(name, -1) for name in VocabStatistics._fields))
 
     def _rows(self, kind: str) -> tuple[str, ...]:
         return tuple(row for family in self.families for row in getattr(family, kind)(self.call))
