@@ -1,11 +1,14 @@
 """The ids that a `SamplingRule` keeps of each token, found exactly without gathering the vocabulary.
 
 Every rule keeps a prefix of a token's ids in the order (descending logit, ascending id). Each rank sends its largest
-logits, the candidates, and the largest one that it may not have sent, its floor: above the floors of all ranks the
-candidates are all that there is. The prefix of nearly every token ends there, and each rank finds the end by itself.
-Masses are integers, so their sums are exact in any order, and the sets are the same for every group size. Other tokens,
-those of a flat distribution, are sorted on each rank, and the end is found by radix selection: in the bits of logit and
-id, `DIGIT` at a time.
+logits, the candidates, and a floor: above the floors of all ranks the candidates are all that there is. The prefix of
+nearly every token ends there, and each rank finds the end by itself. Masses are integers, so their sums are exact in
+any order, and the sets are the same for every group size.
+
+The logits are read twice for this. First come the maxima of groups of columns: the n-th largest of them is a bound that
+at least n logits reach, and few more do, because neighbours are in different groups. Then come these logits and the
+mass of all. Other tokens, those of a flat distribution, are sorted on each rank, and the end is found by radix
+selection: in the bits of logit and id, `DIGIT` at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from .comm import gather_from_ranks, sum_lanes
 from .engine import eager
 from .engine.backend import load_backend
 from .engine.gumbel import masses
-from .logit_keys import LOW, decode_keys, keys_of, ordered_bits
+from .logit_keys import LOW, decode_keys, ordered_bits
 from .request import Request, Tensors
 from .sampling_rule import SamplingRule
 from .shard import VocabShard
@@ -28,10 +31,12 @@ from .shard import VocabShard
 # a call is a hundred small kernels per block and a few per tile, and those of a tile are a few times as large.
 BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS, TILE_ELEMENTS = 1 << 21, 1 << 27, 1 << 25
 MOST_TOKENS = 2048  # of a block, for the candidates
-CANDIDATES, FEWEST = 1024, 256  # per token, of all ranks together unless a rank has fewer than the latter
+CANDIDATES, FEWEST = 768, 256  # at least, per token, of all ranks together unless a rank has fewer than the latter
+SPARE = 64
+GROUPS = 4096  # at least, of a rank's columns, so that few tokens occupy a whole GPU; and four for each candidate
 DIGIT = 10  # bits of logit and id per exchange
-LOWEST = torch.iinfo(torch.int64).min
-NOTHING = (int(ordered_bits(torch.tensor(-torch.inf))) << 32) | LOW  # the largest key of a logit of -inf
+# the largest keys of logits of -inf and of inf
+NOTHING, EVERYTHING = [(int(ordered_bits(torch.tensor(z))) << 32) | LOW for z in (-torch.inf, torch.inf)]
 
 
 class Kept(NamedTuple):
@@ -66,7 +71,7 @@ def tiles(request: Request) -> list[slice]:
 
 
 def transformed_logits(request: Request, rows: slice | torch.Tensor) -> torch.Tensor:
-    """Logits [n, valid width] of some rows after the transform, in fp32; they may be the given ones."""
+    """Logits [n, valid width] of some rows after the transform: the given ones, or in fp32."""
     given, facts = request.tensors, request.facts
     if (
         given.bias is None
@@ -74,7 +79,7 @@ def transformed_logits(request: Request, rows: slice | torch.Tensor) -> torch.Te
         and not facts.softcap
         and facts.scale == facts.temperature == 1
     ):
-        return given.logits[rows, : facts.valid_width].float()
+        return given.logits[rows, : facts.valid_width]
     tensors = Tensors(given.logits, bias=given.bias, temperatures=given.temperatures)
     return eager.tile_of(tensors, rows, slice(0, facts.valid_width), facts).z.float()
 
@@ -83,13 +88,12 @@ def find_kept(request: Request, rule: SamplingRule) -> Kept:
     """The ids that the rule, whose tensors are [n], keeps of each row of a request; none of a row with NaN or +inf, or
     nothing above -inf. Waits for a GPU.
 
-    One all-gather, and with top_p, unless top_k is a number below the vocabulary's size, an all-reduce of a number per
-    token; then those of `_kept_columns` for tokens that keep more than the candidates.
+    One all-gather, with top_p, unless top_k is a number below the vocabulary's size, another one; then those of
+    `_kept_columns` for tokens that keep more than the candidates.
     """
     shard = request.shard
-    keys, floor = _candidates(request, rule)
+    keys, floor, peak, total = _candidates(request, rule)
     z, ids = decode_keys(keys)
-    peak = z[:, :1]
     whole = (floor == NOTHING) | ~peak.isfinite()  # whether what the rule keeps so far is among the candidates
     kept, drop, lowest = (keys > floor) & peak.isfinite(), z.double() - peak, _lowest(rule, peak)
     if lowest is not None:
@@ -103,9 +107,7 @@ def find_kept(request: Request, rule: SamplingRule) -> Kept:
     if rule.top_p is not None:
         mass = torch.where(place < size, masses(drop, _unit(shard)), 0)
         reached, p = mass.cumsum(1), _column(rule.top_p, z, torch.float64)
-        total = reached[:, -1:]
-        if not (isinstance(rule.top_k, int) and rule.top_k < shard.vocab_size):
-            total = torch.where(whole, total, _total_mass(request, peak, lowest))
+        total = reached[:, -1:] if total is None else torch.where(whole, reached[:, -1:], total)
         target = _share(p, total)
         is_everything = True if rule.top_k is None else k >= shard.vocab_size  # what top-p chooses from
         whole = whole | ((reached[:, -1:] >= target) & ~(p >= 1) & is_everything)
@@ -118,36 +120,50 @@ def find_kept(request: Request, rule: SamplingRule) -> Kept:
     return Kept(torch.where(whole & (place < size), z, -torch.inf), ids, others)
 
 
-def _candidates(request: Request, rule: SamplingRule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [n, M] of the largest logits of all ranks, descending, and a key [n, 1]: all logits above -inf with a larger
-    key are among them. NaN counts as +inf. One all-gather."""
-    shard = request.shard
+def _candidates(request: Request, rule: SamplingRule):
+    """Keys [n, M] of the largest logits of all ranks, descending, and, for each token [n, 1]:
+
+    a key, so that all logits above -inf with a larger one are among them; the peak, fp32, inf where a logit is NaN; and
+    for top-p the mass of all ids that min-p keeps, or None. One all-gather, and before it for such a mass another one.
+    """
+    shard, backend, parts = request.shard, load_backend(request.facts.backend), tiles(request)
     count = min(shard.vocab_size, max(FEWEST, CANDIDATES // shard.world_size))
+    is_short = isinstance(rule.top_k, int) and rule.top_k < shard.vocab_size
     if isinstance(rule.top_k, int):
-        count = min(count, 2 * rule.top_k + 64)  # beyond k, for logits that equal the last one
-    own = torch.cat([_largest_keys(transformed_logits(request, rows), count, shard) for rows in tiles(request)])
+        count = min(count, rule.top_k)
+    most = count + count // 2 + SPARE  # for logits that equal the least one, or share a group with a larger one
+    peak, bound = _peak_and_bound(request, count, most)
+    with_mass = rule.top_p is not None and not is_short
+    if with_mass:
+        peak = gather_from_ranks(peak, shard.group).amax(0)
+    lowest = _lowest(rule, peak)
+    lowest = peak.new_full((1, 1), -torch.inf, dtype=torch.float64) if lowest is None else lowest
+    lowest = lowest[:, 0].expand_as(peak).contiguous()
+    found = []
+    for at in parts:
+        of_mass = (peak[at], lowest[at], _unit(shard)) if with_mass else ()
+        found.append(backend.largest_logits(transformed_logits(request, at), bound[at], most, shard.start, *of_mass))
+    keys, size = (torch.cat(part) for part in list(zip(*found))[:2])
+    mass = torch.cat([mass for *_, mass in found]) if with_mass else torch.zeros_like(size)
+    # below all keys of the bound; above all keys where any were left out
+    floor = ((ordered_bits(bound) << 32) - 1).clamp(min=NOTHING).masked_fill(size > most, EVERYTHING)
+    own = torch.cat([torch.stack([floor, peak.view(torch.int32).long(), mass], 1), keys], 1)
     received = gather_from_ranks(own, shard.group)
-    return received[:, :, 1:].transpose(0, 1).flatten(1).sort(1, descending=True).values, received[:, :, :1].amax(0)
+    floor, peaks, mass = received[:, :, :3].unbind(2)
+    keys = received[:, :, 3:].transpose(0, 1).flatten(1).sort(1, descending=True).values
+    peak = peaks.int().view(torch.float32).amax(0)
+    return keys, floor.amax(0)[:, None], peak[:, None], mass.sum(0)[:, None] if with_mass else None
 
 
-def _largest_keys(z, count: int, shard: VocabShard) -> torch.Tensor:
-    """[n, 1 + count] keys of the largest logits z [n, w] of a rank, behind the largest key that another may have."""
-    # of equal logits topk takes any: all that equal the least one are below the other key
-    values, columns = z.topk(min(count, z.shape[1]), sorted=False)
-    keys = keys_of(torch.where(values.isnan(), torch.inf, values), columns + shard.start)
-    floor = keys.new_full((len(z), 1), NOTHING)
-    if z.shape[1] > count:
-        floor = (keys.amin(1, keepdim=True) | LOW).clamp(min=NOTHING)
-    return torch.cat([floor, pad(keys, (0, count - keys.shape[1]), value=LOWEST)], 1)
-
-
-def _total_mass(request: Request, peak, lowest) -> torch.Tensor:
-    """The mass [n, 1] of all ids that min-p keeps. One all-reduce."""
-    mass_of, shard = load_backend(request.facts.backend).total_mass, request.shard
-    lowest = torch.full_like(peak, -torch.inf, dtype=torch.float64) if lowest is None else lowest.expand_as(peak)
-    peak, lowest = peak[:, 0].contiguous(), lowest[:, 0].contiguous()
-    own = [mass_of(transformed_logits(request, at), peak[at], lowest[at], _unit(shard)) for at in tiles(request)]
-    return sum_lanes(torch.cat(own)[:, None], shard.world_size, shard.group_name)
+def _peak_and_bound(request: Request, count: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit [n] of this rank, and a bound [n] that at least `count` reach, -inf where `most` are all."""
+    width, backend = request.facts.valid_width, load_backend(request.facts.backend)
+    groups = min(max(GROUPS, 4 * count), max(1, width))
+    maxima = torch.cat([backend.group_maxima(transformed_logits(request, at), groups) for at in tiles(request)])
+    if width <= most:
+        return maxima.amax(1), maxima.new_full(maxima.shape[:1], -torch.inf)
+    largest = maxima.topk(count, sorted=False).values
+    return largest.amax(1), largest.amin(1)
 
 
 def _kept_columns(z, peak, rule: SamplingRule, shard: VocabShard) -> torch.Tensor:
@@ -155,7 +171,7 @@ def _kept_columns(z, peak, rule: SamplingRule, shard: VocabShard) -> torch.Tenso
 
     5 all-reduces of 8 KiB per token for top-k, and as many for top-p (4 for at most 2^8 ids, 6 beyond 2^18).
     """
-    values, columns = (z + 0.0).sort(dim=1, descending=True, stable=True)
+    values, columns = (z.float() + 0.0).sort(dim=1, descending=True, stable=True)
     drop, lowest = values.double() - peak, _lowest(rule, peak)
     kept = values > -torch.inf
     if lowest is not None:

@@ -71,9 +71,10 @@ def kept_ids(
     size and cut of the vocabulary. A token with NaN or +inf in its logits, or nothing above -inf, has an empty set.
     Waits for a GPU.
 
-    Blocks of tokens bound the memory. For a block the ranks gather their largest logits, 8 bytes each: 1024 per token
-    of all ranks, and at least 256 of a rank (or 2 k + 64, if top_k is a number k for which that is less). With top_p,
-    but for such a k, they add up another number per token. That is all for a token whose set is among these logits.
+    Blocks of tokens bound the memory. For a block each rank reads its logits twice, and the ranks gather their largest
+    ones, 8 bytes each: per token the 768 largest of all ranks, and at least 256 of a rank (or k, if top_k is a number k
+    for which that is less), with room for half as many and 64 more, for those that are equal. With top_p, but for such
+    a k, they gather another number per token. That is all for a token whose set is among these logits.
     Larger sets, of flat distributions, are found by sorting their tokens' logits on each rank, 5 all-reduces of 8 KiB
     per token for each of top-k and top-p (none on one rank), and two all-gathers of the ids.
 

@@ -213,5 +213,5 @@ def _local_keys(request, k):
     step, local = max(1, BLOCK_ELEMENTS // width), min(k, width)
     for first in range(0, n_rows, step):
         block = slice(first, first + step)
-        keys[block, :local] = keys_of(transformed_logits(request, block), ids).topk(local).values
+        keys[block, :local] = keys_of(transformed_logits(request, block).float(), ids).topk(local).values
     return keys

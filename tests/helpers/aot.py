@@ -102,7 +102,7 @@ EPILOGUES = {  # of a linear head's GEMMs
     "bias": [None, torch.float32], "softcap": [None, 30.0], "temperature": [1.0, "per token"],
 }  # fmt: skip
 SAMPLES = {  # calls of `sample`: with a rule the race is among candidates
-    "rule": [None, tp.SamplingRule(top_p=0.5), tp.SamplingRule(top_p=0.5, min_p=0.1)],
+    "rule": [None, tp.SamplingRule(top_k=5), tp.SamplingRule(top_p=0.5), tp.SamplingRule(top_p=0.5, min_p=0.1)],
     "width": [4096, 4097], "dtype": DTYPES,
 }  # fmt: skip
 TERMS = {

@@ -134,8 +134,8 @@ def test_sets_and_samples_are_the_same_at_every_group_size_and_equal_float64(dty
 
 
 def candidates(number):
-    """Let every rank send so many candidates per token."""
-    return mock.patch.multiple(finder, CANDIDATES=number, FEWEST=number)
+    """Let every rank send so many candidates per token, half as many more, and none to spare; small groups."""
+    return mock.patch.multiple(finder, CANDIDATES=number, FEWEST=number, SPARE=0, GROUPS=1)
 
 
 def few_run(group, device, number, boundaries):
@@ -183,12 +183,13 @@ def others_of(z, rule, number):
 def test_a_set_may_end_with_the_last_known_candidate(device):
     p = torch.tensor([[0.4, 0.2, 0.1, 0.1, 0.1, 0.1], [0.3, 0.3, 0.3, 0.06, 0.03, 0.01]], device=device)
     z = p.log()
-    assert others_of(z, SamplingRule(top_k=2), 3) == [1]  # 2 and 0 are known to be all that is above the third
-    assert others_of(z, SamplingRule(top_k=2), 4) == []
-    assert others_of(z, SamplingRule(top_k=4), 5) == [0]
-    assert others_of(z, SamplingRule(top_p=0.59), 3) == [1] and others_of(z, SamplingRule(top_p=0.61), 5) == [0]
-    assert others_of(z, SamplingRule(min_p=0.4), 3) == [1] and others_of(z, SamplingRule(min_p=0.4), 4) == []
-    assert others_of(z, SamplingRule(top_p=1), 5) == [0, 1] and others_of(z, SamplingRule(top_p=1), 6) == []
+    # the bound is the n-th largest, and one that more than n + n // 2 reach, as the third of row 0, is of no use
+    assert others_of(z, SamplingRule(top_k=2), 1) == [0, 1] and others_of(z, SamplingRule(top_k=2), 2) == []
+    assert others_of(z, SamplingRule(top_k=4), 3) == [0, 1] and others_of(z, SamplingRule(top_k=4), 4) == []
+    assert others_of(z, SamplingRule(top_p=0.59), 2) == [] and others_of(z, SamplingRule(top_p=0.61), 2) == [0]
+    assert others_of(z, SamplingRule(top_p=0.59), 3) == [0] and others_of(z, SamplingRule(top_p=0.61), 4) == []
+    assert others_of(z, SamplingRule(min_p=0.6), 2) == [1] and others_of(z, SamplingRule(min_p=0.4), 2) == [0, 1]
+    assert others_of(z, SamplingRule(top_p=1), 3) == [0, 1] and others_of(z, SamplingRule(top_p=1), 4) == []
     no_k = torch.tensor([2, 6], device=device)  # top-k of all ids is none
     assert others_of(z, SamplingRule(no_k, 0.85), 4) == []
     assert as_lists(kept_ids(z, SamplingRule(no_k, 0.85))) == [[0, 1], [0, 1, 2]]
@@ -229,8 +230,17 @@ def test_the_kernels_are_their_definitions(shape, programs, device, monkeypatch)
     peak = z.nan_to_num(-torch.inf).amax(1).clamp(min=-9.0)
     lowest = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=device)
     lowest[1::2] = -1.0
-    found = [part.total_mass(z, peak, lowest, 2.0**40) for part in (gumbel, gumbel_triton)]
-    assert (found[0] - found[1]).abs().max() <= z.shape[1]  # an exponential may round to the integer above
+    for groups in (1, 7, 200):
+        assert torch.equal(gumbel.group_maxima(z, groups), gumbel_triton.group_maxima(z, groups))
+    bound = torch.linspace(-1.0, 1.0, len(z), device=device)
+    bound[0], most = -torch.inf, min(100, z.shape[1])
+    given = z, bound, most, 77, peak, lowest, 2.0**40
+    (keys, count, mass), (ours, own, sums) = (part.largest_logits(*given) for part in (gumbel, gumbel_triton))
+    assert torch.equal(count, own) and count.max() > 0
+    whole = count <= most  # any are left out of more
+    assert torch.equal(keys[whole].sort().values, ours[whole].sort().values) and (ours[~whole] > gumbel.LEAST).all()
+    assert (mass - sums).abs().max() <= z.shape[1]  # an exponential may round to the integer above
+    assert gumbel_triton.largest_logits(*given[:4])[2] is None
 
 
 def test_half_of_a_uniform_distribution_is_half_of_its_ids():

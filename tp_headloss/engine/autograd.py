@@ -131,9 +131,7 @@ def _statistics_gradients(ctx, saved, upstream) -> tuple:
     request = Request(Tensors(*saved[:count]), ctx.request.facts, layout)
     in_forward = saved[count : count + 2] if ctx.expected is not None else ()
     merged, *reduced = saved[count + len(in_forward) :]
-    grads = {
-        name: g for name, g in zip(layout.outputs, upstream) if g is not None and name in layout.differentiable
-    }
+    grads = {name: g for name, g in zip(layout.outputs, upstream) if g is not None and name in layout.differentiable}
     of_loss: tuple = ()
     if loss is not None and not grads and ctx.plan.gradients is not None and operators.can_skip_dispatch(merged):
         _valid, weight, inverse, *values = reduced

@@ -11,8 +11,9 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
                                                          with FUSED_SUMS also those of a reduced loss, see `passes`
     entries(ids, log_probs, mask, factor, renormalize, vocab_size)  a top-K teacher's entries, distinct and ascending
     known_sets(ids, spans, vocab_size)                   the ids of all sets as the backend takes them, and their bounds
-    best_scores(z, positions, seed, start, ids=None)     the race of a sample among the columns, and
-    total_mass(z, peak, lowest, unit)                    the sum of their masses for top-p; see `gumbel`
+    best_scores(z, positions, seed, start, ids=None)     the race of a sample among the columns, see `gumbel`; and what
+    group_maxima(z, groups)                              `kept` finds a rule's sets with: a bound of the largest logits,
+    largest_logits(z, bound, most, start, ..)            and those above it
     scale(out, x, factor, add=False)                     out (+)= x * factor, a scalar tensor
     linear_statistics(packets, hidden, weight, request, rounded, budget)  packets of logits hidden @ weight^T that are
     linear_gradient(out, hidden, weight, request, merged, grads, rounded)  never stored, and their gradient; "triton"

@@ -14,7 +14,7 @@ from ..statistics.at_ids import log_probs_at, logits_at
 from ..statistics.entries import distinct_entries as entries  # noqa: F401 (part of the contract)
 from ..statistics.family import Tile
 from ..statistics.sets import known_sets, members  # noqa: F401 (the first is part of the contract)
-from .gumbel import best_scores, total_mass  # noqa: F401 (part of the contract)
+from .gumbel import best_scores, group_maxima, largest_logits  # noqa: F401 (part of the contract)
 
 BLOCK_ELEMENTS = 1 << 19  # per temporary: a few MiB, whatever N and V are
 FUSED_SUMS = False

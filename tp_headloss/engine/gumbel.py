@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from ..logit_keys import keys_of
 from ..philox import exponential
 
 LAST = torch.iinfo(torch.int64).max  # id where there is no column
+LEAST = torch.iinfo(torch.int64).min  # key of no logit
 
 
 def best_scores(z, positions, seed: int, start: int, ids=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Race of each token's columns: z [n, w] fp32 -> the largest z - log(variate) [n] float64, and the lowest id [n]
+    """Race of each token's columns: z [n, w] -> the largest z - log(variate) [n] float64, and the lowest id [n]
     that has it.
 
     The score is inf where a logit is NaN or +inf, and -inf where all are -inf.
@@ -21,6 +23,7 @@ def best_scores(z, positions, seed: int, start: int, ids=None) -> tuple[torch.Te
     """
     if ids is None:
         ids = torch.arange(start, start + z.shape[1], device=z.device).expand_as(z)
+    z = z.float()
     row, column = (z != -torch.inf).nonzero(as_tuple=True)
     variate = exponential(seed, positions[row], ids[row, column])
     score = torch.full_like(z, -torch.inf, dtype=torch.float64)
@@ -35,8 +38,33 @@ def masses(drop, unit: float) -> torch.Tensor:
     return (drop.exp() * unit).ceil().clamp(min=1).long()
 
 
-def total_mass(z, peak, lowest, unit: float) -> torch.Tensor:
-    """Sum [n] int64 of the masses of each token's columns that are above -inf and at least `lowest` [n] float64 above
-    the peak [n]; z [n, w] and peak are fp32. Any number where the peak is not finite."""
+def group_maxima(z, groups: int) -> torch.Tensor:
+    """The largest logit [n, groups] fp32 of every groups-th column of z [n, w] from each of the first ones on.
+
+    inf where one is NaN, -inf for groups without columns.
+    """
+    z, rows = torch.where(z.isnan(), torch.inf, z.float()), max(1, -(-z.shape[1] // groups))
+    z = torch.nn.functional.pad(z, (0, rows * groups - z.shape[1]), value=-torch.inf)
+    return z.view(len(z), rows, groups).amax(1)
+
+
+def largest_logits(z, bound, most: int, start: int, peak=None, lowest=None, unit: float = 0.0):
+    """Keys [n, most] of the logits z [n, w] that are at least `bound` [n] fp32 and above -inf, in any order; then the
+    least int64. NaN counts as +inf.
+
+    Also their number [n], which may be larger than `most`: then any are left out. And with a peak [n] fp32 the sum [n]
+    int64 of the masses of all columns that are above -inf and at least `lowest` [n] float64 above the peak, any number
+    where the peak is not finite; else None.
+
+    Args:
+        start: id of the first column.
+    """
+    z = torch.where(z.isnan(), torch.inf, z.float())
+    found = (z >= bound[:, None]) & (z > -torch.inf)
+    keys = torch.where(found, keys_of(z, torch.arange(start, start + z.shape[1], device=z.device)), LEAST)
+    keys = torch.nn.functional.pad(keys, (0, max(0, most - z.shape[1])), value=LEAST).topk(most).values
+    if peak is None:
+        return keys, found.sum(1), None
     drop = z.double() - peak[:, None]
-    return torch.where((z > -torch.inf) & (drop >= lowest[:, None]), masses(drop, unit), 0).sum(1)
+    counted = (z > -torch.inf) & (drop >= lowest[:, None])
+    return keys, found.sum(1), torch.where(counted, masses(drop, unit), 0).sum(1)

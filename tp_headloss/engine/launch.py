@@ -164,7 +164,7 @@ LABELS = Launch(32, 1)  # tokens whose labels' logits are found; not measured
 # 8192 sets of 1024 ids in ascending order: 1024/4 45, 256/2 88; each program has a bit of memory per id
 SETS, SETS_PROGRAMS = Launch(1024, 4), 1024
 # 262 rows of 128256 fp32 logits, H200. Race: 512/2 210, 1024/4 215, 2048/8 250, 1024/2 330; mass: 1024/4 75, 512/2 85
-RACE, MASS = Launch(512, 2), Launch(1024, 4)
+RACE, MAXIMA, LARGEST = Launch(512, 2), Launch(512, 4), Launch(1024, 4)
 SUMS_GRADIENT = Launch(1024, 4)  # 1 value: 512/4 4.1, 1024/4 4.9; 3 values: 1024/4 5.2, 512/4 5.5
 
 

@@ -14,7 +14,7 @@ from ..symmetric_memory_triton import SharedMemory
 from . import kernels
 from .device_inputs import inputs_of
 from .device_layout import DeviceLayout, device_layout
-from .gumbel_triton import best_scores, total_mass  # noqa: F401 (part of the contract)
+from .gumbel_triton import best_scores, group_maxima, largest_logits  # noqa: F401 (part of the contract)
 from .launch import (
     AT_IDS,
     INTERPRETED,
