@@ -11,8 +11,7 @@ from .call_sets import with_kept_sets
 from .calls import build_request
 from .dtensor import local_logits, local_part
 from .eager_only import uncompiled_where_needed
-from .engine.autograd import PreparedStatistics, Statistics
-from .engine.passes import loss_step
+from .engine.autograd import Statistics
 from .id_sets import IdSets
 from .options import DEFAULTS, NO_TRANSFORM, Options, Transform
 from .request import Request
@@ -210,12 +209,7 @@ def computed_statistics(request: Request, labels, options: Options | None, reduc
     if request.kept is not None or all(tensor is None for tensor in tensors[2:]):
         tensors = tensors[:2]
     refuse_transforms()
-    can_prepare = request.kept is not None and reduction is not None and reduction.expected is None
-    step = loss_step(request, reduction) if can_prepare else None
-    if step is not None:
-        *outputs, loss, sums = PreparedStatistics.apply(*tensors, step, options.inplace, reduction)
-    else:
-        *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)
+    *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)
     return assembled(outputs, request, labels, options.check), loss, sums
 
 

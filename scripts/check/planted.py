@@ -37,6 +37,7 @@ SETS, SETS_DEVICE = statistic("sets")
 AT_IDS, AT_IDS_DEVICE = statistic("at_ids")
 RANK, RANK_DEVICE = statistic("rank")
 
+KNOWN_CALLS = "head_loss/known_calls.py"
 LOSS_STEP, MERGED_SUMS = "engine/loss_step_triton.py", "engine/merged_sums_triton.py"
 
 GROUPS = {
@@ -51,9 +52,12 @@ GROUPS = {
         ("engine/autograd.py", "PreparedStatistics.backward", "not ctx.inplace", "True"),
         ("engine/autograd.py", "PreparedStatistics.backward", "not [g for g in others if g is not None]", "True"),
         ("engine/autograd.py", "PreparedStatistics.forward", "ctx.mark_non_differentiable(*[outputs[i] for i in step.fixed], sums)", "pass"),
-        ("api.py", "computed_statistics", "reduction.expected is None", "True"),
-        ("engine/passes.py", "loss_step", "type(denominator)", "None"),
-        ("engine/passes.py", "loss_step", "return None", "pass"),
+        (KNOWN_CALLS, "prepare", "options.check", "False"),
+        (KNOWN_CALLS, "prepare", "options.gradient == 'forward'", "False"),
+        (KNOWN_CALLS, "prepare", "place not in known.kept", "known.kept.setdefault(place) is not None"),
+        (KNOWN_CALLS, "prepared_output", "is_elsewhere(denominator, logits.device)", "False"),
+        (KNOWN_CALLS, "prepared_output", "kernel_denominator(definition.reduction, denominator)", "denominator"),
+        (KNOWN_CALLS, "_place", "type(denominator)", "None"),
         (MERGED_SUMS, "add_up", "value * weight", "value"),
         (MERGED_SUMS, "add_up", "(SQUARES >> i) & 1", "False"),
         (MERGED_SUMS, "add_up", "programs - 1", "0"),
@@ -435,7 +439,7 @@ GROUPS = {
         ("head_loss/known_calls.py", "kind_of_call", "None if shard is None else (shard.facts, shard.stop)", "None"),
         ("head_loss/known_calls.py", "kind_of_call", "type(x) is not torch.Tensor or x.shape != labels.shape", "False"),
         ("head_loss/known_calls.py", "kind_of_call", "(name, x.dtype, x.device)", "(x.dtype, x.device)"),
-        ("head_loss/known_calls.py", "checked_before", "inputs or {}", "{}"),
+        ("head_loss/known_calls.py", "_call", "inputs or {}", "{}"),
         ("head_loss/known_calls.py", "checked_before", "expect_denominator(denominator, definition.reduction, labels.device)", "pass"),
         ("head_loss/known_calls.py", "remember", "tensors=None", "tensors=request.tensors"),
     ],

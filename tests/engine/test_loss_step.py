@@ -5,7 +5,7 @@ import torch
 from logits_problem import N, V, rows
 from ranks import on_ranks
 
-from tp_headloss import CrossEntropy, Entropy, HeadLoss, Options, VocabShard, ZLoss
+from tp_headloss import CrossEntropy, Entropy, HeadLoss, Metric, Options, VocabShard, ZLoss
 from tp_headloss.engine import loss_step_triton
 
 TRITON = Options(backend="triton")
@@ -77,7 +77,7 @@ def test_denominators_of_another_kind_are_prepared_apart(steps, device):
     head, divisors = HeadLoss(options=TRITON), (None, 5.0, torch.tensor(5.0, device=device))
     for given in 3 * [{"denominator": divisor} for divisor in divisors]:
         assert_equal(step(head, x, labels, **given), step(HeadLoss(options=TRITON), x, labels, **given))
-    assert steps == {"statistics": 2 * 3 - 1, "gradient": 2 * 3 - 1}  # the very first call is not of a known kind
+    assert steps == {"statistics": 3, "gradient": 3}  # from the third call of each kind on
 
 
 def test_gradients_of_statistics_take_the_general_way(steps, device):
@@ -129,18 +129,42 @@ def test_a_kind_that_comes_once_prepares_nothing(steps, device):
 
 
 def test_others_are_not_prepared(steps, device):
-    """What the prepared launches do not know: own losses, weights, values that are no statistics, one launch."""
+    """What the prepared launches do not know: own losses, weights, values that are no statistics, checks, one
+    launch."""
     x, labels = rows(device)
     weights = torch.rand(N, generator=torch.Generator().manual_seed(2)).to(device)
+    trained = torch.tensor(3.0, device=device, requires_grad=True)
     for head, given in (
         (HeadLoss(CrossEntropy(label_smoothing=0.1), options=TRITON), {}),
         (HeadLoss(options=TRITON), {"token_weight": weights}),
+        (HeadLoss(options=TRITON), {"denominator": trained}),
+        (HeadLoss(options=Options(backend="triton", check=True)), {}),
         (HeadLoss(options=Options(backend="torch")), {}),
         (HeadLoss(options=Options(backend="triton", gradient="forward")), {}),
     ):
         found = [step(head, x, labels, **given) for _ in range(3)]
         assert_equal(found[0], found[2])
     assert steps == {"statistics": 0, "gradient": 0}
+
+
+def test_a_sum_and_a_denominator_in_double_precision_are_prepared(steps, device):
+    x, labels = rows(device)
+    for head, given in (
+        (HeadLoss(reduction="sum", options=TRITON), {}),
+        (HeadLoss(options=TRITON), {"denominator": torch.tensor(7, device=device)}),
+    ):
+        found = [step(head, x, labels, **given) for _ in range(3)]
+        assert_equal(found[0], found[2])
+    assert steps == {"statistics": 2, "gradient": 2}
+
+
+def test_metrics_of_ones_own_go_with_prepared_launches(steps, device):
+    x, labels = rows(device)
+    own = Metric(lambda stats: {"confidence": stats.log_prob.exp(), "max_lse": stats.lse})
+    head = HeadLoss(metrics=own, options=TRITON)
+    found = [step(head, x, labels) for _ in range(3)]
+    assert set(found[2][0].metrics) == {"confidence", "max_lse"} and steps == {"statistics": 1, "gradient": 1}
+    assert_equal(found[0], found[2])
 
 
 def ranks_run(group, device, transport):

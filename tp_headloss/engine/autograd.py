@@ -101,10 +101,10 @@ class PreparedStatistics(torch.autograd.Function):
     """`Statistics` with a `Reduction`, by the `LossStep` of calls of one kind: quicker on the host, same results."""
 
     @staticmethod
-    def forward(ctx, logits, labels, step, inplace, reduction):
-        (merged, values, *flags), loss, sums, inverse = step.statistics(logits, labels, reduction.denominator)
+    def forward(ctx, logits, labels, step, inplace, denominator):
+        (merged, values, *flags), loss, sums, inverse = step.statistics(logits, labels, denominator)
         outputs = (*values.unbind(0), *flags)
-        ctx.step, ctx.request, ctx.plan, ctx.inplace, ctx.expected = step, step.request, reduction.plan, inplace, None
+        ctx.step, ctx.request, ctx.plan, ctx.inplace, ctx.expected = step, step.request, step.reduced, inplace, None
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[outputs[i] for i in step.fixed], sums)
         values = [outputs[i] for i in step.summed]

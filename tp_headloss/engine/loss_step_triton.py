@@ -35,14 +35,15 @@ def loss_step(request: Request, reduction) -> LossStep | None:
     if INTERPRETED and request.tensors.logits.dtype == torch.bfloat16:  # whose gradient is rounded apart there
         return None
     sums = sums_for_merge(request, reduction)
-    return None if sums is None else LossStep(request, sums, gradients)
+    return None if sums is None else LossStep(request, sums, reduction.plan)
 
 
 class LossStep:
     """Forward and backward of calls of one kind: logits [N, width], labels [N], and a loss that is a weighted sum of
     statistics, or squares of them, over a denominator of one kind, a number or a tensor."""
 
-    def __init__(self, request: Request, sums: MergedSums, gradients):
+    def __init__(self, request: Request, sums: MergedSums, plan):
+        gradients, self.reduced = plan.gradients, plan
         tensors, facts, layout = request.tensors, request.facts, request.layout
         inputs, prepared = inputs_of(request)
         rows, (n_rows, width), device = prepared.rows, tensors.logits.shape, tensors.logits.device

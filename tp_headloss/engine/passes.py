@@ -47,21 +47,6 @@ class Reduced(NamedTuple):
     inverse: torch.Tensor  # fp64 whose first element is 1 / what the loss was divided by
 
 
-def loss_step(request: Request, reduction):
-    """The prepared step of a call of a known kind; None where there is none, or in the kind's first call."""
-    logits, labels, *_ = request.tensors
-    denominator = reduction.denominator
-    place = denominator.data_ptr() % 16 if isinstance(denominator, torch.Tensor) else type(denominator)
-    key = logits.data_ptr() % 16, labels.data_ptr() % 16, place
-    if key not in request.kept:
-        request.kept[key] = None  # a kind that does not come again has no use for it
-        return None
-    if request.kept[key] is None:
-        request.kept[key] = load_backend(request.facts.backend).loss_step(request, reduction) or False
-    step = request.kept[key]
-    return step if step and step.is_on_current_device() else None
-
-
 def reduced_statistics(request: Request, reduction) -> tuple[list[torch.Tensor], Reduced]:
     """`statistics`, and a reduction of them, by the merge itself where it has all values. Backends with FUSED_SUMS."""
     transport = resolve_transport(request)

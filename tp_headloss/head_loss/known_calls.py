@@ -1,19 +1,27 @@
 """Calls of logits, labels and inputs with a value per token, as most training steps make: checked once per kind.
 
 The checks of such a call read metadata alone. Their result is remembered by that metadata, so that the next call of the
-same kind begins with its kernels. What is remembered holds neither a tensor nor a process group.
+same kind begins with its kernels. What is remembered holds neither a tensor nor a process group. A loss of statistics
+on one rank is prepared when its kind comes again: the third call is little more than its kernels.
 """
 
 from __future__ import annotations
 
 import torch
 
+from ..api import assembled
+from ..engine.autograd import PreparedStatistics
+from ..engine.backend import load_backend
 from ..engine.operators import can_skip_dispatch
-from ..options import Options
+from ..options import DEFAULTS, Options
 from ..request import Request, Tensors
 from ..shard import VocabShard
+from ..validation import refuse_transforms
 from .call import Call, expect_denominator
 from .definition import HeadLossDefinition
+from .output import make_output
+from .reduction import is_elsewhere, kernel_denominator
+from .statistic_value import FusedReduction
 
 MOST_KINDS = 256  # batches of any size are a kind each
 
@@ -46,10 +54,52 @@ def checked_before(definition: HeadLossDefinition, kind: tuple, logits, labels, 
     if shard is not None:
         shard.expect_live_group()
     expect_denominator(denominator, definition.reduction, labels.device)
+    call = _call(definition, labels, denominator, inputs)
+    return call, known._replace(tensors=_rows(known, logits, labels), shard=shard or known.shard)
+
+
+def _call(definition: HeadLossDefinition, labels, denominator, inputs) -> Call:
+    return Call(definition, labels, None, None, None, denominator, None, inputs or {}, None, definition.plan.summed[0])
+
+
+def _rows(known: Request, logits, labels) -> Tensors:
     order = known.order
-    tensors = Tensors(order.flatten(logits), order.flatten(labels).contiguous())
-    call = Call(definition, labels, None, None, None, denominator, None, inputs or {}, None, definition.plan.summed[0])
-    return call, known._replace(tensors=tensors, shard=shard or known.shard)
+    return Tensors(order.flatten(logits), order.flatten(labels).contiguous())
+
+
+def _place(tensors: Tensors, denominator) -> tuple:
+    """What the launches of a kind still depend on: alignments, and whether the denominator is in memory."""
+    of_denominator = denominator.data_ptr() % 16 if isinstance(denominator, torch.Tensor) else type(denominator)
+    return tensors.logits.data_ptr() % 16, tensors.labels.data_ptr() % 16, of_denominator
+
+
+def prepared_output(definition: HeadLossDefinition, kind: tuple, logits, labels, denominator, inputs, evaluate):
+    """The output of a call whose launches are prepared, else None."""
+    known = definition.plan.checked.get(kind)
+    if known is None or not known.kept or is_elsewhere(denominator, logits.device):
+        return None
+    expect_denominator(denominator, definition.reduction, labels.device)
+    divisor, tensors = kernel_denominator(definition.reduction, denominator), _rows(known, logits, labels)
+    step = known.kept.get(_place(tensors, divisor))
+    if not step or not step.is_on_current_device():
+        return None
+    refuse_transforms()
+    inplace = (definition.options or DEFAULTS).inplace
+    *outputs, loss, sums = PreparedStatistics.apply(*tensors[:2], step, inplace, divisor)
+    stats = assembled(outputs, known, labels)
+    return make_output(_call(definition, labels, denominator, inputs), stats, evaluate, None, loss, sums)
+
+
+def prepare(definition: HeadLossDefinition, kind: tuple, request: Request, reduction: FusedReduction):
+    """Prepare the launches of a loss of statistics when its kind comes again; many never do."""
+    known, options = definition.plan.checked.get(kind), definition.options or DEFAULTS
+    if known is None or options.check or options.gradient == "forward":
+        return
+    place = _place(request.tensors, reduction.denominator)
+    if place not in known.kept:
+        known.kept[place] = None
+    elif known.kept[place] is None:
+        known.kept[place] = load_backend(request.facts.backend).loss_step(request, reduction) or False
 
 
 def remember(kind: tuple, call: Call, request: Request) -> None:

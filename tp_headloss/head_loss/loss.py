@@ -22,7 +22,7 @@ from ..validation import expect_bool, expect_instance
 from .call import check_call, local_arguments, replicated_facts
 from .definition import HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate
-from .known_calls import checked_before, kind_of_call, remember
+from .known_calls import checked_before, kind_of_call, prepare, prepared_output, remember
 from .linear_modes import one_sweep, recompute, uses_one_sweep
 from .output import HeadLossOutput, make_output
 from .reduction import fused_reduction
@@ -151,7 +151,11 @@ class HeadLoss(nn.Module):
         if token_weight is None and transform is None:
             kind = kind_of_call(self._definition.options, logits, labels, shard, inputs)
         if kind is not None:
-            found = checked_before(self._definition, kind, logits, labels, shard, denominator, inputs)
+            given = self._definition, kind, logits, labels
+            prepared = prepared_output(*given, denominator, inputs, self._evaluate_functions)
+            if prepared is not None:
+                return prepared
+            found = checked_before(*given, shard, denominator, inputs)
         if found is None:
             found = self._checked(logits, labels, shard, token_weight, denominator, transform, inputs)
             if kind is not None:
@@ -162,6 +166,8 @@ class HeadLoss(nn.Module):
         at_once = reduction if with_statistics else None
         if gradient_in_forward(request, at_once, self._definition.options or DEFAULTS):
             at_once = expecting(at_once, self._definition.plan.expected, request.tensors.logits.device)
+        elif kind is not None and at_once is not None:
+            prepare(self._definition, kind, request, at_once)
         stats, loss, sums = computed_statistics(request, call.labels, self._definition.options, at_once)
         return make_output(call, stats, self._evaluate_functions, reduction, loss, sums)
 

@@ -24,18 +24,21 @@ def fused_reduction(call: Call, example: torch.Tensor, backend: str | None = Non
         plan is None
         or not can_skip_dispatch(example)
         or (backend or resolve_backend(definition.backend, device)) != "triton"
-        or _is_elsewhere(call.loss_weight, device)
-        or _is_elsewhere(denominator, device)
+        or is_elsewhere(call.loss_weight, device)
+        or is_elsewhere(denominator, device)
     ):
         return None
-    if definition.reduction == "sum":
-        denominator = 1.0
-    elif isinstance(denominator, torch.Tensor):
-        denominator = denominator.double()
-    return FusedReduction(plan, call.loss_weight, denominator)
+    return FusedReduction(plan, call.loss_weight, kernel_denominator(definition.reduction, denominator))
 
 
-def _is_elsewhere(x, device: torch.device) -> bool:
+def kernel_denominator(reduction: str, denominator: torch.Tensor | float | None):
+    """What the kernel divides by, for a denominator of the caller."""
+    if reduction == "sum":
+        return 1.0
+    return denominator.double() if isinstance(denominator, torch.Tensor) else denominator
+
+
+def is_elsewhere(x, device: torch.device) -> bool:
     """True if a tensor is on another device, or requires a gradient."""
     return isinstance(x, torch.Tensor) and (x.requires_grad or x.device != device)
 
