@@ -2,7 +2,7 @@
 
     plot_bench.py tp4_tasks.json tp4_kd.json tp4_rl.json --part tasks \\
         --without 'ours, gather' 'ours, in place' 'ours, symm_mem' --out bench_tasks.png
-    plot_bench.py tp1_ce.json tp2_*.json tp4_ce.json --part scaling \\
+    plot_bench.py tp1_ce.json tp2_a.json tp2_b.json tp4_ce.json --part scaling \\
         --without 'ours, in place' 'ours, symm_mem' 'ours, torch backend' 'ours, gradient in the forward' \\
         'quack, in place' --out bench_scaling.png
 
