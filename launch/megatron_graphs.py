@@ -39,11 +39,15 @@ def schedule(graph: str):
     return FullCudaGraphWrapper(function, cuda_graph_warmup_steps=WARMUP)
 
 
-def forget(graph: str, forward_backward) -> None:
+def forget(graph: str, model, forward_backward) -> None:
     """Drop the graphs of a model, which Megatron keeps for the whole process."""
     if graph == "local":
         from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
+        # Outputs hold the autograd graph, and that the hooks and the model: a cycle that Python's collector cannot see.
+        for module in model.modules():
+            for runner in getattr(getattr(module, "cudagraph_manager", None), "cudagraph_runners", ()):
+                runner.fwd_graph = runner.bwd_graph = runner.fwd_graph_outputs = runner.fwd_graph_output_surface = None
         delete_cuda_graphs()
         torch.cuda.set_stream(torch.cuda.default_stream())
     elif graph == "full_iteration":

@@ -180,7 +180,7 @@ def train(args, loss: str, graph: str, ranks) -> dict:
 
     def reduced(mask, losses):
         mean = (losses.float() * mask).sum() / mask.sum()
-        return mean, {"loss": mean.detach()}
+        return mean, {"loss": mean.detach().clone()}  # the schedule divides the mean in place, by micro-batches
 
     result = {"loss": [], "grad_norm": [], "step_seconds": [], "head_seconds": []}
     for step in range(args.steps):
@@ -200,7 +200,7 @@ def train(args, loss: str, graph: str, ranks) -> dict:
         result["grad_norm"].append(None if norm is None else float(norm))
         result["step_seconds"].append(clock.seconds(begin, end))
         result["head_seconds"].append(clock.spent())
-    megatron_graphs.forget(graph, forward_backward)
+    megatron_graphs.forget(graph, model, forward_backward)
     return result | clock.mib()
 
 

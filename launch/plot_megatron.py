@@ -38,7 +38,7 @@ def stacked(ax, names, parts: dict[str, list[float]], totals: list[float], unit:
     ax.set_yticks(range(len(names)), [LABELS.get(name, name) for name in names], fontsize=8)
     ax.invert_yaxis()
     ax.set_xlim(right=1.2 * max(totals))
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, fontsize=8)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, fontsize=8)
 
 
 def plot(results: dict, png: Path, title: str) -> None:
@@ -63,12 +63,12 @@ def plot(results: dict, png: Path, title: str) -> None:
         [1e3 * statistics.median(results[name][key][3:]) for name in names] for key in ("step_seconds", "head_seconds")
     )
     stacked(time, names, {"output layer and loss": head, "the rest": [a - b for a, b in zip(step, head)]}, step, "ms")
-    time.set(title="median time of a step", xlabel="ms")
+    time.set(title="median time of a step")
     if "step_mib" in results[first]:  # on GPUs
         step, head = ([results[name][key] for name in names] for key in ("step_mib", "head_mib"))
         parts = {"added by output layer and loss": head, "the rest": [a - b for a, b in zip(step, head)]}
         stacked(memory, names, parts, step, "MiB")
-    memory.set(title="peak memory of a rank", xlabel="MiB")
+    memory.set(title="peak memory of a rank")
     figure.suptitle(title)
     figure.savefig(png, dpi=110)
     plt.close(figure)
