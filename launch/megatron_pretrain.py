@@ -145,7 +145,7 @@ class HeadClock(Clock):
         times, self.times = self.times, []
         if not times:
             return None
-        return sum(self.seconds(t[0], t[1]) + self.seconds(t[2], t[3]) for t in times)
+        return round(sum(self.seconds(t[0], t[1]) + self.seconds(t[2], t[3]) for t in times), 7)
 
 
 def train(args, loss: str, graph: str, ranks) -> dict:
@@ -198,7 +198,7 @@ def train(args, loss: str, graph: str, ranks) -> dict:
             torch.cuda.synchronize()
         result["loss"].append(float(sum(part["loss"] for part in parts) / len(parts)))
         result["grad_norm"].append(None if norm is None else float(norm))
-        result["step_seconds"].append(clock.seconds(begin, end))
+        result["step_seconds"].append(round(clock.seconds(begin, end), 7))
         result["head_seconds"].append(clock.spent())
     megatron_graphs.forget(graph, model, forward_backward)
     return result | clock.mib()
@@ -237,7 +237,7 @@ def save(args, device: torch.device, results: dict) -> None:
         "results": results,
     }
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
+    Path(args.out).write_text(json.dumps(record) + "\n")
 
 
 def main() -> None:
