@@ -4,9 +4,10 @@ torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py            
 torchrun --standalone --nproc-per-node 4 launch/megatron_pretrain.py --tp 4 --data synthetic --hidden 4096 --heads 32 \
     --vocab 128256 --length 2048 --batch 4 --steps 20                             # the table of docs/guides/megatron.md
 
-Each of --losses trains a model from the same weights on the same batches:
+Each of --losses trains a model from the same weights on the same batches (one that is named twice, twice):
   stock          Megatron's vocab-parallel cross-entropy
   stock-fused    the same, cross_entropy_loss_fusion with the native implementation
+  stock-te       the same with Transformer Engine's, which must be installed
   logits         ours in the place of the loss; logits-inplace: its gradient overwrites the logits
   head           ours in the place of output layer and loss: no logits, which are made again for the backward
   head-one-sweep the same, gradients in the forward, because the loss mask is known there
@@ -15,31 +16,38 @@ Each of --losses trains a model from the same weights on the same batches:
 import argparse
 import functools
 import gc
+import importlib.metadata
+import itertools
 import json
 import os
 import statistics
 from pathlib import Path
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's own advice for tensor parallelism
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what --deterministic needs
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 
 import data
+import megatron_graphs
 import parallel
 from clock import Clock
+from megatron_model import model_of
 from options import check_multiple, non_negative_int, positive_float, positive_int
 from record import refuse_older_run
 
-LOSSES = ("stock", "stock-fused", "logits", "logits-inplace", "head", "head-one-sweep")
+LOSSES = ("stock", "stock-fused", "stock-te", "logits", "logits-inplace", "head", "head-one-sweep")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--losses", nargs="+", choices=LOSSES, default=LOSSES)
+    add("--losses", nargs="+", choices=LOSSES, default=[loss for loss in LOSSES if loss != "stock-te"])
+    add(
+        "--cuda-graph", nargs="+", choices=megatron_graphs.GRAPHS, default=["none"],
+        help="graphs of each layer, or of all but the optimizer; each loss is trained once for each (0.19, GPUs)",
+    )  # fmt: skip
     add("--tp", type=positive_int, default=2, help="tensor-parallel ranks; processes / tp replicas")
     add("--sequence-parallel", action="store_true")
     add("--tied", action="store_true", help="embedding and output layer share their weight")
@@ -59,6 +67,7 @@ def parse() -> argparse.Namespace:
     add("--steps", type=positive_int, default=20)
     add("--lr", type=positive_float, default=1e-3, help="constant")
     add("--seed", type=non_negative_int, default=0)
+    add("--deterministic", action="store_true", help="torch's deterministic algorithms: equal losses from run to run")
     add("--out", help="a JSON file of all results")
     add("--overwrite", action="store_true", help="replace an older file at --out")
     args = parser.parse_args()
@@ -66,62 +75,6 @@ def parse() -> argparse.Namespace:
     for option in ("heads", "vocab", *(["length"] if args.sequence_parallel else [])):
         check_multiple(parser, f"--{option}", getattr(args, option), args.tp, "--tp")
     return args
-
-
-class Attention(nn.Module):
-    """Core attention of torch: q, k, v [s, b, heads/P, d] -> [s, b, h/P]."""
-
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, **kwargs):
-        super().__init__()
-
-    def forward(self, query, key, value, attention_mask, **kwargs):
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return mixed.permute(2, 0, 1, 3).flatten(2)
-
-
-class Norm(nn.Module):
-    """RMS norm of torch, which Megatron's wrapper refuses under sequence parallelism."""
-
-    def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype)), eps
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x):
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-
-
-def model_of(args, loss: str, ranks):
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    bf16 = ranks.device.type == "cuda"
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    config = TransformerConfig(
-        num_layers=args.layers, hidden_size=args.hidden, num_attention_heads=args.heads, add_bias_linear=False,
-        tensor_model_parallel_size=args.tp, sequence_parallel=args.sequence_parallel, use_cpu_initialization=not bf16,
-        hidden_dropout=0.0, attention_dropout=0.0, bf16=bf16, params_dtype=dtype, pipeline_dtype=dtype,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
-        bias_activation_fusion=False, cross_entropy_loss_fusion=loss == "stock-fused",
-    )  # fmt: skip
-    spec = get_gpt_layer_local_spec()
-    spec.submodules.self_attention.submodules.core_attention = Attention
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
-    block = TransformerBlockSubmodules(layer_specs=[spec] * args.layers, layer_norm=Norm)
-    torch.manual_seed(args.seed)
-    gpt = GPTModel(
-        config=config, transformer_layer_spec=block, vocab_size=args.vocab, max_sequence_length=args.length,
-        share_embeddings_and_output_weights=args.tied,
-    ).to(ranks.device)  # fmt: skip
-    module = Float16Module(config, gpt) if bf16 else gpt
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
-    config.finalize_model_grads_func = finalize_model_grads
-    return config, gpt, model
 
 
 def batches(args, ranks):
@@ -149,9 +102,12 @@ class HeadClock(Clock):
     """Time from the last hidden states to their gradient, without what lies between loss and its gradient, and the most
     memory that is allocated meanwhile, and in a step."""
 
-    def __init__(self, gpt, device: torch.device):
+    def __init__(self, gpt, device: torch.device, captured: bool):
+        """captured: the whole step is a CUDA graph, whose events cannot be read, so that only memory is measured."""
         super().__init__(device)
-        self.times, self.before, self.peaks = [], 0, {"head": 0, "step": 0}
+        self.times, self.before, self.peaks = [], 0, {"step": 0} if captured else {"head": 0, "step": 0}
+        if captured:
+            return
         gpt.decoder.register_forward_hook(self._hidden)
         gpt.register_forward_hook(self._losses)
 
@@ -184,24 +140,24 @@ class HeadClock(Clock):
         self.times[-1].append(self.now())
         losses.register_hook(lambda _, spans=self.times[-1]: spans.append(self.now()))
 
-    def spent(self) -> float:
-        """Seconds since the last call."""
+    def spent(self) -> float | None:
+        """Seconds since the last call; None: not measured."""
         times, self.times = self.times, []
-        return sum(self.seconds(t[0], t[1]) + self.seconds(t[2], t[3]) for t in times)
+        if not times:
+            return None
+        return round(sum(self.seconds(t[0], t[1]) + self.seconds(t[2], t[3]) for t in times), 7)
 
 
-def train(args, loss: str, ranks) -> dict:
+def train(args, loss: str, graph: str, ranks) -> dict:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from tp_headloss import Linear, Options
     from tp_headloss.integrations.megatron import MegatronHead, install
 
     cuda = ranks.device.type == "cuda"
     if cuda:
-        model_parallel_cuda_manual_seed(args.seed)
-    config, gpt, model = model_of(args, loss, ranks)
+        megatron_graphs.seed(args.seed, graph)
+    config, gpt, model = model_of(args, loss, graph, ranks)
     if not loss.startswith("stock"):
         budget = None if args.budget_mib is None else int(args.budget_mib * 2**20)
         options = Options(inplace=loss == "logits-inplace")
@@ -212,28 +168,29 @@ def train(args, loss: str, ranks) -> dict:
     settings = {"clip_grad": 1.0 if cuda else 0.0, "bf16": config.bf16, "params_dtype": config.params_dtype}
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=args.lr, **settings), [model])
     config.grad_scale_func = optimizer.scale_loss
-    batch, clock = batches(args, ranks), HeadClock(gpt, ranks.device)
+    batch, clock = batches(args, ranks), HeadClock(gpt, ranks.device, captured=graph == "full_iteration")
+    forward_backward = megatron_graphs.schedule(graph)
     positions = torch.arange(args.length, device=ranks.device).expand(args.batch, -1)
 
-    def forward_step(numbers, model):
-        ids, labels = batch(*next(numbers))
-        mask = labels != -100
-        losses = model(ids, positions, None, labels=labels, loss_mask=mask)
+    def forward_step(micro_batches, model):
+        given = next(micro_batches)
+        mask = given["labels"] != -100
+        losses = model(given["ids"], positions, None, labels=given["labels"], loss_mask=mask)
         return losses, functools.partial(reduced, mask)
 
     def reduced(mask, losses):
         mean = (losses.float() * mask).sum() / mask.sum()
-        return mean, {"loss": mean.detach()}
+        return mean, {"loss": mean.detach().clone()}  # the schedule divides the mean in place, by micro-batches
 
     result = {"loss": [], "grad_norm": [], "step_seconds": [], "head_seconds": []}
     for step in range(args.steps):
         begin = clock.now()
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        numbers = iter([(step, number) for number in range(args.accumulate)])
-        parts = get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=numbers, model=[model], num_microbatches=args.accumulate,
-            seq_length=args.length, micro_batch_size=args.batch, forward_only=False,
+        micro_batches = (dict(zip(("ids", "labels"), batch(step, number))) for number in range(args.accumulate))
+        parts = forward_backward(
+            forward_step_func=forward_step, data_iterator=micro_batches, model=[model],
+            num_microbatches=args.accumulate, seq_length=args.length, micro_batch_size=args.batch, forward_only=False,
         )  # fmt: skip
         _, norm, _ = optimizer.step()
         end = clock.now()
@@ -241,8 +198,9 @@ def train(args, loss: str, ranks) -> dict:
             torch.cuda.synchronize()
         result["loss"].append(float(sum(part["loss"] for part in parts) / len(parts)))
         result["grad_norm"].append(None if norm is None else float(norm))
-        result["step_seconds"].append(clock.seconds(begin, end))
+        result["step_seconds"].append(round(clock.seconds(begin, end), 7))
         result["head_seconds"].append(clock.spent())
+    megatron_graphs.forget(graph, model, forward_backward)
     return result | clock.mib()
 
 
@@ -250,17 +208,36 @@ def table(results: dict) -> str:
     """Medians of all steps but the first few, which compile and allocate."""
     lines = ["| loss | step | of it, the head | peak memory | the head's | loss of first and last step | differs by |"]
     lines.append("|---|---|---|---|---|---|---|")
-    first = next(iter(results.values()))["loss"]
+    first = next(iter(results.values()))
     for name, r in results.items():
+        loss, _, variant = name.partition(", ")
+        reference = results.get(loss, first) if variant else first  # a graph's: the eager steps of the same loss
         rest = slice(min(3, len(r["loss"]) - 1), None)
-        step, head = (1e3 * statistics.median(r[key][rest]) for key in ("step_seconds", "head_seconds"))
+        step = 1e3 * statistics.median(r["step_seconds"][rest])
+        head = "not measured"
+        if None not in r["head_seconds"]:
+            of_head = 1e3 * statistics.median(r["head_seconds"][rest])
+            head = f"{of_head:.1f} ms, {of_head / step:.0%}"
         memory = [f"{r[key]:.0f} MiB" if key in r else "not measured" for key in ("step_mib", "head_mib")]
-        difference = max(abs(a - b) for a, b in zip(r["loss"], first))
+        difference = max(abs(a - b) for a, b in zip(r["loss"], reference["loss"]))
         lines.append(
-            f"| {name} | {step:.1f} ms | {head:.1f} ms, {head / step:.0%} | {' | '.join(memory)} "
+            f"| {name} | {step:.1f} ms | {head} | {' | '.join(memory)} "
             f"| {r['loss'][0]:.4f}, {r['loss'][-1]:.4f} | {difference:.1e} |"
         )
     return "\n".join(lines)
+
+
+def save(args, device: torch.device, results: dict) -> None:
+    packages = ["megatron-core", "triton", *(["transformer-engine"] if "stock-te" in args.losses else [])]
+    versions = {"torch": torch.__version__} | {name: importlib.metadata.version(name) for name in packages}
+    record = {
+        "arguments": vars(args),
+        "versions": versions,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "results": results,
+    }
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(args.out).write_text(json.dumps(record) + "\n")
 
 
 def main() -> None:
@@ -268,6 +245,8 @@ def main() -> None:
     if "WORLD_SIZE" not in os.environ:
         raise SystemExit("start it with torchrun: torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py")
     ranks = parallel.start(args.tp, args.device)
+    if ranks.device.type == "cpu" and args.cuda_graph != ["none"]:
+        raise SystemExit("--cuda-graph needs GPUs")
     if args.out and not args.overwrite:
         ranks.first(lambda: refuse_older_run([Path(args.out)]))
     from megatron.core import parallel_state
@@ -277,22 +256,18 @@ def main() -> None:
 
         megatron_cpu.pretend()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tp)
+    torch.use_deterministic_algorithms(args.deterministic, warn_only=True)
     results = {}
-    for loss in args.losses:
-        results[loss] = train(args, loss, ranks)
+    for loss, graph in itertools.product(args.losses, args.cuda_graph):
+        name = loss if graph == "none" else f"{loss}, {graph}"
+        results[f"{name}, again" if name in results else name] = train(args, loss, graph, ranks)
         gc.collect()  # a model and its hooks hold each other
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
+        if ranks.rank == 0 and args.out:
+            save(args, ranks.device, results)
     if ranks.rank == 0:
         print(table(results), flush=True)
-        if args.out:
-            import megatron.core
-
-            versions = {"torch": torch.__version__, "megatron-core": megatron.core.__version__}
-            device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
-            record = {"arguments": vars(args), "versions": versions, "device": device, "results": results}
-            Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.out).write_text(json.dumps(record, indent=1) + "\n")
     dist.destroy_process_group()
 
 

@@ -37,7 +37,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_pretrain import Norm
+from megatron_model import Norm
 from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, ZLoss
 from tp_headloss.integrations.megatron import MegatronHead, MegatronHeadMixin, install
 

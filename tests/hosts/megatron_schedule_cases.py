@@ -20,7 +20,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_pretrain import Attention, Norm
+from megatron_model import Attention, Norm
 from tp_headloss import CrossEntropy, Linear
 from tp_headloss.integrations.megatron import MegatronHead, install
 

@@ -80,7 +80,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-from megatron_pretrain import Norm
+from megatron_model import Norm
 from tp_headloss import Linear, Options
 from tp_headloss.integrations.verl import engine as engine_module
 from tp_headloss.integrations.verl.engine import HeadLossEngine, install
