@@ -12,7 +12,7 @@ VALUES = "head_loss/value_gradients.py"
 NUMERICS_DEVICE = "statistics/numerics_triton.py"
 GUMBEL_DEVICE = "engine/gumbel_triton.py"
 GEMM, GRADIENT = "engine/gemm_triton.py", "engine/gradient_triton.py"
-MEGATRON = "integrations/megatron/head.py"
+MEGATRON, SOFT_TARGETS = "integrations/megatron/head.py", "integrations/megatron/soft_targets.py"
 VERL_ENGINE = "integrations/verl/engine.py"
 AUTOMODEL = "integrations/nemo_automodel.py"
 RL_CALLS, SKYRL = "integrations/rl_calls.py", "integrations/skyrl.py"
@@ -405,6 +405,13 @@ GROUPS = {
         (MEGATRON, "MegatronHead._labels", "labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), IGNORED_LABEL)", "pass"),
         ("integrations/megatron/postprocess.py", "postprocess.loss", "given is labels", "True"),
         ("integrations/megatron/postprocess.py", "acceptance_counts_of.counts", "taken.correct & counted", "taken.correct"),
+        (SOFT_TARGETS, "MainStates.moved", "self.model.pg_collection.cp", "None"),
+        (SOFT_TARGETS, "MainStates.moved", "packed_seq_params=self.packed_seq_params", "packed_seq_params=None"),
+        (SOFT_TARGETS, "MainStates.moved", "self.states = last.movedim(-1, 0)", "self.states = last.movedim(-1, 0).roll(-1, 0)"),
+        (SOFT_TARGETS, "MainStates.moved", "layer.tp_group.rank()", "0"),
+        (SOFT_TARGETS, "main_states_of.keep", "states.all_depths = output", "states.all_depths = hidden_states"),
+        ("integrations/megatron/postprocess.py", "postprocess", "model.training and counts_accepted_tokens()", "True"),
+        (MEGATRON, "MegatronHead.depth_losses_from_hidden", "given['transform']", "None"),
         (MEGATRON, "_LossesOfSum.backward", "torch.where(far.any(), torch.nan, factor)", "factor"),
         ("integrations/megatron/installation.py", "_compare", "head.calls == calls_before", "False"),
         ("integrations/megatron/installation.py", "_checked_model", "getattr(model, 'output_layer', None) is None", "False"),
