@@ -514,6 +514,7 @@ GROUPS = {
         (VERL_ENGINE, "HeadLossEngine._check_operands", "hidden.split(CHECK_TOKENS)[group.rank()] if layer.sequence_parallel else hidden", "hidden"),
         (VERL_ENGINE, "HeadLossEngine._check_head", "compares and not torch.allclose(found[name], expected, rtol=2e-2, atol=2e-2)", "False"),
         (VERL_ENGINE, "HeadLossEngine._maybe_enable_fused_kernels", "self.model_config.mtp.enable", "False"),
+        (VERL_ENGINE, "HeadLossEngine.forward_step", "type(self).calls_without_head += not owner.post_process", "pass"),
         (VERL_ENGINE, "HeadLossEngine.forward_step", "not self.fuses_head or not owner.post_process", "True"),
         (VERL_ENGINE, "_lowest_log_prob", "function is not distillation_ppo_loss or function is loss_function", "False"),
         (VERL_ENGINE, "_packed", 'data_format == "thd"', "True"),
