@@ -58,6 +58,7 @@ GROUPS = {
         (MERGED_SUMS, "start_sums", "tl.store((parts_ptr + 1).to(tl.pointer_type(tl.int32)), 0)", "pass"),
     ],
     "test_one_launch": [
+        ("api.py", "run_statistics", "options.gradient == 'forward'", "False"),
         (ROWS, "_offset_of", "tl.where((i >= waiting) & (i < whole), later, i)", "i"),
         (ROWS, "_add_tiles", "times(sums[k], move.factor) + terms.p", "sums[k] + terms.p"),
         (ROWS, "_joined", "b = parts[k + len(parts) // 2]", "b = parts[len(parts) - 1 - k]"),
@@ -263,6 +264,10 @@ GROUPS = {
         ("call_sets.py", "validate_ids", "ids.dim() != len(lead) + 1", "False"),
     ],
     "test_topk_distillation test_topk": [
+        ("call_sets.py", "check_entries", "valid & (known & (ids >= vocab_size)).any(1)", "(known & (ids >= vocab_size)).any(1)"),
+        ("call_sets.py", "check_entries", "(ids >= 0) & (given != -torch.inf)", "ids >= 0"),
+        ("call_sets.py", "check_entries", "known &= teacher.mask.reshape(-1, count)", "pass"),
+        ("call_sets.py", "check_entries", "~(mass <= LARGEST_MASS + rounding.clamp(max=0.1))", "mass > 1e6"),
         (ENTRIES, "distinct_entries", "live if mask is None else live & mask", "live"),
         (EAGER, "merge_second", "sums[::2].clamp(min=0)", "sums[1::2].clamp(min=0)"),
         (TOPK, "TopKFamily._rest", 'scale * (sums["topk_shift"] - shift) + log_sum - whole.log()', "log_sum - whole.log()"),
@@ -323,6 +328,8 @@ GROUPS = {
         ("head_loss/call.py", "check_call", "total / sequences.ranks", "total"),
     ],
     "test_linear test_main_grad test_linear_costs test_linear_refusals test_linear_compile": [
+        ("linear_head/head.py", "linear_vocab_statistics", "linear.max_valid_tokens is None or (options is not None and options.check)", "linear.max_valid_tokens is None"),
+        ("head_loss/loss.py", "HeadLoss.linear", "linear.max_valid_tokens is None or (self.options is not None and self.options.check)", "linear.max_valid_tokens is None"),
         (SWEEPS, "WeightSums.add", "not first or self.wanted.main_grad is not None", "not first"),
         (SWEEPS, "WeightSums.add", "self.bias[ids] += gradient.sum(0, dtype=self.bias.dtype)", "self.bias[ids] = gradient.sum(0, dtype=self.bias.dtype)"),
         (SWEEPS, "WeightSums.__init__", "wanted.weight if blocks == 1 else accumulation_dtype(wanted.weight)", "wanted.weight"),
