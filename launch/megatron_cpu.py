@@ -23,6 +23,7 @@ def pretend():
     random.initialize_rng_tracker(inference_rng_tracker=True)  # one random state for all ranks: no CUDA states to fork
     random._get_cuda_rng_state = random._set_cuda_rng_state = lambda *args, **kwargs: None  # of recomputation
     torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *args, **kwargs: None
     torch.cuda.current_stream = lambda *args, **kwargs: mock.MagicMock()
     torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
     torch.cuda.FloatTensor = torch.FloatTensor

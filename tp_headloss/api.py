@@ -160,6 +160,9 @@ def run_statistics(
     request, labels = checked_request(
         logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, ids
     )
+    in_forward = options is not None and options.gradient == "forward" and reduction is None
+    if in_forward and torch.is_grad_enabled() and request.tensors.logits.requires_grad:
+        raise ValueError("gradient='forward' is for a HeadLoss, whose forward knows the loss, got statistics alone")
     return computed_statistics(request, labels, options, reduction)
 
 

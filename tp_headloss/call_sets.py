@@ -1,4 +1,5 @@
-"""A call's sets, `IdSets` or a `SamplingRule` that makes them, and given ids: their checks, and what kernels take."""
+"""A call's sets, `IdSets` or a `SamplingRule` that makes them, and given ids: their checks, and what kernels take. Also
+the check of a top-K teacher's values."""
 
 from __future__ import annotations
 
@@ -104,6 +105,42 @@ def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int):
         raise ValueError(
             f"the set of token {token} (flat index) must hold ids below {vocab_size} and its label "
             f"{int(labels[token])}, got {ids[begin:end].tolist()[:20]}; {len(bad)} such tokens"
+        )
+
+
+LARGEST_MASS = 1.01  # of a top-K teacher's entries: its log-probs may have been rounded before they came here
+
+
+def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: int):
+    """Raise ValueError with the first token, if any, of whose entries one is at or beyond the vocabulary, or whose
+    probabilities add up to more than 1, as those of logits in place of log-probs mostly do.
+
+    Rounding a log-prob l to a dtype changes its probability by a factor of up to 1 + eps * |l| / 2.
+    """
+    count = teacher.ids.shape[-1]
+    ids, given = teacher.ids.reshape(-1, count), teacher.log_probs.detach().reshape(-1, count)
+    known = (ids >= 0) & (given != -torch.inf)
+    if teacher.mask is not None:
+        known &= teacher.mask.reshape(-1, count)
+    valid = labels.reshape(-1) != ignore_index
+    bad = (valid & (known & (ids >= vocab_size)).any(1)).nonzero()
+    if len(bad):
+        token = int(bad[0])
+        raise ValueError(
+            f"teacher.ids of token {token} (flat index) must be below {vocab_size}, got {ids[token].tolist()[:20]}; "
+            f"{len(bad)} such tokens"
+        )
+    log_probs = given.double().masked_fill(~known, -torch.inf)
+    probs = log_probs.exp()
+    rounding = torch.finfo(given.dtype).eps * (probs * log_probs.masked_fill(~known, 0.0).abs()).sum(1)
+    mass = probs.sum(1)
+    bad = (valid & ~(mass <= LARGEST_MASS + rounding.clamp(max=0.1))).nonzero()  # NaN is bad, too
+    if len(bad):
+        token = int(bad[0])
+        raise ValueError(
+            f"teacher.log_probs of token {token} (flat index) must be log-probs, of probabilities that add up to at "
+            f"most 1, got {float(mass[token]):.6g} from {given[token].tolist()[:20]}; {len(bad)} such tokens; are "
+            "these logits?"
         )
 
 

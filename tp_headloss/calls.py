@@ -7,7 +7,7 @@ import functools
 import torch
 
 from . import statistics
-from .call_sets import check_ids, check_sets, id_tensors, set_tensors, validate_ids, validate_sets
+from .call_sets import check_entries, check_ids, check_sets, id_tensors, set_tensors, validate_ids, validate_sets
 from .engine.backend import resolve_backend
 from .engine.operators import top_entries
 from .id_sets import IdSets
@@ -42,6 +42,8 @@ def build_request(
         check_sets(sets, labels, ignore_index, shard.vocab_size)
     if ids is not None and options.check:
         check_ids(ids, labels, ignore_index, shard.vocab_size)
+    if isinstance(teacher, TopKTeacher) and options.check:
+        check_entries(teacher, labels, ignore_index, shard.vocab_size)
     temperature, temperatures = transform.temperature, None
     if isinstance(temperature, torch.Tensor):
         temperatures = temperature.to(torch.promote_types(logits.dtype, torch.float32))

@@ -84,11 +84,12 @@ class Options:
             them, and the backward hand it over (computed again if the upstream gradient of the loss is another than in
             the step before, at first 1). For the triton backend on one rank, at most one term of lse and one of
             log_prob (no smoothing or class weights), a reduction over tokens, no temperature, softcap, scale, teacher,
-            sets, ids or rank, and no weights that require a gradient; ValueError for other calls of a HeadLoss. All
+            sets, ids or rank, and no weights that require a gradient; ValueError for other calls that need one. All
             bits are those of "backward". Faster on some GPUs, see the benchmarks; the gradient takes memory from the
             forward on.
-        check: raise a ValueError that names the first token with a bad label, on every rank, after a host
-            synchronisation.
+        check: raise a ValueError that names the first token with a bad label, set, given id or entry of a `TopKTeacher`
+            (an unknown id, or log-probs whose probabilities add up to more than 1, as those of logits do), on every
+            rank, after a host synchronisation.
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls
             first, so that a mistake on one is the same exception on all (eager only; for debugging); "checksums" is
             "full" and compares the bits of replicated hidden states, too.

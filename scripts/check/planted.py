@@ -12,7 +12,7 @@ VALUES = "head_loss/value_gradients.py"
 NUMERICS_DEVICE = "statistics/numerics_triton.py"
 GUMBEL_DEVICE = "engine/gumbel_triton.py"
 GEMM, GRADIENT = "engine/gemm_triton.py", "engine/gradient_triton.py"
-MEGATRON = "integrations/megatron/head.py"
+MEGATRON, SOFT_TARGETS = "integrations/megatron/head.py", "integrations/megatron/soft_targets.py"
 VERL_ENGINE = "integrations/verl/engine.py"
 AUTOMODEL = "integrations/nemo_automodel.py"
 RL_CALLS, SKYRL = "integrations/rl_calls.py", "integrations/skyrl.py"
@@ -65,6 +65,7 @@ GROUPS = {
         (MERGED_SUMS, "start_sums", "tl.store((parts_ptr + 1).to(tl.pointer_type(tl.int32)), 0)", "pass"),
     ],
     "test_one_launch": [
+        ("api.py", "run_statistics", "options.gradient == 'forward'", "False"),
         (ROWS, "_offset_of", "tl.where((i >= waiting) & (i < whole), later, i)", "i"),
         (ROWS, "_add_tiles", "times(sums[k], move.factor) + terms.p", "sums[k] + terms.p"),
         (ROWS, "_joined", "b = parts[k + len(parts) // 2]", "b = parts[len(parts) - 1 - k]"),
@@ -279,6 +280,10 @@ GROUPS = {
         ("call_sets.py", "validate_ids", "ids.dim() != len(lead) + 1", "False"),
     ],
     "test_topk_distillation test_topk": [
+        ("call_sets.py", "check_entries", "valid & (known & (ids >= vocab_size)).any(1)", "(known & (ids >= vocab_size)).any(1)"),
+        ("call_sets.py", "check_entries", "(ids >= 0) & (given != -torch.inf)", "ids >= 0"),
+        ("call_sets.py", "check_entries", "known &= teacher.mask.reshape(-1, count)", "pass"),
+        ("call_sets.py", "check_entries", "~(mass <= LARGEST_MASS + rounding.clamp(max=0.1))", "mass > 1e6"),
         (ENTRIES, "distinct_entries", "live if mask is None else live & mask", "live"),
         (EAGER, "merge_second", "sums[::2].clamp(min=0)", "sums[1::2].clamp(min=0)"),
         (TOPK, "TopKFamily._rest", 'scale * (sums["topk_shift"] - shift) + log_sum - whole.log()', "log_sum - whole.log()"),
@@ -339,6 +344,8 @@ GROUPS = {
         ("head_loss/call.py", "check_call", "total / sequences.ranks", "total"),
     ],
     "test_linear test_main_grad test_linear_costs test_linear_refusals test_linear_compile": [
+        ("linear_head/head.py", "linear_vocab_statistics", "linear.max_valid_tokens is None or (options is not None and options.check)", "linear.max_valid_tokens is None"),
+        ("head_loss/loss.py", "HeadLoss.linear", "linear.max_valid_tokens is None or (self.options is not None and self.options.check)", "linear.max_valid_tokens is None"),
         (SWEEPS, "WeightSums.add", "not first or self.wanted.main_grad is not None", "not first"),
         (SWEEPS, "WeightSums.add", "self.bias[ids] += gradient.sum(0, dtype=self.bias.dtype)", "self.bias[ids] = gradient.sum(0, dtype=self.bias.dtype)"),
         (SWEEPS, "WeightSums.__init__", "wanted.weight if blocks == 1 else accumulation_dtype(wanted.weight)", "wanted.weight"),
@@ -421,6 +428,13 @@ GROUPS = {
         (MEGATRON, "MegatronHead._labels", "labels = labels.masked_fill((labels < 0) | (labels >= shard.vocab_size), IGNORED_LABEL)", "pass"),
         ("integrations/megatron/postprocess.py", "postprocess.loss", "given is labels", "True"),
         ("integrations/megatron/postprocess.py", "acceptance_counts_of.counts", "taken.correct & counted", "taken.correct"),
+        (SOFT_TARGETS, "MainStates.moved", "self.model.pg_collection.cp", "None"),
+        (SOFT_TARGETS, "MainStates.moved", "packed_seq_params=self.packed_seq_params", "packed_seq_params=None"),
+        (SOFT_TARGETS, "MainStates.moved", "self.states = last.movedim(-1, 0)", "self.states = last.movedim(-1, 0).roll(-1, 0)"),
+        (SOFT_TARGETS, "MainStates.moved", "layer.tp_group.rank()", "0"),
+        (SOFT_TARGETS, "main_states_of.keep", "states.all_depths = output", "states.all_depths = hidden_states"),
+        ("integrations/megatron/postprocess.py", "postprocess", "model.training and counts_accepted_tokens()", "True"),
+        (MEGATRON, "MegatronHead.depth_losses_from_hidden", "given['transform']", "None"),
         (MEGATRON, "_LossesOfSum.backward", "torch.where(far.any(), torch.nan, factor)", "factor"),
         ("integrations/megatron/installation.py", "_compare", "head.calls == calls_before", "False"),
         ("integrations/megatron/installation.py", "_checked_model", "getattr(model, 'output_layer', None) is None", "False"),
@@ -523,6 +537,7 @@ GROUPS = {
         (VERL_ENGINE, "HeadLossEngine._check_operands", "hidden.split(CHECK_TOKENS)[group.rank()] if layer.sequence_parallel else hidden", "hidden"),
         (VERL_ENGINE, "HeadLossEngine._check_head", "compares and not torch.allclose(found[name], expected, rtol=2e-2, atol=2e-2)", "False"),
         (VERL_ENGINE, "HeadLossEngine._maybe_enable_fused_kernels", "self.model_config.mtp.enable", "False"),
+        (VERL_ENGINE, "HeadLossEngine.forward_step", "type(self).calls_without_head += not owner.post_process", "pass"),
         (VERL_ENGINE, "HeadLossEngine.forward_step", "not self.fuses_head or not owner.post_process", "True"),
         (VERL_ENGINE, "_lowest_log_prob", "function is not distillation_ppo_loss or function is loss_function", "False"),
         (VERL_ENGINE, "_packed", 'data_format == "thd"', "True"),

@@ -15,6 +15,9 @@ from tp_headloss import (
     Transform,
     VocabShard,
     ZLoss,
+    linear_vocab_statistics,
+    log_probs,
+    vocab_statistics,
 )
 from tp_headloss.head_loss.statistic_value import StatisticValue
 
@@ -197,3 +200,13 @@ def test_options_that_exclude_each_other():
         HeadLoss(options=Options(backend="torch", gradient="forward"))(
             torch.zeros(2, 8, requires_grad=True), torch.zeros(2, dtype=torch.int64)
         )
+
+
+def test_statistics_refuse_a_gradient_from_a_forward_that_knows_no_loss():
+    x, labels, options = torch.zeros(2, 8), torch.tensor([0, 1]), Options(gradient="forward")
+    for function in (vocab_statistics, log_probs):
+        with pytest.raises(ValueError, match="gradient='forward' is for a HeadLoss, whose"):
+            function(x.clone().requires_grad_(), labels, options=options)
+        function(x, labels, options=options)  # as with a HeadLoss, whose forward writes none where none is asked for
+    with pytest.raises(ValueError, match="gradient='forward' is for logits and a HeadLoss"):
+        linear_vocab_statistics(x, torch.zeros(4, 8), labels, options=options)

@@ -448,6 +448,11 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "no entry": rows(**entries([-1, -1], [-1.0, -2.0])),
             "one id in several entries": rows(**entries([3, 40, 3], [-1.0, -2.0, -1.5])),
         },
+        "logits in the place of the log-probs of a top-K teacher, or an entry as in the next row, with `Options(check=True)`": {
+            "logits for log-probs, with check": rows(**entries([3, 40], [2.0, -1.0]), options={"check": True}, raises="ValueError: teacher.log_probs of token 0 (flat index) must be log-probs"),
+            "an entry's id is V, with check": rows(**entries([3, V], [-1.0, -2.0]), options={"check": True}, raises="ValueError: teacher.ids of token 0 (flat index) must be below 64, got [3, 64]"),
+            "NaN in an entry, with check": rows(**entries([3, 40], [-1.0, NAN]), options={"check": True}, raises="ValueError: teacher.log_probs of token 0"),
+        },
         "an entry with an id at or beyond the vocabulary, NaN or +inf": {
             "an entry's id is V": rows(**entries([3, V], [-1.0, -2.0], nan=tuple(range(N)), nan_columns=slice(0, 1))),
             "NaN in an entry": rows(**entries([3, 40], [-1.0, NAN], nan=tuple(range(N)), nan_columns=slice(0, 1))),

@@ -1,5 +1,6 @@
-"""Megatron-Core, each supported version with its own loss beside ours; the cases are in megatron_cases.py and, those
-with its schedules and more than tensor parallelism, in megatron_schedule_cases.py."""
+"""Megatron-Core, each supported version with its own loss beside ours; the cases are in megatron_cases.py, those
+with its schedules and more than tensor parallelism in megatron_schedule_cases.py, and depths of multi-token prediction
+that learn from the main head in megatron_soft_target_cases.py."""
 
 import cases
 import pytest
@@ -58,6 +59,41 @@ HYBRID = ("hybrid", "hybrid, mtp", "hybrid, sp", "hybrid, tied", "hybrid, mup", 
 def test_what_the_newer_version_has(case):
     found = scheduled("0.19.2", case) if case == "pp, hybrid" else result("0.19.2", case)
     assert found["loss"] < 1e-6 and found["grads"] < 1e-6 and found["mutant"] > 9e-3, found
+
+
+SOFT = [(version, case) for version in VERSIONS for case in ("soft", "soft, sp, tied", "soft and hard", "cp")]
+SOFT += [("0.19.2", case) for case in ("soft, detached heads", "soft, hybrid, sp", "soft, mup")]
+
+
+def soft_targets(version, case):
+    return result(version, case, "megatron_soft_target_cases.py")
+
+
+@pytest.mark.parametrize(("version", "case"), SOFT)
+def test_depths_learn_from_the_main_heads_distribution_of_the_same_token(version, case):
+    """Losses, what Megatron logs of the depths, and all gradients, beside whole logits in float64."""
+    found = soft_targets(version, case)
+    assert found["loss"] < 1e-6 and found["grads"] < 1e-6 < found["mutant"], found
+    assert found.get("logged", 0) < 1e-6 and found.get("off by one is seen", True), found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_targets_of_depths_end_with_each_packed_sequence(version):
+    assert soft_targets(version, "packed") == {"equal": True}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_terms_of_depths_that_nothing_would_compute_are_refused(version):
+    found = soft_targets(version, "refusals")
+    assert "a model with depths of multi-token prediction, got fused=True and mtp_num_layers=None" in found["no depths"]
+    assert "got fused=False and mtp_num_layers=2" in found["logits"]
+    assert "through an output_processor: use install(model, head)" in found["processor"]
+    assert "depth_terms must be of type list or tuple or None, got Term" in found["no list"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_likeliest_ids_are_looked_for_where_megatron_counts_them(version):
+    assert soft_targets(version, "counted") == {"counted": True}
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -12,7 +12,7 @@ pytestmark = [
 ]
 KINDS = ["grpo", "grpo, tied", "grpo, sequence parallel", "grpo, with padding", "grpo, context parallel"]
 KINDS += ["distillation and grpo", "distillation, clamped", "distillation, sequence parallel"]
-KINDS += ["distillation, with padding", "distillation, context parallel"]
+KINDS += ["distillation, with padding", "distillation, context parallel", "grpo, pipeline", "distillation, pipeline"]
 SAME = [f"{kind}, {head}" for kind in KINDS for head in ("logits", "fused")]
 OTHERS = ["half precision", "padded vocabulary", "external_lib", "refusals", "documented"]
 

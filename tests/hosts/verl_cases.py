@@ -118,9 +118,11 @@ def build_config(self):
     self.param_dtype = self.dtype = torch.bfloat16 if bf16 else torch.float32
     self.vanilla_bridge = self.bridge = self.provider = self.peft_cls = None
     self.tf_config = TransformerConfig(
-        num_layers=1, hidden_size=H, num_attention_heads=2, use_cpu_initialization=True, init_method_std=0.3,
+        num_layers=self.engine_config.pipeline_model_parallel_size, hidden_size=H, num_attention_heads=2,
+        use_cpu_initialization=True, init_method_std=0.3, batch_p2p_sync=False, variable_seq_lengths=True,
         tensor_model_parallel_size=self.engine_config.tensor_model_parallel_size,
-        context_parallel_size=self.engine_config.context_parallel_size,
+        pipeline_model_parallel_size=self.engine_config.pipeline_model_parallel_size,
+        moe_token_dispatcher_type="alltoall", context_parallel_size=self.engine_config.context_parallel_size,
         sequence_parallel=self.engine_config.sequence_parallel, hidden_dropout=0.0, attention_dropout=0.0, bf16=bf16,
         params_dtype=self.param_dtype, pipeline_dtype=self.param_dtype, add_bias_linear=False,
         gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
@@ -137,6 +139,7 @@ def build_module(self):
         config=self.tf_config, transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec], layer_norm=Norm),
         vocab_size=V, max_sequence_length=32, parallel_output=True, position_embedding_type="none",
         share_embeddings_and_output_weights=self.share_embeddings_and_output_weights,
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
     )  # fmt: skip
     model = Float16Module(self.tf_config, model) if self.tf_config.bf16 else model
     return [DistributedDataParallel(self.tf_config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)]
@@ -163,11 +166,15 @@ def model_config(tied=False, **config):
     return found
 
 
-def engine_of(fused=False, tied=False, cp=1, sp=False, remove_padding=True, bf16=False, initialize=True, **config):
-    """The engine that is registered, of two ranks that share the vocabulary, or (cp=2) the sequences."""
-    if parallel_state.is_initialized() and parallel_state.get_context_parallel_world_size() != cp:
+def engine_of(
+    fused=False, tied=False, cp=1, pp=1, sp=False, remove_padding=True, bf16=False, initialize=True, **config
+):
+    """The engine that is registered, of two ranks that share the vocabulary, or (cp=2) the sequences, or (pp=2) have a
+    pipeline stage each."""
+    if parallel_state.is_initialized() and layout() != (cp, pp):
         parallel_state.destroy_model_parallel()
-    sizes = {"tensor_model_parallel_size": 2 // cp, "context_parallel_size": cp, "sequence_parallel": sp}
+    sizes = {"tensor_model_parallel_size": 2 // (cp * pp), "context_parallel_size": cp, "sequence_parallel": sp}
+    sizes["pipeline_model_parallel_size"] = pp
     engine = EngineRegistry.new(
         "language_model", "megatron", model_config=model_config(tied), checkpoint_config=None,
         engine_config=McoreEngineConfig(
@@ -182,6 +189,11 @@ def engine_of(fused=False, tied=False, cp=1, sp=False, remove_padding=True, bf16
     if initialize:
         engine.initialize()
     return engine
+
+
+def layout():
+    sizes = parallel_state.get_context_parallel_world_size, parallel_state.get_pipeline_model_parallel_world_size
+    return tuple(size() for size in sizes)
 
 
 def nested(rows):
@@ -214,12 +226,12 @@ def actor(**config):
 def grpo_inputs(engine, data):
     """Old log-probs of the engine, a reference that differs from them, and GRPO's advantages of two groups, by verl."""
     with engine.eval_mode():
-        out = engine.infer_batch(data.clone())["model_output"]
+        out = engine.infer_batch(data.clone()).get("model_output", {})  # none of a pipeline stage but the last
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones(r) for r in RESPONSES], batch_first=True)
     rewards = torch.zeros_like(mask)
     rewards[:, 0] = torch.tensor([1.0, 0.0, 0.5, 2.0])
     advantages, _ = compute_grpo_outcome_advantage(rewards, mask, index=np.array(["a", "a", "b", "b"]))
-    old = no_padding_2_padding(out["log_probs"], data).detach()
+    old = no_padding_2_padding(out["log_probs"], data).detach() if out else torch.zeros_like(mask)
     for name, x in {"old_log_probs": old, "ref_log_prob": old + 0.1 * old.sin(), "advantages": advantages}.items():
         data[name] = nested(row[:r] for row, r in zip(x, RESPONSES))
     return out
@@ -250,8 +262,8 @@ def trajectory(steps=3, distills=None, only=False, clamp=None, **kind):
     with engine.train_mode():
         for step in range(steps):
             out = engine.train_batch(data.clone(), loss_function)
-            outputs |= {f"{name} of step {step}": x.values() for name, x in out["model_output"].items()}
-            outputs[f"loss of step {step}"] = torch.tensor(out["loss"])
+            outputs |= {f"{name} of step {step}": x.values() for name, x in out.get("model_output", {}).items()}
+            outputs[f"loss of step {step}"] = torch.tensor(out.get("loss", 1.0))
     weights = {name: p.detach().clone() for name, p in engine.module[0].named_parameters()}
     return outputs, grads, weights
 
@@ -267,7 +279,8 @@ def same(group, fused=False, **kind):
     no_logits = mock.patch.object(engine_module, "LogitsHead", None) if fused else contextlib.nullcontext()
     with install() as installed, no_logits:
         ours = trajectory(fused=fused, **kind)
-    assert installed.calls == 2 + 2 * kind.get("steps", 3)  # micro-batches, and none of the check call
+    last = parallel_state.is_pipeline_last_stage()
+    assert installed.calls == last * (2 + 2 * kind.get("steps", 3))  # micro-batches, and none of the check call
     head = next(name for name in ours[1] if name.endswith(("output_layer.weight", "word_embeddings.weight")))
     errors = relative_errors({n: x.float() for n, x in ours[0].items()}, {n: x.float() for n, x in theirs[0].items()})
     grads, weights = (relative_errors(mine, host) for mine, host in zip(ours[1:], theirs[1:]))
@@ -411,6 +424,8 @@ CASES = {
         # the last: another division of the ranks
         "grpo, context parallel": {"cp": 2},
         "distillation, context parallel": {"distills": True, "cp": 2, "steps": 1},
+        "grpo, pipeline": {"pp": 2},
+        "distillation, pipeline": {"distills": True, "pp": 2, "steps": 1},
     }.items()
     for fused in (False, True)
 } | {

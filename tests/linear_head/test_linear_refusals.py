@@ -7,6 +7,7 @@ from linear_problem import H, V, a_teacher, tensors
 from tp_headloss import (
     CrossEntropy,
     HeadLoss,
+    IdSets,
     Linear,
     Options,
     Sequences,
@@ -106,6 +107,22 @@ def test_shapes_are_checked_before_tokens_are_dropped():
     labels[30] = V
     with pytest.raises(ValueError, match="label of token 30"):
         linear_vocab_statistics(hidden, weight, labels, linear=few, options=Options(check=True))
+
+
+def test_check_numbers_the_tokens_of_the_call_though_ignored_ones_are_dropped():
+    hidden, weight, _, labels, _ = tensors()
+    labels[:7] = -100
+    few, ids = Linear(max_valid_tokens=len(labels)), labels.clamp(min=0)[:, None].repeat(1, 2)
+    ids[20, 1] = V
+    term = Term("at", lambda stats: stats.log_probs_at.sum(-1), want=("log_probs_at",))
+    set_term = Term("set", lambda stats: stats.set_log_prob, want=("set_log_prob",))
+    for head in (HeadLoss([term], options=Options(check=True)), HeadLoss([set_term], options=Options(check=True))):
+        inputs = {"ids": ids} if head.terms[0] is term else {"sets": IdSets(ids)}
+        with pytest.raises(ValueError, match="of token 20 "):
+            head.linear(hidden, weight, labels, inputs=inputs, linear=few)
+    for given in ({"want": ("log_probs_at",), "ids": ids}, {"want": ("set_log_prob",), "sets": IdSets(ids)}):
+        with pytest.raises(ValueError, match="of token 20 "):
+            linear_vocab_statistics(hidden, weight, labels, linear=few, options=Options(check=True), **given)
 
 
 def test_one_sweep_knows_what_it_cannot_differentiate():

@@ -14,6 +14,7 @@ from tp_headloss import (
     Distillation,
     Entropy,
     HeadLoss,
+    Linear,
     Options,
     Teacher,
     TopKDistillation,
@@ -21,6 +22,7 @@ from tp_headloss import (
     Transform,
     VocabShard,
     ZLoss,
+    linear_vocab_statistics,
     topk_log_probs,
     vocab_statistics,
 )
@@ -460,3 +462,66 @@ def test_tails_that_share_lanes_chunks_and_maxima_with_entries(want, temperature
     reference = torch.autograd.grad(whole, z)[0][:8]
     ours = ours[:8].double().cpu()
     torch.testing.assert_close(ours, reference, rtol=2e-5, atol=1e-7 * float(reference.abs().max()))
+
+
+def checked_entries(backend="torch", linear=False, max_valid=None, **given):
+    """A call with check=True over 4 tokens of 50 ids, the second token ignored. given: parts of the teacher."""
+    labels = torch.tensor([0, -100, 2, 3])
+    teacher = TopKTeacher(**{"ids": torch.arange(8).view(4, 2), "log_probs": torch.full((4, 2), 0.5).log()} | given)
+    options = {"want": ("topk_forward_kl",), "teacher": teacher, "options": Options(backend=backend, check=True)}
+    if not linear:
+        return vocab_statistics(torch.zeros(4, 50), labels, **options)
+    options["linear"] = Linear(max_valid_tokens=max_valid)
+    return linear_vocab_statistics(torch.zeros(4, 16), torch.zeros(50, 16), labels, **options)
+
+
+LOGITS_OF_TOKEN_3 = torch.tensor([[-1.0, -1.0], [9.0, 8.0], [-0.7, -0.7], [1.0, -2.0]])
+CHECKED = [{}, {"linear": True}, {"linear": True, "max_valid": 3}]
+
+
+@pytest.mark.parametrize("how", CHECKED)
+def test_logits_in_place_of_a_teachers_log_probs_are_found_by_check(how):
+    words = r"teacher.log_probs of token 3 .* at most 1, got 2.85.* from \[1.0, -2.0\]; 1 such tokens"
+    with pytest.raises(ValueError, match=words):
+        checked_entries(log_probs=LOGITS_OF_TOKEN_3, **how)
+    with pytest.raises(ValueError, match="got nan from"):
+        checked_entries(log_probs=torch.tensor([-1.0, torch.nan]).repeat(4, 1), **how)
+
+
+def message_of_check(group, device):
+    ids, log_probs = torch.arange(8, device=device).view(4, 2), LOGITS_OF_TOKEN_3.to(device)
+    head, shard = HeadLoss([TopKDistillation()], options=Options(check=True)), VocabShard.from_group(group, 50)
+    x, labels = torch.zeros(4, shard.width, device=device), torch.tensor([0, -100, 2, 3], device=device)
+    try:
+        head(x, labels, shard=shard, inputs={"teacher": TopKTeacher(ids, log_probs)})
+    except ValueError as error:
+        return str(error)
+
+
+def test_every_rank_gets_the_error_of_a_teachers_values():
+    first, second = on_ranks(2, message_of_check)
+    assert first == second and first.startswith("teacher.log_probs of token 3 (flat index) must be log-probs")
+
+
+@pytest.mark.parametrize("how", CHECKED)
+def test_ids_of_a_teacher_beyond_the_vocabulary_are_found_by_check(how):
+    ids = torch.tensor([[0, 1], [50, 1], [2, 49], [-1, 50]])
+    with pytest.raises(ValueError, match=r"teacher.ids of token 3 .flat index. must be below 50, got \[-1, 50\]"):
+        checked_entries(ids=ids, **how)
+    checked_entries(ids=ids, mask=ids < 50, **how)  # as the documentation says to do
+
+
+def test_check_allows_log_probs_that_were_rounded_and_entries_that_do_not_count():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        whole = torch.randn(4, 4096, generator=torch.Generator().manual_seed(1)).log_softmax(-1).to(dtype)
+        top = whole.topk(2048)
+        labels, x = torch.arange(4), torch.zeros(4, 4096)
+        options = {"want": ("topk_forward_kl",), "options": Options(check=True)}
+        vocab_statistics(x, labels, teacher=TopKTeacher(top.indices, top.values), **options)
+        vocab_statistics(x, labels, teacher=TopKTeacher(torch.arange(4096).expand(4, -1), whole), **options)
+    ids, other = torch.tensor([[0, -1, 2]]).repeat(4, 1), torch.tensor([[-0.1, 9.0, 8.0]]).repeat(4, 1)
+    checked_entries(ids=ids, log_probs=other, mask=torch.tensor([[True, True, False]]).repeat(4, 1))
+
+
+def test_one_id_beyond_the_vocabulary_counts_not_where_its_probability_is_0():
+    checked_entries(ids=torch.tensor([[0, 50]]).repeat(4, 1), log_probs=torch.tensor([[0.0, -torch.inf]]).repeat(4, 1))

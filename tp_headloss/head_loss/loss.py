@@ -246,12 +246,14 @@ class HeadLoss(nn.Module):
                 facts["inputs"] = {**inputs, "teacher": teacher_fact(inputs["teacher"], linear, self.options)}
             agreement.record("HeadLoss.linear", shard, weight=weight, bias=bias, **facts)
             call = check_call(definition, shard, hidden, labels, token_weight, denominator, inputs)
-            if linear.max_valid_tokens is None:
+            # with check=True the errors of values have the tokens' places in the whole call
+            if linear.max_valid_tokens is None or (self.options is not None and self.options.check):
                 head = LinearCall.checked(
                     hidden, weight, call.labels, bias, shard, self.want, transform, call.inputs.get("teacher"),
                     call.total_weight, self.ignore_index, self.options, linear, call.inputs.get("sets"),
                     call.ids,
                 )  # fmt: skip
+            if linear.max_valid_tokens is None:
                 compute = one_sweep if uses_one_sweep(call, head) else recompute
         if linear.max_valid_tokens is not None:
             return linear_over_valid_tokens(self.linear, call, hidden, weight, bias, shard, transform, linear)

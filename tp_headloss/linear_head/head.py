@@ -76,6 +76,8 @@ def linear_vocab_statistics(
     expect_instance("linear", linear, Linear)
     expect_instance("transform", transform, Transform)
     linear = _recompute_options(linear)
+    if options is not None and options.gradient == "forward":
+        raise ValueError("gradient='forward' is for logits and a HeadLoss, got statistics of hidden states")
     with Agreement(options, shard) as agreement:
         hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
         given = (local_part(x, shard, linear.hidden_grad) for x in (labels, transform, teacher, sets, ids))
@@ -85,7 +87,8 @@ def linear_vocab_statistics(
             bias=bias, want=want, transform=transform, teacher=teacher_fact(teacher, linear, options),
             sets=sets, ids=ids, total_weight=total_weight, ignore_index=ignore_index, options=options, linear=linear,
         )  # fmt: skip
-        if linear.max_valid_tokens is None:
+        # with check=True the errors of values have the tokens' places in the whole call
+        if linear.max_valid_tokens is None or (options is not None and options.check):
             call = LinearCall.checked(
                 hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options,
                 linear, sets, ids,

@@ -14,6 +14,7 @@ from ...head_loss.output import without_graph
 from ...linear_head import Linear
 from ...options import Options, Transform
 from ...shard import VocabShard
+from ...teachers import TeacherHead
 from .. import check_type, require
 from .methods import replaced
 
@@ -37,6 +38,10 @@ class MegatronHead:
             vocabulary have loss 0 and no gradient. (Megatron returns lse - max for them, which is no cross-entropy, so
             the mask must be 0 there.)
         terms, metrics, compile: as in `HeadLoss`; the default term is cross-entropy.
+        depth_terms: terms of the depths of multi-token prediction; None: `terms`. The input "teacher" of such a term
+            is the main head itself, detached, where it predicts the same token, so that
+            ``[Distillation(1.0, "cross_entropy")]`` makes its distribution the depths' soft targets, and no logits
+            exist. It needs `install` or `MegatronHeadMixin`, and fused=True.
         vocab_size: number of ids of the tokenizer, not the padded number that Megatron calls vocab_size. Rows beyond
             it are padding and do not enter the softmax. None, or the padded number: all rows do, as in Megatron.
         linear: `Linear` for its budget and mode. The output layer decides how gradients are reduced, and whether dW
@@ -59,6 +64,7 @@ class MegatronHead:
         *,
         ignore_index: int | None,
         terms: Sequence[Term] | None = None,
+        depth_terms: Sequence[Term] | None = None,
         metrics: Sequence = (),
         vocab_size: int | None = None,
         linear: Linear | None = None,
@@ -69,6 +75,7 @@ class MegatronHead:
         require("megatron-core")
         check_type("ignore_index", ignore_index, int, None)
         check_type("terms", terms, list, tuple, None)
+        check_type("depth_terms", depth_terms, list, tuple, None)
         check_type("vocab_size", vocab_size, int, None)
         check_type("linear", linear, Linear, None)
         check_type("options", options, Options, None)
@@ -82,8 +89,12 @@ class MegatronHead:
             parts["options"] = replace(options, inplace=False)
         self.linear_loss = HeadLoss(terms, reduction="none", **parts)
         self.summed_loss = HeadLoss(terms, reduction="sum", **parts)
-        counted = {**parts, "metrics": (*self.head_loss.metrics, Metric(_no_metrics, want=("argmax",)))}
-        self.depth_loss = HeadLoss(terms, reduction="none", **counted)
+        self.depth_terms = depth_terms
+        depth_terms = terms if depth_terms is None else depth_terms
+        self.depth_loss = HeadLoss(depth_terms, reduction="none", **parts)
+        self.learns_from_main_head = "teacher" in self.depth_loss.input_names
+        parts["metrics"] = (*self.head_loss.metrics, Metric(_no_metrics, want=("argmax",)))
+        self.counted_depth_loss = HeadLoss(depth_terms, reduction="none", **parts)
         self.observe, self.calls = observe, 0
         self.last: HeadLossOutput | None = None
 
@@ -112,6 +123,11 @@ class MegatronHead:
             gather = rest.get("runtime_gather_output")
             logits, _ = output_layer(hidden_states, weight=output_weight, runtime_gather_output=gather)
             return scale_logits(logits).transpose(0, 1).contiguous()
+        if self.depth_terms is not None:
+            raise ValueError(
+                "depth_terms do not reach the depths of multi-token prediction through an output_processor: use "
+                "install(model, head), or MegatronHeadMixin, with a model that has mtp_num_layers"
+            )
 
         def forward(hidden, weight=None, runtime_gather_output=None):
             return self.losses_from_hidden(hidden, weight, output_layer, labels, config, rest.get("loss_mask")), None
@@ -143,12 +159,23 @@ class MegatronHead:
             losses = torch.where(out.stats.valid, losses, 0.0)
         return self._observed_losses(out._replace(loss=_LossesOfSum.apply(out.loss, losses, token_weight)))
 
-    def depth_losses_from_hidden(self, hidden, weight, layer, labels, config) -> tuple[torch.Tensor, torch.Tensor]:
+    def depth_losses_from_hidden(
+        self, hidden, weight, layer, labels, config, *, main_hidden=None, counted: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what Megatron takes of a depth of multi-token prediction: its losses [b, s], and where [b, s] the
-        likeliest id is the label. Arguments as in `losses_from_hidden`; never in one sweep."""
+        likeliest id is the label. Arguments as in `losses_from_hidden`; never in one sweep.
+
+        Args:
+            main_hidden: like `hidden`, the main head's where it predicts the same tokens, for terms with a teacher;
+                None if there are none.
+            counted: False: the likeliest ids are not looked for, and None is returned in the second place.
+        """
         weight, labels, given = self._linear_arguments(weight, layer, labels, config, "recompute")
-        out = self.depth_loss.linear(hidden, weight, labels, **given)
-        return self._observed_losses(out), out.stats.correct.transpose(0, 1)
+        if main_hidden is not None:
+            teacher = TeacherHead(main_hidden, weight, given["bias"], given["transform"])
+            given["inputs"] = {"teacher": teacher}
+        out = (self.counted_depth_loss if counted else self.depth_loss).linear(hidden, weight, labels, **given)
+        return self._observed_losses(out), out.stats.correct.transpose(0, 1) if counted else None
 
     def _linear_arguments(self, weight, layer, labels, config, mode: str):
         """Weight, labels [s, b] and keyword arguments of `HeadLoss.linear` for an output layer."""

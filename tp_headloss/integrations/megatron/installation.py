@@ -39,6 +39,7 @@ def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Inst
     check_type("head", head, MegatronHead, HeadLoss)
     head = MegatronHead.from_head_loss(head) if isinstance(head, HeadLoss) else head
     model, owner = _checked_model(model, fused)
+    _refuse_unused_depth_terms(model, head, fused)
     entry = "_postprocess" if hasattr(owner, "_postprocess") else "forward"  # gets hidden states and labels
     _refuse_replaced(model, fused and (entry, owner))
     stock: Any = getattr(owner, entry, None)
@@ -89,6 +90,16 @@ def _checked_model(model, fused):
     if fused:
         refuse_options(model.config, model.output_layer)
     return model, owner
+
+
+def _refuse_unused_depth_terms(model, head, fused):
+    """Raise ValueError if the head has terms for depths that it will not compute."""
+    depths = getattr(model.config, "mtp_num_layers", None)
+    if head.depth_terms is not None and not (fused and depths):
+        raise ValueError(
+            "depth_terms need fused=True and a model with depths of multi-token prediction, got "
+            f"fused={fused} and mtp_num_layers={depths}"
+        )
 
 
 def _fused_classes() -> tuple[type, ...]:

@@ -11,6 +11,7 @@ import torch
 
 from .head import MegatronHead
 from .methods import replaced
+from .soft_targets import main_states_of
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -51,15 +52,28 @@ def postprocess(model, head: MegatronHead | None, original, *, labels=None, **re
         return original(**{**rest, "output_processor": head})
     # Megatron's own code runs, with hidden states in place of the logits of all depths
     layer, config = model.output_layer, model.config
+    counted = model.training and counts_accepted_tokens()
 
     def loss(given, hidden):
         if given is labels:
             return head.losses_from_hidden(hidden, taken.weight, layer, given, config, rest.get("loss_mask"))
-        losses, taken.correct = head.depth_losses_from_hidden(hidden, taken.weight, layer, given, config)
+        main_hidden = main_states.moved() if head.learns_from_main_head else None
+        losses, taken.correct = head.depth_losses_from_hidden(
+            hidden, taken.weight, layer, given, config, main_hidden=main_hidden, counted=counted
+        )
         return losses
 
-    with hidden_in_place_of_logits(model, compute_language_model_loss=loss) as taken, acceptance_counts_of(taken):
+    taking = hidden_in_place_of_logits(model, compute_language_model_loss=loss)
+    main = main_states_of(model, rest.get("hidden_states"), rest.get("packed_seq_params"))
+    with main as main_states, taking as taken, acceptance_counts_of(taken):
         return original(**rest)
+
+
+def counts_accepted_tokens() -> bool:
+    """True if this version of Megatron counts the accepted tokens of depths in training (from 0.19 on)."""
+    from megatron.core.transformer import multi_token_prediction
+
+    return hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts")
 
 
 @contextmanager
@@ -83,7 +97,8 @@ class TakenHidden:
     Attributes:
         hidden: [s, b, h], [s/P, b, h] under sequence parallelism; None before the first call.
         weight: [v/P, h] of tied embeddings, or None: the layer's own.
-        correct: bool [b, s] of the last depth of multi-token prediction: its likeliest id is the label.
+        correct: bool [b, s] of the last depth of multi-token prediction: its likeliest id is the label. None where
+            Megatron does not count these.
     """
 
     hidden: torch.Tensor | None = None

@@ -54,13 +54,14 @@ class HeadLossEngine(MegatronEngineWithLMHead):
     Attributes:
         vocab_size, linear, options: as in `install`, which sets them on a subclass.
         calls: number of micro-batches that the head has computed, of all engines of the class.
+        calls_without_head: number of micro-batches of model chunks without an output layer (earlier pipeline stages).
         fuses_head: True where the head computes from hidden states.
     """
 
     vocab_size: int | None = None
     linear = Linear()
     options: Options | None = None
-    calls = 0
+    calls = calls_without_head = 0
     fuses_head = False
     _taken = None  # inside of a fused forward: the model, and what its output layer got
 
@@ -82,6 +83,7 @@ class HeadLossEngine(MegatronEngineWithLMHead):
     def forward_step(self, batch_iter, model, logits_processor_func, postprocess_micro_batch_func):
         step = super().forward_step
         owner = _language_model(model)
+        type(self).calls_without_head += not owner.post_process
         if not self.fuses_head or not owner.post_process:
             return step(batch_iter, model, logits_processor_func, postprocess_micro_batch_func)
         with hidden_in_place_of_logits(owner) as taken:
@@ -210,7 +212,8 @@ class InstalledEngine:
     """The engine that `install` has registered; `remove` gives verl its own back.
 
     As a context manager it removes the engine at the end of the block, and raises RuntimeError if the head has computed
-    nothing. Engines that were made in between keep the head.
+    nothing (on a rank of an earlier pipeline stage: if no engine of the block has run). Engines that were made in
+    between keep the head.
 
     Attributes:
         engine_class: the subclass of `HeadLossEngine` that is registered.
@@ -242,7 +245,7 @@ class InstalledEngine:
     def __exit__(self, kind, *_):
         if self.devices:
             self.remove()
-        if kind is None and not self.calls:
+        if kind is None and not self.calls and not self.engine_class.calls_without_head:
             raise RuntimeError("the head has computed nothing: were engines made inside of the block, for 'megatron'?")
 
 
@@ -282,5 +285,5 @@ def install(
         raise ValueError(
             f"verl's MegatronEngineWithLMHead must be registered for 'megatron', got {others}: one at a time"
         )
-    settings = {"vocab_size": vocab_size, "linear": linear, "options": options, "calls": 0}
+    settings = {"vocab_size": vocab_size, "linear": linear, "options": options, "calls": 0, "calls_without_head": 0}
     return InstalledEngine(type("HeadLossEngine", (HeadLossEngine,), settings), registry, devices)
