@@ -21,8 +21,8 @@ make() {
     site=$($python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
     printf '%s\n%s\n' "$main" "$PWD" >"$site/tp_headloss.pth"
     # Without dependencies: nothing can bring another torch.
-    # What .venv happens to have, too, is installed all the same.
-    local pip=("$python" -m pip install -q --no-deps --ignore-installed)
+    # What .venv happens to have, too, is installed all the same. Python compiles what it imports, a small part.
+    local pip=("$python" -m pip install -q --no-compile --no-deps --ignore-installed)
     case $name in
         # What runs here of it is plain Python, though it asks for a newer one.
         megatron-0.19.2) pip+=(--ignore-requires-python --only-binary=:all: --python-version 3.12 --target "$site") ;;

@@ -56,7 +56,8 @@ install() {
     echo "setup: installing $* ..." >&2
     $venv -m pip --version >/dev/null 2>&1 || die "'$PYTHON' has no pip (Debian: python3-venv), so no way to install: $*"
     write_constraints
-    $venv -m pip install -q -c "$constraints" "$@" || die "pip could not install: $*"
+    # Python compiles what it imports, a small part of all that pip would compile.
+    $venv -m pip install -q --no-compile -c "$constraints" "$@" || die "pip could not install: $*"
 }
 
 # A GPU build of torch that $PYTHON sees is kept: the venv gets the directories it and its dependencies live in.

@@ -2,6 +2,7 @@
 # Lint, documentation, types and tests:   bash scripts/test.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes import the same files
 bash scripts/setup.sh test train docs dev
 export OMP_NUM_THREADS=1
 python=.venv/bin/python

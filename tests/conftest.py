@@ -40,11 +40,12 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")
 
 
-# Long files, the longest first, so that no worker is left alone with one of them.
-LONG = ["test_structure", "test_trainers", "test_transformers", "test_generated", "test_bad_inputs", "test_compile"]
-LONG += ["test_training", "test_megatron", "test_topk_distillation", "test_bad_inputs_triton", "test_bench"]
-LONG += ["test_accuracy", "test_sharding", "test_distill_launch", "test_distillation", "test_torchtitan"]
-LONG += ["test_deepspeed", "test_grpo"]
+# Long files, those that take most time of a processor first, so that no worker is left alone with one of them.
+LONG = ["test_structure", "test_trainers", "test_generated", "test_training", "test_megatron", "test_compile"]
+LONG += ["test_transformers", "test_topk_distillation", "test_reduction", "test_distill_launch", "test_verl_engine"]
+LONG += ["test_teacher_head", "test_accuracy", "test_deepspeed", "test_sharding", "test_sampling"]
+LONG += ["test_bad_inputs", "test_torchtitan", "test_loss_step", "test_nemo_automodel", "test_bench", "test_grpo"]
+LONG += ["test_distillation", "test_bad_inputs_triton", "test_epilogue", "test_package", "test_at_ids_beside"]
 
 
 def pytest_addoption(parser):
