@@ -4,6 +4,7 @@ The operations themselves stay the interpreter's own: what is kept here are patc
 
 import dataclasses
 import functools
+import math
 from types import SimpleNamespace
 
 
@@ -15,6 +16,8 @@ def speed_up():
     _call_builtins_directly(interpreter)
     _keep_types(core)
     _skip_casts_between_equal_types(interpreter.TritonSemantic)
+    _check_sizes_quickly(interpreter)
+    _sum_directly(interpreter)
 
     # Every sum of 32-bit integers is formed in 64 bits, too, to be compared: no size of these tests comes near.
     builder = interpreter.interpreter_builder
@@ -69,7 +72,8 @@ def _keep_types(core):
     types = {}
 
     def new_type(cls, element_ty, shape):
-        key = element_ty.name, getattr(element_ty, "address_space", None), *map(unwrap_fast, shape)
+        sizes = [size if type(size) is int else unwrap_fast(size) for size in shape]
+        key = element_ty.name, getattr(element_ty, "address_space", None), *sizes
         if key not in types:
             types[key] = object.__new__(cls)
             make_type(types[key], element_ty, shape)
@@ -98,20 +102,78 @@ def _keep_types(core):
 
 
 def _skip_casts_between_equal_types(semantic):
-    """Operands of one type are what their operation takes, but for divisions and pointers; a number beside a tensor of
-    floats has the tensor's type."""
-    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    """The type that an operation computes in is looked up, not found anew by comparisons of names: of two tensors, of a
+    tensor of floats and a number, of one of signed integers and a small integer, which have the tensor's type, and of
+    pointers and integers, which keep theirs. A cast to the type that is there is none."""
+    check, broadcast, cast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value, semantic.cast
+    numbers = dict.fromkeys(("fp32", "fp64"), (int, float)) | dict.fromkeys(("int32", "int64"), (int,))
+    plain, common = {*numbers}, {}
+
+    def takes(tensor, number):
+        kind = type(number)
+        return kind in numbers.get(tensor.dtype.name, ()) and (kind is float or -(2**31) <= number < 2**31)
+
+    def common_type(self, a, b, div_or_mod):
+        key = a.name, b.name, div_or_mod
+        if key not in common:
+            common[key] = self.computation_type_impl(a, False, b, False, div_or_mod)
+        return common[key]
 
     def check_types(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
-        if arithmetic_check and isinstance(lhs, self.tensor):
-            if lhs.type is getattr(rhs, "type", None):
-                if not div_or_mod and not lhs.dtype.is_ptr():
-                    return lhs, rhs
-            elif lhs.dtype.name in ("fp32", "fp64") and type(rhs) in (int, float):
-                return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+        if arithmetic_check and type(lhs) is self.tensor and type(rhs) is self.tensor:
+            a, b = lhs.dtype, rhs.dtype
+            if a.is_ptr():
+                if allow_lhs_ptr and b.name in ("int32", "int64"):
+                    return self.broadcast_impl_value(lhs, rhs)
+            elif not b.is_ptr():
+                dtype = common_type(self, a, b, div_or_mod)
+                return self.broadcast_impl_value(self.cast(lhs, dtype), self.cast(rhs, dtype))
+        elif arithmetic_check and type(lhs) is self.tensor and takes(lhs, rhs):
+            return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+        elif arithmetic_check and type(rhs) is self.tensor and takes(rhs, lhs):
+            return self.broadcast_impl_value(self.scalar_constant(lhs, rhs.dtype), rhs)
         return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     def broadcast_types(self, lhs, rhs):
         return (lhs, rhs) if lhs.type is rhs.type else broadcast(self, lhs, rhs)
 
+    def cast_types(self, input, dst_ty, fp_downcast_rounding=None):
+        source, target = input.dtype, dst_ty.scalar
+        if source is target:
+            return input
+        if fp_downcast_rounding is None and len(plain & {source.name, target.name}) == 2:
+            dst_ty = input.type.with_element_ty(target)
+            return self.make_tensor(self.builder.cast_impl(input.handle, dst_ty), dst_ty)  # as each kind of cast is
+        return cast(self, input, dst_ty, fp_downcast_rounding)
+
     semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = check_types, broadcast_types
+    semantic.cast = cast_types
+
+
+def _check_sizes_quickly(interpreter):
+    """Whether an array's items fit its type is asked of every array, and of a result twice."""
+    largest = {}  # bytes of an item, by the type's name
+
+    def fits(array, dtype):
+        if dtype.name not in largest:
+            largest[dtype.name] = math.inf if dtype.is_ptr() else max(dtype.primitive_bitwidth, 8) // 8
+        return array.itemsize <= largest[dtype.name]
+
+    interpreter._validate_np_data_size = fits
+
+
+def _sum_directly(interpreter):
+    """A sum is one of numpy's, which the interpreter finds after all other reductions, and copies."""
+    reduce, add = interpreter.ReduceOps.apply, interpreter.tl.standard._sum_combine
+    tensor, block_type, handle = interpreter.tl.core.tensor, interpreter.tl.block_type, interpreter.TensorHandle
+
+    def apply(self, input):
+        if self.combine_fn is not add or type(input) is not tensor or self.axis not in range(len(input.shape)):
+            return reduce(self, input)
+        data, dtype = input.handle.data, input.dtype
+        total = data.sum(axis=self.axis, keepdims=self.keep_dims).astype(data.dtype, copy=False)
+        if total.ndim:
+            return tensor(handle(total, dtype), block_type(dtype, list(total.shape)))
+        return tensor(handle(total.reshape(1), dtype), dtype)
+
+    interpreter.ReduceOps.apply = apply
