@@ -60,7 +60,8 @@ class Plan(NamedTuple):
 def _offset_of(i, whole, waiting, BLOCK: tl.constexpr):
     """Where the tile is that comes at i in each chunk: the target's comes after all other whole ones."""
     later = tl.where(i + BLOCK == whole, waiting, i + BLOCK)
-    return tl.where((i >= waiting) & (i < whole), later, i)
+    # the compiler does not see that it is a multiple, and would load one logit after the other
+    return tl.multiple_of(tl.where((i >= waiting) & (i < whole), later, i), [BLOCK, BLOCK])
 
 
 @triton.jit
