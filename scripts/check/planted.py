@@ -556,7 +556,9 @@ GROUPS = {
         ("head_loss/output.py", "make_output", "() if has_sequences else definition.metrics", "definition.metrics"),
         ("head_loss/valid_tokens.py", "linear_over_valid_tokens", '("terms", "metrics", "term_counts")', '("terms", "metrics")'),
     ],
-    "test_tanh": [
+    "test_numerics": [
+        ("statistics/numerics_triton.py", "largest", "tl.maximum(of_thread, -float('inf'))", "of_thread"),
+        ("statistics/numerics_triton.py", "largest", "bits ^ ((bits >> 31) & 0x7FFFFFFF)", "bits"),
         ("statistics/numerics_triton.py", "tanh_and_slope", "tl.max(size) >= 0.55", "tl.max(size) >= 0.6"),
         ("statistics/numerics_triton.py", "tanh_and_slope", "tl.where(near, slope, (4.0 * w) * r)", "(4.0 * w) * r"),
         ("statistics/numerics_triton.py", "tanh_and_slope", "tl.where(a < 0, -far, far)", "far"),

@@ -18,7 +18,7 @@ from ..statistics.family_triton import (
     row_factors,
     teacher_scales,
 )
-from ..statistics.numerics_triton import widen
+from ..statistics.numerics_triton import largest, widen
 from ..statistics.records_triton import Chunk, Core, Packet, Places, Tile, Token
 from ..symmetric_memory_triton import end_turn, packet_pointer, slot_to_write, turn_to_read
 from .gradient_triton import put_exact, store_exact, tile_gradient
@@ -58,7 +58,7 @@ def add_to_states(families, states, tile, terms, chunk, inputs, rows):
 @triton.jit
 def _add_tile(m, s, student, states, families, tile, chunk, inputs, rows):
     """Add a tile to the maximum m, the lane sums s of exp(v - m), those at the teacher's side, and all states."""
-    peak = tl.max(tile.v, axis=0)
+    peak = largest(tile.v, inputs.x.dtype.element_ty.primitive_bitwidth)
     before = m
     if peak > m:
         move = softmax.move_to(m, s, peak)

@@ -50,7 +50,7 @@ def next_power_of_2(n: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def statistics_launch(chunk_size: int, has_teacher: bool = False) -> Launch:
+def statistics_launch(chunk_size: int, has_teacher: bool = False, tail_alone: bool = False) -> Launch:
     """Tile of the forward. Its width decides the order of additions, so it depends on the vocabulary alone.
 
     One warp needs no barrier for its maxima and sums.
@@ -60,9 +60,12 @@ def statistics_launch(chunk_size: int, has_teacher: bool = False) -> Launch:
     8 chunks of 16032: 1024/1 485.9, 512/1 488.7, 256/1 504.7; with entropy and argmax: 512/1 587.0, 256/1 627.7
     forward_kl, 2 chunks of 16032: 256/1 288.7, 512/1 289.2, 1024/1 318.7; 8 of 4016: 256/1 319.1, 512/1 336.1
     reverse_kl, 2 chunks of 16032: 256/1 320.7, 512/1 338.2, 128/1 396.9; 8 of 4016: 256/1 358.3, 128/1 413.7
+    a top-K teacher's tail, 8 of 4016: 512/1 228.5, at most 72 registers 203.2, 64 203.2, 56 206.1; with more beside it
+    they spill
     jsd's second exchange, 8 of 4016: 256/1 262.0, 512/1 280.8, 1024/1 292.1; 8 of 16032: 256/1 1049, 1024/1 1060
     """
-    return Launch(min(256 if has_teacher else 512, max(128, next_power_of_2(chunk_size))), 1)
+    block = min(256 if has_teacher else 512, max(128, next_power_of_2(chunk_size)))
+    return Launch(block, 1, 72 if tail_alone else None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -161,8 +164,9 @@ SCALE = Launch(4096, 4)
 GRADIENT_AGAIN = 1024  # programs that write rows again
 AT_IDS = Launch(32, 4)  # of each of a tile of tokens; not measured
 LABELS = Launch(32, 1)  # tokens whose labels' logits are found; not measured
-# 8192 sets of 1024 ids in ascending order: 1024/4 45, 256/2 88; each program has a bit of memory per id
-SETS, SETS_PROGRAMS = Launch(1024, 4), 1024
+# 8192 sets of 1024 ids in ascending order: 1024/4 45, 256/2 88; by probability, of 32064 and of 128256 ids: 1024/4 in
+# 1024 programs 179, 223, in 2048 162, 198; 1024/8 166, 225; 512/4 in 2048 172, 205; each program has a bit per id
+SETS, SETS_PROGRAMS = Launch(1024, 4), 2048
 # 262 rows of 128256 fp32 logits, H200. Race: 512/2 210, 1024/4 215, 2048/8 250, 1024/2 330; mass: 1024/4 75, 512/2 85
 RACE, MAXIMA, LARGEST = Launch(512, 2), Launch(512, 4), Launch(1024, 4)
 SUMS_GRADIENT = Launch(1024, 4)  # 1 value: 512/4 4.1, 1024/4 4.9; 3 values: 1024/4 5.2, 512/4 5.5

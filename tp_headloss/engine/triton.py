@@ -83,6 +83,7 @@ def local_statistics(packets, request: Request, memory=None, sums: MergedSums = 
         return
     (inputs, prepared), shared, device = inputs_of(request), _shared(memory), packets.device
     rows, variant, streamed = prepared.rows, (device, prepared.variant, shared.slot), inputs
+    is_plain = inputs.pre is None and inputs.bias is None and inputs.student_scale is None
     if request.layout.per_id:
         streamed = _without_ids(inputs)
         launch(
@@ -91,7 +92,7 @@ def local_statistics(packets, request: Request, memory=None, sums: MergedSums = 
         )  # fmt: skip
     launch(
         kernels.statistics_kernel, n_rows * facts.chunks, (*variant, sums.parts is None),
-        statistics_launch(facts.chunk_size, inputs.teacher is not None),
+        statistics_launch(facts.chunk_size, inputs.teacher is not None, rows.tail_alone and is_plain),
         packets, streamed, shared, sums.parts, rows.statistics, rows.packet, n_rows, *prepared.bounds,
     )  # fmt: skip
 

@@ -34,6 +34,21 @@ def reciprocal(x):
 
 
 @triton.jit
+def largest(x, BITS: tl.constexpr):
+    """Maximum of a tile [BLOCK] that was loaded as elements of so many bits. As integers in the same order, the numbers
+    of a warp's threads are compared by one instruction."""
+    if not PTX or BITS != 16:
+        y = tl.max(x, axis=0)
+    else:
+        WIDE: tl.constexpr = min(8, x.shape[0] // 32)  # elements side by side in a thread
+        of_thread = tl.max(tl.max(tl.reshape(x, [x.shape[0] // (32 * WIDE), 32, WIDE]), axis=2), axis=0)
+        bits = tl.maximum(of_thread, -float("inf")).to(tl.int32, bitcast=True)  # a NaN would be the largest
+        bits = tl.max(bits ^ ((bits >> 31) & 0x7FFFFFFF), axis=0)
+        y = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return y
+
+
+@triton.jit
 def times(x, factor):
     """x * factor, rounded before it is added to anything."""
     if INTERPRETED:

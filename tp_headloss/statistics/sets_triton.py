@@ -43,7 +43,8 @@ def _in_order(ids_out_ptr, ids_ptr, seen_ptr, begin, count, words, BLOCK: tl.con
     lanes = tl.arange(0, BLOCK)
     for k in range(0, count, BLOCK):
         ids = _ids_at(ids_ptr, begin, k + lanes, count).to(tl.int32)
-        tl.atomic_or(seen_ptr + ids // 32, tl.full([BLOCK], 1, tl.int32) << (ids & 31), mask=ids >= 0)
+        bit = tl.full([BLOCK], 1, tl.int32) << (ids & 31)
+        tl.atomic_or(seen_ptr + ids // 32, bit, mask=ids >= 0, sem="relaxed")  # the barrier orders them
     tl.debug_barrier()  # all are marked
     written = 0
     for first in range(0, words, BLOCK):
@@ -53,7 +54,7 @@ def _in_order(ids_out_ptr, ids_ptr, seen_ptr, begin, count, words, BLOCK: tl.con
         ones = _ones(bits).to(tl.int32)
         place = begin + written + tl.cumsum(ones, axis=0) - ones
         written += tl.sum(ones, axis=0)
-        while tl.max(bits, axis=0) > 0:
+        for _ in range(tl.max(ones, axis=0)):
             others = bits & (bits - 1)  # all but the lowest
             column = _ones((bits ^ others) - 1).to(tl.int32)
             tl.store(ids_out_ptr + place, 32 * word + column, mask=bits != 0)

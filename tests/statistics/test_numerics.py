@@ -1,4 +1,5 @@
-"""The kernels' tanh and its slope: to a few ulp, and with bits of each element that those beside it do not change."""
+"""The kernels' tanh and its slope, to a few ulp and with bits of each element that those beside it do not change, and
+their maximum of a tile."""
 
 import oracle
 import pytest
@@ -6,7 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tp_headloss.statistics.numerics_triton import tanh_and_slope
+from tp_headloss.statistics import numerics_triton
+from tp_headloss.statistics.numerics_triton import largest, tanh_and_slope
 
 BLOCK = 256
 
@@ -55,3 +57,24 @@ def test_no_element_changes_the_bits_of_another(beside, device):
     mixed = kernels(a)
     a[-1] = 0.1
     assert all(torch.equal(x[:-1], y[:-1]) for x, y in zip(mixed, kernels(a)))
+
+
+@triton.jit
+def largest_kernel(out_ptr, x_ptr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    tl.store(out_ptr + row, largest(tl.load(x_ptr + row * BLOCK + tl.arange(0, BLOCK)), 16))
+
+
+@pytest.mark.parametrize("block", [128, 512])
+def test_the_largest_of_a_tile_whose_order_is_that_of_integers(block, device, monkeypatch):
+    if device == "cpu":  # which takes the other way
+        monkeypatch.setattr(numerics_triton, "PTX", tl.constexpr(True))
+    x = 4 * torch.randn(12, block, generator=torch.Generator().manual_seed(3))
+    x[1] = -x[1].abs()
+    x[2], x[3], x[4, 7], x[5] = -torch.inf, 0.0, torch.inf, 1e-40
+    x[6, ::2], x[7, 1:] = torch.nan, torch.nan  # which are left out, as tl.max does
+    x[8] = -torch.arange(block) * 1e-38
+    x[8, 0] = -torch.inf
+    out = torch.empty(12, device=device)
+    largest_kernel[(12,)](out, x.to(device), block)
+    assert torch.equal(out.cpu(), x.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1))
