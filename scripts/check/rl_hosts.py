@@ -51,11 +51,7 @@ FILES = {  # modules of each host that have the functions
     "areal": ["areal.utils.functional.vocab_parallel"],
     "megatron_rl": ["megatron.rl.rl_utils"],
 }
-RANKS = {  # context-parallel x vocabulary ranks; the gradient of torch's all-gather in groups of gloo needs all ranks
-    "nemo_rl": ((1, 2), (2, 1), (2, 2)),
-    "skyrl": ((1, 2), (2, 1), (2, 2)),
-    "megatron_rl": ((1, 2), (2, 1)),
-}
+WITH_CP = "nemo_rl", "skyrl", "megatron_rl"
 
 
 def load(host: str, folder: str) -> SimpleNamespace:
@@ -430,6 +426,9 @@ def compared(group, device, host, folder, cp, tp, dtype):
         module.get_log_probs_and_entropy = functools.partial(in_slime, theirs.get_log_probs_and_entropy, module)
         theirs.log_probs_over_kept_ids, module.log_probs_over_kept_ids = theirs.get_log_probs_and_entropy, over_sets
     if host == "megatron_rl":
+        # the gradient of torch's all-gather, which on gloo scatters from a rank of the group as if it were one of all
+        scatter = torch.distributed.distributed_c10d.scatter
+        torch.distributed.scatter = lambda x, parts, rank, group: scatter(x, parts, group=group, group_src=rank)
         function, select = theirs.get_logprobs, theirs.selective_log_softmax
         theirs.selective_log_softmax = lambda logits, index: select(GatheredLogits.apply(logits), index)
         for each in (theirs, module):
@@ -490,7 +489,7 @@ def main():
     print("| host | function | form | C x P | dtype | values | gradients |\n|---|---|---|---|---|---|---|")
     for (host, folder), dtype in itertools.product(folders.items(), (torch.float32, torch.bfloat16)):
         rows = []
-        for cp, tp in RANKS.get(host, ((1, 2),)):
+        for cp, tp in ((1, 2), (2, 1), (2, 2)) if host in WITH_CP else ((1, 2),):
             results = on_ranks(cp * tp, compared, host, str(folder.resolve()), cp, tp, dtype)
             rows += reported(host, cp, tp, dtype, results)
         wrong, values, gradients = zip(*rows)
