@@ -1,20 +1,23 @@
 """Compare the functions of integrations/ with the sources of RL stacks, beside each other on gloo ranks.
 
-    .venv/bin/python scripts/check/rl_hosts.py --nemo-rl DIR --skyrl DIR --slime DIR --areal DIR
+    .venv/bin/python scripts/check/rl_hosts.py --nemo-rl DIR --skyrl DIR --slime DIR --areal DIR --megatron-rl DIR
 
 DIR is a checkout of the stack, or its archive; a stack without one is left out. Only the stack's own files of these
 functions are executed, as they are: its packages are entered without their `__init__`, and what those files import of
-Megatron, of a platform, and of jaxtyping is a stub. Without CUDA, `.cuda()` and pinned memory do nothing, and
-torch.compile is off.
+Megatron (and Megatron-RL's file, of anything but torch), of a platform, and of jaxtyping is a stub. Without CUDA,
+`.cuda()` and pinned memory do nothing, and torch.compile is off.
 
 Both get the same random logits or hidden states, 2 x 16 tokens of 96 ids over C context-parallel x P vocabulary ranks,
 and the same random upstream gradients, which are equal on ranks that share the vocabulary. Printed is the largest
 absolute difference of values and of gradients over all ranks; the exit status is 1 if one exceeds its tolerance and is
 not a known difference. The tolerance is 1e-5 of the largest number (or of 1): logits reach 17, whose float32 spacing is
-2e-6. A bfloat16 gradient may differ by one rounding, 2^-8; beside a bfloat16 GEMM of hidden states by 2^-6.
+2e-6. A bfloat16 gradient, and a log-prob of Megatron-RL's in bfloat16, may differ by one rounding, 2^-8; beside a
+bfloat16 GEMM of hidden states by 2^-6.
 """
 
 import argparse
+import ast
+import contextlib
 import functools
 import importlib
 import itertools
@@ -46,7 +49,9 @@ FILES = {  # modules of each host that have the functions
     ],
     "slime": ["slime.utils.ppo_utils", "slime.backends.megatron_utils.loss"],
     "areal": ["areal.utils.functional.vocab_parallel"],
+    "megatron_rl": ["megatron.rl.rl_utils"],
 }
+WITH_CP = "nemo_rl", "skyrl", "megatron_rl"
 
 
 def load(host: str, folder: str) -> SimpleNamespace:
@@ -66,7 +71,11 @@ def load(host: str, folder: str) -> SimpleNamespace:
         stub("slime.utils.http_utils", is_port_available=None)
     if host == "areal":
         stub("areal.infra"), stub("areal.infra.platforms", is_npu_available=False)
-    stub("megatron"), stub("megatron.core", mpu=MEGATRON, parallel_state=MEGATRON)
+    if host == "megatron_rl":
+        stub_imports(Path(folder, "megatron/rl/rl_utils.py"))
+    else:
+        stub("megatron")
+    stub("megatron.core", mpu=MEGATRON, parallel_state=MEGATRON)
     sys.modules["megatron.core.parallel_state"] = MEGATRON
     found = {"ours": False}
     for name in names:
@@ -85,6 +94,33 @@ def enter(name, path):
 def stub(name, **members):
     sys.modules[name] = ModuleType(name)
     vars(sys.modules[name]).update(members)
+
+
+def stub_imports(path):
+    """Stub what Megatron-RL imports, and give what its `get_logprobs` needs of it a meaning."""
+    absent = "megatron", "wandb", "torch.utils.tensorboard", "torch_memory_saver"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith(absent):
+            module = sys.modules.setdefault(node.module, ModuleType(node.module))
+            vars(module).update({x.name: MEGATRON_RL.get(x.name, mock.MagicMock()) for x in node.names})
+    stub("yaml"), stub("transformer_engine_torch", thd_get_partitioned_indices=partitioned)
+
+
+def partitioned(bounds, total, ranks, rank):
+    """Tokens of a rank, of packed sequences that are cut into 2 C chunks each: r and 2 C - 1 - r."""
+    chunks = [part.chunk(2 * ranks) for part in torch.arange(total).split(bounds.diff().tolist())]
+    return torch.cat([part[i] for part in chunks for i in (rank, 2 * ranks - 1 - rank)])
+
+
+MEGATRON_RL = {
+    "get_args": lambda: SimpleNamespace(fp16=False, bf16=False),
+    "get_attr_wrapped_model": getattr,
+    "get_nvtx_range": lambda: lambda *_, **__: contextlib.nullcontext(),
+    "is_batch_invariant_mode_enabled": lambda: False,
+    "is_pp_last_stage": lambda group: True,
+    "PackedSeqParams": SimpleNamespace,
+    "set_model_config_attribute": lambda *_: None,
+}
 
 
 def without_cuda():
@@ -308,6 +344,43 @@ def areal(s):
     yield Case("gather_logprobs", "a label of -100", [s.logits.flatten(0, 1)], args, known=known)
 
 
+def megatron_rl(s):
+    bins = SimpleNamespace(cu_seqlens_q=BOUNDS, cu_seqlens_q_padded=None, cp_scatter_cache=None)
+    bins.cu_seqlens_kv, bins.cu_seqlens_kv_padded = bins.cu_seqlens_q, None
+    more = {"tp_group": s.tp_group}
+    if s.cp == 1:
+        yield Case("selective_log_softmax", "", [s.logits], (s.ids,), more)
+        yield Case("get_logprobs", "", [s.logits], (s.ids, None, s.cp_group), more)
+    yield Case("get_logprobs", "packed", [s.packed], (s.ids.view(1, -1), bins, s.cp_group), more)
+
+
+class GatheredLogits(torch.autograd.Function):
+    """Logits of all ranks as Megatron's output layer gathers them; backward takes this rank's columns."""
+
+    @staticmethod
+    def forward(ctx, logits):
+        ctx.group = MEGATRON.get_tensor_model_parallel_group()
+        parts = [torch.empty_like(logits) for _ in range(ctx.group.size())]
+        torch.distributed.all_gather(parts, logits, group=ctx.group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.chunk(ctx.group.size(), -1)[ctx.group.rank()]
+
+
+def in_megatron_rl(function, module, logits, tokens, bins, cp_group, tp_group=None):
+    """Megatron-RL's get_logprobs of a model of these logits, which calls ours with sharded ones."""
+
+    def model(*_, **__):
+        return logits if module.ours else GatheredLogits.apply(logits)
+
+    model.config, model.pg_collection = SimpleNamespace(flash_decode=False), SimpleNamespace(cp=cp_group, pp=None)
+    ours = functools.partial(module.selective_log_softmax, tp_group=tp_group)
+    with mock.patch.dict(function.__globals__, {"selective_log_softmax": ours} if module.ours else {}):
+        return function(model, tokens, tokens, packed_seq_params=bins)
+
+
 def scored(labels, outputs):
     """0 in the place of what a host gives to an ignored label."""
     return [x.reshape(labels.shape).where(labels >= 0, 0.0) for x in outputs]
@@ -352,6 +425,14 @@ def compared(group, device, host, folder, cp, tp, dtype):
     if host == "slime":
         module.get_log_probs_and_entropy = functools.partial(in_slime, theirs.get_log_probs_and_entropy, module)
         theirs.log_probs_over_kept_ids, module.log_probs_over_kept_ids = theirs.get_log_probs_and_entropy, over_sets
+    if host == "megatron_rl":
+        # the gradient of torch's all-gather, which on gloo scatters from a rank of the group as if it were one of all
+        scatter = torch.distributed.distributed_c10d.scatter
+        torch.distributed.scatter = lambda x, parts, rank, group: scatter(x, parts, group=group, group_src=rank)
+        function, select = theirs.get_logprobs, theirs.selective_log_softmax
+        theirs.selective_log_softmax = lambda logits, index: select(GatheredLogits.apply(logits), index)
+        for each in (theirs, module):
+            each.get_logprobs = functools.partial(in_megatron_rl, function, each)
     for case in globals()[host](s):
         own = evaluated(case, module, s)
         try:
@@ -372,7 +453,8 @@ def difference(own, other):
 
 
 def tolerance(dtype, name, of_gradient):
-    if dtype == torch.bfloat16 and (of_gradient or "hidden" in name):
+    rounded = of_gradient or "hidden" in name or name in ("selective_log_softmax", "get_logprobs")
+    if dtype == torch.bfloat16 and rounded:
         return 2.0**-6 if "hidden" in name else 2.0**-8
     return 1e-5
 
@@ -407,7 +489,7 @@ def main():
     print("| host | function | form | C x P | dtype | values | gradients |\n|---|---|---|---|---|---|---|")
     for (host, folder), dtype in itertools.product(folders.items(), (torch.float32, torch.bfloat16)):
         rows = []
-        for cp, tp in ((1, 2), (2, 1), (2, 2)) if host in ("nemo_rl", "skyrl") else ((1, 2),):
+        for cp, tp in ((1, 2), (2, 1), (2, 2)) if host in WITH_CP else ((1, 2),):
             results = on_ranks(cp * tp, compared, host, str(folder.resolve()), cp, tp, dtype)
             rows += reported(host, cp, tp, dtype, results)
         wrong, values, gradients = zip(*rows)

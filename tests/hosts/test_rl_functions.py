@@ -1,4 +1,4 @@
-"""Functions of SkyRL, slime and AReaL, and NeMo-RL's of packed and of context-parallel tokens, against float64."""
+"""Functions of SkyRL, slime, AReaL, Megatron-RL, and NeMo-RL's of packed and of split sequences, against float64."""
 
 import doctest
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import torch
 from ranks import on_ranks
 from trainer_problem import DTYPES, EVEN, PADDED, B, V, close, close_grads, cut, dtype_name
 
-from tp_headloss.integrations import areal, nemo_rl, rl_calls, skyrl, skyrl_draft, slime
+from tp_headloss.integrations import areal, megatron_rl, nemo_rl, rl_calls, skyrl, skyrl_draft, slime
 
 H = 12
 LENGTHS, PADDED_LENGTHS = [3, 2, 6], [4, 4, 8]  # of packed sequences
@@ -253,6 +253,12 @@ def per_token(group, device, function, dtype):
     elif function == "slime, metric":
         outs = slime.calculate_log_probs_and_entropy(x, ids, group, True, with_entropy_grad=False, **keywords)
         assert not outs[1].requires_grad
+    elif function == "megatron_rl":  # whose model gives [B, S, V/P] of [S, B, V/P]
+        args = x.view(8, 2, -1).transpose(0, 1), ids.view(8, 2).t(), group
+        alone = megatron_rl.selective_log_softmax(*args, dtype=torch.float32, **keywords)
+        of_logits = megatron_rl.selective_log_softmax(*args, **keywords)
+        assert of_logits.dtype == dtype and torch.equal(of_logits, alone.to(dtype)) and of_logits.shape == (2, 8)
+        outs = alone.t(), torch.zeros(T, device=device)
     else:
         entropy = skyrl.vocab_parallel_entropy(x, 5, tp_group=group, **keywords)
         outs = torch.zeros_like(entropy), entropy
@@ -269,7 +275,7 @@ def kept():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("function", ["areal", "slime", "slime, mask", "slime, metric", "skyrl"])
+@pytest.mark.parametrize("function", ["areal", "slime", "slime, mask", "slime, metric", "skyrl", "megatron_rl"])
 def test_log_probs_and_entropies_per_token(function, ranks, dtype):
     results = on_ranks(ranks, per_token, function, dtype)
     logits, ids = tokens(dtype)
@@ -281,7 +287,7 @@ def test_log_probs_and_entropies_per_token(function, ranks, dtype):
         assert not kept()[:, :V].bool().gather(-1, ids[:, None]).all()  # the label is kept although the mask lacks it
         masked = z.masked_fill(~inside, -torch.inf)
     at = masked.log_softmax(-1).gather(-1, ids[:, None])[:, 0] * (function != "skyrl")
-    entropy = -(log_p.exp() * log_p).sum(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1) * (function != "megatron_rl")
     known, weights = torch.arange(T) != 3, upstream(None, entropy.shape)
     loss = (weights * at)[known].sum() + (2 * weights * entropy)[known].sum() * (function != "slime, metric")
     loss.backward()
@@ -483,7 +489,9 @@ def test_bounds_that_nobody_could_check_make_every_result_nan():
     assert packed.weights(1, None, torch.float32).isnan().all()
 
 
-@pytest.mark.parametrize("module", [areal, skyrl_draft, slime], ids=lambda module: module.__name__.split(".")[-1])
+@pytest.mark.parametrize(
+    "module", [areal, megatron_rl, skyrl_draft, slime], ids=lambda module: module.__name__.split(".")[-1]
+)
 def test_examples_of_the_docstrings(module):
     assert doctest.testmod(module).attempted > 0 and doctest.testmod(module).failed == 0
 
