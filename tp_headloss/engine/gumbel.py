@@ -65,6 +65,7 @@ def largest_logits(z, bound, most: int, start: int, peak=None, lowest=None, unit
     keys = torch.nn.functional.pad(keys, (0, max(0, most - z.shape[1])), value=LEAST).topk(most).values
     if peak is None:
         return keys, found.sum(1), None
+    assert lowest is not None
     drop = z.double() - peak[:, None]
     counted = (z > -torch.inf) & (drop >= lowest[:, None])
     return keys, found.sum(1), torch.where(counted, masses(drop, unit), 0).sum(1)
