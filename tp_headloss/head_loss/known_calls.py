@@ -68,7 +68,7 @@ def _rows(known: Request, logits, labels) -> Tensors:
 
 
 def _place(tensors: Tensors, denominator) -> tuple:
-    """What the launches of a kind still depend on: alignments, and whether the denominator is in memory."""
+    """Facts that the launches of a kind still depend on: alignments, and whether the denominator is in memory."""
     of_denominator = denominator.data_ptr() % 16 if isinstance(denominator, torch.Tensor) else type(denominator)
     return tensors.logits.data_ptr() % 16, tensors.labels.data_ptr() % 16, of_denominator
 

@@ -32,7 +32,7 @@ def fused_reduction(call: Call, example: torch.Tensor, backend: str | None = Non
 
 
 def kernel_denominator(reduction: str, denominator: torch.Tensor | float | None):
-    """What the kernel divides by, for a denominator of the caller."""
+    """Return what the kernel divides by, for a denominator of the caller."""
     if reduction == "sum":
         return 1.0
     return denominator.double() if isinstance(denominator, torch.Tensor) else denominator
