@@ -31,12 +31,14 @@ from .shard import VocabShard
 # a call is a hundred small kernels per block and a few per tile, and those of a tile are a few times as large.
 BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS, TILE_ELEMENTS = 1 << 21, 1 << 27, 1 << 25
 MOST_TOKENS = 2048  # of a block, for the candidates
-CANDIDATES, FEWEST = 768, 256  # at least, per token, of all ranks together unless a rank has fewer than the latter
+# Each rank sends at least so many of a token's logits: its part of CANDIDATES, but not fewer than FEWEST.
+CANDIDATES, FEWEST = 768, 256
 SPARE = 64
 GROUPS = 4096  # at least, of a rank's columns, so that few tokens occupy a whole GPU; and four for each candidate
 DIGIT = 10  # bits of logit and id per exchange
 # the largest keys of logits of -inf and of inf
-NOTHING, EVERYTHING = [(int(ordered_bits(torch.tensor(z))) << 32) | LOW for z in (-torch.inf, torch.inf)]
+BITS = ordered_bits(torch.tensor([-torch.inf, torch.inf], dtype=torch.float32, device="cpu")).tolist()
+NOTHING, EVERYTHING = [(bits << 32) | LOW for bits in BITS]
 
 
 class Kept(NamedTuple):
@@ -141,8 +143,8 @@ def _candidates(request: Request, rule: SamplingRule):
     lowest = lowest[:, 0].expand_as(peak).contiguous()
     found = []
     for at in parts:
-        of_mass = (peak[at], lowest[at], _unit(shard)) if with_mass else ()
-        found.append(backend.largest_logits(transformed_logits(request, at), bound[at], most, shard.start, *of_mass))
+        masses_of = (peak[at], lowest[at], _unit(shard)) if with_mass else ()
+        found.append(backend.largest_logits(transformed_logits(request, at), bound[at], most, shard.start, *masses_of))
     keys, size = (torch.cat(part) for part in list(zip(*found))[:2])
     mass = torch.cat([mass for *_, mass in found]) if with_mass else torch.zeros_like(size)
     # below all keys of the bound; above all keys where any were left out
@@ -156,7 +158,7 @@ def _candidates(request: Request, rule: SamplingRule):
 
 
 def _peak_and_bound(request: Request, count: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest logit [n] of this rank, and a bound [n] that at least `count` reach, -inf where `most` are all."""
+    """The largest logit [n] of this rank, and a bound [n] that at least `count` reach: -inf for at most `most`."""
     width, backend = request.facts.valid_width, load_backend(request.facts.backend)
     groups = min(max(GROUPS, 4 * count), max(1, width))
     maxima = torch.cat([backend.group_maxima(transformed_logits(request, at), groups) for at in tiles(request)])

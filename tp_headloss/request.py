@@ -112,7 +112,7 @@ class Request(NamedTuple):
     order: TokenOrder | MaybeNone = None  # how the caller's tokens became rows
     shard: VocabShard | MaybeNone = None
     teacher_heads: TeacherOperands = TeacherOperands()
-    # what is worked out once for calls of this kind, which have logits and labels alone; None: nothing is kept
+    # prepared steps of calls of this kind, see `known_calls.prepare`; None: the call is of no known kind
     kept: dict | MaybeNone = None
 
     @classmethod

@@ -167,6 +167,15 @@ def test_metrics_of_ones_own_go_with_prepared_launches(steps, device):
     assert_equal(found[0], found[2])
 
 
+def test_transforms_are_refused_as_in_a_first_call(device):
+    x, labels = rows(device)
+    head = HeadLoss(options=TRITON)
+    for _ in range(4):
+        with pytest.raises(RuntimeError, match="transforms of torch"):
+            torch.func.grad(lambda x: head(x, labels).loss)(x)
+        step(head, x, labels)
+
+
 def ranks_run(group, device, transport):
     """Losses of three steps on this rank, in turn with other values of the same kind."""
     shard = VocabShard.from_group(group, V, padded_size=1024)

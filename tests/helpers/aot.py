@@ -95,6 +95,8 @@ STEPS = {  # those that are repeated, whose launches are prepared
     "dtype": [torch.bfloat16, torch.float32], "labels": [torch.int64, torch.int32],
     "denominator": [None, 8.0, torch.tensor(8.0)], "metrics": [("accuracy",), ()],
 }  # fmt: skip
+# logits with gaps, whose gradient has none: strides of one kind become strides of two kinds
+STEPS_WITH_GAPS = {key: values[:1] for key, values in STEPS.items()} | {"place": ["gaps", "gaps, transposed"]}
 EPILOGUES = {  # of a linear head's GEMMs
     "labels": [torch.int64, None],
     "dtype": [torch.bfloat16, torch.float16], "logits": ["float32", "operands"], "width": [4096, 4000],
@@ -235,6 +237,10 @@ def placed(place: str, tokens: int, width: int, dtype) -> torch.Tensor:
         return torch.zeros(width, dtype=dtype).as_strided((1, width), ((1 << 31) + 16, 1))
     if place == "transposed":
         return torch.zeros(width, tokens, dtype=dtype).t()
+    if place == "gaps":
+        return torch.zeros(tokens, 2 * width, dtype=dtype)[:, ::2]
+    if place == "gaps, transposed":
+        return torch.zeros(width, 2 * tokens, dtype=dtype)[:, ::2].t()
     return torch.zeros(tokens, width, dtype=dtype)
 
 
@@ -344,9 +350,10 @@ def call_head(case, groups):
 
 def call_step(case, groups):
     """Steps of a `HeadLoss` of one kind, of which the third launches what the first two prepared."""
-    logits = placed(case.place, 16, 513 if case.place == "odd" else 512, case.dtype).requires_grad_()
+    tokens, width = (17, 513) if "gaps" in case.place else (16, 513 if case.place == "odd" else 512)
+    logits = placed(case.place, tokens, width, case.dtype).requires_grad_()
     shard = tp.VocabShard.from_group(None, vocab_size=510, padded_size=512) if case.place == "padded" else None
-    labels = torch.zeros(16, dtype=case.labels)
+    labels = torch.zeros(tokens, dtype=case.labels)
     head = tp.HeadLoss([TERMS[name] for name in case.terms], metrics=case.metrics, options=OPTIONS)
     for _ in range(3):
         head(logits, labels, shard=shard, denominator=case.denominator).loss.backward()
@@ -396,7 +403,8 @@ def record_variants(architecture: int | str = 90) -> list[Variant]:
         for axes, call in calls if isinstance(architecture, str) else [*calls, (EPILOGUES, call_epilogue)]:
             for recorder.case in pairwise(axes):
                 call(recorder.case, groups)
-        for recorder.case in product(STEPS):  # among them any two that differ in one axis alone
+        # among them any two that differ in one axis alone
+        for recorder.case in [*product(STEPS), *product(STEPS_WITH_GAPS)]:
             call_step(recorder.case, groups)
     dist.destroy_process_group()
     return list(recorder.variants.values())

@@ -225,6 +225,13 @@ def test_cold_import_needs_neither_triton_nor_cuda():
     assert result.stdout.strip() == "ok", result.stderr
 
 
+@pytest.mark.parametrize("default", ["torch.set_default_dtype(torch.float64)", "torch.set_default_device('meta')"])
+def test_the_import_asks_for_no_default(default):
+    code = f"import torch; {default}\nfrom tp_headloss import kept; print(kept.NOTHING, kept.EVERYTHING)"
+    result = run_python(code)
+    assert result.stdout == f"{tp_headloss.kept.NOTHING} {tp_headloss.kept.EVERYTHING}\n", result.stderr
+
+
 def test_the_triton_backend_on_cpu_tensors_is_refused_without_the_interpreter():
     code = (
         "import torch, tp_headloss as t\n"

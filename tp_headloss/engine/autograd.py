@@ -104,7 +104,7 @@ class PreparedStatistics(torch.autograd.Function):
     def forward(ctx, logits, labels, step, inplace, denominator):
         (merged, values, *flags), loss, sums, inverse = step.statistics(logits, labels, denominator)
         outputs = (*values.unbind(0), *flags)
-        ctx.step, ctx.request, ctx.plan, ctx.inplace, ctx.expected = step, step.request, step.reduced, inplace, None
+        ctx.step, ctx.request, ctx.plan, ctx.inplace, ctx.expected = step, step.request, step.loss_plan, inplace, None
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[outputs[i] for i in step.fixed], sums)
         values = [outputs[i] for i in step.summed]

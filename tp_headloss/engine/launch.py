@@ -167,7 +167,7 @@ LABELS = Launch(32, 1)  # tokens whose labels' logits are found; not measured
 # 8192 sets of 1024 ids in ascending order: 1024/4 45, 256/2 88; by probability, of 32064 and of 128256 ids: 1024/4 in
 # 1024 programs 179, 223, in 2048 162, 198; 1024/8 166, 225; 512/4 in 2048 172, 205; each program has a bit per id
 SETS, SETS_PROGRAMS = Launch(1024, 4), 2048
-# 262 rows of 128256 fp32 logits, H200. Race: 512/2 210, 1024/4 215, 2048/8 250, 1024/2 330; mass: 1024/4 75, 512/2 85
+# Race of 262 rows of 128256 fp32 logits, H200: 512/2 210, 1024/4 215, 2048/8 250, 1024/2 330; the others not measured
 RACE, MAXIMA, LARGEST = Launch(512, 2), Launch(512, 4), Launch(1024, 4)
 SUMS_GRADIENT = Launch(1024, 4)  # 1 value: 512/4 4.1, 1024/4 4.9; 3 values: 1024/4 5.2, 512/4 5.5
 

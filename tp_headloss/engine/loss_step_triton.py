@@ -13,7 +13,7 @@ from ..statistics.records_triton import Exact, Inputs, LossGradient, MergedSums
 from ..symmetric_memory_triton import SharedMemory
 from . import kernels
 from .device_inputs import inputs_of
-from .launch import INTERPRETED, MERGE, PreparedLaunch, ceil_div, gradient_launch, statistics_launch
+from .launch import INTERPRETED, MERGE, PreparedLaunch, ceil_div, gradient_launch, int_key, statistics_launch
 from .merged_sums_triton import sums_for_merge, sums_key
 from .sums_triton import divided_by
 
@@ -43,7 +43,7 @@ class LossStep:
     statistics, or squares of them, over a denominator of one kind, a number or a tensor."""
 
     def __init__(self, request: Request, sums: MergedSums, plan):
-        gradients, self.reduced = plan.gradients, plan
+        gradients, self.loss_plan = plan.gradients, plan
         tensors, facts, layout = request.tensors, request.facts, request.layout
         inputs, prepared = inputs_of(request)
         rows, (n_rows, width), device = prepared.rows, tensors.logits.shape, tensors.logits.device
@@ -70,8 +70,10 @@ class LossStep:
         names, padded = tuple([name for name, *_ in gradients]), facts.valid_width < width
         hooks, is_transformed = rows.gradient_hooks(names), inputs.pre is not None
         how = gradient_launch(width, names, facts.softcap != 0.0, is_transformed)
+        # where logits have gaps between their elements, the strides of the gradient are of another kind than theirs
+        strides = map(int_key, torch.empty_like(tensors.logits, device="meta").stride())
         self.write_gradient = PreparedLaunch(
-            kernels.gradient_kernel, n_rows * ceil_div(width, how.block), (*variant, gradients, padded), how
+            kernels.gradient_kernel, n_rows * ceil_div(width, how.block), (*variant, gradients, padded, *strides), how
         )
         self.gradient_last = Exact(), hooks, rows.merged, n_rows, facts.start, facts.valid_width, padded
 

@@ -1,8 +1,8 @@
 """Calls of logits, labels and inputs with a value per token, as most training steps make: checked once per kind.
 
 The checks of such a call read metadata alone. Their result is remembered by that metadata, so that the next call of the
-same kind begins with its kernels. What is remembered holds neither a tensor nor a process group. A loss of statistics
-on one rank is prepared when its kind comes again: the third call is little more than its kernels.
+same kind begins with its kernels. What is remembered holds neither a tensor of a call nor a process group. A loss of
+statistics on one rank is prepared in the second call of its kind: the third is little more than its kernels.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _rows(known: Request, logits, labels) -> Tensors:
 
 def _place(tensors: Tensors, denominator) -> tuple:
     """Facts that the launches of a kind still depend on: alignments, and whether the denominator is in memory."""
-    of_denominator = denominator.data_ptr() % 16 if isinstance(denominator, torch.Tensor) else type(denominator)
-    return tensors.logits.data_ptr() % 16, tensors.labels.data_ptr() % 16, of_denominator
+    divisor = denominator.data_ptr() % 16 if isinstance(denominator, torch.Tensor) else type(denominator)
+    return tensors.logits.data_ptr() % 16, tensors.labels.data_ptr() % 16, divisor
 
 
 def prepared_output(definition: HeadLossDefinition, kind: tuple, logits, labels, denominator, inputs, evaluate):
@@ -78,12 +78,12 @@ def prepared_output(definition: HeadLossDefinition, kind: tuple, logits, labels,
     known = definition.plan.checked.get(kind)
     if known is None or not known.kept or is_elsewhere(denominator, logits.device):
         return None
+    refuse_transforms()
     expect_denominator(denominator, definition.reduction, labels.device)
     divisor, tensors = kernel_denominator(definition.reduction, denominator), _rows(known, logits, labels)
     step = known.kept.get(_place(tensors, divisor))
     if not step or not step.is_on_current_device():
         return None
-    refuse_transforms()
     inplace = (definition.options or DEFAULTS).inplace
     *outputs, loss, sums = PreparedStatistics.apply(*tensors[:2], step, inplace, divisor)
     stats = assembled(outputs, known, labels)
@@ -91,7 +91,10 @@ def prepared_output(definition: HeadLossDefinition, kind: tuple, logits, labels,
 
 
 def prepare(definition: HeadLossDefinition, kind: tuple, request: Request, reduction: FusedReduction):
-    """Prepare the launches of a loss of statistics when its kind comes again; many never do."""
+    """Prepare the launches of a loss of statistics when its kind comes again; many never do.
+
+    `kept` of the kind has for each place None after the first call, then its `LossStep`, False if there is none for it.
+    """
     known, options = definition.plan.checked.get(kind), definition.options or DEFAULTS
     if known is None or options.check or options.gradient == "forward":
         return
