@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import tp_headloss as tp
 from tp_headloss import calls
-from tp_headloss.engine import launch
+from tp_headloss.engine import launch, linear_triton
 from tp_headloss.engine.transports import TRANSPORTS
 from tp_headloss.engine.transports.symmetric_memory import SymmetricMemory
 from tp_headloss.head_loss import reduction
@@ -49,9 +49,8 @@ SPILL_LIMIT, CROWDED_SPILL_LIMIT = 16, 128
 # Registers of a thread with which a multiprocessor of capability 9.0 has all programs that it can have; with one more
 # the gradient of a plain cross-entropy takes 4 % longer.
 PLAIN, PLAIN_LIMITS = (), {"kernels.gradient_kernel": 32, "kernels.statistics_kernel": 64}
-# Accumulators take half of the registers. Later GPUs have 128 columns of a row in one thread, which spills statistics
-# with argmax; Triton 3.9 spills a few on any GPU, and 3.6 none with capability 9.0.
-GEMM_SPILL_LIMITS = {90: 0, 100: 512} if launch.TRITON == launch.OLDEST else {90: 256, 100: 512}
+# Accumulators take half of the registers: with capability 9.0 Triton 3.9 spills a few, and 3.6 none.
+GEMM_SPILL_LIMITS = {90: 0 if launch.TRITON == launch.OLDEST else 256, 100: SPILL_LIMIT}
 # Characters of assembly of a merge of 512 packets; a loop takes 52,000 at most, for AMD's GPUs 136,000.
 LOOP_LIMIT, AMD_LOOP_LIMIT = 100_000, 200_000
 
@@ -98,6 +97,7 @@ STEPS = {  # those that are repeated, whose launches are prepared
 # logits with gaps, whose gradient has none: strides of one kind become strides of two kinds
 STEPS_WITH_GAPS = {key: values[:1] for key, values in STEPS.items()} | {"place": ["gaps", "gaps, transposed"]}
 EPILOGUES = {  # of a linear head's GEMMs
+    "capability": [90, 100],
     "labels": [torch.int64, None],
     "dtype": [torch.bfloat16, torch.float16], "logits": ["float32", "operands"], "width": [4096, 4000],
     "want": [(), ("entropy",), ("argmax", "collision"), ("entropy", "argmax", "total")],
@@ -367,6 +367,11 @@ def call_plain():
 
 def call_epilogue(case, groups):
     """Forward and backward of a linear head's statistics that are epilogues."""
+    with mock.patch.object(linear_triton, "_capability", lambda device: case.capability // 10):
+        _call_epilogue(case)
+
+
+def _call_epilogue(case):
     tokens = 256
     hidden = torch.zeros(tokens, 64, dtype=case.dtype, requires_grad=True)
     weight = torch.zeros(case.width, 64, dtype=case.dtype, requires_grad=True)
@@ -452,7 +457,7 @@ class Resources(NamedTuple):
         spills = CROWDED_SPILL_LIMIT if crowded else SPILL_LIMIT
         most = SHARED_LIMIT
         if variant.name in GEMMS:
-            most, spills = GEMM_SHARED_LIMIT, GEMM_SPILL_LIMITS.get(architecture, 512)
+            most, spills = GEMM_SHARED_LIMIT, GEMM_SPILL_LIMITS[architecture]
         elif variant.name.startswith("rows_triton"):
             most = ROWS_SHARED_LIMIT
         if self.shared > most or self.stack > spills:
@@ -482,20 +487,23 @@ def to_compile(capabilities, everything: bool):
     for variant in record_variants(capabilities[0]):
         kernels[variant.name].append(variant)
     for name, variants in kernels.items():
-        served = [c for c in capabilities if c >= 90] if name in GEMMS else capabilities
-        if 90 in served:
+        if name in GEMMS:  # which take seconds each, and have a tile for each architecture
+            served = [variant for variant in variants if variant.case.capability in capabilities]
+            chosen = served if everything else covering(served)
+            yield from ((v, v.case.capability) for v in chosen[: 1 if len(capabilities) == 1 else None])
+            continue
+        if 90 in capabilities:
             yield from ((variant, 90) for variant in variants if variant.case == PLAIN)
         if everything:
-            yield from itertools.product(variants, served)
+            yield from itertools.product(variants, capabilities)
             continue
         chosen = covering(variants)
-        if len(capabilities) == 1 or isinstance(served[0], str):
-            # an older Triton, GPUs of others: the half that has most of the values; of GEMMs, the first
-            chosen = chosen[: 1 if name in GEMMS else -(-len(chosen) // 2)]
-        if name not in GEMMS:  # which take seconds each
-            yield from ((chosen[0], c) for c in served[1:])
+        if len(capabilities) == 1 or isinstance(capabilities[0], str):
+            # an older Triton, GPUs of others: the half that has most of the values
+            chosen = chosen[: -(-len(chosen) // 2)]
+        yield from ((chosen[0], c) for c in capabilities[1:])
         # architectures differ little for what is Triton's own
-        yield from zip(chosen, itertools.cycle(served))
+        yield from zip(chosen, itertools.cycle(capabilities))
 
 
 def main(capabilities, everything: bool):

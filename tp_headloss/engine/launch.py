@@ -134,9 +134,9 @@ class GemmLaunch(NamedTuple):
     registers: int | None = None
 
 
-def gemm_launch(chunk_size: int) -> GemmLaunch:
+def gemm_launch(chunk_size: int, capability: int) -> GemmLaunch:
     """Tile of a linear head's GEMMs with epilogues. Its columns and steps decide the order of additions, so they depend
-    on the vocabulary alone.
+    on the vocabulary and the GPU's compute capability (its first number) alone.
 
     Over one cuBLAS GEMM, in turns of 60 ms; strips/stages, rows of tiles in a group.
     Statistics with the fold, 8192 tokens, H 4096, V 128256 (12482 us), shards of 32064 (3163) and 16032 ids (1560):
@@ -144,6 +144,7 @@ def gemm_launch(chunk_size: int) -> GemmLaunch:
     64/3, 8 1.047, 1.045, 1.054; 32/3, 32 1.067, 1.048, 1.057; 32/4, 16 1.057, 1.053, 1.069;
     32/3, 8 1.059, 1.054, 1.081; 32/4, 8 1.061, 1.084, 1.057.
     Strips of 64 spill registers with several families, and bits must not depend on the families.
+    Capability 10 was compiled, not timed: a tile of 256 columns spills up to 240 bytes there, and this one at most 8.
     Gradient, 8192 x 7168 (694), 2048 x 6016 (150), 1024 x 16032 (204); columns stored/stages, group: 64/4, 16 1.059,
     1.063, 1.065; 64/3, 16 1.070, 1.072, 1.059; 64/3, 8 1.095, 1.055, 1.062; 32/4, 8 1.083, 1.092, 1.089
     Older ones, V 128256, gradient of 16032 ids: 128x256/8 1.045, 1.051; 128x128/8 1.305, 1.111; 128x128/4, two programs
@@ -152,6 +153,9 @@ def gemm_launch(chunk_size: int) -> GemmLaunch:
     columns = min(256, max(32, next_power_of_2(chunk_size)))
     if INTERPRETED:
         return GemmLaunch((32, min(columns, 64), 16, 16, 8), 4, 1, 32)
+    if capability >= 10:
+        columns = min(columns, 128)
+        return GemmLaunch((128, columns, 64, 16, 16), 8 if columns > 64 else 4, 3, min(columns, 64))
     return GemmLaunch((128, columns, 64, 32, 16), 8 if columns > 64 else 4, 3, min(columns, 64))
 
 
