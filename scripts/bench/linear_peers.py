@@ -201,22 +201,11 @@ def quack_linear_small_chunks(shard):
 
 @peer("quack, linear, chunks", package="quack-kernels", sharded=False, gemms=3, note="its GEMMs of dW are not tuned")
 def quack_linear_chunks(shard):
-    """Its path for other GPUs: GEMMs of torch and, for dW, its own around its kernel for the cross-entropy."""
+    """Its path for other GPUs: GEMMs of torch and, for dW, its own around its kernel for the cross-entropy.
+
+    Tuning would time 44 configurations, 254 launches each, of either of the two GEMMs of dW: minutes at these shapes.
+    """
     return quack(shard, use_scaled_exp=False, tuned=False)
-
-
-@peer("quack, linear, chunks, tuned", package="quack-kernels", sharded=False, gemms=3)
-def quack_linear_chunks_tuned(shard):
-    """Each of 44 configurations of either GEMM of dW is launched some ten times, not 254, which takes minutes."""
-    from quack import autotuner
-    from triton.testing import do_bench
-
-    def few_launches(fn, arg_sets, kwarg_sets, extra_kwargs, quantiles):
-        time = do_bench(lambda: fn(*arg_sets[0], **kwarg_sets[0], **extra_kwargs), 10, 30, return_mode="median")
-        return [time] * len(quantiles)
-
-    autotuner._bench_cuda_graph_l2_rotate = few_launches
-    return quack(shard, use_scaled_exp=False, tuned=True)
 
 
 @peer("DeepSpeed, linear", package="deepspeed", note="sums in fp32")
