@@ -193,6 +193,12 @@ def quack_linear(shard):
     return quack(shard)
 
 
+@peer("quack, linear, 2048 tokens", package="quack-kernels", sharded=False, gemms=3)
+def quack_linear_small_chunks(shard):
+    """Where the hidden size is 4096 its default fails: "m == n makes row/col inference ambiguous"."""
+    return quack(shard, chunk_size=2048)
+
+
 @peer("quack, linear, chunks", package="quack-kernels", sharded=False, gemms=3, note="its GEMMs of dW are not tuned")
 def quack_linear_chunks(shard):
     """Its path for other GPUs: GEMMs of torch and, for dW, its own around its kernel for the cross-entropy.

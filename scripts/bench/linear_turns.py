@@ -1,19 +1,26 @@
 """A linear head and its GEMMs in turns, on one GPU: what `bench_linear.py` measures one after the other.
 
     python scripts/bench/linear_turns.py --ranks 1 4 8 --json linear_turns.json
+    python scripts/bench/linear_turns.py --ways 'one sweep*' --peers '*CuTe' 'quack*' --vocab 128256 32000
 
 A GPU slows down when it draws too much power, so the same GEMMs take 10 % more or less within a run. Here each way of
-computing the loss, dH and dW runs for a while in each of several rounds. Times are medians over the rounds, ratios are
-medians of the ratios to the bare GEMMs of the same round, as graphs. One rank of P is a shard of V/P ids alone on the
-GPU, which sends one packet of statistics: the exchange, and the reduction of dH over the ranks, are missing.
+computing the loss, dH and dW runs for a while in each of several rounds, of which every other one has the reverse
+order. Times are medians over the rounds, ratios are medians of the ratios to the bare GEMMs of the same round, as
+graphs. One rank of P is a shard of V/P ids alone on the GPU, which sends one packet of statistics: the exchange, and
+the reduction of dH over the ranks, are missing.
 
 block: the budget for a block of logits, as a share of all logits; `+ sums` adds fp32 sums of dH, of all tokens.
+forward: log-probs of the labels alone, without gradients.
 host: microseconds until all kernels of an eager step are launched, on a device with nothing else to do.
+memory: MiB at the peak of a step, without dH and dW.
+first: seconds of the first step, in which kernels are compiled that no way before it has.
 """
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import itertools
 import json
 import statistics
 import sys
@@ -22,42 +29,71 @@ from typing import NamedTuple
 
 import torch
 from bench import command, join, versions
-from bench_linear import Problem, gemms, ours
-from timing import Machine
+from bench_linear import Problem, differentiated, gemms, ours
+from linear_peers import PEERS
+from timing import Machine, reason
 
+from tp_headloss import Linear, linear_vocab_statistics
 from tp_headloss.linear_head import blocks
+
+GEMMS = {"forward": "one GEMM", "one_sweep": "three GEMMs", "recompute": "four GEMMs"}
 
 
 class Way(NamedTuple):
-    """A way of computing loss, dH and dW."""
+    """A way of computing loss, dH and dW, or the log-probs alone."""
 
     mode: str
-    share: int  # a block has at most this part of the logits
-    sums: bool  # whether the budget also has room for fp32 sums of dH
-    main_grad: bool  # else dW is returned
+    share: int | None = None  # a block has at most this part of the logits; None: the default budget
+    sums: bool = False  # whether the budget also has room for fp32 sums of dH
+    main_grad: bool = False  # else dW is returned
     engine: str = "auto"
 
     @property
     def name(self) -> str:
-        added = " + sums" if self.sums else ""
-        kind = "" if self.mode == "one_sweep" else {"epilogue": ", epilogues", "blocks": ", blocks"}[self.engine]
+        kind = {"auto": "", "epilogue": ", epilogues", "blocks": ", blocks"}[self.engine]
+        if self.mode == "forward":
+            return f"forward{kind}"
+        budget = "default budget" if self.share is None else f"1/{self.share}{' + sums' if self.sums else ''}"
         weight = "into main_grad" if self.main_grad else "returned"
-        return f"{self.mode.replace('_', ' ')}{kind}, 1/{self.share}{added}, dW {weight}"
+        return f"{self.mode.replace('_', ' ')}{kind}, {budget}, dW {weight}"
 
-    def budget(self, problem: Problem) -> int:
+    def budget(self, problem: Problem) -> int | None:
         """Bytes: of one sweep that returns dW, with fp32 memory for it."""
+        if self.share is None:
+            return None
         sums = 4 * problem.hidden.numel() if self.sums else 0
         own = 4 * problem.weight.numel() if self.mode == "one_sweep" and not self.main_grad else 0
         return problem.logits_bytes // self.share + sums + own
 
+    def step(self, problem: Problem):
+        if self.mode == "forward":
+            return log_probs(problem, self.engine)
+        return ours(problem, self.mode, self.budget(problem), self.main_grad, engine=self.engine)
 
+
+ENGINES = ("epilogue", "blocks")
 WAYS = (
+    *(Way("forward", engine=engine) for engine in ENGINES),
+    *(Way("recompute", main_grad=main_grad, engine=engine) for main_grad in (True, False) for engine in ENGINES),
     Way("recompute", 8, False, True, "epilogue"), Way("recompute", 8, True, True, "epilogue"),
     Way("recompute", 8, True, False, "epilogue"), Way("recompute", 8, True, True, "blocks"),
     Way("recompute", 4, False, True, "epilogue"), Way("recompute", 4, True, True, "epilogue"),
     Way("recompute", 4, True, False, "epilogue"),
     Way("one_sweep", 4, False, True), Way("one_sweep", 2, False, True), Way("one_sweep", 4, False, False),
 )  # fmt: skip
+
+
+def log_probs(problem: Problem, engine: str):
+    linear = Linear("recompute", engine=engine)
+
+    @torch.no_grad()
+    def step():
+        found = linear_vocab_statistics(
+            problem.hidden, problem.weight, problem.labels, shard=problem.shard, linear=linear
+        )
+        return found.log_prob, None
+
+    return step
 
 
 def in_turns(runs: dict, machine: Machine, rounds: int, seconds: float) -> dict[str, list[float]]:
@@ -70,8 +106,9 @@ def in_turns(runs: dict, machine: Machine, rounds: int, seconds: float) -> dict[
         run()
         machine.synchronize()
         counts[name] = max(2, round(seconds / (time.perf_counter() - begin)))
-    for _ in range(rounds):
-        for name, run in runs.items():
+    for turn in range(rounds):
+        order = list(runs.items())
+        for name, run in order[::-1] if turn % 2 else order:  # what ran before leaves its heat
             run()
             start = machine.mark()
             for _ in range(counts[name]):
@@ -88,45 +125,89 @@ def plan(way: Way, problem: Problem) -> list[int] | None:
         return None
     tokens, hidden = problem.hidden.shape
     sizes = blocks.Sizes(tokens, problem.shard.width, hidden, 2, True, not way.main_grad)
-    found = blocks.recompute_blocks(sizes, way.budget(problem))
+    found = blocks.planned(blocks.recompute_blocks, sizes, way.budget(problem))
     return found and [found.tokens, found.columns]
+
+
+def steps_of(problem: Problem, args) -> tuple[dict, dict, dict]:
+    """By name: functions that make a step, the names of their bare GEMMs, and what a row says of them."""
+    makers, bare, facts = {}, {}, {}
+    for n, name in ((1, "one GEMM"), (3, "three GEMMs"), (4, "four GEMMs")):
+        makers[name] = lambda n=n: gemms(problem, n)
+    for way in WAYS:
+        if wanted(way.name, args.ways):
+            makers[way.name], bare[way.name] = lambda w=way: w.step(problem), GEMMS[way.mode]
+            budget = way.budget(problem)
+            facts[way.name] = {"budget_mib": budget and round(budget / 2**20, 1), "block": plan(way, problem)}
+    for peer in PEERS:
+        if wanted(peer.name, args.peers):
+            makers[peer.name] = lambda p=peer: differentiated(problem, p.build(problem.shard))
+            bare[peer.name], facts[peer.name] = (
+                GEMMS["one_sweep" if peer.gemms == 3 else "recompute"],
+                {"note": peer.note},
+            )
+    used = set(bare.values()).union(bare)
+    return {name: make for name, make in makers.items() if name in used}, bare, facts
+
+
+def wanted(name: str, patterns) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def prepared(makers: dict, problem: Problem) -> tuple[dict, dict]:
+    """Run each step once, as a graph, too, if that is possible -> the runs by name, and rows."""
+    machine, runs, rows = problem.machine, {}, {}
+    for name, make in makers.items():
+        row = rows[name] = {"name": name}
+        try:
+            begin = time.perf_counter()
+            step = make()
+            out = step()
+            machine.synchronize()
+            row["first_s"] = round(time.perf_counter() - begin, 1)
+            returned = (
+                0 if out is None else sum(x.nbytes for x in out[1:] if x is not None and x.dtype == torch.bfloat16)
+            )
+            del out
+            row["memory_mib"] = round(machine.extra_memory(step) - returned / 2**20, 1)
+            runs[f"{name}, eager"] = step
+            runs[f"{name}, graph"] = machine.captured(step)
+        except Exception as error:
+            row["failure"] = reason(error)
+        print(row, flush=True)
+    return runs, rows
 
 
 def measured(problem: Problem, args) -> list[dict]:
     """A row for each way, the bare GEMMs among them."""
     machine = problem.machine
-    steps = {"three GEMMs": gemms(problem, 3), "four GEMMs": gemms(problem, 4)}
-    ways = {way.name: way for way in WAYS}
-    for name, way in ways.items():
-        steps[name] = ours(problem, way.mode, way.budget(problem), way.main_grad, engine=way.engine)
-    runs = {f"{name}, graph": machine.captured(step) for name, step in steps.items()}
-    runs |= {f"{name}, eager": steps[name] for name in ways}
-    times, rows = in_turns(runs, machine, args.rounds, args.seconds), []
-    for name, step in steps.items():
-        row = {"name": name, "graph_us": round(statistics.median(times[f"{name}, graph"]))}
-        if name in ways:
-            way = ways[name]
-            bare = times["three GEMMs, graph" if way.mode == "one_sweep" else "four GEMMs, graph"]
-            row |= {"budget_mib": round(way.budget(problem) / 2**20, 1), "block": plan(way, problem)}
-            for kind in ("graph", "eager"):
-                ratios = [a / b for a, b in zip(times[f"{name}, {kind}"], bare)]
+    makers, bare, facts = steps_of(problem, args)
+    runs, rows = prepared(makers, problem)
+    times = in_turns(runs, machine, args.rounds, args.seconds)
+    for name, row in rows.items():
+        row |= facts.get(name, {})
+        for kind in ("graph", "eager"):
+            if (found := times.get(f"{name}, {kind}")) is None:
+                continue
+            row[f"{kind}_us"] = round(statistics.median(found))
+            if name in bare:
+                ratios = [a / b for a, b in zip(found, times[f"{bare[name]}, graph"])]
                 row[f"{kind}_over_gemms"] = round(statistics.median(ratios), 3)
-            row["eager_us"] = round(statistics.median(times[f"{name}, eager"]))
-            row["host_us"] = machine.host_time(step)
+        if name in bare and f"{name}, eager" in runs:
+            row["host_us"] = machine.host_time(runs[f"{name}, eager"])
         print(row, flush=True)
-        rows.append(row)
-    return rows
+    return list(rows.values())
 
 
 def arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=128256, help="global vocabulary")
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[1, 4, 8], help="of the groups one rank of which is timed"
-    )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
+    parser.add_argument("--vocab", type=int, nargs="+", default=[128256], help="global vocabulary")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1], help="of the groups one rank of which is timed")
+    parser.add_argument("--ways", nargs="+", default=["*"], help="names or patterns such as '*default*'")
+    parser.add_argument("--peers", nargs="+", default=[], help="names or patterns of others, at one rank")
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=0.06, help="of one way in one round")
     parser.add_argument("--json", help="file for the results")
     return parser.parse_args(argv)
@@ -136,14 +217,18 @@ def main(argv=None):
     args = arguments(argv)
     device, _ = join("cuda")
     machine, shapes = Machine(device, None, 0.3, 30), []
-    facts = {"device": torch.cuda.get_device_name(), "dtype": "bfloat16", "versions": versions([])}
+    facts = {
+        "device": torch.cuda.get_device_name(),
+        "dtype": "bfloat16",
+        "versions": versions(PEERS if args.peers else []),
+    }
     facts["command"] = command(sys.argv[1:] if argv is None else argv, __file__)
-    for ranks in args.ranks:
-        width = -(-args.vocab // ranks)
-        problem = Problem(args.tokens, args.hidden, width, 2.0, torch.bfloat16, machine)
+    for vocab, hidden, tokens, ranks in itertools.product(args.vocab, args.hidden, args.tokens, args.ranks):
+        width = -(-vocab // ranks)
+        problem = Problem(tokens, hidden, width, 2.0, torch.bfloat16, machine)
         problem.shard._set_chunks(whole=ranks == 1)
-        print(f"rank of {ranks}: {args.tokens} x {args.hidden} x {width}", flush=True)
-        shapes.append({"ranks": ranks, "tokens": args.tokens, "hidden": args.hidden, "width": width})
+        print(f"rank of {ranks}: {tokens} x {hidden} x {width}", flush=True)
+        shapes.append({"ranks": ranks, "tokens": tokens, "hidden": hidden, "width": width})
         shapes[-1]["rows"] = measured(problem, args)
         del problem
         machine.release()

@@ -407,6 +407,14 @@ GROUPS = {
         ("dtensor.py", "_expect_replicated", "not replicated", "False"),
         ("dtensor.py", "_weight_grad_placements", "others and not (is_dtensor(hidden) and hidden.device_mesh == weight.device_mesh)", "False"),
     ],
+    "test_engine_choice": [
+        ("linear_head/autograd.py", "_statistics", "linear.of_weight(weight)", "linear"),
+        ("linear_head/autograd.py", "_gradient", "linear.of_weight(weight)", "linear"),
+        ("linear_head/epilogue.py", "obstacle", "not torch.compiler.is_compiling() and (hidden.is_neg() or weight.is_neg())", "hidden.is_neg() or weight.is_neg()"),
+        ("linear_head/epilogue.py", "is_default", "_capability(device) in MEASURED", "_capability(device) >= CAPABILITY"),
+        ("linear_head/call.py", "_takes_epilogue", "linear.logits is None", "False"),
+        ("linear_head/call.py", "_takes_epilogue", "linear.logits == 'operands'", "False"),
+    ],
     "test_epilogue": [
         (GEMM, "_store_packet", "tl.where(inside < chunk.size, v, least)", "v"),
         (GEMM, "_store_packet", "tl.where(inside == chunk.target, v, found)", "found"),

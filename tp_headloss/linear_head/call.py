@@ -17,7 +17,7 @@ from ..statistics import VocabStatistics
 from ..validation import expect_hidden_and_weight, expect_tensor
 from . import blocks
 from .autograd import LinearFacts, LinearStatistics, MainGrad
-from .epilogue import obstacle
+from .epilogue import is_default, obstacle
 from .options import Linear
 from .teacher import heads_of, operand_dtype, stand_in, teacher_operands
 
@@ -128,13 +128,15 @@ class LinearCall(NamedTuple):
 
 def _takes_epilogue(hidden, weight, dtype: torch.dtype, request: Request, linear: Linear) -> bool:
     """Whether recompute has epilogues instead of blocks of logits."""
-    if linear.engine == "blocks" or (linear.engine == "auto" and linear.logits != "float32"):
+    if linear.engine == "blocks" or (linear.engine == "auto" and linear.logits == "operands"):
         return False
     found = obstacle(hidden, weight, dtype, request)
     if linear.engine == "epilogue":
         if found is not None:
             raise ValueError(f"engine='epilogue' is not possible: {found}; use 'auto' or 'blocks'")
         return True
+    if linear.logits is None:
+        return found is None and is_default(hidden.device)
     if found is not None and hidden.is_cuda:
         log_mode(f"recompute takes blocks of logits, because {found}")
     return found is None and hidden.is_cuda  # elsewhere the kernels are interpreted

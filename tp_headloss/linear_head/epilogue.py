@@ -7,13 +7,30 @@ import torch
 from ..request import Request
 
 CAPABILITY = (9, 0)  # of the oldest GPUs whose tensor memory accelerator loads the tiles
+MEASURED = ((9, 0),)  # capabilities on which epilogues took no longer than blocks, by scripts/bench/linear_turns.py
+
+
+@torch.compiler.assume_constant_result
+def _capability(device: torch.device) -> tuple[int, int]:
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+
+
+def is_default(device: torch.device) -> bool:
+    """Whether calls that ask for neither engine have epilogues, where they can. Elsewhere the kernels are interpreted,
+    or nobody has compared them with blocks."""
+    return device.type == "cuda" and _capability(device) in MEASURED
+
+
+def fits(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the GEMMs of epilogues can read the weight where it is, or have to convert it anyway."""
+    return weight.dtype != dtype or weight.data_ptr() % 16 == 0
 
 
 def obstacle(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, request: Request) -> str | None:
     """Reason why a call needs blocks of logits, or None. dtype: of the GEMMs' operands."""
     if request.facts.backend != "triton":
         return "the torch backend has no kernels"
-    if hidden.is_cuda and (torch.version.hip or torch.cuda.get_device_capability(hidden.device) < CAPABILITY):
+    if hidden.is_cuda and _capability(hidden.device) < CAPABILITY:
         return f"the GPU's compute capability is less than {CAPABILITY[0]}.{CAPABILITY[1]}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the operands are neither bfloat16 nor float16 but {dtype}"
@@ -23,11 +40,11 @@ def obstacle(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, req
         return "ids of sets are picked from blocks of logits"
     if request.teacher_heads.states or request.tensors.teacher is not None or request.tensors.entries is not None:
         return "a teacher is compared with blocks of logits"
-    if hidden.is_neg() or weight.is_neg():
-        return "the sign of an operand is not in memory"
+    if not torch.compiler.is_compiling() and (hidden.is_neg() or weight.is_neg()):
+        return "the sign of an operand is not in memory"  # operators of torch.compile get copies
     row = weight.shape[1] * dtype.itemsize
     if row == 0 or row % 16 or weight.stride(1) != 1 or weight.stride(0) * dtype.itemsize % 16:
         return "rows of the weight are not contiguous multiples of 16 bytes"
-    if not torch.compiler.is_compiling() and weight.dtype == dtype and weight.data_ptr() % 16:
+    if not torch.compiler.is_compiling() and not fits(weight, dtype):
         return "the weight does not begin at a multiple of 16 bytes"
     return None

@@ -47,9 +47,11 @@ def linear_vocab_statistics(
     of the vocabulary, two more GEMMs, and the collective of dH, which the last block's dW hides.
 
     Several hidden states with one weight (multi-token prediction) are one call: stacked [D, .., H] with labels [D, ..].
-    Logits have the operands' dtype, as torch.nn.functional.linear has it, autocast included; the bias is added in fp32.
-    fp32 products are IEEE fp32 unless torch's own switch allows TF32. dH and dW are summed in fp32 and rounded once, dH
-    before it is added to the other ranks'.
+    Operands have the dtype that torch.nn.functional.linear gives them, autocast included; the bias is added in fp32.
+    Logits are rounded to that dtype, as there, except where they are epilogues of the GEMM: by default with bfloat16 or
+    float16 operands on GPUs of compute capability 9.0 (see `Linear.engine` and `Linear.logits`). fp32 products are IEEE
+    fp32 unless torch's own switch allows TF32. dH and dW are summed in fp32 and rounded once, dH before it is added to
+    the other ranks'.
 
     Args:
         hidden: [.., H] fp32, bf16 or fp16, replicated or as `Linear.hidden_grad` says.

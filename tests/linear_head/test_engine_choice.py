@@ -1,0 +1,76 @@
+"""Which calls of a linear head have epilogues if they ask for neither engine, also under torch.compile."""
+
+import pytest
+import torch
+from linear_problem import V, relative, tensors
+
+from tp_headloss import HeadLoss, Linear, Options, VocabShard
+from tp_headloss.linear_head.call import LinearCall, _takes_epilogue
+
+TRITON = Options(backend="triton")
+GPUS = {"9.0": ((9, 0), True, True), "10.0": ((10, 0), False, True), "8.0": ((8, 0), False, False)}
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU. Nothing computes with it."""
+
+    device, is_cuda = torch.device("cuda", 0), True
+
+
+class OnCpu(torch.Tensor):
+    device, is_cuda = torch.device("cpu"), False
+
+
+@pytest.mark.parametrize("capability, default, asked", GPUS.values(), ids=GPUS)
+def test_epilogues_are_the_default_where_they_were_measured(capability, default, asked, device, monkeypatch):
+    hidden, weight, _, labels, _ = (x.to(device) for x in tensors(torch.bfloat16))
+    shard = VocabShard(0, V, V)
+    request = LinearCall.checked(
+        hidden, weight, labels, None, shard, (), None, None, None, -100, TRITON, Linear()
+    ).request  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    def takes(place=OnGpu, dtype=torch.bfloat16, **options):
+        return _takes_epilogue(hidden.as_subclass(place), weight, dtype, request, Linear(**options))
+
+    assert (takes(), takes(logits="float32")) == (default, asked)
+    assert not takes(logits="operands") and not takes(engine="blocks") and not takes(engine="blocks", logits="float32")
+    assert not takes(dtype=torch.float32) and not takes(OnCpu)
+
+
+def test_a_weight_anywhere_in_memory_is_compiled(device):
+    """Where it is, is known only when the compiled call runs: blocks, unless that is a multiple of 16 bytes."""
+    hidden, weight, _, labels, _ = (x.to(device) for x in tensors(torch.bfloat16))
+    head = HeadLoss(options=TRITON)
+
+    def step(hidden, weight):
+        return head.linear(hidden, weight, labels, linear=Linear(engine="epilogue")).loss
+
+    compiled, results = torch.compile(step, fullgraph=True, backend="aot_eager"), []
+    memory = torch.empty(weight.numel() + 8, dtype=weight.dtype, device=device)
+    for first in (0, 1):
+        operands = [hidden.clone(), memory[first : first + weight.numel()].view_as(weight).copy_(weight)]
+        operands = [x.detach().requires_grad_() for x in operands]
+        loss = compiled(*operands)
+        results.append([loss, *torch.autograd.grad(loss, operands)])
+    for name, aligned, anywhere in zip(("loss", "dH", "dW"), *results):
+        assert relative(anywhere, aligned) < (1e-6 if name == "loss" else 6e-3), name
+
+
+@pytest.mark.cuda
+def test_the_default_has_the_bits_of_epilogues_and_is_compiled(device):
+    hidden, weight, _, labels, _ = (x.to(device) for x in tensors(torch.bfloat16))
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("elsewhere the default is blocks of logits")
+
+    def run(engine="auto", wrap=lambda function: function):
+        def loss_of(hidden, weight):
+            return HeadLoss().linear(hidden, weight, labels, linear=Linear("recompute", engine=engine)).loss
+
+        loss = wrap(loss_of)(hidden, weight)
+        return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+    default, compiled = run(), run(wrap=lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"))
+    assert all(torch.equal(a, b) for other in (compiled, run("epilogue")) for a, b in zip(default, other))
+    assert not torch.equal(default[0], run("blocks")[0])
