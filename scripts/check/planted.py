@@ -408,8 +408,9 @@ GROUPS = {
         ("dtensor.py", "_weight_grad_placements", "others and not (is_dtensor(hidden) and hidden.device_mesh == weight.device_mesh)", "False"),
     ],
     "test_engine_choice": [
-        ("linear_head/autograd.py", "_statistics", "linear.of_weight(weight)", "linear"),
-        ("linear_head/autograd.py", "_gradient", "linear.of_weight(weight)", "linear"),
+        ("head_loss/linear_modes.py", "_as_in_training", "torch.is_grad_enabled() or not head.epilogue or head.linear.logits is not None", "True"),
+        ("head_loss/linear_modes.py", "_as_in_training", "rounds", "True"),
+        ("engine/linear_triton.py", "_operands", "weight.data_ptr() % 16", "False"),
         ("linear_head/epilogue.py", "obstacle", "not torch.compiler.is_compiling() and (hidden.is_neg() or weight.is_neg())", "hidden.is_neg() or weight.is_neg()"),
         ("linear_head/epilogue.py", "is_default", "_capability(device) in MEASURED", "_capability(device) >= CAPABILITY"),
         ("linear_head/call.py", "_takes_epilogue", "linear.logits is None", "False"),

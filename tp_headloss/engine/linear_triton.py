@@ -23,6 +23,8 @@ def _operands(hidden: torch.Tensor, weight: torch.Tensor, how: GemmLaunch) -> tu
     rows, columns, depth, *_ = how.block
     if not hidden.is_contiguous() or hidden.data_ptr() % 16:
         hidden = hidden.clone(memory_format=torch.contiguous_format)
+    if weight.data_ptr() % 16:
+        weight = weight.clone(memory_format=torch.contiguous_format)
     if weight.shape[0] == 0:  # an empty shard: no column of this is valid
         weight = weight.new_zeros((1, weight.shape[1]))
     return _descriptor(hidden, rows, depth), _descriptor(weight, columns, depth)

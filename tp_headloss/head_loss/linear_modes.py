@@ -22,19 +22,38 @@ from .value_gradients import value_gradients
 
 def uses_one_sweep(call: Call, head: LinearCall) -> bool:
     """Decide the mode. Raises ValueError if one sweep, or a declared upstream gradient, is requested but impossible."""
-    linear, obstacle, one_sweep = head.linear, _obstacle_to_one_sweep(call, head), False
-    if linear.mode == "one_sweep" and obstacle is not None and torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
+        return False
+    linear, obstacle = head.linear, _obstacle_to_one_sweep(call, head)
+    if linear.mode == "one_sweep" and obstacle is not None:
         raise ValueError(f"mode='one_sweep' is not possible: {obstacle}; use 'recompute'")
-    if linear.mode != "recompute" and obstacle is None:
-        tokens = head.one_sweep_tokens()
-        one_sweep = linear.mode == "one_sweep" or tokens >= min(MIN_SWEEP_TOKENS, call.labels.numel())
-    if not one_sweep and linear.upstream is not None and torch.is_grad_enabled():
+    one_sweep = obstacle is None and _is_chosen(call, head)
+    if one_sweep and linear.mode == "one_sweep":
+        head.one_sweep_tokens()  # raises where the budget has no room
+    if not one_sweep and linear.upstream is not None:
         raise ValueError(f"upstream is for one sweep, got mode={linear.mode!r}: {obstacle or 'no budget for it'}")
     return one_sweep
 
 
+def _is_chosen(call: Call, head: LinearCall) -> bool:
+    """Whether the mode asks for one sweep where it is possible."""
+    if head.linear.mode != "auto":
+        return head.linear.mode == "one_sweep"
+    return head.one_sweep_tokens() >= min(MIN_SWEEP_TOKENS, call.labels.numel())
+
+
+def _as_in_training(call: Call, head: LinearCall) -> LinearCall:
+    """The head of a call: without gradients with the blocks of rounded logits that one sweep has, if that is the mode
+    with gradients, so that a loss does not depend on whether it has any."""
+    if torch.is_grad_enabled() or not head.epilogue or head.linear.logits is not None:
+        return head
+    rounds = _obstacle_to_one_sweep(call, head) is None and _is_chosen(call, head)
+    return head._replace(epilogue=False) if rounds else head
+
+
 def recompute(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutput:
     """Results from statistics that remain differentiable; the backward makes the logits again."""
+    head = _as_in_training(call, head)
     stats = head.recompute(call.labels, call.definition.options)
     return make_output(call, stats, evaluate, fused_reduction(call, stats.lse))
 
@@ -58,8 +77,6 @@ def _obstacle_to_one_sweep(call: Call, head: LinearCall) -> str | None:
     undeclared = [term.name for term in terms if not term.tokenwise and not isinstance(term.function, StatisticValue)]
     own = [term.name for term in terms if term.token_weight is not None]
     constants = [call.loss_weight, call.denominator, *call.inputs.values(), *(term.weight for term in terms)]
-    if not torch.is_grad_enabled():
-        return "no gradient is wanted"
     if head.linear.engine == "epilogue":
         return "it has blocks of logits, and engine='epilogue' none"
     if head.linear.logits == "float32":

@@ -13,7 +13,6 @@ from ..engine.operators import can_skip_dispatch, fields_of, register, schema_of
 from ..engine.passes import kernel_gradients
 from ..request import Facts, Request, TeacherOperands, Tensors, accumulation_dtype
 from . import blocks, sweeps
-from .epilogue import fits
 
 
 class LinearFacts(NamedTuple):
@@ -33,11 +32,6 @@ class LinearFacts(NamedTuple):
         fp32_logits = not (self.rounded or self.epilogue) and self.dtype.itemsize == 2
         logit_bytes = self.dtype.itemsize + 4 * fp32_logits + teacher.bytes
         return blocks.Sizes(tokens, width, hidden.shape[-1], logit_bytes, half, self.weight_sums)
-
-    def of_weight(self, weight: torch.Tensor) -> LinearFacts:
-        """The same with blocks of logits, rounded or not, for a weight that epilogues cannot read: torch.compile chose
-        them without knowing where it is."""
-        return self if not self.epilogue or fits(weight, self.dtype) else self._replace(epilogue=False)
 
     @property
     def logits(self) -> sweeps.Logits:
@@ -75,7 +69,6 @@ class LinearFacts(NamedTuple):
 
 def _statistics(hidden, weight, *args):
     *tensors, teacher, facts, linear = args
-    linear = linear.of_weight(weight)
     found = linear.blocks(hidden, facts, teacher)
     with torch.autocast(hidden.device.type, enabled=False):
         hidden, weight = linear.operands(hidden, weight, facts)
@@ -93,7 +86,6 @@ def _statistics_fake(hidden, weight, *args):
 def _gradient(hidden, weight, *args, main_grad=None):
     """Gradients of hidden states, weight and bias, None where not wanted."""
     *tensors, merged, grads, wanted, teacher, facts, linear = args
-    linear = linear.of_weight(weight)
     request = Request.of((None, *tensors), facts)
     grads = dict(zip(request.layout.gradients, grads))
     of_hidden, of_weight, of_bias = (

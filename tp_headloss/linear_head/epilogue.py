@@ -21,11 +21,6 @@ def is_default(device: torch.device) -> bool:
     return device.type == "cuda" and _capability(device) in MEASURED
 
 
-def fits(weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the GEMMs of epilogues can read the weight where it is, or have to convert it anyway."""
-    return weight.dtype != dtype or weight.data_ptr() % 16 == 0
-
-
 def obstacle(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, request: Request) -> str | None:
     """Reason why a call needs blocks of logits, or None. dtype: of the GEMMs' operands."""
     if request.facts.backend != "triton":
@@ -45,6 +40,4 @@ def obstacle(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, req
     row = weight.shape[1] * dtype.itemsize
     if row == 0 or row % 16 or weight.stride(1) != 1 or weight.stride(0) * dtype.itemsize % 16:
         return "rows of the weight are not contiguous multiples of 16 bytes"
-    if not torch.compiler.is_compiling() and not fits(weight, dtype):
-        return "the weight does not begin at a multiple of 16 bytes"
     return None

@@ -56,8 +56,8 @@ class Linear:
             recompute.
         logits: what statistics are made of: "float32", unrounded sums of products, or "operands", rounded to the
             operands' dtype, as by torch.nn.functional.linear. None (default): "float32" with epilogues, else
-            "operands". One sweep has "operands"; with "float32", mode "auto" takes recompute, and a logit in a block
-            takes 6 bytes instead of 2.
+            "operands". One sweep has "operands", and so has a loss without gradients that is one sweep with them;
+            with "float32", mode "auto" takes recompute, and a logit in a block takes 6 bytes instead of 2.
 
     Raises:
         TypeError, ValueError: unknown names, or numbers that cannot be.
