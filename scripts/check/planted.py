@@ -71,7 +71,6 @@ GROUPS = {
         (ROWS, "_joined", "b = parts[k + len(parts) // 2]", "b = parts[len(parts) - 1 - k]"),
         (ROWS, "_stream", "tl.where(chunk.ignored, 0, inputs.chunk_size)", "plain"),
         (ROWS, "_merged_softmax", "tl.gather(terms.factor, this, 0)", "1.0"),
-        (ROWS, "_merged_softmax", "tl.full([CHUNKS], k, tl.int32)", "tl.full([CHUNKS], CHUNKS - 1 - k, tl.int32)"),
         (ROWS, "_add_tiles", "tl.maximum(highest, tiles[k][1])", "highest"),
         (ROWS, "_merged_softmax", "tl.where(terms.owner == 1.0, read(packet, rows.target, 0.0), 0.0)", "read(packet, rows.target, 0.0) * 2.0"),
         (ROWS, "_gradients", "softmax.merged_log_prob(joined)", "1.0"),
