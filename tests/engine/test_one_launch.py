@@ -81,6 +81,22 @@ def test_chunks_of_many_tiles_are_added_up_in_the_same_order(dtype, device):
     assert torch.equal(gradient, expected)
 
 
+@pytest.mark.parametrize("case", ["mean", "tensor", "weights", "metrics"])
+def test_tokens_of_several_groups_are_merged_once_each(case, device):
+    n_tokens, generator = 150, torch.Generator().manual_seed(1)
+    logits = torch.randn(n_tokens, 40, generator=generator).to(device)
+    labels = torch.randint(40, (n_tokens,), generator=generator).to(device)
+    labels[::7] = IGNORED
+    given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in CASES[case].items()}
+    if case == "weights":
+        given["token_weight"] = torch.rand(n_tokens, generator=generator).to(device)
+    one, gradient, second = run(IN_FORWARD, logits, labels, **given)
+    two, expected, _ = run(IN_BACKWARD, logits, labels, **given)
+    assert torch.equal(one.loss, two.loss) and torch.equal(gradient, expected) and torch.equal(second, expected)
+    for a, b in zip(one.stats, two.stats):
+        assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
+
+
 @pytest.mark.parametrize("width", [3, 40, 520, 700, 704])
 def test_vocabularies_of_any_size_and_padding(width, device):
     size = min(width, V) if width != 704 else 700

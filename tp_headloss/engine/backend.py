@@ -24,9 +24,9 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
     sums_for_merge(request, reduction)                   memory for sums that the merge makes, or None; the two
                                                          functions on packets then take it as a last argument
     loss_step(request, reduction)                        a prepared `LossStep` for calls of this kind, or None
-    statistics_and_gradient(packets, gradient, written_for, request, reduction, sums)    both in one launch; "triton"
-    gradient_again(gradient, request, merged, grads, loss, written_for, expected, again)  alone, where `one_launch`
-                                                         finds no obstacle
+    statistics_and_gradient(packets, gradient, request, reduction, sums)  a loss and its gradient in one launch, and
+    gradient_again(gradient, request, merged, grads, loss, expectation, expected, again)  in the backward what is left;
+                                                         "triton" alone, where `one_launch` finds no obstacle
 
 Importing the package needs neither CUDA nor Triton: a backend is imported on first use.
 """

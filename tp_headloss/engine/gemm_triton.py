@@ -14,7 +14,8 @@ from ..statistics.family_triton import read, row_factors, teacher_scales, transf
 from ..statistics.numerics_triton import INTERPRETED, lane_sum, rounded
 from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
 from .gradient_triton import tile_gradient
-from .kernels import add_packet, add_to_states, peaks, start_states
+from .kernels import add_to_states, start_states
+from .merge_triton import add_packet, peaks
 
 
 @triton.jit

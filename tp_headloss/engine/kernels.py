@@ -14,15 +14,15 @@ from ..statistics.family_triton import (
     load_teacher,
     loss_of_row,
     open_chunk,
-    read,
     row_factors,
     teacher_scales,
 )
 from ..statistics.numerics_triton import largest, widen
-from ..statistics.records_triton import Chunk, Core, Packet, Places, Tile, Token
-from ..symmetric_memory_triton import end_turn, packet_pointer, slot_to_write, turn_to_read
+from ..statistics.records_triton import Chunk, Core, Places, Tile, Token
+from ..symmetric_memory_triton import slot_to_write
 from .gradient_triton import put_exact, store_exact, tile_gradient
-from .merged_sums_triton import add_up, start_sums
+from .merge_triton import merge_tokens
+from .merged_sums_triton import start_sums
 
 # Columns of the gradient in a program that puts entries into their places. An H200, 8192 x 128256, microseconds of the
 # backward of sets of 1024 ids, of 64, of a top-K teacher, with its tail: 4096 1243, 1030, 1100, 1186; 8192 1295, 1045,
@@ -131,22 +131,6 @@ def statistics_kernel(
         families[i].store(out, n, states[i], core, chunk, inputs, rows)
 
 
-@triton.jit
-def peaks(families, states, packet, rows):
-    after = ()
-    for i in tl.static_range(len(families)):
-        after += (families[i].peak(states[i], packet, rows),)
-    return after
-
-
-@triton.jit
-def add_packet(families, states, packet, terms, rows):
-    added = ()
-    for i in tl.static_range(len(families)):
-        added += (families[i].add(states[i], packet, terms, rows),)
-    return added
-
-
 @triton.jit(do_not_specialize=["n_rows"])
 def merge_kernel(
     out,  # Outputs
@@ -160,47 +144,11 @@ def merge_kernel(
     PACKETS: tl.constexpr, CHUNKS: tl.constexpr,  # of the group, of a rank
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: the merge of all packets of BLOCK tokens in chunk order, in float64, and the target column. The
-    last one adds up the values of all tokens."""
-    # Packets that are read at once: more spill registers, and more than 8 compile for minutes.
-    WIDE: tl.constexpr = PACKETS * (rows.packet.height - rows.packet.ids) > 96
-    STEP: tl.constexpr = (4 if PACKETS == 8 else 1) if WIDE or PACKETS > 8 else PACKETS
-    n = n_rows.to(tl.int64)
-    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = token < n
-    turn = turn_to_read(memory)
-    size = rows.packet.height * n
-    peak = tl.full([BLOCK], -float("inf"), tl.float32)
-    core = softmax.start_merge(BLOCK)
-    states = ()
-    for i in tl.static_range(len(families)):
-        states += (families[i].start(BLOCK),)
-    for first in range(0, PACKETS, STEP):
-        for k in tl.static_range(STEP):
-            packet = Packet(packet_pointer(packets_ptr, memory, turn, first + k, size, CHUNKS) + token, n, here)
-            peak = tl.maximum(peak, read(packet, rows.packet.max, 0.0))
-            states = peaks(families, states, packet, rows.packet)
-    scale = 1.0
-    if inputs.student_scale is not None:
-        scale = inputs.student_scale
-        if inputs.scales is not None:
-            scale = tl.load(inputs.scales + n + token, mask=here, other=1.0)
-    for first in range(0, PACKETS, STEP):
-        for k in tl.static_range(STEP):
-            packet = Packet(packet_pointer(packets_ptr, memory, turn, first + k, size, CHUNKS) + token, n, here)
-            terms = softmax.packet_softmax(packet, peak, scale, rows.packet)
-            core = softmax.add_packet(core, packet, terms, rows.packet)
-            states = add_packet(families, states, packet, terms, rows.packet)
-    if rows.packet.owner is not None:
-        joined = softmax.with_target(core, peak, scale, token, here, n, rows.packet, PACKETS)
-    else:
-        joined = softmax.without_target(core, peak, scale, token, here, n, rows.packet)
-    softmax.finish(core, joined, out, rows)
-    for i in tl.static_range(len(families)):
-        families[i].finish(states[i], joined, out, inputs, rows)
-    end_turn(memory, turn)
-    if sums.parts is not None:
-        add_up(sums, out, here & ~joined.ignored, token, n, BLOCK)
+    """One program: the merge of BLOCK tokens."""
+    merge_tokens(
+        out, packets_ptr, inputs, memory, sums, families, rows, n_rows, tl.program_id(0), tl.num_programs(0), PACKETS,
+        CHUNKS, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Launches of the kernels that write packets and the gradient of a loss together; see `one_launch`."""
+"""Launches of the kernels that compute statistics and the gradient of a loss together; see `one_launch`."""
 
 from __future__ import annotations
 
@@ -9,49 +9,54 @@ from ..statistics.records_triton import LossGradient, MergedSums
 from . import rows_triton
 from .device_inputs import inputs_of
 from .launch import (
+    EXPECT,
     GRADIENT_AGAIN,
     INTERPRETED,
+    MERGE,
     Launch,
     ceil_div,
     dtype_key,
     launch,
+    may_begin_early,
     pointer_key,
     rows_launch,
     statistics_launch,
 )
+from .merged_sums_triton import expect_kernel, sums_key
 from .rows_triton import ExpectedLoss, Plan
-from .sums_triton import divided_by, token_count
+from .sums_triton import divided_by
 
 
-def statistics_and_gradient(
-    packets, gradient, written_for, request: Request, reduction, sums: MergedSums | None
-) -> None:
-    """Write the packets [chunks, rows, N] of a call, the gradient [N, width] of its reduced loss for the expected
-    upstream gradient, and that into `written_for` [N] fp32; sums: of the merge that follows."""
+def statistics_and_gradient(packets, gradient, request: Request, reduction, sums: MergedSums | None):
+    """Write the packets [chunks, rows, N] of a call, and the gradient [N, width] of its reduced loss for the expected
+    upstream gradient -> [merged rows, values, *flags] as `merge_packets`, `sums`, and a note for `gradient_again`."""
     facts, (inputs, prepared) = request.facts, inputs_of(request)
     n_rows, width = gradient.shape
     block, rows, how = statistics_launch(facts.chunk_size).block, prepared.rows, rows_launch(width, gradient.itemsize)
     parts, padded = ceil_div(block, 512 // gradient.itemsize), facts.valid_width < width
-    plan = Plan(facts.chunks, parts, how.block, padded)
+    early = may_begin_early(packets.device)
+    plan = Plan(facts.chunks, MERGE.block, parts, how.block, padded, early)
     grads = {name: (c, True) if squared else (c,) for name, c, squared in reduction.plan.gradients}
-    loss, out = _expected_loss(request, reduction, sums), _exact(gradient)
+    sums, outputs = sums or MergedSums(), request.layout.empty_outputs(packets, n_rows, torch.float32)
+    loss, out = ExpectedLoss(_expectation(request, reduction, sums), reduction.weight), _exact(gradient)
     launch(
         rows_triton.packets_and_gradient_kernel, n_rows,
         (
             packets.device, prepared.variant, plan, pointer_key(out), *(len(g) for g in grads.values()), tuple(grads),
-            pointer_key(loss.denominator_ptr), dtype_key(loss.weight), sums is None,
+            dtype_key(loss.weight), sums_key(sums),
         ),
-        Launch(block, how.warps),
-        packets, out, written_for, inputs, rows.grads(*map(grads.get, rows.grads._fields)), loss,
-        rows.statistics, rows.packet, n_rows, facts.valid_width, facts.ignore_index, plan,
+        Launch(block, how.warps, early=early),
+        rows.outputs(outputs), packets, out, sums, inputs, rows.grads(*map(grads.get, rows.grads._fields)), loss,
+        rows.statistics, rows.merge, rows.merge_rows, n_rows, facts.valid_width, facts.ignore_index, plan,
     )  # fmt: skip
     if out is not gradient:
         gradient.data.copy_(out)
+    return outputs, loss.expectation
 
 
-def gradient_again(gradient, request: Request, merged, grads: dict, loss, written_for, expected, again: bool) -> None:
-    """Write the rows of the gradient that were written for another upstream gradient of the loss than this one, or with
-    `again` all of them; the next forward expects this one. grads, loss: as in `logits_gradient`."""
+def gradient_again(gradient, request: Request, merged, grads: dict, loss, expectation, expected, again: bool):
+    """Write the gradient again if it was written for another upstream gradient of the loss than this one, or with
+    `again` in any case; the next forward expects this one. grads, loss: as in `logits_gradient`."""
     facts, (inputs, prepared) = request.facts, inputs_of(request)
     n_rows, width = gradient.shape
     padded, rows, loss, out = facts.valid_width < width, prepared.rows, LossGradient(*loss), _exact(gradient)
@@ -60,7 +65,7 @@ def gradient_again(gradient, request: Request, merged, grads: dict, loss, writte
     launch(
         rows_triton.gradient_again_kernel, min(n_rows, GRADIENT_AGAIN),
         (gradient.device, prepared.variant, again, padded, pointer_key(out), kinds), how,
-        out, written_for, expected, inputs, merged, rows.grads(*map(grads.get, rows.grads._fields)), loss, rows.merged,
+        out, expectation, expected, inputs, merged, rows.grads(*map(grads.get, rows.grads._fields)), loss, rows.merged,
         n_rows, facts.valid_width, again, padded,
     )  # fmt: skip
     if out is not gradient:
@@ -72,8 +77,18 @@ def _exact(gradient):
     return gradient.float() if INTERPRETED and gradient.dtype == torch.bfloat16 else gradient
 
 
-def _expected_loss(request: Request, reduction, sums) -> ExpectedLoss:
+def _expectation(request: Request, reduction, sums: MergedSums) -> torch.Tensor:
+    """What a loss's gradient is written for before the loss is known, see `ExpectedLoss`."""
     _plan, weight, denominator, expected = reduction
-    if denominator is None:
-        denominator = token_count(request.tensors.labels, weight, request.facts.ignore_index)
-    return ExpectedLoss(expected, weight, *divided_by(denominator), None if sums is None else sums.parts)
+    labels, ignore_index = request.tensors.labels, request.facts.ignore_index
+    given, number = divided_by(denominator)
+    groups = ceil_div(labels.numel(), MERGE.block)
+    expectation = labels.new_empty(2 + ceil_div(groups, 2), dtype=torch.float64)
+    by_count = denominator is None
+    variant = inputs_of(request)[1].variant, sums.parts is None, dtype_key(weight), pointer_key(given), by_count
+    launch(
+        expect_kernel, 1, (labels.device, *variant), EXPECT,
+        expectation, sums.parts, expected, labels, weight, given, number, labels.numel(), ignore_index,
+        by_count, MERGE.block, may_begin_early(labels.device),
+    )  # fmt: skip
+    return expectation

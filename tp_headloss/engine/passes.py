@@ -67,17 +67,13 @@ def _reduced(outputs: list[torch.Tensor], request: Request, reduction) -> Reduce
 
 def statistics_and_gradient(request: Request, reduction) -> tuple[list, Reduced, torch.Tensor, torch.Tensor]:
     """`reduced_statistics` on one rank, the gradient [N, width] of the loss for the upstream gradient that it expects,
-    and the upstream gradients [N] for which its rows were written."""
+    and a note of that."""
     backend, logits = load_backend(request.facts.backend), request.tensors.logits
-    packets = logits.new_empty(request.packets_shape, dtype=torch.float32)
-    gradient, written_for = logits.new_empty(logits.shape), packets.new_empty(len(logits))
+    packets, gradient = logits.new_empty(request.packets_shape, dtype=torch.float32), logits.new_empty(logits.shape)
     sums = backend.sums_for_merge(request, reduction)
-    backend.statistics_and_gradient(packets, gradient, written_for, request, reduction, sums)
-    if sums is None:
-        outputs = backend.merge_packets(packets, request)
-        return outputs, _reduced(outputs, request, reduction), gradient, written_for
-    outputs = backend.merge_packets(packets, request, None, sums)
-    return outputs, Reduced(sums.loss, sums.sums, sums.parts), gradient, written_for
+    outputs, expectation = backend.statistics_and_gradient(packets, gradient, request, reduction, sums)
+    reduced = _reduced(outputs, request, reduction) if sums is None else Reduced(sums.loss, sums.sums, sums.parts)
+    return outputs, reduced, gradient, expectation
 
 
 def second_packets(request: Request, merged: torch.Tensor) -> torch.Tensor:

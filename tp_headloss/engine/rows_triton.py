@@ -1,14 +1,13 @@
 """Packets and the gradient of a loss in one launch, where one rank has the whole vocabulary.
 
-A program reads its row from memory for the packets of all chunks, merges them, and reads the row once more, for the
-gradient, from the L2 cache. Packets, merged sums and gradient have the bits of `kernels`: the same device functions
-compute them, and sums are added up in the same order.
+A program reads its row from memory for the packets of all chunks, merges its softmax, and reads the row once more, for
+the gradient, from the L2 cache. The last program of a group of rows merges their packets for all that the merge stores.
+Packets, merged sums and gradient have the bits of `kernels`: the same device functions compute them, and sums are added
+up in the same order.
 
 Logits are transformed by a bias at most: a compiler may fuse a factor with the next subtraction in one kernel and not
-in the other.
-
-The upstream gradient of the loss is not known yet: a row is written for the one that is expected, and written again by
-`gradient_again_kernel` where another one came.
+in the other. The upstream gradient of the loss is not known yet: the gradient is written for the one that is expected,
+and written again by `gradient_again_kernel` where another one came.
 """
 
 from typing import Any, NamedTuple
@@ -20,22 +19,20 @@ from ..statistics import softmax_triton as softmax
 from ..statistics.family_triton import loss_of_row, of_loss, open_chunk, read, transform, upstream, weigh_token
 from ..statistics.numerics_triton import exp, fixed_sums, settle, times, widen
 from ..statistics.records_triton import Core, Packet, Tile, Token
+from ..symmetric_memory_triton import SharedMemory
 from .kernels import add_to_states, rescale_states, start_states
-from .merged_sums_triton import start_sums
-from .sums_triton import divisor_of
+from .merge_triton import merge_tokens
+from .merged_sums_triton import rows_done
 
 # Stages of the loops' pipelines.
-PACKET_STAGES, GRADIENT_STAGES = tl.constexpr(4), tl.constexpr(3)
+PACKET_STAGES, MASKED_STAGES, GRADIENT_STAGES = tl.constexpr(4), tl.constexpr(3), tl.constexpr(3)
 
 
 class ExpectedLoss(NamedTuple):
-    """Factors of a reduced loss's gradient before the loss is known, as in `LossGradient`."""
+    """Factors of a reduced loss's gradient before the loss is known."""
 
-    upstream: Any  # [] fp32 that is expected
+    expectation: Any  # of `expect_kernel`
     weight: Any  # [T] fp32 or None
-    denominator_ptr: Any  # [] fp64, or None: then the number
-    denominator: Any
-    parts: Any  # of the merge's sums, see `merged_sums_triton`, or None
 
 
 class RowSoftmax(NamedTuple):
@@ -51,9 +48,11 @@ class Plan(NamedTuple):
     """Sizes of a program."""
 
     chunks: int
+    group: int  # rows that are merged together
     parts: int  # of a tile of each chunk
     tile: int  # columns of the gradient
     padded: bool  # whether columns are padding
+    early: bool  # whether it begins while `expect_kernel` still runs
 
 
 @triton.jit
@@ -86,7 +85,6 @@ def _add_tiles(
 ):  # fmt: skip
     """Add a tile of each chunk to the maxima m [CHUNKS, 1], and to the lane sums and states of each part."""
     tiles = ()
-    peak = m
     for k in tl.static_range(len(parts)):
         inside = parts[k][1]
         z, _slope = transform(widen(parts[k][0]), chunk.first + inside, inputs, chunk.pre, chunk.post)
@@ -94,8 +92,11 @@ def _add_tiles(
         if MASKED:
             z = tl.where(inside < chunk.size, z, float("-inf"))
             v = tl.where(inside == chunk.target, float("-inf"), z)
-        peak = tl.maximum(peak, tl.max(v, axis=1, keep_dims=True))
         tiles += ((z, v),)
+    highest = tiles[0][1]  # of all parts, so that the columns are compared once
+    for k in tl.static_range(1, len(parts)):
+        highest = tl.maximum(highest, tiles[k][1])
+    peak = tl.maximum(m, tl.max(highest, axis=1, keep_dims=True))
     grown = ()
     added = ()
     for k in tl.static_range(len(parts)):
@@ -138,7 +139,7 @@ def _stream(inputs, chunk, families, rows, zeros, PARTS: tl.constexpr, BLOCK: tl
         offset = _offset_of(i, whole, waiting, BLOCK)
         parts = _load_parts(inputs, chunk, offset, PARTS, BLOCK, False)
         m, sums, states = _add_tiles(m, sums, states, parts, offset, families, chunk, inputs, rows, BLOCK, False)
-    for i in range(plain, tl.where(chunk.ignored, 0, inputs.chunk_size), BLOCK):
+    for i in tl.range(plain, tl.where(chunk.ignored, 0, inputs.chunk_size), BLOCK, num_stages=MASKED_STAGES):
         offset = _offset_of(i, whole, waiting, BLOCK)
         parts = _load_parts(inputs, chunk, offset, PARTS, BLOCK, True)
         m, sums, states = _add_tiles(m, sums, states, parts, offset, families, chunk, inputs, rows, BLOCK, True)
@@ -147,19 +148,21 @@ def _stream(inputs, chunk, families, rows, zeros, PARTS: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def _store_packets(
-    packets_ptr, inputs, families, rows, row, n_rows, valid_width, ignore_index, CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    packets_ptr, inputs, families, rows, row, n_rows, valid_width, ignore_index, PLAN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Store the packets of all chunks of a row."""
+    CHUNKS: tl.constexpr = PLAN.chunks
+    PARTS: tl.constexpr = PLAN.parts
     index = tl.arange(0, CHUNKS)[:, None]
     chunk = open_chunk(inputs, row, index, n_rows, 0, valid_width, ignore_index)
+    target = softmax.load_target(chunk, inputs)  # before the loops, so that nothing waits for it
     zeros = tl.zeros([CHUNKS, BLOCK // PARTS], tl.float32)
     m, sums, states = _stream(inputs, chunk, families, rows, zeros, PARTS, BLOCK)
     n = n_rows.to(tl.int64)
     out = packets_ptr + index.to(tl.int64) * rows.height * n + row
     core = Core(m, _joined(sums))
     softmax.store_sums(out, n, core, 0, inputs, rows)
-    softmax.store_target(out, n, softmax.load_target(chunk, inputs), chunk, rows)
+    softmax.store_target(out, n, target, chunk, rows)
     for i in tl.static_range(len(families)):
         state = ()
         for j in tl.static_range(len(states[0][i])):
@@ -172,17 +175,17 @@ def _store_packets(
 
 @triton.jit
 def _merged_softmax(packets_ptr, rows, row, n, CHUNKS: tl.constexpr):
-    """The merged softmax of a row, from the packets that are stored, by the formulas of `kernels.merge_kernel`."""
+    """The merged softmax of a row, from the packets that are stored, by the formulas of `merge_triton`."""
     index = tl.arange(0, CHUNKS)
     packet = Packet(packets_ptr + index.to(tl.int64) * rows.height * n + row, n, index < CHUNKS)
     peak = tl.max(read(packet, rows.max, 0.0), axis=0)
     terms = softmax.packet_softmax(packet, peak, 1.0, rows)
     target = tl.where(terms.owner == 1.0, read(packet, rows.target, 0.0), 0.0)
-    others = tl.full((), 0.0, tl.float64)
+    others = tl.zeros([CHUNKS], tl.float64)  # the same number in all
     for k in tl.static_range(CHUNKS):  # one after the other, as there
-        factor = tl.sum(tl.where(index == k, terms.factor, 0.0), axis=0)
-        others = tl.fma(factor, tl.sum(tl.where(index == k, terms.sum, 0.0), axis=0), others)
-    state = others, tl.sum(target, axis=0).to(tl.float64), tl.sum(terms.owner, axis=0), 0
+        this = tl.full([CHUNKS], k, tl.int32)
+        others = tl.fma(tl.gather(terms.factor, this, 0), tl.gather(terms.sum, this, 0), others)
+    state = tl.max(others, axis=0), tl.sum(target, axis=0).to(tl.float64), tl.sum(terms.owner, axis=0), 0
     return softmax.with_target(state, peak, 1.0, row, True, n, rows, CHUNKS)
 
 
@@ -229,42 +232,41 @@ def _store_gradient(
 
 @triton.jit(do_not_specialize=["n_rows", "valid_width", "ignore_index"])
 def packets_and_gradient_kernel(
-    packets_ptr,  # [CHUNKS, K, T] fp32 out
+    out,  # Outputs
+    packets_ptr,  # [CHUNKS, K, T] fp32 for the packets
     dx_ptr,  # [T, width] out, contiguous: the gradient for the expected upstream gradient
-    written_for_ptr,  # [T] fp32 out: that upstream gradient
+    sums,  # MergedSums
     inputs,  # Inputs
     grads,  # coefficients of lse and log_prob in the loss, see `of_loss`
     loss,  # ExpectedLoss
-    families,  # their STATISTICS
-    rows,  # numbers of the packets' rows by name
-    n_rows, valid_width, ignore_index,
-    PLAN: tl.constexpr, BLOCK: tl.constexpr,
+    families, merges,  # their STATISTICS, their MERGE
+    rows,  # numbers of rows by name: packet, merged, value
+    n_rows, valid_width, ignore_index, PLAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: all packets of one row, and its gradient."""
+    """One program: all packets of one row, and its gradient; the last one of a group of rows merges their packets."""
     row = tl.program_id(0).to(tl.int64)
-    n = n_rows.to(tl.int64)
-    if loss.parts is not None:
-        start_sums(loss.parts)
-    _store_packets(
-        packets_ptr, inputs, families, rows, row, n_rows, valid_width, ignore_index, PLAN.chunks, PLAN.parts, BLOCK
-    )
+    _store_packets(packets_ptr, inputs, families, rows.packet, row, n_rows, valid_width, ignore_index, PLAN, BLOCK)
     tl.debug_barrier()  # the packets are stored
-    joined = _merged_softmax(packets_ptr, rows, row, n, PLAN.chunks)
-    expected = tl.load(loss.upstream)
-    tl.store(written_for_ptr + row, expected)
-    factor = expected * (1.0 / divisor_of(loss.denominator_ptr, loss.denominator))
-    of_lse, of_log_prob = _gradients(joined, grads, weigh_token(factor, loss.weight, row))
+    if PLAN.early:
+        tl.extra.cuda.gdc_wait()  # for `expect_kernel`
+    joined = _merged_softmax(packets_ptr, rows.packet, row, n_rows.to(tl.int64), PLAN.chunks)
+    of_lse, of_log_prob = _gradients(joined, grads, weigh_token(tl.load(loss.expectation), loss.weight, row))
     shift, whole, others, offset = softmax.merged_rows(joined)
-    _store_gradient(
-        dx_ptr, inputs, row, RowSoftmax(shift, whole, others, offset), of_lse, of_log_prob, valid_width, PLAN.padded,
-        PLAN.tile,
-    )  # fmt: skip
+    merged = RowSoftmax(shift, whole, others, offset)
+    _store_gradient(dx_ptr, inputs, row, merged, of_lse, of_log_prob, valid_width, PLAN.padded, PLAN.tile)
+    group = tl.program_id(0) // PLAN.group
+    done = tl.atomic_add(rows_done(loss.expectation) + group, 1)
+    if done == tl.minimum(n_rows - group * PLAN.group, PLAN.group) - 1:
+        merge_tokens(
+            out, packets_ptr, inputs, SharedMemory(None, None, None), sums, merges, rows, n_rows, group,
+            tl.cdiv(n_rows, PLAN.group), PLAN.chunks, PLAN.chunks, PLAN.group,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_rows", "valid_width"])
 def gradient_again_kernel(
     dx_ptr,  # [T, width] out, contiguous
-    written_for_ptr,  # [T] fp32: upstream gradients of the loss for which rows were written
+    expectation_ptr,  # of `expect_kernel`
     expected_ptr,  # [] fp32 out: what to expect next
     inputs,  # Inputs
     merged_ptr,  # [R, T] fp32
@@ -272,20 +274,20 @@ def gradient_again_kernel(
     loss,  # LossGradient
     rows,  # numbers of the merged rows by name
     n_rows, valid_width,
-    AGAIN: tl.constexpr,  # in any case; else only rows that were written for another upstream gradient
+    AGAIN: tl.constexpr,  # in any case; else only if another upstream gradient was expected
     PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the gradient of some rows."""
     n = n_rows.to(tl.int64)
-    expected = tl.load(loss.upstream)
+    given = tl.load(loss.upstream)
     if tl.program_id(0) == 0:
-        tl.store(expected_ptr, expected)
-    for first in range(0, n_rows, tl.num_programs(0)):
+        tl.store(expected_ptr, given)
+    end = n_rows
+    if not AGAIN:
+        end = tl.where(tl.load(expectation_ptr + 1) == given, 0, n_rows)
+    for first in range(0, end, tl.num_programs(0)):
         row = (first + tl.program_id(0)).to(tl.int64)
-        other = row < n
-        if not AGAIN:
-            other = other & (tl.load(written_for_ptr + row, mask=other, other=0.0) != expected)
-        if other:
+        if row < n:
             merged = merged_ptr + row
             token = Token(row, n, merged, 0, False, 1.0, 0, 0, False, False, loss_of_row(loss, row), 0)
             of_lse, of_log_prob = upstream(grads.lse, token), upstream(grads.log_prob, token)

@@ -85,27 +85,6 @@ def sums_kernel(
     store_loss(loss_ptr, inverse_ptr, loss, denominator_ptr, tokens if BY_COUNT else denominator)
 
 
-@triton.jit(do_not_specialize=["n_rows", "ignore_index"])
-def count_kernel(
-    count_ptr,  # [] fp64 out
-    labels_ptr,  # [T]
-    weight_ptr,  # [T] fp32 or None
-    n_rows, ignore_index,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sum of the weights of tokens that are not ignored, or their number."""
-    count = tl.zeros([BLOCK], tl.float64)
-    for first in range(0, n_rows, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        y = tl.load(labels_ptr + token, mask=token < n_rows, other=0).to(tl.int64)
-        valid = (token < n_rows) & (y != ignore_index)
-        if weight_ptr is not None:
-            count += tl.load(weight_ptr + token, mask=valid, other=0.0)
-        else:
-            count += valid.to(tl.float64)
-    tl.store(count_ptr, tl.sum(count, axis=0))
-
-
 @triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])
 def sums_gradient_kernel(
     g_ptr,  # [S, T] fp32 out: d loss / d value where valid, 0 elsewhere
@@ -172,16 +151,6 @@ def token_sums(values, valid, reduction):
         plan.squares, plan.negatives, denominator is None,
     )  # fmt: skip
     return loss, sums, inverse
-
-
-def token_count(labels, weight, ignore_index):
-    """Labels [N] -> the sum of the weights of tokens that are not ignored, or their number, [] float64."""
-    out = labels.new_empty((), dtype=torch.float64)
-    launch(
-        count_kernel, 1, (labels.device, pointer_key(labels), pointer_key(weight)), SUMS,
-        out, labels, weight, labels.numel(), ignore_index,
-    )  # fmt: skip
-    return out
 
 
 def token_sums_gradient(upstream, values, valid, weight, inverse, plan):

@@ -1,0 +1,74 @@
+"""The merge of packets for any tuple of families: a launch of its own, or the end of one that writes all packets."""
+
+import triton
+import triton.language as tl
+
+from ..statistics import softmax_triton as softmax
+from ..statistics.family_triton import read
+from ..statistics.records_triton import Packet
+from ..symmetric_memory_triton import end_turn, packet_pointer, turn_to_read
+from .merged_sums_triton import add_up
+
+
+@triton.jit
+def peaks(families, states, packet, rows):
+    after = ()
+    for i in tl.static_range(len(families)):
+        after += (families[i].peak(states[i], packet, rows),)
+    return after
+
+
+@triton.jit
+def add_packet(families, states, packet, terms, rows):
+    added = ()
+    for i in tl.static_range(len(families)):
+        added += (families[i].add(states[i], packet, terms, rows),)
+    return added
+
+
+@triton.jit
+def merge_tokens(
+    out, packets_ptr, inputs, memory, sums, families, rows, n_rows, group, groups, PACKETS: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Merge all packets of a group of BLOCK tokens in chunk order, in float64, and the target column. The last of all
+    groups adds up the values of all tokens."""
+    # Packets that are read at once: more spill registers, and more than 8 compile for minutes.
+    WIDE: tl.constexpr = PACKETS * (rows.packet.height - rows.packet.ids) > 96
+    STEP: tl.constexpr = (4 if PACKETS == 8 else 1) if WIDE or PACKETS > 8 else PACKETS
+    n = n_rows.to(tl.int64)
+    token = group.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = token < n
+    turn = turn_to_read(memory)
+    size = rows.packet.height * n
+    peak = tl.full([BLOCK], -float("inf"), tl.float32)
+    core = softmax.start_merge(BLOCK)
+    states = ()
+    for i in tl.static_range(len(families)):
+        states += (families[i].start(BLOCK),)
+    for first in range(0, PACKETS, STEP):
+        for k in tl.static_range(STEP):
+            packet = Packet(packet_pointer(packets_ptr, memory, turn, first + k, size, CHUNKS) + token, n, here)
+            peak = tl.maximum(peak, read(packet, rows.packet.max, 0.0))
+            states = peaks(families, states, packet, rows.packet)
+    scale = 1.0
+    if inputs.student_scale is not None:
+        scale = inputs.student_scale
+        if inputs.scales is not None:
+            scale = tl.load(inputs.scales + n + token, mask=here, other=1.0)
+    for first in range(0, PACKETS, STEP):
+        for k in tl.static_range(STEP):
+            packet = Packet(packet_pointer(packets_ptr, memory, turn, first + k, size, CHUNKS) + token, n, here)
+            terms = softmax.packet_softmax(packet, peak, scale, rows.packet)
+            core = softmax.add_packet(core, packet, terms, rows.packet)
+            states = add_packet(families, states, packet, terms, rows.packet)
+    if rows.packet.owner is not None:
+        joined = softmax.with_target(core, peak, scale, token, here, n, rows.packet, PACKETS)
+    else:
+        joined = softmax.without_target(core, peak, scale, token, here, n, rows.packet)
+    softmax.finish(core, joined, out, rows)
+    for i in tl.static_range(len(families)):
+        families[i].finish(states[i], joined, out, inputs, rows)
+    end_turn(memory, turn)
+    if sums.parts is not None:
+        add_up(sums, out, here & ~joined.ignored, token, n, group, groups, BLOCK)
