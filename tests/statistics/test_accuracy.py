@@ -230,3 +230,21 @@ def test_the_lowest_id_wins_a_tie_whichever_tile_is_read_last(label, backend, de
     )
     assert stats.argmax.item() == (5 if label >= 0 else -1)
     assert not stats.correct.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_softcaps_gradient_of_rows_that_need_several_programs(dtype, backend, device):
+    """A program has eight tiles of 512, the last one fewer; the second row is ignored."""
+    x = (2 * torch.randn(3, 9999, generator=torch.Generator().manual_seed(5))).to(dtype)
+    x[:, ::1111] = 9.0
+    labels = torch.tensor([4095, -100, 9998])
+    local = x.clone().to(device).requires_grad_()
+    stats = vocab_statistics(
+        local, labels.to(device), transform=Transform(softcap=10.0), options=Options(backend=backend)
+    )
+    stats.log_prob.sum().backward()
+    z, slope = oracle.transform(x, softcap=10.0)
+    truth = oracle.gradient(z, slope, labels.clamp(min=0), {"log_prob": (labels >= 0).double()})
+    assert local.grad is not None
+    rtol = 2e-5 if dtype == torch.float32 else 2.0**-7
+    torch.testing.assert_close(local.grad.double().cpu(), truth, rtol=rtol, atol=1e-30)

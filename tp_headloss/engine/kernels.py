@@ -28,6 +28,8 @@ from .merged_sums_triton import start_sums
 # backward of sets of 1024 ids, of 64, of a top-K teacher, with its tail: 4096 1243, 1030, 1100, 1186; 8192 1295, 1045,
 # 1034, 1084; 16384 1530, 1082, -, -: what the programs at work write has to stay in the cache
 COLUMNS = tl.constexpr(8192)
+# Tiles in a program of a softcap's gradient, which has some 200 instructions besides theirs; 32064: 1 344, 4 309, 8 295
+SOFTCAP_TILES = tl.constexpr(8)
 PUT = tl.constexpr(128)  # entries or given ids that it reads at once
 
 
@@ -186,31 +188,26 @@ def gradient_kernel(
     n_rows, start, valid_width,
     PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of one row of the gradient, or COLUMNS of it and the gradient at entries and ids there.
+    """One program: one tile of one row of the gradient, or some, or COLUMNS and the gradient at entries and ids there.
 
     Rows run from the last to the first: what the forward read last is still in the L2 cache.
     """
     PLAIN: tl.constexpr = exact.entries is None and exact.ids is None
-    STEP: tl.constexpr = BLOCK if PLAIN else COLUMNS
+    TILES: tl.constexpr = SOFTCAP_TILES if inputs.post is not None and len(families) == 0 else 1
+    STEP: tl.constexpr = TILES * BLOCK if PLAIN else COLUMNS  # as `gradient_columns` says
     steps = tl.cdiv(inputs.width, STEP)
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // steps).to(tl.int64)
     first = program % steps * STEP
-    n = n_rows.to(tl.int64)
-    merged = merged_ptr + row
+    n, merged = n_rows.to(tl.int64), merged_ptr + row
     whole = tl.load(merged + rows.sum * n)
     ignored = whole == 0.0
     pre, post = row_factors(inputs, row)
     teacher_scale, a = teacher_scales(inputs, row, n_rows)
     chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
     token = Token(row, n, merged, whole, ignored, a, start, start, False, False, loss_of_row(loss, row), start)
-    if PLAIN:
-        _store_gradient(
-            dx_ptr, dx_row, dx_column, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED,
-            BLOCK,
-        )  # fmt: skip
-    else:
-        end = tl.minimum(first + STEP, inputs.width)
+    end = tl.minimum(first + STEP, inputs.width)
+    if not PLAIN:
         valid_end = tl.minimum(end, valid_width)
         if exact.entries is not None:
             begin, count = entries_between(inputs, row, start + first, start + valid_end)
@@ -220,14 +217,21 @@ def gradient_kernel(
             ids = Places(inputs.ids, exact.ids, row * inputs.n_ids, inputs.n_ids)
             store_exact(ids, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, True, PUT)
         tl.debug_barrier()  # the logits there are read
+    if STEP == BLOCK:
+        _store_gradient(
+            dx_ptr, dx_row, dx_column, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED,
+            BLOCK,
+        )  # fmt: skip
+    else:
         BYTES: tl.constexpr = BLOCK * inputs.x.dtype.element_ty.primitive_bitwidth // 8
         # stages of a teacher's and a bias's tiles, too, fit into 48 KiB
         STAGES: tl.constexpr = 3 if BYTES <= 4096 else (2 if BYTES <= 8192 else 1)
-        for tile in tl.range(first, end, BLOCK, num_stages=STAGES):
+        for at in tl.range(first, end, BLOCK, num_stages=STAGES):
             _store_gradient(
-                dx_ptr, dx_row, dx_column, tile, chunk, token, grads, families, inputs, rows, start, valid_width,
-                PADDED, BLOCK,
+                dx_ptr, dx_row, dx_column, at, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED,
+                BLOCK,
             )  # fmt: skip
+    if not PLAIN:
         tl.debug_barrier()  # these columns are written
         dx = dx_ptr + row * dx_row
         if exact.ids is not None:
@@ -236,3 +240,9 @@ def gradient_kernel(
             if exact.ids is not None:
                 tl.debug_barrier()
             put_exact(dx, dx_column, entries, first, valid_end, start, PUT)
+
+
+def gradient_columns(block: int, inputs, families: tuple, apart: bool = False) -> int:
+    """Columns of a program of `gradient_kernel`; apart: it computes some of them apart."""
+    tiles = 1 if inputs.post is None or families else SOFTCAP_TILES.value
+    return COLUMNS.value if apart else tiles * block

@@ -70,10 +70,11 @@ class LossStep:
         names, padded = tuple([name for name, *_ in gradients]), facts.valid_width < width
         hooks, is_transformed = rows.gradient_hooks(names), inputs.pre is not None
         how = gradient_launch(width, names, facts.softcap != 0.0, is_transformed)
+        columns = kernels.gradient_columns(how.block, inputs, hooks)
         # where logits have gaps between their elements, the strides of the gradient are of another kind than theirs
         strides = map(int_key, torch.empty_like(tensors.logits, device="meta").stride())
         self.write_gradient = PreparedLaunch(
-            kernels.gradient_kernel, n_rows * ceil_div(width, how.block), (*variant, gradients, padded, *strides), how
+            kernels.gradient_kernel, n_rows * ceil_div(width, columns), (*variant, gradients, padded, *strides), how
         )
         self.gradient_last = Exact(), hooks, rows.merged, n_rows, facts.start, facts.valid_width, padded
 

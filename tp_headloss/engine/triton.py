@@ -216,7 +216,7 @@ def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dic
     upstream, loss, kinds = _upstream(rows, grads, loss)
     padded = facts.valid_width < width
     apart = exact.entries is not None, exact.ids is not None
-    columns = kernels.COLUMNS.value if any(apart) else how.block
+    columns = kernels.gradient_columns(how.block, inputs, hooks, any(apart))
     variant = (
         out.device,
         rows,
