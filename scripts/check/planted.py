@@ -123,6 +123,7 @@ GROUPS = {
         (KERNELS, "statistics_kernel", 'tl.where(inside == chunk.target, float("-inf"), z)', "z"),
         (KERNELS, "statistics_kernel", "tl.where(i < waiting, i, i + BLOCK)", "i"),
         (KERNELS, "statistics_kernel", 'tl.where(inside < chunk.size, load_logits(inputs, chunk, columns, reading), float("-inf"))', "load_logits(inputs, chunk, columns, reading)"),
+        (KERNELS, "gradient_kernel", "program % steps * STEP", "program % steps * BLOCK"),
         (GRADIENT, "_with_target", "tl.exp(offset) * common / token.whole", "tl.exp(offset) * common"),
         (GRADIENT, "tile_gradient", "dz *= slope", "pass"),
         (GRADIENT, "tile_gradient", "dz = tl.where(columns < valid_width, dz, 0.0)", "pass"),
