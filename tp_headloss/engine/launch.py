@@ -110,7 +110,9 @@ def gradient_launch(
 
 
 _TAIL = frozenset(("tail_log_mass", "tail_entropy"))
-_AT_ENTRIES = frozenset(("topk_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "log_probs_at"))
+_AT_ENTRIES = frozenset(
+    ("topk_forward_kl", "vocab_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "log_probs_at")
+)
 _FEW = _AT_ENTRIES | {"log_prob", "lse"}  # those that the limits above leave without spills
 _PER_COLUMN = frozenset(("forward_kl", "reverse_kl", "total_variation"))  # whose gradient reads a teacher's logits
 
