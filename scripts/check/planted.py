@@ -39,11 +39,12 @@ RANK, RANK_DEVICE = statistic("rank")
 
 KNOWN_CALLS = "head_loss/known_calls.py"
 LOSS_STEP, MERGED_SUMS = "engine/loss_step_triton.py", "engine/merged_sums_triton.py"
+SECOND_MERGE = "engine/second_merge_triton.py"
 
 GROUPS = {
     "test_loss_step test_reduction": [
         ("engine/transports/sum_lanes.py", "SumLanes", "adds_up = False", "pass"),
-        (MERGED_SUMS, "_sum_bits", "name not in layout.second", "True"),
+        (PASSES, "_statistics", "second_exchange(second_packets(request, outputs[0]), outputs, request, *sums)", "second_exchange(second_packets(request, outputs[0]), outputs, request)"),
         (LOSS_STEP, "place_of", "x.data_ptr() % 16", "0"),
         (LOSS_STEP, "LossStep.gradient", "LossGradient(loss, inverse, None)", "LossGradient(inverse.float(), inverse, None)"),
         (LOSS_STEP, "LossStep._upstream", "(c, value) if squared else (c,)", "(c,)"),
@@ -153,9 +154,9 @@ GROUPS = {
         (DIVERGENCE, "DivergenceFamily.second", "row_sum(student)", "row_sum(student + teacher)"),
         (DIVERGENCE, "DivergenceFamily.second", "row_sum(0.5 * p * (p - q).sign())", "row_sum(0.5 * p)"),
         (DIVERGENCE_DEVICE, "_add", "variation_mean += sign * p", "variation_mean += p"),
-        (DIVERGENCE_DEVICE, "second_merge_kernel", "tl.where(value < 0.0, 0.0, value)", "-value"),
-        (DIVERGENCE_DEVICE, "second_merge_kernel", "settle(mean, bad, False)", "settle(value, bad, False)"),
-        (DIVERGENCE_DEVICE, "second_merge_kernel", "((first + k) * STATISTICS + i) * 2", "(k * STATISTICS + i) * 2"),
+        (SECOND_MERGE, "second_merge_kernel", "tl.where(value < 0.0, 0.0, value)", "-value"),
+        (SECOND_MERGE, "second_merge_kernel", "settle(mean, bad, False)", "settle(value, bad, False)"),
+        (SECOND_MERGE, "second_merge_kernel", "((first + k) * STATISTICS + i) * 2", "(k * STATISTICS + i) * 2"),
         (DIVERGENCE_DEVICE, "_store", "tl.store(out + rows.jsd_mean * n, mean)", "tl.store(out + rows.jsd_mean * n, 0.0)"),
         (DIVERGENCE_DEVICE, "direct", "tl.maximum(log2_p, -1e30)", "log2_p"),
         (DIVERGENCE_DEVICE, "direct", "(g * (1.0 - inputs.beta) * LOG_2) * information - g * mean", "(g * (1.0 - inputs.beta) * LOG_2) * information"),

@@ -159,7 +159,6 @@ def gemm_launch(chunk_size: int) -> GemmLaunch:
 
 FOLD = Launch(32, 1)  # 63 parts of one chunk, of 8: 32/1 17.6, 31.4, 64/2 18.4, 30.7; without a pipeline 43.3, 46.6
 MERGE = Launch(64, 2)  # 8 packets: 32/1 7.7, 128/4 8.6, 64/2 8.7; with entropy and argmax: 64/2 8.0, 32/1 8.5
-SECOND_MERGE = Launch(32, 1)  # tokens; not measured against others
 # The only program: its time is the latency of its loads, and wider ones spill.
 SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 10.6, 4096/32 15.1, 8192/32 28.4
 SCALE = Launch(4096, 4)

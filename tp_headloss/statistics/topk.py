@@ -3,18 +3,18 @@
 s = softmax of z' over the entries, r = softmax of z' over all else (the tail), P and R the student's probability of
 either; y_k = scale (z_k - topk_max):
 
-| statistic         | packet rows, over the chunk's entries         | value                    | d/dz'_k; elsewhere         |
-|-------------------|-----------------------------------------------|--------------------------|----------------------------|
-| (all of these)    | topk_max = max z_k, topk_sum = sum exp(y_k)   |                          |                            |
-| teacher_mass      | topk_mass = sum tau_k                         | W                        | none                       |
-| topk_forward_kl   | topk_cross = sum tau_k (log tau_k - y_k)      | sum tau log(tau / s)     | W s_k - tau_k; 0           |
-| vocab_forward_kl  | as topk_forward_kl and topk_log_mass          | sum tau log(tau / p)     | W P s_k - tau_k; W R r_j   |
-| topk_reverse_kl   | topk_gap = sum exp(y_k) (y_k - log tau_k)     | sum s log(s / tau) = G   | s_k (log(s_k/tau_k) - G)   |
-| topk_log_mass     | student_sum, or those of the tail             | log P                    | R s_k; -R r_j              |
-| tail_log_mass     | tail_max = max z, tail_sum = sum exp          | log R                    | -P s_k; P r_j              |
-| tail_entropy      | tail_moment, all three as max, sum, moment    | -sum r log r = H         | 0; -r_j (log r_j + H)      |
-| topk_jsd          | second exchange, p' = s, q = tau              | sum v_k + w_k            | v_k - s_k sum v; 0         |
-| vocab_jsd         | second exchange, p' = P s, q = tau            | sum v_k + w_k            | v_k; at all: -p'_j sum v   |
+| statistic        | packet rows, over the chunk's entries       | value                  | d/dz'_k; elsewhere       |
+|------------------|---------------------------------------------|------------------------|--------------------------|
+| (all of these)   | topk_max = max z_k, topk_sum = sum exp(y_k) |                        |                          |
+| teacher_mass     | topk_mass = sum tau_k                       | W                      | none                     |
+| topk_forward_kl  | topk_cross = sum tau_k (log tau_k - y_k)    | sum tau log(tau / s)   | W s_k - tau_k; 0         |
+| vocab_forward_kl | as topk_forward_kl and topk_log_mass        | sum tau log(tau / p)   | W P s_k - tau_k; W R r_j |
+| topk_reverse_kl  | topk_gap = sum exp(y_k) (y_k - log tau_k)   | sum s log(s / tau) = G | s_k (log(s_k/tau_k) - G) |
+| topk_log_mass    | student_sum, or those of the tail           | log P                  | R s_k; -R r_j            |
+| tail_log_mass    | tail_max = max z, tail_sum = sum exp        | log R                  | -P s_k; P r_j            |
+| tail_entropy     | tail_moment, all three as max, sum, moment  | -sum r log r = H       | 0; -r_j (log r_j + H)    |
+| topk_jsd         | second exchange, p' = s, q = tau            | sum v_k + w_k          | v_k - s_k sum v; 0       |
+| vocab_jsd        | second exchange, p' = P s, q = tau          | sum v_k + w_k          | v_k; at all: -p'_j sum v |
 
 v and w as in `divergence`.
 """
