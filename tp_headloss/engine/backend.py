@@ -10,7 +10,7 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
     logits_gradient(out, request, merged, grads)         upstream gradients by name -> d loss / d logits, in `out`;
                                                          with FUSED_SUMS also those of a reduced loss, see `passes`
     entries(ids, log_probs, mask, factor, renormalize, vocab_size)  a top-K teacher's entries, distinct and ascending
-    known_sets(ids, spans, vocab_size)                   the ids of all sets as the backend takes them, and their bounds
+    known_sets(ids, spans, vocab_size, most=None)        the ids of all sets as the backend takes them, and their bounds
     best_scores(z, positions, seed, start, ids=None)     the race of a sample among the columns, see `gumbel`; and what
     group_maxima(z, groups)                              `kept` finds a rule's sets with: a bound of the largest logits,
     largest_logits(z, bound, most, start, ..)            and those above it

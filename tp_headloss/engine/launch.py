@@ -122,6 +122,16 @@ def entries_launch(n_entries: int | None) -> Launch:
     return Launch(128 if n_entries is None else min(128, max(16, next_power_of_2(n_entries))), 1)
 
 
+def small_sets_launch(most: int | None) -> Launch:
+    """Tile of a set that is sorted if its ids do not ascend; most: the most ids that a set can have, None: unknown.
+
+    8192 sets of 1024 of 128256 ids, ascending and by probability: 1024/1 37, 130; at most 80 registers 35, 131; 1024/2
+    37, 459; 1024/4 35, 404; by a bit per id, after this kernel has found no small one 54, 153. Of 64 ids: 64/1 6.5
+    """
+    block = min(1024, max(32, next_power_of_2(1024 if most is None else most)))
+    return Launch(block, 1)
+
+
 class GemmLaunch(NamedTuple):
     """Tile of a GEMM, warps of a program, stages of its pipeline, columns of the gradient that are stored at once.
 
@@ -165,8 +175,9 @@ SCALE = Launch(4096, 4)
 GRADIENT_AGAIN = 1024  # programs that write rows again
 AT_IDS = Launch(32, 4)  # of each of a tile of tokens; not measured
 LABELS = Launch(32, 1)  # tokens whose labels' logits are found; not measured
-# 8192 sets of 1024 ids in ascending order: 1024/4 45, 256/2 88; by probability, of 32064 and of 128256 ids: 1024/4 in
-# 1024 programs 179, 223, in 2048 162, 198; 1024/8 166, 225; 512/4 in 2048 172, 205; each program has a bit per id
+# Sets of more ids than are sorted. Before any were: 8192 sets of 1024 ids in ascending order: 1024/4 45, 256/2 88; by
+# probability, of 32064 and of 128256 ids: 1024/4 in 1024 programs 179, 223, in 2048 162, 198; 1024/8 166, 225; 512/4 in
+# 2048 172, 205; each program has a bit per id
 SETS, SETS_PROGRAMS = Launch(1024, 4), 2048
 # Race of 262 rows of 128256 fp32 logits, H200: 512/2 210, 1024/4 215, 2048/8 250, 1024/2 330; the others not measured
 RACE, MAXIMA, LARGEST = Launch(512, 2), Launch(512, 4), Launch(1024, 4)

@@ -31,6 +31,7 @@ from .launch import (
     launch,
     next_power_of_2,
     pointer_key,
+    small_sets_launch,
     statistics_launch,
 )
 from .linear_triton import linear_gradient, linear_statistics  # noqa: F401 (part of the contract)
@@ -254,14 +255,18 @@ def entries(ids, log_probs, mask, factor, renormalize, vocab_size):
     return out
 
 
-def known_sets(ids, spans, vocab_size):
-    """The ids of all sets as the kernels take them, see `statistics.sets`, in one kernel."""
+def known_sets(ids, spans, vocab_size, most: int | None = None):
+    """The ids of all sets as the kernels take them, see `statistics.sets`; most: ids in a set, None: any number."""
     out = torch.empty_like(ids, dtype=torch.int32), torch.empty_like(spans)
+    variant = ids.device, vocab_size, *map(pointer_key, (ids, spans))
     if len(spans):
+        how = small_sets_launch(most)
+        launch(sets_triton.small_sets_kernel, len(spans), variant, how, *out, ids, spans, vocab_size)
+    if len(spans) and (most is None or most > how.block):
         programs = min(len(spans), SETS_PROGRAMS)
         seen = ids.new_zeros((programs, vocab_size // 32 + 1), dtype=torch.int32)
         launch(
-            sets_triton.sets_kernel, programs, (ids.device, vocab_size, *map(pointer_key, (ids, spans))), SETS,
-            *out, ids, spans, seen, len(spans), vocab_size,
+            sets_triton.sets_kernel, programs, variant, SETS,
+            *out, ids, spans, seen, len(spans), vocab_size, how.block,
         )  # fmt: skip
     return out
