@@ -77,7 +77,8 @@ def set_tensors(sets: IdSets | SamplingRule | None, lead, order: TokenOrder, fac
     if not isinstance(sets, IdSets):
         return {}
     ids, spans = flat_ids(sets, lambda x: order.flatten(x.reshape(*lead, x.shape[-1])))
-    return dict(zip(("entries", "entry_spans"), known_sets(ids, spans, facts.vocab_size, facts.backend)))
+    most = None if sets.spans is not None else sets.ids.shape[-1]
+    return dict(zip(("entries", "entry_spans"), known_sets(ids, spans, facts.vocab_size, most, facts.backend)))
 
 
 @torch.compiler.disable(reason="a SamplingRule in place of sets makes tensors of a size that only their values tell")

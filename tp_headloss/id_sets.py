@@ -281,5 +281,5 @@ def flat_ids(sets: IdSets, flatten) -> tuple[torch.Tensor, torch.Tensor]:
         return sets.ids.contiguous(), flatten(sets.spans).contiguous()
     ids = flatten(masked_ids(sets))
     *lead, size = ids.shape
-    begin = torch.arange(math.prod(lead), device=ids.device).view(lead) * size
-    return ids.reshape(-1).contiguous(), torch.stack([begin, begin + size], -1)
+    bounds = size * torch.arange(math.prod(lead) + 1, device=ids.device)
+    return ids.reshape(-1).contiguous(), bounds.unfold(0, 2, 1).contiguous().view(*lead, 2)

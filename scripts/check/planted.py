@@ -39,11 +39,12 @@ RANK, RANK_DEVICE = statistic("rank")
 
 KNOWN_CALLS = "head_loss/known_calls.py"
 LOSS_STEP, MERGED_SUMS = "engine/loss_step_triton.py", "engine/merged_sums_triton.py"
+SECOND_MERGE = "engine/second_merge_triton.py"
 
 GROUPS = {
     "test_loss_step test_reduction": [
         ("engine/transports/sum_lanes.py", "SumLanes", "adds_up = False", "pass"),
-        (MERGED_SUMS, "_sum_bits", "name not in layout.second", "True"),
+        (PASSES, "_statistics", "second_exchange(second_packets(request, outputs[0]), outputs, request, *sums)", "second_exchange(second_packets(request, outputs[0]), outputs, request)"),
         (LOSS_STEP, "place_of", "x.data_ptr() % 16", "0"),
         (LOSS_STEP, "LossStep.gradient", "LossGradient(loss, inverse, None)", "LossGradient(inverse.float(), inverse, None)"),
         (LOSS_STEP, "LossStep._upstream", "(c, value) if squared else (c,)", "(c,)"),
@@ -160,9 +161,9 @@ GROUPS = {
         (DIVERGENCE, "DivergenceFamily.second", "row_sum(student)", "row_sum(student + teacher)"),
         (DIVERGENCE, "DivergenceFamily.second", "row_sum(0.5 * p * (p - q).sign())", "row_sum(0.5 * p)"),
         (DIVERGENCE_DEVICE, "_add", "variation_mean += sign * p", "variation_mean += p"),
-        (DIVERGENCE_DEVICE, "second_merge_kernel", "tl.where(value < 0.0, 0.0, value)", "-value"),
-        (DIVERGENCE_DEVICE, "second_merge_kernel", "settle(mean, bad, False)", "settle(value, bad, False)"),
-        (DIVERGENCE_DEVICE, "second_merge_kernel", "((first + k) * STATISTICS + i) * 2", "(k * STATISTICS + i) * 2"),
+        (SECOND_MERGE, "second_merge_kernel", "tl.where(value < 0.0, 0.0, value)", "-value"),
+        (SECOND_MERGE, "second_merge_kernel", "settle(mean, bad, False)", "settle(value, bad, False)"),
+        (SECOND_MERGE, "second_merge_kernel", "((first + k) * STATISTICS + i) * 2", "(k * STATISTICS + i) * 2"),
         (DIVERGENCE_DEVICE, "_store", "tl.store(out + rows.jsd_mean * n, mean)", "tl.store(out + rows.jsd_mean * n, 0.0)"),
         (DIVERGENCE_DEVICE, "direct", "tl.maximum(log2_p, -1e30)", "log2_p"),
         (DIVERGENCE_DEVICE, "direct", "(g * (1.0 - inputs.beta) * LOG_2) * information - g * mean", "(g * (1.0 - inputs.beta) * LOG_2) * information"),
@@ -188,6 +189,11 @@ GROUPS = {
         (SETS_DEVICE, "_in_order", "begin + written + tl.cumsum(ones, axis=0) - ones", "begin + written + tl.cumsum(ones, axis=0)"),
         (SETS_DEVICE, "_in_order", "tl.store(seen_ptr + word, tl.zeros([BLOCK], tl.int32), mask=bits != 0)", "pass"),
         (SETS_DEVICE, "_ones", "bits >> 4", "bits >> 3"),
+        (SETS_DEVICE, "small_sets_kernel", "(ids <= before)", "(ids < before)"),
+        (SETS_DEVICE, "small_sets_kernel", "tl.where(unknown > 0, 0, tl.sum((ids < NONE).to(tl.int32), axis=0))", "tl.sum((ids < NONE).to(tl.int32), axis=0)"),
+        (SETS_DEVICE, "small_sets_kernel", "tl.store(at + tl.cumsum(kept, axis=0) - 1, ids, mask=kept != 0)", "pass"),
+        (SETS_DEVICE, "small_sets_kernel", "tl.minimum(size, distinct)", "size"),
+        ("engine/triton.py", "known_sets", "most is None or most > how.block", "False"),
         (SETS_DEVICE, "sets_kernel", "row < n_rows", "row >= 0"),
         (SETS_DEVICE, "sets_kernel", "(ids <= before) | (before < 0)", "(ids < before) | (before < 0)"),
         (SETS_DEVICE, "sets_kernel", "(ids <= before) | (before < 0)", "ids <= before"),
@@ -299,6 +305,10 @@ GROUPS = {
         (TOPK, "TopKFamily.second", "facts.beta", "1 - facts.beta"),
         (TOPK, "TopKFamily.scaled", 'common - grads["vocab_jsd"] * merged["vocab_jsd_mean"]', "common"),
         (TOPK, "TopKFamily.scaled", "fill_entries(dz, tile.entries, at)", "dz"),
+        (TOPK, "TopKFamily.scaled", 'inside - vocab * merged["topk_mass"]', "inside - vocab"),
+        (TOPK, "TopKFamily.finish", 'mass * (log_sum - values["topk_log_mass"])', "mass * log_sum"),
+        (TOPK_DEVICE, "finish", "mass * (log_total - log_inside)", "mass * log_total"),
+        (TOPK_DEVICE, "_upstream_of_log_mass", "tl.load(token.merged + rows.topk_mass * token.n)", "1.0"),
         ("losses/distillation.py", "topk_reverse_kl", "tail - stats.tail_entropy", "tail + stats.tail_entropy"),
         (ENTRIES_DEVICE, "entries_in_chunk", "(ids < first)", "(ids <= first)"),
         (TAIL_DEVICE, "_without_entries", "lane = tl.where((taken == lane) & (j < number), chunk.size, lane)", "pass"),

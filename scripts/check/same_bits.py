@@ -22,7 +22,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DTYPES = ("float32", "bfloat16", "float16")
 TEACHERS = ("forward_kl", "reverse_kl", "teacher_entropy", "jsd", "total_variation")
-TOPK = ("topk_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy", "topk_jsd", "vocab_jsd")
+TOPK = (
+    "topk_forward_kl", "vocab_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy",
+    "topk_jsd", "vocab_jsd",
+)  # fmt: skip
 
 
 def drawn(draw: random.Random) -> dict:

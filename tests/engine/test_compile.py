@@ -79,7 +79,7 @@ def test_operators_are_registered_consistently(device):
     torch.library.opcheck(operators.entries.default, of_entries, **checks)
     scales = torch.rand(2, N, device=device) + 0.5
     spans = torch.arange(2 * N, device=device).view(N, 2) * 2
-    of_sets = (ids.flatten(), spans, V, "torch")
+    of_sets = (ids.flatten(), spans, V, None, "torch")
     torch.library.opcheck(operators.known_sets.default, of_sets, **checks)
     entries, spans = operators.known_sets(*of_sets)
     teacher, sets = TopKTeacher(ids, log_probs), {"sets": IdSets(ids)}

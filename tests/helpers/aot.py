@@ -60,8 +60,8 @@ TEACHERS = [
     (),
     ("forward_kl",), ("reverse_kl",), ("forward_kl", "teacher_entropy"), ("jsd",), ("reverse_kl", "total_variation"),
     FULL_TEACHER,
-    ("topk_forward_kl",), ("topk_reverse_kl", "topk_jsd"), ("topk_log_mass", "vocab_jsd"),
-    ("topk_forward_kl", "tail_log_mass"), ("topk_reverse_kl", "tail_entropy"), TOPK_TEACHER,
+    ("topk_forward_kl",), ("topk_reverse_kl", "topk_jsd"), ("topk_log_mass", "vocab_jsd"), ("vocab_forward_kl",),
+    ("vocab_forward_kl", "tail_log_mass"), ("topk_reverse_kl", "tail_entropy"), TOPK_TEACHER,
     ("set_log_mass",), ("set_log_mass", "set_log_prob"), ("set_log_mass", "set_entropy", "set_log_prob", "forward_kl"),
     ("log_probs_at", "rank"), ("log_probs_at", "topk_forward_kl"), ("log_probs_at", "set_log_prob", "set_log_mass"),
 ]  # fmt: skip
@@ -266,7 +266,10 @@ def sets_of(case, tokens: int):
     """The sets of a call, or None."""
     if "set_log_mass" not in case.teacher:
         return None
-    return tp.IdSets(torch.zeros(tokens, case.entries, dtype=case.labels or torch.int64))
+    ids = torch.zeros(tokens, case.entries, dtype=case.labels or torch.int64)
+    if case.entries == 50:  # of any size
+        return tp.IdSets.from_csr(ids.flatten(), torch.arange(0, ids.numel() + 1, 50))
+    return tp.IdSets(ids)
 
 
 def ids_of(case, tokens: int):

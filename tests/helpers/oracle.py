@@ -145,6 +145,7 @@ def of_entries(z, tau, beta):
         {
             "teacher_mass": tau.sum(-1),
             "topk_forward_kl": torch.where(some, times(tau, log(tau) - log_s).sum(-1), nothing),
+            "vocab_forward_kl": torch.where(some, times(tau, log(tau) - (log_s + log_mass[:, None])).sum(-1), nothing),
             "topk_reverse_kl": torch.where(some, times(s, log_s - log(tau)).sum(-1), nothing),
             "topk_log_mass": log_mass,
             "tail_log_mass": torch.where(rest, of_rest - of_all, -torch.inf),

@@ -15,7 +15,8 @@ providers._get_local_constants = providers.Constants
 STATISTICS = ("entropy", "collision", "total", "argmax")
 OF_TEACHER = ("forward_kl", "reverse_kl", "teacher_entropy", "jsd", "total_variation")
 OF_TOPK = (
-    "topk_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy", "topk_jsd", "vocab_jsd",
+    "topk_forward_kl", "vocab_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy",
+    "topk_jsd", "vocab_jsd",
 )  # fmt: skip
 OVER_SETS = ("set_log_prob", "set_entropy", "set_log_mass")
 FIXED = ("argmax", "rank", "mass", "teacher_entropy", "teacher_mass")  # without a gradient

@@ -277,10 +277,17 @@ def test_a_merge_of_many_programs_adds_up_the_parts_of_all(device, monkeypatch):
 
 
 def test_a_statistic_of_the_second_exchange_is_summed_after_it(device):
+    """Tokens of two programs, some ignored, with weights; a value of each exchange."""
     generator = torch.Generator().manual_seed(5)
-    logits, teacher = torch.randn(2, 6, 60, generator=generator).to(device)
-    labels = torch.tensor([0, 1, 2, 3, -100, 5], device=device)
-    head = HeadLoss(Term("jsd", StatisticValue("jsd"), want=("jsd",)), options=Options(backend="triton"))
-    out = head(logits, labels, inputs={"teacher": Teacher(teacher)})
-    torch.testing.assert_close(out.loss, out.stats.jsd.sum() / 5)
-    assert out.loss > 0.01
+    logits, teacher = torch.randn(2, 70, 60, generator=generator).to(device)
+    labels = torch.arange(70, device=device) % 60
+    labels[::7] = -100
+    terms = [Term("jsd", StatisticValue("jsd"), want=("jsd",)), CrossEntropy(0.5)]
+    weight = torch.linspace(0, 2, 70, device=device)
+    for given in ({}, {"token_weight": weight}):
+        heads = [HeadLoss(terms, options=Options(backend=name)) for name in ("triton", "torch")]
+        out, expected = (head(logits, labels, inputs={"teacher": Teacher(teacher)}, **given) for head in heads)
+        torch.testing.assert_close(out.loss, expected.loss)
+        torch.testing.assert_close(out.terms, expected.terms)
+        torch.testing.assert_close(out.count, expected.count)
+        assert out.terms["jsd"] > 1

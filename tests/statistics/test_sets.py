@@ -145,18 +145,24 @@ def test_kernels_get_each_id_once_and_ascending(device, monkeypatch):
     monkeypatch.setattr(triton, "SETS_PROGRAMS", 3)
     generator, vocab = torch.Generator().manual_seed(0), 40_000
     sets = [torch.randint(-1, n, (n,), generator=generator) for n in (700, 5, 0, 1300, 257, 256, vocab)]
-    sets[1] = torch.arange(5)
+    sets[1], sets[4] = torch.arange(5), torch.arange(2600) // 2
     sets[5][3] = vocab  # unknown
     sets.append(torch.tensor([0, 31, 32, vocab - 1, -1, -1]))
     sets.append(torch.tensor([7, -1, 9]))
-    sets.append(torch.tensor([4, 2]))  # and the last round has no set for two of the programs
+    sets.append(torch.tensor([3, 3, 9]))
+    sets.append(torch.tensor([4, 2]))
+    sets += [torch.arange(1500), torch.arange(1500)]  # and the last round has no set for two of the programs
+    sets[11][700], sets[12][700] = -1, vocab
     ids, ends = torch.cat(sets), torch.tensor([0, *map(len, sets)]).cumsum(0)
-    spans = torch.stack([ends[:-1], ends[1:]], 1)
-    entries, known = triton.known_sets(ids.to(device), spans.to(device), vocab)
-    for n, own in enumerate(sets):
-        begin, end = known[n].tolist()
-        assert begin == spans[n, 0]
-        assert entries[begin:end].tolist() == ([] if n == 5 else sorted(set(own.tolist()) - {-1}))
+    beyond = torch.tensor([[0, len(ids)]] * 2)  # what those two must not read
+    spans = torch.cat([torch.stack([ends[:-1], ends[1:]], 1), beyond]).to(device)[: len(sets)]
+    few = [i for i, own in enumerate(sets) if len(own) <= 1000]
+    for some, most in ((range(len(sets)), None), (range(len(sets)), vocab), (few, 1000)):
+        given = spans if len(some) == len(sets) else spans[some]
+        entries, known = triton.known_sets(ids.to(device), given, vocab, most)
+        for n, (begin, end) in zip(some, known.tolist()):
+            assert begin == spans[n, 0]
+            assert entries[begin:end].tolist() == ([] if n in (5, 12) else sorted(set(sets[n].tolist()) - {-1}))
 
 
 @pytest.mark.parametrize("inplace", [False, True])

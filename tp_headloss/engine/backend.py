@@ -6,11 +6,11 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
     local_statistics(packets, request, memory=None)      logits -> this rank's packets [chunks, rows, N]
     merge_packets(packets, request, memory=None)         packets of all ranks -> [merged rows, values, *flags]
     second_statistics(packets, request, merged)          logits -> packets of the second exchange
-    merge_second(packets, merged, values, layout)        those of all ranks -> last rows of `merged` and `values`
+    merge_second(packets, outputs, layout)               those of all ranks -> last rows of merged rows and values
     logits_gradient(out, request, merged, grads)         upstream gradients by name -> d loss / d logits, in `out`;
                                                          with FUSED_SUMS also those of a reduced loss, see `passes`
     entries(ids, log_probs, mask, factor, renormalize, vocab_size)  a top-K teacher's entries, distinct and ascending
-    known_sets(ids, spans, vocab_size)                   the ids of all sets as the backend takes them, and their bounds
+    known_sets(ids, spans, vocab_size, most=None)        the ids of all sets as the backend takes them, and their bounds
     best_scores(z, positions, seed, start, ids=None)     the race of a sample among the columns, see `gumbel`; and what
     group_maxima(z, groups)                              `kept` finds a rule's sets with: a bound of the largest logits,
     largest_logits(z, bound, most, start, ..)            and those above it
@@ -21,8 +21,8 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
     shares_memory(logits)                                whether packets may meet in symmetric memory (`memory`)
     FUSED_SUMS                                           whether it has token_sums and token_sums_gradient
                                                          (see `head_loss`), which elsewhere are plain torch, and
-    sums_for_merge(request, reduction)                   memory for sums that the merge makes, or None; the two
-                                                         functions on packets then take it as a last argument
+    sums_for_merge(request, reduction)                   memory for sums that the last merge makes, or None; it and
+                                                         local_statistics then take it as a last argument
     loss_step(request, reduction)                        a prepared `LossStep` for calls of this kind, or None
     statistics_and_gradient(packets, gradient, request, reduction, sums)  a loss and its gradient in one launch, and
     gradient_again(gradient, request, merged, grads, loss, expectation, expected, again)  in the backward what is left;

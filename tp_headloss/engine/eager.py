@@ -182,8 +182,9 @@ def second_statistics(packets, request: Request, merged):
                     rows[row][chunk, block] = torch.where(ignored, 0.0, part).to(packets.dtype)
 
 
-def merge_second(packets, merged, values, layout: Layout):
-    """Packets of the second exchange of all ranks -> the last rows of `merged` and `values`, in place."""
+def merge_second(packets, outputs, layout: Layout):
+    """Packets of the second exchange of all ranks -> the last rows of the outputs' first two, in place."""
+    merged, values, *_ = outputs
     whole = merged[layout.merged.index("sum")]
     sums = torch.where(whole.isnan(), torch.nan, packets.sum(0, dtype=torch.float64))
     values[-len(sums) // 2 :] = sums[::2].clamp(min=0)

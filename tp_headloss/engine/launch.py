@@ -121,7 +121,9 @@ def gradient_launch(
 
 
 _TAIL = frozenset(("tail_log_mass", "tail_entropy"))
-_AT_ENTRIES = frozenset(("topk_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "log_probs_at"))
+_AT_ENTRIES = frozenset(
+    ("topk_forward_kl", "vocab_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "log_probs_at")
+)
 _FEW = _AT_ENTRIES | {"log_prob", "lse"}  # those that the limits above leave without spills
 _PER_COLUMN = frozenset(("forward_kl", "reverse_kl", "total_variation"))  # whose gradient reads a teacher's logits
 
@@ -129,6 +131,16 @@ _PER_COLUMN = frozenset(("forward_kl", "reverse_kl", "total_variation"))  # whos
 def entries_launch(n_entries: int | None) -> Launch:
     """Tile of the kernels over a top-K teacher's entries, or over sets of any size (None)."""
     return Launch(128 if n_entries is None else min(128, max(16, next_power_of_2(n_entries))), 1)
+
+
+def small_sets_launch(most: int | None) -> Launch:
+    """Tile of a set that is sorted if its ids do not ascend; most: the most ids that a set can have, None: unknown.
+
+    8192 sets of 1024 of 128256 ids, ascending and by probability: 1024/1 37, 130; at most 80 registers 35, 131; 1024/2
+    37, 459; 1024/4 35, 404; by a bit per id, after this kernel has found no small one 54, 153. Of 64 ids: 64/1 6.5
+    """
+    block = min(1024, max(32, next_power_of_2(1024 if most is None else most)))
+    return Launch(block, 1)
 
 
 class GemmLaunch(NamedTuple):
@@ -172,7 +184,6 @@ def gemm_launch(chunk_size: int, capability: int) -> GemmLaunch:
 
 FOLD = Launch(32, 1)  # 63 parts of one chunk, of 8: 32/1 17.6, 31.4, 64/2 18.4, 30.7; without a pipeline 43.3, 46.6
 MERGE = Launch(64, 2)  # 8 packets: 32/1 7.7, 128/4 8.6, 64/2 8.7; with entropy and argmax: 64/2 8.0, 32/1 8.5
-SECOND_MERGE = Launch(32, 1)  # tokens; not measured against others
 # The only program: its time is the latency of its loads, and wider ones spill.
 SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 10.6, 4096/32 15.1, 8192/32 28.4
 SCALE = Launch(4096, 4)
@@ -180,8 +191,9 @@ EXPECT = Launch(8192, 16)  # 2048 tokens 2.3, 8192 2.8
 GRADIENT_AGAIN = 528  # programs that write rows again: 1.6 where none has to be
 AT_IDS = Launch(32, 4)  # of each of a tile of tokens; not measured
 LABELS = Launch(32, 1)  # tokens whose labels' logits are found; not measured
-# 8192 sets of 1024 ids in ascending order: 1024/4 45, 256/2 88; by probability, of 32064 and of 128256 ids: 1024/4 in
-# 1024 programs 179, 223, in 2048 162, 198; 1024/8 166, 225; 512/4 in 2048 172, 205; each program has a bit per id
+# Sets of more ids than are sorted. Before any were: 8192 sets of 1024 ids in ascending order: 1024/4 45, 256/2 88; by
+# probability, of 32064 and of 128256 ids: 1024/4 in 1024 programs 179, 223, in 2048 162, 198; 1024/8 166, 225; 512/4 in
+# 2048 172, 205; each program has a bit per id
 SETS, SETS_PROGRAMS = Launch(1024, 4), 2048
 # Race of 262 rows of 128256 fp32 logits, H200: 512/2 210, 1024/4 215, 2048/8 250, 1024/2 330; the others not measured
 RACE, MAXIMA, LARGEST = Launch(512, 2), Launch(512, 4), Launch(1024, 4)

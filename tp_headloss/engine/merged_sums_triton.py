@@ -134,7 +134,7 @@ def _sum_of_parts(parts_ptr, i: tl.constexpr, groups, BLOCK: tl.constexpr):
 @functools.lru_cache(maxsize=256)
 def _sum_bits(layout, plan, by_count: bool) -> SumBits | None:
     """The plan as a merge takes it; None if it does not have all these values."""
-    rows = {name: i for i, name in enumerate(layout.values) if name not in layout.second} | {"hits": HITS.value}
+    rows = {name: i for i, name in enumerate(layout.values)} | {"hits": HITS.value}
     places = [rows.get(name) for name in plan.statistics]
     if None in places or len(layout.values) >= HITS.value:
         return None
@@ -145,7 +145,8 @@ def _sum_bits(layout, plan, by_count: bool) -> SumBits | None:
 
 
 def sums_for_merge(request, reduction) -> MergedSums | None:
-    """Memory for the sums that a merge adds up, and how; None if it does not have all values of the reduction."""
+    """Memory for the sums that the last merge adds up, and how; None if it does not have all values of the
+    reduction."""
     plan, weight, denominator, _ = reduction
     bits, (n_rows, _width) = _sum_bits(request.layout, plan, denominator is None), request.tensors.logits.shape
     if bits is None or n_rows == 0:

@@ -110,8 +110,8 @@ def top_entries(*args):
     return _entries(*args) if can_skip_dispatch(args[1]) else torch.ops.tp_headloss.entries(*args)
 
 
-def _known_sets(ids, spans, vocab_size, backend):
-    return load_backend(backend).known_sets(ids, spans, vocab_size)
+def _known_sets(ids, spans, vocab_size, most, backend):
+    return load_backend(backend).known_sets(ids, spans, vocab_size, most)
 
 
 def _known_sets_fake(ids, spans, *_):
@@ -152,7 +152,7 @@ register(
     "str backend", "(Tensor, Tensor)", _entries, _entries_fake,
 )  # fmt: skip
 register(
-    "known_sets", "Tensor ids, Tensor spans, int vocab_size, str backend", "(Tensor, Tensor)",
+    "known_sets", "Tensor ids, Tensor spans, int vocab_size, int? most, str backend", "(Tensor, Tensor)",
     _known_sets, _known_sets_fake,
 )  # fmt: skip
 register("gather_tokens", "Tensor x, int world_size, str group_name", "Tensor", _gather_tokens, _gather_tokens_fake)

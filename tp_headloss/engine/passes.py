@@ -20,10 +20,11 @@ def statistics(request: Request) -> list[torch.Tensor]:
 
 def _statistics(request: Request, transport, *sums) -> list[torch.Tensor]:
     request = with_label_logits(request)
-    outputs = transport.merge(transport.write(request, *sums), request, *sums)
-    if request.layout.second:
-        merged, values, *_ = outputs
-        second_exchange(second_packets(request, merged), merged, values, request)
+    packets = transport.write(request, *sums)
+    if not request.layout.second:
+        return transport.merge(packets, request, *sums)
+    outputs = transport.merge(packets, request)
+    second_exchange(second_packets(request, outputs[0]), outputs, request, *sums)
     return outputs
 
 
@@ -48,7 +49,7 @@ class Reduced(NamedTuple):
 
 
 def reduced_statistics(request: Request, reduction) -> tuple[list[torch.Tensor], Reduced]:
-    """`statistics`, and a reduction of them, by the merge itself where it has all values. Backends with FUSED_SUMS."""
+    """`statistics`, and a reduction of them, by the last merge where it has all values. Backends with FUSED_SUMS."""
     transport = resolve_transport(request)
     sums = load_backend(request.facts.backend).sums_for_merge(request, reduction) if transport.adds_up else None
     if sums is None:
@@ -83,10 +84,10 @@ def second_packets(request: Request, merged: torch.Tensor) -> torch.Tensor:
     return packets
 
 
-def second_exchange(packets: torch.Tensor, merged: torch.Tensor, values: torch.Tensor, request: Request) -> None:
-    """Merge the packets of the second exchange into the last rows of `merged` and `values`."""
+def second_exchange(packets: torch.Tensor, outputs: list[torch.Tensor], request: Request, *sums) -> None:
+    """Merge the packets of the second exchange into the last rows of merged rows and values among the outputs."""
     packets = gather_packets(packets, request.facts.world_size, request.facts.group_name)
-    load_backend(request.facts.backend).merge_second(packets, merged, values, request.layout)
+    load_backend(request.facts.backend).merge_second(packets, outputs, request.layout, *sums)
 
 
 def write_gradient(out: torch.Tensor, request: Request, merged: torch.Tensor, grads: dict, *loss) -> None:

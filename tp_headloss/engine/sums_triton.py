@@ -63,15 +63,17 @@ def sums_kernel(
         totals += (tl.zeros([BLOCK], tl.float64),)
     for first in range(0, n, BLOCK):
         token = first + tl.arange(0, BLOCK)
-        valid = tl.load(valid_ptr + token, mask=token < n, other=0) != 0
+        here = token < n
+        valid = tl.load(valid_ptr + token, mask=here, other=0) != 0
         weight = valid.to(tl.float64)
         if weight_ptr is not None:
-            weight = tl.load(weight_ptr + token, mask=valid, other=0.0).to(tl.float64)
+            weight = tl.where(valid, tl.load(weight_ptr + token, mask=here, other=0.0), 0.0).to(tl.float64)
             valid = valid & (weight != 0.0)  # a loss mask, whatever the values are
         count += weight
         grown = ()
         for i in tl.static_range(len(value_ptrs)):
-            value = tl.load(value_ptrs[i] + token, mask=valid, other=0).to(tl.float64)
+            # no load waits for another
+            value = tl.where(valid, tl.load(value_ptrs[i] + token, mask=here, other=0), 0).to(tl.float64)
             if (SQUARES >> i) & 1:
                 value *= value
             grown += (tl.fma(value, weight, totals[i]),)

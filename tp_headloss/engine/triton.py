@@ -7,7 +7,7 @@ import torch
 from .. import statistics
 from ..request import Request
 from ..statistics import Layout, at_ids_triton, entries_triton, sets_triton, softmax_triton
-from ..statistics.divergence_triton import divergence_kernel, second_merge_kernel
+from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
 from ..statistics.records_triton import Exact, Inputs, LossGradient, MergedSums
 from ..symmetric_memory_triton import SharedMemory
@@ -20,7 +20,6 @@ from .launch import (
     INTERPRETED,
     LABELS,
     MERGE,
-    SECOND_MERGE,
     SETS,
     SETS_PROGRAMS,
     Launch,
@@ -32,12 +31,14 @@ from .launch import (
     launch,
     next_power_of_2,
     pointer_key,
+    small_sets_launch,
     statistics_launch,
 )
 from .linear_triton import linear_gradient, linear_statistics  # noqa: F401 (part of the contract)
 from .loss_step_triton import loss_step  # noqa: F401 (part of the contract)
 from .merged_sums_triton import sums_for_merge, sums_key  # noqa: F401 (the first is part of the contract)
 from .one_launch_triton import gradient_again, statistics_and_gradient  # noqa: F401 (part of the contract)
+from .second_merge_triton import second_merge_kernel
 from .sums_triton import scale, token_sums, token_sums_gradient  # noqa: F401 (part of the contract)
 
 FUSED_SUMS = True
@@ -150,16 +151,17 @@ def second_statistics(packets, request: Request, merged):
         )  # fmt: skip
 
 
-def merge_second(packets, merged, values, layout: Layout):
-    """Packets of the second exchange of all ranks -> the last rows of `merged` and `values`, in place."""
-    n_packets, height, n_rows = packets.shape
+def merge_second(packets, outputs: list[torch.Tensor], layout: Layout, sums: MergedSums = NO_SUMS):
+    """Packets of the second exchange of all ranks -> the last rows of the outputs' first two, in place, and `sums`."""
+    (n_packets, height, n_rows), (merged, values, *_) = packets.shape, outputs
     if n_rows == 0:
         return
     sizes = layout.merged.index("sum"), len(merged) - height // 2, len(values) - height // 2, height // 2, n_packets
+    rows = device_layout(layout)
     launch(
-        second_merge_kernel, ceil_div(n_rows, SECOND_MERGE.block),
-        (packets.device, *sizes, *map(pointer_key, (merged, values, packets))), SECOND_MERGE,
-        merged, values, packets, n_rows, *sizes,
+        second_merge_kernel, ceil_div(n_rows, MERGE.block),
+        (packets.device, rows, *sizes, pointer_key(packets), sums_key(sums)), MERGE,
+        rows.outputs(outputs), packets, sums, n_rows, *sizes,
     )  # fmt: skip
 
 
@@ -253,14 +255,18 @@ def entries(ids, log_probs, mask, factor, renormalize, vocab_size):
     return out
 
 
-def known_sets(ids, spans, vocab_size):
-    """The ids of all sets as the kernels take them, see `statistics.sets`, in one kernel."""
+def known_sets(ids, spans, vocab_size, most: int | None = None):
+    """The ids of all sets as the kernels take them, see `statistics.sets`; most: ids in a set, None: any number."""
     out = torch.empty_like(ids, dtype=torch.int32), torch.empty_like(spans)
+    variant = ids.device, vocab_size, *map(pointer_key, (ids, spans))
     if len(spans):
+        how = small_sets_launch(most)
+        launch(sets_triton.small_sets_kernel, len(spans), variant, how, *out, ids, spans, vocab_size)
+    if len(spans) and (most is None or most > how.block):
         programs = min(len(spans), SETS_PROGRAMS)
         seen = ids.new_zeros((programs, vocab_size // 32 + 1), dtype=torch.int32)
         launch(
-            sets_triton.sets_kernel, programs, (ids.device, vocab_size, *map(pointer_key, (ids, spans))), SETS,
-            *out, ids, spans, seen, len(spans), vocab_size,
+            sets_triton.sets_kernel, programs, variant, SETS,
+            *out, ids, spans, seen, len(spans), vocab_size, how.block,
         )  # fmt: skip
     return out

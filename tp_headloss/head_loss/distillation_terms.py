@@ -19,8 +19,8 @@ DISTILLATIONS: dict[str, tuple[PerToken, tuple[str, ...]]] = {  # divergence -> 
 
 TOPK_DISTILLATIONS = {  # (divergence, support) -> the optional statistics that it needs
     ("forward_kl", "topk"): ("topk_forward_kl",),
-    ("forward_kl", "vocabulary"): ("topk_forward_kl", "topk_log_mass"),
-    ("forward_kl", "tail"): ("topk_forward_kl", "topk_log_mass", "tail_log_mass"),
+    ("forward_kl", "vocabulary"): ("vocab_forward_kl",),
+    ("forward_kl", "tail"): ("vocab_forward_kl", "tail_log_mass"),
     ("reverse_kl", "topk"): ("topk_reverse_kl",),
     ("reverse_kl", "vocabulary"): ("topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy"),
     ("reverse_kl", "tail"): ("topk_reverse_kl", "topk_log_mass", "tail_log_mass"),
@@ -106,10 +106,10 @@ def TopKDistillation(
     expect_one_of("support", support, list(losses.SUPPORTS))
     expect_real("outside_log_prob", outside_log_prob)
     expect_bool("temperature_squared", temperature_squared)
-    function: PerToken = StatisticValue(f"topk_{divergence}")
-    if support != "topk" or temperature_squared:
-        function = partial(_topk_distillation, divergence, support, outside_log_prob, temperature_squared)
     want = TOPK_DISTILLATIONS[divergence, support]
+    function: PerToken = StatisticValue(want[0])
+    if len(want) > 1 or temperature_squared:
+        function = partial(_topk_distillation, divergence, support, outside_log_prob, temperature_squared)
     return Term(name or f"topk_{divergence}", function, weight, want, inputs=("teacher",), tokenwise=True)
 
 

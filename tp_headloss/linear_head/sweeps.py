@@ -149,9 +149,8 @@ def statistics(hidden, weight, request: Request, tokens: int, made: Logits = ROU
     first = [transport.write(passes.with_label_logits(block(here))) for here in slices]
     outputs = transport.merge(torch.cat(first, -1), request)
     if request.layout.second:
-        merged, values, *_ = outputs
-        second = [passes.second_packets(block(here), merged[:, here].contiguous()) for here in slices]
-        passes.second_exchange(torch.cat(second, -1), merged, values, request)
+        second = [passes.second_packets(block(here), outputs[0][:, here].contiguous()) for here in slices]
+        passes.second_exchange(torch.cat(second, -1), outputs, request)
     return outputs
 
 

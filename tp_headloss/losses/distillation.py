@@ -95,8 +95,8 @@ def topk_forward_kl(stats: VocabStatistics, support: str, log_tail: torch.Tensor
     """Return sum tau (log tau - log p) over a top-K teacher's entries, plus the tail's summand if support="tail".
 
     Args:
-        stats: `VocabStatistics` with "topk_forward_kl"; for support="vocabulary" also "topk_log_mass", for "tail" also
-            "topk_log_mass" and "tail_log_mass".
+        stats: `VocabStatistics` with "topk_forward_kl" for support="topk", else "vocab_forward_kl"; for "tail" also
+            "tail_log_mass".
         support: ids over which the student is normalised: "topk" the entries, "vocabulary" all ids, "tail" the entries
             and one more for the sum of all other ids.
         log_tail: [..] `log_tail` of the teacher, for support="tail".
@@ -106,7 +106,7 @@ def topk_forward_kl(stats: VocabStatistics, support: str, log_tail: torch.Tensor
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
-        >>> want = "topk_forward_kl", "topk_reverse_kl", "topk_jsd", "topk_log_mass", "tail_log_mass"
+        >>> want = "vocab_forward_kl", "tail_log_mass"
         >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), want=want, teacher=entries)
         >>> losses.topk_forward_kl(stats, "tail", losses.log_tail(stats))
         tensor([1.1748])
@@ -114,13 +114,10 @@ def topk_forward_kl(stats: VocabStatistics, support: str, log_tail: torch.Tensor
     Source:
         Megatron's topk_kl_div, whose ghost token is the tail.
     """
-    value = stats.topk_forward_kl
-    if support != "topk":
-        value = value - _times_mass(stats.teacher_mass, stats.topk_log_mass)
-    if support == "tail":
-        assert log_tail is not None
-        value = value + _times_mass(log_tail.exp(), log_tail - stats.tail_log_mass)
-    return value
+    if support != "tail":
+        return stats.topk_forward_kl if support == "topk" else stats.vocab_forward_kl
+    assert log_tail is not None
+    return stats.vocab_forward_kl + _times_mass(log_tail.exp(), log_tail - stats.tail_log_mass)
 
 
 def topk_reverse_kl(

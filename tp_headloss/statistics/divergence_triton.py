@@ -1,4 +1,4 @@
-"""Device functions of jsd and total_variation, and the kernels of the second exchange."""
+"""Device functions of jsd and total_variation, and the kernel of the second exchange."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ from .family_triton import (
     same_coefficient,
     upstream,
 )
-from .numerics_triton import LOG2_E, LOG_2, exp2, fixed_sum, half_sign, log2_mixture, relative_information, settle
+from .numerics_triton import LOG2_E, LOG_2, exp2, fixed_sum, half_sign, log2_mixture, relative_information
 from .teacher_triton import load
 
 
@@ -87,36 +87,6 @@ def divergence_kernel(
         log2_q = tl.where(inside < chunk.size, (u - teacher_shift) * LOG2_E - log2_teacher, float("-inf"))
         state = _add(state, log2_p, log2_q, inputs, rows)
     _store(packets_ptr + index.to(tl.int64) * rows.height * n + row, n, state, inputs, rows, BLOCK)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def second_merge_kernel(
-    merged_ptr,  # [R, T] fp32, whose last S rows are written
-    values_ptr,  # [K, T] fp32, likewise
-    packets_ptr,  # [packets, 2 S, T] fp32
-    n_rows,
-    SUM: tl.constexpr,  # number of the merged row of that name
-    MERGED: tl.constexpr, VALUES: tl.constexpr,  # R - S, K - S
-    STATISTICS: tl.constexpr, PACKETS: tl.constexpr, BLOCK: tl.constexpr,  # S
-):  # fmt: skip
-    """One program: the merge of the second exchange's packets of BLOCK tokens, in their order and in float64."""
-    STEP: tl.constexpr = 8 if PACKETS % 8 == 0 else 1  # packets that are read at once
-    n = n_rows.to(tl.int64)
-    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    here = token < n
-    whole = tl.load(merged_ptr + SUM * n + token, mask=here, other=1.0)
-    for i in tl.static_range(STATISTICS):
-        value = tl.zeros([BLOCK], tl.float64)
-        mean = tl.zeros([BLOCK], tl.float64)
-        for first in range(0, PACKETS, STEP):
-            for k in tl.static_range(STEP):
-                at = packets_ptr + ((first + k) * STATISTICS + i) * 2 * n + token
-                value += tl.load(at, mask=here, other=0.0).to(tl.float64)
-                mean += tl.load(at + n, mask=here, other=0.0).to(tl.float64)
-        value = tl.where(value < 0.0, 0.0, value)  # NaN stays
-        bad = whole != whole
-        tl.store(values_ptr + (VALUES + i) * n + token, settle(value, bad, False), mask=here)
-        tl.store(merged_ptr + (MERGED + i) * n + token, settle(mean, bad, False), mask=here)
 
 
 @triton.jit

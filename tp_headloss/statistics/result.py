@@ -46,7 +46,8 @@ class VocabStatistics(NamedTuple):
         total_variation: sum of abs(student - teacher) / 2.
         teacher_mass: probability of a top-K teacher's entries; not differentiable.
         topk_forward_kl: over its entries, where the student is normalised: see `statistics.topk`.
-        topk_reverse_kl: likewise.
+        vocab_forward_kl: the same, the student normalised over the vocabulary.
+        topk_reverse_kl: as topk_forward_kl.
         topk_log_mass: log of the student's probability of the entries.
         tail_log_mass: log of the student's probability of everything else, summed directly.
         tail_entropy: entropy of the student over everything else.
@@ -83,6 +84,7 @@ class VocabStatistics(NamedTuple):
     total_variation: torch.Tensor | MaybeNone
     teacher_mass: torch.Tensor | MaybeNone
     topk_forward_kl: torch.Tensor | MaybeNone
+    vocab_forward_kl: torch.Tensor | MaybeNone
     topk_reverse_kl: torch.Tensor | MaybeNone
     topk_log_mass: torch.Tensor | MaybeNone
     tail_log_mass: torch.Tensor | MaybeNone

@@ -111,9 +111,10 @@ def members(entries, spans, first_id: int, width: int) -> torch.Tensor:
     return out[:, :width]
 
 
-def known_sets(ids, spans, vocab_size: int):
+def known_sets(ids, spans, vocab_size: int, most: int | None = None):
     """The ids of all sets [all] and their bounds [N, 2] -> int32 ids, negative where there is none, and the bounds.
 
+    most: the most ids, repeated ones included, that a set can have, for the triton backend; None: any number.
     A set with an id at or beyond the vocabulary becomes empty. Sets must not overlap in `ids`. Here a set's ids keep
     their places; for the kernels, which count an id as often as it is there and look for those of a part of the
     vocabulary, the triton backend leaves each once and ascending, as they are in the sets of a `SamplingRule`.

@@ -6,7 +6,7 @@ Names as in `family_triton`; a set's members are entries with bounds of their ow
 import triton
 import triton.language as tl
 
-from .entries_triton import AT_ONCE, entries_between, load_entries
+from .entries_triton import NONE, entries_between, load_entries
 from .family_triton import (
     Gradient,
     Merge,
@@ -20,12 +20,56 @@ from .family_triton import (
 from .numerics_triton import decay, exp, fixed_sum, settle, weigh
 from .softmax_triton import join_target
 
+MEMBERS = tl.constexpr(256)  # of a chunk that are summed at once: of 1024 ids 128 are in one of 8, or some more
+
 
 @triton.jit
 def _ids_at(ids_ptr, begin, place, count):
     """Ids of a set by their places, -1 where there is none."""
     ids = tl.load(ids_ptr + begin + place, mask=(place >= 0) & (place < count), other=-1).to(tl.int64)
     return tl.maximum(ids, -1)
+
+
+@triton.jit
+def _stored(at, place, count, ids):
+    """Store ids at their places and return the one before each, -1 before the first."""
+    tl.store(at + place, ids, mask=place < count)
+    tl.debug_barrier()  # all are stored
+    before = tl.load(at + place - 1, mask=(place > 0) & (place < count), other=-1)
+    tl.debug_barrier()  # all are read
+    return before
+
+
+@triton.jit
+def small_sets_kernel(
+    ids_out_ptr, spans_out_ptr, ids_ptr, spans_ptr,  # as in `sets_kernel`
+    vocab_size,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the set of one token, if it has at most BLOCK ids. Those that do not ascend are sorted."""
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.load(spans_ptr + 2 * row)
+    all_ids = tl.load(spans_ptr + 2 * row + 1) - begin
+    if all_ids <= BLOCK:
+        count = all_ids.to(tl.int32)
+        place = tl.arange(0, BLOCK)
+        at = ids_out_ptr + begin
+        ids = tl.load(ids_ptr + begin + place, mask=place < count, other=-1)
+        unknown = tl.sum((ids >= vocab_size).to(tl.int32), axis=0)
+        ids = tl.where(ids < 0, NONE, ids).to(tl.int32)
+        size = tl.where(unknown > 0, 0, tl.sum((ids < NONE).to(tl.int32), axis=0))
+        before = _stored(at, place, count, ids)
+        if tl.sum(((ids <= before) & (ids < NONE)).to(tl.int32), axis=0) > 0:
+            # in any order before: this one leaves most exchanges within a thread
+            ids = tl.sort(ids)
+            before = _stored(at, place, count, ids)
+            kept = ((ids != before) & (ids < NONE)).to(tl.int32)
+            distinct = tl.sum(kept, axis=0)
+            if distinct < size:
+                tl.store(at + tl.cumsum(kept, axis=0) - 1, ids, mask=kept != 0)
+            size = tl.minimum(size, distinct)
+        tl.store(spans_out_ptr + 2 * row, begin)
+        tl.store(spans_out_ptr + 2 * row + 1, begin + size)
 
 
 @triton.jit
@@ -72,9 +116,10 @@ def sets_kernel(
     spans_ptr,  # [T, 2] int64
     seen_ptr,  # [programs, words] int32, all 0: a bit for each id
     n_rows, vocab_size,
-    BLOCK: tl.constexpr,
+    SMALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: the sets of some tokens. Ids that ascend are as they should be; others are marked and listed."""
+    """One program: those of the sets of some tokens that have more than SMALL ids. Ids that ascend are as they should
+    be; others are marked and listed."""
     lanes = tl.arange(0, BLOCK)
     words = vocab_size // 32 + 1
     seen_ptr += tl.program_id(0).to(tl.int64) * words
@@ -83,6 +128,8 @@ def sets_kernel(
         here = row < n_rows
         begin = tl.load(spans_ptr + 2 * row, mask=here, other=0)
         count = (tl.load(spans_ptr + 2 * row + 1, mask=here, other=0) - begin).to(tl.int32)
+        here = count > SMALL
+        count = tl.where(here, count, 0)
         unknown = tl.zeros([BLOCK], tl.int32)
         unordered = tl.zeros([BLOCK], tl.int32)
         found = tl.zeros([BLOCK], tl.int32)
@@ -118,13 +165,13 @@ def add(state, tile, softmax, chunk, inputs, rows):
 def store(out, n, state, core, chunk, inputs, rows):
     """Store the sums over the members of a token's set that are in this chunk."""
     m = -float("inf")
-    s = tl.zeros([AT_ONCE], tl.float32)
-    moment = tl.zeros([AT_ONCE], tl.float32)
-    owner = tl.zeros([AT_ONCE], tl.float32)
+    s = tl.zeros([MEMBERS], tl.float32)
+    moment = tl.zeros([MEMBERS], tl.float32)
+    owner = tl.zeros([MEMBERS], tl.float32)
     first_id = chunk.start + chunk.first
     begin, count = entries_between(inputs, chunk.row, first_id, first_id + chunk.size)
-    lanes = tl.arange(0, AT_ONCE)
-    for k in range(0, count, AT_ONCE):
+    lanes = tl.arange(0, MEMBERS)
+    for k in range(0, count, MEMBERS):
         live = k + lanes < count
         columns, z, here = load_entries(inputs, chunk, begin + k + lanes, live)
         if inputs.labels is not None:  # the target is joined by the merge
@@ -140,11 +187,11 @@ def store(out, n, state, core, chunk, inputs, rows):
         s = tl.fma(factor, s, p)
         m = peak
     tl.store(out + rows.set_max * n, m + 0.0)
-    tl.store(out + rows.set_sum * n, fixed_sum(s, AT_ONCE))
+    tl.store(out + rows.set_sum * n, fixed_sum(s, MEMBERS))
     if rows.set_moment is not None:
-        tl.store(out + rows.set_moment * n, fixed_sum(moment, AT_ONCE))
+        tl.store(out + rows.set_moment * n, fixed_sum(moment, MEMBERS))
     if inputs.labels is not None:
-        tl.store(out + rows.set_owner * n, fixed_sum(owner, AT_ONCE))
+        tl.store(out + rows.set_owner * n, fixed_sum(owner, MEMBERS))
 
 
 @triton.jit

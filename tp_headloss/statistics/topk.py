@@ -3,17 +3,18 @@
 s = softmax of z' over the entries, r = softmax of z' over all else (the tail), P and R the student's probability of
 either; y_k = scale (z_k - topk_max):
 
-| statistic       | packet rows, over the chunk's entries       | value                  | d/dz'_k; elsewhere       |
-|-----------------|---------------------------------------------|------------------------|--------------------------|
-| (all of these)  | topk_max = max z_k, topk_sum = sum exp(y_k) |                        |                          |
-| teacher_mass    | topk_mass = sum tau_k                       | W                      | none                     |
-| topk_forward_kl | topk_cross = sum tau_k (log tau_k - y_k)    | sum tau log(tau / s)   | W s_k - tau_k; 0         |
-| topk_reverse_kl | topk_gap = sum exp(y_k) (y_k - log tau_k)   | sum s log(s / tau) = G | s_k (log(s_k/tau_k) - G) |
-| topk_log_mass   | student_sum, or those of the tail           | log P                  | R s_k; -R r_j            |
-| tail_log_mass   | tail_max = max z, tail_sum = sum exp        | log R                  | -P s_k; P r_j            |
-| tail_entropy    | tail_moment, all three as max, sum, moment  | -sum r log r = H       | 0; -r_j (log r_j + H)    |
-| topk_jsd        | second exchange, p' = s, q = tau            | sum v_k + w_k          | v_k - s_k sum v; 0       |
-| vocab_jsd       | second exchange, p' = P s, q = tau          | sum v_k + w_k          | v_k; at all: -p'_j sum v |
+| statistic        | packet rows, over the chunk's entries       | value                  | d/dz'_k; elsewhere       |
+|------------------|---------------------------------------------|------------------------|--------------------------|
+| (all of these)   | topk_max = max z_k, topk_sum = sum exp(y_k) |                        |                          |
+| teacher_mass     | topk_mass = sum tau_k                       | W                      | none                     |
+| topk_forward_kl  | topk_cross = sum tau_k (log tau_k - y_k)    | sum tau log(tau / s)   | W s_k - tau_k; 0         |
+| vocab_forward_kl | as topk_forward_kl and topk_log_mass        | sum tau log(tau / p)   | W P s_k - tau_k; W R r_j |
+| topk_reverse_kl  | topk_gap = sum exp(y_k) (y_k - log tau_k)   | sum s log(s / tau) = G | s_k (log(s_k/tau_k) - G) |
+| topk_log_mass    | student_sum, or those of the tail           | log P                  | R s_k; -R r_j            |
+| tail_log_mass    | tail_max = max z, tail_sum = sum exp        | log R                  | -P s_k; P r_j            |
+| tail_entropy     | tail_moment, all three as max, sum, moment  | -sum r log r = H       | 0; -r_j (log r_j + H)    |
+| topk_jsd         | second exchange, p' = s, q = tau            | sum v_k + w_k          | v_k - s_k sum v; 0       |
+| vocab_jsd        | second exchange, p' = P s, q = tau          | sum v_k + w_k          | v_k; at all: -p'_j sum v |
 
 v and w as in `divergence`.
 """
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from ..request import Facts
 
 TAIL = ("tail_log_mass", "tail_entropy")
-FIRST = ("topk_forward_kl", "topk_reverse_kl", "topk_log_mass", *TAIL)
+FIRST = ("topk_forward_kl", "vocab_forward_kl", "topk_reverse_kl", "topk_log_mass", *TAIL)
 SECOND = ("topk_jsd", "vocab_jsd")
 
 
@@ -42,7 +43,7 @@ def has_tail(want) -> bool:
 
 def needs_full_student_sum(want) -> bool:
     """True if the student is normalised over the vocabulary by the sum over all of it."""
-    return ("topk_log_mass" in want or "vocab_jsd" in want) and not has_tail(want)
+    return not has_tail(want) and any(name in want for name in ("topk_log_mass", "vocab_forward_kl", "vocab_jsd"))
 
 
 class TopKFamily(Family):
@@ -94,10 +95,14 @@ class TopKFamily(Family):
 
         gap = torch.where(sums["topk_sum"] == 0, 0.0, sums["topk_gap"] / sums["topk_sum"])
         values = {"teacher_mass": mass}
-        values["topk_forward_kl"] = settled(sums["topk_cross"] + mass * log_sum, torch.xlogy(mass, mass))
+        least = torch.xlogy(mass, mass)
+        values["topk_forward_kl"] = settled(sums["topk_cross"] + mass * log_sum, least)
         values["topk_reverse_kl"] = settled(gap - log_sum, -mass.log())
         rest = self._rest(sums, joined)
         values |= rest.values
+        if "topk_log_mass" in values:
+            cross = sums["topk_cross"] + mass * (log_sum - values["topk_log_mass"])
+            values["vocab_forward_kl"] = settled(cross, least)
         unknown = mass.isnan()
         values = {name: torch.where(unknown, torch.nan, x) for name, x in values.items()}
         rows = {"topk_shift": sums["topk_shift"], "topk_sum": sums["topk_sum"], "topk_mass": mass, "topk_gap": gap}
@@ -130,7 +135,8 @@ class TopKFamily(Family):
         if not any(name in grads for name in self.statistics):
             return total
         none = torch.zeros_like(merged["sum"])
-        forward, reverse, inside, outside, entropy = (grads.get(name, none) for name in FIRST)
+        forward, vocab, reverse, inside, outside, entropy = (grads.get(name, none) for name in FIRST)
+        forward, inside = forward + vocab, inside - vocab * merged["topk_mass"]
         z, log_tau = entry_logits(tile)
         shifted = tile.scale * (z - merged["topk_shift"])
         s = torch.where(z == -torch.inf, 0.0, shifted.exp() / merged["topk_sum"])

@@ -131,6 +131,10 @@ def finish(state, joined, out, inputs, rows):
     rest_shift, rest, rest_mean, log_inside, log_outside, inside, outside = _rest(state, joined, log_total, rows)
     if value_rows.topk_log_mass is not None:
         write(out.value, joined, value_rows.topk_log_mass, settle(log_inside, bad, ignored))
+    if value_rows.vocab_forward_kl is not None:
+        value = state[4] + mass * (log_total - log_inside)
+        value = _settle_entries(value, mass * log_mass, nowhere, nothing, bad, ignored)
+        write(out.value, joined, value_rows.vocab_forward_kl, value)
     if value_rows.tail_log_mass is not None:
         write(out.value, joined, value_rows.tail_log_mass, settle(log_outside, bad, ignored))
     if value_rows.tail_entropy is not None:
@@ -147,6 +151,15 @@ def finish(state, joined, out, inputs, rows):
         write(out.merged, joined, merged.rest_mean, settle(rest_mean, bad, ignored))
     write(out.merged, joined, merged.inside, settle(inside, bad, ignored))
     write(out.merged, joined, merged.outside, settle(outside, bad, ignored))
+
+
+@triton.jit
+def _upstream_of_log_mass(grads, token, rows):
+    """Upstream gradient of topk_log_mass, with its part of that of vocab_forward_kl."""
+    g = upstream(grads.topk_log_mass, token)
+    if grads.vocab_forward_kl is not None:
+        g -= upstream(grads.vocab_forward_kl, token) * tl.load(token.merged + rows.topk_mass * token.n)
+    return g
 
 
 @triton.jit
@@ -171,11 +184,12 @@ def _of_the_rest(common, grads, token, rows):
 def load(grads, token, inputs, rows):
     """Load what columns that are no entries get: (coefficient of p,), or the numbers of `_of_the_rest`."""
     OF_TAIL: tl.constexpr = grads.tail_log_mass is not None or grads.tail_entropy is not None
-    SOMETHING: tl.constexpr = OF_TAIL or grads.topk_log_mass is not None or grads.vocab_jsd is not None
+    OF_MASS: tl.constexpr = grads.topk_log_mass is not None or grads.vocab_forward_kl is not None
+    SOMETHING: tl.constexpr = OF_TAIL or OF_MASS or grads.vocab_jsd is not None
     IS_SOFTMAX: tl.constexpr = rows.rest_mean is None and inputs.student_scale is None
     state = (0.0,)
     if SOMETHING and len(token.places.shape) != 1:
-        common = -upstream(grads.topk_log_mass, token)
+        common = -_upstream_of_log_mass(grads, token, rows)
         if grads.vocab_jsd is not None:
             common -= upstream(grads.vocab_jsd, token) * tl.load(token.merged + rows.vocab_jsd_mean * token.n)
         state = (common,) if IS_SOFTMAX else _of_the_rest(common, grads, token, rows)
@@ -203,9 +217,10 @@ def _entry_gradient(log_tau, tile, token, grads, inputs, rows):
     s, shifted = entry_softmax(z, at, n, token.student_scale, rows, inputs)
     q = tl.exp(log_tau)
     inside = tl.load(at + rows.inside * n)
-    g_mass = upstream(grads.topk_log_mass, token) * tl.load(at + rows.outside * n)
+    g_mass = _upstream_of_log_mass(grads, token, rows) * tl.load(at + rows.outside * n)
     g_mass = g_mass - upstream(grads.tail_log_mass, token) * inside
-    dz = upstream(grads.topk_forward_kl, token) * (tl.load(at + rows.topk_mass * n) * s - q) + g_mass * s
+    g_forward = upstream(grads.topk_forward_kl, token) + upstream(grads.vocab_forward_kl, token)
+    dz = g_forward * (tl.load(at + rows.topk_mass * n) * s - q) + g_mass * s
     if grads.topk_reverse_kl is not None:
         g = upstream(grads.topk_reverse_kl, token)
         apart = tl.where(s == 0.0, 0.0, s * (shifted - log_tau - tl.load(at + rows.topk_gap * n)))
