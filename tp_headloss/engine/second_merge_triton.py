@@ -37,4 +37,5 @@ def second_merge_kernel(
         tl.store(out.value + (VALUES + i) * n + token, settle(value, bad, False), mask=here)
         tl.store(out.merged + (MERGED + i) * n + token, settle(mean, bad, False), mask=here)
     if sums.parts is not None:
-        add_up(sums, out, here & (tl.load(out.valid + token, mask=here, other=0) != 0), token, n, BLOCK)
+        valid = here & (tl.load(out.valid + token, mask=here, other=0) != 0)
+        add_up(sums, out, valid, token, n, tl.program_id(0), tl.num_programs(0), BLOCK)
