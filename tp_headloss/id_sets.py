@@ -282,4 +282,4 @@ def flat_ids(sets: IdSets, flatten) -> tuple[torch.Tensor, torch.Tensor]:
     ids = flatten(masked_ids(sets))
     *lead, size = ids.shape
     bounds = size * torch.arange(math.prod(lead) + 1, device=ids.device)
-    return ids.reshape(-1).contiguous(), bounds.unfold(0, 2, 1).contiguous().view(*lead, 2)
+    return ids.reshape(-1).contiguous(), torch.stack([bounds[:-1], bounds[1:]], -1).view(*lead, 2)

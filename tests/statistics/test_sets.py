@@ -165,6 +165,13 @@ def test_kernels_get_each_id_once_and_ascending(device, monkeypatch):
             assert entries[begin:end].tolist() == ([] if n in (5, 12) else sorted(set(sets[n].tolist()) - {-1}))
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (0, 0), (2, 0)])
+def test_sets_of_no_tokens_and_of_no_ids(shape, backend, device):
+    x, ids = torch.zeros(shape[0], V, device=device), torch.zeros(shape, dtype=torch.long, device=device)
+    stats = vocab_statistics(x, want=("set_log_mass",), sets=IdSets(ids), options=Options(backend=backend))
+    assert stats.set_log_mass.shape == shape[:1] and stats.set_log_mass.isnan().all()
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 def test_tokens_in_another_order_in_memory(inplace, backend, device):
     """Logits [B, S, V] that are a view of [S, B, V]: tokens are worked on in memory's order, sets are in labels'."""
