@@ -6,6 +6,7 @@ import pytest
 import torch
 from logits_problem import WANT, N, V, policy_head, policy_inputs, rows
 from ranks import on_ranks
+from torch._dynamo.testing import CompileCounter
 
 from tp_headloss import (
     CrossEntropy,
@@ -67,6 +68,22 @@ def test_inductor_compiles_the_loss_of_changing_batch_sizes(device):
         (grad,) = torch.autograd.grad(compiled(x, y), x)
         (expected,) = torch.autograd.grad(head(x, y).loss, x)
         torch.testing.assert_close(grad, expected)
+    torch._dynamo.reset()
+
+
+def test_sets_of_any_size_take_one_graph(device):
+    x, _ = rows(device)
+    frames = CompileCounter()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=frames)
+    def mass(x, ids):
+        return vocab_statistics(x, want=("set_log_mass",), sets=IdSets(ids)).set_log_mass
+
+    for size in (3, 5, 9, 17):
+        ids = torch.randint(0, V, (N, size), device=device)
+        eager = vocab_statistics(x, want=("set_log_mass",), sets=IdSets(ids)).set_log_mass
+        torch.testing.assert_close(mass(x, ids), eager)
+    assert frames.frame_count == 1
     torch._dynamo.reset()
 
 

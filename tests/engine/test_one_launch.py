@@ -19,6 +19,8 @@ from tp_headloss import (
     log_probs,
     vocab_statistics,
 )
+from tp_headloss.engine import one_launch_triton
+from tp_headloss.engine.launch import Launch
 from tp_headloss.head_loss.statistic_value import StatisticValue
 
 IGNORED, N, V = -100, 6, 700
@@ -82,7 +84,8 @@ def test_chunks_of_many_tiles_are_added_up_in_the_same_order(dtype, device):
 
 
 @pytest.mark.parametrize("case", ["mean", "tensor", "weights", "metrics"])
-def test_tokens_of_several_groups_are_merged_once_each(case, device):
+def test_tokens_of_several_groups_are_merged_once_each(case, device, monkeypatch):
+    monkeypatch.setattr(one_launch_triton, "EXPECT", Launch(128, 1))  # tokens that are counted at once
     n_tokens, generator = 150, torch.Generator().manual_seed(1)
     logits = torch.randn(n_tokens, 40, generator=generator).to(device)
     labels = torch.randint(40, (n_tokens,), generator=generator).to(device)
@@ -226,3 +229,56 @@ def test_statistics_refuse_a_gradient_from_a_forward_that_knows_no_loss():
         function(x, labels, options=options)  # as with a HeadLoss, whose forward writes none where none is asked for
     with pytest.raises(ValueError, match="gradient='forward' is for logits and a HeadLoss"):
         linear_vocab_statistics(x, torch.zeros(4, 8), labels, options=options)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("metrics", [(), ("accuracy", "entropy")])
+def test_many_tokens_beside_other_work_have_the_bits_of_two_launches(metrics, device):
+    """More tokens than are counted at once, on two streams in turn, while noise takes multiprocessors away."""
+    logits = torch.randn(9000, 32_000, device=device).mul_(3).bfloat16().requires_grad_()
+    labels = torch.randint(32_000, (9000,), device=device)
+    labels[::7] = IGNORED
+    noise, side, squares = torch.cuda.Stream(), torch.cuda.Stream(), torch.randn(2, 2048, 2048, device=device)
+
+    def step(options):
+        out = HeadLoss(list(TERMS), metrics=metrics, options=options)(logits, labels)
+        return [out.loss, out.stats.log_prob, torch.autograd.grad(out.loss, logits)[0], *out.metrics.values()]
+
+    expected = step(IN_BACKWARD)
+    for i in range(50):
+        with torch.cuda.stream(noise):
+            torch.mm(squares[0], squares[1])
+        stream = side if i % 2 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = step(IN_FORWARD)
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+@pytest.mark.cuda
+def test_one_launch_replays_from_a_graph(device):
+    logits, labels = problem(device, torch.bfloat16)
+    logits.requires_grad_()
+    head = HeadLoss(list(TERMS), options=IN_FORWARD)
+
+    def step():
+        out = head(logits, labels)
+        return out.loss, torch.autograd.grad(out.loss, logits)[0]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(20):
+        generator = torch.Generator(device).manual_seed(seed)
+        with torch.no_grad():
+            logits.copy_(torch.randn(logits.shape, device=device, generator=generator))
+        graph.replay()
+        replayed = [x.clone() for x in captured]
+        assert all(torch.equal(a, b) for a, b in zip(replayed, step()))

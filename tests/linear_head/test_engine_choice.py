@@ -1,10 +1,13 @@
 """Which calls of a linear head have epilogues if they ask for neither engine, also under torch.compile."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from linear_problem import V, tensors
 
 from tp_headloss import HeadLoss, Linear, Options, Term, VocabShard
+from tp_headloss.integrations.megatron.head import linear_options
 from tp_headloss.linear_head import call
 from tp_headloss.linear_head.call import LinearCall, _takes_epilogue
 
@@ -75,6 +78,22 @@ def test_a_loss_without_gradients_is_rounded_like_that_of_a_training_step(device
         assert not torch.equal(unrounded, rounded)
         assert torch.equal(loss(engine="epilogue"), unrounded) and torch.equal(loss([Term("own", own)]), unrounded)
     assert torch.equal(loss(), rounded) and torch.equal(loss([Term("own", own)]), unrounded)
+
+
+def test_megatrons_losses_without_gradients_are_rounded_like_those_of_one_sweep():
+    """There they are no sum, and so recompute's."""
+    layer = SimpleNamespace(
+        tp_group=SimpleNamespace(size=lambda: 1),
+        sequence_parallel=False,
+        allreduce_dgrad=False,
+        gradient_accumulation_fusion=False,
+    )
+
+    def logits(**linear):
+        return linear_options(Linear(**linear), layer, torch.ones(4, 8), "recompute").logits
+
+    assert logits(mode="one_sweep") == "operands" and logits() is None and logits(logits="float32") == "float32"
+    assert logits(mode="one_sweep", engine="epilogue") is None
 
 
 @pytest.mark.cuda

@@ -23,8 +23,6 @@ def _operands(hidden: torch.Tensor, weight: torch.Tensor, how: GemmLaunch) -> tu
     rows, columns, depth, *_ = how.block
     if not hidden.is_contiguous() or hidden.data_ptr() % 16:
         hidden = hidden.clone(memory_format=torch.contiguous_format)
-    if weight.data_ptr() % 16:
-        weight = weight.clone(memory_format=torch.contiguous_format)
     if weight.shape[0] == 0:  # an empty shard: no column of this is valid
         weight = weight.new_zeros((1, weight.shape[1]))
     return _descriptor(hidden, rows, depth), _descriptor(weight, columns, depth)
@@ -36,7 +34,7 @@ def _processors(device: torch.device) -> int:
 
 
 @functools.cache
-def _capability(device: torch.device) -> int:
+def _major_capability(device: torch.device) -> int:
     """The first number of a GPU's compute capability."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
@@ -54,7 +52,7 @@ def linear_statistics(packets, hidden, weight, request: Request, rounded: bool, 
     """Write the packets [chunks, rows, N] fp32 of the logits hidden [N, H] @ weight [W, H]^T, rounded to the operands'
     dtype or not; partial packets take at most `budget` bytes, or what one tile of tokens needs."""
     facts, n_rows = request.facts, hidden.shape[0]
-    how = gemm_launch(facts.chunk_size, _capability(hidden.device))
+    how = gemm_launch(facts.chunk_size, _major_capability(hidden.device))
     per_tile = 4 * packets.shape[1] * facts.chunks * ceil_div(facts.chunk_size, how.block[1]) * how.block[0]
     tiles = ceil_div(n_rows, how.block[0])
     launches = ceil_div(tiles, max(1, budget // per_tile))
@@ -103,7 +101,7 @@ def linear_gradient(out, hidden, weight, request: Request, merged, grads: dict, 
         linear_gradient(exact, hidden, weight, request, merged, grads, rounded)
         out.copy_(exact)
         return
-    how = gemm_launch(facts.chunk_size, _capability(hidden.device))
+    how = gemm_launch(facts.chunk_size, _major_capability(hidden.device))
     hooks, upstream = rows.gradient_hooks(tuple(grads)), rows.grads(*map(grads.get, rows.grads._fields))
     tiles = ceil_div(n_rows, how.block[0]) * ceil_div(width, how.block[1])
     (given, prepared), device, padded = inputs_of(request), hidden.device, facts.valid_width < width

@@ -28,6 +28,7 @@ class SumBits(NamedTuple):
 
 HITS = tl.constexpr(255)
 FIRST_PART = tl.constexpr(2)  # place of the first group's parts
+EXPECTED_UPSTREAM, ROWS_DONE = tl.constexpr(1), tl.constexpr(2)  # places in what `expect_kernel` writes
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def start_sums(parts_ptr):
 @triton.jit
 def rows_done(expectation_ptr):
     """Pointer to the numbers of rows that are done in each group, which are behind `expect_kernel`'s two others."""
-    return (expectation_ptr + 2).to(tl.pointer_type(tl.int32))
+    return (expectation_ptr + ROWS_DONE).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
@@ -76,7 +77,7 @@ def expect_kernel(
     upstream = tl.load(upstream_ptr)
     divisor = divisor_of(denominator_ptr, tl.sum(count, axis=0) if BY_COUNT else denominator)
     tl.store(expectation_ptr, upstream * (1.0 / divisor))
-    tl.store(expectation_ptr + 1, upstream.to(tl.float64))
+    tl.store(expectation_ptr + EXPECTED_UPSTREAM, upstream.to(tl.float64))
 
 
 @triton.jit

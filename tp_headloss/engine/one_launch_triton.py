@@ -22,7 +22,7 @@ from .launch import (
     rows_launch,
     statistics_launch,
 )
-from .merged_sums_triton import expect_kernel, sums_key
+from .merged_sums_triton import ROWS_DONE, expect_kernel, sums_key
 from .rows_triton import ExpectedLoss, Plan
 from .sums_triton import divided_by
 
@@ -83,7 +83,7 @@ def _expectation(request: Request, reduction, sums: MergedSums) -> torch.Tensor:
     labels, ignore_index = request.tensors.labels, request.facts.ignore_index
     given, number = divided_by(denominator)
     groups = ceil_div(labels.numel(), MERGE.block)
-    expectation = labels.new_empty(2 + ceil_div(groups, 2), dtype=torch.float64)
+    expectation = labels.new_empty(ROWS_DONE.value + ceil_div(groups, 2), dtype=torch.float64)
     by_count = denominator is None
     variant = inputs_of(request)[1].variant, sums.parts is None, dtype_key(weight), pointer_key(given), by_count
     launch(

@@ -152,7 +152,7 @@ register(
     "str backend", "(Tensor, Tensor)", _entries, _entries_fake,
 )  # fmt: skip
 register(
-    "known_sets", "Tensor ids, Tensor spans, int vocab_size, int? most, str backend", "(Tensor, Tensor)",
+    "known_sets", "Tensor ids, Tensor spans, int vocab_size, SymInt? most, str backend", "(Tensor, Tensor)",
     _known_sets, _known_sets_fake,
 )  # fmt: skip
 register("gather_tokens", "Tensor x, int world_size, str group_name", "Tensor", _gather_tokens, _gather_tokens_fake)

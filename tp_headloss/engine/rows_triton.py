@@ -1,4 +1,4 @@
-"""Packets and the gradient of a loss in one launch, where one rank has the whole vocabulary.
+"""Statistics and the gradient of a loss in one launch, where one rank has the whole vocabulary.
 
 A program reads its row from memory for the packets of all chunks, merges its softmax, and reads the row once more, for
 the gradient, from the L2 cache. The last program of a group of rows merges their packets for all that the merge stores.
@@ -22,7 +22,7 @@ from ..statistics.records_triton import Core, Packet, Tile, Token
 from ..symmetric_memory_triton import SharedMemory
 from .kernels import add_to_states, rescale_states, start_states
 from .merge_triton import merge_tokens
-from .merged_sums_triton import rows_done
+from .merged_sums_triton import EXPECTED_UPSTREAM, rows_done
 
 # Stages of the loops' pipelines.
 PACKET_STAGES, MASKED_STAGES, GRADIENT_STAGES = tl.constexpr(4), tl.constexpr(3), tl.constexpr(3)
@@ -284,7 +284,7 @@ def gradient_again_kernel(
         tl.store(expected_ptr, given)
     end = n_rows
     if not AGAIN:
-        end = tl.where(tl.load(expectation_ptr + 1) == given, 0, n_rows)
+        end = tl.where(tl.load(expectation_ptr + EXPECTED_UPSTREAM) == given, 0, n_rows)
     for first in range(0, end, tl.num_programs(0)):
         row = (first + tl.program_id(0)).to(tl.int64)
         if row < n:

@@ -47,8 +47,11 @@ class LinearFacts(NamedTuple):
         return found
 
     def operands(self, hidden, weight, facts: Facts) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states and weight as the GEMMs take them."""
-        return self.gathered(hidden.to(self.dtype), facts), weight.to(self.dtype)
+        """Hidden states and weight as the GEMMs take them; those of epilogues read multiples of 16 bytes."""
+        weight = weight.to(self.dtype)
+        if self.epilogue and weight.data_ptr() % 16:
+            weight = weight.clone(memory_format=torch.contiguous_format)
+        return self.gathered(hidden.to(self.dtype), facts), weight
 
     def teacher_operands(self, teacher: TeacherOperands, facts: Facts) -> TeacherOperands:
         """A teacher's heads as the GEMMs take them."""

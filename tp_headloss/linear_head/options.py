@@ -28,7 +28,8 @@ class Linear:
             sums over blocks are not what is returned, fp32 memory for them (of dH or dW if these are of half
             precision). None: 128 MiB for a block and, in half precision, fp32 memory for the smaller of dH and dW
             ("one_sweep": for dW), or what is needed at least. A rank whose shard is larger than an even share takes
-            accordingly more; what autocast converts and "reduce_scatter" gathers is not counted.
+            accordingly more; what autocast converts and "reduce_scatter" gathers, and an epilogue's copy of a weight
+            that does not begin at a multiple of 16 bytes, are not counted.
         hidden_grad: how the hidden states' gradient is reduced. "all_reduce" (default): hidden states are replicated
             over the shard's group, their gradient is summed over it and replicated. "reduce_scatter" (sequence
             parallelism): each rank passes its [S/P, ..] of the first dimension, gathered here, and gets that part of

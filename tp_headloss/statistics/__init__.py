@@ -4,8 +4,8 @@ One family per file, see `family` for their contract and `FAMILIES` for the list
 buffers by name, and nothing else does.
 
 A *packet* is the partial result of one chunk of the vocabulary: some fp32 numbers per token. Packets of all ranks are
-merged in float64, in vocabulary order, and results are rounded once (`topk_log_mass` without a tail twice, by the
-kernels).
+merged in float64, in vocabulary order, and results are rounded once (by the kernels twice: `topk_log_mass` and
+`vocab_forward_kl` without a tail).
 """
 
 from __future__ import annotations

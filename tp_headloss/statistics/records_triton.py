@@ -152,7 +152,7 @@ class Outputs(NamedTuple):
 class MergedSums(NamedTuple):
     """Sums of a merge over all its tokens, see `engine.merged_sums_triton`; all None: it makes none."""
 
-    # fp64: 1 / what the loss was divided by, how many programs have ended (int32), and the parts of all programs
+    # fp64: 1 / what the loss was divided by, how many groups of tokens are merged (int32), and the parts of all groups
     parts: object = None
     sums: object = None  # [S + 1] fp32 out
     loss: object = None  # [] fp32 out

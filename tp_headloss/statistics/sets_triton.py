@@ -1,4 +1,4 @@
-"""Device functions of the statistics over sets of ids, and the kernel that makes their ids distinct.
+"""Device functions of the statistics over sets of ids, and the kernels that make their ids distinct.
 
 Names as in `family_triton`; a set's members are entries with bounds of their own, see `entries_triton.entry_range`.
 """

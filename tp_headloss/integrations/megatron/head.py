@@ -256,7 +256,10 @@ def linear_options(linear: Linear, layer, weight: torch.Tensor, mode: str) -> Li
     partial = layer.tp_group.size() > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
     how = "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
     main_grad = layer.gradient_accumulation_fusion and _has_fp32_main_grad(weight)
-    return replace(linear, mode=mode, hidden_grad=how, main_grad=main_grad)
+    # without gradients, too, the logits are those of a training step
+    rounds = linear.mode == "one_sweep" and linear.engine != "epilogue" and linear.logits is None
+    logits = "operands" if rounds else linear.logits
+    return replace(linear, mode=mode, hidden_grad=how, main_grad=main_grad, logits=logits)
 
 
 def _has_fp32_main_grad(weight) -> bool:
