@@ -78,7 +78,7 @@ def _exact(gradient):
 
 
 def _expectation(request: Request, reduction, sums: MergedSums) -> torch.Tensor:
-    """What a loss's gradient is written for before the loss is known, see `ExpectedLoss`."""
+    """Return what a loss's gradient is written for before the loss is known, see `ExpectedLoss`."""
     _plan, weight, denominator, expected = reduction
     labels, ignore_index = request.tensors.labels, request.facts.ignore_index
     given, number = divided_by(denominator)
