@@ -7,7 +7,7 @@ import torch
 from ..request import Request
 
 CAPABILITY = (9, 0)  # of the oldest GPUs whose tensor memory accelerator loads the tiles
-MEASURED = ((9, 0),)  # capabilities on which epilogues took no longer than blocks, by scripts/bench/linear_turns.py
+MEASURED = ((9, 0),)  # capabilities on which scripts/bench/linear_turns.py compared them with blocks
 
 
 @torch.compiler.assume_constant_result

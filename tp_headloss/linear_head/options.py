@@ -50,7 +50,7 @@ class Linear:
             and logits exist only as its fp32 accumulators (Triton, compute capability >= 9.0, bfloat16 or float16
             operands whose rows are multiples of 16 bytes, no teacher, sets, given ids or ranks; ValueError otherwise).
             "blocks": blocks of logits that cuBLAS makes. "auto" (default): epilogues where they serve the call, on GPUs
-            of compute capability 9.0, where they take no longer, and on later ones if logits="float32" is asked for;
+            of compute capability 9.0, where they are about as fast, and on later ones if logits="float32" is asked for;
             else, and always with logits="operands", blocks. With epilogues, the statistics, losses made of them and the
             logits' gradients have the same bits at 1, 2, 4 and 8 ranks (see `VocabShard.tp_invariant`), in any batch
             and from run to run; dH and dW, products by cuBLAS, need not have. One sweep has blocks; with "epilogue",
