@@ -39,6 +39,11 @@ class Facts(NamedTuple):
         return self.chunks * self.world_size
 
 
+def without_gaps(x: Any) -> Any:
+    """A contiguous tensor, or None."""
+    return x if x is None else x.contiguous()
+
+
 class Tensors(NamedTuple):
     """Tensors that the backends read, by rows [N, ..] of one rank; an absent tensor switches its part off."""
 
@@ -56,6 +61,14 @@ class Tensors(NamedTuple):
     entry_spans: torch.Tensor | MaybeNone = None
     label_logits: torch.Tensor | MaybeNone = None  # [N] z of the labels, which `passes.with_label_logits` finds
     ids: torch.Tensor | MaybeNone = None  # [N, K] int32 whose log-probs are asked for, see `statistics.at_ids`
+
+    @classmethod
+    def saved(cls, *tensors) -> Tensors:
+        """Tensors that autograd saved, as kernels take them: all but logits and a teacher without gaps, whatever hooks
+        of saved tensors, as offloading has them, made of their strides."""
+        strided = cls._fields.index("logits"), cls._fields.index("teacher")
+        found: list[Any] = [x if i in strided else without_gaps(x) for i, x in enumerate(tensors)]
+        return cls(*found)
 
     def rows(self, here: slice, logits: torch.Tensor) -> Tensors:
         """The tensors of some tokens, whose logits are given."""

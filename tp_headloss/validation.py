@@ -8,6 +8,7 @@ import operator
 from typing import TypeGuard
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportMissingImports]  # in C
 
 
 def expect_tensor(name: str, x, shape=None, device: torch.device | None = None, hint: str = ""):
@@ -44,6 +45,18 @@ def refuse_transforms():
             "tp_headloss does not support transforms of torch.func (grad, vmap, jacrev, ..): use loss.backward() or "
             "torch.autograd.grad"
         )
+
+
+def refuse_batches(gradients):
+    """Raise RuntimeError for upstream gradients that are a batch; torch's own error would not say so."""
+    if torch.compiler.is_compiling():
+        return
+    for gradient in gradients:
+        if gradient is not None and is_legacy_batchedtensor(gradient):
+            raise RuntimeError(
+                "tp_headloss does not support is_grads_batched=True, nor jacobian(vectorize=True): call "
+                "torch.autograd.grad once for each gradient"
+            )
 
 
 def expect_ids(name: str, x):

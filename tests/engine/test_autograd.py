@@ -5,7 +5,21 @@ import torch
 from logits_problem import WANT, N, V, rows
 from torch.utils.checkpoint import checkpoint
 
-from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, Teacher, Transform, ZLoss, vocab_statistics
+from tp_headloss import (
+    CrossEntropy,
+    Distillation,
+    Entropy,
+    HeadLoss,
+    IdSets,
+    Linear,
+    Options,
+    Teacher,
+    TopKDistillation,
+    TopKTeacher,
+    Transform,
+    ZLoss,
+    vocab_statistics,
+)
 from tp_headloss.engine.backend import load_backend
 
 
@@ -128,6 +142,78 @@ def test_a_second_derivative_is_refused_however_it_is_asked_for(how, head, devic
         SECOND[how](loss, w)
     if head != "one_sweep":  # which does not know what its gradients depend on, and refuses create_graph itself
         assert torch.equal(first(loss, w), torch.autograd.grad(loss(w), w)[0])
+
+
+def losses_of_all_kinds(backend, device):
+    """Functions of logits [N, V], or of hidden states and a weight, that save tensors of each kind."""
+    x, labels = rows(device)
+    options, teacher = Options(backend=backend), {"teacher": Teacher(torch.randn_like(x))}
+    ids = torch.stack([labels.clamp(min=0), *(torch.full_like(labels, k) for k in (7, 300))], 1)
+    entries = {"teacher": TopKTeacher(ids, torch.rand(N, 3, device=device).log_softmax(-1) - 0.5, renormalize=False)}
+    transform = Transform(torch.randn(V, device=device), 1.5, 4.0, torch.rand(N, device=device) + 0.5)
+    plain = HeadLoss([CrossEntropy(), ZLoss(0.1)], options=options)
+    tail = HeadLoss([CrossEntropy(), TopKDistillation(support="tail")], options=options)
+    jsd = HeadLoss([CrossEntropy(label_smoothing=0.1), Distillation(1.0, "jsd"), Entropy(0.1)], options=options)
+
+    def of_statistics(x):
+        given = {"sets": IdSets(ids), "ids": ids, "want": ("set_entropy", "log_probs_at", "total")}
+        stats = vocab_statistics(x, labels, transform=transform, options=options, **given)
+        return stats.log_prob.sum() + stats.set_entropy.sum() + (stats.log_probs_at * ids).sum() + stats.total.sum()
+
+    in_forward = HeadLoss(options=Options(backend=backend, gradient="forward" if backend == "triton" else "backward"))
+    kinds = {
+        "statistics": of_statistics,
+        "prepared": lambda x: plain(x, labels).loss,
+        "forward": lambda x: in_forward(x, labels).loss,
+        "jsd": lambda x: jsd(x, labels, inputs=teacher).loss,
+        "tail": lambda x: tail(x, labels, inputs=entries).loss,
+    }
+
+    def of_hidden(mode):
+        return lambda h, w: tail.linear(h, w, labels, inputs=entries, linear=Linear(mode)).loss
+
+    return kinds | {mode: of_hidden(mode) for mode in ("recompute", "one_sweep")}
+
+
+KINDS = ["statistics", "prepared", "forward", "jsd", "tail", "recompute", "one_sweep"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_may_change_the_strides_of_what_is_saved(kind, backend, device):
+    """As offloading may, which packs tensors and gives them back."""
+    loss = losses_of_all_kinds(backend, device)[kind]
+    torch.manual_seed(1)
+    shapes = [(N, 16), (V, 16)] if kind in ("recompute", "one_sweep") else [(N, V)]
+    leaves = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+
+    def with_gaps(x):
+        return torch.stack([x, torch.zeros_like(x)], -1)[..., 0]
+
+    def transposed(x):
+        return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() else x
+
+    def gradients(unpack):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            return torch.autograd.grad(loss(*leaves), leaves)
+
+    def all_but_inputs(x):
+        return x if x.shape == (N, V) or not x.is_floating_point() else with_gaps(x)
+
+    for unpack in (lambda x: x, with_gaps, transposed, all_but_inputs) * (2 if kind == "prepared" else 1):
+        found = gradients(unpack)
+        expected = torch.autograd.grad(loss(*leaves), leaves)
+        tolerance = {"rtol": 1e-5, "atol": 1e-6} if len(leaves) == 2 else {"rtol": 0, "atol": 0}  # of a GEMM, or none
+        torch.testing.assert_close(found, expected, **tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_of_upstream_gradients_is_refused(kind, backend, device):
+    loss = losses_of_all_kinds(backend, device)[kind]
+    shapes = [(N, 16), (V, 16)] if kind in ("recompute", "one_sweep") else [(N, V)]
+    leaves = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    upstream = torch.ones(3, device=device)
+    with pytest.raises(RuntimeError, match="does not support is_grads_batched=True"):
+        torch.autograd.grad(loss(*leaves), leaves, upstream, is_grads_batched=True)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -26,20 +26,24 @@ class OnCpu(torch.Tensor):
 
 
 @pytest.mark.parametrize("capability, default, asked", GPUS.values(), ids=GPUS)
-def test_epilogues_are_the_default_where_they_were_measured(capability, default, asked, device, monkeypatch):
+def test_epilogues_are_the_default_where_they_were_measured(capability, default, asked, device, monkeypatch, caplog):
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors(torch.bfloat16))
     shard = VocabShard(0, V, V)
     request = LinearCall.checked(
         hidden, weight, labels, None, shard, (), None, None, None, -100, TRITON, Linear()
     ).request  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    caplog.set_level("DEBUG", "tp_headloss")
 
     def takes(place=OnGpu, dtype=torch.bfloat16, **options):
         return _takes_epilogue(hidden.as_subclass(place), weight, dtype, request, Linear(**options))
 
     assert (takes(), takes(logits="float32")) == (default, asked)
     assert not takes(logits="operands") and not takes(engine="blocks") and not takes(engine="blocks", logits="float32")
-    assert not takes(dtype=torch.float32) and not takes(OnCpu)
+    caplog.clear()
+    assert not takes(OnCpu) and not caplog.messages
+    assert not takes(dtype=torch.float32)
+    assert ["takes blocks of logits, because the operands" in x for x in caplog.messages] == [True] * default
 
 
 def test_a_weight_anywhere_in_memory_is_compiled(device):
@@ -58,6 +62,23 @@ def test_a_weight_anywhere_in_memory_is_compiled(device):
         loss = compiled(*operands)
         results.append([loss, *torch.autograd.grad(loss, operands)])
     assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_an_epilogues_operands_may_be_unpacked_elsewhere_in_memory(device):
+    hidden, weight, _, labels, _ = (x.to(device) for x in tensors(torch.bfloat16))
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+
+    def gradients(unpack):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            loss = HeadLoss(options=TRITON).linear(*leaves, labels, linear=Linear(engine="epilogue")).loss
+            return torch.autograd.grad(loss, leaves)
+
+    expected = gradients(lambda x: x)
+    for unpack in (
+        lambda x: torch.stack([x, x], -1)[..., 0],
+        lambda x: torch.cat([x.view(-1)[:1], x.view(-1)])[1:].view(x.shape),
+    ):
+        torch.testing.assert_close(gradients(unpack), expected, rtol=0, atol=0)
 
 
 def test_a_loss_without_gradients_is_rounded_like_that_of_a_training_step(device, monkeypatch):

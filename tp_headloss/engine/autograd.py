@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..request import Request, Tensors, accumulation_dtype
+from ..request import Request, Tensors, accumulation_dtype, without_gaps
+from ..validation import refuse_batches
 from . import operators, passes
 from .backend import load_backend
 from .passes import kernel_gradients
@@ -33,6 +34,7 @@ def first_derivative_only(backward):
     """
 
     def wrapper(ctx, *upstream):
+        refuse_batches(upstream)
         try:
             saved = ctx.saved_tensors  # once: a checkpoint computes them again for each look
         except RuntimeError as error:
@@ -117,7 +119,7 @@ class PreparedStatistics(torch.autograd.Function):
         *others, loss, _ = upstream
         if loss is not None and not [g for g in others if g is not None] and not ctx.inplace:
             logits, labels, merged, _valid, _weight, inverse, *values = saved
-            if ctx.step.serves(logits, labels) and operators.can_skip_dispatch(merged):
+            if ctx.step.serves(logits, labels, merged, *values) and operators.can_skip_dispatch(merged):
                 return ctx.step.gradient(logits, labels, merged, loss, inverse, values), None, None, None, None
         return _statistics_gradients(ctx, saved, upstream)
 
@@ -128,9 +130,10 @@ def _statistics_gradients(ctx, saved, upstream) -> tuple:
     alone = loss is not None and all(g is None for g in upstream[:-2])
     count = len(ctx.needs_input_grad) - 3  # absent tensors at the end are left out
     layout = ctx.request.layout
-    request = Request(Tensors(*saved[:count]), ctx.request.facts, layout)
-    in_forward = saved[count : count + 2] if ctx.expected is not None else ()
-    merged, *reduced = saved[count + len(in_forward) :]
+    request = Request(Tensors.saved(*saved[:count]), ctx.request.facts, layout)
+    others = [without_gaps(x) for x in saved[count:]]
+    in_forward = others[:2] if ctx.expected is not None else []
+    merged, *reduced = others[len(in_forward) :]
     grads = {name: g for name, g in zip(layout.outputs, upstream) if g is not None and name in layout.differentiable}
     of_loss: tuple = ()
     if loss is not None and not grads and ctx.plan.gradients is not None and operators.can_skip_dispatch(merged):
@@ -207,7 +210,7 @@ class TokenSums(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, saved, loss, _sums):
-        valid, weight, inverse, *values = saved
+        valid, weight, inverse, *values = map(without_gaps, saved)
         needed = ctx.needs_input_grad[2:]
         if loss is None:
             return (None,) * (2 + len(needed))

@@ -82,9 +82,10 @@ class LossStep:
         """True where a kernel can be launched without a switch of devices."""
         return self.index is None or self.index == torch._C._cuda_getDevice()
 
-    def serves(self, logits, labels) -> bool:
-        """True for tensors that lie as those of the first call did, on the current device."""
-        return self.places == (*place_of(logits), *place_of(labels)) and self.is_on_current_device()
+    def serves(self, logits, labels, *others) -> bool:
+        """True for tensors that lie as those of the first call did, without gaps in others, on the current device."""
+        alike = self.places == (*place_of(logits), *place_of(labels)) and all(x.is_contiguous() for x in others)
+        return alike and self.is_on_current_device()
 
     def statistics(self, logits, labels, denominator) -> tuple[list, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return [merged rows, values, *flags] as `merge_packets` does; the loss, its sums and 1 / its divisor."""

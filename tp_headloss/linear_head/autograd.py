@@ -11,8 +11,10 @@ from ..engine.autograd import first_derivative_only
 from ..engine.backend import load_backend
 from ..engine.operators import can_skip_dispatch, fields_of, register, schema_of
 from ..engine.passes import kernel_gradients
-from ..request import Facts, Request, TeacherOperands, Tensors, accumulation_dtype
+from ..request import Facts, Request, TeacherOperands, Tensors, accumulation_dtype, without_gaps
+from ..validation import refuse_batches
 from . import blocks, sweeps
+from .epilogue import has_wide_rows
 
 
 class LinearFacts(NamedTuple):
@@ -49,7 +51,7 @@ class LinearFacts(NamedTuple):
     def operands(self, hidden, weight, facts: Facts) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states and weight as the GEMMs take them; those of epilogues read multiples of 16 bytes."""
         weight = weight.to(self.dtype)
-        if self.epilogue and weight.data_ptr() % 16:
+        if self.epilogue and (weight.data_ptr() % 16 or not has_wide_rows(weight)):
             weight = weight.clone(memory_format=torch.contiguous_format)
         return self.gathered(hidden.to(self.dtype), facts), weight
 
@@ -157,6 +159,7 @@ class LinearStatistics(torch.autograd.Function):
         teacher = ctx.teacher.with_tensors(tensors[len(Tensors._fields) - 1 :])
         tensors = tensors[: len(Tensors._fields) - 1]
         named = {name: g for name, g in zip(layout.outputs, upstream) if name in layout.differentiable}
+        tensors = Tensors.saved(None, *tensors)[1:]
         grads = kernel_gradients(named, tensors[_IDS])
         if not grads:
             return (None,) * count
@@ -215,6 +218,7 @@ class OneSweep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream, *statistics_grads):
+        refuse_batches((upstream, *statistics_grads))
         if torch.is_grad_enabled():  # what the gradients depend on is not kept, so there is nothing to tie an error to
             raise RuntimeError(
                 "a one-sweep head has first derivatives only, and its loss was differentiated with create_graph=True: "
@@ -238,6 +242,7 @@ class OneSweep(torch.autograd.Function):
         for i, (gradient, dtype) in enumerate(zip(ctx.saved_tensors, ctx.types)):
             if not ctx.needs_input_grad[i]:
                 continue
+            gradient = without_gaps(gradient)
             if i == 1 and main_grad is not None:
                 if gradient is not None:
                     scale(main_grad.main_grad, gradient, upstream, add=True)

@@ -135,11 +135,10 @@ def _takes_epilogue(hidden, weight, dtype: torch.dtype, request: Request, linear
         if found is not None:
             raise ValueError(f"engine='epilogue' is not possible: {found}; use 'auto' or 'blocks'")
         return True
-    if linear.logits is None:
-        return found is None and is_default(hidden.device)
-    if found is not None and hidden.is_cuda:
+    wanted = is_default(hidden.device) if linear.logits is None else hidden.is_cuda  # elsewhere they are interpreted
+    if wanted and found is not None:
         log_mode(f"recompute takes blocks of logits, because {found}")
-    return found is None and hidden.is_cuda  # elsewhere the kernels are interpreted
+    return wanted and found is None
 
 
 def _validate(hidden, weight, linear: Linear) -> torch.dtype:

@@ -21,6 +21,11 @@ def is_default(device: torch.device) -> bool:
     return device.type == "cuda" and _capability(device) in MEASURED
 
 
+def has_wide_rows(weight: torch.Tensor) -> bool:
+    """Whether a weight's rows are contiguous, and begin at multiples of 16 bytes from its first one."""
+    return weight.stride(1) == 1 and weight.stride(0) * weight.dtype.itemsize % 16 == 0
+
+
 def obstacle(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, request: Request) -> str | None:
     """Reason why a call needs blocks of logits, or None. dtype: of the GEMMs' operands."""
     if request.facts.backend != "triton":
@@ -37,7 +42,6 @@ def obstacle(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, req
         return "a teacher is compared with blocks of logits"
     if not torch.compiler.is_compiling() and (hidden.is_neg() or weight.is_neg()):
         return "the sign of an operand is not in memory"  # operators of torch.compile get copies
-    row = weight.shape[1] * dtype.itemsize
-    if row == 0 or row % 16 or weight.stride(1) != 1 or weight.stride(0) * dtype.itemsize % 16:
+    if weight.shape[1] == 0 or weight.shape[1] * dtype.itemsize % 16 or not has_wide_rows(weight):
         return "rows of the weight are not contiguous multiples of 16 bytes"
     return None
