@@ -312,6 +312,19 @@ def test_one_term_and_one_metric_need_no_list():
     assert head.input_names == {"advantages", "old_log_prob"}
 
 
+def test_input_names_are_what_a_call_needs():
+    own = Term("soft", lambda stats, weights: -(weights * stats.log_probs_at).sum(-1), 1.0, ("log_probs_at",),
+               inputs=("weights",))  # fmt: skip
+    head = HeadLoss([PolicyGradient("reinforce", over="sets"), own], reduction="seq-mean-token-mean")
+    assert head.input_names == {"advantages", "sets", "ids", "weights", "sequences"}
+    with pytest.raises(ValueError, match=re.escape(f"inputs must be {sorted(head.input_names)}")):
+        head(
+            torch.zeros(1, 2, 4),
+            labels := torch.tensor([[1, 2]]),
+            inputs={"sequences": Sequences.from_mask(labels > 0)},
+        )
+
+
 class DeviceMesh:
     """Stands for torch's, which needs a process group."""
 

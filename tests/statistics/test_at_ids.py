@@ -1,5 +1,7 @@
 """Log-probs of given ids against float64: values, gradients, every carrier, equal bits at any number of ranks."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -154,6 +156,15 @@ def test_values_of_other_ids_than_those_asked_for_are_refused(columns):
         ValueError, match=rf"each of a token's 4 ids, or one per token \[2, 3\], got \[2, 3, {columns}\]"
     ):
         HeadLoss([term])(torch.zeros(2, 3, V), torch.zeros(2, 3, dtype=torch.int64), inputs=given)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3), (3, 2, 4)])
+def test_ids_that_are_not_of_the_tokens_are_named(shape):
+    head = HeadLoss([Term("soft", _of_ids, want=("log_probs_at",), inputs=("weights",))])
+    given = {"ids": torch.zeros(shape, dtype=torch.int64), "weights": torch.ones(2, 3)}
+    wanted = "have shape [2, 3, 4]" if len(shape) == 3 else "be [.., K] for tokens [2, 3]"
+    with pytest.raises(ValueError, match=re.escape(f"ids must {wanted}, got {list(shape)}")):
+        head(torch.zeros(2, 3, V), torch.zeros(2, 3, dtype=torch.int64), inputs=given)
 
 
 @pytest.mark.parametrize("mode", ["recompute", "one_sweep", "valid"])

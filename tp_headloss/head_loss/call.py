@@ -153,7 +153,9 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
         )
     out, per_id = {}, any(name in definition.want for name in AT_IDS)
     for name, value in inputs.items():  # teacher and sets are checked with the statistics
-        whole = name in ("sequences", "teacher", "sets") or (per_id and _has_values_of_ids(value, labels))
+        whole = name in ("sequences", "teacher", "sets") or (
+            per_id and (name == "ids" or _has_values_of_ids(value, labels))
+        )
         out[name] = value if whole else _per_token(name, value, labels, sequences)
         if whole and isinstance(value, torch.Tensor):
             _expect_values_of_ids(name, value, inputs.get("ids"))

@@ -123,15 +123,9 @@ class HeadLossDefinition(NamedTuple):
         named = [StatisticsFunction(f"metric {name!r}", METRIC_FUNCTIONS[name]) for name in names]
         return named + [StatisticsFunction("a metric", m.function, m.inputs) for m in self.token_metrics]
 
-    def input_names(self) -> set[str]:
-        """Names of the inputs that terms and metrics take."""
-        return {name for term in self.terms for name in term.inputs} | {
-            name for metric in self.token_metrics for name in metric.inputs
-        }
-
     def needed_inputs(self) -> set[str]:
         """Names that the inputs of a call must have."""
-        needed = self.input_names()
+        needed = {name for function in (*self.terms, *self.token_metrics) for name in function.inputs}
         needed |= {"sequences"} if self.reduction in SEQUENCE_REDUCTIONS else set()
         needed |= {"teacher"} if set(self.want) & {*FULL_TEACHER, *TOPK_TEACHER} else set()
         needed |= {"sets"} if set(self.want) & {*OVER_SETS} else set()

@@ -105,8 +105,8 @@ class HeadLoss(nn.Module):
 
     @property
     def input_names(self) -> set[str]:
-        """Names of the inputs that terms and metrics take."""
-        return self._definition.input_names()
+        """Names of the inputs that a call must have."""
+        return set(self._definition.plan.needed_inputs)
 
     def extra_repr(self) -> str:
         return self._definition.description()

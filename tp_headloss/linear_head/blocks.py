@@ -151,4 +151,4 @@ def planned(planner, sizes: Sizes, budget: int | None, min_sums: int = 0, reserv
 def refusal(planner, sizes: Sizes, budget: int | None, reserved: int = 0) -> str:
     """Message for a budget that is too small, with the smallest one that works."""
     minimum = reserved + minimum_budget(planner, sizes)
-    return f"budget must be at least {minimum} bytes for blocks of {TILE} tokens, got {budget}"
+    return f"budget must be at least {minimum} bytes for blocks of {min(TILE, sizes.tokens)} tokens, got {budget}"

@@ -44,7 +44,8 @@ def kl_estimate(
         log_prob: [..] of the policy being trained.
         reference_log_prob: [..] of the reference.
         estimator: "k1", "abs", "k2" or "k3"; a "+" (verl's straight-through forms) gives the value the gradient of k2.
-        input_clamp: x is clamped to +-input_clamp, with zero gradient beyond; None: not clamped. verl's default.
+        input_clamp: x is clamped to +-input_clamp for any estimator, with zero gradient beyond; None: not clamped.
+            20 is NeMo-RL's default, and verl's for k3, which alone is clamped there.
         output_clamp: upper bound of k3, which grows exponentially, with zero gradient beyond; None: no bound. verl's
             default.
         sampler_log_prob: [..] of the program that sampled the tokens. The estimate is multiplied by the importance
