@@ -169,7 +169,7 @@ def report(steps: list[Step], options: str) -> str:
             lines += ["", "## Registers, shared memory, spills", "", "```", step.text.strip(), "```"]
     for step in steps:
         if step.passed is False:
-            lines += ["", f"## {step.name}", "", "```", step.text.strip(), "```"]
+            lines += ["", f"## {step.name}", "", "```", *[line[:160] for line in step.text.strip().split("\n")], "```"]
     return "\n".join(lines) + "\n"
 
 
