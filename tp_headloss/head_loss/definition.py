@@ -125,7 +125,8 @@ class HeadLossDefinition(NamedTuple):
 
     def needed_inputs(self) -> set[str]:
         """Names that the inputs of a call must have."""
-        needed = {name for function in (*self.terms, *self.token_metrics) for name in function.inputs}
+        needed = {name for term in self.terms for name in term.inputs}
+        needed |= {name for metric in self.token_metrics for name in metric.inputs}
         needed |= {"sequences"} if self.reduction in SEQUENCE_REDUCTIONS else set()
         needed |= {"teacher"} if set(self.want) & {*FULL_TEACHER, *TOPK_TEACHER} else set()
         needed |= {"sets"} if set(self.want) & {*OVER_SETS} else set()
