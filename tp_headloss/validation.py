@@ -8,7 +8,7 @@ import operator
 from typing import TypeGuard
 
 import torch
-from torch._C._functorch import is_legacy_batchedtensor  # pyright: ignore[reportMissingImports]  # in C
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor  # pyright: ignore[reportMissingImports]  # in C
 
 
 def expect_tensor(name: str, x, shape=None, device: torch.device | None = None, hint: str = ""):
@@ -52,7 +52,7 @@ def refuse_batches(gradients):
     if torch.compiler.is_compiling():
         return
     for gradient in gradients:
-        if gradient is not None and is_legacy_batchedtensor(gradient):
+        if gradient is not None and (is_legacy_batchedtensor(gradient) or is_batchedtensor(gradient)):
             raise RuntimeError(
                 "tp_headloss does not support is_grads_batched=True, nor jacobian(vectorize=True): call "
                 "torch.autograd.grad once for each gradient"

@@ -214,6 +214,9 @@ def test_a_batch_of_upstream_gradients_is_refused(kind, backend, device):
     upstream = torch.ones(3, device=device)
     with pytest.raises(RuntimeError, match="does not support is_grads_batched=True"):
         torch.autograd.grad(loss(*leaves), leaves, upstream, is_grads_batched=True)
+    value = loss(*leaves)
+    with pytest.raises(RuntimeError, match="does not support is_grads_batched=True"):
+        torch.func.vmap(lambda g: torch.autograd.grad(value, leaves, g))(upstream)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -26,24 +26,36 @@ class OnCpu(torch.Tensor):
 
 
 @pytest.mark.parametrize("capability, default, asked", GPUS.values(), ids=GPUS)
-def test_epilogues_are_the_default_where_they_were_measured(capability, default, asked, device, monkeypatch, caplog):
+def test_epilogues_are_the_default_where_they_were_measured(capability, default, asked, device, monkeypatch):
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors(torch.bfloat16))
     shard = VocabShard(0, V, V)
     request = LinearCall.checked(
         hidden, weight, labels, None, shard, (), None, None, None, -100, TRITON, Linear()
     ).request  # fmt: skip
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    caplog.set_level("DEBUG", "tp_headloss")
 
     def takes(place=OnGpu, dtype=torch.bfloat16, **options):
-        return _takes_epilogue(hidden.as_subclass(place), weight, dtype, request, Linear(**options))
+        return _takes_epilogue(hidden.as_subclass(place), weight, dtype, request, Linear(**options))[0]
 
     assert (takes(), takes(logits="float32")) == (default, asked)
     assert not takes(logits="operands") and not takes(engine="blocks") and not takes(engine="blocks", logits="float32")
-    caplog.clear()
-    assert not takes(OnCpu) and not caplog.messages
-    assert not takes(dtype=torch.float32)
-    assert ["takes blocks of logits, because the operands" in x for x in caplog.messages] == [True] * default
+    assert not takes(dtype=torch.float32) and not takes(OnCpu)
+
+
+def test_the_default_says_why_recompute_takes_blocks(device, monkeypatch, caplog):
+    monkeypatch.setattr(call, "is_default", lambda device: True)
+    caplog.set_level("DEBUG", "tp_headloss")
+    hidden, weight, _, labels, _ = (x.to(device).requires_grad_(x.is_floating_point()) for x in tensors(torch.float32))
+
+    def modes(**linear):
+        caplog.clear()
+        HeadLoss(options=TRITON).linear(hidden, weight, labels, linear=Linear(**linear))
+        return caplog.messages
+
+    (message,) = modes(mode="recompute")
+    assert message.startswith("linear head: recompute by blocks of logits, because the operands are neither bfloat16")
+    assert modes(mode="recompute", engine="blocks") == ["linear head: recompute"]
+    assert modes(mode="one_sweep") == ["linear head: one sweep"]
 
 
 def test_a_weight_anywhere_in_memory_is_compiled(device):

@@ -77,7 +77,7 @@ def rows_launch(width: int, itemsize: int) -> Launch:
     bf16, a whole step, stages of the gradient's pipeline in brackets, 3 unless another number is given, and registers,
     of which it has 80; 1024, 2048 and 8192 x 32000, 8192 x 128256:
     8192/8, 80 registers 62.0, 104.8, 357.7, 1522; 64 62.2, 105.7, 355.1, 1538; 94 62.3, 105.4, 358.9, -
-    8192 x 32064 and 128256: 8192/8 359.6, 1513; [4], too much memory for some GPUs, 355.7, 1506; H100 450, 2157
+    8192 x 32064 and 128256: 8192/8 359.6, 1513; [4], too much memory for some GPUs, 355.7, 1506; H100, [3] 450, 2157
     4096/8, 80 registers 63.7, 108.8, 372.6, -; 64 64.0, 107.9, 368.7, -; 64 [4] 63.5, 106.0, 359.1, -
     8192/8 with room for one program alone, whose rows fit the cache: -, -, -, 1709
     a row in registers till its gradient is written: all of it 66.5, 113.9, 378.4, -; an eighth -, -, -, 1465

@@ -39,6 +39,7 @@ class LinearCall(NamedTuple):
     request: Request  # its logits: an expanded scalar that has their shape and dtype
     linear: Linear
     epilogue: bool  # whether recompute has no logits
+    obstacle: str | None  # why not, where it was to have none
 
     @classmethod
     def checked(
@@ -79,7 +80,7 @@ class LinearCall(NamedTuple):
             operands = teacher_operands(teacher, heads, request.order, scattered)
             request = request._replace(tensors=request.tensors._replace(teacher=None), teacher_heads=operands)
         flat = hidden.reshape(-1, hidden.shape[-1]) if scattered else request.order.flatten(hidden)
-        return cls(flat, weight, request, linear, _takes_epilogue(hidden, weight, dtype, request, linear))
+        return cls(flat, weight, request, linear, *_takes_epilogue(hidden, weight, dtype, request, linear))
 
     @property
     def facts(self) -> LinearFacts:
@@ -101,7 +102,8 @@ class LinearCall(NamedTuple):
 
     def recompute_outputs(self) -> tuple[torch.Tensor, ...]:
         """The statistics [N] in the order of `layout.outputs`."""
-        log_mode("recompute with epilogues" if self.epilogue else "recompute")
+        why = f" by blocks of logits, because {self.obstacle}" if self.obstacle else ""
+        log_mode("recompute with epilogues" if self.epilogue else f"recompute{why}")
         main_grad, grad_anchor = MainGrad(self.weight) if self.linear.main_grad else None, None
         if self.reduces and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grad_anchor = self.hidden.new_empty(0).requires_grad_()
@@ -126,19 +128,17 @@ class LinearCall(NamedTuple):
         return tokens or 0
 
 
-def _takes_epilogue(hidden, weight, dtype: torch.dtype, request: Request, linear: Linear) -> bool:
-    """Whether recompute has epilogues instead of blocks of logits."""
+def _takes_epilogue(hidden, weight, dtype: torch.dtype, request: Request, linear: Linear) -> tuple[bool, str | None]:
+    """Whether recompute has epilogues instead of blocks of logits, and why not, where it was to have them."""
     if linear.engine == "blocks" or (linear.engine == "auto" and linear.logits == "operands"):
-        return False
+        return False, None
     found = obstacle(hidden, weight, dtype, request)
     if linear.engine == "epilogue":
         if found is not None:
             raise ValueError(f"engine='epilogue' is not possible: {found}; use 'auto' or 'blocks'")
-        return True
+        return True, None
     wanted = is_default(hidden.device) if linear.logits is None else hidden.is_cuda  # elsewhere they are interpreted
-    if wanted and found is not None:
-        log_mode(f"recompute takes blocks of logits, because {found}")
-    return wanted and found is None
+    return wanted and found is None, found if wanted else None
 
 
 def _validate(hidden, weight, linear: Linear) -> torch.dtype:
