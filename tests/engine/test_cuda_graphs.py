@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cuda_problem import N, V
+from cuda_problem import N, V, captured, replays
 from ranks import on_ranks
 
 from tp_headloss import (
@@ -44,15 +44,7 @@ def graph_run(group, device, transport):
         out = loss_of(logits, labels, shard=shard)
         return out.loss, out.metrics["accuracy"], torch.autograd.grad(out.loss, logits)[0]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, outputs = captured(step)
     equal = 0
     for seed in range(100):
         generator = torch.Generator(device).manual_seed(seed)
@@ -61,9 +53,7 @@ def graph_run(group, device, transport):
         with torch.no_grad():
             logits.copy_(torch.randn(logits.shape, device=device, generator=generator) * 3)
             labels.copy_(new_labels)
-        graph.replay()
-        replayed = [t.clone() for t in captured]
-        equal += all(torch.equal(a, b) for a, b in zip(replayed, step()))
+        equal += replays(graph, outputs, step)[1]
     return equal
 
 
@@ -100,21 +90,7 @@ def policy_step(group, device, layout, compile, objective="gspo"):
 
 def policy_graph_run(group, device, layout, compile, objective="gspo"):
     logits, state, step = policy_step(group, device, layout, compile, objective)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, outputs = captured(step)
     equal = 0
     for seed in range(20):
         generator = torch.Generator(device).manual_seed(seed)
@@ -124,9 +100,8 @@ def policy_graph_run(group, device, layout, compile, objective="gspo"):
             logits.copy_(torch.randn(logits.shape, device=device, generator=generator) * 2)
             for name, value in state.items():
                 value.copy_(labels if name == "labels" else torch.randn(N, device=device, generator=generator) - 10)
-        graph.replay()
-        replayed = [t.clone() for t in captured]
-        equal += all(torch.equal(a, b) for a, b in zip(replayed, step()))
+        replayed, same = replays(graph, outputs, step)
+        equal += same
     return equal, bool(replayed[0].isfinite()), bool(replayed[1].any())
 
 
@@ -170,17 +145,7 @@ def distillation_graph_run(group, device, name):
         out = loss_of(logits, labels, shard=shard, inputs=inputs)
         return [out.loss, torch.autograd.grad(out.loss, logits)[0], *out.terms.values()]
 
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, outputs = captured(step)
     equal = 0
     for seed in range(20):
         generator = torch.Generator(device).manual_seed(seed)  # of what all ranks know
@@ -189,9 +154,8 @@ def distillation_graph_run(group, device, name):
         with torch.no_grad():
             for x in (logits, teacher_logits):
                 x.copy_(torch.randn(x.shape, device=device, generator=generator) * 2)
-        graph.replay()
-        replayed = [t.clone() for t in captured]
-        equal += all(torch.equal(a, b) for a, b in zip(replayed, step()))
+        replayed, same = replays(graph, outputs, step)
+        equal += same
     return equal, bool(replayed[0].isfinite()), bool(replayed[1].any())
 
 

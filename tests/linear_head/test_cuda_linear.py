@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cuda_problem import V
+from cuda_problem import V, captured, replays
 from ranks import on_ranks
 
 from tp_headloss import CrossEntropy, Entropy, HeadLoss, Linear, VocabShard, ZLoss
@@ -55,26 +55,12 @@ def linear_graph_run(group, device, mode, how):
         out = head.linear(hidden, weight, labels, shard=shard, linear=linear)
         return out.loss.detach(), *torch.autograd.grad(out.loss, (hidden, weight))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        captured = step()
+    graph, outputs = captured(step)
     equal = True
     for seed in range(10):
         with torch.no_grad():
             hidden.copy_(torch.randn(hidden.shape, device=device, generator=torch.Generator(device).manual_seed(seed)))
-        graph.replay()
-        equal &= all(torch.equal(a, b) for a, b in zip(captured, step()))
+        equal &= replays(graph, outputs, step)[1]
     return equal
 
 

@@ -172,11 +172,11 @@ def _gradients(ctx, request: Request, gradient):
 
 def _gradient_again(ctx, in_forward, request: Request, merged, grads: dict, loss):
     """The gradient that the forward wrote, for this upstream gradient of the loss; only the first backward has it."""
-    gradient, expectation = in_forward
+    gradient, assumed = in_forward
     if ctx.taken:
         gradient = torch.empty_like(gradient)
     backend = load_backend(request.facts.backend)
-    backend.gradient_again(gradient, request, merged, grads, loss, expectation, ctx.expected, ctx.taken)
+    backend.gradient_again(gradient, request, merged, grads, loss, assumed, ctx.expected, ctx.taken)
     ctx.taken = True
     return gradient.data  # which may be written to: autograd does not take that for a change of what it saved
 

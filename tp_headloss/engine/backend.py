@@ -25,7 +25,7 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
                                                          local_statistics then take it as a last argument
     loss_step(request, reduction)                        a prepared `LossStep` for calls of this kind, or None
     statistics_and_gradient(packets, gradient, request, reduction, sums)  a loss and its gradient in one launch, and
-    gradient_again(gradient, request, merged, grads, loss, expectation, expected, again)  in the backward what is left;
+    gradient_again(gradient, request, merged, grads, loss, assumed, expected, again)  in the backward what is left;
                                                          "triton" alone, where `one_launch` finds no obstacle
 
 Importing the package needs neither CUDA nor Triton: a backend is imported on first use.

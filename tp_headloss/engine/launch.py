@@ -188,7 +188,7 @@ MERGE = Launch(64, 2)  # 8 packets: 32/1 7.7, 128/4 8.6, 64/2 8.7; with entropy 
 # The only program: its time is the latency of its loads, and wider ones spill.
 SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 10.6, 4096/32 15.1, 8192/32 28.4
 SCALE = Launch(4096, 4)
-EXPECT = Launch(8192, 16)  # 2048 tokens 2.3, 8192 2.8
+ASSUME = Launch(8192, 16)  # 2048 tokens 2.3, 8192 2.8
 GRADIENT_AGAIN = 528  # programs that write rows again: 1.6 where none has to be
 AT_IDS = Launch(32, 4)  # of each of a tile of tokens; not measured
 LABELS = Launch(32, 1)  # tokens whose labels' logits are found; not measured

@@ -28,7 +28,7 @@ class SumBits(NamedTuple):
 
 HITS = tl.constexpr(255)
 FIRST_PART = tl.constexpr(2)  # place of the first group's parts
-EXPECTED_UPSTREAM, ROWS_DONE = tl.constexpr(1), tl.constexpr(2)  # places in what `expect_kernel` writes
+ASSUMED_UPSTREAM, ROWS_DONE = tl.constexpr(1), tl.constexpr(2)  # places in what `assume_kernel` writes
 
 
 @triton.jit
@@ -39,16 +39,16 @@ def start_sums(parts_ptr):
 
 
 @triton.jit
-def rows_done(expectation_ptr):
-    """Pointer to the numbers of rows that are done in each group, which are behind `expect_kernel`'s two others."""
-    return (expectation_ptr + ROWS_DONE).to(tl.pointer_type(tl.int32))
+def rows_done(assumed_ptr):
+    """Pointer to the numbers of rows that are done in each group, which are behind `assume_kernel`'s two others."""
+    return (assumed_ptr + ROWS_DONE).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
-def expect_kernel(
+def assume_kernel(
     # fp64 out: the factor of the loss's gradient, as in `loss_of_row`; the upstream gradient that it is for; and 0 rows
     # of each group that are done, int32
-    expectation_ptr,
+    assumed_ptr,
     parts_ptr,  # of the merge's sums, or None
     upstream_ptr,  # [] fp32: upstream gradient of the loss that is expected
     labels_ptr,  # [T]
@@ -65,7 +65,7 @@ def expect_kernel(
     count = tl.zeros([BLOCK], tl.float64)
     for first in range(0, n_rows, BLOCK):
         group = first // GROUP + tl.arange(0, BLOCK // GROUP)
-        tl.store(rows_done(expectation_ptr) + group, 0, mask=group * GROUP < n_rows)
+        tl.store(rows_done(assumed_ptr) + group, 0, mask=group * GROUP < n_rows)
         if BY_COUNT:
             token = first + tl.arange(0, BLOCK)
             y = tl.load(labels_ptr + token, mask=token < n_rows, other=0).to(tl.int64)
@@ -76,8 +76,8 @@ def expect_kernel(
                 count += valid.to(tl.float64)
     upstream = tl.load(upstream_ptr)
     divisor = divisor_of(denominator_ptr, tl.sum(count, axis=0) if BY_COUNT else denominator)
-    tl.store(expectation_ptr, upstream * (1.0 / divisor))
-    tl.store(expectation_ptr + EXPECTED_UPSTREAM, upstream.to(tl.float64))
+    tl.store(assumed_ptr, upstream * (1.0 / divisor))
+    tl.store(assumed_ptr + ASSUMED_UPSTREAM, upstream.to(tl.float64))
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from ..statistics.records_triton import LossGradient, MergedSums
 from . import rows_triton
 from .device_inputs import inputs_of
 from .launch import (
-    EXPECT,
+    ASSUME,
     GRADIENT_AGAIN,
     INTERPRETED,
     MERGE,
@@ -22,8 +22,8 @@ from .launch import (
     rows_launch,
     statistics_launch,
 )
-from .merged_sums_triton import ROWS_DONE, expect_kernel, sums_key
-from .rows_triton import ExpectedLoss, Plan
+from .merged_sums_triton import ROWS_DONE, assume_kernel, sums_key
+from .rows_triton import AssumedLoss, Plan
 from .sums_triton import divided_by
 
 
@@ -38,7 +38,7 @@ def statistics_and_gradient(packets, gradient, request: Request, reduction, sums
     plan = Plan(facts.chunks, MERGE.block, parts, how.block, padded, early)
     grads = {name: (c, True) if squared else (c,) for name, c, squared in reduction.plan.gradients}
     sums, outputs = sums or MergedSums(), request.layout.empty_outputs(packets, n_rows, torch.float32)
-    loss, out = ExpectedLoss(_expectation(request, reduction, sums), reduction.weight), _exact(gradient)
+    loss, out = AssumedLoss(_assumed(request, reduction, sums), reduction.weight), _exact(gradient)
     launch(
         rows_triton.packets_and_gradient_kernel, n_rows,
         (
@@ -51,10 +51,10 @@ def statistics_and_gradient(packets, gradient, request: Request, reduction, sums
     )  # fmt: skip
     if out is not gradient:
         gradient.data.copy_(out)
-    return outputs, loss.expectation
+    return outputs, loss.assumed
 
 
-def gradient_again(gradient, request: Request, merged, grads: dict, loss, expectation, expected, again: bool):
+def gradient_again(gradient, request: Request, merged, grads: dict, loss, assumed, expected, again: bool):
     """Write the gradient again if it was written for another upstream gradient of the loss than this one, or with
     `again` in any case; the next forward expects this one. grads, loss: as in `logits_gradient`."""
     facts, (inputs, prepared) = request.facts, inputs_of(request)
@@ -65,7 +65,7 @@ def gradient_again(gradient, request: Request, merged, grads: dict, loss, expect
     launch(
         rows_triton.gradient_again_kernel, min(n_rows, GRADIENT_AGAIN),
         (gradient.device, prepared.variant, again, padded, pointer_key(out), kinds), how,
-        out, expectation, expected, inputs, merged, rows.grads(*map(grads.get, rows.grads._fields)), loss, rows.merged,
+        out, assumed, expected, inputs, merged, rows.grads(*map(grads.get, rows.grads._fields)), loss, rows.merged,
         n_rows, facts.valid_width, again, padded,
     )  # fmt: skip
     if out is not gradient:
@@ -77,18 +77,18 @@ def _exact(gradient):
     return gradient.float() if INTERPRETED and gradient.dtype == torch.bfloat16 else gradient
 
 
-def _expectation(request: Request, reduction, sums: MergedSums) -> torch.Tensor:
-    """Return what a loss's gradient is written for before the loss is known, see `ExpectedLoss`."""
+def _assumed(request: Request, reduction, sums: MergedSums) -> torch.Tensor:
+    """Return what a loss's gradient is written for before the loss is known, see `AssumedLoss`."""
     _plan, weight, denominator, expected = reduction
     labels, ignore_index = request.tensors.labels, request.facts.ignore_index
     given, number = divided_by(denominator)
     groups = ceil_div(labels.numel(), MERGE.block)
-    expectation = labels.new_empty(ROWS_DONE.value + ceil_div(groups, 2), dtype=torch.float64)
+    assumed = labels.new_empty(ROWS_DONE.value + ceil_div(groups, 2), dtype=torch.float64)
     by_count = denominator is None
     variant = inputs_of(request)[1].variant, sums.parts is None, dtype_key(weight), pointer_key(given), by_count
     launch(
-        expect_kernel, 1, (labels.device, *variant), EXPECT,
-        expectation, sums.parts, expected, labels, weight, given, number, labels.numel(), ignore_index,
+        assume_kernel, 1, (labels.device, *variant), ASSUME,
+        assumed, sums.parts, expected, labels, weight, given, number, labels.numel(), ignore_index,
         by_count, MERGE.block, may_begin_early(labels.device),
     )  # fmt: skip
-    return expectation
+    return assumed

@@ -72,9 +72,9 @@ def statistics_and_gradient(request: Request, reduction) -> tuple[list, Reduced,
     backend, logits = load_backend(request.facts.backend), request.tensors.logits
     packets, gradient = logits.new_empty(request.packets_shape, dtype=torch.float32), logits.new_empty(logits.shape)
     sums = backend.sums_for_merge(request, reduction)
-    outputs, expectation = backend.statistics_and_gradient(packets, gradient, request, reduction, sums)
+    outputs, assumed = backend.statistics_and_gradient(packets, gradient, request, reduction, sums)
     reduced = _reduced(outputs, request, reduction) if sums is None else Reduced(sums.loss, sums.sums, sums.parts)
-    return outputs, reduced, gradient, expectation
+    return outputs, reduced, gradient, assumed
 
 
 def second_packets(request: Request, merged: torch.Tensor) -> torch.Tensor:

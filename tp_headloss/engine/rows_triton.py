@@ -22,16 +22,16 @@ from ..statistics.records_triton import Core, Packet, Tile, Token
 from ..symmetric_memory_triton import SharedMemory
 from .kernels import add_to_states, rescale_states, start_states
 from .merge_triton import merge_tokens
-from .merged_sums_triton import EXPECTED_UPSTREAM, rows_done
+from .merged_sums_triton import ASSUMED_UPSTREAM, rows_done
 
 # Stages of the loops' pipelines.
 PACKET_STAGES, MASKED_STAGES, GRADIENT_STAGES = tl.constexpr(4), tl.constexpr(3), tl.constexpr(3)
 
 
-class ExpectedLoss(NamedTuple):
+class AssumedLoss(NamedTuple):
     """Factors of a reduced loss's gradient before the loss is known."""
 
-    expectation: Any  # of `expect_kernel`
+    assumed: Any  # of `assume_kernel`
     weight: Any  # [T] fp32 or None
 
 
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     parts: int  # of a tile of each chunk
     tile: int  # columns of the gradient
     padded: bool  # whether columns are padding
-    early: bool  # whether it begins while `expect_kernel` still runs
+    early: bool  # whether it begins while `assume_kernel` still runs
 
 
 @triton.jit
@@ -238,7 +238,7 @@ def packets_and_gradient_kernel(
     sums,  # MergedSums
     inputs,  # Inputs
     grads,  # coefficients of lse and log_prob in the loss, see `of_loss`
-    loss,  # ExpectedLoss
+    loss,  # AssumedLoss
     families, merges,  # their STATISTICS, their MERGE
     rows,  # numbers of rows by name: packet, merged, value
     n_rows, valid_width, ignore_index, PLAN: tl.constexpr, BLOCK: tl.constexpr,
@@ -248,14 +248,14 @@ def packets_and_gradient_kernel(
     _store_packets(packets_ptr, inputs, families, rows.packet, row, n_rows, valid_width, ignore_index, PLAN, BLOCK)
     tl.debug_barrier()  # the packets are stored
     if PLAN.early:
-        tl.extra.cuda.gdc_wait()  # for `expect_kernel`
+        tl.extra.cuda.gdc_wait()  # for `assume_kernel`
     joined = _merged_softmax(packets_ptr, rows.packet, row, n_rows.to(tl.int64), PLAN.chunks)
-    of_lse, of_log_prob = _gradients(joined, grads, weigh_token(tl.load(loss.expectation), loss.weight, row))
+    of_lse, of_log_prob = _gradients(joined, grads, weigh_token(tl.load(loss.assumed), loss.weight, row))
     shift, whole, others, offset = softmax.merged_rows(joined)
     merged = RowSoftmax(shift, whole, others, offset)
     _store_gradient(dx_ptr, inputs, row, merged, of_lse, of_log_prob, valid_width, PLAN.padded, PLAN.tile)
     group = tl.program_id(0) // PLAN.group
-    done = tl.atomic_add(rows_done(loss.expectation) + group, 1)
+    done = tl.atomic_add(rows_done(loss.assumed) + group, 1)
     if done == tl.minimum(n_rows - group * PLAN.group, PLAN.group) - 1:
         merge_tokens(
             out, packets_ptr, inputs, SharedMemory(None, None, None), sums, merges, rows, n_rows, group,
@@ -266,7 +266,7 @@ def packets_and_gradient_kernel(
 @triton.jit(do_not_specialize=["n_rows", "valid_width"])
 def gradient_again_kernel(
     dx_ptr,  # [T, width] out, contiguous
-    expectation_ptr,  # of `expect_kernel`
+    assumed_ptr,  # of `assume_kernel`
     expected_ptr,  # [] fp32 out: what to expect next
     inputs,  # Inputs
     merged_ptr,  # [R, T] fp32
@@ -284,7 +284,7 @@ def gradient_again_kernel(
         tl.store(expected_ptr, given)
     end = n_rows
     if not AGAIN:
-        end = tl.where(tl.load(expectation_ptr + EXPECTED_UPSTREAM) == given, 0, n_rows)
+        end = tl.where(tl.load(assumed_ptr + ASSUMED_UPSTREAM) == given, 0, n_rows)
     for first in range(0, end, tl.num_programs(0)):
         row = (first + tl.program_id(0)).to(tl.int64)
         if row < n:
