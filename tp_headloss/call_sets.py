@@ -48,8 +48,6 @@ def validate_sets(sets: IdSets | SamplingRule | None, labels, want, teacher, log
     expect_tensor("sets.ids", sets.ids, shape, device)
     if sets.mask is not None:
         expect_tensor("sets.mask", sets.mask, shape, device)
-        if sets.mask.dtype != torch.bool:
-            raise TypeError(f"sets.mask must be bool, got {sets.mask.dtype}")
 
 
 def validate_ids(ids, want, logits):

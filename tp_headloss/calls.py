@@ -17,7 +17,15 @@ from .sampling_rule import SamplingRule
 from .shard import ShardFacts, VocabShard
 from .statistics import FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
 from .teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
-from .validation import expect_ids, expect_int, expect_number, expect_tensor, swap_hint
+from .validation import (
+    expect_floating,
+    expect_ids,
+    expect_ignore_index,
+    expect_mask,
+    expect_number,
+    expect_tensor,
+    swap_hint,
+)
 
 ALWAYS = ("lse", "log_prob", "target_logit", "valid")  # of every call's statistics
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,9 +41,7 @@ def build_request(
     """
     logits = logits.resolve_neg()  # a view of a conjugate's imaginary part has its sign elsewhere than in memory
     backend = _validate_call(logits, labels, shard, want, transform, teacher, total_weight, options)
-    ignore_index = expect_int("ignore_index", ignore_index)
-    if not -(1 << 63) <= ignore_index < 1 << 63:
-        raise ValueError(f"ignore_index must be in the range of int64, got {ignore_index}")
+    ignore_index = expect_ignore_index(ignore_index)
     validate_ids(ids, want, logits)  # first: its message says where ids go that were given as sets
     validate_sets(sets, labels, want, teacher, logits, shard.vocab_size)
     if isinstance(sets, IdSets) and options.check:
@@ -242,13 +248,10 @@ def _validate_entries(teacher, lead, device):
     expect_tensor("teacher.ids", teacher.ids, shape, device)
     expect_tensor("teacher.log_probs", teacher.log_probs, shape, device)
     if teacher.mask is not None:
-        expect_tensor("teacher.mask", teacher.mask, shape, device)
-        if teacher.mask.dtype != torch.bool:
-            raise TypeError(f"teacher.mask must be bool, got {teacher.mask.dtype}")
+        expect_mask("teacher.mask", teacher.mask, shape, device)
     if teacher.tail_log_prob is not None:
         expect_tensor("teacher.tail_log_prob", teacher.tail_log_prob, lead, device)
-        if not teacher.tail_log_prob.is_floating_point():
-            raise TypeError(f"teacher.tail_log_prob must be floating point, got {teacher.tail_log_prob.dtype}")
+        expect_floating("teacher.tail_log_prob", teacher.tail_log_prob)
     tempered = isinstance(teacher.temperature, torch.Tensor) or teacher.temperature != 1
     if not teacher.renormalize and tempered:
         raise ValueError(f"a temperature of {teacher.temperature} needs renormalize=True: only the entries are known")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from .statistics.sets import rows_and_places
-from .validation import expect_ids, expect_tensor
+from .validation import expect_ids, expect_mask, expect_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class IdSets:
     def __post_init__(self):
         expect_ids("sets.ids", self.ids)
         if self.mask is not None:
-            expect_tensor("sets.mask", self.mask, self.ids.shape)
+            expect_mask("sets.mask", self.mask, self.ids.shape)
 
     @classmethod
     def from_csr(cls, ids: torch.Tensor, offsets: torch.Tensor) -> IdSets:
@@ -176,9 +176,7 @@ class IdSets:
                     [ 7, -1],
                     [-1, -1]])
         """
-        expect_tensor("where", where)
-        if where.dtype != torch.bool:
-            raise TypeError(f"where must be bool, got {where.dtype}")
+        expect_mask("where", where)
         lead = self._of_tokens.shape[:-1]
         if (count := int(where.sum())) != math.prod(lead):
             raise ValueError(f"where must be True for as many tokens as there are sets, {math.prod(lead)}, got {count}")

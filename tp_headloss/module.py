@@ -21,6 +21,7 @@ from .validation import (
     expect_bool,
     expect_hidden_and_weight,
     expect_ids,
+    expect_ignore_index,
     expect_instance,
     expect_int,
     expect_real,
@@ -275,7 +276,7 @@ def multi_token_targets(
     if not labels.dim():
         raise ValueError("labels must be [.., S], got a scalar")
     expect_real("weight", weight)
-    ignore_index = expect_int("ignore_index", ignore_index)
+    labels, ignore_index = labels.long(), expect_ignore_index(ignore_index)
     if expect_int("depths", depths) < 1:
         raise ValueError(f"depths must be at least 1, got {depths}")
     depth_rows, length = [labels], labels.shape[-1]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .comm import group_size, sum_over_ranks
 from .shard import expect_group
 from .statistics import MaybeNone
-from .validation import expect_ids, expect_int, expect_number, expect_one_of, expect_tensor
+from .validation import expect_ids, expect_int, expect_mask, expect_number, expect_one_of, expect_tensor
 
 SEQUENCE_REDUCTIONS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -70,8 +70,7 @@ class Sequences:
             bounds: the offsets as the caller gave them, or None.
             lengths, horizon, group: as in `from_mask`.
         """
-        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"mask must be bool, got {getattr(mask, 'dtype', type(mask).__name__)}")
+        expect_mask("mask", mask)
         if horizon is not None:
             expect_number("horizon", horizon)
         expect_group(group)

@@ -32,6 +32,13 @@ def expect_floating(name: str, x):
         raise TypeError(f"{name} must be floating point, got {x.dtype}")
 
 
+def expect_mask(name: str, x, shape=None, device: torch.device | None = None):
+    """Raise TypeError or ValueError unless x is a bool tensor of this shape on this device (None: any)."""
+    expect_tensor(name, x, shape, device)
+    if x.dtype != torch.bool:
+        raise TypeError(f"{name} must be bool, got {x.dtype}")
+
+
 def expect_dense(name: str, x: torch.Tensor):
     """Raise TypeError for a sparse or nested tensor."""
     if x.layout != torch.strided or x.is_nested:
@@ -132,10 +139,32 @@ def expect_scalar(name: str, value):
         raise ValueError(f"{name} must be a number or a scalar tensor, got shape {list(value.shape)}")
 
 
+def expect_share(name: str, number):
+    """Raise TypeError unless it is a number, and ValueError unless it is in [0, 1]."""
+    expect_real(name, number)
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"{name} must be in [0, 1], got {number}")
+
+
 def expect_pair(name: str, pair):
     """Raise TypeError unless the pair is a tuple or list of two numbers."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(is_number, pair)):
         raise TypeError(f"{name} must be two numbers, such as (0.2, 0.28), got {pair!r}")
+
+
+def expect_bounds(name: str, bounds):
+    """Raise TypeError unless the bounds are two numbers, and ValueError unless the first is the lowest."""
+    expect_pair(name, bounds)
+    if not bounds[0] <= bounds[1]:
+        raise ValueError(f"{name} must be (lowest, highest), got {bounds}")
+
+
+def expect_ignore_index(value) -> int:
+    """Return an ignore_index as a Python int. Raises TypeError or ValueError unless it is an integer of int64."""
+    ignore_index = expect_int("ignore_index", value)
+    if not -(1 << 63) <= ignore_index < 1 << 63:
+        raise ValueError(f"ignore_index must be in the range of int64, got {ignore_index}")
+    return ignore_index
 
 
 def expect_int(name: str, value) -> int:

@@ -36,7 +36,6 @@ from tp_headloss import (
     ZLoss,
     combine_metrics,
     log_probs,
-    losses,
     multi_token_targets,
     reduce_metrics,
     topk_log_probs,
@@ -222,6 +221,8 @@ MODULES = {
     "log-probs for ids": (
         lambda: TopKTeacher(torch.zeros(1, 2), torch.zeros(1, 2).long()), "teacher.ids must be int64 or int32, got"),
     "lists of sets": (lambda: IdSets([[1, 2]]), "sets.ids must be a tensor, got list"),
+    "numbers for a mask": (
+        lambda: IdSets(torch.zeros(1, 2).long(), torch.ones(1, 2).long()), "sets.mask must be bool, got torch.int64"),
     "floats for sets": (lambda: IdSets(torch.zeros(1, 2)), "sets.ids must be int64 or int32, got torch.float32"),
     "a flag for bytes": (lambda: Linear(budget=True), "budget must be a number of bytes or None, got True"),
     "a flag for a number": (lambda: Transform(temperature=True), "temperature must be a number or a tensor, got True"),
@@ -240,8 +241,6 @@ MODULES = {
             torch.zeros(1, V), torch.zeros(1).long(),
             inputs={"advantages": log_probs(torch.zeros(1, V), torch.zeros(1).long())}),
         "'advantages' must be a tensor, got LogProbs: pass its .log_prob"),
-    "a word for beta": (lambda: losses.dpo(*torch.zeros(4, 2), beta="a"), "beta must be a number, got 'a'"),
-    "lists of pairs": (lambda: losses.dpo([0.0], *torch.zeros(3, 2)), "chosen must be a tensor, got list"),
 }  # fmt: skip
 
 
@@ -263,6 +262,11 @@ UNFIT = {
     "token_weight must have shape": lambda: CausalLMLoss()(
         torch.zeros(4, V), torch.zeros(4).long(), token_weight=torch.tensor(1.0)
     ),
+    "ignore_index must be in the range of int64, got 9223372036854775808": lambda: multi_token_targets(
+        torch.zeros(3).long(), 1, ignore_index=1 << 63
+    ),
+    "ignore_index must be in the range of int64, got 18446744073709551616": lambda: HeadLoss(ignore_index=1 << 64),
+    "budget must be a positive number of bytes or None, got inf": lambda: Linear(budget=float("inf")),
     "upstream must be a number or a scalar tensor, got shape": lambda: Linear(upstream=torch.ones(3)),
     "objective must be one of": lambda: PolicyGradient(["clip"]),
     "divergence must be one of": lambda: Distillation(1.0, ["jsd"]),
@@ -271,17 +275,8 @@ UNFIT = {
     "want must be of": lambda: vocab_statistics(torch.zeros(1, V), want=[["entropy"]]),
     "'target_logit', 'valid'\\) are always there": lambda: vocab_statistics(torch.zeros(1, V), want=("log_prob",)),
     r"labels must have shape \[2, 3\], got \[3\]": lambda: SETS.contains(torch.zeros(3).long()),
-    r"advantages must broadcast to the log-probs \[3, 3\] .* got \[3\]: a value per row is \[B, 1\]": lambda: (
-        losses.ppo_clip(torch.zeros(3, 3), old_log_prob=torch.zeros(3, 3), advantages=torch.ones(3))
-    ),
-    r"log-probs of another policy must broadcast .* got \[2, 3\]": lambda: losses.kl_estimate(
-        torch.zeros(3, 3), reference_log_prob=torch.zeros(2, 3)
-    ),
     "weight gets no gradient: pass weight.detach": lambda: Term("mine", len, weight=torch.ones((), requires_grad=True)),
     "std must be at least 0, got -1": lambda: Init(std=-1),
-    "beta must be positive": lambda: losses.kto(
-        *torch.zeros(2, 2), desirable=torch.ones(2), kl=torch.zeros(()), beta=-1
-    ),
     r"clip must be \(low, high\) with 0 <= low <= 1": lambda: PolicyGradient("clip", clip=(-0.2, 0.2)),
     r"distances of the ratio from 1, got \(0.8, 1.28\), which look like bounds of it: clip=\(0.2, 0.28\)": lambda: (
         PolicyGradient("clip", clip=(0.8, 1.28))
@@ -292,9 +287,6 @@ UNFIT = {
     "a clamp must be a positive number or None, got -3": lambda: PolicyGradient("clip", log_ratio_clamp=-3),
     "gradient='forward' is for logits": lambda: HeadLoss(options=Options(gradient="forward")).linear(
         torch.zeros(1, 8), torch.zeros(V, 8), torch.zeros(1).long()
-    ),
-    r"reference_chosen must have the shape \[2\] of chosen, got \[2, 1\]": lambda: losses.dpo(
-        *torch.zeros(2, 2), *torch.zeros(2, 2, 1)
     ),
 }
 

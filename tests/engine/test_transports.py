@@ -89,3 +89,23 @@ def test_symmetric_memory_is_refused_after_an_exchange_that_failed(failing, monk
         exchange()
     with pytest.raises(RuntimeError, match="an earlier exchange of group pair failed on this rank in the middle"):
         exchange()
+
+
+@pytest.mark.parametrize("order", [("auto", "symm_mem", "symm_mem"), ("symm_mem", "auto", "symm_mem")])
+def test_symmetric_memory_that_was_asked_for_and_is_not_there_is_told_once(order, monkeypatch, caplog):
+    """On CPU, with a group of one that is said to be of two."""
+    request = build_request(
+        torch.randn(3, 16), None, VocabShard(0, 16, 16), (), NO_TRANSFORM, None, None, -100, Options()
+    )
+    monkeypatch.setattr(symmetric_memory, "load_backend", lambda _: SimpleNamespace(shares_memory=lambda _: True))
+    monkeypatch.setattr(symmetric_memory, "resolve_process_group", lambda _: "group")
+    monkeypatch.setattr(symmetric_memory, "_obstacle_and_capability", lambda *_: ("no peer access", (9, 0)))
+    monkeypatch.setattr(symmetric_memory, "_groups", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    told = []
+    for transport in order:
+        facts = request.facts._replace(world_size=2, group_name="pair", transport=transport)
+        assert symmetric_memory.find_symmetric_memory(request._replace(facts=facts)) is None
+        told.append(len(caplog.records))
+    assert told == [int("symm_mem" in order[: i + 1]) for i in range(3)]
+    assert "group pair, packets are gathered: no peer access" in caplog.text

@@ -9,6 +9,7 @@ from linear_problem import H, Largest, N, V, relative, small_blocks, tensors, te
 from torch.utils.checkpoint import checkpoint
 
 from tp_headloss import CrossEntropy, HeadLoss, Linear, Options
+from tp_headloss.engine.backend import load_backend
 from tp_headloss.linear_head import sweeps
 
 BEFORE = 1 / 64
@@ -147,3 +148,11 @@ def test_gradients_are_let_go_with_the_graph():
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_a_scaled_gradient_is_written_or_added(add, backend, device):
+    for dtype in (torch.float32, torch.bfloat16):
+        out, x = torch.ones(5, dtype=dtype, device=device), torch.arange(5.0, device=device).to(dtype)
+        load_backend(backend).scale(out, x, torch.tensor(2.0, device=device), add=add)
+        assert out.tolist() == [2.0 * i + add for i in range(5)]

@@ -16,6 +16,7 @@ from tp_headloss import (
     Term,
     VocabShard,
     ZLoss,
+    multi_token_targets,
     vocab_statistics,
 )
 
@@ -234,3 +235,8 @@ def test_int32_labels_go_with_any_ignore_index(sequences, device):
     loss = HeadLoss(ignore_index=1 << 40)(x, labels, **taken).loss
     expected = F.cross_entropy(x[mask], labels[mask].long())
     torch.testing.assert_close(loss, expected)
+    labels, ignored = labels.view(1, 6), 1 << 40  # neither do the labels that have no next token
+    rows_of_depths, _ = multi_token_targets(labels, 2, ignore_index=ignored)
+    assert rows_of_depths[2, 0].tolist() == [*labels[0, 2:].tolist(), ignored, ignored]
+    loss = CausalLMLoss(HeadLoss(ignore_index=ignored))(x.view(1, 6, V), labels).loss
+    torch.testing.assert_close(loss, F.cross_entropy(x.view(6, V)[:-1], labels[0, 1:].long()))

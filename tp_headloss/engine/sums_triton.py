@@ -177,8 +177,8 @@ def token_sums_gradient(upstream, values, valid, weight, inverse, plan):
 def scale(out, x, factor, add: bool = False):
     """out (+)= x * factor, contiguous, a scalar tensor; torch's own is slow with a factor that is on the device."""
     if INTERPRETED and out.dtype == torch.bfloat16:  # the interpreter truncates to bf16, hardware rounds
-        exact = torch.empty_like(out, dtype=torch.float32)
-        scale(exact, x, factor)
+        exact = out.float()
+        scale(exact, x, factor, add)
         out.copy_(exact)
     elif out.numel():
         launch(

@@ -45,6 +45,7 @@ class CausalLMLoss(nn.Module):
         expect_labels(labels, logits, token_weight)
         if not labels.dim():
             raise ValueError("labels must be [.., S], unshifted, got a scalar")
+        labels = labels.long()  # an ignore_index need not fit int32
         last = torch.full_like(labels[..., :1], self.head_loss.ignore_index)
         if token_weight is not None:
             token_weight = torch.cat([token_weight[..., 1:], torch.zeros_like(token_weight[..., :1])], -1)

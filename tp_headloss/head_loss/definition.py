@@ -10,7 +10,7 @@ import torch
 from ..options import Options
 from ..sequences import SEQUENCE_REDUCTIONS
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
-from ..validation import expect_instance, expect_int, expect_one_of
+from ..validation import expect_ignore_index, expect_instance, expect_one_of
 from .evaluation import StatisticsFunction
 from .statistic_value import StatisticValue, SumsPlan
 from .terms import METRICS, CrossEntropy, Metric, Term
@@ -58,7 +58,7 @@ class HeadLossDefinition(NamedTuple):
         names = [term.name for term in terms]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"terms must be at least one, with distinct names, got {names}")
-        ignore_index = expect_int("ignore_index", ignore_index)
+        ignore_index = expect_ignore_index(ignore_index)
         named = tuple(metric for metric in metrics if isinstance(metric, str))
         token_metrics = tuple(metric for metric in metrics if not isinstance(metric, str))
         if unknown := set(named) - set(METRICS):

@@ -13,7 +13,7 @@ from ..losses.policy import CLIP
 from ..losses.ratio import scaled
 from ..sequences import Sequences
 from ..statistics import VocabStatistics
-from ..validation import expect_bool, expect_one_of, expect_pair, expect_real
+from ..validation import expect_bool, expect_bounds, expect_one_of, expect_pair, expect_real
 from .terms import Metric, Term, over_sets
 
 OBJECTIVES: dict[
@@ -209,9 +209,7 @@ def GeneratorMetrics(bounds: tuple[float, float] = (0.5, 2.0), *, over: str = "v
         >>> HeadLoss(metrics=GeneratorMetrics())(logits, labels, inputs=inputs).metrics["max_logprob_diff"]
         tensor(0.5000)
     """
-    expect_pair("GeneratorMetrics: bounds", bounds)
-    if not bounds[0] <= bounds[1]:
-        raise ValueError(f"GeneratorMetrics: bounds must be (lowest, highest), got {bounds}")
+    expect_bounds("GeneratorMetrics: bounds", bounds)
     statistic = over_sets(over, "log_prob")
     function = partial(_log_prob_metrics, losses.generator_metrics, {"bounds": bounds}, statistic)
     return Metric(function, _wanted(over), ("old_log_prob", "generator_log_prob"))

@@ -13,7 +13,7 @@ import torch
 from .. import losses
 from ..losses.ratio import scaled
 from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
-from ..validation import expect_bool, expect_one_of, expect_real, expect_scalar
+from ..validation import expect_bool, expect_one_of, expect_scalar, expect_share
 from .statistic_value import StatisticValue
 
 
@@ -144,9 +144,7 @@ def CrossEntropy(
         tensor(0.5076)
     """
     expect_one_of("smoothing_formula", smoothing_formula, ("torch", "megatron"))
-    expect_real("label_smoothing", label_smoothing)
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    expect_share("label_smoothing", label_smoothing)
     _expect_class_weight(class_weight)
     if not label_smoothing and class_weight is None:
         return Term("cross_entropy", StatisticValue("log_prob", negative=True), weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -86,8 +87,9 @@ class Linear:
         expect_bool("main_grad", self.main_grad)
         if self.budget is not None:
             expect_real("budget", self.budget, "a number of bytes or None")
-            if not self.budget >= 1:
+            if not 1 <= self.budget < math.inf:
                 raise ValueError(f"budget must be a positive number of bytes or None, got {self.budget}")
+            object.__setattr__(self, "budget", int(self.budget))  # 1e9, say
         if self.upstream is not None:
             expect_scalar("upstream", self.upstream)
         if self.max_valid_tokens is not None and expect_int("max_valid_tokens", self.max_valid_tokens) < 0:

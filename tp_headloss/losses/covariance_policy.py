@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import torch
 
+from ..validation import expect_bounds, expect_mask
 from .policy import CLIP, clipped_objective
-from .ratio import log_ratio
+from .ratio import expect_broadcast, log_ratio
 
 
 def _covariance(log_prob, advantages, mask):
     """(A - mean A)(l - mean l) [..] with means over the mask, and -inf outside of it."""
+    expect_broadcast("advantages", advantages, log_prob)
+    expect_mask("mask", mask, log_prob.shape)
     count = mask.sum().clamp(min=1)
     advantages, log_prob = advantages.expand_as(log_prob), log_prob.detach()
 
@@ -69,6 +72,8 @@ def clip_cov(
     Source:
         Clip-Cov (arXiv:2505.22617).
     """
+    expect_broadcast("noise", noise, log_prob)
+    expect_bounds("bounds", bounds)
     ratio = log_ratio(log_prob, old_log_prob).exp()
     clipped_away = (advantages < 0) & (ratio < 1 - clip[0]) | (advantages > 0) & (ratio > 1 + clip[1])
     covariance = _covariance(log_prob, advantages, mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..statistics import VocabStatistics
+from ..validation import expect_one_of, expect_share, expect_tensor
 
 
 def cross_entropy(stats: VocabStatistics) -> torch.Tensor:
@@ -43,7 +44,7 @@ def smoothed_cross_entropy(
         [..] fp32, loss per token, neither masked nor averaged.
 
     Raises:
-        ValueError: Megatron's formula for a vocabulary of one id.
+        ValueError: an unknown formula, a smoothing outside of [0, 1], or Megatron's for a vocabulary of one id.
 
     Examples:
         >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), want=("total",))
@@ -53,6 +54,8 @@ def smoothed_cross_entropy(
     Source:
         Szegedy et al., arXiv:1512.00567, section 7.
     """
+    expect_one_of("formula", formula, ("torch", "megatron"))
+    expect_share("smoothing", smoothing)
     if formula == "megatron" and stats.vocab_size < 2:
         raise ValueError(
             f"Megatron's smoothing spreads over V - 1 other ids: V must be at least 2, got {stats.vocab_size}"
@@ -80,5 +83,6 @@ def label_weight(stats: VocabStatistics, class_weight: torch.Tensor) -> torch.Te
         >>> losses.label_weight(stats, torch.tensor([0.5, 1.0, 2.0]))
         tensor([0.5000])
     """
+    expect_tensor("class_weight", class_weight, [stats.vocab_size])
     known = stats.valid & (stats.labels >= 0) & (stats.labels < stats.vocab_size)
     return torch.where(known, class_weight[torch.where(known, stats.labels, 0)], 0.0)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from ..statistics import VocabStatistics
+from ..validation import expect_one_of
+from .ratio import expect_broadcast
 
 SUPPORTS = ("topk", "vocabulary", "tail")
 
@@ -52,6 +54,7 @@ def times_temperature_squared(values: torch.Tensor, temperature: float | torch.T
     Source:
         Hinton, Vinyals, Dean, arXiv:1503.02531, section 2.
     """
+    expect_broadcast("temperature", temperature, values)
     return temperature**2 * values
 
 
@@ -87,8 +90,17 @@ def log_tail(
         tensor([-2.4879])
     """
     if tail_log_prob is not None:
+        expect_broadcast("tail_log_prob", tail_log_prob, stats.teacher_mass)
         return tail_log_prob.detach().to(stats.teacher_mass.dtype)
     return F.threshold(1 - stats.teacher_mass, 1e-6, min_probability).log()
+
+
+def _expect_support(stats: VocabStatistics, support: str, log_tail: torch.Tensor | None):
+    """Raise ValueError unless the support is known, and has a teacher's tail if it needs one."""
+    expect_one_of("support", support, SUPPORTS)
+    if support == "tail" and log_tail is None:
+        raise ValueError("support='tail' needs log_tail, the teacher's, see losses.log_tail, got None")
+    expect_broadcast("log_tail", log_tail, stats.teacher_mass)
 
 
 def topk_forward_kl(stats: VocabStatistics, support: str, log_tail: torch.Tensor | None = None) -> torch.Tensor:
@@ -104,6 +116,9 @@ def topk_forward_kl(stats: VocabStatistics, support: str, log_tail: torch.Tensor
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
 
+    Raises:
+        ValueError: an unknown support, or "tail" without log_tail.
+
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
         >>> want = "vocab_forward_kl", "tail_log_mass"
@@ -114,9 +129,9 @@ def topk_forward_kl(stats: VocabStatistics, support: str, log_tail: torch.Tensor
     Source:
         Megatron's topk_kl_div, whose ghost token is the tail.
     """
-    if support != "tail":
+    _expect_support(stats, support, log_tail)
+    if log_tail is None or support != "tail":
         return stats.topk_forward_kl if support == "topk" else stats.vocab_forward_kl
-    assert log_tail is not None
     return stats.vocab_forward_kl + _times_mass(log_tail.exp(), log_tail - stats.tail_log_mass)
 
 
@@ -142,12 +157,12 @@ def topk_reverse_kl(
         >>> losses.topk_reverse_kl(stats, "tail", losses.log_tail(stats))
         tensor([1.2013])
     """
+    _expect_support(stats, support, log_tail)
     if support == "topk":
         return stats.topk_reverse_kl
     tail = stats.tail_log_mass
     inside = _times_mass(stats.topk_log_mass.exp(), stats.topk_reverse_kl + stats.topk_log_mass)
-    if support == "tail":
-        assert log_tail is not None
+    if support == "tail" and log_tail is not None:
         return inside + _times_mass(tail.exp(), tail - log_tail)
     value = inside + _times_mass(tail.exp(), tail - stats.tail_entropy - outside_log_prob)
     return _zero_without_entries(stats, value)
@@ -178,13 +193,13 @@ def topk_jsd(
     Source:
         GKD (arXiv:2306.13649, section 2).
     """
+    _expect_support(stats, support, log_tail)
     if support == "topk":
         return stats.topk_jsd
-    if support == "vocabulary":
+    if log_tail is None or support == "vocabulary":
         return _zero_without_entries(
             stats, stats.vocab_jsd + (1 - beta) * math.log(1 - beta) * torch.expm1(stats.topk_log_mass)
         )
-    assert log_tail is not None
     q, p = log_tail.exp(), stats.tail_log_mass.exp()
     m = beta * q + (1 - beta) * p
     log_m = torch.where(m == 0, 1.0, m).log()

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..validation import expect_bounds
 from .kl import k3, kl_estimate
 from .policy import CLIP, ratio_bounds
-from .ratio import log_ratio
+from .ratio import expect_broadcast, log_ratio
 from .sequence_policy import sequence_log_ratio
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def policy_metrics(
         >>> metrics["ratio"], metrics["clip_fraction"]
         (tensor([1.0000, 1.6487]), tensor([False,  True]))
     """
+    expect_broadcast("advantages", advantages, log_prob)
     low, high = ratio_bounds(clip, dual_clip)
     log_r = (
         log_ratio(log_prob, old_log_prob)
@@ -123,6 +125,7 @@ def generator_metrics(
         >>> metrics["sampling_importance_ratio"], metrics["tokens_different"]
         (tensor([1.0000, 0.6065]), tensor([False, False]))
     """
+    expect_bounds("bounds", bounds)
     d = log_ratio(old_log_prob, generator_log_prob)
     weight, difference = d.exp(), (log_prob - generator_log_prob).abs()
     mixture = torch.logaddexp(old_log_prob, generator_log_prob) - math.log(2)

@@ -128,7 +128,7 @@ def cispo(
         [..] fp32, loss per token, neither masked nor averaged.
 
     Raises:
-        ValueError: an unknown convention, or a clip that is not two numbers.
+        TypeError, ValueError: an unknown convention, or a clip that is not two numbers of at least 0.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -139,7 +139,10 @@ def cispo(
     Source:
         CISPO (MiniMax-M1, arXiv:2506.13585).
     """
+    expect_broadcast("advantages", advantages, log_prob)
     expect_pair("clip", clip)
+    if min(clip) < 0:
+        raise ValueError(f"clip must be (low, high), both at least 0, got {clip}")
     ratio = log_ratio(log_prob.detach(), old_log_prob).exp()
     if convention == "offset":
         ratio = ratio.clamp(1 - clip[0], 1 + clip[1])
@@ -177,6 +180,7 @@ def sapo(
     Source:
         SAPO (arXiv:2511.20347).
     """
+    expect_broadcast("advantages", advantages, log_prob)
     ratio = log_ratio(log_prob, old_log_prob).exp()
     tau = torch.full_like(ratio, temperatures[1]).masked_fill(advantages > 0, temperatures[0])
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)

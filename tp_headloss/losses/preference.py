@@ -12,7 +12,7 @@ import math
 import torch
 from torch.nn.functional import logsigmoid
 
-from ..validation import expect_number, expect_tensor
+from ..validation import expect_mask, expect_number, expect_share, expect_tensor
 from .ratio import bounded
 
 
@@ -58,6 +58,7 @@ def dpo(
     _expect_pairs(
         beta, chosen=chosen, rejected=rejected, reference_chosen=reference_chosen, reference_rejected=reference_rejected
     )
+    expect_share("label_smoothing", label_smoothing)
     h = beta * ((chosen - rejected) - (reference_chosen - reference_rejected))
     if not label_smoothing:  # 0 times infinity would be NaN
         return -logsigmoid(h)
@@ -91,6 +92,9 @@ def ipo(
     Source:
         IPO (arXiv:2310.12036).
     """
+    _expect_pairs(
+        beta, chosen=chosen, rejected=rejected, reference_chosen=reference_chosen, reference_rejected=reference_rejected
+    )
     h = (chosen - rejected) - (reference_chosen - reference_rejected)
     return (h - 1 / (2 * beta)) ** 2
 
@@ -182,6 +186,10 @@ def kto(
         KTO (arXiv:2402.01306).
     """
     _expect_pairs(beta, log_prob=log_prob, reference_log_prob=reference_log_prob, desirable=desirable)
+    expect_mask("desirable", desirable)
+    expect_tensor("kl", kl)
+    if kl.numel() != 1:
+        raise ValueError(f"kl must be a scalar, the mean over completions, got shape {list(kl.shape)}")
     h = log_prob - reference_log_prob
     z = kl.detach().clamp(min=0)
     good = desirable_weight * torch.sigmoid(beta * (z - h))  # 1 - sigmoid(a) = sigmoid(-a)

@@ -35,17 +35,15 @@ def bounded(x: torch.Tensor, low: Any = -math.inf, high: Any = math.inf) -> torc
     return _Bounded.apply(x, low, high)
 
 
-def expect_broadcast(name: str, x: torch.Tensor, log_prob: torch.Tensor):
-    """Raise ValueError unless x is a scalar or broadcasts to log_prob [..] with as many dimensions, as the inputs of a
+def expect_broadcast(name: str, x: torch.Tensor, values: torch.Tensor):
+    """Raise ValueError unless x is a scalar or broadcasts to values [..] with as many dimensions, as the inputs of a
     `HeadLoss` do: [B] beside [B, S] would be one value per column."""
     if not isinstance(x, torch.Tensor) or x.dim() == 0:
         return
-    fits = x.dim() == log_prob.dim() and all(a in (1, b) for a, b in zip(x.shape, log_prob.shape))
-    if not fits:
-        shape = list(log_prob.shape)
+    if x.dim() != values.dim() or any(a not in (1, b) for a, b in zip(x.shape, values.shape)):
         raise ValueError(
-            f"{name} must broadcast to the log-probs {shape} with as many dimensions, got {list(x.shape)}: a value per "
-            "row is [B, 1]"
+            f"{name} must broadcast to the tokens {list(values.shape)} with as many dimensions, got {list(x.shape)}: a "
+            "value per row is [B, 1]"
         )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..validation import expect_bounds, expect_one_of
 from .ratio import LOG_RATIO_CLAMP, log_ratio
 
 if TYPE_CHECKING:
@@ -20,11 +21,10 @@ if TYPE_CHECKING:
 
 def _log_weight(log_prob, generator_log_prob, level, sequences):
     """log w [..] of each token, or of its sequence."""
+    expect_one_of("level", level, ("token", "sequence"))
     log_w = log_ratio(log_prob.detach(), generator_log_prob.detach())
     if level == "token":
         return log_w
-    if level != "sequence":
-        raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
     if sequences is None:
         raise ValueError("level='sequence' needs sequences, got None")
     return sequences.spread(sequences.sum(log_w)).clamp(-LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
@@ -51,7 +51,7 @@ def truncated_importance_weight(
         [..] fp32, detached: the input "rollout_weight" of `PolicyGradient`.
 
     Raises:
-        ValueError: another level, or "sequence" without sequences.
+        ValueError: another level, "sequence" without sequences, or bounds in another order.
 
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
@@ -61,6 +61,7 @@ def truncated_importance_weight(
     Source:
         Truncated importance sampling (TIS); verl truncates at 2.
     """
+    expect_bounds("bounds", bounds)
     return _log_weight(log_prob, generator_log_prob, level, sequences).exp().clamp(*bounds)
 
 
@@ -85,7 +86,7 @@ def icepop(
         [..] fp32, detached: the input "rollout_weight" of `PolicyGradient`.
 
     Raises:
-        ValueError: another level, or "sequence" without sequences.
+        ValueError: another level, "sequence" without sequences, or bounds in another order.
 
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
@@ -95,6 +96,7 @@ def icepop(
     Source:
         IcePop (arXiv:2510.18855).
     """
+    expect_bounds("bounds", bounds)
     weight = _log_weight(log_prob, generator_log_prob, level, sequences).exp()
     return torch.where((weight < bounds[0]) | (weight > bounds[1]), 0.0, weight)
 
@@ -126,6 +128,7 @@ def sequence_masked_importance_weight(
     Source:
         NeMo-RL's seq-mask-tis.
     """
+    expect_bounds("bounds", bounds)
     log_w = log_ratio(log_prob.detach(), generator_log_prob.detach())
     mean = sequences.spread(sequences.mean(log_w)).exp()
     weight = torch.where(mean.isnan(), torch.nan, log_w.exp())  # one NaN makes its sequence NaN

@@ -12,7 +12,7 @@ import torch
 
 from ..validation import expect_pair
 from .policy import CLIP, clipped_objective
-from .ratio import LOG_RATIO_CLAMP, bounded, log_ratio, scaled, with_gradient_of
+from .ratio import LOG_RATIO_CLAMP, bounded, expect_broadcast, log_ratio, scaled, with_gradient_of
 
 if TYPE_CHECKING:
     from ..sequences import Sequences
@@ -40,6 +40,7 @@ def sequence_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, seque
     Source:
         GSPO (arXiv:2507.18071).
     """
+    expect_broadcast("old_log_prob", old_log_prob, log_prob)
     mean = sequences.spread(sequences.mean((log_prob - old_log_prob).detach()))
     return bounded(with_gradient_of(mean, log_prob), -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
@@ -111,12 +112,13 @@ def gspo_length_weighted(
         >>> advantages = torch.tensor([1.0, 1.0, -1.0])
         >>> sequences = Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool))
         >>> options = {"old_log_prob": old[None], "sequences": sequences}
-        >>> losses.gspo_length_weighted(l[None], advantages=advantages, **options)
+        >>> losses.gspo_length_weighted(l[None], advantages=advantages[None], **options)
         tensor([[-1., -1., -1.]])
 
     Source:
         Fast-LLM's LanguageModelGSPOLoss.
     """
+    expect_broadcast("advantages", advantages, log_prob)
     advantages = sequences.spread(sequences.mean(advantages.expand_as(log_prob)))
     per_token = gspo(log_prob, advantages=advantages, old_log_prob=old_log_prob, sequences=sequences, clip=clip)
     return sequences.spread(sequences.lengths) * per_token
@@ -155,6 +157,7 @@ def gmpo(
     Source:
         GMPO (arXiv:2507.20673).
     """
+    expect_broadcast("advantages", advantages, log_prob)
     expect_pair("clip", clip)
     log_r = log_ratio(log_prob, old_log_prob)
     clamped = torch.where(advantages < 0, bounded(log_r, low=-clip[0]), bounded(log_r, high=clip[1]))
@@ -198,8 +201,10 @@ def vespo(
     Source:
         VESPO, as in Liger.
     """
+    expect_broadcast("advantages", advantages, log_prob)
     log_r = log_ratio(log_prob.detach(), old_log_prob)
     if rollout_log_weight is not None:
+        expect_broadcast("rollout_log_weight", rollout_log_weight, log_prob)
         log_r = log_r + rollout_log_weight
     log_w = sequences.spread(sequences.sum(log_r)).clamp(math.log(1e-8), LOG_RATIO_CLAMP)
     (k_positive, lambda_positive), (k_negative, lambda_negative) = shape

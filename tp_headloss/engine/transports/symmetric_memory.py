@@ -83,6 +83,13 @@ class _Group:
         self.group, self.capability = group, (0, 0)
         self.obstacle: str | None = None
         self.memories: list[SymmetricMemory] = []
+        self.is_told = False
+
+    def tell(self, name: str):
+        """Warn, once, that there is an obstacle."""
+        if not self.is_told:
+            _log.warning("no symmetric memory for group %s, packets are gathered: %s", name, self.obstacle)
+        self.is_told = True
 
 
 _groups: dict[str, _Group] = {}
@@ -99,7 +106,7 @@ def find_symmetric_memory(request: Request) -> SymmetricMemory | None:
 
     The ranks agree when a group is first seen, before any exchange, and again when more tokens need more memory; both
     are host synchronisations, and neither is possible while a CUDA graph is being captured (run a step before).
-    "auto" says nothing where it gathers, and takes symmetric memory only on GPUs like those where it was faster.
+    "auto" takes symmetric memory only on GPUs like those where it was faster, and says nothing of a group's obstacle.
     """
     facts, logits = request.facts, request.tensors.logits
     if facts.world_size == 1 or not load_backend(facts.backend).shares_memory(logits):
@@ -114,8 +121,8 @@ def find_symmetric_memory(request: Request) -> SymmetricMemory | None:
             del _groups[name]  # and the memory of a group that was destroyed
         known = _groups[group_name] = _Group(group)
         known.obstacle, known.capability = _obstacle_and_capability(group, device)
-        if known.obstacle and facts.transport == "symm_mem":
-            _log.warning("no symmetric memory for group %s, packets are gathered: %s", group_name, known.obstacle)
+    if known.obstacle and facts.transport == "symm_mem":
+        known.tell(group_name)
     if known.obstacle or (facts.transport == "auto" and known.capability < (9, 0)):
         return None
     if known.memories and known.memories[-1].slot >= numel:
@@ -133,7 +140,7 @@ def find_symmetric_memory(request: Request) -> SymmetricMemory | None:
         for step in (lambda: memories.append(SymmetricMemory(numel, device)), lambda: memories[0].join(group)):
             known.obstacle = known.obstacle or _first_failure(step, group)
     if known.obstacle:
-        _log.warning("no symmetric memory for group %s, packets are gathered: %s", group_name, known.obstacle)
+        known.tell(group_name)
         return None
     known.memories += memories
     return memories[0]
