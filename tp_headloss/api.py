@@ -79,8 +79,8 @@ def vocab_statistics(
         >>> (-stats.log_prob - 0.01 * stats.entropy).mean().backward()  # any PyTorch on statistics
     """
     return run_statistics(
-        logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, ids=ids
-    )[0]
+        logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, ids
+    )
 
 
 @documented_fields
@@ -154,16 +154,16 @@ def log_probs(
 
 
 def run_statistics(
-    logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, reduction=None, ids=None
-):
-    """`vocab_statistics`, and what a `Reduction` gives (Triton backend, labels): its loss and sums, else None."""
+    logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, ids=None
+) -> VocabStatistics:
+    """`vocab_statistics`."""
     request, labels = checked_request(
         logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, ids
     )
-    in_forward = options is not None and options.gradient == "forward" and reduction is None
+    in_forward = options is not None and options.gradient == "forward"
     if in_forward and torch.is_grad_enabled() and request.tensors.logits.requires_grad:
         raise ValueError("gradient='forward' is for a HeadLoss, whose forward knows the loss, got statistics alone")
-    return computed_statistics(request, labels, options, reduction)
+    return computed_statistics(request, labels, options)[0]
 
 
 def checked_request(
@@ -203,13 +203,13 @@ def _names(want) -> tuple[str, ...]:
 
 
 def computed_statistics(request: Request, labels, options: Options | None, reduction=None):
-    """The results of `run_statistics` for a checked call."""
+    """The statistics of a checked call, and with a `FusedReduction` its loss and sums, else None."""
     options = options or DEFAULTS
     if reduction is not None and reduction.weight is not None:
         reduction = reduction._replace(weight=request.order.flatten(reduction.weight).float().contiguous())
     tensors = request.tensors
     # autograd looks at each of its arguments
-    if request.kept is not None or all(tensor is None for tensor in tensors[2:]):
+    if request.prepared_steps is not None or all(tensor is None for tensor in tensors[2:]):
         tensors = tensors[:2]
     refuse_transforms()
     *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)

@@ -1,4 +1,5 @@
-"""The only collective calls of the package, and the only place that can block.
+"""The collective calls of the package, the only place that can block: but for symmetric memory's own rendezvous and
+barrier (`engine/transports/symmetric_memory`), and DTensors that a checkpoint gathers (`vocab_rows`).
 
 The group arrives by name, so that operators keep plain arguments and `torch.compile` needs no process group object.
 """
@@ -19,21 +20,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def gather_packets(packets: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
-    """Gather the packets [chunks, rows, N] of each rank: [chunks * P, rows, N], in group-rank order; one all-gather."""
-    if world_size == 1 or packets.numel() == 0:
-        return packets
-    gathered = packets.new_empty(world_size * packets.shape[0], *packets.shape[1:])
-    # flat, because gloo takes no other output shape
-    _all_gather(gathered.view(-1), packets.view(-1), group=resolve_process_group(group_name))
-    return gathered
-
-
-def gather_tokens(x: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
-    """Gather the rows [N/P, ..] of each rank: [N, ..], in group-rank order; one all-gather (sequence parallelism)."""
+def gather_parts(x: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
+    """Gather the part [n, ..] of each rank: [n * P, ..], in group-rank order; one all-gather."""
     if world_size == 1 or x.numel() == 0:
         return x
     gathered = x.new_empty(world_size * x.shape[0], *x.shape[1:])
+    # flat, because gloo takes no other output shape
     _all_gather(gathered.view(-1), x.contiguous().view(-1), group=resolve_process_group(group_name))
     return gathered
 
@@ -69,12 +61,12 @@ def reduce_hidden(grad: torch.Tensor, how: str, world_size: int, group_name: str
     return end
 
 
-def sum_lanes(lanes: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
-    """Sum float64 lanes [rows, N], integers, or rows that are 0 on all ranks but one, over the group, in place; one
-    all-reduce."""
-    if world_size > 1 and lanes.numel() > 0:
-        dist.all_reduce(lanes, group=resolve_process_group(group_name))
-    return lanes
+def sum_in_place(x: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
+    """Sum x over the group, in place: float64, integers, or rows that are 0 on all ranks but one, so that the order of
+    the ranks does not matter; one all-reduce."""
+    if world_size > 1 and x.numel() > 0:
+        dist.all_reduce(x, group=resolve_process_group(group_name))
+    return x
 
 
 def gather_objects(value, group) -> list:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from .comm import gather_from_ranks, sum_lanes
+from .comm import gather_from_ranks, sum_in_place
 from .engine import eager
 from .engine.backend import load_backend
 from .engine.gumbel import masses
@@ -204,7 +204,7 @@ def _prefix(values, columns, sums, size, target_of, shard: VocabShard) -> torch.
     steps = torch.arange(1, (1 << DIGIT) + 1, device=keys.device)
     for shift in reversed(range(0, 32 + id_bits, DIGIT)):
         places = torch.searchsorted(keys, border + (steps << shift) - 1, right=True).minimum(size)
-        reached = sum_lanes(sums.gather(1, places), shard.world_size, shard.group_name)
+        reached = sum_in_place(sums.gather(1, places), shard.world_size, shard.group_name)
         target = target_of(reached[:, -1:]) if target is None else target
         border = border + ((reached < target).sum(1, keepdim=True) << shift)
     return torch.searchsorted(keys, border, right=True).minimum(size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 LOW = (1 << 32) - 1  # the bits of a key that hold the id
+NO_KEY = torch.iinfo(torch.int64).min  # of no logit, below all others
 
 
 def ordered_bits(z: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,8 @@ class Options:
         transport: "gather" (an all-gather), "symm_mem" (symmetric memory), "sum" (an all_reduce) or "auto" (chooses).
         inplace: the backward writes the gradient over the logits (eager only). Whoever reads the logits after it finds
             the gradient there; logits that are a leaf share its memory with their ``.grad``. The logits of a `Teacher`
-            must be exactly these or share no memory with them.
+            must be exactly these or share no memory with them. torch's own errors for other operations that saved the
+            logits need their saved tensors to come without hooks (`torch.autograd.graph.saved_tensors_hooks`).
         gradient: "forward" has the forward of a `HeadLoss` write the gradient of its logits, in the launch that reads
             them, and the backward hand it over (computed again if the upstream gradient of the loss is another than in
             the step before, at first 1). For the triton backend on one rank, at most one term of lse and one of

@@ -125,8 +125,8 @@ class Request(NamedTuple):
     order: TokenOrder | MaybeNone = None  # how the caller's tokens became rows
     shard: VocabShard | MaybeNone = None
     teacher_heads: TeacherOperands = TeacherOperands()
-    # prepared steps of calls of this kind, see `known_calls.prepare`; None: the call is of no known kind
-    kept: dict | MaybeNone = None
+    # of calls of this kind, see `known_calls.prepare`; None: the call is of no known kind
+    prepared_steps: dict | MaybeNone = None
 
     @classmethod
     def of(cls, tensors, facts: Facts) -> Request:

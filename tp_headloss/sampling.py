@@ -153,9 +153,7 @@ def sample(
             found.append(sets_of(block.kept, block.shard))
             want, sets = ("set_log_prob",), _joined_sets(found[-1:], ids[-1].shape)
         inner = replace(options or DEFAULTS, validate="metadata")  # the call was compared as a whole
-        stats, *_ = run_statistics(
-            block.logits, ids[-1], block.shard, want, block.transform, None, sets, None, -100, inner
-        )
+        stats = run_statistics(block.logits, ids[-1], block.shard, want, block.transform, None, sets, None, -100, inner)
         full.append(stats.log_prob)
         log_probs.append(stats.log_prob if rule is None else stats.set_log_prob)
     sets = None if rule is None else _joined_sets(found, lead)

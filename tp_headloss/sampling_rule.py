@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .validation import expect_ids, expect_int, expect_real, expect_tensor
+from .validation import expect_floating, expect_ids, expect_int, expect_real, expect_tensor
 
 MOST_IDS = 1 << 24  # so that a logit and an id fit an int64, and the masses of all ids have 38 bits
 
@@ -60,8 +60,8 @@ class SamplingRule:
                 expect_tensor(name, value, lead, device)
                 if name == "top_k":
                     expect_ids(name, value)
-                elif not value.is_floating_point():
-                    raise TypeError(f"{name} must be floating point, got {value.dtype}")
+                else:
+                    expect_floating(name, value)
 
     def map_tokens(self, lead: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]) -> SamplingRule:
         """The rule with function(x) in place of each tensor [*lead] of values per token."""

@@ -18,7 +18,7 @@ from .eager_only import uncompiled_where_needed
 from .engine import eager
 from .engine.transports import Transport
 from .kept import transformed_logits
-from .logit_keys import decode_keys, keys_of
+from .logit_keys import NO_KEY, decode_keys, keys_of
 from .options import DEFAULTS, NO_TRANSFORM, Options, Transform
 from .shard import VocabShard
 from .statistics import documented_fields
@@ -26,7 +26,6 @@ from .teachers import TeacherHead
 from .validation import expect_hidden_and_weight, expect_instance, expect_int, expect_real, expect_tensor
 
 BLOCK_ELEMENTS = 1 << 22  # logits per block: its temporaries are all that is ever as wide as the vocabulary
-LOWEST = torch.iinfo(torch.int64).min
 
 
 @documented_fields
@@ -205,7 +204,7 @@ def _local_keys(request, k):
     """Keys [N, k] of this rank's largest logits: numbers that sort like (logit, -id), so that no two are equal."""
     logits, width = request.tensors.logits, request.facts.valid_width
     n_rows, device = len(logits), logits.device
-    keys = torch.full((n_rows, k), LOWEST, device=device)
+    keys = torch.full((n_rows, k), NO_KEY, device=device)
     if width == 0 or n_rows == 0:
         return keys
     start = request.facts.start

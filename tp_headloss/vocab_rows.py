@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .agreement import Agreement
-from .comm import sum_lanes
+from .comm import sum_in_place
 from .dtensor import expect_shard, is_dtensor, local_rows
 from .options import Options
 from .shard import VocabShard
@@ -246,7 +246,7 @@ def select_rows(
         owned = (here >= 0) & (here < shard.valid_width)
         block = weight.new_zeros(len(here), *weight.shape[1:])
         block[owned] = weight[here[owned]]
-        sum_lanes(block, shard.world_size, shard.group_name)
+        sum_in_place(block, shard.world_size, shard.group_name)
         low, high = max(first, to.start), min(first + len(here), to.start + to.valid_width)
         if low < high:
             out[low - to.start : high - to.start] = block[low - first : high - first]

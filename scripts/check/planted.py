@@ -39,7 +39,7 @@ RANK, RANK_DEVICE = statistic("rank")
 
 KNOWN_CALLS = "head_loss/known_calls.py"
 LOSS_STEP, MERGED_SUMS = "engine/loss_step_triton.py", "engine/merged_sums_triton.py"
-SECOND_MERGE = "engine/second_merge_triton.py"
+SECOND_MERGE = "engine/merge_triton.py"
 
 GROUPS = {
     "test_loss_step test_reduction": [
@@ -55,7 +55,7 @@ GROUPS = {
         ("engine/autograd.py", "PreparedStatistics.forward", "ctx.mark_non_differentiable(*[outputs[i] for i in step.fixed], sums)", "pass"),
         (KNOWN_CALLS, "prepare", "options.check", "False"),
         (KNOWN_CALLS, "prepare", "options.gradient == 'forward'", "False"),
-        (KNOWN_CALLS, "prepare", "place not in known.kept", "known.kept.setdefault(place) is not None"),
+        (KNOWN_CALLS, "prepare", "place not in known.prepared_steps", "known.prepared_steps.setdefault(place) is not None"),
         (KNOWN_CALLS, "prepared_output", "is_elsewhere(denominator, logits.device)", "False"),
         (KNOWN_CALLS, "prepared_output", "kernel_denominator(definition.reduction, denominator)", "denominator"),
         (KNOWN_CALLS, "_place", "type(denominator)", "None"),
@@ -89,7 +89,7 @@ GROUPS = {
         (MERGED_SUMS, "assume_kernel", "start_sums(parts_ptr)", "pass"),
         (ROWS, "gradient_again_kernel", "tl.load(assumed_ptr + ASSUMED_UPSTREAM) == given", "(given == given)"),
         (ROWS, "gradient_again_kernel", "tl.store(expected_ptr, given)", "pass"),
-        (ARGMAX_DEVICE, "rescale", "tl.where(move.moved, LARGEST, found)", "found"),
+        (ARGMAX_DEVICE, "rescale", "tl.where(move.moved, NO_COLUMN, found)", "found"),
         ("engine/autograd.py", "_gradient_again", "gradient = torch.empty_like(gradient)", "pass"),
         ("engine/autograd.py", "_gradient_again", "gradient.data", "gradient"),
         ("engine/autograd.py", "_statistics_gradients", "all(g is None for g in upstream[:-2])", "True"),
@@ -190,7 +190,7 @@ GROUPS = {
         (SETS_DEVICE, "_in_order", "tl.store(seen_ptr + word, tl.zeros([BLOCK], tl.int32), mask=bits != 0)", "pass"),
         (SETS_DEVICE, "_ones", "bits >> 4", "bits >> 3"),
         (SETS_DEVICE, "small_sets_kernel", "(ids <= before)", "(ids < before)"),
-        (SETS_DEVICE, "small_sets_kernel", "tl.where(unknown > 0, 0, tl.sum((ids < NONE).to(tl.int32), axis=0))", "tl.sum((ids < NONE).to(tl.int32), axis=0)"),
+        (SETS_DEVICE, "small_sets_kernel", "tl.where(unknown > 0, 0, tl.sum((ids < NO_ENTRY).to(tl.int32), axis=0))", "tl.sum((ids < NO_ENTRY).to(tl.int32), axis=0)"),
         (SETS_DEVICE, "small_sets_kernel", "tl.store(at + tl.cumsum(kept, axis=0) - 1, ids, mask=kept != 0)", "pass"),
         (SETS_DEVICE, "small_sets_kernel", "tl.minimum(size, distinct)", "size"),
         ("engine/triton.py", "known_sets", "most is None or most > how.block", "False"),
@@ -266,7 +266,7 @@ GROUPS = {
         (RANK_DEVICE, "finish", "state[0] + 1.0", "state[0]"),
         (SOFTMAX_DEVICE, "label_logits_kernel", "tl.where(owned, z, 0.0)", "z"),
         (EAGER, "label_logits", "torch.where(column == tile.target, at_label, out[block])", "at_label"),
-        (PASSES, "with_label_logits", "found = sum_lanes(found, facts.world_size, facts.group_name)", "pass"),
+        (PASSES, "with_label_logits", "found = sum_in_place(found, facts.world_size, facts.group_name)", "pass"),
         (SWEEPS, "statistics", "passes.with_label_logits(block(here))", "block(here)"),
     ],
     "test_at_ids": [
@@ -317,8 +317,8 @@ GROUPS = {
         (TAIL_DEVICE, "_without_entries", "o + lane[:, None]", "lane[:, None]"),
         (TAIL_DEVICE, "_marked_lanes", "marked |= bit", "pass"),
         (TAIL_DEVICE, "_marked_lanes", "range(begin, end + 1)", "range(begin, end)"),
-        (TAIL_DEVICE, "store", "above | ~(s >= LEAST)", "above"),
-        (TAIL_DEVICE, "store", "above | ~(s >= LEAST)", "~(s >= LEAST)"),
+        (TAIL_DEVICE, "store", "above | ~(s >= LEAST_TAIL)", "above"),
+        (TAIL_DEVICE, "store", "above | ~(s >= LEAST_TAIL)", "~(s >= LEAST_TAIL)"),
         (TAIL_DEVICE, "rescale", "before = s", "pass"),
         (TAIL_DEVICE, "_by_itself", "entry += 1", "entry += 2"),
         (TOPK_DEVICE, "peak", "tl.maximum(tail, read(packet, rows.tail_max, 0.0))", "read(packet, rows.tail_max, 0.0)"),
@@ -379,7 +379,7 @@ GROUPS = {
         ("linear_head/autograd.py", "OneSweep.backward", "torch.where(upstream == ctx.upstream, 1.0, torch.nan).to(upstream.dtype)", "torch.ones_like(upstream)"),
     ],
     "test_teacher_head": [
-        ("vocab_rows.py", "select_rows", "sum_lanes(block, shard.world_size, shard.group_name)", "pass"),
+        ("vocab_rows.py", "select_rows", "sum_in_place(block, shard.world_size, shard.group_name)", "pass"),
         ("vocab_rows.py", "select_rows", "block[low - first : high - first]", "block[: high - low]"),
         ("vocab_rows.py", "select_rows", "to.vocab_size != len(ids)", "False"),
         (SWEEPS, "_TeacherBuffer._logits_of_head", "x += bias[ids]", "pass"),
@@ -445,7 +445,7 @@ GROUPS = {
         (GEMM, "linear_statistics_kernel", "rounded(acc, hidden.dtype)", "acc"),
         (GEMM, "linear_statistics_kernel", "tl.minimum(at, n_rows - 1)", "at % 2"),
         (GRADIENT, "_softmax_gradient", "tl.where(here, target, -1)", "target + 1"),
-        (ARGMAX_DEVICE, "add", "tl.where(tile.v == softmax.peak, tile.columns, LARGEST)", "tile.columns"),
+        (ARGMAX_DEVICE, "add", "tl.where(tile.v == softmax.peak, tile.columns, NO_COLUMN)", "tile.columns"),
         (SOFTMAX_DEVICE, "fold", "tl.where(state[2] == IGNORED * parts, IGNORED, state[2])", "state[2]"),
         (ENTROPY_DEVICE, "fold", "put(packet, rows.moment, state[0])", "put(packet, rows.moment, 0.5 * state[0])"),
         (SWEEPS, "_Buffer.gradient", "self.made.rounded", "True"),
@@ -593,7 +593,7 @@ GROUPS = {
         ("head_loss/output.py", "mean_metrics.mean", 'sums.get(name.replace("loss/", "count/", 1), count)', "count"),
         ("head_loss/output.py", "make_output", "{} if by_sequence else dict(zip(weighted, sums[len(terms) + len(named):]))", "dict(zip(weighted, sums[len(terms) + len(named):]))"),
         ("head_loss/output.py", "make_output", "() if has_sequences else definition.metrics", "definition.metrics"),
-        ("head_loss/valid_tokens.py", "linear_over_valid_tokens", '("terms", "metrics", "term_counts")', '("terms", "metrics")'),
+        ("head_loss/linear_modes.py", "linear_over_valid_tokens", '("terms", "metrics", "term_counts")', '("terms", "metrics")'),
     ],
     "test_numerics": [
         ("statistics/numerics_triton.py", "largest", "tl.maximum(of_thread, -float('inf'))", "of_thread"),

@@ -266,6 +266,10 @@ UNFIT = {
         torch.zeros(3).long(), 1, ignore_index=1 << 63
     ),
     "ignore_index must be in the range of int64, got 18446744073709551616": lambda: HeadLoss(ignore_index=1 << 64),
+    "denominator must be a number that fp32 holds": lambda: HeadLoss()(
+        torch.zeros(1, V), torch.zeros(1).long(), denominator=10**400
+    ),
+    "weight must be finite in fp32, got 1000": lambda: Term("mine", len, weight=10**400),
     "budget must be a positive number of bytes or None, got inf": lambda: Linear(budget=float("inf")),
     "upstream must be a number or a scalar tensor, got shape": lambda: Linear(upstream=torch.ones(3)),
     "objective must be one of": lambda: PolicyGradient(["clip"]),

@@ -27,6 +27,28 @@ def test_inplace_writes_the_gradient_over_the_logits_and_says_so(backend, device
         stale.sum().backward()
 
 
+@pytest.mark.parametrize("calls", [1, 3])  # the third is prepared
+@pytest.mark.parametrize("hooks", ["same", "clone", "save_on_cpu"])
+def test_inplace_has_one_backward_where_hooks_hide_what_it_wrote(hooks, calls, backend, device):
+    graph = torch.autograd.graph
+    pairs = {
+        "same": lambda: graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        "clone": lambda: graph.saved_tensors_hooks(torch.clone, lambda t: t),
+        "save_on_cpu": graph.save_on_cpu,
+    }
+    x, labels = rows(device)
+    head = HeadLoss(options=Options(backend=backend, inplace=True))
+    leaf = x.clone().requires_grad_()
+    for _ in range(calls):
+        with pairs[hooks]():
+            loss = head(leaf * 1.0, labels).loss
+        (found,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+        with pytest.raises(RuntimeError, match=r"Options\(inplace=True\) writes .* there is one backward"):
+            torch.autograd.grad(loss, leaf)
+    (expected,) = torch.autograd.grad(HeadLoss(options=Options(backend=backend))(leaf, labels).loss, leaf)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("layout", ["transposed", "columns", "sliced"])
 def test_inplace_keeps_the_layout(layout, backend, device):
     x, labels = rows(device)

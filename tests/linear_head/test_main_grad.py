@@ -106,8 +106,8 @@ def test_a_tied_embedding_gets_both_gradients():
 def test_a_checkpointed_head(monkeypatch):
     """Is computed twice, not once per block; but not if it adds to a main_grad in the forward."""
     hidden, weight, _, labels, _ = tensors()
-    sweep, calls = sweeps.one_sweep, []
-    monkeypatch.setattr(sweeps, "one_sweep", lambda *args: calls.append(1) or sweep(*args))
+    sweep, calls = sweeps.sweep_blocks, []
+    monkeypatch.setattr(sweeps, "sweep_blocks", lambda *args: calls.append(1) or sweep(*args))
     head, linear = HeadLoss(terms()), Linear(mode="one_sweep", budget=16 * 256 * 4)
     grads = []
     with small_blocks():

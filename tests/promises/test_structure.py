@@ -144,6 +144,23 @@ def test_only_comm_calls_collectives():
         assert allowed.get(name, set()) is None or used <= allowed.get(name, set()), (name, used)
 
 
+BLOCKING = {  # methods of other objects that communicate -> where they are called
+    "rendezvous": "engine.transports.symmetric_memory",
+    "barrier": "engine.transports.symmetric_memory",
+    "full_tensor": "vocab_rows",
+    "redistribute": "integrations.nemo_automodel",  # as this host does
+}
+
+
+def test_what_else_communicates_is_in_its_place():
+    for path in PACKAGE.rglob("*.py"):
+        name, nodes = module_name(path), list(ast.walk(ast.parse(path.read_text())))
+        called = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        assert all(BLOCKING[method] == name for method in called & set(BLOCKING)), (name, called & set(BLOCKING))
+        imported = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "torch.distributed"]
+        assert not imported, (name, "write dist.x, which the test above sees")
+
+
 def test_one_hour_is_the_only_limit_of_a_test():
     """A tighter one measures the machine: on a busy one it fails runs that do no harm."""
     assert "timeout = 3600" in (ROOT / "pyproject.toml").read_text()

@@ -10,6 +10,11 @@ from . import operators, passes
 from .backend import load_backend
 from .passes import kernel_gradients
 
+ONCE = (
+    "Options(inplace=True) writes the gradient over the logits, so that there is one backward, and nothing else may "
+    "have written to the logits before it"
+)
+
 
 class _FirstDerivative(torch.autograd.Function):
     """Pass a gradient through; raise RuntimeError when the gradient is differentiated again."""
@@ -40,10 +45,7 @@ def first_derivative_only(backward):
         except RuntimeError as error:
             if not getattr(ctx, "inplace", False):
                 raise
-            raise RuntimeError(
-                "Options(inplace=True) writes the gradient over the logits, so that there is one backward, and nothing "
-                "else may have written to the logits before it"
-            ) from error
+            raise RuntimeError(ONCE) from error
         if not torch.is_grad_enabled():
             return backward(ctx, saved, *upstream)
         with torch.no_grad():
@@ -55,8 +57,8 @@ def first_derivative_only(backward):
 
 
 class Statistics(torch.autograd.Function):
-    """logits [N, width] sharded on V -> the statistics of `layout.outputs`; with a `Reduction` (backends with
-    FUSED_SUMS) also its loss [] and sums, else None.
+    """logits [N, width] sharded on V -> the statistics of `layout.outputs`; with a `FusedReduction` (the triton
+    backend) also its loss [] and sums, else None.
 
     Saves the inputs and O(N) merged rows, never probabilities. Backward: no communication.
     """
@@ -76,7 +78,7 @@ class Statistics(torch.autograd.Function):
         else:
             (merged, values, *flags), reduced, *in_forward = passes.statistics_and_gradient(request, reduction)
             ctx.taken = False
-        ctx.request, ctx.inplace = Request(None, facts, layout), inplace
+        ctx.request, ctx.inplace, ctx.is_spent = Request(None, facts, layout), inplace, False
         ctx.plan = None if reduction is None else reduction.plan
         ctx.set_materialize_grads(False)
         outputs = (*values.unbind(0), *flags)
@@ -100,13 +102,14 @@ class Statistics(torch.autograd.Function):
 
 
 class PreparedStatistics(torch.autograd.Function):
-    """`Statistics` with a `Reduction`, by the `LossStep` of calls of one kind: quicker on the host, same results."""
+    """`Statistics` with a `FusedReduction`, by the `LossStep` of calls of one kind: quicker, with the same results."""
 
     @staticmethod
     def forward(ctx, logits, labels, step, inplace, denominator):
         (merged, values, *flags), loss, sums, inverse = step.statistics(logits, labels, denominator)
         outputs = (*values.unbind(0), *flags)
-        ctx.step, ctx.request, ctx.plan, ctx.inplace, ctx.expected = step, step.request, step.loss_plan, inplace, None
+        ctx.step, ctx.request, ctx.plan, ctx.expected = step, step.request, step.loss_plan, None
+        ctx.inplace, ctx.is_spent = inplace, False
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[outputs[i] for i in step.fixed], sums)
         values = [outputs[i] for i in step.summed]
@@ -153,6 +156,9 @@ def _statistics_gradients(ctx, saved, upstream) -> tuple:
     if in_forward and alone and of_loss:
         return _gradients(ctx, request, _gradient_again(ctx, in_forward, request, merged, grads, of_loss[0]))
     if ctx.inplace:
+        if ctx.is_spent:  # where hooks of saved tensors gave the logits, torch did not notice
+            raise RuntimeError(ONCE)
+        ctx.is_spent = True
         torch.autograd.graph.increment_version(logits)  # first: what a failed kernel left is not read again
         gradient = logits.detach()
         passes.write_gradient(gradient, request, merged, grads, *of_loss)
@@ -194,8 +200,8 @@ def _add_loss_gradient(grads: dict, loss, reduced, plan, request: Request):
 class TokenSums(torch.autograd.Function):
     """Per-token values (any shape, contiguous) -> loss [] and sums over valid tokens, in one kernel.
 
-    Differentiable in the values of the terms, the first ``len(plan.coefficients)``. For backends with FUSED_SUMS;
-    elsewhere the same is written in plain torch.
+    Differentiable in the values of the terms, the first ``len(plan.coefficients)``. For the triton
+    backend; elsewhere the same is written in plain torch.
     """
 
     @staticmethod
@@ -230,7 +236,7 @@ class ToShards(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, how, world_size, group_name, everywhere=None):
+    def forward(ctx, x, how, world_size, group_name, grad_anchor=None):
         ctx.reduction = how, world_size, group_name
         if how == "reduce_scatter":
             return torch.ops.tp_headloss.gather_tokens(x, world_size, group_name)
@@ -245,7 +251,7 @@ class FromShards(torch.autograd.Function):
     """The ranks' parts -> their sum, "all_reduce" [..] replicated, "reduce_scatter" [S/P, ..] of [S, ..]."""
 
     @staticmethod
-    def forward(ctx, x, how, world_size, group_name, everywhere=None):
+    def forward(ctx, x, how, world_size, group_name, grad_anchor=None):
         ctx.reduction = how, world_size, group_name
         return torch.ops.tp_headloss.reduce_tokens(x, *ctx.reduction)
 

@@ -8,25 +8,28 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
     second_statistics(packets, request, merged)          logits -> packets of the second exchange
     merge_second(packets, outputs, layout)               those of all ranks -> last rows of merged rows and values
     logits_gradient(out, request, merged, grads)         upstream gradients by name -> d loss / d logits, in `out`;
-                                                         with FUSED_SUMS also those of a reduced loss, see `passes`
+                                                         of "triton" also those of a reduced loss, see `passes`
     entries(ids, log_probs, mask, factor, renormalize, vocab_size)  a top-K teacher's entries, distinct and ascending
     known_sets(ids, spans, vocab_size, most=None)        the ids of all sets as the backend takes them, and their bounds
     best_scores(z, positions, seed, start, ids=None)     the race of a sample among the columns, see `gumbel`; and what
     group_maxima(z, groups)                              `kept` finds a rule's sets with: a bound of the largest logits,
     largest_logits(z, bound, most, start, ..)            and those above it
     scale(out, x, factor, add=False)                     out (+)= x * factor, a scalar tensor
-    linear_statistics(packets, hidden, weight, request, rounded, budget)  packets of logits hidden @ weight^T that are
-    linear_gradient(out, hidden, weight, request, merged, grads, rounded)  never stored, and their gradient; "triton"
-                                                         alone, where `linear_head.epilogue` finds no obstacle
     shares_memory(logits)                                whether packets may meet in symmetric memory (`memory`)
-    FUSED_SUMS                                           whether it has token_sums and token_sums_gradient
-                                                         (see `head_loss`), which elsewhere are plain torch, and
+
+"triton" alone has what follows; elsewhere reduced losses are plain torch (see `head_loss.reduction`):
+
+    token_sums(values, valid, reduction)                 a loss [] and sums over tokens in one kernel, and
+    token_sums_gradient(upstream, values, valid, ..)     the gradients of the values
     sums_for_merge(request, reduction)                   memory for sums that the last merge makes, or None; it and
                                                          local_statistics then take it as a last argument
     loss_step(request, reduction)                        a prepared `LossStep` for calls of this kind, or None
     statistics_and_gradient(packets, gradient, request, reduction, sums)  a loss and its gradient in one launch, and
     gradient_again(gradient, request, merged, grads, loss, assumed, expected, again)  in the backward what is left;
-                                                         "triton" alone, where `one_launch` finds no obstacle
+                                                         where `one_launch` finds no obstacle
+    linear_statistics(packets, hidden, weight, request, rounded, budget)  packets of logits hidden @ weight^T that are
+    linear_gradient(out, hidden, weight, request, merged, grads, rounded)  never stored, and their gradient; where
+                                                         `linear_head.epilogue` finds no obstacle
 
 Importing the package needs neither CUDA nor Triton: a backend is imported on first use.
 """
@@ -46,8 +49,6 @@ def resolve_backend(name: str | None, device) -> str:
     """The backend for a device: "triton" on NVIDIA GPUs, "torch" elsewhere, or the one that was asked for."""
     if name is None:  # on AMD's GPUs, which torch calls "cuda", too, the kernels compile and were never run
         return "triton" if device.type == "cuda" and torch.version.hip is None else "torch"
-    if name not in BACKENDS:
-        raise ValueError(f"backend must be one of {BACKENDS} or None (by device), got {name!r}")
     if name == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"backend='triton' needs CUDA tensors (or TRITON_INTERPRET=1), got {device.type}")
     return name

@@ -17,7 +17,6 @@ from ..statistics.sets import known_sets, members  # noqa: F401 (the first is pa
 from .gumbel import best_scores, group_maxima, largest_logits  # noqa: F401 (part of the contract)
 
 BLOCK_ELEMENTS = 1 << 19  # per temporary: a few MiB, whatever N and V are
-FUSED_SUMS = False
 
 
 def shares_memory(_logits) -> bool:

@@ -100,7 +100,7 @@ def _store_packet(raw, out, n, offset, chunk, inputs, families, rows, STRIP: tl.
     for i in tl.static_range(len(raw)):
         inside = offset + i * STRIP + lanes
         v = strips[i]
-        tile = Tile(v, v, 0, chunk.first + inside, offset + i * STRIP, True, STRIP)
+        tile = Tile(v, v, 0, chunk.first + inside, offset + i * STRIP, True)
         of_tile = softmax.tile_softmax(m, least, m, v)
         student = softmax.add_student(student, of_tile, chunk, inputs)
         sums += of_tile.p
@@ -108,7 +108,7 @@ def _store_packet(raw, out, n, offset, chunk, inputs, families, rows, STRIP: tl.
     if inputs.labels is not None:  # the label as one more strip: comparing columns twice spills registers
         v = zeros + least
         z = tl.where((lanes == 0) & chunk.owned, at_target, v)
-        tile = Tile(z, v, 0, chunk.first + tl.maximum(chunk.target, 0) + lanes * 0, offset, True, STRIP)
+        tile = Tile(z, v, 0, chunk.first + tl.maximum(chunk.target, 0) + lanes * 0, offset, True)
         states = add_to_states(families, states, tile, softmax.tile_softmax(m, least, m, v), chunk, inputs, rows)
     core = Core(m, sums)
     softmax.store_sums(out, n, core, student, inputs, rows)

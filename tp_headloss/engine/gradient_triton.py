@@ -66,7 +66,7 @@ def tile_gradient(
     u = 0
     if inputs.teacher is not None:
         u = load_teacher(inputs, chunk, columns, token.readable)
-    tile = Tile(z, z, u, columns, first, True, BLOCK)
+    tile = Tile(z, z, u, columns, first, True)
     states = ()
     factors = ()  # those of p
     if grads.lse is not None or grads.log_prob is not None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..logit_keys import keys_of
+from ..logit_keys import NO_KEY, keys_of
 from ..philox import exponential
 
 LAST = torch.iinfo(torch.int64).max  # id where there is no column
-LEAST = torch.iinfo(torch.int64).min  # key of no logit
 
 
 def best_scores(z, positions, seed: int, start: int, ids=None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,8 +60,8 @@ def largest_logits(z, bound, most: int, start: int, peak=None, lowest=None, unit
     """
     z = torch.where(z.isnan(), torch.inf, z.float())
     found = (z >= bound[:, None]) & (z > -torch.inf)
-    keys = torch.where(found, keys_of(z, torch.arange(start, start + z.shape[1], device=z.device)), LEAST)
-    keys = torch.nn.functional.pad(keys, (0, max(0, most - z.shape[1])), value=LEAST).topk(most).values
+    keys = torch.where(found, keys_of(z, torch.arange(start, start + z.shape[1], device=z.device)), NO_KEY)
+    keys = torch.nn.functional.pad(keys, (0, max(0, most - z.shape[1])), value=NO_KEY).topk(most).values
     if peak is None:
         return keys, found.sum(1), None
     assert lowest is not None

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .gumbel import LEAST
+from ..logit_keys import NO_KEY
 from .launch import LARGEST, MAXIMA, RACE, ceil_div, int_key, launch, pointer_key
 
 LAST: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)
@@ -84,7 +84,7 @@ def maxima_kernel(
 
 @triton.jit(do_not_specialize=["n_rows", "start"])
 def largest_kernel(
-    keys_ptr,  # [T, most] int64 out, filled with `LEAST`
+    keys_ptr,  # [T, most] int64 out, filled with `NO_KEY`
     count_ptr,  # [T] int64 out, filled with 0
     mass_ptr,  # [T] int64 out, filled with 0
     z_ptr,  # [T, W]
@@ -168,7 +168,7 @@ def group_maxima(z, groups: int) -> torch.Tensor:
 def largest_logits(z, bound, most: int, start: int, peak=None, lowest=None, unit: float = 0.0):
     """Keys of the logits at or above a bound, their number, and masses, see `gumbel.largest_logits`."""
     z, (n_rows, width) = _with_rows(z), z.shape
-    keys = bound.new_full((n_rows, most), LEAST, dtype=torch.int64)
+    keys = bound.new_full((n_rows, most), NO_KEY, dtype=torch.int64)
     count, mass = (bound.new_zeros(n_rows, dtype=torch.int64) for _ in range(2))
     if z.numel():
         parts, step = _parts(n_rows, width, LARGEST.block)

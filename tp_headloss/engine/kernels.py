@@ -109,7 +109,7 @@ def statistics_kernel(
         u = 0
         if inputs.teacher is not None:
             u = load_teacher(inputs, chunk, columns, None)
-        tile = Tile(z, z, u, columns, o, False, BLOCK)
+        tile = Tile(z, z, u, columns, o, False)
         m, s, student, states = _add_tile(m, s, student, states, families, tile, chunk, inputs, rows)
     for o in range(waiting, chunk.size, tl.maximum(whole - waiting, BLOCK)):
         inside = o + lanes
@@ -121,7 +121,7 @@ def statistics_kernel(
         u = 0
         if inputs.teacher is not None:
             u = tl.where(inside < chunk.size, load_teacher(inputs, chunk, columns, reading), float("-inf"))
-        tile = Tile(z, v, u, columns, o, True, BLOCK)
+        tile = Tile(z, v, u, columns, o, True)
         m, s, student, states = _add_tile(m, s, student, states, families, tile, chunk, inputs, rows)
     n = n_rows.to(tl.int64)
     out = packets_ptr + index.to(tl.int64) * rows.height * n + chunk.row

@@ -24,12 +24,12 @@ def gradient_in_forward(request: Request, reduction, options) -> bool:
     logits = request.tensors.logits
     if options.gradient == "backward" or not (torch.is_grad_enabled() and logits.requires_grad and len(logits)):
         return False
-    if obstacle := _obstacle(request, reduction, options):
+    if obstacle := _obstacle(request, reduction):
         raise ValueError(f"gradient='forward' needs {obstacle}; gradient='backward' needs none of it")
     return True
 
 
-def _obstacle(request: Request, reduction, options) -> str | None:
+def _obstacle(request: Request, reduction) -> str | None:
     """Return what a call lacks for a forward that writes the gradient, as words of an error message, or None."""
     facts, x = request.facts, request.tensors
     if facts.world_size > 1:

@@ -124,7 +124,7 @@ def known_sets(*args):
 
 
 def _gather_tokens(x, world_size, group_name):
-    gathered = comm.gather_tokens(x, world_size, group_name)
+    gathered = comm.gather_parts(x, world_size, group_name)
     return x.clone() if gathered is x else gathered
 
 

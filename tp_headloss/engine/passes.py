@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm import gather_packets, sum_lanes
+from ..comm import gather_parts, sum_in_place
 from ..request import Request, accumulation_dtype
 from ..statistics.at_ids import gradients_of_log_probs_at
 from .backend import load_backend
@@ -36,7 +36,7 @@ def with_label_logits(request: Request) -> Request:
     facts, logits = request.facts, request.tensors.logits
     found = logits.new_empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype))
     load_backend(facts.backend).label_logits(found, request)
-    found = sum_lanes(found, facts.world_size, facts.group_name)
+    found = sum_in_place(found, facts.world_size, facts.group_name)
     return request._replace(tensors=request.tensors._replace(label_logits=found))
 
 
@@ -49,7 +49,7 @@ class Reduced(NamedTuple):
 
 
 def reduced_statistics(request: Request, reduction) -> tuple[list[torch.Tensor], Reduced]:
-    """`statistics`, and a reduction of them, by the last merge where it has all values. Backends with FUSED_SUMS."""
+    """`statistics`, and a reduction of them, by the last merge where it has all values. For the triton backend."""
     transport = resolve_transport(request)
     sums = load_backend(request.facts.backend).sums_for_merge(request, reduction) if transport.adds_up else None
     if sums is None:
@@ -86,14 +86,14 @@ def second_packets(request: Request, merged: torch.Tensor) -> torch.Tensor:
 
 def second_exchange(packets: torch.Tensor, outputs: list[torch.Tensor], request: Request, *sums) -> None:
     """Merge the packets of the second exchange into the last rows of merged rows and values among the outputs."""
-    packets = gather_packets(packets, request.facts.world_size, request.facts.group_name)
+    packets = gather_parts(packets, request.facts.world_size, request.facts.group_name)
     load_backend(request.facts.backend).merge_second(packets, outputs, request.layout, *sums)
 
 
 def write_gradient(out: torch.Tensor, request: Request, merged: torch.Tensor, grads: dict, *loss) -> None:
     """Write d loss / d logits into `out`, which may be the logits; grads: upstream gradients [N] by name, or None.
 
-    loss: nothing, or for backends with FUSED_SUMS the gradient [] of a reduced loss, 1 / its divisor [] and token
+    loss: nothing, or for the triton backend the gradient [] of a reduced loss, 1 / its divisor [] and token
     weights; then grads are coefficients (c,) of the loss, or (c, value) where the statistic's value [N] is squared.
     """
     if not loss:

@@ -100,7 +100,7 @@ def _add_tiles(
     grown = ()
     added = ()
     for k in tl.static_range(len(parts)):
-        tile = Tile(tiles[k][0], tiles[k][1], 0, chunk.first + parts[k][1], offset, True, BLOCK)
+        tile = Tile(tiles[k][0], tiles[k][1], 0, chunk.first + parts[k][1], offset, True)
         move = softmax.move_rows_to(m, sums[k], peak)
         state = rescale_states(families, states[k], move, chunk, inputs, rows)
         terms = softmax.tile_softmax(peak, m, peak, tile.v)

@@ -35,13 +35,12 @@ from .launch import (
     statistics_launch,
 )
 from .linear_triton import linear_gradient, linear_statistics  # noqa: F401 (part of the contract)
-from .loss_step_triton import loss_step  # noqa: F401 (part of the contract)
+from .loss_step_triton import NOT_SHARED, loss_step  # noqa: F401 (the second is part of the contract)
+from .merge_triton import second_merge_kernel
 from .merged_sums_triton import sums_for_merge, sums_key  # noqa: F401 (the first is part of the contract)
 from .one_launch_triton import gradient_again, statistics_and_gradient  # noqa: F401 (part of the contract)
-from .second_merge_triton import second_merge_kernel
 from .sums_triton import scale, token_sums, token_sums_gradient  # noqa: F401 (part of the contract)
 
-FUSED_SUMS = True
 MOST_ENTRIES = 1024  # that one program compares with each other
 # statistics whose gradient is another at entries than at other columns
 AT_ENTRIES = statistics.TOPK_TEACHER + statistics.OVER_SETS
@@ -52,7 +51,7 @@ def shares_memory(logits) -> bool:
     return logits.is_cuda and logits.shape[0] > 0
 
 
-NOT_SHARED, NO_LOSS, NO_SUMS = SharedMemory(), LossGradient(), MergedSums()
+NO_LOSS, NO_SUMS = LossGradient(), MergedSums()
 
 
 def _shared(memory) -> SharedMemory:

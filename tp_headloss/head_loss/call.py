@@ -111,7 +111,7 @@ def expect_denominator(denominator, reduction: str, device: torch.device):
         expect_tensor("denominator", denominator)
         if denominator.is_meta and device.type != "meta":
             raise ValueError("denominator must be a number, or a scalar tensor with a value, got one on meta")
-    elif denominator and math.isfinite(denominator) and not fits_fp32(denominator):
+    elif denominator and abs(denominator) < math.inf and not fits_fp32(denominator):
         raise ValueError(f"denominator must be a number that fp32 holds, got {denominator}")
 
 

@@ -114,12 +114,7 @@ def TopKDistillation(
 
 
 def _distillation(per_token, temperature_squared, stats, teacher):
-    values = per_token(stats)
-    return (
-        losses.times_temperature_squared(values, teacher.student_temperature_or_default)
-        if temperature_squared
-        else values
-    )
+    return _tempered(per_token(stats), temperature_squared, teacher)
 
 
 def _topk_distillation(divergence, support, outside_log_prob, temperature_squared, stats, teacher):
@@ -133,8 +128,11 @@ def _topk_distillation(divergence, support, outside_log_prob, temperature_square
         values = losses.topk_reverse_kl(stats, support, tail, outside_log_prob)
     else:
         values = losses.topk_jsd(stats, support, tail, teacher.beta)
-    return (
-        losses.times_temperature_squared(values, teacher.student_temperature_or_default)
-        if temperature_squared
-        else values
-    )
+    return _tempered(values, temperature_squared, teacher)
+
+
+def _tempered(values, temperature_squared, teacher):
+    """The values, times the square of the student's temperature if that is wanted."""
+    if not temperature_squared:
+        return values
+    return losses.times_temperature_squared(values, teacher.student_temperature_or_default)

@@ -76,12 +76,12 @@ def _place(tensors: Tensors, denominator) -> tuple:
 def prepared_output(definition: HeadLossDefinition, kind: tuple, logits, labels, denominator, inputs, evaluate):
     """The output of a call whose launches are prepared, else None."""
     known = definition.plan.checked.get(kind)
-    if known is None or not known.kept or is_elsewhere(denominator, logits.device):
+    if known is None or not known.prepared_steps or is_elsewhere(denominator, logits.device):
         return None
     refuse_transforms()
     expect_denominator(denominator, definition.reduction, labels.device)
     divisor, tensors = kernel_denominator(definition.reduction, denominator), _rows(known, logits, labels)
-    step = known.kept.get(_place(tensors, divisor))
+    step = known.prepared_steps.get(_place(tensors, divisor))
     if not step or not step.is_on_current_device():
         return None
     inplace = (definition.options or DEFAULTS).inplace
@@ -93,16 +93,17 @@ def prepared_output(definition: HeadLossDefinition, kind: tuple, logits, labels,
 def prepare(definition: HeadLossDefinition, kind: tuple, request: Request, reduction: FusedReduction):
     """Prepare the launches of a loss of statistics when its kind comes again; many never do.
 
-    `kept` of the kind has for each place None after the first call, then its `LossStep`, False if there is none for it.
+    `prepared_steps` of the kind has for each place None after the first call, then its `LossStep`, False if there is
+    none for it.
     """
     known, options = definition.plan.checked.get(kind), definition.options or DEFAULTS
     if known is None or options.check or options.gradient == "forward":
         return
     place = _place(request.tensors, reduction.denominator)
-    if place not in known.kept:
-        known.kept[place] = None
-    elif known.kept[place] is None:
-        known.kept[place] = load_backend(request.facts.backend).loss_step(request, reduction) or False
+    if place not in known.prepared_steps:
+        known.prepared_steps[place] = None
+    elif known.prepared_steps[place] is None:
+        known.prepared_steps[place] = load_backend(request.facts.backend).loss_step(request, reduction) or False
 
 
 def remember(kind: tuple, call: Call, request: Request) -> None:
@@ -112,4 +113,4 @@ def remember(kind: tuple, call: Call, request: Request) -> None:
         return
     if len(checked) >= MOST_KINDS:
         checked.clear()
-    checked[kind] = request._replace(tensors=None, shard=None if kind[-1] else request.shard, kept={})
+    checked[kind] = request._replace(tensors=None, shard=None if kind[-1] else request.shard, prepared_steps={})

@@ -1,17 +1,20 @@
-"""The two modes of `HeadLoss.linear`: recompute makes the logits twice, one sweep computes gradients in the forward."""
+"""The two modes of `HeadLoss.linear`: recompute makes the logits twice, one sweep has gradients in the forward; and
+both over the valid tokens alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from ..linear_head import one_sweep as sweep
 from ..linear_head.call import LinearCall
-from ..linear_head.options import MIN_SWEEP_TOKENS
+from ..linear_head.options import MIN_SWEEP_TOKENS, Linear
 from ..linear_head.teacher import without_logits
-from ..linear_head.valid_tokens import map_teacher_tensors
+from ..linear_head.valid_tokens import ValidTokens, map_teacher_tensors
+from ..shard import VocabShard
 from ..statistics import VocabStatistics
 from .call import Call
 from .output import HeadLossOutput, make_output
@@ -64,11 +67,46 @@ def one_sweep(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutpu
     gradients_of = value_gradients(call, head.request)
     if gradients_of is None:
         gradients_of = partial(sweep.loss_gradients, head, _block_loss(call, head.request.order, evaluate))
-    stats, gradients = sweep.one_sweep(head, call.labels, call.definition.options, gradients_of)
+    stats, gradients = sweep.sweep_statistics(head, call.labels, call.definition.options, gradients_of)
     with torch.no_grad():
         out = make_output(call, stats, evaluate, fused_reduction(call, stats.lse))
     loss, stats = sweep.attach_gradients(head, out.loss, stats, gradients)
     return out._replace(loss=loss, stats=stats)
+
+
+def linear_over_valid_tokens(
+    linear_loss: Callable, call: Call, hidden, weight, bias, shard: VocabShard, transform, linear: Linear
+) -> HeadLossOutput:
+    """Call `HeadLoss.linear` with the valid tokens alone (`Linear.max_valid_tokens`), and spread the results over all.
+
+    linear_loss: the bound method. With more valid tokens than the maximum, losses, sums and count are NaN.
+    """
+    if call.sequences is not None:
+        raise ValueError("max_valid_tokens drops tokens of sequences, got the input 'sequences'")
+    assert linear.max_valid_tokens is not None
+    definition = call.definition
+    tokens = ValidTokens(
+        call.labels, definition.ignore_index, linear.max_valid_tokens, definition.options, shard.vocab_size
+    )
+    inputs = {name: tokens(x, name) for name, x in call.inputs.items() if name not in ("teacher", "sets")}
+    if "teacher" in call.inputs:
+        inputs["teacher"] = tokens.teacher(call.inputs["teacher"])
+    if "sets" in call.inputs:
+        inputs["sets"] = tokens.sets(call.inputs["sets"])
+    out = linear_loss(
+        tokens(hidden, "hidden states"), weight, tokens(call.labels, "labels"), bias=bias, shard=shard,
+        token_weight=tokens(call.token_weight, "token_weight"),
+        denominator=call.denominator, transform=tokens.transform(transform), inputs=inputs,
+        linear=replace(linear, max_valid_tokens=None),
+    )  # fmt: skip
+    known = torch.where(tokens.missing, torch.nan, 1.0)
+    loss = tokens.spread_one(out.loss, 0.0, torch.nan) if definition.reduction == "none" else out.loss * known
+    known_sums = {
+        field: {name: x * known for name, x in getattr(out, field).items()}
+        for field in ("terms", "metrics", "term_counts")
+    }
+    stats = tokens.spread(out.stats, call.labels)
+    return out._replace(loss=loss, count=out.count * known, stats=stats, **known_sums)
 
 
 def _obstacle_to_one_sweep(call: Call, head: LinearCall) -> str | None:

@@ -23,11 +23,10 @@ from .call import check_call, local_arguments, replicated_facts
 from .definition import HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate
 from .known_calls import checked_before, kind_of_call, prepare, prepared_output, remember
-from .linear_modes import one_sweep, recompute, uses_one_sweep
+from .linear_modes import linear_over_valid_tokens, one_sweep, recompute, uses_one_sweep
 from .output import HeadLossOutput, make_output
 from .reduction import fused_reduction
 from .terms import Metric, Term
-from .valid_tokens import linear_over_valid_tokens
 
 
 def _argument(name: str, doc: str) -> property:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -63,9 +62,7 @@ class Term:
         expect_scalar(f"{owner}: weight", self.weight)
         if isinstance(self.weight, torch.Tensor) and self.weight.requires_grad:
             raise ValueError(f"{owner}: weight gets no gradient: pass weight.detach(), or multiply in the function")
-        if not isinstance(self.weight, torch.Tensor) and (
-            not math.isfinite(self.weight) or abs(self.weight) > torch.finfo(torch.float32).max
-        ):
+        if not isinstance(self.weight, torch.Tensor) and not abs(self.weight) <= torch.finfo(torch.float32).max:
             raise ValueError(f"{owner}: weight must be finite in fp32, got {self.weight}")
         _expect_names(owner, "want", self.want, known_statistics())
         _expect_names(owner, "inputs", self.inputs)
@@ -200,8 +197,7 @@ def Entropy(weight: float, over: str = "vocabulary") -> Term:
 
 def over_sets(over: str, statistic: str) -> str:
     """Name of a statistic over the vocabulary or over each token's set. ValueError unless `over` is one of these."""
-    if over not in ("vocabulary", "sets"):
-        raise ValueError(f"over must be 'vocabulary' or 'sets', got {over!r}")
+    expect_one_of("over", over, ("vocabulary", "sets"))
     return f"set_{statistic}" if over == "sets" else statistic
 
 

@@ -65,7 +65,7 @@ class LinearFacts(NamedTuple):
         """Hidden states of all tokens."""
         if self.hidden_grad != "reduce_scatter":
             return hidden
-        return comm.gather_tokens(hidden, facts.world_size, facts.group_name)
+        return comm.gather_parts(hidden, facts.world_size, facts.group_name)
 
     def token_count(self, hidden, facts: Facts) -> int:
         """Tokens of all ranks whose hidden states are gathered."""
@@ -203,7 +203,7 @@ class MainGrad(NamedTuple):
 class OneSweep(torch.autograd.Function):
     """A loss [] whose gradients were computed with it, for an upstream gradient of 1 -> the same, differentiable.
 
-    The statistics pass through, so that whoever differentiates them hears that nobody computed that.
+    The statistics pass through; differentiating them raises RuntimeError.
     """
 
     @staticmethod

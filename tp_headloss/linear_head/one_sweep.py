@@ -24,7 +24,7 @@ class OneSweepGradients(NamedTuple):
     declared: torch.Tensor | None  # the upstream gradient that is in them
 
 
-def one_sweep(call: LinearCall, labels, options, objective_of) -> tuple[VocabStatistics, OneSweepGradients]:
+def sweep_statistics(call: LinearCall, labels, options, objective_of) -> tuple[VocabStatistics, OneSweepGradients]:
     """Compute statistics without gradients, and the gradients of hidden states, weight and bias.
 
     objective_of(upstream gradient of the loss) -> a function of the values [n] and flags of a block by name, and of its
@@ -52,7 +52,7 @@ def one_sweep(call: LinearCall, labels, options, objective_of) -> tuple[VocabSta
         hidden, weight = call.facts.operands(call.hidden.detach(), call.weight.detach(), facts)
         teacher = call.facts.teacher_operands(request.teacher_heads, facts)
         plain = Tensors._make(None if x is None else x.detach() for x in request.tensors)
-        values, flags, hidden_grad, sums = sweeps.one_sweep(
+        values, flags, hidden_grad, sums = sweeps.sweep_blocks(
             hidden,
             weight,
             request._replace(tensors=plain, teacher_heads=teacher),
@@ -89,7 +89,7 @@ def _objective(call: LinearCall, gradients_of):
 
 
 def loss_gradients(call: LinearCall, loss_of, upstream):
-    """Make the argument of `one_sweep` for any loss, which autograd differentiates in every block.
+    """Make the argument of `sweep_statistics` for any loss, which autograd differentiates in every block.
 
     loss_of(statistics of some tokens [n], their slice of the flat order) -> that part of the loss [].
     """
@@ -117,7 +117,7 @@ def loss_gradients(call: LinearCall, loss_of, upstream):
 
 
 def attach_gradients(call: LinearCall, loss: torch.Tensor, stats: VocabStatistics, found: OneSweepGradients):
-    """Attach the gradients that were found to a loss [] and the statistics of `one_sweep`."""
+    """Attach the gradients that were found to a loss [] and the statistics of `sweep_statistics`."""
     layout = call.request.layout
     names = [name for name in layout.outputs if name != "owners"]
     names.sort(key=lambda name: name not in layout.differentiable)

@@ -4,7 +4,7 @@ Two ways, told apart by where the softmax's denominator comes from:
 
 * `statistics` and `gradient` (recompute): blocks of tokens forward, of which O(N) statistics remain after one exchange;
   backward the logits are made again, by blocks of the vocabulary (and of tokens, if memory is short). Four GEMMs.
-* `one_sweep`: each block of tokens has its exchange, its gradient and its share of dH and dW before the next. Three.
+* `sweep_blocks`: each block of tokens has its exchange, its gradient and its share of dH and dW before the next. Three.
 
 dH and dW are the gradients of the hidden states and of the weight. A block's logits are those of
 torch.nn.functional.linear: of the operands' dtype, and their gradient overwrites them; or they are fp32 (`Logits`).
@@ -221,7 +221,7 @@ def gradient(
     return end and end(), sums
 
 
-def one_sweep(hidden, weight, request: Request, tokens: int, objective, wanted: Gradients, how: str):
+def sweep_blocks(hidden, weight, request: Request, tokens: int, objective, wanted: Gradients, how: str):
     """Statistics, and the gradients of a loss that is a sum over blocks, in one go.
 
     objective(values [K, n], flags, tokens: slice) -> upstream gradients as in `gradient`, of one block.

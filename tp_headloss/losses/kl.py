@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ..validation import expect_one_of
 from .ratio import LOG_RATIO_CLAMP, bounded, log_ratio, with_gradient_of
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
@@ -67,8 +68,7 @@ def kl_estimate(
         Schulman, http://joschu.net/blog/kl-approx.html: with x = log_prob - reference_log_prob, k1 = x, k2 = x^2 / 2,
         k3 = exp(-x) + x - 1.
     """
-    if estimator not in KL_ESTIMATORS:
-        raise ValueError(f"estimator must be one of {KL_ESTIMATORS}, got {estimator!r}")
+    expect_one_of("estimator", estimator, KL_ESTIMATORS)
     if output_clamp is not None and not output_clamp > 0:
         raise ValueError(f"output_clamp must be a positive number or None, got {output_clamp}")
     x = log_ratio(log_prob, reference_log_prob, input_clamp)

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from ..validation import expect_pair
+from ..validation import expect_one_of, expect_pair
 from .ratio import LOG_RATIO_CLAMP, bounded, expect_broadcast, log_ratio, scaled
 
 CLIP = (0.2, 0.2)
@@ -140,16 +140,12 @@ def cispo(
         CISPO (MiniMax-M1, arXiv:2506.13585).
     """
     expect_broadcast("advantages", advantages, log_prob)
+    expect_one_of("convention", convention, ("offset", "bound"))
     expect_pair("clip", clip)
     if min(clip) < 0:
         raise ValueError(f"clip must be (low, high), both at least 0, got {clip}")
     ratio = log_ratio(log_prob.detach(), old_log_prob).exp()
-    if convention == "offset":
-        ratio = ratio.clamp(1 - clip[0], 1 + clip[1])
-    elif convention == "bound":
-        ratio = ratio.clamp(max=clip[1])
-    else:
-        raise ValueError(f"convention must be 'offset' or 'bound', got {convention!r}")
+    ratio = ratio.clamp(1 - clip[0], 1 + clip[1]) if convention == "offset" else ratio.clamp(max=clip[1])
     return -scaled(ratio * advantages, log_prob)
 
 

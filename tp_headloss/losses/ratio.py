@@ -35,7 +35,7 @@ def bounded(x: torch.Tensor, low: Any = -math.inf, high: Any = math.inf) -> torc
     return _Bounded.apply(x, low, high)
 
 
-def expect_broadcast(name: str, x: torch.Tensor, values: torch.Tensor):
+def expect_broadcast(name: str, x: Any, values: torch.Tensor):
     """Raise ValueError unless x is a scalar or broadcasts to values [..] with as many dimensions, as the inputs of a
     `HeadLoss` do: [B] beside [B, S] would be one value per column."""
     if not isinstance(x, torch.Tensor) or x.dim() == 0:

@@ -151,7 +151,7 @@ def gmpo(
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
         >>> advantages = torch.tensor([1.0, 1.0, -1.0])
         >>> sequences = Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool))
-        >>> losses.gmpo(l[None], advantages=advantages, old_log_prob=old[None], sequences=sequences)
+        >>> losses.gmpo(l[None], advantages=advantages[None], old_log_prob=old[None], sequences=sequences)
         tensor([[-0.3333, -0.3333, -0.3333]])
 
     Source:
@@ -195,7 +195,7 @@ def vespo(
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
         >>> advantages = torch.tensor([1.0, 1.0, -1.0])
         >>> sequences = Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool))
-        >>> losses.vespo(l[None], advantages=advantages, old_log_prob=old[None], sequences=sequences)
+        >>> losses.vespo(l[None], advantages=advantages[None], old_log_prob=old[None], sequences=sequences)
         tensor([[ 1.,  2., -3.]])
 
     Source:

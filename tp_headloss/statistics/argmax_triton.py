@@ -8,13 +8,13 @@ import triton.language as tl
 
 from .family_triton import Merge, Statistics, load_logits, no_peak, put, read
 
-LARGEST = tl.constexpr(2147483647)
+NO_COLUMN = tl.constexpr(2147483647)
 
 
 @triton.jit
 def start(zeros, chunk, inputs):
     if len(zeros.shape) == 2:
-        found = tl.full(zeros.shape, LARGEST, tl.int32)
+        found = tl.full(zeros.shape, NO_COLUMN, tl.int32)
     else:
         found = 0
     return (found,)
@@ -24,14 +24,14 @@ def start(zeros, chunk, inputs):
 def rescale(state, move, chunk, inputs, rows):
     found = state[0]
     if len(move.sum.shape) == 2:
-        found = tl.where(move.moved, LARGEST, found)
+        found = tl.where(move.moved, NO_COLUMN, found)
     return (found,)
 
 
 @triton.jit
 def add(state, tile, softmax, chunk, inputs, rows):
     if len(tile.v.shape) == 2:
-        found = tl.minimum(state[0], tl.where(tile.v == softmax.peak, tile.columns, LARGEST))
+        found = tl.minimum(state[0], tl.where(tile.v == softmax.peak, tile.columns, NO_COLUMN))
     else:
         larger = softmax.peak > softmax.before
         tied = (softmax.peak == softmax.before) & (tile.offset < state[0])
@@ -48,7 +48,7 @@ def store(out, n, state, core, chunk, inputs, rows):
         columns = chunk.first + inside
         z = load_logits(inputs, chunk, columns, (inside < inputs.chunk_size) & (columns < inputs.width))
         v = tl.where((inside < chunk.size) & (inside != chunk.target), z, float("-inf"))
-        index = tl.min(tl.where(v == tl.max(v, axis=0), columns, LARGEST), axis=0)
+        index = tl.min(tl.where(v == tl.max(v, axis=0), columns, NO_COLUMN), axis=0)
     tl.store(out + rows.index * n, (chunk.start + index).to(tl.float32))
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from .family_triton import open_chunk_again, transform
 from .numerics_triton import LOG2_E, LOG_2, SMALLEST, exp, fixed_sum, log2, log2_mixture, relative_information
 
-NONE = tl.constexpr(2147483647)  # the id of a place without an entry
+NO_ENTRY = tl.constexpr(2147483647)  # the id of a place without an entry
 AT_ONCE = tl.constexpr(128)  # entries that the programs of one warp read at once
 SUMMED = tl.constexpr(32)  # entries of a chunk that they sum at once
 
@@ -23,12 +23,12 @@ def _given(ids_ptr, log_probs_ptr, mask_ptr, row, k, n_entries, vocab_size):
     if mask_ptr is not None:
         live = live & (tl.load(mask_ptr + row + k, mask=k < n_entries, other=0) != 0)
     unknown = live & ((ids >= vocab_size) | (log_probs != log_probs) | (log_probs == float("inf")))
-    return tl.minimum(ids, NONE).to(tl.int32), log_probs, live, unknown
+    return tl.minimum(ids, NO_ENTRY).to(tl.int32), log_probs, live, unknown
 
 
 @triton.jit
 def entries_kernel(
-    ids_out_ptr,  # [T, E] int32 out: distinct ids, ascending, then NONE
+    ids_out_ptr,  # [T, E] int32 out: distinct ids, ascending, then NO_ENTRY
     log_tau_ptr,  # [T, E] fp32 out, -inf where there is none
     ids_ptr,  # [T, E] int32 or int64
     log_probs_ptr,  # [T, E]
@@ -50,7 +50,7 @@ def entries_kernel(
     for first in range(0, n_entries, SLICE):
         j = first + tl.arange(0, SLICE)
         others, _, alive, _ = _given(ids_ptr, log_probs_ptr, mask_ptr, row, j, n_entries, vocab_size)
-        others = tl.where(alive, others, NONE)
+        others = tl.where(alive, others, NO_ENTRY)
         # [SLICE, BLOCK], so that every lane adds up for itself
         place += tl.sum((others[:, None] < ids[None, :]).to(tl.int32), axis=0)
     kept = live
@@ -73,7 +73,7 @@ def entries_kernel(
             safe = tl.where(peak == float("-inf"), 0.0, peak)
             total = total * tl.exp(log_tau - safe) + tl.where(i == k, 0.0, tl.exp(new - safe))
             log_tau = peak
-            place += (ids > tl.min(tl.where((i == k) & kept, ids, NONE), axis=0)).to(tl.int32)
+            place += (ids > tl.min(tl.where((i == k) & kept, ids, NO_ENTRY), axis=0)).to(tl.int32)
         log_tau += tl.log(tl.where(kept, total, 1.0))
     log_tau *= scale
     if RENORMALIZE:
@@ -82,7 +82,7 @@ def entries_kernel(
         whole = tl.sum(tl.exp(log_tau - peak), axis=0)
         log_tau -= peak + tl.log(tl.where(whole == 0.0, 1.0, whole))
     count = tl.sum(kept.to(tl.int32), axis=0)
-    tl.store(ids_out_ptr + row + i, tl.where(i < bad, 0, NONE), mask=inside & (i >= count))
+    tl.store(ids_out_ptr + row + i, tl.where(i < bad, 0, NO_ENTRY), mask=inside & (i >= count))
     tl.store(log_tau_ptr + row + i, tl.where(i < bad, float("nan"), float("-inf")), mask=inside & (i >= count))
     tl.store(ids_out_ptr + row + place, ids, mask=kept)
     tl.store(log_tau_ptr + row + place, log_tau, mask=kept)
@@ -109,7 +109,7 @@ def entries_between(inputs, row, first, end):
         if count > AT_ONCE:
             apart = tl.cdiv(count, AT_ONCE)
             place = tl.arange(0, AT_ONCE) * apart
-            ids = tl.load(inputs.entries + begin + place, mask=place < count, other=NONE)
+            ids = tl.load(inputs.entries + begin + place, mask=place < count, other=NO_ENTRY)
             skipped = tl.maximum(tl.sum((ids < first).to(tl.int32), axis=0) - 1, 0) * apart
             count = tl.minimum(tl.sum((ids < end).to(tl.int32), axis=0) * apart, count) - skipped
             begin += skipped
@@ -127,7 +127,7 @@ def entries_in_chunk(chunk, inputs):
     for k in range(0, inputs.n_entries, AT_ONCE):
         place = k + tl.arange(0, AT_ONCE)
         at = inputs.entries + chunk.row * inputs.n_entries + place
-        ids = tl.load(at, mask=place < inputs.n_entries, other=NONE)
+        ids = tl.load(at, mask=place < inputs.n_entries, other=NO_ENTRY)
         before += tl.sum((ids < first).to(tl.int32), axis=0)
         count += tl.sum(((ids >= first) & (ids < first + chunk.size)).to(tl.int32), axis=0)
     return before, count

@@ -53,27 +53,12 @@ class Gradient(NamedTuple):
 
 
 @triton.jit
-def no_sums(zeros, chunk, inputs):
-    return (0,)
-
-
-@triton.jit
 def not_rescaled(state, move, chunk, inputs, rows):
     return state
 
 
 @triton.jit
-def no_merge(BLOCK: tl.constexpr):
-    return (0,)
-
-
-@triton.jit
 def no_peak(state, packet, rows):
-    return state
-
-
-@triton.jit
-def nothing_added(state, packet, softmax, rows):
     return state
 
 

@@ -65,7 +65,6 @@ class Tile(NamedTuple):
     columns: object
     offset: object  # of the tile in the chunk
     partial: object  # whether only some of its columns exist
-    block: object  # number of columns
 
 
 class SoftmaxTile(NamedTuple):

@@ -6,7 +6,7 @@ Names as in `family_triton`; a set's members are entries with bounds of their ow
 import triton
 import triton.language as tl
 
-from .entries_triton import NONE, entries_between, load_entries
+from .entries_triton import NO_ENTRY, entries_between, load_entries
 from .family_triton import (
     Gradient,
     Merge,
@@ -56,14 +56,14 @@ def small_sets_kernel(
         at = ids_out_ptr + begin
         ids = tl.load(ids_ptr + begin + place, mask=place < count, other=-1)
         unknown = tl.sum((ids >= vocab_size).to(tl.int32), axis=0)
-        ids = tl.where(ids < 0, NONE, ids).to(tl.int32)
-        size = tl.where(unknown > 0, 0, tl.sum((ids < NONE).to(tl.int32), axis=0))
+        ids = tl.where(ids < 0, NO_ENTRY, ids).to(tl.int32)
+        size = tl.where(unknown > 0, 0, tl.sum((ids < NO_ENTRY).to(tl.int32), axis=0))
         before = _stored(at, place, count, ids)
-        if tl.sum(((ids <= before) & (ids < NONE)).to(tl.int32), axis=0) > 0:
+        if tl.sum(((ids <= before) & (ids < NO_ENTRY)).to(tl.int32), axis=0) > 0:
             # in any order before: this one leaves most exchanges within a thread
             ids = tl.sort(ids)
             before = _stored(at, place, count, ids)
-            kept = ((ids != before) & (ids < NONE)).to(tl.int32)
+            kept = ((ids != before) & (ids < NO_ENTRY)).to(tl.int32)
             distinct = tl.sum(kept, axis=0)
             if distinct < size:
                 tl.store(at + tl.cumsum(kept, axis=0) - 1, ids, mask=kept != 0)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .family import Family, Joined, MaybeNone, Merging, Softmax, Tile, Wanted, decay, row_sum
+from .family import Family, Joined, MaybeNone, Merging, Softmax, Tile, Wanted, decay, finite_shift, row_sum
 
 IGNORED = 2.0  # Owner flag of an ignored token. Ranks that disagree get a sum that the merge turns into NaN.
 
@@ -53,7 +53,7 @@ class SoftmaxFamily(Family):
             column = tile.target.clamp(0, z.shape[1] - 1)[:, None]
             z = z.scatter(1, column, torch.where(owned[:, None], -torch.inf, z.gather(1, column)))
         peak = z.amax(-1)
-        shifted = z - torch.where(peak == -torch.inf, 0.0, peak)[:, None]
+        shifted = z - finite_shift(peak)
         return Softmax(z, peak, shifted, shifted.exp(), owned, column)
 
     def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:

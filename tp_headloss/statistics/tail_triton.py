@@ -8,7 +8,7 @@ lost.
 import triton
 import triton.language as tl
 
-from .entries_triton import NONE
+from .entries_triton import NO_ENTRY
 from .family_triton import load_logits
 from .numerics_triton import exp, fixed_sum, lane_sum, neighbours_sum
 from .softmax_triton import load_target
@@ -18,7 +18,7 @@ AGAIN, TILES = tl.constexpr(16), tl.constexpr(8)  # lanes that are added up agai
 MOST_AGAIN = tl.constexpr(32)  # entries of a chunk; with more its tail is summed by itself
 # A tail with less than this part of its chunk's largest exponential is summed relative to its own maximum: far below
 # another one exp loses digits, and at last underflows.
-LEAST = tl.constexpr(2.0**-24)
+LEAST_TAIL = tl.constexpr(2.0**-24)
 
 
 @triton.jit
@@ -149,11 +149,11 @@ def _by_itself(zeros, entries, entry, chunk, inputs, rows):
         inside = o + tl.arange(0, BLOCK)
         columns = chunk.first + inside
         z = tl.where(inside < chunk.size, load_logits(inputs, chunk, columns, inside < chunk.size), float("-inf"))
-        found = tl.load(entries + entry, mask=entry < inputs.n_entries, other=NONE)
+        found = tl.load(entries + entry, mask=entry < inputs.n_entries, other=NO_ENTRY)
         while found < chunk.start + chunk.first + o + BLOCK:
             z = tl.where(chunk.start + columns == found, float("-inf"), z)
             entry += 1
-            found = tl.load(entries + entry, mask=entry < inputs.n_entries, other=NONE)
+            found = tl.load(entries + entry, mask=entry < inputs.n_entries, other=NO_ENTRY)
         m, s, moment, _, _ = add_softmax(
             m, s, moment, moment, z, chunk.student_scale, inputs.student_scale is not None,
             rows.tail_moment is not None, False,
@@ -175,7 +175,7 @@ def store(out, n, begin, count, state, core, chunk, inputs, rows):
         above = count > MOST_AGAIN
         if not above:
             s, moment, above = _without_entries(lanes, state[1], m, entries, begin, begin + count, chunk, inputs, rows)
-        if above | ~(s >= LEAST):
+        if above | ~(s >= LEAST_TAIL):
             m, s, moment = _by_itself(tl.zeros_like(lanes), entries, begin, chunk, inputs, rows)
         tl.store(out + rows.tail_max * n, m + 0.0)
         tl.store(out + rows.tail_sum * n, s)

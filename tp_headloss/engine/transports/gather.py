@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...comm import gather_packets
+from ...comm import gather_parts
 from ...request import Request
 from ..backend import load_backend
 from .transport import Transport
@@ -15,5 +15,5 @@ class Gather(Transport):
 
     def merge(self, packets: torch.Tensor, request: Request, *sums) -> list[torch.Tensor]:
         facts = request.facts
-        packets = gather_packets(packets, facts.world_size, facts.group_name)
+        packets = gather_parts(packets, facts.world_size, facts.group_name)
         return load_backend(facts.backend).merge_packets(packets, request, None, *sums)

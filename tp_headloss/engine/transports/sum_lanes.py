@@ -1,14 +1,14 @@
 """The transport "sum": the merge as one plain all-reduce of float64 lanes, whose volume does not grow with the group.
 
 exp(max) must stay within float64: a token with a shard's maximum beyond +-600 becomes NaN on every rank. Only families
-whose rows are sums relative to the softmax's maximum have lanes: no argmax, no teacher.
+whose rows are sums relative to the softmax's maximum have lanes (`Family.has_lanes`): no argmax, no teacher, say.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ...comm import sum_lanes
+from ...comm import sum_in_place
 from ...request import Request
 from ...statistics import SOFTMAX
 from ..eager import finish, merged_sums
@@ -21,7 +21,7 @@ class SumLanes(Transport):
     adds_up = False
 
     def merge(self, packets: torch.Tensor, request: Request, *sums) -> list[torch.Tensor]:
-        lanes = sum_lanes(to_lanes(packets, request), request.facts.world_size, request.facts.group_name)
+        lanes = sum_in_place(to_lanes(packets, request), request.facts.world_size, request.facts.group_name)
         return finish(*from_lanes(lanes, request), request, packets.dtype)
 
 

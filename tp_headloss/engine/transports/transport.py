@@ -16,7 +16,7 @@ class Transport:
     def write(self, request: Request, *sums) -> torch.Tensor:
         """Write this rank's packets [chunks, rows, N] where `merge` finds them: by default in new memory.
 
-        sums: nothing, or for backends with FUSED_SUMS what their `sums_for_merge` returned, here and in `merge`.
+        sums: nothing, or for the triton backend what its `sums_for_merge` returned, here and in `merge`.
         """
         logits = request.tensors.logits
         packets = logits.new_empty(request.packets_shape, dtype=accumulation_dtype(logits.dtype))
