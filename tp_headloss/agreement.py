@@ -114,7 +114,7 @@ def _describe(name: str, value, out: dict, seen: dict):
     elif isinstance(value, (torch.nn.Module, VocabShard, types.ModuleType, type)):
         text = getattr(value, "__name__", type(value).__name__)
     elif isinstance(value, Sequences):
-        parts = (("mask", value.mask), ("lengths", value.lengths), ("horizon", value.horizon), ("ids", value.of_token))
+        parts = (("mask", value.mask), ("lengths", value.lengths), ("horizon", value.horizon), ("ids", value.ids))
         text = "Sequences"
     elif isinstance(value, functools.partial):
         text, parts = "partial", (("function", value.func), ("arguments", value.args), ("keywords", value.keywords))

@@ -104,7 +104,7 @@ class IdSets:
             raise ValueError("sets to join must be at least one, got none")
         if any(not isinstance(part, IdSets) for part in parts):
             raise TypeError(f"sets to join must be IdSets, got {[type(part).__name__ for part in parts]}")
-        leads = [list(part._of_tokens.shape[:-1]) for part in parts]
+        leads = [list(part._token_tensor.shape[:-1]) for part in parts]
         dims = len(leads[0]) + new_dims
         if any(len(lead) != len(leads[0]) for lead in leads) or (new_dims and any(lead != leads[0] for lead in leads)):
             raise ValueError(f"sets to join must be of tokens of matching shapes, got {leads}")
@@ -126,9 +126,9 @@ class IdSets:
 
     def __len__(self) -> int:
         """Return the size of the tokens' first dimension."""
-        if self._of_tokens.dim() < 2:
+        if self._token_tensor.dim() < 2:
             raise TypeError("sets of one token have no length")
-        return self._of_tokens.shape[0]
+        return self._token_tensor.shape[0]
 
     def __getitem__(self, index) -> IdSets:
         """Return the sets of some tokens, by an index, slice, mask or tensor of indices as those of a tensor.
@@ -177,7 +177,7 @@ class IdSets:
                     [-1, -1]])
         """
         expect_mask("where", where)
-        lead = self._of_tokens.shape[:-1]
+        lead = self._token_tensor.shape[:-1]
         if (count := int(where.sum())) != math.prod(lead):
             raise ValueError(f"where must be True for as many tokens as there are sets, {math.prod(lead)}, got {count}")
 
@@ -198,7 +198,7 @@ class IdSets:
             tensor([ True, False])
         """
         expect_ids("labels", labels)
-        expect_tensor("labels", labels, self._of_tokens.shape[:-1])
+        expect_tensor("labels", labels, self._token_tensor.shape[:-1])
         if self.spans is None:
             return ((masked_ids(self) == labels[..., None]) & (labels[..., None] >= 0)).any(-1)
         ids, spans = flat_ids(self, lambda x: x.reshape(-1, 2))
@@ -220,7 +220,7 @@ class IdSets:
         return [[i for i in known[begin:end] if i >= 0] for begin, end in spans.tolist()]
 
     @property
-    def _of_tokens(self) -> torch.Tensor:
+    def _token_tensor(self) -> torch.Tensor:
         """The tensor [.., *] whose dimensions but the last are those of the tokens."""
         return self.ids if self.spans is None else self.spans
 
@@ -231,7 +231,7 @@ class IdSets:
 
     def expect_tokens(self, lead: Sequence[int]):
         """Raise ValueError unless these are sets of tokens of this shape, or of as many flat ones."""
-        own = self._of_tokens.shape[:-1]
+        own = self._token_tensor.shape[:-1]
         if own not in (torch.Size(lead), (math.prod(lead),)):
             raise ValueError(f"sets must be of tokens {list(lead)}, or these flat, got {list(own)}")
 

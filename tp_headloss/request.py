@@ -90,13 +90,13 @@ class TeacherOperands(NamedTuple):
     states: tuple[torch.Tensor, ...] = ()  # hidden states [N, H_t] (or [N/P, H_t]) of each head
     weights: tuple[torch.Tensor, ...] = ()  # [width, H_t]
     biases: tuple[torch.Tensor | None, ...] = ()  # [width]
-    of_token: torch.Tensor | MaybeNone = None  # [N] the head of each token, if there are several
+    head_ids: torch.Tensor | MaybeNone = None  # [N] the head of each token, if there are several
     operand_dtype: torch.dtype = torch.float32  # of the GEMMs' operands
     caps: tuple[float, ...] = ()  # of each head: the factor inside of its softcap's tanh, 0 without a softcap
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return *self.states, *self.weights, *self.biases, self.of_token
+        return *self.states, *self.weights, *self.biases, self.head_ids
 
     def with_tensors(self, tensors) -> TeacherOperands:
         """Return these heads with other tensors, in the order of `tensors`."""

@@ -138,7 +138,7 @@ def _statistics_gradients(ctx, saved, upstream) -> tuple:
     in_forward = others[:2] if ctx.expected is not None else []
     merged, *reduced = others[len(in_forward) :]
     grads = {name: g for name, g in zip(layout.outputs, upstream) if g is not None and name in layout.differentiable}
-    of_loss: tuple = ()
+    loss_factors: tuple = ()
     if loss is not None and not grads and ctx.plan.gradients is not None and operators.can_skip_dispatch(merged):
         _valid, weight, inverse, *values = reduced
         grads = {
@@ -146,24 +146,24 @@ def _statistics_gradients(ctx, saved, upstream) -> tuple:
             for (name, coefficient, squared), value in zip(ctx.plan.gradients, values)
             if name in layout.differentiable
         }
-        of_loss = ((loss, inverse, weight),)
+        loss_factors = ((loss, inverse, weight),)
     elif loss is not None:
         _add_loss_gradient(grads, loss, reduced, ctx.plan, request)
     grads = kernel_gradients(grads, request.tensors.ids)
     if not grads:
         return (None,) * (count + 3)
     logits = request.tensors.logits
-    if in_forward and alone and of_loss:
-        return _gradients(ctx, request, _gradient_again(ctx, in_forward, request, merged, grads, of_loss[0]))
+    if in_forward and alone and loss_factors:
+        return _gradients(ctx, request, _gradient_again(ctx, in_forward, request, merged, grads, loss_factors[0]))
     if ctx.inplace:
         if ctx.is_spent:  # where hooks of saved tensors gave the logits, torch did not notice
             raise RuntimeError(ONCE)
         ctx.is_spent = True
         torch.autograd.graph.increment_version(logits)  # first: what a failed kernel left is not read again
         gradient = logits.detach()
-        passes.write_gradient(gradient, request, merged, grads, *of_loss)
+        passes.write_gradient(gradient, request, merged, grads, *loss_factors)
     else:
-        gradient = operators.logits_gradient(request, merged, grads, *of_loss)
+        gradient = operators.logits_gradient(request, merged, grads, *loss_factors)
     return _gradients(ctx, request, gradient)
 
 

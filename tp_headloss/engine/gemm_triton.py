@@ -101,10 +101,10 @@ def _store_packet(raw, out, n, offset, chunk, inputs, families, rows, STRIP: tl.
         inside = offset + i * STRIP + lanes
         v = strips[i]
         tile = Tile(v, v, 0, chunk.first + inside, offset + i * STRIP, True)
-        of_tile = softmax.tile_softmax(m, least, m, v)
-        student = softmax.add_student(student, of_tile, chunk, inputs)
-        sums += of_tile.p
-        states = add_to_states(families, states, tile, of_tile, chunk, inputs, rows)
+        terms = softmax.tile_softmax(m, least, m, v)
+        student = softmax.add_student(student, terms, chunk, inputs)
+        sums += terms.p
+        states = add_to_states(families, states, tile, terms, chunk, inputs, rows)
     if inputs.labels is not None:  # the label as one more strip: comparing columns twice spills registers
         v = zeros + least
         z = tl.where((lanes == 0) & chunk.owned, at_target, v)
@@ -189,9 +189,9 @@ def fold_kernel(
             scale = tl.load(inputs.scales + n_rows.to(tl.int64) + token, mask=here, other=1.0)
     for part in tl.range(0, parts, num_stages=8):
         packet = Packet(at + part * size, n, here)
-        of_packet = softmax.packet_softmax(packet, peak, scale, rows)
-        core = softmax.add_packet(core, packet, of_packet, rows)
-        states = add_packet(families, states, packet, of_packet, rows)
+        terms = softmax.packet_softmax(packet, peak, scale, rows)
+        core = softmax.add_packet(core, packet, terms, rows)
+        states = add_packet(families, states, packet, terms, rows)
     whole = Packet(packets_ptr + index * rows.height * n_rows + token, n_rows.to(tl.int64), here)
     softmax.fold(core, peak, whole, rows, parts)
     for i in tl.static_range(len(families)):

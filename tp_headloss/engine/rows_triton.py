@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..statistics import softmax_triton as softmax
-from ..statistics.family_triton import loss_of_row, of_loss, open_chunk, read, transform, upstream, weigh_token
+from ..statistics.family_triton import loss_gradient, loss_of_row, open_chunk, read, transform, upstream, weigh_token
 from ..statistics.numerics_triton import exp, fixed_sums, settle, times, widen
 from ..statistics.records_triton import Core, Packet, Tile, Token
 from ..symmetric_memory_triton import SharedMemory
@@ -192,22 +192,22 @@ def _merged_softmax(packets_ptr, rows, row, n, CHUNKS: tl.constexpr):
 @triton.jit
 def _gradients(joined, grads, factor):
     """Gradients of a row's lse and log_prob; factor: `loss_of_row`."""
-    of_lse = 0.0
-    of_log_prob = 0.0
+    grad_lse = 0.0
+    grad_log_prob = 0.0
     if grads.lse is not None:
-        of_lse = of_loss(grads.lse, factor, settle(joined.top + joined.log_sum, joined.bad, joined.ignored))
+        grad_lse = loss_gradient(grads.lse, factor, settle(joined.top + joined.log_sum, joined.bad, joined.ignored))
     if grads.log_prob is not None:
-        of_log_prob = of_loss(grads.log_prob, factor, softmax.merged_log_prob(joined))
-    return of_lse, of_log_prob
+        grad_log_prob = loss_gradient(grads.log_prob, factor, softmax.merged_log_prob(joined))
+    return grad_lse, grad_log_prob
 
 
 @triton.jit
 def _store_gradient(
-    dx_ptr, inputs, row, merged, of_lse, of_log_prob, valid_width, PADDED: tl.constexpr, TILE: tl.constexpr
+    dx_ptr, inputs, row, merged, grad_lse, grad_log_prob, valid_width, PADDED: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Store the gradient of a row; merged: RowSoftmax. The formulas are those of `gradient_triton`."""
     ignored = merged.whole == 0.0
-    factor = tl.where(ignored, 0.0, (of_lse - of_log_prob) / merged.whole)
+    factor = tl.where(ignored, 0.0, (grad_lse - grad_log_prob) / merged.whole)
     dx = dx_ptr + row * inputs.width
     tiles = tl.cdiv(inputs.width, TILE)
     for i in tl.range(0, tiles, num_stages=GRADIENT_STAGES):
@@ -224,8 +224,8 @@ def _store_gradient(
         tl.store(dx + columns, dz.to(dx_ptr.dtype.element_ty), mask=columns < inputs.width, cache_modifier=".cs")
     y = tl.load(inputs.labels + row).to(tl.int64)
     here = (y >= 0) & (y < valid_width) & ~ignored
-    at_target = tl.exp(merged.target) * of_lse / merged.whole
-    at_target += merged.others * of_log_prob
+    at_target = tl.exp(merged.target) * grad_lse / merged.whole
+    at_target += merged.others * grad_log_prob
     tl.debug_barrier()  # after the row's own stores
     tl.store(dx + tl.where(here, y, 0), at_target.to(dx_ptr.dtype.element_ty), mask=here)
 
@@ -237,7 +237,7 @@ def packets_and_gradient_kernel(
     dx_ptr,  # [T, width] out, contiguous: the gradient for the expected upstream gradient
     sums,  # MergedSums
     inputs,  # Inputs
-    grads,  # coefficients of lse and log_prob in the loss, see `of_loss`
+    grads,  # coefficients of lse and log_prob in the loss, see `loss_gradient`
     loss,  # AssumedLoss
     families, merges,  # their STATISTICS, their MERGE
     rows,  # numbers of rows by name: packet, merged, value
@@ -250,10 +250,10 @@ def packets_and_gradient_kernel(
     if PLAN.early:
         tl.extra.cuda.gdc_wait()  # for `assume_kernel`
     joined = _merged_softmax(packets_ptr, rows.packet, row, n_rows.to(tl.int64), PLAN.chunks)
-    of_lse, of_log_prob = _gradients(joined, grads, weigh_token(tl.load(loss.assumed), loss.weight, row))
+    grad_lse, grad_log_prob = _gradients(joined, grads, weigh_token(tl.load(loss.assumed), loss.weight, row))
     shift, whole, others, offset = softmax.merged_rows(joined)
     merged = RowSoftmax(shift, whole, others, offset)
-    _store_gradient(dx_ptr, inputs, row, merged, of_lse, of_log_prob, valid_width, PLAN.padded, PLAN.tile)
+    _store_gradient(dx_ptr, inputs, row, merged, grad_lse, grad_log_prob, valid_width, PLAN.padded, PLAN.tile)
     group = tl.program_id(0) // PLAN.group
     done = tl.atomic_add(rows_done(loss.assumed) + group, 1)
     if done == tl.minimum(n_rows - group * PLAN.group, PLAN.group) - 1:
@@ -290,10 +290,10 @@ def gradient_again_kernel(
         if row < n:
             merged = merged_ptr + row
             token = Token(row, n, merged, 0, False, 1.0, 0, 0, False, False, loss_of_row(loss, row), 0)
-            of_lse, of_log_prob = upstream(grads.lse, token), upstream(grads.log_prob, token)
+            grad_lse, grad_log_prob = upstream(grads.lse, token), upstream(grads.log_prob, token)
             shift, whole = tl.load(merged + rows.shift * n), tl.load(merged + rows.sum * n)
             others, offset = tl.load(merged + rows.others * n), tl.load(merged + rows.target * n)
             _store_gradient(
-                dx_ptr, inputs, row, RowSoftmax(shift, whole, others, offset), of_lse, of_log_prob, valid_width, PADDED,
-                BLOCK,
+                dx_ptr, inputs, row, RowSoftmax(shift, whole, others, offset), grad_lse, grad_log_prob, valid_width,
+                PADDED, BLOCK,
             )  # fmt: skip

@@ -34,16 +34,16 @@ def kind_of_call(options: Options | None, logits, labels, shard, inputs) -> tupl
         return None
     if shard is not None and not isinstance(shard, VocabShard):
         return None
-    of_inputs: tuple = ()
+    input_facts: tuple = ()
     if inputs is not None:
         if type(inputs) is not dict or any(
             type(x) is not torch.Tensor or x.shape != labels.shape for x in inputs.values()
         ):
             return None
-        of_inputs = tuple([(name, x.dtype, x.device) for name, x in inputs.items()])
+        input_facts = tuple([(name, x.dtype, x.device) for name, x in inputs.items()])
     given = None if shard is None else (shard.facts, shard.stop)
-    of_logits, of_labels = (logits.dtype, logits.stride(), logits.device), (labels.dtype, labels.shape, labels.device)
-    return logits.shape, *of_logits, *of_labels, of_inputs, given
+    logits_facts = logits.shape, logits.dtype, logits.stride(), logits.device
+    return *logits_facts, labels.dtype, labels.shape, labels.device, input_facts, given
 
 
 def checked_before(definition: HeadLossDefinition, kind: tuple, logits, labels, shard, denominator, inputs):

@@ -47,7 +47,7 @@ def value_gradients(call: Call, request: Request) -> Callable | None:
     if fused is not None:
         divisor = 1.0 / divisor  # which the kernel multiplies by
 
-    def of_upstream(upstream):
+    def gradients_for(upstream):
         upstream, every = upstream.to(dtype), None
         if not plan.squares:  # then no value is read, and all tokens' gradients are known beforehand
             unread = (torch.empty(valid.shape, dtype=dtype, device=valid.device),) * len(names)
@@ -68,7 +68,7 @@ def value_gradients(call: Call, request: Request) -> Callable | None:
 
         return gradients_of
 
-    return of_upstream
+    return gradients_for
 
 
 def _rows_in_torch(upstream, values, valid, weight, divisor, plan: SumsPlan) -> torch.Tensor:

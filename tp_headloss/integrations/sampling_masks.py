@@ -52,8 +52,8 @@ def _completion_sets(mask) -> IdSets:
         raise TypeError("a sampling mask must be vLLM's SamplingMask or a list of ids per token, got None")
     ids, offsets = getattr(mask, "token_ids", mask), getattr(mask, "offsets", None)
     if offsets is None:
-        return _of_counts(list(chain.from_iterable(ids)), [len(row) for row in ids])
-    return _of_offsets(_int_tensor(ids), _int_tensor(offsets))
+        return _sets_from_counts(list(chain.from_iterable(ids)), [len(row) for row in ids])
+    return _sets_from_offsets(_int_tensor(ids), _int_tensor(offsets))
 
 
 def from_prime_rl(masks: Iterable) -> IdSets:
@@ -74,7 +74,7 @@ def from_prime_rl(masks: Iterable) -> IdSets:
                 [0, 2],
                 [2, 3]])
     """
-    return IdSets.cat([_of_counts(mask.ids, mask.counts) for mask in masks])
+    return IdSets.cat([_sets_from_counts(mask.ids, mask.counts) for mask in masks])
 
 
 def from_nemo_rl(mask) -> IdSets:
@@ -120,13 +120,13 @@ def from_skyrl(supports: Iterable) -> IdSets:
     return IdSets.cat([IdSets(_int_tensor(support)) for support in supports])
 
 
-def _of_counts(ids, counts) -> IdSets:
+def _sets_from_counts(ids, counts) -> IdSets:
     counts = _int_tensor(counts)
     expect_ids("counts of a sampling mask", counts)
-    return _of_offsets(_int_tensor(ids), torch.nn.functional.pad(counts.long().cumsum(0), (1, 0)))
+    return _sets_from_offsets(_int_tensor(ids), torch.nn.functional.pad(counts.long().cumsum(0), (1, 0)))
 
 
-def _of_offsets(ids, offsets) -> IdSets:
+def _sets_from_offsets(ids, offsets) -> IdSets:
     """`IdSets.from_csr`; ValueError, where nothing waits for it, unless each id is in one set."""
     sets = IdSets.from_csr(ids, offsets)
     if not offsets.is_cuda and (bool((offsets.diff() < 0).any()) or offsets[[0, -1]].tolist() != [0, len(ids)]):

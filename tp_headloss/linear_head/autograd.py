@@ -93,10 +93,9 @@ def _gradient(hidden, weight, *args, main_grad=None):
     *tensors, merged, grads, wanted, teacher, facts, linear = args
     request = Request.of((None, *tensors), facts)
     grads = dict(zip(request.layout.gradients, grads))
-    of_hidden, of_weight, of_bias = (
-        x.dtype if want else None for x, want in zip((hidden, weight, request.tensors.bias), wanted)
-    )
-    wanted = sweeps.Gradients(of_hidden, of_weight, of_bias, main_grad)
+    operands = hidden, weight, request.tensors.bias
+    hidden_dtype, weight_dtype, bias_dtype = (x.dtype if want else None for x, want in zip(operands, wanted))
+    wanted = sweeps.Gradients(hidden_dtype, weight_dtype, bias_dtype, main_grad)
     found = linear.blocks(hidden, facts, teacher)
     with torch.autocast(hidden.device.type, enabled=False):
         hidden, weight = linear.operands(hidden, weight, facts)

@@ -111,7 +111,7 @@ class _TeacherBuffer:
         """The logits that each token's head gives it, transformed up to the factors that `Facts` have."""
         out = self._logits_of_head(0, tokens, ids)
         for i in range(1, len(self.buffers)):
-            own = (self.heads.of_token[tokens] == i)[:, None]
+            own = (self.heads.head_ids[tokens] == i)[:, None]
             out = torch.where(own, self._logits_of_head(i, tokens, ids), out, out=out)
         return out
 

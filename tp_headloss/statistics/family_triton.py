@@ -101,7 +101,7 @@ def loss_of_row(loss, row):
 
 
 @triton.jit
-def of_loss(grad, loss, value):
+def loss_gradient(grad, loss, value):
     """Upstream gradient of a statistic from `loss_of_row` and its coefficient (c,), or (c, ..) where the loss has the
     square of the value."""
     g = loss * grad[0]
@@ -122,7 +122,7 @@ def upstream(grad, token):
             value = 0.0
             if len(grad) == 2:
                 value = tl.load(grad[1] + token.row)
-            g = of_loss(grad, token.loss, value)
+            g = loss_gradient(grad, token.loss, value)
     return g
 
 

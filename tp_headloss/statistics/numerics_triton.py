@@ -41,8 +41,8 @@ def largest(x, BITS: tl.constexpr):
         y = tl.max(x, axis=0)
     else:
         WIDE: tl.constexpr = min(8, x.shape[0] // 32)  # elements side by side in a thread
-        of_thread = tl.max(tl.max(tl.reshape(x, [x.shape[0] // (32 * WIDE), 32, WIDE]), axis=2), axis=0)
-        bits = tl.maximum(of_thread, -float("inf")).to(tl.int32, bitcast=True)  # a NaN would be the largest
+        thread_largest = tl.max(tl.max(tl.reshape(x, [x.shape[0] // (32 * WIDE), 32, WIDE]), axis=2), axis=0)
+        bits = tl.maximum(thread_largest, -float("inf")).to(tl.int32, bitcast=True)  # a NaN would be the largest
         bits = tl.max(bits ^ ((bits >> 31) & 0x7FFFFFFF), axis=0)
         y = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return y
