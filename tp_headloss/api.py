@@ -19,7 +19,7 @@ from .sampling_rule import SamplingRule
 from .shard import VocabShard
 from .statistics import MaybeNone, VocabStatistics, documented_fields, known_statistics
 from .teachers import Teacher, TopKTeacher
-from .validation import expect_instance, refuse_transforms
+from .validation import expect_bool, expect_instance, refuse_transforms
 
 
 @uncompiled_where_needed
@@ -139,6 +139,8 @@ def log_probs(
     """
     if labels is None:
         raise ValueError("labels are needed, got None: without them, use vocab_statistics")
+    expect_bool("entropy", entropy)
+    expect_bool("differentiable", differentiable)
     want = ("entropy",) if entropy else ()
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
         stats = vocab_statistics(
@@ -172,7 +174,7 @@ def checked_request(
     """Check the arguments of `vocab_statistics` -> their `Request`, and this rank's plain labels."""
     expect_instance("options", options, Options)
     expect_instance("transform", transform, Transform)
-    want = _names(want)
+    want = statistic_names(want)
     transform, options = transform or NO_TRANSFORM, options or DEFAULTS
     with Agreement(options, shard) as agreement:
         logits, shard = local_logits(logits, shard)
@@ -190,7 +192,7 @@ def checked_request(
     return request, labels
 
 
-def _names(want) -> tuple[str, ...]:
+def statistic_names(want) -> tuple[str, ...]:
     """Names of statistics as a tuple. Raises TypeError or ValueError for what `VocabStatistics` cannot hold."""
     if isinstance(want, str):
         raise ValueError(f"want must be of {known_statistics()} in a tuple, such as ('entropy',), got {want!r}")

@@ -83,7 +83,7 @@ def set_tensors(sets: IdSets | SamplingRule | None, lead, order: TokenOrder, fac
 def with_kept_sets(request: Request, rule: SamplingRule, labels, options: Options) -> Request:
     """The request with the sets that a rule keeps of its logits. Collectives, and a wait for the GPU."""
     order = request.order
-    ids, spans = kept_sets(request, rule.map_tokens(order.shape, order.flatten))
+    ids, spans = kept_sets(request, rule.map_tokens(order.flatten))
     if options.check:
         sets = ragged(ids, order.unflatten(spans))
         check_sets(sets, labels, request.facts.ignore_index, request.facts.vocab_size)
@@ -112,7 +112,7 @@ LARGEST_MASS = 1.01  # of a top-K teacher's entries: its log-probs may have been
 
 def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: int):
     """Raise ValueError with the first token, if any, of whose entries one is at or beyond the vocabulary, or whose
-    probabilities add up to more than 1, as those of logits in place of log-probs mostly do.
+    probabilities, with the tail's, add up to more than 1, as those of logits in place of log-probs mostly do.
 
     Rounding a log-prob l to a dtype changes its probability by a factor of up to 1 + eps * |l| / 2.
     """
@@ -133,6 +133,8 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
     probs = log_probs.exp()
     rounding = torch.finfo(given.dtype).eps * (probs * log_probs.masked_fill(~known, 0.0).abs()).sum(1)
     mass = probs.sum(1)
+    if teacher.tail_log_prob is not None:
+        mass = mass + teacher.tail_log_prob.detach().reshape(-1).double().exp()
     bad = (valid & ~(mass <= LARGEST_MASS + rounding.clamp(max=0.1))).nonzero()  # NaN is bad, too
     if len(bad):
         token = int(bad[0])

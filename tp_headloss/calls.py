@@ -52,7 +52,7 @@ def build_request(
         check_entries(teacher, labels, ignore_index, shard.vocab_size)
     temperature, temperatures = transform.temperature, None
     if isinstance(temperature, torch.Tensor):
-        temperatures = temperature.to(torch.promote_types(logits.dtype, torch.float32))
+        temperatures = _known_temperatures(temperature, logits)
         temperature = 1.0
     # torch.compile would trace through the cache and warn about it
     make_facts = _facts.__wrapped__ if torch.compiler.is_compiling() else _facts
@@ -117,11 +117,15 @@ def _teacher_scales(teacher, temperature, logits):
     temperatures = teacher.temperature, temperature, student
     if not any(isinstance(t, torch.Tensor) for t in temperatures):
         return (1.0 / teacher.temperature, temperature / student), None
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    given, own, student = (
-        torch.as_tensor(t, dtype=dtype, device=logits.device).detach().expand(logits.shape[:-1]) for t in temperatures
-    )
+    given, own, student = (_known_temperatures(t, logits).expand(logits.shape[:-1]) for t in temperatures)
     return (1.0, 1.0), (1.0 / given, own / student)
+
+
+def _known_temperatures(temperature, logits) -> torch.Tensor:
+    """A number or temperatures [..] in the precision of the logits' statistics; NaN where it is not positive."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    temperatures = torch.as_tensor(temperature, dtype=dtype, device=logits.device).detach()
+    return torch.where(temperatures > 0, temperatures, torch.nan)
 
 
 def _validate_call(logits, labels, shard, want, transform, teacher, total_weight, options) -> str:

@@ -51,7 +51,7 @@ class IdSets:
         Args:
             ids: [all] int64 or int32, the sets one after the other, in the order of flattened labels.
             offsets: [N + 1] int64 or int32, from 0 to the number of ids. Where they descend or leave [0, all], the set
-                is empty.
+                is empty. Ids before the first offset or after the last are in no set.
 
         Raises:
             TypeError, ValueError: of another dtype or shape.

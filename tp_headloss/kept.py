@@ -117,7 +117,7 @@ def find_kept(request: Request, rule: SamplingRule) -> Kept:
     others = []
     for tokens in (~whole[:, 0]).nonzero()[:, 0].split(max(1, TILE_ELEMENTS // 2 // _elements_per_token(shard))):
         if len(tokens):
-            own = rule.map_tokens((len(z),), lambda x: x[tokens])  # noqa: B023 (called at once)
+            own = rule.map_tokens(lambda x: x[tokens])  # noqa: B023 (called at once)
             others.append((tokens, _kept_columns(transformed_logits(request, tokens), peak[tokens], own, shard)))
     return Kept(torch.where(whole & (place < size), z, -torch.inf), ids, others)
 
@@ -282,7 +282,7 @@ def kept_sets(request: Request, rule: SamplingRule) -> tuple[torch.Tensor, torch
     ids, counts = [], []
     for first in range(0, max(1, n_rows), step):
         rows = slice(first, first + step)
-        here = rule.map_tokens((n_rows,), lambda x: x[rows])  # noqa: B023 (called at once)
+        here = rule.map_tokens(lambda x: x[rows])  # noqa: B023 (called at once)
         found = sets_of(find_kept(request.rows(rows, logits[rows]), here), shard)
         ids.append(found[0])
         counts.append(found[1])

@@ -29,7 +29,8 @@ class Transform:
         bias: [width] of this rank's shard, differentiable.
         scale: a number.
         softcap: None for none (Gemma 2, arXiv:2408.00118, section 2).
-        temperature: a number, or one per token (the logits' leading shape, not differentiable).
+        temperature: a number, or one per token (the logits' leading shape, not differentiable); a token whose own is
+            not positive is NaN.
 
     Raises:
         TypeError, ValueError: numbers that are not finite in fp32, or a temperature or softcap that is not positive.
@@ -63,6 +64,9 @@ class Transform:
 def expect_temperature(name, temperature):
     """Raise TypeError or ValueError unless it is a positive number, or a tensor that wants no gradient."""
     if isinstance(temperature, torch.Tensor):
+        expect_tensor(name, temperature)
+        if temperature.dtype == torch.bool:
+            raise TypeError(f"{name} must be a number or a tensor of numbers, got {temperature.dtype}")
         if temperature.requires_grad:
             raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
         return

@@ -196,7 +196,7 @@ def _blocks(call: str, logits, rule, weight, shard, transform, options, **draw) 
         positions = draw.get("positions", x.new_empty(0)).reshape(-1)[here].long()
         kept = None
         if rule is not None:
-            rows = rule.map_tokens(lead, lambda values: values.reshape(-1)[here])  # noqa: B023 (called at once)
+            rows = rule.map_tokens(lambda values: values.reshape(-1)[here])  # noqa: B023 (called at once)
             kept = find_kept(request, rows)
         yield _Block(x, lead, block_transform, shard, positions, request, kept)
 

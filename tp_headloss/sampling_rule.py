@@ -63,7 +63,7 @@ class SamplingRule:
                 else:
                     expect_floating(name, value)
 
-    def map_tokens(self, lead: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]) -> SamplingRule:
-        """The rule with function(x) in place of each tensor [*lead] of values per token."""
+    def map_tokens(self, function: Callable[[torch.Tensor], torch.Tensor]) -> SamplingRule:
+        """The rule with function(x) in place of each tensor [..] of values per token."""
         given = {name: getattr(self, name) for name in ("top_k", "top_p", "min_p")}
         return replace(self, **{k: function(x) for k, x in given.items() if isinstance(x, torch.Tensor)})

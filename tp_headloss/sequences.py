@@ -28,10 +28,11 @@ class Sequences:
     construction, unless ``lengths`` is given. The group must not be the one that shares the vocabulary, because the
     ranks of that group hold the same tokens.
 
-    Invalid bounds (out of order, or outside of the tokens) and invalid lengths (negative, or not finite) are a
-    ValueError on CPUs. On GPUs nothing waits for their values: nothing outside of the tokens is read, and every result
-    is NaN. `check` (or ``Options(check=True)``) waits for the device, and raises there, too. It also raises for tokens
-    in the mask that belong to no sequence, and ``Options(check=True)`` for those whose label is ignored.
+    Invalid bounds (out of order, or outside of the tokens) and invalid lengths (negative, not finite, or below the
+    counted tokens of a sequence, without a group) are a ValueError on CPUs. On GPUs nothing waits for their values:
+    nothing outside of the tokens is read, and every result is NaN. `check` (or ``Options(check=True)``) waits for the
+    device, and raises there, too. It also raises for tokens in the mask that belong to no sequence, and
+    ``Options(check=True)`` for those whose label is ignored.
 
     Attributes:
         lengths: [B] fp32, N_i over the whole group.
@@ -86,7 +87,8 @@ class Sequences:
         if lengths is not None:
             expect_tensor("lengths", lengths, [len(self)], mask.device)
             lengths = lengths.detach().float()
-            invalid = ~((lengths >= 0) & (lengths < float("inf"))).all()
+            least = 0.0 if group is not None else self._local_sum(torch.ones_like(mask, dtype=torch.float32))
+            invalid = ~((lengths >= least) & (lengths < float("inf"))).all()
             self._invalid = invalid if self._invalid is None else self._invalid | invalid
         else:
             lengths = self.sum(torch.ones_like(mask, dtype=torch.float32))
@@ -187,7 +189,9 @@ class Sequences:
         if self._bounds is not None and bool((self._bounds != self._offsets).any()):
             first, tokens = self._bounds[:16].tolist(), self.mask.numel()
             raise ValueError(f"cu_seqlens must be ascending in [0, {tokens}], the mask's tokens, got {first}")
-        raise ValueError("lengths must be finite and at least 0, and bounds right on every rank, got others")
+        raise ValueError(
+            "lengths must be finite and at least the counted tokens, and bounds right on every rank, got others"
+        )
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum [B] fp32 of each sequence's values [..] over the whole group, differentiable.

@@ -215,6 +215,9 @@ class VocabShard:
             raise TypeError(f"mesh must be a torch.distributed.DeviceMesh, got {mesh!r}")
         if dim is None and mesh.ndim != 1:
             raise ValueError(f"the mesh has dimensions {mesh.mesh_dim_names or mesh.ndim}: name the one that shards V")
+        known = [*(mesh.mesh_dim_names or ()), *range(mesh.ndim)]
+        if dim is not None and (isinstance(dim, bool) or dim not in known):
+            raise ValueError(f"dim must be one of the mesh's {known}, got {dim!r}")
         return cls.from_group(mesh.get_group(dim), vocab_size, padded_size)
 
     @classmethod

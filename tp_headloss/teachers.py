@@ -161,6 +161,8 @@ class TeacherHead(_Tempered):
         if self.hidden is not None:  # as terms see it
             expect_floating("teacher.hidden", self.hidden)
         expect_floating("teacher.weight", self.weight)
+        if self.bias is not None:
+            expect_floating("teacher.bias", self.bias)
         expect_instance("teacher.transform", transform := self.transform, Transform)
         if transform is None:
             return

@@ -23,7 +23,7 @@ from .options import DEFAULTS, NO_TRANSFORM, Options, Transform
 from .shard import VocabShard
 from .statistics import documented_fields
 from .teachers import TeacherHead
-from .validation import expect_hidden_and_weight, expect_instance, expect_int, expect_real, expect_tensor
+from .validation import expect_hidden_and_weight, expect_instance, expect_int, expect_real, expect_tensor, operand_dtype
 
 BLOCK_ELEMENTS = 1 << 22  # logits per block: its temporaries are all that is ever as wide as the vocabulary
 
@@ -130,6 +130,7 @@ def local_operands(
     else:
         expect_tensor("weight", weight)
         expect_hidden_and_weight(states, weight)
+        operand_dtype(states, weight)
         states, weight, _, shard = local_head(states, weight, None, shard, "none")
     return states, weight, local_part(transform or NO_TRANSFORM, shard), shard
 

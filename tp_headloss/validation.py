@@ -100,10 +100,22 @@ def swap_hint(logits, labels) -> str:
 
 
 def expect_hidden_and_weight(hidden: torch.Tensor, weight: torch.Tensor):
-    """Raise ValueError unless hidden states [.., H] and a weight [width, H] have one H."""
+    """Raise ValueError unless hidden states [.., H] and a weight [width, H] have one H and one device."""
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         shapes = f"{list(hidden.shape)} and {list(weight.shape)}"
         raise ValueError(f"hidden states and weight must be [.., H] and [width, H], got {shapes}")
+    if hidden.device != weight.device:
+        raise ValueError(f"weight must be on {hidden.device} like the hidden states, got {weight.device}")
+
+
+def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor, owner: str = "") -> torch.dtype:
+    """dtype of a GEMM's operands, as torch.nn.functional.linear chooses it; TypeError if they do not go together."""
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(kind)
+    if hidden.dtype != weight.dtype:
+        raise TypeError(f"{owner}hidden states and weight must have one dtype, got {hidden.dtype} and {weight.dtype}")
+    return hidden.dtype
 
 
 def is_number(value) -> TypeGuard[float]:
@@ -135,8 +147,12 @@ def expect_scalar(name: str, value):
     """Raise TypeError or ValueError unless it is a number or a scalar tensor."""
     if not isinstance(value, torch.Tensor):
         expect_real(name, value, "a number or a scalar tensor")
-    elif value.dim():
+        return
+    expect_tensor(name, value)
+    if value.dim():
         raise ValueError(f"{name} must be a number or a scalar tensor, got shape {list(value.shape)}")
+    if value.dtype == torch.bool:
+        raise TypeError(f"{name} must be a number or a scalar tensor of numbers, got {value.dtype}")
 
 
 def expect_share(name: str, number):

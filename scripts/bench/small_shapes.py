@@ -63,6 +63,16 @@ def losses(logits, labels, teacher, k):
         HeadLoss(terms, options=TRITON)(logits, labels, inputs={"teacher": teacher}).loss.backward()
 
 
+def given_ids_and_one_launch(logits, labels, k):
+    ids = torch.randint(logits.shape[1], (len(labels), k), device=logits.device)
+    want = "log_probs_at", "rank", "collision"
+    stats = vocab_statistics(logits, labels, want=want, ids=ids, options=TRITON)
+    (stats.log_probs_at.sum() + stats.lse.sum() + stats.collision.sum()).backward()
+    head = HeadLoss(options=Options("triton", gradient="forward"))
+    for factor in (1.0, 2.0):  # the second is not what the forward expects
+        (factor * head(logits, labels).loss).backward()
+
+
 def samples(logits):
     for rule in (None, SamplingRule(top_p=0.5)):
         sample(logits, seed=0, positions=torch.arange(len(logits), device=logits.device), rule=rule, options=TRITON)
@@ -71,8 +81,8 @@ def samples(logits):
 def linear(labels, width, dtype, hidden=32):
     states = torch.randn(len(labels), hidden, device=labels.device, dtype=dtype).requires_grad_()
     weight = torch.randn(width, hidden, device=labels.device, dtype=dtype).requires_grad_()
-    for mode in ("recompute", "one_sweep"):
-        how = Linear(mode, upstream=1.0 if mode == "one_sweep" else None)
+    epilogue = [Linear("recompute", engine="epilogue")] if dtype == torch.bfloat16 else []
+    for how in (Linear("recompute", engine="blocks"), Linear("one_sweep", upstream=1.0), *epilogue):
         HeadLoss(options=TRITON).linear(states, weight, labels, linear=how).loss.backward()
 
 
@@ -114,6 +124,7 @@ def main(width=1003, k=6):
         logits = torch.randn(len(labels), width, device=device, dtype=dtype).requires_grad_()
         statistics(logits, labels)
         losses(logits, labels, torch.randn_like(logits), k)
+        given_ids_and_one_launch(logits, labels, k)
         samples(logits)
         linear(labels, width, dtype)
     if device == "cuda":

@@ -1,6 +1,6 @@
 """Plant bugs, one at a time, in a copy of the package, and see whether the tests notice.
 
-.venv/bin/python scripts/check/mutants.py                   # all of them, two at a time; an hour on two cores
+.venv/bin/python scripts/check/mutants.py                   # all of them, two at a time, for hours
 .venv/bin/python scripts/check/mutants.py --only 0 7 shard  # some: by number, or by part of a module, function or test
 .venv/bin/python scripts/check/mutants.py --list            # plants none, but says which ones can no longer be planted
 

@@ -3,8 +3,9 @@
     .venv/bin/python scripts/check/same_bits.py HEAD~1              # 400 calls with each backend, on the CPU or a GPU
     .venv/bin/python scripts/check/same_bits.py HEAD~3 --calls 2000 --backend torch
 
-Random calls of the public functions (statistics, losses, linear heads; every statistic, teacher, transform, reduction
-and type), in one process without a group, are made by both trees from the same numbers. Their statistics, losses, sums
+Random calls of the public functions (statistics, losses, linear heads; teachers, transforms, reductions and types; not
+the label's rank, sets, given ids and one launch), in one process without a group, are made by both trees from the same
+numbers. Their statistics, losses, sums
 and gradients are hashed, call by call. The exit status is 1 if a call differs; its number and arguments are printed,
 and `--only NUMBER` makes it alone. Other words of an error count as a difference, too.
 """
@@ -37,7 +38,7 @@ def drawn(draw: random.Random) -> dict:
         "call": draw.choice(("statistics", "loss", "linear", "one sweep")),
         "dtype": draw.choice(DTYPES), "lead": draw.choice(((5,), (2, 3), (1,), (0,))), "vocab": vocab,
         "labels": draw.choice((True, True, False)), "shifted": draw.choice((False, True)),
-        "want": [n for n in ("entropy", "total", "argmax") if draw.random() < 0.5],
+        "want": [n for n in ("entropy", "total", "argmax", "collision") if draw.random() < 0.5],
         "of_teacher": draw.sample(served, draw.randint(1, len(served))) if served else [],
         "teacher": teacher, "entries": draw.randint(1, 9), "renormalize": draw.choice((True, False)),
         "temperatures": [draw.choice((1.0, 0.5, 2.0, "tokens")) for _ in range(3)],

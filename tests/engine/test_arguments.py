@@ -35,6 +35,7 @@ from tp_headloss import (
     VocabShard,
     ZLoss,
     combine_metrics,
+    linear_vocab_statistics,
     log_probs,
     multi_token_targets,
     reduce_metrics,
@@ -221,6 +222,34 @@ MODULES = {
     "log-probs for ids": (
         lambda: TopKTeacher(torch.zeros(1, 2), torch.zeros(1, 2).long()), "teacher.ids must be int64 or int32, got"),
     "lists of sets": (lambda: IdSets([[1, 2]]), "sets.ids must be a tensor, got list"),
+    "a complex weight": (lambda: Term("mine", len, weight=torch.tensor(1j)), "weight must be real, got torch.comp"),
+    "a flag for a weight": (lambda: Term("mine", len, weight=torch.tensor(True)), "tensor of numbers, got torch.bool"),
+    "no name": (lambda: Term("", len), "a term's name must be a string, not empty, got ''"),
+    "a number for a name": (lambda: PolicyGradient(name=0), "a term's name must be a string, not empty, got 0"),
+    "a complex class weight": (
+        lambda: CrossEntropy(class_weight=torch.ones(V) * 1j), "class_weight must be real, got torch.complex64"),
+    "a mask for temperatures": (
+        lambda: Transform(temperature=torch.ones(1).bool()), "a number or a tensor of numbers, got torch.bool"),
+    "words for flags": (
+        lambda: log_probs(torch.zeros(1, V), torch.zeros(1).long(), entropy="no"), "entropy must be True or False"),
+    "weights of another type": (
+        lambda: topk_log_probs(torch.zeros(1, 8), 2, weight=torch.zeros(V, 8).half()), "must have one dtype, got"),
+    "ids for log-probs": (
+        lambda: HeadLoss(PolicyGradient())(
+            torch.zeros(1, V), torch.zeros(1).long(),
+            inputs={"advantages": torch.ones(1), "old_log_prob": torch.zeros(1).long()}),
+        "input 'old_log_prob' must be floating point, got torch.int64"),
+    "a list for a bias": (
+        lambda: TeacherHead(torch.zeros(1, 8), torch.zeros(V, 8), bias=[1.0]), "teacher.bias must be a tensor, got"),
+    "lists for logits": (
+        lambda: CausalLMLoss()([[0.0]], torch.zeros(1).long(), token_weight=torch.ones(1)), "logits must be a tensor"),
+    "lists of labels to drop": (
+        lambda: linear_vocab_statistics(
+            torch.zeros(1, 8), torch.zeros(V, 8), [1], linear=Linear(max_valid_tokens=1)), "labels must be a tensor"),
+    "a word for a teacher": (
+        lambda: linear_vocab_statistics(
+            torch.zeros(1, 8), torch.zeros(V, 8), torch.zeros(1).long(), want=("forward_kl",), teacher="x",
+            linear=Linear(max_valid_tokens=1)), "teacher must be a"),
     "numbers for a mask": (
         lambda: IdSets(torch.zeros(1, 2).long(), torch.ones(1, 2).long()), "sets.mask must be bool, got torch.int64"),
     "floats for sets": (lambda: IdSets(torch.zeros(1, 2)), "sets.ids must be int64 or int32, got torch.float32"),
@@ -231,7 +260,7 @@ MODULES = {
         lambda: Term("mine", lambda stats: stats.lse, inputs=("rewards",)), r"take \(stats, rewards\), got \(stats\)"),
     "a metric without a name": (
         lambda: HeadLoss(metrics=Metric(lambda stats: {3: stats.lse}))(torch.zeros(1, V), torch.zeros(1).long()),
-        r"a metric must name its values by strings, got \[3\]"),
+        r"a metric must name its values by strings, not empty, got \[3\]"),
     "a teacher as it was exported": (
         lambda: vocab_statistics(
             torch.zeros(1, V), want=("topk_forward_kl",), teacher=topk_log_probs(torch.zeros(1, V), 2)),
@@ -266,6 +295,16 @@ UNFIT = {
         torch.zeros(3).long(), 1, ignore_index=1 << 63
     ),
     "ignore_index must be in the range of int64, got 18446744073709551616": lambda: HeadLoss(ignore_index=1 << 64),
+    "metrics must have distinct names, got .'accuracy', 'accuracy'.": lambda: HeadLoss(metrics=("accuracy",) * 2),
+    "class_weight gets no gradient: pass class_weight.detach": lambda: CrossEntropy(
+        class_weight=torch.ones(V, requires_grad=True)
+    ),
+    "outside_log_prob must be a log-prob, at most 0, got 100": lambda: TopKDistillation(outside_log_prob=100.0),
+    "upstream must be other than 0 and finite in fp32, got 0": lambda: Linear(upstream=0),
+    "upstream must be other than 0 and finite in fp32, got nan": lambda: Linear(upstream=float("nan")),
+    "weight must be on cpu like the hidden states, got meta": lambda: topk_log_probs(
+        torch.zeros(1, 8), 2, weight=torch.zeros(V, 8, device="meta")
+    ),
     "denominator must be a number that fp32 holds": lambda: HeadLoss()(
         torch.zeros(1, V), torch.zeros(1).long(), denominator=10**400
     ),
@@ -485,3 +524,15 @@ def test_what_is_remembered_of_a_call_holds_none_of_its_tensors():
     gc.collect()
     assert [tensor() for tensor in alive] == [None, None]
     assert len(head._definition.plan.checked) == 1
+
+
+def test_statistics_may_come_from_any_iterable_and_temperatures_that_are_none_are_nan(backend, device):
+    hidden, weight = torch.randn(3, 8, device=device), torch.randn(V, 8, device=device)
+    labels, options = torch.zeros(3, device=device).long(), Options(backend=backend)
+    found = linear_vocab_statistics(hidden, weight, labels, want=(n for n in ("entropy",)), options=options)
+    assert found.entropy is not None
+    with pytest.raises(TypeError, match="want must be a tuple of names"):
+        linear_vocab_statistics(hidden, weight, labels, want=None)
+    temperatures = torch.tensor([0.5, -0.5, 0.0], device=device)
+    stats = vocab_statistics(hidden @ weight.T, labels, transform=Transform(temperature=temperatures), options=options)
+    assert stats.log_prob.isnan().tolist() == [False, True, True]

@@ -161,7 +161,7 @@ def test_every_objective_compiles_to_what_it_is_in_eager(objective, device):
     torch._dynamo.reset()
 
 
-def test_a_compiled_head_can_be_copied_and_saved(tmp_path):
+def test_a_compiled_head_can_be_copied_and_saved():
     x, labels = rows("cpu")
     head = HeadLoss([CrossEntropy(label_smoothing=0.1)], metrics=("entropy",), compile=True)
     loss = head(x, labels).loss

@@ -213,7 +213,7 @@ def check(case: Case, results: list) -> None:
         infinite = truth.values[name].isinf()  # what is infinite has no gradient
         skip = skip | (infinite.any(-1) if infinite.dim() > 1 else infinite)
     dx, error = truth.gradient(grads, errors)
-    check_gradient(case, grad, dx, error, nan, ignored, keep, skip, truth)
+    check_gradient(grad, dx, error, nan, ignored, keep, skip, truth)
     if case.bias:
         check_bias(case, grad, joined(case, [r["bias grad"][None] for r in results])[0])
 
@@ -226,7 +226,7 @@ def joined(case, parts):
     return whole[..., : case.vocab_size]
 
 
-def check_gradient(case, grad, dx, error, nan, ignored, keep, skip, truth):
+def check_gradient(grad, dx, error, nan, ignored, keep, skip, truth):
     assert grad[nan].isnan().all(), f"the gradient of rows {nan.nonzero()[:, 0].tolist()} must be NaN"
     assert not grad[ignored].any(), "the gradient of ignored rows must be 0"
     got, dtype = grad[keep][~skip], grad.dtype

@@ -107,7 +107,7 @@ def defined_loss(
     return loss.sum() / (total if total != 0 else INF) if reduction == "mean" else loss.sum()
 
 
-def with_head(*terms, kind="__call__", **settings):
+def with_head(*terms, **settings):
     """A value: the loss of a HeadLoss whose call has `keywords` (as functions of `Here`, or constants)."""
     keywords = settings.pop("keywords", {})
 

@@ -352,12 +352,12 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "a differentiable temperature": refused("ValueError: temperature gets no gradient: pass temperature.detach()", transform={"temperature": torch.ones(N, requires_grad=True)}),
             "bias too long": refused("ValueError: bias must have shape", keywords=lambda here: {"transform": Transform(bias=here.to(torch.ones(V + 1)))}, local=True),
         },
-        "a temperature of 0 or NaN for one token": {
+        "a temperature of 0, below 0 or NaN for one token": {
+            "temperature -1 for a token": rows(transform=temperatures(-1.0), nan=(2,)),
             "temperature 0 for a token": rows(transform=temperatures(0.0), nan=(2,)),
             "temperature NaN for a token": rows(transform=temperatures(NAN), nan=(2,)),
         },
-        "a negative temperature for one token, a negative scale": {
-            "temperature -1 for a token": rows(transform=temperatures(-1.0)),
+        "a negative scale": {
             "scale -1": rows(transform={"scale": -1.0}),
         },
         "NaN, +inf or -inf in the bias": {

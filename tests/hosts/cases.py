@@ -58,6 +58,32 @@ def launch(host: str, script: str, ranks: int = 2) -> dict[str, dict]:
         return json.loads(out.read_text())
 
 
+def results(host: str, script: str, ranks: int = 2) -> dict[str, dict]:
+    """As `launch`, for a test, which is skipped where there is no such environment."""
+    import pytest  # which hosts' environments lack
+
+    if not python_of(host).exists():
+        pytest.skip(f"no .hosts/{host}: bash scripts/hosts.sh {host}")
+    return launch(host, script, ranks)
+
+
+def result(host: str, script: str, case: str, ranks: int = 2) -> dict:
+    """The result of one case, which must not have failed."""
+    found = results(host, script, ranks)[case]
+    assert "error" not in found, found["error"]
+    return found
+
+
+def refused(function, match, kind=ValueError):
+    """Call a function, which must raise an error of this kind with these words."""
+    try:
+        function()
+    except kind as error:
+        assert match in str(error), str(error)
+    else:
+        raise AssertionError(f"not refused: {match}")
+
+
 def main(cases: dict, before=None) -> None:
     """before: a function (group), called once. Called with rank 0, which forks the others: one import for all."""
     import torch

@@ -12,7 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
-from cases import compared, fails_cleanly_at_every_step, main, relative_errors
+from cases import compared, fails_cleanly_at_every_step, main, refused, relative_errors
 from deepspeed.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from deepspeed.utils import logger, safe_get_full_grad
 from pages import marked_block
@@ -241,15 +241,6 @@ def averaged(engine, host, mine, everybodys, tokens, denominator):
 
 
 # ---- what is refused
-
-
-def refused(function, match, kind=ValueError):
-    try:
-        function()
-    except kind as error:
-        assert match in str(error), str(error)
-    else:
-        raise AssertionError(f"not refused: {match}")
 
 
 def refusals(group):

@@ -342,6 +342,10 @@ def refusals(group):
     found["other head"] = refused(lambda: install(model, CrossEntropy()), TypeError)
     found["sum"] = refused(lambda: install(model, HeadLoss(reduction="sum")))
     found["terms"] = refused(lambda: MegatronHead(ignore_index=None, terms=CrossEntropy()), TypeError)
+    unfused = MegatronHead(ignore_index=-100, linear=Linear("one_sweep"))
+    found["linear"] = refused(lambda: install(model, unfused, fused=False))
+    inplace = MegatronHead(ignore_index=-100, options=Options(inplace=True))
+    found["inplace"] = refused(lambda: install(model, inplace))
     found["vocab_size"] = refused(lambda: install(model, MegatronHead(ignore_index=-100, vocab_size=V + 1)))
 
     def unused():

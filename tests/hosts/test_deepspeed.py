@@ -4,26 +4,22 @@ fp32 errors are against the same model unsharded. After a few steps the weights 
 a step may differ by 4e-6; 1 % of the output layer's gradient is 1e-2.
 """
 
+import functools
+
+import cases
 import pytest
-from cases import launch, python_of
 
 HOST = "deepspeed-0.19.8"
-pytestmark = [
-    pytest.mark.skipif(not python_of(HOST).exists(), reason=f"no .hosts/{HOST}: bash scripts/hosts.sh {HOST}"),
-]
 STEPS = [*(f"{kind}-stage{stage}" for kind in ("plain", "tied", "uneven") for stage in (0, 1))]
 STEPS += ["plain-stage2", "gathered"]
 OTHERS = ["linear", "other models", "micro-batches", "data parallel", "zero3"]
 
 
-def result(name: str) -> dict:
-    found = launch(HOST, "deepspeed_cases.py")[name]
-    assert "error" not in found, found["error"]
-    return found
+result = functools.partial(cases.result, HOST, "deepspeed_cases.py")
 
 
 def test_every_case_is_looked_at():
-    assert set(launch(HOST, "deepspeed_cases.py")) == {*STEPS, *OTHERS, "refusals", "README"}
+    assert set(cases.results(HOST, "deepspeed_cases.py")) == {*STEPS, *OTHERS, "refusals", "README"}
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -47,6 +43,5 @@ def test_what_cannot_work_is_refused_and_the_readme_runs(name):
 @pytest.mark.parametrize("stage", range(4))
 def test_zero_trains_a_model_with_a_sharded_head_as_the_whole_model_is_trained(stage):
     """The first step of two replicas with two micro-batches each; a difference of weights rounds to 1e-6 of it."""
-    found = launch(HOST, "deepspeed_module_cases.py", 4)[f"stage{stage}"]
-    assert "error" not in found, found["error"]
+    found = cases.result(HOST, "deepspeed_module_cases.py", f"stage{stage}", 4)
     assert found["updates"] < 3e-6 < 5e-3 < found["mutant"], found

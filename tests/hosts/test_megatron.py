@@ -23,11 +23,7 @@ SCHEDULED = (
 
 
 def result(version, case, script="megatron_cases.py", ranks=2):
-    if not cases.python_of(f"megatron-{version}").exists():
-        pytest.skip("bash scripts/hosts.sh makes the environment")
-    found = cases.launch(f"megatron-{version}", script, ranks)[case]
-    assert "error" not in found, found["error"]
-    return found
+    return cases.result(f"megatron-{version}", script, case, ranks)
 
 
 def scheduled(version, case):
@@ -127,6 +123,8 @@ def test_what_cannot_work_is_refused_and_what_was_installed_goes_away(version):
         "class": "got the class GPTModel",
         "chunks": "got a list of 1: pass the chunk that has the output layer",
         "other head": "got Term",
+        "linear": "linear needs fused=True, where there are hidden states, got fused=False",
+        "inplace": "Options(inplace=True) is for logits, fused=False",
         "sum": "reduction='mean' or 'none', got 'sum'",
         "terms": "terms must be of type list or tuple or None, got Term",
         "vocab_size": "at most the 256 rows of the output layer, got 257",

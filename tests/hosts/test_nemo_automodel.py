@@ -1,13 +1,10 @@
 """With NeMo-Automodel itself: its losses and ours of one model, tensor parallel on two ranks, and with
 FSDP on four (tests/hosts/nemo_automodel_cases.py)."""
 
+import cases
 import pytest
-from cases import launch, python_of
 
 HOST = "nemo_automodel-0.7.0"
-pytestmark = [
-    pytest.mark.skipif(not python_of(HOST).exists(), reason=f"no .hosts/{HOST}: bash scripts/hosts.sh {HOST}"),
-]
 KINDS = {
     "logits": "sum weights mean none undivided ignore_index datasets_label mask group TE",
     "fused": "unsharded plain sp weights mean none ignore_index softcap packed fsdp",
@@ -21,14 +18,12 @@ FSDP = ["fsdp_and_tp-gathered", "fsdp_and_tp-resharded"]
 
 
 def result(name: str) -> dict:
-    found = launch(HOST, "nemo_automodel_cases.py", 4 if name in FSDP else 2)[name]
-    assert "error" not in found, found["error"]
-    return found
+    return cases.result(HOST, "nemo_automodel_cases.py", name, 4 if name in FSDP else 2)
 
 
 def test_every_case_is_looked_at():
     others = {"nothing", "exact", "documented", "names", "refusals"}
-    assert set(launch(HOST, "nemo_automodel_cases.py", 2)) == {*SAME, *others}
+    assert set(cases.results(HOST, "nemo_automodel_cases.py")) == {*SAME, *others}
 
 
 @pytest.mark.parametrize("name", SAME + FSDP)

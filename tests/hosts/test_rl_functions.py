@@ -153,13 +153,13 @@ def test_packed_log_probs_go_to_their_places(form, layout, dtype):
     close(joined(grads, layout), leaf.grad, rtol, atol)
 
 
-def packed_head(group, device, layout, form):
+def packed_head(group, device, layout):
     cp_group, tp_group = groups_of(group, layout)
     (hidden, weight), (_, ids) = head(), tokens()
     x = held(hidden, cp_group, PADDED_LENGTHS).clone().to(device).requires_grad_()
     rows = cut(weight, tp_group, dim=0).detach().to(device).requires_grad_()
     args = x.unsqueeze(0), rows, ids.unsqueeze(0).to(device), BOUNDS.to(device), WIDTH, *bounds(rows, tp_group, 0)
-    options = {**FORMS[form], "cp_group": cp_group, "temperature": 0.5, "vocab_size": V}
+    options = {**FORMS["skyrl, mask"], "cp_group": cp_group, "temperature": 0.5, "vocab_size": V}
     out = skyrl.from_parallel_hidden_to_logprobs_packed_sequences(*args, **options)
     (out * upstream(cp_group, out.shape).to(device)).sum().backward()
     return out.detach(), (x.grad, rows.grad)
@@ -167,12 +167,12 @@ def packed_head(group, device, layout, form):
 
 @pytest.mark.parametrize("layout", [(1, 1), (1, 2), (2, 1)], ids=str)
 def test_packed_log_probs_of_hidden_states(layout):
-    results, form = on_ranks(layout[0] * layout[1], packed_head, layout, "skyrl, mask"), "skyrl, mask"
+    results = on_ranks(layout[0] * layout[1], packed_head, layout)
     (hidden, weight), (_, ids) = head(), tokens()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     log_p = (hidden @ weight.t() / 0.5)[:, :V].log_softmax(-1)
     expected = torch.zeros(3, WIDTH - 1, dtype=torch.float64)
-    for row, column, token in places(form):
+    for row, column, token in places("skyrl, mask"):
         expected[row, column] = log_p[token, ids[token + 1]]
     (expected * upstream(None, expected.shape)).sum().backward()
     for out, _ in results:
@@ -404,9 +404,29 @@ def test_nemo_finds_the_vocabulary_that_a_rule_is_about():
         close(out[0], log_p.gather(-1, ids[1:, None])[:, 0])
 
 
+def uneven_heads(group, device):
+    (hidden, weight), (_, ids) = head(), tokens()
+    start, end = ((0, 70), (70, PADDED))[group.rank()]
+    x, rows, ids = hidden.unsqueeze(0).to(device), weight[start:end].to(device), ids.unsqueeze(0).to(device)
+    own = x.transpose(0, 1).chunk(2)[group.rank()].contiguous()
+    return (
+        skyrl.from_parallel_hidden_to_logprobs(x, rows, ids, start, end, group)[0],
+        nemo_rl.from_parallel_hidden_states_to_logprobs(own, rows, None, ids, start, end, group)[0],
+    )
+
+
+def test_hidden_states_with_uneven_shards_need_no_vocab_size():
+    (hidden, weight), (_, ids) = head(), tokens()
+    log_p = (hidden.double() @ weight.double().t())[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    for results in on_ranks(2, uneven_heads):
+        for out in results:
+            close(out, log_p, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("call", "names"),
     [
+        (lambda x, i: skyrl.draft_soft_ce(x, x, i, vocab_size=0), "vocab_size must be at least 1, got 0"),
         (lambda x, i: skyrl.draft_soft_ce(x, x.clone().requires_grad_(), i), "teacher_logits must be detached"),
         (lambda x, i: slime.calculate_log_probs_and_entropy(x[0], i[0], None, log_prob_keep_mask=x > 0), "keep_mask"),
         (lambda x, i: pack_call(x, i, BOUNDS[:1]), r"cu_seqlens_padded must be \[B \+ 1\]"),
@@ -443,6 +463,13 @@ def test_refused_by_name(call, names):
 @pytest.mark.parametrize(
     ("call", "names"),
     [
+        (lambda x, i: slime_call(x, [None], None), "tokens must be a tensor, got NoneType"),
+        (lambda x, i: areal.gather_logprobs(x, None), "labels must be a tensor, got NoneType"),
+        (lambda x, i: megatron_rl.selective_log_softmax(x, None), "index must be a tensor, got NoneType"),
+        (
+            lambda x, i: skyrl.from_parallel_hidden_to_logprobs(x + 1j, x[0], i, 0, len(x[0]), None),
+            "hidden must be real, got torch.complex64",
+        ),
         (lambda x, i: slime_call(x, i, (x[0] > 0).float()), "log_prob_keep_mask must be bool, got torch.float32"),
         (lambda x, i: pack_call(x, i, BOUNDS, attention_mask=MASK.float()), "must be bool or integers, got torch.fl"),
         (lambda x, i: pack_call(x, i, BOUNDS.float()), "cu_seqlens_padded must be int64 or int32, got torch.float32"),

@@ -54,6 +54,13 @@ def test_masks_whose_ids_are_not_each_in_one_set_are_refused():
             sampling_masks.from_prime_rl([SimpleNamespace(ids=ids, counts=counts)])
     with pytest.raises(ValueError, match=r"each of its 3 ids in one set, got offsets \[0, 2\]"):
         sampling_masks.from_vllm([SimpleNamespace(token_ids=[1, 2, 3], offsets=[0, 2])])
+    with pytest.raises(ValueError, match=r"sizes in \[0, 2\], got \[5, -3\]"):
+        sampling_masks.from_nemo_rl(SimpleNamespace(token_ids=torch.ones(1, 2, 2).int(), sizes=torch.tensor([[5, -3]])))
+    with pytest.raises(TypeError, match=r"sizes of a sampling mask must be int64 or int32, got torch\.float32"):
+        sampling_masks.from_nemo_rl(SimpleNamespace(token_ids=torch.ones(1, 1, 2).int(), sizes=torch.ones(1, 1)))
+    for wrong in ([[1.7, 2]], [[True, False]]):
+        with pytest.raises(TypeError, match="must be int64 or int32"):
+            sampling_masks.from_vllm([wrong])
     with pytest.raises(TypeError, match="counts of a sampling mask must be int64 or int32"):
         sampling_masks.from_prime_rl([SimpleNamespace(ids=[1], counts=torch.tensor([1.5]))])
 

@@ -1,12 +1,11 @@
 """With torchtitan itself: its models on two ranks, with its losses and with ours (tests/hosts/torchtitan_cases.py)."""
 
+import functools
+
+import cases
 import pytest
-from cases import launch, python_of
 
 HOST = "torchtitan-0.3.0"
-pytestmark = [
-    pytest.mark.skipif(not python_of(HOST).exists(), reason=f"no .hosts/{HOST}: bash scripts/hosts.sh {HOST}"),
-]
 BACKENDS = ("spmd_types", "partial_dtensor")
 SAME = [
     *(f"{kind}-{backend}{sp}" for kind in ("logits", "fused") for backend in BACKENDS for sp in ("", "-sp")),
@@ -19,14 +18,11 @@ CLOSE = [f"{case}-{backend}" for case in ("terms_and_metrics", "validation") for
 OTHERS = ["wrong_contract", "exact", "refusals", "documented"]
 
 
-def result(name: str) -> dict:
-    found = launch(HOST, "torchtitan_cases.py")[name]
-    assert "error" not in found, found["error"]
-    return found
+result = functools.partial(cases.result, HOST, "torchtitan_cases.py")
 
 
 def test_every_case_is_looked_at():
-    assert set(launch(HOST, "torchtitan_cases.py")) == {*SAME, *CLOSE, *OTHERS}
+    assert set(cases.results(HOST, "torchtitan_cases.py")) == {*SAME, *CLOSE, *OTHERS}
 
 
 @pytest.mark.parametrize("name", SAME)

@@ -2,7 +2,7 @@
 gradients or weights. transformers and TRL are in trainer_cases.py, torchtitan is in torchtitan_trainer_cases.py."""
 
 import pytest
-from cases import launch, python_of
+from cases import result, results
 
 OLDER, TRANSFORMERS, TORCHTITAN = "transformers-5.17.0", "transformers-5.23.0", "torchtitan-0.3.0"
 GRADIENTS = {  # (host, ranks) -> cases; the Trainer of the older one refuses FSDP beside tensor parallelism
@@ -22,18 +22,6 @@ WEIGHTS = {
 }
 
 
-def results(host: str, script: str, ranks: int) -> dict[str, dict]:
-    if not python_of(host).exists():
-        pytest.skip(f"no .hosts/{host}: bash scripts/hosts.sh {host}")
-    return launch(host, script, ranks)
-
-
-def result(host: str, script: str, ranks: int, case: str) -> dict:
-    found = results(host, script, ranks)[case]
-    assert "error" not in found, found["error"]
-    return found
-
-
 @pytest.mark.parametrize(("host", "ranks"), GRADIENTS)
 def test_every_case_of_transformers_is_looked_at(host, ranks):
     assert set(results(host, "trainer_cases.py", ranks)) == GRADIENTS[host, ranks]
@@ -47,18 +35,18 @@ def test_every_case_of_torchtitan_is_looked_at(ranks):
 
 @pytest.mark.parametrize(("host", "ranks", "case"), [(*of, case) for of in GRADIENTS for case in sorted(GRADIENTS[of])])
 def test_the_trainers_of_transformers_and_trl_log_and_learn_the_same(host, ranks, case):
-    found = result(host, "trainer_cases.py", ranks, case)
+    found = result(host, "trainer_cases.py", case, ranks)
     if case != "evaluated":  # which compares itself
         assert max(found["loss"], found["grads"]) < 1e-6 < 5e-3 < found["mutant"], found
 
 
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks in WEIGHTS for case in sorted(WEIGHTS[ranks])])
 def test_torchtitans_trainer_logs_the_same_and_ends_with_the_same_weights(ranks, case):
-    found = result(TORCHTITAN, "torchtitan_trainer_cases.py", ranks, case)
+    found = result(TORCHTITAN, "torchtitan_trainer_cases.py", case, ranks)
     assert max(found["logged"], found["weights"]) < 1e-6 < 5e-4 < found["mutant"], found
 
 
 def test_torchtitans_trainer_in_bf16_is_as_exact():
-    found = result(TORCHTITAN, "torchtitan_trainer_cases.py", 2, "bf16")
+    found = result(TORCHTITAN, "torchtitan_trainer_cases.py", "bf16")
     assert found["ours_logged"] <= 1.5 * found["host_logged"], found
     assert found["ours_weights"] <= 1.5 * found["host_weights"], found

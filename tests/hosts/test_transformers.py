@@ -6,7 +6,7 @@ gradient makes 1.4 times as much.
 """
 
 import pytest
-from cases import launch, python_of
+from cases import result
 
 HOSTS = ("transformers-5.17.0", "transformers-5.23.0")
 WAYS = ("loss_function", "fused")
@@ -22,16 +22,13 @@ TRL_CASES += ("documented",)
 
 
 def checked(host, script, case):
-    if not python_of(host).exists():
-        pytest.skip(f"no environment .hosts/{host}")
-    result = launch(host, script)[case]
-    assert "error" not in result, result["error"]
-    if "host_grads" in result:
+    found = result(host, script, case)
+    if "host_grads" in found:
         for name in ("loss", "grads", "head"):
-            assert result[name] <= max(1.2 * result[f"host_{name}"], 1e-6), result
-        assert result["mutant"] > 1.2 * result["host_head"], result
-    elif result:
-        assert max(result["loss"], result["grads"]) < 1e-6 < 5e-3 < result["mutant"], result
+            assert found[name] <= max(1.2 * found[f"host_{name}"], 1e-6), found
+        assert found["mutant"] > 1.2 * found["host_head"], found
+    elif found:
+        assert max(found["loss"], found["grads"]) < 1e-6 < 5e-3 < found["mutant"], found
 
 
 @pytest.mark.parametrize("case", CASES)

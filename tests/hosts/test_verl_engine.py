@@ -3,13 +3,12 @@
 In fp32 both round: after three steps a gradient may differ by 4e-6; 1 % of the output layer's gradient is 1e-2.
 """
 
+import functools
+
+import cases
 import pytest
-from cases import launch, python_of
 
 HOST = "verl-0.9.1"
-pytestmark = [
-    pytest.mark.skipif(not python_of(HOST).exists(), reason=f"no .hosts/{HOST}: bash scripts/hosts.sh {HOST}"),
-]
 KINDS = ["grpo", "grpo, tied", "grpo, sequence parallel", "grpo, with padding", "grpo, context parallel"]
 KINDS += ["distillation and grpo", "distillation, clamped", "distillation, sequence parallel"]
 KINDS += ["distillation, with padding", "distillation, context parallel", "grpo, pipeline", "distillation, pipeline"]
@@ -17,14 +16,11 @@ SAME = [f"{kind}, {head}" for kind in KINDS for head in ("logits", "fused")]
 OTHERS = ["half precision", "padded vocabulary", "external_lib", "refusals", "documented"]
 
 
-def result(name: str) -> dict:
-    found = launch(HOST, "verl_cases.py")[name]
-    assert "error" not in found, found["error"]
-    return found
+result = functools.partial(cases.result, HOST, "verl_cases.py")
 
 
 def test_every_case_is_looked_at():
-    assert set(launch(HOST, "verl_cases.py")) == {*SAME, *OTHERS}
+    assert set(cases.results(HOST, "verl_cases.py")) == {*SAME, *OTHERS}
 
 
 @pytest.mark.parametrize("name", SAME)

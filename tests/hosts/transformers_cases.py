@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from cases import compared, fails_cleanly_at_every_step, main
+from cases import compared, fails_cleanly_at_every_step, main, refused
 from pages import marked_block
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +26,7 @@ from transformers.distributed import DistributedConfig
 from tp_headloss import CrossEntropy, Distillation, HeadLoss, Linear, Teacher, Transform, VocabShard, ZLoss
 from tp_headloss.integrations import require
 from tp_headloss.integrations.transformers import causal_lm_loss, colwise_plan, fuse_head
+from tp_headloss.integrations.transformers.calls import with_ignore_index
 
 transformers.logging.set_verbosity_error()
 LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -217,6 +218,11 @@ def call_arguments(group, install):
         "ignore_index": {**inputs, "labels": inputs["labels"].where(inputs["labels"] != -100, 3), "ignore_index": 3},
     }
     results = [against_host(model, host, call) for call in calls.values()]
+    head_loss = HeadLoss(compile=True)
+    own = with_ignore_index(head_loss, 3)
+    assert own.ignore_index == 3 and with_ignore_index(head_loss, 3) is own  # with what it has compiled
+    head_loss.terms = ZLoss(1.0)
+    assert with_ignore_index(head_loss, 3).terms == head_loss.terms
     return {key: (min if key == "mutant" else max)(r[key] for r in results) for key in ("loss", "grads", "mutant")}
 
 
@@ -315,15 +321,6 @@ def dropout_and_modes(group):
 
 
 # ---- what is refused
-
-
-def refused(function, match, kind=ValueError):
-    try:
-        function()
-    except kind as error:
-        assert match in str(error), str(error)
-    else:
-        raise AssertionError(f"not refused: {match}")
 
 
 def misused(model, group):

@@ -3,9 +3,9 @@
 from functools import partial
 
 import torch
-from cases import compared, fails_cleanly_at_every_step, main, relative_errors
+from cases import compared, fails_cleanly_at_every_step, main, refused, relative_errors
 from pages import marked_block
-from transformers_cases import HEAD, Collectives, batch, config_of, models, refused, saved, whole
+from transformers_cases import HEAD, Collectives, batch, config_of, models, saved, whole
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from tp_headloss import Linear

@@ -446,7 +446,7 @@ def test_operators_are_registered_consistently():
     torch.library.opcheck(compiled.linear_gradient.default, (*args, *fixed), **checks)
 
 
-def top_run(group, device, kind):
+def top_run(group, device):
     teacher_hidden, teacher_weight, bias, temperatures = (x.to(device) for x in teacher_tensors())
     shard = VocabShard.from_boundaries(UNEVEN[2] if group else [0, V], TRUE_V, group)
     local = slice(shard.start, shard.stop)
@@ -462,7 +462,7 @@ def test_the_top_k_of_a_head(world_size):
     teacher_hidden, teacher_weight, bias, temperatures = teacher_tensors()
     u, _ = transformed(F.linear(teacher_hidden, teacher_weight), bias, temperature=temperatures, **CAPPED)
     expected = u[:, :TRUE_V].log_softmax(-1).topk(7)
-    for top in on_ranks(world_size, top_run, "head"):
+    for top in on_ranks(world_size, top_run):
         assert torch.equal(top.ids.view(N, 7).cpu(), expected.indices)
         torch.testing.assert_close(top.log_probs.view(N, 7).double().cpu(), expected.values, rtol=2e-6, atol=2e-6)
     with pytest.raises(ValueError, match="its own weight and transform"):

@@ -525,3 +525,16 @@ def test_check_allows_log_probs_that_were_rounded_and_entries_that_do_not_count(
 
 def test_one_id_beyond_the_vocabulary_counts_not_where_its_probability_is_0():
     checked_entries(ids=torch.tensor([[0, 50]]).repeat(4, 1), log_probs=torch.tensor([[0.0, -torch.inf]]).repeat(4, 1))
+
+
+def test_a_tail_counts_in_the_mass_that_is_checked():
+    entries = torch.tensor([[1]]), torch.tensor([[-0.3]])
+    head = HeadLoss([TopKDistillation(support="tail")], options=Options(check=True))
+    for tail, is_right in ((-1.36, True), (1.36, False)):
+        teacher = TopKTeacher(*entries, renormalize=False, tail_log_prob=torch.tensor([tail]))
+        given = torch.zeros(1, 9), torch.tensor([0])
+        if is_right:
+            head(*given, inputs={"teacher": teacher})
+            continue
+        with pytest.raises(ValueError, match=r"log-probs, of probabilities that add up to at most 1, got 4.6"):
+            head(*given, inputs={"teacher": teacher})

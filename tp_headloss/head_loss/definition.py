@@ -61,6 +61,8 @@ class HeadLossDefinition(NamedTuple):
         ignore_index = expect_ignore_index(ignore_index)
         named = tuple(metric for metric in metrics if isinstance(metric, str))
         token_metrics = tuple(metric for metric in metrics if not isinstance(metric, str))
+        if len(set(named)) != len(named):
+            raise ValueError(f"metrics must have distinct names, got {list(named)}")
         if unknown := set(named) - set(METRICS):
             raise ValueError(f"metrics must be of {sorted(METRICS)}, got {sorted(unknown)}")
         expect_one_of("reduction", reduction, REDUCTIONS + SEQUENCE_REDUCTIONS)

@@ -66,7 +66,7 @@ def Distillation(
     plain = isinstance(per_token, StatisticValue) and not temperature_squared
     function = per_token if plain else partial(_distillation, per_token, temperature_squared)
     default = "teacher_cross_entropy" if divergence == "cross_entropy" else divergence
-    return Term(name or default, function, weight, want, inputs=("teacher",), tokenwise=True)
+    return Term(default if name is None else name, function, weight, want, inputs=("teacher",), tokenwise=True)
 
 
 def TopKDistillation(
@@ -105,12 +105,15 @@ def TopKDistillation(
     expect_one_of("divergence", divergence, sorted({d for d, _ in TOPK_DISTILLATIONS}))
     expect_one_of("support", support, list(losses.SUPPORTS))
     expect_real("outside_log_prob", outside_log_prob)
+    if not outside_log_prob <= 0:
+        raise ValueError(f"outside_log_prob must be a log-prob, at most 0, got {outside_log_prob}")
     expect_bool("temperature_squared", temperature_squared)
     want = TOPK_DISTILLATIONS[divergence, support]
     function: PerToken = StatisticValue(want[0])
     if len(want) > 1 or temperature_squared:
         function = partial(_topk_distillation, divergence, support, outside_log_prob, temperature_squared)
-    return Term(name or f"topk_{divergence}", function, weight, want, inputs=("teacher",), tokenwise=True)
+    name = f"topk_{divergence}" if name is None else name
+    return Term(name, function, weight, want, inputs=("teacher",), tokenwise=True)
 
 
 def _distillation(per_token, temperature_squared, stats, teacher):

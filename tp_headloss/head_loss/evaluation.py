@@ -62,8 +62,8 @@ def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
         new = _call_function(metric, stats, inputs)
         if not isinstance(new, dict):
             raise TypeError(f"{metric.owner} must return values by name, a dict, got {type(new).__name__}")
-        if unnamed := [name for name in new if not isinstance(name, str)]:
-            raise TypeError(f"{metric.owner} must name its values by strings, got {unnamed}")
+        if unnamed := [name for name in new if not isinstance(name, str) or not name]:
+            raise TypeError(f"{metric.owner} must name its values by strings, not empty, got {unnamed}")
         if any(value is None for value in new.values()):
             _expect_statistics(metric, stats)
         for name, value in new.items():

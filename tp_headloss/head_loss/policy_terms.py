@@ -13,7 +13,7 @@ from ..losses.policy import CLIP
 from ..losses.ratio import scaled
 from ..sequences import Sequences
 from ..statistics import VocabStatistics
-from ..validation import expect_bool, expect_bounds, expect_one_of, expect_pair, expect_real
+from ..validation import expect_bool, expect_bounds, expect_floating, expect_one_of, expect_pair, expect_real
 from .terms import Metric, Term, over_sets
 
 OBJECTIVES: dict[
@@ -90,7 +90,7 @@ def PolicyGradient(
     inputs = (*(n for n in names if n != "mask"), *(flag for flag, value in extra.items() if value))
     _try_one_token(function, inputs)
     return Term(
-        name or objective.replace("-", "_"),
+        objective.replace("-", "_") if name is None else name,
         function,
         weight,
         _wanted(over),
@@ -263,6 +263,9 @@ def _log_prob_metrics(function, options, statistic, stats, **inputs):
 def _constants(stats, inputs):
     """Detach the tensors among the inputs and convert them to the statistics' precision."""
     dtype = stats.log_prob.dtype
+    for name, x in inputs.items():
+        if name.endswith("log_prob"):
+            expect_floating(f"input {name!r}", x)
     tensors = {k: x.detach() if x.requires_grad else x for k, x in inputs.items() if isinstance(x, torch.Tensor)}
     return inputs | {k: x.to(dtype) for k, x in tensors.items()}
 

@@ -12,7 +12,7 @@ import torch
 from .. import losses
 from ..losses.ratio import scaled
 from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
-from ..validation import expect_bool, expect_one_of, expect_scalar, expect_share
+from ..validation import expect_bool, expect_one_of, expect_scalar, expect_share, expect_tensor
 from .statistic_value import StatisticValue
 
 
@@ -55,8 +55,8 @@ class Term:
     tokenwise: bool = False
 
     def __post_init__(self):
-        if not isinstance(self.name, str):
-            raise TypeError(f"a term's name must be a string, got {self.name!r}")
+        if not isinstance(self.name, str) or not self.name:
+            raise TypeError(f"a term's name must be a string, not empty, got {self.name!r}")
         owner = f"term {self.name!r}"
         _expect_function(owner, self.function)
         expect_scalar(f"{owner}: weight", self.weight)
@@ -206,9 +206,14 @@ def _weighted_cross_entropy(class_weight, stats):
 
 
 def _expect_class_weight(class_weight):
-    """Raise TypeError unless it is a tensor or None; its shape is checked with a call."""
-    if class_weight is not None and not isinstance(class_weight, torch.Tensor):
+    """Raise TypeError or ValueError unless it is a constant tensor or None; its shape is checked with a call."""
+    if class_weight is None:
+        return
+    if not isinstance(class_weight, torch.Tensor):
         raise TypeError(f"class_weight must be a tensor [V] or None, got {type(class_weight).__name__}")
+    expect_tensor("class_weight", class_weight)
+    if class_weight.requires_grad:
+        raise ValueError("class_weight gets no gradient: pass class_weight.detach()")
 
 
 def _expect_function(owner: str, function):

@@ -11,6 +11,7 @@ import torch
 
 from ..api import vocab_statistics
 from ..options import Transform
+from ..validation import expect_ids
 from .rl_calls import even_shard
 
 
@@ -58,5 +59,6 @@ def gather_logprobs_entropy(
 
 
 def _statistics(logits, labels, temperature, group, vocab_size, want):
+    expect_ids("labels", labels)
     logits, shard = even_shard(logits, group, vocab_size)
     return vocab_statistics(logits, labels, shard=shard, want=want, transform=Transform(temperature=temperature))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..api import vocab_statistics
+from ..validation import expect_ids
 from .rl_calls import even_shard
 
 
@@ -39,5 +40,6 @@ def selective_log_softmax(
         >>> selective_log_softmax(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]))
         tensor([-0.4076])
     """
+    expect_ids("index", index)
     logits, shard = even_shard(logits, tp_group, vocab_size)
     return vocab_statistics(logits, index, shard=shard).log_prob.to(logits.dtype if dtype is None else dtype)

@@ -30,7 +30,6 @@ from ..comm import group_size
 from ..dtensor import is_dtensor, local_part
 from ..id_sets import IdSets
 from ..linear_head import Linear, linear_vocab_statistics
-from ..shard import VocabShard
 from .nemo_rl_distillation import get_distillation_topk_logprobs_from_logits
 from .nemo_rl_sampling import kept_by, log_probs_over, sets_of_next_tokens
 from .rl_calls import (
@@ -121,7 +120,7 @@ def from_parallel_logits_to_logprobs(
     """
     kept = kept_by(sampling_params, sampling_mask)
     sets_on = None if kept is None else vocab_parallel_logits.device
-    shard = bounded_shard(vocab_start_index, vocab_end_index, tp_group, vocab_size, sets_on=sets_on)
+    shard = bounded_shard(vocab_start_index, vocab_end_index, tp_group, vocab_size, device=sets_on)
     return _next_token_log_probs(vocab_parallel_logits, target, shard, kept, cp_group, inference_only)
 
 
@@ -162,7 +161,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     kept = kept_by(sampling_params, None)
     local, device = vocab_parallel_logits.shape[1], vocab_parallel_logits.device
     sets_on = None if kept is None else device
-    shard = bounded_shard(vocab_start_index, vocab_end_index, group, vocab_size, sets_on=sets_on)
+    shard = bounded_shard(vocab_start_index, vocab_end_index, group, vocab_size, device=sets_on)
     packed = PackedTokens(cu_seqlens_padded, unpacked_seqlen, local, cp_group, device=device, sum_gradients=True)
 
     def score(labels):
@@ -192,7 +191,7 @@ def from_parallel_hidden_states_to_logprobs(
         tensor_parallel_hidden_states: [S/P, B, H], this rank's part of the sequence (sequence parallelism). They are
             gathered, and their gradient is summed over tp_group and scattered, as in NeMo-RL. With another
             ``linear.hidden_grad`` they are [S, B, H] replicated.
-        output_weight_layer: [V/P, H] sharded on V in even shards.
+        output_weight_layer: [width, H], the rows [vocab_start_index, vocab_end_index).
         runtime_gather_output: None or False; ValueError for True.
         target: [B, S] replicated, not shifted.
         linear: `Linear`; blocks of logits have ``linear.budget`` bytes, not chunk_size tokens.
@@ -202,18 +201,12 @@ def from_parallel_hidden_states_to_logprobs(
     refuse(runtime_gather_output=runtime_gather_output or None)
     if group_size(cp_group) > 1:
         raise ValueError(f"cp_group must have one rank here, as in NeMo-RL, got {group_size(cp_group)}")
-    size = group_size(tp_group)
-    shard = VocabShard(
-        vocab_start_index,
-        vocab_end_index,
-        (vocab_end_index - vocab_start_index) * size if vocab_size is None else vocab_size,
-        tp_group,
-    )
+    device = output_weight_layer.device
+    shard = bounded_shard(vocab_start_index, vocab_end_index, tp_group, vocab_size, device=device)
     scattered = linear.hidden_grad == "reduce_scatter" and not is_dtensor(tensor_parallel_hidden_states)
-    length = tensor_parallel_hidden_states.shape[0] * (
-        size if scattered else 1
-    )  # the shape of a DTensor is that of all ranks
-    labels = next_tokens(local_part(target, shard), length, output_weight_layer.device)
+    # the shape of a DTensor is that of all ranks
+    length = tensor_parallel_hidden_states.shape[0] * (group_size(tp_group) if scattered else 1)
+    labels = next_tokens(local_part(target, shard), length, device)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         stats = linear_vocab_statistics(
             tensor_parallel_hidden_states, output_weight_layer, labels.t(), shard=shard, linear=linear

@@ -64,7 +64,7 @@ def get_distillation_topk_logprobs_from_logits(
         stats = vocab_statistics(logits, shard=shard, want=("entropy",) if calculate_entropy else ())
         entropy = -tokens.join(stats.entropy)[:, : shape[1] - 1] if calculate_entropy else None
     student = student - stats.lse.unsqueeze(-1) if zero_outside_topk else student.log_softmax(-1)
-    teacher = local_part(teacher_topk_logits, shard).to(logits.device, student.dtype).log_softmax(-1)
+    teacher = local_part(teacher_topk_logits, shard).detach().to(logits.device, student.dtype).log_softmax(-1)
     return tokens.join(student)[:, : shape[1] - 1], teacher[:, :-1], entropy
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..comm import gather_from_ranks, group_size, sum_over_ranks
-from ..dtensor import local_logits
+from ..dtensor import is_dtensor, local_logits
 from ..shard import VocabShard, expect_group
 from ..validation import expect_ids, expect_int, expect_tensor
 
@@ -21,6 +21,8 @@ def even_shard(logits, group, vocab_size: int | None) -> tuple[torch.Tensor, Voc
     """
     expect_tensor("logits", logits)
     expect_group(group)
+    if group is not None and is_dtensor(logits):
+        raise ValueError("a DTensor has its own group: pass None as the group, got both")
     if group is None:
         columns = logits.shape[-1]  # a DTensor's are those of all ranks
         logits, shard = local_logits(logits, None)
@@ -34,24 +36,25 @@ def even_shard_of_rank(logits, rank, group, vocab_size) -> tuple[torch.Tensor, V
     """Return the same as `even_shard`, and raise ValueError unless rank is this one of the group."""
     if (rank is None) != (group is None):
         raise ValueError(f"vocab_parallel_rank and vocab_parallel_group belong together, got {rank} and {group!r}")
-    width = logits.shape[-1]
+    width = logits.shape[-1] if isinstance(logits, torch.Tensor) else 0
     logits, shard = even_shard(logits, group, vocab_size)
     if rank is not None and shard.start != rank * width:
         raise ValueError(f"vocab_parallel_rank must be this rank of vocab_parallel_group, got {rank}")
     return logits, shard
 
 
-def bounded_shard(start: int, end: int, group, vocab_size: int | None, *, sets_on=None) -> VocabShard:
+def bounded_shard(start: int, end: int, group, vocab_size: int | None, *, device=None) -> VocabShard:
     """Return the shard of the ids [start, end), which may be uneven.
 
-    sets_on: device of logits whose log-probs are over sets of ids, or None. Without a vocab_size, one small all-gather.
+    device: of the tensors of a call that needs one number of ids on all ranks (sets of ids, linear heads); without a
+    vocab_size it takes one small all-gather then. None: of calls that need none.
     """
     if vocab_size is None:
         # it only says where padding begins, so the end of this shard will do, except for ids of the whole vocabulary
-        vocab_size = end
-        if sets_on is not None and group is not None:
-            vocab_size = int(gather_from_ranks(torch.tensor([end], device=sets_on), group).max())
-    return VocabShard(start, end, max(vocab_size, 1), group)
+        vocab_size = max(end, 1)
+        if device is not None and group is not None:
+            vocab_size = int(gather_from_ranks(torch.tensor([end], device=device), group).max())
+    return VocabShard(start, end, vocab_size, group)
 
 
 def expect_other_group(cp_group, group):

@@ -98,9 +98,12 @@ def from_nemo_rl(mask) -> IdSets:
     else:
         ids, sizes = mask.token_ids, mask.sizes
     check_type("token_ids of a sampling mask", ids, torch.Tensor)
-    check_type("sizes of a sampling mask", sizes, torch.Tensor)
+    expect_ids("sizes of a sampling mask", sizes)
     if sizes.shape != ids.shape[:-1]:
         raise ValueError(f"a sampling mask must have sizes {list(ids.shape[:-1])}, got {list(sizes.shape)}")
+    if not sizes.is_cuda and bool(((sizes < 0) | (sizes > ids.shape[-1])).any()):
+        some = sizes.flatten()[:20].tolist()
+        raise ValueError(f"a sampling mask must have sizes in [0, {ids.shape[-1]}], got {some}")
     return IdSets(ids, torch.arange(ids.shape[-1], device=ids.device) < sizes.unsqueeze(-1))
 
 
@@ -142,6 +145,5 @@ def _int_tensor(x) -> torch.Tensor:
         return torch.frombuffer(bytearray(x), dtype=torch.int32) if x else torch.zeros(0, dtype=torch.int32)
     if isinstance(x, torch.Tensor):
         return x
-    return torch.tensor(
-        x, dtype=torch.int64 if isinstance(x, (list, tuple)) else None
-    )  # a copy: arrays may be read-only
+    found = torch.tensor(x)  # a copy: arrays may be read-only
+    return found if found.numel() else found.long()

@@ -18,10 +18,10 @@ from __future__ import annotations
 import torch
 
 from ..api import vocab_statistics
-from ..comm import group_size, sum_over_ranks
+from ..comm import sum_over_ranks
 from ..linear_head import Linear, linear_vocab_statistics
 from ..options import Transform
-from ..shard import VocabShard
+from ..validation import expect_floating
 from .nemo_rl import from_parallel_logits_to_logprobs
 from .rl_calls import PackedTokens, RankedTokens, bounded_shard, even_shard, expect_other_group, next_tokens
 from .skyrl_draft import draft_soft_ce, draft_soft_ce_topk
@@ -231,8 +231,8 @@ def from_parallel_hidden_to_entropy_packed_sequences(
 
 def _scored_head(hidden, weight, start, end, group, temperature, vocab_size, linear):
     """Return a function of labels, or None, that computes statistics of hidden @ weight.T."""
-    rows = (end - start) * group_size(group)
-    shard = VocabShard(start, end, rows if vocab_size is None else vocab_size, group)
+    shard = bounded_shard(start, end, group, vocab_size, device=weight.device)
+    expect_floating("hidden", hidden)
     hidden, transform = hidden.to(weight.dtype), Transform(temperature=temperature)
 
     def score(labels, want=()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..api import vocab_statistics
-from ..validation import expect_tensor
+from ..validation import expect_ids, expect_mask
 from .rl_calls import even_shard
 
 
@@ -45,15 +45,14 @@ def calculate_log_probs_and_entropy(
         >>> calculate_log_probs_and_entropy(torch.zeros(1, 4), torch.tensor([2]), None, with_entropy=True)
         (tensor([[-1.3863]]), tensor([1.3863]))
     """
+    expect_ids("tokens", tokens)
     logits, shard = even_shard(logits, tp_group, vocab_size)
     want = ("entropy",) if with_entropy else ()
     if log_prob_keep_mask is None:
         stats = vocab_statistics(logits, tokens, shard=shard, want=want)
         log_prob, entropy = stats.log_prob, stats.entropy
     else:
-        expect_tensor("log_prob_keep_mask", log_prob_keep_mask, logits.shape, logits.device)
-        if log_prob_keep_mask.dtype != torch.bool:
-            raise TypeError(f"log_prob_keep_mask must be bool, got {log_prob_keep_mask.dtype}")
+        expect_mask("log_prob_keep_mask", log_prob_keep_mask, logits.shape, logits.device)
         ids = shard.start + torch.arange(shard.width, device=logits.device)
         kept = log_prob_keep_mask | (ids == tokens.unsqueeze(-1))
         log_prob = vocab_statistics(logits.masked_fill(~kept, -torch.inf), tokens, shard=shard).log_prob

@@ -14,12 +14,12 @@ from ..options import DEFAULTS, NO_TRANSFORM
 from ..request import Request, TeacherOperands
 from ..sampling_rule import SamplingRule
 from ..statistics import VocabStatistics
-from ..validation import expect_hidden_and_weight, expect_tensor
+from ..validation import expect_hidden_and_weight, expect_tensor, operand_dtype
 from . import blocks
 from .autograd import LinearFacts, LinearStatistics, MainGrad
 from .epilogue import is_default, obstacle
 from .options import Linear
-from .teacher import heads_of, operand_dtype, stand_in, teacher_operands
+from .teacher import heads_of, stand_in, teacher_operands
 
 _log = logging.getLogger("tp_headloss")
 
@@ -144,8 +144,6 @@ def _takes_epilogue(hidden, weight, dtype: torch.dtype, request: Request, linear
 def _validate(hidden, weight, linear: Linear) -> torch.dtype:
     """Return the dtype of the GEMMs' operands, as torch.nn.functional.linear chooses it."""
     expect_hidden_and_weight(hidden, weight)
-    if hidden.device != weight.device:
-        raise ValueError(f"weight must be on {hidden.device} like the hidden states, got {weight.device}")
     dtype = operand_dtype(hidden, weight)
     if linear.main_grad and weight.requires_grad:
         main_grad = getattr(weight, "main_grad", None)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ..agreement import Agreement
+from ..api import statistic_names
 from ..dtensor import local_head, local_part
 from ..eager_only import uncompiled_where_needed
 from ..id_sets import IdSets
@@ -77,7 +78,7 @@ def linear_vocab_statistics(
     expect_instance("options", options, Options)
     expect_instance("linear", linear, Linear)
     expect_instance("transform", transform, Transform)
-    linear = _recompute_options(linear)
+    linear, want = _recompute_options(linear), statistic_names(want)
     if options is not None and options.gradient == "forward":
         raise ValueError("gradient='forward' is for logits and a HeadLoss, got statistics of hidden states")
     with Agreement(options, shard) as agreement:

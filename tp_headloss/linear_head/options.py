@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..comm import HIDDEN_GRADS
-from ..validation import expect_bool, expect_int, expect_one_of, expect_real, expect_scalar
+from ..validation import expect_bool, expect_int, expect_number, expect_one_of, expect_real, expect_scalar
 
 MODES = ("auto", "one_sweep", "recompute")
 ENGINES = ("auto", "epilogue", "blocks")
@@ -92,6 +92,8 @@ class Linear:
             object.__setattr__(self, "budget", int(self.budget))  # 1e9, say
         if self.upstream is not None:
             expect_scalar("upstream", self.upstream)
+            if not isinstance(self.upstream, torch.Tensor):
+                expect_number("upstream", self.upstream, positive=False)
         if self.max_valid_tokens is not None and expect_int("max_valid_tokens", self.max_valid_tokens) < 0:
             raise ValueError(f"max_valid_tokens must be at least 0, got {self.max_valid_tokens}")
         if self.max_valid_tokens is not None and self.hidden_grad == "reduce_scatter":

@@ -10,18 +10,8 @@ import torch
 from ..calls import LOGITS_DTYPES
 from ..request import TeacherOperands, TokenOrder
 from ..teachers import Teacher, TeacherHead, TeacherHeads
-from ..validation import expect_tensor
+from ..validation import expect_tensor, operand_dtype
 from .options import Linear
-
-
-def operand_dtype(hidden, weight, owner: str = "") -> torch.dtype:
-    """dtype of a GEMM's operands, as torch.nn.functional.linear chooses it; TypeError if they do not go together."""
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
-        return torch.get_autocast_dtype(kind)
-    if hidden.dtype != weight.dtype:
-        raise TypeError(f"{owner}hidden states and weight must have one dtype, got {hidden.dtype} and {weight.dtype}")
-    return hidden.dtype
 
 
 def heads_of(teacher, hidden, logits) -> tuple[TeacherHead, ...]:

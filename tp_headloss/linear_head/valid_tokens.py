@@ -10,7 +10,8 @@ import torch
 from ..id_sets import IdSets
 from ..options import Transform
 from ..statistics import VocabStatistics
-from ..teachers import Teacher, TeacherHead, TeacherHeads
+from ..teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
+from ..validation import expect_ids, expect_ignore_index
 
 
 def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int):
@@ -41,6 +42,8 @@ class ValidTokens:
     def __init__(self, labels: torch.Tensor | None, ignore_index: int, count: int, options, vocab_size: int):
         if labels is None:
             raise ValueError("max_valid_tokens drops tokens by their labels, got none")
+        expect_ids("labels", labels)
+        ignore_index = expect_ignore_index(ignore_index)
         if options is not None and options.check:  # here, where a token's place is known
             check_range(labels, ignore_index, vocab_size)
         self.lead, valid = labels.shape, (labels != ignore_index).reshape(-1)
@@ -61,14 +64,15 @@ class ValidTokens:
         return transform and replace(transform, temperature=self(transform.temperature, "temperature"))
 
     def teacher(self, teacher):
-        """Select from the tensors of a `TopKTeacher`. ValueError for a `Teacher`."""
+        """Select from the tensors of a `TopKTeacher` or of heads. ValueError for a `Teacher`; others are returned."""
         if isinstance(teacher, Teacher):
             raise ValueError("max_valid_tokens would copy the teacher's logits, got a Teacher: drop the tokens before")
-        return teacher and map_teacher_tensors(teacher, self)
+        known = isinstance(teacher, (TopKTeacher, TeacherHead, TeacherHeads))
+        return map_teacher_tensors(teacher, self) if known else teacher
 
-    def sets(self, sets: IdSets | None) -> IdSets | None:
-        """Select the sets of the valid tokens."""
-        return None if sets is None else sets.map_tokens(self.lead, lambda x: self(x, "sets"))
+    def sets(self, sets):
+        """Select the sets of the valid tokens. Anything but `IdSets` is returned."""
+        return sets.map_tokens(self.lead, lambda x: self(x, "sets")) if isinstance(sets, IdSets) else sets
 
     def spread_one(self, x: torch.Tensor, ignored, missing) -> torch.Tensor:
         """Spread a selected tensor over all tokens: [count, *] -> [.., *], others are `ignored` or `missing`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..validation import expect_bounds, expect_mask
+from ..validation import expect_bounds, expect_mask, expect_share
 from .policy import CLIP, clipped_objective
 from .ratio import expect_broadcast, log_ratio
 
@@ -74,6 +74,7 @@ def clip_cov(
     """
     expect_broadcast("noise", noise, log_prob)
     expect_bounds("bounds", bounds)
+    expect_share("fraction", fraction)
     ratio = log_ratio(log_prob, old_log_prob).exp()
     clipped_away = (advantages < 0) & (ratio < 1 - clip[0]) | (advantages > 0) & (ratio > 1 + clip[1])
     covariance = _covariance(log_prob, advantages, mask)
@@ -116,6 +117,7 @@ def kl_cov(
     Source:
         KL-Cov (arXiv:2505.22617).
     """
+    expect_share("fraction", fraction)
     log_r = log_ratio(log_prob, old_log_prob)
     count = (fraction * mask.sum()).floor().clamp(min=1)
     penalised = mask & _largest(_covariance(log_prob, advantages, mask), count)

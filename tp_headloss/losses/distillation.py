@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..statistics import VocabStatistics
-from ..validation import expect_one_of
+from ..validation import expect_one_of, expect_share
 from .ratio import expect_broadcast
 
 SUPPORTS = ("topk", "vocabulary", "tail")
@@ -89,6 +89,7 @@ def log_tail(
         >>> losses.log_tail(stats)
         tensor([-2.4879])
     """
+    expect_share("min_probability", min_probability)
     if tail_log_prob is not None:
         expect_broadcast("tail_log_prob", tail_log_prob, stats.teacher_mass)
         return tail_log_prob.detach().to(stats.teacher_mass.dtype)
@@ -194,6 +195,8 @@ def topk_jsd(
         GKD (arXiv:2306.13649, section 2).
     """
     _expect_support(stats, support, log_tail)
+    if not 0 < beta < 1:
+        raise ValueError(f"beta must be in (0, 1), got {beta}")
     if support == "topk":
         return stats.topk_jsd
     if log_tail is None or support == "vocabulary":

@@ -177,6 +177,9 @@ def sapo(
         SAPO (arXiv:2511.20347).
     """
     expect_broadcast("advantages", advantages, log_prob)
+    expect_pair("temperatures", temperatures)
+    if not min(temperatures) > 0:
+        raise ValueError(f"temperatures must be positive, got {temperatures}")
     ratio = log_ratio(log_prob, old_log_prob).exp()
     tau = torch.full_like(ratio, temperatures[1]).masked_fill(advantages > 0, temperatures[0])
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)

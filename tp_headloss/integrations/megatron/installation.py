@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from ...head_loss import HeadLoss
+from ...linear_head import Linear
 from .. import check_type, require
 from .head import MegatronHead, refuse_options
 from .methods import Installed, replaced
@@ -39,7 +40,7 @@ def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Inst
     check_type("head", head, MegatronHead, HeadLoss)
     head = MegatronHead.from_head_loss(head) if isinstance(head, HeadLoss) else head
     model, owner = _checked_model(model, fused)
-    _refuse_unused_depth_terms(model, head, fused)
+    _refuse_unused(model, head, fused)
     entry = "_postprocess" if hasattr(owner, "_postprocess") else "forward"  # gets hidden states and labels
     _refuse_replaced(model, fused and (entry, owner))
     stock: Any = getattr(owner, entry, None)
@@ -92,8 +93,12 @@ def _checked_model(model, fused):
     return model, owner
 
 
-def _refuse_unused_depth_terms(model, head, fused):
-    """Raise ValueError if the head has terms for depths that it will not compute."""
+def _refuse_unused(model, head, fused):
+    """Raise ValueError if the head has options, or terms for depths, that nothing would use."""
+    if not fused and head.linear != Linear():
+        raise ValueError(f"linear needs fused=True, where there are hidden states, got fused=False and {head.linear}")
+    if fused and head.head_loss.options is not None and head.head_loss.options.inplace:
+        raise ValueError("Options(inplace=True) is for logits, fused=False: a fused head has none, got fused=True")
     depths = getattr(model.config, "mtp_num_layers", None)
     if head.depth_terms is not None and not (fused and depths):
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -83,13 +84,20 @@ def scalar_head_loss(head_loss: HeadLoss | None) -> HeadLoss:
     return head_loss
 
 
+# HeadLoss -> by ignore_index its definition and a copy, which keeps what it compiled and what it knows of calls
+_copies: WeakKeyDictionary[HeadLoss, dict] = WeakKeyDictionary()
+
+
 def with_ignore_index(head_loss: HeadLoss, ignore_index: int | None) -> HeadLoss:
     """Return the HeadLoss with the ignore_index of a call, or with its own if the call has None."""
     if ignore_index is None or ignore_index == head_loss.ignore_index:
         return head_loss
-    head_loss = copy.copy(head_loss)
-    head_loss.ignore_index = ignore_index
-    return head_loss
+    known, definition = _copies.setdefault(head_loss, {}), head_loss._definition
+    if ignore_index not in known or known[ignore_index][0] is not definition:
+        own = copy.copy(head_loss)
+        own.ignore_index = ignore_index
+        known[ignore_index] = definition, own
+    return known[ignore_index][1]
 
 
 def scalar_number(number, device):

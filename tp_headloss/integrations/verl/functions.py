@@ -12,6 +12,7 @@ from ...id_sets import IdSets
 from ...linear_head import Linear, linear_vocab_statistics
 from ...options import Options, Transform
 from ...shard import VocabShard
+from ...validation import expect_ids, expect_tensor
 
 LOWEST_TEMPERATURE = 1e-8  # verl's value for temperatures that are not positive, such as the 0 of padding rows
 IGNORED_LABEL = -100
@@ -63,7 +64,9 @@ def logits_processor(
     def process(logits, label, temperature=None, label_mask=None, sets=None):
         temperature = default if temperature is None else temperature
         transform = Transform(temperature=_positive(temperature))
+        expect_ids("label", label)
         if label_mask is not None:
+            expect_tensor("label_mask", label_mask, label.shape, label.device)
             label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)
         names = {"log_probs": "log_prob", "entropy": "entropy"} if entropy else {"log_probs": "log_prob"}
         if sets is not None:
@@ -87,6 +90,7 @@ def vocab_parallel_log_probs_from_logits(
         labels: [..] replicated.
         shard: `VocabShard`; None for logits of the whole vocabulary, or a DTensor.
     """
+    expect_ids("labels", labels)
     return vocab_statistics(logits, labels, shard=shard).log_prob
 
 
