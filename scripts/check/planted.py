@@ -335,6 +335,7 @@ GROUPS = {
         ("topk.py", "topk_log_probs", "before >= top_p", "before > 2"),
     ],
     "test_policy test_kl test_policy_extremes test_policy_inputs test_policy_metrics test_rollout test_sequences test_preference": [
+        ("sequences.py", "Sequences.__init__", "lengths >= least", "lengths >= 0"),
         ("sequences.py", "Sequences.__init__", "mask.clone()", "mask"),
         ("sequences.py", "Sequences.aggregate", "self.token_share.clone()", "self.token_share"),
         ("head_loss/token_sums.py", "metric_sums", "valid if weight is None else valid & (weight != 0)", "valid"),
@@ -481,6 +482,8 @@ GROUPS = {
         ("linear_head/autograd.py", "OneSweep.backward", "refuse_batches((upstream, *statistics_grads))", "pass"),
     ],
     "test_collectives test_autograd test_inplace test_layouts test_compile test_arguments": [
+        ("engine/autograd.py", "_statistics_gradients", "ctx.is_spent", "False"),
+        ("calls.py", "_known_temperatures", "torch.where(temperatures > 0, temperatures, torch.nan)", "temperatures"),
         (GRADIENT, "tile_gradient", "families[i].coefficient is not same_coefficient", "False"),
         (GRADIENT, "tile_gradient", "tl.zeros_like(z) + 0.0 * token.whole", "tl.zeros_like(z)"),
         ("calls.py", "_overlaps", "apart == 0 or beside", "apart == 0"),
@@ -496,6 +499,7 @@ GROUPS = {
         ("head_loss/known_calls.py", "remember", "tensors=None", "tensors=request.tensors"),
     ],
     "test_transports": [
+        ("engine/transports/symmetric_memory.py", "_Group.tell", "not self.is_told", "True"),
         ("engine/transports/symmetric_memory.py", "SymmetricMemory.write", "self.in_exchange = True", "pass"),
         ("engine/transports/symmetric_memory.py", "SymmetricMemory.merge", "self.in_exchange = False", "pass"),
         ("engine/transports/__init__.py", "resolve_transport", "(choice.shared and choice.shared(request)) or choice.default", "choice.default"),

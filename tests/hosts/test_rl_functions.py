@@ -404,21 +404,23 @@ def test_nemo_finds_the_vocabulary_that_a_rule_is_about():
         close(out[0], log_p.gather(-1, ids[1:, None])[:, 0])
 
 
-def uneven_heads(group, device):
+def uneven_heads(group, device, cut_at):
     (hidden, weight), (_, ids) = head(), tokens()
-    start, end = ((0, 70), (70, PADDED))[group.rank()]
+    start, end = ((0, cut_at), (cut_at, PADDED))[group.rank()]
     x, rows, ids = hidden.unsqueeze(0).to(device), weight[start:end].to(device), ids.unsqueeze(0).to(device)
     own = x.transpose(0, 1).chunk(2)[group.rank()].contiguous()
     return (
         skyrl.from_parallel_hidden_to_logprobs(x, rows, ids, start, end, group)[0],
         nemo_rl.from_parallel_hidden_states_to_logprobs(own, rows, None, ids, start, end, group)[0],
+        skyrl.from_parallel_logits_to_logprobs(x @ rows.t(), ids, start, end, group)[0],
     )
 
 
-def test_hidden_states_with_uneven_shards_need_no_vocab_size():
+@pytest.mark.parametrize("cut_at", [0, 70])
+def test_uneven_shards_need_no_vocab_size(cut_at):
     (hidden, weight), (_, ids) = head(), tokens()
     log_p = (hidden.double() @ weight.double().t())[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-    for results in on_ranks(2, uneven_heads):
+    for results in on_ranks(2, uneven_heads, cut_at):
         for out in results:
             close(out, log_p, atol=1e-5)
 
