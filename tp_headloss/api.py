@@ -158,7 +158,7 @@ def log_probs(
 def run_statistics(
     logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, ids=None
 ) -> VocabStatistics:
-    """`vocab_statistics`."""
+    """Compute `vocab_statistics` for arguments that are not checked yet."""
     request, labels = checked_request(
         logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, ids
     )

@@ -1,5 +1,6 @@
-"""The collective calls of the package, the only place that can block: but for symmetric memory's own rendezvous and
-barrier (`engine/transports/symmetric_memory`), and DTensors that a checkpoint gathers (`vocab_rows`).
+"""The collective calls of the package. Elsewhere only these communicate: rendezvous and barrier of symmetric memory
+(`engine/transports/symmetric_memory`), `full_tensor` of a checkpoint's DTensors (`vocab_rows`), and `redistribute`
+(`integrations/nemo_automodel`, as that host does).
 
 The group arrives by name, so that operators keep plain arguments and `torch.compile` needs no process group object.
 """

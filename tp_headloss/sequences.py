@@ -28,11 +28,11 @@ class Sequences:
     construction, unless ``lengths`` is given. The group must not be the one that shares the vocabulary, because the
     ranks of that group hold the same tokens.
 
-    Invalid bounds (out of order, or outside of the tokens) and invalid lengths (negative, not finite, or below the
-    counted tokens of a sequence, without a group) are a ValueError on CPUs. On GPUs nothing waits for their values:
-    nothing outside of the tokens is read, and every result is NaN. `check` (or ``Options(check=True)``) waits for the
-    device, and raises there, too. It also raises for tokens in the mask that belong to no sequence, and
-    ``Options(check=True)`` for those whose label is ignored.
+    Invalid bounds (out of order, or outside of the tokens) and invalid lengths (negative, or not finite) are a
+    ValueError on CPUs. On GPUs nothing waits for their values: nothing outside of the tokens is read, and every result
+    is NaN. `check` (or ``Options(check=True)``) waits for the device, and raises there, too. It also raises for tokens
+    in the mask that belong to no sequence and, without a group, for lengths below a sequence's counted tokens, and
+    ``Options(check=True)`` for tokens whose label is ignored.
 
     Attributes:
         lengths: [B] fp32, N_i over the whole group.
@@ -87,8 +87,7 @@ class Sequences:
         if lengths is not None:
             expect_tensor("lengths", lengths, [len(self)], mask.device)
             lengths = lengths.detach().float()
-            least = 0.0 if group is not None else self._local_sum(torch.ones_like(mask, dtype=torch.float32))
-            invalid = ~((lengths >= least) & (lengths < float("inf"))).all()
+            invalid = ~((lengths >= 0) & (lengths < float("inf"))).all()
             self._invalid = invalid if self._invalid is None else self._invalid | invalid
         else:
             lengths = self.sum(torch.ones_like(mask, dtype=torch.float32))
@@ -182,6 +181,14 @@ class Sequences:
         self._expect_valid()
         if lost := int((self.mask & ~self._counted).sum()):
             raise ValueError(f"every token in the mask must belong to a sequence, got {lost} that belong to none")
+        counted = self._local_sum(torch.ones_like(self.mask, dtype=torch.float32))
+        few = (self.lengths < 0.99 * counted).nonzero()  # they may have been rounded
+        if self.group is None and len(few):
+            i = int(few[0])
+            raise ValueError(
+                f"the length of sequence {i} must be at least its {int(counted[i])} counted tokens, got "
+                f"{float(self.lengths[i]):g}"
+            )
 
     def _expect_valid(self):
         if self._invalid is None or not bool(self._invalid):
@@ -189,9 +196,7 @@ class Sequences:
         if self._bounds is not None and bool((self._bounds != self._offsets).any()):
             first, tokens = self._bounds[:16].tolist(), self.mask.numel()
             raise ValueError(f"cu_seqlens must be ascending in [0, {tokens}], the mask's tokens, got {first}")
-        raise ValueError(
-            "lengths must be finite and at least the counted tokens, and bounds right on every rank, got others"
-        )
+        raise ValueError("lengths must be finite and at least 0, and bounds right on every rank, got others")
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum [B] fp32 of each sequence's values [..] over the whole group, differentiable.

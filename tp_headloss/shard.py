@@ -210,15 +210,22 @@ class VocabShard:
             mesh: `torch.distributed.DeviceMesh`.
             vocab_size, padded_size: as in `from_group`.
             dim: name or number of the dimension that shards the vocabulary; a mesh of one dimension needs none.
+
+        Raises:
+            TypeError, ValueError: no mesh, or no dimension of it.
         """
         if type(mesh).__name__ != "DeviceMesh":
             raise TypeError(f"mesh must be a torch.distributed.DeviceMesh, got {mesh!r}")
         if dim is None and mesh.ndim != 1:
             raise ValueError(f"the mesh has dimensions {mesh.mesh_dim_names or mesh.ndim}: name the one that shards V")
-        known = [*(mesh.mesh_dim_names or ()), *range(mesh.ndim)]
-        if dim is not None and (isinstance(dim, bool) or dim not in known):
-            raise ValueError(f"dim must be one of the mesh's {known}, got {dim!r}")
-        return cls.from_group(mesh.get_group(dim), vocab_size, padded_size)
+        if isinstance(dim, (bool, float)):
+            raise TypeError(f"dim must be a name or number of a dimension of the mesh, got {dim!r}")
+        try:
+            group = mesh.get_group(dim)
+        except (KeyError, IndexError, RuntimeError, ValueError) as error:
+            known = list(mesh.mesh_dim_names or range(mesh.ndim))
+            raise ValueError(f"dim must be a dimension of the mesh, {known}, got {dim!r}") from error
+        return cls.from_group(group, vocab_size, padded_size)
 
     @classmethod
     def from_boundaries(cls, boundaries, vocab_size: int, group=None) -> VocabShard:

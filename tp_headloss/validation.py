@@ -111,7 +111,8 @@ def expect_hidden_and_weight(hidden: torch.Tensor, weight: torch.Tensor):
 def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor, owner: str = "") -> torch.dtype:
     """dtype of a GEMM's operands, as torch.nn.functional.linear chooses it; TypeError if they do not go together."""
     kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and torch.float64 not in (hidden.dtype, weight.dtype):
+    is_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if is_autocast and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(kind)
     if hidden.dtype != weight.dtype:
         raise TypeError(f"{owner}hidden states and weight must have one dtype, got {hidden.dtype} and {weight.dtype}")

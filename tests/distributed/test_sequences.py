@@ -336,9 +336,9 @@ def test_what_cannot_describe_sequences_is_refused(device):
         (ValueError, "count must be at least 0, got -1", lambda: Sequences.from_ids(ids, -1, mask)),
         (TypeError, "mask must be a tensor, got list", lambda: Sequences.from_mask([[True]])),
         (ValueError, "horizon must be positive and finite", lambda: Sequences.from_mask(mask, horizon=0)),
-        (ValueError, "lengths must be finite and at least the counted tokens",
+        (ValueError, "lengths must be finite and at least 0",
          lambda: Sequences.from_mask(mask, lengths=torch.tensor([9.0, -1.0], device=device)).check()),
-        (ValueError, "lengths must be finite and at least the counted tokens",
+        (ValueError, "the length of sequence 0 must be at least its . counted tokens, got",
          lambda: Sequences.from_mask(mask, lengths=mask.sum(1) - 1).check()),
     ):  # fmt: skip
         with pytest.raises(error, match=words):

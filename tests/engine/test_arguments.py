@@ -536,3 +536,8 @@ def test_statistics_may_come_from_any_iterable_and_temperatures_that_are_none_ar
     temperatures = torch.tensor([0.5, -0.5, 0.0], device=device)
     stats = vocab_statistics(hidden @ weight.T, labels, transform=Transform(temperature=temperatures), options=options)
     assert stats.log_prob.isnan().tolist() == [False, True, True]
+
+
+def test_operands_on_meta_have_results_on_meta():
+    found = topk_log_probs(torch.zeros(2, 8, device="meta"), 2, weight=torch.zeros(V, 8, device="meta"))
+    assert found.ids.is_meta and found.ids.shape == (2, 2)

@@ -404,6 +404,22 @@ def test_nemo_finds_the_vocabulary_that_a_rule_is_about():
         close(out[0], log_p.gather(-1, ids[1:, None])[:, 0])
 
 
+def dtensor_with_its_group(group, device):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh(device.type, (group.size(),))
+    logits, index = torch.zeros(2, 8, device=device), torch.zeros(2, dtype=torch.long, device=device)
+    try:
+        return megatron_rl.selective_log_softmax(distribute_tensor(logits, mesh, [Shard(1)]), index, group).tolist()
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_dtensor_has_its_own_group():
+    assert on_ranks(2, dtensor_with_its_group) == ["a DTensor has its own group: pass None as the group, got both"] * 2
+
+
 def uneven_heads(group, device, cut_at):
     (hidden, weight), (_, ids) = head(), tokens()
     start, end = ((0, cut_at), (cut_at, PADDED))[group.rank()]

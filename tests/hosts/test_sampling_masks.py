@@ -58,6 +58,8 @@ def test_masks_whose_ids_are_not_each_in_one_set_are_refused():
         sampling_masks.from_nemo_rl(SimpleNamespace(token_ids=torch.ones(1, 2, 2).int(), sizes=torch.tensor([[5, -3]])))
     with pytest.raises(TypeError, match=r"sizes of a sampling mask must be int64 or int32, got torch\.float32"):
         sampling_masks.from_nemo_rl(SimpleNamespace(token_ids=torch.ones(1, 1, 2).int(), sizes=torch.ones(1, 1)))
+    small = np.array([1, 2], np.uint16)
+    assert sampling_masks.from_vllm([[small]]).tolist() == sampling_masks.from_vllm([[[1, 2]]]).tolist() == [[1, 2]]
     for wrong in ([[1.7, 2]], [[True, False]]):
         with pytest.raises(TypeError, match="must be int64 or int32"):
             sampling_masks.from_vllm([wrong])

@@ -221,8 +221,10 @@ def call_arguments(group, install):
     head_loss = HeadLoss(compile=True)
     own = with_ignore_index(head_loss, 3)
     assert own.ignore_index == 3 and with_ignore_index(head_loss, 3) is own  # with what it has compiled
-    head_loss.terms = ZLoss(1.0)
-    assert with_ignore_index(head_loss, 3).terms == head_loss.terms
+    head_loss.eval().terms = ZLoss(1.0)
+    assert with_ignore_index(head_loss, 3).terms == head_loss.terms and not with_ignore_index(head_loss, 3).training
+    head_loss.compile_terms = False
+    assert not with_ignore_index(head_loss, 3).compile_terms
     return {key: (min if key == "mutant" else max)(r[key] for r in results) for key in ("loss", "grads", "mutant")}
 
 

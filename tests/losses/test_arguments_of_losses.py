@@ -105,6 +105,10 @@ def test_supports_are_known_and_have_their_tail(function):
         function(STATS, "tail", torch.zeros(2, 1))
 
 
+def test_cispos_lower_bound_is_not_looked_at_where_it_is_not_used():
+    assert losses.cispo(**OLD, clip=(-1, 5.0), convention="bound").shape == (B, S)
+
+
 def test_a_budget_in_floating_point_is_that_many_bytes():
     assert Linear(budget=1.5e6) == Linear(budget=1_500_000) and isinstance(Linear(budget=1.5e6).budget, int)
     hidden, weight = torch.ones(4, 8, requires_grad=True), torch.ones(16, 8, requires_grad=True)

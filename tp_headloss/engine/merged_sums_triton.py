@@ -50,7 +50,7 @@ def assume_kernel(
     # of each group that are done, int32
     assumed_ptr,
     parts_ptr,  # of the merge's sums, or None
-    upstream_ptr,  # [] fp32: upstream gradient of the loss that is expected
+    upstream_ptr,  # [] fp32: upstream gradient of the loss that is assumed
     labels_ptr,  # [T]
     weight_ptr,  # [T] fp32 or None
     denominator_ptr,  # [] fp64 or None: then `denominator`, or the count

@@ -56,7 +56,8 @@ def statistics_and_gradient(packets, gradient, request: Request, reduction, sums
 
 def gradient_again(gradient, request: Request, merged, grads: dict, loss, assumed, expected, again: bool):
     """Write the gradient again if it was written for another upstream gradient of the loss than this one, or with
-    `again` in any case; the next forward expects this one. grads, loss: as in `logits_gradient`."""
+    `again` in any case. assumed: what the forward wrote it for; expected: what the next forward will assume, written
+    here. grads, loss: as in `logits_gradient`."""
     facts, (inputs, prepared) = request.facts, inputs_of(request)
     n_rows, width = gradient.shape
     padded, rows, loss, out = facts.valid_width < width, prepared.rows, LossGradient(*loss), _exact(gradient)

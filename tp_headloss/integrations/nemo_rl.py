@@ -119,8 +119,8 @@ def from_parallel_logits_to_logprobs(
         vocab_size, sampling_params, sampling_mask: as in `get_next_token_logprobs_from_logits`, errors, too.
     """
     kept = kept_by(sampling_params, sampling_mask)
-    sets_on = None if kept is None else vocab_parallel_logits.device
-    shard = bounded_shard(vocab_start_index, vocab_end_index, tp_group, vocab_size, device=sets_on)
+    device = None if kept is None else vocab_parallel_logits.device  # whose sets need one number of ids
+    shard = bounded_shard(vocab_start_index, vocab_end_index, tp_group, vocab_size, device=device)
     return _next_token_log_probs(vocab_parallel_logits, target, shard, kept, cp_group, inference_only)
 
 
@@ -160,8 +160,9 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     expect_other_group(cp_group, group)
     kept = kept_by(sampling_params, None)
     local, device = vocab_parallel_logits.shape[1], vocab_parallel_logits.device
-    sets_on = None if kept is None else device
-    shard = bounded_shard(vocab_start_index, vocab_end_index, group, vocab_size, device=sets_on)
+    shard = bounded_shard(
+        vocab_start_index, vocab_end_index, group, vocab_size, device=None if kept is None else device
+    )
     packed = PackedTokens(cu_seqlens_padded, unpacked_seqlen, local, cp_group, device=device, sum_gradients=True)
 
     def score(labels):
@@ -191,7 +192,8 @@ def from_parallel_hidden_states_to_logprobs(
         tensor_parallel_hidden_states: [S/P, B, H], this rank's part of the sequence (sequence parallelism). They are
             gathered, and their gradient is summed over tp_group and scattered, as in NeMo-RL. With another
             ``linear.hidden_grad`` they are [S, B, H] replicated.
-        output_weight_layer: [width, H], the rows [vocab_start_index, vocab_end_index).
+        output_weight_layer: [width, H], the rows [vocab_start_index, vocab_end_index). Without a vocab_size, one small
+            all-gather, for which the host waits.
         runtime_gather_output: None or False; ValueError for True.
         target: [B, S] replicated, not shifted.
         linear: `Linear`; blocks of logits have ``linear.budget`` bytes, not chunk_size tokens.

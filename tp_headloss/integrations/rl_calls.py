@@ -21,8 +21,10 @@ def even_shard(logits, group, vocab_size: int | None) -> tuple[torch.Tensor, Voc
     """
     expect_tensor("logits", logits)
     expect_group(group)
-    if group is not None and is_dtensor(logits):
+    if is_dtensor(logits) and group_size(group) > 1:
         raise ValueError("a DTensor has its own group: pass None as the group, got both")
+    if is_dtensor(logits):
+        group = None
     if group is None:
         columns = logits.shape[-1]  # a DTensor's are those of all ranks
         logits, shard = local_logits(logits, None)
@@ -46,9 +48,10 @@ def even_shard_of_rank(logits, rank, group, vocab_size) -> tuple[torch.Tensor, V
 def bounded_shard(start: int, end: int, group, vocab_size: int | None, *, device=None) -> VocabShard:
     """Return the shard of the ids [start, end), which may be uneven.
 
-    device: of the tensors of a call that needs one number of ids on all ranks (sets of ids, linear heads); without a
-    vocab_size it takes one small all-gather then. None: of calls that need none.
+    device: where to gather the end of the vocabulary from all ranks, for calls in which every rank needs the same
+    vocab_size (sets of ids, linear heads); the host waits for it. None: do not gather.
     """
+    expect_group(group)
     if vocab_size is None:
         # it only says where padding begins, so the end of this shard will do, except for ids of the whole vocabulary
         vocab_size = max(end, 1)

@@ -98,7 +98,7 @@ def from_nemo_rl(mask) -> IdSets:
     else:
         ids, sizes = mask.token_ids, mask.sizes
     check_type("token_ids of a sampling mask", ids, torch.Tensor)
-    expect_ids("sizes of a sampling mask", sizes)
+    expect_ids("sizes of a sampling mask", sizes := _int_tensor(sizes))
     if sizes.shape != ids.shape[:-1]:
         raise ValueError(f"a sampling mask must have sizes {list(ids.shape[:-1])}, got {list(sizes.shape)}")
     if not sizes.is_cuda and bool(((sizes < 0) | (sizes > ids.shape[-1])).any()):
@@ -140,10 +140,9 @@ def _sets_from_offsets(ids, offsets) -> IdSets:
 
 
 def _int_tensor(x) -> torch.Tensor:
-    """A tensor of integers: bytes are int32, lists are int64; arrays and tensors keep their type."""
+    """A tensor of integers: bytes are int32, other integers int32 or int64. Other types are kept, for the caller."""
     if isinstance(x, bytes):
         return torch.frombuffer(bytearray(x), dtype=torch.int32) if x else torch.zeros(0, dtype=torch.int32)
-    if isinstance(x, torch.Tensor):
-        return x
-    found = torch.tensor(x)  # a copy: arrays may be read-only
-    return found if found.numel() else found.long()
+    found = x if isinstance(x, torch.Tensor) else torch.tensor(x)  # a copy: arrays may be read-only
+    is_small = found.dtype in (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64)
+    return found.long() if is_small or not found.numel() else found

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from ..api import vocab_statistics
-from ..comm import sum_over_ranks
+from ..comm import group_size, sum_over_ranks
 from ..linear_head import Linear, linear_vocab_statistics
 from ..options import Transform
 from ..validation import expect_floating
@@ -222,6 +222,7 @@ def from_parallel_hidden_to_entropy_packed_sequences(
     """Return the entropies of `vocab_parallel_entropy_packed_sequences` from hidden states [1, T/C, H] and the weight
     [V/P, H], sharded on V in even shards; other arguments as there and in `from_parallel_hidden_to_logprobs`."""
     rows, rank = lm_head_weight.shape[0], 0 if tp_group is None else tp_group.rank()
+    vocab_size = rows * group_size(tp_group) if vocab_size is None else vocab_size
     score = _scored_head(
         hidden, lm_head_weight, rank * rows, (rank + 1) * rows, tp_group, temperature, vocab_size, linear
     )

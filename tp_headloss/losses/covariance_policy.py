@@ -60,7 +60,8 @@ def clip_cov(
         [..] fp32, loss per token, neither masked nor averaged.
 
     Raises:
-        ValueError: clip is not (low, high) with 0 <= low <= 1 and high >= 0.
+        TypeError, ValueError: a clip, bounds or fraction that cannot be, a mask of another kind, or inputs that do not
+            broadcast to log_prob with as many dimensions.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -107,6 +108,10 @@ def kl_cov(
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
+
+    Raises:
+        TypeError, ValueError: a fraction outside of [0, 1], a mask of another kind, or inputs that do not broadcast to
+            log_prob with as many dimensions.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])

@@ -78,6 +78,9 @@ def label_weight(stats: VocabStatistics, class_weight: torch.Tensor) -> torch.Te
     Returns:
         [..] fp32, weight per token, neither masked nor averaged.
 
+    Raises:
+        TypeError, ValueError: class weights of another number than V.
+
     Examples:
         >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]))
         >>> losses.label_weight(stats, torch.tensor([0.5, 1.0, 2.0]))

@@ -47,6 +47,9 @@ def times_temperature_squared(values: torch.Tensor, temperature: float | torch.T
     Returns:
         [..] fp32.
 
+    Raises:
+        TypeError, ValueError: a temperature of another shape.
+
     Examples:
         >>> losses.times_temperature_squared(torch.tensor([0.5, 1.0]), 2.0)
         tensor([2., 4.])
@@ -81,6 +84,9 @@ def log_tail(
 
     Returns:
         [..] fp32, nats.
+
+    Raises:
+        TypeError, ValueError: a tail of another shape, or a min_probability outside of [0, 1].
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
@@ -151,6 +157,9 @@ def topk_reverse_kl(
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
 
+    Raises:
+        TypeError, ValueError: as `topk_forward_kl`.
+
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
         >>> want = "topk_forward_kl", "topk_reverse_kl", "topk_jsd", "topk_log_mass", "tail_log_mass"
@@ -183,6 +192,9 @@ def topk_jsd(
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
+
+    Raises:
+        TypeError, ValueError: as `topk_forward_kl`, and a beta outside of (0, 1).
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)

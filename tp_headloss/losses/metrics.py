@@ -119,6 +119,9 @@ def generator_metrics(
     Returns:
         [..] by name, without gradient; "max_logprob_diff" is for a maximum, all others for sums.
 
+    Raises:
+        TypeError, ValueError: bounds in another order, or inputs that do not broadcast to log_prob.
+
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.5])
         >>> metrics = losses.generator_metrics(l, old_log_prob=old, generator_log_prob=l)

@@ -142,7 +142,7 @@ def cispo(
     expect_broadcast("advantages", advantages, log_prob)
     expect_one_of("convention", convention, ("offset", "bound"))
     expect_pair("clip", clip)
-    if min(clip) < 0:
+    if clip[1] < 0 or (convention == "offset" and clip[0] < 0):
         raise ValueError(f"clip must be (low, high), both at least 0, got {clip}")
     ratio = log_ratio(log_prob.detach(), old_log_prob).exp()
     ratio = ratio.clamp(1 - clip[0], 1 + clip[1]) if convention == "offset" else ratio.clamp(max=clip[1])
@@ -166,6 +166,9 @@ def sapo(
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
+
+    Raises:
+        TypeError, ValueError: temperatures that are not positive, or inputs that do not broadcast to log_prob.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])

@@ -47,6 +47,9 @@ def dpo(
     Returns:
         [pairs] fp32, loss per pair.
 
+    Raises:
+        TypeError, ValueError: log-probs of different shapes, a beta that is not positive, smoothing outside of [0, 1].
+
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
         >>> losses.dpo(chosen, rejected, chosen - 1, rejected + 1, beta=0.5)
@@ -83,6 +86,9 @@ def ipo(
 
     Returns:
         [pairs] fp32, loss per pair.
+
+    Raises:
+        TypeError, ValueError: log-probs of different shapes, or a beta that is not positive.
 
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
@@ -176,6 +182,9 @@ def kto(
 
     Returns:
         [completions] fp32, loss per completion.
+
+    Raises:
+        TypeError, ValueError: log-probs of different shapes, a beta that is not positive, a kl that is no scalar.
 
     Examples:
         >>> log_prob, good = torch.tensor([-1.0, -2.0]), torch.tensor([True, False])

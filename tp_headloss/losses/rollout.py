@@ -119,6 +119,9 @@ def sequence_masked_importance_weight(
     Returns:
         [..] fp32, detached: the input "rollout_weight" of `PolicyGradient`.
 
+    Raises:
+        TypeError, ValueError: bounds in another order.
+
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
         >>> sequences = Sequences.from_mask(torch.ones(1, 2, dtype=torch.bool))

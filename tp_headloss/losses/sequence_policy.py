@@ -107,6 +107,9 @@ def gspo_length_weighted(
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
 
+    Raises:
+        TypeError, ValueError: inputs that do not broadcast to log_prob with as many dimensions.
+
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
         >>> advantages = torch.tensor([1.0, 1.0, -1.0])
@@ -146,6 +149,9 @@ def gmpo(
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
+
+    Raises:
+        TypeError, ValueError: inputs that do not broadcast to log_prob with as many dimensions.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -190,6 +196,9 @@ def vespo(
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
+
+    Raises:
+        TypeError, ValueError: inputs that do not broadcast to log_prob with as many dimensions.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])

@@ -163,7 +163,7 @@ def _upstream_of_log_mass(grads, token, rows):
 
 
 @triton.jit
-def _elsewhere(common, grads, token, rows):
+def _rest_coefficients(common, grads, token, rows):
     """Numbers c, shift and with an entropy e, mean of the gradient of a column that is no entry: c exp(y) +
     e exp(y) (y - mean), where y = a (z - shift)."""
     at = token.merged
@@ -182,7 +182,7 @@ def _elsewhere(common, grads, token, rows):
 
 @triton.jit
 def load(grads, token, inputs, rows):
-    """Load what columns that are no entries get: (coefficient of p,), or the numbers of `_elsewhere`."""
+    """Load what columns that are no entries get: (coefficient of p,), or the numbers of `_rest_coefficients`."""
     HAS_TAIL: tl.constexpr = grads.tail_log_mass is not None or grads.tail_entropy is not None
     HAS_MASS: tl.constexpr = grads.topk_log_mass is not None or grads.vocab_forward_kl is not None
     SOMETHING: tl.constexpr = HAS_TAIL or HAS_MASS or grads.vocab_jsd is not None
@@ -192,7 +192,7 @@ def load(grads, token, inputs, rows):
         common = -_upstream_of_log_mass(grads, token, rows)
         if grads.vocab_jsd is not None:
             common -= upstream(grads.vocab_jsd, token) * tl.load(token.merged + rows.vocab_jsd_mean * token.n)
-        state = (common,) if IS_SOFTMAX else _elsewhere(common, grads, token, rows)
+        state = (common,) if IS_SOFTMAX else _rest_coefficients(common, grads, token, rows)
     return state
 
 

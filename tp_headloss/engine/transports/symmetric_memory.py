@@ -106,7 +106,8 @@ def find_symmetric_memory(request: Request) -> SymmetricMemory | None:
 
     The ranks agree when a group is first seen, before any exchange, and again when more tokens need more memory; both
     are host synchronisations, and neither is possible while a CUDA graph is being captured (run a step before).
-    "auto" takes symmetric memory only on GPUs like those where it was faster, and says nothing of a group's obstacle.
+    "auto" takes symmetric memory only on GPUs like those where it was faster. It warns only where memory could not be
+    made for a group without an obstacle.
     """
     facts, logits = request.facts, request.tensors.logits
     if facts.world_size == 1 or not load_backend(facts.backend).shares_memory(logits):

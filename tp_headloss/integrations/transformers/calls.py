@@ -93,11 +93,12 @@ def with_ignore_index(head_loss: HeadLoss, ignore_index: int | None) -> HeadLoss
     if ignore_index is None or ignore_index == head_loss.ignore_index:
         return head_loss
     known, definition = _copies.setdefault(head_loss, {}), head_loss._definition
-    if ignore_index not in known or known[ignore_index][0] is not definition:
+    source, own = known.get(ignore_index, (None, head_loss))
+    if source is not definition or own.compile_terms != head_loss.compile_terms:
         own = copy.copy(head_loss)
         own.ignore_index = ignore_index
         known[ignore_index] = definition, own
-    return known[ignore_index][1]
+    return own.train(head_loss.training)
 
 
 def scalar_number(number, device):
