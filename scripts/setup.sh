@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Makes or completes the virtual environment .venv:   bash scripts/setup.sh [EXTRA...]   (extras of setup.cfg)
 # Starts from $PYTHON (default python3). Only what is missing is installed; where nothing is, pip never runs.
+# $VENV is the path of another environment than .venv.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
-venv=.venv/bin/python
+VENV=${VENV:-.venv}
+venv=$VENV/bin/python
 
 die() { echo "setup: $*" >&2; exit 1; }
 
@@ -12,7 +14,7 @@ command -v "$PYTHON" >/dev/null || die "no '$PYTHON' here; set PYTHON to a Pytho
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
     die "Python >= 3.10 is needed, '$PYTHON' is $("$PYTHON" --version 2>&1); set PYTHON to another one"
 
-stamp=.venv/.setup-$({
+stamp=$VENV/.setup-$({
     "$PYTHON" -c 'import sys; print(sys.version, sys.prefix)'
     echo "$@"
     cat setup.cfg scripts/constraints.txt scripts/setup.sh
@@ -21,10 +23,10 @@ if [ -x $venv ] && [ -f "$stamp" ]; then exit 0; fi
 
 abi='import sys; print(sys.version_info[:2])'
 if [ ! -x $venv ] || [ "$($venv -c "$abi")" != "$("$PYTHON" -c "$abi")" ]; then
-    echo "setup: making .venv with $("$PYTHON" --version) ..." >&2
+    echo "setup: making $VENV with $("$PYTHON" --version) ..." >&2
     # Without ensurepip there is no pip in the venv; that is enough where nothing has to be installed.
-    "$PYTHON" -m venv --clear .venv >/dev/null 2>&1 || "$PYTHON" -m venv --clear --without-pip .venv ||
-        die "'$PYTHON -m venv .venv' failed"
+    "$PYTHON" -m venv --clear "$VENV" >/dev/null 2>&1 || "$PYTHON" -m venv --clear --without-pip "$VENV" ||
+        die "'$PYTHON -m venv $VENV' failed"
 fi
 site=$($venv -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 pwd >"$site/tp_headloss.pth"

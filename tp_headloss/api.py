@@ -180,6 +180,7 @@ def checked_request(
         logits, shard = local_logits(logits, shard)
         given = (local_part(x, shard) for x in (labels, transform, teacher, sets, ids))
         labels, transform, teacher, sets, ids = given
+        total_weight = local_part(total_weight, shard, name="total_weight")
         agreement.record(
             "vocab_statistics", shard, logits=logits, labels=labels, want=want, transform=transform, teacher=teacher,
             sets=sets, ids=ids, total_weight=total_weight, ignore_index=ignore_index, options=options,

@@ -1,4 +1,5 @@
-"""Conversion of DTensor arguments to plain local tensors and a `VocabShard`, before anything else reads them.
+"""Conversion of DTensor arguments to plain local tensors and a `VocabShard`, before anything else reads them. Other
+subclasses of a tensor, whose memory is not the values that they stand for, are converted or refused (`plain`).
 
 Logits placed ``Shard(-1)`` and weights placed ``Shard(0)`` on one dimension of their mesh state which ids a rank owns.
 On the other dimensions tokens may be sharded or replicated: every rank computes the results of its own tokens, as plain
@@ -7,6 +8,7 @@ tensors. A placement that cannot work is a ValueError on every rank, which says 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -22,17 +24,60 @@ from .validation import expect_dense, expect_tensor, refuse_transforms
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Fields of a Transform, a teacher, sets or a SamplingRule that may hold tensors, and those that hold such objects
+# Fields of a Transform, a teacher, sets, a SamplingRule or a Linear that may hold tensors, and those that hold such
+# objects
 TENSOR_FIELDS = (
     "bias", "temperature", "student_temperature", "logits", "ids", "log_probs", "mask", "spans", "tail_log_prob",
-    "hidden", "weight", "teacher_of_token", "top_k", "top_p", "min_p",
+    "hidden", "weight", "teacher_of_token", "top_k", "top_p", "min_p", "upstream",
 )  # fmt: skip
 OBJECT_FIELDS = ("transform", "heads")
+UNSHARD = "call this within the forward of the module that FSDP manages, or after its unshard()"
 
 
 def is_dtensor(x) -> TypeGuard[DTensor]:
     """Return True for a DTensor, without importing torch.distributed.tensor."""
     return type(x) is not torch.Tensor and isinstance(x, torch.Tensor) and hasattr(x, "placements")
+
+
+def refuse_dtensor(name: str, x):
+    """Raise TypeError for a DTensor in the place of what is the same number or tensor on every rank."""
+    if is_dtensor(x):
+        raise TypeError(f"{name} must be the same plain tensor on every rank, got a DTensor: pass its .full_tensor()")
+
+
+class _Waited(torch.autograd.Function):
+    """The result of a functional collective of torch, once it is there."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.wait()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def plain(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory holds its values: x itself, a DTensor, too; what a quantised tensor stands for; the
+    result of a collective. TypeError for any other subclass with operations of its own, and for a quantised tensor that
+    requires a gradient."""
+    kind: Any = type(x)
+    if kind in (torch.Tensor, torch.nn.Parameter) or is_dtensor(x):
+        return x
+    ordinary = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if ordinary or kind.__name__ in ("FakeTensor", "FunctionalTensor"):
+        return x
+    if kind.__name__ == "AsyncCollectiveTensor":
+        return _Waited.apply(x)
+    if kind.dequantize is not torch.Tensor.dequantize and not x.requires_grad:
+        with contextlib.suppress(TypeError, NotImplementedError):  # a dequantize of another meaning
+            found = x.dequantize()
+            if type(found) is torch.Tensor and found.shape == x.shape and found.is_floating_point():
+                return found
+    raise TypeError(
+        f"{name} must be a torch.Tensor, a DTensor or a quantised tensor that requires no gradient, got a "
+        f"{kind.__module__}.{kind.__name__}: pass the plain tensor that it stands for"
+    )
 
 
 def expect_shard(shard, expected: str = "a VocabShard or None"):
@@ -71,9 +116,13 @@ def local_logits(logits: torch.Tensor, shard: VocabShard | None) -> tuple[torch.
         raise TypeError(f"logits must be a tensor, got {type(logits).__name__}")
     expect_dense("logits", logits)
     refuse_transforms()
+    logits = plain("logits", logits)
     if not is_dtensor(logits):
         return logits, resolve_shard(logits, shard)
-    fix = "give the output layer output_layouts=Shard(-1), use_local_output=False (ColwiseParallel)"
+    fix = (
+        "give the output layer output_layouts=Shard(-1), use_local_output=False (ColwiseParallel); or pass "
+        "logits.to_local(), for the same loss of the whole vocabulary on each rank"
+    )
     dim = _vocab_mesh_dim("logits", logits, logits.dim() - 1, fix)
     return logits.to_local(), _layout_shard(logits, dim, logits.shape[-1], shard)
 
@@ -94,10 +143,20 @@ def local_head(
     """
     expect_tensor("weight", weight)
     refuse_transforms()
+    weight = plain("weight", weight)
+    bias = plain("bias", bias) if isinstance(bias, torch.Tensor) else bias
+    hidden = plain("hidden states", hidden) if isinstance(hidden, torch.Tensor) else hidden
     if not any(map(is_dtensor, (hidden, weight, bias))):
         return hidden, weight, bias, resolve_shard(weight.t() if weight.dim() == 2 else weight, shard)
     if is_dtensor(weight):
-        dim = _vocab_mesh_dim("weight", weight, 0, "distribute it with Shard(0) (ColwiseParallel)")
+        fix = f"distribute it with Shard(0) (ColwiseParallel); if FSDP did, {UNSHARD}"
+        dim = _vocab_mesh_dim("weight", weight, 0, fix)
+        if dim is not None and shard is None and isinstance(hidden, torch.Tensor) and not is_dtensor(hidden):
+            raise ValueError(
+                f"the weight is sharded over ranks, {_layout(weight)}, and plain hidden states do not say whether "
+                "these hold the same tokens. If they do (tensor parallelism), pass shard=VocabShard.from_mesh(mesh, "
+                f"{weight.shape[0]}, dim), or hidden states that are a DTensor; if they do not (FSDP), {UNSHARD}"
+            )
         shard = _layout_shard(weight, dim, weight.shape[0], shard)
         rows = weight.to_local(grad_placements=_weight_grad_placements(hidden, weight, dim))
     else:
@@ -116,25 +175,27 @@ def local_rows(name: str, rows, shard: VocabShard | None) -> tuple[torch.Tensor,
     expect_tensor(name, rows)
     if rows.dim() < 1:
         raise ValueError(f"{name} must be [width, ..], got a scalar")
+    rows = plain(name, rows)
     if not is_dtensor(rows):
         return rows.detach(), resolve_shard(rows.detach().movedim(0, -1), shard)
     dim = _vocab_mesh_dim(name, rows, 0, "distribute it with Shard(0) (ColwiseParallel)")
     return rows.to_local().detach(), _layout_shard(rows, dim, rows.shape[0], shard)
 
 
-def local_part(x, shard: VocabShard, hidden_grad: str = "all_reduce") -> Any:
-    """Return a per-token tensor, or an object that holds some (TENSOR_FIELDS), with DTensors replaced by plain local
-    tensors. ValueError unless all ranks that share the vocabulary hold the same tokens.
+def local_part(x, shard: VocabShard, hidden_grad: str = "all_reduce", name: str = "") -> Any:
+    """Return a per-token tensor, or an object that holds some (TENSOR_FIELDS), with DTensors and quantised tensors
+    replaced by plain local ones. ValueError unless all ranks that share the vocabulary hold the same tokens.
 
-    hidden_grad: as in `Linear`, which says how a teacher's hidden states are laid out.
+    hidden_grad: as in `Linear`, which says how a teacher's hidden states are laid out. name: of a tensor; one of
+    "bias" and "weight" is sharded on the vocabulary.
     """
     if x is None or isinstance(x, torch.Tensor):
-        return _local_tensor("labels, weights and inputs", x, shard, hidden_grad) if is_dtensor(x) else x
+        return x if x is None else _local_tensor(name or "labels, weights and inputs", x, shard, hidden_grad)
     found = {}
     for name in TENSOR_FIELDS:  # by name, and without a comprehension, so that torch.compile follows
         value = getattr(x, name, None)
-        if is_dtensor(value):
-            found[name] = _local_tensor(name, value, shard, hidden_grad)
+        if isinstance(value, torch.Tensor) and (local := _local_tensor(name, value, shard, hidden_grad)) is not value:
+            found[name] = local
     for name in OBJECT_FIELDS:
         value = getattr(x, name, None)
         if isinstance(value, (tuple, list)):
@@ -145,12 +206,15 @@ def local_part(x, shard: VocabShard, hidden_grad: str = "all_reduce") -> Any:
 
 
 def _local_tensor(name, x, shard, hidden_grad):
-    """Return this rank's plain tensor of the DTensor argument or field `name`."""
+    """Return this rank's plain tensor of the argument or field `name`."""
+    x = plain(name, x)
+    if not is_dtensor(x):
+        return x
     if name == "logits":  # a teacher's
         return local_logits(x, shard)[0]
     if name == "hidden":
         return _local_hidden(x, shard, hidden_grad)
-    if name in ("bias", "weight"):
+    if name in ("bias", "weight", "total_weight"):
         dim = _vocab_mesh_dim(name, x, 0, "distribute it with Shard(0)")
         _layout_shard(x, dim, x.shape[0], shard)
         return x.to_local()
@@ -173,9 +237,10 @@ def _vocab_mesh_dim(name, x, vocab, fix) -> int | None:
     its message, for any other layout."""
     dims = [dim for dim in _used_mesh_dims(x) if _sharded_dim(x.placements[dim], x) == vocab]
     rest = [x.placements[dim] for dim in _used_mesh_dims(x) if dim not in dims]
-    tokens = all(p.is_replicate() or (_sharded_dim(p, x) is not None and vocab != 0) for p in rest)
-    # sharded, but by a mesh dimension of one rank
-    whole = not dims and any(_sharded_dim(p, x) == vocab for p in x.placements)
+    by_token = [vocab != 0 and _sharded_dim(p, x) is not None for p in rest]
+    tokens = all(shards or p.is_replicate() for p, shards in zip(rest, by_token))
+    # by a mesh dimension of one rank, or not at all: each rank has whole rows of its own tokens, or a whole weight
+    whole = not dims and (any(_sharded_dim(p, x) == vocab for p in x.placements) or all(by_token) or vocab == 0)
     if _used_mesh_dims(x) and not (tokens and (whole or len(dims) == 1)):
         what = "tokens sharded or replicated" if vocab else "replicated"
         raise ValueError(
@@ -284,7 +349,8 @@ def _weight_grad_placements(hidden, weight, vocab_dim):
         raise ValueError(
             f"the weight is on a mesh of more than the ranks that share the vocabulary, {_layout(weight)}, and hidden "
             "states that are not on it do not say whether the others hold other tokens: make them a DTensor on that "
-            "mesh, or keep the weight on the submesh of the vocabulary's dimension (mesh['tp'])"
+            "mesh, or keep the weight on the submesh of the vocabulary's dimension (mesh['tp']), or, without one, pass "
+            "a plain weight"
         )
     grads = list(weight.placements)
     for dim in others:

@@ -211,7 +211,7 @@ class VocabParallelHead(VocabRows):
         return replace(self.transform, temperature=call_transform.temperature)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return hidden @ weight^T + bias [.., width] sharded on V, for hidden [.., H].
+        """Return hidden @ weight^T + bias [.., width] sharded on V, for hidden [.., H]; 0 in columns of padding.
 
         The logits are not transformed: pass them to a HeadLoss with ``shard=head.shard, transform=head.transform``.
         """
@@ -219,6 +219,10 @@ class VocabParallelHead(VocabRows):
         how = self.linear.hidden_grad
         hidden, weight, bias, shard = local_head(hidden, self.weight, self.bias, self.shard, how)
         expect_hidden_and_weight(hidden, weight)
+        if shard.valid_width < shard.width:  # rows of padding may hold anything, and 0 times NaN is NaN
+            valid = torch.arange(shard.width, device=weight.device) < shard.valid_width
+            weight = torch.where(valid[:, None], weight, 0.0)
+            bias = None if bias is None else torch.where(valid, bias, 0.0)
         hidden = ToShards.apply(hidden, how, shard.world_size, shard.group_name, _grad_anchor(hidden, how, shard))
         return F.linear(hidden, weight, bias)
 
@@ -281,8 +285,9 @@ def multi_token_targets(
         raise ValueError(f"depths must be at least 1, got {depths}")
     depth_rows, length = [labels], labels.shape[-1]
     for depth in range(1, depths + 1):
-        shifted = labels[..., min(depth, length) :]
-        depth_rows.append(F.pad(shifted, (0, length - shifted.shape[-1]), value=ignore_index))
+        shift = min(depth, length)  # torch's pad takes the index through a float, which not all int64 fit
+        ignored = labels.new_full((*labels.shape[:-1], shift), ignore_index)
+        depth_rows.append(torch.cat([labels[..., shift:], ignored], -1))
     rows = torch.stack(depth_rows)
     share = torch.full((1 + depths,), weight / depths, device=labels.device)
     share[:1].fill_(1.0)

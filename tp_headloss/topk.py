@@ -106,8 +106,7 @@ def topk_log_probs(
     values, ids = decode_keys(keys.topk(k).values)
     log_probs = (values - lse[:, None]).clamp(max=0)
     if top_p is not None:
-        before = log_probs.double().exp().cumsum(1) - log_probs.double().exp()
-        cut = before >= top_p  # never the first, before which there is exactly 0
+        cut = _sums_before(log_probs.double().exp()) >= top_p  # never the first, before which there is exactly 0
         ids, log_probs = ids.masked_fill(cut, -1), log_probs.masked_fill(cut, -torch.inf)
     return TopK(unflatten(ids.to(ids_dtype)), unflatten(log_probs.to(dtype)), unflatten(lse))
 
@@ -152,6 +151,15 @@ def token_blocks(
         if isinstance(temperature, torch.Tensor):
             transform = replace(transform, temperature=temperature.reshape(-1)[here])
         yield here, states[here] if weight is None else torch.nn.functional.linear(states[here], weight), transform
+
+
+def _sums_before(x: torch.Tensor) -> torch.Tensor:
+    """Sums [n, K] of the columns before each one, by doubling steps: torch has no deterministic cumsum of floats."""
+    sums, step = torch.nn.functional.pad(x, (1, 0))[:, :-1], 1
+    while step < x.shape[1]:
+        sums = sums + torch.nn.functional.pad(sums, (step, 0))[:, :-step]
+        step *= 2
+    return sums
 
 
 def _unflatten(lead, x):

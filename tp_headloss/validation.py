@@ -111,7 +111,9 @@ def expect_hidden_and_weight(hidden: torch.Tensor, weight: torch.Tensor):
 def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor, owner: str = "") -> torch.dtype:
     """dtype of a GEMM's operands, as torch.nn.functional.linear chooses it; TypeError if they do not go together."""
     kind = hidden.device.type
-    is_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # torch.compile knows the devices that it compiles for, and torch 2.11 cannot trace the question
+    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    is_autocast = known and torch.is_autocast_enabled(kind)
     if is_autocast and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(kind)
     if hidden.dtype != weight.dtype:

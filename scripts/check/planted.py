@@ -219,6 +219,7 @@ GROUPS = {
         ("kept.py", "_candidates", "floor.amax(0)[:, None]", "floor[0][:, None]"),
         ("kept.py", "_candidates", "mass.sum(0)[:, None]", "mass[0][:, None]"),
         ("kept.py", "_peak_and_bound", "width <= most", "width <= count"),
+        ("engine/gumbel.py", "best_scores", "with_column(ids, LAST)", "with_column(ids, 0)"),
         ("engine/gumbel.py", "group_maxima", "torch.where(z.isnan(), torch.inf, z.float())", "z.float()"),
         ("engine/gumbel.py", "largest_logits", "torch.arange(start, start + z.shape[1], device=z.device)", "torch.arange(z.shape[1], device=z.device)"),
         ("engine/gumbel.py", "largest_logits", "z >= bound[:, None]", "z > bound[:, None]"),
@@ -332,7 +333,7 @@ GROUPS = {
         (TOPK_DEVICE, "load", "(common,) if IS_SOFTMAX else _rest_coefficients(common, grads, token, rows)", "(common,)"),
         (TOPK_DEVICE, "coefficient", "state[0] / token.whole", "0.0"),
         (TOPK_DEVICE, "at_target", "common + state[0]", "common"),
-        ("topk.py", "topk_log_probs", "before >= top_p", "before > 2"),
+        ("topk.py", "topk_log_probs", "_sums_before(log_probs.double().exp()) >= top_p", "log_probs > 2"),
     ],
     "test_policy test_kl test_policy_extremes test_policy_inputs test_policy_metrics test_rollout test_sequences test_preference": [
         ("sequences.py", "Sequences.check", "self.lengths < 0.99 * counted", "self.lengths < 0"),
@@ -407,6 +408,8 @@ GROUPS = {
         (VALUES, "value_gradients.gradients_for.gradients_of", "row if every is None else row[here]", "row"),
     ],
     "test_module": [
+        (SWEEPS, "_multiply_rows", "max(0, min(valid, weight.shape[0]))", "weight.shape[0]"),
+        (SWEEPS, "_multiply_rows", "add or whole < valid", "add"),
         ("vocab_rows.py", "_select_rows", "errors.append", "print"),
         ("vocab_rows.py", "VocabRows.reset_parameters", 'f"{self.init.seed} {first}"', 'f"{self.init.seed}"'),
         ("module.py", "VocabParallelEmbedding.forward", "torch.where(owned.unsqueeze(-1), part, 0.0).masked_fill(unknown.unsqueeze(-1), torch.nan)", "torch.where(owned.unsqueeze(-1), part, 0.0)"),
@@ -419,6 +422,9 @@ GROUPS = {
         ("engine/autograd.py", "FromShards.backward", "ToShards.apply(grad, *ctx.reduction)", "grad"),
     ],
     "test_dtensor": [
+        ("dtensor.py", "local_head", "dim is not None and shard is None and isinstance(hidden, torch.Tensor) and not is_dtensor(hidden)", "False"),
+        ("dtensor.py", "_vocab_mesh_dim", "any(_sharded_dim(p, x) == vocab for p in x.placements) or all(by_token) or vocab == 0", "vocab == 0"),
+        ("dtensor.py", "local_part", "name or 'labels, weights and inputs'", "'labels, weights and inputs'"),
         ("dtensor.py", "local_head", "weight.to_local(grad_placements=_weight_grad_placements(hidden, weight, dim))", "weight.to_local()"),
         ("dtensor.py", "_layout_shard", "shard.padded_size not in (None, rows)", "False"),
         ("dtensor.py", "_layout_shard", "_group_ranks(group) != _group_ranks(shard.group)", "False"),
@@ -607,6 +613,7 @@ GROUPS = {
         ("statistics/numerics_triton.py", "tanh_and_slope", "tl.where(a < 0, -far, far)", "far"),
     ],
     "test_arguments": [
+        ("dtensor.py", "plain", "kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__", "True"),
         ("calls.py", "build_request", "logits.resolve_neg()", "logits"),
         ("calls.py", "_teacher_tensors", "teacher.logits.detach().resolve_neg()", "teacher.logits.detach()"),
         ("head_loss/known_calls.py", "kind_of_call", "logits.is_neg()", "False"),

@@ -127,7 +127,7 @@ def everywhere(group, device):
     logits, of_teacher, w_shard, b_shard = (
         distribute_tensor(z, mesh, [Shard(d)]) for z, d in ((whole, 1), (teacher, 1), (w, 0), (bias, 0))
     )
-    shared = distribute_tensor(labels, mesh, [Replicate()])
+    shared, states = (distribute_tensor(z, mesh, [Replicate()]) for z in (labels, x))
     pairs = {
         "statistics": lambda z, y, _, b: vocab_statistics(z, y, want=("entropy",), transform=Transform(b)).entropy,
         "log_probs": lambda z, y, *_: log_probs(z, y).log_prob,
@@ -138,12 +138,23 @@ def everywhere(group, device):
     for name, function in pairs.items():
         ours = function(logits, shared, of_teacher, b_shard)
         errors[name] = float((ours - function(whole, labels, teacher, bias)).abs().max())
-    errors["linear"] = float(
-        (linear_vocab_statistics(x, w_shard, shared).lse - linear_vocab_statistics(x, w, labels).lse).abs().max()
-    )
-    errors["topk of hidden"] = float(
-        (topk_log_probs(x, 5, weight=w_shard).log_probs - topk_log_probs(x, 5, weight=w).log_probs).abs().max()
-    )
+    # which of the two says that both ranks hold these tokens
+    for name, given, shard in (("hidden", states, None), ("shard", x, VocabShard.from_mesh(mesh, 61))):
+        lse = linear_vocab_statistics(given, w_shard, shared, shard=shard).lse
+        errors[f"linear, {name}"] = float((lse - (x @ w.T).logsumexp(-1)).abs().max())
+        top, expected = topk_log_probs(given, 5, weight=w_shard, shard=shard), topk_log_probs(x, 5, weight=w)
+        errors[f"topk, {name}"] = float((top.log_probs - expected.log_probs).abs().max())
+    numbers = [distribute_tensor(torch.tensor(z, device=device), mesh, [Replicate()]) for z in (7.0, 0.5)]
+    total_weight = distribute_tensor(bias, mesh, [Shard(0)])
+    total = vocab_statistics(logits, shared, want=("total",), total_weight=total_weight).total
+    errors["total"] = float((total - whole @ bias).abs().max())
+    states, linear = states.requires_grad_(), Linear(upstream=numbers[1])
+    for name, z, loss in (
+        ("denominator", whole, HeadLoss()(logits, shared, denominator=numbers[0]).loss),
+        ("upstream", x @ w.T, HeadLoss().linear(states, w_shard, shared, denominator=numbers[0], linear=linear).loss),
+    ):
+        assert type(loss) is torch.Tensor
+        errors[name] = float(abs(loss - HeadLoss()(z, labels, denominator=7.0).loss))
     return errors
 
 
@@ -184,6 +195,51 @@ def test_draws_and_sets_are_those_of_plain_tensors(dp):
         assert same and error < 1e-6
 
 
+def data_parallel(group, device):
+    """Tokens are sharded and the vocabulary is not: logits of other tokens, and a replicated weight."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = meshed(device, 1, 2)
+    torch.manual_seed(4)
+    x, w, labels = torch.randn(8, H, device=device), torch.randn(61, H, device=device), torch.arange(8, device=device)
+    exact = [z.clone().requires_grad_() for z in (x, w)]
+    HeadLoss(reduction="sum")(exact[0] @ exact[1].T, labels).loss.backward()
+    states, ids = (distribute_tensor(z, mesh, [Shard(0)]) for z in (x, labels))
+    found = []
+    for from_logits in (True, False):
+        operands = [z.detach().requires_grad_() for z in (states, distribute_tensor(w, mesh, [Replicate()]))]
+        head_loss = HeadLoss(reduction="sum")
+        out = head_loss(operands[0] @ operands[1].T, ids) if from_logits else head_loss.linear(*operands, ids)
+        assert out.stats.log_prob.shape == (4,)
+        out.loss.backward()
+        found.append(worst([z.grad.full_tensor() for z in operands], [z.grad for z in exact]))
+    return found
+
+
+def test_tokens_may_be_sharded_alone():
+    assert max(max(errors) for errors in on_ranks(2, data_parallel)) < 1e-6
+
+
+def fully_sharded(group, device):
+    """A head that FSDP2 shards, outside and inside of its own call; each rank has tokens of its own."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    head = nn.Linear(H, 32, bias=False).to(device)
+    whole = head.weight.detach().clone()
+    fully_shard(head, mesh=meshed(device, 1, 2))
+    torch.manual_seed(torch.distributed.get_rank())
+    x, labels = torch.randn(5, H, device=device), torch.randint(0, 32, (5,), device=device)
+    with pytest.raises(ValueError, match="after its unshard"):
+        HeadLoss().linear(x, head.weight, labels)
+    head.unshard()
+    return float(HeadLoss().linear(x, head.weight, labels).loss - F.cross_entropy(x @ whole.T, labels))
+
+
+def test_a_weight_that_fsdp_shards_is_refused_until_it_is_whole():
+    assert max(map(abs, on_ranks(2, fully_sharded))) < 1e-6
+
+
 def partial_hidden_gradient(group, device):
     """Sequence parallelism, and a host that adds up dH itself."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -216,8 +272,15 @@ def refused(group, device, case):
     labels = torch.arange(8, device=device)
     if case == "replicated logits":
         return HeadLoss()(distribute_tensor(z, mesh, [Replicate()]), labels)
-    if case == "logits of other tokens":
-        return HeadLoss()(distribute_tensor(z, mesh, [Shard(0)]), labels)
+    if case == "plain hidden states":  # of other tokens on each rank, if FSDP sharded the weight
+        return HeadLoss().linear(x, distribute_tensor(w, mesh, [Shard(0)]), labels)
+    if case == "plain hidden states to sample":
+        return topk_log_probs(x, 3, weight=distribute_tensor(w, mesh, [Shard(0)]))
+    if case == "replicated weight":
+        return HeadLoss().linear(x, distribute_tensor(w, mesh, [Replicate()]), labels)
+    if case == "partial denominator":
+        total = DTensor.from_local(torch.tensor(4.0, device=device), mesh, [Partial()])
+        return HeadLoss()(distribute_tensor(z, mesh, [Shard(1)]), labels, denominator=total)
     if case == "row-wise weight":
         return HeadLoss().linear(x, distribute_tensor(w, mesh, [Shard(1)]), labels)
     if case == "partial hidden states":
@@ -247,7 +310,11 @@ def refused(group, device, case):
     "case, fix",
     [
         ("replicated logits", "output_layouts=Shard\\(-1\\)"),
-        ("logits of other tokens", "output_layouts=Shard\\(-1\\)"),
+        ("replicated logits", "logits.to_local\\(\\)"),
+        ("plain hidden states", "VocabShard.from_mesh\\(mesh, 64, dim\\).*module that FSDP manages"),
+        ("plain hidden states to sample", "VocabShard.from_mesh\\(mesh, 64, dim\\).*module that FSDP manages"),
+        ("replicated weight", "pass a plain weight"),
+        ("partial denominator", "denominator must be replicated"),
         ("row-wise weight", "distribute it with Shard\\(0\\)"),
         ("partial hidden states", "redistribute to Replicate\\(\\)"),
         ("hidden states sharded on tokens", "hidden_grad='reduce_scatter'"),
@@ -268,7 +335,8 @@ def two_dimensions(group, device):
     mesh = meshed(device, 2, 2)
     model = model_of(device, mesh, 64, False)
     labels = torch.arange(8, device=device)
-    HeadLoss([CrossEntropy()]).linear(torch.randn(8, H, device=device), model.head.weight, labels)
+    hidden, shard = torch.randn(8, H, device=device), VocabShard.from_mesh(mesh, 64, "tp")
+    HeadLoss([CrossEntropy()]).linear(hidden, model.head.weight, labels, shard=shard)
 
 
 def partial_beside_tokens(group, device):

@@ -9,16 +9,21 @@ from ranks import on_ranks
 
 from tp_headloss import (
     CrossEntropy,
+    Distillation,
     Entropy,
     HeadLoss,
     Init,
     Linear,
+    SamplingRule,
+    TeacherHead,
     Transform,
     VocabParallelEmbedding,
     VocabParallelHead,
     VocabShard,
     ZLoss,
     multi_token_targets,
+    sample,
+    topk_log_probs,
     vocab_statistics,
 )
 
@@ -228,6 +233,52 @@ def test_depths_longer_than_the_sequence_count_nothing():
     assert weights[:, 0, 0].tolist() == pytest.approx([1, *[0.1 / 3] * 3])
     weights[targets == 4] = 0  # of two tokens, and of no other
     assert weights.count_nonzero() == weights.numel() - 2
+    largest = 2**63 - 1  # which a float does not hold
+    assert multi_token_targets(labels, 1, ignore_index=largest)[0].tolist() == [[[3, 4]], [[4, largest]]]
+
+
+def with_padding(group, device, value):
+    """Everything that reads a weight whose rows of padding hold this value."""
+    torch.manual_seed(6)
+    vocab, hidden = 50, torch.randn(6, 8, device=device)
+    shard = VocabShard.from_group(group, vocab, padded_size=64)
+    weight, teacher, bias = torch.randn(64, 8), torch.randn(64, 8), torch.randn(64)
+    for x in (weight, teacher, bias):
+        x[vocab:] = value
+    mine = slice(shard.start, shard.stop)
+    weight, teacher, bias = (x[mine].to(device) for x in (weight, teacher, bias))
+    labels = torch.arange(6, device=device) * 8
+    embedding = VocabParallelEmbedding(8, shard, device=device)
+    head = VocabParallelHead(8, shard, bias=True, device=device)
+    with torch.no_grad():
+        embedding.weight.copy_(weight)
+        head.weight.copy_(weight)
+        head.bias.copy_(bias)
+    given = {"inputs": {"teacher": TeacherHead(hidden.roll(1, 1), teacher)}}
+    found = []
+    for mode in ("recompute", "one_sweep"):
+        x = hidden.clone().requires_grad_()
+        loss = HeadLoss([CrossEntropy(), Distillation()])
+        out = head(x, labels, head_loss=loss, linear=Linear(mode), **given)
+        out.loss.backward()
+        found += [out.loss.detach(), x.grad]
+    rows = embedding(labels)
+    HeadLoss()(head(rows), labels, shard=shard).loss.backward()
+    found += [rows, embedding.weight.grad, head.weight.grad, head.bias.grad, head(hidden)[:, shard.valid_width :]]
+    top = topk_log_probs(hidden, 5, weight=weight, shard=shard)
+    drawn = sample(hidden, weight=weight, shard=shard, seed=1, positions=labels, rule=SamplingRule(top_k=9))
+    found += [top.ids, top.log_probs, top.lse, drawn.ids, drawn.full_log_probs, drawn.sets.ids]
+    return [x.detach().cpu() for x in found]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rows_of_padding_may_hold_anything(world):
+    expected = on_ranks(world, with_padding, 0.0)
+    for value in (torch.nan, torch.inf, 1e30):
+        for found, right in zip(on_ranks(world, with_padding, value), expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+            assert all(x.isfinite().all() for x in right)
+
 
 
 @pytest.mark.parametrize("enabled", [False, True])

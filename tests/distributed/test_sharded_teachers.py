@@ -109,7 +109,8 @@ def cut_rows_run(group, device):
     mesh = init_device_mesh(device.type, (group.size(),), mesh_dim_names=("tp",))
     hidden, weight, teacher_hidden, teacher_weight, _ = drawn(device)
     cut, rows = distribute_tensor(teacher_hidden, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Shard(0)])
-    linear_vocab_statistics(hidden, rows, teacher=TeacherHead(cut, teacher_weight), want=("forward_kl",))
+    shard, teacher = VocabShard.from_mesh(mesh, len(weight)), TeacherHead(cut, teacher_weight)
+    linear_vocab_statistics(hidden, rows, shard=shard, teacher=teacher, want=("forward_kl",))
 
 
 def test_a_teacher_of_cut_rows_is_refused():

@@ -23,6 +23,7 @@ from tp_headloss import (
     Options,
     PolicyGradient,
     PolicyMetrics,
+    SamplingRule,
     Sequences,
     Teacher,
     TeacherHead,
@@ -35,6 +36,7 @@ from tp_headloss import (
     VocabShard,
     ZLoss,
     combine_metrics,
+    kept_ids,
     linear_vocab_statistics,
     log_probs,
     multi_token_targets,
@@ -536,6 +538,66 @@ def test_statistics_may_come_from_any_iterable_and_temperatures_that_are_none_ar
     temperatures = torch.tensor([0.5, -0.5, 0.0], device=device)
     stats = vocab_statistics(hidden @ weight.T, labels, transform=Transform(temperature=temperatures), options=options)
     assert stats.log_prob.isnan().tolist() == [False, True, True]
+
+
+class Quantised(torch.Tensor):
+    """A weight of int8 with one scale, as libraries of quantisation have them: a subclass without memory."""
+
+    @staticmethod
+    def __new__(cls, values, scale, dequantizes=True, requires_grad=False):
+        x = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32, requires_grad=requires_grad)
+        x.values, x.scale, x.dequantizes = values, scale, dequantizes
+        return x
+
+    def dequantize(self):
+        if not self.dequantizes:
+            raise NotImplementedError
+        return self.values * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(func)
+
+
+class Named(torch.Tensor):
+    """A subclass whose memory is a tensor's own."""
+
+
+def test_subclasses_are_what_they_stand_for_or_refused(device):
+    hidden, labels = torch.randn(6, 8, device=device, requires_grad=True), torch.arange(6, device=device)
+    values = torch.randint(-90, 90, (16, 8), dtype=torch.int8, device=device)
+    whole, found = (values * 0.1).float(), []
+    for weight in (whole, Quantised(values, 0.1), whole.as_subclass(Named), torch.nn.Buffer(whole)):
+        hidden.grad = None
+        HeadLoss().linear(hidden, weight, labels).loss.backward()
+        top = topk_log_probs(hidden.detach(), 3, weight=weight)
+        teacher = {"teacher": TeacherHead(hidden, weight)}
+        taught = HeadLoss([Distillation()]).linear(hidden, whole, labels, inputs=teacher)
+        found.append((hidden.grad.clone(), top.log_probs, taught.loss.detach()))
+    assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(found[0], one))
+    logits = Quantised(torch.randint(-9, 9, (6, 16), dtype=torch.int8, device=device), 0.1)
+    assert torch.equal(HeadLoss()(logits, labels).loss, HeadLoss()(logits.dequantize(), labels).loss)
+    calls = (
+        lambda x: HeadLoss().linear(hidden, x, labels),
+        lambda x: HeadLoss().linear(hidden, whole, labels, bias=x),
+        lambda x: HeadLoss()(hidden, labels, transform=Transform(bias=x)),
+        lambda x: HeadLoss()(hidden, labels, token_weight=x),
+        lambda x: HeadLoss()(hidden, labels, denominator=x),
+        lambda x: HeadLoss()(x, labels),
+        lambda x: kept_ids(hidden, SamplingRule(top_k=2), weight=x),
+    )
+    for wrong in (Quantised(values, 0.1, dequantizes=False), Quantised(values, 0.1, requires_grad=True)):
+        for call in calls:
+            with pytest.raises(TypeError, match=r"quantised tensor that requires no gradient, got a .*Quantised"):
+                call(wrong)
+
+
+def test_the_ranks_of_a_local_tensor_are_not_one_tensor():
+    LocalTensorMode = pytest.importorskip("torch.distributed._local_tensor").LocalTensorMode
+    with LocalTensorMode(2), pytest.raises(TypeError, match="LocalTensor: pass the plain"):
+        HeadLoss()(torch.randn(4, 8), torch.arange(4))
 
 
 def test_operands_on_meta_have_results_on_meta():

@@ -5,7 +5,23 @@ import torch
 from cuda_problem import N, V, results
 from ranks import Pool, on_ranks
 
-from tp_headloss import CrossEntropy, HeadLoss, Options, VocabShard, ZLoss, vocab_statistics
+from tp_headloss import (
+    CrossEntropy,
+    HeadLoss,
+    IdSets,
+    Linear,
+    Options,
+    SamplingRule,
+    Teacher,
+    TopKTeacher,
+    VocabShard,
+    ZLoss,
+    kept_ids,
+    sample,
+    topk_log_probs,
+    vocab_statistics,
+)
+from tp_headloss.statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER
 
 pytestmark = pytest.mark.cuda
 
@@ -127,6 +143,55 @@ def test_rows_have_the_same_bits_in_batches_of_any_size():
         order = torch.randperm(8192, device="cuda")[:n]
         *part, part_grad = results(x[order], labels[order], shard, "auto")
         assert all(torch.equal(a[order], b) for a, b in zip(whole, part)) and torch.equal(grad[order], part_grad)
+
+
+def everything(backend):
+    """Values and gradients of calls that take every family, both modes of a head, and what is never differentiated."""
+    generator = torch.Generator("cuda").manual_seed(4)
+    logits, other = (torch.randn(64, 1000, device="cuda", generator=generator) for _ in range(2))
+    hidden, weight = (torch.randn(n, 64, device="cuda", generator=generator).bfloat16() for n in (64, 1000))
+    labels = torch.arange(64, device="cuda") * 15
+    options, ids = Options(backend=backend), torch.stack([labels, labels, labels // 2], 1)
+    top = topk_log_probs(other, 9, top_p=0.9, options=options)
+    rule = SamplingRule(top_k=40, top_p=0.9)
+    drawn = sample(logits, seed=1, positions=labels, rule=rule, options=options)
+    sets = kept_ids(logits, rule, options=options)
+    found = [*top, *drawn[:3], sets.ids]
+    for given in (
+        {"want": ("entropy", "collision", "total", "rank", "argmax")},
+        {"want": FULL_TEACHER, "teacher": Teacher(other)},
+        {"want": TOPK_TEACHER, "teacher": TopKTeacher(top.ids, top.log_probs, renormalize=False)},
+        {"want": OVER_SETS, "sets": IdSets(torch.cat([ids, ids + 1], 1))},
+        {"want": ("log_probs_at",), "ids": ids},
+    ):
+        x = logits.clone().requires_grad_()
+        stats = vocab_statistics(x, labels, options=options, **given)
+        values = [v for v in stats if isinstance(v, torch.Tensor) and v.requires_grad]
+        torch.autograd.backward([v.sum() for v in values])
+        found += [*(v.detach() for v in values), x.grad]
+    for mode in ("recompute", "one_sweep"):
+        operands = [x.clone().requires_grad_() for x in (hidden, weight)]
+        HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(0.1)], options=options).linear(
+            *operands, labels, linear=Linear(mode)
+        ).loss.backward()
+        found += [x.grad for x in operands]
+    return found
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_deterministic_algorithms_suffice_and_give_the_same_bits(backend, monkeypatch):
+    """In torch's deterministic mode, which raises for any other operation, and fills new memory with NaN."""
+    expected = everything(backend)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        for found in (everything(backend), everything(backend)):
+            assert all(torch.equal(a, b) for a, b in zip(found[:-4], expected[:-4], strict=True))
+        first = found
+        assert all(torch.equal(a, b) for a, b in zip(first, everything(backend), strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
 
 
 def test_another_process_gets_the_same_bits():

@@ -4,7 +4,7 @@
 
 On the first attempt rank 1, within step 9, while rank 0 waits for it; on the second rank 0, at step 18, when all files
 of a checkpoint are written and the one that names it as the newest is not. With LOSE_NODE set: instead the rank that
-has LOSE_NODE=1, within step 9, with its torchrun, as if its host were lost.
+has LOSE_NODE=1, within step 9, with its torchrun, as if its host were lost; a first node that is alone does not begin.
 """
 
 import importlib
@@ -20,6 +20,8 @@ checkpoint, parallel = importlib.import_module("checkpoint"), importlib.import_m
 
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 lose_node = os.environ.get("LOSE_NODE")
+if lose_node is not None and (attempt, os.environ["WORLD_SIZE"]) == (0, "1"):
+    signal.pause()  # until the second node joins and torchrun starts all ranks anew
 clip_gradients, replace, steps = parallel.clip_gradients, os.replace, []
 
 

@@ -14,7 +14,7 @@ CASES = [
     *(f"{way}-{kind}" for way in WAYS for kind in ("plain", "tied", "uneven", "bf16", "arguments", "HeadLoss")),
     *(f"fused-{model}" for model in ("Gemma2", "Cohere", "Granite", "Phi", "GPT2")),
     *(f"fused-{kind}-auto" for kind in ("plain", "tied", "uneven")),
-    *("stock", "without labels", "failures", "modes", "refusals", "trainer", "documented"),
+    *("stock", "without labels", "loops", "failures", "modes", "refusals", "trainer", "documented"),
 ]
 TRL = "transformers-5.23.0"
 TRL_CASES = "plain", "tied", "uneven", "temperature", "softcap", "bf16", "replaced", "refusals", "failures"

@@ -11,6 +11,7 @@ import traceback
 import types
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ from tp_headloss.integrations.transformers.calls import with_ignore_index
 transformers.logging.set_verbosity_error()
 LAYERS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 SIZES = {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 64, **LAYERS}
+OPT = {"ffn_dim": 64, "word_embed_proj_dim": 16, "dropout": 0.0}
+LLAMA4 = {"num_hidden_layers": 2, "intermediate_size_mlp": 64, "num_local_experts": 2, "head_dim": 8}
 HEAD = "lm_head.weight"
 
 
@@ -218,6 +221,9 @@ def call_arguments(group, install):
         "ignore_index": {**inputs, "labels": inputs["labels"].where(inputs["labels"] != -100, 3), "ignore_index": 3},
     }
     results = [against_host(model, host, call) for call in calls.values()]
+    for index in (2**63 - 1, 2**53 + 1):  # which a float does not hold
+        labels = inputs["labels"].where(inputs["labels"] != -100, index)
+        assert model(**{**inputs, "labels": labels}, ignore_index=index).loss == model(**inputs).loss
     head_loss = HeadLoss(compile=True)
     own = with_ignore_index(head_loss, 3)
     assert own.ignore_index == 3 and with_ignore_index(head_loss, 3) is own  # with what it has compiled
@@ -297,8 +303,51 @@ def without_labels(group):
                     refused(lambda call=call, model=model: call(model), "tp_plan='auto'")
             # a Trainer that evaluates, and one that trains
             refused(partial(model, ids, num_items_in_batch=torch.tensor(3)), "must have labels")
-            refused(partial(model.train(), ids), "must have labels")
+            refused(lambda model=model: model.train()(ids).logits.sum().backward(), "must have labels")
     return {}
+
+
+def loops(group):
+    """What accelerate, a Trainer and their users do with a model, by one process: it wraps it and takes it out again,
+    wants logits of an evaluation, computes the loss outside of the model."""
+    from accelerate import Accelerator
+
+    inputs, found = batch(), []
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    for kind, sizes in (("Llama", {}), ("OPT", OPT), ("Llama4Text", LLAMA4)):
+        model = AutoModelForCausalLM.from_config(config_of(kind, **sizes)).eval()
+        own = model(input_ids=ids, labels=labels)
+        fused = fuse_head(model, HeadLoss([CrossEntropy(), ZLoss(1.0)]))
+        z_loss = own.logits[:, :-1].logsumexp(-1).square()[labels[:, 1:] != -100].mean()
+        expected = (own.loss + z_loss).detach()
+        with mock.patch.dict(os.environ):
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+                del os.environ[name]
+            accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+        prepared = accelerator.prepare(model)
+        accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+        shifted = labels.roll(-1, -1).index_fill(-1, torch.tensor(labels.shape[-1] - 1), -100)
+        outputs = [model(input_ids=ids, labels=labels), model(input_ids=ids, shift_labels=shifted)]
+        assert all(out.logits is None for out in outputs)
+        with torch.no_grad():
+            evaluated = model(input_ids=ids, labels=labels)
+        torch.testing.assert_close(evaluated.logits, own.logits)
+        fused.remove()
+        with fuse_head(model, skip_logits=True), torch.no_grad():
+            assert model(input_ids=ids, labels=labels).logits is None
+        with fuse_head(model, skip_logits=False):
+            assert model.train()(input_ids=ids, labels=labels).logits.shape == own.logits.shape
+        model.eval().loss_function = causal_lm_loss(model, HeadLoss([CrossEntropy(), ZLoss(1.0)]))
+        logits = model.train()(input_ids=ids).logits
+        outside = model.loss_function(logits=logits, labels=None, shift_labels=shifted, vocab_size=512)
+        outside.backward()
+        found += [(out.loss - expected).abs() / expected for out in (*outputs, evaluated)]
+        found.append((outside - expected).abs() / expected)
+    bart = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    model = transformers.BartForCausalLM(config_of("Bart", is_decoder=True, add_cross_attention=False, **bart)).eval()
+    set_loss_function(model)
+    refused(lambda: model(input_ids=ids, labels=labels), "does not call its loss_function")
+    return {"loss": float(max(found)), "grads": 0.0, "mutant": 1.0}
 
 
 def failures(group):
@@ -497,6 +546,7 @@ CASES = {
     **{f"{install}-HeadLoss": partial(any_head_loss, install=install) for install in ("loss_function", "fused")},
     "stock": stock,
     "without labels": without_labels,
+    "loops": loops,
     "failures": failures,
     "modes": dropout_and_modes,
     "refusals": refusals,

@@ -55,6 +55,7 @@ def head_run(group, device, boundaries, dtype, backend, linear):
     hidden, weight, bias, labels, weights = (x.to(device) for x in tensors(dtype))
     shard = VocabShard.from_boundaries(boundaries, V - 3, group) if boundaries else VocabShard(0, V, V)
     local = slice(shard.start, shard.stop)
+    weight[shard.vocab_size :], bias[shard.vocab_size :] = torch.nan, torch.inf  # padding holds anything
     rank = 0 if group is None else group.rank()
     if linear.hidden_grad == "reduce_scatter":
         hidden = hidden.chunk(shard.world_size)[rank]

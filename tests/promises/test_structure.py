@@ -91,7 +91,7 @@ def test_imports_point_one_way(path):
 
 @FILES
 def test_files_and_functions_stay_small(path):
-    assert len(path.read_text().splitlines()) <= 300
+    assert len(path.read_text().splitlines()) <= 350
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = node.end_lineno - node.lineno + 1

@@ -228,6 +228,8 @@ def test_the_kernels_are_their_definitions(shape, programs, device, monkeypatch)
         ours, id_ = gumbel_triton.best_scores(z, positions, 2**64 - 3, 77, given)
         torch.testing.assert_close(ours, best, rtol=1e-15, atol=1e-15)  # the logarithm of the interpreter is numpy's
         assert torch.equal(id_[best.isfinite()], winner[best.isfinite()])
+    for part in (gumbel, gumbel_triton):  # a shard without columns: no id is lower
+        assert (part.best_scores(z[:, :0], positions, 3, 77)[1] == gumbel.LAST).all()
     peak = z.nan_to_num(-torch.inf).amax(1).clamp(min=-9.0)
     lowest = torch.full((len(z),), -torch.inf, dtype=torch.float64, device=device)
     lowest[1::2] = -1.0

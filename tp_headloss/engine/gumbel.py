@@ -10,6 +10,11 @@ from ..philox import exponential
 LAST = torch.iinfo(torch.int64).max  # id where there is no column
 
 
+def with_column(x: torch.Tensor, value) -> torch.Tensor:
+    """x [n, w] with a last column of the value. (torch's pad takes it through a float, which not all int64 fit.)"""
+    return torch.cat([x, x.new_full((len(x), 1), value)], 1)
+
+
 def best_scores(z, positions, seed: int, start: int, ids=None) -> tuple[torch.Tensor, torch.Tensor]:
     """Race of each token's columns: z [n, w] -> the largest z - log(variate) [n] float64, and the lowest id [n]
     that has it.
@@ -27,8 +32,8 @@ def best_scores(z, positions, seed: int, start: int, ids=None) -> tuple[torch.Te
     variate = exponential(seed, positions[row], ids[row, column])
     score = torch.full_like(z, -torch.inf, dtype=torch.float64)
     score[row, column] = (z[row, column].double() - variate.log()).nan_to_num(torch.inf, torch.inf)
-    score = torch.nn.functional.pad(score, (0, 1), value=-torch.inf)  # for shards without columns
-    best, ids = score.amax(1), torch.nn.functional.pad(ids, (0, 1), value=LAST)
+    score, ids = with_column(score, -torch.inf), with_column(ids, LAST)  # for shards without columns
+    best = score.amax(1)
     return best, torch.where(score == best[:, None], ids, LAST).amin(1)
 
 

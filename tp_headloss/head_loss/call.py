@@ -63,12 +63,16 @@ def check_call(
     )
 
 
-def local_arguments(shard: VocabShard, labels, token_weight, transform, inputs, hidden_grad: str = "all_reduce"):
+def local_arguments(
+    shard: VocabShard, labels, token_weight, denominator, transform, inputs, hidden_grad: str = "all_reduce"
+):
     """Replace DTensors among the arguments by this rank's part of them. hidden_grad: of a linear head."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise TypeError(f"inputs must be a dict of inputs by name, or None, got {type(inputs).__name__}")
     inputs = {name: local_part(x, shard, hidden_grad) for name, x in (inputs or {}).items()}
-    return local_part(labels, shard), local_part(token_weight, shard), local_part(transform, shard), inputs
+    if isinstance(denominator, torch.Tensor):
+        denominator = local_part(denominator, shard, name="denominator")
+    return *(local_part(x, shard) for x in (labels, token_weight)), denominator, local_part(transform, shard), inputs
 
 
 def replicated_facts(definition: HeadLossDefinition, labels, token_weight, denominator, inputs) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..agreement import Agreement
 from ..api import checked_request, computed_statistics
-from ..dtensor import local_head, local_logits
+from ..dtensor import local_head, local_logits, local_part
 from ..eager_only import uncompiled_where_needed
 from ..engine.one_launch import expecting, gradient_in_forward
 from ..linear_head.call import LinearCall, hidden_fact
@@ -147,7 +147,8 @@ class HeadLoss(nn.Module):
             TypeError, ValueError: the errors of `vocab_statistics`, and inputs that terms need and did not get.
         """
         found = kind = None
-        if token_weight is None and transform is None:
+        is_special = isinstance(denominator, torch.Tensor) and type(denominator) is not torch.Tensor
+        if token_weight is None and transform is None and not is_special:
             kind = kind_of_call(self._definition.options, logits, labels, shard, inputs)
         if kind is not None:
             given = self._definition, kind, logits, labels
@@ -177,7 +178,9 @@ class HeadLoss(nn.Module):
         """Check the arguments of `forward` -> the call, and the request for its statistics."""
         with Agreement(self.options, shard) as agreement:
             logits, shard = local_logits(logits, shard)
-            labels, token_weight, transform, inputs = local_arguments(shard, labels, token_weight, transform, inputs)
+            labels, token_weight, denominator, transform, inputs = local_arguments(
+                shard, labels, token_weight, denominator, transform, inputs
+            )
             definition = self._traceable_definition()
             facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
             agreement.record("HeadLoss", shard, **facts)
@@ -235,9 +238,10 @@ class HeadLoss(nn.Module):
             raise ValueError("gradient='forward' is for logits; from hidden states use Linear('one_sweep')")
         with Agreement(self.options, shard) as agreement:
             hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
-            labels, token_weight, transform, inputs = local_arguments(
-                shard, labels, token_weight, transform, inputs, linear.hidden_grad
+            labels, token_weight, denominator, transform, inputs = local_arguments(
+                shard, labels, token_weight, denominator, transform, inputs, linear.hidden_grad
             )
+            linear = local_part(linear, shard)
             definition = self._traceable_definition()
             facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
             facts |= {"hidden": hidden_fact(hidden, linear), "transform": transform, "linear": linear}

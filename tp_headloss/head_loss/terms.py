@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from .. import losses
+from ..dtensor import refuse_dtensor
 from ..losses.ratio import scaled
 from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
 from ..validation import expect_bool, expect_one_of, expect_scalar, expect_share, expect_tensor
@@ -60,6 +61,7 @@ class Term:
         owner = f"term {self.name!r}"
         _expect_function(owner, self.function)
         expect_scalar(f"{owner}: weight", self.weight)
+        refuse_dtensor(f"{owner}: weight", self.weight)
         if isinstance(self.weight, torch.Tensor) and self.weight.requires_grad:
             raise ValueError(f"{owner}: weight gets no gradient: pass weight.detach(), or multiply in the function")
         if not isinstance(self.weight, torch.Tensor) and not abs(self.weight) <= torch.finfo(torch.float32).max:
@@ -212,6 +214,7 @@ def _expect_class_weight(class_weight):
     if not isinstance(class_weight, torch.Tensor):
         raise TypeError(f"class_weight must be a tensor [V] or None, got {type(class_weight).__name__}")
     expect_tensor("class_weight", class_weight)
+    refuse_dtensor("class_weight", class_weight)
     if class_weight.requires_grad:
         raise ValueError("class_weight gets no gradient: pass class_weight.detach()")
 

@@ -85,6 +85,7 @@ def linear_vocab_statistics(
         hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
         given = (local_part(x, shard, linear.hidden_grad) for x in (labels, transform, teacher, sets, ids))
         labels, transform, teacher, sets, ids = given
+        total_weight = local_part(total_weight, shard, name="total_weight")
         agreement.record(
             "linear_vocab_statistics", shard, weight=weight, hidden=hidden_fact(hidden, linear), labels=labels,
             bias=bias, want=want, transform=transform, teacher=teacher_fact(teacher, linear, options),

@@ -57,7 +57,7 @@ class ValidTokens:
             return x
         if x.shape[: len(self.lead)] != self.lead:
             raise ValueError(f"{name} must begin with the labels' shape {list(self.lead)}, got {list(x.shape)}")
-        return x.reshape(-1, *x.shape[len(self.lead) :]).index_select(0, self.order)
+        return x.reshape(self.lead.numel(), *x.shape[len(self.lead) :]).index_select(0, self.order)
 
     def transform(self, transform: Transform | None) -> Transform | None:
         """Select from a per-token temperature."""

@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from ...head_loss import HeadLoss
 from ...shard import VocabShard
@@ -28,14 +28,16 @@ def refuse_logits_to_keep(given):
         raise ValueError("labels score every position: logits_to_keep goes with a call without labels")
 
 
-def refuse_lost_labels(model, given):
-    """Raise ValueError for a call without labels that was meant to train, or to evaluate, the head's loss."""
-    if given.get("num_items_in_batch") is not None or (model.training and torch.is_grad_enabled()):
-        raise ValueError(
-            "a training call must have labels, got none, so the HeadLoss would not be computed: transformers' Trainer "
-            "takes them away for label_smoothing_factor (use HeadLoss([CrossEntropy(label_smoothing=...)]) instead) "
-            "and for compute_loss_func (leave it out); for logits, use eval() or torch.no_grad()"
-        )
+LOST_LABELS = (
+    "a training call must have labels (or shift_labels), got none, so the HeadLoss would not be computed: "
+    "transformers' Trainer takes them away for label_smoothing_factor (use HeadLoss([CrossEntropy(label_smoothing="
+    "...)]) instead) and for compute_loss_func (leave it out); for logits, use eval() or torch.no_grad()"
+)
+
+
+def is_training(model) -> bool:
+    """Return True for a call whose outputs are meant to be differentiated."""
+    return model.training and torch.is_grad_enabled()
 
 
 def refuse_columns(outputs, shard: VocabShard):
@@ -59,11 +61,20 @@ def refuse_auxiliary_loss(model, given: Mapping[str, Any]):
         )
 
 
+def body_of(model):
+    """Return the module that makes the model's hidden states: its base model, or where the class names none (Llama 4)
+    its only part that is a model; the model itself if there is neither."""
+    if model.base_model is not model:
+        return model.base_model
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    return parts[0] if len(parts) == 1 else model
+
+
 def run_body(model, given: Mapping[str, Any]):
     """Return the outputs of the model's body for the given arguments of the model's forward."""
     refuse_auxiliary_loss(model, given)
     body = {name: value for name, value in given.items() if name not in HEAD_ARGUMENTS}
-    return model.base_model(**body, return_dict=True)
+    return body_of(model)(**body, return_dict=True)
 
 
 def next_token_labels(labels, shift_labels, ignore_index: int) -> torch.Tensor:
@@ -72,7 +83,9 @@ def next_token_labels(labels, shift_labels, ignore_index: int) -> torch.Tensor:
         return shift_labels
     if labels is None:
         raise ValueError("a loss needs labels or shift_labels, got neither")
-    return nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    shifted = labels.long().roll(-1, -1)
+    shifted[..., -1:] = ignore_index  # torch's pad takes it through a float, which not all int64 fit
+    return shifted
 
 
 def scalar_head_loss(head_loss: HeadLoss | None) -> HeadLoss:

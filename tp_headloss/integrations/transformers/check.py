@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ...dtensor import is_dtensor
 from ...options import Transform
 from ...shard import VocabShard
-from .calls import refuse_auxiliary_loss
+from .calls import body_of, refuse_auxiliary_loss
 from .loss_function import CausalLMShardLoss
 from .model_facts import output_layer
 
@@ -64,7 +64,7 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
     seen = {}
 
     def keep_hidden(module, args, outputs):
-        seen["hidden"] = outputs.last_hidden_state
+        seen["hidden"] = outputs[0]
 
     def spread_first_logits(module, args, logits):
         seen["input"], first = args[0], "spread" not in seen
@@ -81,7 +81,8 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
 
     hooks, before = [], vars(model).get("_loss_function")
     try:
-        hooks.append(model.base_model.register_forward_hook(keep_hidden))
+        for body in {body_of(model), model.get_decoder()} - {model}:  # OPT calls the decoder within its body
+            hooks.append(body.register_forward_hook(keep_hidden))
         hooks.append(output_layer(model).register_forward_hook(spread_first_logits))
         model._loss_function = loss
         with evaluation(model):
@@ -96,6 +97,8 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
             hook.remove()
     if transformed is None or "logits" not in seen:
         raise ValueError("the model's forward does not call its loss_function: a fused head does not know its loss")
+    if "hidden" not in seen:
+        raise ValueError(f"the model's forward does not call its body, {type(body_of(model)).__name__}")
     if not torch.equal(seen["input"], seen["hidden"].to(seen["input"].dtype)):
         raise ValueError("the output layer's input is not the last_hidden_state of the model's body")
     _expect_transform(transform, seen["spread"], transformed)
@@ -105,7 +108,7 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
 def _expect_text_decoder(model):
     """Raise ValueError unless the model is a decoder of text with a language-model head and no router's loss."""
     config = model.config
-    if config.is_encoder_decoder or config.get_text_config() is not config or model.base_model is model:
+    if config.is_encoder_decoder or config.get_text_config() is not config or body_of(model) is model:
         raise ValueError(f"the model must be a decoder of text alone with a language-model head, got {type(model)}")
     refuse_auxiliary_loss(model, {})
 

@@ -7,6 +7,8 @@ import inspect
 import types
 from typing import Any
 
+FUSED = "_is_fused_head"  # attribute of a forward that computes its own loss, also behind the wrappers of others
+
 
 def stock_forward(model):
     """Return the forward of the model's class. ValueError if it, or this model's own forward, was replaced."""
@@ -36,6 +38,9 @@ def install(model, stock, forward) -> types.MethodType:
     def fused_forward(self, *args, **kwargs):
         return forward(self, args, kwargs)
 
+    # accelerate's unwrap_model follows __wrapped__, which leads past this head to the model's own forward
+    del fused_forward.__wrapped__
+    vars(fused_forward).update({"__signature__": inspect.signature(stock), FUSED: True})
     model.forward = types.MethodType(fused_forward, model)
     return model.forward
 
@@ -43,7 +48,7 @@ def install(model, stock, forward) -> types.MethodType:
 def uninstall(model, fused_forward: types.MethodType, before=None):
     """Remove the forward that `install` returned, and put back the one that the model had `before`. RuntimeError if the
     model has another one by now."""
-    if vars(model).get("forward") is not fused_forward:
+    if vars(model).get("forward") != fused_forward:  # accelerate puts an equal method back
         raise RuntimeError("this fused head is not the model's forward (any more): remove what was installed on top")
     del model.forward
     if before is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import torch
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -13,11 +14,13 @@ from ...head_loss.output import without_graph
 from ...linear_head import Linear
 from ...options import Transform
 from ...shard import VocabShard
+from .. import check_type
 from .calls import (
+    LOST_LABELS,
+    is_training,
     next_token_labels,
     refuse_columns,
     refuse_logits_to_keep,
-    refuse_lost_labels,
     run_body,
     scalar_head_loss,
     scalar_number,
@@ -44,9 +47,10 @@ def fuse_head(
     shard: VocabShard | None = None,
     transform: Transform | None = None,
     observe: Callable[[HeadLossOutput], None] | None = None,
+    skip_logits: bool | None = None,
 ) -> FusedHead:
     """Replace ``forward`` of this model: with labels, hidden states [B, S, H] replicated and the output layer's weight
-    [V/P, H] sharded on V give the loss [], and logits never exist.
+    [V/P, H] sharded on V give the loss [], and in training logits never exist.
 
         fused = fuse_head(model, HeadLoss([CrossEntropy(), ZLoss(1e-4)]))
         model(input_ids=ids, labels=labels, num_items_in_batch=tokens).loss.backward()
@@ -56,11 +60,11 @@ def fuse_head(
     body of a transformers model expects a whole gradient. Weights may be tied, have a bias, be sharded by FSDP2, too,
     and belong to a model that is not distributed, or to the model of a DeepSpeed engine (`integrations.deepspeed`).
 
-    With labels the model returns its own output class, whose ``logits`` are None. Without labels the forward is the
-    model's own, so generate() works; the model's own plan (tp_plan="auto") gathers the logits there. A call without
-    labels raises ValueError in training, where a Trainer took the labels away, and where it would return only this
-    rank's columns of the logits (`colwise_plan`). ``num_items_in_batch``, ignore_index, ``head_inputs`` and ``.last``
-    are as in `causal_lm_loss`.
+    With labels the model returns its own output class, whose ``logits`` are None in training. Without labels the
+    forward is the model's own, so generate() works; the model's own plan (tp_plan="auto") gathers the logits there. A
+    call without labels and shift_labels raises ValueError in training, where a Trainer took the labels away, and where
+    it would return only this rank's columns of the logits (`colwise_plan`). ``num_items_in_batch``, ignore_index,
+    ``head_inputs`` and ``.last`` are as in `causal_lm_loss`.
 
     All ranks of the group install together: three forward passes over eight tokens check that the model does nothing
     else between its body and its loss, and that the loss is the model's own.
@@ -69,6 +73,9 @@ def fuse_head(
         head_loss, shard, observe: as in `causal_lm_loss`.
         linear: `Linear`, except hidden_grad="reduce_scatter".
         transform: what the model does to its logits (softcapping, a scale); None reads it from the model's config.
+        skip_logits: False makes logits in calls with labels, too, True never does. None (default): those in eval() and
+            torch.no_grad() have them, because a Trainer's compute_metrics reads them; except under a `colwise_plan`,
+            where no rank has them all. Say True to save their memory where nobody reads them.
 
     Raises:
         TypeError, ValueError: the forward or the loss function is replaced already, the body or the output layer is not
@@ -82,19 +89,21 @@ def fuse_head(
             "the model's loss must be transformers' ForCausalLMLoss, or DeepSpeed's VocabParallelCausalLMLoss for its "
             f"output layer, got {model.loss_function}: a fused head would silently win over a loss_function"
         )
-    return FusedHead(model, head_loss, linear, shard, transform, observe)
+    return FusedHead(model, head_loss, linear, shard, transform, observe, skip_logits)
 
 
 class FusedHead:
     """An installed fused head, as `fuse_head` returns it; a context manager that removes itself."""
 
-    def __init__(self, model, head_loss, linear, shard, transform, observe):
+    def __init__(self, model, head_loss, linear, shard, transform, observe, skip_logits):
+        check_type("skip_logits", skip_logits, bool, None)
         wanted = scalar_head_loss(head_loss), checked_linear(linear)
         self.model, self.stock_forward, self.shard = model, stock_forward(model), shard
         self.last: HeadLossOutput | None = None
         self.observe: Callable[[HeadLossOutput], None] | None = None
         # until the check has passed: plain cross-entropy of any number of tokens, and no shard that a call must fit
         self.head_loss, self.checked_shard = HeadLoss(options=wanted[0].options), None
+        self.skip_logits: bool | None = True
         self.linear = dataclasses.replace(wanted[1], max_valid_tokens=None)
         self.transform, found_shard = checked_transform(model, transform), installed_shard(model, shard)
         stock = check_forward(model, self.stock_forward, self.transform, found_shard)
@@ -110,13 +119,14 @@ class FusedHead:
             self.remove()
             raise
         (self.head_loss, self.linear), self.last, self.checked_shard = wanted, None, found_shard
-        self.observe = observe
+        self.observe, self.skip_logits = observe, skip_logits
 
     def _forward(self, model, args, kwargs):
         """Output of the forward of `model`, which is the model that this was installed on, or a copy of it."""
         given = named_arguments(self.stock_forward, model, args, kwargs)
-        if given.get("labels") is None:
-            refuse_lost_labels(model, given)
+        if given.get("labels") is None and given.get("shift_labels") is None:
+            if given.get("num_items_in_batch") is not None or is_training(model):
+                raise ValueError(LOST_LABELS)
             outputs = self.stock_forward(model, *args, **{k: v for k, v in kwargs.items() if k != "head_inputs"})
             if self.checked_shard is not None:  # during the check, the check itself says that no labels arrived
                 refuse_columns(outputs, self.checked_shard)
@@ -125,8 +135,11 @@ class FusedHead:
         outputs = run_body(model, given)
         hidden, layer = outputs.last_hidden_state, output_layer(model)
         head_loss = with_ignore_index(self.head_loss, given.get("ignore_index"))
-        labels = next_token_labels(given["labels"], given.get("shift_labels"), head_loss.ignore_index)
+        labels = next_token_labels(given.get("labels"), given.get("shift_labels"), head_loss.ignore_index)
+        logits = None
         with gathered_head(model):
+            if not self._skips_logits(model):
+                logits = self._logits(layer(hidden))
             out = head_loss.linear(
                 hidden,
                 layer.weight,
@@ -142,10 +155,23 @@ class FusedHead:
         if self.observe is not None:
             self.observe(self.last)
         fields = {f.name: getattr(outputs, f.name, None) for f in dataclasses.fields(self.output_class)}
-        result = self.output_class(**{**fields, "loss": out.loss, "logits": None})
+        result = self.output_class(**{**fields, "loss": out.loss, "logits": logits})
         return_dict = given.get("return_dict")
         as_dict = model.config.return_dict if return_dict is None else return_dict
         return result if as_dict else result.to_tuple()
+
+    def _skips_logits(self, model) -> bool:
+        return (model.training or torch.is_grad_enabled()) if self.skip_logits is None else self.skip_logits
+
+    def _logits(self, logits):
+        """The model's logits of its output layer's, or None if they are this rank's columns and nobody asked."""
+        if self.skip_logits is None and self.checked_shard and logits.shape[-1] != self.checked_shard.vocab_size:
+            return None
+        if self.checked_shard is not None:
+            refuse_columns((logits,), self.checked_shard)
+        scale, softcap = self.transform.scale, self.transform.softcap
+        logits = logits if scale == 1 else logits * scale
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def remove(self):
         """Give the model its own forward back. RuntimeError if something was installed on top of this head."""

@@ -14,14 +14,15 @@ from ...head_loss.output import without_graph
 from ...shard import VocabShard
 from .. import check_type
 from .calls import (
+    LOST_LABELS,
+    is_training,
     next_token_labels,
     refuse_columns,
-    refuse_lost_labels,
     scalar_head_loss,
     scalar_number,
     with_ignore_index,
 )
-from .forward import named_arguments
+from .forward import FUSED, named_arguments
 from .model_facts import installed_shard
 
 
@@ -80,8 +81,10 @@ def causal_lm_loss(
     statistics, for metrics.
 
     A forward hook of the model, active while the function is its loss_function, raises ValueError on every rank for a
-    call without labels that returned this rank's columns (generate() would sample from them), and for one in training,
-    whose labels a Trainer took away. To generate, use `fuse_head` and tp_plan="auto".
+    call with labels whose model does not call its loss_function (T5, BERT), and for a call without labels that returned
+    this rank's columns (generate() would sample from them). In training, such logits are for a loop that calls
+    ``model.loss_function`` itself: their backward raises if it did not, as where a Trainer took the labels away. To
+    generate, use `fuse_head` and tp_plan="auto".
 
     Args:
         head_loss: `HeadLoss` with a scalar loss; default cross-entropy.
@@ -95,19 +98,37 @@ def causal_lm_loss(
         ValueError: the weight is sharded by something else than tensor parallelism; in a call: gathered logits.
     """
     loss = CausalLMShardLoss(head_loss, installed_shard(model, shard), observe)
-    if _refuse_call_without_labels not in model._forward_hooks.values():
-        model.register_forward_hook(_refuse_call_without_labels, with_kwargs=True)
+    if _check_call not in model._forward_hooks.values():
+        model.register_forward_hook(_check_call, with_kwargs=True)
     return loss
 
 
-def _refuse_call_without_labels(model, args, kwargs, outputs) -> None:
-    """Forward hook that raises ValueError for calls without labels which cannot mean what their caller expects."""
+def _check_call(model, args, kwargs, outputs) -> None:
+    """Forward hook that raises ValueError for calls which cannot mean what their caller expects."""
     loss = model.loss_function
-    if isinstance(loss, CausalLMShardLoss):
-        given = named_arguments(type(model).forward, model, args, kwargs)
-        if given.get("labels") is None:
-            refuse_lost_labels(model, given)
-            refuse_columns(outputs, loss.shard)
+    if not isinstance(loss, CausalLMShardLoss):
+        return
+    given = named_arguments(type(model).forward, model, args, kwargs)
+    if given.get("labels") is not None:
+        if loss.last is None and not hasattr(model.forward, FUSED):
+            raise ValueError(
+                f"{type(model).__name__} does not call its loss_function, so the HeadLoss is not computed: compute it "
+                "from the logits of a call without labels, HeadLoss(..)(logits, labels)"
+            )
+        return
+    if given.get("num_items_in_batch") is not None:
+        raise ValueError(LOST_LABELS)
+    if not is_training(model):
+        refuse_columns(outputs, loss.shard)
+        return
+    logits, calls = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0], loss.calls
+
+    def expect_loss(gradient):
+        if loss.calls == calls:
+            raise ValueError(LOST_LABELS)
+
+    if logits.requires_grad:
+        logits.register_hook(expect_loss)
 
 
 class CausalLMShardLoss:
@@ -121,6 +142,7 @@ class CausalLMShardLoss:
     ):
         self.head_loss, self.shard, self.observe = scalar_head_loss(head_loss), shard, observe
         self.last: HeadLossOutput | None = None
+        self.calls = 0
 
     def __call__(
         self,
@@ -143,7 +165,7 @@ class CausalLMShardLoss:
         labels = next_token_labels(labels, shift_labels, head_loss.ignore_index).to(logits.device)
         denominator = scalar_number(num_items_in_batch, logits.device)
         out = head_loss(logits, labels, shard=self.shard, denominator=denominator, inputs=head_inputs)
-        self.last = without_graph(out)
+        self.last, self.calls = without_graph(out), self.calls + 1
         if self.observe is not None:
             self.observe(self.last)
         return out.loss
