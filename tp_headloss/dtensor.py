@@ -1,5 +1,4 @@
-"""Conversion of DTensor arguments to plain local tensors and a `VocabShard`, before anything else reads them. Other
-subclasses of a tensor, whose memory is not the values that they stand for, are converted or refused (`plain`).
+"""Conversion of DTensor arguments to plain local tensors and a `VocabShard`, before anything else reads them.
 
 Logits placed ``Shard(-1)`` and weights placed ``Shard(0)`` on one dimension of their mesh state which ids a rank owns.
 On the other dimensions tokens may be sharded or replicated: every rank computes the results of its own tokens, as plain
@@ -8,10 +7,9 @@ tensors. A placement that cannot work is a ValueError on every rank, which says 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +17,8 @@ import torch.distributed as dist
 from .id_sets import replaced
 from .shard import VocabShard
 from .statistics import MaybeNone
+from .subclasses import is_dtensor, plain
 from .validation import expect_dense, expect_tensor, refuse_transforms
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 # Fields of a Transform, a teacher, sets, a SamplingRule or a Linear that may hold tensors, and those that hold such
 # objects
@@ -32,52 +28,6 @@ TENSOR_FIELDS = (
 )  # fmt: skip
 OBJECT_FIELDS = ("transform", "heads")
 UNSHARD = "call this within the forward of the module that FSDP manages, or after its unshard()"
-
-
-def is_dtensor(x) -> TypeGuard[DTensor]:
-    """Return True for a DTensor, without importing torch.distributed.tensor."""
-    return type(x) is not torch.Tensor and isinstance(x, torch.Tensor) and hasattr(x, "placements")
-
-
-def refuse_dtensor(name: str, x):
-    """Raise TypeError for a DTensor in the place of what is the same number or tensor on every rank."""
-    if is_dtensor(x):
-        raise TypeError(f"{name} must be the same plain tensor on every rank, got a DTensor: pass its .full_tensor()")
-
-
-class _Waited(torch.autograd.Function):
-    """The result of a functional collective of torch, once it is there."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.wait()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def plain(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory holds its values: x itself, a DTensor, too; what a quantised tensor stands for; the
-    result of a collective. TypeError for any other subclass with operations of its own, and for a quantised tensor that
-    requires a gradient."""
-    kind: Any = type(x)
-    if kind in (torch.Tensor, torch.nn.Parameter) or is_dtensor(x):
-        return x
-    ordinary = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    if ordinary or kind.__name__ in ("FakeTensor", "FunctionalTensor"):
-        return x
-    if kind.__name__ == "AsyncCollectiveTensor":
-        return _Waited.apply(x)
-    if kind.dequantize is not torch.Tensor.dequantize and not x.requires_grad:
-        with contextlib.suppress(TypeError, NotImplementedError):  # a dequantize of another meaning
-            found = x.dequantize()
-            if type(found) is torch.Tensor and found.shape == x.shape and found.is_floating_point():
-                return found
-    raise TypeError(
-        f"{name} must be a torch.Tensor, a DTensor or a quantised tensor that requires no gradient, got a "
-        f"{kind.__module__}.{kind.__name__}: pass the plain tensor that it stands for"
-    )
 
 
 def expect_shard(shard, expected: str = "a VocabShard or None"):

@@ -11,9 +11,10 @@ from torch import nn
 
 from .agreement import Agreement
 from .comm import sum_in_place
-from .dtensor import expect_shard, is_dtensor, local_rows
+from .dtensor import expect_shard, local_rows
 from .options import Options
 from .shard import VocabShard
+from .subclasses import is_dtensor
 from .validation import expect_bool, expect_ids, expect_instance, expect_int, expect_real, expect_tensor
 
 INIT_ROWS = 1024  # rows that one generator draws, whatever the shard: a seed means other weights if this changes

@@ -613,7 +613,7 @@ GROUPS = {
         ("statistics/numerics_triton.py", "tanh_and_slope", "tl.where(a < 0, -far, far)", "far"),
     ],
     "test_arguments": [
-        ("dtensor.py", "plain", "kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__", "True"),
+        ("subclasses.py", "plain", "kind.__torch_dispatch__ is base.__torch_dispatch__", "True"),
         ("calls.py", "build_request", "logits.resolve_neg()", "logits"),
         ("calls.py", "_teacher_tensors", "teacher.logits.detach().resolve_neg()", "teacher.logits.detach()"),
         ("head_loss/known_calls.py", "kind_of_call", "logits.is_neg()", "False"),

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..agreement import Agreement
 from ..api import checked_request, computed_statistics
-from ..dtensor import local_head, local_logits, local_part
+from ..dtensor import local_head, local_logits
 from ..eager_only import uncompiled_where_needed
 from ..engine.one_launch import expecting, gradient_in_forward
 from ..linear_head.call import LinearCall, hidden_fact
@@ -241,7 +241,6 @@ class HeadLoss(nn.Module):
             labels, token_weight, denominator, transform, inputs = local_arguments(
                 shard, labels, token_weight, denominator, transform, inputs, linear.hidden_grad
             )
-            linear = local_part(linear, shard)
             definition = self._traceable_definition()
             facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
             facts |= {"hidden": hidden_fact(hidden, linear), "transform": transform, "linear": linear}

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ..dtensor import is_dtensor
 from ..head_loss import Distillation, HeadLoss, Term
 from ..linear_head import Linear
 from ..options import Transform
 from ..shard import VocabShard
+from ..subclasses import is_dtensor
 from ..teachers import Teacher
 from . import require
 

@@ -27,9 +27,10 @@ import torch
 
 from ..api import log_probs
 from ..comm import group_size
-from ..dtensor import is_dtensor, local_part
+from ..dtensor import local_part
 from ..id_sets import IdSets
 from ..linear_head import Linear, linear_vocab_statistics
+from ..subclasses import is_dtensor
 from .nemo_rl_distillation import get_distillation_topk_logprobs_from_logits
 from .nemo_rl_sampling import kept_by, log_probs_over, sets_of_next_tokens
 from .rl_calls import (

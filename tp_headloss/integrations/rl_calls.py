@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 
 from ..comm import gather_from_ranks, group_size, sum_over_ranks
-from ..dtensor import is_dtensor, local_logits
+from ..dtensor import local_logits
 from ..shard import VocabShard, expect_group
+from ..subclasses import is_dtensor
 from ..validation import expect_ids, expect_int, expect_tensor
 
 IGNORED_LABEL = -100

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dtensor import is_dtensor, local_logits
+from ..dtensor import local_logits
 from ..head_loss import HeadLoss, HeadLossOutput
 from ..linear_head import Linear
 from ..shard import VocabShard
+from ..subclasses import is_dtensor
 from . import check_type, require
 from .fsdp import unsharded
 

@@ -10,6 +10,7 @@ import torch
 
 from ..api import assembled
 from ..calls import build_request
+from ..dtensor import local_part
 from ..options import DEFAULTS, NO_TRANSFORM
 from ..request import Request, TeacherOperands
 from ..sampling_rule import SamplingRule
@@ -47,7 +48,7 @@ class LinearCall(NamedTuple):
         sets=None, ids=None,
     ) -> LinearCall:  # fmt: skip
         """Validate a call and bring its tensors into rows."""
-        transform, options = transform or NO_TRANSFORM, options or DEFAULTS
+        transform, options, linear = transform or NO_TRANSFORM, options or DEFAULTS, local_part(linear, shard)
         if isinstance(sets, SamplingRule):
             raise ValueError(
                 "a SamplingRule in place of sets is for logits, got hidden states: use the sets of "

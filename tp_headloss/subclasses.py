@@ -1,0 +1,58 @@
+"""Subclasses of a tensor, whose memory need not be the values that they stand for: kernels read memory."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(x) -> TypeGuard[DTensor]:
+    """Return True for a DTensor, without importing torch.distributed.tensor."""
+    return type(x) is not torch.Tensor and isinstance(x, torch.Tensor) and hasattr(x, "placements")
+
+
+def refuse_dtensor(name: str, x):
+    """Raise TypeError for a DTensor in the place of what is the same number or tensor on every rank."""
+    if is_dtensor(x):
+        raise TypeError(f"{name} must be the same plain tensor on every rank, got a DTensor: pass its .full_tensor()")
+
+
+class _Waited(torch.autograd.Function):
+    """The result of a functional collective of torch, once it is there."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.wait()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def plain(name: str, x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory holds its values: x itself, a DTensor, too; what a quantised tensor stands for; the
+    result of a collective. TypeError for any other subclass with operations of its own, and for a quantised tensor that
+    requires a gradient."""
+    base: Any = torch.Tensor
+    kind: Any = type(x)
+    if kind in (base, torch.nn.Parameter) or is_dtensor(x):
+        return x
+    ordinary = kind.__torch_dispatch__ is base.__torch_dispatch__
+    if ordinary or kind.__name__ in ("FakeTensor", "FunctionalTensor"):
+        return x
+    if kind.__name__ == "AsyncCollectiveTensor":
+        return _Waited.apply(x)
+    if kind.dequantize is not base.dequantize and not x.requires_grad:
+        with contextlib.suppress(TypeError, NotImplementedError):  # a dequantize of another meaning
+            found = x.dequantize()
+            if type(found) is base and found.shape == x.shape and found.is_floating_point():
+                return found
+    raise TypeError(
+        f"{name} must be a torch.Tensor, a DTensor or a quantised tensor that requires no gradient, got a "
+        f"{kind.__module__}.{kind.__name__}: pass the plain tensor that it stands for"
+    )
