@@ -545,7 +545,8 @@ class Quantised(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values, scale, dequantizes=True, requires_grad=False):
-        x = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32, requires_grad=requires_grad)
+        settings = {"dtype": torch.float32, "device": values.device, "requires_grad": requires_grad}
+        x = torch.Tensor._make_wrapper_subclass(cls, values.shape, **settings)
         x.values, x.scale, x.dequantizes = values, scale, dequantizes
         return x
 

@@ -23,8 +23,8 @@ PACKAGE = ROOT / "tp_headloss"
 # The parts of the package from the ground up: each may import only those before it.
 LAYERS = [
     "validation", "philox", "logit_keys", "shard", "comm", "symmetric_memory_triton", "statistics", "request",
-    "engine", "sequences", "eager_only", "agreement", "id_sets", "subclasses", "dtensor", "options", "teachers", "sampling_rule",
-    "kept", "call_sets", "calls", "api", "linear_head", "topk", "sampling", "losses", "head_loss",
+    "engine", "sequences", "eager_only", "agreement", "id_sets", "subclasses", "dtensor", "options", "teachers",
+    "sampling_rule", "kept", "call_sets", "calls", "api", "linear_head", "topk", "sampling", "losses", "head_loss",
     "vocab_rows", "module", "integrations", "", "__main__",
 ]  # fmt: skip
 # Parts that see even less than what lies below them.
