@@ -177,8 +177,9 @@ def checked_request(
     want = statistic_names(want)
     transform, options = transform or NO_TRANSFORM, options or DEFAULTS
     with Agreement(options, shard) as agreement:
+        tokens = logits
         logits, shard = local_logits(logits, shard)
-        given = (local_part(x, shard) for x in (labels, transform, teacher, sets, ids))
+        given = (local_part(x, shard, tokens=tokens) for x in (labels, transform, teacher, sets, ids))
         labels, transform, teacher, sets, ids = given
         total_weight = local_part(total_weight, shard, name="total_weight")
         agreement.record(

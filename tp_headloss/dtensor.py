@@ -132,34 +132,43 @@ def local_rows(name: str, rows, shard: VocabShard | None) -> tuple[torch.Tensor,
     return rows.to_local().detach(), _layout_shard(rows, dim, rows.shape[0], shard)
 
 
-def local_part(x, shard: VocabShard, hidden_grad: str = "all_reduce", name: str = "") -> Any:
+def local_part(x, shard: VocabShard, hidden_grad: str = "all_reduce", name: str = "", tokens=None) -> Any:
     """Return a per-token tensor, or an object that holds some (TENSOR_FIELDS), with DTensors and quantised tensors
-    replaced by plain local ones. ValueError unless all ranks that share the vocabulary hold the same tokens.
+    replaced by plain local ones. ValueError unless all ranks that share the vocabulary hold the same tokens, and all
+    others those of `tokens`.
 
-    hidden_grad: as in `Linear`, which says how a teacher's hidden states are laid out. name: of a tensor; one of
-    "bias" and "weight" is sharded on the vocabulary.
+    Args:
+        hidden_grad: as in `Linear`, which says how a teacher's hidden states are laid out.
+        name: of a tensor; a "total_weight" is sharded on the vocabulary, like the fields "bias" and "weight".
+        tokens: the call's logits or hidden states, as the caller gave them.
     """
+    tokens = tokens if is_dtensor(tokens) else None
     if x is None or isinstance(x, torch.Tensor):
-        return x if x is None else _local_tensor(name or "labels, weights and inputs", x, shard, hidden_grad)
+        return x if x is None else _local_tensor(name or "labels, weights and inputs", x, shard, hidden_grad, tokens)
     found = {}
     for name in TENSOR_FIELDS:  # by name, and without a comprehension, so that torch.compile follows
         value = getattr(x, name, None)
-        if isinstance(value, torch.Tensor) and (local := _local_tensor(name, value, shard, hidden_grad)) is not value:
-            found[name] = local
+        if isinstance(value, torch.Tensor):
+            flat = name == "ids" and getattr(x, "spans", None) is not None  # those of all tokens
+            local = _local_tensor(name, value, shard, hidden_grad, None if flat else tokens)
+            if local is not value:
+                found[name] = local
     for name in OBJECT_FIELDS:
         value = getattr(x, name, None)
         if isinstance(value, (tuple, list)):
-            found[name] = tuple([local_part(part, shard, hidden_grad) for part in value])
+            found[name] = tuple([local_part(part, shard, hidden_grad, "", tokens) for part in value])
         elif value is not None and local_part(value, shard) is not value:
             found[name] = local_part(value, shard)
     return replaced(x, **found) if found else x
 
 
-def _local_tensor(name, x, shard, hidden_grad):
+def _local_tensor(name, x, shard, hidden_grad, tokens):
     """Return this rank's plain tensor of the argument or field `name`."""
     x = plain(name, x)
     if not is_dtensor(x):
         return x
+    if name not in ("bias", "weight", "total_weight"):
+        _expect_tokens(name, x, shard, tokens)
     if name == "logits":  # a teacher's
         return local_logits(x, shard)[0]
     if name == "hidden":
@@ -256,6 +265,21 @@ def _expect_replicated(name, x, shard, fix="redistribute it there to Replicate()
         if not replicated:
             raise ValueError(
                 f"{name} must be replicated over the ranks that share the vocabulary, got {_layout(x)}: {fix}"
+            )
+
+
+def _expect_tokens(name, x, shard, tokens):
+    """Raise ValueError unless a DTensor [.., any] is of the tokens of another on its mesh, on all dimensions of the
+    mesh whose ranks hold different tokens. x may have size 1, or no dimension, where those are sharded."""
+    if tokens is None or tokens.device_mesh != x.device_mesh:
+        return
+    for dim in set(_used_mesh_dims(x)) - set(_shared_mesh_dims(x, shard)):
+        own, cut = (_sharded_dim(z.placements[dim], z) for z in (x, tokens))
+        broadcasts = own is None and cut is not None and (x.dim() <= cut or x.shape[cut] == 1)
+        if own != cut and not broadcasts:
+            raise ValueError(
+                f"{name} must be of the same tokens as the logits or hidden states, {_layout(tokens)}, got "
+                f"{_layout(x)}: redistribute to {tokens.placements[dim]} on dimension {dim} of the mesh"
             )
 
 

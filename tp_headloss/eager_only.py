@@ -37,6 +37,7 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
             "validate='full'": "it asks the other ranks",
             "validate='checksums'": "it asks the other ranks",
             "main_grad=True": "under torch.compile, let dW be returned",
+            "mode='one_sweep'": "torch.compile takes one operator each way",
         }.items()
     }
 
@@ -65,4 +66,6 @@ def _eager_only(options: Any, linear: Any) -> str | None:
         return f"validate={options.validate!r}"
     if linear is not None and linear.main_grad:
         return "main_grad=True"
+    if linear is not None and linear.mode == "one_sweep":
+        return "mode='one_sweep'"
     return None

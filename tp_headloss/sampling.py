@@ -176,9 +176,11 @@ def _blocks(call: str, logits, rule, weight, shard, transform, options, **draw) 
     """Check a call, then yield its blocks of tokens, the same ones on every rank. draw: seed and positions, if any."""
     expect_instance("options", options, Options)
     options = options or DEFAULTS
+    tokens = logits.hidden if isinstance(logits, TeacherHead) else logits
     with Agreement(options, shard) as agreement:
         states, weight, transform, shard = local_operands(logits, weight, transform, shard)
-        rule, draw = local_part(rule, shard), {name: local_part(x, shard) for name, x in draw.items()}
+        rule = local_part(rule, shard, tokens=tokens)
+        draw = {name: local_part(x, shard, tokens=tokens) for name, x in draw.items()}
         sharded = {"logits": states} if weight is None else {"hidden": states, "weight": weight}
         agreement.record(call, shard, rule=rule, transform=transform, options=options, **draw, **sharded)
         lead = states.shape[:-1]

@@ -42,7 +42,10 @@ def plain(name: str, x: torch.Tensor) -> torch.Tensor:
     kind: Any = type(x)
     if kind in (base, torch.nn.Parameter) or is_dtensor(x):
         return x
-    ordinary = kind.__torch_dispatch__ is base.__torch_dispatch__
+    own = "__torch_dispatch__", "__torch_function__"
+    known = *(getattr(base, name) for name in own), torch._C._disabled_torch_function_impl
+    functions = (getattr(kind, name) for name in own)
+    ordinary = all(getattr(f, "__func__", f) in [getattr(k, "__func__", k) for k in known] for f in functions)
     if ordinary or kind.__name__ in ("FakeTensor", "FunctionalTensor"):
         return x
     if kind.__name__ == "AsyncCollectiveTensor":

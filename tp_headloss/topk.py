@@ -14,7 +14,7 @@ from .agreement import Agreement
 from .calls import build_request
 from .comm import gather_from_ranks
 from .dtensor import local_head, local_logits, local_part
-from .eager_only import uncompiled_where_needed
+from .eager_only import uncompiled
 from .engine import eager
 from .engine.transports import Transport
 from .kept import transformed_logits
@@ -48,7 +48,7 @@ class TopK(NamedTuple):
     lse: torch.Tensor
 
 
-@uncompiled_where_needed
+@uncompiled("it looks for its backend, and has nothing to fuse")
 @torch.no_grad()
 def topk_log_probs(
     logits: torch.Tensor | TeacherHead,
@@ -123,6 +123,7 @@ def local_operands(
         states, weight, transform = logits.hidden, logits.weight, logits.whole_transform
     else:
         states = logits
+    tokens = states
     expect_tensor("logits" if weight is None else "hidden states", states)
     if weight is None:
         states, shard = local_logits(states, shard)
@@ -131,7 +132,7 @@ def local_operands(
         expect_hidden_and_weight(states, weight)
         operand_dtype(states, weight)
         states, weight, _, shard = local_head(states, weight, None, shard, "none")
-    return states, weight, local_part(transform or NO_TRANSFORM, shard), shard
+    return states, weight, local_part(transform or NO_TRANSFORM, shard, tokens=tokens), shard
 
 
 def token_blocks(

@@ -398,7 +398,7 @@ GROUPS = {
     ],
     "test_sharded_teachers": [
         ("agreement.py", "_sharded_dim", "SHARDED_DIM.get(re.sub(r'^(inputs\\.)?teacher\\.(heads\\.\\d+\\.)?', 'teacher.', name))", "SHARDED_DIM.get(name)"),
-        ("dtensor.py", "local_part", "found[name] = tuple([local_part(part, shard, hidden_grad) for part in value])", "pass"),
+        ("dtensor.py", "local_part", "found[name] = tuple([local_part(part, shard, hidden_grad, '', tokens) for part in value])", "pass"),
         ("dtensor.py", "_local_tensor", "_local_hidden(x, shard, hidden_grad)", "x.to_local()"),
     ],
     "test_value_gradients": [
@@ -423,6 +423,7 @@ GROUPS = {
     ],
     "test_dtensor": [
         ("dtensor.py", "local_head", "dim is not None and shard is None and isinstance(hidden, torch.Tensor) and not is_dtensor(hidden)", "False"),
+        ("dtensor.py", "_expect_tokens", "own != cut and not broadcasts", "False"),
         ("dtensor.py", "_vocab_mesh_dim", "any(_sharded_dim(p, x) == vocab for p in x.placements) or all(by_token) or vocab == 0", "vocab == 0"),
         ("dtensor.py", "local_part", "name or 'labels, weights and inputs'", "'labels, weights and inputs'"),
         ("dtensor.py", "local_head", "weight.to_local(grad_placements=_weight_grad_placements(hidden, weight, dim))", "weight.to_local()"),
@@ -613,7 +614,7 @@ GROUPS = {
         ("statistics/numerics_triton.py", "tanh_and_slope", "tl.where(a < 0, -far, far)", "far"),
     ],
     "test_arguments": [
-        ("subclasses.py", "plain", "kind.__torch_dispatch__ is base.__torch_dispatch__", "True"),
+        ("subclasses.py", "plain", "ordinary or kind.__name__ in ('FakeTensor', 'FunctionalTensor')", "True"),
         ("calls.py", "build_request", "logits.resolve_neg()", "logits"),
         ("calls.py", "_teacher_tensors", "teacher.logits.detach().resolve_neg()", "teacher.logits.detach()"),
         ("head_loss/known_calls.py", "kind_of_call", "logits.is_neg()", "False"),

@@ -17,6 +17,8 @@ from tp_headloss import (
     Linear,
     SamplingRule,
     Teacher,
+    TeacherHead,
+    Term,
     Transform,
     VocabShard,
     kept_ids,
@@ -218,6 +220,34 @@ def data_parallel(group, device):
 
 def test_tokens_may_be_sharded_alone():
     assert max(max(errors) for errors in on_ranks(2, data_parallel)) < 1e-6
+
+
+def other_tokens(group, device, argument):
+    """Labels, weights, inputs or teachers whose local shapes fit, and which are of other tokens than the logits."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh, placed = init_device_mesh(device.type, (2, 2)), {}
+    for name in ("hidden", "labels", "weight", "advantages", "teacher", "top_p"):
+        torch.manual_seed(1)
+        sizes = {"labels": (), "weight": (), "advantages": (), "top_p": ()}.get(name, (6,))
+        x = torch.rand(4, 4, *sizes, device=device)
+        if name == "labels":
+            x = torch.arange(16, device=device).view(4, 4) % 6
+        placed[name] = distribute_tensor(x, mesh, [Shard(1), Shard(0)] if name == argument else [Shard(0), Shard(1)])
+    weight = distribute_tensor(torch.randn(6, 6, device=device), mesh, [Replicate()] * 2)
+    inputs = {"advantages": placed["advantages"], "teacher": TeacherHead(placed["teacher"], weight.to_local())}
+    terms = [Term("reinforce", lambda stats, advantages: -advantages * stats.log_prob, inputs=("advantages",))]
+    HeadLoss([*terms, Distillation()]).linear(
+        placed["hidden"], weight, placed["labels"], token_weight=placed["weight"], inputs=inputs
+    )
+    kept_ids(placed["hidden"], SamplingRule(top_p=placed["top_p"]))
+
+
+@pytest.mark.parametrize("argument", ["labels", "weight", "advantages", "teacher", "top_p", None])
+def test_all_arguments_are_of_the_same_tokens(argument):
+    for failure in on_ranks(4, other_tokens, argument, failures=argument is not None):
+        assert argument is None or (failure.kind == "ValueError" and "of the same tokens" in failure.message)
 
 
 def fully_sharded(group, device):

@@ -562,6 +562,14 @@ class Quantised(torch.Tensor):
         raise NotImplementedError(func)
 
 
+class Doubled(torch.Tensor):
+    """A subclass that stands for other values than its memory, by what functions make of it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 class Named(torch.Tensor):
     """A subclass whose memory is a tensor's own."""
 
@@ -589,9 +597,13 @@ def test_subclasses_are_what_they_stand_for_or_refused(device):
         lambda x: HeadLoss()(x, labels),
         lambda x: kept_ids(hidden, SamplingRule(top_k=2), weight=x),
     )
-    for wrong in (Quantised(values, 0.1, dequantizes=False), Quantised(values, 0.1, requires_grad=True)):
+    for wrong in (
+        Quantised(values, 0.1, dequantizes=False),
+        Quantised(values, 0.1, requires_grad=True),
+        whole.as_subclass(Doubled),
+    ):
         for call in calls:
-            with pytest.raises(TypeError, match=r"quantised tensor that requires no gradient, got a .*Quantised"):
+            with pytest.raises(TypeError, match=r"tensor that requires no gradient, got a .*(Quantised|Doubled)"):
                 call(wrong)
 
 

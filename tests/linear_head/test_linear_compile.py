@@ -1,9 +1,10 @@
 """A linear head under torch.compile, and its operators."""
 
+import pytest
 import torch
 from linear_problem import N, relative, tensors, terms
 
-from tp_headloss import HeadLoss, linear_vocab_statistics
+from tp_headloss import HeadLoss, Linear, linear_vocab_statistics, topk_log_probs
 from tp_headloss.linear_head.autograd import LinearFacts
 
 
@@ -34,6 +35,19 @@ def test_torch_compile_sees_one_graph(device):
         lse = statistics(hidden[:tokens].detach(), weight, labels[:tokens]).lse
         torch.testing.assert_close(lse, linear_vocab_statistics(hidden[:tokens], weight, labels[:tokens]).lse)
     assert len(graphs) <= 2
+
+
+def test_what_is_for_eager_breaks_the_graph_and_says_so(device):
+    hidden, weight, _, labels, _ = (x.to(device).requires_grad_(x.is_floating_point()) for x in tensors())
+    one_sweep = Linear("one_sweep")
+    for reason, function in (
+        ("mode='one_sweep' is for", lambda x: HeadLoss().linear(2 * x, weight, labels, linear=one_sweep).loss),
+        ("it looks for its backend", lambda x: topk_log_probs(2 * x, 3, weight=weight).log_probs),
+    ):
+        torch.testing.assert_close(torch.compile(function, backend="aot_eager")(hidden), function(hidden))
+        torch._dynamo.reset()  # it knows the frame
+        with pytest.raises(Exception, match=reason):
+            torch.compile(function, backend="aot_eager", fullgraph=True)(hidden)
 
 
 def test_operators_are_registered_consistently(device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,15 +65,17 @@ def check_call(
 
 
 def local_arguments(
-    shard: VocabShard, labels, token_weight, denominator, transform, inputs, hidden_grad: str = "all_reduce"
+    tokens, shard: VocabShard, labels, token_weight, denominator, transform, inputs, hidden_grad: str = "all_reduce"
 ):
-    """Replace DTensors among the arguments by this rank's part of them. hidden_grad: of a linear head."""
+    """Replace DTensors among the arguments by this rank's part of them. tokens: the caller's logits or hidden states;
+    hidden_grad: of a linear head."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise TypeError(f"inputs must be a dict of inputs by name, or None, got {type(inputs).__name__}")
-    inputs = {name: local_part(x, shard, hidden_grad) for name, x in (inputs or {}).items()}
+    local = partial(local_part, shard=shard, hidden_grad=hidden_grad, tokens=tokens)
+    inputs = {name: local(x) for name, x in (inputs or {}).items()}
     if isinstance(denominator, torch.Tensor):
-        denominator = local_part(denominator, shard, name="denominator")
-    return *(local_part(x, shard) for x in (labels, token_weight)), denominator, local_part(transform, shard), inputs
+        denominator = local(denominator, name="denominator")
+    return local(labels), local(token_weight), denominator, local(transform), inputs
 
 
 def replicated_facts(definition: HeadLossDefinition, labels, token_weight, denominator, inputs) -> dict[str, Any]:

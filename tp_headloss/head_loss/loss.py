@@ -177,9 +177,10 @@ class HeadLoss(nn.Module):
     def _checked(self, logits, labels, shard, token_weight, denominator, transform, inputs):
         """Check the arguments of `forward` -> the call, and the request for its statistics."""
         with Agreement(self.options, shard) as agreement:
+            tokens = logits
             logits, shard = local_logits(logits, shard)
             labels, token_weight, denominator, transform, inputs = local_arguments(
-                shard, labels, token_weight, denominator, transform, inputs
+                tokens, shard, labels, token_weight, denominator, transform, inputs
             )
             definition = self._traceable_definition()
             facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
@@ -237,9 +238,10 @@ class HeadLoss(nn.Module):
         if self.options is not None and self.options.gradient == "forward":
             raise ValueError("gradient='forward' is for logits; from hidden states use Linear('one_sweep')")
         with Agreement(self.options, shard) as agreement:
+            tokens = hidden
             hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
             labels, token_weight, denominator, transform, inputs = local_arguments(
-                shard, labels, token_weight, denominator, transform, inputs, linear.hidden_grad
+                tokens, shard, labels, token_weight, denominator, transform, inputs, linear.hidden_grad
             )
             definition = self._traceable_definition()
             facts = replicated_facts(definition, labels, token_weight, denominator, inputs)

@@ -160,6 +160,8 @@ class FusedHeadLoss(LinearCrossEntropy):
         labels = _labels(labels, hidden_states, self.ignore_index)
         options = _options(self.reduction, hidden_states, num_label_tokens, loss_weights)
         options |= {"transform": self.transform, "linear": self.linear}
+        if is_dtensor(weight) and not is_dtensor(hidden_states):
+            options["shard"] = VocabShard.from_mesh(weight.device_mesh, weight.shape[0], "tp")
         return self.head_loss.linear(hidden_states, weight, labels, **options).loss
 
 

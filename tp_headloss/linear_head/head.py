@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -82,8 +83,9 @@ def linear_vocab_statistics(
     if options is not None and options.gradient == "forward":
         raise ValueError("gradient='forward' is for logits and a HeadLoss, got statistics of hidden states")
     with Agreement(options, shard) as agreement:
+        local = partial(local_part, hidden_grad=linear.hidden_grad, tokens=hidden)
         hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
-        given = (local_part(x, shard, linear.hidden_grad) for x in (labels, transform, teacher, sets, ids))
+        given = (local(x, shard) for x in (labels, transform, teacher, sets, ids))
         labels, transform, teacher, sets, ids = given
         total_weight = local_part(total_weight, shard, name="total_weight")
         agreement.record(
