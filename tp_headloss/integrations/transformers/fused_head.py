@@ -165,11 +165,11 @@ class FusedHead:
 
     def _logits(self, logits):
         """The model's logits of its output layer's, or None if they are this rank's columns and nobody asked."""
-        if self.skip_logits is None and self.checked_shard and logits.shape[-1] != self.checked_shard.vocab_size:
+        shard, scale, softcap = self.checked_shard, self.transform.scale, self.transform.softcap
+        if shard is not None and shard.world_size > 1 and logits.shape[-1] == shard.width and self.skip_logits is None:
             return None
-        if self.checked_shard is not None:
-            refuse_columns((logits,), self.checked_shard)
-        scale, softcap = self.transform.scale, self.transform.softcap
+        if shard is not None:
+            refuse_columns((logits,), shard)
         logits = logits if scale == 1 else logits * scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
