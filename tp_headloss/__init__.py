@@ -6,8 +6,12 @@ if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 11):
     raise ImportError(f"tp_headloss needs torch >= 2.11, got {torch.__version__}")
 
 from . import losses
-from .api import LogProbs, log_probs, vocab_statistics
-from .comm import combine_metrics, reduce_metrics
+from .arguments.id_sets import IdSets
+from .arguments.options import Options, Transform
+from .arguments.sampling_rule import SamplingRule
+from .arguments.sequences import Sequences
+from .arguments.teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
+from .call.statistics import LogProbs, log_probs, vocab_statistics
 from .head_loss import (
     CausalLMLoss,
     CrossEntropy,
@@ -25,18 +29,14 @@ from .head_loss import (
     ZLoss,
     mean_metrics,
 )
-from .id_sets import IdSets
 from .linear_head import Linear, linear_vocab_statistics
-from .module import Init, VocabParallelEmbedding, VocabParallelHead, multi_token_targets
-from .options import Options, Transform
-from .sampling import Sample, kept_ids, sample
-from .sampling_rule import SamplingRule
-from .sequences import Sequences
-from .shard import VocabShard
+from .modules.layers import Init, VocabParallelEmbedding, VocabParallelHead, multi_token_targets
+from .modules.vocab_rows import select_rows
+from .ranks.comm import combine_metrics, reduce_metrics
+from .ranks.shard import VocabShard
+from .search.sampling import Sample, kept_ids, sample
+from .search.topk import TopK, topk_log_probs
 from .statistics import VocabStatistics
-from .teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
-from .topk import TopK, topk_log_probs
-from .vocab_rows import select_rows
 
 __version__ = "0.2.0"
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import CrossEntropy, Distillation, HeadLoss, Teacher, VocabShard, ZLoss, __version__
-from .comm import gather_objects, group_size
 from .engine.transports.symmetric_memory import obstacle
 from .integrations import SUPPORTED, installed_version, is_supported
+from .ranks.comm import gather_objects, group_size
 
 NEEDED = {"torch": "2.11", "triton": "3.6"}  # oldest versions
 TOKENS, VOCAB, HIDDEN = 24, 1000, 32

@@ -20,8 +20,8 @@ from tp_headloss import VocabShard
 from tp_headloss.engine import sums_triton
 from tp_headloss.engine import triton as backend
 from tp_headloss.engine.launch import Launch
+from tp_headloss.engine.request import Facts, Request, Tensors
 from tp_headloss.head_loss.statistic_value import FusedReduction, SumsPlan
-from tp_headloss.request import Facts, Request, Tensors
 from tp_headloss.statistics import FULL_TEACHER
 
 STATISTICS = [(128, 1), (256, 1), (512, 1), (1024, 1), (512, 2), (1024, 2), (1024, 4), (2048, 4)]

@@ -282,9 +282,6 @@ CASES = {
         "kept", None, lambda c: c.rewrite(transform=Transform(temperature=2.0)), "ValueError", "temperature"),
     "kept ids and a draw": ("kept", None, lambda c: c.rewrite(kept=c.draw), "ValueError", "call"),
     "sets of other ids": ("statistics", with_sets(1, 2), with_sets(1, 3), "ValueError", "sets.ids"),
-    "another rule as sets": (
-        "statistics", lambda c: c.keywords.update(want=("set_entropy",), sets=RULE),
-        lambda c: c.keywords.update(sets=SamplingRule(top_k=6, top_p=0.9)), "ValueError", "sets.top_k"),
     "another call": ("topk", None, lambda c: c.rewrite(topk=c.statistics), "ValueError", "call"),
 }  # fmt: skip
 

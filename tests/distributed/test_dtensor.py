@@ -28,7 +28,7 @@ from tp_headloss import (
     topk_log_probs,
     vocab_statistics,
 )
-from tp_headloss.id_sets import ragged
+from tp_headloss.arguments.id_sets import ragged
 
 H = 24
 

@@ -21,7 +21,7 @@ from tp_headloss import (
     combine_metrics,
     reduce_metrics,
 )
-from tp_headloss.sequences import SEQUENCE_REDUCTIONS
+from tp_headloss.arguments.sequences import SEQUENCE_REDUCTIONS
 
 V, B, S = 40, 4, 6
 LENGTHS = (6, 1, 0, 4)

@@ -25,8 +25,8 @@ from tp_headloss import (
     vocab_statistics,
 )
 from tp_headloss.engine.backend import load_backend
+from tp_headloss.engine.request import Facts, Request, Tensors
 from tp_headloss.engine.transports.symmetric_memory import SymmetricMemory
-from tp_headloss.request import Facts, Request, Tensors
 from tp_headloss.statistics import layout_of
 
 WANT = ("entropy", "total", "argmax")

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, vocab_statistics
-from tp_headloss.calls import build_request
+from tp_headloss.arguments.options import NO_TRANSFORM
+from tp_headloss.call.request_of import build_request
 from tp_headloss.engine.transports import TRANSPORTS, Choice, symmetric_memory
 from tp_headloss.engine.transports.gather import Gather
-from tp_headloss.options import NO_TRANSFORM
-from tp_headloss.shard import VocabShard
+from tp_headloss.ranks.shard import VocabShard
 
 
 class Interrupt(BaseException):

@@ -32,7 +32,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import tp_headloss as tp
-from tp_headloss import calls
+from tp_headloss.call import request_of as calls
 from tp_headloss.engine import launch, linear_triton, one_launch_triton
 from tp_headloss.engine.transports import TRANSPORTS
 from tp_headloss.engine.transports.symmetric_memory import SymmetricMemory

@@ -397,7 +397,6 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "k = 0": refused("ValueError: k must be in [1, 64], got 0", lambda here: topk_log_probs(here.x, 0, shard=here.shard)),
             "k = V + 1": refused("ValueError: k must be in [1, 64], got 65", lambda here: topk_log_probs(here.x, V + 1, shard=here.shard)),
             "a top_k of 0 of a rule": refused("ValueError: top_k must be at least 1, got 0", lambda here: SamplingRule(top_k=0)),
-            "a rule for hidden states": refused("ValueError: a SamplingRule in place of sets is for logits, got hidden states", linear(want=("set_entropy",), sets=SamplingRule(top_k=1))),
             "top_p NaN": refused("ValueError: top_p must be in (0, 1], got nan", lambda here: topk_log_probs(here.x, 3, top_p=NAN, shard=here.shard)),
         },
         "settings of another type: text for a number, a size for a shard, a layer for a weight; logits and labels that are swapped": {
@@ -472,7 +471,6 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "a set without the label": rows(**kept([1, 3, 32, 40], nan=(2,), nan_columns=everywhere)),
             "an id of a set is V": rows(**kept([1, 31, 32, 40, V], nan=tuple(range(N)))),
             "offsets that descend or leave the ids": rows(**kept([1, 40, 31, 32], offsets=[0, 9, 2, 1, 0], nan=tuple(range(N)))),
-            "a rule in the place of sets that does not keep the label": rows(random.scatter(1, torch.tensor([[1], [40], [30], [32]]), 9.0), nan=(2,), nan_columns=everywhere, want=("set_log_prob",), keywords=lambda here: {"want": ("set_log_prob",), "sets": SamplingRule(top_k=1)}, expected=lambda x, labels: 0 * x.sum(-1)),
             "a set without the label, with check": refused("ValueError: the set of token 2 (flat index) must hold ids below 64 and its label 31, got [1, 3, 32, 40]; 1 such tokens", options={"check": True}, **kept([1, 3, 32, 40])),
         },
         "a negative id, and one at or beyond the vocabulary, among those whose log-probs are asked for": {

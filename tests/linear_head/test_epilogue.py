@@ -8,9 +8,9 @@ from ranks import on_ranks
 
 from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, Transform, VocabShard, linear_vocab_statistics
 from tp_headloss import vocab_statistics as statistics_of_logits
-from tp_headloss.calls import build_request
+from tp_headloss.arguments.options import NO_TRANSFORM
+from tp_headloss.call.request_of import build_request
 from tp_headloss.engine.backend import load_backend
-from tp_headloss.options import NO_TRANSFORM
 from tp_headloss.statistics import layout_of
 
 TRITON, EPILOGUE = Options(backend="triton"), Linear(engine="epilogue")

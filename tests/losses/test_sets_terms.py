@@ -17,6 +17,7 @@ from tp_headloss import (
     Options,
     PolicyGradient,
     PolicyMetrics,
+    SamplingRule,
     TopKTeacher,
     VocabShard,
     linear_vocab_statistics,
@@ -175,5 +176,7 @@ def test_what_does_not_go_together_is_refused(device):
         PolicyGradient(over="set")
     with pytest.raises(ValueError, match=r"missing \['sets'\]"):
         HeadLoss([Entropy(0.1, over="sets")])(x, labels)
-    with pytest.raises(TypeError, match=r"sets must be IdSets\(..\), a SamplingRule\(..\) or None"):
+    with pytest.raises(TypeError, match=r"sets must be IdSets\(..\) or None, got Tensor"):
         vocab_statistics(x, labels, want=NAMES, sets=kept.ids)
+    with pytest.raises(TypeError, match=r"got SamplingRule: pass kept_ids\(logits, rule, ..\)"):
+        vocab_statistics(x, labels, want=NAMES, sets=SamplingRule(top_k=2))

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from launcher import run_script
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tp_headloss import Options, VocabShard, comm, vocab_statistics
+from tp_headloss import Options, VocabShard, vocab_statistics
+from tp_headloss.ranks import comm
 
 SCRIPTS = Path(__file__).parents[2] / "scripts/bench"
 SMALL = ["--device", "cpu", "--tokens", "24", "--seconds", "0.001"]

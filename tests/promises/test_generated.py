@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tp_headloss import CrossEntropy, Entropy, HeadLoss, Linear, Options, VocabShard, ZLoss, vocab_statistics
 from tp_headloss.engine import eager
+from tp_headloss.engine.request import Facts, Request, Tensors
 from tp_headloss.engine.transports import sum_lanes
-from tp_headloss.request import Facts, Request, Tensors
 
 SEED = int(os.environ.get("TP_HEADLOSS_SEED", "0"))
 

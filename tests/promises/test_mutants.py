@@ -93,5 +93,5 @@ def test_a_bug_of_a_module_that_moved_says_where_its_code_is(problem):
 def test_bugs_are_chosen_by_number_or_by_word(mutants):
     bugs = mutants.all_bugs()
     assert [bug.number for bug in mutants.chosen(bugs, ["3", "5"])] == [3, 5]
-    assert {bug.module for bug in mutants.chosen(bugs, ["sequences.py"])} == {"sequences.py"}
+    assert {bug.module for bug in mutants.chosen(bugs, ["sequences.py"])} == {"arguments/sequences.py"}
     assert mutants.chosen(bugs, None) == bugs

@@ -22,17 +22,14 @@ PACKAGE = ROOT / "tp_headloss"
 
 # The parts of the package from the ground up: each may import only those before it.
 LAYERS = [
-    "validation", "philox", "logit_keys", "shard", "comm", "symmetric_memory_triton", "statistics", "request",
-    "engine", "sequences", "eager_only", "agreement", "id_sets", "subclasses", "dtensor", "options", "teachers",
-    "sampling_rule", "kept", "call_sets", "calls", "api", "linear_head", "topk", "sampling", "losses", "head_loss",
-    "vocab_rows", "module", "integrations", "", "__main__",
+    "validation", "statistics", "ranks", "engine", "arguments", "losses", "call", "linear_head", "search", "head_loss",
+    "modules", "integrations", "", "__main__",
 ]  # fmt: skip
 # Parts that see even less than what lies below them.
 SEES_ONLY = {
-    "statistics": {"symmetric_memory_triton", "statistics"},
+    "statistics": {"statistics"},
     "losses": {"statistics", "losses"},
-    "shard": set(),
-    "comm": {"shard"},
+    "ranks": {"ranks"},
 }
 
 
@@ -128,11 +125,11 @@ def test_public_signatures_have_types():
 
 def test_only_comm_calls_collectives():
     """`torch.distributed` is used elsewhere to ask a group for its size and this rank, never to communicate."""
-    allowed = {"comm": None, "shard": {"GroupMember", "ProcessGroup", "get_rank", "get_world_size"}}
+    allowed = {"ranks.comm": None, "ranks.shard": {"GroupMember", "ProcessGroup", "get_rank", "get_world_size"}}
     allowed["integrations.megatron.head"] = {"ProcessGroup"}
-    allowed["vocab_rows"] = {"get_process_group_ranks"}
-    allowed["dtensor"] = {"get_process_group_ranks", "get_world_size"}
-    allowed["head_loss.output"] = allowed["sequences"] = {"ProcessGroup"}
+    allowed["modules.vocab_rows"] = {"get_process_group_ranks"}
+    allowed["call.dtensor"] = {"get_process_group_ranks", "get_world_size"}
+    allowed["head_loss.output"] = allowed["arguments.sequences"] = {"ProcessGroup"}
     allowed["__main__"] = {"ProcessGroup", "group", "init_process_group", "destroy_process_group"}
     for path in PACKAGE.rglob("*.py"):
         used = {
@@ -147,7 +144,7 @@ def test_only_comm_calls_collectives():
 BLOCKING = {  # methods of other objects that communicate -> where they are called
     "rendezvous": "engine.transports.symmetric_memory",
     "barrier": "engine.transports.symmetric_memory",
-    "full_tensor": "vocab_rows",
+    "full_tensor": "modules.vocab_rows",
     "redistribute": "integrations.nemo_automodel",  # as this host does
 }
 
@@ -249,9 +246,9 @@ def test_cold_import_needs_neither_triton_nor_cuda():
 
 @pytest.mark.parametrize("default", ["torch.set_default_dtype(torch.float64)", "torch.set_default_device('meta')"])
 def test_the_import_asks_for_no_default(default):
-    code = f"import torch; {default}\nfrom tp_headloss import kept; print(kept.NOTHING, kept.EVERYTHING)"
+    code = f"import torch; {default}\nfrom tp_headloss.search import kept; print(kept.NOTHING, kept.EVERYTHING)"
     result = run_python(code)
-    assert result.stdout == f"{tp_headloss.kept.NOTHING} {tp_headloss.kept.EVERYTHING}\n", result.stderr
+    assert result.stdout == f"{tp_headloss.search.kept.NOTHING} {tp_headloss.search.kept.EVERYTHING}\n", result.stderr
 
 
 def test_the_triton_backend_on_cpu_tensors_is_refused_without_the_interpreter():

@@ -14,7 +14,6 @@ from tp_headloss import (
     IdSets,
     Linear,
     Options,
-    SamplingRule,
     Term,
     TopKTeacher,
     Transform,
@@ -174,15 +173,6 @@ def test_no_bit_depends_on_what_is_beside_or_on_the_number_of_ranks(device, back
         results = on_ranks(world_size, run, backend, "sets")
         assert torch.equal(torch.cat([part for _, part, _ in results], 1), grad)
         assert all(torch.equal(results[0][0][name], value) for name, value in values.items())
-
-
-def test_a_rule_may_make_the_sets(backend, device):
-    x, labels, _, ids = problem()
-    x, labels, ids, options = x[:6].to(device), labels[:6].to(device), ids[:6].to(device), Options(backend=backend)
-    given = {"sets": SamplingRule(top_k=20), "ids": ids, "options": options}
-    stats = vocab_statistics(x, labels, want=("set_entropy", "log_probs_at"), **given)
-    alone = vocab_statistics(x, labels, want=("log_probs_at",), ids=ids, options=options)
-    assert torch.equal(stats.log_probs_at, alone.log_probs_at) and (stats.log_probs_at.exp() > 0.01).any()
 
 
 def test_a_set_that_is_bad_leaves_given_ids_alone(backend, device):

@@ -8,10 +8,10 @@ import torch
 from ranks import on_ranks
 
 from tp_headloss import Linear, Options, Transform, VocabShard, statistics
-from tp_headloss.calls import build_request
+from tp_headloss.arguments.options import NO_TRANSFORM
+from tp_headloss.call.request_of import build_request
 from tp_headloss.engine.autograd import Statistics
 from tp_headloss.linear_head.call import LinearCall
-from tp_headloss.options import NO_TRANSFORM
 
 V, N, H = 300, 7, 8
 OWN = energy.Energy()

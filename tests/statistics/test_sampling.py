@@ -10,9 +10,6 @@ from collectives import counted_collectives
 from ranks import on_ranks
 
 from tp_headloss import (
-    Entropy,
-    HeadLoss,
-    Linear,
     Options,
     SamplingRule,
     TeacherHead,
@@ -22,11 +19,11 @@ from tp_headloss import (
     sample,
     vocab_statistics,
 )
-from tp_headloss import kept as finder
-from tp_headloss.calls import build_request
-from tp_headloss.engine import gumbel
-from tp_headloss.logit_keys import NO_KEY
-from tp_headloss.philox import exponential, philox4x32
+from tp_headloss.call.request_of import build_request
+from tp_headloss.search import kept as finder
+from tp_headloss.search import race as gumbel
+from tp_headloss.search.keys import NO_KEY
+from tp_headloss.search.philox import exponential, philox4x32
 
 V = 150  # of 256 padded columns: the last shard of four is all padding
 BAD = (8, 9, 10)
@@ -213,7 +210,7 @@ def test_a_short_set_takes_one_exchange_for_top_k_and_two_for_top_p():
 
 @pytest.mark.parametrize("shape, programs", [((1, 3000), 1024), ((9, 3000), 1), ((70, 129), 1024), ((250, 3), 100)])
 def test_the_kernels_are_their_definitions(shape, programs, device, monkeypatch):
-    from tp_headloss.engine import gumbel_triton
+    from tp_headloss.search import race_triton as gumbel_triton
 
     monkeypatch.setattr(gumbel_triton, "PROGRAMS", programs)  # a program of several tiles leaves some out
     z = 0.5 * torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
@@ -360,50 +357,6 @@ def no_tokens_run(group, device):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_tokens_have_no_samples(world_size):
     assert on_ranks(world_size, no_tokens_run) == [[[0], [0], [0], [0], [0, 2]]] * world_size
-
-
-def rule_run(group, device, backend):
-    """Statistics and gradients with a rule in the place of sets, then with the sets that it keeps."""
-    shard, options = VocabShard.from_group(group, V, 256), Options(backend=backend)
-    x = F.pad(rows(), (0, 256 - V))[:8, shard.start : shard.stop].to(device).view(2, 4, -1)
-    positions = torch.arange(8, device=device).view(2, 4)
-    transform = Transform(temperature=torch.linspace(0.5, 2, 8, device=device).view(2, 4))
-    rule = SamplingRule(top_p=torch.linspace(0.3, 1, 8, device=device).view(2, 4), min_p=0.001)
-    labels = sample(x, seed=1, positions=positions, rule=rule, shard=shard, transform=transform).ids
-    labels[1, 2] = 0  # not kept: the row's only id is 77
-    found = []
-    for sets in (rule, kept_ids(x, rule, shard=shard, transform=transform)):
-        local = x.clone().requires_grad_()
-        want = ("set_log_prob", "set_entropy", "set_log_mass")
-        stats = vocab_statistics(local, labels, shard=shard, want=want, transform=transform, sets=sets, options=options)
-        (stats.set_log_prob + stats.set_entropy * stats.set_log_mass)[0].sum().backward()
-        found.append([*(getattr(stats, name).detach() for name in want), local.grad])
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_rule_in_the_place_of_sets_is_the_sets_that_it_keeps(world_size, backend):
-    if backend == "triton" and world_size > 1:
-        backend = "torch"
-    for by_rule, by_sets in on_ranks(world_size, rule_run, backend):
-        for a, b in zip(by_rule, by_sets, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-        assert by_rule[0].isnan().nonzero().tolist() == [[1, 2]] and by_rule[3][0].abs().sum() > 0
-
-
-def test_a_rule_serves_the_loss_of_logits_and_not_of_hidden_states(device):
-    x, labels, rule = rows()[:2].to(device), rows()[:2].argmax(-1).to(device), SamplingRule(top_k=4)
-    head = HeadLoss(Entropy(1.0, over="sets"), ignore_index=-1)
-    by_rule = head(x, labels, inputs={"sets": rule}).loss
-    assert torch.equal(by_rule, head(x, labels, inputs={"sets": kept_ids(x, rule)}).loss)
-    hidden, weight = torch.ones(2, 3, device=device), torch.ones(V, 3, device=device)
-    for linear in (None, Linear(max_valid_tokens=2)):
-        with pytest.raises(ValueError, match="a SamplingRule in place of sets is for logits, got hidden states"):
-            head.linear(hidden, weight, labels, inputs={"sets": rule}, linear=linear)
-    with pytest.raises(ValueError, match=r"the set of token 1 .* must hold ids below 150 and its label 149"):
-        labels[1] = 149
-        head.options = Options(check=True)
-        head(x, labels, inputs={"sets": rule})
 
 
 X, POSITIONS = torch.zeros(2, 5), torch.arange(2)

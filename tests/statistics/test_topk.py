@@ -70,7 +70,7 @@ def test_the_nucleus_keeps_what_it_needs_in_compact_types():
 
 
 def test_transformations_layouts_and_blocks(monkeypatch, device):
-    from tp_headloss import topk
+    from tp_headloss.search import topk
 
     monkeypatch.setattr(topk, "BLOCK_ELEMENTS", 4 * V)
     x, bias = rows(), torch.linspace(-3, 3, V)
@@ -100,7 +100,7 @@ def hidden_run(group, device):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_hidden_states_and_a_weight_are_as_good_as_logits(world_size, monkeypatch):
-    from tp_headloss import topk
+    from tp_headloss.search import topk
 
     monkeypatch.setattr(topk, "BLOCK_ELEMENTS", 3 * 256)  # several blocks, at one rank
     for ids, log_probs, lse, z, collectives in on_ranks(world_size, hidden_run):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..request import Request, Tensors, accumulation_dtype, without_gaps
 from ..validation import refuse_batches
 from . import operators, passes
 from .backend import load_backend
 from .passes import kernel_gradients
+from .request import Request, Tensors, accumulation_dtype, without_gaps
 
 ONCE = (
     "Options(inplace=True) writes the gradient over the logits, so that there is one backward, and nothing else may "

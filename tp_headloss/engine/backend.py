@@ -11,9 +11,6 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
                                                          of "triton" also those of a reduced loss, see `passes`
     entries(ids, log_probs, mask, factor, renormalize, vocab_size)  a top-K teacher's entries, distinct and ascending
     known_sets(ids, spans, vocab_size, most=None)        the ids of all sets as the backend takes them, and their bounds
-    best_scores(z, positions, seed, start, ids=None)     the race of a sample among the columns, see `gumbel`; and what
-    group_maxima(z, groups)                              `kept` finds a rule's sets with: a bound of the largest logits,
-    largest_logits(z, bound, most, start, ..)            and those above it
     scale(out, x, factor, add=False)                     out (+)= x * factor, a scalar tensor
     shares_memory(logits)                                whether packets may meet in symmetric memory (`memory`)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from ..request import Facts, Request, Tensors
 from ..statistics import Layout
 from ..statistics.records_triton import Inputs
 from .device_layout import DeviceLayout, device_layout
 from .launch import int_key, pointer_key
+from .request import Facts, Request, Tensors
 
 
 class Prepared(NamedTuple):

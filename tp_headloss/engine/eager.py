@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from ..request import Facts, Request, Tensors
 from ..statistics import IGNORED, SOFTMAX, Layout
 from ..statistics.at_ids import log_probs_at, logits_at
 from ..statistics.entries import distinct_entries as entries  # noqa: F401 (part of the contract)
 from ..statistics.family import Tile
 from ..statistics.sets import known_sets, members  # noqa: F401 (the first is part of the contract)
-from .gumbel import best_scores, group_maxima, largest_logits  # noqa: F401 (part of the contract)
+from .request import Facts, Request, Tensors
 
 BLOCK_ELEMENTS = 1 << 19  # per temporary: a few MiB, whatever N and V are
 
@@ -176,7 +175,7 @@ def second_statistics(packets, request: Request, merged):
         ignored = here["sum"][:, 0] == 0
         for family in request.layout.families:
             for name in family.second_rows(request.layout.call):
-                parts = family.second(name, tile, here, request.facts)
+                parts = family.second(name, tile, here, request.facts.beta)
                 for row, part in zip((name, f"{name}_mean"), parts):
                     rows[row][chunk, block] = torch.where(ignored, 0.0, part).to(packets.dtype)
 
@@ -226,7 +225,7 @@ def _tile_gradient(tile: Tile, merged: dict, grads: dict, request: Request):
     scaled = None
     for family in families:
         dz = family.direct(dz, tile, merged, grads)
-        scaled = family.scaled(scaled, tile, merged, grads, request.facts)
+        scaled = family.scaled(scaled, tile, merged, grads, request.facts.beta, request.facts.want)
     return dz if scaled is None else dz + tile.scale * scaled
 
 

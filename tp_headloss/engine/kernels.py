@@ -19,10 +19,10 @@ from ..statistics.family_triton import (
 )
 from ..statistics.numerics_triton import largest, widen
 from ..statistics.records_triton import Chunk, Core, Places, Tile, Token
-from ..symmetric_memory_triton import slot_to_write
 from .gradient_triton import put_exact, store_exact, tile_gradient
 from .merge_triton import merge_tokens
 from .merged_sums_triton import start_sums
+from .transports.symmetric_memory_triton import slot_to_write
 
 # Columns of the gradient in a program that puts entries into their places. An H200, 8192 x 128256, microseconds of the
 # backward of sets of 1024 ids, of 64, of a top-K teacher, with its tail: 4096 1243, 1030, 1100, 1186; 8192 1295, 1045,

@@ -7,12 +7,12 @@ import functools
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..request import Request
 from ..statistics.records_triton import Inputs
 from . import gemm_triton
 from .device_inputs import inputs_of
 from .device_layout import device_layout
 from .launch import FOLD, INTERPRETED, GemmLaunch, ceil_div, gemm_launch, launch, pointer_key
+from .request import Request
 
 
 def _descriptor(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:

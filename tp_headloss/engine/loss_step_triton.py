@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from ..request import Request
 from ..statistics.records_triton import Exact, Inputs, LossGradient, MergedSums
-from ..symmetric_memory_triton import SharedMemory
 from . import kernels
 from .device_inputs import inputs_of
 from .launch import INTERPRETED, MERGE, PreparedLaunch, ceil_div, gradient_launch, int_key, statistics_launch
 from .merged_sums_triton import sums_for_merge, sums_key
+from .request import Request
 from .sums_triton import divided_by
+from .transports.symmetric_memory_triton import SharedMemory
 
 NOT_SHARED = SharedMemory()
 

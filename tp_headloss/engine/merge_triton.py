@@ -8,8 +8,8 @@ from ..statistics import softmax_triton as softmax
 from ..statistics.family_triton import read
 from ..statistics.numerics_triton import settle
 from ..statistics.records_triton import Packet
-from ..symmetric_memory_triton import end_turn, packet_pointer, turn_to_read
 from .merged_sums_triton import add_up
+from .transports.symmetric_memory_triton import end_turn, packet_pointer, turn_to_read
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..request import Request
+from .request import Request
 
 GRADIENTS = ("forward", "backward")  # values of `Options.gradient`
 OF_SOFTMAX = frozenset(("lse", "log_prob"))  # statistics of such a loss

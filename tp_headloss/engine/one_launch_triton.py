@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ..request import Request
 from ..statistics.records_triton import LossGradient, MergedSums
 from . import rows_triton
 from .device_inputs import inputs_of
@@ -23,6 +22,7 @@ from .launch import (
     statistics_launch,
 )
 from .merged_sums_triton import ROWS_DONE, assume_kernel, sums_key
+from .request import Request
 from .rows_triton import AssumedLoss, Plan
 from .sums_triton import divided_by
 

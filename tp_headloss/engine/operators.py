@@ -10,11 +10,11 @@ import typing
 
 import torch
 
-from .. import comm
-from ..request import Facts, Request, Tensors, accumulation_dtype
+from ..ranks import comm
 from ..statistics import MaybeNone
 from . import passes
 from .backend import load_backend
+from .request import Facts, Request, Tensors, accumulation_dtype
 
 _TYPES = {
     torch.Tensor: "Tensor", torch.Tensor | MaybeNone: "Tensor?", int: "int", float: "float", str: "str", bool: "bool",

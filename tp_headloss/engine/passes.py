@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..comm import gather_parts, sum_in_place
-from ..request import Request, accumulation_dtype
+from ..ranks.comm import gather_parts, sum_in_place
 from ..statistics.at_ids import gradients_of_log_probs_at
 from .backend import load_backend
+from .request import Request, accumulation_dtype
 from .transports import resolve_transport
 
 

@@ -19,10 +19,10 @@ from ..statistics import softmax_triton as softmax
 from ..statistics.family_triton import loss_gradient, loss_of_row, open_chunk, read, transform, upstream, weigh_token
 from ..statistics.numerics_triton import exp, fixed_sums, settle, times, widen
 from ..statistics.records_triton import Core, Packet, Tile, Token
-from ..symmetric_memory_triton import SharedMemory
 from .kernels import add_to_states, rescale_states, start_states
 from .merge_triton import merge_tokens
 from .merged_sums_triton import ASSUMED_UPSTREAM, rows_done
+from .transports.symmetric_memory_triton import SharedMemory
 
 # Stages of the loops' pipelines.
 PACKET_STAGES, MASKED_STAGES, GRADIENT_STAGES = tl.constexpr(4), tl.constexpr(3), tl.constexpr(3)

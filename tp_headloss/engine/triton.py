@@ -5,16 +5,13 @@ from __future__ import annotations
 import torch
 
 from .. import statistics
-from ..request import Request
-from ..statistics import Layout, at_ids_triton, entries_triton, sets_triton, softmax_triton
+from ..statistics import Layout, entries_triton, sets_triton, softmax_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
 from ..statistics.records_triton import Exact, Inputs, LossGradient, MergedSums
-from ..symmetric_memory_triton import SharedMemory
-from . import kernels
+from . import at_ids_triton, kernels
 from .device_inputs import inputs_of
 from .device_layout import DeviceLayout, device_layout
-from .gumbel_triton import best_scores, group_maxima, largest_logits  # noqa: F401 (part of the contract)
 from .launch import (
     AT_IDS,
     INTERPRETED,
@@ -39,7 +36,9 @@ from .loss_step_triton import NOT_SHARED, loss_step  # noqa: F401 (the second is
 from .merge_triton import second_merge_kernel
 from .merged_sums_triton import sums_for_merge, sums_key  # noqa: F401 (the first is part of the contract)
 from .one_launch_triton import gradient_again, statistics_and_gradient  # noqa: F401 (part of the contract)
+from .request import Request
 from .sums_triton import scale, token_sums, token_sums_gradient  # noqa: F401 (part of the contract)
+from .transports.symmetric_memory_triton import SharedMemory
 
 MOST_ENTRIES = 1024  # that one program compares with each other
 # statistics whose gradient is another at entries than at other columns

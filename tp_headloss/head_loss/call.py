@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..dtensor import local_part
-from ..sequences import SEQUENCE_REDUCTIONS, Sequences
-from ..shard import VocabShard
+from ..arguments.sequences import SEQUENCE_REDUCTIONS, Sequences
+from ..call.dtensor import local_part
+from ..ranks.shard import VocabShard
 from ..statistics import AT_IDS
 from ..validation import expect_ids, expect_scalar, expect_tensor, fits_fp32, swap_hint
 from .definition import HeadLossDefinition

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..options import Options
-from ..sequences import SEQUENCE_REDUCTIONS
+from ..arguments.options import Options
+from ..arguments.sequences import SEQUENCE_REDUCTIONS
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
 from ..validation import expect_ignore_index, expect_instance, expect_one_of
 from .evaluation import StatisticsFunction

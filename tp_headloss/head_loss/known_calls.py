@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from ..api import assembled
+from ..arguments.options import DEFAULTS, Options
+from ..call.statistics import assembled
 from ..engine.autograd import PreparedStatistics
 from ..engine.backend import load_backend
 from ..engine.operators import can_skip_dispatch
-from ..options import DEFAULTS, Options
-from ..request import Request, Tensors
-from ..shard import VocabShard
+from ..engine.request import Request, Tensors
+from ..ranks.shard import VocabShard
 from ..validation import refuse_transforms
 from .call import Call, expect_denominator
 from .definition import HeadLossDefinition

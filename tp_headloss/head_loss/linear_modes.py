@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 
+from ..arguments.linear import MIN_SWEEP_TOKENS, Linear
 from ..linear_head import one_sweep as sweep
 from ..linear_head.call import LinearCall
-from ..linear_head.options import MIN_SWEEP_TOKENS, Linear
 from ..linear_head.teacher import without_logits
 from ..linear_head.valid_tokens import ValidTokens, map_teacher_tensors
-from ..shard import VocabShard
+from ..ranks.shard import VocabShard
 from ..statistics import VocabStatistics
 from .call import Call
 from .output import HeadLossOutput, make_output

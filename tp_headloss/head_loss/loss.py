@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..agreement import Agreement
-from ..api import checked_request, computed_statistics
-from ..dtensor import local_head, local_logits
-from ..eager_only import uncompiled_where_needed
+from ..arguments.linear import Linear
+from ..arguments.options import DEFAULTS, Options, Transform
+from ..call.agreement import Agreement
+from ..call.compile import uncompiled_where_needed
+from ..call.dtensor import local_head, local_logits
+from ..call.statistics import checked_request, computed_statistics
 from ..engine.one_launch import expecting, gradient_in_forward
 from ..linear_head.call import LinearCall, hidden_fact
-from ..linear_head.options import Linear
 from ..linear_head.teacher import teacher_fact
-from ..options import DEFAULTS, Options, Transform
-from ..shard import VocabShard
+from ..ranks.shard import VocabShard
 from ..validation import expect_bool, expect_instance
 from .call import check_call, local_arguments, replicated_facts
 from .definition import HeadLossDefinition
@@ -138,7 +138,7 @@ class HeadLoss(nn.Module):
                 many dimensions as [..] that broadcast to it, in its own shape a value per token; with sequences,
                 tensors [B] with a value per sequence; for terms of "log_probs_at", tensors [.., K], "ids" among them;
                 "sequences", a `Sequences` with the labels' shape, whose mask ignores tokens; "teacher", a `Teacher` or
-                a `TopKTeacher`; "sets", `IdSets`, or a `SamplingRule` that makes them from these logits.
+                a `TopKTeacher`; "sets", `IdSets`.
 
         Returns:
             `HeadLossOutput`.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..comm import combine_metrics, reduce_metrics
+from ..ranks.comm import combine_metrics, reduce_metrics
 from ..statistics import MaybeNone, VocabStatistics, documented_fields
 from .call import Call
 from .evaluation import expect_distinct_names

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 
 from .. import losses
+from ..arguments.sequences import Sequences
 from ..losses.policy import CLIP
 from ..losses.ratio import scaled
-from ..sequences import Sequences
 from ..statistics import VocabStatistics
 from ..validation import expect_bool, expect_bounds, expect_floating, expect_one_of, expect_pair, expect_real
 from .terms import Metric, Term, over_sets

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 
 from .. import losses
+from ..call.subclasses import refuse_dtensor
 from ..losses.ratio import scaled
 from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
-from ..subclasses import refuse_dtensor
 from ..validation import expect_bool, expect_one_of, expect_scalar, expect_share, expect_tensor
 from .statistic_value import StatisticValue
 

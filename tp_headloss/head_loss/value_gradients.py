@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..engine.backend import load_backend
-from ..request import Request, accumulation_dtype
+from ..engine.request import Request, accumulation_dtype
 from .call import Call
 from .reduction import fused_reduction
 from .statistic_value import SumsPlan

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ..api import vocab_statistics
-from ..options import Transform
+from ..arguments.options import Transform
+from ..call.statistics import vocab_statistics
 from ..validation import expect_ids
 from .rl_calls import even_shard
 

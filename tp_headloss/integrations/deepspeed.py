@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from ..shard import VocabShard
+from ..ranks.shard import VocabShard
 from . import require
 
 require("deepspeed")

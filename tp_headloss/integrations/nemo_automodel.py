@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from ..arguments.options import Transform
+from ..arguments.teachers import Teacher
+from ..call.subclasses import is_dtensor
 from ..head_loss import Distillation, HeadLoss, Term
 from ..linear_head import Linear
-from ..options import Transform
-from ..shard import VocabShard
-from ..subclasses import is_dtensor
-from ..teachers import Teacher
+from ..ranks.shard import VocabShard
 from . import require
 
 require("nemo_automodel")  # before it is imported: an error that says which versions are supported

@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import torch
 
-from ..api import log_probs
-from ..comm import group_size
-from ..dtensor import local_part
-from ..id_sets import IdSets
+from ..arguments.id_sets import IdSets
+from ..call.dtensor import local_part
+from ..call.statistics import log_probs
+from ..call.subclasses import is_dtensor
 from ..linear_head import Linear, linear_vocab_statistics
-from ..subclasses import is_dtensor
+from ..ranks.comm import group_size
 from .nemo_rl_distillation import get_distillation_topk_logprobs_from_logits
 from .nemo_rl_sampling import kept_by, log_probs_over, sets_of_next_tokens
 from .rl_calls import (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..api import vocab_statistics
-from ..comm import sum_over_ranks
-from ..dtensor import local_part
+from ..call.dtensor import local_part
+from ..call.statistics import vocab_statistics
+from ..ranks.comm import sum_over_ranks
 from ..validation import expect_floating, expect_ids
 from .rl_calls import RankedTokens, even_shard_of_rank, expect_other_group, refuse
 

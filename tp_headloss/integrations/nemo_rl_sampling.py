@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from ..api import vocab_statistics
-from ..id_sets import IdSets, masked_ids
-from ..sampling import kept_ids
-from ..sampling_rule import SamplingRule
-from ..shard import VocabShard
+from ..arguments.id_sets import IdSets, masked_ids
+from ..arguments.sampling_rule import SamplingRule
+from ..call.statistics import vocab_statistics
+from ..ranks.shard import VocabShard
+from ..search.sampling import kept_ids
 from .sampling_masks import from_nemo_rl
 
 FIELDS = ("top_k", "top_p", "temperature", "replay_sampling_mask")  # those of NeMo-RL's TrainingSamplingParams

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from ..comm import gather_from_ranks, group_size, sum_over_ranks
-from ..dtensor import local_logits
-from ..shard import VocabShard, expect_group
-from ..subclasses import is_dtensor
+from ..call.dtensor import local_logits
+from ..call.subclasses import is_dtensor
+from ..ranks.comm import gather_from_ranks, group_size, sum_over_ranks
+from ..ranks.shard import VocabShard, expect_group
 from ..validation import expect_ids, expect_int, expect_tensor
 
 IGNORED_LABEL = -100

@@ -17,7 +17,7 @@ from itertools import chain
 
 import torch
 
-from ..id_sets import IdSets
+from ..arguments.id_sets import IdSets
 from ..validation import expect_ids
 from . import check_type
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import torch
 
-from ..api import vocab_statistics
-from ..comm import group_size, sum_over_ranks
+from ..arguments.options import Transform
+from ..call.statistics import vocab_statistics
 from ..linear_head import Linear, linear_vocab_statistics
-from ..options import Transform
+from ..ranks.comm import group_size, sum_over_ranks
 from ..validation import expect_floating
 from .nemo_rl import from_parallel_logits_to_logprobs
 from .rl_calls import PackedTokens, RankedTokens, bounded_shard, even_shard, expect_other_group, next_tokens

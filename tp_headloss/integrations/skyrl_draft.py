@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..api import vocab_statistics
-from ..comm import gather_from_ranks
-from ..shard import VocabShard
-from ..teachers import Teacher, TopKTeacher
-from ..topk import topk_log_probs
+from ..arguments.teachers import Teacher, TopKTeacher
+from ..call.statistics import vocab_statistics
+from ..ranks.comm import gather_from_ranks
+from ..ranks.shard import VocabShard
+from ..search.topk import topk_log_probs
 from ..validation import expect_int, expect_scalar, expect_tensor
 from .rl_calls import bounded_shard
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..api import vocab_statistics
+from ..call.statistics import vocab_statistics
 from ..validation import expect_ids, expect_mask
 from .rl_calls import even_shard
 

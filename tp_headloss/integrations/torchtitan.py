@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dtensor import local_logits
+from ..call.dtensor import local_logits
+from ..call.subclasses import is_dtensor
 from ..head_loss import HeadLoss, HeadLossOutput
 from ..linear_head import Linear
-from ..shard import VocabShard
-from ..subclasses import is_dtensor
+from ..ranks.shard import VocabShard
 from . import check_type, require
 from .fsdp import unsharded
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ..arguments.options import Transform
 from ..linear_head import Linear, linear_vocab_statistics
-from ..options import Transform
-from ..shard import VocabShard
+from ..ranks.shard import VocabShard
 from . import check_type, require
 from .transformers.calls import next_token_labels, refuse_columns, refuse_logits_to_keep, run_body
 from .transformers.check import check_forward, evaluation

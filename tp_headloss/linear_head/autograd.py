@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import comm
 from ..engine.autograd import first_derivative_only
 from ..engine.backend import load_backend
 from ..engine.operators import can_skip_dispatch, fields_of, register, schema_of
 from ..engine.passes import kernel_gradients
-from ..request import Facts, Request, TeacherOperands, Tensors, accumulation_dtype, without_gaps
+from ..engine.request import Facts, Request, TeacherOperands, Tensors, accumulation_dtype, without_gaps
+from ..ranks import comm
 from ..validation import refuse_batches
 from . import blocks, sweeps
 from .epilogue import has_wide_rows

@@ -8,18 +8,17 @@ from typing import NamedTuple
 
 import torch
 
-from ..api import assembled
-from ..calls import build_request
-from ..dtensor import local_part
-from ..options import DEFAULTS, NO_TRANSFORM
-from ..request import Request, TeacherOperands
-from ..sampling_rule import SamplingRule
+from ..arguments.linear import Linear
+from ..arguments.options import DEFAULTS, NO_TRANSFORM
+from ..call.dtensor import local_part
+from ..call.request_of import build_request
+from ..call.statistics import assembled
+from ..engine.request import Request, TeacherOperands
 from ..statistics import VocabStatistics
 from ..validation import expect_hidden_and_weight, expect_tensor, operand_dtype
 from . import blocks
 from .autograd import LinearFacts, LinearStatistics, MainGrad
 from .epilogue import is_default, obstacle
-from .options import Linear
 from .teacher import heads_of, stand_in, teacher_operands
 
 _log = logging.getLogger("tp_headloss")
@@ -49,11 +48,6 @@ class LinearCall(NamedTuple):
     ) -> LinearCall:  # fmt: skip
         """Validate a call and bring its tensors into rows."""
         transform, options, linear = transform or NO_TRANSFORM, options or DEFAULTS, local_part(linear, shard)
-        if isinstance(sets, SamplingRule):
-            raise ValueError(
-                "a SamplingRule in place of sets is for logits, got hidden states: use the sets of "
-                "kept_ids(hidden, rule, weight=weight)"
-            )
         if options.inplace:
             raise ValueError("inplace=True overwrites logits, and a linear head has none of the caller's")
         dtype = _validate(hidden, weight, linear)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..request import Request
+from ..engine.request import Request
 
 CAPABILITY = (9, 0)  # of the oldest GPUs whose tensor memory accelerator loads the tiles
 MEASURED = ((9, 0),)  # capabilities on which scripts/bench/linear_turns.py compared them with blocks

@@ -7,18 +7,18 @@ from functools import partial
 
 import torch
 
-from ..agreement import Agreement
-from ..api import statistic_names
-from ..dtensor import local_head, local_part
-from ..eager_only import uncompiled_where_needed
-from ..id_sets import IdSets
-from ..options import Options, Transform
-from ..shard import VocabShard
+from ..arguments.id_sets import IdSets
+from ..arguments.linear import Linear
+from ..arguments.options import Options, Transform
+from ..arguments.teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
+from ..call.agreement import Agreement
+from ..call.compile import uncompiled_where_needed
+from ..call.dtensor import local_head, local_part
+from ..call.statistics import statistic_names
+from ..ranks.shard import VocabShard
 from ..statistics import VocabStatistics
-from ..teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
 from ..validation import expect_instance
 from .call import LinearCall, hidden_fact
-from .options import Linear
 from .teacher import teacher_fact
 from .valid_tokens import ValidTokens
 

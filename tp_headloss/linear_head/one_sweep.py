@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..api import assembled
+from ..arguments.options import DEFAULTS
+from ..call.statistics import assembled
 from ..engine.passes import kernel_gradients
-from ..options import DEFAULTS
-from ..request import Tensors
+from ..engine.request import Tensors
 from ..statistics import VocabStatistics
 from . import sweeps
 from .autograd import MainGrad, OneSweep

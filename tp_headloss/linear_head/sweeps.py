@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-from .. import comm
 from ..engine import passes
+from ..engine.request import Request, TeacherOperands, accumulation_dtype
 from ..engine.transports import TRANSPORTS
-from ..request import Request, TeacherOperands, accumulation_dtype
+from ..ranks import comm
 from .blocks import Blocks, row_stride
 
 

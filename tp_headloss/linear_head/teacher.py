@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..calls import LOGITS_DTYPES
-from ..request import TeacherOperands, TokenOrder
-from ..teachers import Teacher, TeacherHead, TeacherHeads
+from ..arguments.linear import Linear
+from ..arguments.teachers import Teacher, TeacherHead, TeacherHeads
+from ..call.request_of import LOGITS_DTYPES
+from ..engine.request import TeacherOperands, TokenOrder
 from ..validation import expect_tensor, operand_dtype
-from .options import Linear
 
 
 def heads_of(teacher, hidden, logits) -> tuple[TeacherHead, ...]:

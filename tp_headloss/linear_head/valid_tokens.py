@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..id_sets import IdSets
-from ..options import Transform
+from ..arguments.id_sets import IdSets
+from ..arguments.options import Transform
+from ..arguments.teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
 from ..statistics import VocabStatistics
-from ..teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
 from ..validation import expect_ids, expect_ignore_index
 
 

@@ -17,7 +17,7 @@ from .ratio import expect_broadcast, log_ratio
 from .sequence_policy import sequence_log_ratio
 
 if TYPE_CHECKING:
-    from ..sequences import Sequences
+    from ..arguments.sequences import Sequences
 
 
 @torch.no_grad()

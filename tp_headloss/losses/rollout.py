@@ -16,7 +16,7 @@ from ..validation import expect_bounds, expect_one_of
 from .ratio import LOG_RATIO_CLAMP, log_ratio
 
 if TYPE_CHECKING:
-    from ..sequences import Sequences
+    from ..arguments.sequences import Sequences
 
 
 def _log_weight(log_prob, generator_log_prob, level, sequences):

@@ -15,7 +15,7 @@ from .policy import CLIP, clipped_objective
 from .ratio import LOG_RATIO_CLAMP, bounded, expect_broadcast, log_ratio, scaled, with_gradient_of
 
 if TYPE_CHECKING:
-    from ..sequences import Sequences
+    from ..arguments.sequences import Sequences
 
 
 def sequence_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, sequences: Sequences) -> torch.Tensor:

@@ -11,15 +11,10 @@ m = beta q + (1 - beta) p', d = p' - q, v_j = (1 - beta) p'_j log(p'_j / m_j), w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from .family import Family, Tile, Wanted, row_sum
 from .teacher import DIVERGENCES, probabilities
-
-if TYPE_CHECKING:
-    from ..request import Facts
 
 
 class DivergenceFamily(Family):
@@ -32,19 +27,19 @@ class DivergenceFamily(Family):
     def second_rows(self, call: Wanted) -> tuple[str, ...]:
         return tuple(name for name in self.statistics if name in call.want)
 
-    def second(self, name: str, tile: Tile, merged: dict, facts: Facts) -> tuple[torch.Tensor, torch.Tensor]:
+    def second(self, name: str, tile: Tile, merged: dict, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
         p, q = probabilities(tile, merged)
         if name == "jsd":
-            student, teacher = jensen_shannon_parts(p, q, facts.beta)
+            student, teacher = jensen_shannon_parts(p, q, beta)
             return row_sum(student + teacher), row_sum(student)
         return row_sum(0.5 * (p - q).abs()), row_sum(0.5 * p * (p - q).sign())
 
-    def scaled(self, total, tile: Tile, merged: dict, grads: dict, facts: Facts):
+    def scaled(self, total, tile: Tile, merged: dict, grads: dict, beta: float, want: tuple[str, ...]):
         if not any(name in grads for name in self.statistics):
             return total
         p, q = probabilities(tile, merged)
         if "jsd" in grads:
-            total = total + grads["jsd"] * (jensen_shannon_parts(p, q, facts.beta)[0] - p * merged["jsd_mean"])
+            total = total + grads["jsd"] * (jensen_shannon_parts(p, q, beta)[0] - p * merged["jsd_mean"])
         if "total_variation" in grads:
             total = total + grads["total_variation"] * p * (0.5 * (p - q).sign() - merged["total_variation_mean"])
         return total

@@ -14,13 +14,9 @@ Words: x raw logit, z transformed logit, y label, M = max z, S = sum exp(z - M),
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-
-if TYPE_CHECKING:
-    from ..request import Facts
-
 
 # A "torch.Tensor | MaybeNone" is None if the call has no such thing. It is not a "torch.Tensor | None", because whoever
 # reads it has asked for it, and would have to say so again in each line.
@@ -170,7 +166,7 @@ class Family:
         """Joined sums [N] -> values (and flags) by name, merged rows by name; float64."""
         return {}, {}
 
-    def second(self, name: str, tile: Tile, merged: dict, facts: Facts) -> tuple[torch.Tensor, torch.Tensor]:
+    def second(self, name: str, tile: Tile, merged: dict, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
         """One tile's part [n] of a statistic of the second exchange, and of the mean that its gradient subtracts."""
         raise NotImplementedError
 
@@ -182,7 +178,7 @@ class Family:
         """Add to the gradient [n, w] with respect to z."""
         return dz
 
-    def scaled(self, total, tile: Tile, merged: dict, grads: dict, facts: Facts):
+    def scaled(self, total, tile: Tile, merged: dict, grads: dict, beta: float, want: tuple[str, ...]):
         """Add to the gradient [n, w] with respect to scale z (None: nothing yet)."""
         return total
 

@@ -15,15 +15,10 @@ forward_kl = KL(q || p'), reverse_kl = KL(p' || q), 0 log 0 = 0: a column withou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from .family import Family, Joined, Merging, Softmax, Tile, Wanted, decay, finite_shift, row_sum, weigh
 from .softmax import student_factor
-
-if TYPE_CHECKING:
-    from ..request import Facts
 
 DIVERGENCES = ("jsd", "total_variation")
 
@@ -102,7 +97,7 @@ class TeacherFamily(Family):
         values, rows = ({key: torch.where(unknown, torch.nan, x) for key, x in part.items()} for part in (values, rows))
         return values, rows
 
-    def scaled(self, total, tile: Tile, merged: dict, grads: dict, facts: Facts):
+    def scaled(self, total, tile: Tile, merged: dict, grads: dict, beta: float, want: tuple[str, ...]):
         if not any(name in grads for name in (*self.gradients, *DIVERGENCES)):
             return total
         p, q = probabilities(tile, merged)

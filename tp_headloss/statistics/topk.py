@@ -21,15 +21,12 @@ v and w as in `divergence`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from .divergence import jensen_shannon_parts
 from .family import Family, Joined, Merging, Softmax, Tile, Wanted, decay, finite_shift, row_sum, weigh
-
-if TYPE_CHECKING:
-    from ..request import Facts
 
 TAIL = ("tail_log_mass", "tail_entropy")
 FIRST = ("topk_forward_kl", "vocab_forward_kl", "topk_reverse_kl", "topk_log_mass", *TAIL)
@@ -127,11 +124,11 @@ class TopKFamily(Family):
             return Rest({"topk_log_mass": inside}, rest_rows(top, whole, zero, inside.exp(), -torch.expm1(inside)))
         return Rest({}, rest_rows(zero, zero, zero, zero, zero))
 
-    def second(self, name: str, tile: Tile, merged: dict, facts: Facts) -> tuple[torch.Tensor, torch.Tensor]:
-        student, teacher = jensen_shannon_parts(*entry_probabilities(name, tile, merged), facts.beta)
+    def second(self, name: str, tile: Tile, merged: dict, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
+        student, teacher = jensen_shannon_parts(*entry_probabilities(name, tile, merged), beta)
         return row_sum(student + teacher), row_sum(student)
 
-    def scaled(self, total, tile: Tile, merged: dict, grads: dict, facts: Facts):
+    def scaled(self, total, tile: Tile, merged: dict, grads: dict, beta: float, want: tuple[str, ...]):
         if not any(name in grads for name in self.statistics):
             return total
         none = torch.zeros_like(merged["sum"])
@@ -147,10 +144,10 @@ class TopKFamily(Family):
         for name in SECOND:
             if name in grads:
                 p, q = entry_probabilities(name, tile, merged)
-                at = at + grads[name] * (jensen_shannon_parts(p, q, facts.beta)[0] - p * merged[f"{name}_mean"])
+                at = at + grads[name] * (jensen_shannon_parts(p, q, beta)[0] - p * merged[f"{name}_mean"])
         if "vocab_jsd" in grads:
             common = common - grads["vocab_jsd"] * merged["vocab_jsd_mean"]
-        if has_tail(facts.want):
+        if has_tail(want):
             common = merged["outside"] * common + outside * merged["inside"]
         shifted = tile.scale * (tile.z - merged["rest_shift"])
         rest = torch.where((tile.z == -torch.inf) | (merged["rest_sum"] == 0), 0.0, shifted.exp() / merged["rest_sum"])

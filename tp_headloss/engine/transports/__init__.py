@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ...request import Request
+from ..request import Request
 from .gather import Gather
 from .sum_lanes import SumLanes
 from .symmetric_memory import find_symmetric_memory

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ...comm import gather_parts
-from ...request import Request
+from ...ranks.comm import gather_parts
 from ..backend import load_backend
+from ..request import Request
 from .transport import Transport
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ...comm import sum_in_place
-from ...request import Request
+from ...ranks.comm import sum_in_place
 from ...statistics import SOFTMAX
 from ..eager import finish, merged_sums
+from ..request import Request
 from .transport import Transport
 
 

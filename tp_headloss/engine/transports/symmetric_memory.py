@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from ...comm import gather_objects
-from ...request import Request
-from ...shard import is_live_group, resolve_process_group
+from ...ranks.comm import gather_objects
+from ...ranks.shard import is_live_group, resolve_process_group
 from ..backend import load_backend
+from ..request import Request
 from .transport import Transport
 
 _log = logging.getLogger("tp_headloss")

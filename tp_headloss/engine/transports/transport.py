@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...request import Request, accumulation_dtype
 from ..backend import load_backend
+from ..request import Request, accumulation_dtype
 
 
 class Transport:

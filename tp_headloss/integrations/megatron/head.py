@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...arguments.options import Options, Transform
+from ...arguments.teachers import TeacherHead
 from ...head_loss import CrossEntropy, HeadLoss, HeadLossOutput, Metric, Term
 from ...head_loss.output import without_graph
 from ...linear_head import Linear
-from ...options import Options, Transform
-from ...shard import VocabShard
-from ...teachers import TeacherHead
+from ...ranks.shard import VocabShard
 from .. import check_type, require
 from .methods import replaced
 

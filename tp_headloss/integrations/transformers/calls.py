@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...head_loss import HeadLoss
-from ...shard import VocabShard
+from ...ranks.shard import VocabShard
 from .. import check_type
 
 # Arguments of a model's forward that its body does not take

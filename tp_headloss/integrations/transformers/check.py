@@ -11,9 +11,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ...options import Transform
-from ...shard import VocabShard
-from ...subclasses import is_dtensor
+from ...arguments.options import Transform
+from ...call.subclasses import is_dtensor
+from ...ranks.shard import VocabShard
 from .calls import body_of, refuse_auxiliary_loss
 from .loss_function import CausalLMShardLoss
 from .model_facts import output_layer

@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ...arguments.options import Transform
 from ...head_loss import HeadLoss, HeadLossOutput
 from ...head_loss.output import without_graph
 from ...linear_head import Linear
-from ...options import Transform
-from ...shard import VocabShard
+from ...ranks.shard import VocabShard
 from .. import check_type
 from .calls import (
     LOST_LABELS,

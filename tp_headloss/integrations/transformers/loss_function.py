@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...call.subclasses import is_dtensor
 from ...head_loss import HeadLoss, HeadLossOutput
 from ...head_loss.output import without_graph
-from ...shard import VocabShard
-from ...subclasses import is_dtensor
+from ...ranks.shard import VocabShard
 from .. import check_type
 from .calls import (
     LOST_LABELS,

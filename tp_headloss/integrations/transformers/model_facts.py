@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from ...dtensor import local_head
+from ...arguments.options import Transform
+from ...call.dtensor import local_head
 from ...linear_head import Linear
-from ...options import Transform
-from ...shard import VocabShard
+from ...ranks.shard import VocabShard
 from .. import check_type
 from ..fsdp import unsharded, unwrapped_class
 

@@ -16,8 +16,8 @@ import inspect
 import torch
 from torch.nn import functional as F
 
+from ...arguments.options import Options
 from ...linear_head import Linear
-from ...options import Options
 from .. import check_type, require
 from ..megatron.head import layer_shard, logits_transform, refuse_options
 from ..megatron.postprocess import TakenHidden, hidden_in_place_of_logits

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from ...api import vocab_statistics
-from ...id_sets import IdSets
+from ...arguments.id_sets import IdSets
+from ...arguments.options import Options, Transform
+from ...call.statistics import vocab_statistics
 from ...linear_head import Linear, linear_vocab_statistics
-from ...options import Options, Transform
-from ...shard import VocabShard
+from ...ranks.shard import VocabShard
 from ...validation import expect_ids, expect_tensor
 
 LOWEST_TEMPERATURE = 1e-8  # verl's value for temperatures that are not positive, such as the 0 of padding rows

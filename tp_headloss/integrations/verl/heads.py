@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...api import vocab_statistics
+from ...arguments.options import Options, Transform
+from ...call.statistics import vocab_statistics
 from ...linear_head import Linear, linear_vocab_statistics
-from ...options import Options, Transform
-from ...shard import VocabShard
+from ...ranks.shard import VocabShard
+from ...search.topk import topk_log_probs
 from ...statistics import VocabStatistics
-from ...topk import topk_log_probs
 from ..megatron.head import layer_shard, linear_options, logits_transform, refuse_options
 
 

@@ -9,24 +9,23 @@ from typing import NamedTuple
 
 import torch
 
-from .agreement import Agreement
-from .api import run_statistics
-from .calls import build_request
-from .comm import gather_from_ranks
-from .dtensor import local_part
-from .eager_only import uncompiled
-from .engine.backend import load_backend
-from .engine.gumbel import LAST
-from .id_sets import IdSets, ragged
+from ..arguments.id_sets import IdSets, ragged
+from ..arguments.options import DEFAULTS, Options, Transform
+from ..arguments.sampling_rule import SamplingRule
+from ..arguments.teachers import TeacherHead
+from ..call.agreement import Agreement
+from ..call.compile import uncompiled
+from ..call.dtensor import local_part
+from ..call.request_of import build_request
+from ..call.statistics import run_statistics
+from ..engine.request import Request
+from ..ranks.comm import gather_from_ranks
+from ..ranks.shard import VocabShard
+from ..statistics import MaybeNone, documented_fields
+from ..validation import expect_ids, expect_instance, expect_int, expect_tensor
 from .kept import Kept, find_kept, sets_of, spans_of, tiles, tokens_per_block, transformed_logits
-from .options import DEFAULTS, Options, Transform
-from .request import Request
-from .sampling_rule import SamplingRule
-from .shard import VocabShard
-from .statistics import MaybeNone, documented_fields
-from .teachers import TeacherHead
+from .race import LAST, race_of
 from .topk import local_operands, token_blocks
-from .validation import expect_ids, expect_instance, expect_int, expect_tensor
 
 SIZES_FROM_VALUES = "the sets that a rule keeps have sizes that only the logits' values tell"
 
@@ -217,7 +216,7 @@ def _expect_draw(seed, positions, lead, device):
 def _draw(block: _Block, seed: int) -> torch.Tensor:
     """Sampled ids [n]: the kept id of largest z - log(exponential variate); -1 without any."""
     request, shard, positions, kept = block.request, block.shard, block.positions, block.kept
-    race = load_backend(request.facts.backend).best_scores
+    race = race_of(request.facts.backend).best_scores
     if kept is None:
         drawn = [race(transformed_logits(request, rows), positions[rows], seed, shard.start) for rows in tiles(request)]
         best, ids = map(torch.cat, zip(*drawn))

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .dtensor import local_head
-from .engine.autograd import FromShards, ToShards
-from .head_loss import HeadLoss, HeadLossOutput
-from .linear_head import Linear, linear_vocab_statistics
-from .options import Options, Transform
-from .shard import VocabShard
-from .statistics import VocabStatistics
-from .subclasses import is_dtensor
-from .validation import (
+from ..arguments.options import Options, Transform
+from ..call.dtensor import local_head
+from ..call.subclasses import is_dtensor
+from ..engine.autograd import FromShards, ToShards
+from ..head_loss import HeadLoss, HeadLossOutput
+from ..linear_head import Linear, linear_vocab_statistics
+from ..ranks.shard import VocabShard
+from ..statistics import VocabStatistics
+from ..validation import (
     expect_bool,
     expect_hidden_and_weight,
     expect_ids,

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .agreement import Agreement
-from .comm import sum_in_place
-from .dtensor import expect_shard, local_rows
-from .options import Options
-from .shard import VocabShard
-from .subclasses import is_dtensor
-from .validation import expect_bool, expect_ids, expect_instance, expect_int, expect_real, expect_tensor
+from ..arguments.options import Options
+from ..call.agreement import Agreement
+from ..call.dtensor import expect_shard, local_rows
+from ..call.subclasses import is_dtensor
+from ..ranks.comm import sum_in_place
+from ..ranks.shard import VocabShard
+from ..validation import expect_bool, expect_ids, expect_instance, expect_int, expect_real, expect_tensor
 
 INIT_ROWS = 1024  # rows that one generator draws, whatever the shard: a seed means other weights if this changes
 SENT_ROWS = 1024  # rows of a matrix that ranks exchange at once

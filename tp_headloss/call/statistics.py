@@ -6,20 +6,18 @@ from typing import NamedTuple
 
 import torch
 
+from ..arguments.id_sets import IdSets
+from ..arguments.options import DEFAULTS, NO_TRANSFORM, Options, Transform
+from ..arguments.teachers import Teacher, TopKTeacher
+from ..engine.autograd import Statistics
+from ..engine.request import Request
+from ..ranks.shard import VocabShard
+from ..statistics import MaybeNone, VocabStatistics, documented_fields, known_statistics
+from ..validation import expect_bool, expect_instance, refuse_transforms
 from .agreement import Agreement
-from .call_sets import with_kept_sets
-from .calls import build_request
+from .compile import uncompiled_where_needed
 from .dtensor import local_logits, local_part
-from .eager_only import uncompiled_where_needed
-from .engine.autograd import Statistics
-from .id_sets import IdSets
-from .options import DEFAULTS, NO_TRANSFORM, Options, Transform
-from .request import Request
-from .sampling_rule import SamplingRule
-from .shard import VocabShard
-from .statistics import MaybeNone, VocabStatistics, documented_fields, known_statistics
-from .teachers import Teacher, TopKTeacher
-from .validation import expect_bool, expect_instance, refuse_transforms
+from .request_of import build_request
 
 
 @uncompiled_where_needed
@@ -31,7 +29,7 @@ def vocab_statistics(
     want: tuple[str, ...] = (),
     transform: Transform | None = None,
     teacher: Teacher | TopKTeacher | None = None,
-    sets: IdSets | SamplingRule | None = None,
+    sets: IdSets | None = None,
     ids: torch.Tensor | None = None,
     total_weight: torch.Tensor | None = None,
     ignore_index: int = -100,
@@ -57,8 +55,7 @@ def vocab_statistics(
             are read, all others together one.
         transform: `Transform` of the logits.
         teacher: `Teacher` or `TopKTeacher` whose statistics are in ``want``.
-        sets: `IdSets` whose statistics are in ``want``. Or a `SamplingRule` that makes them from these very logits,
-            detached and transformed (as `kept_ids` does). A token whose label the rule does not keep is NaN.
+        sets: `IdSets` whose statistics are in ``want``, such as those of `kept_ids`.
         ids: [.., K] int64 or int32 global ids whose log-probs are "log_probs_at" [.., K], in any order, also several
             times. A negative id is none, and one at or beyond the vocabulary is NaN.
         total_weight: [width] fp32 column weights w of ``total`` (class weights), not differentiable.
@@ -189,8 +186,6 @@ def checked_request(
         request = build_request(
             logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options, sets=sets, ids=ids
         )
-    if isinstance(sets, SamplingRule):
-        request = with_kept_sets(request, sets, labels, options)
     return request, labels
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .validation import expect_floating, expect_ids, expect_int, expect_real, expect_tensor
+from ..validation import expect_floating, expect_ids, expect_int, expect_real, expect_tensor
 
 MOST_IDS = 1 << 24  # so that a logit and an id fit an int64, and the masses of all ids have 38 bits
 

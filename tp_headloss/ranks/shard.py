@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
-from .validation import expect_int
+from ..validation import expect_int
 
 # torch has a type of its own for the names of groups
 resolve_process_group: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .statistics.sets import rows_and_places
-from .validation import expect_ids, expect_mask, expect_tensor
+from ..statistics.sets import rows_and_places
+from ..validation import expect_ids, expect_mask, expect_tensor
 
 
 @dataclass(frozen=True, eq=False)

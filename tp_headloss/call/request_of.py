@@ -6,18 +6,16 @@ import functools
 
 import torch
 
-from . import statistics
-from .call_sets import check_entries, check_ids, check_sets, id_tensors, set_tensors, validate_ids, validate_sets
-from .engine.backend import resolve_backend
-from .engine.operators import top_entries
-from .id_sets import IdSets
-from .options import Options, Transform
-from .request import Facts, Request, Tensors, TokenOrder
-from .sampling_rule import SamplingRule
-from .shard import ShardFacts, VocabShard
-from .statistics import FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
-from .teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
-from .validation import (
+from .. import statistics
+from ..arguments.id_sets import IdSets
+from ..arguments.options import Options, Transform
+from ..arguments.teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
+from ..engine.backend import resolve_backend
+from ..engine.operators import top_entries
+from ..engine.request import Facts, Request, Tensors, TokenOrder
+from ..ranks.shard import ShardFacts, VocabShard
+from ..statistics import FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
+from ..validation import (
     expect_floating,
     expect_ids,
     expect_ignore_index,
@@ -26,6 +24,7 @@ from .validation import (
     expect_tensor,
     swap_hint,
 )
+from .sets import check_entries, check_ids, check_sets, id_tensors, set_tensors, validate_ids, validate_sets
 
 ALWAYS = ("lse", "log_prob", "target_logit", "valid")  # of every call's statistics
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,7 +32,7 @@ LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def build_request(
     logits, labels, shard: VocabShard, want, transform: Transform, teacher, total_weight, ignore_index,
-    options: Options, order_of=None, sets: IdSets | SamplingRule | None = None, ids=None,
+    options: Options, order_of=None, sets: IdSets | None = None, ids=None,
 ) -> Request:  # fmt: skip
     """Validate a call and bring its tensors into rows [N, ..], in the order of `order_of` [.., any], or of the logits.
 
@@ -43,7 +42,7 @@ def build_request(
     backend = _validate_call(logits, labels, shard, want, transform, teacher, total_weight, options)
     ignore_index = expect_ignore_index(ignore_index)
     validate_ids(ids, want, logits)  # first: its message says where ids go that were given as sets
-    validate_sets(sets, labels, want, teacher, logits, shard.vocab_size)
+    validate_sets(sets, labels, want, teacher, logits)
     if isinstance(sets, IdSets) and options.check:
         check_sets(sets, labels, ignore_index, shard.vocab_size)
     if ids is not None and options.check:

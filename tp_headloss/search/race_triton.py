@@ -1,4 +1,4 @@
-"""The kernels of sampling, and how they are launched; their definition in plain torch is `gumbel`.
+"""The kernels of sampling, and how they are launched; their definition in plain torch is `race`.
 
 z: transformed logits of any type, with contiguous rows; a program has some of a row's columns, so that few rows occupy
 a whole GPU.
@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..logit_keys import NO_KEY
-from .launch import LARGEST, MAXIMA, RACE, ceil_div, int_key, launch, pointer_key
+from ..engine.launch import LARGEST, MAXIMA, RACE, ceil_div, int_key, launch, pointer_key
+from .keys import NO_KEY
 
 LAST: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 LOW: tl.constexpr = tl.constexpr(0xFFFFFFFF)  # `logit_keys.LOW`
@@ -134,7 +134,7 @@ def _parts(n_rows: int, width: int, block: int) -> tuple[int, int]:
 
 
 def best_scores(z, positions, seed: int, start: int, ids=None):
-    """The largest score and its id per token, see `gumbel.best_scores`."""
+    """The largest score and its id per token, see `race.best_scores`."""
     z, (n_rows, width) = _with_rows(z), z.shape
     if z.numel() == 0:
         return z.new_full((n_rows,), -torch.inf, dtype=torch.float64), positions.new_full((n_rows,), LAST.value)
@@ -153,7 +153,7 @@ def best_scores(z, positions, seed: int, start: int, ids=None):
 
 
 def group_maxima(z, groups: int) -> torch.Tensor:
-    """The largest logit of every groups-th column, see `gumbel.group_maxima`."""
+    """The largest logit of every groups-th column, see `race.group_maxima`."""
     z, (n_rows, width) = _with_rows(z), z.shape
     maxima = z.new_full((n_rows, groups), -torch.inf, dtype=torch.float32)
     if z.numel():
@@ -166,7 +166,7 @@ def group_maxima(z, groups: int) -> torch.Tensor:
 
 
 def largest_logits(z, bound, most: int, start: int, peak=None, lowest=None, unit: float = 0.0):
-    """Keys of the logits at or above a bound, their number, and masses, see `gumbel.largest_logits`."""
+    """Keys of the logits at or above a bound, their number, and masses, see `race.largest_logits`."""
     z, (n_rows, width) = _with_rows(z), z.shape
     keys = bound.new_full((n_rows, most), NO_KEY, dtype=torch.int64)
     count, mass = (bound.new_zeros(n_rows, dtype=torch.int64) for _ in range(2))

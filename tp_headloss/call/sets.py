@@ -1,28 +1,26 @@
-"""A call's sets, `IdSets` or a `SamplingRule` that makes them, and given ids: their checks, and what kernels take. Also
-the check of a top-K teacher's values."""
+"""A call's sets and given ids: their checks, and what kernels take. Also the check of a top-K teacher's values."""
 
 from __future__ import annotations
 
 import torch
 
-from .engine.operators import known_sets
-from .id_sets import IdSets, flat_ids, ragged
-from .kept import kept_sets
-from .options import Options
-from .request import Facts, Request, TokenOrder
-from .sampling_rule import SamplingRule
-from .statistics import AT_IDS, OVER_SETS
-from .statistics.at_ids import known_ids
-from .statistics.sets import rows_and_places
-from .teachers import TopKTeacher
-from .validation import expect_ids, expect_tensor
+from ..arguments.id_sets import IdSets, flat_ids, ragged
+from ..arguments.sampling_rule import SamplingRule
+from ..arguments.teachers import TopKTeacher
+from ..engine.operators import known_sets
+from ..engine.request import Facts, TokenOrder
+from ..statistics import AT_IDS, OVER_SETS
+from ..statistics.at_ids import known_ids
+from ..statistics.sets import rows_and_places
+from ..validation import expect_ids, expect_tensor
 
 
-def validate_sets(sets: IdSets | SamplingRule | None, labels, want, teacher, logits, vocab_size: int):
+def validate_sets(sets: IdSets | None, labels, want, teacher, logits):
     """Raise TypeError or ValueError, from metadata, unless the sets fit the call. logits: [.., width]."""
     wanted = [name for name in OVER_SETS if name in want]
-    if sets is not None and not isinstance(sets, (IdSets, SamplingRule)):
-        raise TypeError(f"sets must be IdSets(..), a SamplingRule(..) or None, got {type(sets).__name__}")
+    if sets is not None and not isinstance(sets, IdSets):
+        hint = ": pass kept_ids(logits, rule, ..)" if isinstance(sets, SamplingRule) else ""
+        raise TypeError(f"sets must be IdSets(..) or None, got {type(sets).__name__}{hint}")
     if sets is None:
         if wanted:
             raise ValueError(f"{wanted} need sets of ids, got none: sets=IdSets(ids)")
@@ -34,8 +32,6 @@ def validate_sets(sets: IdSets | SamplingRule | None, labels, want, teacher, log
     if "set_log_prob" in want and labels is None:
         raise ValueError("set_log_prob is the log-prob of a label, got no labels")
     lead, device = logits.shape[:-1], logits.device
-    if isinstance(sets, SamplingRule):
-        return sets.expect_tokens(lead, device, vocab_size)
     expect_ids("sets.ids", sets.ids)
     if sets.spans is not None:
         sets.expect_tokens(lead)
@@ -70,24 +66,13 @@ def id_tensors(ids: torch.Tensor | None, order: TokenOrder, vocab_size: int) -> 
     return {} if ids is None else {"ids": known_ids(order.flatten(ids), vocab_size).contiguous()}
 
 
-def set_tensors(sets: IdSets | SamplingRule | None, lead, order: TokenOrder, facts: Facts) -> dict[str, torch.Tensor]:
-    """The tensors of sets as a request has them; none of a rule, see `with_kept_sets`. lead: shape of the tokens."""
-    if not isinstance(sets, IdSets):
+def set_tensors(sets: IdSets | None, lead, order: TokenOrder, facts: Facts) -> dict[str, torch.Tensor]:
+    """The tensors of sets as a request has them. lead: shape of the tokens."""
+    if sets is None:
         return {}
     ids, spans = flat_ids(sets, lambda x: order.flatten(x.reshape(*lead, x.shape[-1])))
     most = None if sets.spans is not None else sets.ids.shape[-1]
     return dict(zip(("entries", "entry_spans"), known_sets(ids, spans, facts.vocab_size, most, facts.backend)))
-
-
-@torch.compiler.disable(reason="a SamplingRule in place of sets makes tensors of a size that only their values tell")
-def with_kept_sets(request: Request, rule: SamplingRule, labels, options: Options) -> Request:
-    """The request with the sets that a rule keeps of its logits. Collectives, and a wait for the GPU."""
-    order = request.order
-    ids, spans = kept_sets(request, rule.map_tokens(order.flatten))
-    if options.check:
-        sets = ragged(ids, order.unflatten(spans))
-        check_sets(sets, labels, request.facts.ignore_index, request.facts.vocab_size)
-    return request._replace(tensors=request.tensors._replace(entries=ids, entry_spans=spans))
 
 
 def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int):

@@ -18,14 +18,13 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from .comm import gather_from_ranks, sum_in_place
-from .engine import eager
-from .engine.backend import load_backend
-from .engine.gumbel import masses
-from .logit_keys import LOW, decode_keys, ordered_bits
-from .request import Request, Tensors
-from .sampling_rule import SamplingRule
-from .shard import VocabShard
+from ..arguments.sampling_rule import SamplingRule
+from ..engine import eager
+from ..engine.request import Request, Tensors
+from ..ranks.comm import gather_from_ranks, sum_in_place
+from ..ranks.shard import VocabShard
+from .keys import LOW, decode_keys, ordered_bits
+from .race import masses, race_of
 
 # Logits of a rank, if all had as many, in a block. On a CPU a block's temporaries are a dozen times as large. On a GPU
 # a call is a hundred small kernels per block and a few per tile, and those of a tile are a few times as large.
@@ -128,7 +127,7 @@ def _candidates(request: Request, rule: SamplingRule):
     a key, so that all logits above -inf with a larger one are among them; the peak, fp32, inf where a logit is NaN; and
     for top-p the mass of all ids that min-p keeps, or None. One all-gather, and before it for such a mass another one.
     """
-    shard, backend, parts = request.shard, load_backend(request.facts.backend), tiles(request)
+    shard, backend, parts = request.shard, race_of(request.facts.backend), tiles(request)
     count = min(shard.vocab_size, max(FEWEST, CANDIDATES // shard.world_size))
     is_short = isinstance(rule.top_k, int) and rule.top_k < shard.vocab_size
     if isinstance(rule.top_k, int):
@@ -159,7 +158,7 @@ def _candidates(request: Request, rule: SamplingRule):
 
 def _peak_and_bound(request: Request, count: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit [n] of this rank, and a bound [n] that at least `count` reach: -inf for at most `most`."""
-    width, backend = request.facts.valid_width, load_backend(request.facts.backend)
+    width, backend = request.facts.valid_width, race_of(request.facts.backend)
     groups = min(max(GROUPS, 4 * count), max(1, width))
     maxima = torch.cat([backend.group_maxima(transformed_logits(request, at), groups) for at in tiles(request)])
     if width <= most:
@@ -269,21 +268,3 @@ def spans_of(counts: torch.Tensor) -> torch.Tensor:
     """Bounds [N, 2] of sets of these sizes [N], one after the other."""
     end = counts.cumsum(0)
     return torch.stack([end - counts, end], 1)
-
-
-@torch.no_grad()
-def kept_sets(request: Request, rule: SamplingRule) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids [all] int32 that a rule keeps of each row of a request, and their bounds [N, 2]; equal on every rank.
-
-    The tensors of the rule have a value per row [N].
-    """
-    logits, shard = request.tensors.logits, request.shard
-    n_rows, step = logits.shape[0], tokens_per_block(shard, logits.device)
-    ids, counts = [], []
-    for first in range(0, max(1, n_rows), step):
-        rows = slice(first, first + step)
-        here = rule.map_tokens(lambda x: x[rows])  # noqa: B023 (called at once)
-        found = sets_of(find_kept(request.rows(rows, logits[rows]), here), shard)
-        ids.append(found[0])
-        counts.append(found[1])
-    return torch.cat(ids), spans_of(torch.cat(counts))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..comm import HIDDEN_GRADS
+from ..ranks.comm import HIDDEN_GRADS
 from ..validation import expect_bool, expect_int, expect_number, expect_one_of, expect_real, expect_scalar
 
 MODES = ("auto", "one_sweep", "recompute")

@@ -1,8 +1,6 @@
 """The collective calls of the package. Elsewhere only these communicate: rendezvous and barrier of symmetric memory
-(`engine/transports/symmetric_memory`), `full_tensor` of a checkpoint's DTensors (`vocab_rows`), and `redistribute`
-(`integrations/nemo_automodel`, as that host does).
-
-The group arrives by name, so that operators keep plain arguments and `torch.compile` needs no process group object.
+(`engine/transports/symmetric_memory`), `full_tensor` of a checkpoint's DTensors (`modules/vocab_rows`), and
+`redistribute` (`integrations/nemo_automodel`, as that host does).
 """
 
 from __future__ import annotations
@@ -13,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from ..validation import expect_tensor
 from .shard import expect_group, has_vocab_shard, resolve_process_group
-from .validation import expect_tensor
 
 # torch 2.13 renamed it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

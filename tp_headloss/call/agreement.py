@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from .comm import gather_objects
-from .sequences import Sequences
-from .shard import VocabShard
+from ..arguments.sequences import Sequences
+from ..ranks.comm import gather_objects
+from ..ranks.shard import VocabShard
 
-VALIDATIONS = ("metadata", "full", "checksums")
 # name of a fact -> the dimension that is sharded on the vocabulary, whose size and bits differ between ranks
 SHARDED_DIM = {
     **{"logits": -1, "weight": 0, "bias": 0, "transform.bias": 0, "total_weight": 0},

@@ -7,15 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..validation import expect_bool, expect_floating, expect_ids, expect_instance, expect_number, expect_real
 from .options import NO_TRANSFORM, Transform, expect_temperature
-from .validation import (
-    expect_bool,
-    expect_floating,
-    expect_ids,
-    expect_instance,
-    expect_number,
-    expect_real,
-)
 
 
 class _Tempered:

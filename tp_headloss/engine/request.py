@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .shard import VocabShard
-from .statistics import Layout, MaybeNone, layout_of
+from ..ranks.shard import VocabShard
+from ..statistics import Layout, MaybeNone, layout_of
 
 
 class Facts(NamedTuple):

@@ -10,20 +10,27 @@ from typing import NamedTuple
 
 import torch
 
-from .agreement import Agreement
-from .calls import build_request
-from .comm import gather_from_ranks
-from .dtensor import local_head, local_logits, local_part
-from .eager_only import uncompiled
-from .engine import eager
-from .engine.transports import Transport
+from ..arguments.options import DEFAULTS, NO_TRANSFORM, Options, Transform
+from ..arguments.teachers import TeacherHead
+from ..call.agreement import Agreement
+from ..call.compile import uncompiled
+from ..call.dtensor import local_head, local_logits, local_part
+from ..call.request_of import build_request
+from ..engine import eager
+from ..engine.transports import Transport
+from ..ranks.comm import gather_from_ranks
+from ..ranks.shard import VocabShard
+from ..statistics import documented_fields
+from ..validation import (
+    expect_hidden_and_weight,
+    expect_instance,
+    expect_int,
+    expect_real,
+    expect_tensor,
+    operand_dtype,
+)
 from .kept import transformed_logits
-from .logit_keys import NO_KEY, decode_keys, keys_of
-from .options import DEFAULTS, NO_TRANSFORM, Options, Transform
-from .shard import VocabShard
-from .statistics import documented_fields
-from .teachers import TeacherHead
-from .validation import expect_hidden_and_weight, expect_instance, expect_int, expect_real, expect_tensor, operand_dtype
+from .keys import NO_KEY, decode_keys, keys_of
 
 BLOCK_ELEMENTS = 1 << 22  # logits per block: its temporaries are all that is ever as wide as the vocabulary
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .id_sets import replaced
-from .shard import VocabShard
-from .statistics import MaybeNone
+from ..arguments.id_sets import replaced
+from ..ranks.shard import VocabShard
+from ..statistics import MaybeNone
+from ..validation import expect_dense, expect_tensor, refuse_transforms
 from .subclasses import is_dtensor, plain
-from .validation import expect_dense, expect_tensor, refuse_transforms
 
 # Fields of a Transform, a teacher, sets, a SamplingRule or a Linear that may hold tensors, and those that hold such
 # objects

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .comm import group_size, sum_over_ranks
-from .shard import expect_group
-from .statistics import MaybeNone
-from .validation import expect_ids, expect_int, expect_mask, expect_number, expect_one_of, expect_tensor
+from ..ranks.comm import group_size, sum_over_ranks
+from ..ranks.shard import expect_group
+from ..statistics import MaybeNone
+from ..validation import expect_ids, expect_int, expect_mask, expect_number, expect_one_of, expect_tensor
 
 SEQUENCE_REDUCTIONS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 

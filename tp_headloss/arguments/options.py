@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .agreement import VALIDATIONS
-from .engine.backend import BACKENDS
-from .engine.one_launch import GRADIENTS
-from .engine.transports import TRANSPORTS
-from .validation import (
+from ..engine.backend import BACKENDS
+from ..engine.one_launch import GRADIENTS
+from ..engine.transports import TRANSPORTS
+from ..validation import (
     expect_bool,
     expect_floating,
     expect_number,
@@ -19,6 +18,8 @@ from .validation import (
     expect_tensor,
     is_number,
 )
+
+VALIDATIONS = ("metadata", "full", "checksums")
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,20 @@
-"""Reductions of sampling over all columns, in plain torch: the definition of what the kernels of `gumbel_triton` do."""
+"""Reductions of sampling over all columns, in plain torch: the definition of what the kernels of `race_triton` do."""
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
-from ..logit_keys import NO_KEY, keys_of
-from ..philox import exponential
+from .keys import NO_KEY, keys_of
+from .philox import exponential
 
 LAST = torch.iinfo(torch.int64).max  # id where there is no column
+
+
+def race_of(backend: str):
+    """Return the module of these functions for a backend: this one, or that of the kernels."""
+    return importlib.import_module(f"{__name__}_triton" if backend == "triton" else __name__)
 
 
 def with_column(x: torch.Tensor, value) -> torch.Tensor:

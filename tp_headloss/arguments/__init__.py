@@ -1,0 +1,1 @@
+"""What callers write: options, teachers, sets of ids, rules of sampling, sequences."""

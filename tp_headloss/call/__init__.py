@@ -1,0 +1,1 @@
+"""From the arguments of a public call to a `Request`."""

@@ -1,0 +1,1 @@
+"""The vocabulary matrices of a model as modules."""

@@ -1,0 +1,1 @@
+"""Which ids a rank owns, and the only collective calls."""

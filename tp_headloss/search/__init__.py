@@ -1,0 +1,1 @@
+"""Sampling, the sets that a sampler keeps, and the most likely ids of a sharded vocabulary."""
