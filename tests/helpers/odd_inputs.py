@@ -485,7 +485,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "offsets of other tokens": refused("ValueError: sets must be of tokens [4], or these flat, got [2]", keywords=lambda here: {"want": ("set_entropy",), "sets": IdSets.from_csr(here.labels, here.labels[:3])}),
             "float ids in a set": refused("TypeError: sets.ids must be int64 or int32, got torch.float32", keywords=wrong_sets(torch.zeros(N, 2))),
             "a mask of numbers": refused("TypeError: sets.mask must be bool, got torch.int64", keywords=wrong_sets(torch.zeros(N, 2).long(), torch.ones(N, 2).long())),
-            "a tensor as sets": refused("TypeError: sets must be IdSets(..), a SamplingRule(..) or None, got Tensor", keywords=lambda here: {"want": ("set_entropy",), "sets": here.labels}),
+            "a tensor as sets": refused("TypeError: sets must be IdSets(..) or None, got Tensor", keywords=lambda here: {"want": ("set_entropy",), "sets": here.labels}),
             "sets that nobody wants": refused("ValueError: sets serve the statistics", keywords=lambda here: {"sets": IdSets(here.labels[:, None])}),
             "a rank without labels": refused("ValueError: rank is that of a label, got no labels", value=lambda here: vocab_statistics(here.x, shard=here.shard, want=("rank",), options=here.options).lse),
             "no sets": refused("ValueError: ['set_entropy'] need sets of ids, got none", keywords=lambda here: {"want": ("set_entropy",)}),

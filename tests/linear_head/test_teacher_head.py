@@ -29,12 +29,12 @@ from tp_headloss import (
     multi_token_targets,
     select_rows,
     topk_log_probs,
-    vocab_rows,
     vocab_statistics,
 )
 from tp_headloss.engine import operators
 from tp_headloss.linear_head import autograd
 from tp_headloss.linear_head.autograd import LinearFacts
+from tp_headloss.modules import vocab_rows
 from tp_headloss.statistics import FULL_TEACHER
 
 H_T, TRUE_V = 17, V - 3  # the teacher's hidden size; the last three ids are padding
