@@ -409,8 +409,8 @@ GROUPS = {
         (VALUES, "value_gradients.gradients_for.gradients_of", "row if every is None else row[here]", "row"),
     ],
     "test_module": [
-        (SWEEPS, "_multiply_rows", "max(0, min(valid, weight.shape[0]))", "weight.shape[0]"),
-        (SWEEPS, "_multiply_rows", "add or whole < valid", "add"),
+        (SWEEPS, "_Rows.__init__", "max(0, min(valid, weight.shape[0]))", "weight.shape[0]"),
+        (SWEEPS, "_Rows.multiply", "add or self.rest is not None", "add"),
         ("modules/vocab_rows.py", "_select_rows", "errors.append", "print"),
         ("modules/vocab_rows.py", "VocabRows.reset_parameters", 'f"{self.init.seed} {first}"', 'f"{self.init.seed}"'),
         ("modules/layers.py", "VocabParallelEmbedding.forward", "torch.where(owned.unsqueeze(-1), part, 0.0).masked_fill(unknown.unsqueeze(-1), torch.nan)", "torch.where(owned.unsqueeze(-1), part, 0.0)"),

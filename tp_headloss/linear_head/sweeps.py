@@ -22,7 +22,7 @@ from ..engine import passes
 from ..engine.request import Request, TeacherOperands, accumulation_dtype
 from ..engine.transports import TRANSPORTS
 from ..ranks import comm
-from .blocks import Blocks, row_stride
+from .blocks import TILE, Blocks, row_stride
 
 
 def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:
@@ -42,20 +42,30 @@ def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = Fa
         multiply(out, a.to(out.dtype), b.to(out.dtype), add)
 
 
-def _multiply_rows(out, gradient, weight, valid: int, add: bool = False) -> None:
-    """out (+)= gradient @ weight over the first `valid` ids: rows of padding may hold anything, and 0 * NaN is NaN.
+class _Rows:
+    """Rows of a weight that are ids of the true vocabulary, the first `valid` ones, for products over them. Rows of
+    padding may hold anything, and 0 * NaN is NaN, so they take no part.
 
-    A GEMM over a number of ids that is no multiple of 8 takes up to six times as long on GPUs (H100, bf16), so the last
-    few have one of their own. It comes first, because its result may be rounded before the rest is added.
+    On GPUs a GEMM over a number of ids that is no multiple of 8 takes up to six times as long (H100, bf16), so those
+    after the last whole tile have one of their own, with zeros for padding.
     """
-    valid = max(0, min(valid, weight.shape[0]))
-    whole = valid if valid == weight.shape[0] else valid // 8 * 8
-    if whole < valid:
-        last = torch.zeros_like(weight[whole : whole + 8])
-        last[: valid - whole] = weight[whole:valid]
-        multiply(out, gradient[:, whole : whole + 8], last, add)
-    if whole or not valid:
-        multiply(out, gradient[:, :whole], weight[:whole], add or whole < valid)
+
+    def __init__(self, weight: torch.Tensor, valid: int):
+        valid = max(0, min(valid, weight.shape[0]))
+        self.whole, self.rest = weight, None
+        if valid < weight.shape[0]:
+            self.whole = weight[: valid // TILE * TILE]
+            if len(self.whole) < valid:
+                self.rest = torch.zeros_like(weight[len(self.whole) : len(self.whole) + TILE])
+                self.rest[: valid - len(self.whole)] = weight[len(self.whole) : valid]
+
+    def multiply(self, out: torch.Tensor, gradient: torch.Tensor, add: bool = False) -> None:
+        """out (+)= gradient @ weight. The rest comes first, because it may be rounded before the whole is added."""
+        n = len(self.whole)
+        if self.rest is not None:
+            multiply(out, gradient[:, n : n + len(self.rest)], self.rest, add)
+        if n or self.rest is None:
+            multiply(out, gradient[:, :n], self.whole, add or self.rest is not None)
 
 
 def _slices(total: int, size: int) -> list[slice]:
@@ -216,6 +226,7 @@ def gradient(
     columns = width if blocks.columns >= share else blocks.columns  # whole means whole, also for a larger shard
     tokens, ids = _slices(n, blocks.tokens), _slices(width, columns)
     buffer, teacher = _buffers(hidden, weight, request, min(blocks.tokens, n), min(columns, width), made)
+    valid_rows = [_Rows(weight[v], facts.valid_width - v.start) for v in ids]
     sums = WeightSums(weight, wanted, len(tokens))
     hidden_grad = end = None
     if wanted.hidden is not None:
@@ -225,10 +236,10 @@ def gradient(
         if rows is not None and len(ids) > 1 and (exact := accumulation_dtype(rows.dtype)) != rows.dtype:
             rows = rows.new_empty(rows.shape, dtype=exact)
         upstream = merged[:, t].contiguous(), {name: None if g is None else g[t] for name, g in grads.items()}
-        for v in ids:
+        for v, known in zip(ids, valid_rows):
             found = buffer.gradient(t, v, request, teacher, *upstream)
             if hidden_grad is not None and rows is not None:  # before dW, whose GEMM hides the exchange of the last one
-                _multiply_rows(rows, found, weight[v], facts.valid_width - v.start, add=v is not ids[0])
+                known.multiply(rows, found, add=v is not ids[0])
                 if v is ids[-1] and rows.dtype != hidden_grad.dtype:
                     hidden_grad[t] = rows
                 if v is ids[-1] and t is tokens[-1]:
@@ -244,7 +255,7 @@ def sweep_blocks(hidden, weight, request: Request, tokens: int, objective, wante
     -> values [K, N], flags, and what `gradient` returns. An exchange per block, and one for dH.
     """
     buffer, teacher = _buffers(hidden, weight, request, tokens, weight.shape[0])
-    slices = _slices(hidden.shape[0], tokens)
+    slices, valid_rows = _slices(hidden.shape[0], tokens), _Rows(weight, request.facts.valid_width)
     sums = WeightSums(weight, wanted, len(slices))
     hidden_grad = end = None
     if wanted.hidden is not None:
@@ -257,7 +268,7 @@ def sweep_blocks(hidden, weight, request: Request, tokens: int, objective, wante
         parts.append((values, *flags))
         passes.write_gradient(logits, part, merged, objective(values, flags, here))
         if hidden_grad is not None:
-            _multiply_rows(hidden_grad[here], logits, weight, request.facts.valid_width)
+            valid_rows.multiply(hidden_grad[here], logits)
             if here is slices[-1]:
                 end = comm.reduce_hidden(hidden_grad, how, request.facts.world_size, request.facts.group_name)
         sums.add(here is slices[0], slice(0, weight.shape[0]), logits, hidden[here])
