@@ -250,6 +250,23 @@ def test_all_arguments_are_of_the_same_tokens(argument):
         assert argument is None or (failure.kind == "ValueError" and "of the same tokens" in failure.message)
 
 
+def interleaved(group, device):
+    """A mesh whose first dimension shards the vocabulary and cuts the tokens before the replicas do."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("tp", "dp"))
+    states = distribute_tensor(torch.randn(8, H, device=device), mesh, [Shard(0), Shard(0)])
+    weight = distribute_tensor(torch.randn(64, H, device=device), mesh, [Shard(0), Replicate()])
+    labels = distribute_tensor(torch.arange(8, device=device), mesh, [Replicate(), Shard(0)])
+    HeadLoss().linear(states, weight, labels, linear=Linear(hidden_grad="reduce_scatter"))
+
+
+def test_tokens_that_would_be_interleaved_are_refused():
+    for failure in on_ranks(4, interleaved, failures=True):
+        assert failure.kind == "ValueError" and "after all others that shard" in failure.message
+
+
 def fully_sharded(group, device):
     """A head that FSDP2 shards, outside and inside of its own call; each rank has tokens of its own."""
     from torch.distributed.fsdp import fully_shard

@@ -341,6 +341,10 @@ def loops(group):
         logits = model.train()(input_ids=ids).logits
         outside = model.loss_function(logits=logits, labels=None, shift_labels=shifted, vocab_size=512)
         outside.backward()
+        both = model(input_ids=ids).logits, model(input_ids=ids).logits  # and one loss
+        one = model.loss_function(logits=both[0], labels=None, shift_labels=shifted)
+        refused(lambda one=one, both=both: (one + both[1].sum()).backward(), "must have labels")
+        refused(partial(model, input_ids=ids, labels=labels.float()), "labels must be int64 or int32", TypeError)
         found += [(out.loss - expected).abs() / expected for out in (*outputs, evaluated)]
         found.append((outside - expected).abs() / expected)
     bart = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
@@ -428,6 +432,9 @@ def refusals(group):
     refused(lambda: fuse_head(model, transform=Transform(softcap=1000.0)), "what the model does to its logits")
     model.model.norm.register_forward_hook(lambda m, args, out: 1.5 * out)  # part of the body: fine
     fuse_head(model).remove()
+    hook = model.lm_head.register_forward_hook(lambda m, args, logits: logits[..., :100])
+    refused(lambda: fuse_head(model), "cuts its 512 logits to 100")
+    hook.remove()
     hook = model.lm_head.register_forward_pre_hook(lambda m, args: (1.5 * args[0],))
     refused(lambda: fuse_head(model), "input is not")
     hook.remove()

@@ -305,6 +305,11 @@ def _local_hidden(hidden, shard, hidden_grad):
                 "hidden_grad='reduce_scatter' needs hidden states that are sharded on their first dimension over the "
                 f"ranks that share the vocabulary, got {_layout(hidden)}: use 'all_reduce' for replicated ones"
             )
+        if any(dim > min(shared, default=0) for dim in set(cut) - set(shared)):
+            raise ValueError(
+                "hidden_grad='reduce_scatter' needs the vocabulary's dimension of the mesh after all others that shard "
+                f"the hidden states' first dimension, whose tokens would be interleaved, got {_layout(hidden)}"
+            )
         return hidden.to_local()
     fix = "redistribute to Replicate() there, or, if it is Shard(0), use Linear(hidden_grad='reduce_scatter')"
     _expect_replicated("hidden states", hidden, shard, fix)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ...head_loss import HeadLoss
 from ...ranks.shard import VocabShard
+from ...validation import expect_ids
 from .. import check_type
 
 # Arguments of a model's forward that its body does not take
@@ -80,9 +81,11 @@ def run_body(model, given: Mapping[str, Any]):
 def next_token_labels(labels, shift_labels, ignore_index: int) -> torch.Tensor:
     """Return the label of each position of the logits [B, S]: shift_labels, or labels shifted by one to the left."""
     if shift_labels is not None:
+        expect_ids("shift_labels", shift_labels)
         return shift_labels
     if labels is None:
         raise ValueError("a loss needs labels or shift_labels, got neither")
+    expect_ids("labels", labels)
     shifted = labels.long().roll(-1, -1)
     shifted[..., -1:] = ignore_index  # torch's pad takes it through a float, which not all int64 fit
     return shifted

@@ -77,6 +77,8 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
         seen["logits"] = logits = logits.to_local() if is_dtensor(logits) else logits
         if logits.shape[-1] == shard.width:
             return CausalLMShardLoss(None, shard)(logits, labels)
+        if logits.shape[-1] != shard.vocab_size:
+            raise ValueError(f"the model cuts its {shard.vocab_size} logits to {logits.shape[-1]}: not for fused heads")
         return ForCausalLMLoss(logits, labels, shard.vocab_size)
 
     hooks, before = [], vars(model).get("_loss_function")

@@ -49,7 +49,10 @@ def uninstall(model, fused_forward: types.MethodType, before=None):
     """Remove the forward that `install` returned, and put back the one that the model had `before`. RuntimeError if the
     model has another one by now."""
     if vars(model).get("forward") != fused_forward:  # accelerate puts an equal method back
-        raise RuntimeError("this fused head is not the model's forward (any more): remove what was installed on top")
+        raise RuntimeError(
+            "this fused head is not the model's forward (any more): remove what was installed on top (what accelerate "
+            "did, by unwrap_model(model, keep_fp32_wrapper=False))"
+        )
     del model.forward
     if before is not None:
         model.forward = before

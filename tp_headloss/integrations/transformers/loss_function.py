@@ -110,6 +110,7 @@ def _check_call(model, args, kwargs, outputs) -> None:
         return
     given = named_arguments(type(model).forward, model, args, kwargs)
     if given.get("labels") is not None:
+        loss.forwards += 1
         if loss.last is None and not hasattr(model.forward, FUSED):
             raise ValueError(
                 f"{type(model).__name__} does not call its loss_function, so the HeadLoss is not computed: compute it "
@@ -121,10 +122,11 @@ def _check_call(model, args, kwargs, outputs) -> None:
     if not is_training(model):
         refuse_columns(outputs, loss.shard)
         return
-    logits, calls = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0], loss.calls
+    logits, before = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0], loss.forwards - loss.calls
+    loss.forwards += 1
 
     def expect_loss(gradient):
-        if loss.calls == calls:
+        if loss.forwards - loss.calls > before:
             raise ValueError(LOST_LABELS)
 
     if logits.requires_grad:
@@ -142,7 +144,7 @@ class CausalLMShardLoss:
     ):
         self.head_loss, self.shard, self.observe = scalar_head_loss(head_loss), shard, observe
         self.last: HeadLossOutput | None = None
-        self.calls = 0
+        self.forwards = self.calls = 0  # of the model that need a loss, and losses
 
     def __call__(
         self,
