@@ -1,1 +1,1 @@
-"""What callers write: options, teachers, sets of ids, rules of sampling, sequences."""
+"""Objects that callers write: options, teachers, sets of ids, rules of sampling, sequences."""
