@@ -181,7 +181,8 @@ GROUPS = {
         (REDUCTION, "_denominator", "count.clamp(min=1) if call.loss_weight is None else nonzero(count)", "count"),
         ("head_loss/token_sums.py", "nonzero", "denominator.double()", "denominator.float()"),
         ("head_loss/call.py", "_scored_labels", "return torch.where(token_weight == 0, ignore_index, labels.long())", "return labels"),
-        ("head_loss/call.py", "_per_token", "value.dim() not in (0, labels.dim())", "False"),
+        ("head_loss/call.py", "_per_token", "isinstance(line, TensorLine) and line.broadcasts", "True"),
+        ("head_loss/definition.py", "HeadLossDefinition.input_lines", "name.endswith('log_prob')", "False"),
     ],
     "test_sets test_sampling": [
         (SETS, "SetsFamily.local", "torch.where(tile.members, softmax.z, -torch.inf)", "softmax.z"),
@@ -623,7 +624,6 @@ GROUPS = {
         ("call/statistics.py", "statistic_names", 'hasattr(want, "__iter__")', "True"),
         ("validation.py", "swap_hint", "both and labels.is_floating_point() and not logits.is_floating_point()", "False"),
         ("head_loss/call.py", "expect_denominator", 'denominator.is_meta and device.type != "meta"', "False"),
-        ("head_loss/policy_terms.py", "_expect_kind", "optional and value is None", "True"),
         ("head_loss/definition.py", "_expect_all", "(given,)", "tuple(given)"),
     ],
     "test_reduction": [
@@ -631,6 +631,18 @@ GROUPS = {
         ("statistics/family_triton.py", "loss_gradient", "2.0 * value", "2.0"),
         ("head_loss/statistic_value.py", "SumsPlan.from_functions", "-float(c) if f.negative else float(c)", "float(c)"),
         ("head_loss/loss.py", "_argument.replace", "HeadLossDefinition.checked(**self._definition.arguments() | {name: value})", "self._definition._replace(**{name: value})"),
+    ],
+    "test_spec": [
+        ("spec.py", "TensorLine.check", "not DTYPES[self.kind](x.dtype)", "False"),
+        ("spec.py", "TensorLine.check", "self.constant and x.requires_grad", "False"),
+        ("spec.py", "TensorLine._check_shape", "self.broadcasts and n == 1", "n == 1"),
+        ("spec.py", "NumberLine.check", "not self.low <= value <= self.high", "value < self.low or value > self.high"),
+        ("spec.py", "TupleOf.check", "len(value) != self.count", "False"),
+        ("spec.py", "TupleOf.check", "self.ordered and (not value[0] <= value[1])", "False"),
+        ("spec.py", "Instance.check", "known != tuple(tokens.shape)", "False"),
+        ("spec.py", "_check_device", "x.device != device", "False"),
+        ("spec.py", "AnyOf.check", "value is None and self.optional", "value is None"),
+        ("spec.py", "lines_of", "name != 'cls' and parameter.kind is not parameter.VAR_KEYWORD", "False"),
     ],
     "test_main_grad": [
         ("call/compile.py", "_eager_only", "linear is not None and linear.main_grad", "False"),

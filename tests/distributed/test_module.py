@@ -280,7 +280,6 @@ def test_rows_of_padding_may_hold_anything(world):
             assert all(x.isfinite().all() for x in right)
 
 
-
 @pytest.mark.parametrize("enabled", [False, True])
 def test_no_path_of_the_losses_makes_the_logits(enabled, device):
     head = head_of(None, device, linear=Linear(budget=128 * PADDED * 4))

@@ -193,7 +193,6 @@ def test_deterministic_algorithms_suffice_and_give_the_same_bits(backend, monkey
         torch.use_deterministic_algorithms(False)
 
 
-
 def test_another_process_gets_the_same_bits():
     ours = saved_run(None, torch.device("cuda"))
     pool = Pool(1)

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from ..engine.backend import BACKENDS
 from ..engine.one_launch import GRADIENTS
 from ..engine.transports import TRANSPORTS
-from ..validation import (
-    expect_bool,
-    expect_floating,
-    expect_number,
-    expect_one_of,
-    expect_real,
-    expect_tensor,
-    is_number,
-)
+from ..spec import Finite, OneOf, PositiveFp32, Temperature, TensorLine, checked
+from ..validation import expect_number
 
-VALIDATIONS = ("metadata", "full", "checksums")
+BIAS = TensorLine("floating point", ("width",), sharded=0, hint=": a temperature is the argument temperature=")
 
 
+@checked
 @dataclass(frozen=True)
 class Transform:
     """z = softcap * tanh((x + bias) * scale / softcap) / temperature, computed inside the kernels in fp32.
 
     Args:
-        bias: [width] of this rank's shard, differentiable.
-        scale: a number.
+        bias: of this rank's shard, differentiable.
         softcap: None for none (Gemma 2, arXiv:2408.00118, section 2).
-        temperature: a number, or one per token (the logits' leading shape, not differentiable); a token whose own is
-            not positive is NaN.
-
-    Raises:
-        TypeError, ValueError: numbers that are not finite in fp32, or a temperature or softcap that is not positive.
+        temperature: one, or one per token (the logits' leading shape); a token whose own is not positive is NaN.
 
     Examples:
         >>> stats = vocab_statistics(torch.tensor([[4.0, 0.0]]), transform=Transform(softcap=2.0, temperature=0.5))
@@ -42,39 +32,21 @@ class Transform:
         tensor([3.8770])
     """
 
-    bias: torch.Tensor | None = None
-    scale: float = 1.0
-    softcap: float | None = None
-    temperature: float | torch.Tensor = 1.0
+    bias: Annotated[torch.Tensor, BIAS] | None = None
+    scale: Finite = 1.0
+    softcap: PositiveFp32 | None = None
+    temperature: Temperature = 1.0
 
     def __post_init__(self):
-        if self.bias is not None:
-            hint = ": a temperature is the argument temperature=" if is_number(self.bias) else ""
-            expect_tensor("bias", self.bias, hint=hint)
-            expect_floating("bias", self.bias)
         expect_number("scale", self.scale, positive=False)
-        expect_temperature("temperature", self.temperature)
         if self.softcap is not None:
-            expect_number("softcap", self.softcap)
             expect_number("scale / softcap", self.scale / self.softcap, positive=False)
         if not isinstance(self.temperature, torch.Tensor):
             expect_number("scale / temperature", self.scale / self.temperature, positive=False)
             expect_number("softcap / temperature", (self.softcap or 1.0) / self.temperature)
 
 
-def expect_temperature(name, temperature):
-    """Raise TypeError or ValueError unless it is a positive number, or a tensor that wants no gradient."""
-    if isinstance(temperature, torch.Tensor):
-        expect_tensor(name, temperature)
-        if temperature.dtype == torch.bool:
-            raise TypeError(f"{name} must be a number or a tensor of numbers, got {temperature.dtype}")
-        if temperature.requires_grad:
-            raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
-        return
-    expect_real(name, temperature, "a number or a tensor")
-    expect_number(name, temperature)
-
-
+@checked
 @dataclass(frozen=True)
 class Options:
     """Options of the computation; none changes a result by more than rounding. ValueError or TypeError for bad ones.
@@ -108,21 +80,14 @@ class Options:
         label of token 1 (flat index) must be the ignore_index or in [0, 4
     """
 
-    backend: str | None = None
-    transport: str = "auto"
+    backend: Annotated[str, OneOf(BACKENDS)] | None = None
+    transport: Annotated[str, OneOf(tuple(TRANSPORTS))] = "auto"
     inplace: bool = False
     check: bool = False
-    validate: str = "metadata"
-    gradient: str = "backward"
+    validate: Annotated[str, OneOf(("metadata", "full", "checksums"))] = "metadata"
+    gradient: Annotated[str, OneOf(GRADIENTS)] = "backward"
 
     def __post_init__(self):
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {BACKENDS} or None (by device), got {self.backend!r}")
-        choices = {"transport": tuple(TRANSPORTS), "validate": VALIDATIONS, "gradient": GRADIENTS}
-        for name, known in choices.items():
-            expect_one_of(name, getattr(self, name), known)
-        for name in ("inplace", "check"):
-            expect_bool(name, getattr(self, name))
         if self.inplace and self.gradient == "forward":
             raise ValueError("inplace=True overwrites logits in the backward, got gradient='forward'")
 

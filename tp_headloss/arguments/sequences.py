@@ -105,6 +105,11 @@ class Sequences:
         return self.mask.shape[0] if self._offsets is None else len(self._offsets) - 1
 
     @property
+    def tokens_like(self) -> torch.Tensor:
+        """A tensor of the tokens' shape [..] and device."""
+        return self.mask
+
+    @property
     def ids(self) -> torch.Tensor | None:
         """Sequence [..] of each token, -1 for none; None: each row of the mask is one."""
         return None if self._ids is None else torch.where(self._counted, self._ids, -1)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..spec import Temperature, check_as
 from ..validation import expect_bool, expect_floating, expect_ids, expect_instance, expect_number, expect_real
-from .options import NO_TRANSFORM, Transform, expect_temperature
+from .options import NO_TRANSFORM, Transform
 
 
 class _Tempered:
@@ -19,8 +20,8 @@ class _Tempered:
     beta: float
 
     def __post_init__(self):
-        expect_temperature("teacher.temperature", self.temperature)
-        expect_temperature("teacher.student_temperature", self.student_temperature_or_default)
+        check_as(Temperature, "teacher.temperature", self.temperature)
+        check_as(Temperature, "teacher.student_temperature", self.student_temperature_or_default)
         expect_real("beta", self.beta)
         if not 0 < self.beta < 1:
             raise ValueError(f"beta must be in (0, 1), got {self.beta}; at its ends use forward_kl or reverse_kl")

@@ -12,6 +12,7 @@ import torch
 from ..arguments.sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..call.dtensor import local_part
 from ..ranks.shard import VocabShard
+from ..spec import Line, TensorLine
 from ..statistics import AT_IDS
 from ..validation import expect_ids, expect_scalar, expect_tensor, fits_fp32, swap_hint
 from .definition import HeadLossDefinition
@@ -148,7 +149,7 @@ def _checked_sequences(definition: HeadLossDefinition, inputs, labels) -> Sequen
 
 def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -> dict[str, Any]:
     """Return the inputs with tensors expanded to the labels' shape. Raises for missing and for unused ones."""
-    needed = definition.plan.needed_inputs
+    needed = set(definition.plan.inputs)
     if not inputs and not needed:
         return {}
     missing, unused = needed - set(inputs), set(inputs) - needed - {"sequences"}
@@ -163,7 +164,8 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
         whole = name in ("sequences", "teacher", "sets") or (
             per_id and (name == "ids" or _has_values_of_ids(value, labels))
         )
-        out[name] = value if whole else _per_token(name, value, labels, sequences)
+        line = definition.plan.inputs.get(name)
+        out[name] = value if whole or line is None else _per_token(name, value, labels, sequences, line)
         if whole and isinstance(value, torch.Tensor):
             _expect_values_of_ids(name, value, inputs.get("ids"))
     return out
@@ -183,21 +185,13 @@ def _expect_values_of_ids(name: str, value: torch.Tensor, ids):
         )
 
 
-def _per_token(name: str, value, labels, sequences) -> torch.Tensor:
+def _per_token(name: str, value, labels, sequences, line: Line) -> torch.Tensor:
     """Broadcast an input to the labels' shape [..], or spread its value per sequence [B] over the tokens."""
-    expect_tensor(f"input {name!r}", value, device=labels.device)
-    if sequences is not None and value.shape == (len(sequences),) != labels.shape:
+    broadcasts = isinstance(line, TensorLine) and line.broadcasts
+    if broadcasts and sequences is not None and getattr(value, "shape", None) == (len(sequences),) != labels.shape:
         return sequences.spread(value)
-    if value.dim() not in (0, labels.dim()):
-        raise ValueError(
-            f"input {name!r} must have as many dimensions as the labels {list(labels.shape)}, or one value for each of "
-            f"the input 'sequences', got {list(value.shape)}: a value per row is [B, 1]"
-        )
-    try:
-        return value.expand(labels.shape)
-    except RuntimeError:
-        shapes = f"{list(labels.shape)}, got {list(value.shape)}"
-        raise ValueError(f"input {name!r} must broadcast to the labels' shape {shapes}") from None
+    line.check(f"input {name!r}", value, {"..": (tuple(labels.shape), "labels"), "device": (labels.device, "labels")})
+    return value.expand(labels.shape)
 
 
 def _scored_labels(labels, token_weight, sequences, shard: VocabShard, ignore_index: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from ..arguments.options import Options
 from ..arguments.sequences import SEQUENCE_REDUCTIONS
+from ..spec import PER_TOKEN, TOKENS, Line, lines_within
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
 from ..validation import expect_ignore_index, expect_instance, expect_one_of
 from .evaluation import StatisticsFunction
@@ -28,7 +29,7 @@ METRIC_FUNCTIONS = {name: lambda stats, name=name: {name: METRICS[name](stats)} 
 class CallPlan(NamedTuple):
     """Facts of a definition that every call needs, worked out once; [0] without, [1] with sequences."""
 
-    needed_inputs: frozenset[str]  # names that the inputs of a call must have
+    inputs: dict[str, Line]  # what the inputs of a call must be, by name
     summed: tuple[list[StatisticsFunction], list[StatisticsFunction]]  # functions summed together with the loss
     apart: tuple[list[StatisticsFunction], list[StatisticsFunction]]  # functions that return metrics by name
     sums: tuple[SumsPlan | None, SumsPlan | None]  # how one kernel sums them, None where plain torch is needed
@@ -101,7 +102,7 @@ class HeadLossDefinition(NamedTuple):
             coefficients = [float(term.weight) for term in self.terms]
             plain, sequences = (SumsPlan.from_functions([f.function for f in part], coefficients) for part in summed)
             sums = plain, sequences
-        plan = CallPlan(frozenset(self.needed_inputs()), summed, apart, sums, {}, {})
+        plan = CallPlan(self.input_lines(), summed, apart, sums, {}, {})
         return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
@@ -125,14 +126,19 @@ class HeadLossDefinition(NamedTuple):
         named = [StatisticsFunction(f"metric {name!r}", METRIC_FUNCTIONS[name]) for name in names]
         return named + [StatisticsFunction("a metric", m.function, m.inputs) for m in self.token_metrics]
 
-    def needed_inputs(self) -> set[str]:
-        """Names that the inputs of a call must have."""
-        needed = {name for term in self.terms for name in term.inputs}
-        needed |= {name for metric in self.token_metrics for name in metric.inputs}
-        needed |= {"sequences"} if self.reduction in SEQUENCE_REDUCTIONS else set()
-        needed |= {"teacher"} if set(self.want) & {*FULL_TEACHER, *TOPK_TEACHER} else set()
-        needed |= {"sets"} if set(self.want) & {*OVER_SETS} else set()
-        return needed | ({"ids"} if set(self.want) & {*AT_IDS} else set())
+    def input_lines(self) -> dict[str, Line]:
+        """What the inputs of a call must be, by name: as the functions that take them say, else a number per token."""
+        lines: dict[str, Line] = {}
+        parts: tuple[Term | Metric, ...] = (*self.terms, *self.token_metrics)
+        for part in parts:
+            said = lines_within(part.function)
+            for name in part.inputs:  # log-probs never broadcast
+                default = TOKENS if name.endswith("log_prob") else PER_TOKEN
+                lines[name] = said.get(name) or lines.get(name, default)
+        lines |= dict.fromkeys(["sequences"] * (self.reduction in SEQUENCE_REDUCTIONS), PER_TOKEN)
+        for name, statistics in (("teacher", (*FULL_TEACHER, *TOPK_TEACHER)), ("sets", OVER_SETS), ("ids", AT_IDS)):
+            lines |= dict.fromkeys([name] * bool(set(self.want) & {*statistics}), PER_TOKEN)
+        return lines
 
 
 def _class_weight_of_total(terms) -> torch.Tensor | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from typing import Annotated
 
 from .. import losses
-from ..validation import expect_bool, expect_one_of, expect_real
+from ..spec import NumberLine, OneOf, Weight, checked
 from .statistic_value import PerToken, StatisticValue
 from .terms import Term
 
@@ -30,8 +32,13 @@ TOPK_DISTILLATIONS = {  # (divergence, support) -> the optional statistics that 
 }
 
 
+@checked
 def Distillation(
-    weight: float = 1.0, divergence: str = "forward_kl", *, temperature_squared: bool = False, name: str | None = None
+    weight: Weight = 1.0,
+    divergence: Annotated[str, OneOf(tuple(DISTILLATIONS))] = "forward_kl",
+    *,
+    temperature_squared: bool = False,
+    name: str | None = None,
 ) -> Term:
     """Divergence from a teacher's whole distribution. Input: "teacher", a `Teacher` with its temperatures.
 
@@ -46,9 +53,6 @@ def Distillation(
     Returns:
         A `Term` for `HeadLoss`.
 
-    Raises:
-        TypeError, ValueError: an unknown divergence.
-
     Examples:
         >>> logits, labels = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
         >>> teacher = Teacher(torch.tensor([[0.0, 1.0]]), temperature=2.0)
@@ -60,8 +64,6 @@ def Distillation(
         Hinton, Vinyals, Dean (arXiv:1503.02531); MiniLLM (arXiv:2306.08543) for the reverse KL; GKD (arXiv:2306.13649)
         for "jsd".
     """
-    expect_one_of("divergence", divergence, sorted(DISTILLATIONS))
-    expect_bool("temperature_squared", temperature_squared)
     per_token, want = DISTILLATIONS[divergence]
     plain = isinstance(per_token, StatisticValue) and not temperature_squared
     function = per_token if plain else partial(_distillation, per_token, temperature_squared)
@@ -69,12 +71,13 @@ def Distillation(
     return Term(default if name is None else name, function, weight, want, inputs=("teacher",), tokenwise=True)
 
 
+@checked
 def TopKDistillation(
-    weight: float = 1.0,
-    divergence: str = "forward_kl",
-    support: str = "topk",
+    weight: Weight = 1.0,
+    divergence: Annotated[str, OneOf(("forward_kl", "reverse_kl", "jsd"))] = "forward_kl",
+    support: Annotated[str, OneOf(losses.SUPPORTS)] = "topk",
     *,
-    outside_log_prob: float = -100.0,
+    outside_log_prob: Annotated[float, NumberLine(-math.inf, 0, "a log-prob, at most 0")] = -100.0,
     temperature_squared: bool = False,
     name: str | None = None,
 ) -> Term:
@@ -93,21 +96,12 @@ def TopKDistillation(
     Returns:
         A `Term` for `HeadLoss`.
 
-    Raises:
-        TypeError, ValueError: an unknown divergence or support.
-
     Examples:
         >>> logits, labels = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
         >>> teacher = TopKTeacher(torch.tensor([[1, 0]]), torch.tensor([[0.7, 0.3]]).log())
         >>> HeadLoss([TopKDistillation()])(logits, labels, inputs={"teacher": teacher}).loss
         tensor(0.4024)
     """
-    expect_one_of("divergence", divergence, sorted({d for d, _ in TOPK_DISTILLATIONS}))
-    expect_one_of("support", support, list(losses.SUPPORTS))
-    expect_real("outside_log_prob", outside_log_prob)
-    if not outside_log_prob <= 0:
-        raise ValueError(f"outside_log_prob must be a log-prob, at most 0, got {outside_log_prob}")
-    expect_bool("temperature_squared", temperature_squared)
     want = TOPK_DISTILLATIONS[divergence, support]
     function: PerToken = StatisticValue(want[0])
     if len(want) > 1 or temperature_squared:

@@ -105,7 +105,7 @@ class HeadLoss(nn.Module):
     @property
     def input_names(self) -> set[str]:
         """Names of the inputs that a call must have."""
-        return set(self._definition.plan.needed_inputs)
+        return set(self._definition.plan.inputs)
 
     def extra_repr(self) -> str:
         return self._definition.description()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Annotated
 
 import torch
 
 from .. import losses
 from ..arguments.sequences import Sequences
 from ..losses.policy import CLIP
-from ..losses.ratio import scaled
+from ..losses.ratio import Level, scaled
+from ..spec import Bounds, OneOf, Pair, Positive, Weight, checked
 from ..statistics import VocabStatistics
-from ..validation import expect_bool, expect_bounds, expect_floating, expect_one_of, expect_pair, expect_real
-from .terms import Metric, Term, over_sets
+from .terms import Metric, Over, Term, over_sets
 
 OBJECTIVES: dict[
     str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]
@@ -36,13 +36,14 @@ OBJECTIVES: dict[
 SAMPLERS = {"on-policy": "", "old": "old_log_prob", "generator": "generator_log_prob"}
 
 
+@checked
 def PolicyGradient(
-    objective: str = "clip",
-    weight: float = 1.0,
+    objective: Annotated[str, OneOf(tuple(OBJECTIVES))] = "clip",
+    weight: Weight = 1.0,
     *,
     rollout_weight: bool = False,
     rollout_log_weight: bool = False,
-    over: str = "vocabulary",
+    over: Over = "vocabulary",
     name: str | None = None,
     **options,
 ) -> Term:
@@ -77,16 +78,12 @@ def PolicyGradient(
     Source:
         The functions of `losses` name the paper of each objective.
     """
-    expect_one_of("objective", objective, sorted(OBJECTIVES))
     per_token, names = OBJECTIVES[objective]
     extra = {"rollout_weight": rollout_weight, "rollout_log_weight": rollout_log_weight}
-    for flag, value in extra.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{flag} must be True or False, whether there is such an input, got {type(value).__name__}")
     if rollout_log_weight and objective != "vespo":
         raise ValueError(f"rollout_log_weight is an input of the objective 'vespo', got {objective!r}")
     _expect_options(f"the objective {objective!r}", per_token, (*names, "rollout_log_weight"), options)
-    function = partial(_policy_loss, objective, options, over_sets(over, "log_prob"))
+    function = partial(_policy_loss, per_token, options, over_sets(over, "log_prob"))
     inputs = (*(n for n in names if n != "mask"), *(flag for flag, value in extra.items() if value))
     _try_one_token(function, inputs)
     return Term(
@@ -100,12 +97,13 @@ def PolicyGradient(
     )
 
 
+@checked
 def KLToReference(
-    weight: float,
-    estimator: str = "k3",
+    weight: Weight,
+    estimator: Annotated[str, OneOf(losses.KL_ESTIMATORS)] = "k3",
     *,
-    importance_weight: str | None = None,
-    over: str = "vocabulary",
+    importance_weight: Annotated[str, OneOf(tuple(SAMPLERS))] | None = None,
+    over: Over = "vocabulary",
     name: str = "kl",
     **options,
 ) -> Term:
@@ -116,7 +114,6 @@ def KLToReference(
         estimator: name in `losses.KL_ESTIMATORS`.
         importance_weight: None; "on-policy" for a weight of value 1 with the score function's gradient; "old" or
             "generator" for the ratio to the input "old_log_prob" or "generator_log_prob", which gets no gradient.
-        over: as in `PolicyGradient`.
         name: the term's name.
         options: the clamps of `losses.kl_estimate`.
 
@@ -133,24 +130,23 @@ def KLToReference(
         >>> head_loss(logits, labels, inputs={"reference_log_prob": old - 1}).terms["kl"] / 2  # e^-1 + 1 - 1
         tensor(0.3679)
     """
-    expect_one_of("importance_weight", importance_weight, (None, *SAMPLERS))
-    expect_one_of("estimator", estimator, losses.KL_ESTIMATORS)
     names = "reference_log_prob", "sampler_log_prob", "estimator"
     _expect_options("KLToReference", losses.kl_estimate, names, options)
     sampler = importance_weight and SAMPLERS[importance_weight]
     inputs = ("reference_log_prob",) + ((sampler,) if sampler else ())
-    function = partial(_kl, estimator, importance_weight, options, over_sets(over, "log_prob"))
+    function = partial(_kl, losses.kl_estimate, estimator, importance_weight, options, over_sets(over, "log_prob"))
     _try_one_token(function, inputs)
     return Term(name, function, weight, _wanted(over), inputs=inputs, tokenwise=True)
 
 
+@checked
 def PolicyMetrics(
-    clip: tuple[float, float] = CLIP,
-    dual_clip: float | None = None,
+    clip: Pair = CLIP,
+    dual_clip: Positive | None = None,
     *,
-    level: str = "token",
+    level: Level = "token",
     reference: bool = False,
-    over: str = "vocabulary",
+    over: Over = "vocabulary",
 ) -> Metric:
     """Metrics of a policy update, see `losses.policy_metrics`. Inputs: "advantages" and "old_log_prob".
 
@@ -158,13 +154,9 @@ def PolicyMetrics(
         clip, dual_clip: those of the objective, which the metrics cannot know.
         level: "token" for the token's ratio, "sequence" for its sequence's (input "sequences").
         reference: True adds the KL to the input "reference_log_prob".
-        over: as in `PolicyGradient`.
 
     Returns:
         A `Metric` for `HeadLoss`.
-
-    Raises:
-        TypeError, ValueError: arguments of another kind.
 
     Examples:
         >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]
@@ -174,11 +166,6 @@ def PolicyMetrics(
         >>> mean_metrics(out)["pg_clip_fraction"], out.metrics["max_ratio"]
         (tensor(0.5000, dtype=torch.float64), tensor(1.6487))
     """
-    expect_one_of("level", level, ("token", "sequence"))
-    expect_bool("reference", reference)
-    expect_pair("PolicyMetrics: clip", clip)
-    if dual_clip is not None:
-        expect_real("PolicyMetrics: dual_clip", dual_clip, "a number or None")
     names: tuple[str, ...] = ("advantages", "old_log_prob")
     names += ("sequences",) * (level == "sequence") + ("reference_log_prob",) * reference
     options = {"clip": clip, "dual_clip": dual_clip}
@@ -187,20 +174,17 @@ def PolicyMetrics(
     return Metric(function, _wanted(over), names)
 
 
-def GeneratorMetrics(bounds: tuple[float, float] = (0.5, 2.0), *, over: str = "vocabulary") -> Metric:
+@checked
+def GeneratorMetrics(bounds: Bounds = (0.5, 2.0), *, over: Over = "vocabulary") -> Metric:
     """Metrics of trainer against generator, see `losses.generator_metrics`.
 
     Inputs: "old_log_prob" and "generator_log_prob".
 
     Args:
         bounds: "is_oob_ratio" counts importance ratios outside of them.
-        over: as in `PolicyGradient`.
 
     Returns:
         A `Metric` for `HeadLoss`.
-
-    Raises:
-        TypeError, ValueError: arguments of another kind.
 
     Examples:
         >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]
@@ -209,7 +193,6 @@ def GeneratorMetrics(bounds: tuple[float, float] = (0.5, 2.0), *, over: str = "v
         >>> HeadLoss(metrics=GeneratorMetrics())(logits, labels, inputs=inputs).metrics["max_logprob_diff"]
         tensor(0.5000)
     """
-    expect_bounds("GeneratorMetrics: bounds", bounds)
     statistic = over_sets(over, "log_prob")
     function = partial(_log_prob_metrics, losses.generator_metrics, {"bounds": bounds}, statistic)
     return Metric(function, _wanted(over), ("old_log_prob", "generator_log_prob"))
@@ -231,13 +214,12 @@ def _wanted(over: str) -> tuple[str, ...]:
     return ("set_log_prob",) if over == "sets" else ()
 
 
-def _policy_loss(objective, options, statistic, stats, **inputs):
-    per_token, names = OBJECTIVES[objective]
+def _policy_loss(per_token, options, statistic, stats, **inputs):
     inputs = _constants(stats, inputs)
     factor = inputs.pop("rollout_weight", None)
-    if "mask" in names:
+    if "mask" in per_token.lines:
         inputs["mask"] = stats.valid
-    loss = per_token(getattr(stats, statistic), **inputs, **options)
+    loss = per_token.__wrapped__(getattr(stats, statistic), **inputs, **options)
     return loss if factor is None else scaled(factor, loss)
 
 
@@ -246,14 +228,14 @@ def _has_positive_reward(stats, rewards, **_):
     return (rewards > 0).float()
 
 
-def _kl(estimator, importance_weight, options, statistic, stats, **inputs):
+def _kl(kl_estimate, estimator, importance_weight, options, statistic, stats, **inputs):
     log_prob = getattr(stats, statistic)
     inputs = _constants(stats, inputs)
     sampler = inputs.get(SAMPLERS.get(importance_weight, ""))
     if importance_weight == "on-policy":
         sampler = log_prob.detach()
     keywords = {"estimator": estimator, "sampler_log_prob": sampler, **options}
-    return losses.kl_estimate(log_prob, reference_log_prob=inputs["reference_log_prob"], **keywords)
+    return kl_estimate(log_prob, reference_log_prob=inputs["reference_log_prob"], **keywords)
 
 
 def _log_prob_metrics(function, options, statistic, stats, **inputs):
@@ -263,31 +245,14 @@ def _log_prob_metrics(function, options, statistic, stats, **inputs):
 def _constants(stats, inputs):
     """Detach the tensors among the inputs and convert them to the statistics' precision."""
     dtype = stats.log_prob.dtype
-    for name, x in inputs.items():
-        if name.endswith("log_prob"):
-            expect_floating(f"input {name!r}", x)
     tensors = {k: x.detach() if x.requires_grad else x for k, x in inputs.items() if isinstance(x, torch.Tensor)}
     return inputs | {k: x.to(dtype) for k, x in tensors.items()}
 
 
 def _expect_options(owner: str, function, names, options):
-    """Raise TypeError for keywords that are inputs or unknown to the function, or of another kind than its defaults."""
-    parameters = inspect.signature(function).parameters
-    allowed = sorted(set(parameters) - {"log_prob", *names})
+    """Raise TypeError or ValueError for keywords that are inputs, unknown to the function, or refused by their line."""
+    allowed = sorted(set(function.lines) - {"log_prob", *names})
     if unknown := sorted(set(options) - set(allowed)):
         raise TypeError(f"{owner} takes the options {allowed}, got {unknown}")
     for name, value in options.items():
-        _expect_kind(f"{owner}: {name}", value, parameters[name].default, "None" in parameters[name].annotation)
-
-
-def _expect_kind(name: str, value, default, optional: bool):
-    """Raise TypeError unless the value is of the kind of a default: pairs of pairs, a pair or a number (or None)."""
-    if isinstance(default, tuple) and isinstance(default[0], tuple):
-        if not isinstance(value, (tuple, list)) or len(value) != len(default):
-            raise TypeError(f"{name} must be {len(default)} pairs of numbers, such as {default}, got {value!r}")
-        for pair in value:
-            expect_pair(f"each pair of {name}", pair)
-    elif isinstance(default, tuple):
-        expect_pair(name, value)
-    elif not isinstance(default, str) and not (optional and value is None):
-        expect_real(name, value, "a number or None" if optional else "a number")
+        function.lines[name].check(f"{owner}: {name}", value, {})

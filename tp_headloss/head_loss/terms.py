@@ -6,17 +6,23 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, TypeAlias
 
 import torch
 
 from .. import losses
 from ..call.subclasses import refuse_dtensor
 from ..losses.ratio import scaled
+from ..spec import Callables, ClassWeight, Names, OneOf, Share, Weight, checked
 from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
-from ..validation import expect_bool, expect_one_of, expect_scalar, expect_share, expect_tensor
 from .statistic_value import StatisticValue
 
+Function: TypeAlias = Annotated[Callable[..., torch.Tensor] | StatisticValue, Callables()]
+Want: TypeAlias = Annotated[tuple[str, ...], Names(known_statistics)]
+InputNames: TypeAlias = Annotated[tuple[str, ...], Names()]
 
+
+@checked
 @dataclass(frozen=True)
 class Term:
     """Weighted per-token loss, with the optional statistics and the inputs that it needs.
@@ -26,19 +32,16 @@ class Term:
         function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and averages. A
             `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no kernel of its own. To pickle a
             HeadLoss, use functions of a module, and `functools.partial` for their constants, instead of lambdas.
-        weight: factor of this term in the loss; a number that is finite in fp32, or a scalar tensor.
-        want: names of the optional statistics that the function reads.
+        weight: factor of this term in the loss.
+        want: the optional statistics that the function reads.
         token_weight: ``token_weight(stats, **inputs) -> [..]``, such as class weights; this term's mean divides by
             their sum instead of by the number of valid tokens.
-        class_weight: [V] replicated, column weights of the statistic "total".
+        class_weight: replicated, column weights of the statistic "total".
         inputs: names of the function's keyword arguments, which ``HeadLoss.forward(inputs={...})`` passes: tensors that
             broadcast to the labels' shape, "sequences", "teacher", "sets" or "ids".
         tokenwise: True promises that a token's value depends on this token alone, so that the function may be called
             with some of the tokens [n] at a time, as a one-sweep `HeadLoss.linear` does. Statistic values are tokenwise
             anyway.
-
-    Raises:
-        TypeError, ValueError: arguments of another kind.
 
     Examples:
         >>> focal = Term("focal", lambda stats: -((1 - stats.log_prob.exp()) ** 2) * stats.log_prob, weight=0.5)
@@ -47,34 +50,21 @@ class Term:
     """
 
     name: str
-    function: Callable[..., torch.Tensor] | StatisticValue
-    weight: float = 1.0
-    want: tuple[str, ...] = ()
-    token_weight: Callable[..., torch.Tensor] | None = None
-    class_weight: torch.Tensor | None = None
-    inputs: tuple[str, ...] = ()
+    function: Function
+    weight: Weight = 1.0
+    want: Want = ()
+    token_weight: Function | None = None
+    class_weight: ClassWeight | None = None
+    inputs: InputNames = ()
     tokenwise: bool = False
 
     def __post_init__(self):
-        if not isinstance(self.name, str) or not self.name:
-            raise TypeError(f"a term's name must be a string, not empty, got {self.name!r}")
-        owner = f"term {self.name!r}"
-        _expect_function(owner, self.function)
-        expect_scalar(f"{owner}: weight", self.weight)
-        refuse_dtensor(f"{owner}: weight", self.weight)
-        if isinstance(self.weight, torch.Tensor) and self.weight.requires_grad:
-            raise ValueError(f"{owner}: weight gets no gradient: pass weight.detach(), or multiply in the function")
-        if not isinstance(self.weight, torch.Tensor) and not abs(self.weight) <= torch.finfo(torch.float32).max:
-            raise ValueError(f"{owner}: weight must be finite in fp32, got {self.weight}")
-        _expect_names(owner, "want", self.want, known_statistics())
-        _expect_names(owner, "inputs", self.inputs)
-        _expect_arguments(owner, self.function, self.inputs)
-        if self.token_weight is not None:
-            _expect_function(f"{owner}: token_weight", self.token_weight)
-        _expect_class_weight(self.class_weight)
-        expect_bool(f"{owner}: tokenwise", self.tokenwise)
+        refuse_dtensor("weight", self.weight)
+        refuse_dtensor("class_weight", self.class_weight)
+        _expect_arguments(f"term {self.name!r}", self.function, self.inputs)
 
 
+@checked
 @dataclass(frozen=True)
 class Metric:
     """Per-token values that a `HeadLoss` sums and reports, without gradient.
@@ -82,10 +72,8 @@ class Metric:
     Args:
         function: ``function(stats, **inputs) -> {name: [..]}``. A name that begins with "max_" or "min_" becomes the
             extremum over valid tokens, any other name the sum over them.
-        want, inputs: optional statistics and inputs that the function reads, as in `Term`.
-
-    Raises:
-        TypeError, ValueError: arguments of another kind.
+        want: optional statistics that the function reads.
+        inputs: inputs that the function takes, as in `Term`.
 
     Examples:
         >>> confident = Metric(lambda stats: {"confident": (stats.log_prob > -0.1).float()})
@@ -93,16 +81,15 @@ class Metric:
         {'confident': tensor(1.)}
     """
 
-    function: Callable[..., dict[str, torch.Tensor]]
-    want: tuple[str, ...] = ()
-    inputs: tuple[str, ...] = ()
+    function: Annotated[Callable[..., dict[str, torch.Tensor]], Callables()]
+    want: Want = ()
+    inputs: InputNames = ()
 
     def __post_init__(self):
-        _expect_function("metric", self.function)
-        _expect_names("metric", "want", self.want, known_statistics())
-        _expect_names("metric", "inputs", self.inputs)
         _expect_arguments("metric", self.function, self.inputs)
 
+
+Over: TypeAlias = Annotated[str, OneOf(("vocabulary", "sets")), "What log-probs and entropy are normalised over"]
 
 METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is summed
     "accuracy": StatisticValue("hits"),
@@ -115,25 +102,22 @@ METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is su
 }
 
 
+@checked
 def CrossEntropy(
-    weight: float = 1.0,
-    label_smoothing: float = 0.0,
-    smoothing_formula: str = "torch",
-    class_weight: torch.Tensor | None = None,
+    weight: Weight = 1.0,
+    label_smoothing: Share = 0.0,
+    smoothing_formula: Annotated[str, OneOf(("torch", "megatron"))] = "torch",
+    class_weight: ClassWeight | None = None,
 ) -> Term:
     """Cross-entropy, as torch.nn.functional.cross_entropy computes it.
 
     Args:
         weight: factor of this term in the loss.
-        label_smoothing: in [0, 1].
-        smoothing_formula: "torch" or "megatron"; see `losses.smoothed_cross_entropy`.
-        class_weight: [V] replicated; the mean then divides by the sum of the labels' weights, as in torch.
+        smoothing_formula: see `losses.smoothed_cross_entropy`.
+        class_weight: replicated; the mean then divides by the sum of the labels' weights, as in torch.
 
     Returns:
         A `Term` for `HeadLoss`.
-
-    Raises:
-        TypeError, ValueError: an unknown formula, or a smoothing outside of [0, 1].
 
     Examples:
         >>> logits, labels = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])
@@ -142,9 +126,7 @@ def CrossEntropy(
         >>> torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)
         tensor(0.5076)
     """
-    expect_one_of("smoothing_formula", smoothing_formula, ("torch", "megatron"))
-    expect_share("label_smoothing", label_smoothing)
-    _expect_class_weight(class_weight)
+    refuse_dtensor("class_weight", class_weight)
     if not label_smoothing and class_weight is None:
         return Term("cross_entropy", StatisticValue("log_prob", negative=True), weight)
     token_weight = None
@@ -160,7 +142,8 @@ def CrossEntropy(
     return Term("cross_entropy", function, weight, want, token_weight, class_weight, tokenwise=True)
 
 
-def ZLoss(weight: float) -> Term:
+@checked
+def ZLoss(weight: Weight) -> Term:
     """Squared log-partition function, lse^2, which keeps logits from drifting.
 
     Args:
@@ -179,12 +162,12 @@ def ZLoss(weight: float) -> Term:
     return Term("z_loss", StatisticValue("lse", square=True), weight)
 
 
-def Entropy(weight: float, over: str = "vocabulary") -> Term:
+@checked
+def Entropy(weight: Weight, over: Over = "vocabulary") -> Term:
     """Entropy bonus: minimises -entropy, with the entropy's own gradient.
 
     Args:
         weight: factor of this term in the loss; positive rewards entropy.
-        over: as in `PolicyGradient`.
 
     Returns:
         A `Term` for `HeadLoss`.
@@ -198,31 +181,12 @@ def Entropy(weight: float, over: str = "vocabulary") -> Term:
 
 
 def over_sets(over: str, statistic: str) -> str:
-    """Name of a statistic over the vocabulary or over each token's set. ValueError unless `over` is one of these."""
-    expect_one_of("over", over, ("vocabulary", "sets"))
+    """Name of a statistic over the vocabulary or over each token's set."""
     return f"set_{statistic}" if over == "sets" else statistic
 
 
 def _weighted_cross_entropy(class_weight, stats):
     return scaled(losses.label_weight(stats, class_weight), losses.cross_entropy(stats))
-
-
-def _expect_class_weight(class_weight):
-    """Raise TypeError or ValueError unless it is a constant tensor or None; its shape is checked with a call."""
-    if class_weight is None:
-        return
-    if not isinstance(class_weight, torch.Tensor):
-        raise TypeError(f"class_weight must be a tensor [V] or None, got {type(class_weight).__name__}")
-    expect_tensor("class_weight", class_weight)
-    refuse_dtensor("class_weight", class_weight)
-    if class_weight.requires_grad:
-        raise ValueError("class_weight gets no gradient: pass class_weight.detach()")
-
-
-def _expect_function(owner: str, function):
-    """Raise TypeError unless the function is callable and not a class."""
-    if not callable(function) or isinstance(function, type):
-        raise TypeError(f"{owner}: function must be a function of the statistics, got {function!r}")
 
 
 def _expect_arguments(owner: str, function, inputs: tuple[str, ...]):
@@ -238,11 +202,3 @@ def _expect_arguments(owner: str, function, inputs: tuple[str, ...]):
     except TypeError as error:
         expected = ", ".join(("stats", *inputs))
         raise TypeError(f"{owner}: function must take ({expected}), got {signature}: {error}") from None
-
-
-def _expect_names(owner: str, name: str, values, known=None):
-    """Raise TypeError for anything but a tuple of strings, ValueError for strings that are not among the known ones."""
-    if not isinstance(values, (tuple, list)) or not all(isinstance(value, str) for value in values):
-        raise TypeError(f"{owner}: {name} must be a tuple of names, got {values!r}")
-    if known is not None and (unknown := set(values) - set(known)):
-        raise ValueError(f"{owner}: {name} must be of {known}, got {sorted(unknown)}")

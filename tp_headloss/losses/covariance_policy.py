@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import torch
 
-from ..validation import expect_bounds, expect_mask, expect_share
+from ..spec import Bounds, NotNegative, Share, TokenValues, checked
 from .policy import CLIP, clipped_objective
-from .ratio import expect_broadcast, log_ratio
+from .ratio import Advantages, Clip, LogProb, OldLogProb, ValidTokens, log_ratio
 
 
 def _covariance(log_prob, advantages, mask):
     """(A - mean A)(l - mean l) [..] with means over the mask, and -inf outside of it."""
-    expect_broadcast("advantages", advantages, log_prob)
-    expect_mask("mask", mask, log_prob.shape)
     count = mask.sum().clamp(min=1)
     advantages, log_prob = advantages.expand_as(log_prob), log_prob.detach()
 
@@ -30,16 +28,17 @@ def _largest(keys, count):
     return (order.argsort() < count).view_as(keys)  # the inverse permutation: each key's rank
 
 
+@checked
 def clip_cov(
-    log_prob: torch.Tensor,
+    log_prob: LogProb,
     *,
-    advantages: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    mask: torch.Tensor,
-    noise: torch.Tensor,
-    clip: tuple[float, float] = CLIP,
-    fraction: float = 0.0002,
-    bounds: tuple[float, float] = (1.0, 5.0),
+    advantages: Advantages,
+    old_log_prob: OldLogProb,
+    mask: ValidTokens,
+    noise: TokenValues,
+    clip: Clip = CLIP,
+    fraction: Share = 0.0002,
+    bounds: Bounds = (1.0, 5.0),
 ) -> torch.Tensor:
     """Return the clipped objective, but 0 at a few random tokens with a high covariance of A and l.
 
@@ -47,21 +46,12 @@ def clip_cov(
     max(1, fraction * tokens) candidates with the largest noise lose their loss.
 
     Args:
-        log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or with sizes of 1 that broadcast to it; constants.
-        old_log_prob: [..] of the policy that sampled the tokens; a constant.
-        mask: bool [..], the valid tokens.
-        noise: [..] uniform in [0, 1), equal on every rank that shares the vocabulary.
-        clip: as in `ppo_clip`.
+        noise: uniform in [0, 1), equal on every rank that shares the vocabulary.
         fraction: share of the valid tokens that lose their loss.
         bounds: range of the covariance of candidates.
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
-
-    Raises:
-        TypeError, ValueError: a clip, bounds or fraction that cannot be, a mask of another kind, or inputs that do not
-            broadcast to log_prob with as many dimensions.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -73,9 +63,6 @@ def clip_cov(
     Source:
         Clip-Cov (arXiv:2505.22617).
     """
-    expect_broadcast("noise", noise, log_prob)
-    expect_bounds("bounds", bounds)
-    expect_share("fraction", fraction)
     ratio = log_ratio(log_prob, old_log_prob).exp()
     clipped_away = (advantages < 0) & (ratio < 1 - clip[0]) | (advantages > 0) & (ratio > 1 + clip[1])
     covariance = _covariance(log_prob, advantages, mask)
@@ -85,33 +72,26 @@ def clip_cov(
     return torch.where(dropped, 0.0, clipped_objective(ratio, advantages, clip, None))
 
 
+@checked
 def kl_cov(
-    log_prob: torch.Tensor,
+    log_prob: LogProb,
     *,
-    advantages: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    mask: torch.Tensor,
-    fraction: float = 0.0002,
-    coefficient: float = 1.0,
+    advantages: Advantages,
+    old_log_prob: OldLogProb,
+    mask: ValidTokens,
+    fraction: Share = 0.0002,
+    coefficient: NotNegative = 1.0,
 ) -> torch.Tensor:
     """Return -r A, plus a penalty at a few tokens with the largest covariance of A and l.
 
     The penalty is coefficient * abs(log r), at max(1, fraction * tokens) tokens.
 
     Args:
-        log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or with sizes of 1 that broadcast to it; constants.
-        old_log_prob: [..] of the policy that sampled the tokens; a constant.
-        mask: bool [..], the valid tokens.
         fraction: share of the valid tokens that are penalised.
         coefficient: factor of the penalty.
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
-
-    Raises:
-        TypeError, ValueError: a fraction outside of [0, 1], a mask of another kind, or inputs that do not broadcast to
-            log_prob with as many dimensions.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -122,7 +102,6 @@ def kl_cov(
     Source:
         KL-Cov (arXiv:2505.22617).
     """
-    expect_share("fraction", fraction)
     log_r = log_ratio(log_prob, old_log_prob)
     count = (fraction * mask.sum()).floor().clamp(min=1)
     penalised = mask & _largest(_covariance(log_prob, advantages, mask), count)

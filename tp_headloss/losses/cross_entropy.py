@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
+from ..spec import ClassWeight, OneOf, Share, checked
 from ..statistics import VocabStatistics
-from ..validation import expect_one_of, expect_share, expect_tensor
 
 
+@checked
 def cross_entropy(stats: VocabStatistics) -> torch.Tensor:
     """Return -log p_y, the cross-entropy of each token with its label.
-
-    Args:
-        stats: `VocabStatistics` with labels.
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
@@ -25,26 +25,27 @@ def cross_entropy(stats: VocabStatistics) -> torch.Tensor:
     return -stats.log_prob
 
 
+@checked
 def smoothed_cross_entropy(
-    stats: VocabStatistics, smoothing: float, formula: str = "torch", class_weight: torch.Tensor | None = None
+    stats: VocabStatistics,
+    smoothing: Share,
+    formula: Annotated[str, OneOf(("torch", "megatron"))] = "torch",
+    class_weight: ClassWeight | None = None,
 ) -> torch.Tensor:
     """Return the cross-entropy with labels smoothed over the true global vocabulary.
 
     Args:
         stats: `VocabStatistics` with labels and the statistic "total".
-        smoothing: a in [0, 1].
+        smoothing: a.
         formula: "torch" (torch.nn.functional.cross_entropy): probability (1 - a) + a / V at the label and a / V
             elsewhere, so (1 - a) (lse - z_y) + a (lse - mean z). "megatron" (NeMo, Megatron-LM): 1 - a at the label
             and a / (V - 1) elsewhere, which is torch's formula with a V / (V - 1) for a.
-        class_weight: w [V], as in torch: w_y on the first part, and a / V sum_j w_j (lse - z_j) as the second, for
+        class_weight: w, as in torch: w_y on the first part, and a / V sum_j w_j (lse - z_j) as the second, for
             which "total" must have been weighted by this rank's w. Columns at -inf do not enter that sum (torch's is
             infinite there).
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
-
-    Raises:
-        ValueError: an unknown formula, a smoothing outside of [0, 1], or Megatron's for a vocabulary of one id.
 
     Examples:
         >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), want=("total",))
@@ -54,8 +55,6 @@ def smoothed_cross_entropy(
     Source:
         Szegedy et al., arXiv:1512.00567, section 7.
     """
-    expect_one_of("formula", formula, ("torch", "megatron"))
-    expect_share("smoothing", smoothing)
     if formula == "megatron" and stats.vocab_size < 2:
         raise ValueError(
             f"Megatron's smoothing spreads over V - 1 other ids: V must be at least 2, got {stats.vocab_size}"
@@ -68,24 +67,22 @@ def smoothed_cross_entropy(
     return (1 - alpha) * nll + alpha * spread
 
 
-def label_weight(stats: VocabStatistics, class_weight: torch.Tensor) -> torch.Tensor:
+@checked
+def label_weight(stats: VocabStatistics, class_weight: ClassWeight) -> torch.Tensor:
     """Return the class weight w_y of each label, 0 where it is ignored (or invalid: its loss is NaN anyway).
 
     Args:
-        stats: `VocabStatistics` with labels.
-        class_weight: w [V], replicated.
+        class_weight: w, replicated.
 
     Returns:
         [..] fp32, weight per token, neither masked nor averaged.
-
-    Raises:
-        TypeError, ValueError: class weights of another number than V.
 
     Examples:
         >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]))
         >>> losses.label_weight(stats, torch.tensor([0.5, 1.0, 2.0]))
         tensor([0.5000])
     """
-    expect_tensor("class_weight", class_weight, [stats.vocab_size])
+    if class_weight.shape[0] != stats.vocab_size:
+        raise ValueError(f"class_weight must have shape [{stats.vocab_size}], got {list(class_weight.shape)}")
     known = stats.valid & (stats.labels >= 0) & (stats.labels < stats.vocab_size)
     return torch.where(known, class_weight[torch.where(known, stats.labels, 0)], 0.0)

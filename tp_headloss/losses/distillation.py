@@ -7,17 +7,19 @@ probability of all other ids.
 from __future__ import annotations
 
 import math
+from typing import Annotated, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
+from ..spec import Finite, OneOf, OpenShare, PerToken, PositiveFp32, Share, TokenValues, checked
 from ..statistics import VocabStatistics
-from ..validation import expect_one_of, expect_share
-from .ratio import expect_broadcast
 
 SUPPORTS = ("topk", "vocabulary", "tail")
+Support: TypeAlias = Annotated[str, OneOf(SUPPORTS)]
 
 
+@checked
 def soft_cross_entropy(stats: VocabStatistics) -> torch.Tensor:
     """Return -sum q log p = KL(q || p) + H(q), whose gradient is that of KL(q || p).
 
@@ -37,18 +39,15 @@ def soft_cross_entropy(stats: VocabStatistics) -> torch.Tensor:
     return stats.forward_kl + stats.teacher_entropy
 
 
-def times_temperature_squared(values: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
+@checked
+def times_temperature_squared(values: TokenValues, temperature: PositiveFp32 | PerToken) -> torch.Tensor:
     """Return T^2 times the values, because the gradients of soft targets shrink with 1 / T^2.
 
     Args:
-        values: [..] fp32.
-        temperature: T of the student, a number or [..].
+        temperature: T of the student.
 
     Returns:
         [..] fp32.
-
-    Raises:
-        TypeError, ValueError: a temperature of another shape.
 
     Examples:
         >>> losses.times_temperature_squared(torch.tensor([0.5, 1.0]), 2.0)
@@ -57,7 +56,6 @@ def times_temperature_squared(values: torch.Tensor, temperature: float | torch.T
     Source:
         Hinton, Vinyals, Dean, arXiv:1503.02531, section 2.
     """
-    expect_broadcast("temperature", temperature, values)
     return temperature**2 * values
 
 
@@ -71,22 +69,20 @@ def _zero_without_entries(stats, value):
     return torch.where(stats.teacher_mass == 0, 0.0, value)
 
 
+@checked
 def log_tail(
-    stats: VocabStatistics, tail_log_prob: torch.Tensor | None = None, min_probability: float = 0.0
+    stats: VocabStatistics, tail_log_prob: PerToken | None = None, min_probability: Share = 0.0
 ) -> torch.Tensor:
     """Return the log of a top-K teacher's probability outside of its entries.
 
     Args:
         stats: `VocabStatistics` of a `TopKTeacher`.
-        tail_log_prob: [..] the log, if it is known; None: the log of 1 - the sum of the entries' probabilities.
+        tail_log_prob: the log, if it is known; None: the log of 1 - the sum of the entries' probabilities.
         min_probability: replaces a computed tail of at most 1e-6, the rounding error of fp32 log-probs: 0, or a
             positive number that keeps a reverse KL finite.
 
     Returns:
         [..] fp32, nats.
-
-    Raises:
-        TypeError, ValueError: a tail of another shape, or a min_probability outside of [0, 1].
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
@@ -95,22 +91,19 @@ def log_tail(
         >>> losses.log_tail(stats)
         tensor([-2.4879])
     """
-    expect_share("min_probability", min_probability)
     if tail_log_prob is not None:
-        expect_broadcast("tail_log_prob", tail_log_prob, stats.teacher_mass)
         return tail_log_prob.detach().to(stats.teacher_mass.dtype)
     return F.threshold(1 - stats.teacher_mass, 1e-6, min_probability).log()
 
 
-def _expect_support(stats: VocabStatistics, support: str, log_tail: torch.Tensor | None):
-    """Raise ValueError unless the support is known, and has a teacher's tail if it needs one."""
-    expect_one_of("support", support, SUPPORTS)
+def _expect_tail(support: Support, log_tail: PerToken | None):
+    """Raise ValueError unless the support has a teacher's tail if it needs one."""
     if support == "tail" and log_tail is None:
         raise ValueError("support='tail' needs log_tail, the teacher's, see losses.log_tail, got None")
-    expect_broadcast("log_tail", log_tail, stats.teacher_mass)
 
 
-def topk_forward_kl(stats: VocabStatistics, support: str, log_tail: torch.Tensor | None = None) -> torch.Tensor:
+@checked
+def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: PerToken | None = None) -> torch.Tensor:
     """Return sum tau (log tau - log p) over a top-K teacher's entries, plus the tail's summand if support="tail".
 
     Args:
@@ -118,13 +111,10 @@ def topk_forward_kl(stats: VocabStatistics, support: str, log_tail: torch.Tensor
             "tail_log_mass".
         support: ids over which the student is normalised: "topk" the entries, "vocabulary" all ids, "tail" the entries
             and one more for the sum of all other ids.
-        log_tail: [..] `log_tail` of the teacher, for support="tail".
+        log_tail: `log_tail` of the teacher, for support="tail".
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
-
-    Raises:
-        ValueError: an unknown support, or "tail" without log_tail.
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
@@ -136,29 +126,27 @@ def topk_forward_kl(stats: VocabStatistics, support: str, log_tail: torch.Tensor
     Source:
         Megatron's topk_kl_div, whose ghost token is the tail.
     """
-    _expect_support(stats, support, log_tail)
+    _expect_tail(support, log_tail)
     if log_tail is None or support != "tail":
         return stats.topk_forward_kl if support == "topk" else stats.vocab_forward_kl
     return stats.vocab_forward_kl + _times_mass(log_tail.exp(), log_tail - stats.tail_log_mass)
 
 
+@checked
 def topk_reverse_kl(
-    stats: VocabStatistics, support: str, log_tail: torch.Tensor | None = None, outside_log_prob: float = -100.0
+    stats: VocabStatistics, support: Support, log_tail: PerToken | None = None, outside_log_prob: Finite = -100.0
 ) -> torch.Tensor:
     """Return sum p (log p - log tau), normalised as in `topk_forward_kl`.
 
     Args:
         stats: `VocabStatistics` with "topk_reverse_kl"; for support="tail" also "topk_log_mass" and "tail_log_mass",
             for "vocabulary" also these two and "tail_entropy".
-        support, log_tail: as in `topk_forward_kl`.
+        log_tail: as in `topk_forward_kl`, as is support.
         outside_log_prob: for support="vocabulary", the teacher's log-prob of each id that is no entry; the log of 0
             would make the divergence infinite (NeMo-RL's zero_outside_topk takes -100).
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
-
-    Raises:
-        TypeError, ValueError: as `topk_forward_kl`.
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
@@ -167,7 +155,7 @@ def topk_reverse_kl(
         >>> losses.topk_reverse_kl(stats, "tail", losses.log_tail(stats))
         tensor([1.2013])
     """
-    _expect_support(stats, support, log_tail)
+    _expect_tail(support, log_tail)
     if support == "topk":
         return stats.topk_reverse_kl
     tail = stats.tail_log_mass
@@ -178,23 +166,21 @@ def topk_reverse_kl(
     return _zero_without_entries(stats, value)
 
 
+@checked
 def topk_jsd(
-    stats: VocabStatistics, support: str, log_tail: torch.Tensor | None = None, beta: float = 0.5
+    stats: VocabStatistics, support: Support, log_tail: PerToken | None = None, beta: OpenShare = 0.5
 ) -> torch.Tensor:
     """Return beta KL(tau || m) + (1 - beta) KL(p || m) with m = beta tau + (1 - beta) p.
 
     Args:
         stats: `VocabStatistics` with "topk_jsd" for support="topk", else "vocab_jsd" and "topk_log_mass" ("vocabulary")
             or "tail_log_mass" ("tail").
-        support, log_tail: as in `topk_forward_kl`; with "vocabulary" the teacher's probability outside of its entries
-            is 0.
-        beta: weight of the teacher in (0, 1).
+        log_tail: as in `topk_forward_kl`, as is support; with "vocabulary" the teacher's probability outside of its
+            entries is 0.
+        beta: weight of the teacher.
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
-
-    Raises:
-        TypeError, ValueError: as `topk_forward_kl`, and a beta outside of (0, 1).
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
@@ -206,7 +192,7 @@ def topk_jsd(
     Source:
         GKD (arXiv:2306.13649, section 2).
     """
-    _expect_support(stats, support, log_tail)
+    _expect_tail(support, log_tail)
     if not 0 < beta < 1:
         raise ValueError(f"beta must be in (0, 1), got {beta}")
     if support == "topk":

@@ -6,10 +6,12 @@ reference_log_prob: k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
-from ..validation import expect_one_of
-from .ratio import LOG_RATIO_CLAMP, bounded, log_ratio, with_gradient_of
+from ..spec import OneOf, Positive, TokenValues, checked
+from .ratio import LOG_RATIO_CLAMP, LogProb, ReferenceLogProb, bounded, log_ratio, with_gradient_of
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 
@@ -30,35 +32,31 @@ def k3(x: torch.Tensor) -> torch.Tensor:
     return torch.expm1(-x) + x
 
 
+@checked
 def kl_estimate(
-    log_prob: torch.Tensor,
+    log_prob: LogProb,
     *,
-    reference_log_prob: torch.Tensor,
-    estimator: str = "k3",
-    input_clamp: float | None = LOG_RATIO_CLAMP,
-    output_clamp: float | None = 10.0,
-    sampler_log_prob: torch.Tensor | None = None,
+    reference_log_prob: ReferenceLogProb,
+    estimator: Annotated[str, OneOf(KL_ESTIMATORS)] = "k3",
+    input_clamp: Positive | None = LOG_RATIO_CLAMP,
+    output_clamp: Positive | None = 10.0,
+    sampler_log_prob: TokenValues | None = None,
 ) -> torch.Tensor:
     """Return an estimate [..] of KL(policy || reference) at each token. NaN stays NaN.
 
     Args:
-        log_prob: [..] of the policy being trained.
-        reference_log_prob: [..] of the reference.
         estimator: "k1", "abs", "k2" or "k3"; a "+" (verl's straight-through forms) gives the value the gradient of k2.
         input_clamp: x is clamped to +-input_clamp for any estimator, with zero gradient beyond; None: not clamped.
             20 is NeMo-RL's default, and verl's for k3, which alone is clamped there.
         output_clamp: upper bound of k3, which grows exponentially, with zero gradient beyond; None: no bound. verl's
             default.
-        sampler_log_prob: [..] of the program that sampled the tokens. The estimate is multiplied by the importance
+        sampler_log_prob: of the program that sampled the tokens. The estimate is multiplied by the importance
             weight w = exp(log_prob - sampler_log_prob), which is differentiated, too, so that the gradient of w k3 is
             w x (bias-corrected KL). Pass ``log_prob.detach()`` for tokens that the policy itself sampled (w = 1). Where
             x is clamped, w passes no gradient.
 
     Returns:
         [..] fp32, an estimate per token, neither masked nor averaged.
-
-    Raises:
-        ValueError: an unknown estimator, or a clamp that is not positive.
 
     Examples:
         >>> losses.kl_estimate(torch.tensor([-1.0, -2.0]), reference_log_prob=torch.tensor([-1.0, -2.5]))
@@ -68,9 +66,6 @@ def kl_estimate(
         Schulman, http://joschu.net/blog/kl-approx.html: with x = log_prob - reference_log_prob, k1 = x, k2 = x^2 / 2,
         k3 = exp(-x) + x - 1.
     """
-    expect_one_of("estimator", estimator, KL_ESTIMATORS)
-    if output_clamp is not None and not output_clamp > 0:
-        raise ValueError(f"output_clamp must be a positive number or None, got {output_clamp}")
     x = log_ratio(log_prob, reference_log_prob, input_clamp)
     value = _estimate(x, estimator.removesuffix("+"))
     if output_clamp is not None and estimator.startswith("k3"):

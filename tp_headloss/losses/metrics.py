@@ -6,30 +6,28 @@ Values whose name begins with "max_" or "min_" are to be reduced by an extremum 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
-from ..validation import expect_bounds
+from ..arguments.sequences import Sequences
+from ..spec import Bounds, Positive, checked
 from .kl import k3, kl_estimate
 from .policy import CLIP, ratio_bounds
-from .ratio import expect_broadcast, log_ratio
+from .ratio import Advantages, Clip, GeneratorLogProb, LogProb, OldLogProb, ReferenceLogProb, log_ratio
 from .sequence_policy import sequence_log_ratio
 
-if TYPE_CHECKING:
-    from ..arguments.sequences import Sequences
 
-
+@checked
 @torch.no_grad()
 def policy_metrics(
-    log_prob: torch.Tensor,
+    log_prob: LogProb,
     *,
-    advantages: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    reference_log_prob: torch.Tensor | None = None,
+    advantages: Advantages,
+    old_log_prob: OldLogProb,
+    reference_log_prob: ReferenceLogProb | None = None,
     sequences: Sequences | None = None,
-    clip: tuple[float, float] = CLIP,
-    dual_clip: float | None = None,
+    clip: Clip = CLIP,
+    dual_clip: Positive | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return metrics [..] of the importance ratio r = exp(log_prob - old_log_prob), clamped as in the objectives:
 
@@ -42,8 +40,6 @@ def policy_metrics(
       token that the reference finds impossible can dominate it.
 
     Args:
-        log_prob, old_log_prob, advantages, clip, dual_clip: as in `ppo_clip`.
-        reference_log_prob: [..] of the reference, or None.
         sequences: makes r the ratio of the token's sequence (GSPO), equal for its tokens.
 
     Returns:
@@ -55,7 +51,6 @@ def policy_metrics(
         >>> metrics["ratio"], metrics["clip_fraction"]
         (tensor([1.0000, 1.6487]), tensor([False,  True]))
     """
-    expect_broadcast("advantages", advantages, log_prob)
     low, high = ratio_bounds(clip, dual_clip)
     log_r = (
         log_ratio(log_prob, old_log_prob)
@@ -91,13 +86,14 @@ def policy_metrics(
     return out
 
 
+@checked
 @torch.no_grad()
 def generator_metrics(
-    log_prob: torch.Tensor,
+    log_prob: LogProb,
     *,
-    old_log_prob: torch.Tensor,
-    generator_log_prob: torch.Tensor,
-    bounds: tuple[float, float] = (0.5, 2.0),
+    old_log_prob: OldLogProb,
+    generator_log_prob: GeneratorLogProb,
+    bounds: Bounds = (0.5, 2.0),
 ) -> dict[str, torch.Tensor]:
     """Return metrics [..] of the distance between the trainer and the generator, the program that sampled the tokens.
 
@@ -111,16 +107,11 @@ def generator_metrics(
     * "logprob_diff": |log_prob - generator_log_prob|, with "max_logprob_diff"; "tokens_different": they differ at all.
 
     Args:
-        log_prob: [..] of the policy being trained.
-        old_log_prob: [..] of the trainer at sampling time.
-        generator_log_prob: [..] of the generator.
+        old_log_prob: the trainer's at sampling time.
         bounds: range of exp d that "is_oob_ratio" accepts.
 
     Returns:
         [..] by name, without gradient; "max_logprob_diff" is for a maximum, all others for sums.
-
-    Raises:
-        TypeError, ValueError: bounds in another order, or inputs that do not broadcast to log_prob.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.5])
@@ -128,7 +119,6 @@ def generator_metrics(
         >>> metrics["sampling_importance_ratio"], metrics["tokens_different"]
         (tensor([1.0000, 0.6065]), tensor([False, False]))
     """
-    expect_bounds("bounds", bounds)
     d = log_ratio(old_log_prob, generator_log_prob)
     weight, difference = d.exp(), (log_prob - generator_log_prob).abs()
     mixture = torch.logaddexp(old_log_prob, generator_log_prob) - math.log(2)

@@ -9,21 +9,19 @@ the bound still passes its gradient. Nothing is masked or averaged.
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
 
-from ..validation import expect_one_of, expect_pair
-from .ratio import LOG_RATIO_CLAMP, bounded, expect_broadcast, log_ratio, scaled
+from ..spec import OneOf, PerToken, Positive, PositivePair, checked
+from .ratio import LOG_RATIO_CLAMP, Advantages, Clip, LogProb, OldLogProb, bounded, log_ratio, scaled
 
 CLIP = (0.2, 0.2)
 
 
-def reinforce(log_prob: torch.Tensor, *, advantages: torch.Tensor) -> torch.Tensor:
+@checked
+def reinforce(log_prob: LogProb, *, advantages: Advantages) -> torch.Tensor:
     """Return -A l, the plain policy gradient.
-
-    Args:
-        log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or with sizes of 1 that broadcast to it; constants.
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
@@ -37,13 +35,11 @@ def reinforce(log_prob: torch.Tensor, *, advantages: torch.Tensor) -> torch.Tens
     Source:
         REINFORCE (Williams 1992), GPG (arXiv:2504.02546).
     """
-    expect_broadcast("advantages", advantages, log_prob)
     return -scaled(advantages, log_prob)
 
 
 def ratio_bounds(clip, dual_clip) -> tuple[float, float]:
-    """Return the bounds 1 - low and 1 + high of a ratio. TypeError or ValueError for a clip that is none."""
-    expect_pair("clip", clip)
+    """Return the bounds 1 - low and 1 + high of a ratio. ValueError for a clip that cannot be."""
     low, high = 1 - clip[0], 1 + clip[1]
     if not 0 <= low <= 1 <= high:
         raise ValueError(f"clip must be (low, high) with 0 <= low <= 1 and high >= 0, got {clip}")
@@ -59,7 +55,6 @@ def ratio_bounds(clip, dual_clip) -> tuple[float, float]:
 
 def clipped_objective(ratio, advantages, clip, dual_clip):
     """-min(r A, clip(r) A) [..] for the ratio r of a token or a sequence, as in `ppo_clip`."""
-    expect_broadcast("advantages", advantages, ratio)
     low, high = ratio_bounds(clip, dual_clip)
     # min(r A, clip(r) A) bounds r from above where A >= 0, from below elsewhere
     positive = advantages >= 0
@@ -68,31 +63,25 @@ def clipped_objective(ratio, advantages, clip, dual_clip):
     return -advantages * bounded(ratio, lowest, highest)
 
 
+@checked
 def ppo_clip(
-    log_prob: torch.Tensor,
+    log_prob: LogProb,
     *,
-    advantages: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    clip: tuple[float, float] = CLIP,
-    dual_clip: float | None = None,
-    log_ratio_clamp: float | None = LOG_RATIO_CLAMP,
+    advantages: Advantages,
+    old_log_prob: OldLogProb,
+    clip: Clip = CLIP,
+    dual_clip: Positive | None = None,
+    log_ratio_clamp: Positive | None = LOG_RATIO_CLAMP,
 ) -> torch.Tensor:
     """Return -min(r A, clip(r) A), the clipped objective of PPO, GRPO and DAPO.
 
     Args:
-        log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or with sizes of 1 that broadcast to it; constants.
-        old_log_prob: [..] of the policy that sampled the tokens; a constant.
-        clip: (low, high); r is bounded to [1 - low, 1 + high].
         dual_clip: c >= 1 + high bounds the loss to -c A where A < 0 (arXiv:1912.09729; verl's default is 3). This is
             the two-sided clip -min(min(r, delta) A, clip(r) A) of INTELLECT-2 (arXiv:2505.07291) with delta = c.
         log_ratio_clamp: bound of abs(log r); None: no bound.
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
-
-    Raises:
-        ValueError: clip is not (low, high) with 0 <= low <= 1 and high >= 0, or looks like bounds, (0.8, 1.2).
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -106,29 +95,23 @@ def ppo_clip(
     return clipped_objective(log_ratio(log_prob, old_log_prob, log_ratio_clamp).exp(), advantages, clip, dual_clip)
 
 
+@checked
 def cispo(
-    log_prob: torch.Tensor,
+    log_prob: LogProb,
     *,
-    advantages: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    clip: tuple[float, float] = CLIP,
-    convention: str = "offset",
+    advantages: Advantages,
+    old_log_prob: OldLogProb,
+    clip: Clip = CLIP,
+    convention: Annotated[str, OneOf(("offset", "bound"))] = "offset",
 ) -> torch.Tensor:
     """Return -stop_gradient(clip(r)) A l. No token loses its gradient.
 
     Args:
-        log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or with sizes of 1 that broadcast to it; constants.
-        old_log_prob: [..] of the policy that sampled the tokens; a constant.
-        clip: (low, high).
         convention: meaning of ``clip``. "offset" (verl, NeMo-RL): r in [1 - low, 1 + high]. "bound" (Liger, TRL): r
             at most ``high`` itself, such as 5.0, and ``low`` is not used.
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
-
-    Raises:
-        TypeError, ValueError: an unknown convention, or a clip that is not two numbers of at least 0.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -139,9 +122,6 @@ def cispo(
     Source:
         CISPO (MiniMax-M1, arXiv:2506.13585).
     """
-    expect_broadcast("advantages", advantages, log_prob)
-    expect_one_of("convention", convention, ("offset", "bound"))
-    expect_pair("clip", clip)
     if clip[1] < 0 or (convention == "offset" and clip[0] < 0):
         raise ValueError(f"clip must be (low, high), both at least 0, got {clip}")
     ratio = log_ratio(log_prob.detach(), old_log_prob).exp()
@@ -149,26 +129,21 @@ def cispo(
     return -scaled(ratio * advantages, log_prob)
 
 
+@checked
 def sapo(
-    log_prob: torch.Tensor,
+    log_prob: LogProb,
     *,
-    advantages: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    temperatures: tuple[float, float] = (1.0, 1.05),
+    advantages: Advantages,
+    old_log_prob: OldLogProb,
+    temperatures: PositivePair = (1.0, 1.05),
 ) -> torch.Tensor:
     """Return -A sigmoid(tau (r - 1)) 4 / tau, a soft gate instead of the clip.
 
     Args:
-        log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or with sizes of 1 that broadcast to it; constants.
-        old_log_prob: [..] of the policy that sampled the tokens; a constant.
         temperatures: tau where A > 0, and elsewhere. At r = 1 the gradient equals REINFORCE's.
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
-
-    Raises:
-        TypeError, ValueError: temperatures that are not positive, or inputs that do not broadcast to log_prob.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -179,23 +154,19 @@ def sapo(
     Source:
         SAPO (arXiv:2511.20347).
     """
-    expect_broadcast("advantages", advantages, log_prob)
-    expect_pair("temperatures", temperatures)
-    if not min(temperatures) > 0:
-        raise ValueError(f"temperatures must be positive, got {temperatures}")
     ratio = log_ratio(log_prob, old_log_prob).exp()
     tau = torch.full_like(ratio, temperatures[1]).masked_fill(advantages > 0, temperatures[0])
     return -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
 
 
-def positive_nll(log_prob: torch.Tensor, *, rewards: torch.Tensor) -> torch.Tensor:
+@checked
+def positive_nll(log_prob: LogProb, *, rewards: PerToken) -> torch.Tensor:
     """Return -l where the reward is positive, else 0: imitation of what succeeded.
 
     As a term of a `HeadLoss`, its mean is over the tokens with a positive reward.
 
     Args:
-        log_prob: [..] fp32 of the policy being trained, nats.
-        rewards: [..], or a shape that broadcasts to it; NaN makes its token NaN.
+        rewards: NaN makes its token NaN.
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.

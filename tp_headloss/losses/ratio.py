@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
+
+from ..spec import OneOf, Pair, PerToken, Positive, TokenMask, TokenValues, checked
+
+LogProb: TypeAlias = Annotated[TokenValues, "Log-prob of the policy being trained, nats"]
+OldLogProb: TypeAlias = Annotated[TokenValues, "Log-prob of the policy that sampled the tokens, a constant"]
+ReferenceLogProb: TypeAlias = Annotated[TokenValues, "Log-prob of the reference, a constant"]
+GeneratorLogProb: TypeAlias = Annotated[
+    TokenValues, "Log-prob of the program that sampled, such as an inference engine"
+]
+Advantages: TypeAlias = Annotated[PerToken, "Constants"]
+ValidTokens: TypeAlias = Annotated[TokenMask, "The tokens that count"]
+Clip: TypeAlias = Annotated[Pair, "(low, high) bounds the ratio r to [1 - low, 1 + high]"]
+Level: TypeAlias = Annotated[str, OneOf(("token", "sequence")), "Whose ratio: the token's, or that of its sequence"]
 
 LOG_RATIO_CLAMP = 20.0  # verl's; exp(20) is 4.9e8, and its square still fits fp32
 
@@ -35,45 +48,27 @@ def bounded(x: torch.Tensor, low: Any = -math.inf, high: Any = math.inf) -> torc
     return _Bounded.apply(x, low, high)
 
 
-def expect_broadcast(name: str, x: Any, values: torch.Tensor):
-    """Raise ValueError unless x is a scalar or broadcasts to values [..] with as many dimensions, as the inputs of a
-    `HeadLoss` do: [B] beside [B, S] would be one value per column."""
-    if not isinstance(x, torch.Tensor) or x.dim() == 0:
-        return
-    if x.dim() != values.dim() or any(a not in (1, b) for a, b in zip(x.shape, values.shape)):
-        raise ValueError(
-            f"{name} must broadcast to the tokens {list(values.shape)} with as many dimensions, got {list(x.shape)}: a "
-            "value per row is [B, 1]"
-        )
-
-
-def log_ratio(log_prob: torch.Tensor, other: torch.Tensor, clamp: float | None = LOG_RATIO_CLAMP) -> torch.Tensor:
+@checked
+def log_ratio(log_prob: LogProb, other: TokenValues, clamp: Positive | None = LOG_RATIO_CLAMP) -> torch.Tensor:
     """Return log_prob - other, clamped to +-clamp with zero gradient beyond; NaN stays NaN.
 
     Args:
-        log_prob, other: [..] fp32, nats.
+        other: log-prob under another policy.
         clamp: bound of the result; None: not clamped.
 
     Returns:
         [..] fp32.
 
-    Raises:
-        ValueError: a clamp that is not positive, or `other` of another shape.
-
     Examples:
         >>> losses.log_ratio(torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -90.0]))
         tensor([ 0.5000, 20.0000])
     """
-    expect_broadcast("the log-probs of another policy", other, log_prob)
-    if clamp is not None and not clamp > 0:
-        raise ValueError(f"a clamp must be a positive number or None, got {clamp}")
     limit = math.inf if clamp is None else clamp
     return bounded(log_prob - other, -limit, limit)
 
 
 def scaled(factor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Return factor * values [..], where 0 times an infinity is 0; NaN stays NaN."""
-    expect_broadcast("a factor", factor, values)
     return torch.where((factor == 0) & values.isinf(), 0.0, factor * values)
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from ..spec import checked
 from ..statistics import VocabStatistics
 
 
+@checked
 def z_loss(stats: VocabStatistics) -> torch.Tensor:
     """Return lse^2, which keeps the logits' normaliser near 1.
-
-    Args:
-        stats: `VocabStatistics`.
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
@@ -27,6 +26,7 @@ def z_loss(stats: VocabStatistics) -> torch.Tensor:
     return stats.lse**2
 
 
+@checked
 def entropy_bonus(stats: VocabStatistics) -> torch.Tensor:
     """Return -entropy, so that a positive weight rewards entropy.
 

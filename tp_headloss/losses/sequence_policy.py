@@ -6,26 +6,35 @@ Words as in `policy`; every objective needs ``sequences``, a `tp_headloss.Sequen
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Annotated, TypeAlias
 
 import torch
 
-from ..validation import expect_pair
+from ..arguments.sequences import Sequences
+from ..spec import NumberLine, PerToken, Positive, TupleOf, checked
 from .policy import CLIP, clipped_objective
-from .ratio import LOG_RATIO_CLAMP, bounded, expect_broadcast, log_ratio, scaled, with_gradient_of
+from .ratio import (
+    LOG_RATIO_CLAMP,
+    Advantages,
+    Clip,
+    LogProb,
+    OldLogProb,
+    bounded,
+    log_ratio,
+    scaled,
+    with_gradient_of,
+)
 
-if TYPE_CHECKING:
-    from ..arguments.sequences import Sequences
+PairOfPairs: TypeAlias = Annotated[
+    tuple[tuple[float, float], tuple[float, float]], TupleOf(TupleOf(NumberLine(), 2), 2)
+]
 
 
-def sequence_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, sequences: Sequences) -> torch.Tensor:
+@checked
+def sequence_log_ratio(log_prob: LogProb, old_log_prob: OldLogProb, sequences: Sequences) -> torch.Tensor:
     """Return for each token the mean of l - old_log_prob over its sequence, clamped to +-20 (verl: at most 10).
 
     The gradient of each token's mean goes to the token's own l alone: it is 1, and 0 beyond the clamp.
-
-    Args:
-        log_prob, old_log_prob: [..] fp32 of the policy being trained, and of the policy that sampled, nats.
-        sequences: `Sequences` of the tokens.
 
     Returns:
         [..] fp32, equal for the tokens of a sequence, 0 outside of the sequences.
@@ -40,37 +49,27 @@ def sequence_log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, seque
     Source:
         GSPO (arXiv:2507.18071).
     """
-    expect_broadcast("old_log_prob", old_log_prob, log_prob)
     mean = sequences.spread(sequences.mean((log_prob - old_log_prob).detach()))
     return bounded(with_gradient_of(mean, log_prob), -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
 
 
+@checked
 def gspo(
-    log_prob: torch.Tensor,
+    log_prob: LogProb,
     *,
-    advantages: torch.Tensor,
-    old_log_prob: torch.Tensor,
+    advantages: Advantages,
+    old_log_prob: OldLogProb,
     sequences: Sequences,
-    clip: tuple[float, float] = CLIP,
-    dual_clip: float | None = None,
+    clip: Clip = CLIP,
+    dual_clip: Positive | None = None,
 ) -> torch.Tensor:
     """Return the clipped objective of the sequence's ratio s = exp(mean of log r).
 
     With reduction="seq-mean-token-mean" the loss is the paper's, -1/G sum_i min(s_i A_i, clip(s_i) A_i). Advantages
     may differ per token; the gradient then is that of GSPO-token, with s_i and its clip from the sequence.
 
-    Args:
-        log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or with sizes of 1 that broadcast to it; constants.
-        old_log_prob: [..] of the policy that sampled the tokens; a constant.
-        sequences: `Sequences` of the tokens.
-        clip, dual_clip: as in `ppo_clip`.
-
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
-
-    Raises:
-        ValueError: clip is not (low, high) with 0 <= low <= 1 and high >= 0.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -85,30 +84,21 @@ def gspo(
     return clipped_objective(sequence_log_ratio(log_prob, old_log_prob, sequences).exp(), advantages, clip, dual_clip)
 
 
+@checked
 def gspo_length_weighted(
-    log_prob: torch.Tensor,
+    log_prob: LogProb,
     *,
-    advantages: torch.Tensor,
-    old_log_prob: torch.Tensor,
+    advantages: Advantages,
+    old_log_prob: OldLogProb,
     sequences: Sequences,
-    clip: tuple[float, float] = CLIP,
+    clip: Clip = CLIP,
 ) -> torch.Tensor:
     """Return `gspo` as Fast-LLM weights it: A is averaged over its sequence, and each sequence counts once per token.
 
     With reduction="seq-mean-token-mean": 1/G sum_i N_i gspo_i for sequences of N_i tokens.
 
-    Args:
-        log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or with sizes of 1 that broadcast to it; constants.
-        old_log_prob: [..] of the policy that sampled the tokens; a constant.
-        sequences: `Sequences` of the tokens.
-        clip: as in `ppo_clip`.
-
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
-
-    Raises:
-        TypeError, ValueError: inputs that do not broadcast to log_prob with as many dimensions.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -121,19 +111,19 @@ def gspo_length_weighted(
     Source:
         Fast-LLM's LanguageModelGSPOLoss.
     """
-    expect_broadcast("advantages", advantages, log_prob)
     advantages = sequences.spread(sequences.mean(advantages.expand_as(log_prob)))
     per_token = gspo(log_prob, advantages=advantages, old_log_prob=old_log_prob, sequences=sequences, clip=clip)
     return sequences.spread(sequences.lengths) * per_token
 
 
+@checked
 def gmpo(
-    log_prob: torch.Tensor,
+    log_prob: LogProb,
     *,
-    advantages: torch.Tensor,
-    old_log_prob: torch.Tensor,
+    advantages: Advantages,
+    old_log_prob: OldLogProb,
     sequences: Sequences,
-    clip: tuple[float, float] = (0.4, 0.4),
+    clip: Clip = (0.4, 0.4),
 ) -> torch.Tensor:
     """Return -A R with R the geometric mean over the sequence of the clipped ratios, and A averaged over its sequence.
 
@@ -141,17 +131,10 @@ def gmpo(
     rollout weight multiplies each token's loss; verl multiplies by the geometric mean of the weights.
 
     Args:
-        log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or with sizes of 1 that broadcast to it; constants.
-        old_log_prob: [..] of the policy that sampled the tokens; a constant.
-        sequences: `Sequences` of the tokens.
         clip: (low, high) bounds log r to [-low, high], on the side where A would push it further.
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
-
-    Raises:
-        TypeError, ValueError: inputs that do not broadcast to log_prob with as many dimensions.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -163,8 +146,6 @@ def gmpo(
     Source:
         GMPO (arXiv:2507.20673).
     """
-    expect_broadcast("advantages", advantages, log_prob)
-    expect_pair("clip", clip)
     log_r = log_ratio(log_prob, old_log_prob)
     clamped = torch.where(advantages < 0, bounded(log_r, low=-clip[0]), bounded(log_r, high=clip[1]))
     clamped = torch.where(advantages == 0, log_r * 0, clamped)  # 0, or NaN
@@ -173,32 +154,26 @@ def gmpo(
     return -advantage * with_gradient_of(mean, clamped).exp()
 
 
+@checked
 def vespo(
-    log_prob: torch.Tensor,
+    log_prob: LogProb,
     *,
-    advantages: torch.Tensor,
-    old_log_prob: torch.Tensor,
+    advantages: Advantages,
+    old_log_prob: OldLogProb,
     sequences: Sequences,
-    shape: tuple[tuple[float, float], tuple[float, float]] = ((2.0, 3.0), (3.0, 2.0)),
-    rollout_log_weight: torch.Tensor | None = None,
+    shape: PairOfPairs = ((2.0, 3.0), (3.0, 2.0)),
+    rollout_log_weight: PerToken | None = None,
 ) -> torch.Tensor:
     """Return -stop_gradient(phi) A l with phi = exp(lambda + k log w - lambda w).
 
     w is the *product* of the ratios of a sequence's tokens, and log w is clamped to [log 1e-8, 20].
 
     Args:
-        log_prob: [..] fp32 of the policy being trained, nats.
-        advantages: [..], or with sizes of 1 that broadcast to it; constants.
-        old_log_prob: [..] of the policy that sampled the tokens; a constant.
-        sequences: `Sequences` of the tokens.
         shape: (k, lambda) for A >= 0, and (k, lambda) for A < 0.
-        rollout_log_weight: [..] added to the log-ratios: the log of the rollout's importance weights.
+        rollout_log_weight: added to the log-ratios: the log of the rollout's importance weights.
 
     Returns:
         [..] fp32, loss per token, neither masked nor averaged.
-
-    Raises:
-        TypeError, ValueError: inputs that do not broadcast to log_prob with as many dimensions.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -210,10 +185,8 @@ def vespo(
     Source:
         VESPO, as in Liger.
     """
-    expect_broadcast("advantages", advantages, log_prob)
     log_r = log_ratio(log_prob.detach(), old_log_prob)
     if rollout_log_weight is not None:
-        expect_broadcast("rollout_log_weight", rollout_log_weight, log_prob)
         log_r = log_r + rollout_log_weight
     log_w = sequences.spread(sequences.sum(log_r)).clamp(math.log(1e-8), LOG_RATIO_CLAMP)
     (k_positive, lambda_positive), (k_negative, lambda_negative) = shape

@@ -100,6 +100,11 @@ class VocabStatistics(NamedTuple):
     vocab_size: int
 
     @property
+    def tokens_like(self) -> torch.Tensor:
+        """A tensor of the tokens' shape [..] and device."""
+        return self.lse
+
+    @property
     def correct(self) -> torch.Tensor:
         """bool: the label is the argmax (False where ignored)."""
         if self.hits is None:

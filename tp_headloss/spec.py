@@ -1,0 +1,428 @@
+"""What an argument of a public function may be: its annotation is its line, and `checked` holds every call to it.
+
+``def reinforce(log_prob: LogProbs, *, advantages: PerToken)`` says kind, shape and range of both. Checks, refusals of
+wrong options, the inputs of a `HeadLoss`, the generated tests and the tables of the reference read these lines. They
+read metadata and Python numbers, never a tensor's values. A number is one of Python or numpy; a tensor is one only
+where the line says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import operator
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias, TypeVar, Union
+
+import torch
+
+from .validation import is_number
+
+F = TypeVar("F", bound=Callable[..., Any])
+Sizes: TypeAlias = dict[str, tuple[Any, str]]  # symbol of a shape -> its size, and the name of the argument that set it
+
+DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
+    "floating point": lambda dtype: dtype.is_floating_point,
+    "int64 or int32": lambda dtype: dtype in (torch.int64, torch.int32),
+    "bool": lambda dtype: dtype == torch.bool,
+    "real numbers": lambda dtype: not dtype.is_complex and dtype != torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class TensorLine:
+    """A tensor.
+
+    Args:
+        kind: name in `DTYPES`.
+        shape: symbols and numbers, of which ".." stands for any dimensions; None: any shape. The first argument with a
+            symbol sets its size.
+        broadcasts: sizes of 1, or no dimension at all, will do.
+        sharded: the dimension that is sharded on the vocabulary; None: replicated.
+        constant: it gets no gradient, so that one that requires it is an error.
+        hint: of the error for anything but a tensor.
+    """
+
+    kind: str
+    shape: tuple[str | int, ...] | None = ("..",)
+    broadcasts: bool = False
+    sharded: int | None = None
+    constant: bool = False
+    hint: str = ""
+
+    @property
+    def says(self) -> str:
+        """Words for a table: shape, dtype and sharding."""
+        shape = "" if self.shape is None else f"[{', '.join(map(str, self.shape))}] "
+        sharded = " sharded on V" * (self.sharded is not None)
+        return f"{shape}{self.kind}{sharded}" + ", or sizes of 1" * self.broadcasts
+
+    def check(self, name: str, x: Any, sizes: Sizes):
+        """Raise TypeError or ValueError unless x is such a tensor."""
+        if not isinstance(x, torch.Tensor):
+            hint = next((f": pass its .{part}" for part in ("weight", "log_prob") if hasattr(x, part)), self.hint)
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}{hint}")
+        if not DTYPES[self.kind](x.dtype):
+            raise TypeError(f"{name} must be {self.kind}, got {x.dtype}")
+        if self.constant and x.requires_grad:
+            raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
+        if self.shape is not None:
+            self._check_shape(name, x, sizes)
+        if x.dim() or x.is_meta:  # torch takes scalars of the CPU everywhere
+            _check_device(name, x, sizes)
+
+    def _check_shape(self, name, x, sizes):
+        assert self.shape is not None
+        tail = tuple(size for size in self.shape if size != "..")
+        lead = tuple(x.shape[: max(x.dim() - len(tail), 0)])
+        setter = next((sizes[s][1] for s in self.shape if s in sizes), "")
+        known = sizes.setdefault("..", (lead, name))[0] if ".." in self.shape else ()
+        given = dict(zip(tail, x.shape[len(lead) :]))
+        set_before = {symbol: sizes[symbol][0] for symbol in tail if symbol in sizes}
+        expected = (*known, *(s if isinstance(s, int) else set_before.get(s, given.get(s)) for s in tail))
+        fits = x.dim() == len(expected) and all(
+            n == e or (self.broadcasts and n == 1) for n, e in zip(x.shape, expected)
+        )
+        if self.broadcasts and not fits and x.dim():
+            raise ValueError(
+                f"{name} must broadcast to the tokens {list(expected)} with as many dimensions, got {list(x.shape)}: "
+                "a value per row is [B, 1]"
+            )
+        if not fits and not self.broadcasts:
+            shown = ", ".join(str(set_before.get(s, s)) for s in (*known, *tail))
+            raise ValueError(f"{name} must have shape [{shown}]{' of ' * bool(setter)}{setter}, got {list(x.shape)}")
+        for symbol, size in given.items():
+            if isinstance(symbol, str):
+                sizes.setdefault(symbol, (size, name))
+
+
+@dataclass(frozen=True)
+class NumberLine:
+    """A number in [low, high], of Python or numpy; NaN is in no range."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    says: str = "a number"
+
+    def check(self, name: str, value: Any, sizes: Sizes):
+        """Raise TypeError for anything but a number, and ValueError for one out of range."""
+        if not is_number(value):
+            raise TypeError(f"{name} must be a number, got {_shown(value)}")
+        if not self.low <= value <= self.high:
+            raise ValueError(f"{name} must be {self.says}, got {value}")
+
+
+@dataclass(frozen=True)
+class TupleOf:
+    """A tuple or list of so many values of one line; ordered: the first number is the lowest."""
+
+    line: Any
+    count: int
+    ordered: bool = False
+
+    @property
+    def says(self) -> str:
+        """Words for a table."""
+        return "(lowest, highest)" if self.ordered else f"{self.count} of {self.line.says}"
+
+    def check(self, name: str, value: Any, sizes: Sizes):
+        """Raise TypeError or ValueError unless the value is such a tuple."""
+        if not isinstance(value, (tuple, list)) or len(value) != self.count:
+            raise TypeError(f"{name} must be {self.count} {_PLURALS[type(self.line)]}, got {_shown(value)}")
+        for part in value:
+            self.line.check(f"each of {name}", part, sizes)
+        if self.ordered and not value[0] <= value[1]:
+            raise ValueError(f"{name} must be (lowest, highest), got {value}")
+
+
+_PLURALS = {NumberLine: "numbers, such as (0.2, 0.28)", TupleOf: "pairs of numbers, such as ((2.0, 3.0), (3.0, 2.0))"}
+
+
+@dataclass(frozen=True)
+class IntLine:
+    """An integer in [low, high], of Python or numpy."""
+
+    low: int = -(1 << 63)
+    high: int = (1 << 63) - 1
+
+    @property
+    def says(self) -> str:
+        """Words for a table."""
+        return "an int" if self.low < 0 else f"an int of at least {self.low}"
+
+    def check(self, name: str, value: Any, sizes: Sizes):
+        """Raise TypeError or ValueError unless the value is such an integer."""
+        try:
+            if isinstance(value, (bool, torch.Tensor)):
+                raise TypeError
+            number = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name} must be an int, got {_shown(value)}") from None
+        if not self.low <= number <= self.high:
+            expected = "in the range of int64" if self.low < 0 else f"at least {self.low}"
+            raise ValueError(f"{name} must be {expected}, got {number}")
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of some names, or of some flags."""
+
+    names: tuple[Any, ...]
+
+    @property
+    def says(self) -> str:
+        """Words for a table."""
+        return " or ".join(map(repr, self.names))
+
+    def check(self, name: str, value: Any, sizes: Sizes):
+        """Raise ValueError for anything but one of the names, and TypeError for anything but a flag."""
+        if self.names == (True, False):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, got {_shown(value)}")
+        elif not isinstance(value, str) or value not in self.names:
+            raise ValueError(f"{name} must be one of {self.names}, got {_shown(value)}")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """An object of a class; one that has `tokens_like` must be of the same tokens [..] as other arguments."""
+
+    kind: type
+
+    @property
+    def says(self) -> str:
+        """Words for a table."""
+        return f"`{self.kind.__name__}`"
+
+    def check(self, name: str, value: Any, sizes: Sizes):
+        """Raise TypeError unless the value is such an object, ValueError if it has other tokens."""
+        if not isinstance(value, self.kind):
+            raise TypeError(f"{name} must be {_article(self.kind.__name__)}, got {_shown(value)}")
+        tokens = getattr(value, "tokens_like", None)
+        if isinstance(tokens, torch.Tensor):
+            known, first = sizes.setdefault("..", (tuple(tokens.shape), name))
+            if known != tuple(tokens.shape):
+                raise ValueError(f"{name} must be of tokens {list(known)} like {first}, got {list(tokens.shape)}")
+            _check_device(name, tokens, sizes)
+
+
+@dataclass(frozen=True)
+class Callables:
+    """A function, not a class."""
+
+    says = "a function"
+
+    def check(self, name: str, value: Any, sizes: Sizes):
+        """Raise TypeError unless the value can be called and is no class."""
+        if not callable(value) or isinstance(value, type):
+            raise TypeError(f"{name} must be a function, got {_shown(value)}")
+
+
+@dataclass(frozen=True)
+class Names:
+    """A tuple or list of names. known: a function that returns the names there are."""
+
+    says = "names"
+    known: Callable[[], Any] | None = None
+
+    def check(self, name: str, value: Any, sizes: Sizes):
+        """Raise TypeError for anything but a tuple of strings, ValueError for unknown ones."""
+        if not isinstance(value, (tuple, list)) or not all(isinstance(x, str) for x in value):
+            raise TypeError(f"{name} must be a tuple of names, got {_shown(value)}")
+        if self.known is not None and (unknown := set(value) - set(self.known())):
+            raise ValueError(f"{name} must be of {self.known()}, got {sorted(unknown)}")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string, not empty."""
+
+    says = "a string"
+
+    def check(self, name: str, value: Any, sizes: Sizes):
+        """Raise TypeError unless the value is such a string."""
+        if not isinstance(value, str) or not value:
+            raise TypeError(f"{name} must be a string, not empty, got {_shown(value)}")
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """What one of some lines takes; optional: or None."""
+
+    lines: tuple[Any, ...]
+    optional: bool
+
+    @property
+    def says(self) -> str:
+        """Words for a table."""
+        return ", or ".join([line.says for line in self.lines] + ["None"] * self.optional)
+
+    def check(self, name: str, value: Any, sizes: Sizes):
+        """Raise what the one line raises, or the ValueError of a line for values of this type, or a TypeError."""
+        if value is None and self.optional:
+            return
+        for line in self.lines:
+            try:
+                return line.check(name, value, sizes)
+            except TypeError:
+                if len(self.lines) == 1:
+                    raise
+        raise TypeError(f"{name} must be {self.says}, got {_shown(value)}")
+
+
+Line: TypeAlias = TensorLine | NumberLine | IntLine | OneOf | TupleOf | Instance | Callables | Names | Text | AnyOf
+PLAIN: dict[Any, Line] = {
+    bool: OneOf((True, False)), float: NumberLine(), int: IntLine(), str: Text(), Callable: Callables()
+}  # fmt: skip
+
+
+def line_of(annotation: Any) -> Line | None:
+    """Return the line that a resolved annotation is, or None if it says too little."""
+    if typing.get_origin(annotation) is Annotated:
+        return next((x for x in annotation.__metadata__ if not isinstance(x, str)), None)
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        members = typing.get_args(annotation)
+        lines = [line_of(member) for member in members if member is not type(None)]
+        known = tuple(line for line in lines if line is not None)
+        optional = type(None) in members
+        return AnyOf(known, optional) if len(known) == len(lines) else None
+    plain = PLAIN.get(typing.get_origin(annotation) or annotation)
+    if plain is None and isinstance(annotation, type) and annotation not in (torch.Tensor, tuple, dict, list):
+        return Instance(annotation)
+    return plain
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    """Annotations of a function, of a dataclass's fields or of another class's constructor, resolved."""
+    has_fields = not isinstance(function, type) or dataclasses.is_dataclass(function)
+    return typing.get_type_hints(function if has_fields else _constructor(function), include_extras=True)
+
+
+def _constructor(kind: type) -> Callable[..., Any]:
+    return kind.__init__  # type: ignore[misc]  # of exactly this class
+
+
+def lines_of(function: Callable[..., Any]) -> dict[str, Line]:
+    """Return the lines of a function's or class's parameters by name. TypeError for an annotation that is no line."""
+    hints, lines = _hints(function), {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        line = line_of(hints.get(name))
+        if line is not None:
+            lines[name] = line
+        elif name != "cls" and parameter.kind is not parameter.VAR_KEYWORD:
+            raise TypeError(f"{function.__qualname__}: the annotation of {name} must be a line, got {hints.get(name)}")
+    return lines
+
+
+def checked(function: F) -> F:
+    """Decorate a public function or class: each argument of a call is checked by its line, in an error that names it.
+
+    The docstring gets an entry for each argument.
+    """
+    lines, target = lines_of(function), _constructor(function) if isinstance(function, type) else function
+    names = tuple(inspect.signature(target).parameters)
+
+    @functools.wraps(target)
+    def call(*args, **kwargs):
+        sizes: Sizes = {}
+        for name, value in [*zip(names, args), *kwargs.items()]:
+            if name in lines:
+                lines[name].check(name, value, sizes)
+        return target(*args, **kwargs)
+
+    result: Any = call
+    if isinstance(function, type):
+        result = function
+        result.__init__ = call
+    result.lines = lines
+    result.__doc__ = _with_arguments(function, lines)
+    return result
+
+
+def meaning_of(annotation: Any) -> str:
+    """Words of a resolved annotation about what the argument means."""
+    if typing.get_origin(annotation) is Annotated:
+        return " ".join(x for x in annotation.__metadata__ if isinstance(x, str))
+    members = typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else ()
+    return " ".join(filter(None, map(meaning_of, members)))
+
+
+def _with_arguments(function, lines: dict[str, Line]) -> str:
+    """Return a function's docstring whose section "Args" has an entry for each argument: its line, what it means, and
+    the entry that is written there."""
+    doc, hints = inspect.cleandoc(function.__doc__ or ""), _hints(function)
+    section = re.search(r"^Args:\n((?: {4}.*\n)*)", doc, re.M)
+    written = {} if section is None else dict(re.findall(r"^ {4}(\w+): ((?:.*\n)(?: {8}.*\n)*)", section[1], re.M))
+    entries = ""
+    for name, line in lines.items():
+        text = written.get(name, "")
+        words = ". ".join(filter(None, (line.says, meaning_of(hints[name])))) + f". {text[:1].upper()}{text[1:]}"
+        entries += textwrap.fill(
+            f"{name}: {' '.join(words.split())}", 108, initial_indent="    ", subsequent_indent=" " * 8
+        )
+        entries += "\n"
+    start, end = section.span() if section else (doc.find("Returns:"),) * 2
+    return f"{doc[:start]}Args:\n{entries}" + "\n" * (section is None) + doc[end:]
+
+
+def check_as(annotation: Any, name: str, value: Any):
+    """Check a value by the line that an annotation is."""
+    line = line_of(annotation)
+    assert line is not None
+    line.check(name, value, {})
+
+
+def lines_within(function: Any) -> dict[str, Line]:
+    """Return the lines of a checked function, or of the one that a partial hands on; none of others."""
+    if isinstance(function, functools.partial):
+        return next(filter(None, map(lines_within, (function.func, *function.args))), {})
+    return getattr(function, "lines", {})
+
+
+def _check_device(name: str, x: torch.Tensor, sizes: Sizes):
+    """Raise ValueError unless x is on the device of the first tensor."""
+    device, first = sizes.setdefault("device", (x.device, name))
+    if x.device != device:
+        raise ValueError(f"{name} must be on {device} like {first}, got {x.device}")
+
+
+def _shown(value) -> str:
+    """A value for a message, which must be the same on all ranks: tensors by their type."""
+    return type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
+
+
+TOKENS, PER_TOKEN = TensorLine("floating point"), TensorLine("real numbers", broadcasts=True)
+TokenValues: TypeAlias = Annotated[torch.Tensor, TOKENS]
+PerToken: TypeAlias = Annotated[torch.Tensor, PER_TOKEN]
+TokenMask: TypeAlias = Annotated[torch.Tensor, TensorLine("bool")]
+Scalar: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ())]
+ClassWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("V",), constant=True)]
+
+FP32_MAX = torch.finfo(torch.float32).max
+TINY, LEAST, BELOW_1 = torch.finfo(torch.float32).tiny, math.nextafter(0, 1), math.nextafter(1, 0)
+Share: TypeAlias = Annotated[float, NumberLine(0, 1, "in [0, 1]")]
+OpenShare: TypeAlias = Annotated[float, NumberLine(LEAST, BELOW_1, "in (0, 1)")]
+Positive: TypeAlias = Annotated[float, NumberLine(LEAST, math.inf, "positive")]
+PositiveFp32: TypeAlias = Annotated[float, NumberLine(TINY, 1 / TINY, "positive and finite in fp32")]
+Finite: TypeAlias = Annotated[float, NumberLine(-1 / TINY, 1 / TINY, "finite in fp32")]
+NotNegative: TypeAlias = Annotated[float, NumberLine(0, math.inf, "at least 0")]
+Pair: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(), 2)]
+PositivePair: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(LEAST, math.inf, "positive"), 2)]
+Bounds: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(), 2, ordered=True)]
+Count: TypeAlias = Annotated[int, IntLine(0)]
+Temperature: TypeAlias = PositiveFp32 | Annotated[torch.Tensor, TensorLine("real numbers", None, constant=True)]
+Weight: TypeAlias = (
+    Annotated[float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32")]
+    | Annotated[torch.Tensor, TensorLine("real numbers", (), constant=True)]
+)
