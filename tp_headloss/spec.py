@@ -130,7 +130,8 @@ class TupleOf:
     @property
     def says(self) -> str:
         """Words for a table."""
-        return "(lowest, highest)" if self.ordered else f"{self.count} of {self.line.says}"
+        each = "" if self.line.says == "a number" else f", each {self.line.says}"
+        return "(lowest, highest)" if self.ordered else f"{self.count} numbers{each}"
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError or ValueError unless the value is such a tuple."""
@@ -363,7 +364,7 @@ def _with_arguments(function, lines: dict[str, Line]) -> str:
     entries = ""
     for name, line in lines.items():
         text = written.get(name, "")
-        words = ". ".join(filter(None, (line.says, meaning_of(hints[name])))) + f". {text[:1].upper()}{text[1:]}"
+        words = ". ".join(filter(None, (line.says, meaning_of(hints[name])))) + f". {_sentence(text)}"
         entries += textwrap.fill(
             f"{name}: {' '.join(words.split())}", 108, initial_indent="    ", subsequent_indent=" " * 8
         )
@@ -391,6 +392,11 @@ def _check_device(name: str, x: torch.Tensor, sizes: Sizes):
     device, first = sizes.setdefault("device", (x.device, name))
     if x.device != device:
         raise ValueError(f"{name} must be on {device} like {first}, got {x.device}")
+
+
+def _sentence(text: str) -> str:
+    """The text with a capital letter, unless it begins with a symbol of one letter."""
+    return text if text[1:2] == " " else text[:1].upper() + text[1:]
 
 
 def _shown(value) -> str:
