@@ -5,12 +5,12 @@ import os
 
 import pytest
 import torch
-from interpreter import speed_up
+from interpreter import patch_interpreter
 from ranks import seed
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere
-    speed_up()
+    patch_interpreter()
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 torch.manual_seed(0)
 

@@ -1,14 +1,16 @@
-"""Triton's interpreter without what it does again and again for every operation.
+"""Triton's interpreter without what it does again and again for every operation, and with bf16 as hardware rounds it.
 
-The operations themselves stay the interpreter's own: what is kept here are patches, types and facts about types."""
+Otherwise the operations stay the interpreter's own: what is kept here are patches, types and facts about types."""
 
 import dataclasses
 import functools
 import math
 from types import SimpleNamespace
 
+import numpy as np
 
-def speed_up():
+
+def patch_interpreter():
     from triton.language import core
     from triton.runtime import interpreter
 
@@ -18,6 +20,7 @@ def speed_up():
     _skip_casts_between_equal_types(interpreter.TritonSemantic)
     _check_sizes_quickly(interpreter)
     _sum_directly(interpreter)
+    _round_to_bf16(interpreter)
 
     # Every sum of 32-bit integers is formed in 64 bits, too, to be compared: no size of these tests comes near.
     builder = interpreter.interpreter_builder
@@ -177,3 +180,17 @@ def _sum_directly(interpreter):
         return tensor(handle(total.reshape(1), dtype), dtype)
 
     interpreter.ReduceOps.apply = apply
+
+
+def _round_to_bf16(interpreter):
+    """The interpreter truncates fp32 to bf16. Hardware rounds to the nearest number, of two to the even one."""
+    convert = interpreter._convert_float
+
+    def convert_float(input, input_dtype, output_dtype, rounding_mode):
+        if (input_dtype.name, output_dtype.name) != ("fp32", "bf16"):
+            return convert(input, input_dtype, output_dtype, rounding_mode)
+        bits = input.view(np.uint32)
+        nearest = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+        return np.where(np.isnan(input), 0xFFFF, nearest).astype(np.uint16)
+
+    interpreter._convert_float = convert_float

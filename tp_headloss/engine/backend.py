@@ -28,7 +28,9 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
     linear_gradient(out, hidden, weight, request, merged, grads, rounded)  never stored, and their gradient; where
                                                          `linear_head.epilogue` finds no obstacle
 
-Importing the package needs neither CUDA nor Triton: a backend is imported on first use.
+Importing the package needs neither CUDA nor Triton: a backend is imported on first use. Without CUDA, "triton" runs in
+Triton's interpreter (TRITON_INTERPRET=1), which is for debugging: it truncates results to bf16, where GPUs round. The
+tests patch it (`tests/helpers/interpreter.py`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from ..statistics.records_triton import Inputs
 from . import gemm_triton
 from .device_inputs import inputs_of
 from .device_layout import device_layout
-from .launch import FOLD, INTERPRETED, GemmLaunch, ceil_div, gemm_launch, launch, pointer_key
+from .launch import FOLD, GemmLaunch, ceil_div, gemm_launch, launch, pointer_key
 from .request import Request
 
 
@@ -95,11 +95,6 @@ def linear_gradient(out, hidden, weight, request: Request, merged, grads: dict, 
     bytes; grads: upstream gradients [N] by name."""
     (n_rows, width), facts, rows = out.shape, request.facts, device_layout(request.layout)
     if n_rows == 0 or width == 0:
-        return
-    if INTERPRETED and out.dtype == torch.bfloat16:  # the interpreter truncates to bf16, hardware rounds
-        exact = out.new_empty((n_rows, ceil_div(width, 4) * 4), dtype=torch.float32)[:, :width]
-        linear_gradient(exact, hidden, weight, request, merged, grads, rounded)
-        out.copy_(exact)
         return
     how = gemm_launch(facts.chunk_size, _major_capability(hidden.device))
     hooks, upstream = rows.gradient_hooks(tuple(grads)), rows.grads(*map(grads.get, rows.grads._fields))

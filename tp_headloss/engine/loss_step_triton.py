@@ -11,7 +11,7 @@ import torch
 from ..statistics.records_triton import Exact, Inputs, LossGradient, MergedSums
 from . import kernels
 from .device_inputs import inputs_of
-from .launch import INTERPRETED, MERGE, PreparedLaunch, ceil_div, gradient_launch, int_key, statistics_launch
+from .launch import MERGE, PreparedLaunch, ceil_div, gradient_launch, int_key, statistics_launch
 from .merged_sums_triton import sums_for_merge, sums_key
 from .request import Request
 from .sums_triton import divided_by
@@ -31,8 +31,6 @@ def loss_step(request: Request, reduction) -> LossStep | None:
     if request.facts.world_size > 1 or layout.second or layout.per_id or layout.needs_label_logits:
         return None
     if gradients is None or not all(name in layout.differentiable for name, *_ in gradients):
-        return None
-    if INTERPRETED and request.tensors.logits.dtype == torch.bfloat16:  # whose gradient is rounded apart there
         return None
     sums = sums_for_merge(request, reduction)
     return None if sums is None else LossStep(request, sums, reduction.plan)

@@ -10,7 +10,6 @@ from .device_inputs import inputs_of
 from .launch import (
     ASSUME,
     GRADIENT_AGAIN,
-    INTERPRETED,
     MERGE,
     Launch,
     ceil_div,
@@ -38,19 +37,17 @@ def statistics_and_gradient(packets, gradient, request: Request, reduction, sums
     plan = Plan(facts.chunks, MERGE.block, parts, how.block, padded, early)
     grads = {name: (c, True) if squared else (c,) for name, c, squared in reduction.plan.gradients}
     sums, outputs = sums or MergedSums(), request.layout.empty_outputs(packets, n_rows, torch.float32)
-    loss, out = AssumedLoss(_assumed(request, reduction, sums), reduction.weight), _exact(gradient)
+    loss = AssumedLoss(_assumed(request, reduction, sums), reduction.weight)
     launch(
         rows_triton.packets_and_gradient_kernel, n_rows,
         (
-            packets.device, prepared.variant, plan, pointer_key(out), *(len(g) for g in grads.values()), tuple(grads),
-            dtype_key(loss.weight), sums_key(sums),
+            packets.device, prepared.variant, plan, pointer_key(gradient), tuple(grads),
+            *(len(g) for g in grads.values()), dtype_key(loss.weight), sums_key(sums),
         ),
         Launch(block, how.warps, early=early),
-        rows.outputs(outputs), packets, out, sums, inputs, rows.grads(*map(grads.get, rows.grads._fields)), loss,
+        rows.outputs(outputs), packets, gradient, sums, inputs, rows.grads(*map(grads.get, rows.grads._fields)), loss,
         rows.statistics, rows.merge, rows.merge_rows, n_rows, facts.valid_width, facts.ignore_index, plan,
     )  # fmt: skip
-    if out is not gradient:
-        gradient.data.copy_(out)
     return outputs, loss.assumed
 
 
@@ -60,22 +57,15 @@ def gradient_again(gradient, request: Request, merged, grads: dict, loss, assume
     here. grads, loss: as in `logits_gradient`."""
     facts, (inputs, prepared) = request.facts, inputs_of(request)
     n_rows, width = gradient.shape
-    padded, rows, loss, out = facts.valid_width < width, prepared.rows, LossGradient(*loss), _exact(gradient)
+    padded, rows, loss = facts.valid_width < width, prepared.rows, LossGradient(*loss)
     how = rows_launch(width, 4 * gradient.itemsize)  # narrower, because a bias would spill registers
     kinds = tuple(grads), *(len(g) for g in grads.values()), dtype_key(loss.weight), pointer_key(loss.upstream)
     launch(
         rows_triton.gradient_again_kernel, min(n_rows, GRADIENT_AGAIN),
-        (gradient.device, prepared.variant, again, padded, pointer_key(out), kinds), how,
-        out, assumed, expected, inputs, merged, rows.grads(*map(grads.get, rows.grads._fields)), loss, rows.merged,
+        (gradient.device, prepared.variant, again, padded, pointer_key(gradient), kinds), how,
+        gradient, assumed, expected, inputs, merged, rows.grads(*map(grads.get, rows.grads._fields)), loss, rows.merged,
         n_rows, facts.valid_width, again, padded,
     )  # fmt: skip
-    if out is not gradient:
-        gradient.data.copy_(out)
-
-
-def _exact(gradient):
-    """Return the gradient, or for the interpreter, which truncates to bf16 where hardware rounds, fp32 in its place."""
-    return gradient.float() if INTERPRETED and gradient.dtype == torch.bfloat16 else gradient
 
 
 def _assumed(request: Request, reduction, sums: MergedSums) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import INTERPRETED, SCALE, SUMS, SUMS_GRADIENT, ceil_div, dtype_key, int_key, launch, pointer_key
+from .launch import SCALE, SUMS, SUMS_GRADIENT, ceil_div, dtype_key, int_key, launch, pointer_key
 
 
 @triton.jit
@@ -176,11 +176,7 @@ def token_sums_gradient(upstream, values, valid, weight, inverse, plan):
 
 def scale(out, x, factor, add: bool = False):
     """out (+)= x * factor, contiguous, a scalar tensor; torch's own is slow with a factor that is on the device."""
-    if INTERPRETED and out.dtype == torch.bfloat16:  # the interpreter truncates to bf16, hardware rounds
-        exact = out.float()
-        scale(exact, x, factor, add)
-        out.copy_(exact)
-    elif out.numel():
+    if out.numel():
         launch(
             scale_kernel,
             ceil_div(out.numel(), SCALE.block),

@@ -14,7 +14,6 @@ from .device_inputs import inputs_of
 from .device_layout import DeviceLayout, device_layout
 from .launch import (
     AT_IDS,
-    INTERPRETED,
     LABELS,
     MERGE,
     SETS,
@@ -167,11 +166,6 @@ def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
     """Write d loss / d logits into `out` [N, width], which may be the logits; grads: upstream gradients [N] by name, or
     with a loss its coefficients; see `passes.write_gradient`."""
     if request.tensors.logits.numel() == 0:
-        return
-    if INTERPRETED and out.dtype == torch.bfloat16:  # the interpreter truncates to bf16, hardware rounds
-        unrounded = torch.empty_like(out, dtype=torch.float32)
-        logits_gradient(unrounded, request, merged, grads, loss)
-        out.copy_(unrounded)
         return
     (inputs, prepared), at_entries, at_ids = inputs_of(request), None, None
     if grads.keys().isdisjoint(AT_ENTRIES):

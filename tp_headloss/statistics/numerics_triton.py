@@ -123,12 +123,8 @@ def widen(x):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """fp32 rounded to a half precision, in fp32; the interpreter truncates to bf16, where hardware rounds."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        nearest = (bits + 32767 + ((bits >> 16) & 1)) & -65536
-        y = tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)
-    elif PTX and dtype == tl.float16:  # in pairs: one by one, the assembler waits for each multiplication of a GEMM
+    """fp32 rounded to a half precision, in fp32."""
+    if PTX and dtype == tl.float16:  # in pairs: one by one, the assembler waits for each multiplication of a GEMM
         y = tl.inline_asm_elementwise(
             "{ .reg .b32 two; .reg .f16 a, b; cvt.rn.f16x2.f32 two, $3, $2; mov.b32 {a, b}, two;"
             " cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
