@@ -520,7 +520,7 @@ GROUPS = {
         ("call/agreement.py", "_describe", "_sharded_dim(name)", "0"),
         ("call/agreement.py", "_compare", "a != b or checksum != other_checksum", "a != b"),
         ("call/agreement.py", "Agreement.__exit__", "EXCEPTION_TYPES.get(name, RuntimeError)", "RuntimeError"),
-        ("call/agreement.py", "_describe", "text, parts = value.__qualname__, _function_parts(value)", "text = value.__qualname__"),
+        ("call/agreement.py", "_text", "getattr(value, '__qualname__', type(value).__qualname__)", "type(value).__qualname__"),
         ("call/agreement.py", "_compare", "str(covered) != vocab_size", "False"),
         ("call/agreement.py", "_compare", "alike[True] and alike[False]", "False"),
         ("call/agreement.py", "Agreement.__exit__", "set(errors) != {errors[0]}", "True"),

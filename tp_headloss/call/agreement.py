@@ -7,10 +7,8 @@ other ranks in the collective until the communication library's timeout, and lab
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
 import re
-import types
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -47,10 +45,8 @@ class Agreement:
     ranks, and shards that do not cover the vocabulary once, are a ValueError on all ranks.
 
     Tensors are compared by their bits, except that those in `SHARDED_DIM` are compared by dtype and by the sizes that
-    ranks share, and hidden states by shape and dtype unless validate="checksums". Functions are compared by their code,
-    their constants and the variables that they close over, objects by their numbers and strings, modules by their type.
-    A function that holds a value of its rank alone, such as a shard of the logits or the rank's number, counts as
-    different.
+    ranks share, and hidden states by shape and dtype unless validate="checksums". Functions are compared by name, a
+    `functools.partial` with its arguments, other objects by their type.
 
     The exchange is a small all-gather of objects, with host synchronisations. With validate="metadata", and on one
     rank, nothing is exchanged. The objects are plain strings and numbers, but they travel as pickles, as in all of
@@ -71,7 +67,7 @@ class Agreement:
         for name, value in facts.items():
             if name in CHECKSUMS_ON_REQUEST and isinstance(value, torch.Tensor) and self.validate != "checksums":
                 value = list(value.shape), str(value.dtype)
-            _describe(name, value, self.facts, {})
+            _describe(name, value, self.facts)
         self.facts["bounds"] = shard.start, shard.start + shard.valid_width, shard.tp_invariant
 
     def __enter__(self):
@@ -93,84 +89,50 @@ class Agreement:
 PLAIN_TYPES = (int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
 
-def _describe(name: str, value, out: dict, seen: dict):
+def _describe(name: str, value, out: dict):
     """Add a description of a value, (text, checksum of its bits), to `out` under its name, and then of its parts.
 
-    Modules, classes, shards and process groups are described by their type, because their contents may differ between
-    ranks. Other objects are described by their plain attributes. `seen` has the objects described so far, by id.
+    Modules, shards and process groups are described by their type, because their contents may differ between ranks.
     """
-    if isinstance(value, PLAIN_TYPES):
-        out[name] = repr(value), 0
-        return
-    if id(value) in seen:  # functions may refer to each other, in a circle
-        out[name] = f"the same object as {seen[id(value)][0]}", 0
-        return
-    seen[id(value)] = name, value  # with the value, because the id of a deleted one could be used again
-    checksum, text = 0, ""
+    checksum, text = 0, _text(value)
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, torch.Tensor):
         text, checksum = _describe_tensor(value, _sharded_dim(name))
-    elif isinstance(value, (torch.nn.Module, VocabShard, types.ModuleType, type)):
-        text = getattr(value, "__name__", type(value).__name__)
     elif isinstance(value, Sequences):
         parts = (("mask", value.mask), ("lengths", value.lengths), ("horizon", value.horizon), ("ids", value.ids))
-        text = "Sequences"
     elif isinstance(value, functools.partial):
-        text, parts = "partial", (("function", value.func), ("arguments", value.args), ("keywords", value.keywords))
+        parts = (("function", value.func), ("arguments", value.args), ("keywords", value.keywords))
+    elif isinstance(value, (type, VocabShard)):
+        pass  # their contents may differ between ranks
     elif dataclasses.is_dataclass(value):
-        text, parts = type(value).__name__, ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        parts = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
     elif isinstance(value, dict):
-        parts = sorted(((_key_text(key), part) for key, part in value.items()), key=lambda item: item[0])
+        parts = [(key if isinstance(key, str) else _text(key), part) for key, part in value.items()]
+        parts.sort(key=lambda item: item[0])
         text = repr([key for key, _ in parts])
     elif isinstance(value, (set, frozenset)):
-        text = repr(sorted(map(_key_text, value)))
+        text = repr(sorted(map(_text, value)))
     elif isinstance(value, (list, tuple)):
         plain = all(isinstance(part, PLAIN_TYPES) for part in value)
         text, parts = repr(value) if plain else f"{len(value)} values", () if plain else enumerate(value)
-    elif isinstance(value, types.CodeType):
-        text, checksum = value.co_name, zlib.crc32(value.co_code)
-        parts = ("constants", value.co_consts), ("names", value.co_names)
-    elif isinstance(value, types.FunctionType):
-        text, parts = value.__qualname__, _function_parts(value)
-    elif isinstance(value, types.MethodType):
-        text, parts = value.__qualname__, (("self", value.__self__), ("function", value.__func__))
     elif hasattr(value, "tobytes"):  # an array or a number of NumPy
         text, checksum = f"{value.dtype} {list(value.shape)}", zlib.crc32(value.tobytes())
-    else:
-        text = getattr(value, "__qualname__", type(value).__qualname__)
-        attributes = dict(getattr(value, "__dict__", {}))
-        attributes |= {n: getattr(value, n, None) for n in getattr(type(value), "__slots__", ()) if n[:2] != "__"}
-        parts = ((n, part) for n, part in attributes.items() if isinstance(part, PLAIN_TYPES))
     out[name] = text, checksum
     for key, part in parts:
-        _describe(f"{name}.{key}", part, out, seen)
+        _describe(f"{name}.{key}", part, out)
+
+
+def _text(value) -> str:
+    """The repr of a plain value, or the name of a function or class, or of an object's type: the repr of these contains
+    an address."""
+    if isinstance(value, PLAIN_TYPES):
+        return repr(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _sharded_dim(name: str) -> int | None:
     """Dimension of a fact that is sharded on the vocabulary, or None. A teacher may be an input, or one of several."""
     return SHARDED_DIM.get(re.sub(r"^(inputs\.)?teacher\.(heads\.\d+\.)?", "teacher.", name))
-
-
-def _key_text(key) -> str:
-    """Text for a key or an element, without the address that the repr of an object contains."""
-    if isinstance(key, str):
-        return key
-    return repr(key) if isinstance(key, PLAIN_TYPES) else getattr(key, "__qualname__", type(key).__qualname__)
-
-
-def _function_parts(function):
-    """Yield the parts of a function that decide its result, by name: code, defaults, and variables from outside."""
-    yield "code", function.__code__
-    yield "defaults", (function.__defaults__, function.__kwdefaults__)
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # the variable has no value yet
-            yield name, None
-    names = {i.argval for i in dis.get_instructions(function.__code__) if i.opname == "LOAD_GLOBAL"}
-    for name in sorted(names & set(function.__globals__)):
-        if isinstance(value := function.__globals__[name], (*PLAIN_TYPES, tuple, torch.Tensor)):
-            yield name, value
 
 
 def _describe_tensor(tensor, sharded_dim: int | None) -> tuple[str, int]:
