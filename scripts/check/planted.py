@@ -39,13 +39,14 @@ AT_IDS_KERNELS = "engine/at_ids_triton.py"
 RANK, RANK_DEVICE = statistic("rank")
 
 KNOWN_CALLS = "head_loss/known_calls.py"
-LOSS_STEP, MERGED_SUMS = "engine/loss_step_triton.py", "engine/merged_sums_triton.py"
+LOSS_STEP, ASSUMED_LOSS = "engine/loss_step_triton.py", "engine/assumed_loss_triton.py"
 SECOND_MERGE = "engine/merge_triton.py"
 
 GROUPS = {
     "test_loss_step test_reduction": [
-        ("engine/transports/sum_lanes.py", "SumLanes", "adds_up = False", "pass"),
-        (PASSES, "_statistics", "second_exchange(second_packets(request, outputs[0]), outputs, request, *sums)", "second_exchange(second_packets(request, outputs[0]), outputs, request)"),
+        (PASSES, "statistics", "request.layout.second", "False"),
+        (SUMS, "sums_kernel", "tl.fma(value, weight, totals[i])", "value + totals[i]"),
+        (SUMS, "sums_kernel", "range(0, n, BLOCK)", "range(0, 1, BLOCK)"),
         (LOSS_STEP, "place_of", "x.data_ptr() % 16", "0"),
         (LOSS_STEP, "LossStep.gradient", "LossGradient(loss, inverse, None)", "LossGradient(inverse.float(), inverse, None)"),
         (LOSS_STEP, "LossStep._upstream", "(c, value) if squared else (c,)", "(c,)"),
@@ -60,11 +61,6 @@ GROUPS = {
         (KNOWN_CALLS, "prepared_output", "is_elsewhere(denominator, logits.device)", "False"),
         (KNOWN_CALLS, "prepared_output", "kernel_denominator(definition.reduction, denominator)", "denominator"),
         (KNOWN_CALLS, "_place", "type(denominator)", "None"),
-        (MERGED_SUMS, "add_up", "value * weight", "value"),
-        (MERGED_SUMS, "add_up", "(SQUARES >> i) & 1", "False"),
-        (MERGED_SUMS, "add_up", "groups - 1", "0"),
-        (MERGED_SUMS, "_sum_of_parts", "range(0, groups, BLOCK)", "range(0, 1, BLOCK)"),
-        (MERGED_SUMS, "start_sums", "tl.store((parts_ptr + 1).to(tl.pointer_type(tl.int32)), 0)", "pass"),
     ],
     "test_one_launch": [
         ("call/statistics.py", "run_statistics", "options.gradient == 'forward'", "False"),
@@ -82,12 +78,10 @@ GROUPS = {
         (ROWS, "_store_gradient", "merged.others * grad_log_prob", "grad_log_prob"),
         (ROWS, "packets_and_gradient_kernel", "weigh_token(tl.load(loss.assumed), loss.weight, row)", "tl.load(loss.assumed)"),
         (ROWS, "packets_and_gradient_kernel", "tl.minimum(n_rows - group * PLAN.group, PLAN.group)", "PLAN.group"),
-        (ROWS, "packets_and_gradient_kernel", "tl.cdiv(n_rows, PLAN.group)", "n_rows // PLAN.group"),
-        (MERGED_SUMS, "assume_kernel", "upstream * (1.0 / divisor)", "(1.0 / divisor)"),
-        (MERGED_SUMS, "assume_kernel", "tl.load(weight_ptr + token, mask=valid, other=0.0)", "valid.to(tl.float64)"),
-        (MERGED_SUMS, "assume_kernel", "y != ignore_index", "y == y"),
-        (MERGED_SUMS, "assume_kernel", "first // GROUP + tl.arange(0, BLOCK // GROUP)", "first // GROUP + tl.arange(0, 1)"),
-        (MERGED_SUMS, "assume_kernel", "start_sums(parts_ptr)", "pass"),
+        (ASSUMED_LOSS, "assume_kernel", "upstream * (1.0 / divisor)", "(1.0 / divisor)"),
+        (ASSUMED_LOSS, "assume_kernel", "tl.load(weight_ptr + token, mask=valid, other=0.0)", "valid.to(tl.float64)"),
+        (ASSUMED_LOSS, "assume_kernel", "y != ignore_index", "y == y"),
+        (ASSUMED_LOSS, "assume_kernel", "first // GROUP + tl.arange(0, BLOCK // GROUP)", "first // GROUP + tl.arange(0, 1)"),
         (ROWS, "gradient_again_kernel", "tl.load(assumed_ptr + ASSUMED_UPSTREAM) == given", "(given == given)"),
         (ROWS, "gradient_again_kernel", "tl.store(expected_ptr, given)", "pass"),
         (ARGMAX_DEVICE, "rescale", "tl.where(move.moved, NO_COLUMN, found)", "found"),
@@ -140,7 +134,7 @@ GROUPS = {
         (LANES, "from_lanes", "family.rescale(sums, -shift, factor)", "family.rescale(sums, shift, factor)"),
         ("engine/transports/symmetric_memory_triton.py", "packet_pointer", "offset + k % CHUNKS * size", "k % CHUNKS * size"),
         ("engine/transports/symmetric_memory_triton.py", "end_turn", "tl.store(memory.turns, turn + 1)", "tl.store(memory.turns, turn)"),
-        ("engine/transports/symmetric_memory.py", "SymmetricMemory.write", "load_backend(request.facts.backend).local_statistics(packets, request, self, *sums)", "load_backend(request.facts.backend).local_statistics(packets, request, None, *sums)"),
+        ("engine/transports/symmetric_memory.py", "SymmetricMemory.write", "load_backend(request.facts.backend).local_statistics(packets, request, self)", "load_backend(request.facts.backend).local_statistics(packets, request, None, *sums)"),
         ("engine/request.py", "TokenOrder.__init__", "alone and at > 0 and logits.stride(order[at - 1]) < logits.stride(d)", "at > 0 and logits.stride(order[at - 1]) < logits.stride(d)"),
         ("ranks/shard.py", "VocabShard.from_group", "-(-padded_size // world_size)", "padded_size // world_size"),
         ("ranks/shard.py", "VocabShard.valid_width", "max(0, min(self.stop, self.vocab_size) - self.start)", "self.stop - self.start"),

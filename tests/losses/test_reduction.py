@@ -23,7 +23,7 @@ from tp_headloss import (
     Transform,
     ZLoss,
 )
-from tp_headloss.engine import merged_sums_triton
+from tp_headloss.engine import sums_triton
 from tp_headloss.engine import triton as triton_backend
 from tp_headloss.engine.launch import Launch
 from tp_headloss.head_loss import StatisticValue
@@ -257,10 +257,10 @@ def test_a_loss_of_statistics_has_the_bits_of_their_own_gradients(names, weighte
         assert torch.equal(a, b)
 
 
-def test_a_merge_of_many_programs_adds_up_the_parts_of_all(device, monkeypatch):
-    """Programs of 4 tokens, whose parts are added up 4 at a time."""
-    for module in (merged_sums_triton, triton_backend):
-        monkeypatch.setattr(module, "MERGE", Launch(4, 2))
+def test_sums_of_more_tokens_than_a_tile_are_those_of_all(device, monkeypatch):
+    """Values that programs of 4 tokens merge, and tiles of 4 tokens add up."""
+    monkeypatch.setattr(triton_backend, "MERGE", Launch(4, 2))
+    monkeypatch.setattr(sums_triton, "SUMS", Launch(4, 1))
     generator = torch.Generator().manual_seed(4)
     logits, labels = torch.randn(50, 60, generator=generator), torch.randint(60, (50,), generator=generator)
     labels[::7] = -100

@@ -106,8 +106,7 @@ class PreparedStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, step, inplace, denominator):
-        (merged, values, *flags), loss, sums, inverse = step.statistics(logits, labels, denominator)
-        outputs = (*values.unbind(0), *flags)
+        merged, outputs, loss, sums, inverse = step.statistics(logits, labels, denominator)
         ctx.step, ctx.request, ctx.plan, ctx.expected = step, step.request, step.loss_plan, None
         ctx.inplace, ctx.is_spent = inplace, False
         ctx.set_materialize_grads(False)

@@ -18,10 +18,8 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
 
     token_sums(values, valid, reduction)                 a loss [] and sums over tokens in one kernel, and
     token_sums_gradient(upstream, values, valid, ..)     the gradients of the values
-    sums_for_merge(request, reduction)                   memory for sums that the last merge makes, or None; it and
-                                                         local_statistics then take it as a last argument
     loss_step(request, reduction)                        a prepared `LossStep` for calls of this kind, or None
-    statistics_and_gradient(packets, gradient, request, reduction, sums)  a loss and its gradient in one launch, and
+    statistics_and_gradient(packets, gradient, request, reduction)  a loss and its gradient in one launch, and
     gradient_again(gradient, request, merged, grads, loss, assumed, expected, again)  in the backward what is left;
                                                          where `one_launch` finds no obstacle
     linear_statistics(packets, hidden, weight, request, rounded, budget)  packets of logits hidden @ weight^T that are

@@ -21,7 +21,6 @@ from ..statistics.numerics_triton import largest, widen
 from ..statistics.records_triton import Chunk, Core, Places, Tile, Token
 from .gradient_triton import put_exact, store_exact, tile_gradient
 from .merge_triton import merge_tokens
-from .merged_sums_triton import start_sums
 from .transports.symmetric_memory_triton import slot_to_write
 
 # Columns of the gradient in a program that puts entries into their places. An H200, 8192 x 128256, microseconds of the
@@ -81,7 +80,6 @@ def statistics_kernel(
     packets_ptr,  # [chunks, K, T] fp32 out
     inputs,  # Inputs
     memory,  # SharedMemory
-    parts_ptr,  # of the merge's sums, see `add_up`, or None
     families,  # their STATISTICS
     rows,  # numbers of the packets' rows by name
     n_rows, start, valid_width, chunks, ignore_index,
@@ -92,8 +90,6 @@ def statistics_kernel(
     index = tl.program_id(0) % chunks
     chunk = open_chunk(inputs, row, index, n_rows, start, valid_width, ignore_index)
     packets_ptr = slot_to_write(packets_ptr, memory)
-    if parts_ptr is not None:
-        start_sums(parts_ptr)
     lanes = tl.arange(0, BLOCK)
     m = -float("inf")
     s = tl.zeros([BLOCK], tl.float32)
@@ -139,7 +135,6 @@ def merge_kernel(
     packets_ptr,  # [packets, K, T] fp32
     inputs,  # Inputs: labels and the student's scale
     memory,  # SharedMemory
-    sums,  # MergedSums
     families,  # their MERGE
     rows,  # numbers of rows by name: packet, merged, value
     n_rows,
@@ -147,10 +142,7 @@ def merge_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the merge of BLOCK tokens."""
-    merge_tokens(
-        out, packets_ptr, inputs, memory, sums, families, rows, n_rows, tl.program_id(0), tl.num_programs(0), PACKETS,
-        CHUNKS, BLOCK,
-    )  # fmt: skip
+    merge_tokens(out, packets_ptr, inputs, memory, families, rows, n_rows, tl.program_id(0), PACKETS, CHUNKS, BLOCK)
 
 
 @triton.jit

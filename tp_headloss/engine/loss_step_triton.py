@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from ..statistics.records_triton import Exact, Inputs, LossGradient, MergedSums
+from ..statistics.records_triton import Exact, Inputs, LossGradient
 from . import kernels
 from .device_inputs import inputs_of
-from .launch import MERGE, PreparedLaunch, ceil_div, gradient_launch, int_key, statistics_launch
-from .merged_sums_triton import sums_for_merge, sums_key
+from .launch import MERGE, SUMS, PreparedLaunch, ceil_div, gradient_launch, int_key, statistics_launch
 from .request import Request
-from .sums_triton import divided_by
+from .sums_triton import divided_by, sums_kernel, sums_key
 from .transports.symmetric_memory_triton import SharedMemory
 
 NOT_SHARED = SharedMemory()
@@ -28,20 +27,21 @@ def place_of(x: torch.Tensor) -> tuple:
 def loss_step(request: Request, reduction) -> LossStep | None:
     """The step of a call with logits and labels alone, which has no weights; None where the general way is needed."""
     layout, gradients = request.layout, reduction.plan.gradients
-    if request.facts.world_size > 1 or layout.second or layout.per_id or layout.needs_label_logits:
+    has_rows = len(request.tensors.logits) > 0
+    if request.facts.world_size > 1 or layout.second or layout.per_id or layout.needs_label_logits or not has_rows:
         return None
     if gradients is None or not all(name in layout.differentiable for name, *_ in gradients):
         return None
-    sums = sums_for_merge(request, reduction)
-    return None if sums is None else LossStep(request, sums, reduction.plan)
+    return LossStep(request, reduction)
 
 
 class LossStep:
     """Forward and backward of calls of one kind: logits [N, width], labels [N], and a loss that is a weighted sum of
     statistics, or squares of them, over a denominator of one kind, a number or a tensor."""
 
-    def __init__(self, request: Request, sums: MergedSums, plan):
-        gradients, self.loss_plan = plan.gradients, plan
+    def __init__(self, request: Request, reduction):
+        self.loss_plan = plan = reduction.plan
+        gradients = plan.gradients
         tensors, facts, layout = request.tensors, request.facts, request.layout
         inputs, prepared = inputs_of(request)
         rows, (n_rows, width), device = prepared.rows, tensors.logits.shape, tensors.logits.device
@@ -50,19 +50,24 @@ class LossStep:
         # places among the outputs: of those without a gradient, of the terms' statistics and of the flag
         self.fixed, self.valid = layout.fixed, layout.outputs.index("valid")
         self.summed = [layout.outputs.index(name) for name, *_ in gradients]
+        self.added = [layout.outputs.index(name) for name in plan.statistics]
         self.inputs, self.outputs = inputs[2:], rows.outputs
-        self.coefficients, self.plan = sums.coefficients, sums.plan
         packets = tensors.logits.new_empty((), dtype=torch.float32).expand(request.packets_shape)
         outputs = layout.empty_outputs(packets, n_rows, torch.float32)
         # for `empty_like`, the quickest way to allocate; expanded, so that they take no memory
-        self.like = [x.new_empty(()).expand(x.shape) for x in (packets, *outputs, *sums[:3])]
-        variant = device, prepared.variant, facts.chunks, sums_key(sums)
+        reduced = packets.new_empty(len(plan.statistics) + 1), packets.new_empty(()), packets.new_empty(()).double()
+        self.like = [x.new_empty(()).expand(x.shape) for x in (packets, *outputs, *reduced)]
+        variant = device, prepared.variant, facts.chunks
         self.write = PreparedLaunch(
             kernels.statistics_kernel, n_rows * facts.chunks, variant, statistics_launch(facts.chunk_size)
         )
         self.write_last = rows.statistics, rows.packet, n_rows, *prepared.bounds
         self.merge = PreparedLaunch(kernels.merge_kernel, ceil_div(n_rows, MERGE.block), variant, MERGE)
         self.merge_last = rows.merge, rows.merge_rows, n_rows, facts.packets, facts.chunks
+        by_output = self._by_output(outputs)
+        key = sums_key([by_output[i] for i in self.added], by_output[self.valid], reduction)
+        self.add_up = PreparedLaunch(sums_kernel, 1, key, SUMS)
+        self.add_up_last = plan.squares, plan.negatives, reduction.denominator is None
         self.gradients, self.grads_type = gradients, rows.grads
         self.grads = None if any(squared for *_, squared in gradients) else self._upstream([None] * len(gradients))
         names, padded = tuple([name for name, *_ in gradients]), facts.valid_width < width
@@ -85,14 +90,24 @@ class LossStep:
         alike = self.places == (*place_of(logits), *place_of(labels)) and all(x.is_contiguous() for x in others)
         return alike and self.is_on_current_device()
 
-    def statistics(self, logits, labels, denominator) -> tuple[list, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return [merged rows, values, *flags] as `merge_packets` does; the loss, its sums and 1 / its divisor."""
-        packets, *outputs, parts, sums, loss = map(torch.empty_like, self.like)
-        inputs = Inputs(logits, labels, *self.inputs)
-        added = MergedSums(parts, sums, loss, None, *divided_by(denominator), self.coefficients, self.plan)
-        self.write(packets, inputs, NOT_SHARED, parts, *self.write_last)
-        self.merge(self.outputs(outputs), packets, inputs, NOT_SHARED, added, *self.merge_last)
-        return outputs, loss, sums, parts
+    @staticmethod
+    def _by_output(outputs) -> tuple[torch.Tensor, ...]:
+        """[merged rows, values, *flags] -> the outputs of the layout."""
+        _merged, values, *flags = outputs
+        return *values.unbind(0), *flags
+
+    def statistics(self, logits, labels, denominator) -> tuple:
+        """Return the merged rows, the layout's outputs, the loss, its sums and 1 / its divisor."""
+        packets, *outputs, sums, loss, inverse = map(torch.empty_like, self.like)
+        inputs, (given, number) = Inputs(logits, labels, *self.inputs), divided_by(denominator)
+        self.write(packets, inputs, NOT_SHARED, *self.write_last)
+        self.merge(self.outputs(outputs), packets, inputs, NOT_SHARED, *self.merge_last)
+        by_output, coefficients = self._by_output(outputs), self.loss_plan.coefficients
+        self.add_up(
+            sums, inverse, loss, tuple([by_output[i] for i in self.added]), by_output[self.valid], None, given,
+            coefficients, number, len(labels), *self.add_up_last,
+        )  # fmt: skip
+        return outputs[0], by_output, loss, sums, inverse
 
     def _upstream(self, values):
         """Upstream gradients of the statistics, whose values [N] are read where the loss has their squares."""

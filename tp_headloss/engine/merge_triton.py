@@ -8,7 +8,6 @@ from ..statistics import softmax_triton as softmax
 from ..statistics.family_triton import read
 from ..statistics.numerics_triton import settle
 from ..statistics.records_triton import Packet
-from .merged_sums_triton import add_up
 from .transports.symmetric_memory_triton import end_turn, packet_pointer, turn_to_read
 
 
@@ -30,11 +29,10 @@ def add_packet(families, states, packet, terms, rows):
 
 @triton.jit
 def merge_tokens(
-    out, packets_ptr, inputs, memory, sums, families, rows, n_rows, group, groups, PACKETS: tl.constexpr,
-    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    out, packets_ptr, inputs, memory, families, rows, n_rows, group,
+    PACKETS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Merge all packets of a group of BLOCK tokens in chunk order, in float64, and the target column. The last of all
-    groups adds up the values of all tokens."""
+    """Merge all packets of a group of BLOCK tokens in chunk order, in float64, and the target column."""
     # Packets that are read at once: more spill registers, and more than 8 compile for minutes.
     WIDE: tl.constexpr = PACKETS * (rows.packet.height - rows.packet.ids) > 96
     STEP: tl.constexpr = (4 if PACKETS == 8 else 1) if WIDE or PACKETS > 8 else PACKETS
@@ -72,22 +70,18 @@ def merge_tokens(
     for i in tl.static_range(len(families)):
         families[i].finish(states[i], joined, out, inputs, rows)
     end_turn(memory, turn)
-    if sums.parts is not None:
-        add_up(sums, out, here & ~joined.ignored, token, n, group, groups, BLOCK)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def second_merge_kernel(
     out,  # Outputs: the last S rows of its merged rows [R, T] and values [K, T] are written
     packets_ptr,  # [packets, 2 S, T] fp32
-    sums,  # MergedSums
     n_rows,
     SUM: tl.constexpr,  # number of the merged row of that name
     MERGED: tl.constexpr, VALUES: tl.constexpr,  # R - S, K - S
     STATISTICS: tl.constexpr, PACKETS: tl.constexpr, BLOCK: tl.constexpr,  # S
 ):  # fmt: skip
-    """One program: the merge of the second exchange's packets of BLOCK tokens, in their order and in float64. The last
-    one adds up the values of all tokens."""
+    """One program: the merge of the second exchange's packets of BLOCK tokens, in their order and in float64."""
     STEP: tl.constexpr = 8 if PACKETS % 8 == 0 else 1  # packets that are read at once
     n = n_rows.to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -105,6 +99,3 @@ def second_merge_kernel(
         bad = whole != whole
         tl.store(out.value + (VALUES + i) * n + token, settle(value, bad, False), mask=here)
         tl.store(out.merged + (MERGED + i) * n + token, settle(mean, bad, False), mask=here)
-    if sums.parts is not None:
-        valid = here & (tl.load(out.valid + token, mask=here, other=0) != 0)
-        add_up(sums, out, valid, token, n, tl.program_id(0), tl.num_programs(0), BLOCK)

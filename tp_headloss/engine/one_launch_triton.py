@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..statistics.records_triton import LossGradient, MergedSums
+from ..statistics.records_triton import LossGradient
 from . import rows_triton
+from .assumed_loss_triton import ROWS_DONE, assume_kernel
 from .device_inputs import inputs_of
 from .launch import (
     ASSUME,
@@ -20,15 +21,14 @@ from .launch import (
     rows_launch,
     statistics_launch,
 )
-from .merged_sums_triton import ROWS_DONE, assume_kernel, sums_key
 from .request import Request
 from .rows_triton import AssumedLoss, Plan
 from .sums_triton import divided_by
 
 
-def statistics_and_gradient(packets, gradient, request: Request, reduction, sums: MergedSums | None):
+def statistics_and_gradient(packets, gradient, request: Request, reduction):
     """Write the packets [chunks, rows, N] of a call, and the gradient [N, width] of its reduced loss for the expected
-    upstream gradient -> [merged rows, values, *flags] as `merge_packets`, `sums`, and a note for `gradient_again`."""
+    upstream gradient -> [merged rows, values, *flags] as `merge_packets`, and a note for `gradient_again`."""
     facts, (inputs, prepared) = request.facts, inputs_of(request)
     n_rows, width = gradient.shape
     block, rows, how = statistics_launch(facts.chunk_size).block, prepared.rows, rows_launch(width, gradient.itemsize)
@@ -36,16 +36,16 @@ def statistics_and_gradient(packets, gradient, request: Request, reduction, sums
     early = may_begin_early(packets.device)
     plan = Plan(facts.chunks, MERGE.block, parts, how.block, padded, early)
     grads = {name: (c, True) if squared else (c,) for name, c, squared in reduction.plan.gradients}
-    sums, outputs = sums or MergedSums(), request.layout.empty_outputs(packets, n_rows, torch.float32)
-    loss = AssumedLoss(_assumed(request, reduction, sums), reduction.weight)
+    outputs = request.layout.empty_outputs(packets, n_rows, torch.float32)
+    loss = AssumedLoss(_assumed(request, reduction), reduction.weight)
     launch(
         rows_triton.packets_and_gradient_kernel, n_rows,
         (
             packets.device, prepared.variant, plan, pointer_key(gradient), tuple(grads),
-            *(len(g) for g in grads.values()), dtype_key(loss.weight), sums_key(sums),
+            *(len(g) for g in grads.values()), dtype_key(loss.weight),
         ),
         Launch(block, how.warps, early=early),
-        rows.outputs(outputs), packets, gradient, sums, inputs, rows.grads(*map(grads.get, rows.grads._fields)), loss,
+        rows.outputs(outputs), packets, gradient, inputs, rows.grads(*map(grads.get, rows.grads._fields)), loss,
         rows.statistics, rows.merge, rows.merge_rows, n_rows, facts.valid_width, facts.ignore_index, plan,
     )  # fmt: skip
     return outputs, loss.assumed
@@ -68,7 +68,7 @@ def gradient_again(gradient, request: Request, merged, grads: dict, loss, assume
     )  # fmt: skip
 
 
-def _assumed(request: Request, reduction, sums: MergedSums) -> torch.Tensor:
+def _assumed(request: Request, reduction) -> torch.Tensor:
     """Return what a loss's gradient is written for before the loss is known, see `AssumedLoss`."""
     _plan, weight, denominator, expected = reduction
     labels, ignore_index = request.tensors.labels, request.facts.ignore_index
@@ -76,10 +76,10 @@ def _assumed(request: Request, reduction, sums: MergedSums) -> torch.Tensor:
     groups = ceil_div(labels.numel(), MERGE.block)
     assumed = labels.new_empty(ROWS_DONE.value + ceil_div(groups, 2), dtype=torch.float64)
     by_count = denominator is None
-    variant = inputs_of(request)[1].variant, sums.parts is None, dtype_key(weight), pointer_key(given), by_count
+    variant = inputs_of(request)[1].variant, dtype_key(weight), pointer_key(given), by_count
     launch(
         assume_kernel, 1, (labels.device, *variant), ASSUME,
-        assumed, sums.parts, expected, labels, weight, given, number, labels.numel(), ignore_index,
+        assumed, expected, labels, weight, given, number, labels.numel(), ignore_index,
         by_count, MERGE.block, may_begin_early(labels.device),
     )  # fmt: skip
     return assumed

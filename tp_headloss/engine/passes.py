@@ -15,16 +15,10 @@ from .transports import resolve_transport
 
 def statistics(request: Request) -> list[torch.Tensor]:
     """Return [merged rows [R, N], values [K, N], *flags [N]] in the layout's order; one exchange, or up to three."""
-    return _statistics(request, resolve_transport(request))
-
-
-def _statistics(request: Request, transport, *sums) -> list[torch.Tensor]:
-    request = with_label_logits(request)
-    packets = transport.write(request, *sums)
-    if not request.layout.second:
-        return transport.merge(packets, request, *sums)
-    outputs = transport.merge(packets, request)
-    second_exchange(second_packets(request, outputs[0]), outputs, request, *sums)
+    transport, request = resolve_transport(request), with_label_logits(request)
+    outputs = transport.merge(transport.write(request), request)
+    if request.layout.second:
+        second_exchange(second_packets(request, outputs[0]), outputs, request)
     return outputs
 
 
@@ -45,21 +39,17 @@ class Reduced(NamedTuple):
 
     loss: torch.Tensor  # [] fp32
     sums: torch.Tensor  # [S + 1] fp32: of each value, then the count
-    inverse: torch.Tensor  # fp64 whose first element is 1 / what the loss was divided by
+    inverse: torch.Tensor  # [] fp64: 1 / what the loss was divided by
 
 
 def reduced_statistics(request: Request, reduction) -> tuple[list[torch.Tensor], Reduced]:
-    """`statistics`, and a reduction of them, by the last merge where it has all values. For the triton backend."""
-    transport = resolve_transport(request)
-    sums = load_backend(request.facts.backend).sums_for_merge(request, reduction) if transport.adds_up else None
-    if sums is None:
-        outputs = _statistics(request, transport)
-        return outputs, _reduced(outputs, request, reduction)
-    return _statistics(request, transport, sums), Reduced(sums.loss, sums.sums, sums.parts)
+    """`statistics`, and a reduction of them. For the triton backend."""
+    outputs = statistics(request)
+    return outputs, _reduced(outputs, request, reduction)
 
 
 def _reduced(outputs: list[torch.Tensor], request: Request, reduction) -> Reduced:
-    """The reduction of statistics that exist, in a kernel of its own."""
+    """The reduction of statistics."""
     _merged, values, *flags = outputs
     named = dict(zip(request.layout.outputs, (*values.unbind(0), *flags)))
     summed = tuple([named[name] for name in reduction.plan.statistics])
@@ -71,10 +61,8 @@ def statistics_and_gradient(request: Request, reduction) -> tuple[list, Reduced,
     and a note of that."""
     backend, logits = load_backend(request.facts.backend), request.tensors.logits
     packets, gradient = logits.new_empty(request.packets_shape, dtype=torch.float32), logits.new_empty(logits.shape)
-    sums = backend.sums_for_merge(request, reduction)
-    outputs, assumed = backend.statistics_and_gradient(packets, gradient, request, reduction, sums)
-    reduced = _reduced(outputs, request, reduction) if sums is None else Reduced(sums.loss, sums.sums, sums.parts)
-    return outputs, reduced, gradient, assumed
+    outputs, assumed = backend.statistics_and_gradient(packets, gradient, request, reduction)
+    return outputs, _reduced(outputs, request, reduction), gradient, assumed
 
 
 def second_packets(request: Request, merged: torch.Tensor) -> torch.Tensor:
@@ -84,10 +72,10 @@ def second_packets(request: Request, merged: torch.Tensor) -> torch.Tensor:
     return packets
 
 
-def second_exchange(packets: torch.Tensor, outputs: list[torch.Tensor], request: Request, *sums) -> None:
+def second_exchange(packets: torch.Tensor, outputs: list[torch.Tensor], request: Request) -> None:
     """Merge the packets of the second exchange into the last rows of merged rows and values among the outputs."""
     packets = gather_parts(packets, request.facts.world_size, request.facts.group_name)
-    load_backend(request.facts.backend).merge_second(packets, outputs, request.layout, *sums)
+    load_backend(request.facts.backend).merge_second(packets, outputs, request.layout)
 
 
 def write_gradient(out: torch.Tensor, request: Request, merged: torch.Tensor, grads: dict, *loss) -> None:

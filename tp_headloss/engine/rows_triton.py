@@ -19,9 +19,9 @@ from ..statistics import softmax_triton as softmax
 from ..statistics.family_triton import loss_gradient, loss_of_row, open_chunk, read, transform, upstream, weigh_token
 from ..statistics.numerics_triton import exp, fixed_sums, settle, times, widen
 from ..statistics.records_triton import Core, Packet, Tile, Token
+from .assumed_loss_triton import ASSUMED_UPSTREAM, rows_done
 from .kernels import add_to_states, rescale_states, start_states
 from .merge_triton import merge_tokens
-from .merged_sums_triton import ASSUMED_UPSTREAM, rows_done
 from .transports.symmetric_memory_triton import SharedMemory
 
 # Stages of the loops' pipelines.
@@ -235,7 +235,6 @@ def packets_and_gradient_kernel(
     out,  # Outputs
     packets_ptr,  # [CHUNKS, K, T] fp32 for the packets
     dx_ptr,  # [T, width] out, contiguous: the gradient for the expected upstream gradient
-    sums,  # MergedSums
     inputs,  # Inputs
     grads,  # coefficients of lse and log_prob in the loss, see `loss_gradient`
     loss,  # AssumedLoss
@@ -258,8 +257,8 @@ def packets_and_gradient_kernel(
     done = tl.atomic_add(rows_done(loss.assumed) + group, 1)
     if done == tl.minimum(n_rows - group * PLAN.group, PLAN.group) - 1:
         merge_tokens(
-            out, packets_ptr, inputs, SharedMemory(None, None, None), sums, merges, rows, n_rows, group,
-            tl.cdiv(n_rows, PLAN.group), PLAN.chunks, PLAN.chunks, PLAN.group,
+            out, packets_ptr, inputs, SharedMemory(None, None, None), merges, rows, n_rows, group,
+            PLAN.chunks, PLAN.chunks, PLAN.group,
         )  # fmt: skip
 
 

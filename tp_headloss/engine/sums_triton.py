@@ -136,19 +136,23 @@ def divided_by(denominator) -> tuple[torch.Tensor | None, float]:
     return None, 1.0 if denominator is None else float(denominator)
 
 
+def sums_key(values, valid, reduction) -> tuple:
+    """Everything about sums that Triton compiles into their kernel."""
+    plan, weight, denominator, _ = reduction
+    return (
+        valid.device, plan.squares, plan.negatives, len(plan.coefficients), denominator is None, valid.dtype,
+        dtype_key(weight), pointer_key(divided_by(denominator)[0]), *[value.dtype for value in values],
+    )  # fmt: skip
+
+
 def token_sums(values, valid, reduction):
     """Values [N] each -> loss [], sums [S + 1] (of each value, then the count), and 1 / the divisor [] fp64."""
     plan, weight, denominator, _ = reduction
     sums = valid.new_empty(len(values) + 1, dtype=torch.float32)
     loss, inverse = valid.new_empty((), dtype=torch.float32), valid.new_empty((), dtype=torch.float64)
     given, number = divided_by(denominator)
-    dtypes = [value.dtype for value in values]
     launch(
-        sums_kernel,
-        1,
-        (valid.device, plan.squares, plan.negatives, len(plan.coefficients), denominator is None, valid.dtype,
-         dtype_key(weight), pointer_key(given), *dtypes),
-        SUMS,
+        sums_kernel, 1, sums_key(values, valid, reduction), SUMS,
         sums, inverse, loss, values, valid, weight, given, plan.coefficients, number, valid.numel(),
         plan.squares, plan.negatives, denominator is None,
     )  # fmt: skip

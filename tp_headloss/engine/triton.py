@@ -8,7 +8,7 @@ from .. import statistics
 from ..statistics import Layout, entries_triton, sets_triton, softmax_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
-from ..statistics.records_triton import Exact, Inputs, LossGradient, MergedSums
+from ..statistics.records_triton import Exact, Inputs, LossGradient
 from . import at_ids_triton, kernels
 from .device_inputs import inputs_of
 from .device_layout import DeviceLayout, device_layout
@@ -33,7 +33,6 @@ from .launch import (
 from .linear_triton import linear_gradient, linear_statistics  # noqa: F401 (part of the contract)
 from .loss_step_triton import NOT_SHARED, loss_step  # noqa: F401 (the second is part of the contract)
 from .merge_triton import second_merge_kernel
-from .merged_sums_triton import sums_for_merge, sums_key  # noqa: F401 (the first is part of the contract)
 from .one_launch_triton import gradient_again, statistics_and_gradient  # noqa: F401 (part of the contract)
 from .request import Request
 from .sums_triton import scale, token_sums, token_sums_gradient  # noqa: F401 (part of the contract)
@@ -49,7 +48,7 @@ def shares_memory(logits) -> bool:
     return logits.is_cuda and logits.shape[0] > 0
 
 
-NO_LOSS, NO_SUMS = LossGradient(), MergedSums()
+NO_LOSS = LossGradient()
 
 
 def _shared(memory) -> SharedMemory:
@@ -74,8 +73,8 @@ def label_logits(out, request: Request):
         )  # fmt: skip
 
 
-def local_statistics(packets, request: Request, memory=None, sums: MergedSums = NO_SUMS):
-    """Write this rank's packets [chunks, rows, N] fp32, into `memory`'s slot if there is one; sums: of their merge."""
+def local_statistics(packets, request: Request, memory=None):
+    """Write this rank's packets [chunks, rows, N] fp32, into `memory`'s slot if there is one."""
     n_rows, facts = packets.shape[-1], request.facts
     if n_rows == 0:
         return
@@ -89,9 +88,9 @@ def local_statistics(packets, request: Request, memory=None, sums: MergedSums = 
             packets, inputs, shared, rows.packet, n_rows, *prepared.bounds,
         )  # fmt: skip
     launch(
-        kernels.statistics_kernel, n_rows * facts.chunks, (*variant, sums.parts is None),
+        kernels.statistics_kernel, n_rows * facts.chunks, variant,
         statistics_launch(facts.chunk_size, inputs.teacher is not None, rows.tail_alone and is_plain),
-        packets, streamed, shared, sums.parts, rows.statistics, rows.packet, n_rows, *prepared.bounds,
+        packets, streamed, shared, rows.statistics, rows.packet, n_rows, *prepared.bounds,
     )  # fmt: skip
 
 
@@ -100,8 +99,8 @@ def at_ids_programs(n_rows: int, n_ids: int) -> int:
     return ceil_div(n_rows, at_ids_triton.TOKENS.value) * ceil_div(n_ids, AT_IDS.block)
 
 
-def merge_packets(packets, request: Request, memory=None, sums: MergedSums = NO_SUMS) -> list[torch.Tensor]:
-    """Packets of all ranks (this rank's, whose peers' lie in `memory`) -> [merged rows, values, *flags], and `sums`."""
+def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:
+    """Packets of all ranks (this rank's, whose peers' lie in `memory`) -> [merged rows, values, *flags]."""
     facts, x, n_rows = request.facts, request.tensors, packets.shape[-1]
     outputs = request.layout.empty_outputs(packets, n_rows, torch.float32)
     if n_rows == 0:
@@ -113,8 +112,8 @@ def merge_packets(packets, request: Request, memory=None, sums: MergedSums = NO_
     keys = pointer_key(x.labels), pointer_key(x.scales), inputs.student_scale is None
     launch(
         kernels.merge_kernel, ceil_div(n_rows, MERGE.block),
-        (packets.device, rows, *counts, shared.slot, *keys, sums_key(sums)), MERGE,
-        rows.outputs(outputs), packets, inputs, shared, sums, rows.merge, rows.merge_rows, n_rows, *counts,
+        (packets.device, rows, *counts, shared.slot, *keys), MERGE,
+        rows.outputs(outputs), packets, inputs, shared, rows.merge, rows.merge_rows, n_rows, *counts,
     )  # fmt: skip
     if request.layout.n_ids:  # reads this turn's packets, too: no rank writes them again before the next barrier
         launch(
@@ -148,8 +147,8 @@ def second_statistics(packets, request: Request, merged):
         )  # fmt: skip
 
 
-def merge_second(packets, outputs: list[torch.Tensor], layout: Layout, sums: MergedSums = NO_SUMS):
-    """Packets of the second exchange of all ranks -> the last rows of the outputs' first two, in place, and `sums`."""
+def merge_second(packets, outputs: list[torch.Tensor], layout: Layout):
+    """Packets of the second exchange of all ranks -> the last rows of the outputs' first two, in place."""
     (n_packets, height, n_rows), (merged, values, *_) = packets.shape, outputs
     if n_rows == 0:
         return
@@ -157,8 +156,8 @@ def merge_second(packets, outputs: list[torch.Tensor], layout: Layout, sums: Mer
     rows = device_layout(layout)
     launch(
         second_merge_kernel, ceil_div(n_rows, MERGE.block),
-        (packets.device, rows, *sizes, pointer_key(packets), sums_key(sums)), MERGE,
-        rows.outputs(outputs), packets, sums, n_rows, *sizes,
+        (packets.device, rows, *sizes, pointer_key(packets)), MERGE,
+        rows.outputs(outputs), packets, n_rows, *sizes,
     )  # fmt: skip
 
 

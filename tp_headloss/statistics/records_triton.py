@@ -148,20 +148,6 @@ class Outputs(NamedTuple):
     hits: object  # [T] bool, or None
 
 
-class MergedSums(NamedTuple):
-    """Sums of a merge over all its tokens, see `engine.merged_sums_triton`; all None: it makes none."""
-
-    # fp64: 1 / what the loss was divided by, how many groups of tokens are merged (int32), and the parts of all groups
-    parts: object = None
-    sums: object = None  # [S + 1] fp32 out
-    loss: object = None  # [] fp32 out
-    weight: object = None  # [T] fp32, or None
-    denominator_ptr: object = None  # [] fp64, or None: then `denominator`, or the count
-    denominator: object = None
-    coefficients: object = None
-    plan: object = None  # `SumBits`
-
-
 class LossGradient(NamedTuple):
     """Factors of a reduced loss's gradient for its statistics: each is coefficient * weight * upstream * inverse."""
 

@@ -13,7 +13,7 @@ from .transport import Transport
 class Gather(Transport):
     """Packets of all ranks, copied to every rank."""
 
-    def merge(self, packets: torch.Tensor, request: Request, *sums) -> list[torch.Tensor]:
+    def merge(self, packets: torch.Tensor, request: Request) -> list[torch.Tensor]:
         facts = request.facts
         packets = gather_parts(packets, facts.world_size, facts.group_name)
-        return load_backend(facts.backend).merge_packets(packets, request, None, *sums)
+        return load_backend(facts.backend).merge_packets(packets, request)

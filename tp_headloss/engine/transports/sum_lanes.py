@@ -18,9 +18,7 @@ from .transport import Transport
 class SumLanes(Transport):
     """Packets as float64 lanes, which the all-reduce adds up."""
 
-    adds_up = False
-
-    def merge(self, packets: torch.Tensor, request: Request, *sums) -> list[torch.Tensor]:
+    def merge(self, packets: torch.Tensor, request: Request) -> list[torch.Tensor]:
         lanes = sum_in_place(to_lanes(packets, request), request.facts.world_size, request.facts.group_name)
         return finish(*from_lanes(lanes, request), request, packets.dtype)
 

@@ -49,19 +49,19 @@ class SymmetricMemory(Transport):
         self.stream = torch.cuda.current_stream(device)
         torch.cuda.synchronize(device)  # once per group: other streams may use it next
 
-    def write(self, request: Request, *sums) -> torch.Tensor:
+    def write(self, request: Request) -> torch.Tensor:
         """Write this rank's packets [chunks, rows, N] into the slot whose turn it is; the result is the first slot."""
         self._take_turns()
         shape = request.packets_shape
         packets = self.buffer[: shape[0] * shape[1] * shape[2]].view(shape)
         self.in_exchange = True
-        load_backend(request.facts.backend).local_statistics(packets, request, self, *sums)
+        load_backend(request.facts.backend).local_statistics(packets, request, self)
         return packets
 
-    def merge(self, packets: torch.Tensor, request: Request, *sums) -> list[torch.Tensor]:
+    def merge(self, packets: torch.Tensor, request: Request) -> list[torch.Tensor]:
         """Merge the packets in all ranks' slots, after a barrier."""
         self.handle.barrier(channel=0, timeout_ms=self.timeout_ms)
-        outputs = load_backend(request.facts.backend).merge_packets(packets, request, self, *sums)
+        outputs = load_backend(request.facts.backend).merge_packets(packets, request, self)
         self.in_exchange = False
         return outputs
 

@@ -11,18 +11,13 @@ from ..request import Request, accumulation_dtype
 class Transport:
     """Way of the packets of all ranks to their merge, in two steps that all ranks of a group take together."""
 
-    adds_up = True  # whether `merge` fills the sums that it is given
-
-    def write(self, request: Request, *sums) -> torch.Tensor:
-        """Write this rank's packets [chunks, rows, N] where `merge` finds them: by default in new memory.
-
-        sums: nothing, or for the triton backend what its `sums_for_merge` returned, here and in `merge`.
-        """
+    def write(self, request: Request) -> torch.Tensor:
+        """Write this rank's packets [chunks, rows, N] where `merge` finds them: by default in new memory."""
         logits = request.tensors.logits
         packets = logits.new_empty(request.packets_shape, dtype=accumulation_dtype(logits.dtype))
-        load_backend(request.facts.backend).local_statistics(packets, request, None, *sums)
+        load_backend(request.facts.backend).local_statistics(packets, request)
         return packets
 
-    def merge(self, packets: torch.Tensor, request: Request, *sums) -> list[torch.Tensor]:
+    def merge(self, packets: torch.Tensor, request: Request) -> list[torch.Tensor]:
         """Merge the packets of all ranks: [merged rows [R, N], values [K, N], *flags [N]] in the layout's order."""
         raise NotImplementedError
