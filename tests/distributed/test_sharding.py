@@ -174,14 +174,14 @@ def test_the_sum_transport_equals_the_gather(world_size, layout, backend):
     assert_truth(case, summed)
 
 
-def out_of_range_run(group, device):
+def out_of_range_run(group, device, check=False):
     shard = VocabShard.from_group(group, 16)
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
     x[1] += 700.0
     x[2] -= 700.0
     local = x[:, shard.start : shard.stop].to(device)
     return vocab_statistics(
-        local, torch.tensor([3, 3, 12], device=device), shard=shard, options=Options(transport="sum")
+        local, torch.tensor([3, 3, 12], device=device), shard=shard, options=Options(transport="sum", check=check)
     )
 
 
@@ -189,6 +189,8 @@ def test_the_sum_transport_checks_its_range():
     for stats in on_ranks(2, out_of_range_run):
         assert stats.log_prob.isnan().tolist() == [False, True, True]
         assert stats.lse.isnan().tolist() == [False, True, True]
+    for failure in on_ranks(2, out_of_range_run, True, failures=True):
+        assert failure.kind == "ValueError" and "got NaN for token 1 (flat index); 2 such tokens" in failure.message
 
 
 def test_explicit_bounds_need_no_knowledge_of_the_others(backend):

@@ -426,6 +426,9 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "logits of 700, sum": edited(2, 5, 700.0, nan=(2,), options={"transport": "sum"}, sizes=(2, 4)),
             "-inf and ignored tokens, sum": edited(1, first, -INF, labels=relabelled(-100).labels, zero=(2,), options={"transport": "sum"}),
         },
+        '`transport="sum"` beyond +-600 with `Options(check=True)`': {
+            "logits of 700, sum, checked": edited(2, 5, 700.0, raises="ValueError: transport='sum' needs a maximum within +-600", words="got NaN for token 2", options={"transport": "sum", "check": True}, sizes=(2, 4)),
+        },
         "NaN or +inf in a teacher's row, or nothing above -inf": {
             "NaN in a teacher's row": rows(**divergence(on_teacher(3, 40, NAN)), nan=(3,)),
             "+inf in a teacher's row": rows(**divergence(on_teacher(3, 5, INF)), nan=(3,)),

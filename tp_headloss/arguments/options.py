@@ -66,8 +66,8 @@ class Options:
             bits are those of "backward". Faster on some GPUs, see the benchmarks; the gradient takes memory from the
             forward on.
         check: raise a ValueError that names the first token with a bad label, set, given id or entry of a `TopKTeacher`
-            (an unknown id, or log-probs whose probabilities add up to more than 1, as those of logits do), on every
-            rank, after a host synchronisation.
+            (an unknown id, or log-probs whose probabilities add up to more than 1, as those of logits do), or with
+            transport="sum" logits beyond its range of +-600, on every rank, after a host synchronisation.
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls
             first, so that a mistake on one is the same exception on all (eager only; for debugging); "checksums" is
             "full" and compares the bits of replicated hidden states, too.
