@@ -132,12 +132,17 @@ def test_sets_and_samples_are_the_same_at_every_group_size_and_equal_float64(dty
 
 
 def candidates(number):
-    """Let every rank send so many candidates per token, half as many more, and none to spare; small groups."""
-    return mock.patch.multiple(finder, CANDIDATES=number, FEWEST=number, SPARE=0, GROUPS=1)
+    """Let every rank send so many candidates per token, half as many more, and none to spare; small groups; and let the
+    ranks gather two other tokens at a time."""
+    return mock.patch.multiple(finder, CANDIDATES=number, FEWEST=number, SPARE=0, GROUPS=1, FLAT_ELEMENTS=2 * V)
 
 
 def few_run(group, device, number, boundaries):
-    shard = VocabShard.from_boundaries(boundaries, V, group) if boundaries else VocabShard.from_group(group, V, 256)
+    if boundaries == "reversed":
+        start, stop = (100, V) if group.rank() == 0 else (0, 100)
+        shard = VocabShard(start, stop, V, group)
+    else:
+        shard = VocabShard.from_boundaries(boundaries, V, group) if boundaries else VocabShard.from_group(group, V, 256)
     x = F.pad(rows(), (0, 256 - V), value=90.0)[:, shard.start : shard.stop].to(device)
     positions = torch.arange(len(x), device=device)
     p, k = (torch.linspace(a, b, len(x), device=device) for a, b in ((0.2, 1.0), (1, V + 20)))
@@ -150,7 +155,7 @@ def few_run(group, device, number, boundaries):
 def test_sets_and_samples_are_the_same_with_few_candidates(number):
     """Fewer than most sets have, as many as a set has, more than a shard has columns; ties at the borders."""
     (whole,) = on_ranks(1, few_run, V, None)
-    for world_size, cut in (CUTS[0], CUTS[2]):
+    for world_size, cut in (CUTS[0], CUTS[2], (2, "reversed")):
         for draws in on_ranks(world_size, few_run, number, cut):
             for a, b in zip(draws, whole, strict=True):
                 assert torch.equal(a.ids, b.ids)
@@ -174,8 +179,8 @@ def others_of(z, rule, number):
         z, None, VocabShard.from_group(None, z.shape[1]), (), Transform(), None, None, -100, Options()
     )
     with candidates(number):
-        found = finder.find_kept(request, rule)
-    return [token for tokens, _ in found.others for token in tokens.tolist()]
+        _, *others = finder.find_kept(request, rule)
+    return [token for kept in others for token in kept.tokens.tolist()]
 
 
 def test_a_set_may_end_with_the_last_known_candidate(device):
@@ -205,7 +210,7 @@ def count_run(group, device):
 
 
 def test_a_short_set_takes_one_exchange_for_top_k_and_two_for_top_p():
-    assert on_ranks(2, count_run) == [[1, 2, 1 + 4 + 2]] * 2  # a long one: its border, and its ids
+    assert on_ranks(2, count_run) == [[1, 2, 1 + 2]] * 2  # a long one: widths, and its logits
 
 
 @pytest.mark.parametrize("shape, programs", [((1, 3000), 1024), ((9, 3000), 1), ((70, 129), 1024), ((250, 3), 100)])

@@ -1,4 +1,4 @@
-"""The ids that a `SamplingRule` keeps of each token, found exactly without gathering the vocabulary.
+"""The ids that a `SamplingRule` keeps of each token, found exactly.
 
 Every rule keeps a prefix of a token's ids in the order (descending logit, ascending id). Each rank sends its largest
 logits, the candidates, and a floor: above the floors of all ranks the candidates are all that there is. The prefix of
@@ -7,12 +7,12 @@ any order, and the sets are the same for every group size.
 
 The logits are read twice for this. First come the maxima of groups of columns: the n-th largest of them is a bound that
 at least n logits reach, and few more do, because neighbours are in different groups. Then come these logits and the
-mass of all. Other tokens, those of a flat distribution, are sorted on each rank, and the end is found by radix
-selection: in the bits of logit and id, `DIGIT` at a time.
+mass of all. The logits of other tokens, those of a flat distribution, are gathered, some tokens at a time, and sorted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from ..arguments.sampling_rule import SamplingRule
 from ..engine import eager
 from ..engine.request import Request, Tensors
-from ..ranks.comm import gather_from_ranks, sum_in_place
+from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
 from .keys import LOW, decode_keys, ordered_bits
 from .race import masses, race_of
@@ -30,38 +30,35 @@ from .race import masses, race_of
 # a call is a hundred small kernels per block and a few per tile, and those of a tile are a few times as large.
 BLOCK_ELEMENTS, GPU_BLOCK_ELEMENTS, TILE_ELEMENTS = 1 << 21, 1 << 27, 1 << 25
 MOST_TOKENS = 2048  # of a block, for the candidates
+# Logits of the whole vocabulary that are gathered at a time, 16 MiB in fp32; temporaries are a dozen times as large.
+FLAT_ELEMENTS = 1 << 22
 # Each rank sends at least so many of a token's logits: its part of CANDIDATES, but not fewer than FEWEST.
 CANDIDATES, FEWEST = 768, 256
 SPARE = 64
 GROUPS = 4096  # at least, of a rank's columns, so that few tokens occupy a whole GPU; and four for each candidate
-DIGIT = 10  # bits of logit and id per exchange
 # the largest keys of logits of -inf and of inf
 BITS = ordered_bits(torch.tensor([-torch.inf, torch.inf], dtype=torch.float32, device="cpu")).tolist()
 NOTHING, EVERYTHING = [(bits << 32) | LOW for bits in BITS]
 
 
 class Kept(NamedTuple):
-    """The ids that a rule keeps of n tokens.
+    """The ids that a rule keeps of n tokens, equal on every rank.
 
     Attributes:
-        z: [n, M] fp32, candidates' logits, -inf where not kept; equal on every rank, as are their ids.
+        tokens: [n] int64, their places.
+        z: [n, M] fp32, their largest logits, or all of them; -inf where not kept.
         ids: [n, M] int64.
-        others: tokens [m] that keep more than candidates, with bool [m, w], this rank's columns that they keep.
     """
 
+    tokens: torch.Tensor
     z: torch.Tensor
     ids: torch.Tensor
-    others: list[tuple[torch.Tensor, torch.Tensor]]
-
-
-def _elements_per_token(shard: VocabShard) -> int:
-    return max(64, -(-shard.vocab_size // shard.world_size))
 
 
 def tokens_per_block(shard: VocabShard, device: torch.device) -> int:
     """Tokens of a block, the same on all ranks, however uneven their shards are."""
     elements = BLOCK_ELEMENTS if device.type == "cpu" else GPU_BLOCK_ELEMENTS
-    return max(1, min(MOST_TOKENS, elements // _elements_per_token(shard)))
+    return max(1, min(MOST_TOKENS, elements // max(64, -(-shard.vocab_size // shard.world_size))))
 
 
 def tiles(request: Request) -> list[slice]:
@@ -85,22 +82,41 @@ def transformed_logits(request: Request, rows: slice | torch.Tensor) -> torch.Te
     return eager.tile_of(tensors, rows, slice(0, facts.valid_width), facts).z.float()
 
 
-def find_kept(request: Request, rule: SamplingRule) -> Kept:
-    """The ids that the rule, whose tensors are [n], keeps of each row of a request; none of a row with NaN or +inf, or
-    nothing above -inf. Waits for a GPU.
+def find_kept(request: Request, rule: SamplingRule) -> Iterator[Kept]:
+    """Yield the ids that the rule, whose tensors are [n], keeps of each row of a request; none of a row with NaN or
+    +inf, or nothing above -inf. Waits for a GPU.
 
-    One all-gather, with top_p, unless top_k is a number below the vocabulary's size, another one; then those of
-    `_kept_columns` for tokens that keep more than the candidates.
+    First comes a `Kept` of all rows, from one all-gather of the largest logits; with top_p, unless top_k is a number
+    below the vocabulary's size, from another one. It keeps nothing of the rows whose ids are not all among these. Those
+    follow, `FLAT_ELEMENTS` logits at a time, with an all-gather each, and one of a few bytes before the first.
     """
     shard = request.shard
     keys, floor, peak, total = _candidates(request, rule)
     z, ids = decode_keys(keys)
-    whole = (floor == NOTHING) | ~peak.isfinite()  # whether what the rule keeps so far is among the candidates
-    kept, drop, lowest = (keys > floor) & peak.isfinite(), z.double() - peak, _lowest(rule, peak)
+    kept, whole = _kept_places(z, keys > floor, floor, peak, total, rule, shard)
+    yield Kept(torch.arange(len(z), device=z.device), z.where(kept & whole, -torch.inf), ids)
+    flat = (~whole[:, 0]).nonzero()[:, 0]
+    if not len(flat):
+        return
+    own = torch.tensor([shard.start, request.facts.valid_width], device=z.device)
+    bounds = gather_from_ranks(own, shard.group).tolist()
+    for tokens in flat.split(max(1, FLAT_ELEMENTS // shard.vocab_size)):
+        z, ids = _gathered_logits(request, tokens, bounds).sort(dim=1, descending=True, stable=True)
+        own_rule = rule.map_tokens(lambda x: x[tokens])  # noqa: B023 (called at once)
+        no_floor = floor.new_full((1, 1), NOTHING)
+        kept, _ = _kept_places(z, z > -torch.inf, no_floor, peak[tokens], None, own_rule, shard)
+        yield Kept(tokens, z.where(kept, -torch.inf), ids)
+
+
+def _kept_places(z, known, floor, peak, total, rule: SamplingRule, shard: VocabShard):
+    """bool [n, M], which of the logits z [n, M], descending, the rule keeps, if it keeps nothing but the `known` ones;
+    and bool [n, 1], whether it does. floor, peak, total: as `_candidates` returns them."""
+    whole = (floor == NOTHING) | ~peak.isfinite()
+    kept, drop, lowest = known & peak.isfinite(), z.double() - peak, _lowest(rule, peak)
     if lowest is not None:
         kept &= drop >= lowest
-        whole |= ~(decode_keys(floor)[0].double() - peak >= lowest)
-    size, place = kept.sum(1, keepdim=True), torch.arange(keys.shape[1], device=z.device)
+        whole = whole | ~(decode_keys(floor)[0].double() - peak >= lowest)
+    size, place = kept.sum(1, keepdim=True), torch.arange(z.shape[1], device=z.device)
     if rule.top_k is not None:
         k = _column(rule.top_k, z, torch.int64)
         whole = whole | (size >= k)
@@ -113,12 +129,16 @@ def find_kept(request: Request, rule: SamplingRule) -> Kept:
         is_everything = True if rule.top_k is None else k >= shard.vocab_size  # what top-p chooses from
         whole = whole | ((reached[:, -1:] >= target) & ~(p >= 1) & is_everything)
         size = size.minimum((reached - mass < target).sum(1, keepdim=True))
-    others = []
-    for tokens in (~whole[:, 0]).nonzero()[:, 0].split(max(1, TILE_ELEMENTS // 2 // _elements_per_token(shard))):
-        if len(tokens):
-            own = rule.map_tokens(lambda x: x[tokens])  # noqa: B023 (called at once)
-            others.append((tokens, _kept_columns(transformed_logits(request, tokens), peak[tokens], own, shard)))
-    return Kept(torch.where(whole & (place < size), z, -torch.inf), ids, others)
+    return place < size, whole
+
+
+def _gathered_logits(request: Request, rows: torch.Tensor, bounds: list[list[int]]) -> torch.Tensor:
+    """Logits [n, V] fp32 of some rows, of which each rank has those of its start and width; one all-gather."""
+    own = transformed_logits(request, rows)
+    own = pad(own, (0, max(width for _, width in bounds) - own.shape[1]))
+    parts = zip(bounds, gather_from_ranks(own, request.shard.group))
+    in_order = sorted(parts, key=lambda part: part[0])
+    return torch.cat([part[:, :width] for (_, width), part in in_order], 1).float() + 0.0  # -0.0 is 0.0
 
 
 def _candidates(request: Request, rule: SamplingRule):
@@ -167,48 +187,6 @@ def _peak_and_bound(request: Request, count: int, most: int) -> tuple[torch.Tens
     return largest.amax(1), largest.amin(1)
 
 
-def _kept_columns(z, peak, rule: SamplingRule, shard: VocabShard) -> torch.Tensor:
-    """bool [m, w]: this rank's columns that the rule keeps of tokens with a finite peak [m, 1].
-
-    5 all-reduces of 8 KiB per token for top-k, and as many for top-p (4 for at most 2^8 ids, 6 beyond 2^18).
-    """
-    values, columns = (z.float() + 0.0).sort(dim=1, descending=True, stable=True)
-    drop, lowest = values.double() - peak, _lowest(rule, peak)
-    kept = values > -torch.inf
-    if lowest is not None:
-        kept &= drop >= lowest
-    size = kept.sum(1, keepdim=True)
-    if rule.top_k is not None:
-        k = _column(rule.top_k, z, torch.int64)
-        counts = torch.arange(z.shape[1] + 1, device=z.device).expand(len(z), -1)
-        size = _prefix(values, columns, counts, size, k.minimum, shard)
-    if rule.top_p is not None:
-        p = _column(rule.top_p, z, torch.float64)
-        sums = pad(masses(drop, _unit(shard)).cumsum(1), (1, 0))
-        size = _prefix(values, columns, sums, size, lambda total: _share(p, total), shard)
-    return torch.zeros_like(kept).scatter_(1, columns, torch.arange(z.shape[1], device=z.device) < size)
-
-
-def _prefix(values, columns, sums, size, target_of, shard: VocabShard) -> torch.Tensor:
-    """How many [m, 1] of this rank's first `size` ids come before the sum over all ranks reaches target_of(the sum of
-    all of these [m, 1]); the id that reaches it is counted.
-
-    values, columns: [m, w] by descending logit, then by id; sums: [m, w + 1], of the weights before each, and of all.
-    """
-    if shard.world_size == 1:
-        return (sums[:, :-1] < target_of(sums.gather(1, size))).sum(1, keepdim=True).minimum(size)
-    id_bits = (shard.vocab_size - 1).bit_length()
-    keys = (((1 << 31) - 1 - ordered_bits(values)) << id_bits) + columns + shard.start  # ascending, and at least 0
-    border, target = size.new_zeros(len(keys), 1), None
-    steps = torch.arange(1, (1 << DIGIT) + 1, device=keys.device)
-    for shift in reversed(range(0, 32 + id_bits, DIGIT)):
-        places = torch.searchsorted(keys, border + (steps << shift) - 1, right=True).minimum(size)
-        reached = sum_in_place(sums.gather(1, places), shard.world_size, shard.group_name)
-        target = target_of(reached[:, -1:]) if target is None else target
-        border = border + ((reached < target).sum(1, keepdim=True) << shift)
-    return torch.searchsorted(keys, border, right=True).minimum(size)
-
-
 def _column(value, z, dtype):
     """A value, or one per token [n], as [1, 1] or [n, 1]."""
     if isinstance(value, torch.Tensor):
@@ -231,37 +209,26 @@ def _share(p, total):
     return torch.where(p >= 1, total, (p.nan_to_num(0.0) * total.double()).ceil().long())
 
 
-def sets_of(kept: Kept, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [all] int32 of one token after the other, ascending, and their counts [n]; equal on every rank. Two
-    all-gathers for each part of `others`. Waits for a GPU."""
+def ids_and_counts(kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
+    """Kept ids [all] int32 of one token after the other, ascending, and their counts [n]. Waits for a GPU."""
     inside = kept.z > -torch.inf
     row, place = inside.nonzero(as_tuple=True)
-    ids = (((row << 32) + kept.ids[row, place]).sort().values & LOW).int()
-    counts = inside.sum(1)
-    if not kept.others:
-        return ids, counts
-    parts = [(torch.arange(len(counts), device=ids.device), ids, counts)]
-    for tokens, columns in kept.others:
-        parts += [(tokens, *part) for part in _ids_of_ranks(columns, shard)]
-    sizes = torch.zeros_like(counts)
+    return (((row << 32) + kept.ids[row, place]).sort().values & LOW).int(), inside.sum(1)
+
+
+def join_tokens(parts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [all] of one token after the other and their counts [n], from (tokens [m], ids, counts [m]) of some tokens
+    each; the first part has all tokens, and a token has ids in one part."""
+    if len(parts) == 1:
+        return parts[0][1:]
+    sizes = torch.zeros_like(parts[0][0])
     for tokens, _, counts in parts:
         sizes[tokens] += counts
-    begin, out = sizes.cumsum(0) - sizes, ids.new_empty(sum(len(ids) for _, ids, _ in parts))
+    begin, out = sizes.cumsum(0) - sizes, parts[0][1].new_empty(sum(len(ids) for _, ids, _ in parts))
     for tokens, ids, counts in parts:
         moved = (begin[tokens] + counts - counts.cumsum(0)).repeat_interleave(counts, output_size=len(ids))
         out[moved + torch.arange(len(ids), device=ids.device)] = ids
-        begin[tokens] += counts
     return out, sizes
-
-
-def _ids_of_ranks(kept: torch.Tensor, shard: VocabShard) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Kept columns [m, w] of each rank -> of one rank after the other, flat ids int32 and their counts [m]. Two
-    all-gathers."""
-    own = torch.arange(shard.start, shard.start + kept.shape[1], device=kept.device, dtype=torch.int32)
-    own, counts = own.expand_as(kept)[kept], gather_from_ranks(kept.sum(1), shard.group)
-    sizes = counts.sum(1).tolist()
-    received = gather_from_ranks(pad(own, (0, max(sizes) - len(own))), shard.group)
-    return [(ids[:size], count) for ids, size, count in zip(received, sizes, counts)]
 
 
 def spans_of(counts: torch.Tensor) -> torch.Tensor:

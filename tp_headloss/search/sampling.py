@@ -1,4 +1,4 @@
-"""Samples of a sharded vocabulary, and the ids that a sampler keeps: nothing of the vocabulary's size is gathered."""
+"""Samples of a sharded vocabulary, and the ids that a sampler keeps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
 from ..statistics import MaybeNone, documented_fields
 from ..validation import expect_ids, expect_instance, expect_int, expect_tensor
-from .kept import Kept, find_kept, sets_of, spans_of, tiles, tokens_per_block, transformed_logits
+from .kept import find_kept, ids_and_counts, join_tokens, spans_of, tiles, tokens_per_block, transformed_logits
 from .race import LAST, race_of
 from .topk import local_operands, token_blocks
 
@@ -74,8 +74,8 @@ def kept_ids(
     ones, 8 bytes each: per token the 768 largest of all ranks, and at least 256 of a rank (or k, if top_k is a number k
     for which that is less), with room for half as many and 64 more, for those that are equal. With top_p, but for such
     a k, they gather another number per token. That is all for a token whose set is among these logits.
-    Larger sets, of flat distributions, are found by sorting their tokens' logits on each rank, 5 all-reduces of 8 KiB
-    per token for each of top-k and top-p (none on one rank), and two all-gathers of the ids.
+    Where sets are larger, as those of flat distributions, the ranks gather their tokens' logits, 2^22 at a time, and
+    sort them.
 
     Args:
         logits: as in `vocab_statistics`; hidden states [.., H] with a ``weight``; or a `TeacherHead`, which has both.
@@ -96,8 +96,7 @@ def kept_ids(
     """
     found, lead = [], torch.Size()
     for block in _blocks("kept_ids", logits, rule, weight, shard, transform, options):
-        assert block.kept is not None
-        found.append(sets_of(block.kept, block.shard))
+        found.append(_kept(block)[1])
         lead = block.lead
     return _joined_sets(found, lead)
 
@@ -121,8 +120,7 @@ def sample(
     position, id), Philox4x32-10 of Salmon et al. (SC 2011), so that equal logits give equal ids at every group size, in
     every batch and in every order of calls. Log-probs are those of `vocab_statistics`, with its collective. Without a
     rule each rank draws the noise of its own columns, and one small exchange finds the winner. With one, exchanges are
-    those of `kept_ids`, plus a small one for tokens whose set is not among the largest logits. Memory, odd rows and
-    errors are those of `kept_ids`.
+    those of `kept_ids`. Memory, odd rows and errors are those of `kept_ids`.
 
     Args:
         seed: in [0, 2^64).
@@ -145,12 +143,15 @@ def sample(
     ids, log_probs, full, found, lead = [], [], [], [], torch.Size()
     for block in _blocks("sample", logits, rule, weight, shard, transform, options, seed=seed, positions=positions):
         lead = block.lead
-        ids.append(_draw(block, seed))
         want: tuple[str, ...] = ()
         sets = None
-        if block.kept is not None:
-            found.append(sets_of(block.kept, block.shard))
-            want, sets = ("set_log_prob",), _joined_sets(found[-1:], ids[-1].shape)
+        if rule is None:
+            ids.append(_draw(block, seed))
+        else:
+            drawn, kept = _kept(block, seed)
+            ids.append(drawn)
+            found.append(kept)
+            want, sets = ("set_log_prob",), _joined_sets([kept], drawn.shape)
         inner = replace(options or DEFAULTS, validate="metadata")  # the call was compared as a whole
         stats = run_statistics(block.logits, ids[-1], block.shard, want, block.transform, None, sets, None, -100, inner)
         full.append(stats.log_prob)
@@ -168,7 +169,7 @@ class _Block(NamedTuple):
     shard: VocabShard
     positions: torch.Tensor  # int64 [n], empty without a draw
     request: Request
-    kept: Kept | None  # None without a rule
+    rule: SamplingRule | None  # of these tokens
 
 
 def _blocks(call: str, logits, rule, weight, shard, transform, options, **draw) -> Iterator[_Block]:
@@ -195,11 +196,8 @@ def _blocks(call: str, logits, rule, weight, shard, transform, options, **draw) 
     for here, x, block_transform in chain([first], parts):
         request = _request(x, block_transform, shard, options)
         positions = draw.get("positions", x.new_empty(0)).reshape(-1)[here].long()
-        kept = None
-        if rule is not None:
-            rows = rule.map_tokens(lambda values: values.reshape(-1)[here])  # noqa: B023 (called at once)
-            kept = find_kept(request, rows)
-        yield _Block(x, lead, block_transform, shard, positions, request, kept)
+        own_rule = rule and rule.map_tokens(lambda values: values.reshape(-1)[here])  # noqa: B023 (called at once)
+        yield _Block(x, lead, block_transform, shard, positions, request, own_rule)
 
 
 def _request(logits, transform, shard, options) -> Request:
@@ -213,21 +211,27 @@ def _expect_draw(seed, positions, lead, device):
     expect_tensor("positions", positions, lead, device)
 
 
+def _kept(block: _Block, seed: int | None = None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Sampled ids [n], the kept id of largest z - log(exponential variate), -1 without any and without a seed; and what
+    the rule keeps: ids [all] and counts [n]."""
+    assert block.rule is not None
+    race = race_of(block.request.facts.backend).best_scores
+    drawn, parts = torch.full((len(block.logits),), -1, device=block.logits.device), []
+    for kept in find_kept(block.request, block.rule):
+        parts.append((kept.tokens, *ids_and_counts(kept)))
+        if seed is not None:
+            best, ids = race(kept.z, block.positions[kept.tokens], seed, 0, kept.ids)
+            drawn[kept.tokens] = torch.where(best.isfinite(), ids, -1)
+    return drawn, join_tokens(parts)
+
+
 def _draw(block: _Block, seed: int) -> torch.Tensor:
-    """Sampled ids [n]: the kept id of largest z - log(exponential variate); -1 without any."""
-    request, shard, positions, kept = block.request, block.shard, block.positions, block.kept
+    """Sampled ids [n]: the id of largest z - log(exponential variate); -1 without any."""
+    request, positions, start = block.request, block.positions, block.shard.start
     race = race_of(request.facts.backend).best_scores
-    if kept is None:
-        drawn = [race(transformed_logits(request, rows), positions[rows], seed, shard.start) for rows in tiles(request)]
-        best, ids = map(torch.cat, zip(*drawn))
-        return _winner(best, ids, shard)
-    best, ids = race(kept.z, positions, seed, 0, kept.ids)
-    ids = torch.where(best.isfinite(), ids, -1)
-    for tokens, columns in kept.others:
-        z = transformed_logits(request, tokens).where(columns, -torch.inf)
-        best, winner = race(z, positions[tokens], seed, shard.start)
-        ids[tokens] = _winner(best, winner, shard)
-    return ids
+    drawn = [race(transformed_logits(request, rows), positions[rows], seed, start) for rows in tiles(request)]
+    best, ids = map(torch.cat, zip(*drawn))
+    return _winner(best, ids, block.shard)
 
 
 def _winner(best: torch.Tensor, ids: torch.Tensor, shard: VocabShard) -> torch.Tensor:
