@@ -10,7 +10,7 @@ from .arguments.id_sets import IdSets
 from .arguments.options import Options, Transform
 from .arguments.sampling_rule import SamplingRule
 from .arguments.sequences import Sequences
-from .arguments.teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
+from .arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from .call.statistics import LogProbs, log_probs, vocab_statistics
 from .head_loss import (
     CausalLMLoss,
@@ -62,7 +62,6 @@ __all__ = [
     "Sequences",
     "Teacher",
     "TeacherHead",
-    "TeacherHeads",
     "Term",
     "TopK",
     "TopKDistillation",

@@ -22,7 +22,6 @@ from tp_headloss import (
     Options,
     Teacher,
     TeacherHead,
-    TeacherHeads,
     Transform,
     VocabShard,
     linear_vocab_statistics,
@@ -189,48 +188,6 @@ def test_gradcheck():
     torch.autograd.gradcheck(values, [x.requires_grad_() for x in (hidden, weight)])
 
 
-def several(device, of_token):
-    """Three heads, of other hidden sizes, temperatures, biases and softcaps."""
-    teacher_hidden, teacher_weight, bias, temperatures = (x.to(device) for x in teacher_tensors())
-    heads = (
-        TeacherHead(teacher_hidden, teacher_weight, temperature=1.5),
-        TeacherHead(teacher_hidden[:, :9], teacher_weight[:, :9], bias, temperature=temperatures),
-        TeacherHead(teacher_hidden, teacher_weight, None, Transform(**CAPPED), student_temperature=2.0),
-    )
-    return TeacherHeads(heads, of_token.to(device))
-
-
-@BOTH
-def test_each_token_has_its_own_teacher(mode, backend, device):
-    """Values and gradients are those of the tokens of each teacher alone; a number that is no teacher's gives NaN."""
-    n, v = (12, 72) if backend == "triton" else (N, V)
-    hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
-    hidden, weight, labels, of_token = hidden[:n], weight[:v], labels[:n] % v, torch.arange(n, device=device) % 3
-    whole = several(device, of_token)
-    whole = replace(whole, heads=tuple(
-        replace(head, hidden=head.hidden[:n], weight=head.weight[:v], bias=None if head.bias is None else head.bias[:v],
-                temperature=t[:n] if isinstance(t := head.temperature, torch.Tensor) else t) for head in whole.heads
-    ))  # fmt: skip
-    terms = [Distillation(1.0, temperature_squared=True), Distillation(0.5, "jsd")]
-    head = HeadLoss(terms, reduction="sum", options=Options(backend=backend))
-
-    def run(teacher, labels):
-        operands = [x.clone().requires_grad_() for x in (hidden, weight)]
-        with small_blocks():
-            linear = Linear(mode=mode, budget=16 * 12 * 256)
-            out = head.linear(*operands, labels, inputs={"teacher": teacher}, linear=linear)
-            return out, torch.autograd.grad(out.loss, operands)
-
-    alone = [run(teacher, torch.where(of_token == i, labels, -100)) for i, teacher in enumerate(whole.heads)]
-    out, grads = run(whole, labels)
-    torch.testing.assert_close(out.stats.jsd, sum(one.stats.jsd for one, _ in alone), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(out.loss, sum(one.loss for one, _ in alone), rtol=2e-6, atol=0)
-    for i, gradient in enumerate(grads):
-        assert relative(gradient, sum(parts[i].double() for _, parts in alone)) < 3e-6
-    out, _ = run(replace(whole, teacher_of_token=of_token.index_fill(0, torch.tensor([5], device=device), 3)), labels)
-    assert out.stats.jsd.isnan().nonzero().tolist() == [[5]] and out.stats.lse.isfinite().all()
-
-
 def own_head_run(group, device, mode):
     """Two depths of multi-token prediction distilled from the main head, whose hidden states are shifted."""
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
@@ -353,7 +310,8 @@ def test_a_wrong_selection_of_rows_is_refused_on_all_ranks(wrong, expected):
 def test_ignored_tokens_are_dropped_from_the_teacher_as_well(mode):
     hidden, weight, _, labels, _ = tensors()
     count, nothing = int((labels != -100).sum()), (labels == -100)[:, None]
-    whole = several("cpu", torch.arange(N) % 3)
+    teacher_hidden, teacher_weight, bias, temperatures = teacher_tensors()
+    teacher = TeacherHead(teacher_hidden, teacher_weight, bias, temperature=temperatures)
     head = HeadLoss([CrossEntropy(), Distillation(temperature_squared=True)])
 
     def run(teacher, most):
@@ -362,29 +320,24 @@ def test_ignored_tokens_are_dropped_from_the_teacher_as_well(mode):
         out = head.linear(*operands, labels, inputs={"teacher": teacher}, linear=linear)
         return out, torch.autograd.grad(out.loss, operands)
 
-    for teacher in (whole, whole.heads[1]):
-        expected, expected_grads = run(teacher, None)
-        heads = whole.heads if teacher is whole else (teacher,)  # rows of ignored tokens are never looked at
-        heads = tuple(replace(one, hidden=one.hidden.masked_fill(nothing, torch.nan)) for one in heads)
-        out, grads = run(replace(whole, heads=heads) if teacher is whole else heads[0], count)
-        torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
-        torch.testing.assert_close(out.stats.forward_kl, expected.stats.forward_kl, rtol=1e-5, atol=1e-5)
-        assert all(relative(a, b) < 3e-6 for a, b in zip(grads, expected_grads))
+    expected, expected_grads = run(teacher, None)
+    # rows of ignored tokens are never looked at
+    out, grads = run(replace(teacher, hidden=teacher_hidden.masked_fill(nothing, torch.nan)), count)
+    torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(out.stats.forward_kl, expected.stats.forward_kl, rtol=1e-5, atol=1e-5)
+    assert all(relative(a, b) < 3e-6 for a, b in zip(grads, expected_grads))
 
 
 @BOTH
-@pytest.mark.parametrize("kind", ["one", "several"])
-def test_no_logits_exist_as_a_whole(mode, kind, monkeypatch):
+def test_no_logits_exist_as_a_whole(mode, monkeypatch):
     """Whatever the number of tokens: blocks of student and teacher fit in the budget together."""
     for module in (operators, autograd):  # what an operator does would not be seen
         monkeypatch.setattr(module, "can_skip_dispatch", lambda _: True)
-    width, hidden_size, buffers = 512, 4, 3 if kind == "several" else 2
+    width, hidden_size, buffers = 512, 4, 2
     budget = buffers * 16 * 512 * 4
     for tokens in (128, 512):
         hidden, weight = torch.randn(tokens, hidden_size).requires_grad_(), torch.randn(width, hidden_size)
         teacher = TeacherHead(torch.randn(tokens, 3), torch.randn(width, 3))
-        if kind == "several":
-            teacher = TeacherHeads((teacher, teacher, teacher), torch.arange(tokens) % 3)
         labels, head = torch.randint(width, (tokens,)), HeadLoss([Distillation()])
         with small_blocks(), Largest() as largest:
             linear = Linear(mode=mode, budget=budget)
@@ -405,34 +358,29 @@ def test_torch_compile_sees_one_graph():
     teacher_hidden, teacher_weight, teacher_bias, temperatures = teacher_tensors()
     head = HeadLoss([CrossEntropy(), Distillation(temperature_squared=True)])
 
-    def one(hidden, weight, teacher_hidden, teacher_weight):
+    def loss_of(hidden, weight, teacher_hidden, teacher_weight):
         teacher = TeacherHead(teacher_hidden, teacher_weight, teacher_bias, Transform(**CAPPED), temperatures)
         return head.linear(hidden, weight, labels, inputs={"teacher": teacher}).loss
 
-    def many(hidden, weight, teacher_hidden, teacher_weight):
-        heads = TeacherHead(teacher_hidden, teacher_weight, temperature=2.0), TeacherHead(hidden, weight)
-        return head.linear(hidden, weight, labels, inputs={"teacher": TeacherHeads(heads, labels % 2)}).loss
-
-    for loss_of in (one, many):
-        results = []
-        for function in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
-            operands = [x.clone().requires_grad_() for x in (hidden, weight)]
-            loss = function(*operands, teacher_hidden, teacher_weight)
-            results.append((loss, *torch.autograd.grad(loss, operands)))
-        for a, b in zip(*results):
-            assert relative(a, b) < 1e-6
+    results = []
+    for function in (loss_of, torch.compile(loss_of, fullgraph=True, backend="aot_eager")):
+        operands = [x.clone().requires_grad_() for x in (hidden, weight)]
+        loss = function(*operands, teacher_hidden, teacher_weight)
+        results.append((loss, *torch.autograd.grad(loss, operands)))
+    for a, b in zip(*results):
+        assert relative(a, b) < 1e-6
 
 
 def test_operators_are_registered_consistently():
     hidden, weight, _, labels, _ = tensors()
-    teacher = several("cpu", torch.arange(N) % 3)
+    teacher_hidden, teacher_weight, teacher_bias, _ = teacher_tensors()
+    teacher = TeacherHead(teacher_hidden, teacher_weight, teacher_bias, Transform(**CAPPED))
     stats = linear_vocab_statistics(hidden.requires_grad_(), weight, labels, teacher=teacher, want=("forward_kl",))
     node = stats.lse.grad_fn
     saved = node.saved_tensors
     facts = [list(x) if isinstance(x, tuple) else x for x in node.facts]
     fixed = (
-        *[[h.hidden for h in teacher.heads], [h.weight for h in teacher.heads], [h.bias for h in teacher.heads]],
-        teacher.teacher_of_token, torch.float32, [0.0, 0.0, CAPPED["scale"] / CAPPED["softcap"]], *facts,
+        teacher_hidden, teacher_weight, teacher_bias, torch.float32, CAPPED["scale"] / CAPPED["softcap"], *facts,
         *LinearFacts(*node.linear),
     )  # fmt: skip
     inputs = tuple(saved[2:13])
@@ -498,16 +446,6 @@ BAD = {
     "two biases": (lambda h, w, y, t: replace(t, bias=w[:, 0], transform=Transform(bias=w[:, 0])), ValueError, "twice"),
     "negative scale": (lambda h, w, y, t: replace(t, transform=Transform(scale=-1.0)), ValueError, "scale must be pos"),
     "beta": (lambda h, w, y, t: replace(t, beta=1.0), ValueError, "beta must be in"),
-    "no heads": (lambda h, w, y, t: TeacherHeads((), y), TypeError, "heads must be a list of TeacherHeads"),
-    "other teachers": (lambda h, w, y, t: TeacherHeads((t, Teacher(h)), y), TypeError, "got a Teacher"),
-    "two betas": (lambda h, w, y, t: TeacherHeads((t, replace(t, beta=0.1)), y), ValueError, "one beta"),
-    "float teachers": (lambda h, w, y, t: call_with(h, w, y, TeacherHeads((t,), y.float())), TypeError, "int64 or"),
-    "teachers of other tokens": (lambda h, w, y, t: call_with(h, w, y, TeacherHeads((t,), y[:3])), ValueError,
-                                 r"teacher_of_token must have shape \[44\], got \[3\]"),
-    "heads of two dtypes": (
-        lambda h, w, y, t: call_with(
-            h, w, y, TeacherHeads((t, replace(t, hidden=t.hidden.half(), weight=t.weight.half())), y)),
-        TypeError, "TeacherHeads must have one dtype"),
 }  # fmt: skip
 
 

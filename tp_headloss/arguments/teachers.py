@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -165,54 +164,3 @@ class TeacherHead(_Tempered):
         if self.bias is not None and transform.bias is not None:
             raise ValueError("the bias of a TeacherHead was given twice, and in its transform")
         expect_number("teacher.transform.scale", transform.scale)
-
-
-@dataclass(frozen=True)
-class TeacherHeads:
-    """Several `TeacherHead`s, of which each token has one: on-policy distillation from many teachers.
-
-    Every block of logits is made once per head, and each token keeps that of its own, so time grows with the number of
-    heads; the block's memory is that of two. To save the time, sort tokens by teacher and make a call for each.
-
-    Args:
-        heads: the teachers; each has hidden states of all tokens (what other teachers' tokens hold is not used), all of
-            one dtype (but for autocast) and one beta.
-        teacher_of_token: [..] int64 or int32 replicated, each token's index in ``heads``; any other number makes the
-            distillation of its token NaN.
-
-    Examples:
-        >>> states = torch.ones(2, 1)
-        >>> heads = [TeacherHead(states, torch.tensor([[k], [0.0]])) for k in (1.0, 2.0)]
-        >>> teachers = TeacherHeads(heads, torch.tensor([0, 1]))  # token 0 learns from the first, token 1 the second
-        >>> options = {"want": ("forward_kl",), "teacher": teachers}
-        >>> linear_vocab_statistics(torch.ones(2, 2), torch.eye(2), torch.tensor([0, 0]), **options).forward_kl
-        tensor([0.1109, 0.3278])
-    """
-
-    heads: tuple[TeacherHead, ...]
-    teacher_of_token: torch.Tensor
-
-    def __post_init__(self):
-        if not isinstance(self.heads, (tuple, list)) or not self.heads:
-            raise TypeError(f"heads must be a list of TeacherHeads, got {self.heads!r}")
-        for head in self.heads:
-            if not isinstance(head, TeacherHead):
-                raise TypeError(f"heads must be a list of TeacherHeads, got a {type(head).__name__}")
-            if head.beta != self.heads[0].beta:
-                raise ValueError(f"the heads of TeacherHeads must have one beta, got {[h.beta for h in self.heads]}")
-        expect_ids("teacher.teacher_of_token", self.teacher_of_token)
-
-    @property
-    def student_temperature_or_default(self) -> float | torch.Tensor:
-        """The student's temperature, per token [..] unless it is one number for all teachers."""
-        values = [head.student_temperature_or_default for head in self.heads]
-        if any(isinstance(value, torch.Tensor) or value != values[0] for value in values):
-            return self.per_token(values, 1.0)
-        return values[0]
-
-    def per_token(self, values: Sequence[float | torch.Tensor], other: float) -> torch.Tensor:
-        """Values of the heads, a number or [..] each -> [..] those of each token's head, `other` where it has none."""
-        out = torch.full_like(self.teacher_of_token, other, dtype=torch.float32)
-        for i, value in enumerate(values):
-            out = torch.where(self.teacher_of_token == i, value, out)
-        return out

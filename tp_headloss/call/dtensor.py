@@ -24,9 +24,8 @@ from .subclasses import is_dtensor, plain
 # objects
 TENSOR_FIELDS = (
     "bias", "temperature", "student_temperature", "logits", "ids", "log_probs", "mask", "spans", "tail_log_prob",
-    "hidden", "weight", "teacher_of_token", "top_k", "top_p", "min_p", "upstream",
+    "hidden", "weight", "top_k", "top_p", "min_p", "upstream",
 )  # fmt: skip
-OBJECT_FIELDS = ("transform", "heads")
 UNSHARD = "call this within the forward of the module that FSDP manages, or after its unshard()"
 
 
@@ -153,12 +152,9 @@ def local_part(x, shard: VocabShard, hidden_grad: str = "all_reduce", name: str 
             local = _local_tensor(name, value, shard, hidden_grad, None if flat else tokens)
             if local is not value:
                 found[name] = local
-    for name in OBJECT_FIELDS:
-        value = getattr(x, name, None)
-        if isinstance(value, (tuple, list)):
-            found[name] = tuple([local_part(part, shard, hidden_grad, "", tokens) for part in value])
-        elif value is not None and local_part(value, shard) is not value:
-            found[name] = local_part(value, shard)
+    transform = getattr(x, "transform", None)
+    if transform is not None and (local := local_part(transform, shard)) is not transform:
+        found["transform"] = local
     return replaced(x, **found) if found else x
 
 

@@ -9,7 +9,7 @@ import torch
 from .. import statistics
 from ..arguments.id_sets import IdSets
 from ..arguments.options import Options, Transform
-from ..arguments.teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
+from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from ..engine.backend import resolve_backend
 from ..engine.operators import top_entries
 from ..engine.request import Facts, Request, Tensors, TokenOrder
@@ -190,10 +190,10 @@ def _validate_teacher(teacher, transform, logits, want, options):
         if wanted:
             raise ValueError(f"{wanted} need a teacher, got none")
         return
-    if isinstance(teacher, (TeacherHead, TeacherHeads)):
+    if isinstance(teacher, TeacherHead):
         raise ValueError(
-            f"a {type(teacher).__name__} is for linear heads, got logits: use HeadLoss.linear or "
-            "linear_vocab_statistics, or make the teacher's logits, Teacher(F.linear(hidden, weight))"
+            "a TeacherHead is for linear heads, got logits: use HeadLoss.linear or linear_vocab_statistics, or make "
+            "the teacher's logits, Teacher(F.linear(hidden, weight))"
         )
     if not isinstance(teacher, (Teacher, TopKTeacher)):
         hint = ": TopKTeacher(top.ids, top.log_probs)" if hasattr(teacher, "log_probs") else ""

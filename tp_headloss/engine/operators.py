@@ -18,8 +18,7 @@ from .request import Facts, Request, Tensors, accumulation_dtype
 
 _TYPES = {
     torch.Tensor: "Tensor", torch.Tensor | MaybeNone: "Tensor?", int: "int", float: "float", str: "str", bool: "bool",
-    tuple[str, ...]: "str[]", torch.dtype: "ScalarType", tuple[float, ...]: "float[]",
-    tuple[torch.Tensor, ...]: "Tensor[]", tuple[torch.Tensor | None, ...]: "Tensor?[]",
+    tuple[str, ...]: "str[]", torch.dtype: "ScalarType",
 }  # fmt: skip
 
 

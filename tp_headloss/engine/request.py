@@ -85,35 +85,33 @@ class Tensors(NamedTuple):
 
 
 class TeacherOperands(NamedTuple):
-    """The heads of a teacher whose logits a linear head makes by blocks; none by default."""
+    """The head of a teacher whose logits a linear head makes by blocks; none by default."""
 
-    states: tuple[torch.Tensor, ...] = ()  # hidden states [N, H_t] (or [N/P, H_t]) of each head
-    weights: tuple[torch.Tensor, ...] = ()  # [width, H_t]
-    biases: tuple[torch.Tensor | None, ...] = ()  # [width]
-    head_ids: torch.Tensor | MaybeNone = None  # [N] the head of each token, if there are several
+    teacher_hidden: torch.Tensor | MaybeNone = None  # [N, H_t] (or [N/P, H_t])
+    teacher_weight: torch.Tensor | MaybeNone = None  # [width, H_t]
+    teacher_bias: torch.Tensor | MaybeNone = None  # [width]
     operand_dtype: torch.dtype = torch.float32  # of the GEMMs' operands
-    caps: tuple[float, ...] = ()  # of each head: the factor inside of its softcap's tanh, 0 without a softcap
+    cap: float = 0.0  # the factor inside of the softcap's tanh, 0 without a softcap
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return *self.states, *self.weights, *self.biases, self.head_ids
+        return self.teacher_hidden, self.teacher_weight, self.teacher_bias
 
     def with_tensors(self, tensors) -> TeacherOperands:
-        """Return these heads with other tensors, in the order of `tensors`."""
-        n = len(self.caps)
-        states, weights, biases = (tuple(tensors[i * n : (i + 1) * n]) for i in range(3))
-        return TeacherOperands(states, weights, biases, tensors[3 * n], self.operand_dtype, self.caps)
+        """Return this head with other tensors, in the order of `tensors`."""
+        hidden, weight, bias = tensors
+        return self._replace(teacher_hidden=hidden, teacher_weight=weight, teacher_bias=bias)
 
     @property
     def block_dtype(self) -> torch.dtype:
         """dtype of a block of logits: unrounded where something is still to be done to them."""
-        exact = any(self.caps) or any(bias is not None for bias in self.biases)
+        exact = self.cap or self.teacher_bias is not None
         return accumulation_dtype(self.operand_dtype) if exact else self.operand_dtype
 
     @property
     def bytes(self) -> int:
-        """Bytes of memory for a logit of a block: of a teacher, and of the head that is being made if it is another."""
-        return min(len(self.caps), 2) * self.block_dtype.itemsize
+        """Bytes of memory for a logit of a block."""
+        return 0 if self.teacher_hidden is None else self.block_dtype.itemsize
 
 
 class Request(NamedTuple):
@@ -124,7 +122,7 @@ class Request(NamedTuple):
     layout: Layout
     order: TokenOrder | MaybeNone = None  # how the caller's tokens became rows
     shard: VocabShard | MaybeNone = None
-    teacher_heads: TeacherOperands = TeacherOperands()
+    teacher_head: TeacherOperands = TeacherOperands()
     # of calls of this kind, see `known_calls.prepare`; None: the call is of no known kind
     prepared_steps: dict | MaybeNone = None
 

@@ -56,10 +56,11 @@ class LinearFacts(NamedTuple):
         return self.gathered(hidden.to(self.dtype), facts), weight
 
     def teacher_operands(self, teacher: TeacherOperands, facts: Facts) -> TeacherOperands:
-        """A teacher's heads as the GEMMs take them."""
-        dtype = teacher.operand_dtype
-        states = tuple(self.gathered(x.to(dtype), facts) for x in teacher.states)
-        return teacher._replace(states=states, weights=tuple(x.to(dtype) for x in teacher.weights))
+        """A teacher's head as the GEMMs take it."""
+        if teacher.teacher_hidden is None:
+            return teacher
+        hidden, weight = (x.to(teacher.operand_dtype) for x in (teacher.teacher_hidden, teacher.teacher_weight))
+        return teacher._replace(teacher_hidden=self.gathered(hidden, facts), teacher_weight=weight)
 
     def gathered(self, hidden, facts: Facts):
         """Hidden states of all tokens."""
@@ -78,7 +79,7 @@ def _statistics(hidden, weight, *args):
     with torch.autocast(hidden.device.type, enabled=False):
         hidden, weight = linear.operands(hidden, weight, facts)
         teacher = linear.teacher_operands(teacher, facts)
-        request = Request.of((None, *tensors), facts)._replace(teacher_heads=teacher)
+        request = Request.of((None, *tensors), facts)._replace(teacher_head=teacher)
         return sweeps.statistics(hidden, weight, request, found.forward, linear.logits)
 
 
@@ -99,7 +100,7 @@ def _gradient(hidden, weight, *args, main_grad=None):
     found = linear.blocks(hidden, facts, teacher)
     with torch.autocast(hidden.device.type, enabled=False):
         hidden, weight = linear.operands(hidden, weight, facts)
-        request = request._replace(teacher_heads=linear.teacher_operands(teacher, facts))
+        request = request._replace(teacher_head=linear.teacher_operands(teacher, facts))
         hidden_grad, sums = sweeps.gradient(
             hidden, weight, request, merged, grads, found, wanted, linear.hidden_grad, linear.logits
         )
@@ -136,14 +137,14 @@ class LinearStatistics(torch.autograd.Function):
     def forward(ctx, hidden, weight, *args):
         *tensors, main_grad, _grad_anchor, request, linear = args
         layout, facts, call_tensors = request.layout, request.facts, tensors[: len(Tensors._fields) - 1]
-        teacher = request.teacher_heads.with_tensors(tensors[len(call_tensors) :])
+        teacher = request.teacher_head.with_tensors(tensors[len(call_tensors) :])
         if can_skip_dispatch(hidden):
             merged, values, *flags = _statistics(hidden, weight, *call_tensors, teacher, facts, linear)
         else:
             fields = *call_tensors, *fields_of(teacher, facts, linear)
             merged, values, *flags = torch.ops.tp_headloss.linear_statistics(hidden, weight, *fields)
         ctx.layout, ctx.facts, ctx.linear, ctx.main_grad = layout, facts, linear, main_grad
-        ctx.teacher = request.teacher_heads
+        ctx.teacher = request.teacher_head
         ctx.set_materialize_grads(False)
         outputs = (*values.unbind(0), *flags)
         ctx.mark_non_differentiable(*(outputs[i] for i in layout.fixed))

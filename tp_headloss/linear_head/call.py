@@ -10,16 +10,17 @@ import torch
 
 from ..arguments.linear import Linear
 from ..arguments.options import DEFAULTS, NO_TRANSFORM
+from ..arguments.teachers import TeacherHead
 from ..call.dtensor import local_part
 from ..call.request_of import build_request
 from ..call.statistics import assembled
-from ..engine.request import Request, TeacherOperands
+from ..engine.request import Request
 from ..statistics import VocabStatistics
 from ..validation import expect_hidden_and_weight, expect_tensor, operand_dtype
 from . import blocks
 from .autograd import LinearFacts, LinearStatistics, MainGrad
 from .epilogue import is_default, obstacle
-from .teacher import heads_of, stand_in, teacher_operands
+from .teacher import expect_teacher_head, stand_in, teacher_operands
 
 _log = logging.getLogger("tp_headloss")
 
@@ -66,14 +67,15 @@ class LinearCall(NamedTuple):
             lead[0] *= shard.world_size
             hidden = hidden.contiguous()  # ranks agree on the order of the tokens they gather
         logits = hidden.new_empty((), dtype=dtype).expand(*lead, shard.width)
-        heads = heads_of(teacher, hidden, logits)
+        if isinstance(teacher, TeacherHead):
+            expect_teacher_head(teacher, hidden, logits)
         request = build_request(
             logits, labels, shard, want, transform, stand_in(teacher, logits), total_weight, ignore_index, options,
             logits if scattered else hidden, sets, ids,
         )  # fmt: skip
-        if heads:
-            operands = teacher_operands(teacher, heads, request.order, scattered)
-            request = request._replace(tensors=request.tensors._replace(teacher=None), teacher_heads=operands)
+        if isinstance(teacher, TeacherHead):
+            operands = teacher_operands(teacher, request.order, scattered)
+            request = request._replace(tensors=request.tensors._replace(teacher=None), teacher_head=operands)
         flat = hidden.reshape(-1, hidden.shape[-1]) if scattered else request.order.flatten(hidden)
         return cls(flat, weight, request, linear, *_takes_epilogue(hidden, weight, dtype, request, linear))
 
@@ -102,17 +104,17 @@ class LinearCall(NamedTuple):
         main_grad, grad_anchor = MainGrad(self.weight) if self.linear.main_grad else None, None
         if self.reduces and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grad_anchor = self.hidden.new_empty(0).requires_grad_()
-        teacher = self.request.teacher_heads
-        without_tensors = TeacherOperands(operand_dtype=teacher.operand_dtype, caps=teacher.caps)
+        teacher = self.request.teacher_head
+        without_tensors = teacher.with_tensors((None, None, None))
         return LinearStatistics.apply(
             self.hidden, self.weight, *self.request.tensors[1:], *teacher.tensors, main_grad, grad_anchor,
-            self.request._replace(tensors=None, order=None, shard=None, teacher_heads=without_tensors), self.facts,
+            self.request._replace(tensors=None, order=None, shard=None, teacher_head=without_tensors), self.facts,
         )  # fmt: skip
 
     def one_sweep_tokens(self) -> int:
         """Tokens of a block, the same on all ranks; 0 if the budget has no room (a ValueError if mode says so)."""
         linear, request = self.linear, self.request
-        sizes = self.facts.sizes(self.hidden, request.facts, request.teacher_heads)
+        sizes = self.facts.sizes(self.hidden, request.facts, request.teacher_head)
         planner = blocks.one_sweep_tokens
         weight_bytes, forced = 4 * sizes.width * sizes.hidden, linear.mode == "one_sweep"
         own = weight_bytes if linear.main_grad and linear.upstream is None else 0

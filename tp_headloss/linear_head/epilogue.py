@@ -38,7 +38,8 @@ def obstacle(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, req
         return "ranks are counted in blocks of logits"
     if request.tensors.entry_spans is not None or request.layout.per_id:
         return "ids of sets are picked from blocks of logits"
-    if request.teacher_heads.states or request.tensors.teacher is not None or request.tensors.entries is not None:
+    teacher = request.teacher_head.teacher_hidden, request.tensors.teacher, request.tensors.entries
+    if any(x is not None for x in teacher):
         return "a teacher is compared with blocks of logits"
     if not torch.compiler.is_compiling() and (hidden.is_neg() or weight.is_neg()):
         return "the sign of an operand is not in memory"  # operators of torch.compile get copies

@@ -10,7 +10,7 @@ import torch
 from ..arguments.id_sets import IdSets
 from ..arguments.linear import Linear
 from ..arguments.options import Options, Transform
-from ..arguments.teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
+from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from ..call.agreement import Agreement
 from ..call.compile import uncompiled_where_needed
 from ..call.dtensor import local_head, local_part
@@ -33,7 +33,7 @@ def linear_vocab_statistics(
     shard: VocabShard | None = None,
     want: tuple[str, ...] = (),
     transform: Transform | None = None,
-    teacher: Teacher | TopKTeacher | TeacherHead | TeacherHeads | None = None,
+    teacher: Teacher | TopKTeacher | TeacherHead | None = None,
     sets: IdSets | None = None,
     ids: torch.Tensor | None = None,
     total_weight: torch.Tensor | None = None,
@@ -61,7 +61,7 @@ def linear_vocab_statistics(
         bias: [width], added in fp32.
         linear: `Linear`: the reduction of dH, the memory, how logits are made.
         labels, shard, want, transform, sets, ids, total_weight, ignore_index, options: as in `vocab_statistics`.
-        teacher: as in `vocab_statistics`, or a `TeacherHead` or `TeacherHeads`.
+        teacher: as in `vocab_statistics`, or a `TeacherHead`.
 
     Returns:
         `VocabStatistics`, differentiable with respect to hidden, weight and bias.

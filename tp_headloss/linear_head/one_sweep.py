@@ -50,12 +50,12 @@ def sweep_statistics(call: LinearCall, labels, options, objective_of) -> tuple[V
     tokens, objective = call.one_sweep_tokens(), _objective(call, objective_of(upstream))
     with torch.no_grad(), torch.autocast(call.hidden.device.type, enabled=False):
         hidden, weight = call.facts.operands(call.hidden.detach(), call.weight.detach(), facts)
-        teacher = call.facts.teacher_operands(request.teacher_heads, facts)
+        teacher = call.facts.teacher_operands(request.teacher_head, facts)
         plain = Tensors._make(None if x is None else x.detach() for x in request.tensors)
         values, flags, hidden_grad, sums = sweeps.sweep_blocks(
             hidden,
             weight,
-            request._replace(tensors=plain, teacher_heads=teacher),
+            request._replace(tensors=plain, teacher_head=teacher),
             tokens,
             objective,
             wanted,

@@ -122,41 +122,29 @@ class _Buffer:
 
 
 class _TeacherBuffer:
-    """The memory of one block of a teacher's logits; one more for a second head and all that follow."""
+    """The memory of one block of a teacher's logits."""
 
-    def __init__(self, heads: TeacherOperands, tokens: int, columns: int):
-        self.heads = heads
-        self.buffers: list[_Buffer] = []
-        for i, operands in enumerate(zip(heads.states, heads.weights)):
-            buffer = _Buffer(*operands, tokens if i < 2 else 0, columns, dtype=heads.block_dtype)
-            if i > 1:
-                buffer.memory = buffer.exact = self.buffers[1].memory
-            self.buffers.append(buffer)
-
-    def logits(self, tokens: slice, ids: slice) -> torch.Tensor:
-        """The logits that each token's head gives it, transformed up to the factors that `Facts` have."""
-        out = self._logits_of_head(0, tokens, ids)
-        for i in range(1, len(self.buffers)):
-            own = (self.heads.head_ids[tokens] == i)[:, None]
-            out = torch.where(own, self._logits_of_head(i, tokens, ids), out, out=out)
-        return out
-
-    def _logits_of_head(self, i: int, tokens: slice, ids: slice) -> torch.Tensor:
-        x, bias, cap = self.buffers[i].logits(tokens, ids), self.heads.biases[i], self.heads.caps[i]
-        if bias is not None:
-            x += bias[ids]
-        return x.mul_(cap).tanh_() if cap else x
+    def __init__(self, head: TeacherOperands, tokens: int, columns: int):
+        self.head, self.buffer = head, None
+        if head.teacher_hidden is not None:
+            self.buffer = _Buffer(head.teacher_hidden, head.teacher_weight, tokens, columns, dtype=head.block_dtype)
 
     def joined(self, request: Request, tokens: slice, ids: slice = slice(None)) -> Request:
-        """The request of a block with the teacher's logits of the block, if they are made here."""
-        if not self.buffers:
+        """The request of a block with the teacher's logits of the block, if they are made here, transformed up to the
+        factors that `Facts` have."""
+        if self.buffer is None:
             return request
-        return request._replace(tensors=request.tensors._replace(teacher=self.logits(tokens, ids)))
+        x, bias, cap = self.buffer.logits(tokens, ids), self.head.teacher_bias, self.head.cap
+        if bias is not None:
+            x += bias[ids]
+        if cap:
+            x.mul_(cap).tanh_()
+        return request._replace(tensors=request.tensors._replace(teacher=x))
 
 
 def _buffers(hidden, weight, request: Request, tokens: int, columns: int, made: Logits = ROUNDED):
     """The student's and the teacher's memory of a block."""
-    return _Buffer(hidden, weight, tokens, columns, made), _TeacherBuffer(request.teacher_heads, tokens, columns)
+    return _Buffer(hidden, weight, tokens, columns, made), _TeacherBuffer(request.teacher_head, tokens, columns)
 
 
 def statistics(hidden, weight, request: Request, tokens: int, made: Logits = ROUNDED) -> list[torch.Tensor]:

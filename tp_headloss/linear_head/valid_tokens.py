@@ -9,7 +9,7 @@ import torch
 
 from ..arguments.id_sets import IdSets
 from ..arguments.options import Transform
-from ..arguments.teachers import Teacher, TeacherHead, TeacherHeads, TopKTeacher
+from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from ..statistics import VocabStatistics
 from ..validation import expect_ids, expect_ignore_index
 
@@ -30,10 +30,7 @@ def map_teacher_tensors(teacher, function):
     tensors = {f.name: x for f in fields(teacher) if isinstance(x := getattr(teacher, f.name), torch.Tensor)}
     if isinstance(teacher, TeacherHead):
         tensors = {name: x for name, x in tensors.items() if name not in ("weight", "bias")}
-    found = {name: function(x, f"teacher.{name}") for name, x in tensors.items()}
-    if isinstance(teacher, TeacherHeads):
-        found["heads"] = tuple(map_teacher_tensors(head, function) for head in teacher.heads)
-    return replace(teacher, **found)
+    return replace(teacher, **{name: function(x, f"teacher.{name}") for name, x in tensors.items()})
 
 
 class ValidTokens:
@@ -64,10 +61,10 @@ class ValidTokens:
         return transform and replace(transform, temperature=self(transform.temperature, "temperature"))
 
     def teacher(self, teacher):
-        """Select from the tensors of a `TopKTeacher` or of heads. ValueError for a `Teacher`; others are returned."""
+        """Select from the tensors of a top-K teacher or a head. ValueError for a `Teacher`; others are returned."""
         if isinstance(teacher, Teacher):
             raise ValueError("max_valid_tokens would copy the teacher's logits, got a Teacher: drop the tokens before")
-        known = isinstance(teacher, (TopKTeacher, TeacherHead, TeacherHeads))
+        known = isinstance(teacher, (TopKTeacher, TeacherHead))
         return map_teacher_tensors(teacher, self) if known else teacher
 
     def sets(self, sets):
