@@ -8,7 +8,16 @@ from collectives import counted_collectives
 from linear_problem import BOTH, H, Largest, N, V, relative, small_blocks, tensors, terms
 from ranks import on_ranks
 
-from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, Term, VocabShard, linear_vocab_statistics
+from tp_headloss import (
+    CrossEntropy,
+    HeadLoss,
+    Linear,
+    Options,
+    Sequences,
+    Term,
+    VocabShard,
+    linear_vocab_statistics,
+)
 from tp_headloss.engine import operators
 from tp_headloss.linear_head import autograd, blocks, sweeps
 from tp_headloss.linear_head import call as linear_call
@@ -120,11 +129,32 @@ def test_ignored_tokens_are_dropped_by_their_count():
             assert all(relative(a, b) < 2e-6 for a, b in zip(grads, expected_grads))
     few, _ = run(clean, Linear(max_valid_tokens=count - 1))
     assert few.loss.isnan() and few.stats.log_prob.isnan().sum() == 1 and few.stats.log_prob.flatten()[-1].isnan()
+    turned = clean.view(2, -1, H).transpose(0, 1).contiguous().transpose(0, 1)  # in memory another is the last
+    stats = linear_vocab_statistics(turned, weight, labels.view(2, -1), linear=Linear(max_valid_tokens=count - 1))
+    assert torch.equal(stats.log_prob.isnan(), few.stats.log_prob.isnan())
     none = HeadLoss(terms(), reduction="none")
     per_token, _ = run(hidden, Linear(max_valid_tokens=count), none)
     torch.testing.assert_close(per_token.loss, run(clean, Linear(), none)[0].loss, rtol=1e-5, atol=1e-6)
     stats = linear_vocab_statistics(hidden, weight, labels, linear=Linear(max_valid_tokens=count), want=("argmax",))
     assert (stats.argmax == -1).sum() == N - count and (stats.lse == 0).sum() == N - count
+
+
+@pytest.mark.parametrize("reduction", ["mean", "seq-mean-token-mean"])
+def test_sequences_may_have_dropped_tokens(reduction):
+    hidden, weight, _, labels, _ = tensors()
+    sequences = Sequences.from_mask((labels != -100).view(4, 11))
+    head = HeadLoss(terms(), reduction=reduction, metrics=("entropy",))
+    outputs = []
+    for linear in (Linear(), Linear(max_valid_tokens=int((labels != -100).sum()))):
+        x = hidden.clone().requires_grad_()
+        out = head.linear(x.view(4, 11, H), weight, labels.view(4, 11), inputs={"sequences": sequences}, linear=linear)
+        outputs.append((out.loss, out.metrics, out.sequence_metrics, *torch.autograd.grad(out.loss, x)))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=2e-6, atol=1e-7)
+    few = head.linear(
+        hidden.view(4, 11, H), weight, labels.view(4, 11), inputs={"sequences": sequences},
+        linear=Linear(max_valid_tokens=3),
+    )  # fmt: skip
+    assert all(x.isnan() for x in (few.loss, *few.metrics.values(), *few.sequence_metrics.values()))
 
 
 @BOTH

@@ -46,7 +46,7 @@ class Linear:
             that makes dH NaN.
         max_valid_tokens: tokens that are not ignored, or a bound on them, where the caller knows it: all others are
             dropped before the GEMMs, without a host synchronisation. If there are more, the rest of them become NaN,
-            and so do losses. Not with a `Teacher` of logits, the input "sequences", or hidden_grad="reduce_scatter".
+            and so do losses. Not with a `Teacher` of logits or hidden_grad="reduce_scatter".
         engine: how recompute makes logits. "epilogue": statistics and the logits' gradient are epilogues of the GEMM,
             and logits exist only as its fp32 accumulators (Triton, compute capability >= 9.0, bfloat16 or float16
             operands whose rows are multiples of 16 bytes, no teacher, sets, given ids or ranks; ValueError otherwise).

@@ -130,3 +130,36 @@ def _text(value) -> str:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
+def _describe_tensor(tensor, sharded_dim: int | None) -> tuple[str, int]:
+    """Text and checksum of a tensor; without checksum if its bits may differ between ranks, or are not plain memory."""
+    if sharded_dim is not None:
+        shape = [size for d, size in enumerate(tensor.shape) if d != sharded_dim % tensor.dim()]
+        return f"{tensor.dtype} {shape} and the vocabulary", 0
+    if tensor.layout != torch.strided or tensor.is_meta or hasattr(tensor, "placements"):
+        return f"{tensor.layout} {tensor.dtype} {list(tensor.shape)}", 0
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tensor.dtype} {list(tensor.shape)}", zlib.crc32(data.numpy())
+
+
+def _compare(facts: tuple[dict, ...]):
+    """Raise ValueError, equal on all ranks, if the facts of two ranks differ or the shards do not cover the vocabulary
+    once. `facts` has one dict per rank."""
+    bounds, first = [rank_facts.pop("bounds") for rank_facts in facts], facts[0]
+    for rank, other in enumerate(facts):
+        for name in dict.fromkeys((*first, *other)):
+            (a, checksum), (b, other_checksum) = (x.get(name, ("nothing", 0)) for x in (first, other))
+            if a != b or checksum != other_checksum:
+                b = b if a != b else "other values"
+                raise ValueError(f"ranks must agree on {name}: rank 0 of the group has {a}, got {b} on rank {rank}")
+    vocab_size, covered = first["vocab_size"][0], 0
+    for start, stop, _ in sorted(bound for bound in bounds if bound[0] < bound[1]):
+        covered = stop if start == covered else -1
+    if str(covered) != vocab_size:
+        owned = [list(bound[:2]) for bound in bounds]
+        raise ValueError(f"the shards of the group must cover [0, {vocab_size}) once, got {owned}")
+    alike = {whole: [rank for rank, bound in enumerate(bounds) if bound[2] == whole] for whole in (True, False)}
+    if alike[True] and alike[False]:
+        raise ValueError(
+            "ranks must make their shards alike (all by from_group, say), got whole chunks of the vocabulary, with "
+            f"known bounds of the others, on ranks {alike[True]} of the group, and bounds alone on ranks {alike[False]}"
+        )

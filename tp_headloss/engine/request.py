@@ -70,7 +70,7 @@ class Tensors(NamedTuple):
         found: list[Any] = [x if i in strided else without_gaps(x) for i, x in enumerate(tensors)]
         return cls(*found)
 
-    def rows(self, here: slice, logits: torch.Tensor) -> Tensors:
+    def rows(self, here: slice | torch.Tensor, logits: torch.Tensor) -> Tensors:
         """The tensors of some tokens, whose logits are given."""
 
         def part(x):
@@ -137,7 +137,7 @@ class Request(NamedTuple):
         """Shape of this rank's packets: chunks, rows of a packet, tokens."""
         return self.facts.chunks, self.layout.packet_height, self.tensors.logits.shape[0]
 
-    def rows(self, here: slice, logits: torch.Tensor) -> Request:
+    def rows(self, here: slice | torch.Tensor, logits: torch.Tensor) -> Request:
         """The request of some tokens, whose logits are given."""
         return self._replace(tensors=self.tensors.rows(here, logits))
 

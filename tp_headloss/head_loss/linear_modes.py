@@ -1,20 +1,17 @@
-"""The two modes of `HeadLoss.linear`: recompute makes the logits twice, one sweep has gradients in the forward; and
-both over the valid tokens alone."""
+"""The two modes of `HeadLoss.linear`: recompute makes the logits twice, one sweep has gradients in the forward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
 
-from ..arguments.linear import MIN_SWEEP_TOKENS, Linear
+from ..arguments.linear import MIN_SWEEP_TOKENS
 from ..linear_head import one_sweep as sweep
 from ..linear_head.call import LinearCall
-from ..linear_head.teacher import without_logits
-from ..linear_head.valid_tokens import ValidTokens, map_teacher_tensors
-from ..ranks.shard import VocabShard
+from ..linear_head.teacher import map_teacher_tensors, without_logits
+from ..linear_head.valid_tokens import ValidTokens
 from ..statistics import VocabStatistics
 from .call import Call
 from .output import HeadLossOutput, make_output
@@ -30,7 +27,7 @@ def uses_one_sweep(call: Call, head: LinearCall) -> bool:
     linear, obstacle = head.linear, _obstacle_to_one_sweep(call, head)
     if linear.mode == "one_sweep" and obstacle is not None:
         raise ValueError(f"mode='one_sweep' is not possible: {obstacle}; use 'recompute'")
-    one_sweep = obstacle is None and _is_chosen(call, head)
+    one_sweep = obstacle is None and _is_chosen(head)
     if one_sweep and linear.mode == "one_sweep":
         head.one_sweep_tokens()  # raises where the budget has no room
     if not one_sweep and linear.upstream is not None:
@@ -38,11 +35,11 @@ def uses_one_sweep(call: Call, head: LinearCall) -> bool:
     return one_sweep
 
 
-def _is_chosen(call: Call, head: LinearCall) -> bool:
+def _is_chosen(head: LinearCall) -> bool:
     """Whether the mode asks for one sweep where it is possible."""
     if head.linear.mode != "auto":
         return head.linear.mode == "one_sweep"
-    return head.one_sweep_tokens() >= min(MIN_SWEEP_TOKENS, call.labels.numel())
+    return head.one_sweep_tokens() >= min(MIN_SWEEP_TOKENS, head.request.tensors.labels.numel())
 
 
 def _as_in_training(call: Call, head: LinearCall) -> LinearCall:
@@ -50,7 +47,7 @@ def _as_in_training(call: Call, head: LinearCall) -> LinearCall:
     with gradients, so that a loss does not depend on whether it has any."""
     if torch.is_grad_enabled() or not head.epilogue or head.linear.logits is not None:
         return head
-    rounds = _obstacle_to_one_sweep(call, head) is None and _is_chosen(call, head)
+    rounds = _obstacle_to_one_sweep(call, head) is None and _is_chosen(head)
     return head._replace(epilogue=False) if rounds else head
 
 
@@ -74,39 +71,16 @@ def one_sweep(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutpu
     return out._replace(loss=loss, stats=stats)
 
 
-def linear_over_valid_tokens(
-    linear_loss: Callable, call: Call, hidden, weight, bias, shard: VocabShard, transform, linear: Linear
-) -> HeadLossOutput:
-    """Call `HeadLoss.linear` with the valid tokens alone (`Linear.max_valid_tokens`), and spread the results over all.
-
-    linear_loss: the bound method. With more valid tokens than the maximum, losses, sums and count are NaN.
-    """
-    if call.sequences is not None:
-        raise ValueError("max_valid_tokens drops tokens of sequences, got the input 'sequences'")
-    assert linear.max_valid_tokens is not None
-    definition = call.definition
-    tokens = ValidTokens(
-        call.labels, definition.ignore_index, linear.max_valid_tokens, definition.options, shard.vocab_size
-    )
-    inputs = {name: tokens(x, name) for name, x in call.inputs.items() if name not in ("teacher", "sets")}
-    if "teacher" in call.inputs:
-        inputs["teacher"] = tokens.teacher(call.inputs["teacher"])
-    if "sets" in call.inputs:
-        inputs["sets"] = tokens.sets(call.inputs["sets"])
-    out = linear_loss(
-        tokens(hidden, "hidden states"), weight, tokens(call.labels, "labels"), bias=bias, shard=shard,
-        token_weight=tokens(call.token_weight, "token_weight"),
-        denominator=call.denominator, transform=tokens.transform(transform), inputs=inputs,
-        linear=replace(linear, max_valid_tokens=None),
-    )  # fmt: skip
-    known = torch.where(tokens.missing, torch.nan, 1.0)
-    loss = tokens.spread_one(out.loss, 0.0, torch.nan) if definition.reduction == "none" else out.loss * known
-    known_sums = {
+def known_output(out: HeadLossOutput, head: LinearCall) -> HeadLossOutput:
+    """Return the output with losses, sums and count of NaN, if more tokens are valid than `Linear.max_valid_tokens`."""
+    if not isinstance(head.request.order, ValidTokens):
+        return out
+    known = torch.where(head.request.order.missing, torch.nan, 1.0)
+    sums = {
         field: {name: x * known for name, x in getattr(out, field).items()}
-        for field in ("terms", "metrics", "term_counts")
+        for field in ("terms", "metrics", "sequence_metrics", "term_counts")
     }
-    stats = tokens.spread(out.stats, call.labels)
-    return out._replace(loss=loss, count=out.count * known, stats=stats, **known_sums)
+    return out._replace(loss=out.loss if out.loss.dim() else out.loss * known, count=out.count * known, **sums)
 
 
 def _obstacle_to_one_sweep(call: Call, head: LinearCall) -> str | None:
@@ -148,7 +122,7 @@ def _block_loss(call: Call, rows, evaluate: Callable) -> Callable:
     Its arguments: statistics of the block [n], and the slice of the block in the order of `rows`.
     """
 
-    def flat(x, _=None):
+    def flat(x):
         return rows.flatten(x) if isinstance(x, torch.Tensor) and x.dim() else x
 
     inputs = {name: flat(x) for name, x in call.inputs.items() if name not in ("sequences", "teacher", "sets")}
@@ -158,7 +132,7 @@ def _block_loss(call: Call, rows, evaluate: Callable) -> Callable:
     functions = definition.plan.summed[0]
 
     def block_loss(stats: VocabStatistics, here: slice) -> torch.Tensor:
-        def cut(x, _=None):
+        def cut(x):
             return x[here] if isinstance(x, torch.Tensor) and x.dim() else x
 
         block_inputs = {name: cut(x) for name, x in inputs.items()}

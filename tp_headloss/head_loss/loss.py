@@ -23,7 +23,7 @@ from .call import check_call, local_arguments, replicated_facts
 from .definition import HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate
 from .known_calls import checked_before, kind_of_call, prepare, prepared_output, remember
-from .linear_modes import linear_over_valid_tokens, one_sweep, recompute, uses_one_sweep
+from .linear_modes import known_output, one_sweep, recompute, uses_one_sweep
 from .output import HeadLossOutput, make_output
 from .reduction import fused_reduction
 from .terms import Metric, Term
@@ -250,18 +250,13 @@ class HeadLoss(nn.Module):
                 facts["inputs"] = {**inputs, "teacher": teacher_fact(inputs["teacher"], linear, self.options)}
             agreement.record("HeadLoss.linear", shard, weight=weight, bias=bias, **facts)
             call = check_call(definition, shard, hidden, labels, token_weight, denominator, inputs)
-            # with check=True the errors of values have the tokens' places in the whole call
-            if linear.max_valid_tokens is None or (self.options is not None and self.options.check):
-                head = LinearCall.checked(
-                    hidden, weight, call.labels, bias, shard, self.want, transform, call.inputs.get("teacher"),
-                    call.total_weight, self.ignore_index, self.options, linear, call.inputs.get("sets"),
-                    call.ids,
-                )  # fmt: skip
-            if linear.max_valid_tokens is None:
-                compute = one_sweep if uses_one_sweep(call, head) else recompute
-        if linear.max_valid_tokens is not None:
-            return linear_over_valid_tokens(self.linear, call, hidden, weight, bias, shard, transform, linear)
-        return compute(call, head, self._evaluate_functions)
+            head = LinearCall.checked(
+                hidden, weight, call.labels, bias, shard, self.want, transform, call.inputs.get("teacher"),
+                call.total_weight, self.ignore_index, self.options, linear, call.inputs.get("sets"),
+                call.ids,
+            )  # fmt: skip
+            compute = one_sweep if uses_one_sweep(call, head) else recompute
+        return known_output(compute(call, head, self._evaluate_functions), head)
 
     def _traceable_definition(self) -> HeadLossDefinition:
         """The definition; its plan is made within a graph, which cannot take the functions of one from outside."""

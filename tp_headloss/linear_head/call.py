@@ -21,6 +21,7 @@ from . import blocks
 from .autograd import LinearFacts, LinearStatistics, MainGrad
 from .epilogue import is_default, obstacle
 from .teacher import expect_teacher_head, stand_in, teacher_operands
+from .valid_tokens import ValidTokens, picked_rows
 
 _log = logging.getLogger("tp_headloss")
 
@@ -66,17 +67,20 @@ class LinearCall(NamedTuple):
                 raise ValueError("hidden_grad='reduce_scatter' needs hidden states [S/P, .., H], got [H]")
             lead[0] *= shard.world_size
             hidden = hidden.contiguous()  # ranks agree on the order of the tokens they gather
+        in_order = scattered or linear.max_valid_tokens is not None  # the first valid tokens are kept
         logits = hidden.new_empty((), dtype=dtype).expand(*lead, shard.width)
         if isinstance(teacher, TeacherHead):
             expect_teacher_head(teacher, hidden, logits)
         request = build_request(
             logits, labels, shard, want, transform, stand_in(teacher, logits), total_weight, ignore_index, options,
-            logits if scattered else hidden, sets, ids,
+            logits if in_order else hidden, sets, ids,
         )  # fmt: skip
         if isinstance(teacher, TeacherHead):
             operands = teacher_operands(teacher, request.order, scattered)
             request = request._replace(tensors=request.tensors._replace(teacher=None), teacher_head=operands)
         flat = hidden.reshape(-1, hidden.shape[-1]) if scattered else request.order.flatten(hidden)
+        if linear.max_valid_tokens is not None:
+            flat, request = picked_rows(flat, request, linear.max_valid_tokens, options.check)
         return cls(flat, weight, request, linear, *_takes_epilogue(hidden, weight, dtype, request, linear))
 
     @property
@@ -95,7 +99,13 @@ class LinearCall(NamedTuple):
 
     def recompute(self, labels, options) -> VocabStatistics:
         """The statistics, any function of which can be differentiated."""
-        return assembled(self.recompute_outputs(), self.request, labels, (options or DEFAULTS).check)
+        return self.assembled(self.recompute_outputs(), labels, (options or DEFAULTS).check)
+
+    def assembled(self, outputs, labels, check: bool) -> VocabStatistics:
+        """Statistics of the call's rows in the order of `layout.outputs` -> of all its tokens [..]."""
+        if isinstance(self.request.order, ValidTokens):
+            outputs = self.request.order.spread(outputs, self.request.layout.outputs)
+        return assembled(outputs, self.request, labels, check)
 
     def recompute_outputs(self) -> tuple[torch.Tensor, ...]:
         """The statistics [N] in the order of `layout.outputs`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,7 +19,6 @@ from ..statistics import VocabStatistics
 from ..validation import expect_instance
 from .call import LinearCall, hidden_fact
 from .teacher import teacher_fact
-from .valid_tokens import ValidTokens
 
 
 @uncompiled_where_needed
@@ -93,21 +91,10 @@ def linear_vocab_statistics(
             bias=bias, want=want, transform=transform, teacher=teacher_fact(teacher, linear, options),
             sets=sets, ids=ids, total_weight=total_weight, ignore_index=ignore_index, options=options, linear=linear,
         )  # fmt: skip
-        # with check=True the errors of values have the tokens' places in the whole call
-        if linear.max_valid_tokens is None or (options is not None and options.check):
-            call = LinearCall.checked(
-                hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options,
-                linear, sets, ids,
-            )  # fmt: skip
-    if linear.max_valid_tokens is not None:
-        picked = ValidTokens(labels, ignore_index, linear.max_valid_tokens, options, shard.vocab_size)
-        stats = linear_vocab_statistics(
-            picked(hidden, "hidden states"), weight, picked(labels, "labels"), bias=bias, shard=shard, want=want,
-            transform=picked.transform(transform), teacher=picked.teacher(teacher), sets=picked.sets(sets),
-            ids=picked(ids, "ids"), total_weight=total_weight, ignore_index=ignore_index, options=options,
-            linear=replace(linear, max_valid_tokens=None),
+        call = LinearCall.checked(
+            hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options,
+            linear, sets, ids,
         )  # fmt: skip
-        return picked.spread(stats, labels)
     return call.recompute(labels, options)
 
 

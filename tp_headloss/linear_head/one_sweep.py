@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from ..arguments.options import DEFAULTS
-from ..call.statistics import assembled
 from ..engine.passes import kernel_gradients
 from ..engine.request import Tensors
 from ..statistics import VocabStatistics
@@ -61,7 +60,7 @@ def sweep_statistics(call: LinearCall, labels, options, objective_of) -> tuple[V
             wanted,
             linear.hidden_grad,
         )
-    stats = assembled((*values.unbind(0), *flags), request, labels, check)
+    stats = call.assembled((*values.unbind(0), *flags), labels, check)
     weight_grad = None if wanted.main_grad is not None else sums.sum
     declared = None if linear.upstream is None else upstream
     return stats, OneSweepGradients((hidden_grad, weight_grad, sums.bias), declared)

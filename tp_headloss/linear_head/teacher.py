@@ -72,6 +72,14 @@ def without_logits(teacher):
     return teacher
 
 
+def map_teacher_tensors(teacher, function):
+    """Return the teacher with each tensor of tokens replaced by function(tensor)."""
+    tensors = {f.name: x for f in fields(teacher) if isinstance(x := getattr(teacher, f.name), torch.Tensor)}
+    if isinstance(teacher, TeacherHead):
+        tensors = {name: x for name, x in tensors.items() if name not in ("weight", "bias")}
+    return replace(teacher, **{name: function(x) for name, x in tensors.items()})
+
+
 def teacher_fact(teacher, linear: Linear, options):
     """Describe a teacher as ranks must agree on it, with hidden states by shape and dtype where these are too
     large to compare (without validate="checksums"), or where each rank has its own part of them."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
-from ..arguments.id_sets import IdSets
-from ..arguments.options import Transform
-from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
-from ..statistics import VocabStatistics
-from ..validation import expect_ids, expect_ignore_index
+from ..engine.request import Request, TokenOrder
+from ..statistics import IGNORED
+
+# Outputs of ignored tokens and of valid ones that were not picked; all others are 0 and NaN.
+NOT_PICKED = {"owners": (IGNORED, 1.0), "valid": (False, True), "hits": (False, False), "argmax": (-1, -1)}
 
 
 def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int):
@@ -25,65 +24,41 @@ def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int):
         )
 
 
-def map_teacher_tensors(teacher, function):
-    """Return the teacher with each tensor of tokens replaced by function(tensor, name)."""
-    tensors = {f.name: x for f in fields(teacher) if isinstance(x := getattr(teacher, f.name), torch.Tensor)}
-    if isinstance(teacher, TeacherHead):
-        tensors = {name: x for name, x in tensors.items() if name not in ("weight", "bias")}
-    return replace(teacher, **{name: function(x, f"teacher.{name}") for name, x in tensors.items()})
+class ValidTokens(TokenOrder):
+    """The rows of the tokens that are not ignored, at most `count` of them, in their order; then of ignored ones."""
 
+    def __init__(self, order: TokenOrder, labels: torch.Tensor, ignore_index: int, count: int):
+        self.permutation, self.shape, self.rows = order.permutation, order.shape, order.rows
+        self.valid = labels != ignore_index
+        self.picked = torch.sort((~self.valid).to(torch.uint8), stable=True).indices[:count]
+        self.missing = self.valid.sum() > count  # tokens that should have been picked
 
-class ValidTokens:
-    """Selection of the tokens that are not ignored, at most `count` of them, in their order; then ignored ones."""
+    def flatten(self, x: torch.Tensor) -> torch.Tensor:
+        """[.., *] -> [n, *] of the picked tokens."""
+        return super().flatten(x).index_select(0, self.picked)
 
-    def __init__(self, labels: torch.Tensor | None, ignore_index: int, count: int, options, vocab_size: int):
-        if labels is None:
-            raise ValueError("max_valid_tokens drops tokens by their labels, got none")
-        expect_ids("labels", labels)
-        ignore_index = expect_ignore_index(ignore_index)
-        if options is not None and options.check:  # here, where a token's place is known
-            check_range(labels, ignore_index, vocab_size)
-        self.lead, valid = labels.shape, (labels != ignore_index).reshape(-1)
-        self.valid = valid
-        self.order = torch.sort((~valid).to(torch.uint8), stable=True).indices[:count]
-        self.missing = valid.sum() > count  # tokens that should have been picked
+    def spread(self, outputs: Iterable[torch.Tensor], names: tuple[str, ...]) -> list[torch.Tensor]:
+        """Spread statistics [n, *] over all tokens: 0 at ignored ones, NaN at valid ones that were not picked."""
+        return [self._spread_one(x, *NOT_PICKED.get(name, (0.0, torch.nan))) for x, name in zip(outputs, names)]
 
-    def __call__(self, x, name: str):
-        """Select from a per-token tensor: [.., *] -> [count, *]. Anything but a tensor is returned."""
-        if not isinstance(x, torch.Tensor):
-            return x
-        if x.shape[: len(self.lead)] != self.lead:
-            raise ValueError(f"{name} must begin with the labels' shape {list(self.lead)}, got {list(x.shape)}")
-        return x.reshape(self.lead.numel(), *x.shape[len(self.lead) :]).index_select(0, self.order)
-
-    def transform(self, transform: Transform | None) -> Transform | None:
-        """Select from a per-token temperature."""
-        return transform and replace(transform, temperature=self(transform.temperature, "temperature"))
-
-    def teacher(self, teacher):
-        """Select from the tensors of a top-K teacher or a head. ValueError for a `Teacher`; others are returned."""
-        if isinstance(teacher, Teacher):
-            raise ValueError("max_valid_tokens would copy the teacher's logits, got a Teacher: drop the tokens before")
-        known = isinstance(teacher, (TopKTeacher, TeacherHead))
-        return map_teacher_tensors(teacher, self) if known else teacher
-
-    def sets(self, sets):
-        """Select the sets of the valid tokens. Anything but `IdSets` is returned."""
-        return sets.map_tokens(self.lead, lambda x: self(x, "sets")) if isinstance(sets, IdSets) else sets
-
-    def spread_one(self, x: torch.Tensor, ignored, missing) -> torch.Tensor:
-        """Spread a selected tensor over all tokens: [count, *] -> [.., *], others are `ignored` or `missing`."""
-        rest = torch.full_like(self.valid, ignored, dtype=x.dtype)
-        rest = rest.masked_fill(self.valid, missing)
-        if x.dim() > 1:  # [count, K]
+    def _spread_one(self, x: torch.Tensor, ignored, missing) -> torch.Tensor:
+        rest = torch.full_like(self.valid, ignored, dtype=x.dtype).masked_fill(self.valid, missing)
+        if x.dim() > 1:  # [n, K]
             rest = rest[:, None].repeat(1, x.shape[1])
-        return rest.index_copy(0, self.order, x).view((*self.lead, *x.shape[1:]))
+        return rest.index_copy(0, self.picked, x)
 
-    def spread(self, stats: VocabStatistics, labels: torch.Tensor | None) -> VocabStatistics:
-        """Spread statistics over all tokens: 0 at ignored ones, NaN at valid ones beyond `count`."""
-        out: dict[str, Any] = {}
-        for name, x in stats._asdict().items():
-            if isinstance(x, torch.Tensor) and name != "labels":
-                fill = (0.0, torch.nan) if x.is_floating_point() else (-1, -1) if name == "argmax" else (False, False)
-                out[name] = self.spread_one(x, *fill)
-        return stats._replace(**out | {"labels": labels, "valid": self.valid.view(self.lead)})
+
+def picked_rows(hidden, request: Request, count: int, check: bool) -> tuple[torch.Tensor, Request]:
+    """Hidden states [N, H] and a request of all tokens -> those of the valid tokens, at most `count`."""
+    tensors, facts, head = request.tensors, request.facts, request.teacher_head
+    if tensors.labels is None:
+        raise ValueError("max_valid_tokens drops tokens by their labels, got none")
+    if tensors.teacher is not None:
+        raise ValueError("max_valid_tokens would copy the teacher's logits, got a Teacher: drop the tokens before")
+    if check:
+        check_range(tensors.labels, facts.ignore_index, facts.vocab_size)
+    order = ValidTokens(request.order, tensors.labels, facts.ignore_index, count)
+    if head.teacher_hidden is not None:
+        head = head._replace(teacher_hidden=head.teacher_hidden.index_select(0, order.picked))
+    request = request.rows(order.picked, tensors.logits[: len(order.picked)])
+    return hidden.index_select(0, order.picked), request._replace(order=order, teacher_head=head)
