@@ -1,4 +1,4 @@
-"""For the documentation: docstrings of checked functions with the arguments that `tp_headloss.spec` writes into them."""
+"""For the documentation: docstrings of checked functions with the arguments that `spec` writes into them."""
 
 import importlib
 import inspect

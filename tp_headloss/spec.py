@@ -17,7 +17,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, TypeVar, Union
 
@@ -173,9 +173,9 @@ class IntLine:
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of some names, or of some flags."""
+    """One of some names, or a flag. A dictionary of names may grow."""
 
-    names: tuple[Any, ...]
+    names: Collection[Any]
 
     @property
     def says(self) -> str:
@@ -188,7 +188,7 @@ class OneOf:
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {_shown(value)}")
         elif not isinstance(value, str) or value not in self.names:
-            raise ValueError(f"{name} must be one of {self.names}, got {_shown(value)}")
+            raise ValueError(f"{name} must be one of {tuple(self.names)}, got {_shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -303,11 +303,7 @@ def line_of(annotation: Any) -> Line | None:
 def _hints(function: Any) -> dict[str, Any]:
     """Annotations of a function, of a dataclass's fields or of another class's constructor, resolved."""
     has_fields = not isinstance(function, type) or dataclasses.is_dataclass(function)
-    return typing.get_type_hints(function if has_fields else _constructor(function), include_extras=True)
-
-
-def _constructor(kind: type) -> Callable[..., Any]:
-    return kind.__init__  # type: ignore[misc]  # of exactly this class
+    return typing.get_type_hints(function if has_fields else function.__init__, include_extras=True)
 
 
 def lines_of(function: Callable[..., Any]) -> dict[str, Line]:
@@ -322,20 +318,28 @@ def lines_of(function: Callable[..., Any]) -> dict[str, Line]:
     return lines
 
 
+_LINES: dict[str, dict[str, Line]] = {}  # by module and name; torch.compile takes no closure of lines
+
+
 def checked(function: F) -> F:
     """Decorate a public function or class: each argument of a call is checked by its line, in an error that names it.
 
     The docstring gets an entry for each argument.
     """
-    lines, target = lines_of(function), _constructor(function) if isinstance(function, type) else function
-    names = tuple(inspect.signature(target).parameters)
+    is_class, key = isinstance(function, type), f"{function.__module__}.{function.__qualname__}"
+    lines = _LINES[key] = lines_of(function)
+    target: Any = function.__init__ if is_class else function
+    names, owner = tuple(inspect.signature(target).parameters), getattr(function, "called", "")
 
     @functools.wraps(target)
     def call(*args, **kwargs):
+        if is_class and torch.compiler.is_compiling():  # torch.compile cannot look at the lines within a constructor
+            return target(*args, **kwargs)
+        given: dict[str, Any] = {**dict(zip(names, args)), **kwargs}
         sizes: Sizes = {}
-        for name, value in [*zip(names, args), *kwargs.items()]:
-            if name in lines:
-                lines[name].check(name, value, sizes)
+        for name, line in _LINES[key].items():
+            if name in given:
+                line.check(owner + name, given[name], sizes)
         return target(*args, **kwargs)
 
     result: Any = call
@@ -371,13 +375,6 @@ def _with_arguments(function, lines: dict[str, Line]) -> str:
         entries += "\n"
     start, end = section.span() if section else (doc.find("Returns:"),) * 2
     return f"{doc[:start]}Args:\n{entries}" + "\n" * (section is None) + doc[end:]
-
-
-def check_as(annotation: Any, name: str, value: Any):
-    """Check a value by the line that an annotation is."""
-    line = line_of(annotation)
-    assert line is not None
-    line.check(name, value, {})
 
 
 def lines_within(function: Any) -> dict[str, Line]:

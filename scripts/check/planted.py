@@ -63,7 +63,7 @@ GROUPS = {
         (KNOWN_CALLS, "_place", "type(denominator)", "None"),
     ],
     "test_one_launch": [
-        ("call/statistics.py", "run_statistics", "options.gradient == 'forward'", "False"),
+        ("call/statistics.py", "vocab_statistics", "given.options.gradient == 'forward'", "False"),
         (ROWS, "_offset_of", "tl.where((i >= waiting) & (i < whole), later, i)", "i"),
         (ROWS, "_add_tiles", "times(sums[k], move.factor) + terms.p", "sums[k] + terms.p"),
         (ROWS, "_joined", "b = parts[k + len(parts) // 2]", "b = parts[len(parts) - 1 - k]"),
@@ -393,7 +393,7 @@ GROUPS = {
         ("linear_head/teacher.py", "map_teacher_tensors", 'name not in ("weight", "bias")', 'name != "weight"'),
     ],
     "test_sharded_teachers": [
-        ("call/agreement.py", "_describe", "_describe_tensor(value, SHARDED_DIM.get(name))", "_describe_tensor(value, None)"),
+        ("call/agreement.py", "_describe", "SHARDED_DIM.get(name)", "None"),
         ("call/dtensor.py", "local_part", "found['transform'] = local", "pass"),
         ("call/dtensor.py", "_local_tensor", "_local_hidden(x, shard, hidden_grad)", "x.to_local()"),
     ],
@@ -614,8 +614,8 @@ GROUPS = {
         ("call/request_of.py", "build_request", "logits.resolve_neg()", "logits"),
         ("call/request_of.py", "_teacher_tensors", "teacher.logits.detach().resolve_neg()", "teacher.logits.detach()"),
         ("head_loss/known_calls.py", "kind_of_call", "logits.is_neg()", "False"),
-        ("call/statistics.py", "statistic_names", "isinstance(want, str)", "False"),
-        ("call/statistics.py", "statistic_names", 'hasattr(want, "__iter__")', "True"),
+        ("call/given.py", "_names", "isinstance(want, str)", "False"),
+        ("call/given.py", "_names", 'hasattr(want, "__iter__")', "True"),
         ("validation.py", "swap_hint", "both and labels.is_floating_point() and not logits.is_floating_point()", "False"),
         ("head_loss/call.py", "expect_denominator", 'denominator.is_meta and device.type != "meta"', "False"),
         ("head_loss/definition.py", "_expect_all", "(given,)", "tuple(given)"),

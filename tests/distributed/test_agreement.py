@@ -232,7 +232,7 @@ CASES = {
         "head", clipped(0.2), lambda c: c.rewrite(terms=[PolicyGradient("cispo", name="clip", clip=(0.2, 0.2))]),
         "ValueError", "terms.0.function.arguments.0"),
     "another KL estimator": (
-        "head", estimated("k1"), estimated("k3"), "ValueError", "terms.0.function.arguments.0"),
+        "head", estimated("k1"), estimated("k3"), "ValueError", "terms.0.function.arguments.1"),
     "another smoothing": (
         "head", lambda c: c.rewrite(terms=[CrossEntropy(label_smoothing=0.1)]),
         lambda c: c.rewrite(terms=[CrossEntropy(label_smoothing=0.2)]), "ValueError", "keywords.smoothing"),

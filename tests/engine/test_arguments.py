@@ -135,8 +135,6 @@ def entries(x, y, **fields):
 
 NUMBERS = {  # what takes a number (or two, or a flag) -> its name in the message
     "compile": lambda text: HeadLoss(compile=text),
-    "beta": lambda text: Teacher(torch.zeros(1, V), beta=text),
-    "renormalize": lambda text: TopKTeacher(torch.zeros(1, 1), torch.zeros(1, 1), renormalize=text),
     "budget": lambda text: Linear(budget=text),
     "max_valid_tokens": lambda text: Linear(max_valid_tokens=text),
     "main_grad": lambda text: Linear(main_grad=text),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, vocab_statistics
-from tp_headloss.arguments.options import NO_TRANSFORM
+from tp_headloss.call.given import Given
 from tp_headloss.call.request_of import build_request
 from tp_headloss.engine.transports import TRANSPORTS, Choice, symmetric_memory
 from tp_headloss.engine.transports.gather import Gather
@@ -52,9 +52,7 @@ def test_a_transport_outside_of_the_package_carries_logits_and_hidden_states(bac
 @pytest.mark.parametrize("failing", ["local_statistics", "merge_packets", "barrier", None])
 def test_symmetric_memory_is_refused_after_an_exchange_that_failed(failing, monkeypatch):
     """On CPU, with a group of one that is said to be of two."""
-    request = build_request(
-        torch.randn(3, 16), None, VocabShard(0, 16, 16), (), NO_TRANSFORM, None, None, -100, Options()
-    )
+    request = build_request(Given(torch.randn(3, 16), shard=VocabShard(0, 16, 16)))
     request = request._replace(facts=request.facts._replace(world_size=2, group_name="pair", transport="symm_mem"))
 
     def step(name, result=None):
@@ -94,9 +92,7 @@ def test_symmetric_memory_is_refused_after_an_exchange_that_failed(failing, monk
 @pytest.mark.parametrize("order", [("auto", "symm_mem", "symm_mem"), ("symm_mem", "auto", "symm_mem")])
 def test_symmetric_memory_that_was_asked_for_and_is_not_there_is_told_once(order, monkeypatch, caplog):
     """On CPU, with a group of one that is said to be of two."""
-    request = build_request(
-        torch.randn(3, 16), None, VocabShard(0, 16, 16), (), NO_TRANSFORM, None, None, -100, Options()
-    )
+    request = build_request(Given(torch.randn(3, 16), shard=VocabShard(0, 16, 16)))
     monkeypatch.setattr(symmetric_memory, "load_backend", lambda _: SimpleNamespace(shares_memory=lambda _: True))
     monkeypatch.setattr(symmetric_memory, "resolve_process_group", lambda _: "group")
     monkeypatch.setattr(symmetric_memory, "_obstacle_and_capability", lambda *_: ("no peer access", (9, 0)))

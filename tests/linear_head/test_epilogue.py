@@ -8,7 +8,7 @@ from ranks import on_ranks
 
 from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, Transform, VocabShard, linear_vocab_statistics
 from tp_headloss import vocab_statistics as statistics_of_logits
-from tp_headloss.arguments.options import NO_TRANSFORM
+from tp_headloss.call.given import Given
 from tp_headloss.call.request_of import build_request
 from tp_headloss.engine.backend import load_backend
 from tp_headloss.statistics import layout_of
@@ -93,10 +93,8 @@ def test_logits_are_rounded_or_not(engine, backend, dtype, most, device):
 
 
 def packets_of(hidden, weight, labels, shard, want=WANT, budget=1 << 27):
-    request = build_request(
-        hidden.new_empty(()).expand(hidden.shape[0], weight.shape[0]), labels, shard, want, NO_TRANSFORM, None, None,
-        -100, TRITON, hidden,
-    )  # fmt: skip
+    logits = hidden.new_empty(()).expand(hidden.shape[0], weight.shape[0])
+    request = build_request(Given(logits, labels, shard, want, options=TRITON), hidden)
     packets = torch.full((shard.chunks, len(request.layout.packet), hidden.shape[0]), torch.nan, device=hidden.device)
     load_backend("triton").linear_statistics(packets, hidden, weight, request, False, budget)
     return packets, request

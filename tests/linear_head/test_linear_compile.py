@@ -55,7 +55,7 @@ def test_operators_are_registered_consistently(device):
     hidden = hidden.t().contiguous().t()
     stats = linear_vocab_statistics(hidden.requires_grad_(), weight, labels, bias=bias, want=("entropy",))
     node = stats.lse.grad_fn
-    inputs, no_teacher = (labels, bias, *[None] * 9), ([], [], [], None, torch.float32, [])
+    inputs, no_teacher = (labels, bias, *[None] * 9), (None, None, None, torch.float32, 0.0)
     fixed = (*no_teacher, *(list(x) if isinstance(x, tuple) else x for x in node.facts), *LinearFacts(*node.linear))
     checks, operators = {"test_utils": ("test_schema", "test_faketensor")}, torch.ops.tp_headloss
     hidden = hidden.detach()

@@ -100,8 +100,9 @@ def test_shapes_are_checked_before_tokens_are_dropped():
         with pytest.raises(ValueError, match="must have shape"):
             call()
     labels[30] = V
-    with pytest.raises(ValueError, match="label of token 30"):
-        linear_vocab_statistics(hidden, weight, labels, linear=few, options=Options(check=True))
+    for linear in (few, Linear(max_valid_tokens=1)):
+        with pytest.raises(ValueError, match="label of token 30"):
+            linear_vocab_statistics(hidden, weight, labels, linear=linear, options=Options(check=True))
 
 
 def test_check_numbers_the_tokens_of_the_call_though_ignored_ones_are_dropped():

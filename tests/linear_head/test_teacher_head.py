@@ -429,7 +429,7 @@ BAD = {
     "width": (lambda h, w, y, t: call_with(h, w, y, replace(t, weight=t.weight[:9])), ValueError,
               r"teacher\.weight must have as many rows as the student's shard, \[200, H\], got \[9, 17\]"),
     "hidden size": (lambda h, w, y, t: call_with(h, w, y, replace(t, hidden=t.hidden[:, :9])), ValueError,
-                    r"teacher\.hidden must have shape \[44, 17\], got \[44, 9\]"),
+                    r"teacher\.weight must have shape \[width, 9\] of teacher.hidden"),
     "tokens": (lambda h, w, y, t: call_with(h, w, y, replace(t, hidden=t.hidden[:9])), ValueError, r"got \[9, 17\]"),
     "device": (lambda h, w, y, t: call_with(h, w, y, replace(t, weight=t.weight.to("meta"))), ValueError,
                r"teacher\.weight must be on cpu"),

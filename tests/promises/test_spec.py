@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tp_headloss
-from tp_headloss import Sequences, TopKTeacher, VocabStatistics, losses, spec, vocab_statistics
+from tp_headloss import Sequences, TopKTeacher, Transform, VocabStatistics, losses, spec, vocab_statistics
 
 B, S, V = 2, 3, 3
 MASK = torch.ones(B, S, dtype=torch.bool)
@@ -20,7 +20,7 @@ STATS = vocab_statistics(
     teacher=TopKTeacher(torch.zeros(B, S, 1, dtype=torch.long), torch.full((B, S, 1), -0.4), renormalize=False),
 )
 STATS = STATS._replace(forward_kl=STATS.lse, teacher_entropy=STATS.lse)  # of a whole teacher
-OBJECTS = {Sequences: Sequences.from_mask(MASK), VocabStatistics: STATS}
+OBJECTS = {Sequences: Sequences.from_mask(MASK), VocabStatistics: STATS, Transform: Transform()}
 RELATED = {  # values that go with others
     "clip": (0.2, 0.2),
     "dual_clip": 3.0,
@@ -28,7 +28,6 @@ RELATED = {  # values that go with others
     "scale": 1.0,
     "softcap": 2.0,
     "support": "topk",
-    "temperature": 1.0,
 }
 NAN = math.nan
 CHECKED = {name: f for name, f in {**vars(losses), **vars(tp_headloss)}.items() if hasattr(f, "lines")}
@@ -40,18 +39,18 @@ def test_every_loss_has_lines():
 
 def right(name, line):
     """A value that a line takes."""
-    if name in RELATED and not isinstance(line, spec.TensorLine):
-        return RELATED[name]
     if isinstance(line, spec.AnyOf):
         return right(name, max(line.lines, key=lambda part: isinstance(part, spec.TensorLine)))
+    if name in RELATED and not isinstance(line, spec.TensorLine):
+        return RELATED[name]
     if isinstance(line, spec.TensorLine):
-        sizes = {"..": (B, S), "pairs": (B,), "V": (V,), "width": (V,)}
+        sizes = {"..": (B, S), "pairs": (B,), "V": (V,), "width": (V,), "K": (2,), "H_t": (4,)}
         symbols = ("..",) if line.shape is None else line.shape
         shape = [n for symbol in symbols for n in sizes[symbol]]
         values = torch.full(shape, -0.5 if line.kind == "floating point" else 1.0)
         return values.bool() if line.kind == "bool" else values.long() if "int64" in line.kind else values
     if isinstance(line, spec.OneOf):
-        return line.names[0]
+        return next(iter(line.names))
     if isinstance(line, spec.Instance):
         return OBJECTS[line.kind]
     if isinstance(line, spec.NumberLine):
@@ -80,7 +79,7 @@ def wrong(line):
             values["rows"] = good[:, 0]
             values |= {} if line.broadcasts else {"a column": good[:, :1]}
     elif isinstance(line, spec.OneOf):
-        values |= {"unknown": "unknown", "number": 7} | ({} if line.names[0] is True else {"flag": True})
+        values |= {"unknown": "unknown", "number": 7} | ({} if line.names == (True, False) else {"flag": True})
     elif isinstance(line, spec.Callables):
         values |= {"number": 7, "class": int}
     elif isinstance(line, spec.Names):
@@ -110,10 +109,17 @@ def wrong(line):
 OF_OTHERS = "meta", "rows", "a column", "one dimension more"  # wrong beside another argument of the tokens alone
 
 
-def sets_sizes(function, name) -> bool:
-    """True if another argument than this one has the shape and device of the tokens."""
-    given = [value for n, value in arguments_of(function).items() if n != name]
-    return any(isinstance(x, tuple(OBJECTS)) or (isinstance(x, torch.Tensor) and x.dim() > 0) for x in given)
+def sets_sizes(function, name, what) -> bool:
+    """True if another argument than this one has the shape (or for "meta" the device) of the tokens."""
+    for other, line in function.lines.items():
+        parts = line.lines if isinstance(line, spec.AnyOf) else (line,)
+        tensor = next((part for part in parts if isinstance(part, spec.TensorLine)), None)
+        if other != name and (
+            any(isinstance(part, spec.Instance) and part.kind in (Sequences, VocabStatistics) for part in parts)
+            or (tensor is not None and (what == "meta" or ".." in (tensor.shape or ())) and tensor.shape != ())
+        ):
+            return True
+    return False
 
 
 def arguments_of(function) -> dict:
@@ -127,7 +133,7 @@ CASES = [
     for key, f in CHECKED.items()
     for name, line in f.lines.items()
     for what, value in wrong(line).items()
-    if what not in OF_OTHERS or sets_sizes(f, name)
+    if what not in OF_OTHERS or sets_sizes(f, name, what)
 ]
 
 

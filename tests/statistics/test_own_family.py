@@ -8,7 +8,7 @@ import torch
 from ranks import on_ranks
 
 from tp_headloss import Linear, Options, Transform, VocabShard, statistics
-from tp_headloss.arguments.options import NO_TRANSFORM
+from tp_headloss.call.given import Given
 from tp_headloss.call.request_of import build_request
 from tp_headloss.engine.autograd import Statistics
 from tp_headloss.linear_head.call import LinearCall
@@ -35,13 +35,11 @@ def outputs_of(group, device, backend, transport, linear):
     options, want = Options(backend=backend, transport=transport), ("energy", "entropy")
     leaf = (weight if linear else hidden @ weight.t()).clone().requires_grad_()
     if linear:
-        call = LinearCall.checked(
-            hidden, leaf, labels, None, shard, want, NO_TRANSFORM, None, None, -100, options, Linear("recompute")
-        )
+        given = Given(None, labels, shard, want, options=options, hidden=hidden, weight=leaf)
+        call = LinearCall.checked(given._replace(linear=Linear("recompute")))
         names, found = call.request.layout.outputs, call.recompute_outputs()
     else:
-        transform = Transform(softcap=5.0)
-        request = build_request(leaf, labels, shard, want, transform, None, None, -100, options)
+        request = build_request(Given(leaf, labels, shard, want, Transform(softcap=5.0), options=options))
         names, found = request.layout.outputs, Statistics.apply(*request.tensors, request, False, None)
     found = dict(zip(names, found))
     (found["energy"] + found["entropy"] - found["log_prob"]).sum().backward()

@@ -19,6 +19,7 @@ from tp_headloss import (
     sample,
     vocab_statistics,
 )
+from tp_headloss.call.given import Given
 from tp_headloss.call.request_of import build_request
 from tp_headloss.search import kept as finder
 from tp_headloss.search import race as gumbel
@@ -175,9 +176,7 @@ def test_backends_agree_on_any_layout_of_the_logits(device):
 
 def others_of(z, rule, number):
     """Tokens that keep more than so many candidates, of which those that equal the last one are dropped."""
-    request = build_request(
-        z, None, VocabShard.from_group(None, z.shape[1]), (), Transform(), None, None, -100, Options()
-    )
+    request = build_request(Given(z, shard=VocabShard.from_group(None, z.shape[1])))
     with candidates(number):
         _, *others = finder.find_kept(request, rule)
     return [token for kept in others for token in kept.tokens.tolist()]

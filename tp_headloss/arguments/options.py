@@ -81,7 +81,7 @@ class Options:
     """
 
     backend: Annotated[str, OneOf(BACKENDS)] | None = None
-    transport: Annotated[str, OneOf(tuple(TRANSPORTS))] = "auto"
+    transport: Annotated[str, OneOf(TRANSPORTS)] = "auto"
     inplace: bool = False
     check: bool = False
     validate: Annotated[str, OneOf(("metadata", "full", "checksums"))] = "metadata"

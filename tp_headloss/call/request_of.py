@@ -8,7 +8,6 @@ import torch
 
 from .. import statistics
 from ..arguments.id_sets import IdSets
-from ..arguments.options import Options, Transform
 from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from ..engine.backend import resolve_backend
 from ..engine.operators import top_entries
@@ -24,20 +23,19 @@ from ..validation import (
     expect_tensor,
     swap_hint,
 )
+from .given import Given
 from .sets import check_entries, check_ids, check_sets, id_tensors, set_tensors, validate_ids, validate_sets
 
 ALWAYS = ("lse", "log_prob", "target_logit", "valid")  # of every call's statistics
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def build_request(
-    logits, labels, shard: VocabShard, want, transform: Transform, teacher, total_weight, ignore_index,
-    options: Options, order_of=None, sets: IdSets | None = None, ids=None,
-) -> Request:  # fmt: skip
+def build_request(given: Given, order_of=None) -> Request:
     """Validate a call and bring its tensors into rows [N, ..], in the order of `order_of` [.., any], or of the logits.
 
     Raises ValueError or TypeError from facts that every rank shares, so that an error is the same on all of them.
     """
+    logits, labels, shard, want, transform, teacher, sets, ids, total_weight, ignore_index, options, *_ = given
     logits = logits.resolve_neg()  # a view of a conjugate's imaginary part has its sign elsewhere than in memory
     backend = _validate_call(logits, labels, shard, want, transform, teacher, total_weight, options)
     ignore_index = expect_ignore_index(ignore_index)

@@ -7,16 +7,16 @@ from typing import NamedTuple
 import torch
 
 from ..arguments.id_sets import IdSets
-from ..arguments.options import DEFAULTS, NO_TRANSFORM, Options, Transform
+from ..arguments.options import DEFAULTS, Options, Transform
 from ..arguments.teachers import Teacher, TopKTeacher
 from ..engine.autograd import Statistics
 from ..engine.request import Request
 from ..ranks.shard import VocabShard
-from ..statistics import MaybeNone, VocabStatistics, documented_fields, known_statistics
-from ..validation import expect_bool, expect_instance, refuse_transforms
+from ..statistics import MaybeNone, VocabStatistics, documented_fields
+from ..validation import expect_bool, refuse_transforms
 from .agreement import Agreement
 from .compile import uncompiled_where_needed
-from .dtensor import local_logits, local_part
+from .given import Given
 from .request_of import build_request
 
 
@@ -75,9 +75,17 @@ def vocab_statistics(
         (tensor([-0.4076, -1.0986]), tensor([0.8324, 1.0986]))
         >>> (-stats.log_prob - 0.01 * stats.entropy).mean().backward()  # any PyTorch on statistics
     """
-    return run_statistics(
-        logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, ids
+    given = Given.checked(logits, labels, shard, want, transform, options)._replace(
+        teacher=teacher, sets=sets, ids=ids, total_weight=total_weight, ignore_index=ignore_index
     )
+    with Agreement(given.options, shard) as agreement:
+        given = given.local()
+        agreement.record("vocab_statistics", given.shard, **given.facts())
+        request = build_request(given)
+    in_forward = given.options.gradient == "forward"
+    if in_forward and torch.is_grad_enabled() and request.tensors.logits.requires_grad:
+        raise ValueError("gradient='forward' is for a HeadLoss, whose forward knows the loss, got statistics alone")
+    return computed_statistics(request, given.labels, given.options)[0]
 
 
 @documented_fields
@@ -150,55 +158,6 @@ def log_probs(
             options=options,
         )
     return LogProbs(stats.log_prob, stats.entropy, stats.lse)
-
-
-def run_statistics(
-    logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, ids=None
-) -> VocabStatistics:
-    """Compute `vocab_statistics` for arguments that are not checked yet."""
-    request, labels = checked_request(
-        logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, ids
-    )
-    in_forward = options is not None and options.gradient == "forward"
-    if in_forward and torch.is_grad_enabled() and request.tensors.logits.requires_grad:
-        raise ValueError("gradient='forward' is for a HeadLoss, whose forward knows the loss, got statistics alone")
-    return computed_statistics(request, labels, options)[0]
-
-
-def checked_request(
-    logits, labels, shard, want, transform, teacher, sets, total_weight, ignore_index, options, ids=None
-):
-    """Check the arguments of `vocab_statistics` -> their `Request`, and this rank's plain labels."""
-    expect_instance("options", options, Options)
-    expect_instance("transform", transform, Transform)
-    want = statistic_names(want)
-    transform, options = transform or NO_TRANSFORM, options or DEFAULTS
-    with Agreement(options, shard) as agreement:
-        tokens = logits
-        logits, shard = local_logits(logits, shard)
-        given = (local_part(x, shard, tokens=tokens) for x in (labels, transform, teacher, sets, ids))
-        labels, transform, teacher, sets, ids = given
-        total_weight = local_part(total_weight, shard, name="total_weight")
-        agreement.record(
-            "vocab_statistics", shard, logits=logits, labels=labels, want=want, transform=transform, teacher=teacher,
-            sets=sets, ids=ids, total_weight=total_weight, ignore_index=ignore_index, options=options,
-        )  # fmt: skip
-        request = build_request(
-            logits, labels, shard, want, transform, teacher, total_weight, ignore_index, options, sets=sets, ids=ids
-        )
-    return request, labels
-
-
-def statistic_names(want) -> tuple[str, ...]:
-    """Names of statistics as a tuple. Raises TypeError or ValueError for what `VocabStatistics` cannot hold."""
-    if isinstance(want, str):
-        raise ValueError(f"want must be of {known_statistics()} in a tuple, such as ('entropy',), got {want!r}")
-    if not hasattr(want, "__iter__"):
-        raise TypeError(f"want must be a tuple of names, () for none, got {want!r}")
-    want = tuple(want)
-    if without := [name for name in want if name in known_statistics() and name not in VocabStatistics._fields]:
-        raise ValueError(f"VocabStatistics needs a field for each statistic in want, and has none for {without}")
-    return want
 
 
 def computed_statistics(request: Request, labels, options: Options | None, reduction=None):

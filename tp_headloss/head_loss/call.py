@@ -11,6 +11,7 @@ import torch
 
 from ..arguments.sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..call.dtensor import local_part
+from ..call.given import Given
 from ..ranks.shard import VocabShard
 from ..spec import Line, TensorLine
 from ..statistics import AT_IDS
@@ -39,11 +40,9 @@ class Call(NamedTuple):
         return self.inputs.get("ids") if any(name in self.definition.want for name in AT_IDS) else None
 
 
-def check_call(
-    definition: HeadLossDefinition, shard: VocabShard, x: torch.Tensor, labels, token_weight, denominator, inputs
-) -> Call:
-    """Check the arguments of a call besides x, its logits or hidden states. Raises TypeError or ValueError for wrong
-    ones."""
+def check_call(definition: HeadLossDefinition, given: Given, token_weight, denominator, inputs) -> Call:
+    """Check a loss's arguments. Raises TypeError or ValueError for wrong ones."""
+    x, labels, shard = given.tokens, given.labels, given.shard
     expect_labels(labels, x, token_weight)
     expect_denominator(denominator, definition.reduction, x.device)
     inputs = inputs or {}
@@ -65,26 +64,25 @@ def check_call(
     )
 
 
-def local_arguments(
-    tokens, shard: VocabShard, labels, token_weight, denominator, transform, inputs, hidden_grad: str = "all_reduce"
-):
-    """Replace DTensors among the arguments by this rank's part of them. tokens: the caller's logits or hidden states;
-    hidden_grad: of a linear head."""
+def local_arguments(tokens, given: Given, token_weight, denominator, inputs):
+    """Replace DTensors among a loss's arguments by this rank's part of them. tokens: logits or hidden states as the
+    caller gave them; given: this rank's."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise TypeError(f"inputs must be a dict of inputs by name, or None, got {type(inputs).__name__}")
-    local = partial(local_part, shard=shard, hidden_grad=hidden_grad, tokens=tokens)
+    hidden_grad = "all_reduce" if given.linear is None else given.linear.hidden_grad
+    local = partial(local_part, shard=given.shard, hidden_grad=hidden_grad, tokens=tokens)
     inputs = {name: local(x) for name, x in (inputs or {}).items()}
     if isinstance(denominator, torch.Tensor):
         denominator = local(denominator, name="denominator")
-    return local(labels), local(token_weight), denominator, local(transform), inputs
+    return local(token_weight), denominator, inputs
 
 
-def replicated_facts(definition: HeadLossDefinition, labels, token_weight, denominator, inputs) -> dict[str, Any]:
-    """Arguments and options that must be equal on all ranks of the group, by the names that `Agreement` reports."""
+def replicated_facts(definition: HeadLossDefinition, token_weight, denominator, inputs) -> dict[str, Any]:
+    """Arguments and options of a loss that must be equal on all ranks of the group, by the names that `Agreement`
+    reports."""
     return {
-        "labels": labels, "token_weight": token_weight, "denominator": denominator, "inputs": inputs,
-        "terms": definition.terms, "metrics": definition.metrics, "token_metrics": definition.token_metrics,
-        "reduction": definition.reduction, "ignore_index": definition.ignore_index, "options": definition.options,
+        "token_weight": token_weight, "denominator": denominator, "inputs": inputs, "terms": definition.terms,
+        "metrics": definition.metrics, "token_metrics": definition.token_metrics, "reduction": definition.reduction,
     }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from ..arguments.linear import MIN_SWEEP_TOKENS
+from ..arguments.options import DEFAULTS
 from ..linear_head import one_sweep as sweep
 from ..linear_head.call import LinearCall
 from ..linear_head.teacher import map_teacher_tensors, without_logits
@@ -54,7 +55,7 @@ def _as_in_training(call: Call, head: LinearCall) -> LinearCall:
 def recompute(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutput:
     """Results from statistics that remain differentiable; the backward makes the logits again."""
     head = _as_in_training(call, head)
-    stats = head.recompute(call.labels, call.definition.options)
+    stats = head.recompute(call.labels, (call.definition.options or DEFAULTS).check)
     return make_output(call, stats, evaluate, fused_reduction(call, stats.lse))
 
 

@@ -12,14 +12,14 @@ from ..arguments.linear import Linear
 from ..arguments.options import DEFAULTS, Options, Transform
 from ..call.agreement import Agreement
 from ..call.compile import uncompiled_where_needed
-from ..call.dtensor import local_head, local_logits
-from ..call.statistics import checked_request, computed_statistics
+from ..call.given import Given
+from ..call.request_of import build_request
+from ..call.statistics import computed_statistics
 from ..engine.one_launch import expecting, gradient_in_forward
-from ..linear_head.call import LinearCall, hidden_fact
-from ..linear_head.teacher import teacher_fact
+from ..linear_head.call import LinearCall
 from ..ranks.shard import VocabShard
 from ..validation import expect_bool, expect_instance
-from .call import check_call, local_arguments, replicated_facts
+from .call import Call, check_call, local_arguments, replicated_facts
 from .definition import HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate
 from .known_calls import checked_before, kind_of_call, prepare, prepared_output, remember
@@ -157,7 +157,8 @@ class HeadLoss(nn.Module):
                 return prepared
             found = checked_before(*given, shard, denominator, inputs)
         if found is None:
-            found = self._checked(logits, labels, shard, token_weight, denominator, transform, inputs)
+            arguments = self._given(logits, labels, shard, transform)
+            found = self._checked(arguments, token_weight, denominator, inputs)
             if kind is not None:
                 remember(kind, *found)
         call, request = found
@@ -174,24 +175,21 @@ class HeadLoss(nn.Module):
     if TYPE_CHECKING:
         __call__ = forward  # so that calls are typed; nn.Module's says Any
 
-    def _checked(self, logits, labels, shard, token_weight, denominator, transform, inputs):
-        """Check the arguments of `forward` -> the call, and the request for its statistics."""
-        with Agreement(self.options, shard) as agreement:
-            tokens = logits
-            logits, shard = local_logits(logits, shard)
-            labels, token_weight, denominator, transform, inputs = local_arguments(
-                tokens, shard, labels, token_weight, denominator, transform, inputs
-            )
+    def _checked(self, given: Given, token_weight, denominator, inputs) -> tuple[Call, Any]:
+        """Check the arguments of a call -> the call, and the request for its statistics, or the linear head's call."""
+        name = "HeadLoss" if given.linear is None else "HeadLoss.linear"
+        with Agreement(given.options, given.shard) as agreement:
+            tokens, given = given.tokens, given.local()
+            token_weight, denominator, inputs = local_arguments(tokens, given, token_weight, denominator, inputs)
             definition = self._traceable_definition()
-            facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
-            agreement.record("HeadLoss", shard, **facts)
-            call = check_call(definition, shard, logits, labels, token_weight, denominator, inputs)
-        request, _ = checked_request(
-            logits, call.labels, shard, definition.want, transform, call.inputs.get("teacher"),
-            call.inputs.get("sets"), call.total_weight, definition.ignore_index, definition.options,
-            call.ids,
-        )  # fmt: skip
-        return call, request
+            facts = replicated_facts(definition, token_weight, denominator, inputs)
+            agreement.record(name, given.shard, **facts, **given.facts())
+            call = check_call(definition, given, token_weight, denominator, inputs)
+            given = given._replace(
+                labels=call.labels, teacher=call.inputs.get("teacher"), sets=call.inputs.get("sets"), ids=call.ids,
+                total_weight=call.total_weight,
+            )  # fmt: skip
+            return call, build_request(given) if given.linear is None else LinearCall.checked(given)
 
     @uncompiled_where_needed
     def linear(
@@ -233,30 +231,18 @@ class HeadLoss(nn.Module):
             tensor(1.3863)
         """
         expect_instance("linear", linear, Linear)
-        expect_instance("transform", transform, Transform)
-        linear = linear or Linear()
         if self.options is not None and self.options.gradient == "forward":
             raise ValueError("gradient='forward' is for logits; from hidden states use Linear('one_sweep')")
-        with Agreement(self.options, shard) as agreement:
-            tokens = hidden
-            hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
-            labels, token_weight, denominator, transform, inputs = local_arguments(
-                tokens, shard, labels, token_weight, denominator, transform, inputs, linear.hidden_grad
-            )
-            definition = self._traceable_definition()
-            facts = replicated_facts(definition, labels, token_weight, denominator, inputs)
-            facts |= {"hidden": hidden_fact(hidden, linear), "transform": transform, "linear": linear}
-            if "teacher" in inputs:
-                facts["inputs"] = {**inputs, "teacher": teacher_fact(inputs["teacher"], linear, self.options)}
-            agreement.record("HeadLoss.linear", shard, weight=weight, bias=bias, **facts)
-            call = check_call(definition, shard, hidden, labels, token_weight, denominator, inputs)
-            head = LinearCall.checked(
-                hidden, weight, call.labels, bias, shard, self.want, transform, call.inputs.get("teacher"),
-                call.total_weight, self.ignore_index, self.options, linear, call.inputs.get("sets"),
-                call.ids,
-            )  # fmt: skip
-            compute = one_sweep if uses_one_sweep(call, head) else recompute
-        return known_output(compute(call, head, self._evaluate_functions), head)
+        given = self._given(None, labels, shard, transform)
+        given = given._replace(hidden=hidden, weight=weight, bias=bias, linear=linear or Linear())
+        call, found = self._checked(given, token_weight, denominator, inputs)
+        compute = one_sweep if uses_one_sweep(call, found) else recompute
+        return known_output(compute(call, found, self._evaluate_functions), found)
+
+    def _given(self, logits, labels, shard, transform) -> Given:
+        """The arguments of a call with those of the definition."""
+        given = Given.checked(logits, labels, shard, self.want, transform, self.options)
+        return given._replace(ignore_index=self.ignore_index)
 
     def _traceable_definition(self) -> HeadLossDefinition:
         """The definition; its plan is made within a graph, which cannot take the functions of one from outside."""

@@ -9,14 +9,13 @@ from typing import NamedTuple
 import torch
 
 from ..arguments.linear import Linear
-from ..arguments.options import DEFAULTS, NO_TRANSFORM
 from ..arguments.teachers import TeacherHead
-from ..call.dtensor import local_part
+from ..call.given import Given
 from ..call.request_of import build_request
 from ..call.statistics import assembled
 from ..engine.request import Request
 from ..statistics import VocabStatistics
-from ..validation import expect_hidden_and_weight, expect_tensor, operand_dtype
+from ..validation import expect_hidden_and_weight, operand_dtype
 from . import blocks
 from .autograd import LinearFacts, LinearStatistics, MainGrad
 from .epilogue import is_default, obstacle
@@ -24,13 +23,6 @@ from .teacher import expect_teacher_head, stand_in, teacher_operands
 from .valid_tokens import ValidTokens, picked_rows
 
 _log = logging.getLogger("tp_headloss")
-
-
-def hidden_fact(hidden: torch.Tensor, linear: Linear):
-    """Return what ranks must agree on: hidden states, or the shape and dtype of each rank's own part of them. TypeError
-    unless they are a tensor."""
-    expect_tensor("hidden states", hidden)
-    return (list(hidden.shape), str(hidden.dtype)) if linear.hidden_grad == "reduce_scatter" else hidden
 
 
 class LinearCall(NamedTuple):
@@ -44,19 +36,16 @@ class LinearCall(NamedTuple):
     obstacle: str | None  # why not, where it was to have none
 
     @classmethod
-    def checked(
-        cls, hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options, linear,
-        sets=None, ids=None,
-    ) -> LinearCall:  # fmt: skip
+    def checked(cls, given: Given) -> LinearCall:
         """Validate a call and bring its tensors into rows."""
-        transform, options, linear = transform or NO_TRANSFORM, options or DEFAULTS, local_part(linear, shard)
+        hidden, weight, shard, linear, options = given.hidden, given.weight, given.shard, given.linear, given.options
         if options.inplace:
             raise ValueError("inplace=True overwrites logits, and a linear head has none of the caller's")
         dtype = _validate(hidden, weight, linear)
-        if bias is not None:
-            if transform.bias is not None:
+        if given.bias is not None:
+            if given.transform.bias is not None:
                 raise ValueError("bias was given twice, and in the transform")
-            transform = replace(transform, bias=bias)
+            given = given._replace(transform=replace(given.transform, bias=given.bias))
         if weight.shape[0] != shard.width:
             raise ValueError(
                 f"weight must have the shard's {shard.width} rows [{shard.start}, {shard.stop}), got {weight.shape[0]}"
@@ -69,12 +58,11 @@ class LinearCall(NamedTuple):
             hidden = hidden.contiguous()  # ranks agree on the order of the tokens they gather
         in_order = scattered or linear.max_valid_tokens is not None  # the first valid tokens are kept
         logits = hidden.new_empty((), dtype=dtype).expand(*lead, shard.width)
+        teacher = given.teacher
         if isinstance(teacher, TeacherHead):
             expect_teacher_head(teacher, hidden, logits)
-        request = build_request(
-            logits, labels, shard, want, transform, stand_in(teacher, logits), total_weight, ignore_index, options,
-            logits if in_order else hidden, sets, ids,
-        )  # fmt: skip
+        given = given._replace(logits=logits, teacher=stand_in(teacher, logits))
+        request = build_request(given, logits if in_order else hidden)
         if isinstance(teacher, TeacherHead):
             operands = teacher_operands(teacher, request.order, scattered)
             request = request._replace(tensors=request.tensors._replace(teacher=None), teacher_head=operands)
@@ -97,9 +85,9 @@ class LinearCall(NamedTuple):
         """True if there is a collective for the hidden states' gradient, whoever requires one."""
         return self.linear.hidden_grad != "none" and self.request.facts.world_size > 1
 
-    def recompute(self, labels, options) -> VocabStatistics:
+    def recompute(self, labels, check: bool) -> VocabStatistics:
         """The statistics, any function of which can be differentiated."""
-        return self.assembled(self.recompute_outputs(), labels, (options or DEFAULTS).check)
+        return self.assembled(self.recompute_outputs(), labels, check)
 
     def assembled(self, outputs, labels, check: bool) -> VocabStatistics:
         """Statistics of the call's rows in the order of `layout.outputs` -> of all its tokens [..]."""

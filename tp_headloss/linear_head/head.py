@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from ..arguments.id_sets import IdSets
@@ -12,13 +10,11 @@ from ..arguments.options import Options, Transform
 from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from ..call.agreement import Agreement
 from ..call.compile import uncompiled_where_needed
-from ..call.dtensor import local_head, local_part
-from ..call.statistics import statistic_names
+from ..call.given import Given
 from ..ranks.shard import VocabShard
 from ..statistics import VocabStatistics
 from ..validation import expect_instance
-from .call import LinearCall, hidden_fact
-from .teacher import teacher_fact
+from .call import LinearCall
 
 
 @uncompiled_where_needed
@@ -74,28 +70,18 @@ def linear_vocab_statistics(
         >>> weight.grad[:, 0].tolist()
         [-0.25, -0.25, 0.25, 0.25]
     """
-    expect_instance("options", options, Options)
     expect_instance("linear", linear, Linear)
-    expect_instance("transform", transform, Transform)
-    linear, want = _recompute_options(linear), statistic_names(want)
-    if options is not None and options.gradient == "forward":
+    given = Given.checked(None, labels, shard, want, transform, options)._replace(
+        teacher=teacher, sets=sets, ids=ids, total_weight=total_weight, ignore_index=ignore_index, hidden=hidden,
+        weight=weight, bias=bias, linear=_recompute_options(linear),
+    )  # fmt: skip
+    if given.options.gradient == "forward":
         raise ValueError("gradient='forward' is for logits and a HeadLoss, got statistics of hidden states")
-    with Agreement(options, shard) as agreement:
-        local = partial(local_part, hidden_grad=linear.hidden_grad, tokens=hidden)
-        hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, linear.hidden_grad)
-        given = (local(x, shard) for x in (labels, transform, teacher, sets, ids))
-        labels, transform, teacher, sets, ids = given
-        total_weight = local_part(total_weight, shard, name="total_weight")
-        agreement.record(
-            "linear_vocab_statistics", shard, weight=weight, hidden=hidden_fact(hidden, linear), labels=labels,
-            bias=bias, want=want, transform=transform, teacher=teacher_fact(teacher, linear, options),
-            sets=sets, ids=ids, total_weight=total_weight, ignore_index=ignore_index, options=options, linear=linear,
-        )  # fmt: skip
-        call = LinearCall.checked(
-            hidden, weight, labels, bias, shard, want, transform, teacher, total_weight, ignore_index, options,
-            linear, sets, ids,
-        )  # fmt: skip
-    return call.recompute(labels, options)
+    with Agreement(given.options, shard) as agreement:
+        given = given.local()
+        agreement.record("linear_vocab_statistics", given.shard, **given.facts())
+        call = LinearCall.checked(given)
+    return call.recompute(given.labels, given.options.check)
 
 
 def _recompute_options(linear: Linear | None) -> Linear:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import fields
 
 import torch
 
-from ..arguments.linear import Linear
-from ..arguments.teachers import Teacher, TeacherHead
+from ..arguments.teachers import Teacher, TeacherHead, with_fields
 from ..call.request_of import LOGITS_DTYPES
 from ..engine.request import TeacherOperands, TokenOrder
 from ..validation import expect_tensor, operand_dtype
@@ -64,11 +62,10 @@ def teacher_operands(head: TeacherHead, order: TokenOrder, scattered: bool) -> T
 
 def without_logits(teacher):
     """A teacher as terms see it: they read its temperatures, never its logits."""
-    absent: Any = None
     if isinstance(teacher, Teacher):
-        return replace(teacher, logits=absent)
+        return with_fields(teacher, logits=None)
     if isinstance(teacher, TeacherHead):
-        return replace(teacher, hidden=absent)
+        return with_fields(teacher, hidden=None)
     return teacher
 
 
@@ -77,14 +74,4 @@ def map_teacher_tensors(teacher, function):
     tensors = {f.name: x for f in fields(teacher) if isinstance(x := getattr(teacher, f.name), torch.Tensor)}
     if isinstance(teacher, TeacherHead):
         tensors = {name: x for name, x in tensors.items() if name not in ("weight", "bias")}
-    return replace(teacher, **{name: function(x) for name, x in tensors.items()})
-
-
-def teacher_fact(teacher, linear: Linear, options):
-    """Describe a teacher as ranks must agree on it, with hidden states by shape and dtype where these are too
-    large to compare (without validate="checksums"), or where each rank has its own part of them."""
-    compared = options is not None and options.validate == "checksums" and linear.hidden_grad != "reduce_scatter"
-    if not isinstance(teacher, TeacherHead) or compared or not isinstance(teacher.hidden, torch.Tensor):
-        return teacher
-    shape = list(teacher.hidden.shape), str(teacher.hidden.dtype)
-    return {f.name: getattr(teacher, f.name) for f in fields(teacher)} | {"type": "TeacherHead", "hidden": shape}
+    return with_fields(teacher, **{name: function(x) for name, x in tensors.items()})

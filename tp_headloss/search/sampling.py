@@ -16,8 +16,9 @@ from ..arguments.teachers import TeacherHead
 from ..call.agreement import Agreement
 from ..call.compile import uncompiled
 from ..call.dtensor import local_part
+from ..call.given import Given
 from ..call.request_of import build_request
-from ..call.statistics import run_statistics
+from ..call.statistics import vocab_statistics
 from ..engine.request import Request
 from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
@@ -153,7 +154,9 @@ def sample(
             found.append(kept)
             want, sets = ("set_log_prob",), _joined_sets([kept], drawn.shape)
         inner = replace(options or DEFAULTS, validate="metadata")  # the call was compared as a whole
-        stats = run_statistics(block.logits, ids[-1], block.shard, want, block.transform, None, sets, None, -100, inner)
+        stats = vocab_statistics(
+            block.logits, ids[-1], shard=block.shard, want=want, transform=block.transform, sets=sets, options=inner
+        )
         full.append(stats.log_prob)
         log_probs.append(stats.log_prob if rule is None else stats.set_log_prob)
     sets = None if rule is None else _joined_sets(found, lead)
@@ -201,7 +204,7 @@ def _blocks(call: str, logits, rule, weight, shard, transform, options, **draw) 
 
 
 def _request(logits, transform, shard, options) -> Request:
-    return build_request(logits, None, shard, (), transform, None, None, -100, options)
+    return build_request(Given(logits, shard=shard, transform=transform, options=options))
 
 
 def _expect_draw(seed, positions, lead, device):

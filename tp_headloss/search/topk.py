@@ -15,6 +15,7 @@ from ..arguments.teachers import TeacherHead
 from ..call.agreement import Agreement
 from ..call.compile import uncompiled
 from ..call.dtensor import local_head, local_logits, local_part
+from ..call.given import Given
 from ..call.request_of import build_request
 from ..engine import eager
 from ..engine.transports import Transport
@@ -203,7 +204,7 @@ def _merge_ranks(packets, keys, request) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _local_top(logits, k, shard, transform, options):
     """Return the request, this rank's packets [chunks, 2, N] and its keys [N, k]."""
-    request = build_request(logits.detach(), None, shard, (), transform, None, None, -100, options)
+    request = build_request(Given(logits.detach(), shard=shard, transform=transform, options=options))
     return request, Transport().write(request).float(), _local_keys(request, k)
 
 
