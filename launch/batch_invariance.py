@@ -33,7 +33,7 @@ def of_epilogues(hidden, weight, labels, shard):
     """log_prob and entropy, [2, ..]"""
     stats = linear_vocab_statistics(
         hidden, weight, labels, shard=shard, want=("entropy",), options=Options(backend="triton"),
-        linear=Linear(engine="epilogue"),
+        linear=Linear(exact_logits=True),
     )  # fmt: skip
     return torch.stack([stats.log_prob, stats.entropy])
 

@@ -17,6 +17,7 @@ and as a whole, or by blocks (`TeacherHead`), once in one sweep and twice in rec
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import itertools
 import math
@@ -33,6 +34,7 @@ from linear_peers import PEERS, SummedGradient
 from timing import Machine, Report, reason
 
 from tp_headloss import CrossEntropy, Distillation, HeadLoss, Linear, Options, Teacher, TeacherHead, VocabShard
+from tp_headloss.linear_head import call
 
 IGNORED = -100
 TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}  # of loss, dH and dW, else a row is marked wrong
@@ -151,14 +153,27 @@ def teacher_inputs(problem, whole_logits):
     return {"teacher": Teacher(F.linear(*problem.teacher)) if whole_logits else TeacherHead(*problem.teacher)}
 
 
+@contextlib.contextmanager
+def with_engine(engine: str):
+    """Let recompute have "epilogue" or "blocks", whatever the device is; "auto": its own choice."""
+    given = call.is_default
+    if engine != "auto":
+        call.is_default = lambda device: engine == "epilogue"
+    try:
+        yield
+    finally:
+        call.is_default = given
+
+
 def ours(problem, mode, budget, main_grad, whole_logits=False, engine="auto"):
     head_loss, weight = HeadLoss([CrossEntropy() if problem.teacher is None else Distillation()]), problem.weight
     declared = 1.0 if main_grad and mode == "one_sweep" else None
-    linear = Linear(mode=mode, budget=budget, main_grad=main_grad, upstream=declared, engine=engine)
+    linear = Linear(mode=mode, budget=budget, main_grad=main_grad, upstream=declared)
 
     def loss_of(hidden, weight, labels):
         inputs = teacher_inputs(problem, whole_logits)
-        return head_loss.linear(hidden, weight, labels, shard=problem.shard, inputs=inputs, linear=linear).loss
+        with with_engine(engine):
+            return head_loss.linear(hidden, weight, labels, shard=problem.shard, inputs=inputs, linear=linear).loss
 
     if not main_grad:
         return differentiated(problem, loss_of)
@@ -213,7 +228,7 @@ def implementations(problem):
         if engine == "epilogue" and not problem.hidden.is_cuda:
             continue
         n = 3 if mode == "one_sweep" else 4
-        build = lambda m=mode, b=budget, g=main_grad, e=engine: ours(problem, m, b, g, e)  # noqa: E731
+        build = lambda m=mode, b=budget, g=main_grad, e=engine: ours(problem, m, b, g, engine=e)  # noqa: E731
         rows.append(Implementation(f"ours, {name}", n, build, budget))
     for peer in PEERS:
         if peer.sharded or problem.shard.world_size == 1:

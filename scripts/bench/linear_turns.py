@@ -29,11 +29,11 @@ from typing import NamedTuple
 
 import torch
 from bench import command, join, versions
-from bench_linear import Problem, differentiated, gemms, ours
+from bench_linear import Problem, differentiated, gemms, ours, with_engine
 from linear_peers import PEERS
 from timing import Machine, reason
 
-from tp_headloss import Linear, linear_vocab_statistics
+from tp_headloss import linear_vocab_statistics
 from tp_headloss.linear_head import blocks
 
 GEMMS = {"forward": "one GEMM", "one_sweep": "three GEMMs", "recompute": "four GEMMs"}
@@ -84,13 +84,10 @@ WAYS = (
 
 
 def log_probs(problem: Problem, engine: str):
-    linear = Linear("recompute", engine=engine)
-
     @torch.no_grad()
     def step():
-        found = linear_vocab_statistics(
-            problem.hidden, problem.weight, problem.labels, shard=problem.shard, linear=linear
-        )
+        with with_engine(engine):
+            found = linear_vocab_statistics(problem.hidden, problem.weight, problem.labels, shard=problem.shard)
         return found.log_prob, None
 
     return step

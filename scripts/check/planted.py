@@ -429,16 +429,12 @@ GROUPS = {
         ("call/dtensor.py", "_weight_grad_placements", "others and not (is_dtensor(hidden) and hidden.device_mesh == weight.device_mesh)", "False"),
     ],
     "test_engine_choice": [
-        ("head_loss/linear_modes.py", "_as_in_training", "torch.is_grad_enabled() or not head.epilogue or head.linear.logits is not None", "True"),
-        ("head_loss/linear_modes.py", "_as_in_training", "rounds", "True"),
-        ("integrations/megatron/head.py", "linear_options", "linear.engine != 'epilogue'", "True"),
-        ("integrations/megatron/head.py", "linear_options", "linear.mode == 'one_sweep'", "False"),
         ("linear_head/autograd.py", "LinearFacts.operands", "weight.data_ptr() % 16", "False"),
         ("linear_head/autograd.py", "LinearFacts.operands", "not has_wide_rows(weight)", "False"),
         ("linear_head/epilogue.py", "obstacle", "not torch.compiler.is_compiling() and (hidden.is_neg() or weight.is_neg())", "hidden.is_neg() or weight.is_neg()"),
         ("linear_head/epilogue.py", "is_default", "_capability(device) in MEASURED", "_capability(device) >= CAPABILITY"),
-        ("linear_head/call.py", "_takes_epilogue", "linear.logits is None", "False"),
-        ("linear_head/call.py", "_takes_epilogue", "linear.logits == 'operands'", "False"),
+        ("linear_head/call.py", "_takes_epilogue", "not linear.exact_logits and (not is_default(hidden.device))", "not is_default(hidden.device)"),
+        ("linear_head/call.py", "LinearCall.facts", "not linear.exact_logits", "not self.epilogue"),
     ],
     "test_epilogue": [
         (GEMM, "_store_packet", "tl.where(inside < chunk.size, v, least)", "v"),

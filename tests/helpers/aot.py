@@ -37,6 +37,7 @@ from tp_headloss.engine import launch, linear_triton, one_launch_triton, sums_tr
 from tp_headloss.engine.transports import TRANSPORTS
 from tp_headloss.engine.transports.symmetric_memory import SymmetricMemory
 from tp_headloss.head_loss import reduction
+from tp_headloss.linear_head import call as linear_call
 from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER, numerics_triton
 from tp_headloss.statistics.topk import has_tail
 
@@ -99,7 +100,7 @@ STEPS_WITH_GAPS = {key: values[:1] for key, values in STEPS.items()} | {"place":
 EPILOGUES = {  # of a linear head's GEMMs
     "capability": [90, 100],
     "labels": [torch.int64, None],
-    "dtype": [torch.bfloat16, torch.float16], "logits": ["float32", "operands"], "width": [4096, 4000],
+    "dtype": [torch.bfloat16, torch.float16], "exact": [True, False], "width": [4096, 4000],
     "want": [(), ("entropy",), ("argmax", "collision"), ("entropy", "argmax", "total")],
     "bias": [None, torch.float32], "softcap": [None, 30.0], "temperature": [1.0, "per token"],
 }  # fmt: skip
@@ -384,7 +385,10 @@ def call_plain():
 
 def call_epilogue(case, groups):
     """Forward and backward of a linear head's statistics that are epilogues."""
-    with mock.patch.object(linear_triton, "_major_capability", lambda device: case.capability // 10):
+    with (
+        mock.patch.object(linear_triton, "_major_capability", lambda device: case.capability // 10),
+        mock.patch.object(linear_call, "is_default", lambda device: True),
+    ):
         _call_epilogue(case)
 
 
@@ -402,7 +406,7 @@ def _call_epilogue(case):
         want=case.want,
         transform=tp.Transform(softcap=case.softcap, temperature=per_token(case.temperature, tokens)),
         options=OPTIONS,
-        linear=tp.Linear(engine="epilogue", logits=case.logits),
+        linear=tp.Linear(exact_logits=case.exact),
     )
     sum(x.sum() for x in stats if getattr(x, "requires_grad", False)).backward()
 

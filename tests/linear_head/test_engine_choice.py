@@ -1,13 +1,10 @@
-"""Which calls of a linear head have epilogues if they ask for neither engine, also under torch.compile."""
-
-from types import SimpleNamespace
+"""Which calls of a linear head have epilogues, also under torch.compile, and that all of them round alike."""
 
 import pytest
 import torch
-from linear_problem import V, tensors
+from linear_problem import H, V, tensors
 
-from tp_headloss import HeadLoss, Linear, Options, Term, VocabShard
-from tp_headloss.integrations.megatron.head import linear_options
+from tp_headloss import HeadLoss, Linear, Options, VocabShard
 from tp_headloss.linear_head import call
 from tp_headloss.linear_head.call import LinearCall, _takes_epilogue
 
@@ -37,8 +34,7 @@ def test_epilogues_are_the_default_where_they_were_measured(capability, default,
     def takes(place=OnGpu, dtype=torch.bfloat16, **options):
         return _takes_epilogue(hidden.as_subclass(place), weight, dtype, request, Linear(**options))[0]
 
-    assert (takes(), takes(logits="float32")) == (default, asked)
-    assert not takes(logits="operands") and not takes(engine="blocks") and not takes(engine="blocks", logits="float32")
+    assert (takes(), takes(exact_logits=True)) == (default, asked)
     assert not takes(dtype=torch.float32) and not takes(OnCpu)
 
 
@@ -54,7 +50,6 @@ def test_the_default_says_why_recompute_takes_blocks(device, monkeypatch, caplog
 
     (message,) = modes(mode="recompute")
     assert message.startswith("linear head: recompute by blocks of logits, because the operands are neither bfloat16")
-    assert modes(mode="recompute", engine="blocks") == ["linear head: recompute"]
     assert modes(mode="one_sweep") == ["linear head: one sweep"]
 
 
@@ -64,7 +59,7 @@ def test_a_weight_anywhere_in_memory_is_compiled(device):
     head = HeadLoss(options=TRITON)
 
     def step(hidden, weight):
-        return head.linear(hidden, weight, labels, linear=Linear(engine="epilogue")).loss
+        return head.linear(hidden, weight, labels, linear=Linear(exact_logits=True)).loss
 
     compiled, results = torch.compile(step, fullgraph=True, backend="aot_eager"), []
     memory = torch.empty(weight.numel() + 8, dtype=weight.dtype, device=device)
@@ -82,7 +77,7 @@ def test_an_epilogues_operands_may_be_unpacked_elsewhere_in_memory(device):
 
     def gradients(unpack):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
-            loss = HeadLoss(options=TRITON).linear(*leaves, labels, linear=Linear(engine="epilogue")).loss
+            loss = HeadLoss(options=TRITON).linear(*leaves, labels, linear=Linear(exact_logits=True)).loss
             return torch.autograd.grad(loss, leaves)
 
     expected = gradients(lambda x: x)
@@ -93,56 +88,42 @@ def test_an_epilogues_operands_may_be_unpacked_elsewhere_in_memory(device):
         torch.testing.assert_close(gradients(unpack), expected, rtol=0, atol=0)
 
 
-def test_a_loss_without_gradients_is_rounded_like_that_of_a_training_step(device, monkeypatch):
-    monkeypatch.setattr(call, "is_default", lambda device: True)
-    hidden, weight, _, labels, _ = (x.to(device) for x in tensors(torch.bfloat16))
-    hidden.requires_grad_()
+def test_every_way_to_a_loss_has_equally_rounded_logits(device, monkeypatch):
+    """Products of small numbers are exact, so that each GEMM has the bits of another."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randint(-9, 9, (n, H), generator=generator) / 4 for n in (16, V))
+    hidden, weight = hidden.to(device, torch.bfloat16).requires_grad_(), weight.to(device, torch.bfloat16)
+    labels = torch.randint(V, (16,), generator=generator).to(device)
 
-    def loss(terms=None, **linear):
-        return HeadLoss(terms, options=TRITON).linear(hidden, weight, labels, linear=Linear(**linear)).loss.detach()
+    def log_probs(epilogues, **linear):
+        monkeypatch.setattr(call, "is_default", lambda device: epilogues)
+        return HeadLoss(options=TRITON).linear(hidden, weight, labels, linear=Linear(**linear)).stats.log_prob.detach()
 
-    def own(stats):  # not declared tokenwise, so that there is no one sweep
-        return -stats.log_prob
-
-    rounded = loss(logits="operands")
+    expected = log_probs(False, mode="one_sweep")
+    found = [log_probs(epilogues, mode="recompute") for epilogues in (True, False)]
     with torch.no_grad():
-        assert torch.equal(loss(), rounded) and torch.equal(loss(mode="one_sweep"), rounded)
-        unrounded = loss(mode="recompute")
-        assert not torch.equal(unrounded, rounded)
-        assert torch.equal(loss(engine="epilogue"), unrounded) and torch.equal(loss([Term("own", own)]), unrounded)
-    assert torch.equal(loss(), rounded) and torch.equal(loss([Term("own", own)]), unrounded)
-
-
-def test_megatrons_losses_without_gradients_are_rounded_like_those_of_one_sweep():
-    """There they are no sum, and so recompute's."""
-    layer = SimpleNamespace(
-        tp_group=SimpleNamespace(size=lambda: 1),
-        sequence_parallel=False,
-        allreduce_dgrad=False,
-        gradient_accumulation_fusion=False,
-    )
-
-    def logits(**linear):
-        return linear_options(Linear(**linear), layer, torch.ones(4, 8), "recompute").logits
-
-    assert logits(mode="one_sweep") == "operands" and logits() is None and logits(logits="float32") == "float32"
-    assert logits(mode="one_sweep", engine="epilogue") is None
+        found += [log_probs(True), log_probs(True, mode="one_sweep")]
+    for ours in found:
+        torch.testing.assert_close(ours, expected, rtol=2e-6, atol=2e-6)
+    exact = log_probs(True, exact_logits=True)
+    assert (exact - expected).abs().max() > 1e-3
 
 
 @pytest.mark.cuda
-def test_the_default_has_the_bits_of_epilogues_and_is_compiled(device):
+def test_the_default_has_epilogues_and_is_compiled(device, monkeypatch):
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors(torch.bfloat16))
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     if torch.cuda.get_device_capability(device) != (9, 0):
         pytest.skip("elsewhere the default is blocks of logits")
 
-    def run(engine="auto", wrap=lambda function: function):
+    def run(wrap=lambda function: function):
         def loss_of(hidden, weight):
-            return HeadLoss().linear(hidden, weight, labels, linear=Linear("recompute", engine=engine)).loss
+            return HeadLoss().linear(hidden, weight, labels, linear=Linear("recompute")).loss
 
         loss = wrap(loss_of)(hidden, weight)
         return loss, *torch.autograd.grad(loss, (hidden, weight))
 
     default, compiled = run(), run(wrap=lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"))
-    assert all(torch.equal(a, b) for other in (compiled, run("epilogue")) for a, b in zip(default, other))
-    assert not torch.equal(default[0], run("blocks")[0])
+    assert all(torch.equal(a, b) for a, b in zip(default, compiled))
+    monkeypatch.setattr(call, "is_default", lambda device: False)
+    assert not torch.equal(default[2], run()[2])

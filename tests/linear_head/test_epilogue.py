@@ -11,9 +11,10 @@ from tp_headloss import vocab_statistics as statistics_of_logits
 from tp_headloss.call.given import Given
 from tp_headloss.call.request_of import build_request
 from tp_headloss.engine.backend import load_backend
+from tp_headloss.linear_head import call
 from tp_headloss.statistics import layout_of
 
-TRITON, EPILOGUE = Options(backend="triton"), Linear(engine="epilogue")
+TRITON, EPILOGUE = Options(backend="triton"), Linear(exact_logits=True)
 WANT = ("entropy", "collision", "total", "argmax")
 TRANSFORMS = {
     "plain": {}, "scale": {"scale": -0.7, "temperature": 1.7}, "softcap": {"softcap": 4.0, "scale": 1.3},
@@ -49,7 +50,7 @@ def test_statistics_and_gradients_equal_float64(dtype, transform, labels, device
     names = [name for name in ("lse", "log_prob", *WANT) if name in layout_of(labels, WANT).gradients]
     operands = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
     with small_blocks():
-        linear = Linear(engine="epilogue", budget=64 * 4 * 64)
+        linear = Linear(exact_logits=True, budget=64 * 4 * 64)
         got = linear_vocab_statistics(
             *operands[:2], y, bias=operands[2], transform=transform_of(transform, device), options=TRITON,
             linear=linear, **keywords,
@@ -69,18 +70,21 @@ def test_statistics_and_gradients_equal_float64(dtype, transform, labels, device
 @pytest.mark.parametrize("engine", ["epilogue", "blocks"])
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 9), (torch.float16, 99)], ids=["bf16", "fp16"])
-def test_logits_are_rounded_or_not(engine, backend, dtype, most, device):
+def test_logits_are_rounded_or_not(engine, backend, dtype, most, device, monkeypatch):
     """Products of small numbers are exact, so that an engine's GEMM has the bits of another."""
     if backend == "torch" and engine == "epilogue":
         return
+    monkeypatch.setattr(call, "is_default", lambda device: True)
+    if engine == "blocks":
+        monkeypatch.setattr(call, "obstacle", lambda *args: "the test asks for blocks")
     generator = torch.Generator().manual_seed(0)
     step = 4 if dtype == torch.bfloat16 else 32
     hidden = (torch.randint(-most, most, (20, H), generator=generator) / step).to(device, dtype)
     weight = (torch.randint(-most, most, (V, H), generator=generator) / step).to(device, dtype)
     labels = torch.randint(V, (20,), generator=generator).to(device)
-    for logits, x in (("float32", hidden.float() @ weight.float().t()), ("operands", F.linear(hidden, weight))):
+    for exact, x in ((True, hidden.float() @ weight.float().t()), (False, F.linear(hidden, weight))):
         expected = statistics_of_logits(x, labels, want=WANT, options=Options(backend=backend))
-        linear, operands = Linear(engine=engine, logits=logits), [hidden.clone().requires_grad_(), weight]
+        linear, operands = Linear(exact_logits=exact), [hidden.clone().requires_grad_(), weight]
         options = Options(backend=backend)
         got = linear_vocab_statistics(*operands, labels, want=WANT, options=options, linear=linear)
         assert torch.equal(got.target_logit, expected.target_logit) and torch.equal(got.argmax, expected.argmax)
@@ -199,7 +203,7 @@ def exact_run():
 )  # fmt: skip
 def test_losses_and_gradients_of_several_ranks(boundaries, how, transport):
     """Uneven, empty and padded shards; hidden states of ignored tokens are NaN."""
-    linear = Linear(engine="epilogue", hidden_grad=how, budget=64 * 4 * 64)
+    linear = Linear(exact_logits=True, hidden_grad=how, budget=64 * 4 * 64)
     results = on_ranks(len(boundaries) - 1, sharded_run, boundaries, linear, torch.bfloat16, transport)
     loss, of_hidden, of_weight, of_bias = exact_run()
     got = results[0][1]
@@ -262,7 +266,7 @@ def test_main_grad(device):
     weight = torch.nn.Parameter(weight)
     weight.main_grad = torch.full((V, H), 1 / 64, device=device)
     head = HeadLoss([CrossEntropy()], options=TRITON)
-    head.linear(hidden, weight, labels, linear=Linear(engine="epilogue", main_grad=True)).loss.backward()
+    head.linear(hidden, weight, labels, linear=Linear(exact_logits=True, main_grad=True)).loss.backward()
     assert relative(weight.main_grad - 1 / 64, expected) < 6e-3
 
 
@@ -277,7 +281,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_epilogue_is_refused_or_takes_blocks(name, device):
+def test_what_has_no_epilogue_takes_blocks_and_says_why(name, device, caplog):
     given, message = dict(REFUSED[name][0]), REFUSED[name][1]
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors(given.pop("dtype", torch.bfloat16)))
     width = given.pop("hidden", H)
@@ -288,25 +292,22 @@ def test_what_has_no_epilogue_is_refused_or_takes_blocks(name, device):
     if "teacher" in given:
         keywords["teacher"] = a_teacher(given["teacher"], device, 8)
         keywords["want"] = ("forward_kl",) if given["teacher"] == "logits" else ("topk_forward_kl",)
-    with pytest.raises(ValueError, match=f"engine='epilogue' is not possible: .*{message}"):
-        linear_vocab_statistics(hidden, weight, labels[:8], linear=EPILOGUE, **keywords)
-    assert linear_vocab_statistics(hidden, weight, labels[:8], **keywords).lse.isfinite().all()
+    caplog.set_level("DEBUG", "tp_headloss")
+    assert linear_vocab_statistics(hidden, weight, labels[:8], linear=EPILOGUE, **keywords).lse.isfinite().all()
+    (said,) = caplog.messages
+    assert said.startswith("linear head: recompute by blocks of logits, because") and message in said
 
 
-@pytest.mark.parametrize("linear", [{"engine": "epilogue"}, {"logits": "float32"}], ids=str)
-def test_one_sweep_has_blocks_of_rounded_logits(linear, device, caplog):
+def test_one_sweep_has_blocks_of_rounded_logits(device, caplog):
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors(torch.bfloat16))
     head, operands = HeadLoss(options=TRITON), [hidden[:8].requires_grad_(), weight]
-    with pytest.raises(ValueError, match=r"mode='one_sweep' is not possible: .*blocks"):
-        head.linear(*operands, labels[:8], linear=Linear(mode="one_sweep", **linear))
+    with pytest.raises(ValueError, match=r"mode='one_sweep' is not possible: .*exact_logits=True"):
+        head.linear(*operands, labels[:8], linear=Linear(mode="one_sweep", exact_logits=True))
     with caplog.at_level("DEBUG", logger="tp_headloss"):
-        head.linear(*operands, labels[:8], linear=Linear(**linear))
-    expected = "recompute with epilogues" if "engine" in linear or device == "cuda" else "recompute"
-    assert [record.message for record in caplog.records][-1:] == [f"linear head: {expected}"]
+        head.linear(*operands, labels[:8], linear=EPILOGUE)
+    assert caplog.messages[-1:] == ["linear head: recompute with epilogues"]
 
 
 def test_options_are_checked():
-    with pytest.raises(ValueError, match=r"engine must be one of .*, got 'cublas'"):
-        Linear(engine="cublas")
-    with pytest.raises(ValueError, match=r"logits must be one of .*, got 'bfloat16'"):
-        Linear(logits="bfloat16")
+    with pytest.raises(TypeError, match=r"exact_logits must be .*, got 'float32'"):
+        Linear(exact_logits="float32")

@@ -265,7 +265,7 @@ def test_dtypes_follow_torch_linear(device):
         for mode in ("recompute", "one_sweep"):
             operands = [hidden.to(hidden_dtype).requires_grad_(), weight.clone().requires_grad_()]
             with torch.autocast(device, torch.bfloat16):
-                rounded = Linear(mode=mode, logits="operands")
+                rounded = Linear(mode=mode)
                 out = HeadLoss([CrossEntropy()]).linear(*operands, labels, linear=rounded)
                 expected = F.cross_entropy(F.linear(*operands).float(), labels)
             grads = torch.autograd.grad(out.loss, operands)

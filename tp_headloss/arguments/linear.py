@@ -11,14 +11,20 @@ from ..ranks.comm import HIDDEN_GRADS
 from ..validation import expect_bool, expect_int, expect_number, expect_one_of, expect_real, expect_scalar
 
 MODES = ("auto", "one_sweep", "recompute")
-ENGINES = ("auto", "epilogue", "blocks")
-LOGITS = (None, "float32", "operands")
 MIN_SWEEP_TOKENS = 512  # tokens of a block below which summing dW costs more than making the logits again
 
 
 @dataclass(frozen=True)
 class Linear:
     """Options of a linear head.
+
+    Recompute makes logits in one of two ways, and logs which one. Epilogues: statistics and the logits' gradient are
+    epilogues of the GEMM, and logits exist only as its accumulators, which are rounded there or not; statistics, losses
+    made of them and the logits' gradients have the same bits at 1, 2, 4 and 8 ranks (see `VocabShard.tp_invariant`), in
+    any batch and from run to run (dH and dW, products by cuBLAS, need not have). They need Triton, a compute capability
+    of at least 9.0, bfloat16 or float16 operands whose rows are multiples of 16 bytes, and no teacher, sets, given ids
+    or ranks. They are taken on GPUs of compute capability 9.0, where they are about as fast, and with exact_logits=True
+    wherever they can be. Everything else has blocks of logits that cuBLAS makes, and so has one sweep.
 
     Args:
         mode: "recompute" makes the logits twice, for any loss and any use of the statistics (four GEMMs). "one_sweep"
@@ -47,19 +53,9 @@ class Linear:
         max_valid_tokens: tokens that are not ignored, or a bound on them, where the caller knows it: all others are
             dropped before the GEMMs, without a host synchronisation. If there are more, the rest of them become NaN,
             and so do losses. Not with a `Teacher` of logits or hidden_grad="reduce_scatter".
-        engine: how recompute makes logits. "epilogue": statistics and the logits' gradient are epilogues of the GEMM,
-            and logits exist only as its fp32 accumulators (Triton, compute capability >= 9.0, bfloat16 or float16
-            operands whose rows are multiples of 16 bytes, no teacher, sets, given ids or ranks; ValueError otherwise).
-            "blocks": blocks of logits that cuBLAS makes. "auto" (default): epilogues where they serve the call, on GPUs
-            of compute capability 9.0, where they are about as fast, and on later ones if logits="float32" is asked for;
-            else, and always with logits="operands", blocks. With epilogues, the statistics, losses made of them and the
-            logits' gradients have the same bits at 1, 2, 4 and 8 ranks (see `VocabShard.tp_invariant`), in any batch
-            and from run to run; dH and dW, products by cuBLAS, need not have. One sweep has blocks; with "epilogue",
-            mode "auto" takes recompute.
-        logits: what statistics are made of: "float32", unrounded sums of products, or "operands", rounded to the
-            operands' dtype, as by torch.nn.functional.linear. None (default): "float32" with epilogues, else
-            "operands". One sweep has "operands", and so has a loss without gradients that is one sweep with them;
-            with "float32", mode "auto" takes recompute, and a logit in a block takes 6 bytes instead of 2.
+        exact_logits: False (default): logits are rounded to the operands' dtype, as by torch.nn.functional.linear, in
+            every mode and on every device. True: statistics are made of unrounded fp32 sums of products, by recompute,
+            which mode "auto" takes then; a logit in a block takes 6 bytes instead of 2.
 
     Raises:
         TypeError, ValueError: unknown names, or numbers that cannot be.
@@ -76,15 +72,13 @@ class Linear:
     main_grad: bool = False
     upstream: float | torch.Tensor | None = None
     max_valid_tokens: int | None = None
-    engine: str = "auto"
-    logits: str | None = None
+    exact_logits: bool = False
 
     def __post_init__(self):
         expect_one_of("mode", self.mode, MODES)
-        expect_one_of("engine", self.engine, ENGINES)
-        expect_one_of("logits", self.logits, LOGITS)
         expect_one_of("hidden_grad", self.hidden_grad, HIDDEN_GRADS)
         expect_bool("main_grad", self.main_grad)
+        expect_bool("exact_logits", self.exact_logits)
         if self.budget is not None:
             expect_real("budget", self.budget, "a number of bytes or None")
             if not 1 <= self.budget < math.inf:

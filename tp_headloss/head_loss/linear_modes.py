@@ -43,18 +43,8 @@ def _is_chosen(head: LinearCall) -> bool:
     return head.one_sweep_tokens() >= min(MIN_SWEEP_TOKENS, head.request.tensors.labels.numel())
 
 
-def _as_in_training(call: Call, head: LinearCall) -> LinearCall:
-    """The head of a call: without gradients with the blocks of rounded logits that one sweep has, if that is the mode
-    with gradients, so that a loss does not depend on whether it has any."""
-    if torch.is_grad_enabled() or not head.epilogue or head.linear.logits is not None:
-        return head
-    rounds = _obstacle_to_one_sweep(call, head) is None and _is_chosen(head)
-    return head._replace(epilogue=False) if rounds else head
-
-
 def recompute(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutput:
     """Results from statistics that remain differentiable; the backward makes the logits again."""
-    head = _as_in_training(call, head)
     stats = head.recompute(call.labels, (call.definition.options or DEFAULTS).check)
     return make_output(call, stats, evaluate, fused_reduction(call, stats.lse))
 
@@ -90,10 +80,8 @@ def _obstacle_to_one_sweep(call: Call, head: LinearCall) -> str | None:
     undeclared = [term.name for term in terms if not term.tokenwise and not isinstance(term.function, StatisticValue)]
     own = [term.name for term in terms if term.token_weight is not None]
     constants = [call.loss_weight, call.denominator, *call.inputs.values(), *(term.weight for term in terms)]
-    if head.linear.engine == "epilogue":
-        return "it has blocks of logits, and engine='epilogue' none"
-    if head.linear.logits == "float32":
-        return "its blocks have logits of the operands' dtype, and logits='float32' was asked for"
+    if head.linear.exact_logits:
+        return "its blocks have rounded logits, and exact_logits=True was asked for"
     if torch.compiler.is_compiling():
         return "torch.compile takes one operator each way"
     if reduction == "none":

@@ -76,8 +76,7 @@ class LinearCall(NamedTuple):
         """Static facts of the operators."""
         linear = self.linear
         weight_sums = self.weight.dtype.itemsize == 2 and not linear.main_grad
-        rounded = not self.epilogue if linear.logits is None else linear.logits == "operands"
-        dtype = self.request.tensors.logits.dtype
+        dtype, rounded = self.request.tensors.logits.dtype, not linear.exact_logits
         return LinearFacts(dtype, linear.budget or 0, weight_sums, self.epilogue, rounded, linear.hidden_grad)
 
     @property
@@ -125,15 +124,10 @@ class LinearCall(NamedTuple):
 
 def _takes_epilogue(hidden, weight, dtype: torch.dtype, request: Request, linear: Linear) -> tuple[bool, str | None]:
     """Whether recompute has epilogues instead of blocks of logits, and why not, where it was to have them."""
-    if linear.engine == "blocks" or (linear.engine == "auto" and linear.logits == "operands"):
+    if not linear.exact_logits and not is_default(hidden.device):
         return False, None
     found = obstacle(hidden, weight, dtype, request)
-    if linear.engine == "epilogue":
-        if found is not None:
-            raise ValueError(f"engine='epilogue' is not possible: {found}; use 'auto' or 'blocks'")
-        return True, None
-    wanted = is_default(hidden.device) if linear.logits is None else hidden.is_cuda  # elsewhere they are interpreted
-    return wanted and found is None, found if wanted else None
+    return found is None, found
 
 
 def _validate(hidden, weight, linear: Linear) -> torch.dtype:

@@ -16,8 +16,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def is_default(device: torch.device) -> bool:
-    """Whether calls that ask for neither engine have epilogues, where they can. Elsewhere the kernels are interpreted,
-    or nobody has compared them with blocks."""
+    """Whether calls with rounded logits have epilogues, where they can. Elsewhere the kernels are interpreted, or
+    nobody has compared them with blocks."""
     return device.type == "cuda" and _capability(device) in MEASURED
 
 

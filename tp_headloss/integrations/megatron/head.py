@@ -256,9 +256,7 @@ def linear_options(linear: Linear, layer, weight: torch.Tensor, mode: str) -> Li
     partial = layer.tp_group.size() > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
     how = "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
     main_grad = layer.gradient_accumulation_fusion and _has_fp32_main_grad(weight)
-    rounds = linear.mode == "one_sweep" and linear.engine != "epilogue"  # in a training step, and so without gradients
-    logits = linear.logits or ("operands" if rounds else None)
-    return replace(linear, mode=mode, hidden_grad=how, main_grad=main_grad, logits=logits)
+    return replace(linear, mode=mode, hidden_grad=how, main_grad=main_grad)
 
 
 def _has_fp32_main_grad(weight) -> bool:
