@@ -528,7 +528,7 @@ def entropy_call(x, num_actions, loss_mask=None):
 
 def test_bounds_that_nobody_could_check_make_every_result_nan():
     """On GPUs, where nothing waits for their values."""
-    packed = rl_calls.PackedTokens(BOUNDS, WIDTH, T, None, device="cpu", sum_gradients=True)
+    packed = rl_calls.PackedTokens(tokens()[0].unsqueeze(0), None, None, BOUNDS, WIDTH, sum_gradients=True)
     packed.valid = torch.tensor(False)
     assert packed.log_probs(lambda labels: torch.zeros(1, T), tokens()[1].unsqueeze(0)).isnan().all()
     assert packed.weights(1, None, torch.float32).isnan().all()

@@ -27,21 +27,12 @@ import torch
 
 from ..arguments.id_sets import IdSets
 from ..call.dtensor import local_part
-from ..call.statistics import log_probs
 from ..call.subclasses import is_dtensor
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.comm import group_size
 from .nemo_rl_distillation import get_distillation_topk_logprobs_from_logits
 from .nemo_rl_sampling import kept_by, log_probs_over, sets_of_next_tokens
-from .rl_calls import (
-    PackedTokens,
-    RankedTokens,
-    bounded_shard,
-    even_shard_of_rank,
-    expect_other_group,
-    next_tokens,
-    refuse,
-)
+from .rl_calls import PackedTokens, RankedTokens, bounded_shard, even_shard_of_rank, next_tokens, refuse
 
 __all__ = [
     "from_parallel_hidden_states_to_logprobs",
@@ -91,7 +82,7 @@ def get_next_token_logprobs_from_logits(
     refuse(seq_index=seq_index, cp_sharder=cp_sharder)
     kept = kept_by(sampling_params, sampling_mask)
     logits, shard = even_shard_of_rank(next_token_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
-    return _next_token_log_probs(logits, input_ids, shard, kept, context_parallel_group)
+    return _next_log_probs(logits, input_ids, shard, kept, context_parallel_group)
 
 
 def from_parallel_logits_to_logprobs(
@@ -122,7 +113,7 @@ def from_parallel_logits_to_logprobs(
     kept = kept_by(sampling_params, sampling_mask)
     device = None if kept is None else vocab_parallel_logits.device  # whose sets need one number of ids
     shard = bounded_shard(vocab_start_index, vocab_end_index, tp_group, vocab_size, device=device)
-    return _next_token_log_probs(vocab_parallel_logits, target, shard, kept, cp_group, inference_only)
+    return _next_log_probs(vocab_parallel_logits, target, shard, kept, cp_group, inference_only)
 
 
 def from_parallel_logits_to_logprobs_packed_sequences(
@@ -158,18 +149,12 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         ValueError: shapes that do not fit, and as `from_parallel_logits_to_logprobs`. Bounds that do not fit are one on
             CPUs; on GPUs all results are NaN.
     """
-    expect_other_group(cp_group, group)
-    kept = kept_by(sampling_params, None)
-    local, device = vocab_parallel_logits.shape[1], vocab_parallel_logits.device
-    shard = bounded_shard(
-        vocab_start_index, vocab_end_index, group, vocab_size, device=None if kept is None else device
-    )
-    packed = PackedTokens(cu_seqlens_padded, unpacked_seqlen, local, cp_group, device=device, sum_gradients=True)
-
-    def score(labels):
-        return _log_probs(vocab_parallel_logits, labels, shard, kept, inference_only)
-
-    return packed.log_probs(score, target, target if target_is_pre_rolled else None)
+    kept, logits = kept_by(sampling_params, None), vocab_parallel_logits
+    device = None if kept is None else logits.device
+    shard = bounded_shard(vocab_start_index, vocab_end_index, group, vocab_size, device=device)
+    tokens = PackedTokens(logits, cp_group, group, cu_seqlens_padded, unpacked_seqlen, sum_gradients=True)
+    labels = target if target_is_pre_rolled else None
+    return tokens.log_probs(lambda labels: log_probs_over(kept, logits, labels, shard), target, inference_only, labels)
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -217,21 +202,9 @@ def from_parallel_hidden_states_to_logprobs(
     return stats.log_prob.t()[:, : target.shape[1] - 1]
 
 
-def _next_token_log_probs(logits, ids, shard, kept, cp_group, inference_only=False) -> torch.Tensor:
+def _next_log_probs(logits, ids, shard, kept, cp_group, inference_only=False) -> torch.Tensor:
     """Log-probs [B, S - 1] of the ids [B, S] in the logits of the position before each; kept: see `kept_by`."""
-    expect_other_group(cp_group, shard.group)
-    ids = local_part(ids, shard)
-    tokens = RankedTokens(cp_group, logits.shape[1], device=logits.device)
-    labels = next_tokens(ids, tokens.total, logits.device)
+    ids, tokens = local_part(ids, shard), RankedTokens(logits, cp_group, shard.group)
     if isinstance(kept, IdSets):
-        kept = IdSets(tokens.take(sets_of_next_tokens(kept, labels, ids).ids))
-    result = tokens.join(_log_probs(logits, tokens.take(labels), shard, kept, inference_only))
-    return result[:, : ids.shape[1] - 1]
-
-
-def _log_probs(logits, labels, shard, kept, inference_only) -> torch.Tensor:
-    """Log-probs of labels [B, L]; kept: see `kept_by`, and sets are those of the labels."""
-    if kept is None:
-        return log_probs(logits, labels, shard=shard, entropy=False, differentiable=not inference_only).log_prob
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        return log_probs_over(kept, logits, labels, shard)
+        kept = sets_of_next_tokens(kept, ids, tokens)
+    return tokens.next_log_probs(lambda labels: log_probs_over(kept, logits, labels, shard), ids, inference_only)

@@ -8,7 +8,7 @@ from ..call.dtensor import local_part
 from ..call.statistics import vocab_statistics
 from ..ranks.comm import sum_over_ranks
 from ..validation import expect_floating, expect_ids
-from .rl_calls import RankedTokens, even_shard_of_rank, expect_other_group, refuse
+from .rl_calls import RankedTokens, even_shard_of_rank, refuse
 
 
 def get_distillation_topk_logprobs_from_logits(
@@ -46,8 +46,7 @@ def get_distillation_topk_logprobs_from_logits(
     expect_floating("teacher_topk_logits", teacher_topk_logits)
     expect_ids("teacher_topk_indices", teacher_topk_indices)
     logits, shard = even_shard_of_rank(student_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
-    expect_other_group(context_parallel_group, shard.group)
-    tokens = RankedTokens(context_parallel_group, logits.shape[1], device=logits.device)
+    tokens = RankedTokens(logits, context_parallel_group, shard.group)
     shape, positions = teacher_topk_indices.shape, tokens.total
     fits = len(shape) == 3 and shape[0] == len(logits) and shape[-1] > 0
     # under context parallelism sequences may be padded beyond the teacher's

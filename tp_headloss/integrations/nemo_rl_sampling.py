@@ -11,6 +11,7 @@ from ..arguments.sampling_rule import SamplingRule
 from ..call.statistics import vocab_statistics
 from ..ranks.shard import VocabShard
 from ..search.sampling import kept_ids
+from .rl_calls import RankedTokens
 from .sampling_masks import from_nemo_rl
 
 FIELDS = ("top_k", "top_p", "temperature", "replay_sampling_mask")  # those of NeMo-RL's TrainingSamplingParams
@@ -34,12 +35,13 @@ def kept_by(params, sampling_mask) -> SamplingRule | IdSets | None:
     return None if top_k is None and top_p is None else SamplingRule(top_k=top_k, top_p=top_p)
 
 
-def log_probs_over(kept: SamplingRule | IdSets, logits, labels, shard: VocabShard) -> torch.Tensor:
-    """Log-probs of labels [B, L] over the kept ids, in the current grad mode; logits [B, L, width] sharded on V, sets
-    [B, L] of the labels.
+def log_probs_over(kept: SamplingRule | IdSets | None, logits, labels, shard: VocabShard) -> torch.Tensor:
+    """Log-probs of labels [B, L] over the kept ids; logits [B, L, width] sharded on V, sets [B, L] of the labels.
 
     A label that a rule does not keep has -inf, and one whose token has no ids in a mask has 0, both without a gradient.
     """
+    if kept is None:
+        return vocab_statistics(logits, labels, shard=shard).log_prob
     if isinstance(kept, SamplingRule):
         sets = kept_ids(logits.detach(), kept, shard=shard)
         assert sets.spans is not None
@@ -54,12 +56,13 @@ def log_probs_over(kept: SamplingRule | IdSets, logits, labels, shard: VocabShar
     return log_prob.masked_fill(outside, -torch.inf) if isinstance(kept, SamplingRule) else log_prob
 
 
-def sets_of_next_tokens(sets: IdSets, labels, tokens) -> IdSets:
-    """Return the sets [B, L] of labels [B, L] that are `next_tokens`, from those of the tokens [B, S]."""
-    if sets.ids.dim() != 3 or sets.ids.shape[:2] != tokens.shape:
-        raise ValueError(f"sampling_mask must be of the tokens, {[*tokens.shape, 'K']}, got {list(sets.ids.shape)}")
-    ids = masked_ids(sets)[:, 1:].to(labels.device)
-    return IdSets(torch.nn.functional.pad(ids, (0, 0, 0, labels.shape[1] - ids.shape[1]), value=-1))
+def sets_of_next_tokens(sets: IdSets, ids: torch.Tensor, tokens: RankedTokens) -> IdSets:
+    """Return the sets [B, L] of this rank's next tokens, from those of the ids [B, S] themselves."""
+    if sets.ids.dim() != 3 or sets.ids.shape[:2] != ids.shape:
+        raise ValueError(f"sampling_mask must be of the tokens, {[*ids.shape, 'K']}, got {list(sets.ids.shape)}")
+    of_next = masked_ids(sets)[:, 1:].to(tokens.device)
+    padding = tokens.total - of_next.shape[1]
+    return IdSets(tokens.take(torch.nn.functional.pad(of_next, (0, 0, 0, padding), value=-1)))
 
 
 def _fields(params) -> Mapping:

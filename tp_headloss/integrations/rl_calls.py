@@ -1,18 +1,24 @@
-"""Shards, next-token labels and orders of tokens, for the functions of several RL stacks."""
+"""The four parts of the functions of several RL stacks: the shard of a call, the order of its tokens, a scorer (labels
+in, log-probs out), and the place of each log-prob in the result."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 
+from ..arguments.options import Transform
 from ..call.dtensor import local_logits
 from ..call.subclasses import is_dtensor
+from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.comm import gather_from_ranks, group_size, sum_over_ranks
 from ..ranks.shard import VocabShard, expect_group
-from ..validation import expect_ids, expect_int, expect_tensor
+from ..validation import expect_floating, expect_ids, expect_int, expect_tensor
 
 IGNORED_LABEL = -100
+UNREDUCED_HIDDEN_GRAD = Linear(hidden_grad="none")
+Score = Callable[[torch.Tensor], torch.Tensor]  # labels of this rank -> their log-probs, of the same shape
 
 
 def even_shard(logits, group, vocab_size: int | None) -> tuple[torch.Tensor, VocabShard]:
@@ -22,17 +28,20 @@ def even_shard(logits, group, vocab_size: int | None) -> tuple[torch.Tensor, Voc
     """
     expect_tensor("logits", logits)
     expect_group(group)
-    if is_dtensor(logits) and group_size(group) > 1:
-        raise ValueError("a DTensor has its own group: pass None as the group, got both")
     if is_dtensor(logits):
+        if group_size(group) > 1:
+            raise ValueError("a DTensor has its own group: pass None as the group, got both")
         group = None
-    if group is None:
-        columns = logits.shape[-1]  # a DTensor's are those of all ranks
-        logits, shard = local_logits(logits, None)
-        return logits, VocabShard.from_group(shard.group, columns if vocab_size is None else vocab_size, columns)
-    columns = logits.shape[-1] * group_size(group)
-    shard = VocabShard.from_group(group, columns if vocab_size is None else vocab_size, columns)
-    return local_logits(logits, shard)
+    columns = logits.shape[-1] * group_size(group)  # a DTensor's are those of all ranks
+    if group is not None:
+        return local_logits(logits, shard_of_columns(columns, group, vocab_size))
+    logits, shard = local_logits(logits, None)
+    return logits, shard_of_columns(columns, shard.group, vocab_size)
+
+
+def shard_of_columns(columns: int, group, vocab_size: int | None) -> VocabShard:
+    """Return this rank's even shard of the columns of all ranks, of which those beyond vocab_size are padding."""
+    return VocabShard.from_group(group, columns if vocab_size is None else vocab_size, columns)
 
 
 def even_shard_of_rank(logits, rank, group, vocab_size) -> tuple[torch.Tensor, VocabShard]:
@@ -61,21 +70,21 @@ def bounded_shard(start: int, end: int, group, vocab_size: int | None, *, device
     return VocabShard(start, end, vocab_size, group)
 
 
-def expect_other_group(cp_group, group):
-    """Raise ValueError if the context-parallel group is the one that shares the vocabulary."""
-    if cp_group is not None and cp_group is group and group_size(group) > 1:
-        raise ValueError(
-            "the context-parallel group must be other ranks than those that share the vocabulary, which hold the same "
-            "tokens, got the same group twice"
-        )
-
-
 def refuse(**arguments):
     """Raise ValueError for arguments that are not None and would otherwise be ignored."""
     for name, value in arguments.items():
         if value is not None:
             got = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
             raise ValueError(f"{name} is not supported here: pass None, got {got}")
+
+
+def head_scorer(hidden, weight, shard: VocabShard, temperature: float, linear: Linear) -> Callable:
+    """Return a function of labels [..], or None, that computes `linear_vocab_statistics` of hidden [.., H]."""
+    expect_floating("hidden", hidden)
+    transform = Transform(temperature=temperature)
+    return functools.partial(
+        linear_vocab_statistics, hidden.to(weight.dtype), weight, shard=shard, transform=transform, linear=linear
+    )
 
 
 def next_tokens(ids, length: int, device) -> torch.Tensor:
@@ -94,31 +103,37 @@ class RankedTokens:
     2 C equal chunks, and rank r holds its chunks r and 2 C - 1 - r, one sequence after the other.
 
     Args:
+        x: [B, L, ..] logits or hidden states of the L tokens that a rank holds, the same number on each.
         group: the context-parallel group; None or one rank: this rank holds all tokens.
-        local: number of tokens that a rank holds of all sequences together, the same on each.
-        bounds: [B + 1] int64, the first token of each sequence and the end of the last; None: one sequence.
+        vocab_group: group that shares the vocabulary, whose ranks hold the same tokens; ValueError if it is `group`.
+        bounds: [B + 1] int64, the first token of each packed sequence and the end of the last; None: B sequences alike.
         sum_gradients: True: the gradient of a value that `join` gives to all ranks is the sum of what they send back,
             as of a loss that is the sum of theirs. False: each rank's own.
     """
 
-    def __init__(self, group, local: int, bounds: torch.Tensor | None = None, *, device=None, sum_gradients=True):
+    def __init__(self, x: torch.Tensor, group, vocab_group, bounds: torch.Tensor | None = None, *, sum_gradients=True):
         expect_group(group)
-        self.group, self.ranks, self.local = group, group_size(group), local
-        self.total = local * self.ranks
+        self.group, self.ranks, self.local, self.device = group, group_size(group), x.shape[1], x.device
+        if group is vocab_group and self.ranks > 1:
+            raise ValueError(
+                "the context-parallel group must be other ranks than those that share the vocabulary, which hold the "
+                "same tokens, got the same group twice"
+            )
+        self.total = self.local * self.ranks
         self.sum_gradients = sum_gradients
         if self.ranks == 1:
             return
         if bounds is None:
-            if local % 2:
-                raise ValueError(f"a context-parallel rank must hold an even number of positions, got {local}")
-            bounds = torch.tensor([0, self.total], device=device)
-        tokens = torch.arange(self.total, device=bounds.device)
+            if self.local % 2:
+                raise ValueError(f"a context-parallel rank must hold an even number of positions, got {self.local}")
+            bounds = torch.tensor([0, self.total], device=self.device)
+        tokens = torch.arange(self.total, device=self.device)
         sequence = torch.searchsorted(bounds[1:], tokens, right=True).clamp(max=len(bounds) - 2)
         chunk_size = (bounds.diff() // (2 * self.ranks)).clamp(min=1)[sequence]
         chunk = (tokens - bounds[sequence]) // chunk_size
         holder = torch.minimum(chunk, 2 * self.ranks - 1 - chunk)
         by_rank = holder.argsort(stable=True)  # a rank's tokens keep their order, so its lower chunk comes first
-        self.own = by_rank.view(self.ranks, local)[group.rank()]  # [T/C] among all T tokens
+        self.own = by_rank.view(self.ranks, self.local)[group.rank()]  # [T/C] among all T tokens
         self.order = by_rank.argsort()  # [T] place of each token where all ranks' tokens are joined
 
     def take(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -129,6 +144,17 @@ class RankedTokens:
         """Return [.., T, ..] of every rank's part [.., T/C, ..], differentiable. One all-gather, and one backward if
         gradients are summed."""
         return x if self.ranks == 1 else _Join.apply(x, self, dim)
+
+    def next_log_probs(self, score: Score, ids: torch.Tensor, inference_only: bool = False) -> torch.Tensor:
+        """Return the log-probs [B, S - 1] fp32 of the next tokens of all ranks' ids [B, S], without a graph if
+        inference_only."""
+        labels = self.take(next_tokens(ids, self.total, self.device))
+        return self.joined_scores(score, labels, inference_only)[:, : ids.shape[1] - 1]
+
+    def joined_scores(self, score: Score, labels: torch.Tensor, inference_only: bool) -> torch.Tensor:
+        """Return the scores [B, T] of all ranks' labels, of which this rank has [B, T/C]."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+            return self.join(score(labels))
 
 
 class _Join(torch.autograd.Function):
@@ -146,7 +172,7 @@ class _Join(torch.autograd.Function):
         return ctx.tokens.take(grad, ctx.dim), None, None
 
 
-class PackedTokens:
+class PackedTokens(RankedTokens):
     """Packed sequences of next-token labels, and the place [row, column] of each token in a padded result.
 
     Bounds and lengths that are not those of the packed tokens, or under context parallelism lengths that are no
@@ -154,30 +180,29 @@ class PackedTokens:
     every result NaN.
 
     Args:
+        x, group, vocab_group, sum_gradients: as in `RankedTokens`, x with B = 1.
         cu_seqlens: [B + 1] first token of each sequence, padding included, and the end of the last.
         width: columns of the padded result; the last token of a sequence has no label, so one less are scored.
-        local, group, sum_gradients: as in `RankedTokens`.
-        device: of the results.
     """
 
-    def __init__(self, cu_seqlens, width: int, local: int, group, *, device, sum_gradients):
+    def __init__(self, x, group, vocab_group, cu_seqlens, width: int, *, sum_gradients):
         expect_ids("cu_seqlens_padded", cu_seqlens)
         if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
             raise ValueError(f"cu_seqlens_padded must be [B + 1] with B > 0, got {list(cu_seqlens.shape)}")
         if expect_int("unpacked_seqlen", width) < 1:
             raise ValueError(f"unpacked_seqlen must be at least 1, got {width}")
-        bounds = cu_seqlens.to(device, torch.int64)
-        self.ranked = RankedTokens(group, local, bounds, sum_gradients=sum_gradients)
-        self.width, self.bounds, total = width, bounds, self.ranked.total
-        lengths, multiple = bounds.diff(), 2 * self.ranked.ranks if self.ranked.ranks > 1 else 1
-        self.valid = torch.ones((), dtype=torch.bool, device=device)
+        bounds = cu_seqlens.to(x.device, torch.int64)
+        super().__init__(x, group, vocab_group, bounds, sum_gradients=sum_gradients)
+        self.width, self.bounds, total = width, bounds, self.total
+        lengths, multiple = bounds.diff(), 2 * self.ranks if self.ranks > 1 else 1
+        self.valid = torch.ones((), dtype=torch.bool, device=self.device)
         self._expect(
             (bounds[0] == 0) & (bounds[-1] == total) & (lengths >= 0).all() & (lengths % multiple == 0).all(),
             f"cu_seqlens_padded must ascend from 0 to {total}, the tokens of all ranks, by multiples of {multiple}"
             ", got {bounds}",
             bounds=bounds,
         )
-        tokens = torch.arange(total, device=bounds.device)
+        tokens = torch.arange(total, device=self.device)
         self.sequence = torch.searchsorted(bounds[1:], tokens, right=True).clamp(max=len(lengths) - 1)
         self.offset = tokens - bounds[self.sequence]
         self.rows, self.row, self.column, self.length = len(lengths), self.sequence, self.offset, lengths
@@ -190,7 +215,7 @@ class PackedTokens:
 
     def place(self, attention_mask, sub_seq_lengths):
         """Place tokens where SkyRL does: at the attended columns of a row per sequence, or several sequences a row."""
-        device = self.bounds.device
+        device = self.device
         if sub_seq_lengths is not None:
             if not all(isinstance(row, (list, tuple)) for row in sub_seq_lengths):
                 raise TypeError(f"sub_seq_lengths must be a list of lengths for each row, got {sub_seq_lengths!r}")
@@ -225,27 +250,28 @@ class PackedTokens:
         last = self.offset >= self.length[self.sequence] - 1
         return ~last & (self.offset >= 0) & (self.column < self.width - 1)
 
-    def log_probs(self, score: Callable[[torch.Tensor], torch.Tensor], ids, labels=None) -> torch.Tensor:
-        """Return the log-probs [rows, width - 1] fp32 of the tokens, in their places; 0 elsewhere.
+    def log_probs(self, score: Score, ids, inference_only: bool = False, labels=None) -> torch.Tensor:
+        """Return the log-probs [rows, width - 1] fp32 of the tokens, in their places, and 0 elsewhere; without a graph
+        if inference_only.
 
         Args:
             score: labels [1, T/C] of this rank -> log-probs [1, T/C].
             ids: [1, T] not shifted; not looked at if there are labels.
             labels: [1, T/C] of this rank, or None.
         """
-        scored, ranked = self.scored, self.ranked
+        used = self.scored
         if labels is None:
-            if list(ids.shape) != [1, ranked.total]:
+            if list(ids.shape) != [1, self.total]:
                 raise ValueError(
-                    f"target must be {[1, ranked.total]}, the packed tokens of all ranks, got {list(ids.shape)}"
+                    f"target must be {[1, self.total]}, the packed tokens of all ranks, got {list(ids.shape)}"
                 )
-            labels = ranked.take(ids.to(scored.device).roll(-1, 1))
-        expect_tensor("target", labels, (1, ranked.local))
-        labels = labels.to(scored.device).masked_fill(~ranked.take(scored, 0), IGNORED_LABEL)
-        values = ranked.join(score(labels)).squeeze(0).where(scored, 0.0)
+            labels = self.take(ids.to(self.device).roll(-1, 1))
+        expect_tensor("target", labels, (1, self.local))
+        labels = labels.to(self.device).masked_fill(~self.take(used, 0), IGNORED_LABEL)
+        values = self.joined_scores(score, labels, inference_only).squeeze(0).where(used, 0.0)
         # tokens without a place share the last column, which is cut off
         padded = values.new_zeros(self.rows, self.width)
-        padded = padded.index_put((self.row, self.column.where(scored, self.width - 1)), values)[:, :-1]
+        padded = padded.index_put((self.row, self.column.where(used, self.width - 1)), values)[:, :-1]
         return torch.where(self.valid, padded, torch.nan)
 
     def weights(self, num_actions: int, loss_mask, dtype) -> torch.Tensor:
@@ -255,7 +281,7 @@ class PackedTokens:
             raise ValueError(f"num_actions must be from 1 to {self.width - 1}, a row's log-probs, got {num_actions}")
         if loss_mask is not None:
             expect_tensor("loss_mask", loss_mask, (self.rows, num_actions))
-        scored, padded = self.scored, torch.zeros(self.rows, self.width, dtype=dtype, device=self.bounds.device)
+        padded = torch.zeros(self.rows, self.width, dtype=dtype, device=self.device)
         padded[:, self.width - 1 - num_actions : -1] = 1.0 if loss_mask is None else loss_mask.to(padded)
-        weights = padded[self.row, self.column.where(scored, self.width - 1)]
-        return torch.where(self.valid, self.ranked.take(weights, 0), torch.nan)
+        weights = padded[self.row, self.column.where(self.scored, self.width - 1)]
+        return torch.where(self.valid, self.take(weights, 0), torch.nan)

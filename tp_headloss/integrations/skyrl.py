@@ -17,13 +17,19 @@ from __future__ import annotations
 
 import torch
 
-from ..arguments.options import Transform
 from ..call.statistics import vocab_statistics
-from ..linear_head import Linear, linear_vocab_statistics
+from ..linear_head import Linear
 from ..ranks.comm import group_size, sum_over_ranks
-from ..validation import expect_floating
 from .nemo_rl import from_parallel_logits_to_logprobs
-from .rl_calls import PackedTokens, RankedTokens, bounded_shard, even_shard, expect_other_group, next_tokens
+from .rl_calls import (
+    UNREDUCED_HIDDEN_GRAD,
+    PackedTokens,
+    RankedTokens,
+    bounded_shard,
+    even_shard,
+    head_scorer,
+    shard_of_columns,
+)
 from .skyrl_draft import draft_soft_ce, draft_soft_ce_topk
 
 __all__ = [
@@ -37,8 +43,6 @@ __all__ = [
     "vocab_parallel_entropy",
     "vocab_parallel_entropy_packed_sequences",
 ]
-
-UNREDUCED_HIDDEN_GRAD = Linear(hidden_grad="none")
 
 
 def from_parallel_logits_to_logprobs_packed_sequences(
@@ -77,11 +81,11 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     Raises:
         ValueError: shapes that do not fit. Bounds that do not fit are one on CPUs; on GPUs all results are NaN.
     """
-    shard = bounded_shard(vocab_start_index, vocab_end_index, group, vocab_size)
-    logits = vocab_parallel_logits
+    logits, shard = vocab_parallel_logits, bounded_shard(vocab_start_index, vocab_end_index, group, vocab_size)
     packed = _packed(logits, cu_seqlens_padded, unpacked_seqlen, cp_group, group, attention_mask, sub_seq_lengths)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        return packed.log_probs(lambda labels: vocab_statistics(logits, labels, shard=shard).log_prob, target)
+    return packed.log_probs(
+        lambda labels: vocab_statistics(logits, labels, shard=shard).log_prob, target, inference_only
+    )
 
 
 def from_parallel_hidden_to_logprobs(
@@ -112,14 +116,10 @@ def from_parallel_hidden_to_logprobs(
             sequence parallelism sums it in its backward.
         tp_group, inference_only, cp_group, vocab_size: as in `from_parallel_logits_to_logprobs_packed_sequences`.
     """
-    score = _scored_head(
-        hidden, lm_head_weight, vocab_start_index, vocab_end_index, tp_group, temperature, vocab_size, linear
-    )
-    expect_other_group(cp_group, tp_group)
-    tokens = RankedTokens(cp_group, hidden.shape[1], device=hidden.device)
-    labels = next_tokens(target, tokens.total, hidden.device)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        return tokens.join(score(tokens.take(labels)).log_prob)[:, : target.shape[1] - 1]
+    shard = bounded_shard(vocab_start_index, vocab_end_index, tp_group, vocab_size, device=lm_head_weight.device)
+    score = head_scorer(hidden, lm_head_weight, shard, temperature, linear)
+    tokens = RankedTokens(hidden, cp_group, tp_group)
+    return tokens.next_log_probs(lambda labels: score(labels).log_prob, target, inference_only)
 
 
 def from_parallel_hidden_to_logprobs_packed_sequences(
@@ -144,12 +144,10 @@ def from_parallel_hidden_to_logprobs_packed_sequences(
 ) -> torch.Tensor:
     """Return the log-probs of `from_parallel_logits_to_logprobs_packed_sequences` from hidden states [1, T/C, H]; other
     arguments as there and in `from_parallel_hidden_to_logprobs`."""
-    score = _scored_head(
-        hidden, lm_head_weight, vocab_start_index, vocab_end_index, group, temperature, vocab_size, linear
-    )
+    shard = bounded_shard(vocab_start_index, vocab_end_index, group, vocab_size, device=lm_head_weight.device)
+    score = head_scorer(hidden, lm_head_weight, shard, temperature, linear)
     packed = _packed(hidden, cu_seqlens_padded, unpacked_seqlen, cp_group, group, attention_mask, sub_seq_lengths)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
-        return packed.log_probs(lambda labels: score(labels).log_prob, target)
+    return packed.log_probs(lambda labels: score(labels).log_prob, target, inference_only)
 
 
 def vocab_parallel_entropy(
@@ -221,32 +219,14 @@ def from_parallel_hidden_to_entropy_packed_sequences(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the entropies of `vocab_parallel_entropy_packed_sequences` from hidden states [1, T/C, H] and the weight
     [V/P, H], sharded on V in even shards; other arguments as there and in `from_parallel_hidden_to_logprobs`."""
-    rows, rank = lm_head_weight.shape[0], 0 if tp_group is None else tp_group.rank()
-    vocab_size = rows * group_size(tp_group) if vocab_size is None else vocab_size
-    score = _scored_head(
-        hidden, lm_head_weight, rank * rows, (rank + 1) * rows, tp_group, temperature, vocab_size, linear
-    )
+    shard = shard_of_columns(lm_head_weight.shape[0] * group_size(tp_group), tp_group, vocab_size)
+    score = head_scorer(hidden, lm_head_weight, shard, temperature, linear)
     packed = _packed(hidden, cu_seqlens_padded, unpacked_seqlen, cp_group, tp_group, attention_mask, sub_seq_lengths)
-    return _mean_over_actions(score(None, ("entropy",)).entropy, packed, num_actions, loss_mask)
-
-
-def _scored_head(hidden, weight, start, end, group, temperature, vocab_size, linear):
-    """Return a function of labels, or None, that computes statistics of hidden @ weight.T."""
-    shard = bounded_shard(start, end, group, vocab_size, device=weight.device)
-    expect_floating("hidden", hidden)
-    hidden, transform = hidden.to(weight.dtype), Transform(temperature=temperature)
-
-    def score(labels, want=()):
-        return linear_vocab_statistics(
-            hidden, weight, labels, shard=shard, want=want, transform=transform, linear=linear
-        )
-
-    return score
+    return _mean_over_actions(score(None, want=("entropy",)).entropy, packed, num_actions, loss_mask)
 
 
 def _packed(x, cu_seqlens, width, cp_group, group, attention_mask, sub_seq_lengths) -> PackedTokens:
-    expect_other_group(cp_group, group)
-    packed = PackedTokens(cu_seqlens, width, x.shape[1], cp_group, device=x.device, sum_gradients=False)
+    packed = PackedTokens(x, cp_group, group, cu_seqlens, width, sum_gradients=False)
     packed.place(attention_mask, sub_seq_lengths)
     return packed
 
@@ -255,6 +235,6 @@ def _mean_over_actions(entropy, packed: PackedTokens, num_actions, loss_mask):
     """Mean of entropies [1, T/C] over the last num_actions places of each row, of all ranks; and this rank's part."""
     weights = packed.weights(num_actions, loss_mask, entropy.dtype)
     own = (entropy.squeeze(0) * weights).sum()
-    total, count = sum_over_ranks(torch.stack([own.detach(), weights.sum()]), packed.ranked.group)
+    total, count = sum_over_ranks(torch.stack([own.detach(), weights.sum()]), packed.group)
     count = count.clamp(min=1.0)
     return total / count, own / count
