@@ -583,7 +583,7 @@ GROUPS = {
         (VERL_ENGINE, "HeadLossEngine.forward_step", "not self.fuses_head or not owner.post_process", "True"),
         (VERL_ENGINE, "_lowest_log_prob", "function is not distillation_ppo_loss or function is loss_function", "False"),
         (VERL_ENGINE, "_packed", 'data_format == "thd"', "True"),
-        (VERL_ENGINE, "InstalledEngine.remove", "self.registry.update(dict.fromkeys(self.devices, MegatronEngineWithLMHead))", "pass"),
+        ("integrations/replacement.py", "Replacement.undo", "self.place[name] = self._before[name]", "pass"),
         (VERL_ENGINE, "install", "found != expected", "False"),
         ("integrations/verl/heads.py", "HiddenHead.__init__", "layer.weight if weight is None else weight", "layer.weight"),
         ("integrations/verl/heads.py", "HiddenHead.topk_ids", "self.sequence_parallel", "False"),

@@ -161,7 +161,7 @@ class Injected(Exception):
     """What `fails_cleanly_at_every_step` raises."""
 
 
-UNDOING = ("remove", "uninstall", "__exit__", "__setattr__", "__delattr__")  # calls that clean up, and do not fail
+UNDOING = ("remove", "undo", "__exit__", "__setattr__", "__delattr__")  # calls that clean up, and do not fail
 
 
 def fails_cleanly_at_every_step(install, model) -> int:

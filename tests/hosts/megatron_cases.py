@@ -390,7 +390,7 @@ def refusals(group):
         found["gathered"] = refused(lambda: run(model, runtime_gather_output=True))
         run(model)
     found["two models"] = refused(lambda: _one_of_two(model, model_of(), head), RuntimeError)
-    found["usable after all"] = "_postprocess" in install(model, head).methods
+    found["usable after all"] = "_postprocess" in install(model, head).entries
     return found
 
 

@@ -18,8 +18,8 @@ from megatron_schedule_cases import config_for, gpt_chunk, layout, microbatches
 
 from tp_headloss import CrossEntropy, Distillation, HeadLoss
 from tp_headloss.integrations.megatron import MegatronHead, install
-from tp_headloss.integrations.megatron.methods import replaced
 from tp_headloss.integrations.megatron.soft_targets import main_states_of
+from tp_headloss.integrations.replacement import replaced
 
 SOFT = [Distillation(1.0, "cross_entropy")]
 BOTH = [CrossEntropy(0.25), Distillation(0.75, "cross_entropy")]

@@ -57,7 +57,7 @@ def test_what_cannot_work_is_refused_and_what_was_installed_goes_away():
         "one sweep": "mode='recompute' or 'auto'",
         "options": "options must be of type Options or None, got dict",
         "signature": "got ('self', 'logits', 'label')",
-        "replaced": "must be the one that this registered, got <class",
+        "replaced": "must be the one that this installed, got <class",
         "differs": "sum_pi_squared differs from verl's own by",
     }.items():
         assert part in found[case], (case, found[case])

@@ -386,9 +386,9 @@ def refusals(group):
     with mock.patch.object(host.MegatronEngineWithLMHead, "_lm_head_logits_processor", signature):
         found["signature"] = error_of(install)
     with install() as installed:
-        installed.registry["cuda"] = host.MegatronEngineWithValueHead
+        installed.place["cuda"] = host.MegatronEngineWithValueHead
         found["replaced"] = error_of(installed.remove)
-        installed.registry["cuda"] = installed.engine_class
+        installed.place["cuda"] = installed.engine_class
         installed.engine_class.calls = 1
     with install(options=Options(backend="torch")) as installed:
         processor = HeadLossEngine._lm_head_logits_processor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import torch
 
@@ -12,16 +11,9 @@ from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.shard import VocabShard
 from . import check_type, require
 from .transformers.calls import next_token_labels, refuse_columns, refuse_logits_to_keep, run_body
-from .transformers.check import check_forward, evaluation
-from .transformers.forward import install, named_arguments, stock_forward, uninstall
-from .transformers.model_facts import (
-    call_shard,
-    checked_linear,
-    checked_transform,
-    gathered_head,
-    installed_shard,
-    output_layer,
-)
+from .transformers.check import InstalledForward
+from .transformers.forward import named_arguments
+from .transformers.model_facts import call_shard, checked_linear, gathered_head, output_layer
 
 require("trl")
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head  # noqa: E402
@@ -94,37 +86,17 @@ def _trl_forward_and_settings(model):
     return own, {name: closure[name] for name in SETTINGS}
 
 
-class FusedLogProbs:
+class FusedLogProbs(InstalledForward):
     """An installed head that returns TRL's output, as `fuse_log_probs` returns it; a context manager that removes
     itself."""
 
     def __init__(self, model, trl_forward, settings, linear, shard, transform):
-        self.model, self.trl_forward, self.shard, self.calls = model, trl_forward, shard, 0
-        self.fused_forward: Any = None
         # at temperature 1 until the check has compared the loss with the model's own
         self.linear, self.settings = checked_linear(linear), {**settings, "temperature": 1.0}
-        if trl_forward is not None:
-            del model.forward
-        try:
-            self.stock_forward = stock_forward(model)
-            self.transform, self.checked_shard = checked_transform(model, transform), installed_shard(model, shard)
-            stock = check_forward(model, self.stock_forward, self.transform, self.checked_shard)
-            self.fused_forward = install(model, self.stock_forward, self._forward)
-            with evaluation(model):
-                out = model(input_ids=stock.ids, labels=stock.labels, fused_lm_head=True)
-            if not self.calls:
-                raise ValueError("the fused forward was installed, and the model does not call it")
-            stock.expect_loss(out.loss)
-        except BaseException:
-            if self.fused_forward is not None:
-                del model.forward
-            if trl_forward is not None:
-                model.forward = trl_forward
-            raise
+        super().__init__(model, shard, transform, trl_forward, fused_lm_head=True)
         self.settings = settings
 
     def _forward(self, model, args, kwargs):
-        """Output of the forward of `model`, which is the model that this was installed on, or a copy of it."""
         kwargs = dict(kwargs)
         if not kwargs.pop("fused_lm_head", False):
             outputs = self.stock_forward(model, *args, **kwargs)
@@ -179,14 +151,3 @@ class FusedLogProbs:
         tokens = given.get("num_items_in_batch")
         loss = -fields["log_probs"].sum() / (mask.sum().clamp(min=1) if tokens is None else tokens)
         return FusedCausalLMOutput(loss=loss, label_mask=mask, **fields)
-
-    def remove(self):
-        """Put back the forward that the model had before: its own, or TRL's. RuntimeError if something was installed on
-        top of this head."""
-        uninstall(self.model, self.fused_forward, self.trl_forward)
-
-    def __enter__(self) -> FusedLogProbs:
-        return self
-
-    def __exit__(self, *_):
-        self.remove()

@@ -12,8 +12,7 @@ any LanguageModule. Losses of multi-token prediction take the same path.
 """
 
 from .head import IGNORED_LABEL, REFUSED_OPTIONS, MegatronHead
-from .installation import install
-from .methods import Installed
+from .installation import Installed, install
 from .postprocess import MegatronHeadMixin
 
 __all__ = ["IGNORED_LABEL", "REFUSED_OPTIONS", "Installed", "MegatronHead", "MegatronHeadMixin", "install"]

@@ -16,7 +16,7 @@ from ...head_loss.output import without_graph
 from ...linear_head import Linear
 from ...ranks.shard import VocabShard
 from .. import check_type, require
-from .methods import replaced
+from ..replacement import replaced
 
 REFUSED_OPTIONS = {  # options of a config that change what the output layer computes -> why the fused head lacks them
     "defer_embedding_wgrad_compute": "dW is computed in the backward",

@@ -13,9 +13,34 @@ from torch.nn import functional as F
 from ...head_loss import HeadLoss
 from ...linear_head import Linear
 from .. import check_type, require
+from ..replacement import Replacement, replaced
 from .head import MegatronHead, refuse_options
-from .methods import Installed, replaced
 from .postprocess import postprocess
+
+
+class Installed(Replacement):
+    """The methods that `install` has put into a model; `remove` takes them out again.
+
+    As a context manager it removes the methods at the end of the block, and raises RuntimeError if no loss was computed
+    by them.
+
+    Attributes:
+        head: the `MegatronHead`.
+        calls: number of losses that the head has computed.
+    """
+
+    def __init__(self, model, head: MegatronHead, *names: str):
+        super().__init__(vars(model), *names)
+        self.model, self.head, self.calls = model, head, 0
+
+    @property
+    def last(self):
+        """`HeadLossOutput` of the head's last call, without graph and statistics, for metrics."""
+        return self.head.last
+
+    def expect_use(self):
+        if not self.calls:
+            raise RuntimeError("no loss came through the installed head: is this the model that is trained?")
 
 
 def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Installed:
@@ -58,12 +83,14 @@ def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Inst
     functions = {"compute_language_model_loss": compute_language_model_loss}
     functions |= {entry: fused_entry} if fused else {}
     stock_losses = _check_call(model, head, fused)
-    installed, calls_before, observe = Installed(model, head, functions), head.calls, head.observe
+    installed, calls_before, observe = Installed(model, head, *functions), head.calls, head.observe
     try:
+        # bound methods, so that a copy of the model calls them with itself
+        installed.install({name: types.MethodType(function, model) for name, function in functions.items()})
         head.observe = None
         _compare(_check_call(model, head, fused), stock_losses, head, calls_before)
     except BaseException:
-        installed.remove()
+        installed.undo()
         raise
     finally:
         head.observe, head.last = observe, None

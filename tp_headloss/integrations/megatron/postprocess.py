@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..replacement import replaced
 from .head import MegatronHead
-from .methods import replaced
 from .soft_targets import main_states_of
 
 if TYPE_CHECKING:

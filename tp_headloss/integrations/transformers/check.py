@@ -1,10 +1,13 @@
-"""The check that a model does nothing but the output layer and a transform between its body and its loss."""
+"""A forward that computes a head, in the place of a model's own, and the check that this model does nothing but the
+output layer and a transform between its body and its loss."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import inspect
+import types
 from typing import Any
 
 import torch
@@ -14,9 +17,62 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ...arguments.options import Transform
 from ...call.subclasses import is_dtensor
 from ...ranks.shard import VocabShard
+from ..replacement import Replacement
 from .calls import body_of, refuse_auxiliary_loss
+from .forward import FUSED, stock_forward
 from .loss_function import CausalLMShardLoss
-from .model_facts import output_layer
+from .model_facts import checked_transform, installed_shard, output_layer
+
+
+class InstalledForward(Replacement):
+    """A forward in the place of a model's own, installed on construction; the model is as it was if a check fails.
+
+    A subclass has `_forward`, which counts the `calls` of its head.
+
+    Args:
+        shard, transform: as in `fuse_head`.
+        in_place: the forward that this model has of its own, and gets back in the end; None: it must have none.
+        arguments: of the check call, besides ids and labels.
+    """
+
+    on_top = "what was installed on top (what accelerate did, by unwrap_model(model, keep_fp32_wrapper=False))"
+
+    def __init__(self, model, shard: VocabShard | None, transform: Transform | None, in_place=None, **arguments: Any):
+        super().__init__(vars(model), "forward")
+        self.model, self.shard, self.calls, self.checked = model, shard, 0, False
+        try:
+            if in_place is not None:
+                del model.forward
+            self.stock_forward = stock_forward(model)
+            self.transform, self.checked_shard = checked_transform(model, transform), installed_shard(model, shard)
+            stock = check_forward(model, self.stock_forward, self.transform, self.checked_shard)
+            self.output_class = stock.output_class
+            self.install({"forward": types.MethodType(self._function(), model)})
+            with evaluation(model):
+                out = model(input_ids=stock.ids, labels=stock.labels, **arguments)
+            if not self.calls:
+                raise ValueError("the fused forward was installed, and the model does not call it")
+            stock.expect_loss(out.loss)
+        except BaseException:
+            self.undo()
+            raise
+        self.checked = True
+
+    def _function(self):
+        """Return a function with the signature of the model's own forward, because generate() and Trainer read it."""
+
+        @functools.wraps(self.stock_forward)
+        def fused_forward(model, *args, **kwargs):
+            return self._forward(model, args, kwargs)
+
+        # accelerate's unwrap_model follows __wrapped__, which leads past this head to the model's own forward
+        del fused_forward.__wrapped__
+        vars(fused_forward).update({"__signature__": inspect.signature(self.stock_forward), FUSED: True})
+        return fused_forward
+
+    def _forward(self, model, args, kwargs):
+        """Output of the forward of `model`, which is the model that this was installed on, or a copy of it."""
+        raise NotImplementedError
 
 
 @contextlib.contextmanager

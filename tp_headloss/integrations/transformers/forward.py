@@ -1,10 +1,8 @@
-"""Replacing the forward of one model, and the arguments of a call by name."""
+"""The forward of one model, and the arguments of a call by name."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import types
 from typing import Any
 
 FUSED = "_is_fused_head"  # attribute of a forward that computes its own loss, also behind the wrappers of others
@@ -28,34 +26,6 @@ def _location(function) -> str:
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)  # the function's own names may be those that wraps() gave it
     return function.__module__ if code is None else f"{code.co_filename}, line {code.co_firstlineno}"
-
-
-def install(model, stock, forward) -> types.MethodType:
-    """Make forward(model, args, kwargs) the model's forward, and return the new method, which has the signature of
-    `stock`, the forward of the model's class, because generate() and Trainer read it."""
-
-    @functools.wraps(stock)
-    def fused_forward(self, *args, **kwargs):
-        return forward(self, args, kwargs)
-
-    # accelerate's unwrap_model follows __wrapped__, which leads past this head to the model's own forward
-    del fused_forward.__wrapped__
-    vars(fused_forward).update({"__signature__": inspect.signature(stock), FUSED: True})
-    model.forward = types.MethodType(fused_forward, model)
-    return model.forward
-
-
-def uninstall(model, fused_forward: types.MethodType, before=None):
-    """Remove the forward that `install` returned, and put back the one that the model had `before`. RuntimeError if the
-    model has another one by now."""
-    if vars(model).get("forward") != fused_forward:  # accelerate puts an equal method back
-        raise RuntimeError(
-            "this fused head is not the model's forward (any more): remove what was installed on top (what accelerate "
-            "did, by unwrap_model(model, keep_fp32_wrapper=False))"
-        )
-    del model.forward
-    if before is not None:
-        model.forward = before
 
 
 def named_arguments(stock, model, args, kwargs) -> dict[str, Any]:

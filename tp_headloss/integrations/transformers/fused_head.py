@@ -26,15 +26,13 @@ from .calls import (
     scalar_number,
     with_ignore_index,
 )
-from .check import check_forward, evaluation
-from .forward import install, named_arguments, stock_forward, uninstall
+from .check import InstalledForward
+from .forward import named_arguments
 from .model_facts import (
     call_shard,
     checked_linear,
-    checked_transform,
     deepspeed_facts,
     gathered_head,
-    installed_shard,
     output_layer,
 )
 
@@ -92,43 +90,29 @@ def fuse_head(
     return FusedHead(model, head_loss, linear, shard, transform, observe, skip_logits)
 
 
-class FusedHead:
+class FusedHead(InstalledForward):
     """An installed fused head, as `fuse_head` returns it; a context manager that removes itself."""
 
     def __init__(self, model, head_loss, linear, shard, transform, observe, skip_logits):
         check_type("skip_logits", skip_logits, bool, None)
         wanted = scalar_head_loss(head_loss), checked_linear(linear)
-        self.model, self.stock_forward, self.shard = model, stock_forward(model), shard
         self.last: HeadLossOutput | None = None
         self.observe: Callable[[HeadLossOutput], None] | None = None
-        # until the check has passed: plain cross-entropy of any number of tokens, and no shard that a call must fit
-        self.head_loss, self.checked_shard = HeadLoss(options=wanted[0].options), None
+        # until the check has passed: plain cross-entropy of any number of tokens, and never logits
+        self.head_loss = HeadLoss(options=wanted[0].options)
         self.skip_logits: bool | None = True
         self.linear = dataclasses.replace(wanted[1], max_valid_tokens=None)
-        self.transform, found_shard = checked_transform(model, transform), installed_shard(model, shard)
-        stock = check_forward(model, self.stock_forward, self.transform, found_shard)
-        self.output_class = stock.output_class
-        self.fused_forward = install(model, self.stock_forward, self._forward)
-        try:
-            with evaluation(model):
-                out = model(input_ids=stock.ids, labels=stock.labels)
-            if self.last is None or out.logits is not None:
-                raise ValueError("the fused forward was installed, and the model does not call it")
-            stock.expect_loss(out.loss)
-        except BaseException:
-            self.remove()
-            raise
-        (self.head_loss, self.linear), self.last, self.checked_shard = wanted, None, found_shard
+        super().__init__(model, shard, transform)
+        (self.head_loss, self.linear), self.last = wanted, None
         self.observe, self.skip_logits = observe, skip_logits
 
     def _forward(self, model, args, kwargs):
-        """Output of the forward of `model`, which is the model that this was installed on, or a copy of it."""
         given = named_arguments(self.stock_forward, model, args, kwargs)
         if given.get("labels") is None and given.get("shift_labels") is None:
             if given.get("num_items_in_batch") is not None or is_training(model):
                 raise ValueError(LOST_LABELS)
             outputs = self.stock_forward(model, *args, **{k: v for k, v in kwargs.items() if k != "head_inputs"})
-            if self.checked_shard is not None:  # during the check, the check itself says that no labels arrived
+            if self.checked:  # during the check, the check itself says that no labels arrived
                 refuse_columns(outputs, self.checked_shard)
             return outputs
         refuse_logits_to_keep(given)
@@ -151,7 +135,7 @@ class FusedHead:
                 inputs=given.get("head_inputs"),
                 linear=self.linear,
             )
-        self.last = without_graph(out)
+        self.last, self.calls = without_graph(out), self.calls + 1
         if self.observe is not None:
             self.observe(self.last)
         fields = {f.name: getattr(outputs, f.name, None) for f in dataclasses.fields(self.output_class)}
@@ -166,19 +150,8 @@ class FusedHead:
     def _logits(self, logits):
         """The model's logits of its output layer's, or None if they are this rank's columns and nobody asked."""
         shard, scale, softcap = self.checked_shard, self.transform.scale, self.transform.softcap
-        if shard is not None and shard.world_size > 1 and logits.shape[-1] == shard.width and self.skip_logits is None:
+        if shard.world_size > 1 and logits.shape[-1] == shard.width and self.skip_logits is None:
             return None
-        if shard is not None:
-            refuse_columns((logits,), shard)
+        refuse_columns((logits,), shard)
         logits = logits if scale == 1 else logits * scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-    def remove(self):
-        """Give the model its own forward back. RuntimeError if something was installed on top of this head."""
-        uninstall(self.model, self.fused_forward)
-
-    def __enter__(self) -> FusedHead:
-        return self
-
-    def __exit__(self, *_):
-        self.remove()

@@ -21,6 +21,7 @@ from ...linear_head import Linear
 from .. import check_type, require
 from ..megatron.head import layer_shard, logits_transform, refuse_options
 from ..megatron.postprocess import TakenHidden, hidden_in_place_of_logits
+from ..replacement import Replacement
 from .functions import LOWEST_TEMPERATURE
 from .heads import HiddenHead, LogitsHead, topk_distillation
 
@@ -208,7 +209,7 @@ def _lowest_log_prob(loss_function) -> float | None:
     return loss_function.keywords["distillation_config"].distillation_loss.log_prob_min_clamp
 
 
-class InstalledEngine:
+class InstalledEngine(Replacement):
     """The engine that `install` has registered; `remove` gives verl its own back.
 
     As a context manager it removes the engine at the end of the block, and raises RuntimeError if the head has computed
@@ -220,32 +221,17 @@ class InstalledEngine:
     """
 
     def __init__(self, engine_class: type[HeadLossEngine], registry: dict, devices: list):
-        self.engine_class, self.registry, self.devices = engine_class, registry, devices
-        registry.update(dict.fromkeys(devices, engine_class))
+        super().__init__(registry, *devices)
+        self.engine_class = engine_class
+        self.install(dict.fromkeys(devices, engine_class))
 
     @property
     def calls(self) -> int:
         """Number of micro-batches that the head has computed."""
         return self.engine_class.calls
 
-    def remove(self):
-        """Register verl's own engine again. RuntimeError if something else was registered after this."""
-        for device in self.devices:
-            if self.registry.get(device) is not self.engine_class:
-                raise RuntimeError(
-                    f"the engine of {device!r} must be the one that this registered, got {self.registry.get(device)}: "
-                    "remove that first"
-                )
-        self.registry.update(dict.fromkeys(self.devices, MegatronEngineWithLMHead))
-        self.devices = []
-
-    def __enter__(self) -> InstalledEngine:
-        return self
-
-    def __exit__(self, kind, *_):
-        if self.devices:
-            self.remove()
-        if kind is None and not self.calls and not self.engine_class.calls_without_head:
+    def expect_use(self):
+        if not self.calls and not self.engine_class.calls_without_head:
             raise RuntimeError("the head has computed nothing: were engines made inside of the block, for 'megatron'?")
 
 

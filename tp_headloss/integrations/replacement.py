@@ -1,0 +1,70 @@
+"""Entries of this package in the place of a host's own, for the duration of a block or until `Replacement.remove`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from typing import Any
+
+
+class Replacement:
+    """Entries of a dict (methods of one model object, engines of a registry) that stand in the place of the host's own;
+    `remove` puts those back. As a context manager it removes itself at the end of the block.
+
+    Attributes:
+        entries: what was installed, by name; nothing after `remove`.
+    """
+
+    on_top = "what was installed on top"  # what has to be removed first if other entries are in place
+
+    def __init__(self, place: dict[str, Any], *names: str):
+        self.place, self.names = place, names
+        self.entries: dict[str, Any] = {}
+        self._before = {name: place[name] for name in names if name in place}
+
+    def install(self, entries: Mapping[str, Any]):
+        """Put entries of these names in place."""
+        self.entries = dict(entries)
+        self.place.update(entries)
+
+    def undo(self):
+        """Put back what was in place before, whatever is there now."""
+        for name in self.names:
+            if name in self._before:
+                self.place[name] = self._before[name]
+            else:
+                self.place.pop(name, None)
+        self.entries = {}
+
+    def remove(self):
+        """Put back what was in place before. RuntimeError if something else was installed on top of this."""
+        for name, entry in self.entries.items():
+            found = self.place.get(name)
+            if found != entry:  # not by identity: accelerate puts an equal method back
+                raise RuntimeError(
+                    f"{name} must be the one that this installed, got {found}: remove {self.on_top} first"
+                )
+        if self.entries:
+            self.undo()
+
+    def expect_use(self):
+        """Raise RuntimeError if nothing went through the entries in a block that has ended."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        self.remove()
+        if kind is None:
+            self.expect_use()
+
+
+@contextmanager
+def replaced(module, **methods):
+    """Replace methods of one object for the duration of the block."""
+    replacement = Replacement(vars(module), *methods)
+    try:
+        replacement.install(methods)
+        yield
+    finally:
+        replacement.undo()
