@@ -551,8 +551,6 @@ GROUPS = {
         ("integrations/nemo_rl_distillation.py", "get_distillation_topk_logprobs_from_logits", "tokens.join(stats.entropy)", "stats.entropy"),
         ("integrations/slime.py", "calculate_log_probs_and_entropy", "log_prob_keep_mask | (ids == tokens.unsqueeze(-1))", "log_prob_keep_mask"),
         ("integrations/slime.py", "calculate_log_probs_and_entropy", "entropy = entropy.detach()", "pass"),
-        ("integrations/areal.py", "_statistics", "Transform(temperature=temperature)", "None"),
-        ("integrations/megatron_rl.py", "selective_log_softmax", "logits.dtype if dtype is None else dtype", "torch.float32"),
         (SKYRL, "_mean_over_actions", "count.clamp(min=1.0)", "count * 0.5"),
         ("integrations/skyrl_draft.py", "draft_soft_ce", "stats.forward_kl + stats.teacher_entropy", "stats.forward_kl"),
         ("integrations/skyrl_draft.py", "draft_soft_ce_topk", "sum(widths[:rank])", "rank * widths[rank]"),

@@ -1,4 +1,5 @@
-"""Compare the functions of integrations/ with the sources of RL stacks, beside each other on gloo ranks.
+"""Compare the functions of integrations/, and those that docs/guides/verl.md writes as one call, with the sources of RL
+stacks, beside each other on gloo ranks.
 
     .venv/bin/python scripts/check/rl_hosts.py --nemo-rl DIR --skyrl DIR --slime DIR --areal DIR --megatron-rl DIR
 
@@ -35,6 +36,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers")]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from pages import marked_block  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 
 B, S, V, H, SCORED = 2, 16, 96, 16, 14  # SCORED: sequences are padded from it to S
@@ -420,8 +422,8 @@ def compared(group, device, host, folder, cp, tp, dtype):
     """Differences of one host, by function and form: of values and of gradients, each with the largest number."""
     without_cuda()
     theirs, rows = load(host, folder), []
-    module, s = vars(importlib.import_module(f"tp_headloss.integrations.{host}")), Setting(cp, tp, dtype)
-    module = SimpleNamespace(**module, ours=True)
+    s = Setting(cp, tp, dtype)
+    module = SimpleNamespace(**functions_of(host, s), ours=True)
     if host == "slime":
         module.get_log_probs_and_entropy = functools.partial(in_slime, theirs.get_log_probs_and_entropy, module)
         theirs.log_probs_over_kept_ids, module.log_probs_over_kept_ids = theirs.get_log_probs_and_entropy, over_sets
@@ -442,6 +444,24 @@ def compared(group, device, host, folder, cp, tp, dtype):
             continue
         rows.append((*case[:2], case.known, [difference(a, b) for a, b in zip(own, other)]))
     return rows
+
+
+def functions_of(host, s) -> dict:
+    """Our functions by name; those of the guide with the host's arguments, of which they need logits, labels, and the
+    temperature."""
+    from tp_headloss import VocabShard
+
+    scope = {"shard": VocabShard.from_group(s.tp_group, V)}
+    exec(compile(marked_block("run", "one-call"), "verl.md", "exec"), scope)
+    found = {
+        "gather_logprobs": lambda x, labels, temperature, *_: scope["gather_logprobs"](x, labels, temperature),
+        "gather_logprobs_entropy": lambda x, y, temperature, *_: scope["gather_logprobs_entropy"](x, y, temperature),
+        "selective_log_softmax": lambda x, index, tp_group=None: scope["selective_log_softmax"](x, index),
+        "vocab_parallel_entropy": lambda x, **_: scope["vocab_parallel_entropy"](x),
+    }
+    if host in ("areal", "megatron_rl"):
+        return found
+    return found | vars(importlib.import_module(f"tp_headloss.integrations.{host}"))
 
 
 def difference(own, other):

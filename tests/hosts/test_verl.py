@@ -83,28 +83,8 @@ def test_verl_label_mask_temperature_and_what_is_wanted():
     for wrong in (mask[0], mask[:, :1]):
         with pytest.raises(ValueError, match=r"label_mask must have shape \[2, 6\], got"):
             process(x, label, label_mask=wrong)
-    with pytest.raises(TypeError, match="labels must be a tensor, got NoneType"):
-        verl.vocab_parallel_log_probs_from_logits(x, None, shard=None)
     with pytest.raises(ValueError, match="padded_size=104"):
         verl.logits_processor(None, V, padded_size=PADDED, boundaries=[0, PADDED])
-
-
-def pair(group, device):
-    logits, label = data()
-    shard = VocabShard.from_group(group, V, PADDED)
-    x = cut(logits, group).to(device)
-    log_prob = verl.vocab_parallel_log_probs_from_logits(x, label.to(device), shard=shard)
-    squares = verl.vocab_parallel_sum_pi_squared(x, shard=shard, temperature=2.0)
-    return log_prob.detach(), verl.vocab_parallel_entropy(x, shard=shard).detach(), squares.detach()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_verl_names_of_single_statistics(ranks):
-    for log_prob, entropy, squares in on_ranks(ranks, pair):
-        expected = truth(*data())
-        close(squares, (data()[0][..., :V].double() / 2).softmax(-1).square().sum(-1))
-        close(log_prob, expected[0])
-        close(entropy, expected[1])
 
 
 def fused(group, device, reduction, hidden_grad, boundaries):

@@ -40,7 +40,6 @@ __all__ = [
     "from_parallel_hidden_to_logprobs_packed_sequences",
     "from_parallel_logits_to_logprobs",
     "from_parallel_logits_to_logprobs_packed_sequences",
-    "vocab_parallel_entropy",
     "vocab_parallel_entropy_packed_sequences",
 ]
 
@@ -150,23 +149,6 @@ def from_parallel_hidden_to_logprobs_packed_sequences(
     return packed.log_probs(lambda labels: score(labels).log_prob, target, inference_only)
 
 
-def vocab_parallel_entropy(
-    vocab_parallel_logits: torch.Tensor,
-    chunk_size: int | None = None,
-    chunk_memory_mb: int = 512,
-    *,
-    tp_group,
-    vocab_size: int | None = None,
-) -> torch.Tensor:
-    """Return the entropies [..] fp32, replicated and differentiable, of logits [.., V/P] sharded on V.
-
-    tp_group, which SkyRL looks up, shares the vocabulary in even shards; None: one rank has all of it. vocab_size as in
-    `from_parallel_logits_to_logprobs_packed_sequences`.
-    """
-    logits, shard = even_shard(vocab_parallel_logits, tp_group, vocab_size)
-    return vocab_statistics(logits, shard=shard, want=("entropy",)).entropy
-
-
 def vocab_parallel_entropy_packed_sequences(
     vocab_parallel_logits: torch.Tensor,
     cu_seqlens_padded: torch.Tensor,
@@ -191,12 +173,12 @@ def vocab_parallel_entropy_packed_sequences(
         num_actions: how many tokens count at the end of each row of
             `from_parallel_logits_to_logprobs_packed_sequences`.
         loss_mask: [B, num_actions] their weights; None: all 1.
-        tp_group, vocab_size: as in `vocab_parallel_entropy`. Others: as in
-            `from_parallel_logits_to_logprobs_packed_sequences`.
+        tp_group: group that shares the vocabulary in even shards, which SkyRL looks up; None: one rank has all of it.
+        Others: as in `from_parallel_logits_to_logprobs_packed_sequences`.
     """
-    logits = vocab_parallel_logits
+    logits, shard = even_shard(vocab_parallel_logits, tp_group, vocab_size)
     packed = _packed(logits, cu_seqlens_padded, unpacked_seqlen, cp_group, tp_group, attention_mask, sub_seq_lengths)
-    entropy = vocab_parallel_entropy(logits, tp_group=tp_group, vocab_size=vocab_size)
+    entropy = vocab_statistics(logits, shard=shard, want=("entropy",)).entropy
     return _mean_over_actions(entropy, packed, num_actions, loss_mask)
 
 

@@ -31,7 +31,7 @@ def draft_soft_ce(
             cuts them.
         mask: [B, S] weights of tokens.
         global_normalization_factor: scalar instead of the mask's sum; both are at least 1.
-        vocab_size: as in `vocab_parallel_entropy`, for even shards that were not cut.
+        vocab_size: number of ids of the tokenizer, for even shards that were not cut; columns beyond it are padding.
 
     Examples:
         >>> student, teacher = torch.zeros(1, 1, 4), torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])

@@ -19,9 +19,6 @@ from .functions import (
     UNREDUCED_HIDDEN_GRAD,
     linear_cross_entropy,
     logits_processor,
-    vocab_parallel_entropy,
-    vocab_parallel_log_probs_from_logits,
-    vocab_parallel_sum_pi_squared,
 )
 
 __all__ = [
@@ -30,7 +27,4 @@ __all__ = [
     "UNREDUCED_HIDDEN_GRAD",
     "linear_cross_entropy",
     "logits_processor",
-    "vocab_parallel_entropy",
-    "vocab_parallel_log_probs_from_logits",
-    "vocab_parallel_sum_pi_squared",
 ]

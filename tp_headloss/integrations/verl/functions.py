@@ -13,10 +13,9 @@ from ...call.statistics import vocab_statistics
 from ...linear_head import Linear, linear_vocab_statistics
 from ...ranks.shard import VocabShard
 from ...validation import expect_ids, expect_tensor
+from ..rl_calls import IGNORED_LABEL, UNREDUCED_HIDDEN_GRAD
 
 LOWEST_TEMPERATURE = 1e-8  # verl's value for temperatures that are not positive, such as the 0 of padding rows
-IGNORED_LABEL = -100
-UNREDUCED_HIDDEN_GRAD = Linear(hidden_grad="none")
 
 
 def logits_processor(
@@ -78,37 +77,6 @@ def logits_processor(
         return {name: getattr(stats, statistic) for name, statistic in names.items()}
 
     return process
-
-
-def vocab_parallel_log_probs_from_logits(
-    logits: torch.Tensor, labels: torch.Tensor, *, shard: VocabShard | None
-) -> torch.Tensor:
-    """Return the log-probs [..] fp32 of labels, replicated and differentiable.
-
-    Args:
-        logits: [.., width] sharded on V.
-        labels: [..] replicated.
-        shard: `VocabShard`; None for logits of the whole vocabulary, or a DTensor.
-    """
-    expect_ids("labels", labels)
-    return vocab_statistics(logits, labels, shard=shard).log_prob
-
-
-def vocab_parallel_entropy(vocab_parallel_logits: torch.Tensor, *, shard: VocabShard | None) -> torch.Tensor:
-    """Return the entropy -sum p log p [..] fp32, replicated and differentiable, of logits [.., width] sharded on V;
-    shard as in `vocab_parallel_log_probs_from_logits`."""
-    return vocab_statistics(vocab_parallel_logits, shard=shard, want=("entropy",)).entropy
-
-
-def vocab_parallel_sum_pi_squared(
-    vocab_parallel_logits: torch.Tensor, *, shard: VocabShard | None, temperature: float | torch.Tensor = 1.0
-) -> torch.Tensor:
-    """Return sum p^2 [..] fp32, replicated and differentiable, of logits [.., width] sharded on V.
-
-    shard as in `vocab_parallel_log_probs_from_logits`, temperature as in `logits_processor`.
-    """
-    transform = Transform(temperature=_positive(temperature))
-    return vocab_statistics(vocab_parallel_logits, shard=shard, want=("collision",), transform=transform).collision
 
 
 def linear_cross_entropy(
