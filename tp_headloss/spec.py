@@ -32,6 +32,7 @@ DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
     "floating point": lambda dtype: dtype.is_floating_point,
     "int64 or int32": lambda dtype: dtype in (torch.int64, torch.int32),
     "bool": lambda dtype: dtype == torch.bool,
+    "bool or integers": lambda dtype: not dtype.is_floating_point and not dtype.is_complex,
     "real numbers": lambda dtype: not dtype.is_complex and dtype != torch.bool,
 }
 
@@ -42,8 +43,8 @@ class TensorLine:
 
     Args:
         kind: name in `DTYPES`.
-        shape: symbols and numbers, of which ".." stands for any dimensions; None: any shape. The first argument with a
-            symbol sets its size.
+        shape: symbols and numbers, of which ".." stands for any dimensions. The first argument with a symbol sets its
+            size. None: shape and device are checked where they are used.
         broadcasts: sizes of 1, or no dimension at all, will do.
         sharded: the dimension that is sharded on the vocabulary; None: replicated.
         constant: it gets no gradient, so that one that requires it is an error.
@@ -60,7 +61,7 @@ class TensorLine:
     @property
     def says(self) -> str:
         """Words for a table: shape, dtype and sharding."""
-        shape = "" if self.shape is None else f"[{', '.join(map(str, self.shape))}] "
+        shape = "" if self.shape is None else f"[{', '.join(map(str, self.shape))}] " if self.shape else "a scalar of "
         sharded = " sharded on V" * (self.sharded is not None)
         return f"{shape}{self.kind}{sharded}" + ", or sizes of 1" * self.broadcasts
 
@@ -75,8 +76,9 @@ class TensorLine:
             raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
         if self.shape is not None:
             self._check_shape(name, x, sizes)
+        where = x.device if self.shape is not None else "meta" if x.is_meta else "a device with values"
         if x.dim() or x.is_meta:  # torch takes scalars of the CPU everywhere
-            _check_device(name, x, sizes)
+            _check_alike(name, "device" if self.shape is not None else "kind of device", where, sizes)
 
     def _check_shape(self, name, x, sizes):
         assert self.shape is not None
@@ -211,7 +213,7 @@ class Instance:
             known, first = sizes.setdefault("..", (tuple(tokens.shape), name))
             if known != tuple(tokens.shape):
                 raise ValueError(f"{name} must be of tokens {list(known)} like {first}, got {list(tokens.shape)}")
-            _check_device(name, tokens, sizes)
+            _check_alike(name, "device", tokens.device, sizes)
 
 
 @dataclass(frozen=True)
@@ -224,6 +226,19 @@ class Callables:
         """Raise TypeError unless the value can be called and is no class."""
         if not callable(value) or isinstance(value, type):
             raise TypeError(f"{name} must be a function, got {_shown(value)}")
+
+
+@dataclass(frozen=True)
+class CheckedBy:
+    """What a function (name of the argument, value) raises no error for; None: anything."""
+
+    says: str
+    function: Callable[[str, Any], None] | None = None
+
+    def check(self, name: str, value: Any, sizes: Sizes):
+        """Raise what the function raises."""
+        if self.function is not None:
+            self.function(name, value)
 
 
 @dataclass(frozen=True)
@@ -278,7 +293,9 @@ class AnyOf:
         raise TypeError(f"{name} must be {self.says}, got {_shown(value)}")
 
 
-Line: TypeAlias = TensorLine | NumberLine | IntLine | OneOf | TupleOf | Instance | Callables | Names | Text | AnyOf
+Line: TypeAlias = (
+    TensorLine | NumberLine | IntLine | OneOf | TupleOf | Instance | Callables | CheckedBy | Names | Text | AnyOf
+)
 PLAIN: dict[Any, Line] = {
     bool: OneOf((True, False)), float: NumberLine(), int: IntLine(), str: Text(), Callable: Callables()
 }  # fmt: skip
@@ -384,11 +401,11 @@ def lines_within(function: Any) -> dict[str, Line]:
     return getattr(function, "lines", {})
 
 
-def _check_device(name: str, x: torch.Tensor, sizes: Sizes):
-    """Raise ValueError unless x is on the device of the first tensor."""
-    device, first = sizes.setdefault("device", (x.device, name))
-    if x.device != device:
-        raise ValueError(f"{name} must be on {device} like {first}, got {x.device}")
+def _check_alike(name: str, symbol: str, device, sizes: Sizes):
+    """Raise ValueError unless the device, or the kind of it, is that of the first tensor."""
+    expected, first = sizes.setdefault(symbol, (device, name))
+    if device != expected:
+        raise ValueError(f"{name} must be on {expected} like {first}, got {device}")
 
 
 def _sentence(text: str) -> str:
@@ -409,6 +426,11 @@ TOKENS, PER_TOKEN = TensorLine("floating point"), TensorLine("real numbers", bro
 TokenValues: TypeAlias = Annotated[torch.Tensor, TOKENS]
 PerToken: TypeAlias = Annotated[torch.Tensor, PER_TOKEN]
 TokenMask: TypeAlias = Annotated[torch.Tensor, TensorLine("bool")]
+Logits: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, sharded=-1)]
+Rows: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, sharded=0)]  # of an output layer's weight
+Floating: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None)]
+Real: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", None)]
+Ids: TypeAlias = Annotated[torch.Tensor, TensorLine("int64 or int32", None)]
 Scalar: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ())]
 ClassWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("V",), constant=True)]
 
@@ -429,3 +451,5 @@ Weight: TypeAlias = (
     Annotated[float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32")]
     | Annotated[torch.Tensor, TensorLine("real numbers", (), constant=True)]
 )
+Size: TypeAlias = Annotated[int, IntLine(1)]
+Unused: TypeAlias = Annotated[Any, CheckedBy("not used")]

@@ -628,7 +628,7 @@ GROUPS = {
         ("spec.py", "TupleOf.check", "len(value) != self.count", "False"),
         ("spec.py", "TupleOf.check", "self.ordered and (not value[0] <= value[1])", "False"),
         ("spec.py", "Instance.check", "known != tuple(tokens.shape)", "False"),
-        ("spec.py", "_check_device", "x.device != device", "False"),
+        ("spec.py", "_check_alike", "device != expected", "False"),
         ("spec.py", "AnyOf.check", "value is None and self.optional", "value is None"),
         ("spec.py", "lines_of", "name != 'cls' and parameter.kind is not parameter.VAR_KEYWORD", "False"),
     ],

@@ -448,11 +448,9 @@ def test_uneven_shards_need_no_vocab_size(cut_at):
     ("call", "names"),
     [
         (lambda x, i: skyrl.draft_soft_ce(x, x, i, vocab_size=0), "vocab_size must be at least 1, got 0"),
-        (lambda x, i: skyrl.draft_soft_ce(x, x.clone().requires_grad_(), i), "teacher_logits must be detached"),
         (lambda x, i: slime.calculate_log_probs_and_entropy(x[0], i[0], None, log_prob_keep_mask=x > 0), "keep_mask"),
         (lambda x, i: pack_call(x, i, BOUNDS[:1]), r"cu_seqlens_padded must be \[B \+ 1\]"),
         (lambda x, i: pack_call(x, i, BOUNDS - 1), "cu_seqlens_padded must ascend from 0 to 16"),
-        (lambda x, i: pack_call(x, i, BOUNDS, width=0), "unpacked_seqlen must be at least 1"),
         (lambda x, i: pack_call(x, i[:, 1:], BOUNDS), r"target must be \[1, 16\]"),
         (lambda x, i: pack_call(x, i, BOUNDS, attention_mask=MASK[:2]), r"attention_mask must be \[3, 7\]"),
         (lambda x, i: pack_call(x, i, BOUNDS, sub_seq_lengths=[[3]]), "sub_seq_lengths must be of 3 sequences"),
@@ -462,7 +460,6 @@ def test_uneven_shards_need_no_vocab_size(cut_at):
             lambda x, i: pack_call(x, i, BOUNDS, attention_mask=torch.ones_like(MASK)),
             r"at most the packed sequences' \[4, 4, 8\] tokens, got \[7, 7, 7\]",
         ),
-        (lambda x, i: entropy_call(x, 0), "num_actions must be from 1 to 6, a row's log-probs, got 0"),
         (lambda x, i: entropy_call(x, 7), "num_actions must be from 1 to 6, a row's log-probs, got 7"),
         (lambda x, i: entropy_call(x, 2, torch.ones(3)), r"loss_mask must have shape \[3, 2\], got \[3\]"),
         (lambda x, i: skyrl.draft_soft_ce_topk(x[0], x[0], i, 2), r"student_logits must be \[B, S, width\], got"),
@@ -485,16 +482,8 @@ def test_refused_by_name(call, names):
     ("call", "names"),
     [
         (lambda x, i: slime_call(x, [None], None), "tokens must be a tensor, got NoneType"),
-        (
-            lambda x, i: skyrl.from_parallel_hidden_to_logprobs(x + 1j, x[0], i, 0, len(x[0]), None),
-            "hidden must be real, got torch.complex64",
-        ),
-        (lambda x, i: slime_call(x, i, (x[0] > 0).float()), "log_prob_keep_mask must be bool, got torch.float32"),
-        (lambda x, i: pack_call(x, i, BOUNDS, attention_mask=MASK.float()), "must be bool or integers, got torch.fl"),
-        (lambda x, i: pack_call(x, i, BOUNDS.float()), "cu_seqlens_padded must be int64 or int32, got torch.float32"),
         (lambda x, i: pack_call(x, i, BOUNDS, width=7.0), "unpacked_seqlen must be an int, got 7.0"),
         (lambda x, i: pack_call(x, i, BOUNDS, sub_seq_lengths=[3, 2, 6]), "a list of lengths for each row, got"),
-        (lambda x, i: skyrl.draft_soft_ce(x, x, i, "all"), "global_normalization_factor must be a number or a scalar"),
         (
             lambda x, i: slime.calculate_log_probs_and_entropy(x[0], i[0], "tp"),
             "group must be a process group or None, got .tp.",

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import tp_headloss
-from tp_headloss import Sequences, TopKTeacher, Transform, VocabStatistics, losses, spec, vocab_statistics
+from tp_headloss import Linear, Sequences, TopKTeacher, Transform, VocabStatistics, losses, spec, vocab_statistics
+from tp_headloss.integrations import nemo_rl, skyrl, slime
+from tp_headloss.integrations.verl import functions
 
 B, S, V = 2, 3, 3
 MASK = torch.ones(B, S, dtype=torch.bool)
@@ -20,7 +22,7 @@ STATS = vocab_statistics(
     teacher=TopKTeacher(torch.zeros(B, S, 1, dtype=torch.long), torch.full((B, S, 1), -0.4), renormalize=False),
 )
 STATS = STATS._replace(forward_kl=STATS.lse, teacher_entropy=STATS.lse)  # of a whole teacher
-OBJECTS = {Sequences: Sequences.from_mask(MASK), VocabStatistics: STATS, Transform: Transform()}
+OBJECTS = {Linear: Linear(), Sequences: Sequences.from_mask(MASK), VocabStatistics: STATS, Transform: Transform()}
 RELATED = {  # values that go with others
     "clip": (0.2, 0.2),
     "dual_clip": 3.0,
@@ -30,7 +32,39 @@ RELATED = {  # values that go with others
     "support": "topk",
 }
 NAN = math.nan
+LOGITS, IDS, HIDDEN, WEIGHT = torch.zeros(B, S, 8), torch.zeros(B, S).long(), torch.zeros(B, S, 6), torch.zeros(8, 6)
+BOUNDS = {"vocab_start_index": 0, "vocab_end_index": 8}
+NEXT = BOUNDS | {"target": IDS, "tp_group": None}
+PACKED = {"cu_seqlens_padded": torch.tensor([0, S]), "unpacked_seqlen": S}
+NEXT_PACKED = BOUNDS | PACKED | {"target": IDS[:1], "group": None}
+ACTIONS = PACKED | {"num_actions": 1, "attention_mask": MASK[:1], "loss_mask": None, "cp_group": None, "tp_group": None}
+DRAFT = {"student_logits": LOGITS, "teacher_logits": LOGITS, "mask": MASK.float()}
+STATES = {"hidden": HIDDEN, "lm_head_weight": WEIGHT}
+OWN_PART = Linear(hidden_grad="none")
+HOSTS = {  # functions of hosts, whose arguments go together: a right call of each
+    nemo_rl.get_next_token_logprobs_from_logits: {"input_ids": IDS, "next_token_logits": LOGITS},
+    nemo_rl.from_parallel_logits_to_logprobs: NEXT | {"vocab_parallel_logits": LOGITS},
+    nemo_rl.from_parallel_logits_to_logprobs_packed_sequences: NEXT_PACKED | {"vocab_parallel_logits": LOGITS[:1]},
+    nemo_rl.from_parallel_hidden_states_to_logprobs: NEXT
+    | {"tensor_parallel_hidden_states": HIDDEN.transpose(0, 1), "output_weight_layer": WEIGHT}
+    | {"runtime_gather_output": None, "linear": OWN_PART},
+    nemo_rl.get_distillation_topk_logprobs_from_logits: {
+        "student_logits": LOGITS, "teacher_topk_logits": torch.zeros(B, S, 2), "zero_outside_topk": True,
+        "teacher_topk_indices": torch.zeros(B, S, 2).long(), "calculate_entropy": True,
+    },
+    skyrl.from_parallel_logits_to_logprobs_packed_sequences: NEXT_PACKED | {"vocab_parallel_logits": LOGITS[:1]},
+    skyrl.from_parallel_hidden_to_logprobs: NEXT | STATES,
+    skyrl.from_parallel_hidden_to_logprobs_packed_sequences: NEXT_PACKED | STATES | {"hidden": HIDDEN[:1]},
+    skyrl.vocab_parallel_entropy_packed_sequences: ACTIONS | {"vocab_parallel_logits": LOGITS[:1]},
+    skyrl.from_parallel_hidden_to_entropy_packed_sequences: ACTIONS | STATES | {"hidden": HIDDEN[:1]},
+    skyrl.draft_soft_ce: DRAFT,
+    skyrl.draft_soft_ce_topk: DRAFT | {"k": 2},
+    slime.calculate_log_probs_and_entropy: {"logits": LOGITS[0], "tokens": IDS[0], "tp_group": None},
+    functions.logits_processor: {"group": None, "vocab_size": 8},
+    functions.linear_cross_entropy: {"hidden": HIDDEN, "weight": WEIGHT, "labels": IDS},
+}  # fmt: skip
 CHECKED = {name: f for name, f in {**vars(losses), **vars(tp_headloss)}.items() if hasattr(f, "lines")}
+CHECKED |= {f"{f.__module__.rsplit('.')[-1]}.{f.__name__}": f for f in HOSTS}
 
 
 def test_every_loss_has_lines():
@@ -61,6 +95,8 @@ def right(name, line):
 
 def wrong(line):
     """Values that a line rules out, by what is wrong with them."""
+    if isinstance(line, spec.CheckedBy):
+        return {} if line.function is None else {"text": "text", "number": 7}  # a group
     if isinstance(line, spec.AnyOf):
         others = [wrong(part) for part in line.lines]
         shared = set(others[0]).intersection(*others[1:])  # what no line takes
@@ -70,6 +106,7 @@ def wrong(line):
         good = right("", line)
         values |= {"list": [1.0], "number": 1.5, "complex": good.to(torch.complex64), "meta": good.to("meta")}
         dtypes = {"floating point": "long bool", "bool": "float long", "int64 or int32": "float bool"}
+        dtypes |= {"bool or integers": "float"}
         values |= {dtype: getattr(good, dtype)() for dtype in dtypes.get(line.kind, "bool").split()}
         if line.constant:
             values["trained"] = good.clone().requires_grad_()
@@ -109,21 +146,28 @@ def wrong(line):
 OF_OTHERS = "meta", "rows", "a column", "one dimension more"  # wrong beside another argument of the tokens alone
 
 
+def tensor_line(line):
+    """The line of a tensor in a line, or None."""
+    return next((x for x in getattr(line, "lines", (line,)) if isinstance(x, spec.TensorLine)), None)
+
+
 def sets_sizes(function, name, what) -> bool:
     """True if another argument than this one has the shape (or for "meta" the device) of the tokens."""
+    own = tensor_line(function.lines[name])
     for other, line in function.lines.items():
-        parts = line.lines if isinstance(line, spec.AnyOf) else (line,)
-        tensor = next((part for part in parts if isinstance(part, spec.TensorLine)), None)
-        if other != name and (
-            any(isinstance(part, spec.Instance) and part.kind in (Sequences, VocabStatistics) for part in parts)
-            or (tensor is not None and (what == "meta" or ".." in (tensor.shape or ())) and tensor.shape != ())
-        ):
+        tensor = tensor_line(line)
+        if isinstance(line, spec.Instance) and line.kind in (Sequences, VocabStatistics):
+            return True
+        alike = tensor is not None and tensor.shape != () and (tensor.shape is None) == (own.shape is None)
+        if other != name and alike and (what == "meta" or ".." in tensor.shape):
             return True
     return False
 
 
 def arguments_of(function) -> dict:
-    """Arguments that a function takes, all of them."""
+    """Arguments that a function takes; of a loss or an option all of them."""
+    if function in HOSTS:
+        return HOSTS[function]
     given = {name: right(name, line) for name, line in function.lines.items()}
     return given | ({"objective": "vespo"} if "objective" in given else {})
 

@@ -30,6 +30,8 @@ from ..call.dtensor import local_part
 from ..call.subclasses import is_dtensor
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.comm import group_size
+from ..ranks.shard import Group
+from ..spec import Count, Floating, Ids, Logits, Rows, Size, Unused, checked
 from .nemo_rl_distillation import get_distillation_topk_logprobs_from_logits
 from .nemo_rl_sampling import kept_by, log_probs_over, sets_of_next_tokens
 from .rl_calls import PackedTokens, RankedTokens, bounded_shard, even_shard_of_rank, next_tokens, refuse
@@ -45,19 +47,20 @@ __all__ = [
 SEQUENCE_PARALLEL = Linear(hidden_grad="reduce_scatter")
 
 
+@checked
 def get_next_token_logprobs_from_logits(
-    input_ids: torch.Tensor,
-    next_token_logits: torch.Tensor,
-    seq_index: torch.Tensor | None = None,
-    vocab_parallel_rank: int | None = None,
-    vocab_parallel_group=None,
-    context_parallel_group=None,
-    sampling_params=None,
+    input_ids: Ids,
+    next_token_logits: Logits,
+    seq_index: Unused = None,
+    vocab_parallel_rank: Count | None = None,
+    vocab_parallel_group: Group = None,
+    context_parallel_group: Group = None,
+    sampling_params: Unused = None,
     chunk_size: int | None = None,
-    cp_sharder=None,
+    cp_sharder: Unused = None,
     *,
-    sampling_mask=None,
-    vocab_size: int | None = None,
+    sampling_mask: Unused = None,
+    vocab_size: Size | None = None,
 ) -> torch.Tensor:
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated.
 
@@ -85,19 +88,20 @@ def get_next_token_logprobs_from_logits(
     return _next_log_probs(logits, input_ids, shard, kept, context_parallel_group)
 
 
+@checked
 def from_parallel_logits_to_logprobs(
-    vocab_parallel_logits: torch.Tensor,
-    target: torch.Tensor,
-    vocab_start_index: int,
-    vocab_end_index: int,
-    tp_group,
+    vocab_parallel_logits: Logits,
+    target: Ids,
+    vocab_start_index: Count,
+    vocab_end_index: Count,
+    tp_group: Group,
     inference_only: bool = False,
-    cp_group=None,
+    cp_group: Group = None,
     chunk_size: int | None = None,
-    sampling_params=None,
+    sampling_params: Unused = None,
     *,
-    sampling_mask=None,
-    vocab_size: int | None = None,
+    sampling_mask: Unused = None,
+    vocab_size: Size | None = None,
 ) -> torch.Tensor:
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from logits of shards of any bounds.
 
@@ -116,21 +120,22 @@ def from_parallel_logits_to_logprobs(
     return _next_log_probs(vocab_parallel_logits, target, shard, kept, cp_group, inference_only)
 
 
+@checked
 def from_parallel_logits_to_logprobs_packed_sequences(
-    vocab_parallel_logits: torch.Tensor,
-    target: torch.Tensor,
-    cu_seqlens_padded: torch.Tensor,
-    unpacked_seqlen: int,
-    vocab_start_index: int,
-    vocab_end_index: int,
-    group,
+    vocab_parallel_logits: Logits,
+    target: Ids,
+    cu_seqlens_padded: Ids,
+    unpacked_seqlen: Size,
+    vocab_start_index: Count,
+    vocab_end_index: Count,
+    group: Group,
     inference_only: bool = False,
-    cp_group=None,
+    cp_group: Group = None,
     chunk_size: int | None = None,
-    sampling_params=None,
+    sampling_params: Unused = None,
     target_is_pre_rolled: bool = False,
     *,
-    vocab_size: int | None = None,
+    vocab_size: Size | None = None,
 ) -> torch.Tensor:
     """Return the log-probs [B, unpacked_seqlen - 1] fp32 of the next tokens of B packed sequences, replicated.
 
@@ -157,19 +162,20 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     return tokens.log_probs(lambda labels: log_probs_over(kept, logits, labels, shard), target, inference_only, labels)
 
 
+@checked
 def from_parallel_hidden_states_to_logprobs(
-    tensor_parallel_hidden_states: torch.Tensor,
-    output_weight_layer: torch.Tensor,
+    tensor_parallel_hidden_states: Floating,
+    output_weight_layer: Rows,
     runtime_gather_output: bool | None,
-    target: torch.Tensor,
-    vocab_start_index: int,
-    vocab_end_index: int,
-    tp_group,
+    target: Ids,
+    vocab_start_index: Count,
+    vocab_end_index: Count,
+    tp_group: Group,
     inference_only: bool = False,
-    cp_group=None,
+    cp_group: Group = None,
     chunk_size: int | None = None,
     *,
-    vocab_size: int | None = None,
+    vocab_size: Size | None = None,
     linear: Linear = SEQUENCE_PARALLEL,
 ) -> torch.Tensor:
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from hidden states, without logits.

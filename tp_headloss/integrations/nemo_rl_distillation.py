@@ -7,22 +7,24 @@ import torch
 from ..call.dtensor import local_part
 from ..call.statistics import vocab_statistics
 from ..ranks.comm import sum_over_ranks
-from ..validation import expect_floating, expect_ids
+from ..ranks.shard import Group
+from ..spec import Count, Floating, Ids, Logits, Size, Unused, checked
 from .rl_calls import RankedTokens, even_shard_of_rank, refuse
 
 
+@checked
 def get_distillation_topk_logprobs_from_logits(
-    student_logits: torch.Tensor,
-    teacher_topk_logits: torch.Tensor,
-    teacher_topk_indices: torch.Tensor,
+    student_logits: Logits,
+    teacher_topk_logits: Floating,
+    teacher_topk_indices: Ids,
     zero_outside_topk: bool,
     calculate_entropy: bool,
-    vocab_parallel_rank: int | None = None,
-    vocab_parallel_group=None,
-    context_parallel_group=None,
-    cp_sharder=None,
+    vocab_parallel_rank: Count | None = None,
+    vocab_parallel_group: Group = None,
+    context_parallel_group: Group = None,
+    cp_sharder: Unused = None,
     *,
-    vocab_size: int | None = None,
+    vocab_size: Size | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the log-probs at a teacher's K ids, without the last position: the student's [B, S - 1, K], the teacher's
     [B, S - 1, K], and H_all [B, S - 1] = sum p log p (NeMo-RL's sign), or None.
@@ -43,8 +45,6 @@ def get_distillation_topk_logprobs_from_logits(
     Raises ValueError for shapes that do not fit, for K = 0, and as `get_next_token_logprobs_from_logits`.
     """
     refuse(cp_sharder=cp_sharder)
-    expect_floating("teacher_topk_logits", teacher_topk_logits)
-    expect_ids("teacher_topk_indices", teacher_topk_indices)
     logits, shard = even_shard_of_rank(student_logits, vocab_parallel_rank, vocab_parallel_group, vocab_size)
     tokens = RankedTokens(logits, context_parallel_group, shard.group)
     shape, positions = teacher_topk_indices.shape, tokens.total

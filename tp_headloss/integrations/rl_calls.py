@@ -14,7 +14,7 @@ from ..call.subclasses import is_dtensor
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.comm import gather_from_ranks, group_size, sum_over_ranks
 from ..ranks.shard import VocabShard, expect_group
-from ..validation import expect_floating, expect_ids, expect_int, expect_tensor
+from ..validation import expect_ids, expect_int, expect_tensor
 
 IGNORED_LABEL = -100
 UNREDUCED_HIDDEN_GRAD = Linear(hidden_grad="none")
@@ -80,7 +80,6 @@ def refuse(**arguments):
 
 def head_scorer(hidden, weight, shard: VocabShard, temperature: float, linear: Linear) -> Callable:
     """Return a function of labels [..], or None, that computes `linear_vocab_statistics` of hidden [.., H]."""
-    expect_floating("hidden", hidden)
     transform = Transform(temperature=temperature)
     return functools.partial(
         linear_vocab_statistics, hidden.to(weight.dtype), weight, shard=shard, transform=transform, linear=linear

@@ -15,11 +15,15 @@ that of unpacked ones is the sum over these ranks.
 
 from __future__ import annotations
 
+from typing import Annotated, TypeAlias
+
 import torch
 
 from ..call.statistics import vocab_statistics
 from ..linear_head import Linear
 from ..ranks.comm import group_size, sum_over_ranks
+from ..ranks.shard import Group
+from ..spec import Count, Floating, Ids, Logits, PositiveFp32, Real, Rows, Size, TensorLine, Unused, checked
 from .nemo_rl import from_parallel_logits_to_logprobs
 from .rl_calls import (
     UNREDUCED_HIDDEN_GRAD,
@@ -44,21 +48,25 @@ __all__ = [
 ]
 
 
+Attended: TypeAlias = Annotated[torch.Tensor, TensorLine("bool or integers", None)]
+
+
+@checked
 def from_parallel_logits_to_logprobs_packed_sequences(
-    vocab_parallel_logits: torch.Tensor,
-    target: torch.Tensor,
-    cu_seqlens_padded: torch.Tensor,
-    unpacked_seqlen: int,
-    vocab_start_index: int,
-    vocab_end_index: int,
-    group,
+    vocab_parallel_logits: Logits,
+    target: Ids,
+    cu_seqlens_padded: Ids,
+    unpacked_seqlen: Size,
+    vocab_start_index: Count,
+    vocab_end_index: Count,
+    group: Group,
     inference_only: bool = False,
-    cp_group=None,
+    cp_group: Group = None,
     chunk_size: int | None = None,
-    attention_mask: torch.Tensor | None = None,
-    sub_seq_lengths: list[list[int]] | None = None,
+    attention_mask: Attended | None = None,
+    sub_seq_lengths: Unused = None,
     *,
-    vocab_size: int | None = None,
+    vocab_size: Size | None = None,
 ) -> torch.Tensor:
     """Return the log-probs [B, unpacked_seqlen - 1] fp32 of the next tokens of packed sequences, replicated.
 
@@ -87,20 +95,21 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     )
 
 
+@checked
 def from_parallel_hidden_to_logprobs(
-    hidden: torch.Tensor,
-    lm_head_weight: torch.Tensor,
-    target: torch.Tensor,
-    vocab_start_index: int,
-    vocab_end_index: int,
-    tp_group,
+    hidden: Floating,
+    lm_head_weight: Rows,
+    target: Ids,
+    vocab_start_index: Count,
+    vocab_end_index: Count,
+    tp_group: Group,
     inference_only: bool = False,
-    cp_group=None,
+    cp_group: Group = None,
     chunk_size: int | None = None,
-    temperature: float = 1.0,
+    temperature: PositiveFp32 = 1.0,
     fused_backend: str = "torch",
     *,
-    vocab_size: int | None = None,
+    vocab_size: Size | None = None,
     linear: Linear = UNREDUCED_HIDDEN_GRAD,
 ) -> torch.Tensor:
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from hidden states, without logits.
@@ -121,24 +130,25 @@ def from_parallel_hidden_to_logprobs(
     return tokens.next_log_probs(lambda labels: score(labels).log_prob, target, inference_only)
 
 
+@checked
 def from_parallel_hidden_to_logprobs_packed_sequences(
-    hidden: torch.Tensor,
-    lm_head_weight: torch.Tensor,
-    target: torch.Tensor,
-    cu_seqlens_padded: torch.Tensor,
-    unpacked_seqlen: int,
-    vocab_start_index: int,
-    vocab_end_index: int,
-    group,
+    hidden: Floating,
+    lm_head_weight: Rows,
+    target: Ids,
+    cu_seqlens_padded: Ids,
+    unpacked_seqlen: Size,
+    vocab_start_index: Count,
+    vocab_end_index: Count,
+    group: Group,
     inference_only: bool = False,
-    cp_group=None,
+    cp_group: Group = None,
     chunk_size: int | None = None,
-    attention_mask: torch.Tensor | None = None,
-    sub_seq_lengths: list[list[int]] | None = None,
-    temperature: float = 1.0,
+    attention_mask: Attended | None = None,
+    sub_seq_lengths: Unused = None,
+    temperature: PositiveFp32 = 1.0,
     fused_backend: str = "torch",
     *,
-    vocab_size: int | None = None,
+    vocab_size: Size | None = None,
     linear: Linear = UNREDUCED_HIDDEN_GRAD,
 ) -> torch.Tensor:
     """Return the log-probs of `from_parallel_logits_to_logprobs_packed_sequences` from hidden states [1, T/C, H]; other
@@ -149,20 +159,21 @@ def from_parallel_hidden_to_logprobs_packed_sequences(
     return packed.log_probs(lambda labels: score(labels).log_prob, target, inference_only)
 
 
+@checked
 def vocab_parallel_entropy_packed_sequences(
-    vocab_parallel_logits: torch.Tensor,
-    cu_seqlens_padded: torch.Tensor,
-    unpacked_seqlen: int,
-    num_actions: int,
-    attention_mask: torch.Tensor,
-    loss_mask: torch.Tensor | None,
-    cp_group,
-    sub_seq_lengths: list[list[int]] | None = None,
+    vocab_parallel_logits: Logits,
+    cu_seqlens_padded: Ids,
+    unpacked_seqlen: Size,
+    num_actions: Size,
+    attention_mask: Attended,
+    loss_mask: Real | None,
+    cp_group: Group,
+    sub_seq_lengths: Unused = None,
     chunk_size: int | None = None,
     chunk_memory_mb: int = 512,
     *,
-    tp_group,
-    vocab_size: int | None = None,
+    tp_group: Group,
+    vocab_size: Size | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean entropy of packed action tokens over all context-parallel ranks, sum(w e) / max(sum(w), 1),
     without a gradient, and this rank's part of it, differentiable; scalars, fp32. e is the entropy of the logits that
@@ -182,21 +193,22 @@ def vocab_parallel_entropy_packed_sequences(
     return _mean_over_actions(entropy, packed, num_actions, loss_mask)
 
 
+@checked
 def from_parallel_hidden_to_entropy_packed_sequences(
-    hidden: torch.Tensor,
-    lm_head_weight: torch.Tensor,
-    cu_seqlens_padded: torch.Tensor,
-    unpacked_seqlen: int,
-    num_actions: int,
-    attention_mask: torch.Tensor,
-    loss_mask: torch.Tensor | None,
-    cp_group,
-    tp_group,
-    sub_seq_lengths: list[list[int]] | None = None,
+    hidden: Floating,
+    lm_head_weight: Rows,
+    cu_seqlens_padded: Ids,
+    unpacked_seqlen: Size,
+    num_actions: Size,
+    attention_mask: Attended,
+    loss_mask: Real | None,
+    cp_group: Group,
+    tp_group: Group,
+    sub_seq_lengths: Unused = None,
     chunk_size: int | None = None,
-    temperature: float = 1.0,
+    temperature: PositiveFp32 = 1.0,
     *,
-    vocab_size: int | None = None,
+    vocab_size: Size | None = None,
     linear: Linear = UNREDUCED_HIDDEN_GRAD,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the entropies of `vocab_parallel_entropy_packed_sequences` from hidden states [1, T/C, H] and the weight

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from ..arguments.teachers import Teacher, TopKTeacher
 from ..call.statistics import vocab_statistics
 from ..ranks.comm import gather_from_ranks
-from ..ranks.shard import VocabShard
+from ..ranks.shard import Group, VocabShard
 from ..search.topk import topk_log_probs
-from ..validation import expect_int, expect_scalar, expect_tensor
+from ..spec import Logits, Real, Scalar, Size, TensorLine, checked
+from ..validation import expect_tensor
 from .rl_calls import bounded_shard
 
 
+@checked
 def draft_soft_ce(
-    student_logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
-    mask: torch.Tensor,
-    global_normalization_factor: torch.Tensor | None = None,
-    vocab_parallel_group=None,
+    student_logits: Logits,
+    teacher_logits: Annotated[torch.Tensor, TensorLine("floating point", None, constant=True)],
+    mask: Real,
+    global_normalization_factor: Scalar | float | None = None,
+    vocab_parallel_group: Group = None,
     chunk_size: int | None = None,
     *,
-    vocab_size: int | None = None,
+    vocab_size: Size | None = None,
 ) -> torch.Tensor:
     """Return the soft cross-entropy -sum softmax(teacher) log softmax(student) of a draft head, a mean over the mask.
 
@@ -38,7 +42,7 @@ def draft_soft_ce(
         >>> draft_soft_ce(student, teacher, torch.ones(1, 1))  # log 4: the student is uniform
         tensor(1.3863)
     """
-    _expect_operands(student_logits, teacher_logits, mask)
+    _expect_operands(student_logits, mask)
     width, rank = student_logits.shape[-1], 0 if vocab_parallel_group is None else vocab_parallel_group.rank()
     shard = bounded_shard(rank * width, (rank + 1) * width, vocab_parallel_group, vocab_size)  # no label asks for ids
     stats = vocab_statistics(
@@ -47,16 +51,17 @@ def draft_soft_ce(
     return _mean(stats.forward_kl + stats.teacher_entropy, mask, global_normalization_factor)
 
 
+@checked
 def draft_soft_ce_topk(
-    student_logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
-    mask: torch.Tensor,
-    k: int,
-    global_normalization_factor: torch.Tensor | None = None,
-    vocab_parallel_group=None,
+    student_logits: Logits,
+    teacher_logits: Annotated[torch.Tensor, TensorLine("floating point", None, constant=True)],
+    mask: Real,
+    k: Size,
+    global_normalization_factor: Scalar | float | None = None,
+    vocab_parallel_group: Group = None,
     roll_shift: int = 0,
     *,
-    vocab_size: int | None = None,
+    vocab_size: Size | None = None,
 ) -> torch.Tensor:
     """Return `draft_soft_ce` over the teacher's k likeliest ids, over which both are renormalised.
 
@@ -74,15 +79,15 @@ def draft_soft_ce_topk(
         >>> draft_soft_ce_topk(student, teacher, torch.ones(1, 1), 2)  # log 2
         tensor(0.6931)
     """
-    _expect_operands(student_logits, teacher_logits, mask)
+    _expect_operands(student_logits, mask)
     width = torch.tensor([student_logits.shape[-1]], device=student_logits.device)
     widths = gather_from_ranks(width, vocab_parallel_group).flatten().tolist()
     rank = 0 if vocab_parallel_group is None else vocab_parallel_group.rank()
     start = sum(widths[:rank])
     known = sum(widths) if vocab_size is None else vocab_size
     shard = VocabShard(start, start + widths[rank], known, vocab_parallel_group)
-    top = topk_log_probs(teacher_logits, min(expect_int("k", k), shard.vocab_size), shard=shard)
-    ids, log_probs = (x.roll(-expect_int("roll_shift", roll_shift), 1) for x in (top.ids, top.log_probs))
+    top = topk_log_probs(teacher_logits, min(k, shard.vocab_size), shard=shard)
+    ids, log_probs = (x.roll(-roll_shift, 1) for x in (top.ids, top.log_probs))
     log_tau = log_probs.log_softmax(-1)
     stats = vocab_statistics(
         student_logits, shard=shard, want=("topk_forward_kl",), teacher=TopKTeacher(ids, log_tau, renormalize=False)
@@ -91,18 +96,14 @@ def draft_soft_ce_topk(
     return _mean(stats.topk_forward_kl + entropy, mask, global_normalization_factor)
 
 
-def _expect_operands(student_logits, teacher_logits, mask):
+def _expect_operands(student_logits, mask):
     if student_logits.dim() != 3:
         raise ValueError(f"student_logits must be [B, S, width], got {list(student_logits.shape)}")
     expect_tensor("mask", mask, student_logits.shape[:-1], student_logits.device)
-    if teacher_logits.requires_grad:
-        raise ValueError("teacher_logits must be detached, got a tensor that requires a gradient")
 
 
 def _mean(values, mask, factor):
     """Mean of values [B, S] by SkyRL's weights and divisor."""
     total = mask.sum()
-    if factor is not None:
-        expect_scalar("global_normalization_factor", factor)
-        total = torch.as_tensor(factor)
+    total = total if factor is None else torch.as_tensor(factor)
     return (values * mask).sum() / total.clamp(min=1.0)

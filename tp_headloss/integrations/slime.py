@@ -7,23 +7,28 @@ the logits before. chunk_size is accepted and changes nothing.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 
 from ..call.statistics import vocab_statistics
-from ..validation import expect_ids, expect_mask
+from ..ranks.shard import Group
+from ..spec import Ids, Logits, Size, TensorLine, checked
+from ..validation import expect_tensor
 from .rl_calls import even_shard
 
 
+@checked
 def calculate_log_probs_and_entropy(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    tp_group,
+    logits: Logits,
+    tokens: Ids,
+    tp_group: Group,
     with_entropy: bool = False,
     chunk_size: int = -1,
-    log_prob_keep_mask: torch.Tensor | None = None,
+    log_prob_keep_mask: Annotated[torch.Tensor, TensorLine("bool", None)] | None = None,
     with_entropy_grad: bool = True,
     *,
-    vocab_size: int | None = None,
+    vocab_size: Size | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probs [T, 1] of tokens and the entropies [T], or None, fp32, replicated and differentiable.
 
@@ -45,14 +50,13 @@ def calculate_log_probs_and_entropy(
         >>> calculate_log_probs_and_entropy(torch.zeros(1, 4), torch.tensor([2]), None, with_entropy=True)
         (tensor([[-1.3863]]), tensor([1.3863]))
     """
-    expect_ids("tokens", tokens)
     logits, shard = even_shard(logits, tp_group, vocab_size)
     want = ("entropy",) if with_entropy else ()
     if log_prob_keep_mask is None:
         stats = vocab_statistics(logits, tokens, shard=shard, want=want)
         log_prob, entropy = stats.log_prob, stats.entropy
     else:
-        expect_mask("log_prob_keep_mask", log_prob_keep_mask, logits.shape, logits.device)
+        expect_tensor("log_prob_keep_mask", log_prob_keep_mask, logits.shape, logits.device)
         ids = shard.start + torch.arange(shard.width, device=logits.device)
         kept = log_prob_keep_mask | (ids == tokens.unsqueeze(-1))
         log_prob = vocab_statistics(logits.masked_fill(~kept, -torch.inf), tokens, shard=shard).log_prob

@@ -12,12 +12,13 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
+from ..spec import CheckedBy
 from ..validation import expect_int
 
 # torch has a type of its own for the names of groups
@@ -54,15 +55,20 @@ def canonical_chunk_size(vocab_size: int) -> int:
     return -(-vocab_size // (CHUNKS * CHUNK_ALIGNMENT)) * CHUNK_ALIGNMENT
 
 
-def expect_group(group):
+def expect_group(group, name: str = "group"):
     """Raise TypeError or ValueError unless it is a process group that this rank is a member of, or None."""
     if group is None or isinstance(group, dist.ProcessGroup):
         return
     if type(group).__name__ == "DeviceMesh":
-        raise TypeError("group must be a process group, got a DeviceMesh: use VocabShard.from_mesh, or its get_group")
+        raise TypeError(f"{name} must be a process group, got a DeviceMesh: use VocabShard.from_mesh, or its get_group")
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to ranks that are no members
-        raise ValueError(f"this rank must be a member of the process group, got {group!r}, torch's sign that it is not")
-    raise TypeError(f"group must be a process group or None, got {group!r}")
+        raise ValueError(
+            f"this rank must be a member of the process group {name}, got {group!r}, torch's sign that it is not"
+        )
+    raise TypeError(f"{name} must be a process group or None, got {group!r}")
+
+
+Group: TypeAlias = Annotated[Any, CheckedBy("a process group, or None", lambda name, x: expect_group(x, name))]
 
 
 def _rank_and_size(group) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Annotated
 
 import torch
 
@@ -11,19 +12,21 @@ from ...arguments.id_sets import IdSets
 from ...arguments.options import Options, Transform
 from ...call.statistics import vocab_statistics
 from ...linear_head import Linear, linear_vocab_statistics
-from ...ranks.shard import VocabShard
+from ...ranks.shard import Group, VocabShard
+from ...spec import Floating, Ids, OneOf, Rows, Size, Temperature, Unused, checked
 from ...validation import expect_ids, expect_tensor
 from ..rl_calls import IGNORED_LABEL, UNREDUCED_HIDDEN_GRAD
 
 LOWEST_TEMPERATURE = 1e-8  # verl's value for temperatures that are not positive, such as the 0 of padding rows
 
 
+@checked
 def logits_processor(
-    group,
-    vocab_size: int,
+    group: Group,
+    vocab_size: Size,
     *,
-    padded_size: int | None = None,
-    boundaries: list[int] | None = None,
+    padded_size: Size | None = None,
+    boundaries: Unused = None,
     entropy: bool = True,
     sum_pi_squared: bool = False,
     temperature: float = 1.0,
@@ -79,13 +82,14 @@ def logits_processor(
     return process
 
 
+@checked
 def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    temperature: float | torch.Tensor = 1.0,
-    reduction: str = "none",
-    dist_process_group=None,
+    hidden: Floating,
+    weight: Rows,
+    labels: Ids,
+    temperature: Temperature = 1.0,
+    reduction: Annotated[str, OneOf(("none", "sum", "mean"))] = "none",
+    dist_process_group: Group = None,
     *,
     shard: VocabShard | None = None,
     linear: Linear = UNREDUCED_HIDDEN_GRAD,
@@ -109,8 +113,6 @@ def linear_cross_entropy(
 
     Raises ValueError for another reduction or a group that is not the shard's, and as `linear_vocab_statistics` does.
     """
-    if reduction not in ("none", "sum", "mean"):
-        raise ValueError(f'reduction must be "none", "sum" or "mean", got {reduction!r}')
     if shard is not None and dist_process_group not in (None, shard.group):
         raise ValueError("the shard has a group of its own, which dist_process_group is not: pass one of them")
     if shard is None and dist_process_group is not None:
