@@ -146,7 +146,7 @@ def test_verl_linear_cross_entropy(ranks, reduction, hidden_grad, boundaries):
 def test_verl_linear_cross_entropy_refuses_what_it_would_ignore():
     hidden, weight = head()
     labels = data()[1]
-    shard, other = VocabShard(0, PADDED, V), object.__new__(dist.ProcessGroup)
+    shard, other = VocabShard(0, PADDED, V), dist.ProcessGroup(0, 1)
     with pytest.raises(ValueError, match="dist_process_group"):
         verl.linear_cross_entropy(hidden, weight, labels, 1.0, "none", other, shard=shard)
     rows, turned = hidden.flatten(0, -2)[:6].view(2, 3, -1), labels.flatten()[:6].view(3, 2)
