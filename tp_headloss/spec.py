@@ -61,7 +61,8 @@ class TensorLine:
     @property
     def says(self) -> str:
         """Words for a table: shape, dtype and sharding."""
-        shape = "" if self.shape is None else f"[{', '.join(map(str, self.shape))}] " if self.shape else "a scalar of "
+        shape = "a tensor of " if self.shape is None else f"[{', '.join(map(str, self.shape))}] "
+        shape = shape if self.shape != () else "a scalar tensor of "
         sharded = " sharded on V" * (self.sharded is not None)
         return f"{shape}{self.kind}{sharded}" + ", or sizes of 1" * self.broadcasts
 
@@ -281,14 +282,16 @@ class AnyOf:
         return ", or ".join([line.says for line in self.lines] + ["None"] * self.optional)
 
     def check(self, name: str, value: Any, sizes: Sizes):
-        """Raise what the one line raises, or the ValueError of a line for values of this type, or a TypeError."""
+        """Raise what the one line for values of this type raises, or a TypeError."""
         if value is None and self.optional:
             return
-        for line in self.lines:
+        tensors = [line for line in self.lines if isinstance(line, TensorLine)]
+        meant = tensors if isinstance(value, torch.Tensor) and len(tensors) == 1 else self.lines
+        for line in meant:
             try:
                 return line.check(name, value, sizes)
             except TypeError:
-                if len(self.lines) == 1:
+                if len(meant) == 1:
                     raise
         raise TypeError(f"{name} must be {self.says}, got {_shown(value)}")
 
@@ -341,7 +344,8 @@ _LINES: dict[str, dict[str, Line]] = {}  # by module and name; torch.compile tak
 def checked(function: F) -> F:
     """Decorate a public function or class: each argument of a call is checked by its line, in an error that names it.
 
-    The docstring gets an entry for each argument.
+    The docstring gets an entry for each argument, and a class `tensors`: names of fields that may hold one -> the
+    dimension that is sharded on the vocabulary, or None.
     """
     is_class, key = isinstance(function, type), f"{function.__module__}.{function.__qualname__}"
     lines = _LINES[key] = lines_of(function)
@@ -363,9 +367,16 @@ def checked(function: F) -> F:
     if isinstance(function, type):
         result = function
         result.__init__ = call
+        found = {name: _tensor_line(line_of(hint)) for name, hint in _hints(function).items()}
+        result.tensors = {name: line.sharded for name, line in found.items() if line is not None}
     result.lines = lines
     result.__doc__ = _with_arguments(function, lines)
     return result
+
+
+def _tensor_line(line: Line | None) -> TensorLine | None:
+    """The line of a tensor in a line."""
+    return next((x for x in getattr(line, "lines", (line,)) if isinstance(x, TensorLine)), None)
 
 
 def meaning_of(annotation: Any) -> str:

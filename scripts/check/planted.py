@@ -393,7 +393,7 @@ GROUPS = {
         ("linear_head/teacher.py", "map_teacher_tensors", 'name not in ("weight", "bias")', 'name != "weight"'),
     ],
     "test_sharded_teachers": [
-        ("call/agreement.py", "_describe", "SHARDED_DIM.get(name)", "None"),
+        ("call/agreement.py", "_describe", "getattr(type(value), 'tensors', {}).get(key)", "None"),
         ("call/dtensor.py", "local_part", "found['transform'] = local", "pass"),
         ("call/dtensor.py", "_local_tensor", "_local_hidden(x, shard, hidden_grad)", "x.to_local()"),
     ],
@@ -421,7 +421,7 @@ GROUPS = {
         ("call/dtensor.py", "local_head", "dim is not None and shard is None and isinstance(hidden, torch.Tensor) and not is_dtensor(hidden)", "False"),
         ("call/dtensor.py", "_expect_tokens", "own != cut and not broadcasts", "False"),
         ("call/dtensor.py", "_vocab_mesh_dim", "any(_sharded_dim(p, x) == vocab for p in x.placements) or all(by_token) or vocab == 0", "vocab == 0"),
-        ("call/dtensor.py", "local_part", "name or 'labels, weights and inputs'", "'labels, weights and inputs'"),
+        ("call/dtensor.py", "local_part", "name or NAMES", "NAMES"),
         ("call/dtensor.py", "local_head", "weight.to_local(grad_placements=_weight_grad_placements(hidden, weight, dim))", "weight.to_local()"),
         ("call/dtensor.py", "_layout_shard", "shard.padded_size not in (None, rows)", "False"),
         ("call/dtensor.py", "_layout_shard", "_group_ranks(group) != _group_ranks(shard.group)", "False"),
@@ -507,7 +507,7 @@ GROUPS = {
     "test_agreement": [
         ("arguments/sequences.py", "Sequences.ids", "torch.where(self._counted, self._ids, -1)", "None"),
         ("call/agreement.py", "Agreement.__exit__", "_compare(facts)", "pass"),
-        ("call/agreement.py", "_describe", "SHARDED_DIM.get(name)", "0"),
+        ("call/agreement.py", "Agreement.record", "SHARDED_DIM.get(name)", "0"),
         ("call/agreement.py", "_compare", "a != b or checksum != other_checksum", "a != b"),
         ("call/agreement.py", "Agreement.__exit__", "EXCEPTION_TYPES.get(name, RuntimeError)", "RuntimeError"),
         ("call/agreement.py", "_text", "getattr(value, '__qualname__', type(value).__qualname__)", "type(value).__qualname__"),

@@ -135,10 +135,6 @@ def entries(x, y, **fields):
 
 NUMBERS = {  # what takes a number (or two, or a flag) -> its name in the message
     "compile": lambda text: HeadLoss(compile=text),
-    "budget": lambda text: Linear(budget=text),
-    "max_valid_tokens": lambda text: Linear(max_valid_tokens=text),
-    "main_grad": lambda text: Linear(main_grad=text),
-    "upstream": lambda text: Linear(upstream=text),
     "horizon": lambda text: Sequences.from_mask(torch.ones(1, 1).bool(), horizon=text),
     "k": lambda text: topk_log_probs(torch.zeros(1, V), text),
     "top_p": lambda text: topk_log_probs(torch.zeros(1, V), 3, top_p=text),
@@ -146,10 +142,6 @@ NUMBERS = {  # what takes a number (or two, or a flag) -> its name in the messag
     "hidden_size": lambda text: VocabParallelHead(text, VocabShard(0, V, V)),
     "bias": lambda text: VocabParallelHead(8, VocabShard(0, V, V), bias=text),
     "sequence_parallel": lambda text: VocabParallelEmbedding(8, VocabShard(0, V, V), sequence_parallel=text),
-    "std": lambda text: Init(std=text),
-    "seed": lambda text: Init(seed=text),
-    "depths": lambda text: multi_token_targets(torch.zeros(4).long(), text),
-    "weight": lambda text: multi_token_targets(torch.zeros(4).long(), 1, text),
 }
 
 
@@ -219,7 +211,6 @@ MODULES = {
     "numbers for a mask": (
         lambda: IdSets(torch.zeros(1, 2).long(), torch.ones(1, 2).long()), "sets.mask must be bool, got torch.int64"),
     "floats for sets": (lambda: IdSets(torch.zeros(1, 2)), "sets.ids must be int64 or int32, got torch.float32"),
-    "a flag for bytes": (lambda: Linear(budget=True), "budget must be a number of bytes or None, got True"),
     "a tensor to tie": (lambda: VocabParallelHead(8, SHARD, weight=torch.zeros(V, 8)), "must be an nn.Parameter, or n"),
     "a function without the input": (
         lambda: Term("mine", lambda stats: stats.lse, inputs=("rewards",)), r"take \(stats, rewards\), got \(stats\)"),
@@ -265,7 +256,6 @@ UNFIT = {
         class_weight=torch.ones(V, requires_grad=True)
     ),
     "upstream must be other than 0 and finite in fp32, got 0": lambda: Linear(upstream=0),
-    "upstream must be other than 0 and finite in fp32, got nan": lambda: Linear(upstream=float("nan")),
     "weight must be on cpu like the hidden states, got meta": lambda: topk_log_probs(
         torch.zeros(1, 8), 2, weight=torch.zeros(V, 8, device="meta")
     ),
@@ -273,13 +263,10 @@ UNFIT = {
         torch.zeros(1, V), torch.zeros(1).long(), denominator=10**400
     ),
     "weight must be finite in fp32, got 1000": lambda: Term("mine", len, weight=10**400),
-    "budget must be a positive number of bytes or None, got inf": lambda: Linear(budget=float("inf")),
-    "upstream must be a number or a scalar tensor, got shape": lambda: Linear(upstream=torch.ones(3)),
     "want must be of": lambda: vocab_statistics(torch.zeros(1, V), want=[["entropy"]]),
     "'target_logit', 'valid'\\) are always there": lambda: vocab_statistics(torch.zeros(1, V), want=("log_prob",)),
     r"labels must have shape \[2, 3\], got \[3\]": lambda: SETS.contains(torch.zeros(3).long()),
     "weight gets no gradient: pass weight.detach": lambda: Term("mine", len, weight=torch.ones((), requires_grad=True)),
-    "std must be at least 0, got -1": lambda: Init(std=-1),
     r"clip must be \(low, high\) with 0 <= low <= 1": lambda: PolicyGradient("clip", clip=(-0.2, 0.2)),
     r"distances of the ratio from 1, got \(0.8, 1.28\), which look like bounds of it: clip=\(0.2, 0.28\)": lambda: (
         PolicyGradient("clip", clip=(0.8, 1.28))

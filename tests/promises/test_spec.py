@@ -27,6 +27,7 @@ RELATED = {  # values that go with others
     "clip": (0.2, 0.2),
     "dual_clip": 3.0,
     "inplace": False,
+    "hidden_grad": "none",
     "scale": 1.0,
     "softcap": 2.0,
     "support": "topk",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 
+from ..spec import TensorLine, checked
 from ..statistics.sets import rows_and_places
 from ..validation import expect_ids, expect_mask, expect_tensor
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class IdSets:
     """A set of ids per token, such as those that a sampler kept, over which the student is renormalised.
@@ -21,8 +24,8 @@ class IdSets:
     the statistics over sets of that token NaN (``Options.check`` raises instead).
 
     Args:
-        ids: [.., K] int64 or int32, global, replicated, in any order; ascending ones are a little quicker.
-        mask: [.., K] bool, False for entries that are none; None: all count.
+        ids: global, replicated, in any order; ascending ones are a little quicker.
+        mask: False for entries that are none; None: all count.
 
     Attributes:
         spans: None, or [.., 2] int64 bounds of each token's set in flat ids [all]; `from_csr` makes them.
@@ -35,14 +38,12 @@ class IdSets:
         (tensor([-0.6931]), tensor([-0.6931]))
     """
 
-    ids: torch.Tensor
-    mask: torch.Tensor | None = None
-    spans: torch.Tensor | None = field(default=None, init=False)  # disjoint, within the ids
-
-    def __post_init__(self):
-        expect_ids("sets.ids", self.ids)
-        if self.mask is not None:
-            expect_mask("sets.mask", self.mask, self.ids.shape)
+    called = "sets."  # in messages
+    ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", "K"))]
+    mask: Annotated[torch.Tensor, TensorLine("bool", ("..", "K"))] | None = None
+    spans: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", 2))] | None = field(
+        default=None, init=False
+    )  # disjoint, within the ids
 
     @classmethod
     def from_csr(cls, ids: torch.Tensor, offsets: torch.Tensor) -> IdSets:

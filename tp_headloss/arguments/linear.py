@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
 from ..ranks.comm import HIDDEN_GRADS
-from ..validation import expect_bool, expect_int, expect_number, expect_one_of, expect_real, expect_scalar
+from ..spec import FP32_MAX, Count, NumberLine, OneOf, TensorLine, checked
+from ..validation import expect_number
 
-MODES = ("auto", "one_sweep", "recompute")
 MIN_SWEEP_TOKENS = 512  # tokens of a block below which summing dW costs more than making the logits again
 
 
+@checked
 @dataclass(frozen=True)
 class Linear:
     """Options of a linear head.
@@ -57,39 +58,25 @@ class Linear:
             every mode and on every device. True: statistics are made of unrounded fp32 sums of products, by recompute,
             which mode "auto" takes then; a logit in a block takes 6 bytes instead of 2.
 
-    Raises:
-        TypeError, ValueError: unknown names, or numbers that cannot be.
-
     Examples:
         >>> hidden, weight, labels = torch.ones(2, 8), torch.nn.Parameter(torch.zeros(4, 8)), torch.tensor([0, 1])
         >>> HeadLoss().linear(hidden, weight, labels, linear=Linear("recompute", budget=64 << 20)).loss.detach()
         tensor(1.3863)
     """
 
-    mode: str = "auto"
-    budget: int | None = None
-    hidden_grad: str = "all_reduce"
+    mode: Annotated[str, OneOf(("auto", "one_sweep", "recompute"))] = "auto"
+    budget: Annotated[int, NumberLine(1, FP32_MAX, "a positive number of bytes")] | None = None
+    hidden_grad: Annotated[str, OneOf(HIDDEN_GRADS)] = "all_reduce"
     main_grad: bool = False
-    upstream: float | torch.Tensor | None = None
-    max_valid_tokens: int | None = None
+    upstream: Annotated[float, NumberLine()] | Annotated[torch.Tensor, TensorLine("real numbers", ())] | None = None
+    max_valid_tokens: Count | None = None
     exact_logits: bool = False
 
     def __post_init__(self):
-        expect_one_of("mode", self.mode, MODES)
-        expect_one_of("hidden_grad", self.hidden_grad, HIDDEN_GRADS)
-        expect_bool("main_grad", self.main_grad)
-        expect_bool("exact_logits", self.exact_logits)
         if self.budget is not None:
-            expect_real("budget", self.budget, "a number of bytes or None")
-            if not 1 <= self.budget < math.inf:
-                raise ValueError(f"budget must be a positive number of bytes or None, got {self.budget}")
             object.__setattr__(self, "budget", int(self.budget))  # 1e9, say
-        if self.upstream is not None:
-            expect_scalar("upstream", self.upstream)
-            if not isinstance(self.upstream, torch.Tensor):
-                expect_number("upstream", self.upstream, positive=False)
-        if self.max_valid_tokens is not None and expect_int("max_valid_tokens", self.max_valid_tokens) < 0:
-            raise ValueError(f"max_valid_tokens must be at least 0, got {self.max_valid_tokens}")
+        if self.upstream is not None and not isinstance(self.upstream, torch.Tensor):
+            expect_number("upstream", self.upstream, positive=False)
         if self.max_valid_tokens is not None and self.hidden_grad == "reduce_scatter":
             raise ValueError(
                 "max_valid_tokens picks from hidden states of all tokens, got hidden_grad='reduce_scatter', where each "

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 
-from ..validation import expect_floating, expect_ids, expect_int, expect_real, expect_tensor
+from ..spec import LEAST, Floating, Ids, NumberLine, Share, Size, checked
+from ..validation import expect_tensor
 
 MOST_IDS = 1 << 24  # so that a logit and an id fit an int64, and the masses of all ids have 38 bits
 
 
+@checked
 @dataclass(frozen=True)
 class SamplingRule:
     """Which ids of a token a sampler keeps, in vLLM's order: min-p, then top-k of these, then top-p of those.
@@ -27,29 +30,18 @@ class SamplingRule:
     Values in tensors are not looked at: a top_k below 1, a top_p that is NaN or not positive, and a min_p that is NaN,
     negative or above 1 keep nothing.
 
-    Raises:
-        TypeError, ValueError: numbers of another type or out of range.
-
     Examples:
         >>> SamplingRule(top_k=50, top_p=0.9)
         SamplingRule(top_k=50, top_p=0.9, min_p=None)
     """
 
-    top_k: int | torch.Tensor | None = None
-    top_p: float | torch.Tensor | None = None
-    min_p: float | torch.Tensor | None = None
+    top_k: Size | Ids | None = None
+    top_p: Annotated[float, NumberLine(LEAST, 1, "in (0, 1]")] | Floating | None = None
+    min_p: Share | Floating | None = None
 
     def __post_init__(self):
         if self.top_k is not None and not isinstance(self.top_k, torch.Tensor):
-            object.__setattr__(self, "top_k", k := expect_int("top_k", self.top_k))
-            if k < 1:
-                raise ValueError(f"top_k must be at least 1, got {k}")
-        for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
-            if value is None or isinstance(value, torch.Tensor):
-                continue
-            expect_real(name, value, "a number or a tensor")
-            if not 0 <= value <= 1 or (name == "top_p" and value == 0):
-                raise ValueError(f"{name} must be in {'(' if name == 'top_p' else '['}0, 1], got {value}")
+            object.__setattr__(self, "top_k", int(self.top_k))  # numpy's, say
 
     def expect_tokens(self, lead: Sequence[int], device: torch.device, vocab_size: int):
         """Raise TypeError or ValueError unless the tensors have a value for each token [*lead]."""
@@ -58,10 +50,6 @@ class SamplingRule:
         for name in ("top_k", "top_p", "min_p"):
             if isinstance(value := getattr(self, name), torch.Tensor):
                 expect_tensor(name, value, lead, device)
-                if name == "top_k":
-                    expect_ids(name, value)
-                else:
-                    expect_floating(name, value)
 
     def map_tokens(self, function: Callable[[torch.Tensor], torch.Tensor]) -> SamplingRule:
         """The rule with function(x) in place of each tensor [..] of values per token."""

@@ -18,12 +18,9 @@ from ..arguments.sequences import Sequences
 from ..ranks.comm import gather_objects
 from ..ranks.shard import VocabShard
 
-# name of a fact -> the dimension that is sharded on the vocabulary, whose size and bits differ between ranks
-SHARDED_DIM = {
-    **{"logits": -1, "weight": 0, "bias": 0, "transform.bias": 0, "total_weight": 0},
-    **{"teacher.logits": -1, "teacher.weight": 0, "teacher.bias": 0, "teacher.transform.bias": 0},
-}
-SHARDED_DIM |= {f"inputs.{name}": dim for name, dim in SHARDED_DIM.items() if name.startswith("teacher.")}
+# name of an argument -> the dimension that is sharded on the vocabulary, whose size and bits differ between ranks; of
+# fields their class says it
+SHARDED_DIM = {"logits": -1, "weight": 0, "bias": 0, "total_weight": 0}
 # Name -> type of the exceptions that another rank's error is raised as. Names come from that rank, so no other type is
 # looked up by them.
 EXCEPTION_TYPES = {
@@ -43,9 +40,9 @@ class Agreement:
     that is in `EXCEPTION_TYPES`; any other exception becomes a RuntimeError that names it. Facts that differ between
     ranks, and shards that do not cover the vocabulary once, are a ValueError on all ranks.
 
-    Tensors are compared by their bits, except that those in `SHARDED_DIM` are compared by dtype and by the sizes that
-    ranks share, and hidden states by shape and dtype unless validate="checksums". Functions are compared by name, a
-    `functools.partial` with its arguments, other objects by their type.
+    Tensors are compared by their bits, except that those sharded on the vocabulary are compared by dtype and by the
+    sizes that ranks share, and hidden states by shape and dtype unless validate="checksums". Functions are compared by
+    name, a `functools.partial` with its arguments, other objects by their type.
 
     The exchange is a small all-gather of objects, with host synchronisations. With validate="metadata", and on one
     rank, nothing is exchanged. The objects are plain strings and numbers, but they travel as pickles, as in all of
@@ -67,7 +64,7 @@ class Agreement:
         compare_hidden = self.validate == "checksums" and not own_part
         facts = {"call": call, "vocab_size": shard.vocab_size, "grad_enabled": torch.is_grad_enabled(), **facts}
         for name, value in facts.items():
-            _describe(name, value, self.facts, compare_hidden)
+            _describe(name, value, self.facts, compare_hidden, SHARDED_DIM.get(name))
         self.facts["bounds"] = shard.start, shard.start + shard.valid_width, shard.tp_invariant
 
     def __enter__(self):
@@ -89,7 +86,7 @@ class Agreement:
 PLAIN_TYPES = (int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
 
-def _describe(name: str, value, out: dict, compare_hidden: bool):
+def _describe(name: str, value, out: dict, compare_hidden: bool, sharded_dim: int | None = None):
     """Add a description of a value, (text, checksum of its bits), to `out` under its name, and then of its parts.
 
     Modules, shards and process groups are described by their type, because their contents may differ between ranks.
@@ -98,7 +95,7 @@ def _describe(name: str, value, out: dict, compare_hidden: bool):
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, torch.Tensor):
         is_hidden = name.split(".")[-1] == "hidden"
-        text, checksum = _describe_tensor(value, SHARDED_DIM.get(name), compare_hidden or not is_hidden)
+        text, checksum = _describe_tensor(value, sharded_dim, compare_hidden or not is_hidden)
     elif isinstance(value, Sequences):
         parts = (("mask", value.mask), ("lengths", value.lengths), ("horizon", value.horizon), ("ids", value.ids))
     elif isinstance(value, functools.partial):
@@ -120,7 +117,7 @@ def _describe(name: str, value, out: dict, compare_hidden: bool):
         text, checksum = f"{value.dtype} {list(value.shape)}", zlib.crc32(value.tobytes())
     out[name] = text, checksum
     for key, part in parts:
-        _describe(f"{name}.{key}", part, out, compare_hidden)
+        _describe(f"{name}.{key}", part, out, compare_hidden, getattr(type(value), "tensors", {}).get(key))
 
 
 def _text(value) -> str:

@@ -20,12 +20,7 @@ from ..statistics import MaybeNone
 from ..validation import expect_dense, expect_tensor, refuse_transforms
 from .subclasses import is_dtensor, plain
 
-# Fields of a Transform, a teacher, sets, a SamplingRule or a Linear that may hold tensors, and those that hold such
-# objects
-TENSOR_FIELDS = (
-    "bias", "temperature", "student_temperature", "logits", "ids", "log_probs", "mask", "spans", "tail_log_prob",
-    "hidden", "weight", "top_k", "top_p", "min_p", "upstream",
-)  # fmt: skip
+NAMES = "labels, weights and inputs"
 UNSHARD = "call this within the forward of the module that FSDP manages, or after its unshard()"
 
 
@@ -131,48 +126,50 @@ def local_rows(name: str, rows, shard: VocabShard | None) -> tuple[torch.Tensor,
     return rows.to_local().detach(), _layout_shard(rows, dim, rows.shape[0], shard)
 
 
-def local_part(x, shard: VocabShard, hidden_grad: str = "all_reduce", name: str = "", tokens=None) -> Any:
-    """Return a per-token tensor, or an object that holds some (TENSOR_FIELDS), with DTensors and quantised tensors
-    replaced by plain local ones. ValueError unless all ranks that share the vocabulary hold the same tokens, and all
-    others those of `tokens`.
+def local_part(
+    x, shard: VocabShard, hidden_grad: str = "all_reduce", name: str = "", tokens=None, sharded: int | None = None
+) -> Any:
+    """Return a tensor, or an object with fields that hold some, with DTensors and quantised tensors replaced by plain
+    local ones. ValueError unless all ranks that share the vocabulary hold the same tokens, and all others those of
+    `tokens`.
 
     Args:
         hidden_grad: as in `Linear`, which says how a teacher's hidden states are laid out.
-        name: of a tensor; a "total_weight" is sharded on the vocabulary, like the fields "bias" and "weight".
+        name: of a tensor, for messages.
         tokens: the call's logits or hidden states, as the caller gave them.
+        sharded: the dimension of a tensor that is sharded on the vocabulary; None: it has none.
     """
     tokens = tokens if is_dtensor(tokens) else None
     if x is None or isinstance(x, torch.Tensor):
-        return x if x is None else _local_tensor(name or "labels, weights and inputs", x, shard, hidden_grad, tokens)
+        return x if x is None else _local_tensor(name or NAMES, x, shard, hidden_grad, tokens, sharded)
     found = {}
-    for name in TENSOR_FIELDS:  # by name, and without a comprehension, so that torch.compile follows
-        value = getattr(x, name, None)
+    for field, dim in getattr(type(x), "tensors", {}).items():  # without a comprehension: torch.compile follows
+        value = getattr(x, field)
         if isinstance(value, torch.Tensor):
-            flat = name == "ids" and getattr(x, "spans", None) is not None  # those of all tokens
-            local = _local_tensor(name, value, shard, hidden_grad, None if flat else tokens)
+            flat = field == "ids" and getattr(x, "spans", None) is not None  # those of all tokens
+            local = _local_tensor(field, value, shard, hidden_grad, None if flat else tokens, dim)
             if local is not value:
-                found[name] = local
+                found[field] = local
     transform = getattr(x, "transform", None)
     if transform is not None and (local := local_part(transform, shard)) is not transform:
         found["transform"] = local
     return replaced(x, **found) if found else x
 
 
-def _local_tensor(name, x, shard, hidden_grad, tokens):
+def _local_tensor(name, x, shard, hidden_grad, tokens, sharded):
     """Return this rank's plain tensor of the argument or field `name`."""
     x = plain(name, x)
     if not is_dtensor(x):
         return x
-    if name not in ("bias", "weight", "total_weight"):
-        _expect_tokens(name, x, shard, tokens)
-    if name == "logits":  # a teacher's
-        return local_logits(x, shard)[0]
-    if name == "hidden":
-        return _local_hidden(x, shard, hidden_grad)
-    if name in ("bias", "weight", "total_weight"):
+    if sharded == 0:
         dim = _vocab_mesh_dim(name, x, 0, "distribute it with Shard(0)")
         _layout_shard(x, dim, x.shape[0], shard)
         return x.to_local()
+    _expect_tokens(name, x, shard, tokens)
+    if sharded is not None:  # a teacher's logits
+        return local_logits(x, shard)[0]
+    if name == "hidden":
+        return _local_hidden(x, shard, hidden_grad)
     _expect_replicated(name, x, shard)
     return x.to_local()
 

@@ -58,10 +58,11 @@ class Given(NamedTuple):
             hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, hidden_grad)
             expect_tensor("hidden states", hidden)
         local = partial(local_part, shard=shard, hidden_grad=hidden_grad, tokens=self.tokens)
+        total_weight = local_part(self.total_weight, shard, name="total_weight", sharded=0)
         return Given(
             logits, local(self.labels), shard, self.want, local(self.transform), local(self.teacher), local(self.sets),
-            local(self.ids), local_part(self.total_weight, shard, name="total_weight"), self.ignore_index, self.options,
-            hidden, weight, bias, local_part(self.linear, shard),
+            local(self.ids), total_weight, self.ignore_index, self.options, hidden, weight, bias,
+            local_part(self.linear, shard),
         )  # fmt: skip
 
     def facts(self) -> dict[str, Any]:

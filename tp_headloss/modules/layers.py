@@ -17,15 +17,13 @@ from ..engine.autograd import FromShards, ToShards
 from ..head_loss import HeadLoss, HeadLossOutput
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.shard import VocabShard
+from ..spec import Finite, Ids, Size, checked
 from ..statistics import VocabStatistics
 from ..validation import (
     expect_bool,
     expect_hidden_and_weight,
     expect_ids,
-    expect_ignore_index,
     expect_instance,
-    expect_int,
-    expect_real,
     expect_tensor,
 )
 from .vocab_rows import Init, VocabRows
@@ -236,8 +234,9 @@ def _grad_anchor(x, how: str, shard: VocabShard) -> torch.Tensor | None:
     return x.new_empty(0).requires_grad_()
 
 
+@checked
 def multi_token_targets(
-    labels: torch.Tensor, depths: int, weight: float = 0.1, *, ignore_index: int = -100
+    labels: Ids, depths: Size, weight: Finite = 0.1, *, ignore_index: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the labels and token weights [1 + D, .., S] of multi-token prediction: row 0 for the main head, row d for
     the depth that predicts the token d positions later. Pass hidden states stacked alike, [1 + D, .., S, H].
@@ -266,9 +265,6 @@ def multi_token_targets(
     Returns:
         labels [1 + D, .., S] and token weights of the same shape.
 
-    Raises:
-        TypeError, ValueError: labels that are no ids, or depths below 1.
-
     Examples:
         >>> rows, weights = multi_token_targets(torch.tensor([5, 6, 7]), depths=2, weight=0.1)
         >>> rows.tolist(), weights[:, 0]
@@ -277,13 +273,9 @@ def multi_token_targets(
     Source:
         DeepSeek-V3 (arXiv:2412.19437, equations 24 and 25).
     """
-    expect_ids("labels", labels)
     if not labels.dim():
         raise ValueError("labels must be [.., S], got a scalar")
-    expect_real("weight", weight)
-    labels, ignore_index = labels.long(), expect_ignore_index(ignore_index)
-    if expect_int("depths", depths) < 1:
-        raise ValueError(f"depths must be at least 1, got {depths}")
+    labels = labels.long()
     depth_rows, length = [labels], labels.shape[-1]
     for depth in range(1, depths + 1):
         shift = min(depth, length)  # torch's pad takes the index through a float, which not all int64 fit

@@ -15,12 +15,14 @@ from ..call.dtensor import expect_shard, local_rows
 from ..call.subclasses import is_dtensor
 from ..ranks.comm import sum_in_place
 from ..ranks.shard import VocabShard
-from ..validation import expect_bool, expect_ids, expect_instance, expect_int, expect_real, expect_tensor
+from ..spec import NotNegative, checked
+from ..validation import expect_bool, expect_ids, expect_instance, expect_int, expect_tensor
 
 INIT_ROWS = 1024  # rows that one generator draws, whatever the shard: a seed means other weights if this changes
 SENT_ROWS = 1024  # rows of a matrix that ranks exchange at once
 
 
+@checked
 @dataclass(frozen=True)
 class Init:
     """Initialisation of a vocabulary matrix: normal weights that depend on the seed and the row alone, so that every
@@ -37,15 +39,8 @@ class Init:
         torch.Size([8, 3])
     """
 
-    std: float = 0.02
+    std: NotNegative = 0.02
     seed: int | None = None
-
-    def __post_init__(self):
-        expect_real("std", self.std)
-        if not self.std >= 0:
-            raise ValueError(f"std must be at least 0, got {self.std}")
-        if self.seed is not None:
-            expect_int("seed", self.seed)
 
 
 class VocabRows(nn.Module):
