@@ -158,26 +158,6 @@ def expect_scalar(name: str, value):
         raise TypeError(f"{name} must be a number or a scalar tensor of numbers, got {value.dtype}")
 
 
-def expect_share(name: str, number):
-    """Raise TypeError unless it is a number, and ValueError unless it is in [0, 1]."""
-    expect_real(name, number)
-    if not 0.0 <= number <= 1.0:
-        raise ValueError(f"{name} must be in [0, 1], got {number}")
-
-
-def expect_pair(name: str, pair):
-    """Raise TypeError unless the pair is a tuple or list of two numbers."""
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(is_number, pair)):
-        raise TypeError(f"{name} must be two numbers, such as (0.2, 0.28), got {pair!r}")
-
-
-def expect_bounds(name: str, bounds):
-    """Raise TypeError unless the bounds are two numbers, and ValueError unless the first is the lowest."""
-    expect_pair(name, bounds)
-    if not bounds[0] <= bounds[1]:
-        raise ValueError(f"{name} must be (lowest, highest), got {bounds}")
-
-
 def expect_ignore_index(value) -> int:
     """Return an ignore_index as a Python int. Raises TypeError or ValueError unless it is an integer of int64."""
     ignore_index = expect_int("ignore_index", value)

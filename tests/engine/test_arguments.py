@@ -14,7 +14,6 @@ from tp_headloss import (
     Distillation,
     HeadLoss,
     IdSets,
-    Init,
     Linear,
     Metric,
     Options,
