@@ -98,14 +98,14 @@ def test_operators_are_registered_consistently(device):
     spans = torch.arange(2 * N, device=device).view(N, 2) * 2
     of_sets = (ids.flatten(), spans, V, None, "torch")
     torch.library.opcheck(operators.known_sets.default, of_sets, **checks)
-    entries, spans = operators.known_sets(*of_sets)
+    in_sets = *[None] * 4, *operators.known_sets(*of_sets), None
     teacher, sets = TopKTeacher(ids, log_probs), {"sets": IdSets(ids)}
     for given, names, rest in (
-        ({"teacher": Teacher(torch.randn_like(x))}, FULL_TEACHER, (torch.randn_like(x), scales, *[None] * 5)),
-        ({"teacher": teacher}, TOPK_TEACHER, (None, scales, *operators.entries(*of_entries), None, None, None)),
-        (sets, OVER_SETS, (None, None, entries, None, spans, None, None)),
-        ({"ids": ids}, AT_IDS, (*[None] * 6, ids.int())),
-        (sets | {"ids": ids}, (*OVER_SETS, *AT_IDS), (None, None, entries, None, spans, None, ids.int())),
+        ({"teacher": Teacher(torch.randn_like(x))}, FULL_TEACHER, (torch.randn_like(x), scales, *[None] * 6)),
+        ({"teacher": teacher}, TOPK_TEACHER, (None, scales, *operators.entries(*of_entries), *[None] * 4)),
+        (sets, OVER_SETS, (*in_sets, None)),
+        ({"ids": ids}, AT_IDS, (*[None] * 7, ids.int())),
+        (sets | {"ids": ids}, (*OVER_SETS, *AT_IDS), (*in_sets, ids.int())),
     ):
         local, options = x.clone().requires_grad_(), Options(backend="torch")
         stats = vocab_statistics(local, labels, want=(*WANT, *names), options=options, **given)

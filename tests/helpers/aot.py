@@ -64,7 +64,8 @@ TEACHERS = [
     ("topk_forward_kl",), ("topk_reverse_kl", "topk_jsd"), ("topk_log_mass", "vocab_jsd"), ("vocab_forward_kl",),
     ("vocab_forward_kl", "tail_log_mass"), ("topk_reverse_kl", "tail_entropy"), TOPK_TEACHER,
     ("set_log_mass",), ("set_log_mass", "set_log_prob"), ("set_log_mass", "set_entropy", "set_log_prob", "forward_kl"),
-    ("log_probs_at", "rank"), ("log_probs_at", "topk_forward_kl"), ("log_probs_at", "set_log_prob", "set_log_mass"),
+    ("log_probs_at", "rank"), ("log_probs_at", "topk_forward_kl"),
+    ("log_probs_at", "set_log_prob", "set_log_mass", "topk_log_mass"),
 ]  # fmt: skip
 CALLS = {
     "teacher": TEACHERS,

@@ -482,7 +482,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "a log-prob at id V": rows(**at([V], nan=tuple(range(N)))),
             "a log-prob at id V, with check": refused("ValueError: ids of token 0 (flat index) must be below 64, got [64]; 4 such tokens", options={"check": True}, **at([V])),
         },
-        "sets of other tokens or another type, not wanted or missing, beside a top-K teacher": {
+        "sets of other tokens or another type, not wanted or missing": {
             "sets of other tokens": refused("ValueError: sets.ids must have shape [4, 2], got [3, 2]", keywords=wrong_sets(torch.zeros(3, 2).long())),
             "sets of one dimension": refused("ValueError: sets.ids must be [.., K] for tokens [4], got [4]", keywords=wrong_sets(torch.zeros(4).long())),
             "offsets of other tokens": refused("ValueError: sets must be of tokens [4], or these flat, got [2]", keywords=lambda here: {"want": ("set_entropy",), "sets": IdSets.from_csr(here.labels, here.labels[:3])}),
@@ -492,7 +492,6 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "sets that nobody wants": refused("ValueError: sets serve the statistics", keywords=lambda here: {"sets": IdSets(here.labels[:, None])}),
             "a rank without labels": refused("ValueError: rank is that of a label, got no labels", value=lambda here: vocab_statistics(here.x, shard=here.shard, want=("rank",), options=here.options).lse),
             "no sets": refused("ValueError: ['set_entropy'] need sets of ids, got none", keywords=lambda here: {"want": ("set_entropy",)}),
-            "sets and a top-K teacher": refused("ValueError: sets and a TopKTeacher are for separate calls, got both in one", keywords=lambda here: wrong_entries()(here) | {"want": ("topk_forward_kl", "set_entropy"), "sets": IdSets(here.labels[:, None])}),
         },
         "ids whose log-probs are asked for: of other tokens or another type, not wanted or missing": {
             "ids of other tokens": refused("ValueError: ids must have shape [4, 2], got [3, 2]", keywords=wrong_ids(torch.zeros(3, 2).long())),

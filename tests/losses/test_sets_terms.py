@@ -18,7 +18,6 @@ from tp_headloss import (
     PolicyGradient,
     PolicyMetrics,
     SamplingRule,
-    TopKTeacher,
     VocabShard,
     linear_vocab_statistics,
     vocab_statistics,
@@ -147,11 +146,9 @@ def test_check_names_the_first_token_whose_set_lacks_its_label(form, backend, de
 def test_what_does_not_go_together_is_refused(device):
     hidden, weight, labels, sets, _ = (x.to(device) if hasattr(x, "to") else x for x in tensors())
     x, kept = hidden @ weight.t(), ragged(sets).to(device)
-    teacher = TopKTeacher(torch.zeros(N, 2, dtype=torch.long, device=device), torch.zeros(N, 2, device=device))
     for match, arguments in {
         "need sets of ids, got none": {"want": ("set_entropy",)},
         "sets serve the statistics": {"sets": kept},
-        "separate calls, got both": {"want": ("set_entropy", "topk_forward_kl"), "sets": kept, "teacher": teacher},
         "set_log_prob is the log-prob of a label": {"want": ("set_log_prob",), "sets": kept, "labels": None},
         r"sets must be of tokens \[9\], or these flat, got \[8\]": {
             "want": NAMES, "sets": IdSets.from_csr(kept.ids, torch.arange(9, device=device))

@@ -1,4 +1,4 @@
-"""Log-probs of given ids in one call with statistics over sets or of a top-K teacher, against float64."""
+"""Log-probs of given ids in one call with statistics over sets, of a top-K teacher, or both, against float64."""
 
 import oracle
 import pytest
@@ -33,6 +33,8 @@ BESIDE = {
     "entries and vocabulary": ((*TOPK, *WHOLE), {}),
     "entries and vocabulary, at a temperature": ((*TOPK, *WHOLE), {"temperature": 1.7, "student_temperature": 0.6}),
     "a tail": ((*TOPK, *TAIL), {"renormalize": False, "student_temperature": 1.4}),
+    "sets and entries": ((*NAMES, *TOPK, *WHOLE), {}),
+    "a softmax and a tail": ((*NAMES[:2], *TOPK, *TAIL), {"renormalize": False, "student_temperature": 1.4}),
 }
 
 
@@ -72,9 +74,9 @@ def run(group, device, backend, beside, form="csr", dtype=torch.float32, transfo
     here = slice(shard.start, shard.stop)
     leaf = F.pad(x, (0, 56), value=40.0)[:, here].to(device, dtype).clone().requires_grad_()
     local = leaf * 1.0 if inplace else leaf
-    given = {"sets": (ragged(sets) if form == "csr" else padded(sets)).to(device)}
+    given = {"sets": (ragged(sets) if form == "csr" else padded(sets)).to(device)} if {*names} & {*NAMES} else {}
     if fields is not None:
-        given = {"teacher": TopKTeacher(*(part.to(device) for part in entries()), beta=BETA, **fields)}
+        given["teacher"] = TopKTeacher(*(part.to(device) for part in entries()), beta=BETA, **fields)
     transform = Transform(F.pad(bias_of(), (0, 56))[here].to(device), 1.3, 9.0, 1.1) if transformed else None
     with counted_collectives() as events:
         stats = vocab_statistics(
@@ -104,13 +106,14 @@ def expected(beside, dtype=torch.float32, transformed=False):
     softmax = {name: grads[name] for name in ("log_prob", "entropy")}
     at = torch.where(known, grads["log_probs_at"], 0.0)
     dz = torch.zeros_like(z).scatter_add(1, ids.clamp(min=0), at) - at.sum(1, keepdim=True) * log_p.exp()
-    dx = dz * slope
-    if fields is None:
+    dx = dz * slope + oracle.gradient(z, slope, safe, softmax)
+    of_sets, of_entries = ({name: grads[name] for name in names if (name in NAMES) == own} for own in (True, False))
+    if of_sets:
         values |= truth(z, safe, sets)
-        dx += gradient(z, slope, safe, sets, softmax | {name: grads[name] for name in names})
-    else:
-        over, dz = of_teacher(z, 1.1 if transformed else 1.0, fields, {name: grads[name] for name in names})
-        values, dx = values | over, dx + dz * slope + oracle.gradient(z, slope, safe, softmax)
+        dx += gradient(z, slope, safe, sets, of_sets)
+    if of_entries:
+        over, dz = of_teacher(z, 1.1 if transformed else 1.0, fields, of_entries)
+        values, dx = values | over, dx + dz * slope
     values = {name: torch.where(valid if x.dim() == 1 else valid[:, None], x, 0.0) for name, x in values.items()}
     return values, torch.where(valid[:, None], dx, 0.0)
 
@@ -148,12 +151,12 @@ def test_values_and_gradients_equal_float64(world_size, beside, backend):
     check(on_ranks(world_size, run, backend, beside), beside)
 
 
-@pytest.mark.parametrize("beside", ["sets", "entries and vocabulary, at a temperature"])
+@pytest.mark.parametrize("beside", ["sets and entries", "entries and vocabulary, at a temperature"])
 def test_logits_are_transformed_first_and_the_gradient_is_rounded_once(beside, backend, device):
     check([run(None, device, backend, beside, "padded", torch.bfloat16, True)], beside, torch.bfloat16, True)
 
 
-@pytest.mark.parametrize("beside", ["sets", "a tail"])
+@pytest.mark.parametrize("beside", ["sets", "a tail", "sets and entries"])
 def test_the_gradient_may_overwrite_the_logits(beside, backend, device):
     _, grad, _ = run(None, device, backend, beside)
     assert torch.equal(run(None, device, backend, beside, inplace=True)[1], grad)

@@ -40,7 +40,7 @@ def build_request(given: Given, order_of=None) -> Request:
     backend = _validate_call(logits, labels, shard, want, transform, teacher, total_weight, options)
     ignore_index = expect_ignore_index(ignore_index)
     validate_ids(ids, want, logits)  # first: its message says where ids go that were given as sets
-    validate_sets(sets, labels, want, teacher, logits)
+    validate_sets(sets, labels, want, logits)
     if isinstance(sets, IdSets) and options.check:
         check_sets(sets, labels, ignore_index, shard.vocab_size)
     if ids is not None and options.check:

@@ -15,7 +15,7 @@ from ..statistics.sets import rows_and_places
 from ..validation import expect_ids, expect_tensor
 
 
-def validate_sets(sets: IdSets | None, labels, want, teacher, logits):
+def validate_sets(sets: IdSets | None, labels, want, logits):
     """Raise TypeError or ValueError, from metadata, unless the sets fit the call. logits: [.., width]."""
     wanted = [name for name in OVER_SETS if name in want]
     if sets is not None and not isinstance(sets, IdSets):
@@ -27,8 +27,6 @@ def validate_sets(sets: IdSets | None, labels, want, teacher, logits):
         return
     if not wanted:
         raise ValueError(f"sets serve the statistics {OVER_SETS}, got none of them in want")
-    if isinstance(teacher, TopKTeacher):
-        raise ValueError("sets and a TopKTeacher are for separate calls, got both in one")
     if "set_log_prob" in want and labels is None:
         raise ValueError("set_log_prob is the log-prob of a label, got no labels")
     lead, device = logits.shape[:-1], logits.device
@@ -72,7 +70,7 @@ def set_tensors(sets: IdSets | None, lead, order: TokenOrder, facts: Facts) -> d
         return {}
     ids, spans = flat_ids(sets, lambda x: order.flatten(x.reshape(*lead, x.shape[-1])))
     most = None if sets.spans is not None else sets.ids.shape[-1]
-    return dict(zip(("entries", "entry_spans"), known_sets(ids, spans, facts.vocab_size, most, facts.backend)))
+    return dict(zip(("sets", "set_spans"), known_sets(ids, spans, facts.vocab_size, most, facts.backend)))
 
 
 def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int):

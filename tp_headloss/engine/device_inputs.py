@@ -34,8 +34,7 @@ def _prepared(facts: Facts, layout: Layout, *kinds) -> Prepared:
     kind = Tensors(*kinds)
     (width,), strides = kind.logits[2:]
     teacher = (None, None) if kind.teacher is None else kind.teacher[3]
-    n_entries = None if kind.entries is None or kind.entry_spans else kind.entries[2][0]
-    n_ids = None if kind.ids is None else kind.ids[2][0]
+    n_entries, n_ids = (None if x is None else x[2][0] for x in (kind.entries, kind.ids))
     factors = _factors(facts, kind.temperatures is not None, kind.scales is not None)
     inputs = Inputs._make((*kinds, *strides, *teacher, n_entries, n_ids, width, facts.chunk_size, *factors))
     rows = device_layout(layout)

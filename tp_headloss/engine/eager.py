@@ -50,19 +50,19 @@ def tile_of(tensors: Tensors, block: slice | torch.Tensor, columns: slice, facts
     if tensors.scales is not None:
         teacher_scale, scale = tensors.scales[:, block, None].to(z.dtype).unbind(0)
     first_id = facts.start + columns.start
-    target, at_entries, kept = part(tensors.labels, block), None, None
+    target, kept = part(tensors.labels, block), None
     if target is not None:
         target = target.long() - first_id
-    if tensors.entry_spans is not None:
-        kept = members(tensors.entries, tensors.entry_spans[block], first_id, z.shape[1])
-    elif tensors.entries is not None:
-        at_entries = _columns_of(tensors.entries[block], first_id, z.shape[1])
-    ids = None if tensors.ids is None else _columns_of(tensors.ids[block], first_id, z.shape[1])
+    if tensors.sets is not None:
+        kept = members(tensors.sets, tensors.set_spans[block], first_id, z.shape[1])
+    at_entries, at_ids = (
+        None if ids is None else _columns_of(ids[block], first_id, z.shape[1]) for ids in (tensors.entries, tensors.ids)
+    )
     teacher = part(tensors.teacher, block, columns)
     teacher = None if teacher is None else teacher.to(z.dtype) * teacher_scale
     weight, log_probs = part(tensors.column_weight, columns), part(tensors.entry_log_probs, block)
     label_logits = part(tensors.label_logits, block)
-    return Tile(z, slope, target, weight, teacher, scale, at_entries, log_probs, kept, first_id, label_logits, ids)
+    return Tile(z, slope, target, weight, teacher, scale, at_entries, log_probs, kept, first_id, label_logits, at_ids)
 
 
 def _columns_of(ids, first_id: int, width: int):

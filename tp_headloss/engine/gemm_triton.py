@@ -12,7 +12,7 @@ import triton.language as tl
 from ..statistics import softmax_triton as softmax
 from ..statistics.family_triton import read, row_factors, teacher_scales, transform
 from ..statistics.numerics_triton import INTERPRETED, lane_sum, rounded
-from ..statistics.records_triton import Chunk, Core, Packet, Tile, Token
+from ..statistics.records_triton import Chunk, Core, Lists, Packet, Tile, Token
 from .gradient_triton import tile_gradient
 from .kernels import add_to_states, start_states
 from .merge_triton import add_packet, peaks
@@ -238,7 +238,9 @@ def linear_gradient_kernel(
             first = j * COLUMNS + k * STRIP
             columns = first + tl.arange(0, STRIP)[None, :]
             written = columns < inputs.width
-            token = Token(row, n, merged_ptr + row, whole, ignored, a, start, start, written, written, 0, start)
+            token = Token(
+                row, n, merged_ptr + row, whole, ignored, a, Lists(start, start, start), start, written, written, 0
+            )
             x = rounded(strips[k], hidden.dtype) if ROUND else strips[k]
             dz = tile_gradient(
                 x, columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, STRIP

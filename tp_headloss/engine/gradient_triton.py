@@ -1,8 +1,9 @@
-"""The gradient of a tile of logits, for any tuple of families, and the gradient at a token's entries and given ids.
+"""The gradient of a tile of logits, for any tuple of families, and the gradient at the ids of a token's lists.
 
-At the entries of a top-K teacher or of a set, and at given ids, the whole gradient is computed apart, by the program of
-their columns before it may overwrite the logits, and put into its place when it has written the columns: while they are
-in the cache, a scattered element costs no access of memory.
+At the ids of a list (`Lists`: given ids, a set, the entries of a top-K teacher) the whole gradient is computed apart,
+by the program of their columns before it may overwrite the logits, and put into its place when it has written the
+columns: while they are in the cache, a scattered element costs no access of memory. The gradient at an id of several
+lists is that of the last one, whose tiles look for their ids in the lists before it.
 """
 
 import triton
@@ -10,7 +11,8 @@ import triton.language as tl
 
 from ..statistics.family_triton import load_teacher, same_coefficient, transform, upstream
 from ..statistics.numerics_triton import exp, widen
-from ..statistics.records_triton import Tile, Token
+from ..statistics.records_triton import Lists, Places, Tile, Token
+from ..statistics.sets_triton import members_between
 
 
 @triton.jit
@@ -42,10 +44,10 @@ def _softmax_gradient(z, columns, first, token, states, families, grads, inputs,
     dz = p * away
     if inputs.labels is not None:
         target = tl.load(inputs.labels + token.row).to(tl.int64) - start
-        if len(token.places.shape) + len(token.id_places.shape) == 1:
-            here = target >= 0
-        else:
+        if len(token.places.ids.shape) + len(token.places.sets.shape) + len(token.places.entries.shape) == 0:
             here = (target >= first) & (target < first + BLOCK)
+        else:
+            here = target >= 0
         if len(z.shape) == 2:  # several tokens, some of whose labels are here
             target = tl.where(here, target, -1)
             dz = _with_target(dz, target, common, columns, token, states, families, grads, rows)
@@ -90,6 +92,19 @@ def tile_gradient(
 
 
 @triton.jit
+def places_in_list(exact, inputs, row, first, end, LIST: tl.constexpr):
+    """Places of a row's ids in a list, by its number in `Lists`, among them all of the ids first .. end - 1."""
+    if LIST == 0:
+        ids, begin, count = inputs.ids, row * inputs.n_ids, inputs.n_ids
+    elif LIST == 1:
+        begin, count = members_between(inputs, row, first, end)
+        ids = inputs.sets
+    else:
+        ids, begin, count = inputs.entries, row * inputs.n_entries, inputs.n_entries
+    return Places(ids, exact[LIST], begin, count)
+
+
+@triton.jit
 def _columns_of(places, k, start, BLOCK: tl.constexpr):
     """Columns of the ids from number k on, negative where there is none."""
     place = k + tl.arange(0, BLOCK)
@@ -98,12 +113,13 @@ def _columns_of(places, k, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_exact(
-    places, first, end, chunk, token, grads, families, inputs, rows, valid_width, GIVEN: tl.constexpr,
+    places, first, end, chunk, token, grads, families, inputs, rows, valid_width, LIST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient at those of a row's entries, or GIVEN ids, that are columns first .. end - 1."""
+    """Store the gradient at those of a row's ids in a list that are columns first .. end - 1."""
+    start = token.start
     for k in range(0, places.count, BLOCK):
-        columns = _columns_of(places, k, token.start, BLOCK)
+        columns = _columns_of(places, k, start, BLOCK)
         written = (columns >= first) & (columns < end)
         columns = tl.where(written, columns, inputs.width)
         readable = written & (columns < tl.where(token.ignored, 0, end))
@@ -113,11 +129,11 @@ def store_exact(
         place = places.begin + k + tl.arange(0, BLOCK)
         at = Token(
             token.row, token.n, token.merged, token.whole, token.ignored, token.student_scale,
-            token.start if GIVEN else place, token.start, written, readable, token.loss,
-            place if GIVEN else token.start,
+            Lists(place if LIST == 0 else start, place if LIST == 1 else start, place if LIST == 2 else start),
+            start, written, readable, token.loss,
         )  # fmt: skip
         dz = tile_gradient(
-            widen(x), columns, 0, chunk, at, grads, families, inputs, rows, token.start, valid_width, False, BLOCK
+            widen(x), columns, 0, chunk, at, grads, families, inputs, rows, start, valid_width, False, BLOCK
         )
         tl.store(places.exact + place, dz.to(places.exact.dtype.element_ty), mask=written)
 

@@ -8,7 +8,6 @@ import triton
 import triton.language as tl
 
 from ..statistics import softmax_triton as softmax
-from ..statistics.entries_triton import entries_between
 from ..statistics.family_triton import (
     load_logits,
     load_teacher,
@@ -18,18 +17,18 @@ from ..statistics.family_triton import (
     teacher_scales,
 )
 from ..statistics.numerics_triton import largest, widen
-from ..statistics.records_triton import Chunk, Core, Places, Tile, Token
-from .gradient_triton import put_exact, store_exact, tile_gradient
+from ..statistics.records_triton import Chunk, Core, Lists, Tile, Token
+from .gradient_triton import places_in_list, put_exact, store_exact, tile_gradient
 from .merge_triton import merge_tokens
 from .transports.symmetric_memory_triton import slot_to_write
 
-# Columns of the gradient in a program that puts entries into their places. An H200, 8192 x 128256, microseconds of the
-# backward of sets of 1024 ids, of 64, of a top-K teacher, with its tail: 4096 1243, 1030, 1100, 1186; 8192 1295, 1045,
-# 1034, 1084; 16384 1530, 1082, -, -: what the programs at work write has to stay in the cache
+# Columns of the gradient in a program that puts that at ids of lists into its place. An H200, 8192 x 128256,
+# microseconds of the backward of sets of 1024 ids, of 64, of a top-K teacher, with its tail: 4096 1243, 1030, 1100,
+# 1186; 8192 1295, 1045, 1034, 1084; 16384 1530, 1082, -, -: what the programs at work write has to stay in the cache
 COLUMNS = tl.constexpr(8192)
 # Tiles in a program of a softcap's gradient, which has some 200 instructions besides theirs; 32064: 1 344, 4 309, 8 295
 SOFTCAP_TILES = tl.constexpr(8)
-PUT = tl.constexpr(128)  # entries or given ids that it reads at once
+PUT = tl.constexpr(128)  # ids of a list that it reads at once
 
 
 @triton.jit
@@ -156,8 +155,8 @@ def _store_gradient(
     readable = columns < tl.where(token.ignored, 0, inputs.width)
     x = tl.load(inputs.x + token.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0)
     token = Token(
-        token.row, token.n, token.merged, token.whole, token.ignored, token.student_scale, start, start, written,
-        readable, token.loss, start,
+        token.row, token.n, token.merged, token.whole, token.ignored, token.student_scale, token.places, start,
+        written, readable, token.loss,
     )  # fmt: skip
     dz = tile_gradient(
         widen(x), columns, first, chunk, token, grads, families, inputs, rows, start, valid_width, PADDED, BLOCK
@@ -174,17 +173,17 @@ def gradient_kernel(
     merged_ptr,  # [R, T] fp32
     grads,  # upstream gradients by name, see `upstream`
     loss,  # LossGradient
-    exact,  # Exact: memory for the gradient at entries and given ids
+    exact,  # Lists: memory for the gradient at their ids, None: it is not computed apart
     families,  # their GRADIENT
     rows,  # numbers of the merged rows by name
     n_rows, start, valid_width,
     PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of one row of the gradient, or some, or COLUMNS and the gradient at entries and ids there.
+    """One program: one tile of one row of the gradient, or some, or COLUMNS and the gradient at the ids of lists there.
 
     Rows run from the last to the first: what the forward read last is still in the L2 cache.
     """
-    PLAIN: tl.constexpr = exact.entries is None and exact.ids is None
+    PLAIN: tl.constexpr = exact.ids is None and exact.sets is None and exact.entries is None
     TILES: tl.constexpr = SOFTCAP_TILES if inputs.post is not None and len(families) == 0 else 1
     STEP: tl.constexpr = TILES * BLOCK if PLAIN else COLUMNS  # as `gradient_columns` says
     steps = tl.cdiv(inputs.width, STEP)
@@ -197,17 +196,21 @@ def gradient_kernel(
     pre, post = row_factors(inputs, row)
     teacher_scale, a = teacher_scales(inputs, row, n_rows)
     chunk = Chunk(row, 0, valid_width, start, -1, False, ignored, pre, post, teacher_scale, a)
-    token = Token(row, n, merged, whole, ignored, a, start, start, False, False, loss_of_row(loss, row), start)
+    token = Token(
+        row, n, merged, whole, ignored, a, Lists(start, start, start), start, False, False, loss_of_row(loss, row)
+    )
     end = tl.minimum(first + STEP, inputs.width)
     if not PLAIN:
         valid_end = tl.minimum(end, valid_width)
-        if exact.entries is not None:
-            begin, count = entries_between(inputs, row, start + first, start + valid_end)
-            entries = Places(inputs.entries, exact.entries, begin, count)
-            store_exact(entries, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, False, PUT)
-        if exact.ids is not None:
-            ids = Places(inputs.ids, exact.ids, row * inputs.n_ids, inputs.n_ids)
-            store_exact(ids, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, True, PUT)
+        lists = ()
+        for i in tl.static_range(len(exact)):
+            if exact[i] is not None:
+                lists += (places_in_list(exact, inputs, row, start + first, start + valid_end, i),)
+                store_exact(
+                    lists[i], first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, i, PUT
+                )
+            else:
+                lists += (0,)
         tl.debug_barrier()  # the logits there are read
     if STEP == BLOCK:
         _store_gradient(
@@ -224,14 +227,11 @@ def gradient_kernel(
                 BLOCK,
             )  # fmt: skip
     if not PLAIN:
-        tl.debug_barrier()  # these columns are written
         dx = dx_ptr + row * dx_row
-        if exact.ids is not None:
-            put_exact(dx, dx_column, ids, first, valid_end, start, PUT)
-        if exact.entries is not None:  # last: at given ids that are entries, too, only these have both parts
-            if exact.ids is not None:
-                tl.debug_barrier()
-            put_exact(dx, dx_column, entries, first, valid_end, start, PUT)
+        for i in tl.static_range(len(exact)):  # at ids of several lists only the last has the parts of all
+            if exact[i] is not None:
+                tl.debug_barrier()  # these columns, and those of the lists before, are written
+                put_exact(dx, dx_column, lists[i], first, valid_end, start, PUT)
 
 
 def gradient_columns(block: int, inputs, families: tuple, apart: bool = False) -> int:

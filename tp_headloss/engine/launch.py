@@ -129,9 +129,9 @@ _FEW = _AT_ENTRIES | {"log_prob", "lse"}  # those that the limits above leave wi
 _PER_COLUMN = frozenset(("forward_kl", "reverse_kl", "total_variation"))  # whose gradient reads a teacher's logits
 
 
-def entries_launch(n_entries: int | None) -> Launch:
-    """Tile of the kernels over a top-K teacher's entries, or over sets of any size (None)."""
-    return Launch(128 if n_entries is None else min(128, max(16, next_power_of_2(n_entries))), 1)
+def entries_launch(n_entries: int) -> Launch:
+    """Tile of the second exchange over a top-K teacher's entries."""
+    return Launch(min(128, max(16, next_power_of_2(n_entries))), 1)
 
 
 def small_sets_launch(most: int | None) -> Launch:

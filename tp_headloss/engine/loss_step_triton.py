@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..statistics.records_triton import Exact, Inputs, LossGradient
+from ..statistics.records_triton import Inputs, Lists, LossGradient
 from . import kernels
 from .device_inputs import inputs_of
 from .launch import MERGE, SUMS, PreparedLaunch, ceil_div, gradient_launch, int_key, statistics_launch
@@ -79,7 +79,7 @@ class LossStep:
         self.write_gradient = PreparedLaunch(
             kernels.gradient_kernel, n_rows * ceil_div(width, columns), (*variant, gradients, padded, *strides), how
         )
-        self.gradient_last = Exact(), hooks, rows.merged, n_rows, facts.start, facts.valid_width, padded
+        self.gradient_last = Lists(), hooks, rows.merged, n_rows, facts.start, facts.valid_width, padded
 
     def is_on_current_device(self) -> bool:
         """True where a kernel can be launched without a switch of devices."""

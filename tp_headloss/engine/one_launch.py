@@ -44,7 +44,7 @@ def _obstacle(request: Request, reduction) -> str | None:
         return f"at most one term of each of {sorted(OF_SOFTMAX)}, got terms of {list(statistics)}"
     if (facts.scale, facts.softcap, facts.temperature) != (1.0, 0.0, 1.0) or x.temperatures is not None:
         return "logits without a scale, softcap or temperature"
-    has_others = any(tensor is not None for tensor in (x.teacher, x.entries, x.ids))
+    has_others = any(tensor is not None for tensor in (x.teacher, x.entries, x.sets, x.ids))
     if has_others or request.layout.second or request.layout.needs_label_logits:
         return "a call without a teacher, sets, given ids or ranks"
     return None

@@ -57,8 +57,8 @@ class Tensors(NamedTuple):
     # [N, K] int32 of a top-K teacher: distinct, ascending, the largest: none
     entries: torch.Tensor | MaybeNone = None
     entry_log_probs: torch.Tensor | MaybeNone = None  # [N, K] fp32, -inf where there is none
-    # [N, 2] int64 bounds of each token's set; `entries` [all] are then the ids of all sets, each once, negative: none
-    entry_spans: torch.Tensor | MaybeNone = None
+    sets: torch.Tensor | MaybeNone = None  # [all] int32 ids of all tokens' sets, each once, negative: none
+    set_spans: torch.Tensor | MaybeNone = None  # [N, 2] int64 bounds of each token's set among them
     label_logits: torch.Tensor | MaybeNone = None  # [N] z of the labels, which `passes.with_label_logits` finds
     ids: torch.Tensor | MaybeNone = None  # [N, K] int32 whose log-probs are asked for, see `statistics.at_ids`
 
@@ -79,8 +79,8 @@ class Tensors(NamedTuple):
         return Tensors(
             logits, part(self.labels), self.bias, part(self.temperatures), self.column_weight, part(self.teacher),
             None if self.scales is None else self.scales[:, here].contiguous(),
-            part(self.entries) if self.entry_spans is None else self.entries, part(self.entry_log_probs),
-            part(self.entry_spans), part(self.label_logits), part(self.ids),
+            part(self.entries), part(self.entry_log_probs), self.sets, part(self.set_spans), part(self.label_logits),
+            part(self.ids),
         )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from ..statistics import softmax_triton as softmax
 from ..statistics.family_triton import loss_gradient, loss_of_row, open_chunk, read, transform, upstream, weigh_token
 from ..statistics.numerics_triton import exp, fixed_sums, settle, times, widen
-from ..statistics.records_triton import Core, Packet, Tile, Token
+from ..statistics.records_triton import Core, Lists, Packet, Tile, Token
 from .assumed_loss_triton import ASSUMED_UPSTREAM, rows_done
 from .kernels import add_to_states, rescale_states, start_states
 from .merge_triton import merge_tokens
@@ -288,7 +288,7 @@ def gradient_again_kernel(
         row = (first + tl.program_id(0)).to(tl.int64)
         if row < n:
             merged = merged_ptr + row
-            token = Token(row, n, merged, 0, False, 1.0, 0, 0, False, False, loss_of_row(loss, row), 0)
+            token = Token(row, n, merged, 0, False, 1.0, Lists(row, row, row), 0, False, False, loss_of_row(loss, row))
             grad_lse, grad_log_prob = upstream(grads.lse, token), upstream(grads.log_prob, token)
             shift, whole = tl.load(merged + rows.shift * n), tl.load(merged + rows.sum * n)
             others, offset = tl.load(merged + rows.others * n), tl.load(merged + rows.target * n)

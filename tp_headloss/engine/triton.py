@@ -8,7 +8,7 @@ from .. import statistics
 from ..statistics import Layout, entries_triton, sets_triton, softmax_triton
 from ..statistics.divergence_triton import divergence_kernel
 from ..statistics.entries import distinct_entries
-from ..statistics.records_triton import Exact, Inputs, LossGradient
+from ..statistics.records_triton import Inputs, Lists, LossGradient
 from . import at_ids_triton, kernels
 from .device_inputs import inputs_of
 from .device_layout import DeviceLayout, device_layout
@@ -39,8 +39,8 @@ from .sums_triton import scale, token_sums, token_sums_gradient  # noqa: F401 (p
 from .transports.symmetric_memory_triton import SharedMemory
 
 MOST_ENTRIES = 1024  # that one program compares with each other
-# statistics whose gradient is another at entries than at other columns
-AT_ENTRIES = statistics.TOPK_TEACHER + statistics.OVER_SETS
+# statistics whose gradient is another at a list's ids than at other columns
+OF_LISTS = Lists(ids=statistics.AT_IDS, sets=statistics.OVER_SETS, entries=statistics.TOPK_TEACHER)
 
 
 def shares_memory(logits) -> bool:
@@ -55,21 +55,13 @@ def _shared(memory) -> SharedMemory:
     return NOT_SHARED if memory is None else SharedMemory(memory.turns, memory.slot, memory.peers)
 
 
-def _without_entries(inputs: Inputs) -> Inputs:
-    return inputs._replace(entries=None, entry_log_probs=None, entry_spans=None, n_entries=None)
-
-
-def _without_ids(inputs: Inputs) -> Inputs:
-    return inputs._replace(ids=None, n_ids=None)
-
-
 def label_logits(out, request: Request):
     """Write the transformed logits [N] of the labels in this shard, and 0 where they are in another."""
     n_rows, facts, (inputs, prepared) = out.shape[0], request.facts, inputs_of(request)
     if n_rows:
         launch(
             softmax_triton.label_logits_kernel, ceil_div(n_rows, LABELS.block), (out.device, prepared.variant), LABELS,
-            out, _without_entries(inputs), n_rows, facts.start, facts.valid_width,
+            out, inputs, n_rows, facts.start, facts.valid_width,
         )  # fmt: skip
 
 
@@ -79,10 +71,9 @@ def local_statistics(packets, request: Request, memory=None):
     if n_rows == 0:
         return
     (inputs, prepared), shared, device = inputs_of(request), _shared(memory), packets.device
-    rows, variant, streamed = prepared.rows, (device, prepared.variant, shared.slot), inputs
+    rows, variant = prepared.rows, (device, prepared.variant, shared.slot)
     is_plain = inputs.pre is None and inputs.bias is None and inputs.student_scale is None
     if request.layout.per_id:
-        streamed = _without_ids(inputs)
         launch(
             at_ids_triton.at_ids_statistics_kernel, at_ids_programs(n_rows, inputs.n_ids), variant, AT_IDS,
             packets, inputs, shared, rows.packet, n_rows, *prepared.bounds,
@@ -90,7 +81,7 @@ def local_statistics(packets, request: Request, memory=None):
     launch(
         kernels.statistics_kernel, n_rows * facts.chunks, variant,
         statistics_launch(facts.chunk_size, inputs.teacher is not None, rows.tail_alone and is_plain),
-        packets, streamed, shared, rows.statistics, rows.packet, n_rows, *prepared.bounds,
+        packets, inputs, shared, rows.statistics, rows.packet, n_rows, *prepared.bounds,
     )  # fmt: skip
 
 
@@ -135,7 +126,6 @@ def second_statistics(packets, request: Request, merged):
     names = request.layout.second
     inputs = inputs._replace(labels=None, column_weight=None)
     if "jsd" in names or "total_variation" in names:
-        inputs = _without_entries(inputs)
         launch(
             divergence_kernel, n_rows * facts.chunks, variant, statistics_launch(facts.chunk_size, True),
             packets, inputs, merged, rows.merged, rows.second, n_rows, facts.start, facts.valid_width, facts.chunks,
@@ -166,17 +156,12 @@ def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
     with a loss its coefficients; see `passes.write_gradient`."""
     if request.tensors.logits.numel() == 0:
         return
-    (inputs, prepared), at_entries, at_ids = inputs_of(request), None, None
-    if grads.keys().isdisjoint(AT_ENTRIES):
-        inputs = _without_entries(inputs)
-    else:
-        at_entries = torch.empty_like(request.tensors.entries, dtype=out.dtype)
+    inputs, prepared = inputs_of(request)
+    lists = [name for name, names in OF_LISTS._asdict().items() if not grads.keys().isdisjoint(names)]
+    exact = Lists(**{name: torch.empty_like(getattr(inputs, name), dtype=out.dtype) for name in lists})
     if "log_probs_at" in grads:
-        at_ids = torch.empty_like(request.tensors.ids, dtype=out.dtype)
         grads = grads | {"log_probs_at": _sums_at_ids(grads["log_probs_at"], request.tensors.ids)}
-    elif inputs.ids is not None:
-        inputs = _without_ids(inputs)
-    _gradient(out, request, inputs, prepared.variant, merged, grads, loss, Exact(at_entries, at_ids))
+    _gradient(out, request, inputs, prepared.variant, merged, grads, loss, exact)
 
 
 def _sums_at_ids(upstream, ids):
@@ -200,15 +185,15 @@ def _upstream(rows: DeviceLayout, grads: dict, loss):
     return upstream, LossGradient(*loss), (*kinds, pointer_key(gradient), dtype_key(weight), *coefficients)
 
 
-def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict, loss, exact: Exact):
-    """The gradient at every column; variant: of these inputs; exact: memory for that at entries and ids."""
+def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict, loss, exact: Lists):
+    """The gradient at every column; variant: of these inputs; exact: memory for that at the ids of lists."""
     (n_rows, width), strides, facts, rows = out.shape, out.stride(), request.facts, device_layout(request.layout)
     names = tuple(grads)
     is_transformed = inputs.pre is not None or inputs.bias is not None
     hooks, how = rows.gradient_hooks(names), gradient_launch(width, names, facts.softcap != 0.0, is_transformed)
     upstream, loss, kinds = _upstream(rows, grads, loss)
     padded = facts.valid_width < width
-    apart = exact.entries is not None, exact.ids is not None
+    apart = tuple(x is not None for x in exact)
     columns = kernels.gradient_columns(how.block, inputs, hooks, any(apart))
     variant = (
         out.device,

@@ -36,7 +36,7 @@ def obstacle(hidden: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, req
         return f"the operands are neither bfloat16 nor float16 but {dtype}"
     if request.layout.needs_label_logits:
         return "ranks are counted in blocks of logits"
-    if request.tensors.entry_spans is not None or request.layout.per_id:
+    if request.tensors.sets is not None or request.layout.per_id:
         return "ids of sets are picked from blocks of logits"
     teacher = request.teacher_head.teacher_hidden, request.tensors.teacher, request.tensors.entries
     if any(x is not None for x in teacher):

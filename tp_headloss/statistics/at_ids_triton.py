@@ -14,9 +14,9 @@ def load(grads, token, inputs, rows):
 @triton.jit
 def direct(dz, state, tile, token, grads, inputs, rows):
     """Add the upstream gradients of the token's ids that are this column, which `at_ids_sums_kernel` added up."""
-    if len(token.id_places.shape) == 1:
-        dz += tl.load(grads.log_probs_at + token.id_places, mask=token.written, other=0.0)
-    elif len(token.places.shape) == 1:  # entries of a set or a teacher, some of which are given ids, too
+    if len(token.places.ids.shape) == 1:
+        dz += tl.load(grads.log_probs_at + token.places.ids, mask=token.written, other=0.0)
+    elif len(token.places.sets.shape) + len(token.places.entries.shape) == 1:  # some of its ids are given ones, too
         own = tl.zeros_like(dz)
         at = token.row * inputs.n_ids
         for k in range(0, inputs.n_ids):

@@ -89,35 +89,6 @@ def entries_kernel(
 
 
 @triton.jit
-def entry_range(inputs, row):
-    """Number of a row's first entry, and how many it has: a top-K teacher's, or those of a set."""
-    if inputs.entry_spans is not None:
-        begin = tl.load(inputs.entry_spans + 2 * row)
-        count = (tl.load(inputs.entry_spans + 2 * row + 1) - begin).to(tl.int32)
-    else:
-        begin = row * inputs.n_entries
-        count = inputs.n_entries
-    return begin, count
-
-
-@triton.jit
-def entries_between(inputs, row, first, end):
-    """As `entry_range`, of a part of a set's entries among which all of the ids first .. end - 1 are; its ids ascend,
-    and AT_ONCE of them tell where the part is."""
-    begin, count = entry_range(inputs, row)
-    if inputs.entry_spans is not None:  # noqa: SIM102 (this one is decided when the kernel is compiled)
-        if count > AT_ONCE:
-            apart = tl.cdiv(count, AT_ONCE)
-            place = tl.arange(0, AT_ONCE) * apart
-            ids = tl.load(inputs.entries + begin + place, mask=place < count, other=NO_ENTRY)
-            skipped = tl.maximum(tl.sum((ids < first).to(tl.int32), axis=0) - 1, 0) * apart
-            count = tl.minimum(tl.sum((ids < end).to(tl.int32), axis=0) * apart, count) - skipped
-            begin += skipped
-            count = tl.maximum(count, 0)
-    return begin, count
-
-
-@triton.jit
 def entries_in_chunk(chunk, inputs):
     """Number of the first of a row's entries, which ascend, that is in a chunk, and how many are: of a top-K
     teacher."""
@@ -134,10 +105,10 @@ def entries_in_chunk(chunk, inputs):
 
 
 @triton.jit
-def load_entries(inputs, chunk, at, live):
-    """Entries of a row, those numbered `at` that are live, in a chunk: the columns, z there (-inf elsewhere), which
-    entries are here."""
-    columns = tl.load(inputs.entries + at, mask=live, other=-1) - chunk.start
+def load_at_ids(ids, inputs, chunk, at, live):
+    """A row's ids in a list, those numbered `at` that are live, in a chunk: the columns, z there (-inf elsewhere),
+    which ids are here."""
+    columns = tl.load(ids + at, mask=live, other=-1) - chunk.start
     here = (columns >= chunk.first) & (columns < chunk.first + chunk.size)
     x = tl.load(inputs.x + chunk.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=here, other=0.0)
     z, _ = transform(x.to(tl.float32), tl.where(here, columns, inputs.width), inputs, chunk.pre, chunk.post)
@@ -155,7 +126,7 @@ def store_entry_sums(out, n, begin, count, chunk, inputs, rows):
     lanes = tl.arange(0, SUMMED)
     for k in range(0, count, SUMMED):
         at = chunk.row * inputs.n_entries + begin + k + lanes
-        _columns, z, here = load_entries(inputs, chunk, at, k + lanes < count)
+        _columns, z, here = load_at_ids(inputs.entries, inputs, chunk, at, k + lanes < count)
         log_tau = tl.load(inputs.entry_log_probs + at, mask=here, other=float("-inf"))
         peak = tl.maximum(m, tl.max(z, axis=0))
         drop = tl.where(m == float("-inf"), 0.0, m - peak)
@@ -218,11 +189,10 @@ def entry_divergence_kernel(
     topk_mean = tl.zeros([BLOCK], tl.float32)
     vocab = tl.zeros([BLOCK], tl.float32)
     vocab_mean = tl.zeros([BLOCK], tl.float32)
-    begin, count = entry_range(inputs, row)
     lanes = tl.arange(0, BLOCK)
-    for k in range(0, count, BLOCK):
-        place = begin + k + lanes
-        _columns, z, here = load_entries(inputs, chunk, place, k + lanes < count)
+    for k in range(0, inputs.n_entries, BLOCK):
+        place = row * inputs.n_entries + k + lanes
+        _columns, z, here = load_at_ids(inputs.entries, inputs, chunk, place, k + lanes < inputs.n_entries)
         log_tau = tl.load(inputs.entry_log_probs + place, mask=here, other=float("-inf"))
         p, _shifted = entry_softmax(z, at, n, chunk.student_scale, merged, inputs)
         q = tl.exp(log_tau)

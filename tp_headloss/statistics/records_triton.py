@@ -20,9 +20,10 @@ class Inputs(NamedTuple):
     column_weight: Any = None  # [width] fp32
     teacher: Any = None  # [T, width] logits
     scales: Any = None  # [2, T] fp32 of teacher and student, instead of their numbers
-    entries: Any = None  # int32 ids: [T, E] ascending, of a top-K teacher; [all] of all tokens' sets
+    entries: Any = None  # [T, E] int32 ids of a top-K teacher, ascending
     entry_log_probs: Any = None  # [T, E] fp32
-    entry_spans: Any = None  # [T, 2] int64 bounds of a token's set among the entries, None for a top-K teacher
+    sets: Any = None  # [all] int32 ids of all tokens' sets, each of which ascends
+    set_spans: Any = None  # [T, 2] int64 bounds of a token's set among them
     label_logits: Any = None  # [T] fp32 z of the labels, whatever shard has them
     ids: Any = None  # [T, K] int32, in any order and more than once: those whose log-probs are asked for
     x_row: Any = None  # strides
@@ -156,15 +157,16 @@ class LossGradient(NamedTuple):
     weight: object = None  # token weights [T] fp32, or None
 
 
-class Exact(NamedTuple):
-    """Memory for the gradient at columns where it is computed apart; None: it is not."""
+class Lists(NamedTuple):
+    """Something of each list of ids of `Inputs`."""
 
-    entries: object = None  # like the entries
-    ids: object = None  # [T, K] like given ids
+    ids: object = None
+    sets: object = None
+    entries: object = None
 
 
 class Places(NamedTuple):
-    """Some of a row's entries or given ids, whose gradient is computed apart."""
+    """Some of a row's ids in one list, at which the gradient is computed apart."""
 
     ids: object  # pointer to those of all rows
     exact: object  # pointer to the gradient there
@@ -181,9 +183,8 @@ class Token(NamedTuple):
     whole: object  # S
     ignored: object
     student_scale: object
-    places: object  # [BLOCK] of the entries in a tile of these; some one number in a tile of columns
+    places: object  # `Lists`: [BLOCK] of the ids in a tile of a list, in this one; else some one number
     start: object  # vocabulary id of the shard's first column
     written: object  # mask of the columns that exist
     readable: object  # mask of those that are read: none of an ignored row
     loss: object  # `loss_of_row`
-    id_places: object  # as `places`, of given ids

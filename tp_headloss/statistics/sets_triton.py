@@ -1,12 +1,12 @@
 """Device functions of the statistics over sets of ids, and the kernels that make their ids distinct.
 
-Names as in `family_triton`; a set's members are entries with bounds of their own, see `entries_triton.entry_range`.
+Names as in `family_triton`.
 """
 
 import triton
 import triton.language as tl
 
-from .entries_triton import NO_ENTRY, entries_between, load_entries
+from .entries_triton import AT_ONCE, NO_ENTRY, load_at_ids
 from .family_triton import (
     Gradient,
     Merge,
@@ -152,6 +152,39 @@ def sets_kernel(
 
 
 @triton.jit
+def members_between(inputs, row, first, end):
+    """Number of the first id, and how many ids, of a part of a row's set that has all of the ids first .. end - 1; a
+    set's ids ascend, and AT_ONCE of them tell where the part is."""
+    begin = tl.load(inputs.set_spans + 2 * row)
+    count = (tl.load(inputs.set_spans + 2 * row + 1) - begin).to(tl.int32)
+    if count > AT_ONCE:
+        apart = tl.cdiv(count, AT_ONCE)
+        place = tl.arange(0, AT_ONCE) * apart
+        ids = tl.load(inputs.sets + begin + place, mask=place < count, other=NO_ENTRY)
+        skipped = tl.maximum(tl.sum((ids < first).to(tl.int32), axis=0) - 1, 0) * apart
+        count = tl.minimum(tl.sum((ids < end).to(tl.int32), axis=0) * apart, count) - skipped
+        begin += skipped
+        count = tl.maximum(count, 0)
+    return begin, count
+
+
+@triton.jit
+def are_members(inputs, row, ids):
+    """Whether each of some ids is in a row's set, which ascends."""
+    begin = tl.load(inputs.set_spans + 2 * row)
+    count = (tl.load(inputs.set_spans + 2 * row + 1) - begin).to(tl.int32)
+    place = tl.zeros_like(ids)  # how many members are known to be less than the id
+    step = 1
+    while step < count:
+        step *= 2
+    while step > 0:
+        last = tl.load(inputs.sets + begin + place + step - 1, mask=place + step <= count, other=NO_ENTRY)
+        place = tl.where(last < ids, place + step, place)
+        step //= 2
+    return tl.load(inputs.sets + begin + place, mask=place < count, other=-1) == ids
+
+
+@triton.jit
 def start(zeros, chunk, inputs):
     return (0,)
 
@@ -169,11 +202,11 @@ def store(out, n, state, core, chunk, inputs, rows):
     moment = tl.zeros([MEMBERS], tl.float32)
     owner = tl.zeros([MEMBERS], tl.float32)
     first_id = chunk.start + chunk.first
-    begin, count = entries_between(inputs, chunk.row, first_id, first_id + chunk.size)
+    begin, count = members_between(inputs, chunk.row, first_id, first_id + chunk.size)
     lanes = tl.arange(0, MEMBERS)
     for k in range(0, count, MEMBERS):
         live = k + lanes < count
-        columns, z, here = load_entries(inputs, chunk, begin + k + lanes, live)
+        columns, z, here = load_at_ids(inputs.sets, inputs, chunk, begin + k + lanes, live)
         if inputs.labels is not None:  # the target is joined by the merge
             is_target = here & (columns - chunk.first == chunk.target)
             owner += is_target.to(tl.float32)
@@ -250,12 +283,17 @@ def finish(state, joined, out, inputs, rows):
 
 @triton.jit
 def load(grads, token, inputs, rows):
-    """Load what the gradient with respect to lse gets at columns that are no members: NaN for a bad set."""
+    """Load what the gradient with respect to lse gets, NaN for a bad set, and which entries of a tile are members."""
     whole = tl.load(token.merged + rows.set_sum * token.n)
     common = tl.where(whole == whole, 0.0, whole)
-    if len(token.places.shape) != 1 and grads.set_log_mass is not None:
-        common -= upstream(grads.set_log_mass, token)
-    return (common,)
+    members = 0
+    if len(token.places.entries.shape) == 1:
+        entries = tl.load(inputs.entries + token.places.entries, mask=token.written, other=-1)
+        members = are_members(inputs, token.row, entries)
+    if len(token.places.sets.shape) != 1 and grads.set_log_mass is not None:
+        elsewhere = common - upstream(grads.set_log_mass, token)
+        common = tl.where(members, common, elsewhere) if len(token.places.entries.shape) == 1 else elsewhere
+    return common, members
 
 
 @triton.jit
@@ -271,7 +309,8 @@ def at_target(common, state, offset, token):
 @triton.jit
 def direct(dz, state, tile, token, grads, inputs, rows):
     """Add the members' own part, by the table of `sets`."""
-    if len(token.places.shape) == 1:
+    elsewhere = dz
+    if len(token.places.sets.shape) + len(token.places.entries.shape) == 1:
         at = token.merged
         shifted = tile.z - tl.load(at + rows.set_shift * token.n)
         s = exp(shifted) / tl.load(at + rows.set_sum * token.n)
@@ -284,7 +323,7 @@ def direct(dz, state, tile, token, grads, inputs, rows):
             dz -= upstream(grads.set_entropy, token) * s * apart
         if grads.set_log_mass is not None:
             dz += upstream(grads.set_log_mass, token) * tl.load(at + rows.set_outside * token.n) * s
-    return dz
+    return tl.where(state[1], dz, elsewhere) if len(token.places.entries.shape) == 1 else dz
 
 
 STATISTICS = Statistics(start, not_rescaled, add, store)

@@ -188,7 +188,7 @@ def load(grads, token, inputs, rows):
     SOMETHING: tl.constexpr = HAS_TAIL or HAS_MASS or grads.vocab_jsd is not None
     IS_SOFTMAX: tl.constexpr = rows.rest_mean is None and inputs.student_scale is None
     state = (0.0,)
-    if SOMETHING and len(token.places.shape) != 1:
+    if SOMETHING and len(token.places.entries.shape) != 1:
         common = -_upstream_of_log_mass(grads, token, rows)
         if grads.vocab_jsd is not None:
             common -= upstream(grads.vocab_jsd, token) * tl.load(token.merged + rows.vocab_jsd_mean * token.n)
@@ -238,8 +238,8 @@ def _entry_gradient(log_tau, tile, token, grads, inputs, rows):
 @triton.jit
 def direct(dz, state, tile, token, grads, inputs, rows):
     """Add at an entry its own part, and at every other column that of the rest."""
-    if len(token.places.shape) == 1:
-        log_tau = tl.load(inputs.entry_log_probs + token.places, mask=token.written, other=float("-inf"))
+    if len(token.places.entries.shape) == 1:
+        log_tau = tl.load(inputs.entry_log_probs + token.places.entries, mask=token.written, other=float("-inf"))
         dz += token.student_scale * _entry_gradient(log_tau, tile, token, grads, inputs, rows)
     elif len(state) > 1:
         fall = tile.z - state[1]
