@@ -32,7 +32,8 @@ TEACHER, TEACHER_DEVICE = statistic("teacher")
 DIVERGENCE, DIVERGENCE_DEVICE = statistic("divergence")
 TOPK, TOPK_DEVICE = statistic("topk")
 _, TAIL_DEVICE = statistic("tail")
-ENTRIES, ENTRIES_DEVICE = statistic("entries")
+_, ENTRIES_DEVICE = statistic("entries")
+_, DISTINCT = statistic("distinct")
 SETS, SETS_DEVICE = statistic("sets")
 AT_IDS, AT_IDS_DEVICE = statistic("at_ids")
 AT_IDS_KERNELS = "engine/at_ids_triton.py"
@@ -123,7 +124,7 @@ GROUPS = {
         (GRADIENT, "_with_target", "tl.exp(offset) * common / token.whole", "tl.exp(offset) * common"),
         (GRADIENT, "tile_gradient", "dz *= slope", "pass"),
         (GRADIENT, "tile_gradient", "dz = tl.where(columns < valid_width, dz, 0.0)", "pass"),
-        ("engine/triton.py", "_gradient", "padded = facts.valid_width < width", "padded = False"),
+        ("engine/triton.py", "logits_gradient", "padded = facts.valid_width < width", "padded = False"),
         (PASSES, "kernel_gradients", "target_logit if name not in grads else grads[name] + target_logit", "target_logit"),
     ],
     "test_sharding test_own_family test_generated": [
@@ -182,17 +183,17 @@ GROUPS = {
         (SETS, "SetsFamily.local", "torch.where(tile.members, softmax.z, -torch.inf)", "softmax.z"),
         (SETS, "SetsFamily.finish", "own.factor * (moment + own.drop * whole) + weigh(own.p_target, own.offset)", "moment"),
         (SETS, "SetsFamily.direct", 'grads["set_log_mass"] * merged["set_outside"] * s', 'grads["set_log_mass"] * s'),
-        (SETS_DEVICE, "_in_order", "begin + written + tl.cumsum(ones, axis=0) - ones", "begin + written + tl.cumsum(ones, axis=0)"),
-        (SETS_DEVICE, "_in_order", "tl.store(seen_ptr + word, tl.zeros([BLOCK], tl.int32), mask=bits != 0)", "pass"),
-        (SETS_DEVICE, "_ones", "bits >> 4", "bits >> 3"),
-        (SETS_DEVICE, "small_sets_kernel", "(ids <= before)", "(ids < before)"),
-        (SETS_DEVICE, "small_sets_kernel", "tl.where(unknown > 0, 0, tl.sum((ids < NO_ENTRY).to(tl.int32), axis=0))", "tl.sum((ids < NO_ENTRY).to(tl.int32), axis=0)"),
-        (SETS_DEVICE, "small_sets_kernel", "tl.store(at + tl.cumsum(kept, axis=0) - 1, ids, mask=kept != 0)", "pass"),
-        (SETS_DEVICE, "small_sets_kernel", "tl.minimum(size, distinct)", "size"),
+        (DISTINCT, "_in_order", "begin + written + tl.cumsum(ones, axis=0) - ones", "begin + written + tl.cumsum(ones, axis=0)"),
+        (DISTINCT, "_in_order", "tl.store(seen_ptr + word, tl.zeros([BLOCK], tl.int32), mask=bits != 0)", "pass"),
+        (DISTINCT, "_ones", "bits >> 4", "bits >> 3"),
+        (DISTINCT, "_store_distinct", "(ids <= before)", "(ids < before)"),
+        (DISTINCT, "distinct_ids_kernel", "live.to(tl.int32) > bad", "live"),
+        (DISTINCT, "_store_distinct", "tl.store(at + tl.cumsum(kept, axis=0) - 1, ids, mask=kept != 0)", "pass"),
+        (DISTINCT, "_store_distinct", "tl.minimum(size, distinct)", "size"),
         ("engine/triton.py", "known_sets", "most is None or most > how.block", "False"),
-        (SETS_DEVICE, "sets_kernel", "row < n_rows", "row >= 0"),
-        (SETS_DEVICE, "sets_kernel", "(ids <= before) | (before < 0)", "(ids < before) | (before < 0)"),
-        (SETS_DEVICE, "sets_kernel", "(ids <= before) | (before < 0)", "ids <= before"),
+        (DISTINCT, "sets_kernel", "row < n_rows", "row >= 0"),
+        (DISTINCT, "sets_kernel", "(ids <= before) | (before < 0)", "(ids < before) | (before < 0)"),
+        (DISTINCT, "sets_kernel", "(ids <= before) | (before < 0)", "ids <= before"),
         (SETS_DEVICE, "members_between", "tl.maximum(tl.sum((ids < first).to(tl.int32), axis=0) - 1, 0)", "tl.sum((ids < first).to(tl.int32), axis=0)"),
         (SETS_DEVICE, "members_between", "(ids < end)", "(ids < first)"),
         (SETS_DEVICE, "store", 'tl.where(is_target, float("-inf"), z)', "z"),
@@ -286,20 +287,20 @@ GROUPS = {
         (KERNELS, "gradient_kernel", "put_exact(dx, dx_column, lists[i], first, valid_end, start, PUT)", "pass"),
         (GRADIENT, "_softmax_gradient", "len(token.places.ids.shape) + len(token.places.sets.shape)", "len(token.places.sets.shape)"),
         (AT_IDS_DEVICE, "direct", "len(token.places.sets.shape) + len(token.places.entries.shape)", "len(token.places.sets.shape)"),
-        (SETS_DEVICE, "are_members", "place + step <= count", "place + step < count"),
+        (DISTINCT, "places_of", "place + step <= count", "place + step < count"),
         (SETS_DEVICE, "are_members", "place < count", "True"),
         (SETS_DEVICE, "load", "tl.where(members, common, elsewhere)", "elsewhere"),
         (SETS_DEVICE, "direct", "tl.where(state[1], dz, elsewhere)", "dz"),
         ("engine/request.py", "Tensors.rows", "part(self.ids)", "self.ids"),
         ("call/sets.py", "check_ids", "labels.reshape(-1) != ignore_index", "True"),
-        ("call/sets.py", "validate_ids", "ids.dim() != len(lead) + 1", "False"),
+        ("call/sets.py", "_expect_ids_of_tokens", "ids.dim() != len(lead) + 1", "False"),
     ],
     "test_topk_distillation test_topk": [
-        ("call/sets.py", "check_entries", "valid & (known & (ids >= vocab_size)).any(1)", "(known & (ids >= vocab_size)).any(1)"),
-        ("call/sets.py", "check_entries", "(ids >= 0) & (given != -torch.inf)", "ids >= 0"),
-        ("call/sets.py", "check_entries", "known &= teacher.mask.reshape(-1, count)", "pass"),
+        ("call/sets.py", "check_ids", "known & (ids >= vocab_size)", "ids >= vocab_size"),
+        ("call/sets.py", "check_entries", "(masked_ids(teacher).reshape(-1, count) >= 0) & (given != -torch.inf)", "masked_ids(teacher).reshape(-1, count) >= 0"),
+        ("call/sets.py", "check_entries", "masked_ids(teacher)", "teacher.ids"),
         ("call/sets.py", "check_entries", "~(mass <= LARGEST_MASS + rounding.clamp(max=0.1))", "mass > 1e6"),
-        (ENTRIES, "distinct_entries", "live if mask is None else live & mask", "live"),
+        ("call/request_of.py", "_teacher_tensors", "masked_ids(teacher)", "teacher.ids"),
         (EAGER, "merge_second", "sums[::2].clamp(min=0)", "sums[1::2].clamp(min=0)"),
         (TOPK, "TopKFamily._rest", 'scale * (sums["topk_shift"] - shift) + log_sum - whole.log()', "log_sum - whole.log()"),
         (TOPK, "TopKFamily._rest", 'scale * (sums["topk_shift"] - top) + log_sum - whole.log()', "log_sum - whole.log()"),
@@ -328,7 +329,7 @@ GROUPS = {
         (TOPK_DEVICE, "_rest", "outside = 1.0 - inside", "outside = inside"),
         (TOPK_DEVICE, "direct", "token.student_scale * _entry_gradient(log_tau, tile, token, grads, inputs, rows)", "0.0"),
         (ENTRIES_DEVICE, "store_entry_sums", "cross -= tl.where(mass == 0.0, 0.0, mass * drop)", "pass"),
-        (ENTRIES_DEVICE, "entries_kernel", "log_tau += tl.log(tl.where(kept, total, 1.0))", "pass"),
+        (DISTINCT, "_log_tau", "log_tau + tl.log(total)", "log_tau"),
         (ENTRIES_DEVICE, "entry_divergence_kernel", "tl.load(at + merged.inside * n)", "1.0"),
         (TOPK_DEVICE, "_rest_coefficients", "common += tl.load(at + rows.inside * n) * upstream(grads.tail_log_mass, token)", "pass"),
         (TOPK_DEVICE, "load", "(common,) if IS_SOFTMAX else _rest_coefficients(common, grads, token, rows)", "(common,)"),

@@ -92,7 +92,7 @@ def test_operators_are_registered_consistently(device):
     x, labels = rows(device)
     checks, operators = {"test_utils": ("test_schema", "test_faketensor")}, torch.ops.tp_headloss
     ids, log_probs = torch.randint(0, V, (N, 5), device=device), torch.randn(N, 5, device=device)
-    of_entries = (ids, log_probs, None, None, 1.0, True, V, "torch")
+    of_entries = (ids, log_probs, None, 1.0, True, V, "torch")
     torch.library.opcheck(operators.entries.default, of_entries, **checks)
     scales = torch.rand(2, N, device=device) + 0.5
     spans = torch.arange(2 * N, device=device).view(N, 2) * 2

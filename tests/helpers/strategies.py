@@ -132,8 +132,7 @@ def cases(draw, world_size, backend):
     inside = 2**31 - 1 if labels == "int32" else 1 << 40
     bad = [ignore_index] * 3 + [vocab_size, -1, -inside, inside, vocab_size - 1, 0, cuts[1]]
     bad = [label for label in bad if labels != "int32" or abs(label) < 2**31]
-    free = transport != "sum" and teacher != "topk"
-    sets = draw(st.sampled_from([None, "padded", "ragged"])) if free else None
+    sets = None if transport == "sum" else draw(st.sampled_from([None, "padded", "ragged"]))
     given_ids = transport != "sum" and not head and draw(st.booleans())
     if given_ids:
         want += ("log_probs_at",)

@@ -12,6 +12,7 @@ import torch
 from ..spec import TensorLine, checked
 from ..statistics.sets import rows_and_places
 from ..validation import expect_ids, expect_mask, expect_tensor
+from .teachers import TopKTeacher
 
 
 @checked
@@ -269,9 +270,9 @@ def _apart(ids, spans) -> IdSets:
     return ragged(ids[place], torch.stack([torch.nn.functional.pad(end, (1, 0))[:-1], end], 1).view(spans.shape))
 
 
-def masked_ids(sets: IdSets) -> torch.Tensor:
+def masked_ids(given: IdSets | TopKTeacher) -> torch.Tensor:
     """The ids [.., K], negative where there is none."""
-    return sets.ids if sets.mask is None else torch.where(sets.mask, sets.ids, -1)
+    return given.ids if given.mask is None else torch.where(given.mask, given.ids, -1)
 
 
 def flat_ids(sets: IdSets, flatten) -> tuple[torch.Tensor, torch.Tensor]:

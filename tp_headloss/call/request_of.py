@@ -7,10 +7,10 @@ import functools
 import torch
 
 from .. import statistics
-from ..arguments.id_sets import IdSets
+from ..arguments.id_sets import IdSets, masked_ids
 from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from ..engine.backend import resolve_backend
-from ..engine.operators import top_entries
+from ..engine.operators import distinct_ids
 from ..engine.request import Facts, Request, Tensors, TokenOrder
 from ..ranks.shard import ShardFacts, VocabShard
 from ..statistics import FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
@@ -79,10 +79,9 @@ def _teacher_tensors(teacher, scales, order: TokenOrder, facts: Facts) -> dict[s
     out = {} if scales is None else {"scales": torch.stack([order.flatten(scale) for scale in scales])}
     if isinstance(teacher, Teacher):
         return out | {"teacher": order.flatten(teacher.logits.detach().resolve_neg())}
-    parts = teacher.ids, teacher.log_probs.detach(), teacher.mask
-    given = (None if x is None else order.flatten(x).contiguous() for x in parts)
-    scale = None if scales is None else out["scales"][0]
-    entries = top_entries(*given, scale, facts.teacher_scale, teacher.renormalize, facts.vocab_size, facts.backend)
+    given = [order.flatten(x).contiguous() for x in (masked_ids(teacher), teacher.log_probs.detach())]
+    how = None if scales is None else out["scales"][0], facts.teacher_scale, teacher.renormalize
+    entries = distinct_ids("entries", *given, *how, facts.vocab_size, facts.backend)
     return out | dict(zip(("entries", "entry_log_probs"), entries))
 
 

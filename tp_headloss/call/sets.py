@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..arguments.id_sets import IdSets, flat_ids, ragged
+from ..arguments.id_sets import IdSets, flat_ids, masked_ids, ragged
 from ..arguments.sampling_rule import SamplingRule
 from ..arguments.teachers import TopKTeacher
-from ..engine.operators import known_sets
+from ..engine.operators import distinct_ids
 from ..engine.request import Facts, TokenOrder
 from ..statistics import AT_IDS, OVER_SETS
 from ..statistics.at_ids import known_ids
@@ -17,46 +17,48 @@ from ..validation import expect_ids, expect_tensor
 
 def validate_sets(sets: IdSets | None, labels, want, logits):
     """Raise TypeError or ValueError, from metadata, unless the sets fit the call. logits: [.., width]."""
-    wanted = [name for name in OVER_SETS if name in want]
     if sets is not None and not isinstance(sets, IdSets):
         hint = ": pass kept_ids(logits, rule, ..)" if isinstance(sets, SamplingRule) else ""
         raise TypeError(f"sets must be IdSets(..) or None, got {type(sets).__name__}{hint}")
+    _expect_both("sets", sets, OVER_SETS, want, "sets of ids, got none: sets=IdSets(ids)")
     if sets is None:
-        if wanted:
-            raise ValueError(f"{wanted} need sets of ids, got none: sets=IdSets(ids)")
         return
-    if not wanted:
-        raise ValueError(f"sets serve the statistics {OVER_SETS}, got none of them in want")
     if "set_log_prob" in want and labels is None:
         raise ValueError("set_log_prob is the log-prob of a label, got no labels")
     lead, device = logits.shape[:-1], logits.device
-    expect_ids("sets.ids", sets.ids)
     if sets.spans is not None:
+        expect_ids("sets.ids", sets.ids)
         sets.expect_tokens(lead)
         expect_tensor("sets.ids", sets.ids, device=device)
         expect_tensor("the sets' offsets", sets.spans, device=device)
         return
-    if sets.ids.dim() != len(lead) + 1:
-        raise ValueError(f"sets.ids must be [.., K] for tokens {list(lead)}, got {list(sets.ids.shape)}")
-    shape = (*lead, sets.ids.shape[-1])
-    expect_tensor("sets.ids", sets.ids, shape, device)
+    _expect_ids_of_tokens("sets.ids", sets.ids, logits)
     if sets.mask is not None:
-        expect_tensor("sets.mask", sets.mask, shape, device)
+        expect_tensor("sets.mask", sets.mask, sets.ids.shape, device)
 
 
 def validate_ids(ids, want, logits):
     """Raise TypeError or ValueError, from metadata, unless the given ids fit the call. logits: [.., width]."""
-    if ids is None:
-        if AT_IDS[0] in want:
-            raise ValueError(f"{[*AT_IDS]} need ids [.., K], got none: ids=ids")
-        return
-    if AT_IDS[0] not in want:
-        raise ValueError(f"ids serve the statistics {AT_IDS}, got none of them in want")
-    expect_ids("ids", ids)
+    _expect_both("ids", ids, AT_IDS, want, "ids [.., K], got none: ids=ids")
+    if ids is not None:
+        _expect_ids_of_tokens("ids", ids, logits)
+
+
+def _expect_both(name: str, given, statistics, want, needed: str):
+    """Raise ValueError for what is given without statistics of it in want, or is not given and needed for some."""
+    wanted = [statistic for statistic in statistics if statistic in want]
+    if given is None and wanted:
+        raise ValueError(f"{wanted} need {needed}")
+    if given is not None and not wanted:
+        raise ValueError(f"{name} serve the statistics {statistics}, got none of them in want")
+
+
+def _expect_ids_of_tokens(name: str, ids: torch.Tensor, logits):
+    expect_ids(name, ids)
     lead = logits.shape[:-1]
     if ids.dim() != len(lead) + 1:
-        raise ValueError(f"ids must be [.., K] for tokens {list(lead)}, got {list(ids.shape)}")
-    expect_tensor("ids", ids, (*lead, ids.shape[-1]), logits.device)
+        raise ValueError(f"{name} must be [.., K] for tokens {list(lead)}, got {list(ids.shape)}")
+    expect_tensor(name, ids, (*lead, ids.shape[-1]), logits.device)
 
 
 def id_tensors(ids: torch.Tensor | None, order: TokenOrder, vocab_size: int) -> dict[str, torch.Tensor]:
@@ -70,7 +72,8 @@ def set_tensors(sets: IdSets | None, lead, order: TokenOrder, facts: Facts) -> d
         return {}
     ids, spans = flat_ids(sets, lambda x: order.flatten(x.reshape(*lead, x.shape[-1])))
     most = None if sets.spans is not None else sets.ids.shape[-1]
-    return dict(zip(("sets", "set_spans"), known_sets(ids, spans, facts.vocab_size, most, facts.backend)))
+    known = distinct_ids("known_sets", ids, spans, facts.vocab_size, most, facts.backend)
+    return dict(zip(("sets", "set_spans"), known))
 
 
 def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int):
@@ -100,24 +103,16 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
     Rounding a log-prob l to a dtype changes its probability by a factor of up to 1 + eps * |l| / 2.
     """
     count = teacher.ids.shape[-1]
-    ids, given = teacher.ids.reshape(-1, count), teacher.log_probs.detach().reshape(-1, count)
-    known = (ids >= 0) & (given != -torch.inf)
-    if teacher.mask is not None:
-        known &= teacher.mask.reshape(-1, count)
-    valid = labels.reshape(-1) != ignore_index
-    bad = (valid & (known & (ids >= vocab_size)).any(1)).nonzero()
-    if len(bad):
-        token = int(bad[0])
-        raise ValueError(
-            f"teacher.ids of token {token} (flat index) must be below {vocab_size}, got {ids[token].tolist()[:20]}; "
-            f"{len(bad)} such tokens"
-        )
+    given = teacher.log_probs.detach().reshape(-1, count)
+    known = (masked_ids(teacher).reshape(-1, count) >= 0) & (given != -torch.inf)
+    check_ids(teacher.ids, labels, ignore_index, vocab_size, "teacher.ids", known)
     log_probs = given.double().masked_fill(~known, -torch.inf)
     probs = log_probs.exp()
     rounding = torch.finfo(given.dtype).eps * (probs * log_probs.masked_fill(~known, 0.0).abs()).sum(1)
     mass = probs.sum(1)
     if teacher.tail_log_prob is not None:
         mass = mass + teacher.tail_log_prob.detach().reshape(-1).double().exp()
+    valid = labels.reshape(-1) != ignore_index
     bad = (valid & ~(mass <= LARGEST_MASS + rounding.clamp(max=0.1))).nonzero()  # NaN is bad, too
     if len(bad):
         token = int(bad[0])
@@ -128,13 +123,15 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
         )
 
 
-def check_ids(ids: torch.Tensor, labels, ignore_index: int, vocab_size: int):
-    """Raise ValueError with the first token, if any, of whose given ids [.., K] one is at or beyond the vocabulary."""
+def check_ids(
+    ids: torch.Tensor, labels, ignore_index: int, vocab_size: int, name: str = "ids", known: torch.Tensor | bool = True
+):
+    """Raise ValueError with the first token, if any, of whose known ids [.., K] one is at or beyond the vocabulary."""
     ids = ids.reshape(labels.numel(), ids.shape[-1])
-    bad = ((labels.reshape(-1) != ignore_index) & (ids >= vocab_size).any(1)).nonzero()
+    bad = ((labels.reshape(-1) != ignore_index) & (known & (ids >= vocab_size)).any(1)).nonzero()
     if len(bad):
         token = int(bad[0])
         raise ValueError(
-            f"ids of token {token} (flat index) must be below {vocab_size}, got {ids[token].tolist()[:20]}; "
+            f"{name} of token {token} (flat index) must be below {vocab_size}, got {ids[token].tolist()[:20]}; "
             f"{len(bad)} such tokens"
         )

@@ -9,7 +9,7 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
     merge_second(packets, outputs, layout)               those of all ranks -> last rows of merged rows and values
     logits_gradient(out, request, merged, grads)         upstream gradients by name -> d loss / d logits, in `out`;
                                                          of "triton" also those of a reduced loss, see `passes`
-    entries(ids, log_probs, mask, factor, renormalize, vocab_size)  a top-K teacher's entries, distinct and ascending
+    entries(ids, log_probs, factors, factor, renormalize, vocab_size)  a top-K teacher's entries, distinct and ascending
     known_sets(ids, spans, vocab_size, most=None)        the ids of all sets as the backend takes them, and their bounds
     scale(out, x, factor, add=False)                     out (+)= x * factor, a scalar tensor
     shares_memory(logits)                                whether packets may meet in symmetric memory (`memory`)

@@ -35,8 +35,7 @@ class DeviceLayout:
         flags = list(layout.flags)
         self._flags = tuple(2 + flags.index(name) if name in flags else None for name in Outputs._fields[2:])
         families = layout.families[1:]  # carriers know the softmax by name
-        hooks = [family.device.STATISTICS for family in families if family.streams(layout.call)]
-        self.statistics = tuple(hook for hook in hooks if hook)
+        self.statistics = tuple(family.device.STATISTICS for family in families if family.device.STATISTICS)
         # whether a top-K teacher's tail, without its moment, is all that a forward adds up besides the softmax
         self.tail_alone = has_tail(layout.want) and len(self.statistics) == 1 and "tail_moment" not in layout.packet
         self.merge = tuple(family.device.MERGE for family in families if family.device.MERGE)

@@ -10,9 +10,9 @@ import torch
 
 from ..statistics import IGNORED, SOFTMAX, Layout
 from ..statistics.at_ids import log_probs_at, logits_at
-from ..statistics.entries import distinct_entries as entries  # noqa: F401 (part of the contract)
 from ..statistics.family import Tile
 from ..statistics.sets import known_sets, members  # noqa: F401 (the first is part of the contract)
+from ..statistics.topk import distinct_entries as entries  # noqa: F401 (part of the contract)
 from .request import Facts, Request, Tensors
 
 BLOCK_ELEMENTS = 1 << 19  # per temporary: a few MiB, whatever N and V are

@@ -92,7 +92,7 @@ def tile_gradient(
 
 
 @triton.jit
-def places_in_list(exact, inputs, row, first, end, LIST: tl.constexpr):
+def _places_in_list(exact, inputs, row, first, end, LIST: tl.constexpr):
     """Places of a row's ids in a list, by its number in `Lists`, among them all of the ids first .. end - 1."""
     if LIST == 0:
         ids, begin, count = inputs.ids, row * inputs.n_ids, inputs.n_ids
@@ -113,29 +113,34 @@ def _columns_of(places, k, start, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_exact(
-    places, first, end, chunk, token, grads, families, inputs, rows, valid_width, LIST: tl.constexpr,
+    exact, first, end, chunk, token, grads, families, inputs, rows, valid_width, LIST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient at those of a row's ids in a list that are columns first .. end - 1."""
+    """Store the gradient at those of a row's ids in list number LIST of `Lists` that are columns first .. end - 1, and
+    return the ids' places; 0 where there is no memory for the list."""
     start = token.start
-    for k in range(0, places.count, BLOCK):
-        columns = _columns_of(places, k, start, BLOCK)
-        written = (columns >= first) & (columns < end)
-        columns = tl.where(written, columns, inputs.width)
-        readable = written & (columns < tl.where(token.ignored, 0, end))
-        x = tl.load(
-            inputs.x + token.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0
-        )
-        place = places.begin + k + tl.arange(0, BLOCK)
-        at = Token(
-            token.row, token.n, token.merged, token.whole, token.ignored, token.student_scale,
-            Lists(place if LIST == 0 else start, place if LIST == 1 else start, place if LIST == 2 else start),
-            start, written, readable, token.loss,
-        )  # fmt: skip
-        dz = tile_gradient(
-            widen(x), columns, 0, chunk, at, grads, families, inputs, rows, start, valid_width, False, BLOCK
-        )
-        tl.store(places.exact + place, dz.to(places.exact.dtype.element_ty), mask=written)
+    places = 0
+    if exact[LIST] is not None:
+        places = _places_in_list(exact, inputs, token.row, start + first, start + end, LIST)
+        for k in range(0, places.count, BLOCK):
+            columns = _columns_of(places, k, start, BLOCK)
+            written = (columns >= first) & (columns < end)
+            columns = tl.where(written, columns, inputs.width)
+            readable = written & (columns < tl.where(token.ignored, 0, end))
+            x = tl.load(
+                inputs.x + token.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=readable, other=0.0
+            )
+            place = places.begin + k + tl.arange(0, BLOCK)
+            at = Token(
+                token.row, token.n, token.merged, token.whole, token.ignored, token.student_scale,
+                Lists(place if LIST == 0 else start, place if LIST == 1 else start, place if LIST == 2 else start),
+                start, written, readable, token.loss,
+            )  # fmt: skip
+            dz = tile_gradient(
+                widen(x), columns, 0, chunk, at, grads, families, inputs, rows, start, valid_width, False, BLOCK
+            )
+            tl.store(places.exact + place, dz.to(places.exact.dtype.element_ty), mask=written)
+    return places
 
 
 @triton.jit

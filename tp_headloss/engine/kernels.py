@@ -18,7 +18,7 @@ from ..statistics.family_triton import (
 )
 from ..statistics.numerics_triton import largest, widen
 from ..statistics.records_triton import Chunk, Core, Lists, Tile, Token
-from .gradient_triton import places_in_list, put_exact, store_exact, tile_gradient
+from .gradient_triton import put_exact, store_exact, tile_gradient
 from .merge_triton import merge_tokens
 from .transports.symmetric_memory_triton import slot_to_write
 
@@ -204,13 +204,9 @@ def gradient_kernel(
         valid_end = tl.minimum(end, valid_width)
         lists = ()
         for i in tl.static_range(len(exact)):
-            if exact[i] is not None:
-                lists += (places_in_list(exact, inputs, row, start + first, start + valid_end, i),)
-                store_exact(
-                    lists[i], first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, i, PUT
-                )
-            else:
-                lists += (0,)
+            lists += (
+                store_exact(exact, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, i, PUT),
+            )
         tl.debug_barrier()  # the logits there are read
     if STEP == BLOCK:
         _store_gradient(

@@ -6,6 +6,7 @@ schemas are made.
 
 from __future__ import annotations
 
+import functools
 import typing
 
 import torch
@@ -94,9 +95,16 @@ def logits_gradient(request: Request, merged, grads: dict, *loss) -> torch.Tenso
     return torch.ops.tp_headloss.logits_gradient(*request.tensors, merged, given, *fields_of(request.facts))
 
 
-def _entries(ids, log_probs, mask, scales, scale, renormalize, vocab_size, backend):
-    scale = scale if scales is None else scales
-    return load_backend(backend).entries(ids, log_probs, mask, scale, renormalize, vocab_size)
+def _distinct(name: str, *args):
+    return getattr(load_backend(args[-1]), name)(*args[:-1])
+
+
+def distinct_ids(name: str, *args):
+    """The lists of ids of a call as backends take them, by the function "entries" or "known_sets" of a `backend`, whose
+    name is the last argument."""
+    if can_skip_dispatch(args[0]):
+        return _distinct(name, *args)
+    return getattr(torch.ops.tp_headloss, name)(*args)
 
 
 def _entries_fake(ids, log_probs, *_):
@@ -104,22 +112,8 @@ def _entries_fake(ids, log_probs, *_):
     return torch.empty_like(ids, dtype=torch.int32), torch.empty_like(log_probs, dtype=dtype)
 
 
-def top_entries(*args):
-    """A top-K teacher's ids and log-probs -> its distinct entries [N, K] each; see `statistics.entries`."""
-    return _entries(*args) if can_skip_dispatch(args[1]) else torch.ops.tp_headloss.entries(*args)
-
-
-def _known_sets(ids, spans, vocab_size, most, backend):
-    return load_backend(backend).known_sets(ids, spans, vocab_size, most)
-
-
 def _known_sets_fake(ids, spans, *_):
     return torch.empty_like(ids, dtype=torch.int32), torch.empty_like(spans)
-
-
-def known_sets(*args):
-    """The ids of all sets [all] and their bounds [N, 2] -> both as backends take them; see `statistics.sets`."""
-    return _known_sets(*args) if can_skip_dispatch(args[0]) else torch.ops.tp_headloss.known_sets(*args)
 
 
 def _gather_tokens(x, world_size, group_name):
@@ -147,12 +141,12 @@ register(
 )  # fmt: skip
 register(
     "entries",
-    "Tensor ids, Tensor log_probs, Tensor? mask, Tensor? scales, float scale, bool renormalize, int vocab_size, "
-    "str backend", "(Tensor, Tensor)", _entries, _entries_fake,
+    "Tensor ids, Tensor log_probs, Tensor? scales, float scale, bool renormalize, int vocab_size, str backend",
+    "(Tensor, Tensor)", functools.partial(_distinct, "entries"), _entries_fake,
 )  # fmt: skip
 register(
     "known_sets", "Tensor ids, Tensor spans, int vocab_size, SymInt? most, str backend", "(Tensor, Tensor)",
-    _known_sets, _known_sets_fake,
+    functools.partial(_distinct, "known_sets"), _known_sets_fake,
 )  # fmt: skip
 register("gather_tokens", "Tensor x, int world_size, str group_name", "Tensor", _gather_tokens, _gather_tokens_fake)
 register(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from .. import statistics
-from ..statistics import Layout, entries_triton, sets_triton, softmax_triton
+from ..statistics import Layout, distinct_triton, entries_triton, softmax_triton
 from ..statistics.divergence_triton import divergence_kernel
-from ..statistics.entries import distinct_entries
 from ..statistics.records_triton import Inputs, Lists, LossGradient
+from ..statistics.topk import distinct_entries
 from . import at_ids_triton, kernels
 from .device_inputs import inputs_of
 from .device_layout import DeviceLayout, device_layout
@@ -38,7 +38,7 @@ from .request import Request
 from .sums_triton import scale, token_sums, token_sums_gradient  # noqa: F401 (part of the contract)
 from .transports.symmetric_memory_triton import SharedMemory
 
-MOST_ENTRIES = 1024  # that one program compares with each other
+MOST_ENTRIES = 1024  # that one program sorts
 # statistics whose gradient is another at a list's ids than at other columns
 OF_LISTS = Lists(ids=statistics.AT_IDS, sets=statistics.OVER_SETS, entries=statistics.TOPK_TEACHER)
 
@@ -156,12 +156,23 @@ def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
     with a loss its coefficients; see `passes.write_gradient`."""
     if request.tensors.logits.numel() == 0:
         return
-    inputs, prepared = inputs_of(request)
-    lists = [name for name, names in OF_LISTS._asdict().items() if not grads.keys().isdisjoint(names)]
+    (n_rows, width), strides, facts, names = out.shape, out.stride(), request.facts, tuple(grads)
+    (inputs, prepared), rows = inputs_of(request), device_layout(request.layout)
+    lists = [name for name, served in OF_LISTS._asdict().items() if not grads.keys().isdisjoint(served)]
     exact = Lists(**{name: torch.empty_like(getattr(inputs, name), dtype=out.dtype) for name in lists})
-    if "log_probs_at" in grads:
-        grads = grads | {"log_probs_at": _sums_at_ids(grads["log_probs_at"], request.tensors.ids)}
-    _gradient(out, request, inputs, prepared.variant, merged, grads, loss, exact)
+    if exact.ids is not None:
+        grads = grads | {"log_probs_at": _sums_at_ids(grads["log_probs_at"], inputs.ids)}
+    is_transformed = inputs.pre is not None or inputs.bias is not None
+    hooks, how = rows.gradient_hooks(names), gradient_launch(width, names, facts.softcap != 0.0, is_transformed)
+    upstream, loss, kinds = _upstream(rows, grads, loss)
+    padded = facts.valid_width < width
+    columns = kernels.gradient_columns(how.block, inputs, hooks, bool(lists))
+    variant = out.device, rows, hooks, padded, pointer_key(out), *map(int_key, strides), prepared.variant, kinds
+    launch(
+        kernels.gradient_kernel, n_rows * ceil_div(width, columns), variant, how,
+        out, *strides, inputs, merged, upstream, loss, exact, hooks, rows.merged,
+        n_rows, facts.start, facts.valid_width, padded,
+    )  # fmt: skip
 
 
 def _sums_at_ids(upstream, ids):
@@ -185,48 +196,19 @@ def _upstream(rows: DeviceLayout, grads: dict, loss):
     return upstream, LossGradient(*loss), (*kinds, pointer_key(gradient), dtype_key(weight), *coefficients)
 
 
-def _gradient(out, request: Request, inputs: Inputs, variant, merged, grads: dict, loss, exact: Lists):
-    """The gradient at every column; variant: of these inputs; exact: memory for that at the ids of lists."""
-    (n_rows, width), strides, facts, rows = out.shape, out.stride(), request.facts, device_layout(request.layout)
-    names = tuple(grads)
-    is_transformed = inputs.pre is not None or inputs.bias is not None
-    hooks, how = rows.gradient_hooks(names), gradient_launch(width, names, facts.softcap != 0.0, is_transformed)
-    upstream, loss, kinds = _upstream(rows, grads, loss)
-    padded = facts.valid_width < width
-    apart = tuple(x is not None for x in exact)
-    columns = kernels.gradient_columns(how.block, inputs, hooks, any(apart))
-    variant = (
-        out.device,
-        rows,
-        hooks,
-        padded,
-        apart,
-        pointer_key(out),
-        *map(int_key, strides),
-        variant,
-        kinds,
-    )
-    launch(
-        kernels.gradient_kernel, n_rows * ceil_div(width, columns), variant, how,
-        out, *strides, inputs, merged, upstream, loss, exact, hooks, rows.merged,
-        n_rows, facts.start, facts.valid_width, padded,
-    )  # fmt: skip
-
-
-def entries(ids, log_probs, mask, factor, renormalize, vocab_size):
-    """A top-K teacher's entries, see `statistics.entries`, in one kernel."""
+def entries(ids, log_probs, factors, factor, renormalize, vocab_size):
+    """A top-K teacher's entries, see `statistics.topk.distinct_entries`, in one kernel."""
     n_rows, n_entries = ids.shape
-    how = Launch(next_power_of_2(n_entries), 1 if n_entries <= 128 else 4)
+    how = Launch(max(2, next_power_of_2(n_entries)), 1 if n_entries <= 128 else 4)
     if how.block > MOST_ENTRIES or log_probs.dtype == torch.float64:
-        return distinct_entries(ids, log_probs, mask, factor, renormalize, vocab_size)
+        return distinct_entries(ids, log_probs, factors, factor, renormalize, vocab_size)
     out = torch.empty_like(ids, dtype=torch.int32), torch.empty_like(log_probs, dtype=torch.float32)
-    factors, factor = (factor, 1.0) if isinstance(factor, torch.Tensor) else (None, factor)
     if n_rows:
-        vectors = ids, log_probs, mask, factors
+        keys = map(pointer_key, (ids, log_probs, factors))
         launch(
-            entries_triton.entries_kernel, n_rows,
-            (ids.device, n_entries, vocab_size, renormalize, factor, *map(pointer_key, vectors)), how,
-            *out, *vectors, n_entries, vocab_size, factor, renormalize, min(32, how.block),
+            distinct_triton.distinct_ids_kernel, n_rows,
+            (ids.device, n_entries, vocab_size, renormalize, factor, *keys), how,
+            out[0], None, out[1], ids, None, log_probs, factors, n_entries, vocab_size, factor, renormalize,
         )  # fmt: skip
     return out
 
@@ -237,12 +219,15 @@ def known_sets(ids, spans, vocab_size, most: int | None = None):
     variant = ids.device, vocab_size, *map(pointer_key, (ids, spans))
     if len(spans):
         how = small_sets_launch(most)
-        launch(sets_triton.small_sets_kernel, len(spans), variant, how, *out, ids, spans, vocab_size)
+        launch(
+            distinct_triton.distinct_ids_kernel, len(spans), variant, how,
+            *out, None, ids, spans, None, None, 0, vocab_size, 1.0, False,
+        )  # fmt: skip
     if len(spans) and (most is None or most > how.block):
         programs = min(len(spans), SETS_PROGRAMS)
         seen = ids.new_zeros((programs, vocab_size // 32 + 1), dtype=torch.int32)
         launch(
-            sets_triton.sets_kernel, programs, variant, SETS,
+            distinct_triton.sets_kernel, programs, variant, SETS,
             *out, ids, spans, seen, len(spans), vocab_size, how.block,
         )  # fmt: skip
     return out

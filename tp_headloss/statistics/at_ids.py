@@ -22,9 +22,6 @@ class AtIdsFamily(Family):
     statistics = gradients = ("log_probs_at",)
     has_lanes = False
 
-    def streams(self, call: Wanted) -> bool:
-        return False
-
     def value_rows(self, call: Wanted) -> tuple[str, ...]:
         return ()
 

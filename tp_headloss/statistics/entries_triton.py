@@ -1,4 +1,4 @@
-"""A top-K teacher's entries: which they are, their packet rows, their second exchange.
+"""A top-K teacher's entries: their packet rows, their second exchange.
 
 Names as in `family_triton`; E entries per token, tau their probabilities, s = softmax of z' over the entries.
 """
@@ -6,86 +6,12 @@ Names as in `family_triton`; E entries per token, tau their probabilities, s = s
 import triton
 import triton.language as tl
 
+from .distinct_triton import NO_ENTRY
 from .family_triton import open_chunk_again, transform
 from .numerics_triton import LOG2_E, LOG_2, SMALLEST, exp, fixed_sum, log2, log2_mixture, relative_information
 
-NO_ENTRY = tl.constexpr(2147483647)  # the id of a place without an entry
 AT_ONCE = tl.constexpr(128)  # entries that the programs of one warp read at once
 SUMMED = tl.constexpr(32)  # entries of a chunk that they sum at once
-
-
-@triton.jit
-def _given(ids_ptr, log_probs_ptr, mask_ptr, row, k, n_entries, vocab_size):
-    """Entries k as they were given: ids, log-probs, whether each is one, and whether it is unknown."""
-    ids = tl.load(ids_ptr + row + k, mask=k < n_entries, other=-1).to(tl.int64)
-    log_probs = tl.load(log_probs_ptr + row + k, mask=k < n_entries, other=float("-inf")).to(tl.float32)
-    live = (ids >= 0) & (log_probs != float("-inf"))
-    if mask_ptr is not None:
-        live = live & (tl.load(mask_ptr + row + k, mask=k < n_entries, other=0) != 0)
-    unknown = live & ((ids >= vocab_size) | (log_probs != log_probs) | (log_probs == float("inf")))
-    return tl.minimum(ids, NO_ENTRY).to(tl.int32), log_probs, live, unknown
-
-
-@triton.jit
-def entries_kernel(
-    ids_out_ptr,  # [T, E] int32 out: distinct ids, ascending, then NO_ENTRY
-    log_tau_ptr,  # [T, E] fp32 out, -inf where there is none
-    ids_ptr,  # [T, E] int32 or int64
-    log_probs_ptr,  # [T, E]
-    mask_ptr,  # [T, E] bool or None
-    scale_ptr,  # [T] fp32 or None: then the number
-    n_entries, vocab_size, scale,
-    RENORMALIZE: tl.constexpr, SLICE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: the entries of one row, each compared with every other; E^2 operations, of which E is small."""
-    row = tl.program_id(0).to(tl.int64) * n_entries
-    i = tl.arange(0, BLOCK)
-    inside = i < n_entries
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr + tl.program_id(0))
-    ids, log_probs, live, unknown = _given(ids_ptr, log_probs_ptr, mask_ptr, row, i, n_entries, vocab_size)
-    bad = tl.max(unknown.to(tl.int32), axis=0)  # 1: the row has NaN for its only entry
-    live = live.to(tl.int32) > bad
-    place = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, n_entries, SLICE):
-        j = first + tl.arange(0, SLICE)
-        others, _, alive, _ = _given(ids_ptr, log_probs_ptr, mask_ptr, row, j, n_entries, vocab_size)
-        others = tl.where(alive, others, NO_ENTRY)
-        # [SLICE, BLOCK], so that every lane adds up for itself
-        place += tl.sum((others[:, None] < ids[None, :]).to(tl.int32), axis=0)
-    kept = live
-    count = tl.sum(live.to(tl.int32), axis=0)
-    log_tau = tl.where(kept, log_probs, float("-inf"))
-    # n different ids are at the places 0 to n - 1, and equal ones at the first of theirs
-    if tl.sum(tl.where(live, place, 0), axis=0) < count * (count - 1) // 2:
-        for k in range(0, n_entries):
-            one = (i == k) & live
-            kept = kept & ~((ids == tl.max(tl.where(one, ids, -1), axis=0)) & (i > k))
-        log_tau = tl.where(kept, log_probs, float("-inf"))
-        # then those before an entry are fewer than counted, and each is the sum of all with its id
-        place = tl.zeros([BLOCK], tl.int32)
-        total = kept.to(tl.float32)  # each itself
-        for k in range(0, n_entries):
-            one = (i == k) & live
-            same = kept & (ids == tl.max(tl.where(one, ids, -1), axis=0))
-            new = tl.where(same, tl.max(tl.where(one, log_probs, float("-inf")), axis=0), float("-inf"))
-            peak = tl.maximum(log_tau, new)
-            safe = tl.where(peak == float("-inf"), 0.0, peak)
-            total = total * tl.exp(log_tau - safe) + tl.where(i == k, 0.0, tl.exp(new - safe))
-            log_tau = peak
-            place += (ids > tl.min(tl.where((i == k) & kept, ids, NO_ENTRY), axis=0)).to(tl.int32)
-        log_tau += tl.log(tl.where(kept, total, 1.0))
-    log_tau *= scale
-    if RENORMALIZE:
-        peak = tl.max(log_tau, axis=0)
-        peak = tl.where(peak == float("-inf"), 0.0, peak)
-        whole = tl.sum(tl.exp(log_tau - peak), axis=0)
-        log_tau -= peak + tl.log(tl.where(whole == 0.0, 1.0, whole))
-    count = tl.sum(kept.to(tl.int32), axis=0)
-    tl.store(ids_out_ptr + row + i, tl.where(i < bad, 0, NO_ENTRY), mask=inside & (i >= count))
-    tl.store(log_tau_ptr + row + i, tl.where(i < bad, float("nan"), float("-inf")), mask=inside & (i >= count))
-    tl.store(ids_out_ptr + row + place, ids, mask=kept)
-    tl.store(log_tau_ptr + row + place, log_tau, mask=kept)
 
 
 @triton.jit

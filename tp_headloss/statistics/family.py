@@ -103,10 +103,6 @@ class Family:
     # whether logits are compared with that of the label, which is then found before they stream by
     needs_label_logits = False
 
-    def streams(self, call: Wanted) -> bool:
-        """True if it has packet rows that are summed while logits stream by."""
-        return True
-
     def wanted(self, call: Wanted) -> bool:
         return call.any_of(self.statistics)
 

@@ -1,154 +1,15 @@
-"""Device functions of the statistics over sets of ids, and the kernels that make their ids distinct.
-
-Names as in `family_triton`.
-"""
+"""Device functions of the statistics over sets of ids. Names as in `family_triton`."""
 
 import triton
 import triton.language as tl
 
-from .entries_triton import AT_ONCE, NO_ENTRY, load_at_ids
-from .family_triton import (
-    Gradient,
-    Merge,
-    Statistics,
-    not_rescaled,
-    nothing_folded,
-    read,
-    upstream,
-    write,
-)
+from .distinct_triton import NO_ENTRY, places_of
+from .entries_triton import AT_ONCE, load_at_ids
+from .family_triton import Gradient, Merge, Statistics, not_rescaled, nothing_folded, read, upstream, write
 from .numerics_triton import decay, exp, fixed_sum, settle, weigh
 from .softmax_triton import join_target
 
 MEMBERS = tl.constexpr(256)  # of a chunk that are summed at once: of 1024 ids 128 are in one of 8, or some more
-
-
-@triton.jit
-def _ids_at(ids_ptr, begin, place, count):
-    """Ids of a set by their places, -1 where there is none."""
-    ids = tl.load(ids_ptr + begin + place, mask=(place >= 0) & (place < count), other=-1).to(tl.int64)
-    return tl.maximum(ids, -1)
-
-
-@triton.jit
-def _stored(at, place, count, ids):
-    """Store ids at their places and return the one before each, -1 before the first."""
-    tl.store(at + place, ids, mask=place < count)
-    tl.debug_barrier()  # all are stored
-    before = tl.load(at + place - 1, mask=(place > 0) & (place < count), other=-1)
-    tl.debug_barrier()  # all are read
-    return before
-
-
-@triton.jit
-def small_sets_kernel(
-    ids_out_ptr, spans_out_ptr, ids_ptr, spans_ptr,  # as in `sets_kernel`
-    vocab_size,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: the set of one token, if it has at most BLOCK ids. Those that do not ascend are sorted."""
-    row = tl.program_id(0).to(tl.int64)
-    begin = tl.load(spans_ptr + 2 * row)
-    all_ids = tl.load(spans_ptr + 2 * row + 1) - begin
-    if all_ids <= BLOCK:
-        count = all_ids.to(tl.int32)
-        place = tl.arange(0, BLOCK)
-        at = ids_out_ptr + begin
-        ids = tl.load(ids_ptr + begin + place, mask=place < count, other=-1)
-        unknown = tl.sum((ids >= vocab_size).to(tl.int32), axis=0)
-        ids = tl.where(ids < 0, NO_ENTRY, ids).to(tl.int32)
-        size = tl.where(unknown > 0, 0, tl.sum((ids < NO_ENTRY).to(tl.int32), axis=0))
-        before = _stored(at, place, count, ids)
-        if tl.sum(((ids <= before) & (ids < NO_ENTRY)).to(tl.int32), axis=0) > 0:
-            # in any order before: this one leaves most exchanges within a thread
-            ids = tl.sort(ids)
-            before = _stored(at, place, count, ids)
-            kept = ((ids != before) & (ids < NO_ENTRY)).to(tl.int32)
-            distinct = tl.sum(kept, axis=0)
-            if distinct < size:
-                tl.store(at + tl.cumsum(kept, axis=0) - 1, ids, mask=kept != 0)
-            size = tl.minimum(size, distinct)
-        tl.store(spans_out_ptr + 2 * row, begin)
-        tl.store(spans_out_ptr + 2 * row + 1, begin + size)
-
-
-@triton.jit
-def _ones(bits):
-    """Number of ones of each uint32."""
-    bits = bits - ((bits >> 1) & 0x55555555)
-    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    return (((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
-
-
-@triton.jit
-def _in_order(ids_out_ptr, ids_ptr, seen_ptr, begin, count, words, BLOCK: tl.constexpr):
-    """Write each id of a set once and ascending, and return how many; seen: a bit for each id, all 0 before and
-    after."""
-    lanes = tl.arange(0, BLOCK)
-    for k in range(0, count, BLOCK):
-        ids = _ids_at(ids_ptr, begin, k + lanes, count).to(tl.int32)
-        bit = tl.full([BLOCK], 1, tl.int32) << (ids & 31)
-        tl.atomic_or(seen_ptr + ids // 32, bit, mask=ids >= 0, sem="relaxed")  # the barrier orders them
-    tl.debug_barrier()  # all are marked
-    written = 0
-    for first in range(0, words, BLOCK):
-        word = first + lanes
-        bits = tl.load(seen_ptr + word, mask=word < words, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
-        tl.store(seen_ptr + word, tl.zeros([BLOCK], tl.int32), mask=bits != 0)
-        ones = _ones(bits).to(tl.int32)
-        place = begin + written + tl.cumsum(ones, axis=0) - ones
-        written += tl.sum(ones, axis=0)
-        for _ in range(tl.max(ones, axis=0)):
-            others = bits & (bits - 1)  # all but the lowest
-            column = _ones((bits ^ others) - 1).to(tl.int32)
-            tl.store(ids_out_ptr + place, 32 * word + column, mask=bits != 0)
-            place += 1
-            bits = others
-    tl.debug_barrier()  # what is 0 again, before the next set marks
-    return written
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def sets_kernel(
-    ids_out_ptr,  # [all] int32 out: each id of a set once, ascending
-    spans_out_ptr,  # [T, 2] int64 out: their bounds, of no ids for a set with an id that is unknown
-    ids_ptr,  # [all] int32 or int64
-    spans_ptr,  # [T, 2] int64
-    seen_ptr,  # [programs, words] int32, all 0: a bit for each id
-    n_rows, vocab_size,
-    SMALL: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program: those of the sets of some tokens that have more than SMALL ids. Ids that ascend are as they should
-    be; others are marked and listed."""
-    lanes = tl.arange(0, BLOCK)
-    words = vocab_size // 32 + 1
-    seen_ptr += tl.program_id(0).to(tl.int64) * words
-    for first in range(0, n_rows, tl.num_programs(0)):
-        row = (first + tl.program_id(0)).to(tl.int64)
-        here = row < n_rows
-        begin = tl.load(spans_ptr + 2 * row, mask=here, other=0)
-        count = (tl.load(spans_ptr + 2 * row + 1, mask=here, other=0) - begin).to(tl.int32)
-        here = count > SMALL
-        count = tl.where(here, count, 0)
-        unknown = tl.zeros([BLOCK], tl.int32)
-        unordered = tl.zeros([BLOCK], tl.int32)
-        found = tl.zeros([BLOCK], tl.int32)
-        for k in range(0, count, BLOCK):
-            place = k + lanes
-            ids = _ids_at(ids_ptr, begin, place, count)
-            before = _ids_at(ids_ptr, begin, place - 1, count)
-            unknown += (ids >= vocab_size).to(tl.int32)
-            unordered += ((ids >= 0) & (place > 0) & ((ids <= before) | (before < 0))).to(tl.int32)
-            found += (ids >= 0).to(tl.int32)
-            tl.store(ids_out_ptr + begin + place, ids.to(tl.int32), mask=ids >= 0)
-        size = tl.sum(found, axis=0)
-        if tl.sum(unknown, axis=0) > 0:
-            size = 0
-        elif tl.sum(unordered, axis=0) > 0:
-            tl.debug_barrier()  # after the stores above
-            size = _in_order(ids_out_ptr, ids_ptr, seen_ptr, begin, count, words, BLOCK)
-        tl.store(spans_out_ptr + 2 * row, begin, mask=here)
-        tl.store(spans_out_ptr + 2 * row + 1, begin + size, mask=here)
 
 
 @triton.jit
@@ -173,14 +34,7 @@ def are_members(inputs, row, ids):
     """Whether each of some ids is in a row's set, which ascends."""
     begin = tl.load(inputs.set_spans + 2 * row)
     count = (tl.load(inputs.set_spans + 2 * row + 1) - begin).to(tl.int32)
-    place = tl.zeros_like(ids)  # how many members are known to be less than the id
-    step = 1
-    while step < count:
-        step *= 2
-    while step > 0:
-        last = tl.load(inputs.sets + begin + place + step - 1, mask=place + step <= count, other=NO_ENTRY)
-        place = tl.where(last < ids, place + step, place)
-        step //= 2
+    place = places_of(ids, inputs.sets + begin, count)
     return tl.load(inputs.sets + begin + place, mask=place < count, other=-1) == ids
 
 

@@ -8,7 +8,7 @@ lost.
 import triton
 import triton.language as tl
 
-from .entries_triton import NO_ENTRY
+from .distinct_triton import NO_ENTRY
 from .family_triton import load_logits
 from .numerics_triton import exp, fixed_sum, lane_sum, neighbours_sum
 from .softmax_triton import load_target

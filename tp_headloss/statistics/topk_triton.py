@@ -8,15 +8,7 @@ import triton.language as tl
 
 from . import tail_triton
 from .entries_triton import entries_in_chunk, entry_softmax, jensen_shannon_parts, store_entry_sums
-from .family_triton import (
-    Gradient,
-    Merge,
-    Statistics,
-    nothing_folded,
-    read,
-    upstream,
-    write,
-)
+from .family_triton import Gradient, Merge, Statistics, nothing_folded, read, upstream, write
 from .numerics_triton import decay, exp, log1p, settle, weigh
 
 
