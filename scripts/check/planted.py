@@ -287,7 +287,7 @@ GROUPS = {
         (KERNELS, "gradient_kernel", "put_exact(dx, dx_column, lists[i], first, valid_end, start, PUT)", "pass"),
         (GRADIENT, "_softmax_gradient", "len(token.places.ids.shape) + len(token.places.sets.shape)", "len(token.places.sets.shape)"),
         (AT_IDS_DEVICE, "direct", "len(token.places.sets.shape) + len(token.places.entries.shape)", "len(token.places.sets.shape)"),
-        (DISTINCT, "places_of", "place + step <= count", "place + step < count"),
+        (DISTINCT, "places_of", "last < ids", "last <= ids"),
         (SETS_DEVICE, "are_members", "place < count", "True"),
         (SETS_DEVICE, "load", "tl.where(members, common, elsewhere)", "elsewhere"),
         (SETS_DEVICE, "direct", "tl.where(state[1], dz, elsewhere)", "dz"),

@@ -195,6 +195,19 @@ def test_a_set_that_is_bad_leaves_given_ids_alone(backend, device):
     assert grad.isnan().any(-1).tolist() == [False, True, False, True]
 
 
+def test_an_entry_that_is_the_first_id_of_the_next_tokens_set_is_no_member(device):
+    x = torch.linspace(-1, 1, 18, device=device).view(2, 9)
+    sets, ids = ragged([[2], [5]]).to(device), torch.tensor([[5, 3], [2, 5]], device=device)
+    given = {"want": ("set_log_mass", "topk_forward_kl"), "sets": sets}
+    given["teacher"] = TopKTeacher(ids, torch.tensor([[0.5, 0.5]] * 2, device=device).log())
+    grads = []
+    for backend in ("torch", "triton"):
+        leaf = x.clone().requires_grad_()
+        stats = vocab_statistics(leaf, options=Options(backend=backend), **given)
+        grads += torch.autograd.grad((stats.set_log_mass + stats.topk_forward_kl).sum(), leaf)
+    torch.testing.assert_close(*grads)
+
+
 def test_gradcheck_in_float64(device):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 9, generator=generator, dtype=torch.float64).to(device).requires_grad_()
