@@ -33,6 +33,7 @@ DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
     "int64 or int32": lambda dtype: dtype in (torch.int64, torch.int32),
     "bool": lambda dtype: dtype == torch.bool,
     "bool or integers": lambda dtype: not dtype.is_floating_point and not dtype.is_complex,
+    "real numbers or bool": lambda dtype: not dtype.is_complex,
     "real numbers": lambda dtype: not dtype.is_complex and dtype != torch.bool,
 }
 
@@ -333,9 +334,20 @@ def lines_of(function: Callable[..., Any]) -> dict[str, Line]:
         line = line_of(hints.get(name))
         if line is not None:
             lines[name] = line
-        elif name != "cls" and parameter.kind is not parameter.VAR_KEYWORD:
+        elif name not in ("cls", "self") and parameter.kind is not parameter.VAR_KEYWORD:
             raise TypeError(f"{function.__qualname__}: the annotation of {name} must be a line, got {hints.get(name)}")
     return lines
+
+
+def described(function: F) -> F:
+    """Decorate a public function whose call checks its arguments itself, after ranks can tell each other of an error.
+
+    It gets the lines, and its docstring an entry for each argument.
+    """
+    result: Any = function
+    result.lines = lines_of(function)
+    result.__doc__ = _with_arguments(function, result.lines)
+    return result
 
 
 _LINES: dict[str, dict[str, Line]] = {}  # by module and name; torch.compile takes no closure of lines
@@ -392,7 +404,8 @@ def _with_arguments(function, lines: dict[str, Line]) -> str:
     the entry that is written there."""
     doc, hints = inspect.cleandoc(function.__doc__ or ""), _hints(function)
     section = re.search(r"^Args:\n((?: {4}.*\n)*)", doc, re.M)
-    written = {} if section is None else dict(re.findall(r"^ {4}(\w+): ((?:.*\n)(?: {8}.*\n)*)", section[1], re.M))
+    found = re.findall(r"^ {4}([\w, ]+): ((?:.*\n)(?: {8}.*\n)*)", "" if section is None else section[1], re.M)
+    written = {name: text for names, text in found for name in names.split(", ")}
     entries = ""
     for name, line in lines.items():
         text = written.get(name, "")
@@ -464,3 +477,7 @@ Weight: TypeAlias = (
 )
 Size: TypeAlias = Annotated[int, IntLine(1)]
 Unused: TypeAlias = Annotated[Any, CheckedBy("not used")]
+TotalWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("width",), sharded=0)]
+Want: TypeAlias = Annotated[tuple[str, ...], CheckedBy("names of optional statistics")]
+TokenWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers or bool")]
+Bias: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", ("width",), sharded=0)]

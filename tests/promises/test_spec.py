@@ -8,7 +8,25 @@ import pytest
 import torch
 
 import tp_headloss
-from tp_headloss import Linear, Sequences, TopKTeacher, Transform, VocabStatistics, losses, spec, vocab_statistics
+from tp_headloss import (
+    HeadLoss,
+    IdSets,
+    Linear,
+    PolicyGradient,
+    SamplingRule,
+    Sequences,
+    TopKTeacher,
+    Transform,
+    VocabStatistics,
+    kept_ids,
+    linear_vocab_statistics,
+    log_probs,
+    losses,
+    sample,
+    spec,
+    topk_log_probs,
+    vocab_statistics,
+)
 from tp_headloss.integrations import nemo_rl, skyrl, slime
 from tp_headloss.integrations.verl import functions
 
@@ -64,8 +82,39 @@ HOSTS = {  # functions of hosts, whose arguments go together: a right call of ea
     functions.logits_processor: {"group": None, "vocab_size": 8},
     functions.linear_cross_entropy: {"hidden": HIDDEN, "weight": WEIGHT, "labels": IDS},
 }  # fmt: skip
+
+
+def of_terms(**keywords):
+    """`HeadLoss.forward` with two inputs."""
+    return HeadLoss([PolicyGradient("clip")])(**keywords)
+
+
+def of_terms_from_hidden_states(**keywords):
+    """`HeadLoss.linear` with two inputs."""
+    return HeadLoss([PolicyGradient("clip")]).linear(**keywords)
+
+
+INPUTS = {"inputs": {"advantages": torch.ones(B, S), "old_log_prob": torch.zeros(B, S)}}
+CALL, LINEAR_CALL = {"logits": LOGITS, "labels": IDS}, {"hidden": HIDDEN, "weight": WEIGHT, "labels": IDS}
+ALL = {"sets": IdSets(IDS[..., None]), "ids": IDS[..., None], "total_weight": torch.ones(8)}
+ALL |= {
+    "want": ("total", "set_log_prob", "log_probs_at", "topk_forward_kl"),
+    "teacher": TopKTeacher(IDS[..., None], -HIDDEN[..., :1]),
+}
+CORE = {
+    vocab_statistics: CALL | ALL,
+    log_probs: CALL,
+    linear_vocab_statistics: LINEAR_CALL | ALL | {"bias": torch.zeros(8)},
+    topk_log_probs: {"logits": HIDDEN, "weight": WEIGHT, "k": 2, "top_p": 0.5},
+    kept_ids: {"logits": HIDDEN, "weight": WEIGHT, "rule": SamplingRule(2)},
+    sample: {"logits": HIDDEN, "weight": WEIGHT, "seed": 1, "positions": IDS},
+    of_terms: CALL | INPUTS | {"token_weight": torch.ones(B, S), "denominator": torch.tensor(2.0)},
+    of_terms_from_hidden_states: LINEAR_CALL | INPUTS | {"token_weight": torch.ones(B, S), "bias": torch.zeros(8)},
+}
+of_terms.lines, of_terms_from_hidden_states.lines = HeadLoss.forward.lines, HeadLoss.linear.lines
+HOSTS |= CORE
 CHECKED = {name: f for name, f in {**vars(losses), **vars(tp_headloss)}.items() if hasattr(f, "lines")}
-CHECKED |= {f"{f.__module__.rsplit('.')[-1]}.{f.__name__}": f for f in HOSTS}
+CHECKED |= {f"{f.__module__.rsplit('.')[-1]}.{f.__name__}": f for f in HOSTS if f not in CHECKED.values()}
 
 
 def test_every_loss_has_lines():
@@ -107,7 +156,7 @@ def wrong(line):
         good = right("", line)
         values |= {"list": [1.0], "number": 1.5, "complex": good.to(torch.complex64), "meta": good.to("meta")}
         dtypes = {"floating point": "long bool", "bool": "float long", "int64 or int32": "float bool"}
-        dtypes |= {"bool or integers": "float"}
+        dtypes |= {"bool or integers": "float", "real numbers or bool": ""}
         values |= {dtype: getattr(good, dtype)() for dtype in dtypes.get(line.kind, "bool").split()}
         if line.constant:
             values["trained"] = good.clone().requires_grad_()
@@ -191,7 +240,10 @@ def test_what_the_lines_take_is_taken(name):
 def test_what_a_line_rules_out_is_refused_by_name(function, name, value):
     given = arguments_of(function)
     first = next(iter(given))
-    others = [name] if name != first else list(given)  # the first sets sizes, so another may be the one that differs
+    said = ["hidden states"] * (name in ("logits", "hidden"))  # logits or hidden states, as the other arguments say
+    others = (
+        [name, *said] if name != first else [*given, *said]
+    )  # the first sets sizes, so another may be the one that differs
     with pytest.raises((TypeError, ValueError), match="|".join(rf"\b{re.escape(n)}\b" for n in others)):
         function(**given | {name: value})
 

@@ -12,6 +12,7 @@ from ..arguments.teachers import Teacher, TopKTeacher
 from ..engine.autograd import Statistics
 from ..engine.request import Request
 from ..ranks.shard import VocabShard
+from ..spec import Ids, Logits, TotalWeight, Want, described
 from ..statistics import MaybeNone, VocabStatistics, documented_fields
 from ..validation import expect_bool, refuse_transforms
 from .agreement import Agreement
@@ -21,17 +22,18 @@ from .request_of import build_request
 
 
 @uncompiled_where_needed
+@described
 def vocab_statistics(
-    logits: torch.Tensor,
-    labels: torch.Tensor | None = None,
+    logits: Logits,
+    labels: Ids | None = None,
     *,
     shard: VocabShard | None = None,
-    want: tuple[str, ...] = (),
+    want: Want = (),
     transform: Transform | None = None,
     teacher: Teacher | TopKTeacher | None = None,
     sets: IdSets | None = None,
-    ids: torch.Tensor | None = None,
-    total_weight: torch.Tensor | None = None,
+    ids: Ids | None = None,
+    total_weight: TotalWeight | None = None,
     ignore_index: int = -100,
     options: Options | None = None,
 ) -> VocabStatistics:
@@ -108,9 +110,10 @@ class LogProbs(NamedTuple):
     lse: torch.Tensor
 
 
+@described
 def log_probs(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: Logits,
+    labels: Ids,
     *,
     shard: VocabShard | None = None,
     entropy: bool = True,

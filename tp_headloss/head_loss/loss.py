@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from ..call.statistics import computed_statistics
 from ..engine.one_launch import expecting, gradient_in_forward
 from ..linear_head.call import LinearCall
 from ..ranks.shard import VocabShard
+from ..spec import Bias, CheckedBy, Floating, Ids, Logits, Rows, Scalar, TokenWeight, described
 from ..validation import expect_bool, expect_instance
 from .call import Call, check_call, local_arguments, replicated_facts
 from .definition import HeadLossDefinition
@@ -111,16 +112,17 @@ class HeadLoss(nn.Module):
         return self._definition.description()
 
     @uncompiled_where_needed
+    @described
     def forward(
         self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
+        logits: Logits,
+        labels: Ids,
         *,
         shard: VocabShard | None = None,
-        token_weight: torch.Tensor | None = None,
-        denominator: torch.Tensor | float | None = None,
+        token_weight: TokenWeight | None = None,
+        denominator: Scalar | float | None = None,
         transform: Transform | None = None,
-        inputs: Mapping[str, Any] | None = None,
+        inputs: Annotated[Mapping[str, Any], CheckedBy("inputs of terms and metrics by name")] | None = None,
     ) -> HeadLossOutput:
         """Loss of logits [.., width] sharded on V, labels [..] replicated -> `HeadLossOutput`, replicated.
 
@@ -192,18 +194,19 @@ class HeadLoss(nn.Module):
             return call, build_request(given) if given.linear is None else LinearCall.checked(given)
 
     @uncompiled_where_needed
+    @described
     def linear(
         self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
+        hidden: Floating,
+        weight: Rows,
+        labels: Ids,
         *,
-        bias: torch.Tensor | None = None,
+        bias: Bias | None = None,
         shard: VocabShard | None = None,
-        token_weight: torch.Tensor | None = None,
-        denominator: torch.Tensor | float | None = None,
+        token_weight: TokenWeight | None = None,
+        denominator: Scalar | float | None = None,
         transform: Transform | None = None,
-        inputs: Mapping[str, Any] | None = None,
+        inputs: Annotated[Mapping[str, Any], CheckedBy("inputs of terms and metrics by name")] | None = None,
         linear: Linear | None = None,
     ) -> HeadLossOutput:
         """Loss of the logits hidden @ weight^T + bias, which never exist as a whole -> `HeadLossOutput`, replicated.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..arguments.id_sets import IdSets
 from ..arguments.linear import Linear
 from ..arguments.options import Options, Transform
@@ -12,25 +10,27 @@ from ..call.agreement import Agreement
 from ..call.compile import uncompiled_where_needed
 from ..call.given import Given
 from ..ranks.shard import VocabShard
+from ..spec import Bias, Floating, Ids, Rows, TotalWeight, Want, described
 from ..statistics import VocabStatistics
 from ..validation import expect_instance
 from .call import LinearCall
 
 
 @uncompiled_where_needed
+@described
 def linear_vocab_statistics(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor | None = None,
+    hidden: Floating,
+    weight: Rows,
+    labels: Ids | None = None,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Bias | None = None,
     shard: VocabShard | None = None,
-    want: tuple[str, ...] = (),
+    want: Want = (),
     transform: Transform | None = None,
     teacher: Teacher | TopKTeacher | TeacherHead | None = None,
     sets: IdSets | None = None,
-    ids: torch.Tensor | None = None,
-    total_weight: torch.Tensor | None = None,
+    ids: Ids | None = None,
+    total_weight: TotalWeight | None = None,
     ignore_index: int = -100,
     options: Options | None = None,
     linear: Linear | None = None,

@@ -22,6 +22,7 @@ from ..call.statistics import vocab_statistics
 from ..engine.request import Request
 from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
+from ..spec import Count, Ids, Logits, Rows, described
 from ..statistics import MaybeNone, documented_fields
 from ..validation import expect_ids, expect_instance, expect_int, expect_tensor
 from .kept import find_kept, ids_and_counts, join_tokens, spans_of, tiles, tokens_per_block, transformed_logits
@@ -56,11 +57,12 @@ class Sample(NamedTuple):
 
 @uncompiled(SIZES_FROM_VALUES)
 @torch.no_grad()
+@described
 def kept_ids(
-    logits: torch.Tensor | TeacherHead,
+    logits: Logits | TeacherHead,
     rule: SamplingRule,
     *,
-    weight: torch.Tensor | None = None,
+    weight: Rows | None = None,
     shard: VocabShard | None = None,
     transform: Transform | None = None,
     options: Options | None = None,
@@ -104,13 +106,14 @@ def kept_ids(
 
 @uncompiled(SIZES_FROM_VALUES)
 @torch.no_grad()
+@described
 def sample(
-    logits: torch.Tensor | TeacherHead,
+    logits: Logits | TeacherHead,
     *,
-    seed: int,
-    positions: torch.Tensor,
+    seed: Count,
+    positions: Ids,
     rule: SamplingRule | None = None,
-    weight: torch.Tensor | None = None,
+    weight: Rows | None = None,
     shard: VocabShard | None = None,
     transform: Transform | None = None,
     options: Options | None = None,

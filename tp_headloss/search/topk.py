@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from ..engine import eager
 from ..engine.transports import Transport
 from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
+from ..spec import LEAST, Logits, NumberLine, Rows, Size, described
 from ..statistics import documented_fields
 from ..validation import (
     expect_hidden_and_weight,
@@ -58,14 +59,15 @@ class TopK(NamedTuple):
 
 @uncompiled("it looks for its backend, and has nothing to fuse")
 @torch.no_grad()
+@described
 def topk_log_probs(
-    logits: torch.Tensor | TeacherHead,
-    k: int,
+    logits: Logits | TeacherHead,
+    k: Size,
     *,
-    weight: torch.Tensor | None = None,
+    weight: Rows | None = None,
     shard: VocabShard | None = None,
     transform: Transform | None = None,
-    top_p: float | None = None,
+    top_p: Annotated[float, NumberLine(LEAST, 1, "in (0, 1]")] | None = None,
     dtype: torch.dtype = torch.float32,
     ids_dtype: torch.dtype = torch.int64,
     options: Options | None = None,
@@ -185,7 +187,7 @@ def _check_options(k: int, top_p, dtype, ids_dtype, shard: VocabShard):
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     if ids_dtype not in (torch.int64, torch.int32) or not dtype.is_floating_point:
-        raise TypeError(f"ids must be int64 or int32 and log-probs floating point, got {ids_dtype} and {dtype}")
+        raise TypeError(f"ids_dtype must be int64 or int32 and dtype floating point, got {ids_dtype} and {dtype}")
 
 
 def _merge_ranks(packets, keys, request) -> tuple[torch.Tensor, torch.Tensor]:
