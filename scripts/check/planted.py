@@ -634,7 +634,7 @@ GROUPS = {
         ("spec.py", "Instance.check", "known != tuple(tokens.shape)", "False"),
         ("spec.py", "_check_alike", "device != expected", "False"),
         ("spec.py", "AnyOf.check", "value is None and self.optional", "value is None"),
-        ("spec.py", "lines_of", "name != 'cls' and parameter.kind is not parameter.VAR_KEYWORD", "False"),
+        ("spec.py", "lines_of", "name not in ('cls', 'self') and parameter.kind is not parameter.VAR_KEYWORD", "False"),
     ],
     "test_main_grad": [
         ("call/compile.py", "_eager_only", "linear is not None and linear.main_grad", "False"),
