@@ -636,6 +636,10 @@ GROUPS = {
         ("spec.py", "AnyOf.check", "value is None and self.optional", "value is None"),
         ("spec.py", "lines_of", "name not in ('cls', 'self') and parameter.kind is not parameter.VAR_KEYWORD", "False"),
     ],
+    "test_linear_refusals": [
+        ("linear_head/call.py", "LinearCall.again", "self.linear.main_grad", "False"),
+        ("head_loss/known_calls.py", "kind_of_linear_call", "torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None", "None"),
+    ],
     "test_main_grad": [
         ("call/compile.py", "_eager_only", "linear is not None and linear.main_grad", "False"),
     ],

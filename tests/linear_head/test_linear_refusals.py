@@ -15,6 +15,7 @@ from tp_headloss import (
     VocabShard,
     linear_vocab_statistics,
 )
+from tp_headloss.linear_head.call import LinearCall
 from tp_headloss.statistics import FULL_TEACHER
 
 
@@ -130,3 +131,35 @@ def test_one_sweep_knows_what_it_cannot_differentiate():
     constant = HeadLoss([Term("constant", lambda stats: stats.log_prob.detach(), tokenwise=True)])
     loss = constant.linear(hidden, weight, labels).loss
     assert not torch.autograd.grad(loss, hidden)[0].any()
+
+
+def test_a_call_after_an_equal_one_is_not_checked_again_but_by_what_may_differ(monkeypatch, device):
+    """Results and gradients are those of the first call; other operands, heads and missing memory are noticed."""
+    hidden, weight = torch.randn(6, 8, device=device), torch.randn(12, 8, device=device)
+    labels, shard, modes = torch.arange(6, device=device), VocabShard(0, 12, 12), ("recompute", "one_sweep", "auto")
+    known = HeadLoss(metrics="entropy")
+
+    def run(linear, given=shard, x=hidden, y=labels, head=known):
+        x, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        w.main_grad = torch.zeros(w.shape, device=device)
+        out = head.linear(x, w, y, shard=given, linear=linear)
+        out.loss.backward()
+        return out.loss.detach(), out.metrics["entropy"], x.grad, w.main_grad if linear.main_grad else w.grad
+
+    options = [Linear(mode, main_grad=main_grad) for mode in modes for main_grad in (False, True)]
+    first = [run(linear, given) for linear in options for given in (shard, None)]
+    others = [run(linear, x=hidden * 2, y=labels.flip(0)) for linear in options]
+    with monkeypatch.context() as patch:
+        patch.setattr(LinearCall, "checked", None)
+        again = [run(linear, given) for linear in options for given in (shard, None)]
+        assert all(torch.equal(a, b) for x, y in zip(first, again) for a, b in zip(x, y))
+    for linear, found in zip(options, others):
+        expected = run(linear, x=hidden * 2, y=labels.flip(0), head=HeadLoss(metrics="entropy"))
+        assert all(torch.equal(a, b) for a, b in zip(expected, found))
+    with pytest.raises(ValueError, match=r"main_grad=True needs weight.main_grad"):
+        known.linear(hidden, weight.clone().requires_grad_(), labels, shard=shard, linear=options[1])
+    with pytest.raises(TypeError, match="must have one dtype"):
+        known.linear(hidden, weight.half(), labels, shard=shard, linear=options[0])
+    with torch.autocast(device if isinstance(device, str) else device.type, dtype=torch.bfloat16):
+        half = known.linear(hidden, weight, labels, shard=shard, linear=options[0]).loss
+    assert not torch.equal(half, known.linear(hidden, weight, labels, shard=shard, linear=options[0]).loss)

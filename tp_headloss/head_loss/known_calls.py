@@ -1,4 +1,4 @@
-"""Calls of logits, labels and inputs with a value per token, as most training steps make: checked once per kind.
+"""Calls of logits, or of hidden states and a weight, labels and inputs per token: checked once per kind.
 
 The checks of such a call read metadata alone. Their result is remembered by that metadata, so that the next call of the
 same kind begins with its kernels. What is remembered holds neither a tensor of a call nor a process group. A loss of
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import torch
 
+from ..arguments.linear import Linear
 from ..arguments.options import DEFAULTS, Options
 from ..call.statistics import assembled
 from ..engine.autograd import PreparedStatistics
 from ..engine.backend import load_backend
 from ..engine.operators import can_skip_dispatch
 from ..engine.request import Request, Tensors
+from ..linear_head.call import LinearCall
 from ..ranks.shard import VocabShard
 from ..validation import refuse_transforms
 from .call import Call, expect_denominator
@@ -46,8 +48,22 @@ def kind_of_call(options: Options | None, logits, labels, shard, inputs) -> tupl
     return *logits_facts, labels.dtype, labels.shape, labels.device, input_facts, given
 
 
-def checked_before(definition: HeadLossDefinition, kind: tuple, logits, labels, shard, denominator, inputs):
-    """The call and the request if a call of this kind was checked before, else None."""
+def kind_of_linear_call(options: Options | None, hidden, weight, labels, shard, inputs, linear: Linear) -> tuple | None:
+    """`kind_of_call` of hidden states and the weight of a linear head."""
+    kind = kind_of_call(options, hidden, labels, shard, inputs)
+    if kind is None or type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_neg():
+        return None
+    if linear.max_valid_tokens is not None or isinstance(linear.upstream, torch.Tensor):
+        return None
+    place = weight.shape, weight.dtype, weight.stride(), weight.device, weight.data_ptr() % 16, hidden.data_ptr() % 16
+    device = hidden.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return linear, autocast, *place, *kind
+
+
+def checked_before(definition: HeadLossDefinition, kind: tuple, x, weight, labels, shard, denominator, inputs):
+    """The call and the request, or the linear head's call if there is a weight, if a call of this kind was checked
+    before; else None. x: logits or hidden states."""
     known = definition.plan.checked.get(kind)
     if known is None:
         return None
@@ -55,7 +71,9 @@ def checked_before(definition: HeadLossDefinition, kind: tuple, logits, labels, 
         shard.expect_live_group()
     expect_denominator(denominator, definition.reduction, labels.device)
     call = _call(definition, labels, denominator, inputs)
-    return call, known._replace(tensors=_rows(known, logits, labels), shard=shard or known.shard)
+    if isinstance(known, LinearCall):
+        return call, known.again(x, weight, labels, shard)
+    return call, known._replace(tensors=_rows(known, x, labels), shard=shard or known.shard)
 
 
 def _call(definition: HeadLossDefinition, labels, denominator, inputs) -> Call:
@@ -106,11 +124,14 @@ def prepare(definition: HeadLossDefinition, kind: tuple, request: Request, reduc
         known.prepared_steps[place] = load_backend(request.facts.backend).loss_step(request, reduction) or False
 
 
-def remember(kind: tuple, call: Call, request: Request) -> None:
+def remember(kind: tuple, call: Call, found: Request | LinearCall) -> None:
     """Keep what the checks of a call found."""
     checked = call.definition.plan.checked
     if call.total_weight is not None:
         return
     if len(checked) >= MOST_KINDS:
         checked.clear()
-    checked[kind] = request._replace(tensors=None, shard=None if kind[-1] else request.shard, prepared_steps={})
+    if isinstance(found, LinearCall):
+        checked[kind] = found.without_tensors(kind[-1] is not None)
+    else:
+        checked[kind] = found._replace(tensors=None, shard=None if kind[-1] else found.shard, prepared_steps={})

@@ -23,7 +23,7 @@ from ..validation import expect_bool, expect_instance
 from .call import Call, check_call, local_arguments, replicated_facts
 from .definition import HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate
-from .known_calls import checked_before, kind_of_call, prepare, prepared_output, remember
+from .known_calls import checked_before, kind_of_call, kind_of_linear_call, prepare, prepared_output, remember
 from .linear_modes import known_output, one_sweep, recompute, uses_one_sweep
 from .output import HeadLossOutput, make_output
 from .reduction import fused_reduction
@@ -153,11 +153,12 @@ class HeadLoss(nn.Module):
         if token_weight is None and transform is None and not is_special:
             kind = kind_of_call(self._definition.options, logits, labels, shard, inputs)
         if kind is not None:
-            given = self._definition, kind, logits, labels
-            prepared = prepared_output(*given, denominator, inputs, self._evaluate_functions)
+            prepared = prepared_output(
+                self._definition, kind, logits, labels, denominator, inputs, self._evaluate_functions
+            )
             if prepared is not None:
                 return prepared
-            found = checked_before(*given, shard, denominator, inputs)
+            found = checked_before(self._definition, kind, logits, None, labels, shard, denominator, inputs)
         if found is None:
             arguments = self._given(logits, labels, shard, transform)
             found = self._checked(arguments, token_weight, denominator, inputs)
@@ -236,11 +237,21 @@ class HeadLoss(nn.Module):
         expect_instance("linear", linear, Linear)
         if self.options is not None and self.options.gradient == "forward":
             raise ValueError("gradient='forward' is for logits; from hidden states use Linear('one_sweep')")
-        given = self._given(None, labels, shard, transform)
-        given = given._replace(hidden=hidden, weight=weight, bias=bias, linear=linear or Linear())
-        call, found = self._checked(given, token_weight, denominator, inputs)
-        compute = one_sweep if uses_one_sweep(call, found) else recompute
-        return known_output(compute(call, found, self._evaluate_functions), found)
+        linear, found, kind = linear or Linear(), None, None
+        is_special = isinstance(denominator, torch.Tensor) and type(denominator) is not torch.Tensor
+        if token_weight is None and transform is None and bias is None and not is_special:
+            kind = kind_of_linear_call(self._definition.options, hidden, weight, labels, shard, inputs, linear)
+        if kind is not None:
+            found = checked_before(self._definition, kind, hidden, weight, labels, shard, denominator, inputs)
+        if found is None:
+            given = self._given(None, labels, shard, transform)
+            given = given._replace(hidden=hidden, weight=weight, bias=bias, linear=linear)
+            found = self._checked(given, token_weight, denominator, inputs)
+            if kind is not None:
+                remember(kind, *found)
+        call, head = found
+        compute = one_sweep if uses_one_sweep(call, head) else recompute
+        return known_output(compute(call, head, self._evaluate_functions), head)
 
     def _given(self, logits, labels, shard, transform) -> Given:
         """The arguments of a call with those of the definition."""

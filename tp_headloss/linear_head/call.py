@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,8 @@ from ..arguments.teachers import TeacherHead
 from ..call.given import Given
 from ..call.request_of import build_request
 from ..call.statistics import assembled
-from ..engine.request import Request
+from ..engine.request import Request, Tensors
+from ..ranks.shard import VocabShard
 from ..statistics import VocabStatistics
 from ..validation import expect_hidden_and_weight, operand_dtype
 from . import blocks
@@ -70,6 +71,25 @@ class LinearCall(NamedTuple):
         if linear.max_valid_tokens is not None:
             flat, request = picked_rows(flat, request, linear.max_valid_tokens, options.check)
         return cls(flat, weight, request, linear, *_takes_epilogue(hidden, weight, dtype, request, linear))
+
+    def without_tensors(self, has_shard: bool) -> LinearCall:
+        """Return what `again` needs of a call, without its tensors, nor the shard if a caller gives it each time."""
+        standin = Tensors(self.request.tensors.logits)
+        request = self.request._replace(tensors=standin, shard=None if has_shard else self.request.shard)
+        absent: Any = None
+        return self._replace(hidden=absent, weight=absent, request=request)
+
+    def again(self, hidden, weight, labels, shard: VocabShard | None) -> LinearCall:
+        """Return a call of the same kind with other tensors."""
+        if self.linear.main_grad:
+            expect_main_grad(weight)
+        known = self.request
+        scattered = self.linear.hidden_grad == "reduce_scatter"
+        flat = hidden.contiguous().reshape(-1, hidden.shape[-1]) if scattered else known.order.flatten(hidden)
+        tensors = known.tensors._replace(labels=known.order.flatten(labels).contiguous())
+        return self._replace(
+            hidden=flat, weight=weight, request=known._replace(tensors=tensors, shard=shard or known.shard)
+        )
 
     @property
     def facts(self) -> LinearFacts:
@@ -134,18 +154,23 @@ def _validate(hidden, weight, linear: Linear) -> torch.dtype:
     """Return the dtype of the GEMMs' operands, as torch.nn.functional.linear chooses it."""
     expect_hidden_and_weight(hidden, weight)
     dtype = operand_dtype(hidden, weight)
-    if linear.main_grad and weight.requires_grad:
-        main_grad = getattr(weight, "main_grad", None)
-        fits = main_grad is not None and main_grad.shape == weight.shape and main_grad.is_contiguous()
-        if main_grad is None or not fits or main_grad.dtype != torch.float32 or main_grad.device != weight.device:
-            got = None
-            if main_grad is not None:
-                got = main_grad.dtype, list(main_grad.shape), main_grad.stride(), main_grad.device
-            raise ValueError(
-                f"main_grad=True needs weight.main_grad, fp32, contiguous, {list(weight.shape)} on {weight.device}, "
-                f"got {got}"
-            )
+    if linear.main_grad:
+        expect_main_grad(weight)
     return dtype
+
+
+def expect_main_grad(weight):
+    """Raise ValueError unless a weight that requires a gradient has Megatron's memory for it."""
+    main_grad: Any = getattr(weight, "main_grad", None)
+    fits = main_grad is not None and main_grad.shape == weight.shape and main_grad.is_contiguous()
+    if not weight.requires_grad or (fits and main_grad.dtype == torch.float32 and main_grad.device == weight.device):
+        return
+    got = None
+    if main_grad is not None:
+        got = main_grad.dtype, list(main_grad.shape), main_grad.stride(), main_grad.device
+    raise ValueError(
+        f"main_grad=True needs weight.main_grad, fp32, contiguous, {list(weight.shape)} on {weight.device}, got {got}"
+    )
 
 
 _logged_modes: set[str] = set()
