@@ -209,7 +209,7 @@ class Instance:
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError unless the value is such an object, ValueError if it has other tokens."""
         if not isinstance(value, self.kind):
-            raise TypeError(f"{name} must be {_article(self.kind.__name__)}, got {_shown(value)}")
+            raise TypeError(f"{name} must be {_article(self.kind.__name__)}, got {type(value).__name__}")
         tokens = getattr(value, "tokens_like", None)
         if isinstance(tokens, torch.Tensor):
             known, first = sizes.setdefault("..", (tuple(tokens.shape), name))
@@ -356,7 +356,7 @@ _LINES: dict[str, dict[str, Line]] = {}  # by module and name; torch.compile tak
 def checked(function: F) -> F:
     """Decorate a public function or class: each argument of a call is checked by its line, in an error that names it.
 
-    The docstring gets an entry for each argument, and a class `tensors`: names of fields that may hold one -> the
+    The docstring gets an entry for each argument, and a dataclass `tensors`: names of fields that may hold one -> the
     dimension that is sharded on the vocabulary, or None.
     """
     is_class, key = isinstance(function, type), f"{function.__module__}.{function.__qualname__}"
@@ -380,7 +380,8 @@ def checked(function: F) -> F:
         result = function
         result.__init__ = call
         found = {name: _tensor_line(line_of(hint)) for name, hint in _hints(function).items()}
-        result.tensors = {name: line.sharded for name, line in found.items() if line is not None}
+        if dataclasses.is_dataclass(function):
+            result.tensors = {name: line.sharded for name, line in found.items() if line is not None}
     result.lines = lines
     result.__doc__ = _with_arguments(function, lines)
     return result

@@ -9,6 +9,7 @@ import torch
 
 import tp_headloss
 from tp_headloss import (
+    CausalLMLoss,
     HeadLoss,
     IdSets,
     Linear,
@@ -17,6 +18,9 @@ from tp_headloss import (
     Sequences,
     TopKTeacher,
     Transform,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    VocabShard,
     VocabStatistics,
     kept_ids,
     linear_vocab_statistics,
@@ -101,7 +105,12 @@ ALL |= {
     "want": ("total", "set_log_prob", "log_probs_at", "topk_forward_kl"),
     "teacher": TopKTeacher(IDS[..., None], -HIDDEN[..., :1]),
 }
+SHARD = VocabShard(0, 8, 8)
 CORE = {
+    HeadLoss: {},
+    CausalLMLoss: {"head_loss": HeadLoss()},
+    VocabParallelHead: {"hidden_size": 6, "shard": SHARD},
+    VocabParallelEmbedding: {"hidden_size": 6, "shard": SHARD},
     vocab_statistics: CALL | ALL,
     log_probs: CALL,
     linear_vocab_statistics: LINEAR_CALL | ALL | {"bias": torch.zeros(8)},
@@ -146,7 +155,7 @@ def right(name, line):
 def wrong(line):
     """Values that a line rules out, by what is wrong with them."""
     if isinstance(line, spec.CheckedBy):
-        return {} if line.function is None else {"text": "text", "number": 7}  # a group
+        return {} if line.function is None else {"text": "text", "number": 7}  # a group, or a parameter
     if isinstance(line, spec.AnyOf):
         others = [wrong(part) for part in line.lines]
         shared = set(others[0]).intersection(*others[1:])  # what no line takes
@@ -239,7 +248,7 @@ def test_what_the_lines_take_is_taken(name):
 @pytest.mark.parametrize(("function", "name", "value"), CASES)
 def test_what_a_line_rules_out_is_refused_by_name(function, name, value):
     given = arguments_of(function)
-    first = next(iter(given))
+    first = next(iter(given), "")
     said = ["hidden states"] * (name in ("logits", "hidden"))  # logits or hidden states, as the other arguments say
     others = (
         [name, *said] if name != first else [*given, *said]

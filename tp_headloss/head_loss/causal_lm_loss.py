@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..validation import expect_instance, expect_tensor
+from ..spec import checked
+from ..validation import expect_tensor
 from .call import expect_labels
 from .loss import HeadLoss
 from .output import HeadLossOutput
 
 
+@checked
 class CausalLMLoss(nn.Module):
     """A HeadLoss for logits and *unshifted* labels [B, S]: position t is scored against label t + 1, the last ignored.
 
@@ -30,7 +32,6 @@ class CausalLMLoss(nn.Module):
 
     def __init__(self, head_loss: HeadLoss | None = None):
         super().__init__()
-        expect_instance("head_loss", head_loss, HeadLoss)
         self.head_loss = HeadLoss() if head_loss is None else head_loss
 
     def forward(

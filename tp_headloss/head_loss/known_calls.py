@@ -7,6 +7,8 @@ statistics on one rank is prepared in the second call of its kind: the third is 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..arguments.linear import Linear
@@ -61,7 +63,7 @@ def kind_of_linear_call(options: Options | None, hidden, weight, labels, shard, 
     return linear, autocast, *place, *kind
 
 
-def checked_before(definition: HeadLossDefinition, kind: tuple, x, weight, labels, shard, denominator, inputs):
+def checked_before(definition: HeadLossDefinition, kind: tuple, x, weight, labels, shard, denominator, inputs) -> Any:
     """The call and the request, or the linear head's call if there is a weight, if a call of this kind was checked
     before; else None. x: logits or hidden states."""
     known = definition.plan.checked.get(kind)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..arguments.linear import Linear
 from ..arguments.options import DEFAULTS, Options, Transform
+from ..arguments.sequences import SEQUENCE_REDUCTIONS
 from ..call.agreement import Agreement
 from ..call.compile import uncompiled_where_needed
 from ..call.given import Given
@@ -18,10 +19,10 @@ from ..call.statistics import computed_statistics
 from ..engine.one_launch import expecting, gradient_in_forward
 from ..linear_head.call import LinearCall
 from ..ranks.shard import VocabShard
-from ..spec import Bias, CheckedBy, Floating, Ids, Logits, Rows, Scalar, TokenWeight, described
-from ..validation import expect_bool, expect_instance
+from ..spec import Bias, CheckedBy, Floating, Ids, Logits, OneOf, Rows, Scalar, TokenWeight, checked, described
+from ..validation import expect_instance
 from .call import Call, check_call, local_arguments, replicated_facts
-from .definition import HeadLossDefinition
+from .definition import REDUCTIONS, HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate
 from .known_calls import checked_before, kind_of_call, kind_of_linear_call, prepare, prepared_output, remember
 from .linear_modes import known_output, one_sweep, recompute, uses_one_sweep
@@ -42,6 +43,7 @@ def _argument(name: str, doc: str) -> property:
     return property(read, replace, doc=doc)
 
 
+@checked
 class HeadLoss(nn.Module):
     """Weighted terms over one set of statistics: one pass over the logits, one collective, one backward kernel.
 
@@ -77,17 +79,16 @@ class HeadLoss(nn.Module):
 
     def __init__(
         self,
-        terms: Sequence[Term] | Term | None = None,
+        terms: Annotated[Sequence[Term] | Term, CheckedBy("`Term`s")] | None = None,
         *,
-        metrics: Sequence[str | Metric] | str | Metric = (),
-        reduction: str = "mean",
+        metrics: Annotated[Sequence[str | Metric] | str | Metric, CheckedBy("names and `Metric`s")] = (),
+        reduction: Annotated[str, OneOf(REDUCTIONS + SEQUENCE_REDUCTIONS)] = "mean",
         ignore_index: int = -100,
         options: Options | None = None,
         compile: bool = False,
     ):
         super().__init__()
         self._definition = HeadLossDefinition.checked(terms, metrics, reduction, ignore_index, options)
-        expect_bool("compile", compile)
         self.compile_terms = compile
         self._evaluate: Callable | None = None
 

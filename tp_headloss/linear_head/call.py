@@ -161,16 +161,15 @@ def _validate(hidden, weight, linear: Linear) -> torch.dtype:
 
 def expect_main_grad(weight):
     """Raise ValueError unless a weight that requires a gradient has Megatron's memory for it."""
-    main_grad: Any = getattr(weight, "main_grad", None)
-    fits = main_grad is not None and main_grad.shape == weight.shape and main_grad.is_contiguous()
-    if not weight.requires_grad or (fits and main_grad.dtype == torch.float32 and main_grad.device == weight.device):
-        return
-    got = None
+    main_grad, got, strides = getattr(weight, "main_grad", None), None, ()
     if main_grad is not None:
-        got = main_grad.dtype, list(main_grad.shape), main_grad.stride(), main_grad.device
-    raise ValueError(
-        f"main_grad=True needs weight.main_grad, fp32, contiguous, {list(weight.shape)} on {weight.device}, got {got}"
-    )
+        got, strides = (main_grad.dtype, list(main_grad.shape), main_grad.device), main_grad.stride()
+    fits = got == (torch.float32, list(weight.shape), weight.device) and main_grad is not None and main_grad.is_contiguous()
+    if weight.requires_grad and not fits:
+        raise ValueError(
+            f"main_grad=True needs weight.main_grad, fp32, contiguous, {list(weight.shape)} on {weight.device}, "
+            f"got {got}, strides {strides}"
+        )
 
 
 _logged_modes: set[str] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Annotated, Any, overload
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,9 @@ from ..engine.autograd import FromShards, ToShards
 from ..head_loss import HeadLoss, HeadLossOutput
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.shard import VocabShard
-from ..spec import Finite, Ids, Size, checked
+from ..spec import CheckedBy, Finite, Ids, Size, checked
 from ..statistics import VocabStatistics
 from ..validation import (
-    expect_bool,
     expect_hidden_and_weight,
     expect_ids,
     expect_instance,
@@ -29,14 +28,22 @@ from ..validation import (
 from .vocab_rows import Init, VocabRows
 
 
+def _expect_parameter(name: str, weight):
+    """Raise TypeError unless a weight to tie to is one that optimizers train."""
+    expect_tensor(name, weight)
+    if not isinstance(weight, nn.Parameter):
+        raise TypeError(f"{name} must be an nn.Parameter, or no optimizer would train it, got {type(weight).__name__}")
+
+
+@checked
 class VocabParallelEmbedding(VocabRows):
     """Embedding with a sharded vocabulary: ids [..] replicated -> rows [.., H] replicated; forward: one all-reduce,
     backward: no communication. An id outside of [0, vocab_size) gives a row of NaN on every rank.
 
     Args:
         hidden_size: H.
-        shard: `VocabShard`, whose rows of the matrix this rank holds.
-        init: `Init`; default std 1.
+        shard: whose rows of the matrix this rank holds.
+        init: by default std 1.
         sequence_parallel: True: ids are [S, ..] and the result is this rank's [S/P, .., H] of the first dimension;
             forward: one reduce-scatter, backward: one all-gather.
         device, dtype: of the weight.
@@ -49,16 +56,15 @@ class VocabParallelEmbedding(VocabRows):
 
     def __init__(
         self,
-        hidden_size: int,
+        hidden_size: Size,
         shard: VocabShard,
         *,
         init: Init | None = None,
         sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
+        device: Annotated[torch.device | str, CheckedBy("a device")] | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__(hidden_size, shard, init or Init(std=1.0), device, dtype)
-        expect_bool("sequence_parallel", sequence_parallel)
         self.sequence_parallel = sequence_parallel
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -85,6 +91,7 @@ class VocabParallelEmbedding(VocabRows):
         return FromShards.apply(part, how, shard.world_size, shard.group_name, _grad_anchor(part, how, shard))
 
 
+@checked
 class VocabParallelHead(VocabRows):
     """Output layer with a sharded vocabulary, weight [V/P, H]: hidden states in; losses, statistics or logits out.
 
@@ -98,7 +105,7 @@ class VocabParallelHead(VocabRows):
 
     Args:
         hidden_size: H.
-        shard: `VocabShard`, whose rows of the matrix this rank holds.
+        shard: whose rows of the matrix this rank holds.
         head_loss: `HeadLoss`; default cross-entropy.
         bias: True adds a parameter ``bias`` [V/P].
         weight: parameter to tie to, for example `VocabParallelEmbedding.weight`.
@@ -119,23 +126,19 @@ class VocabParallelHead(VocabRows):
 
     def __init__(
         self,
-        hidden_size: int,
+        hidden_size: Size,
         shard: VocabShard,
         *,
         head_loss: HeadLoss | None = None,
         bias: bool = False,
-        weight: nn.Parameter | None = None,
+        weight: Annotated[nn.Parameter, CheckedBy("an `nn.Parameter`", _expect_parameter)] | None = None,
         transform: Transform | None = None,
         linear: Linear | None = None,
         init: Init | None = None,
-        device: torch.device | str | None = None,
+        device: Annotated[torch.device | str, CheckedBy("a device")] | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__(hidden_size, shard, init, device, dtype, bias, weight)
-        for name, value, kind in (
-            ("head_loss", head_loss, HeadLoss), ("transform", transform, Transform), ("linear", linear, Linear)
-        ):  # fmt: skip
-            expect_instance(name, value, kind)
         if transform is not None and (transform.bias is not None or isinstance(transform.temperature, torch.Tensor)):
             raise ValueError(
                 "transform must be numbers here: the bias is the module's, temperatures of tokens a call's"

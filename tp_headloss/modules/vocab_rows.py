@@ -11,12 +11,12 @@ from torch import nn
 
 from ..arguments.options import Options
 from ..call.agreement import Agreement
-from ..call.dtensor import expect_shard, local_rows
+from ..call.dtensor import local_rows
 from ..call.subclasses import is_dtensor
 from ..ranks.comm import sum_in_place
 from ..ranks.shard import VocabShard
 from ..spec import NotNegative, checked
-from ..validation import expect_bool, expect_ids, expect_instance, expect_int, expect_tensor
+from ..validation import expect_ids, expect_instance
 
 INIT_ROWS = 1024  # rows that one generator draws, whatever the shard: a seed means other weights if this changes
 SENT_ROWS = 1024  # rows of a matrix that ranks exchange at once
@@ -48,11 +48,6 @@ class VocabRows(nn.Module):
 
     def __init__(self, hidden_size: int, shard: VocabShard, init: Init | None, device, dtype, bias=False, weight=None):
         super().__init__()
-        expect_shard(shard, "a VocabShard")
-        expect_instance("init", init, Init)
-        expect_bool("bias", bias)
-        if expect_int("hidden_size", hidden_size) < 1:
-            raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
         init = init or Init()
         seed = int(torch.randint(1 << 31, (), device="cpu")) if init.seed is None else init.seed
         self.hidden_size, self.shard, self.init = hidden_size, shard, replace(init, seed=seed)
@@ -60,11 +55,6 @@ class VocabRows(nn.Module):
         if weight is None:
             self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
         else:
-            expect_tensor("weight", weight)
-            if not isinstance(weight, nn.Parameter):
-                raise TypeError(
-                    f"weight must be an nn.Parameter, or no optimizer would train it, got {type(weight).__name__}"
-                )
             expected = shard.padded_size if is_dtensor(weight) else rows
             if weight.shape != (expected, hidden_size):
                 raise ValueError(f"weight must be [{expected}, {hidden_size}], got {list(weight.shape)}")
