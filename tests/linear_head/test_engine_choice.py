@@ -5,6 +5,7 @@ import torch
 from linear_problem import H, V, tensors
 
 from tp_headloss import HeadLoss, Linear, Options, VocabShard
+from tp_headloss.call.given import Given
 from tp_headloss.linear_head import call
 from tp_headloss.linear_head.call import LinearCall, _takes_epilogue
 
@@ -26,9 +27,8 @@ class OnCpu(torch.Tensor):
 def test_epilogues_are_the_default_where_they_were_measured(capability, default, asked, device, monkeypatch):
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors(torch.bfloat16))
     shard = VocabShard(0, V, V)
-    request = LinearCall.checked(
-        hidden, weight, labels, None, shard, (), None, None, None, -100, TRITON, Linear()
-    ).request  # fmt: skip
+    given = Given(None, labels, shard, options=TRITON, hidden=hidden, weight=weight, linear=Linear())
+    request = LinearCall.checked(given).request
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
     def takes(place=OnGpu, dtype=torch.bfloat16, **options):

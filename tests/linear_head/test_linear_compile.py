@@ -5,6 +5,7 @@ import torch
 from linear_problem import N, relative, tensors, terms
 
 from tp_headloss import HeadLoss, Linear, linear_vocab_statistics, topk_log_probs
+from tp_headloss.engine.request import Tensors
 from tp_headloss.linear_head.autograd import LinearFacts
 
 
@@ -55,7 +56,7 @@ def test_operators_are_registered_consistently(device):
     hidden = hidden.t().contiguous().t()
     stats = linear_vocab_statistics(hidden.requires_grad_(), weight, labels, bias=bias, want=("entropy",))
     node = stats.lse.grad_fn
-    inputs, no_teacher = (labels, bias, *[None] * 9), (None, None, None, torch.float32, 0.0)
+    inputs, no_teacher = (labels, bias, *[None] * (len(Tensors._fields) - 3)), (None, None, None, torch.float32, 0.0)
     fixed = (*no_teacher, *(list(x) if isinstance(x, tuple) else x for x in node.facts), *LinearFacts(*node.linear))
     checks, operators = {"test_utils": ("test_schema", "test_faketensor")}, torch.ops.tp_headloss
     hidden = hidden.detach()

@@ -382,10 +382,12 @@ def test_what_cannot_work_is_refused():
     wrong = {
         r"a Teacher serves the statistics .* got \['topk_forward_kl'\]": {"teacher": Teacher(x)},
         r"a TopKTeacher serves the statistics .* got \['jsd'\]": {"want": ("jsd",)},
-        r"teacher.log_probs must have shape \[3, 2\], got \[3, 1\]": {"teacher": TopKTeacher(ids, log_probs[:, :1])},
+        r"teacher.log_probs must have shape \[3, 2\] of teacher.ids, got \[3, 1\]": {
+            "teacher": lambda: TopKTeacher(ids, log_probs[:, :1])
+        },
         r"teacher.ids must have shape \[3, 2\], got \[2, 2\]": {"teacher": TopKTeacher(ids[:2], log_probs[:2])},
         r"K > 0, got \[3, 0\]": {"teacher": TopKTeacher(ids[:, :0], log_probs[:, :0])},
-        r"teacher.mask must have shape": {"teacher": TopKTeacher(ids, log_probs, ids[:2] == 0)},
+        r"teacher.mask must have shape": {"teacher": lambda: TopKTeacher(ids, log_probs, ids[:2] == 0)},
         r"needs renormalize=True": {"teacher": TopKTeacher(ids, log_probs, temperature=2.0, renormalize=False)},
         r"leaves no tail": {"teacher": TopKTeacher(ids, log_probs, tail_log_prob=torch.zeros(3))},
         r"beta must be in \(0, 1\), got 1": {"teacher": lambda: TopKTeacher(ids, log_probs, beta=1)},

@@ -122,7 +122,7 @@ CORE = {
 }
 of_terms.lines, of_terms_from_hidden_states.lines = HeadLoss.forward.lines, HeadLoss.linear.lines
 HOSTS |= CORE
-CHECKED = {name: f for name, f in {**vars(losses), **vars(tp_headloss)}.items() if hasattr(f, "lines")}
+CHECKED = {name: f for name, f in {**vars(losses), **vars(tp_headloss)}.items() if callable(f) and hasattr(f, "lines")}
 CHECKED |= {f"{f.__module__.rsplit('.')[-1]}.{f.__name__}": f for f in HOSTS if f not in CHECKED.values()}
 
 

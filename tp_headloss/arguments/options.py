@@ -10,7 +10,7 @@ import torch
 from ..engine.backend import BACKENDS
 from ..engine.one_launch import GRADIENTS
 from ..engine.transports import TRANSPORTS
-from ..spec import Finite, OneOf, PositiveFp32, Temperature, TensorLine, checked
+from ..spec import TINY, NumberLine, OneOf, PositiveFp32, Temperature, TensorLine, checked
 from ..validation import expect_number
 
 BIAS = TensorLine("floating point", ("width",), sharded=0, hint=": a temperature is the argument temperature=")
@@ -33,7 +33,7 @@ class Transform:
     """
 
     bias: Annotated[torch.Tensor, BIAS] | None = None
-    scale: Finite = 1.0
+    scale: Annotated[float, NumberLine(-1 / TINY, 1 / TINY, "other than 0 and finite in fp32")] = 1.0
     softcap: PositiveFp32 | None = None
     temperature: Temperature = 1.0
 

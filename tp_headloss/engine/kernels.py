@@ -202,11 +202,10 @@ def gradient_kernel(
     end = tl.minimum(first + STEP, inputs.width)
     if not PLAIN:
         valid_end = tl.minimum(end, valid_width)
-        lists = ()
-        for i in tl.static_range(len(exact)):
-            lists += (
-                store_exact(exact, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, i, PUT),
-            )
+        # by name: Triton 3.6 loses the fields of records in a tuple that grows
+        ids = store_exact(exact, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, 0, PUT)
+        sets = store_exact(exact, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, 1, PUT)
+        entries = store_exact(exact, first, valid_end, chunk, token, grads, families, inputs, rows, valid_width, 2, PUT)
         tl.debug_barrier()  # the logits there are read
     if STEP == BLOCK:
         _store_gradient(
@@ -224,10 +223,16 @@ def gradient_kernel(
             )  # fmt: skip
     if not PLAIN:
         dx = dx_ptr + row * dx_row
-        for i in tl.static_range(len(exact)):  # at ids of several lists only the last has the parts of all
-            if exact[i] is not None:
-                tl.debug_barrier()  # these columns, and those of the lists before, are written
-                put_exact(dx, dx_column, lists[i], first, valid_end, start, PUT)
+        # at ids of several lists only the last has the parts of all; before each, the columns so far are written
+        if exact.ids is not None:
+            tl.debug_barrier()
+            put_exact(dx, dx_column, ids, first, valid_end, start, PUT)
+        if exact.sets is not None:
+            tl.debug_barrier()
+            put_exact(dx, dx_column, sets, first, valid_end, start, PUT)
+        if exact.entries is not None:
+            tl.debug_barrier()
+            put_exact(dx, dx_column, entries, first, valid_end, start, PUT)
 
 
 def gradient_columns(block: int, inputs, families: tuple, apart: bool = False) -> int:

@@ -164,7 +164,8 @@ def expect_main_grad(weight):
     main_grad, got, strides = getattr(weight, "main_grad", None), None, ()
     if main_grad is not None:
         got, strides = (main_grad.dtype, list(main_grad.shape), main_grad.device), main_grad.stride()
-    fits = got == (torch.float32, list(weight.shape), weight.device) and main_grad is not None and main_grad.is_contiguous()
+    fits = main_grad is not None and main_grad.is_contiguous()
+    fits = fits and got == (torch.float32, list(weight.shape), weight.device)
     if weight.requires_grad and not fits:
         raise ValueError(
             f"main_grad=True needs weight.main_grad, fp32, contiguous, {list(weight.shape)} on {weight.device}, "

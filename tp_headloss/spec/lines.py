@@ -1,31 +1,17 @@
-"""What an argument of a public function may be: its annotation is its line, and `checked` holds every call to it.
-
-``def reinforce(log_prob: LogProbs, *, advantages: PerToken)`` says kind, shape and range of both. Checks, refusals of
-wrong options, the inputs of a `HeadLoss`, the generated tests and the tables of the reference read these lines. They
-read metadata and Python numbers, never a tensor's values. A number is one of Python or numpy; a tensor is one only
-where the line says so.
-"""
+"""Lines: what an argument may be. They read metadata and Python numbers, never a tensor's values."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
 import math
 import operator
-import re
-import textwrap
-import types
-import typing
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias, TypeVar, Union
+from typing import Any, TypeAlias
 
 import torch
 
-from .validation import is_number
+from ..validation import is_number
 
-F = TypeVar("F", bound=Callable[..., Any])
 Sizes: TypeAlias = dict[str, tuple[Any, str]]  # symbol of a shape -> its size, and the name of the argument that set it
 
 DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
@@ -305,137 +291,11 @@ PLAIN: dict[Any, Line] = {
 }  # fmt: skip
 
 
-def line_of(annotation: Any) -> Line | None:
-    """Return the line that a resolved annotation is, or None if it says too little."""
-    if typing.get_origin(annotation) is Annotated:
-        return next((x for x in annotation.__metadata__ if not isinstance(x, str)), None)
-    if typing.get_origin(annotation) in (Union, types.UnionType):
-        members = typing.get_args(annotation)
-        lines = [line_of(member) for member in members if member is not type(None)]
-        known = tuple(line for line in lines if line is not None)
-        optional = type(None) in members
-        return AnyOf(known, optional) if len(known) == len(lines) else None
-    plain = PLAIN.get(typing.get_origin(annotation) or annotation)
-    if plain is None and isinstance(annotation, type) and annotation not in (torch.Tensor, tuple, dict, list):
-        return Instance(annotation)
-    return plain
-
-
-def _hints(function: Any) -> dict[str, Any]:
-    """Annotations of a function, of a dataclass's fields or of another class's constructor, resolved."""
-    has_fields = not isinstance(function, type) or dataclasses.is_dataclass(function)
-    return typing.get_type_hints(function if has_fields else function.__init__, include_extras=True)
-
-
-def lines_of(function: Callable[..., Any]) -> dict[str, Line]:
-    """Return the lines of a function's or class's parameters by name. TypeError for an annotation that is no line."""
-    hints, lines = _hints(function), {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        line = line_of(hints.get(name))
-        if line is not None:
-            lines[name] = line
-        elif name not in ("cls", "self") and parameter.kind is not parameter.VAR_KEYWORD:
-            raise TypeError(f"{function.__qualname__}: the annotation of {name} must be a line, got {hints.get(name)}")
-    return lines
-
-
-def described(function: F) -> F:
-    """Decorate a public function whose call checks its arguments itself, after ranks can tell each other of an error.
-
-    It gets the lines, and its docstring an entry for each argument.
-    """
-    result: Any = function
-    result.lines = lines_of(function)
-    result.__doc__ = _with_arguments(function, result.lines)
-    return result
-
-
-_LINES: dict[str, dict[str, Line]] = {}  # by module and name; torch.compile takes no closure of lines
-
-
-def checked(function: F) -> F:
-    """Decorate a public function or class: each argument of a call is checked by its line, in an error that names it.
-
-    The docstring gets an entry for each argument, and a dataclass `tensors`: names of fields that may hold one -> the
-    dimension that is sharded on the vocabulary, or None.
-    """
-    is_class, key = isinstance(function, type), f"{function.__module__}.{function.__qualname__}"
-    lines = _LINES[key] = lines_of(function)
-    target: Any = function.__init__ if is_class else function
-    names, owner = tuple(inspect.signature(target).parameters), getattr(function, "called", "")
-
-    @functools.wraps(target)
-    def call(*args, **kwargs):
-        if is_class and torch.compiler.is_compiling():  # torch.compile cannot look at the lines within a constructor
-            return target(*args, **kwargs)
-        given: dict[str, Any] = {**dict(zip(names, args)), **kwargs}
-        sizes: Sizes = {}
-        for name, line in _LINES[key].items():
-            if name in given:
-                line.check(owner + name, given[name], sizes)
-        return target(*args, **kwargs)
-
-    result: Any = call
-    if isinstance(function, type):
-        result = function
-        result.__init__ = call
-        found = {name: _tensor_line(line_of(hint)) for name, hint in _hints(function).items()}
-        if dataclasses.is_dataclass(function):
-            result.tensors = {name: line.sharded for name, line in found.items() if line is not None}
-    result.lines = lines
-    result.__doc__ = _with_arguments(function, lines)
-    return result
-
-
-def _tensor_line(line: Line | None) -> TensorLine | None:
-    """The line of a tensor in a line."""
-    return next((x for x in getattr(line, "lines", (line,)) if isinstance(x, TensorLine)), None)
-
-
-def meaning_of(annotation: Any) -> str:
-    """Words of a resolved annotation about what the argument means."""
-    if typing.get_origin(annotation) is Annotated:
-        return " ".join(x for x in annotation.__metadata__ if isinstance(x, str))
-    members = typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else ()
-    return " ".join(filter(None, map(meaning_of, members)))
-
-
-def _with_arguments(function, lines: dict[str, Line]) -> str:
-    """Return a function's docstring whose section "Args" has an entry for each argument: its line, what it means, and
-    the entry that is written there."""
-    doc, hints = inspect.cleandoc(function.__doc__ or ""), _hints(function)
-    section = re.search(r"^Args:\n((?: {4}.*\n)*)", doc, re.M)
-    found = re.findall(r"^ {4}([\w, ]+): ((?:.*\n)(?: {8}.*\n)*)", "" if section is None else section[1], re.M)
-    written = {name: text for names, text in found for name in names.split(", ")}
-    entries = ""
-    for name, line in lines.items():
-        text = written.get(name, "")
-        words = ". ".join(filter(None, (line.says, meaning_of(hints[name])))) + f". {_sentence(text)}"
-        entries += textwrap.fill(
-            f"{name}: {' '.join(words.split())}", 108, initial_indent="    ", subsequent_indent=" " * 8
-        )
-        entries += "\n"
-    start, end = section.span() if section else (doc.find("Returns:"),) * 2
-    return f"{doc[:start]}Args:\n{entries}" + "\n" * (section is None) + doc[end:]
-
-
-def lines_within(function: Any) -> dict[str, Line]:
-    """Return the lines of a checked function, or of the one that a partial hands on; none of others."""
-    if isinstance(function, functools.partial):
-        return next(filter(None, map(lines_within, (function.func, *function.args))), {})
-    return getattr(function, "lines", {})
-
-
 def _check_alike(name: str, symbol: str, device, sizes: Sizes):
     """Raise ValueError unless the device, or the kind of it, is that of the first tensor."""
     expected, first = sizes.setdefault(symbol, (device, name))
     if device != expected:
         raise ValueError(f"{name} must be on {expected} like {first}, got {device}")
-
-
-def _sentence(text: str) -> str:
-    """The text with a capital letter, unless it begins with a symbol of one letter."""
-    return text if text[1:2] == " " else text[:1].upper() + text[1:]
 
 
 def _shown(value) -> str:
@@ -445,40 +305,3 @@ def _shown(value) -> str:
 
 def _article(name: str) -> str:
     return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
-
-
-TOKENS, PER_TOKEN = TensorLine("floating point"), TensorLine("real numbers", broadcasts=True)
-TokenValues: TypeAlias = Annotated[torch.Tensor, TOKENS]
-PerToken: TypeAlias = Annotated[torch.Tensor, PER_TOKEN]
-TokenMask: TypeAlias = Annotated[torch.Tensor, TensorLine("bool")]
-Logits: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, sharded=-1)]
-Rows: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, sharded=0)]  # of an output layer's weight
-Floating: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None)]
-Real: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", None)]
-Ids: TypeAlias = Annotated[torch.Tensor, TensorLine("int64 or int32", None)]
-Scalar: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ())]
-ClassWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("V",), constant=True)]
-
-FP32_MAX = torch.finfo(torch.float32).max
-TINY, LEAST, BELOW_1 = torch.finfo(torch.float32).tiny, math.nextafter(0, 1), math.nextafter(1, 0)
-Share: TypeAlias = Annotated[float, NumberLine(0, 1, "in [0, 1]")]
-OpenShare: TypeAlias = Annotated[float, NumberLine(LEAST, BELOW_1, "in (0, 1)")]
-Positive: TypeAlias = Annotated[float, NumberLine(LEAST, math.inf, "positive")]
-PositiveFp32: TypeAlias = Annotated[float, NumberLine(TINY, 1 / TINY, "positive and finite in fp32")]
-Finite: TypeAlias = Annotated[float, NumberLine(-1 / TINY, 1 / TINY, "finite in fp32")]
-NotNegative: TypeAlias = Annotated[float, NumberLine(0, math.inf, "at least 0")]
-Pair: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(), 2)]
-PositivePair: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(LEAST, math.inf, "positive"), 2)]
-Bounds: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(), 2, ordered=True)]
-Count: TypeAlias = Annotated[int, IntLine(0)]
-Temperature: TypeAlias = PositiveFp32 | Annotated[torch.Tensor, TensorLine("real numbers", None, constant=True)]
-Weight: TypeAlias = (
-    Annotated[float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32")]
-    | Annotated[torch.Tensor, TensorLine("real numbers", (), constant=True)]
-)
-Size: TypeAlias = Annotated[int, IntLine(1)]
-Unused: TypeAlias = Annotated[Any, CheckedBy("not used")]
-TotalWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("width",), sharded=0)]
-Want: TypeAlias = Annotated[tuple[str, ...], CheckedBy("names of optional statistics")]
-TokenWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers or bool")]
-Bias: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", ("width",), sharded=0)]

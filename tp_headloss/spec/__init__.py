@@ -1,0 +1,66 @@
+"""What an argument of a public function may be: its annotation is its line, and `checked` holds every call to it.
+
+``def reinforce(log_prob: LogProbs, *, advantages: PerToken)`` says kind, shape and range of both. Checks, refusals of
+wrong options, the inputs of a `HeadLoss`, the generated tests and the tables of the reference read these lines. They
+read metadata and Python numbers, never a tensor's values. A number is one of Python or numpy; a tensor is one only
+where the line says so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, TypeAlias
+
+import torch
+
+from .checked import checked as checked
+from .checked import described as described
+from .checked import lines_within as lines_within
+from .lines import AnyOf as AnyOf
+from .lines import Callables as Callables
+from .lines import CheckedBy as CheckedBy
+from .lines import Instance as Instance
+from .lines import IntLine as IntLine
+from .lines import Line as Line
+from .lines import Names as Names
+from .lines import NumberLine as NumberLine
+from .lines import OneOf as OneOf
+from .lines import TensorLine as TensorLine
+from .lines import Text as Text
+from .lines import TupleOf as TupleOf
+
+TOKENS, PER_TOKEN = TensorLine("floating point"), TensorLine("real numbers", broadcasts=True)
+TokenValues: TypeAlias = Annotated[torch.Tensor, TOKENS]
+PerToken: TypeAlias = Annotated[torch.Tensor, PER_TOKEN]
+TokenMask: TypeAlias = Annotated[torch.Tensor, TensorLine("bool")]
+Logits: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, sharded=-1)]
+Rows: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, sharded=0)]  # of an output layer's weight
+Floating: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None)]
+Real: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", None)]
+Ids: TypeAlias = Annotated[torch.Tensor, TensorLine("int64 or int32", None)]
+Scalar: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ())]
+ClassWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("V",), constant=True)]
+
+FP32_MAX = torch.finfo(torch.float32).max
+TINY, LEAST, BELOW_1 = torch.finfo(torch.float32).tiny, math.nextafter(0, 1), math.nextafter(1, 0)
+Share: TypeAlias = Annotated[float, NumberLine(0, 1, "in [0, 1]")]
+OpenShare: TypeAlias = Annotated[float, NumberLine(LEAST, BELOW_1, "in (0, 1)")]
+Positive: TypeAlias = Annotated[float, NumberLine(LEAST, math.inf, "positive")]
+PositiveFp32: TypeAlias = Annotated[float, NumberLine(TINY, 1 / TINY, "positive and finite in fp32")]
+Finite: TypeAlias = Annotated[float, NumberLine(-1 / TINY, 1 / TINY, "finite in fp32")]
+NotNegative: TypeAlias = Annotated[float, NumberLine(0, math.inf, "at least 0")]
+Pair: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(), 2)]
+PositivePair: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(LEAST, math.inf, "positive"), 2)]
+Bounds: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(), 2, ordered=True)]
+Count: TypeAlias = Annotated[int, IntLine(0)]
+Temperature: TypeAlias = PositiveFp32 | Annotated[torch.Tensor, TensorLine("real numbers", None, constant=True)]
+Weight: TypeAlias = (
+    Annotated[float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32")]
+    | Annotated[torch.Tensor, TensorLine("real numbers", (), constant=True)]
+)
+Size: TypeAlias = Annotated[int, IntLine(1)]
+Unused: TypeAlias = Annotated[Any, CheckedBy("not used")]
+TotalWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("width",), sharded=0)]
+Want: TypeAlias = Annotated[tuple[str, ...], CheckedBy("names of optional statistics")]
+TokenWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers or bool")]
+Bias: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", ("width",), sharded=0)]
