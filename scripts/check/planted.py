@@ -284,7 +284,7 @@ GROUPS = {
         (AT_IDS_DEVICE, "direct", "dz += own", "pass"),
         (AT_IDS_DEVICE, "direct", "tl.where(is_here, tl.load(grads.log_probs_at + at + k), own)", "own + tl.where(is_here, tl.load(grads.log_probs_at + at + k), 0.0)"),
         (AT_IDS_DEVICE, "direct", "tl.load(inputs.ids + at + k) - token.start", "tl.load(inputs.ids + at + k)"),
-        (KERNELS, "gradient_kernel", "put_exact(dx, dx_column, sets, first, valid_end, start, PUT)", "pass"),
+        (GRADIENT, "put_lists", "put_exact(dx, dx_column, ids, first, end, start, BLOCK)", "pass"),
         (GRADIENT, "_softmax_gradient", "len(token.places.ids.shape) + len(token.places.sets.shape)", "len(token.places.sets.shape)"),
         (AT_IDS_DEVICE, "direct", "len(token.places.sets.shape) + len(token.places.entries.shape)", "len(token.places.sets.shape)"),
         (DISTINCT, "places_of", "last < ids", "last <= ids"),

@@ -404,7 +404,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "a budget that is text": refused("TypeError: budget must be a number, got '64MB'", lambda here: Linear(budget="64MB")),
             "a flag that is text": refused("TypeError: main_grad must be True or False, got 'yes'", lambda here: Linear(main_grad="yes")),
             "a k that is text": refused("TypeError: k must be an int, got '3'", lambda here: topk_log_probs(here.x, "3", shard=here.shard)),
-            "a vocabulary size for a shard": refused("TypeError: shard must be a VocabShard, got int: see VocabShard.from_group", lambda here: VocabParallelHead(8, V)),
+            "a vocabulary size for a shard": refused("TypeError: shard must be a VocabShard, got int", lambda here: VocabParallelHead(8, V)),
             "a layer for a weight": refused("TypeError: weight must be a tensor, got Linear: pass its .weight", lambda here: HeadLoss().linear(here.x, torch.nn.Linear(8, V), here.labels, shard=here.shard)),
             "a class for a term": refused("TypeError: terms must be Terms, got CrossEntropy: call it, CrossEntropy(..)", lambda here: HeadLoss(CrossEntropy)),
             "logits and labels swapped": refused("TypeError: labels must be int64 or int32, got torch.", lambda here: HeadLoss()(here.labels, here.x), words="(are logits and labels swapped?)"),

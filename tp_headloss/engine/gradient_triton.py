@@ -151,3 +151,18 @@ def put_exact(dx, dx_column, places, first, end, start, BLOCK: tl.constexpr):
         here = (columns >= first) & (columns < end)
         gradient = tl.load(places.exact + places.begin + k + tl.arange(0, BLOCK), mask=here, other=0.0)
         tl.store(dx + columns.to(tl.int64) * dx_column, gradient, mask=here)
+
+
+@triton.jit
+def put_lists(dx, dx_column, exact, ids, sets, entries, first, end, start, BLOCK: tl.constexpr):
+    """`put_exact` of the lists in turn: at ids of several lists only the last has the parts of all. Before each one the
+    columns, and those of the lists before, are written."""
+    if exact.ids is not None:
+        tl.debug_barrier()
+        put_exact(dx, dx_column, ids, first, end, start, BLOCK)
+    if exact.sets is not None:
+        tl.debug_barrier()
+        put_exact(dx, dx_column, sets, first, end, start, BLOCK)
+    if exact.entries is not None:
+        tl.debug_barrier()
+        put_exact(dx, dx_column, entries, first, end, start, BLOCK)

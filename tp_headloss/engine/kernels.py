@@ -18,7 +18,7 @@ from ..statistics.family_triton import (
 )
 from ..statistics.numerics_triton import largest, widen
 from ..statistics.records_triton import Chunk, Core, Lists, Tile, Token
-from .gradient_triton import put_exact, store_exact, tile_gradient
+from .gradient_triton import put_lists, store_exact, tile_gradient
 from .merge_triton import merge_tokens
 from .transports.symmetric_memory_triton import slot_to_write
 
@@ -222,17 +222,7 @@ def gradient_kernel(
                 BLOCK,
             )  # fmt: skip
     if not PLAIN:
-        dx = dx_ptr + row * dx_row
-        # at ids of several lists only the last has the parts of all; before each, the columns so far are written
-        if exact.ids is not None:
-            tl.debug_barrier()
-            put_exact(dx, dx_column, ids, first, valid_end, start, PUT)
-        if exact.sets is not None:
-            tl.debug_barrier()
-            put_exact(dx, dx_column, sets, first, valid_end, start, PUT)
-        if exact.entries is not None:
-            tl.debug_barrier()
-            put_exact(dx, dx_column, entries, first, valid_end, start, PUT)
+        put_lists(dx_ptr + row * dx_row, dx_column, exact, ids, sets, entries, first, valid_end, start, PUT)
 
 
 def gradient_columns(block: int, inputs, families: tuple, apart: bool = False) -> int:
