@@ -121,7 +121,7 @@ def test_bad_rows_are_nan_and_bad_arguments_refused():
     for wrong in ({"k": 0}, {"k": V + 1}, {"k": 3, "top_p": 0.0}):
         with pytest.raises(ValueError, match="got"):
             topk_log_probs(x, **wrong)
-    with pytest.raises(TypeError, match="ids must be int64 or int32"):
+    with pytest.raises(TypeError, match="ids_dtype must be int64 or int32"):
         topk_log_probs(x, 3, ids_dtype=torch.int16)
     assert topk_log_probs(x[:0], 3).ids.shape == (0, 3)
 
