@@ -124,7 +124,7 @@ def entries(x, y, **fields):
 SHARD = VocabShard(0, V, V)
 SETS = IdSets(torch.zeros(2, 3, 4).long())
 MODULES = {
-    "text for a horizon": (lambda: Sequences.from_mask(torch.ones(1, 1).bool(), horizon="9"), "horizon must be a number"),
+    "text for a horizon": (lambda: Sequences.from_mask(SETS.ids[0] == 0, horizon="9"), "horizon must be a number"),
     "a lambda as a term": (lambda: HeadLoss([lambda stats: stats.lse]), r"wrap it, Term\('name', function\)"),
     "a lambda as a metric": (lambda: HeadLoss(metrics=[lambda stats: {}]), r"wrap it, Metric\(function\)"),
     "a list of inputs": (
