@@ -1,4 +1,4 @@
-"""What a gradient is written for before its loss is known, see `rows_triton`."""
+"""Kernel that stores the upstream gradient and divisor for which `rows_triton` writes a gradient before its loss."""
 
 import triton
 import triton.language as tl

@@ -127,7 +127,7 @@ class HeadLossDefinition(NamedTuple):
         return named + [StatisticsFunction("a metric", m.function, m.inputs) for m in self.token_metrics]
 
     def input_lines(self) -> dict[str, Line]:
-        """What the inputs of a call must be, by name: as the functions that take them say, else a number per token."""
+        """Lines of the inputs of a call by name: those of the functions that take them, else a number per token."""
         lines: dict[str, Line] = {}
         parts: tuple[Term | Metric, ...] = (*self.terms, *self.token_metrics)
         for part in parts:

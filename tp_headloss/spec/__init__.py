@@ -1,6 +1,6 @@
-"""What an argument of a public function may be: its annotation is its line, and `checked` holds every call to it.
+"""Names for annotations that say what an argument may be; `checked` holds every call of a function to them.
 
-``def reinforce(log_prob: LogProbs, *, advantages: PerToken)`` says kind, shape and range of both. Checks, refusals of
+``def reinforce(log_prob: LogProb, *, advantages: Advantages)`` says kind, shape and range of both. Checks, refusals of
 wrong options, the inputs of a `HeadLoss`, the generated tests and the tables of the reference read these lines. They
 read metadata and Python numbers, never a tensor's values. A number is one of Python or numpy; a tensor is one only
 where the line says so.

@@ -218,7 +218,7 @@ class Callables:
 
 @dataclass(frozen=True)
 class CheckedBy:
-    """What a function (name of the argument, value) raises no error for; None: anything."""
+    """A value for which function(name of the argument, value) raises no error; without a function any value."""
 
     says: str
     function: Callable[[str, Any], None] | None = None
@@ -258,7 +258,7 @@ class Text:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """What one of some lines takes; optional: or None."""
+    """A value that one of some lines takes, or None if it is optional."""
 
     lines: tuple[Any, ...]
     optional: bool
