@@ -177,7 +177,6 @@ GROUPS = {
         ("head_loss/token_sums.py", "nonzero", "denominator.double()", "denominator.float()"),
         ("head_loss/call.py", "_scored_labels", "return torch.where(token_weight == 0, ignore_index, labels.long())", "return labels"),
         ("head_loss/call.py", "_per_token", "isinstance(line, TensorLine) and line.broadcasts", "True"),
-        ("head_loss/definition.py", "HeadLossDefinition.input_lines", "name.endswith('log_prob')", "False"),
     ],
     "test_sets test_sampling": [
         (SETS, "SetsFamily.local", "torch.where(tile.members, softmax.z, -torch.inf)", "softmax.z"),
@@ -639,6 +638,9 @@ GROUPS = {
     "test_linear_refusals": [
         ("linear_head/call.py", "LinearCall.again", "self.linear.main_grad", "False"),
         ("head_loss/known_calls.py", "kind_of_linear_call", "torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None", "None"),
+    ],
+    "test_policy_inputs": [
+        ("head_loss/definition.py", "HeadLossDefinition.input_lines", "name.endswith('log_prob')", "False"),
     ],
     "test_main_grad": [
         ("call/compile.py", "_eager_only", "linear is not None and linear.main_grad", "False"),

@@ -7,7 +7,17 @@ import pytest
 import torch
 from policy_problem import ADVANTAGES, LOG_PROB, B, S, needed, problem
 
-from tp_headloss import HeadLoss, KLToReference, Options, PolicyGradient, PolicyMetrics, Sequences, log_probs, losses
+from tp_headloss import (
+    HeadLoss,
+    KLToReference,
+    Options,
+    PolicyGradient,
+    PolicyMetrics,
+    Sequences,
+    Term,
+    log_probs,
+    losses,
+)
 
 
 def test_inputs_are_constants_of_any_kind(backend, device):
@@ -127,3 +137,14 @@ def test_a_sequence_mask_and_token_weights_decide_which_labels_count(backend, de
     per_token = (per_token + 0.1 * oracle.k3(log_prob, inputs["reference_log_prob"]).clamp(max=10)) * weight
     want = oracle.aggregate(per_token, mask, "seq-mean-token-mean")
     torch.testing.assert_close(outs[0][0].double().cpu(), want, rtol=3e-6, atol=1e-6)
+
+
+def test_a_log_prob_per_row_is_refused_also_where_no_function_says_what_the_input_is():
+    x, labels, _, inputs = problem()
+    own = Term("own", lambda stats, old_log_prob: stats.log_prob - old_log_prob, inputs=("old_log_prob",))
+    for terms in (own, KLToReference(0.1, importance_weight="old")):
+        head = HeadLoss([terms])
+        given = {name: inputs[name] for name in head.input_names}
+        head(x, labels, inputs=given)
+        with pytest.raises(ValueError, match=r"input 'old_log_prob' must have shape \[4, 7\] of labels, got \[4, 1\]"):
+            head(x, labels, inputs=given | {"old_log_prob": given["old_log_prob"][:, :1]})
