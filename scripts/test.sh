@@ -8,18 +8,23 @@ export OMP_NUM_THREADS=1
 python=.venv/bin/python
 
 $python -m ruff check .
+# What needs no tests' results runs beside them, while their ranks wait for each other, and is waited for at the end.
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
 checks=()
 for check in "bash scripts/docs.sh" "$python -m mypy" "$python -m pyright --pythonpath $python"; do
-    $check & checks+=("$!:$check")
+    nice $check >"$logs/${#checks[@]}" 2>&1 & checks+=("$!:$check")
 done
 bash scripts/hosts.sh  # mostly waits for downloads
-for check in "${checks[@]}"; do
-    wait "${check%%:*}" || { echo "test: failed: ${check#*:}" >&2; exit 1; }
-done
 
 # A worker has its own ranks and fixtures, so that whole files go to one of them; four for two cores, because
 # ranks wait for each other and for timeouts.
 # On GPUs one test after the other: they share the devices' memory and NCCL.
 workers=4
 if $python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then workers=0; fi
-exec $python -m pytest -n $workers --dist loadfile --no-loadscope-reorder tests "$@"
+failed=
+$python -m pytest -n $workers --dist loadfile --no-loadscope-reorder tests "$@" || failed=" pytest"
+for number in "${!checks[@]}"; do
+    wait "${checks[number]%%:*}" || { cat "$logs/$number" >&2; failed="$failed ${checks[number]#*:}"; }
+done
+[ -z "$failed" ] || { echo "test: failed:$failed" >&2; exit 1; }

@@ -5,4 +5,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}
 if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
+export TP_HEADLOSS_FULL=1
 exec "$python" scripts/check/gpu_check.py "$@"

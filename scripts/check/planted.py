@@ -178,7 +178,7 @@ GROUPS = {
         ("head_loss/call.py", "_scored_labels", "return torch.where(token_weight == 0, ignore_index, labels.long())", "return labels"),
         ("head_loss/call.py", "_per_token", "isinstance(line, TensorLine) and line.broadcasts", "True"),
     ],
-    "test_sets test_sampling": [
+    "test_sets test_sampling test_generated": [
         (SETS, "SetsFamily.local", "torch.where(tile.members, softmax.z, -torch.inf)", "softmax.z"),
         (SETS, "SetsFamily.finish", "own.factor * (moment + own.drop * whole) + weigh(own.p_target, own.offset)", "moment"),
         (SETS, "SetsFamily.direct", 'grads["set_log_mass"] * merged["set_outside"] * s', 'grads["set_log_mass"] * s'),
@@ -254,7 +254,7 @@ GROUPS = {
         ("arguments/id_sets.py", "IdSets.expect_tokens", "own not in (torch.Size(lead), (math.prod(lead),))", "math.prod(own) != math.prod(lead)"),
         ("arguments/id_sets.py", "IdSets.map_tokens", "self.expect_tokens(lead)", "pass"),
     ],
-    "test_rank": [
+    "test_rank test_generated": [
         (RANK, "RankFamily.local", "(column < target)", "(column > target)"),
         (RANK, "RankFamily.finish", 'sums["ahead"] + 1', 'sums["ahead"]'),
         (RANK_DEVICE, "_next_larger", "tl.where(bits < 0, bits - 1, bits + 1)", "bits + 1"),
@@ -269,7 +269,7 @@ GROUPS = {
         (PASSES, "with_label_logits", "found = sum_in_place(found, facts.world_size, facts.group_name)", "pass"),
         (SWEEPS, "statistics", "passes.with_label_logits(block(here))", "block(here)"),
     ],
-    "test_at_ids": [
+    "test_at_ids test_at_ids_beside": [
         (AT_IDS, "AtIdsFamily.direct", 'at.scatter_add(1, tile.ids, grads["log_probs_at"].to(dz.dtype))', 'at.scatter(1, tile.ids, grads["log_probs_at"].to(dz.dtype))'),
         (AT_IDS, "gradients_of_log_probs_at", "at = torch.where(ids == NONE, 0.0, at)", "pass"),
         (AT_IDS, "log_probs_at", "shift.double()", "0.0"),
@@ -278,8 +278,6 @@ GROUPS = {
         (AT_IDS_KERNELS, "at_ids_sums_kernel", "tl.where(ids == other, g, 0.0)", "tl.where(place == k, g, 0.0)"),
         ("linear_head/one_sweep.py", "_objective", "ids[here]", "ids"),
         ("linear_head/valid_tokens.py", "ValidTokens._spread_one", "x.dim() > 1", "False"),
-    ],
-    "test_at_ids test_at_ids_beside": [
         (AT_IDS_DEVICE, "direct", "dz += own", "pass"),
         (AT_IDS_DEVICE, "direct", "tl.where(is_here, tl.load(grads.log_probs_at + at + k), own)", "own + tl.where(is_here, tl.load(grads.log_probs_at + at + k), 0.0)"),
         (AT_IDS_DEVICE, "direct", "tl.load(inputs.ids + at + k) - token.start", "tl.load(inputs.ids + at + k)"),

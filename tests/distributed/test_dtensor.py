@@ -9,6 +9,10 @@ import torch.nn.functional as F
 from pages import marked_block
 from ranks import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from tp_headloss import (
     CrossEntropy,
@@ -35,8 +39,6 @@ H = 24
 
 def meshed(device, dp, tp):
     """A mesh of tokens x vocabulary, 1-D without replicas."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     if dp == 1:
         return init_device_mesh(device.type, (tp,), mesh_dim_names=("tp",))
     return init_device_mesh(device.type, (dp, tp), mesh_dim_names=("dp", "tp"))
@@ -44,8 +46,6 @@ def meshed(device, dp, tp):
 
 def model_of(device, mesh, vocab, bias):
     """hidden @ body, then the head; the head's parameters are DTensors on the whole mesh."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     torch.manual_seed(1)
     body, head = nn.Linear(H, H, bias=False), nn.Linear(H, vocab, bias=bias)
     model = nn.ModuleDict({"body": body, "head": head}).to(device)
@@ -58,8 +58,6 @@ def model_of(device, mesh, vocab, bias):
 
 def tokens(device, mesh, vocab):
     """Hidden states [8, H] and labels [8], sharded over the replicas; one label is ignored."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     generator = torch.Generator().manual_seed(5)
     x, y = torch.randn(8, H, generator=generator), torch.randint(0, vocab, (8,), generator=generator)
     y[2] = -100
@@ -68,8 +66,6 @@ def tokens(device, mesh, vocab):
 
 
 def gradients(model):
-    from torch.distributed.tensor import DTensor
-
     return [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
 
 
@@ -78,8 +74,6 @@ def worst(ours, theirs):
 
 
 def against_loss_parallel(group, device, dp, tp, vocab, how):
-    from torch.distributed.tensor.parallel import loss_parallel
-
     mesh = meshed(device, dp, tp)
     stock, model = model_of(device, mesh, vocab, how == "bias"), model_of(device, mesh, vocab, how == "bias")
     hidden, labels = tokens(device, mesh, vocab)
@@ -119,8 +113,6 @@ def test_losses_and_all_gradients_equal_those_of_loss_parallel(dp, tp, how, voca
 
 
 def everywhere(group, device):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh = meshed(device, 1, 2)
     torch.manual_seed(3)
     whole, teacher, x, w = torch.randn(6, 61), torch.randn(6, 61), torch.randn(6, H), torch.randn(61, H)
@@ -167,8 +159,6 @@ def test_every_entry_takes_dtensors():
 
 def drawn(group, device, dp):
     """Ids, sets and log-probs over them, of DTensors and of plain tensors."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh = meshed(device, dp, 2)
     torch.manual_seed(3)
     x, top_p = torch.randn(2, 4, 61).to(device), torch.rand(2, 4).to(device)
@@ -199,8 +189,6 @@ def test_draws_and_sets_are_those_of_plain_tensors(dp):
 
 def data_parallel(group, device):
     """Tokens are sharded and the vocabulary is not: logits of other tokens, and a replicated weight."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh = meshed(device, 1, 2)
     torch.manual_seed(4)
     x, w, labels = torch.randn(8, H, device=device), torch.randn(61, H, device=device), torch.arange(8, device=device)
@@ -224,9 +212,6 @@ def test_tokens_may_be_sharded_alone():
 
 def other_tokens(group, device, argument):
     """Labels, weights, inputs or teachers whose local shapes fit, and which are of other tokens than the logits."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh, placed = init_device_mesh(device.type, (2, 2)), {}
     for name in ("hidden", "labels", "weight", "advantages", "teacher", "top_p"):
         torch.manual_seed(1)
@@ -250,27 +235,8 @@ def test_all_arguments_are_of_the_same_tokens(argument):
         assert argument is None or (failure.kind == "ValueError" and "of the same tokens" in failure.message)
 
 
-def interleaved(group, device):
-    """A mesh whose first dimension shards the vocabulary and cuts the tokens before the replicas do."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("tp", "dp"))
-    states = distribute_tensor(torch.randn(8, H, device=device), mesh, [Shard(0), Shard(0)])
-    weight = distribute_tensor(torch.randn(64, H, device=device), mesh, [Shard(0), Replicate()])
-    labels = distribute_tensor(torch.arange(8, device=device), mesh, [Replicate(), Shard(0)])
-    HeadLoss().linear(states, weight, labels, linear=Linear(hidden_grad="reduce_scatter"))
-
-
-def test_tokens_that_would_be_interleaved_are_refused():
-    for failure in on_ranks(4, interleaved, failures=True):
-        assert failure.kind == "ValueError" and "after all others that shard" in failure.message
-
-
 def fully_sharded(group, device):
     """A head that FSDP2 shards, outside and inside of its own call; each rank has tokens of its own."""
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(0)
     head = nn.Linear(H, 32, bias=False).to(device)
     whole = head.weight.detach().clone()
@@ -289,8 +255,6 @@ def test_a_weight_that_fsdp_shards_is_refused_until_it_is_whole():
 
 def partial_hidden_gradient(group, device):
     """Sequence parallelism, and a host that adds up dH itself."""
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-
     mesh = meshed(device, 1, 2)
     torch.manual_seed(4)
     x, w = torch.randn(8, H, device=device), torch.randn(61, H, device=device)
@@ -311,100 +275,103 @@ def test_the_hidden_gradient_says_how_it_is_placed():
         assert all(placed and error < 1e-6 for placed, error in results), results
 
 
-def refused(group, device, case):
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+# what cannot work on two ranks -> the fix that the message names, and the call: of `Refused`
+REFUSED = {
+    "replicated logits": (r"output_layouts=Shard\(-1\).*logits.to_local\(\)|logits.to_local\(\).*output_layouts=",
+                          lambda on: HeadLoss()(on.logits(Replicate()), on.labels)),
+    # of other tokens on each rank, if FSDP sharded the weight
+    "plain hidden states": (r"VocabShard.from_mesh\(mesh, 64, dim\).*module that FSDP manages",
+                            lambda on: HeadLoss().linear(on.x, on.weight(), on.labels)),
+    "plain hidden states to sample": (r"VocabShard.from_mesh\(mesh, 64, dim\).*module that FSDP manages",
+                                      lambda on: topk_log_probs(on.x, 3, weight=on.weight())),
+    "replicated weight": ("pass a plain weight", lambda on: HeadLoss().linear(on.x, on.weight(Replicate()), on.labels)),
+    "partial denominator": ("denominator must be replicated", lambda on: HeadLoss()(
+        on.logits(), on.labels, denominator=DTensor.from_local(torch.tensor(4.0), on.mesh, [Partial()]))),
+    "row-wise weight": (r"distribute it with Shard\(0\)",
+                        lambda on: HeadLoss().linear(on.x, on.weight(Shard(1)), on.labels)),
+    "partial hidden states": (r"redistribute to Replicate\(\)", lambda on: HeadLoss().linear(
+        DTensor.from_local(on.x, on.mesh, [Partial()]), on.weight(), on.labels)),
+    "hidden states sharded on tokens": ("hidden_grad='reduce_scatter'",
+                                        lambda on: HeadLoss().linear(on.states(), on.weight(), on.labels)),
+    "another shard": ("VocabShard.from_mesh", lambda on: HeadLoss()(
+        on.logits(), on.labels, shard=VocabShard.from_group(on.group, 61, padded_size=72))),
+    "another group": ("leave the shard out", lambda on: HeadLoss()(
+        on.logits(), on.labels, shard=VocabShard(0, 64, 64))),
+    "another padding": ("leave the shard out", lambda on: HeadLoss()(  # of rank 0 the bounds are the same
+        on.logits(), on.labels, shard=VocabShard.from_group(on.group, 63))),
+    "uneven tokens": ("even shards", lambda on: linear_vocab_statistics(
+        on.states(5), on.weight(), linear=Linear(hidden_grad="reduce_scatter"))),
+    "sharded labels": (r"Replicate\(\)", lambda on: HeadLoss()(
+        on.logits(), distribute_tensor(on.labels, on.mesh, [Shard(0)]))),
+}  # fmt: skip
 
-    mesh = meshed(device, 1, 2)
-    x, w, z = torch.randn(8, H, device=device), torch.randn(64, H, device=device), torch.randn(8, 64, device=device)
-    labels = torch.arange(8, device=device)
-    if case == "replicated logits":
-        return HeadLoss()(distribute_tensor(z, mesh, [Replicate()]), labels)
-    if case == "plain hidden states":  # of other tokens on each rank, if FSDP sharded the weight
-        return HeadLoss().linear(x, distribute_tensor(w, mesh, [Shard(0)]), labels)
-    if case == "plain hidden states to sample":
-        return topk_log_probs(x, 3, weight=distribute_tensor(w, mesh, [Shard(0)]))
-    if case == "replicated weight":
-        return HeadLoss().linear(x, distribute_tensor(w, mesh, [Replicate()]), labels)
-    if case == "partial denominator":
-        total = DTensor.from_local(torch.tensor(4.0, device=device), mesh, [Partial()])
-        return HeadLoss()(distribute_tensor(z, mesh, [Shard(1)]), labels, denominator=total)
-    if case == "row-wise weight":
-        return HeadLoss().linear(x, distribute_tensor(w, mesh, [Shard(1)]), labels)
-    if case == "partial hidden states":
-        states = DTensor.from_local(x, mesh, [Partial()])
-        return HeadLoss().linear(states, distribute_tensor(w, mesh, [Shard(0)]), labels)
-    if case == "hidden states sharded on tokens":
-        states = distribute_tensor(x, mesh, [Shard(0)])
-        return HeadLoss().linear(states, distribute_tensor(w, mesh, [Shard(0)]), labels)
-    if case == "another shard":
-        shard = VocabShard.from_group(group, 61, padded_size=72)
-        return HeadLoss()(distribute_tensor(z, mesh, [Shard(1)]), labels, shard=shard)
-    if case == "another group":
-        return HeadLoss()(distribute_tensor(z, mesh, [Shard(1)]), labels, shard=VocabShard(0, 64, 64))
-    if case == "another padding":  # of rank 0 the bounds are the same
-        return HeadLoss()(distribute_tensor(z, mesh, [Shard(1)]), labels, shard=VocabShard.from_group(group, 63))
-    if case == "uneven tokens":
-        states = distribute_tensor(x[:5], mesh, [Shard(0)])
-        linear = Linear(hidden_grad="reduce_scatter")
-        return linear_vocab_statistics(states, distribute_tensor(w, mesh, [Shard(0)]), linear=linear)
-    if case == "sharded labels":
-        states = distribute_tensor(labels, mesh, [Shard(0)])
-        return HeadLoss()(distribute_tensor(z, mesh, [Shard(1)]), states)
-    raise AssertionError(case)
+
+class Refused:
+    """Tensors of a call, and how they are placed on a mesh of two ranks."""
+
+    def __init__(self, group, device):
+        self.group, self.mesh = group, meshed(device, 1, 2)
+        self.x, self.w, self.z = (torch.randn(size, device=device) for size in ((8, H), (64, H), (8, 64)))
+        self.labels = torch.arange(8, device=device)
+
+    def logits(self, placement=Shard(1)):  # noqa: B008
+        return distribute_tensor(self.z, self.mesh, [placement])
+
+    def weight(self, placement=Shard(0)):  # noqa: B008
+        return distribute_tensor(self.w, self.mesh, [placement])
+
+    def states(self, tokens=8):
+        return distribute_tensor(self.x[:tokens], self.mesh, [Shard(0)])
+
+
+def refused(group, device, case):
+    REFUSED[case][1](Refused(group, device))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_placements_that_cannot_work_are_refused_with_the_fix(case):
+    for failure in on_ranks(2, refused, case, failures=True):
+        assert failure.kind == "ValueError" and re.search(REFUSED[case][0], failure.message), failure
+
+
+def on_four(group, device, case):
+    """A call on a mesh of 2 x 2."""
+    mesh = meshed(device, 2, 2)
+    x, labels = torch.randn(8, H, device=device), torch.arange(8, device=device)
+    if case == "a weight on both dimensions":  # and plain hidden states: what do the others hold?
+        weight, shard = model_of(device, mesh, 64, False).head.weight, VocabShard.from_mesh(mesh, 64, "tp")
+        HeadLoss([CrossEntropy()]).linear(x, weight, labels, shard=shard)
+    elif case == "hidden states that are partial over another dimension":
+        weight = distribute_tensor(torch.randn(64, H, device=device), mesh["tp"], [Shard(0)])
+        hidden = DTensor.from_local(x[:4], mesh, [Partial(), Shard(0)])
+        HeadLoss().linear(hidden, weight, labels, linear=Linear(hidden_grad="reduce_scatter"))
+    elif case == "a shard of another group":  # two of the four ranks hold the same ids in both
+        logits = distribute_tensor(torch.randn(8, 64, device=device), mesh, [Replicate(), Shard(1)])
+        HeadLoss()(logits, labels, shard=VocabShard.from_mesh(mesh, 64, "dp"))
+    else:  # the first dimension shards the vocabulary, and cuts the tokens before the replicas do
+        mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("tp", "dp"))
+        states = distribute_tensor(x, mesh, [Shard(0), Shard(0)])
+        weight = distribute_tensor(torch.randn(64, H, device=device), mesh, [Shard(0), Replicate()])
+        labels = distribute_tensor(labels, mesh, [Replicate(), Shard(0)])
+        HeadLoss().linear(states, weight, labels, linear=Linear(hidden_grad="reduce_scatter"))
 
 
 @pytest.mark.parametrize(
-    "case, fix",
-    [
-        ("replicated logits", "output_layouts=Shard\\(-1\\)"),
-        ("replicated logits", "logits.to_local\\(\\)"),
-        ("plain hidden states", "VocabShard.from_mesh\\(mesh, 64, dim\\).*module that FSDP manages"),
-        ("plain hidden states to sample", "VocabShard.from_mesh\\(mesh, 64, dim\\).*module that FSDP manages"),
-        ("replicated weight", "pass a plain weight"),
-        ("partial denominator", "denominator must be replicated"),
-        ("row-wise weight", "distribute it with Shard\\(0\\)"),
-        ("partial hidden states", "redistribute to Replicate\\(\\)"),
-        ("hidden states sharded on tokens", "hidden_grad='reduce_scatter'"),
-        ("another shard", "VocabShard.from_mesh"),
-        ("another group", "leave the shard out"),
-        ("another padding", "leave the shard out"),
-        ("uneven tokens", "even shards"),
-        ("sharded labels", "Replicate\\(\\)"),
-    ],
+    "case, words",
+    {
+        "a weight on both dimensions": "submesh of the vocabulary",
+        "hidden states that are partial over another dimension": "must be whole",
+        "a shard of another group": "leave the shard out",
+        "tokens that would be interleaved": "after all others that shard",
+    }.items(),
 )
-def test_placements_that_cannot_work_are_refused_with_the_fix(case, fix):
-    for failure in on_ranks(2, refused, case, failures=True):
-        assert failure.kind == "ValueError" and re.search(fix, failure.message), failure
-
-
-def two_dimensions(group, device):
-    """A weight on both dimensions of a mesh, and plain hidden states: what do the others hold?"""
-    mesh = meshed(device, 2, 2)
-    model = model_of(device, mesh, 64, False)
-    labels = torch.arange(8, device=device)
-    hidden, shard = torch.randn(8, H, device=device), VocabShard.from_mesh(mesh, 64, "tp")
-    HeadLoss([CrossEntropy()]).linear(hidden, model.head.weight, labels, shard=shard)
-
-
-def partial_beside_tokens(group, device):
-    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
-
-    mesh = meshed(device, 2, 2)
-    weight = distribute_tensor(torch.randn(64, H, device=device), mesh["tp"], [Shard(0)])
-    hidden = DTensor.from_local(torch.randn(4, H, device=device), mesh, [Partial(), Shard(0)])
-    HeadLoss().linear(hidden, weight, torch.arange(8, device=device), linear=Linear(hidden_grad="reduce_scatter"))
-
-
-def test_hidden_states_that_are_partial_over_another_dimension_are_refused():
-    for failure in on_ranks(4, partial_beside_tokens, failures=True):
-        assert failure.kind == "ValueError" and "must be whole" in failure.message
+def test_meshes_that_cannot_work_are_refused_on_every_rank(case, words):
+    for failure in on_ranks(4, on_four, case, failures=True):
+        assert failure.kind == "ValueError" and words in failure.message
 
 
 def vocabulary_of_one_rank(group, device):
     """Replicas, and a vocabulary dimension of one rank."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     mesh = init_device_mesh(device.type, (2, 1), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(2)
     x, w, labels = torch.randn(8, H, device=device), torch.randn(64, H, device=device), torch.arange(8, device=device)
@@ -419,24 +386,8 @@ def test_a_vocabulary_dimension_of_one_rank_is_no_sharding():
     assert max(map(abs, on_ranks(2, vocabulary_of_one_rank))) < 1e-4
 
 
-def group_of_another_dimension(group, device):
-    """Two of the four ranks hold the same ids in both groups."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = meshed(device, 2, 2)
-    logits = distribute_tensor(torch.randn(8, 64, device=device), mesh, [Replicate(), Shard(1)])
-    HeadLoss()(logits, torch.arange(8, device=device), shard=VocabShard.from_mesh(mesh, 64, "dp"))
-
-
-def test_a_shard_of_another_group_is_refused_on_every_rank():
-    for failure in on_ranks(4, group_of_another_dimension, failures=True):
-        assert failure.kind == "ValueError" and "leave the shard out" in failure.message
-
-
 def compiled(group, device):
     """In one graph, without breaks, inside a model that is compiled as a whole."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     mesh = meshed(device, 1, 2)
     torch.manual_seed(3)
     z, labels = torch.randn(6, 64, device=device), torch.arange(6, device=device)
@@ -467,8 +418,3 @@ def test_the_block_of_the_documentation_runs():
         pytest.skip("it makes its tensors on CPU")
     for (error, rows, placed), expected in zip(on_ranks(2, documented), (255, 254)):
         assert error < 1e-6 and rows == expected and "0" in placed
-
-
-def test_plain_hidden_states_and_a_weight_on_two_dimensions_are_refused():
-    for failure in on_ranks(4, two_dimensions, failures=True):
-        assert failure.kind == "ValueError" and "submesh of the vocabulary" in failure.message

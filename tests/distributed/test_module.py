@@ -4,8 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from ranks import on_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tp_headloss import (
     CrossEntropy,
@@ -294,8 +298,6 @@ def test_no_path_of_the_losses_makes_the_logits(enabled, device):
 
 
 def saved(group, device, folder):
-    import torch.distributed.checkpoint as dcp
-
     head = head_of(group, device, bias=True)
     torch.nn.init.constant_(head.bias, 0.5)
     kwargs = {"process_group": group} if group is not None else {"no_dist": True}
@@ -304,8 +306,6 @@ def saved(group, device, folder):
 
 
 def loaded(group, device, folder):
-    import torch.distributed.checkpoint as dcp
-
     head = VocabParallelHead(H, shard_of(group), bias=True, init=Init(0.2, seed=8), device=device)
     state = {"model": head.state_dict()}
     kwargs = {"process_group": group} if group is not None else {"no_dist": True}
@@ -344,9 +344,6 @@ def test_whole_matrices_and_own_rows_can_be_loaded(world):
 
 
 def fully_sharded(group, device):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
     hidden, labels = tokens(device, 8)
     results = []
@@ -397,14 +394,15 @@ def test_a_cut_that_no_dtensor_has_refuses_to_describe_itself():
 
 def test_bad_arguments_are_named():
     shard = VocabShard(0, PADDED, V)
-    with pytest.raises(ValueError, match=r"\[2176, 16\], got \[3, 16\]"):
-        VocabParallelHead(H, shard, weight=torch.nn.Parameter(torch.zeros(3, H)))
-    with pytest.raises(ValueError, match="the bias is the module's"):
-        VocabParallelHead(H, shard, transform=Transform(bias=torch.zeros(PADDED)))
-    with pytest.raises(ValueError, match="without labels"):
-        VocabParallelHead(H, shard)(torch.zeros(2, H), token_weight=torch.ones(2))
-    with pytest.raises(ValueError, match="depths must be at least 1"):
-        multi_token_targets(torch.zeros(1, 2, dtype=torch.long), 0)
+    for words, call in {
+        r"\[2176, 16\], got \[3, 16\]": lambda: VocabParallelHead(
+            H, shard, weight=torch.nn.Parameter(torch.zeros(3, H))
+        ),
+        "the bias is the module's": lambda: VocabParallelHead(H, shard, transform=Transform(bias=torch.zeros(PADDED))),
+        "without labels": lambda: VocabParallelHead(H, shard)(torch.zeros(2, H), token_weight=torch.ones(2)),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            call()
     assert "ids [0, 2176) of 2051" in repr(VocabParallelHead(H, shard))
 
 
@@ -440,8 +438,6 @@ def test_a_weight_that_is_no_longer_tied_is_not_left_undrawn():
 
 
 def into_dtensors(group, device):
-    from torch.distributed.device_mesh import init_device_mesh
-
     source, found = head_of(group, device), []
     rows = whole(source.weight, group)
     mesh = init_device_mesh(device.type, (2,))
@@ -505,9 +501,6 @@ def test_a_matrix_of_other_rows_is_refused_and_never_cut(world):
 
 def other_cuts(group, device):
     """States whose DTensors are cut otherwise than the head, and one that is not cut at all."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     matrix = torch.arange(20.0, device=device).view(10, 2) + 1
     mesh, found = DeviceMesh.from_group(group, device.type), []
     state = distribute_tensor(matrix, mesh, [Shard(0)])

@@ -182,10 +182,7 @@ REFUSED = {
         "at most one term of each of .* got terms of .'log_prob', 'log_prob'.",
     ),
     "an own function": (dict(terms=(Term("own", lambda stats: stats.lse),)), "terms that are statistics"),
-    "a teacher": (
-        dict(terms=(Distillation(),), inputs={"teacher": Teacher(torch.zeros(N, V))}),
-        "got .*'forward_kl'",
-    ),
+    "a teacher": (dict(terms=(Distillation(),), inputs={"teacher": Teacher(torch.zeros(N, V))}), "got .*'forward_kl'"),
     "sequences": (dict(inputs={"sequences": Sequences.from_mask(torch.ones(N, 1, dtype=torch.bool))}), "statistics"),
     "no reduction": (dict(reduction="none"), "terms that are statistics"),
 }

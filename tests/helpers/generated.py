@@ -6,7 +6,7 @@ import policy_oracle
 import torch
 from generated_case import bits_equal, build
 from generated_truth import Truth, close, fitted, student_side
-from strategies import FIXED, Case
+from strategies import DIFFERENTIABLE, Case
 from topk_oracle import definition
 
 CLAMP, KINKS = 20.0, [torch.tensor(c).log().item() for c in (0.8, 1.2, 3.0)] + [-20.0, 20.0]
@@ -108,8 +108,8 @@ def check_head(case, p, truth, nan, first):
     keep, unit = truth.keep, truth.r.unit
     if any(name == "topk" for name, *_ in case.terms):
         add_composite(case, p, truth)
-    fixed = (*FIXED, "target_logit")
-    leaves = {n: v.double().clone().requires_grad_(n not in fixed) for n, v in truth.values.items() if n != "argmax"}
+    trained = (*DIFFERENTIABLE, "composite")
+    leaves = {n: v.double().clone().requires_grad_(n in trained) for n, v in truth.values.items() if n != "argmax"}
     valid = ~p["ignored"]
     weight = torch.ones(len(valid), dtype=torch.float64) if p["token_weight"] is None else p["token_weight"].double()
     count = (weight * valid).sum()
@@ -180,6 +180,7 @@ def check(case: Case, results: list) -> None:
     keep = ~nan & ~ignored
     truth = Truth(case, p, keep, gpu)
     names = [name for name in first if name in truth.values]
+    assert case.head or {*case.want} <= {*names, "rank"}, "a statistic without a formula in the oracle"
     for name in set(names) - {"argmax"}:
         got, undefined = first[name], nan
         if name == "log_probs_at":  # 0 for none

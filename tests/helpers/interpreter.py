@@ -166,15 +166,18 @@ def _check_sizes_quickly(interpreter):
 
 
 def _sum_directly(interpreter):
-    """A sum is one of numpy's, which the interpreter finds after all other reductions, and copies."""
-    reduce, add = interpreter.ReduceOps.apply, interpreter.tl.standard._sum_combine
+    """A sum is one of numpy's, which the interpreter finds after all other reductions, and copies; an exclusive or, of
+    which a sort is made, it forms element by element."""
+    reduce, standard = interpreter.ReduceOps.apply, interpreter.tl.standard
+    of_numpy = {standard._sum_combine: np.add, standard._xor_combine: np.bitwise_xor}
     tensor, block_type, handle = interpreter.tl.core.tensor, interpreter.tl.block_type, interpreter.TensorHandle
 
     def apply(self, input):
-        if self.combine_fn is not add or type(input) is not tensor or self.axis not in range(len(input.shape)):
+        function = of_numpy.get(self.combine_fn)
+        if function is None or type(input) is not tensor or self.axis not in range(len(input.shape)):
             return reduce(self, input)
         data, dtype = input.handle.data, input.dtype
-        total = data.sum(axis=self.axis, keepdims=self.keep_dims).astype(data.dtype, copy=False)
+        total = function.reduce(data, axis=self.axis, keepdims=self.keep_dims).astype(data.dtype, copy=False)
         if total.ndim:
             return tensor(handle(total, dtype), block_type(dtype, list(total.shape)))
         return tensor(handle(total.reshape(1), dtype), dtype)

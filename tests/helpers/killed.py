@@ -2,9 +2,9 @@
 
     torchrun .. tests/helpers/killed.py [options of launch/train.py]
 
-On the first attempt rank 1, within step 9, while rank 0 waits for it; on the second rank 0, at step 18, when all files
-of a checkpoint are written and the one that names it as the newest is not. With LOSE_NODE set: instead the rank that
-has LOSE_NODE=1, within step 9, with its torchrun, as if its host were lost; a first node that is alone does not begin.
+On the first attempt rank 0, at step 12, when all files of a checkpoint are written and the one that names it as the
+newest is not; on the second torchrun gets SIGTERM from rank 0, within step 15. With LOSE_NODE set: instead the rank
+that has LOSE_NODE=1, within step 9, with its torchrun, as if its host were lost; a first node that is alone waits.
 """
 
 import importlib
@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 
 LAUNCH = Path(__file__).parents[2] / "launch"
@@ -25,19 +26,28 @@ if lose_node is not None and (attempt, os.environ["WORLD_SIZE"]) == (0, "1"):
 clip_gradients, replace, steps = parallel.clip_gradients, os.replace, []
 
 
+def terminate():
+    """Send SIGTERM to torchrun, and wait for the one that it passes on."""
+    came, handler = [], signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *args: (came.append(None), handler(*args)))
+    os.kill(os.getppid(), signal.SIGTERM)
+    while not came:
+        time.sleep(0.01)
+
+
 def clip_or_die(*args):
     steps.append(None)
-    dies = rank == 1 if lose_node is None else lose_node == "1"
-    if dies and (attempt, len(steps)) == (0, 9):
-        if lose_node is not None:
-            os.kill(os.getppid(), signal.SIGKILL)
+    if lose_node == "1" and (attempt, len(steps)) == (0, 9):
+        os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
+    if lose_node is None and (attempt, rank, len(steps)) == (1, 0, 9):
+        terminate()
     return clip_gradients(*args)
 
 
 def replace_or_die(source, target):
-    second = (attempt, rank) == (1, 0) and lose_node is None
-    if second and Path(target).name == "latest" and Path(source).read_text() == "step-00000018":
+    first = (attempt, rank) == (0, 0) and lose_node is None
+    if first and Path(target).name == "latest" and Path(source).read_text() == "step-00000012":
         os.kill(os.getpid(), signal.SIGKILL)
     replace(source, target)
 

@@ -8,18 +8,19 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
 
+from tp_headloss.statistics import AT_IDS, FAMILIES, FULL_TEACHER, OVER_SETS, TOPK_TEACHER
+
 # Hypothesis mixes in numbers from the source of whatever modules happen to be loaded. Without them, examples follow
 # from the seed alone, whichever tests ran before. (No setting does this; a name that is gone would change nothing.)
 providers._get_local_constants = providers.Constants
 
-STATISTICS = ("entropy", "collision", "total", "argmax")
-OF_TEACHER = ("forward_kl", "reverse_kl", "teacher_entropy", "jsd", "total_variation")
-OF_TOPK = (
-    "topk_forward_kl", "vocab_forward_kl", "topk_reverse_kl", "topk_log_mass", "tail_log_mass", "tail_entropy",
-    "topk_jsd", "vocab_jsd",
+PLAIN = tuple(  # need no other argument than logits, or labels
+    name for family in FAMILIES for name in family.statistics
+    if name not in (*FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS, *AT_IDS) and not family.needs_label_logits
 )  # fmt: skip
-OVER_SETS = ("set_log_prob", "set_entropy", "set_log_mass")
-FIXED = ("argmax", "rank", "mass", "teacher_entropy", "teacher_mass")  # without a gradient
+SUMMABLE = tuple(name for family in FAMILIES if family.has_lanes for name in family.statistics)
+DRAWN = {*PLAIN, *FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS, *AT_IDS, "rank"}
+DIFFERENTIABLE = tuple(name for family in FAMILIES for name in family.gradients)
 LAYOUTS = ("contiguous", "transposed", "columns", "sliced", "misaligned", "expanded")
 DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jsd", "total_variation")
 TOPK_DIVERGENCES = tuple((d, o) for d in ("forward_kl", "reverse_kl", "jsd") for o in ("topk", "vocabulary", "tail"))
@@ -121,11 +122,11 @@ def cases(draw, world_size, backend):
     shards, cuts, order = draw(shardings(vocab_size, world_size))
     transport = draw(st.sampled_from(["auto", "gather", "sum"]))
     teacher = None if transport == "sum" else draw(st.sampled_from([None, None, "whole", "topk"]))
-    want = draw(subsets(STATISTICS))
+    want = draw(subsets(PLAIN))
     if transport == "sum":
-        want = tuple(name for name in want if name not in ("argmax", "collision"))
+        want = tuple(name for name in want if name in SUMMABLE)
     if teacher and not head:
-        want += draw(subsets(OF_TEACHER if teacher == "whole" else OF_TOPK, min_size=1))
+        want += draw(subsets(FULL_TEACHER if teacher == "whole" else TOPK_TEACHER, min_size=1))
     labels = draw(st.sampled_from(["int64", "int32"])) if head or draw(st.integers(0, 3)) else None
     ids = [-100, -1, 0, vocab_size - 1, vocab_size, cuts[1], max(cuts[1] - 1, 0), 2**31 - 1]
     ignore_index = draw(st.sampled_from([*ids[:1] * 4, *ids, 1 << 40]))
@@ -135,7 +136,7 @@ def cases(draw, world_size, backend):
     sets = None if transport == "sum" else draw(st.sampled_from([None, "padded", "ragged"]))
     given_ids = transport != "sum" and not head and draw(st.booleans())
     if given_ids:
-        want += ("log_probs_at",)
+        want += AT_IDS
     if sets and not head:
         want += draw(subsets(OVER_SETS if labels else OVER_SETS[1:], min_size=1))
     if labels and draw(st.booleans()):
@@ -154,7 +155,7 @@ def cases(draw, world_size, backend):
     reduction = draw(st.sampled_from(["none", "sum", "mean"]))
     if head and not any(name in ("policy", "kl", "entropy") for name, *_ in terms):
         sets = None
-    names = ["lse"] + ["log_prob", "target_logit"] * (labels is not None) + [n for n in want if n not in FIXED]
+    names = ["lse"] + ["log_prob", "target_logit"] * (labels is not None) + [n for n in want if n in DIFFERENTIABLE]
     return Case(
         seed=draw(st.integers(0, 999)),
         head=head,

@@ -23,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RANKS = int(os.environ.get("WORLD_SIZE", 2))  # of a process that `launch` started
+FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))  # every case with every number of ranks, where one of each is enough
 TIMEOUT = 600  # seconds: a collective that waits longer fails; none does, on the busiest machine
 
 

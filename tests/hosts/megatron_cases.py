@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from cases import ROOT, compared, fails_cleanly_at_every_step, main, relative_errors
+from cases import ROOT, compared, fails_cleanly_at_every_step, refused, relative_errors
 from pages import marked_block
 
 sys.path.insert(0, str(ROOT / "launch"))
@@ -184,11 +184,10 @@ def hybrid(fused=True, **kwargs):
 def hybrid_refusals(group):
     model, head = hybrid_of(), MegatronHead(ignore_index=-100)
     fails_cleanly_at_every_step(lambda: install(model, head), model)
-    found = {}
     with install(model, head):
-        found["second"] = refused(lambda: install(model, head))
+        refused(lambda: install(model, head), "replaced already")
         run(model)
-    return found
+    return {}
 
 
 def accepted(group):
@@ -317,81 +316,70 @@ def without_labels(group):
     return out
 
 
-def refused(function, kind=ValueError) -> str:
-    try:
-        function()
-    except kind as error:
-        return str(error)
-    return "accepted"
-
-
 def refusals(group):
     model, head = model_of(), MegatronHead(ignore_index=-100)
     loss, post = model.compute_language_model_loss, model._postprocess
-    found = {}
+
+    def installing(match, kind=ValueError, model=model, head=head, **options):
+        refused(lambda: install(model, head, **options), match, kind)
+
     handle = install(model, head)
-    found["second"] = refused(lambda: install(model, head))
-    found["second, loss only"] = refused(lambda: install(model, head, fused=False))
+    installing("replaced already")
+    installing("replaced already", fused=False)
     handle.remove()
-    found["restored"] = model.compute_language_model_loss == loss and model._postprocess == post
-    found["subclass"] = refused(lambda: install(model_of(Mixed), head))
-    found["other model"] = refused(lambda: install(torch.nn.Linear(2, 2), head), TypeError)
-    found["swapped"] = refused(lambda: install(head, model), TypeError)
-    found["class"] = refused(lambda: install(GPTModel, head), TypeError)
-    found["chunks"] = refused(lambda: install([model], head), TypeError)
-    found["other head"] = refused(lambda: install(model, CrossEntropy()), TypeError)
-    found["sum"] = refused(lambda: install(model, HeadLoss(reduction="sum")))
-    found["terms"] = refused(lambda: MegatronHead(ignore_index=None, terms=CrossEntropy()), TypeError)
+    assert model.compute_language_model_loss == loss and model._postprocess == post
+    installing("MegatronHeadMixin", model=model_of(Mixed))
+    installing("model must be of type GPTModel", TypeError, torch.nn.Linear(2, 2))
+    installing("head must be of type MegatronHead or HeadLoss, got GPTModel", TypeError, head, model)
+    installing("got the class GPTModel", TypeError, GPTModel)
+    installing("got a list of 1: pass the chunk that has the output layer", TypeError, [model])
+    installing("got Term", TypeError, head=CrossEntropy())
+    installing("reduction='mean' or 'none', got 'sum'", head=HeadLoss(reduction="sum"))
+    no_list = "terms must be of type list or tuple or None, got Term"
+    refused(lambda: MegatronHead(ignore_index=None, terms=CrossEntropy()), no_list, TypeError)
     unfused = MegatronHead(ignore_index=-100, linear=Linear("one_sweep"))
-    found["linear"] = refused(lambda: install(model, unfused, fused=False))
+    installing("linear needs fused=True, where there are hidden states, got fused=False", head=unfused, fused=False)
     inplace = MegatronHead(ignore_index=-100, options=Options(inplace=True))
-    found["inplace"] = refused(lambda: install(model, inplace))
-    found["vocab_size"] = refused(lambda: install(model, MegatronHead(ignore_index=-100, vocab_size=V + 1)))
+    installing("Options(inplace=True) is for logits, fused=False", head=inplace)
+    larger = MegatronHead(ignore_index=-100, vocab_size=V + 1)
+    installing("at most the 256 rows of the output layer, got 257", head=larger)
 
     def unused():
         with install(model, head):
             pass
 
-    found["never called"] = refused(unused, RuntimeError)
-    found["unused is removed"] = "_postprocess" not in model.__dict__
-    original = language_module.fused_vocab_parallel_cross_entropy
-
-    def theirs(*args):
-        return original(*args)
-
-    theirs.__module__ = "other_kernels"
-    language_module.fused_vocab_parallel_cross_entropy = theirs
-    found["patched by others"] = refused(lambda: install(model, head))
-    language_module.fused_vocab_parallel_cross_entropy = original
+    refused(unused, "no loss came through", RuntimeError)
+    assert "_postprocess" not in model.__dict__
+    with mock.patch.object(language_module, "fused_vocab_parallel_cross_entropy", lambda *args: None) as theirs:
+        theirs.__module__ = "other_kernels"
+        installing("other_kernels has replaced")
     layer, model.output_layer = model.output_layer, None
-    found["no output layer"] = refused(lambda: install(model, head))
+    installing("last pipeline stage")
     model.output_layer = layer
     layer.tp_group, tp_group = None, layer.tp_group
-    found["no group"] = refused(lambda: head.losses_from_logits(torch.zeros(S, B, V // 2), batch()[3], layer))
+    refused(lambda: head.losses_from_logits(torch.zeros(S, B, V // 2), batch()[3], layer), "got None")
     layer.tp_group = tp_group
     for option in ("defer_embedding_wgrad_compute", "fp8_output_proj"):
         assert hasattr(model.config, option) or (option == "fp8_output_proj" and not HAS_HYBRID)  # it has that name
         setattr(model.config, option, True)
-        found[option] = refused(lambda: install(model, head))
-        found[option + " by the processor"] = refused(
-            lambda: head.losses_from_hidden(None, None, layer, None, model.config), ValueError
-        )
+        installing(f"{option}=True")
+        refused(lambda: head.losses_from_hidden(None, None, layer, None, model.config), f"{option}=True")
         setattr(model.config, option, False)
     layer.gtp_remat_size, before = 2, getattr(layer, "gtp_remat_size", 1)
-    found["second group"] = refused(lambda: install(model, head))
+    installing("got gtp_remat_size=2")
     layer.gtp_remat_size, layer.output_dtype = before, torch.bfloat16
-    found["logits of another type"] = refused(lambda: install(model, head))
+    installing("output_dtype (--output-logit-dtype) must be the model's torch.float32, got torch.bf")
     layer.output_dtype = torch.float32  # that of the model
     install(model, head).remove()
     model.output_layer = Adapted(layer)
-    found["adapter"] = refused(lambda: install(model, head), TypeError)
+    installing("ColumnParallelLinear without a forward of its own, got Adapted", TypeError)
     model.output_layer = layer
     with install(model, head, fused=False):
-        found["gathered"] = refused(lambda: run(model, runtime_gather_output=True))
+        refused(lambda: run(model, runtime_gather_output=True), "this rank's 128 columns, got 256")
         run(model)
-    found["two models"] = refused(lambda: _one_of_two(model, model_of(), head), RuntimeError)
-    found["usable after all"] = "_postprocess" in install(model, head).entries
-    return found
+    refused(lambda: _one_of_two(model, model_of(), head), "no loss came through", RuntimeError)
+    assert "_postprocess" in install(model, head).entries
+    return {}
 
 
 class Adapted(torch.nn.Module):
@@ -421,14 +409,15 @@ def fp32_logits(group):
     """A bf16 model whose output layer makes fp32 logits (--output-logit-dtype fp32 of newer versions)."""
     model, labels = model_of(bf16=True), batch()[3]
     model.output_layer.output_dtype = torch.float32
-    found = {"refused": refused(lambda: install(model, MegatronHead(ignore_index=-100)))}
+    words = "must be the model's torch.bfloat16, got torch.float32: use fused=False"
+    refused(lambda: install(model, MegatronHead(ignore_index=-100)), words)
     logits = torch.randn(S, B, V // 2, generator=torch.Generator().manual_seed(5)).requires_grad_()
     theirs = model.compute_language_model_loss(labels, logits.clone())
     (their_grad,) = torch.autograd.grad(theirs.sum(), logits)
     with install(model, MegatronHead(ignore_index=-100), fused=False):
         ours = model.compute_language_model_loss(labels, logits.clone())
     (grad,) = torch.autograd.grad(ours.sum(), logits)
-    return found | compared(ours.detach(), {"logits": grad}, theirs.detach(), {"logits": their_grad}, "logits")
+    return compared(ours.detach(), {"logits": grad}, theirs.detach(), {"logits": their_grad}, "logits")
 
 
 def head_loss(group):
@@ -505,11 +494,11 @@ def _one_of_two(model, other, head):
 def check_call(group):
     model, head = model_of(), MegatronHead(ignore_index=-100)
     losses_from_hidden, head.losses_from_hidden = head.losses_from_hidden, lambda *args: 1.5 * losses_from_hidden(*args)
-    found = {"differs": refused(lambda: install(model, head), RuntimeError)}
+    refused(lambda: install(model, head), "differs", RuntimeError)
     head.losses_from_hidden = lambda *args: torch.zeros(1, 2 * group.size())
-    found["elsewhere"] = refused(lambda: install(model, head), RuntimeError)
-    found["removed"] = "_postprocess" not in model.__dict__
-    return found
+    refused(lambda: install(model, head), "did not come through", RuntimeError)
+    assert "_postprocess" not in model.__dict__
+    return {}
 
 
 def own_terms(group):
@@ -585,5 +574,5 @@ if HAS_HYBRID:
     CASES |= {"hybrid, mup": hybrid(use_mup=True, mup_base_hidden_size=H // 2)}
 
 
-if __name__ == "__main__":
-    main(CASES, lambda group: parallel_state.initialize_model_parallel(tensor_model_parallel_size=group.size()))
+def begin(group):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=group.size())

@@ -1,13 +1,14 @@
 """Depths of multi-token prediction that learn from the main head, beside the same losses computed from whole logits in
-float64, on two ranks: tensor parallelism, or context parallelism."""
+float64, on two ranks: tensor parallelism, or context parallelism. Runs the cases of megatron_cases, too."""
 
 import functools
 from types import SimpleNamespace
 from unittest import mock
 
+import megatron_cases
 import torch
-from cases import compared, main
-from megatron_cases import HAS_HYBRID, B, H, S, batch, depths_logged, head_name, hybrid_of, model_of, refused, run
+from cases import compared, main, refused
+from megatron_cases import HAS_HYBRID, B, H, S, batch, depths_logged, head_name, hybrid_of, model_of, run
 
 # isort: split
 # what is above makes Megatron run on CPUs, before it is imported
@@ -167,20 +168,16 @@ def packed(group):
 
 def refusals(group):
     layout(tp=2)
-    head, found = MegatronHead(ignore_index=-100, depth_terms=SOFT), {}
-    found["no depths"] = refused(lambda: install(model_of(), head))
-    found["logits"] = refused(lambda: install(model_of(mtp=True), head, fused=False))
-    model = model_of()
-    layer, config = model.output_layer, model.config
-    hidden, labels = torch.zeros(S, B, H), batch()[3]
-    found["processor"] = refused(
-        lambda: head(
-            hidden_states=hidden, output_layer=layer, output_weight=None, labels=labels, scale_logits=None,
-            config=config,
-        )
-    )  # fmt: skip
-    found["no list"] = refused(lambda: MegatronHead(ignore_index=-100, depth_terms=SOFT[0]), TypeError)
-    return found
+    head, model = MegatronHead(ignore_index=-100, depth_terms=SOFT), model_of()
+    words = "a model with depths of multi-token prediction, got fused=True and mtp_num_layers=None"
+    refused(lambda: install(model, head), words)
+    refused(lambda: install(model_of(mtp=True), head, fused=False), "got fused=False and mtp_num_layers=2")
+    given = {"hidden_states": torch.zeros(S, B, H), "output_layer": model.output_layer, "output_weight": None}
+    given |= {"labels": batch()[3], "scale_logits": None, "config": model.config}
+    refused(lambda: head(**given), "through an output_processor: use install(model, head)")
+    words = "depth_terms must be of type list or tuple or None, got Term"
+    refused(lambda: MegatronHead(ignore_index=-100, depth_terms=SOFT[0]), words, TypeError)
+    return {}
 
 
 def counted(group):
@@ -207,7 +204,7 @@ CASES = {
     "soft": soft(),
     "soft, sp, tied": soft(sp=True, tied=True),
     "soft and hard": soft(terms=BOTH, hard=0.25),
-    "refusals": refusals,
+    "soft, refusals": refusals,
     "counted": counted,
     "cp": context_parallel,
     "packed": packed,
@@ -216,5 +213,5 @@ if HAS_HYBRID:
     CASES |= {"soft, detached heads": soft(mtp_detach_heads=True), "soft, hybrid, sp": soft(hybrid_of, sp=True)}
     CASES |= {"soft, mup": soft(use_mup=True, mup_base_hidden_size=16)}
 
-if __name__ == "__main__":
-    main(CASES)
+if __name__ == "__main__":  # and the other cases for two ranks: one import of Megatron for all
+    main(megatron_cases.CASES | CASES, megatron_cases.begin)

@@ -22,7 +22,7 @@ SCHEDULED = (
 )
 
 
-def result(version, case, script="megatron_cases.py", ranks=2):
+def result(version, case, script="megatron_soft_target_cases.py", ranks=2):
     return cases.result(f"megatron-{version}", script, case, ranks)
 
 
@@ -61,35 +61,22 @@ SOFT = [(version, case) for version in VERSIONS for case in ("soft", "soft, sp, 
 SOFT += [("0.19.2", case) for case in ("soft, detached heads", "soft, hybrid, sp", "soft, mup")]
 
 
-def soft_targets(version, case):
-    return result(version, case, "megatron_soft_target_cases.py")
-
-
 @pytest.mark.parametrize(("version", "case"), SOFT)
 def test_depths_learn_from_the_main_heads_distribution_of_the_same_token(version, case):
     """Losses, what Megatron logs of the depths, and all gradients, beside whole logits in float64."""
-    found = soft_targets(version, case)
+    found = result(version, case)
     assert found["loss"] < 1e-6 and found["grads"] < 1e-6 < found["mutant"], found
     assert found.get("logged", 0) < 1e-6 and found.get("off by one is seen", True), found
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_targets_of_depths_end_with_each_packed_sequence(version):
-    assert soft_targets(version, "packed") == {"equal": True}
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_terms_of_depths_that_nothing_would_compute_are_refused(version):
-    found = soft_targets(version, "refusals")
-    assert "a model with depths of multi-token prediction, got fused=True and mtp_num_layers=None" in found["no depths"]
-    assert "got fused=False and mtp_num_layers=2" in found["logits"]
-    assert "through an output_processor: use install(model, head)" in found["processor"]
-    assert "depth_terms must be of type list or tuple or None, got Term" in found["no list"]
+    assert result(version, "packed") == {"equal": True}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_likeliest_ids_are_looked_for_where_megatron_counts_them(version):
-    assert soft_targets(version, "counted") == {"counted": True}
+    assert result(version, "counted") == {"counted": True}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -112,53 +99,14 @@ def test_logits_without_labels_are_megatrons_own(version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_cannot_work_is_refused_and_what_was_installed_goes_away(version):
-    found = result(version, "refusals")
-    for case, part in {
-        "second": "replaced already",
-        "second, loss only": "replaced already",
-        "subclass": "MegatronHeadMixin",
-        "other model": "model must be of type GPTModel",
-        "swapped": "head must be of type MegatronHead or HeadLoss, got GPTModel",
-        "class": "got the class GPTModel",
-        "chunks": "got a list of 1: pass the chunk that has the output layer",
-        "other head": "got Term",
-        "linear": "linear needs fused=True, where there are hidden states, got fused=False",
-        "inplace": "Options(inplace=True) is for logits, fused=False",
-        "sum": "reduction='mean' or 'none', got 'sum'",
-        "terms": "terms must be of type list or tuple or None, got Term",
-        "vocab_size": "at most the 256 rows of the output layer, got 257",
-        "never called": "no loss came through",
-        "two models": "no loss came through",
-        "patched by others": "other_kernels has replaced",
-        "no output layer": "last pipeline stage",
-        "no group": "got None",
-        "defer_embedding_wgrad_compute": "defer_embedding_wgrad_compute=True",
-        "defer_embedding_wgrad_compute by the processor": "defer_embedding_wgrad_compute=True",
-        "fp8_output_proj": "fp8_output_proj=True",
-        "fp8_output_proj by the processor": "fp8_output_proj=True",
-        "second group": "got gtp_remat_size=2",
-        "logits of another type": "output_dtype (--output-logit-dtype) must be the model's torch.float32, got torch.bf",
-        "adapter": "ColumnParallelLinear without a forward of its own, got Adapted",
-        "gathered": "this rank's 128 columns, got 256",
-    }.items():
-        assert part in found[case], (case, found[case])
-    assert found["restored"] and found["unused is removed"] and found["usable after all"]
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_only_the_chunk_with_the_output_layer_is_taken(version):
-    found = scheduled(version, "stages")
-    assert "got a list of 2: pass the chunk that has the output layer" in found["list"]
-    for fused in (True, False):
-        assert "install on the last pipeline stage alone, in its last chunk" in found[f"first chunk, fused={fused}"]
-    assert found["last chunk"] and found["deferring"]
+@pytest.mark.parametrize("case", ["refusals", "soft, refusals", "check call", "stages"])
+def test_what_cannot_work_is_refused_and_what_was_installed_goes_away(version, case):
+    assert (scheduled if case == "stages" else result)(version, case) == {}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_logits_of_another_type_than_the_model_are_refused_or_kept(version):
     found = result(version, "fp32 logits")
-    assert "must be the model's torch.bfloat16, got torch.float32: use fused=False" in found["refused"]
     assert found["loss"] < 1e-6 and found["grads"] < 1e-6 < found["mutant"]
 
 
@@ -168,13 +116,7 @@ def test_an_installation_that_fails_leaves_nothing_behind(version):
 
 
 def test_a_second_head_on_a_hybrid_model_is_refused():
-    assert "replaced already" in result("0.19.2", "hybrid, refusals")["second"]
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_check_call_sees_another_loss_and_one_that_is_not_in_the_path(version):
-    found = result(version, "check call")
-    assert "differs" in found["differs"] and "did not come through" in found["elsewhere"] and found["removed"]
+    assert result("0.19.2", "hybrid, refusals") == {}
 
 
 @pytest.mark.parametrize("version", VERSIONS)

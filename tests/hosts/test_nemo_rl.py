@@ -5,6 +5,8 @@ from types import MappingProxyType, SimpleNamespace
 import pytest
 import torch
 from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_problem import (
     DTYPES,
@@ -28,21 +30,29 @@ from trainer_problem import (
 from tp_headloss.integrations import nemo_rl
 
 
+def ranks_of(group):
+    """Keywords of NeMo-RL for the ranks that share the vocabulary."""
+    return {} if group is None else {"vocab_parallel_rank": group.rank(), "vocab_parallel_group": group}
+
+
+def bounded(x, ids, group, **given):
+    """Log-probs of a rank that knows its bounds, which are the same without a gradient."""
+    start = 0 if group is None or group.rank() == 0 else UNEVEN[1]
+    args = x, ids, start, start + x.shape[-1], group
+    out = nemo_rl.from_parallel_logits_to_logprobs(*args, **given)
+    detached = nemo_rl.from_parallel_logits_to_logprobs(*args, True, **given)
+    assert torch.equal(out.nan_to_num(7), detached.nan_to_num(7)) and not detached.requires_grad
+    return out
+
+
 def next_tokens(group, device, dtype, form):
     logits, ids = data(dtype)
     ids[1, 3] = -100
     boundaries = UNEVEN if form == "bounds" else EVEN
     x, ids = cut(logits, group, boundaries).detach().to(device).requires_grad_(), ids.to(device)
     if form == "bounds":
-        start = 0 if group is None or group.rank() == 0 else boundaries[1]
-        args = x, ids, start, start + x.shape[-1], group
-        out = nemo_rl.from_parallel_logits_to_logprobs(*args, vocab_size=V)
-        detached = nemo_rl.from_parallel_logits_to_logprobs(*args, True, vocab_size=V)
-        assert torch.equal(out, detached) and not detached.requires_grad
+        out = bounded(x, ids, group, vocab_size=V)
     elif form == "dtensor":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
         mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("tp",))
         distributed = DTensor.from_local(x, mesh, [Shard(-1)])
         ids = DTensor.from_local(ids, mesh, [Replicate()])
@@ -50,10 +60,11 @@ def next_tokens(group, device, dtype, form):
     else:
         if form == "longer":  # logits of sequences that were padded further than their ids
             ids = ids[:, : S - 2]
-        tp = {} if group is None else {"vocab_parallel_rank": group.rank(), "vocab_parallel_group": group}
         # a host that has a temperature has divided the logits by it
         params = SimpleNamespace(top_k=None, top_p=1.0, temperature=0.3)
-        out = nemo_rl.get_next_token_logprobs_from_logits(ids, x, sampling_params=params, vocab_size=V, **tp)
+        out = nemo_rl.get_next_token_logprobs_from_logits(
+            ids, x, sampling_params=params, vocab_size=V, **ranks_of(group)
+        )
     (WEIGHTS[0, :, : out.shape[1]].to(device) * out).sum().backward()
     return out.detach(), x.grad
 
@@ -79,11 +90,7 @@ def test_nemo_next_token_log_probs(ranks, form, dtype):
     close_grads([grad for _, grad in results], gradient, dtype)
 
 
-FILTERS = [
-    SimpleNamespace(top_k=3, top_p=1.0),
-    {"top_p": 0.7},
-    {"top_k": 20, "top_p": 0.9, "temperature": 0.3},
-]
+FILTERS = [SimpleNamespace(top_k=3, top_p=1.0), {"top_p": 0.7}, {"top_k": 20, "top_p": 0.9, "temperature": 0.3}]
 
 
 def kept_of(z, params):
@@ -110,14 +117,9 @@ def filtered(group, device, dtype, params, form):
     x = cut(logits, group, boundaries).detach().to(device).requires_grad_()
     given = {"sampling_params": params, "vocab_size": V}
     if form == "bounds":
-        start = 0 if group is None or group.rank() == 0 else boundaries[1]
-        args = x, ids, start, start + x.shape[-1], group
-        out = nemo_rl.from_parallel_logits_to_logprobs(*args, **given)
-        detached = nemo_rl.from_parallel_logits_to_logprobs(*args, True, **given)
-        assert torch.equal(out.nan_to_num(7), detached.nan_to_num(7)) and not detached.requires_grad
+        out = bounded(x, ids, group, **given)
     else:
-        tp = {} if group is None else {"vocab_parallel_rank": group.rank(), "vocab_parallel_group": group}
-        out = nemo_rl.get_next_token_logprobs_from_logits(ids, x, **given, **tp)
+        out = nemo_rl.get_next_token_logprobs_from_logits(ids, x, **given, **ranks_of(group))
     upstream = WEIGHTS[0, :, :-1].clone()
     upstream[1, 3] = 0.0  # of the id beyond the vocabulary, whose gradient is NaN
     torch.where(upstream.to(device) != 0, out * upstream.to(device), 0.0).sum().backward()
@@ -150,12 +152,11 @@ def test_nemo_log_probs_over_what_top_k_and_top_p_keep(ranks, form, params, dtyp
 def replayed(group, device, dtype, as_batch):
     ids, mask = rollout()
     x = cut(data(dtype)[0], group).detach().to(device).requires_grad_()
-    tp = {} if group is None else {"vocab_parallel_rank": group.rank(), "vocab_parallel_group": group}
     if as_batch:
         mask = {"sampling_mask_token_ids": mask.token_ids, "sampling_mask_sizes": mask.sizes, "input_ids": ids}
     params = SimpleNamespace(top_k=3, top_p=0.5, replay_sampling_mask=True)
     out = nemo_rl.get_next_token_logprobs_from_logits(
-        ids.to(device), x, sampling_params=params, sampling_mask=mask, vocab_size=V, **tp
+        ids.to(device), x, sampling_params=params, sampling_mask=mask, vocab_size=V, **ranks_of(group)
     )
     (WEIGHTS[0, :, : S - 3].to(device) * out).sum().backward()
     return out.detach(), x.grad
@@ -230,6 +231,11 @@ def test_nemo_chunk_size_bounds_memory_that_does_not_exist(device):
     assert largest_allocation(lambda: score(None).sum().backward()) <= copy / 2 * 1.3  # the bf16 gradient
 
 
+def mask_of(length, sizes=None):
+    sizes = torch.zeros(B, length).int() if sizes is None else sizes
+    return {"sampling_mask": SimpleNamespace(token_ids=torch.zeros(B, length, 2).long(), sizes=sizes)}
+
+
 @pytest.mark.parametrize(
     ("options", "names"),
     [
@@ -237,31 +243,13 @@ def test_nemo_chunk_size_bounds_memory_that_does_not_exist(device):
         ({"cp_sharder": object()}, "cp_sharder"),
         ({"sampling_params": MappingProxyType({"top_k": None, "top_p": 1.1})}, "top_p must be in"),
         ({"sampling_params": {"replay_sampling_mask": True}}, "needs a sampling_mask"),
-        (
-            {"sampling_mask": SimpleNamespace(token_ids=torch.zeros(B, S, 2), sizes=torch.zeros(S).long())},
-            "must have sizes",
-        ),
-        (
-            {
-                "sampling_mask": SimpleNamespace(
-                    token_ids=torch.zeros(B, S + 2, 2).long(), sizes=torch.zeros(B, S + 2).int()
-                )
-            },
-            "must be of the tokens",
-        ),
-        (
-            {
-                "sampling_mask": SimpleNamespace(
-                    token_ids=torch.zeros(B, S - 1, 2).long(), sizes=torch.zeros(B, S - 1).int()
-                )
-            },
-            rf"sampling_mask must be of the tokens, \[{B}, {S}, 'K'\], got \[{B}, {S - 1}, 2\]",
-        ),
+        (mask_of(S, torch.zeros(S).long()), "must have sizes"),
+        (mask_of(S + 2), "must be of the tokens"),
+        (mask_of(S - 1), rf"sampling_mask must be of the tokens, \[{B}, {S}, 'K'\], got \[{B}, {S - 1}, 2\]"),
         ({"sampling_params": {"min_p": 0.1}}, "min_p"),
         ({"sampling_params": SimpleNamespace(top_k=-1, top_p=1.0, replay_sampling_mask=True)}, "replay_sampling_mask"),
         ({"vocab_parallel_rank": 0}, "vocab_parallel_group"),
         ({"vocab_size": V + PADDED}, "padded_size"),
-        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
     ],
 )
 def test_nemo_refuses_by_name(options, names):
@@ -350,9 +338,10 @@ def entries():
 def distilled(group, device, dtype, zero_outside_topk, calculate_entropy):
     teacher, ids = (x.to(device) for x in entries())
     x = cut(data(dtype)[0], group).detach().to(device).requires_grad_()
-    tp = {} if group is None else {"vocab_parallel_rank": group.rank(), "vocab_parallel_group": group}
     options = {"zero_outside_topk": zero_outside_topk, "calculate_entropy": calculate_entropy, "vocab_size": V}
-    student, of_teacher, entropy = nemo_rl.get_distillation_topk_logprobs_from_logits(x, teacher, ids, **options, **tp)
+    student, of_teacher, entropy = nemo_rl.get_distillation_topk_logprobs_from_logits(
+        x, teacher, ids, **options, **ranks_of(group)
+    )
     loss = -(of_teacher.exp() * student).sum()
     if entropy is not None:
         loss = loss + (WEIGHTS[0, :, :-1].to(device) * entropy).sum()
@@ -428,9 +417,6 @@ def test_nemo_distillation_of_bad_entries():
 
 
 def hidden_dtensors(group, device):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     (hidden, weight), (_, ids) = head(), data()
     mesh = init_device_mesh(device.type, (2,))
     states = distribute_tensor(hidden.transpose(0, 1).contiguous().to(device), mesh, [Shard(0)])

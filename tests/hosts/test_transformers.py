@@ -21,8 +21,8 @@ TRL_CASES = "plain", "tied", "uneven", "temperature", "softcap", "bf16", "replac
 TRL_CASES += ("documented",)
 
 
-def checked(host, script, case):
-    found = result(host, script, case)
+def checked(host, case):
+    found = result(host, "transformers_cases.py", case)
     if "host_grads" in found:
         for name in ("loss", "grads", "head"):
             assert found[name] <= max(1.2 * found[f"host_{name}"], 1e-6), found
@@ -34,9 +34,9 @@ def checked(host, script, case):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("host", HOSTS)
 def test_losses_and_gradients_are_those_of_transformers(host, case):
-    checked(host, "transformers_cases.py", case)
+    checked(host, case)
 
 
 @pytest.mark.parametrize("case", TRL_CASES)
 def test_log_probs_are_those_of_trl(case):
-    checked(TRL, "trl_cases.py", case)
+    checked(TRL, f"trl-{case}")

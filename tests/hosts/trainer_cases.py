@@ -12,7 +12,7 @@ from functools import cache, partial
 import accelerate
 import torch
 import torch.distributed as dist
-from cases import RANKS, main, relative_errors
+from cases import FULL, RANKS, main, relative_errors
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
@@ -209,6 +209,9 @@ def adapters(group):
 
 
 FUSED, GRPO = partial(same_as_transformers, install=fuse_head), {"num_generations": 4, "max_completion_length": 4}
+TRL_CASES = {2: ("SFT", "RLOO"), 4: ("DPO", "GRPO")}
+if FULL:
+    TRL_CASES = {2: ("SFT", "RLOO", "DPO", "GRPO"), 4: ("SFT", "DPO", "GRPO")}
 CASES = {
     2: {
         "fused": FUSED,
@@ -223,11 +226,11 @@ CASES = {
     },
 }
 if TRL:
-    groups = {name: partial(same_as_trl, name=name, **GRPO) for name in ("GRPO", "RLOO")}
-    CASES[2] |= {"PEFT": adapters, "KTO": partial(same_as_trl, name="KTO"), "RLOO": groups.pop("RLOO")}
-    for found in CASES.values():
-        found |= {"SFT": partial(same_as_trl, name="SFT"), **groups}
-        found |= {"DPO": partial(same_as_trl, name="DPO", use_weighting=True)}  # which takes log_sum_sq_probs
+    CASES[2] |= {"PEFT": adapters, "KTO": partial(same_as_trl, name="KTO")}
+    several = {"SFT": {}, "DPO": {"use_weighting": True}, "GRPO": GRPO, "RLOO": GRPO}  # DPO: takes log_sum_sq_probs
+    for ranks, names in TRL_CASES.items():
+        CASES[ranks] |= {name: partial(same_as_trl, name=name, **several[name]) for name in names}
+
 
 if __name__ == "__main__":
     main(CASES[RANKS])

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from tp_headloss import CrossEntropy, Distillation, HeadLoss, Linear, Teacher, Transform, VocabShard, ZLoss
-from tp_headloss.integrations import require
+from tp_headloss.integrations import installed_version, require
 from tp_headloss.integrations.transformers import causal_lm_loss, colwise_plan, fuse_head
 from tp_headloss.integrations.transformers.calls import with_ignore_index
 
@@ -118,11 +118,7 @@ class Collectives(TorchDispatchMode):
 
 # ---- both ways, and the kinds of output layers
 
-CONFIGS = {
-    "plain": {},
-    "tied": {"tie_word_embeddings": True},
-    "uneven": {"vocab_size": 509},
-}
+CONFIGS = {"plain": {}, "tied": {"tie_word_embeddings": True}, "uneven": {"vocab_size": 509}}
 # older ones gather even shards alone
 OWN_PLAN = tuple(CONFIGS) if require("transformers") >= (5, 23) else ("plain", "tied")
 
@@ -563,4 +559,8 @@ CASES = {
 
 if __name__ == "__main__":
     TRAINING = start_training()
+    if installed_version("trl") is not None:
+        from trl_cases import CASES as TRL_CASES
+
+        CASES |= TRL_CASES
     main(CASES)

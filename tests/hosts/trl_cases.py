@@ -1,9 +1,11 @@
-"""Log-probs, entropies and gradients from a sharded output layer, against TRL's own fused head, which gathers it."""
+"""Log-probs, entropies and gradients from a sharded output layer, against TRL's own fused head, which gathers it.
+
+Cases of transformers_cases.py, which begins by importing transformers."""
 
 from functools import partial
 
 import torch
-from cases import compared, fails_cleanly_at_every_step, main, refused, relative_errors
+from cases import compared, fails_cleanly_at_every_step, refused, relative_errors
 from pages import marked_block
 from transformers_cases import HEAD, Collectives, batch, config_of, models, saved, whole
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
@@ -171,9 +173,7 @@ def documented(group):
 
 
 CASES = {
-    **{kind: partial(against_trl, kind=kind) for kind in KINDS},
-    **{"bf16": bf16, "replaced": replaced, "refusals": refusals, "failures": failures, "documented": documented},
-}
-
-if __name__ == "__main__":
-    main(CASES)
+    **{f"trl-{kind}": partial(against_trl, kind=kind) for kind in KINDS},
+    "trl-bf16": bf16, "trl-replaced": replaced, "trl-refusals": refusals, "trl-failures": failures,
+    "trl-documented": documented,
+}  # fmt: skip

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -15,25 +14,6 @@ from launcher import ROOT, run_script
 TINY = "--device cpu --vocab 307 --pad-to 4 --corpus-mb 1 --layers 1 --width 32 --heads 2 --length 32"
 TINY += " --lr 1e-2 --warmup 4"
 STEPS = ("--steps", 24, "--validate-every", 6, "--checkpoint-every", 6)
-
-
-def start(out, cache, *options, script="launch/train.py", restarts=0):
-    launcher = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {restarts}".split()
-    command = [sys.executable, *launcher, script, "--tp", "2", *TINY.split(), "--out", str(out)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    command += ["--data-cache", str(cache), *map(str, options)]
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-
-
-def run(*args, **kwargs):
-    process = start(*args, **kwargs)
-    try:
-        output, _ = process.communicate()
-    finally:
-        process.terminate()  # if it hangs: torchrun ends its ranks, at last by SIGKILL
-    assert process.returncode == 0, output[-3000:]
-    return output
 
 
 def run_sharded(out, cache, *options):
@@ -85,10 +65,17 @@ def test_a_run_goes_on_with_other_numbers_of_shards_and_replicas(tmp_path, cache
     assert max(abs(found[key][0] - expected[key][0]) for key in found) < 2e-5
 
 
-def test_a_run_whose_ranks_are_killed_restarts_from_the_newest_checkpoint_bit_for_bit(tmp_path, cache, whole):
+def test_a_run_that_is_killed_and_then_terminated_goes_on_bit_for_bit(tmp_path, cache, whole):
+    """After SIGKILL from the newest whole checkpoint; after SIGTERM, which torchrun passes on, from where it was."""
     out = shutil.copytree(whole, tmp_path / "out")  # which the new run replaces, once
-    output = run(out, cache, *STEPS, "--overwrite", script="tests/helpers/killed.py", restarts=2)
-    assert [output.count(f"continues after step {step} of 24") for step in (6, 12, 18)] == [1, 1, 0], output[-3000:]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command = [sys.executable, *torchrun, "tests/helpers/killed.py", "--tp", 2, *TINY.split(), *STEPS, "--overwrite"]
+    command += ["--out", out, "--data-cache", cache]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(list(map(str, command)), cwd=ROOT, env=env, capture_output=True, text=True)
+    assert [ran.stdout.count(f"continues after step {step} of 24") for step in (6, 12)] == [1, 0], ran.stderr[-3000:]
+    assert "stopped after step 15 of 24 and saved" in ran.stdout, ran.stderr[-3000:]
+    run_sharded(out, cache, *STEPS, "--resume")
     assert losses(out) == losses(whole)
     assert [path.name for path in sorted((out / "checkpoints").iterdir())] == ["job", "latest", "step-00000024"]
 
@@ -126,20 +113,6 @@ def test_an_older_run_is_replaced_when_that_is_asked_for(tmp_path, cache, whole)
     options = "--tp", 2, *TINY.split(), "--steps", 2, "--data-cache", cache, "--out", out, "--overwrite"
     run_script("launch/train.py", *options, ranks=2)
     assert max(losses(out))[1] == 2 and [path.name for path in out.glob("checkpoints/step-*")] == ["step-00000002"]
-
-
-def test_a_terminated_run_saves_and_goes_on(tmp_path, cache):
-    out, options = tmp_path / "out", ("--steps", 4000, "--log-every", 1)
-    process = start(out, cache, *options)
-    while not ((out / "metrics.jsonl").exists() and losses(out)) and process.poll() is None:
-        time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)  # torchrun passes it on to the ranks, and reports it by its own exit code
-    output, _ = process.communicate()
-    assert "saved" in output, output[-3000:]
-    reached = max(step for _, step in losses(out))
-    run_sharded(out, cache, *options, "--resume", "--stop-after", reached + 3)
-    steps = sorted(step for split, step in losses(out) if split == "train")
-    assert steps == list(range(1, reached + 4))
 
 
 def command(folder, name, text):

@@ -8,16 +8,7 @@ from collectives import counted_collectives
 from linear_problem import BOTH, H, Largest, N, V, relative, small_blocks, tensors, terms
 from ranks import on_ranks
 
-from tp_headloss import (
-    CrossEntropy,
-    HeadLoss,
-    Linear,
-    Options,
-    Sequences,
-    Term,
-    VocabShard,
-    linear_vocab_statistics,
-)
+from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, Sequences, Term, VocabShard, linear_vocab_statistics
 from tp_headloss.engine import operators
 from tp_headloss.linear_head import autograd, blocks, sweeps
 from tp_headloss.linear_head import call as linear_call

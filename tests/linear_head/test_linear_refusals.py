@@ -39,48 +39,24 @@ def test_one_sweep_refuses_what_it_cannot_do():
         assert not HeadLoss().linear(hidden, weight, labels, linear=one_sweep).loss.requires_grad
 
 
-BAD = {
-    "mode": (lambda h, w, y: Linear(mode="fast"), ValueError, "mode must be"),
-    "hidden_grad": (lambda h, w, y: Linear(hidden_grad="sum"), ValueError, "hidden_grad must be"),
-    "budget": (lambda h, w, y: Linear(budget=0), ValueError, "budget must be"),
-    "count": (lambda h, w, y: Linear(max_valid_tokens=-1), ValueError, "max_valid_tokens must be"),
-    "count of a part": (
-        lambda h, w, y: Linear(max_valid_tokens=3, hidden_grad="reduce_scatter"), ValueError, "gather them first"),
-    "count without labels": (
-        lambda h, w, y: linear_vocab_statistics(h, w, linear=Linear(max_valid_tokens=3)), ValueError, "got none"),
-    "count and teacher": (
-        lambda h, w, y: linear_vocab_statistics(
-            h, w, y, teacher=a_teacher("logits", "cpu"), want=FULL_TEACHER, linear=Linear(max_valid_tokens=3)),
-        ValueError, "copy the teacher"),
-    "shapes": (lambda h, w, y: linear_vocab_statistics(h, w[:, :5], y), ValueError, r"\[44, 24\] and \[200, 5\]"),
-    "rows": (
-        lambda h, w, y: linear_vocab_statistics(h, w[:9], y, shard=VocabShard(0, V, V)), ValueError, "200 rows"),
-    "labels": (lambda h, w, y: linear_vocab_statistics(h, w, y[:5]), ValueError, "labels must have shape"),
-    "bias": (lambda h, w, y: linear_vocab_statistics(h, w, y, bias=w[:5, 0]), ValueError, "bias must have shape"),
-    "two biases": (
-        lambda h, w, y: linear_vocab_statistics(h, w, y, bias=w[:, 0], transform=Transform(bias=w[:, 0])),
-        ValueError, "twice"),
-    "inplace": (
-        lambda h, w, y: linear_vocab_statistics(h, w, y, options=Options(inplace=True)), ValueError, "inplace"),
-    "one sweep of statistics": (
-        lambda h, w, y: linear_vocab_statistics(h, w, y, linear=Linear(mode="one_sweep")), ValueError, "HeadLoss"),
-    "upstream of statistics": (
-        lambda h, w, y: linear_vocab_statistics(h, w, y, linear=Linear(upstream=1.0)), ValueError, "upstream is of"),
-    "no main_grad": (
-        lambda h, w, y: linear_vocab_statistics(h, w.requires_grad_(), y, linear=Linear(main_grad=True)),
-        ValueError, "got None"),
-    "one token, scattered": (
-        lambda h, w, y: linear_vocab_statistics(h[0], w, y[0], linear=Linear(hidden_grad="reduce_scatter")),
-        ValueError, r"got \[H\]"),
-}  # fmt: skip
+BAD = {  # others are in tests/helpers/odd_inputs.py
+    "gather them first": lambda h, w, y: Linear(max_valid_tokens=3, hidden_grad="reduce_scatter"),
+    "got none": lambda h, w, y: linear_vocab_statistics(h, w, linear=Linear(max_valid_tokens=3)),
+    "copy the teacher": lambda h, w, y: linear_vocab_statistics(
+        h, w, y, teacher=a_teacher("logits", "cpu"), want=FULL_TEACHER, linear=Linear(max_valid_tokens=3)
+    ),
+    r"\[44, 24\] and \[200, 5\]": lambda h, w, y: linear_vocab_statistics(h, w[:, :5], y),
+    "bias must have shape": lambda h, w, y: linear_vocab_statistics(h, w, y, bias=w[:5, 0]),
+    "upstream is of": lambda h, w, y: linear_vocab_statistics(h, w, y, linear=Linear(upstream=1.0)),
+    r"got \[H\]": lambda h, w, y: linear_vocab_statistics(h[0], w, y[0], linear=Linear(hidden_grad="reduce_scatter")),
+}
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_named(name):
-    call, kind, words = BAD[name]
+@pytest.mark.parametrize("words", BAD)
+def test_bad_arguments_are_named(words):
     hidden, weight, _, labels, _ = tensors()
-    with pytest.raises(kind, match=words):
-        call(hidden, weight, labels)
+    with pytest.raises(ValueError, match=words):
+        BAD[words](hidden, weight, labels)
 
 
 def test_shapes_are_checked_before_tokens_are_dropped():

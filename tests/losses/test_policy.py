@@ -41,12 +41,7 @@ OBJECTIVES = {
         lambda *x: oracle.clip_cov(*x, problem(torch.float64)[3]["noise"], 0.3, (-1.0, 5.0))[0],
         "mean",
     ),
-    "positive-nll": (
-        "positive-nll",
-        {},
-        lambda lp, a, old, mask: mean_of_rewarded(-lp, mask),
-        "mean",
-    ),
+    "positive-nll": ("positive-nll", {}, lambda lp, a, old, mask: mean_of_rewarded(-lp, mask), "mean"),
     "kl-cov": ("kl-cov", {"fraction": 0.3, "coefficient": 0.7}, lambda *x: oracle.kl_cov(*x, 0.3, 0.7), "mean"),
 }
 

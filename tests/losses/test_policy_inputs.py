@@ -69,8 +69,6 @@ def test_a_single_token_without_dimensions_has_metrics_too():
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(ValueError, match="objective must be one of"):
-        PolicyGradient("ppo2")
     for wrong in ({"clip": (1.5, 0.2)}, {"dual_clip": 1.1}):
         with pytest.raises(ValueError, match="got"):
             losses.ppo_clip(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, **wrong)
@@ -78,37 +76,20 @@ def test_wrong_options_are_refused():
         PolicyGradient("clip", clip_low=0.2)
     with pytest.raises(TypeError, match=r"KLToReference takes the options .*got \['clamp'\]"):
         KLToReference(0.1, clamp=3)
-    with pytest.raises(ValueError, match="convention must be"):
-        losses.cispo(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, convention="both")
-    with pytest.raises(ValueError, match="estimator must be"):
-        KLToReference(0.1, "k4")
-    with pytest.raises(ValueError, match="importance_weight must be"):
-        KLToReference(0.1, importance_weight="new")
-    with pytest.raises(ValueError, match="level must be"):
-        PolicyMetrics(level="batch")
 
 
 def test_wrong_inputs_are_refused_with_what_was_expected():
     x, labels, mask, inputs = problem()
     head = HeadLoss([PolicyGradient("gspo")], reduction="seq-mean-token-mean")
     good = needed(head, inputs, mask, "cpu")
-    wrong = {
-        "missing \\['old_log_prob'\\]": {k: v for k, v in good.items() if k != "old_log_prob"},
-        "unused \\['x'\\]": good | {"x": x},
-        "broadcast to the tokens \\[4, 7\\] .*got \\[5\\]": good | {"advantages": torch.ones(5)},
-        "must broadcast to the tokens .*got \\[5, 1\\]": good | {"advantages": torch.ones(5, 1)},
-        "sequences must be of tokens \\[4, 7\\], got \\[4, 6\\]": good
-        | {"sequences": Sequences.from_mask(mask[:, 1:])},
-    }
-    for message, given in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            head(x, labels, inputs=given)
     for message, given in {
-        "must be a Sequences": good | {"sequences": 3},
-        "must be a tensor, got float": good | {"advantages": 1.0},
+        "unused \\['x'\\]": {"x": x},
+        "broadcast to the tokens \\[4, 7\\] .*got \\[5\\]": {"advantages": torch.ones(5)},
+        "must broadcast to the tokens .*got \\[5, 1\\]": {"advantages": torch.ones(5, 1)},
+        "sequences must be of tokens \\[4, 7\\], got \\[4, 6\\]": {"sequences": Sequences.from_mask(mask[:, 1:])},
     }.items():
-        with pytest.raises(TypeError, match=message):
-            head(x, labels, inputs=given)
+        with pytest.raises(ValueError, match=message):
+            head(x, labels, inputs=good | given)
     with pytest.raises(ValueError, match="horizon"):
         HeadLoss([PolicyGradient("gspo")], reduction="seq-mean-token-sum-norm")(x, labels, inputs=good)
 

@@ -109,7 +109,7 @@ def test_one_collective_whatever_the_number_of_ranks(mode):
 
 def test_compiled_without_graph_breaks_equals_eager(backend, device):
     hidden, weight, labels, sets, _ = tensors()
-    x, labels = (hidden @ weight.t()).to(device), labels.to(device)
+    x, labels, sets = (hidden @ weight.t())[:3].to(device), labels[:3].to(device), sets[:3]
     ids, offsets = ragged(sets).ids.to(device), torch.tensor([0, *map(len, sets)], device=device).cumsum(0)
 
     def step(logits, labels, ids, offsets):
@@ -144,34 +144,25 @@ def test_check_names_the_first_token_whose_set_lacks_its_label(form, backend, de
 
 
 def test_what_does_not_go_together_is_refused(device):
+    """What tests/helpers/odd_inputs.py has not."""
     hidden, weight, labels, sets, _ = (x.to(device) if hasattr(x, "to") else x for x in tensors())
     x, kept = hidden @ weight.t(), ragged(sets).to(device)
     for match, arguments in {
-        "need sets of ids, got none": {"want": ("set_entropy",)},
-        "sets serve the statistics": {"sets": kept},
-        "set_log_prob is the log-prob of a label": {"want": ("set_log_prob",), "sets": kept, "labels": None},
-        r"sets must be of tokens \[9\], or these flat, got \[8\]": {
-            "want": NAMES, "sets": IdSets.from_csr(kept.ids, torch.arange(9, device=device))
-        },
+        "set_log_prob is the log-prob of a label": {"sets": kept, "labels": None},
         r"sets must be of tokens \[9\], or these flat, got \[3, 3\]": {
-            "want": NAMES, "sets": IdSets.stack([kept[:3], kept[3:6], kept[6:]])
+            "sets": IdSets.stack([kept[:3], kept[3:6], kept[6:]])
         },
         r"sets.ids must be \[.., K\] for tokens \[9\], got \[9, 2, 3\]": {
-            "want": NAMES, "sets": IdSets(torch.zeros(9, 2, 3, dtype=torch.long, device=device))
+            "sets": IdSets(torch.zeros(9, 2, 3, dtype=torch.long, device=device))
         },
-        "need transport='gather', got 'sum'": {"want": NAMES, "sets": kept, "options": Options(transport="sum")},
-    }.items():  # fmt: skip
-        with pytest.raises(ValueError, match=match):
-            vocab_statistics(x, **{"labels": labels} | arguments)
+        "need transport='gather', got 'sum'": {"sets": kept, "options": Options(transport="sum")},
+        r"got SamplingRule: pass kept_ids\(logits, rule, ..\)": {"sets": SamplingRule(top_k=2)},
+    }.items():
+        with pytest.raises((TypeError, ValueError), match=match):
+            vocab_statistics(x, **{"labels": labels, "want": NAMES} | arguments)
     turned = IdSets.stack([kept[:3], kept[3:6]])  # of tokens [2, 3]
     with pytest.raises(ValueError, match=r"sets must be of tokens \[3, 2\], or these flat, got \[2, 3\]"):
         rows, few = hidden[:6].view(3, 2, -1), Linear(max_valid_tokens=4)
         linear_vocab_statistics(rows, weight, labels[:6].view(3, 2), want=NAMES, sets=turned, linear=few)
-    with pytest.raises(ValueError, match=r"over must be one of .* got 'set'"):
-        PolicyGradient(over="set")
     with pytest.raises(ValueError, match=r"missing \['sets'\]"):
         HeadLoss([Entropy(0.1, over="sets")])(x, labels)
-    with pytest.raises(TypeError, match=r"sets must be IdSets\(..\) or None, got Tensor"):
-        vocab_statistics(x, labels, want=NAMES, sets=kept.ids)
-    with pytest.raises(TypeError, match=r"got SamplingRule: pass kept_ids\(logits, rule, ..\)"):
-        vocab_statistics(x, labels, want=NAMES, sets=SamplingRule(top_k=2))

@@ -16,13 +16,14 @@ from generated_case import bits_equal, run_case
 from hypothesis import HealthCheck, example, given, seed, settings
 from hypothesis import strategies as st
 from ranks import on_ranks
-from strategies import Case, cases
+from strategies import DRAWN, Case, cases
 from torch.utils.checkpoint import checkpoint
 
 from tp_headloss import CrossEntropy, Entropy, HeadLoss, Linear, Options, VocabShard, ZLoss, vocab_statistics
 from tp_headloss.engine import eager
 from tp_headloss.engine.request import Facts, Request, Tensors
 from tp_headloss.engine.transports import sum_lanes
+from tp_headloss.statistics import known_statistics
 
 SEED = int(os.environ.get("TP_HEADLOSS_SEED", "0"))
 
@@ -67,6 +68,11 @@ def check_cases(world_size, backend, count):
 )
 def test_cases_are_right_within_their_bounds(world_size, backend, count):
     check_cases(world_size, backend, count)
+
+
+def test_every_statistic_is_drawn():
+    """And what is drawn needs a formula in the oracle, see `check`."""
+    assert {*known_statistics()} == DRAWN
 
 
 def test_examples_follow_from_the_seed_whatever_modules_are_loaded(tmp_path, monkeypatch):

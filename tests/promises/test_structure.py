@@ -3,8 +3,10 @@ the environments hold."""
 
 import ast
 import configparser
+import functools
 import importlib.metadata
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -26,11 +28,7 @@ LAYERS = [
     "head_loss", "modules", "integrations", "", "__main__",
 ]  # fmt: skip
 # Parts that see even less than what lies below them.
-SEES_ONLY = {
-    "statistics": {"statistics"},
-    "losses": {"statistics", "arguments", "losses"},
-    "ranks": {"ranks"},
-}
+SEES_ONLY = {"statistics": {"statistics"}, "losses": {"statistics", "arguments", "losses"}, "ranks": {"ranks"}}
 
 
 def part_of(module):
@@ -222,49 +220,66 @@ def test_an_environment_of_a_host_holds_what_is_listed_and_nothing_else(name):
     assert {canonicalize_name(d.metadata["Name"]): d.version for d in installed} == pins_of(PINS.findall(HOSTS[name]))
 
 
-def run_python(code, **env):
-    env = {**{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}, "PYTHONPATH": str(ROOT), **env}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+COLD_IMPORT = """
+import sys; sys.modules['triton'] = None
+import torch
+import tp_headloss
+assert not torch.cuda.is_initialized()
+x = torch.randn(3, 10, requires_grad=True)
+tp_headloss.vocab_statistics(x, torch.tensor([1, 2, 3])).log_prob.sum().backward()
+assert x.grad is not None
+assert not {'tp_headloss.engine.kernels', 'tp_headloss.engine.triton'} & set(sys.modules)
+print('ok')
+"""
+BOUNDS = f"{tp_headloss.search.kept.NOTHING} {tp_headloss.search.kept.EVERYTHING}"
+DEFAULTS = "import torch; torch.{}\nfrom tp_headloss.search import kept; print(kept.NOTHING, kept.EVERYTHING)"
+TRITON_ON_CPU = """
+import torch, tp_headloss as t
+t.vocab_statistics(torch.zeros(1, 4), options=t.Options(backend='triton'))
+"""
+OLDER = "import {0}; {0}.__version__ = {1!r}; import tp_headloss, tp_headloss.engine.triton"
+FRESH = {  # a program -> how the last line ends that it writes
+    "a cold import needs neither Triton nor CUDA": (COLD_IMPORT, "ok"),
+    "the import asks for no default dtype": (DEFAULTS.format("set_default_dtype(torch.float64)"), BOUNDS),
+    "the import asks for no default device": (DEFAULTS.format("set_default_device('meta')"), BOUNDS),
+    "Triton on a CPU is refused": (TRITON_ON_CPU, "ValueError: .*needs CUDA tensors.*"),
+    "an older torch is refused": (OLDER.format("torch", "2.10.1+cu128"), r"ImportError: .*>= .*2\.10\.1\+cu128.*"),
+    "an older Triton is refused": (OLDER.format("triton", "3.5.1"), r"ImportError: .*>= .*got 3\.5\.1.*"),
+}  # fmt: skip
+# Each in a process of its own, forked from one that has imported torch, which takes seconds.
+FORKED = """
+import json, os, sys, tempfile, traceback
+import torch
+found = []
+for program in json.loads(sys.argv[1]):
+    out = tempfile.TemporaryFile("w+")
+    if not os.fork():
+        os.dup2(out.fileno(), 1), os.dup2(out.fileno(), 2)
+        try:
+            exec(program, {})
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(0)
+    os.wait()
+    out.seek(0)
+    found.append(out.read())
+print(json.dumps(found))
+"""
 
 
-def test_cold_import_needs_neither_triton_nor_cuda():
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch; before = set(sys.modules)\n"
-        "import tp_headloss\n"
-        "new = {m.split('.')[0] for m in set(sys.modules) - before}\n"
-        "assert not torch.cuda.is_initialized()\n"
-        "x = torch.randn(3, 10, requires_grad=True)\n"
-        "tp_headloss.vocab_statistics(x, torch.tensor([1, 2, 3])).log_prob.sum().backward()\n"
-        "assert x.grad is not None\n"
-        "assert not {'tp_headloss.engine.kernels', 'tp_headloss.engine.triton'} & set(sys.modules)\n"
-        "print('ok')"
-    )
-    result = run_python(code)
-    assert result.stdout.strip() == "ok", result.stderr
+@functools.cache
+def fresh_processes() -> dict[str, str]:
+    """What each of `FRESH` writes."""
+    env = {**{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", FORKED, json.dumps([program for program, _ in FRESH.values()])]
+    return dict(zip(FRESH, json.loads(subprocess.run(command, capture_output=True, text=True, env=env).stdout)))
 
 
-@pytest.mark.parametrize("default", ["torch.set_default_dtype(torch.float64)", "torch.set_default_device('meta')"])
-def test_the_import_asks_for_no_default(default):
-    code = f"import torch; {default}\nfrom tp_headloss.search import kept; print(kept.NOTHING, kept.EVERYTHING)"
-    result = run_python(code)
-    assert result.stdout == f"{tp_headloss.search.kept.NOTHING} {tp_headloss.search.kept.EVERYTHING}\n", result.stderr
-
-
-def test_the_triton_backend_on_cpu_tensors_is_refused_without_the_interpreter():
-    code = (
-        "import torch, tp_headloss as t\n"
-        "try: t.vocab_statistics(torch.zeros(1, 4), options=t.Options(backend='triton'))\n"
-        "except ValueError as e: print(e)"
-    )
-    assert "needs CUDA tensors" in run_python(code).stdout
-
-
-@pytest.mark.parametrize("module, version", [("torch", "2.10.1+cu128"), ("triton", "3.5.1")])
-def test_versions_below_the_declared_ones_are_refused(module, version):
-    code = f"import {module}; {module}.__version__ = {version!r}\nimport tp_headloss, tp_headloss.engine.triton"
-    last = run_python(code).stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError") and f"got {version}" in last and ">= " in last
+@pytest.mark.parametrize("name", FRESH)
+def test_fresh_processes(name):
+    said = fresh_processes()[name].strip()
+    assert re.fullmatch(FRESH[name][1], said.splitlines()[-1]), said
 
 
 def kernels():
@@ -279,9 +294,7 @@ def kernels():
 OLDEST_TRITON = "triton-3.6.0"
 AMD = ("gfx942", "gfx950")  # MI300, MI350
 TRITONS = pytest.mark.parametrize(
-    "name, capabilities",
-    [(None, (80, 90, 100)), (OLDEST_TRITON, (90,)), (None, AMD)],
-    ids=["newest", "oldest", "AMD"],
+    "name, capabilities", [(None, (80, 90, 100)), (OLDEST_TRITON, (90,)), (None, AMD)], ids=["newest", "oldest", "AMD"]
 )
 
 

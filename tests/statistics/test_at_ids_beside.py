@@ -1,4 +1,5 @@
-"""Log-probs of given ids in one call with statistics over sets, of a top-K teacher, or both, against float64."""
+"""Log-probs of given ids, alone and in one call with statistics over sets, of a top-K teacher, or both, in float64:
+values, gradients, every carrier, equal bits at any number of ranks."""
 
 import oracle
 import pytest
@@ -9,17 +10,7 @@ from ranks import on_ranks
 from sets_problem import NAMES, N, V, gradient, padded, ragged, rows, truth
 from topk_oracle import BETA
 
-from tp_headloss import (
-    HeadLoss,
-    IdSets,
-    Linear,
-    Options,
-    Term,
-    TopKTeacher,
-    Transform,
-    VocabShard,
-    vocab_statistics,
-)
+from tp_headloss import HeadLoss, IdSets, Linear, Options, Term, TopKTeacher, Transform, VocabShard, vocab_statistics
 
 K, H = 7, 12
 TOPK = ("topk_forward_kl", "topk_reverse_kl", "topk_jsd")
@@ -27,6 +18,7 @@ WHOLE = ("topk_log_mass", "vocab_jsd")
 TAIL = ("tail_log_mass", "tail_entropy")
 # beside what: statistics, and fields of the teacher
 BESIDE = {
+    "nothing": ((), None),
     "sets": (NAMES, None),
     "a softmax": (("set_log_prob", "set_entropy"), None),
     "entries": (TOPK, {}),
@@ -70,6 +62,7 @@ def upstream(names):
 
 def run(group, device, backend, beside, form="csr", dtype=torch.float32, transformed=False, inplace=False):
     (names, fields), (x, labels, sets, ids) = BESIDE[beside], problem()
+    ids = ids.int() if form == "padded" else ids
     shard = VocabShard.from_group(group, V, 256)
     here = slice(shard.start, shard.stop)
     leaf = F.pad(x, (0, 56), value=40.0)[:, here].to(device, dtype).clone().requires_grad_()
@@ -151,7 +144,7 @@ def test_values_and_gradients_equal_float64(world_size, beside, backend):
     check(on_ranks(world_size, run, backend, beside), beside)
 
 
-@pytest.mark.parametrize("beside", ["sets and entries", "entries and vocabulary, at a temperature"])
+@pytest.mark.parametrize("beside", ["nothing", "sets and entries", "entries and vocabulary, at a temperature"])
 def test_logits_are_transformed_first_and_the_gradient_is_rounded_once(beside, backend, device):
     check([run(None, device, backend, beside, "padded", torch.bfloat16, True)], beside, torch.bfloat16, True)
 
@@ -225,8 +218,12 @@ def test_gradcheck_in_float64(device):
     assert torch.autograd.gradcheck(statistics, x)
 
 
-def _loss(stats, weights):
-    return stats.set_entropy + stats.set_log_mass - (weights * stats.log_probs_at).sum(-1)
+def _at_ids(stats, weights):
+    return -(weights * stats.log_probs_at).sum(-1)
+
+
+def _both(stats, weights):
+    return stats.set_entropy + stats.set_log_mass + _at_ids(stats, weights)
 
 
 def of_tokens(n):
@@ -239,24 +236,21 @@ def of_tokens(n):
     return hidden, weight, labels, kept, ids, torch.arange(1.0 * n * K).view(n, K) / n
 
 
-def head_loss(group, device, backend, mode, n, budget):
+def head_loss(group, device, backend, mode, with_sets, n, budget):
     """Loss, d / d hidden and d / d weight of this rank."""
     hidden, weight, labels, kept, ids, weights = (x.to(device) for x in of_tokens(n))
     shard = VocabShard.from_group(group, V)
     local = weight[shard.start : shard.stop].clone().requires_grad_()
     hidden.requires_grad_()
-    want = ("set_entropy", "set_log_mass", "log_probs_at")
-    head = HeadLoss(
-        [Term("own", _loss, want=want, inputs=("weights",), tokenwise=True)], options=Options(backend=backend)
-    )
-    inputs = {"sets": IdSets(kept), "ids": ids, "weights": weights}
+    want = ("set_entropy", "set_log_mass", "log_probs_at") if with_sets else ("log_probs_at",)
+    term = Term("own", _both if with_sets else _at_ids, want=want, inputs=("weights",), tokenwise=True)
+    head = HeadLoss([term], options=Options(backend=backend))
+    given = {"shard": shard, "inputs": {"ids": ids, "weights": weights} | ({"sets": IdSets(kept)} if with_sets else {})}
     if mode == "logits":
-        loss = head(hidden @ local.t(), labels, shard=shard, inputs=inputs).loss
+        loss = head(hidden @ local.t(), labels, **given).loss
     else:
         options = {"max_valid_tokens": n} if mode == "valid" else {"mode": mode}
-        loss = head.linear(
-            hidden, local, labels, shard=shard, inputs=inputs, linear=Linear(budget=budget, **options)
-        ).loss
+        loss = head.linear(hidden, local, labels, linear=Linear(budget=budget, **options), **given).loss
     loss.backward()
     grad = hidden.grad
     if mode == "logits" and group is not None:  # which the caller sums
@@ -264,20 +258,22 @@ def head_loss(group, device, backend, mode, n, budget):
     return loss.detach().cpu(), grad.cpu(), local.grad.cpu()
 
 
+@pytest.mark.parametrize("with_sets", [False, True])
 @pytest.mark.parametrize("mode", ["logits", "recompute", "one_sweep", "valid"])
-def test_a_term_of_sets_and_ids(mode, backend):
+def test_a_term_of_ids_with_and_without_sets(mode, with_sets, backend):
     """In plain torch from hidden states by several blocks of tokens."""
     n, budget = (6, 200_000) if mode in ("valid", "logits") or backend == "triton" else (300, 140_000)
-    results = on_ranks(2 if backend == "torch" else 1, head_loss, backend, mode, n, budget)
+    results = on_ranks(2 if backend == "torch" else 1, head_loss, backend, mode, with_sets, n, budget)
     hidden, weight, labels, kept, ids, weights = of_tokens(n)
     hidden, weight = (x.double().requires_grad_() for x in (hidden, weight))
     log_p = (hidden @ weight.t()).log_softmax(-1)
-    inside = torch.zeros(n, V, dtype=torch.bool).scatter(1, kept, True)
-    over = torch.where(inside, log_p, -torch.inf)
-    s = over.softmax(-1)
-    entropy = -(s * torch.where(inside, over.log_softmax(-1), 0.0)).sum(-1)
-    at = log_p.gather(1, ids.clamp(min=0)) * (ids >= 0)
-    loss = (entropy + over.logsumexp(-1) - (at * weights).sum(-1))[labels != -100].mean()
+    per_token = -(log_p.gather(1, ids.clamp(min=0)) * (ids >= 0) * weights).sum(-1)
+    if with_sets:
+        inside = torch.zeros(n, V, dtype=torch.bool).scatter(1, kept, True)
+        over = torch.where(inside, log_p, -torch.inf)
+        per_token = per_token - (over.softmax(-1) * torch.where(inside, over.log_softmax(-1), 0.0)).sum(-1)
+        per_token = per_token + over.logsumexp(-1)
+    loss = per_token[labels != -100].mean()
     dh, dw = torch.autograd.grad(loss, (hidden, weight))
     for got, grad, _ in results:
         torch.testing.assert_close(got.double(), loss.detach(), rtol=1e-5, atol=1e-5)

@@ -125,10 +125,3 @@ def test_as_a_metric_with_a_loss_that_has_a_gradient(backend, device):
     out.loss.backward()
     assert local.grad.any() and not out.stats.rank.requires_grad
     torch.testing.assert_close(mean_metrics(out)["rank"].cpu().double(), truth(x, labels).double().sum() / (N - 1))
-
-
-def test_a_bad_label_or_row_has_no_rank(backend, device):
-    x, labels = problem()
-    labels[0], x[1, 7] = V, torch.nan
-    rank = vocab_statistics(x.to(device), labels.to(device), want=("rank",), options=Options(backend=backend)).rank
-    assert rank.isnan().tolist() == [True, True] + [False] * (N - 2) and rank[2] == 0

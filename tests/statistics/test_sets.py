@@ -207,20 +207,6 @@ def test_gradcheck_in_float64(device):
     assert torch.autograd.gradcheck(statistics, x)
 
 
-def test_without_labels_there_are_entropy_and_mass(backend, device):
-    x, labels, sets = rows()
-    del sets[2][-2:]
-    local = x.to(device).requires_grad_()
-    stats = vocab_statistics(local, want=NAMES[1:], sets=ragged(sets).to(device), options=Options(backend=backend))
-    z = x.double()
-    values = truth(z, labels.clamp(min=0), sets)
-    for name in NAMES[1:]:
-        torch.testing.assert_close(getattr(stats, name).detach().cpu().double(), values[name], rtol=3e-6, atol=3e-6)
-    (grad,) = torch.autograd.grad(stats.set_entropy.sum(), local)
-    dx = gradient(z, torch.ones_like(z), None, sets, {"set_entropy": torch.ones(N).double()})
-    torch.testing.assert_close(grad.cpu().double(), dx, rtol=2e-5, atol=2e-6)
-
-
 def test_sets_never_overlap_and_never_leave_the_ids():
     spans = IdSets.from_csr(torch.arange(5), torch.tensor([0, 2, 4, 2, 3, 4, 9])).spans
     assert spans.tolist() == [[0, 2], [2, 4], [0, 0], [0, 0], [0, 0], [0, 0]]
