@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 NODE = 8  # ranks that NVLink joins
 RANKS = 8, 16, 32, 64, 128, 256, 512
-ROWS, LANES = 4, 3  # fp32 rows of a cross-entropy's packet; float64 lanes of the transport "sum"
+ROWS, LANES = (
+    4,
+    3,
+)  # fp32 rows of a cross-entropy's packet; float64 lanes of the transport "sum", after a maximum in fp32
 MEMORY = 3.2e6  # bytes per microsecond at which a merge reads packets: an H200's, as the merge kernel reaches it
 
 
@@ -41,8 +44,8 @@ def gathered_bytes(ranks: int, tokens: int) -> int:
 
 
 def lane_bytes(tokens: int) -> int:
-    """The lanes of a rank, whatever the number of ranks."""
-    return LANES * 8 * tokens
+    """The maximum and the lanes of a rank, whatever the number of ranks."""
+    return (4 + LANES * 8) * tokens
 
 
 def gather_time(ranks: int, tokens: int, slow: Link) -> float:
@@ -52,10 +55,10 @@ def gather_time(ranks: int, tokens: int, slow: Link) -> float:
 
 
 def sum_time(ranks: int, tokens: int, slow: Link) -> float:
-    """An all-reduce of lanes: within a node, then a tree over nodes, then within the node again."""
+    """Two all-reduces: within a node, then a tree over nodes, then within the node again."""
     nodes = max(ranks // NODE, 1)
-    inside = FAST.time(2 * (min(ranks, NODE) - 1), 2 * lane_bytes(tokens))
-    return inside + (slow.time(2 * math.log2(nodes), 2 * lane_bytes(tokens)) if nodes > 1 else 0.0)
+    inside = FAST.time(4 * (min(ranks, NODE) - 1), 2 * lane_bytes(tokens))
+    return inside + (slow.time(4 * math.log2(nodes), 2 * lane_bytes(tokens)) if nodes > 1 else 0.0)
 
 
 def nodes_first_time(ranks: int, tokens: int, slow: Link) -> float:

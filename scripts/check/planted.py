@@ -130,9 +130,9 @@ GROUPS = {
     "test_sharding test_own_family test_generated": [
         ("engine/merge_triton.py", "merge_tokens", "core = softmax.add_packet(core, packet, terms, rows.packet)", "if first + k < 8:\n    core = softmax.add_packet(core, packet, terms, rows.packet)"),
         (EAGER, "logits_gradient", "dz * tile.slope", "dz"),
-        (LANES, "to_lanes", "family.rescale(sums, shift, weight)", "family.rescale(sums, -shift, weight)"),
-        (LANES, "to_lanes", "torch.where(shift.abs() > 600, torch.nan, shift.exp())", "shift.exp()"),
-        (LANES, "from_lanes", "family.rescale(sums, -shift, factor)", "family.rescale(sums, shift, factor)"),
+        (LANES, "SumLanes.merge", "empty[0, i] = x", "empty[0, i] = packets[:, i].amax(0)"),
+        (LANES, "SumLanes.merge", "torch.cat([packets, empty])", "packets"),
+        (LANES, "SumLanes.merge", 'if not name.endswith("shift")', 'if name != "logits_at" and not name.endswith("shift")'),
         ("engine/transports/symmetric_memory_triton.py", "packet_pointer", "offset + k % CHUNKS * size", "k % CHUNKS * size"),
         ("engine/transports/symmetric_memory_triton.py", "end_turn", "tl.store(memory.turns, turn + 1)", "tl.store(memory.turns, turn)"),
         ("engine/transports/symmetric_memory.py", "SymmetricMemory.write", "load_backend(request.facts.backend).local_statistics(packets, request, self)", "load_backend(request.facts.backend).local_statistics(packets, request, None, *sums)"),

@@ -13,19 +13,12 @@ CLAMP, KINKS = 20.0, [torch.tensor(c).log().item() for c in (0.8, 1.2, 3.0)] + [
 
 
 def not_a_number(case, p, z):
-    """Rows [N] that are NaN by promise: no softmax, a label that nobody owns, or beyond what sums can carry."""
+    """Rows [N] that are NaN by promise: no softmax, or a label that nobody owns."""
     out = z.isnan().any(-1) | (z == torch.inf).any(-1) | (z == -torch.inf).all(-1)
     labels = p["labels"]
     if labels is not None:
         labels = labels.long()
         out |= (labels < 0) | (labels >= case.vocab_size)
-    if case.transport == "sum":
-        apart = z if labels is None else z.clone()
-        if labels is not None:
-            apart[bounds.at_label(z, labels.clamp(0, case.vocab_size - 1))] = -torch.inf
-        for a, b in zip(case.cuts, case.cuts[1:]):
-            part = apart[:, a:b].amax(-1) if a < min(b, case.vocab_size) else torch.zeros(len(z))
-            out |= (part.abs() > 600) & part.isfinite()
     return out & ~p["ignored"]
 
 

@@ -52,7 +52,7 @@ def edit(x, labels, case):
             x[i, label] += 20.0 + number
         elif what == "shift":
             x[i] = (x[i] * 8).round() / 8 + 10.0 * (number - 30)
-        elif what == "far":  # more than the transport "sum" promises to carry, less than float64's exponential can
+        elif what == "far":  # about where float64's exponential ends
             x[i] = (x[i] * 8).round() / 8 + (620.0 + number) * (1 - 2 * (number % 2))
         elif what == "tie":
             x[i] = x[i].round()

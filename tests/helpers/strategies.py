@@ -18,7 +18,6 @@ PLAIN = tuple(  # need no other argument than logits, or labels
     name for family in FAMILIES for name in family.statistics
     if name not in (*FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS, *AT_IDS) and not family.needs_label_logits
 )  # fmt: skip
-SUMMABLE = tuple(name for family in FAMILIES if family.has_lanes for name in family.statistics)
 DRAWN = {*PLAIN, *FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS, *AT_IDS, "rank"}
 DIFFERENTIABLE = tuple(name for family in FAMILIES for name in family.gradients)
 LAYOUTS = ("contiguous", "transposed", "columns", "sliced", "misaligned", "expanded")
@@ -121,10 +120,10 @@ def cases(draw, world_size, backend):
     dtype = draw(st.sampled_from(["float32", "bfloat16", "float16"] + ["float64"] * (backend == "torch")))
     shards, cuts, order = draw(shardings(vocab_size, world_size))
     transport = draw(st.sampled_from(["auto", "gather", "sum"]))
-    teacher = None if transport == "sum" else draw(st.sampled_from([None, None, "whole", "topk"]))
+    teacher = draw(st.sampled_from([None, None, "whole", "topk"]))
     want = draw(subsets(PLAIN))
     if transport == "sum":
-        want = tuple(name for name in want if name in SUMMABLE)
+        want = tuple(name for name in want if name != "argmax")
     if teacher and not head:
         want += draw(subsets(FULL_TEACHER if teacher == "whole" else TOPK_TEACHER, min_size=1))
     labels = draw(st.sampled_from(["int64", "int32"])) if head or draw(st.integers(0, 3)) else None
@@ -133,8 +132,8 @@ def cases(draw, world_size, backend):
     inside = 2**31 - 1 if labels == "int32" else 1 << 40
     bad = [ignore_index] * 3 + [vocab_size, -1, -inside, inside, vocab_size - 1, 0, cuts[1]]
     bad = [label for label in bad if labels != "int32" or abs(label) < 2**31]
-    sets = None if transport == "sum" else draw(st.sampled_from([None, "padded", "ragged"]))
-    given_ids = transport != "sum" and not head and draw(st.booleans())
+    sets = draw(st.sampled_from([None, "padded", "ragged"]))
+    given_ids = not head and draw(st.booleans())
     if given_ids:
         want += AT_IDS
     if sets and not head:

@@ -155,7 +155,6 @@ def test_what_does_not_go_together_is_refused(device):
         r"sets.ids must be \[.., K\] for tokens \[9\], got \[9, 2, 3\]": {
             "sets": IdSets(torch.zeros(9, 2, 3, dtype=torch.long, device=device))
         },
-        "need transport='gather', got 'sum'": {"sets": kept, "options": Options(transport="sum")},
         r"got SamplingRule: pass kept_ids\(logits, rule, ..\)": {"sets": SamplingRule(top_k=2)},
     }.items():
         with pytest.raises((TypeError, ValueError), match=match):

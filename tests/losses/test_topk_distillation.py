@@ -341,7 +341,6 @@ def test_what_cannot_work_is_refused():
         r"a Teacher serves the statistics .* got \['topk_forward_kl'\]": {"teacher": Teacher(x)},
         r"a TopKTeacher serves the statistics .* got \['jsd'\]": {"want": ("jsd",)},
         "teacher.mask must have shape": {"teacher": lambda: TopKTeacher(ids, log_probs, ids[:2] == 0)},
-        r"need transport='gather', got 'sum'": {"options": Options(transport="sum")},
         "teacher.log_probs must be one of": {"teacher": TopKTeacher(ids, log_probs.to(torch.float8_e5m2))},
     }
     for message, change in wrong.items():

@@ -189,7 +189,7 @@ def test_the_volumes_of_the_scale_model_are_those_of_simulated_groups(scale, mon
     """In one process of a group whose collectives do nothing."""
     sent, tokens = [], 16
     monkeypatch.setattr(comm, "_all_gather", lambda out, x, group: sent.append(out.nbytes))
-    monkeypatch.setattr(dist, "all_reduce", lambda x, group: sent.append(x.nbytes))
+    monkeypatch.setattr(dist, "all_reduce", lambda x, op=None, group=None: sent.append(x.nbytes))
     for ranks in scale.RANKS:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
         try:
@@ -199,7 +199,7 @@ def test_the_volumes_of_the_scale_model_are_those_of_simulated_groups(scale, mon
                 vocab_statistics(x, labels, shard=shard, options=Options(transport=transport))
         finally:
             dist.destroy_process_group()
-        assert sent == [scale.gathered_bytes(ranks, tokens), scale.lane_bytes(tokens)], ranks
+        assert [sent[0], sum(sent[1:])] == [scale.gathered_bytes(ranks, tokens), scale.lane_bytes(tokens)], ranks
         sent.clear()
 
 

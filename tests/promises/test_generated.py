@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from tp_headloss import CrossEntropy, Entropy, HeadLoss, Linear, Options, VocabShard, ZLoss, vocab_statistics
 from tp_headloss.engine import eager
 from tp_headloss.engine.request import Facts, Request, Tensors
-from tp_headloss.engine.transports import sum_lanes
 from tp_headloss.statistics import known_statistics
 
 SEED = int(os.environ.get("TP_HEADLOSS_SEED", "0"))
@@ -262,21 +261,6 @@ def test_a_nan_or_infinity_anywhere_is_its_rows_alone(data):
             assert bits_equal(value[others], clean[name][others]), name
         for flag, before in zip(flags, clean_flags):
             assert torch.equal(flag[others], before[others])
-
-
-@examples(200)
-@given(MERGES)
-def test_lanes_that_are_summed_are_the_merge(data):
-    with reproducible(data):
-        data = {**data, "teacher": False}
-        m = Merge(data)
-        m.want = ("entropy", "total")
-        m.x = m.x.clamp(min=-500, max=500).where(m.x > -torch.inf, m.x)  # what exp holds in float64
-        packets = m.packets(cuts_of(m, data))
-        lanes = sum(sum_lanes.to_lanes(p[None], m.request(0, m.v, 1, "sum")) for p in packets)
-        request = m.request(0, m.v, len(packets), "sum")
-        _, values, *_ = eager.finish(*sum_lanes.from_lanes(lanes, request), request, torch.float32)
-        assert_within_bounds(m, dict(zip(request.layout.values, values)))
 
 
 V, N, H = 40, 5, 7

@@ -53,7 +53,8 @@ class Options:
 
     Args:
         backend: "triton", "torch" or None (triton on CUDA, torch elsewhere).
-        transport: "gather" (an all-gather), "symm_mem" (symmetric memory), "sum" (an all_reduce) or "auto" (chooses).
+        transport: "gather" (an all-gather), "symm_mem" (symmetric memory), "sum" (two all-reduces, for every statistic
+            but "argmax") or "auto" (chooses).
         inplace: the backward writes the gradient over the logits (eager only). Whoever reads the logits after it finds
             the gradient there; logits that are a leaf share its memory with their ``.grad``. The logits of a `Teacher`
             must be exactly these or share no memory with them. torch's own errors for other operations that saved the
@@ -66,8 +67,8 @@ class Options:
             bits are those of "backward". Faster on some GPUs, see the benchmarks; the gradient takes memory from the
             forward on.
         check: raise a ValueError that names the first token with a bad label, set, given id or entry of a `TopKTeacher`
-            (an unknown id, or log-probs whose probabilities add up to more than 1, as those of logits do), or with
-            transport="sum" logits beyond its range of +-600, on every rank, after a host synchronisation.
+            (an unknown id, or log-probs whose probabilities add up to more than 1, as those of logits do), on every
+            rank, after a host synchronisation.
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls
             first, so that a mistake on one is the same exception on all (eager only; for debugging); "checksums" is
             "full" and compares the bits of replicated hidden states, too.

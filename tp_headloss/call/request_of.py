@@ -6,7 +6,6 @@ import functools
 
 import torch
 
-from .. import statistics
 from ..arguments.id_sets import IdSets, masked_ids
 from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from ..engine.backend import resolve_backend
@@ -162,10 +161,6 @@ def _validate_call(logits, labels, shard, want, transform, teacher, total_weight
     if isinstance(transform.temperature, torch.Tensor):
         expect_tensor("temperature", transform.temperature, lead, logits.device)
     _validate_teacher(teacher, transform, logits, want, options)
-    if options.transport == "sum":
-        gathered = [family for family in statistics.FAMILIES if not family.has_lanes]
-        if without := [name for family in gathered for name in family.statistics if name in want]:
-            raise ValueError(f"{without} need transport='gather', got 'sum'")
     return backend
 
 

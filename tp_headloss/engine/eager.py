@@ -119,7 +119,7 @@ def local_statistics(packets, request: Request, memory=None):
             rows[name][max(0, -(-facts.valid_width // facts.chunk_size)) :] = -torch.inf  # chunks without columns
 
 
-def _student_scale(request: Request):
+def student_scale(request: Request):
     """Factor of z where it meets a teacher's logits: a number, or float64 [N]."""
     scales = request.tensors.scales
     return request.facts.student_scale if scales is None else scales[1].double()
@@ -127,9 +127,10 @@ def _student_scale(request: Request):
 
 def merged_sums(packets, layout: Layout, scale: torch.Tensor | float = 1.0):
     """Packets [chunks of all ranks in vocabulary order, rows, N] -> the largest maximum, and sums relative to it."""
-    rows = dict(zip(layout.packet, packets.double().unbind(1)))
+    packets = packets.double()
+    rows = dict(zip(layout.packet, packets.unbind(1)))
     merging = SOFTMAX.merging(rows, scale)
-    sums: dict[str, torch.Tensor] = {}
+    sums = {"logits_at": packets[:, len(rows) :].sum(0)}  # [K, N] of given ids
     for family in layout.families:
         sums |= family.merge(rows, merging)
     return merging.shift, sums
@@ -138,7 +139,7 @@ def merged_sums(packets, layout: Layout, scale: torch.Tensor | float = 1.0):
 def finish(shift, sums: dict, request: Request, dtype) -> list[torch.Tensor]:
     """Join the target column: merged sums -> [merged rows [R, N], values [K, N], *flags [N]] in the layout's order."""
     layout, facts, labels = request.layout, request.facts, request.tensors.labels
-    joined, values, rows = SOFTMAX.joined(shift, sums, labels, facts.packets, _student_scale(request))
+    joined, values, rows = SOFTMAX.joined(shift, sums, labels, facts.packets, student_scale(request))
     for family in layout.families[1:]:
         found = family.finish(family.join(sums, joined), joined)
         values |= found[0]
@@ -151,18 +152,16 @@ def finish(shift, sums: dict, request: Request, dtype) -> list[torch.Tensor]:
     values, rows = values | later, rows | later
     merged = torch.stack([settled(rows[name]) for name in layout.merged])
     values |= {name: settled(values[name]) if name != "owners" else values[name].to(dtype) for name in layout.values}
-    return [merged, torch.stack([values[name] for name in layout.values]), *(values[name] for name in layout.flags)]
+    outputs = [merged, torch.stack([values[name] for name in layout.values]), *(values[name] for name in layout.flags)]
+    if layout.per_id:
+        known = dict(zip(layout.merged, merged.unbind(0)))
+        outputs.append(log_probs_at(sums["logits_at"], request.tensors.ids, known["shift"], known["sum"]))
+    return outputs
 
 
 def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:
     """Packets of all ranks -> [merged rows, values, *flags]."""
-    shift, sums = merged_sums(packets, request.layout, _student_scale(request))
-    outputs = finish(shift, sums, request, packets.dtype)
-    if request.layout.per_id:
-        merged = dict(zip(request.layout.merged, outputs[0].unbind(0)))
-        at_ids = packets[:, len(request.layout.packet) :]
-        outputs.append(log_probs_at(at_ids, request.tensors.ids, merged["shift"], merged["sum"]))
-    return outputs
+    return finish(*merged_sums(packets, request.layout, student_scale(request)), request, packets.dtype)
 
 
 def second_statistics(packets, request: Request, merged):

@@ -60,6 +60,13 @@ def reduce_hidden(grad: torch.Tensor, how: str, world_size: int, group_name: str
     return end
 
 
+def max_in_place(x: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
+    """Maximum of x over the group, in place; one all-reduce. It may drop a NaN."""
+    if world_size > 1 and x.numel() > 0:
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=resolve_process_group(group_name))
+    return x
+
+
 def sum_in_place(x: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
     """Sum x over the group, in place: float64, integers, or rows that are 0 on all ranks but one, so that the order of
     the ranks does not matter; one all-reduce."""

@@ -14,7 +14,6 @@ from .family import Family, Joined, Merging, Softmax, Tile, Wanted
 
 class ArgmaxFamily(Family):
     statistics = ("argmax",)
-    has_lanes = False
 
     def packet_rows(self, call: Wanted) -> tuple[str, ...]:
         return ("index",)

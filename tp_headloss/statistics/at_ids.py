@@ -20,7 +20,6 @@ NONE, UNKNOWN = -1, torch.iinfo(torch.int32).max  # ids as backends take them
 
 class AtIdsFamily(Family):
     statistics = gradients = ("log_probs_at",)
-    has_lanes = False
 
     def value_rows(self, call: Wanted) -> tuple[str, ...]:
         return ()
@@ -46,11 +45,11 @@ def logits_at(tile: Tile) -> torch.Tensor:
     return torch.where(here, tile.z.gather(1, tile.ids.clamp(max=tile.z.shape[1] - 1)), 0.0)
 
 
-def log_probs_at(packets: torch.Tensor, ids: torch.Tensor, shift: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Merge the rows of the ids: [packets, K, N], merged shift and sum [N] -> log-probs [N, K]."""
-    log_probs = (packets.double().sum(0) - shift.double() - whole.double().log()).clamp(max=0).t()
+def log_probs_at(logits: torch.Tensor, ids: torch.Tensor, shift: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Logits [K, N] of the ids in float64, merged shift and sum [N] -> log-probs [N, K]."""
+    log_probs = (logits - shift.double() - whole.double().log()).clamp(max=0).t()
     log_probs = torch.where(ids == UNKNOWN, torch.nan, log_probs)
-    return torch.where((ids == NONE) | (whole == 0)[:, None], 0.0, log_probs).to(packets.dtype)
+    return torch.where((ids == NONE) | (whole == 0)[:, None], 0.0, log_probs).to(shift.dtype)
 
 
 def gradients_of_log_probs_at(upstream: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,6 @@ from .family import Family, Joined, Softmax, Tile, Wanted, row_sum
 
 class CollisionFamily(Family):
     statistics = gradients = ("collision",)
-    has_lanes = False  # exp(2 max) overflows where exp(max) does not
 
     def packet_rows(self, call: Wanted) -> tuple[str, ...]:
         return ("squares",)

@@ -19,7 +19,6 @@ from .teacher import DIVERGENCES, probabilities
 
 class DivergenceFamily(Family):
     statistics = gradients = DIVERGENCES
-    has_lanes = False
 
     def value_rows(self, call: Wanted) -> tuple[str, ...]:
         return ()

@@ -98,8 +98,6 @@ class Family:
 
     statistics: tuple[str, ...] = ()  # names for `want` that this family serves
     gradients: tuple[str, ...] = ()  # those among its values that have a gradient
-    # whether rows rescaled to a maximum of 0 stay within float64, so that ranks may add them up (transport "sum")
-    has_lanes = True
     # whether logits are compared with that of the label, which is then found before they stream by
     needs_label_logits = False
 

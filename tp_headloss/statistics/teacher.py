@@ -26,7 +26,6 @@ DIVERGENCES = ("jsd", "total_variation")
 class TeacherFamily(Family):
     statistics = ("forward_kl", "reverse_kl", "teacher_entropy")
     gradients = ("forward_kl", "reverse_kl")
-    has_lanes = False
 
     def wanted(self, call: Wanted) -> bool:
         return call.any_of(self.statistics + DIVERGENCES)

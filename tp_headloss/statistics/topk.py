@@ -45,7 +45,6 @@ def needs_full_student_sum(want) -> bool:
 
 class TopKFamily(Family):
     statistics = gradients = FIRST + SECOND
-    has_lanes = False
 
     def needs_student_sum(self, call: Wanted) -> bool:
         return needs_full_student_sum(call.want)

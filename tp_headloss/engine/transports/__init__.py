@@ -6,8 +6,8 @@ NCCL knows no all-reduce whose operator is the merge of families, so there are t
   the same order, and the result has the same bits on every rank.
 * ``symm_mem``: the same packets, but written straight into memory that all GPUs of the group address; after one
   barrier the merge kernel reads its peers over NVLink. Same bits. For the GPUs of one host.
-* ``sum``: one ``all_reduce(SUM)`` of float64 lanes, whose volume does not grow with the group size; for large groups.
-  Its order of additions is the communication library's.
+* ``sum``: an all-reduce of maxima and one of float64 sums relative to them, whose volume does not grow with the group
+  size; for large groups. The order of additions is the communication library's.
 
 ``auto`` is ``symm_mem`` where it can be had and was measured to be faster, else ``gather``.
 """
