@@ -3,6 +3,7 @@
 import pytest
 import torch
 from linear_problem import H, V, a_teacher, tensors
+from torch.testing import assert_close
 
 from tp_headloss import (
     CrossEntropy,
@@ -98,12 +99,23 @@ def test_check_numbers_the_tokens_of_the_call_though_ignored_ones_are_dropped():
             linear_vocab_statistics(hidden, weight, labels, linear=few, options=Options(check=True), **given)
 
 
-def test_one_sweep_knows_what_it_cannot_differentiate():
+def test_one_sweep_knows_what_it_cannot_differentiate(caplog, monkeypatch):
     hidden, weight, _, labels, _ = tensors()
-    scale = torch.ones((), requires_grad=True)
-    own = Term("own", lambda stats: -scale * stats.log_prob, tokenwise=True)
-    with pytest.raises(ValueError, match="depends on something else"):
-        HeadLoss([own]).linear(hidden.requires_grad_(), weight, labels)
+    scale = torch.tensor(2.0, requires_grad=True)
+    own = HeadLoss([Term("own", lambda stats: -scale * stats.log_prob, tokenwise=True)])
+    with pytest.raises(ValueError, match="'one_sweep' is not possible: a tokenwise term depends on something else"):
+        own.linear(hidden.requires_grad_(), weight, labels, linear=Linear("one_sweep"))
+    known = HeadLoss().linear(hidden, weight, labels)
+    plain = torch.autograd.grad(known.loss, hidden)[0]
+    own.terms = own.terms  # nothing is known of them
+    monkeypatch.setattr("tp_headloss.linear_head.call._logged_modes", set())
+    with caplog.at_level("INFO", "tp_headloss"):
+        for _ in range(2):
+            d_scale, found = torch.autograd.grad(own.linear(hidden, weight, labels).loss, [scale, hidden])
+            assert_close(d_scale, known.loss.detach())
+            assert_close(found, 2 * plain)
+    why = "linear head: no one sweep, because a tokenwise term depends on something else that requires a gradient"
+    assert caplog.messages == [why, "linear head: recompute"]
     constant = HeadLoss([Term("constant", lambda stats: stats.log_prob.detach(), tokenwise=True)])
     loss = constant.linear(hidden, weight, labels).loss
     assert not torch.autograd.grad(loss, hidden)[0].any()

@@ -34,6 +34,7 @@ class CallPlan(NamedTuple):
     apart: tuple[list[StatisticsFunction], list[StatisticsFunction]]  # functions that return metrics by name
     sums: tuple[SumsPlan | None, SumsPlan | None]  # how one kernel sums them, None where plain torch is needed
     checked: dict  # calls that were checked, see `known_calls`
+    obstacles: list[str]  # reasons against one sweep that a call has found
     expected: dict  # device -> upstream gradient of the loss in the last backward, see `engine.one_launch`
 
 
@@ -102,7 +103,7 @@ class HeadLossDefinition(NamedTuple):
             coefficients = [float(term.weight) for term in self.terms]
             plain, sequences = (SumsPlan.from_functions([f.function for f in part], coefficients) for part in summed)
             sums = plain, sequences
-        plan = CallPlan(self.input_lines(), summed, apart, sums, {}, {})
+        plan = CallPlan(self.input_lines(), summed, apart, sums, {}, [], {})
         return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:

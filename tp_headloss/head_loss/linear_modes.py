@@ -10,7 +10,7 @@ import torch
 from ..arguments.linear import MIN_SWEEP_TOKENS
 from ..arguments.options import DEFAULTS
 from ..linear_head import one_sweep as sweep
-from ..linear_head.call import LinearCall
+from ..linear_head.call import LinearCall, log_mode
 from ..linear_head.teacher import map_teacher_tensors, without_logits
 from ..linear_head.valid_tokens import ValidTokens
 from ..statistics import VocabStatistics
@@ -19,6 +19,17 @@ from .output import HeadLossOutput, make_output
 from .reduction import fused_reduction, reduce_tokens, valid_weight
 from .statistic_value import StatisticValue
 from .value_gradients import value_gradients
+
+
+def linear_output(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutput:
+    """Results of the mode that the call asks for, or that is possible."""
+    try:
+        compute = one_sweep if uses_one_sweep(call, head) else recompute
+        return known_output(compute(call, head, evaluate), head)
+    except sweep.OneSweepObstacle as obstacle:
+        log_mode(f"no one sweep, because {obstacle}")
+        call.definition.plan.obstacles.append(str(obstacle))
+    return linear_output(call, head, evaluate)
 
 
 def uses_one_sweep(call: Call, head: LinearCall) -> bool:
@@ -80,6 +91,8 @@ def _obstacle_to_one_sweep(call: Call, head: LinearCall) -> str | None:
     undeclared = [term.name for term in terms if not term.tokenwise and not isinstance(term.function, StatisticValue)]
     own = [term.name for term in terms if term.token_weight is not None]
     constants = [call.loss_weight, call.denominator, *call.inputs.values(), *(term.weight for term in terms)]
+    if call.definition.plan.obstacles:
+        return call.definition.plan.obstacles[0]
     if head.linear.exact_logits:
         return "its blocks have rounded logits, and exact_logits=True was asked for"
     if torch.compiler.is_compiling():

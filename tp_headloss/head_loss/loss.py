@@ -25,7 +25,7 @@ from .call import Call, check_call, local_arguments, replicated_facts
 from .definition import REDUCTIONS, HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate
 from .known_calls import checked_before, kind_of_call, kind_of_linear_call, prepare, prepared_output, remember
-from .linear_modes import known_output, one_sweep, recompute, uses_one_sweep
+from .linear_modes import linear_output
 from .output import HeadLossOutput, make_output
 from .reduction import fused_reduction
 from .terms import Metric, Term
@@ -215,9 +215,9 @@ class HeadLoss(nn.Module):
 
         One sweep, where the forward computes the gradients, needs: a reduction other than "none"; terms that are
         `Term.tokenwise`, as built-in terms are unless they take "sequences" or look at all tokens; a denominator from
-        the caller for terms with a `Term.token_weight`, such as class weights; no gradient of weights, denominator or
-        inputs; a declared `Linear.upstream` (the loss scale) in float16; torch.is_grad_enabled(); no torch.compile.
-        Its statistics cannot be differentiated; trying raises RuntimeError.
+        the caller for terms with a `Term.token_weight`, such as class weights; no gradient of weights, denominator,
+        inputs or what a term's function closes over; a declared `Linear.upstream` (the loss scale) in float16;
+        torch.is_grad_enabled(); no torch.compile. Its statistics cannot be differentiated; trying raises RuntimeError.
 
         Args:
             hidden, weight, bias: [.., H], [width, H] and [width], as in `linear_vocab_statistics`.
@@ -250,9 +250,7 @@ class HeadLoss(nn.Module):
             found = self._checked(given, token_weight, denominator, inputs)
             if kind is not None:
                 remember(kind, *found)
-        call, head = found
-        compute = one_sweep if uses_one_sweep(call, head) else recompute
-        return known_output(compute(call, head, self._evaluate_functions), head)
+        return linear_output(*found, self._evaluate_functions)
 
     def _given(self, logits, labels, shard, transform) -> Given:
         """The arguments of a call with those of the definition."""

@@ -16,6 +16,10 @@ from .call import LinearCall, log_mode
 from .valid_tokens import check_range
 
 
+class OneSweepObstacle(Exception):
+    """Reason why one sweep is impossible that only its first block shows."""
+
+
 class OneSweepGradients(NamedTuple):
     """Gradients that one sweep computed besides the statistics."""
 
@@ -34,7 +38,6 @@ def sweep_statistics(call: LinearCall, labels, options, objective_of) -> tuple[V
     direct = linear.main_grad and linear.upstream is not None
     if check:  # before anything is added to a main_grad
         check_range(labels, facts.ignore_index, facts.vocab_size)
-    log_mode("one sweep")
     bias = request.tensors.bias
     wanted = sweeps.Gradients(
         call.hidden.dtype if call.hidden.requires_grad or call.reduces else None,
@@ -60,6 +63,7 @@ def sweep_statistics(call: LinearCall, labels, options, objective_of) -> tuple[V
             wanted,
             linear.hidden_grad,
         )
+    log_mode("one sweep")
     stats = call.assembled((*values.unbind(0), *flags), labels, check)
     weight_grad = None if wanted.main_grad is not None else sums.sum
     declared = None if linear.upstream is None else upstream
@@ -105,10 +109,7 @@ def loss_gradients(call: LinearCall, loss_of, upstream):
         if not loss.requires_grad:
             return {}
         if here.start == 0 and _depends_on_others(loss, leaves.values()):
-            raise ValueError(
-                "a tokenwise term depends on something else that requires a gradient, which one sweep does not "
-                "compute: use mode='recompute'"
-            )
+            raise OneSweepObstacle("a tokenwise term depends on something else that requires a gradient")
         grads = torch.autograd.grad(loss, list(leaves.values()), upstream.to(loss.dtype), allow_unused=True)
         return dict(zip(names, grads))
 
