@@ -1,6 +1,6 @@
 """Loss curves, time and memory of one run of launch/megatron_pretrain.py:
 
-    python launch/plot_megatron.py RESULTS.json [--png FILE]
+python launch/plot_megatron.py RESULTS.json [--png FILE]
 """
 
 import argparse

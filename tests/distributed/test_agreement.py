@@ -216,14 +216,14 @@ CASES = {
     "another teacher": (
         "head", shared_inputs, lambda c: c.inputs.update(teacher=TopKTeacher(c.labels[:, None], torch.zeros(N, 1))),
         "ValueError", "TopKTeacher"),
-    "a weight of too few rows": ("linear_head", None, lambda c: c.rewrite(weight=c.weight[1:]), "ValueError", "rows"),
+    "a weight of too few rows": ("linear_head", None, lambda c: c.rewrite(weight=c.weight[1:]), "ValueError", "weight"),
     "no main_grad": (
         "linear_head", lambda c: c.keywords.update(main_grad=True) or setattr(
             c.weight, "main_grad", torch.zeros(c.weight.shape, device=c.weight.device)),
         lambda c: delattr(c.weight, "main_grad"), "ValueError", "got None"),
     "another mode": ("linear_head", None, lambda c: c.keywords.update(mode="recompute"), "ValueError", "linear.mode"),
     "another hidden size": (
-        "linear_statistics", None, lambda c: c.rewrite(hidden=c.hidden[:, 1:]), "ValueError", "[width, H]"),
+        "linear_statistics", None, lambda c: c.rewrite(hidden=c.hidden[:, 1:]), "ValueError", "weight must"),
     "another hidden_grad": (
         "linear_statistics", None, lambda c: c.keywords.update(hidden_grad="none"), "ValueError", "hidden_grad"),
     "another clip": (
@@ -258,7 +258,7 @@ CASES = {
         "topk", None, lambda c: c.keywords.update(ids_dtype=torch.int32), "ValueError", "ids_dtype"),
     "another k": ("topk", None, lambda c: c.keywords.update(k=4), "ValueError", "k: rank 0"),
     "another seed": ("draw", None, lambda c: c.keywords.update(seed=6), "ValueError", "seed: rank 0"),
-    "a seed that cannot be": ("draw", None, lambda c: c.keywords.update(seed=-1), "ValueError", "seed must be in"),
+    "a seed that cannot be": ("draw", None, lambda c: c.keywords.update(seed=-1), "ValueError", "seed must be"),
     "other positions": (
         "draw", None, lambda c: c.keywords.update(positions=torch.arange(1, N + 1, device=c.x.device)),
         "ValueError", "positions: rank 0"),
@@ -271,10 +271,10 @@ CASES = {
     "no rule and one that keeps all": (
         "draw", lambda c: c.keywords.update(rule=SamplingRule()), lambda c: c.keywords.update(rule=None),
         "ValueError", "rule: rank 0"),
-    "a number as rule": ("draw", None, lambda c: c.keywords.update(rule=5), "TypeError", "or None, got 5"),
+    "a number as rule": ("draw", None, lambda c: c.keywords.update(rule=5), "TypeError", "a SamplingRule, got int"),
     "other values per token in a rule": (
         "kept", rule_of(min_p=0.1), rule_of(min_p=0.2), "ValueError", "rule.min_p"),
-    "a number as rule of kept ids": ("kept", None, lambda c: c.keywords.update(rule=5), "TypeError", "got 5"),
+    "a number as rule of kept ids": ("kept", None, lambda c: c.keywords.update(rule=5), "TypeError", "got int"),
     "another temperature of samples": (
         "kept", None, lambda c: c.rewrite(transform=Transform(temperature=2.0)), "ValueError", "temperature"),
     "kept ids and a draw": ("kept", None, lambda c: c.rewrite(kept=c.draw), "ValueError", "call"),

@@ -330,12 +330,12 @@ def refusals(group):
     assert model.compute_language_model_loss == loss and model._postprocess == post
     installing("MegatronHeadMixin", model=model_of(Mixed))
     installing("model must be of type GPTModel", TypeError, torch.nn.Linear(2, 2))
-    installing("head must be of type MegatronHead or HeadLoss, got GPTModel", TypeError, head, model)
+    installing("head must be `MegatronHead`, or `HeadLoss`, got GPTModel", TypeError, head, model)
     installing("got the class GPTModel", TypeError, GPTModel)
     installing("got a list of 1: pass the chunk that has the output layer", TypeError, [model])
     installing("got Term", TypeError, head=CrossEntropy())
     installing("reduction='mean' or 'none', got 'sum'", head=HeadLoss(reduction="sum"))
-    no_list = "terms must be of type list or tuple or None, got Term"
+    no_list = "terms must be a tuple or list, got Term"
     refused(lambda: MegatronHead(ignore_index=None, terms=CrossEntropy()), no_list, TypeError)
     unfused = MegatronHead(ignore_index=-100, linear=Linear("one_sweep"))
     installing("linear needs fused=True, where there are hidden states, got fused=False", head=unfused, fused=False)

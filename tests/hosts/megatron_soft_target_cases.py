@@ -175,7 +175,7 @@ def refusals(group):
     given = {"hidden_states": torch.zeros(S, B, H), "output_layer": model.output_layer, "output_weight": None}
     given |= {"labels": batch()[3], "scale_logits": None, "config": model.config}
     refused(lambda: head(**given), "through an output_processor: use install(model, head)")
-    words = "depth_terms must be of type list or tuple or None, got Term"
+    words = "depth_terms must be a tuple or list, got Term"
     refused(lambda: MegatronHead(ignore_index=-100, depth_terms=SOFT[0]), words, TypeError)
     return {}
 

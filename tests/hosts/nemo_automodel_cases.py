@@ -337,8 +337,8 @@ def refusals(group):
         (lambda: ours.LogitsLoss(reduction="mean")(x, y, num_label_tokens=3)): "need reduction='sum', got 'mean'",
         (lambda: ours.FusedHeadLoss(reduction="none")(x, y, x[0], loss_weights=y)): "need reduction='sum', got 'none'",
         (lambda: ours.FusedHeadLoss.materialize_lm_weight(both)): "must have the 2 ranks",
-        (lambda: ours.LogitsLoss()(x, y[:, :1])): "must have shape [1, 2], got [1, 1]",
-        (lambda: ours.LogitsLoss()(x, y.t())): "must have shape [1, 2], got [2, 1]",
+        (lambda: ours.LogitsLoss()(x, y[:, :1])): "must have shape [1, 2] of logits, got [1, 1]",
+        (lambda: ours.LogitsLoss()(x, y.t())): "must have shape [1, 2] of logits, got [2, 1]",
     }.items():
         try:
             call()

@@ -82,7 +82,7 @@ def test_verl_label_mask_temperature_and_what_is_wanted():
     close(process(x, label, 1.3, mask)["log_probs"], truth(logits, label, 1.3)[0] * mask)  # the call's wins
     assert not process(x, label)["log_probs"][~mask].isfinite().any()  # without a mask they are bad labels
     for wrong in (mask[0], mask[:, :1]):
-        with pytest.raises(ValueError, match=r"label_mask must have shape \[2, 6\], got"):
+        with pytest.raises(ValueError, match=r"label_mask must have shape \[2, 6\] of label, got"):
             process(x, label, label_mask=wrong)
     with pytest.raises(ValueError, match="padded_size=104"):
         verl.logits_processor(None, V, padded_size=PADDED, boundaries=[0, PADDED])

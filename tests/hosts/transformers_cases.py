@@ -384,14 +384,12 @@ def misused(model, group):
     refused(lambda: colwise_plan(cls, config_of("Phi")), "config must be of type LlamaConfig, got Phi", TypeError)
     refused(lambda: colwise_plan(type(model.model), config), "'lm_head', got the plan None")
     for install in (fuse_head, causal_lm_loss):
-        refused(partial(install, HeadLoss(), model), "PreTrainedModel, got HeadLoss", TypeError)
-        refused(partial(install, model, CrossEntropy()), "must be of type HeadLoss or None, got Term", TypeError)
+        refused(partial(install, HeadLoss()), "PreTrainedModel, got HeadLoss", TypeError)
+        refused(partial(install, model, CrossEntropy()), "head_loss must be a HeadLoss, got Term", TypeError)
         refused(partial(install, model, HeadLoss), "got the class HeadLoss", TypeError)
-        refused(partial(install, model, shard=group), "type VocabShard or None, got ProcessGroup", TypeError)
-    refused(lambda: fuse_head(model, linear="one_sweep"), "linear must be of type Linear or None, got str", TypeError)
-    refused(
-        lambda: fuse_head(model, transform=0.5), "transform must be of type Transform or None, got float", TypeError
-    )
+        refused(partial(install, model, shard=group), "shard must be a VocabShard, got ProcessGroup", TypeError)
+    refused(lambda: fuse_head(model, linear="one_sweep"), "linear must be a Linear, got str", TypeError)
+    refused(lambda: fuse_head(model, transform=0.5), "transform must be a Transform, got float", TypeError)
     assert "forward" not in vars(model)
 
 

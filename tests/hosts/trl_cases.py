@@ -140,9 +140,9 @@ def refusals(group):
     assert "forward" not in vars(model)
     with fuse_head(model):
         refused(lambda: fuse_log_probs(model), "replaced already")
-    refused(lambda: fuse_log_probs(model, ("log_probs",)), "type int or float, got tuple", TypeError)
-    refused(lambda: fuse_log_probs(model, outputs="entropy"), "type tuple or list, got str", TypeError)
-    refused(lambda: fuse_log_probs(model, shard=group), "shard must be of type VocabShard or None", TypeError)
+    refused(lambda: fuse_log_probs(model, ("log_probs",)), "temperature must be a number, got (", TypeError)
+    refused(lambda: fuse_log_probs(model, outputs="entropy"), "outputs must be a tuple of names, got", TypeError)
+    refused(lambda: fuse_log_probs(model, shard=group), "shard must be a VocabShard, got", TypeError)
     fused = fuse_log_probs(model)
     refused(lambda: model(input_ids=batch()["input_ids"]), "tp_plan='auto'")
     refused(lambda: model.generate(batch()["input_ids"]), "tp_plan='auto'")

@@ -374,9 +374,7 @@ def refusals(group):
         assert not engine.fuses_head and not engine.engine_config.use_fused_kernels
     refused(run_nothing, "the head has computed nothing", Exception)
     refused(lambda: install(linear=Linear("one_sweep")), "mode='recompute' or 'auto'")
-    refused(
-        lambda: install(options={"backend": "torch"}), "options must be of type Options or None, got dict", TypeError
-    )
+    refused(lambda: install(options={"backend": "torch"}), "options must be an Options, got dict", TypeError)
     signature = lambda self, logits, label: None  # noqa: E731
     with mock.patch.object(host.MegatronEngineWithLMHead, "_lm_head_logits_processor", signature):
         refused(install, "got ('self', 'logits', 'label')", Exception)

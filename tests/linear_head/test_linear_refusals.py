@@ -46,7 +46,9 @@ BAD = {  # others are in tests/helpers/odd_inputs.py
     "copy the teacher": lambda h, w, y: linear_vocab_statistics(
         h, w, y, teacher=a_teacher("logits", "cpu"), want=FULL_TEACHER, linear=Linear(max_valid_tokens=3)
     ),
-    r"\[44, 24\] and \[200, 5\]": lambda h, w, y: linear_vocab_statistics(h, w[:, :5], y),
+    r"weight must have shape \[200, 24\] of the shard and hidden states, got \[200, 5\]": lambda h, w, y: (
+        linear_vocab_statistics(h, w[:, :5], y)
+    ),
     "bias must have shape": lambda h, w, y: linear_vocab_statistics(h, w, y, bias=w[:5, 0]),
     "upstream is of": lambda h, w, y: linear_vocab_statistics(h, w, y, linear=Linear(upstream=1.0)),
     r"got \[H\]": lambda h, w, y: linear_vocab_statistics(h[0], w, y[0], linear=Linear(hidden_grad="reduce_scatter")),

@@ -421,7 +421,7 @@ BAD = {  # others are in tests/promises/test_spec.py
         h @ w.t(), y, teacher=t, want=FULL_TEACHER
     ),
     "use HeadLoss.linear": lambda h, w, y, t: HeadLoss([Distillation()])(h @ w.t(), y, inputs={"teacher": t}),
-    r"teacher\.weight must have as many rows as the student's shard, \[200, H\], got \[9, 17\]": (
+    r"teacher\.weight must have shape \[200, H_t\] of the student's, got \[9, 17\]": (
         lambda h, w, y, t: call_with(h, w, y, t, weight=t.weight[:9])
     ),
     r"teacher\.weight must have shape \[width, 9\] of teacher.hidden": (
@@ -434,7 +434,7 @@ BAD = {  # others are in tests/promises/test_spec.py
     "one dtype": lambda h, w, y, t: call_with(h, w, y, t, hidden=t.hidden.half()),
     r"teacher\.bias must have": lambda h, w, y, t: call_with(h, w, y, t, bias=y.float()),
     "serves the statistics": lambda h, w, y, t: linear_vocab_statistics(h, w, y, teacher=t),
-    r"teacher\.temperature must have shape \[44\], got \[3\]": (
+    r"teacher\.temperature must have shape \[44\] of hidden states, got \[3\]": (
         lambda h, w, y, t: call_with(h, w, y, t, temperature=torch.ones(3))
     ),
     "temperature of a TeacherHead is its own": lambda h, w, y, t: replace(t, transform=Transform(temperature=2.0)),

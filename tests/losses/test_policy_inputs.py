@@ -57,7 +57,7 @@ def test_the_callers_denominator_replaces_the_count_alone(reduction):
     for denominator in (7, 7.0, torch.tensor(7.0), torch.tensor(7)):
         other = head(x, labels, inputs=given, denominator=denominator)
         torch.testing.assert_close(7 * other.loss, own.count * own.loss)
-    with pytest.raises(ValueError, match=r"scalar tensor, got shape \[1\]"):
+    with pytest.raises(ValueError, match=r"denominator must have shape \[\], got \[1\]"):
         head(x, labels, inputs=given, denominator=torch.ones(1))
 
 
@@ -86,7 +86,7 @@ def test_wrong_inputs_are_refused_with_what_was_expected():
         "unused \\['x'\\]": {"x": x},
         "broadcast to the tokens \\[4, 7\\] .*got \\[5\\]": {"advantages": torch.ones(5)},
         "must broadcast to the tokens .*got \\[5, 1\\]": {"advantages": torch.ones(5, 1)},
-        "sequences must be of tokens \\[4, 7\\], got \\[4, 6\\]": {"sequences": Sequences.from_mask(mask[:, 1:])},
+        "must be of tokens \\[4, 7\\] like labels, got \\[4, 6\\]": {"sequences": Sequences.from_mask(mask[:, 1:])},
     }.items():
         with pytest.raises(ValueError, match=message):
             head(x, labels, inputs=good | given)

@@ -152,7 +152,7 @@ def test_what_does_not_go_together_is_refused(device):
         r"sets must be of tokens \[9\], or these flat, got \[3, 3\]": {
             "sets": IdSets.stack([kept[:3], kept[3:6], kept[6:]])
         },
-        r"sets.ids must be \[.., K\] for tokens \[9\], got \[9, 2, 3\]": {
+        r"sets.ids must have shape \[9, K\] of logits, got \[9, 2, 3\]": {
             "sets": IdSets(torch.zeros(9, 2, 3, dtype=torch.long, device=device))
         },
         r"got SamplingRule: pass kept_ids\(logits, rule, ..\)": {"sets": SamplingRule(top_k=2)},

@@ -22,11 +22,15 @@ from tp_headloss import (
     VocabParallelHead,
     VocabShard,
     VocabStatistics,
+    combine_metrics,
     kept_ids,
     linear_vocab_statistics,
     log_probs,
     losses,
+    mean_metrics,
+    reduce_metrics,
     sample,
+    select_rows,
     spec,
     topk_log_probs,
     vocab_statistics,
@@ -120,6 +124,20 @@ CORE = {
     of_terms: CALL | INPUTS | {"token_weight": torch.ones(B, S), "denominator": torch.tensor(2.0)},
     of_terms_from_hidden_states: LINEAR_CALL | INPUTS | {"token_weight": torch.ones(B, S), "bias": torch.zeros(8)},
 }
+CONSTRUCTORS = {
+    VocabShard: {"start": 0, "stop": 8, "vocab_size": 8},
+    VocabShard.from_group: {"group": None, "vocab_size": 8},
+    VocabShard.from_boundaries: {"boundaries": [0, 8], "vocab_size": 8},
+    Sequences.from_mask: {"mask": MASK},
+    Sequences.from_cu_seqlens: {"cu_seqlens": torch.tensor([0, S]), "mask": MASK},
+    Sequences.from_ids: {"ids": IDS, "count": 1, "mask": MASK},
+    IdSets.from_csr: {"ids": IDS[0], "offsets": torch.tensor([0, S])},
+    select_rows: {"weight": WEIGHT, "ids": torch.tensor([1, 2]), "shard": SHARD},
+    reduce_metrics: {"metrics": {"count": torch.ones(())}, "group": None},
+    mean_metrics: {"outputs": HeadLoss()(LOGITS, IDS)},
+    combine_metrics: {"parts": [{"count": torch.ones(())}]},
+}
+CORE |= CONSTRUCTORS
 of_terms.lines, of_terms_from_hidden_states.lines = HeadLoss.forward.lines, HeadLoss.linear.lines
 HOSTS |= CORE
 CHECKED = {name: f for name, f in {**vars(losses), **vars(tp_headloss)}.items() if callable(f) and hasattr(f, "lines")}
@@ -139,7 +157,7 @@ def right(name, line):
     if isinstance(line, spec.TensorLine):
         sizes = {"..": (B, S), "pairs": (B,), "V": (V,), "width": (V,), "K": (2,), "H_t": (4,)}
         symbols = ("..",) if line.shape is None else line.shape
-        shape = [n for symbol in symbols for n in sizes[symbol]]
+        shape = [n for symbol in symbols for n in sizes.get(symbol, (B,))]
         values = torch.full(shape, -0.5 if line.kind == "floating point" else 1.0)
         return values.bool() if line.kind == "bool" else values.long() if "int64" in line.kind else values
     if isinstance(line, spec.OneOf):
@@ -148,7 +166,9 @@ def right(name, line):
         return OBJECTS[line.kind]
     if isinstance(line, spec.NumberLine):
         return max(line.low, 0.0) if line.high > 1 else (max(line.low, 0.0) + line.high) / 2
-    simple = {spec.Callables: lambda stats: stats.lse, spec.Names: (), spec.Text: "text", spec.IntLine: 1}
+    if isinstance(line, spec.IntLine):
+        return max(line.low, 1)
+    simple = {spec.Callables: lambda stats: stats.lse, spec.Names: (), spec.Text: "text"}
     return simple[type(line)] if type(line) in simple else tuple([right("", line.line)] * line.count)
 
 
@@ -156,6 +176,8 @@ def wrong(line):
     """Values that a line rules out, by what is wrong with them."""
     if isinstance(line, spec.CheckedBy):
         return {} if line.function is None else {"text": "text", "number": 7}  # a group, or a parameter
+    if isinstance(line, spec.TupleOf) and line.count is None:
+        return {"number": 7, "texts": ("a",), "None": None}
     if isinstance(line, spec.AnyOf):
         others = [wrong(part) for part in line.lines]
         shared = set(others[0]).intersection(*others[1:])  # what no line takes

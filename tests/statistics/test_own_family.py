@@ -1,6 +1,7 @@
 """A statistic is added without touching a carrier: `energy` is a family of its own, outside of the package."""
 
 from pathlib import Path
+from unittest import mock
 
 import energy
 import pytest
@@ -27,8 +28,15 @@ def problem():
 
 def outputs_of(group, device, backend, transport, linear):
     """energy, entropy and log_prob of logits or of hidden states, and this rank's gradient."""
-    if OWN not in statistics.FAMILIES:
-        statistics.FAMILIES += (OWN,)
+    fields = *statistics.VocabStatistics._fields, "energy"
+    with (
+        mock.patch.object(statistics, "FAMILIES", (*statistics.FAMILIES, OWN)),
+        mock.patch.object(statistics.VocabStatistics, "_fields", fields),
+    ):
+        return _outputs_of(group, device, backend, transport, linear)
+
+
+def _outputs_of(group, device, backend, transport, linear):
     hidden, weight, labels = (x.to(device) for x in problem())
     shard = VocabShard(0, V, V) if group is None else VocabShard.from_group(group, V)
     weight = weight[shard.start : shard.stop]
@@ -44,13 +52,6 @@ def outputs_of(group, device, backend, transport, linear):
     found = dict(zip(names, found))
     (found["energy"] + found["entropy"] - found["log_prob"]).sum().backward()
     return found["energy"].detach().cpu(), leaf.grad.cpu()
-
-
-@pytest.fixture(autouse=True)
-def _families():
-    before = statistics.FAMILIES
-    yield
-    statistics.FAMILIES = before
 
 
 @pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden states"])

@@ -11,7 +11,6 @@ import torch
 
 from ..spec import TensorLine, checked
 from ..statistics.sets import rows_and_places
-from ..validation import expect_ids, expect_mask, expect_tensor
 from .teachers import TopKTeacher
 
 
@@ -47,23 +46,24 @@ class IdSets:
     )  # disjoint, within the ids
 
     @classmethod
-    def from_csr(cls, ids: torch.Tensor, offsets: torch.Tensor) -> IdSets:
+    @checked
+    def from_csr(
+        cls,
+        ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ("all",))],
+        offsets: Annotated[torch.Tensor, TensorLine("int64 or int32", ("N + 1",))],
+    ) -> IdSets:
         """Return sets of any sizes, as vLLM exports them: token i has ids[offsets[i] : offsets[i + 1]].
 
         Args:
-            ids: [all] int64 or int32, the sets one after the other, in the order of flattened labels.
-            offsets: [N + 1] int64 or int32, from 0 to the number of ids. Where they descend or leave [0, all], the set
-                is empty. Ids before the first offset or after the last are in no set.
+            ids: the sets one after the other, in the order of flattened labels.
+            offsets: from 0 to the number of ids. Where they descend or leave [0, all], the set is empty. Ids before the
+                first offset or after the last are in no set.
 
         Raises:
             TypeError, ValueError: of another dtype or shape.
         """
-        for name, x in (("ids", ids), ("offsets", offsets)):
-            expect_ids(f"sets: {name}", x)
-            if x.dim() != 1:
-                raise ValueError(f"sets: {name} must have one dimension, got {list(x.shape)}")
         if not len(offsets):
-            raise ValueError("sets: offsets must be [N + 1] for N tokens, got none")
+            raise ValueError("offsets must be [N + 1] for N tokens, got none")
         offsets = offsets.long()
         begin, end = offsets[:-1], offsets[1:]
         # sets that overlap could not be worked on at the same time
@@ -178,7 +178,7 @@ class IdSets:
                     [ 7, -1],
                     [-1, -1]])
         """
-        expect_mask("where", where)
+        TensorLine("bool").check("where", where, {})
         lead = self._token_tensor.shape[:-1]
         if (count := int(where.sum())) != math.prod(lead):
             raise ValueError(f"where must be True for as many tokens as there are sets, {math.prod(lead)}, got {count}")
@@ -199,8 +199,7 @@ class IdSets:
             >>> IdSets(torch.tensor([[5, 6], [7, -1]])).contains(torch.tensor([6, 6]))
             tensor([ True, False])
         """
-        expect_ids("labels", labels)
-        expect_tensor("labels", labels, self._token_tensor.shape[:-1])
+        TensorLine("int64 or int32").check("labels", labels, {"..": (self._token_tensor.shape[:-1], "the sets")})
         if self.spans is None:
             return ((masked_ids(self) == labels[..., None]) & (labels[..., None] >= 0)).any(-1)
         ids, spans = flat_ids(self, lambda x: x.reshape(-1, 2))

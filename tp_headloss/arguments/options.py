@@ -10,10 +10,8 @@ import torch
 from ..engine.backend import BACKENDS
 from ..engine.one_launch import GRADIENTS
 from ..engine.transports import TRANSPORTS
-from ..spec import TINY, NumberLine, OneOf, PositiveFp32, Temperature, TensorLine, checked
+from ..spec import TINY, Bias, NumberLine, OneOf, PositiveFp32, Temperature, checked
 from ..validation import expect_number
-
-BIAS = TensorLine("floating point", ("width",), sharded=0, hint=": a temperature is the argument temperature=")
 
 
 @checked
@@ -32,7 +30,7 @@ class Transform:
         tensor([3.8770])
     """
 
-    bias: Annotated[torch.Tensor, BIAS] | None = None
+    bias: Bias | None = None
     scale: Annotated[float, NumberLine(-1 / TINY, 1 / TINY, "other than 0 and finite in fp32")] = 1.0
     softcap: PositiveFp32 | None = None
     temperature: Temperature = 1.0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
 
-from ..spec import LEAST, Floating, Ids, NumberLine, Share, Size, checked
-from ..validation import expect_tensor
+from ..spec import LEAST, Floating, Ids, NumberLine, Share, Size, Sizes, TensorLine, checked
 
 MOST_IDS = 1 << 24  # so that a logit and an id fit an int64, and the masses of all ids have 38 bits
 
@@ -35,6 +34,7 @@ class SamplingRule:
         SamplingRule(top_k=50, top_p=0.9, min_p=None)
     """
 
+    remedy = ": pass kept_ids(logits, rule, ..)"  # in the place of sets
     top_k: Size | Ids | None = None
     top_p: Annotated[float, NumberLine(LEAST, 1, "in (0, 1]")] | Floating | None = None
     min_p: Share | Floating | None = None
@@ -43,13 +43,13 @@ class SamplingRule:
         if self.top_k is not None and not isinstance(self.top_k, torch.Tensor):
             object.__setattr__(self, "top_k", int(self.top_k))  # numpy's, say
 
-    def expect_tokens(self, lead: Sequence[int], device: torch.device, vocab_size: int):
-        """Raise TypeError or ValueError unless the tensors have a value for each token [*lead]."""
+    def expect_tokens(self, sizes: Sizes, vocab_size: int):
+        """Raise TypeError or ValueError unless the tensors have a value for each token."""
         if vocab_size > MOST_IDS:
             raise ValueError(f"a SamplingRule needs a vocabulary of at most 2^24 ids, got {vocab_size}")
         for name in ("top_k", "top_p", "min_p"):
             if isinstance(value := getattr(self, name), torch.Tensor):
-                expect_tensor(name, value, lead, device)
+                TensorLine("real numbers").check(name, value, sizes)
 
     def map_tokens(self, function: Callable[[torch.Tensor], torch.Tensor]) -> SamplingRule:
         """The rule with function(x) in place of each tensor [..] of values per token."""

@@ -6,14 +6,16 @@ in a CUDA graph. Words: B sequences, [..] the tokens' shape, N_i the number of c
 
 from __future__ import annotations
 
+from typing import Annotated, Any, TypeAlias
+
 import torch
-import torch.distributed as dist
 
 from ..ranks.comm import group_size, sum_over_ranks
-from ..ranks.shard import expect_group
-from ..statistics import MaybeNone
-from ..validation import expect_ids, expect_int, expect_mask, expect_number, expect_one_of, expect_tensor
+from ..ranks.shard import Group
+from ..spec import Count, Labels, OneOf, PositiveFp32, TensorLine, TokenMask, checked, sizes_of
 
+VALUES = TensorLine("real numbers or bool")
+Starts: TypeAlias = Annotated[torch.Tensor, TensorLine("int64 or int32", ("B + 1",))]
 SEQUENCE_REDUCTIONS = ("seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
@@ -49,43 +51,43 @@ class Sequences:
         ([3.0, 4.0], [1.5, 4.0])
     """
 
+    _offsets: Any
+
+    @checked
     def __init__(
         self,
-        mask: torch.Tensor,
-        ids: torch.Tensor | None,
-        order: torch.Tensor | None,
-        offsets: torch.Tensor | MaybeNone,
+        mask: TokenMask,
+        ids: Labels | None,
+        order: Annotated[torch.Tensor, TensorLine("int64 or int32", ("T",))] | None,
+        offsets: Starts | None,
         *,
-        bounds: torch.Tensor | MaybeNone = None,
-        lengths: torch.Tensor | None = None,
-        horizon: float | None = None,
-        group: dist.ProcessGroup | None = None,
+        bounds: Starts | None = None,
+        lengths: Annotated[torch.Tensor, TensorLine("real numbers", ("B",))] | None = None,
+        horizon: PositiveFp32 | None = None,
+        group: Group = None,
     ):
         """Use `from_mask`, `from_cu_seqlens` or `from_ids`, which call this.
 
         Args:
-            mask: [..] bool.
-            ids: [..] sequence of each token; None: each row of the mask is a sequence.
-            order: [T] permutation that brings the tokens of a sequence together, or None.
-            offsets: [B + 1] start of each sequence among the ordered tokens; None for rows.
-            bounds: the offsets as the caller gave them, or None.
+            ids: sequence of each token; None: each row of the mask is a sequence.
+            order: permutation that brings the tokens of a sequence together.
+            offsets: start of each sequence among the ordered tokens; None for rows.
+            bounds: the offsets as the caller gave them.
             lengths, horizon, group: as in `from_mask`.
         """
-        expect_mask("mask", mask)
-        if horizon is not None:
-            expect_number("horizon", horizon)
-        expect_group(group)
         mask = mask.clone()  # the caller's may be changed before the backward
         self.mask, self.horizon, self.group = mask, horizon, group
         self._order, self._offsets, self._bounds = order, offsets, bounds
-        self._invalid = None if bounds is None else (bounds != offsets).any()  # [] bool; None: nothing can be invalid
+        # [] bool; None: nothing can be invalid
+        self._invalid = None if bounds is None else (bounds != self._offsets).any()
         if ids is None:
             self._ids, self._counted = None, mask
         else:
-            known = (ids >= 0) & (ids < len(offsets) - 1)
+            known = (ids >= 0) & (ids < len(self._offsets) - 1)
             self._ids, self._counted = torch.where(known, ids, 0), mask & known
         if lengths is not None:
-            expect_tensor("lengths", lengths, [len(self)], mask.device)
+            if len(lengths) != len(self):
+                raise ValueError(f"lengths must be [{len(self)}], one per sequence, got {list(lengths.shape)}")
             lengths = lengths.detach().float()
             invalid = ~((lengths >= 0) & (lengths < float("inf"))).all()
             self._invalid = invalid if self._invalid is None else self._invalid | invalid
@@ -120,27 +122,26 @@ class Sequences:
         return self.__dict__
 
     @classmethod
-    def from_mask(cls, mask: torch.Tensor, **options) -> Sequences:
+    @checked
+    def from_mask(cls, mask: Annotated[torch.Tensor, TensorLine("bool", ("B", "S"))], **options) -> Sequences:
         """Return the sequences of padded tokens: each row of the mask is one.
 
         Args:
-            mask: [B, S] bool, for example ``labels != -100``.
+            mask: for example ``labels != -100``.
             options: for all three constructors: ``lengths`` [B], N_i over the whole group, if it is known; ``horizon``,
                 the constant length of the reduction "seq-mean-token-sum-norm"; ``group``, the context-parallel group.
         """
-        expect_tensor("mask", mask)
-        if mask.dim() != 2:
-            raise ValueError(f"mask must be [B, S], a sequence per row, got {list(mask.shape)}")
         return cls(mask, None, None, None, **options)
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: torch.Tensor, mask: torch.Tensor, **options) -> Sequences:
+    @checked
+    def from_cu_seqlens(cls, cu_seqlens: Starts, mask: TokenMask, **options) -> Sequences:
         """Return the sequences of packed tokens: sequence i is tokens [cu_seqlens[i], cu_seqlens[i + 1]).
 
         Args:
-            cu_seqlens: [B + 1] int32 or int64, ascending in [0, tokens], as variable-length attention takes it. Tokens
+            cu_seqlens: ascending in [0, tokens], as variable-length attention takes it. Tokens
                 before its first and beyond its last entry belong to no sequence.
-            mask: [..] bool; cu_seqlens counts its flattened tokens.
+            mask: cu_seqlens counts its flattened tokens.
             options: as in `from_mask`.
 
         Examples:
@@ -148,34 +149,25 @@ class Sequences:
             >>> Sequences.from_cu_seqlens(torch.tensor([0, 2, 4]), packed).lengths
             tensor([2., 1.])
         """
-        expect_tensor("mask", mask)
-        expect_ids("cu_seqlens", cu_seqlens)
-        expect_tensor("cu_seqlens", cu_seqlens, device=mask.device)
-        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 1:
-            raise ValueError(f"cu_seqlens must be [B + 1], got {list(cu_seqlens.shape)}")
+        if not len(cu_seqlens):
+            raise ValueError("cu_seqlens must be [B + 1], got none")
         bounds, tokens = cu_seqlens.long(), mask.numel()
         offsets = bounds.clamp(0, tokens).cummax(0).values  # so that nothing outside of the tokens is read
         ids = torch.searchsorted(offsets, torch.arange(tokens, device=mask.device), right=True) - 1
         return cls(mask, ids.view(mask.shape), None, offsets, bounds=bounds, **options)
 
     @classmethod
-    def from_ids(cls, ids: torch.Tensor, count: int, mask: torch.Tensor, **options) -> Sequences:
+    @checked
+    def from_ids(cls, ids: Labels, count: Count, mask: TokenMask, **options) -> Sequences:
         """Return the sequences of tokens in any order.
 
         Args:
-            ids: [..] int32 or int64, each token's sequence in [0, count); a token with another id belongs to none.
+            ids: each token's sequence in [0, count); a token with another id belongs to none.
             count: B.
-            mask: [..] bool.
             options: as in `from_mask`.
         """
-        expect_tensor("mask", mask)
-        expect_ids("ids", ids)
-        expect_tensor("ids", ids, mask.shape, mask.device)
-        count = expect_int("count", count)
-        if count < 0:
-            raise ValueError(f"count must be at least 0, got {count}")
         flat, order = ids.flatten().long().sort(stable=True)
-        offsets = torch.searchsorted(flat, torch.arange(count + 1, device=ids.device))
+        offsets = torch.searchsorted(flat, torch.arange(int(count) + 1, device=ids.device))
         return cls(mask, ids.long(), order, offsets, **options)
 
     def check(self):
@@ -209,7 +201,7 @@ class Sequences:
         The result is replicated over the group, and every rank must compute the same from it: the gradient of a token
         is the one of its sequence, without communication.
         """
-        self._expect_shape(values, self.mask.shape)
+        VALUES.check("values", values, sizes_of("the mask", self.mask, self.mask.shape))
         return _SumTokens.apply(values, self)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
@@ -222,10 +214,12 @@ class Sequences:
         Differentiable: the gradient of a sequence is the sum of its tokens' gradients. Backward: one collective with a
         group, else none.
         """
-        self._expect_shape(per_sequence, (len(self),))
+        sizes = sizes_of("the sequences", self.mask, self.mask.shape, B=len(self))
+        TensorLine(VALUES.kind, ("B",)).check("per_sequence", per_sequence, sizes)
         return _SpreadToTokens.apply(per_sequence, self)
 
-    def aggregate(self, reduction: str) -> tuple[torch.Tensor, torch.Tensor]:
+    @checked
+    def aggregate(self, reduction: Annotated[str, OneOf(SEQUENCE_REDUCTIONS)]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return weights per token [..] and a scalar denominator, with which a weighted token sum is the reduction.
 
         The denominator G is `count`; for the global batch, use your own number of sequences.
@@ -234,7 +228,6 @@ class Sequences:
             reduction: "seq-mean-token-sum": 1/G sum_i sum_t. "seq-mean-token-mean": 1/G sum_i 1/N_i sum_t.
                 "seq-mean-token-sum-norm": 1/G sum_i 1/horizon sum_t (Dr. GRPO, arXiv:2503.20783).
         """
-        expect_one_of("reduction", reduction, SEQUENCE_REDUCTIONS)
         if reduction == "seq-mean-token-mean":
             return self.token_share.clone(), self.count
         if reduction == "seq-mean-token-sum":
@@ -246,11 +239,6 @@ class Sequences:
     def _poisoned(self, values):
         """Values unchanged, or all NaN if bounds or lengths are invalid."""
         return values if self._invalid is None else torch.where(self._invalid, torch.nan, values)
-
-    def _expect_shape(self, x, shape):
-        expect_tensor("values", x)
-        if x.shape != torch.Size(shape):
-            raise ValueError(f"expected shape {list(shape)} of {len(self)} sequences, got {list(x.shape)}")
 
     def _local_sum(self, values):
         """Sum [B] of each sequence's tokens on this rank, in float64."""

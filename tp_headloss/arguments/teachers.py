@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import torch
 
-from ..spec import OpenShare, Temperature, TensorLine, TokenValues, checked
+from ..spec import Bias, OpenShare, Temperature, TensorLine, TokenValues, checked
 from ..validation import expect_number
-from .options import BIAS, NO_TRANSFORM, Transform
+from .options import NO_TRANSFORM, Transform
 
 LOGITS = TensorLine("floating point", ("..", "width"), sharded=-1)
 ENTRIES = "..", "K"
@@ -126,7 +126,7 @@ class TeacherHead(_Tempered):
 
     hidden: Annotated[torch.Tensor, TensorLine("floating point", ("..", "H_t"))]
     weight: Annotated[torch.Tensor, TensorLine("floating point", ("width", "H_t"), sharded=0)]
-    bias: Annotated[torch.Tensor, BIAS] | None = None
+    bias: Bias | None = None
     transform: Transform | None = None
     temperature: Temperature = 1.0
     student_temperature: Temperature | None = None

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from ..arguments.id_sets import replaced
 from ..ranks.shard import VocabShard
+from ..spec import BIAS, HIDDEN, TENSOR, WEIGHT, Sizes
 from ..statistics import MaybeNone
-from ..validation import expect_dense, expect_tensor, refuse_transforms
+from ..validation import expect_dense, refuse_transforms
 from .subclasses import is_dtensor, plain
 
 NAMES = "labels, weights and inputs"
@@ -85,13 +86,24 @@ def local_head(
         shard: as in `local_logits`.
         hidden_grad: as in `Linear`: how the gradient of the hidden states is reduced.
     """
-    expect_tensor("weight", weight)
+    WEIGHT.check("weight", weight, {})
     refuse_transforms()
     weight = plain("weight", weight)
     bias = plain("bias", bias) if isinstance(bias, torch.Tensor) else bias
     hidden = plain("hidden states", hidden) if isinstance(hidden, torch.Tensor) else hidden
-    if not any(map(is_dtensor, (hidden, weight, bias))):
-        return hidden, weight, bias, resolve_shard(weight.t() if weight.dim() == 2 else weight, shard)
+    if any(map(is_dtensor, (hidden, weight, bias))):
+        hidden, weight, bias, shard = _local_dtensors(hidden, weight, bias, shard, hidden_grad)
+    else:
+        shard = resolve_shard(weight.t(), shard)
+    sizes: Sizes = {"width": (shard.width, "the shard")}
+    for name, x, line in (("hidden states", hidden, HIDDEN), ("weight", weight, WEIGHT), ("bias", bias, BIAS)):
+        if x is not None:
+            line.check(name, x, sizes)
+    return hidden, weight, bias, shard
+
+
+def _local_dtensors(hidden, weight, bias, shard, hidden_grad: str):
+    """`local_head` of which one is a DTensor."""
     if is_dtensor(weight):
         fix = f"distribute it with Shard(0) (ColwiseParallel); if FSDP did, {UNSHARD}"
         dim = _vocab_mesh_dim("weight", weight, 0, fix)
@@ -104,7 +116,7 @@ def local_head(
         shard = _layout_shard(weight, dim, weight.shape[0], shard)
         rows = weight.to_local(grad_placements=_weight_grad_placements(hidden, weight, dim))
     else:
-        rows, shard = weight, resolve_shard(weight.t() if weight.dim() == 2 else weight, shard)
+        rows, shard = weight, resolve_shard(weight.t(), shard)
     if is_dtensor(bias):
         dim = _vocab_mesh_dim("bias", bias, 0, "distribute it with Shard(0), like the weight")
         _layout_shard(bias, dim, bias.shape[0], shard)
@@ -116,7 +128,7 @@ def local_head(
 
 def local_rows(name: str, rows, shard: VocabShard | None) -> tuple[torch.Tensor, VocabShard]:
     """This rank's rows [width, ..] of a vocabulary matrix or vector without gradient, and their resolved shard."""
-    expect_tensor(name, rows)
+    TENSOR.check(name, rows, {})
     if rows.dim() < 1:
         raise ValueError(f"{name} must be [width, ..], got a scalar")
     rows = plain(name, rows)

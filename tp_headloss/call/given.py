@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -11,37 +11,76 @@ from ..arguments.id_sets import IdSets
 from ..arguments.linear import Linear
 from ..arguments.options import DEFAULTS, NO_TRANSFORM, Options, Transform
 from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
-from ..ranks.shard import VocabShard
-from ..statistics import MaybeNone, VocabStatistics, known_statistics
-from ..validation import expect_instance, expect_tensor
+from ..spec import (
+    HIDDEN,
+    WEIGHT,
+    Bias,
+    CheckedBy,
+    Instance,
+    Labels,
+    Line,
+    Names,
+    Sizes,
+    TensorLine,
+    TokenIds,
+    TotalWeight,
+    lines_of,
+)  # fmt: skip
+from ..statistics import VocabStatistics, known_statistics
 from .dtensor import local_head, local_logits, local_part
+
+
+def reported_statistics() -> tuple[str, ...]:
+    """Names for `want`: statistics of which `VocabStatistics` has a field."""
+    return tuple([name for name in known_statistics() if name in VocabStatistics._fields])
+
+
+ALWAYS = ("lse", "log_prob", "target_logit", "valid")  # of every call's statistics
+# Lines of fields in a call, where the class says less
+PER_TOKEN: dict[str, Line] = dict.fromkeys(("temperature", "student_temperature"), TensorLine("real numbers"))
+FLAT_SETS: dict[str, Line] = {"ids": TensorLine("int64 or int32", ("all",))}
+Want: TypeAlias = Annotated[tuple[str, ...], Names(reported_statistics, f"; {ALWAYS} are always there")]
 
 
 class Given(NamedTuple):
     """Arguments of one call. [..] is the shape of the tokens, width that of the shard."""
 
-    logits: torch.Tensor | MaybeNone  # [.., width]; None: made of hidden states
-    labels: torch.Tensor | None = None  # [..]
-    shard: VocabShard | MaybeNone = None
-    want: tuple[str, ...] = ()
+    logits: Annotated[Any, CheckedBy("[.., width], or None: made of hidden states")]
+    labels: Labels | None = None
+    shard: Annotated[Any, CheckedBy("a `VocabShard`, or None")] = None
+    want: Want = ()
     transform: Transform = NO_TRANSFORM
     teacher: Teacher | TopKTeacher | TeacherHead | None = None
     sets: IdSets | None = None
-    ids: torch.Tensor | None = None  # [.., K]
-    total_weight: torch.Tensor | None = None  # [width]
+    ids: TokenIds | None = None
+    total_weight: TotalWeight | None = None
     ignore_index: int = -100
     options: Options = DEFAULTS
-    hidden: torch.Tensor | MaybeNone = None  # [.., H], or this rank's [S/P, .., H]
-    weight: torch.Tensor | MaybeNone = None  # [width, H]
-    bias: torch.Tensor | None = None  # [width]
-    linear: Linear | MaybeNone = None  # None: a call on logits
+    hidden: Annotated[Any, HIDDEN] = None  # [.., H], or this rank's [S/P, .., H]
+    weight: Annotated[Any, WEIGHT] = None
+    bias: Bias | None = None
+    linear: Annotated[Any, Instance(Linear)] = None  # None: a call on logits
 
     @classmethod
-    def checked(cls, logits, labels, shard, want, transform, options) -> Given:
+    def checked(cls, logits, labels, shard, want: Any, transform, options) -> Given:
         """Return the arguments with defaults in the place of None. Raises TypeError for options of another type."""
-        for name, x, kind in (("options", options, Options), ("transform", transform, Transform)):
-            expect_instance(name, x, kind)
-        return cls(logits, labels, shard, _names(want), transform or NO_TRANSFORM, options=options or DEFAULTS)
+        transform = NO_TRANSFORM if transform is None else transform
+        options = DEFAULTS if options is None else options
+        LINES["options"].check("options", options, {})
+        LINES["transform"].check("transform", transform, {})
+        names: Any = tuple(want) if hasattr(want, "__iter__") and not isinstance(want, str) else want
+        return cls(logits, labels, shard, names, transform, options=options)
+
+    def check(self, sizes: Sizes, *names: str):
+        """Raise TypeError or ValueError unless these arguments, and tensors that are fields of them, are what their
+        lines say. sizes: of symbols of shapes, and the device, that are known; K is of each argument by itself."""
+        for name in names:
+            value, within = getattr(self, name), {symbol: size for symbol, size in sizes.items() if symbol != "K"}
+            LINES[name].check(name, value, sizes)
+            others = PER_TOKEN if getattr(value, "spans", None) is None else FLAT_SETS
+            for field, line in getattr(value, "lines", {}).items():
+                if isinstance(x := getattr(value, field), torch.Tensor):
+                    (others.get(field) or line).check(getattr(value, "called", "") + field, x, within)
 
     @property
     def tokens(self) -> Any:
@@ -56,7 +95,7 @@ class Given(NamedTuple):
             logits, shard = local_logits(logits, shard)
         else:
             hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, hidden_grad)
-            expect_tensor("hidden states", hidden)
+            HIDDEN.check("hidden states", hidden, {})
         local = partial(local_part, shard=shard, hidden_grad=hidden_grad, tokens=self.tokens)
         total_weight = local_part(self.total_weight, shard, name="total_weight", sharded=0)
         return Given(
@@ -70,13 +109,4 @@ class Given(NamedTuple):
         return {name: x for name, x in self._asdict().items() if name != "shard" and x is not None}
 
 
-def _names(want) -> tuple[str, ...]:
-    """Names of statistics as a tuple. Raises TypeError or ValueError for what `VocabStatistics` cannot hold."""
-    if isinstance(want, str):
-        raise ValueError(f"want must be of {known_statistics()} in a tuple, such as ('entropy',), got {want!r}")
-    if not hasattr(want, "__iter__"):
-        raise TypeError(f"want must be a tuple of names, () for none, got {want!r}")
-    want = tuple(want)
-    if without := [name for name in want if name in known_statistics() and name not in VocabStatistics._fields]:
-        raise ValueError(f"VocabStatistics needs a field for each statistic in want, and has none for {without}")
-    return want
+LINES = lines_of(Given)

@@ -6,26 +6,18 @@ import functools
 
 import torch
 
-from ..arguments.id_sets import IdSets, masked_ids
+from ..arguments.id_sets import masked_ids
 from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from ..engine.backend import resolve_backend
 from ..engine.operators import distinct_ids
 from ..engine.request import Facts, Request, Tensors, TokenOrder
 from ..ranks.shard import ShardFacts, VocabShard
-from ..statistics import FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
-from ..validation import (
-    expect_floating,
-    expect_ids,
-    expect_ignore_index,
-    expect_mask,
-    expect_number,
-    expect_tensor,
-    swap_hint,
-)
+from ..spec import sizes_of
+from ..statistics import AT_IDS, FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
+from ..validation import expect_number, swap_hint
 from .given import Given
-from .sets import check_entries, check_ids, check_sets, id_tensors, set_tensors, validate_ids, validate_sets
+from .sets import check_entries, check_ids, check_sets, expect_both, id_tensors, set_tensors, validate_sets
 
-ALWAYS = ("lse", "log_prob", "target_logit", "valid")  # of every call's statistics
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,11 +28,8 @@ def build_request(given: Given, order_of=None) -> Request:
     """
     logits, labels, shard, want, transform, teacher, sets, ids, total_weight, ignore_index, options, *_ = given
     logits = logits.resolve_neg()  # a view of a conjugate's imaginary part has its sign elsewhere than in memory
-    backend = _validate_call(logits, labels, shard, want, transform, teacher, total_weight, options)
-    ignore_index = expect_ignore_index(ignore_index)
-    validate_ids(ids, want, logits)  # first: its message says where ids go that were given as sets
-    validate_sets(sets, labels, want, logits)
-    if isinstance(sets, IdSets) and options.check:
+    backend, ignore_index = _validate_call(given), int(ignore_index)
+    if sets is not None and options.check:
         check_sets(sets, labels, ignore_index, shard.vocab_size)
     if ids is not None and options.check:
         check_ids(ids, labels, ignore_index, shard.vocab_size)
@@ -123,9 +112,10 @@ def _known_temperatures(temperature, logits) -> torch.Tensor:
     return torch.where(temperatures > 0, temperatures, torch.nan)
 
 
-def _validate_call(logits, labels, shard, want, transform, teacher, total_weight, options) -> str:
+def _validate_call(given: Given) -> str:
     """Facts that every rank shares, so that an error is the same on all of them. -> the backend's name."""
-    backend = resolve_backend(options.backend, logits.device)
+    logits, labels, shard, want, transform, teacher, *_, options = given[:11]
+    backend, of = resolve_backend(options.backend, logits.device), "logits" if given.linear is None else "hidden states"
     allowed = LOGITS_DTYPES + ((torch.float64,) if backend == "torch" else ())
     if logits.dtype not in allowed:
         known, hint = [str(d) for d in allowed], swap_hint(logits, labels)
@@ -135,15 +125,10 @@ def _validate_call(logits, labels, shard, want, transform, teacher, total_weight
             f"logits must have the shard's {shard.width} columns [{shard.start}, {shard.stop}), "
             f"got {logits.shape[-1]}{_why_another_width(logits.shape[-1], shard)}"
         )
-    lead = logits.shape[:-1]
-    if labels is not None:
-        expect_ids("labels", labels)
-        expect_tensor("labels", labels, lead, logits.device)
-    elif options.check:
+    names = "labels", "want", "transform", "teacher", "ids", "sets", "total_weight", "ignore_index"
+    given.check(sizes_of(of, logits, logits.shape[:-1], width=shard.width), *names)
+    if labels is None and options.check:
         raise ValueError("check=True checks labels, got none")
-    if want and (unknown := [name for name in want if name not in known_statistics()]):
-        always = f"; {ALWAYS} are always there" if any(name in ALWAYS for name in unknown) else ""
-        raise ValueError(f"want must be of {known_statistics()}, got {unknown}{always}")
     if counted := [name for name in ("argmax", "rank") if name in want and shard.vocab_size > 1 << 24]:
         raise ValueError(f"{counted[0]} needs a vocabulary of at most 2^24 ids, got {shard.vocab_size}")
     if "rank" in want and labels is None:
@@ -152,15 +137,11 @@ def _validate_call(logits, labels, shard, want, transform, teacher, total_weight
         raise ValueError("argmax is not a sum: it needs transport='gather', got 'sum'")
     if options.transport == "symm_mem" and (backend != "triton" or not logits.is_cuda):
         raise ValueError(f"transport='symm_mem' needs the triton backend on CUDA, got {backend!r} on {logits.device}")
-    if total_weight is not None:
-        if "total" not in want:
-            raise ValueError('total_weight weights the statistic "total", which is not in want')
-        expect_tensor("total_weight", total_weight, (shard.width,), logits.device)
-    if transform.bias is not None:
-        expect_tensor("bias", transform.bias, (shard.width,), logits.device)
-    if isinstance(transform.temperature, torch.Tensor):
-        expect_tensor("temperature", transform.temperature, lead, logits.device)
+    if given.total_weight is not None and "total" not in want:
+        raise ValueError('total_weight weights the statistic "total", which is not in want')
     _validate_teacher(teacher, transform, logits, want, options)
+    expect_both("ids", given.ids, AT_IDS, want, "ids [.., K], got none: ids=ids")
+    validate_sets(given.sets, labels, want, logits)
     return backend
 
 
@@ -187,21 +168,12 @@ def _validate_teacher(teacher, transform, logits, want, options):
             "a TeacherHead is for linear heads, got logits: use HeadLoss.linear or linear_vocab_statistics, or make "
             "the teacher's logits, Teacher(F.linear(hidden, weight))"
         )
-    if not isinstance(teacher, (Teacher, TopKTeacher)):
-        hint = ": TopKTeacher(top.ids, top.log_probs)" if hasattr(teacher, "log_probs") else ""
-        raise TypeError(f"teacher must be a Teacher or a TopKTeacher, got {type(teacher).__name__}{hint}")
     if not wanted or not set(wanted) <= set(served):
         raise ValueError(f"a {type(teacher).__name__} serves the statistics {served}, got {wanted} in want")
-    lead, device = logits.shape[:-1], logits.device
-    allowed = LOGITS_DTYPES + ((torch.float64,) if logits.dtype == torch.float64 else ())
-    given = {"logits": teacher.logits} if isinstance(teacher, Teacher) else {"log_probs": teacher.log_probs}
+    name, values = ("logits", teacher.logits) if isinstance(teacher, Teacher) else ("log_probs", teacher.log_probs)
+    expect_as_student(f"teacher.{name}", values.dtype, logits.dtype)
     if isinstance(teacher, TopKTeacher):
-        _validate_entries(teacher, lead, device)
-    else:
-        expect_tensor("teacher.logits", teacher.logits, logits.shape, device)
-    for name, values in given.items():
-        if values.dtype not in allowed:
-            raise TypeError(f"teacher.{name} must be one of {[str(d) for d in allowed]}, got {values.dtype}")
+        _validate_entries(teacher)
     if isinstance(teacher, Teacher) and options.inplace and _overlaps(logits, teacher.logits):
         raise ValueError(
             "inplace=True writes the gradient over the logits: the teacher's must be exactly these or share no memory "
@@ -211,9 +183,7 @@ def _validate_teacher(teacher, transform, logits, want, options):
         ("temperature", teacher.temperature),
         ("student_temperature", teacher.student_temperature_or_default),
     ):
-        if isinstance(x, torch.Tensor):
-            expect_tensor(f"teacher.{name}", x, lead, device)
-        elif not isinstance(transform.temperature, torch.Tensor):
+        if not any(isinstance(t, torch.Tensor) for t in (x, transform.temperature)):
             expect_number(f"temperature / teacher.{name}", transform.temperature / x)
 
 
@@ -236,17 +206,16 @@ def _overlaps(logits, others) -> bool:
     return logits.data_ptr() < end(others) and others.data_ptr() < end(logits)
 
 
-def _validate_entries(teacher, lead, device):
-    if teacher.ids.dim() == 0 or teacher.ids.shape[-1] == 0:
+def expect_as_student(name: str, dtype: torch.dtype, student: torch.dtype):
+    """Raise TypeError unless a teacher's dtype is one of logits, and float64 only if the student's is."""
+    allowed = LOGITS_DTYPES + ((torch.float64,) if student == torch.float64 else ())
+    if dtype not in allowed:
+        raise TypeError(f"{name} must be one of {[str(d) for d in allowed]}, got {dtype}")
+
+
+def _validate_entries(teacher):
+    if teacher.ids.shape[-1] == 0:
         raise ValueError(f"teacher.ids must be [.., K] with K > 0, got {list(teacher.ids.shape)}")
-    shape = (*lead, teacher.ids.shape[-1])
-    expect_tensor("teacher.ids", teacher.ids, shape, device)
-    expect_tensor("teacher.log_probs", teacher.log_probs, shape, device)
-    if teacher.mask is not None:
-        expect_mask("teacher.mask", teacher.mask, shape, device)
-    if teacher.tail_log_prob is not None:
-        expect_tensor("teacher.tail_log_prob", teacher.tail_log_prob, lead, device)
-        expect_floating("teacher.tail_log_prob", teacher.tail_log_prob)
     tempered = isinstance(teacher.temperature, torch.Tensor) or teacher.temperature != 1
     if not teacher.renormalize and tempered:
         raise ValueError(f"a temperature of {teacher.temperature} needs renormalize=True: only the entries are known")

@@ -5,60 +5,32 @@ from __future__ import annotations
 import torch
 
 from ..arguments.id_sets import IdSets, flat_ids, masked_ids, ragged
-from ..arguments.sampling_rule import SamplingRule
 from ..arguments.teachers import TopKTeacher
 from ..engine.operators import distinct_ids
 from ..engine.request import Facts, TokenOrder
-from ..statistics import AT_IDS, OVER_SETS
+from ..statistics import OVER_SETS
 from ..statistics.at_ids import known_ids
 from ..statistics.sets import rows_and_places
-from ..validation import expect_ids, expect_tensor
 
 
 def validate_sets(sets: IdSets | None, labels, want, logits):
     """Raise TypeError or ValueError, from metadata, unless the sets fit the call. logits: [.., width]."""
-    if sets is not None and not isinstance(sets, IdSets):
-        hint = ": pass kept_ids(logits, rule, ..)" if isinstance(sets, SamplingRule) else ""
-        raise TypeError(f"sets must be IdSets(..) or None, got {type(sets).__name__}{hint}")
-    _expect_both("sets", sets, OVER_SETS, want, "sets of ids, got none: sets=IdSets(ids)")
+    expect_both("sets", sets, OVER_SETS, want, "sets of ids, got none: sets=IdSets(ids)")
     if sets is None:
         return
     if "set_log_prob" in want and labels is None:
         raise ValueError("set_log_prob is the log-prob of a label, got no labels")
-    lead, device = logits.shape[:-1], logits.device
     if sets.spans is not None:
-        expect_ids("sets.ids", sets.ids)
-        sets.expect_tokens(lead)
-        expect_tensor("sets.ids", sets.ids, device=device)
-        expect_tensor("the sets' offsets", sets.spans, device=device)
-        return
-    _expect_ids_of_tokens("sets.ids", sets.ids, logits)
-    if sets.mask is not None:
-        expect_tensor("sets.mask", sets.mask, sets.ids.shape, device)
+        sets.expect_tokens(logits.shape[:-1])
 
 
-def validate_ids(ids, want, logits):
-    """Raise TypeError or ValueError, from metadata, unless the given ids fit the call. logits: [.., width]."""
-    _expect_both("ids", ids, AT_IDS, want, "ids [.., K], got none: ids=ids")
-    if ids is not None:
-        _expect_ids_of_tokens("ids", ids, logits)
-
-
-def _expect_both(name: str, given, statistics, want, needed: str):
+def expect_both(name: str, given, statistics, want, needed: str):
     """Raise ValueError for what is given without statistics of it in want, or is not given and needed for some."""
     wanted = [statistic for statistic in statistics if statistic in want]
     if given is None and wanted:
         raise ValueError(f"{wanted} need {needed}")
     if given is not None and not wanted:
         raise ValueError(f"{name} serve the statistics {statistics}, got none of them in want")
-
-
-def _expect_ids_of_tokens(name: str, ids: torch.Tensor, logits):
-    expect_ids(name, ids)
-    lead = logits.shape[:-1]
-    if ids.dim() != len(lead) + 1:
-        raise ValueError(f"{name} must be [.., K] for tokens {list(lead)}, got {list(ids.shape)}")
-    expect_tensor(name, ids, (*lead, ids.shape[-1]), logits.device)
 
 
 def id_tensors(ids: torch.Tensor | None, order: TokenOrder, vocab_size: int) -> dict[str, torch.Tensor]:

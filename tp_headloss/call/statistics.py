@@ -12,12 +12,12 @@ from ..arguments.teachers import Teacher, TopKTeacher
 from ..engine.autograd import Statistics
 from ..engine.request import Request
 from ..ranks.shard import VocabShard
-from ..spec import Ids, Logits, TotalWeight, Want, described
+from ..spec import FLAG, Labels, Logits, TokenIds, TotalWeight, described
 from ..statistics import MaybeNone, VocabStatistics, documented_fields
-from ..validation import expect_bool, refuse_transforms
+from ..validation import refuse_transforms
 from .agreement import Agreement
 from .compile import uncompiled_where_needed
-from .given import Given
+from .given import Given, Want
 from .request_of import build_request
 
 
@@ -25,14 +25,14 @@ from .request_of import build_request
 @described
 def vocab_statistics(
     logits: Logits,
-    labels: Ids | None = None,
+    labels: Labels | None = None,
     *,
     shard: VocabShard | None = None,
     want: Want = (),
     transform: Transform | None = None,
     teacher: Teacher | TopKTeacher | None = None,
     sets: IdSets | None = None,
-    ids: Ids | None = None,
+    ids: TokenIds | None = None,
     total_weight: TotalWeight | None = None,
     ignore_index: int = -100,
     options: Options | None = None,
@@ -45,7 +45,7 @@ def vocab_statistics(
     Args:
         logits: fp32, bf16 or fp16 (float64 with the torch backend), any leading shape and strides; never written unless
             ``options.inplace``, when the backward overwrites them and a later use of the old values by autograd raises.
-        labels: int32 or int64 global ids. ``ignore_index`` wins over everything, a valid id included. Any other label
+        labels: global ids. ``ignore_index`` wins over everything, a valid id included. Any other label
             outside ``[0, vocab_size)`` makes its token NaN on every rank (``options.check`` raises instead).
         shard: the columns this rank owns; None means that ``logits`` hold the whole vocabulary, or are a DTensor that
             says it, ``Shard(-1)`` on one dimension of its mesh (labels and the like then plain or DTensors; results are
@@ -58,9 +58,9 @@ def vocab_statistics(
         transform: `Transform` of the logits.
         teacher: `Teacher` or `TopKTeacher` whose statistics are in ``want``.
         sets: `IdSets` whose statistics are in ``want``, such as those of `kept_ids`.
-        ids: [.., K] int64 or int32 global ids whose log-probs are "log_probs_at" [.., K], in any order, also several
+        ids: global ids whose log-probs are "log_probs_at" [.., K], in any order, also several
             times. A negative id is none, and one at or beyond the vocabulary is NaN.
-        total_weight: [width] fp32 column weights w of ``total`` (class weights), not differentiable.
+        total_weight: column weights w of ``total`` (class weights), not differentiable.
         ignore_index: label of tokens that are left out.
         options: `Options`.
 
@@ -113,7 +113,7 @@ class LogProbs(NamedTuple):
 @described
 def log_probs(
     logits: Logits,
-    labels: Ids,
+    labels: Labels,
     *,
     shard: VocabShard | None = None,
     entropy: bool = True,
@@ -147,8 +147,8 @@ def log_probs(
     """
     if labels is None:
         raise ValueError("labels are needed, got None: without them, use vocab_statistics")
-    expect_bool("entropy", entropy)
-    expect_bool("differentiable", differentiable)
+    FLAG.check("entropy", entropy, {})
+    FLAG.check("differentiable", differentiable, {})
     want = ("entropy",) if entropy else ()
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
         stats = vocab_statistics(

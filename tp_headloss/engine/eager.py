@@ -161,7 +161,8 @@ def finish(shift, sums: dict, request: Request, dtype) -> list[torch.Tensor]:
 
 def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:
     """Packets of all ranks -> [merged rows, values, *flags]."""
-    return finish(*merged_sums(packets, request.layout, student_scale(request)), request, packets.dtype)
+    shift, sums = merged_sums(packets, request.layout, student_scale(request))
+    return finish(shift, sums, request, packets.dtype)
 
 
 def second_statistics(packets, request: Request, merged):

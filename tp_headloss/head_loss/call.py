@@ -13,9 +13,9 @@ from ..arguments.sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..call.dtensor import local_part
 from ..call.given import Given
 from ..ranks.shard import VocabShard
-from ..spec import Line, TensorLine
+from ..spec import LABELS, SCALAR, TOKEN_WEIGHT, Instance, Line, Sizes, TensorLine, sizes_of
 from ..statistics import AT_IDS
-from ..validation import expect_ids, expect_scalar, expect_tensor, fits_fp32, swap_hint
+from ..validation import fits_fp32, is_number, swap_hint
 from .definition import HeadLossDefinition
 from .evaluation import StatisticsFunction
 
@@ -98,9 +98,9 @@ def expect_labels(labels, x, token_weight):
         )
     if hint := swap_hint(x, labels):
         raise TypeError(f"labels must be int64 or int32, got {labels.dtype}{hint}")
-    expect_ids("labels", labels)
+    LABELS.check("labels", labels, {})
     if token_weight is not None:
-        expect_tensor("token_weight", token_weight, labels.shape, x.device)
+        TOKEN_WEIGHT.check("token_weight", token_weight, sizes_of("labels", x, labels.shape))
 
 
 def expect_denominator(denominator, reduction: str, device: torch.device):
@@ -112,11 +112,10 @@ def expect_denominator(denominator, reduction: str, device: torch.device):
         return
     if reduction in ("none", "sum"):
         raise ValueError(f"a denominator goes with a mean, got reduction={reduction!r}")
-    expect_scalar("denominator", denominator)
     if isinstance(denominator, torch.Tensor):
-        expect_tensor("denominator", denominator)
-        if denominator.is_meta and device.type != "meta":
-            raise ValueError("denominator must be a number, or a scalar tensor with a value, got one on meta")
+        SCALAR.check("denominator", denominator, {"device": (device, "logits")})
+    elif not is_number(denominator):
+        raise TypeError(f"denominator must be a number or a scalar tensor, got {denominator!r}")
     elif denominator and abs(denominator) < math.inf and not fits_fp32(denominator):
         raise ValueError(f"denominator must be a number that fp32 holds, got {denominator}")
 
@@ -131,10 +130,7 @@ def _checked_sequences(definition: HeadLossDefinition, inputs, labels) -> Sequen
             )
         return None
     sequences = inputs["sequences"]
-    if not isinstance(sequences, Sequences):
-        raise TypeError(f"the input 'sequences' must be a Sequences, got {type(sequences).__name__}")
-    if sequences.mask.shape != labels.shape:
-        raise ValueError(f"sequences must be of tokens {list(labels.shape)}, got {list(sequences.mask.shape)}")
+    Instance(Sequences).check("the input 'sequences'", sequences, sizes_of("labels", labels, labels.shape))
     if definition.options is not None and definition.options.check:
         sequences.check()
         if ignored := int((sequences.mask & (labels == definition.ignore_index)).sum()):
@@ -188,7 +184,7 @@ def _per_token(name: str, value, labels, sequences, line: Line) -> torch.Tensor:
     broadcasts = isinstance(line, TensorLine) and line.broadcasts
     if broadcasts and sequences is not None and getattr(value, "shape", None) == (len(sequences),) != labels.shape:
         return sequences.spread(value)
-    line.check(f"input {name!r}", value, {"..": (tuple(labels.shape), "labels"), "device": (labels.device, "labels")})
+    line.check(f"input {name!r}", value, sizes_of("labels", labels, labels.shape))
     return value.expand(labels.shape)
 
 
@@ -211,12 +207,9 @@ def _scored_labels(labels, token_weight, sequences, shard: VocabShard, ignore_in
 
 
 def _expect_class_weights(terms, vocab_size: int, device):
+    sizes: Sizes = {"V": (vocab_size, "the vocabulary"), "device": (device, "logits")}
     for class_weight in (term.class_weight for term in terms if term.class_weight is not None):
-        if class_weight.shape != (vocab_size,) or class_weight.device != device:
-            raise ValueError(
-                f"class_weight must have shape [{vocab_size}] on {device}, "
-                f"got {list(class_weight.shape)} on {class_weight.device}"
-            )
+        TensorLine("real numbers", ("V",)).check("class_weight", class_weight, sizes)
 
 
 def _local_columns(weight: torch.Tensor | None, shard: VocabShard) -> torch.Tensor | None:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..spec import checked
-from ..validation import expect_tensor
+from ..spec import TENSOR, checked
 from .call import expect_labels
 from .loss import HeadLoss
 from .output import HeadLossOutput
@@ -43,7 +42,7 @@ class CausalLMLoss(nn.Module):
         `HeadLoss.forward`. Per-token temperatures and ``inputs`` are not shifted: position t of them belongs to the
         logits at t and label t + 1.
         """
-        expect_tensor("logits", logits)
+        TENSOR.check("logits", logits, {})
         expect_labels(labels, logits, token_weight)
         if not labels.dim():
             raise ValueError("labels must be [.., S], unshifted, got a scalar")

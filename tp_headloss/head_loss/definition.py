@@ -11,7 +11,6 @@ from ..arguments.options import Options
 from ..arguments.sequences import SEQUENCE_REDUCTIONS
 from ..spec import PER_TOKEN, TOKENS, Line, lines_within
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
-from ..validation import expect_ignore_index, expect_instance, expect_one_of
 from .evaluation import StatisticsFunction
 from .statistic_value import StatisticValue, SumsPlan
 from .terms import METRICS, CrossEntropy, Metric, Term
@@ -53,24 +52,22 @@ class HeadLossDefinition(NamedTuple):
 
     @classmethod
     def checked(cls, terms, metrics, reduction, ignore_index, options) -> HeadLossDefinition:
-        """Build a definition from the arguments of a `HeadLoss`. Raises TypeError or ValueError for wrong ones."""
-        expect_instance("options", options, Options)
+        """Build a definition from the arguments of a `HeadLoss`, after their lines' checks. Raises TypeError or
+        ValueError for terms and metrics that do not exist, or not together."""
         terms = _expect_all("terms", [CrossEntropy()] if terms is None else terms, Term)
         metrics = _expect_all("metrics", metrics, (str, Metric))
         names = [term.name for term in terms]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"terms must be at least one, with distinct names, got {names}")
-        ignore_index = expect_ignore_index(ignore_index)
         named = tuple(metric for metric in metrics if isinstance(metric, str))
         token_metrics = tuple(metric for metric in metrics if not isinstance(metric, str))
         if len(set(named)) != len(named):
             raise ValueError(f"metrics must have distinct names, got {list(named)}")
         if unknown := set(named) - set(METRICS):
             raise ValueError(f"metrics must be of {sorted(METRICS)}, got {sorted(unknown)}")
-        expect_one_of("reduction", reduction, REDUCTIONS + SEQUENCE_REDUCTIONS)
         total_weight = _class_weight_of_total(terms)
         want = _wanted_statistics(terms, named, token_metrics)
-        return cls(terms, named, token_metrics, reduction, ignore_index, options, want, total_weight).planned()
+        return cls(terms, named, token_metrics, reduction, int(ignore_index), options, want, total_weight).planned()
 
     @property
     def backend(self) -> str | None:

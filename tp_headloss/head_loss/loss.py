@@ -13,14 +13,26 @@ from ..arguments.options import DEFAULTS, Options, Transform
 from ..arguments.sequences import SEQUENCE_REDUCTIONS
 from ..call.agreement import Agreement
 from ..call.compile import uncompiled_where_needed
-from ..call.given import Given
+from ..call.given import LINES, Given
 from ..call.request_of import build_request
 from ..call.statistics import computed_statistics
 from ..engine.one_launch import expecting, gradient_in_forward
 from ..linear_head.call import LinearCall
 from ..ranks.shard import VocabShard
-from ..spec import Bias, CheckedBy, Floating, Ids, Logits, OneOf, Rows, Scalar, TokenWeight, checked, described
-from ..validation import expect_instance
+from ..spec import (
+    Bias,
+    CheckedBy,
+    Floating,
+    Labels,
+    Logits,
+    OneOf,
+    Rows,
+    Scalar,
+    TokenWeight,
+    checked,
+    described,
+    lines_within,
+)  # fmt: skip
 from .call import Call, check_call, local_arguments, replicated_facts
 from .definition import REDUCTIONS, HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate
@@ -38,6 +50,7 @@ def _argument(name: str, doc: str) -> property:
         return self._definition.arguments()[name]
 
     def replace(self, value):
+        lines_within(HeadLoss)[name].check(name, value, {})
         self._definition = HeadLossDefinition.checked(**self._definition.arguments() | {name: value})
 
     return property(read, replace, doc=doc)
@@ -117,7 +130,7 @@ class HeadLoss(nn.Module):
     def forward(
         self,
         logits: Logits,
-        labels: Ids,
+        labels: Labels,
         *,
         shard: VocabShard | None = None,
         token_weight: TokenWeight | None = None,
@@ -201,7 +214,7 @@ class HeadLoss(nn.Module):
         self,
         hidden: Floating,
         weight: Rows,
-        labels: Ids,
+        labels: Labels,
         *,
         bias: Bias | None = None,
         shard: VocabShard | None = None,
@@ -220,7 +233,7 @@ class HeadLoss(nn.Module):
         torch.is_grad_enabled(); no torch.compile. Its statistics cannot be differentiated; trying raises RuntimeError.
 
         Args:
-            hidden, weight, bias: [.., H], [width, H] and [width], as in `linear_vocab_statistics`.
+            hidden, weight, bias: as in `linear_vocab_statistics`.
             linear: how the gradient of the hidden states is reduced, the mode and its memory.
             labels, shard, token_weight, denominator, transform, inputs: as in `forward`.
 
@@ -235,10 +248,11 @@ class HeadLoss(nn.Module):
             >>> HeadLoss().linear(hidden, weight, torch.tensor([0, 1])).loss.detach()
             tensor(1.3863)
         """
-        expect_instance("linear", linear, Linear)
+        linear = Linear() if linear is None else linear
+        LINES["linear"].check("linear", linear, {})
         if self.options is not None and self.options.gradient == "forward":
             raise ValueError("gradient='forward' is for logits; from hidden states use Linear('one_sweep')")
-        linear, found, kind = linear or Linear(), None, None
+        found = kind = None
         is_special = isinstance(denominator, torch.Tensor) and type(denominator) is not torch.Tensor
         if token_weight is None and transform is None and bias is None and not is_special:
             kind = kind_of_linear_call(self._definition.options, hidden, weight, labels, shard, inputs, linear)
@@ -250,7 +264,8 @@ class HeadLoss(nn.Module):
             found = self._checked(given, token_weight, denominator, inputs)
             if kind is not None:
                 remember(kind, *found)
-        return linear_output(*found, self._evaluate_functions)
+        call, head = found
+        return linear_output(call, head, self._evaluate_functions)
 
     def _given(self, logits, labels, shard, transform) -> Given:
         """The arguments of a call with those of the definition."""

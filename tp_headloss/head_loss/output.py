@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 
 from ..ranks.comm import combine_metrics, reduce_metrics
+from ..ranks.shard import Group
+from ..spec import Instance, TupleOf, checked
 from ..statistics import MaybeNone, VocabStatistics, documented_fields
 from .call import Call
 from .evaluation import expect_distinct_names
@@ -49,14 +50,16 @@ class HeadLossOutput(NamedTuple):
     term_counts: dict[str, torch.Tensor]
 
 
+Outputs: TypeAlias = Annotated[Sequence[HeadLossOutput], TupleOf(Instance(HeadLossOutput))]
+
+
 def without_graph(out: HeadLossOutput) -> HeadLossOutput:
     """Return the output detached and without statistics, so that keeping it keeps no activations."""
     return out._replace(loss=out.loss.detach(), stats=None)
 
 
-def mean_metrics(
-    outputs: HeadLossOutput | Sequence[HeadLossOutput], group: dist.ProcessGroup | None = None
-) -> dict[str, torch.Tensor]:
+@checked
+def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict[str, torch.Tensor]:
     """Return the means of all terms and metrics over the valid tokens of one or several outputs, as a log shows them.
 
     Args:
@@ -78,8 +81,6 @@ def mean_metrics(
         {'loss/cross_entropy': 1.3863, 'accuracy': 0.5, 'entropy': 1.3863}
     """
     outputs = [outputs] if isinstance(outputs, HeadLossOutput) else outputs
-    if not isinstance(outputs, (list, tuple)) or not all(isinstance(out, HeadLossOutput) for out in outputs):
-        raise TypeError(f"outputs must be a HeadLossOutput or a list of them, got {_types(outputs)}")
     if not outputs:
         raise ValueError("outputs must be at least one HeadLossOutput, got an empty list")
     parts = [_sums_by_name(out) for out in outputs]
@@ -107,11 +108,6 @@ def _sums_by_name(out: HeadLossOutput) -> dict[str, torch.Tensor]:
         raise ValueError(f"metrics must not have names in 'loss/' or 'count/', as terms do, got {reserved}")
     terms = {f"loss/{name}": x for name, x in out.terms.items()}
     return terms | {f"count/{name}": x for name, x in out.term_counts.items()} | out.metrics
-
-
-def _types(values) -> str:
-    """Types of the elements of a list, or the type of anything else, for an error message."""
-    return str([type(x).__name__ for x in values]) if isinstance(values, (list, tuple)) else type(values).__name__
 
 
 def make_output(

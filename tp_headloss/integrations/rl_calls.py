@@ -14,7 +14,7 @@ from ..call.subclasses import is_dtensor
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.comm import gather_from_ranks, group_size, sum_over_ranks
 from ..ranks.shard import VocabShard, expect_group
-from ..validation import expect_ids, expect_int, expect_tensor
+from ..spec import IDS, TENSOR, IntLine, TensorLine
 
 IGNORED_LABEL = -100
 UNREDUCED_HIDDEN_GRAD = Linear(hidden_grad="none")
@@ -26,7 +26,7 @@ def even_shard(logits, group, vocab_size: int | None) -> tuple[torch.Tensor, Voc
 
     vocab_size: ids of the tokenizer; columns at or beyond it are padding. None: none are.
     """
-    expect_tensor("logits", logits)
+    TENSOR.check("logits", logits, {})
     expect_group(group)
     if is_dtensor(logits):
         if group_size(group) > 1:
@@ -89,7 +89,7 @@ def head_scorer(hidden, weight, shard: VocabShard, temperature: float, linear: L
 def next_tokens(ids, length: int, device) -> torch.Tensor:
     """Labels [B, length] for all positions of the logits, so that no logits need to be cut: the ids [B, S] shifted by
     one to the left, then -100."""
-    expect_ids("ids", ids)
+    IDS.check("ids", ids, {})
     if ids.dim() != 2 or not 1 <= ids.shape[1] <= length:
         raise ValueError(f"ids must be [B, S] with S from 1 to the {length} positions given, got {list(ids.shape)}")
     labels = torch.full((ids.shape[0], length), IGNORED_LABEL, dtype=torch.int64, device=device)
@@ -185,11 +185,10 @@ class PackedTokens(RankedTokens):
     """
 
     def __init__(self, x, group, vocab_group, cu_seqlens, width: int, *, sum_gradients):
-        expect_ids("cu_seqlens_padded", cu_seqlens)
-        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        TensorLine("int64 or int32", ("B + 1",)).check("cu_seqlens_padded", cu_seqlens, {})
+        if len(cu_seqlens) < 2:
             raise ValueError(f"cu_seqlens_padded must be [B + 1] with B > 0, got {list(cu_seqlens.shape)}")
-        if expect_int("unpacked_seqlen", width) < 1:
-            raise ValueError(f"unpacked_seqlen must be at least 1, got {width}")
+        IntLine(1).check("unpacked_seqlen", width, {})
         bounds = cu_seqlens.to(x.device, torch.int64)
         super().__init__(x, group, vocab_group, bounds, sum_gradients=sum_gradients)
         self.width, self.bounds, total = width, bounds, self.total
@@ -231,12 +230,8 @@ class PackedTokens(RankedTokens):
             most = "sub_seq_lengths must be at most the packed sequences' {packed} tokens, got {got}"
             self._expect(fits, most, packed=packed, got=self.length)
         elif attention_mask is not None:
-            expect_tensor("attention_mask", attention_mask)
-            if attention_mask.is_floating_point():
-                raise TypeError(f"attention_mask must be bool or integers, got {attention_mask.dtype}")
+            TensorLine("bool or integers", (self.rows, self.width)).check("attention_mask", attention_mask, {})
             mask = attention_mask.to(device, torch.bool)
-            if list(mask.shape) != [self.rows, self.width]:
-                raise ValueError(f"attention_mask must be {[self.rows, self.width]}, got {list(mask.shape)}")
             columns = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # those of the attended tokens first
             self.column = columns[self.row, self.offset.clamp(0, self.width - 1)]
             packed, self.length = self.length, mask.sum(1)
@@ -260,12 +255,9 @@ class PackedTokens(RankedTokens):
         """
         used = self.scored
         if labels is None:
-            if list(ids.shape) != [1, self.total]:
-                raise ValueError(
-                    f"target must be {[1, self.total]}, the packed tokens of all ranks, got {list(ids.shape)}"
-                )
+            TensorLine("int64 or int32", (1, self.total)).check("target", ids, {})
             labels = self.take(ids.to(self.device).roll(-1, 1))
-        expect_tensor("target", labels, (1, self.local))
+        TensorLine("int64 or int32", (1, self.local)).check("target", labels, {})
         labels = labels.to(self.device).masked_fill(~self.take(used, 0), IGNORED_LABEL)
         values = self.joined_scores(score, labels, inference_only).squeeze(0).where(used, 0.0)
         # tokens without a place share the last column, which is cut off
@@ -276,10 +268,9 @@ class PackedTokens(RankedTokens):
     def weights(self, num_actions: int, loss_mask, dtype) -> torch.Tensor:
         """Return the weights [T/C] of this rank's tokens: loss_mask [rows, num_actions], or 1, in the last places of
         each row [width - 1], else 0."""
-        if not 1 <= expect_int("num_actions", num_actions) < self.width:
-            raise ValueError(f"num_actions must be from 1 to {self.width - 1}, a row's log-probs, got {num_actions}")
+        IntLine(1, self.width - 1).check("num_actions", num_actions, {})
         if loss_mask is not None:
-            expect_tensor("loss_mask", loss_mask, (self.rows, num_actions))
+            TensorLine("real numbers or bool", (self.rows, num_actions)).check("loss_mask", loss_mask, {})
         padded = torch.zeros(self.rows, self.width, dtype=dtype, device=self.device)
         padded[:, self.width - 1 - num_actions : -1] = 1.0 if loss_mask is None else loss_mask.to(padded)
         weights = padded[self.row, self.column.where(self.scored, self.width - 1)]

@@ -18,7 +18,7 @@ from itertools import chain
 import torch
 
 from ..arguments.id_sets import IdSets
-from ..validation import expect_ids
+from ..spec import IDS
 from . import check_type
 
 
@@ -98,7 +98,7 @@ def from_nemo_rl(mask) -> IdSets:
     else:
         ids, sizes = mask.token_ids, mask.sizes
     check_type("token_ids of a sampling mask", ids, torch.Tensor)
-    expect_ids("sizes of a sampling mask", sizes := _int_tensor(sizes))
+    IDS.check("sizes of a sampling mask", sizes := _int_tensor(sizes), {})
     if sizes.shape != ids.shape[:-1]:
         raise ValueError(f"a sampling mask must have sizes {list(ids.shape[:-1])}, got {list(sizes.shape)}")
     if not sizes.is_cuda and bool(((sizes < 0) | (sizes > ids.shape[-1])).any()):
@@ -125,7 +125,7 @@ def from_skyrl(supports: Iterable) -> IdSets:
 
 def _sets_from_counts(ids, counts) -> IdSets:
     counts = _int_tensor(counts)
-    expect_ids("counts of a sampling mask", counts)
+    IDS.check("counts of a sampling mask", counts, {})
     return _sets_from_offsets(_int_tensor(ids), torch.nn.functional.pad(counts.long().cumsum(0), (1, 0)))
 
 

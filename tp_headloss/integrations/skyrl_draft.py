@@ -11,8 +11,7 @@ from ..call.statistics import vocab_statistics
 from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import Group, VocabShard
 from ..search.topk import topk_log_probs
-from ..spec import Logits, Real, Scalar, Size, TensorLine, checked
-from ..validation import expect_tensor
+from ..spec import TOKEN_WEIGHT, Logits, Real, Scalar, Size, TensorLine, checked, sizes_of
 from .rl_calls import bounded_shard
 
 
@@ -99,7 +98,7 @@ def draft_soft_ce_topk(
 def _expect_operands(student_logits, mask):
     if student_logits.dim() != 3:
         raise ValueError(f"student_logits must be [B, S, width], got {list(student_logits.shape)}")
-    expect_tensor("mask", mask, student_logits.shape[:-1], student_logits.device)
+    TOKEN_WEIGHT.check("mask", mask, sizes_of("student_logits", student_logits, student_logits.shape[:-1]))
 
 
 def _mean(values, mask, factor):

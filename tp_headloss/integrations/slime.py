@@ -13,8 +13,7 @@ import torch
 
 from ..call.statistics import vocab_statistics
 from ..ranks.shard import Group
-from ..spec import Ids, Logits, Size, TensorLine, checked
-from ..validation import expect_tensor
+from ..spec import TOKEN_WEIGHT, Ids, Logits, Size, TensorLine, checked, sizes_of
 from .rl_calls import even_shard
 
 
@@ -56,7 +55,7 @@ def calculate_log_probs_and_entropy(
         stats = vocab_statistics(logits, tokens, shard=shard, want=want)
         log_prob, entropy = stats.log_prob, stats.entropy
     else:
-        expect_tensor("log_prob_keep_mask", log_prob_keep_mask, logits.shape, logits.device)
+        TOKEN_WEIGHT.check("log_prob_keep_mask", log_prob_keep_mask, sizes_of("logits", logits, logits.shape))
         ids = shard.start + torch.arange(shard.width, device=logits.device)
         kept = log_prob_keep_mask | (ids == tokens.unsqueeze(-1))
         log_prob = vocab_statistics(logits.masked_fill(~kept, -torch.inf), tokens, shard=shard).log_prob

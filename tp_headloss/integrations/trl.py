@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from typing import Annotated
 
 import torch
 
 from ..arguments.options import Transform
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.shard import VocabShard
-from . import check_type, require
+from ..spec import Names, Positive, checked
+from . import require
 from .transformers.calls import next_token_labels, refuse_columns, refuse_logits_to_keep, run_body
 from .transformers.check import InstalledForward
 from .transformers.forward import named_arguments
-from .transformers.model_facts import call_shard, checked_linear, gathered_head, output_layer
+from .transformers.model_facts import Model, call_shard, checked_linear, gathered_head, output_layer
 
 require("trl")
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head  # noqa: E402
@@ -30,11 +32,12 @@ STATISTICS = {
 SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 
 
+@checked
 def fuse_log_probs(
-    model,
-    temperature: float | None = None,
+    model: Model,
+    temperature: Positive | None = None,
     cast_lm_head_to_fp32: bool | None = None,
-    outputs: tuple[str, ...] | None = None,
+    outputs: Annotated[tuple[str, ...], Names(lambda: sorted(STATISTICS))] | None = None,
     *,
     linear: Linear | None = None,
     shard: VocabShard | None = None,
@@ -66,12 +69,6 @@ def fuse_log_probs(
     trl_forward, settings = _trl_forward_and_settings(model)
     given = {"temperature": temperature, "cast_lm_head_to_fp32": cast_lm_head_to_fp32, "outputs": outputs}
     settings |= {name: value for name, value in given.items() if value is not None}
-    check_type("temperature", settings["temperature"], int, float)
-    check_type("outputs", settings["outputs"], tuple, list)
-    if unknown := set(settings["outputs"]) - set(STATISTICS):
-        raise ValueError(f"outputs must be of {sorted(STATISTICS)}, got {sorted(unknown)}")
-    if not settings["temperature"] > 0:
-        raise ValueError(f"temperature must be positive, got {settings['temperature']}")
     return FusedLogProbs(model, trl_forward, settings, linear, shard, transform)
 
 

@@ -16,7 +16,7 @@ from ..call.statistics import assembled
 from ..engine.request import Request, Tensors
 from ..ranks.shard import VocabShard
 from ..statistics import VocabStatistics
-from ..validation import expect_hidden_and_weight, operand_dtype
+from ..validation import operand_dtype
 from . import blocks
 from .autograd import LinearFacts, LinearStatistics, MainGrad
 from .epilogue import is_default, obstacle
@@ -42,15 +42,13 @@ class LinearCall(NamedTuple):
         hidden, weight, shard, linear, options = given.hidden, given.weight, given.shard, given.linear, given.options
         if options.inplace:
             raise ValueError("inplace=True overwrites logits, and a linear head has none of the caller's")
-        dtype = _validate(hidden, weight, linear)
+        dtype = operand_dtype(hidden, weight)
+        if linear.main_grad:
+            expect_main_grad(weight)
         if given.bias is not None:
             if given.transform.bias is not None:
                 raise ValueError("bias was given twice, and in the transform")
             given = given._replace(transform=replace(given.transform, bias=given.bias))
-        if weight.shape[0] != shard.width:
-            raise ValueError(
-                f"weight must have the shard's {shard.width} rows [{shard.start}, {shard.stop}), got {weight.shape[0]}"
-            )
         lead, scattered = list(hidden.shape[:-1]), linear.hidden_grad == "reduce_scatter"
         if scattered:
             if not lead:
@@ -148,15 +146,6 @@ def _takes_epilogue(hidden, weight, dtype: torch.dtype, request: Request, linear
         return False, None
     found = obstacle(hidden, weight, dtype, request)
     return found is None, found
-
-
-def _validate(hidden, weight, linear: Linear) -> torch.dtype:
-    """Return the dtype of the GEMMs' operands, as torch.nn.functional.linear chooses it."""
-    expect_hidden_and_weight(hidden, weight)
-    dtype = operand_dtype(hidden, weight)
-    if linear.main_grad:
-        expect_main_grad(weight)
-    return dtype
 
 
 def expect_main_grad(weight):

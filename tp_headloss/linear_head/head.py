@@ -8,11 +8,10 @@ from ..arguments.options import Options, Transform
 from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from ..call.agreement import Agreement
 from ..call.compile import uncompiled_where_needed
-from ..call.given import Given
+from ..call.given import LINES, Given, Want
 from ..ranks.shard import VocabShard
-from ..spec import Bias, Floating, Ids, Rows, TotalWeight, Want, described
+from ..spec import Bias, Floating, Labels, Rows, TokenIds, TotalWeight, described
 from ..statistics import VocabStatistics
-from ..validation import expect_instance
 from .call import LinearCall
 
 
@@ -21,7 +20,7 @@ from .call import LinearCall
 def linear_vocab_statistics(
     hidden: Floating,
     weight: Rows,
-    labels: Ids | None = None,
+    labels: Labels | None = None,
     *,
     bias: Bias | None = None,
     shard: VocabShard | None = None,
@@ -29,7 +28,7 @@ def linear_vocab_statistics(
     transform: Transform | None = None,
     teacher: Teacher | TopKTeacher | TeacherHead | None = None,
     sets: IdSets | None = None,
-    ids: Ids | None = None,
+    ids: TokenIds | None = None,
     total_weight: TotalWeight | None = None,
     ignore_index: int = -100,
     options: Options | None = None,
@@ -69,10 +68,9 @@ def linear_vocab_statistics(
         >>> weight.grad[:, 0].tolist()
         [-0.25, -0.25, 0.25, 0.25]
     """
-    expect_instance("linear", linear, Linear)
     given = Given.checked(None, labels, shard, want, transform, options)._replace(
         teacher=teacher, sets=sets, ids=ids, total_weight=total_weight, ignore_index=ignore_index, hidden=hidden,
-        weight=weight, bias=bias, linear=_recompute_options(linear),
+        weight=weight, bias=bias, linear=_recompute_options(Linear() if linear is None else linear),
     )  # fmt: skip
     if given.options.gradient == "forward":
         raise ValueError("gradient='forward' is for logits and a HeadLoss, got statistics of hidden states")
@@ -83,9 +81,9 @@ def linear_vocab_statistics(
     return call.recompute(given.labels, given.options.check)
 
 
-def _recompute_options(linear: Linear | None) -> Linear:
+def _recompute_options(linear: Linear) -> Linear:
     """The options of a head whose statistics are differentiated. ValueError for those of one sweep."""
-    linear = linear or Linear()
+    LINES["linear"].check("linear", linear, {})
     if linear.mode == "one_sweep":
         raise ValueError(
             "mode='one_sweep' computes the gradient of a HeadLoss: use HeadLoss.linear, or 'recompute' here"

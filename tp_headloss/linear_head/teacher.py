@@ -7,9 +7,10 @@ from dataclasses import fields
 import torch
 
 from ..arguments.teachers import Teacher, TeacherHead, with_fields
-from ..call.request_of import LOGITS_DTYPES
+from ..call.request_of import expect_as_student
 from ..engine.request import TeacherOperands, TokenOrder
-from ..validation import expect_tensor, operand_dtype
+from ..spec import lines_within, sizes_of
+from ..validation import operand_dtype
 
 
 def expect_teacher_head(head: TeacherHead, hidden, logits):
@@ -17,21 +18,10 @@ def expect_teacher_head(head: TeacherHead, hidden, logits):
 
     hidden: the student's, for the layout of the tokens; logits: a stand-in for the student's [.., width].
     """
-    if head.weight.dim() != 2 or head.weight.shape[0] != logits.shape[-1]:
-        raise ValueError(
-            f"teacher.weight must have as many rows as the student's shard, [{logits.shape[-1]}, H], "
-            f"got {list(head.weight.shape)}"
-        )
-    expect_tensor("teacher.hidden", head.hidden, (*hidden.shape[:-1], head.weight.shape[1]), logits.device)
-    expect_tensor("teacher.weight", head.weight, device=logits.device)
-    allowed = LOGITS_DTYPES + ((torch.float64,) if logits.dtype == torch.float64 else ())
-    if (dtype := operand_dtype(head.hidden, head.weight, "teacher: ")) not in allowed:
-        raise TypeError(f"teacher.weight must be one of {[str(d) for d in allowed]}, got {dtype}")
-    if (bias := head.whole_transform.bias) is not None:
-        expect_tensor("teacher.bias", bias, logits.shape[-1:], logits.device)
-    for field in ("temperature", "student_temperature"):
-        if isinstance(x := getattr(head, field), torch.Tensor):
-            expect_tensor(f"teacher.{field}", x, logits.shape[:-1], logits.device)
+    sizes = sizes_of("the student's", hidden, hidden.shape[:-1], width=logits.shape[-1])
+    for name, x in (("weight", head.weight), ("hidden", head.hidden), ("bias", head.whole_transform.bias)):
+        lines_within(TeacherHead)[name].check(f"teacher.{name}", x, sizes)
+    expect_as_student("teacher.weight", operand_dtype(head.hidden, head.weight, "teacher: "), logits.dtype)
 
 
 def stand_in(teacher, logits):

@@ -17,20 +17,14 @@ from ..engine.autograd import FromShards, ToShards
 from ..head_loss import HeadLoss, HeadLossOutput
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.shard import VocabShard
-from ..spec import CheckedBy, Finite, Ids, Size, checked
+from ..spec import IDS, TENSOR, CheckedBy, Finite, Ids, Instance, Size, checked
 from ..statistics import VocabStatistics
-from ..validation import (
-    expect_hidden_and_weight,
-    expect_ids,
-    expect_instance,
-    expect_tensor,
-)
 from .vocab_rows import Init, VocabRows
 
 
 def _expect_parameter(name: str, weight):
     """Raise TypeError unless a weight to tie to is one that optimizers train."""
-    expect_tensor(name, weight)
+    TENSOR.check(name, weight, {})
     if not isinstance(weight, nn.Parameter):
         raise TypeError(f"{name} must be an nn.Parameter, or no optimizer would train it, got {type(weight).__name__}")
 
@@ -72,7 +66,7 @@ class VocabParallelEmbedding(VocabRows):
 
         ValueError if the weight is not this rank's rows, or if ranks cannot share S evenly (sequence parallelism).
         """
-        expect_ids("ids", ids)
+        IDS.check("ids", ids, {})
         if not torch.compiler.is_compiling():
             self.shard.expect_live_group()
         shard, weight = self.shard, self.weight.to_local() if is_dtensor(self.weight) else self.weight
@@ -176,9 +170,9 @@ class VocabParallelHead(VocabRows):
             if kwargs or head_loss is not None:
                 raise ValueError(f"without labels there are logits only, got {sorted(kwargs) or 'a head_loss'}")
             return self.logits(hidden)
-        expect_instance("head_loss", head_loss, HeadLoss)
+        head_loss = self.head_loss if head_loss is None else head_loss
+        Instance(HeadLoss).check("head_loss", head_loss, {})
         kwargs = {"linear": self.linear, **kwargs, "transform": self._transform_at(kwargs.get("transform"))}
-        head_loss = head_loss or self.head_loss
         return head_loss.linear(hidden, self.weight, labels, bias=self.bias, shard=self.shard, **kwargs)
 
     if TYPE_CHECKING:
@@ -205,7 +199,7 @@ class VocabParallelHead(VocabRows):
         """The module's transform at the temperature of a call. ValueError if the call sets anything else."""
         if call_transform is None:
             return self.transform
-        expect_instance("transform", call_transform, Transform)
+        Instance(Transform).check("transform", call_transform, {})
         if replace(call_transform, temperature=1.0) != Transform():
             raise ValueError(
                 f"a call's transform is for its temperature, the rest is the module's, got {call_transform}"
@@ -217,10 +211,8 @@ class VocabParallelHead(VocabRows):
 
         The logits are not transformed: pass them to a HeadLoss with ``shard=head.shard, transform=head.transform``.
         """
-        expect_tensor("hidden states", hidden)
         how = self.linear.hidden_grad
         hidden, weight, bias, shard = local_head(hidden, self.weight, self.bias, self.shard, how)
-        expect_hidden_and_weight(hidden, weight)
         if shard.valid_width < shard.width:  # rows of padding may hold anything, and 0 times NaN is NaN
             valid = torch.arange(shard.width, device=weight.device) < shard.valid_width
             weight = torch.where(valid[:, None], weight, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,7 @@ from ..call.dtensor import local_rows
 from ..call.subclasses import is_dtensor
 from ..ranks.comm import sum_in_place
 from ..ranks.shard import VocabShard
-from ..spec import NotNegative, checked
-from ..validation import expect_ids, expect_instance
+from ..spec import NotNegative, Rows, TensorLine, checked, described, lines_within
 
 INIT_ROWS = 1024  # rows that one generator draws, whatever the shard: a seed means other weights if this changes
 SENT_ROWS = 1024  # rows of a matrix that ranks exchange at once
@@ -174,8 +174,13 @@ def _select_rows(module, state, prefix, metadata, strict, missing, unexpected, e
 
 
 @torch.no_grad()
+@described
 def select_rows(
-    weight: torch.Tensor, ids: torch.Tensor, *, shard: VocabShard | None = None, to: VocabShard | None = None
+    weight: Rows,
+    ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ("V_d",))],
+    *,
+    shard: VocabShard | None = None,
+    to: VocabShard | None = None,
 ) -> torch.Tensor:
     """Return the rows of some ids of a sharded vocabulary matrix, sharded over the same ranks.
 
@@ -185,9 +190,9 @@ def select_rows(
 
     Args:
         weight: [width, ..] this rank's rows, or a DTensor; a bias [width] is such a matrix, too.
-        ids: [V_d] int64 or int32 in [0, V), replicated: id i of the subset is ids[i].
-        shard: `VocabShard` of the weight. None: not sharded, or the DTensor's layout.
-        to: `VocabShard` of the subset, of V_d ids; by default ``VocabShard.from_group(shard.group, len(ids))``.
+        ids: in [0, V), replicated: id i of the subset is ids[i].
+        shard: of the weight. None: not sharded, or the DTensor's layout.
+        to: of the subset, of V_d ids; by default ``VocabShard.from_group(shard.group, len(ids))``.
 
     Returns:
         [to.width, ..] new memory, without gradient; rows of padding are 0.
@@ -206,12 +211,12 @@ def select_rows(
     """
     with Agreement(Options(validate="full"), shard) as agreement:
         weight, shard = local_rows("weight", weight, shard)
-        if weight.dim() < 1 or weight.shape[0] != shard.width:
+        if weight.shape[0] != shard.width:
             raise ValueError(f"weight must be [{shard.width}, ..] like its shard, got {list(weight.shape)}")
-        expect_ids("ids", ids)
-        if ids.dim() != 1 or not len(ids):
-            raise ValueError(f"ids must be [V_d] with V_d > 0, got {list(ids.shape)}")
-        expect_instance("to", to, VocabShard)
+        for name, x in (("ids", ids), ("to", to)):
+            lines_within(select_rows)[name].check(name, x, {})
+        if not len(ids):
+            raise ValueError("ids must be [V_d] with V_d > 0, got none")
         to = to or VocabShard.from_group(shard.group, len(ids))
         if to.vocab_size != len(ids) or to.group is not shard.group:
             raise ValueError(

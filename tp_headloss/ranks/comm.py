@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Annotated, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ..validation import expect_tensor
-from .shard import expect_group, has_vocab_shard, resolve_process_group
+from ..spec import Instance, TensorLine, TupleOf, checked
+from .shard import Group, has_vocab_shard, resolve_process_group
+
+METRICS = Instance(dict)  # scalars by name
+Metrics: TypeAlias = Annotated[dict[str, torch.Tensor], METRICS]
 
 # torch 2.13 renamed it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -103,13 +107,14 @@ def sum_over_ranks(x: torch.Tensor, group) -> torch.Tensor:
     return sum(parts[1:], start=parts[0])
 
 
-def combine_metrics(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+@checked
+def combine_metrics(parts: Annotated[Sequence[dict[str, torch.Tensor]], TupleOf(METRICS)]) -> dict[str, torch.Tensor]:
     """Combine the scalars by name of several batches (micro-batches, updates). No communication.
 
     Names that begin with "max_" and "min_" are maximised and minimised, all others added in float64 and in order.
 
     Args:
-        parts: dicts of scalar tensors, with the same names in the same order.
+        parts: dicts with the same names in the same order.
 
     Returns:
         float64 scalars by name; an empty dict of no parts.
@@ -122,9 +127,6 @@ def combine_metrics(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch
         >>> combine_metrics([first, {"loss": torch.tensor(0.5), "max_ratio": torch.tensor(3.0)}])
         {'loss': tensor(1.5000, dtype=torch.float64), 'max_ratio': tensor(3., dtype=torch.float64)}
     """
-    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, dict) for part in parts):
-        got = type(parts).__name__ if not isinstance(parts, (list, tuple)) else [type(part).__name__ for part in parts]
-        raise TypeError(f"parts must be a list of dicts of metrics, one per batch, got {got}")
     if not parts:
         return {}
     if any(list(part) != list(parts[0]) for part in parts):
@@ -134,7 +136,7 @@ def combine_metrics(parts: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch
 
 def _stack(metrics):
     for name, value in metrics.items():
-        expect_tensor(f"metric {name!r}", value, ())
+        TensorLine("real numbers or bool", ()).check(f"metric {name!r}", value, {})
     return torch.stack([value.detach().double() for value in metrics.values()])
 
 
@@ -152,7 +154,8 @@ def _combine(names, parts):
     return out
 
 
-def reduce_metrics(metrics: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+@checked
+def reduce_metrics(metrics: Metrics, group: Group) -> dict[str, torch.Tensor]:
     """Reduce the scalars by name of each rank to those of the group, equal bits on every rank; one small all-gather.
 
     As `combine_metrics`: "max_" and "min_" names are extrema (neutral: -inf and inf), all others sums (neutral: 0) in
@@ -177,9 +180,6 @@ def reduce_metrics(metrics: dict[str, torch.Tensor], group: dist.ProcessGroup | 
         >>> sums["accuracy"] / sums["count"]
         tensor(0.7500, dtype=torch.float64)
     """
-    if not isinstance(metrics, dict):
-        raise TypeError(f"metrics must be a dict of scalars by name, got {type(metrics).__name__}")
-    expect_group(group)
     if group is not None and has_vocab_shard(group):
         raise ValueError(
             "group must be the data- and context-parallel ranks, which hold different tokens, got the group of a "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
-from ..spec import CheckedBy
-from ..validation import expect_int
+from ..spec import CheckedBy, Count, IntLine, Size, TupleOf, checked
 
 # torch has a type of its own for the names of groups
 resolve_process_group: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
@@ -89,6 +88,7 @@ class ShardFacts(NamedTuple):
     group_name: str
 
 
+@checked
 @dataclass(frozen=True)
 class VocabShard:
     """The contiguous vocabulary ids ``[start, stop)`` of this rank; ids at or beyond ``vocab_size`` are padding.
@@ -100,9 +100,10 @@ class VocabShard:
     shards are whole chunks (see `tp_invariant`).
 
     Args:
-        start, stop: ids of this rank.
+        start: first id of this rank.
+        stop: the one after its last.
         vocab_size: V, the number of ids of the true vocabulary.
-        group: process group that shares the vocabulary. None: not sharded; no group is ever looked up implicitly.
+        group: the one that shares the vocabulary. None: not sharded; no group is ever looked up implicitly.
 
     Attributes:
         tp_invariant: every shard of the group is made of 8 / P whole chunks, so that results have the same bits at any
@@ -122,10 +123,10 @@ class VocabShard:
         (0, 50304, 50304, 50257, True)
     """
 
-    start: int
-    stop: int
-    vocab_size: int
-    group: dist.ProcessGroup | None = None
+    start: Count
+    stop: Count
+    vocab_size: Size
+    group: Group = None
     # True if every shard of the group is made of 8 / P whole chunks: results have the same bits at any such P
     tp_invariant: bool = field(init=False)
     chunks: int = field(init=False)  # packets this rank sends
@@ -137,11 +138,10 @@ class VocabShard:
 
     def __post_init__(self):
         for name in ("start", "stop", "vocab_size"):
-            object.__setattr__(self, name, expect_int(name, getattr(self, name)))
-        if not 0 <= self.start <= self.stop:
+            if not isinstance(bound := getattr(self, name), int):  # numpy's, say
+                object.__setattr__(self, name, int(bound))
+        if self.start > self.stop:
             raise ValueError(f"a shard needs 0 <= start <= stop, got [{self.start}, {self.stop})")
-        if self.vocab_size < 1:
-            raise ValueError(f"vocab_size must be at least 1, got {self.vocab_size}")
         world_size = _rank_and_size(self.group)[1]
         if world_size == 1 and (self.start > 0 or self.stop < self.vocab_size):
             raise ValueError(
@@ -187,12 +187,13 @@ class VocabShard:
         fill(self, "facts", ShardFacts(**known))
 
     @classmethod
-    def from_group(cls, group, vocab_size: int, padded_size: int | None = None) -> VocabShard:
+    @checked
+    def from_group(cls, group: Group, vocab_size: Size, padded_size: Size | None = None) -> VocabShard:
         """Return this rank's shard of ``ceil(padded_size / P)`` ids in group-rank order, cut as by `torch.chunk` and by
         a DTensor's ``Shard``; the last shards may be shorter, or empty.
 
         Args:
-            group: process group that shares the vocabulary, or None.
+            group: the one that shares the vocabulary.
             vocab_size: V, the number of ids of the true vocabulary.
             padded_size: rows of all shards together, padding included; default vocab_size.
 
@@ -200,8 +201,7 @@ class VocabShard:
             >>> VocabShard.from_group(None, 1000, padded_size=1024).valid_width
             1000
         """
-        vocab_size = expect_int("vocab_size", vocab_size)
-        padded_size = vocab_size if padded_size is None else expect_int("padded_size", padded_size)
+        padded_size = int(vocab_size if padded_size is None else padded_size)
         if padded_size < vocab_size:
             raise ValueError(f"padded_size must be at least vocab_size = {vocab_size}, got {padded_size}")
         world_size = _rank_and_size(group)[1]
@@ -234,7 +234,10 @@ class VocabShard:
         return cls.from_group(group, vocab_size, padded_size)
 
     @classmethod
-    def from_boundaries(cls, boundaries, vocab_size: int, group=None) -> VocabShard:
+    @checked
+    def from_boundaries(
+        cls, boundaries: Annotated[Sequence[int], TupleOf(IntLine(0))], vocab_size: Size, group: Group = None
+    ) -> VocabShard:
         """Return this rank's shard where group rank r owns ``[boundaries[r], boundaries[r + 1])``.
 
         Args:
@@ -242,10 +245,7 @@ class VocabShard:
             vocab_size, group: as in `from_group`.
         """
         rank, world_size = _rank_and_size(group)
-        vocab_size = expect_int("vocab_size", vocab_size)
-        if not hasattr(boundaries, "__iter__"):
-            raise TypeError(f"boundaries must be a list of {world_size + 1} ids, got {boundaries!r}")
-        boundaries = [expect_int("boundaries", boundary) for boundary in boundaries]
+        boundaries = [int(boundary) for boundary in boundaries]
         ordered = len(boundaries) == world_size + 1 and all(a <= b for a, b in zip(boundaries, boundaries[1:]))
         if not ordered or boundaries[0] != 0 or boundaries[-1] < vocab_size:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 
@@ -22,9 +22,8 @@ from ..call.statistics import vocab_statistics
 from ..engine.request import Request
 from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
-from ..spec import Count, Ids, Logits, Rows, described
+from ..spec import IntLine, Labels, Logits, Rows, described, lines_within, sizes_of
 from ..statistics import MaybeNone, documented_fields
-from ..validation import expect_ids, expect_instance, expect_int, expect_tensor
 from .kept import find_kept, ids_and_counts, join_tokens, spans_of, tiles, tokens_per_block, transformed_logits
 from .race import LAST, race_of
 from .topk import local_operands, token_blocks
@@ -98,7 +97,7 @@ def kept_ids(
         tensor([0, 1], dtype=torch.int32)
     """
     found, lead = [], torch.Size()
-    for block in _blocks("kept_ids", logits, rule, weight, shard, transform, options):
+    for block in _blocks(kept_ids, logits, rule, weight, shard, transform, options):
         found.append(_kept(block)[1])
         lead = block.lead
     return _joined_sets(found, lead)
@@ -110,8 +109,8 @@ def kept_ids(
 def sample(
     logits: Logits | TeacherHead,
     *,
-    seed: Count,
-    positions: Ids,
+    seed: Annotated[int, IntLine(0, (1 << 64) - 1)],
+    positions: Labels,
     rule: SamplingRule | None = None,
     weight: Rows | None = None,
     shard: VocabShard | None = None,
@@ -127,8 +126,7 @@ def sample(
     those of `kept_ids`. Memory, odd rows and errors are those of `kept_ids`.
 
     Args:
-        seed: in [0, 2^64).
-        positions: [..] int64 (or int32) of any value, replicated, a number that no other draw with this seed
+        positions: of any value, replicated, a number that no other draw with this seed
             has, such as sequence number x longest length + step. Equal positions have equal noise.
         rule: `SamplingRule`, or None for the whole vocabulary.
         logits, weight, shard, transform, options: as in `kept_ids`.
@@ -145,7 +143,7 @@ def sample(
         tensor([2, 0, 0])
     """
     ids, log_probs, full, found, lead = [], [], [], [], torch.Size()
-    for block in _blocks("sample", logits, rule, weight, shard, transform, options, seed=seed, positions=positions):
+    for block in _blocks(sample, logits, rule, weight, shard, transform, options, seed=seed, positions=positions):
         lead = block.lead
         want: tuple[str, ...] = ()
         sets = None
@@ -178,24 +176,22 @@ class _Block(NamedTuple):
     rule: SamplingRule | None  # of these tokens
 
 
-def _blocks(call: str, logits, rule, weight, shard, transform, options, **draw) -> Iterator[_Block]:
+def _blocks(function, logits, rule, weight, shard, transform, options, **draw) -> Iterator[_Block]:
     """Check a call, then yield its blocks of tokens, the same ones on every rank. draw: seed and positions, if any."""
-    expect_instance("options", options, Options)
-    options = options or DEFAULTS
+    options = Given.checked(None, None, None, (), transform, options).options
     tokens = logits.hidden if isinstance(logits, TeacherHead) else logits
     with Agreement(options, shard) as agreement:
         states, weight, transform, shard = local_operands(logits, weight, transform, shard)
         rule = local_part(rule, shard, tokens=tokens)
         draw = {name: local_part(x, shard, tokens=tokens) for name, x in draw.items()}
         sharded = {"logits": states} if weight is None else {"hidden": states, "weight": weight}
-        agreement.record(call, shard, rule=rule, transform=transform, options=options, **draw, **sharded)
+        agreement.record(function.__name__, shard, rule=rule, transform=transform, options=options, **draw, **sharded)
         lead = states.shape[:-1]
-        if not isinstance(rule, SamplingRule) and not (draw and rule is None):
-            raise TypeError(f"rule must be SamplingRule(..){' or None' if draw else ''}, got {rule!r}")
+        sizes = sizes_of("logits", states, lead)
+        for name, x in {"rule": rule, **draw}.items():
+            lines_within(function)[name].check(name, x, sizes)
         if rule is not None:
-            rule.expect_tokens(lead, states.device, shard.vocab_size)
-        if draw:
-            _expect_draw(**draw, lead=lead, device=states.device)
+            rule.expect_tokens(sizes, shard.vocab_size)
         parts = token_blocks(states, weight, transform, tokens_per_block(shard, states.device))
         first = next(parts)
         _request(*first[1:], shard, options)
@@ -208,13 +204,6 @@ def _blocks(call: str, logits, rule, weight, shard, transform, options, **draw) 
 
 def _request(logits, transform, shard, options) -> Request:
     return build_request(Given(logits, shard=shard, transform=transform, options=options))
-
-
-def _expect_draw(seed, positions, lead, device):
-    if not 0 <= expect_int("seed", seed) < 1 << 64:
-        raise ValueError(f"seed must be in [0, 2^64), got {seed}")
-    expect_ids("positions", positions)
-    expect_tensor("positions", positions, lead, device)
 
 
 def _kept(block: _Block, seed: int | None = None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:

@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 
 import torch
 
-from ..arguments.options import DEFAULTS, NO_TRANSFORM, Options, Transform
+from ..arguments.options import NO_TRANSFORM, Options, Transform
 from ..arguments.teachers import TeacherHead
 from ..call.agreement import Agreement
 from ..call.compile import uncompiled
@@ -21,16 +21,9 @@ from ..engine import eager
 from ..engine.transports import Transport
 from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
-from ..spec import LEAST, Logits, NumberLine, Rows, Size, described
+from ..spec import LEAST, TENSOR, Logits, NumberLine, Rows, Size, TensorLine, described, lines_within
 from ..statistics import documented_fields
-from ..validation import (
-    expect_hidden_and_weight,
-    expect_instance,
-    expect_int,
-    expect_real,
-    expect_tensor,
-    operand_dtype,
-)
+from ..validation import operand_dtype
 from .kept import transformed_logits
 from .keys import NO_KEY, decode_keys, keys_of
 
@@ -55,6 +48,10 @@ class TopK(NamedTuple):
     ids: torch.Tensor
     log_probs: torch.Tensor
     lse: torch.Tensor
+
+
+# in the place of a teacher; a NamedTuple has fields alone
+TopK.remedy = ": TopKTeacher(top.ids, top.log_probs)"  # type: ignore[attr-defined] # pyright: ignore
 
 
 @uncompiled("it looks for its backend, and has nothing to fuse")
@@ -97,15 +94,19 @@ def topk_log_probs(
         >>> TopKTeacher(top.ids, top.log_probs).ids
         tensor([[1, 2]], dtype=torch.int32)
     """
-    expect_instance("options", options, Options)
-    options = options or DEFAULTS
+    options = Given.checked(None, None, None, (), transform, options).options
     with Agreement(options, shard) as agreement:
         states, weight, transform, shard = local_operands(logits, weight, transform, shard)
         facts = {"k": k, "top_p": top_p, "dtype": str(dtype), "ids_dtype": str(ids_dtype), "options": options}
         sharded = {"logits": states} if weight is None else {"hidden": states, "weight": weight}
         agreement.record("topk_log_probs", shard, transform=transform, **facts, **sharded)
-        k = expect_int("k", k)
-        _check_options(k, top_p, dtype, ids_dtype, shard)
+        for name, value in (("k", k), ("top_p", top_p), ("dtype", dtype), ("ids_dtype", ids_dtype)):
+            lines_within(topk_log_probs)[name].check(name, value, {})
+        k = int(k)
+        if k > shard.vocab_size:
+            raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}")
+        if ids_dtype not in (torch.int64, torch.int32) or not dtype.is_floating_point:
+            raise TypeError(f"ids_dtype must be int64 or int32 and dtype floating point, got {ids_dtype} and {dtype}")
         if weight is None:
             request, packets, keys = _local_top(states, k, shard, transform, options)
             unflatten = request.order.unflatten
@@ -126,7 +127,6 @@ def local_operands(
 ) -> tuple[torch.Tensor, torch.Tensor | None, Transform, VocabShard]:
     """Check the operands of a function that takes logits, hidden states with a weight, or a TeacherHead, which has both
     -> this rank's plain logits (or hidden states), weight, transform and shard."""
-    expect_instance("transform", transform, Transform)
     if isinstance(logits, TeacherHead):
         if weight is not None or transform is not None:
             raise ValueError("a TeacherHead has its own weight and transform, got others")
@@ -134,14 +134,12 @@ def local_operands(
     else:
         states = logits
     tokens = states
-    expect_tensor("logits" if weight is None else "hidden states", states)
+    TENSOR.check("logits" if weight is None else "hidden states", states, {})
     if weight is None:
         states, shard = local_logits(states, shard)
     else:
-        expect_tensor("weight", weight)
-        expect_hidden_and_weight(states, weight)
-        operand_dtype(states, weight)
         states, weight, _, shard = local_head(states, weight, None, shard, "none")
+        operand_dtype(states, weight)
     return states, weight, local_part(transform or NO_TRANSFORM, shard, tokens=tokens), shard
 
 
@@ -155,7 +153,7 @@ def token_blocks(
     """
     temperature, lead = transform.temperature, states.shape[:-1]
     if isinstance(temperature, torch.Tensor):
-        expect_tensor("temperature", temperature, lead)
+        TensorLine("real numbers").check("temperature", temperature, {"..": (tuple(lead), "logits")})
     states = states.detach().reshape(math.prod(lead), states.shape[-1])
     for first in range(0, max(1, len(states)), step):
         here = slice(first, first + step)
@@ -175,19 +173,6 @@ def _sums_before(x: torch.Tensor) -> torch.Tensor:
 
 def _unflatten(lead, x):
     return x.view([*lead, *x.shape[1:]])
-
-
-def _check_options(k: int, top_p, dtype, ids_dtype, shard: VocabShard):
-    if not 1 <= k <= shard.vocab_size:
-        raise ValueError(f"k must be in [1, {shard.vocab_size}], got {k}")
-    if top_p is not None:
-        expect_real("top_p", top_p)
-        if not 0 < top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {top_p}")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-    if ids_dtype not in (torch.int64, torch.int32) or not dtype.is_floating_point:
-        raise TypeError(f"ids_dtype must be int64 or int32 and dtype floating point, got {ids_dtype} and {dtype}")
 
 
 def _merge_ranks(packets, keys, request) -> tuple[torch.Tensor, torch.Tensor]:

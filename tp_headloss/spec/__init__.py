@@ -15,6 +15,7 @@ import torch
 
 from .checked import checked as checked
 from .checked import described as described
+from .checked import lines_of as lines_of
 from .checked import lines_within as lines_within
 from .lines import AnyOf as AnyOf
 from .lines import Callables as Callables
@@ -25,20 +26,28 @@ from .lines import Line as Line
 from .lines import Names as Names
 from .lines import NumberLine as NumberLine
 from .lines import OneOf as OneOf
+from .lines import Sizes as Sizes
 from .lines import TensorLine as TensorLine
 from .lines import Text as Text
 from .lines import TupleOf as TupleOf
+from .lines import sizes_of as sizes_of
 
+FLAG, MASK = OneOf((True, False)), TensorLine("bool")
+LABELS, IDS = TensorLine("int64 or int32"), TensorLine("int64 or int32", None)
+SCALAR, TOKEN_WEIGHT = TensorLine("real numbers", ()), TensorLine("real numbers or bool")
+TENSOR = TensorLine("real numbers or bool", None)
 TOKENS, PER_TOKEN = TensorLine("floating point"), TensorLine("real numbers", broadcasts=True)
 TokenValues: TypeAlias = Annotated[torch.Tensor, TOKENS]
 PerToken: TypeAlias = Annotated[torch.Tensor, PER_TOKEN]
-TokenMask: TypeAlias = Annotated[torch.Tensor, TensorLine("bool")]
+TokenMask: TypeAlias = Annotated[torch.Tensor, MASK]
 Logits: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, sharded=-1)]
 Rows: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, sharded=0)]  # of an output layer's weight
 Floating: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None)]
 Real: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", None)]
-Ids: TypeAlias = Annotated[torch.Tensor, TensorLine("int64 or int32", None)]
-Scalar: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ())]
+Ids: TypeAlias = Annotated[torch.Tensor, IDS]
+Labels: TypeAlias = Annotated[torch.Tensor, LABELS]
+TokenIds: TypeAlias = Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", "K"))]
+Scalar: TypeAlias = Annotated[torch.Tensor, SCALAR]
 ClassWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("V",), constant=True)]
 
 FP32_MAX = torch.finfo(torch.float32).max
@@ -61,6 +70,8 @@ Weight: TypeAlias = (
 Size: TypeAlias = Annotated[int, IntLine(1)]
 Unused: TypeAlias = Annotated[Any, CheckedBy("not used")]
 TotalWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("width",), sharded=0)]
-Want: TypeAlias = Annotated[tuple[str, ...], CheckedBy("names of optional statistics")]
-TokenWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers or bool")]
-Bias: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", ("width",), sharded=0)]
+TokenWeight: TypeAlias = Annotated[torch.Tensor, TOKEN_WEIGHT]
+BIAS = TensorLine("floating point", ("width",), sharded=0, hint=": a temperature is the argument temperature=")
+Bias: TypeAlias = Annotated[torch.Tensor, BIAS]
+HIDDEN = TensorLine("floating point", ("..", "H"))
+WEIGHT = TensorLine("floating point", ("width", "H"), sharded=0)

@@ -36,9 +36,12 @@ def line_of(annotation: Any) -> Line | None:
 
 
 def _hints(function: Any) -> dict[str, Any]:
-    """Annotations of a function, of a dataclass's fields or of another class's constructor, resolved."""
-    has_fields = not isinstance(function, type) or dataclasses.is_dataclass(function)
-    return typing.get_type_hints(function if has_fields else function.__init__, include_extras=True)
+    """Annotations of a function, of a dataclass's or named tuple's fields or of a class's constructor, resolved."""
+    if dataclasses.is_dataclass(function) or hasattr(function, "_fields"):
+        return typing.get_type_hints(function, include_extras=True)
+    plain: Any = inspect.unwrap(vars(function)["__init__"] if isinstance(function, type) else function)
+    known = {name: hint for name, hint in plain.__annotations__.items() if name != "return"}  # maybe a class to come
+    return typing.get_type_hints(types.SimpleNamespace(__annotations__=known), plain.__globals__, include_extras=True)
 
 
 def lines_of(function: Callable[..., Any]) -> dict[str, Line]:
@@ -64,6 +67,7 @@ def described(function: F) -> F:
     return result
 
 
+_WRITTEN: dict[str, dict[str, str]] = {}  # by function, what is written about its arguments
 _LINES: dict[str, dict[str, Line]] = {}  # by module and name; torch.compile takes no closure of lines
 
 
@@ -116,21 +120,26 @@ def meaning_of(annotation: Any) -> str:
 
 def _with_arguments(function, lines: dict[str, Line]) -> str:
     """Return a function's docstring whose section "Args" has an entry for each argument: its line, what it means, and
-    the entry that is written there."""
-    doc, hints = inspect.cleandoc(function.__doc__ or ""), _hints(function)
+    the entry that is written there, or in the function of "as in `function`"."""
+    doc, hints = inspect.cleandoc(function.__doc__ or "") + "\n", _hints(function)
     section = re.search(r"^Args:\n((?: {4}.*\n)*)", doc, re.M)
     found = re.findall(r"^ {4}([\w, ]+): ((?:.*\n)(?: {8}.*\n)*)", "" if section is None else section[1], re.M)
-    written = {name: text for names, text in found for name in names.split(", ")}
+    written = {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
+    for name, text in written.items():
+        same = re.match(r"as in `(\w+)`[.;]? ?", text)
+        if same and name in (meant := _WRITTEN.get(same[1], {})):
+            written[name] = f"{meant[name].removesuffix('.')}. {_sentence(text[same.end() :])}".rstrip()
+    _WRITTEN[function.__name__] = written
     entries = ""
-    for name, line in lines.items():
-        text = written.get(name, "")
-        words = ". ".join(filter(None, (line.says, meaning_of(hints[name])))) + f". {_sentence(text)}"
+    for name in (*lines, *(name for name in written if name not in lines)):
+        said = (lines[name].says, meaning_of(hints[name])) if name in lines else ()
+        words = "".join(f"{part}. " for part in said if part) + _sentence(written.get(name, ""))
         entries += textwrap.fill(
             f"{name}: {' '.join(words.split())}", 108, initial_indent="    ", subsequent_indent=" " * 8
         )
         entries += "\n"
     start, end = section.span() if section else (doc.find("Returns:"),) * 2
-    return f"{doc[:start]}Args:\n{entries}" + "\n" * (section is None) + doc[end:]
+    return f"{doc[:start]}Args:\n{entries}" + "\n" * (section is None) + doc[end:].rstrip()
 
 
 def lines_within(function: Any) -> dict[str, Line]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -13,6 +13,13 @@ import torch
 from ..validation import is_number
 
 Sizes: TypeAlias = dict[str, tuple[Any, str]]  # symbol of a shape -> its size, and the name of the argument that set it
+
+
+def sizes_of(name: str, x: torch.Tensor, lead: Sequence[int], **others: int) -> Sizes:
+    """Sizes that the tokens [*lead] of a tensor set, its device, and others by their symbols."""
+    known: Sizes = {"..": (tuple(lead), name), "device": (x.device, name)}
+    return known | {symbol: (size, name) for symbol, size in others.items()}
+
 
 DTYPES: dict[str, Callable[[torch.dtype], bool]] = {
     "floating point": lambda dtype: dtype.is_floating_point,
@@ -65,14 +72,14 @@ class TensorLine:
         if self.shape is not None:
             self._check_shape(name, x, sizes)
         where = x.device if self.shape is not None else "meta" if x.is_meta else "a device with values"
-        if x.dim() or x.is_meta:  # torch takes scalars of the CPU everywhere
+        if x.dim() or x.is_meta or (self.shape and not self.broadcasts):  # torch takes other scalars of the CPU
             _check_alike(name, "device" if self.shape is not None else "kind of device", where, sizes)
 
     def _check_shape(self, name, x, sizes):
         assert self.shape is not None
         tail = tuple(size for size in self.shape if size != "..")
         lead = tuple(x.shape[: max(x.dim() - len(tail), 0)])
-        setter = next((sizes[s][1] for s in self.shape if s in sizes), "")
+        setters = " and ".join(dict.fromkeys(sizes[s][1] for s in self.shape if s in sizes))
         known = sizes.setdefault("..", (lead, name))[0] if ".." in self.shape else ()
         given = dict(zip(tail, x.shape[len(lead) :]))
         set_before = {symbol: sizes[symbol][0] for symbol in tail if symbol in sizes}
@@ -87,7 +94,7 @@ class TensorLine:
             )
         if not fits and not self.broadcasts:
             shown = ", ".join(str(set_before.get(s, s)) for s in (*known, *tail))
-            raise ValueError(f"{name} must have shape [{shown}]{' of ' * bool(setter)}{setter}, got {list(x.shape)}")
+            raise ValueError(f"{name} must have shape [{shown}]{' of ' * bool(setters)}{setters}, got {list(x.shape)}")
         for symbol, size in given.items():
             if isinstance(symbol, str):
                 sizes.setdefault(symbol, (size, name))
@@ -111,21 +118,24 @@ class NumberLine:
 
 @dataclass(frozen=True)
 class TupleOf:
-    """A tuple or list of so many values of one line; ordered: the first number is the lowest."""
+    """A tuple or list of so many values of one line (None: any number); ordered: the first number is the lowest."""
 
     line: Any
-    count: int
+    count: int | None = None
     ordered: bool = False
 
     @property
     def says(self) -> str:
         """Words for a table."""
         each = "" if self.line.says == "a number" else f", each {self.line.says}"
-        return "(lowest, highest)" if self.ordered else f"{self.count} numbers{each}"
+        several = f"a tuple or list, each {self.line.says}" if self.count is None else f"{self.count} numbers{each}"
+        return "(lowest, highest)" if self.ordered else several
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError or ValueError unless the value is such a tuple."""
-        if not isinstance(value, (tuple, list)) or len(value) != self.count:
+        if not isinstance(value, (tuple, list)) or len(value) != (self.count or len(value)):
+            if self.count is None:
+                raise TypeError(f"{name} must be a tuple or list, got {type(value).__name__}")
             raise TypeError(f"{name} must be {self.count} {_PLURALS[type(self.line)]}, got {_shown(value)}")
         for part in value:
             self.line.check(f"each of {name}", part, sizes)
@@ -157,7 +167,8 @@ class IntLine:
         except TypeError:
             raise TypeError(f"{name} must be an int, got {_shown(value)}") from None
         if not self.low <= number <= self.high:
-            expected = "in the range of int64" if self.low < 0 else f"at least {self.low}"
+            bound = f"at most {self.high}" if number > self.high else f"at least {self.low}"
+            expected = "in the range of int64" if self.low < 0 else bound
             raise ValueError(f"{name} must be {expected}, got {number}")
 
 
@@ -183,7 +194,8 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Instance:
-    """An object of a class; one that has `tokens_like` must be of the same tokens [..] as other arguments."""
+    """An object of a class; one that has `tokens_like` must be of the same tokens [..] as other arguments. A class may
+    have a `remedy`, for the error about its objects where they do not belong."""
 
     kind: type
 
@@ -195,7 +207,7 @@ class Instance:
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError unless the value is such an object, ValueError if it has other tokens."""
         if not isinstance(value, self.kind):
-            raise TypeError(f"{name} must be {_article(self.kind.__name__)}, got {type(value).__name__}")
+            raise TypeError(f"{name} must be {_article(self.kind.__name__)}, got {_type_of(value)}")
         tokens = getattr(value, "tokens_like", None)
         if isinstance(tokens, torch.Tensor):
             known, first = sizes.setdefault("..", (tuple(tokens.shape), name))
@@ -231,17 +243,18 @@ class CheckedBy:
 
 @dataclass(frozen=True)
 class Names:
-    """A tuple or list of names. known: a function that returns the names there are."""
+    """A tuple or list of names. known: a function that returns the names there are; hint: of the error for others."""
 
     says = "names"
     known: Callable[[], Any] | None = None
+    hint: str = ""
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError for anything but a tuple of strings, ValueError for unknown ones."""
         if not isinstance(value, (tuple, list)) or not all(isinstance(x, str) for x in value):
             raise TypeError(f"{name} must be a tuple of names, got {_shown(value)}")
         if self.known is not None and (unknown := set(value) - set(self.known())):
-            raise ValueError(f"{name} must be of {self.known()}, got {sorted(unknown)}")
+            raise ValueError(f"{name} must be of {self.known()}, got {sorted(unknown)}{self.hint}")
 
 
 @dataclass(frozen=True)
@@ -295,12 +308,22 @@ def _check_alike(name: str, symbol: str, device, sizes: Sizes):
     """Raise ValueError unless the device, or the kind of it, is that of the first tensor."""
     expected, first = sizes.setdefault(symbol, (device, name))
     if device != expected:
+        if getattr(device, "type", device) != getattr(expected, "type", expected):
+            device, expected = (getattr(x, "type", x) for x in (device, expected))  # the same on all ranks
         raise ValueError(f"{name} must be on {expected} like {first}, got {device}")
 
 
 def _shown(value) -> str:
-    """A value for a message, which must be the same on all ranks: tensors by their type."""
-    return type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
+    """A value for a message, which must be the same on all ranks: objects by their type."""
+    if type(value) in (list, tuple) and not all(isinstance(x, (str, float, int, list, tuple)) for x in value):
+        return str([_type_of(x) for x in value])
+    return _type_of(value) if isinstance(value, (type, dict)) or type(value).__module__ != "builtins" else repr(value)
+
+
+def _type_of(value) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return type(value).__name__ + getattr(type(value), "remedy", "")
 
 
 def _article(name: str) -> str:

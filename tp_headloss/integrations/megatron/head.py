@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,19 @@ from ...head_loss import CrossEntropy, HeadLoss, HeadLossOutput, Metric, Term
 from ...head_loss.output import without_graph
 from ...linear_head import Linear
 from ...ranks.shard import VocabShard
-from .. import check_type, require
+from ...spec import CheckedBy, Instance, Size, TupleOf, checked
+from .. import require
 from ..replacement import replaced
 
 REFUSED_OPTIONS = {  # options of a config that change what the output layer computes -> why the fused head lacks them
     "defer_embedding_wgrad_compute": "dW is computed in the backward",
     "fp8_output_proj": "logits are computed in the type of the weight; fused=False keeps Megatron's MXFP8 output layer",
 }
+Terms: TypeAlias = Annotated[Sequence[Term], TupleOf(Instance(Term))]
 IGNORED_LABEL = -100  # if ignore_index is None, every label outside of the vocabulary becomes this ignored label
 
 
+@checked
 class MegatronHead:
     """Per-token losses [b, s] fp32 of a model, not reduced, as `compute_language_model_loss` returns them.
 
@@ -63,22 +66,16 @@ class MegatronHead:
         self,
         *,
         ignore_index: int | None,
-        terms: Sequence[Term] | None = None,
-        depth_terms: Sequence[Term] | None = None,
-        metrics: Sequence = (),
-        vocab_size: int | None = None,
+        terms: Terms | None = None,
+        depth_terms: Terms | None = None,
+        metrics: Annotated[Sequence, CheckedBy("names and `Metric`s")] = (),
+        vocab_size: Size | None = None,
         linear: Linear | None = None,
         options: Options | None = None,
         compile: bool = False,
         observe: Callable[[HeadLossOutput], None] | None = None,
     ):
         require("megatron-core")
-        check_type("ignore_index", ignore_index, int, None)
-        check_type("terms", terms, list, tuple, None)
-        check_type("depth_terms", depth_terms, list, tuple, None)
-        check_type("vocab_size", vocab_size, int, None)
-        check_type("linear", linear, Linear, None)
-        check_type("options", options, Options, None)
         self.ignore_index, self.vocab_size, self.linear = ignore_index, vocab_size, linear or Linear()
         index = IGNORED_LABEL if ignore_index is None else ignore_index
         parts: dict[str, Any] = {"metrics": metrics, "ignore_index": index, "options": options, "compile": compile}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import types
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch.nn import functional as F
 
 from ...head_loss import HeadLoss
 from ...linear_head import Linear
+from ...spec import CheckedBy, checked
 from .. import check_type, require
 from ..replacement import Replacement, replaced
 from .head import MegatronHead, refuse_options
@@ -43,7 +44,10 @@ class Installed(Replacement):
             raise RuntimeError("no loss came through the installed head: is this the model that is trained?")
 
 
-def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Installed:
+@checked
+def install(
+    model: Annotated[Any, CheckedBy("a model")], head: MegatronHead | HeadLoss, *, fused: bool = True
+) -> Installed:
     """Put a head into one model, and compare its losses with the model's own.
 
     All ranks of the output layer's group call this together. A check call with random hidden states follows: the losses
@@ -62,7 +66,6 @@ def install(model, head: MegatronHead | HeadLoss, *, fused: bool = True) -> Inst
         RuntimeError: the check failed.
     """
     require("megatron-core")
-    check_type("head", head, MegatronHead, HeadLoss)
     head = MegatronHead.from_head_loss(head) if isinstance(head, HeadLoss) else head
     model, owner = _checked_model(model, fused)
     _refuse_unused(model, head, fused)

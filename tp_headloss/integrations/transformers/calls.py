@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from ...head_loss import HeadLoss
 from ...ranks.shard import VocabShard
-from ...validation import expect_ids
-from .. import check_type
+from ...spec import IDS
 
 # Arguments of a model's forward that its body does not take
 HEAD_ARGUMENTS = (
@@ -81,11 +80,11 @@ def run_body(model, given: Mapping[str, Any]):
 def next_token_labels(labels, shift_labels, ignore_index: int) -> torch.Tensor:
     """Return the label of each position of the logits [B, S]: shift_labels, or labels shifted by one to the left."""
     if shift_labels is not None:
-        expect_ids("shift_labels", shift_labels)
+        IDS.check("shift_labels", shift_labels, {})
         return shift_labels
     if labels is None:
         raise ValueError("a loss needs labels or shift_labels, got neither")
-    expect_ids("labels", labels)
+    IDS.check("labels", labels, {})
     shifted = labels.long().roll(-1, -1)
     shifted[..., -1:] = ignore_index  # torch's pad takes it through a float, which not all int64 fit
     return shifted
@@ -93,7 +92,6 @@ def next_token_labels(labels, shift_labels, ignore_index: int) -> torch.Tensor:
 
 def scalar_head_loss(head_loss: HeadLoss | None) -> HeadLoss:
     """Return the HeadLoss, or the default one. ValueError if its loss is not a scalar."""
-    check_type("head_loss", head_loss, HeadLoss, None)
     head_loss = HeadLoss() if head_loss is None else head_loss
     if head_loss.reduction == "none":
         raise ValueError("a model's loss is one number, got a HeadLoss with reduction='none'")

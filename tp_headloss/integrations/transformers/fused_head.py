@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...arguments.options import Transform
@@ -14,7 +13,7 @@ from ...head_loss import HeadLoss, HeadLossOutput
 from ...head_loss.output import without_graph
 from ...linear_head import Linear
 from ...ranks.shard import VocabShard
-from .. import check_type
+from ...spec import checked
 from .calls import (
     LOST_LABELS,
     is_training,
@@ -29,6 +28,7 @@ from .calls import (
 from .check import InstalledForward
 from .forward import named_arguments
 from .model_facts import (
+    Model,
     call_shard,
     checked_linear,
     deepspeed_facts,
@@ -37,8 +37,9 @@ from .model_facts import (
 )
 
 
+@checked
 def fuse_head(
-    model: PreTrainedModel,
+    model: Model,
     head_loss: HeadLoss | None = None,
     *,
     linear: Linear | None = None,
@@ -94,7 +95,6 @@ class FusedHead(InstalledForward):
     """An installed fused head, as `fuse_head` returns it; a context manager that removes itself."""
 
     def __init__(self, model, head_loss, linear, shard, transform, observe, skip_logits):
-        check_type("skip_logits", skip_logits, bool, None)
         wanted = scalar_head_loss(head_loss), checked_linear(linear)
         self.last: HeadLossOutput | None = None
         self.observe: Callable[[HeadLossOutput], None] | None = None

@@ -12,6 +12,7 @@ from ...call.subclasses import is_dtensor
 from ...head_loss import HeadLoss, HeadLossOutput
 from ...head_loss.output import without_graph
 from ...ranks.shard import VocabShard
+from ...spec import checked
 from .. import check_type
 from .calls import (
     LOST_LABELS,
@@ -23,7 +24,7 @@ from .calls import (
     with_ignore_index,
 )
 from .forward import FUSED, named_arguments
-from .model_facts import installed_shard
+from .model_facts import Model, installed_shard
 
 
 def colwise_plan(model_class: type[PreTrainedModel], config) -> dict[str, str]:
@@ -59,8 +60,9 @@ def colwise_plan(model_class: type[PreTrainedModel], config) -> dict[str, str]:
     return {**body, **(model_class._tp_plan or {}), "lm_head": "colwise"}
 
 
+@checked
 def causal_lm_loss(
-    model: PreTrainedModel,
+    model: Model,
     head_loss: HeadLoss | None = None,
     *,
     shard: VocabShard | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Annotated, TypeAlias
 
 import torch
 from torch import nn
@@ -13,8 +14,10 @@ from ...arguments.options import Transform
 from ...call.dtensor import local_head
 from ...linear_head import Linear
 from ...ranks.shard import VocabShard
-from .. import check_type
+from ...spec import CheckedBy
 from ..fsdp import unsharded, unwrapped_class
+
+Model: TypeAlias = Annotated[PreTrainedModel, CheckedBy("a model")]
 
 
 def deepspeed_facts(layer):
@@ -59,7 +62,6 @@ def installed_shard(model, shard: VocabShard | None = None) -> VocabShard:
 def head_shard(model, shard: VocabShard | None = None) -> VocabShard:
     """Return the shard of this rank's rows of the output layer's weight. ValueError if it is not `shard`, or if the
     ranks that share the weight may hold different tokens."""
-    check_type("shard", shard, VocabShard, None)
     layer = output_layer(model)
     if (deepspeed := deepspeed_facts(layer)) is not None:
         return deepspeed.layer_shard(layer, shard)
@@ -88,7 +90,6 @@ def call_shard(model, shard: VocabShard | None, linear: Linear, hidden: torch.Te
 
 def checked_linear(linear: Linear | None) -> Linear:
     """Return the `Linear` options, or the default ones. ValueError for sequence-parallel hidden states."""
-    check_type("linear", linear, Linear, None)
     if linear is not None and linear.hidden_grad == "reduce_scatter":
         raise ValueError("the hidden states of a transformers model are replicated, got hidden_grad='reduce_scatter'")
     return linear or Linear()
@@ -96,7 +97,6 @@ def checked_linear(linear: Linear | None) -> Linear:
 
 def checked_transform(model, transform: Transform | None) -> Transform:
     """Return the given transform, or the one in the model's config."""
-    check_type("transform", transform, Transform, None)
     return config_transform(model.config) if transform is None else transform
 
 

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from ...arguments.options import Options
 from ...linear_head import Linear
-from .. import check_type, require
+from ...spec import Size, checked
+from .. import require
 from ..megatron.head import layer_shard, logits_transform, refuse_options
 from ..megatron.postprocess import TakenHidden, hidden_in_place_of_logits
 from ..replacement import Replacement
@@ -235,8 +236,9 @@ class InstalledEngine(Replacement):
             raise RuntimeError("the head has computed nothing: were engines made inside of the block, for 'megatron'?")
 
 
+@checked
 def install(
-    *, vocab_size: int | None = None, linear: Linear | None = None, options: Options | None = None
+    *, vocab_size: Size | None = None, linear: Linear | None = None, options: Options | None = None
 ) -> InstalledEngine:
     """Register `HeadLossEngine` in the place of verl's Megatron engine of language models.
 
@@ -254,9 +256,6 @@ def install(
         ValueError: another engine than verl's own is registered, or linear asks for one sweep.
         RuntimeError: the methods of verl's engine take other arguments than those that the head was written for.
     """
-    check_type("vocab_size", vocab_size, int, None)
-    check_type("linear", linear, Linear, None)
-    check_type("options", options, Options, None)
     linear = linear or Linear()
     if linear.mode == "one_sweep":
         raise ValueError("linear must have mode='recompute' or 'auto', since verl's losses are not linear in log-probs")

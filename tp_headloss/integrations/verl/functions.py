@@ -13,8 +13,7 @@ from ...arguments.options import Options, Transform
 from ...call.statistics import vocab_statistics
 from ...linear_head import Linear, linear_vocab_statistics
 from ...ranks.shard import Group, VocabShard
-from ...spec import Floating, Ids, OneOf, Rows, Size, Temperature, Unused, checked
-from ...validation import expect_ids, expect_tensor
+from ...spec import IDS, TOKEN_WEIGHT, Floating, Ids, OneOf, Rows, Size, Temperature, Unused, checked, sizes_of
 from ..rl_calls import IGNORED_LABEL, UNREDUCED_HIDDEN_GRAD
 
 LOWEST_TEMPERATURE = 1e-8  # verl's value for temperatures that are not positive, such as the 0 of padding rows
@@ -66,9 +65,9 @@ def logits_processor(
     def process(logits, label, temperature=None, label_mask=None, sets=None):
         temperature = default if temperature is None else temperature
         transform = Transform(temperature=_positive(temperature))
-        expect_ids("label", label)
+        IDS.check("label", label, {})
         if label_mask is not None:
-            expect_tensor("label_mask", label_mask, label.shape, label.device)
+            TOKEN_WEIGHT.check("label_mask", label_mask, sizes_of("label", label, label.shape))
             label = label.masked_fill(~label_mask.bool(), IGNORED_LABEL)
         names = {"log_probs": "log_prob", "entropy": "entropy"} if entropy else {"log_probs": "log_prob"}
         if sets is not None:
