@@ -28,8 +28,10 @@ from tp_headloss import (
     vocab_statistics,
 )
 from tp_headloss.engine.backend import load_backend
+from tp_headloss.engine.loss_step_triton import LossStep
 from tp_headloss.engine.request import Facts, Request, Tensors
 from tp_headloss.engine.transports.symmetric_memory import SymmetricMemory
+from tp_headloss.head_loss.statistic_value import FusedReduction, StatisticValue, SumsPlan
 from tp_headloss.statistics import layout_of
 
 WANT = ("entropy", "total", "argmax")
@@ -262,10 +264,11 @@ def test_invariance_is_derived_from_the_cuts_never_claimed():
         VocabShard(0, 256, 256, None, True)
 
 
-@pytest.mark.parametrize("want", [("entropy",), ("topk_forward_kl", "tail_log_mass")])
+@pytest.mark.parametrize("want", [("entropy",), ("entropy", "prepared"), ("topk_forward_kl", "tail_log_mass")])
 @pytest.mark.parametrize("turn", [0, 1, 7])
 def test_packets_in_memory_of_their_ranks_merge_to_the_same_bits(turn, want, device):
     """Symmetric memory without its group: slots by turn, peers by address, turns handed over."""
+    is_prepared, want = "prepared" in want, tuple(name for name in want if name != "prepared")
     backend, world_size, slot, rows = load_backend("triton"), 4, 1024, len(layout_of(True, want).packet)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 256, generator=generator).to(device)
@@ -277,7 +280,7 @@ def test_packets_in_memory_of_their_ranks_merge_to_the_same_bits(turn, want, dev
     buffers = [torch.full((2 * slot,), torch.nan, device=device) for _ in range(world_size)]
     peers = torch.tensor([b.data_ptr() for b in buffers], device=device)
     turns = [torch.tensor([turn, -5], dtype=torch.int32, device=device) for _ in range(world_size)]
-    gathered, size, memories = torch.empty(8, rows, 6, device=device), 2 * rows * 6, []
+    gathered, size, memories, requests = torch.empty(8, rows, 6, device=device), 2 * rows * 6, [], []
     for rank in range(world_size):
         facts = Facts(64 * rank, 64, 256, 32, 2, 4, "", want, 1.0, 0.0, 1.0, -100, "triton", "gather")
         memory = object.__new__(SymmetricMemory)
@@ -288,14 +291,18 @@ def test_packets_in_memory_of_their_ranks_merge_to_the_same_bits(turn, want, dev
         given = Tensors(x[:, 64 * rank : 64 * rank + 64], labels, entries=entries[0], entry_log_probs=entries[1])
         request = Request.of(given, facts)
         backend.local_statistics(gathered[2 * rank : 2 * rank + 2], request)
+        if is_prepared:
+            plan = SumsPlan.from_functions([StatisticValue("log_prob", negative=True)], [1.0])
+            request = request._replace(step=LossStep(request, FusedReduction(plan, None, None)))
+        requests.append(request)
         packets = memory.write(request)
         assert packets.shape == (2, rows, 6) and packets.data_ptr() == buffers[rank].data_ptr()
         used = buffers[rank].view(2, slot)[turn % 2, :size]
         assert torch.equal(used, gathered[2 * rank : 2 * rank + 2].flatten())
         assert buffers[rank].isnan().sum() == 2 * slot - size
-    expected = backend.merge_packets(gathered, request)
+    expected = backend.merge_packets(gathered, request._replace(step=None))
     for rank, memory in enumerate(memories):
-        merged = memory.merge(buffers[rank][:size].view(2, rows, 6), request)
+        merged = memory.merge(buffers[rank][:size].view(2, rows, 6), requests[rank])
         assert all(torch.equal(a, b) for a, b in zip(expected, merged))
         assert turns[rank].tolist() == [turn + 1, turn]
 

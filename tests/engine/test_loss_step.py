@@ -62,8 +62,7 @@ def test_prepared_steps_have_the_bits_of_the_first(terms, denominator, layout, s
     head = HeadLoss(TERMS[terms][0], metrics=TERMS[terms][1], options=TRITON)
     first = step(head, x, labels, 2.0, **given)
     assert steps == {"statistics": 0, "gradient": 0}
-    for _ in range(2):
-        later = step(head, x, labels, 2.0, **given)
+    later = step(head, x, labels, 2.0, **given)
     assert steps == {"statistics": 1, "gradient": 1}
     assert_equal(first, later)
     other = step(head, x.flip(0), labels.flip(0), 2.0, **given)  # other values of the same kind
@@ -77,14 +76,14 @@ def test_denominators_of_another_kind_are_prepared_apart(steps, device):
     head, divisors = HeadLoss(options=TRITON), (None, 5.0, torch.tensor(5.0, device=device))
     for given in 3 * [{"denominator": divisor} for divisor in divisors]:
         assert_equal(step(head, x, labels, **given), step(HeadLoss(options=TRITON), x, labels, **given))
-    assert steps == {"statistics": 3, "gradient": 3}  # from the third call of each kind on
+    assert steps == {"statistics": 6, "gradient": 6}  # from the second call of each kind on
 
 
 def test_gradients_of_statistics_take_the_general_way(steps, device):
     x, labels = rows(device)
     head = HeadLoss([CrossEntropy(), ZLoss(0.3)], options=TRITON)
     found = [step(head, x, labels, also=lambda stats: (stats.log_prob * 0.5).sum()) for _ in range(3)]
-    assert steps == {"statistics": 1, "gradient": 0}
+    assert steps == {"statistics": 2, "gradient": 0}
     assert_equal(found[0], found[2])
 
 
@@ -100,7 +99,7 @@ def test_what_is_saved_may_come_back_elsewhere(steps, device):
     for _ in range(3):
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, moved):
             found.append(step(head, x, labels))
-    assert steps == {"statistics": 1, "gradient": 0}
+    assert steps == {"statistics": 2, "gradient": 0}
     assert_equal(found[0], found[2])
 
 
@@ -109,7 +108,7 @@ def test_two_backwards_and_in_place_gradients(inplace, steps, device):
     x, labels = rows(device)
     head = HeadLoss(options=Options(backend="triton", inplace=inplace))
     expected = step(HeadLoss(options=TRITON), x, labels)[1]
-    for _ in range(3):
+    for _ in range(2):
         leaf = x.clone().requires_grad_()
         out = head(leaf * 1.0, labels)
         out.loss.backward(retain_graph=not inplace)
@@ -124,13 +123,11 @@ def test_a_kind_that_comes_once_prepares_nothing(steps, device):
     head = HeadLoss(options=TRITON)
     for n in range(1, N):
         step(head, x[:n], labels[:n])
-        step(head, x[:n], labels[:n])
     assert steps == {"statistics": 0, "gradient": 0}
 
 
 def test_others_are_not_prepared(steps, device):
-    """What the prepared launches do not know: own losses, weights, values that are no statistics, checks, one
-    launch."""
+    """What the prepared launches do not know: own losses, weights, values that are no statistics, one launch."""
     x, labels = rows(device)
     weights = torch.rand(N, generator=torch.Generator().manual_seed(2)).to(device)
     trained = torch.tensor(3.0, device=device, requires_grad=True)
@@ -138,7 +135,6 @@ def test_others_are_not_prepared(steps, device):
         (HeadLoss(CrossEntropy(label_smoothing=0.1), options=TRITON), {}),
         (HeadLoss(options=TRITON), {"token_weight": weights}),
         (HeadLoss(options=TRITON), {"denominator": trained}),
-        (HeadLoss(options=Options(backend="triton", check=True)), {}),
         (HeadLoss(options=Options(backend="torch")), {}),
         (HeadLoss(options=Options(backend="triton", gradient="forward")), {}),
     ):
@@ -147,24 +143,28 @@ def test_others_are_not_prepared(steps, device):
     assert steps == {"statistics": 0, "gradient": 0}
 
 
-def test_a_sum_and_a_denominator_in_double_precision_are_prepared(steps, device):
+def test_a_sum_a_denominator_in_double_precision_and_checks_are_prepared(steps, device):
     x, labels = rows(device)
     for head, given in (
         (HeadLoss(reduction="sum", options=TRITON), {}),
         (HeadLoss(options=TRITON), {"denominator": torch.tensor(7, device=device)}),
+        (HeadLoss(options=Options(backend="triton", check=True)), {}),
     ):
-        found = [step(head, x, labels, **given) for _ in range(3)]
-        assert_equal(found[0], found[2])
-    assert steps == {"statistics": 2, "gradient": 2}
+        found = [step(head, x, labels, **given) for _ in range(2)]
+        assert_equal(found[0], found[1])
+    assert steps == {"statistics": 3, "gradient": 3}
+    with pytest.raises(ValueError, match="label of token 0"):
+        head(x, torch.full_like(labels, V))
+    assert steps["statistics"] == 4
 
 
 def test_metrics_of_ones_own_go_with_prepared_launches(steps, device):
     x, labels = rows(device)
     own = Metric(lambda stats: {"confidence": stats.log_prob.exp(), "max_lse": stats.lse})
     head = HeadLoss(metrics=own, options=TRITON)
-    found = [step(head, x, labels) for _ in range(3)]
-    assert set(found[2][0].metrics) == {"confidence", "max_lse"} and steps == {"statistics": 1, "gradient": 1}
-    assert_equal(found[0], found[2])
+    found = [step(head, x, labels) for _ in range(2)]
+    assert set(found[1][0].metrics) == {"confidence", "max_lse"} and steps == {"statistics": 1, "gradient": 1}
+    assert_equal(found[0], found[1])
 
 
 def test_transforms_are_refused_as_in_a_first_call(device):
@@ -183,6 +183,8 @@ def ranks_run(group, device, transport):
     local = torch.nn.functional.pad(x, (0, 1024 - V))[:, shard.start : shard.stop].contiguous()
     head = HeadLoss([CrossEntropy(), ZLoss(0.3)], options=Options(backend="triton", transport=transport))
     found = [step(head, x, labels, shard=shard) for x in (local, 2 * local, local)]
+    (known,) = head._definition.plan.checked.values()
+    assert [type(prepared) for prepared in known.steps.values()] == [loss_step_triton.LossStep]
     return [(out.loss.item(), gradient.cpu()) for out, gradient in found]
 
 

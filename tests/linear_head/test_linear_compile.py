@@ -57,12 +57,18 @@ def test_operators_are_registered_consistently(device):
     stats = linear_vocab_statistics(hidden.requires_grad_(), weight, labels, bias=bias, want=("entropy",))
     node = stats.lse.grad_fn
     inputs, no_teacher = (labels, bias, *[None] * (len(Tensors._fields) - 3)), (None, None, None, torch.float32, 0.0)
-    fixed = (*no_teacher, *(list(x) if isinstance(x, tuple) else x for x in node.facts), *LinearFacts(*node.linear))
+    fixed = (
+        *no_teacher,
+        *(list(x) if isinstance(x, tuple) else x for x in node.request.facts),
+        *LinearFacts(*node.linear),
+    )
     checks, operators = {"test_utils": ("test_schema", "test_faketensor")}, torch.ops.tp_headloss
     hidden = hidden.detach()
     torch.library.opcheck(operators.linear_statistics.default, (hidden, weight, *inputs, *fixed), **checks)
     merged = operators.linear_statistics(hidden, weight, *inputs, *fixed)[0]
-    grads = [torch.randn(N, device=device) if name in ("lse", "entropy") else None for name in node.layout.gradients]
+    grads = [
+        torch.randn(N, device=device) if name in ("lse", "entropy") else None for name in node.request.layout.gradients
+    ]
     for wanted in ([True, True, True], [False, True, False]):
         args = (hidden, weight, *inputs, merged, grads, wanted, *fixed)
         torch.library.opcheck(operators.linear_gradient.default, args, **checks)

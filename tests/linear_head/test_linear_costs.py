@@ -245,6 +245,18 @@ def test_auto_says_what_it_does(caplog, monkeypatch):
     assert [record.message for record in caplog.records[2:]] == ["linear head: one sweep", "linear head: recompute"]
 
 
+def test_the_mode_of_a_repeated_call_follows_gradients(caplog):
+    hidden, weight, _, labels, _ = tensors()
+    head, divisor = HeadLoss(), torch.tensor(5.0)
+    trained = divisor.clone().requires_grad_()
+    cases = [(True, divisor, "one sweep"), (False, divisor, "recompute"), (True, trained, "recompute")]
+    with caplog.at_level(logging.DEBUG, "tp_headloss"):
+        for enabled, denominator, _ in 2 * cases:
+            with torch.set_grad_enabled(enabled):
+                head.linear(hidden.requires_grad_(), weight, labels, denominator=denominator)
+    assert [record.message for record in caplog.records] == [f"linear head: {mode}" for *_, mode in 2 * cases]
+
+
 def trainable_run(group, device, needs, mode):
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
     shard = VocabShard.from_group(group, V)

@@ -373,7 +373,7 @@ def test_operators_are_registered_consistently():
     stats = linear_vocab_statistics(hidden.requires_grad_(), weight, labels, teacher=teacher, want=("forward_kl",))
     node = stats.lse.grad_fn
     saved = node.saved_tensors
-    facts = [list(x) if isinstance(x, tuple) else x for x in node.facts]
+    facts = [list(x) if isinstance(x, tuple) else x for x in node.request.facts]
     fixed = (
         teacher_hidden, teacher_weight, teacher_bias, torch.float32, CAPPED["scale"] / CAPPED["softcap"], *facts,
         *LinearFacts(*node.linear),
@@ -383,8 +383,8 @@ def test_operators_are_registered_consistently():
     args = hidden.detach(), weight, *inputs
     torch.library.opcheck(compiled.linear_statistics.default, (*args, *fixed), **checks)
     merged, values, *_ = compiled.linear_statistics(*args, *fixed)
-    assert torch.equal(values[node.layout.outputs.index("forward_kl")], stats.forward_kl)
-    grads = [torch.randn(N) if name == "forward_kl" else None for name in node.layout.gradients]
+    assert torch.equal(values[node.request.layout.outputs.index("forward_kl")], stats.forward_kl)
+    grads = [torch.randn(N) if name == "forward_kl" else None for name in node.request.layout.gradients]
     args = *args, merged, grads, [True, True, False]
     torch.library.opcheck(compiled.linear_gradient.default, (*args, *fixed), **checks)
 

@@ -170,7 +170,7 @@ def computed_statistics(request: Request, labels, options: Options | None, reduc
         reduction = reduction._replace(weight=request.order.flatten(reduction.weight).float().contiguous())
     tensors = request.tensors
     # autograd looks at each of its arguments
-    if request.prepared_steps is not None or all(tensor is None for tensor in tensors[2:]):
+    if request.steps is not None or all(tensor is None for tensor in tensors[2:]):
         tensors = tensors[:2]
     refuse_transforms()
     *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)

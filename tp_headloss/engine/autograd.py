@@ -69,19 +69,22 @@ class Statistics(torch.autograd.Function):
         facts, layout = request.facts, request.layout
         request = request._replace(tensors=Tensors(*tensors))
         ctx.expected = None if reduction is None else reduction.expected
+        ctx.step = None if reduction is None else load_backend(facts.backend).loss_step(request, reduction)
         in_forward: list[torch.Tensor] = []
         reduced = None
         if reduction is None:
             merged, values, *flags = operators.statistics(request)
+            outputs = *values.unbind(0), *flags
+        elif ctx.step is not None:
+            merged, outputs, reduced = ctx.step.statistics(request, reduction.denominator)
         elif ctx.expected is None:
-            (merged, values, *flags), reduced = passes.reduced_statistics(request, reduction)
+            merged, outputs, reduced = passes.reduced_statistics(request, reduction)
         else:
-            (merged, values, *flags), reduced, *in_forward = passes.statistics_and_gradient(request, reduction)
+            merged, outputs, reduced, *in_forward = passes.statistics_and_gradient(request, reduction)
             ctx.taken = False
         ctx.request, ctx.inplace, ctx.is_spent = Request(None, facts, layout), inplace, False
         ctx.plan = None if reduction is None else reduction.plan
         ctx.set_materialize_grads(False)
-        outputs = (*values.unbind(0), *flags)
         loss = sums = None
         saved, fixed = (), [outputs[i] for i in layout.fixed]
         if reduction is not None and reduced is not None:
@@ -101,36 +104,13 @@ class Statistics(torch.autograd.Function):
         return _statistics_gradients(ctx, saved, upstream)
 
 
-class PreparedStatistics(torch.autograd.Function):
-    """`Statistics` with a `FusedReduction`, by the `LossStep` of calls of one kind: quicker, with the same results."""
-
-    @staticmethod
-    def forward(ctx, logits, labels, step, inplace, denominator):
-        merged, outputs, loss, sums, inverse = step.statistics(logits, labels, denominator)
-        ctx.step, ctx.request, ctx.plan, ctx.expected = step, step.request, step.loss_plan, None
-        ctx.inplace, ctx.is_spent = inplace, False
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[outputs[i] for i in step.fixed], sums)
-        values = [outputs[i] for i in step.summed]
-        ctx.save_for_backward(logits, labels, merged, outputs[step.valid], None, inverse, *values)
-        return *outputs, loss, sums
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, saved, *upstream):
-        *others, loss, _ = upstream
-        if loss is not None and not [g for g in others if g is not None] and not ctx.inplace:
-            logits, labels, merged, _valid, _weight, inverse, *values = saved
-            if ctx.step.serves(logits, labels, merged, *values) and operators.can_skip_dispatch(merged):
-                return ctx.step.gradient(logits, labels, merged, loss, inverse, values), None, None, None, None
-        return _statistics_gradients(ctx, saved, upstream)
-
-
 def _statistics_gradients(ctx, saved, upstream) -> tuple:
     """The gradients of the arguments of `Statistics`, from what it saved and upstream gradients of what it returned."""
     loss = upstream[-2]
-    alone = loss is not None and all(g is None for g in upstream[:-2])
+    alone = loss is not None and not [g for g in upstream[:-2] if g is not None]
     count = len(ctx.needs_input_grad) - 3  # absent tensors at the end are left out
+    if alone and ctx.step is not None and not ctx.inplace and ctx.step.serves(saved):
+        return (ctx.step.gradient(loss, saved), *[None] * (count + 2))
     layout = ctx.request.layout
     request = Request(Tensors.saved(*saved[:count]), ctx.request.facts, layout)
     others = [without_gaps(x) for x in saved[count:]]

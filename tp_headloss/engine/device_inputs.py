@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..statistics import Layout
 from ..statistics.records_triton import Inputs
 from .device_layout import DeviceLayout, device_layout
-from .launch import int_key, pointer_key
+from .launch import int_key
 from .request import Facts, Request, Tensors
 
 
@@ -39,7 +39,7 @@ def _prepared(facts: Facts, layout: Layout, *kinds) -> Prepared:
     inputs = Inputs._make((*kinds, *strides, *teacher, n_entries, n_ids, width, facts.chunk_size, *factors))
     rows = device_layout(layout)
     ignore_index_is_int32 = -(1 << 31) <= facts.ignore_index < 1 << 31
-    compiled_in = rows, ignore_index_is_int32, *inputs_key(inputs, [k and k[:2] for k in kinds])
+    compiled_in = rows, ignore_index_is_int32, *[k and k[:2] for k in kinds], *_inputs_key(inputs)
     return Prepared(
         rows, inputs[len(kinds) :], _variant(*compiled_in),
         (facts.start, facts.valid_width, facts.chunks, facts.ignore_index),
@@ -52,7 +52,6 @@ def _variant(*_compiled_in) -> object:
     return object()
 
 
-@functools.lru_cache(maxsize=256)
 def _factors(facts: Facts, has_temperatures: bool, has_scales: bool) -> tuple:
     """`Inputs` from pre to beta: None where nothing is multiplied."""
     own: tuple[float | None, float | None]
@@ -65,13 +64,11 @@ def _factors(facts: Facts, has_temperatures: bool, has_scales: bool) -> tuple:
     return *own, *(both if has_scales or both != (1.0, 1.0) else (None, None)), facts.beta
 
 
-def inputs_key(inputs: Inputs, pointers=None) -> tuple:
-    """Return everything about the inputs that Triton compiles into a kernel; pointers: their keys, if known."""
-    if pointers is None:
-        pointers = map(pointer_key, inputs[: len(Tensors._fields)])
+def _inputs_key(inputs: Inputs) -> tuple:
+    """Return what Triton compiles into a kernel about the inputs besides their pointers."""
     strides: tuple = (int_key(inputs.x_row), int_key(inputs.x_column))
     if inputs.teacher is not None:
         strides += int_key(inputs.teacher_row), int_key(inputs.teacher_column)
     sizes = inputs.n_entries, inputs.n_ids, inputs.width, inputs.chunk_size
     switches = inputs.pre is None, inputs.post is None, inputs.student_scale is None
-    return *pointers, *strides, *sizes, *switches
+    return *strides, *sizes, *switches

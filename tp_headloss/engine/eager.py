@@ -30,7 +30,8 @@ def transform(x, bias, temperature, facts: Facts):
         x = x + bias.to(x.dtype)
     inverse = 1.0 / facts.temperature if temperature is None else (1.0 / temperature.to(x.dtype))[:, None]
     if not facts.softcap:
-        return x * (facts.scale * inverse), facts.scale * inverse
+        factor = facts.scale * inverse
+        return x if temperature is None and factor == 1 else x * factor, factor
     bounded = torch.tanh(x * (facts.scale / facts.softcap))
     # 1 - tanh^2 without its cancellation
     slope = torch.cosh(x * (facts.scale / facts.softcap)) ** -2
@@ -145,14 +146,16 @@ def finish(shift, sums: dict, request: Request, dtype) -> list[torch.Tensor]:
         values |= found[0]
         rows |= found[1]
 
-    def settled(value):
-        return torch.where(joined.ignored, 0.0, torch.where(joined.bad, torch.nan, value)).to(dtype)
+    def settled(names, found):
+        every = torch.stack([found[name] for name in names])
+        return torch.where(joined.ignored, 0.0, torch.where(joined.bad, torch.nan, every)).to(dtype)
 
     later = dict.fromkeys(layout.second, torch.zeros_like(joined.whole))  # written by `finish_second`
     values, rows = values | later, rows | later
-    merged = torch.stack([settled(rows[name]) for name in layout.merged])
-    values |= {name: settled(values[name]) if name != "owners" else values[name].to(dtype) for name in layout.values}
-    outputs = [merged, torch.stack([values[name] for name in layout.values]), *(values[name] for name in layout.flags)]
+    merged, found = settled(layout.merged, rows), settled(layout.values, values)
+    if "owners" in values:
+        found[layout.values.index("owners")] = values["owners"]
+    outputs = [merged, found, *[values[name] for name in layout.flags]]
     if layout.per_id:
         known = dict(zip(layout.merged, merged.unbind(0)))
         outputs.append(log_probs_at(sums["logits_at"], request.tensors.ids, known["shift"], known["sum"]))

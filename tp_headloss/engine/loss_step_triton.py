@@ -1,10 +1,12 @@
-"""The launches of a loss of statistics on one rank, with everything worked out once that steps of one kind share.
+"""The launches of a loss of statistics, with everything worked out once that calls of one kind share.
 
-A step computes what `triton.local_statistics`, `merge_packets` and `logits_gradient` compute, by the same kernels. Only
-the host's part is shorter, which is what small steps wait for.
+A step computes what `triton.local_statistics`, `merge_packets`, `token_sums` and `logits_gradient` compute, by the same
+kernels. Only the host's part is shorter, which is what small steps wait for.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -12,6 +14,8 @@ from ..statistics.records_triton import Inputs, Lists, LossGradient
 from . import kernels
 from .device_inputs import inputs_of
 from .launch import MERGE, SUMS, PreparedLaunch, ceil_div, gradient_launch, int_key, statistics_launch
+from .operators import can_skip_dispatch
+from .passes import Reduced, statistics
 from .request import Request
 from .sums_triton import divided_by, sums_kernel, sums_key
 from .transports.symmetric_memory_triton import SharedMemory
@@ -25,46 +29,51 @@ def place_of(x: torch.Tensor) -> tuple:
 
 
 def loss_step(request: Request, reduction) -> LossStep | None:
-    """The step of a call with logits and labels alone, which has no weights; None where the general way is needed."""
+    """The step of a call of a kind that is remembered (`Request.steps`): from the second call on, because many kinds
+    never come again. None where the general way is needed."""
+    steps, (logits, labels, *_), divisor = request.steps, request.tensors, reduction.denominator
+    if steps is None or reduction.expected is not None:
+        return None
+    divisor = divisor.data_ptr() % 16 if isinstance(divisor, torch.Tensor) else type(divisor)
+    place = logits.data_ptr() % 16, labels.data_ptr() % 16, divisor
+    if place not in steps:
+        steps[place] = None
+        return None
+    if steps[place] is None:
+        steps[place] = LossStep(request, reduction) if _is_served(request, reduction) else False
+    return steps[place] if steps[place] and steps[place].is_on_current_device() else None
+
+
+def _is_served(request: Request, reduction) -> bool:
     layout, gradients = request.layout, reduction.plan.gradients
-    has_rows = len(request.tensors.logits) > 0
-    if request.facts.world_size > 1 or layout.second or layout.per_id or layout.needs_label_logits or not has_rows:
-        return None
-    if gradients is None or not all(name in layout.differentiable for name, *_ in gradients):
-        return None
-    return LossStep(request, reduction)
+    if layout.second or layout.per_id or layout.needs_label_logits or not len(request.tensors.logits):
+        return False
+    return gradients is not None and all(name in layout.differentiable for name, *_ in gradients)
 
 
 class LossStep:
-    """Forward and backward of calls of one kind: logits [N, width], labels [N], and a loss that is a weighted sum of
-    statistics, or squares of them, over a denominator of one kind, a number or a tensor."""
+    """Forward and backward of calls of one kind: logits [N, width], labels [N], no weights, and a loss that is a
+    weighted sum of statistics, or squares of them, over a denominator of one kind, a number or a tensor."""
 
     def __init__(self, request: Request, reduction):
-        self.loss_plan = plan = reduction.plan
-        gradients = plan.gradients
-        tensors, facts, layout = request.tensors, request.facts, request.layout
-        inputs, prepared = inputs_of(request)
+        tensors, facts, layout, plan = request.tensors, request.facts, request.layout, reduction.plan
+        (inputs, prepared), gradients = inputs_of(request), plan.gradients
         rows, (n_rows, width), device = prepared.rows, tensors.logits.shape, tensors.logits.device
+        self.facts, self.plan, self.rows, self.n_rows = facts, plan, rows, n_rows
         self.index, self.places = device.index, (*place_of(tensors.logits), *place_of(tensors.labels))
-        self.request = Request(None, facts, layout)
-        # places among the outputs: of those without a gradient, of the terms' statistics and of the flag
-        self.fixed, self.valid = layout.fixed, layout.outputs.index("valid")
-        self.summed = [layout.outputs.index(name) for name, *_ in gradients]
-        self.added = [layout.outputs.index(name) for name in plan.statistics]
-        self.inputs, self.outputs = inputs[2:], rows.outputs
+        # places among the outputs: of the values that are summed and of the flag
+        self.added, self.valid = [layout.outputs.index(name) for name in plan.statistics], layout.outputs.index("valid")
+        self.inputs, self.bounds = inputs[2:], prepared.bounds
         packets = tensors.logits.new_empty((), dtype=torch.float32).expand(request.packets_shape)
         outputs = layout.empty_outputs(packets, n_rows, torch.float32)
         # for `empty_like`, the quickest way to allocate; expanded, so that they take no memory
-        reduced = packets.new_empty(len(plan.statistics) + 1), packets.new_empty(()), packets.new_empty(()).double()
-        self.like = [x.new_empty(()).expand(x.shape) for x in (packets, *outputs, *reduced)]
-        variant = device, prepared.variant, facts.chunks
-        self.write = PreparedLaunch(
-            kernels.statistics_kernel, n_rows * facts.chunks, variant, statistics_launch(facts.chunk_size)
-        )
-        self.write_last = rows.statistics, rows.packet, n_rows, *prepared.bounds
-        self.merge = PreparedLaunch(kernels.merge_kernel, ceil_div(n_rows, MERGE.block), variant, MERGE)
-        self.merge_last = rows.merge, rows.merge_rows, n_rows, facts.packets, facts.chunks
-        by_output = self._by_output(outputs)
+        self.packets, self.outputs = packets, [x.new_empty(()).expand(x.shape) for x in outputs]
+        scalar = packets.new_empty(())
+        self.reduced = scalar, scalar.expand(len(plan.statistics) + 1), scalar.double()
+        self.variant = device, prepared.variant, facts.chunks, facts.packets
+        self.launches: dict[Any, tuple[PreparedLaunch, PreparedLaunch]] = {}
+        _merged, values, *flags = outputs
+        by_output = *values.unbind(0), *flags
         key = sums_key([by_output[i] for i in self.added], by_output[self.valid], reduction)
         self.add_up = PreparedLaunch(sums_kernel, 1, key, SUMS)
         self.add_up_last = plan.squares, plan.negatives, reduction.denominator is None
@@ -76,38 +85,62 @@ class LossStep:
         columns = kernels.gradient_columns(how.block, inputs, hooks)
         # where logits have gaps between their elements, the strides of the gradient are of another kind than theirs
         strides = map(int_key, torch.empty_like(tensors.logits, device="meta").stride())
-        self.write_gradient = PreparedLaunch(
-            kernels.gradient_kernel, n_rows * ceil_div(width, columns), (*variant, gradients, padded, *strides), how
-        )
+        variant = *self.variant, gradients, padded, *strides
+        self.write_gradient = PreparedLaunch(kernels.gradient_kernel, n_rows * ceil_div(width, columns), variant, how)
         self.gradient_last = Lists(), hooks, rows.merged, n_rows, facts.start, facts.valid_width, padded
 
     def is_on_current_device(self) -> bool:
         """True where a kernel can be launched without a switch of devices."""
         return self.index is None or self.index == torch._C._cuda_getDevice()
 
-    def serves(self, logits, labels, *others) -> bool:
-        """True for tensors that lie as those of the first call did, without gaps in others, on the current device."""
-        alike = self.places == (*place_of(logits), *place_of(labels)) and all(x.is_contiguous() for x in others)
-        return alike and self.is_on_current_device()
+    def serves(self, saved) -> bool:
+        """True for saved tensors that lie as those of the first call did, the others without gaps, on the current
+        device."""
+        logits, labels, merged, _valid, _weight, _inverse, *values = saved
+        alike = self.places == (*place_of(logits), *place_of(labels)) and can_skip_dispatch(merged)
+        return alike and False not in map(torch.Tensor.is_contiguous, (merged, *values)) and self.is_on_current_device()
 
-    @staticmethod
-    def _by_output(outputs) -> tuple[torch.Tensor, ...]:
-        """[merged rows, values, *flags] -> the outputs of the layout."""
-        _merged, values, *flags = outputs
-        return *values.unbind(0), *flags
+    def _prepared(self, slot) -> tuple[PreparedLaunch, PreparedLaunch]:
+        """The launches of the statistics and of their merge, for shared memory whose slots have so many elements."""
+        how, variant = statistics_launch(self.facts.chunk_size), (*self.variant, slot)
+        self.launches[slot] = (
+            PreparedLaunch(kernels.statistics_kernel, self.n_rows * self.facts.chunks, variant, how),
+            PreparedLaunch(kernels.merge_kernel, ceil_div(self.n_rows, MERGE.block), variant, MERGE),
+        )
+        return self.launches[slot]
 
-    def statistics(self, logits, labels, denominator) -> tuple:
-        """Return the merged rows, the layout's outputs, the loss, its sums and 1 / its divisor."""
-        packets, *outputs, sums, loss, inverse = map(torch.empty_like, self.like)
-        inputs, (given, number) = Inputs(logits, labels, *self.inputs), divided_by(denominator)
-        self.write(packets, inputs, NOT_SHARED, *self.write_last)
-        self.merge(self.outputs(outputs), packets, inputs, NOT_SHARED, *self.merge_last)
-        by_output, coefficients = self._by_output(outputs), self.loss_plan.coefficients
-        self.add_up(
-            sums, inverse, loss, tuple([by_output[i] for i in self.added]), by_output[self.valid], None, given,
-            coefficients, number, len(labels), *self.add_up_last,
+    def write(self, packets, request: Request, shared: SharedMemory = NOT_SHARED) -> None:
+        """`triton.local_statistics`."""
+        inputs, rows = Inputs(*request.tensors[:2], *self.inputs), self.rows
+        launch, _ = self.launches.get(shared.slot) or self._prepared(shared.slot)
+        launch(packets, inputs, shared, rows.statistics, rows.packet, self.n_rows, *self.bounds)
+
+    def merge(self, packets, request: Request, shared: SharedMemory = NOT_SHARED) -> list[torch.Tensor]:
+        """`triton.merge_packets`."""
+        inputs, rows, facts = Inputs(labels=request.tensors.labels), self.rows, self.facts  # as there: compiled once
+        outputs = [*map(torch.empty_like, self.outputs)]
+        _, launch = self.launches.get(shared.slot) or self._prepared(shared.slot)
+        launch(
+            rows.outputs(outputs), packets, inputs, shared, rows.merge, rows.merge_rows, self.n_rows,
+            facts.chunks * facts.world_size, facts.chunks,
         )  # fmt: skip
-        return outputs[0], by_output, loss, sums, inverse
+        return outputs
+
+    def statistics(self, request: Request, denominator) -> tuple[torch.Tensor, tuple, Reduced]:
+        """`passes.reduced_statistics`."""
+        if self.facts.world_size == 1:
+            packets = torch.empty_like(self.packets)
+            self.write(packets, request)
+            merged, values, *flags = self.merge(packets, request)
+        else:  # the transport comes back to `write` and `merge`
+            merged, values, *flags = statistics(request._replace(step=self))
+        outputs, (loss, sums, inverse) = (*values.unbind(0), *flags), map(torch.empty_like, self.reduced)
+        given, number = divided_by(denominator)
+        self.add_up(
+            sums, inverse, loss, tuple([outputs[i] for i in self.added]), outputs[self.valid], None, given,
+            self.plan.coefficients, number, self.n_rows, *self.add_up_last,
+        )  # fmt: skip
+        return merged, outputs, Reduced(loss, sums, inverse)
 
     def _upstream(self, values):
         """Upstream gradients of the statistics, whose values [N] are read where the loss has their squares."""
@@ -115,8 +148,9 @@ class LossStep:
         grads = {name: (c, value) if squared else (c,) for (name, c, squared), value in given}
         return self.grads_type(*map(grads.get, self.grads_type._fields))
 
-    def gradient(self, logits, labels, merged, loss, inverse, values) -> torch.Tensor:
-        """d loss / d logits for this upstream gradient of the loss; values: of its statistics."""
+    def gradient(self, loss, saved) -> torch.Tensor:
+        """d loss / d logits for this upstream gradient of the loss, from what the forward saved."""
+        logits, labels, merged, _valid, _weight, inverse, *values = saved
         out, grads = torch.empty_like(logits), self.grads or self._upstream(values)
         inputs, loss = Inputs(logits, labels, *self.inputs), LossGradient(loss, inverse, None)
         self.write_gradient(out, *out.stride(), inputs, merged, grads, loss, *self.gradient_last)

@@ -42,27 +42,26 @@ class Reduced(NamedTuple):
     inverse: torch.Tensor  # [] fp64: 1 / what the loss was divided by
 
 
-def reduced_statistics(request: Request, reduction) -> tuple[list[torch.Tensor], Reduced]:
-    """`statistics`, and a reduction of them. For the triton backend."""
-    outputs = statistics(request)
-    return outputs, _reduced(outputs, request, reduction)
+def reduced_statistics(request: Request, reduction) -> tuple[torch.Tensor, tuple, Reduced]:
+    """Merged rows, the layout's outputs, and a reduction of them. For the triton backend."""
+    return _reduced(statistics(request), request, reduction)
 
 
-def _reduced(outputs: list[torch.Tensor], request: Request, reduction) -> Reduced:
-    """The reduction of statistics."""
-    _merged, values, *flags = outputs
-    named = dict(zip(request.layout.outputs, (*values.unbind(0), *flags)))
+def _reduced(outputs: list[torch.Tensor], request: Request, reduction) -> tuple[torch.Tensor, tuple, Reduced]:
+    merged, values, *flags = outputs
+    by_output = *values.unbind(0), *flags
+    named = dict(zip(request.layout.outputs, by_output))
     summed = tuple([named[name] for name in reduction.plan.statistics])
-    return Reduced(*load_backend(request.facts.backend).token_sums(summed, named["valid"], reduction))
+    return merged, by_output, Reduced(*load_backend("triton").token_sums(summed, named["valid"], reduction))
 
 
-def statistics_and_gradient(request: Request, reduction) -> tuple[list, Reduced, torch.Tensor, torch.Tensor]:
+def statistics_and_gradient(request: Request, reduction) -> tuple:
     """`reduced_statistics` on one rank, the gradient [N, width] of the loss for the upstream gradient that it expects,
     and a note of that."""
     backend, logits = load_backend(request.facts.backend), request.tensors.logits
     packets, gradient = logits.new_empty(request.packets_shape, dtype=torch.float32), logits.new_empty(logits.shape)
     outputs, assumed = backend.statistics_and_gradient(packets, gradient, request, reduction)
-    return outputs, _reduced(outputs, request, reduction), gradient, assumed
+    return *_reduced(outputs, request, reduction), gradient, assumed
 
 
 def second_packets(request: Request, merged: torch.Tensor) -> torch.Tensor:

@@ -67,21 +67,17 @@ class Tensors(NamedTuple):
         """Tensors that autograd saved, as kernels take them: all but logits and a teacher without gaps, whatever hooks
         of saved tensors, as offloading has them, made of their strides."""
         strided = cls._fields.index("logits"), cls._fields.index("teacher")
-        found: list[Any] = [x if i in strided else without_gaps(x) for i, x in enumerate(tensors)]
+        found: list[Any] = [x if x is None or i in strided else x.contiguous() for i, x in enumerate(tensors)]
         return cls(*found)
 
     def rows(self, here: slice | torch.Tensor, logits: torch.Tensor) -> Tensors:
         """The tensors of some tokens, whose logits are given."""
+        parts = {name: x[here] for name in PER_TOKEN if (x := getattr(self, name)) is not None}
+        scales = None if self.scales is None else self.scales[:, here].contiguous()
+        return self._replace(logits=logits, scales=scales, **parts)
 
-        def part(x):
-            return None if x is None else x[here]
 
-        return Tensors(
-            logits, part(self.labels), self.bias, part(self.temperatures), self.column_weight, part(self.teacher),
-            None if self.scales is None else self.scales[:, here].contiguous(),
-            part(self.entries), part(self.entry_log_probs), self.sets, part(self.set_spans), part(self.label_logits),
-            part(self.ids),
-        )  # fmt: skip
+PER_TOKEN = "labels", "temperatures", "teacher", "entries", "entry_log_probs", "set_spans", "label_logits", "ids"
 
 
 class TeacherOperands(NamedTuple):
@@ -94,24 +90,10 @@ class TeacherOperands(NamedTuple):
     cap: float = 0.0  # the factor inside of the softcap's tanh, 0 without a softcap
 
     @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.teacher_hidden, self.teacher_weight, self.teacher_bias
-
-    def with_tensors(self, tensors) -> TeacherOperands:
-        """Return this head with other tensors, in the order of `tensors`."""
-        hidden, weight, bias = tensors
-        return self._replace(teacher_hidden=hidden, teacher_weight=weight, teacher_bias=bias)
-
-    @property
     def block_dtype(self) -> torch.dtype:
         """dtype of a block of logits: unrounded where something is still to be done to them."""
         exact = self.cap or self.teacher_bias is not None
         return accumulation_dtype(self.operand_dtype) if exact else self.operand_dtype
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of memory for a logit of a block."""
-        return 0 if self.teacher_hidden is None else self.block_dtype.itemsize
 
 
 class Request(NamedTuple):
@@ -123,8 +105,8 @@ class Request(NamedTuple):
     order: TokenOrder | MaybeNone = None  # how the caller's tokens became rows
     shard: VocabShard | MaybeNone = None
     teacher_head: TeacherOperands = TeacherOperands()
-    # of calls of this kind, see `known_calls.prepare`; None: the call is of no known kind
-    prepared_steps: dict | MaybeNone = None
+    steps: dict | MaybeNone = None  # of calls of this kind, see `loss_step_triton`; None: they are not remembered
+    step: Any = None  # the one whose launches write and merge the packets of this call
 
     @classmethod
     def of(cls, tensors, facts: Facts) -> Request:

@@ -68,6 +68,9 @@ def label_logits(out, request: Request):
 def local_statistics(packets, request: Request, memory=None):
     """Write this rank's packets [chunks, rows, N] fp32, into `memory`'s slot if there is one."""
     n_rows, facts = packets.shape[-1], request.facts
+    if request.step is not None:
+        request.step.write(packets, request, _shared(memory))
+        return
     if n_rows == 0:
         return
     (inputs, prepared), shared, device = inputs_of(request), _shared(memory), packets.device
@@ -92,6 +95,8 @@ def at_ids_programs(n_rows: int, n_ids: int) -> int:
 
 def merge_packets(packets, request: Request, memory=None) -> list[torch.Tensor]:
     """Packets of all ranks (this rank's, whose peers' lie in `memory`) -> [merged rows, values, *flags]."""
+    if request.step is not None:
+        return request.step.merge(packets, request, _shared(memory))
     facts, x, n_rows = request.facts, request.tensors, packets.shape[-1]
     outputs = request.layout.empty_outputs(packets, n_rows, torch.float32)
     if n_rows == 0:

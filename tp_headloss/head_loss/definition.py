@@ -31,6 +31,7 @@ class CallPlan(NamedTuple):
     inputs: dict[str, Line]  # what the inputs of a call must be, by name
     summed: tuple[list[StatisticsFunction], list[StatisticsFunction]]  # functions summed together with the loss
     apart: tuple[list[StatisticsFunction], list[StatisticsFunction]]  # functions that return metrics by name
+    evaluated: tuple[bool, ...]  # whether any of all these functions is more than a `StatisticValue`
     sums: tuple[SumsPlan | None, SumsPlan | None]  # how one kernel sums them, None where plain torch is needed
     checked: dict  # calls that were checked, see `known_calls`
     obstacles: list[str]  # reasons against one sweep that a call has found
@@ -100,7 +101,11 @@ class HeadLossDefinition(NamedTuple):
             coefficients = [float(term.weight) for term in self.terms]
             plain, sequences = (SumsPlan.from_functions([f.function for f in part], coefficients) for part in summed)
             sums = plain, sequences
-        plan = CallPlan(self.input_lines(), summed, apart, sums, {}, [], {})
+        evaluated = tuple(
+            any(not isinstance(f.function, StatisticValue) for f in [*functions, *metrics])
+            for functions, metrics in zip(summed, apart)
+        )
+        plan = CallPlan(self.input_lines(), summed, apart, evaluated, sums, {}, [], {})
         return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:

@@ -22,53 +22,51 @@ from .value_gradients import value_gradients
 
 
 def linear_output(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutput:
-    """Results of the mode that the call asks for, or that is possible."""
+    """Results of the mode that was decided, or of recompute where one sweep turns out to be impossible."""
     try:
-        compute = one_sweep if uses_one_sweep(call, head) else recompute
+        compute = one_sweep if head.sweep_tokens else recompute
         return known_output(compute(call, head, evaluate), head)
     except sweep.OneSweepObstacle as obstacle:
         log_mode(f"no one sweep, because {obstacle}")
         call.definition.plan.obstacles.append(str(obstacle))
-    return linear_output(call, head, evaluate)
+        call.definition.plan.checked.clear()  # in which it was decided otherwise
+    return linear_output(call, head._replace(sweep_tokens=sweep_tokens(call, head)), evaluate)
 
 
-def uses_one_sweep(call: Call, head: LinearCall) -> bool:
-    """Decide the mode. Raises ValueError if one sweep, or a declared upstream gradient, is requested but impossible."""
+def sweep_tokens(call: Call, head: LinearCall) -> int:
+    """Decide the mode: return the tokens of a block of one sweep, or 0 for recompute. Raises ValueError if one sweep,
+    or a declared upstream gradient, is requested but impossible."""
     if not torch.is_grad_enabled():
-        return False
+        return 0
     linear, obstacle = head.linear, _obstacle_to_one_sweep(call, head)
     if linear.mode == "one_sweep" and obstacle is not None:
         raise ValueError(f"mode='one_sweep' is not possible: {obstacle}; use 'recompute'")
-    one_sweep = obstacle is None and _is_chosen(head)
-    if one_sweep and linear.mode == "one_sweep":
-        head.one_sweep_tokens()  # raises where the budget has no room
-    if not one_sweep and linear.upstream is not None:
+    if obstacle is None and linear.mode != "recompute":
+        tokens = head.one_sweep_tokens()
+        least = 0 if linear.mode == "one_sweep" else min(MIN_SWEEP_TOKENS, head.request.tensors.labels.numel())
+        if tokens >= least:
+            return max(tokens, 1)
+    if linear.upstream is not None:
         raise ValueError(f"upstream is for one sweep, got mode={linear.mode!r}: {obstacle or 'no budget for it'}")
-    return one_sweep
-
-
-def _is_chosen(head: LinearCall) -> bool:
-    """Whether the mode asks for one sweep where it is possible."""
-    if head.linear.mode != "auto":
-        return head.linear.mode == "one_sweep"
-    return head.one_sweep_tokens() >= min(MIN_SWEEP_TOKENS, head.request.tensors.labels.numel())
+    return 0
 
 
 def recompute(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutput:
     """Results from statistics that remain differentiable; the backward makes the logits again."""
     stats = head.recompute(call.labels, (call.definition.options or DEFAULTS).check)
-    return make_output(call, stats, evaluate, fused_reduction(call, stats.lse))
+    return make_output(call, stats, evaluate, fused_reduction(call, stats.lse, head.request.facts.backend))
 
 
 def one_sweep(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutput:
     """Results with gradients that the forward has computed already, block by block, for its loss alone."""
     call = _with_denominator(call)
-    gradients_of = value_gradients(call, head.request)
+    reduction = fused_reduction(call, head.request.tensors.labels, head.request.facts.backend)
+    gradients_of = value_gradients(call, head.request, reduction)
     if gradients_of is None:
         gradients_of = partial(sweep.loss_gradients, head, _block_loss(call, head.request.order, evaluate))
     stats, gradients = sweep.sweep_statistics(head, call.labels, call.definition.options, gradients_of)
     with torch.no_grad():
-        out = make_output(call, stats, evaluate, fused_reduction(call, stats.lse))
+        out = make_output(call, stats, evaluate, reduction)
     loss, stats = sweep.attach_gradients(head, out.loss, stats, gradients)
     return out._replace(loss=loss, stats=stats)
 

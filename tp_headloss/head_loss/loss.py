@@ -36,11 +36,13 @@ from ..spec import (
 from .call import Call, check_call, local_arguments, replicated_facts
 from .definition import REDUCTIONS, HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate
-from .known_calls import checked_before, kind_of_call, kind_of_linear_call, prepare, prepared_output, remember
-from .linear_modes import linear_output
+from .known_calls import checked_before, kind_of_call, kind_of_linear_call, remember
+from .linear_modes import linear_output, sweep_tokens
 from .output import HeadLossOutput, make_output
 from .reduction import fused_reduction
 from .terms import Metric, Term
+
+NO_OPTIONS = Linear()
 
 
 def _argument(name: str, doc: str) -> property:
@@ -162,30 +164,19 @@ class HeadLoss(nn.Module):
         Raises:
             TypeError, ValueError: the errors of `vocab_statistics`, and inputs that terms need and did not get.
         """
-        found = kind = None
-        is_special = isinstance(denominator, torch.Tensor) and type(denominator) is not torch.Tensor
-        if token_weight is None and transform is None and not is_special:
-            kind = kind_of_call(self._definition.options, logits, labels, shard, inputs)
-        if kind is not None:
-            prepared = prepared_output(
-                self._definition, kind, logits, labels, denominator, inputs, self._evaluate_functions
-            )
-            if prepared is not None:
-                return prepared
-            found = checked_before(self._definition, kind, logits, None, labels, shard, denominator, inputs)
+        kind = None
+        if token_weight is None and transform is None:
+            kind = kind_of_call(self._definition.options, logits, labels, shard, denominator, inputs)
+        found = kind and checked_before(self._definition, kind, logits, None, labels, shard, denominator, inputs)
         if found is None:
-            arguments = self._given(logits, labels, shard, transform)
-            found = self._checked(arguments, token_weight, denominator, inputs)
-            if kind is not None:
-                remember(kind, *found)
+            given = self._given(logits, labels, shard, transform)
+            found = remember(kind, *self._checked(given, token_weight, denominator, inputs))
         call, request = found
         reduction = fused_reduction(call, request.tensors.logits, request.facts.backend)
         with_statistics = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
         at_once = reduction if with_statistics else None
         if gradient_in_forward(request, at_once, self._definition.options or DEFAULTS):
             at_once = expecting(at_once, self._definition.plan.expected, request.tensors.logits.device)
-        elif kind is not None and at_once is not None:
-            prepare(self._definition, kind, request, at_once)
         stats, loss, sums = computed_statistics(request, call.labels, self._definition.options, at_once)
         return make_output(call, stats, self._evaluate_functions, reduction, loss, sums)
 
@@ -248,22 +239,18 @@ class HeadLoss(nn.Module):
             >>> HeadLoss().linear(hidden, weight, torch.tensor([0, 1])).loss.detach()
             tensor(1.3863)
         """
-        linear = Linear() if linear is None else linear
+        linear, options, kind = NO_OPTIONS if linear is None else linear, self._definition.options, None
         LINES["linear"].check("linear", linear, {})
-        if self.options is not None and self.options.gradient == "forward":
+        if options is not None and options.gradient == "forward":
             raise ValueError("gradient='forward' is for logits; from hidden states use Linear('one_sweep')")
-        found = kind = None
-        is_special = isinstance(denominator, torch.Tensor) and type(denominator) is not torch.Tensor
-        if token_weight is None and transform is None and bias is None and not is_special:
-            kind = kind_of_linear_call(self._definition.options, hidden, weight, labels, shard, inputs, linear)
-        if kind is not None:
-            found = checked_before(self._definition, kind, hidden, weight, labels, shard, denominator, inputs)
+        if token_weight is None and transform is None and bias is None:
+            kind = kind_of_linear_call(options, hidden, weight, labels, shard, denominator, inputs, linear)
+        found = kind and checked_before(self._definition, kind, hidden, weight, labels, shard, denominator, inputs)
         if found is None:
             given = self._given(None, labels, shard, transform)
             given = given._replace(hidden=hidden, weight=weight, bias=bias, linear=linear)
-            found = self._checked(given, token_weight, denominator, inputs)
-            if kind is not None:
-                remember(kind, *found)
+            call, head = self._checked(given, token_weight, denominator, inputs)
+            found = remember(kind, call, head._replace(sweep_tokens=sweep_tokens(call, head)))
         call, head = found
         return linear_output(call, head, self._evaluate_functions)
 

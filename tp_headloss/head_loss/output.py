@@ -124,10 +124,10 @@ def make_output(
     or None.
     """
     definition, has_sequences = call.definition, call.sequences is not None
-    values: list[torch.Tensor | MaybeNone] = []
+    values: list[torch.Tensor | MaybeNone] = [None] * len(call.functions)
     other_metrics: dict[str, torch.Tensor] = {}
     sequence_metrics: dict[str, torch.Tensor] = {}
-    if loss is None or definition.token_metrics:
+    if definition.plan.evaluated[int(has_sequences)]:
         functions = call.functions, definition.plan.apart[int(has_sequences)]
         values, other_metrics, sequence_metrics = evaluate(*functions, stats, call.inputs, call.token_weight)
     if loss is None:

@@ -22,25 +22,18 @@ def fused_reduction(call: Call, example: torch.Tensor, backend: str | None = Non
     plan = definition.plan.sums[int(call.sequences is not None)]
     if (
         plan is None
-        or not can_skip_dispatch(example)
         or (backend or resolve_backend(definition.backend, device)) != "triton"
-        or is_elsewhere(call.loss_weight, device)
-        or is_elsewhere(denominator, device)
+        or not can_skip_dispatch(example)
     ):
         return None
-    return FusedReduction(plan, call.loss_weight, kernel_denominator(definition.reduction, denominator))
-
-
-def kernel_denominator(reduction: str, denominator: torch.Tensor | float | None):
-    """Return what the kernel divides by, for a denominator of the caller."""
-    if reduction == "sum":
-        return 1.0
-    return denominator.double() if isinstance(denominator, torch.Tensor) else denominator
-
-
-def is_elsewhere(x, device: torch.device) -> bool:
-    """True if a tensor is on another device, or requires a gradient."""
-    return isinstance(x, torch.Tensor) and (x.requires_grad or x.device != device)
+    for x in (call.loss_weight, denominator):
+        if isinstance(x, torch.Tensor) and (x.requires_grad or x.device != device):
+            return None
+    if definition.reduction == "sum":
+        denominator = 1.0
+    elif isinstance(denominator, torch.Tensor):
+        denominator = denominator.double()
+    return FusedReduction(plan, call.loss_weight, denominator)
 
 
 def reduce_tokens(
@@ -55,7 +48,7 @@ def reduce_tokens(
             getattr(stats, function.function.statistic) if isinstance(function.function, StatisticValue) else value
             for function, value in zip(call.functions, values)
         ]
-        if all(value.dtype in (torch.float32, torch.bool) for value in raw):
+        if {value.dtype for value in raw} <= {torch.float32, torch.bool}:
             return _reduce_in_kernel(reduction, stats, raw)
     return reduce_in_torch(call, stats, values)
 
@@ -69,15 +62,14 @@ def reduce_in_torch(call: Call, stats: VocabStatistics, values: list[torch.Tenso
     ]
     sums = [value.sum(dtype=torch.float64) for value in values]
     count = valid_weight(valid, weight)
-    if definition.reduction == "none":
-        parts = values
-    elif definition.reduction == "sum":
-        parts = sums
-    else:
+    parts, dtype = values if definition.reduction == "none" else sums, stats.lse.dtype
+    if definition.reduction not in ("none", "sum"):
         parts = [total / _denominator(call, term, stats, count) for term, total in zip(definition.terms, sums)]
-    parts = [part if term.weight == 1 else term.weight * part for term, part in zip(definition.terms, parts)]
-    rounded = [x.to(stats.lse.dtype) for x in (sum(parts[1:], start=parts[0]), *(x.detach() for x in sums))]
-    return rounded[0], [*rounded[1:], count.float()]
+    loss: torch.Tensor | MaybeNone = None
+    for term, part in zip(definition.terms, parts):
+        part = part if term.weight == 1 else term.weight * part
+        loss = part if loss is None else loss + part
+    return loss.to(dtype), [*[x.detach().to(dtype) for x in sums], count.float()]
 
 
 def valid_weight(valid: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:

@@ -9,12 +9,11 @@ import torch
 from ..engine.backend import load_backend
 from ..engine.request import Request, accumulation_dtype
 from .call import Call
-from .reduction import fused_reduction
-from .statistic_value import SumsPlan
+from .statistic_value import FusedReduction, SumsPlan
 from .token_sums import nonzero
 
 
-def value_gradients(call: Call, request: Request) -> Callable | None:
+def value_gradients(call: Call, request: Request, reduction: FusedReduction | None) -> Callable | None:
     """Function of the upstream gradient of the loss, for `one_sweep`; None if a term is more than a statistic, or has a
     token weight or a tensor as its weight.
 
@@ -25,6 +24,7 @@ def value_gradients(call: Call, request: Request) -> Callable | None:
     Args:
         call: with a denominator, unless the reduction is a sum.
         request: of the same call, with its tokens in rows.
+        reduction: of the same call, None where it is in plain torch.
     """
     plan, layout = call.definition.plan.sums[int(call.sequences is not None)], request.layout
     if plan is None:
@@ -32,19 +32,19 @@ def value_gradients(call: Call, request: Request) -> Callable | None:
     names = plan.statistics[: len(plan.coefficients)]
     if not names or not set(names) <= layout.differentiable:
         return None
-    labels, fused = request.tensors.labels, fused_reduction(call, request.tensors.labels)
+    labels = request.tensors.labels
     valid, dtype = labels != request.facts.ignore_index, accumulation_dtype(request.tensors.logits.dtype)
     weight = None if call.loss_weight is None else request.order.flatten(call.loss_weight)
     divisor, rows_of = 1.0 if call.definition.reduction == "sum" else call.denominator, _rows_in_torch
-    if fused is not None:
+    if reduction is not None:
         weight = None if weight is None else weight.float().contiguous()
-        divisor, rows_of = fused.denominator, load_backend("triton").token_sums_gradient
+        divisor, rows_of = reduction.denominator, load_backend("triton").token_sums_gradient
         if not isinstance(divisor, torch.Tensor):
             assert divisor is not None
             divisor = torch.full((), float(divisor), dtype=torch.float64, device=labels.device)
     assert divisor is not None
     divisor = nonzero(divisor)
-    if fused is not None:
+    if reduction is not None:
         divisor = 1.0 / divisor  # which the kernel multiplies by
 
     def gradients_for(upstream):

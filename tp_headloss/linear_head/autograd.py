@@ -32,7 +32,9 @@ class LinearFacts(NamedTuple):
         width, half = -(-facts.vocab_size // facts.world_size), hidden.dtype.itemsize == 2
         tokens = max(1, self.token_count(hidden, facts))
         fp32_logits = not (self.rounded or self.epilogue) and self.dtype.itemsize == 2
-        logit_bytes = self.dtype.itemsize + 4 * fp32_logits + teacher.bytes
+        logit_bytes = self.dtype.itemsize + 4 * fp32_logits
+        if teacher.teacher_hidden is not None:
+            logit_bytes += teacher.block_dtype.itemsize
         return blocks.Sizes(tokens, width, hidden.shape[-1], logit_bytes, half, self.weight_sums)
 
     @property
@@ -73,14 +75,18 @@ class LinearFacts(NamedTuple):
         return hidden.shape[0] * (facts.world_size if self.hidden_grad == "reduce_scatter" else 1)
 
 
-def _statistics(hidden, weight, *args):
-    *tensors, teacher, facts, linear = args
+def _statistics(hidden, weight, request: Request, linear: LinearFacts):
+    facts, teacher = request.facts, request.teacher_head
     found = linear.blocks(hidden, facts, teacher)
     with torch.autocast(hidden.device.type, enabled=False):
         hidden, weight = linear.operands(hidden, weight, facts)
-        teacher = linear.teacher_operands(teacher, facts)
-        request = Request.of((None, *tensors), facts)._replace(teacher_head=teacher)
+        request = request._replace(teacher_head=linear.teacher_operands(teacher, facts))
         return sweeps.statistics(hidden, weight, request, found.forward, linear.logits)
+
+
+def _statistics_operator(hidden, weight, *args):
+    *tensors, teacher, facts, linear = args
+    return _statistics(hidden, weight, Request.of((None, *tensors), facts)._replace(teacher_head=teacher), linear)
 
 
 def _statistics_fake(hidden, weight, *args):
@@ -89,13 +95,11 @@ def _statistics_fake(hidden, weight, *args):
     return layout.empty_outputs(hidden, n_rows, accumulation_dtype(linear.dtype))
 
 
-def _gradient(hidden, weight, *args, main_grad=None):
+def _gradient(hidden, weight, request: Request, merged, grads: dict, wanted, linear: LinearFacts, main_grad=None):
     """Gradients of hidden states, weight and bias, None where not wanted."""
-    *tensors, merged, grads, wanted, teacher, facts, linear = args
-    request = Request.of((None, *tensors), facts)
-    grads = dict(zip(request.layout.gradients, grads))
+    facts, teacher = request.facts, request.teacher_head
     operands = hidden, weight, request.tensors.bias
-    hidden_dtype, weight_dtype, bias_dtype = (x.dtype if want else None for x, want in zip(operands, wanted))
+    hidden_dtype, weight_dtype, bias_dtype = [x.dtype if want else None for x, want in zip(operands, wanted)]
     wanted = sweeps.Gradients(hidden_dtype, weight_dtype, bias_dtype, main_grad)
     found = linear.blocks(hidden, facts, teacher)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -107,8 +111,11 @@ def _gradient(hidden, weight, *args, main_grad=None):
     return hidden_grad, *sums.gradients()
 
 
-def _gradient_operator(hidden, *args):
-    return [hidden.new_empty(0) if g is None else g for g in _gradient(hidden, *args)]
+def _gradient_operator(hidden, weight, *args):
+    *tensors, merged, grads, wanted, teacher, facts, linear = args
+    request = Request.of((None, *tensors), facts)._replace(teacher_head=teacher)
+    found = _gradient(hidden, weight, request, merged, dict(zip(request.layout.gradients, grads)), wanted, linear)
+    return [hidden.new_empty(0) if g is None else g for g in found]
 
 
 def _gradient_fake(hidden, weight, *args):
@@ -116,13 +123,24 @@ def _gradient_fake(hidden, weight, *args):
     return [x.new_empty(x.shape) if want else hidden.new_empty(0) for x, want in zip(operands, wanted)]
 
 
-_BIAS, _IDS = Tensors._fields.index("bias"), Tensors._fields.index("ids") - 1
+_BIAS = Tensors._fields.index("bias")
 _OPERANDS = f"Tensor hidden, Tensor weight, {schema_of(Tensors, leave_out=('logits',))}"
-register("linear_statistics", _OPERANDS, "Tensor[]", _statistics, _statistics_fake, TeacherOperands, Facts, LinearFacts)
+register(
+    "linear_statistics", _OPERANDS, "Tensor[]", _statistics_operator, _statistics_fake,
+    TeacherOperands, Facts, LinearFacts,
+)  # fmt: skip
 register(
     "linear_gradient", f"{_OPERANDS}, Tensor merged, Tensor?[] grads, bool[] wanted", "Tensor[]",
     _gradient_operator, _gradient_fake, TeacherOperands, Facts, LinearFacts,
 )  # fmt: skip
+
+
+def _with_tensors(request: Request, tensors) -> Request:
+    """A request with its tensors besides the logits, and then those of a teacher's head."""
+    count = len(Tensors._fields) - 1
+    _hidden, _weight, _bias, dtype, cap = request.teacher_head
+    head = TeacherOperands._make((*tensors[count:], dtype, cap))
+    return request._replace(tensors=Tensors._make((None, *tensors[:count])), teacher_head=head)
 
 
 class LinearStatistics(torch.autograd.Function):
@@ -136,18 +154,16 @@ class LinearStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, *args):
         *tensors, main_grad, _grad_anchor, request, linear = args
-        layout, facts, call_tensors = request.layout, request.facts, tensors[: len(Tensors._fields) - 1]
-        teacher = request.teacher_head.with_tensors(tensors[len(call_tensors) :])
+        ctx.request, ctx.linear, ctx.main_grad = request, linear, main_grad
+        request = _with_tensors(request, tensors)
         if can_skip_dispatch(hidden):
-            merged, values, *flags = _statistics(hidden, weight, *call_tensors, teacher, facts, linear)
+            merged, values, *flags = _statistics(hidden, weight, request, linear)
         else:
-            fields = *call_tensors, *fields_of(teacher, facts, linear)
+            fields = *request.tensors[1:], *fields_of(request.teacher_head, request.facts, linear)
             merged, values, *flags = torch.ops.tp_headloss.linear_statistics(hidden, weight, *fields)
-        ctx.layout, ctx.facts, ctx.linear, ctx.main_grad = layout, facts, linear, main_grad
-        ctx.teacher = request.teacher_head
         ctx.set_materialize_grads(False)
         outputs = (*values.unbind(0), *flags)
-        ctx.mark_non_differentiable(*(outputs[i] for i in layout.fixed))
+        ctx.mark_non_differentiable(*[outputs[i] for i in request.layout.fixed])
         ctx.save_for_backward(hidden, weight, *tensors, merged)
         return outputs
 
@@ -155,24 +171,25 @@ class LinearStatistics(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx, saved, *upstream):
         hidden, weight, *tensors, merged = saved
-        layout, facts, linear, count = ctx.layout, ctx.facts, ctx.linear, len(tensors) + 6
-        teacher = ctx.teacher.with_tensors(tensors[len(Tensors._fields) - 1 :])
-        tensors = tensors[: len(Tensors._fields) - 1]
+        linear, count, request = ctx.linear, len(tensors) + 6, _with_tensors(ctx.request, tensors)
+        layout, facts, tensors = request.layout, request.facts, Tensors.saved(*request.tensors)
+        request = request._replace(tensors=tensors)
         named = {name: g for name, g in zip(layout.outputs, upstream) if name in layout.differentiable}
-        tensors = Tensors.saved(None, *tensors)[1:]
-        grads = kernel_gradients(named, tensors[_IDS])
+        grads = kernel_gradients(named, tensors.ids)
         if not grads:
             return (None,) * count
         bias = ctx.needs_input_grad[1 + _BIAS]
         reduced = linear.hidden_grad != "none" and facts.world_size > 1
         wanted = [ctx.needs_input_grad[0] or reduced, ctx.needs_input_grad[1], bias]
-        args = *tensors, merged, [grads.get(name) for name in layout.gradients], wanted
         target = ctx.main_grad if wanted[1] else None
         if target or can_skip_dispatch(merged):
-            out = _gradient(hidden, weight, *args, teacher, facts, linear, main_grad=target and target.main_grad)
+            grads = {name: grads.get(name) for name in layout.gradients}
+            out = _gradient(hidden, weight, request, merged, grads, wanted, linear, target and target.main_grad)
             weight_grad = target.gradient() if target else out[1]
         else:
-            out = torch.ops.tp_headloss.linear_gradient(hidden, weight, *args, *fields_of(teacher, facts, linear))
+            args = *tensors[1:], merged, [grads.get(name) for name in layout.gradients], wanted
+            fields = fields_of(request.teacher_head, facts, linear)
+            out = torch.ops.tp_headloss.linear_gradient(hidden, weight, *args, *fields)
             weight_grad = out[1]
         found = [None] * count
         needed = {0: (out[0], ctx.needs_input_grad[0]), 1: (weight_grad, ctx.needs_input_grad[1])}
@@ -209,10 +226,10 @@ class OneSweep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, loss, found, main_grad, upstream, backend, n_values, *statistics):
         ctx.main_grad, ctx.upstream, ctx.backend, ctx.once = main_grad, upstream, backend, False
-        ctx.types = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        ctx.types = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(*found)
         ctx.set_materialize_grads(False)
-        statistics = tuple(x.view_as(x) for x in statistics)
+        statistics = tuple([x.view_as(x) for x in statistics])
         ctx.mark_non_differentiable(*statistics[n_values:])
         return loss.clone(), *statistics
 
@@ -224,7 +241,7 @@ class OneSweep(torch.autograd.Function):
                 "a one-sweep head has first derivatives only, and its loss was differentiated with create_graph=True: "
                 "use mode='recompute', whose gradient raises only if it is differentiated itself"
             )
-        if any(g is not None for g in statistics_grads):
+        if [g for g in statistics_grads if g is not None]:
             raise RuntimeError(
                 "a one-sweep head computed the gradient of its loss alone, got one of its statistics: use "
                 "mode='recompute' to differentiate what you make of them"

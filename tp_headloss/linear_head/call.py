@@ -13,7 +13,7 @@ from ..arguments.teachers import TeacherHead
 from ..call.given import Given
 from ..call.request_of import build_request
 from ..call.statistics import assembled
-from ..engine.request import Request, Tensors
+from ..engine.request import Request, TeacherOperands, Tensors
 from ..ranks.shard import VocabShard
 from ..statistics import VocabStatistics
 from ..validation import operand_dtype
@@ -33,8 +33,9 @@ class LinearCall(NamedTuple):
     weight: torch.Tensor
     request: Request  # its logits: an expanded scalar that has their shape and dtype
     linear: Linear
-    epilogue: bool  # whether recompute has no logits
-    obstacle: str | None  # why not, where it was to have none
+    facts: LinearFacts
+    obstacle: str | None  # why recompute has logits, where it was to have none
+    sweep_tokens: int = 0  # tokens of a block of one sweep; 0: recompute
 
     @classmethod
     def checked(cls, given: Given) -> LinearCall:
@@ -68,7 +69,10 @@ class LinearCall(NamedTuple):
         flat = hidden.reshape(-1, hidden.shape[-1]) if scattered else request.order.flatten(hidden)
         if linear.max_valid_tokens is not None:
             flat, request = picked_rows(flat, request, linear.max_valid_tokens, options.check)
-        return cls(flat, weight, request, linear, *_takes_epilogue(hidden, weight, dtype, request, linear))
+        epilogue, reason = _takes_epilogue(hidden, weight, dtype, request, linear)
+        weight_sums, rounded = weight.dtype.itemsize == 2 and not linear.main_grad, not linear.exact_logits
+        facts = LinearFacts(dtype, linear.budget or 0, weight_sums, epilogue, rounded, linear.hidden_grad)
+        return cls(flat, weight, request, linear, facts, reason)
 
     def without_tensors(self, has_shard: bool) -> LinearCall:
         """Return what `again` needs of a call, without its tensors, nor the shard if a caller gives it each time."""
@@ -90,14 +94,6 @@ class LinearCall(NamedTuple):
         )
 
     @property
-    def facts(self) -> LinearFacts:
-        """Static facts of the operators."""
-        linear = self.linear
-        weight_sums = self.weight.dtype.itemsize == 2 and not linear.main_grad
-        dtype, rounded = self.request.tensors.logits.dtype, not linear.exact_logits
-        return LinearFacts(dtype, linear.budget or 0, weight_sums, self.epilogue, rounded, linear.hidden_grad)
-
-    @property
     def reduces(self) -> bool:
         """True if there is a collective for the hidden states' gradient, whoever requires one."""
         return self.linear.hidden_grad != "none" and self.request.facts.world_size > 1
@@ -115,14 +111,14 @@ class LinearCall(NamedTuple):
     def recompute_outputs(self) -> tuple[torch.Tensor, ...]:
         """The statistics [N] in the order of `layout.outputs`."""
         why = f" by blocks of logits, because {self.obstacle}" if self.obstacle else ""
-        log_mode("recompute with epilogues" if self.epilogue else f"recompute{why}")
+        log_mode("recompute with epilogues" if self.facts.epilogue else f"recompute{why}")
         main_grad, grad_anchor = MainGrad(self.weight) if self.linear.main_grad else None, None
         if self.reduces and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grad_anchor = self.hidden.new_empty(0).requires_grad_()
-        teacher = self.request.teacher_head
-        without_tensors = teacher.with_tensors((None, None, None))
+        *teacher, dtype, cap = self.request.teacher_head
+        without_tensors = TeacherOperands(operand_dtype=dtype, cap=cap)
         return LinearStatistics.apply(
-            self.hidden, self.weight, *self.request.tensors[1:], *teacher.tensors, main_grad, grad_anchor,
+            self.hidden, self.weight, *self.request.tensors[1:], *teacher, main_grad, grad_anchor,
             self.request._replace(tensors=None, order=None, shard=None, teacher_head=without_tensors), self.facts,
         )  # fmt: skip
 

@@ -49,16 +49,16 @@ def sweep_statistics(call: LinearCall, labels, options, objective_of) -> tuple[V
         message = "a declared upstream with main_grad adds to it in the forward: this head cannot be checkpointed"
         with torch.autograd.graph.disable_saved_tensors_hooks(message):
             pass
-    tokens, objective = call.one_sweep_tokens(), _objective(call, objective_of(upstream))
+    objective = _objective(call, objective_of(upstream))
     with torch.no_grad(), torch.autocast(call.hidden.device.type, enabled=False):
         hidden, weight = call.facts.operands(call.hidden.detach(), call.weight.detach(), facts)
         teacher = call.facts.teacher_operands(request.teacher_head, facts)
-        plain = Tensors._make(None if x is None else x.detach() for x in request.tensors)
+        plain = Tensors._make([None if x is None else x.detach() for x in request.tensors])
         values, flags, hidden_grad, sums = sweeps.sweep_blocks(
             hidden,
             weight,
             request._replace(tensors=plain, teacher_head=teacher),
-            tokens,
+            call.sweep_tokens,
             objective,
             wanted,
             linear.hidden_grad,
@@ -118,17 +118,13 @@ def loss_gradients(call: LinearCall, loss_of, upstream):
 
 def attach_gradients(call: LinearCall, loss: torch.Tensor, stats: VocabStatistics, found: OneSweepGradients):
     """Attach the gradients that were found to a loss [] and the statistics of `sweep_statistics`."""
-    layout = call.request.layout
-    names = [name for name in layout.outputs if name != "owners"]
-    names.sort(key=lambda name: name not in layout.differentiable)
-    tensors = {name: getattr(stats, name) for name in names}
-    differentiable = sum(name in layout.differentiable for name in names)  # they come first
+    names, count = call.request.layout.reported
     main_grad = MainGrad(call.weight) if call.linear.main_grad else None
     loss, *passed = OneSweep.apply(
         call.hidden, call.weight, call.request.tensors.bias, loss, found.gradients, main_grad, found.declared,
-        call.request.facts.backend, differentiable, *tensors.values(),
+        call.request.facts.backend, count, *[getattr(stats, name) for name in names],
     )  # fmt: skip
-    return loss, stats._replace(**dict(zip(tensors, passed)))
+    return loss, stats._replace(**dict(zip(names, passed)))
 
 
 def _same(x):

@@ -161,7 +161,7 @@ def statistics(hidden, weight, request: Request, tokens: int, made: Logits = ROU
         return teacher.joined(request.rows(here, buffer.logits(here)), here)
 
     first = [transport.write(passes.with_label_logits(block(here))) for here in slices]
-    outputs = transport.merge(torch.cat(first, -1), request)
+    outputs = transport.merge(first[0] if len(first) == 1 else torch.cat(first, -1), request)
     if request.layout.second:
         second = [passes.second_packets(block(here), outputs[0][:, here].contiguous()) for here in slices]
         passes.second_exchange(torch.cat(second, -1), outputs, request)
@@ -260,5 +260,7 @@ def sweep_blocks(hidden, weight, request: Request, tokens: int, objective, wante
             if here is slices[-1]:
                 end = comm.reduce_hidden(hidden_grad, how, request.facts.world_size, request.facts.group_name)
         sums.add(here is slices[0], slice(0, weight.shape[0]), logits, hidden[here])
-    values, *flags = (torch.cat(blocks, dim) for blocks, dim in zip(zip(*parts), (1, *[0] * len(parts[0]))))
+    values, *flags = parts[0]
+    if len(parts) > 1:
+        values, *flags = [torch.cat(blocks, 1 if i == 0 else 0) for i, blocks in enumerate(zip(*parts))]
     return values, flags, end and end(), sums

@@ -97,6 +97,9 @@ class Layout:
         self.outputs = (*self.values, *self.flags, *self.per_id)
         # target_logit's upstream gradient is lse's and log_prob's
         self.differentiable = frozenset((*self.gradients, "target_logit"))
+        passing = [name for name in self.outputs if name in self.differentiable]
+        others = [name for name in self.outputs if name not in self.differentiable and name != "owners"]
+        self.reported = (*passing, *others), len(passing)  # fields of `VocabStatistics`, differentiable ones first
         self.fixed = tuple(i for i, name in enumerate(self.outputs) if name not in self.differentiable)
         known = {name: i for i, name in enumerate((*self.outputs, "labels", "vocab_size"))}
         # (*outputs, labels, vocab_size, None) -> the fields of `VocabStatistics`
