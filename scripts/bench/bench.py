@@ -391,8 +391,8 @@ def implementations(task, shard, device) -> list[Implementation]:
     if shard.world_size > 1:
         others = [t for t in ("gather", "symm_mem") if t in TRANSPORTS and t != Options().transport]
         options |= {f"ours, {transport}": Options(transport=transport) for transport in others}
-    if shard.world_size == 1 and device.type == "cuda" and task.name == "ce":
-        options["ours, gradient in the forward"] = Options(gradient="forward")
+    if device.type == "cuda" and task.name in ("ce", "ce+z", "ce+z+entropy+accuracy"):
+        options["ours, two launches"] = Options(gradient="backward")
     out = [Implementation(name, lambda o=o: task.ours(o), ours=True) for name, o in options.items()]
     if task.plain_pytorch:
         out.append(Implementation("ours, compiled terms", lambda: task.ours(Options(), compile=True), ours=True))

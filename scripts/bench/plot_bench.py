@@ -3,7 +3,7 @@
     plot_bench.py tp4_tasks.json tp4_kd.json tp4_rl.json --part tasks \\
         --without 'ours, gather' 'ours, in place' 'ours, symm_mem' --out bench_tasks.png
     plot_bench.py tp1_ce.json tp2_a.json tp2_b.json tp4_ce.json --part scaling \\
-        --without 'ours, in place' 'ours, symm_mem' 'ours, torch backend' 'ours, gradient in the forward' \\
+        --without 'ours, in place' 'ours, symm_mem' 'ours, torch backend' 'ours, two launches' \\
         'quack, in place' --out bench_scaling.png
 
 Panels without data (one TP size only, say) are left out. Times are those of a CUDA graph (filled markers), or eager

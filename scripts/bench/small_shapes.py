@@ -63,14 +63,11 @@ def losses(logits, labels, teacher, k):
         HeadLoss(terms, options=TRITON)(logits, labels, inputs={"teacher": teacher}).loss.backward()
 
 
-def given_ids_and_one_launch(logits, labels, k):
+def given_ids(logits, labels, k):
     ids = torch.randint(logits.shape[1], (len(labels), k), device=logits.device)
     want = "log_probs_at", "rank", "collision"
     stats = vocab_statistics(logits, labels, want=want, ids=ids, options=TRITON)
     (stats.log_probs_at.sum() + stats.lse.sum() + stats.collision.sum()).backward()
-    head = HeadLoss(options=Options("triton", gradient="forward"))
-    for factor in (1.0, 2.0):  # the second is not what the forward expects
-        (factor * head(logits, labels).loss).backward()
 
 
 def samples(logits):
@@ -123,7 +120,7 @@ def main(width=1003, k=6):
         logits = torch.randn(len(labels), width, device=device, dtype=dtype).requires_grad_()
         statistics(logits, labels)
         losses(logits, labels, torch.randn_like(logits), k)
-        given_ids_and_one_launch(logits, labels, k)
+        given_ids(logits, labels, k)
         samples(logits)
         linear(labels, width, dtype)
     if device == "cuda":

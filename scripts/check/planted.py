@@ -7,7 +7,6 @@ ones no longer fit the package, and what to write instead.
 
 KERNELS, EAGER, PASSES, SUMS = "engine/kernels.py", "engine/eager.py", "engine/passes.py", "engine/sums_triton.py"
 LANES, SWEEPS, REDUCTION = "engine/transports/sum_lanes.py", "linear_head/sweeps.py", "head_loss/reduction.py"
-ROWS = "engine/rows_triton.py"
 VALUES = "head_loss/value_gradients.py"
 NUMERICS_DEVICE = "statistics/numerics_triton.py"
 GUMBEL_DEVICE = "search/race_triton.py"
@@ -40,7 +39,7 @@ AT_IDS_KERNELS = "engine/at_ids_triton.py"
 RANK, RANK_DEVICE = statistic("rank")
 
 KNOWN_CALLS = "head_loss/known_calls.py"
-LOSS_STEP, ASSUMED_LOSS = "engine/loss_step_triton.py", "engine/assumed_loss_triton.py"
+LOSS_STEP, ONE_READ, ONE_READ_LAUNCH = "engine/loss_step_triton.py", "engine/one_read.py", "engine/one_read_launch.py"
 SECOND_MERGE = "engine/merge_triton.py"
 
 GROUPS = {
@@ -63,31 +62,18 @@ GROUPS = {
         ("head_loss/reduction.py", "fused_reduction", "definition.reduction == 'sum'", "False"),
         (LOSS_STEP, "loss_step", "type(divisor)", "None"),
     ],
-    "test_one_launch": [
+    "test_one_read": [
         ("call/statistics.py", "vocab_statistics", "given.options.gradient == 'forward'", "False"),
-        (ROWS, "_offset_of", "tl.where((i >= waiting) & (i < whole), later, i)", "i"),
-        (ROWS, "_add_tiles", "times(sums[k], move.factor) + terms.p", "sums[k] + terms.p"),
-        (ROWS, "_joined", "b = parts[k + len(parts) // 2]", "b = parts[len(parts) - 1 - k]"),
-        (ROWS, "_stream", "tl.where(chunk.ignored, 0, inputs.chunk_size)", "plain"),
-        (ROWS, "_merged_softmax", "tl.gather(terms.factor, this, 0)", "1.0"),
-        (ROWS, "_add_tiles", "tl.maximum(highest, tiles[k][1])", "highest"),
-        (ROWS, "_merged_softmax", "tl.where(terms.owner == 1.0, read(packet, rows.target, 0.0), 0.0)", "read(packet, rows.target, 0.0) * 2.0"),
-        (ROWS, "_gradients", "softmax.merged_log_prob(joined)", "1.0"),
-        (ROWS, "_gradients", "joined.top + joined.log_sum", "joined.top"),
-        (ROWS, "_store_gradient", 'tl.where(columns < valid_width, dz, 0.0)', "dz"),
-        (ROWS, "_store_gradient", "(y >= 0) & (y < valid_width) & ~ignored", "(y >= 0) & (y < valid_width - 1) & ~ignored"),
-        (ROWS, "_store_gradient", "merged.others * grad_log_prob", "grad_log_prob"),
-        (ROWS, "packets_and_gradient_kernel", "weigh_token(tl.load(loss.assumed), loss.weight, row)", "tl.load(loss.assumed)"),
-        (ROWS, "packets_and_gradient_kernel", "tl.minimum(n_rows - group * PLAN.group, PLAN.group)", "PLAN.group"),
-        (ASSUMED_LOSS, "assume_kernel", "upstream * (1.0 / divisor)", "(1.0 / divisor)"),
-        (ASSUMED_LOSS, "assume_kernel", "tl.load(weight_ptr + token, mask=valid, other=0.0)", "valid.to(tl.float64)"),
-        (ASSUMED_LOSS, "assume_kernel", "y != ignore_index", "y == y"),
-        (ASSUMED_LOSS, "assume_kernel", "first // GROUP + tl.arange(0, BLOCK // GROUP)", "first // GROUP + tl.arange(0, 1)"),
-        (ROWS, "gradient_again_kernel", "tl.load(assumed_ptr + ASSUMED_UPSTREAM) == given", "(given == given)"),
-        (ROWS, "gradient_again_kernel", "tl.store(expected_ptr, given)", "pass"),
-        (ARGMAX_DEVICE, "rescale", "tl.where(move.moved, NO_COLUMN, found)", "found"),
-        ("engine/autograd.py", "_gradient_again", "gradient = torch.empty_like(gradient)", "pass"),
-        ("engine/autograd.py", "_gradient_again", "gradient.data", "gradient"),
+        (ONE_READ_LAUNCH, "cuts_of", "leaves > 1", "leaves > 8"),
+        (ONE_READ_LAUNCH, "cuts_of", "leaves //= 2", "leaves //= 3"),
+        (ONE_READ_LAUNCH, "cuts_of", "max(-(-chunk // LEAF) - 1, 0)", "max(-(-chunk // LEAF) - 2, 0)"),
+        (ONE_READ, "_obstacle_of_kind", "dtype != torch.bfloat16", "False"),
+        (ONE_READ, "_obstacle_of_kind", "len(set(statistics)) < len(statistics)", "False"),
+        (ONE_READ, "_obstacle", "x.temperatures is not None", "False"),
+        (ONE_READ, "gradient_in_forward", "torch.is_grad_enabled()", "True"),
+        ("engine/sums_triton.py", "gradient_for_kernel", "assumed == given", "assumed == assumed"),
+        ("engine/sums_triton.py", "gradient_for_kernel", "tl.store(expected_ptr, given)", "pass"),
+        ("engine/sums_triton.py", "gradient_for_kernel", "given / assumed", "given"),
     ],
     "test_accuracy test_sharding test_generated test_losses test_bad_inputs test_bad_inputs_triton": [
         (SOFTMAX_DEVICE, "add_packet", "read(packet, rows.target, 0.0)", "0.0"),

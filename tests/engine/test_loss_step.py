@@ -136,7 +136,6 @@ def test_others_are_not_prepared(steps, device):
         (HeadLoss(options=TRITON), {"token_weight": weights}),
         (HeadLoss(options=TRITON), {"denominator": trained}),
         (HeadLoss(options=Options(backend="torch")), {}),
-        (HeadLoss(options=Options(backend="triton", gradient="forward")), {}),
     ):
         found = [step(head, x, labels, **given) for _ in range(3)]
         assert_equal(found[0], found[2])

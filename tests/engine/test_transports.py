@@ -69,7 +69,7 @@ def test_symmetric_memory_is_refused_after_an_exchange_that_failed(failing, monk
     memory.slot, memory.buffer, memory.in_exchange = 1024, torch.zeros(2048), False
     memory.handle, memory.timeout_ms = SimpleNamespace(barrier=step("barrier")), 1
     group = symmetric_memory._Group("group")
-    group.memories = [memory]
+    group.memories = {False: [memory]}
     monkeypatch.setattr(memory, "_take_turns", lambda: None)
     monkeypatch.setattr(symmetric_memory, "load_backend", lambda _: backend)
     monkeypatch.setattr(symmetric_memory, "resolve_process_group", lambda _: "group")

@@ -13,7 +13,6 @@ registers, or takes more shared memory than every GPU gives without asking, is a
 
 import collections
 import contextlib
-import dataclasses
 import itertools
 import math
 import re
@@ -33,7 +32,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import tp_headloss as tp
 from tp_headloss.call import request_of as calls
-from tp_headloss.engine import launch, linear_triton, one_launch_triton, sums_triton
+from tp_headloss.engine import launch, linear_triton, sums_triton
 from tp_headloss.engine.transports import TRANSPORTS
 from tp_headloss.engine.transports.symmetric_memory import SymmetricMemory
 from tp_headloss.head_loss import reduction
@@ -42,7 +41,6 @@ from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER, numerics_triton
 from tp_headloss.statistics.topk import has_tail
 
 SHARED_LIMIT, GEMM_SHARED_LIMIT = 48 << 10, 227 << 10  # bytes
-ROWS_SHARED_LIMIT = 99 << 10  # what every GPU gives that is asked
 GEMMS = "gemm_triton.linear_statistics_kernel", "gemm_triton.linear_gradient_kernel"  # of capability 9.0 and later
 # Bytes of the stack, where spilled registers go. A version of Triton may spill a few where a kernel has every optional
 # part; all statistics of a whole teacher at once have more per-token coefficients than registers.
@@ -84,7 +82,7 @@ CALLS = {
 }  # fmt: skip
 HEADS = {
     "terms": [("smoothing",), ("cross_entropy", "z_loss"), ("cross_entropy", "own"), ("cross_entropy", "entropy")],
-    "linear": [None, "forward", "recompute", "one_sweep", "blocks", "main_grad"],  # forward: writes the gradient
+    "linear": [None, "recompute", "one_sweep", "blocks", "main_grad"],
     "dtype": DTYPES,
     "denominator": [None, 8.0, "tensor", "sum"],  # sum: the reduction that divides by nothing
     "width": [512, 513],
@@ -208,10 +206,6 @@ class Recorder:
             _, *what = kernel._pack_args(self.backend, options, bound, specialization, None)
             self.variants[key] = Variant(kernel, options, *what, self.case)
 
-    def begins_early(self, device) -> bool:
-        """Half of the calls with a loss and its gradient in one launch, see `launch.may_begin_early`."""
-        return not self.is_amd and getattr(self.case, "width", 0) == 512
-
     @contextlib.contextmanager
     def recording(self):
         """No kernel runs, and "triton" takes CPU tensors."""
@@ -227,7 +221,6 @@ class Recorder:
             mock.patch.object(launch, "DIRECT", True),
             mock.patch.object(launch, "_compiled", self.table),
             mock.patch.object(launch, "_direct_call", lambda kernel: None),
-            mock.patch.object(one_launch_triton, "may_begin_early", self.begins_early),
             mock.patch.object(calls, "resolve_backend", resolve),
             mock.patch.object(reduction, "resolve_backend", resolve),
         ):
@@ -339,19 +332,16 @@ def call_statistics(case, groups):
 def call_head(case, groups):
     """Forward and backward of a `HeadLoss` over logits, or of a linear head."""
     tokens, hidden_size = 256, 16 if case.width % 16 == 0 else 15
-    in_forward = case.linear == "forward"
-    width = case.width + 20_000 * in_forward  # chunks of many tiles
     labels = torch.zeros(tokens, dtype=torch.int64)
     reduction = "sum" if case.denominator == "sum" else "mean"
     denominator = {"sum": None, "tensor": torch.tensor(8.0)}.get(case.denominator, case.denominator)
-    terms = [TERMS[name] for name in (("cross_entropy", "z_loss") if in_forward else case.terms)]
-    options = dataclasses.replace(OPTIONS, gradient="forward" if in_forward else "backward")
-    head = tp.HeadLoss(terms, metrics=case.metrics, reduction=reduction, options=options)
+    terms = [TERMS[name] for name in case.terms]
+    head = tp.HeadLoss(terms, metrics=case.metrics, reduction=reduction, options=OPTIONS)
     given = {"token_weight": torch.ones(tokens) if case.token_weight else None, "denominator": denominator}
-    if case.linear is None or in_forward:
-        logits = torch.zeros(tokens, width, dtype=case.dtype, requires_grad=True)
-        transform = tp.Transform(bias=torch.zeros(width)) if in_forward and case.token_weight else None
-        head(logits, labels, transform=transform, **given).loss.backward()
+    if case.linear is None:
+        logits = torch.zeros(tokens, case.width, dtype=case.dtype, requires_grad=True)
+        head(logits, labels, **given).loss.backward()
+        sums_triton.gradient_for(logits.grad, torch.zeros(()), torch.zeros(()), torch.zeros(()))
         return
     hidden = torch.zeros(tokens, hidden_size, dtype=case.dtype, requires_grad=True)
     weight = torch.nn.Parameter(torch.zeros(case.width, hidden_size, dtype=case.dtype))
@@ -480,8 +470,6 @@ class Resources(NamedTuple):
         most = SHARED_LIMIT
         if variant.name in GEMMS:
             most, spills = GEMM_SHARED_LIMIT, GEMM_SPILL_LIMITS[architecture]
-        elif variant.name.startswith("rows_triton"):
-            most = ROWS_SHARED_LIMIT
         if self.shared > most or self.stack > spills:
             raise ValueError(f"at most {most} bytes shared and {spills} spilled, got {self}")
         if variant.case == PLAIN and not is_amd and self.registers > (limit := PLAIN_LIMITS.get(variant.name, 255)):

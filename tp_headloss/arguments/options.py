@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 
 from ..engine.backend import BACKENDS
-from ..engine.one_launch import GRADIENTS
+from ..engine.one_read import GRADIENTS
 from ..engine.transports import TRANSPORTS
 from ..spec import TINY, Bias, NumberLine, OneOf, PositiveFp32, Temperature, checked
 from ..validation import expect_number
@@ -57,13 +57,17 @@ class Options:
             the gradient there; logits that are a leaf share its memory with their ``.grad``. The logits of a `Teacher`
             must be exactly these or share no memory with them. torch's own errors for other operations that saved the
             logits need their saved tensors to come without hooks (`torch.autograd.graph.saved_tensors_hooks`).
-        gradient: "forward" has the forward of a `HeadLoss` write the gradient of its logits, in the launch that reads
-            them, and the backward hand it over (computed again if the upstream gradient of the loss is another than in
-            the step before, at first 1). For the triton backend on one rank, at most one term of lse and one of
-            log_prob (no smoothing or class weights), a reduction over tokens, no temperature, softcap, scale, teacher,
-            sets, ids or rank, and no weights that require a gradient; ValueError for other calls that need one. All
-            bits are those of "backward". Faster on some GPUs, see the benchmarks; the gradient takes memory from the
-            forward on.
+        gradient: "forward" has the forward of a `HeadLoss` write the gradient of its logits, in one launch that reads
+            each logit once and exchanges packets with the group's other ranks, and the backward hand it over
+            (multiplied if the upstream gradient of the loss is another than in the step before, at first 1). For
+            bfloat16 logits on GPUs of compute capability 9.0, contiguous and a multiple of 8 wide; equal shards on at
+            most 8 ranks with symmetric memory; at most one term each of lse, log_prob and entropy (no smoothing or
+            class weights), and metrics of these and the accuracy; a reduction over tokens; no transform, teacher, sets,
+            ids or rank, and no weights that require a gradient; ValueError for other calls that need a gradient.
+            "backward" has a launch of the backward write it. "auto" takes "forward" where it can and was measured to be
+            faster, else "backward"; the two may differ in the last bit. From the forward on the gradient takes memory,
+            unless ``inplace`` has the forward write it over the logits. A rank that does not come within its group's
+            timeout makes its peers' results NaN, and their next call raises.
         check: raise a ValueError that names the first token with a bad label, set, given id or entry of a `TopKTeacher`
             (an unknown id, or log-probs whose probabilities add up to more than 1, as those of logits do), on every
             rank, after a host synchronisation.
@@ -84,11 +88,7 @@ class Options:
     inplace: bool = False
     check: bool = False
     validate: Annotated[str, OneOf(("metadata", "full", "checksums"))] = "metadata"
-    gradient: Annotated[str, OneOf(GRADIENTS)] = "backward"
-
-    def __post_init__(self):
-        if self.inplace and self.gradient == "forward":
-            raise ValueError("inplace=True overwrites logits in the backward, got gradient='forward'")
+    gradient: Annotated[str, OneOf(GRADIENTS)] = "auto"
 
 
 NO_TRANSFORM, DEFAULTS = Transform(), Options()

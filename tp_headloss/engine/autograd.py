@@ -14,6 +14,10 @@ ONCE = (
     "Options(inplace=True) writes the gradient over the logits, so that there is one backward, and nothing else may "
     "have written to the logits before it"
 )
+GONE = (
+    "Options(inplace=True, gradient='forward') wrote the gradient of the loss over the logits, so that there is one "
+    "backward, from the loss alone"
+)
 
 
 class _FirstDerivative(torch.autograd.Function):
@@ -80,8 +84,11 @@ class Statistics(torch.autograd.Function):
         elif ctx.expected is None:
             merged, outputs, reduced = passes.reduced_statistics(request, reduction)
         else:
-            merged, outputs, reduced, *in_forward = passes.statistics_and_gradient(request, reduction)
+            merged, outputs, reduced, *in_forward = passes.statistics_and_gradient(request, reduction, inplace)
             ctx.taken = False
+            if inplace:  # the logits are gone
+                torch.autograd.graph.increment_version(tensors[0])
+                tensors[0] = in_forward[0]
         ctx.request, ctx.inplace, ctx.is_spent = Request(None, facts, layout), inplace, False
         ctx.plan = None if reduction is None else reduction.plan
         ctx.set_materialize_grads(False)
@@ -132,8 +139,10 @@ def _statistics_gradients(ctx, saved, upstream) -> tuple:
     if not grads:
         return (None,) * (count + 3)
     logits = request.tensors.logits
-    if in_forward and alone and loss_factors:
-        return _gradients(ctx, request, _gradient_again(ctx, in_forward, request, merged, grads, loss_factors[0]))
+    if in_forward and alone and not ctx.taken:
+        return _gradients(ctx, request, _taken(ctx, in_forward[0], in_forward[1], loss))
+    if in_forward and ctx.inplace:
+        raise RuntimeError(GONE)
     if ctx.inplace:
         if ctx.is_spent:  # where hooks of saved tensors gave the logits, torch did not notice
             raise RuntimeError(ONCE)
@@ -155,14 +164,10 @@ def _gradients(ctx, request: Request, gradient):
     return gradient, *others
 
 
-def _gradient_again(ctx, in_forward, request: Request, merged, grads: dict, loss):
+def _taken(ctx, gradient, assumed, loss):
     """The gradient that the forward wrote, for this upstream gradient of the loss; only the first backward has it."""
-    gradient, assumed = in_forward
-    if ctx.taken:
-        gradient = torch.empty_like(gradient)
-    backend = load_backend(request.facts.backend)
-    backend.gradient_again(gradient, request, merged, grads, loss, assumed, ctx.expected, ctx.taken)
     ctx.taken = True
+    load_backend(ctx.request.facts.backend).gradient_for(gradient, assumed, loss, ctx.expected)
     return gradient.data  # which may be written to: autograd does not take that for a change of what it saved
 
 

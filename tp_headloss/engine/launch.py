@@ -28,13 +28,11 @@ DIRECT = not INTERPRETED and torch.version.hip is None and TRITON <= (3, 9)
 
 
 class Launch(NamedTuple):
-    """Size of a tile, warps of a program, the most registers that a thread of it may have, where that is set, and
-    whether it begins while the kernel in front of it runs."""
+    """Size of a tile, warps of a program, and the most registers that a thread of it may have, where that is set."""
 
     block: int
     warps: int
     registers: int | None = None
-    early: bool = False
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -68,27 +66,6 @@ def statistics_launch(chunk_size: int, has_teacher: bool = False, tail_alone: bo
     """
     block = min(256 if has_teacher else 512, max(128, next_power_of_2(chunk_size)))
     return Launch(block, 1, 72 if tail_alone else None)
-
-
-@functools.lru_cache(maxsize=1024)
-def rows_launch(width: int, itemsize: int) -> Launch:
-    """Tile of the gradient in a program of a whole row, which has a warp for each of its 8 chunks.
-
-    bf16, a whole step, stages of the gradient's pipeline in brackets, 3 unless another number is given, and registers,
-    of which it has 80; 1024, 2048 and 8192 x 32000, 8192 x 128256:
-    8192/8, 80 registers 62.0, 104.8, 357.7, 1522; 64 62.2, 105.7, 355.1, 1538; 94 62.3, 105.4, 358.9, -
-    8192 x 32064 and 128256: 8192/8 359.6, 1513; [4], too much memory for some GPUs, 355.7, 1506; H100, [3] 450, 2157
-    4096/8, 80 registers 63.7, 108.8, 372.6, -; 64 64.0, 107.9, 368.7, -; 64 [4] 63.5, 106.0, 359.1, -
-    8192/8 with room for one program alone, whose rows fit the cache: -, -, -, 1709
-    a row in registers till its gradient is written: all of it 66.5, 113.9, 378.4, -; an eighth -, -, -, 1465
-    """
-    return Launch(min(16384 // itemsize, max(256, next_power_of_2(width))), 8)
-
-
-@functools.lru_cache(maxsize=64)
-def may_begin_early(device: torch.device) -> bool:
-    """Whether kernels on the device can begin while the kernel in front of them runs (of capability 9.0 and later)."""
-    return device.type == "cuda" and numerics_triton.PTX.value and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -188,8 +165,8 @@ MERGE = Launch(64, 2)  # 8 packets: 32/1 7.7, 128/4 8.6, 64/2 8.7; with entropy 
 # The only program: its time is the latency of its loads, and wider ones spill.
 SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 10.6, 4096/32 15.1, 8192/32 28.4
 SCALE = Launch(4096, 4)
-ASSUME = Launch(8192, 16)  # 2048 tokens 2.3, 8192 2.8
-GRADIENT_AGAIN = 528  # programs that write rows again: 1.6 where none has to be
+AGAIN = Launch(4096, 4)  # of a gradient that is multiplied where another upstream gradient came than was expected
+AGAIN_PROGRAMS = 528
 AT_IDS = Launch(32, 4)  # of each of a tile of tokens; not measured
 LABELS = Launch(32, 1)  # tokens whose labels' logits are found; not measured
 # Sets of more ids than are sorted. Before any were: 8192 sets of 1024 ids in ascending order: 1024/4 45, 256/2 88; by
@@ -277,8 +254,6 @@ def _options(how: Launch | GemmLaunch) -> dict:
     options = {"num_warps": how.warps, "enable_fp_fusion": True}
     if isinstance(how, GemmLaunch):
         options["num_stages"] = how.stages
-    elif how.early:
-        options["launch_pdl"] = True
     limited = how.registers is not None and numerics_triton.PTX.value  # others know no such option
     return options | {"maxnreg": how.registers} if limited else options
 

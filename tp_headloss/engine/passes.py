@@ -8,6 +8,7 @@ import torch
 
 from ..ranks.comm import gather_parts, sum_in_place
 from ..statistics.at_ids import gradients_of_log_probs_at
+from . import one_read_launch
 from .backend import load_backend
 from .request import Request, accumulation_dtype
 from .transports import resolve_transport
@@ -44,24 +45,21 @@ class Reduced(NamedTuple):
 
 def reduced_statistics(request: Request, reduction) -> tuple[torch.Tensor, tuple, Reduced]:
     """Merged rows, the layout's outputs, and a reduction of them. For the triton backend."""
-    return _reduced(statistics(request), request, reduction)
-
-
-def _reduced(outputs: list[torch.Tensor], request: Request, reduction) -> tuple[torch.Tensor, tuple, Reduced]:
-    merged, values, *flags = outputs
+    merged, values, *flags = statistics(request)
     by_output = *values.unbind(0), *flags
     named = dict(zip(request.layout.outputs, by_output))
     summed = tuple([named[name] for name in reduction.plan.statistics])
     return merged, by_output, Reduced(*load_backend("triton").token_sums(summed, named["valid"], reduction))
 
 
-def statistics_and_gradient(request: Request, reduction) -> tuple:
-    """`reduced_statistics` on one rank, the gradient [N, width] of the loss for the upstream gradient that it expects,
-    and a note of that."""
-    backend, logits = load_backend(request.facts.backend), request.tensors.logits
-    packets, gradient = logits.new_empty(request.packets_shape, dtype=torch.float32), logits.new_empty(logits.shape)
-    outputs, assumed = backend.statistics_and_gradient(packets, gradient, request, reduction)
-    return *_reduced(outputs, request, reduction), gradient, assumed
+def statistics_and_gradient(request: Request, reduction, inplace: bool) -> tuple:
+    """`reduced_statistics`, the gradient [N, width] of the loss for the upstream gradient that it expects, and that.
+
+    inplace: the gradient is written over the logits.
+    """
+    outputs, reduced, *in_forward = one_read_launch.statistics_and_gradient(request, reduction, inplace)
+    merged, values, *flags = outputs
+    return merged, (*values.unbind(0), *flags), Reduced(*reduced), *in_forward
 
 
 def second_packets(request: Request, merged: torch.Tensor) -> torch.Tensor:

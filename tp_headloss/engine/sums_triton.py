@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import SCALE, SUMS, SUMS_GRADIENT, ceil_div, dtype_key, int_key, launch, pointer_key
+from .launch import AGAIN, AGAIN_PROGRAMS, SCALE, SUMS, SUMS_GRADIENT, ceil_div, dtype_key, int_key, launch, pointer_key
 
 
 @triton.jit
@@ -129,6 +129,25 @@ def scale_kernel(
     tl.store(out_ptr + i, out.to(out_ptr.dtype.element_ty), mask=i < n)
 
 
+@triton.jit(do_not_specialize=["n_rows", "width"])
+def gradient_for_kernel(
+    gradient_ptr,  # [T, width] in and out, contiguous
+    assumed_ptr,  # [] fp32: the upstream gradient that it was written for
+    upstream_ptr,  # [] fp32: the one that came
+    expected_ptr,  # [] fp32 out: what to expect next
+    n_rows, width, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Multiply a gradient by given / assumed, where they differ."""
+    assumed, given = tl.load(assumed_ptr), tl.load(upstream_ptr)
+    if tl.program_id(0) == 0:
+        tl.store(expected_ptr, given)
+    n = tl.where(assumed == given, 0, n_rows.to(tl.int64) * width)
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        x = tl.load(gradient_ptr + i, mask=i < n, other=0.0).to(tl.float32) * (given / assumed)
+        tl.store(gradient_ptr + i, x.to(gradient_ptr.dtype.element_ty), mask=i < n)
+
+
 def divided_by(denominator) -> tuple[torch.Tensor | None, float]:
     """A denominator as kernels take it: in memory, or a number."""
     if isinstance(denominator, torch.Tensor):
@@ -188,3 +207,10 @@ def scale(out, x, factor, add: bool = False):
             SCALE,
             out, x, factor, out.numel(), add,
         )  # fmt: skip
+
+
+def gradient_for(gradient, assumed, upstream, expected):
+    """Make a gradient that was written for another upstream gradient of the loss that of this one, in place."""
+    programs = min(AGAIN_PROGRAMS, ceil_div(gradient.numel(), AGAIN.block))
+    variant = gradient.device, pointer_key(gradient), pointer_key(upstream)
+    launch(gradient_for_kernel, programs, variant, AGAIN, gradient, assumed, upstream, expected, *gradient.shape)

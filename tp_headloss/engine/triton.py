@@ -33,9 +33,8 @@ from .launch import (
 from .linear_triton import linear_gradient, linear_statistics  # noqa: F401 (part of the contract)
 from .loss_step_triton import NOT_SHARED, loss_step  # noqa: F401 (the second is part of the contract)
 from .merge_triton import second_merge_kernel
-from .one_launch_triton import gradient_again, statistics_and_gradient  # noqa: F401 (part of the contract)
 from .request import Request
-from .sums_triton import scale, token_sums, token_sums_gradient  # noqa: F401 (part of the contract)
+from .sums_triton import gradient_for, scale, token_sums, token_sums_gradient  # noqa: F401 (part of the contract)
 from .transports.symmetric_memory_triton import SharedMemory
 
 MOST_ENTRIES = 1024  # that one program sorts

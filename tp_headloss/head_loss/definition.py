@@ -35,7 +35,7 @@ class CallPlan(NamedTuple):
     sums: tuple[SumsPlan | None, SumsPlan | None]  # how one kernel sums them, None where plain torch is needed
     checked: dict  # calls that were checked, see `known_calls`
     obstacles: list[str]  # reasons against one sweep that a call has found
-    expected: dict  # device -> upstream gradient of the loss in the last backward, see `engine.one_launch`
+    expected: dict  # device -> upstream gradient of the loss in the last backward, see `engine.one_read`
 
 
 class HeadLossDefinition(NamedTuple):

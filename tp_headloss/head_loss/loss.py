@@ -16,7 +16,7 @@ from ..call.compile import uncompiled_where_needed
 from ..call.given import LINES, Given
 from ..call.request_of import build_request
 from ..call.statistics import computed_statistics
-from ..engine.one_launch import expecting, gradient_in_forward
+from ..engine.one_read import expecting, gradient_in_forward
 from ..linear_head.call import LinearCall
 from ..ranks.shard import VocabShard
 from ..spec import (

@@ -11,6 +11,7 @@ import torch
 from ...ranks.comm import gather_objects
 from ...ranks.shard import is_live_group, resolve_process_group
 from ..backend import load_backend
+from ..one_read_launch import Memory
 from ..request import Request
 from .transport import Transport
 
@@ -30,6 +31,7 @@ class SymmetricMemory(Transport):
 
         self.slot = 1 << (numel - 1).bit_length()  # fp32 numbers
         self.buffer = symm_mem.empty(2 * self.slot, dtype=torch.float32, device=device)
+        self.buffer.zero_()
         self.in_exchange = False  # stays True if an exchange fails on this rank: its turns are no longer its peers'
 
     def join(self, group):
@@ -44,10 +46,15 @@ class SymmetricMemory(Transport):
         self.timeout_ms = 600_000 if timeout is None else max(1, round(timeout.total_seconds() * 1000))
         addresses = [self.handle.get_buffer(r, (1,), torch.float32).data_ptr() for r in range(group.size())]
         self.peers = torch.tensor(addresses, device=device)  # [P] int64
+        self.addresses = addresses
         # [0]: exchanges completed, read where packets are written; [1]: the same, read where they are merged
         self.turns = torch.zeros(2, dtype=torch.int32, device=device)
         self.stream = torch.cuda.current_stream(device)
         torch.cuda.synchronize(device)  # once per group: other streams may use it next
+
+    def serve_one_read(self, group):
+        """Hold packets of launches of `one_read`."""
+        self.one_read = Memory(self.buffer, self.addresses, group.rank(), self.timeout_ms)
 
     def write(self, request: Request) -> torch.Tensor:
         """Write this rank's packets [chunks, rows, N] into the slot whose turn it is; the result is the first slot."""
@@ -82,7 +89,8 @@ class _Group:
     def __init__(self, group):
         self.group, self.capability = group, (0, 0)
         self.obstacle: str | None = None
-        self.memories: list[SymmetricMemory] = []
+        # by whether it is for `one_read`; None: there is none for it
+        self.memories: dict[bool, list[SymmetricMemory] | None] = {}
         self.is_told = False
 
     def tell(self, name: str):
@@ -101,8 +109,11 @@ def obstacle(group_name: str) -> str | None:
     return "no call has looked for it" if known is None else known.obstacle
 
 
-def find_symmetric_memory(request: Request) -> SymmetricMemory | None:
-    """Return memory for a request's packets under "symm_mem" and "auto", or None: gather them.
+def find_symmetric_memory(
+    request: Request, numel: int | None = None, of_one_read: bool = False
+) -> SymmetricMemory | None:
+    """Return memory for a request's packets under "symm_mem" and "auto", or None: gather them. of_one_read: memory for
+    packets of `one_read`, of which a slot has numel fp32 numbers.
 
     The ranks agree when a group is first seen, before any exchange, and again when more tokens need more memory; both
     are host synchronisations, and neither is possible while a CUDA graph is being captured (run a step before).
@@ -112,7 +123,8 @@ def find_symmetric_memory(request: Request) -> SymmetricMemory | None:
     facts, logits = request.facts, request.tensors.logits
     if facts.world_size == 1 or not load_backend(facts.backend).shares_memory(logits):
         return None
-    group_name, numel, device = facts.group_name, math.prod(request.packets_shape), logits.device
+    group_name, device = facts.group_name, logits.device
+    numel = math.prod(request.packets_shape) if numel is None else numel
     group = resolve_process_group(group_name)
     known = _groups.get(group_name)
     if known is None or known.group is not group:
@@ -126,16 +138,17 @@ def find_symmetric_memory(request: Request) -> SymmetricMemory | None:
         known.tell(group_name)
     if known.obstacle or (facts.transport == "auto" and known.capability < (9, 0)):
         return None
-    if known.memories and known.memories[-1].slot >= numel:
-        if known.memories[-1].in_exchange:
+    found = known.memories.setdefault(of_one_read, [])
+    if found and found[-1].slot >= numel:
+        if found[-1].in_exchange:
             raise RuntimeError(
                 f"an earlier exchange of group {group_name} failed on this rank in the middle, so its ranks no longer "
                 "agree about their symmetric memory: make a new process group, or use transport='gather'"
             )
-        return known.memories[-1]
-    if torch.cuda.is_current_stream_capturing():
+        return found[-1]
+    if found is None or torch.cuda.is_current_stream_capturing():
         return None
-    memories = []
+    memories: list[SymmetricMemory] = []
     with torch.cuda.device(device):
         # apart, because a rank that has no memory must not leave the others waiting for it in the rendezvous
         for step in (lambda: memories.append(SymmetricMemory(numel, device)), lambda: memories[0].join(group)):
@@ -143,7 +156,11 @@ def find_symmetric_memory(request: Request) -> SymmetricMemory | None:
     if known.obstacle:
         known.tell(group_name)
         return None
-    known.memories += memories
+    if of_one_read and (reason := _first_failure(lambda: memories[0].serve_one_read(group), group)):
+        _log.warning("no launch that reads each logit once for group %s, two instead: %s", group_name, reason)
+        known.memories[of_one_read] = None
+        return None
+    found += memories
     return memories[0]
 
 

@@ -1,0 +1,452 @@
+"""Options(gradient="forward"): the loss and its gradient from one launch that reads each logit once."""
+
+import math
+import random
+import time
+
+import pytest
+import torch
+from cuda_problem import captured, replays
+from one_read_model import Rank, run
+from ranks import on_ranks
+
+from tp_headloss import (
+    CrossEntropy,
+    Distillation,
+    Entropy,
+    HeadLoss,
+    Options,
+    Sequences,
+    Teacher,
+    Term,
+    Transform,
+    VocabShard,
+    ZLoss,
+    linear_vocab_statistics,
+    log_probs,
+    vocab_statistics,
+)
+from tp_headloss.engine import one_read_launch
+from tp_headloss.engine.sums_triton import gradient_for
+from tp_headloss.engine.transports import symmetric_memory
+from tp_headloss.head_loss.statistic_value import StatisticValue
+from tp_headloss.ranks.shard import canonical_chunk_size
+
+IGNORED, N, V = -100, 6, 704
+IN_FORWARD, IN_BACKWARD = (Options(backend="triton", gradient=name) for name in ("forward", "backward"))
+TERMS = CrossEntropy(), ZLoss(0.01)
+on_hopper = pytest.mark.cuda  # the GPU tests run where the kernel does
+
+
+def problem(device, width=V, n_rows=N, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (4 * torch.randn(n_rows, width, generator=generator)).to(device, torch.bfloat16)
+    labels = torch.randint(width, (n_rows,), generator=generator).to(device)
+    labels[1] = IGNORED
+    logits[1] = torch.nan  # nobody reads it
+    return logits, labels
+
+
+def steps(options, logits, labels, upstream=1.0, terms=TERMS, metrics=(), **given):
+    """-> the output, and the gradients of a first and a second backward."""
+    head = HeadLoss(list(terms), metrics=metrics, options=options)
+    logits = logits.clone().requires_grad_()
+    out = head(logits, labels, **given)
+    return out, *(torch.autograd.grad(upstream * out.loss, logits, retain_graph=True)[0] for _ in range(2))
+
+
+def expect_alike(one, two):
+    """The results of both ways differ by rounding alone."""
+    assert torch.allclose(one[0].loss, two[0].loss, rtol=1e-6, atol=1e-6, equal_nan=True)
+    for name, metric in one[0].metrics.items():
+        assert torch.allclose(metric, two[0].metrics[name], rtol=1e-6, atol=1e-5, equal_nan=True)
+    for a, b in zip(one[0].stats, two[0].stats):
+        if isinstance(a, torch.Tensor):
+            assert torch.allclose(a.double(), b.double(), rtol=1e-6, atol=2e-6, equal_nan=True)
+    for a, b in zip(one[1:], two[1:]):
+        assert torch.allclose(a.float(), b.float(), rtol=2**-7, atol=1e-30, equal_nan=True)
+
+
+CASES = {
+    "mean": {},
+    "denominator": {"denominator": 5.0},
+    "nothing": {"denominator": 0.0},
+    "tensor": {"denominator": torch.tensor(5.0)},
+    "weights": {"token_weight": torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, 0.25])},
+    "squares": {"terms": (ZLoss(0.3), Term("own", StatisticValue("log_prob", square=True)))},
+    "cross-entropy": {"terms": (CrossEntropy(),)},
+    "log-sum-exp": {"terms": (Term("own", StatisticValue("lse"), -0.3),)},
+    "upstream": {"upstream": 0.3},
+    "metrics": {"metrics": ("accuracy", "entropy", "lse")},
+    "accuracy": {"metrics": ("accuracy",), "terms": (CrossEntropy(),)},
+    "entropies": {"terms": (CrossEntropy(), Entropy(-0.1)), "metrics": ("accuracy",)},
+    "squared entropies": {"terms": (Term("own", StatisticValue("entropy", square=True), 0.2), ZLoss(0.01))},
+}
+
+
+@on_hopper
+@pytest.mark.parametrize("width", [8, 128, 704, 1000, 16384, 32064, 50304, 151936])
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_those_of_two_launches(case, width, device):
+    logits, labels = problem(device, width)
+    labels[2:4] = torch.tensor([0, width - 1])
+    logits[0, labels[0]] += 20  # so that the others' sum decides its gradient
+    logits[4, ::3] = -math.inf
+    given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in CASES[case].items()}
+    expect_alike(steps(IN_FORWARD, logits, labels, **given), steps(IN_BACKWARD, logits, labels, **given))
+
+
+@on_hopper
+def test_bad_rows_are_nan_alone(device):
+    logits, labels = problem(device, n_rows=9)
+    labels[2], labels[3] = V + 3, -7
+    logits[4, 5] = torch.inf
+    logits[5, :-1], labels[5] = -torch.inf, V - 1
+    logits[6], logits[7, 0], logits[8] = -torch.inf, torch.nan, -3e38
+    one, two = steps(IN_FORWARD, logits, labels), steps(IN_BACKWARD, logits, labels)
+    assert one[1].isnan().all(1).tolist() == [False, False, True, True, True, False, True, True, False]
+    assert torch.equal(one[0].stats.log_prob.isnan(), two[0].stats.log_prob.isnan())
+    good = [0, 1, 5]
+    assert torch.allclose(one[1][good].float(), two[1][good].float(), rtol=2**-7, atol=1e-30)
+
+
+@on_hopper
+@pytest.mark.parametrize("width, size", [(704, 700), (1024, 700), (768, 250)])
+def test_padding_has_no_part(width, size, device):
+    logits, labels = problem(device, width)
+    logits[:, size:] = math.nan
+    labels = torch.where(labels == IGNORED, IGNORED, labels % size)
+    given = {"shard": VocabShard(0, width, size)}
+    if width > 8 * canonical_chunk_size(size):
+        with pytest.raises(ValueError, match="contiguous logits"):
+            steps(IN_FORWARD, logits, labels, **given)
+        return
+    one = steps(IN_FORWARD, logits, labels, **given)
+    expect_alike(one, steps(IN_BACKWARD, logits, labels, **given))
+    assert not one[1][:, size:].any() and not one[1][1].any()
+
+
+@on_hopper
+def test_the_expected_upstream_gradient_leaves_no_trace(device):
+    logits, labels = problem(device)
+    head = HeadLoss([CrossEntropy()], options=IN_FORWARD)
+    found = []
+    for upstream in (0.25, 0.25, 1.0, 0.25):
+        x = logits.clone().requires_grad_()
+        (upstream * head(x, labels).loss).backward()
+        found.append(x.grad)
+        (expected,) = head._definition.plan.expected.values()
+        assert float(expected) == upstream
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[3]) and not torch.equal(found[0], found[2])
+
+
+@on_hopper
+def test_a_gradient_that_was_handed_over_may_be_written_to(device):
+    logits, labels = problem(device)
+    x = logits.clone().requires_grad_()
+    loss = HeadLoss(options=IN_FORWARD)(x, labels).loss
+    (handed,) = torch.autograd.grad(loss, x, retain_graph=True)
+    first = handed.clone()
+    handed.zero_()
+    assert torch.allclose(torch.autograd.grad(loss, x)[0].float(), first.float(), rtol=2**-7)
+    assert not handed.any()  # nor does a later one write to it
+
+
+@on_hopper
+def test_in_place_the_logits_become_the_gradient(device):
+    logits, labels = problem(device)
+    expected = steps(IN_FORWARD, logits, labels)[1]
+    x = logits.clone().requires_grad_()
+    y = x * 1
+    out = HeadLoss(list(TERMS), options=Options(gradient="forward", inplace=True))(y, labels)
+    assert torch.equal(y, expected)
+    (gradient,) = torch.autograd.grad(out.loss, y, retain_graph=True)
+    assert gradient.data_ptr() == y.data_ptr() and torch.equal(gradient, expected)
+    with pytest.raises(RuntimeError, match="one backward, from the loss alone"):
+        torch.autograd.grad(out.loss, y)
+    z = x * 1
+    squared = z * z
+    HeadLoss(options=Options(gradient="forward", inplace=True))(z, labels)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.sum().backward()
+
+
+@on_hopper
+def test_losses_on_statistics_besides_it_take_the_other_path(device):
+    logits, labels = problem(device)
+    gradients = []
+    for options in (IN_FORWARD, IN_BACKWARD):
+        x = logits.clone().requires_grad_()
+        out = HeadLoss([CrossEntropy()], options=options)(x, labels)
+        (out.loss + out.stats.lse.sum()).backward()
+        gradients.append(x.grad.float())
+    assert torch.allclose(*gradients, rtol=2**-7, atol=1e-30)
+
+
+REFUSED = {
+    "a temperature": (dict(transform=Transform(temperature=2.0)), "without a scale, softcap or temperature"),
+    "temperatures": (dict(transform=Transform(temperature=torch.ones(N))), "without a scale, softcap or temperature"),
+    "a bias": (dict(transform=Transform(bias=torch.zeros(V))), "logits without a bias"),
+    "a collision": (dict(terms=(CrossEntropy(), Term("own", StatisticValue("collision")))), "got .*'collision'"),
+    "a metric": (dict(metrics=("rank",)), "no statistics but .* got .'log_prob', 'rank'."),
+    "many sums": (
+        dict(metrics=("lse", "entropy", "accuracy", "log_prob"), terms=(*TERMS, Entropy(0.1))),
+        "at most 6 sums of them, got .*.hits.",
+    ),
+    "a label's logit": (dict(terms=(Term("own", StatisticValue("target_logit")),)), "got terms of .'target_logit'"),
+    "one statistic twice": (
+        dict(terms=(CrossEntropy(), Term("own", StatisticValue("log_prob", square=True)))),
+        "at most one term of each of .* got terms of .'log_prob', 'log_prob'.",
+    ),
+    "an own function": (dict(terms=(Term("own", lambda stats: stats.lse),)), "terms that are statistics"),
+    "a teacher": (
+        dict(terms=(Distillation(),), inputs={"teacher": Teacher(torch.zeros(N, V))}),
+        "got .*'forward_kl'",
+    ),
+    "sequences": (dict(inputs={"sequences": Sequences.from_mask(torch.ones(N, 1, dtype=torch.bool))}), "statistics"),
+    "no reduction": (dict(reduction="none"), "terms that are statistics"),
+    "fp32": (dict(dtype=torch.float32), "bfloat16 logits on a GPU, got torch.float32 on"),
+}
+
+
+def moved(x, device):
+    """A test's argument on the device."""
+    if isinstance(x, dict):
+        return {name: moved(value, device) for name, value in x.items()}
+    if isinstance(x, Teacher):
+        return Teacher(x.logits.to(device))
+    if isinstance(x, Sequences):
+        return Sequences.from_mask(x.mask.to(device))
+    if isinstance(x, Transform):
+        tensors = {name: getattr(x, name) for name in ("bias", "temperature")}
+        return Transform(**{n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in tensors.items()})
+    return x
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_refused(case, device):
+    given, message = REFUSED[case]
+    given = {name: moved(x, device) for name, x in given.items()}
+    logits, labels = problem(device)
+    logits = logits.to(given.pop("dtype", torch.bfloat16))
+    if case == "sequences":
+        logits, labels = logits[:, None], labels[:, None]
+    arguments = {name: given.pop(name) for name in ("reduction", "metrics") if name in given}
+    head = HeadLoss(list(given.pop("terms", [CrossEntropy()])), options=IN_FORWARD, **arguments)
+    with pytest.raises(ValueError, match=message):
+        head(logits.requires_grad_(), labels, **given)
+    with torch.no_grad():
+        head(logits, labels, **given)  # writes no gradient
+
+
+def test_where_one_launch_cannot_be():
+    with pytest.raises(ValueError, match="gradient must be one of"):
+        Options(gradient="both")
+    with pytest.raises(ValueError, match="the triton backend"):
+        HeadLoss(options=Options(backend="torch", gradient="forward"))(
+            torch.zeros(2, 8, requires_grad=True), torch.zeros(2, dtype=torch.int64)
+        )
+    x, labels, options = torch.zeros(2, 8), torch.tensor([0, 1]), Options(gradient="forward")
+    for function in (vocab_statistics, log_probs):
+        with pytest.raises(ValueError, match="gradient='forward' is for a HeadLoss, whose"):
+            function(x.clone().requires_grad_(), labels, options=options)
+        function(x, labels, options=options)  # as with a HeadLoss, whose forward writes none where none is asked for
+    with pytest.raises(ValueError, match="gradient='forward' is for logits and a HeadLoss"):
+        linear_vocab_statistics(x, torch.zeros(4, 8), labels, options=options)
+
+
+@pytest.mark.parametrize("given", [1.0, 0.5, 3.0])
+def test_a_gradient_becomes_that_of_another_upstream_gradient(given, device):
+    gradient = torch.randn(70, 120, device=device).bfloat16()
+    assumed, upstream, expected = torch.ones((), device=device), torch.tensor(given, device=device), torch.zeros(())
+    found, expected = gradient.clone(), expected.to(device)
+    gradient_for(found, assumed, upstream, expected)
+    assert torch.equal(found, (gradient.float() * given).bfloat16()) and expected == given
+
+
+@pytest.mark.parametrize("vocab_size", [250, 700, 32000, 32064, 50304, 128256, 151936, 262144])
+def test_leaves_depend_on_the_vocabulary_alone(vocab_size):
+    size = canonical_chunk_size(vocab_size)
+    all_cuts = [one_read_launch.cuts_of(size, 8 // ranks) for ranks in (1, 2, 4, 8)]
+    assert len({(cuts.chunk, cuts.cuts) for cuts in all_cuts}) == 1
+    for ranks, cuts in zip((1, 2, 4, 8), all_cuts):
+        assert cuts.leaves * cuts.pieces * ranks == 8 << cuts.cuts and cuts.leaves & (cuts.leaves - 1) == 0
+        assert -(-cuts.chunk // (1 << cuts.cuts)) <= one_read_launch.LEAF and cuts.leaves <= 32
+        assert 4 <= cuts.slots <= one_read_launch.SLOTS and cuts.slots * cuts.slot_bytes <= one_read_launch.SHARED
+        assert cuts.slot_bytes % 128 == 0 and cuts.slot_bytes >= 16 * cuts.chunk * cuts.leaves / (1 << cuts.cuts)
+
+
+@on_hopper
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("flags", [(), ("ENTROPY",), ("ARGMAX",), ("ENTROPY", "ARGMAX", "TERM")])
+def test_the_kernel_compiles_for_gpus_that_are_not_here(flags, architecture, device):
+    library = one_read_launch.kernel_of(torch.device(device, 0)).library
+    assert bytes(one_read_launch.compiled(library, architecture, *flags)[1:4]) == b"ELF"
+
+
+# Launches of other shapes follow each other in one memory, so that packets of one may lie where another's were.
+LAUNCHES = [(5, 2), (3, 1), (7, 2), (1, 4), (6, 1)]
+
+
+def value(rank, row, piece):
+    return 1 + rank + 10 * piece + 100 * row
+
+
+def results(n_ranks, order, **given):
+    ranks = [Rank(half=7 * 4 * n_ranks) for _ in range(n_ranks)]
+    run(ranks, LAUNCHES, value=value, order=random.Random(order), **given)
+    return ranks
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+@pytest.mark.parametrize("resident, slots", [(1, 4), (2, 2), (3, 2)])
+def test_the_protocol_ends_with_the_same_sums_in_any_order(n_ranks, resident, slots):
+    """As long as the slots of the programs that run at once hold a row's pieces, of which there are 4."""
+    for order in range(30):
+        ranks = results(n_ranks, order, n_programs=3, slots=slots, resident=resident)
+        for number, (n_rows, pieces) in enumerate(LAUNCHES, 1):
+            for row in range(n_rows):
+                total = sum(value(rank, row, piece) for rank in range(n_ranks) for piece in range(pieces))
+                for rank in ranks:
+                    assert [rank.results[number, row, piece] for piece in range(pieces)] == [total] * pieces
+
+
+def test_slots_that_hold_no_whole_row_wait_for_each_other():
+    (rank,) = results(1, 0, n_programs=3, slots=2, resident=1)
+    assert math.isnan(rank.results[4, 0, 0])
+
+
+def test_a_rank_that_does_not_come_ends_its_peers_with_nan():
+    ranks = results(2, 0, n_programs=2, slots=2, absent=(1,), patience=500)
+    assert len(ranks[0].results) == sum(n_rows * pieces for n_rows, pieces in LAUNCHES)
+    assert all(math.isnan(total) for total in ranks[0].results.values())
+
+
+def _shard(group, logits, vocab_size):
+    """This rank's shard of logits, all of them without a group."""
+    if group is None:
+        return None, logits
+    shard = VocabShard.from_group(group, vocab_size)
+    return shard, logits[:, shard.start : shard.stop].contiguous()
+
+
+def _sharded(group, device, vocab_size, metrics=(), transposed=False):
+    logits, labels = problem(device, vocab_size, 40)
+    shard, x = _shard(group, logits, vocab_size)
+    if (
+        transposed and group is not None and group.rank() == 0
+    ):  # a rank whose logits the kernel cannot read where they are
+        x = x.t().contiguous().t()
+    out, first, second = steps(IN_FORWARD, x, labels, shard=shard, metrics=metrics)
+    found = out.loss, *out.metrics.values(), out.stats.log_prob, out.stats.lse
+    return [x.detach().cpu() for x in (first, second, *found)]
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("vocab_size", [1024, 32768, 50304, 128256])
+@pytest.mark.parametrize("metrics", [(), ("accuracy", "entropy")])
+def test_any_number_of_ranks_has_the_same_bits(metrics, vocab_size, world_size):
+    given = vocab_size, metrics
+    parts, (alone,) = on_ranks(world_size, _sharded, *given), on_ranks(1, _sharded, *given)
+    for part in parts:
+        assert all(torch.equal(a, b) for a, b in zip(part[2:], alone[2:]))
+    assert torch.equal(torch.cat([part[0] for part in parts], 1), alone[0])
+
+
+@on_hopper
+def test_ranks_take_one_way_whatever_the_memory_of_their_logits():
+    for plain, transposed in zip(on_ranks(2, _sharded, 32064), on_ranks(2, _sharded, 32064, (), True)):
+        assert all(torch.equal(a, b) for a, b in zip(plain, transposed))
+
+
+def _repeated(group, device, vocab_size, n_rows, repeats):
+    """Steps beside collectives in opposite orders and noise, on two streams in turn: equal bits every time."""
+    logits, labels = problem(device, vocab_size, n_rows)
+    shard, x = _shard(group, logits, vocab_size)
+    x.requires_grad_()
+    head, side, noise = HeadLoss(list(TERMS), options=IN_FORWARD), torch.cuda.Stream(), torch.cuda.Stream()
+    squares, big = torch.randn(2, 2048, 2048, device=device), torch.ones(1 << 22, device=device)
+    rank = 0 if group is None else group.rank()
+
+    def step():
+        out = head(x, labels, shard=shard)
+        return [out.loss.detach(), out.stats.log_prob.detach(), torch.autograd.grad(out.loss, x)[0]]
+
+    def beside():
+        with torch.cuda.stream(noise):
+            torch.mm(squares[0], squares[1])
+            if group is not None:
+                torch.distributed.all_reduce(big, op=torch.distributed.ReduceOp.MAX, group=group)
+
+    expected, same = step(), True
+    for i in range(repeats):
+        if (i + rank) % 2:
+            beside()
+        stream = side if i % 3 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = step()
+        if not (i + rank) % 2:
+            beside()
+        torch.cuda.current_stream().wait_stream(stream)
+        same &= all(torch.equal(a, b) for a, b in zip(found, expected))
+    return same
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_steps_beside_other_work_have_the_same_bits(world_size):
+    assert on_ranks(world_size, _repeated, 32000, 1500, 100) == [True] * world_size
+
+
+def _replayed(group, device):
+    logits, labels = problem(device, 32000, 64)
+    shard, x = _shard(group, logits, 32000)
+    x.requires_grad_()
+    head = HeadLoss(list(TERMS), options=IN_FORWARD)
+
+    def step():
+        out = head(x, labels, shard=shard)
+        return out.loss, torch.autograd.grad(out.loss, x)[0]
+
+    graph, outputs = captured(step)
+    same = True
+    for seed in range(20):
+        generator = torch.Generator(device).manual_seed(seed)
+        with torch.no_grad():
+            x.copy_(torch.randn(x.shape, device=device, generator=generator))
+        same &= replays(graph, outputs, step)[1]
+    return same
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_one_launch_replays_from_a_graph(world_size):
+    assert on_ranks(world_size, _replayed) == [True] * world_size
+
+
+def _left_alone(group, device):
+    """A step that one rank does not make: its peer's results are NaN after the timeout, and its next call raises."""
+    logits, labels = problem(device, 32000)
+    pair = torch.distributed.new_group([0, 1])
+    shard, x = _shard(pair, logits, 32000)
+    head = HeadLoss(options=IN_FORWARD)
+    x.requires_grad_()
+    head(x, labels, shard=shard)
+    symmetric_memory._groups[pair.group_name].memories[True][-1].one_read.timeout_ms = 200
+    found = []
+    if group.rank() == 0:
+        started = time.monotonic()
+        out = head(x, labels, shard=shard)
+        found += [bool(out.loss.isnan()), bool(torch.autograd.grad(out.loss, x)[0][0].isnan().all())]
+        found.append(time.monotonic() - started < 60)
+        with pytest.raises(RuntimeError, match=r"waited 0.2 s for a rank of its group that did not come"):
+            head(x, labels, shard=shard)
+    torch.distributed.barrier(group)
+    return found
+
+
+@on_hopper
+def test_a_rank_that_does_not_come_is_an_error():
+    assert on_ranks(2, _left_alone) == [[True, True, True], []]

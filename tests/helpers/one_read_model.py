@@ -1,0 +1,76 @@
+"""A model of the protocol of `one_read.cu`: roles as coroutines over what programs and ranks share, in any order."""
+
+from collections import namedtuple
+
+Piece = namedtuple("Piece", "row piece")
+
+
+class Rank:
+    """What the programs of one rank share: numbers of launches, claims, and the packets that its peers write."""
+
+    def __init__(self, half):
+        self.launches, self.claimed, self.done, self.failed = 0, 0, 0, False
+        self.half, self.packets, self.results = half, [None] * (2 * half), {}
+
+
+def program(ranks, me, n_rows, pieces, slots, n_programs, value):
+    """One program of a launch as a coroutine that yields whether it could go on; value(rank, row, piece): a packet."""
+    own, n_ranks = ranks[me], len(ranks)
+    tag, n_packets = own.launches + 1, pieces * n_ranks
+    first = tag % 2 * own.half
+    ring = []
+    while True:
+        if len(ring) < slots and own.claimed is not None and own.claimed < n_rows * pieces:  # load, sum, post
+            row, piece = divmod(own.claimed, pieces)
+            own.claimed += 1
+            yield True  # a peer's program may come between any two of these steps
+            for rank in ranks:
+                rank.packets[first + row * n_packets + me * pieces + piece] = (tag, value(me, row, piece))
+                yield True
+            ring.append(Piece(row, piece))
+        elif not ring:
+            break
+        for item in list(ring):  # merge, grad
+            found = own.packets[first + item.row * n_packets :][:n_packets]
+            if own.failed or all(packet is not None and packet[0] == tag for packet in found):
+                total = float("nan") if own.failed else sum(packet[1] for packet in found)
+                own.results[tag, item.row, item.piece] = total
+                ring.remove(item)
+                yield True
+            else:
+                yield False
+    own.done += 1
+    if own.done == n_programs:  # the last program prepares the next launch
+        own.done, own.claimed, own.launches = 0, 0, tag
+
+
+def run(ranks, launches, n_programs, slots, value, order, resident=None, absent=(), patience=10_000):
+    """Run launches (n_rows, pieces) of all ranks, those of one rank one after the other; order: random.Random.
+
+    resident: programs of a rank that run at once, the others begin when one has ended. absent: ranks that never launch;
+    the others give up after `patience` steps of which none went on, as after a timeout.
+    """
+    waiting = {me: [] if me in absent else list(launches) for me in range(len(ranks))}
+    active = {me: [] for me in waiting}
+    begun = dict.fromkeys(waiting, 0)
+    stuck = 0
+    while any(waiting.values()) or any(active.values()):
+        for me in waiting:
+            if not active[me] and begun[me] == 0 and waiting[me]:
+                begun[me] = n_programs
+            while begun[me] and len(active[me]) < (resident or n_programs):
+                n_rows, pieces = waiting[me][0]
+                active[me].append(program(ranks, me, n_rows, pieces, slots, n_programs, value))
+                begun[me] -= 1
+        me = order.choice([me for me in active if active[me]])
+        step = order.choice(active[me])
+        try:
+            stuck = 0 if next(step) else stuck + 1
+        except StopIteration:
+            active[me].remove(step)
+            if not active[me] and not begun[me]:
+                waiting[me].pop(0)
+        if stuck > patience:
+            for rank in ranks:
+                rank.failed = True
+            stuck = 0

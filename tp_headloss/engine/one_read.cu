@@ -1,0 +1,477 @@
+// The loss and its gradient in one launch that reads each bf16 logit once and writes its gradient once, on one GPU and
+// on several, which exchange their packets inside of it. See one_read.py for what it serves.
+//
+// A program per multiprocessor stays and takes items, pieces of rows, in order; each lies in a slot of a ring in shared
+// memory while the warps' roles follow each other:
+//   load   claims the next item once a slot is free, and copies the logits       full:  they are there
+//   sum    maximum and sum of exponentials of leaves, the label left out         stat:  each warp's node is there
+//   post   joins the nodes and writes one packet to every rank's memory
+//   merge  waits for all packets of the row, joins them, stores statistics       ready: the row's factors are there
+//   grad   writes gradients over the logits, and copies them out                 free:  the slot can be used again
+// Nodes are joined in a binary tree over leaves that depends on the vocabulary alone: equal bits on 1, 2, 4, 8 ranks.
+// A packet is one 16-byte store that carries its own flag, the number of the launch, so that no fence is needed.
+// Launches of one memory alternate between two halves of it: a rank that writes a half again has ended the launch
+// between, so its peers have begun that one, and ended the launch whose packets are overwritten.
+// No program waits for one that is not there: items are claimed in order, each when a slot is free for it.
+// Compiled with ENTROPY or ARGMAX for calls that want these, and TERM if a term of the loss is an entropy.
+typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16; typedef long long i64;
+
+constexpr int SUM = 8, GRAD = 8, POST = 2, MERGE = 4, OTHERS = 1 + POST + MERGE, WARPS = OTHERS + SUM + GRAD;
+constexpr int SLOTS = 12, RANKS = 8, LEAF = 5, VALUES = 6, AT_ONCE = 8;
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr u64 STUCK = 4000000000000;  // ns, longer than any timeout: a bug ends, too
+constexpr u32 OWNER = 1, IGNORED = 2, LOWEST = 0xff80ff80u;  // flags of a packet; two logits of -inf
+constexpr float LOWEST_DROP = -1e30f;  // of a logit below the maximum, so that 0 times it is 0
+#define INF __int_as_float(0x7f800000)
+#define NONE __int_as_float(0x7fc00000)  // NaN
+
+struct Params {  // in the order of `one_read.Params`
+  const u16* logits; u16* gradient; const void* labels; const float *weight, *upstream; const double* denominator;
+  float *assumed, *lse, *log_prob, *target_logit, *owners; unsigned char* valid;  // [], [N] each
+  float *entropy, *mean; i64* argmax; unsigned char* hits;               // [N] or null
+  float *shift, *sum, *others, *target, *loss, *sums; double* inverse;  // [N] merged rows; [], [values + 1], [] 1 / divisor
+  const void* values[VALUES];  // [N] each, which are summed, fp32 or bool
+  u32 *control, *failed;  // launches, programs that are done, items claimed, failure; the host's word for that
+  u64 packets[RANKS];     // [2, half] of every rank
+  i64 start, ignore_index, half;
+  u64 timeout;            // ns
+  double number;          // to divide by; 0: the valid tokens or their weights
+  // d loss / d value: factor + square * value
+  float lse_factor, lse_square, log_prob_factor, log_prob_square, entropy_factor, entropy_square, coefficients[VALUES];
+  int n_values, squares, negatives, bools, rows, width, valid_width, wide_labels;  // width % 8 == 0
+  int chunk, cuts, leaves, pieces, slots, slot_bytes, rank, ranks;  // vectors and log2 of leaves of a chunk; leaves of an item
+};
+#if defined(ENTROPY) || defined(ARGMAX)
+constexpr int WORDS = 2;  // stores of a packet
+#else
+constexpr int WORDS = 1;
+#endif
+struct Item { int row, piece, vectors, valid, target; bool ignored; };  // of 8 columns; valid columns; the label's or -1
+// Of some columns without the label's: sum of exp(z - max), and of that times z - max; the lowest id of the maximum.
+struct Node { float max, sum, moment; int index; };
+struct Shared {
+  u64 full[SLOTS], stat[SLOTS], ready[SLOTS], free[SLOTS];
+  Item item[SLOTS];
+  Node node[SLOTS][SUM];
+  // shift; d loss / d logit over exp(logit - shift), and its slope by logit - shift; d loss / d label's logit
+  float4 factor[SLOTS];
+  double counted[GRAD];
+  bool is_last;
+};
+
+__device__ __forceinline__ u32 at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ __forceinline__ void init(u64* b, int n) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at(b)), "r"(n)); }
+__device__ __forceinline__ void arrive(u64* b) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(at(b)) : "memory"); }
+__device__ __forceinline__ u64 now() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
+__device__ __forceinline__ void wait(u64* b, u32 phase) {
+  u64 since = 0;
+  for (u32 i = 1;; i++) {
+    u32 done;
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(at(b)), "r"(phase) : "memory");
+    if (done) return;
+    if (i % 65536 == 0) { if (!since) since = now(); else if (now() - since > STUCK) __trap(); }
+  }
+}
+__device__ __forceinline__ uint4 load(u32 a) {
+  uint4 v; asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a)); return v;
+}
+__device__ __forceinline__ void store(u32 a, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
+__device__ __forceinline__ u32 max2(u32 a, u32 b) { u32 c; asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b)); return c; }
+__device__ __forceinline__ u32 pack(float a, float b) { u32 c; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(c) : "f"(b), "f"(a)); return c; }
+// One access of 16 bytes: the memory model takes a scalar of 128 bits as a whole.
+__device__ __forceinline__ void post(uint4* p, uint4 v) {
+  u64 a = v.x | (u64)v.y << 32, b = v.z | (u64)v.w << 32;
+  asm volatile("{ .reg .b128 q; mov.b128 q, {%1, %2}; st.relaxed.sys.global.b128 [%0], q; }" ::"l"(p), "l"(a), "l"(b) : "memory");
+}
+__device__ __forceinline__ uint4 look(const uint4* p) {
+  u64 a, b;
+  asm volatile("{ .reg .b128 q; ld.relaxed.sys.global.b128 q, [%2]; mov.b128 {%0, %1}, q; }" : "=l"(a), "=l"(b) : "l"(p) : "memory");
+  return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
+}
+__device__ __forceinline__ Node nothing() { return {-INF, 0.f, 0.f, 0x7fffffff}; }
+__device__ __forceinline__ float finite(float max) { return max == -INF ? 0.f : max; }
+__device__ __forceinline__ i64 label_of(const Params& q, int row) {
+  return q.wide_labels ? ((const i64*)q.labels)[row] : ((const int*)q.labels)[row];
+}
+template <class T> __device__ __forceinline__ T add_lanes(T x) {
+  for (int d = 16; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+  return x;
+}
+
+// The sums of two parts of a row relative to the larger maximum. Each operation rounds by itself, so that both orders
+// of the arguments have the same bits.
+__device__ __forceinline__ Node join(Node a, Node b) {
+  const float max = fmaxf(a.max, b.max), shift = finite(max), left = __fsub_rn(a.max, shift), right = __fsub_rn(b.max, shift);
+  const float p = ex2(__fmul_rn(left, LOG2E)), q = ex2(__fmul_rn(right, LOG2E));
+  Node x = nothing();
+  x.max = max, x.sum = __fadd_rn(__fmul_rn(a.sum, p), __fmul_rn(b.sum, q));
+#ifdef ENTROPY
+  auto moved = [](Node n, float drop, float f) {
+    return __fmul_rn(f, __fadd_rn(n.moment, __fmul_rn(fmaxf(drop, LOWEST_DROP), n.sum)));
+  };
+  x.moment = __fadd_rn(moved(a, left, p), moved(b, right, q));
+#endif
+#ifdef ARGMAX
+  x.index = a.max > b.max ? a.index : b.max > a.max ? b.index : min(a.index, b.index);
+#endif
+  return x;
+}
+__device__ __forceinline__ Node join_lanes(Node x, int lanes) {
+  for (int d = 1; d < lanes; d *= 2) {
+    Node y = nothing();
+    y.max = __shfl_xor_sync(~0u, x.max, d), y.sum = __shfl_xor_sync(~0u, x.sum, d);
+#ifdef ENTROPY
+    y.moment = __shfl_xor_sync(~0u, x.moment, d);
+#endif
+#ifdef ARGMAX
+    y.index = __shfl_xor_sync(~0u, x.index, d);
+#endif
+    x = join(x, y);
+  }
+  return x;
+}
+// Replace the label's column of a vector, and those from `valid` on.
+__device__ __forceinline__ void mask(uint4& r, int vector, int target, int valid, u32 value) {
+  auto put = [&](int k) {
+    const u32 keep = k & 1 ? 0xffffu : 0xffff0000u, bits = k & 1 ? value << 16 : value;
+    if (k / 2 == 0) r.x = (r.x & keep) | bits;
+    if (k / 2 == 1) r.y = (r.y & keep) | bits;
+    if (k / 2 == 2) r.z = (r.z & keep) | bits;
+    if (k / 2 == 3) r.w = (r.w & keep) | bits;
+  };
+  if (vector == target >> 3) put(target & 7);
+  if (8 * vector + 8 > valid) for (int k = 0; k < 8; k++) if (8 * vector + k >= valid) put(k);
+}
+
+// The node of vectors a to b, by a warp that holds them in registers; id: of the item's first column.
+__device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i64 id, int lane) {
+  uint4 r[LEAF];
+  u32 top = LOWEST;
+#pragma unroll
+  for (int k = 0; k < LEAF; k++) {
+    const int v = a + lane + 32 * k;
+    r[k] = make_uint4(LOWEST, LOWEST, LOWEST, LOWEST);
+    if (v < b) r[k] = load(base + v * 16);
+  }
+  if (item.target >> 3 >= a && item.target >> 3 < b || 8 * b > item.valid)
+#pragma unroll
+    for (int k = 0; k < LEAF; k++) mask(r[k], a + lane + 32 * k, item.target, item.valid, 0xff80u);
+#pragma unroll
+  for (int k = 0; k < LEAF; k++) top = max2(top, max2(max2(r[k].x, r[k].y), max2(r[k].z, r[k].w)));
+  const float own = fmaxf(low(top), high(top));
+  float max = own, even = 0.f, odd = 0.f, moment = 0.f;
+  for (int d = 16; d; d /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, d));
+  const float shift = finite(max);
+  Node x = nothing();
+#ifdef ARGMAX
+  if (own == max)
+#pragma unroll
+    for (int k = LEAF - 1; k >= 0; k--) {  // the lowest last
+      auto look_at = [&](u32 u, int j) {
+        const int column = 8 * (a + lane + 32 * k) + j;
+        if (high(u) == max) x.index = (int)id + column + 1;
+        if (low(u) == max) x.index = (int)id + column;
+      };
+      look_at(r[k].w, 6), look_at(r[k].z, 4), look_at(r[k].y, 2), look_at(r[k].x, 0);
+    }
+  x.index = __reduce_min_sync(~0u, x.index);
+#endif
+#pragma unroll
+  for (int k = 0; k < LEAF; k++) if (a + 32 * k < b) {
+    auto add = [&](u32 u) {
+      const float a = low(u) - shift, b = high(u) - shift, p = ex2(a * LOG2E), q = ex2(b * LOG2E);
+      even += p, odd += q;
+#ifdef ENTROPY
+      moment = fmaf(p, fmaxf(a, LOWEST_DROP), fmaf(q, fmaxf(b, LOWEST_DROP), moment));
+#endif
+    };
+    add(r[k].x), add(r[k].y), add(r[k].z), add(r[k].w);
+  }
+  x.max = max, x.sum = add_lanes(even + odd);
+#ifdef ENTROPY
+  x.moment = add_lanes(moment);
+#endif
+  return x;
+}
+
+// The sum of the valid tokens' weights, or their number, in one order: the grad warps, while they have nothing to do.
+__device__ __forceinline__ void count(const Params& q, double* counted, int warp, int lane) {
+  double own = 0;
+  for (int first = warp * 32 + lane; first < q.rows; first += AT_ONCE * GRAD * 32) {
+    float weight[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {  // no load waits for another
+      const int i = first + k * GRAD * 32, row = min(i, q.rows - 1);
+      weight[k] = q.weight ? q.weight[row] : 1.f;
+      if (label_of(q, row) == q.ignore_index || i >= q.rows) weight[k] = 0.f;
+    }
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) own += weight[k];
+  }
+  own = add_lanes(own);
+  if (lane == 0) counted[warp] = own;
+}
+
+// The factors of a row's gradient, from its sums without the label and the label's logit t.
+__device__ __forceinline__ float4 factors(const Params& q, const Item& item, Node x, float t, int owners, double scale) {
+  const float top = fmaxf(x.max, t), shift = finite(top), p = ex2((t - shift) * LOG2E);
+  const float others = x.sum * ex2((x.max - shift) * LOG2E), whole = others + p;
+  float by_lse = q.lse_factor, by_log_prob = q.log_prob_factor;
+  if (q.lse_square != 0.f || q.log_prob_square != 0.f) {
+    const float log_sum = t == top ? log1pf(others) : logf(whole);
+    if (q.lse_square != 0.f) by_lse += q.lse_square * (top + log_sum);
+    if (q.log_prob_square != 0.f) by_log_prob += q.log_prob_square * (t == top ? -log_sum : t - top - log_sum);
+  }
+  const float factor = (float)(scale * (q.weight ? (double)q.weight[item.row] : 1.0));
+  by_lse *= factor, by_log_prob *= factor;
+  float each = (by_lse - by_log_prob) / whole, label = by_lse * (p / whole) + by_log_prob * (others / whole), slope = 0.f;
+#ifdef TERM
+  const float offset = fmaxf(t - shift, LOWEST_DROP), drop = fmaxf(x.max - shift, LOWEST_DROP), f = ex2(drop * LOG2E);
+  const float mean = (f * (x.moment + drop * x.sum) + p * offset) / whole;
+  float by_entropy = q.entropy_factor;
+  if (q.entropy_square != 0.f) by_entropy += q.entropy_square * ((t == top ? log1pf(others) : logf(whole)) - mean);
+  by_entropy *= factor;
+  slope = -by_entropy / whole, each += by_entropy * mean / whole, label -= by_entropy * (p / whole) * (offset - mean);
+#endif
+  if (!(whole > 0.f) || owners != 1) each = label = NONE;
+  if (item.ignored) each = label = slope = 0.f;
+  return make_float4(shift, each, label, slope);
+}
+
+// Store the statistics of a row; as in `softmax_triton`.
+__device__ __forceinline__ void finish(const Params& q, const Item& item, Node x, float t, int owners) {
+  const int row = item.row;
+  const double m = x.max, y = t, top = y > m ? y : m;
+  const bool is_top = y >= m, lonely = t == -INF;
+  const double others = x.sum * (x.max == -INF ? 0.0 : exp(m - top)), offset = lonely ? y : y - top;
+  const double p = lonely ? 0.0 : exp(offset), whole = others + p, log_sum = is_top ? log1p(others) : log(whole);
+  const bool bad = !(whole > 0.0) || owners != 1;
+  auto settle = [&](double v) { return item.ignored ? 0.f : bad ? NONE : (float)v; };
+  q.lse[row] = settle(top + log_sum), q.log_prob[row] = settle(0.0 - (is_top ? log_sum : log_sum - offset));
+  q.target_logit[row] = settle(y), q.owners[row] = owners, q.valid[row] = !item.ignored;
+  q.shift[row] = settle(top), q.sum[row] = settle(whole), q.others[row] = settle(others / whole), q.target[row] = settle(offset);
+#ifdef ENTROPY
+  const double drop = x.max == -INF ? 0.0 : m - top, f = x.max == -INF ? 0.0 : exp(drop);
+  const double mean = (f * (x.moment + drop * x.sum) + (p == 0.0 ? 0.0 : p * offset)) / whole;
+  q.mean[row] = settle(mean), q.entropy[row] = settle(log_sum - mean);
+#endif
+#ifdef ARGMAX
+  const i64 id = label_of(q, row), best = y > m || (y == m && id < x.index) ? id : x.index;
+  q.argmax[row] = bad || item.ignored ? -1 : best, q.hits[row] = best == id && !bad && !item.ignored;
+#endif
+}
+
+// The loss and its sums over tokens, in one order, by the last program; as in `sums_triton`.
+__device__ __forceinline__ void reduce(const Params& q, double (*part)[VALUES + 1], bool by_count, int warp, int lane) {
+  double total[VALUES + 1] = {}, loss = 0.0;
+  for (int first = threadIdx.x; first < q.rows; first += 4 * WARPS * 32) {
+    float weight[4], value[4][VALUES];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {  // no load waits for another
+      const int i = first + j * WARPS * 32, row = min(i, q.rows - 1);
+      weight[j] = q.weight ? q.weight[row] : 1.f;
+#pragma unroll
+      for (int k = 0; k < VALUES; k++) if (k < q.n_values)
+        value[j][k] = q.bools >> k & 1 ? (float)__ldcg((const unsigned char*)q.values[k] + row) : __ldcg((const float*)q.values[k] + row);
+      if (!__ldcg(q.valid + row) || i >= q.rows) weight[j] = 0.f;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) if (weight[j] != 0.f) {
+      total[VALUES] += weight[j];
+#pragma unroll
+      for (int k = 0; k < VALUES; k++) if (k < q.n_values) {
+        const double v = value[j][k];
+        total[k] = fma(q.squares >> k & 1 ? v * v : v, (double)weight[j], total[k]);
+      }
+    }
+  }
+#pragma unroll
+  for (int k = 0; k <= VALUES; k++) if (k < q.n_values || k == VALUES) {
+    total[k] = add_lanes(total[k]);
+    if (lane == 0) part[warp][k] = total[k];
+  }
+  __syncthreads();
+  if (warp) return;
+#pragma unroll
+  for (int k = 0; k <= VALUES; k++) if (k < q.n_values || k == VALUES) {
+    total[k] = add_lanes(lane < WARPS ? part[lane][k] : 0.0);
+    if (k < VALUES && q.negatives >> k & 1) total[k] = -total[k];
+    if (lane == 0) q.sums[min(k, q.n_values)] = total[k];
+    if (k < VALUES) loss += q.coefficients[k] * total[k];
+  }
+  const double given = by_count ? total[VALUES] : q.denominator ? *q.denominator : q.number, divisor = given == 0.0 ? INF : given;
+  if (lane == 0) *q.inverse = 1.0 / divisor, *q.loss = loss / divisor;
+}
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __grid_constant__ Params q) {
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ Shared s;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, items = q.rows * q.pieces, all = q.pieces * q.ranks;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < q.slots; i++) init(&s.full[i], 1), init(&s.stat[i], SUM), init(&s.ready[i], 1), init(&s.free[i], GRAD);
+    asm volatile("fence.mbarrier_init.release.cluster;");
+  }
+  const u32 epoch = *(volatile u32*)q.control + 1, tag = epoch & 0x3fffffffu;
+  const i64 half = (epoch & 1) * q.half;
+  const bool by_count = !q.denominator && q.number == 0.0;
+  __syncthreads();
+  int slot = 0; u32 phase = 0;
+  auto next = [&]() { if (++slot == q.slots) slot = 0, phase ^= 1; };
+  auto begin = [&](int l) { return (l >> q.cuts) * q.chunk + (q.chunk * (l & (1 << q.cuts) - 1) >> q.cuts); };
+
+  if (warp == 0) {  // load
+    u64 policy;  // kept longest in the L2 cache, which is 1 % faster
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    if (lane == 0) for (int ends = 0; ends < MERGE; next()) {
+      wait(&s.free[slot], phase ^ 1);
+      const u32 claimed = ends ? items : atomicAdd(q.control + 2, 1u);
+      if (claimed >= items) { s.item[slot].row = -1, ends++; arrive(&s.full[slot]); continue; }  // an end for each merge warp
+      const int row = claimed / q.pieces, piece = claimed - row * q.pieces, whole = q.width / 8;
+      const int first = min(begin(piece * q.leaves), whole), vectors = min(begin((piece + 1) * q.leaves), whole) - first;
+      const int valid = min(max(q.valid_width - 8 * first, 0), 8 * vectors);
+      const i64 y = label_of(q, row), place = y - q.start - 8LL * first;
+      s.item[slot] = {row, piece, vectors, valid, place >= 0 && place < valid ? (int)place : -1, y == q.ignore_index};
+      if (y == q.ignore_index || vectors == 0) { arrive(&s.full[slot]); continue; }
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at(&s.full[slot])), "r"(vectors * 16) : "memory");
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                   ::"r"(at(ring + slot * q.slot_bytes)), "l"(q.logits + (i64)row * q.width + 8LL * first),
+                     "r"(vectors * 16), "r"(at(&s.full[slot])), "l"(policy) : "memory");
+    }
+  } else if (warp <= POST) {  // post, in turns
+    for (int n = 0;; next(), n++) if (n % POST == warp - 1) {
+      wait(&s.stat[slot], phase);
+      const Item item = s.item[slot];
+      if (item.row < 0) break;
+      const Node x = join_lanes(s.node[slot][lane % SUM], SUM);
+      u32 logit = 0, flags = item.ignored ? IGNORED : 0;
+      if (item.target >= 0 && !item.ignored) logit = ((const u16*)(ring + slot * q.slot_bytes))[item.target] << 16, flags = OWNER;
+      __syncwarp();  // all lanes have read the slot, which may be another item's once a packet is out
+      uint4* to = (uint4*)q.packets[lane % RANKS] + half + (i64)item.row * all * WORDS + q.rank * q.pieces + item.piece;
+      if (lane < q.ranks) post(to, make_uint4(__float_as_uint(x.max), __float_as_uint(x.sum), logit, tag << 2 | flags));
+      if (WORDS > 1 && lane < q.ranks) post(to + all, make_uint4(__float_as_uint(x.moment), x.index, 0, tag << 2));
+    }
+  } else if (warp < OTHERS) {  // merge, in turns
+    const float upstream = *q.upstream;
+    double divisor = q.denominator ? *q.denominator : q.number;
+    if (by_count) {
+      asm volatile("bar.sync 1, %0;" ::"n"((MERGE + GRAD) * 32) : "memory");
+      for (int k = 0; k < GRAD; k++) divisor += s.counted[k];
+    }
+    const double scale = divisor == 0.0 ? 0.0 : upstream * (1.0 / divisor);
+    if (blockIdx.x == 0 && warp == 1 + POST && lane == 0) *q.assumed = upstream;
+    for (int n = 0;; next(), n++) if (n % MERGE == warp - 1 - POST) {
+      wait(&s.full[slot], phase);
+      const Item item = s.item[slot];
+      if (item.row < 0) { if (lane == 0) arrive(&s.ready[slot]); break; }
+      const uint4* from = (const uint4*)q.packets[q.rank] + half + (i64)item.row * all * WORDS + lane;
+      uint4 p = make_uint4(__float_as_uint(-INF), 0, 0, 0), more = make_uint4(0, 0x7fffffff, 0, 0);
+      u64 since = 0;
+      for (int i = 1;; i++) {
+        if (lane < all) p = look(from);
+        if (WORDS > 1 && lane < all) more = look(from + all);
+        if (__all_sync(~0u, lane >= all || (p.w >> 2 == tag && (WORDS == 1 || more.w >> 2 == tag)))) break;
+        if (i % 256) continue;
+        const u64 time = now();
+        if (!since) since = time;
+        if (__any_sync(~0u, time - since > q.timeout || ((volatile u32*)q.control)[3])) {  // NaN, and the host's error
+          if (lane == 0) ((volatile u32*)q.control)[3] = 1, *(volatile u32*)q.failed = 1;
+          p.w = 0;
+          break;
+        }
+      }
+      const Node x = join_lanes({__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(more.x), (int)more.y}, 32);
+      const u32 own = __ballot_sync(~0u, lane < all && p.w & OWNER), ignore = __ballot_sync(~0u, lane < all && p.w & IGNORED);
+      const float logit = __shfl_sync(~0u, __uint_as_float(p.z), own ? __ffs(own) - 1 : 0);
+      if (lane == 0) {
+        const int owners = __popc(own) + 2 * __popc(ignore);
+        s.factor[slot] = factors(q, item, x, logit, owners, scale);
+        arrive(&s.ready[slot]);
+        if (item.piece == 0) finish(q, item, x, logit, owners);
+      }
+      __syncwarp();
+    }
+  } else if (warp < OTHERS + SUM) {  // sum
+    const int w = warp - OTHERS, each = max(q.leaves / SUM, 1);
+    for (int ends = 0; ends < MERGE; next()) {
+      wait(&s.full[slot], phase);
+      const Item item = s.item[slot];
+      Node x = nothing(), pair = x, four = x;
+      if (item.row >= 0 && w * each < q.leaves && !item.ignored) {
+        const int first = item.piece * q.leaves, from = begin(first);
+        for (int l = 0; l < each; l++) {
+          const int a = begin(first + w * each + l) - from, b = begin(first + w * each + l + 1) - from;
+          x = leaf(at(ring + slot * q.slot_bytes), a, min(b, item.vectors), item, q.start + 8LL * from, lane);
+          if (l & 1) x = join(pair, x); else { pair = x; continue; }
+          if (l & 2) x = join(four, x); else four = x;
+        }
+      }
+      ends += item.row < 0;
+      __syncwarp();
+      if (lane == 0) { s.node[slot][w] = x; arrive(&s.stat[slot]); }
+    }
+  } else {  // grad
+    const int w = warp - OTHERS - SUM;
+    if (by_count) {
+      count(q, s.counted, w, lane);
+      __threadfence_block();
+      asm volatile("bar.arrive 1, %0;" ::"n"((MERGE + GRAD) * 32) : "memory");
+    }
+    for (int before = -1;; next()) {
+      wait(&s.ready[slot], phase);
+      const Item item = s.item[slot];
+      if (item.row < 0) {
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        if (lane == 0 && before >= 0) arrive(&s.free[before]);
+        break;
+      }
+      const int a = item.vectors * w / GRAD, b = item.vectors * (w + 1) / GRAD;
+      const u32 base = at(ring + slot * q.slot_bytes);
+      const float4 f = s.factor[slot];
+      const bool is_padded = item.ignored || 8 * b > item.valid;
+      for (int v = a + lane; v < b; v += 128) {
+        uint4 r[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) if (v + 32 * k < b) r[k] = load(base + (v + 32 * k) * 16);
+#pragma unroll
+        for (int k = 0; k < 4; k++) if (v + 32 * k < b) {
+          auto one = [&](float z) {
+#ifdef TERM  // where p underflows the factor stays finite, so that their product is 0
+            return ex2((z - f.x) * LOG2E) * fmaf(f.w, fmaxf(z - f.x, -200.f), f.y);
+#else
+            return ex2((z - f.x) * LOG2E) * f.y;
+#endif
+          };
+          auto grad = [&](u32 u) { return pack(one(low(u)), one(high(u))); };
+          uint4 d = make_uint4(grad(r[k].x), grad(r[k].y), grad(r[k].z), grad(r[k].w));
+          if (is_padded) mask(d, v + 32 * k, -8, item.ignored ? 0 : item.valid, 0);
+          store(base + (v + 32 * k) * 16, d);
+        }
+      }
+      __syncwarp();
+      if (lane == 0 && item.target >= 8 * a && item.target < 8 * b && !item.ignored)
+        ((u16*)(ring + slot * q.slot_bytes))[item.target] = (u16)pack(f.z, 0.f);
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      __syncwarp();
+      if (lane == 0) {
+        u16* out = q.gradient + (i64)item.row * q.width + 8LL * (begin(item.piece * q.leaves) + a);
+        if (b > a) asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(out), "r"(base + a * 16), "r"((b - a) * 16) : "memory");
+        asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 1;" ::: "memory");
+        if (before >= 0) arrive(&s.free[before]);
+        before = slot;
+      }
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) __threadfence(), s.is_last = atomicAdd(q.control + 1, 1u) == gridDim.x - 1;
+  __syncthreads();
+  if (!s.is_last) return;
+  __threadfence();
+  if (threadIdx.x == 0) q.control[1] = q.control[2] = 0, *(volatile u32*)q.control = epoch;  // for the next launch
+  reduce(q, (double (*)[VALUES + 1])ring, by_count, warp, lane);
+}

@@ -1,0 +1,117 @@
+"""Losses whose forward writes the gradient, in one launch that reads each logit once: 4 bytes of memory traffic for a
+logit of 2 bytes, where a forward and a backward of their own move 6. The kernel is `one_read.cu`.
+
+On several ranks the exchange is inside of that launch: ranks write packets to each other's symmetric memory and wait
+for them there, so a rank that does not come is noticed on the device. Its peers' results are NaN from then on, and
+their next call raises. Results have equal bits on all ranks, and on 1, 2, 4 or 8 of them; those of two launches may
+differ in the last bit, because sums are added up in another order.
+
+Whether a call takes this way depends on facts that its ranks share alone: they must all take the same.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .one_read_launch import (
+    COLUMNS,
+    FLAGS,
+    PACKETS,
+    RANKS,
+    SUMMED,
+    TERMS,
+    VALUES,
+    columns_of,
+    cuts_of,
+    is_whole,
+    memory_of,
+)
+from .request import Facts, Request
+
+GRADIENTS = ("auto", "forward", "backward")  # values of `Options.gradient`
+CAPABILITIES, FEWEST, NARROWEST = (9,), 1 << 23, 8192  # GPUs, logits of a rank and columns where it was faster
+
+
+def gradient_in_forward(request: Request, reduction, options) -> bool:
+    """Return True if the forward of this loss writes the gradient: in grad mode, for logits that require a gradient,
+    where it can, and with "auto" only where it was measured to be faster.
+
+    Raises ValueError where Options(gradient="forward") was chosen for a call that one launch cannot serve.
+    """
+    logits = request.tensors.logits
+    if options.gradient == "backward" or not (torch.is_grad_enabled() and logits.requires_grad and len(logits)):
+        return False
+    if options.gradient == "auto" and (
+        reduction is None or options.inplace or logits.dtype != torch.bfloat16 or _is_small(request)
+    ):
+        return False
+    obstacle = _obstacle(request, reduction)
+    if obstacle and options.gradient == "forward":
+        raise ValueError(f"gradient='forward' needs {obstacle}; gradient='backward' needs none of it")
+    return not obstacle
+
+
+def _is_small(request: Request) -> bool:
+    """Whether a call is smaller than those that were measured to be faster."""
+    columns = columns_of(request)
+    return columns < NARROWEST or len(request.tensors.logits) * columns < FEWEST
+
+
+def _obstacle(request: Request, reduction) -> str | None:
+    """Return what a call lacks for a forward that writes the gradient, as words of an error message, or None."""
+    facts, x = request.facts, request.tensors
+    if reduction is None:
+        return (
+            "the triton backend, a reduction over tokens, weights and denominators without a gradient, and terms that "
+            "are statistics, or squares of them, as a cross-entropy without smoothing and class weights is"
+        )
+    step = columns_of(request)
+    if x.temperatures is not None:
+        return "logits without a scale, softcap or temperature"
+    if x.bias is not None:
+        return "logits without a bias"
+    if obstacle := _obstacle_of_kind(facts, reduction.plan, x.logits.dtype, x.logits.device, step):
+        return obstacle
+    if any(tensor is not None for tensor in x[2:]):
+        return "a call without class weights, a teacher, sets, given ids or ranks"
+    if facts.world_size == 1 and not is_whole(x.logits, step):
+        return "contiguous logits whose width is a multiple of 8"
+    if memory_of(request, cuts_of(step // facts.chunks, facts.chunks)) is None:
+        return "a kernel and memory, which cannot be had here (see the log), or not while a graph is captured"
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _obstacle_of_kind(facts: Facts, plan, dtype: torch.dtype, device: torch.device, columns: int) -> str | None:
+    """`_obstacle` as far as facts tell it that all ranks share."""
+    statistics = plan.statistics[: len(plan.coefficients)]
+    if len(set(statistics)) < len(statistics) or not set(TERMS).issuperset(statistics):
+        return f"at most one term of each of {list(TERMS)}, got terms of {list(statistics)}"
+    others = not (FLAGS.keys() >= set(facts.want) and SUMMED.issuperset(plan.statistics))
+    if others or len(plan.statistics) > VALUES:
+        named = dict.fromkeys((*plan.statistics, *facts.want))
+        return f"no statistics but {sorted(SUMMED)}, and at most {VALUES} sums of them, got {list(named)}"
+    if (facts.scale, facts.softcap, facts.temperature) != (1.0, 0.0, 1.0):
+        return "logits without a scale, softcap or temperature"
+    if dtype != torch.bfloat16 or device.type != "cuda":
+        return f"bfloat16 logits on a GPU, got {dtype} on {device.type}"
+    if torch.cuda.get_device_capability(device)[0] not in CAPABILITIES:
+        return f"a GPU of compute capability {CAPABILITIES[0]}.0"
+    if columns % COLUMNS:
+        return f"equal shards of a multiple of 8 ids, got {facts.vocab_size} ids on {facts.world_size} ranks"
+    cuts = cuts_of(columns // facts.chunks, facts.chunks)
+    if cuts.pieces * facts.world_size > PACKETS or facts.world_size > RANKS or cuts.slots < 4:
+        return f"a smaller vocabulary, got {facts.vocab_size} ids"
+    if facts.world_size > 1 and facts.transport not in ("auto", "symm_mem"):
+        return f"symmetric memory, got transport={facts.transport!r}"
+    return None
+
+
+def expecting(reduction, expected: dict[torch.device, torch.Tensor], device: torch.device):
+    """Return the reduction with the upstream gradient of the loss that the device saw last, at first 1: the forward
+    writes the gradient for it."""
+    if device not in expected:
+        expected[device] = torch.ones((), device=device)
+    return reduction._replace(expected=expected[device])
