@@ -31,7 +31,7 @@ from .one_read_launch import (
 from .request import Facts, Request
 
 GRADIENTS = ("auto", "forward", "backward")  # values of `Options.gradient`
-CAPABILITIES, FEWEST, NARROWEST = (9,), 1 << 23, 8192  # GPUs, logits of a rank and columns where it was faster
+CAPABILITY, FEWEST, NARROWEST = (9, 0), 1 << 23, 8192  # of GPUs, logits of a rank and columns where it was faster
 
 
 def gradient_in_forward(request: Request, reduction, options) -> bool:
@@ -97,8 +97,8 @@ def _obstacle_of_kind(facts: Facts, plan, dtype: torch.dtype, device: torch.devi
         return "logits without a scale, softcap or temperature"
     if dtype != torch.bfloat16 or device.type != "cuda":
         return f"bfloat16 logits on a GPU, got {dtype} on {device.type}"
-    if torch.cuda.get_device_capability(device)[0] not in CAPABILITIES:
-        return f"a GPU of compute capability {CAPABILITIES[0]}.0"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) != CAPABILITY:
+        return "an NVIDIA GPU of compute capability {}.{}".format(*CAPABILITY)
     if columns % COLUMNS:
         return f"equal shards of a multiple of 8 ids, got {facts.vocab_size} ids on {facts.world_size} ranks"
     cuts = cuts_of(columns // facts.chunks, facts.chunks)
