@@ -106,7 +106,8 @@ def shared_inputs(call):
 
 def bounds(start, stop):
     return lambda call: call.rewrite(
-        shard=VocabShard(start, stop, V, call.shard.group), x=torch.zeros(N, stop - start, device=call.x.device)
+        shard=VocabShard(start, stop, V, call.shard.group),
+        x=torch.zeros(N, stop - start, device=call.x.device, requires_grad=True),
     )
 
 
@@ -178,6 +179,7 @@ CASES = {
     "labels of another dtype": ("statistics", None, lambda c: c.rewrite(labels=c.labels.float()), "TypeError", "int64"),
     "one label too few": ("statistics", None, lambda c: c.rewrite(labels=c.labels[1:]), "ValueError", "shape [6]"),
     "labels of other values": ("statistics", None, relabelled, "ValueError", "labels"),
+    "logits without a gradient": ("head", None, lambda c: c.rewrite(x=c.x.detach()), "ValueError", "s.requires_grad"),
     "no labels": ("statistics", None, lambda c: c.rewrite(labels=None), "ValueError", "labels"),
     "a token too few": (
         "statistics", None, lambda c: c.rewrite(x=c.x[1:], labels=c.labels[1:]), "ValueError", "logits"),

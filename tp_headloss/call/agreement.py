@@ -63,6 +63,8 @@ class Agreement:
         own_part = getattr(facts.get("linear"), "hidden_grad", "") == "reduce_scatter"
         compare_hidden = self.validate == "checksums" and not own_part
         facts = {"call": call, "vocab_size": shard.vocab_size, "grad_enabled": torch.is_grad_enabled(), **facts}
+        if isinstance(logits := facts.get("logits"), torch.Tensor):
+            facts["logits.requires_grad"] = logits.requires_grad  # which decides how they are exchanged, see `one_read`
         for name, value in facts.items():
             _describe(name, value, self.facts, compare_hidden, SHARDED_DIM.get(name))
         self.facts["bounds"] = shard.start, shard.start + shard.valid_width, shard.tp_invariant
