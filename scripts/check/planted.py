@@ -382,7 +382,6 @@ GROUPS = {
     ],
     "test_sharded_teachers": [
         ("call/agreement.py", "_describe", "getattr(type(value), 'tensors', {}).get(key)", "None"),
-        ("call/agreement.py", "Agreement.record", "logits.requires_grad", "True"),
         ("call/dtensor.py", "local_part", "found['transform'] = local", "pass"),
         ("call/dtensor.py", "_local_tensor", "_local_hidden(x, shard, hidden_grad)", "x.to_local()"),
     ],
@@ -495,6 +494,7 @@ GROUPS = {
     ],
     "test_agreement": [
         ("arguments/sequences.py", "Sequences.ids", "torch.where(self._counted, self._ids, -1)", "None"),
+        ("call/agreement.py", "Agreement.record", "logits.requires_grad", "True"),
         ("call/agreement.py", "Agreement.__exit__", "_compare(facts)", "pass"),
         ("call/agreement.py", "Agreement.record", "SHARDED_DIM.get(name)", "0"),
         ("call/agreement.py", "_compare", "a != b or checksum != other_checksum", "a != b"),
