@@ -64,10 +64,10 @@ GROUPS = {
     ],
     "test_one_read": [
         ("call/statistics.py", "vocab_statistics", "given.options.gradient == 'forward'", "False"),
-        (ONE_READ_LAUNCH, "cuts_of", "leaves > 1", "leaves > 8"),
+        (ONE_READ_LAUNCH, "cuts_of", "leaves > 1", "False"),
         (ONE_READ_LAUNCH, "cuts_of", "leaves //= 2", "leaves //= 3"),
         (ONE_READ_LAUNCH, "cuts_of", "max(-(-chunk // LEAF) - 1, 0)", "max(-(-chunk // LEAF) - 2, 0)"),
-        (ONE_READ, "_obstacle_of_kind", "dtype != torch.bfloat16", "False"),
+        (ONE_READ, "_obstacle_of_kind", "dtype != torch.bfloat16 or device.type != 'cuda'", "False"),
         (ONE_READ, "_obstacle_of_kind", "len(set(statistics)) < len(statistics)", "False"),
         (ONE_READ, "_obstacle", "x.temperatures is not None", "False"),
         (ONE_READ, "gradient_in_forward", "torch.is_grad_enabled()", "True"),
