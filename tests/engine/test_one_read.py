@@ -2,7 +2,9 @@
 
 import math
 import random
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -282,6 +284,19 @@ def test_leaves_depend_on_the_vocabulary_alone(vocab_size):
 def test_the_kernel_compiles_for_gpus_that_are_not_here(flags, architecture, device):
     library = one_read_launch.kernel_of(torch.device(device, 0)).library
     assert bytes(one_read_launch.compiled(library, architecture, *flags)[1:4]) == b"ELF"
+
+
+def test_the_kernel_and_its_caller_agree():
+    """What stands in both languages: the fields of the argument, in order, and numbers."""
+    source = re.sub(r"//[^\n]*", "", (Path(one_read_launch.__file__).parent / "one_read.cu").read_text())
+    numbers = {name: int(x) for name, x in re.findall(r"(\w+) = (\d+)[,;]", source)}
+    threads = 32 * (1 + numbers["SUM"] + numbers["GRAD"] + numbers["POST"] + numbers["MERGE"])
+    expected = numbers["SLOTS"], numbers["RANKS"], numbers["VALUES"], 32 * numbers["LEAF"], threads
+    launch = one_read_launch
+    assert expected == (launch.SLOTS, launch.RANKS, launch.VALUES, launch.LEAF, launch.THREADS)
+    body = source.partition("struct Params {")[2].partition("};")[0]
+    fields = re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", body)
+    assert fields == [name for name, _ in one_read_launch.Params._fields_]
 
 
 # Launches of other shapes follow each other in one memory, so that packets of one may lie where another's were.

@@ -15,8 +15,10 @@ from .request import Facts, Request
 TERMS = "lse", "log_prob", "entropy"  # statistics of such a loss
 SUMMED = {*TERMS, "target_logit", "hits"}
 FLAGS = {"entropy": "ENTROPY", "argmax": "ARGMAX"}  # statistics besides, and what the kernel is compiled with
-COLUMNS, LEAF, SLOTS, RANKS, PACKETS, VALUES = 8, 160, 12, 8, 32, 6  # of a vector; vectors; ..; of a row; sums
-THREADS, LARGEST, SHARED = 736, 40_960, 227 * 1024 - 2560  # bytes: of an item; for slots
+COLUMNS, LEAF, PACKETS = 8, 160, 32  # columns of a vector; vectors of a leaf, at most; packets of a row, at most
+# as in the kernel: slots and ranks, at most, values that are summed, at most, and threads of a program
+SLOTS, RANKS, VALUES, THREADS = 12, 8, 6, 736
+LARGEST, SHARED = 40_960, 227 * 1024 - 2560  # bytes of an item, and of shared memory for all slots
 CUDA_SUCCESS, MOST_DYNAMIC_SHARED_MEMORY = 0, 8
 
 _log = logging.getLogger("tp_headloss")
@@ -141,21 +143,28 @@ def memory_of(request: Request, cuts: Cuts) -> Memory | None:
 def take_turns(device: torch.device):
     """Let launches of a device run one after the other, in the order of the calls, whatever their streams and groups:
     each takes all multiprocessors, and waits for its peers there."""
-    index = device.index
-    stream = _last_stream.get(index)
-    if stream is not None and stream.cuda_stream == torch._C._cuda_getCurrentRawStream(index):
-        return
-    _last_stream[index] = current = torch.cuda.current_stream(device)
-    if stream is not None:
-        with torch.cuda.stream(stream):
-            was_captured = torch.cuda.is_current_stream_capturing()
-        if was_captured == torch.cuda.is_current_stream_capturing():  # a capture cannot wait for what it is not in
-            current.wait_stream(stream)
+    _last_stream[device.index] = stream_after(_last_stream.get(device.index), device)
+
+
+def stream_after(last: torch.cuda.Stream | None, device: torch.device) -> torch.cuda.Stream:
+    """Return the device's current stream, after letting it wait for the last one if that is another."""
+    if last is not None and last.cuda_stream == torch._C._cuda_getCurrentRawStream(device.index):
+        return last
+    current = torch.cuda.current_stream(device)
+    if last is not None:
+        with torch.cuda.stream(last):
+            last_is_captured = torch.cuda.is_current_stream_capturing()
+        if last_is_captured == torch.cuda.is_current_stream_capturing():  # a capture cannot wait for what it is not in
+            current.wait_stream(last)
+    return current
 
 
 @functools.lru_cache(maxsize=1024)
 def _fixed(facts: Facts, plan, cuts: Cuts, n_rows: int, width: int, number: float, wide_labels: bool) -> Params:
-    """What calls of one kind share; a number of 0: the divisor is the count, or in memory."""
+    """Return the kernel's argument without addresses, which calls of one kind share.
+
+    number: the divisor of the loss; 0: it is the count, or in memory.
+    """
     factors = {
         f"{name}_{'square' if squared else 'factor'}": 2 * c if squared else c for name, c, squared in plan.gradients
     }

@@ -1,12 +1,12 @@
 """Device functions of `argmax`: the loop over tiles finds the tile of the maximum, its column is looked up once.
 
-Lanes of tiles with several rows keep its columns: their maximum is that of all tiles so far.
+Lanes of tiles with several rows keep its columns: their maximum is that of the whole chunk.
 """
 
 import triton
 import triton.language as tl
 
-from .family_triton import Merge, Statistics, load_logits, no_peak, put, read
+from .family_triton import Merge, Statistics, load_logits, no_peak, not_rescaled, put, read
 
 NO_COLUMN = tl.constexpr(2147483647)
 
@@ -17,14 +17,6 @@ def start(zeros, chunk, inputs):
         found = tl.full(zeros.shape, NO_COLUMN, tl.int32)
     else:
         found = 0
-    return (found,)
-
-
-@triton.jit
-def rescale(state, move, chunk, inputs, rows):
-    found = state[0]
-    if len(move.sum.shape) == 2:
-        found = tl.where(move.moved, NO_COLUMN, found)
     return (found,)
 
 
@@ -79,6 +71,6 @@ def finish(state, joined, out, inputs, rows):
     tl.store(out.argmax + joined.token, tl.where(joined.bad | joined.ignored, -1, best), mask=joined.here)
 
 
-STATISTICS = Statistics(start, rescale, add, store)
+STATISTICS = Statistics(start, not_rescaled, add, store)
 MERGE = Merge(start_merge, no_peak, add_packet, fold, finish)
 GRADIENT = None

@@ -156,16 +156,6 @@ def neighbours_sum(x, LANES: tl.constexpr):
 
 
 @triton.jit
-def fixed_sums(x, LANES: tl.constexpr):
-    """`fixed_sum` of each row of a tile -> [ROWS, 1]."""
-    n: tl.constexpr = LANES
-    for i in tl.static_range(20):
-        if (n >> i) > 1:
-            x = tl.sum(tl.reshape(x, [x.shape[0], 2, n >> (i + 1)]), axis=1)
-    return tl.sum(x, axis=1, keep_dims=True)
-
-
-@triton.jit
 def lane_sum(x):
     """Sum over the columns: a scalar of lanes [BLOCK], in `fixed_sum`'s order; sums [ROWS, 1] of a tile [ROWS, BLOCK],
     whose register layout a GEMM's accumulators give."""

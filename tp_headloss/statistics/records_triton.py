@@ -80,7 +80,6 @@ class SoftmaxTile(NamedTuple):
 class Move(NamedTuple):
     """A maximum that moves."""
 
-    moved: object  # whether it does: True, or a mask [ROWS, 1]
     before: object
     drop: object  # before - after, 0 at the beginning
     factor: object  # exp of that, 0 at the beginning

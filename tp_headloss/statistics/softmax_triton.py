@@ -23,14 +23,7 @@ def move_to(m, s, peak):
     """The step from a maximum to a larger one."""
     first = m == float("-inf")
     drop = tl.where(first, 0.0, m - peak)
-    return Move(True, m, drop, tl.where(first, 0.0, exp(drop)), s)
-
-
-@triton.jit
-def move_rows_to(m, s, peak):
-    """`move_to` of a tile's rows, some of whose maxima stay: they drop by 0 and keep their sums."""
-    move = move_to(m, s, peak)
-    return Move(peak > m, m, move.drop, move.factor, s)
+    return Move(m, drop, tl.where(first, 0.0, exp(drop)), s)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import torch
 from ...ranks.comm import gather_objects
 from ...ranks.shard import is_live_group, resolve_process_group
 from ..backend import load_backend
-from ..one_read_launch import Memory
+from ..one_read_launch import Memory, stream_after
 from ..request import Request
 from .transport import Transport
 
@@ -74,13 +74,7 @@ class SymmetricMemory(Transport):
 
     def _take_turns(self):
         """Let exchanges on several streams take turns, in the order of the calls."""
-        if torch._C._cuda_getCurrentRawStream(self.buffer.device.index) == self.stream.cuda_stream:
-            return
-        last, self.stream = self.stream, torch.cuda.current_stream(self.buffer.device)
-        with torch.cuda.stream(last):
-            last_is_captured = torch.cuda.is_current_stream_capturing()
-        if last_is_captured == torch.cuda.is_current_stream_capturing():  # a capture cannot wait for what it is not in
-            self.stream.wait_stream(last)
+        self.stream = stream_after(self.stream, self.buffer.device)
 
 
 class _Group:
