@@ -224,6 +224,17 @@ def rl_reference(z, labels, advantages, old_log_prob, reference_log_prob, genera
     return (mean(policy + KL_WEIGHT * k3 - ENTROPY_WEIGHT * entropy),)
 
 
+def policy_reference(z, labels, advantages, old_log_prob, reference_log_prob):
+    _, log_prob, entropy, _, mean = definitions(z, labels)
+    k3 = (reference_log_prob - log_prob).exp() + log_prob - reference_log_prob - 1
+    return mean(policy_loss(log_prob, advantages, old_log_prob) + KL_WEIGHT * k3), mean(entropy.detach())
+
+
+def policy_extras(tokens, vocab, draw):
+    log_probs = {f"{name}_log_prob": 0.5 * draw(tokens) - 15 for name in ("old", "reference")}
+    return {"advantages": draw(tokens), **log_probs}
+
+
 def rl_extras(tokens, vocab, draw):
     log_probs = {f"{name}_log_prob": 0.5 * draw(tokens) - 15 for name in ("old", "reference", "generator")}
     return {"advantages": draw(tokens), **log_probs}
@@ -339,6 +350,16 @@ TASKS = [
         lambda tokens, vocab, draw: {"advantage": draw(tokens), "old": draw(tokens) - 14},
     ),
     Task(
+        "clip+kl+entropy",
+        head(
+            PolicyGradient("clip", clip=(CLIP, CLIP)),
+            KLToReference(KL_WEIGHT, "k3", output_clamp=None),
+            metrics="entropy",
+        ),
+        policy_reference,
+        policy_extras,
+    ),
+    Task(
         "user",
         head(CrossEntropy(), Term("focal", lambda stats: focal(stats.log_prob), weight=0.5)),
         user_reference,
@@ -391,7 +412,7 @@ def implementations(task, shard, device) -> list[Implementation]:
     if shard.world_size > 1:
         others = [t for t in ("gather", "symm_mem") if t in TRANSPORTS and t != Options().transport]
         options |= {f"ours, {transport}": Options(transport=transport) for transport in others}
-    if device.type == "cuda" and task.name in ("ce", "ce+z", "ce+z+entropy+accuracy"):
+    if device.type == "cuda" and task.name in ("ce", "ce+z", "ce+z+entropy+accuracy", "clip+kl+entropy", "rl"):
         options["ours, two launches"] = Options(gradient="backward")
     out = [Implementation(name, lambda o=o: task.ours(o), ours=True) for name, o in options.items()]
     if task.plain_pytorch:

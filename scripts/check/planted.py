@@ -39,6 +39,7 @@ AT_IDS_KERNELS = "engine/at_ids_triton.py"
 RANK, RANK_DEVICE = statistic("rank")
 
 KNOWN_CALLS = "head_loss/known_calls.py"
+ROWS = "head_loss/row_function.py"
 LOSS_STEP, ONE_READ, ONE_READ_LAUNCH = "engine/loss_step_triton.py", "engine/one_read.py", "engine/one_read_launch.py"
 SECOND_MERGE = "engine/merge_triton.py"
 
@@ -62,15 +63,20 @@ GROUPS = {
         ("head_loss/reduction.py", "fused_reduction", "definition.reduction == 'sum'", "False"),
         (LOSS_STEP, "loss_step", "type(divisor)", "None"),
     ],
+    "test_row_function": [
+        (ROWS, "row_function", "term.pointwise or isinstance(term.function, StatisticValue)", "True"),
+        (ROWS, "row_function", "float(term.weight) * value", "value"),
+        (ROWS, "_source", "results[n_terms:]", "results[:n_terms]"),
+        (ROWS, "_expression", "args[1] is not None", "args[1] is None"),
+    ],
     "test_one_read": [
         ("call/statistics.py", "vocab_statistics", "given.options.gradient == 'forward'", "False"),
         (ONE_READ_LAUNCH, "cuts_of", "leaves > 1", "False"),
         (ONE_READ_LAUNCH, "cuts_of", "leaves //= 2", "leaves //= 3"),
         (ONE_READ_LAUNCH, "cuts_of", "max(-(-chunk // LEAF) - 1, 0)", "max(-(-chunk // LEAF) - 2, 0)"),
         (ONE_READ, "_obstacle_of_kind", "dtype != torch.bfloat16 or device.type != 'cuda'", "False"),
-        (ONE_READ, "_obstacle_of_kind", "len(set(statistics)) < len(statistics)", "False"),
         (ONE_READ, "_obstacle", "x.temperatures is not None", "False"),
-        (ONE_READ, "gradient_in_forward", "torch.is_grad_enabled()", "True"),
+        (ONE_READ, "is_asked_for", "torch.is_grad_enabled()", "True"),
         ("engine/sums_triton.py", "gradient_for_kernel", "assumed == given", "assumed == assumed"),
         ("engine/sums_triton.py", "gradient_for_kernel", "tl.store(expected_ptr, given)", "pass"),
         ("engine/sums_triton.py", "gradient_for_kernel", "given / assumed", "given"),

@@ -17,7 +17,10 @@ from tp_headloss import (
     Distillation,
     Entropy,
     HeadLoss,
+    KLToReference,
     Options,
+    PolicyGradient,
+    PolicyMetrics,
     Sequences,
     Teacher,
     Term,
@@ -31,6 +34,8 @@ from tp_headloss import (
 from tp_headloss.engine import one_read_launch
 from tp_headloss.engine.sums_triton import gradient_for
 from tp_headloss.engine.transports import symmetric_memory
+from tp_headloss.head_loss import row_function as row_functions
+from tp_headloss.head_loss.row_function import row_function
 from tp_headloss.head_loss.statistic_value import StatisticValue
 from tp_headloss.ranks.shard import canonical_chunk_size
 
@@ -49,16 +54,16 @@ def problem(device, width=V, n_rows=N, seed=3):
     return logits, labels
 
 
-def steps(options, logits, labels, upstream=1.0, terms=TERMS, metrics=(), **given):
+def steps(options, logits, labels, upstream=1.0, terms=TERMS, metrics=(), reduction="mean", **given):
     """-> the output, and the gradients of a first and a second backward."""
-    head = HeadLoss(list(terms), metrics=metrics, options=options)
+    head = HeadLoss(list(terms), metrics=metrics, reduction=reduction, options=options)
     logits = logits.clone().requires_grad_()
     out = head(logits, labels, **given)
     return out, *(torch.autograd.grad(upstream * out.loss, logits, retain_graph=True)[0] for _ in range(2))
 
 
-def expect_alike(one, two):
-    """The results of both ways differ by rounding alone."""
+def expect_alike(one, two, noise=1e-30):
+    """The results of both ways differ by rounding alone. noise: a number or [N, width], where parts cancel."""
     assert torch.allclose(one[0].loss, two[0].loss, rtol=1e-6, atol=1e-6, equal_nan=True)
     for name, metric in one[0].metrics.items():
         assert torch.allclose(metric, two[0].metrics[name], rtol=1e-6, atol=1e-5, equal_nan=True)
@@ -66,9 +71,25 @@ def expect_alike(one, two):
         if isinstance(a, torch.Tensor):
             assert torch.allclose(a.double(), b.double(), rtol=1e-6, atol=2e-6, equal_nan=True)
     for a, b in zip(one[1:], two[1:]):
-        assert torch.allclose(a.float(), b.float(), rtol=2**-7, atol=1e-30, equal_nan=True)
+        a, b = a.float(), b.float()
+        assert torch.equal(a.isnan(), b.isnan()) and not ((a - b).abs() > 2**-7 * b.abs() + noise).any()
 
 
+def _focal(stats, advantages):
+    return -advantages * (1 - stats.log_prob.exp()) ** 2 * stats.log_prob + stats.lse.sigmoid() - stats.entropy.abs()
+
+
+def _two_sequences(device):
+    ids = torch.tensor([0, 0, 0, 1, 1, 1], device=device)
+    return Sequences.from_ids(ids, 2, ids.new_tensor([1, 0, 1, 1, 1, 1]).bool())
+
+
+ADVANTAGES = {"advantages": torch.tensor([1.0, 0.5, -2.0, 1.5, -1.0, 0.0])}
+POLICY = {
+    **ADVANTAGES,
+    "old_log_prob": torch.tensor([-9.0, -8.0, -12.0, -11.0, -10.5, -9.5]),
+    "reference_log_prob": torch.tensor([-9.5, -8.5, -11.0, -12.0, -10.0, -9.0]),
+}
 CASES = {
     "mean": {},
     "denominator": {"denominator": 5.0},
@@ -82,6 +103,29 @@ CASES = {
     "metrics": {"metrics": ("accuracy", "entropy", "lse")},
     "accuracy": {"metrics": ("accuracy",), "terms": (CrossEntropy(),)},
     "entropies": {"terms": (CrossEntropy(), Entropy(-0.1)), "metrics": ("accuracy",)},
+    "GRPO": {
+        "terms": (PolicyGradient("clip", clip=(0.2, 0.28)), KLToReference(0.05)),
+        "metrics": ("entropy", PolicyMetrics(reference=True)),
+        "inputs": POLICY,
+    },
+    "entropies in a policy": {
+        "terms": (PolicyGradient("cispo", 2.0), Entropy(0.1), ZLoss(0.01), CrossEntropy(0.2)),
+        "metrics": ("accuracy",),
+        "inputs": {name: POLICY[name] for name in ("advantages", "old_log_prob")},
+        "token_weight": torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, 0.25]),
+        "upstream": 0.3,
+    },
+    "an own term": {
+        "terms": (Term("own", _focal, 0.5, ("entropy",), inputs=("advantages",), pointwise=True),),
+        "inputs": ADVANTAGES,
+    },
+    "one statistic twice": {"terms": (CrossEntropy(), Term("own", StatisticValue("log_prob", square=True)))},
+    "sequences": {
+        "terms": (PolicyGradient(),),
+        "metrics": ("entropy",),
+        "reduction": "seq-mean-token-mean",
+        "inputs": {**{name: POLICY[name] for name in ("advantages", "old_log_prob")}, "sequences": _two_sequences},
+    },
     "squared entropies": {"terms": (Term("own", StatisticValue("entropy", square=True), 0.2), ZLoss(0.01))},
 }
 
@@ -94,8 +138,9 @@ def test_losses_and_gradients_are_those_of_two_launches(case, width, device):
     labels[2:4] = torch.tensor([0, width - 1])
     logits[0, labels[0]] += 20  # so that the others' sum decides its gradient
     logits[4, ::3] = -math.inf
-    given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in CASES[case].items()}
-    expect_alike(steps(IN_FORWARD, logits, labels, **given), steps(IN_BACKWARD, logits, labels, **given))
+    given = {name: moved(x, device) for name, x in CASES[case].items()}
+    noise = 1e-6 * logits.float().softmax(-1).nan_to_num() if "entropies" in case else 1e-30
+    expect_alike(steps(IN_FORWARD, logits, labels, **given), steps(IN_BACKWARD, logits, labels, **given), noise)
 
 
 @on_hopper
@@ -196,29 +241,41 @@ REFUSED = {
         "at most 6 sums of them, got .*.hits.",
     ),
     "a label's logit": (dict(terms=(Term("own", StatisticValue("target_logit")),)), "got terms of .'target_logit'"),
-    "one statistic twice": (
-        dict(terms=(CrossEntropy(), Term("own", StatisticValue("log_prob", square=True)))),
-        "at most one term of each of .* got terms of .'log_prob', 'log_prob'.",
+    "an own function": (dict(terms=(Term("own", lambda stats: stats.lse),)), "terms that are pointwise"),
+    "a trained input": (
+        dict(terms=(PolicyGradient("reinforce"),), inputs={"advantages": torch.ones(N, requires_grad=True)}),
+        "inputs without a gradient",
     ),
-    "an own function": (dict(terms=(Term("own", lambda stats: stats.lse),)), "terms that are statistics"),
+    "a sequence's ratio": (
+        dict(
+            terms=(PolicyGradient("gspo"),),
+            inputs={"advantages": torch.ones(N), "old_log_prob": torch.zeros(N), "sequences": _two_sequences},
+        ),
+        "terms that are pointwise",
+    ),
+    "a sum over tokens": (
+        dict(terms=(Term("own", lambda stats: stats.lse / stats.lse.sum(), pointwise=True),)),
+        "terms that are pointwise",
+    ),
     "a teacher": (
         dict(terms=(Distillation(),), inputs={"teacher": Teacher(torch.zeros(N, V))}),
         "got .*'forward_kl'",
     ),
-    "sequences": (dict(inputs={"sequences": Sequences.from_mask(torch.ones(N, 1, dtype=torch.bool))}), "statistics"),
-    "no reduction": (dict(reduction="none"), "terms that are statistics"),
+    "no reduction": (dict(reduction="none"), "terms that are pointwise"),
     "fp32": (dict(dtype=torch.float32), "bfloat16 logits on a GPU, got torch.float32 on"),
 }
 
 
 def moved(x, device):
     """A test's argument on the device."""
+    if isinstance(x, torch.Tensor):
+        return x.to(device)
     if isinstance(x, dict):
         return {name: moved(value, device) for name, value in x.items()}
     if isinstance(x, Teacher):
         return Teacher(x.logits.to(device))
-    if isinstance(x, Sequences):
-        return Sequences.from_mask(x.mask.to(device))
+    if x is _two_sequences:
+        return x(device)
     if isinstance(x, Transform):
         tensors = {name: getattr(x, name) for name in ("bias", "temperature")}
         return Transform(**{n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in tensors.items()})
@@ -231,8 +288,6 @@ def test_what_cannot_be_is_refused(case, device):
     given = {name: moved(x, device) for name, x in given.items()}
     logits, labels = problem(device)
     logits = logits.to(given.pop("dtype", torch.bfloat16))
-    if case == "sequences":
-        logits, labels = logits[:, None], labels[:, None]
     arguments = {name: given.pop(name) for name in ("reduction", "metrics") if name in given}
     head = HeadLoss(list(given.pop("terms", [CrossEntropy()])), options=IN_FORWARD, **arguments)
     with pytest.raises(ValueError, match=message):
@@ -283,7 +338,9 @@ def test_leaves_depend_on_the_vocabulary_alone(vocab_size):
 @pytest.mark.parametrize("flags", [(), ("ENTROPY",), ("ARGMAX",), ("ENTROPY", "ARGMAX", "TERM")])
 def test_the_kernel_compiles_for_gpus_that_are_not_here(flags, architecture, device):
     library = one_read_launch.kernel_of(torch.device(device, 0)).library
-    assert bytes(one_read_launch.compiled(library, architecture, *flags)[1:4]) == b"ELF"
+    policy = row_function([PolicyGradient(), KLToReference(0.1), Entropy(0.1)]).source
+    for rows in (None, policy):
+        assert bytes(one_read_launch.compiled(library, architecture, rows, *flags)[1:4]) == b"ELF"
 
 
 def test_the_kernel_and_its_caller_agree():
@@ -291,9 +348,10 @@ def test_the_kernel_and_its_caller_agree():
     source = re.sub(r"//[^\n]*", "", (Path(one_read_launch.__file__).parent / "one_read.cu").read_text())
     numbers = {name: int(x) for name, x in re.findall(r"(\w+) = (\d+)[,;]", source)}
     threads = 32 * (1 + numbers["SUM"] + numbers["GRAD"] + numbers["POST"] + numbers["MERGE"])
-    expected = numbers["SLOTS"], numbers["RANKS"], numbers["VALUES"], 32 * numbers["LEAF"], threads
+    expected = *map(numbers.get, ("SLOTS", "RANKS", "VALUES", "GIVENS")), 32 * numbers["LEAF"], threads
     launch = one_read_launch
-    assert expected == (launch.SLOTS, launch.RANKS, launch.VALUES, launch.LEAF, launch.THREADS)
+    assert expected == (launch.SLOTS, launch.RANKS, launch.VALUES, launch.GIVENS, launch.LEAF, launch.THREADS)
+    assert launch.TERMS == row_functions.STATISTICS and launch.GIVENS == row_functions.MOST_INPUTS
     body = source.partition("struct Params {")[2].partition("};")[0]
     fields = re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", body)
     assert fields == [name for name, _ in one_read_launch.Params._fields_]
@@ -345,14 +403,19 @@ def _shard(group, logits, vocab_size):
     return shard, logits[:, shard.start : shard.stop].contiguous()
 
 
-def _sharded(group, device, vocab_size, metrics=(), transposed=False):
+def _sharded(group, device, vocab_size, metrics=(), transposed=False, policy=False):
     logits, labels = problem(device, vocab_size, 40)
     shard, x = _shard(group, logits, vocab_size)
     if (
         transposed and group is not None and group.rank() == 0
     ):  # a rank whose logits the kernel cannot read where they are
         x = x.t().contiguous().t()
-    out, first, second = steps(IN_FORWARD, x, labels, shard=shard, metrics=metrics)
+    given = {}
+    if policy:
+        old, reference = -torch.arange(40.0, device=device) / 4, -torch.arange(40.0, device=device) / 3
+        inputs = {"advantages": (reference + 7).sign(), "old_log_prob": old, "reference_log_prob": reference}
+        given = {"terms": (PolicyGradient(), KLToReference(0.1)), "inputs": inputs}
+    out, first, second = steps(IN_FORWARD, x, labels, shard=shard, metrics=metrics, **given)
     found = out.loss, *out.metrics.values(), out.stats.log_prob, out.stats.lse
     return [x.detach().cpu() for x in (first, second, *found)]
 
@@ -360,9 +423,9 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False):
 @on_hopper
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("vocab_size", [1024, 32768, 50304, 128256])
-@pytest.mark.parametrize("metrics", [(), ("accuracy", "entropy")])
-def test_any_number_of_ranks_has_the_same_bits(metrics, vocab_size, world_size):
-    given = vocab_size, metrics
+@pytest.mark.parametrize("metrics, policy", [((), False), (("accuracy", "entropy"), False), (("entropy",), True)])
+def test_any_number_of_ranks_has_the_same_bits(metrics, policy, vocab_size, world_size):
+    given = vocab_size, metrics, False, policy
     parts, (alone,) = on_ranks(world_size, _sharded, *given), on_ranks(1, _sharded, *given)
     for part in parts:
         assert all(torch.equal(a, b) for a, b in zip(part[2:], alone[2:]))

@@ -166,8 +166,12 @@ def log_probs(
 def computed_statistics(request: Request, labels, options: Options | None, reduction=None):
     """The statistics of a checked call, and with a `FusedReduction` its loss and sums, else None."""
     options = options or DEFAULTS
-    if reduction is not None and reduction.weight is not None:
-        reduction = reduction._replace(weight=request.order.flatten(reduction.weight).float().contiguous())
+    if reduction is not None and (reduction.weight is not None or reduction.given):
+        weight, *given = [
+            None if x is None else request.order.flatten(x).float().contiguous()
+            for x in (reduction.weight, *reduction.given)
+        ]
+        reduction = reduction._replace(weight=weight, given=tuple(given))
     tensors = request.tensors
     # autograd looks at each of its arguments
     if request.steps is not None or all(tensor is None for tensor in tensors[2:]):

@@ -7,6 +7,7 @@ import torch
 from ..validation import refuse_batches
 from . import operators, passes
 from .backend import load_backend
+from .one_read_launch import TERMS
 from .passes import kernel_gradients
 from .request import Request, Tensors, accumulation_dtype, without_gaps
 
@@ -97,8 +98,10 @@ class Statistics(torch.autograd.Function):
         if reduction is not None and reduced is not None:
             by_name, plan = dict(zip(layout.outputs, outputs)), reduction.plan
             # the caller may write to the sums, so they are not among what is saved
-            loss, sums, inverse = reduced
-            terms = [by_name[name] for name in plan.statistics[: len(plan.coefficients)]]
+            loss, sums, inverse, slopes = reduced
+            terms = [slopes]
+            if slopes is None:
+                terms = [by_name[name] for name in plan.statistics[: len(plan.coefficients)]]
             saved = by_name["valid"], reduction.weight, inverse, *terms
             fixed.append(sums)
         ctx.mark_non_differentiable(*fixed)
@@ -123,6 +126,8 @@ def _statistics_gradients(ctx, saved, upstream) -> tuple:
     others = [without_gaps(x) for x in saved[count:]]
     in_forward = others[:2] if ctx.expected is not None else []
     merged, *reduced = others[len(in_forward) :]
+    if in_forward and alone and not ctx.taken:
+        return _gradients(ctx, request, _taken(ctx, in_forward[0], in_forward[1], loss))
     grads = {name: g for name, g in zip(layout.outputs, upstream) if g is not None and name in layout.differentiable}
     loss_factors: tuple = ()
     if loss is not None and not grads and ctx.plan.gradients is not None and operators.can_skip_dispatch(merged):
@@ -139,8 +144,6 @@ def _statistics_gradients(ctx, saved, upstream) -> tuple:
     if not grads:
         return (None,) * (count + 3)
     logits = request.tensors.logits
-    if in_forward and alone and not ctx.taken:
-        return _gradients(ctx, request, _taken(ctx, in_forward[0], in_forward[1], loss))
     if in_forward and ctx.inplace:
         raise RuntimeError(GONE)
     if ctx.inplace:
@@ -174,9 +177,13 @@ def _taken(ctx, gradient, assumed, loss):
 def _add_loss_gradient(grads: dict, loss, reduced, plan, request: Request):
     """Add the gradients of a reduced loss to those of the statistics that it sums."""
     valid, weight, inverse, *summed = reduced
-    backend = load_backend(request.facts.backend)
-    rows = backend.token_sums_gradient(loss, tuple(summed), valid, weight, inverse, plan)
-    for name, row in zip(plan.statistics, rows.unbind(0)):
+    if plan.statistics[0]:
+        backend = load_backend(request.facts.backend)
+        names, rows = plan.statistics, backend.token_sums_gradient(loss, tuple(summed), valid, weight, inverse, plan)
+    else:  # terms of a row function, whose derivatives are known
+        names, factor = TERMS, loss.double() * inverse * (1.0 if weight is None else weight)
+        rows = torch.where(valid & (factor != 0), factor * summed[0], 0.0).float()
+    for name, row in zip(names, rows.unbind(0)):
         if name in request.layout.differentiable:
             grads[name] = row if name not in grads else grads[name] + row
 

@@ -13,17 +13,22 @@
 // Launches of one memory alternate between two halves of it: a rank that writes a half again has ended the launch
 // between, so its peers have begun that one, and ended the launch whose packets are overwritten.
 // No program waits for one that is not there: items are claimed in order, each when a slot is free for it.
-// Compiled with ENTROPY or ARGMAX for calls that want these, and TERM if a term of the loss is an entropy.
+// Compiled with ENTROPY or ARGMAX for calls that want these, and TERM if a term of the loss is an entropy. Before this
+// source may stand a `row_function`, with the terms of a loss and their derivatives: see row_function.py.
 typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16; typedef long long i64;
 
 constexpr int SUM = 8, GRAD = 8, POST = 2, MERGE = 4, OTHERS = 1 + POST + MERGE, WARPS = OTHERS + SUM + GRAD;
-constexpr int SLOTS = 12, RANKS = 8, LEAF = 5, VALUES = 6, AT_ONCE = 8;
+constexpr int SLOTS = 12, RANKS = 8, LEAF = 5, VALUES = 6, GIVENS = 8, AT_ONCE = 8;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr u64 STUCK = 4000000000000;  // ns, longer than any timeout: a bug ends, too
 constexpr u32 OWNER = 1, IGNORED = 2, LOWEST = 0xff80ff80u;  // flags of a packet; two logits of -inf
 constexpr float LOWEST_DROP = -1e30f;  // of a logit below the maximum, so that 0 times it is 0
+#ifndef ROWS
 #define INF __int_as_float(0x7f800000)
 #define NONE __int_as_float(0x7fc00000)  // NaN
+constexpr int TERMS = 0, GIVEN = 0;  // terms and inputs of a row function
+struct Row { float by[3]; };         // values of its terms, and derivatives by lse, log_prob and entropy
+#endif
 
 struct Params {  // in the order of `one_read.Params`
   const u16* logits; u16* gradient; const void* labels; const float *weight, *upstream; const double* denominator;
@@ -31,6 +36,7 @@ struct Params {  // in the order of `one_read.Params`
   float *entropy, *mean; i64* argmax; unsigned char* hits;               // [N] or null
   float *shift, *sum, *others, *target, *loss, *sums; double* inverse;  // [N] merged rows; [], [values + 1], [] 1 / divisor
   const void* values[VALUES];  // [N] each, which are summed, fp32 or bool
+  const float* given[GIVENS]; float* found;  // inputs [N] of a row function, and its results [TERMS + 3, N]
   u32 *control, *failed;  // launches, programs that are done, items claimed, failure; the host's word for that
   u64 packets[RANKS];     // [2, half] of every rank
   i64 start, ignore_index, half;
@@ -218,8 +224,26 @@ __device__ __forceinline__ void count(const Params& q, double* counted, int warp
   if (lane == 0) counted[warp] = own;
 }
 
-// The factors of a row's gradient, from its sums without the label and the label's logit t.
-__device__ __forceinline__ float4 factors(const Params& q, const Item& item, Node x, float t, int owners, double scale) {
+// A row's statistics from its sums without the label and the label's logit, each rounded once; as in `softmax_triton`.
+struct Solved { double top, whole, others, offset, lse, log_prob, mean, entropy; };
+__device__ __forceinline__ Solved solve(Node x, float t) {
+  Solved r = {};
+  const double m = x.max, y = t;
+  const bool is_top = y >= m, lonely = t == -INF;
+  r.top = is_top ? y : m, r.others = x.sum * (x.max == -INF ? 0.0 : exp(m - r.top)), r.offset = lonely ? y : y - r.top;
+  const double p = lonely ? 0.0 : exp(r.offset);
+  r.whole = r.others + p;
+  const double log_sum = is_top ? log1p(r.others) : log(r.whole);
+  r.lse = r.top + log_sum, r.log_prob = 0.0 - (is_top ? log_sum : log_sum - r.offset);
+#ifdef ENTROPY
+  const double drop = x.max == -INF ? 0.0 : m - r.top, f = x.max == -INF ? 0.0 : exp(drop);
+  r.mean = (f * (x.moment + drop * x.sum) + (p == 0.0 ? 0.0 : p * r.offset)) / r.whole, r.entropy = log_sum - r.mean;
+#endif
+  return r;
+}
+
+// The factors of a row's gradient; by: derivatives of a row function's terms.
+__device__ __forceinline__ float4 factors(const Params& q, const Item& item, Node x, float t, int owners, double scale, const Row& row) {
   const float top = fmaxf(x.max, t), shift = finite(top), p = ex2((t - shift) * LOG2E);
   const float others = x.sum * ex2((x.max - shift) * LOG2E), whole = others + p;
   float by_lse = q.lse_factor, by_log_prob = q.log_prob_factor;
@@ -228,6 +252,9 @@ __device__ __forceinline__ float4 factors(const Params& q, const Item& item, Nod
     if (q.lse_square != 0.f) by_lse += q.lse_square * (top + log_sum);
     if (q.log_prob_square != 0.f) by_log_prob += q.log_prob_square * (t == top ? -log_sum : t - top - log_sum);
   }
+#ifdef ROWS
+  by_lse += row.by[0], by_log_prob += row.by[1];
+#endif
   const float factor = (float)(scale * (q.weight ? (double)q.weight[item.row] : 1.0));
   by_lse *= factor, by_log_prob *= factor;
   float each = (by_lse - by_log_prob) / whole, label = by_lse * (p / whole) + by_log_prob * (others / whole), slope = 0.f;
@@ -236,6 +263,9 @@ __device__ __forceinline__ float4 factors(const Params& q, const Item& item, Nod
   const float mean = (f * (x.moment + drop * x.sum) + p * offset) / whole;
   float by_entropy = q.entropy_factor;
   if (q.entropy_square != 0.f) by_entropy += q.entropy_square * ((t == top ? log1pf(others) : logf(whole)) - mean);
+#ifdef ROWS
+  by_entropy += row.by[2];
+#endif
   by_entropy *= factor;
   slope = -by_entropy / whole, each += by_entropy * mean / whole, label -= by_entropy * (p / whole) * (offset - mean);
 #endif
@@ -244,26 +274,24 @@ __device__ __forceinline__ float4 factors(const Params& q, const Item& item, Nod
   return make_float4(shift, each, label, slope);
 }
 
-// Store the statistics of a row; as in `softmax_triton`.
-__device__ __forceinline__ void finish(const Params& q, const Item& item, Node x, float t, int owners) {
+// Store the statistics of a row.
+__device__ __forceinline__ void finish(const Params& q, const Item& item, Node x, float t, int owners, const Solved& r, const Row& by) {
   const int row = item.row;
-  const double m = x.max, y = t, top = y > m ? y : m;
-  const bool is_top = y >= m, lonely = t == -INF;
-  const double others = x.sum * (x.max == -INF ? 0.0 : exp(m - top)), offset = lonely ? y : y - top;
-  const double p = lonely ? 0.0 : exp(offset), whole = others + p, log_sum = is_top ? log1p(others) : log(whole);
-  const bool bad = !(whole > 0.0) || owners != 1;
+  const bool bad = !(r.whole > 0.0) || owners != 1;
   auto settle = [&](double v) { return item.ignored ? 0.f : bad ? NONE : (float)v; };
-  q.lse[row] = settle(top + log_sum), q.log_prob[row] = settle(0.0 - (is_top ? log_sum : log_sum - offset));
-  q.target_logit[row] = settle(y), q.owners[row] = owners, q.valid[row] = !item.ignored;
-  q.shift[row] = settle(top), q.sum[row] = settle(whole), q.others[row] = settle(others / whole), q.target[row] = settle(offset);
+  q.lse[row] = settle(r.lse), q.log_prob[row] = settle(r.log_prob), q.target_logit[row] = settle(t);
+  q.owners[row] = owners, q.valid[row] = !item.ignored;
+  q.shift[row] = settle(r.top), q.sum[row] = settle(r.whole), q.others[row] = settle(r.others / r.whole), q.target[row] = settle(r.offset);
 #ifdef ENTROPY
-  const double drop = x.max == -INF ? 0.0 : m - top, f = x.max == -INF ? 0.0 : exp(drop);
-  const double mean = (f * (x.moment + drop * x.sum) + (p == 0.0 ? 0.0 : p * offset)) / whole;
-  q.mean[row] = settle(mean), q.entropy[row] = settle(log_sum - mean);
+  q.mean[row] = settle(r.mean), q.entropy[row] = settle(r.entropy);
 #endif
 #ifdef ARGMAX
-  const i64 id = label_of(q, row), best = y > m || (y == m && id < x.index) ? id : x.index;
+  const i64 id = label_of(q, row), best = t > x.max || (t == x.max && id < x.index) ? id : x.index;
   q.argmax[row] = bad || item.ignored ? -1 : best, q.hits[row] = best == id && !bad && !item.ignored;
+#endif
+#ifdef ROWS
+  for (int k = 0; k < TERMS; k++) q.found[(i64)k * q.rows + row] = settle(by.value[k]);
+  for (int k = 0; k < 3; k++) q.found[(i64)(TERMS + k) * q.rows + row] = settle(by.by[k]);
 #endif
 }
 
@@ -369,6 +397,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       wait(&s.full[slot], phase);
       const Item item = s.item[slot];
       if (item.row < 0) { if (lane == 0) arrive(&s.ready[slot]); break; }
+      const float given = lane < GIVEN ? q.given[min(lane, GIVENS - 1)][item.row] : 0.f;  // while packets are under way
       const uint4* from = (const uint4*)q.packets[q.rank] + half + (i64)item.row * all * WORDS + lane;
       uint4 p = make_uint4(__float_as_uint(-INF), 0, 0, 0), more = make_uint4(0, 0x7fffffff, 0, 0);
       u64 since = 0;
@@ -388,11 +417,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       const Node x = join_lanes({__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(more.x), (int)more.y}, 32);
       const u32 own = __ballot_sync(~0u, lane < all && p.w & OWNER), ignore = __ballot_sync(~0u, lane < all && p.w & IGNORED);
       const float logit = __shfl_sync(~0u, __uint_as_float(p.z), own ? __ffs(own) - 1 : 0);
+      Row row = {};
+#ifdef ROWS
+      const Solved solved = solve(x, logit);
+      float known[3 + GIVEN] = {(float)solved.lse, (float)solved.log_prob, (float)solved.entropy};
+      for (int k = 0; k < GIVEN; k++) known[3 + k] = __shfl_sync(~0u, given, k);
+      row = row_function(known);
+#endif
       if (lane == 0) {
         const int owners = __popc(own) + 2 * __popc(ignore);
-        s.factor[slot] = factors(q, item, x, logit, owners, scale);
+        s.factor[slot] = factors(q, item, x, logit, owners, scale, row);
         arrive(&s.ready[slot]);
-        if (item.piece == 0) finish(q, item, x, logit, owners);
+#ifndef ROWS
+        const Solved solved = item.piece == 0 ? solve(x, logit) : Solved{};
+#endif
+        if (item.piece == 0) finish(q, item, x, logit, owners, solved, row);
       }
       __syncwarp();
     }

@@ -34,19 +34,21 @@ GRADIENTS = ("auto", "forward", "backward")  # values of `Options.gradient`
 CAPABILITY, FEWEST, NARROWEST = (9, 0), 1 << 23, 8192  # of GPUs, logits of a rank and columns where it was faster
 
 
-def gradient_in_forward(request: Request, reduction, options) -> bool:
-    """Return True if the forward of this loss writes the gradient: in grad mode, for logits that require a gradient,
-    where it can, and with "auto" only where it was measured to be faster.
-
-    Raises ValueError where Options(gradient="forward") was chosen for a call that one launch cannot serve.
-    """
+def is_asked_for(request: Request, options) -> bool:
+    """Return True if the forward of a loss of these logits may write the gradient: in grad mode, for logits that
+    require a gradient, and with "auto" only where it was measured to be faster."""
     logits = request.tensors.logits
     if options.gradient == "backward" or not (torch.is_grad_enabled() and logits.requires_grad and len(logits)):
         return False
-    if options.gradient == "auto" and (
-        reduction is None or options.inplace or logits.dtype != torch.bfloat16 or _is_small(request)
-    ):
-        return False
+    other = options.inplace or logits.dtype != torch.bfloat16 or logits.device.type != "cuda" or _is_small(request)
+    return options.gradient == "forward" or not other
+
+
+def gradient_in_forward(request: Request, reduction, options) -> bool:
+    """Return True if the forward of a loss `is_asked_for` its gradient can write it; None is no reduction.
+
+    Raises ValueError where Options(gradient="forward") was chosen for a call that one launch cannot serve.
+    """
     obstacle = _obstacle(request, reduction)
     if obstacle and options.gradient == "forward":
         raise ValueError(f"gradient='forward' needs {obstacle}; gradient='backward' needs none of it")
@@ -64,15 +66,17 @@ def _obstacle(request: Request, reduction) -> str | None:
     facts, x = request.facts, request.tensors
     if reduction is None:
         return (
-            "the triton backend, a reduction over tokens, weights and denominators without a gradient, and terms that "
-            "are statistics, or squares of them, as a cross-entropy without smoothing and class weights is"
+            "the triton backend, a reduction over tokens, weights, denominators and inputs without a gradient, and "
+            "terms that are pointwise functions of lse, log_prob and entropy, as a cross-entropy without smoothing and "
+            "class weights is"
         )
     step = columns_of(request)
     if x.temperatures is not None:
         return "logits without a scale, softcap or temperature"
     if x.bias is not None:
         return "logits without a bias"
-    if obstacle := _obstacle_of_kind(facts, reduction.plan, x.logits.dtype, x.logits.device, step):
+    kind = facts, reduction.plan, reduction.rows is not None, x.logits.dtype, x.logits.device, step
+    if obstacle := _obstacle_of_kind(*kind):
         return obstacle
     if any(tensor is not None for tensor in x[2:]):
         return "a call without class weights, a teacher, sets, given ids or ranks"
@@ -84,14 +88,17 @@ def _obstacle(request: Request, reduction) -> str | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _obstacle_of_kind(facts: Facts, plan, dtype: torch.dtype, device: torch.device, columns: int) -> str | None:
+def _obstacle_of_kind(
+    facts: Facts, plan, in_rows: bool, dtype: torch.dtype, device: torch.device, columns: int
+) -> str | None:
     """`_obstacle` as far as facts tell it that all ranks share."""
-    statistics = plan.statistics[: len(plan.coefficients)]
-    if len(set(statistics)) < len(statistics) or not set(TERMS).issuperset(statistics):
-        return f"at most one term of each of {list(TERMS)}, got terms of {list(statistics)}"
-    others = not (FLAGS.keys() >= set(facts.want) and SUMMED.issuperset(plan.statistics))
-    if others or len(plan.statistics) > VALUES:
-        named = dict.fromkeys((*plan.statistics, *facts.want))
+    statistics, n_terms = plan.statistics, len(plan.coefficients)
+    terms, summed = statistics[:n_terms], statistics[n_terms * in_rows :]
+    if not in_rows and (len(set(terms)) < n_terms or not set(TERMS).issuperset(terms)):
+        return f"at most one term of each of {list(TERMS)}, got terms of {list(terms)}"
+    others = not (FLAGS.keys() >= set(facts.want) and SUMMED.issuperset(summed))
+    if others or len(statistics) > VALUES:
+        named = dict.fromkeys((*summed, *facts.want))
         return f"no statistics but {sorted(SUMMED)}, and at most {VALUES} sums of them, got {list(named)}"
     if (facts.scale, facts.softcap, facts.temperature) != (1.0, 0.0, 1.0):
         return "logits without a scale, softcap or temperature"

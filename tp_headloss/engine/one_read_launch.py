@@ -17,7 +17,7 @@ SUMMED = {*TERMS, "target_logit", "hits"}
 FLAGS = {"entropy": "ENTROPY", "argmax": "ARGMAX"}  # statistics besides, and what the kernel is compiled with
 COLUMNS, LEAF, PACKETS = 8, 160, 32  # columns of a vector; vectors of a leaf, at most; packets of a row, at most
 # as in the kernel: slots and ranks, at most, values that are summed, at most, and threads of a program
-SLOTS, RANKS, VALUES, THREADS = 12, 8, 6, 736
+SLOTS, RANKS, VALUES, GIVENS, THREADS = 12, 8, 6, 8, 736
 LARGEST, SHARED = 40_960, 227 * 1024 - 2560  # bytes of an item, and of shared memory for all slots
 CUDA_SUCCESS, MOST_DYNAMIC_SHARED_MEMORY = 0, 8
 
@@ -79,7 +79,8 @@ class Params(ctypes.Structure):
             "target_logit", "owners", "valid", "entropy", "mean", "argmax", "hits", "shift", "sum", "others", "target",
             "loss", "sums", "inverse",
         )],
-        ("values", ctypes.c_void_p * VALUES), ("control", ctypes.c_void_p), ("failed", ctypes.c_void_p),
+        ("values", ctypes.c_void_p * VALUES), ("given", ctypes.c_void_p * GIVENS), ("found", ctypes.c_void_p),
+        ("control", ctypes.c_void_p), ("failed", ctypes.c_void_p),
         ("packets", ctypes.c_uint64 * RANKS), ("start", ctypes.c_int64), ("ignore_index", ctypes.c_int64),
         ("half", ctypes.c_int64), ("timeout", ctypes.c_uint64), ("number", ctypes.c_double),
         *[(f"{name}_{kind}", ctypes.c_float) for name in TERMS for kind in ("factor", "square")],
@@ -166,7 +167,8 @@ def _fixed(facts: Facts, plan, cuts: Cuts, n_rows: int, width: int, number: floa
     number: the divisor of the loss; 0: it is the count, or in memory.
     """
     factors = {
-        f"{name}_{'square' if squared else 'factor'}": 2 * c if squared else c for name, c, squared in plan.gradients
+        f"{name}_{'square' if squared else 'factor'}": 2 * c if squared else c
+        for name, c, squared in plan.gradients or ()
     }
     return Params(
         coefficients=(ctypes.c_float * VALUES)(*plan.coefficients), n_values=len(plan.statistics), squares=plan.squares,
@@ -176,9 +178,10 @@ def _fixed(facts: Facts, plan, cuts: Cuts, n_rows: int, width: int, number: floa
     )  # fmt: skip
 
 
-def statistics_and_gradient(request: Request, reduction, inplace: bool):
-    """[merged rows, values, *flags] of a call as `merge_packets`, the gradient [N, width] of its reduced loss for the
-    expected upstream gradient, and that."""
+def statistics_and_gradient(request: Request, reduction: Any, inplace: bool):
+    """[merged rows, values, *flags] of a call as `merge_packets`; its loss, sums, 1 / its divisor, and derivatives
+    [3, N] by `TERMS` of a row function's loss, or None; the gradient [N, width] for the expected upstream gradient of
+    the loss, and that."""
     facts, x, layout = request.facts, request.tensors, request.layout
     given, step = x.logits, columns_of(request)
     cuts = cuts_of(step // facts.chunks, facts.chunks)
@@ -187,15 +190,15 @@ def statistics_and_gradient(request: Request, reduction, inplace: bool):
     memory.expect_alive()
     logits = given if is_whole(given, step) else _whole(given, step)
     n_rows, width = logits.shape
-    plan, weight, denominator, expected = reduction
+    plan, weight, denominator, expected, rows, given_rows = reduction
     # its own version counter: the gradient is no change of what autograd saves
     gradient = logits.data if inplace else torch.empty_like(logits)
     outputs = merged, values, *flags = layout.empty_outputs(logits, n_rows, torch.float32)
     sums, loss, assumed = values.new_empty(len(plan.statistics) + 1), values.new_empty(()), values.new_empty(())
     inverse = loss.new_empty((), dtype=torch.float64)
     place = dict(zip(layout.flags, map(torch.Tensor.data_ptr, flags)))
-    for names, rows in (layout.merged, merged), (layout.values, values):
-        first = rows.data_ptr()
+    for names, part in (layout.merged, merged), (layout.values, values):
+        first = part.data_ptr()
         place |= {name: first + 4 * n_rows * i for i, name in enumerate(names)}
     in_memory = isinstance(denominator, torch.Tensor)
     number = 0.0 if in_memory or denominator is None else float(denominator) or float("inf")
@@ -211,29 +214,36 @@ def statistics_and_gradient(request: Request, reduction, inplace: bool):
     }  # fmt: skip
     for name, value in (place | addresses).items():
         setattr(params, name, value)
+    slopes = None
+    if rows is not None:
+        found = values.new_empty((rows.n_terms + len(TERMS), n_rows))
+        slopes = found[rows.n_terms :]
+        params.found, params.given[: len(given_rows)] = found.data_ptr(), [x.data_ptr() for x in given_rows]
     for i, name in enumerate(plan.statistics):
-        params.values[i] = place[name]
+        params.values[i] = place[name] if name else params.found + 4 * n_rows * i
     take_turns(logits.device)
-    has_term = fixed.entropy_factor != 0 or fixed.entropy_square != 0
+    has_term = fixed.entropy_factor != 0 or fixed.entropy_square != 0 or (rows is not None and rows.has_entropy)
     flags_of_kernel = *[FLAGS[name] for name in facts.want], *["TERM"] * has_term
-    kernel_of(logits.device, *flags_of_kernel).launch(params, n_rows * cuts.pieces, cuts.slots * cuts.slot_bytes)
+    kernel_of(logits.device, rows and rows.source, *flags_of_kernel).launch(
+        params, n_rows * cuts.pieces, cuts.slots * cuts.slot_bytes
+    )
     if logits is not given:
         columns, gradient = gradient, given.data if inplace else torch.empty_like(given)
         gradient.zero_()[:, : columns.shape[1]] = columns[:, : given.shape[1]]
-    return outputs, (loss, sums, inverse), gradient, assumed
+    return outputs, (loss, sums, inverse, slopes), gradient, assumed
 
 
 class Kernel:
-    """The kernel on one device, with some flags, compiled by the NVRTC that torch brings."""
+    """The kernel on one device, with a row function or None and some flags, compiled by the NVRTC that torch brings."""
 
-    def __init__(self, index: int, *flags: str):
+    def __init__(self, index: int, rows: str | None, *flags: str):
         # depends on NVRTC and on the driver's library, so that it knows both by their names
         self.library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
         self.programs = torch.cuda.get_device_properties(index).multi_processor_count
         with torch.cuda.device(index):
             torch.cuda.current_stream()  # makes the device's context
             major, minor = torch.cuda.get_device_capability(index)
-            self.image = compiled(self.library, f"sm_{major}{minor}", *flags)
+            self.image = compiled(self.library, f"sm_{major}{minor}", rows, *flags)
             self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
             self._call("cuModuleLoadData", ctypes.byref(self.module), self.image)
             self._call("cuModuleGetFunction", ctypes.byref(self.function), self.module, b"one_read")
@@ -256,9 +266,9 @@ class Kernel:
         self._call("cuLaunchKernel", self.function, *map(ctypes.c_uint, sizes), stream, arguments, None)
 
 
-def compiled(library, architecture: str, *flags: str) -> ctypes.Array:
-    """The kernel's cubin. library: with NVRTC's functions; flags: as in the source."""
-    source = (Path(__file__).parent / "one_read.cu").read_bytes()
+def compiled(library, architecture: str, rows: str | None, *flags: str) -> ctypes.Array:
+    """The kernel's cubin. library: with NVRTC; rows: source of a `row_function` or None; flags: of the kernel."""
+    source = (rows or "").encode() + (Path(__file__).parent / "one_read.cu").read_bytes()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     given = f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{flag}" for flag in flags)
     options = (ctypes.c_char_p * len(given))(*map(str.encode, given))
@@ -276,6 +286,7 @@ def compiled(library, architecture: str, *flags: str) -> ctypes.Array:
 
 
 @functools.cache
-def kernel_of(device: torch.device, *flags: str) -> Kernel:
-    """The kernel with some flags. Raises OSError, AttributeError or RuntimeError where it cannot be had."""
-    return Kernel(device.index, *flags)
+def kernel_of(device: torch.device, rows: str | None = None, *flags: str) -> Kernel:
+    """The kernel of a row function and some flags. Raises OSError, AttributeError or RuntimeError where it cannot be
+    had."""
+    return Kernel(device.index, rows, *flags)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..ranks.comm import gather_parts, sum_in_place
+from ..statistics import MaybeNone
 from ..statistics.at_ids import gradients_of_log_probs_at
 from . import one_read_launch
 from .backend import load_backend
@@ -41,6 +42,8 @@ class Reduced(NamedTuple):
     loss: torch.Tensor  # [] fp32
     sums: torch.Tensor  # [S + 1] fp32: of each value, then the count
     inverse: torch.Tensor  # [] fp64: 1 / what the loss was divided by
+    # [3, N] derivatives of the undivided loss by lse, log_prob and entropy; None where the loss is a sum of statistics
+    slopes: torch.Tensor | MaybeNone = None
 
 
 def reduced_statistics(request: Request, reduction) -> tuple[torch.Tensor, tuple, Reduced]:

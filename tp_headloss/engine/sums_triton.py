@@ -157,7 +157,7 @@ def divided_by(denominator) -> tuple[torch.Tensor | None, float]:
 
 def sums_key(values, valid, reduction) -> tuple:
     """Everything about sums that Triton compiles into their kernel."""
-    plan, weight, denominator, _ = reduction
+    plan, weight, denominator, *_ = reduction
     return (
         valid.device, plan.squares, plan.negatives, len(plan.coefficients), denominator is None, valid.dtype,
         dtype_key(weight), pointer_key(divided_by(denominator)[0]), *[value.dtype for value in values],
@@ -166,7 +166,7 @@ def sums_key(values, valid, reduction) -> tuple:
 
 def token_sums(values, valid, reduction):
     """Values [N] each -> loss [], sums [S + 1] (of each value, then the count), and 1 / the divisor [] fp64."""
-    plan, weight, denominator, _ = reduction
+    plan, weight, denominator, *_ = reduction
     sums = valid.new_empty(len(values) + 1, dtype=torch.float32)
     loss, inverse = valid.new_empty((), dtype=torch.float32), valid.new_empty((), dtype=torch.float64)
     given, number = divided_by(denominator)

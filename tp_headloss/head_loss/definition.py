@@ -36,6 +36,7 @@ class CallPlan(NamedTuple):
     checked: dict  # calls that were checked, see `known_calls`
     obstacles: list[str]  # reasons against one sweep that a call has found
     expected: dict  # device -> upstream gradient of the loss in the last backward, see `engine.one_read`
+    rows: list  # the terms' `RowFunction`, or None, once a call has looked for it
 
 
 class HeadLossDefinition(NamedTuple):
@@ -105,7 +106,7 @@ class HeadLossDefinition(NamedTuple):
             any(not isinstance(f.function, StatisticValue) for f in [*functions, *metrics])
             for functions, metrics in zip(summed, apart)
         )
-        plan = CallPlan(self.input_lines(), summed, apart, evaluated, sums, {}, [], {})
+        plan = CallPlan(self.input_lines(), summed, apart, evaluated, sums, {}, [], {}, [])
         return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:

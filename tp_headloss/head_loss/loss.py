@@ -16,7 +16,7 @@ from ..call.compile import uncompiled_where_needed
 from ..call.given import LINES, Given
 from ..call.request_of import build_request
 from ..call.statistics import computed_statistics
-from ..engine.one_read import expecting, gradient_in_forward
+from ..engine.one_read import expecting, gradient_in_forward, is_asked_for
 from ..linear_head.call import LinearCall
 from ..ranks.shard import VocabShard
 from ..spec import (
@@ -39,7 +39,7 @@ from .evaluation import compiled_evaluate, evaluate
 from .known_calls import checked_before, kind_of_call, kind_of_linear_call, remember
 from .linear_modes import linear_output, sweep_tokens
 from .output import HeadLossOutput, make_output
-from .reduction import fused_reduction
+from .reduction import fused_reduction, reduction_in_one
 from .terms import Metric, Term
 
 NO_OPTIONS = Linear()
@@ -175,8 +175,11 @@ class HeadLoss(nn.Module):
         reduction = fused_reduction(call, request.tensors.logits, request.facts.backend)
         with_statistics = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
         at_once = reduction if with_statistics else None
-        if gradient_in_forward(request, at_once, self._definition.options or DEFAULTS):
-            at_once = expecting(at_once, self._definition.plan.expected, request.tensors.logits.device)
+        options = self._definition.options or DEFAULTS
+        if is_asked_for(request, options):
+            in_one = reduction_in_one(call, reduction, at_once)
+            if gradient_in_forward(request, in_one, options):
+                at_once = expecting(in_one, self._definition.plan.expected, request.tensors.logits.device)
         stats, loss, sums = computed_statistics(request, call.labels, self._definition.options, at_once)
         return make_output(call, stats, self._evaluate_functions, reduction, loss, sums)
 

@@ -128,7 +128,7 @@ def make_output(
     other_metrics: dict[str, torch.Tensor] = {}
     sequence_metrics: dict[str, torch.Tensor] = {}
     if definition.plan.evaluated[int(has_sequences)]:
-        functions = call.functions, definition.plan.apart[int(has_sequences)]
+        functions = call.functions if loss is None else [], definition.plan.apart[int(has_sequences)]
         values, other_metrics, sequence_metrics = evaluate(*functions, stats, call.inputs, call.token_weight)
     if loss is None:
         loss, sums = reduce_tokens(call, stats, values, reduction)

@@ -94,6 +94,7 @@ def PolicyGradient(
         token_weight=_has_positive_reward if objective == "positive-nll" else None,
         inputs=inputs,
         tokenwise=not {"sequences", "mask"} & set(names),
+        pointwise=not {"sequences", "mask"} & set(names),
     )
 
 
@@ -136,7 +137,7 @@ def KLToReference(
     inputs = ("reference_log_prob",) + ((sampler,) if sampler else ())
     function = partial(_kl, losses.kl_estimate, estimator, importance_weight, options, over_sets(over, "log_prob"))
     _try_one_token(function, inputs)
-    return Term(name, function, weight, _wanted(over), inputs=inputs, tokenwise=True)
+    return Term(name, function, weight, _wanted(over), inputs=inputs, tokenwise=True, pointwise=True)
 
 
 @checked

@@ -9,7 +9,8 @@ from ..engine.backend import resolve_backend
 from ..engine.operators import can_skip_dispatch
 from ..statistics import MaybeNone, VocabStatistics
 from .call import Call
-from .statistic_value import FusedReduction, StatisticValue
+from .row_function import row_function
+from .statistic_value import FusedReduction, StatisticValue, SumsPlan
 from .token_sums import expect_per_token, masked, nonzero
 
 
@@ -34,6 +35,27 @@ def fused_reduction(call: Call, example: torch.Tensor, backend: str | None = Non
     elif isinstance(denominator, torch.Tensor):
         denominator = denominator.double()
     return FusedReduction(plan, call.loss_weight, denominator)
+
+
+def reduction_in_one(
+    call: Call, reduction: FusedReduction | None, at_once: FusedReduction | None
+) -> FusedReduction | None:
+    """The reduction of a loss in the launch that reads the logits: `at_once`, that of statistics, where it names each
+    once, else that of a `row_function`, if there is one."""
+    if reduction is None or (at_once is not None and at_once.plan.gradients is not None):
+        return at_once
+    if any(x.requires_grad for x in call.inputs.values() if isinstance(x, torch.Tensor)):
+        return at_once
+    definition = call.definition
+    if not definition.plan.rows:
+        definition.plan.rows.append(row_function(definition.terms))
+    (rows,) = definition.plan.rows
+    if rows is None:
+        return at_once
+    values = [StatisticValue("")] * len(definition.terms)
+    metrics = [f.function for f in call.functions[len(values) :]]
+    plan = SumsPlan.from_functions([*values, *metrics], reduction.plan.coefficients)
+    return reduction._replace(plan=plan, rows=rows, given=tuple([call.inputs[name] for name in rows.inputs]))
 
 
 def reduce_tokens(

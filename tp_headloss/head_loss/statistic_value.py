@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -77,3 +77,5 @@ class FusedReduction(NamedTuple):
     denominator: torch.Tensor | float | None  # None: the sum of the valid tokens' weights
     # [] fp32: the forward writes the gradient for this upstream gradient of the loss; None: the backward does
     expected: torch.Tensor | None = None
+    rows: Any = None  # the terms' `RowFunction`; None: each is a statistic, or a value that was computed before
+    given: tuple[torch.Tensor, ...] = ()  # its inputs [..]

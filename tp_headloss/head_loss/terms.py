@@ -42,6 +42,9 @@ class Term:
         tokenwise: True promises that a token's value depends on this token alone, so that the function may be called
             with some of the tokens [n] at a time, as a one-sweep `HeadLoss.linear` does. Statistic values are tokenwise
             anyway.
+        pointwise: True promises besides that the function is arithmetic on fp32 lse, log_prob, entropy and its inputs,
+            with constants that never change. On the GPUs that `Options.gradient` names it is then traced once, and
+            evaluated by the launch that reads the logits.
 
     Examples:
         >>> focal = Term("focal", lambda stats: -((1 - stats.log_prob.exp()) ** 2) * stats.log_prob, weight=0.5)
@@ -57,6 +60,7 @@ class Term:
     class_weight: ClassWeight | None = None
     inputs: InputNames = ()
     tokenwise: bool = False
+    pointwise: bool = False
 
     def __post_init__(self):
         refuse_dtensor("weight", self.weight)
