@@ -20,6 +20,7 @@ from tp_headloss import (
     HeadLoss,
     Linear,
     Options,
+    PolicyGradient,
     SamplingRule,
     Teacher,
     TopKDistillation,
@@ -30,6 +31,7 @@ from tp_headloss import (
     topk_log_probs,
     vocab_statistics,
 )
+from tp_headloss.engine.one_read import CAPABILITY
 
 TRITON = Options(backend="triton")
 KL = "forward_kl", "reverse_kl"
@@ -82,6 +84,19 @@ def linear(labels, width, dtype, hidden=32):
         HeadLoss(options=TRITON).linear(states, weight, labels, linear=how).loss.backward()
 
 
+def one_read(labels):
+    policy = {"advantages": labels.sign().float(), "old_log_prob": -labels.float() / 100}
+    for width in (1000, 50304):
+        logits = torch.randn(len(labels), width, device=labels.device, dtype=torch.bfloat16).requires_grad_()
+        for terms, metrics, inputs in (
+            ([CrossEntropy(), ZLoss(1e-4)], (), None),
+            ([CrossEntropy(), Entropy(0.1)], ("accuracy",), None),
+            ([PolicyGradient(), Entropy(0.1)], ("accuracy",), policy),
+        ):
+            head = HeadLoss(terms, metrics=metrics, options=Options("triton", gradient="forward"))
+            head(logits, labels, inputs=inputs).loss.backward()
+
+
 @triton.jit
 def write_beyond_kernel(x_ptr, n):
     tl.store(x_ptr + n + tl.arange(0, 128), 1.0)
@@ -124,6 +139,8 @@ def main(width=1003, k=6):
         samples(logits)
         linear(labels, width, dtype)
     if device == "cuda":
+        if torch.cuda.get_device_capability() == CAPABILITY:
+            one_read(labels)
         torch.cuda.synchronize()
     print("every kernel ran")
 

@@ -1,6 +1,8 @@
 """Options(gradient="forward"): the loss and its gradient from one launch that reads each logit once."""
 
+import functools
 import math
+import os
 import random
 import re
 import time
@@ -39,6 +41,7 @@ from tp_headloss.head_loss.row_function import row_function
 from tp_headloss.head_loss.statistic_value import StatisticValue
 from tp_headloss.ranks.shard import canonical_chunk_size
 
+FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))
 IGNORED, N, V = -100, 6, 704
 IN_FORWARD, IN_BACKWARD = (Options(backend="triton", gradient=name) for name in ("forward", "backward"))
 TERMS = CrossEntropy(), ZLoss(0.01)
@@ -475,7 +478,38 @@ def _repeated(group, device, vocab_size, n_rows, repeats):
 @on_hopper
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_steps_beside_other_work_have_the_same_bits(world_size):
-    assert on_ranks(world_size, _repeated, 32000, 1500, 100) == [True] * world_size
+    assert on_ranks(world_size, _repeated, 32000, 1500, 1000 if FULL else 100) == [True] * world_size
+
+
+def _random_steps(group, device, repeats):
+    """Steps of random shapes, losses and denominators, in one launch and in two: how many differ."""
+    choices, wrong = random.Random(5), torch.zeros((), device=device)
+    policy = (PolicyGradient(), KLToReference(0.1))
+    head_of = functools.cache(lambda terms, metrics, options: HeadLoss(terms, metrics=metrics, options=options))
+    for step in range(repeats):
+        vocab_size, n_rows = choices.choice([1024, 4096, 32000, 50304]), choices.randrange(1, 200)
+        terms = choices.choice([(CrossEntropy(),), TERMS, policy, (CrossEntropy(), Entropy(0.1))])
+        logits = torch.randn(n_rows, vocab_size, device=device, generator=torch.Generator(device).manual_seed(step))
+        labels = (logits[:, 0].abs() * 1000).long() % vocab_size
+        old = {name: logits[:, i] - 8 for i, name in enumerate(("old_log_prob", "reference_log_prob"))}
+        inputs = {"advantages": logits[:, 3], **old} if terms is policy else None
+        metrics = choices.choice([(), ("entropy",), ("accuracy", "entropy")])
+        shard, x = _shard(group, logits.bfloat16(), vocab_size)
+        x.requires_grad_()
+        given = {"shard": shard, "inputs": inputs, "denominator": choices.choice([None, 7.0])}
+        found = []
+        for options in (IN_FORWARD, IN_BACKWARD):
+            out = head_of(terms, metrics, options)(x, labels, **given)
+            found.append((out.loss.detach(), torch.autograd.grad(out.loss, x)[0].float()))
+        (one, grad), (two, expected) = found
+        wrong += ((one - two).abs() > 1e-5 * two.abs() + 1e-6) | ((grad - expected).norm() > 4e-3 * expected.norm())
+    return int(wrong)
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_random_steps_agree_with_two_launches(world_size):
+    assert on_ranks(world_size, _random_steps, 5000 if FULL else 100) == [0] * world_size
 
 
 def _replayed(group, device):
