@@ -325,6 +325,7 @@ __device__ __forceinline__ void reduce(const Params& q, double (*part)[VALUES + 
     if (lane == 0) part[warp][k] = total[k];
   }
   __syncthreads();
+  __syncthreads();  // with one of them alone, racecheck reports the loads below
   if (warp) return;
 #pragma unroll
   for (int k = 0; k <= VALUES; k++) if (k < q.n_values || k == VALUES) {
@@ -506,6 +507,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       }
     }
   }
+  __syncwarp();  // the loader's lanes
   __syncthreads();
   if (threadIdx.x == 0) __threadfence(), s.is_last = atomicAdd(q.control + 1, 1u) == gridDim.x - 1;
   __syncthreads();

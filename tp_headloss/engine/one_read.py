@@ -12,6 +12,7 @@ Whether a call takes this way depends on facts that its ranks share alone: they 
 from __future__ import annotations
 
 import functools
+import logging
 
 import torch
 
@@ -30,6 +31,7 @@ from .one_read_launch import (
 )
 from .request import Facts, Request
 
+_log = logging.getLogger("tp_headloss")
 GRADIENTS = ("auto", "forward", "backward")  # values of `Options.gradient`
 CAPABILITY, FEWEST, NARROWEST = (9, 0), 1 << 23, 8192  # of GPUs, logits of a rank and columns where it was faster
 
@@ -52,7 +54,14 @@ def gradient_in_forward(request: Request, reduction, options) -> bool:
     obstacle = _obstacle(request, reduction)
     if obstacle and options.gradient == "forward":
         raise ValueError(f"gradient='forward' needs {obstacle}; gradient='backward' needs none of it")
+    if obstacle:
+        _log_once(obstacle)
     return not obstacle
+
+
+@functools.cache
+def _log_once(obstacle: str):
+    _log.info("loss and gradient in two launches; one, which reads each logit once, needs %s", obstacle)
 
 
 def _is_small(request: Request) -> bool:
