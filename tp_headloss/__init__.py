@@ -36,7 +36,7 @@ from .ranks.comm import combine_metrics, reduce_metrics
 from .ranks.shard import VocabShard
 from .search.sampling import Sample, kept_ids, sample
 from .search.topk import TopK, topk_log_probs
-from .statistics import VocabStatistics
+from .statistics import VocabStatistics, register_statistic
 
 __version__ = "0.2.0"
 
@@ -80,6 +80,7 @@ __all__ = [
     "mean_metrics",
     "multi_token_targets",
     "reduce_metrics",
+    "register_statistic",
     "sample",
     "select_rows",
     "topk_log_probs",

@@ -3,9 +3,11 @@
 import inspect
 import math
 import re
+from unittest import mock
 
 import pytest
 import torch
+from energy_statistic import Energy
 
 import tp_headloss
 from tp_headloss import (
@@ -29,9 +31,11 @@ from tp_headloss import (
     losses,
     mean_metrics,
     reduce_metrics,
+    register_statistic,
     sample,
     select_rows,
     spec,
+    statistics,
     topk_log_probs,
     vocab_statistics,
 )
@@ -102,6 +106,12 @@ def of_terms_from_hidden_states(**keywords):
     return HeadLoss([PolicyGradient("clip")]).linear(**keywords)
 
 
+def of_a_family(**keywords):
+    """`register_statistic`, forgotten afterwards."""
+    with mock.patch.object(statistics, "FAMILIES", statistics.FAMILIES):
+        register_statistic(**keywords)
+
+
 INPUTS = {"inputs": {"advantages": torch.ones(B, S), "old_log_prob": torch.zeros(B, S)}}
 CALL, LINEAR_CALL = {"logits": LOGITS, "labels": IDS}, {"hidden": HIDDEN, "weight": WEIGHT, "labels": IDS}
 ALL = {"sets": IdSets(IDS[..., None]), "ids": IDS[..., None], "total_weight": torch.ones(8)}
@@ -120,6 +130,7 @@ CORE = {
     linear_vocab_statistics: LINEAR_CALL | ALL | {"bias": torch.zeros(8)},
     topk_log_probs: {"logits": HIDDEN, "weight": WEIGHT, "k": 2, "top_p": 0.5},
     kept_ids: {"logits": HIDDEN, "weight": WEIGHT, "rule": SamplingRule(2)},
+    of_a_family: {"family": Energy()},
     sample: {"logits": HIDDEN, "weight": WEIGHT, "seed": 1, "positions": IDS},
     of_terms: CALL | INPUTS | {"token_weight": torch.ones(B, S), "denominator": torch.tensor(2.0)},
     of_terms_from_hidden_states: LINEAR_CALL | INPUTS | {"token_weight": torch.ones(B, S), "bias": torch.zeros(8)},
@@ -139,8 +150,10 @@ CONSTRUCTORS = {
 }
 CORE |= CONSTRUCTORS
 of_terms.lines, of_terms_from_hidden_states.lines = HeadLoss.forward.lines, HeadLoss.linear.lines
+of_a_family.lines = register_statistic.lines
 HOSTS |= CORE
 CHECKED = {name: f for name, f in {**vars(losses), **vars(tp_headloss)}.items() if callable(f) and hasattr(f, "lines")}
+del CHECKED["register_statistic"]  # of which all later tests would know
 CHECKED |= {f"{f.__module__.rsplit('.')[-1]}.{f.__name__}": f for f in HOSTS if f not in CHECKED.values()}
 
 

@@ -26,20 +26,14 @@ from ..spec import (
     TotalWeight,
     lines_of,
 )  # fmt: skip
-from ..statistics import VocabStatistics, known_statistics
+from ..statistics import known_statistics
 from .dtensor import local_head, local_logits, local_part
-
-
-def reported_statistics() -> tuple[str, ...]:
-    """Names for `want`: statistics of which `VocabStatistics` has a field."""
-    return tuple([name for name in known_statistics() if name in VocabStatistics._fields])
-
 
 ALWAYS = ("lse", "log_prob", "target_logit", "valid")  # of every call's statistics
 # Lines of fields in a call, where the class says less
 PER_TOKEN: dict[str, Line] = dict.fromkeys(("temperature", "student_temperature"), TensorLine("real numbers"))
 FLAT_SETS: dict[str, Line] = {"ids": TensorLine("int64 or int32", ("all",))}
-Want: TypeAlias = Annotated[tuple[str, ...], Names(reported_statistics, f"; {ALWAYS} are always there")]
+Want: TypeAlias = Annotated[tuple[str, ...], Names(known_statistics, f"; {ALWAYS} are always there")]
 
 
 class Given(NamedTuple):

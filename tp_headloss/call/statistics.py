@@ -189,7 +189,11 @@ def assembled(outputs, request: Request, labels, check: bool = False) -> VocabSt
         found = dict(zip(request.layout.outputs, outputs))
         _check_labels(labels, found["owners"], found["valid"], request.shard)
     known = *outputs, labels, request.facts.vocab_size, None
-    return VocabStatistics._make(request.layout.fields(known))
+    stats = VocabStatistics._make(request.layout.fields(known))
+    if request.layout.registered:
+        found = dict(zip(request.layout.outputs, outputs))
+        stats = stats.updated({name: found[name] for name in request.layout.registered})
+    return stats
 
 
 def _check_labels(labels, owners, valid, shard):

@@ -17,9 +17,6 @@ from .terms import METRICS, CrossEntropy, Metric, Term
 
 REDUCTIONS = ("none", "sum", "mean")  # those that treat all tokens alike; the others are SEQUENCE_REDUCTIONS
 
-# Statistic that a `StatisticValue` may name -> the name in `want` that provides it, "" where every call has it.
-PROVIDERS = {name: name for name in known_statistics() if name not in ("argmax", *AT_IDS)}  # one number per token
-PROVIDERS |= {"lse": "", "log_prob": "", "target_logit": "", "mass": "total", "hits": "argmax"}
 
 # The named metrics as functions that return values by name, as a `Metric`'s function does.
 METRIC_FUNCTIONS = {name: lambda stats, name=name: {name: METRICS[name](stats)} for name in METRICS}
@@ -153,14 +150,21 @@ def _class_weight_of_total(terms) -> torch.Tensor | None:
     return weighted[0] if weighted else None
 
 
+def _providers() -> dict[str, str]:
+    """Statistics that a `StatisticValue` may name -> the name in `want` that gives it, "" where every call has it."""
+    one_number = {name: name for name in known_statistics() if name not in ("argmax", *AT_IDS)}
+    return one_number | {"lse": "", "log_prob": "", "target_logit": "", "mass": "total", "hits": "argmax"}
+
+
 def _wanted_statistics(terms, metrics, token_metrics) -> tuple[str, ...]:
     """Sorted optional statistics that terms and metrics need. ValueError for a StatisticValue of anything else."""
     functions = [*(term.function for term in terms), *(METRICS[name] for name in metrics)]
     named = {f.statistic for f in functions if isinstance(f, StatisticValue)} - {""}
-    if unknown := named - set(PROVIDERS):
-        raise ValueError(f"a StatisticValue must be of one of {sorted(PROVIDERS)}, got {sorted(unknown)}")
+    providers = _providers()
+    if unknown := named - set(providers):
+        raise ValueError(f"a StatisticValue must be of one of {sorted(providers)}, got {sorted(unknown)}")
     wanted = {name for part in (*terms, *token_metrics) for name in part.want}
-    return tuple(sorted((wanted | {PROVIDERS[name] for name in named}) - {""}))
+    return tuple(sorted((wanted | {providers[name] for name in named}) - {""}))
 
 
 def _expect_all(name: str, given, kinds) -> tuple:

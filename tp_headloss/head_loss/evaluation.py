@@ -92,7 +92,7 @@ def _expect_statistics(function: StatisticsFunction, stats, error: Exception | N
     """Raise ValueError if a function's code names an optional statistic that no term or metric asked for."""
     code = getattr(function.function, "__code__", None)
     used = code.co_names if code else ()
-    absent = [name for name in known_statistics() if name in used and getattr(stats, name) is None]
+    absent = [name for name in known_statistics() if name in used and getattr(stats, name, None) is None]
     if absent:
         raise ValueError(
             f"{function.owner} uses the statistics {absent}, which nothing wants: give it want={tuple(absent)}"

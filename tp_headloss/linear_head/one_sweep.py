@@ -105,7 +105,7 @@ def loss_gradients(call: LinearCall, loss_of, upstream):
         # a checkpoint around the head must not see this graph, or it would compute everything again
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             known = found | leaves | {"labels": labels[here], "vocab_size": request.facts.vocab_size}
-            loss = loss_of(VocabStatistics(*map(known.get, VocabStatistics._fields)), here)
+            loss = loss_of(VocabStatistics(*map(known.get, VocabStatistics._fields)).updated(leaves), here)
         if not loss.requires_grad:
             return {}
         if here.start == 0 and _depends_on_others(loss, leaves.values()):
@@ -124,7 +124,7 @@ def attach_gradients(call: LinearCall, loss: torch.Tensor, stats: VocabStatistic
         call.hidden, call.weight, call.request.tensors.bias, loss, found.gradients, main_grad, found.declared,
         call.request.facts.backend, count, *[getattr(stats, name) for name in names],
     )  # fmt: skip
-    return loss, stats._replace(**dict(zip(names, passed)))
+    return loss, stats.updated(dict(zip(names, passed)))
 
 
 def _same(x):

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import Annotated
 
 import torch
 
+from ..spec import Instance, checked
 from .argmax import ArgmaxFamily
 from .at_ids import AtIdsFamily
 from .collision import CollisionFamily
@@ -45,6 +47,7 @@ __all__ = [
     "documented_fields",
     "known_statistics",
     "layout_of",
+    "register_statistic",
 ]
 
 SOFTMAX = SoftmaxFamily()
@@ -71,6 +74,39 @@ AT_IDS = AtIdsFamily.statistics  # statistics that need ids
 def known_statistics() -> tuple[str, ...]:
     """Every name that `want` may hold."""
     return tuple(name for family in FAMILIES for name in family.statistics)
+
+
+@checked
+def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
+    """Make statistics of one's own known, as names for `want`, on logits and hidden states and with both backends.
+
+    Their values are attributes of `VocabStatistics`. Ranks register the same families in the same order.
+
+    Args:
+        family: what is summed over the vocabulary, how sums merge and what is differentiated, in plain torch, and the
+            same as device functions for Triton (`device`); `statistics.family` has the contract.
+
+    Returns:
+        None.
+
+    Raises:
+        TypeError: no `Family`.
+        ValueError: a name that a statistic has already.
+
+    Examples:
+        >>> from energy_statistic import Energy  # examples/energy_statistic
+        >>> register_statistic(Energy())
+        >>> vocab_statistics(torch.tensor([[1.0, 2.0]]), want=("energy",)).energy
+        tensor([5.])
+    """
+    global FAMILIES
+    taken = {*known_statistics(), *VocabStatistics._fields}
+    if not family.statistics or taken & set(family.statistics):
+        raise ValueError(
+            f"family must have statistics with names of their own, got {list(family.statistics)}, of which "
+            f"{sorted(taken & set(family.statistics))} are taken"
+        )
+    FAMILIES += (family,)
 
 
 class Layout:
@@ -102,6 +138,7 @@ class Layout:
         self.reported = (*passing, *others), len(passing)  # fields of `VocabStatistics`, differentiable ones first
         self.fixed = tuple(i for i, name in enumerate(self.outputs) if name not in self.differentiable)
         known = {name: i for i, name in enumerate((*self.outputs, "labels", "vocab_size"))}
+        self.registered = tuple(name for name in known if name not in (*VocabStatistics._fields, "owners"))
         # (*outputs, labels, vocab_size, None) -> the fields of `VocabStatistics`
         self.fields = operator.itemgetter(*(known.get(name, -1) for name in VocabStatistics._fields))
 

@@ -60,6 +60,7 @@ class VocabStatistics(NamedTuple):
         rank: of the label in the vocabulary, 1 for the likeliest id, the lower id first on ties; not differentiable.
         collision: sum p^2, the probability that two draws agree.
         vocab_size: V, a number.
+        registered: by name, the statistics of `register_statistic`, which are attributes, too.
 
     Examples:
         >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), want=("argmax",))
@@ -98,6 +99,19 @@ class VocabStatistics(NamedTuple):
     rank: torch.Tensor | MaybeNone
     collision: torch.Tensor | MaybeNone
     vocab_size: int
+    registered: dict[str, torch.Tensor] | MaybeNone = None
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        for registered in self[len(self._fields) - 1 :]:  # none in a tuple that torch.compile looks at
+            if name in (registered or ()):
+                return registered[name]
+        raise AttributeError(f"VocabStatistics have no {name!r}")
+
+    def updated(self, values: dict) -> VocabStatistics:
+        """These statistics with others in their places, by name."""
+        own = {name: x for name, x in values.items() if name not in self._fields}
+        new = self._replace(**{name: x for name, x in values.items() if name not in own})
+        return new._replace(registered={**(self.registered or {}), **own}) if own else new
 
     @property
     def tokens_like(self) -> torch.Tensor:
