@@ -48,7 +48,7 @@ def model_of(args, loss: str, graph: str, ranks):
         hidden_dropout=0.0, attention_dropout=0.0, bf16=bf16, params_dtype=dtype, pipeline_dtype=dtype,
         gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
         bias_activation_fusion=False, cross_entropy_loss_fusion=loss in ("stock-fused", "stock-te"),
-        cross_entropy_fusion_impl="te" if loss == "stock-te" else "native",
+        cross_entropy_fusion_impl="te" if loss == "stock-te" else "native", deterministic_mode=args.deterministic,
         **({} if graph == "none" else {"cuda_graph_impl": graph}),
     )  # fmt: skip
     spec = get_gpt_layer_local_spec()

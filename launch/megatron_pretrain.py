@@ -40,7 +40,7 @@ from record import refuse_older_run
 LOSSES = ("stock", "stock-fused", "stock-te", "logits", "logits-inplace", "head", "head-one-sweep")
 
 
-def parse() -> argparse.Namespace:
+def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--losses", nargs="+", choices=LOSSES, default=[loss for loss in LOSSES if loss != "stock-te"])
@@ -70,7 +70,7 @@ def parse() -> argparse.Namespace:
     add("--deterministic", action="store_true", help="torch's deterministic algorithms: equal losses from run to run")
     add("--out", help="a JSON file of all results")
     add("--overwrite", action="store_true", help="replace an older file at --out")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     check_multiple(parser, "--hidden", args.hidden, args.heads, "--heads")
     for option in ("heads", "vocab", *(["length"] if args.sequence_parallel else [])):
         check_multiple(parser, f"--{option}", getattr(args, option), args.tp, "--tp")
@@ -148,7 +148,8 @@ class HeadClock(Clock):
         return round(sum(self.seconds(t[0], t[1]) + self.seconds(t[2], t[3]) for t in times), 7)
 
 
-def train(args, loss: str, graph: str, ranks) -> dict:
+def train(args, loss: str, graph: str, ranks, batch) -> dict:
+    """batch: as `batches` returns it."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     from tp_headloss import Linear, Options
@@ -161,14 +162,15 @@ def train(args, loss: str, graph: str, ranks) -> dict:
     if not loss.startswith("stock"):
         budget = None if args.budget_mib is None else int(args.budget_mib * 2**20)
         options = Options(inplace=loss == "logits-inplace")
-        linear = Linear("one_sweep" if loss == "head-one-sweep" else "recompute", budget)
-        head = MegatronHead(ignore_index=-100, linear=linear, options=options)
-        install(model, head, fused=loss.startswith("head"))
+        fused, linear = loss.startswith("head"), Linear()
+        if fused:
+            linear = Linear("one_sweep" if loss == "head-one-sweep" else "recompute", budget)
+        install(model, MegatronHead(ignore_index=-100, linear=linear, options=options), fused=fused)
     # Clipping by norm needs CUDA's kernels there.
     settings = {"clip_grad": 1.0 if cuda else 0.0, "bf16": config.bf16, "params_dtype": config.params_dtype}
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=args.lr, **settings), [model])
     config.grad_scale_func = optimizer.scale_loss
-    batch, clock = batches(args, ranks), HeadClock(gpt, ranks.device, captured=graph == "full_iteration")
+    clock = HeadClock(gpt, ranks.device, captured=graph == "full_iteration")
     forward_backward = megatron_graphs.schedule(graph)
     positions = torch.arange(args.length, device=ranks.device).expand(args.batch, -1)
 
@@ -257,10 +259,10 @@ def main() -> None:
         megatron_cpu.pretend()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=args.tp)
     torch.use_deterministic_algorithms(args.deterministic, warn_only=True)
-    results = {}
+    results, batch = {}, batches(args, ranks)
     for loss, graph in itertools.product(args.losses, args.cuda_graph):
         name = loss if graph == "none" else f"{loss}, {graph}"
-        results[f"{name}, again" if name in results else name] = train(args, loss, graph, ranks)
+        results[f"{name}, again" if name in results else name] = train(args, loss, graph, ranks, batch)
         gc.collect()  # a model and its hooks hold each other
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -23,13 +23,13 @@ SHOWN = [
 ]  # fmt: skip
 
 
-def bars(axis, rows, sizes, value, digits):
-    """A bar per implementation and TP size; what an implementation does not serve has none."""
-    height = 0.8 / len(sizes)
-    for i, (tp, color) in enumerate(zip(sizes, COLORS)):
-        for row in at(rows, tp=tp):
-            line = SHOWN.index(row["implementation"]) - 0.4 + (i + 0.5) * height
-            hatch = None if row.get("graph_over_floor") else "////"
+def bars(axis, rows, groups, value, digits, key="tp", shown=SHOWN):
+    """A bar per implementation, of those shown, and group, a value of row[key]; what is not in rows has none."""
+    height = 0.8 / len(groups)
+    for i, (group, color) in enumerate(zip(groups, COLORS)):
+        for row in at(rows, **{key: group}):
+            line = shown.index(row["implementation"]) - 0.4 + (i + 0.5) * height
+            hatch = "////" if row.get("eager_over_floor") and not row.get("graph_over_floor") else None
             axis.barh(line, value(row), height * 0.9, color=color, hatch=hatch, edgecolor="white", lw=0)
             axis.annotate(f"{value(row):.{digits}f}", (value(row), line), (3, 0), textcoords="offset points",
                           va="center", fontsize=7, color="#444444")  # fmt: skip

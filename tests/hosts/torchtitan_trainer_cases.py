@@ -10,103 +10,40 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import tempfile
-import types
-from dataclasses import dataclass
 
 import torch
 import torchtitan_cases  # replaces the device before others copy it
-from cases import RANKS, main, relative_errors
+from cases import RANKS, ROOT, main, relative_errors
+
+sys.path.append(str(ROOT / "launch"))
 
 VOCAB, STEPS, LENGTH = torchtitan_cases.VOCAB, 3, 16
 # ruff: noqa: E402
-import torchtitan.components.metrics as titan_metrics
-import torchtitan.distributed.utils as titan_distributed
 import torchtitan.models.llama3 as llama3
 import torchtitan.models.llama3.parallelize as llama3_parallelize
-import torchtitan.trainer as titan_trainer
-from torch.distributed.fsdp import FSDPModule
-from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-from torchtitan.components.metrics import DeviceMemStats, MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.trainer import Trainer
 
+from torchtitan_parts import Batches, Seen, Tokenizer, sums_of_gloo
 from tp_headloss import CrossEntropy, HeadLoss
 from tp_headloss.integrations.torchtitan import FusedHeadLoss, LogitsLoss
 
-NO_MEMORY = types.SimpleNamespace(
-    device_name="cpu", reset_peak_stats=lambda: None, get_peak_stats=lambda: DeviceMemStats(0, 0, 0, 0, 0, 0)
-)
-titan_metrics.build_device_memory_monitor = lambda: NO_MEMORY
-titan_distributed.set_pg_timeouts = lambda **_: None
-titan_trainer.time = types.SimpleNamespace(perf_counter=titan_trainer.time.perf_counter, sleep=lambda seconds: None)
 
-
-class Tokenizer(BaseTokenizer):
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        pass
-
-    def __init__(self, config, *, tokenizer_path):
-        super().__init__()
-
-    def encode(self, *args, **kwargs) -> list[int]:
-        raise NotImplementedError
-
-    def decode(self, *args, **kwargs) -> str:
-        raise NotImplementedError
-
-    def get_vocab_size(self) -> int:
-        return VOCAB
-
-
-class RandomTokens(BaseDataLoader):
+def random_tokens(rows, rank):
     """Other tokens, and another number of labels, for each rank of data parallelism."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
-        infinite: bool = True  # as the validator sets it
-
-    def __init__(self, config, *, dp_rank, local_batch_size, **_):
-        self.size, self.rank = local_batch_size, dp_rank
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.rank)
-        while True:
-            ids = torch.randint(0, VOCAB, (self.size, LENGTH + 1), generator=generator)
-            labels = ids[:, 1:].clone()
-            labels[0, : 3 + self.rank] = -100
-            yield {"input": ids[:, :-1], "positions": torch.arange(LENGTH).expand(self.size, LENGTH)}, labels
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state_dict):
-        pass
-
-
-class Seen(MetricsProcessor):
-    """What the trainer logs."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(MetricsProcessor.Config):
-        pass
-
-    def __init__(self, config, **options):
-        super().__init__(config, **options)
-        self.seen = []
-
-    def log(self, step, global_avg_loss, global_max_loss, grad_norm, extra_metrics=None):
-        self.seen += [global_avg_loss, global_max_loss, grad_norm]
-
-    def log_validation(self, loss, step, extra_metrics=None):
-        self.seen.append(loss)
+    generator = torch.Generator().manual_seed(rank)
+    while True:
+        ids = torch.randint(0, VOCAB, (rows, LENGTH + 1), generator=generator)
+        labels = ids[:, 1:].clone()
+        labels[0, : 3 + rank] = -100
+        yield ids[:, :-1], labels
 
 
 def parallelize(model, own, parallelism, **options):
@@ -119,11 +56,7 @@ def parallelize(model, own, parallelism, **options):
         model = own(model, parallelism=parallelism, **options)
         model.to_empty = model.init_weights = lambda **_: model
         return model
-    model = own(model, parallelism=parallelism, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-    return model
+    return sums_of_gloo(own(model, parallelism=parallelism, **options))
 
 
 def pipelining(model, own, **options):
@@ -161,7 +94,7 @@ def train(loss, tp=2, pp=1, backend="partial_dtensor", tied=False, precision="fl
         loss=loss,
         model_spec=specification(pp, tied),
         tokenizer=Tokenizer.Config(),
-        dataloader=RandomTokens.Config(),
+        dataloader=Batches.Config(make=random_tokens),
         metrics=Seen.Config(log_freq=1),
         optimizer=default_adamw(lr=1.0, eps=1.0, weight_decay=0.0),  # a small eps would enlarge rounding
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0),
@@ -180,7 +113,7 @@ def train(loss, tp=2, pp=1, backend="partial_dtensor", tied=False, precision="fl
             pipeline_parallel_degree=pp,
             spmd_backend=backend,
         ),
-        validator=Validator.Config(enable=validate, steps=2, freq=2, dataloader=RandomTokens.Config()),
+        validator=Validator.Config(enable=validate, steps=2, freq=2, dataloader=Batches.Config(make=random_tokens)),
         debug=DebugConfig(seed=1, spmd_typechecking=typecheck),
         dump_folder=tempfile.gettempdir(),
     )

@@ -1,0 +1,88 @@
+"""The scripts of scripts/hosts_gpu on CPUs, with a tiny model: the host's own head and ours have one loss curve, and what
+they write becomes a table and a picture. Two hosts; all with TP_HEADLOSS_FULL."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from cases import FULL, ROOT, python_of
+
+FOLDER = ROOT / "scripts/hosts_gpu"
+SCRIPTS = {  # name -> environment, script, ranks
+    "transformers": ("transformers-5.23.0", "transformers_trainer", 1),
+    "megatron": ("megatron-0.19.2", "megatron_core", 2),
+}
+if FULL:
+    SCRIPTS |= {
+        "transformers_2": ("transformers-5.23.0", "transformers_trainer", 2),
+        "trl": ("transformers-5.23.0", "trl_sft", 2),
+        "torchtitan": ("torchtitan-0.3.0", "torchtitan_trainer", 2),
+        "nemo_automodel": ("nemo_automodel-0.7.0", "nemo_automodel_loss", 2),
+        "deepspeed": ("deepspeed-0.19.8", "deepspeed_autotp", 2),
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return tmp_path_factory.mktemp("hosts_gpu")
+
+
+@pytest.fixture
+def measure(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import measure
+
+    return measure
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_host_learns_the_same_with_its_own_head_and_with_ours(results, name):
+    host, script, ranks = SCRIPTS[name]
+    if not python_of(host).exists():
+        pytest.skip(f"no .hosts/{host}: bash scripts/hosts.sh {host}")
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks == 2 else []
+    call = [f"{FOLDER}/{script}.py", "--tiny", "--json", f"{results}/{name}.json"]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(results), "CUDA_VISIBLE_DEVICES": ""}
+    command = [python_of(host), "-W", "ignore", *start, *call]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    record = json.loads((results / f"{name}.json").read_text())
+    own, most, steps = record["heads"][record["own"]], record["shape"]["most"], record["shape"]["steps"]
+    assert record["ranks"] == ranks and len(record["heads"]) > 1 and record.get("equal_bits", True)
+    for found in record["heads"].values():
+        assert len(found["loss"]) == steps == len(set(found["loss"])) and found["largest"] == most
+        assert max(abs(a - b) for a, b in zip(found["loss"], own["loss"])) < 2e-5  # one is rounded to bf16
+        assert 0 < found["head_ms"] < found["step_ms"]
+
+
+def test_results_become_a_table_and_a_picture(tmp_path):
+    found = {"loss": [6.25, 6.0], "step_ms": 20.0, "head_ms": 5.0, "tokens_per_s": 1000.0}
+    shape = {"layers": 2, "hidden": 32, "vocab": 512, "length": 16, "batch": 2, "steps": 2}
+    versions = {"host": "1.0", "torch": "2.13.0", "triton": "3.6.0"}
+    record = {"host": "host", "own": "its own", "ranks": 2, "shape": shape, "versions": versions, "device": "a GPU"}
+    record |= {"memory": 0.9, "equal_bits": True}
+    files = {
+        "a": {"its own": {**found, "peak_gib": 3.25, "largest": 4}, "tp_headloss": {**found, "loss": [6.25, 6.001]}},
+        "b": {"another": {"error": "OutOfMemoryError: of this head"}},  # of the same host, in a file of its own
+    }
+    for name, heads in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({**record, "heads": heads}))
+    command = [sys.executable, FOLDER / "report.py", *sorted(tmp_path.glob("*.json")), "--out", tmp_path / "hosts.png"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    own, ours, another = (line for line in said.splitlines() if line.startswith("| host 1.0, TP 2 |"))
+    assert own == "| host 1.0, TP 2 | its own | 20.0 ms | 5.0 ms, 25% | 1000 | 3.2 GiB | 4 rows | 6.2500, 6.0000 |  |"
+    assert ours.split(" | ")[1] == "**tp_headloss**" and ours.endswith("| not measured | 6.2500, 6.0010 | 1.0e-03 |")
+    assert another.count("not measured") == 7 and "another: OutOfMemoryError: of this head" in said
+    assert "equal bits over two runs" in said and "hidden 32, 512 ids" in said
+    assert (tmp_path / "hosts.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("limit", [0, 1, 3, 4, 5, 37, 255, 256, 1000])
+def test_the_search_finds_the_largest_micro_batch_to_a_sixteenth(measure, limit):
+    tried = []
+    found = measure.largest(lambda rows: tried.append(rows) or rows <= limit, 4, 256)
+    assert found <= limit and len(tried) == len(set(tried)) <= 11 and max(tried) <= 256
+    assert found == min(limit, 256) or (limit > 16 and found + max(1, found // 16) > limit)
