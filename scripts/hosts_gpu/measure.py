@@ -172,6 +172,9 @@ def curve(run: Run, train: Train) -> dict:
     return found
 
 
+PARTS = "curve", "search", "check"
+
+
 def main(package: str, heads: dict[str, Callable[[Run], Train]], check: Callable[[Run], dict] | None = None) -> None:
     """package: of the host, for its version. heads: name -> function that builds the model; the host's own is first.
     check: what else is recorded of the host."""
@@ -179,6 +182,7 @@ def main(package: str, heads: dict[str, Callable[[Run], Train]], check: Callable
     parser.add_argument("--json", required=True, help="where the results go, after each part of the run")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on CPUs")
     parser.add_argument("--heads", nargs="+", choices=list(heads), default=list(heads))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     run = Run(parser.parse_args())
     record = {
         "host": package, "own": next(iter(heads)), "ranks": run.ranks.world, "shape": asdict(run.shape),
@@ -192,6 +196,7 @@ def main(package: str, heads: dict[str, Callable[[Run], Train]], check: Callable
         for name, found in record["heads"].items()
     ]
     parts += [("check", record, lambda: check(run))] if check else []
+    parts = [part for part in parts if part[0].split(",")[0] in run.args.parts]
     failed = False
     for name, found, measure in parts:
         torch.manual_seed(0)

@@ -15,6 +15,8 @@ from measure import OURS, Run, Train, main
 
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # torch 2.11; of backends that are not trained here
     torch.distributed.fsdp.DataParallelMeshDims = type("DataParallelMeshDims", (), {})
+if not hasattr(torch.distributed, "set_timeout"):  # torch 2.11
+    torch.distributed.set_timeout = lambda timeout, group=None: None
 import torchtitan.tools.utils as utils
 
 TINY = "--tiny" in sys.argv
