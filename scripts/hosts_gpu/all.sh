@@ -12,13 +12,13 @@ rm -f "$out"/*.failed
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
 
 host() { # name, time limit in seconds, "2" ranks or the one GPU, script and its options
-    local name=$1 limit=$2 began=$SECONDS start=(torchrun --standalone --nproc-per-node 2)
+    local name=$1 limit=$2 began=$SECONDS start=(python3 -m torch.distributed.run --standalone --nproc-per-node 2)
     case " ${ONLY:-$name} " in *" $name "*) ;; *) return ;; esac
     # On one GPU a plain process: torchrun's variables would make Trainer wrap the model for several.
     [ "$3" = 2 ] || start=(env "CUDA_VISIBLE_DEVICES=${3#gpu}" python3)
     [ "$limit" -le $((end - SECONDS)) ] || limit=$((end - SECONDS))
     # shellcheck disable=SC2086  # options
-    { [ "$limit" -ge 20 ] && timeout -k 5 "$limit" "${start[@]}" scripts/hosts_gpu/"$4" --json "$out/$name.json" \
+    { [ "$limit" -ge 20 ] && timeout -k 15 "$limit" "${start[@]}" scripts/hosts_gpu/"$4" --json "$out/$name.json" \
         "${@:5}" ${OPTIONS:-} >"$out/$name.log" 2>&1; } || echo "$limit s" >"$out/$name.failed"
     grep -h "rank(s), " "$out/$name.log"
     echo "$name: $((SECONDS - began)) s"
@@ -30,7 +30,7 @@ host trl_1 80 gpu1 trl_sft.py
 wait
 host trl 90 2 trl_sft.py
 host torchtitan 90 2 torchtitan_trainer.py --heads torchtitan tp_headloss
-host megatron 120 2 megatron_core.py
+host megatron 130 2 megatron_core.py --heads Megatron-Core "Megatron-Core, fused" tp_headloss "tp_headloss, one sweep"
 host nemo_automodel 80 2 nemo_automodel_loss.py
 host deepspeed 80 2 deepspeed_autotp.py
 host torchtitan_chunks 60 2 torchtitan_trainer.py --heads "torchtitan, chunks"

@@ -32,10 +32,8 @@ def unsharded(run: Run) -> LlamaForCausalLM:
 
 def saved(run: Run) -> Path:
     """A folder with the model's weights, which rank 0 writes once."""
-    path = (
-        Path(tempfile.gettempdir())
-        / f"hosts_gpu-{zlib.crc32(repr((run.shape, run.dtype, torch.__version__)).encode())}"
-    )
+    key = zlib.crc32(repr((run.shape, run.dtype, torch.__version__)).encode())
+    path = Path(tempfile.gettempdir()) / f"hosts_gpu-{key}"
 
     def write():
         if not path.exists():

@@ -195,7 +195,8 @@ def main(package: str, heads: dict[str, Callable[[Run], Train]], check: Callable
         for part in (curve, search)
         for name, found in record["heads"].items()
     ]
-    parts += [("check", record, lambda: check(run))] if check else []
+    if check is not None:
+        parts.insert(len(record["heads"]), ("check", record, lambda: check(run)))  # after all curves
     parts = [part for part in parts if part[0].split(",")[0] in run.args.parts]
     failed = False
     for name, found, measure in parts:

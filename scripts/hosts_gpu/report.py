@@ -29,12 +29,14 @@ PANELS = {
 
 
 def load(paths: list[str]) -> dict[str, dict]:
-    """Records by host and number of ranks; the heads of one may lie in several files."""
+    """Records by host and number of ranks; heads of one, and parts of a head, may lie in several files."""
     records: dict = {}
     for record in (json.loads(Path(path).read_text()) for path in paths):
         ranks = "one GPU" if record["ranks"] == 1 else f"TP {record['ranks']}"
         label = f"{record['host']} {record['versions'][record['host']]}, {ranks}"
-        records.setdefault(label, record)["heads"] |= record["heads"]
+        first = records.setdefault(label, record)
+        heads = {name: first["heads"].get(name, {}) | found for name, found in record["heads"].items()}
+        first |= {**record, "heads": first["heads"] | heads}
     return records
 
 

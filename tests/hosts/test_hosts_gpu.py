@@ -1,5 +1,5 @@
-"""The scripts of scripts/hosts_gpu on CPUs, with a tiny model: the host's own head and ours have one loss curve, and what
-they write becomes a table and a picture. Two hosts; all with TP_HEADLOSS_FULL."""
+"""The scripts of scripts/hosts_gpu on CPUs, with a tiny model: the host's own head and ours have one loss curve, and
+what they write becomes a table and a picture. Two hosts; all with TP_HEADLOSS_FULL."""
 
 import json
 import os
@@ -65,8 +65,8 @@ def test_results_become_a_table_and_a_picture(tmp_path):
     record = {"host": "host", "own": "its own", "ranks": 2, "shape": shape, "versions": versions, "device": "a GPU"}
     record |= {"memory": 0.9, "equal_bits": True}
     files = {
-        "a": {"its own": {**found, "peak_gib": 3.25, "largest": 4}, "tp_headloss": {**found, "loss": [6.25, 6.001]}},
-        "b": {"another": {"error": "OutOfMemoryError: of this head"}},  # of the same host, in a file of its own
+        "a": {"its own": {**found, "peak_gib": 3.25}, "tp_headloss": {**found, "loss": [6.25, 6.001]}},
+        "b": {"another": {"error": "OutOfMemoryError: of this head"}, "its own": {"largest": 4}},  # of the same host
     }
     for name, heads in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({**record, "heads": heads}))

@@ -36,9 +36,9 @@ def test_every_number_on_the_command_line_is_checked(launch, program, monkeypatc
     module, actions = launch(program), []
     parse_args = argparse.ArgumentParser.parse_args
 
-    def keep_and_parse(parser):
+    def keep_and_parse(parser, *given):
         actions[:] = parser._actions
-        return parse_args(parser)
+        return parse_args(parser, *given)
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", keep_and_parse)
     monkeypatch.setattr("sys.argv", [program])
