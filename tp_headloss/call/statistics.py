@@ -183,8 +183,8 @@ def computed_statistics(request: Request, labels, options: Options | None, reduc
 
 def assembled(outputs, request: Request, labels, check: bool = False) -> VocabStatistics:
     """Statistics [N] in the order of `layout.outputs` -> [..]."""
-    if len(request.order.shape) != 1:
-        outputs = [request.order.unflatten(x) for x in outputs]
+    if not request.order.is_plain:
+        outputs = request.order.restored(outputs, request.layout.outputs)
     if check:
         found = dict(zip(request.layout.outputs, outputs))
         _check_labels(labels, found["owners"], found["valid"], request.shard)

@@ -243,13 +243,13 @@ class HeadLoss(nn.Module):
             tensor(1.3863)
         """
         linear, options, kind = NO_OPTIONS if linear is None else linear, self._definition.options, None
-        LINES["linear"].check("linear", linear, {})
-        if options is not None and options.gradient == "forward":
-            raise ValueError("gradient='forward' is for logits; from hidden states use Linear('one_sweep')")
         if token_weight is None and transform is None and bias is None:
             kind = kind_of_linear_call(options, hidden, weight, labels, shard, denominator, inputs, linear)
         found = kind and checked_before(self._definition, kind, hidden, weight, labels, shard, denominator, inputs)
         if found is None:
+            LINES["linear"].check("linear", linear, {})
+            if options is not None and options.gradient == "forward":
+                raise ValueError("gradient='forward' is for logits; from hidden states use Linear('one_sweep')")
             given = self._given(None, labels, shard, transform)
             given = given._replace(hidden=hidden, weight=weight, bias=bias, linear=linear)
             call, head = self._checked(given, token_weight, denominator, inputs)

@@ -9,6 +9,7 @@ from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from ..call.agreement import Agreement
 from ..call.compile import uncompiled_where_needed
 from ..call.given import LINES, Given, Want
+from ..call.statistics import assembled
 from ..ranks.shard import VocabShard
 from ..spec import Bias, Floating, Labels, Rows, TokenIds, TotalWeight, described
 from ..statistics import VocabStatistics
@@ -78,7 +79,7 @@ def linear_vocab_statistics(
         given = given.local()
         agreement.record("linear_vocab_statistics", given.shard, **given.facts())
         call = LinearCall.checked(given)
-    return call.recompute(given.labels, given.options.check)
+    return assembled(call.recompute_outputs(), call.request, given.labels, given.options.check)
 
 
 def _recompute_options(linear: Linear) -> Linear:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from ..engine.request import Request, TokenOrder
@@ -28,7 +26,7 @@ class ValidTokens(TokenOrder):
     """The rows of the tokens that are not ignored, at most `count` of them, in their order; then of ignored ones."""
 
     def __init__(self, order: TokenOrder, labels: torch.Tensor, ignore_index: int, count: int):
-        self.permutation, self.shape, self.rows = order.permutation, order.shape, order.rows
+        self.permutation, self.shape, self.rows, self.is_plain = order.permutation, order.shape, order.rows, False
         self.valid = labels != ignore_index
         self.picked = torch.sort((~self.valid).to(torch.uint8), stable=True).indices[:count]
         self.missing = self.valid.sum() > count  # tokens that should have been picked
@@ -37,9 +35,10 @@ class ValidTokens(TokenOrder):
         """[.., *] -> [n, *] of the picked tokens."""
         return super().flatten(x).index_select(0, self.picked)
 
-    def spread(self, outputs: Iterable[torch.Tensor], names: tuple[str, ...]) -> list[torch.Tensor]:
-        """Spread statistics [n, *] over all tokens: 0 at ignored ones, NaN at valid ones that were not picked."""
-        return [self._spread_one(x, *NOT_PICKED.get(name, (0.0, torch.nan))) for x, name in zip(outputs, names)]
+    def restored(self, outputs, names: tuple[str, ...]) -> list[torch.Tensor]:
+        """Spread statistics [n, *] over all tokens [.., *]: 0 at ignored ones, NaN at valid ones not picked."""
+        spread = [self._spread_one(x, *NOT_PICKED.get(name, (0.0, torch.nan))) for x, name in zip(outputs, names)]
+        return super().restored(spread, names)
 
     def _spread_one(self, x: torch.Tensor, ignored, missing) -> torch.Tensor:
         rest = torch.full_like(self.valid, ignored, dtype=x.dtype).masked_fill(self.valid, missing)
