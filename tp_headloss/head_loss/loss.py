@@ -158,9 +158,6 @@ class HeadLoss(nn.Module):
                 "sequences", a `Sequences` with the labels' shape, whose mask ignores tokens; "teacher", a `Teacher` or
                 a `TopKTeacher`; "sets", `IdSets`.
 
-        Returns:
-            `HeadLossOutput`.
-
         Raises:
             TypeError, ValueError: the errors of `vocab_statistics`, and inputs that terms need and did not get.
         """
@@ -230,9 +227,6 @@ class HeadLoss(nn.Module):
             hidden, weight, bias: as in `linear_vocab_statistics`.
             linear: how the gradient of the hidden states is reduced, the mode and its memory.
             labels, shard, token_weight, denominator, transform, inputs: as in `forward`.
-
-        Returns:
-            `HeadLossOutput`.
 
         Raises:
             TypeError, ValueError: as in `forward`; a budget that is too small, or a mode that the call rules out.

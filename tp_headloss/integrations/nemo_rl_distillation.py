@@ -7,9 +7,8 @@ import torch
 from ..call.dtensor import local_part
 from ..call.statistics import vocab_statistics
 from ..ranks.comm import sum_over_ranks
-from ..ranks.shard import Group
-from ..spec import Count, Floating, Ids, Logits, Size, Unused, checked
-from .rl_calls import RankedTokens, even_shard_of_rank, refuse
+from ..spec import Count, Floating, Ids, Logits, Unused, checked
+from .rl_calls import CpGroup, RankedTokens, TpGroup, VocabSize, even_shard_of_rank, refuse
 
 
 @checked
@@ -20,11 +19,11 @@ def get_distillation_topk_logprobs_from_logits(
     zero_outside_topk: bool,
     calculate_entropy: bool,
     vocab_parallel_rank: Count | None = None,
-    vocab_parallel_group: Group = None,
-    context_parallel_group: Group = None,
+    vocab_parallel_group: TpGroup = None,
+    context_parallel_group: CpGroup = None,
     cp_sharder: Unused = None,
     *,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the log-probs at a teacher's K ids, without the last position: the student's [B, S - 1, K], the teacher's
     [B, S - 1, K], and H_all [B, S - 1] = sum p log p (NeMo-RL's sign), or None.

@@ -9,10 +9,10 @@ import torch
 from ..arguments.teachers import Teacher, TopKTeacher
 from ..call.statistics import vocab_statistics
 from ..ranks.comm import gather_from_ranks
-from ..ranks.shard import Group, VocabShard
+from ..ranks.shard import VocabShard
 from ..search.topk import topk_log_probs
 from ..spec import TOKEN_WEIGHT, Logits, Real, Scalar, Size, TensorLine, checked, sizes_of
-from .rl_calls import bounded_shard
+from .rl_calls import TpGroup, VocabSize, bounded_shard
 
 
 @checked
@@ -21,10 +21,10 @@ def draft_soft_ce(
     teacher_logits: Annotated[torch.Tensor, TensorLine("floating point", None, constant=True)],
     mask: Real,
     global_normalization_factor: Scalar | float | None = None,
-    vocab_parallel_group: Group = None,
+    vocab_parallel_group: TpGroup = None,
     chunk_size: int | None = None,
     *,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
 ) -> torch.Tensor:
     """Return the soft cross-entropy -sum softmax(teacher) log softmax(student) of a draft head, a mean over the mask.
 
@@ -34,7 +34,6 @@ def draft_soft_ce(
             cuts them.
         mask: [B, S] weights of tokens.
         global_normalization_factor: scalar instead of the mask's sum; both are at least 1.
-        vocab_size: number of ids of the tokenizer, for even shards that were not cut; columns beyond it are padding.
 
     Examples:
         >>> student, teacher = torch.zeros(1, 1, 4), torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])
@@ -57,10 +56,10 @@ def draft_soft_ce_topk(
     mask: Real,
     k: Size,
     global_normalization_factor: Scalar | float | None = None,
-    vocab_parallel_group: Group = None,
+    vocab_parallel_group: TpGroup = None,
     roll_shift: int = 0,
     *,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
 ) -> torch.Tensor:
     """Return `draft_soft_ce` over the teacher's k likeliest ids, over which both are renormalised.
 
@@ -71,7 +70,7 @@ def draft_soft_ce_topk(
         k: ids per token, at least 1; all of them if there are fewer.
         roll_shift: teacher_logits are of the tokens as they are, and the teacher of token t is the one at
             t + roll_shift, around the end (SkyRL's mask leaves those out).
-        student_logits, teacher_logits, mask, global_normalization_factor, vocab_size: as in `draft_soft_ce`.
+        student_logits, teacher_logits, mask, global_normalization_factor: as in `draft_soft_ce`.
 
     Examples:
         >>> student, teacher = torch.zeros(1, 1, 4), torch.tensor([[[1.0, 2.0, 0.0, 0.0]]])
