@@ -53,9 +53,25 @@ class HeadLossOutput(NamedTuple):
 Outputs: TypeAlias = Annotated[Sequence[HeadLossOutput], TupleOf(Instance(HeadLossOutput))]
 
 
-def without_graph(out: HeadLossOutput) -> HeadLossOutput:
-    """Return the output detached and without statistics, so that keeping it keeps no activations."""
-    return out._replace(loss=out.loss.detach(), stats=None)
+class Observed:
+    """What a host's adapter keeps of the calls of its `HeadLoss`.
+
+    Attributes:
+        observe: function that is called with the `last` of each call, or None.
+        last: `HeadLossOutput` of the last call, without graph and statistics, so that keeping it keeps no activations.
+        calls: number of calls.
+    """
+
+    observe: Callable[[HeadLossOutput], None] | None = None
+    last: HeadLossOutput | None = None
+    calls = 0
+
+    def observed(self, out: HeadLossOutput) -> HeadLossOutput:
+        """Return the output of a call, which is counted, kept and shown."""
+        self.last, self.calls = out._replace(loss=out.loss.detach(), stats=None), self.calls + 1
+        if self.observe is not None:
+            self.observe(self.last)
+        return out
 
 
 @checked

@@ -181,8 +181,6 @@ def topk_jsd(
         GKD (arXiv:2306.13649, section 2).
     """
     _expect_tail(support, log_tail)
-    if not 0 < beta < 1:
-        raise ValueError(f"beta must be in (0, 1), got {beta}")
     if support == "topk":
         return stats.topk_jsd
     if log_tail is None or support == "vocabulary":

@@ -47,6 +47,8 @@ Floating: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None)
 Real: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", None)]
 Ids: TypeAlias = Annotated[torch.Tensor, IDS]
 Labels: TypeAlias = Annotated[torch.Tensor, LABELS]
+UNSHIFTED = TensorLine("int64 or int32", ("..", "S"))
+UnshiftedLabels: TypeAlias = Annotated[torch.Tensor, UNSHIFTED]
 TokenIds: TypeAlias = Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", "K"))]
 Scalar: TypeAlias = Annotated[torch.Tensor, SCALAR]
 ClassWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("V",), constant=True)]

@@ -17,7 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ...arguments.options import Transform
 from ...call.subclasses import is_dtensor
 from ...ranks.shard import VocabShard
-from ..replacement import Replacement
+from ..replacement import Replacement, evaluating
 from .calls import body_of, refuse_auxiliary_loss
 from .forward import FUSED, stock_forward
 from .loss_function import CausalLMShardLoss
@@ -77,16 +77,11 @@ class InstalledForward(Replacement):
 
 @contextlib.contextmanager
 def evaluation(model):
-    """Evaluation mode without gradients for the duration of the block; each module returns to its own mode, and what
-    FSDP gathered is freed, because an optimizer would otherwise be given the gathered parameters."""
-    training = [module for module in model.modules() if module.training]
+    """`evaluating`, after which what FSDP gathered is freed: an optimizer would be given the gathered parameters."""
     try:
-        model.eval()
-        with torch.no_grad():
+        with evaluating(model):
             yield
     finally:
-        for module in training:
-            module.training = True
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
