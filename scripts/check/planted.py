@@ -335,7 +335,7 @@ GROUPS = {
         ("losses/sequence_policy.py", "gmpo", "clamped = torch.where(advantages == 0, log_r * 0, clamped)", "pass"),
         ("losses/rollout.py", "sequence_masked_importance_weight", "torch.where(mean.isnan(), torch.nan, log_w.exp())", "log_w.exp()"),
         ("arguments/sequences.py", "Sequences.from_cu_seqlens", "bounds.clamp(0, tokens).cummax(0).values", "bounds"),
-        ("arguments/sequences.py", "Sequences._global_sum", "self._poisoned(self._local_sum(values))", "self._local_sum(values)"),
+        ("arguments/sequences.py", "_SumTokens.forward", "sequences._poisoned(sequences._local_sum(values))", "sequences._local_sum(values)"),
         ("losses/policy.py", "clipped_objective", "math.inf if dual_clip is None else dual_clip", "math.inf"),
         ("losses/policy.py", "clipped_objective", "torch.full_like(ratio, low).masked_fill_(positive, -math.inf)", "torch.full_like(ratio, low)"),
         ("losses/ratio.py", "bounded", "not (x.requires_grad and torch.is_grad_enabled())", "True"),
@@ -587,7 +587,7 @@ GROUPS = {
     ],
     "test_mean_metrics": [
         ("head_loss/output.py", "mean_metrics.mean", 'sums.get(name.replace("loss/", "count/", 1), count)', "count"),
-        ("head_loss/output.py", "make_output", "{} if by_sequence else dict(zip(weighted, sums[len(terms) + len(named):]))", "dict(zip(weighted, sums[len(terms) + len(named):]))"),
+        ("head_loss/output.py", "make_output", "{} if by_sequence else dict(zip(definition.plan.weighted, sums[len(terms) + len(named):]))", "dict(zip(definition.plan.weighted, sums[len(terms) + len(named):]))"),
         ("head_loss/output.py", "make_output", "() if has_sequences else definition.metrics", "definition.metrics"),
         ("head_loss/linear_modes.py", "known_output", '("terms", "metrics", "sequence_metrics", "term_counts")', '("terms", "metrics", "sequence_metrics")'),
     ],

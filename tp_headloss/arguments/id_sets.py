@@ -155,7 +155,8 @@ class IdSets:
         """
         key = index if isinstance(index, tuple) else (index,)
         found = self._map(lambda x: x[(*key, slice(None))])
-        once = all(k is None or k is Ellipsis or isinstance(k, (int, slice)) or _is_mask(k) for k in key)
+        plain = int, slice, type(None), type(...)
+        once = all(isinstance(k, plain) or getattr(k, "dtype", 0) == torch.bool for k in key)
         return found if once or found.spans is None else _apart(found.ids, found.spans)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> IdSets:
@@ -264,10 +265,6 @@ def replaced(x, **fields):
     if isinstance(x, IdSets) and x.spans is not None:
         return ragged(fields.get("ids", x.ids), fields.get("spans", x.spans))
     return replace(x, **fields)
-
-
-def _is_mask(key) -> bool:
-    return isinstance(key, torch.Tensor) and key.dtype == torch.bool
 
 
 def _apart(ids, spans) -> IdSets:

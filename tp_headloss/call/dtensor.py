@@ -25,12 +25,6 @@ NAMES = "labels, weights and inputs"
 UNSHARD = "call this within the forward of the module that FSDP manages, or after its unshard()"
 
 
-def expect_shard(shard, expected: str = "a VocabShard or None"):
-    """Raise TypeError unless it is a VocabShard. expected: for the message."""
-    if not isinstance(shard, VocabShard):
-        raise TypeError(f"shard must be {expected}, got {type(shard).__name__}: see VocabShard.from_group")
-
-
 def resolve_shard(logits: torch.Tensor, shard: VocabShard | None) -> VocabShard:
     """Return the shard of plain logits [.., width]; None means that they are of the whole vocabulary."""
     if logits.dim() < 1:
@@ -39,7 +33,8 @@ def resolve_shard(logits: torch.Tensor, shard: VocabShard | None) -> VocabShard:
         if torch.compiler.is_compiling():
             return VocabShard(0, logits.shape[-1], logits.shape[-1])
         return _whole_vocabulary(logits.shape[-1])
-    expect_shard(shard)
+    if not isinstance(shard, VocabShard):
+        raise TypeError(f"shard must be a VocabShard or None, got {type(shard).__name__}: see VocabShard.from_group")
     if not torch.compiler.is_compiling():
         shard.expect_live_group()
     return shard

@@ -189,7 +189,9 @@ class HeadLoss(nn.Module):
         with Agreement(given.options, given.shard) as agreement:
             tokens, given = given.tokens, given.local()
             token_weight, denominator, inputs = local_arguments(tokens, given, token_weight, denominator, inputs)
-            definition = self._traceable_definition()
+            definition = self._definition
+            if torch.compiler.is_compiling():  # a graph cannot take the functions of a plan from outside
+                definition = definition.planned()
             facts = replicated_facts(definition, token_weight, denominator, inputs)
             agreement.record(name, given.shard, **facts, **given.facts())
             call = check_call(definition, given, token_weight, denominator, inputs)
@@ -242,8 +244,6 @@ class HeadLoss(nn.Module):
         found = kind and checked_before(self._definition, kind, hidden, weight, labels, shard, denominator, inputs)
         if found is None:
             LINES["linear"].check("linear", linear, {})
-            if options is not None and options.gradient == "forward":
-                raise ValueError("gradient='forward' is for logits; from hidden states use Linear('one_sweep')")
             given = self._given(None, labels, shard, transform)
             given = given._replace(hidden=hidden, weight=weight, bias=bias, linear=linear)
             call, head = self._checked(given, token_weight, denominator, inputs)
@@ -255,10 +255,6 @@ class HeadLoss(nn.Module):
         """The arguments of a call with those of the definition."""
         given = Given.checked(logits, labels, shard, self.want, transform, self.options)
         return given._replace(ignore_index=self.ignore_index)
-
-    def _traceable_definition(self) -> HeadLossDefinition:
-        """The definition; its plan is made within a graph, which cannot take the functions of one from outside."""
-        return self._definition.planned() if torch.compiler.is_compiling() else self._definition
 
     def _evaluate_functions(self, *args):
         """Call `evaluate`, or this module's compiled copy of it."""

@@ -149,12 +149,11 @@ def make_output(
     if loss is None:
         loss, sums = reduce_tokens(call, stats, values, reduction)
     *sums, total = sums.unbind(0) if isinstance(sums, torch.Tensor) else sums
-    terms = {term.name: value for term, value in zip(definition.terms, sums)}
+    terms = dict(zip(definition.plan.names, sums))
     named = () if has_sequences else definition.metrics
     metrics = dict(zip(named, sums[len(terms) :]))
-    weighted = [term.name for term in definition.terms if term.token_weight is not None]
     by_sequence = call.count is not None  # whose weights are the reduction's alone
-    term_counts = {} if by_sequence else dict(zip(weighted, sums[len(terms) + len(named) :]))
+    term_counts = {} if by_sequence else dict(zip(definition.plan.weighted, sums[len(terms) + len(named) :]))
     if other_metrics:
         expect_distinct_names(metrics, other_metrics)
         metrics |= other_metrics

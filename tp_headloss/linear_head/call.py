@@ -42,6 +42,8 @@ class LinearCall(NamedTuple):
         hidden, weight, shard, linear, options = given.hidden, given.weight, given.shard, given.linear, given.options
         if options.inplace:
             raise ValueError("inplace=True overwrites logits, and a linear head has none of the caller's")
+        if options.gradient == "forward":
+            raise ValueError("gradient='forward' is for logits; the gradients of hidden states come from one sweep")
         dtype = operand_dtype(hidden, weight)
         if linear.main_grad:
             expect_main_grad(weight)

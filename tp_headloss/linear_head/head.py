@@ -73,8 +73,6 @@ def linear_vocab_statistics(
         teacher=teacher, sets=sets, ids=ids, total_weight=total_weight, ignore_index=ignore_index, hidden=hidden,
         weight=weight, bias=bias, linear=_recompute_options(Linear() if linear is None else linear),
     )  # fmt: skip
-    if given.options.gradient == "forward":
-        raise ValueError("gradient='forward' is for logits and a HeadLoss, got statistics of hidden states")
     with Agreement(given.options, shard) as agreement:
         given = given.local()
         agreement.record("linear_vocab_statistics", given.shard, **given.facts())

@@ -6,6 +6,7 @@ import torch
 
 from ..engine.request import Request, TokenOrder
 from ..statistics import IGNORED
+from ..validation import refuse_tokens
 
 # Outputs of ignored tokens and of valid ones that were not picked; all others are 0 and NaN.
 NOT_PICKED = {"owners": (IGNORED, 1.0), "valid": (False, True), "hits": (False, False), "argmax": (-1, -1)}
@@ -13,13 +14,13 @@ NOT_PICKED = {"owners": (IGNORED, 1.0), "valid": (False, True), "hits": (False, 
 
 def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int):
     """Raise ValueError, with the first of them, if there are labels that are neither ignored nor ids."""
-    bad = ((labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))).flatten().nonzero()
-    if len(bad):
-        token = int(bad[0])
-        raise ValueError(
+    refuse_tokens(
+        (labels != ignore_index) & ((labels < 0) | (labels >= vocab_size)),
+        lambda token: (
             f"label of token {token} (flat index) must be the ignore_index or in [0, {vocab_size}), got "
-            f"{int(labels.flatten()[token])}; {len(bad)} such tokens"
-        )
+            f"{int(labels.flatten()[token])}"
+        ),
+    )
 
 
 class ValidTokens(TokenOrder):

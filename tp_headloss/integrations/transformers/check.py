@@ -21,7 +21,7 @@ from ..replacement import Replacement, evaluating
 from .calls import body_of, refuse_auxiliary_loss
 from .forward import FUSED, stock_forward
 from .loss_function import CausalLMShardLoss
-from .model_facts import checked_transform, installed_shard, output_layer
+from .model_facts import config_transform, installed_shard, output_layer
 
 
 class InstalledForward(Replacement):
@@ -44,7 +44,8 @@ class InstalledForward(Replacement):
             if in_place is not None:
                 del model.forward
             self.stock_forward = stock_forward(model)
-            self.transform, self.checked_shard = checked_transform(model, transform), installed_shard(model, shard)
+            self.transform = config_transform(model.config) if transform is None else transform
+            self.checked_shard = installed_shard(model, shard)
             stock = check_forward(model, self.stock_forward, self.transform, self.checked_shard)
             self.output_class = stock.output_class
             self.install({"forward": types.MethodType(self._function(), model)})

@@ -120,7 +120,7 @@ class FusedHead(InstalledForward, Observed):
         labels = next_token_labels(given.get("labels"), given.get("shift_labels"), head_loss.ignore_index)
         logits = None
         with gathered_head(model):
-            if not self._skips_logits(model):
+            if not ((model.training or torch.is_grad_enabled()) if self.skip_logits is None else self.skip_logits):
                 logits = self._logits(layer(hidden))
             out = head_loss.linear(
                 hidden,
@@ -139,9 +139,6 @@ class FusedHead(InstalledForward, Observed):
         return_dict = given.get("return_dict")
         as_dict = model.config.return_dict if return_dict is None else return_dict
         return result if as_dict else result.to_tuple()
-
-    def _skips_logits(self, model) -> bool:
-        return (model.training or torch.is_grad_enabled()) if self.skip_logits is None else self.skip_logits
 
     def _logits(self, logits):
         """The model's logits of its output layer's, or None if they are this rank's columns and nobody asked."""

@@ -241,7 +241,6 @@ def install(
         vocab_size: number of ids of the tokenizer: rows of the output layer beyond it are padding and do not enter the
             softmax. None: all rows do, as in verl.
         linear: `Linear` for its budget and engine, of fused heads. The output layer decides how gradients are reduced.
-        options: `Options`.
 
     Raises:
         ImportError: verl or Megatron-Core is not installed in a supported version.
