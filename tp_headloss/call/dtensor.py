@@ -146,9 +146,11 @@ def local_part(
         tokens: the call's logits or hidden states, as the caller gave them.
         sharded: the dimension of a tensor that is sharded on the vocabulary; None: it has none.
     """
+    if x is None:
+        return x
     tokens = tokens if is_dtensor(tokens) else None
-    if x is None or isinstance(x, torch.Tensor):
-        return x if x is None else _local_tensor(name or NAMES, x, shard, hidden_grad, tokens, sharded)
+    if isinstance(x, torch.Tensor):
+        return _local_tensor(name or NAMES, x, shard, hidden_grad, tokens, sharded)
     found = {}
     for field, dim in getattr(type(x), "tensors", {}).items():  # without a comprehension: torch.compile follows
         value = getattr(x, field)

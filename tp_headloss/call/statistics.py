@@ -173,7 +173,7 @@ def computed_statistics(request: Request, labels, options: Options | None, reduc
         reduction = reduction._replace(weight=weight, given=tuple(given))
     tensors = request.tensors
     # autograd looks at each of its arguments
-    if request.steps is not None or all(tensor is None for tensor in tensors[2:]):
+    if request.steps is not None or not [tensor for tensor in tensors[2:] if tensor is not None]:
         tensors = tensors[:2]
     refuse_transforms()
     *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)

@@ -123,10 +123,9 @@ class LinearStatistics(torch.autograd.Function):
             fields = fields_of(request.teacher_head, facts, linear)
             out = torch.ops.tp_headloss.linear_gradient(hidden, weight, *args, *fields)
             weight_grad = out[1]
-        found = [None] * count
-        needed = {0: (out[0], ctx.needs_input_grad[0]), 1: (weight_grad, ctx.needs_input_grad[1])}
-        for place, (gradient, need) in {**needed, 1 + _BIAS: (out[2], bias)}.items():
-            found[place] = gradient if need else None
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        found = [out[0] if needs_hidden else None, weight_grad if needs_weight else None, *[None] * (count - 2)]
+        found[1 + _BIAS] = out[2] if bias else None
         return tuple(found)
 
 
