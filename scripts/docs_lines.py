@@ -1,4 +1,4 @@
-"""For the documentation: docstrings of checked functions with the arguments that `spec` writes into them."""
+"""For the documentation: docstrings of functions with the arguments that `spec` writes into them."""
 
 import contextlib
 import functools
@@ -9,11 +9,11 @@ import griffe
 
 
 class LinesOfArguments(griffe.Extension):
-    """Take the docstring of each checked function or class from the imported package."""
+    """Take the docstring of each function or class whose annotations are lines from the imported package."""
 
     def on_object(self, *, obj, **kwargs):
         """Replace the docstring that griffe read in the source."""
-        if any(str(decorator.value) == "checked" for decorator in getattr(obj, "decorators", ())):
+        if any(str(decorator.value) in ("checked", "described") for decorator in getattr(obj, "decorators", ())):
             names = obj.path.removeprefix(f"{obj.module.path}.").split(".")  # of a class and its method, too
             with contextlib.suppress(ImportError):  # an adapter of a host that is not here keeps its source's
                 found = functools.reduce(getattr, names, importlib.import_module(obj.module.path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Callable
 from typing import TypeGuard
 
 import torch
@@ -34,6 +35,12 @@ def refuse_batches(gradients):
                 "tp_headloss does not support is_grads_batched=True, nor jacobian(vectorize=True): call "
                 "torch.autograd.grad once for each gradient"
             )
+
+
+def refuse_tokens(bad: torch.Tensor, message: Callable[[int], str], hint: str = ""):
+    """Raise ValueError with message(flat index) about the first of the bad tokens [..], if any. Waits for a GPU."""
+    if len(tokens := bad.flatten().nonzero()):
+        raise ValueError(f"{message(int(tokens[0]))}; {len(tokens)} such tokens{hint}")
 
 
 def swap_hint(logits, labels) -> str:

@@ -49,21 +49,15 @@ def direct(dz, state, tile, token, grads, inputs, rows):
 
 
 class Energy(Family):
-    statistics = gradients = ("energy",)
+    statistics = gradients = packet = ("energy",)
     device = SimpleNamespace(
         STATISTICS=hooks.Statistics(start, hooks.not_rescaled, add, store),
         MERGE=hooks.Merge(start_merge, hooks.no_peak, add_packet, fold, finish),
         GRADIENT=hooks.Gradient(load, hooks.same_coefficient, hooks.same_at_target, direct),
     )
 
-    def packet_rows(self, call):
-        return ("energy",)
-
     def local(self, tile, softmax, rows):
         return {"energy": row_sum(torch.where(tile.z == -torch.inf, 0.0, tile.z**2))}
-
-    def rescale(self, rows, drop, factor):
-        return {"energy": rows["energy"]}
 
     def finish(self, sums, joined):
         return {"energy": sums["energy"]}, {}

@@ -216,7 +216,7 @@ def mesh_run(group, device):
     except ValueError as error:
         message = str(error)
     for wrong in ("pp", 2, True):
-        with pytest.raises((TypeError, ValueError), match=r"dim must be a .*of the mesh, .*got"):
+        with pytest.raises((TypeError, ValueError), match=r"dim must be a .*got"):
             VocabShard.from_mesh(mesh, 100, wrong)
     mesh._flatten("all")
     assert VocabShard.from_mesh(mesh, 100, "all").world_size == 4

@@ -79,7 +79,7 @@ TYPES = {
     "horizon must be a number": lambda: Sequences.from_mask(MASK, horizon="9"),
     r"wrap it, Term\('name', function\)": lambda: HeadLoss([lambda stats: stats.lse]),
     r"wrap it, Metric\(function\)": lambda: HeadLoss(metrics=[lambda stats: {}]),
-    r"must be IdSets, got \['IdSets', 'Tensor'\]": lambda: IdSets.cat([SETS, torch.zeros(1)]),
+    r"must be a list of IdSets, got \['IdSets', 'Tensor'\]": lambda: IdSets.cat([SETS, torch.zeros(1)]),
     "where must be bool, got torch.int64": lambda: SETS.scatter(torch.ones(6).long()),
     "labels must be int64 or int32": lambda: SETS.contains(torch.zeros(2, 3)),
     "head_loss must be": lambda: VocabParallelHead(8, SHARD)(STATES, IDS, head_loss=ZLoss(1.0)),
@@ -111,13 +111,13 @@ VALUES = {
     ),
     "is vocab_size=1000 ri": lambda: vocab_statistics(X[:, 1:], shard=SHARD),
     "padded_size=1024": lambda: vocab_statistics(torch.zeros(N, V + 24), shard=SHARD),
-    r"weight must have shape \[1000, 9\] of the shard and hidden states, got \[1000, 8\]": lambda: VocabParallelHead(
-        8, SHARD
-    )(torch.zeros(1, 9)),
+    r"weight must have shape \[1000, 9\] of the shard's ids \[0, 1000\) and hidden states, got \[1000, 8\]": lambda: (
+        VocabParallelHead(8, SHARD)(torch.zeros(1, 9))
+    ),
     "labels are needed, got None": lambda: log_probs(X, None),
     "for statistics alone, use vocab_statistics or linear": lambda: HeadLoss()(X, None),
-    "labels must be .*, unshifted, got a scalar": lambda: CausalLMLoss()(X[0], LABELS[0]),
-    "labels must be .*, got a scalar": lambda: multi_token_targets(LABELS[0], 1),
+    r"labels must have shape \[S\], got \[\]": lambda: CausalLMLoss()(X[0], LABELS[0]),
+    r"labels must have shape \[S\], got": lambda: multi_token_targets(LABELS[0], 1),
     "token_weight must have shape": lambda: CausalLMLoss()(X, LABELS, token_weight=torch.tensor(1.0)),
     "ignore_index must be in the range of int64, got 9223372036854775808": lambda: multi_token_targets(
         LABELS, 1, ignore_index=1 << 63

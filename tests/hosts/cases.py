@@ -75,6 +75,16 @@ def result(host: str, script: str, case: str, ranks: int = 2) -> dict:
     return found
 
 
+def refuses_what_its_lines_rule_out(function, **given):
+    """A function refuses each value that the line of an argument rules out, in an error that names the argument."""
+    from lines import OF_OTHERS, wrong  # of the helpers; the process of the tests itself needs no lines
+
+    for name, line in function.lines.items():
+        for what, value in wrong(line).items():
+            if what not in OF_OTHERS:
+                refused(lambda: function(**given | {name: value}), name, (TypeError, ValueError))  # noqa: B023
+
+
 def refused(function, match, kind=ValueError):
     """Call a function, which must raise an error of this kind with these words."""
     try:

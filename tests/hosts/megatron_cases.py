@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from cases import ROOT, compared, fails_cleanly_at_every_step, refused, relative_errors
+from cases import ROOT, compared, fails_cleanly_at_every_step, refused, refuses_what_its_lines_rule_out, relative_errors
 from pages import marked_block
 
 sys.path.insert(0, str(ROOT / "launch"))
@@ -329,12 +329,14 @@ def refusals(group):
     handle.remove()
     assert model.compute_language_model_loss == loss and model._postprocess == post
     installing("MegatronHeadMixin", model=model_of(Mixed))
-    installing("model must be of type GPTModel", TypeError, torch.nn.Linear(2, 2))
+    installing("got Linear", TypeError, torch.nn.Linear(2, 2))
     installing("head must be `MegatronHead`, or `HeadLoss`, got GPTModel", TypeError, head, model)
     installing("got the class GPTModel", TypeError, GPTModel)
     installing("got a list of 1: pass the chunk that has the output layer", TypeError, [model])
     installing("got Term", TypeError, head=CrossEntropy())
     installing("reduction='mean' or 'none', got 'sum'", head=HeadLoss(reduction="sum"))
+    refuses_what_its_lines_rule_out(install, model=model, head=head)
+    refuses_what_its_lines_rule_out(MegatronHead, ignore_index=None)
     no_list = "terms must be a tuple or list, got Term"
     refused(lambda: MegatronHead(ignore_index=None, terms=CrossEntropy()), no_list, TypeError)
     unfused = MegatronHead(ignore_index=-100, linear=Linear("one_sweep"))

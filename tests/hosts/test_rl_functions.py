@@ -460,7 +460,7 @@ def test_uneven_shards_need_no_vocab_size(cut_at):
         ),
         (lambda x, i: entropy_call(x, 7), "num_actions must be at most 6, got 7"),
         (lambda x, i: entropy_call(x, 2, torch.ones(3)), r"loss_mask must have shape \[3, 2\], got \[3\]"),
-        (lambda x, i: skyrl.draft_soft_ce_topk(x[0], x[0], i, 2), r"student_logits must be \[B, S, width\], got"),
+        (lambda x, i: skyrl.draft_soft_ce_topk(x[0], x[0], i, 2), r"student_logits must have shape \[B, S, width\]"),
         (
             lambda x, i: skyrl.draft_soft_ce(x, x, torch.ones(1, 1)),
             r"mask must have shape \[1, 16\] of",

@@ -99,7 +99,7 @@ def test_masks_of_nemo_rl():
     assert listed(sampling_masks.from_nemo_rl(batch)[:, 1:]) == [row for row in want if row]
     with pytest.raises(ValueError, match=r"must have sizes \[2, 3\], got \[2, 2\]"):
         sampling_masks.from_nemo_rl(batch | {"sampling_mask_sizes": sizes[:, 1:]})
-    with pytest.raises(TypeError, match="token_ids of a sampling mask must be of type Tensor"):
+    with pytest.raises(TypeError, match="token_ids of a sampling mask must be a tensor"):
         sampling_masks.from_nemo_rl(SimpleNamespace(token_ids=[[1]], sizes=sizes))
 
 

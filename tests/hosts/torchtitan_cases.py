@@ -11,7 +11,7 @@ import re
 import torch
 import torch.distributed as dist
 import torchtitan.tools.utils as utils
-from cases import RANKS, compared, main, relative_errors
+from cases import RANKS, compared, main, refuses_what_its_lines_rule_out, relative_errors
 from pages import marked_block
 
 utils.device_type, utils.device_module = "cpu", torch.cpu  # before others copy them
@@ -265,11 +265,12 @@ class SoftCapped(torch.nn.Linear):
 
 def refusals(group):
     for loss in (LogitsLoss, FusedHeadLoss):
-        with raises(TypeError, "config must be of type Config, got HeadLoss"):
+        with raises(TypeError, "config must be a Config, got HeadLoss"):
             loss(HeadLoss())
-        with raises(TypeError, "head_loss must be of type HeadLoss, got Term"):
-            loss.Config(head_loss=CrossEntropy()).build()
-    with raises(TypeError, "linear must be of type Linear, got str"):
+        with raises(TypeError, "head_loss must be a HeadLoss, got Term"):
+            loss.Config(head_loss=CrossEntropy())
+        refuses_what_its_lines_rule_out(loss.Config)
+    with raises(TypeError, "linear must be a Linear, got str"):
         ours("fused", linear="none")
     with raises(ValueError, "reduction='mean'"):
         ours("logits", HeadLoss(reduction="sum"))

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
-from cases import compared, fails_cleanly_at_every_step, main, refused
+from cases import compared, fails_cleanly_at_every_step, main, refused, refuses_what_its_lines_rule_out
 from pages import marked_block
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -381,15 +381,13 @@ def misused(model, group):
         refused(partial(colwise_plan, wrong, config), "type(model), or AutoModelForCausalLM", TypeError)
         refused(partial(colwise_plan, wrong, config), got, TypeError)
     refused(lambda: colwise_plan(cls, cls), "LlamaConfig, got the class LlamaForCausalLM", TypeError)
-    refused(lambda: colwise_plan(cls, config_of("Phi")), "config must be of type LlamaConfig, got Phi", TypeError)
+    refused(lambda: colwise_plan(cls, config_of("Phi")), "config must be a LlamaConfig, got Phi", TypeError)
     refused(lambda: colwise_plan(type(model.model), config), "'lm_head', got the plan None")
     for install in (fuse_head, causal_lm_loss):
         refused(partial(install, HeadLoss()), "PreTrainedModel, got HeadLoss", TypeError)
-        refused(partial(install, model, CrossEntropy()), "head_loss must be a HeadLoss, got Term", TypeError)
         refused(partial(install, model, HeadLoss), "got the class HeadLoss", TypeError)
         refused(partial(install, model, shard=group), "shard must be a VocabShard, got ProcessGroup", TypeError)
-    refused(lambda: fuse_head(model, linear="one_sweep"), "linear must be a Linear, got str", TypeError)
-    refused(lambda: fuse_head(model, transform=0.5), "transform must be a Transform, got float", TypeError)
+        refuses_what_its_lines_rule_out(install, model=model)
     assert "forward" not in vars(model)
 
 

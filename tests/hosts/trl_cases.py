@@ -5,7 +5,7 @@ Cases of transformers_cases.py, which begins by importing transformers."""
 from functools import partial
 
 import torch
-from cases import compared, fails_cleanly_at_every_step, refused, relative_errors
+from cases import compared, fails_cleanly_at_every_step, refused, refuses_what_its_lines_rule_out, relative_errors
 from pages import marked_block
 from transformers_cases import HEAD, Collectives, batch, config_of, models, saved, whole
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
@@ -140,8 +140,7 @@ def refusals(group):
     assert "forward" not in vars(model)
     with fuse_head(model):
         refused(lambda: fuse_log_probs(model), "replaced already")
-    refused(lambda: fuse_log_probs(model, ("log_probs",)), "temperature must be a number, got (", TypeError)
-    refused(lambda: fuse_log_probs(model, outputs="entropy"), "outputs must be a tuple of names, got", TypeError)
+    refuses_what_its_lines_rule_out(fuse_log_probs, model=model)
     refused(lambda: fuse_log_probs(model, shard=group), "shard must be a VocabShard, got", TypeError)
     fused = fuse_log_probs(model)
     refused(lambda: model(input_ids=batch()["input_ids"]), "tp_plan='auto'")

@@ -21,7 +21,15 @@ os.environ |= {"VERL_ENGINE_DEVICE": "cuda", "TORCHDYNAMO_DISABLE": "1", "VERL_L
 
 import numpy as np
 import torch
-from cases import ROOT, compared, fails_cleanly_at_every_step, main, refused, relative_errors
+from cases import (
+    ROOT,
+    compared,
+    fails_cleanly_at_every_step,
+    main,
+    refused,
+    refuses_what_its_lines_rule_out,
+    relative_errors,
+)
 from pages import marked_block
 from torch import nn
 
@@ -374,7 +382,7 @@ def refusals(group):
         assert not engine.fuses_head and not engine.engine_config.use_fused_kernels
     refused(run_nothing, "the head has computed nothing", Exception)
     refused(lambda: install(linear=Linear("one_sweep")), "mode='recompute' or 'auto'")
-    refused(lambda: install(options={"backend": "torch"}), "options must be an Options, got dict", TypeError)
+    refuses_what_its_lines_rule_out(install)
     signature = lambda self, logits, label: None  # noqa: E731
     with mock.patch.object(host.MegatronEngineWithLMHead, "_lm_head_logits_processor", signature):
         refused(install, "got ('self', 'logits', 'label')", Exception)
@@ -390,7 +398,7 @@ def refusals(group):
             return {name: 1.5 * x for name, x in processor(self, *args, **kwargs).items()}
 
         installed.engine_class._lm_head_logits_processor = wrong
-        refused(engine_of, "sum_pi_squared differs from verl's own by", Exception)
+        refused(engine_of, "sum_pi_squared of the check call differs from the host's own by", Exception)
         installed.engine_class.calls = 1
     view = SimpleNamespace(modules=lambda: [SimpleNamespace(**registered(), _forward_hooks=(), _forward_pre_hooks=())])
     assert fails_cleanly_at_every_step(install, view) >= 10 and registered() == before

@@ -46,7 +46,7 @@ BAD = {  # others are in tests/helpers/odd_inputs.py
     "copy the teacher": lambda h, w, y: linear_vocab_statistics(
         h, w, y, teacher=a_teacher("logits", "cpu"), want=FULL_TEACHER, linear=Linear(max_valid_tokens=3)
     ),
-    r"weight must have shape \[200, 24\] of the shard and hidden states, got \[200, 5\]": lambda h, w, y: (
+    r"weight must have shape \[200, 24\] of the shard's ids \[0, 200\) and hidden states, got": lambda h, w, y: (
         linear_vocab_statistics(h, w[:, :5], y)
     ),
     "bias must have shape": lambda h, w, y: linear_vocab_statistics(h, w, y, bias=w[:5, 0]),

@@ -1,13 +1,13 @@
 """Every argument of a checked function has a line, and what the line rules out is refused by the argument's name."""
 
 import inspect
-import math
 import re
 from unittest import mock
 
 import pytest
 import torch
 from energy_statistic import Energy
+from lines import MASK, OF_OTHERS, B, S, right, wrong
 
 import tp_headloss
 from tp_headloss import (
@@ -19,7 +19,6 @@ from tp_headloss import (
     SamplingRule,
     Sequences,
     TopKTeacher,
-    Transform,
     VocabParallelEmbedding,
     VocabParallelHead,
     VocabShard,
@@ -42,27 +41,6 @@ from tp_headloss import (
 from tp_headloss.integrations import nemo_rl, skyrl, slime
 from tp_headloss.integrations.verl import functions
 
-B, S, V = 2, 3, 3
-MASK = torch.ones(B, S, dtype=torch.bool)
-WANT = "total", "entropy", "topk_forward_kl", "topk_reverse_kl", "topk_jsd", "topk_log_mass", "tail_log_mass"
-STATS = vocab_statistics(
-    torch.zeros(B, S, V),
-    torch.zeros(B, S, dtype=torch.long),
-    want=WANT,
-    teacher=TopKTeacher(torch.zeros(B, S, 1, dtype=torch.long), torch.full((B, S, 1), -0.4), renormalize=False),
-)
-STATS = STATS._replace(forward_kl=STATS.lse, teacher_entropy=STATS.lse)  # of a whole teacher
-OBJECTS = {Linear: Linear(), Sequences: Sequences.from_mask(MASK), VocabStatistics: STATS, Transform: Transform()}
-RELATED = {  # values that go with others
-    "clip": (0.2, 0.2),
-    "dual_clip": 3.0,
-    "inplace": False,
-    "hidden_grad": "none",
-    "scale": 1.0,
-    "softcap": 2.0,
-    "support": "topk",
-}
-NAN = math.nan
 LOGITS, IDS, HIDDEN, WEIGHT = torch.zeros(B, S, 8), torch.zeros(B, S).long(), torch.zeros(B, S, 6), torch.zeros(8, 6)
 BOUNDS = {"vocab_start_index": 0, "vocab_end_index": 8}
 NEXT = BOUNDS | {"target": IDS, "tp_group": None}
@@ -148,7 +126,28 @@ CONSTRUCTORS = {
     mean_metrics: {"outputs": HeadLoss()(LOGITS, IDS)},
     combine_metrics: {"parts": [{"count": torch.ones(())}]},
 }
+
+
+def sequences_of(**keywords):
+    """`Sequences`, of all arguments of its constructor."""
+    return Sequences(**keywords)
+
+
+ORDERED = {"ids": torch.zeros(B, S).long(), "order": torch.arange(B * S), "offsets": torch.tensor([0, B * S])}
+CONSTRUCTORS |= {
+    IdSets.cat: {"parts": [IdSets(IDS)], "dim": 0},
+    IdSets.stack: {"parts": [IdSets(IDS)], "dim": 0},
+    Sequences.from_mask(MASK).aggregate: {"reduction": "seq-mean-token-mean"},
+    sequences_of: {
+        "mask": MASK,
+        **ORDERED,
+        "bounds": ORDERED["offsets"],
+        "lengths": torch.tensor([6.0]),
+        "group": None,
+    },
+}
 CORE |= CONSTRUCTORS
+sequences_of.lines = Sequences.__init__.lines
 of_terms.lines, of_terms_from_hidden_states.lines = HeadLoss.forward.lines, HeadLoss.linear.lines
 of_a_family.lines = register_statistic.lines
 HOSTS |= CORE
@@ -159,85 +158,6 @@ CHECKED |= {f"{f.__module__.rsplit('.')[-1]}.{f.__name__}": f for f in HOSTS if 
 
 def test_every_loss_has_lines():
     assert {name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))} <= set(CHECKED)
-
-
-def right(name, line):
-    """A value that a line takes."""
-    if isinstance(line, spec.AnyOf):
-        return right(name, max(line.lines, key=lambda part: isinstance(part, spec.TensorLine)))
-    if name in RELATED and not isinstance(line, spec.TensorLine):
-        return RELATED[name]
-    if isinstance(line, spec.TensorLine):
-        sizes = {"..": (B, S), "pairs": (B,), "V": (V,), "width": (V,), "K": (2,), "H_t": (4,)}
-        symbols = ("..",) if line.shape is None else line.shape
-        shape = [n for symbol in symbols for n in sizes.get(symbol, (B,))]
-        values = torch.full(shape, -0.5 if line.kind == "floating point" else 1.0)
-        return values.bool() if line.kind == "bool" else values.long() if "int64" in line.kind else values
-    if isinstance(line, spec.OneOf):
-        return next(iter(line.names))
-    if isinstance(line, spec.Instance):
-        return OBJECTS[line.kind]
-    if isinstance(line, spec.NumberLine):
-        return max(line.low, 0.0) if line.high > 1 else (max(line.low, 0.0) + line.high) / 2
-    if isinstance(line, spec.IntLine):
-        return max(line.low, 1)
-    simple = {spec.Callables: lambda stats: stats.lse, spec.Names: (), spec.Text: "text"}
-    return simple[type(line)] if type(line) in simple else tuple([right("", line.line)] * line.count)
-
-
-def wrong(line):
-    """Values that a line rules out, by what is wrong with them."""
-    if isinstance(line, spec.CheckedBy):
-        return {} if line.function is None else {"text": "text", "number": 7}  # a group, or a parameter
-    if isinstance(line, spec.TupleOf) and line.count is None:
-        return {"number": 7, "texts": ("a",), "None": None}
-    if isinstance(line, spec.AnyOf):
-        others = [wrong(part) for part in line.lines]
-        shared = set(others[0]).intersection(*others[1:])  # what no line takes
-        return {k: v for k, v in others[0].items() if k in shared and not (v is None and line.optional)}
-    values = {"text": "text", "None": None, "object": object()}
-    if isinstance(line, spec.TensorLine):
-        good = right("", line)
-        values |= {"list": [1.0], "number": 1.5, "complex": good.to(torch.complex64), "meta": good.to("meta")}
-        dtypes = {"floating point": "long bool", "bool": "float long", "int64 or int32": "float bool"}
-        dtypes |= {"bool or integers": "float", "real numbers or bool": ""}
-        values |= {dtype: getattr(good, dtype)() for dtype in dtypes.get(line.kind, "bool").split()}
-        if line.constant:
-            values["trained"] = good.clone().requires_grad_()
-        if line.shape is not None:
-            values["one dimension more"] = good[None]
-        if line.shape is not None and good.dim() > 1:
-            values["rows"] = good[:, 0]
-            values |= {} if line.broadcasts else {"a column": good[:, :1]}
-    elif isinstance(line, spec.OneOf):
-        values |= {"unknown": "unknown", "number": 7} | ({} if line.names == (True, False) else {"flag": True})
-    elif isinstance(line, spec.Callables):
-        values |= {"number": 7, "class": int}
-    elif isinstance(line, spec.Names):
-        values |= {"number": 7, "numbers": (1,)} | ({"unknown": ("unknown",)} if line.known else {})
-    elif isinstance(line, spec.Text):
-        values = {"None": None, "object": object(), "number": 7, "empty": ""}
-    elif isinstance(line, spec.IntLine):
-        values |= {"float": 1.5, "flag": True, "tensor": torch.tensor(1), "low": line.low - 1}
-    elif isinstance(line, spec.Instance):
-        values |= {"number": 1.5, "tensor": torch.ones(B, S)}
-        if line.kind is Sequences:
-            values["of other tokens"] = Sequences.from_mask(MASK[:, :2])
-    else:
-        values |= {"list": [], "flag": True, "complex": 1j, "tensor": torch.tensor(0.5)}
-        numbers = {"nan": NAN}
-        if isinstance(line, spec.NumberLine):
-            numbers |= {"low": line.low - 1 - abs(line.low)} if line.low > -math.inf else {}
-            numbers |= {"high": line.high + 1 + abs(line.high)} if line.high < math.inf else {}
-            values |= numbers
-        else:
-            values |= {"one more": (*right("", line), 0.5), "number": 0.5, "texts": ("a",) * line.count}
-            if line.ordered:
-                values |= {"unordered": (2.0, 1.0), "nan": (NAN, 1.0)}
-    return values
-
-
-OF_OTHERS = "meta", "rows", "a column", "one dimension more"  # wrong beside another argument of the tokens alone
 
 
 def tensor_line(line):

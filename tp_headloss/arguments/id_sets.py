@@ -5,13 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Any, TypeAlias
 
 import torch
 
-from ..spec import TensorLine, checked
+from ..spec import CheckedBy, TensorLine, checked
 from ..statistics.sets import rows_and_places
 from .teachers import TopKTeacher
+
+
+def _expect_sets(name: str, parts):
+    """Raise TypeError or ValueError unless these are sets to join."""
+    if not isinstance(parts, (tuple, list)) or any(not isinstance(part, IdSets) for part in parts):
+        kinds = [type(part).__name__ for part in parts] if isinstance(parts, (tuple, list)) else type(parts).__name__
+        raise TypeError(f"{name} must be a list of IdSets, got {kinds}")
+    if not parts:
+        raise ValueError(f"{name} must be at least one IdSets, got none")
+
+
+Parts: TypeAlias = Annotated[Sequence[Any], CheckedBy("a list of `IdSets`, at least one", _expect_sets)]
 
 
 @checked
@@ -71,7 +83,8 @@ class IdSets:
         return ragged(ids, torch.where(sound[:, None], torch.stack([begin, end], 1), 0))
 
     @classmethod
-    def cat(cls, parts: Sequence[IdSets], dim: int = 0) -> IdSets:
+    @checked
+    def cat(cls, parts: Parts, dim: int = 0) -> IdSets:
         """Join sets along a dimension of their tokens, as torch.cat does. Those `from_csr` have one dimension.
 
         Examples:
@@ -85,7 +98,8 @@ class IdSets:
         return cls._join(torch.cat, parts, dim, 0)
 
     @classmethod
-    def stack(cls, parts: Sequence[IdSets], dim: int = 0) -> IdSets:
+    @checked
+    def stack(cls, parts: Parts, dim: int = 0) -> IdSets:
         """Join sets of equally many tokens along a new dimension, as torch.stack does.
 
         Examples:
@@ -101,11 +115,6 @@ class IdSets:
 
     @classmethod
     def _join(cls, function, parts: Sequence[IdSets], dim: int, new_dims: int) -> IdSets:
-        parts = list(parts)
-        if not parts:
-            raise ValueError("sets to join must be at least one, got none")
-        if any(not isinstance(part, IdSets) for part in parts):
-            raise TypeError(f"sets to join must be IdSets, got {[type(part).__name__ for part in parts]}")
         leads = [list(part._token_tensor.shape[:-1]) for part in parts]
         dims = len(leads[0]) + new_dims
         if any(len(lead) != len(leads[0]) for lead in leads) or (new_dims and any(lead != leads[0] for lead in leads)):
@@ -146,7 +155,8 @@ class IdSets:
         """
         key = index if isinstance(index, tuple) else (index,)
         found = self._map(lambda x: x[(*key, slice(None))])
-        once = all(k is None or k is Ellipsis or isinstance(k, (int, slice)) or _is_mask(k) for k in key)
+        plain = int, slice, type(None), type(...)
+        once = all(isinstance(k, plain) or getattr(k, "dtype", 0) == torch.bool for k in key)
         return found if once or found.spans is None else _apart(found.ids, found.spans)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> IdSets:
@@ -255,10 +265,6 @@ def replaced(x, **fields):
     if isinstance(x, IdSets) and x.spans is not None:
         return ragged(fields.get("ids", x.ids), fields.get("spans", x.spans))
     return replace(x, **fields)
-
-
-def _is_mask(key) -> bool:
-    return isinstance(key, torch.Tensor) and key.dtype == torch.bool
 
 
 def _apart(ids, spans) -> IdSets:

@@ -250,10 +250,6 @@ class Sequences:
             flat = flat[self._order]
         return torch.segment_reduce(flat, "sum", offsets=self._offsets, initial=0, unsafe=True)
 
-    def _global_sum(self, values):
-        """Sum [B] fp32 of each sequence's tokens over the group; NaN on all ranks if bounds are invalid on one."""
-        return sum_over_ranks(self._poisoned(self._local_sum(values)), self.group).float()
-
     def _local_spread(self, per_sequence):
         """Each token's value [..] of per_sequence [B], 0 outside of the mask."""
         if self._ids is None:
@@ -269,7 +265,8 @@ class _SumTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, values, sequences):
         ctx.sequences, ctx.dtype = sequences, values.dtype
-        return sequences._global_sum(values)
+        # NaN on all ranks if bounds are invalid on one
+        return sum_over_ranks(sequences._poisoned(sequences._local_sum(values)), sequences.group).float()
 
     @staticmethod
     def backward(ctx, grad):

@@ -25,12 +25,6 @@ NAMES = "labels, weights and inputs"
 UNSHARD = "call this within the forward of the module that FSDP manages, or after its unshard()"
 
 
-def expect_shard(shard, expected: str = "a VocabShard or None"):
-    """Raise TypeError unless it is a VocabShard. expected: for the message."""
-    if not isinstance(shard, VocabShard):
-        raise TypeError(f"shard must be {expected}, got {type(shard).__name__}: see VocabShard.from_group")
-
-
 def resolve_shard(logits: torch.Tensor, shard: VocabShard | None) -> VocabShard:
     """Return the shard of plain logits [.., width]; None means that they are of the whole vocabulary."""
     if logits.dim() < 1:
@@ -39,7 +33,8 @@ def resolve_shard(logits: torch.Tensor, shard: VocabShard | None) -> VocabShard:
         if torch.compiler.is_compiling():
             return VocabShard(0, logits.shape[-1], logits.shape[-1])
         return _whole_vocabulary(logits.shape[-1])
-    expect_shard(shard)
+    if not isinstance(shard, VocabShard):
+        raise TypeError(f"shard must be a VocabShard or None, got {type(shard).__name__}: see VocabShard.from_group")
     if not torch.compiler.is_compiling():
         shard.expect_live_group()
     return shard
@@ -95,7 +90,7 @@ def local_head(
         hidden, weight, bias, shard = _local_dtensors(hidden, weight, bias, shard, hidden_grad)
     else:
         shard = resolve_shard(weight.t(), shard)
-    sizes: Sizes = {"width": (shard.width, "the shard")}
+    sizes: Sizes = {"width": (shard.width, f"the shard's ids [{shard.start}, {shard.stop})")}
     for name, x, line in (("hidden states", hidden, HIDDEN), ("weight", weight, WEIGHT), ("bias", bias, BIAS)):
         if x is not None:
             line.check(name, x, sizes)
@@ -151,9 +146,11 @@ def local_part(
         tokens: the call's logits or hidden states, as the caller gave them.
         sharded: the dimension of a tensor that is sharded on the vocabulary; None: it has none.
     """
+    if x is None:
+        return x
     tokens = tokens if is_dtensor(tokens) else None
-    if x is None or isinstance(x, torch.Tensor):
-        return x if x is None else _local_tensor(name or NAMES, x, shard, hidden_grad, tokens, sharded)
+    if isinstance(x, torch.Tensor):
+        return _local_tensor(name or NAMES, x, shard, hidden_grad, tokens, sharded)
     found = {}
     for field, dim in getattr(type(x), "tensors", {}).items():  # without a comprehension: torch.compile follows
         value = getattr(x, field)

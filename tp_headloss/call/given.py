@@ -69,8 +69,9 @@ class Given(NamedTuple):
         """Raise TypeError or ValueError unless these arguments, and tensors that are fields of them, are what their
         lines say. sizes: of symbols of shapes, and the device, that are known; K is of each argument by itself."""
         for name in names:
-            value, within = getattr(self, name), {symbol: size for symbol, size in sizes.items() if symbol != "K"}
+            value = getattr(self, name)
             LINES[name].check(name, value, sizes)
+            within = sizes if value is None else {symbol: size for symbol, size in sizes.items() if symbol != "K"}
             others = PER_TOKEN if getattr(value, "spans", None) is None else FLAT_SETS
             for field, line in getattr(value, "lines", {}).items():
                 if isinstance(x := getattr(value, field), torch.Tensor):

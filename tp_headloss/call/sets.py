@@ -11,6 +11,7 @@ from ..engine.request import Facts, TokenOrder
 from ..statistics import OVER_SETS
 from ..statistics.at_ids import known_ids
 from ..statistics.sets import rows_and_places
+from ..validation import refuse_tokens
 
 
 def validate_sets(sets: IdSets | None, labels, want, logits):
@@ -55,14 +56,13 @@ def check_sets(sets: IdSets, labels, ignore_index: int, vocab_size: int):
     labels, unknown = labels.reshape(-1), torch.zeros(len(spans), dtype=torch.bool, device=ids.device)
     unknown[row[ids[place] >= vocab_size]] = True
     unknown |= ~ragged(ids, spans).contains(labels)
-    bad = ((labels != ignore_index) & unknown).nonzero()
-    if len(bad):
-        token = int(bad[0])
-        begin, end = spans[token].tolist()
-        raise ValueError(
+    refuse_tokens(
+        (labels != ignore_index) & unknown,
+        lambda token: (
             f"the set of token {token} (flat index) must hold ids below {vocab_size} and its label "
-            f"{int(labels[token])}, got {ids[begin:end].tolist()[:20]}; {len(bad)} such tokens"
-        )
+            f"{int(labels[token])}, got {ids[slice(*spans[token].tolist())].tolist()[:20]}"
+        ),
+    )
 
 
 LARGEST_MASS = 1.01  # of a top-K teacher's entries: its log-probs may have been rounded before they came here
@@ -85,14 +85,14 @@ def check_entries(teacher: TopKTeacher, labels, ignore_index: int, vocab_size: i
     if teacher.tail_log_prob is not None:
         mass = mass + teacher.tail_log_prob.detach().reshape(-1).double().exp()
     valid = labels.reshape(-1) != ignore_index
-    bad = (valid & ~(mass <= LARGEST_MASS + rounding.clamp(max=0.1))).nonzero()  # NaN is bad, too
-    if len(bad):
-        token = int(bad[0])
-        raise ValueError(
+    refuse_tokens(
+        valid & ~(mass <= LARGEST_MASS + rounding.clamp(max=0.1)),  # NaN is bad, too
+        lambda token: (
             f"teacher.log_probs of token {token} (flat index) must be log-probs, of probabilities that add up to at "
-            f"most 1, got {float(mass[token]):.6g} from {given[token].tolist()[:20]}; {len(bad)} such tokens; are "
-            "these logits?"
-        )
+            f"most 1, got {float(mass[token]):.6g} from {given[token].tolist()[:20]}"
+        ),
+        "; are these logits?",
+    )
 
 
 def check_ids(
@@ -100,10 +100,9 @@ def check_ids(
 ):
     """Raise ValueError with the first token, if any, of whose known ids [.., K] one is at or beyond the vocabulary."""
     ids = ids.reshape(labels.numel(), ids.shape[-1])
-    bad = ((labels.reshape(-1) != ignore_index) & (known & (ids >= vocab_size)).any(1)).nonzero()
-    if len(bad):
-        token = int(bad[0])
-        raise ValueError(
-            f"{name} of token {token} (flat index) must be below {vocab_size}, got {ids[token].tolist()[:20]}; "
-            f"{len(bad)} such tokens"
-        )
+    refuse_tokens(
+        (labels.reshape(-1) != ignore_index) & (known & (ids >= vocab_size)).any(1),
+        lambda token: (
+            f"{name} of token {token} (flat index) must be below {vocab_size}, got {ids[token].tolist()[:20]}"
+        ),
+    )

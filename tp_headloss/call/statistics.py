@@ -14,7 +14,7 @@ from ..engine.request import Request
 from ..ranks.shard import VocabShard
 from ..spec import FLAG, Labels, Logits, TokenIds, TotalWeight, described
 from ..statistics import MaybeNone, VocabStatistics, documented_fields
-from ..validation import refuse_transforms
+from ..validation import refuse_tokens, refuse_transforms
 from .agreement import Agreement
 from .compile import uncompiled_where_needed
 from .given import Given, Want
@@ -62,7 +62,6 @@ def vocab_statistics(
             times. A negative id is none, and one at or beyond the vocabulary is NaN.
         total_weight: column weights w of ``total`` (class weights), not differentiable.
         ignore_index: label of tokens that are left out.
-        options: `Options`.
 
     Returns:
         `VocabStatistics`, each [..], equal bits on every rank.
@@ -174,7 +173,7 @@ def computed_statistics(request: Request, labels, options: Options | None, reduc
         reduction = reduction._replace(weight=weight, given=tuple(given))
     tensors = request.tensors
     # autograd looks at each of its arguments
-    if request.steps is not None or all(tensor is None for tensor in tensors[2:]):
+    if request.steps is not None or not [tensor for tensor in tensors[2:] if tensor is not None]:
         tensors = tensors[:2]
     refuse_transforms()
     *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)
@@ -183,8 +182,8 @@ def computed_statistics(request: Request, labels, options: Options | None, reduc
 
 def assembled(outputs, request: Request, labels, check: bool = False) -> VocabStatistics:
     """Statistics [N] in the order of `layout.outputs` -> [..]."""
-    if len(request.order.shape) != 1:
-        outputs = [request.order.unflatten(x) for x in outputs]
+    if not request.order.is_plain:
+        outputs = request.order.restored(outputs, request.layout.outputs)
     if check:
         found = dict(zip(request.layout.outputs, outputs))
         _check_labels(labels, found["owners"], found["valid"], request.shard)
@@ -197,13 +196,12 @@ def assembled(outputs, request: Request, labels, check: bool = False) -> VocabSt
 
 
 def _check_labels(labels, owners, valid, shard):
-    bad = (valid & (owners != 1)).flatten().nonzero()
-    if len(bad):
-        token = int(bad[0])
-        lonely = int(owners.flatten()[token]) == 0
-        hint = ": are these logits one rank's columns? Then pass shard=" if shard.group is None else ""
-        raise ValueError(
+    def message(token: int) -> str:
+        why = "no shard owns" if int(owners.flatten()[token]) == 0 else "ranks do not agree on"
+        return (
             f"label of token {token} (flat index) must be the ignore_index or in [0, {shard.vocab_size}), got "
-            f"{int(labels.flatten()[token])}, which {'no shard owns' if lonely else 'ranks do not agree on'}; "
-            f"{len(bad)} such tokens{hint}"
+            f"{int(labels.flatten()[token])}, which {why}"
         )
+
+    hint = ": are these logits one rank's columns? Then pass shard=" if shard.group is None else ""
+    refuse_tokens(valid & (owners != 1), message, hint)

@@ -112,25 +112,9 @@ def _entries_fake(ids, log_probs, *_):
     return torch.empty_like(ids, dtype=torch.int32), torch.empty_like(log_probs, dtype=dtype)
 
 
-def _known_sets_fake(ids, spans, *_):
-    return torch.empty_like(ids, dtype=torch.int32), torch.empty_like(spans)
-
-
 def _gather_tokens(x, world_size, group_name):
     gathered = comm.gather_parts(x, world_size, group_name)
     return x.clone() if gathered is x else gathered
-
-
-def _gather_tokens_fake(x, world_size, _):
-    return x.new_empty(world_size * x.shape[0], *x.shape[1:])
-
-
-def _reduce_tokens(x, how, world_size, group_name):
-    return comm.reduce_hidden(x.clone(memory_format=torch.contiguous_format), how, world_size, group_name)()
-
-
-def _reduce_tokens_fake(x, how, world_size, _):
-    return x.new_empty(x.shape[0] // world_size if how == "reduce_scatter" else x.shape[0], *x.shape[1:])
 
 
 _TENSORS = schema_of(Tensors)
@@ -146,9 +130,15 @@ register(
 )  # fmt: skip
 register(
     "known_sets", "Tensor ids, Tensor spans, int vocab_size, SymInt? most, str backend", "(Tensor, Tensor)",
-    functools.partial(_distinct, "known_sets"), _known_sets_fake,
+    functools.partial(_distinct, "known_sets"),
+    lambda ids, spans, *_: (torch.empty_like(ids, dtype=torch.int32), torch.empty_like(spans)),
 )  # fmt: skip
-register("gather_tokens", "Tensor x, int world_size, str group_name", "Tensor", _gather_tokens, _gather_tokens_fake)
 register(
-    "reduce_tokens", "Tensor x, str how, int world_size, str group_name", "Tensor", _reduce_tokens, _reduce_tokens_fake
-)
+    "gather_tokens", "Tensor x, int world_size, str group_name", "Tensor", _gather_tokens,
+    lambda x, size, _: x.new_empty(size * x.shape[0], *x.shape[1:]),
+)  # fmt: skip
+register(
+    "reduce_tokens", "Tensor x, str how, int world_size, str group_name", "Tensor",
+    lambda x, *how: comm.reduce_hidden(x.clone(memory_format=torch.contiguous_format), *how)(),
+    lambda x, how, size, _: x.new_empty(x.shape[0] // (size if how == "reduce_scatter" else 1), *x.shape[1:]),
+)  # fmt: skip

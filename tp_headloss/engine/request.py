@@ -70,12 +70,6 @@ class Tensors(NamedTuple):
         found: list[Any] = [x if x is None or i in strided else x.contiguous() for i, x in enumerate(tensors)]
         return cls(*found)
 
-    def rows(self, here: slice | torch.Tensor, logits: torch.Tensor) -> Tensors:
-        """The tensors of some tokens, whose logits are given."""
-        parts = {name: x[here] for name in PER_TOKEN if (x := getattr(self, name)) is not None}
-        scales = None if self.scales is None else self.scales[:, here].contiguous()
-        return self._replace(logits=logits, scales=scales, **parts)
-
 
 PER_TOKEN = "labels", "temperatures", "teacher", "entries", "entry_log_probs", "set_spans", "label_logits", "ids"
 
@@ -121,7 +115,11 @@ class Request(NamedTuple):
 
     def rows(self, here: slice | torch.Tensor, logits: torch.Tensor) -> Request:
         """The request of some tokens, whose logits are given."""
-        return self._replace(tensors=self.tensors.rows(here, logits))
+        tensors = self.tensors
+        parts = {name: x[here] for name in PER_TOKEN if (x := getattr(tensors, name)) is not None}
+        if tensors.scales is not None:
+            parts["scales"] = tensors.scales[:, here].contiguous()
+        return self._replace(tensors=tensors._replace(logits=logits, **parts))
 
     def columns(self, here: slice) -> Request:
         """The request of some columns of the shard; its logits are those columns already."""
@@ -151,7 +149,7 @@ class TokenOrder:
         if lead == 1 and not inplace:  # already a row of tokens
             self.permutation: list[int] | None = None
             self.shape: Sequence[int] = logits.shape[:1]
-            self.rows = logits.shape[0]
+            self.rows, self.is_plain = logits.shape[0], True
             return
         order: list[int] = []  # by descending stride; by hand, because a traced stride may be compared but not sorted
         for d in range(lead):
@@ -161,7 +159,7 @@ class TokenOrder:
             order.insert(at, d)
         self.permutation = None if order == list(range(lead)) else order
         self.shape = [logits.shape[d] for d in order]
-        self.rows = math.prod(self.shape)
+        self.rows, self.is_plain = math.prod(self.shape), lead == 1  # whether rows are the caller's tokens
         if inplace and self.rows and not self._can_be_overwritten(logits, order):
             raise ValueError(
                 "inplace=True needs logits whose leading dimensions form one row stride and whose elements do not "
@@ -181,6 +179,10 @@ class TokenOrder:
         if self.permutation is not None:
             x = x.permute(*self.permutation, *range(len(self.shape), x.dim()))
         return x.reshape(self.rows, *trailing) if len(self.shape) != 1 else x
+
+    def restored(self, outputs, names: tuple[str, ...]) -> list[torch.Tensor]:
+        """Statistics [N, *] by rows -> [.., *] of the caller's tokens."""
+        return [self.unflatten(x) for x in outputs]
 
     def unflatten(self, x: torch.Tensor) -> torch.Tensor:
         """[N, *] -> [.., *]"""

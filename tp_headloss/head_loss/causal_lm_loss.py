@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..spec import TENSOR, checked
+from ..spec import TENSOR, UNSHIFTED, checked
 from .call import expect_labels
 from .loss import HeadLoss
 from .output import HeadLossOutput
@@ -44,8 +44,7 @@ class CausalLMLoss(nn.Module):
         """
         TENSOR.check("logits", logits, {})
         expect_labels(labels, logits, token_weight)
-        if not labels.dim():
-            raise ValueError("labels must be [.., S], unshifted, got a scalar")
+        UNSHIFTED.check("labels", labels, {})
         labels = labels.long()  # an ignore_index need not fit int32
         last = torch.full_like(labels[..., :1], self.head_loss.ignore_index)
         if token_weight is not None:

@@ -25,6 +25,8 @@ METRIC_FUNCTIONS = {name: lambda stats, name=name: {name: METRICS[name](stats)} 
 class CallPlan(NamedTuple):
     """Facts of a definition that every call needs, worked out once; [0] without, [1] with sequences."""
 
+    names: list[str]  # of the terms
+    weighted: list[str]  # of those with token weights of their own
     inputs: dict[str, Line]  # what the inputs of a call must be, by name
     summed: tuple[list[StatisticsFunction], list[StatisticsFunction]]  # functions summed together with the loss
     apart: tuple[list[StatisticsFunction], list[StatisticsFunction]]  # functions that return metrics by name
@@ -93,9 +95,10 @@ class HeadLossDefinition(NamedTuple):
         """The definition with its plan."""
         summed = self.summed_functions(False), self.summed_functions(True)
         apart = self.metric_functions(False), self.metric_functions(True)
-        own = any(term.token_weight is not None or isinstance(term.weight, torch.Tensor) for term in self.terms)
+        weighted = [term.name for term in self.terms if term.token_weight is not None]
         sums: tuple[SumsPlan | None, SumsPlan | None] = (None, None)
-        if self.reduction != "none" and not own:
+        trained = any(isinstance(term.weight, torch.Tensor) for term in self.terms)
+        if self.reduction != "none" and not weighted and not trained:
             coefficients = [float(term.weight) for term in self.terms]
             plain, sequences = (SumsPlan.from_functions([f.function for f in part], coefficients) for part in summed)
             sums = plain, sequences
@@ -103,7 +106,8 @@ class HeadLossDefinition(NamedTuple):
             any(not isinstance(f.function, StatisticValue) for f in [*functions, *metrics])
             for functions, metrics in zip(summed, apart)
         )
-        plan = CallPlan(self.input_lines(), summed, apart, evaluated, sums, {}, [], {}, [])
+        names = [term.name for term in self.terms]
+        plan = CallPlan(names, weighted, self.input_lines(), summed, apart, evaluated, sums, {}, [], {}, [])
         return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:

@@ -43,15 +43,11 @@ def Distillation(
     """Divergence from a teacher's whole distribution. Input: "teacher", a `Teacher` with its temperatures.
 
     Args:
-        weight: factor of this term in the loss.
         divergence: "forward_kl" = KL(teacher || student); "reverse_kl" = KL(student || teacher); "cross_entropy" to the
             teacher's probabilities, which is the forward KL plus a constant; "jsd" with the teacher's beta;
             "total_variation". The last two take a second, small collective.
         temperature_squared: multiply value and gradient by T^2, T being the student's temperature.
         name: the term's name, by default the divergence's, or "teacher_cross_entropy".
-
-    Returns:
-        A `Term` for `HeadLoss`.
 
     Examples:
         >>> logits, labels = torch.tensor([[1.0, 0.0]]), torch.tensor([0])
@@ -84,7 +80,7 @@ def TopKDistillation(
     """Divergence from K entries of a teacher's distribution. Input: "teacher", a `TopKTeacher`.
 
     Args:
-        weight: factor of this term in the loss; several terms make a mixture.
+        weight: several terms make a mixture.
         divergence: "forward_kl", "reverse_kl", or "jsd" with the teacher's beta, which takes a second, small
             collective.
         support: the set over which the student is normalised: "topk", "vocabulary" or "tail", see
@@ -92,9 +88,6 @@ def TopKDistillation(
         outside_log_prob: log-prob of the teacher outside of its entries, for the reverse KL over the vocabulary.
         temperature_squared: as in `Distillation`.
         name: the term's name, by default "topk_" and the divergence's.
-
-    Returns:
-        A `Term` for `HeadLoss`.
 
     Examples:
         >>> logits, labels = torch.tensor([[1.0, 0.0]]), torch.tensor([0])

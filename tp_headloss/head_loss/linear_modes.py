@@ -9,6 +9,7 @@ import torch
 
 from ..arguments.linear import MIN_SWEEP_TOKENS
 from ..arguments.options import DEFAULTS
+from ..call.statistics import assembled
 from ..linear_head import one_sweep as sweep
 from ..linear_head.call import LinearCall, log_mode
 from ..linear_head.teacher import map_teacher_tensors, without_logits
@@ -25,7 +26,9 @@ def linear_output(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossO
     """Results of the mode that was decided, or of recompute where one sweep turns out to be impossible."""
     try:
         compute = one_sweep if head.sweep_tokens else recompute
-        return known_output(compute(call, head, evaluate), head)
+        out = compute(call, head, evaluate)
+        order = head.request.order
+        return known_output(out, order) if isinstance(order, ValidTokens) else out
     except sweep.OneSweepObstacle as obstacle:
         log_mode(f"no one sweep, because {obstacle}")
         call.definition.plan.obstacles.append(str(obstacle))
@@ -53,7 +56,8 @@ def sweep_tokens(call: Call, head: LinearCall) -> int:
 
 def recompute(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutput:
     """Results from statistics that remain differentiable; the backward makes the logits again."""
-    stats = head.recompute(call.labels, (call.definition.options or DEFAULTS).check)
+    check = (call.definition.options or DEFAULTS).check
+    stats = assembled(head.recompute_outputs(), head.request, call.labels, check)
     return make_output(call, stats, evaluate, fused_reduction(call, stats.lse, head.request.facts.backend))
 
 
@@ -71,11 +75,9 @@ def one_sweep(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutpu
     return out._replace(loss=loss, stats=stats)
 
 
-def known_output(out: HeadLossOutput, head: LinearCall) -> HeadLossOutput:
+def known_output(out: HeadLossOutput, order: ValidTokens) -> HeadLossOutput:
     """Return the output with losses, sums and count of NaN, if more tokens are valid than `Linear.max_valid_tokens`."""
-    if not isinstance(head.request.order, ValidTokens):
-        return out
-    known = torch.where(head.request.order.missing, torch.nan, 1.0)
+    known = torch.where(order.missing, torch.nan, 1.0)
     sums = {
         field: {name: x * known for name, x in getattr(out, field).items()}
         for field in ("terms", "metrics", "sequence_metrics", "term_counts")

@@ -158,9 +158,6 @@ class HeadLoss(nn.Module):
                 "sequences", a `Sequences` with the labels' shape, whose mask ignores tokens; "teacher", a `Teacher` or
                 a `TopKTeacher`; "sets", `IdSets`.
 
-        Returns:
-            `HeadLossOutput`.
-
         Raises:
             TypeError, ValueError: the errors of `vocab_statistics`, and inputs that terms need and did not get.
         """
@@ -192,7 +189,9 @@ class HeadLoss(nn.Module):
         with Agreement(given.options, given.shard) as agreement:
             tokens, given = given.tokens, given.local()
             token_weight, denominator, inputs = local_arguments(tokens, given, token_weight, denominator, inputs)
-            definition = self._traceable_definition()
+            definition = self._definition
+            if torch.compiler.is_compiling():  # a graph cannot take the functions of a plan from outside
+                definition = definition.planned()
             facts = replicated_facts(definition, token_weight, denominator, inputs)
             agreement.record(name, given.shard, **facts, **given.facts())
             call = check_call(definition, given, token_weight, denominator, inputs)
@@ -231,9 +230,6 @@ class HeadLoss(nn.Module):
             linear: how the gradient of the hidden states is reduced, the mode and its memory.
             labels, shard, token_weight, denominator, transform, inputs: as in `forward`.
 
-        Returns:
-            `HeadLossOutput`.
-
         Raises:
             TypeError, ValueError: as in `forward`; a budget that is too small, or a mode that the call rules out.
 
@@ -243,13 +239,11 @@ class HeadLoss(nn.Module):
             tensor(1.3863)
         """
         linear, options, kind = NO_OPTIONS if linear is None else linear, self._definition.options, None
-        LINES["linear"].check("linear", linear, {})
-        if options is not None and options.gradient == "forward":
-            raise ValueError("gradient='forward' is for logits; from hidden states use Linear('one_sweep')")
         if token_weight is None and transform is None and bias is None:
             kind = kind_of_linear_call(options, hidden, weight, labels, shard, denominator, inputs, linear)
         found = kind and checked_before(self._definition, kind, hidden, weight, labels, shard, denominator, inputs)
         if found is None:
+            LINES["linear"].check("linear", linear, {})
             given = self._given(None, labels, shard, transform)
             given = given._replace(hidden=hidden, weight=weight, bias=bias, linear=linear)
             call, head = self._checked(given, token_weight, denominator, inputs)
@@ -261,10 +255,6 @@ class HeadLoss(nn.Module):
         """The arguments of a call with those of the definition."""
         given = Given.checked(logits, labels, shard, self.want, transform, self.options)
         return given._replace(ignore_index=self.ignore_index)
-
-    def _traceable_definition(self) -> HeadLossDefinition:
-        """The definition; its plan is made within a graph, which cannot take the functions of one from outside."""
-        return self._definition.planned() if torch.compiler.is_compiling() else self._definition
 
     def _evaluate_functions(self, *args):
         """Call `evaluate`, or this module's compiled copy of it."""

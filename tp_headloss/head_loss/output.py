@@ -53,9 +53,25 @@ class HeadLossOutput(NamedTuple):
 Outputs: TypeAlias = Annotated[Sequence[HeadLossOutput], TupleOf(Instance(HeadLossOutput))]
 
 
-def without_graph(out: HeadLossOutput) -> HeadLossOutput:
-    """Return the output detached and without statistics, so that keeping it keeps no activations."""
-    return out._replace(loss=out.loss.detach(), stats=None)
+class Observed:
+    """What a host's adapter keeps of the calls of its `HeadLoss`.
+
+    Attributes:
+        observe: function that is called with the `last` of each call, or None.
+        last: `HeadLossOutput` of the last call, without graph and statistics, so that keeping it keeps no activations.
+        calls: number of calls.
+    """
+
+    observe: Callable[[HeadLossOutput], None] | None = None
+    last: HeadLossOutput | None = None
+    calls = 0
+
+    def observed(self, out: HeadLossOutput) -> HeadLossOutput:
+        """Return the output of a call, which is counted, kept and shown."""
+        self.last, self.calls = out._replace(loss=out.loss.detach(), stats=None), self.calls + 1
+        if self.observe is not None:
+            self.observe(self.last)
+        return out
 
 
 @checked
@@ -133,12 +149,11 @@ def make_output(
     if loss is None:
         loss, sums = reduce_tokens(call, stats, values, reduction)
     *sums, total = sums.unbind(0) if isinstance(sums, torch.Tensor) else sums
-    terms = {term.name: value for term, value in zip(definition.terms, sums)}
+    terms = dict(zip(definition.plan.names, sums))
     named = () if has_sequences else definition.metrics
     metrics = dict(zip(named, sums[len(terms) :]))
-    weighted = [term.name for term in definition.terms if term.token_weight is not None]
     by_sequence = call.count is not None  # whose weights are the reduction's alone
-    term_counts = {} if by_sequence else dict(zip(weighted, sums[len(terms) + len(named) :]))
+    term_counts = {} if by_sequence else dict(zip(definition.plan.weighted, sums[len(terms) + len(named) :]))
     if other_metrics:
         expect_distinct_names(metrics, other_metrics)
         metrics |= other_metrics

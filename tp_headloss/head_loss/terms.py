@@ -32,7 +32,6 @@ class Term:
         function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and averages. A
             `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no kernel of its own. To pickle a
             HeadLoss, use functions of a module, and `functools.partial` for their constants, instead of lambdas.
-        weight: factor of this term in the loss.
         want: the optional statistics that the function reads.
         token_weight: ``token_weight(stats, **inputs) -> [..]``, such as class weights; this term's mean divides by
             their sum instead of by the number of valid tokens.
@@ -116,12 +115,8 @@ def CrossEntropy(
     """Cross-entropy, as torch.nn.functional.cross_entropy computes it.
 
     Args:
-        weight: factor of this term in the loss.
         smoothing_formula: see `losses.smoothed_cross_entropy`.
         class_weight: replicated; the mean then divides by the sum of the labels' weights, as in torch.
-
-    Returns:
-        A `Term` for `HeadLoss`.
 
     Examples:
         >>> logits, labels = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])
@@ -151,10 +146,7 @@ def ZLoss(weight: Weight) -> Term:
     """Squared log-partition function, lse^2, which keeps logits from drifting.
 
     Args:
-        weight: factor of this term in the loss, such as 1e-4.
-
-    Returns:
-        A `Term` for `HeadLoss`.
+        weight: such as 1e-4.
 
     Examples:
         >>> HeadLoss([CrossEntropy(), ZLoss(1e-4)])(torch.zeros(1, 4), torch.tensor([0])).terms
@@ -171,10 +163,7 @@ def Entropy(weight: Weight, over: Over = "vocabulary") -> Term:
     """Entropy bonus: minimises -entropy, with the entropy's own gradient.
 
     Args:
-        weight: factor of this term in the loss; positive rewards entropy.
-
-    Returns:
-        A `Term` for `HeadLoss`.
+        weight: positive rewards entropy.
 
     Examples:
         >>> HeadLoss([CrossEntropy(), Entropy(0.5)])(torch.zeros(1, 4), torch.tensor([0])).loss  # log 4 - log 4 / 2

@@ -56,14 +56,3 @@ def require(distribution: str) -> tuple[int, ...]:
     if not is_supported(distribution, version):
         raise ImportError(f"this needs {wanted}, got {version}")
     return _release(version)
-
-
-def check_type(name: str, value, *kinds: type | None) -> None:
-    """Raise TypeError, with the expected and the actual type, unless `value` is an instance of one of `kinds`, or None
-    if None is among them."""
-    classes = tuple(kind for kind in kinds if kind is not None)
-    if isinstance(value, classes) or (value is None and None in kinds):
-        return
-    expected = " or ".join("None" if kind is None else kind.__name__ for kind in kinds)
-    got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
-    raise TypeError(f"{name} must be of type {expected}, got {got}")

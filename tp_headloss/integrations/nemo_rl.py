@@ -34,7 +34,19 @@ from ..ranks.shard import Group
 from ..spec import Count, Floating, Ids, Logits, Rows, Size, Unused, checked
 from .nemo_rl_distillation import get_distillation_topk_logprobs_from_logits
 from .nemo_rl_sampling import kept_by, log_probs_over, sets_of_next_tokens
-from .rl_calls import PackedTokens, RankedTokens, bounded_shard, even_shard_of_rank, next_tokens, refuse
+from .rl_calls import (
+    CpGroup,
+    InferenceOnly,
+    PackedTokens,
+    RankedTokens,
+    TokensNotShifted,
+    TpGroup,
+    VocabSize,
+    bounded_shard,
+    even_shard_of_rank,
+    next_tokens,
+    refuse,
+)
 
 __all__ = [
     "from_parallel_hidden_states_to_logprobs",
@@ -49,33 +61,29 @@ SEQUENCE_PARALLEL = Linear(hidden_grad="reduce_scatter")
 
 @checked
 def get_next_token_logprobs_from_logits(
-    input_ids: Ids,
+    input_ids: TokensNotShifted,
     next_token_logits: Logits,
     seq_index: Unused = None,
     vocab_parallel_rank: Count | None = None,
-    vocab_parallel_group: Group = None,
-    context_parallel_group: Group = None,
+    vocab_parallel_group: TpGroup = None,
+    context_parallel_group: CpGroup = None,
     sampling_params: Unused = None,
     chunk_size: int | None = None,
     cp_sharder: Unused = None,
     *,
     sampling_mask: Unused = None,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
 ) -> torch.Tensor:
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated.
 
     Args:
-        input_ids: [B, S] replicated.
         next_token_logits: [B, S or more, V/P], under context parallelism [B, L, V/P], sharded on V in even shards of
             vocab_parallel_group, a DTensor, or without a group the whole vocabulary.
         sampling_params: NeMo-RL's TrainingSamplingParams, another object with top_k and top_p, or a mapping of its
             fields. A temperature is not applied.
         sampling_mask: NeMo-RL's SamplingMask of the tokens, token_ids [B, S, K] and sizes [B, S], or the batch that has
             it, in the place of top_k and top_p, which are not looked at then.
-        context_parallel_group: group whose ranks hold parts of every sequence, see the module.
         seq_index, cp_sharder: None.
-        vocab_size: number of ids of the tokenizer, not the padded number of columns: columns at or beyond it are
-            padding, and do not enter the softmax. None, or the padded number: all columns do, as in NeMo-RL.
 
     Raises:
         TypeError: sampling_params of another class.
@@ -91,28 +99,24 @@ def get_next_token_logprobs_from_logits(
 @checked
 def from_parallel_logits_to_logprobs(
     vocab_parallel_logits: Logits,
-    target: Ids,
+    target: TokensNotShifted,
     vocab_start_index: Count,
     vocab_end_index: Count,
-    tp_group: Group,
-    inference_only: bool = False,
-    cp_group: Group = None,
+    tp_group: TpGroup,
+    inference_only: InferenceOnly = False,
+    cp_group: CpGroup = None,
     chunk_size: int | None = None,
     sampling_params: Unused = None,
     *,
     sampling_mask: Unused = None,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
 ) -> torch.Tensor:
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from logits of shards of any bounds.
 
     Args:
         vocab_parallel_logits: [B, S or more, width], under context parallelism [B, L, width], of ids
             [vocab_start_index, vocab_end_index).
-        target: [B, S] replicated, not shifted.
-        tp_group: group that shares the vocabulary; None: one rank has all of it.
-        inference_only: True: nothing is saved for a backward, and the result has no gradient.
-        cp_group: the context_parallel_group.
-        vocab_size, sampling_params, sampling_mask: as in `get_next_token_logprobs_from_logits`, errors, too.
+        sampling_params, sampling_mask: as in `get_next_token_logprobs_from_logits`, errors, too.
     """
     kept = kept_by(sampling_params, sampling_mask)
     device = None if kept is None else vocab_parallel_logits.device  # whose sets need one number of ids
@@ -128,14 +132,14 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     unpacked_seqlen: Size,
     vocab_start_index: Count,
     vocab_end_index: Count,
-    group: Group,
-    inference_only: bool = False,
-    cp_group: Group = None,
+    group: TpGroup,
+    inference_only: InferenceOnly = False,
+    cp_group: CpGroup = None,
     chunk_size: int | None = None,
     sampling_params: Unused = None,
     target_is_pre_rolled: bool = False,
     *,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
 ) -> torch.Tensor:
     """Return the log-probs [B, unpacked_seqlen - 1] fp32 of the next tokens of B packed sequences, replicated.
 
@@ -147,8 +151,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         vocab_parallel_logits: [1, T/C, width] of ids [vocab_start_index, vocab_end_index).
         target: [1, T] replicated, not shifted; with target_is_pre_rolled [1, T/C], this rank's labels.
         cu_seqlens_padded: [B + 1] the first token of each sequence, and T.
-        group: group that shares the vocabulary; None: one rank has all of it.
-        cp_group, inference_only, sampling_params, vocab_size: as in `from_parallel_logits_to_logprobs`.
+        sampling_params: as in `from_parallel_logits_to_logprobs`.
 
     Raises:
         ValueError: shapes that do not fit, and as `from_parallel_logits_to_logprobs`. Bounds that do not fit are one on
@@ -167,15 +170,15 @@ def from_parallel_hidden_states_to_logprobs(
     tensor_parallel_hidden_states: Floating,
     output_weight_layer: Rows,
     runtime_gather_output: bool | None,
-    target: Ids,
+    target: TokensNotShifted,
     vocab_start_index: Count,
     vocab_end_index: Count,
-    tp_group: Group,
-    inference_only: bool = False,
+    tp_group: TpGroup,
+    inference_only: InferenceOnly = False,
     cp_group: Group = None,
     chunk_size: int | None = None,
     *,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
     linear: Linear = SEQUENCE_PARALLEL,
 ) -> torch.Tensor:
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from hidden states, without logits.
@@ -187,10 +190,8 @@ def from_parallel_hidden_states_to_logprobs(
         output_weight_layer: [width, H], the rows [vocab_start_index, vocab_end_index). Without a vocab_size, one small
             all-gather, for which the host waits.
         runtime_gather_output: None or False; ValueError for True.
-        target: [B, S] replicated, not shifted.
         linear: `Linear`; blocks of logits have ``linear.budget`` bytes, not chunk_size tokens.
         cp_group: None, or a group of one rank, as in NeMo-RL.
-        tp_group, inference_only, vocab_size: as in `from_parallel_logits_to_logprobs`.
     """
     refuse(runtime_gather_output=runtime_gather_output or None)
     if group_size(cp_group) > 1:

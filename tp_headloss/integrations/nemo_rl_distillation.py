@@ -6,10 +6,9 @@ import torch
 
 from ..call.dtensor import local_part
 from ..call.statistics import vocab_statistics
-from ..ranks.comm import sum_over_ranks
-from ..ranks.shard import Group
-from ..spec import Count, Floating, Ids, Logits, Size, Unused, checked
-from .rl_calls import RankedTokens, even_shard_of_rank, refuse
+from ..engine.autograd import FromShards
+from ..spec import Count, Floating, Ids, Logits, Unused, checked
+from .rl_calls import CpGroup, RankedTokens, TpGroup, VocabSize, even_shard_of_rank, refuse
 
 
 @checked
@@ -20,11 +19,11 @@ def get_distillation_topk_logprobs_from_logits(
     zero_outside_topk: bool,
     calculate_entropy: bool,
     vocab_parallel_rank: Count | None = None,
-    vocab_parallel_group: Group = None,
-    context_parallel_group: Group = None,
+    vocab_parallel_group: TpGroup = None,
+    context_parallel_group: CpGroup = None,
     cp_sharder: Unused = None,
     *,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the log-probs at a teacher's K ids, without the last position: the student's [B, S - 1, K], the teacher's
     [B, S - 1, K], and H_all [B, S - 1] = sum p log p (NeMo-RL's sign), or None.
@@ -67,18 +66,6 @@ def get_distillation_topk_logprobs_from_logits(
     return tokens.join(student)[:, : shape[1] - 1], teacher[:, :-1], entropy
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Sum [..] over the ranks of a group. Ranks have equal upstream gradients, each the gradient of its own part."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        return sum_over_ranks(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
 def _logits_at(logits, ids, shard) -> torch.Tensor:
     """Logits at ids [B, S, K] of the whole vocabulary, fp32 or float64, replicated and differentiable."""
     # only the first of equal ids reads the logits, so that the gradients of equal ids are added in fp32
@@ -91,5 +78,5 @@ def _logits_at(logits, ids, shard) -> torch.Tensor:
     else:
         own = logits.gather(-1, columns)
     own = torch.where(owned, own.to(torch.promote_types(own.dtype, torch.float32)).gather(-1, first), 0.0)
-    whole = _SumOverRanks.apply(own, shard.group)
+    whole = FromShards.apply(own, "all_reduce", shard.world_size, shard.group_name)  # all but one rank have 0
     return whole.masked_fill((ids < 0) | (ids >= shard.vocab_size), torch.nan)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 
 class Replacement:
     """Entries of a dict (methods of one model object, engines of a registry) that stand in the place of the host's own;
@@ -57,6 +59,28 @@ class Replacement:
         self.remove()
         if kind is None:
             self.expect_use()
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module):
+    """Evaluation mode without gradients for the duration of the block; then each module returns to its own mode."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def expect_close(name: str, found: torch.Tensor, expected: torch.Tensor, compares: bool):
+    """Raise RuntimeError unless a check call's result is fp32 of the host's shape, and, if it `compares`, close to the
+    host's own, which may have been computed in bf16."""
+    if found.shape != expected.shape or found.dtype != torch.float32:
+        raise RuntimeError(f"{name} must be fp32 {list(expected.shape)}, got {found.dtype} {list(found.shape)}")
+    if compares and not torch.allclose(found, expected.float(), rtol=2e-2, atol=2e-2):
+        raise RuntimeError(f"{name} differs from the host's own by {float((found - expected).abs().max()):.3g}")
 
 
 @contextmanager

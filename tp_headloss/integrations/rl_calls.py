@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Annotated, TypeAlias
 
 import torch
 
@@ -13,11 +14,20 @@ from ..call.dtensor import local_logits
 from ..call.subclasses import is_dtensor
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.comm import gather_from_ranks, group_size, sum_over_ranks
-from ..ranks.shard import VocabShard, expect_group
-from ..spec import IDS, TENSOR, IntLine, TensorLine
+from ..ranks.shard import Group, VocabShard, expect_group
+from ..spec import IDS, TENSOR, Ids, IntLine, Size, TensorLine
 
 IGNORED_LABEL = -100
 UNREDUCED_HIDDEN_GRAD = Linear(hidden_grad="none")
+TpGroup: TypeAlias = Annotated[Group, "That shares the vocabulary; None: one rank has all of it"]
+CpGroup: TypeAlias = Annotated[Group, "Whose ranks hold parts of every sequence"]
+InferenceOnly: TypeAlias = Annotated[bool, "True: nothing is saved for a backward, and the result has no gradient"]
+TokensNotShifted: TypeAlias = Annotated[Ids, "[B, S] replicated, not shifted"]
+VocabSize: TypeAlias = Annotated[
+    Size,
+    "Number of ids of the tokenizer, not the padded number of columns: columns at or beyond it are padding, and do not "
+    "enter the softmax. None, or the padded number: all columns do, as in the host",
+]
 Score = Callable[[torch.Tensor], torch.Tensor]  # labels of this rank -> their log-probs, of the same shape
 
 

@@ -18,8 +18,7 @@ from itertools import chain
 import torch
 
 from ..arguments.id_sets import IdSets
-from ..spec import IDS
-from . import check_type
+from ..spec import IDS, TENSOR
 
 
 def from_vllm(masks: Iterable) -> IdSets:
@@ -97,7 +96,7 @@ def from_nemo_rl(mask) -> IdSets:
         ids, sizes = (mask[f"sampling_mask_{name}"] for name in ("token_ids", "sizes"))
     else:
         ids, sizes = mask.token_ids, mask.sizes
-    check_type("token_ids of a sampling mask", ids, torch.Tensor)
+    TENSOR.check("token_ids of a sampling mask", ids, {})
     IDS.check("sizes of a sampling mask", sizes := _int_tensor(sizes), {})
     if sizes.shape != ids.shape[:-1]:
         raise ValueError(f"a sampling mask must have sizes {list(ids.shape[:-1])}, got {list(sizes.shape)}")

@@ -22,13 +22,17 @@ import torch
 from ..call.statistics import vocab_statistics
 from ..linear_head import Linear
 from ..ranks.comm import group_size, sum_over_ranks
-from ..ranks.shard import Group
 from ..spec import Count, Floating, Ids, Logits, PositiveFp32, Real, Rows, Size, TensorLine, Unused, checked
 from .nemo_rl import from_parallel_logits_to_logprobs
 from .rl_calls import (
     UNREDUCED_HIDDEN_GRAD,
+    CpGroup,
+    InferenceOnly,
     PackedTokens,
     RankedTokens,
+    TokensNotShifted,
+    TpGroup,
+    VocabSize,
     bounded_shard,
     even_shard,
     head_scorer,
@@ -59,14 +63,14 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     unpacked_seqlen: Size,
     vocab_start_index: Count,
     vocab_end_index: Count,
-    group: Group,
-    inference_only: bool = False,
-    cp_group: Group = None,
+    group: TpGroup,
+    inference_only: InferenceOnly = False,
+    cp_group: CpGroup = None,
     chunk_size: int | None = None,
     attention_mask: Attended | None = None,
     sub_seq_lengths: Unused = None,
     *,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
 ) -> torch.Tensor:
     """Return the log-probs [B, unpacked_seqlen - 1] fp32 of the next tokens of packed sequences, replicated.
 
@@ -75,15 +79,10 @@ def from_parallel_logits_to_logprobs_packed_sequences(
             ranks.
         target: [1, T] replicated, not shifted.
         cu_seqlens_padded: [sequences + 1] the first token of each sequence, and T.
-        group: group that shares the vocabulary; None: one rank has all of it.
-        inference_only: True: nothing is saved for a backward, and the result has no gradient.
-        cp_group: group whose ranks hold parts of every sequence.
         attention_mask: [B, unpacked_seqlen] where the tokens of each sequence were before packing, and go back to.
             None: a sequence begins its row.
         sub_seq_lengths: for each row the lengths of its sequences, without padding; they follow each other in the row,
             with it, and a row that is too long is cut. The attention_mask is not looked at then.
-        vocab_size: number of ids of the tokenizer; columns at or beyond it are padding, and do not enter the softmax.
-            None: all columns do, as in SkyRL.
 
     Raises:
         ValueError: shapes that do not fit. Bounds that do not fit are one on CPUs; on GPUs all results are NaN.
@@ -99,17 +98,17 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 def from_parallel_hidden_to_logprobs(
     hidden: Floating,
     lm_head_weight: Rows,
-    target: Ids,
+    target: TokensNotShifted,
     vocab_start_index: Count,
     vocab_end_index: Count,
-    tp_group: Group,
-    inference_only: bool = False,
-    cp_group: Group = None,
+    tp_group: TpGroup,
+    inference_only: InferenceOnly = False,
+    cp_group: CpGroup = None,
     chunk_size: int | None = None,
     temperature: PositiveFp32 = 1.0,
     fused_backend: str = "torch",
     *,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
     linear: Linear = UNREDUCED_HIDDEN_GRAD,
 ) -> torch.Tensor:
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from hidden states, without logits.
@@ -118,11 +117,9 @@ def from_parallel_hidden_to_logprobs(
         hidden: [B, S or more, H], or with C context-parallel ranks [B, L, H], where C L is S or more; replicated over
             tp_group.
         lm_head_weight: [width, H] of ids [vocab_start_index, vocab_end_index).
-        target: [B, S] replicated, not shifted.
         temperature: divides the logits.
         linear: `Linear`. By default the gradient of hidden is this rank's part alone, as in SkyRL, where the gather of
             sequence parallelism sums it in its backward.
-        tp_group, inference_only, cp_group, vocab_size: as in `from_parallel_logits_to_logprobs_packed_sequences`.
     """
     shard = bounded_shard(vocab_start_index, vocab_end_index, tp_group, vocab_size, device=lm_head_weight.device)
     score = head_scorer(hidden, lm_head_weight, shard, temperature, linear)
@@ -139,16 +136,16 @@ def from_parallel_hidden_to_logprobs_packed_sequences(
     unpacked_seqlen: Size,
     vocab_start_index: Count,
     vocab_end_index: Count,
-    group: Group,
-    inference_only: bool = False,
-    cp_group: Group = None,
+    group: TpGroup,
+    inference_only: InferenceOnly = False,
+    cp_group: CpGroup = None,
     chunk_size: int | None = None,
     attention_mask: Attended | None = None,
     sub_seq_lengths: Unused = None,
     temperature: PositiveFp32 = 1.0,
     fused_backend: str = "torch",
     *,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
     linear: Linear = UNREDUCED_HIDDEN_GRAD,
 ) -> torch.Tensor:
     """Return the log-probs of `from_parallel_logits_to_logprobs_packed_sequences` from hidden states [1, T/C, H]; other
@@ -167,13 +164,13 @@ def vocab_parallel_entropy_packed_sequences(
     num_actions: Size,
     attention_mask: Attended,
     loss_mask: Real | None,
-    cp_group: Group,
+    cp_group: CpGroup,
     sub_seq_lengths: Unused = None,
     chunk_size: int | None = None,
     chunk_memory_mb: int = 512,
     *,
-    tp_group: Group,
-    vocab_size: Size | None = None,
+    tp_group: TpGroup,
+    vocab_size: VocabSize | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean entropy of packed action tokens over all context-parallel ranks, sum(w e) / max(sum(w), 1),
     without a gradient, and this rank's part of it, differentiable; scalars, fp32. e is the entropy of the logits that
@@ -184,7 +181,6 @@ def vocab_parallel_entropy_packed_sequences(
         num_actions: how many tokens count at the end of each row of
             `from_parallel_logits_to_logprobs_packed_sequences`.
         loss_mask: [B, num_actions] their weights; None: all 1.
-        tp_group: group that shares the vocabulary in even shards, which SkyRL looks up; None: one rank has all of it.
         Others: as in `from_parallel_logits_to_logprobs_packed_sequences`.
     """
     logits, shard = even_shard(vocab_parallel_logits, tp_group, vocab_size)
@@ -202,13 +198,13 @@ def from_parallel_hidden_to_entropy_packed_sequences(
     num_actions: Size,
     attention_mask: Attended,
     loss_mask: Real | None,
-    cp_group: Group,
-    tp_group: Group,
+    cp_group: CpGroup,
+    tp_group: TpGroup,
     sub_seq_lengths: Unused = None,
     chunk_size: int | None = None,
     temperature: PositiveFp32 = 1.0,
     *,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
     linear: Linear = UNREDUCED_HIDDEN_GRAD,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the entropies of `vocab_parallel_entropy_packed_sequences` from hidden states [1, T/C, H] and the weight

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import torch
 
 from ..arguments.teachers import Teacher, TopKTeacher
 from ..call.statistics import vocab_statistics
 from ..ranks.comm import gather_from_ranks
-from ..ranks.shard import Group, VocabShard
+from ..ranks.shard import VocabShard
 from ..search.topk import topk_log_probs
-from ..spec import TOKEN_WEIGHT, Logits, Real, Scalar, Size, TensorLine, checked, sizes_of
-from .rl_calls import bounded_shard
+from ..spec import Scalar, Size, TensorLine, checked
+from .rl_calls import TpGroup, VocabSize, bounded_shard
+
+StudentLogits: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", ("B", "S", "width"), sharded=-1)]
+TeacherLogits: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, constant=True)]
+Mask: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("B", "S")), "Weights of tokens"]
 
 
 @checked
 def draft_soft_ce(
-    student_logits: Logits,
-    teacher_logits: Annotated[torch.Tensor, TensorLine("floating point", None, constant=True)],
-    mask: Real,
+    student_logits: StudentLogits,
+    teacher_logits: TeacherLogits,
+    mask: Mask,
     global_normalization_factor: Scalar | float | None = None,
-    vocab_parallel_group: Group = None,
+    vocab_parallel_group: TpGroup = None,
     chunk_size: int | None = None,
     *,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
 ) -> torch.Tensor:
     """Return the soft cross-entropy -sum softmax(teacher) log softmax(student) of a draft head, a mean over the mask.
 
@@ -32,16 +36,13 @@ def draft_soft_ce(
         student_logits, teacher_logits: [B, S, width] sharded on V over vocab_parallel_group, or without one the whole
             vocabulary; the teacher's must not require a gradient. Shards may be cut where padding begins, as SkyRL
             cuts them.
-        mask: [B, S] weights of tokens.
         global_normalization_factor: scalar instead of the mask's sum; both are at least 1.
-        vocab_size: number of ids of the tokenizer, for even shards that were not cut; columns beyond it are padding.
 
     Examples:
         >>> student, teacher = torch.zeros(1, 1, 4), torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])
         >>> draft_soft_ce(student, teacher, torch.ones(1, 1))  # log 4: the student is uniform
         tensor(1.3863)
     """
-    _expect_operands(student_logits, mask)
     width, rank = student_logits.shape[-1], 0 if vocab_parallel_group is None else vocab_parallel_group.rank()
     shard = bounded_shard(rank * width, (rank + 1) * width, vocab_parallel_group, vocab_size)  # no label asks for ids
     stats = vocab_statistics(
@@ -52,15 +53,15 @@ def draft_soft_ce(
 
 @checked
 def draft_soft_ce_topk(
-    student_logits: Logits,
-    teacher_logits: Annotated[torch.Tensor, TensorLine("floating point", None, constant=True)],
-    mask: Real,
+    student_logits: StudentLogits,
+    teacher_logits: TeacherLogits,
+    mask: Mask,
     k: Size,
     global_normalization_factor: Scalar | float | None = None,
-    vocab_parallel_group: Group = None,
+    vocab_parallel_group: TpGroup = None,
     roll_shift: int = 0,
     *,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
 ) -> torch.Tensor:
     """Return `draft_soft_ce` over the teacher's k likeliest ids, over which both are renormalised.
 
@@ -71,14 +72,13 @@ def draft_soft_ce_topk(
         k: ids per token, at least 1; all of them if there are fewer.
         roll_shift: teacher_logits are of the tokens as they are, and the teacher of token t is the one at
             t + roll_shift, around the end (SkyRL's mask leaves those out).
-        student_logits, teacher_logits, mask, global_normalization_factor, vocab_size: as in `draft_soft_ce`.
+        student_logits, teacher_logits, global_normalization_factor: as in `draft_soft_ce`.
 
     Examples:
         >>> student, teacher = torch.zeros(1, 1, 4), torch.tensor([[[1.0, 2.0, 0.0, 0.0]]])
         >>> draft_soft_ce_topk(student, teacher, torch.ones(1, 1), 2)  # log 2
         tensor(0.6931)
     """
-    _expect_operands(student_logits, mask)
     width = torch.tensor([student_logits.shape[-1]], device=student_logits.device)
     widths = gather_from_ranks(width, vocab_parallel_group).flatten().tolist()
     rank = 0 if vocab_parallel_group is None else vocab_parallel_group.rank()
@@ -93,12 +93,6 @@ def draft_soft_ce_topk(
     )
     entropy = -torch.where(log_tau == -torch.inf, 0.0, log_tau.exp() * log_tau).sum(-1)
     return _mean(stats.topk_forward_kl + entropy, mask, global_normalization_factor)
-
-
-def _expect_operands(student_logits, mask):
-    if student_logits.dim() != 3:
-        raise ValueError(f"student_logits must be [B, S, width], got {list(student_logits.shape)}")
-    TOKEN_WEIGHT.check("mask", mask, sizes_of("student_logits", student_logits, student_logits.shape[:-1]))
 
 
 def _mean(values, mask, factor):

@@ -12,22 +12,21 @@ from typing import Annotated
 import torch
 
 from ..call.statistics import vocab_statistics
-from ..ranks.shard import Group
-from ..spec import TOKEN_WEIGHT, Ids, Logits, Size, TensorLine, checked, sizes_of
-from .rl_calls import even_shard
+from ..spec import TOKEN_WEIGHT, Ids, Logits, TensorLine, checked, sizes_of
+from .rl_calls import TpGroup, VocabSize, even_shard
 
 
 @checked
 def calculate_log_probs_and_entropy(
     logits: Logits,
     tokens: Ids,
-    tp_group: Group,
+    tp_group: TpGroup,
     with_entropy: bool = False,
     chunk_size: int = -1,
     log_prob_keep_mask: Annotated[torch.Tensor, TensorLine("bool", None)] | None = None,
     with_entropy_grad: bool = True,
     *,
-    vocab_size: Size | None = None,
+    vocab_size: VocabSize | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probs [T, 1] of tokens and the entropies [T], or None, fp32, replicated and differentiable.
 
@@ -40,8 +39,6 @@ def calculate_log_probs_and_entropy(
         with_entropy: True returns the entropies, of the whole vocabulary even with a mask.
         log_prob_keep_mask: [T, V/P] bool, columns over which log-probs are normalised; the label is one, too.
         with_entropy_grad: False: the entropies have no gradient.
-        vocab_size: number of ids of the tokenizer; columns at or beyond it are padding, and do not enter the softmax.
-            None: all columns do, as in slime.
 
     Raises TypeError and ValueError as `vocab_statistics`, and the same for a mask of another shape or type.
 

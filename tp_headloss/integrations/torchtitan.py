@@ -26,7 +26,8 @@ from ..call.subclasses import is_dtensor
 from ..head_loss import HeadLoss, HeadLossOutput
 from ..linear_head import Linear
 from ..ranks.shard import VocabShard
-from . import check_type, require
+from ..spec import Instance, Size, checked
+from . import require
 from .fsdp import unsharded
 
 require("torchtitan")  # before it is imported: an error that says which versions are supported
@@ -51,13 +52,14 @@ class LogitsLoss(BaseLoss):
             tensors.
     """
 
+    @checked
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
         head_loss: HeadLoss = field(default_factory=HeadLoss)
-        global_vocab_size: int | None = None
+        global_vocab_size: Size | None = None
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
-        check_type("config", config, type(self).Config)
+        Instance(type(self).Config).check("config", config, {})
         self.head_loss, self.global_vocab_size = _checked_head_loss(config.head_loss), config.global_vocab_size
         self.fn = self.head_loss
         self._maybe_compile(compile_config)
@@ -110,14 +112,14 @@ class FusedHeadLoss(ChunkedLossWrapper):
             a ValueError.
     """
 
+    @checked
     @dataclass(kw_only=True, slots=True)
     class Config(BaseLoss.Config):
         head_loss: HeadLoss = field(default_factory=HeadLoss)
         linear: Linear = field(default_factory=lambda: Linear(hidden_grad="none"))
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
-        check_type("config", config, type(self).Config)
-        check_type("linear", config.linear, Linear)
+        Instance(type(self).Config).check("config", config, {})
         self.head_loss, self.linear, self.lm_head = _checked_head_loss(config.head_loss), config.linear, None
         if self.linear.hidden_grad == "reduce_scatter" or self.linear.main_grad:
             raise ValueError(
@@ -185,7 +187,6 @@ class FusedHeadLoss(ChunkedLossWrapper):
 
 def _checked_head_loss(head_loss: HeadLoss) -> HeadLoss:
     """Return the HeadLoss. ValueError unless its reduction and ignore_index are torchtitan's."""
-    check_type("head_loss", head_loss, HeadLoss)
     if head_loss.reduction != "mean" or head_loss.ignore_index != IGNORE_INDEX:
         raise ValueError(
             f"torchtitan divides by the number of all labels that are not {IGNORE_INDEX}: the HeadLoss must have "

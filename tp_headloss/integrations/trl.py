@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -118,16 +119,10 @@ class FusedLogProbs(InstalledForward):
                 bias=bias,
                 shard=call_shard(model, self.shard, self.linear, hidden),
                 want=tuple(want for name in self.settings["outputs"] for want in STATISTICS[name]),
-                transform=self._tempered_transform(),
+                transform=replace(self.transform, temperature=self.settings["temperature"]),
                 linear=self.linear,
             )
         return self._output(stats, labels, given)
-
-    def _tempered_transform(self) -> Transform:
-        """The model's transform, then the temperature of the settings."""
-        return Transform(
-            scale=self.transform.scale, softcap=self.transform.softcap, temperature=self.settings["temperature"]
-        )
 
     def _output(self, stats, labels, given):
         """TRL's output: the requested fields, 0 where ignored, and the mean negative log-prob as the loss."""

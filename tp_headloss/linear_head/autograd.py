@@ -11,77 +11,15 @@ from ..engine.backend import load_backend
 from ..engine.operators import can_skip_dispatch, fields_of, register, schema_of
 from ..engine.passes import kernel_gradients
 from ..engine.request import Facts, Request, TeacherOperands, Tensors, accumulation_dtype, without_gaps
-from ..ranks import comm
 from ..validation import refuse_batches
-from . import blocks, sweeps
-from .epilogue import has_wide_rows
-
-
-class LinearFacts(NamedTuple):
-    """Everything static about a linear head besides `Facts`."""
-
-    dtype: torch.dtype  # of the GEMMs' operands, and the logits
-    budget: int  # 0: the default
-    weight_sums: bool  # dW is returned in half precision
-    epilogue: bool  # whether recompute's logits are never stored
-    rounded: bool  # whether its logits are rounded to dtype
-    hidden_grad: str  # of `comm.HIDDEN_GRADS`; "reduce_scatter": the hidden states are gathered
-
-    def sizes(self, hidden, facts: Facts, teacher: TeacherOperands) -> blocks.Sizes:
-        """Sizes with an even share of the vocabulary, which all ranks know of each other, so that they agree."""
-        width, half = -(-facts.vocab_size // facts.world_size), hidden.dtype.itemsize == 2
-        tokens = max(1, self.token_count(hidden, facts))
-        fp32_logits = not (self.rounded or self.epilogue) and self.dtype.itemsize == 2
-        logit_bytes = self.dtype.itemsize + 4 * fp32_logits
-        if teacher.teacher_hidden is not None:
-            logit_bytes += teacher.block_dtype.itemsize
-        return blocks.Sizes(tokens, width, hidden.shape[-1], logit_bytes, half, self.weight_sums)
-
-    @property
-    def logits(self) -> sweeps.Logits:
-        """How the sweeps of recompute make logits."""
-        return sweeps.Logits(self.epilogue, self.rounded, self.budget or blocks.DEFAULT_BLOCK)
-
-    def blocks(self, hidden, facts: Facts, teacher: TeacherOperands) -> blocks.Blocks:
-        """The blocks of recompute; planned here, where the number of tokens is known, also to torch.compile."""
-        planner, sizes = blocks.recompute_blocks, self.sizes(hidden, facts, teacher)
-        found = blocks.planned(planner, sizes, self.budget or None)
-        if found is None:
-            raise ValueError(blocks.refusal(planner, sizes, self.budget))
-        return found
-
-    def operands(self, hidden, weight, facts: Facts) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states and weight as the GEMMs take them; those of epilogues read multiples of 16 bytes."""
-        weight = weight.to(self.dtype)
-        if self.epilogue and (weight.data_ptr() % 16 or not has_wide_rows(weight)):
-            weight = weight.clone(memory_format=torch.contiguous_format)
-        return self.gathered(hidden.to(self.dtype), facts), weight
-
-    def teacher_operands(self, teacher: TeacherOperands, facts: Facts) -> TeacherOperands:
-        """A teacher's head as the GEMMs take it."""
-        if teacher.teacher_hidden is None:
-            return teacher
-        hidden, weight = (x.to(teacher.operand_dtype) for x in (teacher.teacher_hidden, teacher.teacher_weight))
-        return teacher._replace(teacher_hidden=self.gathered(hidden, facts), teacher_weight=weight)
-
-    def gathered(self, hidden, facts: Facts):
-        """Hidden states of all tokens."""
-        if self.hidden_grad != "reduce_scatter":
-            return hidden
-        return comm.gather_parts(hidden, facts.world_size, facts.group_name)
-
-    def token_count(self, hidden, facts: Facts) -> int:
-        """Tokens of all ranks whose hidden states are gathered."""
-        return hidden.shape[0] * (facts.world_size if self.hidden_grad == "reduce_scatter" else 1)
+from . import sweeps
+from .facts import LinearFacts, recompute_blocks
 
 
 def _statistics(hidden, weight, request: Request, linear: LinearFacts):
-    facts, teacher = request.facts, request.teacher_head
-    found = linear.blocks(hidden, facts, teacher)
+    found = recompute_blocks(linear, request.facts, hidden.shape, hidden.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        hidden, weight = linear.operands(hidden, weight, facts)
-        request = request._replace(teacher_head=linear.teacher_operands(teacher, facts))
-        return sweeps.statistics(hidden, weight, request, found.forward, linear.logits)
+        return sweeps.statistics(*linear.operands(hidden, weight, request), found.forward, linear)
 
 
 def _statistics_operator(hidden, weight, *args):
@@ -91,23 +29,19 @@ def _statistics_operator(hidden, weight, *args):
 
 def _statistics_fake(hidden, weight, *args):
     *tensors, _, facts, linear = args
-    layout, n_rows = Request.of((None, *tensors), facts).layout, linear.token_count(hidden, facts)
+    layout, n_rows = Request.of((None, *tensors), facts).layout, linear.token_count(hidden.shape[0], facts)
     return layout.empty_outputs(hidden, n_rows, accumulation_dtype(linear.dtype))
 
 
 def _gradient(hidden, weight, request: Request, merged, grads: dict, wanted, linear: LinearFacts, main_grad=None):
     """Gradients of hidden states, weight and bias, None where not wanted."""
-    facts, teacher = request.facts, request.teacher_head
     operands = hidden, weight, request.tensors.bias
     hidden_dtype, weight_dtype, bias_dtype = [x.dtype if want else None for x, want in zip(operands, wanted)]
     wanted = sweeps.Gradients(hidden_dtype, weight_dtype, bias_dtype, main_grad)
-    found = linear.blocks(hidden, facts, teacher)
+    found = recompute_blocks(linear, request.facts, hidden.shape, hidden.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
-        hidden, weight = linear.operands(hidden, weight, facts)
-        request = request._replace(teacher_head=linear.teacher_operands(teacher, facts))
-        hidden_grad, sums = sweeps.gradient(
-            hidden, weight, request, merged, grads, found, wanted, linear.hidden_grad, linear.logits
-        )
+        operands = linear.operands(hidden, weight, request)
+        hidden_grad, sums = sweeps.gradient(*operands, merged, grads, found, wanted, linear)
     return hidden_grad, *sums.gradients()
 
 
@@ -179,11 +113,9 @@ class LinearStatistics(torch.autograd.Function):
         if not grads:
             return (None,) * count
         bias = ctx.needs_input_grad[1 + _BIAS]
-        reduced = linear.hidden_grad != "none" and facts.world_size > 1
-        wanted = [ctx.needs_input_grad[0] or reduced, ctx.needs_input_grad[1], bias]
+        wanted = [ctx.needs_input_grad[0] or linear.hidden_grad != "none", ctx.needs_input_grad[1], bias]
         target = ctx.main_grad if wanted[1] else None
         if target or can_skip_dispatch(merged):
-            grads = {name: grads.get(name) for name in layout.gradients}
             out = _gradient(hidden, weight, request, merged, grads, wanted, linear, target and target.main_grad)
             weight_grad = target.gradient() if target else out[1]
         else:
@@ -191,10 +123,9 @@ class LinearStatistics(torch.autograd.Function):
             fields = fields_of(request.teacher_head, facts, linear)
             out = torch.ops.tp_headloss.linear_gradient(hidden, weight, *args, *fields)
             weight_grad = out[1]
-        found = [None] * count
-        needed = {0: (out[0], ctx.needs_input_grad[0]), 1: (weight_grad, ctx.needs_input_grad[1])}
-        for place, (gradient, need) in {**needed, 1 + _BIAS: (out[2], bias)}.items():
-            found[place] = gradient if need else None
+        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        found = [out[0] if needs_hidden else None, weight_grad if needs_weight else None, *[None] * (count - 2)]
+        found[1 + _BIAS] = out[2] if bias else None
         return tuple(found)
 
 

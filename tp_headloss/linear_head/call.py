@@ -12,16 +12,15 @@ from ..arguments.linear import Linear
 from ..arguments.teachers import TeacherHead
 from ..call.given import Given
 from ..call.request_of import build_request
-from ..call.statistics import assembled
 from ..engine.request import Request, TeacherOperands, Tensors
 from ..ranks.shard import VocabShard
-from ..statistics import VocabStatistics
 from ..validation import operand_dtype
 from . import blocks
-from .autograd import LinearFacts, LinearStatistics, MainGrad
+from .autograd import LinearStatistics, MainGrad
 from .epilogue import is_default, obstacle
+from .facts import LinearFacts
 from .teacher import expect_teacher_head, stand_in, teacher_operands
-from .valid_tokens import ValidTokens, picked_rows
+from .valid_tokens import picked_rows
 
 _log = logging.getLogger("tp_headloss")
 
@@ -43,6 +42,8 @@ class LinearCall(NamedTuple):
         hidden, weight, shard, linear, options = given.hidden, given.weight, given.shard, given.linear, given.options
         if options.inplace:
             raise ValueError("inplace=True overwrites logits, and a linear head has none of the caller's")
+        if options.gradient == "forward":
+            raise ValueError("gradient='forward' is for logits; the gradients of hidden states come from one sweep")
         dtype = operand_dtype(hidden, weight)
         if linear.main_grad:
             expect_main_grad(weight)
@@ -71,7 +72,12 @@ class LinearCall(NamedTuple):
             flat, request = picked_rows(flat, request, linear.max_valid_tokens, options.check)
         epilogue, reason = _takes_epilogue(hidden, weight, dtype, request, linear)
         weight_sums, rounded = weight.dtype.itemsize == 2 and not linear.main_grad, not linear.exact_logits
-        facts = LinearFacts(dtype, linear.budget or 0, weight_sums, epilogue, rounded, linear.hidden_grad)
+        head, hidden_grad = request.teacher_head, linear.hidden_grad if shard.world_size > 1 else "none"
+        teacher_bytes = 0 if head.teacher_hidden is None else head.block_dtype.itemsize
+        logits_dtype = dtype if rounded or epilogue or dtype.itemsize != 2 else torch.float32
+        facts = LinearFacts(
+            dtype, linear.budget or 0, weight_sums, epilogue, rounded, logits_dtype, hidden_grad, teacher_bytes
+        )
         return cls(flat, weight, request, linear, facts, reason)
 
     def without_tensors(self, has_shard: bool) -> LinearCall:
@@ -93,27 +99,12 @@ class LinearCall(NamedTuple):
             hidden=flat, weight=weight, request=known._replace(tensors=tensors, shard=shard or known.shard)
         )
 
-    @property
-    def reduces(self) -> bool:
-        """True if there is a collective for the hidden states' gradient, whoever requires one."""
-        return self.linear.hidden_grad != "none" and self.request.facts.world_size > 1
-
-    def recompute(self, labels, check: bool) -> VocabStatistics:
-        """The statistics, any function of which can be differentiated."""
-        return self.assembled(self.recompute_outputs(), labels, check)
-
-    def assembled(self, outputs, labels, check: bool) -> VocabStatistics:
-        """Statistics of the call's rows in the order of `layout.outputs` -> of all its tokens [..]."""
-        if isinstance(self.request.order, ValidTokens):
-            outputs = self.request.order.spread(outputs, self.request.layout.outputs)
-        return assembled(outputs, self.request, labels, check)
-
     def recompute_outputs(self) -> tuple[torch.Tensor, ...]:
-        """The statistics [N] in the order of `layout.outputs`."""
+        """The statistics [N] in the order of `layout.outputs`, any function of which can be differentiated."""
         why = f" by blocks of logits, because {self.obstacle}" if self.obstacle else ""
         log_mode("recompute with epilogues" if self.facts.epilogue else f"recompute{why}")
         main_grad, grad_anchor = MainGrad(self.weight) if self.linear.main_grad else None, None
-        if self.reduces and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.facts.hidden_grad != "none" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grad_anchor = self.hidden.new_empty(0).requires_grad_()
         *teacher, dtype, cap = self.request.teacher_head
         without_tensors = TeacherOperands(operand_dtype=dtype, cap=cap)
@@ -125,7 +116,7 @@ class LinearCall(NamedTuple):
     def one_sweep_tokens(self) -> int:
         """Tokens of a block, the same on all ranks; 0 if the budget has no room (a ValueError if mode says so)."""
         linear, request = self.linear, self.request
-        sizes = self.facts.sizes(self.hidden, request.facts, request.teacher_head)
+        sizes = self.facts.sizes(self.hidden.shape, self.hidden.dtype, request.facts)
         planner = blocks.one_sweep_tokens
         weight_bytes, forced = 4 * sizes.width * sizes.hidden, linear.mode == "one_sweep"
         own = weight_bytes if linear.main_grad and linear.upstream is None else 0

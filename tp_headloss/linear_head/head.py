@@ -9,6 +9,7 @@ from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from ..call.agreement import Agreement
 from ..call.compile import uncompiled_where_needed
 from ..call.given import LINES, Given, Want
+from ..call.statistics import assembled
 from ..ranks.shard import VocabShard
 from ..spec import Bias, Floating, Labels, Rows, TokenIds, TotalWeight, described
 from ..statistics import VocabStatistics
@@ -72,13 +73,11 @@ def linear_vocab_statistics(
         teacher=teacher, sets=sets, ids=ids, total_weight=total_weight, ignore_index=ignore_index, hidden=hidden,
         weight=weight, bias=bias, linear=_recompute_options(Linear() if linear is None else linear),
     )  # fmt: skip
-    if given.options.gradient == "forward":
-        raise ValueError("gradient='forward' is for logits and a HeadLoss, got statistics of hidden states")
     with Agreement(given.options, shard) as agreement:
         given = given.local()
         agreement.record("linear_vocab_statistics", given.shard, **given.facts())
         call = LinearCall.checked(given)
-    return call.recompute(given.labels, given.options.check)
+    return assembled(call.recompute_outputs(), call.request, given.labels, given.options.check)
 
 
 def _recompute_options(linear: Linear) -> Linear:

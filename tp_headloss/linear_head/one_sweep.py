@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..arguments.options import DEFAULTS
+from ..call.statistics import assembled
 from ..engine.passes import kernel_gradients
 from ..engine.request import Tensors
 from ..statistics import VocabStatistics
@@ -40,7 +41,7 @@ def sweep_statistics(call: LinearCall, labels, options, objective_of) -> tuple[V
         check_range(labels, facts.ignore_index, facts.vocab_size)
     bias = request.tensors.bias
     wanted = sweeps.Gradients(
-        call.hidden.dtype if call.hidden.requires_grad or call.reduces else None,
+        call.hidden.dtype if call.hidden.requires_grad or call.facts.hidden_grad != "none" else None,
         (torch.float32 if linear.main_grad else call.weight.dtype) if call.weight.requires_grad else None,
         None if bias is None or not bias.requires_grad else bias.dtype,
         MainGrad(call.weight).main_grad if direct and call.weight.requires_grad else None,
@@ -51,20 +52,13 @@ def sweep_statistics(call: LinearCall, labels, options, objective_of) -> tuple[V
             pass
     objective = _objective(call, objective_of(upstream))
     with torch.no_grad(), torch.autocast(call.hidden.device.type, enabled=False):
-        hidden, weight = call.facts.operands(call.hidden.detach(), call.weight.detach(), facts)
-        teacher = call.facts.teacher_operands(request.teacher_head, facts)
-        plain = Tensors._make([None if x is None else x.detach() for x in request.tensors])
+        plain = request._replace(tensors=Tensors._make([None if x is None else x.detach() for x in request.tensors]))
+        operands = call.facts.operands(call.hidden.detach(), call.weight.detach(), plain)
         values, flags, hidden_grad, sums = sweeps.sweep_blocks(
-            hidden,
-            weight,
-            request._replace(tensors=plain, teacher_head=teacher),
-            call.sweep_tokens,
-            objective,
-            wanted,
-            linear.hidden_grad,
+            *operands, call.sweep_tokens, objective, wanted, call.facts
         )
     log_mode("one sweep")
-    stats = call.assembled((*values.unbind(0), *flags), labels, check)
+    stats = assembled((*values.unbind(0), *flags), request, labels, check)
     weight_grad = None if wanted.main_grad is not None else sums.sum
     declared = None if linear.upstream is None else upstream
     return stats, OneSweepGradients((hidden_grad, weight_grad, sums.bias), declared)

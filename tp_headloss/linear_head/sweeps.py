@@ -7,22 +7,23 @@ Two ways, told apart by where the softmax's denominator comes from:
 * `sweep_blocks`: each block of tokens has its exchange, its gradient and its share of dH and dW before the next. Three.
 
 dH and dW are the gradients of the hidden states and of the weight. A block's logits are those of
-torch.nn.functional.linear: of the operands' dtype, and their gradient overwrites them; or they are fp32 (`Logits`).
-With epilogues, recompute has no logits: they are accumulators of its GEMMs, and only their gradient is a block.
+torch.nn.functional.linear: of the operands' dtype, and their gradient overwrites them; or they are fp32. With
+epilogues, recompute has no logits: they are accumulators of its GEMMs, and only their gradient is a block.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from typing import NamedTuple
 
 import torch
 
 from ..engine import passes
-from ..engine.request import Request, TeacherOperands, accumulation_dtype
+from ..engine.request import Request, accumulation_dtype
 from ..engine.transports import TRANSPORTS
 from ..ranks import comm
-from .blocks import TILE, Blocks, row_stride
+from .blocks import DEFAULT_BLOCK, TILE, Blocks, row_stride
+from .facts import LinearFacts
 
 
 def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, add: bool = False) -> None:
@@ -68,102 +69,83 @@ class _Rows:
             multiply(out, gradient[:, :n], self.whole, add or self.rest is not None)
 
 
-def _slices(total: int, size: int) -> list[slice]:
+@functools.lru_cache(maxsize=256)
+def _slices(total: int, size: int) -> tuple[slice, ...]:
     """Cut [0, total) into slices; at least one, so that empty shards and batches take the same way."""
-    return [slice(i, min(i + size, total)) for i in range(0, total, max(size, 1))] or [slice(0, 0)]
+    return tuple([slice(i, min(i + size, total)) for i in range(0, total, max(size, 1))]) or (slice(0, 0),)
 
 
-class Logits(NamedTuple):
-    """How recompute makes logits."""
-
-    epilogue: bool = False  # whether they are never stored
-    rounded: bool = True  # whether they are rounded to the operands' dtype
-    budget: int = 0  # bytes of an epilogue's partial packets
-
-
-ROUNDED = Logits()
+def _block(memory: torch.Tensor, tokens: int, columns: int) -> torch.Tensor:
+    """A block [tokens, columns] in memory that is written again and again."""
+    stride = row_stride(columns)
+    rows = memory[: tokens * stride].view(tokens, stride)
+    if not rows.is_cuda:  # on CPUs with AMX a GEMM multiplies what is between the rows by 0, and NaN stays NaN
+        rows[:, columns:] = 0
+    return rows[:, :columns]
 
 
-class _Buffer:
-    """The memory of one block of logits or of their gradient, written again and again."""
+class _Buffers:
+    """The memory of one block of a call's logits, of one of their gradient, and of one of a teacher's logits."""
 
-    def __init__(self, hidden, weight, tokens: int, columns: int, made: Logits = ROUNDED, dtype=None):
-        self.hidden, self.weight, self.made = hidden, weight, made
-        self.memory = hidden.new_empty(tokens * row_stride(columns), dtype=dtype)
-        self.exact = self.memory  # of the logits
-        if not made.rounded and not made.epilogue and hidden.dtype.itemsize == 2:
-            self.exact = torch.empty_like(self.memory, dtype=torch.float32)
+    def __init__(self, hidden, weight, request: Request, tokens: int, columns: int, linear: LinearFacts):
+        self.hidden, self.weight, self.whole, self.linear = hidden, weight, request, linear
+        size, head = tokens * row_stride(columns), request.teacher_head
+        self.teacher, self.memory = None, hidden.new_empty(size)
+        self.logits = self.memory
+        if linear.logits_dtype != linear.dtype:
+            self.logits = hidden.new_empty(size, dtype=linear.logits_dtype)
+        if head.teacher_hidden is not None:
+            self.teacher = head.teacher_hidden.new_empty(size, dtype=head.block_dtype)
 
-    def _block(self, memory: torch.Tensor, tokens: int, columns: int) -> torch.Tensor:
-        shape = tokens, row_stride(columns)
-        rows = memory[: math.prod(shape)].view(shape)
-        if not rows.is_cuda:  # on CPUs with AMX a GEMM multiplies what is between the rows by 0, and NaN stays NaN
-            rows[:, columns:] = 0
-        return rows[:, :columns]
+    def request(self, tokens: slice, ids: slice | None = None) -> Request:
+        """The request of a block, with its logits, and with a teacher's if they are made here, transformed up to the
+        factors that `Facts` have. ids: None for all."""
+        rows = slice(None) if ids is None else ids
+        hidden, weight, head = self.hidden[tokens], self.weight[rows], self.whole.teacher_head
+        logits = _block(self.logits, hidden.shape[0], weight.shape[0])
+        multiply(logits, hidden, weight.t())
+        part = self.whole.rows(tokens, logits)
+        part = part if ids is None else part.columns(ids)
+        if self.teacher is None:
+            return part
+        x = _block(self.teacher, *logits.shape)
+        multiply(x, head.teacher_hidden[tokens], head.teacher_weight[rows].t())
+        if head.teacher_bias is not None:
+            x += head.teacher_bias[rows]
+        if head.cap:
+            x.mul_(head.cap).tanh_()
+        return part._replace(tensors=part.tensors._replace(teacher=x))
 
-    def logits(self, tokens: slice, ids: slice = slice(None)) -> torch.Tensor:
-        hidden, weight = self.hidden[tokens], self.weight[ids]
-        out = self._block(self.exact, hidden.shape[0], weight.shape[0])
-        multiply(out, hidden, weight.t())
-        return out
-
-    def gradient(self, tokens: slice, ids: slice, request: Request, teacher, merged, grads: dict) -> torch.Tensor:
+    def gradient(self, tokens: slice, ids: slice, merged, grads: dict) -> torch.Tensor:
         """The gradient of some logits, in the operands' dtype; merged rows and upstream gradients are of `tokens`."""
-        hidden, weight = self.hidden[tokens], self.weight[ids]
-        out = self._block(self.memory, hidden.shape[0], weight.shape[0])
-        if self.made.epilogue:
-            request = request.rows(tokens, out).columns(ids)
-            passes.write_linear_gradient(out, hidden, weight, request, merged, grads, self.made.rounded)
+        if self.linear.epilogue:
+            hidden, weight = self.hidden[tokens], self.weight[ids]
+            out = _block(self.memory, hidden.shape[0], weight.shape[0])
+            part = self.whole.rows(tokens, out).columns(ids)
+            passes.write_linear_gradient(out, hidden, weight, part, merged, grads, self.linear.rounded)
         else:
-            logits = self.logits(tokens, ids)
-            part = teacher.joined(request.rows(tokens, logits).columns(ids), tokens, ids)
+            part = self.request(tokens, ids)
+            out = part.tensors.logits
+            if self.logits is not self.memory:
+                out = _block(self.memory, *out.shape)
             passes.write_gradient(out, part, merged, grads)
         return out
 
 
-class _TeacherBuffer:
-    """The memory of one block of a teacher's logits."""
-
-    def __init__(self, head: TeacherOperands, tokens: int, columns: int):
-        self.head, self.buffer = head, None
-        if head.teacher_hidden is not None:
-            self.buffer = _Buffer(head.teacher_hidden, head.teacher_weight, tokens, columns, dtype=head.block_dtype)
-
-    def joined(self, request: Request, tokens: slice, ids: slice = slice(None)) -> Request:
-        """The request of a block with the teacher's logits of the block, if they are made here, transformed up to the
-        factors that `Facts` have."""
-        if self.buffer is None:
-            return request
-        x, bias, cap = self.buffer.logits(tokens, ids), self.head.teacher_bias, self.head.cap
-        if bias is not None:
-            x += bias[ids]
-        if cap:
-            x.mul_(cap).tanh_()
-        return request._replace(tensors=request.tensors._replace(teacher=x))
-
-
-def _buffers(hidden, weight, request: Request, tokens: int, columns: int, made: Logits = ROUNDED):
-    """The student's and the teacher's memory of a block."""
-    return _Buffer(hidden, weight, tokens, columns, made), _TeacherBuffer(request.teacher_head, tokens, columns)
-
-
-def statistics(hidden, weight, request: Request, tokens: int, made: Logits = ROUNDED) -> list[torch.Tensor]:
+def statistics(hidden, weight, request: Request, tokens: int, linear: LinearFacts) -> list[torch.Tensor]:
     """`passes.statistics` of hidden @ weight^T, `tokens` at a time; a request without logits. One exchange, or two,
     and one per block for statistics that compare logits with the label's."""
     transport = TRANSPORTS[request.facts.transport].default
-    if made.epilogue:
-        packets = passes.linear_packets(hidden, weight, request, made.rounded, made.budget)
-        return transport.merge(packets, request)
-    buffer, teacher = _buffers(hidden, weight, request, tokens, weight.shape[0], made)
-    slices = _slices(hidden.shape[0], tokens)
-
-    def block(here):
-        return teacher.joined(request.rows(here, buffer.logits(here)), here)
-
-    first = [transport.write(passes.with_label_logits(block(here))) for here in slices]
+    if linear.epilogue:
+        budget = linear.budget or DEFAULT_BLOCK
+        return transport.merge(passes.linear_packets(hidden, weight, request, linear.rounded, budget), request)
+    buffers = _Buffers(hidden, weight, request, tokens, weight.shape[0], linear)
+    slices, first = _slices(hidden.shape[0], tokens), []
+    for here in slices:
+        first.append(transport.write(passes.with_label_logits(buffers.request(here))))
     outputs = transport.merge(first[0] if len(first) == 1 else torch.cat(first, -1), request)
     if request.layout.second:
-        second = [passes.second_packets(block(here), outputs[0][:, here].contiguous()) for here in slices]
+        second = [passes.second_packets(buffers.request(here), outputs[0][:, here].contiguous()) for here in slices]
         passes.second_exchange(torch.cat(second, -1), outputs, request)
     return outputs
 
@@ -205,18 +187,17 @@ class WeightSums:
 
 
 def gradient(
-    hidden, weight, request: Request, merged, grads: dict, blocks: Blocks, wanted: Gradients, how: str,
-    made: Logits = ROUNDED,
-):  # fmt: skip
-    """Upstream gradients [N] by name -> dH, reduced as `how` says, and the sums of dW and of the bias's gradient."""
+    hidden, weight, request: Request, merged, grads: dict, blocks: Blocks, wanted: Gradients, linear: LinearFacts
+):
+    """Upstream gradients [N] by name -> dH, reduced, and the sums of dW and of the bias's gradient."""
     n, width, facts = hidden.shape[0], weight.shape[0], request.facts
     share = -(-facts.vocab_size // facts.world_size)
     columns = width if blocks.columns >= share else blocks.columns  # whole means whole, also for a larger shard
     tokens, ids = _slices(n, blocks.tokens), _slices(width, columns)
-    buffer, teacher = _buffers(hidden, weight, request, min(blocks.tokens, n), min(columns, width), made)
+    buffers = _Buffers(hidden, weight, request, min(blocks.tokens, n), min(columns, width), linear)
     valid_rows = [_Rows(weight[v], facts.valid_width - v.start) for v in ids]
     sums = WeightSums(weight, wanted, len(tokens))
-    hidden_grad = end = None
+    hidden_grad = end = None  # end: of the exchange
     if wanted.hidden is not None:
         hidden_grad = hidden.new_empty(hidden.shape, dtype=wanted.hidden)
     for t in tokens:
@@ -225,42 +206,42 @@ def gradient(
             rows = rows.new_empty(rows.shape, dtype=exact)
         upstream = merged[:, t].contiguous(), {name: None if g is None else g[t] for name, g in grads.items()}
         for v, known in zip(ids, valid_rows):
-            found = buffer.gradient(t, v, request, teacher, *upstream)
+            found = buffers.gradient(t, v, *upstream)
             if hidden_grad is not None and rows is not None:  # before dW, whose GEMM hides the exchange of the last one
                 known.multiply(rows, found, add=v is not ids[0])
                 if v is ids[-1] and rows.dtype != hidden_grad.dtype:
                     hidden_grad[t] = rows
-                if v is ids[-1] and t is tokens[-1]:
-                    end = comm.reduce_hidden(hidden_grad, how, facts.world_size, facts.group_name)
+                if v is ids[-1] and t is tokens[-1] and linear.hidden_grad != "none":
+                    end = comm.reduce_hidden(hidden_grad, linear.hidden_grad, facts.world_size, facts.group_name)
             sums.add(t is tokens[0], v, found, hidden[t])
-    return end and end(), sums
+    return hidden_grad if end is None else end(), sums
 
 
-def sweep_blocks(hidden, weight, request: Request, tokens: int, objective, wanted: Gradients, how: str):
+def sweep_blocks(hidden, weight, request: Request, tokens: int, objective, wanted: Gradients, linear):
     """Statistics, and the gradients of a loss that is a sum over blocks, in one go.
 
     objective(values [K, n], flags, tokens: slice) -> upstream gradients as in `gradient`, of one block.
     -> values [K, N], flags, and what `gradient` returns. An exchange per block, and one for dH.
     """
-    buffer, teacher = _buffers(hidden, weight, request, tokens, weight.shape[0])
-    slices, valid_rows = _slices(hidden.shape[0], tokens), _Rows(weight, request.facts.valid_width)
+    buffers, facts = _Buffers(hidden, weight, request, tokens, weight.shape[0], linear), request.facts
+    slices, valid_rows = _slices(hidden.shape[0], tokens), _Rows(weight, facts.valid_width)
     sums = WeightSums(weight, wanted, len(slices))
     hidden_grad = end = None
     if wanted.hidden is not None:
         hidden_grad = hidden.new_empty(hidden.shape, dtype=wanted.hidden)
     parts = []
     for here in slices:
-        part = teacher.joined(request.rows(here, buffer.logits(here)), here)
+        part = buffers.request(here)
         logits = part.tensors.logits
         merged, values, *flags = passes.statistics(part)
         parts.append((values, *flags))
         passes.write_gradient(logits, part, merged, objective(values, flags, here))
         if hidden_grad is not None:
             valid_rows.multiply(hidden_grad[here], logits)
-            if here is slices[-1]:
-                end = comm.reduce_hidden(hidden_grad, how, request.facts.world_size, request.facts.group_name)
+            if here is slices[-1] and linear.hidden_grad != "none":
+                end = comm.reduce_hidden(hidden_grad, linear.hidden_grad, facts.world_size, facts.group_name)
         sums.add(here is slices[0], slice(0, weight.shape[0]), logits, hidden[here])
     values, *flags = parts[0]
     if len(parts) > 1:
         values, *flags = [torch.cat(blocks, 1 if i == 0 else 0) for i, blocks in enumerate(zip(*parts))]
-    return values, flags, end and end(), sums
+    return values, flags, hidden_grad if end is None else end(), sums

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from ..engine.request import Request, TokenOrder
 from ..statistics import IGNORED
+from ..validation import refuse_tokens
 
 # Outputs of ignored tokens and of valid ones that were not picked; all others are 0 and NaN.
 NOT_PICKED = {"owners": (IGNORED, 1.0), "valid": (False, True), "hits": (False, False), "argmax": (-1, -1)}
@@ -15,20 +14,20 @@ NOT_PICKED = {"owners": (IGNORED, 1.0), "valid": (False, True), "hits": (False, 
 
 def check_range(labels: torch.Tensor, ignore_index: int, vocab_size: int):
     """Raise ValueError, with the first of them, if there are labels that are neither ignored nor ids."""
-    bad = ((labels != ignore_index) & ((labels < 0) | (labels >= vocab_size))).flatten().nonzero()
-    if len(bad):
-        token = int(bad[0])
-        raise ValueError(
+    refuse_tokens(
+        (labels != ignore_index) & ((labels < 0) | (labels >= vocab_size)),
+        lambda token: (
             f"label of token {token} (flat index) must be the ignore_index or in [0, {vocab_size}), got "
-            f"{int(labels.flatten()[token])}; {len(bad)} such tokens"
-        )
+            f"{int(labels.flatten()[token])}"
+        ),
+    )
 
 
 class ValidTokens(TokenOrder):
     """The rows of the tokens that are not ignored, at most `count` of them, in their order; then of ignored ones."""
 
     def __init__(self, order: TokenOrder, labels: torch.Tensor, ignore_index: int, count: int):
-        self.permutation, self.shape, self.rows = order.permutation, order.shape, order.rows
+        self.permutation, self.shape, self.rows, self.is_plain = order.permutation, order.shape, order.rows, False
         self.valid = labels != ignore_index
         self.picked = torch.sort((~self.valid).to(torch.uint8), stable=True).indices[:count]
         self.missing = self.valid.sum() > count  # tokens that should have been picked
@@ -37,9 +36,10 @@ class ValidTokens(TokenOrder):
         """[.., *] -> [n, *] of the picked tokens."""
         return super().flatten(x).index_select(0, self.picked)
 
-    def spread(self, outputs: Iterable[torch.Tensor], names: tuple[str, ...]) -> list[torch.Tensor]:
-        """Spread statistics [n, *] over all tokens: 0 at ignored ones, NaN at valid ones that were not picked."""
-        return [self._spread_one(x, *NOT_PICKED.get(name, (0.0, torch.nan))) for x, name in zip(outputs, names)]
+    def restored(self, outputs, names: tuple[str, ...]) -> list[torch.Tensor]:
+        """Spread statistics [n, *] over all tokens [.., *]: 0 at ignored ones, NaN at valid ones not picked."""
+        spread = [self._spread_one(x, *NOT_PICKED.get(name, (0.0, torch.nan))) for x, name in zip(outputs, names)]
+        return super().restored(spread, names)
 
     def _spread_one(self, x: torch.Tensor, ignored, missing) -> torch.Tensor:
         rest = torch.full_like(self.valid, ignored, dtype=x.dtype).masked_fill(self.valid, missing)

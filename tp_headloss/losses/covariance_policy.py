@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..spec import Bounds, NotNegative, Share, TokenValues, checked
+from ..spec import Bounds, NotNegative, Share, TokenLoss, TokenValues, checked
 from .policy import CLIP, clipped_objective
 from .ratio import Advantages, Clip, LogProb, OldLogProb, ValidTokens, log_ratio
 
@@ -39,7 +39,7 @@ def clip_cov(
     clip: Clip = CLIP,
     fraction: Share = 0.0002,
     bounds: Bounds = (1.0, 5.0),
-) -> torch.Tensor:
+) -> TokenLoss:
     """Return the clipped objective, but 0 at a few random tokens with a high covariance of A and l.
 
     Candidates are the tokens that the clip does not affect and whose covariance is strictly within ``bounds``. The
@@ -49,9 +49,6 @@ def clip_cov(
         noise: uniform in [0, 1), equal on every rank that shares the vocabulary.
         fraction: share of the valid tokens that lose their loss.
         bounds: range of the covariance of candidates.
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -81,7 +78,7 @@ def kl_cov(
     mask: ValidTokens,
     fraction: Share = 0.0002,
     coefficient: NotNegative = 1.0,
-) -> torch.Tensor:
+) -> TokenLoss:
     """Return -r A, plus a penalty at a few tokens with the largest covariance of A and l.
 
     The penalty is coefficient * abs(log r), at max(1, fraction * tokens) tokens.
@@ -89,9 +86,6 @@ def kl_cov(
     Args:
         fraction: share of the valid tokens that are penalised.
         coefficient: factor of the penalty.
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])

@@ -6,16 +6,13 @@ from typing import Annotated
 
 import torch
 
-from ..spec import ClassWeight, OneOf, Share, checked
+from ..spec import ClassWeight, OneOf, Share, TokenLoss, checked
 from ..statistics import VocabStatistics
 
 
 @checked
-def cross_entropy(stats: VocabStatistics) -> torch.Tensor:
+def cross_entropy(stats: VocabStatistics) -> TokenLoss:
     """Return -log p_y, the cross-entropy of each token with its label.
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]))
@@ -31,7 +28,7 @@ def smoothed_cross_entropy(
     smoothing: Share,
     formula: Annotated[str, OneOf(("torch", "megatron"))] = "torch",
     class_weight: ClassWeight | None = None,
-) -> torch.Tensor:
+) -> TokenLoss:
     """Return the cross-entropy with labels smoothed over the true global vocabulary.
 
     Args:
@@ -43,9 +40,6 @@ def smoothed_cross_entropy(
         class_weight: w, as in torch: w_y on the first part, and a / V sum_j w_j (lse - z_j) as the second, for
             which "total" must have been weighted by this rank's w. Columns at -inf do not enter that sum (torch's is
             infinite there).
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), want=("total",))

@@ -12,7 +12,7 @@ from typing import Annotated, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from ..spec import Finite, OneOf, OpenShare, PerToken, PositiveFp32, Share, TokenValues, checked
+from ..spec import Finite, OneOf, OpenShare, PerToken, PositiveFp32, Share, TokenLoss, TokenValues, checked
 from ..statistics import VocabStatistics
 
 SUPPORTS = ("topk", "vocabulary", "tail")
@@ -20,14 +20,11 @@ Support: TypeAlias = Annotated[str, OneOf(SUPPORTS)]
 
 
 @checked
-def soft_cross_entropy(stats: VocabStatistics) -> torch.Tensor:
+def soft_cross_entropy(stats: VocabStatistics) -> TokenLoss:
     """Return -sum q log p = KL(q || p) + H(q), whose gradient is that of KL(q || p).
 
     Args:
         stats: `VocabStatistics` with the statistics "forward_kl" and "teacher_entropy".
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> teacher = torch.tensor([[0.0, 1.0, 2.0]])
@@ -103,7 +100,7 @@ def _expect_tail(support: Support, log_tail: PerToken | None):
 
 
 @checked
-def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: PerToken | None = None) -> torch.Tensor:
+def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: PerToken | None = None) -> TokenLoss:
     """Return sum tau (log tau - log p) over a top-K teacher's entries, plus the tail's summand if support="tail".
 
     Args:
@@ -112,9 +109,6 @@ def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: PerToken
         support: ids over which the student is normalised: "topk" the entries, "vocabulary" all ids, "tail" the entries
             and one more for the sum of all other ids.
         log_tail: `log_tail` of the teacher, for support="tail".
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
@@ -135,7 +129,7 @@ def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: PerToken
 @checked
 def topk_reverse_kl(
     stats: VocabStatistics, support: Support, log_tail: PerToken | None = None, outside_log_prob: Finite = -100.0
-) -> torch.Tensor:
+) -> TokenLoss:
     """Return sum p (log p - log tau), normalised as in `topk_forward_kl`.
 
     Args:
@@ -144,9 +138,6 @@ def topk_reverse_kl(
         log_tail: as in `topk_forward_kl`, as is support.
         outside_log_prob: for support="vocabulary", the teacher's log-prob of each id that is no entry; the log of 0
             would make the divergence infinite (NeMo-RL's zero_outside_topk takes -100).
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
@@ -169,7 +160,7 @@ def topk_reverse_kl(
 @checked
 def topk_jsd(
     stats: VocabStatistics, support: Support, log_tail: PerToken | None = None, beta: OpenShare = 0.5
-) -> torch.Tensor:
+) -> TokenLoss:
     """Return beta KL(tau || m) + (1 - beta) KL(p || m) with m = beta tau + (1 - beta) p.
 
     Args:
@@ -178,9 +169,6 @@ def topk_jsd(
         log_tail: as in `topk_forward_kl`, as is support; with "vocabulary" the teacher's probability outside of its
             entries is 0.
         beta: weight of the teacher.
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
@@ -193,8 +181,6 @@ def topk_jsd(
         GKD (arXiv:2306.13649, section 2).
     """
     _expect_tail(support, log_tail)
-    if not 0 < beta < 1:
-        raise ValueError(f"beta must be in (0, 1), got {beta}")
     if support == "topk":
         return stats.topk_jsd
     if log_tail is None or support == "vocabulary":

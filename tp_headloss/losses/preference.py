@@ -22,6 +22,7 @@ Pairs: TypeAlias = Annotated[
 ReferencePairs: TypeAlias = Annotated[
     torch.Tensor, TensorLine("floating point", ("pairs",)), "Summed log-probs of the reference, constants"
 ]
+PairLoss: TypeAlias = Annotated[torch.Tensor, "[pairs] fp32, loss per pair"]
 Beta: TypeAlias = Annotated[PositiveFp32, "Weight of the reference"]
 
 
@@ -34,14 +35,11 @@ def dpo(
     *,
     beta: Beta = 0.1,
     label_smoothing: Share = 0.0,
-) -> torch.Tensor:
+) -> PairLoss:
     """Return -log sigmoid(beta h) with h = (chosen - rejected) - (reference_chosen - reference_rejected).
 
     Args:
         label_smoothing: e gives -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), conservative DPO.
-
-    Returns:
-        [pairs] fp32, loss per pair.
 
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
@@ -65,14 +63,11 @@ def ipo(
     reference_rejected: ReferencePairs,
     *,
     beta: Beta = 0.1,
-) -> torch.Tensor:
+) -> PairLoss:
     """Return (h - 1 / (2 beta))^2 with h as in `dpo`.
 
     Args:
         chosen: TRL passes means.
-
-    Returns:
-        [pairs] fp32, loss per pair.
 
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
@@ -87,16 +82,13 @@ def ipo(
 
 
 @checked
-def simpo(chosen: Pairs, rejected: Pairs, *, beta: Beta = 2.0, margin: Finite = 1.0) -> torch.Tensor:
+def simpo(chosen: Pairs, rejected: Pairs, *, beta: Beta = 2.0, margin: Finite = 1.0) -> PairLoss:
     """Return -log sigmoid(beta (chosen - rejected) - margin), without a reference.
 
     Args:
         chosen: the *mean* log-prob over a completion, and so is rejected.
         beta: scale of the difference.
         margin: target of the difference.
-
-    Returns:
-        [pairs] fp32, loss per pair.
 
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
@@ -119,16 +111,13 @@ def _log_odds(log_prob):
 
 
 @checked
-def orpo(chosen: Pairs, rejected: Pairs) -> torch.Tensor:
+def orpo(chosen: Pairs, rejected: Pairs) -> PairLoss:
     """Return -log sigmoid(log odds(chosen) - log odds(rejected)), the odds-ratio term alone.
 
     ORPO's objective is a weighted sum of this and the cross-entropy of the chosen completions.
 
     Args:
         chosen: the *mean* log-prob over a completion, and so is rejected.
-
-    Returns:
-        [pairs] fp32, loss per pair.
 
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
-from ..spec import checked
+from ..spec import TokenLoss, checked
 from ..statistics import VocabStatistics
 
 
 @checked
-def z_loss(stats: VocabStatistics) -> torch.Tensor:
+def z_loss(stats: VocabStatistics) -> TokenLoss:
     """Return lse^2, which keeps the logits' normaliser near 1.
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]))
@@ -27,14 +22,11 @@ def z_loss(stats: VocabStatistics) -> torch.Tensor:
 
 
 @checked
-def entropy_bonus(stats: VocabStatistics) -> torch.Tensor:
+def entropy_bonus(stats: VocabStatistics) -> TokenLoss:
     """Return -entropy, so that a positive weight rewards entropy.
 
     Args:
         stats: `VocabStatistics` with the statistic "entropy".
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), want=("entropy",))

@@ -18,6 +18,10 @@ from .ratio import LOG_RATIO_CLAMP, GeneratorLogProb, Level, log_ratio
 
 TrainerLogProb: TypeAlias = Annotated[TokenValues, "Log-prob of the trainer at sampling time (``old_log_prob``), nats"]
 
+RolloutWeight: TypeAlias = Annotated[
+    torch.Tensor, '[..] fp32, detached: the input "rollout_weight" of `PolicyGradient`'
+]
+
 
 def _log_weight(log_prob, generator_log_prob, level, sequences):
     """log w [..] of each token, or of its sequence."""
@@ -37,14 +41,11 @@ def truncated_importance_weight(
     bounds: Bounds = (0.0, 2.0),
     level: Level = "token",
     sequences: Sequences | None = None,
-) -> torch.Tensor:
+) -> RolloutWeight:
     """Return w = exp(log_prob - generator_log_prob) clamped to ``bounds``.
 
     Args:
         bounds: (lowest, highest) weight.
-
-    Returns:
-        [..] fp32, detached: the input "rollout_weight" of `PolicyGradient`.
 
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
@@ -65,14 +66,11 @@ def icepop(
     bounds: Bounds = (0.5, 5.0),
     level: Level = "token",
     sequences: Sequences | None = None,
-) -> torch.Tensor:
+) -> RolloutWeight:
     """Return w = exp(log_prob - generator_log_prob) where it is within ``bounds``, else 0.
 
     Args:
         bounds: (lowest, highest) weight that counts.
-
-    Returns:
-        [..] fp32, detached: the input "rollout_weight" of `PolicyGradient`.
 
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
@@ -93,14 +91,11 @@ def sequence_masked_importance_weight(
     *,
     sequences: Sequences,
     bounds: Bounds = (0.999, 1.002),
-) -> torch.Tensor:
+) -> RolloutWeight:
     """Return w of each token, but 0 for all tokens of a sequence whose geometric mean of w is outside of ``bounds``.
 
     Args:
         bounds: (lowest, highest) geometric mean.
-
-    Returns:
-        [..] fp32, detached: the input "rollout_weight" of `PolicyGradient`.
 
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])

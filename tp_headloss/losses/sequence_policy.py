@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 import torch
 
 from ..arguments.sequences import Sequences
-from ..spec import NumberLine, PerToken, Positive, TupleOf, checked
+from ..spec import NumberLine, PerToken, Positive, TokenLoss, TupleOf, checked
 from .policy import CLIP, clipped_objective
 from .ratio import (
     LOG_RATIO_CLAMP,
@@ -62,14 +62,11 @@ def gspo(
     sequences: Sequences,
     clip: Clip = CLIP,
     dual_clip: Positive | None = None,
-) -> torch.Tensor:
+) -> TokenLoss:
     """Return the clipped objective of the sequence's ratio s = exp(mean of log r).
 
     With reduction="seq-mean-token-mean" the loss is the paper's, -1/G sum_i min(s_i A_i, clip(s_i) A_i). Advantages
     may differ per token; the gradient then is that of GSPO-token, with s_i and its clip from the sequence.
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -92,13 +89,10 @@ def gspo_length_weighted(
     old_log_prob: OldLogProb,
     sequences: Sequences,
     clip: Clip = CLIP,
-) -> torch.Tensor:
+) -> TokenLoss:
     """Return `gspo` as Fast-LLM weights it: A is averaged over its sequence, and each sequence counts once per token.
 
     With reduction="seq-mean-token-mean": 1/G sum_i N_i gspo_i for sequences of N_i tokens.
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -124,7 +118,7 @@ def gmpo(
     old_log_prob: OldLogProb,
     sequences: Sequences,
     clip: Clip = (0.4, 0.4),
-) -> torch.Tensor:
+) -> TokenLoss:
     """Return -A R with R the geometric mean over the sequence of the clipped ratios, and A averaged over its sequence.
 
     With reduction="seq-mean-token-mean" the loss is -1/G sum_i A_i R_i. Where A is 0, log r counts as 0, as in verl. A
@@ -132,9 +126,6 @@ def gmpo(
 
     Args:
         clip: (low, high) bounds log r to [-low, high], on the side where A would push it further.
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -163,7 +154,7 @@ def vespo(
     sequences: Sequences,
     shape: PairOfPairs = ((2.0, 3.0), (3.0, 2.0)),
     rollout_log_weight: PerToken | None = None,
-) -> torch.Tensor:
+) -> TokenLoss:
     """Return -stop_gradient(phi) A l with phi = exp(lambda + k log w - lambda w).
 
     w is the *product* of the ratios of a sequence's tokens, and log w is clamped to [log 1e-8, 20].
@@ -171,9 +162,6 @@ def vespo(
     Args:
         shape: (k, lambda) for A >= 0, and (k, lambda) for A < 0.
         rollout_log_weight: added to the log-ratios: the log of the rollout's importance weights.
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])

@@ -17,7 +17,7 @@ from ..engine.autograd import FromShards, ToShards
 from ..head_loss import HeadLoss, HeadLossOutput
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.shard import VocabShard
-from ..spec import IDS, TENSOR, CheckedBy, Finite, Ids, Instance, Size, checked
+from ..spec import IDS, TENSOR, CheckedBy, Finite, Instance, Size, UnshiftedLabels, checked
 from ..statistics import VocabStatistics
 from .vocab_rows import Init, VocabRows
 
@@ -231,7 +231,7 @@ def _grad_anchor(x, how: str, shard: VocabShard) -> torch.Tensor | None:
 
 @checked
 def multi_token_targets(
-    labels: Ids, depths: Size, weight: Finite = 0.1, *, ignore_index: int = -100
+    labels: UnshiftedLabels, depths: Size, weight: Finite = 0.1, *, ignore_index: int = -100
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the labels and token weights [1 + D, .., S] of multi-token prediction: row 0 for the main head, row d for
     the depth that predicts the token d positions later. Pass hidden states stacked alike, [1 + D, .., S, H].
@@ -252,7 +252,7 @@ def multi_token_targets(
     Not for hidden states of sequence parallelism, whose first dimension is the sequence: gather them first.
 
     Args:
-        labels: [.., S], each position's next token.
+        labels: each position's next token.
         depths: D, at least 1.
         weight: weight of all depths together, relative to the main head.
         ignore_index: label of positions that have no token d positions later.
@@ -268,8 +268,6 @@ def multi_token_targets(
     Source:
         DeepSeek-V3 (arXiv:2412.19437, equations 24 and 25).
     """
-    if not labels.dim():
-        raise ValueError("labels must be [.., S], got a scalar")
     labels = labels.long()
     depth_rows, length = [labels], labels.shape[-1]
     for depth in range(1, depths + 1):

@@ -67,6 +67,12 @@ def expect_group(group, name: str = "group"):
     raise TypeError(f"{name} must be a process group or None, got {group!r}")
 
 
+def _expect_mesh(name: str, mesh):
+    if type(mesh).__name__ != "DeviceMesh":  # which is not imported here
+        raise TypeError(f"{name} must be a torch.distributed.DeviceMesh, got {mesh!r}")
+
+
+Mesh: TypeAlias = Annotated[Any, CheckedBy("a `torch.distributed.DeviceMesh`", _expect_mesh)]
 Group: TypeAlias = Annotated[Any, CheckedBy("a process group, or None", lambda name, x: expect_group(x, name))]
 
 
@@ -209,23 +215,21 @@ class VocabShard:
         return cls.from_boundaries([min(r * step, padded_size) for r in range(world_size + 1)], vocab_size, group)
 
     @classmethod
-    def from_mesh(cls, mesh, vocab_size: int, dim: str | int | None = None, padded_size: int | None = None):
+    @checked
+    def from_mesh(
+        cls, mesh: Mesh, vocab_size: Size, dim: str | int | None = None, padded_size: Size | None = None
+    ) -> VocabShard:
         """Return `from_group` for the group of one dimension of a device mesh.
 
         Args:
-            mesh: `torch.distributed.DeviceMesh`.
             vocab_size, padded_size: as in `from_group`.
             dim: name or number of the dimension that shards the vocabulary; a mesh of one dimension needs none.
 
         Raises:
             TypeError, ValueError: no mesh, or no dimension of it.
         """
-        if type(mesh).__name__ != "DeviceMesh":
-            raise TypeError(f"mesh must be a torch.distributed.DeviceMesh, got {mesh!r}")
         if dim is None and mesh.ndim != 1:
             raise ValueError(f"the mesh has dimensions {mesh.mesh_dim_names or mesh.ndim}: name the one that shards V")
-        if isinstance(dim, (bool, float)):
-            raise TypeError(f"dim must be a name or number of a dimension of the mesh, got {dim!r}")
         try:
             group = mesh.get_group(dim)
         except (KeyError, IndexError, RuntimeError, ValueError) as error:

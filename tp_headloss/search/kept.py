@@ -125,7 +125,8 @@ def _kept_places(z, known, floor, peak, total, rule: SamplingRule, shard: VocabS
         mass = torch.where(place < size, masses(drop, _unit(shard)), 0)
         reached, p = mass.cumsum(1), _column(rule.top_p, z, torch.float64)
         total = reached[:, -1:] if total is None else torch.where(whole, reached[:, -1:], total)
-        target = _share(p, total)
+        # the mass at which top-p ends
+        target = torch.where(p >= 1, total, (p.nan_to_num(0.0) * total.double()).ceil().long())
         is_everything = True if rule.top_k is None else k >= shard.vocab_size  # what top-p chooses from
         whole = whole | ((reached[:, -1:] >= target) & ~(p >= 1) & is_everything)
         size = size.minimum((reached - mass < target).sum(1, keepdim=True))
@@ -202,11 +203,6 @@ def _lowest(rule: SamplingRule, z):
 def _unit(shard: VocabShard) -> float:
     """The mass of the likeliest id; the sum over the vocabulary stays below 2^62."""
     return 2.0 ** (62 - shard.vocab_size.bit_length())
-
-
-def _share(p, total):
-    """The mass at which top-p ends, of a total mass."""
-    return torch.where(p >= 1, total, (p.nan_to_num(0.0) * total.double()).ceil().long())
 
 
 def ids_and_counts(kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, NamedTuple
 
 import torch
@@ -112,7 +111,11 @@ def topk_log_probs(
             unflatten = request.order.unflatten
         else:
             request, packets, keys = _local_top_from_hidden(states, weight, k, shard, transform, options)
-            unflatten = partial(_unflatten, states.shape[:-1])
+            lead = states.shape[:-1]
+
+            def unflatten(x):
+                return x.view([*lead, *x.shape[1:]])
+
     lse, keys = _merge_ranks(packets, keys, request)
     values, ids = decode_keys(keys.topk(k).values)
     log_probs = (values - lse[:, None]).clamp(max=0)
@@ -169,10 +172,6 @@ def _sums_before(x: torch.Tensor) -> torch.Tensor:
         sums = sums + torch.nn.functional.pad(sums, (step, 0))[:, :-step]
         step *= 2
     return sums
-
-
-def _unflatten(lead, x):
-    return x.view([*lead, *x.shape[1:]])
 
 
 def _merge_ranks(packets, keys, request) -> tuple[torch.Tensor, torch.Tensor]:

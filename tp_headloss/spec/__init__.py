@@ -39,6 +39,7 @@ TENSOR = TensorLine("real numbers or bool", None)
 TOKENS, PER_TOKEN = TensorLine("floating point"), TensorLine("real numbers", broadcasts=True)
 TokenValues: TypeAlias = Annotated[torch.Tensor, TOKENS]
 PerToken: TypeAlias = Annotated[torch.Tensor, PER_TOKEN]
+TokenLoss: TypeAlias = Annotated[torch.Tensor, "[..] fp32, loss per token, neither masked nor averaged"]
 TokenMask: TypeAlias = Annotated[torch.Tensor, MASK]
 Logits: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, sharded=-1)]
 Rows: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, sharded=0)]  # of an output layer's weight
@@ -46,6 +47,8 @@ Floating: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None)
 Real: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", None)]
 Ids: TypeAlias = Annotated[torch.Tensor, IDS]
 Labels: TypeAlias = Annotated[torch.Tensor, LABELS]
+UNSHIFTED = TensorLine("int64 or int32", ("..", "S"))
+UnshiftedLabels: TypeAlias = Annotated[torch.Tensor, UNSHIFTED]
 TokenIds: TypeAlias = Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", "K"))]
 Scalar: TypeAlias = Annotated[torch.Tensor, SCALAR]
 ClassWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("V",), constant=True)]
@@ -64,7 +67,7 @@ Bounds: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(), 2, orde
 Count: TypeAlias = Annotated[int, IntLine(0)]
 Temperature: TypeAlias = PositiveFp32 | Annotated[torch.Tensor, TensorLine("real numbers", None, constant=True)]
 Weight: TypeAlias = (
-    Annotated[float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32")]
+    Annotated[float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32"), "Factor of the term in the loss"]
     | Annotated[torch.Tensor, TensorLine("real numbers", (), constant=True)]
 )
 Size: TypeAlias = Annotated[int, IntLine(1)]

@@ -22,7 +22,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def line_of(annotation: Any) -> Line | None:
     """Return the line that a resolved annotation is, or None if it says too little."""
     if typing.get_origin(annotation) is Annotated:
-        return next((x for x in annotation.__metadata__ if not isinstance(x, str)), None)
+        said = next((x for x in annotation.__metadata__ if not isinstance(x, str)), None)
+        return line_of(annotation.__origin__) if said is None else said
     if typing.get_origin(annotation) in (Union, types.UnionType):
         members = typing.get_args(annotation)
         lines = [line_of(member) for member in members if member is not type(None)]
@@ -120,7 +121,8 @@ def meaning_of(annotation: Any) -> str:
 
 def _with_arguments(function, lines: dict[str, Line]) -> str:
     """Return a function's docstring whose section "Args" has an entry for each argument: its line, what it means, and
-    the entry that is written there, or in the function of "as in `function`"."""
+    the entry that is written there, or in the function of "as in `function`"; and a section "Returns", where there is
+    none, of what the annotation of the result says."""
     doc, hints = inspect.cleandoc(function.__doc__ or "") + "\n", _hints(function)
     section = re.search(r"^Args:\n((?: {4}.*\n)*)", doc, re.M)
     found = re.findall(r"^ {4}([\w, ]+): ((?:.*\n)(?: {8}.*\n)*)", "" if section is None else section[1], re.M)
@@ -138,8 +140,18 @@ def _with_arguments(function, lines: dict[str, Line]) -> str:
             f"{name}: {' '.join(words.split())}", 108, initial_indent="    ", subsequent_indent=" " * 8
         )
         entries += "\n"
-    start, end = section.span() if section else (doc.find("Returns:"),) * 2
+    following = re.search(r"^(Returns|Raises|Examples|Source):", doc, re.M)
+    start, end = section.span() if section else (len(doc) if following is None else following.start(),) * 2
+    result = "" if re.search("^Returns:", doc, re.M) else _result_of(function)
+    entries += f"\nReturns:\n    {result}.\n" * bool(result)
     return f"{doc[:start]}Args:\n{entries}" + "\n" * (section is None) + doc[end:].rstrip()
+
+
+def _result_of(function) -> str:
+    """Words of a function's annotation about what it returns, "" if that says too little."""
+    plain = inspect.unwrap(function)
+    said = getattr(plain, "__globals__", {}).get(plain.__annotations__.get("return"))  # a class has no globals
+    return meaning_of(said) or getattr(line_of(said), "says", "")
 
 
 def lines_within(function: Any) -> dict[str, Line]:

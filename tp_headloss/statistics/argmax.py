@@ -14,12 +14,8 @@ from .family import Family, Joined, Merging, Softmax, Tile, Wanted
 
 class ArgmaxFamily(Family):
     statistics = ("argmax",)
-
-    def packet_rows(self, call: Wanted) -> tuple[str, ...]:
-        return ("index",)
-
-    def value_rows(self, call: Wanted) -> tuple[str, ...]:
-        return ()
+    packet = ("index",)
+    values = ()
 
     def flags(self, call: Wanted) -> dict[str, torch.dtype]:
         return {"argmax": torch.int64} | ({"hits": torch.bool} if call.has_labels else {})

@@ -20,9 +20,7 @@ NONE, UNKNOWN = -1, torch.iinfo(torch.int32).max  # ids as backends take them
 
 class AtIdsFamily(Family):
     statistics = gradients = ("log_probs_at",)
-
-    def value_rows(self, call: Wanted) -> tuple[str, ...]:
-        return ()
+    values = ()
 
     def per_id(self, call: Wanted) -> tuple[str, ...]:
         return self.statistics

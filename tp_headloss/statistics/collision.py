@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from .family import Family, Joined, Softmax, Tile, Wanted, row_sum
+from .family import Family, Joined, Softmax, Tile, row_sum
 
 
 class CollisionFamily(Family):
-    statistics = gradients = ("collision",)
-
-    def packet_rows(self, call: Wanted) -> tuple[str, ...]:
-        return ("squares",)
-
-    def merged_rows(self, call: Wanted) -> tuple[str, ...]:
-        return ("collision",)
+    statistics = gradients = merged = ("collision",)
+    packet = ("squares",)
 
     def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:
         return {"squares": row_sum(softmax.exp.square())}

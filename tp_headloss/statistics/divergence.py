@@ -19,9 +19,7 @@ from .teacher import DIVERGENCES, probabilities
 
 class DivergenceFamily(Family):
     statistics = gradients = DIVERGENCES
-
-    def value_rows(self, call: Wanted) -> tuple[str, ...]:
-        return ()
+    values = ()
 
     def second_rows(self, call: Wanted) -> tuple[str, ...]:
         return tuple(name for name in self.statistics if name in call.want)

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from .family import Family, Joined, Softmax, Tile, Wanted, row_sum
+from .family import Family, Joined, Softmax, Tile, row_sum
 
 
 class EntropyFamily(Family):
     statistics = gradients = ("entropy",)
-
-    def packet_rows(self, call: Wanted) -> tuple[str, ...]:
-        return ("moment",)
-
-    def merged_rows(self, call: Wanted) -> tuple[str, ...]:
-        """mean = sum p (z - M)."""
-        return ("mean",)
+    packet = ("moment",)
+    merged = ("mean",)  # sum p (z - M)
 
     def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:
         shifted = softmax.shifted

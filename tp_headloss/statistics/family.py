@@ -98,6 +98,10 @@ class Family:
 
     statistics: tuple[str, ...] = ()  # names for `want` that this family serves
     gradients: tuple[str, ...] = ()  # those among its values that have a gradient
+    # what the three methods of these names return, where it is the same for each call
+    packet: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()
+    values: tuple[str, ...] | None = None  # None: the statistics that are wanted
     # whether logits are compared with that of the label, which is then found before they stream by
     needs_label_logits = False
 
@@ -110,15 +114,15 @@ class Family:
 
     def packet_rows(self, call: Wanted) -> tuple[str, ...]:
         """Names of the partial sums of a chunk."""
-        return ()
+        return self.packet
 
     def merged_rows(self, call: Wanted) -> tuple[str, ...]:
         """Names of what the gradient needs per token besides logits and upstream gradients."""
-        return ()
+        return self.merged
 
     def value_rows(self, call: Wanted) -> tuple[str, ...]:
         """Names of the reported fp32 statistics."""
-        return tuple(name for name in self.statistics if name in call.want)
+        return tuple(name for name in self.statistics if name in call.want) if self.values is None else self.values
 
     def flags(self, call: Wanted) -> dict[str, torch.dtype]:
         """Names and dtypes of reported statistics that are no fp32 numbers."""
@@ -137,8 +141,8 @@ class Family:
         return {}
 
     def rescale(self, rows: dict, drop: torch.Tensor, factor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rows relative to a maximum that is larger by -drop; factor = exp(drop)."""
-        return {}
+        """Rows relative to a maximum that is larger by -drop; factor = exp(drop). By default no row is relative."""
+        return {name: rows[name] for name in self.packet}
 
     def merge(self, rows: dict, merging: Merging) -> dict[str, torch.Tensor]:
         """Rows [packets, N] -> sums [N]."""

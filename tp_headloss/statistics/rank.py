@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import torch
 
-from .family import Family, Joined, Softmax, Tile, Wanted, row_sum
+from .family import Family, Joined, Softmax, Tile, row_sum
 
 
 class RankFamily(Family):
     statistics = ("rank",)
+    packet = ("ahead",)
     needs_label_logits = True
-
-    def packet_rows(self, call: Wanted) -> tuple[str, ...]:
-        return ("ahead",)
 
     def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:
         z, column = tile.z, torch.arange(tile.z.shape[1], device=tile.z.device)
         label, target = tile.label_logits[:, None], tile.target[:, None]
         return {"ahead": row_sum((z > label) | ((z == label) & (column < target)))}
-
-    def rescale(self, rows: dict, drop, factor) -> dict[str, torch.Tensor]:
-        return {"ahead": rows["ahead"]}
 
     def finish(self, sums: dict, joined: Joined) -> tuple[dict, dict]:
         return {"rank": sums["ahead"] + 1}, {}

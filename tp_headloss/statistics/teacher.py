@@ -26,6 +26,8 @@ DIVERGENCES = ("jsd", "total_variation")
 class TeacherFamily(Family):
     statistics = ("forward_kl", "reverse_kl", "teacher_entropy")
     gradients = ("forward_kl", "reverse_kl")
+    # maximum and sum of the teacher; the mean of z' - u, 0 if not wanted
+    merged = ("teacher_shift", "teacher_sum", "gap")
 
     def wanted(self, call: Wanted) -> bool:
         return call.any_of(self.statistics + DIVERGENCES)
@@ -37,10 +39,6 @@ class TeacherFamily(Family):
         optional = {"cross": "forward_kl", "gap": "reverse_kl", "teacher_moment": "teacher_entropy"}
         rows = ["teacher_max", "teacher_sum"] + (["teacher_target"] if call.has_labels else [])
         return (*rows, *(row for row, name in optional.items() if name in call.want))
-
-    def merged_rows(self, call: Wanted) -> tuple[str, ...]:
-        """Maximum and sum of the teacher; the mean of z' - u, 0 if not wanted."""
-        return ("teacher_shift", "teacher_sum", "gap")
 
     def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:
         u, z = tile.teacher, tile.z

@@ -10,17 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from .family import Family, Joined, Softmax, Tile, Wanted, row_sum
+from .family import Family, Joined, Softmax, Tile, row_sum
 
 
 class TotalFamily(Family):
     statistics = gradients = ("total",)
-
-    def packet_rows(self, call: Wanted) -> tuple[str, ...]:
-        return ("total", "mass")
-
-    def value_rows(self, call: Wanted) -> tuple[str, ...]:
-        return ("total", "mass")
+    packet = values = ("total", "mass")
 
     def local(self, tile: Tile, softmax: Softmax, rows) -> dict[str, torch.Tensor]:
         z = tile.z
@@ -28,9 +23,6 @@ class TotalFamily(Family):
         absent = z == -torch.inf
         total = row_sum(torch.where(absent, 0.0, z * weight))
         return {"total": total, "mass": row_sum(torch.where(absent, 0.0, weight))}
-
-    def rescale(self, rows: dict, drop, factor) -> dict[str, torch.Tensor]:
-        return {"total": rows["total"], "mass": rows["mass"]}
 
     def finish(self, sums: dict, joined: Joined) -> tuple[dict, dict]:
         return {"total": sums["total"], "mass": sums["mass"]}, {}

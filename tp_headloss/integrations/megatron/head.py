@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ...arguments.options import Options, Transform
 from ...arguments.teachers import TeacherHead
 from ...head_loss import CrossEntropy, HeadLoss, HeadLossOutput, Metric, Term
-from ...head_loss.output import without_graph
+from ...head_loss.output import Observed
 from ...linear_head import Linear
 from ...ranks.shard import VocabShard
 from ...spec import CheckedBy, Instance, Size, TupleOf, checked
@@ -28,7 +28,7 @@ IGNORED_LABEL = -100  # if ignore_index is None, every label outside of the voca
 
 
 @checked
-class MegatronHead:
+class MegatronHead(Observed):
     """Per-token losses [b, s] fp32 of a model, not reduced, as `compute_language_model_loss` returns them.
 
     An instance is also an ``output_processor`` of GPTModel.forward (Megatron-Core >= 0.18): hidden [s, b, h] replicated
@@ -92,8 +92,7 @@ class MegatronHead:
         self.learns_from_main_head = "teacher" in self.depth_loss.input_names
         parts["metrics"] = (*self.head_loss.metrics, Metric(_no_metrics, want=("argmax",)))
         self.counted_depth_loss = HeadLoss(depth_terms, reduction="none", **parts)
-        self.observe, self.calls = observe, 0
-        self.last: HeadLossOutput | None = None
+        self.observe = observe
 
     @classmethod
     def from_head_loss(cls, head_loss: HeadLoss) -> MegatronHead:
@@ -203,12 +202,8 @@ class MegatronHead:
         return labels
 
     def _observed_losses(self, out: HeadLossOutput) -> torch.Tensor:
-        """Losses [b, s] of an output, after the call was counted, kept in `last` and shown to `observe`."""
-        self.calls += 1
-        self.last = without_graph(out)
-        if self.observe is not None:
-            self.observe(self.last)
-        return out.loss.transpose(0, 1).contiguous()
+        """Losses [b, s] of an output."""
+        return self.observed(out).loss.transpose(0, 1).contiguous()
 
 
 def _no_metrics(stats) -> dict[str, torch.Tensor]:

@@ -116,8 +116,7 @@ def hidden_in_place_of_logits(model, **methods):
         taken.hidden, taken.weight = hidden, weight
         return hidden, None
 
-    def keep_scale(hidden):  # Megatron would scale hidden states as it scales logits: the head's transform does that
-        return hidden
-
-    with replaced(model.output_layer, forward=forward), replaced(model, _scale_logits=keep_scale, **methods):
+    # Megatron would scale hidden states as it scales logits: the head's transform does that
+    methods |= {"_scale_logits": lambda hidden: hidden}
+    with replaced(model.output_layer, forward=forward), replaced(model, **methods):
         yield taken

@@ -17,11 +17,11 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ...arguments.options import Transform
 from ...call.subclasses import is_dtensor
 from ...ranks.shard import VocabShard
-from ..replacement import Replacement
+from ..replacement import Replacement, evaluating
 from .calls import body_of, refuse_auxiliary_loss
 from .forward import FUSED, stock_forward
 from .loss_function import CausalLMShardLoss
-from .model_facts import checked_transform, installed_shard, output_layer
+from .model_facts import config_transform, installed_shard, output_layer
 
 
 class InstalledForward(Replacement):
@@ -44,7 +44,8 @@ class InstalledForward(Replacement):
             if in_place is not None:
                 del model.forward
             self.stock_forward = stock_forward(model)
-            self.transform, self.checked_shard = checked_transform(model, transform), installed_shard(model, shard)
+            self.transform = config_transform(model.config) if transform is None else transform
+            self.checked_shard = installed_shard(model, shard)
             stock = check_forward(model, self.stock_forward, self.transform, self.checked_shard)
             self.output_class = stock.output_class
             self.install({"forward": types.MethodType(self._function(), model)})
@@ -77,16 +78,11 @@ class InstalledForward(Replacement):
 
 @contextlib.contextmanager
 def evaluation(model):
-    """Evaluation mode without gradients for the duration of the block; each module returns to its own mode, and what
-    FSDP gathered is freed, because an optimizer would otherwise be given the gathered parameters."""
-    training = [module for module in model.modules() if module.training]
+    """`evaluating`, after which what FSDP gathered is freed: an optimizer would be given the gathered parameters."""
     try:
-        model.eval()
-        with torch.no_grad():
+        with evaluating(model):
             yield
     finally:
-        for module in training:
-            module.training = True
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

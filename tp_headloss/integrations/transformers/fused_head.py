@@ -10,7 +10,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ...arguments.options import Transform
 from ...head_loss import HeadLoss, HeadLossOutput
-from ...head_loss.output import without_graph
+from ...head_loss.output import Observed
 from ...linear_head import Linear
 from ...ranks.shard import VocabShard
 from ...spec import checked
@@ -91,13 +91,11 @@ def fuse_head(
     return FusedHead(model, head_loss, linear, shard, transform, observe, skip_logits)
 
 
-class FusedHead(InstalledForward):
+class FusedHead(InstalledForward, Observed):
     """An installed fused head, as `fuse_head` returns it; a context manager that removes itself."""
 
     def __init__(self, model, head_loss, linear, shard, transform, observe, skip_logits):
         wanted = scalar_head_loss(head_loss), checked_linear(linear)
-        self.last: HeadLossOutput | None = None
-        self.observe: Callable[[HeadLossOutput], None] | None = None
         # until the check has passed: plain cross-entropy of any number of tokens, and never logits
         self.head_loss = HeadLoss(options=wanted[0].options)
         self.skip_logits: bool | None = True
@@ -122,7 +120,7 @@ class FusedHead(InstalledForward):
         labels = next_token_labels(given.get("labels"), given.get("shift_labels"), head_loss.ignore_index)
         logits = None
         with gathered_head(model):
-            if not self._skips_logits(model):
+            if not ((model.training or torch.is_grad_enabled()) if self.skip_logits is None else self.skip_logits):
                 logits = self._logits(layer(hidden))
             out = head_loss.linear(
                 hidden,
@@ -135,17 +133,12 @@ class FusedHead(InstalledForward):
                 inputs=given.get("head_inputs"),
                 linear=self.linear,
             )
-        self.last, self.calls = without_graph(out), self.calls + 1
-        if self.observe is not None:
-            self.observe(self.last)
+        self.observed(out)
         fields = {f.name: getattr(outputs, f.name, None) for f in dataclasses.fields(self.output_class)}
         result = self.output_class(**{**fields, "loss": out.loss, "logits": logits})
         return_dict = given.get("return_dict")
         as_dict = model.config.return_dict if return_dict is None else return_dict
         return result if as_dict else result.to_tuple()
-
-    def _skips_logits(self, model) -> bool:
-        return (model.training or torch.is_grad_enabled()) if self.skip_logits is None else self.skip_logits
 
     def _logits(self, logits):
         """The model's logits of its output layer's, or None if they are this rank's columns and nobody asked."""

@@ -10,10 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...call.subclasses import is_dtensor
 from ...head_loss import HeadLoss, HeadLossOutput
-from ...head_loss.output import without_graph
+from ...head_loss.output import Observed
 from ...ranks.shard import VocabShard
-from ...spec import checked
-from .. import check_type
+from ...spec import Instance, checked
 from .calls import (
     LOST_LABELS,
     is_training,
@@ -50,7 +49,7 @@ def colwise_plan(model_class: type[PreTrainedModel], config) -> dict[str, str]:
             "model_class must be the model's own class, a subclass of PreTrainedModel such as LlamaForCausalLM: "
             f"type(model), or AutoModelForCausalLM._model_mapping[type(config)]; got {got}"
         )
-    check_type("config", config, model_class.config_class or PreTrainedConfig)
+    Instance(model_class.config_class or PreTrainedConfig).check("config", config, {})
     if "lm_head" not in (model_class._tp_plan or {}):
         raise ValueError(
             f"{model_class.__name__} must have a tensor-parallel plan for its output layer 'lm_head', got the plan "
@@ -135,7 +134,7 @@ def _check_call(model, args, kwargs, outputs) -> None:
         logits.register_hook(expect_loss)
 
 
-class CausalLMShardLoss:
+class CausalLMShardLoss(Observed):
     """The loss function that `causal_lm_loss` returns."""
 
     def __init__(
@@ -145,8 +144,7 @@ class CausalLMShardLoss:
         observe: Callable[[HeadLossOutput], None] | None = None,
     ):
         self.head_loss, self.shard, self.observe = scalar_head_loss(head_loss), shard, observe
-        self.last: HeadLossOutput | None = None
-        self.forwards = self.calls = 0  # of the model that need a loss, and losses
+        self.forwards = 0  # calls of the model that need a loss
 
     def __call__(
         self,
@@ -169,7 +167,4 @@ class CausalLMShardLoss:
         labels = next_token_labels(labels, shift_labels, head_loss.ignore_index).to(logits.device)
         denominator = scalar_number(num_items_in_batch, logits.device)
         out = head_loss(logits, labels, shard=self.shard, denominator=denominator, inputs=head_inputs)
-        self.last, self.calls = without_graph(out), self.calls + 1
-        if self.observe is not None:
-            self.observe(self.last)
-        return out.loss
+        return self.observed(out).loss

@@ -95,11 +95,6 @@ def checked_linear(linear: Linear | None) -> Linear:
     return linear or Linear()
 
 
-def checked_transform(model, transform: Transform | None) -> Transform:
-    """Return the given transform, or the one in the model's config."""
-    return config_transform(model.config) if transform is None else transform
-
-
 def config_transform(config) -> Transform:
     """Return the transform of the logits that a config states. `check_forward` compares it with the model."""
     softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)

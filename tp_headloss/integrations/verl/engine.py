@@ -22,7 +22,7 @@ from ...spec import Size, checked
 from .. import require
 from ..megatron.head import layer_shard, logits_transform, refuse_options
 from ..megatron.postprocess import TakenHidden, hidden_in_place_of_logits
-from ..replacement import Replacement
+from ..replacement import Replacement, expect_close
 from .functions import LOWEST_TEMPERATURE
 from .heads import HiddenHead, LogitsHead, topk_distillation
 
@@ -159,14 +159,7 @@ class HeadLossEngine(MegatronEngineWithLMHead):
             type(self).calls -= 1
         compares = ids == logits.shape[-1] * group.size()
         for name, expected in stock.items():
-            if found[name].shape != expected.shape or found[name].dtype != torch.float32:
-                raise RuntimeError(
-                    f"the check call's {name} must be fp32 {list(expected.shape)}, got {found[name].dtype} "
-                    f"{list(found[name].shape)}"
-                )
-            if compares and not torch.allclose(found[name], expected, rtol=2e-2, atol=2e-2):
-                error = float((found[name] - expected).abs().max())
-                raise RuntimeError(f"the check call's {name} differs from verl's own by {error:.3g}")
+            expect_close(f"{name} of the check call", found[name], expected, compares)
 
     def _check_operands(self, model, count: int, generator: torch.Generator):
         """Return logits [1, count, v/P] sharded on V, and, for a head that fuses, the model with the hidden states that
@@ -248,7 +241,6 @@ def install(
         vocab_size: number of ids of the tokenizer: rows of the output layer beyond it are padding and do not enter the
             softmax. None: all rows do, as in verl.
         linear: `Linear` for its budget and engine, of fused heads. The output layer decides how gradients are reduced.
-        options: `Options`.
 
     Raises:
         ImportError: verl or Megatron-Core is not installed in a supported version.

@@ -50,7 +50,6 @@ def logits_processor(
         boundaries: as in `VocabShard.from_boundaries`, for uneven shards, instead of padded_size.
         entropy, sum_pi_squared: True: in the results.
         temperature: for calls without one. Temperatures that are not positive become 1e-8, as in verl.
-        options: `Options`.
 
     Raises ValueError and TypeError as `vocab_statistics` does.
     """
