@@ -102,9 +102,11 @@ class VocabStatistics(NamedTuple):
     registered: dict[str, torch.Tensor] | MaybeNone = None
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        for registered in self[len(self._fields) - 1 :]:  # none in a tuple that torch.compile looks at
-            if name in (registered or ()):
-                return registered[name]
+        registered: dict[str, torch.Tensor] | None = None
+        if len(self):  # as the tuple that torch.compile looks at has not
+            registered = self.registered
+        if registered and name in registered:
+            return registered[name]
         raise AttributeError(f"VocabStatistics have no {name!r}")
 
     def updated(self, values: dict) -> VocabStatistics:
