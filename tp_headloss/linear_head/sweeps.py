@@ -202,7 +202,7 @@ def gradient(
         hidden_grad = hidden.new_empty(hidden.shape, dtype=wanted.hidden)
     for t in tokens:
         rows = None if hidden_grad is None else hidden_grad[t]
-        if rows is not None and len(ids) > 1 and (exact := accumulation_dtype(rows.dtype)) != rows.dtype:
+        if rows is not None and ids[0] is not ids[-1] and (exact := accumulation_dtype(rows.dtype)) != rows.dtype:
             rows = rows.new_empty(rows.shape, dtype=exact)
         upstream = merged[:, t].contiguous(), {name: None if g is None else g[t] for name, g in grads.items()}
         for v, known in zip(ids, valid_rows):
