@@ -95,3 +95,7 @@ def train(trainer, meter: Meter) -> None:
         trainer.train()
     finally:
         trainer.model.zero_grad(set_to_none=True)
+        for p in trainer.model.parameters():  # hooks of a tensor parallel model hold the trainer, and that the model
+            if p._post_accumulate_grad_hooks:
+                p._post_accumulate_grad_hooks.clear()
+            p._replicated_grad_hook_registered = False  # so that the next trainer adds its own

@@ -152,7 +152,8 @@ def search(run: Run, train: Train) -> dict:
         meter, enough = Meter(run.device), True
         try:
             train(rows, 2, meter)
-        except torch.cuda.OutOfMemoryError:
+        except torch.cuda.OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)  # or cycles through autograd's graph would keep it
             enough = False
         for hook in meter.hooks:
             hook.remove()
