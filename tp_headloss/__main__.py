@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from . import CrossEntropy, Distillation, HeadLoss, Teacher, VocabShard, ZLoss, __version__
 from .engine.transports.symmetric_memory import obstacle
-from .integrations import SUPPORTED, installed_version, is_supported
+from .integrations import TESTED, installed_version, standing
 from .ranks.comm import gather_objects, group_size
 
 NEEDED = {"torch": "2.11", "triton": "3.6"}  # oldest versions
@@ -44,10 +44,10 @@ def environment() -> list[str]:
         )
     if not torch.cuda.is_available():
         lines.append("no GPU: backend 'torch' on the CPU")
-    for name, ((first, below), extra) in SUPPORTED.items():
+    for name, (oldest, untested, extra) in TESTED.items():
         found = installed_version(name)
-        state = "not installed" if found is None else f"{found}, {'' if is_supported(name, found) else 'not '}supported"
-        lines.append(f"{name}: {state} (>= {first}, < {below}; extra '{extra}')")
+        state = "not installed" if found is None else f"{found}, {standing(name, found)}"
+        lines.append(f"{name}: {state} (tested: >= {oldest}, < {untested}; extra '{extra}')")
     return lines
 
 

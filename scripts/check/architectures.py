@@ -1,6 +1,6 @@
 """fuse_head on a tiny model of every causal architecture that transformers knows: right, refused, or wrong.
 
-    .hosts/transformers-5.23.0/bin/python scripts/check/architectures.py [NAME...]
+    .hosts/transformers-5.24.0/bin/python scripts/check/architectures.py [NAME...]
 
 A line each: the error of loss and gradients against the model's own, or what was said. The exit status is 1 if a result
 was wrong, or an error was neither ValueError nor TypeError.

@@ -2,6 +2,7 @@
 with their own loss."""
 
 import copy
+import importlib
 import inspect
 import itertools
 import json
@@ -9,6 +10,7 @@ import os
 import tempfile
 import traceback
 import types
+import warnings
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -25,7 +27,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from tp_headloss import CrossEntropy, Distillation, HeadLoss, Linear, Teacher, Transform, VocabShard, ZLoss
-from tp_headloss.integrations import installed_version, require
+from tp_headloss.integrations import TESTED, installed_version, require
+from tp_headloss.integrations import transformers as adapter
 from tp_headloss.integrations.transformers import causal_lm_loss, colwise_plan, fuse_head
 from tp_headloss.integrations.transformers.calls import with_ignore_index
 
@@ -452,6 +455,24 @@ def refusals(group):
     return {}
 
 
+def newer(group):
+    """A version above the tested ones: one warning, and then the check of an installation decides."""
+    host, model = models("plain", config_of())
+    oldest, _, extra = TESTED["transformers"]
+    with mock.patch.dict(TESTED, transformers=(oldest, oldest, extra)), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            importlib.reload(adapter)
+        (warning,) = [str(w.message) for w in seen if "newer" in str(w.message)]
+        assert f"transformers {transformers.__version__} is newer" in warning
+        with adapter.fuse_head(model):
+            result = against_host(model, host, batch())
+        hook = model.lm_head.register_forward_pre_hook(lambda m, args: (1.5 * args[0],))
+        refused(lambda: adapter.fuse_head(model), "input is not")
+        hook.remove()
+    return result
+
+
 # ---- the Trainer, in one process of its own: it would wrap the model for two ranks
 
 
@@ -549,6 +570,7 @@ CASES = {
     "failures": failures,
     "modes": dropout_and_modes,
     "refusals": refusals,
+    "newer": newer,
     "trainer": trainer,
     "documented": documented,
 }
