@@ -28,7 +28,7 @@ SMALL = {  # sizes by the names that configurations give them
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads num_experts "
     "num_local_experts n_routed_experts moe_num_experts",
     8: "head_dim attention_head_size q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
-    128: "vocab_size",
+    128: "vocab_size unpadded_vocab_size",
 }
 LARGEST = 30_000_000  # parameters; a configuration whose sizes have other names is left out
 

@@ -14,7 +14,19 @@ CASES = [
     *(f"{way}-{kind}" for way in WAYS for kind in ("plain", "tied", "uneven", "bf16", "arguments", "HeadLoss")),
     *(f"fused-{model}" for model in ("Gemma2", "Cohere", "Granite", "Phi", "GPT2")),
     *(f"fused-{kind}-auto" for kind in ("plain", "tied", "uneven")),
-    *("stock", "without labels", "loops", "failures", "modes", "refusals", "newer", "trainer", "documented"),
+    *(
+        "stock",
+        "without labels",
+        "loops",
+        "failures",
+        "modes",
+        "vision",
+        "vision-parallel",
+        "refusals",
+        "newer",
+        "trainer",
+        "documented",
+    ),
 ]
 TRL = "transformers-5.24.0"
 TRL_CASES = "plain", "tied", "uneven", "temperature", "softcap", "bf16", "replaced", "refusals", "failures"
@@ -40,3 +52,7 @@ def test_losses_and_gradients_are_those_of_transformers(host, case):
 @pytest.mark.parametrize("case", TRL_CASES)
 def test_log_probs_are_those_of_trl(case):
     checked(TRL, f"trl-{case}")
+
+
+def test_lora_of_the_output_layer_is_that_of_peft():
+    checked(TRL, "adapters")
