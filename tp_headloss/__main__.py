@@ -5,10 +5,15 @@
 
 The check compares three losses and their gradients with plain torch in float64, on the CPU and on each GPU; on several
 ranks, with the vocabulary sharded over all of them. It takes seconds, and the exit code is 1 if something differs.
+
+    python -m tp_headloss plan --tokens 8192 --vocab 128256 --hidden 4096 --tp 2 --from hidden
+
+prints the peak memory and the floor time of every way to a loss of these sizes, and which call to write.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -18,9 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from . import CrossEntropy, Distillation, HeadLoss, Teacher, VocabShard, ZLoss, __version__
+from . import CrossEntropy, Distillation, HeadLoss, Teacher, VocabShard, ZLoss, __version__, plan
 from .engine.transports.symmetric_memory import obstacle
-from .integrations import SUPPORTED, installed_version, is_supported
+from .integrations import TESTED, installed_version, standing
 from .ranks.comm import gather_objects, group_size
 
 NEEDED = {"torch": "2.11", "triton": "3.6"}  # oldest versions
@@ -44,10 +49,10 @@ def environment() -> list[str]:
         )
     if not torch.cuda.is_available():
         lines.append("no GPU: backend 'torch' on the CPU")
-    for name, ((first, below), extra) in SUPPORTED.items():
+    for name, (oldest, untested, extra) in TESTED.items():
         found = installed_version(name)
-        state = "not installed" if found is None else f"{found}, {'' if is_supported(name, found) else 'not '}supported"
-        lines.append(f"{name}: {state} (>= {first}, < {below}; extra '{extra}')")
+        state = "not installed" if found is None else f"{found}, {standing(name, found)}"
+        lines.append(f"{name}: {state} (tested: >= {oldest}, < {untested}; extra '{extra}')")
     return lines
 
 
@@ -134,6 +139,14 @@ def report(devices: list[torch.device], group: dist.ProcessGroup | None) -> tupl
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        "python -m tp_headloss", None, __doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"tp_headloss {__version__}")
+    plan.add_command(parser.add_subparsers(dest="command"))
+    given = parser.parse_args()
+    if given.command is not None:
+        return plan.run(given)
     ranks, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     gpus = torch.cuda.device_count()
     if ranks == 1:

@@ -1,6 +1,6 @@
 """fuse_head on a tiny model of every causal architecture that transformers knows: right, refused, or wrong.
 
-    .hosts/transformers-5.23.0/bin/python scripts/check/architectures.py [NAME...]
+    .hosts/transformers-5.24.0/bin/python scripts/check/architectures.py [NAME...]
 
 A line each: the error of loss and gradients against the model's own, or what was said. The exit status is 1 if a result
 was wrong, or an error was neither ValueError nor TypeError.
@@ -28,7 +28,7 @@ SMALL = {  # sizes by the names that configurations give them
     4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads num_experts "
     "num_local_experts n_routed_experts moe_num_experts",
     8: "head_dim attention_head_size q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
-    128: "vocab_size",
+    128: "vocab_size unpadded_vocab_size",
 }
 LARGEST = 30_000_000  # parameters; a configuration whose sizes have other names is left out
 

@@ -24,11 +24,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RANKS = int(os.environ.get("WORLD_SIZE", 2))  # of a process that `launch` started
 FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))  # every case with every number of ranks, where one of each is enough
+NEWEST = os.environ.get("TP_HEADLOSS_NEWEST")  # scripts/check/versions.sh: a folder with an environment per host
 TIMEOUT = 600  # seconds: a collective that waits longer fails; none does, on the busiest machine
 
 
 def python_of(host: str) -> Path:
-    return ROOT / ".hosts" / host / "bin" / "python"
+    folder = ROOT / ".hosts" / host if NEWEST is None else ROOT / NEWEST / host.rsplit("-", 1)[0]
+    return folder / "bin" / "python"
 
 
 @functools.lru_cache

@@ -11,13 +11,13 @@ from cases import FULL, ROOT, python_of
 
 FOLDER = ROOT / "scripts/hosts_gpu"
 SCRIPTS = {  # name -> environment, script, ranks
-    "transformers": ("transformers-5.23.0", "transformers_trainer", 1),
+    "transformers": ("transformers-5.24.0", "transformers_trainer", 1),
     "megatron": ("megatron-0.19.2", "megatron_core", 2),
 }
 if FULL:
     SCRIPTS |= {
-        "transformers_2": ("transformers-5.23.0", "transformers_trainer", 2),
-        "trl": ("transformers-5.23.0", "trl_sft", 2),
+        "transformers_2": ("transformers-5.24.0", "transformers_trainer", 2),
+        "trl": ("transformers-5.24.0", "trl_sft", 2),
         "torchtitan": ("torchtitan-0.3.0", "torchtitan_trainer", 2),
         "nemo_automodel": ("nemo_automodel-0.7.0", "nemo_automodel_loss", 2),
         "deepspeed": ("deepspeed-0.19.8", "deepspeed_autotp", 2),

@@ -4,7 +4,7 @@ gradients or weights. transformers and TRL are in trainer_cases.py, torchtitan i
 import pytest
 from cases import FULL, result, results
 
-OLDER, TRANSFORMERS, TORCHTITAN = "transformers-5.17.0", "transformers-5.23.0", "torchtitan-0.3.0"
+OLDER, TRANSFORMERS, TORCHTITAN = "transformers-5.17.0", "transformers-5.24.0", "torchtitan-0.3.0"
 GRADIENTS = {  # (host, ranks) -> cases; the Trainer of the older one refuses FSDP beside tensor parallelism
     (OLDER, 2): {"fused", "fused-tied", "loss_function"},
     (TRANSFORMERS, 2): {"fused", "fused-tied", "loss_function", "PEFT", "SFT", "KTO", "RLOO"},

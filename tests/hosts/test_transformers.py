@@ -8,15 +8,27 @@ gradient makes 1.4 times as much.
 import pytest
 from cases import result
 
-HOSTS = ("transformers-5.17.0", "transformers-5.23.0")
+HOSTS = ("transformers-5.17.0", "transformers-5.24.0")
 WAYS = ("loss_function", "fused")
 CASES = [
     *(f"{way}-{kind}" for way in WAYS for kind in ("plain", "tied", "uneven", "bf16", "arguments", "HeadLoss")),
     *(f"fused-{model}" for model in ("Gemma2", "Cohere", "Granite", "Phi", "GPT2")),
     *(f"fused-{kind}-auto" for kind in ("plain", "tied", "uneven")),
-    *("stock", "without labels", "loops", "failures", "modes", "refusals", "trainer", "documented"),
+    *(
+        "stock",
+        "without labels",
+        "loops",
+        "failures",
+        "modes",
+        "vision",
+        "vision-parallel",
+        "refusals",
+        "newer",
+        "trainer",
+        "documented",
+    ),
 ]
-TRL = "transformers-5.23.0"
+TRL = "transformers-5.24.0"
 TRL_CASES = "plain", "tied", "uneven", "temperature", "softcap", "bf16", "replaced", "refusals", "failures"
 TRL_CASES += ("documented",)
 
@@ -40,3 +52,7 @@ def test_losses_and_gradients_are_those_of_transformers(host, case):
 @pytest.mark.parametrize("case", TRL_CASES)
 def test_log_probs_are_those_of_trl(case):
     checked(TRL, f"trl-{case}")
+
+
+def test_lora_of_the_output_layer_is_that_of_peft():
+    checked(TRL, "adapters")

@@ -199,10 +199,10 @@ def adapted(*modules):
 
 
 def adapters(group):
-    """LoRA beside the output layer is trained; LoRA of the output layer is refused by name."""
+    """LoRA beside the output layer is trained; LoRA of a sharded output layer is refused by name."""
     theirs, model = transformers_run(adapted("q_proj", "v_proj")), adapted("q_proj", "v_proj")
     fuse_head(model.get_base_model())
-    refused(lambda: fuse_head(adapted("lm_head").get_base_model()), "peft.tuners.lora", TypeError)
+    refused(lambda: fuse_head(adapted("lm_head").get_base_model()), "got peft.tuners.lora", TypeError)
     return errors(
         transformers_run(model), theirs, "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.weight"
     )

@@ -2,6 +2,7 @@
 with their own loss."""
 
 import copy
+import importlib
 import inspect
 import itertools
 import json
@@ -9,6 +10,7 @@ import os
 import tempfile
 import traceback
 import types
+import warnings
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -25,7 +27,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from tp_headloss import CrossEntropy, Distillation, HeadLoss, Linear, Teacher, Transform, VocabShard, ZLoss
-from tp_headloss.integrations import installed_version, require
+from tp_headloss.integrations import TESTED, installed_version, require
+from tp_headloss.integrations import transformers as adapter
 from tp_headloss.integrations.transformers import causal_lm_loss, colwise_plan, fuse_head
 from tp_headloss.integrations.transformers.calls import with_ignore_index
 
@@ -87,7 +90,7 @@ def run(model, inputs):
     model.zero_grad()
     loss = model(**inputs).loss
     loss.backward()
-    return loss.detach(), {n: whole(p.grad).clone() for n, p in model.named_parameters()}
+    return loss.detach(), {n: whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def against_host(model, host, inputs, head=HEAD):
@@ -195,6 +198,128 @@ def other_models(group, kind):
         result = against_host(model, host, batch())
     assert sharded == bool(seen.seen)
     return result
+
+
+# ---- models that see images, and adapters
+
+
+def vision_models():
+    """Name -> a tiny model and a batch with images."""
+    tower = {**LAYERS, "num_hidden_layers": 2, "image_size": 28, "patch_size": 14}
+    ids = batch()["input_ids"].clamp(min=10)
+    ids[:, 2:6] = 5  # of an image
+    given = {"input_ids": ids, "labels": ids.where(ids != 5, -100), "pixel_values": torch.randn(2, 3, 28, 28)}
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    text = {**SIZES, **special}
+    clip = {"model_type": "clip_vision_model", "projection_dim": 32, **tower}
+    llava = {"vision_config": clip, "text_config": {"model_type": "llama", **text}, "vision_feature_layer": -1}
+    llava = transformers.LlavaConfig(**llava, image_token_id=5)
+    yield "Llava", transformers.LlavaForConditionalGeneration(llava), given
+    gemma = {"text_config": {**text, "head_dim": 8}, "vision_config": tower, "mm_tokens_per_image": 4}
+    gemma = transformers.Gemma3Config(**gemma, image_token_index=5, boi_token_index=6, eoi_token_index=7)
+    images = {"token_type_ids": (ids == 5).long()}
+    yield "Gemma3", transformers.Gemma3ForConditionalGeneration(gemma), {**given, **images}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    vit = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2, "patch_size": 14}
+    tokens = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
+    qwen = {"text_config": {**text, "rope_parameters": rope}, "vision_config": vit}
+    qwen = transformers.Qwen2VLConfig(**qwen, **tokens)
+    images = {"pixel_values": torch.randn(8, 3 * 2 * 14 * 14), "image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
+    ids = ids.where(ids != 5, 9)
+    ids[:, 1], ids[:, 2] = 7, 5
+    images |= {"mm_token_type_ids": (ids == 5).long(), "input_ids": ids, "labels": ids.where(ids != 5, -100)}
+    yield "Qwen2VL", transformers.Qwen2VLForConditionalGeneration(qwen), {**given, **images}
+
+
+def vision(group):
+    """Losses and gradients, of the tower that sees the images, too; and the body gets the same inputs as without us."""
+    found = []
+    for name, model, inputs in vision_models():
+        with torch.no_grad():  # Gemma 3 begins with a projection of images that is 0
+            for p in model.parameters():
+                p.add_(0.05 * torch.randn_like(p))
+        host = copy.deepcopy(model.train())
+        without, seen = model(**{**inputs, "pixel_values": -inputs["pixel_values"]}).loss, []
+        hook = partial(lambda seen, module, args, given: seen.append({k for k in given if given[k] is not None}), seen)
+        model.base_model.register_forward_pre_hook(hook, with_kwargs=True)
+        model(**inputs)
+        with fuse_head(model):
+            own = run(model, inputs)
+            assert seen[0] | {"return_dict"} == seen[-1] | {"return_dict"}, name
+            assert model(**inputs).logits is None and own[0] != without, name
+        # gradients that are 0 up to rounding, of keys' biases, would be compared with themselves
+        loss, grads = run(host, inputs)
+        large = {n: g for n, g in grads.items() if g.norm() > 1e-6}
+        assert any("vis" in n for n in large), name  # a tower
+        head = next(n for n, p in model.named_parameters() if p is model.get_output_embeddings().weight)
+        found.append(compared(own[0], {n: own[1][n] for n in large}, loss, large, head))
+    forward = transformers.LlavaModel.forward
+    with mock.patch.object(transformers.LlavaModel, "forward", lambda self, input_ids, **kw: forward(self, input_ids)):
+        refused(lambda: fuse_head(next(vision_models())[1]), "must take all of its inputs, but LlavaModel has no")
+    return {key: (min if key == "mutant" else max)(r[key] for r in found) for key in ("loss", "grads", "mutant")}
+
+
+def vision_parallel(group):
+    """Two ranks share the vocabulary of the text model."""
+    *_, (_, model, inputs) = vision_models()
+    path = folder() / "vision"
+    if dist.get_rank() == 0:
+        model.save_pretrained(path)
+    dist.barrier()
+    host = type(model).from_pretrained(path)
+    model = type(model).from_pretrained(path, distributed_config=DistributedConfig(tp_size=2))
+    with fuse_head(model):
+        weight = model.get_output_embeddings().weight  # whole in older ones, whose plan leaves it out
+        assert isinstance(weight, DTensor) == (require("transformers") >= (5, 23)) and model.tp_size == 2
+        return against_host(model, host, inputs)
+
+
+def adapters(group):
+    """LoRA of the output layer, with dropout, switched off and merged; and the layer in modules_to_save."""
+    from peft import LoraConfig, get_peft_model
+
+    from tp_headloss.integrations.trl import fuse_log_probs
+
+    inputs, found = batch(), []
+    for options in (
+        {"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.3},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ):
+        model = get_peft_model(AutoModelForCausalLM.from_config(config_of()), LoraConfig(lora_alpha=8, r=4, **options))
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        with torch.no_grad():
+            for p in trained.values():
+                p.add_(0.1 * torch.randn_like(p))
+
+        def step(model=model, trained=trained):
+            torch.manual_seed(4)  # of the dropout
+            loss = model.train()(**inputs).loss
+            return loss.detach(), dict(zip(trained, torch.autograd.grad(loss, trained.values())))
+
+        def states(model=model):
+            """Losses with the adapter, without it, and with it merged."""
+            on = model.eval()(**inputs).loss
+            with model.disable_adapter():
+                off = model(**inputs).loss
+            model.merge_adapter()
+            merged = model(**inputs).loss
+            model.unmerge_adapter()
+            return torch.stack([on, off, merged]).detach()
+
+        own, own_states = step(), states()
+        with fuse_head(model.get_base_model()):
+            head = next(name for name in trained if "lm_head" in name)
+            found.append(compared(*step(), *own, head))
+            torch.testing.assert_close(states(), own_states)
+            assert own_states[0] != own_states[1]
+        with fuse_log_probs(model.get_base_model()):
+            loss = model(**inputs, fused_lm_head=True).loss.detach()
+        torch.testing.assert_close(loss, own_states[0])
+    for variant in ({"use_dora": True}, {"lora_bias": True}):
+        model = AutoModelForCausalLM.from_config(config_of())
+        model = get_peft_model(model, LoraConfig(target_modules=["lm_head"], **variant)).get_base_model()
+        refused(lambda model=model: fuse_head(model), "HeadLoss(..)(logits, labels)", TypeError)
+    return {key: (min if key == "mutant" else max)(r[key] for r in found) for key in ("loss", "grads", "mutant")}
 
 
 # ---- arguments
@@ -452,6 +577,24 @@ def refusals(group):
     return {}
 
 
+def newer(group):
+    """A version above the tested ones: one warning, and then the check of an installation decides."""
+    host, model = models("plain", config_of())
+    oldest, _, extra = TESTED["transformers"]
+    with mock.patch.dict(TESTED, transformers=(oldest, oldest, extra)), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            importlib.reload(adapter)
+        (warning,) = [str(w.message) for w in seen if "newer" in str(w.message)]
+        assert f"transformers {transformers.__version__} is newer" in warning
+        with adapter.fuse_head(model):
+            result = against_host(model, host, batch())
+        hook = model.lm_head.register_forward_pre_hook(lambda m, args: (1.5 * args[0],))
+        refused(lambda: adapter.fuse_head(model), "input is not")
+        hook.remove()
+    return result
+
+
 # ---- the Trainer, in one process of its own: it would wrap the model for two ranks
 
 
@@ -548,7 +691,10 @@ CASES = {
     "loops": loops,
     "failures": failures,
     "modes": dropout_and_modes,
+    "vision": vision,
+    "vision-parallel": vision_parallel,
     "refusals": refusals,
+    "newer": newer,
     "trainer": trainer,
     "documented": documented,
 }
@@ -558,5 +704,5 @@ if __name__ == "__main__":
     if installed_version("trl") is not None:
         from trl_cases import CASES as TRL_CASES
 
-        CASES |= TRL_CASES
+        CASES |= {**TRL_CASES, "adapters": adapters}
     main(CASES)

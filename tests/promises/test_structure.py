@@ -25,7 +25,7 @@ PACKAGE = ROOT / "tp_headloss"
 # The parts of the package from the ground up: each may import only those before it.
 LAYERS = [
     "validation", "spec", "statistics", "ranks", "engine", "arguments", "losses", "call", "linear_head", "search",
-    "head_loss", "modules", "integrations", "", "__main__",
+    "head_loss", "modules", "integrations", "", "plan", "__main__",
 ]  # fmt: skip
 # Parts that see even less than what lies below them.
 SEES_ONLY = {"statistics": {"statistics"}, "losses": {"statistics", "arguments", "losses"}, "ranks": {"ranks"}}

@@ -1,21 +1,24 @@
 """Adapters for host frameworks, one module or package per host; none is imported before it is used.
 
-`SUPPORTED` has the versions of each host that the tests run with: from the first to below the second.
+`TESTED` has the versions of each host that the tests run with. An older one raises ImportError. A newer one warns once:
+each adapter compares itself with the host when it is installed or called, and refuses what differs.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
+import warnings
 
-SUPPORTED = {  # distribution -> (first, below), extra of this package
-    "deepspeed": (("0.19.8", "0.20"), "deepspeed"),
-    "megatron-core": (("0.16.1", "0.20"), "megatron"),
-    "nemo_automodel": (("0.7.0", "0.8"), "nemo-automodel"),
-    "torchtitan": (("0.3.0", "0.4"), "torchtitan"),
-    "transformers": (("5.17.0", "6"), "transformers"),
-    "trl": (("1.16.0", "2"), "trl"),
-    "verl": (("0.9.1", "0.10"), "verl"),
+TESTED = {  # distribution -> oldest version, first version that was not tested, extra of this package
+    "deepspeed": ("0.19.8", "0.20", "deepspeed"),
+    "megatron-core": ("0.16.1", "0.20", "megatron"),
+    "nemo_automodel": ("0.7.0", "0.8", "nemo-automodel"),
+    "torchtitan": ("0.3.0", "0.4", "torchtitan"),
+    "transformers": ("5.17.0", "5.25", "transformers"),
+    "trl": ("1.16.0", "1.17", "trl"),
+    "verl": ("0.9.1", "0.10", "verl"),
 }
 
 
@@ -40,19 +43,35 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def is_supported(distribution: str, version: str) -> bool:
-    """Return True for a version that the tests run with."""
-    first, below = SUPPORTED[distribution][0]
-    return _release(first) <= _release(version) < _release(below)
+def standing(distribution: str, version: str) -> str:
+    """Return "too old", "tested" or "newer than tested" for the version of a host."""
+    oldest, untested, _ = TESTED[distribution]
+    if _release(version) < _release(oldest):
+        return "too old"
+    return "tested" if _release(version) < _release(untested) else "newer than tested"
 
 
 def require(distribution: str) -> tuple[int, ...]:
-    """Return the version of an installed host as numbers. ImportError if it is not installed or not supported."""
-    (first, below), extra = SUPPORTED[distribution]
-    wanted = f"{distribution} >= {first}, < {below} (pip install 'tp_headloss[{extra}]')"
+    """Return the version of an installed host as numbers, with a UserWarning if it is newer than tested. ImportError if
+    there is none, or one that is too old."""
+    oldest, _, extra = TESTED[distribution]
+    wanted = f"{distribution} >= {oldest} (pip install 'tp_headloss[{extra}]')"
     version = installed_version(distribution)
     if version is None:
         raise ImportError(f"this needs {wanted}, and there is none")
-    if not is_supported(distribution, version):
+    if standing(distribution, version) == "too old":
         raise ImportError(f"this needs {wanted}, got {version}")
+    if standing(distribution, version) == "newer than tested":
+        _warn_of_newer(distribution, version)
     return _release(version)
+
+
+@functools.lru_cache
+def _warn_of_newer(distribution: str, version: str) -> None:
+    """Warn once in this process: `require` is called again at every installation."""
+    untested = TESTED[distribution][1]
+    warnings.warn(
+        f"{distribution} {version} is newer than the versions that tp_headloss was tested with (< {untested}); it is "
+        "used all the same, and what differs from the host's own loss is refused",
+        stacklevel=3,
+    )

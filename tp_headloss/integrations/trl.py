@@ -16,7 +16,7 @@ from . import require
 from .transformers.calls import next_token_labels, refuse_columns, refuse_logits_to_keep, run_body
 from .transformers.check import InstalledForward
 from .transformers.forward import named_arguments
-from .transformers.model_facts import Model, call_shard, checked_linear, gathered_head, output_layer
+from .transformers.model_facts import Model, call_shard, checked_linear, gathered_head, head_operands, output_layer
 
 require("trl")
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head  # noqa: E402
@@ -109,14 +109,14 @@ class FusedLogProbs(InstalledForward):
         cast = self.settings["cast_lm_head_to_fp32"]
         autocast = torch.is_autocast_enabled(hidden.device.type) and not cast
         with gathered_head(model), torch.autocast(hidden.device.type, enabled=autocast):
-            weight, bias = layer.weight, layer.bias
+            features, weight = head_operands(layer, hidden)
             if cast:
-                hidden, weight = hidden.float(), weight.float()
+                features, weight = features.float(), weight.float()
             stats = linear_vocab_statistics(
-                hidden,
+                features,
                 weight,
                 labels,
-                bias=bias,
+                bias=layer.bias,
                 shard=call_shard(model, self.shard, self.linear, hidden),
                 want=tuple(want for name in self.settings["outputs"] for want in STATISTICS[name]),
                 transform=replace(self.transform, temperature=self.settings["temperature"]),

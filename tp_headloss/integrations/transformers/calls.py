@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -54,7 +55,7 @@ def refuse_columns(outputs, shard: VocabShard):
 
 def refuse_auxiliary_loss(model, given: Mapping[str, Any]):
     """Raise ValueError if the call, or the config, asks for the auxiliary loss of a router."""
-    if given.get("output_router_logits") or getattr(model.config, "output_router_logits", False):
+    if given.get("output_router_logits") or getattr(model.config.get_text_config(), "output_router_logits", False):
         raise ValueError(
             "output_router_logits adds the router's auxiliary loss, which a fused head does not compute: compute it "
             "from the model's body, or use causal_lm_loss"
@@ -73,8 +74,10 @@ def body_of(model):
 def run_body(model, given: Mapping[str, Any]):
     """Return the outputs of the model's body for the given arguments of the model's forward."""
     refuse_auxiliary_loss(model, given)
-    body = {name: value for name, value in given.items() if name not in HEAD_ARGUMENTS}
-    return body_of(model)(**body, return_dict=True)
+    body = body_of(model)
+    also = {"labels"} & inspect.signature(body.forward).parameters.keys()  # of Gemma 3, for its attention to images
+    inputs = {name: value for name, value in given.items() if name not in HEAD_ARGUMENTS or name in also}
+    return body(**inputs, return_dict=True)
 
 
 def next_token_labels(labels, shift_labels, ignore_index: int) -> torch.Tensor:

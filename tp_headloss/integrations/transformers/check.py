@@ -18,7 +18,7 @@ from ...arguments.options import Transform
 from ...call.subclasses import is_dtensor
 from ...ranks.shard import VocabShard
 from ..replacement import Replacement, evaluating
-from .calls import body_of, refuse_auxiliary_loss
+from .calls import HEAD_ARGUMENTS, body_of, refuse_auxiliary_loss
 from .forward import FUSED, stock_forward
 from .loss_function import CausalLMShardLoss
 from .model_facts import config_transform, installed_shard, output_layer
@@ -44,7 +44,7 @@ class InstalledForward(Replacement):
             if in_place is not None:
                 del model.forward
             self.stock_forward = stock_forward(model)
-            self.transform = config_transform(model.config) if transform is None else transform
+            self.transform = config_transform(model.config.get_text_config()) if transform is None else transform
             self.checked_shard = installed_shard(model, shard)
             stock = check_forward(model, self.stock_forward, self.transform, self.checked_shard)
             self.output_class = stock.output_class
@@ -111,7 +111,7 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
     logits by widely spread ones, so that every transform shows."""
     # FSDP gathers weights in calls of the model itself
     call: Any = model if isinstance(model, FSDPModule) else functools.partial(stock, model)
-    _expect_text_decoder(model)
+    _expect_decoder(model, stock)
     ids, labels = _check_inputs(model, shard)
     seen = {}
 
@@ -159,12 +159,22 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
     return StockCall(type(own), ids, labels, seen["logits"], own.loss)
 
 
-def _expect_text_decoder(model):
-    """Raise ValueError unless the model is a decoder of text with a language-model head and no router's loss."""
-    config = model.config
-    if config.is_encoder_decoder or config.get_text_config() is not config or body_of(model) is model:
-        raise ValueError(f"the model must be a decoder of text alone with a language-model head, got {type(model)}")
+def _expect_decoder(model, stock):
+    """Raise ValueError unless the model is a decoder with a language-model head and no router's loss, whose body takes
+    all inputs: images, too, though the check calls it with text alone."""
+    config, body = model.config, body_of(model)
+    if config.is_encoder_decoder or body is model:
+        raise ValueError(
+            f"the model must be a decoder with a language-model head beside its body, got {type(model)}: compute the "
+            "loss of its logits, HeadLoss(..)(logits, labels)"
+        )
     refuse_auxiliary_loss(model, {})
+    if config.get_text_config() is config:
+        return
+    own, taken = (inspect.signature(function).parameters for function in (stock, body.forward))
+    others = [name for name in own if name not in (*taken, *HEAD_ARGUMENTS, "self", "kwargs", "output_router_logits")]
+    if others:
+        raise ValueError(f"the model's body must take all of its inputs, but {type(body).__name__} has no {others}")
 
 
 def _check_inputs(model, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,6 +33,7 @@ from .model_facts import (
     checked_linear,
     deepspeed_facts,
     gathered_head,
+    head_operands,
     output_layer,
 )
 
@@ -57,7 +58,9 @@ def fuse_head(
 
     dH, the gradient of the hidden states, is summed over the group here (one all-reduce, as `Linear` says), because the
     body of a transformers model expects a whole gradient. Weights may be tied, have a bias, be sharded by FSDP2, too,
-    and belong to a model that is not distributed, or to the model of a DeepSpeed engine (`integrations.deepspeed`).
+    and belong to a model that is not distributed, or to the model of a DeepSpeed engine (`integrations.deepspeed`). The
+    model may see images, if its body does (Llava, Qwen2-VL, Gemma 3). The output layer may have PEFT's LoRA, unless it
+    is sharded, or be in its modules_to_save: give ``peft_model.get_base_model()``.
 
     With labels the model returns its own output class, whose ``logits`` are None in training. Without labels the
     forward is the model's own, so generate() works; the model's own plan (tp_plan="auto") gathers the logits there. A
@@ -78,8 +81,8 @@ def fuse_head(
 
     Raises:
         TypeError, ValueError: the forward or the loss function is replaced already, the body or the output layer is not
-            what it seems (adapters, quantization), a router has an auxiliary loss, or the check found something; the
-            model is as it was before. In a call: ``logits_to_keep`` with labels.
+            what it seems (other adapters, quantization), a router has an auxiliary loss, or the check found something;
+            the model is as it was before. In a call: ``logits_to_keep`` with labels.
     """
     deepspeed = deepspeed_facts(output_layer(model))
     own = deepspeed is not None and isinstance(model.loss_function, deepspeed.VocabParallelCausalLMLoss)
@@ -122,9 +125,10 @@ class FusedHead(InstalledForward, Observed):
         with gathered_head(model):
             if not ((model.training or torch.is_grad_enabled()) if self.skip_logits is None else self.skip_logits):
                 logits = self._logits(layer(hidden))
+            features, weight = head_operands(layer, hidden)
             out = head_loss.linear(
-                hidden,
-                layer.weight,
+                features,
+                weight,
                 labels.to(hidden.device),
                 bias=layer.bias,
                 shard=call_shard(model, self.shard, self.linear, hidden),

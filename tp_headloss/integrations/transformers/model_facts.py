@@ -30,20 +30,48 @@ def deepspeed_facts(layer):
 
 
 def output_layer(model) -> nn.Linear:
-    """Return the output layer of a model. TypeError if it is neither a plain nn.Linear nor AutoTP's, which has the same
-    attributes."""
+    """Return the output layer of a model, in PEFT's modules_to_save the one that is called. TypeError if it is neither
+    a plain nn.Linear, nor one with PEFT's LoRA, nor AutoTP's, all of which have the same attributes."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model must be a transformers.PreTrainedModel, got {type(model).__name__}: give the one that is "
             "wrapped (a DeepSpeed engine's engine.module)"
         )
     layer = model.get_output_embeddings()
-    if unwrapped_class(layer) is not nn.Linear and deepspeed_facts(layer) is None:
+    if "modules_to_save" in getattr(layer, "_modules", ()):
+        saved, active = layer.modules_to_save, "".join(layer.active_adapters[:1])
+        layer = layer.original_module if layer.disable_adapters or active not in saved else saved[active]
+    adapted = _has_lora(layer) and (model.tp_size or 1) == 1
+    if unwrapped_class(layer) is not nn.Linear and not adapted and deepspeed_facts(layer) is None:
         raise TypeError(
-            "the output layer must be a plain torch.nn.Linear (no adapter, no quantization) or DeepSpeed's LinearLayer "
-            f"or VocabParallelLinear, got {type(layer).__module__}.{type(layer).__name__}"
+            "the output layer must be a plain torch.nn.Linear (no quantization, no adapter but PEFT's LoRA without "
+            "variants, bias and tensor parallelism) or DeepSpeed's LinearLayer or VocabParallelLinear, got "
+            f"{type(layer).__module__}.{type(layer).__name__}: use HeadLoss(..)(logits, labels) on its logits"
         )
     return layer
+
+
+def _has_lora(layer) -> bool:
+    """Return True for an nn.Linear with PEFT's LoRA, whose forward adds scaling * B(A(dropout(hidden)))."""
+    return (
+        f"{type(layer).__module__}.{type(layer).__name__}" == "peft.tuners.lora.layer.Linear"
+        and unwrapped_class(layer.base_layer) is nn.Linear
+        and not layer.lora_variant
+        and all(up.bias is None for up in layer.lora_B.values())
+    )
+
+
+def head_operands(layer, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden states [.., H] and a weight [W, H] whose product is the output layer's, without its bias. LoRA of
+    rank r appends scaling * A(hidden) to the former and B to the latter, [.., H + r] and [W, H + r]."""
+    weight = layer.weight
+    if not _has_lora(layer) or layer.disable_adapters or layer.merged:
+        return hidden, weight
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    inputs = [layer.lora_dropout[name](hidden.to(layer.lora_A[name].weight.dtype)) for name in names]
+    down = [(layer.lora_A[name](x) * layer.scaling[name]).to(hidden.dtype) for name, x in zip(names, inputs)]
+    up = [layer.lora_B[name].weight.to(weight.dtype) for name in names]
+    return torch.cat([hidden, *down], -1), torch.cat([weight, *up], -1)
 
 
 def gathered_head(model) -> contextlib.AbstractContextManager[None]:

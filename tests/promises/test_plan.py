@@ -1,0 +1,171 @@
+"""`python -m tp_headloss plan`: its memory is what its own lines, run as printed, allocate; its floors are by hand."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peak import peak_bytes
+
+import tp_headloss
+from tp_headloss import plan
+from tp_headloss.engine import eager
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def measured(way, head, device, from_hidden) -> int:
+    """Bytes that the call of a way allocates for its loss and gradients, on one rank."""
+    generator, dtype = torch.Generator(device).manual_seed(0), DTYPES[head.dtype]
+
+    def draw(*shape):
+        x = torch.empty(shape, device=device, dtype=dtype).normal_(generator=generator)
+        return x.requires_grad_()
+
+    shard = tp_headloss.VocabShard(0, head.width, head.width)  # of one rank, as if it were the whole vocabulary
+    labels = torch.randint(head.width, (head.tokens,), device=device, generator=generator)
+    names = {**vars(tp_headloss), "F": F, "shard": shard, "labels": labels}
+    if from_hidden:
+        leaves = draw(head.tokens, head.hidden), draw(head.width, head.hidden)
+        names |= dict(zip(("hidden", "weight"), leaves))
+        leaves[1].main_grad = torch.zeros_like(leaves[1], dtype=torch.float32)
+    else:
+        leaves = (draw(head.tokens, head.width),)
+    code = compile(way.call, way.name, "eval")
+
+    def step():
+        if not from_hidden:  # a head's logits are no leaf: in place writes over them
+            names["logits"] = leaves[0].view_as(leaves[0])
+        loss = eval(code, names)
+        loss = getattr(loss, "loss", loss)
+        return torch.autograd.grad(loss, leaves, allow_unused="main_grad" in way.call)
+
+    return peak_bytes(step, device)
+
+
+def head_of(dtype, tp=1, **sizes):
+    return plan.Head(**{"tokens": 512, "vocab": 8000 * tp, "tp": tp, "dtype": dtype, "hidden": 128, **sizes})
+
+
+ON_CPU = [
+    *((dtype, False) for dtype in ("bf16", "fp32")),
+    ("fp32", True),  # bf16 has copies of the operands there
+]
+CASES = [
+    pytest.param(dtype, hidden, way.name, id=f"{dtype}-{'hidden' if hidden else 'logits'}-{way.name}")
+    for dtype, hidden in ON_CPU
+    for way in plan.ways(head_of(dtype), hidden)
+    if "one read" not in way.name
+]
+
+
+@pytest.mark.parametrize("dtype, from_hidden, name", CASES)
+def test_the_memory_is_what_the_call_allocates(dtype, from_hidden, name, monkeypatch):
+    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", 1 << 15)  # whose temporaries no GPU has
+    head = head_of(dtype)
+    (way,) = [way for way in plan.ways(head, from_hidden) if way.name == name]
+    found = measured(way, head, torch.device("cpu"), from_hidden)
+    assert way.memory - MIB // 4 <= found <= way.memory + 2 * MIB, (found / MIB, way.memory / MIB)
+
+
+def test_every_way_is_run():
+    """Those of `CASES` and of one read are all that there are."""
+    from_hidden = {way.name for dtype in ("bf16", "fp32") for way in plan.ways(head_of(dtype, tokens=8192), True)}
+    run = {name for case in CASES for *_, name in [case.values]}
+    assert from_hidden - run == {"one read", "one read, in place"} and len(run) == 9
+
+
+def test_blocks_are_smaller_where_the_budget_is():
+    """Of sizes that the default budget does not hold."""
+    for dtype, hidden in (("bf16", 512), ("fp32", 512), ("bf16", 8192)):
+        head = head_of(dtype, tokens=16384, vocab=64000, tp=2, hidden=hidden)
+        found = {way.name: way.memory for way in plan.ways(head, True)}
+        assert found["recompute"] < found["in place"] < found["logits"] < found["host: F.cross_entropy"]
+        assert found["one sweep, main_grad"] < found["in place"]
+
+
+PUBLISHED = {  # names in docs/bench -> a way, and whether dW is in a main_grad; the memory is that beyond dH and dW
+    "materialised logits": ("logits", False),
+    "materialised logits, in place": ("in place", False),
+    "ours, recompute, epilogues, dW returned": ("recompute", False),
+    "ours, recompute, dW returned": ("recompute", False),
+    "ours, one sweep": ("one sweep, main_grad", True),  # a quarter
+}
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+def test_the_memory_is_what_the_benchmarks_measured_on_gpus(tp):
+    rows = json.loads((ROOT / f"docs/bench/tp{tp}_linear.json").read_text())["rows"]
+    compared = 0
+    for row in rows:
+        if row["implementation"] in PUBLISHED and row.get("memory_mib") is not None:
+            head = plan.Head(row["tokens"], row["vocab"], row["tp"], "bf16", row["hidden"])
+            name, main_grad = PUBLISHED[row["implementation"]]
+            (way,) = [way for way in plan.ways(head, True) if way.name == name]
+            found = (way.memory - head.gradients[0] - (0 if main_grad else head.gradients[1])) / MIB
+            assert found == pytest.approx(row["memory_mib"], rel=0.02, abs=2), (row, found)
+            compared += 1
+    assert compared >= 4
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("from_hidden", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_memory_is_what_the_call_allocates_on_a_gpu(dtype, from_hidden, device):
+    """Sizes with several blocks. Rounding of the allocator, and workspaces of cuBLAS, are what is allowed."""
+    head = head_of(dtype, tokens=8192, vocab=32000, hidden=1024)
+    for way in plan.ways(head, from_hidden):
+        if "one read" in way.name and torch.cuda.get_device_capability() != (9, 0):
+            continue
+        found = measured(way, head, device, from_hidden)
+        assert 0.97 * way.memory - 2 * MIB <= found <= 1.03 * way.memory + 40 * MIB, (way, found / MIB)
+
+
+def test_the_floor_is_bytes_over_bandwidth_and_flops_over_the_peak():
+    """1000 tokens x 1000 ids of bf16: 2 MB of logits; a GEMM of a hidden size of 500 has 1e9 flops."""
+    head = plan.Head(1000, 2000, 2, "bf16", 500)
+
+    def floors(from_hidden):
+        return {way.name: plan.floor_ms(way, head, 2.0, 100.0) for way in plan.ways(head, from_hidden)}
+
+    logits, hidden = floors(False), floors(True)
+    assert logits["logits"] == logits["in place"] == pytest.approx(3e-3)  # 6 MB at 2 TB/s
+    assert logits["one read"] == pytest.approx(2e-3)
+    assert logits["host: F.cross_entropy"] == pytest.approx(12e-3)  # of both ranks' logits, six times
+    assert logits["host: the same in fp32"] == pytest.approx(32e-3)
+    assert hidden["in place"] == pytest.approx(3e-2 + 3e-3) and hidden["one sweep"] == pytest.approx(3e-2 + 3e-3)
+    assert hidden["recompute"] == pytest.approx(4e-2)
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "tp_headloss", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_command_prints_the_table_and_what_it_assumes():
+    sizes = ("--hidden", "4096", "--vocab", "128256", "--tokens", "8192", "--tp", "2", "--dtype", "bf16")
+    assumed, given = run("plan", *sizes, "--from", "hidden"), run("plan", *sizes, "--bandwidth", "4.8", "--tflops", "7")
+    assert assumed.returncode == given.returncode == 0, assumed.stderr + given.stderr
+    assert "1002 MiB of logits a rank" in assumed.stdout and "989 TFLOP/s (an H100's, assumed" in assumed.stdout
+    assert "4.8 TB/s (given" in given.stdout and "7 TFLOP/s (given" in given.stdout
+    for way in plan.ways(plan.Head(8192, 128256, 2, "bf16", 4096), True):
+        assert f"{way.memory / MIB:8.0f}" in assumed.stdout and way.call in assumed.stdout
+
+
+@pytest.mark.parametrize("arguments, code, says", [
+    (("--help",), 0, "python -m tp_headloss plan"),
+    (("plan", "--help"), 0, "--bandwidth"),
+    (("--version",), 0, f"tp_headloss {tp_headloss.__version__}"),
+    (("--verison",), 2, "unrecognized arguments: --verison"),
+    (("pan",), 2, "invalid choice: 'pan'"),
+    (("plan", "--tokens", "8"), 2, "required: --vocab"),
+    (("plan", "--tokens", "0", "--vocab", "8"), 2, "invalid positive value: '0'"),
+])  # fmt: skip
+def test_the_command_answers_every_option(arguments, code, says):
+    result = run(*arguments)
+    assert result.returncode == code and says in result.stdout + result.stderr, result.stdout + result.stderr
