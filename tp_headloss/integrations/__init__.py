@@ -72,6 +72,6 @@ def _warn_of_newer(distribution: str, version: str) -> None:
     untested = TESTED[distribution][1]
     warnings.warn(
         f"{distribution} {version} is newer than the versions that tp_headloss was tested with (< {untested}); it is "
-        "used all the same, and what differs from the host's own loss is refused",
+        "used all the same; an installation that compares its loss with the host's own refuses one that differs",
         stacklevel=3,
     )
