@@ -74,7 +74,9 @@ class Options:
             rank, after a host synchronisation.
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls
             first, so that a mistake on one is the same exception on all (eager only; for debugging); "checksums" is
-            "full" and compares the bits of replicated hidden states, too.
+            "full" and compares the bits of replicated hidden states, too. With ``check``, calls without a shard compare
+            over all ranks of the job: equal labels with other logits are a forgotten shard. That waits at most 60 s for
+            ranks that make no such call (other pipeline stages, say), once, and then compares no more.
 
     Examples:
         >>> try:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import logging
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 
 from ..arguments.sequences import Sequences
-from ..ranks.comm import gather_objects
+from ..ranks.comm import gather_objects, job_size, texts_of_job
 from ..ranks.shard import VocabShard
 
 # name of an argument -> the dimension that is sharded on the vocabulary, whose size and bits differ between ranks; of
@@ -26,6 +28,11 @@ SHARDED_DIM = {"logits": -1, "weight": 0, "bias": 0, "total_weight": 0}
 EXCEPTION_TYPES = {
     kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError)
 }
+
+JOB_WAIT = 60.0  # seconds that a call without a shard waits for the other ranks of the job
+
+_log = logging.getLogger("tp_headloss")
+_logged: set[str] = set()
 
 
 class Agreement:
@@ -45,17 +52,23 @@ class Agreement:
     name, a `functools.partial` with its arguments, other objects by their type.
 
     The exchange is a small all-gather of objects, with host synchronisations. With validate="metadata", and on one
-    rank, nothing is exchanged. The objects are plain strings and numbers, but they travel as pickles, as in all of
+    rank, nothing is exchanged. Without a shard, `Options(check=True)` has the ranks of the job compare over its store
+    (see `_compare_job`). The objects are plain strings and numbers, but they travel as pickles, as in all of
     torch's object collectives: a group's ranks must trust each other.
     """
 
     def __init__(self, options, shard=None):
         self.validate = "metadata" if options is None else options.validate
         self.group = None if self.validate == "metadata" else getattr(shard, "group", None)
-        self.facts = {}
+        self.facts, self.is_checked = {}, options is not None and options.check
+        self.forgotten = shard is None and not torch.compiler.is_compiling() and job_size() > 1  # maybe
+        self.of_job: list[Any] = []  # labels and logits, for ranks that compare without a shard
 
     def record(self, call: str, shard, **facts):
         """Record the arguments of a call for the comparison at the end of the block. `shard` is the resolved one."""
+        self.forgotten = self.forgotten and shard.group is None
+        if self.forgotten:
+            self._record_for_job(facts)
         if self.validate == "metadata" or shard.world_size == 1:
             return
         self.group = shard.group
@@ -69,10 +82,33 @@ class Agreement:
             _describe(name, value, self.facts, compare_hidden, SHARDED_DIM.get(name))
         self.facts["bounds"] = shard.start, shard.start + shard.valid_width, shard.tp_invariant
 
+    def _record_for_job(self, facts: dict[str, Any]):
+        """Log once that there is no shard, and record labels and logits (or weight) for the ranks of the job."""
+        if "shard" not in _logged:
+            _logged.add("shard")
+            _log.log(
+                logging.WARNING if self.is_checked else logging.INFO,
+                "no shard= on a job of %d ranks: logits are taken for the whole vocabulary, which is right for data "
+                'parallelism; Options(check=True, validate="full") has the ranks compare',
+                job_size(),
+            )
+        labels, x = facts.get("labels"), facts.get("weight", facts.get("logits"))
+        if not self._compares_job or not isinstance(labels, torch.Tensor) or not isinstance(x, torch.Tensor):
+            return
+        if bool(torch.any(labels != facts.get("ignore_index"))):
+            rows = x.flatten(0, -2)[:1024] if x.dim() > 1 else x  # so many tell shards of a vocabulary apart
+            self.of_job = [_describe_tensor(labels, None, True), list(x.shape), _describe_tensor(rows, None, True)]
+
+    @property
+    def _compares_job(self) -> bool:
+        return self.forgotten and self.is_checked and self.validate != "metadata"
+
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, trace):
+        if self._compares_job:
+            _compare_job(texts_of_job(json.dumps(self.of_job), JOB_WAIT), error)
         if self.group is None or not (error is None or isinstance(error, Exception)):
             return
         facts, errors = zip(*gather_objects((self.facts, error and (kind.__name__, str(error))), self.group))
@@ -163,3 +199,23 @@ def _compare(facts: tuple[dict, ...]):
             "ranks must make their shards alike (all by from_group, say), got whole chunks of the vocabulary, with "
             f"known bounds of the others, on ranks {alike[True]} of the group, and bounds alone on ranks {alike[False]}"
         )
+
+
+def _compare_job(texts: list[str] | None, error):
+    """Raise ValueError, on all ranks that have no error of their own, if two ranks of the job have equal labels and
+    other logits (or weights), and no shard: each has its columns of one vocabulary. Data-parallel ranks have other
+    labels. A warning if ranks did not come, as those of other pipeline stages do not; then nothing is compared."""
+    if texts is None and "job" not in _logged:
+        _logged.add("job")
+        _log.warning("without shard=, the ranks of the job compare nothing: some made no call in %g s", JOB_WAIT)
+    seen: dict[str, tuple[int, Any]] = {}
+    for rank, text in enumerate(texts or ()):
+        labels, *x = json.loads(text) or [rank]  # of ranks without labels nothing is equal
+        first, other = seen.setdefault(str(labels), (rank, x))
+        if other != x and error is None:
+            raise ValueError(
+                f"ranks {first} and {rank} of the job have equal labels, other logits or weights ({other[0]} and "
+                f"{x[0]}), and no shard=: if each has its columns of one vocabulary, pass "
+                "shard=VocabShard.from_group(group, vocab_size); if each has the whole vocabulary, "
+                "shard=VocabShard.from_group(None, vocab_size)"
+            )

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Annotated, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store as _default_store
 
 from ..spec import Instance, TensorLine, TupleOf, checked
 from .shard import Group, has_vocab_shard, resolve_process_group
@@ -84,6 +86,30 @@ def gather_objects(value, group) -> list:
     values = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def job_size() -> int:
+    """Number of ranks of the job; 1 before `init_process_group`."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def texts_of_job(text: str, seconds: float) -> list[str] | None:
+    """Exchange a text with all ranks of the job over its store, which is no collective. None if a rank does not come in
+    time; it is waited for once, and no rank of the job waits again."""
+    store, rank = _default_store(), dist.get_rank()
+    call = store.add(f"tp_headloss/calls of rank {rank}", 1)
+    keys = [f"tp_headloss/call {call} of rank {r}" for r in range(dist.get_world_size())]
+    store.set(keys[rank], text)
+    try:
+        if store.check(["tp_headloss/absent"]):
+            return None
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:  # DistStoreError
+        store.set("tp_headloss/absent", "")
+        return None
+    texts = [store.get(key).decode() for key in keys]
+    store.delete_key(f"tp_headloss/call {call - 1} of rank {rank}")  # which all have read
+    return texts
 
 
 def group_size(group) -> int:

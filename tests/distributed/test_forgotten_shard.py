@@ -1,0 +1,152 @@
+"""A shard that is forgotten on several ranks: one line in the log, and with `Options(check=True, validate="full")` an
+error on every rank, which names `shard=`. Data-parallel ranks go on."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Failure, on_ranks
+from torch.distributed.distributed_c10d import _get_default_store
+
+from tp_headloss import HeadLoss, Options, VocabShard, vocab_statistics
+from tp_headloss.call import agreement
+
+V, N, H = 1000, 4, 8
+DEBUGGING = Options(check=True, validate="full")
+
+
+class Lines(logging.Handler):
+    """Levels and texts of what was logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append((record.levelname, record.getMessage()))
+
+
+def logged(function):
+    """Lines of the package's logger while a function runs, as in a process that has logged nothing yet."""
+    log, handler = logging.getLogger("tp_headloss"), Lines()
+    level = log.level
+    agreement._logged.clear()
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        function()
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    return handler.lines
+
+
+def problem(device, part):
+    """Logits, hidden states, weight and labels of which a rank has the columns, or the tokens, `part`; or a copy."""
+    generator = torch.Generator().manual_seed(0)
+    x, hidden, weight = (torch.randn(*size, generator=generator) for size in ((N, V), (N, H), (V, H)))
+    labels, rank = torch.randint(0, V // 4, (N,), generator=generator), dist.get_rank()  # on every rank's columns
+    half = slice(rank * V // dist.get_world_size(), (rank + 1) * V // dist.get_world_size())
+    if part == "columns":
+        x, weight = x[:, half], weight[half]
+    elif part == "uneven columns":
+        x, weight = x[:, : V - 100 * rank], weight[: V - 100 * rank]
+    elif part == "tokens":
+        x, hidden, labels = x + rank, hidden + rank, labels + rank
+    elif part == "ignored tokens":
+        x, hidden, labels = x + rank, hidden + rank, torch.full_like(labels, -100)
+    return (x + 0).to(device), hidden.to(device), weight.to(device), labels.to(device)
+
+
+def run(group, device, part, way, options=DEBUGGING, shard=None):
+    x, hidden, weight, labels = problem(device, part)
+    if way == "statistics":
+        return float(vocab_statistics(x, labels, options=options, shard=shard).lse.sum())
+    head_loss = HeadLoss(options=options)
+    out = (
+        head_loss(x, labels, shard=shard) if way == "logits" else head_loss.linear(hidden, weight, labels, shard=shard)
+    )
+    return float(out.loss)
+
+
+WAYS = pytest.mark.parametrize("way", ["logits", "hidden states", "statistics"])
+
+
+@WAYS
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("part", ["columns", "uneven columns"])
+def test_a_forgotten_shard_is_an_error_on_every_rank(world_size, part, way):
+    results = on_ranks(world_size, run, part, way, failures=True)
+    assert {r.kind for r in results if isinstance(r, Failure)} == {"ValueError"}
+    assert all("ranks 0 and 1 of the job have equal labels" in r.message and "shard=" in r.message for r in results)
+
+
+@WAYS
+@pytest.mark.parametrize("part", ["tokens", "ignored tokens", "copy"])
+def test_data_parallel_ranks_and_copies_are_no_error(part, way):
+    first, second = on_ranks(2, run, part, way)
+    assert (first == second) == (part != "tokens")
+
+
+def explicit(group, device):
+    return run(group, device, "columns", "logits", shard=VocabShard.from_group(None, V // 2))
+
+
+def test_a_shard_of_one_rank_is_not_compared():
+    first, second = on_ranks(2, explicit)
+    assert first != second
+
+
+def lines_of_two_calls(group, device, check):
+    options = Options(check=check)
+    return logged(lambda: [run(group, device, "columns", "logits", options) for _ in range(2)])
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_ranks_without_a_shard_say_so_once(check):
+    for lines in on_ranks(2, lines_of_two_calls, check):
+        ((level, text),) = lines
+        assert level == ("WARNING" if check else "INFO") and "no shard= on a job of 2 ranks" in text
+
+
+def with_its_shard(group, device):
+    x, _, _, labels = problem(device, "columns")
+    return logged(lambda: HeadLoss(options=DEBUGGING)(x, labels, shard=VocabShard.from_group(group, V)))
+
+
+def test_ranks_with_a_shard_and_one_rank_say_nothing():
+    assert on_ranks(2, with_its_shard) == [[], []]
+    assert logged(lambda: HeadLoss()(torch.zeros(1, 4), torch.tensor([0]))) == []
+
+
+def alone(group, device):
+    """Only rank 0 calls, as the last stage of a pipeline does; then all ranks call."""
+    agreement.JOB_WAIT, before = 0.1, agreement.JOB_WAIT
+    try:
+        lines = logged(lambda: run(group, device, "columns", "logits")) if group.rank() == 0 else []
+        dist.barrier()
+        return lines, run(group, device, "columns", "logits")
+    finally:
+        agreement.JOB_WAIT = before
+        dist.barrier()
+        for key in ("absent", f"calls of rank {group.rank()}"):  # for the tests that follow
+            _get_default_store().delete_key(f"tp_headloss/{key}")
+        dist.barrier()
+
+
+def test_a_rank_that_calls_alone_goes_on_and_nobody_waits_again():
+    (lines, first), (_, second) = on_ranks(2, alone)
+    assert [level for level, _ in lines] == ["WARNING", "WARNING"] and "made no call in 0.1 s" in lines[1][1]
+    assert first != second  # the mistake is not seen any more
+
+
+def spoiled(group, device):
+    x, _, _, labels = problem(device, "columns")
+    inputs = {"unknown": labels} if group.rank() == 1 else None
+    return float(HeadLoss(options=DEBUGGING)(x, labels, inputs=inputs).loss)
+
+
+def test_an_error_of_one_rank_does_not_keep_the_others_waiting():
+    first, second = on_ranks(2, spoiled, failures=True)
+    assert "shard=" in first.message and "unused ['unknown']" in second.message
