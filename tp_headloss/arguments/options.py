@@ -70,8 +70,9 @@ class Options:
             unless ``inplace`` has the forward write it over the logits. A rank that does not come within its group's
             timeout makes its peers' results NaN, and their next call raises.
         check: raise a ValueError that names the first token with a bad label, set, given id or entry of a `TopKTeacher`
-            (an unknown id, or log-probs whose probabilities add up to more than 1, as those of logits do), on every
-            rank, after a host synchronisation.
+            (an unknown id, or log-probs whose probabilities add up to more than 1, as those of logits do), or that
+            names token, column, rank and count of a NaN (or an infinity that makes one) in logits, hidden states,
+            weight, bias, teacher, inputs or token weights, on every rank, after a host synchronisation.
         validate: "metadata" looks at what this rank can see, "full" has the ranks of the group compare their calls
             first, so that a mistake on one is the same exception on all (eager only; for debugging); "checksums" is
             "full" and compares the bits of replicated hidden states, too. With ``check``, calls without a shard compare

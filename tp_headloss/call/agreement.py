@@ -95,7 +95,7 @@ class Agreement:
         labels, x = facts.get("labels"), facts.get("weight", facts.get("logits"))
         if not self._compares_job or not isinstance(labels, torch.Tensor) or not isinstance(x, torch.Tensor):
             return
-        if bool(torch.any(labels != facts.get("ignore_index"))):
+        if torch.ne(labels, facts.get("ignore_index", -100)).any():
             rows = x.flatten(0, -2)[:1024] if x.dim() > 1 else x  # so many tell shards of a vocabulary apart
             self.of_job = [_describe_tensor(labels, None, True), list(x.shape), _describe_tensor(rows, None, True)]
 

@@ -18,6 +18,7 @@ from ..validation import refuse_tokens, refuse_transforms
 from .agreement import Agreement
 from .compile import uncompiled_where_needed
 from .given import Given, Want
+from .not_finite import expect_known
 from .request_of import build_request
 
 
@@ -177,16 +178,20 @@ def computed_statistics(request: Request, labels, options: Options | None, reduc
         tensors = tensors[:2]
     refuse_transforms()
     *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)
-    return assembled(outputs, request, labels, options.check), loss, sums
+    return assembled(outputs, request, labels, options.check, overwritten=options.inplace), loss, sums
 
 
-def assembled(outputs, request: Request, labels, check: bool = False) -> VocabStatistics:
-    """Statistics [N] in the order of `layout.outputs` -> [..]."""
+def assembled(
+    outputs, request: Request, labels, check: bool = False, operands: dict | None = None, overwritten: bool = False
+) -> VocabStatistics:
+    """Statistics [N] in the order of `layout.outputs` -> [..]. operands, overwritten: as in `expect_known`."""
     if not request.order.is_plain:
         outputs = request.order.restored(outputs, request.layout.outputs)
     if check:
         found = dict(zip(request.layout.outputs, outputs))
         _check_labels(labels, found["owners"], found["valid"], request.shard)
+        with torch.no_grad():
+            expect_known(found, request, operands or {}, overwritten)
     known = *outputs, labels, request.facts.vocab_size, None
     stats = VocabStatistics._make(request.layout.fields(known))
     if request.layout.registered:

@@ -12,6 +12,7 @@ import torch
 from ..arguments.sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..call.dtensor import local_part
 from ..call.given import Given
+from ..call.not_finite import expect_finite
 from ..ranks.shard import VocabShard
 from ..spec import LABELS, SCALAR, TOKEN_WEIGHT, Instance, Line, Sizes, TensorLine, sizes_of
 from ..statistics import AT_IDS
@@ -49,6 +50,12 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
     sequences = _checked_sequences(definition, inputs, labels)
     inputs = _checked_inputs(definition, inputs, labels, sequences)
     labels = _scored_labels(labels, token_weight, sequences, shard, definition.ignore_index)
+    if definition.options is not None and definition.options.check:
+        for name, value in {
+            **{f"input {name!r}": x for name, x in inputs.items()},
+            "token_weight": token_weight,
+        }.items():
+            expect_finite(name, value, labels != definition.ignore_index)
     _expect_class_weights(definition.terms, shard.vocab_size, x.device)
     loss_weight, count = token_weight, None
     if definition.reduction in SEQUENCE_REDUCTIONS:

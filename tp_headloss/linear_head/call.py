@@ -99,6 +99,11 @@ class LinearCall(NamedTuple):
             hidden=flat, weight=weight, request=known._replace(tensors=tensors, shard=shard or known.shard)
         )
 
+    @property
+    def operands(self) -> dict[str, torch.Tensor]:
+        """What makes the logits, by the names of messages."""
+        return {"hidden states": self.hidden, "weight": self.weight}
+
     def recompute_outputs(self) -> tuple[torch.Tensor, ...]:
         """The statistics [N] in the order of `layout.outputs`, any function of which can be differentiated."""
         why = f" by blocks of logits, because {self.obstacle}" if self.obstacle else ""

@@ -77,7 +77,7 @@ def linear_vocab_statistics(
         given = given.local()
         agreement.record("linear_vocab_statistics", given.shard, **given.facts())
         call = LinearCall.checked(given)
-    return assembled(call.recompute_outputs(), call.request, given.labels, given.options.check)
+    return assembled(call.recompute_outputs(), call.request, given.labels, given.options.check, call.operands)
 
 
 def _recompute_options(linear: Linear) -> Linear:

@@ -1,0 +1,152 @@
+"""`Options(check=True)` names the NaN or the infinity that makes a loss NaN: where, and how many."""
+
+import pytest
+import torch
+from ranks import Failure, on_ranks
+
+from tp_headloss import (
+    Distillation,
+    HeadLoss,
+    KLToReference,
+    Linear,
+    Options,
+    Teacher,
+    TeacherHead,
+    TopKDistillation,
+    TopKTeacher,
+    Transform,
+    VocabShard,
+    linear_vocab_statistics,
+    vocab_statistics,
+)
+
+V, N, H = 40, 6, 8
+CHECK, NAN, INF = Options(check=True), torch.nan, torch.inf
+
+
+class Problem:
+    """Arguments of a call, this rank's part of the vocabulary, in which tests plant what is not finite."""
+
+    def __init__(self, group, device):
+        self.shard, self.device = VocabShard.from_group(group, V), device
+        sizes = {"logits": (N, V), "hidden": (N, H), "weight": (V, H), "bias": (V,), "teacher": (N, V)}
+        for name, size in sizes.items():
+            setattr(self, name, torch.randn(*size, generator=torch.Generator().manual_seed(1)).to(device))
+        self.labels = torch.arange(N, device=device) * 7 % V
+        self.labels[4] = -100
+        self.token_weight, self.reference = torch.ones(N, device=device), torch.zeros(N, device=device)
+        self.log_probs = torch.full((N, 2), -3.0, device=device)
+
+    def cut(self, x, dim):
+        return x.narrow(dim, self.shard.start, self.shard.valid_width).clone()
+
+    def run(self, way, options=CHECK):
+        shard, labels = self.shard, self.labels
+        logits, weight, bias = self.cut(self.logits, 1), self.cut(self.weight, 0), self.cut(self.bias, 0)
+        if way == "statistics":
+            return vocab_statistics(logits, labels, shard=shard, want=("entropy",), options=options).lse
+        if way == "linear statistics":
+            return linear_vocab_statistics(self.hidden, weight, labels, bias=bias, shard=shard, options=options).lse
+        if way in ("one_sweep", "recompute", "valid tokens"):
+            hidden, head_loss = self.hidden.requires_grad_(), HeadLoss(options=options)
+            linear = Linear(
+                "auto" if way == "valid tokens" else way, max_valid_tokens=N if way == "valid tokens" else None
+            )
+            return head_loss.linear(hidden, weight, labels, bias=bias, shard=shard, linear=linear).loss
+        if way == "sequence parallel":
+            part = self.hidden.chunk(shard.world_size)[0 if shard.group is None else shard.group.rank()]
+            linear = Linear(hidden_grad="reduce_scatter")
+            return HeadLoss(options=options).linear(part, weight, labels, shard=shard, linear=linear).loss
+        terms, keywords = [Distillation()] if way == "teacher head" else None, {}
+        if way == "teacher":
+            terms, keywords = [Distillation()], {"inputs": {"teacher": Teacher(self.cut(self.teacher, 1))}}
+        elif way == "entries":
+            teacher = TopKTeacher(torch.tensor([[1, 30]] * N, device=self.device), self.log_probs)
+            terms, keywords = [TopKDistillation()], {"inputs": {"teacher": teacher}}
+        elif way == "reference":
+            terms, keywords = [KLToReference(0.1)], {"inputs": {"reference_log_prob": self.reference}}
+        elif way == "token weight":
+            keywords = {"token_weight": self.token_weight}
+        elif way == "scaled":
+            keywords = {"transform": Transform(scale=-2.0)}
+        head_loss = HeadLoss(terms, options=options)
+        if way == "teacher head":
+            inputs = {"teacher": TeacherHead(self.hidden, weight)}
+            student = torch.zeros_like(self.hidden), torch.zeros_like(weight)
+            return head_loss.linear(*student, labels, shard=shard, inputs=inputs).loss
+        return head_loss(logits, labels, shard=shard, **keywords).loss
+
+
+def said(what, value, column, rank, such="1 such token"):
+    return f"{what} hold{'s' * ('of id' in what)} {value} in column {column} of rank {rank}; {such}"
+
+
+# name -> (way of a call, argument, [(row, column, value), ..], message). Rank {r} owns id 17, rank {l} is the last.
+CASES = {
+    "logits": ("loss", "logits", [(2, 17, NAN)], said("logits of token 2", "NaN", 17, "{r}")),
+    "inf": (
+        "statistics", "logits", [(3, 17, INF), (5, 1, NAN)],
+        said("logits of token 3", "inf", 17, "{r}", "2 such tokens"),
+    ),
+    "ignored": ("loss", "logits", [(4, 17, NAN), (5, 17, NAN)], said("logits of token 5", "NaN", 17, "{r}")),
+    "negative scale": ("scaled", "logits", [(1, 17, -INF)], said("logits of token 1", "inf", 17, "{r}")),
+    "hidden": ("linear statistics", "hidden", [(2, 5, NAN)], said("hidden states of token 2", "NaN", 5, 0)),
+    "one sweep": ("one_sweep", "hidden", [(5, 3, INF)], said("hidden states of token 5", "inf", 3, 0)),
+    "valid tokens": ("valid tokens", "hidden", [(5, 3, NAN)], said("hidden states of token 5", "NaN", 3, 0)),
+    "part": ("sequence parallel", "hidden", [(5, 3, NAN)], said("hidden states of token 5", "NaN", 3, "{l}")),
+    "weight": ("recompute", "weight", [(17, 5, NAN)], said("weight of id 17", "NaN", 5, "{r}", "1 such id")),
+    "bias": ("recompute", "bias", [(17, NAN)], said("bias of id 17", "NaN", 0, "{r}", "1 such id")),
+    "teacher": ("teacher", "teacher", [(2, 17, NAN)], said("logits of the teacher of token 2", "NaN", 17, "{r}")),
+    "entries": ("entries", "log_probs", [(2, 1, NAN)], "teacher.log_probs of token 2 (flat index) must be log-probs"),
+    "teacher's hidden states": (
+        "teacher head", "hidden", [(2, 1, NAN)], said("hidden states of the teacher of token 2", "NaN", 1, 0),
+    ),
+    "teacher's weight": (
+        "teacher head", "weight", [(17, 1, NAN)], said("weight of the teacher of id 17", "NaN", 1, "{r}", "1 such id"),
+    ),
+    "input": (
+        "reference", "reference", [(3, NAN), (4, NAN)],
+        "input 'reference_log_prob' of token 3 (flat index) holds NaN; 1 such token",
+    ),
+    "token weight": (
+        "token weight", "token_weight", [(3, INF)], "token_weight of token 3 (flat index) holds inf; 1 such token",
+    ),
+    "overflow": ("recompute", "weight", [(17, 1, 3e38), (17, 2, 3e38), (17, 3, -3e38)], "are beyond torch.float32"),
+}  # fmt: skip
+
+
+def planted(group, device, name, options):
+    way, argument, places, _ = CASES[name]
+    problem = Problem(group, device)
+    for *place, value in places:
+        getattr(problem, argument)[tuple(place)] = value
+    if name == "overflow":
+        problem.hidden = problem.hidden.abs() * 100
+    return problem.run(way, options).detach().isnan().any()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_check_names_the_place_on_every_rank(name, world_size):
+    results = on_ranks(world_size, planted, name, CHECK, failures=True)
+    owner = 17 // 20 if world_size == 2 else 0
+    expected = CASES[name][-1].format(r=owner, l=world_size - 1)
+    for result in results:
+        assert isinstance(result, Failure) and result.kind == "ValueError", result
+        assert expected in result.message, result.message
+    assert len({result.message for result in results}) == 1
+    assert all(on_ranks(world_size, planted, name, None)), "NaN without check"
+
+
+def harmless(group, device):
+    problem = Problem(group, device)
+    problem.logits[4] = NAN  # its label is ignored
+    problem.logits[2, 17] = -INF
+    problem.token_weight[1] = 0.0
+    problem.logits[1, 3] = INF
+    return problem.run("token weight").isfinite()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_check_takes_what_makes_no_token_nan(world_size):
+    assert all(on_ranks(world_size, harmless))

@@ -1,0 +1,102 @@
+"""`Options(check=True)`: which NaN, or infinity, made statistics NaN, as a ValueError on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..engine.request import Request
+from ..ranks.comm import gather_objects
+
+
+def expect_finite(name: str, x: Any, where: torch.Tensor):
+    """Raise ValueError if a replicated tensor [.., *] holds NaN or inf at one of some tokens, True in `where` [..]."""
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        return
+    bad = (x.isnan() | (x == math.inf)).reshape(*x.shape[: where.dim()], -1)
+    tokens = (bad.any(-1).expand(where.shape) & where).flatten().nonzero().flatten().tolist()
+    if tokens:
+        value = x.expand(*where.shape, *x.shape[where.dim() :]).flatten(0, where.dim() - 1)[tokens[0]]
+        raise ValueError(
+            f"{name} of token {tokens[0]} (flat index) holds {_word(value)}; {_such(len(tokens), 'token')}"
+        )
+
+
+def expect_known(
+    outputs: dict[str, torch.Tensor], request: Request, operands: dict[str, torch.Tensor], overwritten: bool
+):
+    """Raise ValueError, equal on all ranks of the group, if statistics of valid tokens are NaN because an argument
+    holds NaN, or an infinity that makes NaN. Only then ranks exchange: equal statistics tell all of them.
+
+    outputs: statistics [..] by name. operands: hidden states and weight of a linear head; empty: logits were given.
+    overwritten: the gradient may be in the place of the logits, so that columns say nothing.
+    """
+    valid, group = outputs["valid"], request.shard.group
+    nan = [x.isnan().reshape(*valid.shape, -1).any(-1) for x in outputs.values() if x.is_floating_point()]
+    unknown = torch.stack(nan).any(0) & valid
+    if not unknown.any():
+        return
+    here = dict(_not_finite(request, unknown, operands))
+    ranks = [here] if group is None else gather_objects(here, group)
+    for name, one in dict.fromkeys((name, found[0]) for ranks_found in ranks for name, found in ranks_found.items()):
+        rows = {row for found in ranks if name in found for row in found[name][1]}
+        row, column, value, rank = min((*found[name][2], r) for r, found in enumerate(ranks) if name in found)
+        place = f"on rank {rank}" if overwritten and name == "logits" else f"in column {column} of rank {rank}"
+        verb = "holds" if one == "id" else "hold"
+        raise ValueError(f"{name} of {one} {row} {verb} {value} {place}; {_such(len(rows), one)}")
+    tokens = (unknown & outputs["lse"].isnan()).flatten().nonzero().flatten().tolist()
+    if operands and tokens and request.tensors.temperatures is None:
+        raise ValueError(
+            f"logits of token {tokens[0]} are beyond {request.tensors.logits.dtype}, from finite hidden states and "
+            f"weight; {_such(len(tokens), 'token')}"
+        )
+
+
+def _not_finite(request: Request, unknown: torch.Tensor, operands) -> Iterator[tuple[str, tuple]]:
+    """Yield the name of each argument of this rank that holds NaN or a harmful infinity, with what a row of it is, all
+    such rows, and (row, column, value) of the first. Only tokens that are True in `unknown` [..] count."""
+    tensors, facts, head = request.tensors, request.facts, request.teacher_head
+    token = request.order.flatten(torch.arange(unknown.numel(), device=unknown.device).view(unknown.shape))
+    counts, rank = unknown.flatten()[token], 0 if request.shard.group is None else request.shard.group.rank()
+    infinity = math.inf if facts.scale > 0 else -math.inf
+    of_tokens = {
+        **{name: x for name, x in operands.items() if name != "weight"},
+        "logits": None if operands else tensors.logits[:, : facts.valid_width],
+        "logits of the teacher": None if tensors.teacher is None else tensors.teacher[:, : facts.valid_width],
+        "hidden states of the teacher": head.teacher_hidden,
+    }
+    for name, x in of_tokens.items():
+        if x is None:
+            continue
+        is_logits = "hidden" not in name
+        bad = x.isnan() | (x == infinity if is_logits else x.isinf())
+        rows = slice(None) if len(x) == len(token) else slice(rank * len(x), (rank + 1) * len(x))  # this rank's tokens
+        yield from _first(name, "token", x, bad & counts[rows, None], token[rows], facts.start if is_logits else 0)
+    of_ids = operands.get("weight"), tensors.bias, head.teacher_weight, head.teacher_bias
+    ids = torch.arange(facts.start, facts.start + facts.valid_width, device=unknown.device)
+    for name, x in zip(("weight", "bias", "weight of the teacher", "bias of the teacher"), of_ids):
+        if x is not None:
+            x = x[: facts.valid_width].reshape(facts.valid_width, -1)
+            yield from _first(name, "id", x, ~x.isfinite(), ids, 0)
+
+
+def _first(name: str, one: str, x: torch.Tensor, bad: torch.Tensor, rows: torch.Tensor, start: int):
+    """Yield the entry of `_not_finite`, if there is any: rows [n] name those of x [n, *], start its first column."""
+    found = bad.any(-1)
+    if found.any():
+        numbers = rows.masked_fill(~found, torch.iinfo(rows.dtype).max)
+        at = int(numbers.argmin())
+        column = int(bad[at].to(torch.uint8).argmax())
+        yield name, (one, rows[found].tolist(), (int(rows[at]), start + column, _word(x[at, column])))
+
+
+def _word(values: torch.Tensor) -> str:
+    """ "NaN" or "inf", that which one of some values is."""
+    return "NaN" if values.isnan().any() else "inf"
+
+
+def _such(count: int, one: str) -> str:
+    return f"{count} such {one}{'s' * (count > 1)}"
