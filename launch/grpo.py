@@ -47,6 +47,7 @@ from tp_headloss import (
     SamplingRule,
     Sequences,
     VocabShard,
+    clip_grad_norm_,
     combine_metrics,
     mean_metrics,
     reduce_metrics,
@@ -139,9 +140,8 @@ class Trainer:
         padded = -(-args.vocab // args.pad_to) * args.pad_to
         self.shard = VocabShard.from_group(ranks.tp_group, args.vocab, padded_size=padded)
         self.policy, self.reference = self._transformer(), self._transformer()
-        self.sharded, self.replicated = self.policy.sharded_parameters(), self.policy.replicated_parameters()
         # In groups of one mesh each, or foreach kernels would meet DTensors of different meshes.
-        groups = [{"params": parameters} for parameters in (self.sharded, self.replicated)]
+        groups = [{"params": p} for p in (self.policy.sharded_parameters(), self.policy.replicated_parameters())]
         self.optimizer = torch.optim.Adam(groups, lr=args.lr, betas=(0.9, 0.95))
         self.rule = SamplingRule(top_k=args.top_k, top_p=args.top_p) if args.top_k or args.top_p else None
         self.replay = self.rule is not None and not args.no_replay
@@ -237,7 +237,7 @@ class Trainer:
         )
         (self.ranks.dp * out.loss).backward()  # FSDP averages over dp, but the losses of the ranks add up
         loss = out.loss.detach()
-        norm = parallel.clip_gradients(self.sharded, self.replicated, self.args.clip)
+        norm = clip_grad_norm_(self.policy.parameters(), self.args.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return out._replace(loss=loss, stats=None), {"loss": loss, "max_grad_norm": norm}

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,6 @@ def start(tp: int, device: str) -> Ranks:
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     mesh = init_device_mesh(device, (world // tp, tp), mesh_dim_names=("dp", "tp"))
-    mesh._flatten()  # else a norm over both dimensions is reduced in two steps, not in one order for all ranks
     return Ranks(
         where,
         rank=dist.get_rank(),
@@ -133,20 +130,3 @@ def start(tp: int, device: str) -> Ranks:
         tp_group=mesh["tp"].get_group() if tp > 1 else None,
         mesh=mesh,
     )
-
-
-def clip_gradients(sharded: list, replicated: list, limit: float) -> torch.Tensor:
-    """Scale gradients to a global norm of at most `limit`; the norm counts each parameter of the full model once.
-
-    The parts of torch's clip_grad_norm_, because that refuses DTensors of different meshes in one call, and in float64:
-    torch's fp32 norm of a large CPU tensor is good to 1e-6 only, and depends on how the tensor is cut."""
-
-    def norm(parameters):
-        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in parameters]
-        total = torch.linalg.vector_norm(torch.stack(norms))
-        return total.full_tensor() if isinstance(total, DTensor) else total
-
-    total = torch.hypot(norm(sharded), norm(replicated))
-    for parameters in (sharded, replicated):
-        clip_grads_with_norm_(parameters, limit, total)
-    return total

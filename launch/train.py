@@ -29,7 +29,7 @@ from model import Transformer
 from objective import IGNORE, SUMS, plain_objective, sharded_objective
 from options import check_multiple, non_negative_float, non_negative_int, positive_float, positive_int
 from record import Record, peak_memory, refuse_older_run
-from tp_headloss import CrossEntropy, VocabShard, ZLoss
+from tp_headloss import CrossEntropy, VocabShard, ZLoss, clip_grad_norm_
 
 # Options that may differ between a run and its continuation.
 FREE = {"out", "data_cache", "corpus", "corpus_mb", "resume", "overwrite", "stop_after", "log_every", "validate_every"}
@@ -94,13 +94,13 @@ class Trainer:
             self.objective = plain_objective(model.output, args.vocab, args.z_weight)
         else:
             self.objective = sharded_objective(model.output, terms)
-        self.sharded, self.replicated = model.sharded_parameters(), model.replicated_parameters()
+        sharded, replicated = model.sharded_parameters(), model.replicated_parameters()
         # In groups of one mesh each, or foreach kernels would meet DTensors of different meshes.
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": self.sharded, "weight_decay": args.weight_decay},
-                {"params": [p for p in self.replicated if p.ndim > 1], "weight_decay": args.weight_decay},
-                {"params": [p for p in self.replicated if p.ndim <= 1], "weight_decay": 0.0},
+                {"params": sharded, "weight_decay": args.weight_decay},
+                {"params": [p for p in replicated if p.ndim > 1], "weight_decay": args.weight_decay},
+                {"params": [p for p in replicated if p.ndim <= 1], "weight_decay": 0.0},
             ],
             betas=(0.9, 0.95),
         )
@@ -139,7 +139,7 @@ class Trainer:
             (self.ranks.dp * loss).backward()  # FSDP averages over dp, but the losses of the ranks add up
             sums += part
         sums = self.ranks.sum_over_data(sums)
-        norm = parallel.clip_gradients(self.sharded, self.replicated, self.args.clip)
+        norm = clip_grad_norm_(self.model.parameters(), self.args.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         self.optimizer.step()

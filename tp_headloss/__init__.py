@@ -30,6 +30,7 @@ from .head_loss import (
     mean_metrics,
 )
 from .linear_head import Linear, linear_vocab_statistics
+from .modules.clipping import clip_grad_norm_
 from .modules.layers import Init, VocabParallelEmbedding, VocabParallelHead, multi_token_targets
 from .modules.vocab_rows import select_rows
 from .ranks.comm import combine_metrics, reduce_metrics
@@ -72,6 +73,7 @@ __all__ = [
     "VocabShard",
     "VocabStatistics",
     "ZLoss",
+    "clip_grad_norm_",
     "combine_metrics",
     "kept_ids",
     "linear_vocab_statistics",

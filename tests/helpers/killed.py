@@ -17,13 +17,13 @@ from pathlib import Path
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 sys.path.insert(0, str(LAUNCH))
-checkpoint, parallel = importlib.import_module("checkpoint"), importlib.import_module("parallel")
+checkpoint, tp_headloss = importlib.import_module("checkpoint"), importlib.import_module("tp_headloss")
 
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 lose_node = os.environ.get("LOSE_NODE")
 if lose_node is not None and (attempt, os.environ["WORLD_SIZE"]) == (0, "1"):
     signal.pause()  # until the second node joins and torchrun starts all ranks anew
-clip_gradients, replace, steps = parallel.clip_gradients, os.replace, []
+clip_grad_norm_, replace, steps = tp_headloss.clip_grad_norm_, os.replace, []
 
 
 def terminate():
@@ -42,7 +42,7 @@ def clip_or_die(*args):
         os.kill(os.getpid(), signal.SIGKILL)
     if lose_node is None and (attempt, rank, len(steps)) == (1, 0, 9):
         terminate()
-    return clip_gradients(*args)
+    return clip_grad_norm_(*args)
 
 
 def replace_or_die(source, target):
@@ -52,5 +52,5 @@ def replace_or_die(source, target):
     replace(source, target)
 
 
-parallel.clip_gradients, checkpoint.os.replace = clip_or_die, replace_or_die
+tp_headloss.clip_grad_norm_, checkpoint.os.replace = clip_or_die, replace_or_die
 runpy.run_path(str(LAUNCH / "train.py"), run_name="__main__")

@@ -65,6 +65,25 @@ class VocabRows(nn.Module):
         self.register_state_dict_post_hook(_describe_rows)
         self.register_load_state_dict_pre_hook(_select_rows)
 
+    def register_parameter(self, name: str, param: nn.Parameter | None):
+        super().register_parameter(name, param)
+        self._mark()
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._mark()  # what `to_empty`, say, made anew
+        return self
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._mark()
+
+    def _mark(self):
+        """Say on the parameters themselves that they are sharded, and over which group, for `clip_grad_norm_`."""
+        for p in self._parameters.values():
+            if p is not None and self.shard.world_size > 1:
+                p.sharded_over = self.shard.group_name  # type: ignore[attr-defined]
+
     @torch.no_grad()
     def reset_parameters(self):
         """Draw the weight again, and set the bias to 0. A tied weight stays as it is: its owner draws it.

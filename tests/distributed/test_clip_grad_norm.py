@@ -1,0 +1,213 @@
+"""`clip_grad_norm_`: the norm of the whole model on every rank, in whatever way its parameters are sharded."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import Failure, on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from tp_headloss import Init, VocabParallelEmbedding, VocabParallelHead, VocabShard, clip_grad_norm_
+
+V, PADDED, H, N = 100, 128, 8, 12
+NORMS = pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
+
+
+def mesh_of(device, world_size):
+    return init_device_mesh(device.type, (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+
+
+class Model(torch.nn.Module):
+    """A sharded embedding and head with a bias, and a replicated layer between them."""
+
+    def __init__(self, shard, device):
+        super().__init__()
+        options = {"device": device, "dtype": torch.float64}
+        self.embedding = VocabParallelEmbedding(H, shard, init=Init(1.0, seed=1), **options)
+        generator = torch.Generator().manual_seed(2)
+        self.body = torch.nn.Linear(H, H, **options)
+        for p in self.body.parameters():
+            p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(device)
+        self.head = VocabParallelHead(H, shard, init=Init(1.0, seed=3), bias=True, **options)
+
+    def gradients(self):
+        ids = (torch.arange(N, device=self.body.weight.device) * 31) % V
+        self.zero_grad()
+        self.head(self.body(self.embedding(ids)), ids.roll(1)).loss.backward()
+        return self
+
+
+def whole_gradients():
+    """Gradients of the unsharded model, in float64 torch alone."""
+    model = Model(VocabShard.from_group(None, V, padded_size=PADDED), torch.device("cpu"))
+    ids = (torch.arange(N) * 31) % V
+    logits = F.linear(model.body(model.embedding.weight[ids]), model.head.weight, model.head.bias)[:, :V]
+    F.cross_entropy(logits, ids.roll(1)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def clipped_whole(max_norm, norm_type):
+    gradients = whole_gradients()
+    parameters = [torch.nn.Parameter(g) for g in gradients.values()]
+    for p, g in zip(parameters, gradients.values()):
+        p.grad = g
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type), gradients
+
+
+def plain(group, device):
+    return Model(VocabShard.from_group(group, V, padded_size=PADDED), device).gradients()
+
+
+def copied(group, device):
+    return copy.deepcopy(Model(VocabShard.from_group(group, V, padded_size=PADDED), device)).gradients()
+
+
+def converted(group, device):
+    """Made on the meta device, so that `to_empty` makes the parameters anew; tied and loaded again."""
+    model, donor = (Model(VocabShard.from_group(group, V, padded_size=PADDED), device) for _ in range(2))
+    model.embedding.to("meta")
+    model.embedding.to_empty(device=device)
+    model.load_state_dict(donor.state_dict())
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach())
+    return model.gradients()
+
+
+def data_parallel(group, device):
+    """Sharded over one dimension of a mesh, replicated over the other."""
+    mesh = mesh_of(device, group.size())
+    return Model(VocabShard.from_mesh(mesh, V, "tp", padded_size=PADDED), device).gradients()
+
+
+def fsdp(group, device):
+    mesh = mesh_of(device, group.size())
+    model = Model(VocabShard.from_mesh(mesh, V, "tp", padded_size=PADDED), device)
+    model.embedding.to_dtensor(mesh["tp"])
+    model.head.to_dtensor(mesh["tp"])
+    for part in (model.embedding, model.body, model.head, model):
+        fully_shard(part, mesh=mesh["dp"])
+    return model.gradients()
+
+
+def dtensors(group, device):
+    """DTensors of two meshes, one of them replicated."""
+    model, mesh = torch.nn.Module(), init_device_mesh(device.type, (group.size(),), mesh_dim_names=("tp",))
+    for name, gradient in whole_gradients().items():
+        placement = Shard(0) if "embedding" in name else Replicate()
+        p = torch.nn.Parameter(distribute_tensor(gradient.to(device), mesh, [placement]))
+        p.grad = p.detach().clone()
+        model.register_parameter(name.replace(".", "_"), p)
+    return model
+
+
+def marked(group, device):
+    """As Megatron-Core marks its parameters; one of them has its gradient in main_grad."""
+    model, rank, size = torch.nn.Module(), group.rank(), group.size()
+    for name, gradient in whole_gradients().items():
+        sharded = "body" not in name
+        part = gradient.chunk(size)[rank] if sharded else gradient
+        p = torch.nn.Parameter(part.to(device).clone())
+        p.tensor_model_parallel = sharded
+        p.grad = p.detach().clone()
+        if name == "head.weight":
+            p.main_grad, p.grad = p.grad, torch.full_like(p, torch.nan)
+        model.register_parameter(name.replace(".", "_"), p)
+    return model
+
+
+def clipped(group, device, make, max_norm, norm_type):
+    """The norm, and the clipped gradients of this rank put together to whole ones."""
+    model = make(group, device)
+    given = {"tensor_parallel_group": group} if make is marked else {}
+    total = clip_grad_norm_([*model.parameters()] * 2, max_norm, norm_type, **given)
+    return total, {
+        name.replace(".", "_"): whole(getattr(p, "main_grad", p.grad), p, group, make)
+        for name, p in model.named_parameters()
+    }
+
+
+def whole(gradient, p, group, make):
+    if isinstance(gradient, DTensor):
+        return gradient.full_tensor()
+    over = getattr(p, "sharded_over", "") or getattr(p, "tensor_model_parallel", False)
+    if not over:
+        return gradient
+    if make is data_parallel:
+        group = mesh_of(gradient.device, group.size()).get_group("tp")
+    parts = [torch.empty_like(gradient) for _ in range(group.size())]
+    torch.distributed.all_gather(parts, gradient.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+WAYS = [plain, copied, converted, data_parallel, fsdp, dtensors, marked]
+
+
+@NORMS
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("make", WAYS)
+def test_norm_and_gradients_are_those_of_the_unsharded_model(make, world_size, norm_type):
+    for max_norm in (1e-3, 1e3):
+        expected, gradients = clipped_whole(max_norm, norm_type)
+        results = on_ranks(world_size, clipped, make, max_norm, norm_type)
+        assert len({float(total) for total, _ in results}) == 1, "one norm on all ranks"
+        for total, found in results:
+            torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(found[name.replace(".", "_")], gradient, rtol=1e-9, atol=1e-15)
+
+
+def noisy(group, device):
+    """Replicated gradients that differ in the last bits, and a parameter without any."""
+    model = plain(group, device)
+    model.body.weight.grad *= 1 + group.rank() * 2.0**-50
+    model.body.bias.grad = None
+    return clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_ranks_whose_replicated_gradients_differ_have_one_norm():
+    first, second = on_ranks(2, noisy)
+    assert torch.equal(first, second)
+
+
+def test_one_rank_is_torch():
+    parameters = [torch.nn.Parameter(torch.randn(3, 5)) for _ in range(2)]
+    others = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    for p, other in zip(parameters, others):
+        p.grad = torch.randn_like(p)
+        other.grad = p.grad.clone()
+    parameters.append(torch.nn.Parameter(torch.zeros(2)))
+    expected = torch.nn.utils.clip_grad_norm_(others, 0.5)
+    torch.testing.assert_close(clip_grad_norm_(iter(parameters), 0.5).float(), expected)
+    torch.testing.assert_close([p.grad for p in parameters[:2]], [p.grad for p in others])
+    assert clip_grad_norm_([], 1.0) == 0 and clip_grad_norm_(parameters[0], 1e9) > 0
+
+
+def test_what_is_not_finite_is_an_error_if_that_is_asked_for():
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.tensor([1.0, torch.inf])
+    with pytest.raises(RuntimeError, match="must be finite, got inf"):
+        clip_grad_norm_(p, 1.0, error_if_nonfinite=True)
+    assert p.grad.tolist() == [1.0, torch.inf]
+    assert clip_grad_norm_(p, 1.0).isinf()
+
+
+def test_a_sharded_parameter_of_an_unknown_group_is_an_error():
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.tensor_model_parallel = True
+    with pytest.raises(ValueError, match=r"tensor_model_parallel=True: pass its group, tensor_parallel_group"):
+        clip_grad_norm_(p, 1.0)
+
+
+def partial(group, device):
+    mesh = init_device_mesh(device.type, (group.size(),))
+    p = torch.nn.Parameter(distribute_tensor(torch.zeros(4, device=device), mesh, [Replicate()]))
+    p.grad = DTensor.from_local(torch.ones(4, device=device), mesh, [Partial()])
+    clip_grad_norm_(p, 1.0)
+
+
+def test_a_gradient_that_is_still_to_be_summed_is_an_error():
+    for result in on_ranks(2, partial, failures=True):
+        assert isinstance(result, Failure) and result.kind == "ValueError" and "is reduced" in result.message

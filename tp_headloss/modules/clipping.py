@@ -1,0 +1,107 @@
+"""`clip_grad_norm_`: torch's, for models of which some parameters are sharded and others replicated."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Annotated
+
+import torch
+
+from ..call.subclasses import is_dtensor
+from ..ranks.comm import gather_from_ranks
+from ..ranks.shard import Group, resolve_process_group
+from ..spec import CheckedBy, NotNegative, Positive, checked
+
+
+@checked
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Annotated[Iterable[torch.Tensor] | torch.Tensor, CheckedBy("parameters, each with its gradient")],
+    max_norm: NotNegative,
+    norm_type: Positive = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    tensor_parallel_group: Group = None,
+) -> torch.Tensor:
+    """Scale gradients to a norm of at most max_norm, as torch.nn.utils.clip_grad_norm_ does, and return the norm of the
+    whole model's: each element counts once, and the norm has the same bits on all ranks of the groups.
+
+    Which parameters are sharded is said by themselves: DTensors by their placements, on any mesh (Partial gradients are
+    a ValueError); rows of a `VocabParallelHead` or `VocabParallelEmbedding` by an attribute that the module keeps; any
+    other by ``parameter.tensor_model_parallel = True``, as Megatron-Core marks them. All others are replicated: their
+    gradients are equal on all ranks. All ranks call it with their parts of the same parameters in the same order; other
+    pipeline stages have other parameters, and are not reached.
+
+    Args:
+        parameters: of the model; those without a gradient count as 0. ``main_grad`` comes before ``grad``.
+        max_norm: limit of the norm.
+        norm_type: p of the p-norm, infinity included.
+        error_if_nonfinite: RuntimeError if the norm is NaN or infinite; otherwise all gradients become NaN or 0.
+        tensor_parallel_group: of parameters with ``tensor_model_parallel = True``.
+
+    Returns:
+        float64 scalar, the norm before clipping.
+
+    Raises:
+        TypeError, ValueError: a sharded parameter whose group is not known, or a Partial gradient.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_grad_norm_([weight], 1.0), weight.grad
+        (tensor(5., dtype=torch.float64), tensor([0.6000, 0.8000]))
+    """
+    norms: dict[tuple[str, ...], list[torch.Tensor]] = {}  # by the groups over which a parameter is sharded
+    gradients: dict[torch.device, list[torch.Tensor]] = {}
+    device = None
+    for p in [parameters] if isinstance(parameters, torch.Tensor) else dict.fromkeys(parameters):
+        found = getattr(p, "main_grad", None)
+        gradient = p.grad if found is None else found
+        over = _sharded_over(p, gradient, tensor_parallel_group)
+        local = gradient.to_local() if is_dtensor(gradient) else gradient
+        device = device or (p if local is None else local).device
+        parts = norms.setdefault(over, [torch.zeros((), dtype=torch.float64, device=device)])
+        if local is not None and local.numel():
+            gradients.setdefault(local.device, []).append(local)
+            # in fp32 the norm of a large tensor is good to 1e-6, and depends on how the tensor is cut
+            parts.append(torch.linalg.vector_norm(local, norm_type, dtype=torch.float64).to(device))
+    if device is None:
+        return torch.zeros((), dtype=torch.float64)
+    totals = []
+    for over, parts in norms.items():
+        total = torch.linalg.vector_norm(torch.stack(parts), norm_type)
+        for name in over:
+            total = torch.linalg.vector_norm(gather_from_ranks(total, resolve_process_group(name)), norm_type)
+        totals.append(total)
+    total = torch.linalg.vector_norm(torch.stack(totals), norm_type)
+    for name in dict.fromkeys(itertools.chain(*norms)):  # replicated gradients may differ in the last bit
+        total = gather_from_ranks(total, resolve_process_group(name))[0]
+    if error_if_nonfinite and not math.isfinite(total):
+        raise RuntimeError(f"the norm of the gradients must be finite, got {float(total)}")
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for where, local in gradients.items():
+        torch._foreach_mul_(local, scale.to(where))
+    return total
+
+
+def _sharded_over(p: torch.Tensor, gradient: torch.Tensor | None, group) -> tuple[str, ...]:
+    """Names of the groups over which a parameter is sharded, one after the other."""
+    if is_dtensor(p):
+        spec = p if gradient is None else gradient
+        if not is_dtensor(spec) or any(placement.is_partial() for placement in spec.placements):
+            raise ValueError(f"the gradient of a DTensor {list(p.shape)} must be a DTensor that is reduced, got {spec}")
+        mesh = spec.device_mesh
+        dims = [dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate()]
+        return tuple(mesh.get_group(dim).group_name for dim in dims if mesh.size(dim) > 1)
+    if name := getattr(p, "sharded_over", ""):
+        return (name,)
+    if not getattr(p, "tensor_model_parallel", False):
+        return ()
+    if group is None:
+        raise ValueError(
+            f"a parameter {list(p.shape)} has tensor_model_parallel=True: pass its group, tensor_parallel_group=.., "
+            "got None"
+        )
+    return (group.group_name,)
