@@ -13,6 +13,7 @@ from .arguments.sequences import Sequences
 from .arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from .call.statistics import LogProbs, log_probs, vocab_statistics
 from .head_loss import (
+    BitsPerByte,
     CausalLMLoss,
     CrossEntropy,
     Distillation,
@@ -25,6 +26,7 @@ from .head_loss import (
     PolicyGradient,
     PolicyMetrics,
     Term,
+    TopKAccuracy,
     TopKDistillation,
     ZLoss,
     mean_metrics,
@@ -42,6 +44,7 @@ from .statistics import VocabStatistics, register_statistic
 __version__ = "0.2.0"
 
 __all__ = [
+    "BitsPerByte",
     "CausalLMLoss",
     "CrossEntropy",
     "Distillation",
@@ -65,6 +68,7 @@ __all__ = [
     "TeacherHead",
     "Term",
     "TopK",
+    "TopKAccuracy",
     "TopKDistillation",
     "TopKTeacher",
     "Transform",

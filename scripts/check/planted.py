@@ -586,7 +586,7 @@ GROUPS = {
         ("integrations/megatron/postprocess.py", "hidden_in_place_of_logits.forward", "taken.hidden, taken.weight = hidden, weight", "taken.hidden, taken.weight = hidden, None"),
     ],
     "test_mean_metrics": [
-        ("head_loss/output.py", "mean_metrics.mean", 'sums.get(name.replace("loss/", "count/", 1), count)', "count"),
+        ("head_loss/output.py", "mean_metrics.mean", 'sums.get(f"count/loss/{term}", count)', "count"),
         ("head_loss/output.py", "make_output", "{} if by_sequence else dict(zip(definition.plan.weighted, sums[len(terms) + len(named):]))", "dict(zip(definition.plan.weighted, sums[len(terms) + len(named):]))"),
         ("head_loss/output.py", "make_output", "() if has_sequences else definition.metrics", "definition.metrics"),
         ("head_loss/linear_modes.py", "known_output", '("terms", "metrics", "sequence_metrics", "term_counts")', '("terms", "metrics", "sequence_metrics")'),

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from ranks import on_ranks
 
 from tp_headloss import (
+    BitsPerByte,
     CrossEntropy,
     Entropy,
     HeadLoss,
@@ -14,6 +15,7 @@ from tp_headloss import (
     Metric,
     PolicyGradient,
     Sequences,
+    TopKAccuracy,
     VocabShard,
     ZLoss,
     mean_metrics,
@@ -48,8 +50,10 @@ def test_means_are_those_of_all_valid_tokens_together(world_size):
     valid = labels != -100
     stats = vocab_statistics(x.double(), labels, want=("entropy", "argmax"))
     wanted = {
+        "loss": (-stats.log_prob - 0.1 * stats.entropy)[valid].mean(),
         "loss/cross_entropy": -stats.log_prob[valid].mean(),
         "loss/entropy": -stats.entropy[valid].mean(),
+        "weighted/entropy": -0.1 * stats.entropy[valid].mean(),
         "entropy": stats.entropy[valid].mean(),
         "accuracy": stats.correct[valid].double().mean(),
         "max_lse": stats.lse[valid].max(),
@@ -90,7 +94,9 @@ def test_terms_with_token_weights_of_their_own_are_divided_by_these(mode):
         "loss/positive_nll": -log_p.gather(-1, y.clamp(min=0)[..., None])[..., 0][chosen].mean(),
         "entropy": -(log_p.exp() * log_p).sum(-1)[valid].mean(),
     }
-    assert list(found) == list(wanted)
+    wanted["weighted/z_loss"] = 0.5 * wanted["loss/z_loss"]
+    wanted["loss"] = wanted["loss/cross_entropy"] + wanted["weighted/z_loss"] + wanted["loss/positive_nll"]
+    assert set(found) == set(wanted)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=2e-6, atol=1e-6, msg=f"{name}: {found[name]}, {value}")
     torch.testing.assert_close(
@@ -118,7 +124,7 @@ def test_sums_are_unknown_where_more_tokens_are_valid_than_there_is_place_for():
 def test_metrics_that_are_named_as_terms_are_refused():
     x, labels = batches()
     out = HeadLoss(metrics=Metric(lambda stats: {"loss/cross_entropy": stats.lse}))(x, labels)
-    with pytest.raises(ValueError, match=r"must not have names in 'loss/'.*cross_entropy"):
+    with pytest.raises(ValueError, match=r"must not have names of losses.*'loss/cross_entropy'"):
         mean_metrics(out)
 
 
@@ -148,6 +154,47 @@ def test_what_is_no_output_and_what_has_no_tokens():
         ValueError, match=r"the same terms and metrics in the same order, got \[\['loss/cross_entropy',"
     ):
         mean_metrics([out, HeadLoss()(x[0], labels[0])])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "seq-mean-token-mean"])
+def test_an_outputs_means_have_its_loss(reduction):
+    """In the sum of the weighted terms, also where a weight is a tensor."""
+    x, labels = batches()
+    head = HeadLoss([CrossEntropy(), ZLoss(torch.tensor(0.5))], reduction=reduction)
+    inputs = {"sequences": Sequences.from_mask(labels != -100)} if reduction != "mean" else None
+    found, loss = (out := head(x.requires_grad_(), labels, inputs=inputs)).means(), out.loss
+    torch.testing.assert_close(found["loss"].float(), loss.detach())
+    torch.testing.assert_close(found["loss"], found["loss/cross_entropy"] + found["weighted/z_loss"])
+    assert "weighted/cross_entropy" not in found and not found["loss"].requires_grad
+
+
+def test_an_output_is_read_as_its_loss():
+    x, labels = batches()
+    out = HeadLoss([CrossEntropy(), ZLoss(0.5)], metrics="accuracy")(x.requires_grad_(), labels)
+    assert float(out) == out.loss.item()
+    out.backward(retain_graph=True)
+    torch.testing.assert_close(x.grad, torch.autograd.grad(out.loss, x)[0], rtol=0, atol=0)
+    shown = f"loss={out.loss.item():.6g}, count=14, terms=[cross_entropy, z_loss], metrics=[accuracy], stats=[4, 6]"
+    assert str(out) == f"HeadLossOutput({shown})"
+    assert "loss=[4, 6]," in str(HeadLoss(reduction="none")(x, labels))
+
+
+def test_perplexity_bits_per_byte_and_topk_accuracy_are_those_of_all_tokens():
+    """Of two micro-batches together: a ratio of sums, and exp of a mean, not means of ratios."""
+    x, labels = batches()
+    num_bytes = torch.arange(24).view(PARTS, 6)
+    head = HeadLoss(metrics=("perplexity", TopKAccuracy(3), TopKAccuracy(), BitsPerByte()))
+    outputs = [head(x[i], labels[i], inputs={"num_bytes": num_bytes[i]}) for i in range(PARTS)]
+    found, valid = mean_metrics(outputs), labels != -100
+    log_p = x.double().log_softmax(-1)[valid]
+    of_label = log_p.gather(1, labels[valid][:, None])
+    assert list(found)[2:] == ["perplexity", "top3_accuracy", "top5_accuracy", "bits_per_byte"]
+    torch.testing.assert_close(found["perplexity"], (-of_label).mean().exp(), rtol=1e-6, atol=0)
+    for k in (3, 5):
+        hits = (log_p.topk(k).indices == labels[valid][:, None]).any(1)
+        torch.testing.assert_close(found[f"top{k}_accuracy"], hits.double().mean())
+    bits = -of_label.sum() / torch.log(torch.tensor(2.0, dtype=torch.float64)) / num_bytes[valid].sum()
+    torch.testing.assert_close(found["bits_per_byte"], bits, rtol=1e-6, atol=0)
 
 
 def refused_group(group, device):

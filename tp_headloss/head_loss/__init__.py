@@ -6,10 +6,11 @@ from .loss import HeadLoss
 from .output import HeadLossOutput, mean_metrics
 from .policy_terms import GeneratorMetrics, KLToReference, PolicyGradient, PolicyMetrics
 from .statistic_value import StatisticValue
-from .terms import METRICS, CrossEntropy, Entropy, Metric, Term, ZLoss
+from .terms import METRICS, BitsPerByte, CrossEntropy, Entropy, Metric, Term, TopKAccuracy, ZLoss
 
 __all__ = [
     "METRICS",
+    "BitsPerByte",
     "CausalLMLoss",
     "CrossEntropy",
     "Distillation",
@@ -23,6 +24,7 @@ __all__ = [
     "PolicyMetrics",
     "StatisticValue",
     "Term",
+    "TopKAccuracy",
     "TopKDistillation",
     "ZLoss",
     "mean_metrics",

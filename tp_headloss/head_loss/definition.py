@@ -33,6 +33,7 @@ class CallPlan(NamedTuple):
     evaluated: tuple[bool, ...]  # whether any of all these functions is more than a `StatisticValue`
     sums: tuple[SumsPlan | None, SumsPlan | None]  # how one kernel sums them, None where plain torch is needed
     checked: dict  # calls that were checked, see `known_calls`
+    weights: dict[str, float | torch.Tensor]  # of the terms, by name
     obstacles: list[str]  # reasons against one sweep that a call has found
     expected: dict  # device -> upstream gradient of the loss in the last backward, see `engine.one_read`
     rows: list  # the terms' `RowFunction`, or None, once a call has looked for it
@@ -106,8 +107,8 @@ class HeadLossDefinition(NamedTuple):
             any(not isinstance(f.function, StatisticValue) for f in [*functions, *metrics])
             for functions, metrics in zip(summed, apart)
         )
-        names = [term.name for term in self.terms]
-        plan = CallPlan(names, weighted, self.input_lines(), summed, apart, evaluated, sums, {}, [], {}, [])
+        names, weights = [term.name for term in self.terms], {term.name: term.weight for term in self.terms}
+        plan = CallPlan(names, weighted, self.input_lines(), summed, apart, evaluated, sums, {}, weights, [], {}, [])
         return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:

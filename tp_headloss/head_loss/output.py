@@ -21,7 +21,8 @@ from .statistic_value import FusedReduction
 class HeadLossOutput(NamedTuple):
     """Results of one `HeadLoss` call, replicated over the group; making them never waits for the device.
 
-    Sums in `terms` and `metrics` are detached and run over valid tokens; `mean_metrics` makes means of them.
+    Sums in `terms` and `metrics` are detached and run over valid tokens; `means()` makes means of them. `backward()` is
+    that of the loss, and ``float(out)`` its value.
 
     Attributes:
         loss: scalar fp32, or [..] for reduction="none".
@@ -34,11 +35,16 @@ class HeadLossOutput(NamedTuple):
         sequence_metrics: with sequences and metrics, sum over sequences of each metric's mean, and "num_sequences".
         term_counts: what the means of terms with token weights of their own (class weights, say) divide by in the place
             of ``count``: the sum of these weights, by the term's name.
+        weights: of the terms, by name.
 
     Examples:
         >>> out = HeadLoss([CrossEntropy(), ZLoss(0.5)], metrics="accuracy")(torch.zeros(2, 4), torch.tensor([0, -100]))
         >>> out.loss, out.count, out.terms, out.metrics["accuracy"] / out.count
         (tensor(2.3472), tensor(1.), {'cross_entropy': tensor(1.3863), 'z_loss': tensor(1.9218)}, tensor(1.))
+        >>> out
+        HeadLossOutput(loss=2.3472, count=1, terms=[cross_entropy, z_loss], metrics=[accuracy], stats=[2])
+        >>> {name: round(float(mean), 2) for name, mean in out.means().items()}
+        {'loss': 2.35, 'loss/cross_entropy': 1.39, 'loss/z_loss': 1.92, 'weighted/z_loss': 0.96, 'accuracy': 1.0}
     """
 
     loss: torch.Tensor
@@ -48,6 +54,28 @@ class HeadLossOutput(NamedTuple):
     stats: VocabStatistics | MaybeNone
     sequence_metrics: dict[str, torch.Tensor]
     term_counts: dict[str, torch.Tensor]
+    weights: dict[str, float | torch.Tensor]
+
+    def means(self) -> dict[str, torch.Tensor]:
+        """Return `mean_metrics` of this output alone."""
+        return mean_metrics(self)
+
+    def backward(self, **keywords):
+        """Call ``loss.backward`` with these keywords."""
+        self.loss.backward(**keywords)
+
+    def __float__(self) -> float:
+        return self.loss.item()
+
+    def __repr__(self) -> str:
+        loss, count = (_number_or_shape(x) for x in (self.loss, self.count))
+        terms, metrics = (", ".join(names) for names in (self.terms, self.metrics))
+        stats = None if self.stats is None else list(self.stats.lse.shape)
+        return f"HeadLossOutput(loss={loss}, count={count}, terms=[{terms}], metrics=[{metrics}], stats={stats})"
+
+
+def _number_or_shape(x: torch.Tensor) -> str:
+    return f"{x.item():.6g}" if x.dim() == 0 and not x.is_meta else str(list(x.shape))
 
 
 Outputs: TypeAlias = Annotated[Sequence[HeadLossOutput], TupleOf(Instance(HeadLossOutput))]
@@ -83,10 +111,12 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
         group: data- and context-parallel ranks, which hold other tokens; one small all-gather. None: this rank alone.
 
     Returns:
-        float64 scalars by name, equal on all ranks. A term, without its weight, is "loss/" and its name, divided by the
-        count or, with token weights of its own, by their sum; a metric has its own name and is divided by the count, or
-        by "num_tokens" with sequences, which stays a sum. Names that begin with "max_" and "min_" are extrema. Without
-        valid tokens a mean is NaN.
+        float64 scalars by name, equal on all ranks. "loss" is the sum of the weighted terms. A term without its weight
+        is "loss/" and its name, divided by the count or, with token weights of its own, by their sum; with its weight,
+        if that is not 1, "weighted/" and its name. A metric has its own name and is divided by the metric "count/" and
+        its name if there is one, else by the count, or by "num_tokens" with sequences, which stays a sum. Names that
+        begin with "max_" and "min_" are extrema, and "perplexity" is exp of the mean of -log p. Without valid tokens a
+        mean is NaN.
 
     Raises:
         TypeError, ValueError: no outputs, outputs of other names, or a group whose ranks share a vocabulary.
@@ -94,7 +124,7 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
     Examples:
         >>> out = HeadLoss(metrics=("accuracy", "entropy"))(torch.zeros(2, 4), torch.tensor([0, 3]))
         >>> {name: round(float(value), 4) for name, value in mean_metrics(out).items()}
-        {'loss/cross_entropy': 1.3863, 'accuracy': 0.5, 'entropy': 1.3863}
+        {'loss': 1.3863, 'loss/cross_entropy': 1.3863, 'accuracy': 0.5, 'entropy': 1.3863}
     """
     outputs = [outputs] if isinstance(outputs, HeadLossOutput) else outputs
     if not outputs:
@@ -107,23 +137,36 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
     sums = reduce_metrics(combine_metrics([{**part, "": out.count} for part, out in zip(parts, outputs)]), group)
     count = sums.pop("")
     tokens = sums.get("num_tokens", count)
+    unweighted = {
+        name for name, weight in outputs[0].weights.items() if isinstance(weight, (int, float)) and weight == 1
+    }
 
     def mean(name: str) -> torch.Tensor:
         if name == "num_tokens" or name.startswith(("max_", "min_")):
             return sums[name]
-        if name.startswith("loss/"):
-            return sums[name] / sums.get(name.replace("loss/", "count/", 1), count)
-        return sums[name] / tokens
+        kind, _, term = name.partition("/")
+        if kind in ("loss", "weighted"):
+            return sums[name] / sums.get(f"count/loss/{term}", count)
+        found = sums[name] / sums.get(f"count/{name}", tokens)
+        return (-found).exp() if name == "perplexity" else found
 
-    return {name: mean(name) for name in sums if not name.startswith("count/")}
+    means = {name: mean(name) for name in sums if not name.startswith("count/")}
+    loss = torch.stack([means[f"weighted/{name}"] for name in outputs[0].terms]).sum()
+    return {"loss": loss} | {name: x for name, x in means.items() if name.removeprefix("weighted/") not in unweighted}
 
 
 def _sums_by_name(out: HeadLossOutput) -> dict[str, torch.Tensor]:
-    """Sums of an output: "loss/" and "count/" with names of terms, then metrics. ValueError for metrics named so."""
-    if reserved := [name for name in out.metrics if name.startswith(("loss/", "count/"))]:
-        raise ValueError(f"metrics must not have names in 'loss/' or 'count/', as terms do, got {reserved}")
+    """Sums of an output: of terms in "loss/" and "weighted/", their divisors in "count/loss/", then metrics. ValueError
+    for metrics that are named so."""
     terms = {f"loss/{name}": x for name, x in out.terms.items()}
-    return terms | {f"count/{name}": x for name, x in out.term_counts.items()} | out.metrics
+    terms |= {f"weighted/{name}": x * out.weights[name] for name, x in out.terms.items()}
+    terms |= {f"count/loss/{name}": x for name, x in out.term_counts.items()}
+    reserved = [
+        name for name in out.metrics if name == "loss" or name.startswith(("loss/", "weighted/", "count/loss/"))
+    ]
+    if reserved:
+        raise ValueError(f"metrics must not have names of losses, as 'loss/..' and 'weighted/..' are, got {reserved}")
+    return terms | out.metrics
 
 
 def make_output(
@@ -158,4 +201,5 @@ def make_output(
         expect_distinct_names(metrics, other_metrics)
         metrics |= other_metrics
     count = total if call.count is None else call.count
-    return HeadLossOutput(loss, count, terms, metrics, stats, sequence_metrics, term_counts)
+    weights = definition.plan.weights
+    return HeadLossOutput(loss, count, terms, metrics, stats, sequence_metrics, term_counts, weights)

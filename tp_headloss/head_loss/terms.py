@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 from .. import losses
 from ..call.subclasses import refuse_dtensor
 from ..losses.ratio import scaled
-from ..spec import Callables, ClassWeight, Names, OneOf, Share, Weight, checked
+from ..spec import Callables, ClassWeight, Names, OneOf, Share, Size, Weight, checked
 from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
 from .statistic_value import StatisticValue
 
@@ -100,9 +101,43 @@ METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is su
     "log_prob": StatisticValue("log_prob"),
     "lse": StatisticValue("lse"),
     "rank": StatisticValue("rank"),
+    "perplexity": StatisticValue("log_prob"),  # of whose mean `mean_metrics` makes a perplexity
     # these need the input "teacher", a `Teacher` for the first group, a `TopKTeacher` for the second, or "sets"
     **{name: StatisticValue(name) for name in (*FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS)},
 }
+
+
+@checked
+def TopKAccuracy(k: Size = 5) -> Metric:
+    """Share of tokens whose label is among the k largest logits, as "top5_accuracy" for k = 5.
+
+    Examples:
+        >>> out = HeadLoss(metrics=TopKAccuracy(2))(torch.tensor([[3.0, 2.0, 1.0]] * 2), torch.tensor([1, 2]))
+        >>> float(out.means()["top2_accuracy"])
+        0.5
+    """
+    return Metric(partial(_topk_accuracy, k), ("rank",))
+
+
+@checked
+def BitsPerByte() -> Metric:
+    """Bits of the labels' log-probs per byte of text, as "bits_per_byte". Input: "num_bytes", those of each label.
+
+    Examples:
+        >>> inputs = {"num_bytes": torch.tensor([4, 2])}
+        >>> out = HeadLoss(metrics=BitsPerByte())(torch.zeros(2, 8), torch.tensor([1, 2]), inputs=inputs)
+        >>> float(out.means()["bits_per_byte"])  # 2 tokens of log2(8) bits in 6 bytes
+        1.0
+    """
+    return Metric(_bits_per_byte, (), ("num_bytes",))
+
+
+def _topk_accuracy(k, stats):
+    return {f"top{k}_accuracy": stats.rank <= k}
+
+
+def _bits_per_byte(stats, num_bytes):
+    return {"bits_per_byte": -stats.log_prob / math.log(2), "count/bits_per_byte": num_bytes}
 
 
 @checked
