@@ -13,10 +13,16 @@ from .arguments.sequences import Sequences
 from .arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from .call.statistics import LogProbs, log_probs, vocab_statistics
 from .head_loss import (
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    PPO,
     BitsPerByte,
     CausalLMLoss,
     CrossEntropy,
     Distillation,
+    DrGRPO,
     Entropy,
     GeneratorMetrics,
     HeadLoss,
@@ -44,10 +50,16 @@ from .statistics import VocabStatistics, register_statistic
 __version__ = "0.2.0"
 
 __all__ = [
+    "CISPO",
+    "DAPO",
+    "GRPO",
+    "GSPO",
+    "PPO",
     "BitsPerByte",
     "CausalLMLoss",
     "CrossEntropy",
     "Distillation",
+    "DrGRPO",
     "Entropy",
     "GeneratorMetrics",
     "HeadLoss",

@@ -9,10 +9,8 @@ Transformer Engine, so `build_module` makes the model; the core attention is tor
 
 import contextlib
 import functools
-import importlib.machinery
 import os
 import sys
-import types
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -35,32 +33,10 @@ from torch import nn
 
 sys.path.insert(0, str(ROOT / "launch"))
 
+import without_ray  # noqa: F401
+
 import megatron_cpu
 
-
-class EmptyRay(types.ModuleType):
-    """A module whose every attribute exists."""
-
-    __path__ = ()
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return mock.MagicMock() if name[0].islower() else type(name, (), {})
-
-
-class RayFinder:
-    def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "ray" else None
-
-    def create_module(self, spec):
-        return EmptyRay(spec.name)
-
-    def exec_module(self, module):
-        pass
-
-
-sys.meta_path.insert(0, RayFinder())
 megatron_cpu.pretend()
 
 import verl.workers.engine.megatron.transformer_impl as host

@@ -11,7 +11,13 @@ from lines import MASK, OF_OTHERS, B, S, right, wrong
 
 import tp_headloss
 from tp_headloss import (
+    CISPO,
+    DAPO,
+    GRPO,
+    GSPO,
+    PPO,
     CausalLMLoss,
+    DrGRPO,
     HeadLoss,
     IdSets,
     Linear,
@@ -23,6 +29,7 @@ from tp_headloss import (
     VocabParallelHead,
     VocabShard,
     VocabStatistics,
+    clip_grad_norm_,
     combine_metrics,
     kept_ids,
     linear_vocab_statistics,
@@ -125,6 +132,8 @@ CONSTRUCTORS = {
     reduce_metrics: {"metrics": {"count": torch.ones(())}, "group": None},
     mean_metrics: {"outputs": HeadLoss()(LOGITS, IDS)},
     combine_metrics: {"parts": [{"count": torch.ones(())}]},
+    clip_grad_norm_: {"parameters": [torch.nn.Parameter(torch.ones(2))], "max_norm": 1.0},
+    **{preset: {} for preset in (PPO, GRPO, DAPO, DrGRPO, GSPO, CISPO)},
 }
 
 

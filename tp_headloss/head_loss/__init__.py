@@ -5,15 +5,22 @@ from .distillation_terms import Distillation, TopKDistillation
 from .loss import HeadLoss
 from .output import HeadLossOutput, mean_metrics
 from .policy_terms import GeneratorMetrics, KLToReference, PolicyGradient, PolicyMetrics
+from .presets import CISPO, DAPO, GRPO, GSPO, PPO, DrGRPO
 from .statistic_value import StatisticValue
 from .terms import METRICS, BitsPerByte, CrossEntropy, Entropy, Metric, Term, TopKAccuracy, ZLoss
 
 __all__ = [
+    "CISPO",
+    "DAPO",
+    "GRPO",
+    "GSPO",
     "METRICS",
+    "PPO",
     "BitsPerByte",
     "CausalLMLoss",
     "CrossEntropy",
     "Distillation",
+    "DrGRPO",
     "Entropy",
     "GeneratorMetrics",
     "HeadLoss",
