@@ -44,6 +44,9 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
         for name, value, reason in EAGER_ONLY
     ]
 
+    described: Any = function
+    plain, names = described.__wrapped__, described.names
+
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
@@ -53,6 +56,8 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
                 given = getattr(kwargs.get("linear") if name in ("main_grad", "mode") else options, name, None)
                 if given is not None and given == value:
                     return uncompiled[i](*args, **kwargs)
-        return function(*args, **kwargs)
+        elif not kwargs.keys() <= names:
+            return function(*args, **kwargs)  # which says what to write
+        return plain(*args, **kwargs)
 
     return call

@@ -120,6 +120,11 @@ def _validate_call(given: Given) -> str:
     if logits.dtype not in allowed:
         known, hint = [str(d) for d in allowed], swap_hint(logits, labels)
         raise TypeError(f"logits must be one of {known} for backend {backend!r}, got {logits.dtype}{hint}")
+    if _vocabulary_is_second(logits, labels):
+        raise ValueError(
+            f"logits must be [*{list(logits.shape[:1] + logits.shape[2:])}, V], the vocabulary comes last, got "
+            f"{list(logits.shape)}: logits.movedim(1, -1)"
+        )
     if logits.shape[-1] != shard.width:
         raise ValueError(
             f"logits must have the shard's {shard.width} columns [{shard.start}, {shard.stop}), "
@@ -143,6 +148,12 @@ def _validate_call(given: Given) -> str:
     expect_both("ids", given.ids, AT_IDS, want, "ids [.., K], got none: ids=ids")
     validate_sets(given.sets, labels, want, logits)
     return backend
+
+
+def _vocabulary_is_second(logits, labels) -> bool:
+    """True for logits [B, V, ..] and labels [B, ..], as torch.nn.functional.cross_entropy takes them."""
+    shapes = logits.shape, getattr(labels, "shape", ())
+    return logits.dim() > 2 and (shapes[0][0], *shapes[0][2:]) == shapes[1] != shapes[0][:-1]
 
 
 def _why_another_width(columns: int, shard: VocabShard) -> str:

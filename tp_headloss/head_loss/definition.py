@@ -10,6 +10,7 @@ import torch
 from ..arguments.options import Options
 from ..arguments.sequences import SEQUENCE_REDUCTIONS
 from ..spec import PER_TOKEN, TOKENS, Line, lines_within
+from ..spec.aliases import hint
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
 from .evaluation import StatisticsFunction
 from .statistic_value import StatisticValue, SumsPlan
@@ -66,7 +67,8 @@ class HeadLossDefinition(NamedTuple):
         if len(set(named)) != len(named):
             raise ValueError(f"metrics must have distinct names, got {list(named)}")
         if unknown := set(named) - set(METRICS):
-            raise ValueError(f"metrics must be of {sorted(METRICS)}, got {sorted(unknown)}")
+            said = hint(min(unknown), METRICS, "metric")
+            raise ValueError(f"metrics must be of {sorted(METRICS)}, got {sorted(unknown)}{said}")
         total_weight = _class_weight_of_total(terms)
         want = _wanted_statistics(terms, named, token_metrics)
         return cls(terms, named, token_metrics, reduction, int(ignore_index), options, want, total_weight).planned()
@@ -179,10 +181,13 @@ def _expect_all(name: str, given, kinds) -> tuple:
     expected = "Terms" if kinds is Term else "names or Metrics"
     for part in given:
         if not isinstance(part, kinds):
-            hint = f": call it, {part.__name__}(..)" if callable(part) and hasattr(part, "__name__") else ""
-            if getattr(part, "__name__", "") == "<lambda>":
-                hint = ": wrap it, Term('name', function)" if kinds is Term else ": wrap it, Metric(function)"
-            raise TypeError(f"{name} must be {expected}, got {_readable(part)}{hint}")
+            said = hint(part, (), "term") if kinds is Term else ""
+            if lines_within(part):  # of this package
+                said = f": call it, {part.__name__}(..)"
+            elif callable(part):
+                own = getattr(part, "__name__", "name").replace("<lambda>", "name")
+                said = f": wrap it, Term({own!r}, function)" if kinds is Term else ": wrap it, Metric(function)"
+            raise TypeError(f"{name} must be {expected}, got {_readable(part)}{said}")
     return given
 
 

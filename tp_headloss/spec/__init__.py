@@ -33,7 +33,8 @@ from .lines import TupleOf as TupleOf
 from .lines import sizes_of as sizes_of
 
 FLAG, MASK = OneOf((True, False)), TensorLine("bool")
-LABELS, IDS = TensorLine("int64 or int32"), TensorLine("int64 or int32", None)
+LABELS = TensorLine("int64 or int32", hint=": probabilities are a Teacher's, for the term Distillation")
+IDS = TensorLine("int64 or int32", None)
 SCALAR, TOKEN_WEIGHT = TensorLine("real numbers", ()), TensorLine("real numbers or bool")
 TENSOR = TensorLine("real numbers or bool", None)
 TOKENS, PER_TOKEN = TensorLine("floating point"), TensorLine("real numbers", broadcasts=True)

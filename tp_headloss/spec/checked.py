@@ -14,7 +14,8 @@ from typing import Annotated, Any, TypeVar, Union
 
 import torch
 
-from .lines import PLAIN, AnyOf, Instance, Line, Sizes, TensorLine
+from .aliases import refuse_keywords, synonym
+from .lines import PLAIN, AnyOf, Instance, Line, OneOf, Sizes, TensorLine
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,10 +61,19 @@ def lines_of(function: Callable[..., Any]) -> dict[str, Line]:
 def described(function: F) -> F:
     """Decorate a public function whose call checks its arguments itself, after ranks can tell each other of an error.
 
-    It gets the lines, and its docstring an entry for each argument.
+    It gets the lines, and its docstring an entry for each argument. An unknown keyword is an error that says what to
+    write, if that is known.
     """
-    result: Any = function
-    result.lines = lines_of(function)
+    names = frozenset(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if not torch.compiler.is_compiling() and not kwargs.keys() <= names:
+            refuse_keywords(function.__qualname__, names, kwargs.keys() - names, False)
+        return function(*args, **kwargs)
+
+    result: Any = call
+    result.lines, result.names = lines_of(function), names
     result.__doc__ = _with_arguments(function, result.lines)
     return result
 
@@ -81,17 +91,27 @@ def checked(function: F) -> F:
     is_class, key = isinstance(function, type), f"{function.__module__}.{function.__qualname__}"
     lines = _LINES[key] = lines_of(function)
     target: Any = function.__init__ if is_class else function
-    names, owner = tuple(inspect.signature(target).parameters), getattr(function, "called", "")
+    parameters, owner = inspect.signature(target).parameters, getattr(function, "called", "")
+    names, takes_others = tuple(parameters), any(p.kind == p.VAR_KEYWORD for p in parameters.values())
 
     @functools.wraps(target)
     def call(*args, **kwargs):
         if is_class and torch.compiler.is_compiling():  # torch.compile cannot look at the lines within a constructor
             return target(*args, **kwargs)
         given: dict[str, Any] = {**dict(zip(names, args)), **kwargs}
+        if not torch.compiler.is_compiling() and not kwargs.keys() <= set(names):
+            refuse_keywords(function.__qualname__, names, kwargs.keys() - set(names), takes_others)
         sizes: Sizes = {}
         for name, line in _LINES[key].items():
-            if name in given:
-                line.check(owner + name, given[name], sizes)
+            if name not in given:
+                continue
+            value = given[name]
+            if isinstance(line, OneOf) and isinstance(value, str) and (ours := synonym(value, line.names)) != value:
+                value, at = ours, names.index(name)
+                args, kwargs = (
+                    (args, {**kwargs, name: ours}) if name in kwargs else ((*args[:at], ours, *args[at + 1 :]), kwargs)
+                )
+            line.check(owner + name, value, sizes)
         return target(*args, **kwargs)
 
     result: Any = call

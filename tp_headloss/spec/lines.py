@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..validation import is_number
+from .aliases import hint
 
 Sizes: TypeAlias = dict[str, tuple[Any, str]]  # symbol of a shape -> its size, and the name of the argument that set it
 
@@ -42,7 +43,7 @@ class TensorLine:
         broadcasts: sizes of 1, or no dimension at all, will do.
         sharded: the dimension that is sharded on the vocabulary; None: replicated.
         constant: it gets no gradient, so that one that requires it is an error.
-        hint: of the error for anything but a tensor.
+        hint: of the error for anything but a tensor, and for floating point where integers are expected.
     """
 
     kind: str
@@ -66,7 +67,7 @@ class TensorLine:
             hint = next((f": pass its .{part}" for part in ("weight", "log_prob") if hasattr(x, part)), self.hint)
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}{hint}")
         if not DTYPES[self.kind](x.dtype):
-            raise TypeError(f"{name} must be {self.kind}, got {x.dtype}")
+            raise TypeError(f"{name} must be {self.kind}, got {x.dtype}{self.hint if x.is_floating_point() else ''}")
         if self.constant and x.requires_grad:
             raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
         if self.shape is not None:
@@ -136,7 +137,8 @@ class TupleOf:
         if not isinstance(value, (tuple, list)) or len(value) != (self.count or len(value)):
             if self.count is None:
                 raise TypeError(f"{name} must be a tuple or list, got {type(value).__name__}")
-            raise TypeError(f"{name} must be {self.count} {_PLURALS[type(self.line)]}, got {_shown(value)}")
+            both = f": for both, ({value}, {value})" if self.count == 2 and is_number(value) else ""
+            raise TypeError(f"{name} must be {self.count} {_PLURALS[type(self.line)]}, got {_shown(value)}{both}")
         for part in value:
             self.line.check(f"each of {name}", part, sizes)
         if self.ordered and not value[0] <= value[1]:
@@ -189,7 +191,7 @@ class OneOf:
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {_shown(value)}")
         elif not isinstance(value, str) or value not in self.names:
-            raise ValueError(f"{name} must be one of {tuple(self.names)}, got {_shown(value)}")
+            raise ValueError(f"{name} must be one of {tuple(self.names)}, got {_shown(value)}{hint(value, self.names)}")
 
 
 @dataclass(frozen=True)

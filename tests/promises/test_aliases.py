@@ -1,0 +1,100 @@
+"""Names of verl, TRL, torch and others: a synonym is taken, and for every other name the error says what to write."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import tp_headloss
+from tp_headloss import CrossEntropy, Distillation, HeadLoss, KLToReference, PolicyGradient, Sequences, ZLoss, losses
+from tp_headloss.spec import OneOf, lines_within
+from tp_headloss.spec.aliases import ALIASES, rows, synonym
+
+PAGE = Path(__file__).parents[2] / "docs" / "names.md"
+PUBLIC = [getattr(module, name) for module in (tp_headloss, losses) for name in module.__all__] + [Sequences.aggregate]
+CHOICES = [line for function in PUBLIC for line in lines_within(function).values() if isinstance(line, OneOf)]
+LOGITS, LABELS = torch.randn(2, 5, 11), torch.zeros(2, 5, dtype=torch.int64)
+
+
+def of_kind(*kinds):
+    found = [
+        alias for alias in ALIASES if (alias.of if alias.of in ("value", "term", "metric") else "keyword") in kinds
+    ]
+    return pytest.mark.parametrize("alias", found, ids=lambda a: f"{a.name}-{a.of}-{a.ours}")
+
+
+@of_kind("value")
+def test_a_value_is_taken_or_refused_with_what_to_write(alias):
+    meant = [line for line in CHOICES if alias.ours in line.names and alias.name not in line.names]
+    assert meant, "no public function has our name"
+    for line in meant:
+        with pytest.raises(ValueError, match=re.escape(f"got {alias.name!r}: write ")):
+            line.check("argument", alias.name, {})
+        first = next(x for x in ALIASES if x.name == alias.name and x.of == "value" and x.ours in line.names)
+        assert synonym(alias.name, line.names) == (alias.name if first.write else first.ours)
+
+
+@of_kind("term", "metric")
+def test_a_name_in_the_place_of_a_term_or_metric_is_refused_with_the_call(alias):
+    given = {"terms" if alias.of == "term" else "metrics": [alias.name]}
+    with pytest.raises((TypeError, ValueError), match=re.escape(f": write {alias.ours}")):
+        HeadLoss(**given)
+
+
+@of_kind("keyword")
+def test_a_keyword_is_refused_with_what_to_write(alias):
+    for name in alias.of.split(", "):
+        owner, _, method = name.partition(".")
+        function = getattr(tp_headloss, owner)
+        function = getattr(function(), method) if method else function
+        assert alias.name not in lines_within(function)
+        with pytest.raises(TypeError, match=re.escape(f"{alias.name!r}: write {alias.ours}")):
+            function(**{alias.name: 1.0})
+
+
+def test_what_is_to_be_written_exists():
+    calls = {name for alias in ALIASES for name in re.findall(r"\b([A-Z]\w+)[.(]", alias.write or alias.ours)}
+    assert len(calls) > 10 and not {name for name in calls if not hasattr(tp_headloss, name)}
+
+
+def test_the_page_is_the_table():
+    assert PAGE.read_text().rstrip().splitlines()[-len(ALIASES) - 2 :] == rows()
+
+
+def test_synonyms_are_our_names_wherever_they_are_written():
+    assert HeadLoss(reduction="token-mean").reduction == "mean"
+    assert (
+        KLToReference(0.1, "low_var_kl").function.args[1] == KLToReference(0.1, estimator="low_var_kl").function.args[1]
+    )
+    assert PolicyGradient("gpg").function.args[0] is losses.reinforce
+    x = torch.tensor([-1.0, -2.0])
+    given = {"reference_log_prob": x - 1}
+    torch.testing.assert_close(losses.kl_estimate(x, estimator="low_var_kl", **given), losses.kl_estimate(x, **given))
+
+
+def my_loss(stats):
+    return stats.lse
+
+
+# a call -> words of its error
+MESSAGES = {
+    "one clip": (lambda: PolicyGradient("clip", clip=0.2), "such as (0.2, 0.28), got 0.2: for both, (0.2, 0.2)"),
+    "spelling": (lambda: HeadLoss(reduction="seq_mean_token_sum"), "did you mean 'seq-mean-token-sum'?"),
+    "case": (lambda: KLToReference(0.1, "K3"), "did you mean 'k3'?"),
+    "keyword's spelling": (lambda: CrossEntropy(label_smooth=0.1), "did you mean 'label_smoothing'?"),
+    "metric's spelling": (lambda: HeadLoss(metrics="acuracy"), "did you mean 'accuracy'?"),
+    "a function": (lambda: HeadLoss([my_loss]), "got my_loss: wrap it, Term('my_loss', function)"),
+    "a term without brackets": (lambda: HeadLoss([ZLoss]), "got ZLoss: call it, ZLoss(..)"),
+    "torch's layout": (lambda: HeadLoss()(LOGITS.movedim(-1, 1), LABELS), "[*[2, 5], V], the vocabulary comes last"),
+    "soft labels": (lambda: HeadLoss()(LOGITS, LOGITS.softmax(-1)), "a Teacher's, for the term Distillation"),
+    "Hinton's alpha": (lambda: Distillation(alpha=0.5), "write [CrossEntropy(1 - alpha), Distillation(alpha)]"),
+    "an unknown keyword": (lambda: CrossEntropy(xyz=1), "got an unexpected keyword argument 'xyz'"),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_says_what_to_do(name):
+    call, words = MESSAGES[name]
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        call()

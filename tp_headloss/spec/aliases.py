@@ -1,0 +1,126 @@
+"""What others call our names: verl, TRL, torch, Liger, flash-attention, Megatron. The one table of it.
+
+A true synonym is taken where `checked` sees it; for every other name the error says what to write.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+SUM_NORM, CLIPPED = "seq-mean-token-sum-norm", "PolicyGradient, PolicyMetrics"
+TEACHERS = "Distillation, TopKDistillation"
+LOSSES = "HeadLoss.forward, HeadLoss.linear"
+CALLS = "HeadLoss.forward, HeadLoss.linear, vocab_statistics, linear_vocab_statistics, log_probs"
+
+
+class Alias(NamedTuple):
+    """A name of somebody else's."""
+
+    name: str
+    whose: str
+    of: str  # what it names here: "value", "term", "metric", or the functions of which it would be a keyword
+    ours: str  # the value of the same place, or what to write
+    write: str = ""  # of values: what to write, if `ours` is no synonym of it
+
+
+ALIASES = (
+    Alias("token-mean", "verl", "value", "mean"),
+    Alias("token-sum", "verl", "value", "sum"),
+    Alias("low_var_kl", "verl", "value", "k3"),
+    Alias("kl", "verl", "value", "k1", 'estimator="k1", input_clamp=None'),
+    Alias("mse", "verl", "value", "k2", 'estimator="k2", input_clamp=None'),
+    Alias("gpg", "verl", "value", "reinforce"),
+    Alias("ppo", "the paper", "value", "clip", 'PolicyGradient("clip", clip=(0.2, 0.2)), or the whole PPO(..)'),
+    Alias("vanilla", "verl", "value", "clip", 'PolicyGradient("clip", dual_clip=3.0), or the whole PPO(..)'),
+    Alias("grpo", "TRL, verl", "value", "clip", 'PolicyGradient("clip"), or the whole GRPO(..)'),
+    Alias("dapo", "TRL, verl", "value", "clip", 'PolicyGradient("clip", clip=(0.2, 0.28)), or the whole DAPO(..)'),
+    Alias("dr_grpo", "TRL", "value", "clip", 'PolicyGradient("clip"), or the whole DrGRPO(..)'),
+    Alias("bnpo", "TRL", "value", "clip", 'PolicyGradient("clip") with reduction="mean"'),
+    Alias("geo_mean", "verl", "value", "gmpo", 'PolicyGradient("gmpo") with reduction="seq-mean-token-mean"'),
+    Alias("grpo", "TRL", "value", "seq-mean-token-mean", 'reduction="seq-mean-token-mean"'),
+    Alias("dapo", "TRL", "value", "mean", 'reduction="mean" with denominator=, tokens of the batch'),
+    Alias("bnpo", "TRL", "value", "mean", 'reduction="mean"'),
+    Alias("dr_grpo", "TRL", "value", SUM_NORM, f'reduction="{SUM_NORM}" with Sequences.from_mask(.., horizon=L)'),
+    Alias("batchmean", "torch", "value", "mean", 'reduction="mean", per token, or "sum" with denominator= of your own'),
+    Alias("kl", "torch", "value", "forward_kl", '"forward_kl", of teacher to student, or "reverse_kl"'),
+    Alias("js", "Liger", "value", "jsd", '"jsd", whose beta is that of the Teacher'),
+    Alias("tvd", "Liger", "value", "total_variation", '"total_variation"'),
+    Alias("cross_entropy", "torch", "term", "CrossEntropy()"),
+    Alias("z_loss", "Megatron", "term", "ZLoss(1e-4)"),
+    Alias("entropy", "verl", "term", "Entropy(0.01)"),
+    Alias("kl", "verl", "term", 'KLToReference(0.001, "k3"), or Distillation() for a teacher'),
+    Alias("grpo", "TRL, verl", "term", "GRPO(..), a whole HeadLoss"),
+    Alias("top5_accuracy", "torchmetrics", "metric", "TopKAccuracy(5)"),
+    Alias("bpb", "lm-evaluation-harness", "metric", "BitsPerByte()"),
+    Alias("bits_per_byte", "lm-evaluation-harness", "metric", "BitsPerByte()"),
+    Alias("ppl", "many", "metric", '"perplexity"'),
+    Alias("epsilon", "TRL", CLIPPED, "clip=(epsilon, epsilon_high)"),
+    Alias("epsilon_high", "TRL", CLIPPED, "clip=(epsilon, epsilon_high)"),
+    Alias("delta", "TRL", CLIPPED, "dual_clip=delta"),
+    Alias("clip_ratio", "verl", CLIPPED, "clip=(clip_ratio, clip_ratio)"),
+    Alias("clip_ratio_low", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"),
+    Alias("clip_ratio_high", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"),
+    Alias("clip_ratio_c", "verl", CLIPPED, "dual_clip=clip_ratio_c"),
+    Alias("beta", "TRL", "PolicyGradient, HeadLoss", "a term, KLToReference(beta)"),
+    Alias("kl_loss_coef", "verl", "PolicyGradient, HeadLoss", "a term, KLToReference(kl_loss_coef)"),
+    Alias("entropy_coeff", "verl", "PolicyGradient, HeadLoss", "a term, Entropy(entropy_coeff)"),
+    Alias("loss_agg_mode", "verl", "PolicyGradient, HeadLoss", "HeadLoss(.., reduction=..)"),
+    Alias("loss_type", "TRL", "PolicyGradient, HeadLoss", "HeadLoss(.., reduction=..)"),
+    Alias("label_smoothing", "torch", "HeadLoss", "HeadLoss(CrossEntropy(label_smoothing=0.1))"),
+    Alias("lse_square_scale", "flash-attention, Liger", "HeadLoss, CrossEntropy", "a term, ZLoss(lse_square_scale)"),
+    Alias("z_loss", "Megatron", "HeadLoss, CrossEntropy", "a term, ZLoss(1e-4)"),
+    Alias("ce_weight", "Liger", "CrossEntropy", "class_weight="),
+    Alias("alpha", "Hinton", TEACHERS, "[CrossEntropy(1 - alpha), Distillation(alpha)]"),
+    Alias("temperature", "many", TEACHERS, "Teacher(logits, temperature=T), and temperature_squared=True for T^2"),
+    Alias("temperature", "many", CALLS, "transform=Transform(temperature=..)"),
+    Alias("softcap", "Liger", CALLS, "transform=Transform(softcap=..)"),
+    Alias("process_group", "flash-attention", CALLS, "shard=VocabShard.from_group(process_group, vocab_size)"),
+    Alias("group", "torch", CALLS, "shard=VocabShard.from_group(group, vocab_size)"),
+    Alias("advantages", "verl, TRL", LOSSES, 'inputs={"advantages": ..}'),
+    Alias("old_log_prob", "verl", LOSSES, 'inputs={"old_log_prob": ..}'),
+    Alias("teacher", "many", LOSSES, 'inputs={"teacher": Teacher(..)}'),
+    Alias("sequences", "ours", LOSSES, 'inputs={"sequences": Sequences.from_mask(..)}'),
+    Alias("reduction", "torch", LOSSES, "HeadLoss(.., reduction=..)"),
+    Alias("weight", "torch", "HeadLoss.forward", "token_weight=, or CrossEntropy(class_weight=..)"),
+)  # fmt: skip
+
+
+def synonym(value: str, names: Collection[str]) -> str:
+    """Return our name for exactly the same value, or the value itself."""
+    found = (x.ours for x in ALIASES if x.name == value and x.of == "value" and not x.write and x.ours in names)
+    return value if value in names else next(found, value)
+
+
+def hint(value, names: Iterable[str], of: str = "value") -> str:
+    """Return what to write in the place of a name that does not exist, for the end of an error; "" if nobody knows."""
+    if not isinstance(value, str):
+        return ""
+    names = [name for name in names if isinstance(name, str)]
+    for alias in ALIASES:
+        if alias.name == value.lower() and alias.of == of and (of != "value" or alias.ours in names):
+            return f": write {alias.write or (repr(alias.ours) if of == 'value' else alias.ours)}"
+    spelled = {name.lower().replace("-", "_"): name for name in names}
+    close = difflib.get_close_matches(value.lower().replace("-", "_"), spelled, 1, 0.75)
+    return f": did you mean {spelled[close[0]]!r}?" if close else ""
+
+
+def refuse_keywords(function: str, names: Collection[str], unknown: Iterable[str], takes_others: bool):
+    """Raise TypeError for a keyword that a function does not have, if it is known what to write. takes_others: the
+    function hands keywords on."""
+    for keyword in unknown:
+        found = [x.ours for x in ALIASES if x.name == keyword and function in x.of.split(", ")]
+        said = f": write {found[0]}" if found else "" if takes_others else hint(keyword, names, "keyword")
+        if said:
+            raise TypeError(f"{function}() got an unexpected keyword argument {keyword!r}{said}")
+
+
+def rows() -> list[str]:
+    """The table as lines of a page."""
+    out = ["| elsewhere | whose | here |", "|---|---|---|"]
+    for x in ALIASES:
+        where = {"value": "", "term": " as a term", "metric": " as a metric"}.get(x.of, f"= of {x.of}")
+        ours = f"`{x.write or x.ours}`" if x.write or x.of != "value" else f"the same as `{x.ours}`"
+        out.append(f"| `{x.name}`{where} | {x.whose} | {ours} |")
+    return out
