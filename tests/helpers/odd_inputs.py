@@ -392,7 +392,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "weights of a total that nobody wants": refused('ValueError: total_weight weights the statistic "total", which is not in want', keywords=lambda here: {"total_weight": here.part(torch.ones(V))}),
             "no terms": refused("ValueError: terms must be at least one, with distinct names, got []", lambda here: HeadLoss([])),
             "terms of one name": refused("ValueError: terms must be at least one, with distinct names, got ['z_loss', 'z_loss']", lambda here: HeadLoss([ZLoss(1.0), ZLoss(2.0)])),
-            "unknown metric": refused("ValueError: metrics must be of", lambda here: HeadLoss(metrics=("perplexity",))),
+            "unknown metric": refused("ValueError: metrics must be of", lambda here: HeadLoss(metrics=("unknown",))),
             "unknown reduction": refused("ValueError: reduction must be one of", lambda here: HeadLoss(reduction="avg")),
             "label smoothing NaN": refused("ValueError: label_smoothing must be in [0, 1], got nan", lambda here: CrossEntropy(label_smoothing=NAN)),
             "k = 0": refused("ValueError: k must be at least 1, got 0", lambda here: topk_log_probs(here.x, 0, shard=here.shard)),

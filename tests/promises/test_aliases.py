@@ -29,9 +29,10 @@ def test_a_value_is_taken_or_refused_with_what_to_write(alias):
     meant = [line for line in CHOICES if alias.ours in line.names and alias.name not in line.names]
     assert meant, "no public function has our name"
     for line in meant:
-        with pytest.raises(ValueError, match=re.escape(f"got {alias.name!r}: write ")):
-            line.check("argument", alias.name, {})
         first = next(x for x in ALIASES if x.name == alias.name and x.of == "value" and x.ours in line.names)
+        said = f"got {alias.name!r}: write {first.write or repr(first.ours)}"
+        with pytest.raises(ValueError, match=re.escape(said)):
+            line.check("argument", alias.name, {})
         assert synonym(alias.name, line.names) == (alias.name if first.write else first.ours)
 
 
@@ -81,6 +82,7 @@ def my_loss(stats):
 MESSAGES = {
     "one clip": (lambda: PolicyGradient("clip", clip=0.2), "such as (0.2, 0.28), got 0.2: for both, (0.2, 0.2)"),
     "spelling": (lambda: HeadLoss(reduction="seq_mean_token_sum"), "did you mean 'seq-mean-token-sum'?"),
+    "a synonym of something else": (lambda: KLToReference(0.1, "token-mean"), "got 'token-mean'"),
     "case": (lambda: KLToReference(0.1, "K3"), "did you mean 'k3'?"),
     "keyword's spelling": (lambda: CrossEntropy(label_smooth=0.1), "did you mean 'label_smoothing'?"),
     "metric's spelling": (lambda: HeadLoss(metrics="acuracy"), "did you mean 'accuracy'?"),

@@ -107,10 +107,8 @@ def checked(function: F) -> F:
                 continue
             value = given[name]
             if isinstance(line, OneOf) and isinstance(value, str) and (ours := synonym(value, line.names)) != value:
-                value, at = ours, names.index(name)
-                args, kwargs = (
-                    (args, {**kwargs, name: ours}) if name in kwargs else ((*args[:at], ours, *args[at + 1 :]), kwargs)
-                )
+                value = given[name] = ours
+                args, kwargs = (), given
             line.check(owner + name, value, sizes)
         return target(*args, **kwargs)
 
