@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Failure, on_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import DTensor, Shard
 
 from tp_headloss import HeadLoss, Options, VocabShard, vocab_statistics
 from tp_headloss.call import agreement
@@ -115,8 +117,15 @@ def with_its_shard(group, device):
     return logged(lambda: HeadLoss(options=DEBUGGING)(x, labels, shard=VocabShard.from_group(group, V)))
 
 
-def test_ranks_with_a_shard_and_one_rank_say_nothing():
-    assert on_ranks(2, with_its_shard) == [[], []]
+def with_a_dtensor(group, device):
+    x, _, _, labels = problem(device, "columns")
+    mesh = init_device_mesh(device.type, (group.size(),))
+    return logged(lambda: HeadLoss(options=DEBUGGING)(DTensor.from_local(x, mesh, [Shard(-1)]), labels))
+
+
+@pytest.mark.parametrize("call", [with_its_shard, with_a_dtensor])
+def test_ranks_with_a_shard_and_one_rank_say_nothing(call):
+    assert on_ranks(2, call) == [[], []]
     assert logged(lambda: HeadLoss()(torch.zeros(1, 4), torch.tensor([0]))) == []
 
 
