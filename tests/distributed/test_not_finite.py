@@ -81,28 +81,28 @@ def said(what, value, column, rank, such="1 such token"):
     return f"{what} hold{'s' * ('of id' in what)} {value} in column {column} of rank {rank}; {such}"
 
 
-# name -> (way of a call, argument, [(row, column, value), ..], message). Rank {r} owns id 17, rank {l} is the last.
+# name -> (way of a call, argument, [(row, column, value), ..], message). Rank {r} owns id 27, rank {l} is the last.
 CASES = {
-    "logits": ("loss", "logits", [(2, 17, NAN)], said("logits of token 2", "NaN", 17, "{r}")),
+    "logits": ("loss", "logits", [(2, 27, NAN)], said("logits of token 2", "NaN", 27, "{r}")),
     "inf": (
-        "statistics", "logits", [(3, 17, INF), (5, 1, NAN)],
-        said("logits of token 3", "inf", 17, "{r}", "2 such tokens"),
+        "statistics", "logits", [(3, 27, INF), (5, 1, NAN)],
+        said("logits of token 3", "inf", 27, "{r}", "2 such tokens"),
     ),
-    "ignored": ("loss", "logits", [(4, 17, NAN), (5, 17, NAN)], said("logits of token 5", "NaN", 17, "{r}")),
-    "negative scale": ("scaled", "logits", [(1, 17, -INF)], said("logits of token 1", "inf", 17, "{r}")),
+    "ignored": ("loss", "logits", [(4, 27, NAN), (5, 27, NAN)], said("logits of token 5", "NaN", 27, "{r}")),
+    "negative scale": ("scaled", "logits", [(1, 27, -INF)], said("logits of token 1", "inf", 27, "{r}")),
     "hidden": ("linear statistics", "hidden", [(2, 5, NAN)], said("hidden states of token 2", "NaN", 5, 0)),
     "one sweep": ("one_sweep", "hidden", [(5, 3, INF)], said("hidden states of token 5", "inf", 3, 0)),
     "valid tokens": ("valid tokens", "hidden", [(5, 3, NAN)], said("hidden states of token 5", "NaN", 3, 0)),
     "part": ("sequence parallel", "hidden", [(5, 3, NAN)], said("hidden states of token 5", "NaN", 3, "{l}")),
-    "weight": ("recompute", "weight", [(17, 5, NAN)], said("weight of id 17", "NaN", 5, "{r}", "1 such id")),
-    "bias": ("recompute", "bias", [(17, NAN)], said("bias of id 17", "NaN", 0, "{r}", "1 such id")),
-    "teacher": ("teacher", "teacher", [(2, 17, NAN)], said("logits of the teacher of token 2", "NaN", 17, "{r}")),
+    "weight": ("recompute", "weight", [(27, 5, NAN)], said("weight of id 27", "NaN", 5, "{r}", "1 such id")),
+    "bias": ("recompute", "bias", [(27, NAN)], said("bias of id 27", "NaN", 0, "{r}", "1 such id")),
+    "teacher": ("teacher", "teacher", [(2, 27, NAN)], said("logits of the teacher of token 2", "NaN", 27, "{r}")),
     "entries": ("entries", "log_probs", [(2, 1, NAN)], "teacher.log_probs of token 2 (flat index) must be log-probs"),
     "teacher's hidden states": (
         "teacher head", "hidden", [(2, 1, NAN)], said("hidden states of the teacher of token 2", "NaN", 1, 0),
     ),
     "teacher's weight": (
-        "teacher head", "weight", [(17, 1, NAN)], said("weight of the teacher of id 17", "NaN", 1, "{r}", "1 such id"),
+        "teacher head", "weight", [(27, 1, NAN)], said("weight of the teacher of id 27", "NaN", 1, "{r}", "1 such id"),
     ),
     "input": (
         "reference", "reference", [(3, NAN), (4, NAN)],
@@ -111,7 +111,7 @@ CASES = {
     "token weight": (
         "token weight", "token_weight", [(3, INF)], "token_weight of token 3 (flat index) holds inf; 1 such token",
     ),
-    "overflow": ("recompute", "weight", [(17, 1, 3e38), (17, 2, 3e38), (17, 3, -3e38)], "are beyond torch.float32"),
+    "overflow": ("recompute", "weight", [(27, 1, 3e38), (27, 2, 3e38), (27, 3, -3e38)], "are beyond torch.float32"),
 }  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def planted(group, device, name, options):
 @pytest.mark.parametrize("name", CASES)
 def test_check_names_the_place_on_every_rank(name, world_size):
     results = on_ranks(world_size, planted, name, CHECK, failures=True)
-    owner = 17 // 20 if world_size == 2 else 0
+    owner = 27 // 20 if world_size == 2 else 0
     expected = CASES[name][-1].format(r=owner, l=world_size - 1)
     for result in results:
         assert isinstance(result, Failure) and result.kind == "ValueError", result
@@ -141,7 +141,7 @@ def test_check_names_the_place_on_every_rank(name, world_size):
 def harmless(group, device):
     problem = Problem(group, device)
     problem.logits[4] = NAN  # its label is ignored
-    problem.logits[2, 17] = -INF
+    problem.logits[2, 27] = -INF
     problem.token_weight[1] = 0.0
     problem.logits[1, 3] = INF
     return problem.run("token weight").isfinite()
