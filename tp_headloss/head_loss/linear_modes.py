@@ -57,7 +57,7 @@ def sweep_tokens(call: Call, head: LinearCall) -> int:
 def recompute(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutput:
     """Results from statistics that remain differentiable; the backward makes the logits again."""
     check = (call.definition.options or DEFAULTS).check
-    stats = assembled(head.recompute_outputs(), head.request, call.labels, check, head.operands)
+    stats = assembled(head.recompute_outputs(), head.request, call.labels, check, head.operands if check else None)
     return make_output(call, stats, evaluate, fused_reduction(call, stats.lse, head.request.facts.backend))
 
 

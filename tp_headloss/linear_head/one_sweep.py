@@ -58,7 +58,7 @@ def sweep_statistics(call: LinearCall, labels, options, objective_of) -> tuple[V
             *operands, call.sweep_tokens, objective, wanted, call.facts
         )
     log_mode("one sweep")
-    stats = assembled((*values.unbind(0), *flags), request, labels, check, call.operands)
+    stats = assembled((*values.unbind(0), *flags), request, labels, check, call.operands if check else None)
     weight_grad = None if wanted.main_grad is not None else sums.sum
     declared = None if linear.upstream is None else upstream
     return stats, OneSweepGradients((hidden_grad, weight_grad, sums.bias), declared)
