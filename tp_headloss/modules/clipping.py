@@ -82,7 +82,7 @@ def clip_grad_norm_(
         raise RuntimeError(f"the norm of the gradients must be finite, got {float(total)}")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for where, local in gradients.items():
-        torch._foreach_mul_(local, scale.to(where))
+        torch._foreach_mul_(local, scale.to(where))  # pyright: ignore[reportPrivateImportUsage]
     return total
 
 
