@@ -219,6 +219,27 @@ def test_every_row_of_the_benchmarks_says_when_and_with_what_it_was_measured():
             assert version in ("", versions["tp_headloss"]), (row, versions)
 
 
+def test_the_pages_made_of_docs_bench_have_every_row_of_every_file(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import docs_evidence
+
+    paths = [path for of_page in docs_evidence.groups().values() for path in of_page]
+    assert sorted(paths) == sorted((ROOT / "docs/bench").rglob("*.json"))
+    checked = 0
+    for path in paths:
+        rows, (shown,) = docs_evidence.rows_of(json.loads(path.read_text())), tables(docs_evidence.table(path))
+        assert len(rows) == len(shown)
+        for row, cells in zip(rows, shown):
+            if row.get("graph_us") and "tokens" in row:
+                time = row["graph_us"]["both"] if isinstance(row["graph_us"], dict) else row["graph_us"]
+                time = time[1] if isinstance(time, list) else time
+                assert any(
+                    cell and abs(float(cell) - time) <= 5e-4 * time for cell in cells if re.fullmatch(r"[\d.]+", cell)
+                )
+                checked += 1
+    assert checked > 500
+
+
 PROGRAMS = (ROOT / "docs/guides/programs.md").read_text().replace("\n", " ")
 
 
