@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py                    # CPUs or GPUs, small, real text
 torchrun --standalone --nproc-per-node 4 launch/megatron_pretrain.py --tp 4 --data synthetic --hidden 4096 --heads 32 \
-    --vocab 128256 --length 2048 --batch 4 --steps 20 --lr 3e-5                   # the table of docs/guides/megatron.md
+    --vocab 128256 --length 2048 --batch 4 --steps 20 --lr 3e-5  # of docs/megatron_measured.md
 
 Each of --losses trains a model from the same weights on the same batches (one that is named twice, twice):
   stock          Megatron's vocab-parallel cross-entropy

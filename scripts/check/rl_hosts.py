@@ -1,5 +1,5 @@
-"""Compare the functions of integrations/, and those that docs/guides/verl.md writes as one call, with the sources of RL
-stacks, beside each other on gloo ranks.
+"""Compare the functions of integrations/, and those that docs/guides/rl_functions.md writes as one call, with
+the sources of RL stacks, beside each other on gloo ranks.
 
     .venv/bin/python scripts/check/rl_hosts.py --nemo-rl DIR --skyrl DIR --slime DIR --areal DIR --megatron-rl DIR
 
@@ -452,7 +452,7 @@ def functions_of(host, s) -> dict:
     from tp_headloss import VocabShard
 
     scope = {"shard": VocabShard.from_group(s.tp_group, V)}
-    exec(compile(marked_block("run", "one-call"), "verl.md", "exec"), scope)
+    exec(compile(marked_block("run", "one-call"), "rl_functions.md", "exec"), scope)
     found = {
         "gather_logprobs": lambda x, labels, temperature, *_: scope["gather_logprobs"](x, labels, temperature),
         "gather_logprobs_entropy": lambda x, y, temperature, *_: scope["gather_logprobs_entropy"](x, y, temperature),

@@ -1,4 +1,4 @@
-"""The table of odd inputs: each line of docs/odd_inputs.md, with the named inputs that test it.
+"""The table of odd inputs: each line of docs/limits.md, with the named inputs that test it.
 
 A case is right (float64 references: `oracle` for statistics, autograd for losses), NaN or 0 for exactly the tokens that
 it names, or the same exception on every rank.

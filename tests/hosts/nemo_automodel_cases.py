@@ -304,7 +304,7 @@ def exact(group):
 
 def documented(group):
     """The guide's YAML, read and built as the recipes do."""
-    text = section("guides/verl.md", "## NeMo-Automodel")
+    text = section("guides/nemo_automodel.md", "## The losses of a recipe")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(re.search(r"```yaml\n(.*?)```", text, re.S)[1])

@@ -243,7 +243,7 @@ def per_token(group, device, function, dtype):
     x, ids = cut(logits, group).detach().to(device).requires_grad_(), ids.to(device)
     ids[3] = -100
     keywords, host = {"vocab_size": V}, {"shard": VocabShard.from_group(group, V, PADDED)}
-    exec(compile(marked_block("run", "one-call"), "verl.md", "exec"), host)
+    exec(compile(marked_block("run", "one-call"), "rl_functions.md", "exec"), host)
     if function == "areal":
         outs = host["gather_logprobs_entropy"](x.view(2, 8, -1), ids.view(2, 8), 0.7)
         assert torch.equal(host["gather_logprobs"](x.view(2, 8, -1), ids.view(2, 8), 0.7), outs[0])

@@ -1,4 +1,4 @@
-"""Every odd input of docs/odd_inputs.md in fp32, bf16 and fp16 at one, two and four ranks: right, or the same exception
+"""Every odd input of docs/limits.md in fp32, bf16 and fp16 at one, two and four ranks: right, or the same exception
 on every rank. Nothing silent, no hang. The inputs are in `odd_inputs`; Triton's turn is `test_bad_inputs_triton.py`.
 """
 
@@ -24,7 +24,7 @@ def test_odd_inputs_are_right_or_refused_on_every_rank(name, world_size):
 
 
 def test_every_line_of_the_table_has_cases_and_every_case_a_line():
-    text = section("odd_inputs.md", "## Semantics of every odd input")
+    text = section("limits.md", "## Semantics of every odd input")
     table = dict(re.findall(r"^\| (.*?) \| (.*) \|$", text, re.M)[1:])  # without its head
     assert table.keys() == lines(DTYPES[0]).keys()
     for line, cases in lines(DTYPES[0]).items():
