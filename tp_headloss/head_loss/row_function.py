@@ -10,7 +10,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..statistics import VocabStatistics
 from .statistic_value import StatisticValue
@@ -56,6 +55,8 @@ def row_function(terms) -> RowFunction | None:
     does not promise to stay the same, `Term.pointwise`."""
     if not all(term.pointwise or isinstance(term.function, StatisticValue) for term in terms):
         return None
+    from torch.fx.experimental.proxy_tensor import make_fx  # which loads much
+
     inputs = tuple(dict.fromkeys(name for term in terms for name in term.inputs))
     if len(inputs) > MOST_INPUTS:
         return None
