@@ -26,6 +26,7 @@ from tp_headloss import (
     VocabParallelEmbedding,
     VocabParallelHead,
     VocabShard,
+    clip_grad_norm_,
     mean_metrics,
 )
 
@@ -68,6 +69,7 @@ def train_step(model, optimizer, micro_batches, tokens: int, dp: int) -> list[He
             out = model(ids, labels, tokens)
             (dp * out.loss).backward()  # DDP divides by dp
         outputs.append(out)
+    clip_grad_norm_(model.parameters(), 1.0)  # one norm on all ranks
     optimizer.step()
     optimizer.zero_grad()
     return outputs

@@ -100,3 +100,8 @@ def test_a_message_says_what_to_do(name):
     call, words = MESSAGES[name]
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         call()
+
+
+def test_a_tensor_in_the_place_of_a_teacher_says_what_to_write():
+    with pytest.raises(TypeError, match=r"got Tensor: write Teacher\(logits\)"):
+        HeadLoss(Distillation())(LOGITS, LABELS, inputs={"teacher": LOGITS})

@@ -51,6 +51,7 @@ class Teacher(_Tempered):
         tensor([0.1225])
     """
 
+    of_tensor = ": write Teacher(logits)"
     logits: Annotated[torch.Tensor, LOGITS]
     temperature: Temperature = 1.0
     student_temperature: Temperature | None = None

@@ -197,7 +197,8 @@ class OneOf:
 @dataclass(frozen=True)
 class Instance:
     """An object of a class; one that has `tokens_like` must be of the same tokens [..] as other arguments. A class may
-    have a `remedy`, for the error about its objects where they do not belong."""
+    have a `remedy`, for the error about its objects where they do not belong, and an `of_tensor`, for a tensor in its
+    place."""
 
     kind: type
 
@@ -295,7 +296,9 @@ class AnyOf:
             except TypeError:
                 if len(meant) == 1:
                     raise
-        raise TypeError(f"{name} must be {self.says}, got {_shown(value)}")
+        of_tensor = [getattr(line.kind, "of_tensor", "") for line in self.lines if isinstance(line, Instance)]
+        said = max(of_tensor, default="") if isinstance(value, torch.Tensor) else ""
+        raise TypeError(f"{name} must be {self.says}, got {_shown(value)}{said}")
 
 
 Line: TypeAlias = (
