@@ -51,27 +51,7 @@ import torch.nn.functional as F
 from peers import CLIP, ENTROPY_WEIGHT, KL_WEIGHT, PEERS, Z_WEIGHT, Batch
 from timing import Machine, Report, measure, reason
 
-from tp_headloss import (
-    CrossEntropy,
-    Distillation,
-    Entropy,
-    GeneratorMetrics,
-    HeadLoss,
-    IdSets,
-    KLToReference,
-    Options,
-    PolicyGradient,
-    PolicyMetrics,
-    Teacher,
-    Term,
-    TopKDistillation,
-    TopKTeacher,
-    Transform,
-    VocabShard,
-    ZLoss,
-    __version__,
-    vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.engine.transports import TRANSPORTS
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +71,7 @@ class Task:
     """A loss, ours and its definition. To add one, append it to TASKS."""
 
     name: str
-    ours: Callable[[Options], Callable[[Batch], torch.Tensor]]
+    ours: Callable[[hl.Options], Callable[[Batch], torch.Tensor]]
     # (logits of the whole vocabulary, labels, **extras) -> mean loss over the valid tokens, and after it any metrics
     reference: Callable[..., tuple]
     # (tokens, vocab, draw) -> inputs besides logits and labels, [tokens] or [tokens, K]: the same on all ranks
@@ -102,28 +82,28 @@ class Task:
 
 def head(*terms, metrics=(), inputs=lambda extras: extras):
     def ours(options, compile=False):
-        loss = HeadLoss(terms, metrics=metrics, options=options, compile=compile)
+        loss = hl.HeadLoss(terms, metrics=metrics, options=options, compile=compile)
         return lambda batch: loss(batch.logits, batch.labels, shard=batch.shard, inputs=inputs(batch.extras)).loss
 
     return ours
 
 
 def distillation(*terms):
-    return head(*terms, inputs=lambda extras: {"teacher": Teacher(extras["teacher"])})
+    return head(*terms, inputs=lambda extras: {"teacher": hl.Teacher(extras["teacher"])})
 
 
 def topk_distillation(support):
     def teacher(extras):
-        return {"teacher": TopKTeacher(extras["ids"], extras["log_probs"], renormalize=support != "tail")}
+        return {"teacher": hl.TopKTeacher(extras["ids"], extras["log_probs"], renormalize=support != "tail")}
 
-    return head(CrossEntropy(), TopKDistillation(KL_WEIGHT, support=support), inputs=teacher)
+    return head(hl.CrossEntropy(), hl.TopKDistillation(KL_WEIGHT, support=support), inputs=teacher)
 
 
 def transformed(make):
     """The cross-entropy of logits to which make(extras) is done first."""
 
     def ours(options):
-        loss = HeadLoss(CrossEntropy(), options=options)
+        loss = hl.HeadLoss(hl.CrossEntropy(), options=options)
         return lambda batch: loss(batch.logits, batch.labels, shard=batch.shard, transform=make(batch.extras)).loss
 
     return ours
@@ -133,7 +113,7 @@ def log_prob_and_entropy(options):
     """Statistics with a gradient of their own for every token, and no HeadLoss."""
 
     def loss(batch):
-        stats = vocab_statistics(batch.logits, batch.labels, shard=batch.shard, want=("entropy",), options=options)
+        stats = hl.vocab_statistics(batch.logits, batch.labels, shard=batch.shard, want=("entropy",), options=options)
         a, b = batch.extras["log_prob"], batch.extras["entropy"]
         return -(a * stats.log_prob + b * stats.entropy).sum() / batch.count
 
@@ -149,7 +129,7 @@ def grpo(options):
     """CE + z + clipped policy gradient with the entropy as a metric, written by a user of the statistics."""
 
     def loss(batch):
-        stats = vocab_statistics(batch.logits, batch.labels, shard=batch.shard, want=("entropy",), options=options)
+        stats = hl.vocab_statistics(batch.logits, batch.labels, shard=batch.shard, want=("entropy",), options=options)
         policy = policy_loss(stats.log_prob, batch.extras["advantage"], batch.extras["old"])
         batch.mean(stats.entropy.detach())
         return batch.mean(policy - stats.log_prob + Z_WEIGHT * stats.lse**2)
@@ -161,8 +141,8 @@ def entropy_and_mass_of_sets(options):
     """Without labels, which a set would have to hold."""
 
     def loss(batch):
-        given = {"sets": IdSets(batch.extras["ids"]), "want": ("set_entropy", "set_log_mass")}
-        stats = vocab_statistics(batch.logits, shard=batch.shard, options=options, **given)
+        given = {"sets": hl.IdSets(batch.extras["ids"]), "want": ("set_entropy", "set_log_mass")}
+        stats = hl.vocab_statistics(batch.logits, shard=batch.shard, options=options, **given)
         return -valid_mean(stats.set_entropy + stats.set_log_mass, batch.labels)
 
     return loss
@@ -173,7 +153,7 @@ def log_probs_at_ids(options):
 
     def loss(batch):
         given = {"ids": batch.extras["ids"], "want": ("log_probs_at",)}
-        stats = vocab_statistics(batch.logits, shard=batch.shard, options=options, **given)
+        stats = hl.vocab_statistics(batch.logits, shard=batch.shard, options=options, **given)
         return -valid_mean(stats.log_probs_at.mean(-1), batch.labels)
 
     return loss
@@ -317,24 +297,24 @@ def user_reference(z, labels):
 
 
 TASKS = [
-    Task("ce", head(CrossEntropy()), lambda z, labels: (F.cross_entropy(z, labels),)),
+    Task("ce", head(hl.CrossEntropy()), lambda z, labels: (F.cross_entropy(z, labels),)),
     Task(
         "ce, softcap",
-        transformed(lambda extras: Transform(softcap=SOFTCAP)),
+        transformed(lambda extras: hl.Transform(softcap=SOFTCAP)),
         lambda z, labels: (F.cross_entropy(SOFTCAP * (z / SOFTCAP).tanh(), labels),),
     ),
     Task(
         "ce, softcap, temperatures",
-        transformed(lambda extras: Transform(softcap=SOFTCAP, temperature=extras["temperature"])),
+        transformed(lambda extras: hl.Transform(softcap=SOFTCAP, temperature=extras["temperature"])),
         lambda z, labels, temperature: (
             F.cross_entropy(SOFTCAP * (z / SOFTCAP).tanh() / temperature.unsqueeze(-1).to(z.dtype), labels),
         ),
         lambda tokens, vocab, draw: {"temperature": draw(tokens).abs() + 0.5},
     ),
-    Task("ce+z", head(CrossEntropy(), ZLoss(Z_WEIGHT)), ce_z_reference),
+    Task("ce+z", head(hl.CrossEntropy(), hl.ZLoss(Z_WEIGHT)), ce_z_reference),
     Task(
         "ce+z+entropy+accuracy",
-        head(CrossEntropy(), ZLoss(Z_WEIGHT), Entropy(ENTROPY_WEIGHT), metrics=("entropy", "accuracy")),
+        head(hl.CrossEntropy(), hl.ZLoss(Z_WEIGHT), hl.Entropy(ENTROPY_WEIGHT), metrics=("entropy", "accuracy")),
         ce_z_entropy_accuracy_reference,
     ),
     Task(
@@ -352,8 +332,8 @@ TASKS = [
     Task(
         "clip+kl+entropy",
         head(
-            PolicyGradient("clip", clip=(CLIP, CLIP)),
-            KLToReference(KL_WEIGHT, "k3", output_clamp=None),
+            hl.PolicyGradient("clip", clip=(CLIP, CLIP)),
+            hl.KLToReference(KL_WEIGHT, "k3", output_clamp=None),
             metrics="entropy",
         ),
         policy_reference,
@@ -361,14 +341,16 @@ TASKS = [
     ),
     Task(
         "user",
-        head(CrossEntropy(), Term("focal", lambda stats: focal(stats.log_prob), weight=0.5)),
+        head(hl.CrossEntropy(), hl.Term("focal", lambda stats: focal(stats.log_prob), weight=0.5)),
         user_reference,
         plain_pytorch=True,
     ),
-    Task("ce+kl", distillation(CrossEntropy(), Distillation(KL_WEIGHT)), ce_kl_reference, teacher=True),
-    Task("kl", distillation(Distillation()), divergence_reference(forward_kl), teacher=True),
-    Task("reverse_kl", distillation(Distillation(1.0, "reverse_kl")), divergence_reference(reverse_kl), teacher=True),
-    Task("jsd", distillation(Distillation(1.0, "jsd")), divergence_reference(jsd), teacher=True),
+    Task("ce+kl", distillation(hl.CrossEntropy(), hl.Distillation(KL_WEIGHT)), ce_kl_reference, teacher=True),
+    Task("kl", distillation(hl.Distillation()), divergence_reference(forward_kl), teacher=True),
+    Task(
+        "reverse_kl", distillation(hl.Distillation(1.0, "reverse_kl")), divergence_reference(reverse_kl), teacher=True
+    ),
+    Task("jsd", distillation(hl.Distillation(1.0, "jsd")), divergence_reference(jsd), teacher=True),
     Task("ce+topk", topk_distillation("vocabulary"), topk_reference("vocabulary"), topk_extras, plain_pytorch=True),
     Task("ce+topk, renorm", topk_distillation("topk"), topk_reference("topk"), topk_extras),
     Task("ce+topk, tail", topk_distillation("tail"), topk_reference("tail"), topk_extras, plain_pytorch=True),
@@ -381,14 +363,14 @@ TASKS = [
         partial(set_extras, k=1024, ascending=False),
     ),
     Task("log_probs_at", log_probs_at_ids, log_probs_at_ids_reference, topk_extras),
-    Task("ce+rank", head(CrossEntropy(), metrics="rank"), rank_reference),
+    Task("ce+rank", head(hl.CrossEntropy(), metrics="rank"), rank_reference),
     Task(  # the clipped policy gradient, KL to a reference, an entropy bonus, and every metric there is
         "rl",
         head(
-            PolicyGradient("clip", clip=(CLIP, CLIP)),
-            KLToReference(KL_WEIGHT, "k3", output_clamp=None),
-            Entropy(ENTROPY_WEIGHT),
-            metrics=("entropy", PolicyMetrics((CLIP, CLIP), reference=True), GeneratorMetrics()),
+            hl.PolicyGradient("clip", clip=(CLIP, CLIP)),
+            hl.KLToReference(KL_WEIGHT, "k3", output_clamp=None),
+            hl.Entropy(ENTROPY_WEIGHT),
+            metrics=("entropy", hl.PolicyMetrics((CLIP, CLIP), reference=True), hl.GeneratorMetrics()),
         ),
         rl_reference,
         rl_extras,
@@ -406,17 +388,17 @@ class Implementation:
 
 
 def implementations(task, shard, device) -> list[Implementation]:
-    options = {"ours": Options(), "ours, in place": Options(inplace=True)}
+    options = {"ours": hl.Options(), "ours, in place": hl.Options(inplace=True)}
     if device.type == "cuda":
-        options["ours, torch backend"] = Options(backend="torch")
+        options["ours, torch backend"] = hl.Options(backend="torch")
     if shard.world_size > 1:
-        others = [t for t in ("gather", "symm_mem") if t in TRANSPORTS and t != Options().transport]
-        options |= {f"ours, {transport}": Options(transport=transport) for transport in others}
+        others = [t for t in ("gather", "symm_mem") if t in TRANSPORTS and t != hl.Options().transport]
+        options |= {f"ours, {transport}": hl.Options(transport=transport) for transport in others}
     if device.type == "cuda" and task.name in ("ce", "ce+z", "ce+z+entropy+accuracy", "clip+kl+entropy", "rl"):
-        options["ours, two launches"] = Options(gradient="backward")
+        options["ours, two launches"] = hl.Options(gradient="backward")
     out = [Implementation(name, lambda o=o: task.ours(o), ours=True) for name, o in options.items()]
     if task.plain_pytorch:
-        out.append(Implementation("ours, compiled terms", lambda: task.ours(Options(), compile=True), ours=True))
+        out.append(Implementation("ours, compiled terms", lambda: task.ours(hl.Options(), compile=True), ours=True))
     if shard.world_size == 1:
         out.append(Implementation("torch, x.float()", lambda: in_torch(task, lambda function: function)))
         out.append(Implementation("torch.compile", lambda: in_torch(task, torch.compile)))
@@ -437,7 +419,7 @@ class Problem:
     """The inputs of one shape, shared by all tasks and implementations, with a few rows that every rank knows whole."""
 
     def __init__(self, tokens: int, vocab: int, dtype: torch.dtype, machine: Machine):
-        self.shard = shard = VocabShard.from_group(machine.group, vocab)
+        self.shard = shard = hl.VocabShard.from_group(machine.group, vocab)
         self.columns, self.tokens, self.device, self.dtype = shard.width, tokens, machine.device, dtype
         self.rows = torch.linspace(0, tokens - 1, min(CHECKED_ROWS, tokens), device=self.device).long()
         self.whole, self.logits = self.wide(1)
@@ -562,7 +544,7 @@ def run_task(task, problem, report, args, bandwidth, absent):
 
 
 def versions(peers=PEERS) -> dict[str, str]:
-    out = {"python": sys.version.split()[0], "torch": torch.__version__, "tp_headloss": __version__}
+    out = {"python": sys.version.split()[0], "torch": torch.__version__, "tp_headloss": hl.__version__}
     if torch.version.cuda:
         out |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     for package in sorted({"triton", "nvidia-cutlass-dsl"} | {p.package for p in peers} - {"torch"}):

@@ -13,75 +13,58 @@ import torch
 import triton
 import triton.language as tl
 
-from tp_headloss import (
-    CrossEntropy,
-    Distillation,
-    Entropy,
-    HeadLoss,
-    Linear,
-    Options,
-    PolicyGradient,
-    SamplingRule,
-    Teacher,
-    TopKDistillation,
-    TopKTeacher,
-    Transform,
-    ZLoss,
-    sample,
-    topk_log_probs,
-    vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.engine.one_read import CAPABILITY
 
-TRITON = Options(backend="triton")
+TRITON = hl.Options(backend="triton")
 KL = "forward_kl", "reverse_kl"
-OF_TEACHER = [[Distillation(1.0, d) for d in KL], [Distillation(1.0, d) for d in ("jsd", "total_variation")]]
-OF_ENTRIES = [[TopKDistillation(1.0, d, support) for d in (*KL, "jsd")] for support in ("topk", "vocabulary")]
-TAIL = [TopKDistillation(1.0, d, "tail") for d in KL]
+OF_TEACHER = [[hl.Distillation(1.0, d) for d in KL], [hl.Distillation(1.0, d) for d in ("jsd", "total_variation")]]
+OF_ENTRIES = [[hl.TopKDistillation(1.0, d, support) for d in (*KL, "jsd")] for support in ("topk", "vocabulary")]
+TAIL = [hl.TopKDistillation(1.0, d, "tail") for d in KL]
 
 
 def statistics(logits, labels):
     bias = torch.randn(logits.shape[1], device=logits.device, requires_grad=True)
     temperature = torch.rand(len(logits), device=logits.device) + 0.5
-    for transform in (None, Transform(bias, 1.5, 30.0, temperature), Transform(softcap=20.0)):
+    for transform in (None, hl.Transform(bias, 1.5, 30.0, temperature), hl.Transform(softcap=20.0)):
         for want in ((), ("entropy", "total", "argmax")):
             for given in (labels, None):
-                stats = vocab_statistics(logits, given, want=want, transform=transform, options=TRITON)
+                stats = hl.vocab_statistics(logits, given, want=want, transform=transform, options=TRITON)
                 values = stats.lse, stats.log_prob, stats.entropy, stats.total
                 sum(x.sum() for x in values if x is not None).backward()
     for part in (logits[:, ::3], logits.T.contiguous().T, logits[1:, 7:]):
-        vocab_statistics(part, labels[-len(part) :] % part.shape[1], options=TRITON).log_prob.sum().backward()
+        hl.vocab_statistics(part, labels[-len(part) :] % part.shape[1], options=TRITON).log_prob.sum().backward()
 
 
 def losses(logits, labels, teacher, k):
-    terms = [CrossEntropy(label_smoothing=0.1), ZLoss(1e-4), Entropy(0.1)]
-    HeadLoss(terms, metrics=("accuracy",), options=TRITON)(logits, labels).loss.backward()
-    HeadLoss(options=Options("triton", inplace=True))(logits * 1, labels).loss.backward()
-    exported = topk_log_probs(teacher, k, options=TRITON)
-    entries = TopKTeacher(exported.ids, exported.log_probs, temperature=2.0)
-    known = TopKTeacher(exported.ids, exported.log_probs, renormalize=False)
-    given = [(terms, Teacher(teacher, temperature=2.0)) for terms in OF_TEACHER]
+    terms = [hl.CrossEntropy(label_smoothing=0.1), hl.ZLoss(1e-4), hl.Entropy(0.1)]
+    hl.HeadLoss(terms, metrics=("accuracy",), options=TRITON)(logits, labels).loss.backward()
+    hl.HeadLoss(options=hl.Options("triton", inplace=True))(logits * 1, labels).loss.backward()
+    exported = hl.topk_log_probs(teacher, k, options=TRITON)
+    entries = hl.TopKTeacher(exported.ids, exported.log_probs, temperature=2.0)
+    known = hl.TopKTeacher(exported.ids, exported.log_probs, renormalize=False)
+    given = [(terms, hl.Teacher(teacher, temperature=2.0)) for terms in OF_TEACHER]
     for terms, teacher in (*given, *((terms, entries) for terms in OF_ENTRIES), (TAIL, known)):
-        HeadLoss(terms, options=TRITON)(logits, labels, inputs={"teacher": teacher}).loss.backward()
+        hl.HeadLoss(terms, options=TRITON)(logits, labels, inputs={"teacher": teacher}).loss.backward()
 
 
 def given_ids(logits, labels, k):
     ids = torch.randint(logits.shape[1], (len(labels), k), device=logits.device)
     want = "log_probs_at", "rank", "collision"
-    stats = vocab_statistics(logits, labels, want=want, ids=ids, options=TRITON)
+    stats = hl.vocab_statistics(logits, labels, want=want, ids=ids, options=TRITON)
     (stats.log_probs_at.sum() + stats.lse.sum() + stats.collision.sum()).backward()
 
 
 def samples(logits):
-    for rule in (None, SamplingRule(top_p=0.5)):
-        sample(logits, seed=0, positions=torch.arange(len(logits), device=logits.device), rule=rule, options=TRITON)
+    for rule in (None, hl.SamplingRule(top_p=0.5)):
+        hl.sample(logits, seed=0, positions=torch.arange(len(logits), device=logits.device), rule=rule, options=TRITON)
 
 
 def linear(labels, width, dtype, hidden=32):
     states = torch.randn(len(labels), hidden, device=labels.device, dtype=dtype).requires_grad_()
     weight = torch.randn(width, hidden, device=labels.device, dtype=dtype).requires_grad_()
-    for how in (Linear("recompute"), Linear("one_sweep", upstream=1.0), Linear(exact_logits=True)):
-        HeadLoss(options=TRITON).linear(states, weight, labels, linear=how).loss.backward()
+    for how in (hl.Linear("recompute"), hl.Linear("one_sweep", upstream=1.0), hl.Linear(exact_logits=True)):
+        hl.HeadLoss(options=TRITON).linear(states, weight, labels, linear=how).loss.backward()
 
 
 def one_read(labels):
@@ -89,11 +72,11 @@ def one_read(labels):
     for width in (1000, 50304):
         logits = torch.randn(len(labels), width, device=labels.device, dtype=torch.bfloat16).requires_grad_()
         for terms, metrics, inputs in (
-            ([CrossEntropy(), ZLoss(1e-4)], (), None),
-            ([CrossEntropy(), Entropy(0.1)], ("accuracy",), None),
-            ([PolicyGradient(), Entropy(0.1)], ("accuracy",), policy),
+            ([hl.CrossEntropy(), hl.ZLoss(1e-4)], (), None),
+            ([hl.CrossEntropy(), hl.Entropy(0.1)], ("accuracy",), None),
+            ([hl.PolicyGradient(), hl.Entropy(0.1)], ("accuracy",), policy),
         ):
-            head = HeadLoss(terms, metrics=metrics, options=Options("triton", gradient="forward"))
+            head = hl.HeadLoss(terms, metrics=metrics, options=hl.Options("triton", gradient="forward"))
             head(logits, labels, inputs=inputs).loss.backward()
 
 

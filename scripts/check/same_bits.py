@@ -53,7 +53,7 @@ def made(what: dict, backend: str) -> list:
     """The tensors that one call of this process's tp_headloss gives."""
     import torch
 
-    import tp_headloss as tp
+    import tp_headloss as hl
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(what["seed"])
@@ -73,23 +73,23 @@ def made(what: dict, backend: str) -> list:
     )
     bias = normal(vocab).requires_grad_() if what["bias"] else None
     linear = what["call"] in ("linear", "one sweep")
-    transform = tp.Transform(None if linear else bias, what["scale"], what["softcap"], temperature)
-    teacher, options = None, tp.Options(backend=backend)
+    transform = hl.Transform(None if linear else bias, what["scale"], what["softcap"], temperature)
+    teacher, options = None, hl.Options(backend=backend)
     if what["teacher"] == "logits":
-        teacher = tp.Teacher(normal(*lead, vocab, kind=dtype), of_teacher, of_student)
+        teacher = hl.Teacher(normal(*lead, vocab, kind=dtype), of_teacher, of_student)
     elif what["teacher"] == "entries":
         ids = torch.randint(-1, vocab, (*lead, what["entries"]), generator=generator).to(device)
         tempered = {"temperature": of_teacher} if what["renormalize"] else {}
         log_probs = normal(*ids.shape) - 3
         more = {"student_temperature": of_student, "renormalize": what["renormalize"]}
-        teacher = tp.TopKTeacher(ids, log_probs, **tempered, **more)
+        teacher = hl.TopKTeacher(ids, log_probs, **tempered, **more)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()] if linear else [x.requires_grad_()]
     leaves += [] if bias is None else [bias]
     want = (*what["want"], *what["of_teacher"])
     keywords = {"transform": transform, **({"bias": bias} if linear else {})}
     if what["call"] == "statistics" or (what["call"] == "linear" and not what["labels"]):
         operands = (hidden, weight) if linear else (x,)
-        function = tp.linear_vocab_statistics if linear else tp.vocab_statistics
+        function = hl.linear_vocab_statistics if linear else hl.vocab_statistics
         given = labels if what["labels"] else None
         stats = function(*operands, given, want=want, teacher=teacher, options=options, **keywords)
         outputs = [value for value in stats if isinstance(value, torch.Tensor) and value is not given]
@@ -97,19 +97,19 @@ def made(what: dict, backend: str) -> list:
         pairs = [(value, g) for value, g in zip(outputs, upstream) if value.requires_grad]
         values, given = zip(*pairs)
         return [*outputs, *torch.autograd.grad(values, leaves, given, allow_unused=True)]
-    terms = [tp.CrossEntropy(label_smoothing=what["smoothing"]), tp.ZLoss(0.1)]
-    terms += [tp.Entropy(0.2)] if "entropy" in want else []
+    terms = [hl.CrossEntropy(label_smoothing=what["smoothing"]), hl.ZLoss(0.1)]
+    terms += [hl.Entropy(0.2)] if "entropy" in want else []
     if what["teacher"] == "logits":
-        terms += [tp.Distillation(0.5, "forward_kl"), tp.Distillation(0.5, "jsd", temperature_squared=True)]
+        terms += [hl.Distillation(0.5, "forward_kl"), hl.Distillation(0.5, "jsd", temperature_squared=True)]
     elif what["teacher"] == "entries":
-        terms.append(tp.TopKDistillation(0.5, "reverse_kl", "topk" if what["renormalize"] else "tail"))
-    head = tp.HeadLoss(terms, metrics=("accuracy", "lse"), reduction=what["reduction"], options=options)
+        terms.append(hl.TopKDistillation(0.5, "reverse_kl", "topk" if what["renormalize"] else "tail"))
+    head = hl.HeadLoss(terms, metrics=("accuracy", "lse"), reduction=what["reduction"], options=options)
     keywords["token_weight"] = torch.rand(lead, generator=generator).to(device) + 0.1 if what["weight"] else None
     keywords["inputs"] = {} if teacher is None else {"teacher": teacher}
     if linear:
         mode = "one_sweep" if what["call"] == "one sweep" and what["reduction"] != "none" else "recompute"
         mode = "recompute" if dtype == torch.float16 else mode
-        out = head.linear(hidden, weight, labels, linear=tp.Linear(mode), **keywords)
+        out = head.linear(hidden, weight, labels, linear=hl.Linear(mode), **keywords)
     else:
         out = head(x, labels, **keywords)
     grads = torch.autograd.grad(out.loss.sum(), leaves, allow_unused=True)

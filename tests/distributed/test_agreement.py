@@ -9,79 +9,56 @@ import torch
 import torch.distributed as dist
 from ranks import TIMEOUT, Failure, on_ranks
 
-from tp_headloss import (
-    CrossEntropy,
-    Distillation,
-    Entropy,
-    HeadLoss,
-    IdSets,
-    KLToReference,
-    Linear,
-    Metric,
-    Options,
-    PolicyGradient,
-    SamplingRule,
-    Sequences,
-    Teacher,
-    Term,
-    TopKTeacher,
-    Transform,
-    VocabShard,
-    kept_ids,
-    linear_vocab_statistics,
-    sample,
-    topk_log_probs,
-    vocab_statistics,
-)
+import tp_headloss as hl
 
 V, N, H = 128, 6, 8
-FULL = Options(validate="full")
-RULE = SamplingRule(top_k=5, top_p=0.9)
+FULL = hl.Options(validate="full")
+RULE = hl.SamplingRule(top_k=5, top_p=0.9)
 
 
 class Call:
     """What one rank is about to do; the last rank's is spoiled by a function of its name below."""
 
     def __init__(self, group, device):
-        self.shard = VocabShard.from_group(group, V)
+        self.shard = hl.VocabShard.from_group(group, V)
         self.x = torch.randn(N, V, device=device)[:, self.shard.start : self.shard.stop].requires_grad_()
         self.labels = torch.randint(0, V, (N,), device=device)
         self.hidden = torch.randn(N, H, device=device)
         self.weight = torch.randn(V, H, device=device)[self.shard.start : self.shard.stop].requires_grad_()
-        self.options, self.transform, self.terms, self.inputs = FULL, Transform(), [CrossEntropy()], {}
+        self.options, self.transform, self.terms, self.inputs = FULL, hl.Transform(), [hl.CrossEntropy()], {}
         self.keywords = {}
 
     def statistics(self):
-        return vocab_statistics(
+        return hl.vocab_statistics(
             self.x, self.labels, shard=self.shard, transform=self.transform, options=self.options, **self.keywords
         ).log_prob
 
     def head(self):
-        head_loss = HeadLoss(self.terms, options=self.options, **self.keywords)
+        head_loss = hl.HeadLoss(self.terms, options=self.options, **self.keywords)
         inputs = {"shard": self.shard, "transform": self.transform, "inputs": self.inputs}
         return head_loss(self.x, self.labels, **inputs).loss
 
     def linear_head(self):
-        head_loss, linear = HeadLoss(self.terms, options=self.options), Linear(**self.keywords)
+        head_loss, linear = hl.HeadLoss(self.terms, options=self.options), hl.Linear(**self.keywords)
         return head_loss.linear(self.hidden, self.weight, self.labels, shard=self.shard, linear=linear).loss
 
     def linear_statistics(self):
         arguments = self.hidden, self.weight, self.labels
-        return linear_vocab_statistics(
-            *arguments, shard=self.shard, linear=Linear(**self.keywords), options=self.options
+        return hl.linear_vocab_statistics(
+            *arguments, shard=self.shard, linear=hl.Linear(**self.keywords), options=self.options
         ).lse
 
     def topk(self):
-        return topk_log_probs(self.x, shard=self.shard, options=self.options, **({"k": 3} | self.keywords)).log_probs
+        return hl.topk_log_probs(self.x, shard=self.shard, options=self.options, **({"k": 3} | self.keywords)).log_probs
 
     def draw(self):
         """Sampled ids; the log-probs and sets are made of them."""
         given = {"seed": 5, "positions": torch.arange(N, device=self.x.device), "rule": RULE} | self.keywords
-        return sample(self.x, shard=self.shard, transform=self.transform, options=self.options, **given).ids
+        return hl.sample(self.x, shard=self.shard, transform=self.transform, options=self.options, **given).ids
 
     def kept(self):
         rule = self.keywords.get("rule", RULE)
-        return kept_ids(self.x, rule, shard=self.shard, transform=self.transform, options=self.options).ids
+        return hl.kept_ids(self.x, rule, shard=self.shard, transform=self.transform, options=self.options).ids
 
     def rewrite(self, **fields):
         self.__dict__.update(fields)
@@ -95,18 +72,18 @@ def relabelled(call):
 def shared_inputs(call):
     """Of every rank: a policy gradient with a teacher and sequences."""
     device = call.labels.device
-    call.terms = [PolicyGradient("clip"), Distillation(1.0, "forward_kl")]
+    call.terms = [hl.PolicyGradient("clip"), hl.Distillation(1.0, "forward_kl")]
     call.inputs = {
         "advantages": torch.ones(N, device=device),
         "old_log_prob": torch.full((N,), -2.0, device=device),
-        "sequences": Sequences.from_ids(torch.arange(N, device=device) // 2, 3, call.labels >= 0),
-        "teacher": Teacher(torch.zeros_like(call.x)),
+        "sequences": hl.Sequences.from_ids(torch.arange(N, device=device) // 2, 3, call.labels >= 0),
+        "teacher": hl.Teacher(torch.zeros_like(call.x)),
     }
 
 
 def bounds(start, stop):
     return lambda call: call.rewrite(
-        shard=VocabShard(start, stop, V, call.shard.group),
+        shard=hl.VocabShard(start, stop, V, call.shard.group),
         x=torch.zeros(N, stop - start, device=call.x.device, requires_grad=True),
     )
 
@@ -114,13 +91,13 @@ def bounds(start, stop):
 def other_sequences(call):
     mask = torch.arange(N, device=call.labels.device) > 0
     ids = torch.arange(N, device=mask.device) // 2
-    call.inputs = {**call.inputs, "sequences": Sequences.from_ids(ids, 3, mask)}
+    call.inputs = {**call.inputs, "sequences": hl.Sequences.from_ids(ids, 3, mask)}
 
 
 def other_ids_of_sequences(call):
     ids = torch.arange(N, device=call.labels.device) // 2
     ids[[1, 2]] = ids[[2, 1]]  # as many tokens each
-    call.inputs = {**call.inputs, "sequences": Sequences.from_ids(ids, 3, call.labels >= 0)}
+    call.inputs = {**call.inputs, "sequences": hl.Sequences.from_ids(ids, 3, call.labels >= 0)}
 
 
 def with_sets(*numbers):
@@ -129,7 +106,7 @@ def with_sets(*numbers):
     def prepare(call):
         ids = torch.tensor(numbers, device=call.labels.device).expand(N, -1)
         ids = torch.cat([ids, call.labels[:, None]], 1)
-        call.keywords.update(want=("set_log_prob",), sets=IdSets(ids))
+        call.keywords.update(want=("set_log_prob",), sets=hl.IdSets(ids))
 
     return prepare
 
@@ -137,7 +114,7 @@ def with_sets(*numbers):
 def rule_of(**values):
     """A rule with values per token."""
     return lambda c: c.keywords.update(
-        rule=SamplingRule(**{name: torch.full((N,), x, device=c.x.device) for name, x in values.items()})
+        rule=hl.SamplingRule(**{name: torch.full((N,), x, device=c.x.device) for name, x in values.items()})
     )
 
 
@@ -147,19 +124,20 @@ def clipped(bound):
     def prepare(call):
         shared_inputs(call)
         call.inputs = {name: call.inputs[name] for name in ("advantages", "old_log_prob")}
-        call.terms = [PolicyGradient("clip", clip=(bound, bound))]
+        call.terms = [hl.PolicyGradient("clip", clip=(bound, bound))]
 
     return prepare
 
 
 def estimated(estimator):
     return lambda call: call.rewrite(
-        terms=[KLToReference(0.1, estimator)], inputs={"reference_log_prob": torch.zeros(N, device=call.labels.device)}
+        terms=[hl.KLToReference(0.1, estimator)],
+        inputs={"reference_log_prob": torch.zeros(N, device=call.labels.device)},
     )
 
 
 def term_of(function):
-    return lambda call: call.rewrite(terms=[Term("mine", function)])
+    return lambda call: call.rewrite(terms=[hl.Term("mine", function)])
 
 
 def scaled(factors, stats):
@@ -190,10 +168,10 @@ CASES = {
         "statistics", None, lambda c: c.keywords.update(want=("entropy",)), "ValueError", "('entropy',)"),
     "an unknown statistic": ("statistics", None, lambda c: c.keywords.update(want=("mode",)), "ValueError", "['mode']"),
     "another transport": (
-        "statistics", None, lambda c: c.rewrite(options=Options(transport="sum", validate="full")),
+        "statistics", None, lambda c: c.rewrite(options=hl.Options(transport="sum", validate="full")),
         "ValueError", "transport"),
     "another temperature": (
-        "statistics", None, lambda c: c.rewrite(transform=Transform(temperature=2.0)), "ValueError", "temperature"),
+        "statistics", None, lambda c: c.rewrite(transform=hl.Transform(temperature=2.0)), "ValueError", "temperature"),
     "another ignore_index": (
         "statistics", None, lambda c: c.keywords.update(ignore_index=-1), "ValueError", "ignore_index"),
     "no gradients": (
@@ -203,8 +181,8 @@ CASES = {
     "shards with a gap": (
         "statistics", None, lambda c: bounds(c.shard.start + 1, V)(c), "ValueError", "cover [0, 128) once"),
     "bounds of its own": ("statistics", None, lambda c: bounds(c.shard.start, V)(c), "ValueError", "alike"),
-    "another term's weight": ("head", None, lambda c: c.rewrite(terms=[CrossEntropy(0.5)]), "ValueError", "weight"),
-    "another term": ("head", None, lambda c: c.rewrite(terms=[Entropy(1.0)]), "ValueError", "terms.0.name"),
+    "another term's weight": ("head", None, lambda c: c.rewrite(terms=[hl.CrossEntropy(0.5)]), "ValueError", "weight"),
+    "another term": ("head", None, lambda c: c.rewrite(terms=[hl.Entropy(1.0)]), "ValueError", "terms.0.name"),
     "another reduction": ("head", None, lambda c: c.keywords.update(reduction="sum"), "ValueError", "reduction"),
     "an input of other values": (
         "head", shared_inputs, lambda c: c.inputs.update(advantages=-c.inputs["advantages"]),
@@ -213,10 +191,10 @@ CASES = {
     "other sequences": ("head", shared_inputs, other_sequences, "ValueError", "inputs.sequences.mask"),
     "other ids of sequences": ("head", shared_inputs, other_ids_of_sequences, "ValueError", "inputs.sequences.ids"),
     "a teacher of another dtype": (
-        "head", shared_inputs, lambda c: c.inputs.update(teacher=Teacher(torch.zeros_like(c.x).half())),
+        "head", shared_inputs, lambda c: c.inputs.update(teacher=hl.Teacher(torch.zeros_like(c.x).half())),
         "ValueError", "inputs.teacher.logits"),
     "another teacher": (
-        "head", shared_inputs, lambda c: c.inputs.update(teacher=TopKTeacher(c.labels[:, None], torch.zeros(N, 1))),
+        "head", shared_inputs, lambda c: c.inputs.update(teacher=hl.TopKTeacher(c.labels[:, None], torch.zeros(N, 1))),
         "ValueError", "TopKTeacher"),
     "a weight of too few rows": ("linear_head", None, lambda c: c.rewrite(weight=c.weight[1:]), "ValueError", "weight"),
     "no main_grad": (
@@ -231,16 +209,16 @@ CASES = {
     "another clip": (
         "head", clipped(0.2), clipped(0.3), "ValueError", "terms.0.function.arguments.1.clip"),
     "another objective": (
-        "head", clipped(0.2), lambda c: c.rewrite(terms=[PolicyGradient("cispo", name="clip", clip=(0.2, 0.2))]),
+        "head", clipped(0.2), lambda c: c.rewrite(terms=[hl.PolicyGradient("cispo", name="clip", clip=(0.2, 0.2))]),
         "ValueError", "terms.0.function.arguments.0"),
     "another KL estimator": (
         "head", estimated("k1"), estimated("k3"), "ValueError", "terms.0.function.arguments.1"),
     "another smoothing": (
-        "head", lambda c: c.rewrite(terms=[CrossEntropy(label_smoothing=0.1)]),
-        lambda c: c.rewrite(terms=[CrossEntropy(label_smoothing=0.2)]), "ValueError", "keywords.smoothing"),
+        "head", lambda c: c.rewrite(terms=[hl.CrossEntropy(label_smoothing=0.1)]),
+        lambda c: c.rewrite(terms=[hl.CrossEntropy(label_smoothing=0.2)]), "ValueError", "keywords.smoothing"),
     "another formula": (
-        "head", lambda c: c.rewrite(terms=[CrossEntropy(label_smoothing=0.1)]),
-        lambda c: c.rewrite(terms=[CrossEntropy(1.0, 0.1, "megatron")]), "ValueError", "keywords.formula"),
+        "head", lambda c: c.rewrite(terms=[hl.CrossEntropy(label_smoothing=0.1)]),
+        lambda c: c.rewrite(terms=[hl.CrossEntropy(1.0, 0.1, "megatron")]), "ValueError", "keywords.formula"),
     "another function": (
         "head", term_of(partial(scaled, (1,))), term_of(partial(scaled_twice, (1,))), "ValueError", "got scaled_twice"),
     "a function of another set": (
@@ -249,10 +227,10 @@ CASES = {
         "head", term_of(partial(scaled, np.ones(2))), term_of(partial(scaled, np.zeros(2))),
         "ValueError", "arguments.0"),
     "a metric's other options": (
-        "head", lambda c: c.keywords.update(metrics=[Metric(partial(mine, 1.0))]),
-        lambda c: c.keywords.update(metrics=[Metric(partial(mine, 2.0))]), "ValueError", "token_metrics"),
+        "head", lambda c: c.keywords.update(metrics=[hl.Metric(partial(mine, 1.0))]),
+        lambda c: c.keywords.update(metrics=[hl.Metric(partial(mine, 2.0))]), "ValueError", "token_metrics"),
     "hidden states of other values": (
-        "linear_head", lambda c: c.rewrite(options=Options(validate="checksums")),
+        "linear_head", lambda c: c.rewrite(options=hl.Options(validate="checksums")),
         lambda c: c.rewrite(hidden=c.hidden + 1e-6), "ValueError", "hidden"),
     "another nucleus": (
         "topk", lambda c: c.keywords.update(top_p=0.5), lambda c: c.keywords.update(top_p=0.6), "ValueError", "top_p"),
@@ -268,17 +246,18 @@ CASES = {
         "draw", None, lambda c: c.keywords.update(positions=torch.arange(N, device=c.x.device).int()),
         "ValueError", "torch.int32 [6]"),
     "another top_p": (
-        "draw", None, lambda c: c.keywords.update(rule=SamplingRule(top_k=5, top_p=0.8)), "ValueError", "rule.top_p"),
+        "draw", None, lambda c: c.keywords.update(rule=hl.SamplingRule(top_k=5, top_p=0.8)),
+        "ValueError", "rule.top_p"),
     "no rule": ("draw", None, lambda c: c.keywords.update(rule=None), "ValueError", "rule: rank 0"),
     "no rule and one that keeps all": (
-        "draw", lambda c: c.keywords.update(rule=SamplingRule()), lambda c: c.keywords.update(rule=None),
+        "draw", lambda c: c.keywords.update(rule=hl.SamplingRule()), lambda c: c.keywords.update(rule=None),
         "ValueError", "rule: rank 0"),
     "a number as rule": ("draw", None, lambda c: c.keywords.update(rule=5), "TypeError", "a SamplingRule, got int"),
     "other values per token in a rule": (
         "kept", rule_of(min_p=0.1), rule_of(min_p=0.2), "ValueError", "rule.min_p"),
     "a number as rule of kept ids": ("kept", None, lambda c: c.keywords.update(rule=5), "TypeError", "got int"),
     "another temperature of samples": (
-        "kept", None, lambda c: c.rewrite(transform=Transform(temperature=2.0)), "ValueError", "temperature"),
+        "kept", None, lambda c: c.rewrite(transform=hl.Transform(temperature=2.0)), "ValueError", "temperature"),
     "kept ids and a draw": ("kept", None, lambda c: c.rewrite(kept=c.draw), "ValueError", "call"),
     "sets of other ids": ("statistics", with_sets(1, 2), with_sets(1, 3), "ValueError", "sets.ids"),
     "another call": ("topk", None, lambda c: c.rewrite(topk=c.statistics), "ValueError", "call"),
@@ -315,7 +294,7 @@ def test_a_mistake_on_one_rank_is_the_same_exception_on_all(name, world_size):
 
 def agreeing_run(group, device, method):
     results = []
-    for options in (FULL, Options()):
+    for options in (FULL, hl.Options()):
         torch.manual_seed(0)
         call = Call(group, device)
         call.options = options
@@ -340,18 +319,18 @@ def test_the_same_mistake_on_all_ranks_keeps_its_message():
 
 def everywhere_run(group, device, validate):
     call = Call(group, device)
-    call.rewrite(labels=call.labels.float(), options=Options(validate=validate))
+    call.rewrite(labels=call.labels.float(), options=hl.Options(validate=validate))
     call.statistics()
 
 
 def test_an_unknown_validation_is_refused():
     with pytest.raises(ValueError, match="one of \\('metadata', 'full', 'checksums'\\), got 'all'"):
-        vocab_statistics(torch.zeros(1, 4), options=Options(validate="all"))
+        hl.vocab_statistics(torch.zeros(1, 4), options=hl.Options(validate="all"))
 
 
 def test_full_validation_is_refused_under_compile():
     compiled = torch.compile(
-        lambda x: vocab_statistics(x, options=FULL).lse, backend="eager", fullgraph=True, dynamic=False
+        lambda x: hl.vocab_statistics(x, options=FULL).lse, backend="eager", fullgraph=True, dynamic=False
     )
     with pytest.raises(Exception, match="validate='full' is for eager"):
         compiled(torch.zeros(2, 4))
@@ -412,10 +391,10 @@ def test_an_exception_that_is_not_known_is_a_runtime_error_that_names_it(kind, n
 def alike_run(group, device):
     """A term's constants that have no values to compare, or values of each rank's own: the same on all ranks."""
     model = torch.nn.Linear(2, 2)  # drawn by each rank for itself
-    shard = VocabShard.from_group(group, V)
+    shard = hl.VocabShard.from_group(group, V)
     constants = {Call: 1, mine: 2, object(): 3, "others": (object(), {mine}, model, shard, torch.eye(2).to_sparse())}
     call = Call(group, device)
-    call.rewrite(terms=[Term("mine", partial(scaled, constants)), Term("other", lambda s: s.lse)])
+    call.rewrite(terms=[hl.Term("mine", partial(scaled, constants)), hl.Term("other", lambda s: s.lse)])
     return float(call.head())
 
 

@@ -14,24 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from tp_headloss import (
-    CrossEntropy,
-    Distillation,
-    HeadLoss,
-    Linear,
-    SamplingRule,
-    Teacher,
-    TeacherHead,
-    Term,
-    Transform,
-    VocabShard,
-    kept_ids,
-    linear_vocab_statistics,
-    log_probs,
-    sample,
-    topk_log_probs,
-    vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.arguments.id_sets import ragged
 
 H = 24
@@ -85,12 +68,12 @@ def against_loss_parallel(group, device, dp, tp, vocab, how):
         theirs.backward()
         theirs = theirs.full_tensor()
     states = model.body(hidden)
-    head_loss = HeadLoss(reduction="sum")
+    head_loss = hl.HeadLoss(reduction="sum")
     if how == "logits":
         out = head_loss(model.head(states), labels)
     else:
         mode = "recompute" if how == "recompute" else "auto"
-        out = head_loss.linear(states, model.head.weight, labels, bias=model.head.bias, linear=Linear(mode=mode))
+        out = head_loss.linear(states, model.head.weight, labels, bias=model.head.bias, linear=hl.Linear(mode=mode))
     out.loss.backward()
     assert type(out.loss) is torch.Tensor and type(out.stats.log_prob) is torch.Tensor
     loss = out.loss.detach().clone()
@@ -123,32 +106,38 @@ def everywhere(group, device):
     )
     shared, states = (distribute_tensor(z, mesh, [Replicate()]) for z in (labels, x))
     pairs = {
-        "statistics": lambda z, y, _, b: vocab_statistics(z, y, want=("entropy",), transform=Transform(b)).entropy,
-        "log_probs": lambda z, y, *_: log_probs(z, y).log_prob,
-        "topk": lambda z, *_: topk_log_probs(z, 5).log_probs,
-        "distilled": lambda z, y, t, _: HeadLoss([Distillation()])(z, y, inputs={"teacher": Teacher(t)}).loss,
+        "statistics": lambda z, y, _, b: (
+            hl.vocab_statistics(z, y, want=("entropy",), transform=hl.Transform(b)).entropy
+        ),
+        "log_probs": lambda z, y, *_: hl.log_probs(z, y).log_prob,
+        "topk": lambda z, *_: hl.topk_log_probs(z, 5).log_probs,
+        "distilled": lambda z, y, t, _: hl.HeadLoss([hl.Distillation()])(z, y, inputs={"teacher": hl.Teacher(t)}).loss,
     }
     errors = {}
     for name, function in pairs.items():
         ours = function(logits, shared, of_teacher, b_shard)
         errors[name] = float((ours - function(whole, labels, teacher, bias)).abs().max())
     # which of the two says that both ranks hold these tokens
-    for name, given, shard in (("hidden", states, None), ("shard", x, VocabShard.from_mesh(mesh, 61))):
-        lse = linear_vocab_statistics(given, w_shard, shared, shard=shard).lse
+    for name, given, shard in (("hidden", states, None), ("shard", x, hl.VocabShard.from_mesh(mesh, 61))):
+        lse = hl.linear_vocab_statistics(given, w_shard, shared, shard=shard).lse
         errors[f"linear, {name}"] = float((lse - (x @ w.T).logsumexp(-1)).abs().max())
-        top, expected = topk_log_probs(given, 5, weight=w_shard, shard=shard), topk_log_probs(x, 5, weight=w)
+        top, expected = hl.topk_log_probs(given, 5, weight=w_shard, shard=shard), hl.topk_log_probs(x, 5, weight=w)
         errors[f"topk, {name}"] = float((top.log_probs - expected.log_probs).abs().max())
     numbers = [distribute_tensor(torch.tensor(z, device=device), mesh, [Replicate()]) for z in (7.0, 0.5)]
     total_weight = distribute_tensor(bias, mesh, [Shard(0)])
-    total = vocab_statistics(logits, shared, want=("total",), total_weight=total_weight).total
+    total = hl.vocab_statistics(logits, shared, want=("total",), total_weight=total_weight).total
     errors["total"] = float((total - whole @ bias).abs().max())
-    states, linear = states.requires_grad_(), Linear(upstream=numbers[1])
+    states, linear = states.requires_grad_(), hl.Linear(upstream=numbers[1])
     for name, z, loss in (
-        ("denominator", whole, HeadLoss()(logits, shared, denominator=numbers[0]).loss),
-        ("upstream", x @ w.T, HeadLoss().linear(states, w_shard, shared, denominator=numbers[0], linear=linear).loss),
+        ("denominator", whole, hl.HeadLoss()(logits, shared, denominator=numbers[0]).loss),
+        (
+            "upstream",
+            x @ w.T,
+            hl.HeadLoss().linear(states, w_shard, shared, denominator=numbers[0], linear=linear).loss,
+        ),
     ):
         assert type(loss) is torch.Tensor
-        errors[name] = float(abs(loss - HeadLoss()(z, labels, denominator=7.0).loss))
+        errors[name] = float(abs(loss - hl.HeadLoss()(z, labels, denominator=7.0).loss))
     return errors
 
 
@@ -162,20 +151,20 @@ def drawn(group, device, dp):
     mesh = meshed(device, dp, 2)
     torch.manual_seed(3)
     x, top_p = torch.randn(2, 4, 61).to(device), torch.rand(2, 4).to(device)
-    positions, rule = torch.arange(8, device=device).view(2, 4), SamplingRule(top_k=7, top_p=top_p)
-    expected = sample(x, seed=1, positions=positions, rule=rule)
+    positions, rule = torch.arange(8, device=device).view(2, 4), hl.SamplingRule(top_k=7, top_p=top_p)
+    expected = hl.sample(x, seed=1, positions=positions, rule=rule)
     here = slice(None) if dp == 1 else slice(mesh.get_local_rank("dp"), mesh.get_local_rank("dp") + 1)
     replicas = [Shard(0)] * (dp > 1)
     tokens = [*replicas, Replicate()]
     logits = distribute_tensor(x, mesh, [*replicas, Shard(-1)])
-    rule = SamplingRule(top_k=7, top_p=distribute_tensor(top_p, mesh, tokens))
-    draw = sample(logits, seed=1, positions=distribute_tensor(positions, mesh, tokens), rule=rule)
-    found = draw.ids, kept_ids(logits, rule).contains(expected.ids[here]), draw.sets.contains(expected.ids[here])
+    rule = hl.SamplingRule(top_k=7, top_p=distribute_tensor(top_p, mesh, tokens))
+    draw = hl.sample(logits, seed=1, positions=distribute_tensor(positions, mesh, tokens), rule=rule)
+    found = draw.ids, hl.kept_ids(logits, rule).contains(expected.ids[here]), draw.sets.contains(expected.ids[here])
     sets = ragged(draw.sets.ids, distribute_tensor(expected.sets.spans, mesh, tokens))
     if dp > 1:  # bounds are of the ids that these ranks have
         sets = draw.sets
     labels = distribute_tensor(expected.ids, mesh, tokens)
-    over = vocab_statistics(logits, labels, want=("set_log_prob",), sets=sets).set_log_prob
+    over = hl.vocab_statistics(logits, labels, want=("set_log_prob",), sets=sets).set_log_prob
     sizes = [kept.spans.diff(dim=-1) for kept in (draw.sets, expected.sets[here])]
     same = torch.equal(found[0], expected.ids[here]) and bool(found[1].all() & found[2].all()) and torch.equal(*sizes)
     return same, float(torch.stack([over, draw.log_probs]).sub(expected.log_probs[here]).abs().max())
@@ -193,12 +182,12 @@ def data_parallel(group, device):
     torch.manual_seed(4)
     x, w, labels = torch.randn(8, H, device=device), torch.randn(61, H, device=device), torch.arange(8, device=device)
     exact = [z.clone().requires_grad_() for z in (x, w)]
-    HeadLoss(reduction="sum")(exact[0] @ exact[1].T, labels).loss.backward()
+    hl.HeadLoss(reduction="sum")(exact[0] @ exact[1].T, labels).loss.backward()
     states, ids = (distribute_tensor(z, mesh, [Shard(0)]) for z in (x, labels))
     found = []
     for from_logits in (True, False):
         operands = [z.detach().requires_grad_() for z in (states, distribute_tensor(w, mesh, [Replicate()]))]
-        head_loss = HeadLoss(reduction="sum")
+        head_loss = hl.HeadLoss(reduction="sum")
         out = head_loss(operands[0] @ operands[1].T, ids) if from_logits else head_loss.linear(*operands, ids)
         assert out.stats.log_prob.shape == (4,)
         out.loss.backward()
@@ -221,12 +210,12 @@ def other_tokens(group, device, argument):
             x = torch.arange(16, device=device).view(4, 4) % 6
         placed[name] = distribute_tensor(x, mesh, [Shard(1), Shard(0)] if name == argument else [Shard(0), Shard(1)])
     weight = distribute_tensor(torch.randn(6, 6, device=device), mesh, [Replicate()] * 2)
-    inputs = {"advantages": placed["advantages"], "teacher": TeacherHead(placed["teacher"], weight.to_local())}
-    terms = [Term("reinforce", lambda stats, advantages: -advantages * stats.log_prob, inputs=("advantages",))]
-    HeadLoss([*terms, Distillation()]).linear(
+    inputs = {"advantages": placed["advantages"], "teacher": hl.TeacherHead(placed["teacher"], weight.to_local())}
+    terms = [hl.Term("reinforce", lambda stats, advantages: -advantages * stats.log_prob, inputs=("advantages",))]
+    hl.HeadLoss([*terms, hl.Distillation()]).linear(
         placed["hidden"], weight, placed["labels"], token_weight=placed["weight"], inputs=inputs
     )
-    kept_ids(placed["hidden"], SamplingRule(top_p=placed["top_p"]))
+    hl.kept_ids(placed["hidden"], hl.SamplingRule(top_p=placed["top_p"]))
 
 
 @pytest.mark.parametrize("argument", ["labels", "weight", "advantages", "teacher", "top_p", None])
@@ -244,9 +233,9 @@ def fully_sharded(group, device):
     torch.manual_seed(torch.distributed.get_rank())
     x, labels = torch.randn(5, H, device=device), torch.randint(0, 32, (5,), device=device)
     with pytest.raises(ValueError, match="after its unshard"):
-        HeadLoss().linear(x, head.weight, labels)
+        hl.HeadLoss().linear(x, head.weight, labels)
     head.unshard()
-    return float(HeadLoss().linear(x, head.weight, labels).loss - F.cross_entropy(x @ whole.T, labels))
+    return float(hl.HeadLoss().linear(x, head.weight, labels).loss - F.cross_entropy(x @ whole.T, labels))
 
 
 def test_a_weight_that_fsdp_shards_is_refused_until_it_is_whole():
@@ -260,11 +249,11 @@ def partial_hidden_gradient(group, device):
     x, w = torch.randn(8, H, device=device), torch.randn(61, H, device=device)
     labels = torch.arange(8, device=device)
     plain = x.clone().requires_grad_()
-    HeadLoss().linear(plain, w, labels).loss.backward()
+    hl.HeadLoss().linear(plain, w, labels).loss.backward()
     weight, out = distribute_tensor(w, mesh, [Shard(0)]), []
     for placement, how in ((Replicate(), "all_reduce"), (Replicate(), "none"), (Shard(0), "reduce_scatter")):
         states = distribute_tensor(x, mesh, [placement]).requires_grad_()
-        HeadLoss().linear(states, weight, labels, linear=Linear(hidden_grad=how)).loss.backward()
+        hl.HeadLoss().linear(states, weight, labels, linear=hl.Linear(hidden_grad=how)).loss.backward()
         placed = Partial() if how == "none" else placement
         out.append((states.grad.placements[0] == placed, worst([states.grad.full_tensor()], [plain.grad])))
     return out
@@ -278,30 +267,31 @@ def test_the_hidden_gradient_says_how_it_is_placed():
 # what cannot work on two ranks -> the fix that the message names, and the call: of `Refused`
 REFUSED = {
     "replicated logits": (r"output_layouts=Shard\(-1\).*logits.to_local\(\)|logits.to_local\(\).*output_layouts=",
-                          lambda on: HeadLoss()(on.logits(Replicate()), on.labels)),
+                          lambda on: hl.HeadLoss()(on.logits(Replicate()), on.labels)),
     # of other tokens on each rank, if FSDP sharded the weight
     "plain hidden states": (r"VocabShard.from_mesh\(mesh, 64, dim\).*module that FSDP manages",
-                            lambda on: HeadLoss().linear(on.x, on.weight(), on.labels)),
+                            lambda on: hl.HeadLoss().linear(on.x, on.weight(), on.labels)),
     "plain hidden states to sample": (r"VocabShard.from_mesh\(mesh, 64, dim\).*module that FSDP manages",
-                                      lambda on: topk_log_probs(on.x, 3, weight=on.weight())),
-    "replicated weight": ("pass a plain weight", lambda on: HeadLoss().linear(on.x, on.weight(Replicate()), on.labels)),
-    "partial denominator": ("denominator must be replicated", lambda on: HeadLoss()(
+                                      lambda on: hl.topk_log_probs(on.x, 3, weight=on.weight())),
+    "replicated weight": ("pass a plain weight",
+                          lambda on: hl.HeadLoss().linear(on.x, on.weight(Replicate()), on.labels)),
+    "partial denominator": ("denominator must be replicated", lambda on: hl.HeadLoss()(
         on.logits(), on.labels, denominator=DTensor.from_local(torch.tensor(4.0), on.mesh, [Partial()]))),
     "row-wise weight": (r"distribute it with Shard\(0\)",
-                        lambda on: HeadLoss().linear(on.x, on.weight(Shard(1)), on.labels)),
-    "partial hidden states": (r"redistribute to Replicate\(\)", lambda on: HeadLoss().linear(
+                        lambda on: hl.HeadLoss().linear(on.x, on.weight(Shard(1)), on.labels)),
+    "partial hidden states": (r"redistribute to Replicate\(\)", lambda on: hl.HeadLoss().linear(
         DTensor.from_local(on.x, on.mesh, [Partial()]), on.weight(), on.labels)),
     "hidden states sharded on tokens": ("hidden_grad='reduce_scatter'",
-                                        lambda on: HeadLoss().linear(on.states(), on.weight(), on.labels)),
-    "another shard": ("VocabShard.from_mesh", lambda on: HeadLoss()(
-        on.logits(), on.labels, shard=VocabShard.from_group(on.group, 61, padded_size=72))),
-    "another group": ("leave the shard out", lambda on: HeadLoss()(
-        on.logits(), on.labels, shard=VocabShard(0, 64, 64))),
-    "another padding": ("leave the shard out", lambda on: HeadLoss()(  # of rank 0 the bounds are the same
-        on.logits(), on.labels, shard=VocabShard.from_group(on.group, 63))),
-    "uneven tokens": ("even shards", lambda on: linear_vocab_statistics(
-        on.states(5), on.weight(), linear=Linear(hidden_grad="reduce_scatter"))),
-    "sharded labels": (r"Replicate\(\)", lambda on: HeadLoss()(
+                                        lambda on: hl.HeadLoss().linear(on.states(), on.weight(), on.labels)),
+    "another shard": ("VocabShard.from_mesh", lambda on: hl.HeadLoss()(
+        on.logits(), on.labels, shard=hl.VocabShard.from_group(on.group, 61, padded_size=72))),
+    "another group": ("leave the shard out", lambda on: hl.HeadLoss()(
+        on.logits(), on.labels, shard=hl.VocabShard(0, 64, 64))),
+    "another padding": ("leave the shard out", lambda on: hl.HeadLoss()(  # of rank 0 the bounds are the same
+        on.logits(), on.labels, shard=hl.VocabShard.from_group(on.group, 63))),
+    "uneven tokens": ("even shards", lambda on: hl.linear_vocab_statistics(
+        on.states(5), on.weight(), linear=hl.Linear(hidden_grad="reduce_scatter"))),
+    "sharded labels": (r"Replicate\(\)", lambda on: hl.HeadLoss()(
         on.logits(), distribute_tensor(on.labels, on.mesh, [Shard(0)]))),
 }  # fmt: skip
 
@@ -339,21 +329,21 @@ def on_four(group, device, case):
     mesh = meshed(device, 2, 2)
     x, labels = torch.randn(8, H, device=device), torch.arange(8, device=device)
     if case == "a weight on both dimensions":  # and plain hidden states: what do the others hold?
-        weight, shard = model_of(device, mesh, 64, False).head.weight, VocabShard.from_mesh(mesh, 64, "tp")
-        HeadLoss([CrossEntropy()]).linear(x, weight, labels, shard=shard)
+        weight, shard = model_of(device, mesh, 64, False).head.weight, hl.VocabShard.from_mesh(mesh, 64, "tp")
+        hl.HeadLoss([hl.CrossEntropy()]).linear(x, weight, labels, shard=shard)
     elif case == "hidden states that are partial over another dimension":
         weight = distribute_tensor(torch.randn(64, H, device=device), mesh["tp"], [Shard(0)])
         hidden = DTensor.from_local(x[:4], mesh, [Partial(), Shard(0)])
-        HeadLoss().linear(hidden, weight, labels, linear=Linear(hidden_grad="reduce_scatter"))
+        hl.HeadLoss().linear(hidden, weight, labels, linear=hl.Linear(hidden_grad="reduce_scatter"))
     elif case == "a shard of another group":  # two of the four ranks hold the same ids in both
         logits = distribute_tensor(torch.randn(8, 64, device=device), mesh, [Replicate(), Shard(1)])
-        HeadLoss()(logits, labels, shard=VocabShard.from_mesh(mesh, 64, "dp"))
+        hl.HeadLoss()(logits, labels, shard=hl.VocabShard.from_mesh(mesh, 64, "dp"))
     else:  # the first dimension shards the vocabulary, and cuts the tokens before the replicas do
         mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("tp", "dp"))
         states = distribute_tensor(x, mesh, [Shard(0), Shard(0)])
         weight = distribute_tensor(torch.randn(64, H, device=device), mesh, [Shard(0), Replicate()])
         labels = distribute_tensor(labels, mesh, [Replicate(), Shard(0)])
-        HeadLoss().linear(states, weight, labels, linear=Linear(hidden_grad="reduce_scatter"))
+        hl.HeadLoss().linear(states, weight, labels, linear=hl.Linear(hidden_grad="reduce_scatter"))
 
 
 @pytest.mark.parametrize(
@@ -377,9 +367,9 @@ def vocabulary_of_one_rank(group, device):
     x, w, labels = torch.randn(8, H, device=device), torch.randn(64, H, device=device), torch.arange(8, device=device)
     states = distribute_tensor(x, mesh, [Shard(0), Shard(1)])
     weight = distribute_tensor(w, mesh, [Replicate(), Shard(0)])
-    out = HeadLoss(reduction="sum").linear(states, weight, distribute_tensor(labels, mesh, [Shard(0), Replicate()]))
+    out = hl.HeadLoss(reduction="sum").linear(states, weight, distribute_tensor(labels, mesh, [Shard(0), Replicate()]))
     mine = slice(4 * group.rank(), 4 * group.rank() + 4)
-    return float(out.loss - HeadLoss(reduction="sum").linear(x[mine], w, labels[mine]).loss)
+    return float(out.loss - hl.HeadLoss(reduction="sum").linear(x[mine], w, labels[mine]).loss)
 
 
 def test_a_vocabulary_dimension_of_one_rank_is_no_sharding():
@@ -394,7 +384,7 @@ def compiled(group, device):
     results = []
     for function in (lambda x: x, lambda x: torch.compile(x, fullgraph=True, backend="aot_eager")):
         logits = distribute_tensor(z, mesh, [Shard(1)]).requires_grad_()
-        loss = function(lambda x: HeadLoss()(x * 1.5, labels).loss)(logits)
+        loss = function(lambda x: hl.HeadLoss()(x * 1.5, labels).loss)(logits)
         loss.backward()
         results.append((loss.detach(), logits.grad.to_local()))
     return worst(*results)
@@ -408,7 +398,7 @@ def documented(group, device):
     scope = {"torch": torch, "mesh": meshed(device, 1, 2)}
     exec(compile(marked_block("host", "dtensor"), "docs", "exec"), scope)
     x, w = (scope[name].detach().full_tensor().requires_grad_() for name in "xw")
-    (2 * HeadLoss()(x @ w.T, scope["labels"]).loss).backward()
+    (2 * hl.HeadLoss()(x @ w.T, scope["labels"]).loss).backward()
     found = [scope[name].grad.full_tensor() for name in "xw"]
     return worst(found, [x.grad, w.grad]), scope["w"].to_local().shape[0], str(scope["w"].grad.placements)
 

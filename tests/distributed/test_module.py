@@ -11,35 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tp_headloss import (
-    CrossEntropy,
-    Distillation,
-    Entropy,
-    HeadLoss,
-    Init,
-    Linear,
-    SamplingRule,
-    TeacherHead,
-    Transform,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    VocabShard,
-    ZLoss,
-    multi_token_targets,
-    sample,
-    topk_log_probs,
-    vocab_statistics,
-)
+import tp_headloss as hl
 
 H, V, PADDED = 16, 2051, 2176  # more rows than are drawn together
 
 
 def shard_of(group, padded=PADDED):
-    return VocabShard.from_group(group, V, padded_size=padded)
+    return hl.VocabShard.from_group(group, V, padded_size=padded)
 
 
 def head_of(group, device, padded=PADDED, **kwargs):
-    return VocabParallelHead(H, shard_of(group, padded), init=Init(0.2, seed=7), device=device, **kwargs)
+    return hl.VocabParallelHead(H, shard_of(group, padded), init=hl.Init(0.2, seed=7), device=device, **kwargs)
 
 
 def whole(x, group):
@@ -63,7 +45,10 @@ def worst(ours, theirs):
 
 
 def initial(group, device, padded):
-    head, embedding = head_of(group, device, padded), VocabParallelEmbedding(H, shard_of(group, padded), device=device)
+    head, embedding = (
+        head_of(group, device, padded),
+        hl.VocabParallelEmbedding(H, shard_of(group, padded), device=device),
+    )
     assert not head.weight[head.shard.valid_width :].any()
     deferred = head_of(group, "meta", padded).to_empty(device=device)
     deferred.reset_parameters()
@@ -84,9 +69,11 @@ def test_any_group_size_gives_the_same_matrix():
 def ways(group, device, how):
     """-> results and gradients of hidden states, whole weight and bias."""
     rows, (hidden, labels) = 8, tokens(device, 8, 3)
-    linear = Linear(hidden_grad=how, mode="recompute")
-    terms = [CrossEntropy(), ZLoss(1e-3), Entropy(0.01)]
-    head = head_of(group, device, head_loss=HeadLoss(terms), bias=True, linear=linear, transform=Transform(softcap=5.0))
+    linear = hl.Linear(hidden_grad=how, mode="recompute")
+    terms = [hl.CrossEntropy(), hl.ZLoss(1e-3), hl.Entropy(0.01)]
+    head = head_of(
+        group, device, head_loss=hl.HeadLoss(terms), bias=True, linear=linear, transform=hl.Transform(softcap=5.0)
+    )
     torch.nn.init.constant_(head.bias, 0.1)
     if how == "reduce_scatter" and group is not None:
         hidden = hidden.chunk(group.size())[group.rank()]
@@ -99,7 +86,7 @@ def ways(group, device, how):
         elif way == "statistics":
             out[way] = (head.statistics(x, labels, ("entropy",)).entropy).sum()
         else:
-            stats = vocab_statistics(head(x), labels, shard=head.shard, transform=head.transform, want=("entropy",))
+            stats = hl.vocab_statistics(head(x), labels, shard=head.shard, transform=head.transform, want=("entropy",))
             out[way] = (stats.entropy - stats.log_prob).sum()
         out[way].backward()
         dx = x.grad
@@ -136,7 +123,7 @@ def test_every_way_out_equals_the_unsharded_one(how):
 
 
 def embedded(group, device, sequence_parallel):
-    embedding = VocabParallelEmbedding(H, shard_of(group), sequence_parallel=sequence_parallel, device=device)
+    embedding = hl.VocabParallelEmbedding(H, shard_of(group), sequence_parallel=sequence_parallel, device=device)
     ids = torch.randint(0, V, (8, 3), generator=torch.Generator().manual_seed(2)).to(device)
     upstream = torch.randn(8, 3, H, generator=torch.Generator().manual_seed(4)).to(device)
     if sequence_parallel and group is not None:
@@ -159,7 +146,7 @@ def gathered(x):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_embedding_equals_the_unsharded_one(sequence_parallel, device):
     torch.manual_seed(0)
-    reference = VocabParallelEmbedding(H, VocabShard(0, PADDED, V), device=device)
+    reference = hl.VocabParallelEmbedding(H, hl.VocabShard(0, PADDED, V), device=device)
     ids = torch.randint(0, V, (8, 3), generator=torch.Generator().manual_seed(2))
     for world in (1, 2):
         for x, grad, nan in on_ranks(world, embedded, sequence_parallel):
@@ -173,7 +160,7 @@ def test_the_embedding_equals_the_unsharded_one(sequence_parallel, device):
 
 
 def bad_id(group, device, place):
-    embedding = VocabParallelEmbedding(H, shard_of(group), device=device)
+    embedding = hl.VocabParallelEmbedding(H, shard_of(group), device=device)
     return embedding(torch.tensor([place, 1], device=device)).isnan().all(1)
 
 
@@ -185,9 +172,9 @@ def test_an_unknown_id_is_nan_on_every_rank(place):
 
 def tied(group, device):
     shard = shard_of(group)
-    embedding = VocabParallelEmbedding(H, shard, init=Init(0.2, 7), device=device)
+    embedding = hl.VocabParallelEmbedding(H, shard, init=hl.Init(0.2, 7), device=device)
     before = embedding.weight.detach().clone()
-    head = VocabParallelHead(H, shard, weight=embedding.weight)
+    head = hl.VocabParallelHead(H, shard, weight=embedding.weight)
     assert head.weight is embedding.weight
     head.reset_parameters()
     assert torch.equal(before, embedding.weight)
@@ -204,10 +191,10 @@ def test_a_tied_weight_gets_both_gradients():
 
 
 def depths(group, device):
-    head = head_of(group, device, head_loss=HeadLoss(metrics=("accuracy",)))
+    head = head_of(group, device, head_loss=hl.HeadLoss(metrics=("accuracy",)))
     hidden, _ = tokens(device, 3, 2, 9)
     _, labels = tokens(device, 2, 9)
-    targets, weights = multi_token_targets(labels, 2, weight=0.3)
+    targets, weights = hl.multi_token_targets(labels, 2, weight=0.3)
     x = hidden.clone().requires_grad_()
     out = head(x, targets, token_weight=weights, denominator=(labels != -100).sum())
     out.loss.backward()
@@ -232,45 +219,45 @@ def test_depths_of_multi_token_prediction_are_one_call(world):
 
 def test_depths_longer_than_the_sequence_count_nothing():
     labels = torch.tensor([[3, 4]])
-    targets, weights = multi_token_targets(labels, 3)
+    targets, weights = hl.multi_token_targets(labels, 3)
     assert targets.tolist() == [[[3, 4]], [[4, -100]], [[-100, -100]], [[-100, -100]]]
     assert weights[:, 0, 0].tolist() == pytest.approx([1, *[0.1 / 3] * 3])
     weights[targets == 4] = 0  # of two tokens, and of no other
     assert weights.count_nonzero() == weights.numel() - 2
     largest = 2**63 - 1  # which a float does not hold
-    assert multi_token_targets(labels, 1, ignore_index=largest)[0].tolist() == [[[3, 4]], [[4, largest]]]
+    assert hl.multi_token_targets(labels, 1, ignore_index=largest)[0].tolist() == [[[3, 4]], [[4, largest]]]
 
 
 def with_padding(group, device, value):
     """Everything that reads a weight whose rows of padding hold this value."""
     torch.manual_seed(6)
     vocab, hidden = 50, torch.randn(6, 8, device=device)
-    shard = VocabShard.from_group(group, vocab, padded_size=64)
+    shard = hl.VocabShard.from_group(group, vocab, padded_size=64)
     weight, teacher, bias = torch.randn(64, 8), torch.randn(64, 8), torch.randn(64)
     for x in (weight, teacher, bias):
         x[vocab:] = value
     mine = slice(shard.start, shard.stop)
     weight, teacher, bias = (x[mine].to(device) for x in (weight, teacher, bias))
     labels = torch.arange(6, device=device) * 8
-    embedding = VocabParallelEmbedding(8, shard, device=device)
-    head = VocabParallelHead(8, shard, bias=True, device=device)
+    embedding = hl.VocabParallelEmbedding(8, shard, device=device)
+    head = hl.VocabParallelHead(8, shard, bias=True, device=device)
     with torch.no_grad():
         embedding.weight.copy_(weight)
         head.weight.copy_(weight)
         head.bias.copy_(bias)
-    given = {"inputs": {"teacher": TeacherHead(hidden.roll(1, 1), teacher)}}
+    given = {"inputs": {"teacher": hl.TeacherHead(hidden.roll(1, 1), teacher)}}
     found = []
     for mode in ("recompute", "one_sweep"):
         x = hidden.clone().requires_grad_()
-        loss = HeadLoss([CrossEntropy(), Distillation()])
-        out = head(x, labels, head_loss=loss, linear=Linear(mode), **given)
+        loss = hl.HeadLoss([hl.CrossEntropy(), hl.Distillation()])
+        out = head(x, labels, head_loss=loss, linear=hl.Linear(mode), **given)
         out.loss.backward()
         found += [out.loss.detach(), x.grad]
     rows = embedding(labels)
-    HeadLoss()(head(rows), labels, shard=shard).loss.backward()
+    hl.HeadLoss()(head(rows), labels, shard=shard).loss.backward()
     found += [rows, embedding.weight.grad, head.weight.grad, head.bias.grad, head(hidden)[:, shard.valid_width :]]
-    top = topk_log_probs(hidden, 5, weight=weight, shard=shard)
-    drawn = sample(hidden, weight=weight, shard=shard, seed=1, positions=labels, rule=SamplingRule(top_k=9))
+    top = hl.topk_log_probs(hidden, 5, weight=weight, shard=shard)
+    drawn = hl.sample(hidden, weight=weight, shard=shard, seed=1, positions=labels, rule=hl.SamplingRule(top_k=9))
     found += [top.ids, top.log_probs, top.lse, drawn.ids, drawn.full_log_probs, drawn.sets.ids]
     return [x.detach().cpu() for x in found]
 
@@ -286,7 +273,7 @@ def test_rows_of_padding_may_hold_anything(world):
 
 @pytest.mark.parametrize("enabled", [False, True])
 def test_no_path_of_the_losses_makes_the_logits(enabled, device):
-    head = head_of(None, device, linear=Linear(budget=128 * PADDED * 4))
+    head = head_of(None, device, linear=hl.Linear(budget=128 * PADDED * 4))
     hidden, labels = tokens(device, 1024)
     with torch.set_grad_enabled(enabled), torch.profiler.profile(profile_memory=True) as profile:
         out = head(hidden, labels)
@@ -306,11 +293,11 @@ def saved(group, device, folder):
 
 
 def loaded(group, device, folder):
-    head = VocabParallelHead(H, shard_of(group), bias=True, init=Init(0.2, seed=8), device=device)
+    head = hl.VocabParallelHead(H, shard_of(group), bias=True, init=hl.Init(0.2, seed=8), device=device)
     state = {"model": head.state_dict()}
     kwargs = {"process_group": group} if group is not None else {"no_dist": True}
     dcp.load(state, checkpoint_id=folder, **kwargs)
-    fresh = VocabParallelHead(H, shard_of(group), bias=True, init=Init(0.2, seed=9), device=device)
+    fresh = hl.VocabParallelHead(H, shard_of(group), bias=True, init=hl.Init(0.2, seed=9), device=device)
     fresh.load_state_dict(state["model"])
     assert torch.equal(
         fresh.bias[: fresh.shard.valid_width], torch.full_like(fresh.bias, 0.5)[: head.shard.valid_width]
@@ -331,7 +318,7 @@ def from_others(group, device):
     rows = whole(source.weight, group)
     padded = F.pad(rows, (0, 0, 0, source.shard.padded_size - V))
     for given in (rows, padded, source.weight.detach().clone()):
-        head = VocabParallelHead(H, source.shard, init=Init(0.2, seed=9), device=device)
+        head = hl.VocabParallelHead(H, source.shard, init=hl.Init(0.2, seed=9), device=device)
         head.load_state_dict({"weight": given})
         found.append(bool(torch.equal(head.weight, source.weight)))
     copied = copy.deepcopy(source)
@@ -348,8 +335,8 @@ def fully_sharded(group, device):
     hidden, labels = tokens(device, 8)
     results = []
     for sharded in (False, True):
-        shard = VocabShard.from_mesh(mesh, V, "tp", padded_size=PADDED)
-        head = VocabParallelHead(H, shard, init=Init(0.2, seed=7), device=device)
+        shard = hl.VocabShard.from_mesh(mesh, V, "tp", padded_size=PADDED)
+        head = hl.VocabParallelHead(H, shard, init=hl.Init(0.2, seed=7), device=device)
         x = hidden.chunk(2)[mesh.get_local_rank("dp")].clone().requires_grad_()
         if sharded:
             fully_shard(head.to_dtensor(mesh["tp"]), mesh=mesh["dp"])
@@ -382,7 +369,7 @@ def test_a_rank_whose_hidden_states_need_no_gradient_still_takes_part():
 
 def uneven_state(group, device):
     boundaries = [0, 1500, PADDED]
-    head = VocabParallelHead(H, VocabShard.from_boundaries(boundaries, V, group), device=device)
+    head = hl.VocabParallelHead(H, hl.VocabShard.from_boundaries(boundaries, V, group), device=device)
     head(*tokens(device, 4)).loss.backward()
     head.state_dict()
 
@@ -393,22 +380,24 @@ def test_a_cut_that_no_dtensor_has_refuses_to_describe_itself():
 
 
 def test_bad_arguments_are_named():
-    shard = VocabShard(0, PADDED, V)
+    shard = hl.VocabShard(0, PADDED, V)
     for words, call in {
-        r"\[2176, 16\], got \[3, 16\]": lambda: VocabParallelHead(
+        r"\[2176, 16\], got \[3, 16\]": lambda: hl.VocabParallelHead(
             H, shard, weight=torch.nn.Parameter(torch.zeros(3, H))
         ),
-        "the bias is the module's": lambda: VocabParallelHead(H, shard, transform=Transform(bias=torch.zeros(PADDED))),
-        "without labels": lambda: VocabParallelHead(H, shard)(torch.zeros(2, H), token_weight=torch.ones(2)),
+        "the bias is the module's": lambda: hl.VocabParallelHead(
+            H, shard, transform=hl.Transform(bias=torch.zeros(PADDED))
+        ),
+        "without labels": lambda: hl.VocabParallelHead(H, shard)(torch.zeros(2, H), token_weight=torch.ones(2)),
     }.items():
         with pytest.raises(ValueError, match=words):
             call()
-    assert "ids [0, 2176) of 2051" in repr(VocabParallelHead(H, shard))
+    assert "ids [0, 2176) of 2051" in repr(hl.VocabParallelHead(H, shard))
 
 
 def empty_shard(group, device):
-    embedding = VocabParallelEmbedding(
-        H, VocabShard.from_boundaries([0, 5, 5], 5, group), sequence_parallel=True, device=device
+    embedding = hl.VocabParallelEmbedding(
+        H, hl.VocabShard.from_boundaries([0, 5, 5], 5, group), sequence_parallel=True, device=device
     )
     out = embedding(torch.arange(4, device=device))
     out.sum().backward()
@@ -420,18 +409,18 @@ def test_an_empty_shard_takes_part_in_the_backward_of_sequence_parallelism():
 
 
 def test_a_call_gives_the_temperature_and_the_module_the_rest(device):
-    head = head_of(None, device, transform=Transform(softcap=2.0))
+    head = head_of(None, device, transform=hl.Transform(softcap=2.0))
     hidden, labels = tokens(device, 6)
-    both = Transform(softcap=2.0, temperature=0.5)
-    expected = HeadLoss().linear(hidden, head.weight, labels, shard=head.shard, transform=both).loss
-    assert head(hidden, labels, transform=Transform(temperature=0.5)).loss == expected
+    both = hl.Transform(softcap=2.0, temperature=0.5)
+    expected = hl.HeadLoss().linear(hidden, head.weight, labels, shard=head.shard, transform=both).loss
+    assert head(hidden, labels, transform=hl.Transform(temperature=0.5)).loss == expected
     with pytest.raises(ValueError, match="for its temperature"):
-        head.statistics(hidden, labels, transform=Transform(softcap=3.0))
+        head.statistics(hidden, labels, transform=hl.Transform(softcap=3.0))
 
 
 def test_a_weight_that_is_no_longer_tied_is_not_left_undrawn():
-    embedding = VocabParallelEmbedding(H, VocabShard(0, PADDED, V), device="meta")
-    model = torch.nn.ModuleList([embedding, VocabParallelHead(H, embedding.shard, weight=embedding.weight)])
+    embedding = hl.VocabParallelEmbedding(H, hl.VocabShard(0, PADDED, V), device="meta")
+    model = torch.nn.ModuleList([embedding, hl.VocabParallelHead(H, embedding.shard, weight=embedding.weight)])
     model.to_empty(device="cpu")
     with pytest.raises(ValueError, match="no longer tied"):
         model[1].reset_parameters()
@@ -442,7 +431,7 @@ def into_dtensors(group, device):
     rows = whole(source.weight, group)
     mesh = init_device_mesh(device.type, (2,))
     for given in (rows, source.weight.detach().clone(), source.state_dict()["weight"]):
-        head = VocabParallelHead(H, source.shard, init=Init(0.2, seed=9), device=device).to_dtensor(mesh)
+        head = hl.VocabParallelHead(H, source.shard, init=hl.Init(0.2, seed=9), device=device).to_dtensor(mesh)
         head.load_state_dict({"weight": given})
         found.append(bool(torch.equal(head.weight.to_local(), source.weight)))
     kept = source.state_dict(keep_vars=True)["weight"] is source.weight
@@ -456,8 +445,8 @@ def test_parameters_that_are_dtensors_can_be_loaded_as_well():
 def compiled(group, device, how):
     """Embedding, logits and losses in one graph without breaks."""
     parallel = how == "reduce_scatter"
-    embedding = VocabParallelEmbedding(H, shard_of(group), sequence_parallel=parallel, device=device)
-    head, results = head_of(group, device, linear=Linear(hidden_grad=how)), []
+    embedding = hl.VocabParallelEmbedding(H, shard_of(group), sequence_parallel=parallel, device=device)
+    head, results = head_of(group, device, linear=hl.Linear(hidden_grad=how)), []
     ids = torch.randint(0, V, (8, 2), generator=torch.Generator().manual_seed(2)).to(device)
 
     def step(ids):
@@ -504,12 +493,12 @@ def other_cuts(group, device):
     matrix = torch.arange(20.0, device=device).view(10, 2) + 1
     mesh, found = DeviceMesh.from_group(group, device.type), []
     state = distribute_tensor(matrix, mesh, [Shard(0)])
-    for shard in (VocabShard.from_group(group, 10, 12), VocabShard.from_boundaries([0, 3, 10], 10, group)):
+    for shard in (hl.VocabShard.from_group(group, 10, 12), hl.VocabShard.from_boundaries([0, 3, 10], 10, group)):
         for given in (state, distribute_tensor(matrix, mesh, [Replicate()])):
-            embedding = VocabParallelEmbedding(2, shard, device=device)
+            embedding = hl.VocabParallelEmbedding(2, shard, device=device)
             embedding.load_state_dict({"weight": given})
             found.append(bool(torch.equal(embedding(torch.arange(10, device=device)), matrix)))
-    embedding = VocabParallelEmbedding(2, VocabShard.from_group(group, 10), device=device).to_dtensor(mesh)
+    embedding = hl.VocabParallelEmbedding(2, hl.VocabShard.from_group(group, 10), device=device).to_dtensor(mesh)
     embedding.load_state_dict({"weight": distribute_tensor(matrix, mesh, [Replicate()])}, assign=True)
     try:
         embedding(torch.arange(10, device=device))

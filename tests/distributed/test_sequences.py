@@ -9,18 +9,7 @@ import torch.nn.functional as F
 from collectives import counted_collectives
 from ranks import on_ranks
 
-from tp_headloss import (
-    CrossEntropy,
-    HeadLoss,
-    KLToReference,
-    Options,
-    PolicyGradient,
-    PolicyMetrics,
-    Sequences,
-    VocabShard,
-    combine_metrics,
-    reduce_metrics,
-)
+import tp_headloss as hl
 from tp_headloss.arguments.sequences import SEQUENCE_REDUCTIONS
 
 V, B, S = 40, 4, 6
@@ -51,9 +40,9 @@ def layouts():
     shuffled = torch.randperm(B * S, generator=torch.Generator().manual_seed(0))
     ids = shuffled // S
     return {
-        "padded": (whole.view(B, S), Sequences.from_mask),
-        "packed": (packed, lambda mask, **o: Sequences.from_cu_seqlens(offsets.to(mask.device), mask, **o)),
-        "ids": (shuffled, lambda mask, **o: Sequences.from_ids(ids.to(mask.device), B, mask, **o)),
+        "padded": (whole.view(B, S), hl.Sequences.from_mask),
+        "packed": (packed, lambda mask, **o: hl.Sequences.from_cu_seqlens(offsets.to(mask.device), mask, **o)),
+        "ids": (shuffled, lambda mask, **o: hl.Sequences.from_ids(ids.to(mask.device), B, mask, **o)),
     }
 
 
@@ -95,8 +84,8 @@ def test_sums_means_and_shares_equal_loops_in_every_layout(layout, device):
 
 
 def head_of(name, **options):
-    terms = [PolicyGradient(name), KLToReference(0.2), CrossEntropy(0.1)]
-    return HeadLoss(terms, metrics=("log_prob", PolicyMetrics(reference=True)), **options)
+    terms = [hl.PolicyGradient(name), hl.KLToReference(0.2), hl.CrossEntropy(0.1)]
+    return hl.HeadLoss(terms, metrics=("log_prob", hl.PolicyMetrics(reference=True)), **options)
 
 
 @pytest.mark.parametrize("reduction", ["mean", *SEQUENCE_REDUCTIONS])
@@ -130,21 +119,21 @@ def test_a_sequence_with_a_nan_poisons_itself_alone():
 
 def test_no_sequences_and_no_tokens():
     empty = torch.zeros(0, 5, dtype=torch.bool)
-    nothing = Sequences.from_cu_seqlens(torch.tensor([0]), torch.zeros(0, dtype=torch.bool))
-    for sequences in (Sequences.from_mask(empty), nothing):
+    nothing = hl.Sequences.from_cu_seqlens(torch.tensor([0]), torch.zeros(0, dtype=torch.bool))
+    for sequences in (hl.Sequences.from_mask(empty), nothing):
         assert len(sequences) == 0 and sequences.count == 0
         assert sequences.sum(torch.zeros(sequences.mask.shape)).shape == (0,)
-    assert Sequences.from_mask(torch.zeros(3, 0, dtype=torch.bool)).lengths.tolist() == [0, 0, 0]
+    assert hl.Sequences.from_mask(torch.zeros(3, 0, dtype=torch.bool)).lengths.tolist() == [0, 0, 0]
 
 
 def test_wrong_shapes_and_types_are_refused():
     mask = torch.ones(2, 3, dtype=torch.bool)
-    sequences = Sequences.from_mask(mask)
+    sequences = hl.Sequences.from_mask(mask)
     for call in (
-        lambda: Sequences.from_mask(mask[0]),
-        lambda: Sequences.from_mask(mask, lengths=torch.ones(3)),
-        lambda: Sequences.from_ids(torch.zeros(2, dtype=torch.int64), 1, mask),
-        lambda: Sequences.from_cu_seqlens(torch.zeros(2, 2, dtype=torch.int64), mask),
+        lambda: hl.Sequences.from_mask(mask[0]),
+        lambda: hl.Sequences.from_mask(mask, lengths=torch.ones(3)),
+        lambda: hl.Sequences.from_ids(torch.zeros(2, dtype=torch.int64), 1, mask),
+        lambda: hl.Sequences.from_cu_seqlens(torch.zeros(2, 2, dtype=torch.int64), mask),
         lambda: sequences.sum(torch.ones(2, 2)),
         lambda: sequences.spread(torch.ones(3)),
         lambda: sequences.aggregate("mean"),
@@ -153,7 +142,7 @@ def test_wrong_shapes_and_types_are_refused():
         with pytest.raises(ValueError, match="got"):
             call()
     with pytest.raises(TypeError, match=r"bool, got torch\.float32"):
-        Sequences.from_mask(mask.float())
+        hl.Sequences.from_mask(mask.float())
 
 
 # Context parallelism
@@ -172,19 +161,19 @@ def context_run(group, device, name, reduction, lengths_given, backend):
     part = dist.get_rank(cp)
     x, labels, mask, inputs = padded()
     columns = slice(part, None, 2)  # every second token of each sequence
-    shard = VocabShard.from_group(tp, V, 64)
+    shard = hl.VocabShard.from_group(tp, V, 64)
     local = F.pad(x, (0, 64 - V))[:, columns, shard.start : shard.stop].clone().to(device).requires_grad_()
     given = {key: value[:, columns].to(device) for key, value in inputs.items()}
     lengths = torch.tensor(LENGTHS, device=device) if lengths_given else None
-    head = head_of(name, reduction=reduction, options=Options(backend=backend, transport="gather"))
+    head = head_of(name, reduction=reduction, options=hl.Options(backend=backend, transport="gather"))
     with counted_collectives() as made:
-        sequences = Sequences.from_mask(mask[:, columns].to(device), lengths=lengths, horizon=9, group=cp)
+        sequences = hl.Sequences.from_mask(mask[:, columns].to(device), lengths=lengths, horizon=9, group=cp)
     with counted_collectives() as forward:
         out = head(local, labels[:, columns].to(device), shard=shard, inputs=given | {"sequences": sequences})
     with counted_collectives() as backward:
         out.loss.backward()
-    metrics = reduce_metrics({"count": out.count, **out.metrics}, cp)
-    by_sequence = reduce_metrics(out.sequence_metrics, cp)
+    metrics = hl.reduce_metrics({"count": out.count, **out.metrics}, cp)
+    by_sequence = hl.reduce_metrics(out.sequence_metrics, cp)
     counts = [sum(events.values()) for events in (made, forward, backward)]
     return out.loss.detach(), local.grad, metrics, by_sequence, counts, part
 
@@ -199,7 +188,7 @@ def test_sequences_split_over_context_parallel_ranks_are_whole_sequences(
     x, labels, mask, inputs = padded()
     x.requires_grad_()
     head = head_of(name, reduction=reduction)
-    whole = head(x, labels, inputs=inputs | {"sequences": Sequences.from_mask(mask, horizon=9)})
+    whole = head(x, labels, inputs=inputs | {"sequences": hl.Sequences.from_mask(mask, horizon=9)})
     whole.loss.backward()
     tp = world_size // 2
     parts = [results[0], results[tp]]  # the two context ranks; their losses are parts of one sum
@@ -218,8 +207,8 @@ def test_sequences_split_over_context_parallel_ranks_are_whole_sequences(
 
 def wrong_group_run(group, device):
     x, labels, mask, inputs = (t.to(device) if isinstance(t, torch.Tensor) else t for t in padded())
-    shard = VocabShard.from_group(group, V)
-    sequences = Sequences.from_mask(mask, lengths=mask.sum(1), group=group)
+    shard = hl.VocabShard.from_group(group, V)
+    sequences = hl.Sequences.from_mask(mask, lengths=mask.sum(1), group=group)
     head_of("clip")(
         x[..., shard.start : shard.stop],
         labels,
@@ -237,7 +226,7 @@ def spread_run(group, device):
     """f(spread(sum)) with a loss that is partial on each rank: the gradient needs the other ranks' part."""
     rank = dist.get_rank(group)
     values = torch.arange(1.0, 9.0, device=device).view(2, 4)[:, rank::2].clone().requires_grad_()
-    sequences = Sequences.from_mask(torch.ones_like(values, dtype=torch.bool), group=group)
+    sequences = hl.Sequences.from_mask(torch.ones_like(values, dtype=torch.bool), group=group)
     loss = (sequences.spread(sequences.sum(values)) ** 2 * (1 + rank)).sum()
     loss.backward()
     return values.grad
@@ -260,7 +249,7 @@ def metrics_run(group, device):
     if rank == 1:  # no tokens here
         metrics |= {"max_ratio": -torch.inf, "min_ratio": torch.inf}
     with counted_collectives() as events:
-        out = reduce_metrics({name: torch.tensor(value, device=device) for name, value in metrics.items()}, group)
+        out = hl.reduce_metrics({name: torch.tensor(value, device=device) for name, value in metrics.items()}, group)
     return out, sum(events.values())
 
 
@@ -274,12 +263,12 @@ def test_metrics_are_reduced_by_what_they_are_in_one_collective():
             "count": 4 * 2.0**24 + 6,  # 0 + 0 + 2 + 4, as fp32 rounds them; an fp32 sum would end on a multiple of 8
         }
     alone, collectives = metrics_run(None, torch.device("cpu"))
-    assert collectives == 0 and alone["ratio"] == 1.5 and reduce_metrics({}, None) == {}
+    assert collectives == 0 and alone["ratio"] == 1.5 and hl.reduce_metrics({}, None) == {}
 
 
 def other_names_run(group, device):
     one, name = torch.ones((), device=device), "ab"[dist.get_rank(group)]
-    return [x.item() for x in reduce_metrics({"count": one, name: one}, group).values()]
+    return [x.item() for x in hl.reduce_metrics({"count": one, name: one}, group).values()]
 
 
 def test_metrics_of_other_names_are_not_added_up():
@@ -289,10 +278,10 @@ def test_metrics_of_other_names_are_not_added_up():
 
 def test_metrics_of_micro_batches_combine_like_those_of_ranks():
     parts = [{"ratio": r, "max_ratio": r, "min_ratio": r} for r in torch.tensor([2.0, -1.0, 4.0])]
-    assert combine_metrics(parts) == {"ratio": 5.0, "max_ratio": 4.0, "min_ratio": -1.0}
-    assert combine_metrics([]) == combine_metrics([{}]) == {}
+    assert hl.combine_metrics(parts) == {"ratio": 5.0, "max_ratio": 4.0, "min_ratio": -1.0}
+    assert hl.combine_metrics([]) == hl.combine_metrics([{}]) == {}
     with pytest.raises(ValueError, match="same names in the same order, got"):
-        combine_metrics([{"a": torch.ones(())}, {"b": torch.ones(())}])
+        hl.combine_metrics([{"a": torch.ones(())}, {"b": torch.ones(())}])
 
 
 BOUNDS = {"beyond": [0, 4, 100], "far beyond": [0, 4, 1 << 40], "negative": [-3, 4, 8], "descending": [0, 6, 3, 8]}
@@ -301,7 +290,7 @@ BOUNDS = {"beyond": [0, 4, 100], "far beyond": [0, 4, 1 << 40], "negative": [-3,
 def on_a_gpu(monkeypatch, device):
     """Nobody looks at values there: the check that CPUs make is left out."""
     if device == "cpu":
-        monkeypatch.setattr(Sequences, "_expect_valid", lambda self: None)
+        monkeypatch.setattr(hl.Sequences, "_expect_valid", lambda self: None)
 
 
 @pytest.mark.parametrize("name", BOUNDS)
@@ -309,17 +298,17 @@ def test_bounds_outside_of_the_tokens_are_refused_or_nan(name, device, monkeypat
     mask, bounds = torch.ones(8, dtype=torch.bool, device=device), torch.tensor(BOUNDS[name], device=device)
     words = r"cu_seqlens must be ascending in \[0, 8\], the mask's tokens, got "
     with pytest.raises(ValueError, match=words):
-        Sequences.from_cu_seqlens(bounds, mask).check()
+        hl.Sequences.from_cu_seqlens(bounds, mask).check()
     x = torch.randn(8, V, device=device, requires_grad=True)
     labels = torch.arange(8, device=device)
-    head = HeadLoss(reduction="seq-mean-token-mean", options=Options(check=True))
+    head = hl.HeadLoss(reduction="seq-mean-token-mean", options=hl.Options(check=True))
     with pytest.raises(ValueError, match=words):
-        head(x, labels, inputs={"sequences": Sequences.from_cu_seqlens(bounds, mask)})
+        head(x, labels, inputs={"sequences": hl.Sequences.from_cu_seqlens(bounds, mask)})
     on_a_gpu(monkeypatch, device)
-    sequences = Sequences.from_cu_seqlens(bounds, mask)
+    sequences = hl.Sequences.from_cu_seqlens(bounds, mask)
     found = sequences.lengths, sequences.count, sequences.token_share, sequences.mean(torch.ones(8, device=device))
     assert all(values.isnan().all() for values in found)
-    loss = HeadLoss(reduction="seq-mean-token-mean")(x, labels, inputs={"sequences": sequences}).loss
+    loss = hl.HeadLoss(reduction="seq-mean-token-mean")(x, labels, inputs={"sequences": sequences}).loss
     loss.backward()
     assert loss.isnan() and x.grad.isnan().all()
 
@@ -329,17 +318,17 @@ def test_what_cannot_describe_sequences_is_refused(device):
     ids = torch.zeros(2, 4, dtype=torch.int64, device=device)
     for error, words, make in (
         (TypeError, "cu_seqlens must be int64 or int32, got torch.float32",
-         lambda: Sequences.from_cu_seqlens(torch.tensor([0.0, 8.0], device=device), mask)),
-        (TypeError, "cu_seqlens must be a tensor, got list", lambda: Sequences.from_cu_seqlens([0, 8], mask)),
-        (TypeError, "ids must be int64 or int32", lambda: Sequences.from_ids(ids.float(), 1, mask)),
-        (TypeError, "count must be an int", lambda: Sequences.from_ids(ids, 1.5, mask)),
-        (ValueError, "count must be at least 0, got -1", lambda: Sequences.from_ids(ids, -1, mask)),
-        (TypeError, "mask must be a tensor, got list", lambda: Sequences.from_mask([[True]])),
-        (ValueError, "horizon must be positive and finite", lambda: Sequences.from_mask(mask, horizon=0)),
+         lambda: hl.Sequences.from_cu_seqlens(torch.tensor([0.0, 8.0], device=device), mask)),
+        (TypeError, "cu_seqlens must be a tensor, got list", lambda: hl.Sequences.from_cu_seqlens([0, 8], mask)),
+        (TypeError, "ids must be int64 or int32", lambda: hl.Sequences.from_ids(ids.float(), 1, mask)),
+        (TypeError, "count must be an int", lambda: hl.Sequences.from_ids(ids, 1.5, mask)),
+        (ValueError, "count must be at least 0, got -1", lambda: hl.Sequences.from_ids(ids, -1, mask)),
+        (TypeError, "mask must be a tensor, got list", lambda: hl.Sequences.from_mask([[True]])),
+        (ValueError, "horizon must be positive and finite", lambda: hl.Sequences.from_mask(mask, horizon=0)),
         (ValueError, "lengths must be finite and at least 0",
-         lambda: Sequences.from_mask(mask, lengths=torch.tensor([9.0, -1.0], device=device)).check()),
+         lambda: hl.Sequences.from_mask(mask, lengths=torch.tensor([9.0, -1.0], device=device)).check()),
         (ValueError, "the length of sequence 0 must be at least its . counted tokens, got",
-         lambda: Sequences.from_mask(mask, lengths=mask.sum(1) - 1).check()),
+         lambda: hl.Sequences.from_mask(mask, lengths=mask.sum(1) - 1).check()),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             make()
@@ -347,7 +336,7 @@ def test_what_cannot_describe_sequences_is_refused(device):
 
 def test_tokens_of_no_sequence_at_all_weigh_nothing(device):
     mask = torch.ones(2, 4, dtype=torch.bool, device=device)
-    sequences = Sequences.from_ids(torch.zeros(2, 4, dtype=torch.int64, device=device), 0, mask)
+    sequences = hl.Sequences.from_ids(torch.zeros(2, 4, dtype=torch.int64, device=device), 0, mask)
     assert sequences.count == 0 and len(sequences.lengths) == 0 and not sequences.token_share.any()
     assert not sequences.spread(torch.zeros(0, device=device)).any()
 
@@ -356,9 +345,9 @@ def no_sequence_run(group, device, bad):
     """A context-parallel rank without any sequence, or with bounds that the others do not have."""
     mask, last = torch.ones(8, dtype=torch.bool, device=device), dist.get_rank(group) == dist.get_world_size(group) - 1
     if not bad:
-        return len(Sequences.from_mask(mask[:0].view(0, 4), group=group).lengths)
+        return len(hl.Sequences.from_mask(mask[:0].view(0, 4), group=group).lengths)
     bounds = torch.tensor([0, 4, 9 if last else 8], device=device)
-    Sequences.from_cu_seqlens(bounds, mask, group=group).check()
+    hl.Sequences.from_cu_seqlens(bounds, mask, group=group).check()
 
 
 def test_context_parallel_ranks_have_no_sequence_or_all_refuse_the_bounds_of_one():
@@ -369,14 +358,14 @@ def test_context_parallel_ranks_have_no_sequence_or_all_refuse_the_bounds_of_one
 
 
 def vocabulary_metrics_run(group, device):
-    shard = VocabShard.from_group(group, V)
+    shard = hl.VocabShard.from_group(group, V)
     metrics = {"a": torch.ones((), device=device)}
     with pytest.raises(ValueError, match="got the group of a VocabShard"):
-        reduce_metrics(metrics, group)
+        hl.reduce_metrics(metrics, group)
     cycle = [shard]
     cycle.append(cycle)
     del shard, cycle  # a shard that nobody can use any more is none
-    return reduce_metrics(metrics, group)["a"].item()
+    return hl.reduce_metrics(metrics, group)["a"].item()
 
 
 def test_metrics_are_not_added_up_over_the_ranks_that_share_the_vocabulary():
@@ -385,7 +374,7 @@ def test_metrics_are_not_added_up_over_the_ranks_that_share_the_vocabulary():
 
 def test_second_derivatives_of_sums_over_sequences_are_right(device):
     mask = torch.tensor([[True, True, False], [True, False, False]], device=device)
-    sequences = Sequences.from_mask(mask)
+    sequences = hl.Sequences.from_mask(mask)
     values = torch.randn(2, 3, device=device, requires_grad=True)
     (first,) = torch.autograd.grad(sequences.sum(values).pow(3).sum(), values, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), values)
@@ -395,7 +384,7 @@ def test_second_derivatives_of_sums_over_sequences_are_right(device):
 
 def test_what_the_caller_does_to_a_mask_or_to_weights_afterwards_changes_nothing(device):
     mask = torch.tensor([[True, True, False], [True, False, False]], device=device)
-    sequences, values = Sequences.from_mask(mask), torch.ones(2, 3, device=device, requires_grad=True)
+    sequences, values = hl.Sequences.from_mask(mask), torch.ones(2, 3, device=device, requires_grad=True)
     means = sequences.mean(values)
     mask.fill_(False)
     weights, _count = sequences.aggregate("seq-mean-token-mean")

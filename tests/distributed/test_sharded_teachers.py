@@ -6,17 +6,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from tp_headloss import (
-    Distillation,
-    HeadLoss,
-    Linear,
-    Options,
-    TeacherHead,
-    Transform,
-    VocabShard,
-    linear_vocab_statistics,
-    topk_log_probs,
-)
+import tp_headloss as hl
 
 V, N, H, H_T = 64, 8, 12, 5
 
@@ -31,7 +21,7 @@ MISTAKES = {  # what the last rank does otherwise -> the fact that the message n
     "nothing": (lambda t: t, None),
     "the teacher's temperature": (lambda t: replace(t, temperature=2.0), "inputs.teacher.temperature"),
     "the bias's dtype": (
-        lambda t: replace(t, transform=Transform(t.transform.bias.half())), "inputs.teacher.transform.bias"),
+        lambda t: replace(t, transform=hl.Transform(t.transform.bias.half())), "inputs.teacher.transform.bias"),
     "the weight's hidden size": (
         lambda t: replace(t, hidden=t.hidden[:, 1:], weight=t.weight[:, 1:]), "inputs.teacher.hidden"),
     "no bias": (lambda t: replace(t, transform=None), "inputs.teacher.transform"),
@@ -41,15 +31,15 @@ MISTAKES = {  # what the last rank does otherwise -> the fact that the message n
 
 def agreement_run(group, device, name, how):
     hidden, weight, teacher_hidden, teacher_weight, bias = drawn(device)
-    shard = VocabShard.from_group(group, V)
+    shard = hl.VocabShard.from_group(group, V)
     local, last = slice(shard.start, shard.stop), group.rank() == group.size() - 1
     if how == "reduce_scatter":
         hidden, teacher_hidden = (x.chunk(group.size())[group.rank()] for x in (hidden, teacher_hidden))
-    head = TeacherHead(teacher_hidden, teacher_weight[local], transform=Transform(bias=bias[local]))
+    head = hl.TeacherHead(teacher_hidden, teacher_weight[local], transform=hl.Transform(bias=bias[local]))
     teacher = MISTAKES[name][0](head) if last else head
-    head_loss = HeadLoss([Distillation()], options=Options(validate="checksums"))
+    head_loss = hl.HeadLoss([hl.Distillation()], options=hl.Options(validate="checksums"))
     labels, inputs = torch.zeros(N, dtype=torch.long, device=device), {"teacher": teacher}
-    linear = Linear(hidden_grad=how)
+    linear = hl.Linear(hidden_grad=how)
     return head_loss.linear(hidden, weight[local], labels, shard=shard, inputs=inputs, linear=linear).loss.cpu()
 
 
@@ -81,11 +71,11 @@ def dtensor_run(group, device, how):
     found = []
     for operands in (sharded, drawn(device)):
         hidden, weight, teacher_hidden, teacher_weight, bias = operands
-        head = TeacherHead(teacher_hidden, teacher_weight, transform=Transform(bias=bias, softcap=3.0))
-        where = Linear(hidden_grad=how) if operands is sharded else None
-        stats = linear_vocab_statistics(hidden, weight, teacher=head, want=("forward_kl",), linear=where)
+        head = hl.TeacherHead(teacher_hidden, teacher_weight, transform=hl.Transform(bias=bias, softcap=3.0))
+        where = hl.Linear(hidden_grad=how) if operands is sharded else None
+        stats = hl.linear_vocab_statistics(hidden, weight, teacher=head, want=("forward_kl",), linear=where)
         found.append(stats.forward_kl.cpu())
-        found.append(topk_log_probs(head, 3).log_probs.cpu() if how == "all_reduce" else torch.zeros(()))
+        found.append(hl.topk_log_probs(head, 3).log_probs.cpu() if how == "all_reduce" else torch.zeros(()))
     return found
 
 
@@ -104,8 +94,8 @@ def cut_rows_run(group, device):
     mesh = init_device_mesh(device.type, (group.size(),), mesh_dim_names=("tp",))
     hidden, weight, teacher_hidden, teacher_weight, _ = drawn(device)
     cut, rows = distribute_tensor(teacher_hidden, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Shard(0)])
-    shard, teacher = VocabShard.from_mesh(mesh, len(weight)), TeacherHead(cut, teacher_weight)
-    linear_vocab_statistics(hidden, rows, shard=shard, teacher=teacher, want=("forward_kl",))
+    shard, teacher = hl.VocabShard.from_mesh(mesh, len(weight)), hl.TeacherHead(cut, teacher_weight)
+    hl.linear_vocab_statistics(hidden, rows, shard=shard, teacher=teacher, want=("forward_kl",))
 
 
 def test_a_teacher_of_cut_rows_is_refused():

@@ -15,18 +15,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from tp_headloss import (
-    HeadLoss,
-    IdSets,
-    Options,
-    Teacher,
-    Transform,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    VocabShard,
-    topk_log_probs,
-    vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.engine.backend import load_backend
 from tp_headloss.engine.loss_step_triton import LossStep
 from tp_headloss.engine.request import Facts, Request, Tensors
@@ -72,19 +61,19 @@ def problem(case):
 
 def shard_run(group, device, case):
     cuts = case.cuts if group is not None else [0, case.cuts[-1]]
-    shard = VocabShard.from_boundaries(cuts, case.vocab_size, group)
+    shard = hl.VocabShard.from_boundaries(cuts, case.vocab_size, group)
     if case.explicit:
-        shard = VocabShard(shard.start, shard.stop, case.vocab_size, group)
+        shard = hl.VocabShard(shard.start, shard.stop, case.vocab_size, group)
     x, labels = problem(case)
     padded = torch.nn.functional.pad(x, (0, cuts[-1] - case.vocab_size), value=123.0)  # padding holds rubbish
     local = padded[:, shard.start : shard.stop].contiguous().to(device).requires_grad_()
-    stats = vocab_statistics(
+    stats = hl.vocab_statistics(
         local,
         labels.to(device),
         shard=shard,
         want=case.want,
-        transform=Transform(scale=1.25, temperature=torch.linspace(0.5, 1.5, len(labels)).to(device)),
-        options=Options(backend=case.backend, transport=case.transport),
+        transform=hl.Transform(scale=1.25, temperature=torch.linspace(0.5, 1.5, len(labels)).to(device)),
+        options=hl.Options(backend=case.backend, transport=case.transport),
     )
     generator = torch.Generator().manual_seed(2)
     names = [name for name in oracle.NAMES if getattr(stats, name) is not None]
@@ -180,15 +169,15 @@ def test_the_sum_transport_equals_the_gather(world_size, layout, backend):
 
 
 def far_run(group, device, transport, backend):
-    shard = VocabShard.from_group(group, 16)
+    shard = hl.VocabShard.from_group(group, 16)
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)) + torch.tensor([[0.0], [7e3], [-7e3]])
     local = x[:, shard.start : shard.stop].to(device).requires_grad_()
     labels = torch.tensor([3, 3, 12], device=device)
     want = "collision", "set_entropy", "reverse_kl", "jsd", "log_probs_at"
     of_ids = torch.stack([labels, labels - 1], 1)
-    stats = vocab_statistics(
-        local, labels, shard=shard, want=want, teacher=Teacher(-local.detach()), sets=IdSets(of_ids), ids=of_ids,
-        options=Options(transport=transport, backend=backend),
+    stats = hl.vocab_statistics(
+        local, labels, shard=shard, want=want, teacher=hl.Teacher(-local.detach()), sets=hl.IdSets(of_ids), ids=of_ids,
+        options=hl.Options(transport=transport, backend=backend),
     )  # fmt: skip
     values = [getattr(stats, name) for name in ("lse", "log_prob", *want)]
     return [*values, *torch.autograd.grad(sum(x.sum() for x in values), local)]
@@ -209,22 +198,22 @@ def test_explicit_bounds_need_no_knowledge_of_the_others(backend):
 
 def mesh_run(group, device):
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
-    shard = VocabShard.from_mesh(mesh, 100, "tp", padded_size=128)
-    by_group = VocabShard.from_group(mesh.get_group("tp"), 100, 128)
+    shard = hl.VocabShard.from_mesh(mesh, 100, "tp", padded_size=128)
+    by_group = hl.VocabShard.from_group(mesh.get_group("tp"), 100, 128)
     try:
-        VocabShard.from_mesh(mesh, 100)
+        hl.VocabShard.from_mesh(mesh, 100)
     except ValueError as error:
         message = str(error)
     for wrong in ("pp", 2, True):
         with pytest.raises((TypeError, ValueError), match=r"dim must be a .*got"):
-            VocabShard.from_mesh(mesh, 100, wrong)
+            hl.VocabShard.from_mesh(mesh, 100, wrong)
     mesh._flatten("all")
-    assert VocabShard.from_mesh(mesh, 100, "all").world_size == 4
+    assert hl.VocabShard.from_mesh(mesh, 100, "all").world_size == 4
     replica = mesh.get_local_rank("dp")
     x = torch.randn(5, 100, generator=torch.Generator().manual_seed(replica))
     labels = torch.arange(5) * 20 + replica
     padded = torch.nn.functional.pad(x, (0, 28))[:, shard.start : shard.stop].to(device)
-    stats = vocab_statistics(padded, labels.to(device), shard=shard)
+    stats = hl.vocab_statistics(padded, labels.to(device), shard=shard)
     expected = x.log_softmax(-1).gather(1, labels[:, None])[:, 0]
     return (shard.start, shard.stop, shard == by_group, message), stats.log_prob.cpu(), expected
 
@@ -240,13 +229,13 @@ def subgroup_run(group, device):
     sub = dist.new_group([1, 3])
     if dist.get_rank() not in (1, 3):
         try:
-            return VocabShard.from_group(sub, 30)
+            return hl.VocabShard.from_group(sub, 30)
         except ValueError as error:
             return str(error)
-    shard = VocabShard.from_group(sub, 30)
+    shard = hl.VocabShard.from_group(sub, 30)
     x = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
     labels = torch.tensor([0, 10, 29, 15])
-    stats = vocab_statistics(x[:, shard.start : shard.stop].to(device), labels.to(device), shard=shard)
+    stats = hl.vocab_statistics(x[:, shard.start : shard.stop].to(device), labels.to(device), shard=shard)
     return stats.log_prob.cpu(), x.log_softmax(-1).gather(1, labels[:, None])[:, 0]
 
 
@@ -258,10 +247,10 @@ def test_subgroups_use_their_own_ranks_and_outsiders_are_refused():
 
 
 def test_invariance_is_derived_from_the_cuts_never_claimed():
-    shard = VocabShard.from_group(None, 256)
+    shard = hl.VocabShard.from_group(None, 256)
     assert shard.tp_invariant and dataclasses.replace(shard, stop=300).tp_invariant
     with pytest.raises(TypeError):
-        VocabShard(0, 256, 256, None, True)
+        hl.VocabShard(0, 256, 256, None, True)
 
 
 @pytest.mark.parametrize("want", [("entropy",), ("entropy", "prepared"), ("topk_forward_kl", "tail_log_mass")])
@@ -310,13 +299,13 @@ def test_packets_in_memory_of_their_ranks_merge_to_the_same_bits(turn, want, dev
 def mixed_layouts_run(group, device):
     """[2, 3, V] of which the ranks differ in memory: transposed, contiguous, empty."""
     rank = dist.get_rank(group)
-    shard = VocabShard.from_boundaries([0, 40, 100, 100, 100], 100, group)
+    shard = hl.VocabShard.from_boundaries([0, 40, 100, 100, 100], 100, group)
     x = torch.randn(2, 3, 100, generator=torch.Generator().manual_seed(2))
     labels = torch.arange(6).view(2, 3) * 19
     local = x[..., shard.start : shard.stop].to(device)
     local = local.transpose(0, 1).contiguous().transpose(0, 1) if rank % 2 else local.contiguous()
     local.requires_grad_()
-    stats = vocab_statistics(local, labels.to(device), shard=shard)
+    stats = hl.vocab_statistics(local, labels.to(device), shard=shard)
     (stats.log_prob * torch.arange(6, device=device).view(2, 3)).sum().backward()
     return stats.log_prob.detach().cpu(), local.grad.cpu()
 
@@ -335,7 +324,7 @@ def destroyed_run(group, device):
     """A shard whose group is gone, while another group has its name."""
     ranks = list(range(dist.get_world_size(group)))
     own = dist.new_group(ranks)
-    shard = VocabShard.from_group(own, 64)
+    shard = hl.VocabShard.from_group(own, 64)
     x, labels = torch.zeros(2, shard.width, device=device), torch.tensor([1, 2], device=device)
     hidden, weight = torch.zeros(2, 3, device=device), torch.zeros(shard.width, 3, device=device)
     names, name = dist.distributed_c10d._world.pg_names, own.group_name
@@ -346,11 +335,11 @@ def destroyed_run(group, device):
     torch._C._distributed_c10d._register_process_group(name, other)
     messages = []
     for call in (
-        lambda: vocab_statistics(x, labels, shard=shard, options=Options(transport="sum")),
-        lambda: HeadLoss()(x, labels, shard=shard),
-        lambda: HeadLoss().linear(hidden, weight, labels, shard=shard),
-        lambda: topk_log_probs(x, 2, shard=shard),
-        lambda: VocabParallelEmbedding(4, shard)(labels),
+        lambda: hl.vocab_statistics(x, labels, shard=shard, options=hl.Options(transport="sum")),
+        lambda: hl.HeadLoss()(x, labels, shard=shard),
+        lambda: hl.HeadLoss().linear(hidden, weight, labels, shard=shard),
+        lambda: hl.topk_log_probs(x, 2, shard=shard),
+        lambda: hl.VocabParallelEmbedding(4, shard)(labels),
     ):
         try:
             call()
@@ -373,10 +362,10 @@ def leaking_run(group, device):
     ranks, counts = list(range(dist.get_world_size(group))), []
     for _ in range(4):
         own = dist.new_group(ranks)
-        shard = VocabShard.from_group(own, 64)
+        shard = hl.VocabShard.from_group(own, 64)
         x = torch.zeros(2, shard.width, device=device, requires_grad=True)
-        HeadLoss()(x, torch.tensor([1, 2], device=device), shard=shard).loss.backward()
-        VocabParallelHead(4, shard).state_dict()
+        hl.HeadLoss()(x, torch.tensor([1, 2], device=device), shard=shard).loss.backward()
+        hl.VocabParallelHead(4, shard).state_dict()
         dist.destroy_process_group(own)
         del own, shard, x
         gc.collect()
@@ -390,13 +379,13 @@ def test_a_destroyed_group_is_freed():
 
 
 def pickle_run(group, device):
-    shard, messages = VocabShard.from_group(group, 64), []
-    for value in (shard, VocabParallelHead(4, shard), VocabParallelEmbedding(4, shard)):
+    shard, messages = hl.VocabShard.from_group(group, 64), []
+    for value in (shard, hl.VocabParallelHead(4, shard), hl.VocabParallelEmbedding(4, shard)):
         try:
             pickle.dumps(value)
         except TypeError as error:
             messages.append(str(error))
-    copies = copy.deepcopy(VocabParallelHead(4, shard)).shard, copy.copy(shard)
+    copies = copy.deepcopy(hl.VocabParallelHead(4, shard)).shard, copy.copy(shard)
     return messages, [c is shard for c in copies]
 
 
@@ -404,7 +393,7 @@ def test_what_holds_a_process_group_says_so_when_it_is_pickled():
     for messages, same in on_ranks(2, pickle_run):
         assert len(messages) == 3 and all("VocabShard holds a process group" in message for message in messages)
         assert same == [True, True]
-    whole = VocabShard(0, 8, 8)
+    whole = hl.VocabShard(0, 8, 8)
     assert pickle.loads(pickle.dumps(whole)) == whole
 
 

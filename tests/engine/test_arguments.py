@@ -8,41 +8,13 @@ import pytest
 import torch
 from logits_problem import WANT, N, V, rows
 
-from tp_headloss import (
-    CausalLMLoss,
-    CrossEntropy,
-    Distillation,
-    HeadLoss,
-    IdSets,
-    Linear,
-    Metric,
-    Options,
-    PolicyGradient,
-    PolicyMetrics,
-    SamplingRule,
-    Sequences,
-    Teacher,
-    TeacherHead,
-    Term,
-    Transform,
-    VocabParallelHead,
-    VocabShard,
-    ZLoss,
-    combine_metrics,
-    kept_ids,
-    linear_vocab_statistics,
-    log_probs,
-    multi_token_targets,
-    reduce_metrics,
-    topk_log_probs,
-    vocab_statistics,
-)
+import tp_headloss as hl
 
 X, LABELS = rows("cpu")
-IDS, SHARD = torch.zeros(1).long(), VocabShard(0, V, V)
+IDS, SHARD = torch.zeros(1).long(), hl.VocabShard(0, V, V)
 ROW, STATES, WEIGHT = torch.zeros(1, V), torch.zeros(1, 8), torch.zeros(V, 8)
-SETS = IdSets(torch.zeros(2, 3, 4).long())
-FEW, MASK = Linear(max_valid_tokens=1), LABELS[None] > 0
+SETS = hl.IdSets(torch.zeros(2, 3, 4).long())
+FEW, MASK = hl.Linear(max_valid_tokens=1), LABELS[None] > 0
 
 
 class DeviceMesh:
@@ -51,97 +23,108 @@ class DeviceMesh:
 
 # What tests/helpers/odd_inputs.py and tests/promises/test_spec.py have not: relations, and what a message advises.
 TYPES = {
-    "want must be a tuple of names, got": lambda: vocab_statistics(ROW, want=[["entropy"]]),
-    "are logits and labels swapped": lambda: vocab_statistics(LABELS, X),
-    "got torch.float32 .are logits and labels swapped": lambda: CausalLMLoss()(LABELS, X),
-    "teacher.weight must be a tensor, got Linear: pass its .weight": lambda: HeadLoss([Distillation()]).linear(
-        X, torch.zeros(9, V), LABELS, inputs={"teacher": TeacherHead(X, torch.nn.Linear(V, 9))}
+    "want must be a tuple of names, got": lambda: hl.vocab_statistics(ROW, want=[["entropy"]]),
+    "are logits and labels swapped": lambda: hl.vocab_statistics(LABELS, X),
+    "got torch.float32 .are logits and labels swapped": lambda: hl.CausalLMLoss()(LABELS, X),
+    "teacher.weight must be a tensor, got Linear: pass its .weight": lambda: hl.HeadLoss([hl.Distillation()]).linear(
+        X, torch.zeros(9, V), LABELS, inputs={"teacher": hl.TeacherHead(X, torch.nn.Linear(V, 9))}
     ),
-    "terms must be Terms, got 'z_loss'": lambda: HeadLoss("z_loss"),
-    "terms must be Terms, got dict": lambda: HeadLoss({"ce": CrossEntropy()}),
-    r"got CrossEntropy: call it, CrossEntropy\(": lambda: HeadLoss([CrossEntropy]),
-    "metrics must be names or Metrics, got NoneType": lambda: HeadLoss(metrics=None),
-    "call it, PolicyMetrics": lambda: HeadLoss(metrics=(PolicyMetrics,)),
-    r"'clip' takes the options \['clip', 'dual_clip', ": lambda: PolicyGradient("clip", eps=0.2),
-    "got a DeviceMesh: use VocabShard.from_mesh": lambda: VocabShard.from_group(DeviceMesh(), V),
-    "group must be a process group or None, got": lambda: VocabShard.from_group("tp", V),
-    "group must be a process group or None": lambda: Sequences.from_mask(MASK, group="cp"),
-    "mesh must be a torch.distributed.Dev": lambda: VocabShard.from_mesh("tp", V),
-    "boundaries must be an int, got '9'": lambda: VocabShard.from_boundaries([0, "9"], 9),
-    "boundaries must be a tuple or list, got int": lambda: VocabShard.from_boundaries(9, 9),
-    "vocab_size must be an int, got None": lambda: VocabShard.from_boundaries([0, V], None),
-    "stop must be an int, got 4.0": lambda: VocabShard(0, 4.0, 4),
-    "parts must be a tuple or list, got dict": lambda: combine_metrics({"a": X}),
-    "metric 'a' must be a tensor, got int": lambda: combine_metrics([{"a": 1}]),
-    "metrics must be a dict, got list": lambda: reduce_metrics([X], None),
-    "weight must be a tensor, got Linear: pass its .weight": lambda: topk_log_probs(X, 3, weight=torch.nn.Linear(V, 9)),
-    "per_sequence must be a tensor, got float": lambda: Sequences.from_mask(MASK).spread(3.0),
-    "horizon must be a number": lambda: Sequences.from_mask(MASK, horizon="9"),
-    r"wrap it, Term\('name', function\)": lambda: HeadLoss([lambda stats: stats.lse]),
-    r"wrap it, Metric\(function\)": lambda: HeadLoss(metrics=[lambda stats: {}]),
-    r"must be a list of IdSets, got \['IdSets', 'Tensor'\]": lambda: IdSets.cat([SETS, torch.zeros(1)]),
+    "terms must be Terms, got 'z_loss'": lambda: hl.HeadLoss("z_loss"),
+    "terms must be Terms, got dict": lambda: hl.HeadLoss({"ce": hl.CrossEntropy()}),
+    r"got CrossEntropy: call it, CrossEntropy\(": lambda: hl.HeadLoss([hl.CrossEntropy]),
+    "metrics must be names or Metrics, got NoneType": lambda: hl.HeadLoss(metrics=None),
+    "call it, PolicyMetrics": lambda: hl.HeadLoss(metrics=(hl.PolicyMetrics,)),
+    r"'clip' takes the options \['clip', 'dual_clip', ": lambda: hl.PolicyGradient("clip", eps=0.2),
+    "got a DeviceMesh: use VocabShard.from_mesh": lambda: hl.VocabShard.from_group(DeviceMesh(), V),
+    "group must be a process group or None, got": lambda: hl.VocabShard.from_group("tp", V),
+    "group must be a process group or None": lambda: hl.Sequences.from_mask(MASK, group="cp"),
+    "mesh must be a torch.distributed.Dev": lambda: hl.VocabShard.from_mesh("tp", V),
+    "boundaries must be an int, got '9'": lambda: hl.VocabShard.from_boundaries([0, "9"], 9),
+    "boundaries must be a tuple or list, got int": lambda: hl.VocabShard.from_boundaries(9, 9),
+    "vocab_size must be an int, got None": lambda: hl.VocabShard.from_boundaries([0, V], None),
+    "stop must be an int, got 4.0": lambda: hl.VocabShard(0, 4.0, 4),
+    "parts must be a tuple or list, got dict": lambda: hl.combine_metrics({"a": X}),
+    "metric 'a' must be a tensor, got int": lambda: hl.combine_metrics([{"a": 1}]),
+    "metrics must be a dict, got list": lambda: hl.reduce_metrics([X], None),
+    "weight must be a tensor, got Linear: pass its .weight": lambda: hl.topk_log_probs(
+        X, 3, weight=torch.nn.Linear(V, 9)
+    ),
+    "per_sequence must be a tensor, got float": lambda: hl.Sequences.from_mask(MASK).spread(3.0),
+    "horizon must be a number": lambda: hl.Sequences.from_mask(MASK, horizon="9"),
+    r"wrap it, Term\('name', function\)": lambda: hl.HeadLoss([lambda stats: stats.lse]),
+    r"wrap it, Metric\(function\)": lambda: hl.HeadLoss(metrics=[lambda stats: {}]),
+    r"must be a list of IdSets, got \['IdSets', 'Tensor'\]": lambda: hl.IdSets.cat([SETS, torch.zeros(1)]),
     "where must be bool, got torch.int64": lambda: SETS.scatter(torch.ones(6).long()),
     "labels must be int64 or int32": lambda: SETS.contains(torch.zeros(2, 3)),
-    "head_loss must be": lambda: VocabParallelHead(8, SHARD)(STATES, IDS, head_loss=ZLoss(1.0)),
-    "transform must be a Transform, got float": lambda: VocabParallelHead(8, SHARD)(STATES, IDS, transform=0.7),
-    "pass its .weight": lambda: VocabParallelHead(8, SHARD, weight=torch.nn.Linear(8, V)),
-    "must be an nn.Parameter, or n": lambda: VocabParallelHead(8, SHARD, weight=WEIGHT),
-    "bias must be a tensor, got float: a temperature is": lambda: Transform(0.7),
-    "must have one dtype, got": lambda: topk_log_probs(STATES, 2, weight=WEIGHT.half()),
-    "logits must be a tensor": lambda: CausalLMLoss()([[0.0]], IDS, token_weight=torch.ones(1)),
-    "labels must be a tensor": lambda: linear_vocab_statistics(STATES, WEIGHT, [1], linear=FEW),
-    "teacher must be `Teacher`, or `TopKTeacher`, or `TeacherHead`, or None, got 'x'": lambda: linear_vocab_statistics(
-        STATES, WEIGHT, IDS, want=("forward_kl",), teacher="x", linear=FEW
+    "head_loss must be": lambda: hl.VocabParallelHead(8, SHARD)(STATES, IDS, head_loss=hl.ZLoss(1.0)),
+    "transform must be a Transform, got float": lambda: hl.VocabParallelHead(8, SHARD)(STATES, IDS, transform=0.7),
+    "pass its .weight": lambda: hl.VocabParallelHead(8, SHARD, weight=torch.nn.Linear(8, V)),
+    "must be an nn.Parameter, or n": lambda: hl.VocabParallelHead(8, SHARD, weight=WEIGHT),
+    "bias must be a tensor, got float: a temperature is": lambda: hl.Transform(0.7),
+    "must have one dtype, got": lambda: hl.topk_log_probs(STATES, 2, weight=WEIGHT.half()),
+    "logits must be a tensor": lambda: hl.CausalLMLoss()([[0.0]], IDS, token_weight=torch.ones(1)),
+    "labels must be a tensor": lambda: hl.linear_vocab_statistics(STATES, WEIGHT, [1], linear=FEW),
+    "teacher must be `Teacher`, or `TopKTeacher`, or `TeacherHead`, or None, got 'x'": lambda: (
+        hl.linear_vocab_statistics(STATES, WEIGHT, IDS, want=("forward_kl",), teacher="x", linear=FEW)
     ),
-    r"take \(stats, rewards\), got \(stats\)": lambda: Term("mine", lambda stats: stats.lse, inputs=("rewards",)),
-    r"a metric must name its values by strings, not empty, got \[3\]": lambda: HeadLoss(
-        metrics=Metric(lambda stats: {3: stats.lse})
+    r"take \(stats, rewards\), got \(stats\)": lambda: hl.Term("mine", lambda stats: stats.lse, inputs=("rewards",)),
+    r"a metric must name its values by strings, not empty, got \[3\]": lambda: hl.HeadLoss(
+        metrics=hl.Metric(lambda stats: {3: stats.lse})
     )(ROW, IDS),
-    r"got TopK: TopKTeacher\(top.ids, top.log_probs\)": lambda: vocab_statistics(
-        ROW, want=("topk_forward_kl",), teacher=topk_log_probs(ROW, 2)
+    r"got TopK: TopKTeacher\(top.ids, top.log_probs\)": lambda: hl.vocab_statistics(
+        ROW, want=("topk_forward_kl",), teacher=hl.topk_log_probs(ROW, 2)
     ),
-    "'advantages' must be a tensor, got LogProbs: pass its .log_prob": lambda: HeadLoss(PolicyGradient("reinforce"))(
-        ROW, IDS, inputs={"advantages": log_probs(ROW, IDS)}
-    ),
+    "'advantages' must be a tensor, got LogProbs: pass its .log_prob": lambda: hl.HeadLoss(
+        hl.PolicyGradient("reinforce")
+    )(ROW, IDS, inputs={"advantages": hl.log_probs(ROW, IDS)}),
 }
 VALUES = {
-    "scale / temperature": lambda: vocab_statistics(X, transform=Transform(scale=1e30, temperature=1e-30)),
-    "student_temperature must be": lambda: vocab_statistics(
-        X, want=("forward_kl",), transform=Transform(temperature=1e30), teacher=Teacher(X, student_temperature=1e-30)
+    "scale / temperature": lambda: hl.vocab_statistics(X, transform=hl.Transform(scale=1e30, temperature=1e-30)),
+    "student_temperature must be": lambda: hl.vocab_statistics(
+        X,
+        want=("forward_kl",),
+        transform=hl.Transform(temperature=1e30),
+        teacher=hl.Teacher(X, student_temperature=1e-30),
     ),
-    "is vocab_size=1000 ri": lambda: vocab_statistics(X[:, 1:], shard=SHARD),
-    "padded_size=1024": lambda: vocab_statistics(torch.zeros(N, V + 24), shard=SHARD),
+    "is vocab_size=1000 ri": lambda: hl.vocab_statistics(X[:, 1:], shard=SHARD),
+    "padded_size=1024": lambda: hl.vocab_statistics(torch.zeros(N, V + 24), shard=SHARD),
     r"weight must have shape \[1000, 9\] of the shard's ids \[0, 1000\) and hidden states, got \[1000, 8\]": lambda: (
-        VocabParallelHead(8, SHARD)(torch.zeros(1, 9))
+        hl.VocabParallelHead(8, SHARD)(torch.zeros(1, 9))
     ),
-    "labels are needed, got None": lambda: log_probs(X, None),
-    "for statistics alone, use vocab_statistics or linear": lambda: HeadLoss()(X, None),
-    r"labels must have shape \[S\], got \[\]": lambda: CausalLMLoss()(X[0], LABELS[0]),
-    r"labels must have shape \[S\], got": lambda: multi_token_targets(LABELS[0], 1),
-    "token_weight must have shape": lambda: CausalLMLoss()(X, LABELS, token_weight=torch.tensor(1.0)),
-    "ignore_index must be in the range of int64, got 9223372036854775808": lambda: multi_token_targets(
+    "labels are needed, got None": lambda: hl.log_probs(X, None),
+    "for statistics alone, use vocab_statistics or linear": lambda: hl.HeadLoss()(X, None),
+    r"labels must have shape \[S\], got \[\]": lambda: hl.CausalLMLoss()(X[0], LABELS[0]),
+    r"labels must have shape \[S\], got": lambda: hl.multi_token_targets(LABELS[0], 1),
+    "token_weight must have shape": lambda: hl.CausalLMLoss()(X, LABELS, token_weight=torch.tensor(1.0)),
+    "ignore_index must be in the range of int64, got 9223372036854775808": lambda: hl.multi_token_targets(
         LABELS, 1, ignore_index=1 << 63
     ),
-    "ignore_index must be in the range of int64, got 18446744073709551616": lambda: HeadLoss(ignore_index=1 << 64),
-    "metrics must have distinct names, got .'accuracy', 'accuracy'.": lambda: HeadLoss(metrics=("accuracy",) * 2),
-    "upstream must be other than 0 and finite in fp32, got 0": lambda: Linear(upstream=0),
-    "weight must be on cpu like hidden states, got meta": lambda: topk_log_probs(STATES, 2, weight=WEIGHT.to("meta")),
-    "denominator must be a number that fp32 holds": lambda: HeadLoss()(ROW, IDS, denominator=10**400),
-    "weight must be finite in fp32, got 1000": lambda: Term("mine", len, weight=10**400),
-    "'target_logit', 'valid'\\) are always there": lambda: vocab_statistics(ROW, want=("log_prob",)),
-    r"labels must have shape \[2, 3\] of the sets, got \[3\]": lambda: SETS.contains(torch.zeros(3).long()),
-    "weight gets no gradient: pass weight.detach": lambda: Term("mine", len, weight=torch.ones((), requires_grad=True)),
-    r"clip must be \(low, high\) with 0 <= low <= 1": lambda: PolicyGradient("clip", clip=(-0.2, 0.2)),
-    r"distances of the ratio from 1, got \(0.8, 1.28\), which look like bounds of it: clip=\(0.2, 0.28\)": lambda: (
-        PolicyGradient("clip", clip=(0.8, 1.28))
+    "ignore_index must be in the range of int64, got 18446744073709551616": lambda: hl.HeadLoss(ignore_index=1 << 64),
+    "metrics must have distinct names, got .'accuracy', 'accuracy'.": lambda: hl.HeadLoss(metrics=("accuracy",) * 2),
+    "upstream must be other than 0 and finite in fp32, got 0": lambda: hl.Linear(upstream=0),
+    "weight must be on cpu like hidden states, got meta": lambda: hl.topk_log_probs(
+        STATES, 2, weight=WEIGHT.to("meta")
     ),
-    "dual_clip must be at least 1 \\+ 0.2, where the clip ends, got 0.5": lambda: PolicyGradient("clip", dual_clip=0.5),
-    "dual_clip must be at least 1 \\+ 0.2, where the clip ends, got 0.1": lambda: PolicyMetrics(dual_clip=0.1),
-    "gradient='forward' is for logits": lambda: HeadLoss(options=Options(gradient="forward")).linear(
+    "denominator must be a number that fp32 holds": lambda: hl.HeadLoss()(ROW, IDS, denominator=10**400),
+    "weight must be finite in fp32, got 1000": lambda: hl.Term("mine", len, weight=10**400),
+    "'target_logit', 'valid'\\) are always there": lambda: hl.vocab_statistics(ROW, want=("log_prob",)),
+    r"labels must have shape \[2, 3\] of the sets, got \[3\]": lambda: SETS.contains(torch.zeros(3).long()),
+    "weight gets no gradient: pass weight.detach": lambda: hl.Term(
+        "mine", len, weight=torch.ones((), requires_grad=True)
+    ),
+    r"clip must be \(low, high\) with 0 <= low <= 1": lambda: hl.PolicyGradient("clip", clip=(-0.2, 0.2)),
+    r"distances of the ratio from 1, got \(0.8, 1.28\), which look like bounds of it: clip=\(0.2, 0.28\)": lambda: (
+        hl.PolicyGradient("clip", clip=(0.8, 1.28))
+    ),
+    "dual_clip must be at least 1 \\+ 0.2, where the clip ends, got 0.5": lambda: hl.PolicyGradient(
+        "clip", dual_clip=0.5
+    ),
+    "dual_clip must be at least 1 \\+ 0.2, where the clip ends, got 0.1": lambda: hl.PolicyMetrics(dual_clip=0.1),
+    "gradient='forward' is for logits": lambda: hl.HeadLoss(options=hl.Options(gradient="forward")).linear(
         STATES, WEIGHT, IDS
     ),
-    r"are these logits one rank's columns\? Then pass shard=": lambda: vocab_statistics(
-        X[:, :4], LABELS, options=Options(check=True)
+    r"are these logits one rank's columns\? Then pass shard=": lambda: hl.vocab_statistics(
+        X[:, :4], LABELS, options=hl.Options(check=True)
     ),
 }
 
@@ -154,22 +137,22 @@ def test_wrong_arguments_are_named_and_the_message_says_what_to_do(words):
 
 
 def test_one_term_and_one_metric_need_no_list():
-    head = HeadLoss(ZLoss(1.0), metrics="accuracy")
+    head = hl.HeadLoss(hl.ZLoss(1.0), metrics="accuracy")
     assert [term.name for term in head.terms] == ["z_loss"] and head.metrics == ("accuracy",)
-    head.metrics = PolicyMetrics()
+    head.metrics = hl.PolicyMetrics()
     assert head.input_names == {"advantages", "old_log_prob"}
 
 
 def test_input_names_are_what_a_call_needs():
-    own = Term("soft", lambda stats, weights: -(weights * stats.log_probs_at).sum(-1), 1.0, ("log_probs_at",),
+    own = hl.Term("soft", lambda stats, weights: -(weights * stats.log_probs_at).sum(-1), 1.0, ("log_probs_at",),
                inputs=("weights",))  # fmt: skip
-    head = HeadLoss([PolicyGradient("reinforce", over="sets"), own], reduction="seq-mean-token-mean")
+    head = hl.HeadLoss([hl.PolicyGradient("reinforce", over="sets"), own], reduction="seq-mean-token-mean")
     assert head.input_names == {"advantages", "sets", "ids", "weights", "sequences"}
     with pytest.raises(ValueError, match=re.escape(f"inputs must be {sorted(head.input_names)}")):
         head(
             torch.zeros(1, 2, 4),
             labels := torch.tensor([[1, 2]]),
-            inputs={"sequences": Sequences.from_mask(labels > 0)},
+            inputs={"sequences": hl.Sequences.from_mask(labels > 0)},
         )
 
 
@@ -179,8 +162,8 @@ def test_every_option_changes_something(backend, device):
     weight = torch.rand(V, device=device)
 
     def run(**kwargs):
-        kwargs.setdefault("options", Options(backend=backend))
-        stats = vocab_statistics(x, kwargs.pop("labels", labels), want=WANT, **kwargs)
+        kwargs.setdefault("options", hl.Options(backend=backend))
+        stats = hl.vocab_statistics(x, kwargs.pop("labels", labels), want=WANT, **kwargs)
         return torch.stack([v.double() for v in stats[:6] if v is not None])
 
     base = run()
@@ -188,36 +171,36 @@ def test_every_option_changes_something(backend, device):
     for kwargs in (
         dict(ignore_index=int(labels[0])),
         dict(total_weight=weight),
-        dict(transform=Transform(bias=weight)),
-        dict(transform=Transform(scale=1.1)),
-        dict(transform=Transform(softcap=3.0)),
-        dict(transform=Transform(temperature=1.1)),
-        dict(transform=Transform(temperature=torch.full((N,), 1.1, device=device))),
-        dict(shard=VocabShard(0, V, V - 1)),
+        dict(transform=hl.Transform(bias=weight)),
+        dict(transform=hl.Transform(scale=1.1)),
+        dict(transform=hl.Transform(softcap=3.0)),
+        dict(transform=hl.Transform(temperature=1.1)),
+        dict(transform=hl.Transform(temperature=torch.full((N,), 1.1, device=device))),
+        dict(shard=hl.VocabShard(0, V, V - 1)),
     ):
         assert not torch.equal(run(**kwargs).nan_to_num(), base.nan_to_num()), kwargs
-    a = run(transform=Transform(temperature=torch.full((N,), 1.1, device=device)))
-    torch.testing.assert_close(a, run(transform=Transform(temperature=1.1)), rtol=1e-6, atol=1e-5)
+    a = run(transform=hl.Transform(temperature=torch.full((N,), 1.1, device=device)))
+    torch.testing.assert_close(a, run(transform=hl.Transform(temperature=1.1)), rtol=1e-6, atol=1e-5)
 
 
 def test_numbers_of_numpy_are_numbers():
     numpy = pytest.importorskip("numpy")
     x, labels = rows("cpu")
-    shard = VocabShard.from_group(None, numpy.int64(V))
-    transform = Transform(temperature=numpy.float32(2.0), scale=numpy.float32(1.0))
-    head = HeadLoss([CrossEntropy(numpy.float32(1.0))], ignore_index=numpy.int64(-100))
+    shard = hl.VocabShard.from_group(None, numpy.int64(V))
+    transform = hl.Transform(temperature=numpy.float32(2.0), scale=numpy.float32(1.0))
+    head = hl.HeadLoss([hl.CrossEntropy(numpy.float32(1.0))], ignore_index=numpy.int64(-100))
     ours = head(x, labels, shard=shard, transform=transform, denominator=numpy.int64(4)).loss
-    assert torch.equal(ours, HeadLoss()(x, labels, transform=Transform(temperature=2.0), denominator=4).loss)
+    assert torch.equal(ours, hl.HeadLoss()(x, labels, transform=hl.Transform(temperature=2.0), denominator=4).loss)
     with pytest.raises(TypeError, match="vocab_size must be an int, got True"):
-        VocabShard(0, 12, True)
+        hl.VocabShard(0, 12, True)
     with pytest.raises(TypeError, match=r"vocab_size must be an int, got 12\.0"):
-        VocabShard.from_group(None, 12.0)
+        hl.VocabShard.from_group(None, 12.0)
 
 
 def test_a_call_after_an_equal_one_is_still_checked():
     """Checks are remembered by what they read, and neither attributes nor denominators are part of that."""
     x, labels = rows("cpu")
-    head, whole = HeadLoss(), VocabShard(0, V, V)
+    head, whole = hl.HeadLoss(), hl.VocabShard(0, V, V)
     for _ in range(2):
         assert torch.equal(head(x, labels).loss, head(x, labels, shard=whole).loss)
     bad = {
@@ -232,7 +215,7 @@ def test_a_call_after_an_equal_one_is_still_checked():
     for kwargs, kind, match in bad.values():
         with pytest.raises(kind, match=match):
             head(**{"logits": x, "labels": labels, **kwargs})
-    smaller = head(x, labels, shard=VocabShard(0, V, V - 1))
+    smaller = head(x, labels, shard=hl.VocabShard(0, V, V - 1))
     assert smaller.stats.vocab_size == V - 1 and head(x, labels).stats.vocab_size == V
     count = head(x, labels).count
     head.ignore_index = int(labels[labels >= 0][0])
@@ -242,13 +225,13 @@ def test_a_call_after_an_equal_one_is_still_checked():
 def test_inputs_of_a_call_after_an_equal_one_are_still_checked():
     x, labels = (y.view(2, -1, *y.shape[1:]) for y in rows("cpu"))
     old = torch.linspace(-5, -4, labels.numel()).view(labels.shape)
-    term = Term("gap", lambda stats, old: (stats.log_prob - old) ** 2, inputs=("old",))
-    head = HeadLoss([term])
+    term = hl.Term("gap", lambda stats, old: (stats.log_prob - old) ** 2, inputs=("old",))
+    head = hl.HeadLoss([term])
     for mine in (old, old + 1, old[:, :1], old[0, 0], old[:1], old.double(), old):
-        expected = HeadLoss([term])(x, labels, inputs={"old": mine})
+        expected = hl.HeadLoss([term])(x, labels, inputs={"old": mine})
         assert torch.equal(head(x, labels, inputs={"old": mine}).loss, expected.loss)
         assert not torch.equal(expected.loss, head(x, labels, inputs={"old": 2 * mine}).loss)
-    sequences = Sequences.from_mask(labels >= 0)
+    sequences = hl.Sequences.from_mask(labels >= 0)
     by_sequence = {"old": old[:, 0], "sequences": sequences}
     assert torch.equal(
         head(x, labels, inputs=by_sequence).loss, head(x, labels, inputs={"old": old[:, :1].expand_as(old)}).loss
@@ -272,11 +255,11 @@ def test_logits_whose_sign_is_not_in_memory(backend, device):
     x, labels = rows(device)
     views = [torch.complex(torch.zeros_like(y), -y).conj().imag for y in (x, x.flip(0))]
     assert views[0].is_neg() and torch.equal(views[0], x)
-    options, teachers = Options(backend=backend), (Teacher(x.flip(0)), Teacher(views[1]))
-    head = HeadLoss([CrossEntropy(), Distillation()], options=options)
+    options, teachers = hl.Options(backend=backend), (hl.Teacher(x.flip(0)), hl.Teacher(views[1]))
+    head = hl.HeadLoss([hl.CrossEntropy(), hl.Distillation()], options=options)
     losses = [head(y, labels, inputs={"teacher": t}).loss for y, t in zip((x, views[0]), teachers)]
     assert torch.equal(*losses)
-    known, like = HeadLoss(options=options), torch.complex(torch.zeros_like(x), x).imag  # strides of the view
+    known, like = hl.HeadLoss(options=options), torch.complex(torch.zeros_like(x), x).imag  # strides of the view
     assert like.stride() == views[0].stride() and not like.is_neg()
     assert torch.equal(*(known(y, labels).loss for y in (like, views[0])))
 
@@ -287,22 +270,22 @@ def test_an_ignore_index_of_another_width_is_another_kernel(backend, device):
     kept = labels >= 0
     for ignored in (-100, 1 << 40, -(1 << 40), 7 << 32):
         mine = torch.where(kept, labels, ignored)
-        out = HeadLoss(ignore_index=ignored, options=Options(backend=backend))(x, mine)
-        assert torch.equal(out.loss, HeadLoss(options=Options(backend=backend))(x, labels).loss)
+        out = hl.HeadLoss(ignore_index=ignored, options=hl.Options(backend=backend))(x, mine)
+        assert torch.equal(out.loss, hl.HeadLoss(options=hl.Options(backend=backend))(x, labels).loss)
         assert torch.equal(out.stats.valid, kept)
 
 
 def test_want_is_a_tuple_of_names_that_have_a_field(device):
     x, labels = rows(device)
-    assert vocab_statistics(x, labels, want=(name for name in ["entropy"])).entropy is not None
+    assert hl.vocab_statistics(x, labels, want=(name for name in ["entropy"])).entropy is not None
     for want in ("entropy", [["entropy"]], None):
         with pytest.raises(TypeError, match="want must be a tuple of names"):
-            vocab_statistics(x, labels, want=want)
+            hl.vocab_statistics(x, labels, want=want)
 
 
 def test_what_is_remembered_of_a_call_holds_none_of_its_tensors():
     x, labels = rows("cpu")
-    head = HeadLoss()
+    head = hl.HeadLoss()
     head(x, labels)
     alive = weakref.ref(x), weakref.ref(labels)
     del x, labels
@@ -313,13 +296,15 @@ def test_what_is_remembered_of_a_call_holds_none_of_its_tensors():
 
 def test_statistics_may_come_from_any_iterable_and_temperatures_that_are_none_are_nan(backend, device):
     hidden, weight = torch.randn(3, 8, device=device), torch.randn(V, 8, device=device)
-    labels, options = torch.zeros(3, device=device).long(), Options(backend=backend)
-    found = linear_vocab_statistics(hidden, weight, labels, want=(n for n in ("entropy",)), options=options)
+    labels, options = torch.zeros(3, device=device).long(), hl.Options(backend=backend)
+    found = hl.linear_vocab_statistics(hidden, weight, labels, want=(n for n in ("entropy",)), options=options)
     assert found.entropy is not None
     with pytest.raises(TypeError, match="want must be a tuple of names"):
-        linear_vocab_statistics(hidden, weight, labels, want=None)
+        hl.linear_vocab_statistics(hidden, weight, labels, want=None)
     temperatures = torch.tensor([0.5, -0.5, 0.0], device=device)
-    stats = vocab_statistics(hidden @ weight.T, labels, transform=Transform(temperature=temperatures), options=options)
+    stats = hl.vocab_statistics(
+        hidden @ weight.T, labels, transform=hl.Transform(temperature=temperatures), options=options
+    )
     assert stats.log_prob.isnan().tolist() == [False, True, True]
 
 
@@ -363,21 +348,21 @@ def test_subclasses_are_what_they_stand_for_or_refused(device):
     whole, found = (values * 0.1).float(), []
     for weight in (whole, Quantised(values, 0.1), whole.as_subclass(Named), torch.nn.Buffer(whole)):
         hidden.grad = None
-        HeadLoss().linear(hidden, weight, labels).loss.backward()
-        top = topk_log_probs(hidden.detach(), 3, weight=weight)
-        teacher = {"teacher": TeacherHead(hidden, weight)}
-        taught = HeadLoss([Distillation()]).linear(hidden, whole, labels, inputs=teacher)
+        hl.HeadLoss().linear(hidden, weight, labels).loss.backward()
+        top = hl.topk_log_probs(hidden.detach(), 3, weight=weight)
+        teacher = {"teacher": hl.TeacherHead(hidden, weight)}
+        taught = hl.HeadLoss([hl.Distillation()]).linear(hidden, whole, labels, inputs=teacher)
         found.append((hidden.grad.clone(), top.log_probs, taught.loss.detach()))
     assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(found[0], one))
     logits = Quantised(torch.randint(-9, 9, (6, 16), dtype=torch.int8, device=device), 0.1)
-    assert torch.equal(HeadLoss()(logits, labels).loss, HeadLoss()(logits.dequantize(), labels).loss)
+    assert torch.equal(hl.HeadLoss()(logits, labels).loss, hl.HeadLoss()(logits.dequantize(), labels).loss)
     calls = (
-        lambda x: HeadLoss().linear(hidden, x, labels),
-        lambda x: HeadLoss().linear(hidden, whole, labels, bias=x),
-        lambda x: HeadLoss()(hidden, labels, token_weight=x),
-        lambda x: HeadLoss()(hidden, labels, denominator=x),
-        lambda x: HeadLoss()(x, labels),
-        lambda x: kept_ids(hidden, SamplingRule(top_k=2), weight=x),
+        lambda x: hl.HeadLoss().linear(hidden, x, labels),
+        lambda x: hl.HeadLoss().linear(hidden, whole, labels, bias=x),
+        lambda x: hl.HeadLoss()(hidden, labels, token_weight=x),
+        lambda x: hl.HeadLoss()(hidden, labels, denominator=x),
+        lambda x: hl.HeadLoss()(x, labels),
+        lambda x: hl.kept_ids(hidden, hl.SamplingRule(top_k=2), weight=x),
     )
     for wrong in (
         Quantised(values, 0.1, dequantizes=False),
@@ -392,9 +377,9 @@ def test_subclasses_are_what_they_stand_for_or_refused(device):
 def test_the_ranks_of_a_local_tensor_are_not_one_tensor():
     LocalTensorMode = pytest.importorskip("torch.distributed._local_tensor").LocalTensorMode
     with LocalTensorMode(2), pytest.raises(TypeError, match="LocalTensor: pass the plain"):
-        HeadLoss()(torch.randn(4, 8), torch.arange(4))
+        hl.HeadLoss()(torch.randn(4, 8), torch.arange(4))
 
 
 def test_operands_on_meta_have_results_on_meta():
-    found = topk_log_probs(torch.zeros(2, 8, device="meta"), 2, weight=torch.zeros(V, 8, device="meta"))
+    found = hl.topk_log_probs(torch.zeros(2, 8, device="meta"), 2, weight=torch.zeros(V, 8, device="meta"))
     assert found.ids.is_meta and found.ids.shape == (2, 2)

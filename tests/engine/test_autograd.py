@@ -5,21 +5,7 @@ import torch
 from logits_problem import WANT, N, V, rows
 from torch.utils.checkpoint import checkpoint
 
-from tp_headloss import (
-    CrossEntropy,
-    Distillation,
-    Entropy,
-    HeadLoss,
-    IdSets,
-    Linear,
-    Options,
-    Teacher,
-    TopKDistillation,
-    TopKTeacher,
-    Transform,
-    ZLoss,
-    vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.engine.backend import load_backend
 
 
@@ -35,9 +21,9 @@ def test_inputs_are_never_written(dtype, backend, device):
     tensors = (x, labels, bias, temperature, weight, upstream)
     before = [t.clone() for t in tensors]
     x.requires_grad_()
-    stats = vocab_statistics(
-        x, labels, want=WANT, transform=Transform(bias, 1.5, 4.0, temperature), total_weight=weight,
-        options=Options(backend=backend),
+    stats = hl.vocab_statistics(
+        x, labels, want=WANT, transform=hl.Transform(bias, 1.5, 4.0, temperature), total_weight=weight,
+        options=hl.Options(backend=backend),
     )  # fmt: skip
     for value in (stats.log_prob, stats.entropy, stats.total):
         value.backward(upstream, retain_graph=True)
@@ -49,7 +35,7 @@ def test_backward_is_pure(backend, device):
     """Thrice with other gradients in between, bit for bit; a sum of gradients, not an overwritten buffer."""
     x, labels = rows(device)
     x.requires_grad_()
-    stats = vocab_statistics(x, labels, want=("entropy",), options=Options(backend=backend))
+    stats = hl.vocab_statistics(x, labels, want=("entropy",), options=hl.Options(backend=backend))
     g = torch.randn(N, device=device)
     first, *_ = torch.autograd.grad(stats.log_prob, x, g, retain_graph=True)
     kept = first.clone()
@@ -73,15 +59,17 @@ def test_a_statistic_that_no_loss_used_is_not_differentiated(monkeypatch, backen
 
     monkeypatch.setattr(module, "logits_gradient", spy)
     x, labels = rows(device)
-    stats = vocab_statistics(x.requires_grad_(), labels, want=WANT, options=Options(backend=backend))
+    stats = hl.vocab_statistics(x.requires_grad_(), labels, want=WANT, options=hl.Options(backend=backend))
     stats.log_prob.sum().backward()
     assert seen == [["log_prob"]]
 
 
 def test_the_gradients_of_statistics_alone_add_up_to_that_of_their_sum(backend, device):
     x, labels = rows(device)
-    names, teacher = ("entropy", "collision", "total", "jsd"), Teacher(torch.randn_like(x))
-    stats = vocab_statistics(x.requires_grad_(), labels, want=names, teacher=teacher, options=Options(backend=backend))
+    names, teacher = ("entropy", "collision", "total", "jsd"), hl.Teacher(torch.randn_like(x))
+    stats = hl.vocab_statistics(
+        x.requires_grad_(), labels, want=names, teacher=teacher, options=hl.Options(backend=backend)
+    )
     values = [getattr(stats, name).sum() for name in ("lse", "log_prob", *names)]
     parts = [torch.autograd.grad(value, x, retain_graph=True)[0] for value in values]
     torch.testing.assert_close(torch.autograd.grad(sum(values), x)[0], sum(parts))
@@ -92,9 +80,9 @@ def test_the_gradients_of_statistics_alone_add_up_to_that_of_their_sum(backend, 
 def test_a_bad_label_is_nan_in_gradients_that_have_no_factor_of_the_softmax(name, backend, device):
     x, labels = rows(device)
     labels[0] = V
-    teacher = Teacher(torch.randn_like(x)) if name == "jsd" else None
-    options = Options(backend=backend)
-    stats = vocab_statistics(x.requires_grad_(), labels, want=(name,), teacher=teacher, options=options)
+    teacher = hl.Teacher(torch.randn_like(x)) if name == "jsd" else None
+    options = hl.Options(backend=backend)
+    stats = hl.vocab_statistics(x.requires_grad_(), labels, want=(name,), teacher=teacher, options=options)
     (gradient,) = torch.autograd.grad(getattr(stats, name).sum(), x)
     assert gradient[0].isnan().all() and not gradient[1:].isnan().any()
 
@@ -102,12 +90,12 @@ def test_a_bad_label_is_nan_in_gradients_that_have_no_factor_of_the_softmax(name
 def test_no_grad_saves_nothing(backend, device):
     x, labels = rows(device)
     with torch.no_grad():
-        assert not vocab_statistics(x.requires_grad_(), labels).lse.requires_grad
-    stats = vocab_statistics(x, labels, want=WANT, options=Options(backend=backend))
+        assert not hl.vocab_statistics(x.requires_grad_(), labels).lse.requires_grad
+    stats = hl.vocab_statistics(x, labels, want=WANT, options=hl.Options(backend=backend))
     assert not stats.argmax.requires_grad and stats.entropy.requires_grad
-    assert vocab_statistics(x.detach(), labels).lse.grad_fn is None
+    assert hl.vocab_statistics(x.detach(), labels).lse.grad_fn is None
     with torch.inference_mode():
-        vocab_statistics(x.detach().clone(), labels, options=Options(backend=backend))
+        hl.vocab_statistics(x.detach().clone(), labels, options=hl.Options(backend=backend))
 
 
 SECOND = {  # name -> what differentiates a gradient of loss(w) again
@@ -130,12 +118,12 @@ def test_a_second_derivative_is_refused_however_it_is_asked_for(how, head, devic
     torch.manual_seed(0)
     backend = "triton" if how == "a penalty" else "torch"  # it is refused above both
     hidden, labels = torch.randn(5, 6, device=device), torch.tensor([1, 2, 3, 4, -100], device=device)
-    head_loss = HeadLoss([CrossEntropy(), ZLoss(0.1)], options=Options(backend=backend))
+    head_loss = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(0.1)], options=hl.Options(backend=backend))
 
     def loss(w):
         if head == "logits":
             return head_loss(hidden @ w.t(), labels).loss
-        return head_loss.linear(hidden, w, labels, linear=Linear(head)).loss
+        return head_loss.linear(hidden, w, labels, linear=hl.Linear(head)).loss
 
     w = torch.randn(9, 6, device=device, requires_grad=True)
     with pytest.raises(RuntimeError, match="has first derivatives only"):
@@ -147,17 +135,19 @@ def test_a_second_derivative_is_refused_however_it_is_asked_for(how, head, devic
 def losses_of_all_kinds(backend, device):
     """Functions of logits [N, V], or of hidden states and a weight, that save tensors of each kind."""
     x, labels = rows(device)
-    options, teacher = Options(backend=backend), {"teacher": Teacher(torch.randn_like(x))}
+    options, teacher = hl.Options(backend=backend), {"teacher": hl.Teacher(torch.randn_like(x))}
     ids = torch.stack([labels.clamp(min=0), *(torch.full_like(labels, k) for k in (7, 300))], 1)
-    entries = {"teacher": TopKTeacher(ids, torch.rand(N, 3, device=device).log_softmax(-1) - 0.5, renormalize=False)}
-    transform = Transform(torch.randn(V, device=device), 1.5, 4.0, torch.rand(N, device=device) + 0.5)
-    plain = HeadLoss([CrossEntropy(), ZLoss(0.1)], options=options)
-    tail = HeadLoss([CrossEntropy(), TopKDistillation(support="tail")], options=options)
-    jsd = HeadLoss([CrossEntropy(label_smoothing=0.1), Distillation(1.0, "jsd"), Entropy(0.1)], options=options)
+    entries = {"teacher": hl.TopKTeacher(ids, torch.rand(N, 3, device=device).log_softmax(-1) - 0.5, renormalize=False)}
+    transform = hl.Transform(torch.randn(V, device=device), 1.5, 4.0, torch.rand(N, device=device) + 0.5)
+    plain = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(0.1)], options=options)
+    tail = hl.HeadLoss([hl.CrossEntropy(), hl.TopKDistillation(support="tail")], options=options)
+    jsd = hl.HeadLoss(
+        [hl.CrossEntropy(label_smoothing=0.1), hl.Distillation(1.0, "jsd"), hl.Entropy(0.1)], options=options
+    )
 
     def of_statistics(x):
-        given = {"sets": IdSets(ids), "ids": ids, "want": ("set_entropy", "log_probs_at", "total")}
-        stats = vocab_statistics(x, labels, transform=transform, options=options, **given)
+        given = {"sets": hl.IdSets(ids), "ids": ids, "want": ("set_entropy", "log_probs_at", "total")}
+        stats = hl.vocab_statistics(x, labels, transform=transform, options=options, **given)
         return stats.log_prob.sum() + stats.set_entropy.sum() + (stats.log_probs_at * ids).sum() + stats.total.sum()
 
     kinds = {
@@ -168,7 +158,7 @@ def losses_of_all_kinds(backend, device):
     }
 
     def of_hidden(mode):
-        return lambda h, w: tail.linear(h, w, labels, inputs=entries, linear=Linear(mode)).loss
+        return lambda h, w: tail.linear(h, w, labels, inputs=entries, linear=hl.Linear(mode)).loss
 
     return kinds | {mode: of_hidden(mode) for mode in ("recompute", "one_sweep")}
 
@@ -221,7 +211,7 @@ def test_a_batch_of_upstream_gradients_is_refused(kind, backend, device):
 def test_activation_checkpointing_gives_the_same_bits(use_reentrant, backend, device):
     x, labels = rows(device)
     a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    head = HeadLoss([CrossEntropy(), ZLoss(1e-2)], options=Options(backend=backend))
+    head = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(1e-2)], options=hl.Options(backend=backend))
     head(a, labels).loss.backward()
     checkpoint(lambda t: head(t * 1.0, labels).loss, b, use_reentrant=use_reentrant).backward()
     assert torch.equal(a.grad, b.grad)
@@ -229,7 +219,7 @@ def test_activation_checkpointing_gives_the_same_bits(use_reentrant, backend, de
 
 def test_autocast_changes_nothing(backend, device):
     x, labels = rows(device)
-    head = HeadLoss([CrossEntropy(), ZLoss(1e-2)], options=Options(backend=backend))
+    head = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(1e-2)], options=hl.Options(backend=backend))
     plain = head(x, labels).loss
     with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
         assert torch.equal(head(x, labels).loss, plain) and plain.dtype == torch.float32
@@ -246,7 +236,7 @@ def test_a_failure_after_the_kernel_leaves_no_gradient_for_a_second_backward(bac
 
     monkeypatch.setattr(module, "logits_gradient", failing)
     local = x.clone().requires_grad_()
-    loss = vocab_statistics(local * 1.0, labels, options=Options(backend=backend, inplace=True)).log_prob.sum()
+    loss = hl.vocab_statistics(local * 1.0, labels, options=hl.Options(backend=backend, inplace=True)).log_prob.sum()
     with pytest.raises(MemoryError):
         loss.backward(retain_graph=True)
     monkeypatch.undo()

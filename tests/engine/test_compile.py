@@ -8,36 +8,20 @@ from logits_problem import WANT, N, V, policy_head, policy_inputs, rows
 from ranks import on_ranks
 from torch._dynamo.testing import CompileCounter
 
-from tp_headloss import (
-    CrossEntropy,
-    Entropy,
-    HeadLoss,
-    IdSets,
-    Options,
-    PolicyGradient,
-    SamplingRule,
-    Teacher,
-    TopKTeacher,
-    Transform,
-    VocabShard,
-    ZLoss,
-    kept_ids,
-    sample,
-    vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER
 
 
 def compiled_run(group, device, backend):
     """By the fraction of tokens that are ignored, of a step that is compiled once: what is eager, and what is not."""
-    shard = VocabShard.from_group(group, V)
+    shard = hl.VocabShard.from_group(group, V)
     x, own = rows(device)
-    head = HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-3), Entropy(0.1)], metrics=("accuracy",),
-                    options=Options(backend=backend))  # fmt: skip
+    head = hl.HeadLoss([hl.CrossEntropy(label_smoothing=0.1), hl.ZLoss(1e-3), hl.Entropy(0.1)], metrics=("accuracy",),
+                    options=hl.Options(backend=backend))  # fmt: skip
     temperature = torch.linspace(0.5, 2, N, device=device)
 
     def step(logits, labels):
-        out = head(logits * 1.0, labels, shard=shard, transform=Transform(temperature=temperature))
+        out = head(logits * 1.0, labels, shard=shard, transform=hl.Transform(temperature=temperature))
         return out.loss, out.metrics["accuracy"], out.stats.entropy
 
     compiled, results = torch.compile(step, fullgraph=True, backend="aot_eager"), []
@@ -61,7 +45,7 @@ def test_compiled_without_graph_breaks_equals_eager(world_size, backend):
 
 
 def test_inductor_compiles_the_loss_of_changing_batch_sizes(device):
-    head = HeadLoss([CrossEntropy(), ZLoss(1e-3)])
+    head = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(1e-3)])
     compiled = torch.compile(lambda x, y: head(x, y).loss, fullgraph=True, dynamic=True)
     for n in (5, 8, 13):
         x, y = torch.randn(n, 64, device=device, requires_grad=True), torch.randint(0, 64, (n,), device=device)
@@ -77,11 +61,11 @@ def test_sets_of_any_size_take_one_graph(device):
 
     @torch.compile(fullgraph=True, dynamic=True, backend=frames)
     def mass(x, ids):
-        return vocab_statistics(x, want=("set_log_mass",), sets=IdSets(ids)).set_log_mass
+        return hl.vocab_statistics(x, want=("set_log_mass",), sets=hl.IdSets(ids)).set_log_mass
 
     for size in (3, 5, 9, 17):
         ids = torch.randint(0, V, (N, size), device=device)
-        eager = vocab_statistics(x, want=("set_log_mass",), sets=IdSets(ids)).set_log_mass
+        eager = hl.vocab_statistics(x, want=("set_log_mass",), sets=hl.IdSets(ids)).set_log_mass
         torch.testing.assert_close(mass(x, ids), eager)
     assert frames.frame_count == 1
     torch._dynamo.reset()
@@ -99,16 +83,16 @@ def test_operators_are_registered_consistently(device):
     of_sets = (ids.flatten(), spans, V, None, "torch")
     torch.library.opcheck(operators.known_sets.default, of_sets, **checks)
     in_sets = *[None] * 4, *operators.known_sets(*of_sets), None
-    teacher, sets = TopKTeacher(ids, log_probs), {"sets": IdSets(ids)}
+    teacher, sets = hl.TopKTeacher(ids, log_probs), {"sets": hl.IdSets(ids)}
     for given, names, rest in (
-        ({"teacher": Teacher(torch.randn_like(x))}, FULL_TEACHER, (torch.randn_like(x), scales, *[None] * 6)),
+        ({"teacher": hl.Teacher(torch.randn_like(x))}, FULL_TEACHER, (torch.randn_like(x), scales, *[None] * 6)),
         ({"teacher": teacher}, TOPK_TEACHER, (None, scales, *operators.entries(*of_entries), *[None] * 4)),
         (sets, OVER_SETS, (*in_sets, None)),
         ({"ids": ids}, AT_IDS, (*[None] * 7, ids.int())),
         (sets | {"ids": ids}, (*OVER_SETS, *AT_IDS), (*in_sets, ids.int())),
     ):
-        local, options = x.clone().requires_grad_(), Options(backend="torch")
-        stats = vocab_statistics(local, labels, want=(*WANT, *names), options=options, **given)
+        local, options = x.clone().requires_grad_(), hl.Options(backend="torch")
+        stats = hl.vocab_statistics(local, labels, want=(*WANT, *names), options=options, **given)
         request, inputs = stats.lse.grad_fn.request, (x, labels, None, None, None, *rest)
         torch.library.opcheck(operators.statistics.default, (*inputs, *request.facts), **checks)
         merged = operators.statistics(*inputs, *request.facts)[0]
@@ -131,7 +115,7 @@ def test_compiled_terms_equal_eager_ones(compiler, backend, device, monkeypatch)
     if compiler == "aot_eager":
         compile = torch.compile
         monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend="aot_eager"))
-    options = Options(backend=backend)
+    options = hl.Options(backend=backend)
     eager, compiled = policy_head(options=options), policy_head(options=options, compile=True)
     x, labels = rows(device)
     for part in (slice(0, 8), slice(2, 8)):
@@ -148,11 +132,11 @@ def test_every_objective_compiles_to_what_it_is_in_eager(device):
     inputs = policy_inputs(labels) | {"advantages": torch.tensor([[1.0], [-0.5]], device=device)}
     inputs["noise"] = torch.rand(labels.shape, device=device)
     inputs["old_log_prob"] = inputs["old_log_prob"] - 7
-    terms = [PolicyGradient(name) for name in ("clip", "cispo", "sapo", "gmpo", "vespo", "kl-cov")]
-    terms.append(PolicyGradient("clip-cov", fraction=0.3, bounds=(-9.0, 9.0)))
+    terms = [hl.PolicyGradient(name) for name in ("clip", "cispo", "sapo", "gmpo", "vespo", "kl-cov")]
+    terms.append(hl.PolicyGradient("clip-cov", fraction=0.3, bounds=(-9.0, 9.0)))
     results = []
     for compile in (False, True):
-        head = HeadLoss(terms, compile=compile)
+        head = hl.HeadLoss(terms, compile=compile)
         local = x.view(2, -1, V).clone().requires_grad_()
         out = head(local, labels, inputs={name: inputs[name] for name in head.input_names})
         results.append((out.terms, torch.autograd.grad(out.loss, local)[0]))
@@ -162,7 +146,7 @@ def test_every_objective_compiles_to_what_it_is_in_eager(device):
 
 def test_a_compiled_head_can_be_copied_and_saved():
     x, labels = rows("cpu")
-    head = HeadLoss([CrossEntropy(label_smoothing=0.1)], metrics=("entropy",), compile=True)
+    head = hl.HeadLoss([hl.CrossEntropy(label_smoothing=0.1)], metrics=("entropy",), compile=True)
     loss = head(x, labels).loss
     for copied in (copy.deepcopy(head), head):
         torch.testing.assert_close(copied(x, labels).loss, loss)
@@ -185,8 +169,8 @@ def test_a_policy_loss_compiles_without_graph_breaks(device):
 
 
 def drawn(x):
-    rule, positions = SamplingRule(top_k=9, top_p=0.9), torch.arange(len(x), device=x.device)
-    draw, kept = sample(x * 2.0, seed=3, positions=positions, rule=rule), kept_ids(x * 2.0, rule)
+    rule, positions = hl.SamplingRule(top_k=9, top_p=0.9), torch.arange(len(x), device=x.device)
+    draw, kept = hl.sample(x * 2.0, seed=3, positions=positions, rule=rule), hl.kept_ids(x * 2.0, rule)
     return draw.ids + 1, draw.log_probs * 2.0, *(t + 1 for t in (draw.sets.ids, draw.sets.spans, kept.ids, kept.spans))
 
 

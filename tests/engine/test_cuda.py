@@ -5,29 +5,14 @@ import torch
 from cuda_problem import N, V, results
 from ranks import Pool, on_ranks
 
-from tp_headloss import (
-    CrossEntropy,
-    HeadLoss,
-    IdSets,
-    Linear,
-    Options,
-    SamplingRule,
-    Teacher,
-    TopKTeacher,
-    VocabShard,
-    ZLoss,
-    kept_ids,
-    sample,
-    topk_log_probs,
-    vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER
 
 pytestmark = pytest.mark.cuda
 
 
 def saved_run(group, device):
-    shard = VocabShard.from_group(group, V)
+    shard = hl.VocabShard.from_group(group, V)
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(N, V, device=device, generator=generator).mul_(3).bfloat16()
     labels = torch.randint(0, V, (N,), device=device, generator=generator)
@@ -56,7 +41,7 @@ def test_memory_above_the_inputs_is_one_gradient_or_none(inplace):
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        stats = vocab_statistics(logits, labels, want=("entropy",), options=Options(inplace=inplace))
+        stats = hl.vocab_statistics(logits, labels, want=("entropy",), options=hl.Options(inplace=inplace))
         forward = torch.cuda.max_memory_allocated() - before
         (grad,) = torch.autograd.grad(stats.log_prob.sum() + stats.entropy.sum(), logits)
         peak = torch.cuda.max_memory_allocated() - before
@@ -74,7 +59,7 @@ def test_sizes_beyond_2_to_the_31_are_right(n, v):
         part.normal_()
     labels = torch.randint(0, v, (n,), device="cuda")
     logits.requires_grad_()
-    stats = vocab_statistics(logits, labels, want=("entropy",))
+    stats = hl.vocab_statistics(logits, labels, want=("entropy",))
     g = torch.randn(n, device="cuda")
     stats.log_prob.backward(g)
     for row in (0, n // 2, n - 2, n - 1):
@@ -91,7 +76,7 @@ def test_sizes_beyond_2_to_the_31_are_right(n, v):
 def test_many_tokens_pass_every_grid_limit(n):
     logits = torch.randn(n, 130, device="cuda", requires_grad=True)
     labels = torch.randint(0, 130, (n,), device="cuda")
-    stats = vocab_statistics(logits, labels)
+    stats = hl.vocab_statistics(logits, labels)
     stats.log_prob.sum().backward()
     expected = logits.detach().log_softmax(-1).gather(1, labels[:, None])[:, 0]
     torch.testing.assert_close(stats.log_prob, expected, rtol=1e-5, atol=1e-5)
@@ -100,7 +85,7 @@ def test_many_tokens_pass_every_grid_limit(n):
 
 def repeated_run(group, device, transport):
     """1,000 calls on two streams in turn, while noise keeps the GPU, its allocator and the group busy: equal bits."""
-    shard = VocabShard.from_group(group, V)
+    shard = hl.VocabShard.from_group(group, V)
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(N, V, device=device, generator=generator)[:, shard.start : shard.stop].bfloat16()
     labels = torch.randint(0, V, (N,), device=device, generator=generator)
@@ -137,7 +122,7 @@ def test_a_thousand_repeats_have_the_same_bits_under_noise(world_size, transport
 def test_rows_have_the_same_bits_in_batches_of_any_size():
     x = torch.randn(8192, V, device="cuda").mul_(3).bfloat16()
     labels = torch.randint(0, V, (8192,), device="cuda")
-    shard = VocabShard.from_group(None, V)
+    shard = hl.VocabShard.from_group(None, V)
     *whole, grad = results(x, labels, shard, "auto")
     for n in (1, 3, 64):
         order = torch.randperm(8192, device="cuda")[:n]
@@ -151,28 +136,28 @@ def everything(backend):
     logits, other = (torch.randn(64, 1000, device="cuda", generator=generator) for _ in range(2))
     hidden, weight = (torch.randn(n, 64, device="cuda", generator=generator).bfloat16() for n in (64, 1000))
     labels = torch.arange(64, device="cuda") * 15
-    options, ids = Options(backend=backend), torch.stack([labels, labels, labels // 2], 1)
-    top = topk_log_probs(other, 9, top_p=0.9, options=options)
-    rule = SamplingRule(top_k=40, top_p=0.9)
-    drawn = sample(logits, seed=1, positions=labels, rule=rule, options=options)
-    sets = kept_ids(logits, rule, options=options)
+    options, ids = hl.Options(backend=backend), torch.stack([labels, labels, labels // 2], 1)
+    top = hl.topk_log_probs(other, 9, top_p=0.9, options=options)
+    rule = hl.SamplingRule(top_k=40, top_p=0.9)
+    drawn = hl.sample(logits, seed=1, positions=labels, rule=rule, options=options)
+    sets = hl.kept_ids(logits, rule, options=options)
     found = [*top, *drawn[:3], sets.ids]
     for given in (
         {"want": ("entropy", "collision", "total", "rank", "argmax")},
-        {"want": FULL_TEACHER, "teacher": Teacher(other)},
-        {"want": TOPK_TEACHER, "teacher": TopKTeacher(top.ids, top.log_probs, renormalize=False)},
-        {"want": OVER_SETS, "sets": IdSets(torch.cat([ids, ids + 1], 1))},
+        {"want": FULL_TEACHER, "teacher": hl.Teacher(other)},
+        {"want": TOPK_TEACHER, "teacher": hl.TopKTeacher(top.ids, top.log_probs, renormalize=False)},
+        {"want": OVER_SETS, "sets": hl.IdSets(torch.cat([ids, ids + 1], 1))},
         {"want": ("log_probs_at",), "ids": ids},
     ):
         x = logits.clone().requires_grad_()
-        stats = vocab_statistics(x, labels, options=options, **given)
+        stats = hl.vocab_statistics(x, labels, options=options, **given)
         values = [v for v in stats if isinstance(v, torch.Tensor) and v.requires_grad]
         torch.autograd.backward([v.sum() for v in values])
         found += [*(v.detach() for v in values), x.grad]
     for mode in ("recompute", "one_sweep"):
         operands = [x.clone().requires_grad_() for x in (hidden, weight)]
-        HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(0.1)], options=options).linear(
-            *operands, labels, linear=Linear(mode)
+        hl.HeadLoss([hl.CrossEntropy(label_smoothing=0.1), hl.ZLoss(0.1)], options=options).linear(
+            *operands, labels, linear=hl.Linear(mode)
         ).loss.backward()
         found += [x.grad for x in operands]
     return found
@@ -206,7 +191,7 @@ def test_two_hundred_batch_sizes_compile_once():
 
     labels = torch.randint(0, 1000, (4096,), device="cuda")
     logits = torch.randn(4096, 1000, device="cuda", dtype=torch.bfloat16)
-    loss_of = HeadLoss([CrossEntropy(), ZLoss(1e-4)])
+    loss_of = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(1e-4)])
     jits = [getattr(kernels, f"{name}_kernel") for name in ("statistics", "merge", "gradient")]
     jits.append(sums_triton.sums_kernel)
     counts = set()
@@ -225,7 +210,7 @@ def device_run(group, device):
     x = torch.randn(4, 100, device=device, requires_grad=True)
     labels = torch.randint(0, 100, (4,), device=device)
     with torch.cuda.device(other):
-        log_prob = vocab_statistics(x, labels).log_prob
+        log_prob = hl.vocab_statistics(x, labels).log_prob
         log_prob.sum().backward()
     expected = x.detach().log_softmax(-1).gather(1, labels[:, None])[:, 0]
     return (log_prob.detach() - expected).abs().max().item(), bool(x.grad.isfinite().all())

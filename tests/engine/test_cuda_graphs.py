@@ -5,37 +5,20 @@ import torch
 from cuda_problem import N, V, captured, replays
 from ranks import on_ranks
 
-from tp_headloss import (
-    CrossEntropy,
-    Distillation,
-    Entropy,
-    GeneratorMetrics,
-    HeadLoss,
-    KLToReference,
-    Options,
-    PolicyGradient,
-    PolicyMetrics,
-    Sequences,
-    Teacher,
-    Term,
-    TopKDistillation,
-    TopKTeacher,
-    VocabShard,
-    ZLoss,
-)
+import tp_headloss as hl
 from tp_headloss.statistics import AT_IDS
 
 pytestmark = pytest.mark.cuda
 
 
 def head(transport="auto"):
-    terms = [CrossEntropy(label_smoothing=0.1), ZLoss(1e-4), Entropy(0.01)]
-    return HeadLoss(terms, metrics=("accuracy",), options=Options(transport=transport))
+    terms = [hl.CrossEntropy(label_smoothing=0.1), hl.ZLoss(1e-4), hl.Entropy(0.01)]
+    return hl.HeadLoss(terms, metrics=("accuracy",), options=hl.Options(transport=transport))
 
 
 def graph_run(group, device, transport):
     """Capture one step, replay it 100 times on fresh inputs, compare with eager bit for bit."""
-    shard = VocabShard.from_group(group, V)
+    shard = hl.VocabShard.from_group(group, V)
     logits = torch.randn(N, shard.width, device=device, dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(0, V, (N,), device=device)
     loss_of = head(transport)
@@ -65,21 +48,21 @@ def test_a_hundred_graph_replays_equal_eager(world_size, transport):
 
 def policy_step(group, device, layout, compile, objective="gspo"):
     """-> inputs to change, and a step that builds its sequences anew and computes loss, metrics and gradient."""
-    shard = VocabShard.from_group(group, V)
+    shard = hl.VocabShard.from_group(group, V)
     logits = torch.randn(N, shard.width, device=device, dtype=torch.bfloat16).requires_grad_()
     names = ("advantages", "old_log_prob", "reference_log_prob", "generator_log_prob", "rollout_weight", "noise")
     state = {name: torch.zeros(N, device=device) for name in names}
     state["labels"] = torch.randint(0, V, (N,), device=device, generator=torch.Generator(device).manual_seed(0))
     cuts = torch.tensor([0, 100, 101, 101, 400, N], device=device, dtype=torch.int32)
     ids = torch.randint(0, 9, (N,), device=device, generator=torch.Generator(device).manual_seed(0))
-    terms = [PolicyGradient(objective, rollout_weight=True), KLToReference(0.1), Entropy(0.01)]
-    metrics = ("accuracy", PolicyMetrics(reference=True), GeneratorMetrics())
-    loss_of = HeadLoss(terms, metrics=metrics, reduction="seq-mean-token-mean", compile=compile)
+    terms = [hl.PolicyGradient(objective, rollout_weight=True), hl.KLToReference(0.1), hl.Entropy(0.01)]
+    metrics = ("accuracy", hl.PolicyMetrics(reference=True), hl.GeneratorMetrics())
+    loss_of = hl.HeadLoss(terms, metrics=metrics, reduction="seq-mean-token-mean", compile=compile)
     wanted = loss_of.input_names
 
     def step():
         mask = state["labels"] != -100
-        sequences = Sequences.from_ids(ids, 9, mask) if layout == "ids" else Sequences.from_cu_seqlens(cuts, mask)
+        sequences = hl.Sequences.from_ids(ids, 9, mask) if layout == "ids" else hl.Sequences.from_cu_seqlens(cuts, mask)
         inputs = {name: value for name, value in state.items() if name in wanted} | {"sequences": sequences}
         out = loss_of(logits, state["labels"], shard=shard, inputs=inputs)
         grad = torch.autograd.grad(out.loss, logits)[0]
@@ -121,26 +104,32 @@ def test_every_objective_waits_for_nothing_and_replays_from_a_graph(objective):
 
 
 DISTILLATIONS = {  # name -> terms, and whether their teacher is whole
-    "whole": ([Distillation(0.5), Distillation(0.2, "reverse_kl", temperature_squared=True)], True),
-    "whole, later": ([Distillation(0.5, "jsd"), Distillation(0.5, "total_variation")], True),
-    "entries": ([TopKDistillation(0.5), TopKDistillation(0.5, "reverse_kl")], False),
-    "vocabulary": ([TopKDistillation(0.5, support="vocabulary"), TopKDistillation(0.5, "jsd", "vocabulary")], False),
-    "tail": ([TopKDistillation(0.5, support="tail"), TopKDistillation(0.5, "reverse_kl", "tail")], False),
-    "given ids": ([TopKDistillation(0.5), Term("at", lambda stats: -stats.log_probs_at.mean(-1), want=AT_IDS)], False),
+    "whole": ([hl.Distillation(0.5), hl.Distillation(0.2, "reverse_kl", temperature_squared=True)], True),
+    "whole, later": ([hl.Distillation(0.5, "jsd"), hl.Distillation(0.5, "total_variation")], True),
+    "entries": ([hl.TopKDistillation(0.5), hl.TopKDistillation(0.5, "reverse_kl")], False),
+    "vocabulary": (
+        [hl.TopKDistillation(0.5, support="vocabulary"), hl.TopKDistillation(0.5, "jsd", "vocabulary")],
+        False,
+    ),
+    "tail": ([hl.TopKDistillation(0.5, support="tail"), hl.TopKDistillation(0.5, "reverse_kl", "tail")], False),
+    "given ids": (
+        [hl.TopKDistillation(0.5), hl.Term("at", lambda stats: -stats.log_probs_at.mean(-1), want=AT_IDS)],
+        False,
+    ),
 }
 
 
 def distillation_graph_run(group, device, name):
     terms, whole = DISTILLATIONS[name]
-    shard, loss_of = VocabShard.from_group(group, V), HeadLoss([CrossEntropy(), *terms], metrics=("accuracy",))
+    shard, loss_of = hl.VocabShard.from_group(group, V), hl.HeadLoss([hl.CrossEntropy(), *terms], metrics=("accuracy",))
     logits = torch.randn(N, shard.width, device=device, dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(0, V, (N,), device=device, generator=torch.Generator(device).manual_seed(0))
     scores, teacher_logits = torch.zeros(N, 64, device=device), torch.zeros_like(logits)
     ids = torch.zeros(N, 64, device=device, dtype=torch.long)
 
     def step():
-        entries = TopKTeacher(ids, scores, student_temperature=2.0, renormalize=name != "tail")
-        teacher = Teacher(teacher_logits, 2.0) if whole else entries
+        entries = hl.TopKTeacher(ids, scores, student_temperature=2.0, renormalize=name != "tail")
+        teacher = hl.Teacher(teacher_logits, 2.0) if whole else entries
         inputs = {"teacher": teacher} | ({"ids": ids} if name == "given ids" else {})
         out = loss_of(logits, labels, shard=shard, inputs=inputs)
         return [out.loss, torch.autograd.grad(out.loss, logits)[0], *out.terms.values()]
@@ -167,7 +156,7 @@ def test_distillation_waits_for_nothing_and_replays_from_a_graph(world_size, nam
 
 
 def sync_run(group, device):
-    shard = VocabShard.from_group(group, V)
+    shard = hl.VocabShard.from_group(group, V)
     logits = torch.randn(N, shard.width, device=device, dtype=torch.bfloat16).requires_grad_()
     labels = torch.randint(0, V, (N,), device=device, generator=torch.Generator(device).manual_seed(0))
     loss_of = head()

@@ -14,25 +14,7 @@ from cuda_problem import captured, replays
 from one_read_model import Rank, run
 from ranks import on_ranks
 
-from tp_headloss import (
-    CrossEntropy,
-    Distillation,
-    Entropy,
-    HeadLoss,
-    KLToReference,
-    Options,
-    PolicyGradient,
-    PolicyMetrics,
-    Sequences,
-    Teacher,
-    Term,
-    Transform,
-    VocabShard,
-    ZLoss,
-    linear_vocab_statistics,
-    log_probs,
-    vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.engine import one_read_launch
 from tp_headloss.engine.sums_triton import gradient_for
 from tp_headloss.engine.transports import symmetric_memory
@@ -43,8 +25,8 @@ from tp_headloss.ranks.shard import canonical_chunk_size
 
 FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))
 IGNORED, N, V = -100, 6, 704
-IN_FORWARD, IN_BACKWARD = (Options(backend="triton", gradient=name) for name in ("forward", "backward"))
-TERMS = CrossEntropy(), ZLoss(0.01)
+IN_FORWARD, IN_BACKWARD = (hl.Options(backend="triton", gradient=name) for name in ("forward", "backward"))
+TERMS = hl.CrossEntropy(), hl.ZLoss(0.01)
 on_hopper = pytest.mark.cuda  # the GPU tests run where the kernel does
 
 
@@ -59,7 +41,7 @@ def problem(device, width=V, n_rows=N, seed=3):
 
 def steps(options, logits, labels, upstream=1.0, terms=TERMS, metrics=(), reduction="mean", **given):
     """-> the output, and the gradients of a first and a second backward."""
-    head = HeadLoss(list(terms), metrics=metrics, reduction=reduction, options=options)
+    head = hl.HeadLoss(list(terms), metrics=metrics, reduction=reduction, options=options)
     logits = logits.clone().requires_grad_()
     out = head(logits, labels, **given)
     return out, *(torch.autograd.grad(upstream * out.loss, logits, retain_graph=True)[0] for _ in range(2))
@@ -84,7 +66,7 @@ def _focal(stats, advantages):
 
 def _two_sequences(device):
     ids = torch.tensor([0, 0, 0, 1, 1, 1], device=device)
-    return Sequences.from_ids(ids, 2, ids.new_tensor([1, 0, 1, 1, 1, 1]).bool())
+    return hl.Sequences.from_ids(ids, 2, ids.new_tensor([1, 0, 1, 1, 1, 1]).bool())
 
 
 ADVANTAGES = {"advantages": torch.tensor([1.0, 0.5, -2.0, 1.5, -1.0, 0.0])}
@@ -99,37 +81,37 @@ CASES = {
     "nothing": {"denominator": 0.0},
     "tensor": {"denominator": torch.tensor(5.0)},
     "weights": {"token_weight": torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, 0.25])},
-    "squares": {"terms": (ZLoss(0.3), Term("own", StatisticValue("log_prob", square=True)))},
-    "cross-entropy": {"terms": (CrossEntropy(),)},
-    "log-sum-exp": {"terms": (Term("own", StatisticValue("lse"), -0.3),)},
+    "squares": {"terms": (hl.ZLoss(0.3), hl.Term("own", StatisticValue("log_prob", square=True)))},
+    "cross-entropy": {"terms": (hl.CrossEntropy(),)},
+    "log-sum-exp": {"terms": (hl.Term("own", StatisticValue("lse"), -0.3),)},
     "upstream": {"upstream": 0.3},
     "metrics": {"metrics": ("accuracy", "entropy", "lse")},
-    "accuracy": {"metrics": ("accuracy",), "terms": (CrossEntropy(),)},
-    "entropies": {"terms": (CrossEntropy(), Entropy(-0.1)), "metrics": ("accuracy",)},
+    "accuracy": {"metrics": ("accuracy",), "terms": (hl.CrossEntropy(),)},
+    "entropies": {"terms": (hl.CrossEntropy(), hl.Entropy(-0.1)), "metrics": ("accuracy",)},
     "GRPO": {
-        "terms": (PolicyGradient("clip", clip=(0.2, 0.28)), KLToReference(0.05)),
-        "metrics": ("entropy", PolicyMetrics(reference=True)),
+        "terms": (hl.PolicyGradient("clip", clip=(0.2, 0.28)), hl.KLToReference(0.05)),
+        "metrics": ("entropy", hl.PolicyMetrics(reference=True)),
         "inputs": POLICY,
     },
     "entropies in a policy": {
-        "terms": (PolicyGradient("cispo", 2.0), Entropy(0.1), ZLoss(0.01), CrossEntropy(0.2)),
+        "terms": (hl.PolicyGradient("cispo", 2.0), hl.Entropy(0.1), hl.ZLoss(0.01), hl.CrossEntropy(0.2)),
         "metrics": ("accuracy",),
         "inputs": {name: POLICY[name] for name in ("advantages", "old_log_prob")},
         "token_weight": torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, 0.25]),
         "upstream": 0.3,
     },
     "an own term": {
-        "terms": (Term("own", _focal, 0.5, ("entropy",), inputs=("advantages",), pointwise=True),),
+        "terms": (hl.Term("own", _focal, 0.5, ("entropy",), inputs=("advantages",), pointwise=True),),
         "inputs": ADVANTAGES,
     },
-    "one statistic twice": {"terms": (CrossEntropy(), Term("own", StatisticValue("log_prob", square=True)))},
+    "one statistic twice": {"terms": (hl.CrossEntropy(), hl.Term("own", StatisticValue("log_prob", square=True)))},
     "sequences": {
-        "terms": (PolicyGradient(),),
+        "terms": (hl.PolicyGradient(),),
         "metrics": ("entropy",),
         "reduction": "seq-mean-token-mean",
         "inputs": {**{name: POLICY[name] for name in ("advantages", "old_log_prob")}, "sequences": _two_sequences},
     },
-    "squared entropies": {"terms": (Term("own", StatisticValue("entropy", square=True), 0.2), ZLoss(0.01))},
+    "squared entropies": {"terms": (hl.Term("own", StatisticValue("entropy", square=True), 0.2), hl.ZLoss(0.01))},
 }
 
 
@@ -166,7 +148,7 @@ def test_padding_has_no_part(width, size, device):
     logits, labels = problem(device, width)
     logits[:, size:] = math.nan
     labels = torch.where(labels == IGNORED, IGNORED, labels % size)
-    given = {"shard": VocabShard(0, width, size)}
+    given = {"shard": hl.VocabShard(0, width, size)}
     if width > 8 * canonical_chunk_size(size):
         with pytest.raises(ValueError, match="contiguous logits"):
             steps(IN_FORWARD, logits, labels, **given)
@@ -179,7 +161,7 @@ def test_padding_has_no_part(width, size, device):
 @on_hopper
 def test_the_expected_upstream_gradient_leaves_no_trace(device):
     logits, labels = problem(device)
-    head = HeadLoss([CrossEntropy()], options=IN_FORWARD)
+    head = hl.HeadLoss([hl.CrossEntropy()], options=IN_FORWARD)
     found = []
     for upstream in (0.25, 0.25, 1.0, 0.25):
         x = logits.clone().requires_grad_()
@@ -194,7 +176,7 @@ def test_the_expected_upstream_gradient_leaves_no_trace(device):
 def test_a_gradient_that_was_handed_over_may_be_written_to(device):
     logits, labels = problem(device)
     x = logits.clone().requires_grad_()
-    loss = HeadLoss(options=IN_FORWARD)(x, labels).loss
+    loss = hl.HeadLoss(options=IN_FORWARD)(x, labels).loss
     (handed,) = torch.autograd.grad(loss, x, retain_graph=True)
     first = handed.clone()
     handed.zero_()
@@ -208,7 +190,7 @@ def test_in_place_the_logits_become_the_gradient(device):
     expected = steps(IN_FORWARD, logits, labels)[1]
     x = logits.clone().requires_grad_()
     y = x * 1
-    out = HeadLoss(list(TERMS), options=Options(gradient="forward", inplace=True))(y, labels)
+    out = hl.HeadLoss(list(TERMS), options=hl.Options(gradient="forward", inplace=True))(y, labels)
     assert torch.equal(y, expected)
     (gradient,) = torch.autograd.grad(out.loss, y, retain_graph=True)
     assert gradient.data_ptr() == y.data_ptr() and torch.equal(gradient, expected)
@@ -216,7 +198,7 @@ def test_in_place_the_logits_become_the_gradient(device):
         torch.autograd.grad(out.loss, y)
     z = x * 1
     squared = z * z
-    HeadLoss(options=Options(gradient="forward", inplace=True))(z, labels)
+    hl.HeadLoss(options=hl.Options(gradient="forward", inplace=True))(z, labels)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squared.sum().backward()
 
@@ -227,41 +209,44 @@ def test_losses_on_statistics_besides_it_take_the_other_path(device):
     gradients = []
     for options in (IN_FORWARD, IN_BACKWARD):
         x = logits.clone().requires_grad_()
-        out = HeadLoss([CrossEntropy()], options=options)(x, labels)
+        out = hl.HeadLoss([hl.CrossEntropy()], options=options)(x, labels)
         (out.loss + out.stats.lse.sum()).backward()
         gradients.append(x.grad.float())
     assert torch.allclose(*gradients, rtol=2**-7, atol=1e-30)
 
 
 REFUSED = {
-    "a temperature": (dict(transform=Transform(temperature=2.0)), "without a scale, softcap or temperature"),
-    "temperatures": (dict(transform=Transform(temperature=torch.ones(N))), "without a scale, softcap or temperature"),
-    "a bias": (dict(transform=Transform(bias=torch.zeros(V))), "logits without a bias"),
-    "a collision": (dict(terms=(CrossEntropy(), Term("own", StatisticValue("collision")))), "got .*'collision'"),
+    "a temperature": (dict(transform=hl.Transform(temperature=2.0)), "without a scale, softcap or temperature"),
+    "temperatures": (
+        dict(transform=hl.Transform(temperature=torch.ones(N))),
+        "without a scale, softcap or temperature",
+    ),
+    "a bias": (dict(transform=hl.Transform(bias=torch.zeros(V))), "logits without a bias"),
+    "a collision": (dict(terms=(hl.CrossEntropy(), hl.Term("own", StatisticValue("collision")))), "got .*'collision'"),
     "a metric": (dict(metrics=("rank",)), "no statistics but .* got .'log_prob', 'rank'."),
     "many sums": (
-        dict(metrics=("lse", "entropy", "accuracy", "log_prob"), terms=(*TERMS, Entropy(0.1))),
+        dict(metrics=("lse", "entropy", "accuracy", "log_prob"), terms=(*TERMS, hl.Entropy(0.1))),
         "at most 6 sums of them, got .*.hits.",
     ),
-    "a label's logit": (dict(terms=(Term("own", StatisticValue("target_logit")),)), "got terms of .'target_logit'"),
-    "an own function": (dict(terms=(Term("own", lambda stats: stats.lse),)), "terms that are pointwise"),
+    "a label's logit": (dict(terms=(hl.Term("own", StatisticValue("target_logit")),)), "got terms of .'target_logit'"),
+    "an own function": (dict(terms=(hl.Term("own", lambda stats: stats.lse),)), "terms that are pointwise"),
     "a trained input": (
-        dict(terms=(PolicyGradient("reinforce"),), inputs={"advantages": torch.ones(N, requires_grad=True)}),
+        dict(terms=(hl.PolicyGradient("reinforce"),), inputs={"advantages": torch.ones(N, requires_grad=True)}),
         "inputs without a gradient",
     ),
     "a sequence's ratio": (
         dict(
-            terms=(PolicyGradient("gspo"),),
+            terms=(hl.PolicyGradient("gspo"),),
             inputs={"advantages": torch.ones(N), "old_log_prob": torch.zeros(N), "sequences": _two_sequences},
         ),
         "terms that are pointwise",
     ),
     "a sum over tokens": (
-        dict(terms=(Term("own", lambda stats: stats.lse / stats.lse.sum(), pointwise=True),)),
+        dict(terms=(hl.Term("own", lambda stats: stats.lse / stats.lse.sum(), pointwise=True),)),
         "terms that are pointwise",
     ),
     "a teacher": (
-        dict(terms=(Distillation(),), inputs={"teacher": Teacher(torch.zeros(N, V))}),
+        dict(terms=(hl.Distillation(),), inputs={"teacher": hl.Teacher(torch.zeros(N, V))}),
         "got .*'forward_kl'",
     ),
     "no reduction": (dict(reduction="none"), "terms that are pointwise"),
@@ -275,13 +260,13 @@ def moved(x, device):
         return x.to(device)
     if isinstance(x, dict):
         return {name: moved(value, device) for name, value in x.items()}
-    if isinstance(x, Teacher):
-        return Teacher(x.logits.to(device))
+    if isinstance(x, hl.Teacher):
+        return hl.Teacher(x.logits.to(device))
     if x is _two_sequences:
         return x(device)
-    if isinstance(x, Transform):
+    if isinstance(x, hl.Transform):
         tensors = {name: getattr(x, name) for name in ("bias", "temperature")}
-        return Transform(**{n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in tensors.items()})
+        return hl.Transform(**{n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in tensors.items()})
     return x
 
 
@@ -292,7 +277,7 @@ def test_what_cannot_be_is_refused(case, device):
     logits, labels = problem(device)
     logits = logits.to(given.pop("dtype", torch.bfloat16))
     arguments = {name: given.pop(name) for name in ("reduction", "metrics") if name in given}
-    head = HeadLoss(list(given.pop("terms", [CrossEntropy()])), options=IN_FORWARD, **arguments)
+    head = hl.HeadLoss(list(given.pop("terms", [hl.CrossEntropy()])), options=IN_FORWARD, **arguments)
     with pytest.raises(ValueError, match=message):
         head(logits.requires_grad_(), labels, **given)
     with torch.no_grad():
@@ -301,18 +286,18 @@ def test_what_cannot_be_is_refused(case, device):
 
 def test_where_one_launch_cannot_be():
     with pytest.raises(ValueError, match="gradient must be one of"):
-        Options(gradient="both")
+        hl.Options(gradient="both")
     with pytest.raises(ValueError, match="the triton backend"):
-        HeadLoss(options=Options(backend="torch", gradient="forward"))(
+        hl.HeadLoss(options=hl.Options(backend="torch", gradient="forward"))(
             torch.zeros(2, 8, requires_grad=True), torch.zeros(2, dtype=torch.int64)
         )
-    x, labels, options = torch.zeros(2, 8), torch.tensor([0, 1]), Options(gradient="forward")
-    for function in (vocab_statistics, log_probs):
+    x, labels, options = torch.zeros(2, 8), torch.tensor([0, 1]), hl.Options(gradient="forward")
+    for function in (hl.vocab_statistics, hl.log_probs):
         with pytest.raises(ValueError, match="gradient='forward' is for a HeadLoss, whose"):
             function(x.clone().requires_grad_(), labels, options=options)
         function(x, labels, options=options)  # as with a HeadLoss, whose forward writes none where none is asked for
     with pytest.raises(ValueError, match="gradient='forward' is for logits"):
-        linear_vocab_statistics(x, torch.zeros(4, 8), labels, options=options)
+        hl.linear_vocab_statistics(x, torch.zeros(4, 8), labels, options=options)
 
 
 @pytest.mark.parametrize("given", [2.0, 0.5, 3.0])
@@ -341,7 +326,7 @@ def test_leaves_depend_on_the_vocabulary_alone(vocab_size):
 @pytest.mark.parametrize("flags", [(), ("ENTROPY",), ("ARGMAX",), ("ENTROPY", "ARGMAX", "TERM")])
 def test_the_kernel_compiles_for_gpus_that_are_not_here(flags, architecture, device):
     library = one_read_launch.kernel_of(torch.device(device, 0)).library
-    policy = row_function([PolicyGradient(), KLToReference(0.1), Entropy(0.1)]).source
+    policy = row_function([hl.PolicyGradient(), hl.KLToReference(0.1), hl.Entropy(0.1)]).source
     for rows in (None, policy):
         assert bytes(one_read_launch.compiled(library, architecture, rows, *flags)[1:4]) == b"ELF"
 
@@ -402,7 +387,7 @@ def _shard(group, logits, vocab_size):
     """This rank's shard of logits, all of them without a group."""
     if group is None:
         return None, logits
-    shard = VocabShard.from_group(group, vocab_size)
+    shard = hl.VocabShard.from_group(group, vocab_size)
     return shard, logits[:, shard.start : shard.stop].contiguous()
 
 
@@ -417,7 +402,7 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False, policy=Fal
     if policy:
         old, reference = -torch.arange(40.0, device=device) / 4, -torch.arange(40.0, device=device) / 3
         inputs = {"advantages": (reference + 7).sign(), "old_log_prob": old, "reference_log_prob": reference}
-        given = {"terms": (PolicyGradient(), KLToReference(0.1)), "inputs": inputs}
+        given = {"terms": (hl.PolicyGradient(), hl.KLToReference(0.1)), "inputs": inputs}
     out, first, second = steps(IN_FORWARD, x, labels, shard=shard, metrics=metrics, **given)
     found = out.loss, *out.metrics.values(), out.stats.log_prob, out.stats.lse
     return [x.detach().cpu() for x in (first, second, *found)]
@@ -446,7 +431,7 @@ def _repeated(group, device, vocab_size, n_rows, repeats):
     logits, labels = problem(device, vocab_size, n_rows)
     shard, x = _shard(group, logits, vocab_size)
     x.requires_grad_()
-    head, side, noise = HeadLoss(list(TERMS), options=IN_FORWARD), torch.cuda.Stream(), torch.cuda.Stream()
+    head, side, noise = hl.HeadLoss(list(TERMS), options=IN_FORWARD), torch.cuda.Stream(), torch.cuda.Stream()
     squares, big = torch.randn(2, 2048, 2048, device=device), torch.ones(1 << 22, device=device)
     rank = 0 if group is None else group.rank()
 
@@ -484,11 +469,11 @@ def test_steps_beside_other_work_have_the_same_bits(world_size):
 def _random_steps(group, device, repeats):
     """Steps of random shapes, losses and denominators, in one launch and in two: how many differ."""
     choices, wrong = random.Random(5), torch.zeros((), device=device)
-    policy = (PolicyGradient(), KLToReference(0.1))
-    head_of = functools.cache(lambda terms, metrics, options: HeadLoss(terms, metrics=metrics, options=options))
+    policy = (hl.PolicyGradient(), hl.KLToReference(0.1))
+    head_of = functools.cache(lambda terms, metrics, options: hl.HeadLoss(terms, metrics=metrics, options=options))
     for step in range(repeats):
         vocab_size, n_rows = choices.choice([1024, 4096, 32000, 50304]), choices.randrange(1, 200)
-        terms = choices.choice([(CrossEntropy(),), TERMS, policy, (CrossEntropy(), Entropy(0.1))])
+        terms = choices.choice([(hl.CrossEntropy(),), TERMS, policy, (hl.CrossEntropy(), hl.Entropy(0.1))])
         logits = torch.randn(n_rows, vocab_size, device=device, generator=torch.Generator(device).manual_seed(step))
         labels = (logits[:, 0].abs() * 1000).long() % vocab_size
         old = {name: logits[:, i] - 8 for i, name in enumerate(("old_log_prob", "reference_log_prob"))}
@@ -516,7 +501,7 @@ def _replayed(group, device):
     logits, labels = problem(device, 32000, 64)
     shard, x = _shard(group, logits, 32000)
     x.requires_grad_()
-    head = HeadLoss(list(TERMS), options=IN_FORWARD)
+    head = hl.HeadLoss(list(TERMS), options=IN_FORWARD)
 
     def step():
         out = head(x, labels, shard=shard)
@@ -543,7 +528,7 @@ def _left_alone(group, device):
     logits, labels = problem(device, 32000)
     pair = torch.distributed.new_group([0, 1])
     shard, x = _shard(pair, logits, 32000)
-    head = HeadLoss(options=IN_FORWARD)
+    head = hl.HeadLoss(options=IN_FORWARD)
     x.requires_grad_()
     head(x, labels, shard=shard)
     symmetric_memory._groups[pair.group_name].memories[True][-1].one_read.timeout_ms = 200

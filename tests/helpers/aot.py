@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-import tp_headloss as tp
+import tp_headloss as hl
 from tp_headloss.call import request_of as calls
 from tp_headloss.engine import launch, linear_triton, sums_triton
 from tp_headloss.engine.transports import TRANSPORTS
@@ -104,14 +104,14 @@ EPILOGUES = {  # of a linear head's GEMMs
     "bias": [None, torch.float32], "softcap": [None, 30.0], "temperature": [1.0, "per token"],
 }  # fmt: skip
 SAMPLES = {  # calls of `sample`: with a rule the race is among candidates
-    "rule": [None, tp.SamplingRule(top_k=5), tp.SamplingRule(top_p=0.5), tp.SamplingRule(top_p=0.5, min_p=0.1)],
+    "rule": [None, hl.SamplingRule(top_k=5), hl.SamplingRule(top_p=0.5), hl.SamplingRule(top_p=0.5, min_p=0.1)],
     "width": [4096, 4097], "dtype": DTYPES,
 }  # fmt: skip
 TERMS = {
-    "cross_entropy": tp.CrossEntropy(), "smoothing": tp.CrossEntropy(label_smoothing=0.1), "z_loss": tp.ZLoss(1e-4),
-    "entropy": tp.Entropy(0.01), "own": tp.Term("own", lambda stats: 2 * stats.lse, tokenwise=True),
+    "cross_entropy": hl.CrossEntropy(), "smoothing": hl.CrossEntropy(label_smoothing=0.1), "z_loss": hl.ZLoss(1e-4),
+    "entropy": hl.Entropy(0.01), "own": hl.Term("own", lambda stats: 2 * stats.lse, tokenwise=True),
 }  # fmt: skip
-OPTIONS = tp.Options(backend="triton")
+OPTIONS = hl.Options(backend="triton")
 
 
 def product(axes: dict) -> list:
@@ -262,13 +262,13 @@ def teacher_of(case, tokens: int, width: int):
     given = per_token(case.teacher_temperature, tokens)
     if not set(case.teacher) & {*TOPK_TEACHER}:
         logits = placed(case.place, tokens, width, case.teacher_dtype)
-        return tp.Teacher(logits, temperature=given) if set(case.teacher) & {*FULL_TEACHER} else None
+        return hl.Teacher(logits, temperature=given) if set(case.teacher) & {*FULL_TEACHER} else None
     shape, tail = (tokens, case.entries), has_tail(case.teacher)
     ids = torch.zeros(shape, dtype=case.labels or torch.int64)
     mask = torch.ones(shape, dtype=torch.bool) if case.bias else None
     temperatures = {"student_temperature" if tail else "temperature": given}  # a temperature leaves no tail
     log_probs = torch.zeros(shape, dtype=case.teacher_dtype)
-    return tp.TopKTeacher(ids, log_probs, mask, renormalize=not tail, **temperatures)
+    return hl.TopKTeacher(ids, log_probs, mask, renormalize=not tail, **temperatures)
 
 
 def sets_of(case, tokens: int):
@@ -277,8 +277,8 @@ def sets_of(case, tokens: int):
         return None
     ids = torch.zeros(tokens, case.entries, dtype=case.labels or torch.int64)
     if case.entries == 50:  # of any size
-        return tp.IdSets.from_csr(ids.flatten(), torch.arange(0, ids.numel() + 1, 50))
-    return tp.IdSets(ids)
+        return hl.IdSets.from_csr(ids.flatten(), torch.arange(0, ids.numel() + 1, 50))
+    return hl.IdSets(ids)
 
 
 def ids_of(case, tokens: int):
@@ -294,15 +294,15 @@ def call_statistics(case, groups):
     width = 4097 if case.place == "odd" else 4096
     tokens = {"odd": 3, "far": 1}.get(case.place, 4)
     vocab_size = ranks * width
-    shard = tp.VocabShard.from_group(groups[ranks], vocab_size)
+    shard = hl.VocabShard.from_group(groups[ranks], vocab_size)
     if case.place == "padded":
         start = vocab_size - width
-        shard = tp.VocabShard(start, vocab_size, vocab_size - 96, groups[ranks])
+        shard = hl.VocabShard(start, vocab_size, vocab_size - 96, groups[ranks])
     logits = placed(case.place, tokens, width, case.dtype).requires_grad_()
     flags = {name: getattr(case, name) for name in ("entropy", "collision", "total", "argmax")}
     choice = TRANSPORTS["auto"]._replace(shared=Memory if shares_memory else None)
     with mock.patch.dict(TRANSPORTS, auto=choice):
-        stats = tp.vocab_statistics(
+        stats = hl.vocab_statistics(
             logits,
             None if case.labels is None else torch.zeros(tokens, dtype=case.labels),
             shard=shard,
@@ -310,7 +310,7 @@ def call_statistics(case, groups):
                 *(name for name, wanted in flags.items() if wanted),
                 *(name for name in case.teacher if case.labels or name not in ("set_log_prob", "rank")),
             ),
-            transform=tp.Transform(
+            transform=hl.Transform(
                 bias=case.bias and torch.zeros(width, dtype=case.bias),
                 softcap=case.softcap,
                 temperature=per_token(case.temperature, tokens),
@@ -336,7 +336,7 @@ def call_head(case, groups):
     reduction = "sum" if case.denominator == "sum" else "mean"
     denominator = {"sum": None, "tensor": torch.tensor(8.0)}.get(case.denominator, case.denominator)
     terms = [TERMS[name] for name in case.terms]
-    head = tp.HeadLoss(terms, metrics=case.metrics, reduction=reduction, options=OPTIONS)
+    head = hl.HeadLoss(terms, metrics=case.metrics, reduction=reduction, options=OPTIONS)
     given = {"token_weight": torch.ones(tokens) if case.token_weight else None, "denominator": denominator}
     if case.linear is None:
         logits = torch.zeros(tokens, case.width, dtype=case.dtype, requires_grad=True)
@@ -348,7 +348,7 @@ def call_head(case, groups):
     weight.main_grad = torch.zeros(weight.shape)
     mode = "recompute" if case.linear == "recompute" else "one_sweep"
     two_blocks = 192 * (case.width + 16) * case.dtype.itemsize + 4 * weight.numel()
-    linear = tp.Linear(
+    linear = hl.Linear(
         mode=mode,
         main_grad=case.linear == "main_grad",
         upstream=1.0 if mode == "one_sweep" and case.dtype == torch.float16 else None,
@@ -361,9 +361,9 @@ def call_step(case, groups):
     """Steps of a `HeadLoss` of one kind, of which the third launches what the first two prepared."""
     tokens, width = (17, 513) if "gaps" in case.place else (16, 513 if case.place == "odd" else 512)
     logits = placed(case.place, tokens, width, case.dtype).requires_grad_()
-    shard = tp.VocabShard.from_group(None, vocab_size=510, padded_size=512) if case.place == "padded" else None
+    shard = hl.VocabShard.from_group(None, vocab_size=510, padded_size=512) if case.place == "padded" else None
     labels = torch.zeros(tokens, dtype=case.labels)
-    head = tp.HeadLoss([TERMS[name] for name in case.terms], metrics=case.metrics, options=OPTIONS)
+    head = hl.HeadLoss([TERMS[name] for name in case.terms], metrics=case.metrics, options=OPTIONS)
     for _ in range(3):
         head(logits, labels, shard=shard, denominator=case.denominator).loss.backward()
 
@@ -371,7 +371,7 @@ def call_step(case, groups):
 def call_plain():
     """Forward and backward of a mean cross-entropy, aligned, in bf16."""
     logits = torch.zeros(16, 4096, dtype=torch.bfloat16, requires_grad=True)
-    tp.HeadLoss([tp.CrossEntropy()], options=OPTIONS)(logits, torch.zeros(16, dtype=torch.int64)).loss.backward()
+    hl.HeadLoss([hl.CrossEntropy()], options=OPTIONS)(logits, torch.zeros(16, dtype=torch.int64)).loss.backward()
 
 
 def call_epilogue(case, groups):
@@ -387,17 +387,17 @@ def _call_epilogue(case):
     tokens = 256
     hidden = torch.zeros(tokens, 64, dtype=case.dtype, requires_grad=True)
     weight = torch.zeros(case.width, 64, dtype=case.dtype, requires_grad=True)
-    shard = tp.VocabShard(0, case.width, 4096 if case.width == 4096 else 3990)
-    stats = tp.linear_vocab_statistics(
+    shard = hl.VocabShard(0, case.width, 4096 if case.width == 4096 else 3990)
+    stats = hl.linear_vocab_statistics(
         hidden,
         weight,
         None if case.labels is None else torch.zeros(tokens, dtype=case.labels),
         bias=case.bias and torch.zeros(case.width, dtype=case.bias),
         shard=shard,
         want=case.want,
-        transform=tp.Transform(softcap=case.softcap, temperature=per_token(case.temperature, tokens)),
+        transform=hl.Transform(softcap=case.softcap, temperature=per_token(case.temperature, tokens)),
         options=OPTIONS,
-        linear=tp.Linear(exact_logits=case.exact),
+        linear=hl.Linear(exact_logits=case.exact),
     )
     sum(x.sum() for x in stats if getattr(x, "requires_grad", False)).backward()
 
@@ -405,7 +405,7 @@ def _call_epilogue(case):
 def call_sample(case, groups):
     """A sample, with a rule or without."""
     logits = torch.zeros(4, case.width, dtype=case.dtype)
-    tp.sample(logits, seed=0, positions=torch.arange(4), rule=case.rule, options=OPTIONS)
+    hl.sample(logits, seed=0, positions=torch.arange(4), rule=case.rule, options=OPTIONS)
 
 
 def record_variants(architecture: int | str = 90) -> list[Variant]:

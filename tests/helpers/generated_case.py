@@ -6,23 +6,7 @@ from odd_outcome import lay_out
 from strategies import Case
 from topk_oracle import BETA
 
-from tp_headloss import (
-    CrossEntropy,
-    Distillation,
-    Entropy,
-    HeadLoss,
-    IdSets,
-    KLToReference,
-    Options,
-    PolicyGradient,
-    Teacher,
-    TopKDistillation,
-    TopKTeacher,
-    Transform,
-    VocabShard,
-    ZLoss,
-    vocab_statistics,
-)
+import tp_headloss as hl
 
 OFTEN = {"reinforce": {}, "clip": {}, "dual clip": {"dual_clip": 3.0}, "cispo": {}, "sapo": {}}
 
@@ -132,10 +116,10 @@ def build(case: Case) -> dict:
 def make_shard(case, group, rank):
     v, padded = case.vocab_size, case.cuts[-1]
     if case.shards in ("even", "padded"):
-        return VocabShard.from_group(group, v, padded)
+        return hl.VocabShard.from_group(group, v, padded)
     if case.shards == "boundaries":
-        return VocabShard.from_boundaries(list(case.cuts), v, group)
-    return VocabShard(*piece(case, rank), v, group)
+        return hl.VocabShard.from_boundaries(list(case.cuts), v, group)
+    return hl.VocabShard(*piece(case, rank), v, group)
 
 
 def piece(case, rank):
@@ -156,12 +140,12 @@ def make_sets(case, p, moved):
     """The sets: with a rotated order for each token, padded, or without the ids that occur before."""
     kept = p["kept"]
     if case.sets == "padded":
-        return IdSets(moved(kept), moved(torch.ones_like(kept, dtype=torch.bool)))
+        return hl.IdSets(moved(kept), moved(torch.ones_like(kept, dtype=torch.bool)))
     rows = [torch.unique(row.roll(i)) for i, row in enumerate(kept)]
     sizes = torch.tensor([0, *map(len, rows)])
     flat = torch.cat([*rows, kept.new_empty(0)]).int()
     device = moved(kept).device
-    return IdSets.from_csr(flat.to(device), sizes.cumsum(0).to(device))
+    return hl.IdSets.from_csr(flat.to(device), sizes.cumsum(0).to(device))
 
 
 def make_terms(case, p, device):
@@ -169,18 +153,18 @@ def make_terms(case, p, device):
     for name, weight, option in case.terms:
         if name == "cross_entropy":
             smoothing, formula, weighted = option
-            terms.append(CrossEntropy(weight, smoothing, formula, p["weight"].to(device) if weighted else None))
+            terms.append(hl.CrossEntropy(weight, smoothing, formula, p["weight"].to(device) if weighted else None))
         elif name == "policy":
             objective = "clip" if option == "dual clip" else option
-            terms.append(PolicyGradient(objective, weight, name="policy", over=over, **OFTEN[option]))
+            terms.append(hl.PolicyGradient(objective, weight, name="policy", over=over, **OFTEN[option]))
         elif name == "kl":
-            terms.append(KLToReference(weight, option, output_clamp=None, over=over))
+            terms.append(hl.KLToReference(weight, option, output_clamp=None, over=over))
         elif name == "distillation":
-            terms.append(Distillation(weight, option[0], temperature_squared=option[1], name="distillation"))
+            terms.append(hl.Distillation(weight, option[0], temperature_squared=option[1], name="distillation"))
         elif name == "topk":
-            terms.append(TopKDistillation(weight, *option[:2], temperature_squared=option[2], name="topk"))
+            terms.append(hl.TopKDistillation(weight, *option[:2], temperature_squared=option[2], name="topk"))
         else:
-            terms.append(Entropy(weight, over) if name == "entropy" else ZLoss(weight))
+            terms.append(hl.Entropy(weight, over) if name == "entropy" else hl.ZLoss(weight))
     return terms
 
 
@@ -210,16 +194,16 @@ def run_case(group, device, case):
     logits = shaped(logits, case) if case.lead == "sequence" else logits.view(*lead, stop - start)
     teacher = None
     if case.teacher == "whole":
-        teacher = Teacher(shaped(local(p["t"]), case), moved(p["of_teacher"]), moved(p["of_student"]), BETA)
+        teacher = hl.Teacher(shaped(local(p["t"]), case), moved(p["of_teacher"]), moved(p["of_student"]), BETA)
     elif case.teacher == "topk":
-        teacher = TopKTeacher(
+        teacher = hl.TopKTeacher(
             moved(p["ids"]), moved(p["log_probs"]), moved(p["mask"]), None,
             moved(p["of_teacher"]), moved(p["of_student"]), case.renormalize, BETA,
         )  # fmt: skip
     sets = make_sets(case, p, moved) if case.sets else None
     bias = None if p["bias"] is None else local(p["bias"], 0.0).requires_grad_()
-    transform = Transform(bias, case.scale, case.softcap, moved(p["temperature"]))
-    labels, options = moved(p["labels"]), Options(backend=case.backend, transport=case.transport)
+    transform = hl.Transform(bias, case.scale, case.softcap, moved(p["temperature"]))
+    labels, options = moved(p["labels"]), hl.Options(backend=case.backend, transport=case.transport)
     weight = local(p["weight"]) if case.weighted_total else None
     inputs = {name: moved(p[name]) for name in ("advantages", "old_log_prob", "reference_log_prob")}
     token_weight = moved(p["token_weight"])
@@ -230,7 +214,7 @@ def run_case(group, device, case):
     logits.requires_grad_()
     out = {}
     if case.head:
-        head = HeadLoss(
+        head = hl.HeadLoss(
             make_terms(case, p, device), reduction=case.reduction, ignore_index=case.ignore_index, options=options
         )
         needed = {name for term in head.terms for name in term.inputs}
@@ -245,7 +229,7 @@ def run_case(group, device, case):
         out = {"loss": loss, "count": result.count, **{f"term {k}": value for k, value in result.terms.items()}}
         losses, grads = [loss], [torch.linspace(-1, 2, n, device=device).view(loss.shape) if loss.dim() else None]
     else:
-        stats = vocab_statistics(
+        stats = hl.vocab_statistics(
             logits, labels, shard=shard, want=case.want, transform=transform, teacher=teacher, sets=sets,
             ids=moved(p["ids"]) if case.given_ids else None, total_weight=weight, ignore_index=case.ignore_index,
             options=options,

@@ -2,17 +2,7 @@
 
 import torch
 
-from tp_headloss import (
-    CrossEntropy,
-    Entropy,
-    GeneratorMetrics,
-    HeadLoss,
-    KLToReference,
-    PolicyGradient,
-    PolicyMetrics,
-    Sequences,
-    ZLoss,
-)
+import tp_headloss as hl
 
 WANT = ("entropy", "total", "argmax")
 V, N = 1000, 8
@@ -30,11 +20,11 @@ def policy_inputs(labels):
     generator = torch.Generator().manual_seed(1)
     names = ("old_log_prob", "reference_log_prob", "generator_log_prob", "advantages")
     inputs = {name: torch.randn(labels.shape, generator=generator).to(labels.device) for name in names}
-    return inputs | {"sequences": Sequences.from_mask((labels != -100).view(2, -1))}
+    return inputs | {"sequences": hl.Sequences.from_mask((labels != -100).view(2, -1))}
 
 
 def policy_head(**options):
     """GRPO's kind of everything."""
-    terms = [PolicyGradient("gspo"), KLToReference(0.1), Entropy(0.01), CrossEntropy(0.1), ZLoss(1e-4)]
-    metrics = ("entropy", "accuracy", PolicyMetrics(reference=True), GeneratorMetrics())
-    return HeadLoss(terms, metrics=metrics, reduction="seq-mean-token-mean", **options)
+    terms = [hl.PolicyGradient("gspo"), hl.KLToReference(0.1), hl.Entropy(0.01), hl.CrossEntropy(0.1), hl.ZLoss(1e-4)]
+    metrics = ("entropy", "accuracy", hl.PolicyMetrics(reference=True), hl.GeneratorMetrics())
+    return hl.HeadLoss(terms, metrics=metrics, reduction="seq-mean-token-mean", **options)

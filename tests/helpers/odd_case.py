@@ -5,18 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from tp_headloss import (
-    CrossEntropy,
-    HeadLoss,
-    IdSets,
-    Options,
-    Teacher,
-    TopKTeacher,
-    Transform,
-    VocabShard,
-    linear_vocab_statistics,
-    vocab_statistics,
-)
+import tp_headloss as hl
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 V, N = 64, 4
@@ -28,13 +17,13 @@ class Here(NamedTuple):
 
     x: torch.Tensor  # this rank's logits
     labels: torch.Tensor
-    shard: VocabShard
+    shard: hl.VocabShard
     case: "Case"
     backend: str
 
     @property
     def options(self):
-        return Options(**{"backend": self.backend} | self.case.options)
+        return hl.Options(**{"backend": self.backend} | self.case.options)
 
     def to(self, x):
         return x.to(self.x.device) if isinstance(x, torch.Tensor) else x
@@ -73,8 +62,8 @@ def statistics(here: Here):
     case, transform = here.case, dict(here.case.transform)
     if "bias" in transform:
         transform["bias"] = here.part(transform["bias"])
-    transform = Transform(**{name: here.to(x) for name, x in transform.items()})
-    stats = vocab_statistics(
+    transform = hl.Transform(**{name: here.to(x) for name, x in transform.items()})
+    stats = hl.vocab_statistics(
         here.x, here.labels, shard=here.shard, ignore_index=case.ignore_index, options=here.options,
         **{"want": tuple(n for n in case.want if n in ("entropy", "total", "argmax")), "transform": transform}
         | case.keywords(here),
@@ -84,8 +73,8 @@ def statistics(here: Here):
 
 def loss_of(here: Here):
     settings = {name: here.to(x) for name, x in here.case.loss.items()}
-    terms = [CrossEntropy(**{k: settings.pop(k) for k in ("label_smoothing", "class_weight") if k in settings})]
-    head = HeadLoss(terms, reduction=settings.pop("reduction", "mean"), options=here.options)
+    terms = [hl.CrossEntropy(**{k: settings.pop(k) for k in ("label_smoothing", "class_weight") if k in settings})]
+    head = hl.HeadLoss(terms, reduction=settings.pop("reduction", "mean"), options=here.options)
     return [head(here.x, here.labels, shard=here.shard, **settings).loss]
 
 
@@ -112,7 +101,7 @@ def with_head(*terms, **settings):
     keywords = settings.pop("keywords", {})
 
     def value(here):
-        head = HeadLoss(
+        head = hl.HeadLoss(
             [term() if callable(term) else term for term in terms] or None, options=here.options, **settings
         )
         given = {name: x(here) if callable(x) else here.to(x) for name, x in keywords.items()}
@@ -129,7 +118,7 @@ def linear(hidden=8, extra_rows=0, **keywords):
         weight = torch.zeros(rows, hidden, dtype=here.x.dtype, device=here.x.device, requires_grad=True)
         states = torch.zeros(len(here.labels), 8, dtype=here.x.dtype, device=here.x.device)
         given = {name: x(here) if callable(x) else x for name, x in keywords.items()}
-        return linear_vocab_statistics(states, weight, here.labels, shard=here.shard, **given).lse
+        return hl.linear_vocab_statistics(states, weight, here.labels, shard=here.shard, **given).lse
 
     return value
 
@@ -138,7 +127,7 @@ def divergence(teacher, name="forward_kl"):
     """Fields of a case: KL to a teacher [N, V] of whole rows, where the student's or the teacher's 0 log 0 is 0."""
 
     def keywords(here):
-        return {"want": (name,), "teacher": Teacher(here.part(teacher))}
+        return {"want": (name,), "teacher": hl.Teacher(here.part(teacher))}
 
     def expected(x, labels):
         log_p, log_q = x.log_softmax(-1), teacher.double().log_softmax(-1)
@@ -156,7 +145,7 @@ def entries(ids, log_probs, mask=None, **fields):
 
     def keywords(here):
         given = here.to(ids), here.to(log_probs), None if mask is None else here.to(kept.contiguous())
-        return {"want": ("topk_forward_kl",), "teacher": TopKTeacher(*given)}
+        return {"want": ("topk_forward_kl",), "teacher": hl.TopKTeacher(*given)}
 
     def expected(x, labels):
         tau = torch.zeros(N, x.shape[1]).double()
@@ -175,9 +164,9 @@ def kept(ids, mask=None, offsets=None, **fields):
 
     def given(here):
         if offsets is not None:
-            return IdSets.from_csr(here.to(ids), here.to(torch.tensor(offsets)))
+            return hl.IdSets.from_csr(here.to(ids), here.to(torch.tensor(offsets)))
         spread = None if mask is None else here.to(torch.tensor(mask).expand(N, -1))
-        return IdSets(here.to(ids.expand(N, -1)), spread)
+        return hl.IdSets(here.to(ids.expand(N, -1)), spread)
 
     def expected(x, labels):
         real = ids[(ids >= 0) & (torch.tensor(True) if mask is None else torch.tensor(mask))]
@@ -209,17 +198,17 @@ def moved(change):
     """A cut: this rank's even share [start, stop), changed."""
 
     def cut(group):
-        shard = VocabShard.from_group(group, V)
-        return VocabShard(*change(shard.start, shard.stop), V, group)
+        shard = hl.VocabShard.from_group(group, V)
+        return hl.VocabShard(*change(shard.start, shard.stop), V, group)
 
     return cut
 
 
 def bounds(by_size):
-    return lambda group: VocabShard.from_boundaries(by_size[1 if group is None else group.size()], V, group)
+    return lambda group: hl.VocabShard.from_boundaries(by_size[1 if group is None else group.size()], V, group)
 
 
 def mirrored(group):
     """Rank r owns what rank P - 1 - r does elsewhere."""
-    shard = VocabShard.from_group(group, V)
-    return VocabShard(V - shard.stop, V - shard.start, V, group)
+    shard = hl.VocabShard.from_group(group, V)
+    return hl.VocabShard(V - shard.stop, V - shard.start, V, group)

@@ -8,22 +8,7 @@ import torch.nn.functional as F
 from linear_problem import BOTH, H, N, V, a_teacher, relative, small_blocks, tensors, terms
 from ranks import on_ranks
 
-from tp_headloss import (
-    CrossEntropy,
-    Distillation,
-    Entropy,
-    HeadLoss,
-    Linear,
-    Options,
-    PolicyGradient,
-    Sequences,
-    Term,
-    TopKDistillation,
-    Transform,
-    VocabShard,
-    linear_vocab_statistics,
-    vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.linear_head import blocks
 from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER, layout_of
 
@@ -53,7 +38,7 @@ def plain(operands, labels, weights):
 def head_run(group, device, boundaries, dtype, backend, linear):
     """Loss (times 3 on its way back), and gradients of hidden states, weight shard and bias shard."""
     hidden, weight, bias, labels, weights = (x.to(device) for x in tensors(dtype))
-    shard = VocabShard.from_boundaries(boundaries, V - 3, group) if boundaries else VocabShard(0, V, V)
+    shard = hl.VocabShard.from_boundaries(boundaries, V - 3, group) if boundaries else hl.VocabShard(0, V, V)
     local = slice(shard.start, shard.stop)
     weight[shard.vocab_size :], bias[shard.vocab_size :] = torch.nan, torch.inf  # padding holds anything
     rank = 0 if group is None else group.rank()
@@ -61,9 +46,9 @@ def head_run(group, device, boundaries, dtype, backend, linear):
         hidden = hidden.chunk(shard.world_size)[rank]
     hidden, weight, bias = (x.clone().requires_grad_() for x in (hidden, weight[local], bias[local]))
     with small_blocks():
-        out = HeadLoss(terms(), metrics=("accuracy",), options=Options(backend=backend)).linear(
-            hidden, weight, labels, bias=bias, shard=shard, token_weight=weights, transform=Transform(softcap=SOFTCAP),
-            linear=linear,
+        out = hl.HeadLoss(terms(), metrics=("accuracy",), options=hl.Options(backend=backend)).linear(
+            hidden, weight, labels, bias=bias, shard=shard, token_weight=weights, linear=linear,
+            transform=hl.Transform(softcap=SOFTCAP),
         )  # fmt: skip
         grads = torch.autograd.grad(3 * out.loss, (hidden, weight, bias), retain_graph=True)
         again = torch.autograd.grad(3 * out.loss, (hidden, weight, bias))
@@ -104,7 +89,7 @@ def masked_truth():
 )  # fmt: skip
 def test_losses_and_gradients_equal_float64(world_size, how, backend, mode):
     """Uneven shards (one of them empty), padding, bias, softcap, weights; several blocks, the last one smaller."""
-    linear = Linear(mode=mode, hidden_grad=how, budget=64 * 4 * 64)
+    linear = hl.Linear(mode=mode, hidden_grad=how, budget=64 * 4 * 64)
     results = on_ranks(world_size, head_run, UNEVEN[world_size], torch.float32, backend, linear)
     for got, expected in zip(joined(results, how), masked_truth()):
         assert relative(got, expected) < 2e-6
@@ -132,7 +117,7 @@ def test_half_precision_is_at_most_twice_as_wrong_as_materialised_logits(world_s
     exact = plain(tuple(x.double() for x in operands), labels, weights)
     usual = of_shards(operands)
     upstream = 64.0 if mode == "one_sweep" and dtype == torch.float16 else None
-    linear = Linear(mode=mode, budget=4 * V * H + 64 * 4 * 64, upstream=upstream)
+    linear = hl.Linear(mode=mode, budget=4 * V * H + 64 * 4 * 64, upstream=upstream)
     results = on_ranks(world_size, whole_run, boundaries, dtype, "torch", linear)
     for got, other, expected in zip(joined(results, "all_reduce"), usual, exact):
         assert got.dtype == other.dtype
@@ -141,13 +126,13 @@ def test_half_precision_is_at_most_twice_as_wrong_as_materialised_logits(world_s
 
 def whole_run(group, device, boundaries, dtype, backend, linear):
     hidden, weight, bias, labels, weights = (x.to(device) for x in tensors(dtype))
-    shard = VocabShard.from_boundaries(boundaries, V, group)
+    shard = hl.VocabShard.from_boundaries(boundaries, V, group)
     local = slice(shard.start, shard.stop)
     operands = [x.clone().requires_grad_() for x in (hidden, weight[local], bias[local])]
     with small_blocks():
-        out = HeadLoss(terms(), options=Options(backend=backend)).linear(
+        out = hl.HeadLoss(terms(), options=hl.Options(backend=backend)).linear(
             *operands[:2], labels, bias=operands[2], shard=shard, token_weight=weights,
-            transform=Transform(softcap=SOFTCAP), linear=linear,
+            transform=hl.Transform(softcap=SOFTCAP), linear=linear,
         )  # fmt: skip
         upstream = linear.upstream or 1.0
         grads = torch.autograd.grad(upstream * out.loss, operands)
@@ -169,8 +154,8 @@ def test_every_statistic_equals_that_of_materialised_logits(kind, backend, devic
     hidden, weight, _, labels, temperature = (x.to(device) for x in tensors())
     hidden, weight, labels, temperature = hidden[:n], weight[:v], labels[:n] % v, temperature[:n] + 0.5
     teacher = a_teacher(teacher, device, n, v)
-    keywords = {"want": want, "teacher": teacher, "transform": Transform(temperature=temperature)}
-    keywords["options"] = Options(backend=backend)
+    keywords = {"want": want, "teacher": teacher, "transform": hl.Transform(temperature=temperature)}
+    keywords["options"] = hl.Options(backend=backend)
 
     def of(function, *operands):
         stats = function(*operands, labels, **keywords)
@@ -180,11 +165,11 @@ def test_every_statistic_equals_that_of_materialised_logits(kind, backend, devic
         return stats, (weights * values).sum()
 
     materialised = [x.clone().requires_grad_() for x in (hidden, weight)]
-    expected, loss = of(vocab_statistics, F.linear(*materialised))
+    expected, loss = of(hl.vocab_statistics, F.linear(*materialised))
     expected_grads = torch.autograd.grad(loss, materialised)
     operands = [x.clone().requires_grad_() for x in (hidden, weight)]
     monkeypatch.setattr(blocks, "recompute_blocks", lambda *_: blocks.Blocks(7, 9, 40))
-    got, loss = of(linear_vocab_statistics, *operands)
+    got, loss = of(hl.linear_vocab_statistics, *operands)
     grads = torch.autograd.grad(loss, operands)
     for name, value in expected._asdict().items():
         if isinstance(value, torch.Tensor):
@@ -199,7 +184,7 @@ def test_gradcheck():
     labels = torch.tensor([3, 0, -100, 10, 7])
 
     def values(hidden, weight, bias):
-        stats = linear_vocab_statistics(hidden, weight, labels, bias=bias, want=("entropy",))
+        stats = hl.linear_vocab_statistics(hidden, weight, labels, bias=bias, want=("entropy",))
         return stats.lse, stats.log_prob, stats.entropy
 
     torch.autograd.gradcheck(values, [x.requires_grad_() for x in (hidden, weight, bias)])
@@ -208,11 +193,11 @@ def test_gradcheck():
 @pytest.mark.parametrize(
     "name, terms, inputs",
     [
-        ("policy", [PolicyGradient("clip"), Entropy(0.1)], ("advantages", "old_log_prob")),
-        ("teacher", [CrossEntropy(), Distillation(1.0, "jsd", temperature_squared=True)], ("teacher",)),
-        ("entries", [CrossEntropy(), TopKDistillation(1.0, "forward_kl", "tail")], ("teacher",)),
-        ("own", [Term("focal", lambda s: -((1 - s.log_prob.exp()) ** 2) * s.log_prob, tokenwise=True)], ()),
-        ("classes", [CrossEntropy(class_weight=torch.rand(V), label_smoothing=0.1)], ()),
+        ("policy", [hl.PolicyGradient("clip"), hl.Entropy(0.1)], ("advantages", "old_log_prob")),
+        ("teacher", [hl.CrossEntropy(), hl.Distillation(1.0, "jsd", temperature_squared=True)], ("teacher",)),
+        ("entries", [hl.CrossEntropy(), hl.TopKDistillation(1.0, "forward_kl", "tail")], ("teacher",)),
+        ("own", [hl.Term("focal", lambda s: -((1 - s.log_prob.exp()) ** 2) * s.log_prob, tokenwise=True)], ()),
+        ("classes", [hl.CrossEntropy(class_weight=torch.rand(V), label_smoothing=0.1)], ()),
     ],
 )
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -224,7 +209,7 @@ def test_one_sweep_equals_recompute(name, terms, inputs, reduction):
     if "teacher" in given:
         fields = {k: x for k, x in vars(given["teacher"]).items() if isinstance(x, torch.Tensor)}
         given["teacher"] = replace(given["teacher"], **{k: x.view(2, N // 2, *x.shape[1:]) for k, x in fields.items()})
-    head = HeadLoss(terms, reduction=reduction, metrics=("accuracy", "entropy"))
+    head = hl.HeadLoss(terms, reduction=reduction, metrics=("accuracy", "entropy"))
     denominator = 17.0 if reduction == "mean" else None
     out, grads = {}, {}
     with small_blocks():
@@ -232,7 +217,7 @@ def test_one_sweep_equals_recompute(name, terms, inputs, reduction):
             operands = [x.clone().requires_grad_() for x in (hidden.view(2, -1, H), weight)]
             out[mode] = head.linear(
                 *operands, labels.view(2, -1), inputs=given, token_weight=weights.view(2, -1), denominator=denominator,
-                linear=Linear(mode=mode, budget=16 * 256 * 4),
+                linear=hl.Linear(mode=mode, budget=16 * 256 * 4),
             )  # fmt: skip
             grads[mode] = torch.autograd.grad(out[mode].loss, operands)
     torch.testing.assert_close(out["one_sweep"].loss, out["recompute"].loss, rtol=1e-6, atol=0)
@@ -244,13 +229,13 @@ def test_one_sweep_equals_recompute(name, terms, inputs, reduction):
 
 def test_sequence_reductions_in_one_sweep():
     hidden, weight, _, labels, _ = tensors()
-    inputs = {"sequences": Sequences.from_mask(torch.rand(4, N // 4) > 0.3)}
-    head = HeadLoss([CrossEntropy()], reduction="seq-mean-token-mean")
+    inputs = {"sequences": hl.Sequences.from_mask(torch.rand(4, N // 4) > 0.3)}
+    head = hl.HeadLoss([hl.CrossEntropy()], reduction="seq-mean-token-mean")
     losses = []
     with small_blocks():
         for mode in ("recompute", "one_sweep"):
             operands = [x.clone().requires_grad_() for x in (hidden.view(4, -1, H), weight)]
-            linear = Linear(mode=mode, budget=16 * 256 * 4)
+            linear = hl.Linear(mode=mode, budget=16 * 256 * 4)
             loss = head.linear(*operands, labels.view(4, -1), inputs=inputs, linear=linear).loss
             losses.append((loss, *torch.autograd.grad(loss, operands)))
     for a, b in zip(*losses):
@@ -260,13 +245,13 @@ def test_sequence_reductions_in_one_sweep():
 def test_dtypes_follow_torch_linear(device):
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
     with pytest.raises(TypeError, match=r"one dtype, got torch\.bfloat16 and torch\.float32"):
-        linear_vocab_statistics(hidden.bfloat16(), weight, labels)
+        hl.linear_vocab_statistics(hidden.bfloat16(), weight, labels)
     for hidden_dtype in (torch.float32, torch.bfloat16):
         for mode in ("recompute", "one_sweep"):
             operands = [hidden.to(hidden_dtype).requires_grad_(), weight.clone().requires_grad_()]
             with torch.autocast(device, torch.bfloat16):
-                rounded = Linear(mode=mode)
-                out = HeadLoss([CrossEntropy()]).linear(*operands, labels, linear=rounded)
+                rounded = hl.Linear(mode=mode)
+                out = hl.HeadLoss([hl.CrossEntropy()]).linear(*operands, labels, linear=rounded)
                 expected = F.cross_entropy(F.linear(*operands).float(), labels)
             grads = torch.autograd.grad(out.loss, operands)
             assert [g.dtype for g in grads] == [hidden_dtype, torch.float32]
@@ -279,19 +264,19 @@ def test_dtypes_follow_torch_linear(device):
 def test_bad_labels_make_their_token_nan(mode):
     hidden, weight, _, labels, _ = tensors()
     labels[5] = V
-    out = HeadLoss(reduction="sum").linear(hidden.requires_grad_(), weight, labels, linear=Linear(mode=mode))
+    out = hl.HeadLoss(reduction="sum").linear(hidden.requires_grad_(), weight, labels, linear=hl.Linear(mode=mode))
     assert out.loss.isnan() and out.stats.log_prob.isnan().nonzero().tolist() == [[5]]
     (grad,) = torch.autograd.grad(out.loss, hidden)
     assert grad[5].isnan().all() and grad.isnan().sum() == H
     with pytest.raises(ValueError, match="label of token 5"):
-        HeadLoss(options=Options(check=True)).linear(hidden, weight, labels, linear=Linear(mode=mode))
+        hl.HeadLoss(options=hl.Options(check=True)).linear(hidden, weight, labels, linear=hl.Linear(mode=mode))
 
 
 @BOTH
 def test_no_tokens_and_ignored_tokens(mode):
     for labels in (torch.zeros(0, dtype=torch.long), torch.full((3,), -100)):
         operands = [torch.randn(len(labels), H, requires_grad=True), torch.randn(V, H, requires_grad=True)]
-        loss = HeadLoss(terms()).linear(*operands, labels, linear=Linear(mode=mode)).loss
+        loss = hl.HeadLoss(terms()).linear(*operands, labels, linear=hl.Linear(mode=mode)).loss
         assert loss == 0 and all(not g.any() for g in torch.autograd.grad(loss, operands))
 
 
@@ -300,17 +285,19 @@ def test_several_hidden_states_are_one_call():
     hidden, weight, _, labels, _ = tensors()
     labels = torch.stack([labels, labels.roll(-1)])
     both = torch.stack([hidden, 2 * hidden]).requires_grad_()
-    stats = linear_vocab_statistics(both, weight, labels)
+    stats = hl.linear_vocab_statistics(both, weight, labels)
     for depth in range(2):
-        alone = linear_vocab_statistics(both[depth], weight, labels[depth])
+        alone = hl.linear_vocab_statistics(both[depth], weight, labels[depth])
         torch.testing.assert_close(stats.log_prob[depth], alone.log_prob)
 
 
 def test_transposed_hidden_states():
     hidden, weight, _, labels, _ = tensors()
     transposed = hidden.view(4, -1, H).transpose(0, 1)  # [11, 4, H], as Megatron's [s, b, h] seen as [b, s, h]
-    stats = linear_vocab_statistics(transposed, weight, labels.view(4, -1).t())
-    torch.testing.assert_close(stats.log_prob.t().flatten(), linear_vocab_statistics(hidden, weight, labels).log_prob)
+    stats = hl.linear_vocab_statistics(transposed, weight, labels.view(4, -1).t())
+    torch.testing.assert_close(
+        stats.log_prob.t().flatten(), hl.linear_vocab_statistics(hidden, weight, labels).log_prob
+    )
 
 
 @BOTH
@@ -321,8 +308,8 @@ def test_float16_with_a_loss_scale(mode):
     weight, labels = (0.1 * weight).requires_grad_(), labels.repeat(100)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     exact = torch.autograd.grad(F.cross_entropy(F.linear(*exact), labels), exact)
-    for linear in (Linear(), Linear(mode=mode, upstream=scale if mode == "one_sweep" else None)):
-        loss = HeadLoss().linear(hidden, weight, labels, linear=linear).loss
+    for linear in (hl.Linear(), hl.Linear(mode=mode, upstream=scale if mode == "one_sweep" else None)):
+        loss = hl.HeadLoss().linear(hidden, weight, labels, linear=linear).loss
         grads = torch.autograd.grad(scale * loss, (hidden, weight))
         assert max(relative(a / scale, b) for a, b in zip([g.double() for g in grads], exact)) < 2e-3
 
@@ -333,8 +320,8 @@ def test_weights_in_half_precision_are_counted_exactly(dtype):
     hidden, labels = hidden[:1].expand(70_000, H), labels[:1].expand(70_000)
     weights = torch.ones(70_000, dtype=dtype)
     losses = [
-        HeadLoss()
-        .linear(hidden.requires_grad_(), weight[:8], labels % 8, token_weight=weights, linear=Linear(mode=mode))
+        hl.HeadLoss()
+        .linear(hidden.requires_grad_(), weight[:8], labels % 8, token_weight=weights, linear=hl.Linear(mode=mode))
         .loss
         for mode in ("recompute", "one_sweep")
     ]
@@ -350,7 +337,7 @@ def test_sums_over_many_blocks_are_in_fp32(cut, monkeypatch):
     bias, labels = torch.zeros(512, requires_grad=True), torch.randint(512, (1024,), generator=generator)
 
     def grads():
-        loss = HeadLoss().linear(hidden, weight, labels, bias=bias, linear=Linear(mode=mode)).loss
+        loss = hl.HeadLoss().linear(hidden, weight, labels, bias=bias, linear=hl.Linear(mode=mode)).loss
         return torch.autograd.grad(loss, (hidden, weight, bias))
 
     mode = "recompute"

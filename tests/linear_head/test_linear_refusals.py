@@ -5,17 +5,7 @@ import torch
 from linear_problem import H, V, a_teacher, tensors
 from torch.testing import assert_close
 
-from tp_headloss import (
-    CrossEntropy,
-    HeadLoss,
-    IdSets,
-    Linear,
-    Options,
-    Term,
-    Transform,
-    VocabShard,
-    linear_vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.linear_head.call import LinearCall
 from tp_headloss.statistics import FULL_TEACHER
 
@@ -23,35 +13,37 @@ from tp_headloss.statistics import FULL_TEACHER
 def test_one_sweep_refuses_what_it_cannot_do():
     hidden, weight, _, labels, weights = tensors()
     hidden.requires_grad_()
-    one_sweep = Linear(mode="one_sweep")
+    one_sweep = hl.Linear(mode="one_sweep")
     for head, kwargs, words in (
-        (HeadLoss(reduction="none"), {}, "loss per token"),
-        (HeadLoss([Term("own", lambda s: s.lse)]), {}, "declared tokenwise"),
-        (HeadLoss([CrossEntropy(class_weight=torch.ones(V))]), {}, "denominators of their own"),
-        (HeadLoss(), {"token_weight": weights.clone().requires_grad_()}, "require a gradient"),
-        (HeadLoss(), {"hidden": hidden.half(), "weight": weight.half()}, "float16 gradients underflow"),
+        (hl.HeadLoss(reduction="none"), {}, "loss per token"),
+        (hl.HeadLoss([hl.Term("own", lambda s: s.lse)]), {}, "declared tokenwise"),
+        (hl.HeadLoss([hl.CrossEntropy(class_weight=torch.ones(V))]), {}, "denominators of their own"),
+        (hl.HeadLoss(), {"token_weight": weights.clone().requires_grad_()}, "require a gradient"),
+        (hl.HeadLoss(), {"hidden": hidden.half(), "weight": weight.half()}, "float16 gradients underflow"),
     ):
         with pytest.raises(ValueError, match=words):
             head.linear(**{"hidden": hidden, "weight": weight, "labels": labels, "linear": one_sweep} | kwargs)
-    out = HeadLoss().linear(hidden, weight, labels, linear=one_sweep)
+    out = hl.HeadLoss().linear(hidden, weight, labels, linear=one_sweep)
     with pytest.raises(RuntimeError, match="mode='recompute'"):
         (out.loss + out.stats.log_prob.sum()).backward()
     with torch.no_grad():
-        assert not HeadLoss().linear(hidden, weight, labels, linear=one_sweep).loss.requires_grad
+        assert not hl.HeadLoss().linear(hidden, weight, labels, linear=one_sweep).loss.requires_grad
 
 
 BAD = {  # others are in tests/helpers/odd_inputs.py
-    "gather them first": lambda h, w, y: Linear(max_valid_tokens=3, hidden_grad="reduce_scatter"),
-    "got none": lambda h, w, y: linear_vocab_statistics(h, w, linear=Linear(max_valid_tokens=3)),
-    "copy the teacher": lambda h, w, y: linear_vocab_statistics(
-        h, w, y, teacher=a_teacher("logits", "cpu"), want=FULL_TEACHER, linear=Linear(max_valid_tokens=3)
+    "gather them first": lambda h, w, y: hl.Linear(max_valid_tokens=3, hidden_grad="reduce_scatter"),
+    "got none": lambda h, w, y: hl.linear_vocab_statistics(h, w, linear=hl.Linear(max_valid_tokens=3)),
+    "copy the teacher": lambda h, w, y: hl.linear_vocab_statistics(
+        h, w, y, teacher=a_teacher("logits", "cpu"), want=FULL_TEACHER, linear=hl.Linear(max_valid_tokens=3)
     ),
     r"weight must have shape \[200, 24\] of the shard's ids \[0, 200\) and hidden states, got": lambda h, w, y: (
-        linear_vocab_statistics(h, w[:, :5], y)
+        hl.linear_vocab_statistics(h, w[:, :5], y)
     ),
-    "bias must have shape": lambda h, w, y: linear_vocab_statistics(h, w, y, bias=w[:5, 0]),
-    "upstream is of": lambda h, w, y: linear_vocab_statistics(h, w, y, linear=Linear(upstream=1.0)),
-    r"got \[H\]": lambda h, w, y: linear_vocab_statistics(h[0], w, y[0], linear=Linear(hidden_grad="reduce_scatter")),
+    "bias must have shape": lambda h, w, y: hl.linear_vocab_statistics(h, w, y, bias=w[:5, 0]),
+    "upstream is of": lambda h, w, y: hl.linear_vocab_statistics(h, w, y, linear=hl.Linear(upstream=1.0)),
+    r"got \[H\]": lambda h, w, y: hl.linear_vocab_statistics(
+        h[0], w, y[0], linear=hl.Linear(hidden_grad="reduce_scatter")
+    ),
 }
 
 
@@ -64,50 +56,53 @@ def test_bad_arguments_are_named(words):
 
 def test_shapes_are_checked_before_tokens_are_dropped():
     hidden, weight, _, labels, weights = tensors()
-    few = Linear(max_valid_tokens=30)
+    few = hl.Linear(max_valid_tokens=30)
     for call in (
-        lambda: HeadLoss().linear(hidden, weight, labels[:5], linear=few),
-        lambda: HeadLoss().linear(hidden.view(4, 11, H), weight, labels.view(11, 4), linear=few),
-        lambda: linear_vocab_statistics(hidden[:5], weight, labels, linear=few),
-        lambda: linear_vocab_statistics(
+        lambda: hl.HeadLoss().linear(hidden, weight, labels[:5], linear=few),
+        lambda: hl.HeadLoss().linear(hidden.view(4, 11, H), weight, labels.view(11, 4), linear=few),
+        lambda: hl.linear_vocab_statistics(hidden[:5], weight, labels, linear=few),
+        lambda: hl.linear_vocab_statistics(
             hidden.view(4, 11, H),
             weight,
             labels.view(4, 11),
-            transform=Transform(temperature=weights.view(11, 4)),
+            transform=hl.Transform(temperature=weights.view(11, 4)),
             linear=few,
         ),
     ):
         with pytest.raises(ValueError, match="must have shape"):
             call()
     labels[30] = V
-    for linear in (few, Linear(max_valid_tokens=1)):
+    for linear in (few, hl.Linear(max_valid_tokens=1)):
         with pytest.raises(ValueError, match="label of token 30"):
-            linear_vocab_statistics(hidden, weight, labels, linear=linear, options=Options(check=True))
+            hl.linear_vocab_statistics(hidden, weight, labels, linear=linear, options=hl.Options(check=True))
 
 
 def test_check_numbers_the_tokens_of_the_call_though_ignored_ones_are_dropped():
     hidden, weight, _, labels, _ = tensors()
     labels[:7] = -100
-    few, ids = Linear(max_valid_tokens=len(labels)), labels.clamp(min=0)[:, None].repeat(1, 2)
+    few, ids = hl.Linear(max_valid_tokens=len(labels)), labels.clamp(min=0)[:, None].repeat(1, 2)
     ids[20, 1] = V
-    term = Term("at", lambda stats: stats.log_probs_at.sum(-1), want=("log_probs_at",))
-    set_term = Term("set", lambda stats: stats.set_log_prob, want=("set_log_prob",))
-    for head in (HeadLoss([term], options=Options(check=True)), HeadLoss([set_term], options=Options(check=True))):
-        inputs = {"ids": ids} if head.terms[0] is term else {"sets": IdSets(ids)}
+    term = hl.Term("at", lambda stats: stats.log_probs_at.sum(-1), want=("log_probs_at",))
+    set_term = hl.Term("set", lambda stats: stats.set_log_prob, want=("set_log_prob",))
+    for head in (
+        hl.HeadLoss([term], options=hl.Options(check=True)),
+        hl.HeadLoss([set_term], options=hl.Options(check=True)),
+    ):
+        inputs = {"ids": ids} if head.terms[0] is term else {"sets": hl.IdSets(ids)}
         with pytest.raises(ValueError, match="of token 20 "):
             head.linear(hidden, weight, labels, inputs=inputs, linear=few)
-    for given in ({"want": ("log_probs_at",), "ids": ids}, {"want": ("set_log_prob",), "sets": IdSets(ids)}):
+    for given in ({"want": ("log_probs_at",), "ids": ids}, {"want": ("set_log_prob",), "sets": hl.IdSets(ids)}):
         with pytest.raises(ValueError, match="of token 20 "):
-            linear_vocab_statistics(hidden, weight, labels, linear=few, options=Options(check=True), **given)
+            hl.linear_vocab_statistics(hidden, weight, labels, linear=few, options=hl.Options(check=True), **given)
 
 
 def test_one_sweep_knows_what_it_cannot_differentiate(caplog, monkeypatch):
     hidden, weight, _, labels, _ = tensors()
     scale = torch.tensor(2.0, requires_grad=True)
-    own = HeadLoss([Term("own", lambda stats: -scale * stats.log_prob, tokenwise=True)])
+    own = hl.HeadLoss([hl.Term("own", lambda stats: -scale * stats.log_prob, tokenwise=True)])
     with pytest.raises(ValueError, match="'one_sweep' is not possible: a tokenwise term depends on something else"):
-        own.linear(hidden.requires_grad_(), weight, labels, linear=Linear("one_sweep"))
-    known = HeadLoss().linear(hidden, weight, labels)
+        own.linear(hidden.requires_grad_(), weight, labels, linear=hl.Linear("one_sweep"))
+    known = hl.HeadLoss().linear(hidden, weight, labels)
     plain = torch.autograd.grad(known.loss, hidden)[0]
     own.terms = own.terms  # nothing is known of them
     monkeypatch.setattr("tp_headloss.linear_head.call._logged_modes", set())
@@ -118,7 +113,7 @@ def test_one_sweep_knows_what_it_cannot_differentiate(caplog, monkeypatch):
             assert_close(found, 2 * plain)
     why = "linear head: no one sweep, because a tokenwise term depends on something else that requires a gradient"
     assert caplog.messages == [why, "linear head: recompute"]
-    constant = HeadLoss([Term("constant", lambda stats: stats.log_prob.detach(), tokenwise=True)])
+    constant = hl.HeadLoss([hl.Term("constant", lambda stats: stats.log_prob.detach(), tokenwise=True)])
     loss = constant.linear(hidden, weight, labels).loss
     assert not torch.autograd.grad(loss, hidden)[0].any()
 
@@ -126,8 +121,8 @@ def test_one_sweep_knows_what_it_cannot_differentiate(caplog, monkeypatch):
 def test_a_call_after_an_equal_one_is_not_checked_again_but_by_what_may_differ(monkeypatch, device):
     """Results and gradients are those of the first call; other operands, heads and missing memory are noticed."""
     hidden, weight = torch.randn(6, 8, device=device), torch.randn(12, 8, device=device)
-    labels, shard, modes = torch.arange(6, device=device), VocabShard(0, 12, 12), ("recompute", "one_sweep", "auto")
-    known = HeadLoss(metrics="entropy")
+    labels, shard, modes = torch.arange(6, device=device), hl.VocabShard(0, 12, 12), ("recompute", "one_sweep", "auto")
+    known = hl.HeadLoss(metrics="entropy")
 
     def run(linear, given=shard, x=hidden, y=labels, head=known):
         x, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -136,7 +131,7 @@ def test_a_call_after_an_equal_one_is_not_checked_again_but_by_what_may_differ(m
         out.loss.backward()
         return out.loss.detach(), out.metrics["entropy"], x.grad, w.main_grad if linear.main_grad else w.grad
 
-    options = [Linear(mode, main_grad=main_grad) for mode in modes for main_grad in (False, True)]
+    options = [hl.Linear(mode, main_grad=main_grad) for mode in modes for main_grad in (False, True)]
     first = [run(linear, given) for linear in options for given in (shard, None)]
     others = [run(linear, x=hidden * 2, y=labels.flip(0)) for linear in options]
     with monkeypatch.context() as patch:
@@ -144,7 +139,7 @@ def test_a_call_after_an_equal_one_is_not_checked_again_but_by_what_may_differ(m
         again = [run(linear, given) for linear in options for given in (shard, None)]
         assert all(torch.equal(a, b) for x, y in zip(first, again) for a, b in zip(x, y))
     for linear, found in zip(options, others):
-        expected = run(linear, x=hidden * 2, y=labels.flip(0), head=HeadLoss(metrics="entropy"))
+        expected = run(linear, x=hidden * 2, y=labels.flip(0), head=hl.HeadLoss(metrics="entropy"))
         assert all(torch.equal(a, b) for a, b in zip(expected, found))
     with pytest.raises(ValueError, match=r"main_grad=True needs weight.main_grad"):
         known.linear(hidden, weight.clone().requires_grad_(), labels, shard=shard, linear=options[1])

@@ -14,22 +14,7 @@ from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tp_headloss import (
-    CrossEntropy,
-    Distillation,
-    HeadLoss,
-    Linear,
-    Options,
-    Teacher,
-    TeacherHead,
-    Transform,
-    VocabShard,
-    linear_vocab_statistics,
-    multi_token_targets,
-    select_rows,
-    topk_log_probs,
-    vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.engine import operators
 from tp_headloss.engine.request import Tensors
 from tp_headloss.linear_head import autograd
@@ -53,24 +38,27 @@ def head_run(group, device, boundaries, backend, mode, how):
     """Loss and statistics, and gradients of hidden states and weight shard; a teacher that requires gradients."""
     hidden, weight, bias, labels, _ = (x.to(device) for x in tensors())
     teacher_hidden, teacher_weight, teacher_bias, temperatures = (x.to(device) for x in teacher_tensors())
-    shard = VocabShard.from_boundaries(boundaries or [0, V], TRUE_V, group)
+    shard = hl.VocabShard.from_boundaries(boundaries or [0, V], TRUE_V, group)
     local, rank = slice(shard.start, shard.stop), 0 if group is None else group.rank()
     if how == "reduce_scatter":
         hidden, teacher_hidden = (x.chunk(shard.world_size)[rank] for x in (hidden, teacher_hidden))
     operands = [x.clone().requires_grad_() for x in (hidden, weight[local], bias[local])]
     frozen = [x.clone().requires_grad_() for x in (teacher_hidden, teacher_weight[local])]
-    teacher = TeacherHead(
-        *frozen, teacher_bias[local], Transform(**CAPPED), temperatures, student_temperature=1.4, beta=0.3
+    teacher = hl.TeacherHead(
+        *frozen, teacher_bias[local], hl.Transform(**CAPPED), temperatures, student_temperature=1.4, beta=0.3
     )
-    terms = [CrossEntropy(), *(Distillation(0.5, name) for name in ("forward_kl", "reverse_kl", "total_variation"))]
-    head = HeadLoss(
-        [*terms, Distillation(0.5, "jsd", temperature_squared=True), Distillation(0.5, "cross_entropy")],
-        options=Options(backend=backend), reduction="sum",
+    terms = [
+        hl.CrossEntropy(),
+        *(hl.Distillation(0.5, name) for name in ("forward_kl", "reverse_kl", "total_variation")),
+    ]
+    head = hl.HeadLoss(
+        [*terms, hl.Distillation(0.5, "jsd", temperature_squared=True), hl.Distillation(0.5, "cross_entropy")],
+        options=hl.Options(backend=backend), reduction="sum",
     )  # fmt: skip
     with small_blocks():
         out = head.linear(
             *operands[:2], labels, bias=operands[2], shard=shard, inputs={"teacher": teacher},
-            linear=Linear(mode=mode, budget=32 * 8 * 256 // shard.world_size, hidden_grad=how),
+            linear=hl.Linear(mode=mode, budget=32 * 8 * 256 // shard.world_size, hidden_grad=how),
         )  # fmt: skip
         out.loss.backward()
     assert all(x.grad is None for x in frozen)
@@ -127,17 +115,16 @@ def test_a_head_has_the_bits_of_its_materialised_logits(mode, dtype, backend, de
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
     hidden, weight, labels = hidden[:n], weight[:v], labels[:n] % v
     teacher_hidden, teacher_weight = (x[:k].to(device) for x, k in zip(teacher_tensors(dtype), (n, v)))
-    head = HeadLoss(
-        [CrossEntropy(), *(Distillation(1.0, name) for name in ("forward_kl", "reverse_kl", "jsd", "total_variation"))],
-        metrics=("teacher_entropy",), options=Options(backend=backend),
-    )  # fmt: skip
+    names = "forward_kl", "reverse_kl", "jsd", "total_variation"
+    terms = [hl.CrossEntropy(), *(hl.Distillation(1.0, name) for name in names)]
+    head = hl.HeadLoss(terms, metrics=("teacher_entropy",), options=hl.Options(backend=backend))
     results = []
     for teacher in (
-        Teacher(F.linear(teacher_hidden, teacher_weight), 1.7, 2.0),
-        TeacherHead(teacher_hidden, teacher_weight, temperature=1.7, student_temperature=2.0),
+        hl.Teacher(F.linear(teacher_hidden, teacher_weight), 1.7, 2.0),
+        hl.TeacherHead(teacher_hidden, teacher_weight, temperature=1.7, student_temperature=2.0),
     ):
         operands = [x.clone().requires_grad_() for x in (hidden, weight)]
-        out = head.linear(*operands, labels, inputs={"teacher": teacher}, linear=Linear(mode=mode))
+        out = head.linear(*operands, labels, inputs={"teacher": teacher}, linear=hl.Linear(mode=mode))
         values = [getattr(out.stats, name) for name in FULL_TEACHER]
         results.append((out.loss, *torch.autograd.grad(out.loss, operands), *values))
     assert all(torch.equal(a, b) for a, b in zip(*results))
@@ -151,22 +138,24 @@ def test_half_precision_students_and_autocast():
         logits = F.linear(teacher_hidden, teacher_weight)
         assert logits.dtype == torch.bfloat16
         both = [
-            linear_vocab_statistics(hidden, weight, labels, teacher=teacher, want=FULL_TEACHER)
-            for teacher in (Teacher(logits), TeacherHead(teacher_hidden, teacher_weight))
+            hl.linear_vocab_statistics(hidden, weight, labels, teacher=teacher, want=FULL_TEACHER)
+            for teacher in (hl.Teacher(logits), hl.TeacherHead(teacher_hidden, teacher_weight))
         ]
     for name in FULL_TEACHER:
         assert torch.equal(getattr(both[0], name), getattr(both[1], name))
-    mixed = TeacherHead(teacher_hidden, teacher_weight.bfloat16())
+    mixed = hl.TeacherHead(teacher_hidden, teacher_weight.bfloat16())
     with pytest.raises(TypeError, match=r"teacher: hidden states and weight must have one dtype, got torch\.float32"):
-        linear_vocab_statistics(hidden, weight, labels, teacher=mixed, want=FULL_TEACHER)
+        hl.linear_vocab_statistics(hidden, weight, labels, teacher=mixed, want=FULL_TEACHER)
 
 
 def test_logits_with_a_bias_or_a_softcap_are_not_rounded_in_between():
     hidden, weight, _, labels, _ = tensors()
     half, half_weight, bias, _ = teacher_tensors(torch.bfloat16)
-    teacher = TeacherHead(half, half_weight, bias, Transform(**CAPPED))
+    teacher = hl.TeacherHead(half, half_weight, bias, hl.Transform(**CAPPED))
     exact, _ = transformed(F.linear(half.double(), half_weight.double()), bias, **CAPPED)
-    found = linear_vocab_statistics(hidden, weight, labels, teacher=teacher, want=("teacher_entropy",)).teacher_entropy
+    found = hl.linear_vocab_statistics(
+        hidden, weight, labels, teacher=teacher, want=("teacher_entropy",)
+    ).teacher_entropy
     expected = -(exact.softmax(-1) * exact.log_softmax(-1)).sum(-1)
     torch.testing.assert_close(found.double(), torch.where(labels == -100, 0.0, expected), rtol=3e-6, atol=0)
 
@@ -177,7 +166,7 @@ def test_gradcheck():
     hidden, weight, *given = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
 
     def values(hidden, weight):
-        stats = linear_vocab_statistics(hidden, weight, want=FULL_TEACHER, teacher=TeacherHead(*given))
+        stats = hl.linear_vocab_statistics(hidden, weight, want=FULL_TEACHER, teacher=hl.TeacherHead(*given))
         return stats.forward_kl, stats.reverse_kl, stats.jsd, stats.total_variation
 
     torch.autograd.gradcheck(values, [x.requires_grad_() for x in (hidden, weight)])
@@ -186,16 +175,16 @@ def test_gradcheck():
 def own_head_run(group, device, mode):
     """Two depths of multi-token prediction distilled from the main head, whose hidden states are shifted."""
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
-    shard = VocabShard.from_group(group, V)
+    shard = hl.VocabShard.from_group(group, V)
     main, depths = hidden.view(4, 11, H), torch.stack([hidden, 0.5 * hidden]).view(2, 4, 11, H).requires_grad_()
     weight = weight[shard.start : shard.stop].clone().requires_grad_()
-    targets, _ = multi_token_targets(labels.view(4, 11), 2)
+    targets, _ = hl.multi_token_targets(labels.view(4, 11), 2)
     teacher = torch.stack([main.roll(-depth, 1) for depth in (1, 2)])  # what rolls over belongs to ignored tokens
-    head = HeadLoss([Distillation(1.0, "cross_entropy")], options=Options(transport="gather"))
+    head = hl.HeadLoss([hl.Distillation(1.0, "cross_entropy")], options=hl.Options(transport="gather"))
     with counted_collectives() as forward:
         out = head.linear(
-            depths, weight, targets[1:], shard=shard, inputs={"teacher": TeacherHead(teacher, weight)},
-            linear=Linear(mode=mode, hidden_grad="none"),
+            depths, weight, targets[1:], shard=shard, inputs={"teacher": hl.TeacherHead(teacher, weight)},
+            linear=hl.Linear(mode=mode, hidden_grad="none"),
         )  # fmt: skip
     out.loss.backward()
     grads = depths.grad.cpu(), weight.grad.cpu()
@@ -208,7 +197,7 @@ def test_multi_token_prediction_learns_from_the_main_head(mode, world_size):
     """The weight is the teacher's, too, and gets the student's gradient alone; one collective for all depths."""
     hidden, weight, _, labels, _ = tensors()
     main = F.linear(hidden, weight).double().view(4, 11, V)
-    targets, _ = multi_token_targets(labels.view(4, 11), 2)
+    targets, _ = hl.multi_token_targets(labels.view(4, 11), 2)
     operands = [torch.stack([hidden, 0.5 * hidden]).double().view(2, 4, 11, H), weight.double()]
     operands = [x.requires_grad_() for x in operands]
     log_p, valid = F.linear(*operands).log_softmax(-1), targets[1:] != -100
@@ -229,20 +218,20 @@ def draft_run(group, device, boundaries, draft_boundaries, as_dtensor):
     """A student over 50 of the teacher's ids, sharded by themselves; all rows and biases that were selected."""
     hidden, weight, *_ = (x.to(device) for x in tensors())
     teacher_hidden, teacher_weight, teacher_bias, _ = (x.to(device) for x in teacher_tensors())
-    shard = VocabShard.from_boundaries(boundaries or [0, V], TRUE_V, group)
-    to = draft_boundaries and VocabShard.from_boundaries(draft_boundaries, 50, group)
+    shard = hl.VocabShard.from_boundaries(boundaries or [0, V], TRUE_V, group)
+    to = draft_boundaries and hl.VocabShard.from_boundaries(draft_boundaries, 50, group)
     rows = teacher_weight[shard.start : shard.stop].requires_grad_()
     if as_dtensor:
         mesh = DeviceMesh.from_group(group, device.type)
         rows = DTensor.from_local(rows, mesh, [Shard(0)], shape=(V, H_T), stride=(H_T, 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocab_rows, "SENT_ROWS", 16)
-        selected = select_rows(rows, DRAFT.to(device).int(), shard=shard, to=to)
-    bias = select_rows(teacher_bias[shard.start : shard.stop], DRAFT, shard=shard, to=to)
-    to = to or VocabShard.from_group(group, 50)
-    teacher = TeacherHead(teacher_hidden, selected, bias)
+        selected = hl.select_rows(rows, DRAFT.to(device).int(), shard=shard, to=to)
+    bias = hl.select_rows(teacher_bias[shard.start : shard.stop], DRAFT, shard=shard, to=to)
+    to = to or hl.VocabShard.from_group(group, 50)
+    teacher = hl.TeacherHead(teacher_hidden, selected, bias)
     weight = F.pad(weight[:50], (0, 0, 0, 10))[to.start : to.stop]
-    found = linear_vocab_statistics(hidden, weight, shard=to, teacher=teacher, want=FULL_TEACHER)
+    found = hl.linear_vocab_statistics(hidden, weight, shard=to, teacher=teacher, want=FULL_TEACHER)
     here = DRAFT[to.start : to.start + to.valid_width].to(device)
     assert torch.equal(selected[: to.valid_width], teacher_weight[here]) and not selected[to.valid_width :].any()
     assert selected.shape == (to.width, H_T) and torch.equal(bias[: to.valid_width], teacher_bias[here])
@@ -267,7 +256,7 @@ def test_a_draft_vocabulary_takes_the_rows_of_its_ids(world_size, boundaries, dr
 
 def bad_selection(group, device, wrong):
     """The error of a call whose argument is wrong on rank 1 alone, or on all."""
-    shard = VocabShard.from_group(group, V)
+    shard = hl.VocabShard.from_group(group, V)
     weight, ids, to = torch.zeros(shard.width, 3), DRAFT, None
     last = group.rank() == 1
     if wrong == "ids of a rank":
@@ -277,11 +266,11 @@ def bad_selection(group, device, wrong):
     elif wrong == "beyond":
         ids = torch.tensor([0, V])
     elif wrong == "gap":
-        to = VocabShard(30 * last, 50 if last else 25, 50, group)
+        to = hl.VocabShard(30 * last, 50 if last else 25, 50, group)
     else:
-        to = VocabShard.from_group(group, 49)
+        to = hl.VocabShard.from_group(group, 49)
     try:
-        select_rows(weight, ids, shard=shard, to=to)
+        hl.select_rows(weight, ids, shard=shard, to=to)
     except ValueError as error:
         return str(error)
 
@@ -306,12 +295,12 @@ def test_ignored_tokens_are_dropped_from_the_teacher_as_well(mode):
     hidden, weight, _, labels, _ = tensors()
     count, nothing = int((labels != -100).sum()), (labels == -100)[:, None]
     teacher_hidden, teacher_weight, bias, temperatures = teacher_tensors()
-    teacher = TeacherHead(teacher_hidden, teacher_weight, bias, temperature=temperatures)
-    head = HeadLoss([CrossEntropy(), Distillation(temperature_squared=True)])
+    teacher = hl.TeacherHead(teacher_hidden, teacher_weight, bias, temperature=temperatures)
+    head = hl.HeadLoss([hl.CrossEntropy(), hl.Distillation(temperature_squared=True)])
 
     def run(teacher, most):
         operands = [x.clone().requires_grad_() for x in (hidden, weight)]
-        linear = Linear(mode=mode, max_valid_tokens=most)
+        linear = hl.Linear(mode=mode, max_valid_tokens=most)
         out = head.linear(*operands, labels, inputs={"teacher": teacher}, linear=linear)
         return out, torch.autograd.grad(out.loss, operands)
 
@@ -332,10 +321,10 @@ def test_no_logits_exist_as_a_whole(mode, monkeypatch):
     budget = buffers * 16 * 512 * 4
     for tokens in (128, 512):
         hidden, weight = torch.randn(tokens, hidden_size).requires_grad_(), torch.randn(width, hidden_size)
-        teacher = TeacherHead(torch.randn(tokens, 3), torch.randn(width, 3))
-        labels, head = torch.randint(width, (tokens,)), HeadLoss([Distillation()])
+        teacher = hl.TeacherHead(torch.randn(tokens, 3), torch.randn(width, 3))
+        labels, head = torch.randint(width, (tokens,)), hl.HeadLoss([hl.Distillation()])
         with small_blocks(), Largest() as largest:
-            linear = Linear(mode=mode, budget=budget)
+            linear = hl.Linear(mode=mode, budget=budget)
             head.linear(
                 hidden, weight.requires_grad_(), labels, inputs={"teacher": teacher}, linear=linear
             ).loss.backward()
@@ -344,17 +333,17 @@ def test_no_logits_exist_as_a_whole(mode, monkeypatch):
         if tokens == 128:
             assert largest.bytes >= budget // buffers // 2
     with small_blocks(), pytest.raises(ValueError, match="budget must be at least"):
-        linear = Linear(mode=mode, budget=budget // buffers)  # enough for the student alone
+        linear = hl.Linear(mode=mode, budget=budget // buffers)  # enough for the student alone
         head.linear(hidden, weight, labels, inputs={"teacher": teacher}, linear=linear).loss.backward()
 
 
 def test_torch_compile_sees_one_graph():
     hidden, weight, _, labels, _ = tensors()
     teacher_hidden, teacher_weight, teacher_bias, temperatures = teacher_tensors()
-    head = HeadLoss([CrossEntropy(), Distillation(temperature_squared=True)])
+    head = hl.HeadLoss([hl.CrossEntropy(), hl.Distillation(temperature_squared=True)])
 
     def loss_of(hidden, weight, teacher_hidden, teacher_weight):
-        teacher = TeacherHead(teacher_hidden, teacher_weight, teacher_bias, Transform(**CAPPED), temperatures)
+        teacher = hl.TeacherHead(teacher_hidden, teacher_weight, teacher_bias, hl.Transform(**CAPPED), temperatures)
         return head.linear(hidden, weight, labels, inputs={"teacher": teacher}).loss
 
     results = []
@@ -369,8 +358,8 @@ def test_torch_compile_sees_one_graph():
 def test_operators_are_registered_consistently():
     hidden, weight, _, labels, _ = tensors()
     teacher_hidden, teacher_weight, teacher_bias, _ = teacher_tensors()
-    teacher = TeacherHead(teacher_hidden, teacher_weight, teacher_bias, Transform(**CAPPED))
-    stats = linear_vocab_statistics(hidden.requires_grad_(), weight, labels, teacher=teacher, want=("forward_kl",))
+    teacher = hl.TeacherHead(teacher_hidden, teacher_weight, teacher_bias, hl.Transform(**CAPPED))
+    stats = hl.linear_vocab_statistics(hidden.requires_grad_(), weight, labels, teacher=teacher, want=("forward_kl",))
     node = stats.lse.grad_fn
     saved = node.saved_tensors
     facts = [list(x) if isinstance(x, tuple) else x for x in node.request.facts]
@@ -391,13 +380,13 @@ def test_operators_are_registered_consistently():
 
 def top_run(group, device):
     teacher_hidden, teacher_weight, bias, temperatures = (x.to(device) for x in teacher_tensors())
-    shard = VocabShard.from_boundaries(UNEVEN[2] if group else [0, V], TRUE_V, group)
+    shard = hl.VocabShard.from_boundaries(UNEVEN[2] if group else [0, V], TRUE_V, group)
     local = slice(shard.start, shard.stop)
-    head = TeacherHead(
-        teacher_hidden.view(4, 11, H_T), teacher_weight[local], bias[local], Transform(**CAPPED),
+    head = hl.TeacherHead(
+        teacher_hidden.view(4, 11, H_T), teacher_weight[local], bias[local], hl.Transform(**CAPPED),
         temperatures.view(4, 11),
     )  # fmt: skip
-    return topk_log_probs(head, 7, shard=shard)
+    return hl.topk_log_probs(head, 7, shard=shard)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -409,18 +398,18 @@ def test_the_top_k_of_a_head(world_size):
         assert torch.equal(top.ids.view(N, 7).cpu(), expected.indices)
         torch.testing.assert_close(top.log_probs.view(N, 7).double().cpu(), expected.values, rtol=2e-6, atol=2e-6)
     with pytest.raises(ValueError, match="its own weight and transform"):
-        topk_log_probs(TeacherHead(teacher_hidden, teacher_weight), 7, weight=teacher_weight)
+        hl.topk_log_probs(hl.TeacherHead(teacher_hidden, teacher_weight), 7, weight=teacher_weight)
 
 
 def call_with(h, w, y, t, **fields):
-    return linear_vocab_statistics(h, w, y, teacher=replace(t, **fields), want=("forward_kl",))
+    return hl.linear_vocab_statistics(h, w, y, teacher=replace(t, **fields), want=("forward_kl",))
 
 
 BAD = {  # others are in tests/promises/test_spec.py
-    "TeacherHead is for linear heads, got logits: use HeadLoss.linear": lambda h, w, y, t: vocab_statistics(
+    "TeacherHead is for linear heads, got logits: use HeadLoss.linear": lambda h, w, y, t: hl.vocab_statistics(
         h @ w.t(), y, teacher=t, want=FULL_TEACHER
     ),
-    "use HeadLoss.linear": lambda h, w, y, t: HeadLoss([Distillation()])(h @ w.t(), y, inputs={"teacher": t}),
+    "use HeadLoss.linear": lambda h, w, y, t: hl.HeadLoss([hl.Distillation()])(h @ w.t(), y, inputs={"teacher": t}),
     r"teacher\.weight must have shape \[200, H_t\] of the student's, got \[9, 17\]": (
         lambda h, w, y, t: call_with(h, w, y, t, weight=t.weight[:9])
     ),
@@ -433,13 +422,13 @@ BAD = {  # others are in tests/promises/test_spec.py
     ),
     "one dtype": lambda h, w, y, t: call_with(h, w, y, t, hidden=t.hidden.half()),
     r"teacher\.bias must have": lambda h, w, y, t: call_with(h, w, y, t, bias=y.float()),
-    "serves the statistics": lambda h, w, y, t: linear_vocab_statistics(h, w, y, teacher=t),
+    "serves the statistics": lambda h, w, y, t: hl.linear_vocab_statistics(h, w, y, teacher=t),
     r"teacher\.temperature must have shape \[44\] of hidden states, got \[3\]": (
         lambda h, w, y, t: call_with(h, w, y, t, temperature=torch.ones(3))
     ),
-    "temperature of a TeacherHead is its own": lambda h, w, y, t: replace(t, transform=Transform(temperature=2.0)),
-    "twice": lambda h, w, y, t: replace(t, bias=w[:, 0], transform=Transform(bias=w[:, 0])),
-    "scale must be pos": lambda h, w, y, t: replace(t, transform=Transform(scale=-1.0)),
+    "temperature of a TeacherHead is its own": lambda h, w, y, t: replace(t, transform=hl.Transform(temperature=2.0)),
+    "twice": lambda h, w, y, t: replace(t, bias=w[:, 0], transform=hl.Transform(bias=w[:, 0])),
+    "scale must be pos": lambda h, w, y, t: replace(t, transform=hl.Transform(scale=-1.0)),
 }
 
 
@@ -447,4 +436,4 @@ BAD = {  # others are in tests/promises/test_spec.py
 def test_bad_teachers_are_named(words):
     hidden, weight, _, labels, _ = tensors()
     with pytest.raises((TypeError, ValueError), match=words):
-        BAD[words](hidden, weight, labels, TeacherHead(*teacher_tensors()[:2]))
+        BAD[words](hidden, weight, labels, hl.TeacherHead(*teacher_tensors()[:2]))

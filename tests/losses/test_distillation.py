@@ -8,19 +8,7 @@ from oracle import divergences
 from ranks import on_ranks
 from topk_oracle import BETA, column
 
-from tp_headloss import (
-    CrossEntropy,
-    Distillation,
-    Entropy,
-    HeadLoss,
-    Options,
-    Sequences,
-    Teacher,
-    Transform,
-    VocabShard,
-    ZLoss,
-    vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.statistics import FULL_TEACHER
 
 WANT = ("forward_kl", "reverse_kl", "teacher_entropy")
@@ -82,14 +70,14 @@ def truth(z, t, kind, labels=None):
 def statistics_run(group, device, kind, dtype, with_labels, backend):
     x, t, labels, _ = rows(dtype)
     of_teacher, of_student, rest = temperatures(kind, device)
-    shard = VocabShard.from_group(group, V, 256)
+    shard = hl.VocabShard.from_group(group, V, 256)
     local, teacher = (F.pad(z, (0, 56), value=40.0)[:, shard.start : shard.stop].clone().to(device) for z in (x, t))
     local.requires_grad_()
     with counted_collectives() as events:
-        stats = vocab_statistics(
+        stats = hl.vocab_statistics(
             local, labels.to(device) if with_labels else None, shard=shard, want=(*FULL_TEACHER, "entropy"),
-            transform=Transform(temperature=rest), teacher=Teacher(teacher, of_teacher, of_student, BETA),
-            options=Options(backend=backend, transport="gather"),
+            transform=hl.Transform(temperature=rest), teacher=hl.Teacher(teacher, of_teacher, of_student, BETA),
+            options=hl.Options(backend=backend, transport="gather"),
         )  # fmt: skip
     values = {name: x for name, x in stats._asdict().items() if name in (*FULL_TEACHER, "entropy", "log_prob")}
     values = {name: x for name, x in values.items() if x is not None}
@@ -134,10 +122,10 @@ def test_gradcheck_of_the_float64_path():
     x, t, labels, _ = rows(torch.float64)
     keep = [0, 1, 4]
     t, labels = t[keep], labels[keep]
-    teacher = Teacher(t, 2.0, torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64))
+    teacher = hl.Teacher(t, 2.0, torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64))
 
     def values(z):
-        stats = vocab_statistics(z, labels, want=WANT, teacher=teacher, options=Options(backend="torch"))
+        stats = hl.vocab_statistics(z, labels, want=WANT, teacher=teacher, options=hl.Options(backend="torch"))
         return stats.forward_kl, stats.reverse_kl, stats.log_prob
 
     assert torch.autograd.gradcheck(values, x[keep].requires_grad_(), rtol=1e-5, atol=1e-7)
@@ -145,17 +133,17 @@ def test_gradcheck_of_the_float64_path():
 
 def head_run(group, device, backend, transport):
     x, t, labels, _ = rows()
-    shard = VocabShard.from_group(group, V, 256)
+    shard = hl.VocabShard.from_group(group, V, 256)
     local, teacher = (F.pad(z, (0, 56))[:, shard.start : shard.stop].clone().to(device) for z in (x, t))
     local.requires_grad_()
-    head = HeadLoss(
-        [CrossEntropy(0.5), ZLoss(1e-3), Entropy(0.01), Distillation(0.7, temperature_squared=True),
-         Distillation(0.2, "cross_entropy")],
+    head = hl.HeadLoss(
+        [hl.CrossEntropy(0.5), hl.ZLoss(1e-3), hl.Entropy(0.01), hl.Distillation(0.7, temperature_squared=True),
+         hl.Distillation(0.2, "cross_entropy")],
         metrics=("accuracy", "forward_kl", "teacher_entropy"),
-        options=Options(backend=backend, transport=transport),
+        options=hl.Options(backend=backend, transport=transport),
     )  # fmt: skip
     with counted_collectives() as forward:
-        out = head(local, labels.to(device), shard=shard, inputs={"teacher": Teacher(teacher, 2.0)})
+        out = head(local, labels.to(device), shard=shard, inputs={"teacher": hl.Teacher(teacher, 2.0)})
     with counted_collectives() as backward:
         out.loss.backward()
     counts = sum(forward.values()), sum(backward.values())
@@ -203,9 +191,9 @@ def test_chunks_of_several_tiles_follow_their_maxima(backend, device):
     z = x.double().requires_grad_()
     want = divergences(z / 3, t.double() / 2, 0.5)
     logits = x.to(device).requires_grad_()
-    stats = vocab_statistics(
-        logits, labels.to(device), want=tuple(want), teacher=Teacher(t.to(device), 2.0, 3.0),
-        options=Options(backend=backend),
+    stats = hl.vocab_statistics(
+        logits, labels.to(device), want=tuple(want), teacher=hl.Teacher(t.to(device), 2.0, 3.0),
+        options=hl.Options(backend=backend),
     )  # fmt: skip
     for name, truth in want.items():
         torch.testing.assert_close(getattr(stats, name).double().cpu(), truth.detach(), rtol=3e-6, atol=3e-6, msg=name)
@@ -222,8 +210,8 @@ def test_log_probs_are_as_good_as_logits_and_the_teacher_is_never_written(backen
     outs = []
     for teacher in (t, t.detach().log_softmax(-1)):
         local = x.clone().requires_grad_()
-        stats = vocab_statistics(
-            local, want=("forward_kl",), teacher=Teacher(teacher), options=Options(backend=backend)
+        stats = hl.vocab_statistics(
+            local, want=("forward_kl",), teacher=hl.Teacher(teacher), options=hl.Options(backend=backend)
         )
         outs.append((stats.forward_kl.detach(), torch.autograd.grad(stats.forward_kl.sum(), local)[0]))
     torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-6)
@@ -233,12 +221,12 @@ def test_log_probs_are_as_good_as_logits_and_the_teacher_is_never_written(backen
 def test_odd_teachers(backend, device):
     """A token whose teacher is NaN, +inf or nowhere is NaN in its divergences alone; other tokens are untouched."""
     x, t, labels, _ = (v.to(device) if isinstance(v, torch.Tensor) else v for v in rows())
-    good = vocab_statistics(x, labels, want=WANT, teacher=Teacher(t), options=Options(backend=backend))
+    good = hl.vocab_statistics(x, labels, want=WANT, teacher=hl.Teacher(t), options=hl.Options(backend=backend))
     t = t.clone()
     t[0, 3], t[1, 3], t[7] = torch.nan, torch.inf, -torch.inf
     t[2] = torch.nan  # ignored
     x[8, 3], t[8, 3] = -torch.inf, 1.0  # the student rules out what the teacher has
-    stats = vocab_statistics(x, labels, want=WANT, teacher=Teacher(t), options=Options(backend=backend))
+    stats = hl.vocab_statistics(x, labels, want=WANT, teacher=hl.Teacher(t), options=hl.Options(backend=backend))
     for name in WANT:
         value = getattr(stats, name)
         assert value[[0, 1, 7]].isnan().all() and value[2] == 0
@@ -252,15 +240,15 @@ def test_shapes_layouts_and_sequences(backend, device):
     torch.manual_seed(1)
     x = torch.randn(5, 3, 64, device=device).transpose(0, 1).requires_grad_()
     t = torch.randn(3, 5, 80, device=device).bfloat16()[..., 8:72]
-    options = Options(backend=backend)
-    stats = vocab_statistics(x, want=("forward_kl",), teacher=Teacher(t, 2.0), options=options)
+    options = hl.Options(backend=backend)
+    stats = hl.vocab_statistics(x, want=("forward_kl",), teacher=hl.Teacher(t, 2.0), options=options)
     want = divergences(*(z.detach().double().flatten(0, 1) / 2 for z in (x, t)), 0.5)["forward_kl"]
     torch.testing.assert_close(stats.forward_kl.double().flatten(), want, rtol=1e-5, atol=1e-6)
     labels = torch.zeros(3, 5, dtype=torch.long, device=device)
-    inputs = {"teacher": Teacher(t, 2.0), "sequences": Sequences.from_mask(labels == 0)}
-    out = HeadLoss([Distillation()], reduction="seq-mean-token-mean", options=options)(x, labels, inputs=inputs)
+    inputs = {"teacher": hl.Teacher(t, 2.0), "sequences": hl.Sequences.from_mask(labels == 0)}
+    out = hl.HeadLoss([hl.Distillation()], reduction="seq-mean-token-mean", options=options)(x, labels, inputs=inputs)
     torch.testing.assert_close(out.loss.double(), want.mean(), rtol=1e-5, atol=0)
-    empty = vocab_statistics(x[:0], want=WANT, teacher=Teacher(t[:0]), options=options)
+    empty = hl.vocab_statistics(x[:0], want=WANT, teacher=hl.Teacher(t[:0]), options=options)
     assert empty.forward_kl.shape == (0, 5)
 
 
@@ -268,10 +256,10 @@ def test_what_cannot_work_is_refused():
     """What tests/helpers/odd_inputs.py has not."""
     x, want = torch.randn(3, 8), ("forward_kl",)
     for message, given in {
-        "student_temperature must have shape": {"teacher": Teacher(x, 1.0, torch.ones(2))},
-        "teacher.logits must be one of": {"teacher": Teacher(x.double())},
+        "student_temperature must have shape": {"teacher": hl.Teacher(x, 1.0, torch.ones(2))},
+        "teacher.logits must be one of": {"teacher": hl.Teacher(x.double())},
     }.items():
         with pytest.raises((TypeError, ValueError), match=message):
-            vocab_statistics(x, want=want, **given)
+            hl.vocab_statistics(x, want=want, **given)
     with pytest.raises(ValueError, match=r"missing \['teacher'\]"):
-        HeadLoss(metrics=want)(x, torch.zeros(3, dtype=torch.long))
+        hl.HeadLoss(metrics=want)(x, torch.zeros(3, dtype=torch.long))

@@ -6,19 +6,7 @@ import torch.nn.functional as F
 from loss_problem import N, V, rows
 from ranks import on_ranks
 
-from tp_headloss import (
-    CausalLMLoss,
-    CrossEntropy,
-    Entropy,
-    HeadLoss,
-    Options,
-    Sequences,
-    Term,
-    VocabShard,
-    ZLoss,
-    multi_token_targets,
-    vocab_statistics,
-)
+import tp_headloss as hl
 
 
 def megatron_smoothed(x, labels, smoothing):
@@ -27,8 +15,8 @@ def megatron_smoothed(x, labels, smoothing):
     return torch.where(labels >= 0, -(q * x.log_softmax(-1)).sum(-1), 0.0)
 
 
-TSALLIS = Term("tsallis", lambda stats: 1 - (2 * stats.log_prob).exp(), weight=0.3)
-EVERYTHING = [CrossEntropy(0.9, label_smoothing=0.1), ZLoss(1e-2), Entropy(0.05), TSALLIS]
+TSALLIS = hl.Term("tsallis", lambda stats: 1 - (2 * stats.log_prob).exp(), weight=0.3)
+EVERYTHING = [hl.CrossEntropy(0.9, label_smoothing=0.1), hl.ZLoss(1e-2), hl.Entropy(0.05), TSALLIS]
 METRICS = ("accuracy", "entropy", "log_prob", "lse")
 
 
@@ -58,13 +46,13 @@ KINDS = {
     "none": (None, {"reduction": "none"}, {}, lambda x, y, c, t: F.cross_entropy(x, y, reduction="none")),
     "denominator": (None, {}, {"denominator": torch.tensor(37.0)}, lambda x, y, c, t: sum_of(x, y) / 37),
     "number": (None, {}, {"denominator": 37}, lambda x, y, c, t: sum_of(x, y) / 37),
-    "smoothing torch": (lambda c: CrossEntropy(label_smoothing=0.1), {}, {},
+    "smoothing torch": (lambda c: hl.CrossEntropy(label_smoothing=0.1), {}, {},
                         lambda x, y, c, t: F.cross_entropy(x, y, label_smoothing=0.1)),
-    "smoothing megatron": (lambda c: CrossEntropy(label_smoothing=0.1, smoothing_formula="megatron"), {}, {},
+    "smoothing megatron": (lambda c: hl.CrossEntropy(label_smoothing=0.1, smoothing_formula="megatron"), {}, {},
                            lambda x, y, c, t: megatron_smoothed(x, y, 0.1).sum() / (y >= 0).sum()),
-    "class weights": (lambda c: CrossEntropy(class_weight=c), {}, {},
+    "class weights": (lambda c: hl.CrossEntropy(class_weight=c), {}, {},
                       lambda x, y, c, t: F.cross_entropy(x, y, weight=c)),
-    "class weights and smoothing": (lambda c: CrossEntropy(class_weight=c, label_smoothing=0.2), {}, {},
+    "class weights and smoothing": (lambda c: hl.CrossEntropy(class_weight=c, label_smoothing=0.2), {}, {},
                                     lambda x, y, c, t: F.cross_entropy(x, y, weight=c, label_smoothing=0.2)),
     "token weights": (None, {}, {"token_weight": None},
                       lambda x, y, c, t: (t * F.cross_entropy(x, y, reduction="none")).sum() / t[y >= 0].sum()),
@@ -74,13 +62,13 @@ KINDS = {
 
 def head_run(group, device, kind, backend):
     x, labels, class_weight, token_weight = rows()
-    shard = VocabShard.from_group(group, V, 128)
+    shard = hl.VocabShard.from_group(group, V, 128)
     local = F.pad(x, (0, 28), value=50.0)[:, shard.start : shard.stop].clone().to(device).requires_grad_()
     terms, settings, call, _ = KINDS[kind]
-    terms = [CrossEntropy()] if terms is None else terms(class_weight.to(device))
+    terms = [hl.CrossEntropy()] if terms is None else terms(class_weight.to(device))
     call = {name: token_weight if value is None else value for name, value in call.items()}
     call = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
-    head = HeadLoss(terms, options=Options(backend=backend), **settings)
+    head = hl.HeadLoss(terms, options=hl.Options(backend=backend), **settings)
     out = head(local, labels.to(device), shard=shard, **call)
     out.loss.backward(upstream(kind, device))
     facts = {**{f"term {k}": v for k, v in out.terms.items()}, **out.metrics}
@@ -120,9 +108,9 @@ def test_losses_and_reductions_equal_torch_at_every_group_size(world_size, kind,
 def test_the_two_smoothing_formulas_are_one_identity():
     """megatron(a) = torch(a V / (V - 1)), and the two differ."""
     x, labels, *_ = rows()
-    a = HeadLoss([CrossEntropy(label_smoothing=0.1, smoothing_formula="megatron")])(x, labels).loss
-    b = HeadLoss([CrossEntropy(label_smoothing=0.1 * V / (V - 1))])(x, labels).loss
-    c = HeadLoss([CrossEntropy(label_smoothing=0.1)])(x, labels).loss
+    a = hl.HeadLoss([hl.CrossEntropy(label_smoothing=0.1, smoothing_formula="megatron")])(x, labels).loss
+    b = hl.HeadLoss([hl.CrossEntropy(label_smoothing=0.1 * V / (V - 1))])(x, labels).loss
+    c = hl.HeadLoss([hl.CrossEntropy(label_smoothing=0.1)])(x, labels).loss
     torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
     assert (a - c).abs() > 1e-5  # 1.6e-5 here
 
@@ -130,7 +118,9 @@ def test_the_two_smoothing_formulas_are_one_identity():
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_zero_valid_tokens_give_zero_and_zero_gradient(reduction, backend, device):
     x = rows()[0].to(device).requires_grad_()
-    head = HeadLoss([CrossEntropy(), ZLoss(1e-4), Entropy(0.1)], reduction=reduction, options=Options(backend=backend))
+    head = hl.HeadLoss(
+        [hl.CrossEntropy(), hl.ZLoss(1e-4), hl.Entropy(0.1)], reduction=reduction, options=hl.Options(backend=backend)
+    )
     out = head(x, torch.full((N,), -100, device=device))
     out.loss.sum().backward()
     assert out.count == 0 and not out.loss.any() and not x.grad.any() and x.grad.isfinite().all()
@@ -140,7 +130,11 @@ def test_micro_batches_with_a_global_denominator_add_up_to_the_whole():
     """Gradient accumulation over micro-batches of unequal token counts is the gradient of the whole batch."""
     x, labels, *_ = rows()
     labels[:5] = -100
-    head, whole, parts = HeadLoss([CrossEntropy(), ZLoss(1e-2)]), x.clone().requires_grad_(), x.clone().requires_grad_()
+    head, whole, parts = (
+        hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(1e-2)]),
+        x.clone().requires_grad_(),
+        x.clone().requires_grad_(),
+    )
     head(whole, labels).loss.backward()
     count = (labels != -100).sum()
     for part, y in zip(parts.split(6), labels.split(6)):
@@ -152,9 +146,9 @@ def test_a_poisoned_ignored_token_leaks_nowhere():
     x, labels, *_ = rows()
     x[2] = float("nan")
     x.requires_grad_()
-    out = HeadLoss([CrossEntropy(label_smoothing=0.1), ZLoss(1e-2), Entropy(0.1)], metrics=("entropy", "accuracy"))(
-        x, labels
-    )
+    out = hl.HeadLoss(
+        [hl.CrossEntropy(label_smoothing=0.1), hl.ZLoss(1e-2), hl.Entropy(0.1)], metrics=("entropy", "accuracy")
+    )(x, labels)
     out.loss.backward()
     assert out.loss.isfinite() and x.grad.isfinite().all() and out.metrics["entropy"].isfinite()
 
@@ -163,14 +157,14 @@ def test_causal_lm_loss_shifts_the_labels_itself():
     x = torch.randn(3, 8, V, requires_grad=True)
     labels = torch.randint(0, V, (3, 8))
     labels[1, :4] = -100
-    out = CausalLMLoss(HeadLoss([CrossEntropy()], metrics=("accuracy",)))(x, labels)
+    out = hl.CausalLMLoss(hl.HeadLoss([hl.CrossEntropy()], metrics=("accuracy",)))(x, labels)
     expected = F.cross_entropy(x[:, :-1].reshape(-1, V), labels[:, 1:].reshape(-1))
     torch.testing.assert_close(out.loss, expected)
     assert out.count == (labels[:, 1:] != -100).sum()
     (grad,) = torch.autograd.grad(out.loss, x)
     assert not grad[:, -1].any()
     weight = torch.rand(3, 8)  # of the labels, shifted with them
-    out = CausalLMLoss()(x, labels, token_weight=weight)
+    out = hl.CausalLMLoss()(x, labels, token_weight=weight)
     per_label = F.cross_entropy(x[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
     counted = weight[:, 1:] * (labels[:, 1:] != -100)
     torch.testing.assert_close(out.loss, (per_label * counted).sum() / counted.sum())
@@ -186,7 +180,7 @@ def test_a_users_own_function_of_the_statistics_needs_no_kernel(backend, device)
         return (-((1 - log_prob.exp()) ** 2) * log_prob + 0.1 * entropy**2 + 0.01 * lse.abs()).mean()
 
     a, b = x.clone().requires_grad_(), x.double().requires_grad_()
-    stats = vocab_statistics(a, labels, want=("entropy",), options=Options(backend=backend))
+    stats = hl.vocab_statistics(a, labels, want=("entropy",), options=hl.Options(backend=backend))
     own(stats.log_prob, stats.entropy, stats.lse).backward()
     log_p = b.log_softmax(-1)
     own(log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), b.logsumexp(-1)).backward()
@@ -198,12 +192,12 @@ def test_int32_labels_go_with_any_ignore_index(sequences, device):
     """Tokens that a weight or a mask takes out get it, and int32 does not hold it."""
     x, labels = torch.randn(2, 3, V, device=device), torch.randint(0, V, (2, 3), dtype=torch.int32, device=device)
     mask = torch.tensor([[True, False, True], [True, True, False]], device=device)
-    taken = {"inputs": {"sequences": Sequences.from_mask(mask)}} if sequences else {"token_weight": mask.float()}
-    loss = HeadLoss(ignore_index=1 << 40)(x, labels, **taken).loss
+    taken = {"inputs": {"sequences": hl.Sequences.from_mask(mask)}} if sequences else {"token_weight": mask.float()}
+    loss = hl.HeadLoss(ignore_index=1 << 40)(x, labels, **taken).loss
     expected = F.cross_entropy(x[mask], labels[mask].long())
     torch.testing.assert_close(loss, expected)
     labels, ignored = labels.view(1, 6), 1 << 40  # neither do the labels that have no next token
-    rows_of_depths, _ = multi_token_targets(labels, 2, ignore_index=ignored)
+    rows_of_depths, _ = hl.multi_token_targets(labels, 2, ignore_index=ignored)
     assert rows_of_depths[2, 0].tolist() == [*labels[0, 2:].tolist(), ignored, ignored]
-    loss = CausalLMLoss(HeadLoss(ignore_index=ignored))(x.view(1, 6, V), labels).loss
+    loss = hl.CausalLMLoss(hl.HeadLoss(ignore_index=ignored))(x.view(1, 6, V), labels).loss
     torch.testing.assert_close(loss, F.cross_entropy(x.view(6, V)[:-1], labels[0, 1:].long()))

@@ -6,16 +6,7 @@ import pytest
 import torch
 from policy_problem import B, S, needed, problem
 
-from tp_headloss import (
-    GeneratorMetrics,
-    HeadLoss,
-    KLToReference,
-    Options,
-    PolicyGradient,
-    PolicyMetrics,
-    Sequences,
-    losses,
-)
+import tp_headloss as hl
 from tp_headloss.head_loss.policy_terms import OBJECTIVES as OBJECTIVES_BY_NAME
 
 
@@ -23,8 +14,8 @@ from tp_headloss.head_loss.policy_terms import OBJECTIVES as OBJECTIVES_BY_NAME
 def test_extreme_ratios_are_finite_and_an_advantage_of_0_is_0(objective):
     log_prob = torch.tensor([[-200.0, -1.0], [-1e-3, -torch.inf], [-0.5, -0.5]], requires_grad=True)
     old = torch.tensor([[-1.0, -201.0], [-200.0, -1.0], [-torch.inf, -0.5]])
-    sequences = Sequences.from_mask(torch.ones(3, 2, dtype=torch.bool))
-    function = getattr(losses, objective)
+    sequences = hl.Sequences.from_mask(torch.ones(3, 2, dtype=torch.bool))
+    function = getattr(hl.losses, objective)
     inputs = {} if objective == "reinforce" else {"old_log_prob": old}
     inputs |= {"sequences": sequences} if objective in ("gspo", "gmpo", "vespo") else {}
     loss = function(log_prob, advantages=torch.zeros(3, 2), **inputs)
@@ -39,10 +30,10 @@ def test_extreme_ratios_are_finite_and_an_advantage_of_0_is_0(objective):
 def test_the_gradient_is_zero_beyond_the_clamp_and_not_within():
     log_prob = torch.tensor([-1.0, -1.0, -25.0], requires_grad=True)
     old = torch.tensor([-22.0, -10.0, -1.0])  # log-ratios 21, 9, -24
-    loss = losses.ppo_clip(log_prob, advantages=torch.full((3,), -1.0), old_log_prob=old)
+    loss = hl.losses.ppo_clip(log_prob, advantages=torch.full((3,), -1.0), old_log_prob=old)
     (grad,) = torch.autograd.grad(loss.sum(), log_prob)
     assert grad[0] == 0 and grad[1] > 8000 and grad[2] == 0
-    ratio = losses.log_ratio(log_prob, old)
+    ratio = hl.losses.log_ratio(log_prob, old)
     assert ratio.tolist() == [20, 9, -20] and torch.autograd.grad(ratio.sum(), log_prob)[0].tolist() == [0, 1, 0]
 
 
@@ -52,13 +43,13 @@ def test_a_nan_stays_visible(objective):
     old[0, 1] = torch.nan
     inputs = {"old_log_prob": old, "advantages": torch.ones(2, 3)}
     if objective in ("gspo", "gmpo", "vespo"):
-        inputs["sequences"] = Sequences.from_mask(torch.ones(2, 3, dtype=torch.bool))
+        inputs["sequences"] = hl.Sequences.from_mask(torch.ones(2, 3, dtype=torch.bool))
     if objective == "kl_cov":
         inputs["mask"] = torch.ones(2, 3, dtype=torch.bool)
-    loss = getattr(losses, objective)(log_prob, **inputs)
+    loss = getattr(hl.losses, objective)(log_prob, **inputs)
     assert loss[0, 1].isnan() and loss[1].isfinite().all()
     inputs = {"advantages": torch.tensor([0.0, torch.nan]), "old_log_prob": torch.zeros(2)}
-    assert losses.ppo_clip(torch.zeros(2), **inputs).isnan().tolist() == [False, True]
+    assert hl.losses.ppo_clip(torch.zeros(2), **inputs).isnan().tolist() == [False, True]
 
 
 def test_ignored_tokens_leak_nothing(backend, device):
@@ -66,10 +57,10 @@ def test_ignored_tokens_leak_nothing(backend, device):
     x, labels, mask, inputs = (t.to(device) if isinstance(t, torch.Tensor) else t for t in problem())
     inputs = {name: value.to(device) for name, value in inputs.items()}
     x.requires_grad_()
-    head = HeadLoss(
-        [PolicyGradient("gspo"), KLToReference(0.1, "k3+")],
-        metrics=("entropy", PolicyMetrics(reference=True), GeneratorMetrics()),
-        options=Options(backend=backend),
+    head = hl.HeadLoss(
+        [hl.PolicyGradient("gspo"), hl.KLToReference(0.1, "k3+")],
+        metrics=("entropy", hl.PolicyMetrics(reference=True), hl.GeneratorMetrics()),
+        options=hl.Options(backend=backend),
     )
     out = head(x, labels, inputs=needed(head, inputs, mask, device))
     out.loss.backward()
@@ -81,11 +72,11 @@ def test_ignored_tokens_leak_nothing(backend, device):
 def test_no_valid_token_gives_0_and_neutral_metrics(backend, device):
     x, _, _, inputs = problem()
     x, labels = x.to(device).requires_grad_(), torch.full((B, S), -100, device=device)
-    head = HeadLoss(
-        [PolicyGradient("clip")],
-        metrics=(PolicyMetrics(),),
+    head = hl.HeadLoss(
+        [hl.PolicyGradient("clip")],
+        metrics=(hl.PolicyMetrics(),),
         reduction="seq-mean-token-mean",
-        options=Options(backend=backend),
+        options=hl.Options(backend=backend),
     )
     out = head(x, labels, inputs=needed(head, inputs, labels >= 0, device))
     out.loss.backward()
@@ -98,10 +89,10 @@ def test_no_valid_token_gives_0_and_neutral_metrics(backend, device):
 def test_garbage_outside_of_the_sequences_reaches_neither_loss_nor_gradient(objective, backend, device):
     """NaN in every input, in the logits, and a bad label: all at tokens that only the sequences' mask excludes."""
     x, labels, mask, inputs = problem()
-    head = HeadLoss(
-        [PolicyGradient(objective, rollout_weight=True), KLToReference(0.1, importance_weight="old")],
-        metrics=(PolicyMetrics(),),
-        options=Options(backend=backend),
+    head = hl.HeadLoss(
+        [hl.PolicyGradient(objective, rollout_weight=True), hl.KLToReference(0.1, importance_weight="old")],
+        metrics=(hl.PolicyMetrics(),),
+        options=hl.Options(backend=backend),
     )
     inputs = {name: torch.where(mask, value, torch.nan) for name, value in inputs.items()} | {
         "rollout_weight": torch.where(mask, 0.5, torch.nan)
@@ -127,7 +118,7 @@ def with_a_nan(name, broken, device, beyond):
     x = torch.full((1, 4), -1.0, device=device, requires_grad=True)
     old = torch.tensor([[-1.1, -5.0 if beyond else -1.1, 3.0 if beyond else -1.1, -1.0]], device=device)
     given = {"advantages": torch.tensor([[1.0, 1.0, -1.0, 0.0]], device=device), "old_log_prob": old, "mask": mask,
-             "noise": torch.full((1, 4), 0.5, device=device), "sequences": Sequences.from_mask(mask)}  # fmt: skip
+             "noise": torch.full((1, 4), 0.5, device=device), "sequences": hl.Sequences.from_mask(mask)}  # fmt: skip
     given[broken] = given[broken].clone()
     given[broken][0, 1] = math.nan
     loss = function(x, **{key: given[key] for key in names})
@@ -145,30 +136,30 @@ def test_a_nan_input_is_nan_in_the_gradient_too(name, broken, beyond, device):
     assert loss[0, 1].isnan() and grad[0, 1].isnan()
 
 
-@pytest.mark.parametrize("estimator", losses.KL_ESTIMATORS)
+@pytest.mark.parametrize("estimator", hl.losses.KL_ESTIMATORS)
 def test_a_nan_reference_is_nan_in_the_gradient_too(estimator, device):
     x = torch.full((3,), -1.0, device=device, requires_grad=True)
     reference = torch.tensor([-1.5, math.nan, 50.0], device=device)
-    value = losses.kl_estimate(x, reference_log_prob=reference, estimator=estimator)
+    value = hl.losses.kl_estimate(x, reference_log_prob=reference, estimator=estimator)
     value.sum().backward()
     assert value.isnan().tolist() == [False, True, False] and x.grad.isnan().tolist() == [False, True, False]
 
 
 def test_a_nan_completion_is_nan_in_the_gradient_of_orpo_too():
     chosen = torch.tensor([-1.0, math.nan], requires_grad=True)
-    losses.orpo(chosen, torch.tensor([-2.0, -2.0])).sum().backward()
+    hl.losses.orpo(chosen, torch.tensor([-2.0, -2.0])).sum().backward()
     assert chosen.grad.isnan().tolist() == [False, True]
 
 
 def test_a_nan_reward_and_a_nan_ratio_of_advantage_0_stay_visible(device):
     x = torch.full((1, 3), -1.0, device=device, requires_grad=True)
     nan = torch.tensor([[1.0, math.nan, 0.0]], device=device)
-    loss = losses.positive_nll(x, rewards=nan)
+    loss = hl.losses.positive_nll(x, rewards=nan)
     loss.sum().backward()
     assert loss.isnan().tolist() == x.grad.isnan().tolist() == [[False, True, False]] and loss[0, 2] == 0
     y = torch.full((1, 3), -1.0, device=device, requires_grad=True)
-    sequences = Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool, device=device))
+    sequences = hl.Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool, device=device))
     advantages = torch.tensor([[1.0, 0.0, 1.0]], device=device)
-    loss = losses.gmpo(y, advantages=advantages, old_log_prob=nan, sequences=sequences)
+    loss = hl.losses.gmpo(y, advantages=advantages, old_log_prob=nan, sequences=sequences)
     loss.sum().backward()
     assert loss.isnan().all() and y.grad[0, 1].isnan()

@@ -7,17 +7,7 @@ import pytest
 import torch
 from policy_problem import ADVANTAGES, LOG_PROB, B, S, needed, problem
 
-from tp_headloss import (
-    HeadLoss,
-    KLToReference,
-    Options,
-    PolicyGradient,
-    PolicyMetrics,
-    Sequences,
-    Term,
-    log_probs,
-    losses,
-)
+import tp_headloss as hl
 
 
 def test_inputs_are_constants_of_any_kind(backend, device):
@@ -25,7 +15,7 @@ def test_inputs_are_constants_of_any_kind(backend, device):
     x, labels, _, inputs = problem()
     labels = labels.clamp(min=0).to(device)
     old = inputs["old_log_prob"].nan_to_num()
-    head = HeadLoss([PolicyGradient("clip"), KLToReference(0.1)], options=Options(backend=backend))
+    head = hl.HeadLoss([hl.PolicyGradient("clip"), hl.KLToReference(0.1)], options=hl.Options(backend=backend))
     results = []
     for kind in (torch.float32, torch.float64, torch.int64):
         local = x.clone().to(device).requires_grad_()
@@ -43,15 +33,15 @@ def test_inputs_are_constants_of_any_kind(backend, device):
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
     # a ratio to the policy itself is 1, and still has a gradient
     local = x.clone().to(device).requires_grad_()
-    given = {"advantages": inputs["advantages"].to(device), "old_log_prob": log_probs(local, labels).log_prob}
-    head = HeadLoss([PolicyGradient("clip")], options=Options(backend=backend))
+    given = {"advantages": inputs["advantages"].to(device), "old_log_prob": hl.log_probs(local, labels).log_prob}
+    head = hl.HeadLoss([hl.PolicyGradient("clip")], options=hl.Options(backend=backend))
     assert torch.autograd.grad(head(local, labels, inputs=given).loss, local)[0].any()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_the_callers_denominator_replaces_the_count_alone(reduction):
     x, labels, mask, inputs = problem()
-    head = HeadLoss([PolicyGradient("clip")], reduction=reduction)
+    head = hl.HeadLoss([hl.PolicyGradient("clip")], reduction=reduction)
     given = needed(head, inputs, mask, "cpu", horizon=9)
     own = head(x, labels, inputs=given)
     for denominator in (7, 7.0, torch.tensor(7.0), torch.tensor(7)):
@@ -62,7 +52,7 @@ def test_the_callers_denominator_replaces_the_count_alone(reduction):
 
 
 def test_a_single_token_without_dimensions_has_metrics_too():
-    head = HeadLoss([PolicyGradient("clip")], metrics=(PolicyMetrics(),))
+    head = hl.HeadLoss([hl.PolicyGradient("clip")], metrics=(hl.PolicyMetrics(),))
     inputs = {"advantages": torch.tensor(1.0), "old_log_prob": torch.tensor(-2.0)}
     out = head(torch.zeros(8), torch.tensor(3), inputs=inputs)
     torch.testing.assert_close(out.metrics["max_ratio"], torch.tensor(math.exp(2) / 8))
@@ -71,27 +61,27 @@ def test_a_single_token_without_dimensions_has_metrics_too():
 def test_wrong_options_are_refused():
     for wrong in ({"clip": (1.5, 0.2)}, {"dual_clip": 1.1}):
         with pytest.raises(ValueError, match="got"):
-            losses.ppo_clip(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, **wrong)
+            hl.losses.ppo_clip(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, **wrong)
     with pytest.raises(TypeError, match=r"objective 'clip' takes the options \['clip', .*got \['clip_low'\]"):
-        PolicyGradient("clip", clip_low=0.2)
+        hl.PolicyGradient("clip", clip_low=0.2)
     with pytest.raises(TypeError, match=r"KLToReference takes the options .*got \['clamp'\]"):
-        KLToReference(0.1, clamp=3)
+        hl.KLToReference(0.1, clamp=3)
 
 
 def test_wrong_inputs_are_refused_with_what_was_expected():
     x, labels, mask, inputs = problem()
-    head = HeadLoss([PolicyGradient("gspo")], reduction="seq-mean-token-mean")
+    head = hl.HeadLoss([hl.PolicyGradient("gspo")], reduction="seq-mean-token-mean")
     good = needed(head, inputs, mask, "cpu")
     for message, given in {
         "unused \\['x'\\]": {"x": x},
         "broadcast to the tokens \\[4, 7\\] .*got \\[5\\]": {"advantages": torch.ones(5)},
         "must broadcast to the tokens .*got \\[5, 1\\]": {"advantages": torch.ones(5, 1)},
-        "must be of tokens \\[4, 7\\] like labels, got \\[4, 6\\]": {"sequences": Sequences.from_mask(mask[:, 1:])},
+        "must be of tokens \\[4, 7\\] like labels, got \\[4, 6\\]": {"sequences": hl.Sequences.from_mask(mask[:, 1:])},
     }.items():
         with pytest.raises(ValueError, match=message):
             head(x, labels, inputs=good | given)
     with pytest.raises(ValueError, match="horizon"):
-        HeadLoss([PolicyGradient("gspo")], reduction="seq-mean-token-sum-norm")(x, labels, inputs=good)
+        hl.HeadLoss([hl.PolicyGradient("gspo")], reduction="seq-mean-token-sum-norm")(x, labels, inputs=good)
 
 
 def test_a_sequence_mask_and_token_weights_decide_which_labels_count(backend, device):
@@ -99,11 +89,11 @@ def test_a_sequence_mask_and_token_weights_decide_which_labels_count(backend, de
     x, labels, mask, inputs = problem()
     weight = torch.linspace(0.0, 2.0, B * S).view(B, S)
     every = torch.where(mask, labels, 5)
-    head = HeadLoss(
-        [PolicyGradient("clip"), KLToReference(0.1)],
-        metrics=("entropy", PolicyMetrics()),
+    head = hl.HeadLoss(
+        [hl.PolicyGradient("clip"), hl.KLToReference(0.1)],
+        metrics=("entropy", hl.PolicyMetrics()),
         reduction="seq-mean-token-mean",
-        options=Options(backend=backend),
+        options=hl.Options(backend=backend),
     )
     given = needed(head, inputs, mask, device)
     outs = []
@@ -113,7 +103,7 @@ def test_a_sequence_mask_and_token_weights_decide_which_labels_count(backend, de
         out.loss.backward()
         outs.append((out.loss.detach(), local.grad, out.terms, out.metrics, out.sequence_metrics))
     torch.testing.assert_close(*outs)
-    log_prob = log_probs(x, labels).log_prob.double()
+    log_prob = hl.log_probs(x, labels).log_prob.double()
     per_token = oracle.ppo(log_prob, inputs["advantages"], inputs["old_log_prob"], mask)
     per_token = (per_token + 0.1 * oracle.k3(log_prob, inputs["reference_log_prob"]).clamp(max=10)) * weight
     want = oracle.aggregate(per_token, mask, "seq-mean-token-mean")
@@ -122,9 +112,9 @@ def test_a_sequence_mask_and_token_weights_decide_which_labels_count(backend, de
 
 def test_a_log_prob_per_row_is_refused_also_where_no_function_says_what_the_input_is():
     x, labels, _, inputs = problem()
-    own = Term("own", lambda stats, old_log_prob: stats.log_prob - old_log_prob, inputs=("old_log_prob",))
-    for terms in (own, KLToReference(0.1, importance_weight="old")):
-        head = HeadLoss([terms])
+    own = hl.Term("own", lambda stats, old_log_prob: stats.log_prob - old_log_prob, inputs=("old_log_prob",))
+    for terms in (own, hl.KLToReference(0.1, importance_weight="old")):
+        head = hl.HeadLoss([terms])
         given = {name: inputs[name] for name in head.input_names}
         head(x, labels, inputs=given)
         with pytest.raises(ValueError, match=r"input 'old_log_prob' must have shape \[4, 7\] of labels, got \[4, 1\]"):

@@ -7,22 +7,7 @@ import torch
 import torch.nn.functional as F
 from loss_problem import V, rows
 
-from tp_headloss import (
-    CrossEntropy,
-    Entropy,
-    HeadLoss,
-    IdSets,
-    Linear,
-    Metric,
-    Options,
-    PolicyGradient,
-    Sequences,
-    Teacher,
-    Term,
-    TopKTeacher,
-    Transform,
-    ZLoss,
-)
+import tp_headloss as hl
 from tp_headloss.engine import sums_triton
 from tp_headloss.engine import triton as triton_backend
 from tp_headloss.engine.launch import Launch
@@ -34,16 +19,16 @@ from tp_headloss.head_loss import StatisticValue
 def test_the_reduction_kernel_equals_plain_torch(terms, kind, device, monkeypatch):
     """Terms and metrics of every sort, their gradients included; a NaN at an ignored token stays out."""
     x, labels, _, token_weight = (t.to(device) for t in rows())
-    own = Term("own", lambda stats: (stats.log_prob.exp() + 2.0) / stats.valid, weight=-0.3)  # 1 / 0 where ignored
+    own = hl.Term("own", lambda stats: (stats.log_prob.exp() + 2.0) / stats.valid, weight=-0.3)  # 1 / 0 where ignored
     terms = {
-        "functions": [CrossEntropy(0.9, label_smoothing=0.1), ZLoss(1e-2), Entropy(0.05), own],
-        "statistic values": [CrossEntropy(0.9), ZLoss(1e-2), Entropy(0.05)],
+        "functions": [hl.CrossEntropy(0.9, label_smoothing=0.1), hl.ZLoss(1e-2), hl.Entropy(0.05), own],
+        "statistic values": [hl.CrossEntropy(0.9), hl.ZLoss(1e-2), hl.Entropy(0.05)],
     }[terms]
-    head = HeadLoss(
+    head = hl.HeadLoss(
         terms,
         metrics=("accuracy", "entropy", "log_prob", "lse"),
         reduction="sum" if kind == "sum" else "mean",
-        options=Options(backend="triton"),
+        options=hl.Options(backend="triton"),
     )
     call = {
         "weights": {"token_weight": token_weight - 0.5},
@@ -73,9 +58,14 @@ def test_the_reduction_kernel_equals_plain_torch(terms, kind, device, monkeypatc
 def test_a_statistic_value_says_what_it_needs(backend, device):
     x, labels, *_ = (t.to(device) for t in rows())
     x.requires_grad_()
-    options = Options(backend=backend)
-    terms = [Term("confidence", StatisticValue("entropy")), Term("squares", StatisticValue("total", square=True), 0.1)]
-    out = HeadLoss([*terms, Term("hits", StatisticValue("hits"))], options=options)(x, labels)  # one has no gradient
+    options = hl.Options(backend=backend)
+    terms = [
+        hl.Term("confidence", StatisticValue("entropy")),
+        hl.Term("squares", StatisticValue("total", square=True), 0.1),
+    ]
+    out = hl.HeadLoss([*terms, hl.Term("hits", StatisticValue("hits"))], options=options)(
+        x, labels
+    )  # one has no gradient
     out.loss.backward()
     z = x.detach().double().requires_grad_()
     log_p, valid = z.log_softmax(-1), labels >= 0
@@ -85,14 +75,14 @@ def test_a_statistic_value_says_what_it_needs(backend, device):
     torch.testing.assert_close(out.loss.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(x.grad.double(), z.grad, rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="StatisticValue must be of"):
-        HeadLoss([Term("wrong", StatisticValue("labels"))])
+        hl.HeadLoss([hl.Term("wrong", StatisticValue("labels"))])
 
 
 @pytest.mark.parametrize("own", [True, False])
 def test_weights_that_changed_before_backward_are_noticed(own, device):
     x, labels, _, weight = (t.to(device) for t in rows())
-    terms = [CrossEntropy(), Term("own", lambda stats: stats.lse.exp())] if own else [CrossEntropy()]
-    out = HeadLoss(terms, options=Options(backend="triton"))(x.requires_grad_(), labels, token_weight=weight)
+    terms = [hl.CrossEntropy(), hl.Term("own", lambda stats: stats.lse.exp())] if own else [hl.CrossEntropy()]
+    out = hl.HeadLoss(terms, options=hl.Options(backend="triton"))(x.requires_grad_(), labels, token_weight=weight)
     weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.loss.backward()
@@ -100,9 +90,9 @@ def test_weights_that_changed_before_backward_are_noticed(own, device):
 
 def test_sums_may_be_written_before_backward_and_terms_changed(backend, device):
     x, labels, *_ = (t.to(device) for t in rows())
-    head = HeadLoss([CrossEntropy(), ZLoss(1.0)], metrics=("accuracy",), options=Options(backend=backend))
+    head = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(1.0)], metrics=("accuracy",), options=hl.Options(backend=backend))
     small = head(x.requires_grad_(), labels).loss.item()
-    head.terms = (CrossEntropy(), ZLoss(10.0))
+    head.terms = (hl.CrossEntropy(), hl.ZLoss(10.0))
     out = head(x, labels)
     out.metrics["accuracy"].div_(out.count)
     out.loss.backward()
@@ -111,22 +101,28 @@ def test_sums_may_be_written_before_backward_and_terms_changed(backend, device):
 
 def test_arguments_that_are_replaced_are_checked_and_used_whole(backend, device):
     x, labels, *_ = (t.to(device) for t in rows())
-    options, weights = Options(backend=backend), torch.rand(V, device=device)
-    new = [CrossEntropy(label_smoothing=0.2, class_weight=weights)]
-    expected = HeadLoss(new, metrics=("entropy",), options=options)(x, labels)
-    head = HeadLoss([CrossEntropy(label_smoothing=0.2)], options=options)
+    options, weights = hl.Options(backend=backend), torch.rand(V, device=device)
+    new = [hl.CrossEntropy(label_smoothing=0.2, class_weight=weights)]
+    expected = hl.HeadLoss(new, metrics=("entropy",), options=options)(x, labels)
+    head = hl.HeadLoss([hl.CrossEntropy(label_smoothing=0.2)], options=options)
     head(x, labels)
     head.terms, head.metrics = new, ["entropy"]
     out = head(x, labels)
     assert torch.equal(out.loss, expected.loss) and torch.equal(out.metrics["entropy"], expected.metrics["entropy"])
-    new.append(ZLoss(1.0))  # a list of the caller's, which the head does not share
+    new.append(hl.ZLoss(1.0))  # a list of the caller's, which the head does not share
     assert torch.equal(head(x, labels).loss, expected.loss)
-    head.metrics = (*head.metrics, Metric(lambda stats: {"largest": stats.lse}))
+    head.metrics = (*head.metrics, hl.Metric(lambda stats: {"largest": stats.lse}))
     assert set(head(x, labels).metrics) == {"entropy", "largest"}
-    for name, bad in {"reduction": "sums", "terms": (CrossEntropy(), CrossEntropy()), "metrics": "unknown"}.items():
+    for name, bad in {
+        "reduction": "sums",
+        "terms": (hl.CrossEntropy(), hl.CrossEntropy()),
+        "metrics": "unknown",
+    }.items():
         with pytest.raises((TypeError, ValueError), match=name):
             setattr(head, name, bad)
-    assert torch.equal(pickle.loads(pickle.dumps(HeadLoss(new[:1])))(x, labels).loss, HeadLoss(new[:1])(x, labels).loss)
+    assert torch.equal(
+        pickle.loads(pickle.dumps(hl.HeadLoss(new[:1])))(x, labels).loss, hl.HeadLoss(new[:1])(x, labels).loss
+    )
 
 
 def test_an_ignored_row_has_no_gradient_whatever_bias_and_temperature_hold(backend, device):
@@ -135,8 +131,8 @@ def test_an_ignored_row_has_no_gradient_whatever_bias_and_temperature_hold(backe
     bias[3] = 100.0
     temperature = torch.where(labels < 0, 0.0, 1.0)
     x.requires_grad_(), bias.requires_grad_()
-    transform = Transform(bias=bias, temperature=temperature)
-    HeadLoss(options=Options(backend=backend))(x, labels, transform=transform).loss.backward()
+    transform = hl.Transform(bias=bias, temperature=temperature)
+    hl.HeadLoss(options=hl.Options(backend=backend))(x, labels, transform=transform).loss.backward()
     assert (x.grad[labels < 0] == 0).all() and x.grad.isfinite().all() and bias.grad.isfinite().all()
 
 
@@ -148,8 +144,8 @@ def test_a_token_of_weight_0_is_excluded_whatever_its_logits_are(poison, reducti
     at = int((labels.flatten() >= 0).nonzero()[1])
     weight = torch.ones(labels.numel(), device=device)
     weight[at] = 0.0
-    terms, options = [CrossEntropy(), ZLoss(0.1)], Options(backend=backend)
-    head, results = HeadLoss(terms, metrics=("entropy",), reduction=reduction, options=options), []
+    terms, options = [hl.CrossEntropy(), hl.ZLoss(0.1)], hl.Options(backend=backend)
+    head, results = hl.HeadLoss(terms, metrics=("entropy",), reduction=reduction, options=options), []
     for value in (0.5, poison):
         flat[at, 3] = value
         local = flat.clone().requires_grad_()
@@ -163,7 +159,7 @@ def test_a_token_of_weight_0_is_excluded_whatever_its_logits_are(poison, reducti
 
 def test_weights_that_overflow_fp32_together_give_the_mean(backend, device):
     x, labels, *_ = (t.to(device) for t in rows())
-    head, results = HeadLoss([CrossEntropy(), ZLoss(0.1)], options=Options(backend=backend)), []
+    head, results = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(0.1)], options=hl.Options(backend=backend)), []
     for weight in (1.0, 2.0**126):  # whose sum is beyond fp32
         local = x.clone().requires_grad_()
         loss = head(local, labels, token_weight=torch.full(labels.shape, weight, device=device)).loss
@@ -182,8 +178,8 @@ def test_large_weights_give_the_mean_from_hidden_states_too(mode, backend, devic
     hidden, results = torch.randn(12, 4, device=device), []
     for scale in (1.0, 2.0**126):
         token_weight = torch.full((12,), scale, device=device)
-        head = HeadLoss(options=Options(backend=backend))
-        loss = head.linear(hidden, weight, labels, token_weight=token_weight, linear=Linear(mode)).loss
+        head = hl.HeadLoss(options=hl.Options(backend=backend))
+        loss = head.linear(hidden, weight, labels, token_weight=token_weight, linear=hl.Linear(mode)).loss
         results.append((loss.detach(), torch.autograd.grad(loss, weight)[0]))
     for small, large in zip(*results):
         torch.testing.assert_close(small, large, rtol=1e-5, atol=1e-7)
@@ -192,7 +188,7 @@ def test_large_weights_give_the_mean_from_hidden_states_too(mode, backend, devic
 def test_a_trained_weight_has_a_gradient_where_it_is_0(device):
     x, labels = torch.randn(3, V, device=device), torch.tensor([1, 2, 3], device=device)
     weight = torch.tensor([1.0, 0.0, 2.0], device=device, requires_grad=True)
-    HeadLoss(reduction="sum")(x, labels, token_weight=weight).loss.backward()
+    hl.HeadLoss(reduction="sum")(x, labels, token_weight=weight).loss.backward()
     torch.testing.assert_close(weight.grad, F.cross_entropy(x, labels, reduction="none"))
 
 
@@ -202,14 +198,14 @@ def test_a_weight_of_0_leaves_its_token_in_the_ratio_of_its_sequence(objective, 
     x, labels = torch.randn(2, 4, V, device=device), torch.randint(0, V, (2, 4), device=device)
     given = {"advantages": torch.tensor([[1.0], [-1.0]], device=device)}
     given["old_log_prob"] = torch.full((2, 4), -4.0, device=device)
-    given["sequences"] = Sequences.from_mask(labels >= 0)
+    given["sequences"] = hl.Sequences.from_mask(labels >= 0)
     weight = torch.ones(2, 4, device=device)
     weight[0, 1] = 0.0
-    options = {"reduction": "none", "options": Options(backend=backend)}
-    head, x = HeadLoss([PolicyGradient(objective)], **options), x.requires_grad_()
+    options = {"reduction": "none", "options": hl.Options(backend=backend)}
+    head, x = hl.HeadLoss([hl.PolicyGradient(objective)], **options), x.requires_grad_()
     whole, masked = head(x, labels, inputs=given).loss, head(x, labels, token_weight=weight, inputs=given).loss
     torch.testing.assert_close(masked, whole * weight)
-    mean = HeadLoss([PolicyGradient(objective)], reduction="seq-mean-token-mean", options=options["options"])
+    mean = hl.HeadLoss([hl.PolicyGradient(objective)], reduction="seq-mean-token-mean", options=options["options"])
     loss = mean(x, labels, token_weight=weight, inputs=given).loss
     torch.testing.assert_close(loss, (whole * weight).sum() / 8)
 
@@ -233,16 +229,16 @@ def test_a_loss_of_statistics_has_the_bits_of_their_own_gradients(names, weighte
     log_probs = torch.randn(ids.shape, generator=generator).log_softmax(-1).to(device) - 0.5
     inputs: dict = {}
     if names[0].startswith("set"):
-        inputs["sets"] = IdSets(torch.cat([ids, labels.clamp(min=0).unsqueeze(-1)], -1))
+        inputs["sets"] = hl.IdSets(torch.cat([ids, labels.clamp(min=0).unsqueeze(-1)], -1))
     elif names[0].startswith("t"):
-        inputs["teacher"] = TopKTeacher(ids, log_probs, renormalize=False)
+        inputs["teacher"] = hl.TopKTeacher(ids, log_probs, renormalize=False)
     elif names[0].startswith("forward"):
-        inputs["teacher"] = Teacher(torch.randn(x.shape, generator=generator).to(device))
+        inputs["teacher"] = hl.Teacher(torch.randn(x.shape, generator=generator).to(device))
     terms = [
-        Term(name, StatisticValue(name, square=i == 1, negative=i % 2 == 0), 0.3 + i, inputs=tuple(inputs))
+        hl.Term(name, StatisticValue(name, square=i == 1, negative=i % 2 == 0), 0.3 + i, inputs=tuple(inputs))
         for i, name in enumerate(names)
     ]
-    head, found = HeadLoss(terms, options=Options(backend="triton")), []
+    head, found = hl.HeadLoss(terms, options=hl.Options(backend="triton")), []
     for _ in range(2):
         logits = x.clone().requires_grad_()
         loss = head(logits, labels, token_weight=token_weight if weighted else None, inputs=inputs).loss
@@ -266,7 +262,9 @@ def test_sums_of_more_tokens_than_a_tile_are_those_of_all(device, monkeypatch):
     labels[::7] = -100
     logits, labels = logits.to(device), labels.to(device)
     heads = [
-        HeadLoss([CrossEntropy(), ZLoss(0.3)], metrics=("accuracy", "entropy"), options=Options(backend=name))
+        hl.HeadLoss(
+            [hl.CrossEntropy(), hl.ZLoss(0.3)], metrics=("accuracy", "entropy"), options=hl.Options(backend=name)
+        )
         for name in ("triton", "torch")
     ]
     out, expected = (head(logits, labels, token_weight=torch.linspace(0, 2, 50, device=device)) for head in heads)
@@ -282,11 +280,11 @@ def test_a_statistic_of_the_second_exchange_is_summed_after_it(device):
     logits, teacher = torch.randn(2, 70, 60, generator=generator).to(device)
     labels = torch.arange(70, device=device) % 60
     labels[::7] = -100
-    terms = [Term("jsd", StatisticValue("jsd"), want=("jsd",)), CrossEntropy(0.5)]
+    terms = [hl.Term("jsd", StatisticValue("jsd"), want=("jsd",)), hl.CrossEntropy(0.5)]
     weight = torch.linspace(0, 2, 70, device=device)
     for given in ({}, {"token_weight": weight}):
-        heads = [HeadLoss(terms, options=Options(backend=name)) for name in ("triton", "torch")]
-        out, expected = (head(logits, labels, inputs={"teacher": Teacher(teacher)}, **given) for head in heads)
+        heads = [hl.HeadLoss(terms, options=hl.Options(backend=name)) for name in ("triton", "torch")]
+        out, expected = (head(logits, labels, inputs={"teacher": hl.Teacher(teacher)}, **given) for head in heads)
         torch.testing.assert_close(out.loss, expected.loss)
         torch.testing.assert_close(out.terms, expected.terms)
         torch.testing.assert_close(out.count, expected.count)

@@ -7,31 +7,16 @@ from collectives import counted_collectives
 from ranks import on_ranks
 from sets_problem import NAMES, N, V, masked, padded, ragged, rows
 
-from tp_headloss import (
-    Entropy,
-    GeneratorMetrics,
-    HeadLoss,
-    IdSets,
-    KLToReference,
-    Linear,
-    Options,
-    PolicyGradient,
-    PolicyMetrics,
-    SamplingRule,
-    VocabShard,
-    linear_vocab_statistics,
-    vocab_statistics,
-)
+import tp_headloss as hl
 
 H = 12
 INPUTS = ("advantages", "old_log_prob", "reference_log_prob", "generator_log_prob")
-METRICS = (PolicyMetrics(reference=True, over="sets"), GeneratorMetrics(over="sets"), "set_log_mass")
+METRICS = (hl.PolicyMetrics(reference=True, over="sets"), hl.GeneratorMetrics(over="sets"), "set_log_mass")
 
 
 def terms(over="sets"):
-    return [
-        PolicyGradient("clip", clip=(0.2, 0.28), over=over), KLToReference(0.1, "k2", over=over), Entropy(0.05, over)
-    ]  # fmt: skip
+    policy = hl.PolicyGradient("clip", clip=(0.2, 0.28), over=over)
+    return [policy, hl.KLToReference(0.1, "k2", over=over), hl.Entropy(0.05, over)]
 
 
 def tensors():
@@ -46,11 +31,11 @@ def run(group, device, backend, mode, form=ragged):
         {k: v.to(device) for k, v in x.items()} if isinstance(x, dict) else x.to(device) if hasattr(x, "to") else x
         for x in tensors()
     )
-    shard = VocabShard.from_group(group, V, 256)
+    shard = hl.VocabShard.from_group(group, V, 256)
     local = F.pad(weight, (0, 0, 0, 56))[shard.start : shard.stop].clone().requires_grad_()
     hidden = hidden.requires_grad_()
     given = {"shard": shard, "inputs": inputs | {"sets": form(sets).to(device)}, "denominator": 7.0}
-    head = HeadLoss(terms(), metrics=METRICS, options=Options(backend=backend, check=mode == "check"))
+    head = hl.HeadLoss(terms(), metrics=METRICS, options=hl.Options(backend=backend, check=mode == "check"))
     with counted_collectives() as events:
         if mode in ("logits", "check"):
             out = head(hidden @ local.t(), labels, **given)
@@ -63,9 +48,9 @@ def run(group, device, backend, mode, form=ragged):
 
 
 MODES = {
-    "recompute": Linear(mode="recompute"), "exact logits": Linear(mode="recompute", exact_logits=True),
-    "one sweep": Linear(mode="one_sweep"), "small blocks": Linear(mode="one_sweep", budget=1 << 18),
-    "valid tokens": Linear(mode="recompute", max_valid_tokens=N),
+    "recompute": hl.Linear(mode="recompute"), "exact logits": hl.Linear(mode="recompute", exact_logits=True),
+    "one sweep": hl.Linear(mode="one_sweep"), "small blocks": hl.Linear(mode="one_sweep", budget=1 << 18),
+    "valid tokens": hl.Linear(mode="recompute", max_valid_tokens=N),
 }  # fmt: skip
 
 
@@ -73,7 +58,7 @@ def expected():
     """The same terms over the vocabulary, of float64 logits that are -inf outside of the sets."""
     hidden, weight, labels, sets, inputs = tensors()
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    head = HeadLoss(terms("vocabulary"), options=Options(backend="torch"))
+    head = hl.HeadLoss(terms("vocabulary"), options=hl.Options(backend="torch"))
     del inputs["generator_log_prob"]
     loss = head(masked(hidden @ weight.t(), sets), labels, inputs=inputs, denominator=7.0).loss
     loss.backward()
@@ -113,8 +98,8 @@ def test_compiled_without_graph_breaks_equals_eager(backend, device):
     ids, offsets = ragged(sets).ids.to(device), torch.tensor([0, *map(len, sets)], device=device).cumsum(0)
 
     def step(logits, labels, ids, offsets):
-        kept = IdSets.from_csr(ids, offsets)
-        stats = vocab_statistics(logits * 1.0, labels, want=NAMES, sets=kept, options=Options(backend=backend))
+        kept = hl.IdSets.from_csr(ids, offsets)
+        stats = hl.vocab_statistics(logits * 1.0, labels, want=NAMES, sets=kept, options=hl.Options(backend=backend))
         return stats.set_log_prob + stats.set_entropy + stats.set_log_mass
 
     results = []
@@ -133,14 +118,14 @@ def test_check_names_the_first_token_whose_set_lacks_its_label(form, backend, de
     hidden, weight, labels, sets, _ = tensors()
     del sets[2][-2:]
     x = (hidden @ weight.t()).to(device)
-    options = Options(backend=backend, check=True)
+    options = hl.Options(backend=backend, check=True)
     want = {"want": ("set_log_prob",), "options": options}
-    vocab_statistics(x, labels.to(device), sets=form(sets).to(device), **want)
+    hl.vocab_statistics(x, labels.to(device), sets=form(sets).to(device), **want)
     sets[5].remove(int(labels[5]))
     sets[7] = [int(labels[7]), V]
     message = rf"set of token 5 \(flat index\) must hold ids below 200 and its label {labels[5]}, got .*; 2 such tokens"
     with pytest.raises(ValueError, match=message):
-        vocab_statistics(x, labels.to(device), sets=form(sets).to(device), **want)
+        hl.vocab_statistics(x, labels.to(device), sets=form(sets).to(device), **want)
 
 
 def test_what_does_not_go_together_is_refused(device):
@@ -150,18 +135,18 @@ def test_what_does_not_go_together_is_refused(device):
     for match, arguments in {
         "set_log_prob is the log-prob of a label": {"sets": kept, "labels": None},
         r"sets must be of tokens \[9\], or these flat, got \[3, 3\]": {
-            "sets": IdSets.stack([kept[:3], kept[3:6], kept[6:]])
+            "sets": hl.IdSets.stack([kept[:3], kept[3:6], kept[6:]])
         },
         r"sets.ids must have shape \[9, K\] of logits, got \[9, 2, 3\]": {
-            "sets": IdSets(torch.zeros(9, 2, 3, dtype=torch.long, device=device))
+            "sets": hl.IdSets(torch.zeros(9, 2, 3, dtype=torch.long, device=device))
         },
-        r"got SamplingRule: pass kept_ids\(logits, rule, ..\)": {"sets": SamplingRule(top_k=2)},
+        r"got SamplingRule: pass kept_ids\(logits, rule, ..\)": {"sets": hl.SamplingRule(top_k=2)},
     }.items():
         with pytest.raises((TypeError, ValueError), match=match):
-            vocab_statistics(x, **{"labels": labels, "want": NAMES} | arguments)
-    turned = IdSets.stack([kept[:3], kept[3:6]])  # of tokens [2, 3]
+            hl.vocab_statistics(x, **{"labels": labels, "want": NAMES} | arguments)
+    turned = hl.IdSets.stack([kept[:3], kept[3:6]])  # of tokens [2, 3]
     with pytest.raises(ValueError, match=r"sets must be of tokens \[3, 2\], or these flat, got \[2, 3\]"):
-        rows, few = hidden[:6].view(3, 2, -1), Linear(max_valid_tokens=4)
-        linear_vocab_statistics(rows, weight, labels[:6].view(3, 2), want=NAMES, sets=turned, linear=few)
+        rows, few = hidden[:6].view(3, 2, -1), hl.Linear(max_valid_tokens=4)
+        hl.linear_vocab_statistics(rows, weight, labels[:6].view(3, 2), want=NAMES, sets=turned, linear=few)
     with pytest.raises(ValueError, match=r"missing \['sets'\]"):
-        HeadLoss([Entropy(0.1, over="sets")])(x, labels)
+        hl.HeadLoss([hl.Entropy(0.1, over="sets")])(x, labels)

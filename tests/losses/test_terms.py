@@ -6,44 +6,29 @@ import pytest
 import torch
 from loss_problem import V, rows
 
-from tp_headloss import (
-    CrossEntropy,
-    Distillation,
-    Entropy,
-    GeneratorMetrics,
-    HeadLoss,
-    KLToReference,
-    Linear,
-    Metric,
-    Options,
-    PolicyGradient,
-    PolicyMetrics,
-    Sequences,
-    Teacher,
-    Term,
-    TopKDistillation,
-    TopKTeacher,
-    ZLoss,
-)
+import tp_headloss as hl
 
 
 def test_a_head_loss_prints_what_it_computes():
-    head = HeadLoss([CrossEntropy(), ZLoss(1e-4)], metrics=("accuracy", PolicyMetrics()), reduction="sum")
+    head = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(1e-4)], metrics=("accuracy", hl.PolicyMetrics()), reduction="sum")
     assert repr(head) == (
         "HeadLoss(terms=[cross_entropy, 0.0001 * z_loss], metrics=[accuracy, policy_metrics], reduction='sum')"
     )
-    other = repr(HeadLoss([ZLoss(torch.tensor(1.0))], ignore_index=0, options=Options(check=True)))
+    other = repr(hl.HeadLoss([hl.ZLoss(torch.tensor(1.0))], ignore_index=0, options=hl.Options(check=True)))
     assert "tensor * z_loss" in other and "ignore_index=0, options=Options(" in other and "check=True" in other
 
 
 def test_head_loss_refuses_what_it_cannot_mean():
     x, labels, class_weight, _ = rows()
-    smoothed = CrossEntropy(class_weight=class_weight, label_smoothing=0.1)
-    other = Term("other", lambda stats: stats.total, want=("total",))
+    smoothed = hl.CrossEntropy(class_weight=class_weight, label_smoothing=0.1)
+    other = hl.Term("other", lambda stats: stats.total, want=("total",))
     for build, words in (  # others are in tests/helpers/odd_inputs.py
-        (lambda: HeadLoss([smoothed, other]), "only one term"),
-        (lambda: HeadLoss([Term("hits", lambda stats: stats.correct.float())])(x, labels), "correct"),
-        (lambda: HeadLoss([CrossEntropy(class_weight=torch.ones(3), label_smoothing=0.1)])(x, labels), "class_weight"),
+        (lambda: hl.HeadLoss([smoothed, other]), "only one term"),
+        (lambda: hl.HeadLoss([hl.Term("hits", lambda stats: stats.correct.float())])(x, labels), "correct"),
+        (
+            lambda: hl.HeadLoss([hl.CrossEntropy(class_weight=torch.ones(3), label_smoothing=0.1)])(x, labels),
+            "class_weight",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             build()
@@ -55,72 +40,77 @@ SHAPES = {"a mean": lambda s: -s.log_prob.mean(), "a row too many": lambda s: s.
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_term_that_is_not_per_token_is_refused(name, backend, device):
     x, labels, *_ = (t.to(device) for t in rows())
-    term = Term("mine", SHAPES[name], tokenwise=True)
-    options, words = Options(backend=backend), r"term 'mine' must return a value per token"
+    term = hl.Term("mine", SHAPES[name], tokenwise=True)
+    options, words = hl.Options(backend=backend), r"term 'mine' must return a value per token"
     for reduction in ("mean", "sum", "none"):
         with pytest.raises(ValueError, match=words):
-            HeadLoss([term], reduction=reduction, options=options)(x, labels)
+            hl.HeadLoss([term], reduction=reduction, options=options)(x, labels)
     with pytest.raises(ValueError, match=words):
         hidden, weight = torch.randn(*labels.shape, 4, device=device), torch.randn(V, 4, device=device)
-        HeadLoss([term], options=options).linear(hidden, weight.requires_grad_(), labels, linear=Linear("one_sweep"))
+        hl.HeadLoss([term], options=options).linear(
+            hidden, weight.requires_grad_(), labels, linear=hl.Linear("one_sweep")
+        )
     with pytest.raises(TypeError, match="got float"):
-        HeadLoss([Term("mine", lambda s: 1.0)], options=options)(x, labels)
+        hl.HeadLoss([hl.Term("mine", lambda s: 1.0)], options=options)(x, labels)
     with pytest.raises(ValueError, match="metric 'mine' must return a value per token"):
-        HeadLoss(metrics=[Metric(lambda s: {"mine": s.lse.sum()})], options=options)(x, labels)
+        hl.HeadLoss(metrics=[hl.Metric(lambda s: {"mine": s.lse.sum()})], options=options)(x, labels)
     with pytest.raises(ValueError, match="token_weight of term 'mine'"):
-        weighted = Term("mine", lambda s: s.lse, token_weight=lambda s: s.lse.sum())
-        HeadLoss([weighted], options=options)(x, labels)
+        weighted = hl.Term("mine", lambda s: s.lse, token_weight=lambda s: s.lse.sum())
+        hl.HeadLoss([weighted], options=options)(x, labels)
 
 
 def test_a_statistic_that_nobody_wants_is_named_where_a_term_uses_it():
     x, labels, *_ = rows()
     with pytest.raises(ValueError, match=r"term 'mine' uses the statistics \['entropy'\].* want=\('entropy',\)"):
-        HeadLoss([Term("mine", lambda s: -s.log_prob - 0.1 * s.entropy)])(x, labels)
+        hl.HeadLoss([hl.Term("mine", lambda s: -s.log_prob - 0.1 * s.entropy)])(x, labels)
     with pytest.raises(ValueError, match=r"a metric uses the statistics \['entropy'\].* want=\('entropy',\)"):
-        HeadLoss(metrics=Metric(lambda s: {"entropy": s.entropy}))(x, labels)
+        hl.HeadLoss(metrics=hl.Metric(lambda s: {"entropy": s.entropy}))(x, labels)
     for weight in (float("nan"), 1e39):
         with pytest.raises(ValueError, match="weight must be finite in fp32"):
-            Term("mine", lambda s: s.lse, weight)
+            hl.Term("mine", lambda s: s.lse, weight)
 
 
 def test_an_input_per_sequence_is_spread_and_an_ambiguous_one_refused(device):
     """[B] beside labels [B, S] would align with S."""
     x, labels = torch.randn(4, 4, V, device=device), torch.randint(0, V, (4, 4), device=device)
-    advantages, head = torch.tensor([1.0, -2.0, 3.0, 0.5], device=device), HeadLoss([PolicyGradient("reinforce")])
+    advantages, head = torch.tensor([1.0, -2.0, 3.0, 0.5], device=device), hl.HeadLoss([hl.PolicyGradient("reinforce")])
     with pytest.raises(ValueError, match=r"input 'advantages' .* got \[4\]: a value per row is \[B, 1\]"):
         head(x, labels, inputs={"advantages": advantages})
     expected = head(x, labels, inputs={"advantages": advantages[:, None]}).loss
-    sequences = Sequences.from_mask(labels >= 0)
+    sequences = hl.Sequences.from_mask(labels >= 0)
     spread = head(x, labels, inputs={"advantages": advantages, "sequences": sequences})
     assert torch.equal(spread.loss, expected)
-    packed = Sequences.from_cu_seqlens(torch.arange(0, 17, 4, device=device), labels.flatten() >= 0)
+    packed = hl.Sequences.from_cu_seqlens(torch.arange(0, 17, 4, device=device), labels.flatten() >= 0)
     flat = head(x.flatten(0, 1), labels.flatten(), inputs={"advantages": advantages, "sequences": packed})
     torch.testing.assert_close(flat.loss, expected)
 
 
 EVERY_TERM = {
-    "smoothing": CrossEntropy(label_smoothing=0.1), "classes": CrossEntropy(class_weight=torch.rand(V)),
-    "both": CrossEntropy(label_smoothing=0.1, class_weight=torch.rand(V)), "z": ZLoss(0.1), "entropy": Entropy(0.1),
-    "distillation": Distillation(1.0, "cross_entropy", temperature_squared=True),
-    "top-K": TopKDistillation(1.0, "jsd", support="vocabulary"), "clip": PolicyGradient("clip", clip=(0.1, 0.3)),
-    "positive": PolicyGradient("positive-nll"), "kl": KLToReference(0.1, "k1", importance_weight="old"),
+    "smoothing": hl.CrossEntropy(label_smoothing=0.1), "classes": hl.CrossEntropy(class_weight=torch.rand(V)),
+    "both": hl.CrossEntropy(label_smoothing=0.1, class_weight=torch.rand(V)),
+    "z": hl.ZLoss(0.1), "entropy": hl.Entropy(0.1),
+    "distillation": hl.Distillation(1.0, "cross_entropy", temperature_squared=True),
+    "top-K": hl.TopKDistillation(1.0, "jsd", support="vocabulary"), "clip": hl.PolicyGradient("clip", clip=(0.1, 0.3)),
+    "positive": hl.PolicyGradient("positive-nll"), "kl": hl.KLToReference(0.1, "k1", importance_weight="old"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EVERY_TERM)
 def test_terms_and_heads_are_pickled_and_compute_the_same(name):
-    head = HeadLoss(
-        [EVERY_TERM[name]], metrics=("accuracy", PolicyMetrics(), GeneratorMetrics()), options=Options(check=True)
+    head = hl.HeadLoss(
+        [EVERY_TERM[name]],
+        metrics=("accuracy", hl.PolicyMetrics(), hl.GeneratorMetrics()),
+        options=hl.Options(check=True),
     )
     again = pickle.loads(pickle.dumps(head))
     x, labels, *_ = rows()
     shape, generator = labels.shape, torch.Generator().manual_seed(0)
     inputs = {key: torch.randn(shape, generator=generator) for key in
               ("advantages", "old_log_prob", "generator_log_prob", "reference_log_prob", "rewards")}  # fmt: skip
-    inputs["teacher"] = Teacher(torch.randn(x.shape, generator=generator), 2.0)
+    inputs["teacher"] = hl.Teacher(torch.randn(x.shape, generator=generator), 2.0)
     if name == "top-K":
         ids = torch.randint(0, V, (*shape, 3), generator=generator)
-        inputs["teacher"] = TopKTeacher(ids, torch.rand(ids.shape, generator=generator).log_softmax(-1))
+        inputs["teacher"] = hl.TopKTeacher(ids, torch.rand(ids.shape, generator=generator).log_softmax(-1))
     needed = head.input_names
     inputs = {key: pickle.loads(pickle.dumps(inputs[key])) for key in needed}
     one, other = (h(x, labels, inputs=inputs) for h in (head, again))

@@ -10,23 +10,7 @@ from collectives import counted_collectives
 from ranks import on_ranks
 from topk_oracle import BETA, column, definition
 
-from tp_headloss import (
-    CrossEntropy,
-    Distillation,
-    Entropy,
-    HeadLoss,
-    Linear,
-    Options,
-    Teacher,
-    TopKDistillation,
-    TopKTeacher,
-    Transform,
-    VocabShard,
-    ZLoss,
-    linear_vocab_statistics,
-    topk_log_probs,
-    vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.head_loss.distillation_terms import TOPK_DISTILLATIONS
 from tp_headloss.statistics import TOPK_TEACHER
 
@@ -76,21 +60,21 @@ def settings(kind, support, device="cpu"):
 def run(group, device, kind, divergence, support, backend, dtype, k=K, with_tail=False, transport="gather"):
     x, labels, ids, log_probs, mask, _ = (v.to(device) if isinstance(v, torch.Tensor) else v for v in rows(k))
     options, rest = settings(kind, support, device)
-    shard = VocabShard.from_group(group, V, 256)
+    shard = hl.VocabShard.from_group(group, V, 256)
     local = F.pad(x, (0, 56), value=40.0)[:, shard.start : shard.stop].to(dtype).clone().requires_grad_()
-    teacher = TopKTeacher(
+    teacher = hl.TopKTeacher(
         ids, log_probs, mask, temperature=options["of_teacher"], student_temperature=options["of_student"],
         renormalize=options["renormalize"], beta=BETA,
         tail_log_prob=torch.linspace(-3, -1, N, device=device) if with_tail else None,
     )  # fmt: skip
     terms = [
-        CrossEntropy(0.5),
-        Entropy(0.01),
-        TopKDistillation(0.7, divergence, support, temperature_squared=kind == "apart"),
+        hl.CrossEntropy(0.5),
+        hl.Entropy(0.01),
+        hl.TopKDistillation(0.7, divergence, support, temperature_squared=kind == "apart"),
     ]
-    head = HeadLoss(terms, reduction="none", options=Options(backend=backend, transport=transport))
+    head = hl.HeadLoss(terms, reduction="none", options=hl.Options(backend=backend, transport=transport))
     with counted_collectives() as forward:
-        out = head(local, labels, shard=shard, inputs={"teacher": teacher}, transform=Transform(temperature=rest))
+        out = head(local, labels, shard=shard, inputs={"teacher": teacher}, transform=hl.Transform(temperature=rest))
     with counted_collectives() as backward:
         (out.loss * torch.linspace(-1, 2, N, device=device)).sum().backward()
     return out.loss.detach().cpu(), local.grad.cpu(), (sum(forward.values()), sum(backward.values()))
@@ -158,8 +142,10 @@ def test_entries_in_several_tiles_of_a_chunk(divergence, support, backend, devic
     settings = dict(of_teacher=1.0, of_student=1.5, renormalize=False)
     z, mask = x.double().requires_grad_(), torch.ones_like(ids, dtype=torch.bool)
     loss = definition(z, ids, log_probs, mask, divergence, support, **settings)
-    teacher = TopKTeacher(ids.to(device), log_probs.to(device), student_temperature=1.5, renormalize=False)
-    head = HeadLoss([TopKDistillation(1.0, divergence, support)], reduction="none", options=Options(backend=backend))
+    teacher = hl.TopKTeacher(ids.to(device), log_probs.to(device), student_temperature=1.5, renormalize=False)
+    head = hl.HeadLoss(
+        [hl.TopKDistillation(1.0, divergence, support)], reduction="none", options=hl.Options(backend=backend)
+    )
     logits = x.to(device).requires_grad_()
     ours = head(logits, labels.to(device), inputs={"teacher": teacher}).loss
     torch.testing.assert_close(ours.double().cpu(), loss.detach(), rtol=3e-6, atol=3e-6)
@@ -202,19 +188,21 @@ def round_trip_run(group, device, backend):
     """Export of a sharded teacher, then distillation from what was exported."""
     generator = torch.Generator().manual_seed(3)
     x, t = (torch.randn(2, 3, V, generator=generator) * 2 for _ in range(2))
-    shard = VocabShard.from_group(group, V, 256)
+    shard = hl.VocabShard.from_group(group, V, 256)
     local, teacher = (F.pad(z, (0, 56))[..., shard.start : shard.stop].clone().to(device) for z in (x, t))
     local.requires_grad_()
-    exported = topk_log_probs(teacher, V, shard=shard, ids_dtype=torch.int32, options=Options(backend=backend))
-    few = topk_log_probs(teacher, 20, top_p=0.5, shard=shard, dtype=torch.float16, options=Options(backend=backend))
+    exported = hl.topk_log_probs(teacher, V, shard=shard, ids_dtype=torch.int32, options=hl.Options(backend=backend))
+    few = hl.topk_log_probs(
+        teacher, 20, top_p=0.5, shard=shard, dtype=torch.float16, options=hl.Options(backend=backend)
+    )
     labels = torch.zeros(2, 3, dtype=torch.long, device=device)
     out = []
     for term, given in (
-        (Distillation(), Teacher(teacher)),
-        (TopKDistillation(support="vocabulary"), TopKTeacher(exported.ids, exported.log_probs)),
-        (TopKDistillation(support="vocabulary"), TopKTeacher(few.ids, few.log_probs)),
+        (hl.Distillation(), hl.Teacher(teacher)),
+        (hl.TopKDistillation(support="vocabulary"), hl.TopKTeacher(exported.ids, exported.log_probs)),
+        (hl.TopKDistillation(support="vocabulary"), hl.TopKTeacher(few.ids, few.log_probs)),
     ):
-        head = HeadLoss([term], reduction="none", options=Options(backend=backend))
+        head = hl.HeadLoss([term], reduction="none", options=hl.Options(backend=backend))
         loss = head(local, labels, shard=shard, inputs={"teacher": given}).loss
         out.append((loss.detach(), torch.autograd.grad(loss.sum(), local)[0]))
     return out, few, t, x
@@ -238,9 +226,11 @@ def test_gradcheck_of_the_float64_path():
     keep = [0, 5]
     x, columns = x[keep].double(), torch.cat([ids[keep].flatten().clamp(min=0), labels[keep], torch.arange(0, V, 16)])
     columns = columns.unique()
-    teacher = TopKTeacher(ids[keep], log_probs[keep].double(), mask[keep], renormalize=False, student_temperature=1.7)
-    terms = {pair: TopKDistillation(1.0, *pair) for pair in TOPK_DISTILLATIONS}
-    heads = [HeadLoss([term], reduction="none", options=Options(backend="torch")) for term in terms.values()]
+    teacher = hl.TopKTeacher(
+        ids[keep], log_probs[keep].double(), mask[keep], renormalize=False, student_temperature=1.7
+    )
+    terms = {pair: hl.TopKDistillation(1.0, *pair) for pair in TOPK_DISTILLATIONS}
+    heads = [hl.HeadLoss([term], reduction="none", options=hl.Options(backend="torch")) for term in terms.values()]
 
     def values(some):
         z = x.index_copy(1, columns, some)
@@ -254,14 +244,14 @@ def test_odd_entries(backend, device):
     x, labels, ids, log_probs, mask, _ = (v.to(device) if isinstance(v, torch.Tensor) else v for v in rows())
     want, options = (
         ("topk_forward_kl", "topk_reverse_kl", "topk_log_mass", "topk_jsd", "entropy"),
-        Options(backend=backend),
+        hl.Options(backend=backend),
     )
-    good = vocab_statistics(x, labels, want=want, teacher=TopKTeacher(ids, log_probs, mask), options=options)
+    good = hl.vocab_statistics(x, labels, want=want, teacher=hl.TopKTeacher(ids, log_probs, mask), options=options)
     ids, log_probs, x = ids.clone(), log_probs.clone(), x.clone()
     ids[0, 3], log_probs[1, 5], log_probs[3, 7] = V, torch.nan, torch.inf
     x[4, ids[4, 2]] = -torch.inf  # the student rules out an entry
     x[6, ids[6, 1::2]] = -torch.inf  # and here all of them
-    stats = vocab_statistics(x, labels, want=want, teacher=TopKTeacher(ids, log_probs, mask), options=options)
+    stats = hl.vocab_statistics(x, labels, want=want, teacher=hl.TopKTeacher(ids, log_probs, mask), options=options)
     for name in want[:-1]:
         value = getattr(stats, name)
         assert value[[0, 1, 3]].isnan().all() and value[2] == 0, name
@@ -273,35 +263,35 @@ def test_odd_entries(backend, device):
 
 def test_extreme_entries_keep_what_is_theirs(backend, device):
     """A log-prob of -120 at temperature 4; a teacher with nothing but its entry; a denormal probability."""
-    options = Options(backend=backend)
+    options = hl.Options(backend=backend)
 
     def made(ids, log_probs, **more):
-        return TopKTeacher(torch.tensor([ids], device=device), torch.tensor([log_probs], device=device), **more)
+        return hl.TopKTeacher(torch.tensor([ids], device=device), torch.tensor([log_probs], device=device), **more)
 
     x = torch.zeros(1, 8, device=device, requires_grad=True)
-    stats = vocab_statistics(x, want=("topk_reverse_kl",), teacher=made([0, 1], [0.0, -120.0], temperature=4.0),
-                             options=options)  # fmt: skip
+    teacher = made([0, 1], [0.0, -120.0], temperature=4.0)
+    stats = hl.vocab_statistics(x, want=("topk_reverse_kl",), teacher=teacher, options=options)
     assert stats.topk_reverse_kl.item() == pytest.approx(15 - math.log(2), rel=1e-6)
     assert torch.autograd.grad(stats.topk_reverse_kl.sum(), x)[0].isfinite().all()
     duplicated = made([3, 1, 3, 3], [-2.0, -0.5, -200.0, -2.0])
-    stats = vocab_statistics(x, want=("topk_forward_kl",), teacher=duplicated, options=options)
+    stats = hl.vocab_statistics(x, want=("topk_forward_kl",), teacher=duplicated, options=options)
     tau = torch.tensor([2 * math.exp(-2), math.exp(-0.5)]).double()
     tau /= tau.sum()
     assert stats.topk_forward_kl.item() == pytest.approx((tau * (2 * tau).log()).sum().item(), rel=1e-5)
     labels = torch.zeros(1, dtype=torch.long, device=device)
     for divergence in ("forward_kl", "reverse_kl", "jsd"):
-        head = HeadLoss([TopKDistillation(1.0, divergence, "tail")], options=options)
+        head = hl.HeadLoss([hl.TopKDistillation(1.0, divergence, "tail")], options=options)
         loss = head(x, labels, inputs={"teacher": made([2], [-5e-7], renormalize=False)}).loss
         assert loss.isfinite() and torch.autograd.grad(loss, x)[0].isfinite().all(), divergence
     z, t = torch.tensor([[[0.0, -103.6, -102.0, -50.0]], [[0.0, -200.0, -200.0, -300.0]]], device=device)
-    jsd = vocab_statistics(z, want=("jsd",), teacher=Teacher(t), options=options).jsd
+    jsd = hl.vocab_statistics(z, want=("jsd",), teacher=hl.Teacher(t), options=options).jsd
     assert 0 <= jsd.item() < 1e-6
 
 
 def test_a_bad_label_is_nan_even_without_entries(backend, device):
     x, none = torch.zeros(1, 8, device=device), torch.full((1, 2), -1, device=device)
-    stats = vocab_statistics(x, torch.tensor([99], device=device), want=TOPK_TEACHER, options=Options(backend=backend),
-                             teacher=TopKTeacher(none, torch.zeros(1, 2, device=device)))  # fmt: skip
+    labels, teacher = torch.tensor([99], device=device), hl.TopKTeacher(none, torch.zeros(1, 2, device=device))
+    stats = hl.vocab_statistics(x, labels, want=TOPK_TEACHER, options=hl.Options(backend=backend), teacher=teacher)
     assert all(getattr(stats, name).isnan().all() for name in ("lse", "teacher_mass", *TOPK_TEACHER))
 
 
@@ -309,21 +299,21 @@ def test_a_distant_tail_is_summed_directly(backend, device):
     """The student's probability outside of the entries is 1e-17, which 1 - that of the entries knows nothing of."""
     x = torch.zeros(1, V, device=device)
     x[0, :2] = 45.0
-    teacher = TopKTeacher(torch.tensor([[0, 1]], device=device), torch.log(torch.tensor([[0.5, 0.4]], device=device)),
-                          renormalize=False)  # fmt: skip
-    stats = vocab_statistics(x, want=("tail_log_mass",), teacher=teacher, options=Options(backend=backend))
+    log_probs = torch.log(torch.tensor([[0.5, 0.4]], device=device))
+    teacher = hl.TopKTeacher(torch.tensor([[0, 1]], device=device), log_probs, renormalize=False)
+    stats = hl.vocab_statistics(x, want=("tail_log_mass",), teacher=teacher, options=hl.Options(backend=backend))
     assert stats.tail_log_mass.item() == pytest.approx(math.log(V - 2) - math.log(2) - 45, rel=1e-6)
 
 
 def test_compiled_without_graph_breaks_equals_eager(backend, device):
     x, labels, ids, log_probs, mask, _ = (v.to(device) if isinstance(v, torch.Tensor) else v for v in rows())
-    head = HeadLoss(
-        [CrossEntropy(), ZLoss(1e-3), TopKDistillation(0.5, "jsd", "vocabulary"), TopKDistillation(0.5)],
-        metrics=("topk_log_mass",), options=Options(backend=backend),
+    head = hl.HeadLoss(
+        [hl.CrossEntropy(), hl.ZLoss(1e-3), hl.TopKDistillation(0.5, "jsd", "vocabulary"), hl.TopKDistillation(0.5)],
+        metrics=("topk_log_mass",), options=hl.Options(backend=backend),
     )  # fmt: skip
 
     def step(local, log_probs):
-        return head(local, labels, inputs={"teacher": TopKTeacher(ids, log_probs, mask, temperature=2.0)}).loss
+        return head(local, labels, inputs={"teacher": hl.TopKTeacher(ids, log_probs, mask, temperature=2.0)}).loss
 
     results = []
     for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
@@ -338,18 +328,20 @@ def test_what_cannot_work_is_refused():
     """What tests/helpers/odd_inputs.py has not."""
     x, ids, log_probs = torch.randn(3, 8), torch.zeros(3, 2, dtype=torch.long), torch.zeros(3, 2)
     wrong = {
-        r"a Teacher serves the statistics .* got \['topk_forward_kl'\]": {"teacher": Teacher(x)},
+        r"a Teacher serves the statistics .* got \['topk_forward_kl'\]": {"teacher": hl.Teacher(x)},
         r"a TopKTeacher serves the statistics .* got \['jsd'\]": {"want": ("jsd",)},
-        "teacher.mask must have shape": {"teacher": lambda: TopKTeacher(ids, log_probs, ids[:2] == 0)},
-        "teacher.log_probs must be one of": {"teacher": TopKTeacher(ids, log_probs.to(torch.float8_e5m2))},
+        "teacher.mask must have shape": {"teacher": lambda: hl.TopKTeacher(ids, log_probs, ids[:2] == 0)},
+        "teacher.log_probs must be one of": {"teacher": hl.TopKTeacher(ids, log_probs.to(torch.float8_e5m2))},
     }
     for message, change in wrong.items():
-        given = {"want": ("topk_forward_kl",), "teacher": TopKTeacher(ids, log_probs)} | change
+        given = {"want": ("topk_forward_kl",), "teacher": hl.TopKTeacher(ids, log_probs)} | change
         with pytest.raises((TypeError, ValueError), match=message):
-            vocab_statistics(x, **{name: v() if callable(v) else v for name, v in given.items()})
+            hl.vocab_statistics(x, **{name: v() if callable(v) else v for name, v in given.items()})
     labels = torch.zeros(3, dtype=torch.long)
     with pytest.raises(ValueError, match="support='tail' needs a TopKTeacher with renormalize=False"):
-        HeadLoss([TopKDistillation(support="tail")])(x, labels, inputs={"teacher": TopKTeacher(ids, log_probs)})
+        hl.HeadLoss([hl.TopKDistillation(support="tail")])(
+            x, labels, inputs={"teacher": hl.TopKTeacher(ids, log_probs)}
+        )
 
 
 WIDE, MANY = 34000, 40  # columns, of chunks with more than 8 tiles of 512; entries
@@ -381,9 +373,9 @@ def tails():
 def test_tails_that_share_lanes_chunks_and_maxima_with_entries(want, temperature, backend, device):
     x, labels, ids, log_probs = (value.to(device) for value in tails())
     scale = torch.linspace(0.7, 2, 9, device=device) if temperature == "tokens" else temperature
-    teacher = TopKTeacher(ids, log_probs, renormalize=False, student_temperature=scale)
+    teacher = hl.TopKTeacher(ids, log_probs, renormalize=False, student_temperature=scale)
     x.requires_grad_()
-    stats = vocab_statistics(x, labels, want=want, teacher=teacher, options=Options(backend=backend))
+    stats = hl.vocab_statistics(x, labels, want=want, teacher=teacher, options=hl.Options(backend=backend))
     z = x.detach()[:8].cpu().double().requires_grad_()
     tau = torch.zeros_like(z).scatter(1, ids[:8].cpu(), log_probs[:8].double().exp().cpu())
     expected, *_ = oracle.of_entries(
@@ -403,12 +395,12 @@ def test_tails_that_share_lanes_chunks_and_maxima_with_entries(want, temperature
 def checked_entries(backend="torch", linear=False, max_valid=None, **given):
     """A call with check=True over 4 tokens of 50 ids, the second token ignored. given: parts of the teacher."""
     labels = torch.tensor([0, -100, 2, 3])
-    teacher = TopKTeacher(**{"ids": torch.arange(8).view(4, 2), "log_probs": torch.full((4, 2), 0.5).log()} | given)
-    options = {"want": ("topk_forward_kl",), "teacher": teacher, "options": Options(backend=backend, check=True)}
+    teacher = hl.TopKTeacher(**{"ids": torch.arange(8).view(4, 2), "log_probs": torch.full((4, 2), 0.5).log()} | given)
+    options = {"want": ("topk_forward_kl",), "teacher": teacher, "options": hl.Options(backend=backend, check=True)}
     if not linear:
-        return vocab_statistics(torch.zeros(4, 50), labels, **options)
-    options["linear"] = Linear(max_valid_tokens=max_valid)
-    return linear_vocab_statistics(torch.zeros(4, 16), torch.zeros(50, 16), labels, **options)
+        return hl.vocab_statistics(torch.zeros(4, 50), labels, **options)
+    options["linear"] = hl.Linear(max_valid_tokens=max_valid)
+    return hl.linear_vocab_statistics(torch.zeros(4, 16), torch.zeros(50, 16), labels, **options)
 
 
 LOGITS_OF_TOKEN_3 = torch.tensor([[-1.0, -1.0], [9.0, 8.0], [-0.7, -0.7], [1.0, -2.0]])
@@ -426,10 +418,13 @@ def test_logits_in_place_of_a_teachers_log_probs_are_found_by_check(how):
 
 def message_of_check(group, device):
     ids, log_probs = torch.arange(8, device=device).view(4, 2), LOGITS_OF_TOKEN_3.to(device)
-    head, shard = HeadLoss([TopKDistillation()], options=Options(check=True)), VocabShard.from_group(group, 50)
+    head, shard = (
+        hl.HeadLoss([hl.TopKDistillation()], options=hl.Options(check=True)),
+        hl.VocabShard.from_group(group, 50),
+    )
     x, labels = torch.zeros(4, shard.width, device=device), torch.tensor([0, -100, 2, 3], device=device)
     try:
-        head(x, labels, shard=shard, inputs={"teacher": TopKTeacher(ids, log_probs)})
+        head(x, labels, shard=shard, inputs={"teacher": hl.TopKTeacher(ids, log_probs)})
     except ValueError as error:
         return str(error)
 
@@ -452,9 +447,9 @@ def test_check_allows_log_probs_that_were_rounded_and_entries_that_do_not_count(
         whole = torch.randn(4, 4096, generator=torch.Generator().manual_seed(1)).log_softmax(-1).to(dtype)
         top = whole.topk(2048)
         labels, x = torch.arange(4), torch.zeros(4, 4096)
-        options = {"want": ("topk_forward_kl",), "options": Options(check=True)}
-        vocab_statistics(x, labels, teacher=TopKTeacher(top.indices, top.values), **options)
-        vocab_statistics(x, labels, teacher=TopKTeacher(torch.arange(4096).expand(4, -1), whole), **options)
+        options = {"want": ("topk_forward_kl",), "options": hl.Options(check=True)}
+        hl.vocab_statistics(x, labels, teacher=hl.TopKTeacher(top.indices, top.values), **options)
+        hl.vocab_statistics(x, labels, teacher=hl.TopKTeacher(torch.arange(4096).expand(4, -1), whole), **options)
     ids, other = torch.tensor([[0, -1, 2]]).repeat(4, 1), torch.tensor([[-0.1, 9.0, 8.0]]).repeat(4, 1)
     checked_entries(ids=ids, log_probs=other, mask=torch.tensor([[True, True, False]]).repeat(4, 1))
 
@@ -465,9 +460,9 @@ def test_one_id_beyond_the_vocabulary_counts_not_where_its_probability_is_0():
 
 def test_a_tail_counts_in_the_mass_that_is_checked():
     entries = torch.tensor([[1]]), torch.tensor([[-0.3]])
-    head = HeadLoss([TopKDistillation(support="tail")], options=Options(check=True))
+    head = hl.HeadLoss([hl.TopKDistillation(support="tail")], options=hl.Options(check=True))
     for tail, is_right in ((-1.36, True), (1.36, False)):
-        teacher = TopKTeacher(*entries, renormalize=False, tail_log_prob=torch.tensor([tail]))
+        teacher = hl.TopKTeacher(*entries, renormalize=False, tail_log_prob=torch.tensor([tail]))
         given = torch.zeros(1, 9), torch.tensor([0])
         if is_right:
             head(*given, inputs={"teacher": teacher})

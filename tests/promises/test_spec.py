@@ -9,42 +9,7 @@ import torch
 from energy_statistic import Energy
 from lines import MASK, OF_OTHERS, B, S, right, wrong
 
-import tp_headloss
-from tp_headloss import (
-    CISPO,
-    DAPO,
-    GRPO,
-    GSPO,
-    PPO,
-    CausalLMLoss,
-    DrGRPO,
-    HeadLoss,
-    IdSets,
-    Linear,
-    PolicyGradient,
-    SamplingRule,
-    Sequences,
-    TopKTeacher,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    VocabShard,
-    VocabStatistics,
-    clip_grad_norm_,
-    combine_metrics,
-    kept_ids,
-    linear_vocab_statistics,
-    log_probs,
-    losses,
-    mean_metrics,
-    reduce_metrics,
-    register_statistic,
-    sample,
-    select_rows,
-    spec,
-    statistics,
-    topk_log_probs,
-    vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.integrations import nemo_rl, skyrl, slime
 from tp_headloss.integrations.verl import functions
 
@@ -56,7 +21,7 @@ NEXT_PACKED = BOUNDS | PACKED | {"target": IDS[:1], "group": None}
 ACTIONS = PACKED | {"num_actions": 1, "attention_mask": MASK[:1], "loss_mask": None, "cp_group": None, "tp_group": None}
 DRAFT = {"student_logits": LOGITS, "teacher_logits": LOGITS, "mask": MASK.float()}
 STATES = {"hidden": HIDDEN, "lm_head_weight": WEIGHT}
-OWN_PART = Linear(hidden_grad="none")
+OWN_PART = hl.Linear(hidden_grad="none")
 HOSTS = {  # functions of hosts, whose arguments go together: a right call of each
     nemo_rl.get_next_token_logprobs_from_logits: {"input_ids": IDS, "next_token_logits": LOGITS},
     nemo_rl.from_parallel_logits_to_logprobs: NEXT | {"vocab_parallel_logits": LOGITS},
@@ -83,70 +48,70 @@ HOSTS = {  # functions of hosts, whose arguments go together: a right call of ea
 
 def of_terms(**keywords):
     """`HeadLoss.forward` with two inputs."""
-    return HeadLoss([PolicyGradient("clip")])(**keywords)
+    return hl.HeadLoss([hl.PolicyGradient("clip")])(**keywords)
 
 
 def of_terms_from_hidden_states(**keywords):
     """`HeadLoss.linear` with two inputs."""
-    return HeadLoss([PolicyGradient("clip")]).linear(**keywords)
+    return hl.HeadLoss([hl.PolicyGradient("clip")]).linear(**keywords)
 
 
 def of_a_family(**keywords):
     """`register_statistic`, forgotten afterwards."""
-    with mock.patch.object(statistics, "FAMILIES", statistics.FAMILIES):
-        register_statistic(**keywords)
+    with mock.patch.object(hl.statistics, "FAMILIES", hl.statistics.FAMILIES):
+        hl.register_statistic(**keywords)
 
 
 INPUTS = {"inputs": {"advantages": torch.ones(B, S), "old_log_prob": torch.zeros(B, S)}}
 CALL, LINEAR_CALL = {"logits": LOGITS, "labels": IDS}, {"hidden": HIDDEN, "weight": WEIGHT, "labels": IDS}
-ALL = {"sets": IdSets(IDS[..., None]), "ids": IDS[..., None], "total_weight": torch.ones(8)}
+ALL = {"sets": hl.IdSets(IDS[..., None]), "ids": IDS[..., None], "total_weight": torch.ones(8)}
 ALL |= {
     "want": ("total", "set_log_prob", "log_probs_at", "topk_forward_kl"),
-    "teacher": TopKTeacher(IDS[..., None], -HIDDEN[..., :1]),
+    "teacher": hl.TopKTeacher(IDS[..., None], -HIDDEN[..., :1]),
 }
-SHARD = VocabShard(0, 8, 8)
+SHARD = hl.VocabShard(0, 8, 8)
 CORE = {
-    HeadLoss: {},
-    CausalLMLoss: {"head_loss": HeadLoss()},
-    VocabParallelHead: {"hidden_size": 6, "shard": SHARD},
-    VocabParallelEmbedding: {"hidden_size": 6, "shard": SHARD},
-    vocab_statistics: CALL | ALL,
-    log_probs: CALL,
-    linear_vocab_statistics: LINEAR_CALL | ALL | {"bias": torch.zeros(8)},
-    topk_log_probs: {"logits": HIDDEN, "weight": WEIGHT, "k": 2, "top_p": 0.5},
-    kept_ids: {"logits": HIDDEN, "weight": WEIGHT, "rule": SamplingRule(2)},
+    hl.HeadLoss: {},
+    hl.CausalLMLoss: {"head_loss": hl.HeadLoss()},
+    hl.VocabParallelHead: {"hidden_size": 6, "shard": SHARD},
+    hl.VocabParallelEmbedding: {"hidden_size": 6, "shard": SHARD},
+    hl.vocab_statistics: CALL | ALL,
+    hl.log_probs: CALL,
+    hl.linear_vocab_statistics: LINEAR_CALL | ALL | {"bias": torch.zeros(8)},
+    hl.topk_log_probs: {"logits": HIDDEN, "weight": WEIGHT, "k": 2, "top_p": 0.5},
+    hl.kept_ids: {"logits": HIDDEN, "weight": WEIGHT, "rule": hl.SamplingRule(2)},
     of_a_family: {"family": Energy()},
-    sample: {"logits": HIDDEN, "weight": WEIGHT, "seed": 1, "positions": IDS},
+    hl.sample: {"logits": HIDDEN, "weight": WEIGHT, "seed": 1, "positions": IDS},
     of_terms: CALL | INPUTS | {"token_weight": torch.ones(B, S), "denominator": torch.tensor(2.0)},
     of_terms_from_hidden_states: LINEAR_CALL | INPUTS | {"token_weight": torch.ones(B, S), "bias": torch.zeros(8)},
 }
 CONSTRUCTORS = {
-    VocabShard: {"start": 0, "stop": 8, "vocab_size": 8},
-    VocabShard.from_group: {"group": None, "vocab_size": 8},
-    VocabShard.from_boundaries: {"boundaries": [0, 8], "vocab_size": 8},
-    Sequences.from_mask: {"mask": MASK},
-    Sequences.from_cu_seqlens: {"cu_seqlens": torch.tensor([0, S]), "mask": MASK},
-    Sequences.from_ids: {"ids": IDS, "count": 1, "mask": MASK},
-    IdSets.from_csr: {"ids": IDS[0], "offsets": torch.tensor([0, S])},
-    select_rows: {"weight": WEIGHT, "ids": torch.tensor([1, 2]), "shard": SHARD},
-    reduce_metrics: {"metrics": {"count": torch.ones(())}, "group": None},
-    mean_metrics: {"outputs": HeadLoss()(LOGITS, IDS)},
-    combine_metrics: {"parts": [{"count": torch.ones(())}]},
-    clip_grad_norm_: {"parameters": [torch.nn.Parameter(torch.ones(2))], "max_norm": 1.0},
-    **{preset: {} for preset in (PPO, GRPO, DAPO, DrGRPO, GSPO, CISPO)},
+    hl.VocabShard: {"start": 0, "stop": 8, "vocab_size": 8},
+    hl.VocabShard.from_group: {"group": None, "vocab_size": 8},
+    hl.VocabShard.from_boundaries: {"boundaries": [0, 8], "vocab_size": 8},
+    hl.Sequences.from_mask: {"mask": MASK},
+    hl.Sequences.from_cu_seqlens: {"cu_seqlens": torch.tensor([0, S]), "mask": MASK},
+    hl.Sequences.from_ids: {"ids": IDS, "count": 1, "mask": MASK},
+    hl.IdSets.from_csr: {"ids": IDS[0], "offsets": torch.tensor([0, S])},
+    hl.select_rows: {"weight": WEIGHT, "ids": torch.tensor([1, 2]), "shard": SHARD},
+    hl.reduce_metrics: {"metrics": {"count": torch.ones(())}, "group": None},
+    hl.mean_metrics: {"outputs": hl.HeadLoss()(LOGITS, IDS)},
+    hl.combine_metrics: {"parts": [{"count": torch.ones(())}]},
+    hl.clip_grad_norm_: {"parameters": [torch.nn.Parameter(torch.ones(2))], "max_norm": 1.0},
+    **{preset: {} for preset in (hl.PPO, hl.GRPO, hl.DAPO, hl.DrGRPO, hl.GSPO, hl.CISPO)},
 }
 
 
 def sequences_of(**keywords):
     """`Sequences`, of all arguments of its constructor."""
-    return Sequences(**keywords)
+    return hl.Sequences(**keywords)
 
 
 ORDERED = {"ids": torch.zeros(B, S).long(), "order": torch.arange(B * S), "offsets": torch.tensor([0, B * S])}
 CONSTRUCTORS |= {
-    IdSets.cat: {"parts": [IdSets(IDS)], "dim": 0},
-    IdSets.stack: {"parts": [IdSets(IDS)], "dim": 0},
-    Sequences.from_mask(MASK).aggregate: {"reduction": "seq-mean-token-mean"},
+    hl.IdSets.cat: {"parts": [hl.IdSets(IDS)], "dim": 0},
+    hl.IdSets.stack: {"parts": [hl.IdSets(IDS)], "dim": 0},
+    hl.Sequences.from_mask(MASK).aggregate: {"reduction": "seq-mean-token-mean"},
     sequences_of: {
         "mask": MASK,
         **ORDERED,
@@ -156,22 +121,22 @@ CONSTRUCTORS |= {
     },
 }
 CORE |= CONSTRUCTORS
-sequences_of.lines = Sequences.__init__.lines
-of_terms.lines, of_terms_from_hidden_states.lines = HeadLoss.forward.lines, HeadLoss.linear.lines
-of_a_family.lines = register_statistic.lines
+sequences_of.lines = hl.Sequences.__init__.lines
+of_terms.lines, of_terms_from_hidden_states.lines = hl.HeadLoss.forward.lines, hl.HeadLoss.linear.lines
+of_a_family.lines = hl.register_statistic.lines
 HOSTS |= CORE
-CHECKED = {name: f for name, f in {**vars(losses), **vars(tp_headloss)}.items() if callable(f) and hasattr(f, "lines")}
+CHECKED = {name: f for name, f in {**vars(hl.losses), **vars(hl)}.items() if callable(f) and hasattr(f, "lines")}
 del CHECKED["register_statistic"]  # of which all later tests would know
 CHECKED |= {f"{f.__module__.rsplit('.')[-1]}.{f.__name__}": f for f in HOSTS if f not in CHECKED.values()}
 
 
 def test_every_loss_has_lines():
-    assert {name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))} <= set(CHECKED)
+    assert {name for name in hl.losses.__all__ if inspect.isfunction(getattr(hl.losses, name))} <= set(CHECKED)
 
 
 def tensor_line(line):
     """The line of a tensor in a line, or None."""
-    return next((x for x in getattr(line, "lines", (line,)) if isinstance(x, spec.TensorLine)), None)
+    return next((x for x in getattr(line, "lines", (line,)) if isinstance(x, hl.spec.TensorLine)), None)
 
 
 def sets_sizes(function, name, what) -> bool:
@@ -179,7 +144,7 @@ def sets_sizes(function, name, what) -> bool:
     own = tensor_line(function.lines[name])
     for other, line in function.lines.items():
         tensor = tensor_line(line)
-        if isinstance(line, spec.Instance) and line.kind in (Sequences, VocabStatistics):
+        if isinstance(line, hl.spec.Instance) and line.kind in (hl.Sequences, hl.VocabStatistics):
             return True
         alike = tensor is not None and tensor.shape != () and (tensor.shape is None) == (own.shape is None)
         if other != name and alike and (what == "meta" or ".." in tensor.shape):
@@ -222,13 +187,13 @@ def test_what_a_line_rules_out_is_refused_by_name(function, name, value):
 
 
 def test_an_argument_without_a_line_does_not_import():
-    def function(x: torch.Tensor, scale: spec.Positive = 1.0): ...
+    def function(x: torch.Tensor, scale: hl.spec.Positive = 1.0): ...
 
     with pytest.raises(TypeError, match="annotation of x must be a line"):
-        spec.checked(function)
+        hl.spec.checked(function)
 
 
 def test_the_docstring_of_a_checked_function_says_what_its_arguments_are():
-    says = inspect.getdoc(losses.dpo)
+    says = inspect.getdoc(hl.losses.dpo)
     assert "beta: positive and finite in fp32. Weight of the reference." in says and "[pairs] floating point" in says
-    assert tp_headloss.losses.dpo.__name__ == "dpo"
+    assert hl.losses.dpo.__name__ == "dpo"

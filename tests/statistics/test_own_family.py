@@ -8,19 +8,7 @@ import pytest
 import torch
 from ranks import on_ranks
 
-from tp_headloss import (
-    HeadLoss,
-    Linear,
-    Metric,
-    Options,
-    Term,
-    Transform,
-    VocabShard,
-    linear_vocab_statistics,
-    register_statistic,
-    statistics,
-    vocab_statistics,
-)
+import tp_headloss as hl
 
 V, N, H = 300, 7, 8
 
@@ -35,8 +23,8 @@ def problem():
 
 def outputs_of(group, device, backend, transport, mode):
     """energy, and this rank's gradient of a loss of it, entropy and log_prob, from logits or hidden states."""
-    with mock.patch.object(statistics, "FAMILIES", statistics.FAMILIES):
-        register_statistic(energy_statistic.Energy())
+    with mock.patch.object(hl.statistics, "FAMILIES", hl.statistics.FAMILIES):
+        hl.register_statistic(energy_statistic.Energy())
         return _outputs_of(group, device, backend, transport, mode)
 
 
@@ -46,23 +34,23 @@ def _loss(stats):
 
 def _outputs_of(group, device, backend, transport, mode):
     hidden, weight, labels = (x.to(device) for x in problem())
-    shard = VocabShard(0, V, V) if group is None else VocabShard.from_group(group, V)
+    shard = hl.VocabShard(0, V, V) if group is None else hl.VocabShard.from_group(group, V)
     weight = weight[shard.start : shard.stop]
-    given = {"shard": shard, "options": Options(backend=backend, transport=transport)}
+    given = {"shard": shard, "options": hl.Options(backend=backend, transport=transport)}
     leaf = (weight if mode else hidden @ weight.t()).clone().requires_grad_()
     want = "energy", "entropy"
     if mode == "one_sweep":
-        term = Term("own", _loss, want=want, tokenwise=True)
-        metric = Metric(lambda stats: {"energy": stats.energy}, want=("energy",))
-        head = HeadLoss(term, metrics=metric, reduction="sum", options=given["options"])
-        out = head.linear(hidden, leaf, labels, shard=shard, linear=Linear(mode))
+        term = hl.Term("own", _loss, want=want, tokenwise=True)
+        metric = hl.Metric(lambda stats: {"energy": stats.energy}, want=("energy",))
+        head = hl.HeadLoss(term, metrics=metric, reduction="sum", options=given["options"])
+        out = head.linear(hidden, leaf, labels, shard=shard, linear=hl.Linear(mode))
         loss, found = out.loss, out.stats.energy
         torch.testing.assert_close(out.metrics["energy"], found.sum())
     else:
         if mode:
-            stats = linear_vocab_statistics(hidden, leaf, labels, want=want, linear=Linear(mode), **given)
+            stats = hl.linear_vocab_statistics(hidden, leaf, labels, want=want, linear=hl.Linear(mode), **given)
         else:
-            stats = vocab_statistics(leaf, labels, want=want, transform=Transform(softcap=5.0), **given)
+            stats = hl.vocab_statistics(leaf, labels, want=want, transform=hl.Transform(softcap=5.0), **given)
         loss, found = _loss(stats).sum(), stats.energy
     loss.backward()
     return found.detach().cpu(), leaf.grad.cpu()
@@ -91,15 +79,15 @@ def test_a_family_takes_at_most_fifty_lines():
 
 
 def test_what_cannot_be_registered_is_an_error():
-    with mock.patch.object(statistics, "FAMILIES", statistics.FAMILIES):
+    with mock.patch.object(hl.statistics, "FAMILIES", hl.statistics.FAMILIES):
         with pytest.raises(TypeError, match="family must be a Family, got"):
-            register_statistic(energy_statistic.Energy)
-        register_statistic(energy_statistic.Energy())
+            hl.register_statistic(energy_statistic.Energy)
+        hl.register_statistic(energy_statistic.Energy())
         with pytest.raises(ValueError, match=r"of which .'energy'. are taken"):
-            register_statistic(energy_statistic.Energy())
-        stats = vocab_statistics(torch.ones(1, 3), want=("energy",))
+            hl.register_statistic(energy_statistic.Energy())
+        stats = hl.vocab_statistics(torch.ones(1, 3), want=("energy",))
         assert torch.equal(stats.energy, stats.registered["energy"])
-        compiled = torch.compile(lambda x: vocab_statistics(x, want=("energy",)).energy, fullgraph=True)
+        compiled = torch.compile(lambda x: hl.vocab_statistics(x, want=("energy",)).energy, fullgraph=True)
         assert torch.equal(compiled(torch.ones(1, 3)), stats.energy)
     with pytest.raises(AttributeError, match="VocabStatistics have no 'energy'"):
-        _ = vocab_statistics(torch.ones(1, 3)).energy
+        _ = hl.vocab_statistics(torch.ones(1, 3)).energy

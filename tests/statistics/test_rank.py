@@ -8,18 +8,7 @@ import torch.nn.functional as F
 from collectives import counted_collectives
 from ranks import on_ranks
 
-from tp_headloss import (
-    CrossEntropy,
-    HeadLoss,
-    Linear,
-    Options,
-    Teacher,
-    Transform,
-    VocabShard,
-    linear_vocab_statistics,
-    mean_metrics,
-    vocab_statistics,
-)
+import tp_headloss as hl
 from tp_headloss.engine.backend import load_backend
 
 V, N = 200, 12
@@ -47,14 +36,14 @@ def truth(x, labels):
 
 def run(group, device, v, backend, transport, dtype):
     x, labels = problem(v)
-    shard = VocabShard.from_group(group, v, v + 56)
+    shard = hl.VocabShard.from_group(group, v, v + 56)
     local = F.pad(x, (0, 56), value=40.0)[:, shard.start : shard.stop].to(device, dtype)
     bias, temperature = torch.full((shard.width,), 0.25, device=device), torch.linspace(0.5, 2.0, N, device=device)
-    transform = Transform(bias=bias, softcap=5.0, temperature=temperature)
+    transform = hl.Transform(bias=bias, softcap=5.0, temperature=temperature)
     with counted_collectives() as events:
-        stats = vocab_statistics(
+        stats = hl.vocab_statistics(
             local, labels.to(device), shard=shard, want=("rank", "entropy"), transform=transform,
-            options=Options(backend=backend, transport=transport),
+            options=hl.Options(backend=backend, transport=transport),
         )  # fmt: skip
     return stats.rank.cpu(), sum(events.values())
 
@@ -77,27 +66,27 @@ def test_one_kernel_reads_all_logits(monkeypatch, device):
 
     monkeypatch.setattr(module, "launch", counted)
     x, labels = (part.to(device) for part in problem())
-    vocab_statistics(x, labels, want=("rank",), options=Options(backend="triton"))
+    hl.vocab_statistics(x, labels, want=("rank",), options=hl.Options(backend="triton"))
     assert launches == {"label_logits_kernel": 1, "statistics_kernel": 1, "merge_kernel": 1}
 
 
 def test_beside_a_teacher_with_a_second_exchange(backend, device):
     x, labels = (part.to(device) for part in problem())
-    teacher = Teacher(torch.zeros_like(x))
-    options = Options(backend=backend)
-    both = vocab_statistics(x, labels, want=("rank", "jsd"), teacher=teacher, options=options)
-    alone = vocab_statistics(x, labels, want=("jsd",), teacher=teacher, options=options)
+    teacher = hl.Teacher(torch.zeros_like(x))
+    options = hl.Options(backend=backend)
+    both = hl.vocab_statistics(x, labels, want=("rank", "jsd"), teacher=teacher, options=options)
+    alone = hl.vocab_statistics(x, labels, want=("jsd",), teacher=teacher, options=options)
     assert torch.equal(both.jsd, alone.jsd) and torch.equal(both.rank.cpu(), truth(*problem()))
 
 
-@pytest.mark.parametrize("linear", [None, Linear(budget=300_000), Linear(max_valid_tokens=N)])
+@pytest.mark.parametrize("linear", [None, hl.Linear(budget=300_000), hl.Linear(max_valid_tokens=N)])
 def test_from_hidden_states(linear, backend, device):
     generator = torch.Generator().manual_seed(5)
     hidden, weight = (torch.randint(-2, 3, (n, 4), generator=generator).float() for n in (N, V))
     labels = problem()[1]
-    stats = linear_vocab_statistics(
+    stats = hl.linear_vocab_statistics(
         hidden.to(device), weight.to(device), labels.to(device), want=("rank",), linear=linear,
-        options=Options(backend=backend),
+        options=hl.Options(backend=backend),
     )  # fmt: skip
     assert torch.equal(stats.rank.cpu(), truth(hidden @ weight.t(), labels))
 
@@ -105,11 +94,11 @@ def test_from_hidden_states(linear, backend, device):
 def run_linear(group, device):
     generator = torch.Generator().manual_seed(5)
     hidden, weight = (torch.randint(-2, 3, (n, 4), generator=generator).float() for n in (300, V))
-    labels, shard = torch.randint(0, V, (300,), generator=generator), VocabShard.from_group(group, V)
+    labels, shard = torch.randint(0, V, (300,), generator=generator), hl.VocabShard.from_group(group, V)
     with counted_collectives() as events:
-        stats = linear_vocab_statistics(
+        stats = hl.linear_vocab_statistics(
             hidden.to(device), weight[shard.start : shard.stop].to(device), labels.to(device), shard=shard,
-            want=("rank",), linear=Linear(budget=100_000), options=Options(backend="torch"),
+            want=("rank",), linear=hl.Linear(budget=100_000), options=hl.Options(backend="torch"),
         )  # fmt: skip
     return torch.equal(stats.rank.cpu(), truth(hidden @ weight.t(), labels)), sum(events.values())
 
@@ -122,7 +111,9 @@ def test_as_a_metric_with_a_loss_that_has_a_gradient(backend, device):
     x, labels = problem()
     x[5] = 0.0
     local = x.to(device).requires_grad_()
-    out = HeadLoss([CrossEntropy()], metrics=("rank",), options=Options(backend=backend))(local, labels.to(device))
+    out = hl.HeadLoss([hl.CrossEntropy()], metrics=("rank",), options=hl.Options(backend=backend))(
+        local, labels.to(device)
+    )
     out.loss.backward()
     assert local.grad.any() and not out.stats.rank.requires_grad
-    torch.testing.assert_close(mean_metrics(out)["rank"].cpu().double(), truth(x, labels).double().sum() / (N - 1))
+    torch.testing.assert_close(hl.mean_metrics(out)["rank"].cpu().double(), truth(x, labels).double().sum() / (N - 1))
