@@ -62,7 +62,11 @@ def wrong(line):
     if isinstance(line, spec.AnyOf):
         others = [wrong(part) for part in line.lines]
         shared = set(others[0]).intersection(*others[1:])  # what no line takes
-        return {k: v for k, v in others[0].items() if k in shared and not (v is None and line.optional)}
+        ruled_out = {k: v for k, v in others[0].items() if k in shared and not (v is None and line.optional)}
+        for part, values in zip(line.lines, others):
+            if isinstance(part, spec.NumberLine) and part.says != "a number":  # of a range; others take no numbers
+                ruled_out |= {k: values[k] for k in ("nan", "low", "high") if k in values}
+        return ruled_out
     values = {"text": "text", "None": None, "object": object()}
     if isinstance(line, spec.TensorLine):
         good = right("", line)

@@ -306,8 +306,3 @@ def test_one_sweep_has_blocks_of_rounded_logits(device, caplog):
     with caplog.at_level("DEBUG", logger="tp_headloss"):
         head.linear(*operands, labels[:8], linear=EPILOGUE)
     assert caplog.messages[-1:] == ["linear head: recompute with epilogues"]
-
-
-def test_options_are_checked():
-    with pytest.raises(TypeError, match=r"exact_logits must be .*, got 'float32'"):
-        Linear(exact_logits="float32")
