@@ -30,7 +30,6 @@ TYPES = {
     ),
     "terms must be Terms, got 'z_loss'": lambda: hl.HeadLoss("z_loss"),
     "terms must be Terms, got dict": lambda: hl.HeadLoss({"ce": hl.CrossEntropy()}),
-    r"got CrossEntropy: call it, CrossEntropy\(": lambda: hl.HeadLoss([hl.CrossEntropy]),
     "metrics must be names or Metrics, got NoneType": lambda: hl.HeadLoss(metrics=None),
     "call it, PolicyMetrics": lambda: hl.HeadLoss(metrics=(hl.PolicyMetrics,)),
     r"'clip' takes the options \['clip', 'dual_clip', ": lambda: hl.PolicyGradient("clip", eps=0.2),

@@ -49,13 +49,6 @@ def test_vectors_of_any_stride_are_read_right(backend, device):
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def test_one_dimensional_logits_are_one_token(backend, device):
-    x, label = torch.randn(50, device=device), torch.tensor(7, device=device)
-    stats = vocab_statistics(x, label, options=Options(backend=backend))
-    assert stats.log_prob.shape == ()
-    torch.testing.assert_close(stats.log_prob, x.log_softmax(-1)[7])
-
-
 def test_rows_do_not_depend_on_their_batch(backend, device):
     """Row i has the same bits alone, in any order, and in any batch (the triton backend; torch to rounding)."""
     x, labels = rows(device)
@@ -81,29 +74,3 @@ def test_twenty_repeats_have_the_same_bits(backend, device):
         values = *(value.detach() for value in stats[:6]), leaf.grad
         first = first or values
         assert all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in zip(first, values))
-
-
-def test_a_softcap_bounds_infinite_logits_as_in_torch(backend, device):
-    x = torch.tensor([[torch.inf, 1.0, 2.0], [-torch.inf, 1.0, 2.0]], device=device, requires_grad=True)
-    labels = torch.tensor([0, 1], device=device)
-    stats = vocab_statistics(x, labels, transform=Transform(softcap=3.0), options=Options(backend=backend))
-    expected = (3.0 * torch.tanh(x.detach() / 3.0)).log_softmax(-1).gather(1, labels[:, None])[:, 0]
-    torch.testing.assert_close(stats.log_prob, expected)
-    (grad,) = torch.autograd.grad(stats.log_prob.sum(), x)
-    assert grad.isfinite().all() and not grad[:, 0].any()
-
-
-def test_argmax_ties_go_to_the_lowest_id(backend, device):
-    x = torch.zeros(4, V, device=device)
-    x[1, [700, 300]] = 5.0
-    x[2, [900, 2]] = 5.0
-    labels = torch.tensor([10, 700, 2, 999], device=device)
-    for y in (labels, None):
-        stats = vocab_statistics(x, y, want=("argmax",), options=Options(backend=backend))
-        assert stats.argmax.tolist() == [0, 300, 2, 0]
-    large = torch.zeros(2, 20_000, device=device)  # several tiles a chunk, and the label in an early one
-    large[1, [100, 1900, 12_345]] = 5.0
-    early = torch.tensor([10, 50], device=device)
-    stats = vocab_statistics(large, early, want=("argmax",), options=Options(backend=backend))
-    assert stats.argmax.tolist() == [0, 100]
-    assert vocab_statistics(x, labels, want=("argmax",)).correct.tolist() == [False, False, True, False]

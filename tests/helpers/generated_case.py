@@ -207,7 +207,9 @@ def run_case(group, device, case):
     weight = local(p["weight"]) if case.weighted_total else None
     inputs = {name: moved(p[name]) for name in ("advantages", "old_log_prob", "reference_log_prob")}
     token_weight = moved(p["token_weight"])
-    tensors = [x for x in (logits, bias, labels, weight, token_weight, *inputs.values()) if x is not None]
+    upstream = {name: moved(p["upstream"][name]) for name in case.upstream}
+    given = logits, bias, labels, transform.temperature, weight, token_weight, *inputs.values(), *upstream.values()
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
     if teacher is not None:
         tensors += [x for x in vars(teacher).values() if isinstance(x, torch.Tensor)]
     before = [(x, x.detach().clone(), x._version) for x in tensors]
@@ -235,7 +237,7 @@ def run_case(group, device, case):
             options=options,
         )  # fmt: skip
         losses = [scalar(name, getattr(stats, name)) for name in case.upstream]
-        grads = [moved(p["upstream"][name]) for name in case.upstream]
+        grads = list(upstream.values())
     leaves = [logits] + ([] if bias is None else [bias])
     gradients = torch.autograd.grad(losses, leaves, grads)
     for x, kept, version in before:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from policy_problem import ADVANTAGES, LOG_PROB, gradient, problem
+from policy_problem import LOG_PROB, gradient, problem
 
 from tp_headloss import HeadLoss, KLToReference, log_probs, losses
 
@@ -66,8 +66,3 @@ def test_the_kl_term_takes_the_weight_it_names(importance):
     torch.testing.assert_close(out.loss, 0.5 * want.sum(), rtol=1e-5, atol=1e-6)
     a, b = (torch.autograd.grad(v, x, retain_graph=True)[0] for v in (out.loss, 0.5 * want.sum()))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_a_second_clip_within_the_first_is_refused():
-    with pytest.raises(ValueError, match="dual_clip must be at least"):
-        losses.ppo_clip(LOG_PROB, advantages=ADVANTAGES, old_log_prob=LOG_PROB, dual_clip=1.1)

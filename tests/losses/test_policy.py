@@ -166,26 +166,6 @@ def test_on_the_bound_a_ratio_still_passes_its_gradient():
     torch.testing.assert_close(grad, -advantages * ratio)
 
 
-def test_gspo_of_single_tokens_is_the_clipped_objective():
-    one = Sequences.from_ids(torch.arange(40), 40, torch.ones(40, dtype=torch.bool))
-    options = {"advantages": ADVANTAGES, "old_log_prob": LOG_PROB.flip(0)}
-    a, b = gradient(losses.gspo, sequences=one, **options), gradient(losses.ppo_clip, **options)
-    torch.testing.assert_close(a[0], b[0], rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(a[1], b[1], rtol=1e-6, atol=1e-7)
-
-
-def test_equal_lengths_make_token_and_sequence_means_one():
-    x = torch.randn(3, 5, V)
-    labels, a = torch.randint(0, V, (3, 5)), torch.randn(3, 5)
-    inputs = {"advantages": a, "sequences": Sequences.from_mask(labels >= 0, horizon=5)}
-    out = {}
-    for reduction in ("mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"):
-        out[reduction] = HeadLoss([PolicyGradient("reinforce")], reduction=reduction)(x, labels, inputs=inputs).loss
-    torch.testing.assert_close(out["mean"], out["seq-mean-token-mean"])
-    torch.testing.assert_close(5 * out["mean"], out["seq-mean-token-sum"])
-    torch.testing.assert_close(out["mean"], out["seq-mean-token-sum-norm"])
-
-
 def test_log_probs_returns_three_differentiable_statistics(backend, device):
     x, labels, _, _ = problem()
     labels = labels.clamp(min=0)

@@ -137,9 +137,6 @@ def test_what_does_not_go_together_is_refused(device):
         r"sets must be of tokens \[9\], or these flat, got \[3, 3\]": {
             "sets": hl.IdSets.stack([kept[:3], kept[3:6], kept[6:]])
         },
-        r"sets.ids must have shape \[9, K\] of logits, got \[9, 2, 3\]": {
-            "sets": hl.IdSets(torch.zeros(9, 2, 3, dtype=torch.long, device=device))
-        },
         r"got SamplingRule: pass kept_ids\(logits, rule, ..\)": {"sets": hl.SamplingRule(top_k=2)},
     }.items():
         with pytest.raises((TypeError, ValueError), match=match):

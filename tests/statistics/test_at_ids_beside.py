@@ -212,8 +212,8 @@ def test_gradcheck_in_float64(device):
     given = {"sets": sets.to(device), "ids": ids.to(device), "options": Options(backend="torch")}
 
     def statistics(x):
-        stats = vocab_statistics(x, labels, want=("set_log_prob", "set_log_mass", "log_probs_at"), **given)
-        return stats.set_log_prob, stats.set_log_mass, stats.log_probs_at
+        stats = vocab_statistics(x, labels, want=(*NAMES, "log_probs_at"), **given)
+        return *(getattr(stats, name) for name in NAMES), stats.lse, stats.log_probs_at
 
     assert torch.autograd.gradcheck(statistics, x)
 
