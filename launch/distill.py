@@ -226,9 +226,9 @@ def main() -> None:
             add_teacher = offline(out / "teacher" / "topk.npy", student)
         train(student, add_teacher, recorder(out / name, ranks))
     if ranks.rank == 0:
-        from plot_distill import plot
+        from plot import plot_students
 
-        plot(out / "teacher", [out / name for name in args.runs], out / "distill.png")
+        plot_students(out / "teacher", [out / name for name in args.runs], out / "distill.png")
         print(f"curves: {out / 'distill.png'}", flush=True)
     if ranks.world > 1:
         dist.destroy_process_group()

@@ -44,6 +44,21 @@ def plot_run(run: Path, png: Path) -> None:
     plt.close(figure)
 
 
+def plot_students(teacher: Path, students: list[Path], png: Path) -> None:
+    """Validation curves of distilled students, and the level of their teacher."""
+    figure, ax = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for run in students:
+        steps, values = series(run, "validation", "cross_entropy")
+        ax.plot(steps, values, ".-", lw=1.2, label=f"{run.name}, {values[-1]:.3f} at the end")
+    level = series(teacher, "validation", "cross_entropy")[1][-1]
+    ax.axhline(level, color="grey", ls="--", label=f"teacher, {level:.3f}")
+    ax.set(title="validation cross-entropy", xlabel="step", ylabel="nats per token")
+    ax.grid(alpha=0.3)
+    ax.legend()
+    figure.savefig(png, dpi=120)
+    plt.close(figure)
+
+
 def plot_comparison(first: Path, second: Path, png: Path) -> float:
     """Loss curves over each other and their difference; returns the largest one, over train and validation."""
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained", height_ratios=(2, 1))
