@@ -26,14 +26,7 @@ import torch.nn.functional as F
 
 import parallel
 from model import Transformer
-from options import (
-    at_least,
-    check_multiple,
-    non_negative_float,
-    non_negative_int,
-    positive_float,
-    positive_int,
-)
+from options import at_least, check_multiple, non_negative_float, non_negative_int, positive_float, positive_int
 from record import refuse_older_run
 from tp_headloss import (
     Entropy,

@@ -210,13 +210,8 @@ def policy_reference(z, labels, advantages, old_log_prob, reference_log_prob):
     return mean(policy_loss(log_prob, advantages, old_log_prob) + KL_WEIGHT * k3), mean(entropy.detach())
 
 
-def policy_extras(tokens, vocab, draw):
-    log_probs = {f"{name}_log_prob": 0.5 * draw(tokens) - 15 for name in ("old", "reference")}
-    return {"advantages": draw(tokens), **log_probs}
-
-
-def rl_extras(tokens, vocab, draw):
-    log_probs = {f"{name}_log_prob": 0.5 * draw(tokens) - 15 for name in ("old", "reference", "generator")}
+def policy_extras(tokens, vocab, draw, names=("old", "reference")):
+    log_probs = {f"{name}_log_prob": 0.5 * draw(tokens) - 15 for name in names}
     return {"advantages": draw(tokens), **log_probs}
 
 
@@ -324,10 +319,7 @@ TASKS = [
         lambda tokens, vocab, draw: {"log_prob": draw(tokens).abs(), "entropy": -draw(tokens).abs()},
     ),
     Task(
-        "grpo",
-        grpo,
-        grpo_reference,
-        lambda tokens, vocab, draw: {"advantage": draw(tokens), "old": draw(tokens) - 14},
+        "grpo", grpo, grpo_reference, lambda tokens, vocab, draw: {"advantage": draw(tokens), "old": draw(tokens) - 14}
     ),
     Task(
         "clip+kl+entropy",
@@ -373,7 +365,7 @@ TASKS = [
             metrics=("entropy", hl.PolicyMetrics((CLIP, CLIP), reference=True), hl.GeneratorMetrics()),
         ),
         rl_reference,
-        rl_extras,
+        partial(policy_extras, names=("old", "reference", "generator")),
         plain_pytorch=True,
     ),
 ]

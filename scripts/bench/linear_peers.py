@@ -38,9 +38,11 @@ class Peer:
 PEERS: list[Peer] = []
 
 
-def peer(name: str, **facts):
+def peer(name: str, given: dict | None = None, **facts):
+    """given: keywords that this peer's `build` gets besides; of several above one function, the lowest is the first."""
+
     def register(build):
-        PEERS.append(Peer(name, build, **facts))
+        PEERS.append(Peer(name, functools.partial(build, **given or {}), **facts))
         return build
 
     return register
@@ -94,27 +96,18 @@ def torch_linear_cross_entropy(shard):
     return functools.partial(linear_cross_entropy, options=LinearCrossEntropyOptions())
 
 
-def cce(shard, implementation):
+KAHAN = "skips blocks of small dH; sums in fp32"
+
+
+@peer("CCE, exact", {"kind": "cce_exact"}, package="cut-cross-entropy", note="skips nothing; sums in fp32")
+@peer("CCE, Kahan, full C", {"kind": "cce_kahan_full_c"}, package="cut-cross-entropy", note=KAHAN)
+@peer("CCE", {"kind": "cce"}, package="cut-cross-entropy", note="skips blocks of small gradients; sums in bf16")
+def cce(shard, kind):
     from cut_cross_entropy import VocabParallelOptions, linear_cross_entropy
 
     options = None if shard.group is None else VocabParallelOptions(shard.start, shard.stop, shard.group)
-    facts = {"impl": implementation, "vocab_parallel_options": options}
+    facts = {"impl": kind, "vocab_parallel_options": options}
     return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, **facts)
-
-
-@peer("CCE", package="cut-cross-entropy", note="skips blocks of small gradients; sums in bf16")
-def cce_filtered(shard):
-    return cce(shard, "cce")
-
-
-@peer("CCE, Kahan, full C", package="cut-cross-entropy", note="skips blocks of small dH; sums in fp32")
-def cce_full_weight_gradient(shard):
-    return cce(shard, "cce_kahan_full_c")
-
-
-@peer("CCE, exact", package="cut-cross-entropy", note="skips nothing; sums in fp32")
-def cce_exact(shard):
-    return cce(shard, "cce_exact")
 
 
 @peer("verl, linear", package="verl", note="the entropy, too; hidden size a multiple of 128")
@@ -133,21 +126,13 @@ def verl_linear(shard):
     return step
 
 
-def liger(accum_dtype):
+@peer("Liger, linear, fp32 dW", {"accum_dtype": torch.float32}, package="liger-kernel", sharded=False, gemms=3)
+@peer("Liger, linear", package="liger-kernel", sharded=False, gemms=3, note="sums dW in bf16")
+def liger(shard, accum_dtype=None):
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     module = LigerFusedLinearCrossEntropyLoss(accum_dtype=accum_dtype)
     return lambda hidden, weight, labels: module(weight, hidden, labels)
-
-
-@peer("Liger, linear", package="liger-kernel", sharded=False, gemms=3, note="sums dW in bf16")
-def liger_linear(shard):
-    return liger(None)
-
-
-@peer("Liger, linear, fp32 dW", package="liger-kernel", sharded=False, gemms=3)
-def liger_linear_in_float32(shard):
-    return liger(torch.float32)
 
 
 @peer("Liger, linear, CuTe", package="liger-kernel", sharded=False, gemms=3, note="on Hopper, keeps all logits")
@@ -181,31 +166,21 @@ def liger_linear_sharded(shard):
     return step
 
 
+QUACK = {"package": "quack-kernels", "sharded": False, "gemms": 3}
+OTHER_GPUS = {"use_scaled_exp": False, "tuned": False}
+
+
+# Its path for other GPUs: GEMMs of torch and, for dW, its own around its kernel for the cross-entropy. Tuning would
+# time 44 configurations, 254 launches each, of either of the two GEMMs of dW: minutes at these shapes.
+@peer("quack, linear, chunks", OTHER_GPUS, **QUACK, note="its GEMMs of dW are not tuned")
+# Where the hidden size is 4096 its default, 4096 tokens, fails: "m == n makes row/col inference ambiguous".
+@peer("quack, linear, 2048 tokens", {"chunk_size": 2048}, **QUACK)
+@peer("quack, linear", **QUACK, note="on Hopper, softmax inside the GEMMs")
 def quack(shard, **options):
+    """Gradient in forward."""
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     return functools.partial(chunked_linear_cross_entropy, **options)
-
-
-@peer("quack, linear", package="quack-kernels", sharded=False, gemms=3, note="on Hopper, softmax inside the GEMMs")
-def quack_linear(shard):
-    """Chunks of 4096 tokens, its default; gradient in forward."""
-    return quack(shard)
-
-
-@peer("quack, linear, 2048 tokens", package="quack-kernels", sharded=False, gemms=3)
-def quack_linear_small_chunks(shard):
-    """Where the hidden size is 4096 its default fails: "m == n makes row/col inference ambiguous"."""
-    return quack(shard, chunk_size=2048)
-
-
-@peer("quack, linear, chunks", package="quack-kernels", sharded=False, gemms=3, note="its GEMMs of dW are not tuned")
-def quack_linear_chunks(shard):
-    """Its path for other GPUs: GEMMs of torch and, for dW, its own around its kernel for the cross-entropy.
-
-    Tuning would time 44 configurations, 254 launches each, of either of the two GEMMs of dW: minutes at these shapes.
-    """
-    return quack(shard, use_scaled_exp=False, tuned=False)
 
 
 @peer("DeepSpeed, linear", package="deepspeed", note="sums in fp32")

@@ -51,9 +51,11 @@ PEERS: list[Peer] = []
 ENTERED = contextlib.ExitStack()  # contexts that a peer needs around forward and backward; they outlive its calls
 
 
-def peer(name: str, *tasks: str, **facts):
+def peer(name: str, *tasks: str, given: dict | None = None, **facts):
+    """given: keywords that this peer's `build` gets besides; of several above one function, the lowest is the first."""
+
     def register(build):
-        PEERS.append(Peer(name, tasks, build, **facts))
+        PEERS.append(Peer(name, tasks, functools.partial(build, **given or {}), **facts))
         return build
 
     return register
@@ -122,7 +124,9 @@ def megatron_fused(task, shard):
     return loss
 
 
-def transformer_engine(shard, overwrite):
+@peer("Transformer Engine, in place", "ce", package="transformer-engine", given={"overwrite": True})
+@peer("Transformer Engine", "ce", package="transformer-engine")
+def transformer_engine(task, shard, overwrite=False):
     from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
     options = {"overwrite_input": True} if overwrite else {}
@@ -132,16 +136,6 @@ def transformer_engine(shard, overwrite):
         return batch.mean(parallel_cross_entropy(logits, labels, 0.0, False, shard.group, **options))
 
     return loss
-
-
-@peer("Transformer Engine", "ce", package="transformer-engine")
-def transformer_engine_copy(task, shard):
-    return transformer_engine(shard, overwrite=False)
-
-
-@peer("Transformer Engine, in place", "ce", package="transformer-engine")
-def transformer_engine_inplace(task, shard):
-    return transformer_engine(shard, overwrite=True)
 
 
 def verl_loss(batch, log_prob, entropy):
@@ -195,7 +189,12 @@ def liger_cute(task, shard):
     return lambda batch: dispatch("cross_entropy", batch.logits, batch.labels, **options)[0]
 
 
-def liger_divergence(task, dtype):
+FP32 = {"package": "liger-kernel", "sharded": False, "note": "log-probs in fp32", "given": {"dtype": torch.float32}}
+
+
+@peer("Liger, x.float()", "kl", "reverse_kl", "jsd", **FP32)
+@peer("Liger", "kl", "reverse_kl", "jsd", package="liger-kernel", sharded=False, note="log-probs like logits")
+def liger_divergence(task, shard, dtype=None):
     """Of log-probs, which its users make in torch. In Triton, unless the CuTe DSL that it prefers is installed."""
     from liger_kernel.transformers import LigerJSD, LigerKLDIVLoss
 
@@ -212,16 +211,6 @@ def liger_divergence(task, dtype):
     return loss
 
 
-@peer("Liger", "kl", "reverse_kl", "jsd", package="liger-kernel", sharded=False, note="log-probs like logits")
-def liger_divergence_as_is(task, shard):
-    return liger_divergence(task, None)
-
-
-@peer("Liger, x.float()", "kl", "reverse_kl", "jsd", package="liger-kernel", sharded=False, note="log-probs in fp32")
-def liger_divergence_in_float32(task, shard):
-    return liger_divergence(task, torch.float32)
-
-
 @peer("Liger, vocab-parallel", "ce", package="liger-kernel")
 def liger_vocab_parallel(task, shard):
     from liger_kernel.transformers import LigerVocabParallelCrossEntropy
@@ -234,37 +223,21 @@ def liger_vocab_parallel(task, shard):
     return loss
 
 
-def flash_attention(task, shard, inplace):
+@peer("flash-attention, in place", "ce", package="flash-attn", given={"inplace": True})
+@peer("flash-attention", "ce", "ce+z", package="flash-attn")
+def flash_attention(task, shard, inplace=False):
     from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
     options = dict(lse_square_scale=z_weight(task), inplace_backward=inplace, process_group=shard.group)
     return lambda batch: batch.mean(cross_entropy_loss(batch.logits, batch.labels, **options)[0])
 
 
-@peer("flash-attention", "ce", "ce+z", package="flash-attn")
-def flash_attention_copy(task, shard):
-    return flash_attention(task, shard, inplace=False)
-
-
-@peer("flash-attention, in place", "ce", package="flash-attn")
-def flash_attention_inplace(task, shard):
-    return flash_attention(task, shard, inplace=True)
-
-
-def quack(inplace):
+@peer("quack, in place", "ce", package="quack-kernels", sharded=False, given={"inplace": True})
+@peer("quack", "ce", package="quack-kernels", sharded=False)
+def quack(task, shard, inplace=False):
     from quack import cross_entropy
 
     return lambda batch: cross_entropy(batch.logits, batch.labels, inplace_backward=inplace)
-
-
-@peer("quack", "ce", package="quack-kernels", sharded=False)
-def quack_copy(task, shard):
-    return quack(inplace=False)
-
-
-@peer("quack, in place", "ce", package="quack-kernels", sharded=False)
-def quack_inplace(task, shard):
-    return quack(inplace=True)
 
 
 @peer("DeepSpeed", "ce", package="deepspeed")

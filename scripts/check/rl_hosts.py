@@ -45,10 +45,7 @@ BOUNDS = torch.tensor([0, *torch.tensor(PADDED_LENGTHS).cumsum(0).tolist()], dty
 MEGATRON = ModuleType("megatron.core.parallel_state")  # as the hosts ask it for groups
 FILES = {  # modules of each host that have the functions
     "nemo_rl": ["nemo_rl.distributed.model_utils"],
-    "skyrl": [
-        "skyrl.backends.skyrl_train.distributed.megatron.model_utils",
-        "skyrl.backends.skyrl_train.mtp.soft_ce",
-    ],
+    "skyrl": ["skyrl.backends.skyrl_train.distributed.megatron.model_utils", "skyrl.backends.skyrl_train.mtp.soft_ce"],
     "slime": ["slime.utils.ppo_utils", "slime.backends.megatron_utils.loss"],
     "areal": ["areal.utils.functional.vocab_parallel"],
     "megatron_rl": ["megatron.rl.rl_utils"],
