@@ -157,19 +157,10 @@ def test_every_statistic_and_transformation_is_at_most_twice_as_far_off_as_torch
     assert torch.equal(stats.argmax.cpu(), truth["argmax"][ours])
 
 
-@pytest.mark.parametrize("kind", ["random", "strided", "expanded", "zero", "one", "transposed"])
-def test_upstream_gradients_of_any_layout_are_applied_inside(kind, backend, device):
-    x = torch.randn(6, 2, 1000, device=device)
-    labels = torch.randint(0, 1000, (6, 2), device=device)
-    g = {
-        "random": torch.randn(6, 2),
-        "strided": torch.randn(6, 4)[:, ::2],
-        "expanded": torch.tensor(0.37).expand(6, 2),
-        "zero": torch.zeros(6, 2),
-        "one": torch.ones(6, 2),
-        "transposed": torch.randn(2, 6).T,
-    }[kind].to(device)
-    x.requires_grad_()
+def test_upstream_gradients_may_lie_in_memory_in_another_order(backend, device):
+    """Other layouts of them are in tests/helpers/odd_inputs.py."""
+    x = torch.randn(6, 2, 1000, device=device, requires_grad=True)
+    labels, g = torch.randint(0, 1000, (6, 2), device=device), torch.randn(2, 6, device=device).T
     stats = vocab_statistics(x, labels, want=("entropy",), options=Options(backend=backend))
     torch.autograd.backward([stats.log_prob, stats.lse, stats.entropy], [g, g, g])
     z, slope = oracle.transform(x.detach().flatten(0, 1))
@@ -177,7 +168,6 @@ def test_upstream_gradients_of_any_layout_are_applied_inside(kind, backend, devi
     upstream = {"log_prob": flat, "lse": flat, "entropy": flat}
     expected = oracle.gradient(z, slope, labels.cpu().flatten(), upstream).view(6, 2, 1000)
     torch.testing.assert_close(x.grad.double().cpu(), expected, rtol=3e-5, atol=1e-7)
-    assert (kind == "zero") == (not x.grad.any())
 
 
 def test_bias_gets_its_gradient(backend, device):
