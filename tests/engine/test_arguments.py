@@ -132,7 +132,7 @@ def test_one_term_and_one_metric_need_no_list():
 
 def test_input_names_are_what_a_call_needs():
     own = hl.Term("soft", lambda stats, weights: -(weights * stats.log_probs_at).sum(-1), 1.0, ("log_probs_at",),
-               inputs=("weights",))  # fmt: skip
+                  inputs=("weights",))  # fmt: skip
     head = hl.HeadLoss([hl.PolicyGradient("reinforce", over="sets"), own], reduction="seq-mean-token-mean")
     assert head.input_names == {"advantages", "sets", "ids", "weights", "sequences"}
     with pytest.raises(ValueError, match=re.escape(f"inputs must be {sorted(head.input_names)}")):

@@ -16,8 +16,8 @@ def compiled_run(group, device, backend):
     """By the fraction of tokens that are ignored, of a step that is compiled once: what is eager, and what is not."""
     shard = hl.VocabShard.from_group(group, V)
     x, own = rows(device)
-    head = hl.HeadLoss([hl.CrossEntropy(label_smoothing=0.1), hl.ZLoss(1e-3), hl.Entropy(0.1)], metrics=("accuracy",),
-                    options=hl.Options(backend=backend))  # fmt: skip
+    terms = [hl.CrossEntropy(label_smoothing=0.1), hl.ZLoss(1e-3), hl.Entropy(0.1)]
+    head = hl.HeadLoss(terms, metrics=("accuracy",), options=hl.Options(backend=backend))
     temperature = torch.linspace(0.5, 2, N, device=device)
 
     def step(logits, labels):
