@@ -5,38 +5,14 @@ import torch
 if tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 11):
     raise ImportError(f"tp_headloss needs torch >= 2.11, got {torch.__version__}")
 
-from . import losses
+from . import head_loss, losses
 from .arguments.id_sets import IdSets
 from .arguments.options import Options, Transform
 from .arguments.sampling_rule import SamplingRule
 from .arguments.sequences import Sequences
 from .arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from .call.statistics import LogProbs, log_probs, vocab_statistics
-from .head_loss import (
-    CISPO,
-    DAPO,
-    GRPO,
-    GSPO,
-    PPO,
-    BitsPerByte,
-    CausalLMLoss,
-    CrossEntropy,
-    Distillation,
-    DrGRPO,
-    Entropy,
-    GeneratorMetrics,
-    HeadLoss,
-    HeadLossOutput,
-    KLToReference,
-    Metric,
-    PolicyGradient,
-    PolicyMetrics,
-    Term,
-    TopKAccuracy,
-    TopKDistillation,
-    ZLoss,
-    mean_metrics,
-)
+from .head_loss import *  # noqa: F403 (its __all__)
 from .linear_head import Linear, linear_vocab_statistics
 from .modules.clipping import clip_grad_norm_
 from .modules.layers import Init, VocabParallelEmbedding, VocabParallelHead, multi_token_targets
@@ -50,52 +26,29 @@ from .statistics import VocabStatistics, register_statistic
 __version__ = "0.2.0"
 
 __all__ = [
-    "CISPO",
-    "DAPO",
-    "GRPO",
-    "GSPO",
-    "PPO",
-    "BitsPerByte",
-    "CausalLMLoss",
-    "CrossEntropy",
-    "Distillation",
-    "DrGRPO",
-    "Entropy",
-    "GeneratorMetrics",
-    "HeadLoss",
-    "HeadLossOutput",
     "IdSets",
     "Init",
-    "KLToReference",
     "Linear",
     "LogProbs",
-    "Metric",
     "Options",
-    "PolicyGradient",
-    "PolicyMetrics",
     "Sample",
     "SamplingRule",
     "Sequences",
     "Teacher",
     "TeacherHead",
-    "Term",
     "TopK",
-    "TopKAccuracy",
-    "TopKDistillation",
     "TopKTeacher",
     "Transform",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "VocabShard",
     "VocabStatistics",
-    "ZLoss",
     "clip_grad_norm_",
     "combine_metrics",
     "kept_ids",
     "linear_vocab_statistics",
     "log_probs",
     "losses",
-    "mean_metrics",
     "multi_token_targets",
     "reduce_metrics",
     "register_statistic",
@@ -104,3 +57,4 @@ __all__ = [
     "topk_log_probs",
     "vocab_statistics",
 ]
+__all__ += head_loss.__all__

@@ -152,13 +152,7 @@ def log_probs(
     want = ("entropy",) if entropy else ()
     with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
         stats = vocab_statistics(
-            logits,
-            labels,
-            shard=shard,
-            want=want,
-            transform=transform,
-            ignore_index=ignore_index,
-            options=options,
+            logits, labels, shard=shard, want=want, transform=transform, ignore_index=ignore_index, options=options
         )
     return LogProbs(stats.log_prob, stats.entropy, stats.lse)
 

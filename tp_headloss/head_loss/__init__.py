@@ -6,15 +6,15 @@ from .loss import HeadLoss
 from .output import HeadLossOutput, mean_metrics
 from .policy_terms import GeneratorMetrics, KLToReference, PolicyGradient, PolicyMetrics
 from .presets import CISPO, DAPO, GRPO, GSPO, PPO, DrGRPO
-from .statistic_value import StatisticValue
-from .terms import METRICS, BitsPerByte, CrossEntropy, Entropy, Metric, Term, TopKAccuracy, ZLoss
+from .statistic_value import StatisticValue as StatisticValue
+from .terms import METRICS as METRICS
+from .terms import BitsPerByte, CrossEntropy, Entropy, Metric, Term, TopKAccuracy, ZLoss
 
 __all__ = [
     "CISPO",
     "DAPO",
     "GRPO",
     "GSPO",
-    "METRICS",
     "PPO",
     "BitsPerByte",
     "CausalLMLoss",
@@ -29,7 +29,6 @@ __all__ = [
     "Metric",
     "PolicyGradient",
     "PolicyMetrics",
-    "StatisticValue",
     "Term",
     "TopKAccuracy",
     "TopKDistillation",

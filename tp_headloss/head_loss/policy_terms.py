@@ -53,17 +53,12 @@ def PolicyGradient(
     `OBJECTIVES`, where "mask" stands for the valid tokens and is not passed.
 
     Args:
-        objective: name in `OBJECTIVES`.
-        weight: factor of this term in the loss.
         rollout_weight: multiply the loss by the input "rollout_weight", a weight per token from `losses.rollout`.
         rollout_log_weight: add the input "rollout_log_weight", log-weights per token, to the log-ratios of "vespo".
         over: "sets" for log-probs renormalised over each token's set (input "sets", `IdSets`), as a truncating sampler
             has them; its inputs must be such log-probs, too.
         name: the term's name, by default the objective's.
         options: keyword arguments of the objective's function, such as ``clip=(0.2, 0.28)`` or ``dual_clip=3.0``.
-
-    Returns:
-        A `Term` for `HeadLoss`.
 
     Raises:
         TypeError, ValueError: an unknown objective, or options that it does not take.
@@ -111,15 +106,9 @@ def KLToReference(
     """Estimate of KL(policy || reference), see `losses.kl_estimate`. Input, without gradient: "reference_log_prob".
 
     Args:
-        weight: factor of this term in the loss.
-        estimator: name in `losses.KL_ESTIMATORS`.
         importance_weight: None; "on-policy" for a weight of value 1 with the score function's gradient; "old" or
             "generator" for the ratio to the input "old_log_prob" or "generator_log_prob", which gets no gradient.
-        name: the term's name.
         options: the clamps of `losses.kl_estimate`.
-
-    Returns:
-        A `Term` for `HeadLoss`.
 
     Raises:
         TypeError, ValueError: an unknown estimator, weight or option.
@@ -156,9 +145,6 @@ def PolicyMetrics(
         level: "token" for the token's ratio, "sequence" for its sequence's (input "sequences").
         reference: True adds the KL to the input "reference_log_prob".
 
-    Returns:
-        A `Metric` for `HeadLoss`.
-
     Examples:
         >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]
         >>> old = log_probs(logits, labels, differentiable=False).log_prob
@@ -183,9 +169,6 @@ def GeneratorMetrics(bounds: Bounds = (0.5, 2.0), *, over: Over = "vocabulary") 
 
     Args:
         bounds: "is_oob_ratio" counts importance ratios outside of them.
-
-    Returns:
-        A `Metric` for `HeadLoss`.
 
     Examples:
         >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]

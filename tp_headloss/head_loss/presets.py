@@ -6,10 +6,10 @@ Inputs of a call: "advantages" and "old_log_prob"; "sequences" for all but `PPO`
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from ..losses.policy import CLIP
-from ..spec import NotNegative, OneOf, Pair, Positive, checked
+from ..spec import CheckedBy, NotNegative, OneOf, Pair, Positive, checked
 from .loss import HeadLoss
 from .policy_terms import KLToReference, PolicyGradient
 from .terms import Entropy
@@ -17,6 +17,7 @@ from .terms import Entropy
 Kl: TypeAlias = Annotated[NotNegative, "Weight of the KL to the reference (k3 of `KLToReference`); 0: none"]
 Bonus: TypeAlias = Annotated[NotNegative, "Weight of the entropy bonus; 0: none"]
 Dual: TypeAlias = Positive | None
+Keywords: TypeAlias = Annotated[Any, CheckedBy("arguments of the `HeadLoss`: metrics, options, ..")]
 TOKENS, SEQUENCES = "mean", "seq-mean-token-mean"
 
 
@@ -26,14 +27,10 @@ def _loss(term, reduction: str, kl: float, entropy: float, keywords) -> HeadLoss
 
 
 @checked
-def PPO(clip: Pair = CLIP, dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords) -> HeadLoss:
+def PPO(
+    clip: Pair = CLIP, dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords: Keywords
+) -> HeadLoss:
     """Return PPO's clipped objective (arXiv:1707.06347) as a mean over tokens; verl's defaults add dual_clip=3.0.
-
-    Args:
-        keywords: of the `HeadLoss`: metrics, options, ..
-
-    Returns:
-        A `HeadLoss`.
 
     Examples:
         >>> PPO(kl=0.001, metrics="entropy")
@@ -43,14 +40,10 @@ def PPO(clip: Pair = CLIP, dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bon
 
 
 @checked
-def GRPO(clip: Pair = CLIP, dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords) -> HeadLoss:
+def GRPO(
+    clip: Pair = CLIP, dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords: Keywords
+) -> HeadLoss:
     """Return PPO's objective as a mean over sequences of the means over their tokens (arXiv:2402.03300, with kl=0.04).
-
-    Args:
-        keywords: of the `HeadLoss`: metrics, options, ..
-
-    Returns:
-        A `HeadLoss`.
 
     Examples:
         >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]
@@ -64,16 +57,10 @@ def GRPO(clip: Pair = CLIP, dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bo
 
 @checked
 def DAPO(
-    clip: Pair = (0.2, 0.28), dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords
+    clip: Pair = (0.2, 0.28), dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords: Keywords
 ) -> HeadLoss:
     """Return PPO's objective with a higher upper clip as a mean over tokens, so that sequences count by their length
     (arXiv:2503.14476).
-
-    Args:
-        keywords: of the `HeadLoss`: metrics, options, ..
-
-    Returns:
-        A `HeadLoss`.
 
     Examples:
         >>> DAPO()
@@ -83,16 +70,11 @@ def DAPO(
 
 
 @checked
-def DrGRPO(clip: Pair = CLIP, dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords) -> HeadLoss:
+def DrGRPO(
+    clip: Pair = CLIP, dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords: Keywords
+) -> HeadLoss:
     """Return PPO's objective summed over tokens, divided by the number of sequences and by a constant length, the
-    horizon of the input "sequences" (arXiv:2503.20783). Its advantages are not
-    divided by their deviation.
-
-    Args:
-        keywords: of the `HeadLoss`: metrics, options, ..
-
-    Returns:
-        A `HeadLoss`.
+    horizon of the input "sequences" (arXiv:2503.20783). Its advantages are not divided by their deviation.
 
     Examples:
         >>> DrGRPO()
@@ -104,15 +86,9 @@ def DrGRPO(clip: Pair = CLIP, dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: 
 
 @checked
 def GSPO(
-    clip: Pair = (3e-4, 4e-4), dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords
+    clip: Pair = (3e-4, 4e-4), dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords: Keywords
 ) -> HeadLoss:
     """Return the clipped objective of the sequence's ratio as a mean over sequences (arXiv:2507.18071).
-
-    Args:
-        keywords: of the `HeadLoss`: metrics, options, ..
-
-    Returns:
-        A `HeadLoss`.
 
     Examples:
         >>> GSPO()
@@ -128,17 +104,13 @@ def CISPO(
     *,
     kl: Kl = 0.0,
     entropy: Bonus = 0.0,
-    **keywords,
+    **keywords: Keywords,
 ) -> HeadLoss:
     """Return REINFORCE weighted by the clipped ratio as a mean over tokens, of which none loses its gradient
     (arXiv:2506.13585).
 
     Args:
         convention: as in `cispo`.
-        keywords: of the `HeadLoss`: metrics, options, ..
-
-    Returns:
-        A `HeadLoss`.
 
     Examples:
         >>> CISPO((0.0, 5.0), "bound")  # of TRL

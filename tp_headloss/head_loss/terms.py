@@ -111,9 +111,6 @@ METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is su
 def TopKAccuracy(k: Size = 5) -> Metric:
     """Share of tokens whose label is among the k largest logits, as "top5_accuracy" for k = 5.
 
-    Returns:
-        A `Metric` for `HeadLoss`.
-
     Examples:
         >>> out = HeadLoss(metrics=TopKAccuracy(2))(torch.tensor([[3.0, 2.0, 1.0]] * 2), torch.tensor([1, 2]))
         >>> float(out.means()["top2_accuracy"])
@@ -125,9 +122,6 @@ def TopKAccuracy(k: Size = 5) -> Metric:
 @checked
 def BitsPerByte() -> Metric:
     """Bits of the labels' log-probs per byte of text, as "bits_per_byte". Input: "num_bytes", those of each label.
-
-    Returns:
-        A `Metric` for `HeadLoss`.
 
     Examples:
         >>> inputs = {"num_bytes": torch.tensor([4, 2])}

@@ -37,14 +37,11 @@ def soft_cross_entropy(stats: VocabStatistics) -> TokenLoss:
 
 
 @checked
-def times_temperature_squared(values: TokenValues, temperature: PositiveFp32 | PerToken) -> torch.Tensor:
+def times_temperature_squared(values: TokenValues, temperature: PositiveFp32 | PerToken) -> TokenValues:
     """Return T^2 times the values, because the gradients of soft targets shrink with 1 / T^2.
 
     Args:
         temperature: T of the student.
-
-    Returns:
-        [..] fp32.
 
     Examples:
         >>> losses.times_temperature_squared(torch.tensor([0.5, 1.0]), 2.0)
@@ -69,17 +66,14 @@ def _zero_without_entries(stats, value):
 @checked
 def log_tail(
     stats: VocabStatistics, tail_log_prob: PerToken | None = None, min_probability: Share = 0.0
-) -> torch.Tensor:
-    """Return the log of a top-K teacher's probability outside of its entries.
+) -> TokenValues:
+    """Return the log of a top-K teacher's probability outside of its entries, in nats.
 
     Args:
         stats: `VocabStatistics` of a `TopKTeacher`.
         tail_log_prob: the log, if it is known; None: the log of 1 - the sum of the entries' probabilities.
         min_probability: replaces a computed tail of at most 1e-6, the rounding error of fp32 log-probs: 0, or a
             positive number that keeps a reverse KL finite.
-
-    Returns:
-        [..] fp32, nats.
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)

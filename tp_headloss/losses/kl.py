@@ -63,8 +63,7 @@ def kl_estimate(
         tensor([0.0000, 0.1065])
 
     Source:
-        Schulman, http://joschu.net/blog/kl-approx.html: with x = log_prob - reference_log_prob, k1 = x, k2 = x^2 / 2,
-        k3 = exp(-x) + x - 1.
+        Schulman, http://joschu.net/blog/kl-approx.html.
     """
     x = log_ratio(log_prob, reference_log_prob, input_clamp)
     value = _estimate(x, estimator.removesuffix("+"))

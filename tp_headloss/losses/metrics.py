@@ -6,6 +6,7 @@ Values whose name begins with "max_" or "min_" are to be reduced by an extremum 
 from __future__ import annotations
 
 import math
+from typing import Annotated, TypeAlias
 
 import torch
 
@@ -15,6 +16,11 @@ from .kl import k3, kl_estimate
 from .policy import CLIP, ratio_bounds
 from .ratio import Advantages, Clip, GeneratorLogProb, LogProb, OldLogProb, ReferenceLogProb, log_ratio
 from .sequence_policy import sequence_log_ratio
+
+TokenMetrics: TypeAlias = Annotated[
+    dict[str, torch.Tensor],
+    '[..] by name, without gradient; "max_" and "min_" names are for extrema, all others for sums',
+]
 
 
 @checked
@@ -28,7 +34,7 @@ def policy_metrics(
     sequences: Sequences | None = None,
     clip: Clip = CLIP,
     dual_clip: Positive | None = None,
-) -> dict[str, torch.Tensor]:
+) -> TokenMetrics:
     """Return metrics [..] of the importance ratio r = exp(log_prob - old_log_prob), clamped as in the objectives:
 
     * "new_log_prob", "old_log_prob", "advantage" with "max_advantage", "min_advantage", "num_tokens" (ones);
@@ -41,9 +47,6 @@ def policy_metrics(
 
     Args:
         sequences: makes r the ratio of the token's sequence (GSPO), equal for its tokens.
-
-    Returns:
-        [..] by name, without gradient; "max_" and "min_" names are for extrema, all others for sums.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.5])
@@ -89,12 +92,8 @@ def policy_metrics(
 @checked
 @torch.no_grad()
 def generator_metrics(
-    log_prob: LogProb,
-    *,
-    old_log_prob: OldLogProb,
-    generator_log_prob: GeneratorLogProb,
-    bounds: Bounds = (0.5, 2.0),
-) -> dict[str, torch.Tensor]:
+    log_prob: LogProb, *, old_log_prob: OldLogProb, generator_log_prob: GeneratorLogProb, bounds: Bounds = (0.5, 2.0)
+) -> TokenMetrics:
     """Return metrics [..] of the distance between the trainer and the generator, the program that sampled the tokens.
 
     With d = old_log_prob - generator_log_prob, exponentials clamped as in the objectives, under NeMo-RL's names, per
@@ -109,9 +108,6 @@ def generator_metrics(
     Args:
         old_log_prob: the trainer's at sampling time.
         bounds: range of exp d that "is_oob_ratio" accepts.
-
-    Returns:
-        [..] by name, without gradient; "max_logprob_diff" is for a maximum, all others for sums.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.5])

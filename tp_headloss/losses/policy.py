@@ -13,18 +13,15 @@ from typing import Annotated
 
 import torch
 
-from ..spec import OneOf, PerToken, Positive, PositivePair, checked
+from ..spec import OneOf, PerToken, Positive, PositivePair, TokenLoss, checked
 from .ratio import LOG_RATIO_CLAMP, Advantages, Clip, LogProb, OldLogProb, bounded, log_ratio, scaled
 
 CLIP = (0.2, 0.2)
 
 
 @checked
-def reinforce(log_prob: LogProb, *, advantages: Advantages) -> torch.Tensor:
+def reinforce(log_prob: LogProb, *, advantages: Advantages) -> TokenLoss:
     """Return -A l, the plain policy gradient.
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -72,16 +69,13 @@ def ppo_clip(
     clip: Clip = CLIP,
     dual_clip: Positive | None = None,
     log_ratio_clamp: Positive | None = LOG_RATIO_CLAMP,
-) -> torch.Tensor:
+) -> TokenLoss:
     """Return -min(r A, clip(r) A), the clipped objective of PPO, GRPO and DAPO.
 
     Args:
         dual_clip: c >= 1 + high bounds the loss to -c A where A < 0 (arXiv:1912.09729; verl's default is 3). This is
             the two-sided clip -min(min(r, delta) A, clip(r) A) of INTELLECT-2 (arXiv:2505.07291) with delta = c.
         log_ratio_clamp: bound of abs(log r); None: no bound.
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -103,15 +97,12 @@ def cispo(
     old_log_prob: OldLogProb,
     clip: Clip = CLIP,
     convention: Annotated[str, OneOf(("offset", "bound"))] = "offset",
-) -> torch.Tensor:
+) -> TokenLoss:
     """Return -stop_gradient(clip(r)) A l. No token loses its gradient.
 
     Args:
         convention: meaning of ``clip``. "offset" (verl, NeMo-RL): r in [1 - low, 1 + high]. "bound" (Liger, TRL): r
             at most ``high`` itself, such as 5.0, and ``low`` is not used.
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -131,19 +122,12 @@ def cispo(
 
 @checked
 def sapo(
-    log_prob: LogProb,
-    *,
-    advantages: Advantages,
-    old_log_prob: OldLogProb,
-    temperatures: PositivePair = (1.0, 1.05),
-) -> torch.Tensor:
+    log_prob: LogProb, *, advantages: Advantages, old_log_prob: OldLogProb, temperatures: PositivePair = (1.0, 1.05)
+) -> TokenLoss:
     """Return -A sigmoid(tau (r - 1)) 4 / tau, a soft gate instead of the clip.
 
     Args:
         temperatures: tau where A > 0, and elsewhere. At r = 1 the gradient equals REINFORCE's.
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -160,16 +144,13 @@ def sapo(
 
 
 @checked
-def positive_nll(log_prob: LogProb, *, rewards: PerToken) -> torch.Tensor:
+def positive_nll(log_prob: LogProb, *, rewards: PerToken) -> TokenLoss:
     """Return -l where the reward is positive, else 0: imitation of what succeeded.
 
     As a term of a `HeadLoss`, its mean is over the tokens with a positive reward.
 
     Args:
         rewards: NaN makes its token NaN.
-
-    Returns:
-        [..] fp32, loss per token, neither masked nor averaged.
 
     Examples:
         >>> losses.positive_nll(torch.tensor([-1.0, -2.0]), rewards=torch.tensor([1.0, 0.0]))

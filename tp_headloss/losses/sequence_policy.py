@@ -13,17 +13,7 @@ import torch
 from ..arguments.sequences import Sequences
 from ..spec import NumberLine, PerToken, Positive, TokenLoss, TupleOf, checked
 from .policy import CLIP, clipped_objective
-from .ratio import (
-    LOG_RATIO_CLAMP,
-    Advantages,
-    Clip,
-    LogProb,
-    OldLogProb,
-    bounded,
-    log_ratio,
-    scaled,
-    with_gradient_of,
-)
+from .ratio import LOG_RATIO_CLAMP, Advantages, Clip, LogProb, OldLogProb, bounded, log_ratio, scaled, with_gradient_of
 
 PairOfPairs: TypeAlias = Annotated[
     tuple[tuple[float, float], tuple[float, float]], TupleOf(TupleOf(NumberLine(), 2), 2)
@@ -83,12 +73,7 @@ def gspo(
 
 @checked
 def gspo_length_weighted(
-    log_prob: LogProb,
-    *,
-    advantages: Advantages,
-    old_log_prob: OldLogProb,
-    sequences: Sequences,
-    clip: Clip = CLIP,
+    log_prob: LogProb, *, advantages: Advantages, old_log_prob: OldLogProb, sequences: Sequences, clip: Clip = CLIP
 ) -> TokenLoss:
     """Return `gspo` as Fast-LLM weights it: A is averaged over its sequence, and each sequence counts once per token.
 

@@ -151,13 +151,11 @@ def _with_arguments(function, lines: dict[str, Line]) -> str:
             written[name] = f"{meant[name].removesuffix('.')}. {_sentence(text[same.end() :])}".rstrip()
     _WRITTEN[function.__name__] = written
     entries = ""
-    for name in (*lines, *(name for name in written if name not in lines)):
+    for name in dict.fromkeys((*lines, *written)):
         said = (lines[name].says, meaning_of(hints[name])) if name in lines else ()
         words = "".join(f"{part}. " for part in said if part) + _sentence(written.get(name, ""))
-        entries += textwrap.fill(
-            f"{name}: {' '.join(words.split())}", 108, initial_indent="    ", subsequent_indent=" " * 8
-        )
-        entries += "\n"
+        entry = f"{name}: {' '.join(words.split())}"
+        entries += textwrap.fill(entry, 108, initial_indent="    ", subsequent_indent=" " * 8) + "\n"
     following = re.search(r"^(Returns|Raises|Examples|Source):", doc, re.M)
     start, end = section.span() if section else (len(doc) if following is None else following.start(),) * 2
     result = "" if re.search("^Returns:", doc, re.M) else _result_of(function)

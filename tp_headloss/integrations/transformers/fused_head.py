@@ -27,15 +27,7 @@ from .calls import (
 )
 from .check import InstalledForward
 from .forward import named_arguments
-from .model_facts import (
-    Model,
-    call_shard,
-    checked_linear,
-    deepspeed_facts,
-    gathered_head,
-    head_operands,
-    output_layer,
-)
+from .model_facts import Model, call_shard, checked_linear, deepspeed_facts, gathered_head, head_operands, output_layer
 
 
 @checked

@@ -138,10 +138,7 @@ class CausalLMShardLoss(Observed):
     """The loss function that `causal_lm_loss` returns."""
 
     def __init__(
-        self,
-        head_loss: HeadLoss | None,
-        shard: VocabShard,
-        observe: Callable[[HeadLossOutput], None] | None = None,
+        self, head_loss: HeadLoss | None, shard: VocabShard, observe: Callable[[HeadLossOutput], None] | None = None
     ):
         self.head_loss, self.shard, self.observe = scalar_head_loss(head_loss), shard, observe
         self.forwards = 0  # calls of the model that need a loss
