@@ -217,6 +217,15 @@ def test_ranks_of_different_transports_raise_at_the_timeout():
         assert_raises_in_time(ranks, [0, 1], since, at_least=TIMEOUT - 1)
 
 
+@pytest.mark.parametrize("change", ["labels", "ignored", "bounds"])
+def test_ranks_that_disagree_on_who_owns_a_label_see_nan(change):
+    with Ranks(2) as ranks:
+        outcomes = ranks.everywhere(forward, rank0=(change,))
+        assert [outcome.kind for outcome in outcomes] == ["returned"] * 2, outcomes
+        for outcome in outcomes:
+            assert torch.tensor(outcome.what).isnan().tolist() == [n == 2 for n in range(N)], outcome
+
+
 @pytest.mark.parametrize("change", ["labels within a shard", "ignore_index", "bf16"])
 def test_what_other_ranks_do_not_look_at_is_silent_and_the_same_everywhere(change):
     """Of a label, only the owner's; of the logits, only their packet, which is fp32."""
