@@ -55,6 +55,11 @@ class Head(NamedTuple):
         return self.tokens * self.width * DTYPES[self.dtype]
 
     @property
+    def has_one_read(self) -> bool:
+        """Whether one launch can serve these shards on a GPU for which it is."""
+        return self.dtype == "bf16" and self.tp <= 8 and self.vocab % (8 * self.tp) == 0
+
+    @property
     def sizes(self) -> blocks.Sizes:
         """Sizes from which a linear head plans its blocks."""
         bytes_each = DTYPES[self.dtype]
@@ -95,7 +100,7 @@ def ways(head: Head, from_hidden: bool) -> list[Way]:
         ("one read", logits, 2, 'gradient="forward"'),
         ("one read, in place", 0, 2, 'gradient="forward", inplace=True'),
     ):
-        if passes == 3 or head.dtype == "bf16":
+        if passes == 3 or head.has_one_read:
             found.append(way(name, made + extra, passes * logits, call.format(f"options=Options({options})")))
     return found + (_without_logits(head) if from_hidden else [])
 
@@ -183,14 +188,21 @@ def add_command(commands) -> None:
     parser.add_argument("--tp", type=positive, default=1, help="ranks that share the vocabulary (default 1)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of logits and weights (default bf16)")
     parser.add_argument("--from", choices=("logits", "hidden"), default="logits", dest="start", help="what is given")
-    parser.add_argument("--bandwidth", type=float, metavar="TB/S", help="of the GPU's memory")
-    parser.add_argument("--tflops", type=float, help="of the GPU's products of this dtype")
+    parser.add_argument("--bandwidth", type=speed, metavar="TB/S", help="of the GPU's memory")
+    parser.add_argument("--tflops", type=speed, help="of the GPU's products of this dtype")
 
 
 def run(given) -> None:
     """Print the report that parsed arguments ask for."""
     head = Head(given.tokens, given.vocab, given.tp, given.dtype, given.hidden)
     print(report(head, given.start == "hidden", given.bandwidth, given.tflops))
+
+
+def speed(text: str) -> float:
+    """A speed that a GPU can have, for argparse."""
+    if not 0 < (number := float(text)) < 1e6:
+        raise ValueError
+    return number
 
 
 def positive(text: str) -> int:

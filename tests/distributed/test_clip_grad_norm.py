@@ -211,3 +211,10 @@ def partial(group, device):
 def test_a_gradient_that_is_still_to_be_summed_is_an_error():
     for result in on_ranks(2, partial, failures=True):
         assert isinstance(result, Failure) and result.kind == "ValueError" and "is reduced" in result.message
+
+
+def test_what_is_no_parameter_is_refused():
+    layer = torch.nn.Linear(2, 2)
+    for given, name in ((layer, "Linear"), (layer.named_parameters(), "tuple"), ([{"params": []}], "dict")):
+        with pytest.raises(TypeError, match=rf"parameters must be tensors, got {name}.*model.parameters\(\)"):
+            clip_grad_norm_(given, 1.0)

@@ -92,7 +92,7 @@ VALUES = {
     "ignore_index must be in the range of int64, got 18446744073709551616": lambda: hl.HeadLoss(ignore_index=1 << 64),
     "metrics must have distinct names, got .'accuracy', 'accuracy'.": lambda: hl.HeadLoss(metrics=("accuracy",) * 2),
     "upstream must be other than 0 and finite in fp32, got 0": lambda: hl.Linear(upstream=0),
-    "denominator must be a number that fp32 holds": lambda: hl.HeadLoss()(ROW, IDS, denominator=10**400),
+    "denominator must be at least 0 and a number that fp32 holds": lambda: hl.HeadLoss()(ROW, IDS, denominator=10**400),
     "weight must be finite in fp32, got 1000": lambda: hl.Term("mine", len, weight=10**400),
     "'target_logit', 'valid'\\) are always there": lambda: hl.vocab_statistics(ROW, want=("log_prob",)),
     r"labels must have shape \[2, 3\] of the sets, got \[3\]": lambda: SETS.contains(torch.zeros(3).long()),

@@ -210,3 +210,27 @@ def refused_group(group, device):
 def test_the_group_of_the_vocabulary_is_refused():
     for message in on_ranks(2, refused_group):
         assert "got the group of a VocabShard" in message
+
+
+@pytest.mark.parametrize("name", ["perplexity", "loss"])
+def test_a_metric_takes_no_name_whose_mean_has_a_meaning(name):
+    head = HeadLoss(metrics=Metric(lambda stats: {name: stats.lse}))
+    with pytest.raises(ValueError, match=f"a metric must not return .'{name}'."):
+        head(torch.zeros(2, V), torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("count", [torch.tensor(5.0), torch.ones(2, 1)])
+def test_bytes_are_those_of_each_label(count):
+    with pytest.raises(ValueError, match="input 'num_bytes' must"):
+        HeadLoss(metrics=BitsPerByte())(torch.zeros(2, 3, V), torch.zeros(2, 3).long(), inputs={"num_bytes": count})
+
+
+def test_tokens_of_no_sequence_have_no_loss():
+    """Packed tokens behind the last sequence, whatever the mask says."""
+    mask, advantages = torch.ones(6, dtype=torch.bool), torch.arange(6.0)
+    logits, labels = torch.randn(6, V), torch.randint(V, (6,))
+    old = vocab_statistics(logits, labels).log_prob
+    sequences = Sequences.from_cu_seqlens(torch.tensor([0, 4]), mask)
+    inputs = {"advantages": advantages, "old_log_prob": old, "sequences": sequences}
+    out = HeadLoss(PolicyGradient())(logits, labels, inputs=inputs)
+    assert out.count == 4 and torch.allclose(out.loss, -advantages[:4].mean())

@@ -167,7 +167,7 @@ def test_weights_that_overflow_fp32_together_give_the_mean(backend, device):
         results.append((loss.detach(), local.grad))
     for small, large in zip(*results):
         torch.testing.assert_close(small, large, rtol=1e-6, atol=1e-9)
-    with pytest.raises(ValueError, match="denominator must be a number that fp32 holds"):
+    with pytest.raises(ValueError, match="denominator must be at least 0 and a number that fp32 holds"):
         head(x, labels, denominator=1e39)
 
 

@@ -102,6 +102,11 @@ def test_a_message_says_what_to_do(name):
         call()
 
 
+def test_a_preset_has_its_own_reduction_and_says_so():
+    with pytest.raises(TypeError, match="'reduction': write HeadLoss"):
+        tp_headloss.GRPO(reduction="mean")
+
+
 def test_a_tensor_in_the_place_of_a_teacher_says_what_to_write():
     with pytest.raises(TypeError, match=r"got Tensor: write Teacher\(logits\)"):
         HeadLoss(Distillation())(LOGITS, LABELS, inputs={"teacher": LOGITS})

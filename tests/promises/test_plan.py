@@ -169,3 +169,16 @@ def test_the_command_prints_the_table_and_what_it_assumes():
 def test_the_command_answers_every_option(arguments, code, says):
     result = run(*arguments)
     assert result.returncode == code and says in result.stdout + result.stderr, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("option", ["--bandwidth=-1", "--bandwidth=0", "--bandwidth=nan", "--tflops=0", "--tflops=1e9"])
+def test_speeds_that_no_gpu_has_are_refused(option):
+    command = [sys.executable, "-m", "tp_headloss", "plan", "--tokens", "8", "--vocab", "64", option]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 2 and "invalid speed value" in found.stderr
+
+
+def test_one_read_is_planned_where_it_can_be():
+    for vocab, tp, can in ((1024, 2, True), (1001, 1, False), (50257, 2, False), (2048, 16, False)):
+        found = plan.ways(plan.Head(8, vocab, tp, "bf16", 64), False)
+        assert any(way.name == "one read" for way in found) == can

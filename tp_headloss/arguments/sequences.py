@@ -81,10 +81,10 @@ class Sequences:
         # [] bool; None: nothing can be invalid
         self._invalid = None if bounds is None else (bounds != self._offsets).any()
         if ids is None:
-            self._ids, self._counted = None, mask
+            self._ids, self.counted = None, mask
         else:
             known = (ids >= 0) & (ids < len(self._offsets) - 1)
-            self._ids, self._counted = torch.where(known, ids, 0), mask & known
+            self._ids, self.counted = torch.where(known, ids, 0), mask & known
         if lengths is not None:
             if len(lengths) != len(self):
                 raise ValueError(f"lengths must be [{len(self)}], one per sequence, got {list(lengths.shape)}")
@@ -114,7 +114,7 @@ class Sequences:
     @property
     def ids(self) -> torch.Tensor | None:
         """Sequence [..] of each token, -1 for none; None: each row of the mask is one."""
-        return None if self._ids is None else torch.where(self._counted, self._ids, -1)
+        return None if self._ids is None else torch.where(self.counted, self._ids, -1)
 
     def __getstate__(self):
         if self.group is not None:
@@ -176,7 +176,7 @@ class Sequences:
         Waits for a GPU. ``Options(check=True)`` calls it.
         """
         self._expect_valid()
-        if lost := int((self.mask & ~self._counted).sum()):
+        if lost := int((self.mask & ~self.counted).sum()):
             raise ValueError(f"every token in the mask must belong to a sequence, got {lost} that belong to none")
         counted = self._local_sum(torch.ones_like(self.mask, dtype=torch.float32))
         few = (self.lengths < 0.99 * counted).nonzero()  # they may have been rounded
@@ -231,10 +231,10 @@ class Sequences:
         if reduction == "seq-mean-token-mean":
             return self.token_share.clone(), self.count
         if reduction == "seq-mean-token-sum":
-            return self._counted.float(), self.count
+            return self.counted.float(), self.count
         if self.horizon is None:
             raise ValueError("reduction 'seq-mean-token-sum-norm' needs Sequences(..., horizon=L), got None")
-        return self._counted / self.horizon, self.count
+        return self.counted / self.horizon, self.count
 
     def _poisoned(self, values):
         """Values unchanged, or all NaN if bounds or lengths are invalid."""
@@ -242,7 +242,7 @@ class Sequences:
 
     def _local_sum(self, values):
         """Sum [B] of each sequence's tokens on this rank, in float64."""
-        values = torch.where(self._counted, values, 0.0)
+        values = torch.where(self.counted, values, 0.0)
         if self._offsets is None:
             return values.sum(-1, dtype=torch.float64)
         flat = values.flatten().double()
@@ -256,7 +256,7 @@ class Sequences:
             tokens = per_sequence.unsqueeze(-1)
         else:  # an empty per_sequence cannot be indexed
             tokens = per_sequence[self._ids] if len(self) else per_sequence.new_zeros(self.mask.shape)
-        return self._poisoned(torch.where(self._counted, tokens, 0.0))
+        return self._poisoned(torch.where(self.counted, tokens, 0.0))
 
 
 class _SumTokens(torch.autograd.Function):

@@ -229,6 +229,10 @@ def _validate_entries(teacher):
         raise ValueError(f"teacher.ids must be [.., K] with K > 0, got {list(teacher.ids.shape)}")
     tempered = isinstance(teacher.temperature, torch.Tensor) or teacher.temperature != 1
     if not teacher.renormalize and tempered:
-        raise ValueError(f"a temperature of {teacher.temperature} needs renormalize=True: only the entries are known")
+        raise ValueError(
+            f"a temperature of {teacher.temperature} needs renormalize=True, because only the entries are known; with "
+            "a tail, export them at T, topk_log_probs(.., transform=Transform(temperature=T)), and pass "
+            "student_temperature=T instead"
+        )
     if teacher.renormalize and teacher.tail_log_prob is not None:
         raise ValueError("renormalize=True leaves no tail, got a tail_log_prob")

@@ -123,8 +123,8 @@ def expect_denominator(denominator, reduction: str, device: torch.device):
         SCALAR.check("denominator", denominator, {"device": (device, "logits")})
     elif not is_number(denominator):
         raise TypeError(f"denominator must be a number or a scalar tensor, got {denominator!r}")
-    elif denominator and abs(denominator) < math.inf and not fits_fp32(denominator):
-        raise ValueError(f"denominator must be a number that fp32 holds, got {denominator}")
+    elif not 0 <= denominator < math.inf or (denominator and not fits_fp32(denominator)):
+        raise ValueError(f"denominator must be at least 0 and a number that fp32 holds, got {denominator}")
 
 
 def _checked_sequences(definition: HeadLossDefinition, inputs, labels) -> Sequences | None:
@@ -210,7 +210,7 @@ def _scored_labels(labels, token_weight, sequences, shard: VocabShard, ignore_in
             "sequences must be split over a context-parallel group or none, got the group that shares the "
             "vocabulary, whose ranks hold the same tokens"
         )
-    return torch.where(sequences.mask, labels.long(), ignore_index)
+    return torch.where(sequences.counted, labels.long(), ignore_index)
 
 
 def _expect_class_weights(terms, vocab_size: int, device):

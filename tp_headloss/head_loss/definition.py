@@ -9,7 +9,7 @@ import torch
 
 from ..arguments.options import Options
 from ..arguments.sequences import SEQUENCE_REDUCTIONS
-from ..spec import PER_TOKEN, TOKENS, Line, lines_within
+from ..spec import EACH_TOKEN, PER_TOKEN, TOKENS, Line, lines_within
 from ..spec.aliases import hint
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
 from .evaluation import StatisticsFunction
@@ -67,7 +67,10 @@ class HeadLossDefinition(NamedTuple):
         if len(set(named)) != len(named):
             raise ValueError(f"metrics must have distinct names, got {list(named)}")
         if unknown := set(named) - set(METRICS):
-            said = hint(min(unknown), METRICS, "metric")
+            name = min(unknown)
+            said = hint(name, METRICS, "metric")
+            if name in known_statistics():
+                said = f": write Metric(lambda stats: {{{name!r}: stats.{name}}}, want=({name!r},))"
             raise ValueError(f"metrics must be of {sorted(METRICS)}, got {sorted(unknown)}{said}")
         total_weight = _class_weight_of_total(terms)
         want = _wanted_statistics(terms, named, token_metrics)
@@ -141,7 +144,7 @@ class HeadLossDefinition(NamedTuple):
         for part in parts:
             said = lines_within(part.function)
             for name in part.inputs:  # log-probs never broadcast
-                default = TOKENS if name.endswith("log_prob") else PER_TOKEN
+                default = TOKENS if name.endswith("log_prob") else EACH_TOKEN if name == "num_bytes" else PER_TOKEN
                 lines[name] = said.get(name) or lines.get(name, default)
         lines |= dict.fromkeys(["sequences"] * (self.reduction in SEQUENCE_REDUCTIONS), PER_TOKEN)
         for name, statistics in (("teacher", (*FULL_TEACHER, *TOPK_TEACHER)), ("sets", OVER_SETS), ("ids", AT_IDS)):

@@ -12,6 +12,8 @@ from ..statistics import VocabStatistics, known_statistics
 from .statistic_value import StatisticValue
 from .token_sums import expect_per_token, metric_sums
 
+RESERVED = {"loss", "perplexity"}  # names whose means in `HeadLossOutput.means` are no mean of values
+
 
 class StatisticsFunction(NamedTuple):
     """Function of the statistics and of named inputs, with the name that error messages use for its owner."""
@@ -66,6 +68,9 @@ def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
             raise TypeError(f"{metric.owner} must name its values by strings, not empty, got {unnamed}")
         if any(value is None for value in new.values()):
             _expect_statistics(metric, stats)
+        reserved = RESERVED & new.keys()
+        if reserved and metric.owner not in {f"metric {name!r}" for name in reserved}:
+            raise ValueError(f"{metric.owner} must not return {sorted(reserved)}, whose means have a meaning")
         for name, value in new.items():
             expect_per_token(f"metric {name!r}", value, stats.lse.shape)
         expect_distinct_names(values, new)

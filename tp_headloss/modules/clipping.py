@@ -56,7 +56,9 @@ def clip_grad_norm_(
     norms: dict[tuple[str, ...], list[torch.Tensor]] = {}  # by the groups over which a parameter is sharded
     gradients: dict[torch.device, list[torch.Tensor]] = {}
     device = None
-    for p in [parameters] if isinstance(parameters, torch.Tensor) else dict.fromkeys(parameters):
+    if isinstance(parameters, torch.nn.Module):
+        raise TypeError(f"parameters must be tensors, got {type(parameters).__name__}: pass model.parameters()")
+    for p in [parameters] if isinstance(parameters, torch.Tensor) else dict.fromkeys(map(_tensor, parameters)):
         found = getattr(p, "main_grad", None)
         gradient = p.grad if found is None else found
         over = _sharded_over(p, gradient, tensor_parallel_group)
@@ -84,6 +86,12 @@ def clip_grad_norm_(
     for where, local in gradients.items():
         torch._foreach_mul_(local, scale.to(where))  # pyright: ignore[reportPrivateImportUsage]
     return total
+
+
+def _tensor(p) -> torch.Tensor:
+    if not isinstance(p, torch.Tensor):
+        raise TypeError(f"parameters must be tensors, got {type(p).__name__} among them: pass model.parameters()")
+    return p
 
 
 def _sharded_over(p: torch.Tensor, gradient: torch.Tensor | None, group) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ IDS = TensorLine("int64 or int32", None)
 SCALAR, TOKEN_WEIGHT = TensorLine("real numbers", ()), TensorLine("real numbers or bool")
 TENSOR = TensorLine("real numbers or bool", None)
 TOKENS, PER_TOKEN = TensorLine("floating point"), TensorLine("real numbers", broadcasts=True)
+EACH_TOKEN = TensorLine("real numbers")  # which does not broadcast
 TokenValues: TypeAlias = Annotated[torch.Tensor, TOKENS]
 PerToken: TypeAlias = Annotated[torch.Tensor, PER_TOKEN]
 TokenLoss: TypeAlias = Annotated[torch.Tensor, "[..] fp32, loss per token, neither masked nor averaged"]

@@ -9,7 +9,8 @@ import difflib
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-SUM_NORM, CLIPPED = "seq-mean-token-sum-norm", "PolicyGradient, PolicyMetrics"
+SUM_NORM, PRESETS = "seq-mean-token-sum-norm", "PPO, GRPO, DAPO, DrGRPO, GSPO, CISPO"
+CLIPPED = f"PolicyGradient, PolicyMetrics, {PRESETS}"
 TEACHERS = "Distillation, TopKDistillation"
 LOSSES = "HeadLoss.forward, HeadLoss.linear"
 CALLS = "HeadLoss.forward, HeadLoss.linear, vocab_statistics, linear_vocab_statistics, log_probs"
@@ -43,7 +44,7 @@ ALIASES = (
     Alias("dapo", "TRL", "value", "mean", 'reduction="mean" with denominator=, tokens of the batch'),
     Alias("bnpo", "TRL", "value", "mean", 'reduction="mean"'),
     Alias("dr_grpo", "TRL", "value", SUM_NORM, f'reduction="{SUM_NORM}" with Sequences.from_mask(.., horizon=L)'),
-    Alias("batchmean", "torch", "value", "mean", 'reduction="mean", per token, or "sum" with denominator= of your own'),
+    Alias("batchmean", "torch", "value", "mean", 'reduction="mean", per token, or with denominator= of your own'),
     Alias("kl", "torch", "value", "forward_kl", '"forward_kl", of teacher to student, or "reverse_kl"'),
     Alias("js", "Liger", "value", "jsd", '"jsd", whose beta is that of the Teacher'),
     Alias("tvd", "Liger", "value", "total_variation", '"total_variation"'),
@@ -63,7 +64,11 @@ ALIASES = (
     Alias("clip_ratio_low", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"),
     Alias("clip_ratio_high", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"),
     Alias("clip_ratio_c", "verl", CLIPPED, "dual_clip=clip_ratio_c"),
+    Alias("beta", "TRL", PRESETS, "kl=beta"),
     Alias("beta", "TRL", "PolicyGradient, HeadLoss", "a term, KLToReference(beta)"),
+    Alias("kl_loss_coef", "verl", PRESETS, "kl=kl_loss_coef"),
+    Alias("entropy_coeff", "verl", PRESETS, "entropy=entropy_coeff"),
+    Alias("reduction", "torch", PRESETS, "HeadLoss(PolicyGradient(..), reduction=..), a preset has its own"),
     Alias("kl_loss_coef", "verl", "PolicyGradient, HeadLoss", "a term, KLToReference(kl_loss_coef)"),
     Alias("entropy_coeff", "verl", "PolicyGradient, HeadLoss", "a term, Entropy(entropy_coeff)"),
     Alias("loss_agg_mode", "verl", "PolicyGradient, HeadLoss", "HeadLoss(.., reduction=..)"),
