@@ -52,10 +52,13 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_compiling():
             module: Any = args[0] if len(args) > 0 else None  # a HeadLoss
             options = module.options if isinstance(module, torch.nn.Module) else kwargs.get("options")
+            found = None
             for i, (name, value, _reason) in enumerate(EAGER_ONLY):
                 given = getattr(kwargs.get("linear") if name in ("main_grad", "mode") else options, name, None)
-                if given is not None and given == value:
-                    return uncompiled[i](*args, **kwargs)
+                if found is None and given is not None and given == value:
+                    found = i
+            if found is not None:  # not in the loop, of which torch.compile would leave the whole function alone
+                return uncompiled[found](*args, **kwargs)
         elif not kwargs.keys() <= names:
             return function(*args, **kwargs)  # which says what to write
         return plain(*args, **kwargs)
