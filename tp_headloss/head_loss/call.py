@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -14,11 +14,13 @@ from ..call.dtensor import local_part
 from ..call.given import Given
 from ..call.not_finite import expect_finite
 from ..ranks.shard import VocabShard
-from ..spec import LABELS, SCALAR, TOKEN_WEIGHT, Instance, Line, Sizes, TensorLine, sizes_of
+from ..spec import LABELS, SCALAR, TOKEN_WEIGHT, CheckedBy, Instance, Line, Sizes, TensorLine, sizes_of
 from ..statistics import AT_IDS
 from ..validation import fits_fp32, is_number, swap_hint
 from .definition import HeadLossDefinition
 from .evaluation import StatisticsFunction
+
+Inputs: TypeAlias = Annotated[Mapping[str, Any], CheckedBy("inputs of terms and metrics by name")]
 
 
 class Call(NamedTuple):

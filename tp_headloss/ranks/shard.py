@@ -120,9 +120,6 @@ class VocabShard:
         world_size: P, the number of ranks of the group.
         group_name: the group's name in torch, "" for one rank.
 
-    Raises:
-        TypeError, ValueError: bounds that cannot work, or a group that this rank is no member of.
-
     Examples:
         >>> shard = VocabShard.from_group(None, vocab_size=50257, padded_size=50304)  # or a process group
         >>> shard.start, shard.stop, shard.width, shard.valid_width, shard.tp_invariant
@@ -224,9 +221,6 @@ class VocabShard:
         Args:
             vocab_size, padded_size: as in `from_group`.
             dim: name or number of the dimension that shards the vocabulary; a mesh of one dimension needs none.
-
-        Raises:
-            TypeError, ValueError: no mesh, or no dimension of it.
         """
         if dim is None and mesh.ndim != 1:
             raise ValueError(f"the mesh has dimensions {mesh.mesh_dim_names or mesh.ndim}: name the one that shards V")
