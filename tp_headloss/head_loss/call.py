@@ -53,10 +53,8 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
     inputs = _checked_inputs(definition, inputs, labels, sequences)
     labels = _scored_labels(labels, token_weight, sequences, shard, definition.ignore_index)
     if definition.options is not None and definition.options.check:
-        for name, value in {
-            **{f"input {name!r}": x for name, x in inputs.items()},
-            "token_weight": token_weight,
-        }.items():
+        values = {f"input {name!r}": value for name, value in inputs.items()} | {"token_weight": token_weight}
+        for name, value in values.items():
             expect_finite(name, value, labels != definition.ignore_index)
     _expect_class_weights(definition.terms, shard.vocab_size, x.device)
     loss_weight, count = token_weight, None
