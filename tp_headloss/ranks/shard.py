@@ -130,11 +130,10 @@ class VocabShard:
     stop: Count
     vocab_size: Size
     group: Group = None
-    # True if every shard of the group is made of 8 / P whole chunks: results have the same bits at any such P
     tp_invariant: bool = field(init=False)
-    chunks: int = field(init=False)  # packets this rank sends
+    chunks: int = field(init=False)
     chunk_size: int = field(init=False)
-    padded_size: int | None = field(init=False)  # rows of all shards, if torch.chunk cuts them so
+    padded_size: int | None = field(init=False)
     world_size: int = field(init=False)
     group_name: str = field(init=False)
     facts: ShardFacts = field(init=False, compare=False, repr=False)
