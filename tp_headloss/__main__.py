@@ -14,7 +14,6 @@ prints the peak memory and the floor time of every way to a loss of these sizes,
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 import sys
@@ -37,11 +36,8 @@ def environment() -> list[str]:
     """Return lines on versions, GPUs and hosts of this process."""
     lines = [f"tp_headloss {__version__}, Python {platform.python_version()}, {platform.platform()}"]
     for name, oldest in NEEDED.items():
-        try:
-            version = torch.__version__ if name == "torch" else importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            version = "not installed"
-        lines.append(f"{name} {version} (>= {oldest})")
+        version = torch.__version__ if name == "torch" else installed_version(name)
+        lines.append(f"{name} {version or 'not installed'} (>= {oldest})")
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
         lines.append(
@@ -88,12 +84,8 @@ def self_check(device: torch.device, group: dist.ProcessGroup | None) -> dict[st
         errors = [(got.cpu().double() - local(want)).abs().max() / want.abs().max() for got, want in pairs]
         return float(torch.stack(errors).detach().max())
 
-    logits, teacher, hidden, weight = (
-        random(TOKENS, VOCAB),
-        random(TOKENS, VOCAB),
-        random(TOKENS, HIDDEN),
-        random(VOCAB, HIDDEN),
-    )
+    logits, teacher = random(TOKENS, VOCAB), random(TOKENS, VOCAB)
+    hidden, weight = random(TOKENS, HIDDEN), random(VOCAB, HIDDEN)
     labels = torch.randint(VOCAB, (TOKENS,), generator=generator)
     here, own_teacher = labels.to(device), Teacher(local(teacher).to(device, torch.float32))
     terms, distilled, linear = HeadLoss([CrossEntropy(), ZLoss(1e-4)]), HeadLoss([Distillation()]), HeadLoss()

@@ -514,11 +514,11 @@ GROUPS = {
         ("integrations/deepspeed.py", "layer_shard", "[0, *accumulate(layer._partition_sizes)]", "[0, *accumulate(reversed(layer._partition_sizes))]"),
         ("integrations/deepspeed.py", "layer_shard", "(shard.start, shard.stop, shard.group) != (found.start, found.stop, found.group)", "False"),
         ("integrations/transformers/model_facts.py", "call_shard", 'hasattr(weight, "ds_id")', "False"),
-        ("integrations/transformers/fused_head.py", "FusedHead._forward", 'scalar_number(given.get("num_items_in_batch"), hidden.device)', "None"),
+        ("integrations/transformers/fused_head.py", "FusedHead._forward", 'calls.scalar_number(given.get("num_items_in_batch"), hidden.device)', "None"),
     ],
     "test_trainers": [
         ("integrations/transformers/check.py", "evaluation", "module.reshard()", "pass"),
-        ("integrations/trl.py", "FusedLogProbs._output", "stats.collision.detach().log()", "stats.collision.detach()"),
+        ("integrations/trl.py", "", "stats.collision.detach().log()", "stats.collision.detach()"),
     ],
     "test_verl test_nemo_rl test_sampling_masks": [
         ("integrations/nemo_rl_sampling.py", "kept_by", "top_k is not None and top_k > 0", "top_k is not None"),

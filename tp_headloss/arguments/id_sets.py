@@ -71,8 +71,6 @@ class IdSets:
             offsets: from 0 to the number of ids. Where they descend or leave [0, all], the set is empty. Ids before the
                 first offset or after the last are in no set.
 
-        Raises:
-            TypeError, ValueError: of another dtype or shape.
         """
         if not len(offsets):
             raise ValueError("offsets must be [N + 1] for N tokens, got none")

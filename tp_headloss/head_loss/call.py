@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -14,11 +14,13 @@ from ..call.dtensor import local_part
 from ..call.given import Given
 from ..call.not_finite import expect_finite
 from ..ranks.shard import VocabShard
-from ..spec import LABELS, SCALAR, TOKEN_WEIGHT, Instance, Line, Sizes, TensorLine, sizes_of
+from ..spec import LABELS, SCALAR, TOKEN_WEIGHT, CheckedBy, Instance, Line, Sizes, TensorLine, sizes_of
 from ..statistics import AT_IDS
 from ..validation import fits_fp32, is_number, swap_hint
 from .definition import HeadLossDefinition
 from .evaluation import StatisticsFunction
+
+Inputs: TypeAlias = Annotated[Mapping[str, Any], CheckedBy("inputs of terms and metrics by name")]
 
 
 class Call(NamedTuple):
@@ -51,10 +53,8 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
     inputs = _checked_inputs(definition, inputs, labels, sequences)
     labels = _scored_labels(labels, token_weight, sequences, shard, definition.ignore_index)
     if definition.options is not None and definition.options.check:
-        for name, value in {
-            **{f"input {name!r}": x for name, x in inputs.items()},
-            "token_weight": token_weight,
-        }.items():
+        values = {f"input {name!r}": value for name, value in inputs.items()} | {"token_weight": token_weight}
+        for name, value in values.items():
             expect_finite(name, value, labels != definition.ignore_index)
     _expect_class_weights(definition.terms, shard.vocab_size, x.device)
     loss_weight, count = token_weight, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -19,28 +19,15 @@ from ..call.statistics import computed_statistics
 from ..engine.one_read import expecting, gradient_in_forward, is_asked_for
 from ..linear_head.call import LinearCall
 from ..ranks.shard import VocabShard
-from ..spec import (
-    Bias,
-    CheckedBy,
-    Floating,
-    Labels,
-    Logits,
-    OneOf,
-    Rows,
-    Scalar,
-    TokenWeight,
-    checked,
-    described,
-    lines_within,
-)  # fmt: skip
-from .call import Call, check_call, local_arguments, replicated_facts
+from ..spec import Bias, Floating, Labels, Logits, OneOf, Rows, Scalar, TokenWeight, checked, described, lines_within
+from .call import Call, Inputs, check_call, local_arguments, replicated_facts
 from .definition import REDUCTIONS, HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate
 from .known_calls import checked_before, kind_of_call, kind_of_linear_call, remember
 from .linear_modes import linear_output, sweep_tokens
 from .output import HeadLossOutput, make_output
 from .reduction import fused_reduction, reduction_in_one
-from .terms import Metric, Term
+from .terms import Metrics, Terms
 
 NO_OPTIONS = Linear()
 
@@ -78,9 +65,6 @@ class HeadLoss(nn.Module):
             inputs until each HeadLoss reaches the limit (torch._dynamo.config.recompile_limit), and then continues in
             eager.
 
-    Raises:
-        TypeError, ValueError: arguments that do not exist or do not go together.
-
     Examples:
         >>> head_loss = HeadLoss([CrossEntropy(), ZLoss(1e-4)], metrics=("accuracy", "entropy"))
         >>> head_loss
@@ -94,9 +78,9 @@ class HeadLoss(nn.Module):
 
     def __init__(
         self,
-        terms: Annotated[Sequence[Term] | Term, CheckedBy("`Term`s")] | None = None,
+        terms: Terms | None = None,
         *,
-        metrics: Annotated[Sequence[str | Metric] | str | Metric, CheckedBy("names and `Metric`s")] = (),
+        metrics: Metrics = (),
         reduction: Annotated[str, OneOf(REDUCTIONS + SEQUENCE_REDUCTIONS)] = "mean",
         ignore_index: int = -100,
         options: Options | None = None,
@@ -138,7 +122,7 @@ class HeadLoss(nn.Module):
         token_weight: TokenWeight | None = None,
         denominator: Scalar | float | None = None,
         transform: Transform | None = None,
-        inputs: Annotated[Mapping[str, Any], CheckedBy("inputs of terms and metrics by name")] | None = None,
+        inputs: Inputs | None = None,
     ) -> HeadLossOutput:
         """Loss of logits [.., width] sharded on V, labels [..] replicated -> `HeadLossOutput`, replicated.
 
@@ -214,7 +198,7 @@ class HeadLoss(nn.Module):
         token_weight: TokenWeight | None = None,
         denominator: Scalar | float | None = None,
         transform: Transform | None = None,
-        inputs: Annotated[Mapping[str, Any], CheckedBy("inputs of terms and metrics by name")] | None = None,
+        inputs: Inputs | None = None,
         linear: Linear | None = None,
     ) -> HeadLossOutput:
         """Loss of the logits hidden @ weight^T + bias, which never exist as a whole -> `HeadLossOutput`, replicated.

@@ -137,9 +137,8 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
     sums = reduce_metrics(combine_metrics([{**part, "": out.count} for part, out in zip(parts, outputs)]), group)
     count = sums.pop("")
     tokens = sums.get("num_tokens", count)
-    unweighted = {
-        name for name, weight in outputs[0].weights.items() if isinstance(weight, (int, float)) and weight == 1
-    }
+    weights = outputs[0].weights.items()
+    unweighted = {name for name, weight in weights if isinstance(weight, (int, float)) and weight == 1}
 
     def mean(name: str) -> torch.Tensor:
         if name == "num_tokens" or name.startswith(("max_", "min_")):
@@ -161,10 +160,8 @@ def _sums_by_name(out: HeadLossOutput) -> dict[str, torch.Tensor]:
     terms = {f"loss/{name}": x for name, x in out.terms.items()}
     terms |= {f"weighted/{name}": x * out.weights[name] for name, x in out.terms.items()}
     terms |= {f"count/loss/{name}": x for name, x in out.term_counts.items()}
-    reserved = [
-        name for name in out.metrics if name == "loss" or name.startswith(("loss/", "weighted/", "count/loss/"))
-    ]
-    if reserved:
+    kinds = "loss/", "weighted/", "count/loss/"
+    if reserved := [name for name in out.metrics if name == "loss" or name.startswith(kinds)]:
         raise ValueError(f"metrics must not have names of losses, as 'loss/..' and 'weighted/..' are, got {reserved}")
     return terms | out.metrics
 

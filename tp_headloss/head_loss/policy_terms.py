@@ -60,9 +60,6 @@ def PolicyGradient(
         name: the term's name, by default the objective's.
         options: keyword arguments of the objective's function, such as ``clip=(0.2, 0.28)`` or ``dual_clip=3.0``.
 
-    Raises:
-        TypeError, ValueError: an unknown objective, or options that it does not take.
-
     Examples:
         >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]
         >>> old = log_probs(logits, labels, differentiable=False).log_prob
@@ -109,9 +106,6 @@ def KLToReference(
         importance_weight: None; "on-policy" for a weight of value 1 with the score function's gradient; "old" or
             "generator" for the ratio to the input "old_log_prob" or "generator_log_prob", which gets no gradient.
         options: the clamps of `losses.kl_estimate`.
-
-    Raises:
-        TypeError, ValueError: an unknown estimator, weight or option.
 
     Examples:
         >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]

@@ -21,11 +21,8 @@ def fused_reduction(call: Call, example: torch.Tensor, backend: str | None = Non
     """
     definition, device, denominator = call.definition, example.device, call.denominator
     plan = definition.plan.sums[int(call.sequences is not None)]
-    if (
-        plan is None
-        or (backend or resolve_backend(definition.backend, device)) != "triton"
-        or not can_skip_dispatch(example)
-    ):
+    backend = backend or resolve_backend(definition.backend, device)
+    if plan is None or backend != "triton" or not can_skip_dispatch(example):
         return None
     for x in (call.loss_weight, denominator):
         if isinstance(x, torch.Tensor) and (x.requires_grad or x.device != device):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, TypeAlias
@@ -14,7 +14,7 @@ import torch
 from .. import losses
 from ..call.subclasses import refuse_dtensor
 from ..losses.ratio import scaled
-from ..spec import Callables, ClassWeight, Names, OneOf, Share, Size, Weight, checked
+from ..spec import Callables, CheckedBy, ClassWeight, Names, OneOf, Share, Size, Weight, checked
 from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
 from .statistic_value import StatisticValue
 
@@ -93,6 +93,8 @@ class Metric:
         _expect_arguments("metric", self.function, self.inputs)
 
 
+Terms: TypeAlias = Annotated[Sequence[Term] | Term, CheckedBy("`Term`s")]
+Metrics: TypeAlias = Annotated[Sequence[str | Metric] | str | Metric, CheckedBy("names and `Metric`s")]
 Over: TypeAlias = Annotated[str, OneOf(("vocabulary", "sets")), "What log-probs and entropy are normalised over"]
 
 METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is summed

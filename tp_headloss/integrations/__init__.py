@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import re
 import warnings
 
 TESTED = {  # distribution -> oldest version, first version that was not tested, extra of this package
@@ -24,11 +25,7 @@ TESTED = {  # distribution -> oldest version, first version that was not tested,
 
 def _release(version: str) -> tuple[int, ...]:
     """Numbers of a version string: "0.19.2rc1+cu13" -> (0, 19, 2)."""
-    parts = []
-    for part in version.split("+")[0].split("."):
-        digits = part[: next((i for i, c in enumerate(part) if not c.isdigit()), len(part))]
-        parts.append(int(digits or 0))
-    return tuple(parts)
+    return tuple(int(re.split(r"\D", part)[0] or 0) for part in version.split("+")[0].split("."))
 
 
 def installed_version(distribution: str) -> str | None:

@@ -233,9 +233,8 @@ def _loss_and_metrics(out: HeadLossOutput, global_valid_tokens) -> tuple[torch.T
     if global_valid_tokens is not None:
         sums = {f"loss/{name}": x for name, x in out.terms.items()} | out.metrics
         for name, x in sums.items():
-            kind, bare = name[:3], name[4:]
-            if kind in ("max", "min") and name[3:4] == "_":
-                metrics[f"{bare}/{kind}"] = x
+            if name.startswith(("max_", "min_")):
+                metrics[f"{name[4:]}/{name[:3]}"] = x
             else:
                 metrics[f"{name}/mean"] = x / global_valid_tokens.clamp(min=1)
     return out.loss, metrics

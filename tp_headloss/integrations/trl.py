@@ -22,13 +22,12 @@ require("trl")
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head  # noqa: E402
 
 IGNORED_LABEL = -100  # TRL's label of tokens that have no log-prob
-# output of TRL's head -> the statistics that it is computed from, besides log_prob
-STATISTICS = {
-    "log_probs": (),
-    "entropy": ("entropy",),
-    "log_sum_sq_probs": ("collision",),
-    "mean_logits": ("total",),
-    "is_top1": ("argmax",),
+OUTPUTS = {  # of TRL's head -> the statistics that it needs in want, and its value [B, S]
+    "log_probs": ((), lambda stats: stats.log_prob),
+    "entropy": (("entropy",), lambda stats: stats.entropy),
+    "log_sum_sq_probs": (("collision",), lambda stats: stats.collision.detach().log()),
+    "mean_logits": (("total",), lambda stats: stats.total.detach() / stats.vocab_size),
+    "is_top1": (("argmax",), lambda stats: stats.correct),
 }
 SETTINGS = ("temperature", "cast_lm_head_to_fp32", "outputs")
 
@@ -38,7 +37,7 @@ def fuse_log_probs(
     model: Model,
     temperature: Positive | None = None,
     cast_lm_head_to_fp32: bool | None = None,
-    outputs: Annotated[tuple[str, ...], Names(lambda: sorted(STATISTICS))] | None = None,
+    outputs: Annotated[tuple[str, ...], Names(lambda: sorted(OUTPUTS))] | None = None,
     *,
     linear: Linear | None = None,
     shard: VocabShard | None = None,
@@ -118,7 +117,7 @@ class FusedLogProbs(InstalledForward):
                 labels,
                 bias=layer.bias,
                 shard=call_shard(model, self.shard, self.linear, hidden),
-                want=tuple(want for name in self.settings["outputs"] for want in STATISTICS[name]),
+                want=tuple(want for name in self.settings["outputs"] for want in OUTPUTS[name][0]),
                 transform=replace(self.transform, temperature=self.settings["temperature"]),
                 linear=self.linear,
             )
@@ -127,15 +126,7 @@ class FusedLogProbs(InstalledForward):
     def _output(self, stats, labels, given):
         """TRL's output: the requested fields, 0 where ignored, and the mean negative log-prob as the loss."""
         mask = labels != IGNORED_LABEL
-        fields = {"log_probs": stats.log_prob}
-        if "entropy" in self.settings["outputs"]:
-            fields["entropy"] = stats.entropy
-        if "log_sum_sq_probs" in self.settings["outputs"]:
-            fields["log_sum_sq_probs"] = stats.collision.detach().log()
-        if "mean_logits" in self.settings["outputs"]:
-            fields["mean_logits"] = stats.total.detach() / stats.vocab_size
-        if "is_top1" in self.settings["outputs"]:
-            fields["is_top1"] = stats.correct
+        fields = {name: OUTPUTS[name][1](stats) for name in ("log_probs", *self.settings["outputs"])}
         if given.get("shift_labels") is None:  # the last position has no label
             mask = mask[:, :-1]
             fields = {name: x[:, :-1] for name, x in fields.items()}

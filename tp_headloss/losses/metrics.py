@@ -55,11 +55,10 @@ def policy_metrics(
         (tensor([1.0000, 1.6487]), tensor([False,  True]))
     """
     low, high = ratio_bounds(clip, dual_clip)
-    log_r = (
-        log_ratio(log_prob, old_log_prob)
-        if sequences is None
-        else sequence_log_ratio(log_prob, old_log_prob, sequences)
-    )
+    if sequences is None:
+        log_r = log_ratio(log_prob, old_log_prob)
+    else:
+        log_r = sequence_log_ratio(log_prob, old_log_prob, sequences)
     ratio = log_r.exp()
     advantages = advantages.expand_as(ratio)
     below, above, clamped = ratio < low, ratio > high, ratio.clamp(low, high)

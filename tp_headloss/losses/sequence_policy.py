@@ -31,7 +31,6 @@ def sequence_log_ratio(log_prob: LogProb, old_log_prob: OldLogProb, sequences: S
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
-        >>> advantages = torch.tensor([1.0, 1.0, -1.0])
         >>> sequences = Sequences.from_mask(torch.ones(1, 3, dtype=torch.bool))
         >>> losses.sequence_log_ratio(l[None], old[None], sequences)
         tensor([[0., 0., 0.]])

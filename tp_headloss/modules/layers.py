@@ -264,9 +264,6 @@ def multi_token_targets(
         >>> rows, weights = multi_token_targets(torch.tensor([5, 6, 7]), depths=2, weight=0.1)
         >>> rows.tolist(), weights[:, 0]
         ([[5, 6, 7], [6, 7, -100], [7, -100, -100]], tensor([1.0000, 0.0500, 0.0500]))
-
-    Source:
-        DeepSeek-V3 (arXiv:2412.19437, equations 24 and 25).
     """
     labels = labels.long()
     depth_rows, length = [labels], labels.shape[-1]

@@ -17,8 +17,8 @@ from torch.distributed.distributed_c10d import _get_default_store as _default_st
 from ..spec import Instance, TensorLine, TupleOf, checked
 from .shard import Group, has_vocab_shard, resolve_process_group
 
-METRICS = Instance(dict)  # scalars by name
-Metrics: TypeAlias = Annotated[dict[str, torch.Tensor], METRICS]
+METRICS = Instance(dict)
+Metrics: TypeAlias = Annotated[dict[str, torch.Tensor], METRICS, "Scalars by name"]
 
 # torch 2.13 renamed it
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,10 +29,7 @@ def gather_parts(x: torch.Tensor, world_size: int, group_name: str) -> torch.Ten
     """Gather the part [n, ..] of each rank: [n * P, ..], in group-rank order; one all-gather."""
     if world_size == 1 or x.numel() == 0:
         return x
-    gathered = x.new_empty(world_size * x.shape[0], *x.shape[1:])
-    # flat, because gloo takes no other output shape
-    _all_gather(gathered.view(-1), x.contiguous().view(-1), group=resolve_process_group(group_name))
-    return gathered
+    return gather_from_ranks(x, resolve_process_group(group_name)).flatten(0, 1)
 
 
 HIDDEN_GRADS = ("all_reduce", "reduce_scatter", "none")
@@ -122,7 +119,7 @@ def gather_from_ranks(x: torch.Tensor, group) -> torch.Tensor:
     size = group_size(group)
     if size == 1:
         return x.unsqueeze(0)
-    gathered = x.new_empty(size * x.numel())
+    gathered = x.new_empty(size * x.numel())  # flat, because gloo takes no other output shape
     _all_gather(gathered, x.contiguous().view(-1), group=group)
     return gathered.view(size, *x.shape)
 
@@ -134,19 +131,14 @@ def sum_over_ranks(x: torch.Tensor, group) -> torch.Tensor:
 
 
 @checked
-def combine_metrics(parts: Annotated[Sequence[dict[str, torch.Tensor]], TupleOf(METRICS)]) -> dict[str, torch.Tensor]:
+def combine_metrics(parts: Annotated[Sequence[dict[str, torch.Tensor]], TupleOf(METRICS)]) -> Metrics:
     """Combine the scalars by name of several batches (micro-batches, updates). No communication.
 
-    Names that begin with "max_" and "min_" are maximised and minimised, all others added in float64 and in order.
+    Names that begin with "max_" and "min_" are maximised and minimised, all others added in order; results
+    are float64, and none of no parts.
 
     Args:
         parts: dicts with the same names in the same order.
-
-    Returns:
-        float64 scalars by name; an empty dict of no parts.
-
-    Raises:
-        TypeError, ValueError: anything but a list of dicts, other names, or values that are not scalars.
 
     Examples:
         >>> first = {"loss": torch.tensor(1.0), "max_ratio": torch.tensor(2.0)}
@@ -181,7 +173,7 @@ def _combine(names, parts):
 
 
 @checked
-def reduce_metrics(metrics: Metrics, group: Group) -> dict[str, torch.Tensor]:
+def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
     """Reduce the scalars by name of each rank to those of the group, equal bits on every rank; one small all-gather.
 
     As `combine_metrics`: "max_" and "min_" names are extrema (neutral: -inf and inf), all others sums (neutral: 0) in
@@ -190,13 +182,9 @@ def reduce_metrics(metrics: Metrics, group: Group) -> dict[str, torch.Tensor]:
     tensors' device.
 
     Args:
-        metrics: scalars by name.
         group: data- and context-parallel ranks, which hold different tokens; None is one rank. Ranks that share a
             vocabulary have the same tokens and the same metrics, which a sum would count P times: their group, the one
             of a `VocabShard` that exists, is a ValueError.
-
-    Returns:
-        float64 scalars by name, equal bits on every rank.
 
     Raises:
         TypeError, ValueError: anything but a dict of scalars, or a group whose ranks share a vocabulary.

@@ -120,9 +120,6 @@ class VocabShard:
         world_size: P, the number of ranks of the group.
         group_name: the group's name in torch, "" for one rank.
 
-    Raises:
-        TypeError, ValueError: bounds that cannot work, or a group that this rank is no member of.
-
     Examples:
         >>> shard = VocabShard.from_group(None, vocab_size=50257, padded_size=50304)  # or a process group
         >>> shard.start, shard.stop, shard.width, shard.valid_width, shard.tp_invariant
@@ -133,11 +130,10 @@ class VocabShard:
     stop: Count
     vocab_size: Size
     group: Group = None
-    # True if every shard of the group is made of 8 / P whole chunks: results have the same bits at any such P
     tp_invariant: bool = field(init=False)
-    chunks: int = field(init=False)  # packets this rank sends
+    chunks: int = field(init=False)
     chunk_size: int = field(init=False)
-    padded_size: int | None = field(init=False)  # rows of all shards, if torch.chunk cuts them so
+    padded_size: int | None = field(init=False)
     world_size: int = field(init=False)
     group_name: str = field(init=False)
     facts: ShardFacts = field(init=False, compare=False, repr=False)
@@ -224,9 +220,6 @@ class VocabShard:
         Args:
             vocab_size, padded_size: as in `from_group`.
             dim: name or number of the dimension that shards the vocabulary; a mesh of one dimension needs none.
-
-        Raises:
-            TypeError, ValueError: no mesh, or no dimension of it.
         """
         if dim is None and mesh.ndim != 1:
             raise ValueError(f"the mesh has dimensions {mesh.mesh_dim_names or mesh.ndim}: name the one that shards V")

@@ -71,12 +71,8 @@ def tiles(request: Request) -> list[slice]:
 def transformed_logits(request: Request, rows: slice | torch.Tensor) -> torch.Tensor:
     """Logits [n, valid width] of some rows after the transform: the given ones, or in fp32."""
     given, facts = request.tensors, request.facts
-    if (
-        given.bias is None
-        and given.temperatures is None
-        and not facts.softcap
-        and facts.scale == facts.temperature == 1
-    ):
+    is_scaled = facts.softcap or not facts.scale == facts.temperature == 1
+    if given.bias is None and given.temperatures is None and not is_scaled:
         return given.logits[rows, : facts.valid_width]
     tensors = Tensors(given.logits, bias=given.bias, temperatures=given.temperatures)
     return eager.tile_of(tensors, rows, slice(0, facts.valid_width), facts).z.float()

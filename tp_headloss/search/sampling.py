@@ -131,9 +131,6 @@ def sample(
         rule: `SamplingRule`, or None for the whole vocabulary.
         logits, weight, shard, transform, options: as in `kept_ids`.
 
-    Returns:
-        `Sample`.
-
     Raises:
         TypeError, ValueError: those of `kept_ids`, and a seed or positions of another type, shape or range.
 

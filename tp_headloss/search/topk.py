@@ -82,9 +82,6 @@ def topk_log_probs(
         top_p: cut an entry if those before it already hold that much (the first stays), a nucleus of at most K.
         dtype, ids_dtype: of what is returned, such as float16 and int32 for the disk.
 
-    Returns:
-        `TopK`: ids and log-probs [.., K], and lse [..].
-
     Raises:
         TypeError, ValueError: a k outside of [1, vocab_size], and the errors of `vocab_statistics`.
 

@@ -14,17 +14,7 @@ from ...head_loss.output import Observed
 from ...linear_head import Linear
 from ...ranks.shard import VocabShard
 from ...spec import checked
-from .calls import (
-    LOST_LABELS,
-    is_training,
-    next_token_labels,
-    refuse_columns,
-    refuse_logits_to_keep,
-    run_body,
-    scalar_head_loss,
-    scalar_number,
-    with_ignore_index,
-)
+from . import calls
 from .check import InstalledForward
 from .forward import named_arguments
 from .model_facts import Model, call_shard, checked_linear, deepspeed_facts, gathered_head, head_operands, output_layer
@@ -90,7 +80,7 @@ class FusedHead(InstalledForward, Observed):
     """An installed fused head, as `fuse_head` returns it; a context manager that removes itself."""
 
     def __init__(self, model, head_loss, linear, shard, transform, observe, skip_logits):
-        wanted = scalar_head_loss(head_loss), checked_linear(linear)
+        wanted = calls.scalar_head_loss(head_loss), checked_linear(linear)
         # until the check has passed: plain cross-entropy of any number of tokens, and never logits
         self.head_loss = HeadLoss(options=wanted[0].options)
         self.skip_logits: bool | None = True
@@ -102,17 +92,17 @@ class FusedHead(InstalledForward, Observed):
     def _forward(self, model, args, kwargs):
         given = named_arguments(self.stock_forward, model, args, kwargs)
         if given.get("labels") is None and given.get("shift_labels") is None:
-            if given.get("num_items_in_batch") is not None or is_training(model):
-                raise ValueError(LOST_LABELS)
+            if given.get("num_items_in_batch") is not None or calls.is_training(model):
+                raise ValueError(calls.LOST_LABELS)
             outputs = self.stock_forward(model, *args, **{k: v for k, v in kwargs.items() if k != "head_inputs"})
             if self.checked:  # during the check, the check itself says that no labels arrived
-                refuse_columns(outputs, self.checked_shard)
+                calls.refuse_columns(outputs, self.checked_shard)
             return outputs
-        refuse_logits_to_keep(given)
-        outputs = run_body(model, given)
+        calls.refuse_logits_to_keep(given)
+        outputs = calls.run_body(model, given)
         hidden, layer = outputs.last_hidden_state, output_layer(model)
-        head_loss = with_ignore_index(self.head_loss, given.get("ignore_index"))
-        labels = next_token_labels(given.get("labels"), given.get("shift_labels"), head_loss.ignore_index)
+        head_loss = calls.with_ignore_index(self.head_loss, given.get("ignore_index"))
+        labels = calls.next_token_labels(given.get("labels"), given.get("shift_labels"), head_loss.ignore_index)
         logits = None
         with gathered_head(model):
             if not ((model.training or torch.is_grad_enabled()) if self.skip_logits is None else self.skip_logits):
@@ -124,7 +114,7 @@ class FusedHead(InstalledForward, Observed):
                 labels.to(hidden.device),
                 bias=layer.bias,
                 shard=call_shard(model, self.shard, self.linear, hidden),
-                denominator=scalar_number(given.get("num_items_in_batch"), hidden.device),
+                denominator=calls.scalar_number(given.get("num_items_in_batch"), hidden.device),
                 transform=self.transform,
                 inputs=given.get("head_inputs"),
                 linear=self.linear,
@@ -141,6 +131,6 @@ class FusedHead(InstalledForward, Observed):
         shard, scale, softcap = self.checked_shard, self.transform.scale, self.transform.softcap
         if shard.world_size > 1 and logits.shape[-1] == shard.width and self.skip_logits is None:
             return None
-        refuse_columns((logits,), shard)
+        calls.refuse_columns((logits,), shard)
         logits = logits if scale == 1 else logits * scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)

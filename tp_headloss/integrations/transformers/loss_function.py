@@ -13,15 +13,7 @@ from ...head_loss import HeadLoss, HeadLossOutput
 from ...head_loss.output import Observed
 from ...ranks.shard import VocabShard
 from ...spec import Instance, checked
-from .calls import (
-    LOST_LABELS,
-    is_training,
-    next_token_labels,
-    refuse_columns,
-    scalar_head_loss,
-    scalar_number,
-    with_ignore_index,
-)
+from . import calls
 from .forward import FUSED, named_arguments
 from .model_facts import Model, installed_shard
 
@@ -119,16 +111,16 @@ def _check_call(model, args, kwargs, outputs) -> None:
             )
         return
     if given.get("num_items_in_batch") is not None:
-        raise ValueError(LOST_LABELS)
-    if not is_training(model):
-        refuse_columns(outputs, loss.shard)
+        raise ValueError(calls.LOST_LABELS)
+    if not calls.is_training(model):
+        calls.refuse_columns(outputs, loss.shard)
         return
     logits, before = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0], loss.forwards - loss.calls
     loss.forwards += 1
 
     def expect_loss(gradient):
         if loss.forwards - loss.calls > before:
-            raise ValueError(LOST_LABELS)
+            raise ValueError(calls.LOST_LABELS)
 
     if logits.requires_grad:
         logits.register_hook(expect_loss)
@@ -140,7 +132,7 @@ class CausalLMShardLoss(Observed):
     def __init__(
         self, head_loss: HeadLoss | None, shard: VocabShard, observe: Callable[[HeadLossOutput], None] | None = None
     ):
-        self.head_loss, self.shard, self.observe = scalar_head_loss(head_loss), shard, observe
+        self.head_loss, self.shard, self.observe = calls.scalar_head_loss(head_loss), shard, observe
         self.forwards = 0  # calls of the model that need a loss
 
     def __call__(
@@ -160,8 +152,8 @@ class CausalLMShardLoss(Observed):
                 f"{self.shard.vocab_size}, got {logits.shape[-1]}: keep the output layer sharded, 'colwise' in the "
                 "tp_plan instead of 'colwise_gather_output' (or 'colwise_rep'), or vocab_parallel_lm_head in DeepSpeed"
             )
-        head_loss = with_ignore_index(self.head_loss, ignore_index)
-        labels = next_token_labels(labels, shift_labels, head_loss.ignore_index).to(logits.device)
-        denominator = scalar_number(num_items_in_batch, logits.device)
+        head_loss = calls.with_ignore_index(self.head_loss, ignore_index)
+        labels = calls.next_token_labels(labels, shift_labels, head_loss.ignore_index).to(logits.device)
+        denominator = calls.scalar_number(num_items_in_batch, logits.device)
         out = head_loss(logits, labels, shard=self.shard, denominator=denominator, inputs=head_inputs)
         return self.observed(out).loss

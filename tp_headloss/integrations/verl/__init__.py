@@ -13,18 +13,6 @@ into (verl divides the logits in place and rounds the quotient to their dtype); 
 label outside of the vocabulary has NaN; nothing waits for the device.
 """
 
-from .functions import (
-    IGNORED_LABEL,
-    LOWEST_TEMPERATURE,
-    UNREDUCED_HIDDEN_GRAD,
-    linear_cross_entropy,
-    logits_processor,
-)
+from .functions import IGNORED_LABEL, LOWEST_TEMPERATURE, UNREDUCED_HIDDEN_GRAD, linear_cross_entropy, logits_processor
 
-__all__ = [
-    "IGNORED_LABEL",
-    "LOWEST_TEMPERATURE",
-    "UNREDUCED_HIDDEN_GRAD",
-    "linear_cross_entropy",
-    "logits_processor",
-]
+__all__ = ["IGNORED_LABEL", "LOWEST_TEMPERATURE", "UNREDUCED_HIDDEN_GRAD", "linear_cross_entropy", "logits_processor"]
