@@ -90,7 +90,7 @@ def local_head(
         hidden, weight, bias, shard = _local_dtensors(hidden, weight, bias, shard, hidden_grad)
     else:
         shard = resolve_shard(weight.t(), shard)
-    sizes: Sizes = {"width": (shard.width, f"the shard's ids [{shard.start}, {shard.stop})")}
+    sizes: Sizes = {"width": (shard.width, "the shard, stop - start ids of a rank")}
     for name, x, line in (("hidden states", hidden, HIDDEN), ("weight", weight, WEIGHT), ("bias", bias, BIAS)):
         if x is not None:
             line.check(name, x, sizes)
