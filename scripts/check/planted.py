@@ -499,7 +499,7 @@ GROUPS = {
         ("linear_head/sweeps.py", "statistics", "TRANSPORTS[request.facts.transport].default", 'TRANSPORTS["gather"].default'),
     ],
     "test_agreement": [
-        ("arguments/sequences.py", "Sequences.ids", "torch.where(self._counted, self._ids, -1)", "None"),
+        ("arguments/sequences.py", "Sequences.ids", "torch.where(self.counted, self._ids, -1)", "None"),
         ("call/agreement.py", "Agreement.record", "logits.requires_grad", "True"),
         ("call/agreement.py", "Agreement.__exit__", "_compare(facts)", "pass"),
         ("call/agreement.py", "Agreement.record", "SHARDED_DIM.get(name)", "0"),
@@ -595,7 +595,7 @@ GROUPS = {
         ("modules/clipping.py", "clip_grad_norm_", "found is None", "p.grad is not None"),
         ("modules/clipping.py", "clip_grad_norm_", "for name in over: total = torch.linalg.vector_norm(gather_from_ranks(total, resolve_process_group(name)), norm_type)", "pass"),
         ("modules/clipping.py", "clip_grad_norm_", "total = gather_from_ranks(total, resolve_process_group(name))[0]", "pass"),
-        ("modules/clipping.py", "clip_grad_norm_", "dict.fromkeys(parameters)", "list(parameters)"),
+        ("modules/clipping.py", "clip_grad_norm_", "dict.fromkeys(map(_tensor, parameters))", "list(parameters)"),
         ("modules/clipping.py", "_sharded_over", "not placement.is_replicate()", "True"),
         ("modules/vocab_rows.py", "VocabRows._apply", "self._mark()", "None"),
         ("modules/vocab_rows.py", "VocabRows.__setstate__", "self._mark()", "None"),

@@ -1,6 +1,7 @@
 """Wrong arguments are named, wrong types say what to do, and every option changes something."""
 
 import gc
+import math
 import re
 import weakref
 
@@ -92,6 +93,12 @@ VALUES = {
     "ignore_index must be in the range of int64, got 18446744073709551616": lambda: hl.HeadLoss(ignore_index=1 << 64),
     "metrics must have distinct names, got .'accuracy', 'accuracy'.": lambda: hl.HeadLoss(metrics=("accuracy",) * 2),
     "upstream must be other than 0 and finite in fp32, got 0": lambda: hl.Linear(upstream=0),
+    "denominator must be at least 0 and a number that fp32 holds, got -1": lambda: hl.HeadLoss()(
+        ROW, IDS, denominator=-1
+    ),
+    "denominator must be at least 0 and a number that fp32 holds, got inf": lambda: hl.HeadLoss()(
+        ROW, IDS, denominator=math.inf
+    ),
     "denominator must be at least 0 and a number that fp32 holds": lambda: hl.HeadLoss()(ROW, IDS, denominator=10**400),
     "weight must be finite in fp32, got 1000": lambda: hl.Term("mine", len, weight=10**400),
     "'target_logit', 'valid'\\) are always there": lambda: hl.vocab_statistics(ROW, want=("log_prob",)),

@@ -123,7 +123,7 @@ def expect_denominator(denominator, reduction: str, device: torch.device):
         SCALAR.check("denominator", denominator, {"device": (device, "logits")})
     elif not is_number(denominator):
         raise TypeError(f"denominator must be a number or a scalar tensor, got {denominator!r}")
-    elif not 0 <= denominator < math.inf or (denominator and not fits_fp32(denominator)):
+    elif denominator < 0 or denominator == math.inf or (denominator > 0 and not fits_fp32(denominator)):  # NaN is NaN
         raise ValueError(f"denominator must be at least 0 and a number that fp32 holds, got {denominator}")
 
 
