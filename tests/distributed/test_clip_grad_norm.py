@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from tp_headloss import Init, VocabParallelEmbedding, VocabParallelHead, VocabShard, clip_grad_norm_
+from tp_headloss import HeadLoss, Init, Options, VocabParallelEmbedding, VocabParallelHead, VocabShard, clip_grad_norm_
 
 V, PADDED, H, N = 100, 128, 8, 12
 NORMS = pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
@@ -32,7 +32,8 @@ class Model(torch.nn.Module):
         self.body = torch.nn.Linear(H, H, **options)
         for p in self.body.parameters():
             p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(device)
-        self.head = VocabParallelHead(H, shard, init=Init(1.0, seed=3), bias=True, **options)
+        head_loss = HeadLoss(options=Options(backend="torch"))  # which has float64 on GPUs, too
+        self.head = VocabParallelHead(H, shard, head_loss=head_loss, init=Init(1.0, seed=3), bias=True, **options)
 
     def gradients(self):
         ids = (torch.arange(N, device=self.body.weight.device) * 31) % V

@@ -68,7 +68,7 @@ def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
             raise TypeError(f"{metric.owner} must name its values by strings, not empty, got {unnamed}")
         if any(value is None for value in new.values()):
             _expect_statistics(metric, stats)
-        reserved = RESERVED & new.keys()
+        reserved = RESERVED & set(new)
         if reserved and metric.owner not in {f"metric {name!r}" for name in reserved}:
             raise ValueError(f"{metric.owner} must not return {sorted(reserved)}, whose means have a meaning")
         for name, value in new.items():
