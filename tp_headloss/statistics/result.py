@@ -102,10 +102,8 @@ class VocabStatistics(NamedTuple):
     registered: dict[str, torch.Tensor] | MaybeNone = None
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        registered: dict[str, torch.Tensor] | None = None
-        if len(self):  # as the tuple that torch.compile looks at has not
-            registered = self.registered
-        if registered and name in registered:
+        registered = self.registered if len(self) else None  # torch.compile looks at one without fields
+        if isinstance(registered, dict) and name in registered:
             return registered[name]
         raise AttributeError(f"VocabStatistics have no {name!r}")
 
