@@ -3,7 +3,7 @@
 import pytest
 from cases import result, results
 
-VERL, TRL = "verl-0.9.1", "transformers-5.23.0"
+VERL, TRL = "verl-0.9.1", "transformers-5.24.0"
 PRESETS = {VERL: {"PPO", "GRPO", "DAPO", "DrGRPO", "GSPO", "CISPO"}, TRL: {"GRPO", "DAPO", "DrGRPO", "GSPO", "CISPO"}}
 
 

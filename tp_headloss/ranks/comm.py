@@ -29,9 +29,10 @@ def gather_parts(x: torch.Tensor, world_size: int, group_name: str) -> torch.Ten
     """Gather the part [n, ..] of each rank: [n * P, ..], in group-rank order; one all-gather."""
     if world_size == 1 or x.numel() == 0:
         return x
-    gathered = x.new_empty(world_size * x.numel())
-    _all_gather(gathered, x.contiguous().view(-1), group=resolve_process_group(group_name))
-    return gathered.view(-1, *x.shape[1:])
+    gathered = x.new_empty(world_size * x.shape[0], *x.shape[1:])
+    # flat, because gloo takes no other output shape
+    _all_gather(gathered.view(-1), x.contiguous().view(-1), group=resolve_process_group(group_name))
+    return gathered
 
 
 HIDDEN_GRADS = ("all_reduce", "reduce_scatter", "none")
