@@ -110,3 +110,8 @@ def test_a_preset_has_its_own_reduction_and_says_so():
 def test_a_tensor_in_the_place_of_a_teacher_says_what_to_write():
     with pytest.raises(TypeError, match=r"got Tensor: write Teacher\(logits\)"):
         HeadLoss(Distillation())(LOGITS, LABELS, inputs={"teacher": LOGITS})
+
+
+def test_a_misspelt_option_of_an_objective_says_what_is_meant():
+    with pytest.raises(TypeError, match=r"got \['dual_clp'\]: did you mean 'dual_clip'"):
+        PolicyGradient("clip", dual_clp=3.0)

@@ -13,6 +13,7 @@ from ..arguments.sequences import Sequences
 from ..losses.policy import CLIP
 from ..losses.ratio import Level, scaled
 from ..spec import Bounds, OneOf, Pair, Positive, Weight, checked
+from ..spec.aliases import hint
 from ..statistics import VocabStatistics
 from .terms import Metric, Over, Term, over_sets
 
@@ -231,6 +232,6 @@ def _expect_options(owner: str, function, names, options):
     """Raise TypeError or ValueError for keywords that are inputs, unknown to the function, or refused by their line."""
     allowed = sorted(set(function.lines) - {"log_prob", *names})
     if unknown := sorted(set(options) - set(allowed)):
-        raise TypeError(f"{owner} takes the options {allowed}, got {unknown}")
+        raise TypeError(f"{owner} takes the options {allowed}, got {unknown}{hint(unknown[0], allowed, 'keyword')}")
     for name, value in options.items():
         function.lines[name].check(f"{owner}: {name}", value, {})
