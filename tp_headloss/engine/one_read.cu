@@ -23,9 +23,9 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr u64 STUCK = 4000000000000;  // ns, longer than any timeout: a bug ends, too
 constexpr u32 OWNER = 1, IGNORED = 2, LOWEST = 0xff80ff80u;  // flags of a packet; two logits of -inf
 constexpr float LOWEST_DROP = -1e30f;  // of a logit below the maximum, so that 0 times it is 0
-#ifndef ROWS
 #define INF __int_as_float(0x7f800000)
 #define NONE __int_as_float(0x7fc00000)  // NaN
+#ifndef ROWS
 constexpr int TERMS = 0, GIVEN = 0;  // terms and inputs of a row function
 struct Row { float by[3]; };         // values of its terms, and derivatives by lse, log_prob and entropy
 #endif

@@ -82,7 +82,7 @@ Outputs: TypeAlias = Annotated[Sequence[HeadLossOutput], TupleOf(Instance(HeadLo
 
 
 class Observed:
-    """What a host's adapter keeps of the calls of its `HeadLoss`.
+    """Record of the calls of a `HeadLoss`, which a host's adapter keeps.
 
     Attributes:
         observe: function that is called with the `last` of each call, or None.

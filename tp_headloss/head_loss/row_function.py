@@ -17,6 +17,7 @@ from .statistic_value import StatisticValue
 STATISTICS = "lse", "log_prob", "entropy"  # arguments of the function, before the inputs
 MOST_INPUTS = 8  # as in the kernel
 
+INFINITE = "__int_as_float(0x7f800000)"
 # operation of torch -> expression of its operands, which are floats and bools
 OPERATIONS = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}", "div": "{0} / {1}",
@@ -24,7 +25,8 @@ OPERATIONS = {
     "log1p": "log1pf({0})", "sqrt": "sqrtf({0})", "tanh": "tanhf({0})", "sigmoid": "1.f / (1.f + expf(-{0}))",
     "sigmoid_backward": "{0} * ((1.f - {1}) * {1})", "tanh_backward": "{0} * (1.f - {1} * {1})", "abs": "fabsf({0})",
     "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}",
-    "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "isnan": "{0} != {0}", "isinf": "fabsf({0}) == INF",
+    "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "isnan": "{0} != {0}",
+    "isinf": f"fabsf({{0}}) == {INFINITE}",
     "bitwise_and": "{0} && {1}", "bitwise_or": "{0} || {1}", "logical_and": "{0} && {1}", "logical_not": "!{0}",
     "bitwise_not": "!{0}", "where": "{0} ? (float){1} : (float){2}", "masked_fill": "{1} ? (float){2} : {0}",
     "clamp": "{0} < {1} ? {1} : {0} > {2} ? {2} : {0}", "clamp_min": "{0} < {1} ? {1} : {0}",
@@ -60,7 +62,6 @@ def row_function(terms) -> RowFunction | None:
     inputs = tuple(dict.fromkeys(name for term in terms for name in term.inputs))
     if len(inputs) > MOST_INPUTS:
         return None
-
     used: list[bool] = []
 
     def values_and_slopes(*rows):
@@ -103,7 +104,7 @@ def _source(graph, n_terms: int, inputs) -> str:
     values, by = ", ".join(results[:n_terms]), ", ".join(results[n_terms:])
     body = "\n".join(lines)
     return (
-        f"#define ROWS\n#define INF __int_as_float(0x7f800000)\n#define NONE __int_as_float(0x7fc00000)\n"
+        "#define ROWS\n"
         f"constexpr int TERMS = {n_terms}, GIVEN = {len(inputs)};\n"
         f"struct Row {{ float value[TERMS], by[{len(STATISTICS)}]; }};\n"
         f"__device__ __forceinline__ Row row_function(const float* x) {{\n{body}\n"
@@ -134,7 +135,7 @@ def _operand(x: Any, names) -> str:
     if not isinstance(x, (int, float)):  # sizes, which no expression reads
         return ""
     if math.isnan(x):
-        return "NONE"
+        return "__int_as_float(0x7fc00000)"
     if math.isinf(x):
-        return "INF" if x > 0 else "(-INF)"
+        return INFINITE if x > 0 else f"(-{INFINITE})"
     return f"({float(torch.tensor(x, dtype=torch.float32)).hex()}f)"

@@ -101,7 +101,7 @@ class LinearCall(NamedTuple):
 
     @property
     def operands(self) -> dict[str, torch.Tensor]:
-        """What makes the logits, by the names of messages."""
+        """Hidden states and weight, by the names that messages give them."""
         return {"hidden states": self.hidden, "weight": self.weight}
 
     def recompute_outputs(self) -> tuple[torch.Tensor, ...]:

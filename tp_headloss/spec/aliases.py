@@ -1,4 +1,4 @@
-"""What others call our names: verl, TRL, torch, Liger, flash-attention, Megatron. The one table of it.
+"""Table of names that verl, TRL, torch, Liger, flash-attention and Megatron have for ours.
 
 A true synonym is taken where `checked` sees it; for every other name the error says what to write.
 """

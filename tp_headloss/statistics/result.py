@@ -108,7 +108,7 @@ class VocabStatistics(NamedTuple):
         raise AttributeError(f"VocabStatistics have no {name!r}")
 
     def updated(self, values: dict) -> VocabStatistics:
-        """These statistics with others in their places, by name."""
+        """Return a copy of the statistics with those of `values` in the place of theirs, by name."""
         own = {name: x for name, x in values.items() if name not in self._fields}
         new = self._replace(**{name: x for name, x in values.items() if name not in own})
         return new._replace(registered={**(self.registered or {}), **own}) if own else new
