@@ -26,14 +26,15 @@ class Model(torch.nn.Module):
 
     def __init__(self, shard, device):
         super().__init__()
-        options = {"device": device, "dtype": torch.float64}
+        options = {"device": "cpu", "dtype": torch.float64}  # a seed draws other weights on a GPU
         self.embedding = VocabParallelEmbedding(H, shard, init=Init(1.0, seed=1), **options)
         generator = torch.Generator().manual_seed(2)
         self.body = torch.nn.Linear(H, H, **options)
         for p in self.body.parameters():
-            p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(device)
+            p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64)
         head_loss = HeadLoss(options=Options(backend="torch"))  # which has float64 on GPUs, too
         self.head = VocabParallelHead(H, shard, head_loss=head_loss, init=Init(1.0, seed=3), bias=True, **options)
+        self.to(device)
 
     def gradients(self):
         ids = (torch.arange(N, device=self.body.weight.device) * 31) % V
