@@ -52,9 +52,10 @@ def expect_alike(one, two, noise=1e-30):
     assert torch.allclose(one[0].loss, two[0].loss, rtol=1e-6, atol=1e-6, equal_nan=True)
     for name, metric in one[0].metrics.items():
         assert torch.allclose(metric, two[0].metrics[name], rtol=1e-6, atol=1e-5, equal_nan=True)
-    for a, b in zip(one[0].stats, two[0].stats):
+    for name, a, b in zip(one[0].stats._fields, one[0].stats, two[0].stats):
         if isinstance(a, torch.Tensor):
-            assert torch.allclose(a.double(), b.double(), rtol=1e-6, atol=2e-6, equal_nan=True)
+            noise_of_sum = 1e-7 * one[1].shape[1] if name == "total" else 0.0  # of parts that cancel
+            assert torch.allclose(a.double(), b.double(), rtol=1e-6, atol=2e-6 + noise_of_sum, equal_nan=True)
     for a, b in zip(one[1:], two[1:]):
         a, b = a.float(), b.float()
         assert torch.equal(a.isnan(), b.isnan()) and not ((a - b).abs() > 2**-7 * b.abs() + noise).any()
@@ -87,6 +88,14 @@ CASES = {
     "upstream": {"upstream": 0.3},
     "metrics": {"metrics": ("accuracy", "entropy", "lse")},
     "accuracy": {"metrics": ("accuracy",), "terms": (hl.CrossEntropy(),)},
+    "smoothing": {"terms": (hl.CrossEntropy(label_smoothing=0.1), hl.ZLoss(0.01))},
+    "smoothing and metrics": {
+        "terms": (hl.CrossEntropy(0.5, 0.2, "megatron"), hl.Entropy(-0.1), hl.Term("own", StatisticValue("total"), 1e-4)),
+        "metrics": ("accuracy", "entropy"),
+        "token_weight": torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, 0.25]),
+        "upstream": 0.3,
+    },
+    "totals": {"terms": (hl.CrossEntropy(), hl.Term("own", StatisticValue("total", square=True), 1e-6))},
     "entropies": {"terms": (hl.CrossEntropy(), hl.Entropy(-0.1)), "metrics": ("accuracy",)},
     "GRPO": {
         "terms": (hl.PolicyGradient("clip", clip=(0.2, 0.28)), hl.KLToReference(0.05)),
@@ -321,7 +330,7 @@ def test_leaves_depend_on_the_vocabulary_alone(vocab_size):
 
 @on_hopper
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("flags", [(), ("ENTROPY",), ("ARGMAX",), ("ENTROPY", "ARGMAX", "TERM")])
+@pytest.mark.parametrize("flags", [(), ("ENTROPY",), ("ARGMAX",), ("ENTROPY", "ARGMAX", "TOTAL", "TERM")])
 def test_the_kernel_compiles_for_gpus_that_are_not_here(flags, architecture, device):
     library = one_read_launch.kernel_of(torch.device(device, 0)).library
     policy = row_function([hl.PolicyGradient(), hl.KLToReference(0.1), hl.Entropy(0.1)]).source
@@ -337,7 +346,7 @@ def test_the_kernel_and_its_caller_agree():
     expected = *map(numbers.get, ("SLOTS", "RANKS", "VALUES", "GIVENS")), 32 * numbers["LEAF"], threads
     launch = one_read_launch
     assert expected == (launch.SLOTS, launch.RANKS, launch.VALUES, launch.GIVENS, launch.LEAF, launch.THREADS)
-    assert launch.TERMS == row_functions.STATISTICS and launch.GIVENS == row_functions.MOST_INPUTS
+    assert launch.TERMS == row_functions.SLOPES and launch.GIVENS == row_functions.MOST_INPUTS
     body = source.partition("struct Params {")[2].partition("};")[0]
     fields = re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", body)
     assert fields == [name for name, _ in one_read_launch.Params._fields_]
@@ -389,15 +398,15 @@ def _shard(group, logits, vocab_size):
     return shard, logits[:, shard.start : shard.stop].contiguous()
 
 
-def _sharded(group, device, vocab_size, metrics=(), transposed=False, policy=False):
+def _sharded(group, device, vocab_size, metrics=(), transposed=False, kind="plain"):
     logits, labels = problem(device, vocab_size, 40)
     shard, x = _shard(group, logits, vocab_size)
     if (
         transposed and group is not None and group.rank() == 0
     ):  # a rank whose logits the kernel cannot read where they are
         x = x.t().contiguous().t()
-    given = {}
-    if policy:
+    given = {"terms": (hl.CrossEntropy(label_smoothing=0.1),)} if kind == "smoothing" else {}
+    if kind == "policy":
         old, reference = -torch.arange(40.0, device=device) / 4, -torch.arange(40.0, device=device) / 3
         inputs = {"advantages": (reference + 7).sign(), "old_log_prob": old, "reference_log_prob": reference}
         given = {"terms": (hl.PolicyGradient(), hl.KLToReference(0.1)), "inputs": inputs}
@@ -409,9 +418,12 @@ def _sharded(group, device, vocab_size, metrics=(), transposed=False, policy=Fal
 @on_hopper
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("vocab_size", [1024, 32768, 50304, 128256])
-@pytest.mark.parametrize("metrics, policy", [((), False), (("accuracy", "entropy"), False), (("entropy",), True)])
-def test_any_number_of_ranks_has_the_same_bits(metrics, policy, vocab_size, world_size):
-    given = vocab_size, metrics, False, policy
+@pytest.mark.parametrize(
+    "metrics, kind",
+    [((), "plain"), (("accuracy", "entropy"), "plain"), (("entropy",), "policy"), (("accuracy",), "smoothing")],
+)
+def test_any_number_of_ranks_has_the_same_bits(metrics, kind, vocab_size, world_size):
+    given = vocab_size, metrics, False, kind
     parts, (alone,) = on_ranks(world_size, _sharded, *given), on_ranks(1, _sharded, *given)
     for part in parts:
         assert all(torch.equal(a, b) for a, b in zip(part[2:], alone[2:]))
@@ -467,11 +479,11 @@ def test_steps_beside_other_work_have_the_same_bits(world_size):
 def _random_steps(group, device, repeats):
     """Steps of random shapes, losses and denominators, in one launch and in two: how many differ."""
     choices, wrong = random.Random(5), torch.zeros((), device=device)
-    policy = (hl.PolicyGradient(), hl.KLToReference(0.1))
+    policy, smoothed = (hl.PolicyGradient(), hl.KLToReference(0.1)), (hl.CrossEntropy(label_smoothing=0.1),)
     head_of = functools.cache(lambda terms, metrics, options: hl.HeadLoss(terms, metrics=metrics, options=options))
     for step in range(repeats):
         vocab_size, n_rows = choices.choice([1024, 4096, 32000, 50304]), choices.randrange(1, 200)
-        terms = choices.choice([(hl.CrossEntropy(),), TERMS, policy, (hl.CrossEntropy(), hl.Entropy(0.1))])
+        terms = choices.choice([(hl.CrossEntropy(),), TERMS, policy, smoothed, (hl.CrossEntropy(), hl.Entropy(0.1))])
         logits = torch.randn(n_rows, vocab_size, device=device, generator=torch.Generator(device).manual_seed(step))
         labels = (logits[:, 0].abs() * 1000).long() % vocab_size
         old = {name: logits[:, i] - 8 for i, name in enumerate(("old_log_prob", "reference_log_prob"))}

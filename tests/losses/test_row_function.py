@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tp_headloss import CrossEntropy, Entropy, KLToReference, PolicyGradient, Term, ZLoss
-from tp_headloss.head_loss.row_function import STATISTICS, row_function
+from tp_headloss.head_loss.row_function import SLOPES, STATISTICS, row_function
 from tp_headloss.losses import KL_ESTIMATORS
 from tp_headloss.statistics import VocabStatistics
 
@@ -23,9 +23,9 @@ PRELUDE = """
 ENTRY = """
 extern "C" void rows(const float* x, float* out, int n) {
   for (int i = 0; i < n; i++) {
-    const Row row = row_function(x + i * (3 + GIVEN));
+    const Row row = row_function(x + i * (5 + GIVEN));
     for (int k = 0; k < TERMS; k++) *out++ = row.value[k];
-    for (int k = 0; k < 3; k++) *out++ = row.by[k];
+    for (int k = 0; k < 4; k++) *out++ = row.by[k];
   }
 }
 """
@@ -39,6 +39,7 @@ def _own(stats, scale):
 
 SETS = {
     "statistics": (CrossEntropy(), ZLoss(0.1), Entropy(0.2)),
+    "smoothing": (CrossEntropy(label_smoothing=0.1), CrossEntropy(0.5, 0.2, "megatron")),
     "GRPO": (PolicyGradient("clip", clip=(0.2, 0.28)), KLToReference(0.05), Entropy(0.01)),
     "dual clip": (PolicyGradient("clip", dual_clip=3.0, rollout_weight=True),),
     "cispo": (PolicyGradient("cispo", 0.5), PolicyGradient("cispo", convention="bound", clip=(0.0, 5.0), name="bound")),
@@ -47,17 +48,19 @@ SETS = {
     **{f"kl {name}": (KLToReference(0.3, name),) for name in KL_ESTIMATORS},
     **{f"kl {w}": (KLToReference(0.3, importance_weight=w),) for w in ("on-policy", "old", "generator")},
 }
+V = 100
 NUMBERS = 0.0, -1.0, -0.3, -2.5, -40.0, 1.5, -math.inf, math.nan
 
 
 def in_torch(terms, inputs, x):
-    """The terms' values, and derivatives of their weighted sum, [n, terms + 3]."""
-    known = [column.clone().requires_grad_() for column in x.unbind(1)[:3]]
-    stats = VocabStatistics._make([None] * len(VocabStatistics._fields))._replace(**dict(zip(STATISTICS, known)))
-    given = dict(zip(inputs, x.unbind(1)[3:]))
+    """The terms' values, and derivatives of their weighted sum, [n, terms + 4]."""
+    known = [column.clone().requires_grad_() for column in x.unbind(1)[: len(STATISTICS)]]
+    stats = VocabStatistics._make([None] * len(VocabStatistics._fields))
+    stats = stats._replace(vocab_size=V, **dict(zip(STATISTICS, known)))
+    given = dict(zip(inputs, x.unbind(1)[len(STATISTICS) :]))
     values = [term.function(stats, **{name: given[name] for name in term.inputs}) for term in terms]
     sum(term.weight * value.sum() for term, value in zip(terms, values)).backward()
-    slopes = [torch.zeros(len(x)) if leaf.grad is None else leaf.grad for leaf in known]
+    slopes = [torch.zeros(len(x)) if leaf.grad is None else leaf.grad for leaf in known[: len(SLOPES)]]
     return torch.stack([value.detach() for value in values] + slopes, 1)
 
 
@@ -67,14 +70,14 @@ def test_the_source_has_the_values_and_derivatives_of_the_terms(name, tmp_path):
     if compiler is None:
         pytest.skip("no C++ compiler here")
     terms = SETS[name]
-    function = row_function(terms)
+    function = row_function(terms, V)
     source, library = tmp_path / "rows.cpp", tmp_path / "rows.so"
     source.write_text(PRELUDE + function.source + ENTRY)
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-std=c++17", source, "-o", library], check=True)
     width = len(STATISTICS) + len(function.inputs)
     few = NUMBERS if width < 6 else (0.0, -0.3, -2.5, math.nan)
     x = torch.tensor(list(itertools.product(few, repeat=width))).contiguous()
-    found = torch.full((len(x), len(terms) + len(STATISTICS)), 7.0)
+    found = torch.full((len(x), len(terms) + len(SLOPES)), 7.0)
     ctypes.CDLL(str(library)).rows(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(found.data_ptr()), len(x))
     assert torch.allclose(found, in_torch(terms, function.inputs, x), rtol=1e-5, atol=1e-6, equal_nan=True)
     assert function.has_entropy == (name in ("statistics", "GRPO", "own")) and function.n_terms == len(terms)

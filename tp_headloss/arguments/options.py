@@ -61,8 +61,8 @@ class Options:
             each logit once and exchanges packets with the group's other ranks, and the backward hand it over
             (multiplied if the upstream gradient of the loss is another than in the step before, at first 1). For
             bfloat16 logits on GPUs of compute capability 9.0, contiguous and a multiple of 8 wide; equal shards on at
-            most 8 ranks with symmetric memory; terms that are statistics or `Term.pointwise` (no smoothing or class
-            weights), and at most six sums of lse, log_prob, entropy, the accuracy and such terms; a reduction over
+            most 8 ranks with symmetric memory; terms that are statistics or `Term.pointwise` (no class weights),
+            and at most six sums of lse, log_prob, entropy, total, the accuracy and such terms; a reduction over
             tokens; no transform, teacher, sets, ids or rank, and no weights or inputs that require a gradient;
             ValueError for other calls that need a gradient.
             "backward" has a launch of the backward write it. "auto" takes "forward" where it can and was measured to be

@@ -13,12 +13,12 @@
 // Launches of one memory alternate between two halves of it: a rank that writes a half again has ended the launch
 // between, so its peers have begun that one, and ended the launch whose packets are overwritten.
 // No program waits for one that is not there: items are claimed in order, each when a slot is free for it.
-// Compiled with ENTROPY or ARGMAX for calls that want these, and TERM if a term of the loss is an entropy. Before this
+// Compiled with ENTROPY, ARGMAX or TOTAL for calls that want these, and TERM if a term of the loss is an entropy. Before this
 // source may stand a `row_function`, with the terms of a loss and their derivatives: see row_function.py.
 typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16; typedef long long i64;
 
 constexpr int SUM = 8, GRAD = 8, POST = 2, MERGE = 4, OTHERS = 1 + POST + MERGE, WARPS = OTHERS + SUM + GRAD;
-constexpr int SLOTS = 12, RANKS = 8, LEAF = 5, VALUES = 6, GIVENS = 8, AT_ONCE = 8;
+constexpr int SLOTS = 10, RANKS = 8, LEAF = 5, VALUES = 6, GIVENS = 8, AT_ONCE = 8;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr u64 STUCK = 4000000000000;  // ns, longer than any timeout: a bug ends, too
 constexpr u32 OWNER = 1, IGNORED = 2, LOWEST = 0xff80ff80u;  // flags of a packet; two logits of -inf
@@ -27,40 +27,43 @@ constexpr float LOWEST_DROP = -1e30f;  // of a logit below the maximum, so that 
 #define NONE __int_as_float(0x7fc00000)  // NaN
 #ifndef ROWS
 constexpr int TERMS = 0, GIVEN = 0;  // terms and inputs of a row function
-struct Row { float by[3]; };         // values of its terms, and derivatives by lse, log_prob and entropy
+struct Row { float by[4]; };         // values of its terms, and derivatives by lse, log_prob, entropy and total
 #endif
 
 struct Params {  // in the order of `one_read.Params`
   const u16* logits; u16* gradient; const void* labels; const float *weight, *upstream; const double* denominator;
   float *assumed, *lse, *log_prob, *target_logit, *owners; unsigned char* valid;  // [], [N] each
-  float *entropy, *mean; i64* argmax; unsigned char* hits;               // [N] or null
+  float *entropy, *mean, *total, *mass; i64* argmax; unsigned char* hits;  // [N] or null
   float *shift, *sum, *others, *target, *loss, *sums; double* inverse;  // [N] merged rows; [], [values + 1], [] 1 / divisor
   const void* values[VALUES];  // [N] each, which are summed, fp32 or bool
-  const float* given[GIVENS]; float* found;  // inputs [N] of a row function, and its results [TERMS + 3, N]
+  const float* given[GIVENS]; float* found;  // inputs [N] of a row function, and its results [TERMS + 4, N]
   u32 *control, *failed;  // launches, programs that are done, items claimed, failure; the host's word for that
   u64 packets[RANKS];     // [2, half] of every rank
   i64 start, ignore_index, half;
   u64 timeout;            // ns
   double number;          // to divide by; 0: the valid tokens or their weights
   // d loss / d value: factor + square * value
-  float lse_factor, lse_square, log_prob_factor, log_prob_square, entropy_factor, entropy_square, coefficients[VALUES];
+  float lse_factor, lse_square, log_prob_factor, log_prob_square, entropy_factor, entropy_square;
+  float total_factor, total_square, coefficients[VALUES];
   int n_values, squares, negatives, bools, rows, width, valid_width, wide_labels;  // width % 8 == 0
   int chunk, cuts, leaves, pieces, slots, slot_bytes, rank, ranks;  // vectors and log2 of leaves of a chunk; leaves of an item
 };
-#if defined(ENTROPY) || defined(ARGMAX)
+#if defined(ENTROPY) || defined(ARGMAX) || defined(TOTAL)
 constexpr int WORDS = 2;  // stores of a packet
 #else
 constexpr int WORDS = 1;
 #endif
 struct Item { int row, piece, vectors, valid, target; bool ignored; };  // of 8 columns; valid columns; the label's or -1
-// Of some columns without the label's: sum of exp(z - max), and of that times z - max; the lowest id of the maximum.
-struct Node { float max, sum, moment; int index; };
+// Of some columns without the label's: sum of exp(z - max), and of that times z - max; sum and number of the logits above
+// -inf; the lowest id of the maximum.
+struct Node { float max, sum, moment, total; int count, index; };
+// shift; d loss / d logit over exp(logit - shift), its slope by logit - shift, and d loss / d logit besides; that of the label
+struct __align__(16) Factors { float shift, each, slope, flat, label; };
 struct Shared {
   u64 full[SLOTS], stat[SLOTS], ready[SLOTS], free[SLOTS];
   Item item[SLOTS];
   Node node[SLOTS][SUM];
-  // shift; d loss / d logit over exp(logit - shift), and its slope by logit - shift; d loss / d label's logit
-  float4 factor[SLOTS];
+  Factors factor[SLOTS];
   double counted[GRAD];
   bool is_last;
 };
@@ -100,7 +103,7 @@ __device__ __forceinline__ uint4 look(const uint4* p) {
   asm volatile("{ .reg .b128 q; ld.relaxed.sys.global.b128 q, [%2]; mov.b128 {%0, %1}, q; }" : "=l"(a), "=l"(b) : "l"(p) : "memory");
   return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
 }
-__device__ __forceinline__ Node nothing() { return {-INF, 0.f, 0.f, 0x7fffffff}; }
+__device__ __forceinline__ Node nothing() { return {-INF, 0.f, 0.f, 0.f, 0, 0x7fffffff}; }
 __device__ __forceinline__ float finite(float max) { return max == -INF ? 0.f : max; }
 __device__ __forceinline__ i64 label_of(const Params& q, int row) {
   return q.wide_labels ? ((const i64*)q.labels)[row] : ((const int*)q.labels)[row];
@@ -123,6 +126,9 @@ __device__ __forceinline__ Node join(Node a, Node b) {
   };
   x.moment = __fadd_rn(moved(a, left, p), moved(b, right, q));
 #endif
+#ifdef TOTAL
+  x.total = __fadd_rn(a.total, b.total), x.count = a.count + b.count;
+#endif
 #ifdef ARGMAX
   x.index = a.max > b.max ? a.index : b.max > a.max ? b.index : min(a.index, b.index);
 #endif
@@ -134,6 +140,9 @@ __device__ __forceinline__ Node join_lanes(Node x, int lanes) {
     y.max = __shfl_xor_sync(~0u, x.max, d), y.sum = __shfl_xor_sync(~0u, x.sum, d);
 #ifdef ENTROPY
     y.moment = __shfl_xor_sync(~0u, x.moment, d);
+#endif
+#ifdef TOTAL
+    y.total = __shfl_xor_sync(~0u, x.total, d), y.count = __shfl_xor_sync(~0u, x.count, d);
 #endif
 #ifdef ARGMAX
     y.index = __shfl_xor_sync(~0u, x.index, d);
@@ -196,12 +205,19 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i
 #ifdef ENTROPY
       moment = fmaf(p, fmaxf(a, LOWEST_DROP), fmaf(q, fmaxf(b, LOWEST_DROP), moment));
 #endif
+#ifdef TOTAL
+      if (low(u) != -INF) x.total += low(u), x.count++;
+      if (high(u) != -INF) x.total += high(u), x.count++;
+#endif
     };
     add(r[k].x), add(r[k].y), add(r[k].z), add(r[k].w);
   }
   x.max = max, x.sum = add_lanes(even + odd);
 #ifdef ENTROPY
   x.moment = add_lanes(moment);
+#endif
+#ifdef TOTAL
+  x.total = add_lanes(x.total), x.count = add_lanes(x.count);
 #endif
   return x;
 }
@@ -225,7 +241,7 @@ __device__ __forceinline__ void count(const Params& q, double* counted, int warp
 }
 
 // A row's statistics from its sums without the label and the label's logit, each rounded once; as in `softmax_triton`.
-struct Solved { double top, whole, others, offset, lse, log_prob, mean, entropy; };
+struct Solved { double top, whole, others, offset, lse, log_prob, mean, entropy, total, mass; };
 __device__ __forceinline__ Solved solve(Node x, float t) {
   Solved r = {};
   const double m = x.max, y = t;
@@ -239,11 +255,14 @@ __device__ __forceinline__ Solved solve(Node x, float t) {
   const double drop = x.max == -INF ? 0.0 : m - r.top, f = x.max == -INF ? 0.0 : exp(drop);
   r.mean = (f * (x.moment + drop * x.sum) + (p == 0.0 ? 0.0 : p * r.offset)) / r.whole, r.entropy = log_sum - r.mean;
 #endif
+#ifdef TOTAL
+  r.total = x.total + (lonely ? 0.0 : y), r.mass = x.count + !lonely;
+#endif
   return r;
 }
 
 // The factors of a row's gradient; by: derivatives of a row function's terms.
-__device__ __forceinline__ float4 factors(const Params& q, const Item& item, Node x, float t, int owners, double scale, const Row& row) {
+__device__ __forceinline__ Factors factors(const Params& q, const Item& item, Node x, float t, int owners, double scale, const Row& row) {
   const float top = fmaxf(x.max, t), shift = finite(top), p = ex2((t - shift) * LOG2E);
   const float others = x.sum * ex2((x.max - shift) * LOG2E), whole = others + p;
   float by_lse = q.lse_factor, by_log_prob = q.log_prob_factor;
@@ -257,7 +276,7 @@ __device__ __forceinline__ float4 factors(const Params& q, const Item& item, Nod
 #endif
   const float factor = (float)(scale * (q.weight ? (double)q.weight[item.row] : 1.0));
   by_lse *= factor, by_log_prob *= factor;
-  float each = (by_lse - by_log_prob) / whole, label = by_lse * (p / whole) + by_log_prob * (others / whole), slope = 0.f;
+  float each = (by_lse - by_log_prob) / whole, label = by_lse * (p / whole) + by_log_prob * (others / whole), slope = 0.f, flat = 0.f;
 #ifdef TERM
   const float offset = fmaxf(t - shift, LOWEST_DROP), drop = fmaxf(x.max - shift, LOWEST_DROP), f = ex2(drop * LOG2E);
   const float mean = (f * (x.moment + drop * x.sum) + p * offset) / whole;
@@ -269,9 +288,17 @@ __device__ __forceinline__ float4 factors(const Params& q, const Item& item, Nod
   by_entropy *= factor;
   slope = -by_entropy / whole, each += by_entropy * mean / whole, label -= by_entropy * (p / whole) * (offset - mean);
 #endif
+#ifdef TOTAL
+  flat = q.total_factor;
+  if (q.total_square != 0.f) flat += q.total_square * (x.total + (t == -INF ? 0.f : t));
+#ifdef ROWS
+  flat += row.by[3];
+#endif
+  flat *= factor, label += t == -INF ? 0.f : flat;
+#endif
   if (!(whole > 0.f) || owners != 1) each = label = NONE;
-  if (item.ignored) each = label = slope = 0.f;
-  return make_float4(shift, each, label, slope);
+  if (item.ignored) each = label = slope = flat = 0.f;
+  return {shift, each, slope, flat, label};
 }
 
 // Store the statistics of a row.
@@ -285,13 +312,16 @@ __device__ __forceinline__ void finish(const Params& q, const Item& item, Node x
 #ifdef ENTROPY
   q.mean[row] = settle(r.mean), q.entropy[row] = settle(r.entropy);
 #endif
+#ifdef TOTAL
+  q.total[row] = settle(r.total), q.mass[row] = settle(r.mass);
+#endif
 #ifdef ARGMAX
   const i64 id = label_of(q, row), best = t > x.max || (t == x.max && id < x.index) ? id : x.index;
   q.argmax[row] = bad || item.ignored ? -1 : best, q.hits[row] = best == id && !bad && !item.ignored;
 #endif
 #ifdef ROWS
   for (int k = 0; k < TERMS; k++) q.found[(i64)k * q.rows + row] = settle(by.value[k]);
-  for (int k = 0; k < 3; k++) q.found[(i64)(TERMS + k) * q.rows + row] = settle(by.by[k]);
+  for (int k = 0; k < 4; k++) q.found[(i64)(TERMS + k) * q.rows + row] = settle(by.by[k]);
 #endif
 }
 
@@ -382,8 +412,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       if (item.target >= 0 && !item.ignored) logit = ((const u16*)(ring + slot * q.slot_bytes))[item.target] << 16, flags = OWNER;
       __syncwarp();  // all lanes have read the slot, which may be another item's once a packet is out
       uint4* to = (uint4*)q.packets[lane % RANKS] + half + (i64)item.row * all * WORDS + q.rank * q.pieces + item.piece;
-      if (lane < q.ranks) post(to, make_uint4(__float_as_uint(x.max), __float_as_uint(x.sum), logit, tag << 2 | flags));
-      if (WORDS > 1 && lane < q.ranks) post(to + all, make_uint4(__float_as_uint(x.moment), x.index, 0, tag << 2));
+      // an item has fewer columns than 2^16, and a logit no more bits
+      if (lane < q.ranks) post(to, make_uint4(__float_as_uint(x.max), __float_as_uint(x.sum), logit | x.count, tag << 2 | flags));
+      if (WORDS > 1 && lane < q.ranks) post(to + all, make_uint4(__float_as_uint(x.moment), x.index, __float_as_uint(x.total), tag << 2));
     }
   } else if (warp < OTHERS) {  // merge, in turns
     const float upstream = *q.upstream;
@@ -415,14 +446,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
           break;
         }
       }
-      const Node x = join_lanes({__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(more.x), (int)more.y}, 32);
+      const Node x = join_lanes({__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(more.x), __uint_as_float(more.z),
+                                 (int)(p.z & 0xffffu), (int)more.y}, 32);
       const u32 own = __ballot_sync(~0u, lane < all && p.w & OWNER), ignore = __ballot_sync(~0u, lane < all && p.w & IGNORED);
-      const float logit = __shfl_sync(~0u, __uint_as_float(p.z), own ? __ffs(own) - 1 : 0);
+      const float logit = __shfl_sync(~0u, high(p.z), own ? __ffs(own) - 1 : 0);
       Row row = {};
 #ifdef ROWS
       const Solved solved = solve(x, logit);
-      float known[3 + GIVEN] = {(float)solved.lse, (float)solved.log_prob, (float)solved.entropy};
-      for (int k = 0; k < GIVEN; k++) known[3 + k] = __shfl_sync(~0u, given, k);
+      float known[5 + GIVEN] = {(float)solved.lse, (float)solved.log_prob, (float)solved.entropy, (float)solved.total, (float)solved.mass};
+      for (int k = 0; k < GIVEN; k++) known[5 + k] = __shfl_sync(~0u, given, k);
       row = row_function(known);
 #endif
       if (lane == 0) {
@@ -472,7 +504,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       }
       const int a = item.vectors * w / GRAD, b = item.vectors * (w + 1) / GRAD;
       const u32 base = at(ring + slot * q.slot_bytes);
-      const float4 f = s.factor[slot];
+      const Factors f = s.factor[slot];
       const bool is_padded = item.ignored || 8 * b > item.valid;
       for (int v = a + lane; v < b; v += 128) {
         uint4 r[4];
@@ -481,11 +513,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
 #pragma unroll
         for (int k = 0; k < 4; k++) if (v + 32 * k < b) {
           auto one = [&](float z) {
+            float each = f.each;
 #ifdef TERM  // where p underflows the factor stays finite, so that their product is 0
-            return ex2((z - f.x) * LOG2E) * fmaf(f.w, fmaxf(z - f.x, -200.f), f.y);
-#else
-            return ex2((z - f.x) * LOG2E) * f.y;
+            each = fmaf(f.slope, fmaxf(z - f.shift, -200.f), each);
 #endif
+            each *= ex2((z - f.shift) * LOG2E);
+#ifdef TOTAL
+            if (z != -INF) each += f.flat;
+#endif
+            return each;
           };
           auto grad = [&](u32 u) { return pack(one(low(u)), one(high(u))); };
           uint4 d = make_uint4(grad(r[k].x), grad(r[k].y), grad(r[k].z), grad(r[k].w));
@@ -495,7 +531,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       }
       __syncwarp();
       if (lane == 0 && item.target >= 8 * a && item.target < 8 * b && !item.ignored)
-        ((u16*)(ring + slot * q.slot_bytes))[item.target] = (u16)pack(f.z, 0.f);
+        ((u16*)(ring + slot * q.slot_bytes))[item.target] = (u16)pack(f.label, 0.f);
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       __syncwarp();
       if (lane == 0) {

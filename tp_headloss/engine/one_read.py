@@ -76,8 +76,7 @@ def _obstacle(request: Request, reduction) -> str | None:
     if reduction is None:
         return (
             "the triton backend, a reduction over tokens, weights, denominators and inputs without a gradient, and "
-            "terms that are pointwise functions of lse, log_prob and entropy, as a cross-entropy without smoothing and "
-            "class weights is"
+            f"terms that are pointwise functions of {list(TERMS)}, as a cross-entropy without class weights is"
         )
     step = columns_of(request)
     if x.temperatures is not None:

@@ -12,13 +12,13 @@ import torch
 
 from .request import Facts, Request
 
-TERMS = "lse", "log_prob", "entropy"  # statistics of such a loss
+TERMS = "lse", "log_prob", "entropy", "total"  # statistics of such a loss
 SUMMED = {*TERMS, "target_logit", "hits"}
-FLAGS = {"entropy": "ENTROPY", "argmax": "ARGMAX"}  # statistics besides, and what the kernel is compiled with
+FLAGS = {"entropy": "ENTROPY", "argmax": "ARGMAX", "total": "TOTAL"}  # statistics besides, and what the kernel is compiled with
 COLUMNS, LEAF, PACKETS = 8, 160, 32  # columns of a vector; vectors of a leaf, at most; packets of a row, at most
 # as in the kernel: slots and ranks, at most, values that are summed, at most, and threads of a program
-SLOTS, RANKS, VALUES, GIVENS, THREADS = 12, 8, 6, 8, 736
-LARGEST, SHARED = 40_960, 227 * 1024 - 2560  # bytes of an item, and of shared memory for all slots
+SLOTS, RANKS, VALUES, GIVENS, THREADS = 10, 8, 6, 8, 736
+LARGEST, SHARED = 40_960, 224 * 1024  # bytes of an item, and of shared memory for all slots
 CUDA_SUCCESS, MOST_DYNAMIC_SHARED_MEMORY = 0, 8
 
 _log = logging.getLogger("tp_headloss")
@@ -76,8 +76,8 @@ class Params(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in (
             "logits", "gradient", "labels", "weight", "upstream", "denominator", "assumed", "lse", "log_prob",
-            "target_logit", "owners", "valid", "entropy", "mean", "argmax", "hits", "shift", "sum", "others", "target",
-            "loss", "sums", "inverse",
+            "target_logit", "owners", "valid", "entropy", "mean", "total", "mass", "argmax", "hits", "shift", "sum",
+            "others", "target", "loss", "sums", "inverse",
         )],
         ("values", ctypes.c_void_p * VALUES), ("given", ctypes.c_void_p * GIVENS), ("found", ctypes.c_void_p),
         ("control", ctypes.c_void_p), ("failed", ctypes.c_void_p),
@@ -180,7 +180,7 @@ def _fixed(facts: Facts, plan, cuts: Cuts, n_rows: int, width: int, number: floa
 
 def statistics_and_gradient(request: Request, reduction: Any, inplace: bool):
     """[merged rows, values, *flags] of a call as `merge_packets`; its loss, sums, 1 / its divisor, and derivatives
-    [3, N] by `TERMS` of a row function's loss, or None; the gradient [N, width] for the expected upstream gradient of
+    [4, N] by `TERMS` of a row function's loss, or None; the gradient [N, width] for the expected upstream gradient of
     the loss, and that."""
     facts, x, layout = request.facts, request.tensors, request.layout
     given, step = x.logits, columns_of(request)

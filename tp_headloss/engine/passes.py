@@ -42,7 +42,7 @@ class Reduced(NamedTuple):
     loss: torch.Tensor  # [] fp32
     sums: torch.Tensor  # [S + 1] fp32: of each value, then the count
     inverse: torch.Tensor  # [] fp64: 1 / what the loss was divided by
-    # [3, N] derivatives of the undivided loss by lse, log_prob and entropy; None where the loss is a sum of statistics
+    # [4, N] derivatives of the undivided loss by `one_read_launch.TERMS`; None where the loss is a sum of statistics
     slopes: torch.Tensor | MaybeNone = None
 
 

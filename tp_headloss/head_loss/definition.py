@@ -37,7 +37,7 @@ class CallPlan(NamedTuple):
     weights: dict[str, float | torch.Tensor]  # of the terms, by name
     obstacles: list[str]  # reasons against one sweep that a call has found
     expected: dict  # device -> upstream gradient of the loss in the last backward, see `engine.one_read`
-    rows: list  # the terms' `RowFunction`, or None, once a call has looked for it
+    rows: dict  # size of a vocabulary -> the terms' `RowFunction`, or None
 
 
 class HeadLossDefinition(NamedTuple):
@@ -113,7 +113,7 @@ class HeadLossDefinition(NamedTuple):
             for functions, metrics in zip(summed, apart)
         )
         names, weights = [term.name for term in self.terms], {term.name: term.weight for term in self.terms}
-        plan = CallPlan(names, weighted, self.input_lines(), summed, apart, evaluated, sums, {}, weights, [], {}, [])
+        plan = CallPlan(names, weighted, self.input_lines(), summed, apart, evaluated, sums, {}, weights, [], {}, {})
         return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:

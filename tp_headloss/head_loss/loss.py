@@ -158,7 +158,7 @@ class HeadLoss(nn.Module):
         at_once = reduction if with_statistics else None
         options = self._definition.options or DEFAULTS
         if is_asked_for(request, options):
-            in_one = reduction_in_one(call, reduction, at_once)
+            in_one = reduction_in_one(call, request.facts.vocab_size, reduction, at_once)
             if gradient_in_forward(request, in_one, options):
                 at_once = expecting(in_one, self._definition.plan.expected, request.tensors.logits.device)
         stats, loss, sums = computed_statistics(request, call.labels, self._definition.options, at_once)

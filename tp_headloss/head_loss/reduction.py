@@ -35,7 +35,7 @@ def fused_reduction(call: Call, example: torch.Tensor, backend: str | None = Non
 
 
 def reduction_in_one(
-    call: Call, reduction: FusedReduction | None, at_once: FusedReduction | None
+    call: Call, vocab_size: int, reduction: FusedReduction | None, at_once: FusedReduction | None
 ) -> FusedReduction | None:
     """The reduction of a loss in the launch that reads the logits: `at_once`, that of statistics, where it names each
     once, else that of a `row_function`, if there is one."""
@@ -43,10 +43,10 @@ def reduction_in_one(
         return at_once
     if any(x.requires_grad for x in call.inputs.values() if isinstance(x, torch.Tensor)):
         return at_once
-    definition = call.definition
-    if not definition.plan.rows:
-        definition.plan.rows.append(row_function(definition.terms))
-    (rows,) = definition.plan.rows
+    definition, known = call.definition, call.definition.plan.rows
+    if vocab_size not in known:
+        known[vocab_size] = row_function(definition.terms, vocab_size)
+    rows = known[vocab_size]
     if rows is None:
         return at_once
     values = [StatisticValue("")] * len(definition.terms)

@@ -14,7 +14,8 @@ import torch
 from ..statistics import VocabStatistics
 from .statistic_value import StatisticValue
 
-STATISTICS = "lse", "log_prob", "entropy"  # arguments of the function, before the inputs
+SLOPES = "lse", "log_prob", "entropy", "total"  # statistics with a gradient
+STATISTICS = (*SLOPES, "mass")  # arguments of the function, before the inputs
 MOST_INPUTS = 8  # as in the kernel
 
 INFINITE = "__int_as_float(0x7f800000)"
@@ -52,9 +53,9 @@ class _NotArithmetic(Exception):
     """A term is more than arithmetic on a token's numbers."""
 
 
-def row_function(terms) -> RowFunction | None:
-    """The terms' function; None if one is more than arithmetic on `STATISTICS` and on inputs of a number per token, or
-    does not promise to stay the same, `Term.pointwise`."""
+def row_function(terms, vocab_size: int = 0) -> RowFunction | None:
+    """The terms' function; None if one is more than arithmetic on `STATISTICS`, on the size of the vocabulary and on
+    inputs of a number per token, or does not promise to stay the same, `Term.pointwise`."""
     if not all(term.pointwise or isinstance(term.function, StatisticValue) for term in terms):
         return None
     from torch.fx.experimental.proxy_tensor import make_fx  # which loads much
@@ -68,13 +69,14 @@ def row_function(terms) -> RowFunction | None:
         with torch.enable_grad():
             known = [row.detach().requires_grad_() for row in rows[: len(STATISTICS)]]
             absent = VocabStatistics._make([None] * len(VocabStatistics._fields))
-            stats = absent._replace(**dict(zip(STATISTICS, known)))
+            stats = absent._replace(vocab_size=vocab_size, **dict(zip(STATISTICS, known)))
             given = dict(zip(inputs, rows[len(STATISTICS) :]))
             values = [term.function(stats, **{name: given[name] for name in term.inputs}) for term in terms]
             total = torch.zeros_like(known[0])
             for term, value in zip(terms, values):
                 total = total + float(term.weight) * value
-            slopes = torch.autograd.grad(total, known, torch.ones_like(known[0]), allow_unused=True)
+            by = known[: len(SLOPES)]
+            slopes = torch.autograd.grad(total, by, torch.ones_like(known[0]), allow_unused=True)
             used[:] = [slope is not None for slope in slopes]
         return [*values, *(torch.zeros_like(known[0]) if slope is None else slope for slope in slopes)]
 
@@ -83,7 +85,7 @@ def row_function(terms) -> RowFunction | None:
         source = _source(make_fx(values_and_slopes)(*rows).graph, len(terms), inputs)
     except (_NotArithmetic, TypeError, AttributeError, RuntimeError, ValueError):
         return None
-    return RowFunction(source, len(terms), inputs, used[STATISTICS.index("entropy")])
+    return RowFunction(source, len(terms), inputs, used[SLOPES.index("entropy")])
 
 
 def _source(graph, n_terms: int, inputs) -> str:
@@ -106,7 +108,7 @@ def _source(graph, n_terms: int, inputs) -> str:
     return (
         "#define ROWS\n"
         f"constexpr int TERMS = {n_terms}, GIVEN = {len(inputs)};\n"
-        f"struct Row {{ float value[TERMS], by[{len(STATISTICS)}]; }};\n"
+        f"struct Row {{ float value[TERMS], by[{len(SLOPES)}]; }};\n"
         f"__device__ __forceinline__ Row row_function(const float* x) {{\n{body}\n"
         f"  return {{{{{values}}}, {{{by}}}}};\n}}\n"
     )
