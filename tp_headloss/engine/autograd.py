@@ -121,13 +121,13 @@ def _statistics_gradients(ctx, saved, upstream) -> tuple:
     count = len(ctx.needs_input_grad) - 3  # absent tensors at the end are left out
     if alone and ctx.step is not None and not ctx.inplace and ctx.step.serves(saved):
         return (ctx.step.gradient(loss, saved), *[None] * (count + 2))
+    if alone and ctx.expected is not None and not ctx.taken:
+        return (_taken(ctx, *map(without_gaps, saved[count : count + 2]), loss), *[None] * (count + 2))
     layout = ctx.request.layout
     request = Request(Tensors.saved(*saved[:count]), ctx.request.facts, layout)
     others = [without_gaps(x) for x in saved[count:]]
     in_forward = others[:2] if ctx.expected is not None else []
     merged, *reduced = others[len(in_forward) :]
-    if in_forward and alone and not ctx.taken:
-        return _gradients(ctx, request, _taken(ctx, in_forward[0], in_forward[1], loss))
     grads = {name: g for name, g in zip(layout.outputs, upstream) if g is not None and name in layout.differentiable}
     loss_factors: tuple = ()
     if loss is not None and not grads and ctx.plan.gradients is not None and operators.can_skip_dispatch(merged):

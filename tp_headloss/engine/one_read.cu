@@ -30,23 +30,24 @@ constexpr int TERMS = 0, GIVEN = 0;  // terms and inputs of a row function
 struct Row { float by[4]; };         // values of its terms, and derivatives by lse, log_prob, entropy and total
 #endif
 
-struct Params {  // in the order of `one_read.Params`
+struct Params {  // in the order of `one_read_launch.Params`
   const u16* logits; u16* gradient; const void* labels; const float *weight, *upstream; const double* denominator;
-  float *assumed, *lse, *log_prob, *target_logit, *owners; unsigned char* valid;  // [], [N] each
+  float *assumed, *loss, *sums; double* inverse;                         // [], [], [values + 1], [] 1 / divisor
+  float *lse, *log_prob, *target_logit, *owners; unsigned char* valid;   // [N] each
   float *entropy, *mean, *total, *mass; i64* argmax; unsigned char* hits;  // [N] or null
-  float *shift, *sum, *others, *target, *loss, *sums; double* inverse;  // [N] merged rows; [], [values + 1], [] 1 / divisor
+  float *shift, *sum, *others, *target;                                  // [N] each, merged rows
   const void* values[VALUES];  // [N] each, which are summed, fp32 or bool
-  const float* given[GIVENS]; float* found;  // inputs [N] of a row function, and its results [TERMS + 4, N]
+  float* found; const float* given[GIVENS];  // results [TERMS + 4, N] of a row function, and its inputs [N]
   u32 *control, *failed;  // launches, programs that are done, items claimed, failure; the host's word for that
   u64 packets[RANKS];     // [2, half] of every rank
-  i64 start, ignore_index, half;
-  u64 timeout;            // ns
+  i64 half; u64 timeout;  // ns
+  i64 rank, start, ignore_index;
   double number;          // to divide by; 0: the valid tokens or their weights
   // d loss / d value: factor + square * value
   float lse_factor, lse_square, log_prob_factor, log_prob_square, entropy_factor, entropy_square;
   float total_factor, total_square, coefficients[VALUES];
   int n_values, squares, negatives, bools, rows, width, valid_width, wide_labels;  // width % 8 == 0
-  int chunk, cuts, leaves, pieces, slots, slot_bytes, rank, ranks;  // vectors and log2 of leaves of a chunk; leaves of an item
+  int chunk, cuts, leaves, pieces, slots, slot_bytes, ranks;  // vectors and log2 of leaves of a chunk; leaves of an item
 };
 #if defined(ENTROPY) || defined(ARGMAX) || defined(TOTAL)
 constexpr int WORDS = 2;  // stores of a packet
@@ -54,11 +55,12 @@ constexpr int WORDS = 2;  // stores of a packet
 constexpr int WORDS = 1;
 #endif
 struct Item { int row, piece, vectors, valid, target; bool ignored; };  // of 8 columns; valid columns; the label's or -1
-// Of some columns without the label's: sum of exp(z - max), and of that times z - max; sum and number of the logits above
-// -inf; the lowest id of the maximum.
+// Of some columns without the label's: sum of exp(z - max), and of that times z - max; with it: sum and number of the
+// logits above -inf; without it: the lowest id of the maximum.
 struct Node { float max, sum, moment, total; int count, index; };
-// shift; d loss / d logit over exp(logit - shift), its slope by logit - shift, and d loss / d logit besides; that of the label
-struct __align__(16) Factors { float shift, each, slope, flat, label; };
+// shift; d loss / d logit over exp(logit - shift), its slope by logit - shift, and d loss / d logit besides, where it is
+// above -inf; that of the label; whether some logits of the item are not
+struct __align__(16) Factors { float shift, each, slope, flat, label; bool has_absent; };
 struct Shared {
   u64 full[SLOTS], stat[SLOTS], ready[SLOTS], free[SLOTS];
   Item item[SLOTS];
@@ -92,6 +94,7 @@ __device__ __forceinline__ void store(u32 a, uint4 v) {
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 __device__ __forceinline__ u32 max2(u32 a, u32 b) { u32 c; asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b)); return c; }
+__device__ __forceinline__ u32 min2(u32 a, u32 b) { u32 c; asm("min.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b)); return c; }
 __device__ __forceinline__ u32 pack(float a, float b) { u32 c; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(c) : "f"(b), "f"(a)); return c; }
 // One access of 16 bytes: the memory model takes a scalar of 128 bits as a whole.
 __device__ __forceinline__ void post(uint4* p, uint4 v) {
@@ -174,6 +177,22 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i
     r[k] = make_uint4(LOWEST, LOWEST, LOWEST, LOWEST);
     if (v < b) r[k] = load(base + v * 16);
   }
+  Node x = nothing();
+#ifdef TOTAL
+  u32 least = 0x7f807f80u;  // two logits of +inf
+#pragma unroll
+  for (int k = 0; k < LEAF; k++) if (a + lane + 32 * k < b) least = min2(least, min2(min2(r[k].x, r[k].y), min2(r[k].z, r[k].w)));
+  const bool is_whole = !__any_sync(~0u, low(least) == -INF || high(least) == -INF) && 8 * b <= item.valid;
+#pragma unroll
+  for (int k = 0; k < LEAF; k++) if (const int v = a + lane + 32 * k; v < b) {
+    auto both = [](u32 u) { return low(u) + high(u); };
+    auto add = [&](float z, int j) { if (z != -INF && 8 * v + j < item.valid) x.total += z, x.count++; };
+    auto each = [&](u32 u, int j) { add(low(u), j), add(high(u), j + 1); };
+    if (is_whole) x.total += both(r[k].x) + both(r[k].y) + (both(r[k].z) + both(r[k].w)), x.count += 8;
+    else each(r[k].x, 0), each(r[k].y, 2), each(r[k].z, 4), each(r[k].w, 6);
+  }
+  x.total = add_lanes(x.total), x.count = add_lanes(x.count);
+#endif
   if (item.target >> 3 >= a && item.target >> 3 < b || 8 * b > item.valid)
 #pragma unroll
     for (int k = 0; k < LEAF; k++) mask(r[k], a + lane + 32 * k, item.target, item.valid, 0xff80u);
@@ -183,7 +202,6 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i
   float max = own, even = 0.f, odd = 0.f, moment = 0.f;
   for (int d = 16; d; d /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, d));
   const float shift = finite(max);
-  Node x = nothing();
 #ifdef ARGMAX
   if (own == max)
 #pragma unroll
@@ -205,19 +223,12 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i
 #ifdef ENTROPY
       moment = fmaf(p, fmaxf(a, LOWEST_DROP), fmaf(q, fmaxf(b, LOWEST_DROP), moment));
 #endif
-#ifdef TOTAL
-      if (low(u) != -INF) x.total += low(u), x.count++;
-      if (high(u) != -INF) x.total += high(u), x.count++;
-#endif
     };
     add(r[k].x), add(r[k].y), add(r[k].z), add(r[k].w);
   }
   x.max = max, x.sum = add_lanes(even + odd);
 #ifdef ENTROPY
   x.moment = add_lanes(moment);
-#endif
-#ifdef TOTAL
-  x.total = add_lanes(x.total), x.count = add_lanes(x.count);
 #endif
   return x;
 }
@@ -256,13 +267,13 @@ __device__ __forceinline__ Solved solve(Node x, float t) {
   r.mean = (f * (x.moment + drop * x.sum) + (p == 0.0 ? 0.0 : p * r.offset)) / r.whole, r.entropy = log_sum - r.mean;
 #endif
 #ifdef TOTAL
-  r.total = x.total + (lonely ? 0.0 : y), r.mass = x.count + !lonely;
+  r.total = x.total, r.mass = x.count;
 #endif
   return r;
 }
 
 // The factors of a row's gradient; by: derivatives of a row function's terms.
-__device__ __forceinline__ Factors factors(const Params& q, const Item& item, Node x, float t, int owners, double scale, const Row& row) {
+__device__ __forceinline__ Factors factors(const Params& q, const Item& item, Node x, float t, int owners, double scale, const Row& row, bool has_absent) {
   const float top = fmaxf(x.max, t), shift = finite(top), p = ex2((t - shift) * LOG2E);
   const float others = x.sum * ex2((x.max - shift) * LOG2E), whole = others + p;
   float by_lse = q.lse_factor, by_log_prob = q.log_prob_factor;
@@ -290,7 +301,7 @@ __device__ __forceinline__ Factors factors(const Params& q, const Item& item, No
 #endif
 #ifdef TOTAL
   flat = q.total_factor;
-  if (q.total_square != 0.f) flat += q.total_square * (x.total + (t == -INF ? 0.f : t));
+  if (q.total_square != 0.f) flat += q.total_square * x.total;
 #ifdef ROWS
   flat += row.by[3];
 #endif
@@ -298,7 +309,7 @@ __device__ __forceinline__ Factors factors(const Params& q, const Item& item, No
 #endif
   if (!(whole > 0.f) || owners != 1) each = label = NONE;
   if (item.ignored) each = label = slope = flat = 0.f;
-  return {shift, each, slope, flat, label};
+  return {shift, each, slope, flat, label, has_absent};
 }
 
 // Store the statistics of a row.
@@ -450,6 +461,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
                                  (int)(p.z & 0xffffu), (int)more.y}, 32);
       const u32 own = __ballot_sync(~0u, lane < all && p.w & OWNER), ignore = __ballot_sync(~0u, lane < all && p.w & IGNORED);
       const float logit = __shfl_sync(~0u, high(p.z), own ? __ffs(own) - 1 : 0);
+      const int count = __shfl_sync(~0u, (int)(p.z & 0xffffu), q.rank * q.pieces + item.piece);  // of the item
       Row row = {};
 #ifdef ROWS
       const Solved solved = solve(x, logit);
@@ -459,7 +471,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
 #endif
       if (lane == 0) {
         const int owners = __popc(own) + 2 * __popc(ignore);
-        s.factor[slot] = factors(q, item, x, logit, owners, scale, row);
+        s.factor[slot] = factors(q, item, x, logit, owners, scale, row, count < item.valid);
         arrive(&s.ready[slot]);
 #ifndef ROWS
         const Solved solved = item.piece == 0 ? solve(x, logit) : Solved{};
@@ -517,14 +529,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
 #ifdef TERM  // where p underflows the factor stays finite, so that their product is 0
             each = fmaf(f.slope, fmaxf(z - f.shift, -200.f), each);
 #endif
-            each *= ex2((z - f.shift) * LOG2E);
+            const float p = ex2((z - f.shift) * LOG2E);
 #ifdef TOTAL
-            if (z != -INF) each += f.flat;
+            return fmaf(each, p, f.flat);
+#else
+            return each * p;
 #endif
-            return each;
           };
           auto grad = [&](u32 u) { return pack(one(low(u)), one(high(u))); };
           uint4 d = make_uint4(grad(r[k].x), grad(r[k].y), grad(r[k].z), grad(r[k].w));
+#ifdef TOTAL
+          if (f.has_absent) {
+            auto kept = [&](u32 g, u32 u) { return (low(u) == -INF ? 0u : g & 0xffffu) | (high(u) == -INF ? 0u : g & 0xffff0000u); };
+            d = make_uint4(kept(d.x, r[k].x), kept(d.y, r[k].y), kept(d.z, r[k].z), kept(d.w, r[k].w));
+          }
+#endif
           if (is_padded) mask(d, v + 32 * k, -8, item.ignored ? 0 : item.valid, 0);
           store(base + (v + 32 * k) * 16, d);
         }

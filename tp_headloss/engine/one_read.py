@@ -40,7 +40,7 @@ def is_asked_for(request: Request, options) -> bool:
     """Return True if the forward of a loss of these logits may write the gradient: in grad mode, for logits that
     require a gradient, and with "auto" only where it was measured to be faster."""
     logits = request.tensors.logits
-    if options.gradient == "backward" or not (torch.is_grad_enabled() and logits.requires_grad and len(logits)):
+    if options.gradient == "backward" or not (torch.is_grad_enabled() and logits.requires_grad and logits.shape[0]):
         return False
     other = options.inplace or logits.dtype != torch.bfloat16 or logits.device.type != "cuda" or _is_small(request)
     return options.gradient == "forward" or not other
@@ -67,7 +67,7 @@ def _log_once(obstacle: str):
 def _is_small(request: Request) -> bool:
     """Whether a call is smaller than those that were measured to be faster."""
     columns = columns_of(request)
-    return columns < NARROWEST or len(request.tensors.logits) * columns < FEWEST
+    return columns < NARROWEST or request.tensors.logits.shape[0] * columns < FEWEST
 
 
 def _obstacle(request: Request, reduction) -> str | None:
@@ -86,7 +86,7 @@ def _obstacle(request: Request, reduction) -> str | None:
     kind = facts, reduction.plan, reduction.rows is not None, x.logits.dtype, x.logits.device, step
     if obstacle := _obstacle_of_kind(*kind):
         return obstacle
-    if any(tensor is not None for tensor in x[2:]):
+    if request.steps is None and [tensor for tensor in x[2:] if tensor is not None]:
         return "a call without class weights, a teacher, sets, given ids or ranks"
     if facts.world_size == 1 and not is_whole(x.logits, step):
         return "contiguous logits whose width is a multiple of 8"

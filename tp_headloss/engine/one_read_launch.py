@@ -14,7 +14,11 @@ from .request import Facts, Request
 
 TERMS = "lse", "log_prob", "entropy", "total"  # statistics of such a loss
 SUMMED = {*TERMS, "target_logit", "hits"}
-FLAGS = {"entropy": "ENTROPY", "argmax": "ARGMAX", "total": "TOTAL"}  # statistics besides, and what the kernel is compiled with
+FLAGS = {
+    "entropy": "ENTROPY",
+    "argmax": "ARGMAX",
+    "total": "TOTAL",
+}  # statistics besides, and what the kernel is compiled with
 COLUMNS, LEAF, PACKETS = 8, 160, 32  # columns of a vector; vectors of a leaf, at most; packets of a row, at most
 # as in the kernel: slots and ranks, at most, values that are summed, at most, and threads of a program
 SLOTS, RANKS, VALUES, GIVENS, THREADS = 10, 8, 6, 8, 736
@@ -70,24 +74,28 @@ def _whole(logits: torch.Tensor, columns: int) -> torch.Tensor:
     return copy
 
 
+# of the kernel's argument, see there: addresses of one number or of one per token; then of `VALUES` values, of `GIVENS`
+# inputs, and the memory's; those of each call, those of what is allocated for it, by its place there
+CALLS = "logits", "gradient", "labels", "weight", "upstream", "denominator"
+OUTPUTS = (
+    "assumed", "loss", "sums", "inverse", "lse", "log_prob", "target_logit", "owners", "valid", "entropy", "mean",
+    "total", "mass", "argmax", "hits", "shift", "sum", "others", "target",
+)  # fmt: skip
+N_ADDRESSES = len(CALLS) + len(OUTPUTS) + VALUES + 1 + GIVENS
+
+
 class Params(ctypes.Structure):
     """The kernel's argument, see there."""
 
     _fields_ = [
-        *[(name, ctypes.c_void_p) for name in (
-            "logits", "gradient", "labels", "weight", "upstream", "denominator", "assumed", "lse", "log_prob",
-            "target_logit", "owners", "valid", "entropy", "mean", "total", "mass", "argmax", "hits", "shift", "sum",
-            "others", "target", "loss", "sums", "inverse",
-        )],
-        ("values", ctypes.c_void_p * VALUES), ("given", ctypes.c_void_p * GIVENS), ("found", ctypes.c_void_p),
-        ("control", ctypes.c_void_p), ("failed", ctypes.c_void_p),
-        ("packets", ctypes.c_uint64 * RANKS), ("start", ctypes.c_int64), ("ignore_index", ctypes.c_int64),
-        ("half", ctypes.c_int64), ("timeout", ctypes.c_uint64), ("number", ctypes.c_double),
+        ("addresses", ctypes.c_uint64 * N_ADDRESSES), ("memory", ctypes.c_uint64 * (2 + RANKS)),
+        ("half", ctypes.c_int64), ("timeout", ctypes.c_uint64), ("rank", ctypes.c_int64),
+        ("start", ctypes.c_int64), ("ignore_index", ctypes.c_int64), ("number", ctypes.c_double),
         *[(f"{name}_{kind}", ctypes.c_float) for name in TERMS for kind in ("factor", "square")],
         ("coefficients", ctypes.c_float * VALUES),
         *[(name, ctypes.c_int) for name in (
             "n_values", "squares", "negatives", "bools", "rows", "width", "valid_width", "wide_labels", *Cuts._fields,
-            "rank", "ranks",
+            "ranks",
         )],
     ]  # fmt: skip
 
@@ -98,9 +106,10 @@ class Memory:
     def __init__(self, buffer: torch.Tensor, addresses: list[int], rank: int, timeout_ms: int):
         kernel_of(buffer.device)  # first: where there is none, memory is of no use
         self.buffer, self.rank, self.timeout_ms = buffer, rank, timeout_ms
-        self.packets = (ctypes.c_uint64 * RANKS)(*addresses)
         self.control = torch.zeros(4, dtype=torch.int32, device=buffer.device)
         self.failed = torch.zeros(1, dtype=torch.int32).pin_memory()
+        own = self.control.data_ptr(), self.failed.data_ptr()
+        self.addresses = (ctypes.c_uint64 * (2 + RANKS))(*own, *addresses)
         self.half = buffer.numel() // 8  # packets
 
     def expect_alive(self):
@@ -120,7 +129,7 @@ _last_stream: dict[int, torch.cuda.Stream] = {}
 def memory_of(request: Request, cuts: Cuts) -> Memory | None:
     """Memory for the packets of a call, or None where the group has no symmetric memory, or there is no kernel."""
     facts, device = request.facts, request.tensors.logits.device
-    numel = 4 * len(request.tensors.logits) * cuts.pieces * facts.world_size * (2 if facts.want else 1)
+    numel = 4 * request.tensors.logits.shape[0] * cuts.pieces * facts.world_size * (2 if facts.want else 1)
     if facts.world_size > 1:
         from .transports.symmetric_memory import find_symmetric_memory
 
@@ -160,76 +169,93 @@ def stream_after(last: torch.cuda.Stream | None, device: torch.device) -> torch.
     return current
 
 
-@functools.lru_cache(maxsize=1024)
-def _fixed(facts: Facts, plan, cuts: Cuts, n_rows: int, width: int, number: float, wide_labels: bool) -> Params:
-    """Return the kernel's argument without addresses, which calls of one kind share.
+class Kind:
+    """What calls of one kind share: the kernel and its argument but for addresses, and the tensors that it writes."""
 
-    number: the divisor of the loss; 0: it is the count, or in memory.
-    """
-    factors = {
-        f"{name}_{'square' if squared else 'factor'}": 2 * c if squared else c
-        for name, c, squared in plan.gradients or ()
-    }
-    return Params(
-        coefficients=(ctypes.c_float * VALUES)(*plan.coefficients), n_values=len(plan.statistics), squares=plan.squares,
-        negatives=plan.negatives, bools=sum((name == "hits") << i for i, name in enumerate(plan.statistics)),
-        start=facts.start, ignore_index=facts.ignore_index, number=number, **factors, rows=n_rows, width=width,
-        valid_width=facts.valid_width, wide_labels=wide_labels, **cuts._asdict(), ranks=facts.world_size,
-    )  # fmt: skip
+    def __init__(self, facts: Facts, layout, plan, rows, cuts: Cuts, place: tuple, number: float, wide_labels: bool):
+        """number: the divisor of the loss; 0: it is the count, or in memory."""
+        n_rows, width, device = place
+        factors = {
+            f"{name}_{'square' if squared else 'factor'}": 2 * c if squared else c
+            for name, c, squared in plan.gradients or ()
+        }
+        self.params = Params(
+            coefficients=(ctypes.c_float * VALUES)(*plan.coefficients), n_values=len(plan.statistics),
+            squares=plan.squares, negatives=plan.negatives,
+            bools=sum((name == "hits") << i for i, name in enumerate(plan.statistics)), start=facts.start,
+            ignore_index=facts.ignore_index, number=number, **factors, rows=n_rows, width=width,
+            valid_width=facts.valid_width, wide_labels=wide_labels, **cuts._asdict(), ranks=facts.world_size,
+        )  # fmt: skip
+        self.items, self.shared, self.n_outputs = (
+            n_rows * cuts.pieces,
+            cuts.slots * cuts.slot_bytes,
+            2 + len(layout.flags),
+        )
+        has_term = any(name == "entropy" for name, *_ in plan.gradients or ()) or (
+            rows is not None and rows.has_entropy
+        )
+        flags = *[FLAGS[name] for name in facts.want], *["TERM"] * has_term
+        self.kernel = kernel_of(device, rows and rows.source, *flags)
+        like = torch.empty((), device=device)
+        outputs = layout.empty_outputs(like, n_rows, torch.float32)
+        n_sums, n_found = len(plan.statistics) + 1, rows.n_terms + len(TERMS) if rows else 0
+        others = like, like.new_empty(n_sums), like.double(), like, like.new_empty((n_found, n_rows))
+        # for `empty_like`, the quickest way to allocate; expanded, so that they take no memory
+        self.allocated = [x.new_empty(()).expand(x.shape) for x in (*outputs, *others)]
+        self.allocated = self.allocated[: len(self.allocated) - (rows is None)]
+        # name -> which of them, and how many bytes from its start
+        at = {name: (i, 0) for i, name in enumerate((*layout.flags, "loss", "sums", "inverse", "assumed", ""), 2)}
+        for i, names in enumerate((layout.merged, layout.values)):
+            at |= {name: (i, 4 * n_rows * k) for k, name in enumerate(names)}
+        self.places = [at.get(name) for name in OUTPUTS]
+        values = [at[name] if name else (at[""][0], 4 * n_rows * i) for i, name in enumerate(plan.statistics)]
+        self.places += [*values, *[None] * (VALUES - len(values)), at[""] if rows else None]
+        self.slopes = rows.n_terms if rows else None  # from which row of the last one on they are
+
+    def argument(self, memory: Memory, calls: list[int], allocated: list[torch.Tensor], given: list[int]) -> Params:
+        """The kernel's argument. calls, given: addresses."""
+        params, starts = Params.from_buffer_copy(self.params), [x.data_ptr() for x in allocated]
+        places = [0 if place is None else starts[place[0]] + place[1] for place in self.places]
+        params.addresses = (ctypes.c_uint64 * N_ADDRESSES)(*calls, *places, *given)
+        params.memory, params.half, params.rank = memory.addresses, memory.half, memory.rank
+        params.timeout = memory.timeout_ms * 1_000_000
+        return params
+
+
+kind_of = functools.lru_cache(maxsize=1024)(Kind)
 
 
 def statistics_and_gradient(request: Request, reduction: Any, inplace: bool):
     """[merged rows, values, *flags] of a call as `merge_packets`; its loss, sums, 1 / its divisor, and derivatives
     [4, N] by `TERMS` of a row function's loss, or None; the gradient [N, width] for the expected upstream gradient of
     the loss, and that."""
-    facts, x, layout = request.facts, request.tensors, request.layout
+    facts, x = request.facts, request.tensors
     given, step = x.logits, columns_of(request)
     cuts = cuts_of(step // facts.chunks, facts.chunks)
     memory = memory_of(request, cuts)
     assert memory is not None
     memory.expect_alive()
     logits = given if is_whole(given, step) else _whole(given, step)
-    n_rows, width = logits.shape
-    plan, weight, denominator, expected, rows, given_rows = reduction
-    # its own version counter: the gradient is no change of what autograd saves
-    gradient = logits.data if inplace else torch.empty_like(logits)
-    outputs = merged, values, *flags = layout.empty_outputs(logits, n_rows, torch.float32)
-    sums, loss, assumed = values.new_empty(len(plan.statistics) + 1), values.new_empty(()), values.new_empty(())
-    inverse = loss.new_empty((), dtype=torch.float64)
-    place = dict(zip(layout.flags, map(torch.Tensor.data_ptr, flags)))
-    for names, part in (layout.merged, merged), (layout.values, values):
-        first = part.data_ptr()
-        place |= {name: first + 4 * n_rows * i for i, name in enumerate(names)}
+    plan, weight, denominator, expected, rows, inputs = reduction
     in_memory = isinstance(denominator, torch.Tensor)
     number = 0.0 if in_memory or denominator is None else float(denominator) or float("inf")
-    fixed = _fixed(facts, plan, cuts, n_rows, width, number, x.labels.dtype == torch.int64)
-    params = Params.from_buffer_copy(fixed)
-    addresses: dict[str, Any] = {
-        "logits": logits.data_ptr(), "gradient": gradient.data_ptr(), "labels": x.labels.data_ptr(),
-        "weight": None if weight is None else weight.data_ptr(), "upstream": expected.data_ptr(),
-        "denominator": denominator.data_ptr() if in_memory else None, "assumed": assumed.data_ptr(),
-        "loss": loss.data_ptr(), "sums": sums.data_ptr(), "inverse": inverse.data_ptr(),
-        "control": memory.control.data_ptr(), "failed": memory.failed.data_ptr(), "packets": memory.packets,
-        "rank": memory.rank, "half": memory.half, "timeout": memory.timeout_ms * 1_000_000,
-    }  # fmt: skip
-    for name, value in (place | addresses).items():
-        setattr(params, name, value)
-    slopes = None
-    if rows is not None:
-        found = values.new_empty((rows.n_terms + len(TERMS), n_rows))
-        slopes = found[rows.n_terms :]
-        params.found, params.given[: len(given_rows)] = found.data_ptr(), [x.data_ptr() for x in given_rows]
-    for i, name in enumerate(plan.statistics):
-        params.values[i] = place[name] if name else params.found + 4 * n_rows * i
+    place, wide_labels = (*logits.shape, logits.device), x.labels.dtype == torch.int64
+    kind = kind_of(facts, request.layout, plan, rows, cuts, place, number, wide_labels)
+    # its own version counter: the gradient is no change of what autograd saves
+    gradient = logits.data if inplace else torch.empty_like(logits)
+    allocated = [*map(torch.empty_like, kind.allocated)]
+    calls = [
+        logits.data_ptr(), gradient.data_ptr(), x.labels.data_ptr(), 0 if weight is None else weight.data_ptr(),
+        expected.data_ptr(), denominator.data_ptr() if in_memory else 0,
+    ]  # fmt: skip
+    params = kind.argument(memory, calls, allocated, [x.data_ptr() for x in inputs])
     take_turns(logits.device)
-    has_term = fixed.entropy_factor != 0 or fixed.entropy_square != 0 or (rows is not None and rows.has_entropy)
-    flags_of_kernel = *[FLAGS[name] for name in facts.want], *["TERM"] * has_term
-    kernel_of(logits.device, rows and rows.source, *flags_of_kernel).launch(
-        params, n_rows * cuts.pieces, cuts.slots * cuts.slot_bytes
-    )
+    kind.kernel.launch(params, kind.items, kind.shared)
     if logits is not given:
         columns, gradient = gradient, given.data if inplace else torch.empty_like(given)
         gradient.zero_()[:, : columns.shape[1]] = columns[:, : given.shape[1]]
+    outputs, (loss, sums, inverse, assumed, *found) = allocated[: kind.n_outputs], allocated[kind.n_outputs :]
+    slopes = found[0][kind.slopes :] if found else None
     return outputs, (loss, sums, inverse, slopes), gradient, assumed
 
 

@@ -43,8 +43,8 @@ class Term:
             with some of the tokens [n] at a time, as a one-sweep `HeadLoss.linear` does. Statistic values are tokenwise
             anyway.
         pointwise: True promises besides that the function is arithmetic on fp32 lse, log_prob, entropy and its inputs,
-            with constants that never change (also of total, mass and vocab_size). On the GPUs that `Options.gradient` names it is then traced once, and
-            evaluated by the launch that reads the logits.
+            with constants that never change (also of total, mass and vocab_size). On the GPUs that `Options.gradient`
+            names it is then traced once, and evaluated by the launch that reads the logits.
 
     Examples:
         >>> focal = Term("focal", lambda stats: -((1 - stats.log_prob.exp()) ** 2) * stats.log_prob, weight=0.5)
@@ -175,8 +175,8 @@ def CrossEntropy(
         smoothed = partial(losses.smoothed_cross_entropy, smoothing=label_smoothing, formula=smoothing_formula)
         function = partial(smoothed, class_weight=class_weight)
     want = ("total",) if label_smoothing else ()
-    pointwise = class_weight is None
-    return Term("cross_entropy", function, weight, want, token_weight, class_weight, tokenwise=True, pointwise=pointwise)
+    alone = class_weight is None
+    return Term("cross_entropy", function, weight, want, token_weight, class_weight, tokenwise=True, pointwise=alone)
 
 
 @checked
