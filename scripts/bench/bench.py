@@ -48,7 +48,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peers import CLIP, ENTROPY_WEIGHT, KL_WEIGHT, PEERS, Z_WEIGHT, Batch
+from peers import CLIP, ENTROPY_WEIGHT, KL_WEIGHT, PEERS, SMOOTHING, Z_WEIGHT, Batch
 from timing import Machine, Report, measure, reason
 
 import tp_headloss as hl
@@ -185,6 +185,12 @@ def ce_z_entropy_accuracy_reference(z, labels):
     return mean(Z_WEIGHT * lse**2 - log_prob - ENTROPY_WEIGHT * entropy), mean(entropy.detach()), mean(hit)
 
 
+def smoothing_reference(z, labels):
+    lse, _, entropy, hit, mean = definitions(z, labels)
+    loss = F.cross_entropy(z, labels, label_smoothing=SMOOTHING) + mean(Z_WEIGHT * lse**2)
+    return loss, mean(entropy.detach()), mean(hit)
+
+
 def log_prob_and_entropy_reference(z, labels, log_prob, entropy):
     _, label_log_prob, row_entropy, _, mean = definitions(z, labels)
     return (-mean(log_prob * label_log_prob + entropy * row_entropy),)
@@ -313,6 +319,11 @@ TASKS = [
         ce_z_entropy_accuracy_reference,
     ),
     Task(
+        "ce+z+smoothing+metrics",
+        head(hl.CrossEntropy(label_smoothing=SMOOTHING), hl.ZLoss(Z_WEIGHT), metrics=("entropy", "accuracy")),
+        smoothing_reference,
+    ),
+    Task(
         "log_prob+entropy",
         log_prob_and_entropy,
         log_prob_and_entropy_reference,
@@ -386,7 +397,7 @@ def implementations(task, shard, device) -> list[Implementation]:
     if shard.world_size > 1:
         others = [t for t in ("gather", "symm_mem") if t in TRANSPORTS and t != hl.Options().transport]
         options |= {f"ours, {transport}": hl.Options(transport=transport) for transport in others}
-    if device.type == "cuda" and task.name in ("ce", "ce+z", "ce+z+entropy+accuracy", "clip+kl+entropy", "rl"):
+    if device.type == "cuda" and task.name in (*[task.name for task in TASKS[:6]], "clip+kl+entropy", "rl"):
         options["ours, two launches"] = hl.Options(gradient="backward")
     out = [Implementation(name, lambda o=o: task.ours(o), ours=True) for name, o in options.items()]
     if task.plain_pytorch:

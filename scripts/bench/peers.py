@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tp_headloss import VocabShard
 
 # Large enough for a missing term to show in the check; what they are does not change the time.
-Z_WEIGHT, ENTROPY_WEIGHT, KL_WEIGHT, CLIP = 0.01, 0.1, 0.05, 0.2
+Z_WEIGHT, ENTROPY_WEIGHT, KL_WEIGHT, CLIP, SMOOTHING = 0.01, 0.1, 0.05, 0.2, 0.1
 
 
 @dataclass(frozen=True)

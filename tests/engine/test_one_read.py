@@ -15,7 +15,7 @@ from one_read_model import Rank, run
 from ranks import on_ranks
 
 import tp_headloss as hl
-from tp_headloss.engine import one_read_launch
+from tp_headloss.engine import one_read, one_read_launch
 from tp_headloss.engine.sums_triton import gradient_for
 from tp_headloss.engine.transports import symmetric_memory
 from tp_headloss.head_loss import row_function as row_functions
@@ -513,6 +513,56 @@ def _random_steps(group, device, repeats):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_random_steps_agree_with_two_launches(world_size):
     assert on_ranks(world_size, _random_steps, 5000 if FULL else 100) == [0] * world_size
+
+
+BLOCKS = {
+    "plain": {"terms": TERMS},
+    "smoothing": {"terms": (hl.CrossEntropy(label_smoothing=0.1),), "metrics": ("accuracy",)},
+    "GRPO": {
+        "terms": (hl.PolicyGradient("clip", clip=(0.2, 0.28)), hl.KLToReference(0.05)),
+        "metrics": ("entropy",),
+        "inputs": POLICY,
+        "token_weight": torch.tensor([1.0, 2.0, 0.5, 0.0, 3.0, 0.25]),
+    },
+}
+
+
+def _blocks(group, device, case):
+    """Loss, metrics, dH and dW of one sweep over blocks of tokens, in one launch each and in two; and how many."""
+    given, launches = dict(BLOCKS[case]), []
+    definition = {"terms": list(given.pop("terms")), "metrics": given.pop("metrics", ())}
+    generator, width = torch.Generator().manual_seed(3), 1024
+    hidden, weight = (torch.randn(n, 64, generator=generator).to(device, torch.bfloat16) / 4 for n in (384, width))
+    labels = torch.randint(width, (384,), generator=generator).to(device)
+    labels[::7] = IGNORED
+    shard, columns = _shard(group, weight.t(), width)
+    columns, results = columns.t().contiguous(), []
+    repeated = lambda x: x.repeat(64) if isinstance(x, torch.Tensor) else {k: repeated(v) for k, v in x.items()}  # noqa: E731
+    given = {name: moved(repeated(x), device) for name, x in given.items()}
+    linear = hl.Linear("one_sweep", budget=128 * 2 * len(columns) + 4 * columns.numel())  # blocks of 128 tokens
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("FEWEST", "NARROWEST"):
+            patch.setattr(one_read, name, 0)
+        launch = one_read_launch.statistics_and_gradient
+        counted = lambda *args, **kwargs: launches.append(1) or launch(*args, **kwargs)  # noqa: E731
+        patch.setattr(one_read_launch, "statistics_and_gradient", counted)
+        for options in (hl.Options(backend="triton"), IN_BACKWARD):
+            h, w = hidden.clone().requires_grad_(), columns.clone().requires_grad_()
+            head = hl.HeadLoss(**definition, options=options)
+            out = head.linear(h, w, labels, shard=shard, linear=linear, **given)
+            out.loss.backward()
+            results.append([x.detach().float().cpu() for x in (out.loss, *out.metrics.values(), h.grad, w.grad)])
+    return len(launches), *results
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("case", BLOCKS)
+def test_blocks_of_a_linear_head_take_one_launch_each(case, world_size):
+    for launches, one, two in on_ranks(world_size, _blocks, case):
+        assert launches == 3
+        for a, b in zip(one, two):
+            assert (a - b).norm() <= 4e-3 * b.norm() + 1e-6
 
 
 def _replayed(group, device):

@@ -160,12 +160,8 @@ def log_probs(
 def computed_statistics(request: Request, labels, options: Options | None, reduction=None):
     """The statistics of a checked call, and with a `FusedReduction` its loss and sums, else None."""
     options = options or DEFAULTS
-    if reduction is not None and (reduction.weight is not None or reduction.given):
-        weight, *given = [
-            None if x is None else request.order.flatten(x).float().contiguous()
-            for x in (reduction.weight, *reduction.given)
-        ]
-        reduction = reduction._replace(weight=weight, given=tuple(given))
+    if reduction is not None:
+        reduction = reduction.in_rows(request.order)
     tensors = request.tensors
     # autograd looks at each of its arguments
     if request.steps is not None or not [tensor for tensor in tensors[2:] if tensor is not None]:

@@ -122,7 +122,8 @@ def _statistics_gradients(ctx, saved, upstream) -> tuple:
     if alone and ctx.step is not None and not ctx.inplace and ctx.step.serves(saved):
         return (ctx.step.gradient(loss, saved), *[None] * (count + 2))
     if alone and ctx.expected is not None and not ctx.taken:
-        return (_taken(ctx, *map(without_gaps, saved[count : count + 2]), loss), *[None] * (count + 2))
+        gradient, assumed = map(without_gaps, saved[count : count + 2])
+        return (_taken(ctx, gradient, assumed, loss), *[None] * (count + 2))
     layout = ctx.request.layout
     request = Request(Tensors.saved(*saved[:count]), ctx.request.facts, layout)
     others = [without_gaps(x) for x in saved[count:]]

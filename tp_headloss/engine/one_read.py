@@ -33,6 +33,7 @@ from .request import Facts, Request
 
 _log = logging.getLogger("tp_headloss")
 GRADIENTS = ("auto", "forward", "backward")  # values of `Options.gradient`
+ALIGNED = 32  # columns of which a multiple has no gaps between the rows of a block
 CAPABILITY, FEWEST, NARROWEST = (9, 0), 1 << 23, 8192  # of GPUs, logits of a rank and columns where it was faster
 
 
@@ -57,6 +58,13 @@ def gradient_in_forward(request: Request, reduction, options) -> bool:
     if obstacle:
         _log_once(obstacle)
     return not obstacle
+
+
+def serves_block(request: Request, reduction) -> bool:
+    """Return True if a block of a linear head's logits takes one launch: where it is faster, and all ranks' blocks are
+    without gaps."""
+    is_cuda, columns = request.tensors.logits.device.type == "cuda", columns_of(request)
+    return is_cuda and columns % ALIGNED == 0 and not _is_small(request) and not _obstacle(request, reduction)
 
 
 @functools.cache

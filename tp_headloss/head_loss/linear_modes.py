@@ -17,7 +17,7 @@ from ..linear_head.valid_tokens import ValidTokens
 from ..statistics import VocabStatistics
 from .call import Call
 from .output import HeadLossOutput, make_output
-from .reduction import fused_reduction, reduce_tokens, valid_weight
+from .reduction import fused_reduction, reduce_tokens, reduction_in_one, valid_weight
 from .statistic_value import StatisticValue
 from .value_gradients import value_gradients
 
@@ -65,10 +65,13 @@ def one_sweep(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutpu
     """Results with gradients that the forward has computed already, block by block, for its loss alone."""
     call = _with_denominator(call)
     reduction = fused_reduction(call, head.request.tensors.labels, head.request.facts.backend)
+    options, in_one = call.definition.options or DEFAULTS, None
+    if options.gradient != "backward":
+        in_one = reduction_in_one(call, head.request.facts.vocab_size, reduction)
     gradients_of = value_gradients(call, head.request, reduction)
     if gradients_of is None:
         gradients_of = partial(sweep.loss_gradients, head, _block_loss(call, head.request.order, evaluate))
-    stats, gradients = sweep.sweep_statistics(head, call.labels, call.definition.options, gradients_of)
+    stats, gradients = sweep.sweep_statistics(head, call.labels, options, gradients_of, in_one)
     with torch.no_grad():
         out = make_output(call, stats, evaluate, reduction)
     loss, stats = sweep.attach_gradients(head, out.loss, stats, gradients)

@@ -26,7 +26,7 @@ from .evaluation import compiled_evaluate, evaluate
 from .known_calls import checked_before, kind_of_call, kind_of_linear_call, remember
 from .linear_modes import linear_output, sweep_tokens
 from .output import HeadLossOutput, make_output
-from .reduction import fused_reduction, reduction_in_one
+from .reduction import fused_reduction, reduction_at_once, reduction_in_one
 from .terms import Metrics, Terms
 
 NO_OPTIONS = Linear()
@@ -154,11 +154,9 @@ class HeadLoss(nn.Module):
             found = remember(kind, *self._checked(given, token_weight, denominator, inputs))
         call, request = found
         reduction = fused_reduction(call, request.tensors.logits, request.facts.backend)
-        with_statistics = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
-        at_once = reduction if with_statistics else None
-        options = self._definition.options or DEFAULTS
+        at_once, options = reduction_at_once(call, reduction), self._definition.options or DEFAULTS
         if is_asked_for(request, options):
-            in_one = reduction_in_one(call, request.facts.vocab_size, reduction, at_once)
+            in_one = reduction_in_one(call, request.facts.vocab_size, reduction)
             if gradient_in_forward(request, in_one, options):
                 at_once = expecting(in_one, self._definition.plan.expected, request.tensors.logits.device)
         stats, loss, sums = computed_statistics(request, call.labels, self._definition.options, at_once)

@@ -34,11 +34,16 @@ def fused_reduction(call: Call, example: torch.Tensor, backend: str | None = Non
     return FusedReduction(plan, call.loss_weight, denominator)
 
 
-def reduction_in_one(
-    call: Call, vocab_size: int, reduction: FusedReduction | None, at_once: FusedReduction | None
-) -> FusedReduction | None:
-    """The reduction of a loss in the launch that reads the logits: `at_once`, that of statistics, where it names each
-    once, else that of a `row_function`, if there is one."""
+def reduction_at_once(call: Call, reduction: FusedReduction | None) -> FusedReduction | None:
+    """The reduction, if it is of statistics alone, so that it takes no PyTorch between it and them."""
+    alone = reduction is not None and "" not in reduction.plan.statistics and call.sequences is None
+    return reduction if alone else None
+
+
+def reduction_in_one(call: Call, vocab_size: int, reduction: FusedReduction | None) -> FusedReduction | None:
+    """The reduction of a loss in the launch that reads the logits: of statistics, where it names each once, else of a
+    `row_function`, if there is one."""
+    at_once = reduction_at_once(call, reduction)
     if reduction is None or (at_once is not None and at_once.plan.gradients is not None):
         return at_once
     if any(x.requires_grad for x in call.inputs.values() if isinstance(x, torch.Tensor)):

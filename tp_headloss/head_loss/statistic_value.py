@@ -79,3 +79,17 @@ class FusedReduction(NamedTuple):
     expected: torch.Tensor | None = None
     rows: Any = None  # the terms' `RowFunction`; None: each is a statistic, or a value that was computed before
     given: tuple[torch.Tensor, ...] = ()  # its inputs [..]
+
+    def in_rows(self, order) -> FusedReduction:
+        """The reduction of tokens in rows, fp32 and contiguous."""
+        return self._each(lambda x: order.flatten(x).float().contiguous())
+
+    def of_rows(self, here: slice) -> FusedReduction:
+        """The reduction of some rows."""
+        return self._each(lambda x: x[here])
+
+    def _each(self, function) -> FusedReduction:
+        if self.weight is None and not self.given:
+            return self
+        weight = None if self.weight is None else function(self.weight)
+        return self._replace(weight=weight, given=tuple(map(function, self.given)))

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from ..arguments.options import DEFAULTS
 from ..call.statistics import assembled
 from ..engine.passes import kernel_gradients
 from ..engine.request import Tensors
@@ -28,13 +27,16 @@ class OneSweepGradients(NamedTuple):
     declared: torch.Tensor | None  # the upstream gradient that is in them
 
 
-def sweep_statistics(call: LinearCall, labels, options, objective_of) -> tuple[VocabStatistics, OneSweepGradients]:
+def sweep_statistics(
+    call: LinearCall, labels, options, objective_of, in_one=None
+) -> tuple[VocabStatistics, OneSweepGradients]:
     """Compute statistics without gradients, and the gradients of hidden states, weight and bias.
 
     objective_of(upstream gradient of the loss) -> a function of the values [n] and flags of a block by name, and of its
-    slice of the flat order, that returns upstream gradients [n] of the values by name.
+    slice of the flat order, that returns upstream gradients [n] of the values by name. in_one: the `FusedReduction` of
+    the same loss for a launch that reads each logit of a block once, or None.
     """
-    linear, request, check = call.linear, call.request, (options or DEFAULTS).check
+    linear, request, check = call.linear, call.request, options.check
     facts, upstream = request.facts, _declared_upstream(call)
     direct = linear.main_grad and linear.upstream is not None
     if check:  # before anything is added to a main_grad
@@ -51,11 +53,13 @@ def sweep_statistics(call: LinearCall, labels, options, objective_of) -> tuple[V
         with torch.autograd.graph.disable_saved_tensors_hooks(message):
             pass
     objective = _objective(call, objective_of(upstream))
+    if in_one is not None:
+        in_one = in_one.in_rows(request.order)._replace(expected=upstream.float())
     with torch.no_grad(), torch.autocast(call.hidden.device.type, enabled=False):
         plain = request._replace(tensors=Tensors._make([None if x is None else x.detach() for x in request.tensors]))
         operands = call.facts.operands(call.hidden.detach(), call.weight.detach(), plain)
         values, flags, hidden_grad, sums = sweeps.sweep_blocks(
-            *operands, call.sweep_tokens, objective, wanted, call.facts
+            *operands, call.sweep_tokens, objective, wanted, call.facts, in_one
         )
     log_mode("one sweep")
     stats = assembled((*values.unbind(0), *flags), request, labels, check, call.operands if check else None)

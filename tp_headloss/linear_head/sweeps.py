@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..engine import passes
+from ..engine import one_read_launch, passes
+from ..engine.one_read import serves_block
 from ..engine.request import Request, accumulation_dtype
 from ..engine.transports import TRANSPORTS
 from ..ranks import comm
@@ -217,10 +218,11 @@ def gradient(
     return hidden_grad if end is None else end(), sums
 
 
-def sweep_blocks(hidden, weight, request: Request, tokens: int, objective, wanted: Gradients, linear):
+def sweep_blocks(hidden, weight, request: Request, tokens: int, objective, wanted: Gradients, linear, in_one=None):
     """Statistics, and the gradients of a loss that is a sum over blocks, in one go.
 
-    objective(values [K, n], flags, tokens: slice) -> upstream gradients as in `gradient`, of one block.
+    objective(values [K, n], flags, tokens: slice) -> upstream gradients as in `gradient`, of one block. in_one: the
+    reduction of that loss, for blocks whose statistics and gradient one launch has.
     -> values [K, N], flags, and what `gradient` returns. An exchange per block, and one for dH.
     """
     buffers, facts = _Buffers(hidden, weight, request, tokens, weight.shape[0], linear), request.facts
@@ -233,9 +235,14 @@ def sweep_blocks(hidden, weight, request: Request, tokens: int, objective, wante
     for here in slices:
         part = buffers.request(here)
         logits = part.tensors.logits
-        merged, values, *flags = passes.statistics(part)
+        if in_one is not None and serves_block(part, in_one):
+            (_merged, values, *flags), *_ = one_read_launch.statistics_and_gradient(
+                part, in_one.of_rows(here), inplace=True
+            )
+        else:
+            merged, values, *flags = passes.statistics(part)
+            passes.write_gradient(logits, part, merged, objective(values, flags, here))
         parts.append((values, *flags))
-        passes.write_gradient(logits, part, merged, objective(values, flags, here))
         if hidden_grad is not None:
             valid_rows.multiply(hidden_grad[here], logits)
             if here is slices[-1] and linear.hidden_grad != "none":
