@@ -55,8 +55,8 @@ constexpr int WORDS = 2;  // stores of a packet
 constexpr int WORDS = 1;
 #endif
 struct Item { int row, piece, vectors, valid, target; bool ignored; };  // of 8 columns; valid columns; the label's or -1
-// Of some columns without the label's: sum of exp(z - max), and of that times z - max; with it: sum and number of the
-// logits above -inf; without it: the lowest id of the maximum.
+// Of some columns without the label's: sum of exp(z - max), and of that times z - max; sum and number of the logits above
+// -inf; the lowest id of the maximum.
 struct Node { float max, sum, moment, total; int count, index; };
 // shift; d loss / d logit over exp(logit - shift), its slope by logit - shift, and d loss / d logit besides, where it is
 // above -inf; that of the label; whether some logits of the item are not
@@ -170,49 +170,42 @@ __device__ __forceinline__ void mask(uint4& r, int vector, int target, int valid
 // The node of vectors a to b, by a warp that holds them in registers; id: of the item's first column.
 __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i64 id, int lane) {
   uint4 r[LEAF];
-  u32 top = LOWEST;
+  u32 top = LOWEST, tops[LEAF];
 #pragma unroll
   for (int k = 0; k < LEAF; k++) {
     const int v = a + lane + 32 * k;
     r[k] = make_uint4(LOWEST, LOWEST, LOWEST, LOWEST);
     if (v < b) r[k] = load(base + v * 16);
   }
-  Node x = nothing();
+  bool is_plain = true;  // no logit of the leaf is left out
+  if (item.target >> 3 >= a && item.target >> 3 < b || 8 * b > item.valid) {
+    is_plain = false;
+#pragma unroll
+    for (int k = 0; k < LEAF; k++) mask(r[k], a + lane + 32 * k, item.target, item.valid, 0xff80u);
+  }
+#pragma unroll
+  for (int k = 0; k < LEAF; k++) tops[k] = max2(max2(r[k].x, r[k].y), max2(r[k].z, r[k].w)), top = max2(top, tops[k]);
 #ifdef TOTAL
   u32 least = 0x7f807f80u;  // two logits of +inf
 #pragma unroll
   for (int k = 0; k < LEAF; k++) if (a + lane + 32 * k < b) least = min2(least, min2(min2(r[k].x, r[k].y), min2(r[k].z, r[k].w)));
-  const bool is_whole = !__any_sync(~0u, low(least) == -INF || high(least) == -INF) && 8 * b <= item.valid;
-#pragma unroll
-  for (int k = 0; k < LEAF; k++) if (const int v = a + lane + 32 * k; v < b) {
-    auto both = [](u32 u) { return low(u) + high(u); };
-    auto add = [&](float z, int j) { if (z != -INF && 8 * v + j < item.valid) x.total += z, x.count++; };
-    auto each = [&](u32 u, int j) { add(low(u), j), add(high(u), j + 1); };
-    if (is_whole) x.total += both(r[k].x) + both(r[k].y) + (both(r[k].z) + both(r[k].w)), x.count += 8;
-    else each(r[k].x, 0), each(r[k].y, 2), each(r[k].z, 4), each(r[k].w, 6);
-  }
-  x.total = add_lanes(x.total), x.count = add_lanes(x.count);
+  is_plain = !__any_sync(~0u, low(least) == -INF || high(least) == -INF) && is_plain;
 #endif
-  if (item.target >> 3 >= a && item.target >> 3 < b || 8 * b > item.valid)
-#pragma unroll
-    for (int k = 0; k < LEAF; k++) mask(r[k], a + lane + 32 * k, item.target, item.valid, 0xff80u);
-#pragma unroll
-  for (int k = 0; k < LEAF; k++) top = max2(top, max2(max2(r[k].x, r[k].y), max2(r[k].z, r[k].w)));
   const float own = fmaxf(low(top), high(top));
   float max = own, even = 0.f, odd = 0.f, moment = 0.f;
   for (int d = 16; d; d /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, d));
   const float shift = finite(max);
+  Node x = nothing();
 #ifdef ARGMAX
-  if (own == max)
 #pragma unroll
-    for (int k = LEAF - 1; k >= 0; k--) {  // the lowest last
-      auto look_at = [&](u32 u, int j) {
-        const int column = 8 * (a + lane + 32 * k) + j;
-        if (high(u) == max) x.index = (int)id + column + 1;
-        if (low(u) == max) x.index = (int)id + column;
-      };
-      look_at(r[k].w, 6), look_at(r[k].z, 4), look_at(r[k].y, 2), look_at(r[k].x, 0);
-    }
+  for (int k = LEAF - 1; k >= 0; k--) if (fmaxf(low(tops[k]), high(tops[k])) == max) {  // the lowest last
+    auto look_at = [&](u32 u, int j) {
+      const int column = 8 * (a + lane + 32 * k) + j;
+      if (high(u) == max) x.index = (int)id + column + 1;
+      if (low(u) == max) x.index = (int)id + column;
+    };
+    look_at(r[k].w, 6), look_at(r[k].z, 4), look_at(r[k].y, 2), look_at(r[k].x, 0);
+  }
   x.index = __reduce_min_sync(~0u, x.index);
 #endif
 #pragma unroll
@@ -225,8 +218,18 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i
 #endif
     };
     add(r[k].x), add(r[k].y), add(r[k].z), add(r[k].w);
+#ifdef TOTAL
+    auto both = [](u32 u) { return low(u) + high(u); };
+    auto count = [&](float z) { if (z != -INF) x.total += z, x.count++; };
+    auto each = [&](u32 u) { count(low(u)), count(high(u)); };
+    if (!is_plain) each(r[k].x), each(r[k].y), each(r[k].z), each(r[k].w);
+    else if (a + lane + 32 * k < b) x.total += both(r[k].x) + both(r[k].y) + (both(r[k].z) + both(r[k].w)), x.count += 8;
+#endif
   }
   x.max = max, x.sum = add_lanes(even + odd);
+#ifdef TOTAL
+  x.total = add_lanes(x.total), x.count = __reduce_add_sync(~0u, x.count);
+#endif
 #ifdef ENTROPY
   x.moment = add_lanes(moment);
 #endif
@@ -267,7 +270,7 @@ __device__ __forceinline__ Solved solve(Node x, float t) {
   r.mean = (f * (x.moment + drop * x.sum) + (p == 0.0 ? 0.0 : p * r.offset)) / r.whole, r.entropy = log_sum - r.mean;
 #endif
 #ifdef TOTAL
-  r.total = x.total, r.mass = x.count;
+  r.total = x.total + (lonely ? 0.0 : y), r.mass = x.count + !lonely;
 #endif
   return r;
 }
@@ -301,7 +304,7 @@ __device__ __forceinline__ Factors factors(const Params& q, const Item& item, No
 #endif
 #ifdef TOTAL
   flat = q.total_factor;
-  if (q.total_square != 0.f) flat += q.total_square * x.total;
+  if (q.total_square != 0.f) flat += q.total_square * (x.total + (t == -INF ? 0.f : t));
 #ifdef ROWS
   flat += row.by[3];
 #endif
@@ -471,7 +474,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
 #endif
       if (lane == 0) {
         const int owners = __popc(own) + 2 * __popc(ignore);
-        s.factor[slot] = factors(q, item, x, logit, owners, scale, row, count < item.valid);
+        s.factor[slot] = factors(q, item, x, logit, owners, scale, row, count + (item.target >= 0) < item.valid);
         arrive(&s.ready[slot]);
 #ifndef ROWS
         const Solved solved = item.piece == 0 ? solve(x, logit) : Solved{};

@@ -274,7 +274,8 @@ class Kernel:
             self._call("cuModuleLoadData", ctypes.byref(self.module), self.image)
             self._call("cuModuleGetFunction", ctypes.byref(self.function), self.module, b"one_read")
             self._call("cuFuncSetAttribute", self.function, MOST_DYNAMIC_SHARED_MEMORY, SHARED)
-        self.index = index
+        self.index, pointer = index, ctypes.c_void_p
+        self.library.cuLaunchKernel.argtypes = pointer, *[ctypes.c_uint] * 7, pointer, pointer * 1, pointer
 
     def _call(self, name: str, *args):
         error = getattr(self.library, name)(*args)
@@ -286,10 +287,12 @@ class Kernel:
         if self.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.index):
                 return self.launch(params, items, shared)
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.index))
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        stream, arguments = (
+            torch._C._cuda_getCurrentRawStream(self.index),
+            (ctypes.c_void_p * 1)(ctypes.addressof(params)),
+        )
         sizes = min(self.programs, items), 1, 1, THREADS, 1, 1, shared
-        self._call("cuLaunchKernel", self.function, *map(ctypes.c_uint, sizes), stream, arguments, None)
+        self._call("cuLaunchKernel", self.function, *sizes, stream, arguments, None)
 
 
 def compiled(library, architecture: str, rows: str | None, *flags: str) -> ctypes.Array:
