@@ -192,7 +192,7 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i
   is_plain = !__any_sync(~0u, low(least) == -INF || high(least) == -INF) && is_plain;
 #endif
   const float own = fmaxf(low(top), high(top));
-  float max = own, even = 0.f, odd = 0.f, moment = 0.f;
+  float max = own, even = 0.f, odd = 0.f, other = 0.f;
   for (int d = 16; d; d /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, d));
   const float shift = finite(max);
   Node x = nothing();
@@ -214,24 +214,42 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i
       const float a = low(u) - shift, b = high(u) - shift, p = ex2(a * LOG2E), q = ex2(b * LOG2E);
       even += p, odd += q;
 #ifdef ENTROPY
-      moment = fmaf(p, fmaxf(a, LOWEST_DROP), fmaf(q, fmaxf(b, LOWEST_DROP), moment));
+      x.moment = fmaf(p, fmaxf(a, LOWEST_DROP), x.moment), other = fmaf(q, fmaxf(b, LOWEST_DROP), other);
 #endif
     };
     add(r[k].x), add(r[k].y), add(r[k].z), add(r[k].w);
-#ifdef TOTAL
-    auto both = [](u32 u) { return low(u) + high(u); };
-    auto count = [&](float z) { if (z != -INF) x.total += z, x.count++; };
-    auto each = [&](u32 u) { count(low(u)), count(high(u)); };
-    if (!is_plain) each(r[k].x), each(r[k].y), each(r[k].z), each(r[k].w);
-    else if (a + lane + 32 * k < b) x.total += both(r[k].x) + both(r[k].y) + (both(r[k].z) + both(r[k].w)), x.count += 8;
-#endif
   }
-  x.max = max, x.sum = add_lanes(even + odd);
 #ifdef TOTAL
-  x.total = add_lanes(x.total), x.count = __reduce_add_sync(~0u, x.count);
+  if (is_plain) {
+#pragma unroll
+    for (int k = 0; k < LEAF; k++) {
+      auto both = [](u32 u) { return low(u) + high(u); };
+      const float all = both(r[k].x) + both(r[k].y) + (both(r[k].z) + both(r[k].w));
+      const bool is_here = a + lane + 32 * k < b;
+      x.total += is_here ? all : 0.f, x.count += is_here ? 8 : 0;
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < LEAF; k++) {
+      auto count = [&](float z) { if (z != -INF) x.total += z, x.count++; };
+      auto each = [&](u32 u) { count(low(u)), count(high(u)); };
+      each(r[k].x), each(r[k].y), each(r[k].z), each(r[k].w);
+    }
+  }
 #endif
+  x.max = max, x.sum = even + odd, x.moment += other;
+  for (int d = 16; d; d /= 2) {  // together, so that none waits for another
+    const float sum = __shfl_xor_sync(~0u, x.sum, d);
 #ifdef ENTROPY
-  x.moment = add_lanes(moment);
+    x.moment += __shfl_xor_sync(~0u, x.moment, d);
+#endif
+#ifdef TOTAL
+    x.total += __shfl_xor_sync(~0u, x.total, d);
+#endif
+    x.sum += sum;
+  }
+#ifdef TOTAL
+  x.count = __reduce_add_sync(~0u, x.count);
 #endif
   return x;
 }
@@ -461,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
         }
       }
       const Node x = join_lanes({__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(more.x), __uint_as_float(more.z),
-                                 (int)(p.z & 0xffffu), (int)more.y}, 32);
+                                 (int)(p.z & 0xffffu), (int)more.y}, all);
       const u32 own = __ballot_sync(~0u, lane < all && p.w & OWNER), ignore = __ballot_sync(~0u, lane < all && p.w & IGNORED);
       const float logit = __shfl_sync(~0u, high(p.z), own ? __ffs(own) - 1 : 0);
       const int count = __shfl_sync(~0u, (int)(p.z & 0xffffu), q.rank * q.pieces + item.piece);  // of the item
