@@ -18,7 +18,7 @@
 typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16; typedef long long i64;
 
 constexpr int SUM = 8, GRAD = 8, POST = 2, MERGE = 4, OTHERS = 1 + POST + MERGE, WARPS = OTHERS + SUM + GRAD;
-constexpr int SLOTS = 10, RANKS = 8, LEAF = 5, VALUES = 6, GIVENS = 8, AT_ONCE = 8;
+constexpr int SLOTS = 10, RANKS = 8, LEAF = 5, VALUES = 6, GIVENS = 8, AT_ONCE = 8, AHEAD = 4;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr u64 STUCK = 4000000000000;  // ns, longer than any timeout: a bug ends, too
 constexpr u32 OWNER = 1, IGNORED = 2, LOWEST = 0xff80ff80u;  // flags of a packet; two logits of -inf
@@ -59,8 +59,8 @@ struct Item { int row, piece, vectors, valid, target; bool ignored; };  // of 8 
 // -inf; the lowest id of the maximum.
 struct Node { float max, sum, moment, total; int count, index; };
 // shift; d loss / d logit over exp(logit - shift), its slope by logit - shift, and d loss / d logit besides, where it is
-// above -inf; that of the label; whether some logits of the item are not
-struct __align__(16) Factors { float shift, each, slope, flat, label; bool has_absent; };
+// above -inf; that of the label
+struct __align__(16) Factors { float shift, each, slope, flat, label; };
 struct Shared {
   u64 full[SLOTS], stat[SLOTS], ready[SLOTS], free[SLOTS];
   Item item[SLOTS];
@@ -94,7 +94,6 @@ __device__ __forceinline__ void store(u32 a, uint4 v) {
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 __device__ __forceinline__ u32 max2(u32 a, u32 b) { u32 c; asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b)); return c; }
-__device__ __forceinline__ u32 min2(u32 a, u32 b) { u32 c; asm("min.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b)); return c; }
 __device__ __forceinline__ u32 pack(float a, float b) { u32 c; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(c) : "f"(b), "f"(a)); return c; }
 // One access of 16 bytes: the memory model takes a scalar of 128 bits as a whole.
 __device__ __forceinline__ void post(uint4* p, uint4 v) {
@@ -177,20 +176,11 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i
     r[k] = make_uint4(LOWEST, LOWEST, LOWEST, LOWEST);
     if (v < b) r[k] = load(base + v * 16);
   }
-  bool is_plain = true;  // no logit of the leaf is left out
-  if (item.target >> 3 >= a && item.target >> 3 < b || 8 * b > item.valid) {
-    is_plain = false;
+  if (item.target >> 3 >= a && item.target >> 3 < b || 8 * b > item.valid)
 #pragma unroll
     for (int k = 0; k < LEAF; k++) mask(r[k], a + lane + 32 * k, item.target, item.valid, 0xff80u);
-  }
 #pragma unroll
   for (int k = 0; k < LEAF; k++) tops[k] = max2(max2(r[k].x, r[k].y), max2(r[k].z, r[k].w)), top = max2(top, tops[k]);
-#ifdef TOTAL
-  u32 least = 0x7f807f80u;  // two logits of +inf
-#pragma unroll
-  for (int k = 0; k < LEAF; k++) if (a + lane + 32 * k < b) least = min2(least, min2(min2(r[k].x, r[k].y), min2(r[k].z, r[k].w)));
-  is_plain = !__any_sync(~0u, low(least) == -INF || high(least) == -INF) && is_plain;
-#endif
   const float own = fmaxf(low(top), high(top));
   float max = own, even = 0.f, odd = 0.f, other = 0.f;
   for (int d = 16; d; d /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, d));
@@ -216,27 +206,13 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i
 #ifdef ENTROPY
       x.moment = fmaf(p, fmaxf(a, LOWEST_DROP), x.moment), other = fmaf(q, fmaxf(b, LOWEST_DROP), other);
 #endif
+#ifdef TOTAL
+      if (low(u) != -INF) x.total += low(u), x.count++;
+      if (high(u) != -INF) x.total += high(u), x.count++;
+#endif
     };
     add(r[k].x), add(r[k].y), add(r[k].z), add(r[k].w);
   }
-#ifdef TOTAL
-  if (is_plain) {
-#pragma unroll
-    for (int k = 0; k < LEAF; k++) {
-      auto both = [](u32 u) { return low(u) + high(u); };
-      const float all = both(r[k].x) + both(r[k].y) + (both(r[k].z) + both(r[k].w));
-      const bool is_here = a + lane + 32 * k < b;
-      x.total += is_here ? all : 0.f, x.count += is_here ? 8 : 0;
-    }
-  } else {
-#pragma unroll
-    for (int k = 0; k < LEAF; k++) {
-      auto count = [&](float z) { if (z != -INF) x.total += z, x.count++; };
-      auto each = [&](u32 u) { count(low(u)), count(high(u)); };
-      each(r[k].x), each(r[k].y), each(r[k].z), each(r[k].w);
-    }
-  }
-#endif
   x.max = max, x.sum = even + odd, x.moment += other;
   for (int d = 16; d; d /= 2) {  // together, so that none waits for another
     const float sum = __shfl_xor_sync(~0u, x.sum, d);
@@ -278,14 +254,16 @@ __device__ __forceinline__ Solved solve(Node x, float t) {
   Solved r = {};
   const double m = x.max, y = t;
   const bool is_top = y >= m, lonely = t == -INF;
-  r.top = is_top ? y : m, r.others = x.sum * (x.max == -INF ? 0.0 : exp(m - r.top)), r.offset = lonely ? y : y - r.top;
-  const double p = lonely ? 0.0 : exp(r.offset);
+  const double e = lonely || x.max == -INF ? 0.0 : exp(-fabs(m - y));  // of the smaller, relative to the larger
+  r.top = is_top ? y : m, r.offset = lonely ? y : y - r.top, r.others = is_top ? x.sum * e : x.sum;
+  const double p = lonely ? 0.0 : is_top ? 1.0 + r.offset : e;  // NaN for infinity
   r.whole = r.others + p;
-  const double log_sum = is_top ? log1p(r.others) : log(r.whole);
+  const double log_sum = log1p(is_top ? r.others : r.others - 1.0 + p);
   r.lse = r.top + log_sum, r.log_prob = 0.0 - (is_top ? log_sum : log_sum - r.offset);
 #ifdef ENTROPY
-  const double drop = x.max == -INF ? 0.0 : m - r.top, f = x.max == -INF ? 0.0 : exp(drop);
-  r.mean = (f * (x.moment + drop * x.sum) + (p == 0.0 ? 0.0 : p * r.offset)) / r.whole, r.entropy = log_sum - r.mean;
+  const double drop = x.max == -INF ? 0.0 : m - r.top;
+  r.mean = ((is_top ? e : 1.0) * (x.moment + drop * x.sum) + (p == 0.0 ? 0.0 : p * r.offset)) / r.whole;
+  r.entropy = log_sum - r.mean;
 #endif
 #ifdef TOTAL
   r.total = x.total + (lonely ? 0.0 : y), r.mass = x.count + !lonely;
@@ -294,7 +272,7 @@ __device__ __forceinline__ Solved solve(Node x, float t) {
 }
 
 // The factors of a row's gradient; by: derivatives of a row function's terms.
-__device__ __forceinline__ Factors factors(const Params& q, const Item& item, Node x, float t, int owners, double scale, const Row& row, bool has_absent) {
+__device__ __forceinline__ Factors factors(const Params& q, const Item& item, Node x, float t, int owners, double scale, const Row& row) {
   const float top = fmaxf(x.max, t), shift = finite(top), p = ex2((t - shift) * LOG2E);
   const float others = x.sum * ex2((x.max - shift) * LOG2E), whole = others + p;
   float by_lse = q.lse_factor, by_log_prob = q.log_prob_factor;
@@ -330,7 +308,7 @@ __device__ __forceinline__ Factors factors(const Params& q, const Item& item, No
 #endif
   if (!(whole > 0.f) || owners != 1) each = label = NONE;
   if (item.ignored) each = label = slope = flat = 0.f;
-  return {shift, each, slope, flat, label, has_absent};
+  return {shift, each, slope, flat, label};
 }
 
 // Store the statistics of a row.
@@ -482,7 +460,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
                                  (int)(p.z & 0xffffu), (int)more.y}, all);
       const u32 own = __ballot_sync(~0u, lane < all && p.w & OWNER), ignore = __ballot_sync(~0u, lane < all && p.w & IGNORED);
       const float logit = __shfl_sync(~0u, high(p.z), own ? __ffs(own) - 1 : 0);
-      const int count = __shfl_sync(~0u, (int)(p.z & 0xffffu), q.rank * q.pieces + item.piece);  // of the item
       Row row = {};
 #ifdef ROWS
       const Solved solved = solve(x, logit);
@@ -492,7 +469,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
 #endif
       if (lane == 0) {
         const int owners = __popc(own) + 2 * __popc(ignore);
-        s.factor[slot] = factors(q, item, x, logit, owners, scale, row, count + (item.target >= 0) < item.valid);
+        s.factor[slot] = factors(q, item, x, logit, owners, scale, row);
         arrive(&s.ready[slot]);
 #ifndef ROWS
         const Solved solved = item.piece == 0 ? solve(x, logit) : Solved{};
@@ -539,32 +516,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       const u32 base = at(ring + slot * q.slot_bytes);
       const Factors f = s.factor[slot];
       const bool is_padded = item.ignored || 8 * b > item.valid;
-      for (int v = a + lane; v < b; v += 128) {
-        uint4 r[4];
+      for (int v = a + lane; v < b; v += 32 * AHEAD) {
+        uint4 r[AHEAD];
 #pragma unroll
-        for (int k = 0; k < 4; k++) if (v + 32 * k < b) r[k] = load(base + (v + 32 * k) * 16);
+        for (int k = 0; k < AHEAD; k++) if (v + 32 * k < b) r[k] = load(base + (v + 32 * k) * 16);
 #pragma unroll
-        for (int k = 0; k < 4; k++) if (v + 32 * k < b) {
+        for (int k = 0; k < AHEAD; k++) if (v + 32 * k < b) {
           auto one = [&](float z) {
             float each = f.each;
 #ifdef TERM  // where p underflows the factor stays finite, so that their product is 0
             each = fmaf(f.slope, fmaxf(z - f.shift, -200.f), each);
 #endif
-            const float p = ex2((z - f.shift) * LOG2E);
+            each *= ex2((z - f.shift) * LOG2E);
 #ifdef TOTAL
-            return fmaf(each, p, f.flat);
-#else
-            return each * p;
+            if (z != -INF) each += f.flat;
 #endif
+            return each;
           };
           auto grad = [&](u32 u) { return pack(one(low(u)), one(high(u))); };
           uint4 d = make_uint4(grad(r[k].x), grad(r[k].y), grad(r[k].z), grad(r[k].w));
-#ifdef TOTAL
-          if (f.has_absent) {
-            auto kept = [&](u32 g, u32 u) { return (low(u) == -INF ? 0u : g & 0xffffu) | (high(u) == -INF ? 0u : g & 0xffff0000u); };
-            d = make_uint4(kept(d.x, r[k].x), kept(d.y, r[k].y), kept(d.z, r[k].z), kept(d.w, r[k].w));
-          }
-#endif
           if (is_padded) mask(d, v + 32 * k, -8, item.ignored ? 0 : item.valid, 0);
           store(base + (v + 32 * k) * 16, d);
         }
