@@ -18,7 +18,7 @@
 typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16; typedef long long i64;
 
 constexpr int SUM = 8, GRAD = 8, POST = 2, MERGE = 4, OTHERS = 1 + POST + MERGE, WARPS = OTHERS + SUM + GRAD;
-constexpr int SLOTS = 10, RANKS = 8, LEAF = 5, VALUES = 6, GIVENS = 8, AT_ONCE = 8, AHEAD = 4;
+constexpr int SLOTS = 10, RANKS = 8, LEAF = 5, VALUES = 6, GIVENS = 8, AT_ONCE = 8;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr u64 STUCK = 4000000000000;  // ns, longer than any timeout: a bug ends, too
 constexpr u32 OWNER = 1, IGNORED = 2, LOWEST = 0xff80ff80u;  // flags of a packet; two logits of -inf
@@ -153,17 +153,15 @@ __device__ __forceinline__ Node join_lanes(Node x, int lanes) {
   }
   return x;
 }
-// Replace the label's column of a vector, and those from `valid` on.
+// Replace the label's column of a vector, and those from `valid` on, by a value in both halves.
 __device__ __forceinline__ void mask(uint4& r, int vector, int target, int valid, u32 value) {
-  auto put = [&](int k) {
-    const u32 keep = k & 1 ? 0xffffu : 0xffff0000u, bits = k & 1 ? value << 16 : value;
-    if (k / 2 == 0) r.x = (r.x & keep) | bits;
-    if (k / 2 == 1) r.y = (r.y & keep) | bits;
-    if (k / 2 == 2) r.z = (r.z & keep) | bits;
-    if (k / 2 == 3) r.w = (r.w & keep) | bits;
+  const u32 label = vector == target >> 3 ? 1u << (target & 7) : 0u;
+  const u32 columns = 8 * vector + 8 > valid ? label | 0xffu << max(valid - 8 * vector, 0) : label;
+  auto put = [&](u32& u, u32 bits) {
+    const u32 gone = (bits & 1 ? 0xffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u);
+    u = u & ~gone | value & gone;
   };
-  if (vector == target >> 3) put(target & 7);
-  if (8 * vector + 8 > valid) for (int k = 0; k < 8; k++) if (8 * vector + k >= valid) put(k);
+  put(r.x, columns), put(r.y, columns >> 2), put(r.z, columns >> 4), put(r.w, columns >> 6);
 }
 
 // The node of vectors a to b, by a warp that holds them in registers; id: of the item's first column.
@@ -178,7 +176,7 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i
   }
   if (item.target >> 3 >= a && item.target >> 3 < b || 8 * b > item.valid)
 #pragma unroll
-    for (int k = 0; k < LEAF; k++) mask(r[k], a + lane + 32 * k, item.target, item.valid, 0xff80u);
+    for (int k = 0; k < LEAF; k++) mask(r[k], a + lane + 32 * k, item.target, item.valid, LOWEST);
 #pragma unroll
   for (int k = 0; k < LEAF; k++) tops[k] = max2(max2(r[k].x, r[k].y), max2(r[k].z, r[k].w)), top = max2(top, tops[k]);
   const float own = fmaxf(low(top), high(top));
@@ -187,15 +185,16 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i
   const float shift = finite(max);
   Node x = nothing();
 #ifdef ARGMAX
+  int found = -1;  // the first of this lane's vectors that has the maximum
+  uint4 best;
 #pragma unroll
-  for (int k = LEAF - 1; k >= 0; k--) if (fmaxf(low(tops[k]), high(tops[k])) == max) {  // the lowest last
-    auto look_at = [&](u32 u, int j) {
-      const int column = 8 * (a + lane + 32 * k) + j;
-      if (high(u) == max) x.index = (int)id + column + 1;
-      if (low(u) == max) x.index = (int)id + column;
-    };
-    look_at(r[k].w, 6), look_at(r[k].z, 4), look_at(r[k].y, 2), look_at(r[k].x, 0);
-  }
+  for (int k = LEAF - 1; k >= 0; k--) if (fmaxf(low(tops[k]), high(tops[k])) == max) found = k, best = r[k];
+  auto look_at = [&](u32 u, int j) {
+    const int column = 8 * (a + lane + 32 * found) + j;
+    if (high(u) == max) x.index = (int)id + column + 1;
+    if (low(u) == max) x.index = (int)id + column;
+  };
+  if (found >= 0) look_at(best.w, 6), look_at(best.z, 4), look_at(best.y, 2), look_at(best.x, 0);  // the lowest last
   x.index = __reduce_min_sync(~0u, x.index);
 #endif
 #pragma unroll
@@ -516,28 +515,25 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       const u32 base = at(ring + slot * q.slot_bytes);
       const Factors f = s.factor[slot];
       const bool is_padded = item.ignored || 8 * b > item.valid;
-      for (int v = a + lane; v < b; v += 32 * AHEAD) {
-        uint4 r[AHEAD];
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++) if (v + 32 * k < b) r[k] = load(base + (v + 32 * k) * 16);
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++) if (v + 32 * k < b) {
-          auto one = [&](float z) {
-            float each = f.each;
+      // not unrolled: the roles' loops together must fit into the instruction cache
+#pragma unroll 1
+      for (int v = a + lane; v < b; v += 32) {
+        auto one = [&](float z) {
+          float each = f.each;
 #ifdef TERM  // where p underflows the factor stays finite, so that their product is 0
-            each = fmaf(f.slope, fmaxf(z - f.shift, -200.f), each);
+          each = fmaf(f.slope, fmaxf(z - f.shift, -200.f), each);
 #endif
-            each *= ex2((z - f.shift) * LOG2E);
+          each *= ex2((z - f.shift) * LOG2E);
 #ifdef TOTAL
-            if (z != -INF) each += f.flat;
+          if (z != -INF) each += f.flat;
 #endif
-            return each;
-          };
-          auto grad = [&](u32 u) { return pack(one(low(u)), one(high(u))); };
-          uint4 d = make_uint4(grad(r[k].x), grad(r[k].y), grad(r[k].z), grad(r[k].w));
-          if (is_padded) mask(d, v + 32 * k, -8, item.ignored ? 0 : item.valid, 0);
-          store(base + (v + 32 * k) * 16, d);
-        }
+          return each;
+        };
+        auto grad = [&](u32 u) { return pack(one(low(u)), one(high(u))); };
+        const uint4 r = load(base + v * 16);
+        uint4 d = make_uint4(grad(r.x), grad(r.y), grad(r.z), grad(r.w));
+        if (is_padded) mask(d, v, -8, item.ignored ? 0 : item.valid, 0);
+        store(base + v * 16, d);
       }
       __syncwarp();
       if (lane == 0 && item.target >= 8 * a && item.target < 8 * b && !item.ignored)
