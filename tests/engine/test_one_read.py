@@ -349,9 +349,9 @@ def test_the_kernel_and_its_caller_agree():
     source = re.sub(r"//[^\n]*", "", (Path(one_read_launch.__file__).parent / "one_read.cu").read_text())
     numbers = {name: int(x) for name, x in re.findall(r"(\w+) = (\d+)[,;]", source)}
     threads = 32 * (1 + numbers["SUM"] + numbers["GRAD"] + numbers["POST"] + numbers["MERGE"])
-    expected = *map(numbers.get, ("SLOTS", "RANKS", "VALUES", "GIVENS")), 32 * numbers["LEAF"], threads
+    expected = *map(numbers.get, ("SLOTS", "RANKS", "VALUES", "GIVENS")), threads
     launch = one_read_launch
-    assert expected == (launch.SLOTS, launch.RANKS, launch.VALUES, launch.GIVENS, launch.LEAF, launch.THREADS)
+    assert expected == (launch.SLOTS, launch.RANKS, launch.VALUES, launch.GIVENS, launch.THREADS)
     assert launch.TERMS == row_functions.SLOPES and launch.GIVENS == row_functions.MOST_INPUTS
     body = source.partition("struct Params {")[2].partition("};")[0]
     fields = re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", body)

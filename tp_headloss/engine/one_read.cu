@@ -18,7 +18,7 @@
 typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16; typedef long long i64;
 
 constexpr int SUM = 8, GRAD = 8, POST = 2, MERGE = 4, OTHERS = 1 + POST + MERGE, WARPS = OTHERS + SUM + GRAD;
-constexpr int SLOTS = 10, RANKS = 8, LEAF = 5, VALUES = 6, GIVENS = 8, AT_ONCE = 8;
+constexpr int SLOTS = 10, RANKS = 8, VALUES = 6, GIVENS = 8, AT_ONCE = 8;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr u64 STUCK = 4000000000000;  // ns, longer than any timeout: a bug ends, too
 constexpr u32 OWNER = 1, IGNORED = 2, LOWEST = 0xff80ff80u;  // flags of a packet; two logits of -inf
@@ -164,41 +164,26 @@ __device__ __forceinline__ void mask(uint4& r, int vector, int target, int valid
   put(r.x, columns), put(r.y, columns >> 2), put(r.z, columns >> 4), put(r.w, columns >> 6);
 }
 
-// The node of vectors a to b, by a warp that holds them in registers; id: of the item's first column.
+// The node of vectors a to b, by a warp; id: of the item's first column. Loops are not unrolled, here and where gradients
+// are written: those of all roles together must fit into the instruction cache.
 __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i64 id, int lane) {
-  uint4 r[LEAF];
-  u32 top = LOWEST, tops[LEAF];
-#pragma unroll
-  for (int k = 0; k < LEAF; k++) {
-    const int v = a + lane + 32 * k;
-    r[k] = make_uint4(LOWEST, LOWEST, LOWEST, LOWEST);
-    if (v < b) r[k] = load(base + v * 16);
-  }
-  if (item.target >> 3 >= a && item.target >> 3 < b || 8 * b > item.valid)
-#pragma unroll
-    for (int k = 0; k < LEAF; k++) mask(r[k], a + lane + 32 * k, item.target, item.valid, LOWEST);
-#pragma unroll
-  for (int k = 0; k < LEAF; k++) tops[k] = max2(max2(r[k].x, r[k].y), max2(r[k].z, r[k].w)), top = max2(top, tops[k]);
-  const float own = fmaxf(low(top), high(top));
-  float max = own, even = 0.f, odd = 0.f, other = 0.f;
+  const bool is_cut = item.target >> 3 >= a && item.target >> 3 < b || 8 * b > item.valid;
+  auto load_known = [&](int v) {
+    uint4 r = load(base + v * 16);
+    if (is_cut) mask(r, v, item.target, item.valid, LOWEST);
+    return r;
+  };
+  auto top_of = [](const uint4& r) { return max2(max2(r.x, r.y), max2(r.z, r.w)); };
+  u32 top = LOWEST;
+#pragma unroll 1
+  for (int v = a + lane; v < b; v += 32) top = max2(top, top_of(load_known(v)));
+  float max = fmaxf(low(top), high(top)), even = 0.f, odd = 0.f, other = 0.f;
   for (int d = 16; d; d /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, d));
   const float shift = finite(max);
   Node x = nothing();
-#ifdef ARGMAX
-  int found = -1;  // the first of this lane's vectors that has the maximum
-  uint4 best;
-#pragma unroll
-  for (int k = LEAF - 1; k >= 0; k--) if (fmaxf(low(tops[k]), high(tops[k])) == max) found = k, best = r[k];
-  auto look_at = [&](u32 u, int j) {
-    const int column = 8 * (a + lane + 32 * found) + j;
-    if (high(u) == max) x.index = (int)id + column + 1;
-    if (low(u) == max) x.index = (int)id + column;
-  };
-  if (found >= 0) look_at(best.w, 6), look_at(best.z, 4), look_at(best.y, 2), look_at(best.x, 0);  // the lowest last
-  x.index = __reduce_min_sync(~0u, x.index);
-#endif
-#pragma unroll
-  for (int k = 0; k < LEAF; k++) if (a + 32 * k < b) {
+#pragma unroll 1
+  for (int v = a + lane; v < b; v += 32) {
+    const uint4 r = load_known(v);
     auto add = [&](u32 u) {
       const float a = low(u) - shift, b = high(u) - shift, p = ex2(a * LOG2E), q = ex2(b * LOG2E);
       even += p, odd += q;
@@ -210,8 +195,21 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i
       if (high(u) != -INF) x.total += high(u), x.count++;
 #endif
     };
-    add(r[k].x), add(r[k].y), add(r[k].z), add(r[k].w);
+    add(r.x), add(r.y), add(r.z), add(r.w);
+#ifdef ARGMAX
+    const u32 own = top_of(r);
+    if (fmaxf(low(own), high(own)) == max && x.index == nothing().index) {  // the lowest of this lane's
+      auto look_at = [&](u32 u, int j) {
+        if (high(u) == max) x.index = (int)id + 8 * v + j + 1;
+        if (low(u) == max) x.index = (int)id + 8 * v + j;
+      };
+      look_at(r.w, 6), look_at(r.z, 4), look_at(r.y, 2), look_at(r.x, 0);
+    }
+#endif
   }
+#ifdef ARGMAX
+  x.index = __reduce_min_sync(~0u, x.index);
+#endif
   x.max = max, x.sum = even + odd, x.moment += other;
   for (int d = 16; d; d /= 2) {  // together, so that none waits for another
     const float sum = __shfl_xor_sync(~0u, x.sum, d);
@@ -456,7 +454,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
         }
       }
       const Node x = join_lanes({__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(more.x), __uint_as_float(more.z),
-                                 (int)(p.z & 0xffffu), (int)more.y}, all);
+                                 (int)(p.z & 0xffffu), (int)more.y}, 32);
       const u32 own = __ballot_sync(~0u, lane < all && p.w & OWNER), ignore = __ballot_sync(~0u, lane < all && p.w & IGNORED);
       const float logit = __shfl_sync(~0u, high(p.z), own ? __ffs(own) - 1 : 0);
       Row row = {};
@@ -515,7 +513,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       const u32 base = at(ring + slot * q.slot_bytes);
       const Factors f = s.factor[slot];
       const bool is_padded = item.ignored || 8 * b > item.valid;
-      // not unrolled: the roles' loops together must fit into the instruction cache
 #pragma unroll 1
       for (int v = a + lane; v < b; v += 32) {
         auto one = [&](float z) {
