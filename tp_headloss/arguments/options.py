@@ -66,7 +66,7 @@ class Options:
             tokens; no transform, teacher, sets, ids or rank, and no weights or inputs that require a gradient;
             ValueError for other calls that need a gradient.
             "backward" has a launch of the backward write it. "auto" takes "forward" where it can and was measured to be
-            faster, else "backward"; the two may differ in the last bit. From the forward on the gradient takes memory,
+            faster, else "backward", also for the blocks of one sweep; the two may differ in the last bit. From the forward on the gradient takes memory,
             unless ``inplace`` has the forward write it over the logits. A rank that does not come within its group's
             timeout makes its peers' results NaN, and their next call raises.
         check: raise a ValueError that names the first token with a bad label, set, given id or entry of a `TopKTeacher`

@@ -64,7 +64,12 @@ def serves_block(request: Request, reduction) -> bool:
     """Return True if a block of a linear head's logits takes one launch: where it is faster, and all ranks' blocks are
     without gaps."""
     is_cuda, columns = request.tensors.logits.device.type == "cuda", columns_of(request)
-    return is_cuda and columns % ALIGNED == 0 and not _is_small(request) and not _obstacle(request, reduction)
+    if not is_cuda or columns % ALIGNED or _is_small(request):
+        return False
+    obstacle = _obstacle(request, reduction)
+    if obstacle:
+        _log_once(obstacle)
+    return not obstacle
 
 
 @functools.cache
