@@ -66,9 +66,9 @@ class Options:
             tokens; no transform, teacher, sets, ids or rank, and no weights or inputs that require a gradient;
             ValueError for other calls that need a gradient.
             "backward" has a launch of the backward write it. "auto" takes "forward" where it can and was measured to be
-            faster, else "backward", also for the blocks of one sweep; the two may differ in the last bit. From the forward on the gradient takes memory,
-            unless ``inplace`` has the forward write it over the logits. A rank that does not come within its group's
-            timeout makes its peers' results NaN, and their next call raises.
+            faster, else "backward", also for the blocks of one sweep; the two may differ in the last bit. From the
+            forward on the gradient takes memory, unless ``inplace`` has the forward write it over the logits. A rank
+            that does not come within its group's timeout makes its peers' results NaN, and their next call raises.
         check: raise a ValueError that names the first token with a bad label, set, given id or entry of a `TopKTeacher`
             (an unknown id, or log-probs whose probabilities add up to more than 1, as those of logits do), or that
             names token, column, rank and count of a NaN (or an infinity that makes one) in logits, hidden states,
