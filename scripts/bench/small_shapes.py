@@ -75,6 +75,7 @@ def one_read(labels):
             ([hl.CrossEntropy(), hl.ZLoss(1e-4)], (), None),
             ([hl.CrossEntropy(), hl.Entropy(0.1)], ("accuracy",), None),
             ([hl.PolicyGradient(), hl.Entropy(0.1)], ("accuracy",), policy),
+            ([hl.CrossEntropy(label_smoothing=0.1)], ("accuracy", "entropy"), None),
         ):
             head = hl.HeadLoss(terms, metrics=metrics, options=hl.Options("triton", gradient="forward"))
             head(logits, labels, inputs=inputs).loss.backward()
