@@ -159,6 +159,11 @@ def test_causal_lm_loss_shifts_the_labels_itself():
     counted = weight[:, 1:] * (labels[:, 1:] != -100)
     torch.testing.assert_close(out.loss, (per_label * counted).sum() / counted.sum())
     torch.testing.assert_close(grad, torch.autograd.grad(expected, x)[0])
+    count = torch.randint(1, 9, (3, 8))  # bytes of the labels
+    found = hl.CausalLMLoss(hl.HeadLoss(metrics=hl.BitsPerByte()))(x, labels, inputs={"num_bytes": count}).means()
+    scored = labels[:, 1:] != -100
+    bits = (per_label * scored).sum() / torch.log(torch.tensor(2.0)) / (count[:, 1:] * scored).sum()
+    torch.testing.assert_close(found["bits_per_byte"].float(), bits)
 
 
 def test_a_users_own_function_of_the_statistics_needs_no_kernel(backend, device):

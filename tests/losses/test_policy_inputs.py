@@ -74,7 +74,7 @@ def test_wrong_inputs_are_refused_with_what_was_expected():
     good = needed(head, inputs, mask, "cpu")
     for message, given in {
         "unused \\['x'\\]": {"x": x},
-        "broadcast to the tokens \\[4, 7\\] .*got \\[5\\]": {"advantages": torch.ones(5)},
+        r"must be \[4\], one per sequence, or \[4, 7\], one per token, got \[5\]": {"advantages": torch.ones(5)},
         "must broadcast to the tokens .*got \\[5, 1\\]": {"advantages": torch.ones(5, 1)},
         "must be of tokens \\[4, 7\\] like labels, got \\[4, 6\\]": {"sequences": hl.Sequences.from_mask(mask[:, 1:])},
     }.items():

@@ -7,7 +7,20 @@ import pytest
 import torch
 
 import tp_headloss
-from tp_headloss import CrossEntropy, Distillation, HeadLoss, KLToReference, PolicyGradient, Sequences, ZLoss, losses
+from tp_headloss import (
+    PPO,
+    CausalLMLoss,
+    CrossEntropy,
+    Distillation,
+    HeadLoss,
+    KLToReference,
+    Options,
+    PolicyGradient,
+    Sequences,
+    Term,
+    ZLoss,
+    losses,
+)
 from tp_headloss.spec import OneOf, lines_within
 from tp_headloss.spec.aliases import ALIASES, rows, synonym
 
@@ -91,6 +104,36 @@ MESSAGES = {
     "torch's layout": (lambda: HeadLoss()(LOGITS.movedim(-1, 1), LABELS), "[*[2, 5], V], the vocabulary comes last"),
     "soft labels": (lambda: HeadLoss()(LOGITS, LOGITS.softmax(-1)), "a Teacher's, for the term Distillation"),
     "Hinton's alpha": (lambda: Distillation(alpha=0.5), "write [CrossEntropy(1 - alpha), Distillation(alpha)]"),
+    "a module of torch": (
+        lambda: Term("ce", torch.nn.CrossEntropyLoss()),
+        "term 'ce': function must take (stats), got (input: torch.Tensor, target",
+    ),
+    "an advantage per row that is none": (
+        lambda: HeadLoss(PolicyGradient("reinforce"))(
+            LOGITS, LABELS, inputs={"advantages": torch.ones(3), "sequences": Sequences.from_mask(LABELS == 0)}
+        ),
+        "input 'advantages' must be [2], one per sequence, or [2, 5], one per token, got [3]",
+    ),
+    "a reference without a KL": (
+        lambda: PPO(kl=0)(LOGITS, LABELS, inputs=dict.fromkeys((*PPO().input_names, "reference_log_prob"), LOGITS)),
+        "which none of them takes: leave them out; a KL of weight 0, as kl=0, takes none",
+    ),
+    "lengths as bounds": (
+        lambda: Sequences.from_cu_seqlens(torch.tensor([3, 7]), torch.ones(10, dtype=torch.bool)),
+        "got [3, 7]: lengths? Pass torch.nn.functional.pad(lengths.cumsum(0), (1, 0))",
+    ),
+    "probabilities": (
+        lambda: HeadLoss(KLToReference(0.1), options=Options(check=True))(
+            LOGITS, LABELS, inputs={"reference_log_prob": LOGITS.softmax(-1)[..., 0]}
+        ),
+        "tokens: are these probabilities? Pass their log()",
+    ),
+    "an input that CausalLMLoss cannot move": (
+        lambda: CausalLMLoss(HeadLoss(PolicyGradient("reinforce")))(
+            LOGITS, LABELS, inputs={"advantages": LOGITS[..., 0]}
+        ),
+        "got the input 'advantages': call HeadLoss with it and with moved labels",
+    ),
     "an unknown keyword": (lambda: CrossEntropy(xyz=1), "got an unexpected keyword argument 'xyz'"),
 }
 

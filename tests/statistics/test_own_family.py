@@ -82,6 +82,14 @@ def test_what_cannot_be_registered_is_an_error():
     with mock.patch.object(hl.statistics, "FAMILIES", hl.statistics.FAMILIES):
         with pytest.raises(TypeError, match="family must be a Family, got"):
             hl.register_statistic(energy_statistic.Energy)
+        incomplete = type("Own", (hl.statistics.Family,), {"statistics": ("own",), "gradients": ("own",)})
+        with pytest.raises(ValueError, match=r"family Own must .* got no finish, no coefficient or direct or scaled"):
+            hl.register_statistic(incomplete())
+        empty = type("Empty", (energy_statistic.Energy,), {"finish": lambda self, sums, joined: ({}, {})})
+        hl.register_statistic(empty())
+        with pytest.raises(ValueError, match=r"families' finish must return .* got no \['energy'\]"):
+            hl.vocab_statistics(torch.ones(1, 3), want=("energy",), options=hl.Options(backend="torch"))
+    with mock.patch.object(hl.statistics, "FAMILIES", hl.statistics.FAMILIES):
         hl.register_statistic(energy_statistic.Energy())
         with pytest.raises(ValueError, match=r"of which .'energy'. are taken"):
             hl.register_statistic(energy_statistic.Energy())

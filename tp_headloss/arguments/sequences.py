@@ -30,11 +30,11 @@ class Sequences:
     construction, unless ``lengths`` is given. The group must not be the one that shares the vocabulary, because the
     ranks of that group hold the same tokens.
 
-    Invalid bounds (out of order, or outside of the tokens) and invalid lengths (negative, or not finite) are a
-    ValueError on CPUs. On GPUs nothing waits for their values: nothing outside of the tokens is read, and every result
-    is NaN. `check` (or ``Options(check=True)``) waits for the device, and raises there, too. It also raises for tokens
-    in the mask that belong to no sequence and, without a group, for lengths below a sequence's counted tokens, and
-    ``Options(check=True)`` for tokens whose label is ignored.
+    Invalid bounds (out of order, outside of the tokens, or lengths that add up to the tokens) and invalid lengths
+    (negative, or not finite) are a ValueError on CPUs. On GPUs nothing waits for their values: nothing outside of the
+    tokens is read, and every result is NaN. `check` (or ``Options(check=True)``) waits for the device, and raises
+    there, too. It also raises for tokens in the mask that belong to no sequence and, without a group, for lengths below
+    a sequence's counted tokens, and ``Options(check=True)`` for tokens whose label is ignored.
 
     Attributes:
         lengths: [B] fp32, N_i over the whole group.
@@ -79,7 +79,7 @@ class Sequences:
         self.mask, self.horizon, self.group = mask, horizon, group
         self._order, self._offsets, self._bounds = order, offsets, bounds
         # [] bool; None: nothing can be invalid
-        self._invalid = None if bounds is None else (bounds != self._offsets).any()
+        self._invalid = None if bounds is None else _invalid_bounds(bounds, self._offsets, mask.numel())
         if ids is None:
             self._ids, self.counted = None, mask
         else:
@@ -190,9 +190,11 @@ class Sequences:
     def _expect_valid(self):
         if self._invalid is None or not bool(self._invalid):
             return
-        if self._bounds is not None and bool((self._bounds != self._offsets).any()):
+        if self._bounds is not None and bool(_invalid_bounds(self._bounds, self._offsets, self.mask.numel())):
             first, tokens = self._bounds[:16].tolist(), self.mask.numel()
-            raise ValueError(f"cu_seqlens must be ascending in [0, {tokens}], the mask's tokens, got {first}")
+            lengths = int(self._bounds.sum()) == tokens
+            said = ": lengths? Pass torch.nn.functional.pad(lengths.cumsum(0), (1, 0))" if lengths else ""
+            raise ValueError(f"cu_seqlens must be ascending in [0, {tokens}], the mask's tokens, got {first}{said}")
         raise ValueError("lengths must be finite and at least 0, and bounds right on every rank, got others")
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -257,6 +259,11 @@ class Sequences:
         else:  # an empty per_sequence cannot be indexed
             tokens = per_sequence[self._ids] if len(self) else per_sequence.new_zeros(self.mask.shape)
         return self._poisoned(torch.where(self.counted, tokens, 0.0))
+
+
+def _invalid_bounds(bounds: torch.Tensor, offsets: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[] bool: bounds are no offsets, or look like lengths, which begin above 0 and add up to the tokens."""
+    return (bounds != offsets).any() | ((bounds[0] > 0) & (bounds.sum() == tokens))
 
 
 class _SumTokens(torch.autograd.Function):

@@ -25,6 +25,20 @@ def expect_finite(name: str, x: Any, where: torch.Tensor):
         )
 
 
+def expect_log_probs(name: str, x: Any, where: torch.Tensor):
+    """Raise ValueError if an input [..] of log-probs is above 0, more than by rounding or at all tokens in `where`."""
+    if not isinstance(x, torch.Tensor) or x.shape != where.shape:
+        return
+    values = x.detach()[where]
+    above = values > 1e-3
+    if len(values) and (above.any() or (values > 0).all()):
+        largest = float(values.max())
+        raise ValueError(
+            f"{name} must be log-probs, at most 0, got {largest:g} at the most, and {int((values > 0).sum())} such "
+            "tokens: are these probabilities? Pass their log()"
+        )
+
+
 def expect_known(
     outputs: dict[str, torch.Tensor], request: Request, operands: dict[str, torch.Tensor], overwritten: bool
 ):

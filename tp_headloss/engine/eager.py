@@ -147,6 +147,8 @@ def finish(shift, sums: dict, request: Request, dtype) -> list[torch.Tensor]:
         rows |= found[1]
 
     def settled(names, found):
+        if missing := set(names) - found.keys():
+            raise ValueError(f"families' finish must return {list(names)}, got no {sorted(missing)}")
         every = torch.stack([found[name] for name in names])
         return torch.where(joined.ignored, 0.0, torch.where(joined.bad, torch.nan, every)).to(dtype)
 

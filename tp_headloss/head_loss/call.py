@@ -12,7 +12,7 @@ import torch
 from ..arguments.sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..call.dtensor import local_part
 from ..call.given import Given
-from ..call.not_finite import expect_finite
+from ..call.not_finite import expect_finite, expect_log_probs
 from ..ranks.shard import VocabShard
 from ..spec import LABELS, SCALAR, TOKEN_WEIGHT, CheckedBy, Instance, Line, Sizes, TensorLine, sizes_of
 from ..statistics import AT_IDS
@@ -56,6 +56,8 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
         values = {f"input {name!r}": value for name, value in inputs.items()} | {"token_weight": token_weight}
         for name, value in values.items():
             expect_finite(name, value, labels != definition.ignore_index)
+            if name.endswith("log_prob'"):
+                expect_log_probs(name, value, labels != definition.ignore_index)
     _expect_class_weights(definition.terms, shard.vocab_size, x.device)
     loss_weight, count = token_weight, None
     if definition.reduction in SEQUENCE_REDUCTIONS:
@@ -156,7 +158,8 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
     missing, unused = needed - set(inputs), set(inputs) - needed - {"sequences"}
     if missing or unused:
         wrong = [f"missing {sorted(missing)}"] * bool(missing)
-        wrong += [f"unused {sorted(unused)}, which none of them takes"] * bool(unused)
+        wrong += [f"unused {sorted(unused)}, which none of them takes: leave them out"] * bool(unused)
+        wrong += ["a KL of weight 0, as kl=0, takes none"] * ("reference_log_prob" in unused)
         raise ValueError(
             f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(inputs)}: {'; '.join(wrong)}"
         )
@@ -189,8 +192,15 @@ def _expect_values_of_ids(name: str, value: torch.Tensor, ids):
 def _per_token(name: str, value, labels, sequences, line: Line) -> torch.Tensor:
     """Broadcast an input to the labels' shape [..], or spread its value per sequence [B] over the tokens."""
     broadcasts = isinstance(line, TensorLine) and line.broadcasts
-    if broadcasts and sequences is not None and getattr(value, "shape", None) == (len(sequences),) != labels.shape:
-        return sequences.spread(value)
+    shape = getattr(value, "shape", None)
+    if broadcasts and sequences is not None and shape is not None and len(shape) == 1 and shape != labels.shape:
+        if shape == (len(sequences),):
+            return sequences.spread(value)
+        if shape != (1,):
+            raise ValueError(
+                f"input {name!r} must be [{len(sequences)}], one per sequence, or {list(labels.shape)}, one per token, "
+                f"got {list(shape)}"
+            )
     line.check(f"input {name!r}", value, sizes_of("labels", labels, labels.shape))
     return value.expand(labels.shape)
 

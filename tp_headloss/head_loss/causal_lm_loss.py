@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..spec import TENSOR, UNSHIFTED, checked
-from .call import expect_labels
+from .call import Inputs, expect_labels
 from .loss import HeadLoss
 from .output import HeadLossOutput
 
@@ -34,22 +35,46 @@ class CausalLMLoss(nn.Module):
         self.head_loss = HeadLoss() if head_loss is None else head_loss
 
     def forward(
-        self, logits: torch.Tensor, labels: torch.Tensor, *, token_weight: torch.Tensor | None = None, **kwargs
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        *,
+        token_weight: torch.Tensor | None = None,
+        inputs: Inputs | None = None,
+        **kwargs,
     ) -> HeadLossOutput:
         """Loss of logits [.., S, width] sharded on V against the next labels -> `HeadLossOutput`, replicated.
 
-        labels, token_weight: [.., S], unshifted; a weight belongs to its label. Other keywords as in
-        `HeadLoss.forward`. Per-token temperatures and ``inputs`` are not shifted: position t of them belongs to the
-        logits at t and label t + 1.
+        labels, token_weight: [.., S], unshifted; a weight and the input "num_bytes" belong to their label. Other
+        inputs with a value per token are refused. Other keywords as in `HeadLoss.forward`. Position t of per-token
+        temperatures, teachers and sets belongs to the logits at t and to label t + 1.
         """
         TENSOR.check("logits", logits, {})
         expect_labels(labels, logits, token_weight)
         UNSHIFTED.check("labels", labels, {})
-        labels = labels.long()  # an ignore_index need not fit int32
-        last = torch.full_like(labels[..., :1], self.head_loss.ignore_index)
-        if token_weight is not None:
-            token_weight = torch.cat([token_weight[..., 1:], torch.zeros_like(token_weight[..., :1])], -1)
-        return self.head_loss(logits, torch.cat([labels[..., 1:], last], -1), token_weight=token_weight, **kwargs)
+        if isinstance(inputs, Mapping):
+            inputs = {name: _of_next_token(name, x, labels) for name, x in inputs.items()}
+        # an ignore_index need not fit int32
+        labels = _next(labels.long(), self.head_loss.ignore_index)
+        token_weight = None if token_weight is None else _next(token_weight, 0)
+        return self.head_loss(logits, labels, token_weight=token_weight, inputs=inputs, **kwargs)
 
     if TYPE_CHECKING:
         __call__ = forward
+
+
+def _next(x: torch.Tensor, last) -> torch.Tensor:
+    """x [.., S] moved to the left by one, with `last` at the end."""
+    return torch.cat([x[..., 1:], torch.full_like(x[..., :1], last)], -1)
+
+
+def _of_next_token(name: str, x, labels: torch.Tensor):
+    """An input as a HeadLoss takes it. ValueError for one of which nobody knows to which position it belongs."""
+    per_token = name == "sequences" or (isinstance(x, torch.Tensor) and x.shape == labels.shape)
+    if per_token and name != "num_bytes":
+        raise ValueError(
+            "CausalLMLoss moves labels, token_weight and 'num_bytes' to the next token, and no other values per token, "
+            f"got the input {name!r}: call HeadLoss with it and with moved labels, "
+            "torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)"
+        )
+    return _next(x, 1) if per_token else x

@@ -225,7 +225,7 @@ def _expect_arguments(owner: str, function, inputs: tuple[str, ...]):
     if isinstance(function, StatisticValue):
         return
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(getattr(function, "forward", function))  # a module takes anything
     except (TypeError, ValueError):  # of C
         return
     try:

@@ -87,6 +87,8 @@ ALIASES = (
     Alias("old_log_prob", "verl", LOSSES, 'inputs={"old_log_prob": ..}'),
     Alias("teacher", "many", LOSSES, 'inputs={"teacher": Teacher(..)}'),
     Alias("sequences", "ours", LOSSES, 'inputs={"sequences": Sequences.from_mask(..)}'),
+    Alias("cu_seqlens", "flash-attention", LOSSES, 'labels of -100 across documents, and for reductions by sequence '
+          'inputs={"sequences": Sequences.from_cu_seqlens(..)}'),
     Alias("reduction", "torch", LOSSES, "HeadLoss(.., reduction=..)"),
     Alias("weight", "torch", "HeadLoss.forward", "token_weight=, or CrossEntropy(class_weight=..)"),
 )  # fmt: skip

@@ -91,7 +91,7 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
 
     Raises:
         TypeError: no `Family`.
-        ValueError: a name that a statistic has already.
+        ValueError: a name that a statistic has already, or a family without methods that its rows need.
 
     Examples:
         >>> from energy_statistic import Energy  # examples/energy_statistic
@@ -106,6 +106,11 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
             f"family must have statistics with names of their own, got {list(family.statistics)}, of which "
             f"{sorted(taken & set(family.statistics))} are taken"
         )
+    own = {name for name in dir(Family) if getattr(type(family), name) is not getattr(Family, name)}
+    gradient = {"coefficient", "direct", "scaled"}
+    needed = ({"finish"}, True), ({"local"}, family.packet), (gradient, family.gradients)
+    if missing := [" or ".join(sorted(names)) for names, used in needed if used and not own & names]:
+        raise ValueError(f"family {type(family).__name__} must have methods of its own, got no {', no '.join(missing)}")
     FAMILIES += (family,)
 
 
