@@ -659,6 +659,16 @@ def train():
         pass
 
     host = trained(4, 1, nothing)
+    page = {}
+    exec(compile(marked_block("host", "trainer-log"), "docs", "exec"), page)
+    with tempfile.TemporaryDirectory() as out:
+        model = copy.deepcopy(start)
+        options = {"max_steps": 1, "report_to": "none", "save_strategy": "no", "use_cpu": True, "logging_steps": 1}
+        trainer = page["HeadTrainer"](model, TrainingArguments(out, **options), train_dataset=rows)
+        trainer.fused = fuse_head(model, HeadLoss(metrics="accuracy"))
+        trainer.train()
+        (found,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert 0 <= found["head/accuracy"] <= 1 and abs(found["head/loss"] - found["loss"]) < 1e-4, found
     ways = fuse_head, set_loss_function
     results = [compared(*trained(*sizes, way), *host, HEAD) for way in ways for sizes in ((4, 1), (2, 2))]
     for way in ways:  # the Trainer takes the labels away, and the HeadLoss would not be computed
@@ -670,7 +680,7 @@ def train():
 def documented(group):
     names = {"path": saved("plain", config_of()), "tokens": 30, **batch()}
     exec(compile(marked_block("host", "transformers"), "docs", "exec"), names)
-    assert 0 <= names["accuracy"] <= 1 and names["answer"].shape == (2, 24)
+    assert names["answer"].shape == (2, 24) and names["out"].loss > 0
     parallel = names["DistributedConfig"](tp_size=2, tp_plan="auto")
     names["model"] = names["LlamaForCausalLM"].from_pretrained(names["path"], distributed_config=parallel)
     exec(compile(marked_block("host", "transformers-card"), "README.md", "exec"), names)
