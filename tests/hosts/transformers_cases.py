@@ -439,6 +439,7 @@ def loops(group):
         model = AutoModelForCausalLM.from_config(config_of(kind, **sizes)).eval()
         own = model(input_ids=ids, labels=labels)
         fused = fuse_head(model, HeadLoss([CrossEntropy(), ZLoss(1.0)]))
+        assert f"{fused}".startswith(f"FusedHead({type(model).__name__}, ") and "z_loss" in f"{fused}"
         z_loss = own.logits[:, :-1].logsumexp(-1).square()[labels[:, 1:] != -100].mean()
         expected = (own.loss + z_loss).detach()
         with mock.patch.dict(os.environ):
@@ -524,7 +525,7 @@ def refusals(group):
     refused(lambda: gathered(**batch()), "colwise")
     refused(lambda: fuse_head(gathered), "loss_function")
     refused(lambda: causal_lm_loss(model, HeadLoss(reduction="none")), "one number")
-    refused(lambda: fuse_head(model.model), "Linear", TypeError)
+    refused(lambda: fuse_head(model.model), "LlamaModel has no language-model head", TypeError)
     refused(lambda: fuse_head(torch.nn.Linear(2, 2)), "PreTrainedModel", TypeError)
 
     fused = fuse_head(model)

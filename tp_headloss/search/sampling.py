@@ -108,10 +108,10 @@ def kept_ids(
 @described
 def sample(
     logits: Logits | TeacherHead,
+    rule: SamplingRule | None = None,
     *,
     seed: Annotated[int, IntLine(0, (1 << 64) - 1)],
     positions: Labels,
-    rule: SamplingRule | None = None,
     weight: Rows | None = None,
     shard: VocabShard | None = None,
     transform: Transform | None = None,

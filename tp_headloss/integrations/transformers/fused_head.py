@@ -71,7 +71,7 @@ def fuse_head(
     if not own and model.loss_function is not ForCausalLMLoss:
         raise ValueError(
             "the model's loss must be transformers' ForCausalLMLoss, or DeepSpeed's VocabParallelCausalLMLoss for its "
-            f"output layer, got {model.loss_function}: a fused head would silently win over a loss_function"
+            f"output layer, got {model.loss_function}: compute another loss of its logits, HeadLoss(..)(logits, labels)"
         )
     return FusedHead(model, head_loss, linear, shard, transform, observe, skip_logits)
 
@@ -88,6 +88,10 @@ class FusedHead(InstalledForward, Observed):
         super().__init__(model, shard, transform)
         (self.head_loss, self.linear), self.last = wanted, None
         self.observe, self.skip_logits = observe, skip_logits
+
+    def __repr__(self) -> str:
+        ids, name = self.checked_shard.vocab_size, type(self.model).__name__
+        return f"FusedHead({name}, {ids} ids, {self.head_loss}); remove() undoes it"
 
     def _forward(self, model, args, kwargs):
         given = named_arguments(self.stock_forward, model, args, kwargs)

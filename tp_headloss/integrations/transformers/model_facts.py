@@ -35,9 +35,12 @@ def output_layer(model) -> nn.Linear:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model must be a transformers.PreTrainedModel, got {type(model).__name__}: give the one that is "
-            "wrapped (a DeepSpeed engine's engine.module)"
+            "wrapped (PEFT: model.get_base_model(), DeepSpeed: engine.module)"
         )
     layer = model.get_output_embeddings()
+    if layer is None:
+        said = "use a ..ForCausalLM, or HeadLoss(..)(logits, labels)"
+        raise TypeError(f"{type(model).__name__} has no language-model head: {said}")
     if "modules_to_save" in getattr(layer, "_modules", ()):
         saved, active = layer.modules_to_save, "".join(layer.active_adapters[:1])
         layer = layer.original_module if layer.disable_adapters or active not in saved else saved[active]
