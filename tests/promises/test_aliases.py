@@ -124,15 +124,15 @@ MESSAGES = {
     ),
     "probabilities": (
         lambda: HeadLoss(KLToReference(0.1), options=Options(check=True))(
-            LOGITS, LABELS, inputs={"reference_log_prob": LOGITS.softmax(-1)[..., 0]}
+            LOGITS, LABELS, inputs={"reference_log_prob": LOGITS.sigmoid()[..., 0]}
         ),
-        "tokens: are these probabilities? Pass their log()",
+        "such tokens: are these probabilities? Pass their log()",
     ),
     "an input that CausalLMLoss cannot move": (
         lambda: CausalLMLoss(HeadLoss(PolicyGradient("reinforce")))(
             LOGITS, LABELS, inputs={"advantages": LOGITS[..., 0]}
         ),
-        "got the input 'advantages': call HeadLoss with it and with moved labels",
+        "got 'advantages': call HeadLoss with it and with moved labels",
     ),
     "an unknown keyword": (lambda: CrossEntropy(xyz=1), "got an unexpected keyword argument 'xyz'"),
 }

@@ -13,29 +13,18 @@ from ..ranks.comm import gather_objects
 
 
 def expect_finite(name: str, x: Any, where: torch.Tensor):
-    """Raise ValueError if a replicated tensor [.., *] holds NaN or inf at one of some tokens, True in `where` [..]."""
+    """Raise ValueError if a replicated tensor [.., *] holds NaN or inf at one of some tokens, True in `where` [..], or,
+    where its name says that it has log-probs, a number above 0, but for rounding."""
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         return
-    bad = (x.isnan() | (x == math.inf)).reshape(*x.shape[: where.dim()], -1)
+    largest = 1e-3 if name.strip("'").endswith(("log_prob", "log_probs")) else math.inf
+    bad = (x.isnan() | (x > largest) | (x == math.inf)).reshape(*x.shape[: where.dim()], -1)
     tokens = (bad.any(-1).expand(where.shape) & where).flatten().nonzero().flatten().tolist()
     if tokens:
         value = x.expand(*where.shape, *x.shape[where.dim() :]).flatten(0, where.dim() - 1)[tokens[0]]
+        said = ": are these probabilities? Pass their log()" * bool((value > largest).any())
         raise ValueError(
-            f"{name} of token {tokens[0]} (flat index) holds {_word(value)}; {_such(len(tokens), 'token')}"
-        )
-
-
-def expect_log_probs(name: str, x: Any, where: torch.Tensor):
-    """Raise ValueError if an input [..] of log-probs is above 0, more than by rounding or at all tokens in `where`."""
-    if not isinstance(x, torch.Tensor) or x.shape != where.shape:
-        return
-    values = x.detach()[where]
-    above = values > 1e-3
-    if len(values) and (above.any() or (values > 0).all()):
-        largest = float(values.max())
-        raise ValueError(
-            f"{name} must be log-probs, at most 0, got {largest:g} at the most, and {int((values > 0).sum())} such "
-            "tokens: are these probabilities? Pass their log()"
+            f"{name} of token {tokens[0]} (flat index) holds {_word(value)}; {_such(len(tokens), 'token')}{said}"
         )
 
 
@@ -108,8 +97,8 @@ def _first(name: str, one: str, x: torch.Tensor, bad: torch.Tensor, rows: torch.
 
 
 def _word(values: torch.Tensor) -> str:
-    """ "NaN" or "inf", that which one of some values is."""
-    return "NaN" if values.isnan().any() else "inf"
+    """ "NaN", "inf", or else the largest of some values."""
+    return "NaN" if values.isnan().any() else "inf" if values.isinf().any() else f"{float(values.max()):g}"
 
 
 def _such(count: int, one: str) -> str:

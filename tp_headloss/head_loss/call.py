@@ -12,7 +12,7 @@ import torch
 from ..arguments.sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..call.dtensor import local_part
 from ..call.given import Given
-from ..call.not_finite import expect_finite, expect_log_probs
+from ..call.not_finite import expect_finite
 from ..ranks.shard import VocabShard
 from ..spec import LABELS, SCALAR, TOKEN_WEIGHT, CheckedBy, Instance, Line, Sizes, TensorLine, sizes_of
 from ..statistics import AT_IDS
@@ -56,8 +56,6 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
         values = {f"input {name!r}": value for name, value in inputs.items()} | {"token_weight": token_weight}
         for name, value in values.items():
             expect_finite(name, value, labels != definition.ignore_index)
-            if name.endswith("log_prob'"):
-                expect_log_probs(name, value, labels != definition.ignore_index)
     _expect_class_weights(definition.terms, shard.vocab_size, x.device)
     loss_weight, count = token_weight, None
     if definition.reduction in SEQUENCE_REDUCTIONS:
@@ -197,10 +195,8 @@ def _per_token(name: str, value, labels, sequences, line: Line) -> torch.Tensor:
         if shape == (len(sequences),):
             return sequences.spread(value)
         if shape != (1,):
-            raise ValueError(
-                f"input {name!r} must be [{len(sequences)}], one per sequence, or {list(labels.shape)}, one per token, "
-                f"got {list(shape)}"
-            )
+            either = f"[{len(sequences)}], one per sequence, or {list(labels.shape)}, one per token"
+            raise ValueError(f"input {name!r} must be {either}, got {list(shape)}")
     line.check(f"input {name!r}", value, sizes_of("labels", labels, labels.shape))
     return value.expand(labels.shape)
 

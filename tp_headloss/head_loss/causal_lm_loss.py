@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..spec import TENSOR, UNSHIFTED, checked
-from .call import Inputs, expect_labels
+from .call import expect_labels
 from .loss import HeadLoss
 from .output import HeadLossOutput
 
@@ -35,13 +35,7 @@ class CausalLMLoss(nn.Module):
         self.head_loss = HeadLoss() if head_loss is None else head_loss
 
     def forward(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        *,
-        token_weight: torch.Tensor | None = None,
-        inputs: Inputs | None = None,
-        **kwargs,
+        self, logits: torch.Tensor, labels: torch.Tensor, *, token_weight: torch.Tensor | None = None, **kwargs
     ) -> HeadLossOutput:
         """Loss of logits [.., S, width] sharded on V against the next labels -> `HeadLossOutput`, replicated.
 
@@ -52,12 +46,12 @@ class CausalLMLoss(nn.Module):
         TENSOR.check("logits", logits, {})
         expect_labels(labels, logits, token_weight)
         UNSHIFTED.check("labels", labels, {})
-        if isinstance(inputs, Mapping):
-            inputs = {name: _of_next_token(name, x, labels) for name, x in inputs.items()}
+        if isinstance(inputs := kwargs.get("inputs"), Mapping):
+            kwargs["inputs"] = {name: _of_next_token(name, x, labels) for name, x in inputs.items()}
         # an ignore_index need not fit int32
         labels = _next(labels.long(), self.head_loss.ignore_index)
         token_weight = None if token_weight is None else _next(token_weight, 0)
-        return self.head_loss(logits, labels, token_weight=token_weight, inputs=inputs, **kwargs)
+        return self.head_loss(logits, labels, token_weight=token_weight, **kwargs)
 
     if TYPE_CHECKING:
         __call__ = forward
@@ -72,9 +66,10 @@ def _of_next_token(name: str, x, labels: torch.Tensor):
     """An input as a HeadLoss takes it. ValueError for one of which nobody knows to which position it belongs."""
     per_token = name == "sequences" or (isinstance(x, torch.Tensor) and x.shape == labels.shape)
     if per_token and name != "num_bytes":
+        said = (
+            "call HeadLoss with it and with moved labels, torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)"
+        )
         raise ValueError(
-            "CausalLMLoss moves labels, token_weight and 'num_bytes' to the next token, and no other values per token, "
-            f"got the input {name!r}: call HeadLoss with it and with moved labels, "
-            "torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)"
+            f"inputs per token must be 'num_bytes', which is moved as the labels are, got {name!r}: {said}"
         )
     return _next(x, 1) if per_token else x

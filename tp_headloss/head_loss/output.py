@@ -64,11 +64,8 @@ class HeadLossOutput(NamedTuple):
         """Call ``loss.backward`` with these keywords."""
         self.loss.backward(**keywords)
 
-    def item(self) -> float:
-        """Return the loss as a number, which waits for a GPU."""
+    def __float__(self) -> float:
         return self.loss.item()
-
-    __float__ = item
 
     def __repr__(self) -> str:
         loss, count = (_number_or_shape(x) for x in (self.loss, self.count))
