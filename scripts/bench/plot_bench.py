@@ -3,8 +3,7 @@
     plot_bench.py tp4_tasks.json tp4_kd.json tp4_rl.json --part tasks \\
         --without 'ours, gather' 'ours, in place' 'ours, symm_mem' --out bench_tasks.png
     plot_bench.py tp1_ce.json tp2_a.json tp2_b.json tp4_ce.json --part scaling \\
-        --without 'ours, in place' 'ours, symm_mem' 'ours, torch backend' 'ours, two launches' \\
-        'quack, in place' --out bench_scaling.png
+        --only ours Fast-LLM Liger flash-attention 'Transformer Engine' --out bench_scaling.png
 
 Panels without data (one TP size only, say) are left out. Times are those of a CUDA graph (filled markers), or eager
 ones (hollow) of what cannot be captured. A cross marks what computed something wrong.
@@ -247,9 +246,11 @@ def main():
     parser.add_argument("--tokens", type=int, default=8192, help="of those panels, if measured")
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--without", nargs="+", default=[], help="implementations that are not drawn")
+    parser.add_argument("--only", nargs="+", help="those that are drawn")
     args = parser.parse_args()
     reports, rows = load(args.json)
     rows = [row for row in rows if row["implementation"] not in args.without]
+    rows = [row for row in rows if args.only is None or row["implementation"] in args.only]
     if not at(rows, task=args.task):
         parser.error(f"no measured rows of task {args.task!r} in {args.json}")
     for row in rows:
