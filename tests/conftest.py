@@ -27,6 +27,13 @@ def backend(request):
     return request.param
 
 
+@pytest.fixture
+def options(backend):
+    from tp_headloss import Options  # not before the interpreter was chosen
+
+    return Options(backend=backend)
+
+
 @pytest.fixture(autouse=True)
 def _seed(request, record_property):
     """And, for reports, how many ranks a test has."""

@@ -117,6 +117,7 @@ GROUPS = {
         (GRADIENT, "tile_gradient", "dz = tl.where(columns < valid_width, dz, 0.0)", "pass"),
         ("engine/triton.py", "logits_gradient", "padded = facts.valid_width < width", "padded = False"),
         (PASSES, "kernel_gradients", "target_logit if name not in grads else grads[name] + target_logit", "target_logit"),
+        ("head_loss/call.py", "_scored_labels", "return torch.where(token_weight == 0, ignore_index, labels.long())", "return labels"),
     ],
     "test_sharding test_own_family test_generated": [
         ("engine/merge_triton.py", "merge_tokens", "core = softmax.add_packet(core, packet, terms, rows.packet)", "if first + k < 8:\n    core = softmax.add_packet(core, packet, terms, rows.packet)"),
@@ -160,7 +161,6 @@ GROUPS = {
         (NUMERICS_DEVICE, "log2_mixture", "SMALLEST", "0.0"),
         (EAGER, "_tile_gradient", "tile.scale * scaled", "scaled"),
         ("call/request_of.py", "_teacher_scales", "temperature / student", "1.0 / student"),
-        ("losses/distillation.py", "times_temperature_squared", "temperature**2 * values", "temperature * values"),
     ],
     "test_losses test_reduction test_terms": [
         (SUMS, "divisor_of", "tl.where(divisor == 0.0, float('inf'), divisor)", "divisor"),
@@ -168,8 +168,6 @@ GROUPS = {
         (SUMS, "sums_gradient_kernel", "2.0 * tl.load(value_ptrs[i] + token, mask=valid, other=0.0)", "tl.load(value_ptrs[i] + token, mask=valid, other=0.0)"),
         (REDUCTION, "_denominator", "count.clamp(min=1) if call.loss_weight is None else nonzero(count)", "count"),
         ("head_loss/token_sums.py", "nonzero", "denominator.double()", "denominator.float()"),
-        ("head_loss/call.py", "_scored_labels", "return torch.where(token_weight == 0, ignore_index, labels.long())", "return labels"),
-        ("head_loss/call.py", "_per_token", "isinstance(line, TensorLine) and line.broadcasts", "True"),
     ],
     "test_sets test_sampling test_generated": [
         (SETS, "SetsFamily.local", "torch.where(tile.members, softmax.z, -torch.inf)", "softmax.z"),
@@ -300,6 +298,7 @@ GROUPS = {
         (TOPK, "TopKFamily.finish", 'mass * (log_sum - values["topk_log_mass"])', "mass * log_sum"),
         (TOPK_DEVICE, "finish", "mass * (log_total - log_inside)", "mass * log_total"),
         (TOPK_DEVICE, "_upstream_of_log_mass", "tl.load(token.merged + rows.topk_mass * token.n)", "1.0"),
+        ("losses/distillation.py", "times_temperature_squared", "temperature**2 * values", "temperature * values"),
         ("losses/distillation.py", "topk_reverse_kl", "tail - stats.tail_entropy", "tail + stats.tail_entropy"),
         (ENTRIES_DEVICE, "entries_in_chunk", "(ids < first)", "(ids <= first)"),
         (TAIL_DEVICE, "_without_entries", "lane = tl.where((taken == lane) & (j < number), chunk.size, lane)", "pass"),
@@ -661,6 +660,7 @@ GROUPS = {
         ("head_loss/known_calls.py", "kind_of_linear_call", "torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None", "None"),
     ],
     "test_policy_inputs": [
+        ("head_loss/call.py", "_per_token", "isinstance(line, TensorLine) and line.broadcasts", "True"),
         ("head_loss/definition.py", "HeadLossDefinition.input_lines", "name.endswith('log_prob')", "False"),
     ],
     "test_main_grad": [

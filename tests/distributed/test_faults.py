@@ -38,28 +38,25 @@ def forward(group, device, change="", transport="gather", validate="metadata"):
     if change == "bounds":
         shard = VocabShard(shard.start, shard.stop - 1, V, group)
     if change == "call":
-        return linear_forward(group, device, "", validate)
+        return linear_forward(group, device, validate)
     labels[2] = {"labels": 50, "ignored": -100, "labels within a shard": 30}.get(change, labels[2])
     labels = labels.float() if change == "float labels" else labels
     x = x[:, shard.start + (change == "width") : shard.stop]
     dtype = {"bf16": torch.bfloat16, "fp64": torch.float64, "integers": torch.int64}.get(change, torch.float32)
     kept["x"] = x = x.to(device, dtype).requires_grad_(dtype.is_floating_point)
     kept["stats"] = vocab_statistics(
-        x,
-        labels.to(device),
-        shard=shard,
-        want=("entropy",) if change == "want" else (),
+        x, labels.to(device), shard=shard, want=("entropy",) if change == "want" else (),
         transform=Transform(temperature=2.0 if change == "temperature" else 1.0),
         ignore_index=-1 if change == "ignore_index" else -100,
         options=Options(transport="sum" if change == "transport" else transport, validate=validate),
-    )
+    )  # fmt: skip
     return kept["stats"].log_prob.tolist()
 
 
-def linear_forward(group, device, change="", validate="metadata"):
+def linear_forward(group, device, validate="metadata"):
     shard, labels = VocabShard.from_group(group, V), rows()[1].to(device)
     kept["x"] = hidden = torch.ones(N, H, device=device, requires_grad=True)
-    weight = torch.ones(shard.width, H + (change == "weight"), device=device, requires_grad=True)
+    weight = torch.ones(shard.width, H, device=device, requires_grad=True)
     kept["stats"] = linear_vocab_statistics(hidden, weight, labels, shard=shard, options=Options(validate=validate))
     return kept["stats"].log_prob.tolist()
 
@@ -279,15 +276,6 @@ def test_full_validation_raises_the_same_on_every_rank_and_leaves_the_group_usab
     with Ranks(size) as ranks:
         assert_all_refused_everywhere(ranks, who)
         assert_work(ranks)
-
-
-@pytest.mark.parametrize("who", [0, 1])
-def test_full_validation_of_a_linear_head(who):
-    with Ranks(2) as ranks:
-        outcomes = ranks.everywhere(linear_forward, "", "full", **{f"rank{who}": ("weight", "full")})
-        assert_refused_everywhere(outcomes, "ValueError", f"rank {who}")
-        outcomes = ranks.everywhere(linear_forward, "", "full")
-        assert [outcome.kind for outcome in outcomes] == ["returned"] * 2, outcomes
 
 
 def test_full_validation_misses_a_killed_or_stopped_rank_in_time_too():

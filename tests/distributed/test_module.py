@@ -8,7 +8,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import tp_headloss as hl
@@ -328,32 +327,6 @@ def from_others(group, device):
 @pytest.mark.parametrize("world", [1, 2])
 def test_whole_matrices_and_own_rows_can_be_loaded(world):
     assert all(found == [True] * 3 and copied for found, copied in on_ranks(world, from_others))
-
-
-def fully_sharded(group, device):
-    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
-    hidden, labels = tokens(device, 8)
-    results = []
-    for sharded in (False, True):
-        shard = hl.VocabShard.from_mesh(mesh, V, "tp", padded_size=PADDED)
-        head = hl.VocabParallelHead(H, shard, init=hl.Init(0.2, seed=7), device=device)
-        x = hidden.chunk(2)[mesh.get_local_rank("dp")].clone().requires_grad_()
-        if sharded:
-            fully_shard(head.to_dtensor(mesh["tp"]), mesh=mesh["dp"])
-        loss = head(x, labels.chunk(2)[mesh.get_local_rank("dp")]).loss
-        loss.backward()
-        grad = head.weight.grad
-        if sharded:
-            grad = grad.full_tensor()[shard.start : shard.stop]
-        else:
-            torch.distributed.all_reduce(grad, group=mesh.get_group("dp"))
-            grad = grad / 2
-        results.append((loss.detach(), x.grad, grad))
-    return worst(*results)
-
-
-def test_fully_sharded_over_another_dimension_of_the_mesh():
-    assert max(on_ranks(4, fully_sharded)) < 1e-6
 
 
 def frozen_on_one_rank(group, device):

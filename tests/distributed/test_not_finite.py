@@ -4,31 +4,17 @@ import pytest
 import torch
 from ranks import Failure, on_ranks
 
-from tp_headloss import (
-    Distillation,
-    HeadLoss,
-    KLToReference,
-    Linear,
-    Options,
-    Teacher,
-    TeacherHead,
-    TopKDistillation,
-    TopKTeacher,
-    Transform,
-    VocabShard,
-    linear_vocab_statistics,
-    vocab_statistics,
-)
+import tp_headloss as hl
 
 V, N, H = 40, 6, 8
-CHECK, NAN, INF = Options(check=True), torch.nan, torch.inf
+CHECK, NAN, INF = hl.Options(check=True), torch.nan, torch.inf
 
 
 class Problem:
     """Arguments of a call, this rank's part of the vocabulary, in which tests plant what is not finite."""
 
     def __init__(self, group, device):
-        self.shard, self.device = VocabShard.from_group(group, V), device
+        self.shard, self.device = hl.VocabShard.from_group(group, V), device
         sizes = {"logits": (N, V), "hidden": (N, H), "weight": (V, H), "bias": (V,), "teacher": (N, V)}
         for name, size in sizes.items():
             setattr(self, name, torch.randn(*size, generator=torch.Generator().manual_seed(1)).to(device))
@@ -44,34 +30,34 @@ class Problem:
         shard, labels = self.shard, self.labels
         logits, weight, bias = self.cut(self.logits, 1), self.cut(self.weight, 0), self.cut(self.bias, 0)
         if way == "statistics":
-            return vocab_statistics(logits, labels, shard=shard, want=("entropy",), options=options).lse
+            return hl.vocab_statistics(logits, labels, shard=shard, want=("entropy",), options=options).lse
         if way == "linear statistics":
-            return linear_vocab_statistics(self.hidden, weight, labels, bias=bias, shard=shard, options=options).lse
+            return hl.linear_vocab_statistics(self.hidden, weight, labels, bias=bias, shard=shard, options=options).lse
         if way in ("one_sweep", "recompute", "valid tokens"):
-            hidden, head_loss = self.hidden.requires_grad_(), HeadLoss(options=options)
-            linear = Linear(
+            hidden, head_loss = self.hidden.requires_grad_(), hl.HeadLoss(options=options)
+            linear = hl.Linear(
                 "auto" if way == "valid tokens" else way, max_valid_tokens=N if way == "valid tokens" else None
             )
             return head_loss.linear(hidden, weight, labels, bias=bias, shard=shard, linear=linear).loss
         if way == "sequence parallel":
             part = self.hidden.chunk(shard.world_size)[0 if shard.group is None else shard.group.rank()]
-            linear = Linear(hidden_grad="reduce_scatter")
-            return HeadLoss(options=options).linear(part, weight, labels, shard=shard, linear=linear).loss
-        terms, keywords = [Distillation()] if way == "teacher head" else None, {}
+            linear = hl.Linear(hidden_grad="reduce_scatter")
+            return hl.HeadLoss(options=options).linear(part, weight, labels, shard=shard, linear=linear).loss
+        terms, keywords = [hl.Distillation()] if way == "teacher head" else None, {}
         if way == "teacher":
-            terms, keywords = [Distillation()], {"inputs": {"teacher": Teacher(self.cut(self.teacher, 1))}}
+            terms, keywords = [hl.Distillation()], {"inputs": {"teacher": hl.Teacher(self.cut(self.teacher, 1))}}
         elif way == "entries":
-            teacher = TopKTeacher(torch.tensor([[1, 30]] * N, device=self.device), self.log_probs)
-            terms, keywords = [TopKDistillation()], {"inputs": {"teacher": teacher}}
+            teacher = hl.TopKTeacher(torch.tensor([[1, 30]] * N, device=self.device), self.log_probs)
+            terms, keywords = [hl.TopKDistillation()], {"inputs": {"teacher": teacher}}
         elif way == "reference":
-            terms, keywords = [KLToReference(0.1)], {"inputs": {"reference_log_prob": self.reference}}
+            terms, keywords = [hl.KLToReference(0.1)], {"inputs": {"reference_log_prob": self.reference}}
         elif way == "token weight":
             keywords = {"token_weight": self.token_weight}
         elif way == "scaled":
-            keywords = {"transform": Transform(scale=-2.0)}
-        head_loss = HeadLoss(terms, options=options)
+            keywords = {"transform": hl.Transform(scale=-2.0)}
+        head_loss = hl.HeadLoss(terms, options=options)
         if way == "teacher head":
-            inputs = {"teacher": TeacherHead(self.hidden, weight)}
+            inputs = {"teacher": hl.TeacherHead(self.hidden, weight)}
             student = torch.zeros_like(self.hidden), torch.zeros_like(weight)
             return head_loss.linear(*student, labels, shard=shard, inputs=inputs).loss
         return head_loss(logits, labels, shard=shard, **keywords).loss

@@ -1,30 +1,12 @@
-"""The contract with autograd: inputs unmodified, a pure backward, first derivatives only, checkpointing, autocast."""
+"""The contract with autograd: nothing for what no loss used, first derivatives only, hooks, autocast. Repeated
+backwards and checkpointing are in tests/promises/test_generated.py."""
 
 import pytest
 import torch
 from logits_problem import WANT, N, V, rows
-from torch.utils.checkpoint import checkpoint
 
 import tp_headloss as hl
 from tp_headloss.engine.backend import load_backend
-
-
-def test_backward_is_pure(backend, device):
-    """Thrice with other gradients in between, bit for bit; a sum of gradients, not an overwritten buffer."""
-    x, labels = rows(device)
-    x.requires_grad_()
-    stats = hl.vocab_statistics(x, labels, want=("entropy",), options=hl.Options(backend=backend))
-    g = torch.randn(N, device=device)
-    first, *_ = torch.autograd.grad(stats.log_prob, x, g, retain_graph=True)
-    kept = first.clone()
-    torch.autograd.grad([stats.entropy, stats.lse], x, [g, -g], retain_graph=True)
-    second, *_ = torch.autograd.grad(stats.log_prob, x, g, retain_graph=True)
-    assert torch.equal(first, kept) and torch.equal(second, kept)
-    stats.log_prob.backward(g, retain_graph=True)
-    stats.log_prob.backward(g)
-    torch.testing.assert_close(x.grad, 2 * kept)
-    with pytest.raises(RuntimeError, match="second time"):
-        stats.log_prob.backward(g)
 
 
 def test_a_statistic_that_no_loss_used_is_not_differentiated(monkeypatch, backend, device):
@@ -42,12 +24,10 @@ def test_a_statistic_that_no_loss_used_is_not_differentiated(monkeypatch, backen
     assert seen == [["log_prob"]]
 
 
-def test_the_gradients_of_statistics_alone_add_up_to_that_of_their_sum(backend, device):
+def test_the_gradients_of_statistics_alone_add_up_to_that_of_their_sum(options, device):
     x, labels = rows(device)
     names, teacher = ("entropy", "collision", "total", "jsd"), hl.Teacher(torch.randn_like(x))
-    stats = hl.vocab_statistics(
-        x.requires_grad_(), labels, want=names, teacher=teacher, options=hl.Options(backend=backend)
-    )
+    stats = hl.vocab_statistics(x.requires_grad_(), labels, want=names, teacher=teacher, options=options)
     values = [getattr(stats, name).sum() for name in ("lse", "log_prob", *names)]
     parts = [torch.autograd.grad(value, x, retain_graph=True)[0] for value in values]
     torch.testing.assert_close(torch.autograd.grad(sum(values), x)[0], sum(parts))
@@ -55,25 +35,24 @@ def test_the_gradients_of_statistics_alone_add_up_to_that_of_their_sum(backend, 
 
 
 @pytest.mark.parametrize("name", ["total", "jsd"])
-def test_a_bad_label_is_nan_in_gradients_that_have_no_factor_of_the_softmax(name, backend, device):
+def test_a_bad_label_is_nan_in_gradients_that_have_no_factor_of_the_softmax(name, options, device):
     x, labels = rows(device)
     labels[0] = V
     teacher = hl.Teacher(torch.randn_like(x)) if name == "jsd" else None
-    options = hl.Options(backend=backend)
     stats = hl.vocab_statistics(x.requires_grad_(), labels, want=(name,), teacher=teacher, options=options)
     (gradient,) = torch.autograd.grad(getattr(stats, name).sum(), x)
     assert gradient[0].isnan().all() and not gradient[1:].isnan().any()
 
 
-def test_no_grad_saves_nothing(backend, device):
+def test_no_grad_saves_nothing(options, device):
     x, labels = rows(device)
     with torch.no_grad():
         assert not hl.vocab_statistics(x.requires_grad_(), labels).lse.requires_grad
-    stats = hl.vocab_statistics(x, labels, want=WANT, options=hl.Options(backend=backend))
+    stats = hl.vocab_statistics(x, labels, want=WANT, options=options)
     assert not stats.argmax.requires_grad and stats.entropy.requires_grad
     assert hl.vocab_statistics(x.detach(), labels).lse.grad_fn is None
     with torch.inference_mode():
-        hl.vocab_statistics(x.detach().clone(), labels, options=hl.Options(backend=backend))
+        hl.vocab_statistics(x.detach().clone(), labels, options=options)
 
 
 SECOND = {  # name -> what differentiates a gradient of loss(w) again
@@ -185,19 +164,9 @@ def test_a_batch_of_upstream_gradients_is_refused(kind, backend, device):
         torch.func.vmap(lambda g: torch.autograd.grad(value, leaves, g))(upstream)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_activation_checkpointing_gives_the_same_bits(use_reentrant, backend, device):
+def test_autocast_changes_nothing(options, device):
     x, labels = rows(device)
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    head = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(1e-2)], options=hl.Options(backend=backend))
-    head(a, labels).loss.backward()
-    checkpoint(lambda t: head(t * 1.0, labels).loss, b, use_reentrant=use_reentrant).backward()
-    assert torch.equal(a.grad, b.grad)
-
-
-def test_autocast_changes_nothing(backend, device):
-    x, labels = rows(device)
-    head = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(1e-2)], options=hl.Options(backend=backend))
+    head = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(1e-2)], options=options)
     plain = head(x, labels).loss
     with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
         assert torch.equal(head(x, labels).loss, plain) and plain.dtype == torch.float32

@@ -71,6 +71,31 @@ def test_sets_of_any_size_take_one_graph(device):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("made", ["sets", "entries"])
+def test_sets_and_teachers_made_in_a_compiled_function_equal_eager(made, options, device):
+    x, labels = (part[:3] for part in rows(device))
+    ids = torch.stack([labels, labels.roll(1), torch.full_like(labels, 7)], 1)
+    offsets, log_probs = torch.tensor([0, 3, 5, 9], device=device), torch.full((3, 3), -1.5, device=device)
+    terms = [hl.CrossEntropy(), hl.TopKDistillation(0.5, "jsd", "vocabulary"), hl.TopKDistillation(0.5)]
+    head = hl.HeadLoss(terms, metrics=("topk_log_mass",), options=options)
+
+    def step(x, ids, offsets, log_probs):
+        if made == "entries":
+            teacher = hl.TopKTeacher(ids, log_probs, ids != 7, temperature=2.0)
+            return head(x * 1.0, labels, inputs={"teacher": teacher}).loss
+        sets = hl.IdSets.from_csr(ids.flatten(), offsets)
+        stats = hl.vocab_statistics(x * 1.0, labels, want=OVER_SETS, sets=sets, options=options)
+        return torch.stack([getattr(stats, name) for name in OVER_SETS])
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        local = x.clone().requires_grad_()
+        value = function(local, ids, offsets, log_probs)
+        results.append((value.detach(), torch.autograd.grad(value.nan_to_num().sum(), local)[0]))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+    torch._dynamo.reset()
+
+
 def test_operators_are_registered_consistently(device):
     """Schema, fake implementation and real outputs agree (torch.library.opcheck)."""
     x, labels = rows(device)
@@ -110,12 +135,11 @@ def policy_step(head, x, labels, inputs):
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compiled_terms_equal_eager_ones(compiler, backend, device, monkeypatch):
+def test_compiled_terms_equal_eager_ones(compiler, options, device, monkeypatch):
     """Of another shape, too; aot_eager runs the same operations, so only their sums' order could differ."""
     if compiler == "aot_eager":
         compile = torch.compile
         monkeypatch.setattr(torch, "compile", lambda f: compile(f, backend="aot_eager"))
-    options = hl.Options(backend=backend)
     eager, compiled = policy_head(options=options), policy_head(options=options, compile=True)
     x, labels = rows(device)
     for part in (slice(0, 8), slice(2, 8)):

@@ -8,26 +8,6 @@ from odd_outcome import lay_out
 from tp_headloss import HeadLoss, Options, Teacher, vocab_statistics
 
 
-def test_inplace_writes_the_gradient_over_the_logits_and_says_so(backend, device):
-    x, labels = rows(device)
-    options = Options(backend=backend, inplace=True)
-    expected = x.clone().requires_grad_()
-    vocab_statistics(expected, labels, options=Options(backend=backend)).log_prob.sum().backward()
-    leaf = x.clone().requires_grad_()
-    logits = leaf * 1.0
-    seen = []
-    logits.register_hook(lambda grad: seen.append(grad.data_ptr()))
-    stale = logits**2
-    stats = vocab_statistics(logits, labels, options=options)
-    stats.log_prob.sum().backward(retain_graph=True)
-    assert torch.equal(leaf.grad, expected.grad)
-    assert seen == [logits.data_ptr()]
-    with pytest.raises(RuntimeError, match=r"Options\(inplace=True\) writes .* there is one backward"):
-        stats.log_prob.sum().backward()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        stale.sum().backward()
-
-
 @pytest.mark.parametrize("calls", [1, 3])  # the third is prepared
 @pytest.mark.parametrize("hooks", ["same", "clone", "save_on_cpu"])
 def test_inplace_has_one_backward_where_hooks_hide_what_it_wrote(hooks, calls, backend, device):
@@ -51,13 +31,16 @@ def test_inplace_has_one_backward_where_hooks_hide_what_it_wrote(hooks, calls, b
 
 
 @pytest.mark.parametrize("layout", ["transposed", "column-strided", "sliced"])
-def test_inplace_keeps_the_layout(layout, backend, device):
+def test_inplace_writes_the_gradient_over_logits_of_any_layout(layout, backend, device):
     x, labels = rows(device)
     grads = []
     for inplace in (False, True):
         leaf = x.clone().requires_grad_()
-        options = Options(backend=backend, inplace=inplace)
-        vocab_statistics(lay_out(leaf, layout), labels, options=options).log_prob.sum().backward()
+        options, places = Options(backend=backend, inplace=inplace), []
+        logits = lay_out(leaf, layout)
+        logits.register_hook(lambda grad, places=places: places.append(grad.data_ptr()))
+        vocab_statistics(logits, labels, options=options).log_prob.sum().backward()
+        assert (places == [logits.data_ptr()]) == inplace
         grads.append(leaf.grad)
     assert torch.equal(*grads)
 

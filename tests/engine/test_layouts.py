@@ -6,34 +6,16 @@ from logits_problem import WANT, N, V, rows
 from tp_headloss import Options, Transform, vocab_statistics
 
 
-def test_transposed_logits_are_read_where_they_lie(backend, device):
-    """[S, B, V] seen as [B, S, V], and any strides that do not collapse, equal their contiguous copies."""
-    base = torch.randn(4, 3, 50, device=device)
-    labels = torch.randint(0, 50, (3, 4), device=device)
-    temperature = torch.rand(3, 4, device=device) + 0.5
-    views = {"transposed": base.transpose(0, 1), "uncollapsible": torch.randn(3, 7, 50, device=device)[:, 1:5],
-             "one token": base.transpose(0, 1)[:1, :1]}  # fmt: skip
-    for name, view in views.items():
-        y, t = labels[: view.shape[0], : view.shape[1]], temperature[: view.shape[0], : view.shape[1]]
-        results = []
-        for x in (view.detach(), view.detach().contiguous()):
-            x.requires_grad_()
-            stats = vocab_statistics(
-                x, y, want=WANT, transform=Transform(temperature=t), options=Options(backend=backend)
-            )
-            g = torch.linspace(-1, 1, y.numel(), device=device).view(y.shape)
-            torch.autograd.backward([stats.log_prob, stats.entropy], [g, g])
-            results.append((*stats[:6], x.grad))
-        assert all(torch.equal(a, b) for a, b in zip(*results)), name
-    x = views["transposed"].detach().requires_grad_()
-    stats = vocab_statistics(x, labels)
-    saved = stats.lse.grad_fn
+def test_transposed_logits_are_read_where_they_lie(options, device):
+    """[S, B, V] seen as [B, S, V]. Values and gradients are in tests/helpers/odd_inputs.py."""
+    x = torch.randn(4, 3, 50, device=device).transpose(0, 1).requires_grad_()
+    saved = vocab_statistics(x, torch.randint(0, 50, (3, 4), device=device), options=options).lse.grad_fn
     while not hasattr(saved, "saved_tensors"):
         saved = saved.next_functions[0][0]
     assert saved.saved_tensors[0].data_ptr() == x.data_ptr()  # no copy was made
 
 
-def test_vectors_of_any_stride_are_read_right(backend, device):
+def test_vectors_of_any_stride_are_read_right(options, device):
     x, labels = rows(device)
     bias, weight, temperature = torch.randn(V), torch.rand(V), torch.rand(N) + 0.5
     vectors = {"labels": labels, "bias": bias, "temperature": temperature, "weight": weight}
@@ -43,7 +25,7 @@ def test_vectors_of_any_stride_are_read_right(backend, device):
         v = {name: t.repeat_interleave(2)[::2] if strided else t for name, t in vectors.items()}
         stats = vocab_statistics(
             x, v["labels"], want=WANT, transform=Transform(bias=v["bias"], temperature=v["temperature"]),
-            total_weight=v["weight"], options=Options(backend=backend),
+            total_weight=v["weight"], options=options,
         )  # fmt: skip
         results.append(stats[:6])
     assert all(torch.equal(a, b) for a, b in zip(*results))
@@ -62,15 +44,3 @@ def test_rows_do_not_depend_on_their_batch(backend, device):
             assert torch.equal(a[order], b) and torch.equal(a[5:6], c)
         torch.testing.assert_close(a[order], b)
         torch.testing.assert_close(a[5:6], c)
-
-
-def test_twenty_repeats_have_the_same_bits(backend, device):
-    x, labels = (part[:4] for part in rows(device))
-    first = None
-    for _ in range(20):
-        leaf = x.clone().requires_grad_()
-        stats = vocab_statistics(leaf, labels, want=WANT, options=Options(backend=backend))
-        (stats.log_prob + stats.entropy).nan_to_num().sum().backward()
-        values = *(value.detach() for value in stats[:6]), leaf.grad
-        first = first or values
-        assert all(torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5)) for a, b in zip(first, values))

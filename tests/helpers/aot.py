@@ -389,16 +389,11 @@ def _call_epilogue(case):
     weight = torch.zeros(case.width, 64, dtype=case.dtype, requires_grad=True)
     shard = hl.VocabShard(0, case.width, 4096 if case.width == 4096 else 3990)
     stats = hl.linear_vocab_statistics(
-        hidden,
-        weight,
-        None if case.labels is None else torch.zeros(tokens, dtype=case.labels),
-        bias=case.bias and torch.zeros(case.width, dtype=case.bias),
-        shard=shard,
-        want=case.want,
-        transform=hl.Transform(softcap=case.softcap, temperature=per_token(case.temperature, tokens)),
-        options=OPTIONS,
+        hidden, weight, None if case.labels is None else torch.zeros(tokens, dtype=case.labels),
+        bias=case.bias and torch.zeros(case.width, dtype=case.bias), shard=shard, want=case.want,
+        transform=hl.Transform(softcap=case.softcap, temperature=per_token(case.temperature, tokens)), options=OPTIONS,
         linear=hl.Linear(exact_logits=case.exact),
-    )
+    )  # fmt: skip
     sum(x.sum() for x in stats if getattr(x, "requires_grad", False)).backward()
 
 

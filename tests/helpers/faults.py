@@ -48,12 +48,9 @@ def _rank(rank, size, store, pipe, nccl, environment):
     pipe.send(None)  # all meet when the slowest has come so far
     pipe.recv()
     dist.init_process_group(
-        "nccl" if nccl else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
+        "nccl" if nccl else "gloo", init_method=f"file://{store}", rank=rank, world_size=size,
         timeout=timedelta(seconds=TIMEOUT),
-    )
+    )  # fmt: skip
     failure = None
     while (job := pipe.recv()) is not None:
         function, args, failure = *job, None

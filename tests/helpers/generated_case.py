@@ -91,23 +91,15 @@ def build(case: Case) -> dict:
         elif case.upstream_kind == "nan where ignored":
             upstream[name] = torch.where(ignored, torch.nan, g)
     drawn = {
-        "x": x,
-        "t": t.to(dtype),
-        "labels": labels.to(getattr(torch, case.labels)) if case.labels else None,
-        "ignored": ignored,
-        "bias": bias,
-        "temperature": temperature(case.temperature, "rest"),
+        "x": x, "t": t.to(dtype), "labels": labels.to(getattr(torch, case.labels)) if case.labels else None,
+        "ignored": ignored, "bias": bias, "temperature": temperature(case.temperature, "rest"),
         "of_teacher": temperature(case.teacher_temperature, "teacher"),
-        "of_student": temperature(case.student_temperature, "student"),
-        "kept": kept,
+        "of_student": temperature(case.student_temperature, "student"), "kept": kept,
         "ids": torch.where(rand(n, case.entries) < 0.1, -1, ids),
-        "log_probs": log_probs.to(torch.promote_types(dtype, torch.float32)),
-        "mask": mask,
-        "weight": rand(v) + 0.1,
-        "upstream": upstream,
-        "token_weight": torch.where(rand(n) < 0.2, 0.0, rand(n)) if case.token_weight else None,
+        "log_probs": log_probs.to(torch.promote_types(dtype, torch.float32)), "mask": mask, "weight": rand(v) + 0.1,
+        "upstream": upstream, "token_weight": torch.where(rand(n) < 0.2, 0.0, rand(n)) if case.token_weight else None,
         **of_tokens,
-    }
+    }  # fmt: skip
     if case.head and case.token_weight:  # a weight of 0 ignores its token
         drawn["ignored"] = ignored | (drawn["token_weight"] == 0)
     return drawn

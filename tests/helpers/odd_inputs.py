@@ -11,28 +11,7 @@ import torch
 import torch.distributed as dist
 from odd_case import INF, NAN, Case, N, V, at, bounds, divergence, entries, kept, linear, mirrored, moved, with_head
 
-from tp_headloss import (
-    CausalLMLoss,
-    CrossEntropy,
-    Distillation,
-    HeadLoss,
-    IdSets,
-    Linear,
-    Options,
-    PolicyGradient,
-    SamplingRule,
-    Sequences,
-    Teacher,
-    Term,
-    TopKTeacher,
-    Transform,
-    VocabParallelHead,
-    VocabShard,
-    ZLoss,
-    sample,
-    topk_log_probs,
-    vocab_statistics,
-)
+import tp_headloss as hl
 
 
 @functools.cache
@@ -80,24 +59,24 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
         fields = {"logits": lambda here: here.part(teacher)} | fields
         return lambda here: {
             "want": ("forward_kl",),
-            "teacher": Teacher(**{k: x(here) if callable(x) else x for k, x in fields.items()}),
+            "teacher": hl.Teacher(**{k: x(here) if callable(x) else x for k, x in fields.items()}),
         }
 
     def wrong_entries(ids=torch.zeros(N, 2).long(), log_probs=torch.zeros(N, 2), **fields):  # noqa: B008
         return lambda here: {
             "want": ("topk_forward_kl",),
-            "teacher": TopKTeacher(here.to(ids), here.to(log_probs), **{k: here.to(x) for k, x in fields.items()}),
+            "teacher": hl.TopKTeacher(here.to(ids), here.to(log_probs), **{k: here.to(x) for k, x in fields.items()}),
         }
 
     def wrong_sets(*given):
-        return lambda here: {"want": ("set_entropy",), "sets": IdSets(*map(here.to, given))}
+        return lambda here: {"want": ("set_entropy",), "sets": hl.IdSets(*map(here.to, given))}
 
     def wrong_ids(ids):
         return lambda here: {"want": ("log_probs_at",), "ids": here.to(ids)}
 
     def sampled(here):  # of the likeliest id alone, whose log-prob is 0
-        rule, positions = SamplingRule(top_k=1), here.to(torch.arange(N))
-        draw = sample(here.x, seed=0, positions=positions, rule=rule, shard=here.shard, options=here.options)
+        rule, positions = hl.SamplingRule(top_k=1), here.to(torch.arange(N))
+        draw = hl.sample(here.x, seed=0, positions=positions, rule=rule, shard=here.shard, options=here.options)
         assert torch.equal(draw.ids == -1, draw.log_probs.isnan())
         assert torch.equal(draw.sets.spans.diff(dim=1)[:, 0], (draw.ids >= 0).long())
         return draw.log_probs
@@ -197,10 +176,10 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
         "labels or logits of a shape that does not fit; no labels for a loss": {
             "one label too few": refused("ValueError: labels must have shape [4] of logits, got [3]", labels=plain[1:]),
             "labels of another shape": refused("ValueError: labels must have shape [4] of logits, got [2, 2]", labels=plain.view(2, 2)),
-            "a scalar": refused("ValueError: logits must have a vocabulary dimension, got a scalar", lambda here: vocab_statistics(here.x.sum(), shard=here.shard)),
+            "a scalar": refused("ValueError: logits must have a vocabulary dimension, got a scalar", lambda here: hl.vocab_statistics(here.x.sum(), shard=here.shard)),
             "no labels": refused("ValueError: labels are needed, got None", with_head(keywords={"labels": None})),
-            "no labels to shift": refused("ValueError: labels are needed, got None", lambda here: CausalLMLoss()(here.x, None, shard=here.shard)),
-            "check without labels": refused("ValueError: check=True checks labels, got none", lambda here: vocab_statistics(here.x, shard=here.shard, options=Options(check=True))),
+            "no labels to shift": refused("ValueError: labels are needed, got None", lambda here: hl.CausalLMLoss()(here.x, None, shard=here.shard)),
+            "check without labels": refused("ValueError: check=True checks labels, got none", lambda here: hl.vocab_statistics(here.x, shard=here.shard, options=hl.Options(check=True))),
         },
         "-inf in some columns, or in all of a shard": {
             "first half -inf": edited(1, first, -INF),
@@ -245,7 +224,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "the largest numbers, entropy": rows(random.float().sign() * largest, want=("entropy",)),
             "the largest numbers, no labels": rows(
                 random.float().sign() * largest,
-                value=lambda here: vocab_statistics(here.x, want=("entropy",), shard=here.shard, options=here.options).entropy,
+                value=lambda here: hl.vocab_statistics(here.x, want=("entropy",), shard=here.shard, options=here.options).entropy,
                 expected=lambda x, labels: oracle.statistics(x)["entropy"],
             ),
             "shift of 1e4": rows((random.float() * 8).round() / 8 + 1e4),
@@ -304,25 +283,25 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             **{f"weight 0 of a {what} row, {how}": edited(2, 3, value, zero=(2,), loss={"token_weight": ones.index_fill(0, torch.tensor(2), 0.0), "reduction": how}) for what, value, how in (("NaN", NAN, "none"), ("+inf", INF, "none"), ("finite", 1.0, "none"), ("finite", 1.0, "mean"))},
         },
         "a term whose values are not per token; a statistic that nothing wants": {
-            "a term that averages": refused("ValueError: term 'mine' must return a value per token, [4], got []", with_head(Term("mine", lambda s: s.lse.mean()))),
-            "entropy without want": refused("ValueError: term 'mine' uses the statistics ['entropy']", with_head(Term("mine", lambda s: -s.entropy))),
+            "a term that averages": refused("ValueError: term 'mine' must return a value per token, [4], got []", with_head(hl.Term("mine", lambda s: s.lse.mean()))),
+            "entropy without want": refused("ValueError: term 'mine' uses the statistics ['entropy']", with_head(hl.Term("mine", lambda s: -s.entropy))),
         },
         "sequences with bounds out of order or beyond the tokens, or lengths that cannot be (with `check=True`; without it everything is NaN on GPUs)": {
-            **{f"bounds {bounds}": refused("ValueError: cu_seqlens must be ascending in [0, 4]", lambda here, bounds=bounds: Sequences.from_cu_seqlens(torch.tensor(bounds, device=here.x.device), here.labels >= 0).check()) for bounds in ((0, 2, 9), (-1, 4), (0, 3, 2), (1, 3))},
+            **{f"bounds {bounds}": refused("ValueError: cu_seqlens must be ascending in [0, 4]", lambda here, bounds=bounds: hl.Sequences.from_cu_seqlens(torch.tensor(bounds, device=here.x.device), here.labels >= 0).check()) for bounds in ((0, 2, 9), (-1, 4), (0, 3, 2), (1, 3))},
         },
         "tokens in the mask of sequences that belong to no sequence, or whose label is ignored (with `check=True`; without it the former are left out, the latter count in lengths with a loss of 0)": {
-            "counted tokens of no sequence": refused("ValueError: every token in the mask must belong to a sequence, got 3", lambda here: Sequences.from_cu_seqlens(torch.tensor([1, 2], device=here.x.device), here.to(ones > 0)).check()),
-            "counted tokens that are ignored": refused("ValueError: the mask of sequences must leave out tokens whose label is ignored (-100), got 1", with_head(reduction="seq-mean-token-mean", keywords={"labels": torch.tensor([1, 40, -100, 32]), "inputs": lambda here: {"sequences": Sequences.from_cu_seqlens(torch.tensor([0, 4], device=here.x.device), here.to(ones > 0))}}), options={"check": True}),
+            "counted tokens of no sequence": refused("ValueError: every token in the mask must belong to a sequence, got 3", lambda here: hl.Sequences.from_cu_seqlens(torch.tensor([1, 2], device=here.x.device), here.to(ones > 0)).check()),
+            "counted tokens that are ignored": refused("ValueError: the mask of sequences must leave out tokens whose label is ignored (-100), got 1", with_head(reduction="seq-mean-token-mean", keywords={"labels": torch.tensor([1, 40, -100, 32]), "inputs": lambda here: {"sequences": hl.Sequences.from_cu_seqlens(torch.tensor([0, 4], device=here.x.device), here.to(ones > 0))}}), options={"check": True}),
         },
         "sparse and nested logits": {
-            "sparse logits": refused("TypeError: logits must be a dense tensor, got torch.sparse_coo", lambda here: vocab_statistics(here.x.detach().to_sparse(), here.labels, shard=here.shard, options=here.options)),
-            "nested logits": refused("TypeError: logits must be a dense tensor, got a nested one", lambda here: vocab_statistics(torch.nested.nested_tensor([here.x.detach()], layout=torch.jagged), here.labels, shard=here.shard, options=here.options), local=True),
+            "sparse logits": refused("TypeError: logits must be a dense tensor, got torch.sparse_coo", lambda here: hl.vocab_statistics(here.x.detach().to_sparse(), here.labels, shard=here.shard, options=here.options)),
+            "nested logits": refused("TypeError: logits must be a dense tensor, got a nested one", lambda here: hl.vocab_statistics(torch.nested.nested_tensor([here.x.detach()], layout=torch.jagged), here.labels, shard=here.shard, options=here.options), local=True),
         },
         "transforms of torch.func": {
-            "torch.func.grad": refused("RuntimeError: tp_headloss does not support transforms of torch.func", lambda here: torch.func.grad(lambda x: vocab_statistics(x, here.labels, shard=here.shard, options=here.options).lse.sum())(here.x.detach())),
+            "torch.func.grad": refused("RuntimeError: tp_headloss does not support transforms of torch.func", lambda here: torch.func.grad(lambda x: hl.vocab_statistics(x, here.labels, shard=here.shard, options=here.options).lse.sum())(here.x.detach())),
         },
         "a second derivative: `create_graph=True` and a penalty, hessian, hvp": {
-            "a gradient penalty": refused("RuntimeError: tp_headloss has first derivatives only", lambda here: torch.autograd.grad(torch.autograd.grad(vocab_statistics(here.x, here.labels, shard=here.shard, options=here.options).log_prob.sum(), here.x, create_graph=True)[0].square().sum(), here.x)),
+            "a gradient penalty": refused("RuntimeError: tp_headloss has first derivatives only", lambda here: torch.autograd.grad(torch.autograd.grad(hl.vocab_statistics(here.x, here.labels, shard=here.shard, options=here.options).log_prob.sum(), here.x, create_graph=True)[0].square().sum(), here.x)),
         },
         "NaN as the weight of a valid token, or as the denominator": {
             "NaN token weight": rows(loss={"token_weight": ones.index_fill(0, torch.tensor(1), NAN)}),
@@ -332,20 +311,20 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "token weights of another shape": refused("ValueError: token_weight must have shape [4] of labels, got [3]", with_head(keywords={"token_weight": ones[1:]})),
             "a denominator per token": refused("ValueError: denominator must have shape [], got [4]", with_head(keywords={"denominator": ones})),
             "a denominator of a sum": refused("ValueError: a denominator goes with a mean, got reduction='sum'", with_head(reduction="sum", keywords={"denominator": 3})),
-            "class weights of a shard": refused("ValueError: class_weight must have shape [64]", lambda here: with_head(CrossEntropy(class_weight=here.to(torch.ones(V // 2))))(here), local=True),
+            "class weights of a shard": refused("ValueError: class_weight must have shape [64]", lambda here: with_head(hl.CrossEntropy(class_weight=here.to(torch.ones(V // 2))))(here), local=True),
             "column weights of the vocabulary": refused("ValueError: total_weight must have shape", keywords=lambda here: {"want": ("total",), "total_weight": torch.ones(V + 1)}, local=True),
-            "an input missing": refused("ValueError: inputs must be ['advantages', 'old_log_prob'] for these terms and metrics, got ['advantages']: missing ['old_log_prob']", with_head(PolicyGradient("clip"), keywords={"inputs": lambda here: {"advantages": here.to(ones)}})),
+            "an input missing": refused("ValueError: inputs must be ['advantages', 'old_log_prob'] for these terms and metrics, got ['advantages']: missing ['old_log_prob']", with_head(hl.PolicyGradient("clip"), keywords={"inputs": lambda here: {"advantages": here.to(ones)}})),
             "an input too many": refused("ValueError: inputs must be [] for these terms and metrics, got ['advantages']", with_head(keywords={"inputs": lambda here: {"advantages": here.to(ones)}})),
-            "an input of another shape": refused("ValueError: input 'advantages' must broadcast to the tokens [4] with as many dimensions, got [3]: a value per row is [B, 1]", with_head(PolicyGradient("reinforce"), keywords={"inputs": lambda here: {"advantages": here.to(ones[:3])}})),
+            "an input of another shape": refused("ValueError: input 'advantages' must broadcast to the tokens [4] with as many dimensions, got [3]: a value per row is [B, 1]", with_head(hl.PolicyGradient("reinforce"), keywords={"inputs": lambda here: {"advantages": here.to(ones[:3])}})),
             "a denominator without a value": refused("ValueError: denominator must be on", with_head(keywords={"denominator": lambda here: torch.tensor(3.0, device="meta")})),
             "a reduction by sequence without sequences": refused("ValueError: reduction 'seq-mean-token-sum' needs the input 'sequences'", with_head(reduction="seq-mean-token-sum")),
-            "sequences of other tokens": refused("ValueError: the input 'sequences' must be of tokens [4] like labels, got [2, 2]", with_head(reduction="seq-mean-token-sum", keywords={"inputs": lambda here: {"sequences": Sequences.from_mask(here.to(ones > 0).view(2, 2))}})),
+            "sequences of other tokens": refused("ValueError: the input 'sequences' must be of tokens [4] like labels, got [2, 2]", with_head(reduction="seq-mean-token-sum", keywords={"inputs": lambda here: {"sequences": hl.Sequences.from_mask(here.to(ones > 0).view(2, 2))}})),
         },
         "inputs that are no tensors, or no `Sequences`; weights and denominators that are complex or no numbers": {
             "complex token weights": refused("TypeError: token_weight must be real numbers or bool, got torch.complex64", with_head(keywords={"token_weight": ones + 0j})),
             "a complex denominator": refused("TypeError: denominator must be real numbers, got torch.complex64", with_head(keywords={"denominator": torch.tensor(1j)})),
             "a denominator that is a string": refused("TypeError: denominator must be a number or a scalar tensor, got '3'", with_head(keywords={"denominator": "3"})),
-            "an input that is a number": refused("TypeError: input 'advantages' must be a tensor, got float", with_head(PolicyGradient("reinforce"), keywords={"inputs": {"advantages": 1.0}}), local=True),
+            "an input that is a number": refused("TypeError: input 'advantages' must be a tensor, got float", with_head(hl.PolicyGradient("reinforce"), keywords={"inputs": {"advantages": 1.0}}), local=True),
             "sequences that are a mask": refused("TypeError: the input 'sequences' must be a Sequences, got Tensor", with_head(reduction="seq-mean-token-sum", keywords={"inputs": {"sequences": ones > 0}})),
         },
         "a temperature or softcap that is 0, negative, NaN, inf or beyond fp32; a scale that is 0, NaN, inf or beyond fp32": {
@@ -357,7 +336,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "too few temperatures": refused("ValueError: temperature must have shape [4] of logits, got [3]", transform={"temperature": ones[1:]}),
             "a scalar tensor as temperature": refused("ValueError: temperature must have shape [4] of logits, got []", transform={"temperature": torch.tensor(2.0)}),
             "a differentiable temperature": refused("ValueError: temperature gets no gradient: pass temperature.detach()", transform={"temperature": torch.ones(N, requires_grad=True)}),
-            "bias too long": refused("ValueError: bias must have shape", keywords=lambda here: {"transform": Transform(bias=here.to(torch.ones(V + 1)))}, local=True),
+            "bias too long": refused("ValueError: bias must have shape", keywords=lambda here: {"transform": hl.Transform(bias=here.to(torch.ones(V + 1)))}, local=True),
         },
         "a temperature of 0, below 0 or NaN for one token": {
             "temperature -1 for a token": rows(transform=temperatures(-1.0), nan=(2,)),
@@ -373,20 +352,20 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "-inf in the bias": rows(transform={"bias": torch.zeros(V).index_fill(0, torch.tensor([3, 45]), -INF)}),
         },
         "logits or weights whose width does not fit the shard (gathered ones, say)": {
-            "gathered logits": refused("ValueError: logits must have the shard's", lambda here: vocab_statistics(here.to(random), here.labels, shard=here.shard), words="(these look like gathered logits)", sizes=(2, 4), local=True),
-            "a column too few": refused("ValueError: logits must have the shard's", lambda here: vocab_statistics(here.x[:, 1:], here.labels, shard=here.shard), local=True),
-            "no columns": refused("ValueError: logits must have the shard's", lambda here: vocab_statistics(here.x[:, :0], here.labels, shard=here.shard), local=True),
+            "gathered logits": refused("ValueError: logits must have the shard's", lambda here: hl.vocab_statistics(here.to(random), here.labels, shard=here.shard), words="(these look like gathered logits)", sizes=(2, 4), local=True),
+            "a column too few": refused("ValueError: logits must have the shard's", lambda here: hl.vocab_statistics(here.x[:, 1:], here.labels, shard=here.shard), local=True),
+            "no columns": refused("ValueError: logits must have the shard's", lambda here: hl.vocab_statistics(here.x[:, :0], here.labels, shard=here.shard), local=True),
             "a row too many": refused("ValueError: weight must have shape [", linear(extra_rows=1), local=True),
             "hidden states of another width": refused("ValueError: weight must have shape [", linear(hidden=9)),
         },
         "bounds that cannot be a shard's; a group that this rank is not in": {
-            "a part at one rank": refused("ValueError: one rank alone must own the whole vocabulary", lambda here: VocabShard(0, 32, V)),
-            "stop before start": refused("ValueError: a shard needs 0 <= start <= stop, got [5, 3)", lambda here: VocabShard(5, 3, V)),
-            "a negative start": refused("ValueError: start must be at least 0, got -1", lambda here: VocabShard(-1, V, V)),
-            "no vocabulary": refused("ValueError: vocab_size must be at least 1, got 0", lambda here: VocabShard(0, 0, 0)),
-            "fewer rows than ids": refused("ValueError: padded_size must be at least vocab_size = 64, got 60", lambda here: VocabShard.from_group(None, V, 60)),
-            "boundaries that descend": refused("ValueError: boundaries must be 2 ascending ids from 0 to at least 64, got [64, 0]", lambda here: VocabShard.from_boundaries([64, 0], V)),
-            "a foreign group": refused("ValueError: this rank must be a member of the process group", cut=lambda group: VocabShard.from_group(dist.GroupMember.NON_GROUP_MEMBER, V)),
+            "a part at one rank": refused("ValueError: one rank alone must own the whole vocabulary", lambda here: hl.VocabShard(0, 32, V)),
+            "stop before start": refused("ValueError: a shard needs 0 <= start <= stop, got [5, 3)", lambda here: hl.VocabShard(5, 3, V)),
+            "a negative start": refused("ValueError: start must be at least 0, got -1", lambda here: hl.VocabShard(-1, V, V)),
+            "no vocabulary": refused("ValueError: vocab_size must be at least 1, got 0", lambda here: hl.VocabShard(0, 0, 0)),
+            "fewer rows than ids": refused("ValueError: padded_size must be at least vocab_size = 64, got 60", lambda here: hl.VocabShard.from_group(None, V, 60)),
+            "boundaries that descend": refused("ValueError: boundaries must be 2 ascending ids from 0 to at least 64, got [64, 0]", lambda here: hl.VocabShard.from_boundaries([64, 0], V)),
+            "a foreign group": refused("ValueError: this rank must be a member of the process group", cut=lambda group: hl.VocabShard.from_group(dist.GroupMember.NON_GROUP_MEMBER, V)),
         },
         "options, statistics, terms, metrics and reductions that do not exist, or not together": {
             "unknown backend": refused("ValueError: backend must be one of ('torch', 'triton'), got 'cuda'", options={"backend": "cuda"}),
@@ -395,26 +374,26 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "the sum of argmax": refused("ValueError: argmax is not a sum", want=("argmax",), options={"transport": "sum"}),
             "unknown statistic": refused("ValueError: want must be of", keywords=lambda here: {"want": ("perplexity",)}),
             "weights of a total that nobody wants": refused('ValueError: total_weight weights the statistic "total", which is not in want', keywords=lambda here: {"total_weight": here.part(torch.ones(V))}),
-            "no terms": refused("ValueError: terms must be at least one, with distinct names, got []", lambda here: HeadLoss([])),
-            "terms of one name": refused("ValueError: terms must be at least one, with distinct names, got ['z_loss', 'z_loss']", lambda here: HeadLoss([ZLoss(1.0), ZLoss(2.0)])),
-            "unknown metric": refused("ValueError: metrics must be of", lambda here: HeadLoss(metrics=("unknown",))),
-            "unknown reduction": refused("ValueError: reduction must be one of", lambda here: HeadLoss(reduction="avg")),
-            "label smoothing NaN": refused("ValueError: label_smoothing must be in [0, 1], got nan", lambda here: CrossEntropy(label_smoothing=NAN)),
-            "k = 0": refused("ValueError: k must be at least 1, got 0", lambda here: topk_log_probs(here.x, 0, shard=here.shard)),
-            "k = V + 1": refused("ValueError: k must be in [1, 64], got 65", lambda here: topk_log_probs(here.x, V + 1, shard=here.shard)),
-            "a top_k of 0 of a rule": refused("ValueError: top_k must be at least 1, got 0", lambda here: SamplingRule(top_k=0)),
-            "top_p NaN": refused("ValueError: top_p must be in (0, 1], got nan", lambda here: topk_log_probs(here.x, 3, top_p=NAN, shard=here.shard)),
+            "no terms": refused("ValueError: terms must be at least one, with distinct names, got []", lambda here: hl.HeadLoss([])),
+            "terms of one name": refused("ValueError: terms must be at least one, with distinct names, got ['z_loss', 'z_loss']", lambda here: hl.HeadLoss([hl.ZLoss(1.0), hl.ZLoss(2.0)])),
+            "unknown metric": refused("ValueError: metrics must be of", lambda here: hl.HeadLoss(metrics=("unknown",))),
+            "unknown reduction": refused("ValueError: reduction must be one of", lambda here: hl.HeadLoss(reduction="avg")),
+            "label smoothing NaN": refused("ValueError: label_smoothing must be in [0, 1], got nan", lambda here: hl.CrossEntropy(label_smoothing=NAN)),
+            "k = 0": refused("ValueError: k must be at least 1, got 0", lambda here: hl.topk_log_probs(here.x, 0, shard=here.shard)),
+            "k = V + 1": refused("ValueError: k must be in [1, 64], got 65", lambda here: hl.topk_log_probs(here.x, V + 1, shard=here.shard)),
+            "a top_k of 0 of a rule": refused("ValueError: top_k must be at least 1, got 0", lambda here: hl.SamplingRule(top_k=0)),
+            "top_p NaN": refused("ValueError: top_p must be in (0, 1], got nan", lambda here: hl.topk_log_probs(here.x, 3, top_p=NAN, shard=here.shard)),
         },
         "settings of another type: text for a number, a size for a shard, a layer for a weight; logits and labels that are swapped": {
-            "label smoothing that is text": refused("TypeError: label_smoothing must be a number, got '0.1'", lambda here: CrossEntropy(label_smoothing="0.1")),
-            "a budget that is text": refused("TypeError: budget must be a number, got '64MB'", lambda here: Linear(budget="64MB")),
-            "a flag that is text": refused("TypeError: main_grad must be True or False, got 'yes'", lambda here: Linear(main_grad="yes")),
-            "a k that is text": refused("TypeError: k must be an int, got '3'", lambda here: topk_log_probs(here.x, "3", shard=here.shard)),
-            "a vocabulary size for a shard": refused("TypeError: shard must be a VocabShard, got int", lambda here: VocabParallelHead(8, V)),
-            "a layer for a weight": refused("TypeError: weight must be a tensor, got Linear: pass its .weight", lambda here: HeadLoss().linear(here.x, torch.nn.Linear(8, V), here.labels, shard=here.shard)),
-            "a class for a term": refused("TypeError: terms must be Terms, got CrossEntropy: call it, CrossEntropy(..)", lambda here: HeadLoss(CrossEntropy)),
+            "label smoothing that is text": refused("TypeError: label_smoothing must be a number, got '0.1'", lambda here: hl.CrossEntropy(label_smoothing="0.1")),
+            "a budget that is text": refused("TypeError: budget must be a number, got '64MB'", lambda here: hl.Linear(budget="64MB")),
+            "a flag that is text": refused("TypeError: main_grad must be True or False, got 'yes'", lambda here: hl.Linear(main_grad="yes")),
+            "a k that is text": refused("TypeError: k must be an int, got '3'", lambda here: hl.topk_log_probs(here.x, "3", shard=here.shard)),
+            "a vocabulary size for a shard": refused("TypeError: shard must be a VocabShard, got int", lambda here: hl.VocabParallelHead(8, V)),
+            "a layer for a weight": refused("TypeError: weight must be a tensor, got Linear: pass its .weight", lambda here: hl.HeadLoss().linear(here.x, torch.nn.Linear(8, V), here.labels, shard=here.shard)),
+            "a class for a term": refused("TypeError: terms must be Terms, got CrossEntropy: call it, CrossEntropy(..)", lambda here: hl.HeadLoss(hl.CrossEntropy)),
             "a string as want": refused("TypeError: want must be a tuple of names", keywords=lambda here: {"want": "entropy"}),
-            "logits and labels swapped": refused("TypeError: labels must be int64 or int32, got torch.", lambda here: HeadLoss()(here.labels, here.x), words="(are logits and labels swapped?)"),
+            "logits and labels swapped": refused("TypeError: labels must be int64 or int32, got torch.", lambda here: hl.HeadLoss()(here.labels, here.x), words="(are logits and labels swapped?)"),
         },
         "an `ignore_index` beyond int64": {"ignore_index 2^63": refused(f"ValueError: ignore_index must be in the range of int64, got {1 << 63}", ignore_index=1 << 63)},
         "a temperature that is no number; a complex temperature, bias or column weight": {
@@ -484,19 +463,19 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
         "sets of other tokens or another type, not wanted or missing": {
             "sets of other tokens": refused("ValueError: sets.ids must have shape [4, K] of logits, got [3, 2]", keywords=wrong_sets(torch.zeros(3, 2).long())),
             "sets of one dimension": refused("ValueError: sets.ids must have shape [4, K] of logits, got [4]", keywords=wrong_sets(torch.zeros(4).long())),
-            "offsets of other tokens": refused("ValueError: sets must be of tokens [4], or these flat, got [2]", keywords=lambda here: {"want": ("set_entropy",), "sets": IdSets.from_csr(here.labels, here.labels[:3])}),
+            "offsets of other tokens": refused("ValueError: sets must be of tokens [4], or these flat, got [2]", keywords=lambda here: {"want": ("set_entropy",), "sets": hl.IdSets.from_csr(here.labels, here.labels[:3])}),
             "float ids in a set": refused("TypeError: sets.ids must be int64 or int32, got torch.float32", keywords=wrong_sets(torch.zeros(N, 2))),
             "a mask of numbers": refused("TypeError: sets.mask must be bool, got torch.int64", keywords=wrong_sets(torch.zeros(N, 2).long(), torch.ones(N, 2).long())),
             "a tensor as sets": refused("TypeError: sets must be an IdSets, got Tensor", keywords=lambda here: {"want": ("set_entropy",), "sets": here.labels}),
-            "sets that nobody wants": refused("ValueError: sets serve the statistics", keywords=lambda here: {"sets": IdSets(here.labels[:, None])}),
-            "a rank without labels": refused("ValueError: rank is that of a label, got no labels", value=lambda here: vocab_statistics(here.x, shard=here.shard, want=("rank",), options=here.options).lse),
+            "sets that nobody wants": refused("ValueError: sets serve the statistics", keywords=lambda here: {"sets": hl.IdSets(here.labels[:, None])}),
+            "a rank without labels": refused("ValueError: rank is that of a label, got no labels", value=lambda here: hl.vocab_statistics(here.x, shard=here.shard, want=("rank",), options=here.options).lse),
             "no sets": refused("ValueError: ['set_entropy'] need sets of ids, got none", keywords=lambda here: {"want": ("set_entropy",)}),
         },
         "ids whose log-probs are asked for: of other tokens or another type, not wanted or missing": {
             "ids of other tokens": refused("ValueError: ids must have shape [4, K] of logits, got [3, 2]", keywords=wrong_ids(torch.zeros(3, 2).long())),
             "one id per token without a dimension of its own": refused("ValueError: ids must have shape [4, K] of logits, got [4]", keywords=wrong_ids(torch.zeros(4).long())),
             "float ids to be asked for": refused("TypeError: ids must be int64 or int32, got torch.float32", keywords=wrong_ids(torch.zeros(N, 2))),
-            "sets as ids": refused("TypeError: ids must be a tensor, got IdSets", keywords=lambda here: {"want": ("log_probs_at",), "ids": IdSets(here.labels[:, None])}),
+            "sets as ids": refused("TypeError: ids must be a tensor, got IdSets", keywords=lambda here: {"want": ("log_probs_at",), "ids": hl.IdSets(here.labels[:, None])}),
             "ids that nobody wants": refused("ValueError: ids serve the statistics ('log_probs_at',), got none of them in want", keywords=lambda here: {"ids": here.labels[:, None]}),
             "no ids": refused("ValueError: ['log_probs_at'] need ids [.., K], got none", keywords=lambda here: {"want": ("log_probs_at",)}),
         },
@@ -506,9 +485,9 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "a teacher's temperature 0": refused("ValueError: teacher.temperature must be positive and finite in fp32, got 0", keywords=wrong_teacher(temperature=0)),
             "a student's temperature NaN": refused("ValueError: teacher.student_temperature must be positive and finite in fp32, got nan", keywords=wrong_teacher(student_temperature=NAN)),
             "beta 1": refused("ValueError: teacher.beta must be in (0, 1), got 1.0", keywords=wrong_teacher(beta=1.0)),
-            "a teacher and no divergence": refused("ValueError: a Teacher serves the statistics", keywords=lambda here: {"teacher": Teacher(here.x)}),
+            "a teacher and no divergence": refused("ValueError: a Teacher serves the statistics", keywords=lambda here: {"teacher": hl.Teacher(here.x)}),
             "a divergence and no teacher": refused("ValueError: ['forward_kl'] need a teacher, got none", keywords=lambda here: {"want": ("forward_kl",)}),
-            "a distillation term and no teacher": refused("ValueError: inputs must be ['teacher'] for these terms and metrics, got []", with_head(Distillation())),
+            "a distillation term and no teacher": refused("ValueError: inputs must be ['teacher'] for these terms and metrics, got []", with_head(hl.Distillation())),
             "K = 0": refused("ValueError: teacher.ids must be [.., K] with K > 0, got [4, 0]", keywords=wrong_entries(torch.zeros(N, 0).long(), torch.zeros(N, 0))),
             "other log-probs than ids": refused("ValueError: teacher.log_probs must have shape [4, 2] of teacher.ids, got [4, 3]", keywords=wrong_entries(log_probs=torch.zeros(N, 3))),
             "a tail that was renormalised away": refused("ValueError: renormalize=True leaves no tail, got a tail_log_prob", keywords=wrong_entries(tail_log_prob=zeros)),
@@ -521,11 +500,11 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "an integer mask": refused("TypeError: teacher.mask must be bool, got torch.int64", keywords=wrong_entries(mask=torch.ones(N, 2).long())),
         },
         "a linear head without `main_grad`, with two biases, without room, in place": {
-            "no main_grad": refused("ValueError: main_grad=True needs weight.main_grad, fp32, contiguous", linear(linear=Linear(main_grad=True)), local=True),
-            "two biases": refused("ValueError: bias was given twice", linear(bias=lambda here: here.part(torch.ones(V)), transform=lambda here: Transform(bias=here.part(torch.ones(V))))),
-            "a budget of 0": refused("ValueError: budget must be a positive number of bytes, got 0", lambda here: Linear(budget=0)),
-            "in place, without logits": refused("ValueError: inplace=True overwrites logits", linear(options=Options(inplace=True))),
-            "one sweep of statistics": refused("ValueError: mode='one_sweep' computes the gradient of a HeadLoss", linear(linear=Linear("one_sweep"))),
+            "no main_grad": refused("ValueError: main_grad=True needs weight.main_grad, fp32, contiguous", linear(linear=hl.Linear(main_grad=True)), local=True),
+            "two biases": refused("ValueError: bias was given twice", linear(bias=lambda here: here.part(torch.ones(V)), transform=lambda here: hl.Transform(bias=here.part(torch.ones(V))))),
+            "a budget of 0": refused("ValueError: budget must be a positive number of bytes, got 0", lambda here: hl.Linear(budget=0)),
+            "in place, without logits": refused("ValueError: inplace=True overwrites logits", linear(options=hl.Options(inplace=True))),
+            "one sweep of statistics": refused("ValueError: mode='one_sweep' computes the gradient of a HeadLoss", linear(linear=hl.Linear("one_sweep"))),
         },
     }  # fmt: skip
 

@@ -44,16 +44,11 @@ def upstream_of(kind, shape, i):
     if i and kind not in ("all", "0.37 of the sum"):
         return None
     kinds = {
-        "zero": torch.zeros(n),
-        "-1": torch.full((n,), -1.0),
-        "0.37 of the sum": torch.tensor(0.37).expand(n),
-        "expanded": torch.tensor(0.37).expand(n),
-        "strided": drawn[:, 1],
-        "1e6": torch.full((n,), 1e6),
-        "1e38": torch.full((n,), 1e38).copysign(drawn[:, 0]),
-        "inf at 2": torch.where(one, INF, drawn[:, 0]),
+        "zero": torch.zeros(n), "-1": torch.full((n,), -1.0), "0.37 of the sum": torch.tensor(0.37).expand(n),
+        "expanded": torch.tensor(0.37).expand(n), "strided": drawn[:, 1], "1e6": torch.full((n,), 1e6),
+        "1e38": torch.full((n,), 1e38).copysign(drawn[:, 0]), "inf at 2": torch.where(one, INF, drawn[:, 0]),
         "NaN at 2": torch.where(one, NAN, drawn[:, 0]),
-    }
+    }  # fmt: skip
     return kinds.get(kind, drawn[:, 0].contiguous()).view(shape)
 
 

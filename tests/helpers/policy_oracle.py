@@ -26,12 +26,6 @@ def dual_clip(lp, a, old, mask, low, high, c):
     return torch.where(a < 0, torch.minimum(first, -a * c), first)
 
 
-def two_sided(lp, a, old, mask, low, high, delta):
-    """INTELLECT-2's form."""
-    ratio = (lp - old).exp()
-    return -torch.minimum(ratio.clamp(max=delta) * a, ratio.clamp(1 - low, 1 + high) * a)
-
-
 def cispo(lp, a, old, mask, low, high):
     return -((lp - old).exp().clamp(1 - low, 1 + high)).detach() * a * lp
 
@@ -93,7 +87,7 @@ def clip_cov(lp, a, old, mask, noise, fraction, bounds):
     chosen = sorted(candidates, key=lambda i: -noise.flatten()[i])[: max(int(fraction * mask.sum()), 1)]
     keep = torch.ones(lp.numel(), dtype=torch.float64)
     keep[chosen] = 0
-    return loss * keep.view_as(loss), len(chosen)
+    return loss * keep.view_as(loss)
 
 
 def kl_cov(lp, a, old, mask, fraction, coefficient):

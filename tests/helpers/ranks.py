@@ -64,12 +64,9 @@ def _worker(rank, world_size, store, pipe):
     else:
         patch_interpreter()
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
+        "nccl" if cuda else "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
         timeout=timedelta(seconds=TIMEOUT),
-    )
+    )  # fmt: skip
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     while (job := pipe.recv()) is not None:
         function, args = job

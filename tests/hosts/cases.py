@@ -121,7 +121,7 @@ def main(cases: dict, before=None) -> None:
             results[name] = {"error": f"rank {rank}: {traceback.format_exc()}"}
         both = [None] * RANKS  # an error on the other rank counts, too
         dist.all_gather_object(both, results[name])
-        results[name] = next((r for r in both if "error" in r), None) or _worst(both)
+        results[name] = next((r for r in both if "error" in r), None) or worst(both)
     dist.barrier()
     codes = []
     if rank == 0:
@@ -131,8 +131,8 @@ def main(cases: dict, before=None) -> None:
     os._exit(any(codes))  # hosts leave threads behind that would wait for each other
 
 
-def _worst(results: list[dict]) -> dict:
-    """Of the ranks: the largest of each number (smallest of "mutant"), whether all are true, else what rank 0 says."""
+def worst(results: list[dict]) -> dict:
+    """The largest of each number (smallest of "mutant"), whether all are true, else what the first says."""
 
     def of(name, values):
         if all(isinstance(v, bool) for v in values):

@@ -12,7 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
-from cases import compared, fails_cleanly_at_every_step, main, refused, relative_errors
+from cases import compared, fails_cleanly_at_every_step, main, refused, relative_errors, worst
 from deepspeed.sequence.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from deepspeed.utils import logger, safe_get_full_grad
 from pages import marked_block
@@ -87,11 +87,6 @@ def head_name(model):
     return next(n for n, p in model.named_parameters() if p is model.get_output_embeddings().weight)
 
 
-def worst(results):
-    keys = "loss", "grads", "mutant"
-    return {key: (min if key == "mutant" else max)(r[key] for r in results) for key in keys}
-
-
 def step(engine, host, inputs, **call):
     """One step of the engine, and the same one of the unsharded model -> `compared`, of gradients and new weights."""
     model = engine.module
@@ -135,8 +130,7 @@ def steps(group, kind, stage):
         assert fused.last.count == 26 and engine(**batch(vocab)).logits is None and not calls
         hook.remove()
     assert engine(**batch(vocab)).logits.shape[-1] == model.lm_head.weight.shape[0]
-    found = worst(results)
-    return {**found, "weights": max(r["weights"] for r in results), "theirs": results[0]["grads"]}
+    return {**worst(results), "theirs": results[0]["grads"]}
 
 
 def gathered(group):
@@ -152,7 +146,7 @@ def gathered(group):
         assert torch.equal(*(m.generate(ids, max_new_tokens=4, do_sample=False) for m in (model, host)))
     model.loss_function = causal_lm_loss(model)
     refused(lambda: engine(**batch()), "vocab_parallel_lm_head in DeepSpeed")
-    return {**worst(results), "weights": max(r["weights"] for r in results)}
+    return worst(results)
 
 
 def other_models(group):

@@ -201,14 +201,9 @@ def counted(group):
 
 
 CASES = {
-    "soft": soft(),
-    "soft, sp, tied": soft(sp=True, tied=True),
-    "soft and hard": soft(terms=BOTH, hard=0.25),
-    "soft, refusals": refusals,
-    "counted": counted,
-    "cp": context_parallel,
-    "packed": packed,
-}
+    "soft": soft(), "soft, sp, tied": soft(sp=True, tied=True), "soft and hard": soft(terms=BOTH, hard=0.25),
+    "soft, refusals": refusals, "counted": counted, "cp": context_parallel, "packed": packed,
+}  # fmt: skip
 if HAS_HYBRID:
     CASES |= {"soft, detached heads": soft(mtp_detach_heads=True), "soft, hybrid, sp": soft(hybrid_of, sp=True)}
     CASES |= {"soft, mup": soft(use_mup=True, mup_base_hidden_size=16)}

@@ -4,28 +4,12 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
+import trainer_problem
 from ranks import on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_problem import (
-    DTYPES,
-    EVEN,
-    PADDED,
-    UNEVEN,
-    WEIGHTS,
-    B,
-    K,
-    S,
-    V,
-    close,
-    close_grads,
-    cut,
-    data,
-    dtype_name,
-    head,
-    truth,
-)
+from trainer_problem import DTYPES, B, K, S, V, close, close_grads, cut, data, dtype_name, head, truth
 
 from tp_headloss.integrations import nemo_rl
 
@@ -37,7 +21,7 @@ def ranks_of(group):
 
 def bounded(x, ids, group, **given):
     """Log-probs of a rank that knows its bounds, which are the same without a gradient."""
-    start = 0 if group is None or group.rank() == 0 else UNEVEN[1]
+    start = 0 if group is None or group.rank() == 0 else trainer_problem.UNEVEN[1]
     args = x, ids, start, start + x.shape[-1], group
     out = nemo_rl.from_parallel_logits_to_logprobs(*args, **given)
     detached = nemo_rl.from_parallel_logits_to_logprobs(*args, True, **given)
@@ -48,7 +32,7 @@ def bounded(x, ids, group, **given):
 def next_tokens(group, device, dtype, form):
     logits, ids = data(dtype)
     ids[1, 3] = -100
-    boundaries = UNEVEN if form == "bounds" else EVEN
+    boundaries = trainer_problem.UNEVEN if form == "bounds" else trainer_problem.EVEN
     x, ids = cut(logits, group, boundaries).detach().to(device).requires_grad_(), ids.to(device)
     if form == "bounds":
         out = bounded(x, ids, group, vocab_size=V)
@@ -65,7 +49,7 @@ def next_tokens(group, device, dtype, form):
         out = nemo_rl.get_next_token_logprobs_from_logits(
             ids, x, sampling_params=params, vocab_size=V, **ranks_of(group)
         )
-    (WEIGHTS[0, :, : out.shape[1]].to(device) * out).sum().backward()
+    (trainer_problem.WEIGHTS[0, :, : out.shape[1]].to(device) * out).sum().backward()
     return out.detach(), x.grad
 
 
@@ -82,7 +66,7 @@ def test_nemo_next_token_log_probs(ranks, form, dtype):
     used = torch.ones(B, length - 1)
     used[1, 2] = 0  # the id -100 at 3
     expected = log_prob * used
-    (WEIGHTS[0, :, : length - 1] * expected).sum().backward()
+    (trainer_problem.WEIGHTS[0, :, : length - 1] * expected).sum().backward()
     gradient = torch.nn.functional.pad(leaf.grad, (0, 0, 0, S - length + 1))  # nothing of the last position
     for out, _ in results:
         assert out.shape == (B, length - 1) and out.dtype == torch.float32
@@ -107,20 +91,20 @@ def likely(logits):
     order = logits[..., :V].double().sort(dim=-1, descending=True, stable=True).indices
     ids = torch.zeros(B, S, dtype=torch.int64)
     ids[:, 1:] = order[:, :-1, :3].gather(-1, torch.arange(B * (S - 1)).view(B, S - 1, 1) % 3)[..., 0]
-    ids[0, 2], ids[1, 3], ids[1, 4] = order[0, 1, -1], -100, V + PADDED
+    ids[0, 2], ids[1, 3], ids[1, 4] = order[0, 1, -1], -100, V + trainer_problem.PADDED
     return ids
 
 
 def filtered(group, device, dtype, params, form):
     logits, _ = data(dtype)
-    ids, boundaries = likely(logits).to(device), UNEVEN if form == "bounds" else EVEN
+    ids, boundaries = likely(logits).to(device), trainer_problem.UNEVEN if form == "bounds" else trainer_problem.EVEN
     x = cut(logits, group, boundaries).detach().to(device).requires_grad_()
     given = {"sampling_params": params, "vocab_size": V}
     if form == "bounds":
         out = bounded(x, ids, group, **given)
     else:
         out = nemo_rl.get_next_token_logprobs_from_logits(ids, x, **given, **ranks_of(group))
-    upstream = WEIGHTS[0, :, :-1].clone()
+    upstream = trainer_problem.WEIGHTS[0, :, :-1].clone()
     upstream[1, 3] = 0.0  # of the id beyond the vocabulary, whose gradient is NaN
     torch.where(upstream.to(device) != 0, out * upstream.to(device), 0.0).sum().backward()
     return out.detach(), x.grad
@@ -139,7 +123,7 @@ def test_nemo_log_probs_over_what_top_k_and_top_p_keep(ranks, form, params, dtyp
     log_p = z.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, labels.clamp(0, V - 1)[..., None])[..., 0]
     log_p = log_p.masked_fill(labels == -100, 0.0)
     good = (labels >= 0) & (labels < V) & log_p.isfinite()
-    (WEIGHTS[0, :, :-1] * log_p)[good].sum().backward()
+    (trainer_problem.WEIGHTS[0, :, :-1] * log_p)[good].sum().backward()
     assert log_p[0, 1] == -torch.inf and good.sum() >= B * (S - 1) - 6
     for out, grad in results:
         assert out[1, 3].isnan() and torch.equal(out.isnan().cpu(), labels >= V)
@@ -158,7 +142,7 @@ def replayed(group, device, dtype, as_batch):
     out = nemo_rl.get_next_token_logprobs_from_logits(
         ids.to(device), x, sampling_params=params, sampling_mask=mask, vocab_size=V, **ranks_of(group)
     )
-    (WEIGHTS[0, :, : S - 3].to(device) * out).sum().backward()
+    (trainer_problem.WEIGHTS[0, :, : S - 3].to(device) * out).sum().backward()
     return out.detach(), x.grad
 
 
@@ -182,7 +166,7 @@ def test_nemo_replays_a_sampling_mask(ranks, as_batch, dtype):
     at = leaf[:, : S - 3].gather(-1, mask.token_ids[:, 1:].long())
     at = at.masked_fill(torch.arange(4) >= mask.sizes[:, 1:, None].clamp(min=1), -torch.inf)
     expected = torch.where(mask.sizes[:, 1:] > 0, at.log_softmax(-1)[..., 0], 0.0)
-    (WEIGHTS[0, :, : S - 3] * expected).sum().backward()
+    (trainer_problem.WEIGHTS[0, :, : S - 3] * expected).sum().backward()
     for out, _ in results:
         close(out, expected)
     assert (expected[:, 0] == 0).all() and (expected < -0.1).any()
@@ -191,8 +175,8 @@ def test_nemo_replays_a_sampling_mask(ranks, as_batch, dtype):
 
 def every_column(group, device):
     logits, ids = data()
-    x, ids = cut(logits, group, UNEVEN).detach().to(device), ids.to(device)
-    start = 0 if group is None or group.rank() == 0 else UNEVEN[1]
+    x, ids = cut(logits, group, trainer_problem.UNEVEN).detach().to(device), ids.to(device)
+    start = 0 if group is None or group.rank() == 0 else trainer_problem.UNEVEN[1]
     return nemo_rl.from_parallel_logits_to_logprobs(x, ids, start, start + x.shape[-1], group)
 
 
@@ -200,7 +184,7 @@ def every_column(group, device):
 def test_nemo_counts_every_column_without_a_vocab_size(ranks):
     logits, ids = data()
     for out in on_ranks(ranks, every_column):
-        close(out, truth(logits[:, :-1], ids[:, 1:], columns=PADDED)[0])
+        close(out, truth(logits[:, :-1], ids[:, 1:], columns=trainer_problem.PADDED)[0])
 
 
 def largest_allocation(function):
@@ -249,7 +233,7 @@ def mask_of(length, sizes=None):
         ({"sampling_params": {"min_p": 0.1}}, "min_p"),
         ({"sampling_params": SimpleNamespace(top_k=-1, top_p=1.0, replay_sampling_mask=True)}, "replay_sampling_mask"),
         ({"vocab_parallel_rank": 0}, "vocab_parallel_group"),
-        ({"vocab_size": V + PADDED}, "padded_size"),
+        ({"vocab_size": V + trainer_problem.PADDED}, "padded_size"),
     ],
 )
 def test_nemo_refuses_by_name(options, names):
@@ -263,7 +247,9 @@ def test_nemo_refuses_sampling_params_of_unknown_kinds(params):
     logits, ids = data()
     for function in (
         lambda: nemo_rl.get_next_token_logprobs_from_logits(ids, logits, sampling_params=params),
-        lambda: nemo_rl.from_parallel_logits_to_logprobs(logits, ids, 0, PADDED, None, sampling_params=params),
+        lambda: nemo_rl.from_parallel_logits_to_logprobs(
+            logits, ids, 0, trainer_problem.PADDED, None, sampling_params=params
+        ),
     ):
         with pytest.raises(TypeError, match=f"with top_k and top_p, got {type(params).__name__}"):
             function()
@@ -296,13 +282,13 @@ def of_hidden(group, device, inference_only):
     ranks = 1 if group is None else group.size()
     rank = 0 if group is None else group.rank()
     own = hidden.transpose(0, 1).chunk(ranks)[rank].contiguous().to(device).requires_grad_()  # [S/P, B, H]
-    rows = cut(weight, group, EVEN, 0).detach().to(device).requires_grad_()
+    rows = cut(weight, group, trainer_problem.EVEN, 0).detach().to(device).requires_grad_()
     args = own, rows, None, ids.to(device), rank * len(rows), (rank + 1) * len(rows), group, inference_only
     out = nemo_rl.from_parallel_hidden_states_to_logprobs(*args, None, 3, vocab_size=V)
     if inference_only:
         assert not out.requires_grad
         return out, None, None
-    (WEIGHTS[0, :, :-1].to(device) * out).sum().backward()
+    (trainer_problem.WEIGHTS[0, :, :-1].to(device) * out).sum().backward()
     return out.detach(), own.grad, rows.grad
 
 
@@ -312,7 +298,7 @@ def test_nemo_log_probs_of_hidden_states(ranks, inference_only):
     (hidden, weight), (_, ids) = head(), data()
     hidden, weight = hidden.double(), weight.double()
     log_prob, _, _, leaf = truth((hidden @ weight.t())[:, :-1], ids[:, 1:])
-    (WEIGHTS[0, :, :-1] * log_prob).sum().backward()
+    (trainer_problem.WEIGHTS[0, :, :-1] * log_prob).sum().backward()
     for out, _, _ in results:
         close(out, log_prob, atol=1e-5)
     if not inference_only:
@@ -325,7 +311,7 @@ def test_nemo_log_probs_of_hidden_states(ranks, inference_only):
 def test_nemo_refuses_gathered_logits_of_hidden_states():
     (hidden, weight), (_, ids) = head(), data()
     with pytest.raises(ValueError, match="runtime_gather_output"):
-        nemo_rl.from_parallel_hidden_states_to_logprobs(hidden, weight, True, ids, 0, PADDED, None)
+        nemo_rl.from_parallel_hidden_states_to_logprobs(hidden, weight, True, ids, 0, trainer_problem.PADDED, None)
 
 
 def entries():
@@ -344,7 +330,7 @@ def distilled(group, device, dtype, zero_outside_topk, calculate_entropy):
     )
     loss = -(of_teacher.exp() * student).sum()
     if entropy is not None:
-        loss = loss + (WEIGHTS[0, :, :-1].to(device) * entropy).sum()
+        loss = loss + (trainer_problem.WEIGHTS[0, :, :-1].to(device) * entropy).sum()
     loss.backward()
     return [None if r is None else r.detach() for r in (student, of_teacher, entropy)], x.grad
 
@@ -361,7 +347,7 @@ def test_nemo_distillation_entries(ranks, zero_outside_topk, calculate_entropy, 
     of_teacher = teacher.double().log_softmax(-1)
     entropy = (log_p.exp() * log_p).sum(-1)[:, :-1]
     loss = -(of_teacher.exp() * student)[:, :-1].sum()
-    (loss + (WEIGHTS[0, :, :-1] * entropy).sum() * calculate_entropy).backward()
+    (loss + (trainer_problem.WEIGHTS[0, :, :-1] * entropy).sum() * calculate_entropy).backward()
     for (got, got_teacher, got_entropy), _ in results:
         close(got, student[:, :-1])
         close(got_teacher, of_teacher[:, :-1])

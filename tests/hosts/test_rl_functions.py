@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from trainer_problem import DTYPES, EVEN, PADDED, B, V, close, close_grads, cut, dtype_name
 
 from tp_headloss import VocabShard
-from tp_headloss.integrations import nemo_rl, rl_calls, skyrl, skyrl_draft, slime
+from tp_headloss.integrations import nemo_rl, rl_calls, sampling_masks, skyrl, skyrl_draft, slime
 
 H = 12
 LENGTHS, PADDED_LENGTHS = [3, 2, 6], [4, 4, 8]  # of packed sequences
@@ -86,13 +86,9 @@ def joined(results, layout):
 
 
 FORMS = {
-    "nemo": {},
-    "nemo, labels": {"target_is_pre_rolled": True},
-    "nemo, top_k": {"sampling_params": {"top_k": 9}},
-    "skyrl": {},
-    "skyrl, rows": {"sub_seq_lengths": IN_ROWS},
-    "skyrl, mask": {"attention_mask": MASK},
-}
+    "nemo": {}, "nemo, labels": {"target_is_pre_rolled": True}, "nemo, top_k": {"sampling_params": {"top_k": 9}},
+    "skyrl": {}, "skyrl, rows": {"sub_seq_lengths": IN_ROWS}, "skyrl, mask": {"attention_mask": MASK},
+}  # fmt: skip
 
 
 def places(form):
@@ -461,10 +457,7 @@ def test_uneven_shards_need_no_vocab_size(cut_at):
         (lambda x, i: entropy_call(x, 7), "num_actions must be at most 6, got 7"),
         (lambda x, i: entropy_call(x, 2, torch.ones(3)), r"loss_mask must have shape \[3, 2\], got \[3\]"),
         (lambda x, i: skyrl.draft_soft_ce_topk(x[0], x[0], i, 2), r"student_logits must have shape \[B, S, width\]"),
-        (
-            lambda x, i: skyrl.draft_soft_ce(x, x, torch.ones(1, 1)),
-            r"mask must have shape \[1, 16\] of",
-        ),
+        (lambda x, i: skyrl.draft_soft_ce(x, x, torch.ones(1, 1)), r"mask must have shape \[1, 16\] of"),
         (
             lambda x, i: nemo_rl.from_parallel_logits_to_logprobs_packed_sequences(
                 x, i[:, 1:], BOUNDS, WIDTH, 0, PADDED, None, target_is_pre_rolled=True
@@ -493,7 +486,7 @@ def test_bounds_that_nobody_could_check_make_every_result_nan():
     assert packed.weights(1, None, torch.float32).isnan().all()
 
 
-@pytest.mark.parametrize("module", [skyrl_draft, slime], ids=lambda module: module.__name__.split(".")[-1])
+@pytest.mark.parametrize("module", [skyrl_draft, slime, sampling_masks], ids=lambda m: m.__name__.split(".")[-1])
 def test_examples_of_the_docstrings(module):
     assert doctest.testmod(module).attempted > 0 and doctest.testmod(module).failed == 0
 

@@ -1,7 +1,6 @@
 """Sets of ids in the formats of vLLM, prime-rl, NeMo-RL and SkyRL, by signature: what goes in comes out."""
 
 import base64
-import doctest
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -117,8 +116,3 @@ def test_sets_of_completions_beside_labels_of_sequences(device):
         expected = x[b, s, labels[b, s]].double() - x[b, s, ids].double().logsumexp(0)
         torch.testing.assert_close(found[b, s].double(), expected, rtol=1e-5, atol=1e-6)
     assert not found[~where].any()
-
-
-def test_the_examples_of_the_docstrings_print_what_they_say():
-    failed, tried = doctest.testmod(sampling_masks)
-    assert not failed and tried >= 8

@@ -167,12 +167,9 @@ def reward(completions, **_):
 def trl_trainer(name, **options):
     """A trainer of a model and, if it has one, of a reference model."""
     columns = {
-        "SFT": [("prompt", 4), ("completion", 6)],
-        "DPO": [("prompt", 4), ("chosen", 6), ("rejected", 5)],
-        "KTO": [("prompt", 4), ("completion", 6), ("label", 0)],
-        "GRPO": [("prompt", 4)],
-        "RLOO": [("prompt", 4)],
-    }[name]
+        "SFT": [("prompt", 4), ("completion", 6)], "DPO": [("prompt", 4), ("chosen", 6), ("rejected", 5)],
+        "KTO": [("prompt", 4), ("completion", 6), ("label", 0)], "GRPO": [("prompt", 4)], "RLOO": [("prompt", 4)],
+    }[name]  # fmt: skip
     config = getattr(trl, f"{name}Config")(tempfile.gettempdir(), **OPTIONS, **TRL_OPTIONS, **options)
     more = {"ref_model": model_of()} if name in ("DPO", "KTO") else {}
     if name in ("GRPO", "RLOO"):

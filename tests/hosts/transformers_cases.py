@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
-from cases import compared, fails_cleanly_at_every_step, main, refused, refuses_what_its_lines_rule_out
+from cases import compared, fails_cleanly_at_every_step, main, refused, refuses_what_its_lines_rule_out, worst
 from pages import marked_block
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -256,7 +256,7 @@ def vision(group):
     forward = transformers.LlavaModel.forward
     with mock.patch.object(transformers.LlavaModel, "forward", lambda self, input_ids, **kw: forward(self, input_ids)):
         refused(lambda: fuse_head(next(vision_models())[1]), "must take all of its inputs, but LlavaModel has no")
-    return {key: (min if key == "mutant" else max)(r[key] for r in found) for key in ("loss", "grads", "mutant")}
+    return worst(found)
 
 
 def vision_parallel(group):
@@ -319,7 +319,7 @@ def adapters(group):
         model = AutoModelForCausalLM.from_config(config_of())
         model = get_peft_model(model, LoraConfig(target_modules=["lm_head"], **variant)).get_base_model()
         refused(lambda model=model: fuse_head(model), "HeadLoss(..)(logits, labels)", TypeError)
-    return {key: (min if key == "mutant" else max)(r[key] for r in found) for key in ("loss", "grads", "mutant")}
+    return worst(found)
 
 
 # ---- arguments
@@ -352,7 +352,7 @@ def call_arguments(group, install):
     assert with_ignore_index(head_loss, 3).terms == head_loss.terms and not with_ignore_index(head_loss, 3).training
     head_loss.compile_terms = False
     assert not with_ignore_index(head_loss, 3).compile_terms
-    return {key: (min if key == "mutant" else max)(r[key] for r in results) for key in ("loss", "grads", "mutant")}
+    return worst(results)
 
 
 def any_head_loss(group, install):
@@ -697,18 +697,10 @@ CASES = {
     **{f"fused-{kind}": partial(other_models, kind=kind) for kind in ("Gemma2", "Cohere", "Granite", "Phi", "GPT2")},
     **{f"{install}-arguments": partial(call_arguments, install=install) for install in ("loss_function", "fused")},
     **{f"{install}-HeadLoss": partial(any_head_loss, install=install) for install in ("loss_function", "fused")},
-    "stock": stock,
-    "without labels": without_labels,
-    "loops": loops,
-    "failures": failures,
-    "modes": dropout_and_modes,
-    "vision": vision,
-    "vision-parallel": vision_parallel,
-    "refusals": refusals,
-    "newer": newer,
-    "trainer": trainer,
+    "stock": stock, "without labels": without_labels, "loops": loops, "failures": failures, "modes": dropout_and_modes,
+    "vision": vision, "vision-parallel": vision_parallel, "refusals": refusals, "newer": newer, "trainer": trainer,
     "documented": documented,
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     TRAINING = start_training()

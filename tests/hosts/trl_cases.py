@@ -17,12 +17,9 @@ from tp_headloss.integrations.trl import fuse_log_probs
 VALUES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits")
 FIELDS = (*VALUES, "is_top1")
 KINDS = {
-    "plain": {},
-    "tied": {"tie_word_embeddings": True},
-    "uneven": {"vocab_size": 509},
-    "temperature": {},
+    "plain": {}, "tied": {"tie_word_embeddings": True}, "uneven": {"vocab_size": 509}, "temperature": {},
     "softcap": {"kind": "Gemma2", "head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0},
-}
+}  # fmt: skip
 
 
 def labelled(exact, vocab=512):

@@ -219,25 +219,6 @@ def test_losses_and_gradients_of_several_ranks(boundaries, how, transport):
     del of_weight
 
 
-def loss_run(group, device, rows):
-    hidden, weight, _, labels, _ = (x.to(device) for x in tensors(torch.bfloat16))
-    hidden, labels = hidden[rows], labels[rows]
-    shard = VocabShard.from_group(group, V, 256)
-    padded = torch.cat([weight, weight.new_zeros(56, H)])[shard.start : shard.stop]
-    stats = linear_vocab_statistics(
-        hidden, padded, labels, shard=shard, want=("entropy",), options=TRITON, linear=EPILOGUE
-    )
-    return stats.log_prob.cpu(), stats.entropy.cpu()
-
-
-def test_one_rank_with_single_sequences_has_the_bits_of_several_with_a_batch():
-    trainer = on_ranks(4, loss_run, slice(0, N))
-    for first in range(0, N, 11):
-        scorer = on_ranks(1, loss_run, slice(first, first + 11))[0]
-        for rank in trainer:
-            assert all(torch.equal(a[first : first + 11], b) for a, b in zip(rank, scorer))
-
-
 def test_odd_rows_are_theirs_alone(device):
     """NaN and infinite hidden states, bad labels; no token at all."""
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors(torch.bfloat16))

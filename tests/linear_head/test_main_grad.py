@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from linear_problem import H, Largest, N, V, relative, small_blocks, tensors, terms
 from torch.utils.checkpoint import checkpoint
 
-from tp_headloss import CrossEntropy, HeadLoss, Linear, Options
+from tp_headloss import CrossEntropy, HeadLoss, Linear
 from tp_headloss.engine.backend import load_backend
 from tp_headloss.linear_head import sweeps
 
@@ -31,7 +31,7 @@ def main_grad_weight(weight, flags=True, shared=False):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("case", ["recompute", "one_sweep", "one_sweep, declared"])
-def test_main_grad_gets_the_weight_gradient_in_fp32(case, dtype, backend, device):
+def test_main_grad_gets_the_weight_gradient_in_fp32(case, dtype, options, device):
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors(dtype))
     hidden, weight, labels = hidden[:24], weight[:72], labels[:24] % 72
     exact = F.cross_entropy(F.linear(*(o := [x.double().requires_grad_() for x in (hidden, weight)])), labels)
@@ -41,7 +41,7 @@ def test_main_grad_gets_the_weight_gradient_in_fp32(case, dtype, backend, device
     linear = Linear(mode=case.split(",")[0], main_grad=True, upstream=declared, budget=4 * 72 * H + 8 * 128 * 4)
     hidden = hidden.requires_grad_()
     with small_blocks(8):
-        head = HeadLoss([CrossEntropy()], options=Options(backend=backend))
+        head = HeadLoss([CrossEntropy()], options=options)
         loss = head.linear(hidden, weight, labels, linear=linear).loss
         (0.5 * loss).backward()
     assert weight.grad_added_to_main_grad and weight.grad is not None  # a dummy, for hooks

@@ -16,9 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import tp_headloss as hl
 from tp_headloss.engine import operators
-from tp_headloss.engine.request import Tensors
 from tp_headloss.linear_head import autograd
-from tp_headloss.linear_head.autograd import LinearFacts
 from tp_headloss.modules import vocab_rows
 from tp_headloss.statistics import FULL_TEACHER
 
@@ -158,18 +156,6 @@ def test_logits_with_a_bias_or_a_softcap_are_not_rounded_in_between():
     ).teacher_entropy
     expected = -(exact.softmax(-1) * exact.log_softmax(-1)).sum(-1)
     torch.testing.assert_close(found.double(), torch.where(labels == -100, 0.0, expected), rtol=3e-6, atol=0)
-
-
-def test_gradcheck():
-    generator = torch.Generator().manual_seed(0)
-    shapes = (5, 6), (11, 6), (5, 4), (11, 4)
-    hidden, weight, *given = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
-
-    def values(hidden, weight):
-        stats = hl.linear_vocab_statistics(hidden, weight, want=FULL_TEACHER, teacher=hl.TeacherHead(*given))
-        return stats.forward_kl, stats.reverse_kl, stats.jsd, stats.total_variation
-
-    torch.autograd.gradcheck(values, [x.requires_grad_() for x in (hidden, weight)])
 
 
 def own_head_run(group, device, mode):
@@ -353,29 +339,6 @@ def test_torch_compile_sees_one_graph():
         results.append((loss, *torch.autograd.grad(loss, operands)))
     for a, b in zip(*results):
         assert relative(a, b) < 1e-6
-
-
-def test_operators_are_registered_consistently():
-    hidden, weight, _, labels, _ = tensors()
-    teacher_hidden, teacher_weight, teacher_bias, _ = teacher_tensors()
-    teacher = hl.TeacherHead(teacher_hidden, teacher_weight, teacher_bias, hl.Transform(**CAPPED))
-    stats = hl.linear_vocab_statistics(hidden.requires_grad_(), weight, labels, teacher=teacher, want=("forward_kl",))
-    node = stats.lse.grad_fn
-    saved = node.saved_tensors
-    facts = [list(x) if isinstance(x, tuple) else x for x in node.request.facts]
-    fixed = (
-        teacher_hidden, teacher_weight, teacher_bias, torch.float32, CAPPED["scale"] / CAPPED["softcap"], *facts,
-        *LinearFacts(*node.linear),
-    )  # fmt: skip
-    inputs = tuple(saved[2 : 1 + len(Tensors._fields)])
-    checks, compiled = {"test_utils": ("test_schema", "test_faketensor")}, torch.ops.tp_headloss
-    args = hidden.detach(), weight, *inputs
-    torch.library.opcheck(compiled.linear_statistics.default, (*args, *fixed), **checks)
-    merged, values, *_ = compiled.linear_statistics(*args, *fixed)
-    assert torch.equal(values[node.request.layout.outputs.index("forward_kl")], stats.forward_kl)
-    grads = [torch.randn(N) if name == "forward_kl" else None for name in node.request.layout.gradients]
-    args = *args, merged, grads, [True, True, False]
-    torch.library.opcheck(compiled.linear_gradient.default, (*args, *fixed), **checks)
 
 
 def top_run(group, device):

@@ -6,26 +6,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import on_ranks
 
-from tp_headloss import (
-    BitsPerByte,
-    CrossEntropy,
-    Entropy,
-    HeadLoss,
-    Linear,
-    Metric,
-    PolicyGradient,
-    Sequences,
-    TopKAccuracy,
-    VocabShard,
-    ZLoss,
-    mean_metrics,
-    vocab_statistics,
-)
+import tp_headloss as hl
 
 V, PARTS = 11, 4
-HEAD = HeadLoss(
-    [CrossEntropy(), Entropy(0.1)],
-    metrics=("entropy", "accuracy", Metric(lambda stats: {f"{kind}_lse": stats.lse for kind in ("max", "min")})),
+HEAD = hl.HeadLoss(
+    [hl.CrossEntropy(), hl.Entropy(0.1)],
+    metrics=("entropy", "accuracy", hl.Metric(lambda stats: {f"{kind}_lse": stats.lse for kind in ("max", "min")})),
 )
 
 
@@ -41,24 +27,21 @@ def means_of_rank(group, device):
     x, labels = (part.to(device) for part in batches())
     world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     outputs = [HEAD(x[i], labels[i], denominator=7) for i in range(rank, PARTS, world)]
-    return mean_metrics(outputs, group)
+    return hl.mean_metrics(outputs, group)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_means_are_those_of_all_valid_tokens_together(world_size):
     x, labels = batches()
     valid = labels != -100
-    stats = vocab_statistics(x.double(), labels, want=("entropy", "argmax"))
+    stats = hl.vocab_statistics(x.double(), labels, want=("entropy", "argmax"))
     wanted = {
         "loss": (-stats.log_prob - 0.1 * stats.entropy)[valid].mean(),
-        "loss/cross_entropy": -stats.log_prob[valid].mean(),
-        "loss/entropy": -stats.entropy[valid].mean(),
-        "weighted/entropy": -0.1 * stats.entropy[valid].mean(),
-        "entropy": stats.entropy[valid].mean(),
-        "accuracy": stats.correct[valid].double().mean(),
-        "max_lse": stats.lse[valid].max(),
+        "loss/cross_entropy": -stats.log_prob[valid].mean(), "loss/entropy": -stats.entropy[valid].mean(),
+        "weighted/entropy": -0.1 * stats.entropy[valid].mean(), "entropy": stats.entropy[valid].mean(),
+        "accuracy": stats.correct[valid].double().mean(), "max_lse": stats.lse[valid].max(),
         "min_lse": stats.lse[valid].min(),
-    }
+    }  # fmt: skip
     for found in on_ranks(world_size, means_of_rank):
         assert list(found) == list(wanted)
         for name, value in wanted.items():
@@ -72,8 +55,9 @@ def test_terms_with_token_weights_of_their_own_are_divided_by_these(mode):
     hidden, weight = torch.randn(PARTS, 6, 8, generator=generator), torch.randn(V, 8, generator=generator)
     _, labels = batches()
     class_weight, rewards = torch.rand(V, generator=generator), torch.randn(PARTS, 6, generator=generator)
-    head = HeadLoss(
-        [CrossEntropy(class_weight=class_weight), ZLoss(0.5), PolicyGradient("positive-nll")], metrics="entropy"
+    head = hl.HeadLoss(
+        [hl.CrossEntropy(class_weight=class_weight), hl.ZLoss(0.5), hl.PolicyGradient("positive-nll")],
+        metrics="entropy",
     )
     outputs = []
     for i in range(2):
@@ -81,10 +65,10 @@ def test_terms_with_token_weights_of_their_own_are_divided_by_these(mode):
         if mode == "logits":
             outputs.append(head(hidden[i] @ weight.T, labels[i], **given))
         else:
-            how = Linear("recompute", max_valid_tokens=8) if mode == "dropped" else Linear(mode)
+            how = hl.Linear("recompute", max_valid_tokens=8) if mode == "dropped" else hl.Linear(mode)
             w = weight.clone().requires_grad_()
             outputs.append(head.linear(hidden[i], w, labels[i], linear=how, **given))
-    found = mean_metrics(outputs)
+    found = hl.mean_metrics(outputs)
     x, y = hidden[:2].double() @ weight.double().T, labels[:2]
     log_p, valid = x.log_softmax(-1), y != -100
     chosen = valid & (rewards[:2] > 0)
@@ -106,34 +90,34 @@ def test_terms_with_token_weights_of_their_own_are_divided_by_these(mode):
 
 def test_a_reduction_by_sequence_divides_every_term_by_its_sequences():
     x, labels = batches()
-    head = HeadLoss(CrossEntropy(class_weight=torch.rand(V)), metrics="log_prob", reduction="seq-mean-token-sum")
-    out = head(x, labels, inputs={"sequences": Sequences.from_mask(labels != -100)})
+    head = hl.HeadLoss(hl.CrossEntropy(class_weight=torch.rand(V)), metrics="log_prob", reduction="seq-mean-token-sum")
+    out = head(x, labels, inputs={"sequences": hl.Sequences.from_mask(labels != -100)})
     assert not out.term_counts
     torch.testing.assert_close(out.metrics["log_prob"], out.stats.log_prob.sum())
-    torch.testing.assert_close(mean_metrics(out)["loss/cross_entropy"].float(), out.loss)
+    torch.testing.assert_close(hl.mean_metrics(out)["loss/cross_entropy"].float(), out.loss)
 
 
 def test_sums_are_unknown_where_more_tokens_are_valid_than_there_is_place_for():
     x, labels = batches()
-    head = HeadLoss(CrossEntropy(class_weight=torch.rand(V)), metrics="accuracy")
-    out = head.linear(x[0], torch.eye(V), labels[0], linear=Linear("recompute", max_valid_tokens=2))
+    head = hl.HeadLoss(hl.CrossEntropy(class_weight=torch.rand(V)), metrics="accuracy")
+    out = head.linear(x[0], torch.eye(V), labels[0], linear=hl.Linear("recompute", max_valid_tokens=2))
     assert all(value.isnan() for sums in (out.terms, out.metrics, out.term_counts) for value in sums.values())
     assert len(out.terms) == len(out.metrics) == len(out.term_counts) == 1 and out.count.isnan()
 
 
 def test_metrics_that_are_named_as_terms_are_refused():
     x, labels = batches()
-    out = HeadLoss(metrics=Metric(lambda stats: {"loss/cross_entropy": stats.lse}))(x, labels)
+    out = hl.HeadLoss(metrics=hl.Metric(lambda stats: {"loss/cross_entropy": stats.lse}))(x, labels)
     with pytest.raises(ValueError, match=r"must not have names of losses.*'loss/cross_entropy'"):
-        mean_metrics(out)
+        hl.mean_metrics(out)
 
 
 def test_with_sequences_metrics_are_means_over_tokens_and_terms_over_sequences():
     x, labels = batches()
-    sequences = Sequences.from_mask(labels != -100)
-    head = HeadLoss(metrics=("log_prob",), reduction="seq-mean-token-sum")
+    sequences = hl.Sequences.from_mask(labels != -100)
+    head = hl.HeadLoss(metrics=("log_prob",), reduction="seq-mean-token-sum")
     out = head(x, labels, inputs={"sequences": sequences})
-    found, log_prob = mean_metrics(out), out.stats.log_prob
+    found, log_prob = hl.mean_metrics(out), out.stats.log_prob
     assert found["num_tokens"] == (labels != -100).sum()
     torch.testing.assert_close(found["log_prob"].float(), log_prob.sum() / found["num_tokens"].float())
     torch.testing.assert_close(found["loss/cross_entropy"].float(), out.loss)
@@ -142,26 +126,26 @@ def test_with_sequences_metrics_are_means_over_tokens_and_terms_over_sequences()
 def test_what_is_no_output_and_what_has_no_tokens():
     x, labels = batches()
     out = HEAD(x[3], labels[3])
-    found = mean_metrics(out)
+    found = hl.mean_metrics(out)
     assert found["accuracy"].isnan() and found["max_lse"] == -torch.inf
     with pytest.raises(TypeError, match=r"outputs must be `HeadLossOutput`, or .*, got dict"):
-        mean_metrics(out.metrics)
+        hl.mean_metrics(out.metrics)
     with pytest.raises(TypeError, match=r"got \['dict'\]"):
-        mean_metrics([out.metrics])
+        hl.mean_metrics([out.metrics])
     with pytest.raises(ValueError, match="at least one"):
-        mean_metrics([])
+        hl.mean_metrics([])
     with pytest.raises(
         ValueError, match=r"the same terms and metrics in the same order, got \[\['loss/cross_entropy',"
     ):
-        mean_metrics([out, HeadLoss()(x[0], labels[0])])
+        hl.mean_metrics([out, hl.HeadLoss()(x[0], labels[0])])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "seq-mean-token-mean"])
 def test_an_outputs_means_have_its_loss(reduction):
     """In the sum of the weighted terms, also where a weight is a tensor."""
     x, labels = batches()
-    head = HeadLoss([CrossEntropy(), ZLoss(torch.tensor(0.5))], reduction=reduction)
-    inputs = {"sequences": Sequences.from_mask(labels != -100)} if reduction != "mean" else None
+    head = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(torch.tensor(0.5))], reduction=reduction)
+    inputs = {"sequences": hl.Sequences.from_mask(labels != -100)} if reduction != "mean" else None
     found, loss = (out := head(x.requires_grad_(), labels, inputs=inputs)).means(), out.loss
     torch.testing.assert_close(found["loss"].float(), loss.detach())
     torch.testing.assert_close(found["loss"], found["loss/cross_entropy"] + found["weighted/z_loss"])
@@ -170,22 +154,22 @@ def test_an_outputs_means_have_its_loss(reduction):
 
 def test_an_output_is_read_as_its_loss():
     x, labels = batches()
-    out = HeadLoss([CrossEntropy(), ZLoss(0.5)], metrics="accuracy")(x.requires_grad_(), labels)
+    out = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(0.5)], metrics="accuracy")(x.requires_grad_(), labels)
     assert float(out) == out.loss.item()
     out.backward(retain_graph=True)
     torch.testing.assert_close(x.grad, torch.autograd.grad(out.loss, x)[0], rtol=0, atol=0)
     shown = f"loss={out.loss.item():.6g}, count=14, terms=[cross_entropy, z_loss], metrics=[accuracy], stats=[4, 6]"
     assert str(out) == f"HeadLossOutput({shown})"
-    assert "loss=[4, 6]," in str(HeadLoss(reduction="none")(x, labels))
+    assert "loss=[4, 6]," in str(hl.HeadLoss(reduction="none")(x, labels))
 
 
 def test_perplexity_bits_per_byte_and_topk_accuracy_are_those_of_all_tokens():
     """Of two micro-batches together: a ratio of sums, and exp of a mean, not means of ratios."""
     x, labels = batches()
     num_bytes = torch.arange(24).view(PARTS, 6)
-    head = HeadLoss(metrics=("perplexity", TopKAccuracy(3), TopKAccuracy(), BitsPerByte()))
+    head = hl.HeadLoss(metrics=("perplexity", hl.TopKAccuracy(3), hl.TopKAccuracy(), hl.BitsPerByte()))
     outputs = [head(x[i], labels[i], inputs={"num_bytes": num_bytes[i]}) for i in range(PARTS)]
-    found, valid = mean_metrics(outputs), labels != -100
+    found, valid = hl.mean_metrics(outputs), labels != -100
     log_p = x.double().log_softmax(-1)[valid]
     of_label = log_p.gather(1, labels[valid][:, None])
     assert list(found)[2:] == ["perplexity", "top3_accuracy", "top5_accuracy", "bits_per_byte"]
@@ -198,11 +182,11 @@ def test_perplexity_bits_per_byte_and_topk_accuracy_are_those_of_all_tokens():
 
 
 def refused_group(group, device):
-    shard = VocabShard.from_group(group, V)
+    shard = hl.VocabShard.from_group(group, V)
     x, labels = (part.to(device) for part in batches())
     out = HEAD(x[..., shard.start : shard.stop], labels, shard=shard)
     try:
-        mean_metrics(out, group)
+        hl.mean_metrics(out, group)
     except ValueError as error:
         return str(error)
 
@@ -214,7 +198,7 @@ def test_the_group_of_the_vocabulary_is_refused():
 
 @pytest.mark.parametrize("name", ["perplexity", "loss"])
 def test_a_metric_takes_no_name_whose_mean_has_a_meaning(name):
-    head = HeadLoss(metrics=Metric(lambda stats: {name: stats.lse}))
+    head = hl.HeadLoss(metrics=hl.Metric(lambda stats: {name: stats.lse}))
     with pytest.raises(ValueError, match=f"a metric must not return .'{name}'."):
         head(torch.zeros(2, V), torch.tensor([0, 1]))
 
@@ -222,15 +206,17 @@ def test_a_metric_takes_no_name_whose_mean_has_a_meaning(name):
 @pytest.mark.parametrize("count", [torch.tensor(5.0), torch.ones(2, 1)])
 def test_bytes_are_those_of_each_label(count):
     with pytest.raises(ValueError, match="input 'num_bytes' must"):
-        HeadLoss(metrics=BitsPerByte())(torch.zeros(2, 3, V), torch.zeros(2, 3).long(), inputs={"num_bytes": count})
+        hl.HeadLoss(metrics=hl.BitsPerByte())(
+            torch.zeros(2, 3, V), torch.zeros(2, 3).long(), inputs={"num_bytes": count}
+        )
 
 
 def test_tokens_of_no_sequence_have_no_loss():
     """Packed tokens behind the last sequence, whatever the mask says."""
     mask, advantages = torch.ones(6, dtype=torch.bool), torch.arange(6.0)
     logits, labels = torch.randn(6, V), torch.randint(V, (6,))
-    old = vocab_statistics(logits, labels).log_prob
-    sequences = Sequences.from_cu_seqlens(torch.tensor([0, 4]), mask)
+    old = hl.vocab_statistics(logits, labels).log_prob
+    sequences = hl.Sequences.from_cu_seqlens(torch.tensor([0, 4]), mask)
     inputs = {"advantages": advantages, "old_log_prob": old, "sequences": sequences}
-    out = HeadLoss(PolicyGradient())(logits, labels, inputs=inputs)
+    out = hl.HeadLoss(hl.PolicyGradient())(logits, labels, inputs=inputs)
     assert out.count == 4 and torch.allclose(out.loss, -advantages[:4].mean())

@@ -36,16 +36,9 @@ def objective(name, total, mean, own):
             "ipo": lambda: losses.ipo(c, r, rc, rr, beta=0.2),
             "simpo": lambda: losses.simpo(mc, mr, beta=2.5, margin=0.5),
             "orpo": lambda: losses.orpo(mc, mr),
-            "kto": lambda: losses.kto(
-                total,
-                REFERENCE.to(total),
-                desirable=desirable,
-                kl=kl,
-                beta=0.3,
-                desirable_weight=1.2,
-                undesirable_weight=0.7,
-            ),
-        }[name]()
+            "kto": lambda: losses.kto(total, REFERENCE.to(total), desirable=desirable, kl=kl, beta=0.3,
+                                      desirable_weight=1.2, undesirable_weight=0.7),
+        }[name]()  # fmt: skip
     gap = total - REFERENCE.to(total)
     odds = [m.exp() / (1 - m.exp()) for m in (mc, mr)]
     return {
@@ -91,14 +84,14 @@ def test_preference_objectives_equal_float64(world_size, name, backend):
     assert grad.abs().max() > 1e-3
 
 
-def test_preferences_and_a_head_loss_share_one_backward(backend, device):
+def test_preferences_and_a_head_loss_share_one_backward(options, device):
     """DPO plus an SFT term: gradients of both meet in one gradient of the logits."""
     x, labels = (t.to(device) for t in rows())
     sequences = Sequences.from_mask(labels != -100)
     reference = REFERENCE.to(device).chunk(2)
 
     def step(local, terms):
-        out = HeadLoss([CrossEntropy(0.3)], options=Options(backend=backend))(local, labels)
+        out = HeadLoss([CrossEntropy(0.3)], options=options)(local, labels)
         dpo = losses.dpo(*sequences.sum(out.stats.log_prob).chunk(2), *reference).mean()
         return torch.autograd.grad(sum(t for t, on in zip((out.loss, dpo), terms) if on), local)[0]
 

@@ -92,27 +92,6 @@ def test_one_collective_whatever_the_number_of_ranks(mode):
     check(on_ranks(2, run, "torch", mode, padded), whole_hidden=mode != "logits")
 
 
-def test_compiled_without_graph_breaks_equals_eager(backend, device):
-    hidden, weight, labels, sets, _ = tensors()
-    x, labels, sets = (hidden @ weight.t())[:3].to(device), labels[:3].to(device), sets[:3]
-    ids, offsets = ragged(sets).ids.to(device), torch.tensor([0, *map(len, sets)], device=device).cumsum(0)
-
-    def step(logits, labels, ids, offsets):
-        kept = hl.IdSets.from_csr(ids, offsets)
-        stats = hl.vocab_statistics(logits * 1.0, labels, want=NAMES, sets=kept, options=hl.Options(backend=backend))
-        return stats.set_log_prob + stats.set_entropy + stats.set_log_mass
-
-    results = []
-    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        local = x.clone().requires_grad_()
-        value = function(local, labels, ids, offsets)
-        value.sum().backward()
-        results.append((value.detach(), local.grad))
-    torch._dynamo.reset()
-    for eager, compiled in zip(*results):
-        assert torch.equal(eager, compiled)
-
-
 @pytest.mark.parametrize("form", [padded, ragged])
 def test_check_names_the_first_token_whose_set_lacks_its_label(form, backend, device):
     hidden, weight, labels, sets, _ = tensors()

@@ -38,10 +38,10 @@ SHAPES = {"a mean": lambda s: -s.log_prob.mean(), "a row too many": lambda s: s.
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_term_that_is_not_per_token_is_refused(name, backend, device):
+def test_a_term_that_is_not_per_token_is_refused(name, options, device):
     x, labels, *_ = (t.to(device) for t in rows())
     term = hl.Term("mine", SHAPES[name], tokenwise=True)
-    options, words = hl.Options(backend=backend), r"term 'mine' must return a value per token"
+    words = r"term 'mine' must return a value per token"
     for reduction in ("mean", "sum", "none"):
         with pytest.raises(ValueError, match=words):
             hl.HeadLoss([term], reduction=reduction, options=options)(x, labels)

@@ -71,20 +71,16 @@ ALL |= {
 }
 SHARD = hl.VocabShard(0, 8, 8)
 CORE = {
-    hl.HeadLoss: {},
-    hl.CausalLMLoss: {"head_loss": hl.HeadLoss()},
+    hl.HeadLoss: {}, hl.CausalLMLoss: {"head_loss": hl.HeadLoss()},
     hl.VocabParallelHead: {"hidden_size": 6, "shard": SHARD},
-    hl.VocabParallelEmbedding: {"hidden_size": 6, "shard": SHARD},
-    hl.vocab_statistics: CALL | ALL,
-    hl.log_probs: CALL,
+    hl.VocabParallelEmbedding: {"hidden_size": 6, "shard": SHARD}, hl.vocab_statistics: CALL | ALL, hl.log_probs: CALL,
     hl.linear_vocab_statistics: LINEAR_CALL | ALL | {"bias": torch.zeros(8)},
     hl.topk_log_probs: {"logits": HIDDEN, "weight": WEIGHT, "k": 2, "top_p": 0.5},
-    hl.kept_ids: {"logits": HIDDEN, "weight": WEIGHT, "rule": hl.SamplingRule(2)},
-    of_a_family: {"family": Energy()},
+    hl.kept_ids: {"logits": HIDDEN, "weight": WEIGHT, "rule": hl.SamplingRule(2)}, of_a_family: {"family": Energy()},
     hl.sample: {"logits": HIDDEN, "weight": WEIGHT, "seed": 1, "positions": IDS},
     of_terms: CALL | INPUTS | {"token_weight": torch.ones(B, S), "denominator": torch.tensor(2.0)},
     of_terms_from_hidden_states: LINEAR_CALL | INPUTS | {"token_weight": torch.ones(B, S), "bias": torch.zeros(8)},
-}
+}  # fmt: skip
 CONSTRUCTORS = {
     hl.VocabShard: {"start": 0, "stop": 8, "vocab_size": 8},
     hl.VocabShard.from_group: {"group": None, "vocab_size": 8},

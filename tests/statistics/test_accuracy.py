@@ -8,7 +8,8 @@ from tp_headloss import Options, Transform, vocab_statistics
 
 WANT = ("entropy", "collision", "total", "argmax")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SIZES = [1, 17, 1000, 32003, 50257, 65537]
+SIZES = [(v, dtype) for v in (1, 17, 1000, 32003, 50257, 65537) for dtype in DTYPES]
+SIZES += [(129920, torch.bfloat16), (262144, torch.bfloat16)]
 U = 2.0**-24  # fp32 unit roundoff
 
 
@@ -23,7 +24,8 @@ def make_rows(vocab_size, dtype, device):
     x[5, labels[5]] = 1.0
     x[6] = (x[6] + 200.0).round()
     labels[0], labels[1] = 0, vocab_size - 1
-    return x.to(dtype).to(device), labels.to(device)
+    some = slice(3, 6) if device == "cpu" and vocab_size > 1e5 else slice(None)
+    return x[some].to(dtype).to(device), labels[some].to(device)
 
 
 def run(x, labels, backend, upstream, transform=None, **kwargs):
@@ -63,8 +65,7 @@ def assert_gradient_exact(grad, z, labels, expected):
     assert (error <= allowed).all(), (error / allowed.clamp(min=2.0**-140)).max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab_size", SIZES)
+@pytest.mark.parametrize("vocab_size, dtype", SIZES)
 def test_cross_entropy_is_exact_to_a_few_ulp(vocab_size, dtype, backend, device):
     x, labels = make_rows(vocab_size, dtype, device)
     upstream = {"log_prob": torch.randn(len(x)) * 2}
@@ -78,25 +79,10 @@ def test_cross_entropy_is_exact_to_a_few_ulp(vocab_size, dtype, backend, device)
     assert ((stats.lse.double().cpu() - truth["lse"]).abs() <= 4 * oracle.ulp(truth["lse"]) + 1e-6).all()
 
 
-@pytest.mark.parametrize("vocab_size", [129920, 262144])
-def test_large_vocabularies_are_exact(vocab_size, backend, device):
-    x, labels = make_rows(vocab_size, torch.bfloat16, device)
-    x, labels = (x[3:6], labels[3:6]) if device == "cpu" else (x, labels)
-    upstream = {"log_prob": torch.randn(len(x))}
-    stats, grad = run(x, labels, backend, upstream)
-    z, slope = oracle.transform(x)
-    assert_loss_exact(stats, z, labels)
-    assert_gradient_exact(grad, z, labels, oracle.gradient(z, slope, labels.cpu(), upstream))
-
-
 TRANSFORMS = {
-    "plain": {},
-    "scale": {"scale": 0.7},
-    "softcap": {"softcap": 5.0},
-    "temperature": {"temperature": 0.6},
-    "temperatures": {"temperature": True},
-    "all": {"bias": True, "scale": 1.3, "softcap": 4.0, "temperature": True},
-}
+    "plain": {}, "scale": {"scale": 0.7}, "softcap": {"softcap": 5.0}, "temperature": {"temperature": 0.6},
+    "temperatures": {"temperature": True}, "all": {"bias": True, "scale": 1.3, "softcap": 4.0, "temperature": True},
+}  # fmt: skip
 
 
 STATISTICS_CASES = [(v, name, dtype) for v in (17, 1000) for name in TRANSFORMS for dtype in DTYPES]
@@ -157,84 +143,24 @@ def test_every_statistic_and_transformation_is_at_most_twice_as_far_off_as_torch
     assert torch.equal(stats.argmax.cpu(), truth["argmax"][ours])
 
 
-def test_upstream_gradients_may_lie_in_memory_in_another_order(backend, device):
-    """Other layouts of them are in tests/helpers/odd_inputs.py."""
-    x = torch.randn(6, 2, 1000, device=device, requires_grad=True)
-    labels, g = torch.randint(0, 1000, (6, 2), device=device), torch.randn(2, 6, device=device).T
-    stats = vocab_statistics(x, labels, want=("entropy",), options=Options(backend=backend))
-    torch.autograd.backward([stats.log_prob, stats.lse, stats.entropy], [g, g, g])
-    z, slope = oracle.transform(x.detach().flatten(0, 1))
-    flat = g.reshape(-1)
-    upstream = {"log_prob": flat, "lse": flat, "entropy": flat}
-    expected = oracle.gradient(z, slope, labels.cpu().flatten(), upstream).view(6, 2, 1000)
-    torch.testing.assert_close(x.grad.double().cpu(), expected, rtol=3e-5, atol=1e-7)
-
-
-def test_bias_gets_its_gradient(backend, device):
-    x, labels = torch.randn(9, 130, device=device), torch.randint(0, 130, (9,), device=device)
-    bias = torch.randn(130, device=device, requires_grad=True)
-    upstream = {"log_prob": torch.randn(9), "entropy": torch.randn(9)}
-    _, _ = run(x, labels, backend, upstream, Transform(bias=bias, scale=1.5))
-    z, slope = oracle.transform(x, bias=bias.detach(), scale=1.5)
-    expected = oracle.gradient(z, slope, labels.cpu(), upstream).sum(0)
-    torch.testing.assert_close(bias.grad.double().cpu(), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_float64_logits_pass_gradcheck():
-    """The algebra of every gradient, free of rounding: the torch backend in float64 against finite differences."""
-    labels = torch.tensor([[3, 0, 16], [5, -100, 1]])
-    bias = torch.randn(17, dtype=torch.double)
-
-    def function(x, b):
-        transform = Transform(bias=b, scale=1.3, softcap=2.0, temperature=torch.full((2, 3), 0.7))
-        stats = vocab_statistics(x, labels, want=("entropy", "collision", "total"), transform=transform)
-        return tuple(getattr(stats, name) for name in oracle.NAMES)
-
-    x = torch.randn(2, 3, 17, dtype=torch.double, requires_grad=True)
-    assert torch.autograd.gradcheck(function, (x, bias.requires_grad_()), atol=1e-8, rtol=1e-6)
-
-
-def test_the_oracle_agrees_with_autograd():
-    x = torch.randn(5, 23, dtype=torch.double, requires_grad=True)
-    labels = torch.randint(0, 23, (5,))
-    g = {name: torch.randn(5) for name in oracle.NAMES}
-    z = 3.0 * torch.tanh(x * 1.2 / 3.0) / 0.8
-    log_p = z.log_softmax(-1)
-    at = labels[:, None]
-    values = {
-        "lse": z.logsumexp(-1), "log_prob": log_p.gather(1, at)[:, 0], "target_logit": z.gather(1, at)[:, 0],
-        "entropy": -(log_p.exp() * log_p).sum(-1), "collision": log_p.exp().square().sum(-1), "total": z.sum(-1),
-    }  # fmt: skip
-    sum((values[name] * g[name]).sum() for name in g).backward()
-    z, slope = oracle.transform(x.detach(), scale=1.2, softcap=3.0, temperature=0.8)
-    truth = oracle.statistics(z, labels)
-    for name in g:
-        torch.testing.assert_close(truth[name], values[name].detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(oracle.gradient(z, slope, labels, g), x.grad, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("label", [7, 600, 3000, -100])
-def test_the_lowest_id_wins_a_tie_whichever_tile_is_read_last(label, backend, device):
+def test_the_lowest_id_wins_a_tie_whichever_tile_is_read_last(label, options, device):
     """Two tiles to a chunk; the one that holds the label is read after the other."""
     x = torch.zeros(1, 8192, device=device)
     x[0, [5, 600, 1500]] = 3.0
-    stats = vocab_statistics(
-        x, torch.tensor([label], device=device), want=("argmax",), options=Options(backend=backend)
-    )
+    stats = vocab_statistics(x, torch.tensor([label], device=device), want=("argmax",), options=options)
     assert stats.argmax.item() == (5 if label >= 0 else -1)
     assert not stats.correct.item()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_softcaps_gradient_of_rows_that_need_several_programs(dtype, backend, device):
+def test_a_softcaps_gradient_of_rows_that_need_several_programs(dtype, options, device):
     """A program has eight tiles of 512, the last one fewer; the second row is ignored."""
     x = (2 * torch.randn(3, 9999, generator=torch.Generator().manual_seed(5))).to(dtype)
     x[:, ::1111] = 9.0
     labels = torch.tensor([4095, -100, 9998])
     local = x.clone().to(device).requires_grad_()
-    stats = vocab_statistics(
-        local, labels.to(device), transform=Transform(softcap=10.0), options=Options(backend=backend)
-    )
+    stats = vocab_statistics(local, labels.to(device), transform=Transform(softcap=10.0), options=options)
     stats.log_prob.sum().backward()
     z, slope = oracle.transform(x, softcap=10.0)
     truth = oracle.gradient(z, slope, labels.clamp(min=0), {"log_prob": (labels >= 0).double()})

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tp_headloss import HeadLoss, Linear, Options, Term, linear_vocab_statistics, log_probs, vocab_statistics
+from tp_headloss import HeadLoss, Options, Term, vocab_statistics
 
 V, N, K, H = 200, 9, 5, 12
 
@@ -48,22 +48,6 @@ def test_ids_that_are_not_of_the_tokens_are_named(shape):
         head(torch.zeros(2, 3, V), torch.zeros(2, 3, dtype=torch.int64), inputs=given)
 
 
-def test_valid_tokens_alone(backend, device):
-    generator = torch.Generator().manual_seed(4)
-    hidden, weight = (torch.randn(n, H, generator=generator).to(device) for n in (6, V))
-    ids = torch.randint(0, V, (2, 3, K), generator=generator).to(device)
-    labels = torch.tensor([[1, 2, -100], [-100, 5, 6]], device=device)
-    whole, picked = (
-        linear_vocab_statistics(
-            hidden.view(2, 3, H), weight, labels, want=("log_probs_at",), ids=ids,
-            linear=Linear(max_valid_tokens=count), options=Options(backend=backend),
-        ).log_probs_at
-        for count in (None, 5)
-    )  # fmt: skip
-    torch.testing.assert_close(picked, whole, rtol=1e-5, atol=1e-5)
-    assert not whole[0, 2].any() and whole.shape == (2, 3, K)
-
-
 def test_an_id_outside_of_the_vocabulary_is_nan_and_so_is_its_tokens_gradient(backend, device):
     x, labels, ids = problem()
     ids[6, 1], ids[7, 0] = V, 1 << 40
@@ -83,21 +67,10 @@ def test_an_id_outside_of_the_vocabulary_is_nan_and_so_is_its_tokens_gradient(ba
         )  # fmt: skip
 
 
-def test_no_ids_at_all(backend, device):
+def test_no_ids_at_all(options, device):
     x = torch.randn(3, 9, device=device, requires_grad=True)
     none = torch.zeros(3, 0, dtype=torch.int64, device=device)
-    stats = vocab_statistics(x, want=("log_probs_at",), ids=none, options=Options(backend=backend))
+    stats = vocab_statistics(x, want=("log_probs_at",), ids=none, options=options)
     assert stats.log_probs_at.shape == (3, 0)
     (grad,) = torch.autograd.grad(stats.log_probs_at.sum() + stats.lse.sum(), x)
     torch.testing.assert_close(grad, x.detach().softmax(-1))
-
-
-def test_one_id_is_the_label(backend, device):
-    """To rounding, the log-prob of a label."""
-    x, labels, _ = problem()
-    x, labels = x[5:].to(device), labels[5:].to(device)
-    options = Options(backend=backend)
-    stats = vocab_statistics(x, labels, want=("log_probs_at",), ids=labels[:, None], options=options)
-    torch.testing.assert_close(
-        stats.log_probs_at[:, 0], log_probs(x, labels, options=options).log_prob, rtol=1e-6, atol=1e-6
-    )

@@ -70,23 +70,14 @@ def test_one_kernel_reads_all_logits(monkeypatch, device):
     assert launches == {"label_logits_kernel": 1, "statistics_kernel": 1, "merge_kernel": 1}
 
 
-def test_beside_a_teacher_with_a_second_exchange(backend, device):
-    x, labels = (part.to(device) for part in problem())
-    teacher = hl.Teacher(torch.zeros_like(x))
-    options = hl.Options(backend=backend)
-    both = hl.vocab_statistics(x, labels, want=("rank", "jsd"), teacher=teacher, options=options)
-    alone = hl.vocab_statistics(x, labels, want=("jsd",), teacher=teacher, options=options)
-    assert torch.equal(both.jsd, alone.jsd) and torch.equal(both.rank.cpu(), truth(*problem()))
-
-
 @pytest.mark.parametrize("linear", [None, hl.Linear(budget=300_000), hl.Linear(max_valid_tokens=N)])
-def test_from_hidden_states(linear, backend, device):
+def test_from_hidden_states(linear, options, device):
     generator = torch.Generator().manual_seed(5)
     hidden, weight = (torch.randint(-2, 3, (n, 4), generator=generator).float() for n in (N, V))
     labels = problem()[1]
     stats = hl.linear_vocab_statistics(
         hidden.to(device), weight.to(device), labels.to(device), want=("rank",), linear=linear,
-        options=hl.Options(backend=backend),
+        options=options,
     )  # fmt: skip
     assert torch.equal(stats.rank.cpu(), truth(hidden @ weight.t(), labels))
 
@@ -107,13 +98,11 @@ def test_each_block_of_logits_has_an_exchange_of_its_labels():
     assert on_ranks(2, run_linear) == [(True, 4)] * 2  # three blocks, and the packets of all of them
 
 
-def test_as_a_metric_with_a_loss_that_has_a_gradient(backend, device):
+def test_as_a_metric_with_a_loss_that_has_a_gradient(options, device):
     x, labels = problem()
     x[5] = 0.0
     local = x.to(device).requires_grad_()
-    out = hl.HeadLoss([hl.CrossEntropy()], metrics=("rank",), options=hl.Options(backend=backend))(
-        local, labels.to(device)
-    )
+    out = hl.HeadLoss([hl.CrossEntropy()], metrics=("rank",), options=options)(local, labels.to(device))
     out.loss.backward()
     assert local.grad.any() and not out.stats.rank.requires_grad
     torch.testing.assert_close(hl.mean_metrics(out)["rank"].cpu().double(), truth(x, labels).double().sum() / (N - 1))

@@ -20,19 +20,10 @@ from tp_headloss.search.philox import exponential, philox4x32
 V = 150  # of 256 padded columns: the last shard of four is all padding
 BAD = (8, 9, 10)
 RULES = [
-    SamplingRule(),
-    SamplingRule(top_k=1),
-    SamplingRule(top_k=17),
-    SamplingRule(top_k=110),
-    SamplingRule(top_k=V + 9),
-    SamplingRule(top_p=0.6),
-    SamplingRule(top_p=1e-9),
-    SamplingRule(top_p=1),
-    SamplingRule(min_p=0.05),
-    SamplingRule(min_p=1.0),
-    SamplingRule(top_k=9, top_p=0.7),
-    SamplingRule(top_k=40, top_p=0.9, min_p=0.02),
-]
+    SamplingRule(), SamplingRule(top_k=1), SamplingRule(top_k=17), SamplingRule(top_k=110), SamplingRule(top_k=V + 9),
+    SamplingRule(top_p=0.6), SamplingRule(top_p=1e-9), SamplingRule(top_p=1), SamplingRule(min_p=0.05),
+    SamplingRule(min_p=1.0), SamplingRule(top_k=9, top_p=0.7), SamplingRule(top_k=40, top_p=0.9, min_p=0.02),
+]  # fmt: skip
 
 
 def rows(dtype=torch.float32):
@@ -300,8 +291,8 @@ def test_a_token_has_one_sample_in_every_batch_and_block(monkeypatch, device):
     assert torch.equal(blocks.ids, whole.ids) and as_lists(blocks.sets) == as_lists(whole.sets)
 
 
-def test_log_probs_are_those_of_the_statistics_over_the_sets(backend, device):
-    x, options = rows()[:3].to(device), Options(backend=backend)
+def test_log_probs_are_those_of_the_statistics_over_the_sets(options, device):
+    x = rows()[:3].to(device)
     draw = sample(x, seed=9, positions=torch.arange(3, device=device), rule=RULES[-1], options=options)
     stats = vocab_statistics(x, draw.ids, want=("set_log_prob",), sets=draw.sets, options=options)
     assert torch.equal(draw.log_probs, stats.set_log_prob) and torch.equal(draw.full_log_probs, stats.log_prob)

@@ -137,6 +137,7 @@ __device__ __forceinline__ Node join(Node a, Node b) {
   return x;
 }
 __device__ __forceinline__ Node join_lanes(Node x, int lanes) {
+#pragma unroll 1
   for (int d = 1; d < lanes; d *= 2) {
     Node y = nothing();
     y.max = __shfl_xor_sync(~0u, x.max, d), y.sum = __shfl_xor_sync(~0u, x.sum, d);
@@ -486,8 +487,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
         for (int l = 0; l < each; l++) {
           const int a = begin(first + w * each + l) - from, b = begin(first + w * each + l + 1) - from;
           x = leaf(at(ring + slot * q.slot_bytes), a, min(b, item.vectors), item, q.start + 8LL * from, lane);
-          if (l & 1) x = join(pair, x); else { pair = x; continue; }
-          if (l & 2) x = join(four, x); else four = x;
+#pragma unroll 1
+          for (int m = 0; m < 2 && l >> m & 1; m++) x = join(m ? four : pair, x);
+          if (l & 1) four = x; else pair = x;
         }
       }
       ends += item.row < 0;
