@@ -188,30 +188,29 @@ def main():
     work |= {tool: functools.partial(sanitizer, tool, args.limit) for tool in ("memcheck", "racecheck", "initcheck")}
     if unknown := set(args.only or ()) - set(work):
         parser.error(f"--only takes {', '.join(work)}; got {', '.join(sorted(unknown))}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    work = {name: step for name, step in work.items() if name in (args.only or work)}
+    options = f"--jobs {args.jobs}" + (f" --only {' '.join(args.only)}" if args.only else "")
+    steps: list[Step] = []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        futures = [pool.submit(step) for name, step in work.items() if name in (args.only or work)]
+        left = {pool.submit(step): name for name, step in work.items()}
         try:
-            for future in concurrent.futures.as_completed(futures):
-                step = future.result()
+            for future in concurrent.futures.as_completed(list(left)):
+                del left[future]
+                steps.append(step := future.result())
                 print(f"{step.name}: {VERDICT[step.passed]}, {len(step.cases)} tests, {step.seconds:.0f} s", flush=True)
-                if step.passed is False:  # at once, because the run may be cut off before its report
+                if step.passed is not True:
                     print(step.text[-3000:], flush=True)
-        except BaseException:  # Ctrl-C: no step goes on or begins
+        except BaseException:  # Ctrl-C or SIGTERM: no step goes on or begins
             pool.shutdown(wait=False, cancel_futures=True)
             for session in RUNNING.copy():
                 os.killpg(session, signal.SIGKILL)
             raise
-    steps = [future.result() for future in futures]
-    args.report.parent.mkdir(parents=True, exist_ok=True)
-    options = f"--jobs {args.jobs}" + (f" --only {' '.join(args.only)}" if args.only else "")
-    args.report.write_text(report(steps, options))
-    for step in steps:
-        if step.passed is None:
-            print(f"{step.name}: not run\n{step.text[-1500:]}")
-    outcomes = collections.Counter(
-        c.outcome if c.outcome in ("passed", "failed") else "skipped" for s in steps for c in s.cases
-    )
-    print(f"{dict(outcomes)}, report in {args.report}")
+        finally:
+            steps += [Step(name, None, 0.0, "cut off") for name in left.values()]
+            args.report.parent.mkdir(parents=True, exist_ok=True)
+            args.report.write_text(report(steps, options))
+            print(f"{len(steps)} steps, report in {args.report}", flush=True)
     sys.exit(any(step.passed is False for step in steps))
 
 
