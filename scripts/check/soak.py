@@ -11,7 +11,6 @@ first two rounds.
 """
 
 import argparse
-import ast
 import gc
 import os
 import sys
@@ -28,7 +27,7 @@ from generated import check  # noqa: E402
 from generated_case import run_case  # noqa: E402
 from hypothesis import HealthCheck, given, seed, settings  # noqa: E402
 from ranks import POOLS, Failure, Pool  # noqa: E402
-from strategies import Case, cases  # noqa: E402
+from strategies import cases, parse_case  # noqa: E402
 
 WARM_UP = 2  # rounds
 # Bytes on the device: symmetric memory is set up anew for more tokens than ever before, each time with 1 KiB of
@@ -89,8 +88,7 @@ def main():
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, in the ranks' processes
     if args.case:
-        fields = ast.parse(args.case, mode="eval").body.keywords
-        case = Case(**{field.arg: ast.literal_eval(field.value) for field in fields})
+        case = parse_case(args.case)
         check_one(case, len(case.cuts) - 1)
         return print("passes")
     limit = args.examples if args.examples or args.hours else 50_000
