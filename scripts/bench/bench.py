@@ -29,32 +29,22 @@ peak above the inputs, after a warm-up.
 
 from __future__ import annotations
 
-import argparse
-import fnmatch
-import importlib.metadata
 import itertools
 import math
-import os
-import shlex
-import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from peers import CLIP, ENTROPY_WEIGHT, KL_WEIGHT, PEERS, SMOOTHING, Z_WEIGHT, Batch
-from timing import Machine, Report, measure, reason
+from timing import Machine, is_wanted, measure, parser_of, reason, reported
 
 import tp_headloss as hl
 from tp_headloss.engine.transports import TRANSPORTS
 
-ROOT = Path(__file__).parents[2]
 IGNORED = -100
 CHECKED_ROWS = 16
 TOP_K = 64
@@ -521,7 +511,7 @@ def run_task(task, problem, report, args, bandwidth, absent):
     nbytes = (5 if task.teacher else 3) * logits.nbytes
     for implementation in implementations(task, problem.shard, machine.device):
         name = implementation.name
-        if name in absent or not any(fnmatch.fnmatchcase(name, pattern) for pattern in args.implementations):
+        if name in absent or not is_wanted(name, args.implementations):
             continue
         if name == "ours, torch backend" and logits.numel() > SMALL_ENOUGH_FOR_EAGER:
             continue
@@ -544,27 +534,6 @@ def run_task(task, problem, report, args, bandwidth, absent):
         function = None
         machine.release()
         problem.refill()
-
-
-def versions(peers=PEERS) -> dict[str, str]:
-    out = {"python": sys.version.split()[0], "torch": torch.__version__, "tp_headloss": hl.__version__}
-    if torch.version.cuda:
-        out |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    for package in sorted({"triton", "nvidia-cutlass-dsl"} | {p.package for p in peers} - {"torch"}):
-        try:
-            out[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return out
-
-
-def command(arguments, file=__file__) -> str:
-    """How to run this again, without the folders of this machine."""
-    words = [os.path.basename(word) if os.path.isabs(word) else word for word in arguments]
-    script = str(Path(file).resolve().relative_to(ROOT))
-    ranks = dist.get_world_size() if "RANK" in os.environ else 0
-    launcher = f"torchrun --standalone --nproc-per-node {ranks} " if ranks else "python "
-    return launcher + shlex.join([script, *words])
 
 
 def heading(row):
@@ -594,67 +563,22 @@ def cells(row):
     return "".join(text.rjust(width) for text, width in zip(texts, widths)) + status
 
 
-def arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
-    parser.add_argument("--vocab", type=int, nargs="+", default=[32064], help="global vocabulary")
+def main(argv=None):
+    parser = parser_of(__doc__, tokens=[8192], vocab=32064, seconds=0.1)
     parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS], default=None, help="default: all")
-    parser.add_argument("--implementations", nargs="+", default=["*"], help="names or patterns such as 'ours*'")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--repeats", type=int, default=50, help="at most this many; at least 5")
-    parser.add_argument("--seconds", type=float, default=0.1, help="for one measurement, if 5 repeats fit")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for anybody's first step, on one rank")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--one-thread", action="store_true", help="run backward in the caller's thread, not in autograd's own"
     )
     parser.add_argument("--do-bench", action="store_true", help="time graphs by Triton's own benchmark, too")
-    parser.add_argument("--json", help="file for the results")
-    return parser.parse_args(argv)
-
-
-def join(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
-    """This process's device, and the group if torchrun started several."""
-    if "RANK" not in os.environ:
-        return torch.device(device), None
-    index = int(os.environ["LOCAL_RANK"])
-    if device == "cpu":
-        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-        return torch.device("cpu"), dist.group.WORLD
-    torch.cuda.set_device(index)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", index), timeout=timedelta(minutes=5))
-    return torch.device("cuda", index), dist.group.WORLD
-
-
-def main(argv=None):
-    args = arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and still print the table
+    args = parser.parse_args(argv)
     torch.autograd.set_multithreading_enabled(not args.one_thread)
-    device, group = join(args.device)
-    machine = Machine(device, group, args.seconds, args.repeats)
-    bandwidth = -machine.slowest([-machine.copy_bandwidth()]).item()
-    report = Report(
-        machine,
-        cells,
-        args.json,
-        args.limit,
-        device=torch.cuda.get_device_name() if machine.cuda else "CPU",
-        gpus=torch.cuda.device_count() if machine.cuda else 0,
-        tp=1 if group is None else dist.get_world_size(group),
-        dtype=args.dtype,
-        versions=versions(),
-        command=command(sys.argv[1:] if argv is None else argv),
-        copy_gb_per_s=round(bandwidth / 1e9, 1),
-        tolerances={"ours": OUR_TOLERANCE, "peers": PEER_TOLERANCE},
-    )
-    try:
+    packages = {peer.package for peer in PEERS}
+    with reported(args, __file__, argv, cells, print_table, packages, args.repeats) as report:
+        bandwidth = -report.machine.slowest([-report.machine.copy_bandwidth()]).item()
+        report.facts["copy_gb_per_s"] = round(bandwidth / 1e9, 1)
+        report.facts["tolerances"] = {"ours": OUR_TOLERANCE, "peers": PEER_TOLERANCE}
         run_shapes(args, report, bandwidth)
-    finally:
-        if report.first:
-            print({key: report.facts[key] for key in ("device", "tp", "dtype", "copy_gb_per_s", "versions")})
-            print_table(report.rows)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def run_shapes(args, report, bandwidth):

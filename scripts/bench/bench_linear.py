@@ -16,22 +16,17 @@ and as a whole, or by blocks (`TeacherHead`), once in one sweep and twice in rec
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import fnmatch
 import itertools
 import math
-import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench import command, join, versions
 from linear_peers import PEERS, SummedGradient
-from timing import Machine, Report, reason
+from timing import Machine, is_wanted, parser_of, reason, reported
 
 from tp_headloss import CrossEntropy, Distillation, HeadLoss, Linear, Options, Teacher, TeacherHead, VocabShard
 from tp_headloss.linear_head import call
@@ -293,6 +288,9 @@ def print_table(rows):
         print(f"{'':48}{'eager':>8}{'graph':>8}{'/GEMMs':>8}{'MiB':>8}{'/shard':>8}  errors of loss, dH, dW")
         for row in group:
             print(f"{row['implementation']:48} {cells(row, bare)}")
+    for row in rows:
+        if "overlap" in row:
+            print(row["implementation"], shape(row), row["overlap"])
 
 
 def cells(row, bare=None):
@@ -308,49 +306,16 @@ def cells(row, bare=None):
     return f"{best:7.0f}{graph:>8}{ratio:8.3f}{memory:8.0f}{share:8.3f}  {row.get('errors', '')} {status}"
 
 
-def arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
+def main(argv=None):
+    parser = parser_of(__doc__, tokens=[8192], vocab=128256, seconds=0.5)
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
-    parser.add_argument("--vocab", type=int, nargs="+", default=[128256], help="global vocabulary")
-    parser.add_argument("--implementations", nargs="+", default=["*"], help="names or patterns such as 'ours*'")
     parser.add_argument("--std", type=float, default=2.0, help="of the logits: CCE skips gradients that are small")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--seconds", type=float, default=0.5, help="for one measurement, if 5 repeats fit")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for anybody's first step, on one rank")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--teacher", action="store_true", help="forward KL to a teacher, instead of cross-entropy")
     parser.add_argument("--trace", action="store_true", help="print what runs beside the reduction of dH")
-    parser.add_argument("--json", help="file for the results")
-    return parser.parse_args(argv)
-
-
-def main(argv=None):
-    args = arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and still print the table
-    device, group = join(args.device)
-    machine = Machine(device, group, args.seconds, 30)
-    report = Report(
-        machine,
-        cells,
-        args.json,
-        args.limit,
-        device=torch.cuda.get_device_name() if machine.cuda else "CPU",
-        dtype=args.dtype,
-        versions=versions(PEERS),
-        command=command(sys.argv[1:] if argv is None else argv, __file__),
-    )
-    try:
+    args = parser.parse_args(argv)
+    packages = {peer.package for peer in PEERS}
+    with reported(args, __file__, argv, cells, print_table, packages, repeats=30) as report:
         run_shapes(args, report)
-    finally:
-        if report.first:
-            print(report.facts)
-            print_table(report.rows)
-            for row in report.rows:
-                if "overlap" in row:
-                    print(row["implementation"], shape(row), row["overlap"])
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def run_shapes(args, report):
@@ -359,7 +324,7 @@ def run_shapes(args, report):
         problem = Problem(tokens, hidden, vocab, args.std, getattr(torch, args.dtype), machine, args.teacher)
         truth = problem.truth()
         for implementation in implementations(problem):
-            if not any(fnmatch.fnmatchcase(implementation.name, pattern) for pattern in args.implementations):
+            if not is_wanted(implementation.name, args.implementations):
                 continue
             row = {"implementation": implementation.name, "tokens": tokens, "hidden": hidden, "vocab": vocab}
             row |= {"tp": problem.shard.world_size, "gemms": implementation.gemms, "budget": implementation.budget}

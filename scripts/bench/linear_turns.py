@@ -19,19 +19,15 @@ first: seconds of the first step, in which kernels are compiled that no way befo
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import itertools
-import json
 import statistics
-import sys
 import time
 from typing import NamedTuple
 
 import torch
-from bench import command, join, versions
 from bench_linear import Problem, differentiated, gemms, ours, with_engine
 from linear_peers import PEERS
-from timing import Machine, reason
+from timing import Machine, is_wanted, reason, reported
 
 from tp_headloss import linear_vocab_statistics
 from tp_headloss.linear_head import blocks
@@ -132,12 +128,12 @@ def steps_of(problem: Problem, args) -> tuple[dict, dict, dict]:
     for n, name in ((1, "one GEMM"), (3, "three GEMMs"), (4, "four GEMMs")):
         makers[name] = lambda n=n: gemms(problem, n)
     for way in WAYS:
-        if wanted(way.name, args.ways):
+        if is_wanted(way.name, args.ways):
             makers[way.name], bare[way.name] = lambda w=way: w.step(problem), GEMMS[way.mode]
             budget = way.budget(problem)
             facts[way.name] = {"budget_mib": budget and round(budget / 2**20, 1), "block": plan(way, problem)}
     for peer in PEERS:
-        if wanted(peer.name, args.peers):
+        if is_wanted(peer.name, args.peers):
             makers[peer.name] = lambda p=peer: differentiated(problem, p.build(problem.shard))
             bare[peer.name], facts[peer.name] = (
                 GEMMS["one_sweep" if peer.gemms == 3 else "recompute"],
@@ -145,10 +141,6 @@ def steps_of(problem: Problem, args) -> tuple[dict, dict, dict]:
             )
     used = set(bare.values()).union(bare)
     return {name: make for name, make in makers.items() if name in used}, bare, facts
-
-
-def wanted(name: str, patterns) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def prepared(makers: dict, problem: Problem) -> tuple[dict, dict]:
@@ -196,7 +188,7 @@ def measured(problem: Problem, args) -> list[dict]:
     return list(rows.values())
 
 
-def arguments(argv):
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
@@ -207,31 +199,20 @@ def arguments(argv):
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=0.06, help="of one way in one round")
     parser.add_argument("--json", help="file for the results")
-    return parser.parse_args(argv)
-
-
-def main(argv=None):
-    args = arguments(argv)
-    device, _ = join("cuda")
-    machine, shapes = Machine(device, None, 0.3, 30), []
-    facts = {
-        "device": torch.cuda.get_device_name(),
-        "dtype": "bfloat16",
-        "versions": versions(PEERS if args.peers else []),
-    }
-    facts["command"] = command(sys.argv[1:] if argv is None else argv, __file__)
-    for vocab, hidden, tokens, ranks in itertools.product(args.vocab, args.hidden, args.tokens, args.ranks):
-        width = -(-vocab // ranks)
-        problem = Problem(tokens, hidden, width, 2.0, torch.bfloat16, machine)
-        problem.shard._set_chunks(whole=ranks == 1)
-        print(f"rank of {ranks}: {tokens} x {hidden} x {width}", flush=True)
-        shapes.append({"ranks": ranks, "tokens": tokens, "hidden": hidden, "width": width})
-        shapes[-1]["rows"] = measured(problem, args)
-        del problem
-        machine.release()
-        if args.json:
-            with open(args.json, "w") as file:
-                json.dump(facts | {"shapes": shapes}, file, indent=1)
+    parser.set_defaults(device="cuda", dtype="bfloat16", limit=0.0)
+    args = parser.parse_args(argv)
+    packages = {peer.package for peer in PEERS} if args.peers else ()
+    with reported(args, __file__, argv, str, lambda rows: None, packages, repeats=30) as report:
+        for vocab, hidden, tokens, ranks in itertools.product(args.vocab, args.hidden, args.tokens, args.ranks):
+            width = -(-vocab // ranks)
+            problem = Problem(tokens, hidden, width, 2.0, torch.bfloat16, report.machine)
+            problem.shard._set_chunks(whole=ranks == 1)
+            shape = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "width": width}
+            print(shape, flush=True)
+            report.rows += [shape | row for row in measured(problem, args)]
+            report.write()
+            del problem
+            report.machine.release()
 
 
 if __name__ == "__main__":

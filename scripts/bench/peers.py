@@ -40,25 +40,34 @@ class Batch:
 @dataclass(frozen=True)
 class Peer:
     name: str
-    tasks: tuple[str, ...]
-    build: Callable[[str, VocabShard], Callable[[Batch], torch.Tensor]]
+    tasks: tuple[str, ...]  # of `bench.py`
+    build: Callable[..., Callable]
     package: str = "torch"  # the distribution whose version is reported
     sharded: bool = True  # knows a vocabulary that is sharded over ranks
     note: str = ""
+    gemms: int = 4  # of a linear head: three if the logits are made once
 
 
-PEERS: list[Peer] = []
 ENTERED = contextlib.ExitStack()  # contexts that a peer needs around forward and backward; they outlive its calls
 
 
-def peer(name: str, *tasks: str, given: dict | None = None, **facts):
-    """given: keywords that this peer's `build` gets besides; of several above one function, the lowest is the first."""
+def registry() -> tuple[list[Peer], Callable]:
+    """A list of peers, and the decorator that adds a function to it."""
+    peers: list[Peer] = []
 
-    def register(build):
-        PEERS.append(Peer(name, tasks, functools.partial(build, **given or {}), **facts))
-        return build
+    def peer(name: str, *tasks: str, given: dict | None = None, **facts):
+        """given: keywords that this peer's `build` gets besides; of several above a function, the lowest is first."""
 
-    return register
+        def register(build):
+            peers.append(Peer(name, tasks, functools.partial(build, **given or {}), **facts))
+            return build
+
+        return register
+
+    return peers, peer
+
+
+PEERS, peer = registry()
 
 
 def some_group(shard: VocabShard):

@@ -1,18 +1,109 @@
-"""Clock, CUDA graphs, memory, report: how `bench.py` measures one function; what the numbers mean stands there."""
+"""Options, clock, CUDA graphs, memory, report: how benchmarks run and measure; `bench.py` says what numbers mean."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import fnmatch
 import gc
+import importlib.metadata
 import json
 import math
+import os
+import shlex
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+import tp_headloss
+
+ROOT = Path(__file__).parents[2]
+
+
+def parser_of(doc: str, *, tokens: list[int], vocab: int, seconds: float) -> argparse.ArgumentParser:
+    """The options that benchmarks share."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=tokens)
+    parser.add_argument("--vocab", type=int, nargs="+", default=[vocab], help="global vocabulary")
+    parser.add_argument("--implementations", nargs="+", default=["*"], help="names or patterns such as 'ours*'")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--seconds", type=float, default=seconds, help="for one measurement, if 5 repeats fit")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for anybody's first step, on one rank")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", help="file for the results")
+    return parser
+
+
+def is_wanted(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def versions(packages: Iterable[str] = ()) -> dict[str, str]:
+    """Of Python, torch, this package, and those of the others that are installed."""
+    out = {"python": sys.version.split()[0], "torch": torch.__version__, "tp_headloss": tp_headloss.__version__}
+    if torch.version.cuda:
+        out |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    for package in sorted({"triton", "nvidia-cutlass-dsl", *packages} - {"torch"}):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            out[package] = importlib.metadata.version(package)
+    return out
+
+
+def command(file: str, argv: list[str] | None) -> str:
+    """How to run this again, without the folders of this machine."""
+    arguments = sys.argv[1:] if argv is None else argv
+    words = [os.path.basename(word) if os.path.isabs(word) else word for word in arguments]
+    ranks = dist.get_world_size() if "RANK" in os.environ else 0
+    launcher = f"torchrun --standalone --nproc-per-node {ranks} " if ranks else "python "
+    return launcher + shlex.join([str(Path(file).resolve().relative_to(ROOT)), *words])
+
+
+def join(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
+    """This process's device, and the group if torchrun started several."""
+    if "RANK" not in os.environ:
+        return torch.device(device), None
+    index = int(os.environ["LOCAL_RANK"])
+    if device == "cpu":
+        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+        return torch.device("cpu"), dist.group.WORLD
+    torch.cuda.set_device(index)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", index), timeout=timedelta(minutes=5))
+    return torch.device("cuda", index), dist.group.WORLD
+
+
+@contextlib.contextmanager
+def reported(args, file: str, argv: list[str] | None, cells: Callable, print_table: Callable, packages=(), repeats=50):
+    """Joins the other ranks -> the report of this run. Its table is printed even if the run is cut off.
+
+    args: of `parser_of`
+    file, argv: the benchmark and its arguments, by which it can be run again
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    device, group = join(args.device)
+    machine = Machine(device, group, args.seconds, repeats)
+    facts = {
+        "device": torch.cuda.get_device_name() if machine.cuda else "CPU",
+        "gpus": torch.cuda.device_count() if machine.cuda else 0,
+        "tp": 1 if group is None else dist.get_world_size(group),
+        "dtype": args.dtype,
+        "versions": versions(packages),
+        "command": command(file, argv),
+    }
+    report = Report(machine, cells, args.json, args.limit, **facts)
+    try:
+        yield report
+    finally:
+        if report.first:
+            print(report.facts)
+            print_table(report.rows)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def reason(error: BaseException) -> str:
