@@ -160,8 +160,17 @@ def report(steps: list[Step], options: str) -> str:
     for name, outcomes in by_test.items():
         counts = collections.Counter(outcomes)
         lines.append(f"| {name} | {', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())} |")
-    lines += ["", "## Steps", "", "| step | | seconds |", "|---|---|---|"]
-    lines += [f"| {step.name} | {VERDICT[step.passed]} | {step.seconds:.0f} |" for step in steps]
+    good = [step for step in steps if step.passed]
+    longest = sorted(good, key=lambda step: -step.seconds)[:5]
+    lines += [
+        "",
+        "## Steps",
+        "",
+        f"{len(good)} of {len(steps)} passed. Those that took longest, and those that did not pass:",
+    ]
+    lines += ["", "| step | | seconds |", "|---|---|---|"]
+    shown = longest + [step for step in steps if not step.passed]
+    lines += [f"| {step.name} | {VERDICT[step.passed]} | {step.seconds:.0f} |" for step in shown]
     for step in steps:
         if step.name.startswith("compute-sanitizer") and step.passed is not False:
             lines += ["", f"{step.name}: {step.text}"]
@@ -169,7 +178,8 @@ def report(steps: list[Step], options: str) -> str:
             lines += ["", "## Registers, shared memory, spills", "", "```", step.text.strip(), "```"]
     for step in steps:
         if step.passed is False:
-            lines += ["", f"## {step.name}", "", "```", *[line[:160] for line in step.text.strip().split("\n")], "```"]
+            told = [line[:160] for line in step.text.strip().split("\n") if not line.startswith("SKIPPED")]
+            lines += ["", f"## {step.name}", "", "```", *told, "```"]
     return "\n".join(lines) + "\n"
 
 
