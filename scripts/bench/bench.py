@@ -99,15 +99,23 @@ def transformed(make):
     return ours
 
 
-def log_prob_and_entropy(options):
-    """Statistics with a gradient of their own for every token, and no HeadLoss."""
+def of_statistics(loss_of, want, labelled=True, given=lambda extras: {}):
+    """A loss that its user writes from statistics, without HeadLoss."""
 
-    def loss(batch):
-        stats = hl.vocab_statistics(batch.logits, batch.labels, shard=batch.shard, want=("entropy",), options=options)
-        a, b = batch.extras["log_prob"], batch.extras["entropy"]
-        return -(a * stats.log_prob + b * stats.entropy).sum() / batch.count
+    def ours(options):
+        def loss(batch):
+            labels, how = batch.labels if labelled else None, {"want": want, "options": options, **given(batch.extras)}
+            return loss_of(batch, hl.vocab_statistics(batch.logits, labels, shard=batch.shard, **how))
 
-    return loss
+        return loss
+
+    return ours
+
+
+def log_prob_and_entropy(batch, stats):
+    """A gradient of its own for every token."""
+    a, b = batch.extras["log_prob"], batch.extras["entropy"]
+    return -(a * stats.log_prob + b * stats.entropy).sum() / batch.count
 
 
 def policy_loss(log_prob, advantage, old):
@@ -115,38 +123,22 @@ def policy_loss(log_prob, advantage, old):
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
 
 
-def grpo(options):
-    """CE + z + clipped policy gradient with the entropy as a metric, written by a user of the statistics."""
-
-    def loss(batch):
-        stats = hl.vocab_statistics(batch.logits, batch.labels, shard=batch.shard, want=("entropy",), options=options)
-        policy = policy_loss(stats.log_prob, batch.extras["advantage"], batch.extras["old"])
-        batch.mean(stats.entropy.detach())
-        return batch.mean(policy - stats.log_prob + Z_WEIGHT * stats.lse**2)
-
-    return loss
+def grpo(batch, stats):
+    """CE + z + clipped policy gradient with the entropy as a metric."""
+    policy = policy_loss(stats.log_prob, batch.extras["advantage"], batch.extras["old"])
+    batch.mean(stats.entropy.detach())
+    return batch.mean(policy - stats.log_prob + Z_WEIGHT * stats.lse**2)
 
 
-def entropy_and_mass_of_sets(options):
-    """Without labels, which a set would have to hold."""
-
-    def loss(batch):
-        given = {"sets": hl.IdSets(batch.extras["ids"]), "want": ("set_entropy", "set_log_mass")}
-        stats = hl.vocab_statistics(batch.logits, shard=batch.shard, options=options, **given)
-        return -valid_mean(stats.set_entropy + stats.set_log_mass, batch.labels)
-
-    return loss
-
-
-def log_probs_at_ids(options):
-    """Without labels: the mean log-prob of K ids a token."""
-
-    def loss(batch):
-        given = {"ids": batch.extras["ids"], "want": ("log_probs_at",)}
-        stats = hl.vocab_statistics(batch.logits, shard=batch.shard, options=options, **given)
-        return -valid_mean(stats.log_probs_at.mean(-1), batch.labels)
-
-    return loss
+# Without labels, which a set would have to hold.
+entropy_and_mass_of_sets = of_statistics(
+    lambda batch, stats: -valid_mean(stats.set_entropy + stats.set_log_mass, batch.labels),
+    ("set_entropy", "set_log_mass"), labelled=False, given=lambda extras: {"sets": hl.IdSets(extras["ids"])},
+)  # fmt: skip
+mean_log_prob_at_ids = of_statistics(
+    lambda batch, stats: -valid_mean(stats.log_probs_at.mean(-1), batch.labels),
+    ("log_probs_at",), labelled=False, given=lambda extras: {"ids": extras["ids"]},
+)  # fmt: skip
 
 
 def focal(log_prob):
@@ -192,18 +184,16 @@ def grpo_reference(z, labels, advantage, old):
     return mean(policy - log_prob + Z_WEIGHT * lse**2), mean(entropy.detach())
 
 
-def rl_reference(z, labels, advantages, old_log_prob, reference_log_prob, generator_log_prob):
-    """Without the metrics, which nobody would fuse by hand."""
-    _, log_prob, entropy, _, mean = definitions(z, labels)
-    policy = policy_loss(log_prob, advantages, old_log_prob)
-    k3 = (reference_log_prob - log_prob).exp() + log_prob - reference_log_prob - 1
-    return (mean(policy + KL_WEIGHT * k3 - ENTROPY_WEIGHT * entropy),)
+def policy_reference(entropy_weight):
+    """Without the metrics but the entropy, which nobody would fuse by hand."""
 
+    def reference(z, labels, advantages, old_log_prob, reference_log_prob, generator_log_prob=None):
+        _, log_prob, entropy, _, mean = definitions(z, labels)
+        policy = policy_loss(log_prob, advantages, old_log_prob)
+        k3 = (reference_log_prob - log_prob).exp() + log_prob - reference_log_prob - 1
+        return mean(policy + KL_WEIGHT * k3 - entropy_weight * entropy), mean(entropy.detach())
 
-def policy_reference(z, labels, advantages, old_log_prob, reference_log_prob):
-    _, log_prob, entropy, _, mean = definitions(z, labels)
-    k3 = (reference_log_prob - log_prob).exp() + log_prob - reference_log_prob - 1
-    return mean(policy_loss(log_prob, advantages, old_log_prob) + KL_WEIGHT * k3), mean(entropy.detach())
+    return reference
 
 
 def policy_extras(tokens, vocab, draw, names=("old", "reference")):
@@ -315,12 +305,15 @@ TASKS = [
     ),
     Task(
         "log_prob+entropy",
-        log_prob_and_entropy,
+        of_statistics(log_prob_and_entropy, ("entropy",)),
         log_prob_and_entropy_reference,
         lambda tokens, vocab, draw: {"log_prob": draw(tokens).abs(), "entropy": -draw(tokens).abs()},
     ),
     Task(
-        "grpo", grpo, grpo_reference, lambda tokens, vocab, draw: {"advantage": draw(tokens), "old": draw(tokens) - 14}
+        "grpo",
+        of_statistics(grpo, ("entropy",)),
+        grpo_reference,
+        lambda tokens, vocab, draw: {"advantage": draw(tokens), "old": draw(tokens) - 14},
     ),
     Task(
         "clip+kl+entropy",
@@ -329,7 +322,7 @@ TASKS = [
             hl.KLToReference(KL_WEIGHT, "k3", output_clamp=None),
             metrics="entropy",
         ),
-        policy_reference,
+        policy_reference(0.0),
         policy_extras,
     ),
     Task(
@@ -355,7 +348,7 @@ TASKS = [
         entropy_and_mass_of_sets_reference,
         partial(set_extras, k=1024, ascending=False),
     ),
-    Task("log_probs_at", log_probs_at_ids, log_probs_at_ids_reference, topk_extras),
+    Task("log_probs_at", mean_log_prob_at_ids, log_probs_at_ids_reference, topk_extras),
     Task("ce+rank", head(hl.CrossEntropy(), metrics="rank"), rank_reference),
     Task(  # the clipped policy gradient, KL to a reference, an entropy bonus, and every metric there is
         "rl",
@@ -365,7 +358,7 @@ TASKS = [
             hl.Entropy(ENTROPY_WEIGHT),
             metrics=("entropy", hl.PolicyMetrics((CLIP, CLIP), reference=True), hl.GeneratorMetrics()),
         ),
-        rl_reference,
+        policy_reference(ENTROPY_WEIGHT),
         partial(policy_extras, names=("old", "reference", "generator")),
         plain_pytorch=True,
     ),
