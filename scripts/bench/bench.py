@@ -13,14 +13,13 @@ done with this first call, which may compile or tune, in `--limit` seconds is st
 row is printed, and the JSON written, as soon as it is measured.
 
 Times, in microseconds, as 10 %, 50 % and 90 % points over the repeats; with several ranks, of the slowest one:
-* forward in grad mode (it saves what its backward needs), backward, and both, of the mean loss over all tokens;
+* forward in grad mode (it saves what its backward needs) and both, of the mean loss over all tokens; backward is their
+  difference;
 * graph: one replay of a CUDA graph between two events, the L2 cache flushed before. null, with the reason, for what
   cannot be captured;
 * eager: up to 10 steps back to back between two events, divided by their number: as in training, the host may run
   ahead. host: what it needs to issue one step, measured apart.
 * do_bench (`--do-bench`, one process): both, by `triton.testing.do_bench_cudagraph`, a second clock, without a flush.
-* backward repeats autograd.grad on a retained graph. What works in place cannot be repeated: there, it is the
-  difference of both and forward.
 
 Floor: what must move through memory, the logits read forward, read and written backward (6 bytes per logit in bf16),
 and those of a teacher read in both (10 bytes), at the copy bandwidth measured in the same process. extra memory: the

@@ -261,26 +261,6 @@ def deepspeed(task, shard):
 NEMO_RL_CHUNK = 1024  # tokens, as in its distillation
 
 
-@peer("NeMo-RL", "log_probs_at", "sets", "sets of 1024", "sets of 1024, by probability", package="nemo-rl")
-def nemo_rl_log_probs_at(task, shard):
-    """Log-probs at K ids per token, as its distillation takes them; entropy and mass of a set are torch on these."""
-    from nemo_rl.distributed.model_utils import ChunkedDistributedGatherLogprob
-
-    group = some_group(shard)
-
-    def loss(batch):
-        logits, ids = batch.logits.unsqueeze(0), batch.extras["ids"].unsqueeze(0)  # [1, tokens, columns or K]
-        facts = shard.start, shard.stop, NEMO_RL_CHUNK, group
-        log_probs = ChunkedDistributedGatherLogprob.apply(logits, ids, *facts).squeeze(0)
-        if task == "log_probs_at":
-            return -batch.mean(log_probs.mean(-1))
-        log_mass = log_probs.logsumexp(-1)
-        log_shares = log_probs - log_mass.unsqueeze(-1)
-        return batch.mean((log_shares.exp() * log_shares).sum(-1) - log_mass)
-
-    return loss
-
-
 @peer("NeMo-RL", "log_prob+entropy", package="nemo-rl")
 def nemo_rl_log_prob_and_entropy(task, shard):
     """Its chunked functions, one for log-probs and one for the entropy."""

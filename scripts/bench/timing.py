@@ -306,36 +306,10 @@ class Report:
             Path(self.file).write_text(json.dumps(self.facts | {"rows": self.rows}, indent=1))
 
 
-def retained(forward, logits, machine):
-    """A loss whose backward can run again and again, or None: some work in place on what they saved."""
-    loss, norms = None, []
-    try:
-        loss = forward()
-        for _ in range(2):
-            (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
-            norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32).item())
-    except RuntimeError:
-        norms = [0.0, 1.0]
-    return None if machine.anywhere(norms[0] != norms[1]) else loss
-
-
-def times(forward, both, logits, machine, prepare, restore, wrap, steps):
-    """forward, backward and both, each as the run that `wrap` makes of a step."""
-    prepare_all = restore + prepare
-    out = {"both": machine.timed(wrap(both), prepare_all, steps)}
-    out["forward"] = machine.timed(wrap(forward), prepare_all, steps)
-    loss = retained(forward, logits, machine)
-    if loss is None:
-        out["backward"] = [None, max(0.0, round(out["both"][1] - out["forward"][1], 1)), None]
-    else:  # and not restored in between, which autograd would take for a modification of what was saved
-
-        def backward():
-            torch.autograd.grad(loss, logits, retain_graph=True)
-
-        out["backward"] = machine.timed(wrap(backward), prepare, steps)
-    for action in restore:
-        action()
-    return out
+def times(forward, both, machine, prepare, wrap, steps):
+    """forward and both, each as the run that `wrap` makes of a step, and their difference."""
+    both, forward = (machine.timed(wrap(step), prepare, steps) for step in (both, forward))
+    return {"both": both, "forward": forward, "backward": [None, max(0.0, round(both[1] - forward[1], 1)), None]}
 
 
 def measure(function, batch, problem, machine, do_bench=False) -> dict:
@@ -354,13 +328,12 @@ def measure(function, batch, problem, machine, do_bench=False) -> dict:
         restore = [problem.refill]
         problem.refill()
     out["overwrites_logits"] = bool(restore)
-    out["eager_us"] = times(forward, both, logits, machine, [machine.align], restore, lambda step: step, 10)
+    out["eager_us"] = times(forward, both, machine, [*restore, machine.align], lambda step: step, 10)
     out["host_us"] = machine.host_time(both)
     problem.refill()
     out["graph_us"] = None
     try:
-        prepare = [machine.flush, machine.align]
-        out["graph_us"] = times(forward, both, logits, machine, prepare, restore, machine.captured, 1)
+        out["graph_us"] = times(forward, both, machine, [*restore, machine.flush, machine.align], machine.captured, 1)
     except Exception as error:
         out["graph_failure"] = reason(error)
     if do_bench and out["graph_us"] and not restore and machine.group is None:  # ranks would repeat it unequally often
