@@ -107,44 +107,31 @@ def torch_loss_parallel(task, shard):
     return loss
 
 
+def in_sequences(function, *args, **keywords):
+    """The mean of per-token losses of logits [sequence, batch, columns]."""
+    return lambda batch: batch.mean(function(batch.logits.unsqueeze(1), batch.labels.unsqueeze(1), *args, **keywords))
+
+
 @peer("Megatron-Core", "ce", package="megatron-core")
 def megatron(task, shard):
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-    group = some_group(shard)
-
-    def loss(batch):
-        logits, labels = batch.logits.unsqueeze(1), batch.labels.unsqueeze(1)  # [sequence, batch, columns]
-        return batch.mean(vocab_parallel_cross_entropy(logits, labels, tp_group=group))
-
-    return loss
+    return in_sequences(vocab_parallel_cross_entropy, tp_group=some_group(shard))
 
 
 @peer("Megatron-Core, fused", "ce", package="megatron-core")
 def megatron_fused(task, shard):
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
-    group = some_group(shard)
-
-    def loss(batch):
-        logits, labels = batch.logits.unsqueeze(1), batch.labels.unsqueeze(1)
-        return batch.mean(fused_vocab_parallel_cross_entropy(logits, labels, group))
-
-    return loss
+    return in_sequences(fused_vocab_parallel_cross_entropy, some_group(shard))
 
 
-@peer("Transformer Engine, in place", "ce", package="transformer-engine", given={"overwrite": True})
+@peer("Transformer Engine, in place", "ce", package="transformer-engine", given={"overwrite_input": True})
 @peer("Transformer Engine", "ce", package="transformer-engine")
-def transformer_engine(task, shard, overwrite=False):
+def transformer_engine(task, shard, **options):
     from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
-    options = {"overwrite_input": True} if overwrite else {}
-
-    def loss(batch):
-        logits, labels = batch.logits.unsqueeze(1), batch.labels.unsqueeze(1)
-        return batch.mean(parallel_cross_entropy(logits, labels, 0.0, False, shard.group, **options))
-
-    return loss
+    return in_sequences(parallel_cross_entropy, 0.0, False, shard.group, **options)
 
 
 def verl_loss(batch, log_prob, entropy):
@@ -224,12 +211,7 @@ def liger_divergence(task, shard, dtype=None):
 def liger_vocab_parallel(task, shard):
     from liger_kernel.transformers import LigerVocabParallelCrossEntropy
 
-    module = LigerVocabParallelCrossEntropy()
-
-    def loss(batch):
-        return batch.mean(module(batch.logits.unsqueeze(1), batch.labels.unsqueeze(1), shard.group))
-
-    return loss
+    return in_sequences(LigerVocabParallelCrossEntropy(), shard.group)
 
 
 @peer("flash-attention, in place", "ce", package="flash-attn", given={"inplace": True})

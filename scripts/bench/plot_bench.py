@@ -71,15 +71,12 @@ def styles(rows):
     return {name: style for name, style in out.items() if name in used}
 
 
-def gpus(number):
-    """Number of GPUs in words."""
-    return "one GPU" if number == 1 else f"{number} GPUs"
-
-
-def usual(rows, wanted):
-    """The wanted (tokens, vocabulary) if it was measured, else the shape with the most rows, the largest of them."""
-    counts = Counter((row["tokens"], row["vocab"]) for row in rows)
-    return max(counts, key=lambda shape: (shape == wanted, counts[shape], shape[0] * shape[1]))
+def named(coordinate):
+    """A number of tokens, ids or GPUs in words."""
+    key, number = coordinate
+    if key == "tp":
+        return "one GPU" if number == 1 else f"{number} GPUs"
+    return f"{number} tokens" if key == "tokens" else f"{number} ids"
 
 
 def at(rows, **values):
@@ -106,36 +103,29 @@ def ratio_axis(axis, direction, values):
     (axis.axvline if direction == "x" else axis.axhline)(1, color="black", lw=1, ls="--", zorder=1)
 
 
-def by_task(axis, rows, style, wanted):
+def by_task(axis, rows, style, shape):
     """Time over the floor of every task at one shape and TP size."""
-    tp = Counter(row["tp"] for row in rows).most_common(1)[0][0]
-    tokens, vocab = usual(at(rows, tp=tp), wanted)
-    rows = at(rows, tp=tp, tokens=tokens, vocab=vocab)
+    rows = at(rows, **shape)
     tasks = list(dict.fromkeys(row["task"] for row in rows))[::-1]
     for row in rows:
         point(axis, over_floor(row), tasks.index(row["task"]), row, style[row["implementation"]][0])
     ratio_axis(axis, "x", [over_floor(row) for row in rows])
     axis.set_yticks(range(len(tasks)), [TASKS.get(task, task) for task in tasks])
     axis.set_ylim(-0.6, len(tasks) - 0.4)
-    axis.set(title=f"{tokens} tokens x {vocab} ids, {gpus(tp)}", xlabel="forward + backward, time over the floor")
+    axis.set(title=", ".join(map(named, shape.items())), xlabel="forward + backward, time over the floor")
     axis.grid(lw=0.4, color="#cccccc")
 
 
-def scaling(axis, rows, style, key, label, wanted):
-    """Time over the floor along one of tokens, vocab and tp, where the others are what most rows have."""
-    others = [name for name in ("tokens", "vocab", "tp") if name != key]
-    fixed = best_line(rows, key, others, wanted)
+def scaling(axis, rows, style, key, label, shape):
+    """Time over the floor along one of tokens, vocab and tp, at the others of the shape."""
+    fixed = {name: value for name, value in shape.items() if name != key}
     rows = at(rows, **fixed)
     for name in dict.fromkeys(row["implementation"] for row in rows):
         line = sorted(at(rows, implementation=name), key=lambda row: row[key])
         ours = name.startswith("ours")
-        axis.plot(
-            [r[key] for r in line],
-            [over_floor(r) for r in line],
-            color=style[name][0],
-            ls=style[name][1],
-            lw=2 if ours else 1.1,
-        )
+        color, dashes = style[name]
+        times = [over_floor(row) for row in line]
+        axis.plot([row[key] for row in line], times, color=color, ls=dashes, lw=2 if ours else 1.1)
         for row in line:
             point(axis, row[key], over_floor(row), row, style[name][0])
     values = sorted({row[key] for row in rows})
@@ -146,23 +136,8 @@ def scaling(axis, rows, style, key, label, wanted):
     if len(values) > 3:  # steep enough for 128k beside 152k
         plt.setp(axis.get_xticklabels(), rotation=60, ha="right", rotation_mode="anchor")
     ratio_axis(axis, "y", [over_floor(row) for row in rows])
-    names = {"tokens": "{} tokens".format, "vocab": "{} ids".format, "tp": gpus}
-    title = ", ".join(names[name](fixed[name]) for name in others)
-    axis.set(title=title, xlabel=label, ylabel="time over the floor")
+    axis.set(title=", ".join(map(named, fixed.items())), xlabel=label, ylabel="time over the floor")
     axis.grid(lw=0.4, color="#cccccc")
-
-
-def best_line(rows, key, others, wanted):
-    """Values of the other coordinates along which this one takes the most values (of those, the wanted, or with the
-    most rows)."""
-    wanted = dict(zip(("tokens", "vocab"), wanted))
-
-    def rank(candidate):
-        line = at(rows, **dict(zip(others, candidate)))
-        hits = sum(wanted.get(name) == value for name, value in zip(others, candidate))
-        return len({row[key] for row in line}), hits, len(line), candidate
-
-    return dict(zip(others, max({tuple(row[name] for name in others) for row in rows}, key=rank)))
 
 
 def legend(figure, style, rows):
@@ -179,20 +154,18 @@ def legend(figure, style, rows):
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
-def draw(part, rows, task, wanted):
-    """One figure: "tasks", or "scaling" of one task. ValueError without rows for it."""
+def draw(part, rows, task, shape):
+    """One figure: "tasks", or "scaling" of one task, at a shape and along its numbers of tokens, ids and GPUs."""
     if part == "tasks":
         figure = plt.figure(figsize=(10, 2 + 0.4 * len({row["task"] for row in rows})), layout="constrained")
-        by_task(figure.subplots(), rows, styles(rows), wanted)
+        by_task(figure.subplots(), rows, styles(rows), shape)
     else:
         rows = at(rows, task=task)
         ways = [("tokens", "tokens"), ("vocab", "ids of the vocabulary"), ("tp", "GPUs that share the vocabulary")]
         ways = [(key, label) for key, label in ways if len({row[key] for row in rows}) > 1]
-        if not ways:
-            raise ValueError("scaling needs several numbers of tokens, ids or GPUs")
         figure = plt.figure(figsize=(10, 5.6), layout="constrained")
         for (key, label), axis in zip(ways, figure.subplots(1, len(ways), squeeze=False)[0]):
-            scaling(axis, rows, styles(rows), key, label, wanted)
+            scaling(axis, rows, styles(rows), key, label, shape)
     legend(figure, styles(rows), rows)
     return figure
 
@@ -203,20 +176,19 @@ def main():
     parser.add_argument("--part", choices=("tasks", "scaling"), default="tasks")
     parser.add_argument("--out", default="bench.png")
     parser.add_argument("--task", default="ce", help="of scaling")
-    parser.add_argument("--tokens", type=int, default=8192, help="of the panels, if measured")
+    parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--tp", type=int, help="default: the smallest number of GPUs")
     parser.add_argument("--without", nargs="+", default=[], help="implementations that are not drawn")
     parser.add_argument("--only", nargs="+", help="those that are drawn")
     args = parser.parse_args()
     rows = load(args.json)
     rows = [row for row in rows if row["implementation"] not in args.without]
     rows = [row for row in rows if args.only is None or row["implementation"] in args.only]
-    if not at(rows, task=args.task):
-        parser.error(f"no measured rows of task {args.task!r} in {args.json}")
-    try:
-        figure = draw(args.part, rows, args.task, (args.tokens, args.vocab))
-    except ValueError as error:
-        parser.error(str(error))
+    shape = {"tokens": args.tokens, "vocab": args.vocab, "tp": args.tp or min(row["tp"] for row in rows)}
+    if not at(rows, **shape):
+        parser.error(f"no measured rows of {shape} in {args.json}")
+    figure = draw(args.part, rows, args.task, shape)
     figure.savefig(args.out, dpi=110)
 
 
