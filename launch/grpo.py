@@ -52,6 +52,7 @@ IGNORE = -100
 CLIP = (0.2, 0.28)  # DAPO's (arXiv:2503.14476): the higher upper bound keeps the entropy from collapsing early
 # accuracy: the sampled id is the likeliest one; token_mult_prob_error: mean exp |trainer's - sampler's log-prob|
 TOKEN_MEANS = ("kl_reference", "entropy", "clip_fraction", "accuracy", "token_mult_prob_error")
+SHOWN = "reward", "exact_match", "kl_reference", "entropy", "clip_fraction", "token_mult_prob_error", "seconds"
 
 
 def parse() -> argparse.Namespace:
@@ -266,16 +267,7 @@ def main() -> None:
             continue
         file.write(json.dumps({"split": "train", **row}) + "\n")
         if step % 10 == 9 or step + 1 == args.steps:
-            shown = (
-                "reward",
-                "exact_match",
-                "kl_reference",
-                "entropy",
-                "clip_fraction",
-                "token_mult_prob_error",
-                "seconds",
-            )
-            print(f"step {step + 1}/{args.steps}:", ", ".join(f"{name} {row[name]:.3f}" for name in shown), flush=True)
+            print(f"step {step + 1}/{args.steps}:", ", ".join(f"{name} {row[name]:.3f}" for name in SHOWN), flush=True)
     if ranks.rank == 0:
         file.close()
         from plot_grpo import plot

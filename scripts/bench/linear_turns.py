@@ -25,14 +25,15 @@ import time
 from typing import NamedTuple
 
 import torch
-from bench_linear import Problem, differentiated, gemms, ours, with_engine
+from bench_linear import Implementation, Problem, differentiated, gemms, ours, with_engine
 from linear_peers import PEERS
 from timing import Machine, is_wanted, reason, reported
 
 from tp_headloss import linear_vocab_statistics
 from tp_headloss.linear_head import blocks
 
-GEMMS = {"forward": "one GEMM", "one_sweep": "three GEMMs", "recompute": "four GEMMs"}
+BARE = {1: "one GEMM", 3: "three GEMMs", 4: "four GEMMs"}
+GEMMS = {"forward": 1, "one_sweep": 3, "recompute": 4}
 
 
 class Way(NamedTuple):
@@ -122,41 +123,36 @@ def plan(way: Way, problem: Problem) -> list[int] | None:
     return found and [found.tokens, found.columns]
 
 
-def steps_of(problem: Problem, args) -> tuple[dict, dict, dict]:
-    """By name: functions that make a step, the names of their bare GEMMs, and what a row says of them."""
-    makers, bare, facts = {}, {}, {}
-    for n, name in ((1, "one GEMM"), (3, "three GEMMs"), (4, "four GEMMs")):
-        makers[name] = lambda n=n: gemms(problem, n)
+def wanted_implementations(problem: Problem, args) -> list[Implementation]:
+    """Ways and peers, after the bare GEMMs that they are compared with."""
+    found = []
     for way in WAYS:
         if is_wanted(way.name, args.ways):
-            makers[way.name], bare[way.name] = lambda w=way: w.step(problem), GEMMS[way.mode]
             budget = way.budget(problem)
-            facts[way.name] = {"budget_mib": budget and round(budget / 2**20, 1), "block": plan(way, problem)}
+            found.append(Implementation(way.name, GEMMS[way.mode], lambda w=way: w.step(problem), budget))
     for peer in PEERS:
         if is_wanted(peer.name, args.peers):
-            makers[peer.name] = lambda p=peer: differentiated(problem, p.build(problem.shard))
-            bare[peer.name], facts[peer.name] = (
-                GEMMS["one_sweep" if peer.gemms == 3 else "recompute"],
-                {"note": peer.note},
-            )
-    used = set(bare.values()).union(bare)
-    return {name: make for name, make in makers.items() if name in used}, bare, facts
+            build = lambda p=peer: differentiated(problem, p.build(problem.shard))  # noqa: E731
+            found.append(Implementation(peer.name, peer.gemms, build, note=peer.note))
+    used = {implementation.gemms for implementation in found}
+    return [Implementation(BARE[n], n, lambda n=n: gemms(problem, n)) for n in sorted(used)] + found
 
 
-def prepared(makers: dict, problem: Problem) -> tuple[dict, dict]:
+def prepared(implementations: list[Implementation], problem: Problem) -> tuple[dict, list[dict]]:
     """Run each step once, as a graph, too, if that is possible -> the runs by name, and rows."""
-    machine, runs, rows = problem.machine, {}, {}
-    for name, make in makers.items():
-        row = rows[name] = {"name": name}
+    machine, runs, rows = problem.machine, {}, []
+    for implementation in implementations:
+        name = implementation.name
+        rows.append(row := {"name": name})
         try:
             begin = time.perf_counter()
-            step = make()
+            step = implementation.build()
             out = step()
             machine.synchronize()
             row["first_s"] = round(time.perf_counter() - begin, 1)
-            returned = (
-                0 if out is None else sum(x.nbytes for x in out[1:] if x is not None and x.dtype == torch.bfloat16)
-            )
+            gradients = [] if out is None else [x for x in out[1:] if x is not None and x.dtype == torch.bfloat16]
+            returned = sum(x.nbytes for x in gradients)
+            del gradients
             del out
             row["memory_mib"] = round(machine.extra_memory(step) - returned / 2**20, 1)
             runs[f"{name}, eager"] = step
@@ -169,23 +165,26 @@ def prepared(makers: dict, problem: Problem) -> tuple[dict, dict]:
 
 def measured(problem: Problem, args) -> list[dict]:
     """A row for each way, the bare GEMMs among them."""
-    machine = problem.machine
-    makers, bare, facts = steps_of(problem, args)
-    runs, rows = prepared(makers, problem)
-    times = in_turns(runs, machine, args.rounds, args.seconds)
-    for name, row in rows.items():
-        row |= facts.get(name, {})
+    implementations, plans = wanted_implementations(problem, args), {way.name: plan(way, problem) for way in WAYS}
+    runs, rows = prepared(implementations, problem)
+    times = in_turns(runs, problem.machine, args.rounds, args.seconds)
+    for row, way in zip(rows, implementations):
+        name, n = way.name, way.gemms
+        if name != BARE[n]:
+            row |= {
+                "budget_mib": way.budget and round(way.budget / 2**20, 1),
+                "block": plans.get(name),
+                "note": way.note,
+            }
+            if f"{name}, eager" in runs:
+                row["host_us"] = problem.machine.host_time(runs[f"{name}, eager"])
         for kind in ("graph", "eager"):
-            if (found := times.get(f"{name}, {kind}")) is None:
-                continue
-            row[f"{kind}_us"] = round(statistics.median(found))
-            if name in bare:
-                ratios = [a / b for a, b in zip(found, times[f"{bare[name]}, graph"])]
+            if (found := times.get(f"{name}, {kind}")) is not None:
+                row[f"{kind}_us"] = round(statistics.median(found))
+                ratios = [a / b for a, b in zip(found, times[f"{BARE[n]}, graph"])]
                 row[f"{kind}_over_gemms"] = round(statistics.median(ratios), 3)
-        if name in bare and f"{name}, eager" in runs:
-            row["host_us"] = machine.host_time(runs[f"{name}, eager"])
         print(row, flush=True)
-    return list(rows.values())
+    return rows
 
 
 def main(argv=None):
