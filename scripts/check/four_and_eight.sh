@@ -38,7 +38,8 @@ part() {
             $(sized "" "--tokens 1024 --hidden 512 --vocab 32064 --implementations ours* *GEMMs")
             on_ranks launch/batch_invariance.py $(sized "" "--vocab 32064 --hidden 512 --sequences 4") ;;
         tasks) on_ranks scripts/bench/bench.py --vocab $(sized 128256 32064) --seconds 0.03 --implementations "ours*" \
-            --tasks $(sized "ce clip+kl+entropy rl ce+kl kl jsd ce+topk sets log_probs_at ce+rank" "rl ce+kl sets") \
+            --tasks $(sized "ce ce+z+smoothing+metrics clip+kl+entropy rl ce+kl kl jsd ce+topk sets log_probs_at
+                ce+rank" "ce+kl sets") \
             --json "$out/tp${ranks}_tasks.json"
             on_ranks scripts/bench/sampling.py --implementations ours --json "$out/tp${ranks}_sampling.json" \
                 $(sized "" "--tokens 16 --spread 2 --seconds 0.02") ;;
@@ -47,7 +48,7 @@ part() {
             $(sized "--vocab 49152 --corpus-mb 9 --layers 4 --hidden 1024 --length 1024 --batch 16 --steps 200" \
                 "--vocab 4096 --corpus-mb 1 --steps 5") ;;
         soak) "$python" -m pytest -q "$test::test_random_steps_agree_with_two_launches[$ranks]"
-            "$python" scripts/check/soak.py --ranks "$ranks" $(sized "--examples 10000 --hours 0.08" "--examples 40 --round 20") ;;
+            "$python" scripts/check/soak.py --ranks "$ranks" $(sized "--examples 10000 --hours 0.08" "--examples 20 --round 10") ;;
         *) echo "four_and_eight: no part $1" >&2; return 2 ;;
     esac
 }
