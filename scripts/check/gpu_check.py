@@ -162,13 +162,8 @@ def report(steps: list[Step], options: str) -> str:
         lines.append(f"| {name} | {', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())} |")
     good = [step for step in steps if step.passed]
     longest = sorted(good, key=lambda step: -step.seconds)[:5]
-    lines += [
-        "",
-        "## Steps",
-        "",
-        f"{len(good)} of {len(steps)} passed. Those that took longest, and those that did not pass:",
-    ]
-    lines += ["", "| step | | seconds |", "|---|---|---|"]
+    told = f"{len(good)} of {len(steps)} passed. Those that took longest, and those that did not pass:"
+    lines += ["", "## Steps", "", told, "", "| step | | seconds |", "|---|---|---|"]
     shown = longest + [step for step in steps if not step.passed]
     lines += [f"| {step.name} | {VERDICT[step.passed]} | {step.seconds:.0f} |" for step in shown]
     for step in steps:
