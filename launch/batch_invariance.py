@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import parallel
 from tp_headloss import Linear, Options, VocabShard, linear_vocab_statistics
 
 
@@ -46,36 +47,33 @@ def of_logits(hidden, weights, labels):
 
 def main() -> int:
     args = arguments()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if cuda else "gloo")
-    group, device = dist.group.WORLD, "cuda" if cuda else "cpu"
-    shard = VocabShard.from_group(group, args.vocab, -(-args.vocab // 128) * 128)
-    generator = torch.Generator(device).manual_seed(0)  # the same numbers on every rank
+    ranks = parallel.start(int(os.environ["WORLD_SIZE"]), "auto")
+    shard = VocabShard.from_group(ranks.tp_group, args.vocab, -(-args.vocab // 128) * 128)
+    generator = torch.Generator(ranks.device).manual_seed(0)  # the same numbers on every rank
 
     def normal(*shape):
-        return torch.randn(shape, generator=generator, device=device).bfloat16()
+        return torch.randn(shape, generator=generator, device=ranks.device).bfloat16()
 
     hidden, weight = normal(args.sequences, args.length, args.hidden), normal(shard.padded_size, args.hidden)
     weight *= 2 / args.hidden**0.5
-    labels = torch.randint(args.vocab, hidden.shape[:2], generator=generator, device=device)
+    labels = torch.randint(args.vocab, hidden.shape[:2], generator=generator, device=ranks.device)
     trainer = of_epilogues(hidden, weight[shard.start : shard.stop].contiguous(), labels, shard)
     different = 0
-    if group.rank() == 0:
+    if ranks.rank == 0:
         alone = VocabShard(0, shard.padded_size, args.vocab)
         scorer = [of_epilogues(h, weight, y, alone) for h, y in zip(hidden, labels)]
         different = int((trainer != torch.stack(scorer, 1)).any(0).sum())
-        weights = weight[: args.vocab].chunk(group.size())
+        weights = weight[: args.vocab].chunk(ranks.world)
         batch = of_logits(hidden, weights, labels)
         single = torch.stack([of_logits(h, weight[None, : args.vocab], y) for h, y in zip(hidden, labels)])
         print(
-            f"{labels.numel()} tokens, trainer at TP {group.size()}, scorer at TP 1 with single sequences: {different} "
+            f"{labels.numel()} tokens, trainer at TP {ranks.world}, scorer at TP 1 with single sequences: {different} "
             f"differ with epilogues, {int((batch != single).sum())} with logits by torch.nn.functional.linear",
             flush=True,
         )
-    dist.barrier()
-    dist.destroy_process_group()
+    ranks.meet()
+    if ranks.world > 1:
+        dist.destroy_process_group()
     return int(different > 0)
 
 

@@ -10,7 +10,6 @@ One student for each of --runs, from equal weights, on equal batches, validated 
   offline   the teacher has written its top K for every training token to a file, and is no longer in memory
 """
 
-import argparse
 import json
 import os
 from argparse import Namespace
@@ -27,7 +26,7 @@ import checkpoint
 import parallel
 from data import Corpus
 from objective import IGNORE, sharded_objective
-from options import check_multiple, fraction, non_negative_int, positive_float, positive_int
+from options import check_multiple, fraction, parser_of, positive_float, positive_int
 from record import refuse_older_run
 from tp_headloss import (
     CrossEntropy,
@@ -46,36 +45,20 @@ AddTeacher = Callable[[int, list], Iterable]  # step, its micro-batches -> the s
 
 
 def parse() -> Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__, precision=True, tp=None, layers=2, width=64, heads=2, batch=8, accumulate=2, steps=300, lr=2e-2,
+        warmup=40, seed=1, validate_every=25, validation_batches=8,
+    )  # fmt: skip
     add = parser.add_argument
     add("--teacher", default="runs/train", help="folder of a run of launch/train.py; any number of shards wrote it")
     add("--data-cache", default="runs/data", help="that of the teacher's run")
     add("--runs", nargs="+", choices=RUNS, default=RUNS)
-    add("--tp", type=positive_int, help="number of vocabulary shards; processes / tp replicas (default: all processes)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
-    add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 autocast on GPU, else fp32")
     add("--out", default="runs/distill", help="folder of the runs, with one folder for each")
     add("--overwrite", action="store_true", help="replace older runs in --out")
-    add("--layers", type=positive_int, default=2)
-    add("--width", type=positive_int, default=64)
-    add("--heads", type=positive_int, default=2)
-    add("--batch", type=positive_int, default=8, help="rows per step, over all replicas and micro-batches")
-    add("--accumulate", type=positive_int, default=2, help="micro-batches per step")
-    add("--steps", type=positive_int, default=300)
-    add("--lr", type=positive_float, default=2e-2)
-    add("--warmup", type=non_negative_int, default=40)
-    add("--seed", type=non_negative_int, default=1, help="of weights and batches; other than the teacher's")
-    add("--validate-every", type=positive_int, default=25)
-    add("--validation-batches", type=positive_int, default=8)
     add("--kd-weight", type=fraction, default=0.8, help="weight of the KL to the teacher; cross-entropy has the rest")
     add("--temperature", type=positive_float, default=1.0, help="T of both sides in the KL, which is multiplied by T^2")
     add("--k", type=positive_int, default=32, help="the teacher's ids per token in the file")
-    add(
-        "--support",
-        choices=("vocabulary", "tail"),
-        default="tail",
-        help="other ids: ignored, or one more entry together",
-    )
+    add("--support", choices=("vocabulary", "tail"), default="tail", help="other ids: ignored, or one more together")
     args = parser.parse_args()
     check_multiple(parser, "--width", args.width, 2 * args.heads, "2 x --heads")
     return args

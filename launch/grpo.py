@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 import parallel
 from model import Transformer
-from options import at_least, check_multiple, non_negative_float, non_negative_int, positive_float, positive_int
+from options import at_least, check_multiple, non_negative_float, parser_of, positive_int
 from record import refuse_older_run
 from tp_headloss import (
     Entropy,
@@ -52,36 +52,28 @@ IGNORE = -100
 CLIP = (0.2, 0.28)  # DAPO's (arXiv:2503.14476): the higher upper bound keeps the entropy from collapsing early
 # accuracy: the sampled id is the likeliest one; token_mult_prob_error: mean exp |trainer's - sampler's log-prob|
 TOKEN_MEANS = ("kl_reference", "entropy", "clip_fraction", "accuracy", "token_mult_prob_error")
+SHOWN = "reward", "exact_match", "kl_reference", "entropy", "clip_fraction", "token_mult_prob_error", "seconds"
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__, tp=None, vocab=101, pad_to=128, layers=2, width=64, heads=4, steps=250, lr=1e-3, clip=1.0, seed=0
+    )
     add = parser.add_argument
-    add("--tp", type=positive_int, help="number of vocabulary shards; processes / tp replicas (default: all processes)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
     add("--out", default="runs/grpo", help="folder of the run")
     add("--overwrite", action="store_true", help="replace an older run in --out")
-    add("--vocab", type=positive_int, default=101, help="ids; the weights are padded to a multiple of --pad-to")
-    add("--pad-to", type=positive_int, default=128)
     add("--symbols", type=positive_int, default=10, help="ids that occur in strings, spread over the vocabulary")
     add("--shortest", type=positive_int, default=2, help="symbols in the shortest string")
     add("--longest", type=positive_int, default=3, help="symbols in the longest string")
-    add("--layers", type=positive_int, default=2)
-    add("--width", type=positive_int, default=64)
-    add("--heads", type=positive_int, default=4)
-    add("--steps", type=positive_int, default=250, help="batches of rollouts")
     add("--prompts", type=positive_int, default=64, help="prompts per step, over all replicas")
     add("--group", type=at_least(int, 2), default=16, help="samples per prompt, which an advantage compares")
     add("--minibatches", type=positive_int, default=4, help="updates per step, each on its part of the rollouts")
-    add("--lr", type=positive_float, default=1e-3)
-    add("--clip", type=positive_float, default=1.0, help="largest norm of the gradient")
     add("--kl-weight", type=non_negative_float, default=0.01)
     add("--entropy-weight", type=non_negative_float, default=0.03)
     add("--refresh", type=positive_int, default=20, help="every so many steps the policy becomes the new reference")
     add("--top-k", type=positive_int, help="ids that the sampler keeps of each token (default: all)")
     add("--top-p", type=at_least(float, 0, maximum=1, above=True), help="their share of probability (default: 1)")
     add("--no-replay", action="store_true", help="train over the whole vocabulary, whatever the sampler kept")
-    add("--seed", type=non_negative_int, default=0)
     args = parser.parse_args()
     check_multiple(parser, "--width", args.width, 2 * args.heads, "2 x --heads")
     if args.shortest > args.longest:
@@ -275,16 +267,7 @@ def main() -> None:
             continue
         file.write(json.dumps({"split": "train", **row}) + "\n")
         if step % 10 == 9 or step + 1 == args.steps:
-            shown = (
-                "reward",
-                "exact_match",
-                "kl_reference",
-                "entropy",
-                "clip_fraction",
-                "token_mult_prob_error",
-                "seconds",
-            )
-            print(f"step {step + 1}/{args.steps}:", ", ".join(f"{name} {row[name]:.3f}" for name in shown), flush=True)
+            print(f"step {step + 1}/{args.steps}:", ", ".join(f"{name} {row[name]:.3f}" for name in SHOWN), flush=True)
     if ranks.rank == 0:
         file.close()
         from plot_grpo import plot

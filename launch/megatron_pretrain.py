@@ -34,39 +34,32 @@ import megatron_graphs
 import parallel
 from clock import Clock
 from megatron_model import model_of
-from options import check_multiple, non_negative_int, positive_float, positive_int
+from options import check_multiple, parser_of, positive_float, positive_int
 from record import refuse_older_run
 
 LOSSES = ("stock", "stock-fused", "stock-te", "logits", "logits-inplace", "head", "head-one-sweep")
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__, tp=2, layers=2, heads=4, length=128, accumulate=1, steps=20, lr=1e-3, seed=0
+    )
     add = parser.add_argument
     add("--losses", nargs="+", choices=LOSSES, default=[loss for loss in LOSSES if loss != "stock-te"])
     add(
         "--cuda-graph", nargs="+", choices=megatron_graphs.GRAPHS, default=["none"],
         help="graphs of each layer, or of all but the optimizer; each loss is trained once for each (0.19, GPUs)",
     )  # fmt: skip
-    add("--tp", type=positive_int, default=2, help="tensor-parallel ranks; processes / tp replicas")
     add("--sequence-parallel", action="store_true")
     add("--tied", action="store_true", help="embedding and output layer share their weight")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
     add("--budget-mib", type=positive_float, help="memory of the fused head beyond its gradients (default: library's)")
     add("--data", choices=("text", "synthetic"), default="text")
     add("--data-cache", default="runs/data")
     add("--corpus", help="folder with text files (default: the sources of Python's standard library)")
     add("--corpus-mb", type=positive_float, default=6.0)
     add("--vocab", type=positive_int, default=4096, help="a multiple of the tensor-parallel ranks")
-    add("--layers", type=positive_int, default=2)
     add("--hidden", type=positive_int, default=128)
-    add("--heads", type=positive_int, default=4)
-    add("--length", type=positive_int, default=128)
     add("--batch", type=positive_int, default=4, help="rows of a micro-batch")
-    add("--accumulate", type=positive_int, default=1, help="micro-batches of a step, on each replica")
-    add("--steps", type=positive_int, default=20)
-    add("--lr", type=positive_float, default=1e-3, help="constant")
-    add("--seed", type=non_negative_int, default=0)
     add("--deterministic", action="store_true", help="torch's deterministic algorithms: equal losses from run to run")
     add("--out", help="a JSON file of all results")
     add("--overwrite", action="store_true", help="replace an older file at --out")

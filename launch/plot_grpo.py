@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from options import non_negative_int, positive_int
-from plot import plt, series
+from plot import drawn, series
 
 PANELS = {  # title -> metric
     "mean reward": "reward",
@@ -22,28 +22,22 @@ PANELS = {  # title -> metric
 
 def plot(runs: list[Path], png: Path, refresh: int = 0, together: int = 1) -> None:
     """Draw the runs; dotted lines where the policy becomes the reference, every `refresh` steps (0: none)."""
-    figure, axes = plt.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
-    for ax, (title, name) in zip(axes.flat, PANELS.items()):
-        for i, run in enumerate(runs):
-            line = {"color": f"C{i // together}", "ls": ("-", "--", ":")[i % together % 3], "lw": 1.2}
-            steps, values = series(run, "train", name)
-            ax.plot(steps, values, label=run.name, **line)
-        ax.set_title(title)
-        ax.grid(alpha=0.3)
-    (reward, divergence), bottom = axes
-    reward.set_ylim(0, 1)
-    reward.legend()
-    for i, step in enumerate(range(refresh, max(steps), refresh) if refresh else ()):
-        label = None if i else "the policy becomes the reference"
-        divergence.axvline(step + 0.5, color="black", ls=":", lw=0.8, label=label)
-    if divergence.lines[len(runs) :]:
-        divergence.legend(handles=[divergence.lines[len(runs)]])
-    divergence.set_yscale("log")  # each refresh of the reference takes it down by orders of magnitude
-    for ax in bottom:
-        ax.set_ylim(bottom=0)
-        ax.set_xlabel("step")
-    figure.savefig(png, dpi=100)
-    plt.close(figure)
+    with drawn(png, 2, 2, (11, 7), sharex=True) as (_, axes):
+        for ax, (title, name) in zip(axes.flat, PANELS.items()):
+            for i, run in enumerate(runs):
+                line = {"color": f"C{i // together}", "ls": ("-", "--", ":")[i % together % 3], "lw": 1.2}
+                steps, values = series(run, "train", name)
+                ax.plot(steps, values, label=run.name if ax is axes[0, 0] else None, **line)
+            ax.set_title(title)
+        (reward, divergence), bottom = axes
+        reward.set_ylim(0, 1)
+        for step in range(refresh, max(steps), refresh) if refresh else ():
+            label = "the policy becomes the reference" if step == refresh else None
+            divergence.axvline(step + 0.5, color="black", ls=":", lw=0.8, label=label)
+        divergence.set_yscale("log")  # each refresh of the reference takes it down by orders of magnitude
+        for ax in bottom:
+            ax.set_ylim(bottom=0)
+            ax.set_xlabel("step")
 
 
 def main() -> None:

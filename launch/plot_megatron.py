@@ -8,7 +8,7 @@ import json
 import statistics
 from pathlib import Path
 
-from plot import plt
+from plot import drawn
 
 LABELS = {
     "stock": "Megatron's",
@@ -42,36 +42,33 @@ def stacked(ax, names, parts: dict[str, list[float]], totals: list[float], unit:
 
 
 def plot(results: dict, png: Path, title: str) -> None:
-    figure, ((losses, time), (gap, memory)) = plt.subplots(2, 2, figsize=(13, 8), layout="constrained")
     first = next(iter(results))
-    for i, (name, r) in enumerate(results.items()):
-        label, color = LABELS.get(name, name), f"C{i}"
-        steps = range(1, len(r["loss"]) + 1)
-        line = {"lw": 4, "alpha": 0.35} if name == first else {"lw": 0.9}
-        losses.plot(steps, r["loss"], color, label=label, **line)
-        if name != first:
-            differences = [abs(a - b) for a, b in zip(r["loss"], results[first]["loss"], strict=True)]
-            gap.plot(steps, running_mean(differences), color, lw=1.2, label=label)
-    losses.set(title="loss of each step", xlabel="step", ylabel="nats per token")
-    gap.set(title=f"difference from {LABELS.get(first, first)}, mean of {WINDOW} steps", xlabel="step", yscale="log")
-    for ax in (losses, gap):
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=8)
-
     names = [name for name in results if not name.endswith(", again")]
-    step, head = (
-        [1e3 * statistics.median(results[name][key][3:]) for name in names] for key in ("step_seconds", "head_seconds")
-    )
-    stacked(time, names, {"output layer and loss": head, "the rest": [a - b for a, b in zip(step, head)]}, step, "ms")
-    time.set(title="median time of a step")
-    if "step_mib" in results[first]:  # on GPUs
-        step, head = ([results[name][key] for name in names] for key in ("step_mib", "head_mib"))
-        parts = {"added by output layer and loss": head, "the rest": [a - b for a, b in zip(step, head)]}
-        stacked(memory, names, parts, step, "MiB")
-    memory.set(title="peak memory of a rank")
-    figure.suptitle(title)
-    figure.savefig(png, dpi=110)
-    plt.close(figure)
+    with drawn(png, 2, 2, (13, 8)) as (figure, ((losses, time), (gap, memory))):
+        for i, (name, r) in enumerate(results.items()):
+            label, color = LABELS.get(name, name), f"C{i}"
+            steps = range(1, len(r["loss"]) + 1)
+            line = {"lw": 4, "alpha": 0.35} if name == first else {"lw": 0.9}
+            losses.plot(steps, r["loss"], color, label=label, **line)
+            if name != first:
+                differences = [abs(a - b) for a, b in zip(r["loss"], results[first]["loss"], strict=True)]
+                gap.plot(steps, running_mean(differences), color, lw=1.2, label=label)
+        losses.set(title="loss of each step", xlabel="step", ylabel="nats per token")
+        title_of_gap = f"difference from {LABELS.get(first, first)}, mean of {WINDOW} steps"
+        gap.set(title=title_of_gap, xlabel="step", yscale="log")
+        for ax in (losses, gap):
+            ax.legend(fontsize=8)
+        keys = "step_seconds", "head_seconds"
+        step, head = ([1e3 * statistics.median(results[name][key][3:]) for name in names] for key in keys)
+        parts = {"output layer and loss": head, "the rest": [a - b for a, b in zip(step, head)]}
+        stacked(time, names, parts, step, "ms")
+        time.set(title="median time of a step")
+        if "step_mib" in results[first]:  # on GPUs
+            step, head = ([results[name][key] for name in names] for key in ("step_mib", "head_mib"))
+            parts = {"added by output layer and loss": head, "the rest": [a - b for a, b in zip(step, head)]}
+            stacked(memory, names, parts, step, "MiB")
+        memory.set(title="peak memory of a rank")
+        figure.suptitle(title)
 
 
 def main() -> None:

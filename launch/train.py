@@ -27,7 +27,7 @@ import parallel
 from clock import Clock
 from model import Transformer
 from objective import IGNORE, SUMS, plain_objective, sharded_objective
-from options import check_multiple, non_negative_float, non_negative_int, positive_float, positive_int
+from options import check_multiple, non_negative_float, parser_of, positive_float, positive_int
 from record import Record, peak_memory, refuse_older_run
 from tp_headloss import CrossEntropy, VocabShard, ZLoss, clip_grad_norm_
 
@@ -37,34 +37,19 @@ FREE |= {"validation_batches", "checkpoint_every", "tp"}
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(
+        __doc__, precision=True, tp=1, vocab=4099, pad_to=128, layers=3, width=128, heads=4, length=256, batch=4,
+        accumulate=2, steps=500, lr=3e-3, warmup=40, clip=1.0, seed=0, log_every=10, validate_every=100,
+        validation_batches=4,
+    )  # fmt: skip
     add = parser.add_argument
     add("--baseline", action="store_true", help="plain torch cross-entropy on the whole vocabulary, one process")
-    add("--tp", type=positive_int, default=1, help="number of vocabulary shards; processes / tp replicas")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if each process has a GPU")
-    add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="auto: bf16 autocast on GPU, else fp32")
     add("--out", default="runs/train", help="folder of the run")
     add("--corpus", help="folder with text files (default: the sources of Python's standard library)")
     add("--corpus-mb", type=positive_float, default=6.0, help="at most this much text")
     add("--data-cache", default="runs/data")
-    add("--vocab", type=positive_int, default=4099, help="ids; the weights are padded to a multiple of --pad-to")
-    add("--pad-to", type=positive_int, default=128)
-    add("--layers", type=positive_int, default=3)
-    add("--width", type=positive_int, default=128)
-    add("--heads", type=positive_int, default=4)
-    add("--length", type=positive_int, default=256, help="tokens per row")
-    add("--batch", type=positive_int, default=4, help="rows per step, over all replicas and micro-batches")
-    add("--accumulate", type=positive_int, default=2, help="micro-batches per step")
-    add("--steps", type=positive_int, default=500)
-    add("--lr", type=positive_float, default=3e-3)
-    add("--warmup", type=non_negative_int, default=40)
     add("--weight-decay", type=non_negative_float, default=0.1)
-    add("--clip", type=positive_float, default=1.0)
     add("--z-weight", type=non_negative_float, default=1e-4)
-    add("--seed", type=non_negative_int, default=0)
-    add("--log-every", type=positive_int, default=10, help="steps between reads of the device's results")
-    add("--validate-every", type=positive_int, default=100)
-    add("--validation-batches", type=positive_int, default=4)
     add("--checkpoint-every", type=positive_int, default=100)
     older = parser.add_mutually_exclusive_group()
     older.add_argument("--resume", action="store_true", help="continue the run in --out, maybe with another --tp")

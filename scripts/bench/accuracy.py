@@ -11,11 +11,15 @@ above 1.
 import argparse
 import json
 import platform
+import sys
 from pathlib import Path
 
 import torch
 
 from tp_headloss import Options, vocab_statistics
+
+sys.path.append(str(Path(__file__).parents[2] / "tests/helpers"))
+import oracle
 
 SIZES = 8, 1000, 32000, 50304, 128256, 151936, 152064, 262144
 DISTRIBUTIONS = "sigma 1", "sigma 3", "sigma 10", "confident", "half at -inf", "times 1e4"
@@ -39,12 +43,6 @@ def rows(kind: str, n: int, vocab_size: int, device) -> tuple[torch.Tensor, torc
     return x, labels
 
 
-def ulp(value: torch.Tensor, dtype) -> torch.Tensor:
-    info = torch.finfo(dtype)
-    _, exponent = torch.frexp(value.abs().clamp(min=info.tiny))
-    return info.eps * 2.0 ** (exponent - 1).double()
-
-
 def reference(x, labels, upstream):
     """Float64, the target kept out of the sum -> loss, its margin, d/dx, whether a column is the label's, |x - max|."""
     z = x.double()
@@ -56,8 +54,7 @@ def reference(x, labels, upstream):
     loss = torch.where(u == 0, others.log1p(), u + (others + (-u).exp()).log())
     whole = others + (-u).exp()
     gradient = torch.where(at, -(others / whole)[:, None], terms / whole[:, None]) * upstream.double()[:, None]
-    margin = -u - (z.masked_fill(at, -torch.inf).amax(1) - top[:, 0])
-    return loss, margin, gradient, at, (z - top).abs()
+    return loss, oracle.margin(z, labels), gradient, at, (z - top).abs()
 
 
 class Worst:
@@ -75,10 +72,10 @@ class Worst:
     def add(self, stats, x, gradient, truth, dtype):
         loss, margin, expected, at, distance = truth
         cuda = gradient.is_cuda
-        error = (-stats.log_prob.double() - loss).abs() / ulp(loss, torch.float32)
+        error = (-stats.log_prob.double() - loss).abs() / oracle.ulp(loss)
         self.see("loss_ulp", error)
         self.see("loss_share", error / (8 + margin.clamp(0, 200) if cuda else 4 + (margin - 8).clamp(0, 200)))
-        error, unit = gradient.double() - expected, ulp(expected, dtype)
+        error, unit = gradient.double() - expected, oracle.ulp(expected, dtype)
         slack = torch.where(at, distance + 40, 3 * distance + 16 if cuda else distance + 8)
         if dtype == torch.float32:
             allowed = slack.nan_to_num(posinf=0.0) * U * expected.abs() + FLUSHED

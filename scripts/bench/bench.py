@@ -13,14 +13,13 @@ done with this first call, which may compile or tune, in `--limit` seconds is st
 row is printed, and the JSON written, as soon as it is measured.
 
 Times, in microseconds, as 10 %, 50 % and 90 % points over the repeats; with several ranks, of the slowest one:
-* forward in grad mode (it saves what its backward needs), backward, and both, of the mean loss over all tokens;
+* forward in grad mode (it saves what its backward needs) and both, of the mean loss over all tokens; backward is their
+  difference;
 * graph: one replay of a CUDA graph between two events, the L2 cache flushed before. null, with the reason, for what
   cannot be captured;
 * eager: up to 10 steps back to back between two events, divided by their number: as in training, the host may run
   ahead. host: what it needs to issue one step, measured apart.
 * do_bench (`--do-bench`, one process): both, by `triton.testing.do_bench_cudagraph`, a second clock, without a flush.
-* backward repeats autograd.grad on a retained graph. What works in place cannot be repeated: there, it is the
-  difference of both and forward.
 
 Floor: what must move through memory, the logits read forward, read and written backward (6 bytes per logit in bf16),
 and those of a teacher read in both (10 bytes), at the copy bandwidth measured in the same process. extra memory: the
@@ -29,32 +28,22 @@ peak above the inputs, after a warm-up.
 
 from __future__ import annotations
 
-import argparse
-import fnmatch
-import importlib.metadata
 import itertools
 import math
-import os
-import shlex
-import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from peers import CLIP, ENTROPY_WEIGHT, KL_WEIGHT, PEERS, SMOOTHING, Z_WEIGHT, Batch
-from timing import Machine, Report, measure, reason
+from timing import Machine, is_wanted, measure, parser_of, reason, reported
 
 import tp_headloss as hl
 from tp_headloss.engine.transports import TRANSPORTS
 
-ROOT = Path(__file__).parents[2]
 IGNORED = -100
 CHECKED_ROWS = 16
 TOP_K = 64
@@ -109,15 +98,23 @@ def transformed(make):
     return ours
 
 
-def log_prob_and_entropy(options):
-    """Statistics with a gradient of their own for every token, and no HeadLoss."""
+def of_statistics(loss_of, want, labelled=True, given=lambda extras: {}):
+    """A loss that its user writes from statistics, without HeadLoss."""
 
-    def loss(batch):
-        stats = hl.vocab_statistics(batch.logits, batch.labels, shard=batch.shard, want=("entropy",), options=options)
-        a, b = batch.extras["log_prob"], batch.extras["entropy"]
-        return -(a * stats.log_prob + b * stats.entropy).sum() / batch.count
+    def ours(options):
+        def loss(batch):
+            labels, how = batch.labels if labelled else None, {"want": want, "options": options, **given(batch.extras)}
+            return loss_of(batch, hl.vocab_statistics(batch.logits, labels, shard=batch.shard, **how))
 
-    return loss
+        return loss
+
+    return ours
+
+
+def log_prob_and_entropy(batch, stats):
+    """A gradient of its own for every token."""
+    a, b = batch.extras["log_prob"], batch.extras["entropy"]
+    return -(a * stats.log_prob + b * stats.entropy).sum() / batch.count
 
 
 def policy_loss(log_prob, advantage, old):
@@ -125,38 +122,22 @@ def policy_loss(log_prob, advantage, old):
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
 
 
-def grpo(options):
-    """CE + z + clipped policy gradient with the entropy as a metric, written by a user of the statistics."""
-
-    def loss(batch):
-        stats = hl.vocab_statistics(batch.logits, batch.labels, shard=batch.shard, want=("entropy",), options=options)
-        policy = policy_loss(stats.log_prob, batch.extras["advantage"], batch.extras["old"])
-        batch.mean(stats.entropy.detach())
-        return batch.mean(policy - stats.log_prob + Z_WEIGHT * stats.lse**2)
-
-    return loss
+def grpo(batch, stats):
+    """CE + z + clipped policy gradient with the entropy as a metric."""
+    policy = policy_loss(stats.log_prob, batch.extras["advantage"], batch.extras["old"])
+    batch.mean(stats.entropy.detach())
+    return batch.mean(policy - stats.log_prob + Z_WEIGHT * stats.lse**2)
 
 
-def entropy_and_mass_of_sets(options):
-    """Without labels, which a set would have to hold."""
-
-    def loss(batch):
-        given = {"sets": hl.IdSets(batch.extras["ids"]), "want": ("set_entropy", "set_log_mass")}
-        stats = hl.vocab_statistics(batch.logits, shard=batch.shard, options=options, **given)
-        return -valid_mean(stats.set_entropy + stats.set_log_mass, batch.labels)
-
-    return loss
-
-
-def log_probs_at_ids(options):
-    """Without labels: the mean log-prob of K ids a token."""
-
-    def loss(batch):
-        given = {"ids": batch.extras["ids"], "want": ("log_probs_at",)}
-        stats = hl.vocab_statistics(batch.logits, shard=batch.shard, options=options, **given)
-        return -valid_mean(stats.log_probs_at.mean(-1), batch.labels)
-
-    return loss
+# Without labels, which a set would have to hold.
+entropy_and_mass_of_sets = of_statistics(
+    lambda batch, stats: -valid_mean(stats.set_entropy + stats.set_log_mass, batch.labels),
+    ("set_entropy", "set_log_mass"), labelled=False, given=lambda extras: {"sets": hl.IdSets(extras["ids"])},
+)  # fmt: skip
+mean_log_prob_at_ids = of_statistics(
+    lambda batch, stats: -valid_mean(stats.log_probs_at.mean(-1), batch.labels),
+    ("log_probs_at",), labelled=False, given=lambda extras: {"ids": extras["ids"]},
+)  # fmt: skip
 
 
 def focal(log_prob):
@@ -202,18 +183,16 @@ def grpo_reference(z, labels, advantage, old):
     return mean(policy - log_prob + Z_WEIGHT * lse**2), mean(entropy.detach())
 
 
-def rl_reference(z, labels, advantages, old_log_prob, reference_log_prob, generator_log_prob):
-    """Without the metrics, which nobody would fuse by hand."""
-    _, log_prob, entropy, _, mean = definitions(z, labels)
-    policy = policy_loss(log_prob, advantages, old_log_prob)
-    k3 = (reference_log_prob - log_prob).exp() + log_prob - reference_log_prob - 1
-    return (mean(policy + KL_WEIGHT * k3 - ENTROPY_WEIGHT * entropy),)
+def policy_reference(entropy_weight):
+    """Without the metrics but the entropy, which nobody would fuse by hand."""
 
+    def reference(z, labels, advantages, old_log_prob, reference_log_prob, generator_log_prob=None):
+        _, log_prob, entropy, _, mean = definitions(z, labels)
+        policy = policy_loss(log_prob, advantages, old_log_prob)
+        k3 = (reference_log_prob - log_prob).exp() + log_prob - reference_log_prob - 1
+        return mean(policy + KL_WEIGHT * k3 - entropy_weight * entropy), mean(entropy.detach())
 
-def policy_reference(z, labels, advantages, old_log_prob, reference_log_prob):
-    _, log_prob, entropy, _, mean = definitions(z, labels)
-    k3 = (reference_log_prob - log_prob).exp() + log_prob - reference_log_prob - 1
-    return mean(policy_loss(log_prob, advantages, old_log_prob) + KL_WEIGHT * k3), mean(entropy.detach())
+    return reference
 
 
 def policy_extras(tokens, vocab, draw, names=("old", "reference")):
@@ -325,12 +304,15 @@ TASKS = [
     ),
     Task(
         "log_prob+entropy",
-        log_prob_and_entropy,
+        of_statistics(log_prob_and_entropy, ("entropy",)),
         log_prob_and_entropy_reference,
         lambda tokens, vocab, draw: {"log_prob": draw(tokens).abs(), "entropy": -draw(tokens).abs()},
     ),
     Task(
-        "grpo", grpo, grpo_reference, lambda tokens, vocab, draw: {"advantage": draw(tokens), "old": draw(tokens) - 14}
+        "grpo",
+        of_statistics(grpo, ("entropy",)),
+        grpo_reference,
+        lambda tokens, vocab, draw: {"advantage": draw(tokens), "old": draw(tokens) - 14},
     ),
     Task(
         "clip+kl+entropy",
@@ -339,7 +321,7 @@ TASKS = [
             hl.KLToReference(KL_WEIGHT, "k3", output_clamp=None),
             metrics="entropy",
         ),
-        policy_reference,
+        policy_reference(0.0),
         policy_extras,
     ),
     Task(
@@ -365,7 +347,7 @@ TASKS = [
         entropy_and_mass_of_sets_reference,
         partial(set_extras, k=1024, ascending=False),
     ),
-    Task("log_probs_at", log_probs_at_ids, log_probs_at_ids_reference, topk_extras),
+    Task("log_probs_at", mean_log_prob_at_ids, log_probs_at_ids_reference, topk_extras),
     Task("ce+rank", head(hl.CrossEntropy(), metrics="rank"), rank_reference),
     Task(  # the clipped policy gradient, KL to a reference, an entropy bonus, and every metric there is
         "rl",
@@ -375,7 +357,7 @@ TASKS = [
             hl.Entropy(ENTROPY_WEIGHT),
             metrics=("entropy", hl.PolicyMetrics((CLIP, CLIP), reference=True), hl.GeneratorMetrics()),
         ),
-        rl_reference,
+        policy_reference(ENTROPY_WEIGHT),
         partial(policy_extras, names=("old", "reference", "generator")),
         plain_pytorch=True,
     ),
@@ -521,7 +503,7 @@ def run_task(task, problem, report, args, bandwidth, absent):
     nbytes = (5 if task.teacher else 3) * logits.nbytes
     for implementation in implementations(task, problem.shard, machine.device):
         name = implementation.name
-        if name in absent or not any(fnmatch.fnmatchcase(name, pattern) for pattern in args.implementations):
+        if name in absent or not is_wanted(name, args.implementations):
             continue
         if name == "ours, torch backend" and logits.numel() > SMALL_ENOUGH_FOR_EAGER:
             continue
@@ -544,27 +526,6 @@ def run_task(task, problem, report, args, bandwidth, absent):
         function = None
         machine.release()
         problem.refill()
-
-
-def versions(peers=PEERS) -> dict[str, str]:
-    out = {"python": sys.version.split()[0], "torch": torch.__version__, "tp_headloss": hl.__version__}
-    if torch.version.cuda:
-        out |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    for package in sorted({"triton", "nvidia-cutlass-dsl"} | {p.package for p in peers} - {"torch"}):
-        try:
-            out[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return out
-
-
-def command(arguments, file=__file__) -> str:
-    """How to run this again, without the folders of this machine."""
-    words = [os.path.basename(word) if os.path.isabs(word) else word for word in arguments]
-    script = str(Path(file).resolve().relative_to(ROOT))
-    ranks = dist.get_world_size() if "RANK" in os.environ else 0
-    launcher = f"torchrun --standalone --nproc-per-node {ranks} " if ranks else "python "
-    return launcher + shlex.join([script, *words])
 
 
 def heading(row):
@@ -594,67 +555,22 @@ def cells(row):
     return "".join(text.rjust(width) for text, width in zip(texts, widths)) + status
 
 
-def arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
-    parser.add_argument("--vocab", type=int, nargs="+", default=[32064], help="global vocabulary")
+def main(argv=None):
+    parser = parser_of(__doc__, tokens=[8192], vocab=32064, seconds=0.1)
     parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS], default=None, help="default: all")
-    parser.add_argument("--implementations", nargs="+", default=["*"], help="names or patterns such as 'ours*'")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--repeats", type=int, default=50, help="at most this many; at least 5")
-    parser.add_argument("--seconds", type=float, default=0.1, help="for one measurement, if 5 repeats fit")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for anybody's first step, on one rank")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--one-thread", action="store_true", help="run backward in the caller's thread, not in autograd's own"
     )
     parser.add_argument("--do-bench", action="store_true", help="time graphs by Triton's own benchmark, too")
-    parser.add_argument("--json", help="file for the results")
-    return parser.parse_args(argv)
-
-
-def join(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
-    """This process's device, and the group if torchrun started several."""
-    if "RANK" not in os.environ:
-        return torch.device(device), None
-    index = int(os.environ["LOCAL_RANK"])
-    if device == "cpu":
-        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-        return torch.device("cpu"), dist.group.WORLD
-    torch.cuda.set_device(index)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", index), timeout=timedelta(minutes=5))
-    return torch.device("cuda", index), dist.group.WORLD
-
-
-def main(argv=None):
-    args = arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and still print the table
+    args = parser.parse_args(argv)
     torch.autograd.set_multithreading_enabled(not args.one_thread)
-    device, group = join(args.device)
-    machine = Machine(device, group, args.seconds, args.repeats)
-    bandwidth = -machine.slowest([-machine.copy_bandwidth()]).item()
-    report = Report(
-        machine,
-        cells,
-        args.json,
-        args.limit,
-        device=torch.cuda.get_device_name() if machine.cuda else "CPU",
-        gpus=torch.cuda.device_count() if machine.cuda else 0,
-        tp=1 if group is None else dist.get_world_size(group),
-        dtype=args.dtype,
-        versions=versions(),
-        command=command(sys.argv[1:] if argv is None else argv),
-        copy_gb_per_s=round(bandwidth / 1e9, 1),
-        tolerances={"ours": OUR_TOLERANCE, "peers": PEER_TOLERANCE},
-    )
-    try:
+    packages = {peer.package for peer in PEERS}
+    with reported(args, __file__, argv, cells, print_table, packages, args.repeats) as report:
+        bandwidth = -report.machine.slowest([-report.machine.copy_bandwidth()]).item()
+        report.facts["copy_gb_per_s"] = round(bandwidth / 1e9, 1)
+        report.facts["tolerances"] = {"ours": OUR_TOLERANCE, "peers": PEER_TOLERANCE}
         run_shapes(args, report, bandwidth)
-    finally:
-        if report.first:
-            print({key: report.facts[key] for key in ("device", "tp", "dtype", "copy_gb_per_s", "versions")})
-            print_table(report.rows)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def run_shapes(args, report, bandwidth):

@@ -9,31 +9,23 @@ memory: the peak above inputs, dH and dW. errors: of loss, dH and dW against fp3
 GEMMs: over the bare GEMMs of that mode and nothing else, three, or four with the logits made twice. Ours get a budget
 of a quarter of the logits shard for one sweep and an eighth for recompute, unless their names say otherwise; dW goes
 into main_grad, or is returned.
-
---teacher: mean forward KL to a teacher of the same size instead, whose logits are made, too: before the student's head
-and as a whole, or by blocks (`TeacherHead`), once in one sweep and twice in recompute. Its GEMMs count.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import fnmatch
 import itertools
 import math
-import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bench import command, join, versions
 from linear_peers import PEERS, SummedGradient
-from timing import Machine, Report, reason
+from timing import Machine, is_wanted, parser_of, reason, reported
 
-from tp_headloss import CrossEntropy, Distillation, HeadLoss, Linear, Options, Teacher, TeacherHead, VocabShard
+from tp_headloss import HeadLoss, Linear, Options, VocabShard
 from tp_headloss.linear_head import call
 
 IGNORED = -100
@@ -41,7 +33,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}  # of loss, dH 
 
 
 class Problem:
-    def __init__(self, tokens: int, hidden: int, vocab: int, std: float, dtype, machine: Machine, teacher=False):
+    def __init__(self, tokens: int, hidden: int, vocab: int, std: float, dtype, machine: Machine):
         self.machine, self.shard = machine, VocabShard.from_group(machine.group, vocab)
         generator = torch.Generator(machine.device).manual_seed(1)  # the same hidden states and labels on every rank
 
@@ -54,11 +46,6 @@ class Problem:
         generator.manual_seed(3)
         self.labels = torch.randint(vocab, (tokens,), device=machine.device, generator=generator)
         self.labels[::17] = IGNORED
-        self.teacher = None  # hidden states and weight shard
-        if teacher:
-            teacher_hidden = draw(tokens, hidden)
-            generator.manual_seed(2**20 + self.shard.start)
-            self.teacher = teacher_hidden, draw(self.shard.width, hidden).mul_(std / hidden**0.5)
         self.logits_bytes = tokens * self.shard.width * dtype.itemsize
 
     @torch.no_grad()
@@ -81,15 +68,9 @@ class Problem:
             here = slice(first, first + 1024)
             hidden, labels = self.hidden[here].float(), self.labels[here]
             log_p, q = log_softmax(hidden @ weight.t()), torch.zeros(len(labels), len(weight), device=weight.device)
-            entropy = 0.0  # of a label
-            if self.teacher is None:
-                own = (labels >= self.shard.start) & (labels < self.shard.stop)
-                q.scatter_add_(1, torch.where(own, labels - self.shard.start, 0)[:, None], own.float()[:, None])
-            else:
-                log_q = log_softmax(self.teacher[0][here].float() @ self.teacher[1].float().t())
-                q = log_q.exp()
-                entropy = -over_ranks((q * log_q).sum(1))
-            loss += torch.where(labels != IGNORED, -over_ranks((q * log_p).sum(1)) - entropy, 0.0).sum()
+            own = (labels >= self.shard.start) & (labels < self.shard.stop)
+            q.scatter_add_(1, torch.where(own, labels - self.shard.start, 0)[:, None], own.float()[:, None])
+            loss += torch.where(labels != IGNORED, -over_ranks((q * log_p).sum(1)), 0.0).sum()
             p = log_p.exp_().sub_(q)
             p *= ((labels != IGNORED) / count)[:, None]
             of_hidden[here] = p @ weight
@@ -135,22 +116,13 @@ def differentiated(problem, loss_of):
 
 
 def materialised(problem, options):
-    terms = [CrossEntropy() if problem.teacher is None else Distillation()]
-    head_loss, shard = HeadLoss(terms, options=options), problem.shard
+    head_loss, shard = HeadLoss(options=options), problem.shard
 
     def loss_of(hidden, weight, labels):
         hidden = hidden if shard.group is None else SummedGradient.apply(hidden, shard.group)
-        inputs = teacher_inputs(problem, True)
-        return head_loss(F.linear(hidden, weight), labels, shard=shard, inputs=inputs).loss
+        return head_loss(F.linear(hidden, weight), labels, shard=shard).loss
 
     return differentiated(problem, loss_of)
-
-
-def teacher_inputs(problem, whole_logits):
-    """Inputs of the loss: the teacher as a head, or with its logits, which are made here."""
-    if problem.teacher is None:
-        return {}
-    return {"teacher": Teacher(F.linear(*problem.teacher)) if whole_logits else TeacherHead(*problem.teacher)}
 
 
 @contextlib.contextmanager
@@ -165,15 +137,14 @@ def with_engine(engine: str):
         call.is_default = given
 
 
-def ours(problem, mode, budget, main_grad, whole_logits=False, engine="auto"):
-    head_loss, weight = HeadLoss([CrossEntropy() if problem.teacher is None else Distillation()]), problem.weight
+def ours(problem, mode, budget, main_grad, engine="auto"):
+    head_loss, weight = HeadLoss(), problem.weight
     declared = 1.0 if main_grad and mode == "one_sweep" else None
     linear = Linear(mode=mode, budget=budget, main_grad=main_grad, upstream=declared)
 
     def loss_of(hidden, weight, labels):
-        inputs = teacher_inputs(problem, whole_logits)
         with with_engine(engine):
-            return head_loss.linear(hidden, weight, labels, shard=problem.shard, inputs=inputs, linear=linear).loss
+            return head_loss.linear(hidden, weight, labels, shard=problem.shard, linear=linear).loss
 
     if not main_grad:
         return differentiated(problem, loss_of)
@@ -187,25 +158,7 @@ def ours(problem, mode, budget, main_grad, whole_logits=False, engine="auto"):
     return step
 
 
-def distillations(problem):
-    """Beside a teacher: what its logits, as a whole or by blocks, cost and take."""
-    quarter, eighth = problem.logits_bytes // 4, problem.logits_bytes // 8
-    rows = [Implementation(f"{n} GEMMs", n, lambda n=n: gemms(problem, n)) for n in (4, 5, 6)]
-    rows.append(Implementation("materialised logits", 4, lambda: materialised(problem, Options())))
-    for mode, whole_logits, n, budget in (
-        ("one_sweep", True, 4, quarter), ("one_sweep", False, 4, quarter), ("one_sweep", False, 4, 2 * quarter),
-        ("recompute", True, 5, eighth), ("recompute", False, 6, eighth), ("recompute", False, 6, quarter),
-    ):  # fmt: skip
-        kind = "teacher with logits" if whole_logits else "teacher head"
-        share = "" if budget == (quarter if mode == "one_sweep" else eighth) else ", more memory"
-        build = lambda m=mode, b=budget, w=whole_logits: ours(problem, m, b, True, w)  # noqa: E731
-        rows.append(Implementation(f"ours, {mode.replace('_', ' ')}, {kind}{share}", n, build, budget))
-    return rows
-
-
 def implementations(problem):
-    if problem.teacher is not None:
-        return distillations(problem)
     quarter, eighth = problem.logits_bytes // 4, problem.logits_bytes // 8
     own_sum = 4 * problem.weight.numel()  # fp32 memory that dW is summed in, if it is returned in half precision
     rows = [
@@ -293,6 +246,9 @@ def print_table(rows):
         print(f"{'':48}{'eager':>8}{'graph':>8}{'/GEMMs':>8}{'MiB':>8}{'/shard':>8}  errors of loss, dH, dW")
         for row in group:
             print(f"{row['implementation']:48} {cells(row, bare)}")
+    for row in rows:
+        if "overlap" in row:
+            print(row["implementation"], shape(row), row["overlap"])
 
 
 def cells(row, bare=None):
@@ -308,58 +264,24 @@ def cells(row, bare=None):
     return f"{best:7.0f}{graph:>8}{ratio:8.3f}{memory:8.0f}{share:8.3f}  {row.get('errors', '')} {status}"
 
 
-def arguments(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
-    parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
-    parser.add_argument("--vocab", type=int, nargs="+", default=[128256], help="global vocabulary")
-    parser.add_argument("--implementations", nargs="+", default=["*"], help="names or patterns such as 'ours*'")
-    parser.add_argument("--std", type=float, default=2.0, help="of the logits: CCE skips gradients that are small")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    parser.add_argument("--seconds", type=float, default=0.5, help="for one measurement, if 5 repeats fit")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds for anybody's first step, on one rank")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--teacher", action="store_true", help="forward KL to a teacher, instead of cross-entropy")
-    parser.add_argument("--trace", action="store_true", help="print what runs beside the reduction of dH")
-    parser.add_argument("--json", help="file for the results")
-    return parser.parse_args(argv)
-
-
 def main(argv=None):
-    args = arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # and still print the table
-    device, group = join(args.device)
-    machine = Machine(device, group, args.seconds, 30)
-    report = Report(
-        machine,
-        cells,
-        args.json,
-        args.limit,
-        device=torch.cuda.get_device_name() if machine.cuda else "CPU",
-        dtype=args.dtype,
-        versions=versions(PEERS),
-        command=command(sys.argv[1:] if argv is None else argv, __file__),
-    )
-    try:
+    parser = parser_of(__doc__, tokens=[8192], vocab=128256, seconds=0.5)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
+    parser.add_argument("--std", type=float, default=2.0, help="of the logits: CCE skips gradients that are small")
+    parser.add_argument("--trace", action="store_true", help="print what runs beside the reduction of dH")
+    args = parser.parse_args(argv)
+    packages = {peer.package for peer in PEERS}
+    with reported(args, __file__, argv, cells, print_table, packages, repeats=30) as report:
         run_shapes(args, report)
-    finally:
-        if report.first:
-            print(report.facts)
-            print_table(report.rows)
-            for row in report.rows:
-                if "overlap" in row:
-                    print(row["implementation"], shape(row), row["overlap"])
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def run_shapes(args, report):
     machine = report.machine
     for vocab, hidden, tokens in itertools.product(args.vocab, args.hidden, args.tokens):
-        problem = Problem(tokens, hidden, vocab, args.std, getattr(torch, args.dtype), machine, args.teacher)
+        problem = Problem(tokens, hidden, vocab, args.std, getattr(torch, args.dtype), machine)
         truth = problem.truth()
         for implementation in implementations(problem):
-            if not any(fnmatch.fnmatchcase(implementation.name, pattern) for pattern in args.implementations):
+            if not is_wanted(implementation.name, args.implementations):
                 continue
             row = {"implementation": implementation.name, "tokens": tokens, "hidden": hidden, "vocab": vocab}
             row |= {"tp": problem.shard.world_size, "gemms": implementation.gemms, "budget": implementation.budget}

@@ -1,7 +1,6 @@
 """Host time of one training step of ours beside F.cross_entropy: what Python, dispatch and launches take of the CPU.
 
     python scripts/bench/host_time.py               # on the GPU, or without one on the CPU with the torch backend
-    python scripts/bench/host_time.py --profile     # and the functions of ours in which the time goes
     python scripts/bench/host_time.py --tokens 4096 --vocab 32000 --json host_time.json
 
 A step is forward and backward of the mean cross-entropy of logits [tokens, vocab], by `HeadLoss([CrossEntropy()])` and
@@ -16,11 +15,9 @@ the time of a step includes its arithmetic, in one thread of torch: choose a sma
 """
 
 import argparse
-import cProfile
 import gc
 import importlib.metadata
 import json
-import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -78,19 +75,6 @@ def host_times(steps: dict[str, Callable[[], None]], device: str, batches: int, 
     return times
 
 
-def profiled(step: Callable[[], None], device: str, count: int, lines: int) -> None:
-    """Prints the functions in which a step spends its time, its own time first; the backward runs in this thread."""
-    profiler = cProfile.Profile()
-    with torch.autograd.set_multithreading_enabled(False):
-        for _ in range(count):
-            catch_up(device)
-            profiler.enable()
-            step()
-            profiler.disable()
-    print(f"\n{count} steps of ours under cProfile, whose own cost is in the times")
-    pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=256)
@@ -99,8 +83,6 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of the logits; default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--batches", type=int, default=50)
     parser.add_argument("--batch", type=int, default=20, help="steps until the device catches up")
-    parser.add_argument("--profile", action="store_true", help="print cProfile's top functions of ours")
-    parser.add_argument("--lines", type=int, default=30, help="functions that --profile prints")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     if args.device == "cpu":
@@ -123,8 +105,6 @@ def main() -> None:
     if args.json:
         with open(args.json, "w") as file:
             json.dump(report, file, indent=1)
-    if args.profile:
-        profiled(steps["ours"], args.device, args.batches * args.batch, args.lines)
 
 
 if __name__ == "__main__":

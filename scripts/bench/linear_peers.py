@@ -10,42 +10,19 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peers import NEMO_RL_CHUNK, some_group
+from peers import NEMO_RL_CHUNK, registry, some_group
 from torch.utils.checkpoint import checkpoint
 
 from tp_headloss import VocabShard
 
 CHUNKS = 8
-Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Peer:
-    name: str
-    build: Callable[[VocabShard], Step]
-    package: str = "torch"  # the distribution whose version is reported
-    sharded: bool = True  # knows a vocabulary that is sharded over ranks
-    gemms: int = 4  # three if the logits are made once
-    note: str = ""
-
-
-PEERS: list[Peer] = []
-
-
-def peer(name: str, given: dict | None = None, **facts):
-    """given: keywords that this peer's `build` gets besides; of several above one function, the lowest is the first."""
-
-    def register(build):
-        PEERS.append(Peer(name, functools.partial(build, **given or {}), **facts))
-        return build
-
-    return register
+PEERS, peer = registry()
 
 
 def mean(per_token: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -99,9 +76,9 @@ def torch_linear_cross_entropy(shard):
 KAHAN = "skips blocks of small dH; sums in fp32"
 
 
-@peer("CCE, exact", {"kind": "cce_exact"}, package="cut-cross-entropy", note="skips nothing; sums in fp32")
-@peer("CCE, Kahan, full C", {"kind": "cce_kahan_full_c"}, package="cut-cross-entropy", note=KAHAN)
-@peer("CCE", {"kind": "cce"}, package="cut-cross-entropy", note="skips blocks of small gradients; sums in bf16")
+@peer("CCE, exact", given={"kind": "cce_exact"}, package="cut-cross-entropy", note="skips nothing; sums in fp32")
+@peer("CCE, Kahan, full C", given={"kind": "cce_kahan_full_c"}, package="cut-cross-entropy", note=KAHAN)
+@peer("CCE", given={"kind": "cce"}, package="cut-cross-entropy", note="skips blocks of small gradients; sums in bf16")
 def cce(shard, kind):
     from cut_cross_entropy import VocabParallelOptions, linear_cross_entropy
 
@@ -126,7 +103,7 @@ def verl_linear(shard):
     return step
 
 
-@peer("Liger, linear, fp32 dW", {"accum_dtype": torch.float32}, package="liger-kernel", sharded=False, gemms=3)
+@peer("Liger, linear, fp32 dW", given={"accum_dtype": torch.float32}, package="liger-kernel", sharded=False, gemms=3)
 @peer("Liger, linear", package="liger-kernel", sharded=False, gemms=3, note="sums dW in bf16")
 def liger(shard, accum_dtype=None):
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -172,9 +149,9 @@ OTHER_GPUS = {"use_scaled_exp": False, "tuned": False}
 
 # Its path for other GPUs: GEMMs of torch and, for dW, its own around its kernel for the cross-entropy. Tuning would
 # time 44 configurations, 254 launches each, of either of the two GEMMs of dW: minutes at these shapes.
-@peer("quack, linear, chunks", OTHER_GPUS, **QUACK, note="its GEMMs of dW are not tuned")
+@peer("quack, linear, chunks", given=OTHER_GPUS, **QUACK, note="its GEMMs of dW are not tuned")
 # Where the hidden size is 4096 its default, 4096 tokens, fails: "m == n makes row/col inference ambiguous".
-@peer("quack, linear, 2048 tokens", {"chunk_size": 2048}, **QUACK)
+@peer("quack, linear, 2048 tokens", given={"chunk_size": 2048}, **QUACK)
 @peer("quack, linear", **QUACK, note="on Hopper, softmax inside the GEMMs")
 def quack(shard, **options):
     """Gradient in forward."""

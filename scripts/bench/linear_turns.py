@@ -19,24 +19,21 @@ first: seconds of the first step, in which kernels are compiled that no way befo
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import itertools
-import json
 import statistics
-import sys
 import time
 from typing import NamedTuple
 
 import torch
-from bench import command, join, versions
-from bench_linear import Problem, differentiated, gemms, ours, with_engine
+from bench_linear import Implementation, Problem, differentiated, gemms, ours, with_engine
 from linear_peers import PEERS
-from timing import Machine, reason
+from timing import Machine, is_wanted, reason, reported
 
 from tp_headloss import linear_vocab_statistics
 from tp_headloss.linear_head import blocks
 
-GEMMS = {"forward": "one GEMM", "one_sweep": "three GEMMs", "recompute": "four GEMMs"}
+BARE = {1: "one GEMM", 3: "three GEMMs", 4: "four GEMMs"}
+GEMMS = {"forward": 1, "one_sweep": 3, "recompute": 4}
 
 
 class Way(NamedTuple):
@@ -126,45 +123,36 @@ def plan(way: Way, problem: Problem) -> list[int] | None:
     return found and [found.tokens, found.columns]
 
 
-def steps_of(problem: Problem, args) -> tuple[dict, dict, dict]:
-    """By name: functions that make a step, the names of their bare GEMMs, and what a row says of them."""
-    makers, bare, facts = {}, {}, {}
-    for n, name in ((1, "one GEMM"), (3, "three GEMMs"), (4, "four GEMMs")):
-        makers[name] = lambda n=n: gemms(problem, n)
+def wanted_implementations(problem: Problem, args) -> list[Implementation]:
+    """Ways and peers, after the bare GEMMs that they are compared with."""
+    found = []
     for way in WAYS:
-        if wanted(way.name, args.ways):
-            makers[way.name], bare[way.name] = lambda w=way: w.step(problem), GEMMS[way.mode]
+        if is_wanted(way.name, args.ways):
             budget = way.budget(problem)
-            facts[way.name] = {"budget_mib": budget and round(budget / 2**20, 1), "block": plan(way, problem)}
+            found.append(Implementation(way.name, GEMMS[way.mode], lambda w=way: w.step(problem), budget))
     for peer in PEERS:
-        if wanted(peer.name, args.peers):
-            makers[peer.name] = lambda p=peer: differentiated(problem, p.build(problem.shard))
-            bare[peer.name], facts[peer.name] = (
-                GEMMS["one_sweep" if peer.gemms == 3 else "recompute"],
-                {"note": peer.note},
-            )
-    used = set(bare.values()).union(bare)
-    return {name: make for name, make in makers.items() if name in used}, bare, facts
+        if is_wanted(peer.name, args.peers):
+            build = lambda p=peer: differentiated(problem, p.build(problem.shard))  # noqa: E731
+            found.append(Implementation(peer.name, peer.gemms, build, note=peer.note))
+    used = {implementation.gemms for implementation in found}
+    return [Implementation(BARE[n], n, lambda n=n: gemms(problem, n)) for n in sorted(used)] + found
 
 
-def wanted(name: str, patterns) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def prepared(makers: dict, problem: Problem) -> tuple[dict, dict]:
+def prepared(implementations: list[Implementation], problem: Problem) -> tuple[dict, list[dict]]:
     """Run each step once, as a graph, too, if that is possible -> the runs by name, and rows."""
-    machine, runs, rows = problem.machine, {}, {}
-    for name, make in makers.items():
-        row = rows[name] = {"name": name}
+    machine, runs, rows = problem.machine, {}, []
+    for implementation in implementations:
+        name = implementation.name
+        rows.append(row := {"name": name})
         try:
             begin = time.perf_counter()
-            step = make()
+            step = implementation.build()
             out = step()
             machine.synchronize()
             row["first_s"] = round(time.perf_counter() - begin, 1)
-            returned = (
-                0 if out is None else sum(x.nbytes for x in out[1:] if x is not None and x.dtype == torch.bfloat16)
-            )
+            gradients = [] if out is None else [x for x in out[1:] if x is not None and x.dtype == torch.bfloat16]
+            returned = sum(x.nbytes for x in gradients)
+            del gradients
             del out
             row["memory_mib"] = round(machine.extra_memory(step) - returned / 2**20, 1)
             runs[f"{name}, eager"] = step
@@ -177,26 +165,29 @@ def prepared(makers: dict, problem: Problem) -> tuple[dict, dict]:
 
 def measured(problem: Problem, args) -> list[dict]:
     """A row for each way, the bare GEMMs among them."""
-    machine = problem.machine
-    makers, bare, facts = steps_of(problem, args)
-    runs, rows = prepared(makers, problem)
-    times = in_turns(runs, machine, args.rounds, args.seconds)
-    for name, row in rows.items():
-        row |= facts.get(name, {})
+    implementations, plans = wanted_implementations(problem, args), {way.name: plan(way, problem) for way in WAYS}
+    runs, rows = prepared(implementations, problem)
+    times = in_turns(runs, problem.machine, args.rounds, args.seconds)
+    for row, way in zip(rows, implementations):
+        name, n = way.name, way.gemms
+        if name != BARE[n]:
+            row |= {
+                "budget_mib": way.budget and round(way.budget / 2**20, 1),
+                "block": plans.get(name),
+                "note": way.note,
+            }
+            if f"{name}, eager" in runs:
+                row["host_us"] = problem.machine.host_time(runs[f"{name}, eager"])
         for kind in ("graph", "eager"):
-            if (found := times.get(f"{name}, {kind}")) is None:
-                continue
-            row[f"{kind}_us"] = round(statistics.median(found))
-            if name in bare:
-                ratios = [a / b for a, b in zip(found, times[f"{bare[name]}, graph"])]
+            if (found := times.get(f"{name}, {kind}")) is not None:
+                row[f"{kind}_us"] = round(statistics.median(found))
+                ratios = [a / b for a, b in zip(found, times[f"{BARE[n]}, graph"])]
                 row[f"{kind}_over_gemms"] = round(statistics.median(ratios), 3)
-        if name in bare and f"{name}, eager" in runs:
-            row["host_us"] = machine.host_time(runs[f"{name}, eager"])
         print(row, flush=True)
-    return list(rows.values())
+    return rows
 
 
-def arguments(argv):
+def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096])
@@ -207,31 +198,20 @@ def arguments(argv):
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=0.06, help="of one way in one round")
     parser.add_argument("--json", help="file for the results")
-    return parser.parse_args(argv)
-
-
-def main(argv=None):
-    args = arguments(argv)
-    device, _ = join("cuda")
-    machine, shapes = Machine(device, None, 0.3, 30), []
-    facts = {
-        "device": torch.cuda.get_device_name(),
-        "dtype": "bfloat16",
-        "versions": versions(PEERS if args.peers else []),
-    }
-    facts["command"] = command(sys.argv[1:] if argv is None else argv, __file__)
-    for vocab, hidden, tokens, ranks in itertools.product(args.vocab, args.hidden, args.tokens, args.ranks):
-        width = -(-vocab // ranks)
-        problem = Problem(tokens, hidden, width, 2.0, torch.bfloat16, machine)
-        problem.shard._set_chunks(whole=ranks == 1)
-        print(f"rank of {ranks}: {tokens} x {hidden} x {width}", flush=True)
-        shapes.append({"ranks": ranks, "tokens": tokens, "hidden": hidden, "width": width})
-        shapes[-1]["rows"] = measured(problem, args)
-        del problem
-        machine.release()
-        if args.json:
-            with open(args.json, "w") as file:
-                json.dump(facts | {"shapes": shapes}, file, indent=1)
+    parser.set_defaults(device="cuda", dtype="bfloat16", limit=0.0)
+    args = parser.parse_args(argv)
+    packages = {peer.package for peer in PEERS} if args.peers else ()
+    with reported(args, __file__, argv, str, lambda rows: None, packages, repeats=30) as report:
+        for vocab, hidden, tokens, ranks in itertools.product(args.vocab, args.hidden, args.tokens, args.ranks):
+            width = -(-vocab // ranks)
+            problem = Problem(tokens, hidden, width, 2.0, torch.bfloat16, report.machine)
+            problem.shard._set_chunks(whole=ranks == 1)
+            shape = {"ranks": ranks, "tokens": tokens, "hidden": hidden, "width": width}
+            print(shape, flush=True)
+            report.rows += [shape | row for row in measured(problem, args)]
+            report.write()
+            del problem
+            report.machine.release()
 
 
 if __name__ == "__main__":

@@ -40,25 +40,34 @@ class Batch:
 @dataclass(frozen=True)
 class Peer:
     name: str
-    tasks: tuple[str, ...]
-    build: Callable[[str, VocabShard], Callable[[Batch], torch.Tensor]]
+    tasks: tuple[str, ...]  # of `bench.py`
+    build: Callable[..., Callable]
     package: str = "torch"  # the distribution whose version is reported
     sharded: bool = True  # knows a vocabulary that is sharded over ranks
     note: str = ""
+    gemms: int = 4  # of a linear head: three if the logits are made once
 
 
-PEERS: list[Peer] = []
 ENTERED = contextlib.ExitStack()  # contexts that a peer needs around forward and backward; they outlive its calls
 
 
-def peer(name: str, *tasks: str, given: dict | None = None, **facts):
-    """given: keywords that this peer's `build` gets besides; of several above one function, the lowest is the first."""
+def registry() -> tuple[list[Peer], Callable]:
+    """A list of peers, and the decorator that adds a function to it."""
+    peers: list[Peer] = []
 
-    def register(build):
-        PEERS.append(Peer(name, tasks, functools.partial(build, **given or {}), **facts))
-        return build
+    def peer(name: str, *tasks: str, given: dict | None = None, **facts):
+        """given: keywords that this peer's `build` gets besides; of several above a function, the lowest is first."""
 
-    return register
+        def register(build):
+            peers.append(Peer(name, tasks, functools.partial(build, **given or {}), **facts))
+            return build
+
+        return register
+
+    return peers, peer
+
+
+PEERS, peer = registry()
 
 
 def some_group(shard: VocabShard):
@@ -98,44 +107,31 @@ def torch_loss_parallel(task, shard):
     return loss
 
 
+def in_sequences(function, *args, **keywords):
+    """The mean of per-token losses of logits [sequence, batch, columns]."""
+    return lambda batch: batch.mean(function(batch.logits.unsqueeze(1), batch.labels.unsqueeze(1), *args, **keywords))
+
+
 @peer("Megatron-Core", "ce", package="megatron-core")
 def megatron(task, shard):
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
-    group = some_group(shard)
-
-    def loss(batch):
-        logits, labels = batch.logits.unsqueeze(1), batch.labels.unsqueeze(1)  # [sequence, batch, columns]
-        return batch.mean(vocab_parallel_cross_entropy(logits, labels, tp_group=group))
-
-    return loss
+    return in_sequences(vocab_parallel_cross_entropy, tp_group=some_group(shard))
 
 
 @peer("Megatron-Core, fused", "ce", package="megatron-core")
 def megatron_fused(task, shard):
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
-    group = some_group(shard)
-
-    def loss(batch):
-        logits, labels = batch.logits.unsqueeze(1), batch.labels.unsqueeze(1)
-        return batch.mean(fused_vocab_parallel_cross_entropy(logits, labels, group))
-
-    return loss
+    return in_sequences(fused_vocab_parallel_cross_entropy, some_group(shard))
 
 
-@peer("Transformer Engine, in place", "ce", package="transformer-engine", given={"overwrite": True})
+@peer("Transformer Engine, in place", "ce", package="transformer-engine", given={"overwrite_input": True})
 @peer("Transformer Engine", "ce", package="transformer-engine")
-def transformer_engine(task, shard, overwrite=False):
+def transformer_engine(task, shard, **options):
     from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
-    options = {"overwrite_input": True} if overwrite else {}
-
-    def loss(batch):
-        logits, labels = batch.logits.unsqueeze(1), batch.labels.unsqueeze(1)
-        return batch.mean(parallel_cross_entropy(logits, labels, 0.0, False, shard.group, **options))
-
-    return loss
+    return in_sequences(parallel_cross_entropy, 0.0, False, shard.group, **options)
 
 
 def verl_loss(batch, log_prob, entropy):
@@ -215,12 +211,7 @@ def liger_divergence(task, shard, dtype=None):
 def liger_vocab_parallel(task, shard):
     from liger_kernel.transformers import LigerVocabParallelCrossEntropy
 
-    module = LigerVocabParallelCrossEntropy()
-
-    def loss(batch):
-        return batch.mean(module(batch.logits.unsqueeze(1), batch.labels.unsqueeze(1), shard.group))
-
-    return loss
+    return in_sequences(LigerVocabParallelCrossEntropy(), shard.group)
 
 
 @peer("flash-attention, in place", "ce", package="flash-attn", given={"inplace": True})
@@ -250,26 +241,6 @@ def deepspeed(task, shard):
 
 
 NEMO_RL_CHUNK = 1024  # tokens, as in its distillation
-
-
-@peer("NeMo-RL", "log_probs_at", "sets", "sets of 1024", "sets of 1024, by probability", package="nemo-rl")
-def nemo_rl_log_probs_at(task, shard):
-    """Log-probs at K ids per token, as its distillation takes them; entropy and mass of a set are torch on these."""
-    from nemo_rl.distributed.model_utils import ChunkedDistributedGatherLogprob
-
-    group = some_group(shard)
-
-    def loss(batch):
-        logits, ids = batch.logits.unsqueeze(0), batch.extras["ids"].unsqueeze(0)  # [1, tokens, columns or K]
-        facts = shard.start, shard.stop, NEMO_RL_CHUNK, group
-        log_probs = ChunkedDistributedGatherLogprob.apply(logits, ids, *facts).squeeze(0)
-        if task == "log_probs_at":
-            return -batch.mean(log_probs.mean(-1))
-        log_mass = log_probs.logsumexp(-1)
-        log_shares = log_probs - log_mass.unsqueeze(-1)
-        return batch.mean((log_shares.exp() * log_shares).sum(-1) - log_mass)
-
-    return loss
 
 
 @peer("NeMo-RL", "log_prob+entropy", package="nemo-rl")

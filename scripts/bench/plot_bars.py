@@ -43,14 +43,16 @@ def memory_in_logits(row):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", nargs="+", help="files of bench.py --json")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--out", default="bars.png")
     args = parser.parse_args()
-    rows = at(load(args.json)[1], task="ce", tokens=8192, vocab=128256)
+    rows = at(load(args.json), task="ce", tokens=args.tokens, vocab=args.vocab)
     rows = [row for row in rows if row["implementation"] in SHOWN]
     sizes = sorted({row["tp"] for row in rows})
     figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 6), sharey=True, layout="constrained", width_ratios=[3, 2])
     bars(time, rows, sizes, over_floor, digits=2)
-    bars(memory, rows, sizes, memory_in_logits, digits=1)
+    bars(memory, [row for row in rows if row["extra_memory_mib"] is not None], sizes, memory_in_logits, digits=1)
     time.set(title="time of forward + backward", xlabel="times the floor (1: reads and writes alone)")
     memory.set(title="peak memory beyond the logits", xlabel="sizes of this GPU's logits")
     time.axvline(1, color="black", lw=0.8, ls="--")

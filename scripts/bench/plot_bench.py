@@ -1,4 +1,6 @@
-"""Draws the JSON files that `bench.py` wrote, a picture per part: implementations, tasks, and scaling.
+"""Draws the JSON files that `bench.py` wrote, a picture per part: tasks, or scaling.
+
+`plot_bars.py` draws the implementations of one task.
 
     plot_bench.py tp4_tasks.json tp4_kd.json tp4_rl.json --part tasks \\
         --without 'ours, gather' 'ours, in place' 'ours, symm_mem' --out bench_tasks.png
@@ -22,19 +24,9 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-FAMILIES = [
-    "#d62728",
-    "#1f77b4",
-    "#17becf",
-    "#2ca02c",
-    "#9467bd",
-    "#8c564b",
-    "#e377c2",
-    "#bcbd22",
-    "#ff7f0e",
-    "#444444",
-]
-TP_MARKERS = {1: "o", 2: "s", 4: "D", 8: "^"}
+FAMILIES = (
+    "#d62728", "#1f77b4", "#17becf", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#ff7f0e", "#444444",
+)  # fmt: skip
 TASKS = {  # as bench.py calls them -> as the pictures do
     "ce": "cross-entropy",
     "ce+z": "cross-entropy, z-loss",
@@ -54,11 +46,10 @@ TASKS = {  # as bench.py calls them -> as the pictures do
 
 
 def load(paths):
-    reports = [json.loads(Path(path).read_text()) for path in paths]
-    rows = [row for report in reports for row in report["rows"]]
+    rows = [row for path in paths for row in json.loads(Path(path).read_text())["rows"]]
     identity = ("task", "tokens", "vocab", "tp", "implementation")
     rows = list({tuple(row[key] for key in identity): row for row in rows}.values())  # the last of what is there twice
-    return reports, [row for row in rows if row.get("eager_us")]
+    return [row for row in rows if row.get("eager_us")]
 
 
 def over_floor(row):
@@ -80,24 +71,21 @@ def styles(rows):
     return {name: style for name, style in out.items() if name in used}
 
 
-def gpus(number):
-    """Number of GPUs in words."""
-    return "one GPU" if number == 1 else f"{number} GPUs"
-
-
-def usual(rows, wanted):
-    """The wanted (tokens, vocabulary) if it was measured, else the shape with the most rows, the largest of them."""
-    counts = Counter((row["tokens"], row["vocab"]) for row in rows)
-    return max(counts, key=lambda shape: (shape == wanted, counts[shape], shape[0] * shape[1]))
+def named(coordinate):
+    """A number of tokens, ids or GPUs in words."""
+    key, number = coordinate
+    if key == "tp":
+        return "one GPU" if number == 1 else f"{number} GPUs"
+    return f"{number} tokens" if key == "tokens" else f"{number} ids"
 
 
 def at(rows, **values):
     return [row for row in rows if all(row[key] == value for key, value in values.items())]
 
 
-def point(axis, x, y, row, color, marker):
+def point(axis, x, y, row, color):
     filled = bool(row.get("graph_over_floor"))
-    axis.plot(x, y, marker, color=color, mfc=color if filled else "white", ms=6, mew=1.3, zorder=3, clip_on=False)
+    axis.plot(x, y, "o", color=color, mfc=color if filled else "white", ms=6, mew=1.3, zorder=3, clip_on=False)
     if row["status"] == "wrong":
         axis.plot(x, y, "x", color="black", ms=10, mew=1.5, zorder=4)
 
@@ -115,63 +103,31 @@ def ratio_axis(axis, direction, values):
     (axis.axvline if direction == "x" else axis.axhline)(1, color="black", lw=1, ls="--", zorder=1)
 
 
-def by_implementation(axes, rows, style, task, wanted):
-    """Two panels that share their lines: time over the floor, and memory over the size of the logits."""
-    tokens, vocab = usual(rows, wanted)
-    rows = at(rows, tokens=tokens, vocab=vocab)
-    names = sorted(
-        {r["implementation"] for r in rows}, key=lambda n: -min(over_floor(r) for r in at(rows, implementation=n))
-    )
-    time, memory = axes
-    for row in rows:
-        line, marker = names.index(row["implementation"]), TP_MARKERS.get(row["tp"], "*")
-        point(time, over_floor(row), line, row, style[row["implementation"]][0], marker)
-        if row["extra_memory_mib"] is not None:
-            logits = row["tokens"] * row["columns"] * row["itemsize"] / 2**20
-            point(memory, row["extra_memory_mib"] / logits, line, row, style[row["implementation"]][0], marker)
-    ratio_axis(time, "x", [over_floor(row) for row in rows])
-    title = f"{TASKS.get(task, task)}, {tokens} tokens x {vocab} ids"
-    time.set(title=title, xlabel="forward + backward, time over the floor")
-    memory.set(title="peak memory above the inputs", xlabel="in sizes of the logits", xlim=(-0.1, None))
-    for axis in axes:
-        axis.set_yticks(range(len(names)), names)
-        axis.set_ylim(-0.6, len(names) - 0.4)
-        axis.grid(axis="both", lw=0.4, color="#cccccc")
-    memory.tick_params(labelleft=False)
-
-
-def by_task(axis, rows, style, wanted):
+def by_task(axis, rows, style, shape):
     """Time over the floor of every task at one shape and TP size."""
-    tp = Counter(row["tp"] for row in rows).most_common(1)[0][0]
-    tokens, vocab = usual(at(rows, tp=tp), wanted)
-    rows = at(rows, tp=tp, tokens=tokens, vocab=vocab)
+    rows = at(rows, **shape)
     tasks = list(dict.fromkeys(row["task"] for row in rows))[::-1]
     for row in rows:
-        point(axis, over_floor(row), tasks.index(row["task"]), row, style[row["implementation"]][0], "o")
+        point(axis, over_floor(row), tasks.index(row["task"]), row, style[row["implementation"]][0])
     ratio_axis(axis, "x", [over_floor(row) for row in rows])
     axis.set_yticks(range(len(tasks)), [TASKS.get(task, task) for task in tasks])
     axis.set_ylim(-0.6, len(tasks) - 0.4)
-    axis.set(title=f"{tokens} tokens x {vocab} ids, {gpus(tp)}", xlabel="forward + backward, time over the floor")
+    axis.set(title=", ".join(map(named, shape.items())), xlabel="forward + backward, time over the floor")
     axis.grid(lw=0.4, color="#cccccc")
 
 
-def scaling(axis, rows, style, key, label, wanted):
-    """Time over the floor along one of tokens, vocab and tp, where the others are what most rows have."""
-    others = [name for name in ("tokens", "vocab", "tp") if name != key]
-    fixed = best_line(rows, key, others, wanted)
+def scaling(axis, rows, style, key, label, shape):
+    """Time over the floor along one of tokens, vocab and tp, at the others of the shape."""
+    fixed = {name: value for name, value in shape.items() if name != key}
     rows = at(rows, **fixed)
     for name in dict.fromkeys(row["implementation"] for row in rows):
         line = sorted(at(rows, implementation=name), key=lambda row: row[key])
         ours = name.startswith("ours")
-        axis.plot(
-            [r[key] for r in line],
-            [over_floor(r) for r in line],
-            color=style[name][0],
-            ls=style[name][1],
-            lw=2 if ours else 1.1,
-        )
+        color, dashes = style[name]
+        times = [over_floor(row) for row in line]
+        axis.plot([row[key] for row in line], times, color=color, ls=dashes, lw=2 if ours else 1.1)
         for row in line:
-            point(axis, row[key], over_floor(row), row, style[name][0], "o")
+            point(axis, row[key], over_floor(row), row, style[name][0])
     values = sorted({row[key] for row in rows})
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_locator(FixedLocator(values))
@@ -180,34 +136,17 @@ def scaling(axis, rows, style, key, label, wanted):
     if len(values) > 3:  # steep enough for 128k beside 152k
         plt.setp(axis.get_xticklabels(), rotation=60, ha="right", rotation_mode="anchor")
     ratio_axis(axis, "y", [over_floor(row) for row in rows])
-    names = {"tokens": "{} tokens".format, "vocab": "{} ids".format, "tp": gpus}
-    title = ", ".join(names[name](fixed[name]) for name in others)
-    axis.set(title=title, xlabel=label, ylabel="time over the floor")
+    axis.set(title=", ".join(map(named, fixed.items())), xlabel=label, ylabel="time over the floor")
     axis.grid(lw=0.4, color="#cccccc")
 
 
-def best_line(rows, key, others, wanted):
-    """Values of the other coordinates along which this one takes the most values (of those, the wanted, or with the
-    most rows)."""
-    wanted = dict(zip(("tokens", "vocab"), wanted))
-
-    def rank(candidate):
-        line = at(rows, **dict(zip(others, candidate)))
-        hits = sum(wanted.get(name) == value for name, value in zip(others, candidate))
-        return len({row[key] for row in line}), hits, len(line), candidate
-
-    return dict(zip(others, max({tuple(row[name] for name in others) for row in rows}, key=rank)))
-
-
-def legend(figure, style, rows, shapes):
-    """The lines of all implementations; the markers of TP sizes, if shapes tell them apart, and of exceptions."""
+def legend(figure, style, rows):
+    """The lines of all implementations, and the markers of exceptions."""
     handles = [
         Line2D([], [], color=color, ls=line, marker="o", lw=2 if name.startswith("ours") else 1.1, label=name)
         for name, (color, line) in style.items()
     ]
     plain = dict(color="#555555", lw=0)
-    sizes = sorted({row["tp"] for row in rows}) if shapes else []
-    handles += [Line2D([], [], marker=TP_MARKERS.get(tp, "*"), label=gpus(tp), **plain) for tp in sizes]
     if any(not row.get("graph_over_floor") for row in rows):
         handles.append(Line2D([], [], marker="o", mfc="white", label="eager: not capturable", **plain))
     if any(row["status"] == "wrong" for row in rows):
@@ -215,50 +154,41 @@ def legend(figure, style, rows, shapes):
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
-def draw(part, rows, task, wanted):
-    """One figure: "implementations", "tasks" or "scaling". ValueError without rows for it."""
-    main = at(rows, task=task)
-    if part == "implementations":
-        figure = plt.figure(figsize=(10, 1.8 + 0.3 * len({r["implementation"] for r in main})), layout="constrained")
-        rows = at(main, **dict(zip(("tokens", "vocab"), usual(main, wanted))))
-        by_implementation(figure.subplots(1, 2, sharey=True, width_ratios=[1.6, 1]), rows, styles(rows), task, wanted)
-    elif part == "tasks":
+def draw(part, rows, task, shape):
+    """One figure: "tasks", or "scaling" of one task, at a shape and along its numbers of tokens, ids and GPUs."""
+    if part == "tasks":
         figure = plt.figure(figsize=(10, 2 + 0.4 * len({row["task"] for row in rows})), layout="constrained")
-        by_task(figure.subplots(), rows, styles(rows), wanted)
+        by_task(figure.subplots(), rows, styles(rows), shape)
     else:
+        rows = at(rows, task=task)
         ways = [("tokens", "tokens"), ("vocab", "ids of the vocabulary"), ("tp", "GPUs that share the vocabulary")]
-        ways = [(key, label) for key, label in ways if len({row[key] for row in main}) > 1]
-        if not ways:
-            raise ValueError("scaling needs several numbers of tokens, ids or GPUs")
-        rows, figure = main, plt.figure(figsize=(10, 5.6), layout="constrained")
+        ways = [(key, label) for key, label in ways if len({row[key] for row in rows}) > 1]
+        figure = plt.figure(figsize=(10, 5.6), layout="constrained")
         for (key, label), axis in zip(ways, figure.subplots(1, len(ways), squeeze=False)[0]):
-            scaling(axis, rows, styles(rows), key, label, wanted)
-    legend(figure, styles(rows), rows, shapes=part == "implementations")
+            scaling(axis, rows, styles(rows), key, label, shape)
+    legend(figure, styles(rows), rows)
     return figure
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", nargs="+", help="files of bench.py --json")
-    parser.add_argument("--part", choices=("implementations", "tasks", "scaling"), default="implementations")
+    parser.add_argument("--part", choices=("tasks", "scaling"), default="tasks")
     parser.add_argument("--out", default="bench.png")
-    parser.add_argument("--task", default="ce", help="of the panels that show one task")
-    parser.add_argument("--tokens", type=int, default=8192, help="of those panels, if measured")
+    parser.add_argument("--task", default="ce", help="of scaling")
+    parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--tp", type=int, help="default: the smallest number of GPUs")
     parser.add_argument("--without", nargs="+", default=[], help="implementations that are not drawn")
     parser.add_argument("--only", nargs="+", help="those that are drawn")
     args = parser.parse_args()
-    reports, rows = load(args.json)
+    rows = load(args.json)
     rows = [row for row in rows if row["implementation"] not in args.without]
     rows = [row for row in rows if args.only is None or row["implementation"] in args.only]
-    if not at(rows, task=args.task):
-        parser.error(f"no measured rows of task {args.task!r} in {args.json}")
-    for row in rows:
-        row["itemsize"] = {"float32": 4}.get(reports[0]["dtype"], 2)
-    try:
-        figure = draw(args.part, rows, args.task, (args.tokens, args.vocab))
-    except ValueError as error:
-        parser.error(str(error))
+    shape = {"tokens": args.tokens, "vocab": args.vocab, "tp": args.tp or min(row["tp"] for row in rows)}
+    if not at(rows, **shape):
+        parser.error(f"no measured rows of {shape} in {args.json}")
+    figure = draw(args.part, rows, args.task, shape)
     figure.savefig(args.out, dpi=110)
 
 

@@ -1,7 +1,7 @@
 """Time and memory of `sample`, beside plain torch: a sort of the vocabulary, softmax, cumulative sum and multinomial.
 
     python scripts/bench/sampling.py --json tp1_sampling.json
-    torchrun --standalone --nproc-per-node 4 scripts/bench/sampling.py --implementations ours
+    torchrun --standalone --nproc-per-node 4 scripts/bench/sampling.py  # ours alone
     python scripts/bench/sampling.py --device cpu --tokens 4 --vocab 1000  # a smoke test
 
 One row per spread (standard deviation of normal logits), number of tokens, rule and implementation; as many ranks as
@@ -15,17 +15,11 @@ and in another order; `sizes_differ` is the largest difference.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
-import shlex
-import sys
 
 import torch
-import torch.distributed as dist
-from timing import Machine, Report
+from timing import is_wanted, parser_of, reported
 
-import tp_headloss
 from tp_headloss import SamplingRule, VocabShard, sample
 
 RULES = {
@@ -86,44 +80,29 @@ def cells(row) -> str:
     return f"{row['eager_us'][1]:.0f} us, {row['extra_memory_mib']} MiB{kept}"
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 256, 2048])
-    parser.add_argument("--vocab", type=int, default=128256)
+def main(argv=None):
+    parser = parser_of(__doc__, tokens=[16, 256, 2048], vocab=128256, seconds=0.2)
     parser.add_argument("--spread", type=float, nargs="+", default=[2.0, 6.0])
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES)
-    parser.add_argument("--implementations", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
-    parser.add_argument("--seconds", type=float, default=0.2, help="for the repeats of one row, at least 5")
-    parser.add_argument("--json")
-    args = parser.parse_args()
-    group = None
-    if "LOCAL_RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
-        group = dist.group.WORLD
-    device = torch.device(args.device, torch.cuda.current_device() if args.device == "cuda" else None)
-    machine = Machine(device, group, args.seconds, repeats=50)
-    facts = {
-        "device": torch.cuda.get_device_name() if machine.cuda else "cpu", "tp": 1 if group is None else group.size(),
-        "vocab": args.vocab, "dtype": "bfloat16", "command": shlex.join(["python", *sys.argv]),
-        "versions": {"torch": torch.__version__, "tp_headloss": tp_headloss.__version__},
-    }  # fmt: skip
-    report = Report(machine, cells, args.json, 0.0, **facts)
-    report.print(facts)
-    shard = VocabShard.from_group(group, args.vocab)
-    for spread, tokens in itertools.product(args.spread, args.tokens):
-        generator = torch.Generator(device).manual_seed(0)
-        logits = torch.empty(tokens, args.vocab, device=device, dtype=torch.bfloat16)
-        logits.normal_(0, spread, generator=generator)
-        logits = logits[:, shard.start : shard.stop].contiguous()
-        for rule, name in itertools.product(args.rules, args.implementations):
-            row = {"spread": spread, "tokens": tokens, "rule": rule, "implementation": name}
-            with report.row(f"spread {spread}, {tokens} tokens, {rule}, {name}", row):
-                row |= measure(machine, name, logits, RULES[rule], shard) | {"status": "ok"}
-            machine.release()
-    if group is not None:
-        dist.destroy_process_group()
+    args = parser.parse_args(argv)
+    with reported(args, __file__, argv, cells, lambda rows: None) as report:
+        for shape in itertools.product(args.vocab, args.spread, args.tokens):
+            run_shape(args, report, *shape)
+
+
+def run_shape(args, report, vocab, spread, tokens):
+    machine, shard = report.machine, VocabShard.from_group(report.machine.group, vocab)
+    generator = torch.Generator(machine.device).manual_seed(0)
+    logits = torch.empty(tokens, vocab, device=machine.device, dtype=getattr(torch, args.dtype))
+    logits.normal_(0, spread, generator=generator)
+    logits = logits[:, shard.start : shard.stop].contiguous()
+    for rule, name in itertools.product(args.rules, IMPLEMENTATIONS):
+        if not is_wanted(name, args.implementations) or (name == "torch" and machine.group is not None):
+            continue  # plain torch knows no shards
+        row = {"vocab": vocab, "spread": spread, "tokens": tokens, "rule": rule, "implementation": name}
+        with report.row(f"spread {spread}, {tokens} tokens, {rule}, {name}", row):
+            row |= measure(machine, name, logits, RULES[rule], shard) | {"status": "ok"}
+        machine.release()
 
 
 if __name__ == "__main__":

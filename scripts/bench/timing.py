@@ -1,18 +1,109 @@
-"""Clock, CUDA graphs, memory, report: how `bench.py` measures one function; what the numbers mean stands there."""
+"""Options, clock, CUDA graphs, memory, report: how benchmarks run and measure; `bench.py` says what numbers mean."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import fnmatch
 import gc
+import importlib.metadata
 import json
 import math
+import os
+import shlex
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+import tp_headloss
+
+ROOT = Path(__file__).parents[2]
+
+
+def parser_of(doc: str, *, tokens: list[int], vocab: int, seconds: float) -> argparse.ArgumentParser:
+    """The options that benchmarks share."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=tokens)
+    parser.add_argument("--vocab", type=int, nargs="+", default=[vocab], help="global vocabulary")
+    parser.add_argument("--implementations", nargs="+", default=["*"], help="names or patterns such as 'ours*'")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--seconds", type=float, default=seconds, help="for one measurement, if 5 repeats fit")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for anybody's first step, on one rank")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", help="file for the results")
+    return parser
+
+
+def is_wanted(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def versions(packages: Iterable[str] = ()) -> dict[str, str]:
+    """Of Python, torch, this package, and those of the others that are installed."""
+    out = {"python": sys.version.split()[0], "torch": torch.__version__, "tp_headloss": tp_headloss.__version__}
+    if torch.version.cuda:
+        out |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    for package in sorted({"triton", "nvidia-cutlass-dsl", *packages} - {"torch"}):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            out[package] = importlib.metadata.version(package)
+    return out
+
+
+def command(file: str, argv: list[str] | None) -> str:
+    """How to run this again, without the folders of this machine."""
+    arguments = sys.argv[1:] if argv is None else argv
+    words = [os.path.basename(word) if os.path.isabs(word) else word for word in arguments]
+    ranks = dist.get_world_size() if "RANK" in os.environ else 0
+    launcher = f"torchrun --standalone --nproc-per-node {ranks} " if ranks else "python "
+    return launcher + shlex.join([str(Path(file).resolve().relative_to(ROOT)), *words])
+
+
+def join(device: str) -> tuple[torch.device, dist.ProcessGroup | None]:
+    """This process's device, and the group if torchrun started several."""
+    if "RANK" not in os.environ:
+        return torch.device(device), None
+    index = int(os.environ["LOCAL_RANK"])
+    if device == "cpu":
+        dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+        return torch.device("cpu"), dist.group.WORLD
+    torch.cuda.set_device(index)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", index), timeout=timedelta(minutes=5))
+    return torch.device("cuda", index), dist.group.WORLD
+
+
+@contextlib.contextmanager
+def reported(args, file: str, argv: list[str] | None, cells: Callable, print_table: Callable, packages=(), repeats=50):
+    """Joins the other ranks -> the report of this run. Its table is printed even if the run is cut off.
+
+    args: of `parser_of`
+    file, argv: the benchmark and its arguments, by which it can be run again
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    device, group = join(args.device)
+    machine = Machine(device, group, args.seconds, repeats)
+    facts = {
+        "device": torch.cuda.get_device_name() if machine.cuda else "CPU",
+        "gpus": torch.cuda.device_count() if machine.cuda else 0,
+        "tp": 1 if group is None else dist.get_world_size(group),
+        "dtype": args.dtype,
+        "versions": versions(packages),
+        "command": command(file, argv),
+    }
+    report = Report(machine, cells, args.json, args.limit, **facts)
+    try:
+        yield report
+    finally:
+        if report.first:
+            print(report.facts)
+            print_table(report.rows)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def reason(error: BaseException) -> str:
@@ -215,36 +306,10 @@ class Report:
             Path(self.file).write_text(json.dumps(self.facts | {"rows": self.rows}, indent=1))
 
 
-def retained(forward, logits, machine):
-    """A loss whose backward can run again and again, or None: some work in place on what they saved."""
-    loss, norms = None, []
-    try:
-        loss = forward()
-        for _ in range(2):
-            (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
-            norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32).item())
-    except RuntimeError:
-        norms = [0.0, 1.0]
-    return None if machine.anywhere(norms[0] != norms[1]) else loss
-
-
-def times(forward, both, logits, machine, prepare, restore, wrap, steps):
-    """forward, backward and both, each as the run that `wrap` makes of a step."""
-    prepare_all = restore + prepare
-    out = {"both": machine.timed(wrap(both), prepare_all, steps)}
-    out["forward"] = machine.timed(wrap(forward), prepare_all, steps)
-    loss = retained(forward, logits, machine)
-    if loss is None:
-        out["backward"] = [None, max(0.0, round(out["both"][1] - out["forward"][1], 1)), None]
-    else:  # and not restored in between, which autograd would take for a modification of what was saved
-
-        def backward():
-            torch.autograd.grad(loss, logits, retain_graph=True)
-
-        out["backward"] = machine.timed(wrap(backward), prepare, steps)
-    for action in restore:
-        action()
-    return out
+def times(forward, both, machine, prepare, wrap, steps):
+    """forward and both, each as the run that `wrap` makes of a step, and their difference."""
+    both, forward = (machine.timed(wrap(step), prepare, steps) for step in (both, forward))
+    return {"both": both, "forward": forward, "backward": [None, max(0.0, round(both[1] - forward[1], 1)), None]}
 
 
 def measure(function, batch, problem, machine, do_bench=False) -> dict:
@@ -263,13 +328,12 @@ def measure(function, batch, problem, machine, do_bench=False) -> dict:
         restore = [problem.refill]
         problem.refill()
     out["overwrites_logits"] = bool(restore)
-    out["eager_us"] = times(forward, both, logits, machine, [machine.align], restore, lambda step: step, 10)
+    out["eager_us"] = times(forward, both, machine, [*restore, machine.align], lambda step: step, 10)
     out["host_us"] = machine.host_time(both)
     problem.refill()
     out["graph_us"] = None
     try:
-        prepare = [machine.flush, machine.align]
-        out["graph_us"] = times(forward, both, logits, machine, prepare, restore, machine.captured, 1)
+        out["graph_us"] = times(forward, both, machine, [*restore, machine.flush, machine.align], machine.captured, 1)
     except Exception as error:
         out["graph_failure"] = reason(error)
     if do_bench and out["graph_us"] and not restore and machine.group is None:  # ranks would repeat it unequally often

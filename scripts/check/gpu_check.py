@@ -160,8 +160,12 @@ def report(steps: list[Step], options: str) -> str:
     for name, outcomes in by_test.items():
         counts = collections.Counter(outcomes)
         lines.append(f"| {name} | {', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())} |")
-    lines += ["", "## Steps", "", "| step | | seconds |", "|---|---|---|"]
-    lines += [f"| {step.name} | {VERDICT[step.passed]} | {step.seconds:.0f} |" for step in steps]
+    good = [step for step in steps if step.passed]
+    longest = sorted(good, key=lambda step: -step.seconds)[:5]
+    told = f"{len(good)} of {len(steps)} passed. Those that took longest, and those that did not pass:"
+    lines += ["", "## Steps", "", told, "", "| step | | seconds |", "|---|---|---|"]
+    shown = longest + [step for step in steps if not step.passed]
+    lines += [f"| {step.name} | {VERDICT[step.passed]} | {step.seconds:.0f} |" for step in shown]
     for step in steps:
         if step.name.startswith("compute-sanitizer") and step.passed is not False:
             lines += ["", f"{step.name}: {step.text}"]
@@ -169,7 +173,8 @@ def report(steps: list[Step], options: str) -> str:
             lines += ["", "## Registers, shared memory, spills", "", "```", step.text.strip(), "```"]
     for step in steps:
         if step.passed is False:
-            lines += ["", f"## {step.name}", "", "```", *[line[:160] for line in step.text.strip().split("\n")], "```"]
+            told = [line[:160] for line in step.text.strip().split("\n") if not line.startswith("SKIPPED")]
+            lines += ["", f"## {step.name}", "", "```", *told, "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -188,30 +193,29 @@ def main():
     work |= {tool: functools.partial(sanitizer, tool, args.limit) for tool in ("memcheck", "racecheck", "initcheck")}
     if unknown := set(args.only or ()) - set(work):
         parser.error(f"--only takes {', '.join(work)}; got {', '.join(sorted(unknown))}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    work = {name: step for name, step in work.items() if name in (args.only or work)}
+    options = f"--jobs {args.jobs}" + (f" --only {' '.join(args.only)}" if args.only else "")
+    steps: list[Step] = []
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        futures = [pool.submit(step) for name, step in work.items() if name in (args.only or work)]
+        left = {pool.submit(step): name for name, step in work.items()}
         try:
-            for future in concurrent.futures.as_completed(futures):
-                step = future.result()
+            for future in concurrent.futures.as_completed(list(left)):
+                del left[future]
+                steps.append(step := future.result())
                 print(f"{step.name}: {VERDICT[step.passed]}, {len(step.cases)} tests, {step.seconds:.0f} s", flush=True)
-                if step.passed is False:  # at once, because the run may be cut off before its report
+                if step.passed is not True:
                     print(step.text[-3000:], flush=True)
-        except BaseException:  # Ctrl-C: no step goes on or begins
+        except BaseException:  # Ctrl-C or SIGTERM: no step goes on or begins
             pool.shutdown(wait=False, cancel_futures=True)
             for session in RUNNING.copy():
                 os.killpg(session, signal.SIGKILL)
             raise
-    steps = [future.result() for future in futures]
-    args.report.parent.mkdir(parents=True, exist_ok=True)
-    options = f"--jobs {args.jobs}" + (f" --only {' '.join(args.only)}" if args.only else "")
-    args.report.write_text(report(steps, options))
-    for step in steps:
-        if step.passed is None:
-            print(f"{step.name}: not run\n{step.text[-1500:]}")
-    outcomes = collections.Counter(
-        c.outcome if c.outcome in ("passed", "failed") else "skipped" for s in steps for c in s.cases
-    )
-    print(f"{dict(outcomes)}, report in {args.report}")
+        finally:
+            steps += [Step(name, None, 0.0, "cut off") for name in left.values()]
+            args.report.parent.mkdir(parents=True, exist_ok=True)
+            args.report.write_text(report(steps, options))
+            print(f"{len(steps)} steps, report in {args.report}", flush=True)
     sys.exit(any(step.passed is False for step in steps))
 
 

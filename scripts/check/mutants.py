@@ -23,8 +23,8 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -246,24 +246,20 @@ def main() -> None:
         outdated = sum(reason is not None for reason in reasons.values())
         print(f"{len(bugs)} bugs, {outdated} outdated")
         sys.exit(bool(outdated))
-    waiting, verdicts, begin = queue.SimpleQueue(), {}, time.monotonic()
-    for bug in bugs:
-        waiting.put(bug)
+    begin, trees = time.monotonic(), queue.SimpleQueue()
 
-    def work():
-        with tempfile.TemporaryDirectory() as folder:
-            tree = copy_of_tree(Path(folder))
-            environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-            while not waiting.empty():
-                bug = waiting.get()
-                verdicts[bug] = verdict(bug, tree, args.timeout, environment)
-                print(bug, "|", verdicts[bug], flush=True)
+    def checked(bug):
+        tree = trees.get()  # each is for one bug at a time
+        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+        said = verdict(bug, tree, args.timeout, environment)
+        print(bug, "|", said, flush=True)
+        trees.put(tree)
+        return said
 
-    threads = [threading.Thread(target=work) for _ in range(args.workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.workers) as pool:
+        for number in range(args.workers):
+            trees.put(copy_of_tree(Path(folder, str(number))))
+        verdicts = dict(zip(bugs, pool.map(checked, bugs)))
     left = [bug for bug, said in verdicts.items() if not said.startswith("killed")]
     print(f"{len(verdicts) - len(left)} of {len(bugs)} killed in {time.monotonic() - begin:.0f} s")
     for bug in left:

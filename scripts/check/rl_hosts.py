@@ -43,33 +43,51 @@ B, S, V, H, SCORED = 2, 16, 96, 16, 14  # SCORED: sequences are padded from it t
 LENGTHS, PADDED_LENGTHS = [7, 3, 12, 5], [8, 4, 12, 8]  # packed: B * S tokens in all
 BOUNDS = torch.tensor([0, *torch.tensor(PADDED_LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
 MEGATRON = ModuleType("megatron.core.parallel_state")  # as the hosts ask it for groups
-FILES = {  # modules of each host that have the functions
-    "nemo_rl": ["nemo_rl.distributed.model_utils"],
-    "skyrl": ["skyrl.backends.skyrl_train.distributed.megatron.model_utils", "skyrl.backends.skyrl_train.mtp.soft_ce"],
-    "slime": ["slime.utils.ppo_utils", "slime.backends.megatron_utils.loss"],
-    "areal": ["areal.utils.functional.vocab_parallel"],
-    "megatron_rl": ["megatron.rl.rl_utils"],
-}
-WITH_CP = "nemo_rl", "skyrl", "megatron_rl"
+
+
+class Host(NamedTuple):
+    """Modules that have the functions, what else of the host these import, and what is a stub, with its members."""
+
+    modules: list[str]
+    packages: tuple[str, ...] = ()
+    stubs: Mapping[str, dict] = MappingProxyType({})
+    splits_sequences: bool = True  # over context-parallel ranks
+
+
+def partitioned(bounds, total, ranks, rank):
+    """Tokens of a rank, of packed sequences that are cut into 2 C chunks each: r and 2 C - 1 - r."""
+    chunks = [part.chunk(2 * ranks) for part in torch.arange(total).split(bounds.diff().tolist())]
+    return torch.cat([part[i] for part in chunks for i in (rank, 2 * ranks - 1 - rank)])
+
+
+SKYRL = "skyrl.backends.skyrl_train"
+SLIME = "slime.utils.ppo_utils", "slime.backends.megatron_utils.loss"
+PLATFORMS = {"areal.infra": {}, "areal.infra.platforms": {"is_npu_available": False}}
+HOSTS = {
+    "nemo_rl": Host(["nemo_rl.distributed.model_utils"], ("nemo_rl.algorithms",)),
+    "skyrl": Host(
+        [f"{SKYRL}.distributed.megatron.model_utils", f"{SKYRL}.mtp.soft_ce"], (f"{SKYRL}.utils",),
+        {"jaxtyping": {"Float": dict, "Integer": dict}, f"{SKYRL}.utils.io": {}},
+    ),
+    "slime": Host([*SLIME], (), {"slime.utils.http_utils": {"is_port_available": None}}, False),
+    "areal": Host(["areal.utils.functional.vocab_parallel"], (), PLATFORMS, False),
+    "megatron_rl": Host(
+        ["megatron.rl.rl_utils"], (),
+        {"yaml": {}, "transformer_engine_torch": {"thd_get_partitioned_indices": partitioned}},
+    ),
+}  # fmt: skip
 
 
 def load(host: str, folder: str) -> SimpleNamespace:
-    """The functions of a host's own files."""
-    names = FILES[host]
-    for name in names:
+    """The functions of a host's own files, whose packages are entered without their `__init__`."""
+    modules, packages, stubs, _ = HOSTS[host]
+    for name in (*modules, *(f"{package}.*" for package in packages)):
         parts = name.split(".")[:-1]
         for i in range(1, len(parts) + 1):
-            enter(".".join(parts[:i]), Path(folder, *parts[:i]))
-    if host == "nemo_rl":
-        enter("nemo_rl.algorithms", Path(folder, "nemo_rl/algorithms"))
-    if host == "skyrl":
-        enter("skyrl.backends.skyrl_train.utils", Path(folder, "skyrl/backends/skyrl_train/utils"))
-        stub("jaxtyping", Float=dict, Integer=dict)
-        stub("skyrl.backends.skyrl_train.utils.io")
-    if host == "slime":
-        stub("slime.utils.http_utils", is_port_available=None)
-    if host == "areal":
-        stub("areal.infra"), stub("areal.infra.platforms", is_npu_available=False)
+            entered = sys.modules.setdefault(".".join(parts[:i]), ModuleType(".".join(parts[:i])))
+            entered.__path__ = [str(Path(folder, *parts[:i]))]
+    for name, members in stubs.items():
+        stub(name, **members)
     if host == "megatron_rl":
         stub_imports(Path(folder, "megatron/rl/rl_utils.py"))
     else:
@@ -77,17 +95,11 @@ def load(host: str, folder: str) -> SimpleNamespace:
     stub("megatron.core", mpu=MEGATRON, parallel_state=MEGATRON)
     sys.modules["megatron.core.parallel_state"] = MEGATRON
     found = {"ours": False}
-    for name in names:
+    for name in modules:
         module = importlib.import_module(name)
         assert Path(folder) in Path(module.__file__).parents
         found.update(vars(module))
     return SimpleNamespace(**found)
-
-
-def enter(name, path):
-    if name not in sys.modules:
-        sys.modules[name] = ModuleType(name)
-    sys.modules[name].__path__ = [str(path)]
 
 
 def stub(name, **members):
@@ -102,13 +114,6 @@ def stub_imports(path):
         if isinstance(node, ast.ImportFrom) and node.module.startswith(absent):
             module = sys.modules.setdefault(node.module, ModuleType(node.module))
             vars(module).update({x.name: MEGATRON_RL.get(x.name, mock.MagicMock()) for x in node.names})
-    stub("yaml"), stub("transformer_engine_torch", thd_get_partitioned_indices=partitioned)
-
-
-def partitioned(bounds, total, ranks, rank):
-    """Tokens of a rank, of packed sequences that are cut into 2 C chunks each: r and 2 C - 1 - r."""
-    chunks = [part.chunk(2 * ranks) for part in torch.arange(total).split(bounds.diff().tolist())]
-    return torch.cat([part[i] for part in chunks for i in (rank, 2 * ranks - 1 - rank)])
 
 
 MEGATRON_RL = {
@@ -192,15 +197,8 @@ class Case(NamedTuple):
     args: tuple
     options: Mapping = MappingProxyType({})
     after: Callable = list
-    host_dtype: torch.dtype | None = None  # of the host's leaves; None: the same as ours
     known: str = ""  # difference that is expected
-
-    def __call__(self, module):
-        options = dict(self.options)
-        if not module.ours:  # the host looks this group up
-            options.pop("tp_group", None)
-        outputs = getattr(module, self.name)(*self.leaves, *self.args, **options)
-        return self.after([outputs] if isinstance(outputs, torch.Tensor) else list(outputs))
+    host_dtype: torch.dtype | None = None  # of the host's leaves; None: the same as ours
 
 
 def nemo_rl(s):
@@ -209,9 +207,8 @@ def nemo_rl(s):
     name = "from_parallel_logits_to_logprobs"
     sampled = {"sampling_params": SimpleNamespace(top_k=20, top_p=0.8, temperature=1.0)}
     for more in ({}, {"chunk_size": 3}, sampled):
-        after = finite if more is sampled else list
-        yield Case(name, ", ".join(more), [s.logits], (ids, *s.bounds), {**cp, **more}, after)
-        yield Case(f"{name}_packed_sequences", ", ".join(more), [s.packed], packed, {**cp, **more}, after)
+        yield Case(name, ", ".join(more), [s.logits], (ids, *s.bounds), {**cp, **more})
+        yield Case(f"{name}_packed_sequences", ", ".join(more), [s.packed], packed, {**cp, **more})
     ignored = ids.clone()
     ignored[0, 3] = -100
     yield Case(name, "an id of -100", [s.logits], (ignored, *s.bounds), cp, known="the host's gradient is not 0")
@@ -219,14 +216,13 @@ def nemo_rl(s):
     packed = s.pack(rolled), BOUNDS, 10, *s.bounds
     more = {"target_is_pre_rolled": True}
     yield Case(f"{name}_packed_sequences", ", ".join(more), [s.packed], packed, {**cp, **more})
-    more = {"next_token_logits": s.logits, "vocab_parallel_rank": s.rank, "vocab_parallel_group": s.tp_group}
-    more["context_parallel_group"] = s.cp_group
-    yield Case("get_next_token_logprobs_from_logits", "", [], (ids,), more)
+    more = {"vocab_parallel_rank": s.rank, "vocab_parallel_group": s.tp_group, "context_parallel_group": s.cp_group}
+    yield Case("get_next_token_logprobs_from_logits", "", [s.logits], (ids,), more)
     for zero, entropy in ((True, True), (False, False), (False, True)):
         args = *s.topk, zero, entropy, s.rank, s.tp_group, s.cp_group
         form = f"zero_outside_topk={zero}, calculate_entropy={entropy}"
         known = "" if zero or not entropy else "raises"
-        yield Case("get_distillation_topk_logprobs_from_logits", form, [s.logits], args, {}, present, known=known)
+        yield Case("get_distillation_topk_logprobs_from_logits", form, [s.logits], args, known=known)
     if s.cp == 1:
         own = s.hidden.transpose(0, 1).chunk(s.tp)[s.rank].contiguous()
         args = None, s.ids, *s.bounds, False, None, 5
@@ -247,9 +243,10 @@ def skyrl(s):
         args = BOUNDS, S, 9, s.attention_mask[:rows], weights, s.cp_group
         more = {"sub_seq_lengths": form.get("sub_seq_lengths"), "tp_group": s.tp_group}
         name = "vocab_parallel_entropy_packed_sequences"
-        yield from in_both_precisions(Case(name, ", ".join(form), [s.packed], args, more), s)
+        for how in precisions(s):
+            yield Case(name, ", ".join(form), [s.packed], args, more, **how)
         name, args = "from_parallel_hidden_to_entropy_packed_sequences", (*args, s.tp_group, more["sub_seq_lengths"])
-        yield Case(name, ", ".join(form), [s.packed_hidden.detach(), s.weight.detach()], args, after=detached)
+        yield Case(name, ", ".join(form), [], (s.packed_hidden, s.weight, *args))
     ignored = s.ids[:, :SCORED].clone()
     ignored[0, 3] = -100
     yield Case(logits, "an id of -100", [s.logits], (ignored, *s.bounds), cp, known="the host's gradient is not 0")
@@ -259,8 +256,9 @@ def skyrl(s):
         yield Case(hidden, ", ".join(more), [s.tokens(s.hidden), s.weight], args, {**cp, **of_head, **more})
     if s.cp == 1:
         for more, factor in (({}, None), ({"chunk_size": 5}, torch.tensor(7.0))):
-            options = {**more, "tp_group": s.tp_group}
-            yield from in_both_precisions(Case("vocab_parallel_entropy", ", ".join(more), [s.logits], (), options), s)
+            for how in precisions(s):
+                options = {**more, "tp_group": s.tp_group}
+                yield Case("vocab_parallel_entropy", ", ".join(more), [s.logits], (), options, **how)
             args = s.teacher, s.mask, factor, s.tp_group
             yield Case("draft_soft_ce", ", ".join(more), [s.logits], args, more)
         width = V // s.tp - 5 * s.rank
@@ -272,13 +270,10 @@ def skyrl(s):
         yield Case("draft_soft_ce_topk", f"roll_shift {roll}", [s.logits], args, {"roll_shift": roll})
 
 
-def in_both_precisions(case, s):
-    """The case, whose host computes in the type of the logits, and the same with the host's logits in fp32."""
-    if s.dtype == torch.float32:
-        yield case
-        return
-    yield case._replace(known="the host computes in bfloat16")
-    yield case._replace(form=f"{case.form}; host: float32 copy", host_dtype=torch.float32)
+def precisions(s) -> list[dict]:
+    """SkyRL's entropy is computed in the type of the logits: given bfloat16, it is compared given fp32, too."""
+    known = {"known": "the host computes in bfloat16"}
+    return [{}] if s.dtype == torch.float32 else [known, {"host_dtype": torch.float32}]
 
 
 def slime(s):
@@ -299,10 +294,7 @@ def slime(s):
         kept = [[(token + near) % V for token in x[-n:].tolist()] for x, n in zip(tokens, responses)]
         sets = {"top_p_token_ids": [torch.cat(rows).tolist() for rows in kept]}
         sets["top_p_token_offsets"] = [list(range(0, 4 * n + 1, 4)) for n in responses]
-        options = {**options, **sets}
-        yield Case(name, "top_p_token_ids", leaves, (), dict(options), per_sample)
-        options["with_entropy"] = False
-        yield Case("log_probs_over_kept_ids", "ours: IdSets", leaves, (), dict(options), per_sample)
+        yield Case(name, "top_p_token_ids", leaves, (), {**options, **sets}, per_sample)
 
 
 def per_sample(outputs):
@@ -313,24 +305,6 @@ def in_slime(function, module, *args, **options):
     """slime's function, which calls ours."""
     with mock.patch.dict(function.__globals__, calculate_log_probs_and_entropy=module.calculate_log_probs_and_entropy):
         return function(*args, **options)
-
-
-def over_sets(
-    logits, *, args, unconcat_tokens, total_lengths, response_lengths, top_p_token_ids, top_p_token_offsets, **_
-):
-    """The same log-probs from `IdSets`, which `from_vllm` reads."""
-    from tp_headloss import Transform, VocabShard, vocab_statistics
-    from tp_headloss.integrations.sampling_masks import from_vllm
-
-    masks = [SimpleNamespace(token_ids=i, offsets=o) for i, o in zip(top_p_token_ids, top_p_token_offsets)]
-    labels = torch.full(logits.shape[1:2], -100)
-    ends = itertools.accumulate(total_lengths)
-    for end, n, tokens in zip(ends, response_lengths, unconcat_tokens):
-        labels[end - n - 1 : end - 1] = tokens[-n:]
-    shard = VocabShard.from_group(MEGATRON.get_tensor_model_parallel_group(), V)
-    sets, transform = from_vllm(masks).scatter(labels >= 0), Transform(temperature=args.rollout_temperature)
-    stats = vocab_statistics(logits[0], labels, shard=shard, want=("set_log_prob",), sets=sets, transform=transform)
-    return None, {"log_probs": stats.set_log_prob[labels >= 0].split(response_lengths)}
 
 
 def areal(s):
@@ -385,28 +359,16 @@ def scored(labels, outputs):
     return [x.reshape(labels.shape).where(labels >= 0, 0.0) for x in outputs]
 
 
-def present(outputs):
-    return [x for x in outputs if x is not None]
-
-
-def finite(outputs):
-    """0 in the place of labels that top-k and top-p do not keep."""
-    return [x.where(x > -torch.inf, 0.0) for x in outputs]
-
-
-def detached(outputs):
-    return [x.detach() for x in outputs]
-
-
 def evaluated(case: Case, module, s):
     """Values, and gradients of upstream ones that differ between context-parallel ranks."""
     dtype = None if module.ours else case.host_dtype
     leaves = [leaf.detach().clone().to(dtype or leaf.dtype).requires_grad_() for leaf in case.leaves]
-    options = dict(case.options)
-    if "next_token_logits" in options:  # which comes after the ids
-        leaves = [options["next_token_logits"].detach().clone().requires_grad_()]
-        options["next_token_logits"] = leaves[0]
-    outputs = case._replace(leaves=leaves if case.leaves else [], options=options)(module)
+    # the host looks this group up
+    options = {name: x for name, x in case.options.items() if module.ours or name != "tp_group"}
+    outputs = getattr(module, case.name)(*leaves, *case.args, **options)
+    outputs = case.after([outputs] if isinstance(outputs, torch.Tensor) else list(outputs))
+    # 0 in the place of labels that top-k and top-p do not keep
+    outputs = [x.masked_fill(x == -torch.inf, 0.0) for x in outputs if x is not None]
     generator = torch.Generator().manual_seed(s.cp_rank)
     upstream = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in outputs]
     pairs = [(x, g) for x, g in zip(outputs, upstream) if x.requires_grad]
@@ -421,9 +383,14 @@ def compared(group, device, host, folder, cp, tp, dtype):
     theirs, rows = load(host, folder), []
     s = Setting(cp, tp, dtype)
     module = SimpleNamespace(**functions_of(host, s), ours=True)
+    if host == "nemo_rl":
+        for each in (theirs, module):
+            each.get_next_token_logprobs_from_logits = functools.partial(
+                lambda function, logits, ids, **more: function(ids, logits, **more),
+                each.get_next_token_logprobs_from_logits,
+            )
     if host == "slime":
         module.get_log_probs_and_entropy = functools.partial(in_slime, theirs.get_log_probs_and_entropy, module)
-        theirs.log_probs_over_kept_ids, module.log_probs_over_kept_ids = theirs.get_log_probs_and_entropy, over_sets
     if host == "megatron_rl":
         # the gradient of torch's all-gather, which on gloo scatters from a rank of the group as if it were one of all
         scatter = torch.distributed.distributed_c10d.scatter
@@ -433,13 +400,13 @@ def compared(group, device, host, folder, cp, tp, dtype):
         for each in (theirs, module):
             each.get_logprobs = functools.partial(in_megatron_rl, function, each)
     for case in globals()[host](s):
-        own = evaluated(case, module, s)
+        own, form = evaluated(case, module, s), case.form + "; host: float32 copy" * (case.host_dtype is not None)
         try:
             other = evaluated(case, theirs, s)
         except (RuntimeError, IndexError, TypeError) as error:
-            rows.append((*case[:2], case.known, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
+            rows.append((case.name, form, case.known, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
             continue
-        rows.append((*case[:2], case.known, [difference(a, b) for a, b in zip(own, other)]))
+        rows.append((case.name, form, case.known, [difference(a, b) for a, b in zip(own, other)]))
     return rows
 
 
@@ -499,14 +466,14 @@ def reported(host, cp, tp, dtype, results) -> list:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for host in FILES:
+    for host in HOSTS:
         parser.add_argument(f"--{host.replace('_', '-')}", dest=host, metavar="DIR", type=Path)
     folders = {host: folder for host, folder in vars(parser.parse_args()).items() if folder is not None}
     bad, summary = 0, []
     print("| host | function | form | C x P | dtype | values | gradients |\n|---|---|---|---|---|---|---|")
     for (host, folder), dtype in itertools.product(folders.items(), (torch.float32, torch.bfloat16)):
         rows = []
-        for cp, tp in ((1, 2), (2, 1), (2, 2)) if host in WITH_CP else ((1, 2),):
+        for cp, tp in ((1, 2), (2, 1), (2, 2)) if HOSTS[host].splits_sequences else ((1, 2),):
             results = on_ranks(cp * tp, compared, host, str(folder.resolve()), cp, tp, dtype)
             rows += reported(host, cp, tp, dtype, results)
         wrong, values, gradients = zip(*rows)

@@ -4,14 +4,13 @@
 .venv/bin/python scripts/check/soak.py --hours 8 --ranks 1 2 4 --seed 7
 .venv/bin/python scripts/check/soak.py --case "Case(seed=..)"        # one example, as a failure prints it
 
-Every number of ranks has its own processes. A round is `--round` examples for each of them, a tenth on the Triton
-backend (interpreted where there is no GPU), from a seed of its own: `--seed` is the first round's, the next one's is
-one more. Exit status 1 with the seed of the failing round, or if file descriptors or device memory grew after the
-first two rounds.
+A round is `--round` examples for every number of ranks, by the check of tests/promises/test_generated.py, a tenth on
+the Triton backend (interpreted where there is no GPU), from a seed of its own: `--seed` is the first round's, the next
+one's is one more. Exit status 1 with the seed of the failing round, or if file descriptors or device memory grew after
+the first two rounds.
 """
 
 import argparse
-import ast
 import gc
 import os
 import sys
@@ -19,16 +18,12 @@ import time
 import traceback
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2] / "tests/helpers"), str(Path(__file__).parents[2])]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests/promises", "tests/helpers", "tests", ".")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the interpreter, about NaN, in the ranks' processes
 
 import torch  # noqa: E402
-from generated import check  # noqa: E402
-from generated_case import run_case  # noqa: E402
-from hypothesis import HealthCheck, given, seed, settings  # noqa: E402
-from ranks import POOLS, Failure, Pool  # noqa: E402
-from strategies import Case, cases  # noqa: E402
 
 WARM_UP = 2  # rounds
 # Bytes on the device: symmetric memory is set up anew for more tokens than ever before, each time with 1 KiB of
@@ -36,45 +31,11 @@ WARM_UP = 2  # rounds
 TOLERATED = 16 << 10
 
 
-def call(world_size, function, *args):
-    """`ranks.on_ranks`, with one rank in a process of its own, too."""
-    pool = POOLS.get(world_size) or POOLS.setdefault(world_size, Pool(world_size))
-    results = pool.call(function, args)
-    for rank, result in enumerate(results):
-        if isinstance(result, Failure):
-            raise AssertionError(f"rank {rank}: {result.trace}")
-    return results
-
-
 def resources(group, device):
     """Open file descriptors, resident and device memory in bytes, of this rank."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return len(os.listdir("/proc/self/fd")), resident, torch.cuda.memory_allocated() if device.type == "cuda" else 0
-
-
-def check_one(case, world_size):
-    try:
-        check(case, call(world_size, run_case, case))
-    except Exception as error:
-        again = f'python scripts/check/soak.py --case "{case}"'
-        raise AssertionError(f"{type(error).__name__}: {error}\n  this example alone: {again}") from error
-
-
-def run_round(world_size, backend, count, number):
-    """-> examples that ran; raises the shrunk failure."""
-    ran = 0
-
-    @seed(number)
-    @settings(max_examples=count, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(cases(world_size, backend))
-    def run(case):
-        nonlocal ran
-        ran += 1
-        check_one(case, world_size)
-
-    run()
-    return ran
 
 
 def main():
@@ -86,12 +47,16 @@ def main():
     parser.add_argument("--round", type=int, default=300, help="examples per rank count, then all are looked at")
     parser.add_argument("--case", default=None)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, in the ranks' processes
+    # not above, because the ranks' processes import this file, too
+    import conftest  # noqa: F401  # interprets kernels where there is no GPU
+    import test_generated
+    from generated_case import run_case
+    from ranks import on_ranks
+    from strategies import parse_case
+
     if args.case:
-        fields = ast.parse(args.case, mode="eval").body.keywords
-        case = Case(**{field.arg: ast.literal_eval(field.value) for field in fields})
-        check_one(case, len(case.cuts) - 1)
+        case = parse_case(args.case)
+        test_generated.check(case, on_ranks(len(case.cuts) - 1, run_case, case))
         return print("passes")
     limit = args.examples if args.examples or args.hours else 50_000
     began, total, number = time.monotonic(), 0, args.seed
@@ -105,16 +70,17 @@ def main():
 
     print(f"seed {args.seed}, ranks {args.ranks}, {limit or 'any number of'} examples", flush=True)
     while more():
+        test_generated.SEED = number
         for world_size in args.ranks:
-            triton = args.round // 10
             try:
-                total += run_round(world_size, "torch", args.round - triton, number)
-                total += run_round(world_size, "triton", triton, number)
+                for backend, count in (("torch", args.round - args.round // 10), ("triton", args.round // 10)):
+                    test_generated.check_cases(world_size, backend, count)
+                    total += count
             except Exception as error:
                 traceback.print_exception(error)
                 print(f"FAILED after {total} examples, {elapsed() / 60:.1f} min, {world_size} ranks: --seed {number}")
                 return 1
-            now[world_size] = call(world_size, resources)
+            now[world_size] = on_ranks(world_size, resources)
         number += 1
         if number - args.seed <= WARM_UP:
             before = dict(now)

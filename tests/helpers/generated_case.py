@@ -165,8 +165,10 @@ def scalar(name, x):
     return (x * torch.linspace(0.3, 1.5, x.shape[-1], device=x.device)).sum(-1) if name == "log_probs_at" else x
 
 
-def run_case(group, device, case):
-    """One rank: statistics or head, backward, inputs unmodified. -> values [N] by name, gradients, flat."""
+def run_case(group, device, case, linear=None):
+    """One rank: statistics or head, backward, inputs unmodified. -> values [N] by name, gradients, flat.
+
+    linear: a mode of `Linear`: the same of the logits of random hidden states and weights instead."""
     p = build(case)
     rank = 0 if group is None else torch.distributed.get_rank(group)
     shard = make_shard(case, group, rank)
@@ -205,8 +207,12 @@ def run_case(group, device, case):
     if teacher is not None:
         tensors += [x for x in vars(teacher).values() if isinstance(x, torch.Tensor)]
     before = [(x, x.detach().clone(), x._version) for x in tensors]
-    logits.requires_grad_()
-    out = {}
+    operands, more, out = [logits.requires_grad_()], {}, {}
+    if linear:
+        generator, shapes = torch.Generator().manual_seed(case.seed), ((*lead, 8), (stop - start, 8))
+        operands = [torch.randn(shape, generator=generator).to(logits).requires_grad_() for shape in shapes]
+        transform = hl.Transform(None, case.scale, case.softcap, transform.temperature)
+        more = {"bias": bias, "linear": hl.Linear(linear)}
     if case.head:
         head = hl.HeadLoss(
             make_terms(case, p, device), reduction=case.reduction, ignore_index=case.ignore_index, options=options
@@ -215,31 +221,30 @@ def run_case(group, device, case):
         given = {name: inputs[name] for name in needed & set(inputs)}
         given |= {"teacher": teacher} if "teacher" in needed else {}
         given |= {"sets": sets} if sets is not None else {}
-        result = head(
-            logits, labels, shard=shard, token_weight=token_weight, denominator=case.denominator, transform=transform,
-            inputs=given,
+        result = (head.linear if linear else head)(
+            *operands, labels, shard=shard, token_weight=token_weight, denominator=case.denominator,
+            transform=transform, inputs=given, **more,
         )  # fmt: skip
         stats, loss = result.stats, result.loss
         out = {"loss": loss, "count": result.count, **{f"term {k}": value for k, value in result.terms.items()}}
         losses, grads = [loss], [torch.linspace(-1, 2, n, device=device).view(loss.shape) if loss.dim() else None]
     else:
-        stats = hl.vocab_statistics(
-            logits, labels, shard=shard, want=case.want, transform=transform, teacher=teacher, sets=sets,
+        stats = (hl.linear_vocab_statistics if linear else hl.vocab_statistics)(
+            *operands, labels, shard=shard, want=case.want, transform=transform, teacher=teacher, sets=sets,
             ids=moved(p["ids"]) if case.given_ids else None, total_weight=weight, ignore_index=case.ignore_index,
-            options=options,
+            options=options, **more,
         )  # fmt: skip
         losses = [scalar(name, getattr(stats, name)) for name in case.upstream]
         grads = list(upstream.values())
-    leaves = [logits] + ([] if bias is None else [bias])
-    gradients = torch.autograd.grad(losses, leaves, grads)
+    gradients = torch.autograd.grad(losses, operands + ([] if bias is None else [bias]), grads)
     for x, kept, version in before:
         assert bits_equal(x.detach(), kept) and x._version == version, "an input was written"
     names = [name for name in stats._fields if isinstance(getattr(stats, name), torch.Tensor) and name != "labels"]
     out |= {name: getattr(stats, name) for name in names}
     flat = {name: x.detach().reshape(-1).cpu() for name, x in out.items()}
-    flat["grad"] = gradients[0].reshape(n, stop - start).cpu()
+    flat |= {name: g.flatten(0, -2).cpu() for name, g in zip(("grad", "weight grad"), gradients[: len(operands)])}
     if bias is not None:
-        flat["bias grad"] = gradients[1].cpu()
+        flat["bias grad"] = gradients[-1].cpu()
     return flat
 
 

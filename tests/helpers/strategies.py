@@ -3,6 +3,7 @@
 Tensors follow from the case and its seed (`generated_case.build`), so that parent and ranks make the same ones.
 """
 
+import ast
 from typing import NamedTuple
 
 from hypothesis import strategies as st
@@ -62,6 +63,12 @@ class Case(NamedTuple):
     reduction: str
     token_weight: bool
     denominator: float | None
+
+
+def parse_case(text: str) -> Case:
+    """A case from its repr."""
+    fields = ast.parse(text, mode="eval").body.keywords
+    return Case(**{field.arg: ast.literal_eval(field.value) for field in fields})
 
 
 def subsets(values, **kwargs):

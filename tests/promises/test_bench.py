@@ -56,8 +56,8 @@ def test_every_task_is_right_and_measured_and_drawn(tmp_path, bench):
         assert row["graph_us"] is None and "no CUDA" in row["graph_failure"]
         assert row["eager_us"]["both"] == sorted(row["eager_us"]["both"]) and row["eager_us"]["both"][0] > 0
         assert set(row["eager_us"]) == {"forward", "backward", "both"} and row["host_us"] > 0 and row["floor_us"] > 0
-    for part in "implementations", "tasks":
-        run_script("scripts/bench/plot_bench.py", data, "--part", part, "--out", picture)
+    for program in "plot_bench.py", "plot_bars.py":
+        run_script(f"scripts/bench/{program}", data, "--tokens", 24, "--vocab", 257, "--out", picture)
         assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 300_000
 
 
@@ -132,14 +132,14 @@ def test_wrong_failing_and_absent_implementations_are_reported(tmp_path, bench, 
     assert all("eager_us" in row for row in rows if row["status"] == "wrong")  # marked, and timed all the same
 
 
-@pytest.mark.parametrize("ranks, teacher", [(1, False), (2, False), (2, True)])
-def test_the_linear_benchmark_tells_right_from_wrong(tmp_path, ranks, teacher):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_linear_benchmark_tells_right_from_wrong(tmp_path, ranks):
     data = tmp_path / "bench.json"
     shape = ["--tokens", 2048, "--hidden", 16, "--vocab", 512 * ranks, "--dtype", "float32", "--device", "cpu"]
-    wanted = ["--implementations", "*GEMMs", "materialised logits", "ours, *", *["--teacher"] * teacher]
+    wanted = ["--implementations", "*GEMMs", "materialised logits", "ours, *"]
     out = run_script("scripts/bench/bench_linear.py", *shape, *wanted, "--seconds", 0.001, "--json", data, ranks=ranks)
     rows = {row["implementation"]: row for row in json.loads(data.read_text())["rows"]}
-    assert len(rows) == 9 + teacher and all((row["status"], row["tp"]) == ("ok", ranks) for row in rows.values())
+    assert len(rows) == 9 and all((row["status"], row["tp"]) == ("ok", ranks) for row in rows.values())
     checked = [row["errors"] for row in rows.values() if "errors" in row]
     assert len(checked) == 7 and max(max(errors) for errors in checked) < 1e-5
     assert f"2048 x 16 x {512 * ranks}, TP {ranks}: logits shard 4 MiB" in out
@@ -175,14 +175,13 @@ def test_the_linear_benchmark_marks_what_is_wrong_and_writes_every_row_at_once(m
 def test_the_host_time_of_a_step_is_printed_beside_that_of_cross_entropy(tmp_path):
     data = tmp_path / "host_time.json"
     shape = ["--device", "cpu", "--tokens", 4, "--vocab", 8, "--batches", 2, "--batch", 3]
-    out = run_script("scripts/bench/host_time.py", *shape, "--profile", "--json", data)
+    out = run_script("scripts/bench/host_time.py", *shape, "--json", data)
     report = json.loads(data.read_text())
     for threads in ("one thread", "autograd's own threads"):
         ours, theirs = report[threads]["ours"], report[threads]["F.cross_entropy"]
         assert ours == sorted(ours) and theirs == sorted(theirs) and 0 < theirs[1] < ours[1]
         assert report[threads]["ratio"] == pytest.approx(ours[1] / theirs[1])
         assert f"ratio {report[threads]['ratio']:.2f}" in out
-    assert "6 steps of ours under cProfile" in out and "tottime" in out
 
 
 def test_the_volumes_of_the_scale_model_are_those_of_simulated_groups(scale, monkeypatch):
