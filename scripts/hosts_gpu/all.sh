@@ -34,6 +34,7 @@ host torchtitan 90 2 torchtitan_trainer.py --heads torchtitan tp_headloss
 host megatron 130 2 megatron_core.py --heads Megatron-Core "Megatron-Core, fused" tp_headloss "tp_headloss, one sweep"
 host nemo_automodel 80 2 nemo_automodel_loss.py
 host deepspeed 120 2 deepspeed_autotp.py
+host verl 100 2 verl_engine.py
 host trl_grpo 150 gpu0 trl_trainer.py --ways GRPO --steps 10 --parts curve
 titan=(torchtitan_trainer.py --heads torchtitan tp_headloss --parts curve --ways)
 host torchtitan_fsdp 90 2 "${titan[@]}" FSDP compile

@@ -23,6 +23,7 @@ if FULL:
         "torchtitan_fsdp": ("torchtitan-0.3.0", "torchtitan_trainer", 2, "FSDP", "checkpoint"),
         "nemo_automodel": ("nemo_automodel-0.7.0", "nemo_automodel_loss", 2),
         "deepspeed": ("deepspeed-0.19.8", "deepspeed_autotp", 2),
+        "verl": ("verl-0.9.1", "verl_engine", 2),
     }
 
 
