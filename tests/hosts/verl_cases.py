@@ -33,9 +33,8 @@ from torch import nn
 
 sys.path.insert(0, str(ROOT / "launch"))
 
-import without_ray  # noqa: F401
-
 import megatron_cpu
+import without_ray  # noqa: F401
 
 megatron_cpu.pretend()
 

@@ -119,14 +119,12 @@ class _Buffers:
 
     def gradient(self, tokens: slice, ids: slice, merged, grads: dict) -> torch.Tensor:
         """The gradient of some logits, in the operands' dtype; merged rows and upstream gradients are of `tokens`."""
-        if self.linear.epilogue:
-            hidden, weight = self.hidden[tokens], self.weight[ids]
-            out = _block(self.memory, hidden.shape[0], weight.shape[0])
-            part = self.whole.rows(tokens, out).columns(ids)
-            passes.write_linear_gradient(out, hidden, weight, part, merged, grads, self.linear.rounded)
-        else:
-            part = self.request(tokens, ids)
-            out = self.gradient_of(part, merged, grads)
+        if not self.linear.epilogue:
+            return self.gradient_of(self.request(tokens, ids), merged, grads)
+        hidden, weight = self.hidden[tokens], self.weight[ids]
+        out = _block(self.memory, hidden.shape[0], weight.shape[0])
+        part = self.whole.rows(tokens, out).columns(ids)
+        passes.write_linear_gradient(out, hidden, weight, part, merged, grads, self.linear.rounded)
         return out
 
     def gradient_of(self, part: Request, merged, grads: dict) -> torch.Tensor:

@@ -245,12 +245,9 @@ class InstalledEngine(Replacement):
 
 @checked
 def install(
-    *,
-    vocab_size: Size | None = None,
-    linear: Linear | None = None,
-    options: Options | None = None,
+    *, vocab_size: Size | None = None, linear: Linear | None = None, options: Options | None = None,
     response_only: bool = False,
-) -> InstalledEngine:
+) -> InstalledEngine:  # fmt: skip
     """Register `HeadLossEngine` in the place of verl's Megatron engine of language models.
 
     Engines that are made from then on have the head. Each compares it with verl's own when it is initialised.
