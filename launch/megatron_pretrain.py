@@ -21,6 +21,7 @@ import itertools
 import json
 import os
 import statistics
+import zlib
 from pathlib import Path
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's own advice for tensor parallelism
@@ -195,6 +196,9 @@ def train(args, loss: str, graph: str, ranks, batch) -> dict:
         result["grad_norm"].append(None if norm is None else float(norm))
         result["step_seconds"].append(round(clock.seconds(begin, end), 7))
         result["head_seconds"].append(clock.spent())
+    if args.deterministic:  # a checksum of the weights' bits
+        bits = (p.detach().cpu().view(torch.uint8).numpy() for p in gpt.parameters())
+        result["weights"] = functools.reduce(lambda checksum, x: zlib.crc32(x, checksum), bits, 0)
     megatron_graphs.forget(graph, model, forward_backward)
     return result | clock.mib()
 
@@ -239,6 +243,8 @@ def main() -> None:
     args = parse()
     if "WORLD_SIZE" not in os.environ:
         raise SystemExit("start it with torchrun: torchrun --standalone --nproc-per-node 2 launch/megatron_pretrain.py")
+    if args.deterministic:
+        os.environ.setdefault("NCCL_ALGO", "Ring")  # as Megatron's own trainer sets it
     ranks = parallel.start(args.tp, args.device)
     if ranks.device.type == "cpu" and args.cuda_graph != ["none"]:
         raise SystemExit("--cuda-graph needs GPUs")

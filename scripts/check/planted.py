@@ -340,7 +340,7 @@ GROUPS = {
         ("linear_head/facts.py", "LinearFacts.operands", "weight.data_ptr() % 16", "False"),
         ("linear_head/epilogue.py", "obstacle", "not torch.compiler.is_compiling() and (hidden.is_neg() or weight.is_neg())", "hidden.is_neg() or weight.is_neg()"),
         ("linear_head/epilogue.py", "is_default", "_capability(device) in MEASURED", "_capability(device) >= CAPABILITY"),
-        ("linear_head/call.py", "_takes_epilogue", "not linear.exact_logits and (not is_default(hidden.device))", "not is_default(hidden.device)"),
+        ("linear_head/call.py", "_takes_epilogue", "linear.mode == 'one_sweep' if linear.exact_logits else not is_default(hidden.device)", "not is_default(hidden.device)"),
         ("linear_head/call.py", "LinearCall.checked", "not linear.exact_logits", "not epilogue"),
     ],
     "test_epilogue": [

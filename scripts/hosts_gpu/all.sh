@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Every host of this folder on two GPUs, the most used first, within 9 minutes: bash scripts/hosts_gpu/all.sh FOLDER
+# Every host of this folder on two GPUs, as many as fit in 9 minutes, the most used first:
+#   bash scripts/hosts_gpu/all.sh FOLDER
 # Each leaves FOLDER/NAME.json, with what it has measured by its time limit, and FOLDER/NAME.log; none stops the others.
 #   ONLY="transformers megatron" bash scripts/hosts_gpu/all.sh FOLDER    # these alone
 #   LIMIT=300 OPTIONS=--tiny bash scripts/hosts_gpu/all.sh FOLDER        # on CPUs
@@ -26,12 +27,18 @@ host() { # name, time limit in seconds, "2" ranks or the one GPU, script and its
 
 host transformers 100 2 transformers_trainer.py
 host transformers_1 80 gpu0 transformers_trainer.py & # beside each other
-host trl_1 80 gpu1 trl_sft.py
+host trl_1 80 gpu1 trl_trainer.py
 wait
-host trl 90 2 trl_sft.py
+host trl 90 2 trl_trainer.py
 host torchtitan 90 2 torchtitan_trainer.py --heads torchtitan tp_headloss
 host megatron 130 2 megatron_core.py --heads Megatron-Core "Megatron-Core, fused" tp_headloss "tp_headloss, one sweep"
 host nemo_automodel 80 2 nemo_automodel_loss.py
-host deepspeed 80 2 deepspeed_autotp.py
+host deepspeed 120 2 deepspeed_autotp.py
+host verl 100 2 verl_engine.py
+host trl_grpo 150 gpu0 trl_trainer.py --ways GRPO --steps 10 --parts curve
+titan=(torchtitan_trainer.py --heads torchtitan tp_headloss --parts curve --ways)
+host torchtitan_fsdp 90 2 "${titan[@]}" FSDP compile
+host torchtitan_graphs 60 2 "${titan[@]}" graphs
+host torchtitan_checkpoint 60 2 "${titan[@]}" checkpoint
 host torchtitan_chunks 60 2 torchtitan_trainer.py --heads "torchtitan, chunks"
 for file in "$out"/*.failed; do [ ! -e "$file" ] || echo "not complete: $(basename "$file" .failed)"; done

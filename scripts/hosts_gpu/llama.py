@@ -61,7 +61,7 @@ def tensor_parallel(run: Run) -> LlamaForCausalLM:
 
 
 def arguments(run: Run, rows: int, steps: int) -> dict:
-    """Of TrainingArguments and SFTConfig."""
+    """Of TrainingArguments and TRL's configurations."""
     return {
         "output_dir": tempfile.gettempdir(), "max_steps": steps, "per_device_train_batch_size": rows, "seed": 0,
         "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": not run.cuda,
@@ -73,23 +73,24 @@ def arguments(run: Run, rows: int, steps: int) -> dict:
 class Steps(TrainerCallback):
     """Reports a Trainer's steps, and the losses that it logs, to a meter."""
 
-    def __init__(self, meter: Meter):
-        self.meter = meter
+    def __init__(self, meter: Meter, logged: str):
+        self.meter, self.logged = meter, logged
 
     def on_step_begin(self, args, state, control, **_):
+        torch.manual_seed(state.global_step)  # of what GRPO samples, for which it seeds each rank differently
         self.meter.begin()
 
     def on_step_end(self, args, state, control, **_):
         self.meter.end()
 
     def on_log(self, args, state, control, logs=None, **_):
-        if "loss" in logs:
-            self.meter.losses.append(float(logs["loss"]))
+        if self.logged in logs:
+            self.meter.losses.append(float(logs[self.logged]))
 
 
-def train(trainer, meter: Meter) -> None:
+def train(trainer, meter: Meter, logged: str = "loss") -> None:
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Steps(meter))
+    trainer.add_callback(Steps(meter, logged))
     meter.watch(trainer.model.model.norm)
     try:
         trainer.train()

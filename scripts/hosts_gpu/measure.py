@@ -14,7 +14,7 @@ import sys
 import traceback
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -47,7 +47,7 @@ class Shape:
     most: int = 256  # rows at which the search for the largest micro-batch ends
 
 
-TINY = Shape(layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=512, length=16, batch=2, steps=3, most=2)
+TINY = Shape(layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=512, length=32, batch=2, steps=3, most=2)
 
 
 class Meter(Clock):
@@ -93,8 +93,11 @@ Train = Callable[[int, int, Meter], None]
 class Run:
     """The ranks, the shape and the text of one call of a script."""
 
+    dp = 1  # ranks that have rows of their own
+
     def __init__(self, args: argparse.Namespace):
-        self.args, self.shape = args, TINY if args.tiny else Shape()
+        shape = TINY if args.tiny else Shape()
+        self.args, self.shape = args, replace(shape, steps=args.steps or shape.steps)
         self.ranks = parallel.start(int(os.environ.get("WORLD_SIZE", 1)), "cpu" if args.tiny else "cuda")
         self.device, self.cuda = self.ranks.device, self.ranks.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
@@ -167,7 +170,7 @@ def curve(run: Run, train: Train) -> dict:
     shape, meter = run.shape, Meter(run.device)
     train(shape.batch, shape.steps, meter)
     found = meter.result()
-    found["tokens_per_s"] = 1e3 * shape.batch * shape.length / found["step_ms"]
+    found["tokens_per_s"] = 1e3 * run.dp * shape.batch * shape.length / found["step_ms"]
     if run.cuda:
         found["peak_gib"] = max(run.ranks.gather(found["peak_gib"]))
     return found
@@ -176,17 +179,20 @@ def curve(run: Run, train: Train) -> dict:
 PARTS = "curve", "search", "check"
 
 
-def main(package: str, heads: dict[str, Callable[[Run], Train]], check: Callable[[Run], dict] | None = None) -> None:
+def main(package: str, heads: dict[str, Callable[[Run], Train]], check: Callable | None = None, ways=()) -> None:
     """package: of the host, for its version. heads: name -> function that builds the model; the host's own is first.
-    check: what else is recorded of the host."""
+    check: function of a Run, for what else is recorded of the host. ways: other ways to train that --ways can name."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", required=True, help="where the results go, after each part of the run")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on CPUs")
     parser.add_argument("--heads", nargs="+", choices=list(heads), default=list(heads))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--ways", nargs="+", choices=ways, default=[])
+    parser.add_argument("--steps", type=int, help="of the curve")
     run = Run(parser.parse_args())
     record = {
-        "host": package, "own": next(iter(heads)), "ranks": run.ranks.world, "shape": asdict(run.shape),
+        "host": package, "own": next(iter(heads)), "ranks": run.ranks.world, "ways": run.args.ways,
+        "shape": asdict(run.shape),
         "versions": {name: importlib.metadata.version(name) for name in (package, "torch", "triton")},
         "device": torch.cuda.get_device_name() if run.cuda else "cpu", "memory": MEMORY,
         "heads": {name: {} for name in run.args.heads},

@@ -5,8 +5,10 @@ torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/megatron_core.py --js
 """
 
 import functools
+import os
 import statistics
 
+os.environ.setdefault("NCCL_ALGO", "Ring")  # as Megatron's trainer sets it in its deterministic mode
 import torch
 from measure import OURS, Run, Train, clean, main
 
@@ -53,13 +55,18 @@ def build(run: Run, loss: str) -> Train:
 
 
 def deterministic(run: Run) -> dict:
-    """Whether losses and gradient norms of two runs of our head in Megatron's deterministic mode are equal."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    runs = []
-    for _ in range(2):
-        runs.append(trained(run, HEADS[OURS], run.shape.batch, min(10, run.shape.steps), "--deterministic"))
+    """Whether two runs of each of our heads in Megatron's deterministic mode have equal losses, gradient norms and
+    weights. As in Megatron's trainer, torch refuses operations that are not deterministic."""
+    torch.use_deterministic_algorithms(True)
+    equal = []
+    for loss in (HEADS[OURS], HEADS[f"{OURS}, one sweep"]):
+        first, again = (
+            trained(run, loss, run.shape.batch, min(10, run.shape.steps), "--deterministic") for _ in range(2)
+        )  # fmt: skip
+        equal += [first[name] == again[name] for name in ("loss", "grad_norm", "weights")]
         clean()
-    return {"equal_bits": all(runs[0][name] == runs[1][name] for name in ("loss", "grad_norm"))}
+    torch.use_deterministic_algorithms(False)
+    return {"equal_bits": all(run.ranks.gather(all(equal)))}
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ def load(paths: list[str]) -> dict[str, dict]:
     """Records by host and number of ranks; heads of one, and parts of a head, may lie in several files."""
     records: dict = {}
     for record in (json.loads(Path(path).read_text()) for path in paths):
-        ranks = "one GPU" if record["ranks"] == 1 else f"TP {record['ranks']}"
-        label = f"{record['host']} {record['versions'][record['host']]}, {ranks}"
+        ways = record.get("ways", [])
+        ranks = "one GPU" if record["ranks"] == 1 else f"TP {record['ranks']}" if "FSDP" not in ways else "2 GPUs"
+        label = ", ".join([f"{record['host']} {record['versions'][record['host']]}", ranks, *ways])
         first = records.setdefault(label, record)
         heads = {name: first["heads"].get(name, {}) | found for name, found in record["heads"].items()}
         first |= {**record, "heads": first["heads"] | heads}
@@ -77,7 +78,7 @@ def notes(records: dict[str, dict]) -> str:
     for label, record in records.items():
         if "equal_bits" in record:
             bits = "equal" if record["equal_bits"] else "different"
-            lines.append(f"{label}, {OURS} in deterministic mode: {bits} bits over two runs.")
+            lines.append(f"{label}, {OURS} in deterministic mode: {bits} bits of losses and weights over two runs.")
         errors = {name: found["error"] for name, found in record["heads"].items() if "error" in found}
         lines += [f"{label}, {name}: {error}" for name, error in errors.items()]
     return "\n\n".join(lines)

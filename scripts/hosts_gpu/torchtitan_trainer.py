@@ -1,6 +1,10 @@
 """torchtitan's Trainer, tensor parallel, with its loss of logits, its chunked loss, and with `FusedHeadLoss`.
 
 torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/torchtitan_trainer.py --json torchtitan.json
+
+--ways names other ways to train: FSDP (the parameters sharded over both GPUs, each with rows of its own, in the place
+of tensor parallelism), compile (the model, and torchtitan's loss of logits), graphs (CUDA graphs, torchtitan's default;
+the head has no time of its own), checkpoint (of whole layers, where torchtitan's default keeps half of the GEMMs).
 """
 
 import dataclasses
@@ -26,8 +30,9 @@ if TINY:
 import torchtitan.models.llama3 as llama3
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.trainer import Trainer
 
 from torchtitan_parts import Batches, Seen, Tokenizer, sums_of_gloo
@@ -45,26 +50,31 @@ def specification(run: Run):
 
 
 def build(run: Run, loss: BaseLoss.Config) -> Train:
+    ways, world = run.args.ways, run.ranks.world
+    run.dp = world if "FSDP" in ways else 1
+
     def batches(rows, rank):
-        for step in itertools.count():
+        for step in itertools.count(rank, run.dp):
             ids = run.rows(rows, step)
             yield ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def train(rows, steps, meter):
         torch.autograd.set_multithreading_enabled(False)  # as the trainer does where there is no group yet
         training = TrainingConfig(
-            local_batch_size=rows, seq_len=run.shape.length, steps=steps, disable_cuda_graphs=True,
+            local_batch_size=rows, seq_len=run.shape.length, steps=steps, disable_cuda_graphs="graphs" not in ways,
             mixed_precision_param=str(run.dtype).removeprefix("torch."),
         )  # fmt: skip
-        parallelism = {"data_parallel_shard_degree": 1, "tensor_parallel_degree": run.ranks.world}
+        parallelism = {"data_parallel_shard_degree": run.dp, "tensor_parallel_degree": world // run.dp}
         trainer = Trainer(Trainer.Config(
             loss=loss, model_spec=specification(run), tokenizer=Tokenizer.Config(), training=training,
             dataloader=Batches.Config(make=batches), metrics=Seen.Config(log_freq=1), optimizer=default_adamw(lr=1e-4),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0), debug=DebugConfig(seed=1),
             parallelism=ParallelismConfig(**parallelism, spmd_backend="partial_dtensor"),
-            dump_folder=tempfile.gettempdir(),
+            dump_folder=tempfile.gettempdir(), compile=CompileConfig(enable="compile" in ways),
+            activation_checkpoint=(FullAC if "checkpoint" in ways else SelectiveAC).Config(),
         ))  # fmt: skip
-        meter.watch(trainer.model_parts[0].norm)
+        if "graphs" not in ways:
+            meter.watch(trainer.model_parts[0].norm)
         step = trainer.train_step
         trainer.train_step = lambda data: (meter.begin(), step(data), meter.end())
         try:
@@ -81,4 +91,5 @@ if __name__ == "__main__":
     logits = CrossEntropyLoss.Config(global_vocab_size=None)
     chunks = ChunkedLossWrapper.Config(num_chunks=8, loss_fn=logits)
     losses = {"torchtitan": logits, OURS: FusedHeadLoss.Config(), "torchtitan, chunks": chunks}
-    main("torchtitan", {name: functools.partial(build, loss=loss) for name, loss in losses.items()})
+    heads = {name: functools.partial(build, loss=loss) for name, loss in losses.items()}
+    main("torchtitan", heads, ways=["FSDP", "compile", "graphs", "checkpoint"])

@@ -4,17 +4,19 @@ and the gradient of the logits: verl's functions in its environment, TRL's train
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections import defaultdict
 from types import MethodType, SimpleNamespace
 
 import torch
-from cases import main
+from cases import ROOT, main
 
 import tp_headloss
 from tp_headloss import Sequences, VocabShard
 
 if importlib.util.find_spec("verl"):
-    import without_ray  # noqa: F401
+    sys.path.append(str(ROOT / "launch"))
+    importlib.import_module("without_ray")
     from verl.trainer.ppo import core_algos
     from verl.workers.config import ActorConfig
 else:

@@ -30,7 +30,7 @@ CASES = [
 ]
 TRL = "transformers-5.24.0"
 TRL_CASES = "plain", "tied", "uneven", "temperature", "softcap", "bf16", "replaced", "refusals", "failures"
-TRL_CASES += ("documented",)
+TRL_CASES += ("documented", "prompts")
 
 
 def checked(host, case):

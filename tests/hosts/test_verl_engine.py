@@ -9,9 +9,11 @@ import cases
 import pytest
 
 HOST = "verl-0.9.1"
-KINDS = ["grpo", "grpo, tied", "grpo, sequence parallel", "grpo, with padding", "grpo, context parallel"]
+LAYOUTS = ["sequence parallel", "with padding", "context parallel"]
+KINDS = ["grpo", "grpo, tied", *(f"grpo, {x}" for x in LAYOUTS)]
 KINDS += ["distillation and grpo", "distillation, clamped", "distillation, sequence parallel"]
 KINDS += ["distillation, with padding", "distillation, context parallel", "grpo, pipeline", "distillation, pipeline"]
+KINDS += [f"grpo, responses{layout}" for layout in ("", *(f", {x}" for x in LAYOUTS))]
 SAME = [f"{kind}, {head}" for kind in KINDS for head in ("logits", "fused")]
 OTHERS = ["half precision", "padded vocabulary", "external_lib", "refusals", "documented"]
 

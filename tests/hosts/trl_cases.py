@@ -125,6 +125,21 @@ def replaced(group):
     return compared_runs(ours, theirs)
 
 
+def prompts(group):
+    """Hidden states of tokens without a label are not read, so that they cost nothing."""
+    _, model = models("trl-plain", config_of())
+    inputs = batch()
+    unread = inputs["labels"].roll(-1, 1) == -100
+    unread[:, -1] = True
+    with fuse_log_probs(model):
+        model.model.norm.register_forward_hook(lambda module, args, x: x.masked_fill(unread[..., None], torch.nan))
+        out = model(**inputs, fused_lm_head=True)
+        out.loss.backward()
+    dw = whole(model.get_output_embeddings().weight.grad)
+    assert out.log_probs.isfinite().all() and dw.isfinite().all() and unread.sum() > 2
+    return {}
+
+
 def refusals(group):
     exact, model = models("trl-plain", config_of())
     refused(lambda: fuse_log_probs(model, outputs=(*FIELDS, "probs")), "['probs']")
@@ -170,6 +185,6 @@ def documented(group):
 
 CASES = {
     **{f"trl-{kind}": partial(against_trl, kind=kind) for kind in KINDS},
-    "trl-bf16": bf16, "trl-replaced": replaced, "trl-refusals": refusals, "trl-failures": failures,
-    "trl-documented": documented,
+    "trl-bf16": bf16, "trl-replaced": replaced, "trl-prompts": prompts, "trl-refusals": refusals,
+    "trl-failures": failures, "trl-documented": documented,
 }  # fmt: skip

@@ -33,9 +33,8 @@ from torch import nn
 
 sys.path.insert(0, str(ROOT / "launch"))
 
-import without_ray  # noqa: F401
-
 import megatron_cpu
+import without_ray  # noqa: F401
 
 megatron_cpu.pretend()
 
@@ -67,6 +66,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from megatron_model import Norm
 from tp_headloss import Linear, Options
 from tp_headloss.integrations.verl import engine as engine_module
+from tp_headloss.integrations.verl import heads
 from tp_headloss.integrations.verl.engine import HeadLossEngine, install
 
 V, H, K = 256, 32, 16
@@ -257,12 +257,19 @@ def verls_own(**kind):
     return trajectory(**kind)
 
 
-def same(group, fused=False, **kind):
+def same(group, fused=False, response_only=False, **kind):
     """A short GRPO step of the actor, or a distillation, with the head and with verl's own -> `compared`."""
     theirs = verls_own(**kind)
     no_logits = mock.patch.object(engine_module, "LogitsHead", None) if fused else contextlib.nullcontext()
-    with install() as installed, no_logits:
+    compute = mock.patch.object(heads, "linear_vocab_statistics", wraps=heads.linear_vocab_statistics)
+    with install(response_only=response_only) as installed, no_logits, compute as computed:
         ours = trajectory(fused=fused, **kind)
+    left_out = [call for call in computed.call_args_list if call.kwargs["linear"].max_valid_tokens is not None]
+    assert len(left_out) == (installed.calls if fused and response_only else 0)
+    if response_only:  # verl's of the other tokens as 0, which they are
+        scored = torch.cat([torch.arange(1, p + r + 1) % (p + r) >= p for p, r in zip(PROMPTS, RESPONSES)])
+        outputs = {name: x if name.startswith("loss") else x * scored for name, x in theirs[0].items()}
+        theirs = outputs, *theirs[1:]
     last = parallel_state.is_pipeline_last_stage()
     assert installed.calls == last * (2 + 2 * kind.get("steps", 3))  # micro-batches, and none of the check call
     head = next(name for name in ours[1] if name.endswith(("output_layer.weight", "word_embeddings.weight")))
@@ -398,9 +405,13 @@ CASES = {
         "distillation, clamped": {"distills": True, "only": True, "clamp": -6.0, "steps": 1},
         "distillation, sequence parallel": {"distills": True, "only": True, "sp": True, "steps": 1},
         "distillation, with padding": {"distills": True, "remove_padding": False, "steps": 1},
+        "grpo, responses": {"response_only": True},
+        "grpo, responses, sequence parallel": {"response_only": True, "sp": True},
+        "grpo, responses, with padding": {"response_only": True, "remove_padding": False},
         # the last: another division of the ranks
         "grpo, context parallel": {"cp": 2},
         "distillation, context parallel": {"distills": True, "cp": 2, "steps": 1},
+        "grpo, responses, context parallel": {"response_only": True, "cp": 2},
         "grpo, pipeline": {"pp": 2},
         "distillation, pipeline": {"distills": True, "pp": 2, "steps": 1},
     }.items()

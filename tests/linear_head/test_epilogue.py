@@ -279,11 +279,23 @@ def test_what_has_no_epilogue_takes_blocks_and_says_why(name, device, caplog):
     assert said.startswith("linear head: recompute by blocks of logits, because") and message in said
 
 
-def test_one_sweep_has_blocks_of_rounded_logits(device, caplog):
-    hidden, weight, _, labels, _ = (x.to(device) for x in tensors(torch.bfloat16))
-    head, operands = HeadLoss(options=TRITON), [hidden[:8].requires_grad_(), weight]
-    with pytest.raises(ValueError, match=r"mode='one_sweep' is not possible: .*exact_logits=True"):
-        head.linear(*operands, labels[:8], linear=Linear(mode="one_sweep", exact_logits=True))
-    with caplog.at_level("DEBUG", logger="tp_headloss"):
-        head.linear(*operands, labels[:8], linear=EPILOGUE)
-    assert caplog.messages[-1:] == ["linear head: recompute with epilogues"]
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_one_sweep_has_exact_logits_where_it_is_asked_for(backend, device, caplog):
+    """Losses of blocks of fp32 logits and their gradients, against float64; "auto" takes recompute."""
+    hidden, weight, bias, labels, _ = (x.to(device) for x in tensors(torch.bfloat16))
+    head, found = HeadLoss(terms(), options=Options(backend=backend)), {}
+    for name, linear in {
+        "exact": Linear("one_sweep", exact_logits=True, budget=45_000), "rounded": Linear("one_sweep", budget=45_000),
+        "auto": EPILOGUE,
+    }.items():  # fmt: skip
+        operands = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        with small_blocks(), caplog.at_level("DEBUG", logger="tp_headloss"):
+            loss = head.linear(*operands[:2], labels, bias=operands[2], linear=linear).loss
+            found[name] = loss.detach(), torch.autograd.grad(loss, operands), caplog.messages[-1]
+    exact = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+    true = HeadLoss(terms()).linear(*exact[:2], labels, bias=exact[2]).loss
+    (loss, grads, said), (rounded, *_) = found["exact"], found["rounded"]
+    assert said == "linear head: one sweep" and "recompute" in found["auto"][2]
+    assert relative(loss, true) < 1e-6 < 5e-6 < relative(rounded, true)
+    for g, expected in zip(grads, torch.autograd.grad(true, exact)):
+        assert relative(g, expected) < ROUNDING[torch.bfloat16]

@@ -55,8 +55,8 @@ class Linear:
             dropped before the GEMMs, without a host synchronisation. If there are more, the rest of them become NaN,
             and so do losses. Not with a `Teacher` of logits or hidden_grad="reduce_scatter".
         exact_logits: False (default): logits are rounded to the operands' dtype, as by torch.nn.functional.linear, in
-            every mode and on every device. True: statistics are made of unrounded fp32 sums of products, by recompute,
-            which mode "auto" takes then; a logit in a block takes 6 bytes instead of 2.
+            every mode and on every device. True: statistics are made of unrounded fp32 sums of products, and mode
+            "auto" takes recompute; a logit in a block, of "one_sweep", too, takes 6 bytes instead of 2.
 
     Examples:
         >>> hidden, weight, labels = torch.ones(2, 8), torch.nn.Parameter(torch.zeros(4, 8)), torch.tensor([0, 1])

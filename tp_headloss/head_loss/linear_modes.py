@@ -96,8 +96,8 @@ def _obstacle_to_one_sweep(call: Call, head: LinearCall) -> str | None:
     constants = [call.loss_weight, call.denominator, *call.inputs.values(), *(term.weight for term in terms)]
     if call.definition.plan.obstacles:
         return call.definition.plan.obstacles[0]
-    if head.linear.exact_logits:
-        return "its blocks have rounded logits, and exact_logits=True was asked for"
+    if head.linear.exact_logits and head.linear.mode == "auto":
+        return "exact_logits=True takes recompute, unless mode='one_sweep' is asked for"
     if torch.compiler.is_compiling():
         return "torch.compile takes one operator each way"
     if reduction == "none":

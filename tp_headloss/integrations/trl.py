@@ -105,6 +105,9 @@ class FusedLogProbs(InstalledForward):
         refuse_logits_to_keep(given)
         hidden, layer = run_body(model, given).last_hidden_state, output_layer(model)
         labels = next_token_labels(given.get("labels"), given.get("shift_labels"), IGNORED_LABEL).to(hidden.device)
+        linear = self.linear  # the valid tokens alone, as in TRL's head: their number waits for the device
+        if linear.max_valid_tokens is None:
+            linear = replace(linear, max_valid_tokens=int((labels != IGNORED_LABEL).sum()))
         cast = self.settings["cast_lm_head_to_fp32"]
         autocast = torch.is_autocast_enabled(hidden.device.type) and not cast
         with gathered_head(model), torch.autocast(hidden.device.type, enabled=autocast):
@@ -116,10 +119,10 @@ class FusedLogProbs(InstalledForward):
                 weight,
                 labels,
                 bias=layer.bias,
-                shard=call_shard(model, self.shard, self.linear, hidden),
+                shard=call_shard(model, self.shard, linear, hidden),
                 want=tuple(want for name in self.settings["outputs"] for want in OUTPUTS[name][0]),
                 transform=replace(self.transform, temperature=self.settings["temperature"]),
-                linear=self.linear,
+                linear=linear,
             )
         return self._output(stats, labels, given)
 

@@ -134,7 +134,7 @@ class LinearCall(NamedTuple):
 
 def _takes_epilogue(hidden, weight, dtype: torch.dtype, request: Request, linear: Linear) -> tuple[bool, str | None]:
     """Whether recompute has epilogues instead of blocks of logits, and why not, where it was to have them."""
-    if not linear.exact_logits and not is_default(hidden.device):
+    if linear.mode == "one_sweep" if linear.exact_logits else not is_default(hidden.device):
         return False, None
     found = obstacle(hidden, weight, dtype, request)
     return found is None, found

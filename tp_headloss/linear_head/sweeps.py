@@ -119,17 +119,20 @@ class _Buffers:
 
     def gradient(self, tokens: slice, ids: slice, merged, grads: dict) -> torch.Tensor:
         """The gradient of some logits, in the operands' dtype; merged rows and upstream gradients are of `tokens`."""
-        if self.linear.epilogue:
-            hidden, weight = self.hidden[tokens], self.weight[ids]
-            out = _block(self.memory, hidden.shape[0], weight.shape[0])
-            part = self.whole.rows(tokens, out).columns(ids)
-            passes.write_linear_gradient(out, hidden, weight, part, merged, grads, self.linear.rounded)
-        else:
-            part = self.request(tokens, ids)
-            out = part.tensors.logits
-            if self.logits is not self.memory:
-                out = _block(self.memory, *out.shape)
-            passes.write_gradient(out, part, merged, grads)
+        if not self.linear.epilogue:
+            return self.gradient_of(self.request(tokens, ids), merged, grads)
+        hidden, weight = self.hidden[tokens], self.weight[ids]
+        out = _block(self.memory, hidden.shape[0], weight.shape[0])
+        part = self.whole.rows(tokens, out).columns(ids)
+        passes.write_linear_gradient(out, hidden, weight, part, merged, grads, self.linear.rounded)
+        return out
+
+    def gradient_of(self, part: Request, merged, grads: dict) -> torch.Tensor:
+        """The gradient of a block's logits in the operands' dtype: in their place, or beside fp32 ones."""
+        out = part.tensors.logits
+        if self.logits is not self.memory:
+            out = _block(self.memory, *out.shape)
+        passes.write_gradient(out, part, merged, grads)
         return out
 
 
@@ -234,20 +237,20 @@ def sweep_blocks(hidden, weight, request: Request, tokens: int, objective, wante
     parts = []
     for here in slices:
         part = buffers.request(here)
-        logits = part.tensors.logits
-        if in_one is not None and serves_block(part, in_one):
+        if in_one is not None and serves_block(part, in_one):  # which no block of fp32 logits is
+            found = part.tensors.logits
             (_merged, values, *flags), *_ = one_read_launch.statistics_and_gradient(
                 part, in_one.of_rows(here), inplace=True
             )
         else:
             merged, values, *flags = passes.statistics(part)
-            passes.write_gradient(logits, part, merged, objective(values, flags, here))
+            found = buffers.gradient_of(part, merged, objective(values, flags, here))
         parts.append((values, *flags))
         if hidden_grad is not None:
-            valid_rows.multiply(hidden_grad[here], logits)
+            valid_rows.multiply(hidden_grad[here], found)
             if here is slices[-1] and linear.hidden_grad != "none":
                 end = comm.reduce_hidden(hidden_grad, linear.hidden_grad, facts.world_size, facts.group_name)
-        sums.add(here is slices[0], slice(0, weight.shape[0]), logits, hidden[here])
+        sums.add(here is slices[0], slice(0, weight.shape[0]), found, hidden[here])
     values, *flags = parts[0]
     if len(parts) > 1:
         values, *flags = [torch.cat(blocks, 1 if i == 0 else 0) for i, blocks in enumerate(zip(*parts))]

@@ -23,7 +23,7 @@ from .. import require
 from ..megatron.head import layer_shard, logits_transform, refuse_options
 from ..megatron.postprocess import TakenHidden, hidden_in_place_of_logits
 from ..replacement import Replacement, expect_close
-from .functions import LOWEST_TEMPERATURE
+from .functions import IGNORED_LABEL, LOWEST_TEMPERATURE
 from .heads import HiddenHead, LogitsHead, topk_distillation
 
 require("verl")
@@ -54,7 +54,7 @@ class HeadLossEngine(MegatronEngineWithLMHead):
     tokens.
 
     Attributes:
-        vocab_size, linear, options: as in `install`, which sets them on a subclass.
+        vocab_size, linear, options, response_only: as in `install`, which sets them on a subclass.
         calls: number of micro-batches that the head has computed, of all engines of the class.
         calls_without_head: number of micro-batches of model chunks without an output layer (earlier pipeline stages).
         fuses_head: True where the head computes from hidden states.
@@ -63,6 +63,7 @@ class HeadLossEngine(MegatronEngineWithLMHead):
     vocab_size: int | None = None
     linear = Linear()
     options: Options | None = None
+    response_only = False
     calls = calls_without_head = 0
     fuses_head = False
     _taken = None  # inside of a fused forward: the model, and what its output layer got
@@ -121,7 +122,9 @@ class HeadLossEngine(MegatronEngineWithLMHead):
             lowest = _lowest_log_prob(logits_processor_func)
             ids, teacher = (_packed(batch[name], data_format) for name in ("teacher_ids", "teacher_logprobs"))
         want = tuple(name for name in names.values() if name != "log_prob") + (() if ids is None else ("log_probs_at",))
-        stats = head.statistics(None if distillation_only else label, want, ids)
+        if valid_only := self.response_only and ids is None and batch is not None:  # None: of the check call
+            label = label.masked_fill(~_is_response(batch, data_format), IGNORED_LABEL)
+        stats = head.statistics(None if distillation_only else label, want, ids, valid_only)
         results = {name: stats[statistic] for name, statistic in names.items()}
         if ids is not None:
             results |= topk_distillation(stats["log_probs_at"], teacher, ids, head.topk_ids(ids.shape[-1]), lowest)
@@ -185,9 +188,20 @@ def _language_model(model):
     return getattr(model, "language_model", model)
 
 
-def _packed(nested: torch.Tensor, data_format: str) -> torch.Tensor:
-    """Return a teacher's [b, s, K] in the order and padding of verl's logits, of nested [b, s, K]."""
-    return (preprocess_thd_engine if data_format == "thd" else preprocess_bshd_engine)(nested, pre_process=True)[0]
+def _packed(nested: torch.Tensor, data_format: str, need_roll: bool = False) -> torch.Tensor:
+    """Return [b, s, ..] in the order and padding of verl's logits, or with need_roll of its labels, of a nested
+    tensor."""
+    pack = preprocess_thd_engine if data_format == "thd" else preprocess_bshd_engine
+    return pack(nested, pre_process=True, need_roll=need_roll)[0]
+
+
+def _is_response(batch, data_format: str) -> torch.Tensor:
+    """Return the mask [b, s] of verl's labels that its loss_mask, which is of responses or of whole sequences, has."""
+    from verl.models.mcore.model_forward import _build_mtp_loss_mask_nested as mask_of_sequences
+
+    mask, lengths = batch["loss_mask"].bool(), batch["input_ids"].offsets().diff().tolist()
+    attended = None if mask.is_nested else batch["attention_mask"][:, -mask.shape[-1] :]
+    return _packed(mask_of_sequences(mask, lengths, attended), data_format, need_roll=True)
 
 
 def _lowest_log_prob(loss_function) -> float | None:
@@ -231,8 +245,9 @@ class InstalledEngine(Replacement):
 
 @checked
 def install(
-    *, vocab_size: Size | None = None, linear: Linear | None = None, options: Options | None = None
-) -> InstalledEngine:
+    *, vocab_size: Size | None = None, linear: Linear | None = None, options: Options | None = None,
+    response_only: bool = False,
+) -> InstalledEngine:  # fmt: skip
     """Register `HeadLossEngine` in the place of verl's Megatron engine of language models.
 
     Engines that are made from then on have the head. Each compares it with verl's own when it is initialised.
@@ -241,6 +256,9 @@ def install(
         vocab_size: number of ids of the tokenizer: rows of the output layer beyond it are padding and do not enter the
             softmax. None: all rows do, as in verl.
         linear: `Linear` for its budget and engine, of fused heads. The output layer decides how gradients are reduced.
+        response_only: True: what is computed of labels outside of verl's loss_mask is 0, and a fused head leaves their
+            tokens out; it waits for the device, and keeps gathered hidden states under sequence parallelism. Without
+            effect on micro-batches with top-K distillation.
 
     Raises:
         ImportError: verl or Megatron-Core is not installed in a supported version.
@@ -262,5 +280,6 @@ def install(
         raise ValueError(
             f"verl's MegatronEngineWithLMHead must be registered for 'megatron', got {others}: one at a time"
         )
-    settings = {"vocab_size": vocab_size, "linear": linear, "options": options, "calls": 0, "calls_without_head": 0}
+    settings = {"vocab_size": vocab_size, "linear": linear, "options": options, "response_only": response_only}
+    settings |= {"calls": 0, "calls_without_head": 0}
     return InstalledEngine(type("HeadLossEngine", (HeadLossEngine,), settings), registry, devices)

@@ -13,6 +13,7 @@ from ...ranks.shard import VocabShard
 from ...search.topk import topk_log_probs
 from ...statistics import VocabStatistics
 from ..megatron.head import layer_shard, linear_options, logits_transform, refuse_options
+from .functions import IGNORED_LABEL
 
 
 @dataclass
@@ -30,9 +31,10 @@ class LogitsHead:
     temperature: torch.Tensor
     options: Options | None
 
-    def statistics(self, labels, want: tuple[str, ...], ids) -> dict[str, torch.Tensor]:
+    def statistics(self, labels, want: tuple[str, ...], ids, valid_only=False) -> dict[str, torch.Tensor]:
         """Return log_prob (with labels [b, s]) and the statistics in `want`, [b, s] fp32 replicated and differentiable;
-        log_probs_at, [b, s, K], is at the ids [b, s, K] int64."""
+        log_probs_at, [b, s, K], is at the ids [b, s, K] int64. valid_only: tokens whose label is -100 may be left
+        out."""
         stats = vocab_statistics(self.logits, labels, want=want, ids=ids, **self._common)
         return _named(stats, labels, want)
 
@@ -68,24 +70,32 @@ class HiddenHead:
         self.linear = linear_options(linear, layer, self.weight, "recompute")
         self.transform = logits_transform(model.config, temperature.transpose(0, 1))
 
-    def statistics(self, labels, want: tuple[str, ...], ids) -> dict[str, torch.Tensor]:
+    def statistics(self, labels, want: tuple[str, ...], ids, valid_only=False) -> dict[str, torch.Tensor]:
         """Return what `LogitsHead.statistics` returns."""
         labels, ids = (None if x is None else x.transpose(0, 1) for x in (labels, ids))
+        hidden, linear = self.hidden, self.linear
+        if valid_only:
+            if self.sequence_parallel:  # whose backward sums and scatters dH
+                hidden, linear = self._gathered(hidden), replace(linear, hidden_grad="none")
+            linear = replace(linear, max_valid_tokens=int((labels != IGNORED_LABEL).sum()))
         stats = linear_vocab_statistics(
-            self.hidden, self.weight, labels, bias=self.bias, shard=self.shard, want=want, transform=self.transform,
-            ids=ids, options=self.options, linear=self.linear,
+            hidden, self.weight, labels, bias=self.bias, shard=self.shard, want=want, transform=self.transform,
+            ids=ids, options=self.options, linear=linear,
         )  # fmt: skip
         return {name: x.transpose(0, 1) for name, x in _named(stats, labels, want).items()}
 
     def topk_ids(self, k: int) -> torch.Tensor:
         """Return what `LogitsHead.topk_ids` returns."""
-        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
         hidden, transform = self.hidden.detach(), replace(self.transform, bias=self.bias)
         if self.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, group=self.group)
+            hidden = self._gathered(hidden)
         top = topk_log_probs(hidden, k, weight=self.weight, shard=self.shard, transform=transform, options=self.options)
         return top.ids.transpose(0, 1)
+
+    def _gathered(self, hidden: torch.Tensor) -> torch.Tensor:
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+        return gather_from_sequence_parallel_region(hidden, group=self.group)
 
 
 def _named(stats: VocabStatistics, labels, want: tuple[str, ...]) -> dict[str, torch.Tensor]:
