@@ -43,18 +43,21 @@ class Merge(NamedTuple):
     finish: object  # (state, joined, out, inputs, rows)
 
 
-class Gradient(NamedTuple):
-    """Hooks for the gradient."""
-
-    load: object  # (grads, token, inputs, rows) -> state; grads: upstream gradients by name, see `upstream`
-    coefficient: object  # (away, state, shifted, p, token) -> away, already divided by S
-    at_target: object  # (common, state, offset, token) -> common
-    direct: object  # (dz, state, tile, token, grads, inputs, rows) -> dz
+@triton.jit
+def one_lane_sum(zeros, chunk, inputs):
+    """Start the lane sums of one row."""
+    return (zeros,)
 
 
 @triton.jit
 def not_rescaled(state, move, chunk, inputs, rows):
     return state
+
+
+@triton.jit
+def one_sum(BLOCK: tl.constexpr):
+    """Start the merged sums of one row."""
+    return (tl.zeros([BLOCK], tl.float64),)
 
 
 @triton.jit
@@ -65,6 +68,11 @@ def no_peak(state, packet, rows):
 @triton.jit
 def nothing_folded(state, packet, rows):
     """Fold nothing, for families whose packets are never made from partial ones."""
+
+
+@triton.jit
+def nothing_loaded(grads, token, inputs, rows):
+    return (0,)
 
 
 @triton.jit
@@ -80,6 +88,15 @@ def same_at_target(common, state, offset, token):
 @triton.jit
 def same_gradient(dz, state, tile, token, grads, inputs, rows):
     return dz
+
+
+class Gradient(NamedTuple):
+    """Hooks for the gradient."""
+
+    load: object  # (grads, token, inputs, rows) -> state; grads: upstream gradients by name, see `upstream`
+    coefficient: object = same_coefficient  # (away, state, shifted, p, token) -> away, already divided by S
+    at_target: object = same_at_target  # (common, state, offset, token) -> common
+    direct: object = same_gradient  # (dz, state, tile, token, grads, inputs, rows) -> dz
 
 
 @triton.jit
