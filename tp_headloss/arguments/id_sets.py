@@ -68,8 +68,7 @@ class IdSets:
 
         Args:
             ids: the sets one after the other, in the order of flattened labels.
-            offsets: from 0 to the number of ids. Where they descend or leave [0, all], the set is empty. Ids before the
-                first offset or after the last are in no set.
+            offsets: ascending in [0, all]; where they are not, the set is empty. Ids outside of them are in no set.
 
         """
         if not len(offsets):
@@ -217,8 +216,7 @@ class IdSets:
         return found.view(labels.shape)
 
     def tolist(self) -> list[list[int]]:
-        """Return the ids of each token as a list, tokens flat and in order, as they were given but for those that are
-        none. Waits for a GPU.
+        """Return the ids of each token, tokens flat, as they were given but for those that are none. Waits for a GPU.
 
         Examples:
             >>> IdSets(torch.tensor([[5, 6], [7, -1]])).tolist()

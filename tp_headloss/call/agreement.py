@@ -36,8 +36,7 @@ _logged: set[str] = set()
 
 
 class Agreement:
-    """A block in which a call is checked. At its end the ranks of the shard's group exchange facts and errors, and all
-    of them go on, or all of them raise.
+    """A block in which a call is checked. At its end the group's ranks exchange facts and errors: all go on, or raise.
 
         with Agreement(options, shard) as agreement:
             agreement.record("vocab_statistics", shard, labels=labels, want=want)  # as soon as the shard is known
@@ -159,8 +158,7 @@ def _describe(name: str, value, out: dict, compare_hidden: bool, sharded_dim: in
 
 
 def _text(value) -> str:
-    """The repr of a plain value, or the name of a function or class, or of an object's type: the repr of these contains
-    an address."""
+    """The repr of a plain value, or the name of a function, a class or an object's type, whose repr has an address."""
     if isinstance(value, PLAIN_TYPES):
         return repr(value)
     return getattr(value, "__qualname__", type(value).__qualname__)
@@ -178,8 +176,7 @@ def _describe_tensor(tensor, sharded_dim: int | None, bits: bool) -> tuple[str, 
 
 
 def _compare(facts: tuple[dict, ...]):
-    """Raise ValueError, equal on all ranks, if the facts of two ranks differ or the shards do not cover the vocabulary
-    once. `facts` has one dict per rank."""
+    """Raise ValueError on all ranks if their facts, a dict each, differ or shards do not cover the vocabulary once."""
     bounds, first = [rank_facts.pop("bounds") for rank_facts in facts], facts[0]
     for rank, other in enumerate(facts):
         for name in dict.fromkeys((*first, *other)):

@@ -36,8 +36,7 @@ EAGER_ONLY = (  # option, its value, and why torch.compile leaves the call alone
 def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public call with keywords `options` and `linear`, or of a module with `.options`.
 
-    Where an option is for eager, torch.compile breaks its graph before the call, and compiles nothing inside of it;
-    with fullgraph=True it raises the reason.
+    Where an option is for eager, torch.compile leaves the call alone; with fullgraph=True it raises the reason.
     """
     uncompiled: list[Any] = [
         torch.compiler.disable(function, reason=f"{name}={value!r} is for eager: {reason}")

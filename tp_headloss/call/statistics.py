@@ -48,14 +48,12 @@ def vocab_statistics(
             ``options.inplace``, when the backward overwrites them and a later use of the old values by autograd raises.
         labels: global ids. ``ignore_index`` wins over everything, a valid id included. Any other label
             outside ``[0, vocab_size)`` makes its token NaN on every rank (``options.check`` raises instead).
-        shard: the columns this rank owns; None means that ``logits`` hold the whole vocabulary, or are a DTensor that
-            says it, ``Shard(-1)`` on one dimension of its mesh (labels and the like then plain or DTensors; results are
-            plain).
+        shard: the columns this rank owns; None: ``logits`` hold the whole vocabulary, or are a DTensor that says it,
+            ``Shard(-1)`` on one dimension of its mesh (labels and the like are then plain or DTensors, results plain).
         want: of "entropy", "collision", "total", "argmax" and "rank", with a `Teacher` of `statistics.FULL_TEACHER`,
             with a `TopKTeacher` of `statistics.TOPK_TEACHER`, with ``sets`` of `statistics.OVER_SETS`, with ``ids``
             "log_probs_at"; lse is always there, log_prob and target_logit with labels. The Jensen-Shannon divergences
-            and "total_variation" take a second, small collective, "rank" one of the labels' logits before the logits
-            are read, all others together one.
+            and "total_variation" take a second, small collective, "rank" one before, of labels' logits, all others one.
         transform: `Transform` of the logits.
         teacher: `Teacher` or `TopKTeacher` whose statistics are in ``want``.
         sets: `IdSets` whose statistics are in ``want``, such as those of `kept_ids`.

@@ -94,8 +94,7 @@ class LossStep:
         return self.index is None or self.index == torch._C._cuda_getDevice()
 
     def serves(self, saved) -> bool:
-        """True for saved tensors that lie as those of the first call did, the others without gaps, on the current
-        device."""
+        """True for saved tensors that lie as the first call's did, the others without gaps, on the current device."""
         logits, labels, merged, _valid, _weight, _inverse, *values = saved
         alike = self.places == (*place_of(logits), *place_of(labels)) and can_skip_dispatch(merged)
         return alike and False not in map(torch.Tensor.is_contiguous, (merged, *values)) and self.is_on_current_device()

@@ -15,8 +15,7 @@ def _sign(i: tl.constexpr, NEGATIVES: tl.constexpr):
 
 @triton.jit
 def divisor_of(denominator_ptr, denominator):
-    """Divisor of a loss, from a scalar in memory or a number; infinity in the place of 0, so that a loss of no tokens
-    is 0."""
+    """Divisor of a loss, a scalar in memory or a number; infinity in the place of 0: a loss of no tokens is 0."""
     divisor = tl.full((), 1.0, tl.float64) * denominator
     if denominator_ptr is not None:
         divisor = tl.load(denominator_ptr).to(tl.float64)

@@ -72,8 +72,7 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
 
 
 def local_arguments(tokens, given: Given, token_weight, denominator, inputs):
-    """Replace DTensors among a loss's arguments by this rank's part of them. tokens: logits or hidden states as the
-    caller gave them; given: this rank's."""
+    """Replace DTensors of a loss's arguments by this rank's part. tokens: as the caller gave them; given: local."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise TypeError(f"inputs must be a dict of inputs by name, or None, got {type(inputs).__name__}")
     hidden_grad = "all_reduce" if given.linear is None else given.linear.hidden_grad
@@ -85,8 +84,7 @@ def local_arguments(tokens, given: Given, token_weight, denominator, inputs):
 
 
 def replicated_facts(definition: HeadLossDefinition, token_weight, denominator, inputs) -> dict[str, Any]:
-    """Arguments and options of a loss that must be equal on all ranks of the group, by the names that `Agreement`
-    reports."""
+    """A loss's arguments and options that must be equal on all ranks, by the names that `Agreement` reports."""
     return {
         "token_weight": token_weight, "denominator": denominator, "inputs": inputs, "terms": definition.terms,
         "metrics": definition.metrics, "token_metrics": definition.token_metrics, "reduction": definition.reduction,

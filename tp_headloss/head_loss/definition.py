@@ -117,8 +117,7 @@ class HeadLossDefinition(NamedTuple):
         return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
-        """Functions whose values are summed together with the loss: the terms', the named metrics', the terms' token
-        weights.
+        """Functions that are summed together with the loss: the terms', the named metrics', the terms' token weights.
 
         With sequences the named metrics are among `metric_functions` instead, which are summed in two ways.
         """
@@ -178,8 +177,7 @@ def _wanted_statistics(terms, metrics, token_metrics) -> tuple[str, ...]:
 
 
 def _expect_all(name: str, given, kinds) -> tuple:
-    """Return the given terms or metrics, or the one given, as a tuple. Raises TypeError, with a remedy, if one is of
-    another type."""
+    """Return the terms or metrics, or the one, as a tuple; TypeError, with a remedy, if one is of another type."""
     given = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     expected = "Terms" if kinds is Term else "names or Metrics"
     for part in given:

@@ -81,8 +81,7 @@ def TopKDistillation(
 
     Args:
         weight: several terms make a mixture.
-        divergence: "forward_kl", "reverse_kl", or "jsd" with the teacher's beta, which takes a second, small
-            collective.
+        divergence: "forward_kl", "reverse_kl", or "jsd" with the teacher's beta and a second, small collective.
         support: the set over which the student is normalised: "topk", "vocabulary" or "tail", see
             `losses.topk_forward_kl`; "tail" needs a teacher with renormalize=False.
         outside_log_prob: log-prob of the teacher outside of its entries, for the reverse KL over the vocabulary.

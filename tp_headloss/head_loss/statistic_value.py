@@ -50,8 +50,7 @@ class SumsPlan(NamedTuple):
 
     @classmethod
     def from_functions(cls, functions: Sequence[PerToken], coefficients: Sequence[float]) -> SumsPlan:
-        """Plan for sums of these functions' values. Values of functions that are no `StatisticValue` are summed as
-        given."""
+        """Plan for sums of these functions' values; those that are no `StatisticValue` are summed as given."""
         as_given = StatisticValue("")
         plain = [f if isinstance(f, StatisticValue) else as_given for f in functions]
         terms = plain[: len(coefficients)]

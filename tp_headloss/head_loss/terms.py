@@ -40,8 +40,7 @@ class Term:
         inputs: names of the function's keyword arguments, which ``HeadLoss.forward(inputs={...})`` passes: tensors that
             broadcast to the labels' shape, "sequences", "teacher", "sets" or "ids".
         tokenwise: True promises that a token's value depends on this token alone, so that the function may be called
-            with some of the tokens [n] at a time, as a one-sweep `HeadLoss.linear` does. Statistic values are tokenwise
-            anyway.
+            with some of the tokens [n] at a time, as a one-sweep `HeadLoss.linear` does. A `StatisticValue` always is.
         pointwise: True promises besides that the function is arithmetic on fp32 lse, log_prob, entropy and its inputs,
             with constants that never change (also of total, mass and vocab_size). On the GPUs that `Options.gradient`
             names it is then traced once, and evaluated by the launch that reads the logits.

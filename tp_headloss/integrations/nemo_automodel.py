@@ -36,12 +36,10 @@ class LogitsLoss(MaskedCrossEntropy):
     """A `HeadLoss` of logits in the place of MaskedCrossEntropy, which gathers the logits of all ranks, and of
     TEParallelCrossEntropy. Forward: one collective; backward: none.
 
-    It is a MaskedCrossEntropy because a recipe puts one in the place of any other loss of models without
-    ``logits_to_keep``.
+    It is a MaskedCrossEntropy because recipes replace any other loss of models without ``logits_to_keep`` by one.
 
     Args:
-        terms: as in `HeadLoss`; default cross-entropy. YAML cannot say them: let it name a function that returns the
-            loss.
+        terms: as in `HeadLoss`; default cross-entropy. YAML cannot say them: let it name a function for the loss.
         fp32_upcast: accepted because configurations name it; sums are fp32 always.
         ignore_index: label of tokens that have no loss.
         reduction: "sum", "mean" over the valid tokens, or "none".
@@ -92,8 +90,7 @@ class FusedHeadLoss(LinearCrossEntropy):
     """A `HeadLoss` of hidden states and the output layer's weight, without logits, in the place of
     FusedLinearCrossEntropy and ChunkedCrossEntropy, which refuse a weight that is sharded over "tp".
 
-    As with FusedLinearCrossEntropy, a bias of the output layer is not seen, nor what a model does to its logits, except
-    for a soft cap.
+    As with FusedLinearCrossEntropy, neither a bias is seen, nor what a model does to its logits but for a soft cap.
 
     Args:
         terms, ignore_index, reduction: as in `LogitsLoss`.
@@ -201,8 +198,7 @@ class DistillationLoss(torch.nn.Module):
         """Return the loss, a scalar fp32, replicated; 0, with a zero gradient, if no token is valid.
 
         Args:
-            student_logits, teacher_logits: [B, S, V] as in `LogitsLoss`; a teacher's may be plain, this rank's columns,
-                beside a DTensor of the student.
+            student_logits, teacher_logits: [B, S, V] as in `LogitsLoss`; plain teacher columns may go with a DTensor.
             labels: [B, S] or [B S], replicated.
             num_batch_labels: divides the sum; None: the mean over the valid tokens.
         """
@@ -250,8 +246,7 @@ def _options(reduction: str, x: torch.Tensor, num_label_tokens, loss_weights) ->
 
 
 def _shaped(per_token: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return values per token on the device of x [.., width], in its leading shape if they are flat: packed sequences
-    have hidden states [1, T, H] and labels [T]."""
+    """Return values per token on the device of x [.., width], in its leading shape if flat, as packed sequences are."""
     per_token, lead = per_token.to(x.device), x.shape[:-1]
     return per_token.view(lead) if per_token.dim() == 1 and per_token.numel() == lead.numel() else per_token
 

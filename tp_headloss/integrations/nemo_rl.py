@@ -79,8 +79,7 @@ def get_next_token_logprobs_from_logits(
     Args:
         next_token_logits: [B, S or more, V/P], under context parallelism [B, L, V/P], sharded on V in even shards of
             vocab_parallel_group, a DTensor, or without a group the whole vocabulary.
-        sampling_params: NeMo-RL's TrainingSamplingParams, another object with top_k and top_p, or a mapping of its
-            fields. A temperature is not applied.
+        sampling_params: object with top_k and top_p (TrainingSamplingParams), or a mapping. No temperature is applied.
         sampling_mask: NeMo-RL's SamplingMask of the tokens, token_ids [B, S, K] and sizes [B, S], or the batch that has
             it, in the place of top_k and top_p, which are not looked at then.
         seq_index, cp_sharder: None.
@@ -114,8 +113,7 @@ def from_parallel_logits_to_logprobs(
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from logits of shards of any bounds.
 
     Args:
-        vocab_parallel_logits: [B, S or more, width], under context parallelism [B, L, width], of ids
-            [vocab_start_index, vocab_end_index).
+        vocab_parallel_logits: [B, S or more, width] (context parallel: [B, L, width]) of ids [start index, end index).
         sampling_params, sampling_mask: as in `get_next_token_logprobs_from_logits`, errors, too.
     """
     kept = kept_by(sampling_params, sampling_mask)
@@ -144,8 +142,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     """Return the log-probs [B, unpacked_seqlen - 1] fp32 of the next tokens of B packed sequences, replicated.
 
     A sequence's log-probs begin its row, those of its padding included, and zeros follow; a longer row is cut. With C
-    context-parallel ranks each has T / C of the T packed tokens: of every sequence the chunks r and 2 C - 1 - r of 2 C
-    equal ones.
+    context-parallel ranks each has T / C of the T packed tokens, of every sequence the chunks of an unpacked one.
 
     Args:
         vocab_parallel_logits: [1, T/C, width] of ids [vocab_start_index, vocab_end_index).
@@ -154,8 +151,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         sampling_params: as in `from_parallel_logits_to_logprobs`.
 
     Raises:
-        ValueError: shapes that do not fit, and as `from_parallel_logits_to_logprobs`. Bounds that do not fit are one on
-            CPUs; on GPUs all results are NaN.
+        ValueError: as `from_parallel_logits_to_logprobs`, and misfits of shapes or of bounds (on GPUs: results of NaN).
     """
     kept, logits = kept_by(sampling_params, None), vocab_parallel_logits
     device = None if kept is None else logits.device
@@ -187,8 +183,7 @@ def from_parallel_hidden_states_to_logprobs(
         tensor_parallel_hidden_states: [S/P, B, H], this rank's part of the sequence (sequence parallelism). They are
             gathered, and their gradient is summed over tp_group and scattered, as in NeMo-RL. With another
             ``linear.hidden_grad`` they are [S, B, H] replicated.
-        output_weight_layer: [width, H], the rows [vocab_start_index, vocab_end_index). Without a vocab_size, one small
-            all-gather, for which the host waits.
+        output_weight_layer: [width, H], rows of these ids. Without a vocab_size, the host waits for a small all-gather.
         runtime_gather_output: None or False; ValueError for True.
         linear: `Linear`; blocks of logits have ``linear.budget`` bytes, not chunk_size tokens.
         cp_group: None, or a group of one rank, as in NeMo-RL.

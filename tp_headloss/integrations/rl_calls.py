@@ -97,8 +97,7 @@ def head_scorer(hidden, weight, shard: VocabShard, temperature: float, linear: L
 
 
 def next_tokens(ids, length: int, device) -> torch.Tensor:
-    """Labels [B, length] for all positions of the logits, so that no logits need to be cut: the ids [B, S] shifted by
-    one to the left, then -100."""
+    """Labels [B, length] for all positions, so that no logits are cut: ids [B, S] shifted left by one, then -100."""
     IDS.check("ids", ids, {})
     if ids.dim() != 2 or not 1 <= ids.shape[1] <= length:
         raise ValueError(f"ids must be [B, S] with S from 1 to the {length} positions given, got {list(ids.shape)}")
@@ -150,13 +149,11 @@ class RankedTokens:
         return x if self.ranks == 1 else x.index_select(dim, self.own)
 
     def join(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Return [.., T, ..] of every rank's part [.., T/C, ..], differentiable. One all-gather, and one backward if
-        gradients are summed."""
+        """Return [.., T, ..] of all parts [.., T/C, ..], differentiable: one all-gather, and one to sum gradients."""
         return x if self.ranks == 1 else _Join.apply(x, self, dim)
 
     def next_log_probs(self, score: Score, ids: torch.Tensor, inference_only: bool = False) -> torch.Tensor:
-        """Return the log-probs [B, S - 1] fp32 of the next tokens of all ranks' ids [B, S], without a graph if
-        inference_only."""
+        """Return the log-probs [B, S - 1] fp32 of all ranks' next ids [B, S], without a graph if inference_only."""
         labels = self.take(next_tokens(ids, self.total, self.device))
         return self.joined_scores(score, labels, inference_only)[:, : ids.shape[1] - 1]
 
@@ -185,8 +182,7 @@ class PackedTokens(RankedTokens):
     """Packed sequences of next-token labels, and the place [row, column] of each token in a padded result.
 
     Bounds and lengths that are not those of the packed tokens, or under context parallelism lengths that are no
-    multiple of twice its ranks, are a ValueError on CPUs; on GPUs, where nothing waits for their values, they make
-    every result NaN.
+    multiple of twice its ranks, are a ValueError on CPUs; on GPUs, where nothing waits, every result is NaN.
 
     Args:
         x, group, vocab_group, sum_gradients: as in `RankedTokens`, x with B = 1.
@@ -255,8 +251,7 @@ class PackedTokens(RankedTokens):
         return ~last & (self.offset >= 0) & (self.column < self.width - 1)
 
     def log_probs(self, score: Score, ids, inference_only: bool = False, labels=None) -> torch.Tensor:
-        """Return the log-probs [rows, width - 1] fp32 of the tokens, in their places, and 0 elsewhere; without a graph
-        if inference_only.
+        """Return the log-probs [rows, width - 1] fp32 of tokens in their places, else 0; no graph if inference_only.
 
         Args:
             score: labels [1, T/C] of this rank -> log-probs [1, T/C].
@@ -276,8 +271,7 @@ class PackedTokens(RankedTokens):
         return torch.where(self.valid, padded, torch.nan)
 
     def weights(self, num_actions: int, loss_mask, dtype) -> torch.Tensor:
-        """Return the weights [T/C] of this rank's tokens: loss_mask [rows, num_actions], or 1, in the last places of
-        each row [width - 1], else 0."""
+        """Return this rank's weights [T/C]: loss_mask [rows, num_actions], or 1, in the last places of rows, else 0."""
         IntLine(1, self.width - 1).check("num_actions", num_actions, {})
         if loss_mask is not None:
             TensorLine("real numbers or bool", (self.rows, num_actions)).check("loss_mask", loss_mask, {})

@@ -62,8 +62,7 @@ def fuse_log_probs(
 
     Raises:
         TypeError, ValueError: as in `transformers.fuse_head`; an output that TRL's head does not have; an auxiliary
-            loss of a router. In a call without labels: logits that are this rank's columns alone
-            (`transformers.colwise_plan`).
+            loss of a router. In a call without labels: logits of this rank's columns (`transformers.colwise_plan`).
     """
     output_layer(model)
     trl_forward, settings = _trl_forward_and_settings(model)
@@ -84,8 +83,7 @@ def _trl_forward_and_settings(model):
 
 
 class FusedLogProbs(InstalledForward):
-    """An installed head that returns TRL's output, as `fuse_log_probs` returns it; a context manager that removes
-    itself."""
+    """An installed head that returns TRL's output, see `fuse_log_probs`; a context manager that removes itself."""
 
     def __init__(self, model, trl_forward, settings, linear, shard, transform):
         # at temperature 1 until the check has compared the loss with the model's own

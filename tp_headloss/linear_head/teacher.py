@@ -25,8 +25,7 @@ def expect_teacher_head(head: TeacherHead, hidden, logits):
 
 
 def stand_in(teacher, logits):
-    """A `Teacher` for the checks and facts of a call, whose logits, an expanded scalar, are made later by blocks; any
-    other teacher as it is.
+    """A `Teacher` for a call's checks and facts, whose logits, an expanded scalar, are made later; others as they are.
 
     A block's logits lack the last factor, a softcap or else a scale, so the temperature has it.
     """

@@ -1,5 +1,4 @@
-"""Policy-gradient objectives that treat a few tokens of high covariance of advantage and log-prob apart: per-token loss
-[..] fp32. Words as in `policy`."""
+"""Objectives that treat a few tokens of high covariance of advantage and log-prob apart; words as in `policy`."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ def smoothed_cross_entropy(
             elsewhere, so (1 - a) (lse - z_y) + a (lse - mean z). "megatron" (NeMo, Megatron-LM): 1 - a at the label
             and a / (V - 1) elsewhere, which is torch's formula with a V / (V - 1) for a.
         class_weight: w, as in torch: w_y on the first part, and a / V sum_j w_j (lse - z_j) as the second, for
-            which "total" must have been weighted by this rank's w. Columns at -inf do not enter that sum (torch's is
-            infinite there).
+            which "total" must have been weighted by this rank's w. Columns at -inf are left out (in torch: inf).
 
     Examples:
         >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), want=("total",))

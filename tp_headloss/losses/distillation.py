@@ -1,7 +1,6 @@
 """Distillation from a teacher, whole or with K entries per token: statistics -> per-token divergence [..] fp32.
 
-Words: p the student's probabilities, q the teacher's; a top-K teacher has K entries tau per token, and its tail is the
-probability of all other ids.
+Words: p the student's probabilities, q the teacher's; tau the K entries of a top-K teacher, its tail all other ids.
 """
 
 from __future__ import annotations
@@ -97,10 +96,8 @@ def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: PerToken
     """Return sum tau (log tau - log p) over a top-K teacher's entries, plus the tail's summand if support="tail".
 
     Args:
-        stats: `VocabStatistics` with "topk_forward_kl" for support="topk", else "vocab_forward_kl"; for "tail" also
-            "tail_log_mass".
-        support: ids over which the student is normalised: "topk" the entries, "vocabulary" all ids, "tail" the entries
-            and one more for the sum of all other ids.
+        stats: with "topk_forward_kl" for support="topk", else "vocab_forward_kl"; for "tail" also "tail_log_mass".
+        support: the student is normalised over "topk" the entries, "vocabulary" all ids, "tail" entries and the rest.
         log_tail: `log_tail` of the teacher, for support="tail".
 
     Examples:
@@ -157,10 +154,8 @@ def topk_jsd(
     """Return beta KL(tau || m) + (1 - beta) KL(p || m) with m = beta tau + (1 - beta) p.
 
     Args:
-        stats: `VocabStatistics` with "topk_jsd" for support="topk", else "vocab_jsd" and "topk_log_mass" ("vocabulary")
-            or "tail_log_mass" ("tail").
-        log_tail: as in `topk_forward_kl`, as is support; with "vocabulary" the teacher's probability outside of its
-            entries is 0.
+        stats: with "topk_jsd" ("topk"), or "vocab_jsd" and "topk_log_mass" ("vocabulary") or "tail_log_mass" ("tail").
+        log_tail: as in `topk_forward_kl`, as is support; "vocabulary" takes a tail of probability 0.
         beta: weight of the teacher.
 
     Examples:

@@ -48,12 +48,10 @@ def kl_estimate(
         estimator: "k1", "abs", "k2" or "k3"; a "+" (verl's straight-through forms) gives the value the gradient of k2.
         input_clamp: x is clamped to +-input_clamp for any estimator, with zero gradient beyond; None: not clamped.
             20 is NeMo-RL's default, and verl's for k3, which alone is clamped there.
-        output_clamp: upper bound of k3, which grows exponentially, with zero gradient beyond; None: no bound. verl's
-            default.
+        output_clamp: upper bound of k3, with zero gradient beyond; None: no bound. The default is verl's.
         sampler_log_prob: of the program that sampled the tokens. The estimate is multiplied by the importance
             weight w = exp(log_prob - sampler_log_prob), which is differentiated, too, so that the gradient of w k3 is
-            w x (bias-corrected KL). Pass ``log_prob.detach()`` for tokens that the policy itself sampled (w = 1). Where
-            x is clamped, w passes no gradient.
+            w x (bias-corrected KL), except where x is clamped. Pass ``log_prob.detach()`` for own samples (w = 1).
 
     Returns:
         [..] fp32, an estimate per token, neither masked nor averaged.

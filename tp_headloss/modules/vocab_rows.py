@@ -30,8 +30,7 @@ class Init:
 
     Args:
         std: standard deviation of the weights.
-        seed: None draws one from torch's default generator, which must be in the same state on all ranks, as for any
-            module that ranks replicate.
+        seed: None draws one from torch's default generator, which must be in the same state on all ranks.
 
     Examples:
         >>> shard = VocabShard.from_group(None, 5, padded_size=8)

@@ -102,8 +102,7 @@ class VocabShard:
     The shards of a group, in any rank order, must cover ``[0, vocab_size)`` once; uneven and empty shards are fine. A
     token whose label has no owner, or two, becomes NaN on every rank. The constructor does not communicate, so a rank
     does not know the other ranks' bounds, and results are deterministic but not bitwise equal across group sizes.
-    `from_group`, `from_mesh` and `from_boundaries` know every bound; with them results are bitwise equal where the
-    shards are whole chunks (see `tp_invariant`).
+    `from_group`, `from_mesh` and `from_boundaries` know every bound: results are bitwise equal if `tp_invariant`.
 
     Args:
         start: first id of this rank.
@@ -112,8 +111,7 @@ class VocabShard:
         group: the one that shares the vocabulary. None: not sharded; no group is ever looked up implicitly.
 
     Attributes:
-        tp_invariant: every shard of the group is made of 8 / P whole chunks, so that results have the same bits at any
-            such P.
+        tp_invariant: every shard of the group is 8 / P whole chunks: results have the same bits at any such P.
         chunks: packets of statistics that this rank sends.
         chunk_size: columns of each.
         padded_size: rows of all shards together, if they are cut as by `from_group`, else None.

@@ -79,8 +79,7 @@ def transformed_logits(request: Request, rows: slice | torch.Tensor) -> torch.Te
 
 
 def find_kept(request: Request, rule: SamplingRule) -> Iterator[Kept]:
-    """Yield the ids that the rule, whose tensors are [n], keeps of each row of a request; none of a row with NaN or
-    +inf, or nothing above -inf. Waits for a GPU.
+    """Yield what the rule (tensors [n]) keeps of each row; nothing of one with NaN, inf or -inf alone. Waits for a GPU.
 
     First comes a `Kept` of all rows, from one all-gather of the largest logits; with top_p, unless top_k is a number
     below the vocabulary's size, from another one. It keeps nothing of the rows whose ids are not all among these. Those

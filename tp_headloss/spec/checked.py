@@ -61,8 +61,7 @@ def lines_of(function: Callable[..., Any]) -> dict[str, Line]:
 def described(function: F) -> F:
     """Decorate a public function whose call checks its arguments itself, after ranks can tell each other of an error.
 
-    It gets the lines, and its docstring an entry for each argument. An unknown keyword is an error that says what to
-    write, if that is known.
+    It gets the lines, its docstring an entry for each argument, an unknown keyword an error that says what to write.
     """
     names = frozenset(inspect.signature(function).parameters)
 

@@ -197,8 +197,7 @@ class OneOf:
 @dataclass(frozen=True)
 class Instance:
     """An object of a class; one that has `tokens_like` must be of the same tokens [..] as other arguments. A class may
-    have a `remedy`, for the error about its objects where they do not belong, and an `of_tensor`, for a tensor in its
-    place."""
+    have a `remedy`, for errors about misplaced objects of it, and an `of_tensor`, for a tensor in its place."""
 
     kind: type
 

@@ -1,7 +1,6 @@
 """The specification: what is computed from a row of logits, how partial results merge, and what is differentiated.
 
-One family per file, see `family` for their contract and `FAMILIES` for the list. `Layout` numbers the rows of a call's
-buffers by name, and nothing else does.
+One family per file, see `family` for the contract and `FAMILIES`. `Layout` alone numbers the rows of a call's buffers.
 
 A *packet* is the partial result of one chunk of the vocabulary: some fp32 numbers per token. Packets of all ranks are
 merged in float64, in vocabulary order, and results are rounded once (by the kernels twice: `topk_log_mass` and

@@ -2,13 +2,10 @@
 
 A family's module has up to three tuples of functions, which carriers call in the order of the families:
 
-* STATISTICS, for the kernel that streams logits: `start` a state, `rescale` it when the maximum moves, `add` a tile,
-  `store` the packet rows.
-* MERGE, for the kernels that merge packets: `start` a state, take a packet's `peak` (families with a maximum of their
-  own), `add` its rows; then `fold` the state into the rows of one packet again, or `finish`: join the target and store
-  merged rows and values.
-* GRADIENT: `load` per-token numbers, add to the `coefficient` of p away from the target, to that `at_target`, and to
-  the gradient `direct`ly.
+* STATISTICS, for streaming logits: `start` a state, `rescale` it when the maximum moves, `add` a tile, `store` rows.
+* MERGE, of packets: `start` a state, take a packet's `peak` (families with a maximum of their own), `add` its rows;
+  then `fold` the state into one packet again, or `finish`: join the target, and store merged rows and values.
+* GRADIENT: `load` per-token numbers, add to p's `coefficient` off the target, to that `at_target`, or `direct`ly.
 
 A hook that a family does not need is one of the neutral ones below, which return their accumulator: they cost nothing.
 Contributions are elementwise, so a tile may have any shape. Names: x raw logit, z transformed logit, v the same without
