@@ -62,9 +62,6 @@ def vocab_statistics(
         total_weight: column weights w of ``total`` (class weights), not differentiable.
         ignore_index: label of tokens that are left out.
 
-    Returns:
-        `VocabStatistics`, each [..], equal bits on every rank.
-
     Raises:
         TypeError, ValueError: arguments that do not fit together, from metadata alone and hence on every rank.
 
@@ -90,7 +87,7 @@ def vocab_statistics(
 
 @documented_fields
 class LogProbs(NamedTuple):
-    """Per token, fp32, the labels' shape: what a trainer needs of its own policy, or of a reference.
+    """Per token, fp32, the labels' shape, equal bits on every rank: what a trainer needs of a policy or reference.
 
     Attributes:
         log_prob: log p of the label, never above 0; 0 where ignored.
@@ -130,9 +127,6 @@ def log_probs(
         entropy: False saves its forward. What takes part in no loss costs nothing backward anyway.
         differentiable: False saves nothing for a backward (old and reference policies; the model that makes the logits
             needs `torch.no_grad` of its own). Otherwise all three have gradients.
-
-    Returns:
-        `LogProbs`, each [..] fp32, equal bits on every rank.
 
     Raises:
         TypeError, ValueError: no labels, and the errors of `vocab_statistics`.

@@ -56,9 +56,7 @@ def Distillation(
         >>> head_loss(logits, labels, inputs={"teacher": teacher}).loss
         tensor(0.2179)
 
-    Source:
-        Hinton, Vinyals, Dean (arXiv:1503.02531); MiniLLM (arXiv:2306.08543) for the reverse KL; GKD (arXiv:2306.13649)
-        for "jsd".
+    Source: Hinton et al. (arXiv:1503.02531); reverse KL: MiniLLM (arXiv:2306.08543); jsd: GKD (arXiv:2306.13649).
     """
     per_token, want = DISTILLATIONS[divergence]
     plain = isinstance(per_token, StatisticValue) and not temperature_squared

@@ -68,8 +68,7 @@ def PolicyGradient(
         >>> HeadLoss([PolicyGradient("clip", clip=(0.2, 0.28))])(logits, labels, inputs=inputs).loss
         tensor(-0.5000)
 
-    Source:
-        The functions of `losses` name the paper of each objective.
+    Source: The functions of `losses` name the paper of each objective.
     """
     per_token, names = OBJECTIVES[objective]
     extra = {"rollout_weight": rollout_weight, "rollout_log_weight": rollout_log_weight}

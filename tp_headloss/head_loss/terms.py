@@ -189,8 +189,7 @@ def ZLoss(weight: Weight) -> Term:
         >>> HeadLoss([CrossEntropy(), ZLoss(1e-4)])(torch.zeros(1, 4), torch.tensor([0])).terms
         {'cross_entropy': tensor(1.3863), 'z_loss': tensor(1.9218)}
 
-    Source:
-        PaLM (arXiv:2204.02311, section 5).
+    Source: PaLM (arXiv:2204.02311, section 5).
     """
     return Term("z_loss", StatisticValue("lse", square=True), weight)
 

@@ -55,9 +55,6 @@ def linear_vocab_statistics(
         labels, shard, want, transform, sets, ids, total_weight, ignore_index, options: as in `vocab_statistics`.
         teacher: as in `vocab_statistics`, or a `TeacherHead`.
 
-    Returns:
-        `VocabStatistics`, differentiable with respect to hidden, weight and bias.
-
     Raises:
         TypeError, ValueError: the errors of `vocab_statistics`; a budget that is too small.
 

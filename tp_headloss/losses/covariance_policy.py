@@ -56,8 +56,7 @@ def clip_cov(
         >>> losses.clip_cov(l, advantages=advantages, **options, bounds=(0.0, 5.0))
         tensor([ 0.0000, -1.2000,  0.8000])
 
-    Source:
-        Clip-Cov (arXiv:2505.22617).
+    Source: Clip-Cov (arXiv:2505.22617).
     """
     ratio = log_ratio(log_prob, old_log_prob).exp()
     clipped_away = (advantages < 0) & (ratio < 1 - clip[0]) | (advantages > 0) & (ratio > 1 + clip[1])
@@ -92,8 +91,7 @@ def kl_cov(
         >>> losses.kl_cov(l, advantages=advantages, old_log_prob=old, mask=l < 0)
         tensor([-1.0000, -1.6487,  1.1065])
 
-    Source:
-        KL-Cov (arXiv:2505.22617).
+    Source: KL-Cov (arXiv:2505.22617).
     """
     log_r = log_ratio(log_prob, old_log_prob)
     count = (fraction * mask.sum()).floor().clamp(min=1)

@@ -45,8 +45,7 @@ def smoothed_cross_entropy(
         >>> losses.smoothed_cross_entropy(stats, 0.1)
         tensor([0.5076])
 
-    Source:
-        Szegedy et al., arXiv:1512.00567, section 7.
+    Source: Szegedy et al., arXiv:1512.00567, section 7.
     """
     if formula == "megatron" and stats.vocab_size < 2:
         raise ValueError(

@@ -46,8 +46,7 @@ def times_temperature_squared(values: TokenValues, temperature: PositiveFp32 | P
         >>> losses.times_temperature_squared(torch.tensor([0.5, 1.0]), 2.0)
         tensor([2., 4.])
 
-    Source:
-        Hinton, Vinyals, Dean, arXiv:1503.02531, section 2.
+    Source: Hinton, Vinyals, Dean, arXiv:1503.02531, section 2.
     """
     return temperature**2 * values
 
@@ -107,8 +106,7 @@ def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: PerToken
         >>> losses.topk_forward_kl(stats, "tail", losses.log_tail(stats))
         tensor([1.1748])
 
-    Source:
-        Megatron's topk_kl_div, whose ghost token is the tail.
+    Source: Megatron's topk_kl_div, whose ghost token is the tail.
     """
     _expect_tail(support, log_tail)
     if log_tail is None or support != "tail":
@@ -164,8 +162,7 @@ def topk_jsd(
         >>> losses.topk_jsd(stats, "topk")
         tensor([0.1070])
 
-    Source:
-        GKD (arXiv:2306.13649, section 2).
+    Source: GKD (arXiv:2306.13649, section 2).
     """
     _expect_tail(support, log_tail)
     if support == "topk":

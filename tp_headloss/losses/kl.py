@@ -60,8 +60,7 @@ def kl_estimate(
         >>> losses.kl_estimate(torch.tensor([-1.0, -2.0]), reference_log_prob=torch.tensor([-1.0, -2.5]))
         tensor([0.0000, 0.1065])
 
-    Source:
-        Schulman, http://joschu.net/blog/kl-approx.html.
+    Source: Schulman, http://joschu.net/blog/kl-approx.html.
     """
     x = log_ratio(log_prob, reference_log_prob, input_clamp)
     value = _estimate(x, estimator.removesuffix("+"))

@@ -46,8 +46,7 @@ def dpo(
         >>> losses.dpo(chosen, rejected, chosen - 1, rejected + 1, beta=0.5)
         tensor([0.3133, 0.3133])
 
-    Source:
-        DPO (arXiv:2305.18290).
+    Source: DPO (arXiv:2305.18290).
     """
     h = beta * ((chosen - rejected) - (reference_chosen - reference_rejected))
     if not label_smoothing:  # 0 times infinity would be NaN
@@ -74,8 +73,7 @@ def ipo(
         >>> losses.ipo(chosen, rejected, chosen - 1, rejected + 1, beta=0.5)
         tensor([1., 1.])
 
-    Source:
-        IPO (arXiv:2310.12036).
+    Source: IPO (arXiv:2310.12036).
     """
     h = (chosen - rejected) - (reference_chosen - reference_rejected)
     return (h - 1 / (2 * beta)) ** 2
@@ -95,8 +93,7 @@ def simpo(chosen: Pairs, rejected: Pairs, *, beta: Beta = 2.0, margin: Finite = 
         >>> losses.simpo(chosen, rejected)
         tensor([0.3133, 2.1269])
 
-    Source:
-        SimPO (arXiv:2405.14734).
+    Source: SimPO (arXiv:2405.14734).
     """
     return -logsigmoid(beta * (chosen - rejected) - margin)
 
@@ -124,8 +121,7 @@ def orpo(chosen: Pairs, rejected: Pairs) -> PairLoss:
         >>> losses.orpo(chosen, rejected)
         tensor([0.2382, 1.0421])
 
-    Source:
-        ORPO (arXiv:2403.07691).
+    Source: ORPO (arXiv:2403.07691).
     """
     return -logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
@@ -156,8 +152,7 @@ def kto(
         >>> losses.kto(log_prob, log_prob - 1, desirable=good, kl=torch.tensor(0.5))
         tensor([0.4875, 0.5125])
 
-    Source:
-        KTO (arXiv:2402.01306).
+    Source: KTO (arXiv:2402.01306).
     """
     h = log_prob - reference_log_prob
     z = kl.detach().clamp(min=0)

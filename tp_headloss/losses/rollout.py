@@ -52,8 +52,7 @@ def truncated_importance_weight(
         >>> losses.truncated_importance_weight(trainer, generator)
         tensor([[1., 2.]])
 
-    Source:
-        Truncated importance sampling (TIS); verl truncates at 2.
+    Source: Truncated importance sampling (TIS); verl truncates at 2.
     """
     return _log_weight(log_prob, generator_log_prob, level, sequences).exp().clamp(*bounds)
 
@@ -77,8 +76,7 @@ def icepop(
         >>> losses.icepop(trainer, generator)
         tensor([[1., 0.]])
 
-    Source:
-        IcePop (arXiv:2510.18855).
+    Source: IcePop (arXiv:2510.18855).
     """
     weight = _log_weight(log_prob, generator_log_prob, level, sequences).exp()
     return torch.where((weight < bounds[0]) | (weight > bounds[1]), 0.0, weight)
@@ -103,8 +101,7 @@ def sequence_masked_importance_weight(
         >>> losses.sequence_masked_importance_weight(trainer, generator, sequences=sequences)
         tensor([[0., 0.]])
 
-    Source:
-        NeMo-RL's seq-mask-tis.
+    Source: NeMo-RL's seq-mask-tis.
     """
     log_w = log_ratio(log_prob.detach(), generator_log_prob.detach())
     mean = sequences.spread(sequences.mean(log_w)).exp()

@@ -21,33 +21,17 @@ from .at_ids import AtIdsFamily
 from .collision import CollisionFamily
 from .divergence import DivergenceFamily
 from .entropy import EntropyFamily
-from .family import Family, MaybeNone, Wanted
+from .family import Family, Wanted
+from .family import MaybeNone as MaybeNone
 from .rank import RankFamily
-from .result import VocabStatistics, documented_fields
+from .result import VocabStatistics
+from .result import documented_fields as documented_fields
 from .sets import SetsFamily
-from .softmax import IGNORED, SoftmaxFamily
+from .softmax import IGNORED as IGNORED
+from .softmax import SoftmaxFamily
 from .teacher import TeacherFamily
 from .topk import TopKFamily
 from .total import TotalFamily
-
-__all__ = [
-    "AT_IDS",
-    "FAMILIES",
-    "FULL_TEACHER",
-    "IGNORED",
-    "OVER_SETS",
-    "SOFTMAX",
-    "TOPK_TEACHER",
-    "Family",
-    "Layout",
-    "MaybeNone",
-    "VocabStatistics",
-    "Wanted",
-    "documented_fields",
-    "known_statistics",
-    "layout_of",
-    "register_statistic",
-]
 
 SOFTMAX = SoftmaxFamily()
 # Their order is the order of rows in packets and of additions to the gradient.
