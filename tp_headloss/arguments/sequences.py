@@ -161,7 +161,6 @@ class Sequences:
 
         Args:
             ids: each token's sequence in [0, count); a token with another id belongs to none.
-            count: B.
             options: as in `from_mask`.
         """
         flat, order = ids.flatten().long().sort(stable=True)

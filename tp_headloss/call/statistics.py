@@ -54,8 +54,6 @@ def vocab_statistics(
             with a `TopKTeacher` of `statistics.TOPK_TEACHER`, with ``sets`` of `statistics.OVER_SETS`, with ``ids``
             "log_probs_at"; lse is always there, log_prob and target_logit with labels. The Jensen-Shannon divergences
             and "total_variation" take a second, small collective, "rank" one before, of labels' logits, all others one.
-        transform: `Transform` of the logits.
-        teacher: `Teacher` or `TopKTeacher` whose statistics are in ``want``.
         sets: `IdSets` whose statistics are in ``want``, such as those of `kept_ids`.
         ids: global ids whose log-probs are "log_probs_at" [.., K], in any order, also several
             times. A negative id is none, and one at or beyond the vocabulary is NaN.

@@ -78,7 +78,6 @@ def TopKDistillation(
     """Divergence from K entries of a teacher's distribution. Input: "teacher", a `TopKTeacher`.
 
     Args:
-        weight: several terms make a mixture.
         divergence: "forward_kl", "reverse_kl", or "jsd" with the teacher's beta and a second, small collective.
         support: the set over which the student is normalised: "topk", "vocabulary" or "tail", see
             `losses.topk_forward_kl`; "tail" needs a teacher with renormalize=False.

@@ -19,7 +19,7 @@ from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
 from .statistic_value import StatisticValue
 
 Function: TypeAlias = Annotated[Callable[..., torch.Tensor] | StatisticValue, Callables()]
-Want: TypeAlias = Annotated[tuple[str, ...], Names(known_statistics)]
+Want: TypeAlias = Annotated[tuple[str, ...], Names(known_statistics), "Optional statistics that the function reads"]
 InputNames: TypeAlias = Annotated[tuple[str, ...], Names()]
 
 
@@ -33,7 +33,6 @@ class Term:
         function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and averages. A
             `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no kernel of its own. To pickle a
             HeadLoss, use functions of a module, and `functools.partial` for their constants, instead of lambdas.
-        want: the optional statistics that the function reads.
         token_weight: ``token_weight(stats, **inputs) -> [..]``, such as class weights; this term's mean divides by
             their sum instead of by the number of valid tokens.
         class_weight: replicated, column weights of the statistic "total".
@@ -75,7 +74,6 @@ class Metric:
     Args:
         function: ``function(stats, **inputs) -> {name: [..]}``. A name that begins with "max_" or "min_" becomes the
             extremum over valid tokens, any other name the sum over them.
-        want: optional statistics that the function reads.
         inputs: inputs that the function takes, as in `Term`.
 
     Examples:
@@ -181,9 +179,6 @@ def CrossEntropy(
 @checked
 def ZLoss(weight: Weight) -> Term:
     """Squared log-partition function, lse^2, which keeps logits from drifting.
-
-    Args:
-        weight: such as 1e-4.
 
     Examples:
         >>> HeadLoss([CrossEntropy(), ZLoss(1e-4)])(torch.zeros(1, 4), torch.tensor([0])).terms

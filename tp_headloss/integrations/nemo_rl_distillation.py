@@ -39,7 +39,6 @@ def get_distillation_topk_logprobs_from_logits(
             `get_next_token_logprobs_from_logits`.
         teacher_topk_logits, teacher_topk_indices: [B, S, K] replicated; the teacher is normalised over the K ids.
         zero_outside_topk: True: the student is normalised over the whole vocabulary, else over the K ids.
-        calculate_entropy: True returns H_all.
 
     Raises ValueError for shapes that do not fit, for K = 0, and as `get_next_token_logprobs_from_logits`.
     """

@@ -113,7 +113,6 @@ def from_parallel_hidden_to_logprobs(
     Args:
         hidden: [B, S or more, H] (with C context-parallel ranks [B, L, H], C L at least S), replicated over tp_group.
         lm_head_weight: [width, H] of ids [vocab_start_index, vocab_end_index).
-        temperature: divides the logits.
         linear: `Linear`. By default the gradient of hidden is this rank's part, which SkyRL's gather sums backward.
     """
     shard = bounded_shard(vocab_start_index, vocab_end_index, tp_group, vocab_size, device=lm_head_weight.device)

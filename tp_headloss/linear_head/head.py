@@ -48,9 +48,6 @@ def linear_vocab_statistics(
     own switch allows TF32. dH and dW are summed in fp32 and rounded once, dH before the ranks' parts are added.
 
     Args:
-        hidden: [.., H] fp32, bf16 or fp16, replicated or as `Linear.hidden_grad` says.
-        weight: [width, H], this rank's rows of the output layer.
-        bias: [width], added in fp32.
         linear: `Linear`: the reduction of dH, the memory, how logits are made.
         labels, shard, want, transform, sets, ids, total_weight, ignore_index, options: as in `vocab_statistics`.
         teacher: as in `vocab_statistics`, or a `TeacherHead`.

@@ -46,8 +46,6 @@ def clip_cov(
 
     Args:
         noise: uniform in [0, 1), equal on every rank that shares the vocabulary.
-        fraction: share of the valid tokens that lose their loss.
-        bounds: range of the covariance of candidates.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -80,10 +78,6 @@ def kl_cov(
     """Return -r A, plus a penalty at a few tokens with the largest covariance of A and l.
 
     The penalty is coefficient * abs(log r), at max(1, fraction * tokens) tokens.
-
-    Args:
-        fraction: share of the valid tokens that are penalised.
-        coefficient: factor of the penalty.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])

@@ -63,9 +63,6 @@ def smoothed_cross_entropy(
 def label_weight(stats: VocabStatistics, class_weight: ClassWeight) -> torch.Tensor:
     """Return the class weight w_y of each label, 0 where it is ignored (or invalid: its loss is NaN anyway).
 
-    Args:
-        class_weight: w, replicated.
-
     Returns:
         [..] fp32, weight per token, neither masked nor averaged.
 

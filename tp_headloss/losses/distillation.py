@@ -37,10 +37,7 @@ def soft_cross_entropy(stats: VocabStatistics) -> TokenLoss:
 
 @checked
 def times_temperature_squared(values: TokenValues, temperature: PositiveFp32 | PerToken) -> TokenValues:
-    """Return T^2 times the values, because the gradients of soft targets shrink with 1 / T^2.
-
-    Args:
-        temperature: T of the student.
+    """Return T^2 times the values, T the student's temperature: gradients of soft targets shrink with 1 / T^2.
 
     Examples:
         >>> losses.times_temperature_squared(torch.tensor([0.5, 1.0]), 2.0)
@@ -154,7 +151,6 @@ def topk_jsd(
     Args:
         stats: with "topk_jsd" ("topk"), or "vocab_jsd" and "topk_log_mass" ("vocabulary") or "tail_log_mass" ("tail").
         log_tail: as in `topk_forward_kl`, as is support; "vocabulary" takes a tail of probability 0.
-        beta: weight of the teacher.
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)

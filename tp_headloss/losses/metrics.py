@@ -106,7 +106,6 @@ def generator_metrics(
 
     Args:
         old_log_prob: the trainer's at sampling time.
-        bounds: range of exp d that "is_oob_ratio" accepts.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.5])

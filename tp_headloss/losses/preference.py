@@ -85,8 +85,6 @@ def simpo(chosen: Pairs, rejected: Pairs, *, beta: Beta = 2.0, margin: Finite = 
 
     Args:
         chosen: the *mean* log-prob over a completion, and so is rejected.
-        beta: scale of the difference.
-        margin: target of the difference.
 
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])

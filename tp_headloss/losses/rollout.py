@@ -44,9 +44,6 @@ def truncated_importance_weight(
 ) -> RolloutWeight:
     """Return w = exp(log_prob - generator_log_prob) clamped to ``bounds``.
 
-    Args:
-        bounds: (lowest, highest) weight.
-
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
         >>> losses.truncated_importance_weight(trainer, generator)
@@ -68,9 +65,6 @@ def icepop(
 ) -> RolloutWeight:
     """Return w = exp(log_prob - generator_log_prob) where it is within ``bounds``, else 0.
 
-    Args:
-        bounds: (lowest, highest) weight that counts.
-
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
         >>> losses.icepop(trainer, generator)
@@ -91,9 +85,6 @@ def sequence_masked_importance_weight(
     bounds: Bounds = (0.999, 1.002),
 ) -> RolloutWeight:
     """Return w of each token, but 0 for all tokens of a sequence whose geometric mean of w is outside of ``bounds``.
-
-    Args:
-        bounds: (lowest, highest) geometric mean.
 
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])

@@ -36,7 +36,6 @@ def clip_grad_norm_(
 
     Args:
         parameters: of the model; those without a gradient count as 0. ``main_grad`` comes before ``grad``.
-        max_norm: limit of the norm.
         norm_type: p of the p-norm, infinity included.
         error_if_nonfinite: RuntimeError if the norm is NaN or infinite; otherwise all gradients become NaN or 0.
         tensor_parallel_group: of parameters with ``tensor_model_parallel = True``.

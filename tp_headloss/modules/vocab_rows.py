@@ -29,7 +29,6 @@ class Init:
     group size gives the same matrix (on one type of device). Padding rows and biases are 0.
 
     Args:
-        std: standard deviation of the weights.
         seed: None draws one from torch's default generator, which must be in the same state on all ranks.
 
     Examples:

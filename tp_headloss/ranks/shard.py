@@ -105,8 +105,6 @@ class VocabShard:
     `from_group`, `from_mesh` and `from_boundaries` know every bound: results are bitwise equal if `tp_invariant`.
 
     Args:
-        start: first id of this rank.
-        stop: the one after its last.
         vocab_size: V, the number of ids of the true vocabulary.
         group: the one that shares the vocabulary. None: not sharded; no group is ever looked up implicitly.
 
@@ -193,7 +191,6 @@ class VocabShard:
         a DTensor's ``Shard``; the last shards may be shorter, or empty.
 
         Args:
-            group: the one that shares the vocabulary.
             vocab_size: V, the number of ids of the true vocabulary.
             padded_size: rows of all shards together, padding included; default vocab_size.
 
