@@ -49,12 +49,10 @@ from .rl_calls import (
 )
 
 __all__ = [
-    "from_parallel_hidden_states_to_logprobs",
-    "from_parallel_logits_to_logprobs",
-    "from_parallel_logits_to_logprobs_packed_sequences",
-    "get_distillation_topk_logprobs_from_logits",
+    "from_parallel_hidden_states_to_logprobs", "from_parallel_logits_to_logprobs",
+    "from_parallel_logits_to_logprobs_packed_sequences", "get_distillation_topk_logprobs_from_logits",
     "get_next_token_logprobs_from_logits",
-]
+]  # fmt: skip
 
 SEQUENCE_PARALLEL = Linear(hidden_grad="reduce_scatter")
 

@@ -40,15 +40,11 @@ from .rl_calls import (
 from .skyrl_draft import draft_soft_ce, draft_soft_ce_topk
 
 __all__ = [
-    "draft_soft_ce",
-    "draft_soft_ce_topk",
-    "from_parallel_hidden_to_entropy_packed_sequences",
-    "from_parallel_hidden_to_logprobs",
-    "from_parallel_hidden_to_logprobs_packed_sequences",
-    "from_parallel_logits_to_logprobs",
-    "from_parallel_logits_to_logprobs_packed_sequences",
+    "draft_soft_ce", "draft_soft_ce_topk", "from_parallel_hidden_to_entropy_packed_sequences",
+    "from_parallel_hidden_to_logprobs", "from_parallel_hidden_to_logprobs_packed_sequences",
+    "from_parallel_logits_to_logprobs", "from_parallel_logits_to_logprobs_packed_sequences",
     "vocab_parallel_entropy_packed_sequences",
-]
+]  # fmt: skip
 
 
 Attended: TypeAlias = Annotated[torch.Tensor, TensorLine("bool or integers", None)]
