@@ -97,31 +97,15 @@ class Gradient(NamedTuple):
 
 
 @triton.jit
-def weigh_token(factor, weight_ptr, row):
-    """factor times the token's weight, if there are weights; 0 for a weight of 0, whatever the factor is."""
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + row)
-        factor = tl.where(weight == 0.0, 0.0, factor * weight)
-    return factor
-
-
-@triton.jit
 def loss_of_row(loss, row):
     """Gradient of the reduced loss for a statistic of a row whose coefficient is 1, in float64; 0 without a loss."""
     factor = 0.0
     if loss.upstream is not None:
-        factor = weigh_token(tl.load(loss.upstream) * tl.load(loss.inverse), loss.weight, row)
+        factor = tl.load(loss.upstream) * tl.load(loss.inverse)
+        if loss.weight is not None:
+            weight = tl.load(loss.weight + row)
+            factor = tl.where(weight == 0.0, 0.0, factor * weight)  # 0 for a weight of 0, whatever the factor is
     return factor
-
-
-@triton.jit
-def loss_gradient(grad, loss, value):
-    """Upstream gradient of a statistic from `loss_of_row` and its coefficient (c,), or (c, ..) where the loss has the
-    square of the value."""
-    g = loss * grad[0]
-    if len(grad) == 2:
-        g *= 2.0 * value
-    return g.to(tl.float32)
 
 
 @triton.jit
@@ -133,10 +117,10 @@ def upstream(grad, token):
         if isinstance(grad, tl.tensor):
             g = tl.load(grad + token.row)
         else:
-            value = 0.0
+            g = token.loss * grad[0]
             if len(grad) == 2:
-                value = tl.load(grad[1] + token.row)
-            g = loss_gradient(grad, token.loss, value)
+                g *= 2.0 * tl.load(grad[1] + token.row)
+            g = g.to(tl.float32)
     return g
 
 
