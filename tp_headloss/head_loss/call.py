@@ -56,7 +56,9 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
         values = {f"input {name!r}": value for name, value in inputs.items()} | {"token_weight": token_weight}
         for name, value in values.items():
             expect_finite(name, value, labels != definition.ignore_index)
-    _expect_class_weights(definition.terms, shard.vocab_size, x.device)
+    sizes: Sizes = {"V": (shard.vocab_size, "the vocabulary"), "device": (x.device, "logits")}
+    for class_weight in (term.class_weight for term in definition.terms if term.class_weight is not None):
+        TensorLine("real numbers", ("V",)).check("class_weight", class_weight, sizes)
     loss_weight, count = token_weight, None
     if definition.reduction in SEQUENCE_REDUCTIONS:
         assert sequences is not None
@@ -64,7 +66,10 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
         loss_weight = loss_weight if token_weight is None else loss_weight * token_weight
         denominator = total if denominator is None else denominator
         count = total / sequences.ranks
-    total_weight = _local_columns(definition.total_weight, shard)
+    total_weight = definition.total_weight
+    if total_weight is not None:  # this rank's columns, with 0 for those of padding
+        columns = total_weight[shard.start : shard.stop]
+        total_weight = torch.nn.functional.pad(columns, (0, shard.width - columns.shape[0]))
     functions = definition.plan.summed[int(sequences is not None)]
     return Call(
         definition, labels, token_weight, loss_weight, total_weight, denominator, count, inputs, sequences, functions
@@ -215,17 +220,3 @@ def _scored_labels(labels, token_weight, sequences, shard: VocabShard, ignore_in
             "vocabulary, whose ranks hold the same tokens"
         )
     return torch.where(sequences.counted, labels.long(), ignore_index)
-
-
-def _expect_class_weights(terms, vocab_size: int, device):
-    sizes: Sizes = {"V": (vocab_size, "the vocabulary"), "device": (device, "logits")}
-    for class_weight in (term.class_weight for term in terms if term.class_weight is not None):
-        TensorLine("real numbers", ("V",)).check("class_weight", class_weight, sizes)
-
-
-def _local_columns(weight: torch.Tensor | None, shard: VocabShard) -> torch.Tensor | None:
-    """Cut class weights [V] to this rank's columns [width], with 0 for columns of padding."""
-    if weight is None:
-        return None
-    columns = weight[shard.start : shard.stop]
-    return torch.nn.functional.pad(columns, (0, shard.width - columns.shape[0]))

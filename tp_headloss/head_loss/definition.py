@@ -159,17 +159,13 @@ def _class_weight_of_total(terms) -> torch.Tensor | None:
     return weighted[0] if weighted else None
 
 
-def _providers() -> dict[str, str]:
-    """Statistics that a `StatisticValue` may name -> the name in `want` that gives it, "" where every call has it."""
-    one_number = {name: name for name in known_statistics() if name not in ("argmax", *AT_IDS)}
-    return one_number | {"lse": "", "log_prob": "", "target_logit": "", "mass": "total", "hits": "argmax"}
-
-
 def _wanted_statistics(terms, metrics, token_metrics) -> tuple[str, ...]:
     """Sorted optional statistics that terms and metrics need. ValueError for a StatisticValue of anything else."""
     functions = [*(term.function for term in terms), *(METRICS[name] for name in metrics)]
     named = {f.statistic for f in functions if isinstance(f, StatisticValue)} - {""}
-    providers = _providers()
+    # statistics that a StatisticValue may name -> the name in want that gives it, "" where every call has it
+    providers = {name: name for name in known_statistics() if name not in ("argmax", *AT_IDS)}
+    providers |= {"lse": "", "log_prob": "", "target_logit": "", "mass": "total", "hits": "argmax"}
     if unknown := named - set(providers):
         raise ValueError(f"a StatisticValue must be of one of {sorted(providers)}, got {sorted(unknown)}")
     wanted = {name for part in (*terms, *token_metrics) for name in part.want}

@@ -16,20 +16,13 @@ from .ratio import LOG_RATIO_CLAMP, LogProb, ReferenceLogProb, bounded, log_rati
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 
 
-def _estimate(x, estimator):
-    """k1, abs, k2 or k3 of the log-ratio x, not clamped."""
-    if estimator == "k1":
-        return x
-    if estimator == "abs":
-        return x.abs()
-    if estimator == "k2":
-        return x**2 / 2
-    return k3(x)
-
-
 def k3(x: torch.Tensor) -> torch.Tensor:
     """Return exp(-x) + x - 1 [..] of the log-ratio x, not clamped."""
     return torch.expm1(-x) + x
+
+
+# of the log-ratio x, not clamped
+ESTIMATES = {"k1": lambda x: x, "abs": lambda x: x.abs(), "k2": lambda x: x**2 / 2, "k3": k3}
 
 
 @checked
@@ -63,11 +56,11 @@ def kl_estimate(
     Source: Schulman, http://joschu.net/blog/kl-approx.html.
     """
     x = log_ratio(log_prob, reference_log_prob, input_clamp)
-    value = _estimate(x, estimator.removesuffix("+"))
+    value = ESTIMATES[estimator.removesuffix("+")](x)
     if output_clamp is not None and estimator.startswith("k3"):
         value = bounded(value, high=output_clamp)
     if estimator.endswith("+"):
-        value = with_gradient_of(value, _estimate(x, "k2"))
+        value = with_gradient_of(value, ESTIMATES["k2"](x))
     if sampler_log_prob is not None:
         weight = log_ratio(log_prob, sampler_log_prob).exp()
         if input_clamp is not None:

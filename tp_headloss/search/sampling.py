@@ -214,17 +214,12 @@ def _kept(block: _Block, seed: int | None = None) -> tuple[torch.Tensor, tuple[t
 
 
 def _draw(block: _Block, seed: int) -> torch.Tensor:
-    """Sampled ids [n]: the id of largest z - log(exponential variate); -1 without any."""
+    """Sampled ids [n]: the id of largest z - log(exponential variate); -1 without any. One small all-gather."""
     request, positions, start = block.request, block.positions, block.shard.start
     race = race_of(request.facts.backend).best_scores
     drawn = [race(transformed_logits(request, rows), positions[rows], seed, start) for rows in tiles(request)]
-    best, ids = map(torch.cat, zip(*drawn))
-    return _winner(best, ids, block.shard)
-
-
-def _winner(best: torch.Tensor, ids: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """Each rank's best scores [n] and ids [n] -> the best one's id, -1 unless it is finite; one small all-gather."""
-    scores, ids = gather_from_ranks(torch.stack([best.view(torch.int64), ids]), shard.group).unbind(1)
+    best, ids = map(torch.cat, zip(*drawn))  # of this rank
+    scores, ids = gather_from_ranks(torch.stack([best.view(torch.int64), ids]), block.shard.group).unbind(1)
     scores = scores.view(torch.float64)
     best = scores.amax(0)
     return torch.where(best.isfinite(), torch.where(scores == best, ids, LAST).amin(0), -1)

@@ -241,15 +241,10 @@ def linear_options(linear: Linear, layer, weight: torch.Tensor, mode: str) -> Li
     """Return `Linear` options that reduce dH and store dW as the output layer would."""
     partial = layer.tp_group.size() > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
     how = "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
-    main_grad = layer.gradient_accumulation_fusion and _has_fp32_main_grad(weight)
+    # dW goes to an fp32 main_grad if it can be added there; otherwise it is returned, and DDP's hook adds it
+    fused = layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
+    main_grad = fused and getattr(getattr(weight, "main_grad", None), "dtype", None) == torch.float32
     return replace(linear, mode=mode, hidden_grad=how, main_grad=main_grad)
-
-
-def _has_fp32_main_grad(weight) -> bool:
-    """True if dW can be added to an fp32 ``main_grad`` here; otherwise dW is returned, and DDP's hook adds it."""
-    main_grad = getattr(weight, "main_grad", None)
-    fits = main_grad is not None and main_grad.dtype == torch.float32
-    return fits and weight.requires_grad and torch.is_grad_enabled()
 
 
 def logits_transform(config, temperature: float | torch.Tensor = 1.0) -> Transform:
