@@ -197,8 +197,7 @@ class Sequences:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum [B] fp32 of each sequence's values [..] over the whole group, differentiable.
 
-        The result is replicated over the group, and every rank must compute the same from it: the gradient of a token
-        is the one of its sequence, without communication.
+        Replicated over the group; every rank must compute the same from it: a token's gradient is its sequence's.
         """
         VALUES.check("values", values, sizes_of("the mask", self.mask, self.mask.shape))
         return _SumTokens.apply(values, self)

@@ -71,8 +71,7 @@ class TopKTeacher(_Tempered):
         tail_log_prob: log-prob of everything else, for losses that know a tail; None: of 1 - the entries'
             probability, which is as exact as their log-probs are (give it, if they are of half precision and nearly
             everything). In `TopKDistillation` a computed tail of at most 1e-6 is 0, and in its reverse KL 1e-6.
-        temperature: of the teacher, or one per token [..]: log_probs / temperature, renormalised; 1 for
-            log-probs that were exported at a temperature.
+        temperature: of the teacher: log_probs / temperature, renormalised; 1 if they were exported at a temperature.
         student_temperature: as in `Teacher`.
         renormalize: divide the entries' probabilities by their sum, so that no tail is left; a temperature needs it.
 

@@ -20,11 +20,9 @@ from ..arguments.sequences import Sequences
 from ..ranks.comm import gather_objects, job_size, texts_of_job
 from ..ranks.shard import VocabShard
 
-# name of an argument -> the dimension that is sharded on the vocabulary, whose size and bits differ between ranks; of
-# fields their class says it
+# argument -> its dimension that is sharded on the vocabulary, where ranks differ; of fields their class says it
 SHARDED_DIM = {"logits": -1, "weight": 0, "bias": 0, "total_weight": 0}
-# Name -> type of the exceptions that another rank's error is raised as. Names come from that rank, so no other type is
-# looked up by them.
+# Name -> type that another rank's error is raised as. Names come from that rank: no other type is looked up.
 EXCEPTION_TYPES = {
     kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError)
 }

@@ -56,8 +56,7 @@ class DeviceLayout:
 
 
 def _row_numbers(kind: str, rows: tuple[str, ...], families, n_ids: int = 0) -> Any:
-    """The numbers of the rows by the names of all rows of this kind, None for absent ones; `ids`: how many without a
-    name come after them; `height`: how many there are in all.
+    """Numbers of this kind's rows by name, None if absent; `ids`: how many without a name follow; `height`: all.
 
     One constant, because Triton's launcher looks at each element of a tuple.
     """

@@ -29,8 +29,7 @@ def place_of(x: torch.Tensor) -> tuple:
 
 
 def loss_step(request: Request, reduction) -> LossStep | None:
-    """The step of a call of a kind that is remembered (`Request.steps`): from the second call on, because many kinds
-    never come again. None where the general way is needed."""
+    """The step of a kind of call (`Request.steps`) from its second one on; None where the general way is needed."""
     steps, (logits, labels, *_), divisor = request.steps, request.tensors, reduction.denominator
     if steps is None or reduction.expected is not None:
         return None

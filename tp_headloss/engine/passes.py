@@ -103,8 +103,7 @@ def write_linear_gradient(out, hidden, weight, request: Request, merged, grads: 
 
 
 def kernel_gradients(upstream: dict, ids: torch.Tensor | None = None) -> dict:
-    """Convert upstream gradients of the statistics to those that backends take: target_logit is log_prob + lse, and
-    log_probs_at, of these ids, the logits there - lse."""
+    """Convert upstream gradients to what backends take: target_logit is log_prob + lse, log_probs_at logits - lse."""
     if upstream.get("log_probs_at") is not None and ids is not None:
         at, lse = gradients_of_log_probs_at(upstream["log_probs_at"], ids)
         known = upstream.get("lse")

@@ -207,8 +207,7 @@ def _per_token(name: str, value, labels, sequences, line: Line) -> torch.Tensor:
 def _scored_labels(labels, token_weight, sequences, shard: VocabShard, ignore_index: int) -> torch.Tensor:
     """Return labels with the ignore_index where no loss is computed, in int64, which holds any ignore_index.
 
-    A weight of 0 is a loss mask, unless the weight is trained. Within sequences its token keeps its part in the
-    sequence's sums, and only its own loss is left out.
+    A weight of 0 is a loss mask, unless trained; within sequences its token counts, and only its loss is left out.
     """
     if sequences is None:
         if token_weight is None or token_weight.requires_grad:

@@ -61,8 +61,7 @@ def kind_of_linear_call(
 
 
 def checked_before(definition: HeadLossDefinition, kind: tuple, x, weight, labels, shard, denominator, inputs) -> Any:
-    """The call and the request, or the linear head's call if there is a weight, if a call of this kind was checked
-    before; else None. x: logits or hidden states."""
+    """The call, and its request or linear head's call, if this kind was checked before. x: logits or hidden states."""
     known = definition.plan.checked.get(kind)
     if known is None:
         return None

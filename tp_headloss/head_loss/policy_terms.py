@@ -56,8 +56,7 @@ def PolicyGradient(
     Args:
         rollout_weight: multiply the loss by the input "rollout_weight", a weight per token from `losses.rollout`.
         rollout_log_weight: add the input "rollout_log_weight", log-weights per token, to the log-ratios of "vespo".
-        over: "sets" for log-probs renormalised over each token's set (input "sets", `IdSets`), as a truncating sampler
-            has them; its inputs must be such log-probs, too.
+        over: "sets": log-probs renormalised over each token's set (input "sets"), inputs too, as truncating samplers'.
         name: the term's name, by default the objective's.
         options: keyword arguments of the objective's function, such as ``clip=(0.2, 0.28)`` or ``dual_clip=3.0``.
 

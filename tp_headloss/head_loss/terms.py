@@ -33,8 +33,7 @@ class Term:
         function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and averages. A
             `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no kernel of its own. To pickle a
             HeadLoss, use functions of a module, and `functools.partial` for their constants, instead of lambdas.
-        token_weight: ``token_weight(stats, **inputs) -> [..]``, such as class weights; this term's mean divides by
-            their sum instead of by the number of valid tokens.
+        token_weight: ``token_weight(stats, **inputs) -> [..]``, whose sum divides this term's mean, as class weights'.
         class_weight: replicated, column weights of the statistic "total".
         inputs: names of the function's keyword arguments, which ``HeadLoss.forward(inputs={...})`` passes: tensors that
             broadcast to the labels' shape, "sequences", "teacher", "sets" or "ids".
@@ -72,8 +71,7 @@ class Metric:
     """Per-token values that a `HeadLoss` sums and reports, without gradient.
 
     Args:
-        function: ``function(stats, **inputs) -> {name: [..]}``. A name that begins with "max_" or "min_" becomes the
-            extremum over valid tokens, any other name the sum over them.
+        function: ``function(stats, **inputs) -> {name: [..]}``, summed over tokens; "max_" and "min_" names: extrema.
         inputs: inputs that the function takes, as in `Term`.
 
     Examples:

@@ -1,10 +1,8 @@
-"""NeMo-Automodel: losses for ``loss_fn._target_`` and ``kd_loss_fn._target_`` of its recipes, called as its own are, on
-logits or an output layer that stay sharded over "tp".
+"""NeMo-Automodel: losses for ``loss_fn._target_`` and ``kd_loss_fn._target_``, of what stays sharded over "tp".
 
 None has the name of the loss that it replaces: NeMo-Automodel builds its own class for any class that is called
 MaskedCrossEntropy, TEParallelCrossEntropy, ChunkedCrossEntropy, FusedLinearCrossEntropy or KDLoss, wherever it is from.
-Losses are fp32 and equal on all ranks of "tp", and no argument is written into. Unlike in NeMo-Automodel, a mean over
-no tokens is 0, and a bad label makes the loss NaN.
+Losses are fp32, equal on all ranks of "tp". Unlike in NeMo-Automodel, a mean of no tokens is 0, a bad label's loss NaN.
 """
 
 from __future__ import annotations
@@ -213,8 +211,7 @@ class DistillationLoss(torch.nn.Module):
 
 
 def _gathered_but_for_tp(weight, mesh, grad_reduce_group):
-    """Return a DTensor [V, H] on the dimension "tp" alone. Its gradient is the mean over the ranks of the others,
-    because a recipe multiplies the loss by their number."""
+    """Return a DTensor [V, H] on "tp" alone. Its gradient is the mean over other ranks: recipes multiply the loss."""
     tp, names, others = mesh["tp"], mesh.mesh_dim_names, mesh.size() // mesh["tp"].size()
     given = 1 if grad_reduce_group is None else grad_reduce_group.size()
     rows = weight.placements[names.index("tp")]

@@ -8,8 +8,7 @@ Unlike in SkyRL, results are fp32 for logits of any dtype (float64 for float64);
 gradient, and an id outside of the vocabulary has NaN; the entropies of hidden states are differentiable.
 
 With context-parallel ranks, tokens are laid out as NeMo-RL's module says. As in SkyRL, the gradient of packed log-probs
-is this rank's own, for a schedule and a data-parallel average that multiply and divide by the number of these ranks;
-that of unpacked ones is the sum over these ranks.
+is this rank's own (a schedule multiplies by their number, an average divides); that of unpacked ones is the sum.
 """
 
 from __future__ import annotations

@@ -41,8 +41,7 @@ BACKENDS = ("spmd_types", "partial_dtensor")
 
 
 class LogitsLoss(BaseLoss):
-    """A `HeadLoss` of logits in place of torchtitan's CrossEntropyLoss, alone or as the ``loss_fn`` of torchtitan's own
-    ChunkedLossWrapper. Its backward does not communicate.
+    """A `HeadLoss` of logits in place of CrossEntropyLoss, alone or as ``loss_fn`` of torchtitan's ChunkedLossWrapper.
 
     Args of Config:
         head_loss: `HeadLoss` of reduction "mean"; default cross-entropy.

@@ -56,8 +56,7 @@ def fuse_log_probs(
 
     Args:
         temperature, cast_lm_head_to_fp32, outputs: TRL's settings; None takes those of TRL's head on this model, or
-            without one TRL's defaults (1.0, False, ("log_probs",)). cast_lm_head_to_fp32 makes an fp32 copy of this
-            rank's rows if the weight is of another dtype.
+            without one TRL's defaults (1.0, False, ("log_probs",)). cast_lm_head_to_fp32 copies rows of another dtype.
         linear, shard, transform: as in `transformers.fuse_head`, with the same check of the model.
 
     Raises:

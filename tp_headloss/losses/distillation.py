@@ -67,8 +67,7 @@ def log_tail(
     Args:
         stats: `VocabStatistics` of a `TopKTeacher`.
         tail_log_prob: the log, if it is known; None: the log of 1 - the sum of the entries' probabilities.
-        min_probability: replaces a computed tail of at most 1e-6, the rounding error of fp32 log-probs: 0, or a
-            positive number that keeps a reverse KL finite.
+        min_probability: replaces a computed tail of at most 1e-6, rounding error; positive, a reverse KL stays finite.
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)

@@ -36,8 +36,7 @@ class VocabParallelEmbedding(VocabRows):
 
     Args:
         init: by default std 1.
-        sequence_parallel: True: ids are [S, ..] and the result is this rank's [S/P, .., H] of the first dimension;
-            forward: one reduce-scatter, backward: one all-gather.
+        sequence_parallel: True: ids [S, ..] -> this rank's [S/P, .., H]; one reduce-scatter, backward one all-gather.
 
     Examples:
         >>> embedding = VocabParallelEmbedding(4, VocabShard.from_group(None, 10))

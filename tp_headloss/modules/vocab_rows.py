@@ -86,8 +86,7 @@ class VocabRows(nn.Module):
     def reset_parameters(self):
         """Draw the weight again, and set the bias to 0. A tied weight stays as it is: its owner draws it.
 
-        For modules that were made on the meta device, after `to_empty`. ValueError if `to_empty` untied the weight, or
-        if FSDP2 has already sharded the rows once more.
+        For modules made on the meta device, after `to_empty`. ValueError if it untied the weight, or FSDP2 sharded it.
         """
         if self._tied_weight is not None and self._tied_weight[0] is not self.weight:
             raise ValueError("the weight is no longer tied (to_empty does that): set head.weight = embedding.weight")

@@ -2,8 +2,7 @@
 
 The global vocabulary, padded to a multiple of 128, is cut into 8 equal chunks. A shard made of whole chunks sends one
 packet of statistics (a few numbers per token) for each chunk, so that the same 8 packets are merged in the same order
-at 1, 2, 4 and 8 ranks, and every result has the same bits. Any other shard sends one packet; its results are
-deterministic, but depend on the number of ranks.
+at 1, 2, 4 and 8 ranks, with the same bits. Any other shard sends one packet, and results depend on the group's size.
 """
 
 from __future__ import annotations

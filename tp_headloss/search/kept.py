@@ -2,8 +2,7 @@
 
 Every rule keeps a prefix of a token's ids in the order (descending logit, ascending id). Each rank sends its largest
 logits, the candidates, and a floor: above the floors of all ranks the candidates are all that there is. The prefix of
-nearly every token ends there, and each rank finds the end by itself. Masses are integers, so their sums are exact in
-any order, and the sets are the same for every group size.
+nearly every token ends there, and each rank finds the end by itself. Masses are integers, whose sums are exact.
 
 The logits are read twice for this. First come the maxima of groups of columns: the n-th largest of them is a bound that
 at least n logits reach, and few more do, because neighbours are in different groups. Then come these logits and the

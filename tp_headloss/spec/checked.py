@@ -84,8 +84,7 @@ _LINES: dict[str, dict[str, Line]] = {}  # by module and name; torch.compile tak
 def checked(function: F) -> F:
     """Decorate a public function or class: each argument of a call is checked by its line, in an error that names it.
 
-    The docstring gets an entry for each argument, and a dataclass `tensors`: names of fields that may hold one -> the
-    dimension that is sharded on the vocabulary, or None.
+    The docstring gets an entry for each argument, a dataclass `tensors`: fields that may hold one -> sharded dimension.
     """
     is_class, key = isinstance(function, type), f"{function.__module__}.{function.__qualname__}"
     lines = _LINES[key] = lines_of(function)

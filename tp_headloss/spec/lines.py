@@ -38,8 +38,7 @@ class TensorLine:
 
     Args:
         kind: name in `DTYPES`.
-        shape: symbols and numbers, of which ".." stands for any dimensions. The first argument with a symbol sets its
-            size. None: shape and device are checked where they are used.
+        shape: symbols, set by the first argument with one, and numbers; "..": any dimensions. None: not checked here.
         broadcasts: sizes of 1, or no dimension at all, will do.
         sharded: the dimension that is sharded on the vocabulary; None: replicated.
         constant: it gets no gradient, so that one that requires it is an error.

@@ -178,8 +178,7 @@ class MegatronHead(Observed):
         return weight, self._labels(labels, shard), given
 
     def losses_from_logits(self, logits, labels, layer) -> torch.Tensor:
-        """Return the losses [b, s] of logits [s, b, v/P] sharded on V, as the output layer makes them, and labels
-        [b, s] replicated. ValueError for gathered logits."""
+        """Return the losses [b, s] of logits [s, b, v/P] sharded on V, labels [b, s]; ValueError for gathered ones."""
         columns = getattr(layer, "output_size_per_partition", logits.shape[-1])
         if logits.shape[-1] != columns:
             raise ValueError(

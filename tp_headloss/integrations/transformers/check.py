@@ -1,5 +1,4 @@
-"""A forward that computes a head, in the place of a model's own, and the check that this model does nothing but the
-output layer and a transform between its body and its loss."""
+"""A forward with a head in place of a model's own, and the check that nothing else is between its body and loss."""
 
 from __future__ import annotations
 
@@ -107,8 +106,7 @@ class StockCall:
 
 def check_forward(model, stock, transform: Transform, shard: VocabShard) -> StockCall:
     """Call the model's own forward twice, and return the second call. ValueError if the model does anything between its
-    body and its loss but the output layer and the transform. In the first call a hook replaces the output layer's
-    logits by widely spread ones, so that every transform shows."""
+    body and its loss but the output layer and the transform, which shows as the first call has widely spread logits."""
     # FSDP gathers weights in calls of the model itself
     call: Any = model if isinstance(model, FSDPModule) else functools.partial(stock, model)
     _expect_decoder(model, stock)

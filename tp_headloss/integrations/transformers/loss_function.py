@@ -19,8 +19,7 @@ from .model_facts import Model, installed_shard
 
 
 def colwise_plan(model_class: type[PreTrainedModel], config) -> dict[str, str]:
-    """Return the tp_plan that `causal_lm_loss` needs: the model's own plan, but with its output layer "colwise", so
-    that each rank keeps its columns of the logits.
+    """Return the tp_plan that `causal_lm_loss` needs: the model's own, but each rank keeps its columns of the logits.
 
     It is the whole plan, because `DistributedConfig` adds such a dict to the model's own plan from transformers 5.23
     on, and replaces the model's own plan by it in older versions. With this plan no rank has whole logits: once
@@ -79,8 +78,7 @@ def causal_lm_loss(
     Args:
         head_loss: `HeadLoss` with a scalar loss; default cross-entropy.
         shard: ids of this rank; None takes those and the group of the output layer's weight (plain: not sharded).
-        observe: function that is called with the ``.last`` of each call, for example the ``append`` of a list that
-            `mean_metrics` reads after a step of several micro-batches.
+        observe: called with the ``.last`` of each call; say the ``append`` of a list that `mean_metrics` reads later.
 
     Raises:
         TypeError: an argument, or the output layer, is of another class.
