@@ -258,7 +258,7 @@ GROUPS = {
         (RANK_DEVICE, "finish", "state[0] + 1.0", "state[0]"),
         (SOFTMAX_DEVICE, "label_logits_kernel", "tl.where(owned, z, 0.0)", "z"),
         (EAGER, "label_logits", "torch.where(column == tile.target, at_label, out[block])", "at_label"),
-        (PASSES, "with_label_logits", "found = sum_in_place(found, facts.world_size, facts.group_name)", "pass"),
+        (PASSES, "with_label_logits", "found = reduce_in_place(found, facts.world_size, facts.group_name)", "pass"),
         (SWEEPS, "statistics", "passes.with_label_logits(buffers.request(here))", "buffers.request(here)"),
     ],
     "test_at_ids test_at_ids_beside": [
@@ -374,7 +374,7 @@ GROUPS = {
         ("linear_head/autograd.py", "OneSweep.backward", "torch.where(upstream == ctx.upstream, 1.0, torch.nan).to(upstream.dtype)", "torch.ones_like(upstream)"),
     ],
     "test_teacher_head": [
-        ("modules/vocab_rows.py", "select_rows", "sum_in_place(block, shard.world_size, shard.group_name)", "pass"),
+        ("modules/vocab_rows.py", "select_rows", "reduce_in_place(block, shard.world_size, shard.group_name)", "pass"),
         ("modules/vocab_rows.py", "select_rows", "block[low - first : high - first]", "block[: high - low]"),
         ("modules/vocab_rows.py", "select_rows", "to.vocab_size != len(ids)", "False"),
         (SWEEPS, "_Buffers.request", "x += head.teacher_bias[rows]", "pass"),

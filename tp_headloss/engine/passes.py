@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ranks.comm import gather_parts, sum_in_place
+from ..ranks.comm import gather_parts, reduce_in_place
 from ..statistics import MaybeNone
 from ..statistics.at_ids import gradients_of_log_probs_at
 from . import one_read_launch
@@ -32,7 +32,7 @@ def with_label_logits(request: Request) -> Request:
     facts, logits = request.facts, request.tensors.logits
     found = logits.new_empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype))
     load_backend(facts.backend).label_logits(found, request)
-    found = sum_in_place(found, facts.world_size, facts.group_name)
+    found = reduce_in_place(found, facts.world_size, facts.group_name)
     return request._replace(tensors=request.tensors._replace(label_logits=found))
 
 

@@ -14,8 +14,8 @@ from ..call.dtensor import local_logits
 from ..call.subclasses import is_dtensor
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.comm import gather_from_ranks, group_size, sum_over_ranks
-from ..ranks.shard import Group, VocabShard, expect_group
-from ..spec import IDS, TENSOR, Ids, IntLine, Size, TensorLine
+from ..ranks.shard import Group, VocabShard
+from ..spec import Ids, IntLine, Size, TensorLine
 
 IGNORED_LABEL = -100
 UNREDUCED_HIDDEN_GRAD = Linear(hidden_grad="none")
@@ -36,8 +36,6 @@ def even_shard(logits, group, vocab_size: int | None) -> tuple[torch.Tensor, Voc
 
     vocab_size: ids of the tokenizer; columns at or beyond it are padding. None: none are.
     """
-    TENSOR.check("logits", logits, {})
-    expect_group(group)
     if is_dtensor(logits):
         if group_size(group) > 1:
             raise ValueError("a DTensor has its own group: pass None as the group, got both")
@@ -58,7 +56,7 @@ def even_shard_of_rank(logits, rank, group, vocab_size) -> tuple[torch.Tensor, V
     """Return the same as `even_shard`, and raise ValueError unless rank is this one of the group."""
     if (rank is None) != (group is None):
         raise ValueError(f"vocab_parallel_rank and vocab_parallel_group belong together, got {rank} and {group!r}")
-    width = logits.shape[-1] if isinstance(logits, torch.Tensor) else 0
+    width = logits.shape[-1]
     logits, shard = even_shard(logits, group, vocab_size)
     if rank is not None and shard.start != rank * width:
         raise ValueError(f"vocab_parallel_rank must be this rank of vocab_parallel_group, got {rank}")
@@ -71,7 +69,6 @@ def bounded_shard(start: int, end: int, group, vocab_size: int | None, *, device
     device: where to gather the end of the vocabulary from all ranks, for calls in which every rank needs the same
     vocab_size (sets of ids, linear heads); the host waits for it. None: do not gather.
     """
-    expect_group(group)
     if vocab_size is None:
         # it only says where padding begins, so the end of this shard will do, except for ids of the whole vocabulary
         vocab_size = max(end, 1)
@@ -98,7 +95,6 @@ def head_scorer(hidden, weight, shard: VocabShard, temperature: float, linear: L
 
 def next_tokens(ids, length: int, device) -> torch.Tensor:
     """Labels [B, length] for all positions, so that no logits are cut: ids [B, S] shifted left by one, then -100."""
-    IDS.check("ids", ids, {})
     if ids.dim() != 2 or not 1 <= ids.shape[1] <= length:
         raise ValueError(f"ids must be [B, S] with S from 1 to the {length} positions given, got {list(ids.shape)}")
     labels = torch.full((ids.shape[0], length), IGNORED_LABEL, dtype=torch.int64, device=device)
@@ -120,7 +116,6 @@ class RankedTokens:
     """
 
     def __init__(self, x: torch.Tensor, group, vocab_group, bounds: torch.Tensor | None = None, *, sum_gradients=True):
-        expect_group(group)
         self.group, self.ranks, self.local, self.device = group, group_size(group), x.shape[1], x.device
         if group is vocab_group and self.ranks > 1:
             raise ValueError(
@@ -194,7 +189,6 @@ class PackedTokens(RankedTokens):
         TensorLine("int64 or int32", ("B + 1",)).check("cu_seqlens_padded", cu_seqlens, {})
         if len(cu_seqlens) < 2:
             raise ValueError(f"cu_seqlens_padded must be [B + 1] with B > 0, got {list(cu_seqlens.shape)}")
-        IntLine(1).check("unpacked_seqlen", width, {})
         bounds = cu_seqlens.to(x.device, torch.int64)
         super().__init__(x, group, vocab_group, bounds, sum_gradients=sum_gradients)
         self.width, self.bounds, total = width, bounds, self.total

@@ -14,7 +14,7 @@ from ..arguments.options import Options
 from ..call.agreement import Agreement
 from ..call.dtensor import local_rows
 from ..call.subclasses import is_dtensor
-from ..ranks.comm import sum_in_place
+from ..ranks.comm import reduce_in_place
 from ..ranks.shard import VocabShard
 from ..spec import NotNegative, Rows, TensorLine, checked, described, lines_within
 
@@ -253,7 +253,7 @@ def select_rows(
         owned = (here >= 0) & (here < shard.valid_width)
         block = weight.new_zeros(len(here), *weight.shape[1:])
         block[owned] = weight[here[owned]]
-        sum_in_place(block, shard.world_size, shard.group_name)
+        reduce_in_place(block, shard.world_size, shard.group_name)
         low, high = max(first, to.start), min(first + len(here), to.start + to.valid_width)
         if low < high:
             out[low - to.start : high - to.start] = block[low - first : high - first]

@@ -66,17 +66,14 @@ def reduce_hidden(grad: torch.Tensor, how: str, world_size: int, group_name: str
     return end
 
 
-def max_in_place(x: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
-    """Maximum of x over the group, in place; one all-reduce. It may drop a NaN."""
-    if world_size > 1 and x.numel() > 0:
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=resolve_process_group(group_name))
-    return x
+def reduce_in_place(x: torch.Tensor, world_size: int, group_name: str, largest: bool = False) -> torch.Tensor:
+    """Sum x over the group, in place: float64, integers, or rows that are 0 on all ranks but one; one all-reduce.
 
-
-def sum_in_place(x: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
-    """Sum x over the group, in place: float64, integers, or rows that are 0 on all ranks but one; one all-reduce."""
+    largest: take the maximum instead, which may drop a NaN.
+    """
     if world_size > 1 and x.numel() > 0:
-        dist.all_reduce(x, group=resolve_process_group(group_name))
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        dist.all_reduce(x, op, group=resolve_process_group(group_name))
     return x
 
 
