@@ -4,8 +4,6 @@ Without it a mistake on one rank alone (a weight of the wrong width, a missing m
 other ranks in the collective until the communication library's timeout, and labels that differ show as NaN at best.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Calls that torch.compile leaves alone because their options are for eager."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar

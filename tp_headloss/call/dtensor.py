@@ -5,8 +5,6 @@ On the other dimensions tokens may be sharded or replicated: every rank computes
 tensors. A placement that cannot work is a ValueError on every rank, which says how to change it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

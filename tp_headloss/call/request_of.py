@@ -1,7 +1,5 @@
 """From a public call to a `Request`: every check of its metadata, then the order of its tokens and its static facts."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """The autograd bridges from logits to statistics, and between ranks."""
 
-from __future__ import annotations
-
 import torch
 
 from ..validation import refuse_batches

@@ -28,8 +28,6 @@ Importing the package needs neither CUDA nor Triton: a backend is imported on fi
 Triton's interpreter (TRITON_INTERPRET=1), for debugging: it truncates to bf16, unless patched as by the tests.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -1,7 +1,5 @@
 """A call's layout as kernels take it: numbers of rows by name as compile-time constants, and the families' hooks."""
 
-from __future__ import annotations
-
 import collections
 import functools
 from typing import Any, NamedTuple

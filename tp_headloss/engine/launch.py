@@ -1,7 +1,5 @@
 """How kernels are launched: tile sizes with the measurements behind them, and a direct way around Triton's dispatch."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

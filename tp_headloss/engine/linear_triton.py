@@ -1,7 +1,5 @@
 """Launches of the kernels of a linear head whose logits exist only as accumulators; see `backend` for the contract."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

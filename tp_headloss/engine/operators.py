@@ -3,8 +3,6 @@
 They take the fields of `Tensors`, `Facts` and `LinearFacts`, plain values from which their schemas are made.
 """
 
-from __future__ import annotations
-
 import functools
 import typing
 

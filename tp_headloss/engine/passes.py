@@ -1,7 +1,5 @@
 """Forward and backward over materialised logits, including the exchanges. Used by the operators and the linear head."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

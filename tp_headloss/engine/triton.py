@@ -1,7 +1,5 @@
 """The Triton backend: CUDA, or any device through Triton's interpreter. See `backend` for the contract."""
 
-from __future__ import annotations
-
 import torch
 
 from .. import statistics

@@ -1,7 +1,5 @@
 """Checks of the arguments of one `HeadLoss` call."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial

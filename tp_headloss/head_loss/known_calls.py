@@ -4,8 +4,6 @@ The checks of such a call read metadata alone. Their result is remembered by tha
 same kind begins with its kernels. What is remembered holds neither a tensor of a call nor a process group.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The two modes of `HeadLoss.linear`: recompute makes the logits twice, one sweep has gradients in the forward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

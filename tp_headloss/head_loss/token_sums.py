@@ -1,7 +1,5 @@
 """Masked and weighted sums of per-token values, in plain torch."""
 
-from __future__ import annotations
-
 import torch
 
 

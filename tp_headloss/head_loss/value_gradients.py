@@ -1,7 +1,5 @@
 """Gradients of a loss with respect to the statistics that it sums, without autograd: some multiplications per block."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

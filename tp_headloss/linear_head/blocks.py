@@ -1,7 +1,5 @@
 """The memory planner: how logits that never exist as a whole are cut into blocks that fit into a budget of bytes."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

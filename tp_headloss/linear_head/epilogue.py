@@ -1,7 +1,5 @@
 """Which calls of a linear head can have their statistics and gradient as epilogues of the GEMM."""
 
-from __future__ import annotations
-
 import torch
 
 from ..engine.request import Request

@@ -1,7 +1,5 @@
 """Everything static about a linear head: how its logits are made, in which blocks, and from which operands."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

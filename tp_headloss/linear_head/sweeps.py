@@ -11,8 +11,6 @@ torch.nn.functional.linear: of the operands' dtype, and their gradient overwrite
 epilogues, recompute has no logits: they are accumulators of its GEMMs, and only their gradient is a block.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """A teacher that is a head: its checks, and what a linear head computes with in place of a teacher's logits."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import torch

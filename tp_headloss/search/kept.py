@@ -9,8 +9,6 @@ at least n logits reach, and few more do, because neighbours are in different gr
 mass of all. The logits of other tokens, those of a flat distribution, are gathered, some tokens at a time, and sorted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

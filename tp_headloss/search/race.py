@@ -1,7 +1,5 @@
 """Reductions of sampling over all columns, in plain torch: the definition of what the kernels of `race_triton` do."""
 
-from __future__ import annotations
-
 import importlib
 
 import torch

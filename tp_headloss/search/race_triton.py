@@ -3,8 +3,6 @@
 z: transformed logits of any type, rows contiguous; a program has a part of a row, so that few rows occupy a whole GPU.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ wrong options, the inputs of a `HeadLoss`, the generated tests and the tables of
 read metadata and Python numbers, never a tensor's values. Numbers are of Python or numpy; tensors where a line says so.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, TypeAlias
 

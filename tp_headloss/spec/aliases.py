@@ -3,8 +3,6 @@
 A true synonym is taken where `checked` sees it; for every other name the error says what to write.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Iterable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """`checked` and `described`: public functions and classes whose annotations are lines."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

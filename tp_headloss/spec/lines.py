@@ -1,7 +1,5 @@
 """Lines: what an argument may be. They read metadata and Python numbers, never a tensor's values."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Collection, Sequence

@@ -19,8 +19,6 @@ either; y_k = scale (z_k - topk_max):
 v and w as in `divergence`.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .divergence import jensen_shannon_parts

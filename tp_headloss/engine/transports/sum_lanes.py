@@ -4,8 +4,6 @@ The first finds the maxima of all ranks. Relative to them every row of a packet 
 second adds them up in float64. It serves every statistic but argmax, which is no sum.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ...ranks.comm import reduce_in_place
