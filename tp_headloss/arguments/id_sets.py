@@ -53,9 +53,8 @@ class IdSets:
     called = "sets."  # in messages
     ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", "K"))]
     mask: Annotated[torch.Tensor, TensorLine("bool", ("..", "K"))] | None = None
-    spans: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", 2))] | None = field(
-        default=None, init=False
-    )  # disjoint, within the ids
+    # disjoint, within the ids
+    spans: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", 2))] | None = field(default=None, init=False)
 
     @classmethod
     @checked

@@ -17,9 +17,8 @@ from ..spec.aliases import hint
 from ..statistics import VocabStatistics
 from .terms import Metric, Over, Term, over_sets
 
-OBJECTIVES: dict[
-    str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]
-] = {  # name -> function of the log-prob, and its inputs
+# name -> function of the log-prob, and its inputs
+OBJECTIVES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "reinforce": (losses.reinforce, ("advantages",)),
     "clip": (losses.ppo_clip, ("advantages", "old_log_prob")),
     "cispo": (losses.cispo, ("advantages", "old_log_prob")),

@@ -5,15 +5,14 @@ Nothing of NeMo-RL is imported, and no process group is looked up: the group is 
 As in NeMo-RL, the next token is scored: ids [B, S] give log-probs [B, S - 1], whose entry t is the log-prob of id t + 1
 in the logits at position t. No temperature is applied, because NeMo-RL divides the logits by it before
 (`apply_temperature_scaling`). Unlike in NeMo-RL, log-probs are fp32 for logits of any dtype (float64 for float64),
-without a copy of the logits; an id of -100 has log-prob 0 and no gradient, and an id outside of the vocabulary has NaN.
+without a copy of the logits, so that chunk_size changes nothing; an id of -100 has log-prob 0 and no gradient, and one
+outside of the vocabulary has NaN.
 
 With top_k or top_p in sampling_params, log-probs are those over the ids that the rule keeps of these logits, found
 without moving any (NeMo-RL sends whole logits by an all-to-all, and needs B S to be a multiple of the group's size).
 The rule is exact: of equal logits at top-k's border it keeps the lowest ids, NeMo-RL all of them. A label that is not
 kept has a log-prob of -inf and no gradient. With a sampling_mask, NeMo-RL's SamplingMask of the rollout, they are those
 over its ids; a token without ids has log-prob 0, and one whose ids lack it NaN (NeMo-RL raises).
-
-chunk_size is accepted because NeMo-RL passes it, and changes nothing: the fp32 copies that it bounds are never made.
 
 With a context-parallel group of C ranks, rank r has the logits of L positions of sequences of C L, padding included:
 the chunks r and 2 C - 1 - r of 2 C equal ones. Ids and results are those of all positions, on every rank, and log-probs

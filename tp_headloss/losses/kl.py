@@ -34,7 +34,7 @@ def kl_estimate(
     input_clamp: Positive | None = LOG_RATIO_CLAMP,
     output_clamp: Positive | None = 10.0,
     sampler_log_prob: TokenValues | None = None,
-) -> torch.Tensor:
+) -> TokenValues:
     """Return an estimate [..] of KL(policy || reference) at each token. NaN stays NaN.
 
     Args:
@@ -45,9 +45,6 @@ def kl_estimate(
         sampler_log_prob: of the program that sampled the tokens. The estimate is multiplied by the importance
             weight w = exp(log_prob - sampler_log_prob), which is differentiated, too, so that the gradient of w k3 is
             w x (bias-corrected KL), except where x is clamped. Pass ``log_prob.detach()`` for own samples (w = 1).
-
-    Returns:
-        [..] fp32, an estimate per token, neither masked nor averaged.
 
     Examples:
         >>> losses.kl_estimate(torch.tensor([-1.0, -2.0]), reference_log_prob=torch.tensor([-1.0, -2.5]))

@@ -22,7 +22,7 @@ Pairs: TypeAlias = Annotated[
 ReferencePairs: TypeAlias = Annotated[
     torch.Tensor, TensorLine("floating point", ("pairs",)), "Summed log-probs of the reference, constants"
 ]
-PairLoss: TypeAlias = Annotated[torch.Tensor, "[pairs] fp32, loss per pair"]
+PairLoss: TypeAlias = Annotated[torch.Tensor, "[pairs] fp32, loss per pair, or per completion"]
 Beta: TypeAlias = Annotated[PositiveFp32, "Weight of the reference"]
 
 
@@ -134,16 +134,13 @@ def kto(
     beta: Beta = 0.1,
     desirable_weight: NotNegative = 1.0,
     undesirable_weight: NotNegative = 1.0,
-) -> torch.Tensor:
+) -> PairLoss:
     """Return weight * (1 - sigmoid(beta (h - z))) for desirable completions, with z - h for the others.
 
     h = log_prob - reference_log_prob, and z = max(kl, 0), detached.
 
     Args:
         kl: the mean of h over mismatched prompts and completions of the global batch.
-
-    Returns:
-        [completions] fp32, loss per completion.
 
     Examples:
         >>> log_prob, good = torch.tensor([-1.0, -2.0]), torch.tensor([True, False])
