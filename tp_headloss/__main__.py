@@ -11,8 +11,6 @@ ranks, with the vocabulary sharded over all of them. It takes seconds, and the e
 prints the peak memory and the floor time of every way to a loss of these sizes, and which call to write.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

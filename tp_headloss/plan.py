@@ -5,8 +5,6 @@ beyond these and the weight. The floor is the time in which GEMMs multiply at th
 what they need and write what they make once. Communication is not in it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

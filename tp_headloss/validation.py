@@ -1,7 +1,5 @@
 """Checks that are no lines of arguments: transforms of torch.func, dtypes of a GEMM, what kernels can multiply by."""
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Callable
 from typing import TypeGuard

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from tp_headloss.statistics import family_triton as hooks
-from tp_headloss.statistics.entropy_triton import start, start_merge
 from tp_headloss.statistics.family import Family, row_sum
 from tp_headloss.statistics.numerics_triton import lane_sum, settle
 
@@ -51,9 +50,9 @@ def direct(dz, state, tile, token, grads, inputs, rows):
 class Energy(Family):
     statistics = gradients = packet = ("energy",)
     device = SimpleNamespace(
-        STATISTICS=hooks.Statistics(start, hooks.not_rescaled, add, store),
-        MERGE=hooks.Merge(start_merge, hooks.no_peak, add_packet, fold, finish),
-        GRADIENT=hooks.Gradient(load, hooks.same_coefficient, hooks.same_at_target, direct),
+        STATISTICS=hooks.Statistics(hooks.one_lane_sum, hooks.not_rescaled, add, store),
+        MERGE=hooks.Merge(hooks.one_sum, hooks.no_peak, add_packet, fold, finish),
+        GRADIENT=hooks.Gradient(load, direct=direct),
     )
 
     def local(self, tile, softmax, rows):

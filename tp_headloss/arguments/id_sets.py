@@ -53,9 +53,8 @@ class IdSets:
     called = "sets."  # in messages
     ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", "K"))]
     mask: Annotated[torch.Tensor, TensorLine("bool", ("..", "K"))] | None = None
-    spans: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", 2))] | None = field(
-        default=None, init=False
-    )  # disjoint, within the ids
+    # disjoint, within the ids
+    spans: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", 2))] | None = field(default=None, init=False)
 
     @classmethod
     @checked
@@ -68,8 +67,7 @@ class IdSets:
 
         Args:
             ids: the sets one after the other, in the order of flattened labels.
-            offsets: from 0 to the number of ids. Where they descend or leave [0, all], the set is empty. Ids before the
-                first offset or after the last are in no set.
+            offsets: ascending in [0, all]; where they are not, the set is empty. Ids outside of them are in no set.
 
         """
         if not len(offsets):
@@ -217,8 +215,7 @@ class IdSets:
         return found.view(labels.shape)
 
     def tolist(self) -> list[list[int]]:
-        """Return the ids of each token as a list, tokens flat and in order, as they were given but for those that are
-        none. Waits for a GPU.
+        """Return the ids of each token, tokens flat, as they were given but for those that are none. Waits for a GPU.
 
         Examples:
             >>> IdSets(torch.tensor([[5, 6], [7, -1]])).tolist()

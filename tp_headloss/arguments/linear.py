@@ -44,13 +44,11 @@ class Linear:
             the sum; labels and statistics are of all S. "none": this rank's part alone, which the caller adds up.
             These collectives depend on nothing else: with a group, "all_reduce" and "reduce_scatter" compute and reduce
             dH in every backward (of one sweep: in the forward, if gradients are enabled), even where this rank's hidden
-            states need no gradient; for frozen ones say "none" on every rank, and no dH is computed. dW is not computed
-            for a weight that requires no gradient.
+            states need no gradient; for frozen ones say "none" on every rank. A frozen weight's dW is not computed.
         main_grad: add dW to ``weight.main_grad`` (fp32, Megatron's) instead of returning it, and set Megatron's flags.
         upstream: the gradient that will arrive at the loss of a one-sweep head (a number or a scalar tensor), where
             that is known (a loss scale, say): it is in the gradients before they are rounded, and with main_grad dW
-            goes there during the forward, without memory in between; one backward must follow. Another gradient than
-            that makes dH NaN.
+            goes there in the forward without other memory; one backward must follow. Another gradient makes dH NaN.
         max_valid_tokens: tokens that are not ignored, or a bound on them, where the caller knows it: all others are
             dropped before the GEMMs, without a host synchronisation. If there are more, the rest of them become NaN,
             and so do losses. Not with a `Teacher` of logits or hidden_grad="reduce_scatter".

@@ -51,8 +51,7 @@ class Options:
 
     Args:
         backend: "triton", "torch" or None (triton on CUDA, torch elsewhere).
-        transport: "gather" (an all-gather), "symm_mem" (symmetric memory), "sum" (two all-reduces, for every statistic
-            but "argmax") or "auto" (chooses).
+        transport: "gather" (an all-gather), "symm_mem" (symmetric memory), "sum" (all-reduces; no "argmax") or "auto".
         inplace: the backward writes the gradient over the logits (eager only). Whoever reads the logits after it finds
             the gradient there; logits that are a leaf share its memory with their ``.grad``. The logits of a `Teacher`
             must be exactly these or share no memory with them. torch's own errors for other operations that saved the

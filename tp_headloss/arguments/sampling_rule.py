@@ -23,11 +23,9 @@ class SamplingRule:
     Args:
         min_p: keep ids of probability at least min_p times the largest one, in [0, 1].
         top_k: keep the k likeliest of what remains, at least 1; of equal logits the lowest ids, so k of them exactly.
-        top_p: keep the likeliest of what remains, renormalised over it, until their probability reaches top_p, in
-            (0, 1]; the likeliest always.
+        top_p: keep the likeliest of what remains, renormalised, until they hold top_p, in (0, 1]; the first always.
 
-    Values in tensors are not looked at: a top_k below 1, a top_p that is NaN or not positive, and a min_p that is NaN,
-    negative or above 1 keep nothing.
+    Values in tensors are not looked at: a top_k below 1, a top_p not above 0, or a min_p not in [0, 1] keeps nothing.
 
     Examples:
         >>> SamplingRule(top_k=50, top_p=0.9)

@@ -27,8 +27,7 @@ class Sequences:
 
     With a ``group`` each of its ranks holds a part of every sequence (context parallelism): sequence i is the same on
     all ranks, though its tokens differ. Every sum over sequences then takes one more small collective, and so does the
-    construction, unless ``lengths`` is given. The group must not be the one that shares the vocabulary, because the
-    ranks of that group hold the same tokens.
+    construction, unless ``lengths`` is given. Not the group that shares the vocabulary: its ranks hold the same tokens.
 
     Invalid bounds (out of order, outside of the tokens, or lengths that add up to the tokens) and invalid lengths
     (negative, or not finite) are a ValueError on CPUs. On GPUs nothing waits for their values: nothing outside of the
@@ -39,8 +38,7 @@ class Sequences:
     Attributes:
         lengths: [B] fp32, N_i over the whole group.
         count: scalar fp32, the number of sequences that have counted tokens.
-        token_share: [..] fp32, 1 / N_i for each token of sequence i, 0 outside of the mask; its sum over the group is
-            count.
+        token_share: [..] fp32, 1 / N_i for a token of sequence i, 0 outside of the mask; summed over the group: count.
 
     Examples:
         >>> sequences = Sequences.from_mask(torch.tensor([[True, True, False], [True, False, False]]))
@@ -163,7 +161,6 @@ class Sequences:
 
         Args:
             ids: each token's sequence in [0, count); a token with another id belongs to none.
-            count: B.
             options: as in `from_mask`.
         """
         flat, order = ids.flatten().long().sort(stable=True)
@@ -200,8 +197,7 @@ class Sequences:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum [B] fp32 of each sequence's values [..] over the whole group, differentiable.
 
-        The result is replicated over the group, and every rank must compute the same from it: the gradient of a token
-        is the one of its sequence, without communication.
+        Replicated over the group; every rank must compute the same from it: a token's gradient is its sequence's.
         """
         VALUES.check("values", values, sizes_of("the mask", self.mask, self.mask.shape))
         return _SumTokens.apply(values, self)
@@ -213,8 +209,7 @@ class Sequences:
     def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
         """Return for each token [..] its sequence's value of per_sequence [B], 0 outside of the mask.
 
-        Differentiable: the gradient of a sequence is the sum of its tokens' gradients. Backward: one collective with a
-        group, else none.
+        Differentiable: a sequence's gradient is the sum of its tokens'. Backward: a collective with a group, else none.
         """
         sizes = sizes_of("the sequences", self.mask, self.mask.shape, B=len(self))
         TensorLine(VALUES.kind, ("B",)).check("per_sequence", per_sequence, sizes)

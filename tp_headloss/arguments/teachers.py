@@ -36,14 +36,12 @@ class Teacher(_Tempered):
 
     Args:
         logits: sharded like the student's, fp32, bf16 or fp16 (float64 if the student's are), never
-            differentiated; log-probs are logits, too. Columns at or beyond the shard's ``vocab_size`` take no part, so
-            a teacher with more ids than the student is compared on the common ones if that is the vocab_size (and its
-            logits are cut at the same bounds).
+            differentiated; log-probs are logits, too. Columns at or beyond the shard's ``vocab_size`` take no part: a
+            teacher of more ids is compared on the common ones, if that is the vocab_size and its logits are cut alike.
         temperature: of the teacher, or one per token [..].
         student_temperature: divides the student's logits (with bias, scale and softcap, whatever
             ``Transform.temperature`` is); None: the same as the teacher's.
-        beta: the teacher's share of the mixture of the Jensen-Shannon divergence; at its ends use forward_kl or
-            reverse_kl.
+        beta: the teacher's share of the Jensen-Shannon mixture; at its ends use forward_kl or reverse_kl.
 
     Examples:
         >>> teacher = Teacher(torch.tensor([[0.0, 1.0]]), temperature=2.0)
@@ -72,13 +70,10 @@ class TopKTeacher(_Tempered):
         mask: None for all entries.
         tail_log_prob: log-prob of everything else, for losses that know a tail; None: of 1 - the entries'
             probability, which is as exact as their log-probs are (give it, if they are of half precision and nearly
-            everything). A computed tail of at most 1e-6 counts as 0 in `TopKDistillation`, and as 1e-6 in its reverse
-            KL.
-        temperature: of the teacher, or one per token [..]: log_probs / temperature, renormalised; 1 for
-            log-probs that were exported at a temperature.
+            everything). In `TopKDistillation` a computed tail of at most 1e-6 is 0, and in its reverse KL 1e-6.
+        temperature: of the teacher: log_probs / temperature, renormalised; 1 if they were exported at a temperature.
         student_temperature: as in `Teacher`.
-        renormalize: the entries' probabilities are divided by their sum, so that there is no tail; needed with a
-            temperature.
+        renormalize: divide the entries' probabilities by their sum, so that no tail is left; a temperature needs it.
 
     Examples:
         >>> teacher = TopKTeacher(torch.tensor([[2, 0]]), torch.tensor([[0.7, 0.2]]).log())
@@ -110,11 +105,9 @@ class TeacherHead(_Tempered):
     subset of the vocabulary (EAGLE-3) has the rows of its ids, see `select_rows`, and is normalised over these ids.
 
     Args:
-        hidden: of the student's tokens, with a hidden size of its own, laid out over ranks like the student's
-            hidden states: replicated, or this rank's [S/P, ..] with ``Linear.hidden_grad="reduce_scatter"``, gathered
-            then.
-        weight: at the same bounds as the student's. One dtype with ``hidden`` (but for
-            autocast), which may differ from the student's.
+        hidden: of the student's tokens, with a hidden size of its own, laid out over ranks like the student's:
+            replicated, or this rank's [S/P, ..] with ``Linear.hidden_grad="reduce_scatter"``, gathered then.
+        weight: at the student's bounds, of the dtype of ``hidden`` (but for autocast), which need not be the student's.
         transform: bias, scale (positive) and softcap of the teacher's logits; its temperature must be 1.
         temperature: as in `Teacher`.
 

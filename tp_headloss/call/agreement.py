@@ -4,8 +4,6 @@ Without it a mistake on one rank alone (a weight of the wrong width, a missing m
 other ranks in the collective until the communication library's timeout, and labels that differ show as NaN at best.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -20,11 +18,9 @@ from ..arguments.sequences import Sequences
 from ..ranks.comm import gather_objects, job_size, texts_of_job
 from ..ranks.shard import VocabShard
 
-# name of an argument -> the dimension that is sharded on the vocabulary, whose size and bits differ between ranks; of
-# fields their class says it
+# argument -> its dimension that is sharded on the vocabulary, where ranks differ; of fields their class says it
 SHARDED_DIM = {"logits": -1, "weight": 0, "bias": 0, "total_weight": 0}
-# Name -> type of the exceptions that another rank's error is raised as. Names come from that rank, so no other type is
-# looked up by them.
+# Name -> type that another rank's error is raised as. Names come from that rank: no other type is looked up.
 EXCEPTION_TYPES = {
     kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError)
 }
@@ -36,8 +32,7 @@ _logged: set[str] = set()
 
 
 class Agreement:
-    """A block in which a call is checked. At its end the ranks of the shard's group exchange facts and errors, and all
-    of them go on, or all of them raise.
+    """A block in which a call is checked. At its end the group's ranks exchange facts and errors: all go on, or raise.
 
         with Agreement(options, shard) as agreement:
             agreement.record("vocab_statistics", shard, labels=labels, want=want)  # as soon as the shard is known
@@ -159,8 +154,7 @@ def _describe(name: str, value, out: dict, compare_hidden: bool, sharded_dim: in
 
 
 def _text(value) -> str:
-    """The repr of a plain value, or the name of a function or class, or of an object's type: the repr of these contains
-    an address."""
+    """The repr of a plain value, or the name of a function, a class or an object's type, whose repr has an address."""
     if isinstance(value, PLAIN_TYPES):
         return repr(value)
     return getattr(value, "__qualname__", type(value).__qualname__)
@@ -178,8 +172,7 @@ def _describe_tensor(tensor, sharded_dim: int | None, bits: bool) -> tuple[str, 
 
 
 def _compare(facts: tuple[dict, ...]):
-    """Raise ValueError, equal on all ranks, if the facts of two ranks differ or the shards do not cover the vocabulary
-    once. `facts` has one dict per rank."""
+    """Raise ValueError on all ranks if their facts, a dict each, differ or shards do not cover the vocabulary once."""
     bounds, first = [rank_facts.pop("bounds") for rank_facts in facts], facts[0]
     for rank, other in enumerate(facts):
         for name in dict.fromkeys((*first, *other)):

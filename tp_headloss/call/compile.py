@@ -1,7 +1,5 @@
 """Calls that torch.compile leaves alone because their options are for eager."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -36,8 +34,7 @@ EAGER_ONLY = (  # option, its value, and why torch.compile leaves the call alone
 def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a public call with keywords `options` and `linear`, or of a module with `.options`.
 
-    Where an option is for eager, torch.compile breaks its graph before the call, and compiles nothing inside of it;
-    with fullgraph=True it raises the reason.
+    Where an option is for eager, torch.compile leaves the call alone; with fullgraph=True it raises the reason.
     """
     uncompiled: list[Any] = [
         torch.compiler.disable(function, reason=f"{name}={value!r} is for eager: {reason}")

@@ -5,8 +5,6 @@ On the other dimensions tokens may be sharded or replicated: every rank computes
 tensors. A placement that cannot work is a ValueError on every rank, which says how to change it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any
@@ -136,9 +134,8 @@ def local_rows(name: str, rows, shard: VocabShard | None) -> tuple[torch.Tensor,
 def local_part(
     x, shard: VocabShard, hidden_grad: str = "all_reduce", name: str = "", tokens=None, sharded: int | None = None
 ) -> Any:
-    """Return a tensor, or an object with fields that hold some, with DTensors and quantised tensors replaced by plain
-    local ones. ValueError unless all ranks that share the vocabulary hold the same tokens, and all others those of
-    `tokens`.
+    """Return a tensor, or an object with tensors as fields, with DTensors and quantised tensors replaced by plain local
+    ones. ValueError unless ranks that share the vocabulary hold the same tokens, and all others those of `tokens`.
 
     Args:
         hidden_grad: as in `Linear`, which says how a teacher's hidden states are laid out.
@@ -194,8 +191,7 @@ def _sharded_dim(placement, x) -> int | None:
 
 
 def _vocab_mesh_dim(name, x, vocab, fix) -> int | None:
-    """Mesh dimension that shards dimension `vocab` of x, or None if one rank has all of it. ValueError, with `fix` in
-    its message, for any other layout."""
+    """Mesh dimension that shards dimension `vocab` of x, None if a rank has all of it; else ValueError with `fix`."""
     dims = [dim for dim in _used_mesh_dims(x) if _sharded_dim(x.placements[dim], x) == vocab]
     rest = [x.placements[dim] for dim in _used_mesh_dims(x) if dim not in dims]
     by_token = [vocab != 0 and _sharded_dim(p, x) is not None for p in rest]
@@ -212,8 +208,7 @@ def _vocab_mesh_dim(name, x, vocab, fix) -> int | None:
 
 
 def _layout_shard(x, dim, rows: int, shard: VocabShard | None) -> VocabShard:
-    """Shard that the layout of a DTensor with `rows` vocabulary rows states. ValueError if the caller's `shard`
-    contradicts it."""
+    """Shard that a DTensor's layout states for `rows` vocabulary rows; ValueError if the caller's `shard` differs."""
     group = None if dim is None else x.device_mesh.get_group(dim)
     if shard is None:
         return VocabShard.from_group(group, rows)
@@ -257,8 +252,7 @@ def _shared_mesh_dims(x, shard) -> list[int]:
 
 
 def _expect_replicated(name, x, shard, fix="redistribute it there to Replicate()"):
-    """Raise ValueError unless x is replicated over the ranks that share the vocabulary, and replicated or sharded over
-    all others."""
+    """Raise ValueError if x is not replicated over the ranks that share the vocabulary, or is Partial over others."""
     for dim in _used_mesh_dims(x):
         placement = x.placements[dim]
         replicated = placement.is_replicate() or (

@@ -1,7 +1,5 @@
 """`Options(check=True)`: which NaN, or infinity, made statistics NaN, as a ValueError on every rank."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

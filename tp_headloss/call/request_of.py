@@ -1,7 +1,5 @@
 """From a public call to a `Request`: every check of its metadata, then the order of its tokens and its static facts."""
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -44,8 +42,8 @@ def build_request(given: Given, order_of=None) -> Request:
     numbers = float(transform.scale), float(transform.softcap or 0.0), float(temperature)
     teacher_factors, teacher_scales = _teacher_scales(teacher, transform.temperature, logits)
     beta = 0.5 if teacher is None else float(teacher.beta)
-    static = tuple(want), *numbers, ignore_index, backend, options.transport
-    facts = make_facts(shard.facts, *static, *teacher_factors, beta)
+    names = ignore_index, backend, options.transport
+    facts = make_facts(shard.facts, tuple(want), *numbers, *names, *teacher_factors, beta)
     order = TokenOrder(logits if order_of is None else order_of, options.inplace, shard.world_size == 1)
     tensors = Tensors(
         order.flatten(logits),
@@ -74,23 +72,9 @@ def _teacher_tensors(teacher, scales, order: TokenOrder, facts: Facts) -> dict[s
 
 
 @functools.lru_cache(maxsize=256)  # by plain values: a process group in its keys would never be freed
-def _facts(
-    shard: ShardFacts, want, scale, softcap, temperature, ignore_index, backend, transport,
-    teacher_scale, student_scale, beta,
-) -> Facts:  # fmt: skip
-    return Facts(
-        **shard._asdict(),
-        want=tuple(name for name in known_statistics() if name in want),
-        scale=scale,
-        softcap=softcap,  # 0: none
-        temperature=temperature,
-        ignore_index=ignore_index,
-        backend=backend,
-        transport=transport,
-        teacher_scale=teacher_scale,
-        student_scale=student_scale,
-        beta=beta,
-    )
+def _facts(shard: ShardFacts, want: tuple[str, ...], *others) -> Facts:
+    """The facts, in the order of their fields, of which those of the shard are the first."""
+    return Facts(*shard, tuple(name for name in known_statistics() if name in want), *others)
 
 
 def _teacher_scales(teacher, temperature, logits):

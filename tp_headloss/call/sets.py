@@ -1,7 +1,5 @@
 """A call's sets and given ids: their checks, and what kernels take. Also the check of a top-K teacher's values."""
 
-from __future__ import annotations
-
 import torch
 
 from ..arguments.id_sets import IdSets, flat_ids, masked_ids, ragged

@@ -48,24 +48,17 @@ def vocab_statistics(
             ``options.inplace``, when the backward overwrites them and a later use of the old values by autograd raises.
         labels: global ids. ``ignore_index`` wins over everything, a valid id included. Any other label
             outside ``[0, vocab_size)`` makes its token NaN on every rank (``options.check`` raises instead).
-        shard: the columns this rank owns; None means that ``logits`` hold the whole vocabulary, or are a DTensor that
-            says it, ``Shard(-1)`` on one dimension of its mesh (labels and the like then plain or DTensors; results are
-            plain).
+        shard: the columns this rank owns; None: ``logits`` hold the whole vocabulary, or are a DTensor that says it,
+            ``Shard(-1)`` on one dimension of its mesh (labels and the like are then plain or DTensors, results plain).
         want: of "entropy", "collision", "total", "argmax" and "rank", with a `Teacher` of `statistics.FULL_TEACHER`,
             with a `TopKTeacher` of `statistics.TOPK_TEACHER`, with ``sets`` of `statistics.OVER_SETS`, with ``ids``
             "log_probs_at"; lse is always there, log_prob and target_logit with labels. The Jensen-Shannon divergences
-            and "total_variation" take a second, small collective, "rank" one of the labels' logits before the logits
-            are read, all others together one.
-        transform: `Transform` of the logits.
-        teacher: `Teacher` or `TopKTeacher` whose statistics are in ``want``.
+            and "total_variation" take a second, small collective, "rank" one before, of labels' logits, all others one.
         sets: `IdSets` whose statistics are in ``want``, such as those of `kept_ids`.
         ids: global ids whose log-probs are "log_probs_at" [.., K], in any order, also several
             times. A negative id is none, and one at or beyond the vocabulary is NaN.
         total_weight: column weights w of ``total`` (class weights), not differentiable.
         ignore_index: label of tokens that are left out.
-
-    Returns:
-        `VocabStatistics`, each [..], equal bits on every rank.
 
     Raises:
         TypeError, ValueError: arguments that do not fit together, from metadata alone and hence on every rank.
@@ -92,7 +85,7 @@ def vocab_statistics(
 
 @documented_fields
 class LogProbs(NamedTuple):
-    """Per token, fp32, the labels' shape: what a trainer needs of its own policy, or of a reference.
+    """Per token, fp32, the labels' shape, equal bits on every rank: what a trainer needs of a policy or reference.
 
     Attributes:
         log_prob: log p of the label, never above 0; 0 where ignored.
@@ -132,9 +125,6 @@ def log_probs(
         entropy: False saves its forward. What takes part in no loss costs nothing backward anyway.
         differentiable: False saves nothing for a backward (old and reference policies; the model that makes the logits
             needs `torch.no_grad` of its own). Otherwise all three have gradients.
-
-    Returns:
-        `LogProbs`, each [..] fp32, equal bits on every rank.
 
     Raises:
         TypeError, ValueError: no labels, and the errors of `vocab_statistics`.

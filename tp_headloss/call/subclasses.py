@@ -36,8 +36,7 @@ class _Waited(torch.autograd.Function):
 
 def plain(name: str, x: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose memory holds its values: x itself, a DTensor, too; what a quantised tensor stands for; the
-    result of a collective. TypeError for any other subclass with operations of its own, and for a quantised tensor that
-    requires a gradient."""
+    result of a collective. TypeError for other subclasses with own operations, and quantised tensors with gradients."""
     base: Any = torch.Tensor
     kind: Any = type(x)
     if kind in (base, torch.nn.Parameter) or is_dtensor(x):

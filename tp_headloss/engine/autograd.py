@@ -1,7 +1,5 @@
 """The autograd bridges from logits to statistics, and between ranks."""
 
-from __future__ import annotations
-
 import torch
 
 from ..validation import refuse_batches
@@ -62,8 +60,7 @@ def first_derivative_only(backward):
 
 
 class Statistics(torch.autograd.Function):
-    """logits [N, width] sharded on V -> the statistics of `layout.outputs`; with a `FusedReduction` (the triton
-    backend) also its loss [] and sums, else None.
+    """logits [N, width] sharded on V -> statistics of `layout.outputs`, with a `FusedReduction` its loss [] and sums.
 
     Saves the inputs and O(N) merged rows, never probabilities. Backward: no communication.
     """
@@ -192,8 +189,7 @@ def _add_loss_gradient(grads: dict, loss, reduced, plan, request: Request):
 class TokenSums(torch.autograd.Function):
     """Per-token values (any shape, contiguous) -> loss [] and sums over valid tokens, in one kernel.
 
-    Differentiable in the values of the terms, the first ``len(plan.coefficients)``. For the triton
-    backend; elsewhere the same is written in plain torch.
+    Differentiable in the values of the terms, the first ``len(plan.coefficients)``. For the triton backend.
     """
 
     @staticmethod

@@ -25,11 +25,8 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
                                                          `linear_head.epilogue` finds no obstacle
 
 Importing the package needs neither CUDA nor Triton: a backend is imported on first use. Without CUDA, "triton" runs in
-Triton's interpreter (TRITON_INTERPRET=1), which is for debugging: it truncates results to bf16, where GPUs round. The
-tests patch it (`tests/helpers/interpreter.py`).
+Triton's interpreter (TRITON_INTERPRET=1), for debugging: it truncates to bf16, unless patched as by the tests.
 """
-
-from __future__ import annotations
 
 import functools
 import importlib

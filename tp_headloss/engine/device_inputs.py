@@ -1,7 +1,5 @@
 """A request's tensors and numbers as kernels take them."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """A call's layout as kernels take it: numbers of rows by name as compile-time constants, and the families' hooks."""
 
-from __future__ import annotations
-
 import collections
 import functools
 from typing import Any, NamedTuple
@@ -56,8 +54,7 @@ class DeviceLayout:
 
 
 def _row_numbers(kind: str, rows: tuple[str, ...], families, n_ids: int = 0) -> Any:
-    """The numbers of the rows by the names of all rows of this kind, None for absent ones; `ids`: how many without a
-    name come after them; `height`: how many there are in all.
+    """Numbers of this kind's rows by name, None if absent; `ids`: how many without a name follow; `height`: all.
 
     One constant, because Triton's launcher looks at each element of a tuple.
     """

@@ -4,8 +4,6 @@ Works through blocks of rows and chunks of columns, so that no vocabulary-sized 
 are accepted here (all of it runs in float64 then), which is what gradient checks need.
 """
 
-from __future__ import annotations
-
 import torch
 
 from ..statistics import IGNORED, SOFTMAX, Layout

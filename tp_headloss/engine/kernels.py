@@ -8,14 +8,7 @@ import triton
 import triton.language as tl
 
 from ..statistics import softmax_triton as softmax
-from ..statistics.family_triton import (
-    load_logits,
-    load_teacher,
-    loss_of_row,
-    open_chunk,
-    row_factors,
-    teacher_scales,
-)
+from ..statistics.family_triton import load_logits, load_teacher, loss_of_row, open_chunk, row_factors, teacher_scales
 from ..statistics.numerics_triton import largest, widen
 from ..statistics.records_triton import Chunk, Core, Lists, Tile, Token
 from .gradient_triton import put_lists, store_exact, tile_gradient

@@ -1,7 +1,5 @@
 """How kernels are launched: tile sizes with the measurements behind them, and a direct way around Triton's dispatch."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
@@ -124,8 +122,7 @@ def small_sets_launch(most: int | None) -> Launch:
 class GemmLaunch(NamedTuple):
     """Tile of a GEMM, warps of a program, stages of its pipeline, columns of the gradient that are stored at once.
 
-    A tile: rows, columns, steps over H, columns of the epilogue's strips, and rows of tiles in a group, which share
-    columns of the weight in the cache.
+    A tile: rows, columns, steps over H, columns of epilogue strips, rows of tiles that share columns in the cache.
     """
 
     block: tuple[int, int, int, int, int]
@@ -200,8 +197,7 @@ def pointer_key(tensor):
 def dtype_key(tensor):
     """The part of the compile key that a vector contributes which is never read in wide accesses.
 
-    It is read one by one, or under a mask that was itself loaded. Rows of [K, N] are aligned or not, as N goes, which
-    makes no difference to them.
+    It is read one by one, or under a mask that was loaded, so whether rows of [K, N] are aligned makes no difference.
     """
     return tensor if tensor is None else tensor.dtype
 

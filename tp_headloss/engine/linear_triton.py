@@ -1,7 +1,5 @@
 """Launches of the kernels of a linear head whose logits exist only as accumulators; see `backend` for the contract."""
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -39,11 +37,6 @@ def _major_capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
-def _programs(tiles: int, device: torch.device) -> int:
-    """Programs of a persistent kernel: at most one for each multiprocessor."""
-    return min(tiles, _processors(device))
-
-
 def _without_logits(inputs: Inputs) -> Inputs:
     return inputs._replace(x=None, x_row=None, x_column=None)
 
@@ -77,7 +70,7 @@ def _packets(packets, hidden, weight, request: Request, rounded: bool, how: Gemm
     given, prepared = inputs_of(request)
     device, tiles = hidden.device, row_tiles * facts.chunks * parts
     launch(
-        gemm_triton.linear_statistics_kernel, _programs(tiles, device),
+        gemm_triton.linear_statistics_kernel, min(tiles, _processors(device)),
         (device, prepared.variant, hidden.dtype, rounded), how,
         partials, *_operands(hidden, weight, how), _without_logits(given), rows.statistics, rows.packet,
         n_rows, facts.start, facts.valid_width, facts.chunks, facts.ignore_index, hidden.shape[1], rounded,
@@ -102,7 +95,7 @@ def linear_gradient(out, hidden, weight, request: Request, merged, grads: dict, 
     (given, prepared), device, padded = inputs_of(request), hidden.device, facts.valid_width < width
     kinds = hidden.dtype, out.dtype, rounded, padded, tuple(grads), *map(pointer_key, (merged, *grads.values()))
     launch(
-        gemm_triton.linear_gradient_kernel, _programs(tiles, device), (device, prepared.variant, *kinds), how,
+        gemm_triton.linear_gradient_kernel, min(tiles, _processors(device)), (device, prepared.variant, *kinds), how,
         _descriptor(out, how.block[0], how.stored), *_operands(hidden, weight, how), _without_logits(given),
         merged, upstream, hooks, rows.merged, n_rows, facts.start, facts.valid_width, hidden.shape[1], rounded, padded,
     )  # fmt: skip

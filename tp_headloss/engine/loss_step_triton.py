@@ -29,8 +29,7 @@ def place_of(x: torch.Tensor) -> tuple:
 
 
 def loss_step(request: Request, reduction) -> LossStep | None:
-    """The step of a call of a kind that is remembered (`Request.steps`): from the second call on, because many kinds
-    never come again. None where the general way is needed."""
+    """The step of a kind of call (`Request.steps`) from its second one on; None where the general way is needed."""
     steps, (logits, labels, *_), divisor = request.steps, request.tensors, reduction.denominator
     if steps is None or reduction.expected is not None:
         return None
@@ -94,8 +93,7 @@ class LossStep:
         return self.index is None or self.index == torch._C._cuda_getDevice()
 
     def serves(self, saved) -> bool:
-        """True for saved tensors that lie as those of the first call did, the others without gaps, on the current
-        device."""
+        """True for saved tensors that lie as the first call's did, the others without gaps, on the current device."""
         logits, labels, merged, _valid, _weight, _inverse, *values = saved
         alike = self.places == (*place_of(logits), *place_of(labels)) and can_skip_dispatch(merged)
         return alike and False not in map(torch.Tensor.is_contiguous, (merged, *values)) and self.is_on_current_device()

@@ -1,10 +1,7 @@
 """Registered operators, so that `torch.compile` sees opaque, shape-inferable calls.
 
-They take plain tensors, numbers and strings: the fields of `Tensors`, `Facts` and `LinearFacts`, from which their
-schemas are made.
+They take the fields of `Tensors`, `Facts` and `LinearFacts`, plain values from which their schemas are made.
 """
-
-from __future__ import annotations
 
 import functools
 import typing
@@ -100,8 +97,7 @@ def _distinct(name: str, *args):
 
 
 def distinct_ids(name: str, *args):
-    """The lists of ids of a call as backends take them, by the function "entries" or "known_sets" of a `backend`, whose
-    name is the last argument."""
+    """A call's lists of ids as backends take them, by "entries" or "known_sets" of the `backend` named last."""
     if can_skip_dispatch(args[0]):
         return _distinct(name, *args)
     return getattr(torch.ops.tp_headloss, name)(*args)

@@ -1,12 +1,10 @@
 """Forward and backward over materialised logits, including the exchanges. Used by the operators and the linear head."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
 
-from ..ranks.comm import gather_parts, sum_in_place
+from ..ranks.comm import gather_parts, reduce_in_place
 from ..statistics import MaybeNone
 from ..statistics.at_ids import gradients_of_log_probs_at
 from . import one_read_launch
@@ -32,7 +30,7 @@ def with_label_logits(request: Request) -> Request:
     facts, logits = request.facts, request.tensors.logits
     found = logits.new_empty(logits.shape[0], dtype=accumulation_dtype(logits.dtype))
     load_backend(facts.backend).label_logits(found, request)
-    found = sum_in_place(found, facts.world_size, facts.group_name)
+    found = reduce_in_place(found, facts.world_size, facts.group_name)
     return request._replace(tensors=request.tensors._replace(label_logits=found))
 
 
@@ -103,8 +101,7 @@ def write_linear_gradient(out, hidden, weight, request: Request, merged, grads: 
 
 
 def kernel_gradients(upstream: dict, ids: torch.Tensor | None = None) -> dict:
-    """Convert upstream gradients of the statistics to those that backends take: target_logit is log_prob + lse, and
-    log_probs_at, of these ids, the logits there - lse."""
+    """Convert upstream gradients to what backends take: target_logit is log_prob + lse, log_probs_at logits - lse."""
     if upstream.get("log_probs_at") is not None and ids is not None:
         at, lse = gradients_of_log_probs_at(upstream["log_probs_at"], ids)
         known = upstream.get("lse")

@@ -13,34 +13,6 @@ def _sign(i: tl.constexpr, NEGATIVES: tl.constexpr):
     return 1.0 - 2.0 * ((NEGATIVES >> i) & 1)
 
 
-@triton.jit
-def divisor_of(denominator_ptr, denominator):
-    """Divisor of a loss, from a scalar in memory or a number; infinity in the place of 0, so that a loss of no tokens
-    is 0."""
-    divisor = tl.full((), 1.0, tl.float64) * denominator
-    if denominator_ptr is not None:
-        divisor = tl.load(denominator_ptr).to(tl.float64)
-    return tl.where(divisor == 0.0, float("inf"), divisor)
-
-
-@triton.jit
-def store_sum(sums_ptr, i: tl.constexpr, total, loss, coefficients, NEGATIVES: tl.constexpr):
-    """Store sum i with its sign, and add it to the loss if it is a term's; all others are metrics."""
-    total = total * _sign(i, NEGATIVES)
-    tl.store(sums_ptr + i, total)
-    if i < len(coefficients):
-        loss += coefficients[i] * total
-    return loss
-
-
-@triton.jit
-def store_loss(loss_ptr, inverse_ptr, loss, denominator_ptr, denominator):
-    """Store the loss, divided, and 1 / its divisor."""
-    divisor = divisor_of(denominator_ptr, denominator)
-    tl.store(inverse_ptr, 1.0 / divisor)
-    tl.store(loss_ptr, loss / divisor)
-
-
 @triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])
 def sums_kernel(
     sums_ptr,  # [S + 1] fp32 out: a sum over valid tokens per value, and the count
@@ -81,10 +53,18 @@ def sums_kernel(
 
     loss = 0.0
     for i in tl.static_range(len(value_ptrs)):
-        loss = store_sum(sums_ptr, i, tl.sum(totals[i], axis=0), loss, coefficients, NEGATIVES)
+        total = tl.sum(totals[i], axis=0) * _sign(i, NEGATIVES)
+        tl.store(sums_ptr + i, total)
+        if i < len(coefficients):  # of a term; all others are metrics
+            loss += coefficients[i] * total
     tokens = tl.sum(count, axis=0)  # in fp32 it may be infinite where the mean is not
     tl.store(sums_ptr + len(value_ptrs), tokens)
-    store_loss(loss_ptr, inverse_ptr, loss, denominator_ptr, tokens if BY_COUNT else denominator)
+    divisor = tl.full((), 1.0, tl.float64) * (tokens if BY_COUNT else denominator)
+    if denominator_ptr is not None:
+        divisor = tl.load(denominator_ptr).to(tl.float64)
+    divisor = tl.where(divisor == 0.0, float("inf"), divisor)  # a loss of no tokens is 0
+    tl.store(inverse_ptr, 1.0 / divisor)
+    tl.store(loss_ptr, loss / divisor)
 
 
 @triton.jit(do_not_specialize=["value_ptrs", "valid_ptr", "weight_ptr", "n_rows"])

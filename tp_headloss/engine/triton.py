@@ -1,7 +1,5 @@
 """The Triton backend: CUDA, or any device through Triton's interpreter. See `backend` for the contract."""
 
-from __future__ import annotations
-
 import torch
 
 from .. import statistics
@@ -156,8 +154,7 @@ def merge_second(packets, outputs: list[torch.Tensor], layout: Layout):
 
 
 def logits_gradient(out, request: Request, merged, grads: dict, loss=None):
-    """Write d loss / d logits into `out` [N, width], which may be the logits; grads: upstream gradients [N] by name, or
-    with a loss its coefficients; see `passes.write_gradient`."""
+    """Write d loss / d logits into `out` [N, width], maybe the logits; grads, loss: see `passes.write_gradient`."""
     if request.tensors.logits.numel() == 0:
         return
     (n_rows, width), strides, facts, names = out.shape, out.stride(), request.facts, tuple(grads)

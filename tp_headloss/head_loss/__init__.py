@@ -11,27 +11,7 @@ from .terms import METRICS as METRICS
 from .terms import BitsPerByte, CrossEntropy, Entropy, Metric, Term, TopKAccuracy, ZLoss
 
 __all__ = [
-    "CISPO",
-    "DAPO",
-    "GRPO",
-    "GSPO",
-    "PPO",
-    "BitsPerByte",
-    "CausalLMLoss",
-    "CrossEntropy",
-    "Distillation",
-    "DrGRPO",
-    "Entropy",
-    "GeneratorMetrics",
-    "HeadLoss",
-    "HeadLossOutput",
-    "KLToReference",
-    "Metric",
-    "PolicyGradient",
-    "PolicyMetrics",
-    "Term",
-    "TopKAccuracy",
-    "TopKDistillation",
-    "ZLoss",
-    "mean_metrics",
-]
+    "CISPO", "DAPO", "GRPO", "GSPO", "PPO", "BitsPerByte", "CausalLMLoss", "CrossEntropy", "Distillation", "DrGRPO",
+    "Entropy", "GeneratorMetrics", "HeadLoss", "HeadLossOutput", "KLToReference", "Metric", "PolicyGradient",
+    "PolicyMetrics", "Term", "TopKAccuracy", "TopKDistillation", "ZLoss", "mean_metrics",
+]  # fmt: skip

@@ -1,7 +1,5 @@
 """Checks of the arguments of one `HeadLoss` call."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -56,7 +54,9 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
         values = {f"input {name!r}": value for name, value in inputs.items()} | {"token_weight": token_weight}
         for name, value in values.items():
             expect_finite(name, value, labels != definition.ignore_index)
-    _expect_class_weights(definition.terms, shard.vocab_size, x.device)
+    sizes: Sizes = {"V": (shard.vocab_size, "the vocabulary"), "device": (x.device, "logits")}
+    for class_weight in (term.class_weight for term in definition.terms if term.class_weight is not None):
+        TensorLine("real numbers", ("V",)).check("class_weight", class_weight, sizes)
     loss_weight, count = token_weight, None
     if definition.reduction in SEQUENCE_REDUCTIONS:
         assert sequences is not None
@@ -64,7 +64,10 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
         loss_weight = loss_weight if token_weight is None else loss_weight * token_weight
         denominator = total if denominator is None else denominator
         count = total / sequences.ranks
-    total_weight = _local_columns(definition.total_weight, shard)
+    total_weight = definition.total_weight
+    if total_weight is not None:  # this rank's columns, with 0 for those of padding
+        columns = total_weight[shard.start : shard.stop]
+        total_weight = torch.nn.functional.pad(columns, (0, shard.width - columns.shape[0]))
     functions = definition.plan.summed[int(sequences is not None)]
     return Call(
         definition, labels, token_weight, loss_weight, total_weight, denominator, count, inputs, sequences, functions
@@ -72,8 +75,7 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
 
 
 def local_arguments(tokens, given: Given, token_weight, denominator, inputs):
-    """Replace DTensors among a loss's arguments by this rank's part of them. tokens: logits or hidden states as the
-    caller gave them; given: this rank's."""
+    """Replace DTensors of a loss's arguments by this rank's part. tokens: as the caller gave them; given: local."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise TypeError(f"inputs must be a dict of inputs by name, or None, got {type(inputs).__name__}")
     hidden_grad = "all_reduce" if given.linear is None else given.linear.hidden_grad
@@ -85,8 +87,7 @@ def local_arguments(tokens, given: Given, token_weight, denominator, inputs):
 
 
 def replicated_facts(definition: HeadLossDefinition, token_weight, denominator, inputs) -> dict[str, Any]:
-    """Arguments and options of a loss that must be equal on all ranks of the group, by the names that `Agreement`
-    reports."""
+    """A loss's arguments and options that must be equal on all ranks, by the names that `Agreement` reports."""
     return {
         "token_weight": token_weight, "denominator": denominator, "inputs": inputs, "terms": definition.terms,
         "metrics": definition.metrics, "token_metrics": definition.token_metrics, "reduction": definition.reduction,
@@ -204,8 +205,7 @@ def _per_token(name: str, value, labels, sequences, line: Line) -> torch.Tensor:
 def _scored_labels(labels, token_weight, sequences, shard: VocabShard, ignore_index: int) -> torch.Tensor:
     """Return labels with the ignore_index where no loss is computed, in int64, which holds any ignore_index.
 
-    A weight of 0 is a loss mask, unless the weight is trained. Within sequences its token keeps its part in the
-    sequence's sums, and only its own loss is left out.
+    A weight of 0 is a loss mask, unless trained; within sequences its token counts, and only its loss is left out.
     """
     if sequences is None:
         if token_weight is None or token_weight.requires_grad:
@@ -217,17 +217,3 @@ def _scored_labels(labels, token_weight, sequences, shard: VocabShard, ignore_in
             "vocabulary, whose ranks hold the same tokens"
         )
     return torch.where(sequences.counted, labels.long(), ignore_index)
-
-
-def _expect_class_weights(terms, vocab_size: int, device):
-    sizes: Sizes = {"V": (vocab_size, "the vocabulary"), "device": (device, "logits")}
-    for class_weight in (term.class_weight for term in terms if term.class_weight is not None):
-        TensorLine("real numbers", ("V",)).check("class_weight", class_weight, sizes)
-
-
-def _local_columns(weight: torch.Tensor | None, shard: VocabShard) -> torch.Tensor | None:
-    """Cut class weights [V] to this rank's columns [width], with 0 for columns of padding."""
-    if weight is None:
-        return None
-    columns = weight[shard.start : shard.stop]
-    return torch.nn.functional.pad(columns, (0, shard.width - columns.shape[0]))

@@ -18,8 +18,7 @@ from .output import HeadLossOutput
 class CausalLMLoss(nn.Module):
     """A HeadLoss for logits and *unshifted* labels [B, S]: position t is scored against label t + 1, the last ignored.
 
-    The labels are shifted, not the logits, so the logits are neither sliced nor copied. For packed documents, put
-    ``ignore_index`` on each document's first label.
+    The labels are shifted, so that no logits are copied. Put ``ignore_index`` on packed documents' first labels.
 
     Args:
         head_loss: `HeadLoss`; default cross-entropy.

@@ -117,8 +117,7 @@ class HeadLossDefinition(NamedTuple):
         return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
-        """Functions whose values are summed together with the loss: the terms', the named metrics', the terms' token
-        weights.
+        """Functions that are summed together with the loss: the terms', the named metrics', the terms' token weights.
 
         With sequences the named metrics are among `metric_functions` instead, which are summed in two ways.
         """
@@ -160,17 +159,13 @@ def _class_weight_of_total(terms) -> torch.Tensor | None:
     return weighted[0] if weighted else None
 
 
-def _providers() -> dict[str, str]:
-    """Statistics that a `StatisticValue` may name -> the name in `want` that gives it, "" where every call has it."""
-    one_number = {name: name for name in known_statistics() if name not in ("argmax", *AT_IDS)}
-    return one_number | {"lse": "", "log_prob": "", "target_logit": "", "mass": "total", "hits": "argmax"}
-
-
 def _wanted_statistics(terms, metrics, token_metrics) -> tuple[str, ...]:
     """Sorted optional statistics that terms and metrics need. ValueError for a StatisticValue of anything else."""
     functions = [*(term.function for term in terms), *(METRICS[name] for name in metrics)]
     named = {f.statistic for f in functions if isinstance(f, StatisticValue)} - {""}
-    providers = _providers()
+    # statistics that a StatisticValue may name -> the name in want that gives it, "" where every call has it
+    providers = {name: name for name in known_statistics() if name not in ("argmax", *AT_IDS)}
+    providers |= {"lse": "", "log_prob": "", "target_logit": "", "mass": "total", "hits": "argmax"}
     if unknown := named - set(providers):
         raise ValueError(f"a StatisticValue must be of one of {sorted(providers)}, got {sorted(unknown)}")
     wanted = {name for part in (*terms, *token_metrics) for name in part.want}
@@ -178,8 +173,7 @@ def _wanted_statistics(terms, metrics, token_metrics) -> tuple[str, ...]:
 
 
 def _expect_all(name: str, given, kinds) -> tuple:
-    """Return the given terms or metrics, or the one given, as a tuple. Raises TypeError, with a remedy, if one is of
-    another type."""
+    """Return the terms or metrics, or the one, as a tuple; TypeError, with a remedy, if one is of another type."""
     given = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     expected = "Terms" if kinds is Term else "names or Metrics"
     for part in given:

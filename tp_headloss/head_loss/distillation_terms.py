@@ -56,9 +56,7 @@ def Distillation(
         >>> head_loss(logits, labels, inputs={"teacher": teacher}).loss
         tensor(0.2179)
 
-    Source:
-        Hinton, Vinyals, Dean (arXiv:1503.02531); MiniLLM (arXiv:2306.08543) for the reverse KL; GKD (arXiv:2306.13649)
-        for "jsd".
+    Source: Hinton et al. (arXiv:1503.02531); reverse KL: MiniLLM (arXiv:2306.08543); jsd: GKD (arXiv:2306.13649).
     """
     per_token, want = DISTILLATIONS[divergence]
     plain = isinstance(per_token, StatisticValue) and not temperature_squared
@@ -80,9 +78,7 @@ def TopKDistillation(
     """Divergence from K entries of a teacher's distribution. Input: "teacher", a `TopKTeacher`.
 
     Args:
-        weight: several terms make a mixture.
-        divergence: "forward_kl", "reverse_kl", or "jsd" with the teacher's beta, which takes a second, small
-            collective.
+        divergence: "forward_kl", "reverse_kl", or "jsd" with the teacher's beta and a second, small collective.
         support: the set over which the student is normalised: "topk", "vocabulary" or "tail", see
             `losses.topk_forward_kl`; "tail" needs a teacher with renormalize=False.
         outside_log_prob: log-prob of the teacher outside of its entries, for the reverse KL over the vocabulary.

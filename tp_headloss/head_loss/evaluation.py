@@ -1,7 +1,5 @@
 """Evaluation of the terms' and metrics' functions on per-token statistics."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple

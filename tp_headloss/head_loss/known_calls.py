@@ -4,8 +4,6 @@ The checks of such a call read metadata alone. Their result is remembered by tha
 same kind begins with its kernels. What is remembered holds neither a tensor of a call nor a process group.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -61,8 +59,7 @@ def kind_of_linear_call(
 
 
 def checked_before(definition: HeadLossDefinition, kind: tuple, x, weight, labels, shard, denominator, inputs) -> Any:
-    """The call and the request, or the linear head's call if there is a weight, if a call of this kind was checked
-    before; else None. x: logits or hidden states."""
+    """The call, and its request or linear head's call, if this kind was checked before. x: logits or hidden states."""
     known = definition.plan.checked.get(kind)
     if known is None:
         return None

@@ -1,7 +1,5 @@
 """The two modes of `HeadLoss.linear`: recompute makes the logits twice, one sweep has gradients in the forward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 
@@ -37,8 +35,7 @@ def linear_output(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossO
 
 
 def sweep_tokens(call: Call, head: LinearCall) -> int:
-    """Decide the mode: return the tokens of a block of one sweep, or 0 for recompute. Raises ValueError if one sweep,
-    or a declared upstream gradient, is requested but impossible."""
+    """Return the tokens of a block of one sweep, 0 for recompute; ValueError if what is asked for is impossible."""
     if not torch.is_grad_enabled():
         return 0
     linear, obstacle = head.linear, _obstacle_to_one_sweep(call, head)

@@ -56,14 +56,12 @@ class HeadLoss(nn.Module):
         reduction: "mean" divides every term by the number of valid tokens, or by the sum of the token weights and of
             the labels' class weights where there are any; "sum" divides by nothing; "none" returns a loss per token.
             The reductions of `Sequences.aggregate` ("seq-mean-token-mean", ...) weigh tokens by their sequence and need
-            the input "sequences". A denominator that the caller passes replaces those of means. Zero valid tokens, or a
-            zero denominator, give 0 and zero gradient.
+            the input "sequences". A caller's denominator replaces a mean's. A divisor of 0 gives 0 and zero gradient.
         ignore_index: label of tokens that have no loss and no gradient.
         options: as in `vocab_statistics`.
         compile: True evaluates the terms' and metrics' own PyTorch through torch.compile, as one kernel each way
             instead of one per operation. A `StatisticValue` needs no compilation. torch recompiles for new kinds of
-            inputs until each HeadLoss reaches the limit (torch._dynamo.config.recompile_limit), and then continues in
-            eager.
+            inputs until it reaches a limit (torch._dynamo.config.recompile_limit), and then continues in eager.
 
     Examples:
         >>> head_loss = HeadLoss([CrossEntropy(), ZLoss(1e-4)], metrics=("accuracy", "entropy"))

@@ -115,8 +115,7 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
         is "loss/" and its name, divided by the count or, with token weights of its own, by their sum; with its weight,
         if that is not 1, "weighted/" and its name. A metric has its own name and is divided by the metric "count/" and
         its name if there is one, else by the count, or by "num_tokens" with sequences, which stays a sum. Names that
-        begin with "max_" and "min_" are extrema, and "perplexity" is exp of the mean of -log p. Without valid tokens a
-        mean is NaN.
+        begin with "max_" and "min_" are extrema, "perplexity" is exp of the mean of -log p. A mean of no tokens is NaN.
 
     Raises:
         TypeError, ValueError: no outputs, outputs of other names, or a group whose ranks share a vocabulary.
@@ -155,8 +154,7 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
 
 
 def _sums_by_name(out: HeadLossOutput) -> dict[str, torch.Tensor]:
-    """Sums of an output: of terms in "loss/" and "weighted/", their divisors in "count/loss/", then metrics. ValueError
-    for metrics that are named so."""
+    """Sums: terms in "loss/" and "weighted/", divisors in "count/loss/", metrics (ValueError if they are named so)."""
     terms = {f"loss/{name}": x for name, x in out.terms.items()}
     terms |= {f"weighted/{name}": x * out.weights[name] for name, x in out.terms.items()}
     terms |= {f"count/loss/{name}": x for name, x in out.term_counts.items()}
@@ -176,8 +174,7 @@ def make_output(
 ) -> HeadLossOutput:
     """Evaluate and reduce what is not known yet, and name the results.
 
-    evaluate: `evaluation.evaluate`, or a function of its kind. loss, sums: of a reduction that ran with the statistics,
-    or None.
+    evaluate: like `evaluation.evaluate`. loss, sums: of a reduction that ran with the statistics, or None.
     """
     definition, has_sequences = call.definition, call.sequences is not None
     values: list[torch.Tensor | MaybeNone] = [None] * len(call.functions)

@@ -17,9 +17,8 @@ from ..spec.aliases import hint
 from ..statistics import VocabStatistics
 from .terms import Metric, Over, Term, over_sets
 
-OBJECTIVES: dict[
-    str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]
-] = {  # name -> function of the log-prob, and its inputs
+# name -> function of the log-prob, and its inputs
+OBJECTIVES: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "reinforce": (losses.reinforce, ("advantages",)),
     "clip": (losses.ppo_clip, ("advantages", "old_log_prob")),
     "cispo": (losses.cispo, ("advantages", "old_log_prob")),
@@ -56,8 +55,7 @@ def PolicyGradient(
     Args:
         rollout_weight: multiply the loss by the input "rollout_weight", a weight per token from `losses.rollout`.
         rollout_log_weight: add the input "rollout_log_weight", log-weights per token, to the log-ratios of "vespo".
-        over: "sets" for log-probs renormalised over each token's set (input "sets", `IdSets`), as a truncating sampler
-            has them; its inputs must be such log-probs, too.
+        over: "sets": log-probs renormalised over each token's set (input "sets"), inputs too, as truncating samplers'.
         name: the term's name, by default the objective's.
         options: keyword arguments of the objective's function, such as ``clip=(0.2, 0.28)`` or ``dual_clip=3.0``.
 
@@ -68,8 +66,7 @@ def PolicyGradient(
         >>> HeadLoss([PolicyGradient("clip", clip=(0.2, 0.28))])(logits, labels, inputs=inputs).loss
         tensor(-0.5000)
 
-    Source:
-        The functions of `losses` name the paper of each objective.
+    Source: The functions of `losses` name the paper of each objective.
     """
     per_token, names = OBJECTIVES[objective]
     extra = {"rollout_weight": rollout_weight, "rollout_log_weight": rollout_log_weight}

@@ -1,7 +1,5 @@
 """Reduction over tokens: from per-token values to the loss and its sums, by one kernel or in plain torch."""
 
-from __future__ import annotations
-
 import torch
 
 from ..engine.autograd import TokenSums

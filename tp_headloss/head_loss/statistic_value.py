@@ -44,14 +44,12 @@ class SumsPlan(NamedTuple):
     statistics: tuple[str, ...]  # the statistic that a value is, "" for a tensor that was computed from statistics
     squares: int  # bit i: value i is squared
     negatives: int  # bit i: sum i is negated
-    # of each term's value its statistic, d (loss * divisor) / d value and whether it is squared; None where values are
-    # no statistics, or not one each
+    # of each term its statistic, d (loss * divisor) / d value, whether it is squared; None unless each is one statistic
     gradients: tuple[tuple[str, float, bool], ...] | None
 
     @classmethod
     def from_functions(cls, functions: Sequence[PerToken], coefficients: Sequence[float]) -> SumsPlan:
-        """Plan for sums of these functions' values. Values of functions that are no `StatisticValue` are summed as
-        given."""
+        """Plan for sums of these functions' values; those that are no `StatisticValue` are summed as given."""
         as_given = StatisticValue("")
         plain = [f if isinstance(f, StatisticValue) else as_given for f in functions]
         terms = plain[: len(coefficients)]

@@ -19,7 +19,7 @@ from ..statistics import FULL_TEACHER, OVER_SETS, TOPK_TEACHER, known_statistics
 from .statistic_value import StatisticValue
 
 Function: TypeAlias = Annotated[Callable[..., torch.Tensor] | StatisticValue, Callables()]
-Want: TypeAlias = Annotated[tuple[str, ...], Names(known_statistics)]
+Want: TypeAlias = Annotated[tuple[str, ...], Names(known_statistics), "Optional statistics that the function reads"]
 InputNames: TypeAlias = Annotated[tuple[str, ...], Names()]
 
 
@@ -33,15 +33,12 @@ class Term:
         function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and averages. A
             `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no kernel of its own. To pickle a
             HeadLoss, use functions of a module, and `functools.partial` for their constants, instead of lambdas.
-        want: the optional statistics that the function reads.
-        token_weight: ``token_weight(stats, **inputs) -> [..]``, such as class weights; this term's mean divides by
-            their sum instead of by the number of valid tokens.
+        token_weight: ``token_weight(stats, **inputs) -> [..]``, whose sum divides this term's mean, as class weights'.
         class_weight: replicated, column weights of the statistic "total".
         inputs: names of the function's keyword arguments, which ``HeadLoss.forward(inputs={...})`` passes: tensors that
             broadcast to the labels' shape, "sequences", "teacher", "sets" or "ids".
         tokenwise: True promises that a token's value depends on this token alone, so that the function may be called
-            with some of the tokens [n] at a time, as a one-sweep `HeadLoss.linear` does. Statistic values are tokenwise
-            anyway.
+            with some of the tokens [n] at a time, as a one-sweep `HeadLoss.linear` does. A `StatisticValue` always is.
         pointwise: True promises besides that the function is arithmetic on fp32 lse, log_prob, entropy and its inputs,
             with constants that never change (also of total, mass and vocab_size). On the GPUs that `Options.gradient`
             names it is then traced once, and evaluated by the launch that reads the logits.
@@ -74,9 +71,7 @@ class Metric:
     """Per-token values that a `HeadLoss` sums and reports, without gradient.
 
     Args:
-        function: ``function(stats, **inputs) -> {name: [..]}``. A name that begins with "max_" or "min_" becomes the
-            extremum over valid tokens, any other name the sum over them.
-        want: optional statistics that the function reads.
+        function: ``function(stats, **inputs) -> {name: [..]}``, summed over tokens; "max_" and "min_" names: extrema.
         inputs: inputs that the function takes, as in `Term`.
 
     Examples:
@@ -183,15 +178,11 @@ def CrossEntropy(
 def ZLoss(weight: Weight) -> Term:
     """Squared log-partition function, lse^2, which keeps logits from drifting.
 
-    Args:
-        weight: such as 1e-4.
-
     Examples:
         >>> HeadLoss([CrossEntropy(), ZLoss(1e-4)])(torch.zeros(1, 4), torch.tensor([0])).terms
         {'cross_entropy': tensor(1.3863), 'z_loss': tensor(1.9218)}
 
-    Source:
-        PaLM (arXiv:2204.02311, section 5).
+    Source: PaLM (arXiv:2204.02311, section 5).
     """
     return Term("z_loss", StatisticValue("lse", square=True), weight)
 

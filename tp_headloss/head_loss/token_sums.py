@@ -1,7 +1,5 @@
 """Masked and weighted sums of per-token values, in plain torch."""
 
-from __future__ import annotations
-
 import torch
 
 
@@ -40,8 +38,7 @@ def metric_sums(
 ) -> dict[str, torch.Tensor]:
     """Reduce per-token values [..] by name to fp32 scalars by name, over valid tokens whose weight is not 0.
 
-    Names that begin with "max_" and "min_" give the extremum (-inf and inf without tokens), all others the sum of
-    weight * value, accumulated in float64.
+    Names in "max_" and "min_" give the extremum (-inf, inf without tokens), others the float64 sum of weight * value.
     """
     counted = valid if weight is None else valid & (weight != 0)
     neutral = {"max_": -torch.inf, "min_": torch.inf}

@@ -1,7 +1,5 @@
 """Gradients of a loss with respect to the statistics that it sums, without autograd: some multiplications per block."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -14,8 +12,7 @@ from .token_sums import nonzero
 
 
 def value_gradients(call: Call, request: Request, reduction: FusedReduction | None) -> Callable | None:
-    """Function of the upstream gradient of the loss, for `one_sweep`; None if a term is more than a statistic, or has a
-    token weight or a tensor as its weight.
+    """Function of the loss's upstream gradient, for `one_sweep`; None unless terms are statistics of fixed weights.
 
     The gradients have the bits of autograd's: they are computed by the kernel that the reduction's backward is, or in
     plain torch by the same operations. (Except on GPUs with a denominator that is a number which fp32 does not hold:

@@ -49,8 +49,7 @@ def standing(distribution: str, version: str) -> str:
 
 
 def require(distribution: str) -> tuple[int, ...]:
-    """Return the version of an installed host as numbers, with a UserWarning if it is newer than tested. ImportError if
-    there is none, or one that is too old."""
+    """Return a host's version as numbers; UserWarning if newer than tested, ImportError if none is there or too old."""
     oldest, _, extra = TESTED[distribution]
     wanted = f"{distribution} >= {oldest} (pip install 'tp_headloss[{extra}]')"
     version = installed_version(distribution)

@@ -7,8 +7,7 @@ AutoTP shards a transformers model in place, and users call nothing of this modu
     engine.backward(engine(input_ids=ids, labels=labels).loss)
 
 With ``"vocab_parallel_lm_head": true`` the model's logits are this rank's columns, and both `causal_lm_loss` and
-`fuse_head` work, with ZeRO stage 3 `causal_lm_loss` alone. With false DeepSpeed gathers the logits, so that generate()
-works, and `fuse_head` is the one to use.
+`fuse_head` work (ZeRO stage 3: `causal_lm_loss` alone). With false it gathers logits, for generate(): use `fuse_head`.
 
 DeepSpeed divides the gradient by the number of data-parallel ranks and by its gradient_accumulation_steps. So the mean
 over all N tokens of a step needs, in each call, the denominator
@@ -16,8 +15,7 @@ over all N tokens of a step needs, in each call, the denominator
     num_items_in_batch = N / (data-parallel ranks * gradient_accumulation_steps)
 
 instead of N, or N / data-parallel ranks with ``engine.backward(loss, scale_wrt_gas=False)``. Without num_items_in_batch
-each call is the mean over its own tokens, and the step the mean of these means. Clipping comes after the division, so
-the denominator does not depend on it.
+each call is the mean over its own tokens, and the step the mean of these means. Clipping comes after the division.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ __all__ = ["VocabParallelCausalLMLoss", "is_sharded_on_vocabulary", "layer_shard
 
 
 def is_sharded_on_vocabulary(layer) -> bool:
-    """Return True for an output layer whose weight AutoTP shards on the vocabulary, whether it gathers its logits
-    (LinearLayer) or not (VocabParallelLinear)."""
+    """Return True if AutoTP shards a layer on the vocabulary: LinearLayer (gathers logits) or VocabParallelLinear."""
     return type(layer) in (LinearLayer, VocabParallelLinear)
 
 

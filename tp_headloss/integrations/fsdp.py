@@ -1,5 +1,4 @@
-"""Output layers that PyTorch's FSDP2 (`fully_shard`) manages: between the calls of its module, a weight is sharded over
-the ranks of data parallelism, too."""
+"""Output layers that FSDP2 (`fully_shard`) manages: between calls, a weight is sharded over data parallelism, too."""
 
 from __future__ import annotations
 

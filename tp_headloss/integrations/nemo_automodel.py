@@ -1,10 +1,8 @@
-"""NeMo-Automodel: losses for ``loss_fn._target_`` and ``kd_loss_fn._target_`` of its recipes, called as its own are, on
-logits or an output layer that stay sharded over "tp".
+"""NeMo-Automodel: losses for ``loss_fn._target_`` and ``kd_loss_fn._target_``, of what stays sharded over "tp".
 
 None has the name of the loss that it replaces: NeMo-Automodel builds its own class for any class that is called
 MaskedCrossEntropy, TEParallelCrossEntropy, ChunkedCrossEntropy, FusedLinearCrossEntropy or KDLoss, wherever it is from.
-Losses are fp32 and equal on all ranks of "tp", and no argument is written into. Unlike in NeMo-Automodel, a mean over
-no tokens is 0, and a bad label makes the loss NaN.
+Losses are fp32, equal on all ranks of "tp". Unlike in NeMo-Automodel, a mean of no tokens is 0, a bad label's loss NaN.
 """
 
 from __future__ import annotations
@@ -36,12 +34,10 @@ class LogitsLoss(MaskedCrossEntropy):
     """A `HeadLoss` of logits in the place of MaskedCrossEntropy, which gathers the logits of all ranks, and of
     TEParallelCrossEntropy. Forward: one collective; backward: none.
 
-    It is a MaskedCrossEntropy because a recipe puts one in the place of any other loss of models without
-    ``logits_to_keep``.
+    It is a MaskedCrossEntropy because recipes replace any other loss of models without ``logits_to_keep`` by one.
 
     Args:
-        terms: as in `HeadLoss`; default cross-entropy. YAML cannot say them: let it name a function that returns the
-            loss.
+        terms: as in `HeadLoss`; default cross-entropy. YAML cannot say them: let it name a function for the loss.
         fp32_upcast: accepted because configurations name it; sums are fp32 always.
         ignore_index: label of tokens that have no loss.
         reduction: "sum", "mean" over the valid tokens, or "none".
@@ -92,8 +88,7 @@ class FusedHeadLoss(LinearCrossEntropy):
     """A `HeadLoss` of hidden states and the output layer's weight, without logits, in the place of
     FusedLinearCrossEntropy and ChunkedCrossEntropy, which refuse a weight that is sharded over "tp".
 
-    As with FusedLinearCrossEntropy, a bias of the output layer is not seen, nor what a model does to its logits, except
-    for a soft cap.
+    As with FusedLinearCrossEntropy, neither a bias is seen, nor what a model does to its logits but for a soft cap.
 
     Args:
         terms, ignore_index, reduction: as in `LogitsLoss`.
@@ -201,8 +196,7 @@ class DistillationLoss(torch.nn.Module):
         """Return the loss, a scalar fp32, replicated; 0, with a zero gradient, if no token is valid.
 
         Args:
-            student_logits, teacher_logits: [B, S, V] as in `LogitsLoss`; a teacher's may be plain, this rank's columns,
-                beside a DTensor of the student.
+            student_logits, teacher_logits: [B, S, V] as in `LogitsLoss`; plain teacher columns may go with a DTensor.
             labels: [B, S] or [B S], replicated.
             num_batch_labels: divides the sum; None: the mean over the valid tokens.
         """
@@ -217,8 +211,7 @@ class DistillationLoss(torch.nn.Module):
 
 
 def _gathered_but_for_tp(weight, mesh, grad_reduce_group):
-    """Return a DTensor [V, H] on the dimension "tp" alone. Its gradient is the mean over the ranks of the others,
-    because a recipe multiplies the loss by their number."""
+    """Return a DTensor [V, H] on "tp" alone. Its gradient is the mean over other ranks: recipes multiply the loss."""
     tp, names, others = mesh["tp"], mesh.mesh_dim_names, mesh.size() // mesh["tp"].size()
     given = 1 if grad_reduce_group is None else grad_reduce_group.size()
     rows = weight.placements[names.index("tp")]
@@ -250,8 +243,7 @@ def _options(reduction: str, x: torch.Tensor, num_label_tokens, loss_weights) ->
 
 
 def _shaped(per_token: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return values per token on the device of x [.., width], in its leading shape if they are flat: packed sequences
-    have hidden states [1, T, H] and labels [T]."""
+    """Return values per token on the device of x [.., width], in its leading shape if flat, as packed sequences are."""
     per_token, lead = per_token.to(x.device), x.shape[:-1]
     return per_token.view(lead) if per_token.dim() == 1 and per_token.numel() == lead.numel() else per_token
 

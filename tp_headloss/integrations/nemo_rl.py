@@ -5,15 +5,14 @@ Nothing of NeMo-RL is imported, and no process group is looked up: the group is 
 As in NeMo-RL, the next token is scored: ids [B, S] give log-probs [B, S - 1], whose entry t is the log-prob of id t + 1
 in the logits at position t. No temperature is applied, because NeMo-RL divides the logits by it before
 (`apply_temperature_scaling`). Unlike in NeMo-RL, log-probs are fp32 for logits of any dtype (float64 for float64),
-without a copy of the logits; an id of -100 has log-prob 0 and no gradient, and an id outside of the vocabulary has NaN.
+without a copy of the logits, so that chunk_size changes nothing; an id of -100 has log-prob 0 and no gradient, and one
+outside of the vocabulary has NaN.
 
 With top_k or top_p in sampling_params, log-probs are those over the ids that the rule keeps of these logits, found
 without moving any (NeMo-RL sends whole logits by an all-to-all, and needs B S to be a multiple of the group's size).
 The rule is exact: of equal logits at top-k's border it keeps the lowest ids, NeMo-RL all of them. A label that is not
 kept has a log-prob of -inf and no gradient. With a sampling_mask, NeMo-RL's SamplingMask of the rollout, they are those
 over its ids; a token without ids has log-prob 0, and one whose ids lack it NaN (NeMo-RL raises).
-
-chunk_size is accepted because NeMo-RL passes it, and changes nothing: the fp32 copies that it bounds are never made.
 
 With a context-parallel group of C ranks, rank r has the logits of L positions of sequences of C L, padding included:
 the chunks r and 2 C - 1 - r of 2 C equal ones. Ids and results are those of all positions, on every rank, and log-probs
@@ -49,12 +48,10 @@ from .rl_calls import (
 )
 
 __all__ = [
-    "from_parallel_hidden_states_to_logprobs",
-    "from_parallel_logits_to_logprobs",
-    "from_parallel_logits_to_logprobs_packed_sequences",
-    "get_distillation_topk_logprobs_from_logits",
+    "from_parallel_hidden_states_to_logprobs", "from_parallel_logits_to_logprobs",
+    "from_parallel_logits_to_logprobs_packed_sequences", "get_distillation_topk_logprobs_from_logits",
     "get_next_token_logprobs_from_logits",
-]
+]  # fmt: skip
 
 SEQUENCE_PARALLEL = Linear(hidden_grad="reduce_scatter")
 
@@ -79,8 +76,7 @@ def get_next_token_logprobs_from_logits(
     Args:
         next_token_logits: [B, S or more, V/P], under context parallelism [B, L, V/P], sharded on V in even shards of
             vocab_parallel_group, a DTensor, or without a group the whole vocabulary.
-        sampling_params: NeMo-RL's TrainingSamplingParams, another object with top_k and top_p, or a mapping of its
-            fields. A temperature is not applied.
+        sampling_params: object with top_k and top_p (TrainingSamplingParams), or a mapping. No temperature is applied.
         sampling_mask: NeMo-RL's SamplingMask of the tokens, token_ids [B, S, K] and sizes [B, S], or the batch that has
             it, in the place of top_k and top_p, which are not looked at then.
         seq_index, cp_sharder: None.
@@ -114,8 +110,7 @@ def from_parallel_logits_to_logprobs(
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from logits of shards of any bounds.
 
     Args:
-        vocab_parallel_logits: [B, S or more, width], under context parallelism [B, L, width], of ids
-            [vocab_start_index, vocab_end_index).
+        vocab_parallel_logits: [B, S or more, width] (context parallel: [B, L, width]) of ids [start index, end index).
         sampling_params, sampling_mask: as in `get_next_token_logprobs_from_logits`, errors, too.
     """
     kept = kept_by(sampling_params, sampling_mask)
@@ -144,8 +139,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     """Return the log-probs [B, unpacked_seqlen - 1] fp32 of the next tokens of B packed sequences, replicated.
 
     A sequence's log-probs begin its row, those of its padding included, and zeros follow; a longer row is cut. With C
-    context-parallel ranks each has T / C of the T packed tokens: of every sequence the chunks r and 2 C - 1 - r of 2 C
-    equal ones.
+    context-parallel ranks each has T / C of the T packed tokens, of every sequence the chunks of an unpacked one.
 
     Args:
         vocab_parallel_logits: [1, T/C, width] of ids [vocab_start_index, vocab_end_index).
@@ -154,8 +148,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
         sampling_params: as in `from_parallel_logits_to_logprobs`.
 
     Raises:
-        ValueError: shapes that do not fit, and as `from_parallel_logits_to_logprobs`. Bounds that do not fit are one on
-            CPUs; on GPUs all results are NaN.
+        ValueError: as `from_parallel_logits_to_logprobs`, and misfits of shapes or of bounds (on GPUs: results of NaN).
     """
     kept, logits = kept_by(sampling_params, None), vocab_parallel_logits
     device = None if kept is None else logits.device
@@ -187,8 +180,7 @@ def from_parallel_hidden_states_to_logprobs(
         tensor_parallel_hidden_states: [S/P, B, H], this rank's part of the sequence (sequence parallelism). They are
             gathered, and their gradient is summed over tp_group and scattered, as in NeMo-RL. With another
             ``linear.hidden_grad`` they are [S, B, H] replicated.
-        output_weight_layer: [width, H], the rows [vocab_start_index, vocab_end_index). Without a vocab_size, one small
-            all-gather, for which the host waits.
+        output_weight_layer: [width, H], rows of these ids. Without a vocab_size, the host waits for a small all-gather.
         runtime_gather_output: None or False; ValueError for True.
         linear: `Linear`; blocks of logits have ``linear.budget`` bytes, not chunk_size tokens.
         cp_group: None, or a group of one rank, as in NeMo-RL.

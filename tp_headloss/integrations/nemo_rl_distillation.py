@@ -31,15 +31,13 @@ def get_distillation_topk_logprobs_from_logits(
     Results are fp32, replicated, and differentiable in the student; nothing is shifted. Forward: one all-gather of K
     numbers per token, and with zero_outside_topk or calculate_entropy one pass over the logits and its collective. A
     backward holds up to three gradients as large as the logits, because autograd adds the K entries' to the others;
-    `TopKDistillation`, which computes the loss itself, holds one. Gradients of duplicate ids add up in fp32. An id
-    outside of the vocabulary makes its entry NaN.
+    `TopKDistillation`, the whole loss, holds one. Gradients of duplicate ids add up in fp32; an unknown id is NaN.
 
     Args:
         student_logits: [B, S, V/P] sharded on V, under context parallelism [B, L, V/P], as in
             `get_next_token_logprobs_from_logits`.
         teacher_topk_logits, teacher_topk_indices: [B, S, K] replicated; the teacher is normalised over the K ids.
         zero_outside_topk: True: the student is normalised over the whole vocabulary, else over the K ids.
-        calculate_entropy: True returns H_all.
 
     Raises ValueError for shapes that do not fit, for K = 0, and as `get_next_token_logprobs_from_logits`.
     """

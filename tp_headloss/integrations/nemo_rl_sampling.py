@@ -18,8 +18,7 @@ FIELDS = ("top_k", "top_p", "temperature", "replay_sampling_mask")  # those of N
 
 
 def kept_by(params, sampling_mask) -> SamplingRule | IdSets | None:
-    """Return what NeMo-RL normalises log-probs over: the rule of its sampling parameters, the sets of a sampling mask
-    [B, S], or None for the whole vocabulary.
+    """Return what NeMo-RL normalises over: the rule of sampling parameters, sets [B, S] of a mask, or None: all ids.
 
     Raises:
         TypeError: params of an unknown class. ValueError: an unknown key of a mapping, or a mask that is missing.

@@ -14,8 +14,8 @@ from ..call.dtensor import local_logits
 from ..call.subclasses import is_dtensor
 from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.comm import gather_from_ranks, group_size, sum_over_ranks
-from ..ranks.shard import Group, VocabShard, expect_group
-from ..spec import IDS, TENSOR, Ids, IntLine, Size, TensorLine
+from ..ranks.shard import Group, VocabShard
+from ..spec import Ids, IntLine, Size, TensorLine
 
 IGNORED_LABEL = -100
 UNREDUCED_HIDDEN_GRAD = Linear(hidden_grad="none")
@@ -36,8 +36,6 @@ def even_shard(logits, group, vocab_size: int | None) -> tuple[torch.Tensor, Voc
 
     vocab_size: ids of the tokenizer; columns at or beyond it are padding. None: none are.
     """
-    TENSOR.check("logits", logits, {})
-    expect_group(group)
     if is_dtensor(logits):
         if group_size(group) > 1:
             raise ValueError("a DTensor has its own group: pass None as the group, got both")
@@ -58,7 +56,7 @@ def even_shard_of_rank(logits, rank, group, vocab_size) -> tuple[torch.Tensor, V
     """Return the same as `even_shard`, and raise ValueError unless rank is this one of the group."""
     if (rank is None) != (group is None):
         raise ValueError(f"vocab_parallel_rank and vocab_parallel_group belong together, got {rank} and {group!r}")
-    width = logits.shape[-1] if isinstance(logits, torch.Tensor) else 0
+    width = logits.shape[-1]
     logits, shard = even_shard(logits, group, vocab_size)
     if rank is not None and shard.start != rank * width:
         raise ValueError(f"vocab_parallel_rank must be this rank of vocab_parallel_group, got {rank}")
@@ -71,7 +69,6 @@ def bounded_shard(start: int, end: int, group, vocab_size: int | None, *, device
     device: where to gather the end of the vocabulary from all ranks, for calls in which every rank needs the same
     vocab_size (sets of ids, linear heads); the host waits for it. None: do not gather.
     """
-    expect_group(group)
     if vocab_size is None:
         # it only says where padding begins, so the end of this shard will do, except for ids of the whole vocabulary
         vocab_size = max(end, 1)
@@ -97,9 +94,7 @@ def head_scorer(hidden, weight, shard: VocabShard, temperature: float, linear: L
 
 
 def next_tokens(ids, length: int, device) -> torch.Tensor:
-    """Labels [B, length] for all positions of the logits, so that no logits need to be cut: the ids [B, S] shifted by
-    one to the left, then -100."""
-    IDS.check("ids", ids, {})
+    """Labels [B, length] for all positions, so that no logits are cut: ids [B, S] shifted left by one, then -100."""
     if ids.dim() != 2 or not 1 <= ids.shape[1] <= length:
         raise ValueError(f"ids must be [B, S] with S from 1 to the {length} positions given, got {list(ids.shape)}")
     labels = torch.full((ids.shape[0], length), IGNORED_LABEL, dtype=torch.int64, device=device)
@@ -121,7 +116,6 @@ class RankedTokens:
     """
 
     def __init__(self, x: torch.Tensor, group, vocab_group, bounds: torch.Tensor | None = None, *, sum_gradients=True):
-        expect_group(group)
         self.group, self.ranks, self.local, self.device = group, group_size(group), x.shape[1], x.device
         if group is vocab_group and self.ranks > 1:
             raise ValueError(
@@ -150,13 +144,11 @@ class RankedTokens:
         return x if self.ranks == 1 else x.index_select(dim, self.own)
 
     def join(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Return [.., T, ..] of every rank's part [.., T/C, ..], differentiable. One all-gather, and one backward if
-        gradients are summed."""
+        """Return [.., T, ..] of all parts [.., T/C, ..], differentiable: one all-gather, and one to sum gradients."""
         return x if self.ranks == 1 else _Join.apply(x, self, dim)
 
     def next_log_probs(self, score: Score, ids: torch.Tensor, inference_only: bool = False) -> torch.Tensor:
-        """Return the log-probs [B, S - 1] fp32 of the next tokens of all ranks' ids [B, S], without a graph if
-        inference_only."""
+        """Return the log-probs [B, S - 1] fp32 of all ranks' next ids [B, S], without a graph if inference_only."""
         labels = self.take(next_tokens(ids, self.total, self.device))
         return self.joined_scores(score, labels, inference_only)[:, : ids.shape[1] - 1]
 
@@ -185,8 +177,7 @@ class PackedTokens(RankedTokens):
     """Packed sequences of next-token labels, and the place [row, column] of each token in a padded result.
 
     Bounds and lengths that are not those of the packed tokens, or under context parallelism lengths that are no
-    multiple of twice its ranks, are a ValueError on CPUs; on GPUs, where nothing waits for their values, they make
-    every result NaN.
+    multiple of twice its ranks, are a ValueError on CPUs; on GPUs, where nothing waits, every result is NaN.
 
     Args:
         x, group, vocab_group, sum_gradients: as in `RankedTokens`, x with B = 1.
@@ -198,7 +189,6 @@ class PackedTokens(RankedTokens):
         TensorLine("int64 or int32", ("B + 1",)).check("cu_seqlens_padded", cu_seqlens, {})
         if len(cu_seqlens) < 2:
             raise ValueError(f"cu_seqlens_padded must be [B + 1] with B > 0, got {list(cu_seqlens.shape)}")
-        IntLine(1).check("unpacked_seqlen", width, {})
         bounds = cu_seqlens.to(x.device, torch.int64)
         super().__init__(x, group, vocab_group, bounds, sum_gradients=sum_gradients)
         self.width, self.bounds, total = width, bounds, self.total
@@ -255,8 +245,7 @@ class PackedTokens(RankedTokens):
         return ~last & (self.offset >= 0) & (self.column < self.width - 1)
 
     def log_probs(self, score: Score, ids, inference_only: bool = False, labels=None) -> torch.Tensor:
-        """Return the log-probs [rows, width - 1] fp32 of the tokens, in their places, and 0 elsewhere; without a graph
-        if inference_only.
+        """Return the log-probs [rows, width - 1] fp32 of tokens in their places, else 0; no graph if inference_only.
 
         Args:
             score: labels [1, T/C] of this rank -> log-probs [1, T/C].
@@ -276,8 +265,7 @@ class PackedTokens(RankedTokens):
         return torch.where(self.valid, padded, torch.nan)
 
     def weights(self, num_actions: int, loss_mask, dtype) -> torch.Tensor:
-        """Return the weights [T/C] of this rank's tokens: loss_mask [rows, num_actions], or 1, in the last places of
-        each row [width - 1], else 0."""
+        """Return this rank's weights [T/C]: loss_mask [rows, num_actions], or 1, in the last places of rows, else 0."""
         IntLine(1, self.width - 1).check("num_actions", num_actions, {})
         if loss_mask is not None:
             TensorLine("real numbers or bool", (self.rows, num_actions)).check("loss_mask", loss_mask, {})

@@ -2,8 +2,7 @@
 
 Each host's format has a function. vLLM, prime-rl and NeMo-RL call it a sampling mask, SkyRL a sample support. Nothing
 of a host is imported. The formats are by signature: those of vLLM 0.28 and later, of prime-rl's transport and of
-verifiers 0.4, of NeMo-RL's SamplingMask and of SkyRL's sample support as they were in September 2026. verl 0.9.1 has no
-format of its own; its rollouts are vLLM's.
+verifiers 0.4, of NeMo-RL's SamplingMask and of SkyRL's sample support in September 2026. verl 0.9.1 has vLLM's.
 
 A set belongs to the token that was drawn from it, and a label is the *next* token. So the sets of tokens [B, S] are
 those of the labels ``tokens[:, 1:]`` as ``sets[:, 1:]``. Sets of sampled tokens alone become those of all labels by

@@ -2,15 +2,13 @@
 
 Nothing of SkyRL is imported, and no process group is looked up: the group is an argument, and None means not sharded.
 `from_parallel_logits_to_logprobs` is NeMo-RL's, of which SkyRL's is a copy. As there, ids [B, S] give the log-probs
-[B, S - 1] of the next tokens, and temperature has divided logits before. chunk_size, chunk_memory_mb and fused_backend
-are accepted and change nothing.
+[B, S - 1] of next tokens, and a temperature was applied before. chunk_size, chunk_memory_mb, fused_backend do nothing.
 
 Unlike in SkyRL, results are fp32 for logits of any dtype (float64 for float64); a label of -100 has log-prob 0 and no
 gradient, and an id outside of the vocabulary has NaN; the entropies of hidden states are differentiable.
 
 With context-parallel ranks, tokens are laid out as NeMo-RL's module says. As in SkyRL, the gradient of packed log-probs
-is this rank's own, for a schedule and a data-parallel average that multiply and divide by the number of these ranks;
-that of unpacked ones is the sum over these ranks.
+is this rank's own (a schedule multiplies by their number, an average divides); that of unpacked ones is the sum.
 """
 
 from __future__ import annotations
@@ -41,15 +39,11 @@ from .rl_calls import (
 from .skyrl_draft import draft_soft_ce, draft_soft_ce_topk
 
 __all__ = [
-    "draft_soft_ce",
-    "draft_soft_ce_topk",
-    "from_parallel_hidden_to_entropy_packed_sequences",
-    "from_parallel_hidden_to_logprobs",
-    "from_parallel_hidden_to_logprobs_packed_sequences",
-    "from_parallel_logits_to_logprobs",
-    "from_parallel_logits_to_logprobs_packed_sequences",
+    "draft_soft_ce", "draft_soft_ce_topk", "from_parallel_hidden_to_entropy_packed_sequences",
+    "from_parallel_hidden_to_logprobs", "from_parallel_hidden_to_logprobs_packed_sequences",
+    "from_parallel_logits_to_logprobs", "from_parallel_logits_to_logprobs_packed_sequences",
     "vocab_parallel_entropy_packed_sequences",
-]
+]  # fmt: skip
 
 
 Attended: TypeAlias = Annotated[torch.Tensor, TensorLine("bool or integers", None)]
@@ -75,12 +69,10 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     """Return the log-probs [B, unpacked_seqlen - 1] fp32 of the next tokens of packed sequences, replicated.
 
     Args:
-        vocab_parallel_logits: [1, T/C, width] of ids [vocab_start_index, vocab_end_index), with C context-parallel
-            ranks.
+        vocab_parallel_logits: [1, T/C, width] of ids [start index, end index), with C context-parallel ranks.
         target: [1, T] replicated, not shifted.
         cu_seqlens_padded: [sequences + 1] the first token of each sequence, and T.
-        attention_mask: [B, unpacked_seqlen] where the tokens of each sequence were before packing, and go back to.
-            None: a sequence begins its row.
+        attention_mask: [B, unpacked_seqlen] where tokens were before packing, and go back to; None: from column 0 on.
         sub_seq_lengths: for each row the lengths of its sequences, without padding; they follow each other in the row,
             with it, and a row that is too long is cut. The attention_mask is not looked at then.
 
@@ -114,12 +106,9 @@ def from_parallel_hidden_to_logprobs(
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from hidden states, without logits.
 
     Args:
-        hidden: [B, S or more, H], or with C context-parallel ranks [B, L, H], where C L is S or more; replicated over
-            tp_group.
+        hidden: [B, S or more, H] (with C context-parallel ranks [B, L, H], C L at least S), replicated over tp_group.
         lm_head_weight: [width, H] of ids [vocab_start_index, vocab_end_index).
-        temperature: divides the logits.
-        linear: `Linear`. By default the gradient of hidden is this rank's part alone, as in SkyRL, where the gather of
-            sequence parallelism sums it in its backward.
+        linear: `Linear`. By default the gradient of hidden is this rank's part, which SkyRL's gather sums backward.
     """
     shard = bounded_shard(vocab_start_index, vocab_end_index, tp_group, vocab_size, device=lm_head_weight.device)
     score = head_scorer(hidden, lm_head_weight, shard, temperature, linear)

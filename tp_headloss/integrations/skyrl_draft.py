@@ -34,8 +34,7 @@ def draft_soft_ce(
 
     Args:
         student_logits, teacher_logits: [B, S, width] sharded on V over vocab_parallel_group, or without one the whole
-            vocabulary; the teacher's must not require a gradient. Shards may be cut where padding begins, as SkyRL
-            cuts them.
+            vocabulary. The teacher's require no gradient. Shards may be cut where padding begins, as SkyRL's are.
         global_normalization_factor: scalar instead of the mask's sum; both are at least 1.
 
     Examples:

@@ -3,13 +3,11 @@
 torchtitan reduces dH, the gradient of the hidden states, under both of its gradient contracts. In "spmd_types" the
 decoder's backward sums the gradient of hidden states that are replicated over "tp"; in "partial_dtensor" the gradient
 is a DTensor whose placement is ``Partial``. So `FusedHeadLoss` returns this rank's part by default, as
-``Linear(hidden_grad="none")`` says. Group and vocabulary come from the DTensor, or from torchtitan's current mesh, and
-never from a default group.
+``Linear(hidden_grad="none")`` says. Group and vocabulary are those of the DTensor, or of torchtitan's current mesh.
 
 Both losses return torchtitan's (loss, metrics). The metrics are sums over this rank's tokens divided by the tokens of
 the global batch, to be added over the ranks of the loss mesh, named "accuracy/mean" or, for terms without their
-weights, "loss/cross_entropy/mean"; and extrema, "ratio/max" and "ratio/min". Without global_valid_tokens the loss is a
-sum, and there are no metrics.
+weights, "loss/cross_entropy/mean"; and extrema, "ratio/max". Without global_valid_tokens: a sum, and no metrics.
 """
 
 from __future__ import annotations
@@ -43,13 +41,11 @@ BACKENDS = ("spmd_types", "partial_dtensor")
 
 
 class LogitsLoss(BaseLoss):
-    """A `HeadLoss` of logits in place of torchtitan's CrossEntropyLoss, alone or as the ``loss_fn`` of torchtitan's own
-    ChunkedLossWrapper. Its backward does not communicate.
+    """A `HeadLoss` of logits in place of CrossEntropyLoss, alone or as ``loss_fn`` of torchtitan's ChunkedLossWrapper.
 
     Args of Config:
         head_loss: `HeadLoss` of reduction "mean"; default cross-entropy.
-        global_vocab_size: number of rows of the whole output layer; needed in "spmd_types", where logits are plain
-            tensors.
+        global_vocab_size: rows of the whole output layer; needed in "spmd_types", where logits are plain tensors.
     """
 
     @checked
@@ -108,8 +104,7 @@ class FusedHeadLoss(ChunkedLossWrapper):
     Args of Config:
         head_loss: `HeadLoss` of reduction "mean"; default cross-entropy.
         linear: `Linear` with ``hidden_grad="none"``, or in "partial_dtensor" also "all_reduce". The latter hides its
-            collective behind the last GEMM, but has twice the volume if the body is sequence-parallel. Anything else is
-            a ValueError.
+            collective behind the last GEMM, with twice the volume if the body is sequence-parallel. Others: ValueError.
     """
 
     @checked
@@ -143,8 +138,7 @@ class FusedHeadLoss(ChunkedLossWrapper):
         global_valid_tokens: torch.Tensor | None = None,
         **loss_inputs: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss, a plain scalar, and metrics. Collectives are those of `HeadLoss.linear`; dH is reduced only
-        if `linear` says so.
+        """Return the loss, a plain scalar, and metrics. Collectives: `HeadLoss.linear`; dH: as `linear` says.
 
         Args:
             pred: hidden states [B, L, H] replicated over "tp", as a DTensor or plain.
@@ -220,8 +214,7 @@ def _mesh_shard(width: int, vocab_size: int | None) -> VocabShard:
 
 
 def _head_loss_arguments(head_loss: HeadLoss, global_valid_tokens, loss_inputs) -> dict[str, Any]:
-    """Denominator and inputs for the HeadLoss. Inputs are chosen by name, because torchtitan passes those of the model,
-    such as "positions", to every loss."""
+    """Denominator and inputs for the HeadLoss, by name: torchtitan passes those of the model, "positions", say, too."""
     named = head_loss.input_names | {"teacher"}
     inputs = {name: x for name, x in loss_inputs.items() if name in named}
     return {"denominator": 1 if global_valid_tokens is None else global_valid_tokens, "inputs": inputs}
@@ -248,8 +241,7 @@ def _assert_types(*typed):
 
 
 def _with_asserted_types(result: tuple[torch.Tensor, dict[str, torch.Tensor]]):
-    """Return (loss, metrics), after their types were asserted: loss and means are sums over this rank's tokens, so they
-    are partial over the meshes of tokens."""
+    """Return (loss, metrics), their types asserted: loss and means are sums over this rank's tokens, so partial."""
     if spmd.is_type_checking():
         loss, metrics = result
         for name, x in {"/mean": loss, **metrics}.items():

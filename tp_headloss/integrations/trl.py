@@ -56,14 +56,12 @@ def fuse_log_probs(
 
     Args:
         temperature, cast_lm_head_to_fp32, outputs: TRL's settings; None takes those of TRL's head on this model, or
-            without one TRL's defaults (1.0, False, ("log_probs",)). cast_lm_head_to_fp32 makes an fp32 copy of this
-            rank's rows if the weight is of another dtype.
+            without one TRL's defaults (1.0, False, ("log_probs",)). cast_lm_head_to_fp32 copies rows of another dtype.
         linear, shard, transform: as in `transformers.fuse_head`, with the same check of the model.
 
     Raises:
         TypeError, ValueError: as in `transformers.fuse_head`; an output that TRL's head does not have; an auxiliary
-            loss of a router. In a call without labels: logits that are this rank's columns alone
-            (`transformers.colwise_plan`).
+            loss of a router. In a call without labels: logits of this rank's columns (`transformers.colwise_plan`).
     """
     output_layer(model)
     trl_forward, settings = _trl_forward_and_settings(model)
@@ -84,8 +82,7 @@ def _trl_forward_and_settings(model):
 
 
 class FusedLogProbs(InstalledForward):
-    """An installed head that returns TRL's output, as `fuse_log_probs` returns it; a context manager that removes
-    itself."""
+    """An installed head that returns TRL's output, see `fuse_log_probs`; a context manager that removes itself."""
 
     def __init__(self, model, trl_forward, settings, linear, shard, transform):
         # at temperature 1 until the check has compared the loss with the model's own

@@ -1,7 +1,5 @@
 """The bridges from hidden states and a weight to statistics: registered operators and autograd.Functions."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

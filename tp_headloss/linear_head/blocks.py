@@ -1,7 +1,5 @@
 """The memory planner: how logits that never exist as a whole are cut into blocks that fit into a budget of bytes."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
@@ -101,8 +99,7 @@ def _backward_cost(sizes: Sizes, tokens: int, columns: int) -> float:
 @functools.lru_cache(maxsize=256)
 def recompute_blocks(sizes: Sizes, budget: int) -> Blocks | None:
     """The blocks that fit in the budget and take the shortest time: tiles of their products fill the multiprocessors,
-    dW is read and written once more per block of tokens, dH once per block of ids. Sums of half precision need fp32
-    memory of their own while they last."""
+    dW is read and written once more per block of tokens, dH per block of ids. Half precision takes fp32 sums, too."""
     forward, best = _tokens_that_fit(sizes, budget), None
     n, width = sizes.tokens, sizes.width
     for parts in range(1, -(-n // TILE) + 1):
@@ -139,8 +136,7 @@ DEFAULT_BLOCK = 128 << 20  # bytes
 
 def planned(planner, sizes: Sizes, budget: int | None, min_sums: int = 0, reserved: int = 0):
     """Return the plan of `planner` for a budget, None if that is too small. Without one: room for a block and, in half
-    precision, the smaller of the sums in fp32, at least `min_sums` bytes. reserved: bytes of the budget that the
-    caller holds."""
+    precision, the smaller of the sums in fp32, at least `min_sums` bytes. reserved: bytes that the caller holds."""
     if budget is not None:
         return planner(sizes, max(0, budget - reserved))
     smaller = 4 * sizes.hidden * min(sizes.tokens, sizes.width) if sizes.sums else 0

@@ -1,7 +1,5 @@
 """Which calls of a linear head can have their statistics and gradient as epilogues of the GEMM."""
 
-from __future__ import annotations
-
 import torch
 
 from ..engine.request import Request
@@ -16,8 +14,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def is_default(device: torch.device) -> bool:
-    """Whether calls with rounded logits have epilogues, where they can. Elsewhere the kernels are interpreted, or
-    nobody has compared them with blocks."""
+    """True where calls with rounded logits have epilogues if they can: where these were compared with blocks."""
     return device.type == "cuda" and _capability(device) in MEASURED
 
 

@@ -1,7 +1,5 @@
 """Everything static about a linear head: how its logits are made, in which blocks, and from which operands."""
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
@@ -26,8 +24,7 @@ class LinearFacts(NamedTuple):
     teacher_bytes: int  # of a logit that is made here of a teacher's head; 0: there is none
 
     def sizes(self, shape: torch.Size, dtype: torch.dtype, facts: Facts) -> blocks.Sizes:
-        """Sizes for hidden states of this shape and dtype, with an even share of the vocabulary, which all ranks know
-        of each other, so that they agree."""
+        """Sizes for hidden states of this shape and dtype, with an even share of the vocabulary: all ranks agree."""
         width = -(-facts.vocab_size // facts.world_size)
         exact_bytes = 0 if self.logits_dtype == self.dtype else self.logits_dtype.itemsize
         logit_bytes = self.dtype.itemsize + exact_bytes + self.teacher_bytes
@@ -35,8 +32,7 @@ class LinearFacts(NamedTuple):
         return blocks.Sizes(tokens, width, shape[1], logit_bytes, dtype.itemsize == 2, self.weight_sums)
 
     def operands(self, hidden, weight, request: Request) -> tuple[torch.Tensor, torch.Tensor, Request]:
-        """Hidden states and weight as the GEMMs take them, and the request with those of a teacher's head; operands of
-        epilogues are multiples of 16 bytes."""
+        """The GEMMs' hidden states and weight, aligned to 16 bytes for epilogues, and the request with a teacher's."""
         weight, head, facts = weight.to(self.dtype), request.teacher_head, request.facts
         if self.epilogue and (weight.data_ptr() % 16 or not has_wide_rows(weight)):
             weight = weight.clone(memory_format=torch.contiguous_format)

@@ -44,20 +44,13 @@ def linear_vocab_statistics(
 
     Several hidden states with one weight (multi-token prediction) are one call: stacked [D, .., H] with labels [D, ..].
     Operands have the dtype that torch.nn.functional.linear gives them, autocast included; the bias is added in fp32.
-    Logits are rounded to that dtype, as there, unless `Linear.exact_logits` is True. fp32 products are IEEE
-    fp32 unless torch's own switch allows TF32. dH and dW are summed in fp32 and rounded once, dH before it is added to
-    the other ranks'.
+    Logits are rounded to that dtype, unless `Linear.exact_logits` is True. fp32 products are IEEE fp32 unless torch's
+    own switch allows TF32. dH and dW are summed in fp32 and rounded once, dH before the ranks' parts are added.
 
     Args:
-        hidden: [.., H] fp32, bf16 or fp16, replicated or as `Linear.hidden_grad` says.
-        weight: [width, H], this rank's rows of the output layer.
-        bias: [width], added in fp32.
         linear: `Linear`: the reduction of dH, the memory, how logits are made.
         labels, shard, want, transform, sets, ids, total_weight, ignore_index, options: as in `vocab_statistics`.
         teacher: as in `vocab_statistics`, or a `TeacherHead`.
-
-    Returns:
-        `VocabStatistics`, differentiable with respect to hidden, weight and bias.
 
     Raises:
         TypeError, ValueError: the errors of `vocab_statistics`; a budget that is too small.

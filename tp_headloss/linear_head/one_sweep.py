@@ -1,7 +1,5 @@
 """One sweep: the gradients of a declared loss from the same sweep as the loss."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -11,8 +11,6 @@ torch.nn.functional.linear: of the operands' dtype, and their gradient overwrite
 epilogues, recompute has no logits: they are accumulators of its GEMMs, and only their gradient is a block.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 
@@ -99,8 +97,7 @@ class _Buffers:
             self.teacher = head.teacher_hidden.new_empty(size, dtype=head.block_dtype)
 
     def request(self, tokens: slice, ids: slice | None = None) -> Request:
-        """The request of a block, with its logits, and with a teacher's if they are made here, transformed up to the
-        factors that `Facts` have. ids: None for all."""
+        """The request of a block with its logits, and a teacher's (but for `Facts`' factors). ids: None for all."""
         rows = slice(None) if ids is None else ids
         hidden, weight, head = self.hidden[tokens], self.weight[rows], self.whole.teacher_head
         logits = _block(self.logits, hidden.shape[0], weight.shape[0])

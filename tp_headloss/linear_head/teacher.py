@@ -1,7 +1,5 @@
 """A teacher that is a head: its checks, and what a linear head computes with in place of a teacher's logits."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import torch
@@ -25,8 +23,7 @@ def expect_teacher_head(head: TeacherHead, hidden, logits):
 
 
 def stand_in(teacher, logits):
-    """A `Teacher` for the checks and facts of a call, whose logits, an expanded scalar, are made later by blocks; any
-    other teacher as it is.
+    """A `Teacher` for a call's checks and facts, whose logits, an expanded scalar, are made later; others as they are.
 
     A block's logits lack the last factor, a softcap or else a scale, so the temperature has it.
     """

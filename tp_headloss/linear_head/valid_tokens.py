@@ -1,7 +1,5 @@
 """Tokens that are dropped before the GEMMs because their labels are ignored (`Linear.max_valid_tokens`)."""
 
-from __future__ import annotations
-
 import torch
 
 from ..engine.request import Request, TokenOrder

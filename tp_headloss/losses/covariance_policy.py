@@ -1,5 +1,4 @@
-"""Policy-gradient objectives that treat a few tokens of high covariance of advantage and log-prob apart: per-token loss
-[..] fp32. Words as in `policy`."""
+"""Objectives that treat a few tokens of high covariance of advantage and log-prob apart; words as in `policy`."""
 
 from __future__ import annotations
 
@@ -47,8 +46,6 @@ def clip_cov(
 
     Args:
         noise: uniform in [0, 1), equal on every rank that shares the vocabulary.
-        fraction: share of the valid tokens that lose their loss.
-        bounds: range of the covariance of candidates.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -57,8 +54,7 @@ def clip_cov(
         >>> losses.clip_cov(l, advantages=advantages, **options, bounds=(0.0, 5.0))
         tensor([ 0.0000, -1.2000,  0.8000])
 
-    Source:
-        Clip-Cov (arXiv:2505.22617).
+    Source: Clip-Cov (arXiv:2505.22617).
     """
     ratio = log_ratio(log_prob, old_log_prob).exp()
     clipped_away = (advantages < 0) & (ratio < 1 - clip[0]) | (advantages > 0) & (ratio > 1 + clip[1])
@@ -83,18 +79,13 @@ def kl_cov(
 
     The penalty is coefficient * abs(log r), at max(1, fraction * tokens) tokens.
 
-    Args:
-        fraction: share of the valid tokens that are penalised.
-        coefficient: factor of the penalty.
-
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
         >>> advantages = torch.tensor([1.0, 1.0, -1.0])
         >>> losses.kl_cov(l, advantages=advantages, old_log_prob=old, mask=l < 0)
         tensor([-1.0000, -1.6487,  1.1065])
 
-    Source:
-        KL-Cov (arXiv:2505.22617).
+    Source: KL-Cov (arXiv:2505.22617).
     """
     log_r = log_ratio(log_prob, old_log_prob)
     count = (fraction * mask.sum()).floor().clamp(min=1)

@@ -38,16 +38,14 @@ def smoothed_cross_entropy(
             elsewhere, so (1 - a) (lse - z_y) + a (lse - mean z). "megatron" (NeMo, Megatron-LM): 1 - a at the label
             and a / (V - 1) elsewhere, which is torch's formula with a V / (V - 1) for a.
         class_weight: w, as in torch: w_y on the first part, and a / V sum_j w_j (lse - z_j) as the second, for
-            which "total" must have been weighted by this rank's w. Columns at -inf do not enter that sum (torch's is
-            infinite there).
+            which "total" must have been weighted by this rank's w. Columns at -inf are left out (in torch: inf).
 
     Examples:
         >>> stats = vocab_statistics(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0]), want=("total",))
         >>> losses.smoothed_cross_entropy(stats, 0.1)
         tensor([0.5076])
 
-    Source:
-        Szegedy et al., arXiv:1512.00567, section 7.
+    Source: Szegedy et al., arXiv:1512.00567, section 7.
     """
     if formula == "megatron" and stats.vocab_size < 2:
         raise ValueError(
@@ -64,9 +62,6 @@ def smoothed_cross_entropy(
 @checked
 def label_weight(stats: VocabStatistics, class_weight: ClassWeight) -> torch.Tensor:
     """Return the class weight w_y of each label, 0 where it is ignored (or invalid: its loss is NaN anyway).
-
-    Args:
-        class_weight: w, replicated.
 
     Returns:
         [..] fp32, weight per token, neither masked nor averaged.

@@ -1,7 +1,6 @@
 """Distillation from a teacher, whole or with K entries per token: statistics -> per-token divergence [..] fp32.
 
-Words: p the student's probabilities, q the teacher's; a top-K teacher has K entries tau per token, and its tail is the
-probability of all other ids.
+Words: p the student's probabilities, q the teacher's; tau the K entries of a top-K teacher, its tail all other ids.
 """
 
 from __future__ import annotations
@@ -38,17 +37,13 @@ def soft_cross_entropy(stats: VocabStatistics) -> TokenLoss:
 
 @checked
 def times_temperature_squared(values: TokenValues, temperature: PositiveFp32 | PerToken) -> TokenValues:
-    """Return T^2 times the values, because the gradients of soft targets shrink with 1 / T^2.
-
-    Args:
-        temperature: T of the student.
+    """Return T^2 times the values, T the student's temperature: gradients of soft targets shrink with 1 / T^2.
 
     Examples:
         >>> losses.times_temperature_squared(torch.tensor([0.5, 1.0]), 2.0)
         tensor([2., 4.])
 
-    Source:
-        Hinton, Vinyals, Dean, arXiv:1503.02531, section 2.
+    Source: Hinton, Vinyals, Dean, arXiv:1503.02531, section 2.
     """
     return temperature**2 * values
 
@@ -72,8 +67,7 @@ def log_tail(
     Args:
         stats: `VocabStatistics` of a `TopKTeacher`.
         tail_log_prob: the log, if it is known; None: the log of 1 - the sum of the entries' probabilities.
-        min_probability: replaces a computed tail of at most 1e-6, the rounding error of fp32 log-probs: 0, or a
-            positive number that keeps a reverse KL finite.
+        min_probability: replaces a computed tail of at most 1e-6, rounding error; positive, a reverse KL stays finite.
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
@@ -97,10 +91,8 @@ def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: PerToken
     """Return sum tau (log tau - log p) over a top-K teacher's entries, plus the tail's summand if support="tail".
 
     Args:
-        stats: `VocabStatistics` with "topk_forward_kl" for support="topk", else "vocab_forward_kl"; for "tail" also
-            "tail_log_mass".
-        support: ids over which the student is normalised: "topk" the entries, "vocabulary" all ids, "tail" the entries
-            and one more for the sum of all other ids.
+        stats: with "topk_forward_kl" for support="topk", else "vocab_forward_kl"; for "tail" also "tail_log_mass".
+        support: the student is normalised over "topk" the entries, "vocabulary" all ids, "tail" entries and the rest.
         log_tail: `log_tail` of the teacher, for support="tail".
 
     Examples:
@@ -110,8 +102,7 @@ def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: PerToken
         >>> losses.topk_forward_kl(stats, "tail", losses.log_tail(stats))
         tensor([1.1748])
 
-    Source:
-        Megatron's topk_kl_div, whose ghost token is the tail.
+    Source: Megatron's topk_kl_div, whose ghost token is the tail.
     """
     _expect_tail(support, log_tail)
     if log_tail is None or support != "tail":
@@ -157,11 +148,8 @@ def topk_jsd(
     """Return beta KL(tau || m) + (1 - beta) KL(p || m) with m = beta tau + (1 - beta) p.
 
     Args:
-        stats: `VocabStatistics` with "topk_jsd" for support="topk", else "vocab_jsd" and "topk_log_mass" ("vocabulary")
-            or "tail_log_mass" ("tail").
-        log_tail: as in `topk_forward_kl`, as is support; with "vocabulary" the teacher's probability outside of its
-            entries is 0.
-        beta: weight of the teacher.
+        stats: with "topk_jsd" ("topk"), or "vocab_jsd" and "topk_log_mass" ("vocabulary") or "tail_log_mass" ("tail").
+        log_tail: as in `topk_forward_kl`, as is support; "vocabulary" takes a tail of probability 0.
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
@@ -169,8 +157,7 @@ def topk_jsd(
         >>> losses.topk_jsd(stats, "topk")
         tensor([0.1070])
 
-    Source:
-        GKD (arXiv:2306.13649, section 2).
+    Source: GKD (arXiv:2306.13649, section 2).
     """
     _expect_tail(support, log_tail)
     if support == "topk":

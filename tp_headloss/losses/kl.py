@@ -16,20 +16,13 @@ from .ratio import LOG_RATIO_CLAMP, LogProb, ReferenceLogProb, bounded, log_rati
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 
 
-def _estimate(x, estimator):
-    """k1, abs, k2 or k3 of the log-ratio x, not clamped."""
-    if estimator == "k1":
-        return x
-    if estimator == "abs":
-        return x.abs()
-    if estimator == "k2":
-        return x**2 / 2
-    return k3(x)
-
-
 def k3(x: torch.Tensor) -> torch.Tensor:
     """Return exp(-x) + x - 1 [..] of the log-ratio x, not clamped."""
     return torch.expm1(-x) + x
+
+
+# of the log-ratio x, not clamped
+ESTIMATES = {"k1": lambda x: x, "abs": lambda x: x.abs(), "k2": lambda x: x**2 / 2, "k3": k3}
 
 
 @checked
@@ -41,36 +34,30 @@ def kl_estimate(
     input_clamp: Positive | None = LOG_RATIO_CLAMP,
     output_clamp: Positive | None = 10.0,
     sampler_log_prob: TokenValues | None = None,
-) -> torch.Tensor:
+) -> TokenValues:
     """Return an estimate [..] of KL(policy || reference) at each token. NaN stays NaN.
 
     Args:
         estimator: "k1", "abs", "k2" or "k3"; a "+" (verl's straight-through forms) gives the value the gradient of k2.
         input_clamp: x is clamped to +-input_clamp for any estimator, with zero gradient beyond; None: not clamped.
             20 is NeMo-RL's default, and verl's for k3, which alone is clamped there.
-        output_clamp: upper bound of k3, which grows exponentially, with zero gradient beyond; None: no bound. verl's
-            default.
+        output_clamp: upper bound of k3, with zero gradient beyond; None: no bound. The default is verl's.
         sampler_log_prob: of the program that sampled the tokens. The estimate is multiplied by the importance
             weight w = exp(log_prob - sampler_log_prob), which is differentiated, too, so that the gradient of w k3 is
-            w x (bias-corrected KL). Pass ``log_prob.detach()`` for tokens that the policy itself sampled (w = 1). Where
-            x is clamped, w passes no gradient.
-
-    Returns:
-        [..] fp32, an estimate per token, neither masked nor averaged.
+            w x (bias-corrected KL), except where x is clamped. Pass ``log_prob.detach()`` for own samples (w = 1).
 
     Examples:
         >>> losses.kl_estimate(torch.tensor([-1.0, -2.0]), reference_log_prob=torch.tensor([-1.0, -2.5]))
         tensor([0.0000, 0.1065])
 
-    Source:
-        Schulman, http://joschu.net/blog/kl-approx.html.
+    Source: Schulman, http://joschu.net/blog/kl-approx.html.
     """
     x = log_ratio(log_prob, reference_log_prob, input_clamp)
-    value = _estimate(x, estimator.removesuffix("+"))
+    value = ESTIMATES[estimator.removesuffix("+")](x)
     if output_clamp is not None and estimator.startswith("k3"):
         value = bounded(value, high=output_clamp)
     if estimator.endswith("+"):
-        value = with_gradient_of(value, _estimate(x, "k2"))
+        value = with_gradient_of(value, ESTIMATES["k2"](x))
     if sampler_log_prob is not None:
         weight = log_ratio(log_prob, sampler_log_prob).exp()
         if input_clamp is not None:

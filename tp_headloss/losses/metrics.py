@@ -42,8 +42,7 @@ def policy_metrics(
     * "kl_old": r - log r - 1, "approx_kl": -log r, two estimates of KL(old || new);
     * "clip_fraction": r is outside of the clip; "pg_clip_fraction": r is outside on the side of the sign of the
       advantage A, where the gradient is zero; with dual_clip, "pg_clip_fraction_lower": A < 0 and r > dual_clip;
-    * with reference_log_prob, "kl_reference": k3 of `kl_estimate`, without the output clamp that the loss has, so one
-      token that the reference finds impossible can dominate it.
+    * with reference_log_prob, "kl_reference": k3 of `kl_estimate` without output clamp, which one token may dominate.
 
     Args:
         sequences: makes r the ratio of the token's sequence (GSPO), equal for its tokens.
@@ -106,7 +105,6 @@ def generator_metrics(
 
     Args:
         old_log_prob: the trainer's at sampling time.
-        bounds: range of exp d that "is_oob_ratio" accepts.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -2.5])

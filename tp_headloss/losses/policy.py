@@ -29,8 +29,7 @@ def reinforce(log_prob: LogProb, *, advantages: Advantages) -> TokenLoss:
         >>> losses.reinforce(l, advantages=advantages)
         tensor([ 1.,  2., -3.])
 
-    Source:
-        REINFORCE (Williams 1992), GPG (arXiv:2504.02546).
+    Source: REINFORCE (Williams 1992), GPG (arXiv:2504.02546).
     """
     return -scaled(advantages, log_prob)
 
@@ -83,8 +82,7 @@ def ppo_clip(
         >>> losses.ppo_clip(l, advantages=advantages, old_log_prob=old, clip=(0.2, 0.28))
         tensor([-1.0000, -1.2800,  0.8000])
 
-    Source:
-        PPO (arXiv:1707.06347, equation 7), GRPO (arXiv:2402.03300), DAPO (arXiv:2503.14476).
+    Source: PPO (arXiv:1707.06347, equation 7), GRPO (arXiv:2402.03300), DAPO (arXiv:2503.14476).
     """
     return clipped_objective(log_ratio(log_prob, old_log_prob, log_ratio_clamp).exp(), advantages, clip, dual_clip)
 
@@ -110,8 +108,7 @@ def cispo(
         >>> losses.cispo(l, advantages=advantages, old_log_prob=old)
         tensor([ 1.0000,  2.4000, -2.4000])
 
-    Source:
-        CISPO (MiniMax-M1, arXiv:2506.13585).
+    Source: CISPO (MiniMax-M1, arXiv:2506.13585).
     """
     if clip[1] < 0 or (convention == "offset" and clip[0] < 0):
         raise ValueError(f"clip must be (low, high), both at least 0, got {clip}")
@@ -135,8 +132,7 @@ def sapo(
         >>> losses.sapo(l, advantages=advantages, old_log_prob=old)
         tensor([-2.0000, -2.6269,  1.5168])
 
-    Source:
-        SAPO (arXiv:2511.20347).
+    Source: SAPO (arXiv:2511.20347).
     """
     ratio = log_ratio(log_prob, old_log_prob).exp()
     tau = torch.full_like(ratio, temperatures[1]).masked_fill(advantages > 0, temperatures[0])
@@ -156,7 +152,6 @@ def positive_nll(log_prob: LogProb, *, rewards: PerToken) -> TokenLoss:
         >>> losses.positive_nll(torch.tensor([-1.0, -2.0]), rewards=torch.tensor([1.0, 0.0]))
         tensor([1., 0.])
 
-    Source:
-        VAPO (arXiv:2504.05118).
+    Source: VAPO (arXiv:2504.05118).
     """
     return -scaled(torch.where(rewards.isnan(), torch.nan, (rewards > 0).to(log_prob.dtype)), log_prob)

@@ -22,7 +22,7 @@ Pairs: TypeAlias = Annotated[
 ReferencePairs: TypeAlias = Annotated[
     torch.Tensor, TensorLine("floating point", ("pairs",)), "Summed log-probs of the reference, constants"
 ]
-PairLoss: TypeAlias = Annotated[torch.Tensor, "[pairs] fp32, loss per pair"]
+PairLoss: TypeAlias = Annotated[torch.Tensor, "[pairs] fp32, loss per pair, or per completion"]
 Beta: TypeAlias = Annotated[PositiveFp32, "Weight of the reference"]
 
 
@@ -46,8 +46,7 @@ def dpo(
         >>> losses.dpo(chosen, rejected, chosen - 1, rejected + 1, beta=0.5)
         tensor([0.3133, 0.3133])
 
-    Source:
-        DPO (arXiv:2305.18290).
+    Source: DPO (arXiv:2305.18290).
     """
     h = beta * ((chosen - rejected) - (reference_chosen - reference_rejected))
     if not label_smoothing:  # 0 times infinity would be NaN
@@ -74,8 +73,7 @@ def ipo(
         >>> losses.ipo(chosen, rejected, chosen - 1, rejected + 1, beta=0.5)
         tensor([1., 1.])
 
-    Source:
-        IPO (arXiv:2310.12036).
+    Source: IPO (arXiv:2310.12036).
     """
     h = (chosen - rejected) - (reference_chosen - reference_rejected)
     return (h - 1 / (2 * beta)) ** 2
@@ -87,16 +85,13 @@ def simpo(chosen: Pairs, rejected: Pairs, *, beta: Beta = 2.0, margin: Finite = 
 
     Args:
         chosen: the *mean* log-prob over a completion, and so is rejected.
-        beta: scale of the difference.
-        margin: target of the difference.
 
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
         >>> losses.simpo(chosen, rejected)
         tensor([0.3133, 2.1269])
 
-    Source:
-        SimPO (arXiv:2405.14734).
+    Source: SimPO (arXiv:2405.14734).
     """
     return -logsigmoid(beta * (chosen - rejected) - margin)
 
@@ -124,8 +119,7 @@ def orpo(chosen: Pairs, rejected: Pairs) -> PairLoss:
         >>> losses.orpo(chosen, rejected)
         tensor([0.2382, 1.0421])
 
-    Source:
-        ORPO (arXiv:2403.07691).
+    Source: ORPO (arXiv:2403.07691).
     """
     return -logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
@@ -140,7 +134,7 @@ def kto(
     beta: Beta = 0.1,
     desirable_weight: NotNegative = 1.0,
     undesirable_weight: NotNegative = 1.0,
-) -> torch.Tensor:
+) -> PairLoss:
     """Return weight * (1 - sigmoid(beta (h - z))) for desirable completions, with z - h for the others.
 
     h = log_prob - reference_log_prob, and z = max(kl, 0), detached.
@@ -148,16 +142,12 @@ def kto(
     Args:
         kl: the mean of h over mismatched prompts and completions of the global batch.
 
-    Returns:
-        [completions] fp32, loss per completion.
-
     Examples:
         >>> log_prob, good = torch.tensor([-1.0, -2.0]), torch.tensor([True, False])
         >>> losses.kto(log_prob, log_prob - 1, desirable=good, kl=torch.tensor(0.5))
         tensor([0.4875, 0.5125])
 
-    Source:
-        KTO (arXiv:2402.01306).
+    Source: KTO (arXiv:2402.01306).
     """
     h = log_prob - reference_log_prob
     z = kl.detach().clamp(min=0)

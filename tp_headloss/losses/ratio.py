@@ -52,10 +52,6 @@ def bounded(x: torch.Tensor, low: Any = -math.inf, high: Any = math.inf) -> torc
 def log_ratio(log_prob: LogProb, other: TokenValues, clamp: Positive | None = LOG_RATIO_CLAMP) -> TokenValues:
     """Return log_prob - other, clamped to +-clamp with zero gradient beyond; NaN stays NaN.
 
-    Args:
-        other: log-prob under another policy.
-        clamp: bound of the result; None: not clamped.
-
     Examples:
         >>> losses.log_ratio(torch.tensor([-1.0, -1.0]), torch.tensor([-1.5, -90.0]))
         tensor([ 0.5000, 20.0000])

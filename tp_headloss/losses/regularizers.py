@@ -15,8 +15,7 @@ def z_loss(stats: VocabStatistics) -> TokenLoss:
         >>> losses.z_loss(stats)
         tensor([5.7966])
 
-    Source:
-        PaLM (arXiv:2204.02311, section 5), with the weight 1e-4.
+    Source: PaLM (arXiv:2204.02311, section 5), with the weight 1e-4.
     """
     return stats.lse**2
 

@@ -44,16 +44,12 @@ def truncated_importance_weight(
 ) -> RolloutWeight:
     """Return w = exp(log_prob - generator_log_prob) clamped to ``bounds``.
 
-    Args:
-        bounds: (lowest, highest) weight.
-
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
         >>> losses.truncated_importance_weight(trainer, generator)
         tensor([[1., 2.]])
 
-    Source:
-        Truncated importance sampling (TIS); verl truncates at 2.
+    Source: Truncated importance sampling (TIS); verl truncates at 2.
     """
     return _log_weight(log_prob, generator_log_prob, level, sequences).exp().clamp(*bounds)
 
@@ -69,16 +65,12 @@ def icepop(
 ) -> RolloutWeight:
     """Return w = exp(log_prob - generator_log_prob) where it is within ``bounds``, else 0.
 
-    Args:
-        bounds: (lowest, highest) weight that counts.
-
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
         >>> losses.icepop(trainer, generator)
         tensor([[1., 0.]])
 
-    Source:
-        IcePop (arXiv:2510.18855).
+    Source: IcePop (arXiv:2510.18855).
     """
     weight = _log_weight(log_prob, generator_log_prob, level, sequences).exp()
     return torch.where((weight < bounds[0]) | (weight > bounds[1]), 0.0, weight)
@@ -94,17 +86,13 @@ def sequence_masked_importance_weight(
 ) -> RolloutWeight:
     """Return w of each token, but 0 for all tokens of a sequence whose geometric mean of w is outside of ``bounds``.
 
-    Args:
-        bounds: (lowest, highest) geometric mean.
-
     Examples:
         >>> trainer, generator = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -4.0]])
         >>> sequences = Sequences.from_mask(torch.ones(1, 2, dtype=torch.bool))
         >>> losses.sequence_masked_importance_weight(trainer, generator, sequences=sequences)
         tensor([[0., 0.]])
 
-    Source:
-        NeMo-RL's seq-mask-tis.
+    Source: NeMo-RL's seq-mask-tis.
     """
     log_w = log_ratio(log_prob.detach(), generator_log_prob.detach())
     mean = sequences.spread(sequences.mean(log_w)).exp()

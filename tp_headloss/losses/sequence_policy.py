@@ -35,8 +35,7 @@ def sequence_log_ratio(log_prob: LogProb, old_log_prob: OldLogProb, sequences: S
         >>> losses.sequence_log_ratio(l[None], old[None], sequences)
         tensor([[0., 0., 0.]])
 
-    Source:
-        GSPO (arXiv:2507.18071).
+    Source: GSPO (arXiv:2507.18071).
     """
     mean = sequences.spread(sequences.mean((log_prob - old_log_prob).detach()))
     return bounded(with_gradient_of(mean, log_prob), -LOG_RATIO_CLAMP, LOG_RATIO_CLAMP)
@@ -64,8 +63,7 @@ def gspo(
         >>> losses.gspo(l[None], advantages=advantages[None], old_log_prob=old[None], sequences=sequences)
         tensor([[-1., -1.,  1.]])
 
-    Source:
-        GSPO (arXiv:2507.18071).
+    Source: GSPO (arXiv:2507.18071).
     """
     return clipped_objective(sequence_log_ratio(log_prob, old_log_prob, sequences).exp(), advantages, clip, dual_clip)
 
@@ -86,8 +84,7 @@ def gspo_length_weighted(
         >>> losses.gspo_length_weighted(l[None], advantages=advantages[None], **options)
         tensor([[-1., -1., -1.]])
 
-    Source:
-        Fast-LLM's LanguageModelGSPOLoss.
+    Source: Fast-LLM's LanguageModelGSPOLoss.
     """
     advantages = sequences.spread(sequences.mean(advantages.expand_as(log_prob)))
     per_token = gspo(log_prob, advantages=advantages, old_log_prob=old_log_prob, sequences=sequences, clip=clip)
@@ -118,8 +115,7 @@ def gmpo(
         >>> losses.gmpo(l[None], advantages=advantages[None], old_log_prob=old[None], sequences=sequences)
         tensor([[-0.3333, -0.3333, -0.3333]])
 
-    Source:
-        GMPO (arXiv:2507.20673).
+    Source: GMPO (arXiv:2507.20673).
     """
     log_r = log_ratio(log_prob, old_log_prob)
     clamped = torch.where(advantages < 0, bounded(log_r, low=-clip[0]), bounded(log_r, high=clip[1]))
@@ -154,8 +150,7 @@ def vespo(
         >>> losses.vespo(l[None], advantages=advantages[None], old_log_prob=old[None], sequences=sequences)
         tensor([[ 1.,  2., -3.]])
 
-    Source:
-        VESPO, as in Liger.
+    Source: VESPO, as in Liger.
     """
     log_r = log_ratio(log_prob.detach(), old_log_prob)
     if rollout_log_weight is not None:

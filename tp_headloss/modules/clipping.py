@@ -31,12 +31,10 @@ def clip_grad_norm_(
     Which parameters are sharded is said by themselves: DTensors by their placements, on any mesh (Partial gradients are
     a ValueError); rows of a `VocabParallelHead` or `VocabParallelEmbedding` by an attribute that the module keeps; any
     other by ``parameter.tensor_model_parallel = True``, as Megatron-Core marks them. All others are replicated: their
-    gradients are equal on all ranks. All ranks call it with their parts of the same parameters in the same order; other
-    pipeline stages have other parameters, and are not reached.
+    gradients are equal on all ranks. Ranks pass parts of the same parameters in one order (no other pipeline stages).
 
     Args:
         parameters: of the model; those without a gradient count as 0. ``main_grad`` comes before ``grad``.
-        max_norm: limit of the norm.
         norm_type: p of the p-norm, infinity included.
         error_if_nonfinite: RuntimeError if the norm is NaN or infinite; otherwise all gradients become NaN or 0.
         tensor_parallel_group: of parameters with ``tensor_model_parallel = True``.

@@ -35,12 +35,8 @@ class VocabParallelEmbedding(VocabRows):
     backward: no communication. An id outside of [0, vocab_size) gives a row of NaN on every rank.
 
     Args:
-        hidden_size: H.
-        shard: whose rows of the matrix this rank holds.
         init: by default std 1.
-        sequence_parallel: True: ids are [S, ..] and the result is this rank's [S/P, .., H] of the first dimension;
-            forward: one reduce-scatter, backward: one all-gather.
-        device, dtype: of the weight.
+        sequence_parallel: True: ids [S, ..] -> this rank's [S/P, .., H]; one reduce-scatter, backward one all-gather.
 
     Examples:
         >>> embedding = VocabParallelEmbedding(4, VocabShard.from_group(None, 10))
@@ -98,8 +94,6 @@ class VocabParallelHead(VocabRows):
     them at one group size and loads them at another. `load_state_dict` also takes whole matrices, and this rank's rows.
 
     Args:
-        hidden_size: H.
-        shard: whose rows of the matrix this rank holds.
         head_loss: `HeadLoss`; default cross-entropy.
         bias: True adds a parameter ``bias`` [V/P].
         weight: parameter to tie to, for example `VocabParallelEmbedding.weight`.
@@ -108,7 +102,6 @@ class VocabParallelHead(VocabRows):
             "all_reduce" for replicated hidden states, "reduce_scatter" for sequence parallelism (hidden [S/P, ..],
             labels and results for all S), "none" to leave each rank's part to the caller.
         init: `Init` of the weight, if it is not tied.
-        device, dtype: of the parameters.
 
     Examples:
         >>> shard = VocabShard.from_group(None, 10)
@@ -253,7 +246,6 @@ def multi_token_targets(
 
     Args:
         labels: each position's next token.
-        depths: D, at least 1.
         weight: weight of all depths together, relative to the main head.
         ignore_index: label of positions that have no token d positions later.
 

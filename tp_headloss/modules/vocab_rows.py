@@ -14,7 +14,7 @@ from ..arguments.options import Options
 from ..call.agreement import Agreement
 from ..call.dtensor import local_rows
 from ..call.subclasses import is_dtensor
-from ..ranks.comm import sum_in_place
+from ..ranks.comm import reduce_in_place
 from ..ranks.shard import VocabShard
 from ..spec import NotNegative, Rows, TensorLine, checked, described, lines_within
 
@@ -29,9 +29,7 @@ class Init:
     group size gives the same matrix (on one type of device). Padding rows and biases are 0.
 
     Args:
-        std: standard deviation of the weights.
-        seed: None draws one from torch's default generator, which must be in the same state on all ranks, as for any
-            module that ranks replicate.
+        seed: None draws one from torch's default generator, which must be in the same state on all ranks.
 
     Examples:
         >>> shard = VocabShard.from_group(None, 5, padded_size=8)
@@ -88,8 +86,7 @@ class VocabRows(nn.Module):
     def reset_parameters(self):
         """Draw the weight again, and set the bias to 0. A tied weight stays as it is: its owner draws it.
 
-        For modules that were made on the meta device, after `to_empty`. ValueError if `to_empty` untied the weight, or
-        if FSDP2 has already sharded the rows once more.
+        For modules made on the meta device, after `to_empty`. ValueError if it untied the weight, or FSDP2 sharded it.
         """
         if self._tied_weight is not None and self._tied_weight[0] is not self.weight:
             raise ValueError("the weight is no longer tied (to_empty does that): set head.weight = embedding.weight")
@@ -256,7 +253,7 @@ def select_rows(
         owned = (here >= 0) & (here < shard.valid_width)
         block = weight.new_zeros(len(here), *weight.shape[1:])
         block[owned] = weight[here[owned]]
-        sum_in_place(block, shard.world_size, shard.group_name)
+        reduce_in_place(block, shard.world_size, shard.group_name)
         low, high = max(first, to.start), min(first + len(here), to.start + to.valid_width)
         if low < high:
             out[low - to.start : high - to.start] = block[low - first : high - first]

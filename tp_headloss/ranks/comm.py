@@ -66,18 +66,14 @@ def reduce_hidden(grad: torch.Tensor, how: str, world_size: int, group_name: str
     return end
 
 
-def max_in_place(x: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
-    """Maximum of x over the group, in place; one all-reduce. It may drop a NaN."""
-    if world_size > 1 and x.numel() > 0:
-        dist.all_reduce(x, dist.ReduceOp.MAX, group=resolve_process_group(group_name))
-    return x
+def reduce_in_place(x: torch.Tensor, world_size: int, group_name: str, largest: bool = False) -> torch.Tensor:
+    """Sum x over the group, in place: float64, integers, or rows that are 0 on all ranks but one; one all-reduce.
 
-
-def sum_in_place(x: torch.Tensor, world_size: int, group_name: str) -> torch.Tensor:
-    """Sum x over the group, in place: float64, integers, or rows that are 0 on all ranks but one, so that the order of
-    the ranks does not matter; one all-reduce."""
+    largest: take the maximum instead, which may drop a NaN.
+    """
     if world_size > 1 and x.numel() > 0:
-        dist.all_reduce(x, group=resolve_process_group(group_name))
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        dist.all_reduce(x, op, group=resolve_process_group(group_name))
     return x
 
 
@@ -137,8 +133,7 @@ def sum_over_ranks(x: torch.Tensor, group) -> torch.Tensor:
 def combine_metrics(parts: Annotated[Sequence[dict[str, torch.Tensor]], TupleOf(METRICS)]) -> Metrics:
     """Combine the scalars by name of several batches (micro-batches, updates). No communication.
 
-    Names that begin with "max_" and "min_" are maximised and minimised, all others added in order; results
-    are float64, and none of no parts.
+    Names in "max_" and "min_" are maximised and minimised, all others added in order; results are float64.
 
     Args:
         parts: dicts with the same names in the same order.
@@ -181,8 +176,7 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
 
     As `combine_metrics`: "max_" and "min_" names are extrema (neutral: -inf and inf), all others sums (neutral: 0) in
     float64, so reduce sums and counts first and divide afterwards. The same names in the same order on every rank, or
-    all results are NaN (and other numbers of names an error of the communication library); results are float64 on the
-    tensors' device.
+    all results are NaN (other numbers of names: an error of the communication library); float64 on the tensors' device.
 
     Args:
         group: data- and context-parallel ranks, which hold different tokens; None is one rank. Ranks that share a

@@ -2,8 +2,7 @@
 
 The global vocabulary, padded to a multiple of 128, is cut into 8 equal chunks. A shard made of whole chunks sends one
 packet of statistics (a few numbers per token) for each chunk, so that the same 8 packets are merged in the same order
-at 1, 2, 4 and 8 ranks, and every result has the same bits. Any other shard sends one packet; its results are
-deterministic, but depend on the number of ranks.
+at 1, 2, 4 and 8 ranks, with the same bits. Any other shard sends one packet, and results depend on the group's size.
 """
 
 from __future__ import annotations
@@ -102,18 +101,14 @@ class VocabShard:
     The shards of a group, in any rank order, must cover ``[0, vocab_size)`` once; uneven and empty shards are fine. A
     token whose label has no owner, or two, becomes NaN on every rank. The constructor does not communicate, so a rank
     does not know the other ranks' bounds, and results are deterministic but not bitwise equal across group sizes.
-    `from_group`, `from_mesh` and `from_boundaries` know every bound; with them results are bitwise equal where the
-    shards are whole chunks (see `tp_invariant`).
+    `from_group`, `from_mesh` and `from_boundaries` know every bound: results are bitwise equal if `tp_invariant`.
 
     Args:
-        start: first id of this rank.
-        stop: the one after its last.
         vocab_size: V, the number of ids of the true vocabulary.
         group: the one that shares the vocabulary. None: not sharded; no group is ever looked up implicitly.
 
     Attributes:
-        tp_invariant: every shard of the group is made of 8 / P whole chunks, so that results have the same bits at any
-            such P.
+        tp_invariant: every shard of the group is 8 / P whole chunks: results have the same bits at any such P.
         chunks: packets of statistics that this rank sends.
         chunk_size: columns of each.
         padded_size: rows of all shards together, if they are cut as by `from_group`, else None.
@@ -195,7 +190,6 @@ class VocabShard:
         a DTensor's ``Shard``; the last shards may be shorter, or empty.
 
         Args:
-            group: the one that shares the vocabulary.
             vocab_size: V, the number of ids of the true vocabulary.
             padded_size: rows of all shards together, padding included; default vocab_size.
 

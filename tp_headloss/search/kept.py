@@ -2,15 +2,12 @@
 
 Every rule keeps a prefix of a token's ids in the order (descending logit, ascending id). Each rank sends its largest
 logits, the candidates, and a floor: above the floors of all ranks the candidates are all that there is. The prefix of
-nearly every token ends there, and each rank finds the end by itself. Masses are integers, so their sums are exact in
-any order, and the sets are the same for every group size.
+nearly every token ends there, and each rank finds the end by itself. Masses are integers, whose sums are exact.
 
 The logits are read twice for this. First come the maxima of groups of columns: the n-th largest of them is a bound that
 at least n logits reach, and few more do, because neighbours are in different groups. Then come these logits and the
 mass of all. The logits of other tokens, those of a flat distribution, are gathered, some tokens at a time, and sorted.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -79,8 +76,7 @@ def transformed_logits(request: Request, rows: slice | torch.Tensor) -> torch.Te
 
 
 def find_kept(request: Request, rule: SamplingRule) -> Iterator[Kept]:
-    """Yield the ids that the rule, whose tensors are [n], keeps of each row of a request; none of a row with NaN or
-    +inf, or nothing above -inf. Waits for a GPU.
+    """Yield what the rule (tensors [n]) keeps of each row; nothing of one with NaN, inf or -inf alone. Waits for a GPU.
 
     First comes a `Kept` of all rows, from one all-gather of the largest logits; with top_p, unless top_k is a number
     below the vocabulary's size, from another one. It keeps nothing of the rows whose ids are not all among these. Those

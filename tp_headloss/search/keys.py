@@ -1,7 +1,5 @@
 """64-bit keys that sort by logit, then by id: the larger logit has the larger key, and of equal ones the lower id."""
 
-from __future__ import annotations
-
 import torch
 
 LOW = (1 << 32) - 1  # the bits of a key that hold the id

@@ -1,7 +1,5 @@
 """Random numbers that are a function of (seed, counter), so that any rank can make those of its own columns."""
 
-from __future__ import annotations
-
 import torch
 
 ROUNDS = 10

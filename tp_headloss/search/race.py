@@ -1,7 +1,5 @@
 """Reductions of sampling over all columns, in plain torch: the definition of what the kernels of `race_triton` do."""
 
-from __future__ import annotations
-
 import importlib
 
 import torch
@@ -23,8 +21,7 @@ def with_column(x: torch.Tensor, value) -> torch.Tensor:
 
 
 def best_scores(z, positions, seed: int, start: int, ids=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Race of each token's columns: z [n, w] -> the largest z - log(variate) [n] float64, and the lowest id [n]
-    that has it.
+    """Race of a token's columns: z [n, w] -> the largest z - log(variate) [n] float64, and the lowest id [n] of it.
 
     The score is inf where a logit is NaN or +inf, and -inf where all are -inf.
 
@@ -60,12 +57,10 @@ def group_maxima(z, groups: int) -> torch.Tensor:
 
 
 def largest_logits(z, bound, most: int, start: int, peak=None, lowest=None, unit: float = 0.0):
-    """Keys [n, most] of the logits z [n, w] that are at least `bound` [n] fp32 and above -inf, in any order; then the
-    least int64. NaN counts as +inf.
+    """Keys [n, most] of logits z [n, w] at least `bound` [n] fp32, above -inf, in any order, then `NO_KEY`; NaN is inf.
 
     Also their number [n], which may be larger than `most`: then any are left out. And with a peak [n] fp32 the sum [n]
-    int64 of the masses of all columns that are above -inf and at least `lowest` [n] float64 above the peak, any number
-    where the peak is not finite; else None.
+    int64 of the masses of columns above -inf and at least `lowest` [n] float64 above a finite peak; else None.
 
     Args:
         start: id of the first column.

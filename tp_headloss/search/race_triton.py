@@ -1,10 +1,7 @@
 """The kernels of sampling, and how they are launched; their definition in plain torch is `race`.
 
-z: transformed logits of any type, with contiguous rows; a program has some of a row's columns, so that few rows occupy
-a whole GPU.
+z: transformed logits of any type, rows contiguous; a program has a part of a row, so that few rows occupy a whole GPU.
 """
-
-from __future__ import annotations
 
 import torch
 import triton

@@ -68,23 +68,20 @@ def kept_ids(
 ) -> IdSets:
     """The ids that a sampler with this rule keeps of each token: logits [.., width] sharded on V -> sets, replicated.
 
-    The sets are exact, ids ascending in int32, and equal on every rank; from equal logits they are equal at every group
-    size and cut of the vocabulary. A token with NaN or +inf in its logits, or nothing above -inf, has an empty set.
-    Waits for a GPU.
+    The sets are exact, ids ascending in int32, equal on every rank and, from equal logits, at every group size and cut.
+    A token with NaN or +inf in its logits, or nothing above -inf, has an empty set. Waits for a GPU.
 
     Blocks of tokens bound the memory. For a block each rank reads its logits twice, and the ranks gather their largest
     ones, 8 bytes each: per token the 768 largest of all ranks, and at least 256 of a rank (or k, if top_k is a number k
     for which that is less), with room for half as many and 64 more, for those that are equal. With top_p, but for such
     a k, they gather another number per token. That is all for a token whose set is among these logits.
-    Where sets are larger, as those of flat distributions, the ranks gather their tokens' logits, 2^22 at a time, and
-    sort them.
+    Larger sets, as those of flat distributions, take all logits of their tokens, gathered 2^22 at a time and sorted.
 
     Args:
         logits: as in `vocab_statistics`; hidden states [.., H] with a ``weight``; or a `TeacherHead`, which has both.
         rule: `SamplingRule`, of numbers or of tensors [..] on the logits' device.
         weight: [width, H] of this rank; logits are made (as by torch.nn.functional.linear) by blocks of tokens.
-        shard, transform, options: as in `vocab_statistics`; the temperature belongs to the transform, and so does the
-            bias of a weight.
+        shard, transform, options: as in `vocab_statistics`; the transform has the temperature, and a weight's bias.
 
     Returns:
         `IdSets` of tokens [..], bounds in flat ids as those of `IdSets.from_csr`, on the logits' device.
@@ -204,8 +201,7 @@ def _request(logits, transform, shard, options) -> Request:
 
 
 def _kept(block: _Block, seed: int | None = None) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Sampled ids [n], the kept id of largest z - log(exponential variate), -1 without any and without a seed; and what
-    the rule keeps: ids [all] and counts [n]."""
+    """Sampled ids [n], -1 without a seed or a kept id, and what the rule keeps: ids [all] and counts [n]."""
     assert block.rule is not None
     race = race_of(block.request.facts.backend).best_scores
     drawn, parts = torch.full((len(block.logits),), -1, device=block.logits.device), []
@@ -218,18 +214,12 @@ def _kept(block: _Block, seed: int | None = None) -> tuple[torch.Tensor, tuple[t
 
 
 def _draw(block: _Block, seed: int) -> torch.Tensor:
-    """Sampled ids [n]: the id of largest z - log(exponential variate); -1 without any."""
+    """Sampled ids [n]: the id of largest z - log(exponential variate); -1 without any. One small all-gather."""
     request, positions, start = block.request, block.positions, block.shard.start
     race = race_of(request.facts.backend).best_scores
     drawn = [race(transformed_logits(request, rows), positions[rows], seed, start) for rows in tiles(request)]
-    best, ids = map(torch.cat, zip(*drawn))
-    return _winner(best, ids, block.shard)
-
-
-def _winner(best: torch.Tensor, ids: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """The best scores [n] of each rank and their ids [n] -> the id of the best one, -1 unless it is finite; one small
-    all-gather."""
-    scores, ids = gather_from_ranks(torch.stack([best.view(torch.int64), ids]), shard.group).unbind(1)
+    best, ids = map(torch.cat, zip(*drawn))  # of this rank
+    scores, ids = gather_from_ranks(torch.stack([best.view(torch.int64), ids]), block.shard.group).unbind(1)
     scores = scores.view(torch.float64)
     best = scores.amax(0)
     return torch.where(best.isfinite(), torch.where(scores == best, ids, LAST).amin(0), -1)

@@ -146,8 +146,7 @@ def local_operands(
 def token_blocks(
     states: torch.Tensor, weight: torch.Tensor | None, transform: Transform, step: int
 ) -> Iterator[tuple[slice, torch.Tensor, Transform]]:
-    """Yield blocks of at most `step` flattened tokens: their place, logits [n, width] and transform; one block, an
-    empty one, of no tokens.
+    """Yield blocks of up to `step` flat tokens, an empty one of none: their place, logits [n, width] and transform.
 
     states: logits [.., width], or hidden states [.., H] whose logits are made by torch.nn.functional.linear.
     """

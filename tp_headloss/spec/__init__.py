@@ -2,11 +2,8 @@
 
 ``def reinforce(log_prob: LogProb, *, advantages: Advantages)`` says kind, shape and range of both. Checks, refusals of
 wrong options, the inputs of a `HeadLoss`, the generated tests and the tables of the reference read these lines. They
-read metadata and Python numbers, never a tensor's values. A number is one of Python or numpy; a tensor is one only
-where the line says so.
+read metadata and Python numbers, never a tensor's values. Numbers are of Python or numpy; tensors where a line says so.
 """
-
-from __future__ import annotations
 
 import math
 from typing import Annotated, Any, TypeAlias

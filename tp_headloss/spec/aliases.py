@@ -3,8 +3,6 @@
 A true synonym is taken where `checked` sees it; for every other name the error says what to write.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
@@ -114,8 +112,7 @@ def hint(value, names: Iterable[str], of: str = "value") -> str:
 
 
 def refuse_keywords(function: str, names: Collection[str], unknown: Iterable[str], takes_others: bool):
-    """Raise TypeError for a keyword that a function does not have, if it is known what to write. takes_others: the
-    function hands keywords on."""
+    """Raise TypeError for an unknown keyword if it is known what to write. takes_others: others are handed on."""
     for keyword in unknown:
         found = [x.ours for x in ALIASES if x.name == keyword and function in x.of.split(", ")]
         said = f": write {found[0]}" if found else "" if takes_others else hint(keyword, names, "keyword")

@@ -1,7 +1,5 @@
 """`checked` and `described`: public functions and classes whose annotations are lines."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
@@ -61,8 +59,7 @@ def lines_of(function: Callable[..., Any]) -> dict[str, Line]:
 def described(function: F) -> F:
     """Decorate a public function whose call checks its arguments itself, after ranks can tell each other of an error.
 
-    It gets the lines, and its docstring an entry for each argument. An unknown keyword is an error that says what to
-    write, if that is known.
+    It gets the lines, its docstring an entry for each argument, an unknown keyword an error that says what to write.
     """
     names = frozenset(inspect.signature(function).parameters)
 
@@ -85,8 +82,7 @@ _LINES: dict[str, dict[str, Line]] = {}  # by module and name; torch.compile tak
 def checked(function: F) -> F:
     """Decorate a public function or class: each argument of a call is checked by its line, in an error that names it.
 
-    The docstring gets an entry for each argument, and a dataclass `tensors`: names of fields that may hold one -> the
-    dimension that is sharded on the vocabulary, or None.
+    The docstring gets an entry for each argument, a dataclass `tensors`: fields that may hold one -> sharded dimension.
     """
     is_class, key = isinstance(function, type), f"{function.__module__}.{function.__qualname__}"
     lines = _LINES[key] = lines_of(function)

@@ -1,7 +1,5 @@
 """Lines: what an argument may be. They read metadata and Python numbers, never a tensor's values."""
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Collection, Sequence
@@ -38,8 +36,7 @@ class TensorLine:
 
     Args:
         kind: name in `DTYPES`.
-        shape: symbols and numbers, of which ".." stands for any dimensions. The first argument with a symbol sets its
-            size. None: shape and device are checked where they are used.
+        shape: symbols, set by the first argument with one, and numbers; "..": any dimensions. None: not checked here.
         broadcasts: sizes of 1, or no dimension at all, will do.
         sharded: the dimension that is sharded on the vocabulary; None: replicated.
         constant: it gets no gradient, so that one that requires it is an error.
@@ -197,8 +194,7 @@ class OneOf:
 @dataclass(frozen=True)
 class Instance:
     """An object of a class; one that has `tokens_like` must be of the same tokens [..] as other arguments. A class may
-    have a `remedy`, for the error about its objects where they do not belong, and an `of_tensor`, for a tensor in its
-    place."""
+    have a `remedy`, for errors about misplaced objects of it, and an `of_tensor`, for a tensor in its place."""
 
     kind: type
 

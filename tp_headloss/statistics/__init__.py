@@ -1,7 +1,6 @@
 """The specification: what is computed from a row of logits, how partial results merge, and what is differentiated.
 
-One family per file, see `family` for their contract and `FAMILIES` for the list. `Layout` numbers the rows of a call's
-buffers by name, and nothing else does.
+One family per file, see `family` for the contract and `FAMILIES`. `Layout` alone numbers the rows of a call's buffers.
 
 A *packet* is the partial result of one chunk of the vocabulary: some fp32 numbers per token. Packets of all ranks are
 merged in float64, in vocabulary order, and results are rounded once (by the kernels twice: `topk_log_mass` and
@@ -22,33 +21,17 @@ from .at_ids import AtIdsFamily
 from .collision import CollisionFamily
 from .divergence import DivergenceFamily
 from .entropy import EntropyFamily
-from .family import Family, MaybeNone, Wanted
+from .family import Family, Wanted
+from .family import MaybeNone as MaybeNone
 from .rank import RankFamily
-from .result import VocabStatistics, documented_fields
+from .result import VocabStatistics
+from .result import documented_fields as documented_fields
 from .sets import SetsFamily
-from .softmax import IGNORED, SoftmaxFamily
+from .softmax import IGNORED as IGNORED
+from .softmax import SoftmaxFamily
 from .teacher import TeacherFamily
 from .topk import TopKFamily
 from .total import TotalFamily
-
-__all__ = [
-    "AT_IDS",
-    "FAMILIES",
-    "FULL_TEACHER",
-    "IGNORED",
-    "OVER_SETS",
-    "SOFTMAX",
-    "TOPK_TEACHER",
-    "Family",
-    "Layout",
-    "MaybeNone",
-    "VocabStatistics",
-    "Wanted",
-    "documented_fields",
-    "known_statistics",
-    "layout_of",
-    "register_statistic",
-]
 
 SOFTMAX = SoftmaxFamily()
 # Their order is the order of rows in packets and of additions to the gradient.

@@ -5,8 +5,6 @@
 | index of max, the target apart   | index of the largest max     |
 """
 
-from __future__ import annotations
-
 import torch
 
 from .family import Family, Joined, Merging, Softmax, Tile, Wanted

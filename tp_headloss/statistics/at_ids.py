@@ -9,8 +9,6 @@ any order. A negative id is none: 0, and no gradient. An id at or beyond the voc
 gradient of its token, if there is an upstream one.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .family import Family, Tile, Wanted

@@ -5,8 +5,6 @@
 | squares = sum exp(z - max)^2        | f^2 squares              | 2 p_j (p_j - collision)   |
 """
 
-from __future__ import annotations
-
 import torch
 
 from .family import Family, Joined, Softmax, Tile, row_sum

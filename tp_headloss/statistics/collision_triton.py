@@ -3,13 +3,8 @@
 import triton
 import triton.language as tl
 
-from .family_triton import Gradient, Merge, Statistics, no_peak, put, read, same_gradient, upstream, write
+from .family_triton import Gradient, Merge, Statistics, no_peak, one_lane_sum, one_sum, put, read, upstream, write
 from .numerics_triton import lane_sum, settle
-
-
-@triton.jit
-def start(zeros, chunk, inputs):
-    return (zeros,)
 
 
 @triton.jit
@@ -25,11 +20,6 @@ def add(state, tile, softmax, chunk, inputs, rows):
 @triton.jit
 def store(out, n, state, core, chunk, inputs, rows):
     tl.store(out + rows.squares * n, lane_sum(state[0]))
-
-
-@triton.jit
-def start_merge(BLOCK: tl.constexpr):
-    return (tl.zeros([BLOCK], tl.float64),)
 
 
 @triton.jit
@@ -69,6 +59,6 @@ def at_target(common, state, offset, token):
     return common + state[0] * (tl.exp(offset) / token.whole - state[1])
 
 
-STATISTICS = Statistics(start, rescale, add, store)
-MERGE = Merge(start_merge, no_peak, add_packet, fold, finish)
-GRADIENT = Gradient(load, coefficient, at_target, same_gradient)
+STATISTICS = Statistics(one_lane_sum, rescale, add, store)
+MERGE = Merge(one_sum, no_peak, add_packet, fold, finish)
+GRADIENT = Gradient(load, coefficient, at_target)

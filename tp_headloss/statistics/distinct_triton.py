@@ -1,5 +1,4 @@
-"""The kernels that leave each id of a list once and ascending: of a set, and of a top-K teacher's entries, where the
-probabilities of equal ids add up.
+"""The kernels that leave each id of a set, or of a top-K teacher's entries (whose masses add up), once and ascending.
 
 Names as in `family_triton`; tau: probabilities of a teacher.
 """
@@ -146,8 +145,7 @@ def _ones(bits):
 
 @triton.jit
 def _in_order(ids_out_ptr, ids_ptr, seen_ptr, begin, count, words, BLOCK: tl.constexpr):
-    """Write each id of a set once and ascending, and return how many; seen: a bit for each id, all 0 before and
-    after."""
+    """Write each id of a set once and ascending, and return how many; seen: a bit per id, all 0 before and after."""
     lanes = tl.arange(0, BLOCK)
     for k in range(0, count, BLOCK):
         ids = _ids_at(ids_ptr, begin, k + lanes, count).to(tl.int32)
@@ -182,8 +180,7 @@ def sets_kernel(
     n_rows, vocab_size,
     SMALL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: those of the sets of some tokens that have more than SMALL ids. Ids that ascend are as they should
-    be; others are marked and listed."""
+    """One program: sets of more than SMALL ids of some tokens. Ids that do not ascend are marked and listed."""
     lanes = tl.arange(0, BLOCK)
     words = vocab_size // 32 + 1
     seen_ptr += tl.program_id(0).to(tl.int64) * words

@@ -9,8 +9,6 @@ m = beta q + (1 - beta) p', d = p' - q, v_j = (1 - beta) p'_j log(p'_j / m_j), w
 | total_variation | sum abs(d_j) / 2 | sum p'_j sign(d_j) / 2 | p'_j (sign(d_j) / 2 - mean) |
 """
 
-from __future__ import annotations
-
 import torch
 
 from .family import Family, Tile, Wanted, row_sum

@@ -3,17 +3,8 @@
 import triton
 import triton.language as tl
 
-from .family_triton import (
-    Gradient,
-    load_logits,
-    load_teacher,
-    open_chunk_again,
-    same_at_target,
-    same_coefficient,
-    upstream,
-)
+from .family_triton import Gradient, load_logits, load_teacher, nothing_loaded, open_chunk_again, upstream
 from .numerics_triton import LOG2_E, LOG_2, exp2, fixed_sum, half_sign, log2_mixture, relative_information
-from .teacher_triton import load
 
 
 @triton.jit
@@ -111,4 +102,4 @@ def direct(dz, state, tile, token, grads, inputs, rows):
 
 
 STATISTICS = MERGE = None
-GRADIENT = Gradient(load, same_coefficient, same_at_target, direct)
+GRADIENT = Gradient(nothing_loaded, direct=direct)

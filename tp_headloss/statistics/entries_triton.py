@@ -16,8 +16,7 @@ SUMMED = tl.constexpr(32)  # entries of a chunk that they sum at once
 
 @triton.jit
 def entries_in_chunk(chunk, inputs):
-    """Number of the first of a row's entries, which ascend, that is in a chunk, and how many are: of a top-K
-    teacher."""
+    """Number of the first of a row's entries, which ascend, that is in a chunk, and how many are."""
     first = chunk.start + chunk.first
     before = 0
     count = 0
@@ -32,8 +31,7 @@ def entries_in_chunk(chunk, inputs):
 
 @triton.jit
 def load_at_ids(ids, inputs, chunk, at, live):
-    """A row's ids in a list, those numbered `at` that are live, in a chunk: the columns, z there (-inf elsewhere),
-    which ids are here."""
+    """Columns of a row's live ids numbered `at` in a list, z of those in the chunk (-inf else), and which these are."""
     columns = tl.load(ids + at, mask=live, other=-1) - chunk.start
     here = (columns >= chunk.first) & (columns < chunk.first + chunk.size)
     x = tl.load(inputs.x + chunk.row * inputs.x_row + columns.to(tl.int64) * inputs.x_column, mask=here, other=0.0)

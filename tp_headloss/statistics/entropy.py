@@ -5,8 +5,6 @@
 | moment = sum exp(z - max)(z - max)      | f (moment + (max - M) sum)  | -p_j (log p_j + H)    |
 """
 
-from __future__ import annotations
-
 import torch
 
 from .family import Family, Joined, Softmax, Tile, row_sum

@@ -11,8 +11,6 @@ Words: x raw logit, z transformed logit, y label, M = max z, S = sum exp(z - M),
 (the target) stays out of every sum and is joined at the end, so that confident tokens keep full relative accuracy.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any, NamedTuple, TypeAlias
 

@@ -2,13 +2,10 @@
 
 A family's module has up to three tuples of functions, which carriers call in the order of the families:
 
-* STATISTICS, for the kernel that streams logits: `start` a state, `rescale` it when the maximum moves, `add` a tile,
-  `store` the packet rows.
-* MERGE, for the kernels that merge packets: `start` a state, take a packet's `peak` (families with a maximum of their
-  own), `add` its rows; then `fold` the state into the rows of one packet again, or `finish`: join the target and store
-  merged rows and values.
-* GRADIENT: `load` per-token numbers, add to the `coefficient` of p away from the target, to that `at_target`, and to
-  the gradient `direct`ly.
+* STATISTICS, for streaming logits: `start` a state, `rescale` it when the maximum moves, `add` a tile, `store` rows.
+* MERGE, of packets: `start` a state, take a packet's `peak` (families with a maximum of their own), `add` its rows;
+  then `fold` the state into one packet again, or `finish`: join the target, and store merged rows and values.
+* GRADIENT: `load` per-token numbers, add to p's `coefficient` off the target, to that `at_target`, or `direct`ly.
 
 A hook that a family does not need is one of the neutral ones below, which return their accumulator: they cost nothing.
 Contributions are elementwise, so a tile may have any shape. Names: x raw logit, z transformed logit, v the same without
@@ -43,18 +40,21 @@ class Merge(NamedTuple):
     finish: object  # (state, joined, out, inputs, rows)
 
 
-class Gradient(NamedTuple):
-    """Hooks for the gradient."""
-
-    load: object  # (grads, token, inputs, rows) -> state; grads: upstream gradients by name, see `upstream`
-    coefficient: object  # (away, state, shifted, p, token) -> away, already divided by S
-    at_target: object  # (common, state, offset, token) -> common
-    direct: object  # (dz, state, tile, token, grads, inputs, rows) -> dz
+@triton.jit
+def one_lane_sum(zeros, chunk, inputs):
+    """Start the lane sums of one row."""
+    return (zeros,)
 
 
 @triton.jit
 def not_rescaled(state, move, chunk, inputs, rows):
     return state
+
+
+@triton.jit
+def one_sum(BLOCK: tl.constexpr):
+    """Start the merged sums of one row."""
+    return (tl.zeros([BLOCK], tl.float64),)
 
 
 @triton.jit
@@ -65,6 +65,11 @@ def no_peak(state, packet, rows):
 @triton.jit
 def nothing_folded(state, packet, rows):
     """Fold nothing, for families whose packets are never made from partial ones."""
+
+
+@triton.jit
+def nothing_loaded(grads, token, inputs, rows):
+    return (0,)
 
 
 @triton.jit
@@ -82,13 +87,13 @@ def same_gradient(dz, state, tile, token, grads, inputs, rows):
     return dz
 
 
-@triton.jit
-def weigh_token(factor, weight_ptr, row):
-    """factor times the token's weight, if there are weights; 0 for a weight of 0, whatever the factor is."""
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + row)
-        factor = tl.where(weight == 0.0, 0.0, factor * weight)
-    return factor
+class Gradient(NamedTuple):
+    """Hooks for the gradient."""
+
+    load: object  # (grads, token, inputs, rows) -> state; grads: upstream gradients by name, see `upstream`
+    coefficient: object = same_coefficient  # (away, state, shifted, p, token) -> away, already divided by S
+    at_target: object = same_at_target  # (common, state, offset, token) -> common
+    direct: object = same_gradient  # (dz, state, tile, token, grads, inputs, rows) -> dz
 
 
 @triton.jit
@@ -96,18 +101,11 @@ def loss_of_row(loss, row):
     """Gradient of the reduced loss for a statistic of a row whose coefficient is 1, in float64; 0 without a loss."""
     factor = 0.0
     if loss.upstream is not None:
-        factor = weigh_token(tl.load(loss.upstream) * tl.load(loss.inverse), loss.weight, row)
+        factor = tl.load(loss.upstream) * tl.load(loss.inverse)
+        if loss.weight is not None:
+            weight = tl.load(loss.weight + row)
+            factor = tl.where(weight == 0.0, 0.0, factor * weight)  # 0 for a weight of 0, whatever the factor is
     return factor
-
-
-@triton.jit
-def loss_gradient(grad, loss, value):
-    """Upstream gradient of a statistic from `loss_of_row` and its coefficient (c,), or (c, ..) where the loss has the
-    square of the value."""
-    g = loss * grad[0]
-    if len(grad) == 2:
-        g *= 2.0 * value
-    return g.to(tl.float32)
 
 
 @triton.jit
@@ -119,10 +117,10 @@ def upstream(grad, token):
         if isinstance(grad, tl.tensor):
             g = tl.load(grad + token.row)
         else:
-            value = 0.0
+            g = token.loss * grad[0]
             if len(grad) == 2:
-                value = tl.load(grad[1] + token.row)
-            g = loss_gradient(grad, token.loss, value)
+                g *= 2.0 * tl.load(grad[1] + token.row)
+            g = g.to(tl.float32)
     return g
 
 

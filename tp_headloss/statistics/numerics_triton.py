@@ -1,7 +1,6 @@
 """Numerics of the device functions: everything in fp32 (merges in float64), -inf selected on the exponential.
 
-Every load is cast to fp32 at once (the interpreter computes bf16 wrongly), row offsets are int64, and a token count is
-never a compile-time constant.
+Loads are cast to fp32 at once (the interpreter errs with bf16), row offsets are int64, token counts never constants.
 """
 
 import torch

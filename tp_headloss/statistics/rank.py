@@ -6,8 +6,6 @@
 |           | lower id                                                |       | V for the least; no gradient        |
 """
 
-from __future__ import annotations
-
 import torch
 
 from .family import Family, Joined, Softmax, Tile, row_sum

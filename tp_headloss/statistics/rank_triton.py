@@ -6,7 +6,7 @@ The state: counts, the label's logit, and how many columns of the chunk come bef
 import triton
 import triton.language as tl
 
-from .family_triton import Merge, Statistics, no_peak, not_rescaled, nothing_folded, read, write
+from .family_triton import Merge, Statistics, no_peak, not_rescaled, nothing_folded, one_sum, read, write
 from .numerics_triton import settle
 
 # Adjacent columns with one count in fp32, which holds it exactly, between them: a thread adds them up. An H200, 8192 x
@@ -50,11 +50,6 @@ def store(out, n, state, core, chunk, inputs, rows):
 
 
 @triton.jit
-def start_merge(BLOCK: tl.constexpr):
-    return (tl.zeros([BLOCK], tl.float64),)
-
-
-@triton.jit
 def add_packet(state, packet, softmax, rows):
     return (state[0] + read(packet, rows.ahead, 0.0).to(tl.float64),)
 
@@ -65,5 +60,5 @@ def finish(state, joined, out, inputs, rows):
 
 
 STATISTICS = Statistics(start, not_rescaled, add, store)
-MERGE = Merge(start_merge, no_peak, add_packet, nothing_folded, finish)
+MERGE = Merge(one_sum, no_peak, add_packet, nothing_folded, finish)
 GRADIENT = None

@@ -13,8 +13,6 @@ in `softmax`. A set that is empty or lacks the token's label makes its token's s
 At other columns the gradient is 0, and -p_j for set_log_mass.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .family import Family, Joined, Merging, Softmax, Tile, Wanted, finite_shift, row_sum, weigh

@@ -10,8 +10,6 @@ With u = sum over j != y of exp(z_j - M): log p_y = -log1p(u) where y is the max
 with a teacher, the student has another temperature: z' = scale z, and student_sum = sum exp(z' - scale max).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

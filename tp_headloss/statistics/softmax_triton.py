@@ -185,40 +185,21 @@ def fold(state, peak, packet, rows, parts):
 
 
 @triton.jit
-def merged_log_prob(joined):
-    """The label's log-probability."""
-    log_prob = 0.0 - tl.where(joined.target == joined.top, joined.log_sum, joined.log_sum - joined.offset)
-    return settle(log_prob, joined.bad, joined.ignored)
-
-
-@triton.jit
-def merged_rows(joined):
-    """The merged rows shift, sum, others and target."""
-    bad = joined.bad
-    ignored = joined.ignored
-    return (
-        settle(joined.top, bad, ignored), settle(joined.whole, bad, ignored),
-        settle(joined.others * joined.factor / joined.whole, bad, ignored), settle(joined.offset, bad, ignored),
-    )  # fmt: skip
-
-
-@triton.jit
 def finish(state, joined, out, rows):
     """Store merged rows and values of the softmax."""
     bad = joined.bad
     ignored = joined.ignored
     if rows.packet.owner is not None:
-        shift, whole, others, offset = merged_rows(joined)
-        write(out.value, joined, rows.value.log_prob, merged_log_prob(joined))
+        log_prob = 0.0 - tl.where(joined.target == joined.top, joined.log_sum, joined.log_sum - joined.offset)
+        others = joined.others * joined.factor / joined.whole
+        write(out.value, joined, rows.value.log_prob, settle(log_prob, bad, ignored))
         write(out.value, joined, rows.value.target_logit, settle(joined.target, bad, ignored))
         write(out.value, joined, rows.value.owners, state[2])
         tl.store(out.valid + joined.token, ~ignored, mask=joined.here)
-        write(out.merged, joined, rows.merged.others, others)
-        write(out.merged, joined, rows.merged.target, offset)
-    else:
-        shift, whole = settle(joined.top, bad, ignored), settle(joined.whole, bad, ignored)
+        write(out.merged, joined, rows.merged.others, settle(others, bad, ignored))
+        write(out.merged, joined, rows.merged.target, settle(joined.offset, bad, ignored))
     write(out.value, joined, rows.value.lse, settle(joined.top + joined.log_sum, bad, ignored))
-    write(out.merged, joined, rows.merged.shift, shift)
-    write(out.merged, joined, rows.merged.sum, whole)
+    write(out.merged, joined, rows.merged.shift, settle(joined.top, bad, ignored))
+    write(out.merged, joined, rows.merged.sum, settle(joined.whole, bad, ignored))
     if rows.packet.student_sum is not None:
         write(out.merged, joined, rows.merged.student_sum, settle(joined.student_sum, bad, ignored))

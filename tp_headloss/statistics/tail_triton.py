@@ -1,8 +1,7 @@
 """Device functions of a top-K teacher's tail: sums over all columns but the entries.
 
 While logits stream by, nobody asks which columns are entries: a lane adds up every BLOCK-th column of a chunk, and the
-few lanes that have an entry, or the target, are added up again without it. So nothing is subtracted, and no digits are
-lost.
+few lanes that have an entry, or the target, are added up again without it: no digits are lost by subtraction.
 """
 
 import triton
@@ -63,8 +62,7 @@ def add(state, tile, softmax, chunk, inputs, rows):
 
 @triton.jit
 def _marked_lanes(entries, begin, end, target, first, BLOCK: tl.constexpr):
-    """Return the lanes of a chunk that have an entry or the target, those that have several, and the target's column,
-    -1 if it is an entry.
+    """Return a chunk's lanes that have an entry or the target, those with several, and the target's column (entry: -1).
 
     Lanes are bits [32]: a number for each thread of the warp, with a bit for each of its WIDE lanes side by side."""
     tl.static_assert((BLOCK >= 32) & (BLOCK <= 1024))

@@ -13,8 +13,6 @@ u = t / the teacher's temperature, q = softmax(u); the student at its own temper
 forward_kl = KL(q || p'), reverse_kl = KL(p' || q), 0 log 0 = 0: a column without probability adds nothing.
 """
 
-from __future__ import annotations
-
 import torch
 
 from .family import Family, Joined, Merging, Softmax, Tile, Wanted, decay, finite_shift, row_sum, weigh

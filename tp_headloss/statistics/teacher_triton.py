@@ -7,17 +7,7 @@ and of q (u - maximum). A column without probability adds nothing, whatever its 
 import triton
 import triton.language as tl
 
-from .family_triton import (
-    Gradient,
-    Merge,
-    Statistics,
-    put,
-    read,
-    same_at_target,
-    same_coefficient,
-    upstream,
-    write,
-)
+from .family_triton import Gradient, Merge, Statistics, nothing_loaded, put, read, upstream, write
 from .numerics_triton import decay, exp, lane_sum, settle, weigh
 
 
@@ -181,11 +171,6 @@ def finish(state, joined, out, inputs, rows):
 
 
 @triton.jit
-def load(grads, token, inputs, rows):
-    return (0,)
-
-
-@triton.jit
 def direct(dz, state, tile, token, grads, inputs, rows):
     """p and q as exponentials of shifted logits, whose sums divide the upstream gradients."""
     a = token.student_scale
@@ -210,4 +195,4 @@ def direct(dz, state, tile, token, grads, inputs, rows):
 
 STATISTICS = Statistics(start, rescale, add, store)
 MERGE = Merge(start_merge, peak, add_packet, fold, finish)
-GRADIENT = Gradient(load, same_coefficient, same_at_target, direct)
+GRADIENT = Gradient(nothing_loaded, direct=direct)

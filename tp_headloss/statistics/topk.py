@@ -19,10 +19,6 @@ either; y_k = scale (z_k - topk_max):
 v and w as in `divergence`.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
-
 import torch
 
 from .divergence import jensen_shannon_parts
@@ -31,6 +27,7 @@ from .family import Family, Joined, Merging, Softmax, Tile, Wanted, decay, finit
 TAIL = ("tail_log_mass", "tail_entropy")
 FIRST = ("topk_forward_kl", "vocab_forward_kl", "topk_reverse_kl", "topk_log_mass", *TAIL)
 SECOND = ("topk_jsd", "vocab_jsd")
+REST = ("rest_shift", "rest_sum", "rest_mean", "inside", "outside")
 
 
 def has_tail(want) -> bool:
@@ -38,16 +35,11 @@ def has_tail(want) -> bool:
     return any(name in want for name in TAIL)
 
 
-def needs_full_student_sum(want) -> bool:
-    """True if the student is normalised over the vocabulary by the sum over all of it."""
-    return not has_tail(want) and any(name in want for name in ("topk_log_mass", "vocab_forward_kl", "vocab_jsd"))
-
-
 class TopKFamily(Family):
     statistics = gradients = FIRST + SECOND
 
     def needs_student_sum(self, call: Wanted) -> bool:
-        return needs_full_student_sum(call.want)
+        return not has_tail(call.want) and call.any_of(("topk_log_mass", "vocab_forward_kl", "vocab_jsd"))
 
     def packet_rows(self, call: Wanted) -> tuple[str, ...]:
         rows = ("tail_max", "tail_sum") if has_tail(call.want) else ()
@@ -94,18 +86,18 @@ class TopKFamily(Family):
         least = torch.xlogy(mass, mass)
         values["topk_forward_kl"] = settled(sums["topk_cross"] + mass * log_sum, least)
         values["topk_reverse_kl"] = settled(gap - log_sum, -mass.log())
-        rest = self._rest(sums, joined)
-        values |= rest.values
+        rest_values, rest = self._rest(sums, joined)
+        values |= rest_values
         if "topk_log_mass" in values:
             cross = sums["topk_cross"] + mass * (log_sum - values["topk_log_mass"])
             values["vocab_forward_kl"] = settled(cross, least)
         unknown = mass.isnan()
         values = {name: torch.where(unknown, torch.nan, x) for name, x in values.items()}
         rows = {"topk_shift": sums["topk_shift"], "topk_sum": sums["topk_sum"], "topk_mass": mass, "topk_gap": gap}
-        return values, rows | rest.rows
+        return values, rows | dict(zip(REST, rest))
 
-    def _rest(self, sums: dict, joined: Joined) -> Rest:
-        """The student's probability of the entries and of everything else."""
+    def _rest(self, sums: dict, joined: Joined) -> tuple[dict, tuple]:
+        """The student's probability of the entries and of everything else: values, and the merged rows `REST`."""
         zero, scale = torch.zeros_like(sums["topk_sum"]), joined.scale
         log_sum = sums["topk_sum"].log()
         if "tail_sum" in sums:
@@ -116,12 +108,12 @@ class TopKFamily(Family):
             inside, outside = -(less + (-apart).clamp(min=0)), -(less + apart.clamp(min=0))
             entropy = torch.where(whole == 0, 0.0, whole.log() - mean)
             values = {"topk_log_mass": inside, "tail_log_mass": outside, "tail_entropy": entropy}
-            return Rest(values, rest_rows(shift, whole, mean, inside.exp(), outside.exp()))
+            return values, (shift, whole, mean, inside.exp(), outside.exp())
         if joined.student_sum is not None:
             top, whole = joined.top, joined.student_sum
             inside = (scale * (sums["topk_shift"] - top) + log_sum - whole.log()).clamp(max=0)
-            return Rest({"topk_log_mass": inside}, rest_rows(top, whole, zero, inside.exp(), -torch.expm1(inside)))
-        return Rest({}, rest_rows(zero, zero, zero, zero, zero))
+            return {"topk_log_mass": inside}, (top, whole, zero, inside.exp(), -torch.expm1(inside))
+        return {}, (zero,) * len(REST)
 
     def second(self, name: str, tile: Tile, merged: dict, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
         student, teacher = jensen_shannon_parts(*entry_probabilities(name, tile, merged), beta)
@@ -152,17 +144,6 @@ class TopKFamily(Family):
         rest = torch.where((tile.z == -torch.inf) | (merged["rest_sum"] == 0), 0.0, shifted.exp() / merged["rest_sum"])
         dz = torch.where(rest == 0, 0.0, rest * (common - entropy * (shifted - merged.get("rest_mean", 0.0))))
         return fill_entries(dz, tile.entries, at)
-
-
-class Rest(NamedTuple):
-    """Values and merged rows of the columns that are no entries."""
-
-    values: dict
-    rows: dict
-
-
-def rest_rows(shift, whole, mean, inside, outside) -> dict[str, torch.Tensor]:
-    return {"rest_shift": shift, "rest_sum": whole, "rest_mean": mean, "inside": inside, "outside": outside}
 
 
 def merge_subset(rows: dict, name: str, scale) -> dict[str, torch.Tensor]:

@@ -6,8 +6,6 @@
 | mass, with the target column                  | sum   | none               |
 """
 
-from __future__ import annotations
-
 import torch
 
 from .family import Family, Joined, Softmax, Tile, row_sum

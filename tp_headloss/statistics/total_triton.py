@@ -3,19 +3,7 @@
 import triton
 import triton.language as tl
 
-from .family_triton import (
-    Gradient,
-    Merge,
-    Statistics,
-    no_peak,
-    not_rescaled,
-    put,
-    read,
-    same_at_target,
-    same_coefficient,
-    upstream,
-    write,
-)
+from .family_triton import Gradient, Merge, Statistics, no_peak, not_rescaled, put, read, upstream, write
 from .numerics_triton import lane_sum, settle
 
 
@@ -77,4 +65,4 @@ def direct(dz, state, tile, token, grads, inputs, rows):
 
 STATISTICS = Statistics(start, not_rescaled, add, store)
 MERGE = Merge(start_merge, no_peak, add_packet, fold, finish)
-GRADIENT = Gradient(load, same_coefficient, same_at_target, direct)
+GRADIENT = Gradient(load, direct=direct)

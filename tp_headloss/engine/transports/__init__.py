@@ -12,8 +12,6 @@ NCCL knows no all-reduce whose operator is the merge of families, so there are t
 ``auto`` is ``symm_mem`` where it can be had and was measured to be faster, else ``gather``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

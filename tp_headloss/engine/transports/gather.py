@@ -1,7 +1,5 @@
 """The transport "gather": one all-gather, after which every rank merges all packets in the same order."""
 
-from __future__ import annotations
-
 import torch
 
 from ...ranks.comm import gather_parts

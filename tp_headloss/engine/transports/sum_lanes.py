@@ -4,11 +4,9 @@ The first finds the maxima of all ranks. Relative to them every row of a packet 
 second adds them up in float64. It serves every statistic but argmax, which is no sum.
 """
 
-from __future__ import annotations
-
 import torch
 
-from ...ranks.comm import max_in_place, sum_in_place
+from ...ranks.comm import reduce_in_place
 from ..eager import finish, merged_sums, student_scale
 from ..request import Request
 from .transport import Transport
@@ -22,11 +20,12 @@ class SumLanes(Transport):
         peaks = [i for i, name in enumerate(request.layout.packet) if name.endswith("max")]
         # a packet without columns, whose maxima no rank exceeds: what is merged with it is relative to them
         empty = torch.zeros_like(packets[:1])
-        for i, x in zip(peaks, max_in_place(torch.stack([packets[:, i].amax(0) for i in peaks]), *group)):
+        maxima = torch.stack([packets[:, i].amax(0) for i in peaks])
+        for i, x in zip(peaks, reduce_in_place(maxima, *group, largest=True)):
             empty[0, i] = x
         shift, sums = merged_sums(torch.cat([packets, empty]), request.layout, student_scale(request))
         lanes = {name: x for name, x in sums.items() if not name.endswith("shift")}
-        total = sum_in_place(torch.cat([x.flatten() for x in lanes.values()]), *group)
+        total = reduce_in_place(torch.cat([x.flatten() for x in lanes.values()]), *group)
         parts = total.split([x.numel() for x in lanes.values()])
         sums |= {name: part.view_as(x) for (name, x), part in zip(lanes.items(), parts)}
         return finish(shift, sums, request, packets.dtype)

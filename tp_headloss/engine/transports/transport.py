@@ -1,7 +1,5 @@
 """The contract of a transport."""
 
-from __future__ import annotations
-
 import torch
 
 from ..backend import load_backend

@@ -32,14 +32,12 @@ class MegatronHead(Observed):
     """Per-token losses [b, s] fp32 of a model, not reduced, as `compute_language_model_loss` returns them.
 
     An instance is also an ``output_processor`` of GPTModel.forward (Megatron-Core >= 0.18): hidden [s, b, h] replicated
-    (under sequence parallelism [s/P, b, h]), labels [b, s] replicated -> losses [b, s] replicated. Without labels it
-    returns the logits, as Megatron does.
+    (under sequence parallelism [s/P, b, h]), labels [b, s] replicated -> losses [b, s] replicated; no labels: logits.
 
     Args:
         ignore_index: label whose tokens have loss 0 and no gradient; any other label outside of the vocabulary gives
             NaN. With None, as in Megatron, the caller's loss mask decides which tokens count: labels outside of the
-            vocabulary have loss 0 and no gradient. (Megatron returns lse - max for them, which is no cross-entropy, so
-            the mask must be 0 there.)
+            vocabulary have loss 0 and no gradient (in Megatron lse - max, no cross-entropy: the mask must be 0 there).
         terms, metrics, compile: as in `HeadLoss`; the default term is cross-entropy.
         depth_terms: terms of the depths of multi-token prediction; None: `terms`. The input "teacher" of such a term
             is the main head itself, detached, where it predicts the same token, so that
@@ -54,12 +52,10 @@ class MegatronHead(Observed):
             (None: ones); all gradients are NaN otherwise. It does not apply to losses of multi-token prediction.
         options: `Options`, for example ``inplace=True`` for fused=False.
         observe: function that is called with the `HeadLossOutput` of each call, without graph and statistics; each
-            depth of multi-token prediction is a call. Sums are over all tokens; in one sweep the loss mask weights
-            them.
+            depth of multi-token prediction is one. Sums are over all tokens, in one sweep weighted by the loss mask.
 
     Attributes:
-        last: `HeadLossOutput` of the last call, without graph and statistics; with multi-token prediction, of the main
-            head.
+        last: `HeadLossOutput` of the last call (with depths: of the main head), without graph and statistics.
     """
 
     def __init__(
@@ -162,8 +158,7 @@ class MegatronHead(Observed):
         likeliest id is the label. Arguments as in `losses_from_hidden`; never in one sweep.
 
         Args:
-            main_hidden: like `hidden`, the main head's where it predicts the same tokens, for terms with a teacher;
-                None if there are none.
+            main_hidden: like `hidden`, the main head's where it predicts the same tokens, for terms with a teacher.
             counted: False: the likeliest ids are not looked for, and None is returned in the second place.
         """
         weight, labels, given = self._linear_arguments(weight, layer, labels, config, "recompute")
@@ -183,8 +178,7 @@ class MegatronHead(Observed):
         return weight, self._labels(labels, shard), given
 
     def losses_from_logits(self, logits, labels, layer) -> torch.Tensor:
-        """Return the losses [b, s] of logits [s, b, v/P] sharded on V, as the output layer makes them, and labels
-        [b, s] replicated. ValueError for gathered logits."""
+        """Return the losses [b, s] of logits [s, b, v/P] sharded on V, labels [b, s]; ValueError for gathered ones."""
         columns = getattr(layer, "output_size_per_partition", logits.shape[-1])
         if logits.shape[-1] != columns:
             raise ValueError(
@@ -233,8 +227,7 @@ class _LossesOfSum(torch.autograd.Function):
 
 
 def layer_shard(group, width: int, vocab_size: int | None) -> VocabShard:
-    """Return the shard of this rank in the group of an output layer with `width` rows per rank. Rows at or beyond
-    vocab_size are padding; None: there is none."""
+    """Return this rank's shard of an output layer of `width` rows a rank; those at or beyond vocab_size are padding."""
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"the output layer must know its tensor-parallel group, got {group!r}")
     padded = width * group.size()
@@ -247,20 +240,14 @@ def linear_options(linear: Linear, layer, weight: torch.Tensor, mode: str) -> Li
     """Return `Linear` options that reduce dH and store dW as the output layer would."""
     partial = layer.tp_group.size() > 1 and not layer.sequence_parallel and not layer.allreduce_dgrad
     how = "reduce_scatter" if layer.sequence_parallel else "none" if partial else "all_reduce"
-    main_grad = layer.gradient_accumulation_fusion and _has_fp32_main_grad(weight)
+    # dW goes to an fp32 main_grad if it can be added there; otherwise it is returned, and DDP's hook adds it
+    fused = layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
+    main_grad = fused and getattr(getattr(weight, "main_grad", None), "dtype", None) == torch.float32
     return replace(linear, mode=mode, hidden_grad=how, main_grad=main_grad)
 
 
-def _has_fp32_main_grad(weight) -> bool:
-    """True if dW can be added to an fp32 ``main_grad`` here; otherwise dW is returned, and DDP's hook adds it."""
-    main_grad = getattr(weight, "main_grad", None)
-    fits = main_grad is not None and main_grad.dtype == torch.float32
-    return fits and weight.requires_grad and torch.is_grad_enabled()
-
-
 def logits_transform(config, temperature: float | torch.Tensor = 1.0) -> Transform:
-    """Return the transform of the logits that a TransformerConfig asks for, the scale of MuP or none, then a
-    temperature."""
+    """Return the transform that a TransformerConfig asks for: the scale of MuP or none, then a temperature."""
     scale = config.mup_output_mult if getattr(config, "use_mup", False) else 1.0
     return Transform(scale=scale, temperature=temperature)
 

@@ -22,8 +22,7 @@ from .postprocess import postprocess
 class Installed(Replacement):
     """The methods that `install` has put into a model; `remove` takes them out again.
 
-    As a context manager it removes the methods at the end of the block, and raises RuntimeError if no loss was computed
-    by them.
+    As a context manager it removes them at the end of the block, and raises RuntimeError if they computed no loss.
 
     Attributes:
         head: the `MegatronHead`.
@@ -102,8 +101,7 @@ def install(
 
 
 def _checked_model(model, fused):
-    """Return the model without its wrappers, and the Megatron class that it belongs to. TypeError or ValueError if a
-    head cannot be put into it."""
+    """Return the model without wrappers, and its Megatron class. TypeError or ValueError if no head can be put in."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     if isinstance(model, (list, tuple)):

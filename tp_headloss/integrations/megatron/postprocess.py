@@ -97,8 +97,7 @@ class TakenHidden:
     Attributes:
         hidden: [s, b, h], [s/P, b, h] under sequence parallelism; None before the first call.
         weight: [v/P, h] of tied embeddings, or None: the layer's own.
-        correct: bool [b, s] of the last depth of multi-token prediction: its likeliest id is the label. None where
-            Megatron does not count these.
+        correct: bool [b, s], the last depth's likeliest id is the label; None where Megatron does not count these.
     """
 
     hidden: torch.Tensor | None = None

@@ -23,8 +23,7 @@ class MainStates:
 
     @torch.no_grad()
     def moved(self) -> torch.Tensor:
-        """Move the states by one position more, and return them in the layout of the output layer's input: [s, b, h],
-        or this rank's [s/P, b, h] under sequence parallelism."""
+        """Move the states by one position more -> [s, b, h], or this rank's [s/P, b, h] under sequence parallelism."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
         from megatron.core.transformer.multi_token_prediction import roll_tensor
 
@@ -46,8 +45,7 @@ class MainStates:
 
 @contextmanager
 def main_states_of(model, hidden_states, packed_seq_params):
-    """Yield the `MainStates` of a forward that runs in the block: from the output of the model's block of depths, or
-    from `hidden_states`, if that block has run before."""
+    """Yield the `MainStates` of a forward: from the output of the model's depths, or `hidden_states` if they ran."""
     states, block = MainStates(model, hidden_states, packed_seq_params), getattr(model, "mtp", None)
 
     def keep(module, args, output):

@@ -42,8 +42,7 @@ def is_training(model) -> bool:
 
 
 def refuse_columns(outputs, shard: VocabShard):
-    """Raise ValueError if the logits of a call without labels are this rank's columns, which its caller would take for
-    the logits of the whole vocabulary."""
+    """Raise ValueError if logits of a call without labels are this rank's columns: its caller takes them for all."""
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
     if shard.world_size > 1 and logits.shape[-1] == shard.width:
         raise ValueError(

@@ -1,5 +1,4 @@
-"""A forward that computes a head, in the place of a model's own, and the check that this model does nothing but the
-output layer and a transform between its body and its loss."""
+"""A forward with a head in place of a model's own, and the check that nothing else is between its body and loss."""
 
 from __future__ import annotations
 
@@ -107,13 +106,14 @@ class StockCall:
 
 def check_forward(model, stock, transform: Transform, shard: VocabShard) -> StockCall:
     """Call the model's own forward twice, and return the second call. ValueError if the model does anything between its
-    body and its loss but the output layer and the transform. In the first call a hook replaces the output layer's
-    logits by widely spread ones, so that every transform shows."""
+    body and its loss but the output layer and the transform, which shows as the first call has widely spread logits."""
     # FSDP gathers weights in calls of the model itself
     call: Any = model if isinstance(model, FSDPModule) else functools.partial(stock, model)
     _expect_decoder(model, stock)
-    ids, labels = _check_inputs(model, shard)
-    seen = {}
+    spread = torch.arange(8, device=model.get_input_embeddings().weight.device) * max(shard.vocab_size // 8, 1)
+    ids, seen = spread[None] % shard.vocab_size, {}
+    labels = ids.clone()
+    labels[0, 3] = -100
 
     def keep_hidden(module, args, outputs):
         seen["hidden"] = outputs[0]
@@ -175,15 +175,6 @@ def _expect_decoder(model, stock):
     others = [name for name in own if name not in (*taken, *HEAD_ARGUMENTS, "self", "kwargs", "output_router_logits")]
     if others:
         raise ValueError(f"the model's body must take all of its inputs, but {type(body).__name__} has no {others}")
-
-
-def _check_inputs(model, shard: VocabShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [1, 8], spread over the vocabulary, and labels [1, 8] of which one is ignored."""
-    device = model.get_input_embeddings().weight.device
-    ids = (torch.arange(8, device=device) * max(shard.vocab_size // 8, 1) % shard.vocab_size)[None]
-    labels = ids.clone()
-    labels[0, 3] = -100
-    return ids, labels
 
 
 def _expect_transform(transform: Transform, logits: torch.Tensor, transformed: torch.Tensor):

@@ -47,8 +47,7 @@ def fuse_head(
     With labels the model returns its own output class, whose ``logits`` are None in training. Without labels the
     forward is the model's own, so generate() works; the model's own plan (tp_plan="auto") gathers the logits there. A
     call without labels and shift_labels raises ValueError in training, where a Trainer took the labels away, and where
-    it would return only this rank's columns of the logits (`colwise_plan`). ``num_items_in_batch``, ignore_index,
-    ``head_inputs`` and ``.last`` are as in `causal_lm_loss`.
+    it would return this rank's columns alone (`colwise_plan`). Other arguments, and ``.last``, as in `causal_lm_loss`.
 
     All ranks of the group install together: three forward passes over eight tokens check that the model does nothing
     else between its body and its loss, and that the loss is the model's own.

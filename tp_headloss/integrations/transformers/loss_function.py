@@ -19,8 +19,7 @@ from .model_facts import Model, installed_shard
 
 
 def colwise_plan(model_class: type[PreTrainedModel], config) -> dict[str, str]:
-    """Return the tp_plan that `causal_lm_loss` needs: the model's own plan, but with its output layer "colwise", so
-    that each rank keeps its columns of the logits.
+    """Return the tp_plan that `causal_lm_loss` needs: the model's own, but each rank keeps its columns of the logits.
 
     It is the whole plan, because `DistributedConfig` adds such a dict to the model's own plan from transformers 5.23
     on, and replaces the model's own plan by it in older versions. With this plan no rank has whole logits: once
@@ -65,26 +64,21 @@ def causal_lm_loss(
         model.loss_function = causal_lm_loss(model, HeadLoss([CrossEntropy(), ZLoss(1e-4)]))
 
     logits [B, S, V/P] sharded on V (plain, or DTensor), labels [B, S] replicated -> loss [], replicated; forward: one
-    collective, backward: none. The logits' gradient is this rank's; the model's own output layer reduces dH, the
-    gradient of the hidden states.
+    collective, backward: none. The logits' gradient is this rank's; the model's own output layer reduces its input's.
 
     The function has the signature that transformers expects. ``num_items_in_batch`` is the denominator. ignore_index
     None means the one of the head_loss. ``head_inputs``, a keyword of the model's forward, becomes ``inputs`` of the
-    head_loss, for the positions of the logits. ``.last`` is the `HeadLossOutput` of the last call, without graph and
-    statistics, for metrics.
+    head_loss, for the positions of the logits. ``.last`` is the last `HeadLossOutput`, without graph and statistics.
 
     A forward hook of the model, active while the function is its loss_function, raises ValueError on every rank for a
     call with labels whose model does not call its loss_function (T5, BERT), and for a call without labels that returned
     this rank's columns (generate() would sample from them). In training, such logits are for a loop that calls
-    ``model.loss_function`` itself: their backward raises if it did not, as where a Trainer took the labels away. To
-    generate, use `fuse_head` and tp_plan="auto".
+    ``model.loss_function`` itself: their backward raises if it did not. To generate, use `fuse_head`, tp_plan="auto".
 
     Args:
         head_loss: `HeadLoss` with a scalar loss; default cross-entropy.
-        shard: ids of this rank; None takes bounds and group from the output layer's weight (a plain weight counts as
-            not sharded).
-        observe: function that is called with the ``.last`` of each call, for example the ``append`` of a list that
-            `mean_metrics` reads after a step of several micro-batches.
+        shard: ids of this rank; None takes those and the group of the output layer's weight (plain: not sharded).
+        observe: called with the ``.last`` of each call; say the ``append`` of a list that `mean_metrics` reads later.
 
     Raises:
         TypeError: an argument, or the output layer, is of another class.

@@ -91,8 +91,7 @@ def installed_shard(model, shard: VocabShard | None = None) -> VocabShard:
 
 
 def head_shard(model, shard: VocabShard | None = None) -> VocabShard:
-    """Return the shard of this rank's rows of the output layer's weight. ValueError if it is not `shard`, or if the
-    ranks that share the weight may hold different tokens."""
+    """Return the shard of the output layer's weight; ValueError if it is not `shard`, or tokens may differ in it."""
     layer = output_layer(model)
     if (deepspeed := deepspeed_facts(layer)) is not None:
         return deepspeed.layer_shard(layer, shard)
