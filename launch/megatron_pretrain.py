@@ -42,9 +42,7 @@ LOSSES = ("stock", "stock-fused", "stock-te", "logits", "logits-inplace", "head"
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
-    parser = parser_of(
-        __doc__, tp=2, layers=2, heads=4, length=128, accumulate=1, steps=20, lr=1e-3, seed=0
-    )
+    parser = parser_of(__doc__, tp=2, layers=2, heads=4, length=128, accumulate=1, steps=20, lr=1e-3, seed=0)
     add = parser.add_argument
     add("--losses", nargs="+", choices=LOSSES, default=[loss for loss in LOSSES if loss != "stock-te"])
     add(

@@ -104,6 +104,7 @@ def test_terms_and_heads_are_pickled_and_compute_the_same(name):
     shape, generator = labels.shape, torch.Generator().manual_seed(0)
     inputs = {key: torch.randn(shape, generator=generator) for key in
               ("advantages", "old_log_prob", "generator_log_prob", "reference_log_prob", "rewards")}  # fmt: skip
+    inputs |= {key: -values.abs() for key, values in inputs.items() if key.endswith("log_prob")}
     inputs["teacher"] = hl.Teacher(torch.randn(x.shape, generator=generator), 2.0)
     if name == "top-K":
         ids = torch.randint(0, V, (*shape, 3), generator=generator)

@@ -150,7 +150,7 @@ def log_probs(
 def computed_statistics(request: Request, labels, options: Options | None, reduction=None):
     """The statistics of a checked call, and with a `FusedReduction` its loss and sums, else None."""
     options = options or DEFAULTS
-    if reduction is not None:
+    if reduction is not None and (reduction.weight is not None or reduction.given):
         reduction = reduction.in_rows(request.order)
     tensors = request.tensors
     # autograd looks at each of its arguments

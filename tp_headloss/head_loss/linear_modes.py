@@ -63,7 +63,7 @@ def one_sweep(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutpu
     call = _with_denominator(call)
     reduction = fused_reduction(call, head.request.tensors.labels, head.request.facts.backend)
     options, in_one = call.definition.options or DEFAULTS, None
-    if options.gradient != "backward":
+    if reduction is not None and options.gradient != "backward":
         in_one = reduction_in_one(call, head.request.facts.vocab_size, reduction)
     gradients_of = value_gradients(call, head.request, reduction)
     if gradients_of is None:

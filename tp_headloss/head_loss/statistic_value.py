@@ -87,7 +87,5 @@ class FusedReduction(NamedTuple):
         return self._each(lambda x: x[here])
 
     def _each(self, function) -> FusedReduction:
-        if self.weight is None and not self.given:
-            return self
         weight = None if self.weight is None else function(self.weight)
         return self._replace(weight=weight, given=tuple(map(function, self.given)))
