@@ -187,7 +187,8 @@ CASES = {
         "head", shared_inputs, lambda c: c.inputs.update(teacher=hl.Teacher(torch.zeros_like(c.x).half())),
         "ValueError", "inputs.teacher.logits"),
     "another teacher": (
-        "head", shared_inputs, lambda c: c.inputs.update(teacher=hl.TopKTeacher(c.labels[:, None], torch.zeros(N, 1))),
+        "head", shared_inputs,
+        lambda c: c.inputs.update(teacher=hl.TopKTeacher(c.labels[:, None], torch.zeros_like(c.x[:, :1].detach()))),
         "ValueError", "TopKTeacher"),
     "a weight of too few rows": ("linear_head", None, lambda c: c.rewrite(weight=c.weight[1:]), "ValueError", "weight"),
     "no main_grad": (

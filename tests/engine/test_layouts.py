@@ -9,7 +9,8 @@ from tp_headloss import Options, Transform, vocab_statistics
 def test_transposed_logits_are_read_where_they_lie(options, device):
     """[S, B, V] seen as [B, S, V]. Values and gradients are in tests/helpers/odd_inputs.py."""
     x = torch.randn(4, 3, 50, device=device).transpose(0, 1).requires_grad_()
-    saved = vocab_statistics(x, torch.randint(0, 50, (3, 4), device=device), options=options).lse.grad_fn
+    stats = vocab_statistics(x, torch.randint(0, 50, (3, 4), device=device), options=options)
+    saved = stats.lse.grad_fn
     while not hasattr(saved, "saved_tensors"):
         saved = saved.next_functions[0][0]
     assert saved.saved_tensors[0].data_ptr() == x.data_ptr()  # no copy was made

@@ -8,6 +8,7 @@ import tempfile
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import start_context
@@ -30,6 +31,8 @@ def _process(script, arguments, environment, log):
 def run_script(script, *arguments, ranks: int = 1, code: int = 0) -> str:
     """script: its path from the project's root. -> what all ranks wrote; one that ends with another exit code than
     `code` ends the others, and is an AssertionError with the end of it."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, has {torch.cuda.device_count()}")
     context = start_context(False)
     # As torchrun does it: the store is here, on a port that the system chose and that is taken from then on.
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -286,7 +286,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "a term that averages": refused("ValueError: term 'mine' must return a value per token, [4], got []", with_head(hl.Term("mine", lambda s: s.lse.mean()))),
             "entropy without want": refused("ValueError: term 'mine' uses the statistics ['entropy']", with_head(hl.Term("mine", lambda s: -s.entropy))),
         },
-        "sequences with bounds out of order or beyond the tokens, or lengths that cannot be (with `check=True`; without it everything is NaN on GPUs)": {
+        "sequences with bounds out of order or beyond the tokens, lengths in the place of bounds, or lengths that cannot be (with `check=True`; without it everything is NaN on GPUs)": {
             **{f"bounds {bounds}": refused("ValueError: cu_seqlens must be ascending in [0, 4]", lambda here, bounds=bounds: hl.Sequences.from_cu_seqlens(torch.tensor(bounds, device=here.x.device), here.labels >= 0).check()) for bounds in ((0, 2, 9), (-1, 4), (0, 3, 2), (1, 3))},
         },
         "tokens in the mask of sequences that belong to no sequence, or whose label is ignored (with `check=True`; without it the former are left out, the latter count in lengths with a loss of 0)": {
@@ -428,7 +428,8 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "no entry": rows(**entries([-1, -1], [-1.0, -2.0])),
             "one id in several entries": rows(**entries([3, 40, 3], [-1.0, -2.0, -1.5])),
         },
-        "logits in the place of the log-probs of a top-K teacher, or an entry as in the next row, with `Options(check=True)`": {
+        "probabilities in the place of an input of log-probs, logits in the place of the log-probs of a top-K teacher, or an entry as in the next row, with `Options(check=True)`": {
+            "probabilities for log-probs, with check": refused("ValueError: input 'old_log_prob' of token 0 (flat index) holds 0.5", with_head(hl.PolicyGradient(), keywords={"inputs": lambda here: {"advantages": here.to(ones), "old_log_prob": here.to(ones) / 2}}), options={"check": True}),
             "logits for log-probs, with check": rows(**entries([3, 40], [2.0, -1.0]), options={"check": True}, raises="ValueError: teacher.log_probs of token 0 (flat index) must be log-probs"),
             "an entry's id is V, with check": rows(**entries([3, V], [-1.0, -2.0]), options={"check": True}, raises="ValueError: teacher.ids of token 0 (flat index) must be below 64, got [3, 64]"),
             "NaN in an entry, with check": rows(**entries([3, 40], [-1.0, NAN]), options={"check": True}, raises="ValueError: teacher.log_probs of token 0"),
