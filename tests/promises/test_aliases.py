@@ -9,6 +9,7 @@ import torch
 import tp_headloss
 from tp_headloss import (
     PPO,
+    BitsPerByte,
     CausalLMLoss,
     CrossEntropy,
     Distillation,
@@ -32,7 +33,9 @@ LOGITS, LABELS = torch.randn(2, 5, 11), torch.zeros(2, 5, dtype=torch.int64)
 
 def of_kind(*kinds):
     found = [
-        alias for alias in ALIASES if (alias.of if alias.of in ("value", "term", "metric") else "keyword") in kinds
+        alias
+        for alias in ALIASES
+        if (alias.of if alias.of in ("value", "term", "metric", "input") else "keyword") in kinds
     ]
     return pytest.mark.parametrize("alias", found, ids=lambda a: f"{a.name}-{a.of}-{a.ours}")
 
@@ -54,6 +57,12 @@ def test_a_name_in_the_place_of_a_term_or_metric_is_refused_with_the_call(alias)
     given = {"terms" if alias.of == "term" else "metrics": [alias.name]}
     with pytest.raises((TypeError, ValueError), match=re.escape(f": write {alias.ours}")):
         HeadLoss(**given)
+
+
+@of_kind("input")
+def test_an_input_is_refused_with_what_to_write(alias):
+    with pytest.raises(ValueError, match=re.escape(f"{alias.name!r}: write {alias.ours}")):
+        HeadLoss(PolicyGradient())(LOGITS, LABELS, inputs={alias.name: LOGITS[..., 0]})
 
 
 @of_kind("keyword")
@@ -99,6 +108,16 @@ MESSAGES = {
     "case": (lambda: KLToReference(0.1, "K3"), "did you mean 'k3'?"),
     "keyword's spelling": (lambda: CrossEntropy(label_smooth=0.1), "did you mean 'label_smoothing'?"),
     "metric's spelling": (lambda: HeadLoss(metrics="acuracy"), "did you mean 'accuracy'?"),
+    "a metric without brackets": (lambda: HeadLoss(metrics=BitsPerByte), "got BitsPerByte: call it, BitsPerByte(..)"),
+    "a whole loss as a term": (lambda: HeadLoss([PPO(), ZLoss(1e-4)]), "got HeadLoss: it is a whole loss, whose terms"),
+    "one statistic": (
+        lambda: Term("own", lambda stats: stats.lse, want="entropy"),
+        "got 'entropy': write ('entropy',)",
+    ),
+    "an input that is not named": (
+        lambda: Term("own", lambda stats, margin: margin - stats.lse),
+        "what it takes besides is named in inputs=(..)",
+    ),
     "a function": (lambda: HeadLoss([my_loss]), "got my_loss: wrap it, Term('my_loss', function)"),
     "a term without brackets": (lambda: HeadLoss([ZLoss]), "got ZLoss: call it, ZLoss(..)"),
     "torch's layout": (lambda: HeadLoss()(LOGITS.movedim(-1, 1), LABELS), "[*[2, 5], V], the vocabulary comes last"),
@@ -116,7 +135,7 @@ MESSAGES = {
     ),
     "a reference without a KL": (
         lambda: PPO(kl=0)(LOGITS, LABELS, inputs=dict.fromkeys((*PPO().input_names, "reference_log_prob"), LOGITS)),
-        "which none of them takes: leave them out; a KL of weight 0, as kl=0, takes none",
+        "which none of them takes; a KL of weight 0, as kl=0, takes none",
     ),
     "lengths as bounds": (
         lambda: Sequences.from_cu_seqlens(torch.tensor([3, 7]), torch.ones(10, dtype=torch.bool)),

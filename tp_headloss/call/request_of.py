@@ -117,7 +117,7 @@ def _validate_call(given: Given) -> str:
     names = "labels", "want", "transform", "teacher", "ids", "sets", "total_weight", "ignore_index"
     given.check(sizes_of(of, logits, logits.shape[:-1], width=shard.width), *names)
     if labels is None and options.check:
-        raise ValueError("check=True checks labels, got none")
+        raise ValueError("check=True checks labels, got none: leave it out of a call without labels")
     if counted := [name for name in ("argmax", "rank") if name in want and shard.vocab_size > 1 << 24]:
         raise ValueError(f"{counted[0]} needs a vocabulary of at most 2^24 ids, got {shard.vocab_size}")
     if "rank" in want and labels is None:

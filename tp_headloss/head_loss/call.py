@@ -13,6 +13,7 @@ from ..call.given import Given
 from ..call.not_finite import expect_finite
 from ..ranks.shard import VocabShard
 from ..spec import LABELS, SCALAR, TOKEN_WEIGHT, CheckedBy, Instance, Line, Sizes, TensorLine, sizes_of
+from ..spec.aliases import hint
 from ..statistics import AT_IDS
 from ..validation import fits_fp32, is_number, swap_hint
 from .definition import HeadLossDefinition
@@ -104,8 +105,8 @@ def expect_labels(labels, x, token_weight):
             "labels are needed, got None: they say which tokens count, also where no term uses a label's log-prob (any "
             "id will do); for statistics alone, use vocab_statistics or linear_vocab_statistics"
         )
-    if hint := swap_hint(x, labels):
-        raise TypeError(f"labels must be int64 or int32, got {labels.dtype}{hint}")
+    if swapped := swap_hint(x, labels):
+        raise TypeError(f"labels must be int64 or int32, got {labels.dtype}{swapped}")
     LABELS.check("labels", labels, {})
     if token_weight is not None:
         TOKEN_WEIGHT.check("token_weight", token_weight, sizes_of("labels", x, labels.shape))
@@ -157,7 +158,8 @@ def _checked_inputs(definition: HeadLossDefinition, inputs, labels, sequences) -
     missing, unused = needed - set(inputs), set(inputs) - needed - {"sequences"}
     if missing or unused:
         wrong = [f"missing {sorted(missing)}"] * bool(missing)
-        wrong += [f"unused {sorted(unused)}, which none of them takes: leave them out"] * bool(unused)
+        wrong += [f"unused {sorted(unused)}, which none of them takes"] * bool(unused)
+        wrong += [f"{name!r}{said}" for name in sorted(unused, key=str) if (said := hint(name, needed, "input"))]
         wrong += ["a KL of weight 0, as kl=0, takes none"] * ("reference_log_prob" in unused)
         raise ValueError(
             f"inputs must be {sorted(needed)} for these terms and metrics, got {sorted(inputs)}: {'; '.join(wrong)}"

@@ -179,8 +179,9 @@ def _expect_all(name: str, given, kinds) -> tuple:
     for part in given:
         if not isinstance(part, kinds):
             said = hint(part, (), "term") if kinds is Term else ""
-            if lines_within(part):  # of this package
-                said = f": call it, {part.__name__}(..)"
+            if callable(part) and getattr(part, "__module__", "").startswith(__package__):  # of this package
+                whole = hasattr(part, "terms") and not isinstance(part, type)  # a HeadLoss
+                said = ": it is a whole loss, whose terms are .terms" if whole else f": call it, {part.__name__}(..)"
             elif callable(part):
                 own = getattr(part, "__name__", "name").replace("<lambda>", "name")
                 said = f": wrap it, Term({own!r}, function)" if kinds is Term else ": wrap it, Metric(function)"

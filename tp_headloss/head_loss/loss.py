@@ -134,7 +134,7 @@ class HeadLoss(nn.Module):
                 The mean divides by the sum of the weights, so weights of both signs need a denominator from the caller.
             denominator: a number or a scalar tensor that every term is divided by; with gradient accumulation or data
                 parallelism, the global count of tokens (or sequences).
-            inputs: arguments of terms and metrics besides the statistics, by name, replicated: scalars, or tensors with
+            inputs: arguments of terms and metrics besides the statistics, by name, replicated: tensors, scalar or with
                 as many dimensions as [..] that broadcast to it, in its own shape a value per token; with sequences,
                 tensors [B] with a value per sequence; for terms of "log_probs_at", tensors [.., K], "ids" among them;
                 "sequences", a `Sequences` with the labels' shape, whose mask ignores tokens; "teacher", a `Teacher` or

@@ -43,7 +43,7 @@ def PPO(
 def GRPO(
     clip: Pair = CLIP, dual_clip: Dual = None, *, kl: Kl = 0.0, entropy: Bonus = 0.0, **keywords: Keywords
 ) -> HeadLoss:
-    """Return PPO's objective as a mean over sequences of the means over their tokens (arXiv:2402.03300, with kl=0.04).
+    """Return PPO's objective as a mean over sequences of the means over their tokens (arXiv:2402.03300; kl 0.04 there).
 
     Examples:
         >>> logits, labels = torch.zeros(1, 2, 4), torch.tensor([[0, 3]])  # [batch, sequence, V]

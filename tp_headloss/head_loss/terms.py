@@ -223,4 +223,5 @@ def _expect_arguments(owner: str, function, inputs: tuple[str, ...]):
         signature.bind(None, **dict.fromkeys(inputs))
     except TypeError as error:
         expected = ", ".join(("stats", *inputs))
-        raise TypeError(f"{owner}: function must take ({expected}), got {signature}: {error}") from None
+        said = "; what it takes besides is named in inputs=(..)" if len(signature.parameters) > 1 + len(inputs) else ""
+        raise TypeError(f"{owner}: function must take ({expected}), got {signature}: {error}{said}") from None

@@ -11,6 +11,7 @@ SUM_NORM, PRESETS = "seq-mean-token-sum-norm", "PPO, GRPO, DAPO, DrGRPO, GSPO, C
 CLIPPED = f"PolicyGradient, PolicyMetrics, {PRESETS}"
 TEACHERS = "Distillation, TopKDistillation"
 LOSSES = "HeadLoss.forward, HeadLoss.linear"
+MASK = "token_weight=mask, labels of -100, or for terms by sequence inputs={'sequences': Sequences.from_mask(mask)}"
 CALLS = "HeadLoss.forward, HeadLoss.linear, vocab_statistics, linear_vocab_statistics, log_probs"
 
 
@@ -19,7 +20,7 @@ class Alias(NamedTuple):
 
     name: str
     whose: str
-    of: str  # what it names here: "value", "term", "metric", or the functions of which it would be a keyword
+    of: str  # what it names here: "value", "term", "metric", "input", or the functions of which it would be a keyword
     ours: str  # the value of the same place, or what to write
     write: str = ""  # of values: what to write, if `ours` is no synonym of it
 
@@ -87,6 +88,21 @@ ALIASES = (
     Alias("sequences", "ours", LOSSES, 'inputs={"sequences": Sequences.from_mask(..)}'),
     Alias("cu_seqlens", "flash-attention", LOSSES, 'labels of -100 across documents, and for reductions by sequence '
           'inputs={"sequences": Sequences.from_cu_seqlens(..)}'),
+    *[Alias(name, whose, of, MASK) for of in ("input", LOSSES) for name, whose in (
+        ("mask", "many"), ("loss_mask", "Megatron"), ("response_mask", "verl"), ("completion_mask", "TRL"))],
+    Alias("ref_log_prob", "verl", "input", "'reference_log_prob'"),
+    Alias("ref_per_token_logps", "TRL", "input", "'reference_log_prob'"),
+    Alias("old_log_probs", "verl", "input", "'old_log_prob'"),
+    Alias("old_per_token_logps", "TRL", "input", "'old_log_prob'"),
+    Alias("reference_log_prob", "ours", LOSSES, 'inputs={"reference_log_prob": ..}'),
+    Alias("num_items_in_batch", "Transformers", LOSSES, "denominator=num_items_in_batch"),
+    Alias("ignore_index", "torch", LOSSES, "HeadLoss(.., ignore_index=..)"),
+    Alias("weight", "torch", "HeadLoss", "CrossEntropy(class_weight=..)"),
+    Alias("cliprange", "verl, TRL", CLIPPED, "clip=(cliprange, cliprange)"),
+    Alias("clip_eps", "OpenRLHF", CLIPPED, "clip=(clip_eps, clip_eps)"),
+    Alias("eps_clip", "OpenRLHF", CLIPPED, "clip=(eps_clip, eps_clip)"),
+    Alias("kl_coef", "verl", PRESETS, "kl=kl_coef"),
+    Alias("entropy_coef", "many", PRESETS, "entropy=entropy_coef"),
     Alias("reduction", "torch", LOSSES, "HeadLoss(.., reduction=..)"),
     Alias("weight", "torch", "HeadLoss.forward", "token_weight=, or CrossEntropy(class_weight=..)"),
 )  # fmt: skip
@@ -124,7 +140,9 @@ def rows() -> list[str]:
     """The table as lines of a page."""
     out = ["| elsewhere | whose | here |", "|---|---|---|"]
     for x in ALIASES:
-        where = {"value": "", "term": " as a term", "metric": " as a metric"}.get(x.of, f"= of {x.of}")
+        where = {"value": "", "term": " as a term", "metric": " as a metric", "input": " as an input"}.get(
+            x.of, f"= of {x.of}"
+        )
         ours = f"`{x.write or x.ours}`" if x.write or x.of != "value" else f"the same as `{x.ours}`"
         out.append(f"| `{x.name}`{where} | {x.whose} | {ours} |")
     return out

@@ -251,7 +251,8 @@ class Names:
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError for anything but a tuple of strings, ValueError for unknown ones."""
         if not isinstance(value, (tuple, list)) or not all(isinstance(x, str) for x in value):
-            raise TypeError(f"{name} must be a tuple of names, got {_shown(value)}")
+            said = f": write ({value!r},)" if isinstance(value, str) else ""
+            raise TypeError(f"{name} must be a tuple of names, got {_shown(value)}{said}")
         if self.known is not None and (unknown := set(value) - set(self.known())):
             raise ValueError(f"{name} must be of {self.known()}, got {sorted(unknown)}{self.hint}")
 
