@@ -118,6 +118,10 @@ MESSAGES = {
         lambda: Term("own", lambda stats, margin: margin - stats.lse),
         "what it takes besides is named in inputs=(..)",
     ),
+    "a mask that is added": (
+        lambda: HeadLoss(options=Options(check=True))(LOGITS, LABELS, token_weight=LABELS - 1e4),
+        "token_weight of token 0 (flat index) must not be below 0 where a mean divides by the weights' sum",
+    ),
     "a function": (lambda: HeadLoss([my_loss]), "got my_loss: wrap it, Term('my_loss', function)"),
     "a term without brackets": (lambda: HeadLoss([ZLoss]), "got ZLoss: call it, ZLoss(..)"),
     "torch's layout": (lambda: HeadLoss()(LOGITS.movedim(-1, 1), LABELS), "[*[2, 5], V], the vocabulary comes last"),

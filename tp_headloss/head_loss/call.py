@@ -15,7 +15,7 @@ from ..ranks.shard import VocabShard
 from ..spec import LABELS, SCALAR, TOKEN_WEIGHT, CheckedBy, Instance, Line, Sizes, TensorLine, sizes_of
 from ..spec.aliases import hint
 from ..statistics import AT_IDS
-from ..validation import fits_fp32, is_number, swap_hint
+from ..validation import fits_fp32, is_number, refuse_tokens, swap_hint
 from .definition import HeadLossDefinition
 from .evaluation import StatisticsFunction
 
@@ -55,6 +55,14 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
         values = {f"input {name!r}": value for name, value in inputs.items()} | {"token_weight": token_weight}
         for name, value in values.items():
             expect_finite(name, value, labels != definition.ignore_index)
+        if denominator is None and definition.reduction == "mean" and token_weight is not None:
+            refuse_tokens(
+                (token_weight < 0) & (labels != definition.ignore_index),
+                lambda i: (
+                    f"token_weight of token {i} (flat index) must not be below 0 where a mean divides by the "
+                    f"weights' sum, got {float(token_weight.flatten()[i]):g}; with a denominator= it may be"
+                ),
+            )
     sizes: Sizes = {"V": (shard.vocab_size, "the vocabulary"), "device": (x.device, "logits")}
     for class_weight in (term.class_weight for term in definition.terms if term.class_weight is not None):
         TensorLine("real numbers", ("V",)).check("class_weight", class_weight, sizes)
