@@ -179,7 +179,7 @@ def _expect_all(name: str, given, kinds) -> tuple:
     for part in given:
         if not isinstance(part, kinds):
             said = hint(part, (), "term") if kinds is Term else ""
-            if callable(part) and getattr(part, "__module__", "").startswith(__package__):  # of this package
+            if callable(part) and getattr(part, "__module__", "").startswith("tp_headloss."):  # of this package
                 whole = hasattr(part, "terms") and not isinstance(part, type)  # a HeadLoss
                 said = ": it is a whole loss, whose terms are .terms" if whole else f": call it, {part.__name__}(..)"
             elif callable(part):
