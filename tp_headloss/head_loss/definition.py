@@ -180,8 +180,8 @@ def _expect_all(name: str, given, kinds) -> tuple:
         if not isinstance(part, kinds):
             said = hint(part, (), "term") if kinds is Term else ""
             if callable(part) and getattr(part, "__module__", "").startswith("tp_headloss."):  # of this package
-                whole = hasattr(part, "terms") and not isinstance(part, type)  # a HeadLoss
-                said = ": it is a whole loss, whose terms are .terms" if whole else f": call it, {part.__name__}(..)"
+                name = getattr(part, "__name__", None)  # None: of a module
+                said = f": call it, {name}(..)" if name else ": it is a whole loss, whose terms go here"
             elif callable(part):
                 own = getattr(part, "__name__", "name").replace("<lambda>", "name")
                 said = f": wrap it, Term({own!r}, function)" if kinds is Term else ": wrap it, Metric(function)"
