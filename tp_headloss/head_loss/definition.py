@@ -180,8 +180,8 @@ def _expect_all(name: str, given, kinds) -> tuple:
         if not isinstance(part, kinds):
             said = hint(part, (), "term") if kinds is Term else ""
             if callable(part) and getattr(part, "__module__", "").startswith("tp_headloss."):  # of this package
-                name = getattr(part, "__name__", None)  # None: of a module
-                said = f": call it, {name}(..)" if name else ": it is a whole loss, whose terms go here"
+                called = getattr(part, "__name__", None)  # None: a module
+                said = f": call it, {called}(..)" if called else ": it is a whole loss, whose terms go here"
             elif callable(part):
                 own = getattr(part, "__name__", "name").replace("<lambda>", "name")
                 said = f": wrap it, Term({own!r}, function)" if kinds is Term else ": wrap it, Metric(function)"
