@@ -47,13 +47,13 @@ def is_asked_for(request: Request, options) -> bool:
     return options.gradient == "forward" or not other
 
 
-def gradient_in_forward(request: Request, reduction, options) -> bool:
+def gradient_in_forward(request: Request, reduction, is_demanded: bool = False) -> bool:
     """Return True if the forward of a loss `is_asked_for` its gradient can write it; None is no reduction.
 
-    Raises ValueError where Options(gradient="forward") was chosen for a call that one launch cannot serve.
+    Raises ValueError where it cannot and Options(gradient="forward") demands it.
     """
     obstacle = _obstacle(request, reduction)
-    if obstacle and options.gradient == "forward":
+    if obstacle and is_demanded:
         raise ValueError(f"gradient='forward' needs {obstacle}; gradient='backward' needs none of it")
     if obstacle:
         _log_once(obstacle)
@@ -64,12 +64,8 @@ def serves_block(request: Request, reduction) -> bool:
     """Return True if a block of a linear head's logits takes one launch: where it is faster, and all ranks' blocks are
     without gaps."""
     is_cuda, columns = request.tensors.logits.device.type == "cuda", columns_of(request)
-    if not is_cuda or columns % ALIGNED or _is_small(request):
-        return False
-    obstacle = _obstacle(request, reduction)
-    if obstacle:
-        _log_once(obstacle)
-    return not obstacle
+    faster = is_cuda and columns % ALIGNED == 0 and not _is_small(request)
+    return faster and gradient_in_forward(request, reduction)
 
 
 @functools.cache

@@ -170,7 +170,7 @@ def stream_after(last: torch.cuda.Stream | None, device: torch.device) -> torch.
 
 
 class Kind:
-    """What calls of one kind share: the kernel and its argument but for addresses, and the tensors that it writes."""
+    """Everything that calls of one kind share: kernel, its argument but for addresses, and the tensors it writes."""
 
     def __init__(self, facts: Facts, layout, plan, rows, cuts: Cuts, place: tuple, number: float, wide_labels: bool):
         """number: the divisor of the loss; 0: it is the count, or in memory."""
@@ -186,14 +186,9 @@ class Kind:
             ignore_index=facts.ignore_index, number=number, **factors, rows=n_rows, width=width,
             valid_width=facts.valid_width, wide_labels=wide_labels, **cuts._asdict(), ranks=facts.world_size,
         )  # fmt: skip
-        self.items, self.shared, self.n_outputs = (
-            n_rows * cuts.pieces,
-            cuts.slots * cuts.slot_bytes,
-            2 + len(layout.flags),
-        )
-        has_term = any(name == "entropy" for name, *_ in plan.gradients or ()) or (
-            rows is not None and rows.has_entropy
-        )
+        self.items, self.shared = n_rows * cuts.pieces, cuts.slots * cuts.slot_bytes
+        self.n_outputs = 2 + len(layout.flags)
+        has_term = rows.has_entropy if rows else "entropy" in [name for name, *_ in plan.gradients or ()]
         flags = *[FLAGS[name] for name in facts.want], *["TERM"] * has_term
         self.kernel = kernel_of(device, rows and rows.source, *flags)
         like = torch.empty((), device=device)

@@ -155,7 +155,7 @@ class HeadLoss(nn.Module):
         at_once, options = reduction_at_once(call, reduction), self._definition.options or DEFAULTS
         if is_asked_for(request, options):
             in_one = reduction_in_one(call, request.facts.vocab_size, reduction)
-            if gradient_in_forward(request, in_one, options):
+            if gradient_in_forward(request, in_one, options.gradient == "forward"):
                 at_once = expecting(in_one, self._definition.plan.expected, request.tensors.logits.device)
         stats, loss, sums = computed_statistics(request, call.labels, self._definition.options, at_once)
         return make_output(call, stats, self._evaluate_functions, reduction, loss, sums)
