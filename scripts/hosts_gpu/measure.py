@@ -76,7 +76,9 @@ class Meter(Clock):
 
     def result(self) -> dict:
         """Medians of all steps but the first fifth, which compile and allocate."""
-        found = {"loss": [float(loss) for loss in self.losses]}  # waits for the GPU
+        if self.cuda:
+            torch.cuda.synchronize()
+        found = {"loss": [float(loss) for loss in self.losses]}
         for name, spans in {"step_ms": self.steps, "head_ms": self.heads}.items():
             if spans:
                 times = [self.seconds(*span) for span in spans]

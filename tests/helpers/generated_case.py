@@ -176,12 +176,15 @@ def run_case(group, device, case, linear=None):
     assert (shard.start, shard.stop) == (start, stop)
     n, pad = len(p["x"]), (0, case.cuts[-1] - case.vocab_size)
 
+    def spread(x):
+        """As it is, or with gaps in memory."""
+        return x.repeat_interleave(2, 0)[::2] if case.layout in ("sliced", "columns") else x
+
     def local(x, rubbish=torch.nan):
-        x = F.pad(x, pad, value=rubbish)[..., start:stop]
-        return x.to(device)
+        return spread(F.pad(x, pad, value=rubbish)[..., start:stop].to(device))
 
     def moved(x):
-        return shaped(x.to(device), case) if isinstance(x, torch.Tensor) else x
+        return shaped(spread(x.to(device)), case) if isinstance(x, torch.Tensor) else x
 
     logits = lay_out(local(p["x"]), case.layout)
     lead = shaped(p["ignored"], case).shape

@@ -21,6 +21,7 @@ def patch_interpreter():
     _check_sizes_quickly(interpreter)
     _sum_directly(interpreter)
     _round_to_bf16(interpreter)
+    _expect_no_gaps(interpreter)
 
     # Every sum of 32-bit integers is formed in 64 bits, too, to be compared: no size of these tests comes near.
     builder = interpreter.interpreter_builder
@@ -197,3 +198,25 @@ def _round_to_bf16(interpreter):
         return np.where(np.isnan(input), 0xFFFF, nearest).astype(np.uint16)
 
     interpreter._convert_float = convert_float
+
+
+STRIDED = "x", "dx_ptr", "teacher", "z_ptr"  # of kernels that are given their strides, too
+
+
+def _expect_no_gaps(interpreter):
+    """A kernel that is given no strides reads a tensor as if it had no gaps: one that has some is an error."""
+    run = interpreter.GridExecutor.__call__
+
+    def expect(name, value):
+        if isinstance(value, tuple):
+            for field, x in zip(getattr(value, "_fields", [name] * len(value)), value):
+                expect(field, x)
+        elif hasattr(value, "is_contiguous") and not value.is_contiguous() and name not in STRIDED:
+            raise AssertionError(f"{name} has gaps: shape {list(value.shape)}, strides {value.stride()}")
+
+    def checked_run(self, *args, **kwargs):
+        for name, value in [*zip(self.arg_names, args), *kwargs.items()]:
+            expect(name, value)
+        return run(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = checked_run

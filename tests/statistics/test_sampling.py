@@ -148,9 +148,11 @@ def test_sets_and_samples_are_the_same_with_few_candidates(number):
 def test_backends_agree_on_any_layout_of_the_logits(device):
     x, positions = rows()[:, 1:].to(device), torch.arange(11, device=device)
     kinds = x, x.t().contiguous().t(), x.repeat(1, 2)[:, : V - 1]
-    for rule in (None, SamplingRule(top_p=0.8), SamplingRule(top_k=5)):
-        draws = [sample(y, seed=2, positions=positions, rule=rule, options=Options(backend=backend))
-                 for y in kinds for backend in ("torch", "triton")]  # fmt: skip
+    p = torch.linspace(0.5, 0.9, 11, device=device)
+    for rule in (None, SamplingRule(top_p=0.8), SamplingRule(top_k=5), SamplingRule(top_p=p.repeat_interleave(2)[::2])):
+        draws = [sample(y, seed=2, positions=at, rule=rule, options=Options(backend=backend))
+                 for y in kinds for at in (positions, positions.repeat_interleave(2)[::2])
+                 for backend in ("torch", "triton")]  # fmt: skip
         for draw in draws[1:]:
             assert torch.equal(draw.ids, draws[0].ids)
             assert rule is None or as_lists(draw.sets) == as_lists(draws[0].sets)
@@ -206,7 +208,7 @@ def test_the_kernels_are_their_definitions(shape, programs, device, monkeypatch)
         z[1], z[2, 1] = -torch.inf, torch.nan
     positions = torch.arange(len(z), device=device) - (1 << 33)
     ids = torch.arange(z.numel(), device=device).view(shape) * 7919 % (1 << 31)
-    for given in (None, ids):
+    for given in (None, ids, ids.t().contiguous().t()):
         best, winner = gumbel.best_scores(z, positions, 2**64 - 3, 77, given)
         ours, id_ = gumbel_triton.best_scores(z, positions, 2**64 - 3, 77, given)
         torch.testing.assert_close(ours, best, rtol=1e-15, atol=1e-15)  # the logarithm of the interpreter is numpy's

@@ -133,6 +133,7 @@ def _parts(n_rows: int, width: int, block: int) -> tuple[int, int]:
 def best_scores(z, positions, seed: int, start: int, ids=None):
     """The largest score and its id per token, see `race.best_scores`."""
     z, (n_rows, width) = _with_rows(z), z.shape
+    positions, ids = positions.contiguous(), ids if ids is None else ids.contiguous()
     if z.numel() == 0:
         return z.new_full((n_rows,), -torch.inf, dtype=torch.float64), positions.new_full((n_rows,), LAST.value)
     parts, step = _parts(n_rows, width, RACE.block)
