@@ -70,8 +70,9 @@ def notes(records: dict[str, dict]) -> str:
     """What all runs have in common, and what each has said besides."""
     record = next(iter(records.values()))
     shape, versions = record["shape"], record["versions"]
+    devices = ", ".join(dict.fromkeys(r["device"] for r in records.values()))
     lines = [
-        f"{record['device']}, torch {versions['torch']}, triton {versions['triton']}: {shape['layers']} layers, "
+        f"{devices}, torch {versions['torch']}, triton {versions['triton']}: {shape['layers']} layers, "
         f"hidden {shape['hidden']}, {shape['vocab']} ids, rows of {shape['length']}, {shape['batch']} in a step, "
         f"{shape['steps']} steps; the largest micro-batch is what fits in {record['memory']:.0%} of the memory."
     ]
