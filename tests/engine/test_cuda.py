@@ -181,7 +181,7 @@ def test_deterministic_algorithms_suffice_and_give_the_same_bits(backend, monkey
 def test_another_process_gets_the_same_bits():
     ours = saved_run(None, torch.device("cuda"))
     pool = Pool(1)
-    ((stats, grad, _),) = pool.call(saved_run, ())
+    ((stats, grad, _),) = pool.call(saved_run, (), failures=False)
     pool.close()
     assert torch.equal(grad, ours[1]) and all(torch.equal(a, b) for a, b in zip(stats, ours[0]))
 

@@ -9,6 +9,7 @@ nothing hangs and the next call starts afresh.
 import atexit
 import io
 import multiprocessing
+import multiprocessing.connection
 import tempfile
 import time
 import traceback
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from interpreter import patch_interpreter
 
+AFTER_A_FAILURE = 60.0  # seconds
 TIMEOUT = 600.0  # seconds; a collective that waits longer fails; none does, on the busiest machine
 
 
@@ -92,17 +94,25 @@ class Pool:
         for worker in self.workers:
             worker.start()
 
-    def call(self, function, args):
+    def call(self, function, args, failures):
+        """Results in rank order. Where one rank fails, the others may wait for it: AFTER_A_FAILURE, then they are killed,
+        and only the failure is told."""
         for pipe in self.pipes:
             pipe.send((function, args))
-        deadline = time.monotonic() + 2 * TIMEOUT
-        results = []
-        for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+        results, deadline = {}, time.monotonic() + 2 * TIMEOUT
+        while len(results) < len(self.pipes):
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in results]
+            ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            for pipe in ready:
+                result = results[self.pipes.index(pipe)] = _from_bytes(pipe.recv_bytes())
+                if isinstance(result, Failure) and not failures:
+                    deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE)
+            if not ready:
                 self.kill()
-                raise TimeoutError(f"rank {rank} of {len(self.pipes)} did not answer {function.__name__}{args}")
-            results.append(_from_bytes(pipe.recv_bytes()))
-        return results
+                failed = [f"rank {r}: {x.trace}" for r, x in results.items() if isinstance(x, Failure)]
+                ranks = set(range(len(self.pipes))) - set(results)
+                raise TimeoutError("\n".join([f"ranks {ranks} did not answer {function.__name__}{args}", *failed]))
+        return [results[rank] for rank in range(len(self.pipes))]
 
     def kill(self):
         for worker in self.workers:
@@ -140,7 +150,7 @@ def on_ranks(world_size, function, *args, failures=False):
     if torch.cuda.is_available() and torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs, has {torch.cuda.device_count()}")
     pool = POOLS.get(world_size) or POOLS.setdefault(world_size, Pool(world_size))
-    results = pool.call(function, args)
+    results = pool.call(function, args, failures)
     for rank, result in enumerate(results):
         if isinstance(result, Failure) and not failures:
             raise AssertionError(f"rank {rank}: {result.trace}")
