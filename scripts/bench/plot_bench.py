@@ -2,7 +2,7 @@
 
 `plot_bars.py` draws the implementations of one task.
 
-    plot_bench.py tp4_tasks.json tp4_kd.json tp4_rl.json --part tasks \\
+    plot_bench.py tp4_tasks.json tp4_kd.json tp4_rl.json tp4_one_read_tasks.json --part tasks \\
         --without 'ours, gather' 'ours, in place' 'ours, symm_mem' --out bench_tasks.png
     plot_bench.py tp1_ce.json tp2_a.json tp2_b.json tp4_ce.json --part scaling \\
         --only ours Fast-LLM Liger flash-attention 'Transformer Engine' --out bench_scaling.png
@@ -42,6 +42,11 @@ TASKS = {  # as bench.py calls them -> as the pictures do
     "ce+topk": "cross-entropy, top-K teacher, whole vocabulary",
     "ce+topk, renorm": "cross-entropy, top-K teacher, its entries",
     "ce+topk, tail": "cross-entropy, top-K teacher and its tail",
+    "ce+z+smoothing+metrics": "cross-entropy, smoothing, z-loss; two metrics",
+    "clip+kl+entropy": "clipped policy gradient, KL; entropy",
+    "sets": "entropy and mass of sets of 64 ids",
+    "log_probs_at": "log-probs at 64 ids",
+    "ce+rank": "cross-entropy; the label's rank",
 }
 
 
