@@ -122,6 +122,10 @@ GROUPS = {
         ("engine/sums_triton.py", "sums_gradient_kernel", "2.0 * tl.load(value_ptrs[i] + token, mask=valid, other=0.0)", "tl.load(value_ptrs[i] + token, mask=valid, other=0.0)"),
         ("head_loss/reduction.py", "_denominator", "count.clamp(min=1) if call.loss_weight is None else nonzero(count)", "count"),
         ("head_loss/token_sums.py", "nonzero", "denominator.double()", "denominator.float()"),
+        ("head_loss/definition.py", "_class_weight_of_total", "(*terms, *metrics)", "terms"),
+        ("head_loss/definition.py", "_class_weight_of_total", "{*part.want, *names_read(part.function)}", "{*part.want}"),
+        ("head_loss/definition.py", "_expect_one_over", "len(found) > 1", "False"),
+        ("head_loss/terms.py", "Term.__post_init__", "'total' not in self.want", "False"),
     ],
     "test_sets test_sampling test_generated": [
         ("statistics/sets.py", "SetsFamily.local", "torch.where(tile.members, softmax.z, -torch.inf)", "softmax.z"),
