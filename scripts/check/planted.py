@@ -546,6 +546,12 @@ GROUPS = {
         ("head_loss/statistic_value.py", "SumsPlan.from_functions", "-float(c) if f.negative else float(c)", "float(c)"),
         ("head_loss/loss.py", "_argument.replace", "HeadLossDefinition.checked(**self._definition.arguments() | {name: value})", "self._definition._replace(**{name: value})"),
     ],
+    "test_arguments_of_losses": [
+        ("losses/policy.py", "expect_distances", "0.5 <= low < 1 < high", "False"),
+        ("losses/policy.py", "cispo", "expect_distances(clip)", "pass"),
+        ("losses/policy.py", "cispo", "not clip[1] >= 1", "False"),
+        ("losses/sequence_policy.py", "gmpo", "logarithms=True", "logarithms=False"),
+    ],
     "test_spec": [
         ("spec/lines.py", "TensorLine.check", "not DTYPES[self.kind](x.dtype)", "False"),
         ("spec/lines.py", "TensorLine._check_shape", "self.broadcasts and n == 1", "n == 1"),

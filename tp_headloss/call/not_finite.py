@@ -58,7 +58,7 @@ def expect_known(
 
 def expect_teacher_logits(request: Request, valid: torch.Tensor):
     """Raise ValueError, equal on all ranks of the group, if the logits of a whole teacher are probabilities at every
-    valid token [..]: not negative, with a sum of 1. Ranks exchange their parts of the sums in every call with a teacher."""
+    valid token [..]: not negative, with a sum of 1. Ranks exchange their parts of the sums wherever there is one."""
     if request.tensors.teacher is None or not valid.numel():
         return
     part = request.tensors.teacher[:, : request.facts.valid_width]
