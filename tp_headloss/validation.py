@@ -41,11 +41,18 @@ def refuse_tokens(bad: torch.Tensor, message: Callable[[int], str], hint: str = 
         raise ValueError(f"{message(int(tokens[0]))}; {len(tokens)} such tokens{hint}")
 
 
-def swap_hint(logits, labels) -> str:
-    """Return a hint for an error message if logits are integers where labels are none, else an empty string."""
-    both = isinstance(logits, torch.Tensor) and isinstance(labels, torch.Tensor)
-    swapped = both and labels.is_floating_point() and not logits.is_floating_point()
-    return " (are logits and labels swapped?)" if swapped else ""
+def refuse_float_labels(x, labels):
+    """Raise TypeError for labels that are logits, or probabilities of all ids; their line refuses others.
+
+    x: logits or hidden states.
+    """
+    if not isinstance(x, torch.Tensor) or not isinstance(labels, torch.Tensor) or not labels.is_floating_point():
+        return
+    said = "" if x.is_floating_point() else " (are logits and labels swapped?)"
+    if not said and labels.dim() == x.dim() and labels.shape[:-1] == x.shape[:-1]:
+        said = ": probabilities q are for the term Distillation, inputs={'teacher': Teacher(q.log())}"
+    if said:
+        raise TypeError(f"labels must be int64 or int32, got {labels.dtype}{said}")
 
 
 def operand_dtype(hidden: torch.Tensor, weight: torch.Tensor, owner: str = "") -> torch.dtype:

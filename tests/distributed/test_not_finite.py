@@ -136,3 +136,47 @@ def harmless(group, device):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_check_takes_what_makes_no_token_nan(world_size):
     assert all(on_ranks(world_size, harmless))
+
+
+NO_PROBABILITIES = {  # what is added to them, by column
+    "one below 0 on the last rank": {-1: -1.0, -2: 1.0}, "one below 0 on the first rank": {0: -1.0, 1: 1.0},
+    "their sum": {0: 0.5},
+}  # fmt: skip
+
+
+def teacher_of_probabilities(group, device, change, options):
+    problem = Problem(group, device)
+    problem.teacher = problem.teacher.softmax(-1)
+    problem.teacher[4] = NAN  # its label is ignored
+    for column, value in NO_PROBABILITIES.get(change, {}).items():
+        problem.teacher[2, column] += value
+    return problem.run("teacher", options).isfinite()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_check_knows_a_teachers_probabilities_from_logits(world_size):
+    results = on_ranks(world_size, teacher_of_probabilities, None, CHECK, failures=True)
+    assert {(result.kind, "a sum of 1 at each of 5 valid" in result.message) for result in results} == {
+        ("ValueError", True)
+    }
+    assert len({result.message for result in results}) == 1
+    assert all(on_ranks(world_size, teacher_of_probabilities, None, None)), "taken as logits without check"
+
+
+@pytest.mark.parametrize("change", NO_PROBABILITIES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_check_takes_a_teacher_whose_logits_are_no_probabilities_on_one_rank_alone(change, world_size):
+    assert all(on_ranks(world_size, teacher_of_probabilities, change, CHECK))
+
+
+SCORED = {"denominator": torch.tensor(-12.0), "inputs": {"reference_log_prob": torch.full((N,), 0.5)}}
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_check_looks_at_the_values_of_each_call(name):
+    head_loss, labels = hl.HeadLoss([hl.KLToReference(0.1)], options=CHECK), torch.arange(N)
+    right = {"denominator": torch.tensor(12.0), "inputs": {"reference_log_prob": torch.full((N,), -0.5)}}
+    for _ in range(2):
+        assert head_loss(torch.zeros(N, V), labels, **right).loss > 0
+    with pytest.raises(ValueError, match=r"denominator must be at least 0|are these probabilities"):
+        head_loss(torch.zeros(N, V), labels, **right | {name: SCORED[name]})

@@ -64,6 +64,7 @@ def verls(preset, log_prob, mask, advantages, old, reference):
 def trls(preset, log_prob, mask, advantages, old, reference):
     settings, _, (kind, level) = PRESETS[preset]
     low, high = settings["clip"]
+    high = 1 + high if kind == "cispo" else high
     accelerator = SimpleNamespace(
         num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x, sync_gradients=True
     )
@@ -89,7 +90,7 @@ def compared(group, preset, theirs):
     without these settings, the least."""
     settings, found = dict(PRESETS[preset][0]), {"loss": 0.0, "gradient": 0.0, "mutant": 1.0}
     if preset == "CISPO" and core_algos is None:
-        settings |= {"clip": (0.0, CLIP[1]), "convention": "bound"}
+        settings |= {"clip": (0.0, 1 + CLIP[1]), "convention": "bound"}
     ours, mutant = (getattr(tp_headloss, preset)(**given, kl=KL) for given in (settings, {}))
     shard = VocabShard.from_group(group, V)
     columns = slice(shard.start, shard.stop)

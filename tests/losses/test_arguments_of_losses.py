@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tp_headloss import HeadLoss, Linear, TopKTeacher, losses, vocab_statistics
+from tp_headloss import CISPO, HeadLoss, Linear, PolicyGradient, TopKTeacher, losses, vocab_statistics
+from tp_headloss.head_loss.policy_terms import OBJECTIVES
 
 B, S = 2, 3
 TEACHER = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)
@@ -19,6 +20,7 @@ OLD = {"log_prob": ZEROS, "advantages": torch.ones(B, S), "old_log_prob": ZEROS}
 REFUSED = {
     r"class_weight must have shape \[3\], got \[4\]": lambda: losses.label_weight(STATS, torch.ones(4)),
     "both at least 0, got": lambda: losses.cispo(**OLD, clip=(-0.2, 0.2)),
+    "high at least 1 for convention='bound', got": lambda: losses.cispo(**OLD, clip=(0, 0.28), convention="bound"),
     "level='sequence' needs sequences": lambda: losses.icepop(ZEROS, ZEROS, level="sequence"),
     "V must be at least 2, got 1": lambda: losses.smoothed_cross_entropy(STATS._replace(vocab_size=1), 0.1, "megatron"),
 }
@@ -34,6 +36,39 @@ def test_what_a_loss_cannot_mean_is_refused(words):
 def test_a_tail_is_given_where_it_is_needed(function):
     with pytest.raises(ValueError, match=r"support='tail' needs log_tail.* got None"):
         function(STATS, "tail")
+
+
+CLIPPED = [name for name, (function, _) in OBJECTIVES.items() if "clip" in function.lines]
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_bounds_of_a_ratio_are_no_distances_for_any_objective(name):
+    for clip in ((0.8, 1.2), (0.67, 1.5), (0.8, 5.0), (0.5, 2)):
+        with pytest.raises(ValueError, match=r"distances of .* which look like bounds of the ratio r: clip="):
+            PolicyGradient(name, clip=clip)
+    with pytest.raises(ValueError, match=r"clip must be .low, high."):
+        PolicyGradient(name, clip=(-0.2, 0.2))
+    for clip in (
+        (0.2, 0.28),
+        (3e-4, 4e-4),
+        (0.0, 5.0),
+        (1, 5),
+        (0.8, 0.8),
+        *[(10, 0.28)] * (name in ("cispo", "gmpo")),
+    ):
+        PolicyGradient(name, clip=clip)
+
+
+def test_what_a_message_advises_for_a_bound_is_the_bound():
+    words = {"cispo": "of r from 1.*clip=.0.2, 0.2.", "gmpo": "of log r from 0.*clip=.0.2231, 0.1823."}
+    for name, said in words.items():
+        with pytest.raises(ValueError, match=said):
+            PolicyGradient(name, clip=(0.8, 1.2))
+    ratio, given = torch.tensor([9.0]), {"advantages": torch.ones(1), "old_log_prob": torch.zeros(1)}
+    with pytest.raises(TypeError, match="epsilon_high") as error:
+        CISPO(epsilon_high=5.0)
+    advice = eval(f"dict({str(error.value).rpartition('write ')[2]})", {"epsilon_high": 5.0})
+    assert losses.cispo(ratio.log(), **given, **advice) == -5 * ratio.log()  # as TRL clips
 
 
 def test_cispos_lower_bound_is_not_looked_at_where_it_is_not_used():

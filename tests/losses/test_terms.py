@@ -7,6 +7,7 @@ import torch
 from loss_problem import V, rows
 
 import tp_headloss as hl
+from tp_headloss.head_loss.statistic_value import StatisticValue
 
 
 def test_a_head_loss_prints_what_it_computes():
@@ -21,9 +22,14 @@ def test_a_head_loss_prints_what_it_computes():
 def test_head_loss_refuses_what_it_cannot_mean():
     x, labels, class_weight, _ = rows()
     smoothed = hl.CrossEntropy(class_weight=class_weight, label_smoothing=0.1)
-    other = hl.Term("other", lambda stats: stats.total, want=("total",))
+    free, kept = (lambda stats: stats.total), (lambda stats: {"kept": stats.mass})
     for build, words in (  # others are in tests/helpers/odd_inputs.py
-        (lambda: hl.HeadLoss([smoothed, other]), "only one term"),
+        (lambda: hl.HeadLoss([smoothed, hl.Term("wants", len, want=("total",))]), "only one term"),
+        (lambda: hl.HeadLoss([smoothed, hl.Term("free", free)]), "only one term"),
+        (lambda: hl.HeadLoss([smoothed, hl.Term("free", StatisticValue("total"))]), "only one term"),
+        (lambda: hl.HeadLoss([smoothed], metrics=hl.Metric(len, want=("total",))), "no metric"),
+        (lambda: hl.HeadLoss([smoothed], metrics=hl.Metric(kept)), "no metric"),
+        (lambda: hl.Term("mine", len, class_weight=class_weight), r"weighs the statistic 'total', .* want=\(\)"),
         (lambda: hl.HeadLoss([hl.Term("hits", lambda stats: stats.correct.float())])(x, labels), "correct"),
         (
             lambda: hl.HeadLoss([hl.CrossEntropy(class_weight=torch.ones(3), label_smoothing=0.1)])(x, labels),
@@ -32,6 +38,31 @@ def test_head_loss_refuses_what_it_cannot_mean():
     ):
         with pytest.raises(ValueError, match=words):
             build()
+
+
+def own_ratio(stats, old_log_prob):
+    return (stats.log_prob - old_log_prob).exp()
+
+
+MIXED = {  # terms and metrics besides a policy gradient over sets, whose "old_log_prob" is over sets, too -> the input
+    "metrics": ((), hl.PolicyMetrics(), "old"),
+    "metrics of the generator": ((), hl.GeneratorMetrics(), "old"),
+    "a KL's weight": ((hl.KLToReference(0.1, importance_weight="old"),), (), "old"),
+    "a term of one's own": ((hl.Term("own", own_ratio, inputs=("old_log_prob",)),), (), "old"),
+    "a reference": ((hl.KLToReference(0.1),), hl.PolicyMetrics(reference=True, over="sets"), "reference"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_recorded_log_probs_are_over_the_same_ids_for_all_that_read_them(name):
+    terms, metrics, recorded = MIXED[name]
+    with pytest.raises(ValueError, match=f"'{recorded}_log_prob' needs the same over=.* got .*'sets': '"):
+        hl.HeadLoss([hl.PolicyGradient(over="sets"), *terms], metrics=metrics)
+
+
+def test_inputs_that_only_one_of_them_reads_may_be_over_other_ids():
+    hl.HeadLoss([hl.PolicyGradient("reinforce", over="sets")], metrics=hl.PolicyMetrics())
+    hl.HeadLoss([hl.PolicyGradient(over="sets"), hl.KLToReference(0.1)], metrics=hl.PolicyMetrics(over="sets"))
 
 
 SHAPES = {"a mean": lambda s: -s.log_prob.mean(), "a row too many": lambda s: s.lse.expand(2, *s.lse.shape)}

@@ -21,6 +21,8 @@ from tp_headloss import (
     Term,
     ZLoss,
     losses,
+    sample,
+    vocab_statistics,
 )
 from tp_headloss.spec import OneOf, lines_within
 from tp_headloss.spec.aliases import ALIASES, rows, synonym
@@ -125,7 +127,16 @@ MESSAGES = {
     "a function": (lambda: HeadLoss([my_loss]), "got my_loss: wrap it, Term('my_loss', function)"),
     "a term without brackets": (lambda: HeadLoss([ZLoss]), "got ZLoss: call it, ZLoss(..)"),
     "torch's layout": (lambda: HeadLoss()(LOGITS.movedim(-1, 1), LABELS), "[*[2, 5], V], the vocabulary comes last"),
-    "soft labels": (lambda: HeadLoss()(LOGITS, LOGITS.softmax(-1)), "a Teacher's, for the term Distillation"),
+    "soft labels": (lambda: HeadLoss()(LOGITS, LOGITS.softmax(-1)), "inputs={'teacher': Teacher(q.log())}"),
+    "soft labels of statistics": (
+        lambda: vocab_statistics(LOGITS, LOGITS.softmax(-1)),
+        "q are for the term Distillation",
+    ),
+    "labels in floating point": (lambda: HeadLoss()(LOGITS, LABELS.float()), "got torch.float32: pass its .long()"),
+    "positions in floating point": (
+        lambda: sample(LOGITS[0], positions=torch.ones(5), seed=0),
+        "positions must be int64 or int32, got torch.float32: pass its .long()",
+    ),
     "Hinton's alpha": (lambda: Distillation(alpha=0.5), "write [CrossEntropy(1 - alpha), Distillation(alpha)]"),
     "a module of torch": (
         lambda: Term("ce", torch.nn.CrossEntropyLoss()),

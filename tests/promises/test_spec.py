@@ -82,6 +82,7 @@ CORE = {
     of_terms_from_hidden_states: LINEAR_CALL | INPUTS | {"token_weight": torch.ones(B, S), "bias": torch.zeros(8)},
 }  # fmt: skip
 CONSTRUCTORS = {
+    hl.Term: {"name": "own", "function": len, "want": ("total",), "class_weight": torch.ones(8)},
     hl.VocabShard: {"start": 0, "stop": 8, "vocab_size": 8},
     hl.VocabShard.from_group: {"group": None, "vocab_size": 8},
     hl.VocabShard.from_boundaries: {"boundaries": [0, 8], "vocab_size": 8},

@@ -36,8 +36,9 @@ class Teacher(_Tempered):
 
     Args:
         logits: sharded like the student's, fp32, bf16 or fp16 (float64 if the student's are), never
-            differentiated; log-probs are logits, too. Columns at or beyond the shard's ``vocab_size`` take no part: a
-            teacher of more ids is compared on the common ones, if that is the vocab_size and its logits are cut alike.
+            differentiated; log-probs are logits, too, and of probabilities their log() is. Columns at or beyond the
+            shard's ``vocab_size`` take no part: a teacher of more ids is compared on the common ones, if that is the
+            vocab_size and its logits are cut alike.
         temperature: of the teacher, or one per token [..].
         student_temperature: divides the student's logits (with bias, scale and softcap, whatever
             ``Transform.temperature`` is); None: the same as the teacher's.

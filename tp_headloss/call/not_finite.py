@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..engine.request import Request
-from ..ranks.comm import gather_objects
+from ..ranks.comm import gather_objects, sum_over_ranks
 
 
 def expect_finite(name: str, x: Any, where: torch.Tensor):
@@ -53,6 +53,21 @@ def expect_known(
         raise ValueError(
             f"logits of token {tokens[0]} are beyond {request.tensors.logits.dtype}, from finite hidden states and "
             f"weight; {_such(len(tokens), 'token')}"
+        )
+
+
+def expect_teacher_logits(request: Request, valid: torch.Tensor):
+    """Raise ValueError, equal on all ranks of the group, if the logits of a whole teacher are probabilities at every
+    valid token [..]: not negative, with a sum of 1. Ranks exchange their parts of the sums wherever there is one."""
+    if request.tensors.teacher is None or not valid.numel():
+        return
+    part = request.tensors.teacher[:, : request.facts.valid_width]
+    part = part.sum(1, dtype=torch.float64).masked_fill((part < 0).any(1), torch.nan)
+    rows = ((sum_over_ranks(part, request.shard.group) - 1).abs() <= 1e-2)[request.order.flatten(valid)]
+    if len(rows) and rows.all():
+        raise ValueError(
+            f"teacher.logits must be logits or log-probs, got probabilities, with a sum of 1 at each of {len(rows)} "
+            "valid tokens: pass Teacher(q.log())"
         )
 
 

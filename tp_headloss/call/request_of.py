@@ -12,7 +12,7 @@ from ..engine.request import Facts, Request, Tensors, TokenOrder
 from ..ranks.shard import ShardFacts, VocabShard
 from ..spec import sizes_of
 from ..statistics import AT_IDS, FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
-from ..validation import expect_number, swap_hint
+from ..validation import expect_number, refuse_float_labels
 from .given import Given
 from .sets import check_entries, check_ids, check_sets, expect_both, id_tensors, set_tensors, validate_sets
 
@@ -99,11 +99,11 @@ def _known_temperatures(temperature, logits) -> torch.Tensor:
 def _validate_call(given: Given) -> str:
     """Facts that every rank shares, so that an error is the same on all of them. -> the backend's name."""
     logits, labels, shard, want, transform, teacher, *_, options = given[:11]
+    refuse_float_labels(logits, labels)
     backend, of = resolve_backend(options.backend, logits.device), "logits" if given.linear is None else "hidden states"
     allowed = LOGITS_DTYPES + ((torch.float64,) if backend == "torch" else ())
     if logits.dtype not in allowed:
-        known, hint = [str(d) for d in allowed], swap_hint(logits, labels)
-        raise TypeError(f"logits must be one of {known} for backend {backend!r}, got {logits.dtype}{hint}")
+        raise TypeError(f"logits must be one of {list(map(str, allowed))} for backend {backend!r}, got {logits.dtype}")
     if _vocabulary_is_second(logits, labels):
         raise ValueError(
             f"logits must be [*{list(logits.shape[:1] + logits.shape[2:])}, V], the vocabulary comes last, got "

@@ -18,7 +18,7 @@ from ..validation import refuse_tokens, refuse_transforms
 from .agreement import Agreement
 from .compile import uncompiled_where_needed
 from .given import Given, Want
-from .not_finite import expect_known
+from .not_finite import expect_known, expect_teacher_logits
 from .request_of import build_request
 
 
@@ -171,6 +171,7 @@ def assembled(
         found = dict(zip(request.layout.outputs, outputs))
         _check_labels(labels, found["owners"], found["valid"], request.shard)
         with torch.no_grad():
+            expect_teacher_logits(request, found["valid"])
             expect_known(found, request, operands or {}, overwritten)
     known = *outputs, labels, request.facts.vocab_size, None
     stats = VocabStatistics._make(request.layout.fields(known))

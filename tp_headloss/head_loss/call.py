@@ -15,7 +15,7 @@ from ..ranks.shard import VocabShard
 from ..spec import LABELS, SCALAR, TOKEN_WEIGHT, CheckedBy, Instance, Line, Sizes, TensorLine, sizes_of
 from ..spec.aliases import hint
 from ..statistics import AT_IDS
-from ..validation import fits_fp32, is_number, refuse_tokens, swap_hint
+from ..validation import fits_fp32, is_number, refuse_float_labels, refuse_tokens
 from .definition import HeadLossDefinition
 from .evaluation import StatisticsFunction
 
@@ -52,6 +52,8 @@ def check_call(definition: HeadLossDefinition, given: Given, token_weight, denom
     inputs = _checked_inputs(definition, inputs, labels, sequences)
     labels = _scored_labels(labels, token_weight, sequences, shard, definition.ignore_index)
     if definition.options is not None and definition.options.check:
+        if isinstance(denominator, torch.Tensor):
+            expect_denominator(float(denominator), definition.reduction, x.device)
         values = {f"input {name!r}": value for name, value in inputs.items()} | {"token_weight": token_weight}
         for name, value in values.items():
             expect_finite(name, value, labels != definition.ignore_index)
@@ -113,8 +115,7 @@ def expect_labels(labels, x, token_weight):
             "labels are needed, got None: they say which tokens count, also where no term uses a label's log-prob (any "
             "id will do); for statistics alone, use vocab_statistics or linear_vocab_statistics"
         )
-    if swapped := swap_hint(x, labels):
-        raise TypeError(f"labels must be int64 or int32, got {labels.dtype}{swapped}")
+    refuse_float_labels(x, labels)
     LABELS.check("labels", labels, {})
     if token_weight is not None:
         TOKEN_WEIGHT.check("token_weight", token_weight, sizes_of("labels", x, labels.shape))

@@ -12,7 +12,7 @@ from ..arguments.sequences import SEQUENCE_REDUCTIONS
 from ..spec import EACH_TOKEN, PER_TOKEN, TOKENS, Line, lines_within
 from ..spec.aliases import hint
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
-from .evaluation import StatisticsFunction
+from .evaluation import StatisticsFunction, names_read
 from .statistic_value import StatisticValue, SumsPlan
 from .terms import METRICS, CrossEntropy, Metric, Term
 
@@ -72,7 +72,8 @@ class HeadLossDefinition(NamedTuple):
             if name in known_statistics():
                 said = f": write Metric(lambda stats: {{{name!r}: stats.{name}}}, want=({name!r},))"
             raise ValueError(f"metrics must be of {sorted(METRICS)}, got {sorted(unknown)}{said}")
-        total_weight = _class_weight_of_total(terms)
+        total_weight = _class_weight_of_total(terms, token_metrics)
+        _expect_one_over((*terms, *token_metrics))
         want = _wanted_statistics(terms, named, token_metrics)
         return cls(terms, named, token_metrics, reduction, int(ignore_index), options, want, total_weight).planned()
 
@@ -151,12 +152,28 @@ class HeadLossDefinition(NamedTuple):
         return lines
 
 
-def _class_weight_of_total(terms) -> torch.Tensor | None:
-    """Class weights [V] that the statistic "total" needs. Raises ValueError if other terms use the same statistic."""
+def _class_weight_of_total(terms, metrics) -> torch.Tensor | None:
+    """Class weights [V] that the statistic "total" needs. Raises ValueError if anything else uses that statistic."""
     weighted = [t.class_weight for t in terms if t.class_weight is not None and "total" in t.want]
-    if weighted and sum("total" in term.want for term in terms) > 1:
-        raise ValueError("class weights with smoothing weight the statistic 'total': only one term can use it")
+    users = [part for part in (*terms, *metrics) if {"total", "mass"} & {*part.want, *names_read(part.function)}]
+    if weighted and len(users) > 1:
+        raise ValueError(
+            "class weights with smoothing weight the statistic 'total': only one term, no metric, can use it"
+        )
     return weighted[0] if weighted else None
+
+
+def _expect_one_over(parts):
+    """Raise ValueError if recorded log-probs are compared with log-probs both over the vocabulary and over sets."""
+    own, read = {"log_prob": "vocabulary", "set_log_prob": "sets"}, dict[str, dict[str, str]]()
+    for part in parts:
+        over = [own[name] for name in own.keys() & names_read(part.function)]
+        for name in part.inputs:
+            if len(over) == 1 and name.endswith("log_prob"):
+                read.setdefault(name, {})[over[0]] = getattr(part, "name", None) or _function_name(part.function)
+    for name, found in read.items():
+        if len(found) > 1:
+            raise ValueError(f"the input {name!r} needs the same over= in all that read it, got {found}")
 
 
 def _wanted_statistics(terms, metrics, token_metrics) -> tuple[str, ...]:

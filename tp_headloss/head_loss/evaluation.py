@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,15 @@ class StatisticsFunction(NamedTuple):
     owner: str
     function: Callable | StatisticValue
     inputs: tuple[str, ...] = ()
+
+
+def names_read(function) -> set[str]:
+    """Names of statistics, among others, that a function's code or the arguments of a `partial` say."""
+    if isinstance(function, partial):
+        return names_read(function.func) | {x for x in function.args if isinstance(x, str)}
+    if isinstance(function, StatisticValue):
+        return {function.statistic}
+    return {*getattr(getattr(function, "__code__", None), "co_names", ())}
 
 
 def evaluate(
@@ -93,8 +103,7 @@ def _call_function(function: StatisticsFunction, stats, inputs):
 
 def _expect_statistics(function: StatisticsFunction, stats, error: Exception | None = None):
     """Raise ValueError if a function's code names an optional statistic that no term or metric asked for."""
-    code = getattr(function.function, "__code__", None)
-    used = code.co_names if code else ()
+    used = names_read(function.function)
     absent = [name for name in known_statistics() if name in used and getattr(stats, name, None) is None]
     if absent:
         raise ValueError(

@@ -26,7 +26,8 @@ def kind_of_call(options: Options | None, logits, labels, shard, denominator, in
         return None
     if not can_skip_dispatch(logits) or type(labels) is not torch.Tensor or logits.is_neg() or logits.is_nested:
         return None
-    if options is not None and options.validate != "metadata":
+    has_values = inputs or isinstance(denominator, torch.Tensor)  # which check=True looks at
+    if options is not None and (options.validate != "metadata" or (options.check and has_values)):
         return None
     if shard is not None and not isinstance(shard, VocabShard):
         return None

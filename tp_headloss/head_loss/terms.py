@@ -62,6 +62,12 @@ class Term:
     def __post_init__(self):
         refuse_dtensor("weight", self.weight)
         refuse_dtensor("class_weight", self.class_weight)
+        of_label = getattr(self.token_weight, "func", None) is losses.label_weight
+        if self.class_weight is not None and "total" not in self.want and not of_label:
+            raise ValueError(
+                f"class_weight of term {self.name!r} weighs the statistic 'total', which is not in want={self.want}: "
+                "weigh a token by its label with losses.label_weight"
+            )
         _expect_arguments(f"term {self.name!r}", self.function, self.inputs)
 
 

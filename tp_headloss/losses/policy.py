@@ -34,16 +34,28 @@ def reinforce(log_prob: LogProb, *, advantages: Advantages) -> TokenLoss:
     return -scaled(advantages, log_prob)
 
 
+def expect_distances(clip, logarithms: bool = False):
+    """Raise ValueError for a clip (low, high) that has numbers below 0, or bounds of a ratio in the place of distances:
+    of the ratio from 1, or of its logarithm from 0."""
+    low, high = clip
+    if not low >= 0 <= high:
+        raise ValueError(f"clip must be (low, high), both at least 0, got {clip}")
+    if 0.5 <= low < 1 < high:
+        of, meant = (
+            ("log r from 0", (-math.log(low), math.log(high))) if logarithms else ("r from 1", (1 - low, high - 1))
+        )
+        raise ValueError(
+            f"clip must be (low, high), distances of {of}, got {clip}, which look like bounds of the ratio r: "
+            f"clip=({meant[0]:.4g}, {meant[1]:.4g})"
+        )
+
+
 def ratio_bounds(clip, dual_clip) -> tuple[float, float]:
     """Return the bounds 1 - low and 1 + high of a ratio. ValueError for a clip that cannot be."""
     low, high = 1 - clip[0], 1 + clip[1]
     if not 0 <= low <= 1 <= high:
         raise ValueError(f"clip must be (low, high) with 0 <= low <= 1 and high >= 0, got {clip}")
-    if 0.5 <= clip[0] < 1 < clip[1]:
-        raise ValueError(
-            f"clip must be (low, high), distances of the ratio from 1, got {clip}, which look like bounds of it: "
-            f"clip=({low:.4g}, {clip[1] - 1:.4g})"
-        )
+    expect_distances(clip)
     if dual_clip is not None and not dual_clip >= high:
         raise ValueError(f"dual_clip must be at least 1 + {clip[1]}, where the clip ends, got {dual_clip}")
     return low, high
@@ -100,7 +112,7 @@ def cispo(
 
     Args:
         convention: meaning of ``clip``. "offset" (verl, NeMo-RL): r in [1 - low, 1 + high]. "bound" (Liger, TRL): r
-            at most ``high`` itself, such as 5.0, and ``low`` is not used.
+            at most ``high`` itself, such as 5.0 and at least 1, and ``low`` is not used.
 
     Examples:
         >>> l, old = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.0, -2.5, -2.5])
@@ -110,8 +122,10 @@ def cispo(
 
     Source: CISPO (MiniMax-M1, arXiv:2506.13585).
     """
-    if clip[1] < 0 or (convention == "offset" and clip[0] < 0):
-        raise ValueError(f"clip must be (low, high), both at least 0, got {clip}")
+    if convention == "offset":
+        expect_distances(clip)
+    elif not clip[1] >= 1:
+        raise ValueError(f"clip must be (low, high) with high at least 1 for convention='bound', got {clip}")
     ratio = log_ratio(log_prob.detach(), old_log_prob).exp()
     ratio = ratio.clamp(1 - clip[0], 1 + clip[1]) if convention == "offset" else ratio.clamp(max=clip[1])
     return -scaled(ratio * advantages, log_prob)

@@ -12,7 +12,7 @@ import torch
 
 from ..arguments.sequences import Sequences
 from ..spec import NumberLine, PerToken, Positive, TokenLoss, TupleOf, checked
-from .policy import CLIP, clipped_objective
+from .policy import CLIP, clipped_objective, expect_distances
 from .ratio import LOG_RATIO_CLAMP, Advantages, Clip, LogProb, OldLogProb, bounded, log_ratio, scaled, with_gradient_of
 
 PairOfPairs: TypeAlias = Annotated[
@@ -117,6 +117,7 @@ def gmpo(
 
     Source: GMPO (arXiv:2507.20673).
     """
+    expect_distances(clip, logarithms=True)
     log_r = log_ratio(log_prob, old_log_prob)
     clamped = torch.where(advantages < 0, bounded(log_r, low=-clip[0]), bounded(log_r, high=clip[1]))
     clamped = torch.where(advantages == 0, log_r * 0, clamped)  # 0, or NaN

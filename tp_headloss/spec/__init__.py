@@ -29,8 +29,7 @@ from .lines import Text as Text
 from .lines import TupleOf as TupleOf
 from .lines import sizes_of as sizes_of
 
-FLAG, MASK = OneOf((True, False)), TensorLine("bool")
-LABELS = TensorLine("int64 or int32", hint=": probabilities are a Teacher's, for the term Distillation")
+FLAG, MASK, LABELS = OneOf((True, False)), TensorLine("bool"), TensorLine("int64 or int32")
 IDS = TensorLine("int64 or int32", None)
 SCALAR, TOKEN_WEIGHT = TensorLine("real numbers", ()), TensorLine("real numbers or bool")
 TENSOR = TensorLine("real numbers or bool", None)

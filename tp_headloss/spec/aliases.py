@@ -7,8 +7,9 @@ import difflib
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-SUM_NORM, PRESETS = "seq-mean-token-sum-norm", "PPO, GRPO, DAPO, DrGRPO, GSPO, CISPO"
-CLIPPED = f"PolicyGradient, PolicyMetrics, {PRESETS}"
+SUM_NORM, DISTANCES = "seq-mean-token-sum-norm", "PPO, GRPO, DAPO, DrGRPO, GSPO"
+PRESETS, DUAL = f"{DISTANCES}, CISPO", f"PolicyGradient, PolicyMetrics, {DISTANCES}"
+CLIPPED, BOUND = f"PolicyGradient, PolicyMetrics, {PRESETS}", 'clip=(0.0, epsilon_high), convention="bound"'
 TEACHERS = "Distillation, TopKDistillation"
 LOSSES = "HeadLoss.forward, HeadLoss.linear"
 MASK = "token_weight=mask, labels of -100, or for terms by sequence inputs={'sequences': Sequences.from_mask(mask)}"
@@ -56,13 +57,14 @@ ALIASES = (
     Alias("bpb", "lm-evaluation-harness", "metric", "BitsPerByte()"),
     Alias("bits_per_byte", "lm-evaluation-harness", "metric", "BitsPerByte()"),
     Alias("ppl", "many", "metric", '"perplexity"'),
-    Alias("epsilon", "TRL", CLIPPED, "clip=(epsilon, epsilon_high)"),
-    Alias("epsilon_high", "TRL", CLIPPED, "clip=(epsilon, epsilon_high)"),
-    Alias("delta", "TRL", CLIPPED, "dual_clip=delta"),
+    *[Alias(name, "TRL", of, ours) for name in ("epsilon", "epsilon_high") for of, ours in (
+        (f"PolicyMetrics, {DISTANCES}", "clip=(epsilon, epsilon_high)"), ("CISPO", BOUND),
+        ("PolicyGradient", f"clip=(epsilon, epsilon_high), of 'cispo' {BOUND}"))],
+    Alias("delta", "TRL", DUAL, "dual_clip=delta"),
     Alias("clip_ratio", "verl", CLIPPED, "clip=(clip_ratio, clip_ratio)"),
     Alias("clip_ratio_low", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"),
     Alias("clip_ratio_high", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"),
-    Alias("clip_ratio_c", "verl", CLIPPED, "dual_clip=clip_ratio_c"),
+    Alias("clip_ratio_c", "verl", DUAL, "dual_clip=clip_ratio_c"),
     Alias("beta", "TRL", PRESETS, "kl=beta"),
     Alias("beta", "TRL", "PolicyGradient, HeadLoss", "a term, KLToReference(beta)"),
     Alias("kl_loss_coef", "verl", PRESETS, "kl=kl_loss_coef"),

@@ -40,7 +40,7 @@ class TensorLine:
         broadcasts: sizes of 1, or no dimension at all, will do.
         sharded: the dimension that is sharded on the vocabulary; None: replicated.
         constant: it gets no gradient, so that one that requires it is an error.
-        hint: of the error for anything but a tensor, and for floating point where integers are expected.
+        hint: of the error for anything but a tensor.
     """
 
     kind: str
@@ -64,7 +64,8 @@ class TensorLine:
             hint = next((f": pass its .{part}" for part in ("weight", "log_prob") if hasattr(x, part)), self.hint)
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}{hint}")
         if not DTYPES[self.kind](x.dtype):
-            raise TypeError(f"{name} must be {self.kind}, got {x.dtype}{self.hint if x.is_floating_point() else ''}")
+            said = ": pass its .long()" * (x.is_floating_point() and "int64" in self.kind)
+            raise TypeError(f"{name} must be {self.kind}, got {x.dtype}{said}")
         if self.constant and x.requires_grad:
             raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
         if self.shape is not None:
