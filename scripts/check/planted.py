@@ -555,6 +555,9 @@ GROUPS = {
         ("head_loss/call.py", "_per_token", "isinstance(line, TensorLine) and line.broadcasts", "True"),
         ("head_loss/definition.py", "HeadLossDefinition.input_lines", "name.endswith('log_prob')", "False"),
     ],
+    "test_plan": [
+        ("plan.py", "ways", "from_hidden and head.tp > 1", "False"),
+    ],
     "test_main_grad": [
         ("call/compile.py", "uncompiled_where_needed", 'name in ("main_grad", "mode")', 'name == "mode"'),
     ],
