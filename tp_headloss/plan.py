@@ -174,7 +174,8 @@ def report(head: Head, from_hidden: bool, bandwidth: float | None, tflops: float
         f"shard = VocabShard.from_group({'None' if head.tp == 1 else 'group'}, vocab_size={head.vocab})",
     ]
     if head.tp > 1:
-        lines += [f"head = VocabParallelHead({head.hidden}, shard, weight=weight)  # sums dH over the ranks"] * from_hidden
+        made = f"head = VocabParallelHead({head.hidden}, shard, weight=weight)  # sums dH over the ranks"
+        lines += [made] * from_hidden
         lines.append("gather: the host's, of all columns, whose backward gives each rank the gradient of its own")
     return "\n".join(lines)
 

@@ -352,10 +352,11 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "-inf in the bias": rows(transform={"bias": torch.zeros(V).index_fill(0, torch.tensor([3, 45]), -INF)}),
         },
         "logits or weights whose width does not fit the shard (gathered ones, say)": {
-            "gathered logits": refused("ValueError: logits must have the shard's", lambda here: hl.vocab_statistics(here.to(random), here.labels, shard=here.shard), words="(these look like gathered logits)", sizes=(2, 4), local=True),
+            "gathered logits": refused("ValueError: logits must have the shard's", lambda here: hl.vocab_statistics(here.to(random), here.labels, shard=here.shard), words="(these look like gathered columns; if they are one rank's, vocab_size is that of all ranks,", sizes=(2, 4), local=True),
+            "a gathered weight": refused("ValueError: weight must have the shard's", lambda here: hl.HeadLoss().linear(here.to(torch.ones(N, 8)), here.to(torch.ones(V, 8)), here.labels, shard=here.shard), words="(these look like gathered rows; if they are one rank's, vocab_size is that of all ranks,", sizes=(2, 4), local=True),
             "a column too few": refused("ValueError: logits must have the shard's", lambda here: hl.vocab_statistics(here.x[:, 1:], here.labels, shard=here.shard), local=True),
             "no columns": refused("ValueError: logits must have the shard's", lambda here: hl.vocab_statistics(here.x[:, :0], here.labels, shard=here.shard), local=True),
-            "a row too many": refused("ValueError: weight must have shape [", linear(extra_rows=1), local=True),
+            "a row too many": refused("ValueError: weight must have the shard's", linear(extra_rows=1), words="(a padded vocabulary? VocabShard.from_group(group, 64, padded_size=", local=True),
             "hidden states of another width": refused("ValueError: weight must have shape [", linear(hidden=9)),
         },
         "bounds that cannot be a shard's; a group that this rank is not in": {
