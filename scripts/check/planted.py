@@ -488,6 +488,7 @@ GROUPS = {
     "test_aliases": [
         ("spec/aliases.py", "synonym", "x.ours in names", "True"),
         ("spec/aliases.py", "hint", "alias.ours in names", "True"),
+        ("spec/aliases.py", "refuse_keywords", "keyword in KEYWORDS.get(place, ())", "False"),
         ("spec/checked.py", "checked.call", "args, kwargs = (), given", "pass"),
     ],
     "test_clip_grad_norm": [

@@ -9,7 +9,7 @@ from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from ..engine.backend import resolve_backend
 from ..engine.operators import distinct_ids
 from ..engine.request import Facts, Request, Tensors, TokenOrder
-from ..ranks.shard import ShardFacts, VocabShard
+from ..ranks.shard import ShardFacts
 from ..spec import sizes_of
 from ..statistics import AT_IDS, FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
 from ..validation import expect_number, swap_hint

@@ -229,10 +229,12 @@ class Callables:
 
 @dataclass(frozen=True)
 class CheckedBy:
-    """A value for which function(name of the argument, value) raises no error; without a function any value."""
+    """A value for which function(name of the argument, value) raises no error; without a function any value. names: of
+    the keywords that a parameter ** hands on."""
 
     says: str
     function: Callable[[str, Any], None] | None = None
+    names: Collection[str] | None = None
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise what the function raises."""
