@@ -366,7 +366,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "no vocabulary": refused("ValueError: vocab_size must be at least 1, got 0", lambda here: hl.VocabShard(0, 0, 0)),
             "fewer rows than ids": refused("ValueError: padded_size must be at least vocab_size = 64, got 60", lambda here: hl.VocabShard.from_group(None, V, 60)),
             "boundaries that descend": refused("ValueError: boundaries must be 2 ascending ids from 0 to at least 64, got [64, 0]", lambda here: hl.VocabShard.from_boundaries([64, 0], V)),
-            "a foreign group": refused("ValueError: this rank must be a member of the process group", cut=lambda group: hl.VocabShard.from_group(dist.GroupMember.NON_GROUP_MEMBER, V)),
+            "a foreign group": refused("ValueError: this rank must be a member of group, got torch's GroupMember.NON_GROUP_MEMBER", cut=lambda group: hl.VocabShard.from_group(dist.GroupMember.NON_GROUP_MEMBER, V)),
         },
         "options, statistics, terms, metrics and reductions that do not exist, or not together": {
             "unknown backend": refused("ValueError: backend must be one of ('torch', 'triton'), got 'cuda'", options={"backend": "cuda"}),

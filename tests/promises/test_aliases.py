@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +19,14 @@ from tp_headloss import (
     KLToReference,
     Options,
     PolicyGradient,
+    SamplingRule,
     Sequences,
     Term,
+    Transform,
     ZLoss,
     losses,
+    register_statistic,
+    statistics,
 )
 from tp_headloss.spec import OneOf, lines_within
 from tp_headloss.spec.aliases import ALIASES, KEYWORDS, rows, synonym
@@ -101,6 +106,10 @@ def my_loss(stats):
     return stats.lse
 
 
+class Own(statistics.collision.CollisionFamily):
+    statistics = ("own",)
+
+
 # a call -> words of its error
 MESSAGES = {
     "one clip": (lambda: PolicyGradient("clip", clip=0.2), "such as (0.2, 0.28), got 0.2: for both, (0.2, 0.2)"),
@@ -161,6 +170,15 @@ MESSAGES = {
     "an unknown keyword": (lambda: CrossEntropy(xyz=1), "got an unexpected keyword argument 'xyz'"),
     "an unknown keyword of a preset": (lambda: GRPO(xyz=1), "GRPO() got an unexpected keyword argument 'xyz'"),
     "spelling of a preset's keyword": (lambda: GRPO(metric="rank"), "'metric': did you mean 'metrics'?"),
+    "a top-k that is off": (lambda: SamplingRule(top_k=-1), "top_k must be at least 1, got -1: None is for all ids"),
+    "a temperature of 0": (
+        lambda: Transform(temperature=0),
+        "in fp32, got 0: greedy is SamplingRule(top_k=1), or argmax",
+    ),
+    "a statistic registered again": (
+        lambda: [register_statistic(Own()) for _ in range(2)],
+        "['own'] are taken: in one process, register a family once, and start another to change it",
+    ),
     "a set of metrics": (lambda: HeadLoss(metrics={"rank"}), "got set: write a list"),
 }
 
@@ -168,7 +186,10 @@ MESSAGES = {
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_message_says_what_to_do(name):
     call, words = MESSAGES[name]
-    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+    with (
+        mock.patch.object(statistics, "FAMILIES", statistics.FAMILIES),
+        pytest.raises((TypeError, ValueError), match=re.escape(words)),
+    ):
         call()
 
 
@@ -178,10 +199,8 @@ KINDS = {  # a function of a loss -> a call of it with a keyword, and where its 
     "HeadLoss.forward": (lambda **given: MADE(*CALLED, **given), "HeadLoss(..)(.., {}=..)"),
     "HeadLoss.linear": (lambda **given: MADE.linear(LOGITS, *CALLED, **given), "HeadLoss(..).linear(.., {}=..)"),
 }
-OTHERS = {
-    "CausalLMLoss": CausalLMLoss, "CrossEntropy": CrossEntropy, "PolicyGradient": PolicyGradient, "GRPO": GRPO, "BitsPerByte": BitsPerByte,
-    **{name: call for name, (call, _) in KINDS.items()},
-}  # fmt: skip
+WITHOUT_A_CALL = {"CausalLMLoss": CausalLMLoss, "CrossEntropy": CrossEntropy, "PolicyGradient": PolicyGradient}
+OTHERS = WITHOUT_A_CALL | {"GRPO": GRPO, "BitsPerByte": BitsPerByte} | {name: call for name, (call, _) in KINDS.items()}
 
 
 @pytest.mark.parametrize("place", KINDS)

@@ -60,9 +60,7 @@ def expect_group(group, name: str = "group"):
     if type(group).__name__ == "DeviceMesh":
         raise TypeError(f"{name} must be a process group, got a DeviceMesh: use VocabShard.from_mesh, or its get_group")
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to ranks that are no members
-        raise ValueError(
-            f"this rank must be a member of the process group {name}, got {group!r}, torch's sign that it is not"
-        )
+        raise ValueError(f"this rank must be a member of {name}, got torch's GroupMember.NON_GROUP_MEMBER")
     raise TypeError(f"{name} must be a process group or None, got {group!r}")
 
 
