@@ -18,8 +18,7 @@ CARDS = {  # TB/s, and TFLOP/s of dense products of half precision and of fp32 w
     "H200": (4.8, 989.0, 67.0),
 }
 PER_TOKEN = 128  # bytes of statistics, packets and labels, about
-FROM_LOGITS = "HeadLoss({})(logits, labels, shard=shard)"
-FROM_HIDDEN = "HeadLoss({})(F.linear(hidden, weight), labels, shard=shard)"
+OF_LOGITS = "HeadLoss(options=Options({}))({}, labels, shard=shard)"
 LINEAR = "HeadLoss().linear(hidden, weight, labels, shard=shard, linear=Linear({}))"
 
 
@@ -78,19 +77,19 @@ class Head(NamedTuple):
 def ways(head: Head, from_hidden: bool) -> list[Way]:
     """Return the ways of a host in plain torch, and then ours."""
     logits = head.logits
-    made, gemms, call = (logits, 3, FROM_HIDDEN) if from_hidden else (0, 0, FROM_LOGITS)
+    made, gemms, given = (logits, 3, "F.linear(hidden, weight)") if from_hidden else (0, 0, "logits")
+    given = "head(hidden)" if from_hidden and head.tp > 1 else given
     after = made + sum(head.gradients) if from_hidden else 0  # dH and dW beside the gradient of the logits
 
     def way(name: str, peak: int, moved: int, call: str) -> Way:
         return Way(name, max(peak, after) + PER_TOKEN * head.tokens, moved, gemms, call)
 
     whole = head.tokens * head.vocab  # logits of all ranks, which a host gathers
-    given = "F.linear(hidden, weight)" if from_hidden else "logits"
-    given = given if head.tp == 1 else f"gather({given})"
+    gathered = given if head.tp == 1 else f"gather({given})"
     each = DTYPES[head.dtype]  # log_softmax, its output's gradient and its input's exist at once
-    found = [way("host: F.cross_entropy", 3 * each * whole, 6 * each * whole, f"F.cross_entropy({given}, labels)")]
+    found = [way("host: F.cross_entropy", 3 * each * whole, 6 * each * whole, f"F.cross_entropy({gathered}, labels)")]
     if each == 2:
-        call_in_fp32 = f"F.cross_entropy({given}.float(), labels)"
+        call_in_fp32 = f"F.cross_entropy({gathered}.float(), labels)"
         found.append(way("host: the same in fp32", 12 * whole, (2 * each + 28) * whole, call_in_fp32))
     for name, extra, passes, options in (
         ("logits", logits, 3, 'gradient="backward"'),
@@ -99,7 +98,7 @@ def ways(head: Head, from_hidden: bool) -> list[Way]:
         ("one read, in place", 0, 2, 'gradient="forward", inplace=True'),
     ):
         if passes == 3 or head.has_one_read:
-            found.append(way(name, made + extra, passes * logits, call.format(f"options=Options({options})")))
+            found.append(way(name, made + extra, passes * logits, OF_LOGITS.format(options, given)))
     return found + (_without_logits(head) if from_hidden else [])
 
 
@@ -166,7 +165,7 @@ def report(head: Head, from_hidden: bool, bandwidth: float | None, tflops: float
         f"{head.tokens} tokens x {head.vocab} ids in {head.dtype}, {head.logits / 2**20:.0f} MiB of logits a rank",
         f"memory: the peak beyond {beyond}, and beyond a main_grad",
         f"floor: at {speeds[0]:g} TB/s ({origin[0]}; --bandwidth), {speeds[1]:g} TFLOP/s ({origin[1]}; --tflops),",
-        "  without communication; a host's ranks gather the logits; one read, and recompute's floor, are of an H100",
+        "  without communication; one read, and recompute's floor, are of an H100",
         "",
         f"{'way':24}{'MiB':>8}{'floor ms':>10}  what to write",
         *(f"{w.name:24}{w.memory / 2**20:8.0f}{time:10.2f}  {w.call}" for w, time in zip(found, times)),
@@ -174,6 +173,10 @@ def report(head: Head, from_hidden: bool, bandwidth: float | None, tflops: float
         f"least memory: {min(found, key=lambda way: way.memory).name}",
         f"shard = VocabShard.from_group({'None' if head.tp == 1 else 'group'}, vocab_size={head.vocab})",
     ]
+    if head.tp > 1:
+        made = f"head = VocabParallelHead({head.hidden}, shard, weight=weight)  # sums dH over the ranks"
+        lines += [made] * from_hidden
+        lines.append("gather: the host's, of all columns, whose backward gives each rank the gradient of its own")
     return "\n".join(lines)
 
 

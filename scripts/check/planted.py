@@ -492,6 +492,7 @@ GROUPS = {
     "test_aliases": [
         ("spec/aliases.py", "synonym", "x.ours in names", "True"),
         ("spec/aliases.py", "hint", "alias.ours in names", "True"),
+        ("spec/aliases.py", "refuse_keywords", "keyword in KEYWORDS.get(place, ())", "False"),
         ("spec/checked.py", "checked.call", "args, kwargs = (), given", "pass"),
     ],
     "test_clip_grad_norm": [
@@ -569,6 +570,9 @@ GROUPS = {
     "test_policy_inputs": [
         ("head_loss/call.py", "_per_token", "isinstance(line, TensorLine) and line.broadcasts", "True"),
         ("head_loss/definition.py", "HeadLossDefinition.input_lines", "name.endswith('log_prob')", "False"),
+    ],
+    "test_plan": [
+        ("plan.py", "ways", "from_hidden and head.tp > 1", "False"),
     ],
     "test_main_grad": [
         ("call/compile.py", "uncompiled_where_needed", 'name in ("main_grad", "mode")', 'name == "mode"'),

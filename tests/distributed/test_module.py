@@ -476,7 +476,7 @@ def other_cuts(group, device):
     try:
         embedding(torch.arange(10, device=device))
     except ValueError as error:
-        found.append("weight must be sharded, this rank's 5 rows, got 10" in str(error))
+        found.append("), got 10 (these look like gathered rows" in str(error))
     return found
 
 

@@ -352,10 +352,11 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "-inf in the bias": rows(transform={"bias": torch.zeros(V).index_fill(0, torch.tensor([3, 45]), -INF)}),
         },
         "logits or weights whose width does not fit the shard (gathered ones, say)": {
-            "gathered logits": refused("ValueError: logits must have the shard's", lambda here: hl.vocab_statistics(here.to(random), here.labels, shard=here.shard), words="(these look like gathered logits)", sizes=(2, 4), local=True),
+            "gathered logits": refused("ValueError: logits must have the shard's", lambda here: hl.vocab_statistics(here.to(random), here.labels, shard=here.shard), words="(these look like gathered columns; if they are one rank's, vocab_size is that of all ranks,", sizes=(2, 4), local=True),
+            "a gathered weight": refused("ValueError: weight must have the shard's", lambda here: hl.HeadLoss().linear(here.to(torch.ones(N, 8)), here.to(torch.ones(V, 8)), here.labels, shard=here.shard), words="(these look like gathered rows; if they are one rank's, vocab_size is that of all ranks,", sizes=(2, 4), local=True),
             "a column too few": refused("ValueError: logits must have the shard's", lambda here: hl.vocab_statistics(here.x[:, 1:], here.labels, shard=here.shard), local=True),
             "no columns": refused("ValueError: logits must have the shard's", lambda here: hl.vocab_statistics(here.x[:, :0], here.labels, shard=here.shard), local=True),
-            "a row too many": refused("ValueError: weight must have shape [", linear(extra_rows=1), local=True),
+            "a row too many": refused("ValueError: weight must have the shard's", linear(extra_rows=1), words="(a padded vocabulary? VocabShard.from_group(group, 64, padded_size=", local=True),
             "hidden states of another width": refused("ValueError: weight must have shape [", linear(hidden=9)),
         },
         "bounds that cannot be a shard's; a group that this rank is not in": {
@@ -365,7 +366,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "no vocabulary": refused("ValueError: vocab_size must be at least 1, got 0", lambda here: hl.VocabShard(0, 0, 0)),
             "fewer rows than ids": refused("ValueError: padded_size must be at least vocab_size = 64, got 60", lambda here: hl.VocabShard.from_group(None, V, 60)),
             "boundaries that descend": refused("ValueError: boundaries must be 2 ascending ids from 0 to at least 64, got [64, 0]", lambda here: hl.VocabShard.from_boundaries([64, 0], V)),
-            "a foreign group": refused("ValueError: this rank must be a member of the process group", cut=lambda group: hl.VocabShard.from_group(dist.GroupMember.NON_GROUP_MEMBER, V)),
+            "a foreign group": refused("ValueError: this rank must be a member of group, got torch's GroupMember.NON_GROUP_MEMBER", cut=lambda group: hl.VocabShard.from_group(dist.GroupMember.NON_GROUP_MEMBER, V)),
         },
         "options, statistics, terms, metrics and reductions that do not exist, or not together": {
             "unknown backend": refused("ValueError: backend must be one of ('torch', 'triton'), got 'cuda'", options={"backend": "cuda"}),

@@ -95,8 +95,8 @@ class Pool:
             worker.start()
 
     def call(self, function, args, failures):
-        """Results in rank order. Where one rank fails, the others may wait for it: AFTER_A_FAILURE, then they are killed,
-        and only the failure is told."""
+        """Results in rank order. Where one rank fails, the others may wait for it: AFTER_A_FAILURE, then they are
+        killed, and only the failure is told."""
         for pipe in self.pipes:
             pipe.send((function, args))
         results, deadline = {}, time.monotonic() + 2 * TIMEOUT

@@ -36,7 +36,7 @@ BAD = {  # others are in tests/helpers/odd_inputs.py
     "copy the teacher": lambda h, w, y: hl.linear_vocab_statistics(
         h, w, y, teacher=a_teacher("logits", "cpu"), want=FULL_TEACHER, linear=hl.Linear(max_valid_tokens=3)
     ),
-    r"weight must have shape \[200, 24\] of the shard, .* and hidden states, got": lambda h, w, y: (
+    r"weight must have shape \[200, 24\] of the shard and hidden states, got": lambda h, w, y: (
         hl.linear_vocab_statistics(h, w[:, :5], y)
     ),
     "bias must have shape": lambda h, w, y: hl.linear_vocab_statistics(h, w, y, bias=w[:5, 0]),

@@ -2,12 +2,14 @@
 
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import tp_headloss
 from tp_headloss import (
+    GRPO,
     PPO,
     BitsPerByte,
     CausalLMLoss,
@@ -17,15 +19,19 @@ from tp_headloss import (
     KLToReference,
     Options,
     PolicyGradient,
+    SamplingRule,
     Sequences,
     Term,
+    Transform,
     ZLoss,
     losses,
+    register_statistic,
     sample,
+    statistics,
     vocab_statistics,
 )
 from tp_headloss.spec import OneOf, lines_within
-from tp_headloss.spec.aliases import ALIASES, rows, synonym
+from tp_headloss.spec.aliases import ALIASES, KEYWORDS, rows, synonym
 
 PAGE = Path(__file__).parents[2] / "docs" / "names.md"
 PUBLIC = [getattr(module, name) for module in (tp_headloss, losses) for name in module.__all__] + [Sequences.aggregate]
@@ -71,7 +77,7 @@ def test_an_input_is_refused_with_what_to_write(alias):
 def test_a_keyword_is_refused_with_what_to_write(alias):
     for name in alias.of.split(", "):
         owner, _, method = name.partition(".")
-        function = getattr(tp_headloss, owner)
+        function = getattr(tp_headloss, owner, None) or getattr(losses, owner)
         function = getattr(function(), method) if method else function
         assert alias.name not in lines_within(function)
         with pytest.raises(TypeError, match=re.escape(f"{alias.name!r}: write {alias.ours}")):
@@ -100,6 +106,10 @@ def test_synonyms_are_our_names_wherever_they_are_written():
 
 def my_loss(stats):
     return stats.lse
+
+
+class Own(statistics.collision.CollisionFamily):
+    statistics = ("own",)
 
 
 # a call -> words of its error
@@ -169,14 +179,55 @@ MESSAGES = {
         "got 'advantages': call HeadLoss with it and with moved labels",
     ),
     "an unknown keyword": (lambda: CrossEntropy(xyz=1), "got an unexpected keyword argument 'xyz'"),
+    "an unknown keyword of a preset": (lambda: GRPO(xyz=1), "GRPO() got an unexpected keyword argument 'xyz'"),
+    "spelling of a preset's keyword": (lambda: GRPO(metric="rank"), "'metric': did you mean 'metrics'?"),
+    "a top-k that is off": (lambda: SamplingRule(top_k=-1), "top_k must be at least 1, got -1: None is for all ids"),
+    "a temperature of 0": (
+        lambda: Transform(temperature=0),
+        "in fp32, got 0: greedy is SamplingRule(top_k=1), or argmax",
+    ),
+    "a statistic registered again": (
+        lambda: [register_statistic(Own()) for _ in range(2)],
+        "['own'] are taken: in one process, register a family once, and start another to change it",
+    ),
+    "a set of metrics": (lambda: HeadLoss(metrics={"rank"}), "got set: write a list"),
 }
 
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_message_says_what_to_do(name):
     call, words = MESSAGES[name]
-    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+    with (
+        mock.patch.object(statistics, "FAMILIES", statistics.FAMILIES),
+        pytest.raises((TypeError, ValueError), match=re.escape(words)),
+    ):
         call()
+
+
+MADE, CALLED = HeadLoss(), (LOGITS, LABELS)
+KINDS = {  # a function of a loss -> a call of it with a keyword, and where its arguments are written
+    "HeadLoss": (lambda **given: HeadLoss(**given), "HeadLoss(.., {}=..)"),
+    "HeadLoss.forward": (lambda **given: MADE(*CALLED, **given), "HeadLoss(..)(.., {}=..)"),
+    "HeadLoss.linear": (lambda **given: MADE.linear(LOGITS, *CALLED, **given), "HeadLoss(..).linear(.., {}=..)"),
+}
+WITHOUT_A_CALL = {"CausalLMLoss": CausalLMLoss, "CrossEntropy": CrossEntropy, "PolicyGradient": PolicyGradient}
+OTHERS = WITHOUT_A_CALL | {"GRPO": GRPO, "BitsPerByte": BitsPerByte} | {name: call for name, (call, _) in KINDS.items()}
+
+
+@pytest.mark.parametrize("place", KINDS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_argument_in_the_wrong_place_is_refused_with_its_place(name, place):
+    """Every argument of every function of a call, to all those that do not take it."""
+
+    def takes(owner):
+        return set(KEYWORDS[owner]) - {"self"}
+
+    for keyword in takes(place) - takes(name):
+        written = [KINDS[other][1].format(keyword) for other in KINDS if keyword in takes(other)]
+        written += [x.ours for x in ALIASES if x.name == keyword and name in x.of.split(", ")]
+        with pytest.raises(TypeError, match=re.escape(f"{keyword!r}: write ")) as error:
+            OTHERS[name](**{keyword: None})
+        assert any(f": write {text}" in str(error.value) for text in written), (error.value, written)
 
 
 def test_a_preset_has_its_own_reduction_and_says_so():

@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peak import peak_bytes
+from ranks import on_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import tp_headloss
 from tp_headloss import plan
@@ -71,6 +74,55 @@ def test_the_memory_is_what_the_call_allocates(dtype, from_hidden, name, monkeyp
     (way,) = [way for way in plan.ways(head, from_hidden) if way.name == name]
     found = measured(way, head, torch.device("cpu"), from_hidden)
     assert way.memory - MIB // 4 <= found <= way.memory + 2 * MIB, (found / MIB, way.memory / MIB)
+
+
+def run_as_printed(group, device, dtype, from_hidden):
+    """Errors of loss and gradients of each call that the command prints, relative to those of float64, by way."""
+    size, rank = (1, 0) if group is None else (group.size(), group.rank())
+    head, generator, errors = plan.Head(512, 4096, size, dtype, 16), torch.Generator().manual_seed(0), {}
+    table, definitions = plan.report(head, from_hidden, None, None).split("what to write\n")[1].split("\n\n")
+    shapes = {"hidden": (512, 16), "weight": (4096, 16)} if from_hidden else {"logits": (512, 4096)}
+    whole = {name: torch.randn(shape, generator=generator).to(DTYPES[dtype]) for name, shape in shapes.items()}
+    labels = torch.randint(4096, (512,), generator=generator)
+    exact = [x.double().requires_grad_() for x in whole.values()]
+    expected = F.cross_entropy(exact[0] @ exact[1].T if from_hidden else exact[0], labels)
+    grads = dict(zip(whole, torch.autograd.grad(expected, exact)))
+
+    def local(name, x):
+        return x if name == "hidden" else x.chunk(size, 0 if name == "weight" else 1)[rank]
+
+    def gather(x):
+        return DTensor.from_local(x, DeviceMesh.from_group(group, device.type), [Shard(-1)]).full_tensor()
+
+    for line in table.splitlines():
+        name, call = line[:24].strip(), line[42:]
+        if "one read" in name and (device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0)):
+            continue
+        leaves = {key: torch.nn.Parameter(local(key, x).clone().to(device)) for key, x in whole.items()}
+        names = {**vars(tp_headloss), "F": F, "group": group, "gather": gather, "labels": labels.to(device), **leaves}
+        if from_hidden:
+            leaves["weight"].main_grad = torch.zeros_like(leaves["weight"], dtype=torch.float32)
+        else:
+            names["logits"] = leaves["logits"].clone()  # a head's logits are no leaf: in place writes over them
+        exec("\n".join(line for line in definitions.splitlines() if " = " in line), names)
+        loss = eval(call, names)
+        loss = getattr(loss, "loss", loss)
+        loss.backward()
+        found = {key: x.main_grad if key == "weight" and "main_grad" in call else x.grad for key, x in leaves.items()}
+        pairs = [(loss.detach(), expected.detach()), *((found[key], local(key, grads[key])) for key in leaves)]
+        errors[name] = max(float((ours.cpu().double() - x).abs().max() / x.abs().max()) for ours, x in pairs)
+    return errors
+
+
+@pytest.mark.parametrize("from_hidden", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_each_printed_call_has_the_loss_and_the_gradients_of_the_whole_vocabulary(tp, dtype, from_hidden):
+    """A dH that is a rank's part alone is wrong by its own size."""
+    for errors in on_ranks(tp, run_as_printed, dtype, from_hidden):
+        ways = {way.name for way in plan.ways(plan.Head(512, 4096, tp, dtype, 16), from_hidden)}
+        assert {name for name in ways if "one read" not in name} <= set(errors) <= ways
+        assert max(errors.values()) < {"bf16": 2**-6, "fp32": 2**-18}[dtype], errors
 
 
 def test_every_way_is_run():

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import torch
 
-from ..spec import LEAST, Floating, Ids, NumberLine, Share, Size, Sizes, TensorLine, checked
+from ..spec import LEAST, Floating, Ids, IntLine, NumberLine, Share, Sizes, TensorLine, checked
 
 MOST_IDS = 1 << 24  # so that a logit and an id fit an int64, and the masses of all ids have 38 bits
 
@@ -33,7 +33,7 @@ class SamplingRule:
     """
 
     remedy = ": pass kept_ids(logits, rule, ..)"  # in the place of sets
-    top_k: Size | Ids | None = None
+    top_k: Annotated[int, IntLine(1, hint=": None is for all ids")] | Ids | None = None
     top_p: Annotated[float, NumberLine(LEAST, 1, "in (0, 1]")] | Floating | None = None
     min_p: Share | Floating | None = None
 

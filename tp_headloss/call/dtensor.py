@@ -88,7 +88,8 @@ def local_head(
         hidden, weight, bias, shard = _local_dtensors(hidden, weight, bias, shard, hidden_grad)
     else:
         shard = resolve_shard(weight.t(), shard)
-    sizes: Sizes = {"width": (shard.width, "the shard, stop - start ids of a rank")}
+    shard.expect_width("weight", weight.shape[0], "rows")
+    sizes: Sizes = {"width": (shard.width, "the shard")}
     for name, x, line in (("hidden states", hidden, HIDDEN), ("weight", weight, WEIGHT), ("bias", bias, BIAS)):
         if x is not None:
             line.check(name, x, sizes)

@@ -9,7 +9,7 @@ from ..arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from ..engine.backend import resolve_backend
 from ..engine.operators import distinct_ids
 from ..engine.request import Facts, Request, Tensors, TokenOrder
-from ..ranks.shard import ShardFacts, VocabShard
+from ..ranks.shard import ShardFacts
 from ..spec import sizes_of
 from ..statistics import AT_IDS, FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
 from ..validation import expect_number, refuse_float_labels
@@ -109,11 +109,7 @@ def _validate_call(given: Given) -> str:
             f"logits must be [*{list(logits.shape[:1] + logits.shape[2:])}, V], the vocabulary comes last, got "
             f"{list(logits.shape)}: logits.movedim(1, -1)"
         )
-    if logits.shape[-1] != shard.width:
-        raise ValueError(
-            f"logits must have the shard's {shard.width} columns [{shard.start}, {shard.stop}), "
-            f"got {logits.shape[-1]}{_why_another_width(logits.shape[-1], shard)}"
-        )
+    shard.expect_width("logits", logits.shape[-1], "columns")
     names = "labels", "want", "transform", "teacher", "ids", "sets", "total_weight", "ignore_index"
     given.check(sizes_of(of, logits, logits.shape[:-1], width=shard.width), *names)
     if labels is None and options.check:
@@ -138,17 +134,6 @@ def _vocabulary_is_second(logits, labels) -> bool:
     """True for logits [B, V, ..] and labels [B, ..], as torch.nn.functional.cross_entropy takes them."""
     shapes = logits.shape, getattr(labels, "shape", ())
     return logits.dim() > 2 and (shapes[0][0], *shapes[0][2:]) == shapes[1] != shapes[0][:-1]
-
-
-def _why_another_width(columns: int, shard: VocabShard) -> str:
-    """A likely reason for logits that are not as wide as the shard."""
-    if shard.world_size > 1 and columns in (shard.vocab_size, shard.padded_size):
-        return " (these look like gathered logits)"
-    if columns > shard.width:
-        padded = columns * shard.world_size
-        return f" (a padded vocabulary? VocabShard.from_group(group, {shard.vocab_size}, padded_size={padded}))"
-    group = "; if these are one rank's, make the shard with its group, after init_process_group"
-    return f" (is vocab_size={shard.vocab_size} right?{group if shard.group is None else ''})"
 
 
 def _validate_teacher(teacher, transform, logits, want, options):

@@ -202,6 +202,8 @@ def _expect_all(name: str, given, kinds) -> tuple:
             elif callable(part):
                 own = getattr(part, "__name__", "name").replace("<lambda>", "name")
                 said = f": wrap it, Term({own!r}, function)" if kinds is Term else ": wrap it, Metric(function)"
+            elif isinstance(part, (set, frozenset)):
+                said = ": write a list, whose order is the same on all ranks"
             raise TypeError(f"{name} must be {expected}, got {_readable(part)}{said}")
     return given
 

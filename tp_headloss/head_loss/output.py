@@ -86,7 +86,8 @@ class Observed:
 
     Attributes:
         observe: function that is called with the `last` of each call, or None.
-        last: `HeadLossOutput` of the last call, without graph and statistics, so that keeping it keeps no activations.
+        last: `HeadLossOutput` of the last call, without graph and statistics, so that keeping it keeps no activations;
+            None before the first.
         calls: number of calls.
     """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, TypeAlias
 
 from ..losses.policy import CLIP
-from ..spec import CheckedBy, NotNegative, OneOf, Pair, Positive, checked
+from ..spec import CheckedBy, NotNegative, OneOf, Pair, Positive, checked, lines_within
 from .loss import HeadLoss
 from .policy_terms import KLToReference, PolicyGradient
 from .terms import Entropy
@@ -17,7 +17,8 @@ from .terms import Entropy
 Kl: TypeAlias = Annotated[NotNegative, "Weight of the KL to the reference (k3 of `KLToReference`); 0: none"]
 Bonus: TypeAlias = Annotated[NotNegative, "Weight of the entropy bonus; 0: none"]
 Dual: TypeAlias = Positive | None
-Keywords: TypeAlias = Annotated[Any, CheckedBy("arguments of the `HeadLoss`: metrics, options, ..")]
+HANDED_ON = frozenset(lines_within(HeadLoss)) - {"terms", "reduction"}
+Keywords: TypeAlias = Annotated[Any, CheckedBy("arguments of the `HeadLoss`: metrics, options, ..", names=HANDED_ON)]
 TOKENS, SEQUENCES = "mean", "seq-mean-token-mean"
 
 

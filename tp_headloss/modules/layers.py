@@ -66,8 +66,7 @@ class VocabParallelEmbedding(VocabRows):
         if not torch.compiler.is_compiling():
             self.shard.expect_live_group()
         shard, weight = self.shard, self.weight.to_local() if is_dtensor(self.weight) else self.weight
-        if weight.shape[0] != shard.width:
-            raise ValueError(f"weight must be sharded, this rank's {shard.width} rows, got {weight.shape[0]}")
+        shard.expect_width("weight", weight.shape[0], "rows")
         if self.sequence_parallel and (ids.dim() == 0 or ids.shape[0] % shard.world_size):
             raise ValueError(f"ids must be [S, ..] with S a multiple of {shard.world_size}, got {list(ids.shape)}")
         owned = (ids >= shard.start) & (ids < shard.start + shard.valid_width)

@@ -227,8 +227,7 @@ def select_rows(
     """
     with Agreement(Options(validate="full"), shard) as agreement:
         weight, shard = local_rows("weight", weight, shard)
-        if weight.shape[0] != shard.width:
-            raise ValueError(f"weight must be [{shard.width}, ..] like its shard, got {list(weight.shape)}")
+        shard.expect_width("weight", weight.shape[0], "rows")
         for name, x in (("ids", ids), ("to", to)):
             lines_within(select_rows)[name].check(name, x, {})
         if not len(ids):

@@ -60,9 +60,7 @@ def expect_group(group, name: str = "group"):
     if type(group).__name__ == "DeviceMesh":
         raise TypeError(f"{name} must be a process group, got a DeviceMesh: use VocabShard.from_mesh, or its get_group")
     if group is dist.GroupMember.NON_GROUP_MEMBER:  # what torch gives to ranks that are no members
-        raise ValueError(
-            f"this rank must be a member of the process group {name}, got {group!r}, torch's sign that it is not"
-        )
+        raise ValueError(f"this rank must be a member of {name}, got torch's GroupMember.NON_GROUP_MEMBER")
     raise TypeError(f"{name} must be a process group or None, got {group!r}")
 
 
@@ -173,6 +171,21 @@ class VocabShard:
             raise ValueError(
                 f"the shard's process group {self.group_name!r} was destroyed: make a VocabShard of a group that exists"
             )
+
+    def expect_width(self, name: str, size: int, each: str):
+        """Raise ValueError, with a likely reason, unless a rank has as many columns, or rows, as ids."""
+        if size == self.width:
+            return
+        total = size * self.world_size
+        if self.world_size > 1 and size in (self.vocab_size, self.padded_size):
+            why = f"these look like gathered {each}; if they are one rank's, vocab_size is that of all ranks, {total}"
+        elif size > self.width:
+            why = f"a padded vocabulary? VocabShard.from_group(group, {self.vocab_size}, padded_size={total})"
+        else:
+            group = "; if these are one rank's, make the shard with its group, after init_process_group"
+            why = f"is vocab_size={self.vocab_size} right?{group if self.group is None else ''}"
+        bounds = f"{self.width} {each} [{self.start}, {self.stop})"
+        raise ValueError(f"{name} must have the shard's {bounds}, got {size} ({why})")
 
     def _set_chunks(self, whole: bool):
         """Set the fields that depend on whether every shard of the group is made of whole chunks."""

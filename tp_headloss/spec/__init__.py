@@ -63,7 +63,11 @@ Pair: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(), 2)]
 PositivePair: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(LEAST, math.inf, "positive"), 2)]
 Bounds: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(), 2, ordered=True)]
 Count: TypeAlias = Annotated[int, IntLine(0)]
-Temperature: TypeAlias = PositiveFp32 | Annotated[torch.Tensor, TensorLine("real numbers", None, constant=True)]
+GREEDY = ": greedy is SamplingRule(top_k=1), or argmax"
+Temperature: TypeAlias = (
+    Annotated[float, NumberLine(TINY, 1 / TINY, "positive and finite in fp32", GREEDY)]
+    | Annotated[torch.Tensor, TensorLine("real numbers", None, constant=True)]
+)
 Weight: TypeAlias = (
     Annotated[float, NumberLine(-FP32_MAX, FP32_MAX, "finite in fp32"), "Factor of the term in the loss"]
     | Annotated[torch.Tensor, TensorLine("real numbers", (), constant=True)]

@@ -16,6 +16,14 @@ MASK = "token_weight=mask, labels of -100, or for terms by sequence inputs={'seq
 CALLS = "HeadLoss.forward, HeadLoss.linear, vocab_statistics, linear_vocab_statistics, log_probs"
 
 
+KEYWORDS: dict[str, Collection[str]] = {}  # names of the arguments of `checked` and `described` functions
+PLACES = {  # functions of one call of a loss -> what to write for an argument that another of them takes
+    "HeadLoss": "HeadLoss(.., {}=..)",
+    "HeadLoss.forward": "HeadLoss(..)(.., {}=..), an argument of the call",
+    "HeadLoss.linear": "HeadLoss(..).linear(.., {}=..), an argument of the call",
+}
+
+
 class Alias(NamedTuple):
     """A name of somebody else's."""
 
@@ -61,17 +69,20 @@ ALIASES = (
         (f"PolicyMetrics, {DISTANCES}", "clip=(epsilon, epsilon_high)"), ("CISPO", BOUND),
         ("PolicyGradient", f"clip=(epsilon, epsilon_high), of 'cispo' {BOUND}"))],
     Alias("delta", "TRL", DUAL, "dual_clip=delta"),
-    Alias("clip_ratio", "verl", CLIPPED, "clip=(clip_ratio, clip_ratio)"),
     Alias("clip_ratio_low", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"),
     Alias("clip_ratio_high", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"),
     Alias("clip_ratio_c", "verl", DUAL, "dual_clip=clip_ratio_c"),
-    Alias("beta", "TRL", PRESETS, "kl=beta"),
-    Alias("beta", "TRL", "PolicyGradient, HeadLoss", "a term, KLToReference(beta)"),
-    Alias("kl_loss_coef", "verl", PRESETS, "kl=kl_loss_coef"),
-    Alias("entropy_coeff", "verl", PRESETS, "entropy=entropy_coeff"),
+    *[Alias(name, whose, CLIPPED, f"clip=({name}, {name})") for name, whose in (
+        ("clip_ratio", "verl"), ("cliprange", "verl, TRL"), ("clip_range", "Stable-Baselines3"),
+        ("clip_eps", "OpenRLHF"), ("eps_clip", "OpenRLHF"))],
+    *[Alias(name, whose, of, f"{ours}{name}{end}") for of, ours, end in (
+        (PRESETS, "kl=", ""), ("PolicyGradient, HeadLoss", "a term, KLToReference(", ")"),
+        ("KLToReference", "KLToReference(", ")")) for name, whose in (
+        ("beta", "TRL"), ("kl_loss_coef", "verl"), ("kl_coef", "verl"), ("kl_coeff", "RLlib"))],
+    *[Alias(name, whose, of, f"{ours}{name}{end}") for of, ours, end in (
+        (PRESETS, "entropy=", ""), ("PolicyGradient, HeadLoss", "a term, Entropy(", ")"), ("Entropy", "Entropy(", ")"))
+        for name, whose in (("entropy_coeff", "verl"), ("entropy_coef", "many"))],
     Alias("reduction", "torch", PRESETS, "HeadLoss(PolicyGradient(..), reduction=..), a preset has its own"),
-    Alias("kl_loss_coef", "verl", "PolicyGradient, HeadLoss", "a term, KLToReference(kl_loss_coef)"),
-    Alias("entropy_coeff", "verl", "PolicyGradient, HeadLoss", "a term, Entropy(entropy_coeff)"),
     Alias("loss_agg_mode", "verl", "PolicyGradient, HeadLoss", "HeadLoss(.., reduction=..)"),
     Alias("loss_type", "TRL", "PolicyGradient, HeadLoss", "HeadLoss(.., reduction=..)"),
     Alias("label_smoothing", "torch", "HeadLoss", "HeadLoss(CrossEntropy(label_smoothing=0.1))"),
@@ -98,15 +109,17 @@ ALIASES = (
     Alias("old_per_token_logps", "TRL", "input", "'old_log_prob'"),
     Alias("reference_log_prob", "ours", LOSSES, 'inputs={"reference_log_prob": ..}'),
     Alias("num_items_in_batch", "Transformers", LOSSES, "denominator=num_items_in_batch"),
-    Alias("ignore_index", "torch", LOSSES, "HeadLoss(.., ignore_index=..)"),
     Alias("weight", "torch", "HeadLoss", "CrossEntropy(class_weight=..)"),
-    Alias("cliprange", "verl, TRL", CLIPPED, "clip=(cliprange, cliprange)"),
-    Alias("clip_eps", "OpenRLHF", CLIPPED, "clip=(clip_eps, clip_eps)"),
-    Alias("eps_clip", "OpenRLHF", CLIPPED, "clip=(eps_clip, eps_clip)"),
-    Alias("kl_coef", "verl", PRESETS, "kl=kl_coef"),
-    Alias("entropy_coef", "many", PRESETS, "entropy=entropy_coef"),
-    Alias("reduction", "torch", LOSSES, "HeadLoss(.., reduction=..)"),
     Alias("weight", "torch", "HeadLoss.forward", "token_weight=, or CrossEntropy(class_weight=..)"),
+    Alias("loss_weights", "many", LOSSES, "token_weight="),
+    Alias("target", "torch, Liger", LOSSES, "labels="),
+    Alias("targets", "many", LOSSES, "labels="),
+    Alias("shift_labels", "Transformers", LOSSES, "labels=shift_labels; CausalLMLoss(..) takes labels to be shifted"),
+    Alias("input", "torch", "HeadLoss.forward", "logits="),
+    Alias("_input", "Liger", "HeadLoss.linear", "hidden="),
+    Alias("lin_weight", "Liger", "HeadLoss.linear", "weight="),
+    Alias("vocab_size", "many", f"HeadLoss, {CALLS}", "shard=VocabShard.from_group(group, vocab_size), of the call"),
+    Alias("reference_free", "TRL", "dpo", "reference_chosen and reference_rejected of 0"),
 )  # fmt: skip
 
 
@@ -129,13 +142,22 @@ def hint(value, names: Iterable[str], of: str = "value") -> str:
     return f": did you mean {spelled[close[0]]!r}?" if close else ""
 
 
-def refuse_keywords(function: str, names: Collection[str], unknown: Iterable[str], takes_others: bool):
-    """Raise TypeError for an unknown keyword if it is known what to write. takes_others: others are handed on."""
-    for keyword in unknown:
-        found = [x.ours for x in ALIASES if x.name == keyword and function in x.of.split(", ")]
-        said = f": write {found[0]}" if found else "" if takes_others else hint(keyword, names, "keyword")
-        if said:
-            raise TypeError(f"{function}() got an unexpected keyword argument {keyword!r}{said}")
+def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
+    """Raise TypeError for an unknown keyword, with what to write as far as that is known. takes_others: only then."""
+    name, result = function.__qualname__, getattr(function, "__annotations__", {}).get("return")
+    for keyword in sorted(unknown):
+        found = [x.ours for x in ALIASES if x.name == keyword and name in x.of.split(", ")]
+        if {name, result} & {
+            "Term",
+            "Metric",
+            "CausalLMLoss",
+            *PLACES,
+        }:  # a part of a call, whose other parts take other arguments
+            found += [text.format(keyword) for place, text in PLACES.items() if keyword in KEYWORDS.get(place, ())]
+        close = "" if takes_others else hint(keyword, KEYWORDS[name], "keyword")
+        if found or not takes_others:
+            said = f": write {found[0]}" if found else close
+            raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{said}")
 
 
 def rows() -> list[str]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, Union
 
 import torch
 
-from .aliases import refuse_keywords, synonym
+from .aliases import KEYWORDS, refuse_keywords, synonym
 from .lines import PLAIN, AnyOf, Instance, Line, OneOf, Sizes, TensorLine
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,12 +61,12 @@ def described(function: F) -> F:
 
     It gets the lines, its docstring an entry for each argument, an unknown keyword an error that says what to write.
     """
-    names = frozenset(inspect.signature(function).parameters)
+    names = KEYWORDS[function.__qualname__] = frozenset(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
         if not torch.compiler.is_compiling() and not kwargs.keys() <= names:
-            refuse_keywords(function.__qualname__, names, kwargs.keys() - names, False)
+            refuse_keywords(function, kwargs.keys() - names, False)
         return function(*args, **kwargs)
 
     result: Any = call
@@ -88,15 +88,17 @@ def checked(function: F) -> F:
     lines = _LINES[key] = lines_of(function)
     target: Any = function.__init__ if is_class else function
     parameters, owner = inspect.signature(target).parameters, getattr(function, "called", "")
-    names, takes_others = tuple(parameters), any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    others = [getattr(lines.get(x.name), "names", None) for x in parameters.values() if x.kind == x.VAR_KEYWORD]
+    names = tuple(parameters)
+    known = KEYWORDS[function.__qualname__] = frozenset().union(names, *filter(None, others))
 
     @functools.wraps(target)
     def call(*args, **kwargs):
         if is_class and torch.compiler.is_compiling():  # torch.compile cannot look at the lines within a constructor
             return target(*args, **kwargs)
         given: dict[str, Any] = {**dict(zip(names, args)), **kwargs}
-        if not torch.compiler.is_compiling() and not kwargs.keys() <= set(names):
-            refuse_keywords(function.__qualname__, names, kwargs.keys() - set(names), takes_others)
+        if not torch.compiler.is_compiling() and not kwargs.keys() <= known:
+            refuse_keywords(function, kwargs.keys() - known, None in others)
         sizes: Sizes = {}
         for name, line in _LINES[key].items():
             if name not in given:

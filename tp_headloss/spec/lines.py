@@ -101,18 +101,19 @@ class TensorLine:
 
 @dataclass(frozen=True)
 class NumberLine:
-    """A number in [low, high], of Python or numpy; NaN is in no range."""
+    """A number in [low, high], of Python or numpy; NaN is in no range. hint: of the error for one out of range."""
 
     low: float = -math.inf
     high: float = math.inf
     says: str = "a number"
+    hint: str = ""
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError for anything but a number, and ValueError for one out of range."""
         if not is_number(value):
             raise TypeError(f"{name} must be a number, got {_shown(value)}")
         if not self.low <= value <= self.high:
-            raise ValueError(f"{name} must be {self.says}, got {value}")
+            raise ValueError(f"{name} must be {self.says}, got {value}{self.hint}")
 
 
 @dataclass(frozen=True)
@@ -148,10 +149,11 @@ _PLURALS = {NumberLine: "numbers, such as (0.2, 0.28)", TupleOf: "pairs of numbe
 
 @dataclass(frozen=True)
 class IntLine:
-    """An integer in [low, high], of Python or numpy."""
+    """An integer in [low, high], of Python or numpy. hint: of the error for one out of range."""
 
     low: int = -(1 << 63)
     high: int = (1 << 63) - 1
+    hint: str = ""
 
     @property
     def says(self) -> str:
@@ -169,7 +171,7 @@ class IntLine:
         if not self.low <= number <= self.high:
             bound = f"at most {self.high}" if number > self.high else f"at least {self.low}"
             expected = "in the range of int64" if self.low < 0 else bound
-            raise ValueError(f"{name} must be {expected}, got {number}")
+            raise ValueError(f"{name} must be {expected}, got {number}{self.hint}")
 
 
 @dataclass(frozen=True)
@@ -230,10 +232,12 @@ class Callables:
 
 @dataclass(frozen=True)
 class CheckedBy:
-    """A value for which function(name of the argument, value) raises no error; without a function any value."""
+    """A value for which function(name of the argument, value) raises no error; without a function any value. names: of
+    the keywords that a parameter ** hands on."""
 
     says: str
     function: Callable[[str, Any], None] | None = None
+    names: Collection[str] | None = None
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise what the function raises."""

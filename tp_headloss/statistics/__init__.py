@@ -87,7 +87,8 @@ def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
     if not family.statistics or taken & set(family.statistics):
         raise ValueError(
             f"family must have statistics with names of their own, got {list(family.statistics)}, of which "
-            f"{sorted(taken & set(family.statistics))} are taken"
+            f"{sorted(taken & set(family.statistics))} are taken: in one process, register a family once, and start "
+            "another to change it"
         )
     own = {name for name in dir(Family) if getattr(type(family), name) is not getattr(Family, name)}
     gradient = {"coefficient", "direct", "scaled"}

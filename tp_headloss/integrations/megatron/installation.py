@@ -35,7 +35,7 @@ class Installed(Replacement):
 
     @property
     def last(self):
-        """`HeadLossOutput` of the head's last call, without graph and statistics, for metrics."""
+        """`HeadLossOutput` of the head's last call, without graph and statistics, for metrics; None before it."""
         return self.head.last
 
     def expect_use(self):

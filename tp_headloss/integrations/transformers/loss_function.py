@@ -68,7 +68,8 @@ def causal_lm_loss(
 
     The function has the signature that transformers expects. ``num_items_in_batch`` is the denominator. ignore_index
     None means the one of the head_loss. ``head_inputs``, a keyword of the model's forward, becomes ``inputs`` of the
-    head_loss, for the positions of the logits. ``.last`` is the last `HeadLossOutput`, without graph and statistics.
+    head_loss, for the positions of the logits. ``.last`` is the last `HeadLossOutput`, without graph and statistics, or
+    None before it.
 
     A forward hook of the model, active while the function is its loss_function, raises ValueError on every rank for a
     call with labels whose model does not call its loss_function (T5, BERT), and for a call without labels that returned
