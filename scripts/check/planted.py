@@ -422,6 +422,9 @@ GROUPS = {
         ("integrations/transformers/model_facts.py", "call_shard", 'hasattr(weight, "ds_id")', "False"),
         ("integrations/transformers/fused_head.py", "FusedHead._forward", 'calls.scalar_number(given.get("num_items_in_batch"), hidden.device)', "None"),
     ],
+    "test_transformers": [
+        ("integrations/transformers/check.py", "InstalledForward._run_body", "not hooks <= known", "False"),
+    ],
     "test_trainers": [
         ("integrations/transformers/check.py", "evaluation", "module.reshard()", "pass"),
         ("integrations/trl.py", "", "stats.collision.detach().log()", "stats.collision.detach()"),
