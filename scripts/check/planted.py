@@ -426,6 +426,9 @@ GROUPS = {
         ("integrations/transformers/model_facts.py", "call_shard", 'hasattr(weight, "ds_id")', "False"),
         ("integrations/transformers/fused_head.py", "FusedHead._forward", 'calls.scalar_number(given.get("num_items_in_batch"), hidden.device)', "None"),
     ],
+    "test_transformers": [
+        ("integrations/transformers/check.py", "InstalledForward._run_body", "not hooks <= known", "False"),
+    ],
     "test_trainers": [
         ("integrations/transformers/check.py", "evaluation", "module.reshard()", "pass"),
         ("integrations/trl.py", "", "stats.collision.detach().log()", "stats.collision.detach()"),
@@ -499,7 +502,8 @@ GROUPS = {
         ("modules/clipping.py", "clip_grad_norm_", "found is None", "p.grad is not None"),
         ("modules/clipping.py", "clip_grad_norm_", "for name in over: total = torch.linalg.vector_norm(gather_from_ranks(total, resolve_process_group(name)), norm_type)", "pass"),
         ("modules/clipping.py", "clip_grad_norm_", "total = gather_from_ranks(total, resolve_process_group(name))[0]", "pass"),
-        ("modules/clipping.py", "clip_grad_norm_", "dict.fromkeys(map(_tensor, parameters))", "list(parameters)"),
+        ("modules/clipping.py", "clip_grad_norm_", "dict.fromkeys(map(_tensor, [parameters] if isinstance(parameters, torch.Tensor) else parameters))", "list([parameters] if isinstance(parameters, torch.Tensor) else parameters)"),
+        ("modules/clipping.py", "clip_grad_norm_", "not any(said)", "not said"),
         ("modules/clipping.py", "_sharded_over", "not placement.is_replicate()", "True"),
         ("modules/vocab_rows.py", "VocabRows._apply", "self._mark()", "None"),
     ],

@@ -203,6 +203,23 @@ def test_a_sharded_parameter_of_an_unknown_group_is_an_error():
         clip_grad_norm_(p, 1.0)
 
 
+def unmarked(group, device):
+    """The part of a weight, which says nothing; then says that it is whole, and that it is sharded."""
+    p = torch.nn.Parameter(torch.zeros(2, device=device))
+    p.grad = torch.full_like(p, 1.0 + group.rank())
+    with pytest.raises(ValueError, match=r"parameter\.tensor_model_parallel = True, got 1 parameters that say nothing"):
+        clip_grad_norm_([p], 1e9, tensor_parallel_group=group)
+    norms = []
+    for p.tensor_model_parallel in (False, True):
+        norms.append(float(clip_grad_norm_([p], 1e9, tensor_parallel_group=group)))
+    return norms
+
+
+def test_a_group_of_parameters_that_do_not_say_whether_they_are_sharded_is_an_error():
+    for rank, norms in enumerate(on_ranks(2, unmarked)):
+        assert norms == pytest.approx([(1 + rank) * 2**0.5, 10**0.5])
+
+
 def partial(group, device):
     mesh = init_device_mesh(device.type, (group.size(),))
     p = torch.nn.Parameter(distribute_tensor(torch.zeros(4, device=device), mesh, [Replicate()]))

@@ -7,6 +7,7 @@ import torch
 from logits_problem import WANT, N, V, policy_head, policy_inputs, rows
 from ranks import on_ranks
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.device_mesh import init_device_mesh
 
 import tp_headloss as hl
 from tp_headloss.statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER
@@ -42,6 +43,43 @@ def test_compiled_without_graph_breaks_equals_eager(world_size, backend):
         for eager, compiled in found:
             assert torch.equal(eager[2], compiled[2])  # the statistics; sums are added up in another order
             torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-7)
+
+
+def compiled_means(group, device):
+    """Loss and means of a step on 2 by 2 ranks of data and tensor parallelism, eager and compiled."""
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("dp", "tp"))
+    shard, head = hl.VocabShard.from_mesh(mesh, V, "tp"), hl.HeadLoss(metrics="accuracy")
+    x, labels = (part[mesh.get_local_rank("dp") :: 2] for part in rows(device))
+
+    def step(logits, over):
+        out = head(logits, labels, shard=shard)
+        return 2 * out + out, out.means(), hl.mean_metrics(out, mesh.get_group(over))
+
+    compiled, local = torch.compile(step, fullgraph=True, backend="aot_eager"), x[:, shard.start : shard.stop]
+    results = [function(local, "dp") for function in (step, compiled)]
+    with pytest.raises(Exception, match="different tokens, got the group of a VocabShard"):
+        compiled(local, "tp")
+    torch._dynamo.reset()
+    return results
+
+
+def test_means_compile_without_graph_breaks():
+    for eager, compiled in on_ranks(4, compiled_means):
+        torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=0)
+        assert eager[1] != eager[2]
+
+
+def test_a_loss_of_own_functions_made_in_a_compiled_function_equals_eager(device):
+    x, labels = rows(device)
+
+    def step(x):
+        own = hl.Term("own", lambda stats, scale: -scale * stats.log_prob, inputs=("scale",))
+        head = hl.HeadLoss([own, hl.ZLoss(0.1)], metrics=hl.Metric(lambda stats: {"lse": stats.lse}))
+        out = head(x, labels, inputs={"scale": x.detach()[:, 0]})
+        return out.loss, out.metrics["lse"]
+
+    torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="aot_eager")(x), step(x))
+    torch._dynamo.reset()
 
 
 def test_inductor_compiles_the_loss_of_changing_batch_sizes(device):

@@ -5,6 +5,7 @@ import copy
 import os
 import sys
 from functools import partial
+from unittest import mock
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
@@ -122,13 +123,10 @@ def steps(group, kind, stage):
         results.append(step(engine, host, batch(vocab, seed=2), **call))
     assert ours.last.count == 26 and 0 <= ours.last.metrics["accuracy"] <= 26
     model.loss_function = theirs
-    calls = []
-    with fuse_head(model) as fused:
-        hook = model.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    with fuse_head(model) as fused, mock.patch.object(model.lm_head, "forward", None):  # which is not called
         for call in {}, {"num_items_in_batch": 40}:
             results.append(step(engine, host, batch(vocab, seed=3), **call))
-        assert fused.last.count == 26 and engine(**batch(vocab)).logits is None and not calls
-        hook.remove()
+        assert fused.last.count == 26 and engine(**batch(vocab)).logits is None
     assert engine(**batch(vocab)).logits.shape[-1] == model.lm_head.weight.shape[0]
     return {**worst(results), "theirs": results[0]["grads"]}
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import transformers
 from cases import compared, fails_cleanly_at_every_step, main, refused, refuses_what_its_lines_rule_out, worst
 from pages import marked_block
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -140,13 +141,10 @@ def fused(group, kind, plan="colwise"):
         return {}
     host, model = models(kind, config_of(**CONFIGS[kind]), plan=plan)
     with fuse_head(model) as head:
-        calls, inputs = [], batch(model.config.vocab_size)
-        hook = model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
-        with Collectives() as seen:
+        inputs, layer = batch(model.config.vocab_size), model.get_output_embeddings()
+        with mock.patch.object(layer, "forward", None), Collectives() as seen:  # it is not called: there are no logits
             model(**inputs).loss.backward()
         result = against_host(model, host, inputs)
-        hook.remove()
-        assert not calls, "the output layer was called, so there were logits"
         assert 0 < seen.gathered() < 32 * 250 < host.lm_head.weight.numel(), seen.seen  # no logits and no weight
         assert model.get_output_embeddings().weight.grad.placements[0].is_shard(0)
         assert type(model(**inputs)) is type(host(**inputs)) and model(**inputs).logits is None
@@ -532,6 +530,18 @@ def refusals(group):
     refused(lambda: fuse_head(model), "replaced already")
     refused(lambda: model(**batch(), logits_to_keep=2), "logits_to_keep")
     refused(lambda: model(**batch(), output_router_logits=True), "auxiliary loss")
+    set_loss_function(model)
+    refused(lambda: model(**batch()), "or .remove() a fused head")
+    del model._loss_function
+    expected = model(**batch()).loss
+    for kind in ("forward", "forward_pre", "full_backward"):
+        hook = getattr(model.lm_head, f"register_{kind}_hook")(lambda *args: None)
+        refused(lambda: model(**batch()), "1 new hooks")
+        hook.remove()
+    model.config.final_logit_softcapping = 5.0
+    refused(lambda: model(**batch()), "softcap=5.0")
+    del model.config.final_logit_softcapping
+    assert torch.equal(model(**batch()).loss, expected)
     model.forward = types.MethodType(lambda self, **kwargs: None, model)
     refused(fused.remove, "on top", RuntimeError)
     refused(lambda: fuse_head(model), "transformers_cases.py")
@@ -572,6 +582,13 @@ def refusals(group):
 
     moe = config_of("Mixtral", num_local_experts=2, output_router_logits=True)
     refused(lambda: fuse_head(AutoModelForCausalLM.from_config(moe)), "auxiliary loss")
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config_of())
+    with fuse_head(model):
+        loss = model(**batch()).loss
+        fully_shard(model.lm_head)  # whose hooks gather the weight
+        fully_shard(model)
+        torch.testing.assert_close(model(**batch()).loss, loss)
     model = AutoModelForCausalLM.from_config(config_of())
     model.lm_head = torch.nn.Sequential(model.lm_head)
     refused(lambda: fuse_head(model), "adapter", TypeError)

@@ -1,5 +1,7 @@
 """`mean_metrics`: sums become means, extrema stay, over micro-batches and over ranks with other tokens."""
 
+import operator
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -155,12 +157,27 @@ def test_an_outputs_means_have_its_loss(reduction):
 def test_an_output_is_read_as_its_loss():
     x, labels = batches()
     out = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(0.5)], metrics="accuracy")(x.requires_grad_(), labels)
-    assert float(out) == out.loss.item()
+    assert float(out) == out.loss.item() and f"{out:.3f}" == f"{out.loss.item():.3f}" and f"{out}" == str(out)
     out.backward(retain_graph=True)
     torch.testing.assert_close(x.grad, torch.autograd.grad(out.loss, x)[0], rtol=0, atol=0)
     shown = f"loss={out.loss.item():.6g}, count=14, terms=[cross_entropy, z_loss], metrics=[accuracy], stats=[4, 6]"
     assert str(out) == f"HeadLossOutput({shown})"
     assert "loss=[4, 6]," in str(hl.HeadLoss(reduction="none")(x, labels))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_arithmetic_of_outputs_is_that_of_their_losses(reduction):
+    """A NamedTuple's own would be concatenation and repetition, and no error before its `backward`."""
+    x, labels = batches()
+    out = hl.HeadLoss(reduction=reduction)(x.requires_grad_(), labels)
+    loss, aux = out.loss, torch.tensor(3.0)
+    for of in (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow):
+        for given, expected in (((out, 2), (loss, 2)), ((2, out), (2, loss)), ((out, out), (loss, loss))):
+            torch.testing.assert_close(of(*given), of(*expected), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(of(aux, out), of(aux, loss), rtol=0, atol=0)
+    torch.testing.assert_close(sum([out, out]), 2 * loss, rtol=0, atol=0)
+    (gradient,) = torch.autograd.grad((0.5 * out + aux).sum(), x, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad(0.5 * loss.sum(), x)[0], rtol=0, atol=0)
 
 
 def test_perplexity_bits_per_byte_and_topk_accuracy_are_those_of_all_tokens():

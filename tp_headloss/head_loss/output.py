@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple, TypeAlias
 
@@ -21,8 +22,8 @@ from .statistic_value import FusedReduction
 class HeadLossOutput(NamedTuple):
     """Results of one `HeadLoss` call, replicated over the group; making them never waits for the device.
 
-    Sums in `terms` and `metrics` are detached and run over valid tokens; `means()` makes means of them. `backward()` is
-    that of the loss, and ``float(out)`` its value.
+    Sums in `terms` and `metrics` are detached and run over valid tokens; `means()` makes means of them. `backward()`
+    and arithmetic (``0.5 * out + other``, a tensor) are the loss's own, ``float(out)`` and ``f"{out:.3f}"`` its value.
 
     Attributes:
         loss: scalar fp32, or [..] for reduction="none".
@@ -67,11 +68,19 @@ class HeadLossOutput(NamedTuple):
     def __float__(self) -> float:
         return self.loss.item()
 
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else repr(self)
+
     def __repr__(self) -> str:
         loss, count = (_number_or_shape(x) for x in (self.loss, self.count))
         terms, metrics = (", ".join(names) for names in (self.terms, self.metrics))
         stats = None if self.stats is None else list(self.stats.lse.shape)
         return f"HeadLossOutput(loss={loss}, count={count}, terms=[{terms}], metrics=[{metrics}], stats={stats})"
+
+
+for _of in (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow):  # a tuple's + and * are others
+    setattr(HeadLossOutput, f"__{_of.__name__}__", lambda self, other, of=_of: of(self.loss, other))
+    setattr(HeadLossOutput, f"__r{_of.__name__}__", lambda self, other, of=_of: of(other, self.loss))
 
 
 def _number_or_shape(x: torch.Tensor) -> str:

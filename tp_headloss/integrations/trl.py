@@ -13,7 +13,7 @@ from ..linear_head import Linear, linear_vocab_statistics
 from ..ranks.shard import VocabShard
 from ..spec import Names, Positive, checked
 from . import require
-from .transformers.calls import next_token_labels, refuse_columns, refuse_logits_to_keep, run_body
+from .transformers.calls import next_token_labels, refuse_columns
 from .transformers.check import InstalledForward
 from .transformers.forward import named_arguments
 from .transformers.model_facts import Model, call_shard, checked_linear, gathered_head, head_operands, output_layer
@@ -99,8 +99,7 @@ class FusedLogProbs(InstalledForward):
             return outputs
         self.calls += 1
         given = named_arguments(self.stock_forward, model, args, kwargs) | {"use_cache": False}
-        refuse_logits_to_keep(given)
-        hidden, layer = run_body(model, given).last_hidden_state, output_layer(model)
+        hidden, layer = self._run_body(model, given).last_hidden_state, output_layer(model)
         labels = next_token_labels(given.get("labels"), given.get("shift_labels"), IGNORED_LABEL).to(hidden.device)
         linear = self.linear  # the valid tokens alone, as in TRL's head: their number waits for the device
         if linear.max_valid_tokens is None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 
 from ..call.subclasses import is_dtensor
-from ..ranks.comm import gather_from_ranks
+from ..ranks.comm import gather_from_ranks, group_size
 from ..ranks.shard import Group, resolve_process_group
 from ..spec import CheckedBy, NotNegative, Positive, checked
 
@@ -43,7 +43,8 @@ def clip_grad_norm_(
         float64 scalar, the norm before clipping.
 
     Raises:
-        TypeError, ValueError: a sharded parameter whose group is not known, or a Partial gradient.
+        TypeError, ValueError: a sharded parameter whose group is not known, a group of parameters that do not say
+            whether they are sharded, or a Partial gradient.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -56,7 +57,14 @@ def clip_grad_norm_(
     device = None
     if isinstance(parameters, torch.nn.Module):
         raise TypeError(f"parameters must be tensors, got {type(parameters).__name__}: pass model.parameters()")
-    for p in [parameters] if isinstance(parameters, torch.Tensor) else dict.fromkeys(map(_tensor, parameters)):
+    distinct = dict.fromkeys(map(_tensor, [parameters] if isinstance(parameters, torch.Tensor) else parameters))
+    said = [hasattr(p, mark) for p in distinct for mark in ("tensor_model_parallel", "sharded_over", "placements")]
+    if said and not any(said) and group_size(tensor_parallel_group) > 1:
+        raise ValueError(
+            "tensor_parallel_group= needs sharded parameters that say so, parameter.tensor_model_parallel = True, got "
+            f"{len(distinct)} parameters that say nothing: mark those that are, or leave the group out if none is"
+        )
+    for p in distinct:
         found = getattr(p, "main_grad", None)
         gradient = p.grad if found is None else found
         over = _sharded_over(p, gradient, tensor_parallel_group)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import zlib
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Annotated, TypeAlias
@@ -191,7 +191,7 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
         >>> sums["accuracy"] / sums["count"]
         tensor(0.7500, dtype=torch.float64)
     """
-    if group is not None and has_vocab_shard(group):
+    if group is not None and has_vocab_shard(group.group_name):
         raise ValueError(
             "group must be the data- and context-parallel ranks, which hold different tokens, got the group of a "
             "VocabShard, whose ranks have the same metrics already"
@@ -199,6 +199,8 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
     if not metrics:
         return {}
     values = _stack(metrics)
-    names = values.new_full((1,), zlib.crc32(repr(list(metrics)).encode()))
-    values, names = gather_from_ranks(torch.cat([values, names]), group).split([len(metrics), 1], 1)
+    # a checksum that torch.compile can trace
+    checksum = functools.reduce(lambda total, byte: (31 * total + byte) % 2**32, repr(list(metrics)).encode(), 0)
+    values = torch.cat([values, values.new_full((1,), checksum)])
+    values, names = gather_from_ranks(values, group).split([len(metrics), 1], 1)
     return _combine(metrics, torch.where((names == names[0]).all(), values, torch.nan))

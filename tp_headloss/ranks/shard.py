@@ -29,8 +29,10 @@ CHUNK_ALIGNMENT = 16  # elements: chunks start at vectorisable addresses
 _shared_shards: weakref.WeakValueDictionary[int, VocabShard] = weakref.WeakValueDictionary()  # of several ranks, by id
 
 
-def has_vocab_shard(group) -> bool:
+@torch.compiler.assume_constant_result
+def has_vocab_shard(group_name: str) -> bool:
     """Return True if a VocabShard of this process group exists."""
+    group = resolve_process_group(group_name)
 
     def found():
         return any(shard.group is group for shard in list(_shared_shards.values()))

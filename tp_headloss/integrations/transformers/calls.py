@@ -22,13 +22,6 @@ HEAD_ARGUMENTS = (
 )
 
 
-def refuse_logits_to_keep(given):
-    """Raise ValueError for a call with labels that keeps only some logits."""
-    keep = given.get("logits_to_keep", 0)
-    if isinstance(keep, torch.Tensor) or keep != 0:
-        raise ValueError("labels score every position: logits_to_keep goes with a call without labels")
-
-
 LOST_LABELS = (
     "a training call must have labels (or shift_labels), got none, so the HeadLoss would not be computed: "
     "transformers' Trainer takes them away for label_smoothing_factor (use HeadLoss([CrossEntropy(label_smoothing="
@@ -71,7 +64,11 @@ def body_of(model):
 
 
 def run_body(model, given: Mapping[str, Any]):
-    """Return the outputs of the model's body for the given arguments of the model's forward."""
+    """Return the outputs of the model's body for the arguments of a call with labels of the model's forward. ValueError
+    if they keep only some logits, or ask for a router's loss."""
+    keep = given.get("logits_to_keep", 0)
+    if isinstance(keep, torch.Tensor) or keep != 0:
+        raise ValueError("labels score every position: logits_to_keep goes with a call without labels")
     refuse_auxiliary_loss(model, given)
     body = body_of(model)
     also = {"labels"} & inspect.signature(body.forward).parameters.keys()  # of Gemma 3, for its attention to images

@@ -17,7 +17,7 @@ from ...arguments.options import Transform
 from ...call.subclasses import is_dtensor
 from ...ranks.shard import VocabShard
 from ..replacement import Replacement, evaluating
-from .calls import HEAD_ARGUMENTS, body_of, refuse_auxiliary_loss
+from .calls import HEAD_ARGUMENTS, body_of, refuse_auxiliary_loss, run_body
 from .forward import FUSED, stock_forward
 from .loss_function import CausalLMShardLoss
 from .model_facts import config_transform, installed_shard, output_layer
@@ -46,7 +46,7 @@ class InstalledForward(Replacement):
             self.transform = config_transform(model.config.get_text_config()) if transform is None else transform
             self.checked_shard = installed_shard(model, shard)
             stock = check_forward(model, self.stock_forward, self.transform, self.checked_shard)
-            self.output_class = stock.output_class
+            self.output_class, self._seen = stock.output_class, _heeded_by_stock(model)
             self.install({"forward": types.MethodType(self._function(), model)})
             with evaluation(model):
                 out = model(input_ids=stock.ids, labels=stock.labels, **arguments)
@@ -73,6 +73,25 @@ class InstalledForward(Replacement):
     def _forward(self, model, args, kwargs):
         """Output of the forward of `model`, which is the model that this was installed on, or a copy of it."""
         raise NotImplementedError
+
+    def _run_body(self, model, given):
+        """Outputs of the body for a call with labels. ValueError for later changes that the head would ignore."""
+        (transform, hooks), (own, known) = _heeded_by_stock(model), self._seen
+        if transform != own or not hooks <= known:
+            raise ValueError(
+                f"a head that was installed for {own} ignores others of the config, and new hooks of the output layer, "
+                f"got {transform} and {len(hooks - known)} new hooks: .remove() the head, and install it after that"
+            )
+        return run_body(model, given)
+
+
+def _heeded_by_stock(model) -> tuple[Transform, set[int]]:
+    """What the model's own forward heeds and a fused one does not: the config's transform of the logits, and the ids of
+    the output layer's hooks, except FSDP's, which gather weights."""
+    layer = model.get_output_embeddings()
+    hooks = layer._forward_pre_hooks | layer._forward_hooks | layer._backward_pre_hooks | layer._backward_hooks
+    own = {i for i, hook in hooks.items() if not (hook.__module__ or "").startswith("torch.distributed.")}
+    return config_transform(model.config.get_text_config()), own
 
 
 @contextlib.contextmanager

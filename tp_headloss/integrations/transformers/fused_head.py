@@ -63,16 +63,22 @@ def fuse_head(
     Raises:
         TypeError, ValueError: the forward or the loss function is replaced already, the body or the output layer is not
             what it seems (other adapters, quantization), a router has an auxiliary loss, or the check found something;
-            the model is as it was before. In a call: ``logits_to_keep`` with labels.
+            the model is as it was before. In a call with labels: ``logits_to_keep``; another loss_function, transform
+            of the config, or new hook of the output layer than when the head was installed.
     """
+    _expect_own_loss(model)
+    return FusedHead(model, head_loss, linear, shard, transform, observe, skip_logits)
+
+
+def _expect_own_loss(model):
+    """Raise ValueError for a loss_function of somebody else, over which a fused head would silently win."""
     deepspeed = deepspeed_facts(output_layer(model))
     own = deepspeed is not None and isinstance(model.loss_function, deepspeed.VocabParallelCausalLMLoss)
     if not own and model.loss_function is not ForCausalLMLoss:
         raise ValueError(
-            "the model's loss must be transformers' ForCausalLMLoss, or DeepSpeed's VocabParallelCausalLMLoss for its "
-            f"output layer, got {model.loss_function}: compute another loss of its logits, HeadLoss(..)(logits, labels)"
+            "the model's loss_function must be transformers' ForCausalLMLoss, or DeepSpeed's VocabParallelCausalLMLoss "
+            f"for its output layer, got {model.loss_function}: give a HeadLoss to fuse_head, or .remove() a fused head"
         )
-    return FusedHead(model, head_loss, linear, shard, transform, observe, skip_logits)
 
 
 class FusedHead(InstalledForward, Observed):
@@ -101,8 +107,8 @@ class FusedHead(InstalledForward, Observed):
             if self.checked:  # during the check, the check itself says that no labels arrived
                 calls.refuse_columns(outputs, self.checked_shard)
             return outputs
-        calls.refuse_logits_to_keep(given)
-        outputs = calls.run_body(model, given)
+        _expect_own_loss(model)
+        outputs = self._run_body(model, given)
         hidden, layer = outputs.last_hidden_state, output_layer(model)
         head_loss = calls.with_ignore_index(self.head_loss, given.get("ignore_index"))
         labels = calls.next_token_labels(given.get("labels"), given.get("shift_labels"), head_loss.ignore_index)
