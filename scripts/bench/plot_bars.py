@@ -1,7 +1,7 @@
 """Draws the bar chart of the README: time over the floor and peak memory of a cross-entropy step, two TP sizes.
 
-    python scripts/bench/plot_bars.py docs/bench/tp1.json docs/bench/tp4_tasks.json docs/bench/tp4_one_read_tasks.json \\
-        --out docs/bars.png
+    python scripts/bench/plot_bars.py docs/bench/tp1.json docs/bench/tp4_tasks.json \\
+        docs/bench/tp4_one_read_tasks.json --out docs/bars.png
 
 Times are those of a CUDA graph; of what cannot be captured (hatched), of eager steps.
 """

@@ -165,7 +165,8 @@ def _class_weight_of_total(terms, metrics) -> torch.Tensor | None:
 
 def _expect_one_over(parts):
     """Raise ValueError if recorded log-probs are compared with log-probs both over the vocabulary and over sets."""
-    own, read = {"log_prob": "vocabulary", "set_log_prob": "sets"}, dict[str, dict[str, str]]()
+    own = {"log_prob": "vocabulary", "set_log_prob": "sets"}
+    read: dict[str, dict[str, str]] = {}
     for part in parts:
         over = [own[name] for name in own.keys() & names_read(part.function)]
         for name in part.inputs:

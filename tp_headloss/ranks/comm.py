@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import functools
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Annotated, TypeAlias
@@ -170,6 +170,11 @@ def _combine(names, parts):
     return out
 
 
+@torch.compiler.assume_constant_result
+def _checksum(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
 @checked
 def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
     """Reduce the scalars by name of each rank to those of the group, equal bits on every rank; one small all-gather.
@@ -199,8 +204,6 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
     if not metrics:
         return {}
     values = _stack(metrics)
-    # a checksum that torch.compile can trace
-    checksum = functools.reduce(lambda total, byte: (31 * total + byte) % 2**32, repr(list(metrics)).encode(), 0)
-    values = torch.cat([values, values.new_full((1,), checksum)])
+    values = torch.cat([values, values.new_full((1,), _checksum(repr(list(metrics))))])
     values, names = gather_from_ranks(values, group).split([len(metrics), 1], 1)
     return _combine(metrics, torch.where((names == names[0]).all(), values, torch.nan))
