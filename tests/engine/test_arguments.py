@@ -93,7 +93,9 @@ VALUES = {
     r"labels must have shape \[2, 3\] of the sets, got \[3\]": lambda: SETS.contains(torch.zeros(3).long()),
     "weight gets no gradient: pass weight.detach": lambda: hl.Term("mine", len, torch.ones((), requires_grad=True)),
     r"clip must be \(low, high\) with 0 <= low <= 1": lambda: hl.PolicyGradient("clip", clip=(-0.2, 0.2)),
-    r"got \(0.8, 1.28\), which look like bounds of the ratio r: clip=": lambda: hl.PolicyGradient("clip", clip=(0.8, 1.28)),
+    r"got \(0.8, 1.28\), which look like bounds of the ratio r: clip=": lambda: hl.PolicyGradient(
+        "clip", clip=(0.8, 1.28)
+    ),
     r"dual_clip must be at least 1 \+ 0.2, .* got 1.1": lambda: hl.PolicyGradient("clip", dual_clip=1.1),
     "dual_clip must be at least 1 \\+ 0.2, where the clip ends, got 0.1": lambda: hl.PolicyMetrics(dual_clip=0.1),
     "gradient='forward' is for logits": lambda: hl.linear_vocab_statistics(STATES, WEIGHT, options=FORWARD),
