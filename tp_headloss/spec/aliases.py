@@ -119,11 +119,10 @@ def synonym(value: str, names: Collection[str]) -> str:
     return value if value in names else next(found, value)
 
 
-def hint(value, names: Iterable[str], of: str = "value") -> str:
+def hint(value, names: Collection[str], of: str = "value") -> str:
     """Return what to write in the place of a name that does not exist, for the end of an error; "" if nobody knows."""
     if not isinstance(value, str):
         return ""
-    names = [name for name in names if isinstance(name, str)]
     for alias in ALIASES:
         if alias.name == value.lower() and alias.of == of and (of != "value" or alias.ours in names):
             return f": write {alias.write or (repr(alias.ours) if of == 'value' else alias.ours)}"
@@ -144,9 +143,8 @@ def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
             *PLACES,
         }:  # a part of a call, whose other parts take other arguments
             found += [text.format(keyword) for place, text in PLACES.items() if keyword in KEYWORDS.get(place, ())]
-        close = "" if takes_others else hint(keyword, KEYWORDS[name], "keyword")
         if found or not takes_others:
-            said = f": write {found[0]}" if found else close
+            said = f": write {found[0]}" if found else hint(keyword, KEYWORDS[name], "keyword")
             raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{said}")
 
 
@@ -154,9 +152,7 @@ def rows() -> list[str]:
     """The table as lines of a page."""
     out = ["| elsewhere | whose | here |", "|---|---|---|"]
     for x in WRITTEN:
-        where = {"value": "", "term": " as a term", "metric": " as a metric", "input": " as an input"}.get(
-            x.of, f"= of {x.of}"
-        )
+        where = "" if x.of == "value" else f" as {x.of}" if x.of in ("term", "metric", "input") else f"= of {x.of}"
         ours = f"`{x.write or x.ours}`" if x.write or x.of != "value" else f"the same as `{x.ours}`"
         out.append(f"| `{x.name.replace(', ', '`, `')}`{where} | {x.whose} | {ours} |")
     return out
