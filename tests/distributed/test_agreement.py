@@ -196,6 +196,7 @@ CASES = {
             c.weight, "main_grad", torch.zeros(c.weight.shape, device=c.weight.device)),
         lambda c: delattr(c.weight, "main_grad"), "ValueError", "got None"),
     "another mode": ("linear_head", None, lambda c: c.keywords.update(mode="recompute"), "ValueError", "linear.mode"),
+    "another budget": ("linear_head", None, lambda c: c.keywords.update(budget=1 << 20), "ValueError", "linear.budget"),
     "another hidden size": (
         "linear_statistics", None, lambda c: c.rewrite(hidden=c.hidden[:, 1:]), "ValueError", "weight must"),
     "another hidden_grad": (

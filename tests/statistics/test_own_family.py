@@ -1,5 +1,6 @@
 """A statistic is added without touching a carrier: `energy` is a family of its own, outside of the package."""
 
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -76,6 +77,24 @@ def test_a_family_outside_of_the_package_passes_through_every_carrier(ranks, tra
 
 def test_a_family_takes_at_most_fifty_lines():
     assert len([line for line in Path(energy_statistic.__file__).read_text().splitlines() if line.strip()]) <= 50
+
+
+SHAPES = {  # method -> what it returns in a wrong shape, and the words of the error about a chunk of 48 ids
+    "local": (lambda self, tile, softmax, rows: {"energy": tile.z}, "[7], got [7, 48]"),
+    "coefficient": (lambda self, c, z, p, merged, grads: c[:, 0], "[7, 48] or [7, 1], got [7]"),
+    "direct": (lambda self, dz, tile, merged, grads: grads["energy"][..., None] * tile.z, "[7, 48], got [7, 7, 48]"),
+    "scaled": (lambda self, total, tile, *others: tile.z[:, :1], "[7, 48], got [7, 1]"),
+}
+
+
+@pytest.mark.parametrize("method", SHAPES)
+def test_a_wrong_shape_is_an_error_that_names_family_and_method(method):
+    function, words = SHAPES[method]
+    with mock.patch.object(hl.statistics, "FAMILIES", hl.statistics.FAMILIES):
+        hl.register_statistic(type("Own", (energy_statistic.Energy,), {method: function})())
+        with pytest.raises(ValueError, match=re.escape(f"Own.{method} must return {words}")):
+            logits = torch.ones(N, V, requires_grad=True)
+            hl.vocab_statistics(logits, want=("energy",), options=hl.Options(backend="torch")).energy.sum().backward()
 
 
 def test_what_cannot_be_registered_is_an_error():

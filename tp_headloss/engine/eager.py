@@ -8,7 +8,7 @@ import torch
 
 from ..statistics import IGNORED, SOFTMAX, Layout
 from ..statistics.at_ids import log_probs_at, logits_at
-from ..statistics.family import Tile
+from ..statistics.family import Family, Tile
 from ..statistics.sets import known_sets, members  # noqa: F401 (the first is part of the contract)
 from ..statistics.topk import distinct_entries as entries  # noqa: F401 (part of the contract)
 from .request import Facts, Request, Tensors
@@ -104,7 +104,7 @@ def local_statistics(packets, request: Request, memory=None):
         for family in layout.families:
             for name, value in family.local(tile, softmax, layout.packet).items():
                 if name in rows:
-                    rows[name][chunk, block].copy_(value)
+                    rows[name][chunk, block].copy_(_checked(value, family, "local", (tile.z.shape[0],)))
         if layout.n_ids:
             packets[chunk, len(rows) :, block] = logits_at(tile).t()
     empty = torch.zeros_like(packets[0, 0], dtype=torch.bool)
@@ -217,8 +217,10 @@ def _tile_gradient(tile: Tile, merged: dict, grads: dict, request: Request):
     shifted = tile.z - merged["shift"]
     weight = shifted.exp() / merged["sum"]
     coefficient = grads.get("lse", torch.zeros_like(merged["sum"]))
+    shape, column = tile.z.shape, merged["sum"].shape
     for family in families:
         coefficient = family.coefficient(coefficient, shifted, weight, merged, grads)
+        _checked(coefficient, family, "coefficient", shape, column)
     away = coefficient - grads["log_prob"] if "log_prob" in grads else coefficient
     dz = weight * away
     if tile.target is not None:
@@ -227,9 +229,18 @@ def _tile_gradient(tile: Tile, merged: dict, grads: dict, request: Request):
         dz = torch.where(at, at_target, dz)
     scaled = None
     for family in families:
-        dz = family.direct(dz, tile, merged, grads)
+        dz = _checked(family.direct(dz, tile, merged, grads), family, "direct", shape)
         scaled = family.scaled(scaled, tile, merged, grads, request.facts.beta, request.facts.want)
+        _checked(dz if scaled is None else scaled, family, "scaled", shape)
     return dz if scaled is None else dz + tile.scale * scaled
+
+
+def _checked(found: torch.Tensor, family: Family, method: str, *shapes: tuple[int, ...]) -> torch.Tensor:
+    """What a family's method returned. Raises ValueError unless it has one of the shapes."""
+    if found.shape not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{type(family).__name__}.{method} must return {expected}, got {list(found.shape)}")
+    return found
 
 
 def scale(out, x, factor, add: bool = False):

@@ -14,7 +14,8 @@ TEACHERS = "Distillation, TopKDistillation"
 LOSSES = "HeadLoss.forward, HeadLoss.linear"
 MASK = "token_weight=mask, labels of -100, or for terms by sequence inputs={'sequences': Sequences.from_mask(mask)}"
 CALLS = "HeadLoss.forward, HeadLoss.linear, vocab_statistics, linear_vocab_statistics, log_probs"
-
+KLS, BONUSES = "beta, kl_loss_coef, kl_coef, kl_coeff", "entropy_coeff, entropy_coef"
+MASKS = "mask, loss_mask, response_mask, completion_mask"
 
 KEYWORDS: dict[str, Collection[str]] = {}  # names of the arguments of `checked` and `described` functions
 PLACES = {  # functions of one call of a loss -> what to write for an argument that another of them takes
@@ -25,7 +26,7 @@ PLACES = {  # functions of one call of a loss -> what to write for an argument t
 
 
 class Alias(NamedTuple):
-    """A name of somebody else's."""
+    """A name of somebody else's, or in `WRITTEN` several names, for which {} stands in what is to be written."""
 
     name: str
     whose: str
@@ -34,7 +35,7 @@ class Alias(NamedTuple):
     write: str = ""  # of values: what to write, if `ours` is no synonym of it
 
 
-ALIASES = (
+WRITTEN = (
     Alias("token-mean", "verl", "value", "mean"),
     Alias("token-sum", "verl", "value", "sum"),
     Alias("low_var_kl", "verl", "value", "k3"),
@@ -62,58 +63,46 @@ ALIASES = (
     Alias("kl", "verl", "term", 'KLToReference(0.001, "k3"), or Distillation() for a teacher'),
     Alias("grpo", "TRL, verl", "term", "GRPO(..), a whole HeadLoss"),
     Alias("top5_accuracy", "torchmetrics", "metric", "TopKAccuracy(5)"),
-    Alias("bpb", "lm-evaluation-harness", "metric", "BitsPerByte()"),
-    Alias("bits_per_byte", "lm-evaluation-harness", "metric", "BitsPerByte()"),
+    Alias("bpb, bits_per_byte", "lm-evaluation-harness", "metric", "BitsPerByte()"),
     Alias("ppl", "many", "metric", '"perplexity"'),
-    *[Alias(name, "TRL", of, ours) for name in ("epsilon", "epsilon_high") for of, ours in (
-        (f"PolicyMetrics, {DISTANCES}", "clip=(epsilon, epsilon_high)"), ("CISPO", BOUND),
-        ("PolicyGradient", f"clip=(epsilon, epsilon_high), of 'cispo' {BOUND}"))],
+    Alias("epsilon, epsilon_high", "TRL", f"PolicyMetrics, {DISTANCES}", "clip=(epsilon, epsilon_high)"),
+    Alias("epsilon, epsilon_high", "TRL", "PolicyGradient", f"clip=(epsilon, epsilon_high), of 'cispo' {BOUND}"),
+    Alias("epsilon, epsilon_high", "TRL", "CISPO", BOUND),
     Alias("delta", "TRL", DUAL, "dual_clip=delta"),
-    Alias("clip_ratio_low", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"),
-    Alias("clip_ratio_high", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"),
+    Alias("clip_ratio_low, clip_ratio_high", "verl", CLIPPED, "clip=(clip_ratio_low, clip_ratio_high)"),
     Alias("clip_ratio_c", "verl", DUAL, "dual_clip=clip_ratio_c"),
-    *[Alias(name, whose, CLIPPED, f"clip=({name}, {name})") for name, whose in (
-        ("clip_ratio", "verl"), ("cliprange", "verl, TRL"), ("clip_range", "Stable-Baselines3"),
-        ("clip_eps", "OpenRLHF"), ("eps_clip", "OpenRLHF"))],
-    *[Alias(name, whose, of, f"{ours}{name}{end}") for of, ours, end in (
-        (PRESETS, "kl=", ""), ("PolicyGradient, HeadLoss", "a term, KLToReference(", ")"),
-        ("KLToReference", "KLToReference(", ")")) for name, whose in (
-        ("beta", "TRL"), ("kl_loss_coef", "verl"), ("kl_coef", "verl"), ("kl_coeff", "RLlib"))],
-    *[Alias(name, whose, of, f"{ours}{name}{end}") for of, ours, end in (
-        (PRESETS, "entropy=", ""), ("PolicyGradient, HeadLoss", "a term, Entropy(", ")"), ("Entropy", "Entropy(", ")"))
-        for name, whose in (("entropy_coeff", "verl"), ("entropy_coef", "many"))],
+    Alias("clip_ratio, cliprange", "verl, TRL", CLIPPED, "clip=({}, {})"),
+    Alias("clip_eps, eps_clip, clip_range", "OpenRLHF, Stable-Baselines3", CLIPPED, "clip=({}, {})"),
+    Alias(KLS, "TRL, verl, RLlib", PRESETS, "kl={}"),
+    Alias(KLS, "TRL, verl, RLlib", "PolicyGradient, HeadLoss", "a term, KLToReference({})"),
+    Alias(KLS, "TRL, verl, RLlib", "KLToReference", "KLToReference({})"),
+    Alias(BONUSES, "verl, many", PRESETS, "entropy={}"),
+    Alias(BONUSES, "verl, many", "PolicyGradient, HeadLoss", "a term, Entropy({})"),
+    Alias(BONUSES, "verl, many", "Entropy", "Entropy({})"),
     Alias("reduction", "torch", PRESETS, "HeadLoss(PolicyGradient(..), reduction=..), a preset has its own"),
-    Alias("loss_agg_mode", "verl", "PolicyGradient, HeadLoss", "HeadLoss(.., reduction=..)"),
-    Alias("loss_type", "TRL", "PolicyGradient, HeadLoss", "HeadLoss(.., reduction=..)"),
+    Alias("loss_agg_mode, loss_type", "verl, TRL", "PolicyGradient, HeadLoss", "HeadLoss(.., reduction=..)"),
     Alias("label_smoothing", "torch", "HeadLoss", "HeadLoss(CrossEntropy(label_smoothing=0.1))"),
     Alias("lse_square_scale", "flash-attention, Liger", "HeadLoss, CrossEntropy", "a term, ZLoss(lse_square_scale)"),
     Alias("z_loss", "Megatron", "HeadLoss, CrossEntropy", "a term, ZLoss(1e-4)"),
     Alias("ce_weight", "Liger", "CrossEntropy", "class_weight="),
     Alias("alpha", "Hinton", TEACHERS, "[CrossEntropy(1 - alpha), Distillation(alpha)]"),
     Alias("temperature", "many", TEACHERS, "Teacher(logits, temperature=T), and temperature_squared=True for T^2"),
-    Alias("temperature", "many", CALLS, "transform=Transform(temperature=..)"),
-    Alias("softcap", "Liger", CALLS, "transform=Transform(softcap=..)"),
-    Alias("process_group", "flash-attention", CALLS, "shard=VocabShard.from_group(process_group, vocab_size)"),
-    Alias("group", "torch", CALLS, "shard=VocabShard.from_group(group, vocab_size)"),
-    Alias("advantages", "verl, TRL", LOSSES, 'inputs={"advantages": ..}'),
-    Alias("old_log_prob", "verl", LOSSES, 'inputs={"old_log_prob": ..}'),
+    Alias("temperature, softcap", "many", CALLS, "transform=Transform({}=..)"),
+    Alias("process_group, group", "flash-attention, torch", CALLS, "shard=VocabShard.from_group({}, vocab_size)"),
+    Alias("advantages, old_log_prob, reference_log_prob", "verl, ours", LOSSES, 'inputs={"{}": ..}'),
     Alias("teacher", "many", LOSSES, 'inputs={"teacher": Teacher(..)}'),
     Alias("sequences", "ours", LOSSES, 'inputs={"sequences": Sequences.from_mask(..)}'),
     Alias("cu_seqlens", "flash-attention", LOSSES, 'labels of -100 across documents, and for reductions by sequence '
           'inputs={"sequences": Sequences.from_cu_seqlens(..)}'),
-    *[Alias(name, whose, of, MASK) for of in ("input", LOSSES) for name, whose in (
-        ("mask", "many"), ("loss_mask", "Megatron"), ("response_mask", "verl"), ("completion_mask", "TRL"))],
-    Alias("ref_log_prob", "verl", "input", "'reference_log_prob'"),
-    Alias("ref_per_token_logps", "TRL", "input", "'reference_log_prob'"),
-    Alias("old_log_probs", "verl", "input", "'old_log_prob'"),
-    Alias("old_per_token_logps", "TRL", "input", "'old_log_prob'"),
-    Alias("reference_log_prob", "ours", LOSSES, 'inputs={"reference_log_prob": ..}'),
+    Alias(MASKS, "verl, TRL, Megatron", "input", MASK),
+    Alias(MASKS, "verl, TRL, Megatron", LOSSES, MASK),
+    Alias("ref_log_prob, ref_per_token_logps", "verl, TRL", "input", "'reference_log_prob'"),
+    Alias("old_log_probs, old_per_token_logps", "verl, TRL", "input", "'old_log_prob'"),
     Alias("num_items_in_batch", "Transformers", LOSSES, "denominator=num_items_in_batch"),
     Alias("weight", "torch", "HeadLoss", "CrossEntropy(class_weight=..)"),
     Alias("weight", "torch", "HeadLoss.forward", "token_weight=, or CrossEntropy(class_weight=..)"),
     Alias("loss_weights", "many", LOSSES, "token_weight="),
-    Alias("target", "torch, Liger", LOSSES, "labels="),
-    Alias("targets", "many", LOSSES, "labels="),
+    Alias("target, targets", "torch, Liger, many", LOSSES, "labels="),
     Alias("shift_labels", "Transformers", LOSSES, "labels=shift_labels; CausalLMLoss(..) takes labels to be shifted"),
     Alias("input", "torch", "HeadLoss.forward", "logits="),
     Alias("_input", "Liger", "HeadLoss.linear", "hidden="),
@@ -121,6 +110,7 @@ ALIASES = (
     Alias("vocab_size", "many", f"HeadLoss, {CALLS}", "shard=VocabShard.from_group(group, vocab_size), of the call"),
     Alias("reference_free", "TRL", "dpo", "reference_chosen and reference_rejected of 0"),
 )  # fmt: skip
+ALIASES = [x._replace(name=n, ours=x.ours.replace("{}", n)) for x in WRITTEN for n in x.name.split(", ")]
 
 
 def synonym(value: str, names: Collection[str]) -> str:
@@ -129,11 +119,10 @@ def synonym(value: str, names: Collection[str]) -> str:
     return value if value in names else next(found, value)
 
 
-def hint(value, names: Iterable[str], of: str = "value") -> str:
+def hint(value, names: Collection[str], of: str = "value") -> str:
     """Return what to write in the place of a name that does not exist, for the end of an error; "" if nobody knows."""
     if not isinstance(value, str):
         return ""
-    names = [name for name in names if isinstance(name, str)]
     for alias in ALIASES:
         if alias.name == value.lower() and alias.of == of and (of != "value" or alias.ours in names):
             return f": write {alias.write or (repr(alias.ours) if of == 'value' else alias.ours)}"
@@ -154,19 +143,16 @@ def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
             *PLACES,
         }:  # a part of a call, whose other parts take other arguments
             found += [text.format(keyword) for place, text in PLACES.items() if keyword in KEYWORDS.get(place, ())]
-        close = "" if takes_others else hint(keyword, KEYWORDS[name], "keyword")
         if found or not takes_others:
-            said = f": write {found[0]}" if found else close
+            said = f": write {found[0]}" if found else hint(keyword, KEYWORDS[name], "keyword")
             raise TypeError(f"{name}() got an unexpected keyword argument {keyword!r}{said}")
 
 
 def rows() -> list[str]:
     """The table as lines of a page."""
     out = ["| elsewhere | whose | here |", "|---|---|---|"]
-    for x in ALIASES:
-        where = {"value": "", "term": " as a term", "metric": " as a metric", "input": " as an input"}.get(
-            x.of, f"= of {x.of}"
-        )
+    for x in WRITTEN:
+        where = "" if x.of == "value" else f" as {x.of}" if x.of in ("term", "metric", "input") else f"= of {x.of}"
         ours = f"`{x.write or x.ours}`" if x.write or x.of != "value" else f"the same as `{x.ours}`"
-        out.append(f"| `{x.name}`{where} | {x.whose} | {ours} |")
+        out.append(f"| `{x.name.replace(', ', '`, `')}`{where} | {x.whose} | {ours} |")
     return out
