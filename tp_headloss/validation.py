@@ -42,11 +42,8 @@ def refuse_tokens(bad: torch.Tensor, message: Callable[[int], str], hint: str = 
 
 
 def refuse_float_labels(x, labels):
-    """Raise TypeError for labels that are logits, or probabilities of all ids; their line refuses others.
-
-    x: logits or hidden states.
-    """
-    if not isinstance(x, torch.Tensor) or not isinstance(labels, torch.Tensor) or not labels.is_floating_point():
+    """Raise TypeError for labels that are logits or probabilities; their line refuses others. x: logits or hidden."""
+    if not isinstance(labels, torch.Tensor) or not labels.is_floating_point():
         return
     said = "" if x.is_floating_point() else " (are logits and labels swapped?)"
     if not said and labels.dim() == x.dim() and labels.shape[:-1] == x.shape[:-1]:

@@ -558,7 +558,7 @@ GROUPS = {
         ("losses/policy.py", "expect_distances", "0.5 <= low < 1 < high", "False"),
         ("losses/policy.py", "cispo", "expect_distances(clip)", "pass"),
         ("losses/policy.py", "cispo", "not clip[1] >= 1", "False"),
-        ("losses/sequence_policy.py", "gmpo", "logarithms=True", "logarithms=False"),
+        ("losses/sequence_policy.py", "gmpo", "logs=True", "logs=False"),
     ],
     "test_spec": [
         ("spec/lines.py", "TensorLine.check", "not DTYPES[self.kind](x.dtype)", "False"),

@@ -19,7 +19,7 @@ OLD = {"log_prob": ZEROS, "advantages": torch.ones(B, S), "old_log_prob": ZEROS}
 
 REFUSED = {
     r"class_weight must have shape \[3\], got \[4\]": lambda: losses.label_weight(STATS, torch.ones(4)),
-    "both at least 0, got": lambda: losses.cispo(**OLD, clip=(-0.2, 0.2)),
+    "0 <= low <= inf and high >= 0, got": lambda: losses.cispo(**OLD, clip=(-0.2, 0.2)),
     "high at least 1 for convention='bound', got": lambda: losses.cispo(**OLD, clip=(0, 0.28), convention="bound"),
     "level='sequence' needs sequences": lambda: losses.icepop(ZEROS, ZEROS, level="sequence"),
     "V must be at least 2, got 1": lambda: losses.smoothed_cross_entropy(STATS._replace(vocab_size=1), 0.1, "megatron"),

@@ -27,8 +27,8 @@ def test_head_loss_refuses_what_it_cannot_mean():
         (lambda: hl.HeadLoss([smoothed, hl.Term("wants", len, want=("total",))]), "only one term"),
         (lambda: hl.HeadLoss([smoothed, hl.Term("free", free)]), "only one term"),
         (lambda: hl.HeadLoss([smoothed, hl.Term("free", StatisticValue("total"))]), "only one term"),
-        (lambda: hl.HeadLoss([smoothed], metrics=hl.Metric(len, want=("total",))), "no metric"),
-        (lambda: hl.HeadLoss([smoothed], metrics=hl.Metric(kept)), "no metric"),
+        (lambda: hl.HeadLoss([smoothed], metrics=hl.Metric(len, want=("total",))), "no metric uses it"),
+        (lambda: hl.HeadLoss([smoothed], metrics=hl.Metric(kept)), "no metric uses it"),
         (lambda: hl.Term("mine", len, class_weight=class_weight), r"weighs the statistic 'total', .* want=\(\)"),
         (lambda: hl.HeadLoss([hl.Term("hits", lambda stats: stats.correct.float())])(x, labels), "correct"),
         (

@@ -136,9 +136,8 @@ class HeadLossDefinition(NamedTuple):
         """Functions that return metrics by name, and are summed apart from the loss."""
         names = self.metrics if has_sequences else ()
         named = [StatisticsFunction(f"metric {name!r}", METRIC_FUNCTIONS[name]) for name in names]
-        return named + [
-            StatisticsFunction("a metric", with_clip_of(self.terms, m), m.inputs) for m in self.token_metrics
-        ]
+        own = [with_clip_of(self.terms, m) for m in self.token_metrics]
+        return named + [StatisticsFunction("a metric", f, m.inputs) for f, m in zip(own, self.token_metrics)]
 
     def input_lines(self) -> dict[str, Line]:
         """Lines of the inputs of a call by name: those of the functions that take them, else a number per token."""
@@ -161,7 +160,7 @@ def _class_weight_of_total(terms, metrics) -> torch.Tensor | None:
     users = [part for part in (*terms, *metrics) if {"total", "mass"} & {*part.want, *names_read(part.function)}]
     if weighted and len(users) > 1:
         raise ValueError(
-            "class weights with smoothing weight the statistic 'total': only one term, no metric, can use it"
+            "class weights with smoothing weight the statistic 'total': only one term and no metric uses it"
         )
     return weighted[0] if weighted else None
 

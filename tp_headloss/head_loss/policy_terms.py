@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 
@@ -179,7 +179,8 @@ def with_clip_of(terms, metric: Metric):
     """Return a metric's function; a `PolicyMetrics` without a clip has that of the only policy gradient with one."""
     functions = [term.function for term in terms if getattr(term.function, "func", None) is _policy_loss]
     clipped = [function.args for function in functions if "clip" in lines_within(function)]
-    function, args = metric.function, getattr(metric.function, "args", ())
+    function: Any = metric.function
+    args: Any = getattr(function, "args", ())
     if not clipped or losses.policy_metrics not in args or "clip" in args[1]:
         return function
     (objective, options, _), *others = clipped
@@ -187,8 +188,8 @@ def with_clip_of(terms, metric: Metric):
     if others or objective is losses.gmpo or "bound" in options.values() or level != ("sequences" in metric.inputs):
         names = [objective.__name__ for objective, *_ in clipped]
         raise ValueError(f"PolicyMetrics needs its own clip=, or for gspo level='sequence', beside terms of {names}")
-    low, high = options.get("clip", CLIP)
-    known = {"clip": (min(low, 1), high), "dual_clip": options.get("dual_clip")}
+    (low, high), dual_clip = options.get("clip", CLIP), options.get("dual_clip")
+    known = {"clip": (min(low, 1), high), "dual_clip": dual_clip}
     return partial(function.func, args[0], known | args[1], args[2])
 
 

@@ -34,28 +34,24 @@ def reinforce(log_prob: LogProb, *, advantages: Advantages) -> TokenLoss:
     return -scaled(advantages, log_prob)
 
 
-def expect_distances(clip, logarithms: bool = False):
-    """Raise ValueError for a clip (low, high) that has numbers below 0, or bounds of a ratio in the place of distances:
-    of the ratio from 1, or of its logarithm from 0."""
+def expect_distances(clip, most: float = math.inf, logs: bool = False):
+    """Raise ValueError for a clip (low, high) below 0, with low above `most`, or of bounds of a ratio in the place of
+    its distances from 1 (with `logs` those of its logarithm from 0)."""
     low, high = clip
-    if not low >= 0 <= high:
-        raise ValueError(f"clip must be (low, high), both at least 0, got {clip}")
+    if not (0 <= low <= most and high >= 0):
+        raise ValueError(f"clip must be (low, high) with 0 <= low <= {most} and high >= 0, got {clip}")
     if 0.5 <= low < 1 < high:
-        of, meant = (
-            ("log r from 0", (-math.log(low), math.log(high))) if logarithms else ("r from 1", (1 - low, high - 1))
-        )
+        of, low, high = ("log r from 0", -math.log(low), math.log(high)) if logs else ("r from 1", 1 - low, high - 1)
         raise ValueError(
             f"clip must be (low, high), distances of {of}, got {clip}, which look like bounds of the ratio r: "
-            f"clip=({meant[0]:.4g}, {meant[1]:.4g})"
+            f"clip=({low:.4g}, {high:.4g})"
         )
 
 
 def ratio_bounds(clip, dual_clip) -> tuple[float, float]:
     """Return the bounds 1 - low and 1 + high of a ratio. ValueError for a clip that cannot be."""
+    expect_distances(clip, most=1)
     low, high = 1 - clip[0], 1 + clip[1]
-    if not 0 <= low <= 1 <= high:
-        raise ValueError(f"clip must be (low, high) with 0 <= low <= 1 and high >= 0, got {clip}")
-    expect_distances(clip)
     if dual_clip is not None and not dual_clip >= high:
         raise ValueError(f"dual_clip must be at least 1 + {clip[1]}, where the clip ends, got {dual_clip}")
     return low, high

@@ -117,7 +117,7 @@ def gmpo(
 
     Source: GMPO (arXiv:2507.20673).
     """
-    expect_distances(clip, logarithms=True)
+    expect_distances(clip, logs=True)
     log_r = log_ratio(log_prob, old_log_prob)
     clamped = torch.where(advantages < 0, bounded(log_r, low=-clip[0]), bounded(log_r, high=clip[1]))
     clamped = torch.where(advantages == 0, log_r * 0, clamped)  # 0, or NaN
