@@ -310,6 +310,19 @@ def test_bounds_outside_of_the_tokens_are_refused_or_nan(name, device, monkeypat
     assert loss.isnan() and x.grad.isnan().all()
 
 
+@pytest.mark.parametrize("bounds", [[4, 8, 12], [0, 4, 8]])
+def test_bounds_that_leave_tokens_of_the_mask_out_are_refused(bounds, device):
+    mask, bounds = torch.ones(12, dtype=torch.bool, device=device), torch.tensor(bounds, device=device)
+    span = f"cu_seqlens go from {bounds[0]} to {bounds[-1]}, the tokens from 0 to 12"
+    with pytest.raises(ValueError, match=f"got 4 that belong to none: {span}"):
+        sequences = hl.Sequences.from_cu_seqlens(bounds, mask)
+        assert device != "cpu", "on CPUs the construction raises"
+        sequences.check()
+    token = torch.arange(12, device=device)
+    outside = (token < bounds[0]) | (token >= bounds[-1])  # such as padding
+    assert hl.Sequences.from_cu_seqlens(bounds, mask & ~outside).lengths.tolist() == [4, 4]
+
+
 def test_what_cannot_describe_sequences_is_refused(device):
     """Wrong values; wrong types are in tests/promises/test_spec.py."""
     mask = torch.ones(2, 4, dtype=torch.bool, device=device)

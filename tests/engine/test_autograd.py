@@ -189,3 +189,19 @@ def test_a_failure_after_the_kernel_leaves_no_gradient_for_a_second_backward(bac
     monkeypatch.undo()
     with pytest.raises(RuntimeError, match="so that there is one backward"):
         loss.backward()
+
+
+@pytest.mark.parametrize("name", ["labels", "token_weight", "inputs.teacher.logits"])
+def test_what_was_made_in_inference_mode_is_named(name):
+    """Where autograd has to save it; a call without gradient takes it."""
+    x, labels = torch.randn(3, 5), torch.tensor([0, 1, 2])
+    with torch.inference_mode():
+        given = {"labels": labels + 0, "token_weight": torch.ones(3), "inputs.teacher.logits": torch.randn(3, 5)}[name]
+    given = {"inputs": {"teacher": hl.Teacher(given)}} if "teacher" in name else {name: given}
+    given, terms = {"labels": labels} | given, [hl.Distillation(1.0)] if "inputs" in given else None
+    head = hl.HeadLoss(terms)
+    for _ in range(2):  # a call of a known kind, too
+        assert head(x, **given).loss.isfinite()
+        with pytest.raises(ValueError, match=rf"^{name} must be tensors that autograd can save, got .*\.clone\(\)"):
+            head(x.requires_grad_(), **given)
+        x = x.detach()

@@ -289,7 +289,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
         "sequences with bounds out of order or beyond the tokens, lengths in the place of bounds, or lengths that cannot be (with `check=True`; without it everything is NaN on GPUs)": {
             **{f"bounds {bounds}": refused("ValueError: cu_seqlens must be ascending in [0, 4]", lambda here, bounds=bounds: hl.Sequences.from_cu_seqlens(torch.tensor(bounds, device=here.x.device), here.labels >= 0).check()) for bounds in ((0, 2, 9), (-1, 4), (0, 3, 2), (1, 3))},
         },
-        "tokens in the mask of sequences that belong to no sequence, or whose label is ignored (with `check=True`; without it the former are left out, the latter count in lengths with a loss of 0)": {
+        "tokens in the mask of sequences that belong to no sequence, or whose label is ignored (with `check=True`, and beside `cu_seqlens` on CPUs; without it the former are left out, the latter count in lengths with a loss of 0)": {
             "counted tokens of no sequence": refused("ValueError: every token in the mask must belong to a sequence, got 3", lambda here: hl.Sequences.from_cu_seqlens(torch.tensor([1, 2], device=here.x.device), here.to(ones > 0)).check()),
             "counted tokens that are ignored": refused("ValueError: the mask of sequences must leave out tokens whose label is ignored (-100), got 1", with_head(reduction="seq-mean-token-mean", keywords={"labels": torch.tensor([1, 40, -100, 32]), "inputs": lambda here: {"sequences": hl.Sequences.from_cu_seqlens(torch.tensor([0, 4], device=here.x.device), here.to(ones > 0))}}), options={"check": True}),
         },

@@ -229,11 +229,11 @@ def test_bytes_are_those_of_each_label(count):
 
 
 def test_tokens_of_no_sequence_have_no_loss():
-    """Packed tokens behind the last sequence, whatever the mask says."""
+    """Whatever the mask says."""
     mask, advantages = torch.ones(6, dtype=torch.bool), torch.arange(6.0)
     logits, labels = torch.randn(6, V), torch.randint(V, (6,))
     old = hl.vocab_statistics(logits, labels).log_prob
-    sequences = hl.Sequences.from_cu_seqlens(torch.tensor([0, 4]), mask)
+    sequences = hl.Sequences.from_ids(torch.tensor([0, 0, 0, 0, -1, 1]), 1, mask)
     inputs = {"advantages": advantages, "old_log_prob": old, "sequences": sequences}
     out = hl.HeadLoss(hl.PolicyGradient())(logits, labels, inputs=inputs)
     assert out.count == 4 and torch.allclose(out.loss, -advantages[:4].mean())

@@ -87,7 +87,7 @@ CONSTRUCTORS = {
     hl.VocabShard.from_group: {"group": None, "vocab_size": 8},
     hl.VocabShard.from_boundaries: {"boundaries": [0, 8], "vocab_size": 8},
     hl.Sequences.from_mask: {"mask": MASK},
-    hl.Sequences.from_cu_seqlens: {"cu_seqlens": torch.tensor([0, S]), "mask": MASK},
+    hl.Sequences.from_cu_seqlens: {"cu_seqlens": torch.tensor([0, B * S]), "mask": MASK},
     hl.Sequences.from_ids: {"ids": IDS, "count": 1, "mask": MASK},
     hl.IdSets.from_csr: {"ids": IDS[0], "offsets": torch.tensor([0, S])},
     hl.select_rows: {"weight": WEIGHT, "ids": torch.tensor([1, 2]), "shard": SHARD},

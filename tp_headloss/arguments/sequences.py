@@ -32,8 +32,9 @@ class Sequences:
     Invalid bounds (out of order, outside of the tokens, or lengths that add up to the tokens) and invalid lengths
     (negative, or not finite) are a ValueError on CPUs. On GPUs nothing waits for their values: nothing outside of the
     tokens is read, and every result is NaN. `check` (or ``Options(check=True)``) waits for the device, and raises
-    there, too. It also raises for tokens in the mask that belong to no sequence and, without a group, for lengths below
-    a sequence's counted tokens, and ``Options(check=True)`` for tokens whose label is ignored.
+    there, too. It also raises for tokens in the mask that belong to no sequence (without a group, cu_seqlens that leave
+    some out do so on CPUs at once) and, without a group, for lengths below a sequence's counted tokens, and
+    ``Options(check=True)`` for tokens whose label is ignored.
 
     Attributes:
         lengths: [B] fp32, N_i over the whole group.
@@ -95,6 +96,8 @@ class Sequences:
                 self._invalid = lengths.isnan().any()
         if mask.device.type == "cpu" and not torch.compiler.is_compiling():
             self._expect_valid()
+            if bounds is not None and group is None:  # where no rank raises alone
+                self._expect_owned()
         self.lengths = self._poisoned(lengths.float())
         self.count = self._poisoned((self.lengths > 0).sum(dtype=torch.float32))
         self.ranks = group_size(group)
@@ -138,7 +141,7 @@ class Sequences:
 
         Args:
             cu_seqlens: ascending in [0, tokens], as variable-length attention takes it. Tokens
-                before its first and beyond its last entry belong to no sequence.
+                before its first and beyond its last entry belong to no sequence, and must not be in the mask.
             mask: cu_seqlens counts its flattened tokens.
             options: as in `from_mask`.
 
@@ -173,8 +176,7 @@ class Sequences:
         Waits for a GPU. ``Options(check=True)`` calls it.
         """
         self._expect_valid()
-        if lost := int((self.mask & ~self.counted).sum()):
-            raise ValueError(f"every token in the mask must belong to a sequence, got {lost} that belong to none")
+        self._expect_owned()
         counted = self._local_sum(torch.ones_like(self.mask, dtype=torch.float32))
         few = (self.lengths < 0.99 * counted).nonzero()  # they may have been rounded
         if self.group is None and len(few):
@@ -193,6 +195,16 @@ class Sequences:
             said = ": lengths? Pass torch.nn.functional.pad(lengths.cumsum(0), (1, 0))" if lengths else ""
             raise ValueError(f"cu_seqlens must be ascending in [0, {tokens}], the mask's tokens, got {first}{said}")
         raise ValueError("lengths must be finite and at least 0, and bounds right on every rank, got others")
+
+    def _expect_owned(self):
+        if lost := int((self.mask & ~self.counted).sum()):
+            bounds, tokens = self._bounds, self.mask.numel()
+            said = (
+                ""
+                if bounds is None
+                else f": cu_seqlens go from {bounds[0]} to {bounds[-1]}, the tokens from 0 to {tokens}"
+            )
+            raise ValueError(f"every token in the mask must belong to a sequence, got {lost} that belong to none{said}")
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum [B] fp32 of each sequence's values [..] over the whole group, differentiable.

@@ -1,7 +1,9 @@
 """Calls that torch.compile leaves alone because their options are for eager."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -56,8 +58,25 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
                     found = i
             if found is not None:  # not in the loop, of which torch.compile would leave the whole function alone
                 return uncompiled[found](*args, **kwargs)
-        elif not kwargs.keys() <= names:
+            return plain(*args, **kwargs)
+        if not kwargs.keys() <= names:
             return function(*args, **kwargs)  # which says what to write
-        return plain(*args, **kwargs)
+        try:
+            return plain(*args, **kwargs)
+        except RuntimeError as error:
+            given = inspect.signature(plain).bind_partial(*args, **kwargs).arguments
+            if "Inference tensors" in str(error) and (made := list(_inference_tensors("", given))):
+                said = "tensors of torch.inference_mode(): make them under torch.no_grad(), or pass their .clone()"
+                raise ValueError(f"{' and '.join(made)} must be tensors that autograd can save, got {said}") from error
+            raise
 
     return call
+
+
+def _inference_tensors(name: str, value) -> Iterator[str]:
+    """Names of the tensors in an argument, or in parts of it, that autograd cannot save."""
+    if isinstance(value, torch.Tensor):
+        yield from [name] * value.is_inference()
+    parts: Any = value if isinstance(value, dict) else vars(value) if dataclasses.is_dataclass(value) else {}
+    for key, part in parts.items():
+        yield from _inference_tensors(f"{name}.{key}".lstrip("."), part)
