@@ -313,7 +313,7 @@ def test_bounds_outside_of_the_tokens_are_refused_or_nan(name, device, monkeypat
 @pytest.mark.parametrize("bounds", [[4, 8, 12], [0, 4, 8]])
 def test_bounds_that_leave_tokens_of_the_mask_out_are_refused(bounds, device):
     mask, bounds = torch.ones(12, dtype=torch.bool, device=device), torch.tensor(bounds, device=device)
-    span = f"cu_seqlens go from {bounds[0]} to {bounds[-1]}, the tokens from 0 to 12"
+    span = f"cu_seqlens are {bounds[0]} to {bounds[-1]}, tokens 0 to 12"
     with pytest.raises(ValueError, match=f"got 4 that belong to none: {span}"):
         sequences = hl.Sequences.from_cu_seqlens(bounds, mask)
         assert device != "cpu", "on CPUs the construction raises"

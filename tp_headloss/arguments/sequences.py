@@ -199,11 +199,7 @@ class Sequences:
     def _expect_owned(self):
         if lost := int((self.mask & ~self.counted).sum()):
             bounds, tokens = self._bounds, self.mask.numel()
-            said = (
-                ""
-                if bounds is None
-                else f": cu_seqlens go from {bounds[0]} to {bounds[-1]}, the tokens from 0 to {tokens}"
-            )
+            said = "" if bounds is None else f": cu_seqlens are {bounds[0]} to {bounds[-1]}, tokens 0 to {tokens}"
             raise ValueError(f"every token in the mask must belong to a sequence, got {lost} that belong to none{said}")
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,8 @@ PLACES = {  # functions of one call of a loss -> what to write for an argument t
     "HeadLoss.forward": "HeadLoss(..)(.., {}=..), an argument of the call",
     "HeadLoss.linear": "HeadLoss(..).linear(.., {}=..), an argument of the call",
 }
+# parts of a call of a loss, whose other parts take other arguments
+OF_CALLS = {"Term", "Metric", "CausalLMLoss", *PLACES}
 
 
 class Alias(NamedTuple):
@@ -136,12 +138,7 @@ def refuse_keywords(function, unknown: Iterable[str], takes_others: bool):
     name, result = function.__qualname__, getattr(function, "__annotations__", {}).get("return")
     for keyword in sorted(unknown):
         found = [x.ours for x in ALIASES if x.name == keyword and name in x.of.split(", ")]
-        if {name, result} & {
-            "Term",
-            "Metric",
-            "CausalLMLoss",
-            *PLACES,
-        }:  # a part of a call, whose other parts take other arguments
+        if {name, result} & OF_CALLS:
             found += [text.format(keyword) for place, text in PLACES.items() if keyword in KEYWORDS.get(place, ())]
         if found or not takes_others:
             said = f": write {found[0]}" if found else hint(keyword, KEYWORDS[name], "keyword")
