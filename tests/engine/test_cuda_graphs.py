@@ -56,7 +56,7 @@ def policy_step(group, device, layout, compile, objective="gspo"):
     cuts = torch.tensor([0, 100, 101, 101, 400, N], device=device, dtype=torch.int32)
     ids = torch.randint(0, 9, (N,), device=device, generator=torch.Generator(device).manual_seed(0))
     terms = [hl.PolicyGradient(objective, rollout_weight=True), hl.KLToReference(0.1), hl.Entropy(0.01)]
-    metrics = ("accuracy", hl.PolicyMetrics((0.2, 0.2), reference=True), hl.GeneratorMetrics())
+    metrics = ("accuracy", hl.PolicyMetrics(reference=True), hl.GeneratorMetrics())
     loss_of = hl.HeadLoss(terms, metrics=metrics, reduction="seq-mean-token-mean", compile=compile)
     wanted = loss_of.input_names
 

@@ -26,5 +26,5 @@ def policy_inputs(labels):
 def policy_head(**options):
     """GRPO's kind of everything."""
     terms = [hl.PolicyGradient("gspo"), hl.KLToReference(0.1), hl.Entropy(0.01), hl.CrossEntropy(0.1), hl.ZLoss(1e-4)]
-    metrics = ("entropy", "accuracy", hl.PolicyMetrics((0.2, 0.2), reference=True), hl.GeneratorMetrics())
+    metrics = ("entropy", "accuracy", hl.PolicyMetrics(reference=True), hl.GeneratorMetrics())
     return hl.HeadLoss(terms, metrics=metrics, reduction="seq-mean-token-mean", **options)

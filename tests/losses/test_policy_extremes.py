@@ -56,7 +56,7 @@ def test_garbage_outside_of_the_sequences_reaches_neither_loss_nor_gradient(obje
     x, labels, mask, inputs = problem()
     head = hl.HeadLoss(
         [hl.PolicyGradient(objective, rollout_weight=True), hl.KLToReference(0.1, importance_weight="old")],
-        metrics=("entropy", hl.PolicyMetrics((0.2, 0.2), reference=True), hl.GeneratorMetrics()),
+        metrics=("entropy", hl.PolicyMetrics(reference=True), hl.GeneratorMetrics()),
         options=options,
     )
     inputs["rollout_weight"] = torch.tensor(0.5)

@@ -22,7 +22,7 @@ def test_extremes_leave_out_tokens_of_weight_0():
 
 def test_metrics_of_one_name_are_refused():
     x, labels, mask, inputs = problem()
-    head = HeadLoss([PolicyGradient("clip")], metrics=(PolicyMetrics(), PolicyMetrics((0.2, 0.2), level="sequence")))
+    head = HeadLoss([PolicyGradient("clip")], metrics=(PolicyMetrics(), PolicyMetrics(level="sequence")))
     with pytest.raises(ValueError, match=r"distinct names, got \['advantage', "):
         head(x, labels, inputs=needed(head, inputs, mask, "cpu"))
     head = HeadLoss(metrics=("entropy", Metric(lambda stats: {"entropy": stats.lse})))
@@ -112,43 +112,3 @@ def test_metrics_have_no_gradient_and_change_none():
         out.loss.backward()
         grads.append(local.grad)
     assert torch.equal(*grads)
-
-
-CLIPS = {  # a policy gradient, keywords of the metrics beside it -> the clip that the metrics must have
-    "its own": (("clip", {"clip": (0.1, 0.3), "dual_clip": 1.5}), {}, {"clip": (0.1, 0.3), "dual_clip": 1.5}),
-    "the default": (("clip", {"dual_clip": 1.5}), {}, {"dual_clip": 1.5}),
-    "no lower clip": (("cispo", {"clip": (10, 0.1)}), {}, {"clip": (1, 0.1)}),
-    "the sequence's": (("gspo", {"clip": (0.05, 0.1)}), {"level": "sequence"}, {"clip": (0.05, 0.1)}),
-    "what was given": (("gmpo", {}), {"clip": (0.1, 0.1)}, {"clip": (0.1, 0.1)}),
-    "a dual clip alone": (("clip", {"clip": (0.1, 0.1)}), {"dual_clip": 1.4}, {"clip": (0.1, 0.1), "dual_clip": 1.4}),
-    "none to follow": (("sapo", {}), {}, {}),
-}
-
-
-@pytest.mark.parametrize("name", CLIPS)
-def test_metrics_without_a_clip_have_that_of_the_objective(name):
-    (objective, options), given, meant = CLIPS[name]
-    x, labels, mask, inputs = problem()
-    found = []
-    for keywords in (given, {"clip": (0.2, 0.2)} | given | meant):
-        head = HeadLoss([PolicyGradient("reinforce")], metrics=PolicyMetrics(**keywords))
-        head.terms = [PolicyGradient(objective, **options)]  # also of terms that come later
-        found.append(head(x, labels, inputs=needed(head, inputs, mask, "cpu")).metrics)
-    assert {"pg_clip_fraction_lower" in metrics for metrics in found} == {"dual_clip" in meant}
-    torch.testing.assert_close(*found, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "terms",
-    [
-        [PolicyGradient("clip"), PolicyGradient("cispo", clip=(0.1, 0.1))],
-        [PolicyGradient("gspo")],
-        [PolicyGradient("gmpo")],
-        [PolicyGradient("cispo", clip=(0.0, 5.0), convention="bound")],
-    ],
-    ids=["two", "a sequence's ratio", "logarithms", "a bound"],
-)
-def test_metrics_whose_clip_nobody_knows_are_refused(terms):
-    with pytest.raises(ValueError, match="PolicyMetrics needs its own clip="):
-        HeadLoss(terms, metrics=PolicyMetrics())
-    HeadLoss(terms, metrics=PolicyMetrics((0.2, 0.2)))

@@ -236,7 +236,7 @@ def _tile_gradient(tile: Tile, merged: dict, grads: dict, request: Request):
 
 
 def _checked(found: torch.Tensor, family: Family, method: str, *shapes: tuple[int, ...]) -> torch.Tensor:
-    """What a family's method returned. Raises ValueError unless it has one of the shapes."""
+    """Return what a family's method returned. Raises ValueError unless it has one of the shapes."""
     if found.shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(f"{type(family).__name__}.{method} must return {expected}, got {list(found.shape)}")

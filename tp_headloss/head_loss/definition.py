@@ -13,7 +13,6 @@ from ..spec import EACH_TOKEN, PER_TOKEN, TOKENS, Line, lines_within
 from ..spec.aliases import hint
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
 from .evaluation import StatisticsFunction, names_read
-from .policy_terms import with_clip_of
 from .statistic_value import StatisticValue, SumsPlan
 from .terms import METRICS, CrossEntropy, Metric, Term
 
@@ -136,8 +135,7 @@ class HeadLossDefinition(NamedTuple):
         """Functions that return metrics by name, and are summed apart from the loss."""
         names = self.metrics if has_sequences else ()
         named = [StatisticsFunction(f"metric {name!r}", METRIC_FUNCTIONS[name]) for name in names]
-        own = [with_clip_of(self.terms, m) for m in self.token_metrics]
-        return named + [StatisticsFunction("a metric", f, m.inputs) for f, m in zip(own, self.token_metrics)]
+        return named + [StatisticsFunction("a metric", m.function, m.inputs) for m in self.token_metrics]
 
     def input_lines(self) -> dict[str, Line]:
         """Lines of the inputs of a call by name: those of the functions that take them, else a number per token."""

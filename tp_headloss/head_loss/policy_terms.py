@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 
@@ -12,7 +12,7 @@ from .. import losses
 from ..arguments.sequences import Sequences
 from ..losses.policy import CLIP
 from ..losses.ratio import Level, scaled
-from ..spec import Bounds, OneOf, Pair, Positive, Weight, checked, lines_within
+from ..spec import Bounds, OneOf, Pair, Positive, Weight, checked
 from ..spec.aliases import hint
 from ..statistics import VocabStatistics
 from .terms import Metric, Over, Term, over_sets
@@ -123,7 +123,7 @@ def KLToReference(
 
 @checked
 def PolicyMetrics(
-    clip: Pair | None = None,
+    clip: Pair = CLIP,
     dual_clip: Positive | None = None,
     *,
     level: Level = "token",
@@ -133,8 +133,7 @@ def PolicyMetrics(
     """Metrics of a policy update, see `losses.policy_metrics`. Inputs: "advantages" and "old_log_prob".
 
     Args:
-        clip, dual_clip: those of the objective; without a clip those of the only `PolicyGradient` with one, an error if
-            it has another ratio or other units, and (0.2, 0.2) if there is none.
+        clip, dual_clip: those of the objective, which the metrics cannot know.
         level: "token" for the token's ratio, "sequence" for its sequence's (input "sequences").
         reference: True adds the KL to the input "reference_log_prob".
 
@@ -148,7 +147,7 @@ def PolicyMetrics(
     """
     names: tuple[str, ...] = ("advantages", "old_log_prob")
     names += ("sequences",) * (level == "sequence") + ("reference_log_prob",) * reference
-    options = {name: x for name, x in (("clip", clip), ("dual_clip", dual_clip)) if x is not None}
+    options = {"clip": clip, "dual_clip": dual_clip}
     function = partial(_log_prob_metrics, losses.policy_metrics, options, over_sets(over, "log_prob"))
     _try_one_token(function, names)
     return Metric(function, _wanted(over), names)
@@ -173,24 +172,6 @@ def GeneratorMetrics(bounds: Bounds = (0.5, 2.0), *, over: Over = "vocabulary") 
     statistic = over_sets(over, "log_prob")
     function = partial(_log_prob_metrics, losses.generator_metrics, {"bounds": bounds}, statistic)
     return Metric(function, _wanted(over), ("old_log_prob", "generator_log_prob"))
-
-
-def with_clip_of(terms, metric: Metric):
-    """Return a metric's function; a `PolicyMetrics` without a clip has that of the only policy gradient with one."""
-    functions = [term.function for term in terms if getattr(term.function, "func", None) is _policy_loss]
-    clipped = [function.args for function in functions if "clip" in lines_within(function)]
-    function: Any = metric.function
-    args: Any = getattr(function, "args", ())
-    if not clipped or losses.policy_metrics not in args or "clip" in args[1]:
-        return function
-    (objective, options, _), *others = clipped
-    level = objective in (losses.gspo, losses.gspo_length_weighted)
-    if others or objective is losses.gmpo or "bound" in options.values() or level != ("sequences" in metric.inputs):
-        names = [objective.__name__ for objective, *_ in clipped]
-        raise ValueError(f"PolicyMetrics needs its own clip=, or for gspo level='sequence', beside terms of {names}")
-    (low, high), dual_clip = options.get("clip", CLIP), options.get("dual_clip")
-    known = {"clip": (min(low, 1), high), "dual_clip": dual_clip}
-    return partial(function.func, args[0], known | args[1], args[2])
 
 
 def _try_one_token(function, inputs: tuple[str, ...]):

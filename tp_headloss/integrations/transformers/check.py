@@ -86,8 +86,8 @@ class InstalledForward(Replacement):
 
 
 def _heeded_by_stock(model) -> tuple[Transform, set[int]]:
-    """What the model's own forward heeds and a fused one does not: the config's transform of the logits, and the ids of
-    the output layer's hooks, except FSDP's, which gather weights."""
+    """Return what the model's own forward heeds and a fused one does not: the config's transform of the logits, and ids
+    of the output layer's hooks, except FSDP's, which gather weights."""
     layer = model.get_output_embeddings()
     hooks = layer._forward_pre_hooks | layer._forward_hooks | layer._backward_pre_hooks | layer._backward_hooks
     own = {i for i, hook in hooks.items() if not (hook.__module__ or "").startswith("torch.distributed.")}
