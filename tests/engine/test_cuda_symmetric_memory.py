@@ -62,6 +62,24 @@ def test_symmetric_memory_of_overlapping_groups_is_separate():
     assert on_ranks(4, two_groups_run) == [10] * 4
 
 
+def met_before_run(group, device):
+    """A new group, of which one rank has made symmetric memory without the others."""
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symm_mem
+
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size(group))][dist.get_rank(group)]
+    if dist.get_rank(group) == 0:
+        symm_mem.rendezvous(symm_mem.empty(64, device=device), alone)
+    shard = VocabShard.from_group(dist.new_group(), V)
+    x, labels = torch.randn(8, shard.width, device=device), torch.randint(0, V, (8,), device=device)
+    same = [torch.equal(*pair) for pair in zip(*(results(x, labels, shard, way) for way in ("symm_mem", "gather")))]
+    return all(same), symmetric_memory.obstacle(shard.group_name)
+
+
+def test_ranks_meet_whatever_memory_each_had_before():
+    assert on_ranks(2, met_before_run) == [(True, None)] * 2
+
+
 def fallback_run(group, device):
     """One rank cannot: all gather, and say so once."""
     symmetric_memory._groups.pop(group.group_name, None)

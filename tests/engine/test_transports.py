@@ -1,5 +1,6 @@
 """A transport is two methods and a line of the table, and symmetric memory is not used after a failure."""
 
+from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,6 +12,7 @@ from tp_headloss.call.given import Given
 from tp_headloss.call.request_of import build_request
 from tp_headloss.engine.transports import TRANSPORTS, Choice, symmetric_memory
 from tp_headloss.engine.transports.gather import Gather
+from tp_headloss.ranks import comm
 from tp_headloss.ranks.shard import VocabShard
 
 
@@ -105,3 +107,20 @@ def test_symmetric_memory_that_was_asked_for_and_is_not_there_is_told_once(order
         told.append(len(caplog.records))
     assert told == [int("symm_mem" in order[: i + 1]) for i in range(3)]
     assert "group pair, packets are gathered: no peer access" in caplog.text
+
+
+def test_exchanges_have_the_numbers_of_their_group(monkeypatch):
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(seconds=60))
+    monkeypatch.setattr(comm, "_store_of", lambda _: store)
+    numbered = [comm.NumberedStore("group") for _ in range(2)]
+    ranks = [torch.distributed.PrefixStore("group", each) for each in numbered]  # which C++ calls, as torch does
+    for exchange in range(2):
+        names = [f"exchange/{exchange + before}" for before in (3, 7)]  # in which a process had as many before
+        for rank, name in enumerate(names):
+            ranks[rank].set(f"{name}/{rank}", f"{exchange} of {rank}")
+        for rank, name in enumerate(names):
+            assert ranks[rank].multi_get([f"{name}/0", f"{name}/1"]) == [b"%d of %d" % (exchange, r) for r in range(2)]
+    assert [rank.add(f"exchange/{seen}/arrived", 1) for rank, seen in zip(ranks, (5, 9))] == [1, 2]
+    ranks[0].set("exchange/5/last", "yes")
+    ranks[1].wait(["exchange/9/last"])

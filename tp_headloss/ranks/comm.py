@@ -13,6 +13,7 @@ from typing import Annotated, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store as _default_store
+from torch.distributed.distributed_c10d import _get_process_group_store as _store_of
 
 from ..spec import Instance, TensorLine, TupleOf, checked
 from .shard import Group, has_vocab_shard, resolve_process_group
@@ -207,3 +208,32 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
     values = torch.cat([values, values.new_full((1,), _checksum(repr(list(metrics))))])
     values, names = gather_from_ranks(values, group).split([len(metrics), 1], 1)
     return _combine(metrics, torch.where((names == names[0]).all(), values, torch.nan))
+
+
+class NumberedStore(dist.Store):
+    """A group's store in which the n-th exchange of addresses has the number n on every rank.
+
+    torch numbers exchanges by process, so ranks of which one had met others in a smaller group would look for each
+    other under different keys (pytorch/pytorch#196082).
+    """
+
+    def __init__(self, group):
+        super().__init__()
+        self.store = dist.PrefixStore("tp_headloss", _store_of(group))
+        self.numbers: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        exchange, _, rank = key.rpartition("/")
+        return f"{self.numbers.setdefault(exchange, len(self.numbers))}/{rank}"
+
+    def set(self, key, value):
+        self.store.set(self._key(key), value)
+
+    def multi_get(self, keys):
+        return self.store.multi_get([self._key(key) for key in keys])
+
+    def add(self, key, amount):
+        return self.store.add(self._key(key), amount)
+
+    def wait(self, keys, *timeout):
+        self.store.wait([self._key(key) for key in keys], *timeout)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from pathlib import Path
 
 import torch
 
-from ...ranks.comm import gather_objects
+from ...ranks.comm import NumberedStore, gather_objects
 from ...ranks.shard import is_live_group, resolve_process_group
 from ..backend import load_backend
 from ..one_read_launch import Memory, stream_after
@@ -39,6 +40,10 @@ class SymmetricMemory(Transport):
         import torch.distributed._symmetric_memory as symm_mem
 
         device = self.buffer.device
+        with contextlib.suppress(RuntimeError):  # torch knows the group's store: it has met there before
+            store = NumberedStore(group)
+            symm_mem._SymmetricMemory.set_group_info(group.group_name, group.rank(), group.size(), store)
+            _stores.append(store)
         self.handle = symm_mem.rendezvous(self.buffer, group)
         # a peer that does not come for so long is a CUDA error: the group's timeout, or else NCCL's default
         options = getattr(group._get_backend(device), "options", None)
@@ -95,6 +100,7 @@ class _Group:
 
 
 _groups: dict[str, _Group] = {}
+_stores: list[NumberedStore] = []  # torch calls them, and does not keep them
 
 
 def obstacle(group_name: str) -> str | None:
