@@ -12,9 +12,10 @@ from ..engine.request import Facts, Request, Tensors, TokenOrder
 from ..ranks.shard import ShardFacts
 from ..spec import sizes_of
 from ..statistics import AT_IDS, FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
+from ..statistics.at_ids import known_ids
 from ..validation import expect_number, refuse_float_labels
 from .given import Given
-from .sets import check_entries, check_ids, check_sets, expect_both, id_tensors, set_tensors, validate_sets
+from .sets import check_entries, check_ids, check_sets, expect_both, set_tensors, validate_sets
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,7 +54,7 @@ def build_request(given: Given, order_of=None) -> Request:
         column_weight=None if total_weight is None else total_weight.detach().float().contiguous(),
         **_teacher_tensors(teacher, teacher_scales, order, facts),
         **set_tensors(sets, logits.shape[:-1], order, facts),
-        **id_tensors(ids, order, facts.vocab_size),
+        ids=None if ids is None else known_ids(order.flatten(ids), facts.vocab_size).contiguous(),
     )
     return Request(tensors, facts, layout_of(labels is not None, facts.want, tensors.ids), order, shard)
 
@@ -159,10 +160,8 @@ def _validate_teacher(teacher, transform, logits, want, options):
             "inplace=True writes the gradient over the logits: the teacher's must be exactly these or share no memory "
             "with them, got some that overlap"
         )
-    for name, x in (
-        ("temperature", teacher.temperature),
-        ("student_temperature", teacher.student_temperature_or_default),
-    ):
+    student_temperature = teacher.student_temperature_or_default
+    for name, x in (("temperature", teacher.temperature), ("student_temperature", student_temperature)):
         if not any(isinstance(t, torch.Tensor) for t in (x, transform.temperature)):
             expect_number(f"temperature / teacher.{name}", transform.temperature / x)
 

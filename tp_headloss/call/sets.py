@@ -7,7 +7,6 @@ from ..arguments.teachers import TopKTeacher
 from ..engine.operators import distinct_ids
 from ..engine.request import Facts, TokenOrder
 from ..statistics import OVER_SETS
-from ..statistics.at_ids import known_ids
 from ..statistics.sets import rows_and_places
 from ..validation import refuse_tokens
 
@@ -30,11 +29,6 @@ def expect_both(name: str, given, statistics, want, needed: str):
         raise ValueError(f"{wanted} need {needed}")
     if given is not None and not wanted:
         raise ValueError(f"{name} serve the statistics {statistics}, got none of them in want")
-
-
-def id_tensors(ids: torch.Tensor | None, order: TokenOrder, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Given ids [.., K] as a request has them."""
-    return {} if ids is None else {"ids": known_ids(order.flatten(ids), vocab_size).contiguous()}
 
 
 def set_tensors(sets: IdSets | None, lead, order: TokenOrder, facts: Facts) -> dict[str, torch.Tensor]:

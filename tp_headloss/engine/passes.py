@@ -102,15 +102,11 @@ def write_linear_gradient(out, hidden, weight, request: Request, merged, grads: 
 
 def kernel_gradients(upstream: dict, ids: torch.Tensor | None = None) -> dict:
     """Convert upstream gradients to what backends take: target_logit is log_prob + lse, log_probs_at logits - lse."""
-    if upstream.get("log_probs_at") is not None and ids is not None:
-        at, lse = gradients_of_log_probs_at(upstream["log_probs_at"], ids)
-        known = upstream.get("lse")
-        upstream = upstream | {"log_probs_at": at, "lse": lse if known is None else known + lse}
-    if "target_logit" not in upstream:
-        return {name: g for name, g in upstream.items() if g is not None}
-    target_logit = upstream["target_logit"]
-    grads = {name: g for name, g in upstream.items() if g is not None and name != "target_logit"}
-    if target_logit is not None:
+    grads = {name: g for name, g in upstream.items() if g is not None}
+    if "log_probs_at" in grads and ids is not None:
+        grads["log_probs_at"], lse = gradients_of_log_probs_at(grads["log_probs_at"], ids)
+        grads["lse"] = lse if "lse" not in grads else grads["lse"] + lse
+    if (target_logit := grads.pop("target_logit", None)) is not None:
         for name in ("lse", "log_prob"):
             grads[name] = target_logit if name not in grads else grads[name] + target_logit
     return grads

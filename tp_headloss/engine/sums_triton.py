@@ -163,16 +163,11 @@ def token_sums_gradient(upstream, values, valid, weight, inverse, plan):
     n_rows = valid.numel()
     out = valid.new_empty((len(values), n_rows), dtype=torch.float32)
     if n_rows:
+        bits, kinds = (plan.squares, plan.negatives), [value.dtype for value in values]
+        variant = valid.device, *bits, pointer_key(upstream), valid.dtype, dtype_key(weight), *kinds
         launch(
-            sums_gradient_kernel,
-            ceil_div(n_rows, SUMS_GRADIENT.block),
-            (
-                valid.device, plan.squares, plan.negatives, pointer_key(upstream), valid.dtype, dtype_key(weight),
-                *[value.dtype for value in values],
-            ),
-            SUMS_GRADIENT,
-            out, upstream, values, valid, weight, inverse, plan.coefficients, n_rows,
-            plan.squares, plan.negatives,
+            sums_gradient_kernel, ceil_div(n_rows, SUMS_GRADIENT.block), variant, SUMS_GRADIENT,
+            out, upstream, values, valid, weight, inverse, plan.coefficients, n_rows, *bits,
         )  # fmt: skip
     return out
 
@@ -180,13 +175,8 @@ def token_sums_gradient(upstream, values, valid, weight, inverse, plan):
 def scale(out, x, factor, add: bool = False):
     """out (+)= x * factor, contiguous, a scalar tensor; torch's own is slow with a factor that is on the device."""
     if out.numel():
-        launch(
-            scale_kernel,
-            ceil_div(out.numel(), SCALE.block),
-            (out.device, int_key(out.numel()), add, *map(pointer_key, (out, x, factor))),
-            SCALE,
-            out, x, factor, out.numel(), add,
-        )  # fmt: skip
+        variant = out.device, int_key(out.numel()), add, *map(pointer_key, (out, x, factor))
+        launch(scale_kernel, ceil_div(out.numel(), SCALE.block), variant, SCALE, out, x, factor, out.numel(), add)
 
 
 def gradient_for(gradient, assumed, upstream, expected):
