@@ -124,19 +124,15 @@ def second_statistics(packets, request: Request, merged):
     if n_rows == 0:
         return
     inputs, prepared = inputs_of(request)
-    variant = packets.device, prepared.variant
     names = request.layout.second
+    programs, variant = n_rows * facts.chunks, (packets.device, prepared.variant)
     inputs = inputs._replace(labels=None, column_weight=None)
+    bounds = n_rows, facts.start, facts.valid_width, facts.chunks
+    given = packets, inputs, merged, rows.merged, rows.second, *bounds
     if "jsd" in names or "total_variation" in names:
-        launch(
-            divergence_kernel, n_rows * facts.chunks, variant, statistics_launch(facts.chunk_size, True),
-            packets, inputs, merged, rows.merged, rows.second, n_rows, facts.start, facts.valid_width, facts.chunks,
-        )  # fmt: skip
+        launch(divergence_kernel, programs, variant, statistics_launch(facts.chunk_size, True), *given)
     if "topk_jsd" in names or "vocab_jsd" in names:
-        launch(
-            entries_triton.entry_divergence_kernel, n_rows * facts.chunks, variant, entries_launch(inputs.n_entries),
-            packets, inputs, merged, rows.merged, rows.second, n_rows, facts.start, facts.valid_width, facts.chunks,
-        )  # fmt: skip
+        launch(entries_triton.entry_divergence_kernel, programs, variant, entries_launch(inputs.n_entries), *given)
 
 
 def merge_second(packets, outputs: list[torch.Tensor], layout: Layout):
@@ -218,13 +214,14 @@ def known_sets(ids, spans, vocab_size, most: int | None = None):
     """The ids of all sets as the kernels take them, see `statistics.sets`; most: ids in a set, None: any number."""
     out = torch.empty_like(ids, dtype=torch.int32), torch.empty_like(spans)
     variant = ids.device, vocab_size, *map(pointer_key, (ids, spans))
-    if len(spans):
-        how = small_sets_launch(most)
-        launch(
-            distinct_triton.distinct_ids_kernel, len(spans), variant, how,
-            *out, None, ids, spans, None, None, 0, vocab_size, 1.0, False,
-        )  # fmt: skip
-    if len(spans) and (most is None or most > how.block):
+    if not len(spans):
+        return out
+    how = small_sets_launch(most)
+    launch(
+        distinct_triton.distinct_ids_kernel, len(spans), variant, how,
+        *out, None, ids, spans, None, None, 0, vocab_size, 1.0, False,
+    )  # fmt: skip
+    if most is None or most > how.block:
         programs = min(len(spans), SETS_PROGRAMS)
         seen = ids.new_zeros((programs, vocab_size // 32 + 1), dtype=torch.int32)
         launch(
