@@ -113,7 +113,7 @@ def _obstacle_of_kind(
     terms, summed = statistics[:n_terms], statistics[n_terms * in_rows :]
     if not in_rows and (len(set(terms)) < n_terms or not set(TERMS).issuperset(terms)):
         return f"at most one term of each of {list(TERMS)}, got terms of {list(terms)}"
-    others = not (FLAGS.keys() >= set(facts.want) and SUMMED.issuperset(summed))
+    others = not (set(FLAGS).issuperset(facts.want) and SUMMED.issuperset(summed))
     if others or len(statistics) > VALUES:
         named = dict.fromkeys((*summed, *facts.want))
         return f"no statistics but {sorted(SUMMED)}, and at most {VALUES} sums of them, got {list(named)}"

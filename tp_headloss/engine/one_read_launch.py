@@ -14,11 +14,7 @@ from .request import Facts, Request
 
 TERMS = "lse", "log_prob", "entropy", "total"  # statistics of such a loss
 SUMMED = {*TERMS, "target_logit", "hits"}
-FLAGS = {
-    "entropy": "ENTROPY",
-    "argmax": "ARGMAX",
-    "total": "TOTAL",
-}  # statistics besides, and what the kernel is compiled with
+FLAGS = "entropy", "argmax", "total"  # statistics besides: the kernel is compiled with their names in capitals
 COLUMNS, LEAF, PACKETS = 8, 160, 32  # columns of a vector; vectors of a leaf, at most; packets of a row, at most
 # as in the kernel: slots and ranks, at most, values that are summed, at most, and threads of a program
 SLOTS, RANKS, VALUES, GIVENS, THREADS = 10, 8, 6, 8, 736
@@ -150,12 +146,6 @@ def memory_of(request: Request, cuts: Cuts) -> Memory | None:
     return known[-1]
 
 
-def take_turns(device: torch.device):
-    """Let launches of a device run one after the other, in the order of the calls, whatever their streams and groups:
-    each takes all multiprocessors, and waits for its peers there."""
-    _last_stream[device.index] = stream_after(_last_stream.get(device.index), device)
-
-
 def stream_after(last: torch.cuda.Stream | None, device: torch.device) -> torch.cuda.Stream:
     """Return the device's current stream, after letting it wait for the last one if that is another."""
     if last is not None and last.cuda_stream == torch._C._cuda_getCurrentRawStream(device.index):
@@ -189,7 +179,7 @@ class Kind:
         self.items, self.shared = n_rows * cuts.pieces, cuts.slots * cuts.slot_bytes
         self.n_outputs = 2 + len(layout.flags)
         has_term = rows.has_entropy if rows else "entropy" in [name for name, *_ in plan.gradients or ()]
-        flags = *[FLAGS[name] for name in facts.want], *["TERM"] * has_term
+        flags = *map(str.upper, facts.want), *["TERM"] * has_term
         self.kernel = kernel_of(device, rows and rows.source, *flags)
         like = torch.empty((), device=device)
         outputs = layout.empty_outputs(like, n_rows, torch.float32)
@@ -244,7 +234,8 @@ def statistics_and_gradient(request: Request, reduction: Any, inplace: bool):
         expected.data_ptr(), denominator.data_ptr() if in_memory else 0,
     ]  # fmt: skip
     params = kind.argument(memory, calls, allocated, [x.data_ptr() for x in inputs])
-    take_turns(logits.device)
+    # one launch after the other, whatever their streams and groups: each takes all multiprocessors, and waits there
+    _last_stream[logits.device.index] = stream_after(_last_stream.get(logits.device.index), logits.device)
     kind.kernel.launch(params, kind.items, kind.shared)
     if logits is not given:
         columns, gradient = gradient, given.data if inplace else torch.empty_like(given)

@@ -65,10 +65,8 @@ def _of_next_token(name: str, x, labels: torch.Tensor):
     """An input as a HeadLoss takes it. ValueError for one of which nobody knows to which position it belongs."""
     per_token = name == "sequences" or (isinstance(x, torch.Tensor) and x.shape == labels.shape)
     if per_token and name != "num_bytes":
-        said = (
-            "call HeadLoss with it and with moved labels, torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)"
-        )
         raise ValueError(
-            f"inputs per token must be 'num_bytes', which is moved as the labels are, got {name!r}: {said}"
+            f"inputs per token must be 'num_bytes', which is moved as the labels are, got {name!r}: call HeadLoss with "
+            "it and with moved labels, torch.nn.functional.pad(labels[..., 1:], (0, 1), value=-100)"
         )
     return _next(x, 1) if per_token else x

@@ -11,14 +11,7 @@ from ..spec import NumberLine, OneOf, Weight, checked
 from .statistic_value import PerToken, StatisticValue
 from .terms import Term
 
-DISTILLATIONS: dict[str, tuple[PerToken, tuple[str, ...]]] = {  # divergence -> loss, optional statistics
-    "forward_kl": (StatisticValue("forward_kl"), ("forward_kl",)),
-    "reverse_kl": (StatisticValue("reverse_kl"), ("reverse_kl",)),
-    "cross_entropy": (losses.soft_cross_entropy, ("forward_kl", "teacher_entropy")),
-    "jsd": (StatisticValue("jsd"), ("jsd",)),
-    "total_variation": (StatisticValue("total_variation"), ("total_variation",)),
-}
-
+DIVERGENCES = ("forward_kl", "reverse_kl", "cross_entropy", "jsd", "total_variation")
 TOPK_DISTILLATIONS = {  # (divergence, support) -> the optional statistics that it needs
     ("forward_kl", "topk"): ("topk_forward_kl",),
     ("forward_kl", "vocabulary"): ("vocab_forward_kl",),
@@ -35,7 +28,7 @@ TOPK_DISTILLATIONS = {  # (divergence, support) -> the optional statistics that 
 @checked
 def Distillation(
     weight: Weight = 1.0,
-    divergence: Annotated[str, OneOf(tuple(DISTILLATIONS))] = "forward_kl",
+    divergence: Annotated[str, OneOf(DIVERGENCES)] = "forward_kl",
     *,
     temperature_squared: bool = False,
     name: str | None = None,
@@ -58,10 +51,12 @@ def Distillation(
 
     Source: Hinton et al. (arXiv:1503.02531); reverse KL: MiniLLM (arXiv:2306.08543); jsd: GKD (arXiv:2306.13649).
     """
-    per_token, want = DISTILLATIONS[divergence]
-    plain = isinstance(per_token, StatisticValue) and not temperature_squared
-    function = per_token if plain else partial(_distillation, per_token, temperature_squared)
-    default = "teacher_cross_entropy" if divergence == "cross_entropy" else divergence
+    is_sum = divergence == "cross_entropy"  # of two statistics; every other divergence is one
+    want = ("forward_kl", "teacher_entropy") if is_sum else (divergence,)
+    function: PerToken = losses.soft_cross_entropy if is_sum else StatisticValue(divergence)
+    if is_sum or temperature_squared:
+        function = partial(_distillation, function, temperature_squared)
+    default = "teacher_cross_entropy" if is_sum else divergence
     return Term(default if name is None else name, function, weight, want, inputs=("teacher",), tokenwise=True)
 
 

@@ -100,11 +100,8 @@ Over: TypeAlias = Annotated[str, OneOf(("vocabulary", "sets")), "What log-probs 
 
 METRICS: dict[str, StatisticValue] = {  # name -> the per-token value that is summed
     "accuracy": StatisticValue("hits"),
-    "entropy": StatisticValue("entropy"),
-    "log_prob": StatisticValue("log_prob"),
-    "lse": StatisticValue("lse"),
-    "rank": StatisticValue("rank"),
     "perplexity": StatisticValue("log_prob"),  # of whose mean `mean_metrics` makes a perplexity
+    **{name: StatisticValue(name) for name in ("entropy", "log_prob", "lse", "rank")},
     # these need the input "teacher", a `Teacher` for the first group, a `TopKTeacher` for the second, or "sets"
     **{name: StatisticValue(name) for name in (*FULL_TEACHER, *TOPK_TEACHER, *OVER_SETS)},
 }
