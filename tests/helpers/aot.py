@@ -35,7 +35,6 @@ from tp_headloss.call import request_of as calls
 from tp_headloss.engine import launch, linear_triton, sums_triton
 from tp_headloss.engine.transports import TRANSPORTS
 from tp_headloss.engine.transports.symmetric_memory import SymmetricMemory
-from tp_headloss.head_loss import reduction
 from tp_headloss.linear_head import call as linear_call
 from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER, numerics_triton
 from tp_headloss.statistics.topk import has_tail
@@ -222,7 +221,6 @@ class Recorder:
             mock.patch.object(launch, "_compiled", self.table),
             mock.patch.object(launch, "_direct_call", lambda kernel: None),
             mock.patch.object(calls, "resolve_backend", resolve),
-            mock.patch.object(reduction, "resolve_backend", resolve),
         ):
             yield
 

@@ -18,7 +18,6 @@ from .terms import METRICS, CrossEntropy, Metric, Term
 
 REDUCTIONS = ("none", "sum", "mean")  # those that treat all tokens alike; the others are SEQUENCE_REDUCTIONS
 
-
 # The named metrics as functions that return values by name, as a `Metric`'s function does.
 METRIC_FUNCTIONS = {name: lambda stats, name=name: {name: METRICS[name](stats)} for name in METRICS}
 
@@ -76,11 +75,6 @@ class HeadLossDefinition(NamedTuple):
         _expect_one_over((*terms, *token_metrics))
         want = _wanted_statistics(terms, named, token_metrics)
         return cls(terms, named, token_metrics, reduction, int(ignore_index), options, want, total_weight).planned()
-
-    @property
-    def backend(self) -> str | None:
-        """Backend of the options, None for the default of the device."""
-        return None if self.options is None else self.options.backend
 
     def description(self) -> str:
         """Terms with their weights, names of metrics, and options, as `print(HeadLoss(..))` shows them."""

@@ -8,6 +8,7 @@ import torch
 from ..arguments.linear import MIN_SWEEP_TOKENS
 from ..arguments.options import DEFAULTS
 from ..call.statistics import assembled
+from ..engine.request import Request
 from ..linear_head import one_sweep as sweep
 from ..linear_head.call import LinearCall, log_mode
 from ..linear_head.teacher import map_teacher_tensors, without_logits
@@ -67,7 +68,7 @@ def one_sweep(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossOutpu
         in_one = reduction_in_one(call, head.request.facts.vocab_size, reduction)
     gradients_of = value_gradients(call, head.request, reduction)
     if gradients_of is None:
-        gradients_of = partial(sweep.loss_gradients, head, _block_loss(call, head.request.order, evaluate))
+        gradients_of = partial(sweep.loss_gradients, head, _block_loss(call, head.request, evaluate))
     stats, gradients = sweep.sweep_statistics(head, call.labels, options, gradients_of, in_one)
     with torch.no_grad():
         out = make_output(call, stats, evaluate, reduction)
@@ -118,14 +119,14 @@ def _with_denominator(call: Call) -> Call:
     return call._replace(denominator=total.clamp(min=1) if call.loss_weight is None else total)
 
 
-def _block_loss(call: Call, rows, evaluate: Callable) -> Callable:
+def _block_loss(call: Call, request: Request, evaluate: Callable) -> Callable:
     """Function that computes the part of the loss that a block of tokens adds.
 
-    Its arguments: statistics of the block [n], and the slice of the block in the order of `rows`.
+    Its arguments: statistics of the block [n], and the slice of the block in the order of the request.
     """
 
     def flat(x):
-        return rows.flatten(x) if isinstance(x, torch.Tensor) and x.dim() else x
+        return request.order.flatten(x) if isinstance(x, torch.Tensor) and x.dim() else x
 
     inputs = {name: flat(x) for name, x in call.inputs.items() if name not in ("sequences", "teacher", "sets")}
     weight, teacher = flat(call.loss_weight), call.inputs.get("teacher")
@@ -144,7 +145,7 @@ def _block_loss(call: Call, rows, evaluate: Callable) -> Callable:
             definition=definition, inputs=block_inputs, loss_weight=cut(weight), functions=functions, sequences=None
         )
         values, *_ = evaluate(functions, [], stats, block_inputs, None)
-        loss, _ = reduce_tokens(block, stats, values, fused_reduction(block, stats.lse))
+        loss, _ = reduce_tokens(block, stats, values, fused_reduction(block, stats.lse, request.facts.backend))
         return loss
 
     return block_loss

@@ -3,7 +3,6 @@
 import torch
 
 from ..engine.autograd import TokenSums
-from ..engine.backend import resolve_backend
 from ..engine.operators import can_skip_dispatch
 from ..statistics import MaybeNone, VocabStatistics
 from .call import Call
@@ -12,14 +11,13 @@ from .statistic_value import FusedReduction, StatisticValue, SumsPlan
 from .token_sums import expect_per_token, masked, nonzero
 
 
-def fused_reduction(call: Call, example: torch.Tensor, backend: str | None = None) -> FusedReduction | None:
+def fused_reduction(call: Call, example: torch.Tensor, backend: str) -> FusedReduction | None:
     """Arguments of the reduction kernel; None where `reduce_in_torch` is needed, which is the definition.
 
-    example: logits or statistics of the call, for their device. backend: of the statistics, if it is known.
+    example: logits or statistics of the call, for their device. backend: of the statistics.
     """
     definition, device, denominator = call.definition, example.device, call.denominator
     plan = definition.plan.sums[int(call.sequences is not None)]
-    backend = backend or resolve_backend(definition.backend, device)
     if plan is None or backend != "triton" or not can_skip_dispatch(example):
         return None
     for x in (call.loss_weight, denominator):
@@ -71,7 +69,9 @@ def reduce_tokens(
             for function, value in zip(call.functions, values)
         ]
         if {value.dtype for value in raw} <= {torch.float32, torch.bool}:
-            return _reduce_in_kernel(reduction, stats, raw)
+            if reduction.weight is not None:
+                reduction = reduction._replace(weight=reduction.weight.float().contiguous())
+            return TokenSums.apply(reduction, stats.valid.contiguous(), *(value.contiguous() for value in raw))
     return reduce_in_torch(call, stats, values)
 
 
@@ -98,12 +98,6 @@ def valid_weight(valid: torch.Tensor, weight: torch.Tensor | None) -> torch.Tens
     """Sum of the valid tokens' weights, or their number, in float64: in fp32 it may be infinite where a mean is not."""
     weights = valid if weight is None else masked(weight, valid)
     return weights.sum(dtype=torch.float64)
-
-
-def _reduce_in_kernel(reduction: FusedReduction, stats: VocabStatistics, values: list[torch.Tensor]):
-    if reduction.weight is not None:
-        reduction = reduction._replace(weight=reduction.weight.float().contiguous())
-    return TokenSums.apply(reduction, stats.valid.contiguous(), *(value.contiguous() for value in values))
 
 
 def _denominator(call: Call, term, stats: VocabStatistics, count: torch.Tensor):

@@ -52,14 +52,13 @@ def value_gradients(call: Call, request: Request, reduction: FusedReduction | No
 
         def gradients_of(found, here):
             if every is not None:
-                rows = every
+                rows = every[:, here]
             else:
                 part = None if weight is None else weight[here]
                 values = tuple([found[name] for name in names])
                 rows = rows_of(upstream, values, valid[here], part, divisor, plan)
             grads: dict[str, torch.Tensor] = {}
             for name, row in zip(names, rows.unbind(0)):
-                row = row if every is None else row[here]
                 grads[name] = row if name not in grads else grads[name] + row
             return grads
 
