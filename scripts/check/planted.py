@@ -285,7 +285,7 @@ GROUPS = {
         ("linear_head/sweeps.py", "WeightSums.__init__", "wanted.weight if blocks == 1 else accumulation_dtype(wanted.weight)", "wanted.weight"),
         ("linear_head/sweeps.py", "gradient", "v is not ids[0]", "False"),
         ("engine/request.py", "Request.columns", "min(max(facts.valid_width - here.start, 0), here.stop - here.start)", "here.stop - here.start"),
-        ("engine/request.py", "Request.columns", '("bias", "column_weight", "teacher")', '("bias", "column_weight")'),
+        ("engine/request.py", "Request.columns", "PER_COLUMN", "PER_COLUMN[:2]"),
         ("linear_head/blocks.py", "_elements", "-(-tiles // PROCESSORS)", "(tiles / PROCESSORS)"),
         ("linear_head/blocks.py", "one_sweep_tokens", "max(0, budget - 4 * sizes.width * sizes.hidden)", "budget"),
         ("linear_head/valid_tokens.py", "ValidTokens.__init__", "self.valid.sum() > count", "self.valid.sum() < 0"),

@@ -119,8 +119,11 @@ def _statistics_gradients(ctx, saved, upstream) -> tuple:
     if alone and ctx.step is not None and not ctx.inplace and ctx.step.serves(saved):
         return (ctx.step.gradient(loss, saved), *[None] * (count + 2))
     if alone and ctx.expected is not None and not ctx.taken:
+        ctx.taken = True  # only the first backward has the gradient that the forward wrote
         gradient, assumed = map(without_gaps, saved[count : count + 2])
-        return (_taken(ctx, gradient, assumed, loss), *[None] * (count + 2))
+        load_backend(ctx.request.facts.backend).gradient_for(gradient, assumed, loss, ctx.expected)
+        # .data, which may be written to: autograd does not take that for a change of what it saved
+        return (gradient.data, *[None] * (count + 2))
     layout = ctx.request.layout
     request = Request(Tensors.saved(*saved[:count]), ctx.request.facts, layout)
     others = [without_gaps(x) for x in saved[count:]]
@@ -163,13 +166,6 @@ def _gradients(ctx, request: Request, gradient):
     if bias is not None and ctx.needs_input_grad[at]:
         others[at - 1] = gradient.sum(0, dtype=accumulation_dtype(gradient.dtype)).to(bias.dtype)
     return gradient, *others
-
-
-def _taken(ctx, gradient, assumed, loss):
-    """The gradient that the forward wrote, for this upstream gradient of the loss; only the first backward has it."""
-    ctx.taken = True
-    load_backend(ctx.request.facts.backend).gradient_for(gradient, assumed, loss, ctx.expected)
-    return gradient.data  # which may be written to: autograd does not take that for a change of what it saved
 
 
 def _add_loss_gradient(grads: dict, loss, reduced, plan, request: Request):

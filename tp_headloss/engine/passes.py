@@ -94,12 +94,6 @@ def linear_packets(hidden, weight, request: Request, rounded: bool, budget: int)
     return packets
 
 
-def write_linear_gradient(out, hidden, weight, request: Request, merged, grads: dict, rounded: bool) -> None:
-    """`write_gradient` of logits that are never stored."""
-    grads = {name: g.contiguous() for name, g in grads.items() if g is not None}
-    load_backend(request.facts.backend).linear_gradient(out, hidden, weight, request, merged, grads, rounded)
-
-
 def kernel_gradients(upstream: dict, ids: torch.Tensor | None = None) -> dict:
     """Convert upstream gradients to what backends take: target_logit is log_prob + lse, log_probs_at logits - lse."""
     grads = {name: g for name, g in upstream.items() if g is not None}

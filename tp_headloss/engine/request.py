@@ -72,6 +72,7 @@ class Tensors(NamedTuple):
 
 
 PER_TOKEN = "labels", "temperatures", "teacher", "entries", "entry_log_probs", "set_spans", "label_logits", "ids"
+PER_COLUMN = "bias", "column_weight", "teacher"
 
 
 class TeacherOperands(NamedTuple):
@@ -124,13 +125,10 @@ class Request(NamedTuple):
     def columns(self, here: slice) -> Request:
         """The request of some columns of the shard; its logits are those columns already."""
         tensors, facts = self.tensors, self.facts
-        per_column: dict[str, Any] = {
-            name: None if (x := getattr(tensors, name)) is None else x[..., here]
-            for name in ("bias", "column_weight", "teacher")
-        }
+        parts = {name: x[..., here] for name in PER_COLUMN if (x := getattr(tensors, name)) is not None}
         valid = min(max(facts.valid_width - here.start, 0), here.stop - here.start)
         facts = facts._replace(start=facts.start + here.start, valid_width=valid)
-        return self._replace(tensors=tensors._replace(**per_column), facts=facts)
+        return self._replace(tensors=tensors._replace(**parts), facts=facts)
 
 
 def accumulation_dtype(logits_dtype: torch.dtype) -> torch.dtype:

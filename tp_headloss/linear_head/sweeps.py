@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..engine import one_read_launch, passes
+from ..engine.backend import load_backend
 from ..engine.one_read import serves_block
 from ..engine.request import Request, accumulation_dtype
 from ..engine.transports import TRANSPORTS
@@ -121,7 +122,7 @@ class _Buffers:
         hidden, weight = self.hidden[tokens], self.weight[ids]
         out = _block(self.memory, hidden.shape[0], weight.shape[0])
         part = self.whole.rows(tokens, out).columns(ids)
-        passes.write_linear_gradient(out, hidden, weight, part, merged, grads, self.linear.rounded)
+        load_backend(part.facts.backend).linear_gradient(out, hidden, weight, part, merged, grads, self.linear.rounded)
         return out
 
     def gradient_of(self, part: Request, merged, grads: dict) -> torch.Tensor:
@@ -205,7 +206,7 @@ def gradient(
         rows = None if hidden_grad is None else hidden_grad[t]
         if rows is not None and ids[0] is not ids[-1] and (exact := accumulation_dtype(rows.dtype)) != rows.dtype:
             rows = rows.new_empty(rows.shape, dtype=exact)
-        upstream = merged[:, t].contiguous(), {name: None if g is None else g[t] for name, g in grads.items()}
+        upstream = merged[:, t].contiguous(), {name: g[t].contiguous() for name, g in grads.items() if g is not None}
         for v, known in zip(ids, valid_rows):
             found = buffers.gradient(t, v, *upstream)
             if hidden_grad is not None and rows is not None:  # before dW, whose GEMM hides the exchange of the last one
