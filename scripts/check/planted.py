@@ -502,7 +502,7 @@ GROUPS = {
         ("modules/clipping.py", "clip_grad_norm_", "found is None", "p.grad is not None"),
         ("modules/clipping.py", "clip_grad_norm_", "for name in over: total = torch.linalg.vector_norm(gather_from_ranks(total, resolve_process_group(name)), norm_type)", "pass"),
         ("modules/clipping.py", "clip_grad_norm_", "total = gather_from_ranks(total, resolve_process_group(name))[0]", "pass"),
-        ("modules/clipping.py", "clip_grad_norm_", "dict.fromkeys(map(_tensor, [parameters] if isinstance(parameters, torch.Tensor) else parameters))", "list([parameters] if isinstance(parameters, torch.Tensor) else parameters)"),
+        ("modules/clipping.py", "clip_grad_norm_", "dict.fromkeys(given)", "list(given)"),
         ("modules/clipping.py", "clip_grad_norm_", "not any(said)", "not said"),
         ("modules/clipping.py", "_sharded_over", "not placement.is_replicate()", "True"),
         ("modules/vocab_rows.py", "VocabRows._apply", "self._mark()", "None"),

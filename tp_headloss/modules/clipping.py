@@ -57,7 +57,10 @@ def clip_grad_norm_(
     device = None
     if isinstance(parameters, torch.nn.Module):
         raise TypeError(f"parameters must be tensors, got {type(parameters).__name__}: pass model.parameters()")
-    distinct = dict.fromkeys(map(_tensor, [parameters] if isinstance(parameters, torch.Tensor) else parameters))
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if others := [type(p).__name__ for p in given if not isinstance(p, torch.Tensor)]:
+        raise TypeError(f"parameters must be tensors, got {others[0]} among them: pass model.parameters()")
+    distinct = dict.fromkeys(given)
     said = [hasattr(p, mark) for p in distinct for mark in ("tensor_model_parallel", "sharded_over", "placements")]
     if said and not any(said) and group_size(tensor_parallel_group) > 1:
         raise ValueError(
@@ -92,12 +95,6 @@ def clip_grad_norm_(
     for where, local in gradients.items():
         torch._foreach_mul_(local, scale.to(where))  # pyright: ignore[reportPrivateImportUsage]
     return total
-
-
-def _tensor(p) -> torch.Tensor:
-    if not isinstance(p, torch.Tensor):
-        raise TypeError(f"parameters must be tensors, got {type(p).__name__} among them: pass model.parameters()")
-    return p
 
 
 def _sharded_over(p: torch.Tensor, gradient: torch.Tensor | None, group) -> tuple[str, ...]:

@@ -151,9 +151,8 @@ def _describe_rows(module, state, prefix, metadata):
     if module.shard.world_size == 1:
         return
     for name in ("weight", "bias"):
-        if (x := state.get(prefix + name)) is None:
-            continue
-        if not is_dtensor(x) and x is not getattr(module, name):  # keep_vars wants the parameter
+        x = state.get(prefix + name)
+        if x is not None and not is_dtensor(x) and x is not getattr(module, name):  # keep_vars wants the parameter
             state[prefix + name] = _as_dtensor(x, module.shard)
 
 
