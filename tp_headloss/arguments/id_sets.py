@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 import torch
 
 from ..spec import CheckedBy, TensorLine, checked
-from ..statistics.sets import rows_and_places
+from ..statistics.sets import rows_and_places, spans_of
 from .teachers import TopKTeacher
 
 
@@ -159,11 +159,8 @@ class IdSets:
         """Return the sets on another device."""
         if isinstance(device, torch.dtype):
             raise TypeError(f"sets move to a device, got the dtype {device}")
-
-        fields = {"ids": self.ids, "mask": self.mask, "spans": self.spans}
-        return replaced(
-            self, **{k: x.to(device, non_blocking=non_blocking) for k, x in fields.items() if x is not None}
-        )
+        fields = {name: x for name in ("ids", "mask", "spans") if (x := getattr(self, name)) is not None}
+        return replaced(self, **{name: x.to(device, non_blocking=non_blocking) for name, x in fields.items()})
 
     def scatter(self, where: torch.Tensor) -> IdSets:
         """Return sets of the tokens of a mask: those of this object in order where it is True, empty ones elsewhere.
@@ -266,8 +263,7 @@ def _apart(ids, spans) -> IdSets:
     """Sets whose bounds [.., 2] may share places, each with ids of its own."""
     flat = spans.reshape(-1, 2)
     _row, place = rows_and_places(flat)
-    end = (flat[:, 1] - flat[:, 0]).cumsum(0)
-    return ragged(ids[place], torch.stack([torch.nn.functional.pad(end, (1, 0))[:-1], end], 1).view(spans.shape))
+    return ragged(ids[place], spans_of(flat[:, 1] - flat[:, 0]).view(spans.shape))
 
 
 def masked_ids(given: IdSets | TopKTeacher) -> torch.Tensor:

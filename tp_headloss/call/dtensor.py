@@ -61,8 +61,7 @@ def local_logits(logits: torch.Tensor, shard: VocabShard | None) -> tuple[torch.
         "give the output layer output_layouts=Shard(-1), use_local_output=False (ColwiseParallel); or pass "
         "logits.to_local(), for the same loss of the whole vocabulary on each rank"
     )
-    dim = _vocab_mesh_dim("logits", logits, logits.dim() - 1, fix)
-    return logits.to_local(), _layout_shard(logits, dim, logits.shape[-1], shard)
+    return logits.to_local(), _layout_shard("logits", logits, logits.dim() - 1, shard, fix)[1]
 
 
 def local_head(
@@ -100,20 +99,19 @@ def _local_dtensors(hidden, weight, bias, shard, hidden_grad: str):
     """`local_head` of which one is a DTensor."""
     if is_dtensor(weight):
         fix = f"distribute it with Shard(0) (ColwiseParallel); if FSDP did, {UNSHARD}"
-        dim = _vocab_mesh_dim("weight", weight, 0, fix)
+        dim, stated = _layout_shard("weight", weight, 0, shard, fix)
         if dim is not None and shard is None and isinstance(hidden, torch.Tensor) and not is_dtensor(hidden):
             raise ValueError(
                 f"the weight is sharded over ranks, {_layout(weight)}, and plain hidden states do not say whether "
                 "these hold the same tokens. If they do (tensor parallelism), pass shard=VocabShard.from_mesh(mesh, "
                 f"{weight.shape[0]}, dim), or hidden states that are a DTensor; if they do not (FSDP), {UNSHARD}"
             )
-        shard = _layout_shard(weight, dim, weight.shape[0], shard)
         rows = weight.to_local(grad_placements=_weight_grad_placements(hidden, weight, dim))
+        shard = stated
     else:
         rows, shard = weight, resolve_shard(weight.t(), shard)
     if is_dtensor(bias):
-        dim = _vocab_mesh_dim("bias", bias, 0, "distribute it with Shard(0), like the weight")
-        _layout_shard(bias, dim, bias.shape[0], shard)
+        dim, _ = _layout_shard("bias", bias, 0, shard, "distribute it with Shard(0), like the weight")
         bias = bias.to_local(grad_placements=_weight_grad_placements(hidden, bias, dim))
     if is_dtensor(hidden):
         hidden = _local_hidden(hidden, shard, hidden_grad)
@@ -128,8 +126,8 @@ def local_rows(name: str, rows, shard: VocabShard | None) -> tuple[torch.Tensor,
     rows = plain(name, rows)
     if not is_dtensor(rows):
         return rows.detach(), resolve_shard(rows.detach().movedim(0, -1), shard)
-    dim = _vocab_mesh_dim(name, rows, 0, "distribute it with Shard(0) (ColwiseParallel)")
-    return rows.to_local().detach(), _layout_shard(rows, dim, rows.shape[0], shard)
+    fix = "distribute it with Shard(0) (ColwiseParallel)"
+    return rows.to_local().detach(), _layout_shard(name, rows, 0, shard, fix)[1]
 
 
 def local_part(
@@ -169,8 +167,7 @@ def _local_tensor(name, x, shard, hidden_grad, tokens, sharded):
     if not is_dtensor(x):
         return x
     if sharded == 0:
-        dim = _vocab_mesh_dim(name, x, 0, "distribute it with Shard(0)")
-        _layout_shard(x, dim, x.shape[0], shard)
+        _layout_shard(name, x, 0, shard, "distribute it with Shard(0)")
         return x.to_local()
     _expect_tokens(name, x, shard, tokens)
     if sharded is not None:  # a teacher's logits
@@ -208,11 +205,12 @@ def _vocab_mesh_dim(name, x, vocab, fix) -> int | None:
     return dims[0] if dims else None
 
 
-def _layout_shard(x, dim, rows: int, shard: VocabShard | None) -> VocabShard:
-    """Shard that a DTensor's layout states for `rows` vocabulary rows; ValueError if the caller's `shard` differs."""
+def _layout_shard(name, x, vocab: int, shard: VocabShard | None, fix: str) -> tuple[int | None, VocabShard]:
+    """`_vocab_mesh_dim`, and the shard that a DTensor's layout states; ValueError if the caller's `shard` differs."""
+    dim, rows = _vocab_mesh_dim(name, x, vocab, fix), x.shape[vocab]
     group = None if dim is None else x.device_mesh.get_group(dim)
     if shard is None:
-        return VocabShard.from_group(group, rows)
+        return dim, VocabShard.from_group(group, rows)
     shard = resolve_shard(x, shard)
     if rows < shard.vocab_size:
         raise ValueError(
@@ -230,7 +228,7 @@ def _layout_shard(x, dim, rows: int, shard: VocabShard | None) -> VocabShard:
             f"but the shard says [{shard.start}, {shard.stop}) in {_group_ranks(shard.group)}: leave the shard out, or "
             f"make it with VocabShard.from_mesh(mesh, {shard.vocab_size}, dim, padded_size={rows})"
         )
-    return shard
+    return dim, shard
 
 
 def _group_ranks(group) -> list[int] | None:

@@ -217,9 +217,3 @@ def join_tokens(parts) -> tuple[torch.Tensor, torch.Tensor]:
         moved = (begin[tokens] + counts - counts.cumsum(0)).repeat_interleave(counts, output_size=len(ids))
         out[moved + torch.arange(len(ids), device=ids.device)] = ids
     return out, sizes
-
-
-def spans_of(counts: torch.Tensor) -> torch.Tensor:
-    """Bounds [N, 2] of sets of these sizes [N], one after the other."""
-    end = counts.cumsum(0)
-    return torch.stack([end - counts, end], 1)

@@ -24,7 +24,8 @@ from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
 from ..spec import IntLine, Labels, Logits, Rows, described, lines_within, sizes_of
 from ..statistics import MaybeNone, documented_fields
-from .kept import find_kept, ids_and_counts, join_tokens, spans_of, tiles, tokens_per_block, transformed_logits
+from ..statistics.sets import spans_of
+from .kept import find_kept, ids_and_counts, join_tokens, tiles, tokens_per_block, transformed_logits
 from .race import LAST, race_of
 from .topk import local_operands, token_blocks
 

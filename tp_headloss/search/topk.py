@@ -17,6 +17,7 @@ from ..call.dtensor import local_head, local_logits, local_part
 from ..call.given import Given
 from ..call.request_of import build_request
 from ..engine import eager
+from ..engine.request import TokenOrder
 from ..engine.transports import Transport
 from ..ranks.comm import gather_from_ranks
 from ..ranks.shard import VocabShard
@@ -105,21 +106,17 @@ def topk_log_probs(
             raise TypeError(f"ids_dtype must be int64 or int32 and dtype floating point, got {ids_dtype} and {dtype}")
         if weight is None:
             request, packets, keys = _local_top(states, k, shard, transform, options)
-            unflatten = request.order.unflatten
+            order = request.order
         else:
             request, packets, keys = _local_top_from_hidden(states, weight, k, shard, transform, options)
-            lead = states.shape[:-1]
-
-            def unflatten(x):
-                return x.view([*lead, *x.shape[1:]])
-
+            order = TokenOrder(states, inplace=False, alone=False)  # blocks are of tokens in their logical order
     lse, keys = _merge_ranks(packets, keys, request)
     values, ids = decode_keys(keys.topk(k).values)
     log_probs = (values - lse[:, None]).clamp(max=0)
     if top_p is not None:
         cut = _sums_before(log_probs.double().exp()) >= top_p  # never the first, before which there is exactly 0
         ids, log_probs = ids.masked_fill(cut, -1), log_probs.masked_fill(cut, -torch.inf)
-    return TopK(unflatten(ids.to(ids_dtype)), unflatten(log_probs.to(dtype)), unflatten(lse))
+    return TopK(*map(order.unflatten, (ids.to(ids_dtype), log_probs.to(dtype), lse)))
 
 
 def local_operands(
@@ -130,15 +127,14 @@ def local_operands(
     if isinstance(logits, TeacherHead):
         if weight is not None or transform is not None:
             raise ValueError("a TeacherHead has its own weight and transform, got others")
-        states, weight, transform = logits.hidden, logits.weight, logits.whole_transform
+        tokens, weight, transform = logits.hidden, logits.weight, logits.whole_transform
     else:
-        states = logits
-    tokens = states
-    TENSOR.check("logits" if weight is None else "hidden states", states, {})
+        tokens = logits
+    TENSOR.check("logits" if weight is None else "hidden states", tokens, {})
     if weight is None:
-        states, shard = local_logits(states, shard)
+        states, shard = local_logits(tokens, shard)
     else:
-        states, weight, _, shard = local_head(states, weight, None, shard, "none")
+        states, weight, _, shard = local_head(tokens, weight, None, shard, "none")
         operand_dtype(states, weight)
     return states, weight, local_part(transform or NO_TRANSFORM, shard, tokens=tokens), shard
 

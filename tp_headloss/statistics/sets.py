@@ -95,6 +95,12 @@ def rows_and_places(spans) -> tuple[torch.Tensor, torch.Tensor]:
     return row, torch.arange(len(row), device=row.device) + (begin - length.cumsum(0) + length)[row]
 
 
+def spans_of(counts: torch.Tensor) -> torch.Tensor:
+    """Bounds [N, 2] of sets of these sizes [N], one after the other."""
+    end = counts.cumsum(0)
+    return torch.stack([end - counts, end], 1)
+
+
 def members(entries, spans, first_id: int, width: int) -> torch.Tensor:
     """bool [n, width]: which of the ids from `first_id` on are in each token's set. Waits for a GPU.
 
