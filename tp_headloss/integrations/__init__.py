@@ -6,6 +6,7 @@ each adapter compares itself with the host when it is installed or called, and r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -30,14 +31,11 @@ def _release(version: str) -> tuple[int, ...]:
 
 def installed_version(distribution: str) -> str | None:
     """Return the version of a host that is installed, or on the path as a checkout, as Megatron often is; else None."""
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    try:
+    with contextlib.suppress(ImportError, AttributeError):
         return importlib.import_module(distribution.replace("-", ".")).__version__
-    except (ImportError, AttributeError):
-        return None
+    return None
 
 
 def standing(distribution: str, version: str) -> str:

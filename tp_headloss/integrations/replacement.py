@@ -83,11 +83,11 @@ def expect_close(name: str, found: torch.Tensor, expected: torch.Tensor, compare
 
 
 @contextmanager
-def replaced(module, **methods):
-    """Replace methods of one object for the duration of the block."""
-    replacement = Replacement(vars(module), *methods)
+def replaced(owner, **attributes):
+    """Replace methods, or other attributes, of one object for the duration of the block."""
+    replacement = Replacement(vars(owner), *attributes)
     try:
-        replacement.install(methods)
+        replacement.install(attributes)
         yield
     finally:
         replacement.undo()

@@ -89,8 +89,7 @@ class LogitsLoss(BaseLoss):
             out = self.fn(
                 logits, labels, shard=shard, **_head_loss_arguments(self.head_loss, global_valid_tokens, loss_inputs)
             )
-            result = _loss_and_metrics(out, global_valid_tokens)
-        return _with_asserted_types(result)
+        return _loss_and_metrics(out, global_valid_tokens)
 
 
 class FusedHeadLoss(ChunkedLossWrapper):
@@ -162,8 +161,7 @@ class FusedHeadLoss(ChunkedLossWrapper):
             with spmd.no_typecheck():
                 options = _head_loss_arguments(self.head_loss, global_valid_tokens, loss_inputs)
                 out = self.head_loss.linear(pred, weight, labels, bias=bias, shard=shard, linear=self.linear, **options)
-                result = _loss_and_metrics(out, global_valid_tokens)
-        return _with_asserted_types(result)
+        return _loss_and_metrics(out, global_valid_tokens)
 
     def _check_reduced(self, backend: str, weight: torch.Tensor):
         """Raise ValueError unless the gradient of plain hidden states is summed over the ranks exactly once."""
@@ -221,7 +219,8 @@ def _head_loss_arguments(head_loss: HeadLoss, global_valid_tokens, loss_inputs) 
 
 
 def _loss_and_metrics(out: HeadLossOutput, global_valid_tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and metrics of an output as torchtitan expects them; their names are in the docstring of this module."""
+    """Loss and metrics of an output as torchtitan expects them; their names are in the docstring of this module. Their
+    types are asserted: loss and means are sums over this rank's tokens, so partial."""
     metrics = {}
     if global_valid_tokens is not None:
         sums = {f"loss/{name}": x for name, x in out.terms.items()} | out.metrics
@@ -229,7 +228,12 @@ def _loss_and_metrics(out: HeadLossOutput, global_valid_tokens) -> tuple[torch.T
             if name.startswith(("max_", "min_")):
                 metrics[f"{name[4:]}/{name[:3]}"] = x
             else:
-                metrics[f"{name}/mean"] = x / global_valid_tokens.clamp(min=1)
+                with spmd.no_typecheck():
+                    metrics[f"{name}/mean"] = x / global_valid_tokens.clamp(min=1)
+    if spmd.is_type_checking():
+        for name, x in {"/mean": out.loss, **metrics}.items():
+            tokens_type = spmd.P if name.endswith("/mean") else spmd.V
+            spmd.assert_type(x, {"dp": tokens_type, "cp": tokens_type, "tp": spmd.I})
     return out.loss, metrics
 
 
@@ -238,13 +242,3 @@ def _assert_types(*typed):
     if spmd.is_type_checking():
         for x, tp_type in typed:
             spmd.assert_type(x, {"tp": tp_type})
-
-
-def _with_asserted_types(result: tuple[torch.Tensor, dict[str, torch.Tensor]]):
-    """Return (loss, metrics), their types asserted: loss and means are sums over this rank's tokens, so partial."""
-    if spmd.is_type_checking():
-        loss, metrics = result
-        for name, x in {"/mean": loss, **metrics}.items():
-            tokens_type = spmd.P if name.endswith("/mean") else spmd.V
-            spmd.assert_type(x, {"dp": tokens_type, "cp": tokens_type, "tp": spmd.I})
-    return result

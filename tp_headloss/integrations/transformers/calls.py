@@ -17,10 +17,8 @@ from ...spec import IDS
 
 # Arguments of a model's forward that its body does not take
 HEAD_ARGUMENTS = (
-    *("labels", "shift_labels", "num_items_in_batch", "ignore_index"),
-    *("logits_to_keep", "return_dict", "head_inputs"),
-)
-
+    "labels", "shift_labels", "num_items_in_batch", "ignore_index", "logits_to_keep", "return_dict", "head_inputs",
+)  # fmt: skip
 
 LOST_LABELS = (
     "a training call must have labels (or shift_labels), got none, so the HeadLoss would not be computed: "

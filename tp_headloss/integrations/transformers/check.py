@@ -16,7 +16,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from ...arguments.options import Transform
 from ...call.subclasses import is_dtensor
 from ...ranks.shard import VocabShard
-from ..replacement import Replacement, evaluating
+from ..replacement import Replacement, evaluating, replaced
 from .calls import HEAD_ARGUMENTS, body_of, refuse_auxiliary_loss, run_body
 from .forward import FUSED, stock_forward
 from .loss_function import CausalLMShardLoss
@@ -152,20 +152,16 @@ def check_forward(model, stock, transform: Transform, shard: VocabShard) -> Stoc
             raise ValueError(f"the model cuts its {shard.vocab_size} logits to {logits.shape[-1]}: not for fused heads")
         return ForCausalLMLoss(logits, labels, shard.vocab_size)
 
-    hooks, before = [], vars(model).get("_loss_function")
+    hooks = []
     try:
         for body in {body_of(model), model.get_decoder()} - {model}:  # OPT calls the decoder within its body
             hooks.append(body.register_forward_hook(keep_hidden))
         hooks.append(output_layer(model).register_forward_hook(spread_first_logits))
-        model._loss_function = loss
-        with evaluation(model):
+        with replaced(model, _loss_function=loss), evaluation(model):
             call(input_ids=ids, labels=labels)
             transformed = seen.pop("logits", None)
             own = call(input_ids=ids, labels=labels)
     finally:
-        vars(model).pop("_loss_function", None)
-        if before is not None:
-            model._loss_function = before
         for hook in hooks:
             hook.remove()
     if transformed is None or "logits" not in seen:

@@ -22,7 +22,7 @@ from ...spec import Size, checked
 from .. import require
 from ..megatron.head import layer_shard, logits_transform, refuse_options
 from ..megatron.postprocess import TakenHidden, hidden_in_place_of_logits
-from ..replacement import Replacement, expect_close
+from ..replacement import Replacement, expect_close, replaced
 from .functions import IGNORED_LABEL, LOWEST_TEMPERATURE
 from .heads import HiddenHead, LogitsHead, topk_distillation
 
@@ -89,12 +89,8 @@ class HeadLossEngine(MegatronEngineWithLMHead):
         type(self).calls_without_head += not owner.post_process
         if not self.fuses_head or not owner.post_process:
             return step(batch_iter, model, logits_processor_func, postprocess_micro_batch_func)
-        with hidden_in_place_of_logits(owner) as taken:
-            self._taken = owner, taken
-            try:
-                return step(batch_iter, model, logits_processor_func, postprocess_micro_batch_func)
-            finally:
-                self._taken = None
+        with hidden_in_place_of_logits(owner) as taken, replaced(self, _taken=(owner, taken)):
+            return step(batch_iter, model, logits_processor_func, postprocess_micro_batch_func)
 
     def _lm_head_logits_processor(
         self,
@@ -154,11 +150,10 @@ class HeadLossEngine(MegatronEngineWithLMHead):
             "distillation_only": False, "logits_processor_func": None, "batch": None, "data_format": "thd",
         }  # fmt: skip
         stock = super()._lm_head_logits_processor(logits.clone(), label, temperature.clone(), **wanted)
-        self._taken = taken
         try:
-            found = self._lm_head_logits_processor(logits, label, temperature, **wanted)
+            with replaced(self, _taken=taken):
+                found = self._lm_head_logits_processor(logits, label, temperature, **wanted)
         finally:
-            self._taken = None
             type(self).calls -= 1
         compares = ids == logits.shape[-1] * group.size()
         for name, expected in stock.items():
