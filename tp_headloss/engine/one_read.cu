@@ -19,7 +19,8 @@ typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short
 
 constexpr int SUM = 8, GRAD = 8, POST = 2, MERGE = 4, OTHERS = 1 + POST + MERGE, WARPS = OTHERS + SUM + GRAD;
 constexpr int SLOTS = 10, RANKS = 8, VALUES = 6, GIVENS = 8, AT_ONCE = 8;
-constexpr float LOG2E = 1.4426950408889634f;
+constexpr int ROUNDS = 5;  // vectors of a leaf over a warp's lanes, at most
+constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr u64 STUCK = 4000000000000;  // ns, longer than any timeout: a bug ends, too
 constexpr u32 OWNER = 1, IGNORED = 2, LOWEST = 0xff80ff80u;  // flags of a packet; two logits of -inf
 constexpr float LOWEST_DROP = -1e30f;  // of a logit below the maximum, so that 0 times it is 0
@@ -58,14 +59,15 @@ struct Item { int row, piece, vectors, valid, target; bool ignored; };  // of 8 
 // Of some columns without the label's: sum of exp(z - max), and of that times z - max; sum and number of the logits above
 // -inf; the lowest id of the maximum.
 struct Node { float max, sum, moment, total; int count, index; };
-// shift; d loss / d logit over exp(logit - shift), its slope by logit - shift, and d loss / d logit besides, where it is
-// above -inf; that of the label
-struct __align__(16) Factors { float shift, each, slope, flat, label; };
+// d loss / d logit over 2^t, t = by * logit - at, its slope by t, and d loss / d logit besides, where the logit is above
+// -inf; that of the label
+struct __align__(16) Factors { float by, at, each, slope, flat, label; };
 struct Shared {
   u64 full[SLOTS], stat[SLOTS], ready[SLOTS], free[SLOTS];
   Item item[SLOTS];
   Node node[SLOTS][SUM];
   Factors factor[SLOTS];
+  u16 logit[SLOTS];
   double counted[GRAD];
   bool is_last;
 };
@@ -154,61 +156,59 @@ __device__ __forceinline__ Node join_lanes(Node x, int lanes) {
   }
   return x;
 }
-// Replace the label's column of a vector, and those from `valid` on, by a value in both halves.
-__device__ __forceinline__ void mask(uint4& r, int vector, int target, int valid, u32 value) {
-  const u32 label = vector == target >> 3 ? 1u << (target & 7) : 0u;
-  const u32 columns = 8 * vector + 8 > valid ? label | 0xffu << max(valid - 8 * vector, 0) : label;
-  auto put = [&](u32& u, u32 bits) {
-    const u32 gone = (bits & 1 ? 0xffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u);
-    u = u & ~gone | value & gone;
-  };
-  put(r.x, columns), put(r.y, columns >> 2), put(r.z, columns >> 4), put(r.w, columns >> 6);
+// exp(z - shift) = 2^(z * by - at - rest), of which `rest` is the same for all z: one rounding, and no overflow.
+struct Base2 { float by, at, rest; };
+__device__ __forceinline__ Base2 base2(float shift) {
+  const float by = fabsf(shift) > 1e30f ? 1.f : LOG2E, at = shift * by;  // of so large logits only equal ones count
+  return {by, at, fmaf(shift, by, -at)};
 }
 
-// The node of vectors a to b, by a warp; id: of the item's first column. Loops are not unrolled, here and where gradients
-// are written: those of all roles together must fit into the instruction cache.
-__device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i64 id, int lane) {
-  const bool is_cut = item.target >> 3 >= a && item.target >> 3 < b || 8 * b > item.valid;
-  auto load_known = [&](int v) {
-    uint4 r = load(base + v * 16);
-    if (is_cut) mask(r, v, item.target, item.valid, LOWEST);
-    return r;
-  };
+// The node of vectors a to b, at most ROUNDS of a lane, by a warp; id: of the item's first column.
+__device__ __forceinline__ Node leaf(u32 base, int a, int b, i64 id, int lane) {
   auto top_of = [](const uint4& r) { return max2(max2(r.x, r.y), max2(r.z, r.w)); };
+  uint4 own[ROUNDS];
   u32 top = LOWEST;
-#pragma unroll 1
-  for (int v = a + lane; v < b; v += 32) top = max2(top, top_of(load_known(v)));
-  float max = fmaxf(low(top), high(top)), even = 0.f, odd = 0.f, other = 0.f;
-  for (int d = 16; d; d /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, d));
-  const float shift = finite(max);
+#pragma unroll
+  for (int k = 0; k < ROUNDS; k++) {
+    const int v = a + lane + 32 * k;
+    own[k] = v < b ? load(base + v * 16) : make_uint4(LOWEST, LOWEST, LOWEST, LOWEST);
+  }
+#pragma unroll
+  for (int k = 0; k < ROUNDS; k++) top = max2(top, top_of(own[k]));
+  auto ordered = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };  // as integers are
+  const float max = __int_as_float(ordered(__reduce_max_sync(~0u, ordered(__float_as_int(fmaxf(low(top), high(top)))))));
+  const Base2 e = base2(finite(max));
+  float even = 0.f, odd = 0.f, other = 0.f;
   Node x = nothing();
-#pragma unroll 1
-  for (int v = a + lane; v < b; v += 32) {
-    const uint4 r = load_known(v);
+#pragma unroll
+  for (int k = 0; k < ROUNDS; k++) {
+    if (a + 32 * k >= b) break;
     auto add = [&](u32 u) {
-      const float a = low(u) - shift, b = high(u) - shift, p = ex2(a * LOG2E), q = ex2(b * LOG2E);
+      const float s = fmaf(low(u), e.by, -e.at), t = fmaf(high(u), e.by, -e.at), p = ex2(s), q = ex2(t);
       even += p, odd += q;
 #ifdef ENTROPY
-      x.moment = fmaf(p, fmaxf(a, LOWEST_DROP), x.moment), other = fmaf(q, fmaxf(b, LOWEST_DROP), other);
+      x.moment = fmaf(p, fmaxf(s, LOWEST_DROP), x.moment), other = fmaf(q, fmaxf(t, LOWEST_DROP), other);
 #endif
 #ifdef TOTAL
       if (low(u) != -INF) x.total += low(u), x.count++;
       if (high(u) != -INF) x.total += high(u), x.count++;
 #endif
     };
-    add(r.x), add(r.y), add(r.z), add(r.w);
-#ifdef ARGMAX
-    const u32 own = top_of(r);
-    if (fmaxf(low(own), high(own)) == max && x.index == nothing().index) {  // the lowest of this lane's
-      auto look_at = [&](u32 u, int j) {
-        if (high(u) == max) x.index = (int)id + 8 * v + j + 1;
-        if (low(u) == max) x.index = (int)id + 8 * v + j;
-      };
-      look_at(r.w, 6), look_at(r.z, 4), look_at(r.y, 2), look_at(r.x, 0);
-    }
-#endif
+    add(own[k].x), add(own[k].y), add(own[k].z), add(own[k].w);
   }
 #ifdef ARGMAX
+  int first = -1;  // this lane's lowest vector with the maximum
+  uint4 r = own[0];
+#pragma unroll
+  for (int k = ROUNDS - 1; k >= 0; k--) {
+    const u32 best = top_of(own[k]);
+    if (a + lane + 32 * k < b && fmaxf(low(best), high(best)) == max) r = own[k], first = a + lane + 32 * k;
+  }
+  auto look_at = [&](u32 u, int j) {
+    if (high(u) == max) x.index = (int)id + 8 * first + j + 1;
+    if (low(u) == max) x.index = (int)id + 8 * first + j;
+  };
+  if (first >= 0) look_at(r.w, 6), look_at(r.z, 4), look_at(r.y, 2), look_at(r.x, 0);
   x.index = __reduce_min_sync(~0u, x.index);
 #endif
   x.max = max, x.sum = even + odd, x.moment += other;
@@ -222,6 +222,10 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, const Item& item, i
 #endif
     x.sum += sum;
   }
+#ifdef ENTROPY
+  x.moment = LN2 * (x.moment - e.rest * x.sum) * ex2(-e.rest);
+#endif
+  x.sum *= ex2(-e.rest);
 #ifdef TOTAL
   x.count = __reduce_add_sync(~0u, x.count);
 #endif
@@ -305,8 +309,9 @@ __device__ __forceinline__ Factors factors(const Params& q, const Item& item, No
   flat *= factor, label += t == -INF ? 0.f : flat;
 #endif
   if (!(whole > 0.f) || owners != 1) each = label = NONE;
-  if (item.ignored) each = label = slope = flat = 0.f;
-  return {shift, each, slope, flat, label};
+  const Base2 e = base2(shift);
+  const float moved = ex2(-e.rest);
+  return {e.by, e.at, (each - slope * LN2 * e.rest) * moved, slope * LN2 * moved, flat, label};
 }
 
 // Store the statistics of a row.
@@ -417,8 +422,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       if (item.row < 0) break;
       const Node x = join_lanes(s.node[slot][lane % SUM], SUM);
       u32 logit = 0, flags = item.ignored ? IGNORED : 0;
-      if (item.target >= 0 && !item.ignored) logit = ((const u16*)(ring + slot * q.slot_bytes))[item.target] << 16, flags = OWNER;
-      __syncwarp();  // all lanes have read the slot, which may be another item's once a packet is out
+      if (item.target >= 0 && !item.ignored) logit = s.logit[slot] << 16, flags = OWNER;
+      __syncwarp();  // all lanes have read what is the slot's, which may be another item's once a packet is out
       uint4* to = (uint4*)q.packets[lane % RANKS] + half + (i64)item.row * all * WORDS + q.rank * q.pieces + item.piece;
       // an item has fewer columns than 2^16, and a logit no more bits
       if (lane < q.ranks) post(to, make_uint4(__float_as_uint(x.max), __float_as_uint(x.sum), logit | x.count, tag << 2 | flags));
@@ -484,9 +489,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       Node x = nothing(), pair = x, four = x;
       if (item.row >= 0 && w * each < q.leaves && !item.ignored) {
         const int first = item.piece * q.leaves, from = begin(first);
+        auto until = [&](int l) { return min(begin(first + w * each + l) - from, item.vectors); };
+        u16* columns = (u16*)(ring + slot * q.slot_bytes);
+        if (lane == 0 && item.target >= 8 * until(0) && item.target < 8 * until(each))
+          s.logit[slot] = columns[item.target], columns[item.target] = (u16)LOWEST;
+        for (int c = max(item.valid, 8 * until(0)) + lane; c < 8 * until(each); c += 32) columns[c] = (u16)LOWEST;
+        __syncwarp();
         for (int l = 0; l < each; l++) {
-          const int a = begin(first + w * each + l) - from, b = begin(first + w * each + l + 1) - from;
-          x = leaf(at(ring + slot * q.slot_bytes), a, min(b, item.vectors), item, q.start + 8LL * from, lane);
+          x = leaf(at(columns), until(l), until(l + 1), q.start + 8LL * from, lane);
 #pragma unroll 1
           for (int m = 0; m < 2 && l >> m & 1; m++) x = join(m ? four : pair, x);
           if (l & 1) four = x; else pair = x;
@@ -512,31 +522,32 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
         break;
       }
       const int a = item.vectors * w / GRAD, b = item.vectors * (w + 1) / GRAD;
-      const u32 base = at(ring + slot * q.slot_bytes);
+      u16* columns = (u16*)(ring + slot * q.slot_bytes);
+      const u32 base = at(columns);
       const Factors f = s.factor[slot];
-      const bool is_padded = item.ignored || 8 * b > item.valid;
-#pragma unroll 1
-      for (int v = a + lane; v < b; v += 32) {
-        auto one = [&](float z) {
-          float each = f.each;
-#ifdef TERM  // where p underflows the factor stays finite, so that their product is 0
-          each = fmaf(f.slope, fmaxf(z - f.shift, -200.f), each);
+      auto one = [&](float z) {
+        float each = f.each;
+        const float t = fmaf(z, f.by, -f.at);
+#ifdef TERM  // where 2^t underflows the factor stays finite, so that their product is 0
+        each = fmaf(f.slope, fmaxf(t, -300.f), each);
 #endif
-          each *= ex2((z - f.shift) * LOG2E);
+        each *= ex2(t);
 #ifdef TOTAL
-          if (z != -INF) each += f.flat;
+        if (z != -INF) each += f.flat;
 #endif
-          return each;
-        };
-        auto grad = [&](u32 u) { return pack(one(low(u)), one(high(u))); };
+        return each;
+      };
+      auto grad = [&](u32 u) { return pack(one(low(u)), one(high(u))); };
+#pragma unroll 1
+      for (int v = a + lane; v < b && !item.ignored; v += 32) {
         const uint4 r = load(base + v * 16);
-        uint4 d = make_uint4(grad(r.x), grad(r.y), grad(r.z), grad(r.w));
-        if (is_padded) mask(d, v, -8, item.ignored ? 0 : item.valid, 0);
-        store(base + v * 16, d);
+        store(base + v * 16, make_uint4(grad(r.x), grad(r.y), grad(r.z), grad(r.w)));
       }
+      if (item.ignored) for (int v = a + lane; v < b; v += 32) store(base + v * 16, make_uint4(0, 0, 0, 0));
+      for (int c = max(item.valid, 8 * a) + lane; c < 8 * b; c += 32) columns[c] = 0;
       __syncwarp();
       if (lane == 0 && item.target >= 8 * a && item.target < 8 * b && !item.ignored)
-        ((u16*)(ring + slot * q.slot_bytes))[item.target] = (u16)pack(f.label, 0.f);
+        columns[item.target] = (u16)pack(f.label, 0.f);
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       __syncwarp();
       if (lane == 0) {
