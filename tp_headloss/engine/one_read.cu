@@ -7,7 +7,8 @@
 //   sum    maximum and sum of exponentials of leaves, the label left out         stat:  each warp's node is there
 //   post   joins the nodes and writes one packet to every rank's memory
 //   merge  waits for all packets of the row, joins them, stores statistics       ready: the row's factors are there
-//   grad   writes gradients over the logits, and copies them out                 free:  the slot can be used again
+//   grad   writes gradients over the logits                                      done:  they are there
+//   store  copies them out                                                       free:  the slot can be used again
 // Nodes are joined in a binary tree over leaves that depends on the vocabulary alone: equal bits on 1, 2, 4, 8 ranks.
 // A packet is one 16-byte store that carries its own flag, the number of the launch, so that no fence is needed.
 // Launches of one memory alternate between two halves of it: a rank that writes a half again has ended the launch
@@ -17,7 +18,7 @@
 // source may stand a `row_function`, with the terms of a loss and their derivatives: see row_function.py.
 typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16; typedef long long i64;
 
-constexpr int SUM = 8, GRAD = 8, POST = 2, MERGE = 4, OTHERS = 1 + POST + MERGE, WARPS = OTHERS + SUM + GRAD;
+constexpr int SUM = 8, GRAD = 8, POST = 2, MERGE = 4, OTHERS = 1 + POST + MERGE, STORE = OTHERS + SUM + GRAD, WARPS = STORE + 1;
 constexpr int SLOTS = 10, RANKS = 8, VALUES = 6, GIVENS = 8, AT_ONCE = 8;
 constexpr int ROUNDS = 5;  // vectors of a leaf over a warp's lanes, at most
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
@@ -63,7 +64,7 @@ struct Node { float max, sum, moment, total; int count, index; };
 // -inf; that of the label
 struct __align__(16) Factors { float by, at, each, slope, flat, label; };
 struct Shared {
-  u64 full[SLOTS], stat[SLOTS], ready[SLOTS], free[SLOTS];
+  u64 full[SLOTS], stat[SLOTS], ready[SLOTS], done[SLOTS], free[SLOTS];
   Item item[SLOTS];
   Node node[SLOTS][SUM];
   Factors factor[SLOTS];
@@ -96,6 +97,7 @@ __device__ __forceinline__ void store(u32 a, uint4 v) {
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 __device__ __forceinline__ u32 max2(u32 a, u32 b) { u32 c; asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b)); return c; }
+__device__ __forceinline__ u32 min2(u32 a, u32 b) { u32 c; asm("min.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b)); return c; }
 __device__ __forceinline__ u32 pack(float a, float b) { u32 c; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(c) : "f"(b), "f"(a)); return c; }
 // One access of 16 bytes: the memory model takes a scalar of 128 bits as a whole.
 __device__ __forceinline__ void post(uint4* p, uint4 v) {
@@ -180,22 +182,34 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, i64 id, int lane) {
   const Base2 e = base2(finite(max));
   float even = 0.f, odd = 0.f, other = 0.f;
   Node x = nothing();
-#pragma unroll
-  for (int k = 0; k < ROUNDS; k++) {
-    if (a + 32 * k >= b) break;
-    auto add = [&](u32 u) {
+  auto add = [&](const uint4& r, bool is_plain) {
+    auto add_two = [&](u32 u) {
       const float s = fmaf(low(u), e.by, -e.at), t = fmaf(high(u), e.by, -e.at), p = ex2(s), q = ex2(t);
       even += p, odd += q;
 #ifdef ENTROPY
-      x.moment = fmaf(p, fmaxf(s, LOWEST_DROP), x.moment), other = fmaf(q, fmaxf(t, LOWEST_DROP), other);
+      x.moment = fmaf(p, is_plain ? s : fmaxf(s, LOWEST_DROP), x.moment), other = fmaf(q, is_plain ? t : fmaxf(t, LOWEST_DROP), other);
 #endif
 #ifdef TOTAL
-      if (low(u) != -INF) x.total += low(u), x.count++;
-      if (high(u) != -INF) x.total += high(u), x.count++;
+      if (is_plain || low(u) != -INF) x.total += low(u), x.count++;
+      if (is_plain || high(u) != -INF) x.total += high(u), x.count++;
 #endif
     };
-    add(own[k].x), add(own[k].y), add(own[k].z), add(own[k].w);
-  }
+    add_two(r.x), add_two(r.y), add_two(r.z), add_two(r.w);
+  };
+#if defined(ENTROPY) || defined(TOTAL)  // of most lanes no logit is so low that it needs care
+  u32 least = 0x7f807f80;
+#pragma unroll
+  for (int k = 0; k < ROUNDS; k++)
+    if (a + lane + 32 * k < b) least = min2(least, min2(min2(own[k].x, own[k].y), min2(own[k].z, own[k].w)));
+  const bool is_plain = fmaf(fminf(low(least), high(least)), e.by, -e.at) > -INF;
+#pragma unroll
+  for (int k = 0; k < ROUNDS; k++) if (is_plain && a + lane + 32 * k < b) add(own[k], true);
+#pragma unroll 1
+  for (int v = is_plain ? b : a + lane; v < b; v += 32) add(load(base + v * 16), false);
+#else
+#pragma unroll
+  for (int k = 0; k < ROUNDS; k++) if (a + 32 * k < b) add(own[k], false);
+#endif
 #ifdef ARGMAX
   int first = -1;  // this lane's lowest vector with the maximum
   uint4 r = own[0];
@@ -386,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
   __shared__ Shared s;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, items = q.rows * q.pieces, all = q.pieces * q.ranks;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < q.slots; i++) init(&s.full[i], 1), init(&s.stat[i], SUM), init(&s.ready[i], 1), init(&s.free[i], GRAD);
+    for (int i = 0; i < q.slots; i++) init(&s.full[i], 1), init(&s.stat[i], SUM), init(&s.ready[i], 1), init(&s.done[i], GRAD), init(&s.free[i], 1);
     asm volatile("fence.mbarrier_init.release.cluster;");
   }
   const u32 epoch = *(volatile u32*)q.control + 1, tag = epoch & 0x3fffffffu;
@@ -506,21 +520,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       __syncwarp();
       if (lane == 0) { s.node[slot][w] = x; arrive(&s.stat[slot]); }
     }
-  } else {  // grad
+  } else if (warp < STORE) {  // grad
     const int w = warp - OTHERS - SUM;
     if (by_count) {
       count(q, s.counted, w, lane);
       __threadfence_block();
       asm volatile("bar.arrive 1, %0;" ::"n"((MERGE + GRAD) * 32) : "memory");
     }
-    for (int before = -1;; next()) {
+    for (;; next()) {
       wait(&s.ready[slot], phase);
       const Item item = s.item[slot];
-      if (item.row < 0) {
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-        if (lane == 0 && before >= 0) arrive(&s.free[before]);
-        break;
-      }
+      if (item.row < 0) { if (lane == 0) arrive(&s.done[slot]); break; }
       const int a = item.vectors * w / GRAD, b = item.vectors * (w + 1) / GRAD;
       u16* columns = (u16*)(ring + slot * q.slot_bytes);
       const u32 base = at(columns);
@@ -550,16 +560,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
         columns[item.target] = (u16)pack(f.label, 0.f);
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       __syncwarp();
-      if (lane == 0) {
-        u16* out = q.gradient + (i64)item.row * q.width + 8LL * (begin(item.piece * q.leaves) + a);
-        if (b > a) asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(out), "r"(base + a * 16), "r"((b - a) * 16) : "memory");
-        asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 1;" ::: "memory");
-        if (before >= 0) arrive(&s.free[before]);
-        before = slot;
-      }
+      if (lane == 0) arrive(&s.done[slot]);
     }
+  } else {  // store
+    if (lane == 0) for (;; next()) {
+      wait(&s.done[slot], phase);
+      const Item item = s.item[slot];
+      if (item.row < 0) break;
+      u16* out = q.gradient + (i64)item.row * q.width + 8LL * begin(item.piece * q.leaves);
+      if (item.vectors) asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(out), "r"(at(ring + slot * q.slot_bytes)), "r"(item.vectors * 16) : "memory");
+      asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+      arrive(&s.free[slot]);
+    }
+    if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
-  __syncwarp();  // the loader's lanes
+  __syncwarp();  // the lanes of load and store
   __syncthreads();
   if (threadIdx.x == 0) __threadfence(), s.is_last = atomicAdd(q.control + 1, 1u) == gridDim.x - 1;
   __syncthreads();
