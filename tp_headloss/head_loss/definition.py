@@ -9,6 +9,7 @@ import torch
 
 from ..arguments.options import Options
 from ..arguments.sequences import SEQUENCE_REDUCTIONS
+from ..losses import policy_metrics
 from ..spec import EACH_TOKEN, PER_TOKEN, TOKENS, Line, lines_within
 from ..spec.aliases import hint
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
@@ -34,6 +35,7 @@ class CallPlan(NamedTuple):
     sums: tuple[SumsPlan | None, SumsPlan | None]  # how one kernel sums them, None where plain torch is needed
     checked: dict  # calls that were checked, see `known_calls`
     weights: dict[str, float | torch.Tensor]  # of the terms, by name
+    has_tensor_weight: bool
     obstacles: list[str]  # reasons against one sweep that a call has found
     expected: dict  # device -> upstream gradient of the loss in the last backward, see `engine.one_read`
     rows: dict  # size of a vocabulary -> the terms' `RowFunction`, or None
@@ -98,8 +100,8 @@ class HeadLossDefinition(NamedTuple):
         apart = self.metric_functions(False), self.metric_functions(True)
         weighted = [term.name for term in self.terms if term.token_weight is not None]
         sums: tuple[SumsPlan | None, SumsPlan | None] = (None, None)
-        trained = any(isinstance(term.weight, torch.Tensor) for term in self.terms)
-        if self.reduction != "none" and not weighted and not trained:
+        has_tensor_weight = any(isinstance(term.weight, torch.Tensor) for term in self.terms)
+        if self.reduction != "none" and not weighted and not has_tensor_weight:
             coefficients = [float(term.weight) for term in self.terms]
             plain, sequences = (SumsPlan.from_functions([f.function for f in part], coefficients) for part in summed)
             sums = plain, sequences
@@ -108,7 +110,8 @@ class HeadLossDefinition(NamedTuple):
             for functions, metrics in zip(summed, apart)
         )
         names, weights = [term.name for term in self.terms], {term.name: term.weight for term in self.terms}
-        plan = CallPlan(names, weighted, self.input_lines(), summed, apart, evaluated, sums, {}, weights, [], {}, {})
+        facts = names, weighted, self.input_lines(), summed, apart, evaluated, sums, {}, weights, has_tensor_weight
+        plan = CallPlan(*facts, [], {}, {})
         return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
@@ -128,8 +131,10 @@ class HeadLossDefinition(NamedTuple):
     def metric_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
         """Functions that return metrics by name, and are summed apart from the loss."""
         names = self.metrics if has_sequences else ()
-        named = [StatisticsFunction(f"metric {name!r}", METRIC_FUNCTIONS[name]) for name in names]
-        return named + [StatisticsFunction("a metric", m.function, m.inputs) for m in self.token_metrics]
+        named = [StatisticsFunction(f"metric {name!r}", METRIC_FUNCTIONS[name], (), (name,)) for name in names]
+        counts = [("num_tokens",) * (policy_metrics in getattr(m.function, "args", ())) for m in self.token_metrics]
+        own = zip(self.token_metrics, counts)
+        return named + [StatisticsFunction("a metric", m.function, m.inputs, count) for m, count in own]
 
     def input_lines(self) -> dict[str, Line]:
         """Lines of the inputs of a call by name: those of the functions that take them, else a number per token."""

@@ -237,7 +237,9 @@ class HeadLoss(nn.Module):
         return given._replace(ignore_index=self.ignore_index)
 
     def _evaluate_functions(self, *args):
-        """Call `evaluate`, or this module's compiled copy of it."""
+        """Call `evaluate`, or this module's compiled copy of it; within torch.compile, which compiles it, as it is."""
+        if torch.compiler.is_compiling():
+            return evaluate(*args)
         if self._evaluate is None:
             self._evaluate = compiled_evaluate() if self.compile_terms else evaluate
         return self._evaluate(*args)

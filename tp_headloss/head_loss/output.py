@@ -16,6 +16,7 @@ from .call import Call
 from .evaluation import expect_distinct_names
 from .reduction import reduce_tokens
 from .statistic_value import FusedReduction
+from .terms import is_one
 
 
 @documented_fields
@@ -146,8 +147,8 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
     sums = reduce_metrics(combine_metrics([{**part, "": out.count} for part, out in zip(parts, outputs)]), group)
     count = sums.pop("")
     tokens = sums.get("num_tokens", count)
-    weights = outputs[0].weights.items()
-    unweighted = {name for name, weight in weights if isinstance(weight, (int, float)) and weight == 1}
+    weights = {name: [out.weights[name] for out in outputs] for name in outputs[0].terms}
+    same = {f"weighted/{name}" for name, found in weights.items() if all(map(is_one, found))}
 
     def mean(name: str) -> torch.Tensor:
         if name == "num_tokens" or name.startswith(("max_", "min_")):
@@ -158,20 +159,16 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
         found = sums[name] / sums.get(f"count/{name}", tokens)
         return (-found).exp() if name == "perplexity" else found
 
-    means = {name: mean(name) for name in sums if not name.startswith("count/")}
-    loss = torch.stack([means[f"weighted/{name}"] for name in outputs[0].terms]).sum()
-    return {"loss": loss} | {name: x for name, x in means.items() if name.removeprefix("weighted/") not in unweighted}
+    means = {name: mean(name) for name in sums if not name.startswith("count/") or name[6:] not in sums}
+    loss = torch.stack([means[f"weighted/{name}"] for name in weights]).sum()
+    return {"loss": loss} | {name: x for name, x in means.items() if name not in same}
 
 
 def _sums_by_name(out: HeadLossOutput) -> dict[str, torch.Tensor]:
-    """Sums: terms in "loss/" and "weighted/", divisors in "count/loss/", metrics (ValueError if they are named so)."""
+    """Sums: terms in "loss/" and "weighted/", their divisors in "count/loss/", and metrics."""
     terms = {f"loss/{name}": x for name, x in out.terms.items()}
     terms |= {f"weighted/{name}": x * out.weights[name] for name, x in out.terms.items()}
-    terms |= {f"count/loss/{name}": x for name, x in out.term_counts.items()}
-    kinds = "loss/", "weighted/", "count/loss/"
-    if reserved := [name for name in out.metrics if name == "loss" or name.startswith(kinds)]:
-        raise ValueError(f"metrics must not have names of losses, as 'loss/..' and 'weighted/..' are, got {reserved}")
-    return terms | out.metrics
+    return terms | {f"count/loss/{name}": x for name, x in out.term_counts.items()} | out.metrics
 
 
 def make_output(
@@ -206,4 +203,6 @@ def make_output(
         metrics |= other_metrics
     count = total if call.count is None else call.count
     weights = definition.plan.weights
+    if definition.plan.has_tensor_weight:  # which may change after this call
+        weights = {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in weights.items()}
     return HeadLossOutput(loss, count, terms, metrics, stats, sequence_metrics, term_counts, weights)

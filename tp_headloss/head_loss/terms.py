@@ -132,6 +132,11 @@ def BitsPerByte() -> Metric:
     return Metric(_bits_per_byte, (), ("num_bytes",))
 
 
+def is_one(weight: float | torch.Tensor) -> bool:
+    """True for the number 1. A tensor may change, or be trained, and reading it would wait for the device."""
+    return not isinstance(weight, torch.Tensor) and weight == 1
+
+
 def _topk_accuracy(k, stats):
     return {f"top{k}_accuracy": stats.rank <= k}
 
