@@ -110,8 +110,8 @@ class HeadLossDefinition(NamedTuple):
             for functions, metrics in zip(summed, apart)
         )
         names, weights = [term.name for term in self.terms], {term.name: term.weight for term in self.terms}
-        facts = names, weighted, self.input_lines(), summed, apart, evaluated, sums, {}, weights, has_tensor_weight
-        plan = CallPlan(*facts, [], {}, {})
+        found = summed, apart, evaluated, sums
+        plan = CallPlan(names, weighted, self.input_lines(), *found, {}, weights, has_tensor_weight, [], {}, {})
         return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:

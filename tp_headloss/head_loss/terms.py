@@ -133,7 +133,7 @@ def BitsPerByte() -> Metric:
 
 
 def is_one(weight: float | torch.Tensor) -> bool:
-    """True for the number 1. A tensor may change, or be trained, and reading it would wait for the device."""
+    """True for the number 1. A tensor may change, and reading it would wait for the device."""
     return not isinstance(weight, torch.Tensor) and weight == 1
 
 
