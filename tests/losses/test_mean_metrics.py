@@ -210,6 +210,11 @@ def test_arithmetic_of_outputs_is_that_of_their_losses(reduction):
         for given, expected in (((out, 2), (loss, 2)), ((2, out), (2, loss)), ((out, out), (loss, loss))):
             torch.testing.assert_close(of(*given), of(*expected), rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(of(aux, out), of(aux, loss), rtol=0, atol=0)
+    for of in (operator.lt, operator.le, operator.gt, operator.ge):
+        assert torch.equal(of(out, aux), of(loss, aux)) and torch.equal(of(3.0, out), of(3.0, loss))
+    assert torch.equal(-out, -loss) and not hasattr(out, "item")
+    with pytest.raises(AttributeError, match=r"has no 'detach': its loss is the tensor out\.loss"):
+        out.detach()
     torch.testing.assert_close(sum([out, out]), 2 * loss, rtol=0, atol=0)
     (gradient,) = torch.autograd.grad((0.5 * out + aux).sum(), x, retain_graph=True)
     torch.testing.assert_close(gradient, torch.autograd.grad(0.5 * loss.sum(), x)[0], rtol=0, atol=0)

@@ -91,6 +91,10 @@ class Given(NamedTuple):
         else:
             hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, hidden_grad)
             HIDDEN.check("hidden states", hidden, {})
+            lead = getattr(self.labels, "shape", None)
+            if hidden_grad != "reduce_scatter" and lead == weight.shape[:-1] != hidden.shape[:-1]:
+                said = f"{list(hidden.shape)} (are hidden states and weight swapped?)"
+                raise ValueError(f"hidden states must be [*{list(lead)}, H] for these labels, got {said}")
         local = partial(local_part, shard=shard, hidden_grad=hidden_grad, tokens=self.tokens)
         total_weight = local_part(self.total_weight, shard, name="total_weight", sharded=0)
         return Given(

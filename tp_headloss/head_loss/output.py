@@ -66,6 +66,12 @@ class HeadLossOutput(NamedTuple):
         """Call ``loss.backward`` with these keywords."""
         self.loss.backward(**keywords)
 
+    def __getattr__(self, name: str):
+        raise AttributeError(f"a HeadLossOutput has no {name!r}: its loss is the tensor out.loss")
+
+    def __neg__(self) -> torch.Tensor:
+        return -self.loss
+
     def __float__(self) -> float:
         return self.loss.item()
 
@@ -79,9 +85,20 @@ class HeadLossOutput(NamedTuple):
         return f"HeadLossOutput(loss={loss}, count={count}, terms=[{terms}], metrics=[{metrics}], stats={stats})"
 
 
-for _of in (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow):  # a tuple's + and * are others
+_ARITHMETIC = operator.add, operator.sub, operator.mul, operator.truediv, operator.pow  # a tuple's + and * are others
+for _of in (*_ARITHMETIC, operator.lt, operator.le, operator.gt, operator.ge):  # `r` names of comparisons are unused
     setattr(HeadLossOutput, f"__{_of.__name__}__", lambda self, other, of=_of: of(self.loss, other))
     setattr(HeadLossOutput, f"__r{_of.__name__}__", lambda self, other, of=_of: of(other, self.loss))
+
+
+def _expect_fields(cls, *fields, new=HeadLossOutput.__new__, **named):
+    """Make an output; TypeError for a GradScaler, which makes a tuple anew of one iterable."""
+    if len(fields) == 1 and not named:
+        raise TypeError("a HeadLossOutput is no tuple of losses: pass its loss, as in GradScaler.scale(out.loss)")
+    return new(cls, *fields, **named)
+
+
+HeadLossOutput.__new__ = _expect_fields  # type: ignore[method-assign, assignment]
 
 
 def _number_or_shape(x: torch.Tensor) -> str:

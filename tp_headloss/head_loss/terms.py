@@ -156,7 +156,7 @@ def CrossEntropy(
 
     Args:
         smoothing_formula: see `losses.smoothed_cross_entropy`.
-        class_weight: replicated; the mean then divides by the sum of the labels' weights, as in torch.
+        class_weight: replicated, copied; the mean then divides by the sum of the labels' weights, as in torch.
 
     Examples:
         >>> logits, labels = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])
@@ -171,7 +171,7 @@ def CrossEntropy(
     token_weight = None
     function: Callable[..., torch.Tensor] = losses.cross_entropy
     if class_weight is not None:
-        class_weight = class_weight.detach().float()
+        class_weight = class_weight.detach().to(torch.float32, copy=True)
         token_weight = partial(losses.label_weight, class_weight=class_weight)
         function = partial(_weighted_cross_entropy, class_weight)
     if label_smoothing:
