@@ -226,3 +226,10 @@ def test_the_docstring_of_a_checked_function_says_what_its_arguments_are():
     assert "beta: positive and finite in fp32. Weight of the reference." in says and "[pairs] floating point" in says
     assert "reference_chosen: constant [pairs] floating point." in says and "\n    chosen: [pairs] floating" in says
     assert hl.losses.dpo.__name__ == "dpo"
+    assert "summed" not in inspect.getdoc(hl.losses.orpo).lower()
+    empty = [
+        name
+        for name, function in CHECKED.items()
+        if re.search(r"^Args:\n\n|\. ,", inspect.getdoc(function) or "", re.M)
+    ]
+    assert not empty, "sections without an argument, or what follows `as in` is no sentence"

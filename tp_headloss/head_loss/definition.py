@@ -35,7 +35,6 @@ class CallPlan(NamedTuple):
     sums: tuple[SumsPlan | None, SumsPlan | None]  # how one kernel sums them, None where plain torch is needed
     checked: dict  # calls that were checked, see `known_calls`
     weights: dict[str, float | torch.Tensor]  # of the terms, by name
-    has_tensor_weight: bool
     obstacles: list[str]  # reasons against one sweep that a call has found
     expected: dict  # device -> upstream gradient of the loss in the last backward, see `engine.one_read`
     rows: dict  # size of a vocabulary -> the terms' `RowFunction`, or None
@@ -100,8 +99,8 @@ class HeadLossDefinition(NamedTuple):
         apart = self.metric_functions(False), self.metric_functions(True)
         weighted = [term.name for term in self.terms if term.token_weight is not None]
         sums: tuple[SumsPlan | None, SumsPlan | None] = (None, None)
-        has_tensor_weight = any(isinstance(term.weight, torch.Tensor) for term in self.terms)
-        if self.reduction != "none" and not weighted and not has_tensor_weight:
+        trained = any(isinstance(term.weight, torch.Tensor) for term in self.terms)
+        if self.reduction != "none" and not weighted and not trained:
             coefficients = [float(term.weight) for term in self.terms]
             plain, sequences = (SumsPlan.from_functions([f.function for f in part], coefficients) for part in summed)
             sums = plain, sequences
@@ -110,8 +109,7 @@ class HeadLossDefinition(NamedTuple):
             for functions, metrics in zip(summed, apart)
         )
         names, weights = [term.name for term in self.terms], {term.name: term.weight for term in self.terms}
-        found = summed, apart, evaluated, sums
-        plan = CallPlan(names, weighted, self.input_lines(), *found, {}, weights, has_tensor_weight, [], {}, {})
+        plan = CallPlan(names, weighted, self.input_lines(), summed, apart, evaluated, sums, {}, weights, [], {}, {})
         return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
@@ -132,9 +130,9 @@ class HeadLossDefinition(NamedTuple):
         """Functions that return metrics by name, and are summed apart from the loss."""
         names = self.metrics if has_sequences else ()
         named = [StatisticsFunction(f"metric {name!r}", METRIC_FUNCTIONS[name], (), (name,)) for name in names]
-        counts = [("num_tokens",) * (policy_metrics in getattr(m.function, "args", ())) for m in self.token_metrics]
-        own = zip(self.token_metrics, counts)
-        return named + [StatisticsFunction("a metric", m.function, m.inputs, count) for m, count in own]
+        ours = [any(x is policy_metrics for x in getattr(m.function, "args", ())) for m in self.token_metrics]
+        own = zip(self.token_metrics, ours)
+        return named + [StatisticsFunction("a metric", m.function, m.inputs, ("num_tokens",) * our) for m, our in own]
 
     def input_lines(self) -> dict[str, Line]:
         """Lines of the inputs of a call by name: those of the functions that take them, else a number per token."""

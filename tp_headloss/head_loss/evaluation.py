@@ -79,8 +79,7 @@ def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
             raise TypeError(f"{metric.owner} must name its values by strings, not empty, got {unnamed}")
         if any(value is None for value in new.values()):
             _expect_statistics(metric, stats)
-        named = [name for name in new if name in RESERVED or name.startswith(LOSSES)]
-        if reserved := [name for name in named if name not in metric.may_return]:
+        if reserved := {x for x in new if x in RESERVED or x.startswith(LOSSES)} - {*metric.may_return}:
             raise ValueError(f"{metric.owner} must not return {sorted(reserved)}, names that mean_metrics uses itself")
         for name, value in new.items():
             expect_per_token(f"metric {name!r}", value, stats.lse.shape)

@@ -85,8 +85,8 @@ class HeadLossOutput(NamedTuple):
         return f"HeadLossOutput(loss={loss}, count={count}, terms=[{terms}], metrics=[{metrics}], stats={stats})"
 
 
-_ARITHMETIC = operator.add, operator.sub, operator.mul, operator.truediv, operator.pow  # a tuple's + and * are others
-for _of in (*_ARITHMETIC, operator.lt, operator.le, operator.gt, operator.ge):  # `r` names of comparisons are unused
+for _name in ("add", "sub", "mul", "truediv", "pow", "lt", "le", "gt", "ge"):  # a tuple's are others
+    _of = getattr(operator, _name)
     setattr(HeadLossOutput, f"__{_of.__name__}__", lambda self, other, of=_of: of(self.loss, other))
     setattr(HeadLossOutput, f"__r{_of.__name__}__", lambda self, other, of=_of: of(other, self.loss))
 
@@ -140,10 +140,11 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
 
     Returns:
         float64 scalars by name, equal on all ranks. "loss" is the sum of the weighted terms. A term without its weight
-        is "loss/" and its name, divided by the count or, with token weights of its own, by their sum; with its weight,
-        if that is not 1, "weighted/" and its name. A metric has its own name and is divided by the metric "count/" and
-        its name if there is one, else by the count, or by "num_tokens" with sequences, which stays a sum. Names that
-        begin with "max_" and "min_" are extrema, "perplexity" is exp of the mean of -log p. A mean of no tokens is NaN.
+        is "loss/" and its name, divided by the count or, with token weights of its own, by their sum; with its weight
+        (a number 1 excepted), "weighted/" and its name. A metric "x" has its own name. It is divided by the metric
+        "count/x" if there is one. Else it is divided by "num_tokens" if that is among the metrics, as with sequences,
+        and otherwise by the count; "num_tokens" itself stays a sum. Names that begin with "max_" and "min_" are
+        extrema, "perplexity" is exp of the mean of -log p. A mean of no tokens is NaN.
 
     Raises:
         TypeError, ValueError: no outputs, outputs of other names, or a group whose ranks share a vocabulary.
@@ -219,7 +220,6 @@ def make_output(
         expect_distinct_names(metrics, other_metrics)
         metrics |= other_metrics
     count = total if call.count is None else call.count
-    weights = definition.plan.weights
-    if definition.plan.has_tensor_weight:  # which may change after this call
-        weights = {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in weights.items()}
+    weights = definition.plan.weights  # tensors may change after this call
+    weights = {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in weights.items()}
     return HeadLossOutput(loss, count, terms, metrics, stats, sequence_metrics, term_counts, weights)

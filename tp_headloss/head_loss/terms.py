@@ -29,7 +29,7 @@ class Term:
     """Weighted per-token loss, with the optional statistics and the inputs that it needs.
 
     Args:
-        name: key of this term in `HeadLossOutput.terms`, unique in a `HeadLoss`.
+        name: key of this term in `HeadLossOutput.terms`, unique among the terms; a metric may have it, too.
         function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and averages. A
             `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no kernel of its own. To pickle a
             HeadLoss, use functions of a module, and `functools.partial` for their constants, instead of lambdas.
@@ -78,6 +78,7 @@ class Metric:
 
     Args:
         function: ``function(stats, **inputs) -> {name: [..]}``, summed over tokens; "max_" and "min_" names: extrema.
+            Names are unique among the metrics; in `mean_metrics` a term of the same name is "loss/" and the name.
         inputs: inputs that the function takes, as in `Term`.
 
     Examples:

@@ -12,9 +12,7 @@ from ..spec import ConstantPerToken, ConstantValues, OneOf, Pair, Positive, Toke
 LogProb: TypeAlias = Annotated[TokenValues, "Log-prob of the policy being trained, nats"]
 OldLogProb: TypeAlias = Annotated[ConstantValues, "Log-prob of the policy that sampled the tokens, nats"]
 ReferenceLogProb: TypeAlias = Annotated[ConstantValues, "Log-prob of the reference, nats"]
-GeneratorLogProb: TypeAlias = Annotated[
-    ConstantValues, "Log-prob of the program that sampled, such as an inference engine"
-]
+GeneratorLogProb: TypeAlias = Annotated[ConstantValues, "Log-prob of the program that sampled, such as vLLM, nats"]
 Advantages: TypeAlias = ConstantPerToken
 ValidTokens: TypeAlias = Annotated[TokenMask, "The tokens that count"]
 Clip: TypeAlias = Annotated[Pair, "(low, high) bounds the ratio r to [1 - low, 1 + high]"]

@@ -16,9 +16,7 @@ from ..arguments.sequences import Sequences
 from ..spec import Bounds, ConstantValues, checked
 from .ratio import LOG_RATIO_CLAMP, GeneratorLogProb, Level, log_ratio
 
-TrainerLogProb: TypeAlias = Annotated[
-    ConstantValues, "Log-prob of the trainer at sampling time (``old_log_prob``), nats"
-]
+TrainerLogProb: TypeAlias = Annotated[ConstantValues, "The trainer's at sampling time (``old_log_prob``), nats"]
 
 RolloutWeight: TypeAlias = Annotated[
     torch.Tensor, '[..] fp32, detached: the input "rollout_weight" of `PolicyGradient`'

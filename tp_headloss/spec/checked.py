@@ -164,8 +164,9 @@ def _with_arguments(function, lines: dict[str, Line]) -> str:
     following = re.search(r"^(Returns|Raises|Examples|Source):", doc, re.M)
     start, end = section.span() if section else (len(doc) if following is None else following.start(),) * 2
     result = "" if re.search("^Returns:", doc, re.M) else _result_of(function)
+    entries = f"Args:\n{entries}" * bool(entries)
     entries += f"\nReturns:\n    {result}.\n" * bool(result)
-    return f"{doc[:start]}Args:\n{entries}" + "\n" * (section is None) + doc[end:].rstrip()
+    return doc[:start] + entries.lstrip("\n") + "\n" * (section is None) + doc[end:].rstrip()
 
 
 def _result_of(function) -> str:
