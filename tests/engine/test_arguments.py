@@ -10,6 +10,7 @@ import torch
 from logits_problem import N, V, rows
 
 import tp_headloss as hl
+from tp_headloss.integrations.sampling_masks import from_vllm
 
 X, LABELS = rows("cpu")
 IDS, SHARD = torch.zeros(1).long(), hl.VocabShard(0, V, V)
@@ -37,6 +38,12 @@ TYPES = {
     "teacher.weight must be a tensor, got Linear: pass its .weight": lambda: hl.linear_vocab_statistics(
         X, torch.zeros(9, V), want=("forward_kl",), teacher=hl.TeacherHead(X, torch.nn.Linear(V, 9))
     ),
+    "no tuple of losses: pass its loss, as in GradScaler.scale.out.loss": lambda: torch.amp.GradScaler("cpu").scale(
+        hl.HeadLoss()(X, LABELS)
+    ),
+    "a list of ids per token, got one of 1, ..": lambda: from_vllm([[1, 2, 3]]),
+    "a list of ids per token, got 1": lambda: from_vllm([1, 2, 3]),
+    "a list of ids per token, got None": lambda: from_vllm([None]),
     "terms must be Terms, got 'z_loss'": lambda: hl.HeadLoss("z_loss"),
     "terms must be Terms, got dict": lambda: hl.HeadLoss({"ce": hl.CrossEntropy()}),
     "metrics must be names or Metrics, got NoneType": lambda: hl.HeadLoss(metrics=None),
@@ -106,6 +113,24 @@ def test_wrong_arguments_are_named_and_the_message_says_what_to_do(words):
     kind, call = (TypeError, TYPES[words]) if words in TYPES else (ValueError, VALUES[words])
     with pytest.raises(kind, match=words):
         call()
+
+
+def test_swapped_hidden_states_and_weight_are_named():
+    hidden, weight, labels = torch.zeros(2, 8), torch.zeros(4, 8), torch.tensor([0, 1])
+    with pytest.raises(
+        ValueError, match=r"hidden states must be \[\*\[2\], H\] .* got \[4, 8\] .are hidden states and w"
+    ):
+        hl.HeadLoss().linear(weight, hidden, labels)
+    with pytest.raises(ValueError, match="labels must have shape"):  # of other tokens
+        hl.HeadLoss().linear(hidden, weight, torch.zeros(3).long())
+
+
+def test_class_weights_are_a_copy_of_any_dtype():
+    for dtype in (torch.float32, torch.float64):
+        weight = torch.ones(V, dtype=dtype)
+        term = hl.CrossEntropy(class_weight=weight)
+        weight.zero_()
+        assert term.class_weight.dtype == torch.float32 and (term.class_weight == 1).all()
 
 
 def test_one_term_and_one_metric_need_no_list():

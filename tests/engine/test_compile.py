@@ -82,6 +82,26 @@ def test_a_loss_of_own_functions_made_in_a_compiled_function_equals_eager(device
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("made", ["before", "within"])
+def test_compile_of_the_terms_is_left_to_an_outer_compilation(made, device):
+    """Also with a weight that is a tensor, whose value of the call an output holds."""
+    x, labels = rows(device)
+    weight = torch.tensor(1.0, device=device)
+    terms = [hl.CrossEntropy(weight, label_smoothing=0.1), hl.ZLoss(0.1)]
+    smoothed = hl.HeadLoss(terms, metrics=hl.TopKAccuracy(2), compile=True)
+
+    def step(x):
+        head = hl.HeadLoss(terms, metrics=hl.TopKAccuracy(2), compile=True) if made == "within" else smoothed
+        out = head(x, labels)
+        return out.loss, out.means()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for value in (1.0, 0.5):
+        weight.fill_(value)
+        torch.testing.assert_close(compiled(x), step(x))
+    torch._dynamo.reset()
+
+
 def test_inductor_compiles_the_loss_of_changing_batch_sizes(device):
     head = hl.HeadLoss([hl.CrossEntropy(), hl.ZLoss(1e-3)])
     compiled = torch.compile(lambda x, y: head(x, y).loss, fullgraph=True, dynamic=True)

@@ -9,6 +9,7 @@ from tp_headloss import Linear, Sequences, TopKTeacher, Transform, VocabStatisti
 B, S, V = 2, 3, 3
 MASK = torch.ones(B, S, dtype=torch.bool)
 WANT = "total", "entropy", "topk_forward_kl", "topk_reverse_kl", "topk_jsd", "topk_log_mass", "tail_log_mass"
+WANT += "vocab_forward_kl", "vocab_jsd"
 STATS = vocab_statistics(
     torch.zeros(B, S, V),
     torch.zeros(B, S, dtype=torch.long),

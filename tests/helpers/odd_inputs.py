@@ -372,7 +372,7 @@ def lines(dtype) -> dict[str, dict[str, Case]]:
             "unknown backend": refused("ValueError: backend must be one of ('torch', 'triton'), got 'cuda'", options={"backend": "cuda"}),
             "unknown transport": refused("ValueError: transport must be one of", options={"transport": "nvlink"}),
             "symmetric memory without Triton": refused("ValueError: transport='symm_mem' needs the triton backend on CUDA, got 'torch'", options={"transport": "symm_mem", "backend": "torch"}, local=True),
-            "the sum of argmax": refused("ValueError: argmax is not a sum", want=("argmax",), options={"transport": "sum"}),
+            "the sum of argmax": refused("ValueError: argmax, which the metric 'accuracy' reads, is not a sum", want=("argmax",), options={"transport": "sum"}),
             "unknown statistic": refused("ValueError: want must be of", keywords=lambda here: {"want": ("perplexity",)}),
             "weights of a total that nobody wants": refused('ValueError: total_weight weights the statistic "total", which is not in want', keywords=lambda here: {"total_weight": here.part(torch.ones(V))}),
             "no terms": refused("ValueError: terms must be at least one, with distinct names, got []", lambda here: hl.HeadLoss([])),

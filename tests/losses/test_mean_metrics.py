@@ -107,11 +107,46 @@ def test_sums_are_unknown_where_more_tokens_are_valid_than_there_is_place_for():
     assert len(out.terms) == len(out.metrics) == len(out.term_counts) == 1 and out.count.isnan()
 
 
-def test_metrics_that_are_named_as_terms_are_refused():
+def test_a_metric_with_the_name_of_a_term_has_its_mean():
+    """Of the named metrics, which a kernel sums, and of others; whether or not the term's weight is 1."""
     x, labels = batches()
-    out = hl.HeadLoss(metrics=hl.Metric(lambda stats: {"loss/cross_entropy": stats.lse}))(x, labels)
-    with pytest.raises(ValueError, match=r"must not have names of losses.*'loss/cross_entropy'"):
-        hl.mean_metrics(out)
+    lse = hl.vocab_statistics(x, labels).lse[labels != -100].double().mean()
+    teacher = {"teacher": hl.Teacher(x.flip(-1))}
+    for weight in (1.0, 0.5):
+        found = hl.HeadLoss([hl.Distillation(weight)], metrics="forward_kl")(x, labels, inputs=teacher).means()
+        torch.testing.assert_close(found["forward_kl"], found["loss/forward_kl"])
+        own = hl.Metric(lambda stats: {"cross_entropy": stats.lse})
+        found = hl.HeadLoss(hl.CrossEntropy(weight), metrics=own)(x, labels).means()
+        torch.testing.assert_close(found["cross_entropy"], lse, rtol=1e-6, atol=0)
+        assert ("weighted/cross_entropy" in found) == (weight != 1)
+
+
+def test_a_count_of_no_metric_is_a_metric():
+    x, labels = batches()
+    found = hl.HeadLoss(metrics=hl.Metric(lambda stats: {"count/words": 2 * stats.valid}))(x, labels).means()
+    assert found["count/words"] == 2
+
+
+@pytest.mark.parametrize("made", [float, torch.tensor])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_means_are_of_the_weights_that_were_optimised(made, reduction):
+    """Weights that change between the call and the log: tensors in place, numbers by new terms."""
+    x, labels = batches()
+    labels = labels.clamp(min=0)
+    weight, outputs = made(0.5), []
+    head = hl.HeadLoss([hl.CrossEntropy(weight), hl.ZLoss(0.1)], reduction=reduction)
+    for i, value in enumerate((1.0, 0.5, 1.0)):
+        if made is float:
+            head.terms = [hl.CrossEntropy(value), hl.ZLoss(0.1)]
+        else:
+            weight.fill_(value)
+        outputs.append(head(x[i], labels[i]))
+    tokens = 1 if reduction == "mean" else labels[0].numel()
+    for out in outputs:
+        torch.testing.assert_close(out.means()["loss"].float(), out.loss / tokens)
+    found = hl.mean_metrics(outputs)
+    torch.testing.assert_close(found["loss"].float(), sum(out.loss for out in outputs) / 3 / tokens)
+    torch.testing.assert_close(found["loss"], found["weighted/cross_entropy"] + found["weighted/z_loss"])
 
 
 def test_with_sequences_metrics_are_means_over_tokens_and_terms_over_sequences():
@@ -175,6 +210,11 @@ def test_arithmetic_of_outputs_is_that_of_their_losses(reduction):
         for given, expected in (((out, 2), (loss, 2)), ((2, out), (2, loss)), ((out, out), (loss, loss))):
             torch.testing.assert_close(of(*given), of(*expected), rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(of(aux, out), of(aux, loss), rtol=0, atol=0)
+    for of in (operator.lt, operator.le, operator.gt, operator.ge):
+        assert torch.equal(of(out, aux), of(loss, aux)) and torch.equal(of(3.0, out), of(3.0, loss))
+    assert torch.equal(-out, -loss) and not hasattr(out, "item")
+    with pytest.raises(AttributeError, match=r"has no 'detach': its loss is the tensor out\.loss"):
+        out.detach()
     torch.testing.assert_close(sum([out, out]), 2 * loss, rtol=0, atol=0)
     (gradient,) = torch.autograd.grad((0.5 * out + aux).sum(), x, retain_graph=True)
     torch.testing.assert_close(gradient, torch.autograd.grad(0.5 * loss.sum(), x)[0], rtol=0, atol=0)
@@ -213,8 +253,10 @@ def test_the_group_of_the_vocabulary_is_refused():
         assert "got the group of a VocabShard" in message
 
 
-@pytest.mark.parametrize("name", ["perplexity", "loss"])
-def test_a_metric_takes_no_name_whose_mean_has_a_meaning(name):
+@pytest.mark.parametrize(
+    "name", ["perplexity", "loss", "num_tokens", "num_sequences", "loss/own", "weighted/own", "count/loss/own"]
+)
+def test_a_metric_takes_no_name_that_has_a_meaning(name):
     head = hl.HeadLoss(metrics=hl.Metric(lambda stats: {name: stats.lse}))
     with pytest.raises(ValueError, match=f"a metric must not return .'{name}'."):
         head(torch.zeros(2, V), torch.tensor([0, 1]))

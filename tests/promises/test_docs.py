@@ -160,7 +160,8 @@ DOCUMENTED = {name: value for name, value in PUBLIC.items() if name != "losses"}
 def test_a_public_name_is_documented_and_its_examples_print_what_they_say(name):
     value = DOCUMENTED[name]
     found = set(re.findall(r"^(Args|Attributes|Returns|Raises|Examples):$", inspect.getdoc(value) or "", re.M))
-    assert found & {"Args", "Attributes"} and "Examples" in found and (inspect.isclass(value) or "Returns" in found)
+    assert found & {"Args", "Attributes"} or not inspect.signature(value).parameters
+    assert "Examples" in found and (inspect.isclass(value) or "Returns" in found)
     for example in doctest.DocTestFinder(recurse=True).find(value, name, globs={"torch": torch, **PUBLIC}):
         said = io.StringIO()
         with mock.patch.object(statistics, "FAMILIES", statistics.FAMILIES):  # what an example registers is its own

@@ -128,7 +128,7 @@ CHECKED |= {f"{f.__module__.rsplit('.')[-1]}.{f.__name__}": f for f in HOSTS if 
 
 
 def test_every_loss_has_lines():
-    assert {name for name in hl.losses.__all__ if inspect.isfunction(getattr(hl.losses, name))} <= set(CHECKED)
+    assert set(LOSSES) <= set(CHECKED)
 
 
 def tensor_line(line):
@@ -183,6 +183,37 @@ def test_what_a_line_rules_out_is_refused_by_name(function, name, value):
         function(**given | {name: value})
 
 
+# numbers per token that a loss differentiates; its line says of every other one that it is a constant
+TRAINED = {"log_prob", "other", "chosen", "rejected", "values"}
+LOSSES = [name for name in hl.losses.__all__ if inspect.isfunction(getattr(hl.losses, name))]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_differentiates_no_constant(name):
+    """Where all constants were computed from what is trained, the gradient is that of detached ones."""
+    loss = getattr(hl.losses, name)
+    lines = {key: found for key, line in loss.lines.items() if (found := tensor_line(line)) and not found.constant}
+    real = {key for key, line in lines.items() if line.kind in ("floating point", "real numbers")}
+    constants = {key for key in real if lines[key].detached}
+    assert real - constants <= TRAINED
+    parameters, generator = inspect.signature(loss).parameters, torch.Generator().manual_seed(0)
+    given = {
+        key: x for key, x in arguments_of(loss).items() if key in lines or parameters[key].default is inspect._empty
+    }
+    given |= {key: given[key] * (0.5 + torch.rand(given[key].shape, generator=generator)) for key in real}
+    given |= {"support": "tail"} if "support" in given else {}
+    given |= {key: torch.nn.Parameter(given[key]) for key in real - constants}
+    leaves, gradients = [given[key] for key in real - constants] + [torch.nn.Parameter(torch.ones(2))], []
+    for trained in (False, True):
+        sum_of_trained = sum(leaf.sum() for leaf in leaves)
+        gap = sum_of_trained - sum_of_trained.detach()
+        values = loss(**given | {key: given[key] + i * gap for i, key in enumerate(constants, 1) if trained})
+        values = values if isinstance(values, torch.Tensor) else torch.stack([x.float() for x in values.values()])
+        assert values.requires_grad == (bool(real - constants) and "metrics" not in name)
+        gradients.append(torch.autograd.grad(values.sum() + 0 * leaves[-1].sum(), leaves, allow_unused=True))
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
 def test_an_argument_without_a_line_does_not_import():
     def function(x: torch.Tensor, scale: hl.spec.Positive = 1.0): ...
 
@@ -193,4 +224,12 @@ def test_an_argument_without_a_line_does_not_import():
 def test_the_docstring_of_a_checked_function_says_what_its_arguments_are():
     says = inspect.getdoc(hl.losses.dpo)
     assert "beta: positive and finite in fp32. Weight of the reference." in says and "[pairs] floating point" in says
+    assert "reference_chosen: constant [pairs] floating point." in says and "\n    chosen: [pairs] floating" in says
     assert hl.losses.dpo.__name__ == "dpo"
+    assert "summed" not in inspect.getdoc(hl.losses.orpo).lower()
+    empty = [
+        name
+        for name, function in CHECKED.items()
+        if re.search(r"^Args:\n\n|\. ,", inspect.getdoc(function) or "", re.M)
+    ]
+    assert not empty, "sections without an argument, or what follows `as in` is no sentence"

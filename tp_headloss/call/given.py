@@ -85,12 +85,17 @@ class Given(NamedTuple):
     def local(self) -> Given:
         """Return this rank's plain part of the arguments, with the shard that they imply."""
         hidden_grad = "all_reduce" if self.linear is None else self.linear.hidden_grad
-        logits, hidden, weight, bias, shard = self.logits, self.hidden, self.weight, self.bias, self.shard
+        logits, labels, hidden, weight, bias, shard = *self[:2], self.hidden, self.weight, self.bias, self.shard
         if self.linear is None:
             logits, shard = local_logits(logits, shard)
         else:
             hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, hidden_grad)
             HIDDEN.check("hidden states", hidden, {})
+            if hidden_grad != "reduce_scatter" and hidden.shape[:-1] != weight.shape[:-1] == getattr(
+                labels, "shape", ()
+            ):
+                said = f"{list(hidden.shape)} (are hidden states and weight swapped?)"
+                raise ValueError(f"hidden states must be [*{list(weight.shape[:-1])}, H] for these labels, got {said}")
         local = partial(local_part, shard=shard, hidden_grad=hidden_grad, tokens=self.tokens)
         total_weight = local_part(self.total_weight, shard, name="total_weight", sharded=0)
         return Given(

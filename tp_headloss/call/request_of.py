@@ -120,7 +120,9 @@ def _validate_call(given: Given) -> str:
     if "rank" in want and labels is None:
         raise ValueError("rank is that of a label, got no labels")
     if options.transport == "sum" and "argmax" in want:
-        raise ValueError("argmax is not a sum: it needs transport='gather', got 'sum'")
+        raise ValueError(
+            "argmax, which the metric 'accuracy' reads, is not a sum: it needs transport='gather', got 'sum'"
+        )
     if options.transport == "symm_mem" and (backend != "triton" or not logits.is_cuda):
         raise ValueError(f"transport='symm_mem' needs the triton backend on CUDA, got {backend!r} on {logits.device}")
     if given.total_weight is not None and "total" not in want:

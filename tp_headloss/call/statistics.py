@@ -49,7 +49,8 @@ def vocab_statistics(
         labels: global ids. ``ignore_index`` wins over everything, a valid id included. Any other label
             outside ``[0, vocab_size)`` makes its token NaN on every rank (``options.check`` raises instead).
         shard: the columns this rank owns; None: ``logits`` hold the whole vocabulary, or are a DTensor that says it,
-            ``Shard(-1)`` on one dimension of its mesh (labels and the like are then plain or DTensors, results plain).
+            ``Shard(-1)`` on one dimension of its mesh (labels and the like are then plain or DTensors; results are
+            plain, and of this rank's tokens where another dimension shards them).
         want: of "entropy", "collision", "total", "argmax" and "rank", with a `Teacher` of `statistics.FULL_TEACHER`,
             with a `TopKTeacher` of `statistics.TOPK_TEACHER`, with ``sets`` of `statistics.OVER_SETS`, with ``ids``
             "log_probs_at"; lse is always there, log_prob and target_logit with labels. The Jensen-Shannon divergences

@@ -9,6 +9,7 @@ import torch
 
 from ..arguments.options import Options
 from ..arguments.sequences import SEQUENCE_REDUCTIONS
+from ..losses import policy_metrics
 from ..spec import EACH_TOKEN, PER_TOKEN, TOKENS, Line, lines_within
 from ..spec.aliases import hint
 from ..statistics import AT_IDS, FULL_TEACHER, OVER_SETS, TOPK_TEACHER, MaybeNone, known_statistics
@@ -128,8 +129,10 @@ class HeadLossDefinition(NamedTuple):
     def metric_functions(self, has_sequences: bool) -> list[StatisticsFunction]:
         """Functions that return metrics by name, and are summed apart from the loss."""
         names = self.metrics if has_sequences else ()
-        named = [StatisticsFunction(f"metric {name!r}", METRIC_FUNCTIONS[name]) for name in names]
-        return named + [StatisticsFunction("a metric", m.function, m.inputs) for m in self.token_metrics]
+        named = [StatisticsFunction(f"metric {name!r}", METRIC_FUNCTIONS[name], (), (name,)) for name in names]
+        ours = [any(x is policy_metrics for x in getattr(m.function, "args", ())) for m in self.token_metrics]
+        own = zip(self.token_metrics, ours)
+        return named + [StatisticsFunction("a metric", m.function, m.inputs, ("num_tokens",) * our) for m, our in own]
 
     def input_lines(self) -> dict[str, Line]:
         """Lines of the inputs of a call by name: those of the functions that take them, else a number per token."""

@@ -11,7 +11,9 @@ from ..statistics import VocabStatistics, known_statistics
 from .statistic_value import StatisticValue
 from .token_sums import expect_per_token, metric_sums
 
-RESERVED = {"loss", "perplexity"}  # names whose means in `HeadLossOutput.means` are no mean of values
+# names that have a meaning of their own in `mean_metrics` or in `HeadLossOutput`, and beginnings of such names
+RESERVED = {"loss", "perplexity", "num_tokens", "num_sequences"}
+LOSSES = "loss/", "weighted/", "count/loss/"
 
 
 class StatisticsFunction(NamedTuple):
@@ -20,6 +22,7 @@ class StatisticsFunction(NamedTuple):
     owner: str
     function: Callable | StatisticValue
     inputs: tuple[str, ...] = ()
+    may_return: tuple[str, ...] = ()  # of the names that are `RESERVED`
 
 
 def names_read(function) -> set[str]:
@@ -76,9 +79,8 @@ def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:
             raise TypeError(f"{metric.owner} must name its values by strings, not empty, got {unnamed}")
         if any(value is None for value in new.values()):
             _expect_statistics(metric, stats)
-        reserved = RESERVED & set(new)
-        if reserved and metric.owner not in {f"metric {name!r}" for name in reserved}:
-            raise ValueError(f"{metric.owner} must not return {sorted(reserved)}, whose means have a meaning")
+        if reserved := {x for x in new if x in RESERVED or x.startswith(LOSSES)} - {*metric.may_return}:
+            raise ValueError(f"{metric.owner} must not return {sorted(reserved)}, names that mean_metrics uses itself")
         for name, value in new.items():
             expect_per_token(f"metric {name!r}", value, stats.lse.shape)
         expect_distinct_names(values, new)

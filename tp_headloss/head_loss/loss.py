@@ -57,6 +57,7 @@ class HeadLoss(nn.Module):
             the labels' class weights where there are any; "sum" divides by nothing; "none" returns a loss per token.
             The reductions of `Sequences.aggregate` ("seq-mean-token-mean", ...) weigh tokens by their sequence and need
             the input "sequences". A caller's denominator replaces a mean's. A divisor of 0 gives 0 and zero gradient.
+            verl's names "token-mean" and "token-sum" are taken for "mean" and "sum".
         ignore_index: label of tokens that have no loss and no gradient.
         options: as in `vocab_statistics`.
         compile: True evaluates the terms' and metrics' own PyTorch through torch.compile, as one kernel each way
@@ -206,9 +207,9 @@ class HeadLoss(nn.Module):
         torch.is_grad_enabled(); no torch.compile. Its statistics cannot be differentiated; trying raises RuntimeError.
 
         Args:
-            hidden, weight, bias: as in `linear_vocab_statistics`.
+            hidden, weight, bias, shard: as in `linear_vocab_statistics`.
             linear: how the gradient of the hidden states is reduced, the mode and its memory.
-            labels, shard, token_weight, denominator, transform, inputs: as in `forward`.
+            labels, token_weight, denominator, transform, inputs: as in `forward`.
 
         Raises:
             TypeError, ValueError: as in `forward`; a budget that is too small, or a mode that the call rules out.
@@ -237,7 +238,9 @@ class HeadLoss(nn.Module):
         return given._replace(ignore_index=self.ignore_index)
 
     def _evaluate_functions(self, *args):
-        """Call `evaluate`, or this module's compiled copy of it."""
+        """Call `evaluate`, or this module's compiled copy of it; within torch.compile, which compiles it, as it is."""
+        if torch.compiler.is_compiling():
+            return evaluate(*args)
         if self._evaluate is None:
             self._evaluate = compiled_evaluate() if self.compile_terms else evaluate
         return self._evaluate(*args)

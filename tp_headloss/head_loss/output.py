@@ -16,6 +16,7 @@ from .call import Call
 from .evaluation import expect_distinct_names
 from .reduction import reduce_tokens
 from .statistic_value import FusedReduction
+from .terms import is_one
 
 
 @documented_fields
@@ -65,6 +66,12 @@ class HeadLossOutput(NamedTuple):
         """Call ``loss.backward`` with these keywords."""
         self.loss.backward(**keywords)
 
+    def __getattr__(self, name: str):
+        raise AttributeError(f"a HeadLossOutput has no {name!r}: its loss is the tensor out.loss")
+
+    def __neg__(self) -> torch.Tensor:
+        return -self.loss
+
     def __float__(self) -> float:
         return self.loss.item()
 
@@ -78,9 +85,20 @@ class HeadLossOutput(NamedTuple):
         return f"HeadLossOutput(loss={loss}, count={count}, terms=[{terms}], metrics=[{metrics}], stats={stats})"
 
 
-for _of in (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow):  # a tuple's + and * are others
+for _name in ("add", "sub", "mul", "truediv", "pow", "lt", "le", "gt", "ge"):  # a tuple's are others
+    _of = getattr(operator, _name)
     setattr(HeadLossOutput, f"__{_of.__name__}__", lambda self, other, of=_of: of(self.loss, other))
     setattr(HeadLossOutput, f"__r{_of.__name__}__", lambda self, other, of=_of: of(other, self.loss))
+
+
+def _expect_fields(cls, *fields, new=HeadLossOutput.__new__, **named):
+    """Make an output; TypeError for a GradScaler, which makes a tuple anew of one iterable."""
+    if len(fields) == 1 and not named:
+        raise TypeError("a HeadLossOutput is no tuple of losses: pass its loss, as in GradScaler.scale(out.loss)")
+    return new(cls, *fields, **named)
+
+
+HeadLossOutput.__new__ = _expect_fields  # type: ignore[method-assign, assignment]
 
 
 def _number_or_shape(x: torch.Tensor) -> str:
@@ -122,10 +140,11 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
 
     Returns:
         float64 scalars by name, equal on all ranks. "loss" is the sum of the weighted terms. A term without its weight
-        is "loss/" and its name, divided by the count or, with token weights of its own, by their sum; with its weight,
-        if that is not 1, "weighted/" and its name. A metric has its own name and is divided by the metric "count/" and
-        its name if there is one, else by the count, or by "num_tokens" with sequences, which stays a sum. Names that
-        begin with "max_" and "min_" are extrema, "perplexity" is exp of the mean of -log p. A mean of no tokens is NaN.
+        is "loss/" and its name, divided by the count or, with token weights of its own, by their sum; with its weight
+        (a number 1 excepted), "weighted/" and its name. A metric "x" has its own name. It is divided by the metric
+        "count/x" if there is one. Else it is divided by "num_tokens" if that is among the metrics, as with sequences,
+        and otherwise by the count; "num_tokens" itself stays a sum. Names that begin with "max_" and "min_" are
+        extrema, "perplexity" is exp of the mean of -log p. A mean of no tokens is NaN.
 
     Raises:
         TypeError, ValueError: no outputs, outputs of other names, or a group whose ranks share a vocabulary.
@@ -146,8 +165,8 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
     sums = reduce_metrics(combine_metrics([{**part, "": out.count} for part, out in zip(parts, outputs)]), group)
     count = sums.pop("")
     tokens = sums.get("num_tokens", count)
-    weights = outputs[0].weights.items()
-    unweighted = {name for name, weight in weights if isinstance(weight, (int, float)) and weight == 1}
+    weights = {name: [out.weights[name] for out in outputs] for name in outputs[0].terms}
+    same = {f"weighted/{name}" for name, found in weights.items() if all(map(is_one, found))}
 
     def mean(name: str) -> torch.Tensor:
         if name == "num_tokens" or name.startswith(("max_", "min_")):
@@ -158,20 +177,16 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
         found = sums[name] / sums.get(f"count/{name}", tokens)
         return (-found).exp() if name == "perplexity" else found
 
-    means = {name: mean(name) for name in sums if not name.startswith("count/")}
-    loss = torch.stack([means[f"weighted/{name}"] for name in outputs[0].terms]).sum()
-    return {"loss": loss} | {name: x for name, x in means.items() if name.removeprefix("weighted/") not in unweighted}
+    means = {name: mean(name) for name in sums if not name.startswith("count/") or name[6:] not in sums}
+    loss = torch.stack([means[f"weighted/{name}"] for name in weights]).sum()
+    return {"loss": loss} | {name: x for name, x in means.items() if name not in same}
 
 
 def _sums_by_name(out: HeadLossOutput) -> dict[str, torch.Tensor]:
-    """Sums: terms in "loss/" and "weighted/", divisors in "count/loss/", metrics (ValueError if they are named so)."""
+    """Sums: terms in "loss/" and "weighted/", their divisors in "count/loss/", and metrics."""
     terms = {f"loss/{name}": x for name, x in out.terms.items()}
     terms |= {f"weighted/{name}": x * out.weights[name] for name, x in out.terms.items()}
-    terms |= {f"count/loss/{name}": x for name, x in out.term_counts.items()}
-    kinds = "loss/", "weighted/", "count/loss/"
-    if reserved := [name for name in out.metrics if name == "loss" or name.startswith(kinds)]:
-        raise ValueError(f"metrics must not have names of losses, as 'loss/..' and 'weighted/..' are, got {reserved}")
-    return terms | out.metrics
+    return terms | {f"count/loss/{name}": x for name, x in out.term_counts.items()} | out.metrics
 
 
 def make_output(
@@ -205,5 +220,6 @@ def make_output(
         expect_distinct_names(metrics, other_metrics)
         metrics |= other_metrics
     count = total if call.count is None else call.count
-    weights = definition.plan.weights
+    weights = definition.plan.weights  # tensors may change after this call
+    weights = {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in weights.items()}
     return HeadLossOutput(loss, count, terms, metrics, stats, sequence_metrics, term_counts, weights)

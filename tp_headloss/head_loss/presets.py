@@ -18,7 +18,8 @@ Kl: TypeAlias = Annotated[NotNegative, "Weight of the KL to the reference (k3 of
 Bonus: TypeAlias = Annotated[NotNegative, "Weight of the entropy bonus; 0: none"]
 Dual: TypeAlias = Positive | None
 HANDED_ON = frozenset(lines_within(HeadLoss)) - {"terms", "reduction"}
-Keywords: TypeAlias = Annotated[Any, CheckedBy("arguments of the `HeadLoss`: metrics, options, ..", names=HANDED_ON)]
+GIVEN = "arguments of the `HeadLoss`, such as metrics, but its terms and reduction, which the preset sets itself"
+Keywords: TypeAlias = Annotated[Any, CheckedBy(GIVEN, names=HANDED_ON)]
 TOKENS, SEQUENCES = "mean", "seq-mean-token-mean"
 
 

@@ -29,7 +29,7 @@ class Term:
     """Weighted per-token loss, with the optional statistics and the inputs that it needs.
 
     Args:
-        name: key of this term in `HeadLossOutput.terms`, unique in a `HeadLoss`.
+        name: key of this term in `HeadLossOutput.terms`, unique among the terms; a metric may have it, too.
         function: ``function(stats, **inputs) -> [..] fp32``, a loss per token; `HeadLoss` masks and averages. A
             `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no kernel of its own. To pickle a
             HeadLoss, use functions of a module, and `functools.partial` for their constants, instead of lambdas.
@@ -78,6 +78,7 @@ class Metric:
 
     Args:
         function: ``function(stats, **inputs) -> {name: [..]}``, summed over tokens; "max_" and "min_" names: extrema.
+            Names are unique among the metrics; in `mean_metrics` a term of the same name is "loss/" and the name.
         inputs: inputs that the function takes, as in `Term`.
 
     Examples:
@@ -132,6 +133,11 @@ def BitsPerByte() -> Metric:
     return Metric(_bits_per_byte, (), ("num_bytes",))
 
 
+def is_one(weight: float | torch.Tensor) -> bool:
+    """True for the number 1. A tensor may change, and reading it would wait for the device."""
+    return not isinstance(weight, torch.Tensor) and weight == 1
+
+
 def _topk_accuracy(k, stats):
     return {f"top{k}_accuracy": stats.rank <= k}
 
@@ -151,7 +157,7 @@ def CrossEntropy(
 
     Args:
         smoothing_formula: see `losses.smoothed_cross_entropy`.
-        class_weight: replicated; the mean then divides by the sum of the labels' weights, as in torch.
+        class_weight: replicated, copied; the mean then divides by the sum of the labels' weights, as in torch.
 
     Examples:
         >>> logits, labels = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])
@@ -166,7 +172,7 @@ def CrossEntropy(
     token_weight = None
     function: Callable[..., torch.Tensor] = losses.cross_entropy
     if class_weight is not None:
-        class_weight = class_weight.detach().float()
+        class_weight = class_weight.detach().to(torch.float32, copy=True)
         token_weight = partial(losses.label_weight, class_weight=class_weight)
         function = partial(_weighted_cross_entropy, class_weight)
     if label_smoothing:

@@ -111,7 +111,7 @@ def from_parallel_logits_to_logprobs(
 
     Args:
         vocab_parallel_logits: [B, S or more, width] (context parallel: [B, L, width]) of ids [start index, end index).
-        sampling_params, sampling_mask: as in `get_next_token_logprobs_from_logits`, errors, too.
+        sampling_params, sampling_mask: as in `get_next_token_logprobs_from_logits`; errors, too.
     """
     kept = kept_by(sampling_params, sampling_mask)
     device = None if kept is None else vocab_parallel_logits.device  # whose sets need one number of ids

@@ -46,10 +46,11 @@ def from_vllm(masks: Iterable) -> IdSets:
 
 
 def _completion_sets(mask) -> IdSets:
-    if mask is None:
-        raise TypeError("a sampling mask must be vLLM's SamplingMask or a list of ids per token, got None")
     ids, offsets = getattr(mask, "token_ids", mask), getattr(mask, "offsets", None)
     if offsets is None:
+        if not isinstance(ids, Iterable) or not all(isinstance(row, Iterable) for row in ids):
+            got = f"one of {next(iter(ids))!r}, .." if isinstance(ids, Iterable) else repr(ids)
+            raise TypeError(f"a sampling mask must be vLLM's SamplingMask or a list of ids per token, got {got}")
         return _sets_from_counts(list(chain.from_iterable(ids)), [len(row) for row in ids])
     return _sets_from_offsets(_int_tensor(ids), _int_tensor(offsets))
 

@@ -49,7 +49,8 @@ def linear_vocab_statistics(
 
     Args:
         linear: `Linear`: the reduction of dH, the memory, how logits are made.
-        labels, shard, want, transform, sets, ids, total_weight, ignore_index, options: as in `vocab_statistics`.
+        shard: the rows of ``weight``; None: it holds the whole vocabulary, or is a DTensor that is ``Shard(0)``.
+        labels, want, transform, sets, ids, total_weight, ignore_index, options: as in `vocab_statistics`.
         teacher: as in `vocab_statistics`, or a `TeacherHead`.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..spec import Bounds, NotNegative, Share, TokenLoss, TokenValues, checked
+from ..spec import Bounds, ConstantValues, NotNegative, Share, TokenLoss, checked
 from .policy import CLIP, clipped_objective
 from .ratio import Advantages, Clip, LogProb, OldLogProb, ValidTokens, log_ratio
 
@@ -34,7 +34,7 @@ def clip_cov(
     advantages: Advantages,
     old_log_prob: OldLogProb,
     mask: ValidTokens,
-    noise: TokenValues,
+    noise: ConstantValues,
     clip: Clip = CLIP,
     fraction: Share = 0.0002,
     bounds: Bounds = (1.0, 5.0),

@@ -11,11 +11,12 @@ from typing import Annotated, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from ..spec import Finite, OneOf, OpenShare, PerToken, PositiveFp32, Share, TokenLoss, TokenValues, checked
+from ..spec import ConstantPerToken, Finite, OneOf, OpenShare, PositiveFp32, Share, TokenLoss, TokenValues, checked
 from ..statistics import VocabStatistics
 
 SUPPORTS = ("topk", "vocabulary", "tail")
 Support: TypeAlias = Annotated[str, OneOf(SUPPORTS)]
+Tail: TypeAlias = ConstantPerToken | None
 
 
 @checked
@@ -36,7 +37,7 @@ def soft_cross_entropy(stats: VocabStatistics) -> TokenLoss:
 
 
 @checked
-def times_temperature_squared(values: TokenValues, temperature: PositiveFp32 | PerToken) -> TokenValues:
+def times_temperature_squared(values: TokenValues, temperature: PositiveFp32 | ConstantPerToken) -> TokenValues:
     """Return T^2 times the values, T the student's temperature: gradients of soft targets shrink with 1 / T^2.
 
     Examples:
@@ -59,9 +60,7 @@ def _zero_without_entries(stats, value):
 
 
 @checked
-def log_tail(
-    stats: VocabStatistics, tail_log_prob: PerToken | None = None, min_probability: Share = 0.0
-) -> TokenValues:
+def log_tail(stats: VocabStatistics, tail_log_prob: Tail = None, min_probability: Share = 0.0) -> TokenValues:
     """Return the log of a top-K teacher's probability outside of its entries, in nats.
 
     Args:
@@ -76,18 +75,18 @@ def log_tail(
         tensor([-2.4879])
     """
     if tail_log_prob is not None:
-        return tail_log_prob.detach().to(stats.teacher_mass.dtype)
+        return tail_log_prob.to(stats.teacher_mass.dtype)
     return F.threshold(1 - stats.teacher_mass, 1e-6, min_probability).log()
 
 
-def _expect_tail(support: Support, log_tail: PerToken | None):
+def _expect_tail(support: Support, log_tail: Tail):
     """Raise ValueError unless the support has a teacher's tail if it needs one."""
     if support == "tail" and log_tail is None:
         raise ValueError("support='tail' needs log_tail, the teacher's, see losses.log_tail, got None")
 
 
 @checked
-def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: PerToken | None = None) -> TokenLoss:
+def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: Tail = None) -> TokenLoss:
     """Return sum tau (log tau - log p) over a top-K teacher's entries, plus the tail's summand if support="tail".
 
     Args:
@@ -112,14 +111,14 @@ def topk_forward_kl(stats: VocabStatistics, support: Support, log_tail: PerToken
 
 @checked
 def topk_reverse_kl(
-    stats: VocabStatistics, support: Support, log_tail: PerToken | None = None, outside_log_prob: Finite = -100.0
+    stats: VocabStatistics, support: Support, log_tail: Tail = None, outside_log_prob: Finite = -100.0
 ) -> TokenLoss:
     """Return sum p (log p - log tau), normalised as in `topk_forward_kl`.
 
     Args:
         stats: `VocabStatistics` with "topk_reverse_kl"; for support="tail" also "topk_log_mass" and "tail_log_mass",
             for "vocabulary" also these two and "tail_entropy".
-        log_tail: as in `topk_forward_kl`, as is support.
+        support, log_tail: as in `topk_forward_kl`.
         outside_log_prob: for support="vocabulary", the teacher's log-prob of each id that is no entry; the log of 0
             would make the divergence infinite (NeMo-RL's zero_outside_topk takes -100).
 
@@ -142,14 +141,13 @@ def topk_reverse_kl(
 
 
 @checked
-def topk_jsd(
-    stats: VocabStatistics, support: Support, log_tail: PerToken | None = None, beta: OpenShare = 0.5
-) -> TokenLoss:
+def topk_jsd(stats: VocabStatistics, support: Support, log_tail: Tail = None, beta: OpenShare = 0.5) -> TokenLoss:
     """Return beta KL(tau || m) + (1 - beta) KL(p || m) with m = beta tau + (1 - beta) p.
 
     Args:
         stats: with "topk_jsd" ("topk"), or "vocab_jsd" and "topk_log_mass" ("vocabulary") or "tail_log_mass" ("tail").
-        log_tail: as in `topk_forward_kl`, as is support; "vocabulary" takes a tail of probability 0.
+        support: as in `topk_forward_kl`.
+        log_tail: as in `topk_forward_kl`; "vocabulary" takes a tail of probability 0.
 
     Examples:
         >>> entries = TopKTeacher(torch.tensor([[2, 1]]), torch.tensor([[-0.4, -1.4]]), renormalize=False)

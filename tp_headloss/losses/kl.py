@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 
 from ..spec import OneOf, Positive, TokenValues, checked
-from .ratio import LOG_RATIO_CLAMP, LogProb, ReferenceLogProb, bounded, log_ratio, with_gradient_of
+from .ratio import LOG_RATIO_CLAMP, GeneratorLogProb, LogProb, ReferenceLogProb, bounded, log_ratio, with_gradient_of
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 
@@ -33,7 +33,7 @@ def kl_estimate(
     estimator: Annotated[str, OneOf(KL_ESTIMATORS)] = "k3",
     input_clamp: Positive | None = LOG_RATIO_CLAMP,
     output_clamp: Positive | None = 10.0,
-    sampler_log_prob: TokenValues | None = None,
+    sampler_log_prob: GeneratorLogProb | None = None,
 ) -> TokenValues:
     """Return an estimate [..] of KL(policy || reference) at each token. NaN stays NaN.
 
@@ -42,9 +42,9 @@ def kl_estimate(
         input_clamp: x is clamped to +-input_clamp for any estimator, with zero gradient beyond; None: not clamped.
             20 is NeMo-RL's default, and verl's for k3, which alone is clamped there.
         output_clamp: upper bound of k3, with zero gradient beyond; None: no bound. The default is verl's.
-        sampler_log_prob: of the program that sampled the tokens. The estimate is multiplied by the importance
-            weight w = exp(log_prob - sampler_log_prob), which is differentiated, too, so that the gradient of w k3 is
-            w x (bias-corrected KL), except where x is clamped. Pass ``log_prob.detach()`` for own samples (w = 1).
+        sampler_log_prob: multiplies the estimate by the importance weight w = exp(log_prob - sampler_log_prob), which
+            is differentiated by log_prob, too, so that the gradient of w k3 is w x (bias-corrected KL), except where x
+            is clamped. Pass ``log_prob`` itself for own samples (w = 1).
 
     Examples:
         >>> losses.kl_estimate(torch.tensor([-1.0, -2.0]), reference_log_prob=torch.tensor([-1.0, -2.5]))

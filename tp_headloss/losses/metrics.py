@@ -62,7 +62,7 @@ def policy_metrics(
     advantages = advantages.expand_as(ratio)
     below, above, clamped = ratio < low, ratio > high, ratio.clamp(low, high)
     out = {
-        "new_log_prob": log_prob,
+        "new_log_prob": log_prob.detach(),
         "old_log_prob": old_log_prob,
         "ratio": ratio,
         "ratio_squared": ratio**2,

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import torch
 
-from ..spec import OneOf, PerToken, Positive, PositivePair, TokenLoss, checked
+from ..spec import ConstantPerToken, OneOf, Positive, PositivePair, TokenLoss, checked
 from .ratio import LOG_RATIO_CLAMP, Advantages, Clip, LogProb, OldLogProb, bounded, log_ratio, scaled
 
 CLIP = (0.2, 0.2)
@@ -150,7 +150,7 @@ def sapo(
 
 
 @checked
-def positive_nll(log_prob: LogProb, *, rewards: PerToken) -> TokenLoss:
+def positive_nll(log_prob: LogProb, *, rewards: ConstantPerToken) -> TokenLoss:
     """Return -l where the reward is positive, else 0: imitation of what succeeded.
 
     As a term of a `HeadLoss`, its mean is over the tokens with a positive reward.

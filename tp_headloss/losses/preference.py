@@ -13,14 +13,17 @@ from typing import Annotated, TypeAlias
 import torch
 from torch.nn.functional import logsigmoid
 
-from ..spec import Finite, NotNegative, PositiveFp32, Scalar, Share, TensorLine, checked
+from ..spec import Finite, NotNegative, PositiveFp32, Share, TensorLine, checked
 from .ratio import bounded
 
 Pairs: TypeAlias = Annotated[
     torch.Tensor, TensorLine("floating point", ("pairs",)), "Summed log-probs of the policy being trained, nats"
 ]
+Means: TypeAlias = Annotated[
+    torch.Tensor, TensorLine("floating point", ("pairs",)), "*Mean* log-probs over a completion's tokens, nats"
+]
 ReferencePairs: TypeAlias = Annotated[
-    torch.Tensor, TensorLine("floating point", ("pairs",)), "Summed log-probs of the reference, constants"
+    torch.Tensor, TensorLine("floating point", ("pairs",), detached=True), "Summed log-probs of the reference, nats"
 ]
 PairLoss: TypeAlias = Annotated[torch.Tensor, "[pairs] fp32, loss per pair, or per completion"]
 Beta: TypeAlias = Annotated[PositiveFp32, "Weight of the reference"]
@@ -80,11 +83,8 @@ def ipo(
 
 
 @checked
-def simpo(chosen: Pairs, rejected: Pairs, *, beta: Beta = 2.0, margin: Finite = 1.0) -> PairLoss:
+def simpo(chosen: Means, rejected: Means, *, beta: Beta = 2.0, margin: Finite = 1.0) -> PairLoss:
     """Return -log sigmoid(beta (chosen - rejected) - margin), without a reference.
-
-    Args:
-        chosen: the *mean* log-prob over a completion, and so is rejected.
 
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
@@ -106,13 +106,10 @@ def _log_odds(log_prob):
 
 
 @checked
-def orpo(chosen: Pairs, rejected: Pairs) -> PairLoss:
+def orpo(chosen: Means, rejected: Means) -> PairLoss:
     """Return -log sigmoid(log odds(chosen) - log odds(rejected)), the odds-ratio term alone.
 
     ORPO's objective is a weighted sum of this and the cross-entropy of the chosen completions.
-
-    Args:
-        chosen: the *mean* log-prob over a completion, and so is rejected.
 
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
@@ -130,14 +127,14 @@ def kto(
     reference_log_prob: ReferencePairs,
     *,
     desirable: Annotated[torch.Tensor, TensorLine("bool", ("pairs",))],
-    kl: Scalar,
+    kl: Annotated[torch.Tensor, TensorLine("real numbers", (), detached=True)],
     beta: Beta = 0.1,
     desirable_weight: NotNegative = 1.0,
     undesirable_weight: NotNegative = 1.0,
 ) -> PairLoss:
     """Return weight * (1 - sigmoid(beta (h - z))) for desirable completions, with z - h for the others.
 
-    h = log_prob - reference_log_prob, and z = max(kl, 0), detached.
+    h = log_prob - reference_log_prob, and z = max(kl, 0).
 
     Args:
         kl: the mean of h over mismatched prompts and completions of the global batch.
@@ -150,7 +147,7 @@ def kto(
     Source: KTO (arXiv:2402.01306).
     """
     h = log_prob - reference_log_prob
-    z = kl.detach().clamp(min=0)
+    z = kl.clamp(min=0)
     good = desirable_weight * torch.sigmoid(beta * (z - h))  # 1 - sigmoid(a) = sigmoid(-a)
     bad = undesirable_weight * torch.sigmoid(beta * (h - z))
     return torch.where(desirable, good, bad)

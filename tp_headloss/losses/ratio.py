@@ -7,15 +7,13 @@ from typing import Annotated, Any, TypeAlias
 
 import torch
 
-from ..spec import OneOf, Pair, PerToken, Positive, TokenMask, TokenValues, checked
+from ..spec import ConstantPerToken, ConstantValues, OneOf, Pair, Positive, TokenMask, TokenValues, checked
 
 LogProb: TypeAlias = Annotated[TokenValues, "Log-prob of the policy being trained, nats"]
-OldLogProb: TypeAlias = Annotated[TokenValues, "Log-prob of the policy that sampled the tokens, a constant"]
-ReferenceLogProb: TypeAlias = Annotated[TokenValues, "Log-prob of the reference, a constant"]
-GeneratorLogProb: TypeAlias = Annotated[
-    TokenValues, "Log-prob of the program that sampled, such as an inference engine"
-]
-Advantages: TypeAlias = Annotated[PerToken, "Constants"]
+OldLogProb: TypeAlias = Annotated[ConstantValues, "Log-prob of the policy that sampled the tokens, nats"]
+ReferenceLogProb: TypeAlias = Annotated[ConstantValues, "Log-prob of the reference, nats"]
+GeneratorLogProb: TypeAlias = Annotated[ConstantValues, "Log-prob of the program that sampled, such as vLLM, nats"]
+Advantages: TypeAlias = ConstantPerToken
 ValidTokens: TypeAlias = Annotated[TokenMask, "The tokens that count"]
 Clip: TypeAlias = Annotated[Pair, "(low, high) bounds the ratio r to [1 - low, 1 + high]"]
 Level: TypeAlias = Annotated[str, OneOf(("token", "sequence")), "Whose ratio: the token's, or that of its sequence"]

@@ -13,10 +13,10 @@ from typing import Annotated, TypeAlias
 import torch
 
 from ..arguments.sequences import Sequences
-from ..spec import Bounds, TokenValues, checked
+from ..spec import Bounds, ConstantValues, checked
 from .ratio import LOG_RATIO_CLAMP, GeneratorLogProb, Level, log_ratio
 
-TrainerLogProb: TypeAlias = Annotated[TokenValues, "Log-prob of the trainer at sampling time (``old_log_prob``), nats"]
+TrainerLogProb: TypeAlias = Annotated[ConstantValues, "The trainer's at sampling time (``old_log_prob``), nats"]
 
 RolloutWeight: TypeAlias = Annotated[
     torch.Tensor, '[..] fp32, detached: the input "rollout_weight" of `PolicyGradient`'
@@ -25,7 +25,7 @@ RolloutWeight: TypeAlias = Annotated[
 
 def _log_weight(log_prob, generator_log_prob, level, sequences):
     """log w [..] of each token, or of its sequence."""
-    log_w = log_ratio(log_prob.detach(), generator_log_prob.detach())
+    log_w = log_ratio(log_prob, generator_log_prob)
     if level == "token":
         return log_w
     if sequences is None:
@@ -94,7 +94,7 @@ def sequence_masked_importance_weight(
 
     Source: NeMo-RL's seq-mask-tis.
     """
-    log_w = log_ratio(log_prob.detach(), generator_log_prob.detach())
+    log_w = log_ratio(log_prob, generator_log_prob)
     mean = sequences.spread(sequences.mean(log_w)).exp()
     weight = torch.where(mean.isnan(), torch.nan, log_w.exp())  # one NaN makes its sequence NaN
     return torch.where((mean < bounds[0]) | (mean > bounds[1]), 0.0, weight)

@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 import torch
 
 from ..arguments.sequences import Sequences
-from ..spec import NumberLine, PerToken, Positive, TokenLoss, TupleOf, checked
+from ..spec import ConstantPerToken, NumberLine, Positive, TokenLoss, TupleOf, checked
 from .policy import CLIP, clipped_objective, expect_distances
 from .ratio import LOG_RATIO_CLAMP, Advantages, Clip, LogProb, OldLogProb, bounded, log_ratio, scaled, with_gradient_of
 
@@ -134,7 +134,7 @@ def vespo(
     old_log_prob: OldLogProb,
     sequences: Sequences,
     shape: PairOfPairs = ((2.0, 3.0), (3.0, 2.0)),
-    rollout_log_weight: PerToken | None = None,
+    rollout_log_weight: ConstantPerToken | None = None,
 ) -> TokenLoss:
     """Return -stop_gradient(phi) A l with phi = exp(lambda + k log w - lambda w).
 

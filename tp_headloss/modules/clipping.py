@@ -12,7 +12,7 @@ import torch
 from ..call.subclasses import is_dtensor
 from ..ranks.comm import gather_from_ranks, group_size
 from ..ranks.shard import Group, resolve_process_group
-from ..spec import CheckedBy, NotNegative, Positive, checked
+from ..spec import CheckedBy, NotNegative, OneOf, Positive, checked
 
 
 @checked
@@ -20,7 +20,7 @@ from ..spec import CheckedBy, NotNegative, Positive, checked
 def clip_grad_norm_(
     parameters: Annotated[Iterable[torch.Tensor] | torch.Tensor, CheckedBy("parameters, each with its gradient")],
     max_norm: NotNegative,
-    norm_type: Positive = 2.0,
+    norm_type: Positive | Annotated[str, OneOf(("inf",))] = 2.0,
     *,
     error_if_nonfinite: bool = False,
     tensor_parallel_group: Group = None,
@@ -35,7 +35,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: of the model; those without a gradient count as 0. ``main_grad`` comes before ``grad``.
-        norm_type: p of the p-norm, infinity included.
+        norm_type: p of the p-norm, infinity included, also as "inf".
         error_if_nonfinite: RuntimeError if the norm is NaN or infinite; otherwise all gradients become NaN or 0.
         tensor_parallel_group: of parameters with ``tensor_model_parallel = True``.
 
@@ -54,7 +54,7 @@ def clip_grad_norm_(
     """
     norms: dict[tuple[str, ...], list[torch.Tensor]] = {}  # by the groups over which a parameter is sharded
     gradients: dict[torch.device, list[torch.Tensor]] = {}
-    device = None
+    device, norm_type = None, float(norm_type)
     if isinstance(parameters, torch.nn.Module):
         raise TypeError(f"parameters must be tensors, got {type(parameters).__name__}: pass model.parameters()")
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -37,6 +37,8 @@ TOKENS, PER_TOKEN = TensorLine("floating point"), TensorLine("real numbers", bro
 EACH_TOKEN = TensorLine("real numbers")  # which does not broadcast
 TokenValues: TypeAlias = Annotated[torch.Tensor, TOKENS]
 PerToken: TypeAlias = Annotated[torch.Tensor, PER_TOKEN]
+ConstantValues: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", detached=True)]
+ConstantPerToken: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", broadcasts=True, detached=True)]
 TokenLoss: TypeAlias = Annotated[torch.Tensor, "[..] fp32, loss per token, neither masked nor averaged"]
 TokenMask: TypeAlias = Annotated[torch.Tensor, MASK]
 Logits: TypeAlias = Annotated[torch.Tensor, TensorLine("floating point", None, sharded=-1)]

@@ -77,15 +77,18 @@ def described(function: F) -> F:
 
 _WRITTEN: dict[str, dict[str, str]] = {}  # by function, what is written about its arguments
 _LINES: dict[str, dict[str, Line]] = {}  # by module and name; torch.compile takes no closure of lines
+_DETACHED: dict[str, frozenset[str]] = {}  # in the same way, names of the arguments that are constants
 
 
 def checked(function: F) -> F:
-    """Decorate a public function or class: each argument of a call is checked by its line, in an error that names it.
+    """Decorate a public function or class: each argument of a call is checked by its line, in an error that names it,
+    and detached where its line says so.
 
     The docstring gets an entry for each argument, a dataclass `tensors`: fields that may hold one -> sharded dimension.
     """
     is_class, key = isinstance(function, type), f"{function.__module__}.{function.__qualname__}"
     lines = _LINES[key] = lines_of(function)
+    _DETACHED[key] = frozenset(name for name, line in lines.items() if getattr(_tensor_line(line), "detached", False))
     target: Any = function.__init__ if is_class else function
     parameters, owner = inspect.signature(target).parameters, getattr(function, "called", "")
     others = [getattr(lines.get(x.name), "names", None) for x in parameters.values() if x.kind == x.VAR_KEYWORD]
@@ -104,8 +107,12 @@ def checked(function: F) -> F:
             if name not in given:
                 continue
             value = given[name]
-            if isinstance(line, OneOf) and isinstance(value, str) and (ours := synonym(value, line.names)) != value:
-                value = given[name] = ours
+            if isinstance(line, OneOf) and isinstance(value, str):
+                value = synonym(value, line.names)
+            elif name in _DETACHED[key] and isinstance(value, torch.Tensor) and value.requires_grad:
+                value = value.detach()
+            if value is not given[name]:
+                given[name] = value
                 args, kwargs = (), given
             line.check(owner + name, value, sizes)
         return target(*args, **kwargs)
@@ -157,8 +164,9 @@ def _with_arguments(function, lines: dict[str, Line]) -> str:
     following = re.search(r"^(Returns|Raises|Examples|Source):", doc, re.M)
     start, end = section.span() if section else (len(doc) if following is None else following.start(),) * 2
     result = "" if re.search("^Returns:", doc, re.M) else _result_of(function)
+    entries = f"Args:\n{entries}" * bool(entries)
     entries += f"\nReturns:\n    {result}.\n" * bool(result)
-    return f"{doc[:start]}Args:\n{entries}" + "\n" * (section is None) + doc[end:].rstrip()
+    return doc[:start] + entries.lstrip("\n") + "\n" * (section is None) + doc[end:].rstrip()
 
 
 def _result_of(function) -> str:

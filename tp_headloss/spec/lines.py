@@ -40,6 +40,7 @@ class TensorLine:
         broadcasts: sizes of 1, or no dimension at all, will do.
         sharded: the dimension that is sharded on the vocabulary; None: replicated.
         constant: it gets no gradient, so that one that requires it is an error.
+        detached: it is a constant to the function, whose call detaches it.
         hint: of the error for anything but a tensor.
     """
 
@@ -48,15 +49,16 @@ class TensorLine:
     broadcasts: bool = False
     sharded: int | None = None
     constant: bool = False
+    detached: bool = False
     hint: str = ""
 
     @property
     def says(self) -> str:
-        """Words for a table: shape, dtype and sharding."""
+        """Words for a table: shape, dtype and sharding, and whether it is detached."""
         shape = "a tensor of " if self.shape is None else f"[{', '.join(map(str, self.shape))}] "
         shape = shape if self.shape != () else "a scalar tensor of "
         sharded = " sharded on V" * (self.sharded is not None)
-        return f"{shape}{self.kind}{sharded}" + ", or sizes of 1" * self.broadcasts
+        return "constant " * self.detached + f"{shape}{self.kind}{sharded}" + ", or sizes of 1" * self.broadcasts
 
     def check(self, name: str, x: Any, sizes: Sizes):
         """Raise TypeError or ValueError unless x is such a tensor."""
