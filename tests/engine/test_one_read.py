@@ -352,7 +352,7 @@ def test_the_kernel_and_its_caller_agree():
     expected = *map(numbers.get, ("SLOTS", "RANKS", "VALUES", "GIVENS")), threads
     launch = one_read_launch
     assert expected == (launch.SLOTS, launch.RANKS, launch.VALUES, launch.GIVENS, launch.THREADS)
-    assert launch.LEAF == 32 * numbers["ROUNDS"]
+    assert 32 * numbers["ROUNDS"] == launch.LEAF
     assert launch.TERMS == row_functions.SLOPES and launch.GIVENS == row_functions.MOST_INPUTS
     body = source.partition("struct Params {")[2].partition("};")[0]
     fields = re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", body)
