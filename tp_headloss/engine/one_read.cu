@@ -473,6 +473,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
           break;
         }
       }
+      wait(&s.stat[slot], phase);  // nothing new, but the packet orders no shared memory for the grad warps
       const Node x = join_lanes({__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(more.x), __uint_as_float(more.z),
                                  (int)(p.z & 0xffffu), (int)more.y}, 32);
       const u32 own = __ballot_sync(~0u, lane < all && p.w & OWNER), ignore = __ballot_sync(~0u, lane < all && p.w & IGNORED);
