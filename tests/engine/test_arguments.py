@@ -38,9 +38,6 @@ TYPES = {
     "teacher.weight must be a tensor, got Linear: pass its .weight": lambda: hl.linear_vocab_statistics(
         X, torch.zeros(9, V), want=("forward_kl",), teacher=hl.TeacherHead(X, torch.nn.Linear(V, 9))
     ),
-    "no tuple of losses: pass its loss, as in GradScaler.scale.out.loss": lambda: torch.amp.GradScaler("cpu").scale(
-        hl.HeadLoss()(X, LABELS)
-    ),
     "a list of ids per token, got one of 1, ..": lambda: from_vllm([[1, 2, 3]]),
     "a list of ids per token, got 1": lambda: from_vllm([1, 2, 3]),
     "a list of ids per token, got None": lambda: from_vllm([None]),

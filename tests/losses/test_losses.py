@@ -108,6 +108,13 @@ def test_causal_lm_loss_shifts_the_labels_itself():
     torch.testing.assert_close(found["bits_per_byte"].float(), bits)
 
 
+@pytest.mark.parametrize("shape", [(2, 6), (1, 6), (6,)])
+def test_inputs_over_positions_are_refused_by_the_shifted_loss(shape):
+    loss = hl.CausalLMLoss(hl.HeadLoss([hl.PolicyGradient("reinforce")]))
+    with pytest.raises(ValueError, match="inputs per token must be 'num_bytes'"):
+        loss(torch.randn(2, 6, V), torch.zeros(2, 6, dtype=torch.int64), inputs={"advantages": torch.ones(shape)})
+
+
 @pytest.mark.parametrize("sequences", [False, True])
 def test_int32_labels_go_with_any_ignore_index(sequences, device):
     """Tokens that a weight or a mask takes out get it, and int32 does not hold it."""

@@ -39,8 +39,8 @@ class CausalLMLoss(nn.Module):
         """Loss of logits [.., S, width] sharded on V against the next labels -> `HeadLossOutput`, replicated.
 
         labels, token_weight: [.., S], unshifted; a weight and the input "num_bytes" belong to their label. Other
-        inputs with a value per token are refused. Other keywords as in `HeadLoss.forward`. Position t of per-token
-        temperatures, teachers and sets belongs to the logits at t and to label t + 1.
+        inputs [.., S], or that broadcast to it, are refused. Other keywords as in `HeadLoss.forward`. Position t of
+        per-token temperatures, teachers and sets belongs to the logits at t and to label t + 1.
         """
         TENSOR.check("logits", logits, {})
         expect_labels(labels, logits, token_weight)
@@ -63,7 +63,7 @@ def _next(x: torch.Tensor, last) -> torch.Tensor:
 
 def _of_next_token(name: str, x, labels: torch.Tensor):
     """An input as a HeadLoss takes it. ValueError for one of which nobody knows to which position it belongs."""
-    per_token = name == "sequences" or (isinstance(x, torch.Tensor) and x.shape == labels.shape)
+    per_token = name == "sequences" or (isinstance(x, torch.Tensor) and x.shape[-1:] == labels.shape[-1:])
     if per_token and name != "num_bytes":
         raise ValueError(
             f"inputs per token must be 'num_bytes', which is moved as the labels are, got {name!r}: call HeadLoss with "

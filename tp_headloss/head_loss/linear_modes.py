@@ -48,7 +48,8 @@ def sweep_tokens(call: Call, head: LinearCall) -> int:
         if tokens >= least:
             return max(tokens, 1)
     if linear.upstream is not None:
-        raise ValueError(f"upstream is for one sweep, got mode={linear.mode!r}: {obstacle or 'no budget for it'}")
+        reason = "leave it out, or take 'one_sweep'" if linear.mode == "recompute" else obstacle or "no budget for it"
+        raise ValueError(f"upstream is for one sweep, got mode={linear.mode!r}: {reason}")
     return 0
 
 

@@ -16,7 +16,6 @@ from .call import Call
 from .evaluation import expect_distinct_names
 from .reduction import reduce_tokens
 from .statistic_value import FusedReduction
-from .terms import is_one
 
 
 @documented_fields
@@ -91,16 +90,6 @@ for _name in ("add", "sub", "mul", "truediv", "pow", "lt", "le", "gt", "ge"):  #
     setattr(HeadLossOutput, f"__r{_of.__name__}__", lambda self, other, of=_of: of(other, self.loss))
 
 
-def _expect_fields(cls, *fields, new=HeadLossOutput.__new__, **named):
-    """Make an output; TypeError for a GradScaler, which makes a tuple anew of one iterable."""
-    if len(fields) == 1 and not named:
-        raise TypeError("a HeadLossOutput is no tuple of losses: pass its loss, as in GradScaler.scale(out.loss)")
-    return new(cls, *fields, **named)
-
-
-HeadLossOutput.__new__ = _expect_fields  # type: ignore[method-assign, assignment]
-
-
 def _number_or_shape(x: torch.Tensor) -> str:
     return f"{x.item():.6g}" if x.dim() == 0 and not x.is_meta else str(list(x.shape))
 
@@ -165,8 +154,8 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
     sums = reduce_metrics(combine_metrics([{**part, "": out.count} for part, out in zip(parts, outputs)]), group)
     count = sums.pop("")
     tokens = sums.get("num_tokens", count)
-    weights = {name: [out.weights[name] for out in outputs] for name in outputs[0].terms}
-    same = {f"weighted/{name}" for name, found in weights.items() if all(map(is_one, found))}
+    weights = {f"weighted/{name}": [out.weights[name] for out in outputs] for name in outputs[0].terms}
+    same = [name for name, found in weights.items() if all(not torch.is_tensor(x) and x == 1 for x in found)]
 
     def mean(name: str) -> torch.Tensor:
         if name == "num_tokens" or name.startswith(("max_", "min_")):
@@ -178,7 +167,7 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
         return (-found).exp() if name == "perplexity" else found
 
     means = {name: mean(name) for name in sums if not name.startswith("count/") or name[6:] not in sums}
-    loss = torch.stack([means[f"weighted/{name}"] for name in weights]).sum()
+    loss = torch.stack([means[name] for name in weights]).sum()
     return {"loss": loss} | {name: x for name, x in means.items() if name not in same}
 
 
@@ -220,6 +209,8 @@ def make_output(
         expect_distinct_names(metrics, other_metrics)
         metrics |= other_metrics
     count = total if call.count is None else call.count
-    weights = definition.plan.weights  # tensors may change after this call
-    weights = {name: x.detach().clone() if isinstance(x, torch.Tensor) else x for name, x in weights.items()}
+    weights = definition.plan.weights
+    for name, weight in weights.items():
+        if isinstance(weight, torch.Tensor):  # which may change after this call
+            weights = weights | {name: weight.detach().clone()}
     return HeadLossOutput(loss, count, terms, metrics, stats, sequence_metrics, term_counts, weights)

@@ -8,7 +8,6 @@ from ..statistics import MaybeNone, VocabStatistics
 from .call import Call
 from .row_function import row_function
 from .statistic_value import FusedReduction, StatisticValue, SumsPlan
-from .terms import is_one
 from .token_sums import expect_per_token, masked, nonzero
 
 
@@ -90,7 +89,8 @@ def reduce_in_torch(call: Call, stats: VocabStatistics, values: list[torch.Tenso
         parts = [total / _denominator(call, term, stats, count) for term, total in zip(definition.terms, sums)]
     loss: torch.Tensor | MaybeNone = None
     for term, part in zip(definition.terms, parts):
-        part = part if is_one(term.weight) else term.weight * part
+        if torch.is_tensor(term.weight) or term.weight != 1:  # reading a tensor would wait for the device
+            part = term.weight * part
         loss = part if loss is None else loss + part
     return loss.to(dtype), [*[x.detach().to(dtype) for x in sums], count.float()]
 

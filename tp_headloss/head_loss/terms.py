@@ -34,7 +34,7 @@ class Term:
             `StatisticValue`, such as ``StatisticValue("lse", square=True)``, needs no kernel of its own. To pickle a
             HeadLoss, use functions of a module, and `functools.partial` for their constants, instead of lambdas.
         token_weight: ``token_weight(stats, **inputs) -> [..]``, whose sum divides this term's mean, as class weights'.
-        class_weight: replicated, column weights of the statistic "total".
+        class_weight: replicated, column weights of the statistic "total", read in each call.
         inputs: names of the function's keyword arguments, which ``HeadLoss.forward(inputs={...})`` passes: tensors that
             broadcast to the labels' shape, "sequences", "teacher", "sets" or "ids".
         tokenwise: True promises that a token's value depends on this token alone, so that the function may be called
@@ -131,11 +131,6 @@ def BitsPerByte() -> Metric:
         1.0
     """
     return Metric(_bits_per_byte, (), ("num_bytes",))
-
-
-def is_one(weight: float | torch.Tensor) -> bool:
-    """True for the number 1. A tensor may change, and reading it would wait for the device."""
-    return not isinstance(weight, torch.Tensor) and weight == 1
 
 
 def _topk_accuracy(k, stats):

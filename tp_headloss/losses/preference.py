@@ -1,4 +1,4 @@
-"""Preference objectives: log-probs of whole completions -> loss per pair (or per completion) [pairs] fp32.
+"""Preference objectives: log-probs of whole completions -> loss per pair (or per completion) [pairs].
 
 The log-prob of a completion is the sum over its tokens (`tp_headloss.Sequences.sum` of ``stats.log_prob``), or the mean
 where a docstring says so. ``chosen`` and ``rejected`` are the policy's log-probs and get gradients; ``reference_*`` are
@@ -25,7 +25,7 @@ Means: TypeAlias = Annotated[
 ReferencePairs: TypeAlias = Annotated[
     torch.Tensor, TensorLine("floating point", ("pairs",), detached=True), "Summed log-probs of the reference, nats"
 ]
-PairLoss: TypeAlias = Annotated[torch.Tensor, "[pairs] fp32, loss per pair, or per completion"]
+PairLoss: TypeAlias = Annotated[torch.Tensor, "[pairs], loss per pair, or per completion, in the log-probs' dtype"]
 Beta: TypeAlias = Annotated[PositiveFp32, "Weight of the reference"]
 
 

@@ -230,8 +230,9 @@ def multi_token_targets(
 
     With ``denominator=`` the number T of labels that are not ignored (in the global batch), the mean of a `HeadLoss` is
     the loss of DeepSeek-V3 (arXiv:2412.19437, equations 24 and 25): main + weight / D * sum over d of 1 / T * (the sum
-    over the tokens of depth d). Megatron divides depth d by its own, slightly smaller number of tokens. The acceptance
-    rate of depth d is the mean of ``out.stats.correct[d]`` over ``out.stats.valid[d]`` (metric "accuracy").
+    over the tokens of depth d). Its ``means()`` divide by the sum of the weights instead. Megatron divides depth d by
+    its own, slightly smaller number of tokens. The acceptance rate of depth d is the mean of ``out.stats.correct[d]``
+    over ``out.stats.valid[d]`` (metric "accuracy").
 
     The depths can also learn from the main head, whose distribution of the same token is better than its label: their
     teacher is the same weight with the main head's hidden states d positions later (no gradient goes there).

@@ -12,6 +12,7 @@ from typing import Annotated, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store as _default_store
 from torch.distributed.distributed_c10d import _get_process_group_store as _store_of
 
@@ -210,7 +211,7 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
     return _combine(metrics, torch.where((names == names[0]).all(), values, torch.nan))
 
 
-class NumberedStore(dist.Store):
+class NumberedStore(Store):
     """A group's store in which the n-th exchange of addresses has the number n on every rank.
 
     torch numbers exchanges by process, so ranks of which one had met others in a smaller group would look for each
@@ -219,7 +220,7 @@ class NumberedStore(dist.Store):
 
     def __init__(self, group):
         super().__init__()
-        self.store = dist.PrefixStore("tp_headloss", _store_of(group))
+        self.store = PrefixStore("tp_headloss", _store_of(group))
         self.numbers: dict[str, int] = {}
 
     def _key(self, key: str) -> str:

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from ...ranks.comm import NumberedStore, gather_objects
 from ...ranks.shard import is_live_group, resolve_process_group
@@ -42,7 +43,7 @@ class SymmetricMemory(Transport):
         device = self.buffer.device
         with contextlib.suppress(RuntimeError):  # torch knows the group's store: it has met there before
             store = NumberedStore(group)
-            symm_mem._SymmetricMemory.set_group_info(group.group_name, group.rank(), group.size(), store)
+            _SymmetricMemory.set_group_info(group.group_name, group.rank(), group.size(), store)
             _stores.append(store)
         self.handle = symm_mem.rendezvous(self.buffer, group)
         # a peer that does not come for so long is a CUDA error: the group's timeout, or else NCCL's default
