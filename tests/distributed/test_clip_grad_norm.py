@@ -52,14 +52,6 @@ def whole_gradients():
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def clipped_whole(max_norm, norm_type):
-    gradients = whole_gradients()
-    parameters = [torch.nn.Parameter(g) for g in gradients.values()]
-    for p, g in zip(parameters, gradients.values()):
-        p.grad = g
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type), gradients
-
-
 def plain(group, device):
     return Model(VocabShard.from_group(group, V, padded_size=PADDED), device).gradients()
 
@@ -152,7 +144,11 @@ WAYS = [plain, copied, converted, data_parallel, fsdp, dtensors, marked]
 @pytest.mark.parametrize("make", WAYS)
 def test_norm_and_gradients_are_those_of_the_unsharded_model(make, world_size, norm_type):
     for max_norm in (1e-3, 1e3):
-        expected, gradients = clipped_whole(max_norm, norm_type)
+        gradients = whole_gradients()  # torch clips them in place
+        parameters = [torch.nn.Parameter(g) for g in gradients.values()]
+        for p, g in zip(parameters, gradients.values()):
+            p.grad = g
+        expected = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         results = on_ranks(world_size, clipped, make, max_norm, norm_type)
         assert len({float(total) for total, _ in results}) == 1, "one norm on all ranks"
         for total, found in results:

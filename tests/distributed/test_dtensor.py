@@ -128,14 +128,9 @@ def everywhere(group, device):
     total = hl.vocab_statistics(logits, shared, want=("total",), total_weight=total_weight).total
     errors["total"] = float((total - whole @ bias).abs().max())
     states, linear = states.requires_grad_(), hl.Linear(upstream=numbers[1])
-    for name, z, loss in (
-        ("denominator", whole, hl.HeadLoss()(logits, shared, denominator=numbers[0]).loss),
-        (
-            "upstream",
-            x @ w.T,
-            hl.HeadLoss().linear(states, w_shard, shared, denominator=numbers[0], linear=linear).loss,
-        ),
-    ):
+    of_logits = hl.HeadLoss()(logits, shared, denominator=numbers[0]).loss
+    of_states = hl.HeadLoss().linear(states, w_shard, shared, denominator=numbers[0], linear=linear).loss
+    for name, z, loss in (("denominator", whole, of_logits), ("upstream", x @ w.T, of_states)):
         assert type(loss) is torch.Tensor
         errors[name] = float(abs(loss - hl.HeadLoss()(z, labels, denominator=7.0).loss))
     return errors

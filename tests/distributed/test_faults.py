@@ -166,9 +166,8 @@ def test_a_rank_killed_after_the_forward_is_missed_in_the_next_one():
 
 def test_a_rank_killed_before_the_backward_of_a_linear_head_is_missed_there():
     with Ranks(2) as ranks:
-        assert {outcome.kind for outcome in ranks.everywhere(linear_forward)} == {"returned"}
-        assert {outcome.kind for outcome in ranks.everywhere(backward)} == {"returned"}
-        assert {outcome.kind for outcome in ranks.everywhere(linear_forward)} == {"returned"}
+        for job in (linear_forward, backward, linear_forward):
+            assert {outcome.kind for outcome in ranks.everywhere(job)} == {"returned"}
         since = ranks.kill(1)
         ranks.start(0, backward)
         assert_raises_in_time(ranks, [0], since)
@@ -253,13 +252,6 @@ EVERYWHERE = {
 }  # fmt: skip
 
 
-def assert_refused_everywhere(outcomes, kind, words):
-    assert {outcome.kind for outcome in outcomes} == {kind}, outcomes
-    assert len({outcome.what for outcome in outcomes}) == 1, outcomes
-    assert "got" in outcomes[0].what and words in outcomes[0].what, outcomes[0]
-    assert max(outcome.took for outcome in outcomes) < TIMEOUT, outcomes
-
-
 def assert_all_refused_everywhere(ranks, who, transport="gather"):
     """Rank `who` errs in every way, one after the other; the group stays usable."""
     arguments = transport, "full"
@@ -267,7 +259,11 @@ def assert_all_refused_everywhere(ranks, who, transport="gather"):
     for change, kind in EVERYWHERE.items():
         outcomes = ranks.everywhere(forward, "", *arguments, **{f"rank{who}": (change, *arguments)})
         kind = "TypeError" if ranks.nccl and change == "fp64" else kind  # the Triton backend has no float64
-        assert_refused_everywhere(outcomes, kind, f"rank {who}" if change != "bounds" else "must cover")
+        words = f"rank {who}" if change != "bounds" else "must cover"
+        assert {outcome.kind for outcome in outcomes} == {kind}, outcomes
+        assert len({outcome.what for outcome in outcomes}) == 1, outcomes
+        assert "got" in outcomes[0].what and words in outcomes[0].what, outcomes[0]
+        assert max(outcome.took for outcome in outcomes) < TIMEOUT, outcomes
     assert_work(ranks, *arguments)
 
 

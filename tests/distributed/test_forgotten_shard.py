@@ -66,10 +66,9 @@ def run(group, device, part, way, options=DEBUGGING, shard=None):
     if way == "statistics":
         return float(vocab_statistics(x, labels, options=options, shard=shard).lse.sum())
     head_loss = HeadLoss(options=options)
-    out = (
-        head_loss(x, labels, shard=shard) if way == "logits" else head_loss.linear(hidden, weight, labels, shard=shard)
-    )
-    return float(out.loss)
+    if way == "logits":
+        return float(head_loss(x, labels, shard=shard).loss)
+    return float(head_loss.linear(hidden, weight, labels, shard=shard).loss)
 
 
 WAYS = pytest.mark.parametrize("way", ["logits", "hidden states", "statistics"])

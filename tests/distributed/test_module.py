@@ -23,13 +23,18 @@ def head_of(group, device, padded=PADDED, **kwargs):
     return hl.VocabParallelHead(H, shard_of(group, padded), init=hl.Init(0.2, seed=7), device=device, **kwargs)
 
 
-def whole(x, group):
-    """Rows of all ranks, without padding."""
+def gathered(x, group):
+    """Rows of all ranks."""
     if group is None:
-        return x.detach()[:V]
+        return x.detach()
     parts = [None] * group.size()
     torch.distributed.all_gather_object(parts, x.detach().cpu())
-    return torch.cat(parts)[:V].to(x.device)
+    return torch.cat(parts).to(x.device)
+
+
+def whole(x, group):
+    """Rows of all ranks, without padding."""
+    return gathered(x, group)[:V]
 
 
 def tokens(device, *lead):
@@ -44,10 +49,8 @@ def worst(ours, theirs):
 
 
 def initial(group, device, padded):
-    head, embedding = (
-        head_of(group, device, padded),
-        hl.VocabParallelEmbedding(H, shard_of(group, padded), device=device),
-    )
+    head = head_of(group, device, padded)
+    embedding = hl.VocabParallelEmbedding(H, shard_of(group, padded), device=device)
     assert not head.weight[head.shard.valid_width :].any()
     deferred = head_of(group, "meta", padded).to_empty(device=device)
     deferred.reset_parameters()
@@ -91,10 +94,8 @@ def ways(group, device, how):
         dx = x.grad
         if group is not None and how == "none":
             torch.distributed.all_reduce(dx)
-        if group is not None and how == "reduce_scatter":
-            parts = [None] * group.size()
-            torch.distributed.all_gather_object(parts, dx.cpu())
-            dx = torch.cat(parts).to(dx.device)
+        if how == "reduce_scatter":
+            dx = gathered(dx, group)
         assert dx.shape[0] == rows and (group is None or not head.weight.grad[head.shard.valid_width :].any())
         out[way] = out[way].detach(), dx, whole(head.weight.grad, group), whole(head.bias.grad, group)
     if group is None:  # of the definitions
@@ -129,17 +130,9 @@ def embedded(group, device, sequence_parallel):
         upstream = upstream.chunk(group.size())[group.rank()]
     out = embedding(ids)
     out.backward(upstream)
-    x = out.detach()
-    if sequence_parallel and group is not None:
-        x = torch.cat([part.to(device) for part in gathered(x)])
+    x = gathered(out, group) if sequence_parallel else out.detach()
     ids[0] = V  # a padding row is no id
     return x, whole(embedding.weight.grad, group), bool(embedding(ids).isnan().any())
-
-
-def gathered(x):
-    parts = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, x.cpu())
-    return parts
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -298,9 +291,7 @@ def loaded(group, device, folder):
     dcp.load(state, checkpoint_id=folder, **kwargs)
     fresh = hl.VocabParallelHead(H, shard_of(group), bias=True, init=hl.Init(0.2, seed=9), device=device)
     fresh.load_state_dict(state["model"])
-    assert torch.equal(
-        fresh.bias[: fresh.shard.valid_width], torch.full_like(fresh.bias, 0.5)[: head.shard.valid_width]
-    )
+    assert (fresh.bias[: fresh.shard.valid_width] == 0.5).all()
     return whole(fresh.weight, group)
 
 
@@ -354,13 +345,10 @@ def test_a_cut_that_no_dtensor_has_refuses_to_describe_itself():
 
 def test_bad_arguments_are_named():
     shard = hl.VocabShard(0, PADDED, V)
+    short, biased = torch.nn.Parameter(torch.zeros(3, H)), hl.Transform(bias=torch.zeros(PADDED))
     for words, call in {
-        r"\[2176, 16\], got \[3, 16\]": lambda: hl.VocabParallelHead(
-            H, shard, weight=torch.nn.Parameter(torch.zeros(3, H))
-        ),
-        "the bias is the module's": lambda: hl.VocabParallelHead(
-            H, shard, transform=hl.Transform(bias=torch.zeros(PADDED))
-        ),
+        r"\[2176, 16\], got \[3, 16\]": lambda: hl.VocabParallelHead(H, shard, weight=short),
+        "the bias is the module's": lambda: hl.VocabParallelHead(H, shard, transform=biased),
         "without labels": lambda: hl.VocabParallelHead(H, shard)(torch.zeros(2, H), token_weight=torch.ones(2)),
     }.items():
         with pytest.raises(ValueError, match=words):
@@ -369,9 +357,8 @@ def test_bad_arguments_are_named():
 
 
 def empty_shard(group, device):
-    embedding = hl.VocabParallelEmbedding(
-        H, hl.VocabShard.from_boundaries([0, 5, 5], 5, group), sequence_parallel=True, device=device
-    )
+    shard = hl.VocabShard.from_boundaries([0, 5, 5], 5, group)
+    embedding = hl.VocabParallelEmbedding(H, shard, sequence_parallel=True, device=device)
     out = embedding(torch.arange(4, device=device))
     out.sum().backward()
     return out.shape[0], embedding.weight.grad is None or embedding.weight.grad.sum() == 4 * H

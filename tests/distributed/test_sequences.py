@@ -33,9 +33,8 @@ def padded():
 def layouts():
     """name -> (order of the padded tokens in the layout, constructor of (mask in that order))."""
     whole = torch.arange(B * S)
-    packed = torch.cat(
-        [whole[i * S : i * S + n] for i, n in enumerate(LENGTHS)] + [torch.tensor([S + 1])]
-    )  # and padding
+    rows = [whole[i * S : i * S + n] for i, n in enumerate(LENGTHS)]
+    packed = torch.cat([*rows, torch.tensor([S + 1])])  # and padding
     offsets = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     shuffled = torch.randperm(B * S, generator=torch.Generator().manual_seed(0))
     ids = shuffled // S
@@ -44,10 +43,6 @@ def layouts():
         "packed": (packed, lambda mask, **o: hl.Sequences.from_cu_seqlens(offsets.to(mask.device), mask, **o)),
         "ids": (shuffled, lambda mask, **o: hl.Sequences.from_ids(ids.to(mask.device), B, mask, **o)),
     }
-
-
-def loop_sums(values, mask):
-    return torch.stack([values[i][mask[i]].sum() for i in range(B)])
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "ids"])
@@ -61,7 +56,7 @@ def test_sums_means_and_shares_equal_loops_in_every_layout(layout, device):
     lengths = mask.sum(1)
     assert len(sequences) == B and sequences.lengths.tolist() == lengths.tolist() == [5, 1, 0, 4]
     assert sequences.count == 3
-    want = loop_sums(values, mask)
+    want = torch.stack([values[i][mask[i]].sum() for i in range(B)])
     torch.testing.assert_close(sequences.sum(poisoned).cpu(), want)
     torch.testing.assert_close(sequences.mean(poisoned).cpu(), want / lengths.clamp(min=1))
     weight = torch.randn(B, device=device)
@@ -206,12 +201,8 @@ def wrong_group_run(group, device):
     x, labels, mask, inputs = (t.to(device) if isinstance(t, torch.Tensor) else t for t in padded())
     shard = hl.VocabShard.from_group(group, V)
     sequences = hl.Sequences.from_mask(mask, lengths=mask.sum(1), group=group)
-    head_of("clip")(
-        x[..., shard.start : shard.stop],
-        labels,
-        shard=shard,
-        inputs={k: v.to(device) for k, v in inputs.items()} | {"sequences": sequences},
-    )
+    given = {name: value.to(device) for name, value in inputs.items()} | {"sequences": sequences}
+    head_of("clip")(x[..., shard.start : shard.stop], labels, shard=shard, inputs=given)
 
 
 def test_the_group_that_shares_the_vocabulary_is_refused_for_sequences():
@@ -284,12 +275,6 @@ def test_metrics_of_micro_batches_combine_like_those_of_ranks():
 BOUNDS = {"beyond": [0, 4, 100], "far beyond": [0, 4, 1 << 40], "negative": [-3, 4, 8], "descending": [0, 6, 3, 8]}
 
 
-def on_a_gpu(monkeypatch, device):
-    """Nobody looks at values there: the check that CPUs make is left out."""
-    if device == "cpu":
-        monkeypatch.setattr(hl.Sequences, "_expect_valid", lambda self: None)
-
-
 @pytest.mark.parametrize("name", BOUNDS)
 def test_bounds_outside_of_the_tokens_are_refused_or_nan(name, device, monkeypatch):
     mask, bounds = torch.ones(8, dtype=torch.bool, device=device), torch.tensor(BOUNDS[name], device=device)
@@ -301,7 +286,8 @@ def test_bounds_outside_of_the_tokens_are_refused_or_nan(name, device, monkeypat
     head = hl.HeadLoss(reduction="seq-mean-token-mean", options=hl.Options(check=True))
     with pytest.raises(ValueError, match=words):
         head(x, labels, inputs={"sequences": hl.Sequences.from_cu_seqlens(bounds, mask)})
-    on_a_gpu(monkeypatch, device)
+    # as on a GPU, where nobody looks at values: without the check that CPUs make
+    monkeypatch.setattr(hl.Sequences, "_expect_valid", lambda self: None)
     sequences = hl.Sequences.from_cu_seqlens(bounds, mask)
     found = sequences.lengths, sequences.count, sequences.token_share, sequences.mean(torch.ones(8, device=device))
     assert all(values.isnan().all() for values in found)

@@ -60,14 +60,9 @@ def dtensor_run(group, device, how):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh(device.type, (group.size(),), mesh_dim_names=("tp",))
-    hidden, weight, teacher_hidden, teacher_weight, bias = drawn(device)
     tokens = Shard(0) if how == "reduce_scatter" else Replicate()
-    sharded = [
-        distribute_tensor(x, mesh, [place])
-        for x, place in zip(
-            (hidden, weight, teacher_hidden, teacher_weight, bias), (tokens, Shard(0)) * 2 + (Shard(0),)
-        )
-    ]
+    places = tokens, Shard(0), tokens, Shard(0), Shard(0)
+    sharded = [distribute_tensor(x, mesh, [place]) for x, place in zip(drawn(device), places)]
     found = []
     for operands in (sharded, drawn(device)):
         hidden, weight, teacher_hidden, teacher_weight, bias = operands
