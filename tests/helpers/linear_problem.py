@@ -48,6 +48,18 @@ def relative(got, expected):
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
+def joined(results, how):
+    """Of all ranks -> loss, dH, dW and the bias's gradient of the whole."""
+    loss, of_hidden, *_ = results[0]
+    if how == "reduce_scatter":
+        of_hidden = torch.cat([result[1] for result in results])
+    elif how == "none":
+        of_hidden = sum(result[1].double() for result in results)
+    else:
+        assert all(torch.equal(result[1], of_hidden) for result in results)
+    return loss.cpu(), of_hidden, *(torch.cat([result[i] for result in results]) for i in (2, 3))
+
+
 def a_teacher(kind, device, n=N, v=V):
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(n, v, generator=generator)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from linear_problem import H, N, V, a_teacher, relative, small_blocks, tensors, terms
+from linear_problem import H, N, V, a_teacher, joined, relative, small_blocks, tensors, terms
 from ranks import on_ranks
 
 from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, Transform, VocabShard, linear_vocab_statistics
@@ -139,9 +139,8 @@ def test_bits_depend_on_no_shard_batch_or_memory(device):
         out = torch.full((tokens, 256), torch.nan, device=device, dtype=torch.bfloat16)[rows, columns]
         block = request.rows(rows, out).columns(columns)
         here = {name: g[rows].contiguous() for name, g in grads.items()}
-        backend.linear_gradient(
-            out, hidden[rows], weight[columns], block, merged[:, rows].contiguous(), here, False
-        )  # fmt: skip
+        state = merged[:, rows].contiguous()
+        backend.linear_gradient(out, hidden[rows], weight[columns], block, state, here, False)
         return out
 
     exact = gradient(slice(0, tokens), slice(0, 256), request)
@@ -174,23 +173,10 @@ def sharded_run(group, device, boundaries, linear, dtype, transport="auto"):
     hidden, weight, bias = (x.clone().requires_grad_() for x in (hidden, weight[local], bias[local]))
     with small_blocks():
         head = HeadLoss(terms(), metrics=("entropy",), options=Options(backend="triton", transport=transport))
-        out = head.linear(
-            hidden, weight, labels % (V - 3) if (labels >= V - 3).any() else labels, bias=bias, shard=shard,
-            token_weight=weights, transform=Transform(softcap=8.0), linear=linear,
-        )  # fmt: skip
+        given = {"token_weight": weights, "transform": Transform(softcap=8.0), "linear": linear}
+        out = head.linear(hidden, weight, labels, bias=bias, shard=shard, **given)
         grads = torch.autograd.grad(out.loss, (hidden, weight, bias))
     return out.loss.detach().cpu(), *(g.cpu() for g in grads)
-
-
-def exact_run():
-    hidden, weight, bias, labels, weights = tensors(torch.bfloat16)
-    labels = labels % (V - 3) if (labels >= V - 3).any() else labels
-    operands = [x.double().requires_grad_() for x in (hidden, weight, bias)]
-    out = HeadLoss(terms()).linear(
-        *operands[:2], labels, bias=operands[2], token_weight=weights, transform=Transform(softcap=8.0),
-        shard=VocabShard(0, V, V - 3),
-    )  # fmt: skip
-    return out.loss.detach(), *torch.autograd.grad(out.loss, operands)
 
 
 @pytest.mark.parametrize(
@@ -205,18 +191,15 @@ def test_losses_and_gradients_of_several_ranks(boundaries, how, transport):
     """Uneven, empty and padded shards; hidden states of ignored tokens are NaN."""
     linear = Linear(exact_logits=True, hidden_grad=how, budget=64 * 4 * 64)
     results = on_ranks(len(boundaries) - 1, sharded_run, boundaries, linear, torch.bfloat16, transport)
-    loss, of_hidden, of_weight, of_bias = exact_run()
-    got = results[0][1]
-    if how == "reduce_scatter":
-        got = torch.cat([result[1] for result in results])
-    elif how == "none":
-        got = sum(result[1].double() for result in results)
-    torch.testing.assert_close(results[0][0].double(), loss, rtol=1e-5, atol=0)
-    valid = tensors()[3] != -100
-    assert relative(got[valid], of_hidden[valid]) < 8e-3
-    # dW has NaN of ignored tokens times 0
-    assert relative(torch.cat([result[3] for result in results]), of_bias) < 5e-3
-    del of_weight
+    *operands, labels, weights = tensors(torch.bfloat16)
+    hidden, weight, bias = (x.double().requires_grad_() for x in operands)
+    given = {"token_weight": weights, "transform": Transform(softcap=8.0), "shard": VocabShard(0, V, V - 3)}
+    loss = HeadLoss(terms()).linear(hidden, weight, labels, bias=bias, **given).loss
+    of_hidden, of_bias = torch.autograd.grad(loss, (hidden, bias))
+    our_loss, dh, _, db = joined(results, how)  # dW has NaN of ignored tokens times 0
+    torch.testing.assert_close(our_loss.double(), loss.detach(), rtol=1e-5, atol=0)
+    valid = labels != -100
+    assert relative(dh[valid], of_hidden[valid]) < 8e-3 and relative(db, of_bias) < 5e-3
 
 
 def test_odd_rows_are_theirs_alone(device):

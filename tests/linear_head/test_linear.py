@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from linear_problem import BOTH, H, N, V, a_teacher, relative, small_blocks, tensors, terms
+from linear_problem import BOTH, H, N, V, a_teacher, joined, relative, small_blocks, tensors, terms
 from ranks import on_ranks
 
 import tp_headloss as hl
@@ -55,18 +55,6 @@ def head_run(group, device, boundaries, dtype, backend, linear, padding=3, upstr
             again = torch.autograd.grad(upstream * out.loss, (hidden, weight, bias))
             assert all(torch.equal(a, b) for a, b in zip(grads, again))
     return out.loss.detach(), *(g.cpu() / upstream for g in grads)
-
-
-def joined(results, how):
-    """Of all ranks -> loss, dH, dW and the bias's gradient of the whole."""
-    loss, of_hidden, *_ = results[0]
-    if how == "reduce_scatter":
-        of_hidden = torch.cat([result[1] for result in results])
-    elif how == "none":
-        of_hidden = sum(result[1].double() for result in results)
-    else:
-        assert all(torch.equal(result[1], of_hidden) for result in results)
-    return loss.cpu(), of_hidden, *(torch.cat([result[i] for result in results]) for i in (2, 3))
 
 
 def masked_truth():
@@ -273,12 +261,9 @@ def test_weights_in_half_precision_are_counted_exactly(dtype):
     hidden, weight, _, labels, _ = tensors()
     hidden, labels = hidden[:1].expand(70_000, H), labels[:1].expand(70_000)
     weights = torch.ones(70_000, dtype=dtype)
-    losses = [
-        hl.HeadLoss()
-        .linear(hidden.requires_grad_(), weight[:8], labels % 8, token_weight=weights, linear=hl.Linear(mode=mode))
-        .loss
-        for mode in ("recompute", "one_sweep")
-    ]
+    operands = hidden.requires_grad_(), weight[:8], labels % 8
+    ways = hl.Linear("recompute"), hl.Linear("one_sweep")
+    losses = [hl.HeadLoss().linear(*operands, token_weight=weights, linear=linear).loss for linear in ways]
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
 
 

@@ -57,11 +57,8 @@ def test_operators_are_registered_consistently(device):
     stats = linear_vocab_statistics(hidden.requires_grad_(), weight, labels, bias=bias, want=("entropy",))
     node = stats.lse.grad_fn
     inputs, no_teacher = (labels, bias, *[None] * (len(Tensors._fields) - 3)), (None, None, None, torch.float32, 0.0)
-    fixed = (
-        *no_teacher,
-        *(list(x) if isinstance(x, tuple) else x for x in node.request.facts),
-        *LinearFacts(*node.linear),
-    )
+    facts = [list(x) if isinstance(x, tuple) else x for x in node.request.facts]
+    fixed = (*no_teacher, *facts, *LinearFacts(*node.linear))
     checks, operators = {"test_utils": ("test_schema", "test_faketensor")}, torch.ops.tp_headloss
     hidden = hidden.detach()
     torch.library.opcheck(operators.linear_statistics.default, (hidden, weight, *inputs, *fixed), **checks)

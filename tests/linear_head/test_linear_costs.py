@@ -31,12 +31,8 @@ def frozen_run(group, device, needs, how, mode):
     sweeps.multiply = counted
     try:
         with counted_collectives() as collectives:
-            loss = (
-                HeadLoss([CrossEntropy()], options=Options(transport="gather"))
-                .linear(*operands, labels, shard=shard, linear=Linear(mode=mode, hidden_grad=how))
-                .loss
-            )
-            loss.backward()
+            head = HeadLoss([CrossEntropy()], options=Options(transport="gather"))
+            head.linear(*operands, labels, shard=shard, linear=Linear(mode, hidden_grad=how)).loss.backward()
     finally:
         sweeps.multiply = multiply
     return [None if x.grad is None else x.grad.cpu() for x in operands], dict(collectives), products
@@ -114,9 +110,8 @@ def test_ignored_tokens_are_dropped_by_their_count():
             torch.testing.assert_close(out.loss, expected.loss, rtol=1e-6, atol=0)
             torch.testing.assert_close(out.metrics, expected.metrics)
             torch.testing.assert_close(out.stats.log_prob, expected.stats.log_prob, rtol=1e-5, atol=1e-6)
-            assert torch.equal(out.stats.valid, expected.stats.valid) and torch.equal(
-                out.stats.labels, labels.view(2, -1)
-            )
+            assert torch.equal(out.stats.valid, expected.stats.valid)
+            assert torch.equal(out.stats.labels, labels.view(2, -1))
             assert all(relative(a, b) < 2e-6 for a, b in zip(grads, expected_grads))
     few, _ = run(clean, Linear(max_valid_tokens=count - 1))
     assert few.loss.isnan() and few.stats.log_prob.isnan().sum() == 1 and few.stats.log_prob.flatten()[-1].isnan()
@@ -261,9 +256,8 @@ def trainable_run(group, device, needs, mode):
     hidden, weight, _, labels, _ = (x.to(device) for x in tensors())
     shard = VocabShard.from_group(group, V)
     hidden.requires_grad_(needs[group.rank()])
-    loss = (
-        HeadLoss().linear(hidden, weight[shard.start : shard.stop], labels, shard=shard, linear=Linear(mode=mode)).loss
-    )
+    weight = weight[shard.start : shard.stop]
+    loss = HeadLoss().linear(hidden, weight, labels, shard=shard, linear=Linear(mode=mode)).loss
     if mode == "recompute" or loss.requires_grad:
         loss.backward()
     return hidden.grad

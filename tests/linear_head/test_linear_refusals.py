@@ -56,18 +56,13 @@ def test_bad_arguments_are_named(words):
 
 def test_shapes_are_checked_before_tokens_are_dropped():
     hidden, weight, _, labels, weights = tensors()
-    few = hl.Linear(max_valid_tokens=30)
+    few, rows = hl.Linear(max_valid_tokens=30), hidden.view(4, 11, H)
+    turned = hl.Transform(temperature=weights.view(11, 4))
     for call in (
         lambda: hl.HeadLoss().linear(hidden, weight, labels[:5], linear=few),
-        lambda: hl.HeadLoss().linear(hidden.view(4, 11, H), weight, labels.view(11, 4), linear=few),
+        lambda: hl.HeadLoss().linear(rows, weight, labels.view(11, 4), linear=few),
         lambda: hl.linear_vocab_statistics(hidden[:5], weight, labels, linear=few),
-        lambda: hl.linear_vocab_statistics(
-            hidden.view(4, 11, H),
-            weight,
-            labels.view(4, 11),
-            transform=hl.Transform(temperature=weights.view(11, 4)),
-            linear=few,
-        ),
+        lambda: hl.linear_vocab_statistics(rows, weight, labels.view(4, 11), transform=turned, linear=few),
     ):
         with pytest.raises(ValueError, match="must have shape"):
             call()
@@ -82,18 +77,13 @@ def test_check_numbers_the_tokens_of_the_call_though_ignored_ones_are_dropped():
     labels[:7] = -100
     few, ids = hl.Linear(max_valid_tokens=len(labels)), labels.clamp(min=0)[:, None].repeat(1, 2)
     ids[20, 1] = V
-    term = hl.Term("at", lambda stats: stats.log_probs_at.sum(-1), want=("log_probs_at",))
-    set_term = hl.Term("set", lambda stats: stats.set_log_prob, want=("set_log_prob",))
-    for head in (
-        hl.HeadLoss([term], options=hl.Options(check=True)),
-        hl.HeadLoss([set_term], options=hl.Options(check=True)),
-    ):
-        inputs = {"ids": ids} if head.terms[0] is term else {"sets": hl.IdSets(ids)}
+    checked = hl.Options(check=True)
+    for name, inputs in (("log_probs_at", {"ids": ids}), ("set_log_prob", {"sets": hl.IdSets(ids)})):
+        term = hl.Term("own", lambda stats: stats.lse, want=(name,))
         with pytest.raises(ValueError, match="of token 20 "):
-            head.linear(hidden, weight, labels, inputs=inputs, linear=few)
-    for given in ({"want": ("log_probs_at",), "ids": ids}, {"want": ("set_log_prob",), "sets": hl.IdSets(ids)}):
+            hl.HeadLoss([term], options=checked).linear(hidden, weight, labels, inputs=inputs, linear=few)
         with pytest.raises(ValueError, match="of token 20 "):
-            hl.linear_vocab_statistics(hidden, weight, labels, linear=few, options=hl.Options(check=True), **given)
+            hl.linear_vocab_statistics(hidden, weight, labels, want=(name,), linear=few, options=checked, **inputs)
 
 
 def test_one_sweep_knows_what_it_cannot_differentiate(caplog, monkeypatch):

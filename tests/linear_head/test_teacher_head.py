@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from collectives import counted_collectives
-from linear_problem import BOTH, H, Largest, N, V, relative, small_blocks, tensors
+from linear_problem import BOTH, H, Largest, N, V, joined, relative, small_blocks, tensors
 from oracle import divergences
 from oracle import transform as transformed
 from ranks import on_ranks
@@ -45,14 +45,10 @@ def head_run(group, device, boundaries, backend, mode, how):
     teacher = hl.TeacherHead(
         *frozen, teacher_bias[local], hl.Transform(**CAPPED), temperatures, student_temperature=1.4, beta=0.3
     )
-    terms = [
-        hl.CrossEntropy(),
-        *(hl.Distillation(0.5, name) for name in ("forward_kl", "reverse_kl", "total_variation")),
-    ]
-    head = hl.HeadLoss(
-        [*terms, hl.Distillation(0.5, "jsd", temperature_squared=True), hl.Distillation(0.5, "cross_entropy")],
-        options=hl.Options(backend=backend), reduction="sum",
-    )  # fmt: skip
+    names = "forward_kl", "reverse_kl", "total_variation", "cross_entropy"
+    terms = [hl.CrossEntropy(), hl.Distillation(0.5, "jsd", temperature_squared=True)]
+    terms += [hl.Distillation(0.5, name) for name in names]
+    head = hl.HeadLoss(terms, options=hl.Options(backend=backend), reduction="sum")
     with small_blocks():
         out = head.linear(
             *operands[:2], labels, bias=operands[2], shard=shard, inputs={"teacher": teacher},
@@ -93,16 +89,14 @@ def truth():
 def test_losses_and_gradients_equal_float64(world_size, how, backend, mode):
     """Uneven, empty and padded shards, bias, softcap, temperatures per token, several blocks of tokens and ids."""
     results = on_ranks(world_size, head_run, UNEVEN[world_size], backend, mode, how)
-    loss, of_hidden, of_weight, of_bias, values = truth()
+    loss, *grads, values = truth()
     for result in results:
         assert relative(result[0].cpu(), loss) < 2e-6
         for name, ours, expected in zip(FULL_TEACHER, result[4], values):
             torch.testing.assert_close(ours.double().cpu(), expected, rtol=5e-6, atol=5e-6, msg=name)
             assert torch.equal(ours.cpu(), results[0][4][FULL_TEACHER.index(name)].cpu())
-    got = torch.cat([r[1] for r in results]) if how == "reduce_scatter" else results[0][1]
-    assert relative(got, of_hidden) < 5e-6
-    assert relative(torch.cat([r[2] for r in results]), of_weight) < 5e-6
-    assert relative(torch.cat([r[3] for r in results]), of_bias) < 5e-6
+    for got, expected in zip(joined(results, how)[1:], grads):
+        assert relative(got, expected) < 5e-6
 
 
 @BOTH
@@ -151,11 +145,10 @@ def test_logits_with_a_bias_or_a_softcap_are_not_rounded_in_between():
     half, half_weight, bias, _ = teacher_tensors(torch.bfloat16)
     teacher = hl.TeacherHead(half, half_weight, bias, hl.Transform(**CAPPED))
     exact, _ = transformed(F.linear(half.double(), half_weight.double()), bias, **CAPPED)
-    found = hl.linear_vocab_statistics(
-        hidden, weight, labels, teacher=teacher, want=("teacher_entropy",)
-    ).teacher_entropy
+    stats = hl.linear_vocab_statistics(hidden, weight, labels, teacher=teacher, want=("teacher_entropy",))
     expected = -(exact.softmax(-1) * exact.log_softmax(-1)).sum(-1)
-    torch.testing.assert_close(found.double(), torch.where(labels == -100, 0.0, expected), rtol=3e-6, atol=0)
+    expected = torch.where(labels == -100, 0.0, expected)
+    torch.testing.assert_close(stats.teacher_entropy.double(), expected, rtol=3e-6, atol=0)
 
 
 def own_head_run(group, device, mode):
@@ -309,11 +302,10 @@ def test_no_logits_exist_as_a_whole(mode, monkeypatch):
         hidden, weight = torch.randn(tokens, hidden_size).requires_grad_(), torch.randn(width, hidden_size)
         teacher = hl.TeacherHead(torch.randn(tokens, 3), torch.randn(width, 3))
         labels, head = torch.randint(width, (tokens,)), hl.HeadLoss([hl.Distillation()])
+        weight.requires_grad_()
         with small_blocks(), Largest() as largest:
             linear = hl.Linear(mode=mode, budget=budget)
-            head.linear(
-                hidden, weight.requires_grad_(), labels, inputs={"teacher": teacher}, linear=linear
-            ).loss.backward()
+            head.linear(hidden, weight, labels, inputs={"teacher": teacher}, linear=linear).loss.backward()
         per_token = 8 * 72  # packets of 8 chunks
         assert largest.bytes <= max(budget // buffers, tokens * per_token) < 4 * tokens * width
         if tokens == 128:
