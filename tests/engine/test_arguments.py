@@ -142,12 +142,9 @@ def test_input_names_are_what_a_call_needs():
                   inputs=("weights",))  # fmt: skip
     head = hl.HeadLoss([hl.PolicyGradient("reinforce", over="sets"), own], reduction="seq-mean-token-mean")
     assert head.input_names == {"advantages", "sets", "ids", "weights", "sequences"}
+    labels = torch.tensor([[1, 2]])
     with pytest.raises(ValueError, match=re.escape(f"inputs must be {sorted(head.input_names)}")):
-        head(
-            torch.zeros(1, 2, 4),
-            labels := torch.tensor([[1, 2]]),
-            inputs={"sequences": hl.Sequences.from_mask(labels > 0)},
-        )
+        head(torch.zeros(1, 2, 4), labels, inputs={"sequences": hl.Sequences.from_mask(labels > 0)})
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -196,9 +193,8 @@ def test_inputs_of_a_call_after_an_equal_one_are_still_checked():
         assert not torch.equal(expected.loss, head(x, labels, inputs={"old": 2 * mine}).loss)
     sequences = hl.Sequences.from_mask(labels >= 0)
     by_sequence = {"old": old[:, 0], "sequences": sequences}
-    assert torch.equal(
-        head(x, labels, inputs=by_sequence).loss, head(x, labels, inputs={"old": old[:, :1].expand_as(old)}).loss
-    )
+    spread = {"old": old[:, :1].expand_as(old)}
+    assert torch.equal(head(x, labels, inputs=by_sequence).loss, head(x, labels, inputs=spread).loss)
     bad = {
         "missing": ({}, ValueError, r"missing \['old'\]"),
         "another name": ({"new": old}, ValueError, r"missing \['old'\]; unused \['new'\]"),

@@ -18,11 +18,8 @@ def collectives_run(group, device, transport, requires_grad, backend):
     shard = VocabShard.from_group(group, V)
     x, labels = rows(device)
     local = x[:, shard.start : shard.stop].clone().requires_grad_(requires_grad)
-    head = HeadLoss(
-        [CrossEntropy(label_smoothing=0.1), ZLoss(1e-4), Entropy(0.01)],
-        metrics=("entropy",),
-        options=Options(backend=backend, transport=transport),
-    )
+    terms = [CrossEntropy(label_smoothing=0.1), ZLoss(1e-4), Entropy(0.01)]
+    head = HeadLoss(terms, metrics=("entropy",), options=Options(backend=backend, transport=transport))
     with counted_collectives() as forward:
         out = head(local, labels, shard=shard)
     with counted_collectives() as backward:

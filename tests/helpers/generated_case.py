@@ -70,9 +70,8 @@ def build(case: Case) -> dict:
     mask = rand(n, case.entries) < 0.8
     x, bias = x.to(dtype), randn(v) if case.bias else None
     mask &= case.scale * x.gather(1, ids) > -torch.inf  # a negative scale turns +inf into it
-    largest = (
-        (case.scale * (x if bias is None else x + bias)).nan_to_num(nan=0.0).argmax(-1)
-    )  # or a set might have none
+    # the largest logit, or a set might have none
+    largest = (case.scale * (x if bias is None else x + bias)).nan_to_num(nan=0.0).argmax(-1)
     kept = torch.cat([ids, labels.clamp(0, v - 1)[:, None], largest[:, None]], 1)
     log_probs = t.nan_to_num(posinf=0.0).log_softmax(-1).gather(1, ids) - 3.0  # of duplicates, too, less than 1
     # the mass of entries without renormalisation is at most e^-3 times their number of copies

@@ -44,9 +44,8 @@ def padded(sets, filler=-1):
 
 def ragged(sets, dtype=torch.int64):
     sizes = torch.tensor([0, *map(len, sets)])
-    return IdSets.from_csr(
-        torch.tensor([i for members in sets for i in members], dtype=dtype), sizes.cumsum(0).to(dtype)
-    )
+    ids = torch.tensor([i for members in sets for i in members], dtype=dtype)
+    return IdSets.from_csr(ids, sizes.cumsum(0).to(dtype))
 
 
 def listed(sets):

@@ -39,9 +39,8 @@ def test_weighted_k3_has_the_gradient_w_x():
 
 def test_kl_clamps_stop_the_gradient():
     log_prob = torch.tensor([-30.0, -5.0, -4.0], requires_grad=True)
-    reference = torch.tensor(
-        [-1.0, -1.0, -3.5]
-    )  # x = -29: beyond the input's clamp; -4: k3 = 49.6, beyond the output's
+    # x = -29: beyond the input's clamp; -4: k3 = 49.6, beyond the output's
+    reference = torch.tensor([-1.0, -1.0, -3.5])
     value = losses.kl_estimate(log_prob, reference_log_prob=reference)
     torch.testing.assert_close(value[:2].detach(), torch.tensor([10.0, 10.0]))
     (grad,) = torch.autograd.grad(value.sum(), log_prob)

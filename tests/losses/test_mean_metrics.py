@@ -57,10 +57,8 @@ def test_terms_with_token_weights_of_their_own_are_divided_by_these(mode):
     hidden, weight = torch.randn(PARTS, 6, 8, generator=generator), torch.randn(V, 8, generator=generator)
     _, labels = batches()
     class_weight, rewards = torch.rand(V, generator=generator), torch.randn(PARTS, 6, generator=generator)
-    head = hl.HeadLoss(
-        [hl.CrossEntropy(class_weight=class_weight), hl.ZLoss(0.5), hl.PolicyGradient("positive-nll")],
-        metrics="entropy",
-    )
+    terms = [hl.CrossEntropy(class_weight=class_weight), hl.ZLoss(0.5), hl.PolicyGradient("positive-nll")]
+    head = hl.HeadLoss(terms, metrics="entropy")
     outputs = []
     for i in range(2):
         given = {"denominator": 3.0, "inputs": {"rewards": rewards[i]}}
@@ -85,9 +83,8 @@ def test_terms_with_token_weights_of_their_own_are_divided_by_these(mode):
     assert set(found) == set(wanted)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=2e-6, atol=1e-6, msg=f"{name}: {found[name]}, {value}")
-    torch.testing.assert_close(
-        outputs[0].loss.double() * 3, sum(w * x.double() for w, x in zip((1, 0.5, 1), outputs[0].terms.values()))
-    )
+    weighted = sum(w * x.double() for w, x in zip((1, 0.5, 1), outputs[0].terms.values()))
+    torch.testing.assert_close(outputs[0].loss.double() * 3, weighted)
 
 
 def test_a_reduction_by_sequence_divides_every_term_by_its_sequences():
@@ -171,9 +168,7 @@ def test_what_is_no_output_and_what_has_no_tokens():
         hl.mean_metrics([out.metrics])
     with pytest.raises(ValueError, match="at least one"):
         hl.mean_metrics([])
-    with pytest.raises(
-        ValueError, match=r"the same terms and metrics in the same order, got \[\['loss/cross_entropy',"
-    ):
+    with pytest.raises(ValueError, match=r"same terms and metrics in the same order, got \[\['loss/cross_entropy',"):
         hl.mean_metrics([out, hl.HeadLoss()(x[0], labels[0])])
 
 
@@ -264,10 +259,9 @@ def test_a_metric_takes_no_name_that_has_a_meaning(name):
 
 @pytest.mark.parametrize("count", [torch.tensor(5.0), torch.ones(2, 1)])
 def test_bytes_are_those_of_each_label(count):
+    head, x, labels = hl.HeadLoss(metrics=hl.BitsPerByte()), torch.zeros(2, 3, V), torch.zeros(2, 3).long()
     with pytest.raises(ValueError, match="input 'num_bytes' must"):
-        hl.HeadLoss(metrics=hl.BitsPerByte())(
-            torch.zeros(2, 3, V), torch.zeros(2, 3).long(), inputs={"num_bytes": count}
-        )
+        head(x, labels, inputs={"num_bytes": count})
 
 
 def test_tokens_of_no_sequence_have_no_loss():

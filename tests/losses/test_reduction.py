@@ -58,13 +58,10 @@ def test_the_reduction_kernel_equals_plain_torch(terms, kind, device, monkeypatc
 def test_a_statistic_value_says_what_it_needs(options, device):
     x, labels, *_ = (t.to(device) for t in rows())
     x.requires_grad_()
-    terms = [
-        hl.Term("confidence", StatisticValue("entropy")),
-        hl.Term("squares", StatisticValue("total", square=True), 0.1),
-    ]
-    out = hl.HeadLoss([*terms, hl.Term("hits", StatisticValue("hits"))], options=options)(
-        x, labels
-    )  # one has no gradient
+    squares = hl.Term("squares", StatisticValue("total", square=True), 0.1)
+    hits = hl.Term("hits", StatisticValue("hits"))  # has no gradient
+    terms = [hl.Term("confidence", StatisticValue("entropy")), squares, hits]
+    out = hl.HeadLoss(terms, options=options)(x, labels)
     out.loss.backward()
     z = x.detach().double().requires_grad_()
     log_p, valid = z.log_softmax(-1), labels >= 0
@@ -112,16 +109,12 @@ def test_arguments_that_are_replaced_are_checked_and_used_whole(options, device)
     assert torch.equal(head(x, labels).loss, expected.loss)
     head.metrics = (*head.metrics, hl.Metric(lambda stats: {"largest": stats.lse}))
     assert set(head(x, labels).metrics) == {"entropy", "largest"}
-    for name, bad in {
-        "reduction": "sums",
-        "terms": (hl.CrossEntropy(), hl.CrossEntropy()),
-        "metrics": "unknown",
-    }.items():
+    wrong = {"reduction": "sums", "terms": (hl.CrossEntropy(), hl.CrossEntropy()), "metrics": "unknown"}
+    for name, bad in wrong.items():
         with pytest.raises((TypeError, ValueError), match=name):
             setattr(head, name, bad)
-    assert torch.equal(
-        pickle.loads(pickle.dumps(hl.HeadLoss(new[:1])))(x, labels).loss, hl.HeadLoss(new[:1])(x, labels).loss
-    )
+    head = hl.HeadLoss(new[:1])
+    assert torch.equal(pickle.loads(pickle.dumps(head))(x, labels).loss, head(x, labels).loss)
 
 
 def test_an_ignored_row_has_no_gradient_whatever_bias_and_temperature_hold(options, device):
@@ -239,12 +232,8 @@ def test_sums_of_more_tokens_than_a_tile_are_those_of_all(device, monkeypatch):
     logits, labels = torch.randn(50, 60, generator=generator), torch.randint(60, (50,), generator=generator)
     labels[::7] = -100
     logits, labels = logits.to(device), labels.to(device)
-    heads = [
-        hl.HeadLoss(
-            [hl.CrossEntropy(), hl.ZLoss(0.3)], metrics=("accuracy", "entropy"), options=hl.Options(backend=name)
-        )
-        for name in ("triton", "torch")
-    ]
+    terms, metrics = [hl.CrossEntropy(), hl.ZLoss(0.3)], ("accuracy", "entropy")
+    heads = [hl.HeadLoss(terms, metrics=metrics, options=hl.Options(backend=name)) for name in ("triton", "torch")]
     out, expected = (head(logits, labels, token_weight=torch.linspace(0, 2, 50, device=device)) for head in heads)
     torch.testing.assert_close(out.loss, expected.loss)
     torch.testing.assert_close(out.count, expected.count)

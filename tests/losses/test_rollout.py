@@ -43,9 +43,8 @@ def test_a_rollout_weight_scales_the_policy_loss_alone(options, device):
     weight = torch.rand(B, S, device=device).requires_grad_()  # detached by the term
     out = {}
     for flag in (False, True):
-        head = HeadLoss(
-            [PolicyGradient("clip", rollout_weight=flag), KLToReference(0.1)], reduction="sum", options=options
-        )
+        terms = [PolicyGradient("clip", rollout_weight=flag), KLToReference(0.1)]
+        head = HeadLoss(terms, reduction="sum", options=options)
         given = {name: inputs[name] for name in ("advantages", "old_log_prob", "reference_log_prob")}
         given |= {"rollout_weight": weight} if flag else {}
         local = x.clone().to(device).requires_grad_()

@@ -22,6 +22,7 @@ def test_a_head_loss_prints_what_it_computes():
 def test_head_loss_refuses_what_it_cannot_mean():
     x, labels, class_weight, _ = rows()
     smoothed = hl.CrossEntropy(class_weight=class_weight, label_smoothing=0.1)
+    short = hl.CrossEntropy(class_weight=torch.ones(3), label_smoothing=0.1)
     free, kept = (lambda stats: stats.total), (lambda stats: {"kept": stats.mass})
     for build, words in (  # others are in tests/helpers/odd_inputs.py
         (lambda: hl.HeadLoss([smoothed, hl.Term("wants", len, want=("total",))]), "only one term"),
@@ -31,10 +32,7 @@ def test_head_loss_refuses_what_it_cannot_mean():
         (lambda: hl.HeadLoss([smoothed], metrics=hl.Metric(kept)), "no metric uses it"),
         (lambda: hl.Term("mine", len, class_weight=class_weight), r"weighs the statistic 'total', .* want=\(\)"),
         (lambda: hl.HeadLoss([hl.Term("hits", lambda stats: stats.correct.float())])(x, labels), "correct"),
-        (
-            lambda: hl.HeadLoss([hl.CrossEntropy(class_weight=torch.ones(3), label_smoothing=0.1)])(x, labels),
-            "class_weight",
-        ),
+        (lambda: hl.HeadLoss([short])(x, labels), "class_weight"),
     ):
         with pytest.raises(ValueError, match=words):
             build()
@@ -78,9 +76,8 @@ def test_a_term_that_is_not_per_token_is_refused(name, options, device):
             hl.HeadLoss([term], reduction=reduction, options=options)(x, labels)
     with pytest.raises(ValueError, match=words):
         hidden, weight = torch.randn(*labels.shape, 4, device=device), torch.randn(V, 4, device=device)
-        hl.HeadLoss([term], options=options).linear(
-            hidden, weight.requires_grad_(), labels, linear=hl.Linear("one_sweep")
-        )
+        weight.requires_grad_()
+        hl.HeadLoss([term], options=options).linear(hidden, weight, labels, linear=hl.Linear("one_sweep"))
     with pytest.raises(TypeError, match="got float"):
         hl.HeadLoss([hl.Term("mine", lambda s: 1.0)], options=options)(x, labels)
     with pytest.raises(ValueError, match="metric 'mine' must return a value per token"):

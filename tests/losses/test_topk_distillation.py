@@ -15,11 +15,8 @@ from tp_headloss.head_loss.distillation_terms import TOPK_DISTILLATIONS
 from tp_headloss.statistics import TOPK_TEACHER
 
 V, N, K = 200, 10, 12  # of 256 padded columns
-TEMPERATURES = {
-    "one": (1.0, None, 1.0),
-    "apart": (2.0, 3.0, 0.7),
-    "tokens": (True, True, True),
-}  # as for whole teachers
+# as for whole teachers
+TEMPERATURES = {"one": (1.0, None, 1.0), "apart": (2.0, 3.0, 0.7), "tokens": (True, True, True)}
 
 
 def rows(k=K):
@@ -45,13 +42,9 @@ def rows(k=K):
     return x, labels, ids, log_probs, mask, [torch.rand(N, generator=generator) + 0.7 for _ in range(3)]
 
 
-def temperatures(kind, device):
-    drawn = [value.to(device) for value in rows()[-1]]
-    return [value if given is True else given for given, value in zip(TEMPERATURES[kind], drawn)]
-
-
 def settings(kind, support, device="cpu"):
-    of_teacher, of_student, rest = temperatures(kind, device)
+    drawn = zip(TEMPERATURES[kind], rows()[-1])
+    of_teacher, of_student, rest = (value.to(device) if given is True else given for given, value in drawn)
     if support == "tail":  # no temperature of the teacher without renormalisation
         return dict(of_teacher=1.0, of_student=1.0 if of_student is None else of_student, renormalize=False), rest
     return dict(of_teacher=of_teacher, of_student=of_student, renormalize=True), rest
@@ -175,10 +168,9 @@ def round_trip_run(group, device, backend):
     shard = hl.VocabShard.from_group(group, V, 256)
     local, teacher = (F.pad(z, (0, 56))[..., shard.start : shard.stop].clone().to(device) for z in (x, t))
     local.requires_grad_()
-    exported = hl.topk_log_probs(teacher, V, shard=shard, ids_dtype=torch.int32, options=hl.Options(backend=backend))
-    few = hl.topk_log_probs(
-        teacher, 20, top_p=0.5, shard=shard, dtype=torch.float16, options=hl.Options(backend=backend)
-    )
+    options = hl.Options(backend=backend)
+    exported = hl.topk_log_probs(teacher, V, shard=shard, ids_dtype=torch.int32, options=options)
+    few = hl.topk_log_probs(teacher, 20, top_p=0.5, shard=shard, dtype=torch.float16, options=options)
     labels = torch.zeros(2, 3, dtype=torch.long, device=device)
     out = []
     for term, given in (
@@ -186,7 +178,7 @@ def round_trip_run(group, device, backend):
         (hl.TopKDistillation(support="vocabulary"), hl.TopKTeacher(exported.ids, exported.log_probs)),
         (hl.TopKDistillation(support="vocabulary"), hl.TopKTeacher(few.ids, few.log_probs)),
     ):
-        head = hl.HeadLoss([term], reduction="none", options=hl.Options(backend=backend))
+        head = hl.HeadLoss([term], reduction="none", options=options)
         loss = head(local, labels, shard=shard, inputs={"teacher": given}).loss
         out.append((loss.detach(), torch.autograd.grad(loss.sum(), local)[0]))
     return out, few, t, x
@@ -199,9 +191,8 @@ def test_what_a_teacher_exports_its_student_learns(world_size, backend):
         torch.testing.assert_close(all_entries, whole, rtol=1e-5, atol=1e-6)
         assert (few.ids == -1).any() and few.log_probs.dtype == torch.float16
         flat = (v.flatten(0, 1) for v in (x.double(), few.ids, few.log_probs.float(), few.ids >= 0))
-        torch.testing.assert_close(
-            nucleus[0].double().flatten(), definition(*flat, "forward_kl", "vocabulary"), rtol=2e-6, atol=2e-6
-        )
+        defined = definition(*flat, "forward_kl", "vocabulary")
+        torch.testing.assert_close(nucleus[0].double().flatten(), defined, rtol=2e-6, atol=2e-6)
 
 
 def test_odd_entries(options, device):
@@ -281,9 +272,8 @@ def test_what_cannot_work_is_refused():
             hl.vocab_statistics(x, **{name: v() if callable(v) else v for name, v in given.items()})
     labels = torch.zeros(3, dtype=torch.long)
     with pytest.raises(ValueError, match="support='tail' needs a TopKTeacher with renormalize=False"):
-        hl.HeadLoss([hl.TopKDistillation(support="tail")])(
-            x, labels, inputs={"teacher": hl.TopKTeacher(ids, log_probs)}
-        )
+        head = hl.HeadLoss([hl.TopKDistillation(support="tail")])
+        head(x, labels, inputs={"teacher": hl.TopKTeacher(ids, log_probs)})
 
 
 WIDE, MANY = 34000, 40  # columns, of chunks with more than 8 tiles of 512; entries
@@ -320,9 +310,8 @@ def test_tails_that_share_lanes_chunks_and_maxima_with_entries(want, temperature
     stats = hl.vocab_statistics(x, labels, want=want, teacher=teacher, options=options)
     z = x.detach()[:8].cpu().double().requires_grad_()
     tau = torch.zeros_like(z).scatter(1, ids[:8].cpu(), log_probs[:8].double().exp().cpu())
-    expected, *_ = oracle.of_entries(
-        z / (scale[:8, None].cpu().double() if temperature == "tokens" else scale), tau, BETA
-    )
+    divisor = scale[:8, None].cpu().double() if temperature == "tokens" else scale
+    expected, *_ = oracle.of_entries(z / divisor, tau, BETA)
     upstream = torch.linspace(1, 2, 9)[:8]
     for name in want:
         ours = getattr(stats, name)

@@ -176,9 +176,8 @@ def test_what_a_line_rules_out_is_refused_by_name(function, name, value):
     given = arguments_of(function)
     first = next(iter(given), "")
     said = ["hidden states"] * (name in ("logits", "hidden"))  # logits or hidden states, as the other arguments say
-    others = (
-        [name, *said] if name != first else [*given, *said]
-    )  # the first sets sizes, so another may be the one that differs
+    # the first sets sizes, so another may be the one that differs
+    others = [name, *said] if name != first else [*given, *said]
     with pytest.raises((TypeError, ValueError), match="|".join(rf"\b{re.escape(n)}\b" for n in others)):
         function(**given | {name: value})
 

@@ -53,18 +53,14 @@ def test_an_id_outside_of_the_vocabulary_is_nan_and_so_is_its_tokens_gradient(ba
     ids[6, 1], ids[7, 0] = V, 1 << 40
     ids[2, 1] = V  # of an ignored token
     local = x.to(device).requires_grad_()
-    stats = vocab_statistics(
-        local, labels.to(device), want=("log_probs_at",), ids=ids.to(device), options=Options(backend=backend)
-    )
+    labels, given = labels.to(device), {"want": ("log_probs_at",), "ids": ids.to(device)}
+    stats = vocab_statistics(local, labels, options=Options(backend=backend), **given)
     nan = stats.log_probs_at.isnan().nonzero().tolist()
     assert nan == [[6, 1], [7, 0]]
     (grad,) = torch.autograd.grad(stats.log_probs_at[:7].sum(), local)
     assert grad[6].isnan().all() and not grad[[0, 1, 2, 3, 4, 7, 8]].isnan().any()
     with pytest.raises(ValueError, match=r"ids of token 6 .flat index. must be below 200"):
-        vocab_statistics(
-            local, labels.to(device), want=("log_probs_at",), ids=ids.to(device),
-            options=Options(backend=backend, check=True),
-        )  # fmt: skip
+        vocab_statistics(local, labels, options=Options(backend=backend, check=True), **given)
 
 
 def test_no_ids_at_all(options, device):

@@ -231,10 +231,8 @@ def test_statistics_of_cut_and_joined_sets(options, device):
 
 
 def test_padded_ids_of_any_stride(options, device):
-    x, labels = (
-        torch.randn(2, 9, generator=torch.Generator().manual_seed(0)).to(device),
-        torch.tensor([1, 1]).to(device),
-    )
+    x = torch.randn(2, 9, generator=torch.Generator().manual_seed(0)).to(device)
+    labels = torch.tensor([1, 1], device=device)
     wide = torch.tensor([[1, 2, 3, 4], [5, 6, 1, 7]], device=device)
     for ids in (wide[:, ::2], wide[:1, :1].expand(2, 1)):
         found, expected = (
