@@ -276,6 +276,7 @@ def user_reference(z, labels):
     return (mean(0.5 * focal(log_prob) - log_prob),)
 
 
+POLICY = hl.PolicyGradient("clip", clip=(CLIP, CLIP)), hl.KLToReference(KL_WEIGHT, "k3", output_clamp=None)
 TASKS = [
     Task("ce", head(hl.CrossEntropy()), lambda z, labels: (F.cross_entropy(z, labels),)),
     Task(
@@ -314,16 +315,7 @@ TASKS = [
         grpo_reference,
         lambda tokens, vocab, draw: {"advantage": draw(tokens), "old": draw(tokens) - 14},
     ),
-    Task(
-        "clip+kl+entropy",
-        head(
-            hl.PolicyGradient("clip", clip=(CLIP, CLIP)),
-            hl.KLToReference(KL_WEIGHT, "k3", output_clamp=None),
-            metrics="entropy",
-        ),
-        policy_reference(0.0),
-        policy_extras,
-    ),
+    Task("clip+kl+entropy", head(*POLICY, metrics="entropy"), policy_reference(0.0), policy_extras),
     Task(
         "user",
         head(hl.CrossEntropy(), hl.Term("focal", lambda stats: focal(stats.log_prob), weight=0.5)),
@@ -352,8 +344,7 @@ TASKS = [
     Task(  # the clipped policy gradient, KL to a reference, an entropy bonus, and every metric there is
         "rl",
         head(
-            hl.PolicyGradient("clip", clip=(CLIP, CLIP)),
-            hl.KLToReference(KL_WEIGHT, "k3", output_clamp=None),
+            *POLICY,
             hl.Entropy(ENTROPY_WEIGHT),
             metrics=("entropy", hl.PolicyMetrics((CLIP, CLIP), reference=True), hl.GeneratorMetrics()),
         ),

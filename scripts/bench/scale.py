@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 NODE = 8  # ranks that NVLink joins
 RANKS = 8, 16, 32, 64, 128, 256, 512
-ROWS, LANES = (
-    4,
-    3,
-)  # fp32 rows of a cross-entropy's packet; float64 lanes of the transport "sum", after a maximum in fp32
+ROWS = 4  # of fp32 in a cross-entropy's packet
+LANES = 3  # of float64 of the transport "sum", after a maximum in fp32
 MEMORY = 3.2e6  # bytes per microsecond at which a merge reads packets: an H200's, as the merge kernel reaches it
 
 

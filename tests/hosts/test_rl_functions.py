@@ -306,14 +306,11 @@ def soft(group, device, factor, cut_padding, k):
         boundaries, vocab_size = [0, 64, CUT], None
     x, teacher = (cut(part, group, boundaries).detach().to(device) for part in (logits, logits.flip(0)))
     x.requires_grad_()
-    operands, how = (
-        (x.view(2, 8, -1), teacher.view(2, 8, -1), weights_of_tokens().to(device)),
-        {"vocab_size": vocab_size},
-    )
+    operands = x.view(2, 8, -1), teacher.view(2, 8, -1), weights_of_tokens().to(device)
     if k is None:
-        loss = skyrl.draft_soft_ce(*operands, factor, group, 3, **how)
+        loss = skyrl.draft_soft_ce(*operands, factor, group, 3, vocab_size=vocab_size)
     else:
-        loss = skyrl.draft_soft_ce_topk(*operands, k, factor, group, 2, **how)
+        loss = skyrl.draft_soft_ce_topk(*operands, k, factor, group, 2, vocab_size=vocab_size)
     loss.backward()
     return loss.detach(), x.grad
 

@@ -53,10 +53,6 @@ def test_a_mistake_ends_every_rank_before_anything_is_written(teacher, tmp_path,
     assert not (tmp_path / "out").exists()
 
 
-def curve(rows):
-    return [row["cross_entropy"] for row in rows]
-
-
 @pytest.fixture(scope="module")
 def alone(teacher, tmp_path_factory):
     """One process, with all of the teacher's ids in the file."""
@@ -66,7 +62,7 @@ def alone(teacher, tmp_path_factory):
 
 def test_students_start_equal_and_the_whole_vocabulary_on_disk_is_the_teacher_itself(alone):
     _, runs = alone
-    ce, online, offline = (curve(runs[name]) for name in ("ce", "online", "offline"))
+    ce, online, offline = ([row["cross_entropy"] for row in runs[name]] for name in ("ce", "online", "offline"))
     assert len(ce) == 1 + STEPS // 4
     assert ce[0] == online[0] == offline[0]
     better = [a - b for a, b in zip(ce[1:], online[1:])]

@@ -313,11 +313,8 @@ def test_every_kernel_variant_compiles_ahead_of_time(name, capabilities, tmp_pat
     assert int(result.stdout.split("compiled ")[1].split(",")[0]) > 30 * (1 + len(capabilities))
     served = {kernel: {90, 100} if kernel.startswith("linear_") else {80, 90, 100} for kernel in kernels()}
     expected = {f"{kernel} sm_{c}: " for kernel, served_by in served.items() for c in served_by & set(capabilities)}
-    of_epilogues = (
-        "linear_statistics_kernel",
-        "linear_gradient_kernel",
-        "fold_kernel",
-    )  # need tensor memory accelerators
+    # need tensor memory accelerators
+    of_epilogues = "linear_statistics_kernel", "linear_gradient_kernel", "fold_kernel"
     expected |= {f"{k} {c}: " for k in kernels() if k not in of_epilogues for c in capabilities if c in AMD}
     assert len(expected) >= 11 and all(line in result.stdout for line in expected), result.stdout
 
