@@ -5,15 +5,16 @@ import torch
 
 def peak_bytes(step, device) -> int:
     """Bytes at the peak of the step's second run, beyond what was there before it."""
-    step()
     if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        kept = step()
+        with torch.autograd.set_multithreading_enabled(False):  # its thread may free what it held after the step's end
+            step()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            kept = step()
         peak = torch.cuda.max_memory_allocated() - before
         del kept
         return peak
+    step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         kept = step()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
