@@ -158,6 +158,16 @@ def test_bad_rows_are_nan_alone(device):
 
 
 @on_hopper
+@pytest.mark.parametrize("size", [1e4, 9e5, 2e6, 3e8, 1e12, 1e29, 1e38])
+def test_logits_may_have_any_size(size, device):
+    logits, labels = problem(device)
+    logits *= size / logits.float().nan_to_num().abs().max().item()
+    given = {"terms": (hl.CrossEntropy(), hl.Entropy(0.1)), "metrics": ("accuracy",)}
+    one, two = steps(IN_FORWARD, logits, labels, **given), steps(IN_BACKWARD, logits, labels, **given)
+    assert one[1].isfinite().all() and torch.allclose(one[1].float(), two[1].float(), rtol=2**-7, atol=1e-30)
+
+
+@on_hopper
 @pytest.mark.parametrize("width, size", [(704, 700), (1024, 700), (768, 250)])
 def test_padding_has_no_part(width, size, device):
     logits, labels = problem(device, width)

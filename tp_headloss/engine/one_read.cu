@@ -158,10 +158,11 @@ __device__ __forceinline__ Node join_lanes(Node x, int lanes) {
   }
   return x;
 }
-// exp(z - shift) = 2^(z * by - at - rest), of which `rest` is the same for all z: one rounding, and no overflow.
+// exp(z - shift) = 2^(z * by - at - rest), of which `rest` is the same for all z: one rounding. z and shift are logits in
+// bf16, which beyond a million are equal or thousands apart, whatever the base; `rest` would be large there.
 struct Base2 { float by, at, rest; };
 __device__ __forceinline__ Base2 base2(float shift) {
-  const float by = fabsf(shift) > 1e30f ? 1.f : LOG2E, at = shift * by;  // of so large logits only equal ones count
+  const float by = fabsf(shift) > 1e6f ? 1.f : LOG2E, at = shift * by;
   return {by, at, fmaf(shift, by, -at)};
 }
 
