@@ -84,10 +84,12 @@ class HeadLossOutput(NamedTuple):
         return f"HeadLossOutput(loss={loss}, count={count}, terms=[{terms}], metrics=[{metrics}], stats={stats})"
 
 
-for _name in ("add", "sub", "mul", "truediv", "pow", "lt", "le", "gt", "ge"):  # a tuple's are others
+_ARITHMETIC = "add", "sub", "mul", "truediv", "pow"
+for _name in (*_ARITHMETIC, "lt", "le", "gt", "ge"):  # a tuple's are others
     _of = getattr(operator, _name)
-    setattr(HeadLossOutput, f"__{_of.__name__}__", lambda self, other, of=_of: of(self.loss, other))
-    setattr(HeadLossOutput, f"__r{_of.__name__}__", lambda self, other, of=_of: of(other, self.loss))
+    setattr(HeadLossOutput, f"__{_name}__", lambda self, other, of=_of: of(self.loss, other))
+    if _name in _ARITHMETIC:
+        setattr(HeadLossOutput, f"__r{_name}__", lambda self, other, of=_of: of(other, self.loss))
 
 
 def _number_or_shape(x: torch.Tensor) -> str:
