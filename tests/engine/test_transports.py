@@ -1,11 +1,12 @@
 """A transport is two methods and a line of the table, and symmetric memory is not used after a failure."""
 
-from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import on_ranks
 
 from tp_headloss import CrossEntropy, HeadLoss, Linear, Options, vocab_statistics
 from tp_headloss.call.given import Given
@@ -13,7 +14,7 @@ from tp_headloss.call.request_of import build_request
 from tp_headloss.engine.transports import TRANSPORTS, Choice, symmetric_memory
 from tp_headloss.engine.transports.gather import Gather
 from tp_headloss.ranks import comm
-from tp_headloss.ranks.shard import VocabShard
+from tp_headloss.ranks.shard import VocabShard, resolve_process_group
 
 
 class Interrupt(BaseException):
@@ -109,18 +110,21 @@ def test_symmetric_memory_that_was_asked_for_and_is_not_there_is_told_once(order
     assert "group pair, packets are gathered: no peer access" in caplog.text
 
 
-def test_exchanges_have_the_numbers_of_their_group(monkeypatch):
-    store = torch.distributed.HashStore()
-    store.set_timeout(timedelta(seconds=60))
-    monkeypatch.setattr(comm, "_store_of", lambda _: store)
-    numbered = [comm.NumberedStore("group") for _ in range(2)]
-    ranks = [torch.distributed.PrefixStore("group", each) for each in numbered]  # which C++ calls, as torch does
-    for exchange in range(2):
-        names = [f"exchange/{exchange + before}" for before in (3, 7)]  # in which a process had as many before
-        for rank, name in enumerate(names):
-            ranks[rank].set(f"{name}/{rank}", f"{exchange} of {rank}")
-        for rank, name in enumerate(names):
-            assert ranks[rank].multi_get([f"{name}/0", f"{name}/1"]) == [b"%d of %d" % (exchange, r) for r in range(2)]
-    assert [rank.add(f"exchange/{seen}/arrived", 1) for rank, seen in zip(ranks, (5, 9))] == [1, 2]
-    ranks[0].set("exchange/5/last", "yes")
-    ranks[1].wait(["exchange/9/last"])
+def exchanges_run(group, device):
+    """Two exchanges, as torch makes them, in processes that have made 3 and 7 before -> what a peer set in each;
+    whether a later store of the group begins without them; whether the group is itself again."""
+    rank, store, seen = dist.get_rank(group), comm.NumberedStore(group), []
+    with store.in_place_of_store(group, device):
+        found = dist.PrefixStore("torch", resolve_process_group(group.group_name).get_group_store())  # in C++
+        for exchange in range(2):
+            key = f"{exchange + (3, 7)[rank]}/%d"
+            found.set(key % rank, f"{exchange} of {rank}")
+            found.wait([key % (1 - rank)])
+            seen.append(found.get(key % (1 - rank)).decode())
+    later = comm.NumberedStore(group)
+    return seen, later.store.check(["0/0"]), resolve_process_group(group.group_name) is group
+
+
+def test_exchanges_have_the_numbers_of_their_group():
+    seen = [[f"{exchange} of {rank}" for exchange in range(2)] for rank in (1, 0)]
+    assert on_ranks(2, exchanges_run) == [(each, False, True) for each in seen]

@@ -5,14 +5,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Annotated, TypeAlias
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    ProcessGroup,
+    Store,
+    _register_process_group,
+    _unregister_process_group,
+)
 from torch.distributed.distributed_c10d import _get_default_store as _default_store
 from torch.distributed.distributed_c10d import _get_process_group_store as _store_of
 
@@ -212,15 +220,16 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
 
 
 class NumberedStore(Store):
-    """A group's store in which the n-th exchange of addresses has the number n on every rank.
+    """A store of a group in which the n-th exchange of addresses has the number n on every rank, as the ranks make it.
 
     torch numbers exchanges by process, so ranks of which one had met others in a smaller group would look for each
-    other under different keys (pytorch/pytorch#196082).
+    other under different keys (pytorch/pytorch#196082). The keys are of this object alone: a group that is made again
+    may have the name and the store of the one before.
     """
 
     def __init__(self, group):
         super().__init__()
-        self.store = PrefixStore("tp_headloss", _store_of(group))
+        self.store = PrefixStore(gather_objects(uuid4().hex, group)[0], _store_of(group))
         self.numbers: dict[str, int] = {}
 
     def _key(self, key: str) -> str:
@@ -230,11 +239,21 @@ class NumberedStore(Store):
     def set(self, key, value):
         self.store.set(self._key(key), value)
 
-    def multi_get(self, keys):
-        return self.store.multi_get([self._key(key) for key in keys])
-
-    def add(self, key, amount):
-        return self.store.add(self._key(key), amount)
+    def get(self, key):
+        return self.store.get(self._key(key))
 
     def wait(self, keys, *timeout):
         self.store.wait([self._key(key) for key in keys], *timeout)
+
+    @contextlib.contextmanager
+    def in_place_of_store(self, group, device: torch.device):
+        """A context in which torch finds this store by the group's name, because a group's own cannot be changed."""
+        stand_in = ProcessGroup(self, group.rank(), group.size())
+        stand_in._register_backend(device, ProcessGroup.BackendType.CUSTOM, group._get_backend(device))
+        try:
+            _unregister_process_group(group.group_name)
+            _register_process_group(group.group_name, stand_in)
+            yield
+        finally:
+            _unregister_process_group(group.group_name)
+            _register_process_group(group.group_name, group)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import _SymmetricMemory
 
 from ...ranks.comm import NumberedStore, gather_objects
 from ...ranks.shard import is_live_group, resolve_process_group
@@ -36,16 +34,13 @@ class SymmetricMemory(Transport):
         self.buffer.zero_()
         self.in_exchange = False  # stays True if an exchange fails on this rank: its turns are no longer its peers'
 
-    def join(self, group):
+    def join(self, group, store: NumberedStore):
         """Exchange the addresses of the buffers between the group's ranks."""
         import torch.distributed._symmetric_memory as symm_mem
 
         device = self.buffer.device
-        with contextlib.suppress(RuntimeError):  # torch knows the group's store: it has met there before
-            store = NumberedStore(group)
-            _SymmetricMemory.set_group_info(group.group_name, group.rank(), group.size(), store)
-            _stores.append(store)
-        self.handle = symm_mem.rendezvous(self.buffer, group)
+        with store.in_place_of_store(group, device):
+            self.handle = symm_mem.rendezvous(self.buffer, group)
         # a peer that does not come for so long is a CUDA error: the group's timeout, or else NCCL's default
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
@@ -89,9 +84,15 @@ class _Group:
     def __init__(self, group):
         self.group, self.capability = group, (0, 0)
         self.obstacle: str | None = None
+        self.store: NumberedStore | None = None
         # by whether it is for `one_read`; None: there is none for it
         self.memories: dict[bool, list[SymmetricMemory] | None] = {}
         self.is_told = False
+
+    def join(self, memory: SymmetricMemory):
+        """Let the ranks' memories know each other."""
+        self.store = self.store or NumberedStore(self.group)
+        memory.join(self.group, self.store)
 
     def tell(self, name: str):
         """Warn, once, that there is an obstacle."""
@@ -101,7 +102,6 @@ class _Group:
 
 
 _groups: dict[str, _Group] = {}
-_stores: list[NumberedStore] = []  # torch calls them, and does not keep them
 
 
 def obstacle(group_name: str) -> str | None:
@@ -152,7 +152,7 @@ def find_symmetric_memory(
     memories: list[SymmetricMemory] = []
     with torch.cuda.device(device):
         # apart, because a rank that has no memory must not leave the others waiting for it in the rendezvous
-        for step in (lambda: memories.append(SymmetricMemory(numel, device)), lambda: memories[0].join(group)):
+        for step in (lambda: memories.append(SymmetricMemory(numel, device)), lambda: known.join(memories[0])):
             known.obstacle = known.obstacle or _first_failure(step, group)
     if known.obstacle:
         known.tell(group_name)
