@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_problem import captured, replays
-from one_read_model import Rank, run
+from one_read_model import Rank, run, take_turns
 from ranks import on_ranks
 
 import tp_headloss as hl
@@ -339,7 +339,7 @@ def test_leaves_depend_on_the_vocabulary_alone(vocab_size):
     assert len({(cuts.chunk, cuts.cuts) for cuts in all_cuts}) == 1
     for ranks, cuts in zip((1, 2, 4, 8), all_cuts):
         assert cuts.leaves * cuts.pieces * ranks == 8 << cuts.cuts and cuts.leaves & (cuts.leaves - 1) == 0
-        assert -(-cuts.chunk // (1 << cuts.cuts)) <= one_read_launch.LEAF and cuts.leaves <= 32
+        assert -(-cuts.chunk // (1 << cuts.cuts)) <= one_read_launch.LEAF and cuts.leaves <= kernel()[1]["SUM"]
         assert 4 <= cuts.slots <= one_read_launch.SLOTS and cuts.slots * cuts.slot_bytes <= one_read_launch.SHARED
         assert cuts.slot_bytes % 128 == 0 and cuts.slot_bytes >= 16 * cuts.chunk * cuts.leaves / (1 << cuts.cuts)
 
@@ -354,15 +354,19 @@ def test_the_kernel_compiles_for_gpus_that_are_not_here(flags, architecture, dev
         assert bytes(one_read_launch.compiled(library, architecture, rows, *flags)[1:4]) == b"ELF"
 
 
+def kernel():
+    """-> the kernel's source without comments, and its numbers"""
+    source = re.sub(r"//[^\n]*", "", (Path(one_read_launch.__file__).parent / "one_read.cu").read_text())
+    return source, {name: int(x) for name, x in re.findall(r"(\w+) = (\d+)[,;]", source)}
+
+
 def test_the_kernel_and_its_caller_agree():
     """What stands in both languages: the fields of the argument, in order, and numbers."""
-    source = re.sub(r"//[^\n]*", "", (Path(one_read_launch.__file__).parent / "one_read.cu").read_text())
-    numbers = {name: int(x) for name, x in re.findall(r"(\w+) = (\d+)[,;]", source)}
-    threads = 32 * (2 + numbers["SUM"] + numbers["GRAD"] + numbers["POST"] + numbers["MERGE"])
+    source, numbers = kernel()
+    threads = 32 * (2 + numbers["TEAMS"] * numbers["SUM"] + numbers["GRAD"] + numbers["POST"] + numbers["MERGE"])
     expected = *map(numbers.get, ("SLOTS", "RANKS", "VALUES", "GIVENS")), threads
     launch = one_read_launch
     assert expected == (launch.SLOTS, launch.RANKS, launch.VALUES, launch.GIVENS, launch.THREADS)
-    assert 32 * numbers["ROUNDS"] == launch.LEAF
     assert launch.TERMS == row_functions.SLOPES and launch.GIVENS == row_functions.MOST_INPUTS
     body = source.partition("struct Params {")[2].partition("};")[0]
     fields = re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", body)
@@ -401,6 +405,15 @@ def test_the_protocol_ends_with_the_same_sums_in_any_order(n_ranks, resident, sl
 def test_slots_that_hold_no_whole_row_wait_for_each_other():
     (rank,) = results(1, 0, n_programs=3, slots=2, resident=1)
     assert math.isnan(rank.results[4, 0, 0])
+
+
+@pytest.mark.parametrize("slots", range(4, one_read_launch.SLOTS + 1))
+def test_warps_that_take_turns_take_no_barrier_for_another(slots):
+    _, numbers = kernel()
+    turns = {"teams": numbers["TEAMS"], "post": numbers["POST"], "merge": numbers["MERGE"], "n_items": 40}
+    assert [take_turns(random.Random(i), slots, **turns) for i in range(20)] == [None] * 20
+    if slots % numbers["TEAMS"]:  # or else each slot is one team's
+        assert any(take_turns(random.Random(i), slots, **turns, waits_for_the_team_before=False) for i in range(20))
 
 
 def test_a_rank_that_does_not_come_ends_its_peers_with_nan():
@@ -458,6 +471,7 @@ def test_ranks_take_one_way_whatever_the_memory_of_their_logits():
 def _repeated(group, device, vocab_size, n_rows, repeats):
     """Steps beside collectives in opposite orders and noise, on two streams in turn: equal bits every time."""
     logits, labels = problem(device, vocab_size, n_rows)
+    labels[labels % 3 == 0] = IGNORED  # so that some warps have nothing to do, others much
     shard, x = _shard(group, logits, vocab_size)
     x.requires_grad_()
     head, side, noise = hl.HeadLoss(list(TERMS), options=IN_FORWARD), torch.cuda.Stream(), torch.cuda.Stream()
@@ -501,10 +515,11 @@ def _random_steps(group, device, repeats):
     policy, smoothed = (hl.PolicyGradient(), hl.KLToReference(0.1)), (hl.CrossEntropy(label_smoothing=0.1),)
     head_of = functools.cache(lambda terms, metrics, options: hl.HeadLoss(terms, metrics=metrics, options=options))
     for step in range(repeats):
-        vocab_size, n_rows = choices.choice([1024, 4096, 32000, 50304]), choices.randrange(1, 200)
+        vocab_size, n_rows = choices.choice([1024, 4096, 32000, 50304, 128256]), choices.randrange(1, 200)
         terms = choices.choice([(hl.CrossEntropy(),), TERMS, policy, smoothed, (hl.CrossEntropy(), hl.Entropy(0.1))])
         logits = torch.randn(n_rows, vocab_size, device=device, generator=torch.Generator(device).manual_seed(step))
         labels = (logits[:, 0].abs() * 1000).long() % vocab_size
+        labels[logits[:, 1] < choices.choice([-9, -1, 1])] = IGNORED  # nothing is summed of most rows, or of some
         old = {name: logits[:, i] - 8 for i, name in enumerate(("old_log_prob", "reference_log_prob"))}
         inputs = {"advantages": logits[:, 3], **old} if terms is policy else None
         metrics = choices.choice([(), ("entropy",), ("accuracy", "entropy")])

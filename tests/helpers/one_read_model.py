@@ -74,3 +74,76 @@ def run(ranks, launches, n_programs, slots, value, order, resident=None, absent=
             for rank in ranks:
                 rank.failed = True
             stuck = 0
+
+
+class Barrier:
+    """Ends a phase when n arrive. Who waits for a phase knows its parity alone."""
+
+    def __init__(self, n):
+        self.n, self.missing, self.phases = n, n, 0
+
+    def arrive(self):
+        self.missing = (self.missing or self.n) - 1
+        self.phases += not self.missing
+
+    def has_ended(self, parity):
+        return self.phases % 2 != parity
+
+
+def take_turns(order, slots, teams, post, merge, n_items, waits_for_the_team_before=True):
+    """Sum, post and merge warps take a program's items in turns -> role and item where one saw another item, or None.
+
+    Items are there in any order, and some, as those of ignored rows, are summed at once; order: random.Random
+    """
+    full, stat, free = ([Barrier(1) for _ in range(slots)] for _ in range(3))
+    held, seen, wrong = [None] * slots, set(), []
+
+    def load():
+        for n in range(n_items):
+            yield from until(free, n, of_last_lap=True)
+            held[n % slots] = n
+            tasks.append(copy(n))
+            yield
+
+    def copy(n):
+        for _ in range(order.choice([0, 5, 50])):
+            yield
+        full[n % slots].arrive()
+
+    def until(barriers, n, of_last_lap=False):
+        while not barriers[n % slots].has_ended((n // slots + of_last_lap) % 2):
+            yield
+
+    def role(name, me, number, barriers, act):
+        for n in range(me, n_items, number):
+            yield from until(barriers, n)
+            if held[n % slots] != n:
+                wrong.append((name, n))
+            yield from act(n)
+
+    def summed(n):
+        for _ in range(order.choice([0, 10, 100])):
+            yield
+        if waits_for_the_team_before and n:
+            yield from until(stat, n - 1)
+        stat[n % slots].arrive()
+
+    def posted(n):
+        yield
+        seen.add(n)
+
+    def merged(n):
+        while n not in seen:
+            yield
+        yield from until(stat, n)
+        free[n % slots].arrive()
+
+    roles = ("sum", teams, full, summed), ("post", post, stat, posted), ("merge", merge, full, merged)
+    tasks = [load(), *(role(name, me, *others) for name, *others in roles for me in range(others[0]))]
+    while tasks and not wrong:
+        task = order.choice(tasks)
+        for _ in range(order.randrange(1, 20)):
+            if next(task, tasks) is tasks:
+                tasks.remove(task)
+                break
+    return wrong[0] if wrong else None

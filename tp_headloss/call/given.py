@@ -91,11 +91,10 @@ class Given(NamedTuple):
         else:
             hidden, weight, bias, shard = local_head(hidden, weight, bias, shard, hidden_grad)
             HIDDEN.check("hidden states", hidden, {})
-            if hidden_grad != "reduce_scatter" and hidden.shape[:-1] != weight.shape[:-1] == getattr(
-                labels, "shape", ()
-            ):
+            tokens, is_every_token = getattr(labels, "shape", ()), hidden_grad != "reduce_scatter"
+            if is_every_token and hidden.shape[:-1] != tokens == weight.shape[:-1]:
                 said = f"{list(hidden.shape)} (are hidden states and weight swapped?)"
-                raise ValueError(f"hidden states must be [*{list(weight.shape[:-1])}, H] for these labels, got {said}")
+                raise ValueError(f"hidden states must be [*{list(tokens)}, H] for these labels, got {said}")
         local = partial(local_part, shard=shard, hidden_grad=hidden_grad, tokens=self.tokens)
         total_weight = local_part(self.total_weight, shard, name="total_weight", sharded=0)
         return Given(

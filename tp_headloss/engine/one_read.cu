@@ -4,8 +4,8 @@
 // A program per multiprocessor stays and takes items, pieces of rows, in order; each lies in a slot of a ring in shared
 // memory while the warps' roles follow each other:
 //   load   claims the next item once a slot is free, and copies the logits       full:  they are there
-//   sum    maximum and sum of exponentials of leaves, the label left out         stat:  each warp's node is there
-//   post   joins the nodes and writes one packet to every rank's memory
+//   sum    maximum and sum of exponentials of leaves, the label left out         stat:  each leaf's node is there
+//   post   joins the nodes, looks for the argmax, and writes one packet to every rank's memory
 //   merge  waits for all packets of the row, joins them, stores statistics       ready: the row's factors are there
 //   grad   writes gradients over the logits                                      done:  they are there
 //   store  copies them out                                                       free:  the slot can be used again
@@ -18,9 +18,10 @@
 // source may stand a `row_function`, with the terms of a loss and their derivatives: see row_function.py.
 typedef unsigned int u32; typedef unsigned long long u64; typedef unsigned short u16; typedef long long i64;
 
-constexpr int SUM = 8, GRAD = 8, POST = 2, MERGE = 4, OTHERS = 1 + POST + MERGE, STORE = OTHERS + SUM + GRAD, WARPS = STORE + 1;
-constexpr int SLOTS = 10, RANKS = 8, VALUES = 6, GIVENS = 8, AT_ONCE = 8;
-constexpr int ROUNDS = 5;  // vectors of a leaf over a warp's lanes, at most
+constexpr int SUM = 8, TEAMS = 2, GRAD = 8, POST = 2, MERGE = 4, OTHERS = 1 + POST + MERGE;
+constexpr int STORE = OTHERS + TEAMS * SUM + GRAD, WARPS = STORE + 1;
+constexpr int LAST = POST + MERGE + TEAMS * SUM;  // warps that have nothing to do while the last gradients are written
+constexpr int SLOTS = 10, RANKS = 8, VALUES = 6, GIVENS = 8, TOKENS_AT_ONCE = 6, VECTORS_AT_ONCE = 4;
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 constexpr u64 STUCK = 4000000000000;  // ns, longer than any timeout: a bug ends, too
 constexpr u32 OWNER = 1, IGNORED = 2, LOWEST = 0xff80ff80u;  // flags of a packet; two logits of -inf
@@ -58,26 +59,28 @@ constexpr int WORDS = 1;
 #endif
 struct Item { int row, piece, vectors, valid, target; bool ignored; };  // of 8 columns; valid columns; the label's or -1
 // Of some columns without the label's: sum of exp(z - max), and of that times z - max; sum and number of the logits above
-// -inf; the lowest id of the maximum.
+// -inf; the lowest id of the maximum, or, before `post` has looked, the first leaf of the item that has it.
 struct Node { float max, sum, moment, total; int count, index; };
 // d loss / d logit over 2^t, t = by * logit - at, its slope by t, and d loss / d logit besides, where the logit is above
-// -inf; that of the label
-struct __align__(16) Factors { float by, at, each, slope, flat, label; };
+// -inf; that of the label; whether no logit is -inf
+struct __align__(16) Factors { float by, at, each, slope, flat, label; bool is_plain; };
 struct Shared {
   u64 full[SLOTS], stat[SLOTS], ready[SLOTS], done[SLOTS], free[SLOTS];
   Item item[SLOTS];
-  Node node[SLOTS][SUM];
+  __align__(8) Node node[SLOTS][SUM];
   Factors factor[SLOTS];
   u16 logit[SLOTS];
   double counted[GRAD];
   bool is_last;
 };
+static_assert(sizeof(Shared) <= 3072);  // the slots take the rest
 
 __device__ __forceinline__ u32 at(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 __device__ __forceinline__ void init(u64* b, int n) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at(b)), "r"(n)); }
 __device__ __forceinline__ void arrive(u64* b) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(at(b)) : "memory"); }
 __device__ __forceinline__ u64 now() { u64 t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; }
+__device__ __forceinline__ void meet() { asm volatile("bar.sync 2, %0;" ::"n"(LAST * 32) : "memory"); }
 __device__ __forceinline__ void wait(u64* b, u32 phase) {
   u64 since = 0;
   for (u32 i = 1;; i++) {
@@ -97,7 +100,8 @@ __device__ __forceinline__ void store(u32 a, uint4 v) {
 __device__ __forceinline__ float low(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float high(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 __device__ __forceinline__ u32 max2(u32 a, u32 b) { u32 c; asm("max.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b)); return c; }
-__device__ __forceinline__ u32 min2(u32 a, u32 b) { u32 c; asm("min.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b)); return c; }
+__device__ __forceinline__ u32 largest(uint4 v) { return max2(max2(v.x, v.y), max2(v.z, v.w)); }
+__device__ __forceinline__ float larger(u32 v) { return fmaxf(low(v), high(v)); }
 __device__ __forceinline__ u32 pack(float a, float b) { u32 c; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(c) : "f"(b), "f"(a)); return c; }
 // One access of 16 bytes: the memory model takes a scalar of 128 bits as a whole.
 __device__ __forceinline__ void post(uint4* p, uint4 v) {
@@ -166,65 +170,44 @@ __device__ __forceinline__ Base2 base2(float shift) {
   return {by, at, fmaf(shift, by, -at)};
 }
 
-// The node of vectors a to b, at most ROUNDS of a lane, by a warp; id: of the item's first column.
-__device__ __forceinline__ Node leaf(u32 base, int a, int b, i64 id, int lane) {
-  auto top_of = [](const uint4& r) { return max2(max2(r.x, r.y), max2(r.z, r.w)); };
-  uint4 own[ROUNDS];
+// The node of vectors a to b by a warp.
+__device__ __forceinline__ Node leaf(u32 base, int a, int b, int lane) {
   u32 top = LOWEST;
+#pragma unroll 1
+  for (int v = a + lane; v - lane < b; v += 32 * VECTORS_AT_ONCE) {
+    uint4 r[VECTORS_AT_ONCE];
 #pragma unroll
-  for (int k = 0; k < ROUNDS; k++) {
-    const int v = a + lane + 32 * k;
-    own[k] = v < b ? load(base + v * 16) : make_uint4(LOWEST, LOWEST, LOWEST, LOWEST);
+    for (int k = 0; k < VECTORS_AT_ONCE; k++) r[k] = load(base + min(v + 32 * k, b - 1) * 16);  // no load waits for another
+#pragma unroll
+    for (int k = 0; k < VECTORS_AT_ONCE; k++) top = max2(top, largest(r[k]));
   }
-#pragma unroll
-  for (int k = 0; k < ROUNDS; k++) top = max2(top, top_of(own[k]));
   auto ordered = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };  // as integers are
-  const float max = __int_as_float(ordered(__reduce_max_sync(~0u, ordered(__float_as_int(fmaxf(low(top), high(top)))))));
+  const float max = __int_as_float(ordered(__reduce_max_sync(~0u, ordered(__float_as_int(larger(top))))));
   const Base2 e = base2(finite(max));
   float even = 0.f, odd = 0.f, other = 0.f;
   Node x = nothing();
-  auto add = [&](const uint4& r, bool is_plain) {
-    auto add_two = [&](u32 u) {
-      const float s = fmaf(low(u), e.by, -e.at), t = fmaf(high(u), e.by, -e.at), p = ex2(s), q = ex2(t);
-      even += p, odd += q;
+  auto add = [&](bool is_plain) {
+#pragma unroll 1
+    for (int v = a + lane; v < b; v += 32) {
+      auto add_two = [&](u32 u) {
+        const float s = fmaf(low(u), e.by, -e.at), t = fmaf(high(u), e.by, -e.at), p = ex2(s), q = ex2(t);
+        even += p, odd += q;
 #ifdef ENTROPY
-      x.moment = fmaf(p, is_plain ? s : fmaxf(s, LOWEST_DROP), x.moment), other = fmaf(q, is_plain ? t : fmaxf(t, LOWEST_DROP), other);
+        x.moment = fmaf(p, is_plain ? s : fmaxf(s, LOWEST_DROP), x.moment);
+        other = fmaf(q, is_plain ? t : fmaxf(t, LOWEST_DROP), other);
 #endif
 #ifdef TOTAL
-      if (is_plain || low(u) != -INF) x.total += low(u), x.count++;
-      if (is_plain || high(u) != -INF) x.total += high(u), x.count++;
+        if (is_plain || low(u) != -INF) x.total += low(u), x.count++;
+        if (is_plain || high(u) != -INF) x.total += high(u), x.count++;
 #endif
-    };
-    add_two(r.x), add_two(r.y), add_two(r.z), add_two(r.w);
+      };
+      const uint4 r = load(base + v * 16);
+      add_two(r.x), add_two(r.y), add_two(r.z), add_two(r.w);
+    }
   };
-#if defined(ENTROPY) || defined(TOTAL)  // of most lanes no logit is so low that it needs care
-  u32 least = 0x7f807f80;
-#pragma unroll
-  for (int k = 0; k < ROUNDS; k++)
-    if (a + lane + 32 * k < b) least = min2(least, min2(min2(own[k].x, own[k].y), min2(own[k].z, own[k].w)));
-  const bool is_plain = fmaf(fminf(low(least), high(least)), e.by, -e.at) > -INF;
-#pragma unroll
-  for (int k = 0; k < ROUNDS; k++) if (is_plain && a + lane + 32 * k < b) add(own[k], true);
-#pragma unroll 1
-  for (int v = is_plain ? b : a + lane; v < b; v += 32) add(load(base + v * 16), false);
-#else
-#pragma unroll
-  for (int k = 0; k < ROUNDS; k++) if (a + 32 * k < b) add(own[k], false);
-#endif
-#ifdef ARGMAX
-  int first = -1;  // this lane's lowest vector with the maximum
-  uint4 r = own[0];
-#pragma unroll
-  for (int k = ROUNDS - 1; k >= 0; k--) {
-    const u32 best = top_of(own[k]);
-    if (a + lane + 32 * k < b && fmaxf(low(best), high(best)) == max) r = own[k], first = a + lane + 32 * k;
-  }
-  auto look_at = [&](u32 u, int j) {
-    if (high(u) == max) x.index = (int)id + 8 * first + j + 1;
-    if (low(u) == max) x.index = (int)id + 8 * first + j;
-  };
-  if (first >= 0) look_at(r.w, 6), look_at(r.z, 4), look_at(r.y, 2), look_at(r.x, 0);
-  x.index = __reduce_min_sync(~0u, x.index);
+  add(true);
+#if defined(ENTROPY) || defined(TOTAL)
+  if (!(fabsf(x.moment + other) + fabsf(x.total) < INF)) even = odd = other = 0.f, x = nothing(), add(false);  // very low ones
 #endif
   x.max = max, x.sum = even + odd, x.moment += other;
   for (int d = 16; d; d /= 2) {  // together, so that none waits for another
@@ -250,16 +233,16 @@ __device__ __forceinline__ Node leaf(u32 base, int a, int b, i64 id, int lane) {
 // The sum of the valid tokens' weights, or their number, in one order: the grad warps, while they have nothing to do.
 __device__ __forceinline__ void count(const Params& q, double* counted, int warp, int lane) {
   double own = 0;
-  for (int first = warp * 32 + lane; first < q.rows; first += AT_ONCE * GRAD * 32) {
-    float weight[AT_ONCE];
+  for (int first = warp * 32 + lane; first < q.rows; first += TOKENS_AT_ONCE * GRAD * 32) {
+    float weight[TOKENS_AT_ONCE];
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; k++) {  // no load waits for another
+    for (int k = 0; k < TOKENS_AT_ONCE; k++) {  // no load waits for another
       const int i = first + k * GRAD * 32, row = min(i, q.rows - 1);
       weight[k] = q.weight ? q.weight[row] : 1.f;
       if (label_of(q, row) == q.ignore_index || i >= q.rows) weight[k] = 0.f;
     }
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; k++) own += weight[k];
+    for (int k = 0; k < TOKENS_AT_ONCE; k++) own += weight[k];
   }
   own = add_lanes(own);
   if (lane == 0) counted[warp] = own;
@@ -353,41 +336,43 @@ __device__ __forceinline__ void finish(const Params& q, const Item& item, Node x
 #endif
 }
 
-// The loss and its sums over tokens, in one order, by the last program; as in `sums_triton`.
+// The loss and its sums over tokens, in one order, by LAST warps of the last program; as in `sums_triton`.
 __device__ __forceinline__ void reduce(const Params& q, double (*part)[VALUES + 1], bool by_count, int warp, int lane) {
   double total[VALUES + 1] = {}, loss = 0.0;
-  for (int first = threadIdx.x; first < q.rows; first += 4 * WARPS * 32) {
-    float weight[4], value[4][VALUES];
+  for (int first = 32 * warp + lane; first < q.rows; first += TOKENS_AT_ONCE * LAST * 32) {
+    float weight[TOKENS_AT_ONCE];
+    auto row = [&](int j) { return min(first + j * LAST * 32, q.rows - 1); };
 #pragma unroll
-    for (int j = 0; j < 4; j++) {  // no load waits for another
-      const int i = first + j * WARPS * 32, row = min(i, q.rows - 1);
-      weight[j] = q.weight ? q.weight[row] : 1.f;
-#pragma unroll
-      for (int k = 0; k < VALUES; k++) if (k < q.n_values)
-        value[j][k] = q.bools >> k & 1 ? (float)__ldcg((const unsigned char*)q.values[k] + row) : __ldcg((const float*)q.values[k] + row);
-      if (!__ldcg(q.valid + row) || i >= q.rows) weight[j] = 0.f;
+    for (int j = 0; j < TOKENS_AT_ONCE; j++) {  // no load waits for another
+      weight[j] = q.weight ? q.weight[row(j)] : 1.f;
+      if (!__ldcg(q.valid + row(j)) || first + j * LAST * 32 >= q.rows) weight[j] = 0.f;
     }
 #pragma unroll
-    for (int j = 0; j < 4; j++) if (weight[j] != 0.f) {
-      total[VALUES] += weight[j];
+    for (int k = 0; k < VALUES; k++) if (k < q.n_values) {
+      float value[TOKENS_AT_ONCE];
 #pragma unroll
-      for (int k = 0; k < VALUES; k++) if (k < q.n_values) {
-        const double v = value[j][k];
+      for (int j = 0; j < TOKENS_AT_ONCE; j++)
+        value[j] = q.bools >> k & 1 ? (float)__ldcg((const unsigned char*)q.values[k] + row(j)) : __ldcg((const float*)q.values[k] + row(j));
+#pragma unroll
+      for (int j = 0; j < TOKENS_AT_ONCE; j++) if (weight[j] != 0.f) {
+        const double v = value[j];
         total[k] = fma(q.squares >> k & 1 ? v * v : v, (double)weight[j], total[k]);
       }
     }
+#pragma unroll
+    for (int j = 0; j < TOKENS_AT_ONCE; j++) total[VALUES] += weight[j];
   }
 #pragma unroll
   for (int k = 0; k <= VALUES; k++) if (k < q.n_values || k == VALUES) {
     total[k] = add_lanes(total[k]);
     if (lane == 0) part[warp][k] = total[k];
   }
-  __syncthreads();
-  __syncthreads();  // with one of them alone, racecheck reports the loads below
+  meet();
+  meet();  // with one of them alone, racecheck reports the loads below
   if (warp) return;
 #pragma unroll
   for (int k = 0; k <= VALUES; k++) if (k < q.n_values || k == VALUES) {
-    total[k] = add_lanes(lane < WARPS ? part[lane][k] : 0.0);
+    total[k] = add_lanes(lane < LAST ? part[lane][k] : 0.0);
     if (k < VALUES && q.negatives >> k & 1) total[k] = -total[k];
     if (lane == 0) q.sums[min(k, q.n_values)] = total[k];
     if (k < VALUES) loss += q.coefficients[k] * total[k];
@@ -422,6 +407,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       const int row = claimed / q.pieces, piece = claimed - row * q.pieces, whole = q.width / 8;
       const int first = min(begin(piece * q.leaves), whole), vectors = min(begin((piece + 1) * q.leaves), whole) - first;
       const int valid = min(max(q.valid_width - 8 * first, 0), 8 * vectors);
+      const i64 soon = min(row + (int)gridDim.x / q.pieces, q.rows - 1);  // a row whose item may be the next
+      asm volatile("prefetch.global.L1 [%0];" ::"l"((const char*)q.labels + (soon << (q.wide_labels ? 3 : 2))));
       const i64 y = label_of(q, row), place = y - q.start - 8LL * first;
       s.item[slot] = {row, piece, vectors, valid, place >= 0 && place < valid ? (int)place : -1, y == q.ignore_index};
       if (y == q.ignore_index || vectors == 0) { arrive(&s.full[slot]); continue; }
@@ -435,7 +422,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       wait(&s.stat[slot], phase);
       const Item item = s.item[slot];
       if (item.row < 0) break;
-      const Node x = join_lanes(s.node[slot][lane % SUM], SUM);
+      Node x = join_lanes(s.node[slot][lane % SUM], SUM);
+#ifdef ARGMAX
+      if (!item.ignored) {  // of the first leaf with the maximum, the first id
+        wait(&s.full[slot], phase);
+        const uint4* vectors = (const uint4*)(ring + slot * q.slot_bytes);
+        const int from = begin(item.piece * q.leaves), leaf = item.piece * q.leaves + x.index;
+        const int end = min(begin(leaf + 1) - from, item.vectors);
+        int v = end;  // the first vector with the maximum
+        for (int k = end - 1 - lane; k >= begin(leaf) - from; k -= 32) if (larger(largest(vectors[k])) == x.max) v = k;
+        v = __reduce_min_sync(~0u, v);
+        const u32 found = __ballot_sync(~0u, v < end && low(((const u16*)(vectors + v))[lane % 8]) == x.max);
+        x.index = found ? (int)q.start + 8 * (from + v) + __ffs(found) - 1 : 0x7fffffff;
+      }
+#endif
       u32 logit = 0, flags = item.ignored ? IGNORED : 0;
       if (item.target >= 0 && !item.ignored) logit = s.logit[slot] << 16, flags = OWNER;
       __syncwarp();  // all lanes have read what is the slot's, which may be another item's once a packet is out
@@ -475,8 +475,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
         }
       }
       wait(&s.stat[slot], phase);  // nothing new, but the packet orders no shared memory for the grad warps
+      const int count = __shfl_sync(~0u, p.z & 0xffffu, (int)q.rank * q.pieces + item.piece);  // this item's
       const Node x = join_lanes({__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(more.x), __uint_as_float(more.z),
-                                 (int)(p.z & 0xffffu), (int)more.y}, 32);
+                                 (int)(p.z & 0xffffu), (int)more.y}, all);
       const u32 own = __ballot_sync(~0u, lane < all && p.w & OWNER), ignore = __ballot_sync(~0u, lane < all && p.w & IGNORED);
       const float logit = __shfl_sync(~0u, high(p.z), own ? __ffs(own) - 1 : 0);
       Row row = {};
@@ -489,6 +490,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       if (lane == 0) {
         const int owners = __popc(own) + 2 * __popc(ignore);
         s.factor[slot] = factors(q, item, x, logit, owners, scale, row);
+        s.factor[slot].is_plain = count == item.valid - (item.target >= 0);
         arrive(&s.ready[slot]);
 #ifndef ROWS
         const Solved solved = item.piece == 0 ? solve(x, logit) : Solved{};
@@ -497,33 +499,32 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       }
       __syncwarp();
     }
-  } else if (warp < OTHERS + SUM) {  // sum
-    const int w = warp - OTHERS, each = max(q.leaves / SUM, 1);
-    for (int ends = 0; ends < MERGE; next()) {
+  } else if (warp < OTHERS + TEAMS * SUM) {  // sum, in turns
+    const int w = (warp - OTHERS) % SUM;
+    for (int n = 0, ends = 0; ends < MERGE / TEAMS; next(), n++) if (n % TEAMS == (warp - OTHERS) / SUM) {
       wait(&s.full[slot], phase);
       const Item item = s.item[slot];
-      Node x = nothing(), pair = x, four = x;
-      if (item.row >= 0 && w * each < q.leaves && !item.ignored) {
+      Node x = nothing();
+      if (item.row >= 0 && w < q.leaves && !item.ignored) {
         const int first = item.piece * q.leaves, from = begin(first);
-        auto until = [&](int l) { return min(begin(first + w * each + l) - from, item.vectors); };
+        const int a = min(begin(first + w) - from, item.vectors), b = min(begin(first + w + 1) - from, item.vectors);
         u16* columns = (u16*)(ring + slot * q.slot_bytes);
-        if (lane == 0 && item.target >= 8 * until(0) && item.target < 8 * until(each))
+        if (lane == 0 && item.target >= 8 * a && item.target < 8 * b)
           s.logit[slot] = columns[item.target], columns[item.target] = (u16)LOWEST;
-        for (int c = max(item.valid, 8 * until(0)) + lane; c < 8 * until(each); c += 32) columns[c] = (u16)LOWEST;
+        for (int c = max(item.valid, 8 * a) + lane; c < 8 * b; c += 32) columns[c] = (u16)LOWEST;
         __syncwarp();
-        for (int l = 0; l < each; l++) {
-          x = leaf(at(columns), until(l), until(l + 1), q.start + 8LL * from, lane);
-#pragma unroll 1
-          for (int m = 0; m < 2 && l >> m & 1; m++) x = join(m ? four : pair, x);
-          if (l & 1) four = x; else pair = x;
-        }
+        x = leaf(at(columns), a, b, lane), x.index = w;
       }
       ends += item.row < 0;
       __syncwarp();
-      if (lane == 0) { s.node[slot][w] = x; arrive(&s.stat[slot]); }
+      if (lane == 0) {  // after the item before, another team's: else a role may take the barrier's phase for the last turn's
+        s.node[slot][w] = x;
+        wait(&s.stat[(slot ? slot : q.slots) - 1], slot ? phase : phase ^ 1);
+        arrive(&s.stat[slot]);
+      }
     }
   } else if (warp < STORE) {  // grad
-    const int w = warp - OTHERS - SUM;
+    const int w = warp - OTHERS - TEAMS * SUM;
     if (by_count) {
       count(q, s.counted, w, lane);
       __threadfence_block();
@@ -537,25 +538,28 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       u16* columns = (u16*)(ring + slot * q.slot_bytes);
       const u32 base = at(columns);
       const Factors f = s.factor[slot];
-      auto one = [&](float z) {
+      auto one = [&](float z, bool is_plain) {
         float each = f.each;
         const float t = fmaf(z, f.by, -f.at);
 #ifdef TERM  // where 2^t underflows the factor stays finite, so that their product is 0
         each = fmaf(f.slope, fmaxf(t, -300.f), each);
 #endif
-        each *= ex2(t);
 #ifdef TOTAL
-        if (z != -INF) each += f.flat;
+        if (!is_plain && z == -INF) return each * ex2(t);
 #endif
-        return each;
+        return fmaf(each, ex2(t), f.flat);
       };
-      auto grad = [&](u32 u) { return pack(one(low(u)), one(high(u))); };
+      auto grad = [&](u32 u, bool is_plain) { return pack(one(low(u), is_plain), one(high(u), is_plain)); };
+      auto all_of = [&](const uint4& r, bool is_plain) {
+        return make_uint4(grad(r.x, is_plain), grad(r.y, is_plain), grad(r.z, is_plain), grad(r.w, is_plain));
+      };
 #pragma unroll 1
       for (int v = a + lane; v < b && !item.ignored; v += 32) {
         const uint4 r = load(base + v * 16);
-        store(base + v * 16, make_uint4(grad(r.x), grad(r.y), grad(r.z), grad(r.w)));
+        store(base + v * 16, f.is_plain ? all_of(r, true) : all_of(r, false));
       }
       if (item.ignored) for (int v = a + lane; v < b; v += 32) store(base + v * 16, make_uint4(0, 0, 0, 0));
+      __syncwarp();
       for (int c = max(item.valid, 8 * a) + lane; c < 8 * b; c += 32) columns[c] = 0;
       __syncwarp();
       if (lane == 0 && item.target >= 8 * a && item.target < 8 * b && !item.ignored)
@@ -574,14 +578,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
       arrive(&s.free[slot]);
     }
-    if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
   }
-  __syncwarp();  // the lanes of load and store
-  __syncthreads();
-  if (threadIdx.x == 0) __threadfence(), s.is_last = atomicAdd(q.control + 1, 1u) == gridDim.x - 1;
-  __syncthreads();
+  if (warp == 0 || warp > LAST) return;
+  meet();
+  const bool is_first = warp == 1 && lane == 0;
+  if (is_first) __threadfence(), s.is_last = atomicAdd(q.control + 1, 1u) == gridDim.x - 1;
+  meet();
   if (!s.is_last) return;
   __threadfence();
-  if (threadIdx.x == 0) q.control[1] = q.control[2] = 0, *(volatile u32*)q.control = epoch;  // for the next launch
-  reduce(q, (double (*)[VALUES + 1])ring, by_count, warp, lane);
+  if (is_first) q.control[1] = q.control[2] = 0, *(volatile u32*)q.control = epoch;  // for the next launch
+  reduce(q, (double (*)[VALUES + 1])s.node, by_count, warp - 1, lane);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from pathlib import Path
@@ -84,15 +85,13 @@ class _Group:
     def __init__(self, group):
         self.group, self.capability = group, (0, 0)
         self.obstacle: str | None = None
-        self.store: NumberedStore | None = None
         # by whether it is for `one_read`; None: there is none for it
         self.memories: dict[bool, list[SymmetricMemory] | None] = {}
         self.is_told = False
 
-    def join(self, memory: SymmetricMemory):
-        """Let the ranks' memories know each other."""
-        self.store = self.store or NumberedStore(self.group)
-        memory.join(self.group, self.store)
+    @functools.cached_property
+    def store(self) -> NumberedStore:
+        return NumberedStore(self.group)
 
     def tell(self, name: str):
         """Warn, once, that there is an obstacle."""
@@ -152,7 +151,10 @@ def find_symmetric_memory(
     memories: list[SymmetricMemory] = []
     with torch.cuda.device(device):
         # apart, because a rank that has no memory must not leave the others waiting for it in the rendezvous
-        for step in (lambda: memories.append(SymmetricMemory(numel, device)), lambda: known.join(memories[0])):
+        for step in (
+            lambda: memories.append(SymmetricMemory(numel, device)),
+            lambda: memories[0].join(group, known.store),
+        ):
             known.obstacle = known.obstacle or _first_failure(step, group)
     if known.obstacle:
         known.tell(group_name)
