@@ -130,15 +130,16 @@ def sanitizer(tool: str, limit) -> Step:
 def facts() -> dict[str, str]:
     gpus = collections.Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     sources = hashlib.sha256()
-    for path in sorted((ROOT / "tp_headloss").rglob("*.[cp][uy]")):
-        sources.update(path.read_bytes())
+    for path in sorted((ROOT / "tp_headloss").rglob("*")):
+        if path.suffix in (".py", ".cu"):
+            sources.update(path.read_bytes())
     return {
         "date": datetime.date.today().isoformat(),
         "GPUs": ", ".join(f"{count} x {name}" for name, count in gpus.items()),
         "driver": call(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 30)[1].split("\n")[0],
         "versions": f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}, NCCL "
         + ".".join(map(str, torch.cuda.nccl.version())),
-        "SHA-256 of tp_headloss/**/*.[cp][uy], sorted": sources.hexdigest()[:16],
+        "SHA-256 of *.py and *.cu in tp_headloss, sorted": sources.hexdigest()[:16],
     }
 
 

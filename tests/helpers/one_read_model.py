@@ -76,26 +76,12 @@ def run(ranks, launches, n_programs, slots, value, order, resident=None, absent=
             stuck = 0
 
 
-class Barrier:
-    """Ends a phase when n arrive. Who waits for a phase knows its parity alone."""
-
-    def __init__(self, n):
-        self.n, self.missing, self.phases = n, n, 0
-
-    def arrive(self):
-        self.missing = (self.missing or self.n) - 1
-        self.phases += not self.missing
-
-    def has_ended(self, parity):
-        return self.phases % 2 != parity
-
-
 def take_turns(order, slots, teams, post, merge, n_items, waits_for_the_team_before=True):
     """Sum, post and merge warps take a program's items in turns -> role and item where one saw another item, or None.
 
     Items are there in any order, and some, as those of ignored rows, are summed at once; order: random.Random
     """
-    full, stat, free = ([Barrier(1) for _ in range(slots)] for _ in range(3))
+    full, stat, free = ([0] * slots for _ in range(3))  # barriers: phases that have ended, of which one sees the parity
     held, seen, wrong = [None] * slots, set(), []
 
     def load():
@@ -108,10 +94,10 @@ def take_turns(order, slots, teams, post, merge, n_items, waits_for_the_team_bef
     def copy(n):
         for _ in range(order.choice([0, 5, 50])):
             yield
-        full[n % slots].arrive()
+        full[n % slots] += 1
 
     def until(barriers, n, of_last_lap=False):
-        while not barriers[n % slots].has_ended((n // slots + of_last_lap) % 2):
+        while barriers[n % slots] % 2 == (n // slots + of_last_lap) % 2:
             yield
 
     def role(name, me, number, barriers, act):
@@ -126,7 +112,7 @@ def take_turns(order, slots, teams, post, merge, n_items, waits_for_the_team_bef
             yield
         if waits_for_the_team_before and n:
             yield from until(stat, n - 1)
-        stat[n % slots].arrive()
+        stat[n % slots] += 1
 
     def posted(n):
         yield
@@ -136,7 +122,7 @@ def take_turns(order, slots, teams, post, merge, n_items, waits_for_the_team_bef
         while n not in seen:
             yield
         yield from until(stat, n)
-        free[n % slots].arrive()
+        free[n % slots] += 1
 
     roles = ("sum", teams, full, summed), ("post", post, stat, posted), ("merge", merge, full, merged)
     tasks = [load(), *(role(name, me, *others) for name, *others in roles for me in range(others[0]))]
