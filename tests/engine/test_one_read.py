@@ -309,6 +309,16 @@ def test_what_cannot_be_is_refused(case, device):
         head(logits, labels, **given)  # writes no gradient
 
 
+def test_what_was_found_for_aligned_logits_is_not_taken_for_others(device):
+    logits, labels = problem(device)
+    head, memory = hl.HeadLoss(options=IN_FORWARD), logits.new_empty(logits.numel() + 1)
+    for _ in range(3):
+        head(logits.clone().requires_grad_(), labels).loss.backward()
+        shifted = memory[1:].view_as(logits).copy_(logits).detach().requires_grad_()  # of the same kind but for that
+        with pytest.raises(ValueError, match="contiguous logits whose width is a multiple of 8"):
+            head(shifted, labels)
+
+
 def test_where_one_launch_cannot_be():
     with pytest.raises(ValueError, match="the triton backend"):
         hl.HeadLoss(options=hl.Options(backend="torch", gradient="forward"))(
