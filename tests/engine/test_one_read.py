@@ -309,6 +309,7 @@ def test_what_cannot_be_is_refused(case, device):
         head(logits, labels, **given)  # writes no gradient
 
 
+@on_hopper
 def test_what_was_found_for_aligned_logits_is_not_taken_for_others(device):
     logits, labels = problem(device)
     head, memory = hl.HeadLoss(options=IN_FORWARD), logits.new_empty(logits.numel() + 1)
