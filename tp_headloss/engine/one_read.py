@@ -16,23 +16,13 @@ import logging
 
 import torch
 
-from .one_read_launch import (
-    COLUMNS,
-    FLAGS,
-    PACKETS,
-    RANKS,
-    SUMMED,
-    TERMS,
-    VALUES,
-    columns_of,
-    cuts_of,
-    is_whole,
-    memory_of,
-)
+from .one_read_launch import COLUMNS, PACKETS, RANKS, TERMS, VALUES, columns_of, cuts_of, is_whole, memory_of
 from .request import Facts, Request
 
 _log = logging.getLogger("tp_headloss")
 GRADIENTS = ("auto", "forward", "backward")  # values of `Options.gradient`
+SUMMED = {*TERMS, "target_logit", "hits"}
+FLAGS = "entropy", "argmax", "total"  # statistics besides: the kernel is compiled with their names in capitals
 ALIGNED = 32  # columns of which a multiple has no gaps between the rows of a block
 CAPABILITY, FEWEST, NARROWEST = (9, 0), 1 << 23, 8192  # of GPUs, logits of a rank and columns where it was faster
 

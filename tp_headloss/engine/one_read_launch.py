@@ -14,8 +14,6 @@ import torch
 from .request import Facts, Request
 
 TERMS = "lse", "log_prob", "entropy", "total"  # statistics of such a loss
-SUMMED = {*TERMS, "target_logit", "hits"}
-FLAGS = "entropy", "argmax", "total"  # statistics besides: the kernel is compiled with their names in capitals
 COLUMNS, LEAF, PACKETS = 8, 320, 32  # columns of a vector; vectors of a leaf, at most; packets of a row, at most
 # as in the kernel: slots and ranks, at most, values that are summed, at most, and threads of a program
 SLOTS, RANKS, VALUES, GIVENS, THREADS = 10, 8, 6, 8, 1024
