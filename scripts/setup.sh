@@ -29,7 +29,6 @@ if [ ! -x $venv ] || [ "$($venv -c "$abi")" != "$("$PYTHON" -c "$abi")" ]; then
         die "'$PYTHON -m venv $VENV' failed"
 fi
 site=$($venv -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-pwd >"$site/tp_headloss.pth"
 
 has() { $venv -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$1"; }
 
@@ -59,7 +58,7 @@ install() {
     $venv -m pip --version >/dev/null 2>&1 || die "'$PYTHON' has no pip (Debian: python3-venv), so no way to install: $*"
     write_constraints
     # Python compiles what it imports, a small part of all that pip would compile.
-    $venv -m pip install -q --no-compile -c "$constraints" "$@" || die "pip could not install: $*"
+    $venv -I -m pip install -q --no-compile -c "$constraints" "$@" || die "pip could not install: $*"
 }
 
 # A GPU build of torch that $PYTHON sees is kept: the venv gets the directories it and its dependencies live in.
@@ -101,4 +100,5 @@ PY
 # shellcheck disable=SC2086  # one word per package
 [ -z "$missing" ] || install $missing
 
+pwd >"$site/tp_headloss.pth" # last: pip would miss what the package needs and is not there yet
 touch "$stamp"

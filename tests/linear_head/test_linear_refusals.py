@@ -1,5 +1,7 @@
 """Refusals of a linear head, and what their messages say."""
 
+import itertools
+
 import pytest
 import torch
 from linear_problem import H, V, a_teacher, tensors
@@ -138,3 +140,40 @@ def test_a_call_after_an_equal_one_is_not_checked_again_but_by_what_may_differ(m
     with torch.autocast(device if isinstance(device, str) else device.type, dtype=torch.bfloat16):
         half = known.linear(hidden, weight, labels, shard=shard, linear=options[0]).loss
     assert not torch.equal(half, known.linear(hidden, weight, labels, shard=shard, linear=options[0]).loss)
+
+
+GIVEN = {  # what of a call may differ from that of the one before
+    "denominator": (None, 9.0, torch.tensor(9.0), torch.tensor(9.0, requires_grad=True)),
+    "advantages": (torch.arange(6.0), torch.arange(6.0).requires_grad_()),
+    "token_weight": (None, torch.arange(6.0)),
+    "grad": (True, False),
+}
+
+
+@pytest.mark.parametrize("way", ["logits", "auto", "one_sweep", "recompute"])
+def test_a_call_is_that_of_a_fresh_head_whatever_was_called_before(way):
+    torch.manual_seed(0)
+    hidden, weight, labels = torch.randn(6, 8), torch.randn(12, 8), torch.arange(6)
+
+    def fresh():
+        return hl.HeadLoss([hl.CrossEntropy(class_weight=torch.arange(1.0, 13.0)), hl.PolicyGradient("reinforce")])
+
+    def run(head, denominator, advantages, token_weight, grad):
+        x, given = hidden.clone().requires_grad_(), {"denominator": denominator, "token_weight": token_weight}
+        call, operands = head, (x @ weight.T, labels)
+        if way != "logits":
+            call, operands, given["linear"] = head.linear, (x, weight, labels), hl.Linear(way)
+        try:
+            with torch.set_grad_enabled(grad):
+                loss = call(*operands, **given, inputs={"advantages": advantages}).loss
+        except ValueError as error:
+            return str(error)
+        return [loss.tolist(), torch.autograd.grad(loss, x)[0].tolist() if grad else None]
+
+    for states in itertools.product(*GIVEN.values()):
+        for place, (before, now) in enumerate(zip(states, GIVEN.values())):
+            for other in now:
+                head, later = fresh(), (*states[:place], other, *states[place + 1 :])
+                run(head, *states)
+                if other is not before:
+                    assert run(head, *later) == run(fresh(), *later), (states, later)

@@ -95,6 +95,32 @@ def test_a_statistic_that_nobody_wants_is_named_where_a_term_uses_it():
         hl.HeadLoss(metrics=hl.Metric(lambda s: {"entropy": s.entropy}))(x, labels)
 
 
+IN_PLACE = {
+    "a metric": {"metrics": hl.Metric(lambda s: {"p": s.log_prob.exp_()})},
+    "term 'own'": {"terms": hl.Term("own", lambda s: s.log_prob.neg_(), tokenwise=True)},
+    "term 'read'": {
+        "terms": hl.Term(
+            "read", lambda s, advantages: advantages.sub_(1) * s.lse, inputs=("advantages",), tokenwise=True
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("mode", ["logits", "one_sweep", "recompute"])
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("who", IN_PLACE)
+def test_a_function_that_changes_what_others_read_is_an_error_that_names_it(who, grad, mode, device):
+    hidden, weight = torch.randn(6, 8, device=device).requires_grad_(grad), torch.randn(V, 8, device=device)
+    labels, head, given = torch.arange(6, device=device), hl.HeadLoss(**IN_PLACE[who]), {}
+    if head.input_names:
+        given["inputs"] = {"advantages": torch.ones(6, device=device)}
+    with pytest.raises(RuntimeError, match=f"must not change them in place .* got a change by {who}"):
+        if mode == "logits":
+            head(hidden @ weight.T, labels, **given)
+        else:
+            head.linear(hidden, weight, labels, linear=hl.Linear(mode), **given)
+
+
 def test_an_input_per_sequence_is_spread_and_an_ambiguous_one_refused(device):
     """[B] beside labels [B, S] would align with S."""
     x, labels = torch.randn(4, 4, V, device=device), torch.randint(0, V, (4, 4), device=device)

@@ -94,7 +94,10 @@ def test_the_page_is_the_table():
 
 
 def test_synonyms_are_our_names_wherever_they_are_written():
-    assert HeadLoss(reduction="token-mean").reduction == "mean"
+    head = HeadLoss(reduction="token-mean")
+    assert head.reduction == "mean"
+    head.reduction = "token-sum"
+    assert head.reduction == "sum"
     assert (
         KLToReference(0.1, "low_var_kl").function.args[1] == KLToReference(0.1, estimator="low_var_kl").function.args[1]
     )

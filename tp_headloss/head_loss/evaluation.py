@@ -1,5 +1,6 @@
 """Evaluation of the terms' and metrics' functions on per-token statistics."""
 
+import contextlib
 import types
 from collections.abc import Callable
 from functools import partial
@@ -66,6 +67,32 @@ def compiled_evaluate() -> Callable:
     """Compile a copy of `evaluate`. torch limits recompilations per code object, so every HeadLoss needs its own."""
     own = types.FunctionType(evaluate.__code__.replace(), globals(), evaluate.__name__)
     return torch.compile(own)
+
+
+@contextlib.contextmanager
+def expect_unchanged(functions: list[StatisticsFunction], stats: VocabStatistics, inputs: dict[str, Any]):
+    """Raise RuntimeError if functions that are evaluated within write to what others, and the caller, read as well.
+
+    Tensors of torch.inference_mode() do not say whether they were written to.
+    """
+
+    def versions():
+        given = *stats, *inputs.values()
+        return [x._version for x in given if isinstance(x, torch.Tensor) and not x.is_inference()]
+
+    error, before = None, versions()
+    try:
+        yield
+    except RuntimeError as found:
+        if "in-place" not in str(found) and "inplace" not in str(found):
+            raise
+        error = found
+    if error is not None or versions() != before:
+        owners = [f.owner for f in functions if not isinstance(f.function, StatisticValue)]
+        raise RuntimeError(
+            "functions of statistics and inputs must not change them in place (x *= 2, x.exp_()), which others read "
+            f"as well: write x = x * 2; got a change by {' or '.join(owners)}"
+        ) from error
 
 
 def _metric_values(metrics, stats, inputs) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ MOST_KINDS = 256  # batches of any size are a kind each
 
 
 def kind_of_call(options: Options | None, logits, labels, shard, denominator, inputs) -> tuple | None:
-    """Everything that the checks of a call read, besides its denominator; None if it must be looked at each time."""
+    """Everything that the checks of a call read, but its denominator's value; None: it must be looked at each time."""
     if isinstance(denominator, torch.Tensor) and type(denominator) is not torch.Tensor:
         return None
     if not can_skip_dispatch(logits) or type(labels) is not torch.Tensor or logits.is_neg() or logits.is_nested:
@@ -39,8 +39,9 @@ def kind_of_call(options: Options | None, logits, labels, shard, denominator, in
             return None
         input_facts = tuple([(name, x.dtype, x.device, x.requires_grad) for name, x in inputs.items()])
     given = None if shard is None else (shard.facts, shard.stop)
+    trained = None if denominator is None else getattr(denominator, "requires_grad", False)
     logits_facts = logits.shape, logits.dtype, logits.stride(), logits.device
-    return *logits_facts, labels.dtype, labels.shape, labels.device, input_facts, given
+    return *logits_facts, labels.dtype, labels.shape, labels.device, input_facts, trained, given
 
 
 def kind_of_linear_call(
@@ -55,8 +56,7 @@ def kind_of_linear_call(
     place = weight.shape, weight.dtype, weight.stride(), weight.device, weight.data_ptr() % 16, hidden.data_ptr() % 16
     device = hidden.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    trained = isinstance(denominator, torch.Tensor) and denominator.requires_grad
-    return linear, autocast, torch.is_grad_enabled(), trained, *place, *kind
+    return linear, autocast, torch.is_grad_enabled(), *place, *kind
 
 
 def checked_before(definition: HeadLossDefinition, kind: tuple, x, weight, labels, shard, denominator, inputs) -> Any:

@@ -20,9 +20,10 @@ from ..engine.one_read import expecting, gradient_in_forward, is_asked_for
 from ..linear_head.call import LinearCall
 from ..ranks.shard import VocabShard
 from ..spec import Bias, Floating, Labels, Logits, OneOf, Rows, Scalar, TokenWeight, checked, described, lines_within
+from ..spec.aliases import synonym
 from .call import Call, Inputs, check_call, local_arguments, replicated_facts
 from .definition import REDUCTIONS, HeadLossDefinition
-from .evaluation import compiled_evaluate, evaluate
+from .evaluation import compiled_evaluate, evaluate, expect_unchanged
 from .known_calls import checked_before, kind_of_call, kind_of_linear_call, remember
 from .linear_modes import linear_output, sweep_tokens
 from .output import HeadLossOutput, make_output
@@ -39,7 +40,9 @@ def _argument(name: str, doc: str) -> property:
         return self._definition.arguments()[name]
 
     def replace(self, value):
-        lines_within(HeadLoss)[name].check(name, value, {})
+        line = lines_within(HeadLoss)[name]
+        value = synonym(value, line.names) if isinstance(line, OneOf) and isinstance(value, str) else value
+        line.check(name, value, {})
         self._definition = HeadLossDefinition.checked(**self._definition.arguments() | {name: value})
 
     return property(read, replace, doc=doc)
@@ -134,7 +137,8 @@ class HeadLoss(nn.Module):
                 own loss is left out, and sums and ratios of its sequence still include it, as the sequences' mask says.
                 The mean divides by the sum of the weights, so weights of both signs need a denominator from the caller.
             denominator: a number or a scalar tensor that every term is divided by; with gradient accumulation or data
-                parallelism, the global count of tokens (or sequences).
+                parallelism, the global count of tokens (or sequences). At least 0; a tensor's value is looked at with
+                ``Options(check=True)`` alone.
             inputs: arguments of terms and metrics besides the statistics, by name, replicated: tensors, scalar or with
                 as many dimensions as [..] that broadcast to it, in its own shape a value per token; with sequences,
                 tensors [B] with a value per sequence; for terms of "log_probs_at", tensors [.., K], "ids" among them;
@@ -237,13 +241,14 @@ class HeadLoss(nn.Module):
         given = Given.checked(logits, labels, shard, self.want, transform, self.options)
         return given._replace(ignore_index=self.ignore_index)
 
-    def _evaluate_functions(self, *args):
+    def _evaluate_functions(self, functions, metrics, stats, inputs, *args):
         """Call `evaluate`, or this module's compiled copy of it; within torch.compile, which compiles it, as it is."""
         if torch.compiler.is_compiling():
-            return evaluate(*args)
+            return evaluate(functions, metrics, stats, inputs, *args)
         if self._evaluate is None:
             self._evaluate = compiled_evaluate() if self.compile_terms else evaluate
-        return self._evaluate(*args)
+        with expect_unchanged([*functions, *metrics], stats, inputs):
+            return self._evaluate(functions, metrics, stats, inputs, *args)
 
     def __getstate__(self):
         """Attributes without the compiled function, which can be neither copied nor pickled, and what is worked out."""

@@ -26,7 +26,7 @@ class HeadLossOutput(NamedTuple):
     and arithmetic (``0.5 * out + other``, a tensor) are the loss's own, ``float(out)`` and ``f"{out:.3f}"`` its value.
 
     Attributes:
-        loss: scalar fp32, or [..] for reduction="none".
+        loss: scalar, or [..] for reduction="none"; fp32, and float64 for float64 logits.
         count: scalar, what the mean divides by without a ``denominator``: valid tokens (the sum of their weights,
             if there are token weights), or sequences. Counts of data- and context-parallel ranks add up.
         terms: sum of each term's values times the reduction's token weights, without the term's own weight, by name.

@@ -58,19 +58,11 @@ SEQUENCE_PARALLEL = Linear(hidden_grad="reduce_scatter")
 
 @checked
 def get_next_token_logprobs_from_logits(
-    input_ids: TokensNotShifted,
-    next_token_logits: Logits,
-    seq_index: Unused = None,
-    vocab_parallel_rank: Count | None = None,
-    vocab_parallel_group: TpGroup = None,
-    context_parallel_group: CpGroup = None,
-    sampling_params: Unused = None,
-    chunk_size: int | None = None,
-    cp_sharder: Unused = None,
-    *,
-    sampling_mask: Unused = None,
-    vocab_size: VocabSize | None = None,
-) -> torch.Tensor:
+    input_ids: TokensNotShifted, next_token_logits: Logits, seq_index: Unused = None,
+    vocab_parallel_rank: Count | None = None, vocab_parallel_group: TpGroup = None,
+    context_parallel_group: CpGroup = None, sampling_params: Unused = None, chunk_size: int | None = None,
+    cp_sharder: Unused = None, *, sampling_mask: Unused = None, vocab_size: VocabSize | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated.
 
     Args:
@@ -94,19 +86,10 @@ def get_next_token_logprobs_from_logits(
 
 @checked
 def from_parallel_logits_to_logprobs(
-    vocab_parallel_logits: Logits,
-    target: TokensNotShifted,
-    vocab_start_index: Count,
-    vocab_end_index: Count,
-    tp_group: TpGroup,
-    inference_only: InferenceOnly = False,
-    cp_group: CpGroup = None,
-    chunk_size: int | None = None,
-    sampling_params: Unused = None,
-    *,
-    sampling_mask: Unused = None,
-    vocab_size: VocabSize | None = None,
-) -> torch.Tensor:
+    vocab_parallel_logits: Logits, target: TokensNotShifted, vocab_start_index: Count, vocab_end_index: Count,
+    tp_group: TpGroup, inference_only: InferenceOnly = False, cp_group: CpGroup = None, chunk_size: int | None = None,
+    sampling_params: Unused = None, *, sampling_mask: Unused = None, vocab_size: VocabSize | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from logits of shards of any bounds.
 
     Args:
@@ -121,21 +104,11 @@ def from_parallel_logits_to_logprobs(
 
 @checked
 def from_parallel_logits_to_logprobs_packed_sequences(
-    vocab_parallel_logits: Logits,
-    target: Ids,
-    cu_seqlens_padded: Ids,
-    unpacked_seqlen: Size,
-    vocab_start_index: Count,
-    vocab_end_index: Count,
-    group: TpGroup,
-    inference_only: InferenceOnly = False,
-    cp_group: CpGroup = None,
-    chunk_size: int | None = None,
-    sampling_params: Unused = None,
-    target_is_pre_rolled: bool = False,
-    *,
+    vocab_parallel_logits: Logits, target: Ids, cu_seqlens_padded: Ids, unpacked_seqlen: Size, vocab_start_index: Count,
+    vocab_end_index: Count, group: TpGroup, inference_only: InferenceOnly = False, cp_group: CpGroup = None,
+    chunk_size: int | None = None, sampling_params: Unused = None, target_is_pre_rolled: bool = False, *,
     vocab_size: VocabSize | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return the log-probs [B, unpacked_seqlen - 1] fp32 of the next tokens of B packed sequences, replicated.
 
     A sequence's log-probs begin its row, those of its padding included, and zeros follow; a longer row is cut. With C
@@ -160,20 +133,11 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 
 @checked
 def from_parallel_hidden_states_to_logprobs(
-    tensor_parallel_hidden_states: Floating,
-    output_weight_layer: Rows,
-    runtime_gather_output: bool | None,
-    target: TokensNotShifted,
-    vocab_start_index: Count,
-    vocab_end_index: Count,
-    tp_group: TpGroup,
-    inference_only: InferenceOnly = False,
-    cp_group: Group = None,
-    chunk_size: int | None = None,
-    *,
-    vocab_size: VocabSize | None = None,
-    linear: Linear = SEQUENCE_PARALLEL,
-) -> torch.Tensor:
+    tensor_parallel_hidden_states: Floating, output_weight_layer: Rows, runtime_gather_output: bool | None,
+    target: TokensNotShifted, vocab_start_index: Count, vocab_end_index: Count, tp_group: TpGroup,
+    inference_only: InferenceOnly = False, cp_group: Group = None, chunk_size: int | None = None, *,
+    vocab_size: VocabSize | None = None, linear: Linear = SEQUENCE_PARALLEL,
+) -> torch.Tensor:  # fmt: skip
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from hidden states, without logits.
 
     Args:

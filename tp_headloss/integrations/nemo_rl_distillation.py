@@ -13,18 +13,10 @@ from .rl_calls import CpGroup, RankedTokens, TpGroup, VocabSize, even_shard_of_r
 
 @checked
 def get_distillation_topk_logprobs_from_logits(
-    student_logits: Logits,
-    teacher_topk_logits: Floating,
-    teacher_topk_indices: Ids,
-    zero_outside_topk: bool,
-    calculate_entropy: bool,
-    vocab_parallel_rank: Count | None = None,
-    vocab_parallel_group: TpGroup = None,
-    context_parallel_group: CpGroup = None,
-    cp_sharder: Unused = None,
-    *,
-    vocab_size: VocabSize | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    student_logits: Logits, teacher_topk_logits: Floating, teacher_topk_indices: Ids, zero_outside_topk: bool,
+    calculate_entropy: bool, vocab_parallel_rank: Count | None = None, vocab_parallel_group: TpGroup = None,
+    context_parallel_group: CpGroup = None, cp_sharder: Unused = None, *, vocab_size: VocabSize | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Return the log-probs at a teacher's K ids, without the last position: the student's [B, S - 1, K], the teacher's
     [B, S - 1, K], and H_all [B, S - 1] = sum p log p (NeMo-RL's sign), or None.
 

@@ -51,21 +51,11 @@ Attended: TypeAlias = Annotated[torch.Tensor, TensorLine("bool or integers", Non
 
 @checked
 def from_parallel_logits_to_logprobs_packed_sequences(
-    vocab_parallel_logits: Logits,
-    target: Ids,
-    cu_seqlens_padded: Ids,
-    unpacked_seqlen: Size,
-    vocab_start_index: Count,
-    vocab_end_index: Count,
-    group: TpGroup,
-    inference_only: InferenceOnly = False,
-    cp_group: CpGroup = None,
-    chunk_size: int | None = None,
-    attention_mask: Attended | None = None,
-    sub_seq_lengths: Unused = None,
-    *,
+    vocab_parallel_logits: Logits, target: Ids, cu_seqlens_padded: Ids, unpacked_seqlen: Size, vocab_start_index: Count,
+    vocab_end_index: Count, group: TpGroup, inference_only: InferenceOnly = False, cp_group: CpGroup = None,
+    chunk_size: int | None = None, attention_mask: Attended | None = None, sub_seq_lengths: Unused = None, *,
     vocab_size: VocabSize | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return the log-probs [B, unpacked_seqlen - 1] fp32 of the next tokens of packed sequences, replicated.
 
     Args:
@@ -88,21 +78,11 @@ def from_parallel_logits_to_logprobs_packed_sequences(
 
 @checked
 def from_parallel_hidden_to_logprobs(
-    hidden: Floating,
-    lm_head_weight: Rows,
-    target: TokensNotShifted,
-    vocab_start_index: Count,
-    vocab_end_index: Count,
-    tp_group: TpGroup,
-    inference_only: InferenceOnly = False,
-    cp_group: CpGroup = None,
-    chunk_size: int | None = None,
-    temperature: PositiveFp32 = 1.0,
-    fused_backend: str = "torch",
-    *,
-    vocab_size: VocabSize | None = None,
+    hidden: Floating, lm_head_weight: Rows, target: TokensNotShifted, vocab_start_index: Count, vocab_end_index: Count,
+    tp_group: TpGroup, inference_only: InferenceOnly = False, cp_group: CpGroup = None, chunk_size: int | None = None,
+    temperature: PositiveFp32 = 1.0, fused_backend: str = "torch", *, vocab_size: VocabSize | None = None,
     linear: Linear = UNREDUCED_HIDDEN_GRAD,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return the log-probs [B, S - 1] fp32 of the next tokens, replicated, from hidden states, without logits.
 
     Args:
@@ -118,25 +98,12 @@ def from_parallel_hidden_to_logprobs(
 
 @checked
 def from_parallel_hidden_to_logprobs_packed_sequences(
-    hidden: Floating,
-    lm_head_weight: Rows,
-    target: Ids,
-    cu_seqlens_padded: Ids,
-    unpacked_seqlen: Size,
-    vocab_start_index: Count,
-    vocab_end_index: Count,
-    group: TpGroup,
-    inference_only: InferenceOnly = False,
-    cp_group: CpGroup = None,
-    chunk_size: int | None = None,
-    attention_mask: Attended | None = None,
-    sub_seq_lengths: Unused = None,
-    temperature: PositiveFp32 = 1.0,
-    fused_backend: str = "torch",
-    *,
-    vocab_size: VocabSize | None = None,
-    linear: Linear = UNREDUCED_HIDDEN_GRAD,
-) -> torch.Tensor:
+    hidden: Floating, lm_head_weight: Rows, target: Ids, cu_seqlens_padded: Ids, unpacked_seqlen: Size,
+    vocab_start_index: Count, vocab_end_index: Count, group: TpGroup, inference_only: InferenceOnly = False,
+    cp_group: CpGroup = None, chunk_size: int | None = None, attention_mask: Attended | None = None,
+    sub_seq_lengths: Unused = None, temperature: PositiveFp32 = 1.0, fused_backend: str = "torch", *,
+    vocab_size: VocabSize | None = None, linear: Linear = UNREDUCED_HIDDEN_GRAD,
+) -> torch.Tensor:  # fmt: skip
     """Return the log-probs of `from_parallel_logits_to_logprobs_packed_sequences` from hidden states [1, T/C, H]; other
     arguments as there and in `from_parallel_hidden_to_logprobs`."""
     shard = bounded_shard(vocab_start_index, vocab_end_index, group, vocab_size, device=lm_head_weight.device)
@@ -147,20 +114,11 @@ def from_parallel_hidden_to_logprobs_packed_sequences(
 
 @checked
 def vocab_parallel_entropy_packed_sequences(
-    vocab_parallel_logits: Logits,
-    cu_seqlens_padded: Ids,
-    unpacked_seqlen: Size,
-    num_actions: Size,
-    attention_mask: Attended,
-    loss_mask: Real | None,
-    cp_group: CpGroup,
-    sub_seq_lengths: Unused = None,
-    chunk_size: int | None = None,
-    chunk_memory_mb: int = 512,
-    *,
-    tp_group: TpGroup,
+    vocab_parallel_logits: Logits, cu_seqlens_padded: Ids, unpacked_seqlen: Size, num_actions: Size,
+    attention_mask: Attended, loss_mask: Real | None, cp_group: CpGroup, sub_seq_lengths: Unused = None,
+    chunk_size: int | None = None, chunk_memory_mb: int = 512, *, tp_group: TpGroup,
     vocab_size: VocabSize | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the mean entropy of packed action tokens over all context-parallel ranks, sum(w e) / max(sum(w), 1),
     without a gradient, and this rank's part of it, differentiable; scalars, fp32. e is the entropy of the logits that
     predict a token, w the token's weight, 0 for tokens that are not attended to.
@@ -180,22 +138,11 @@ def vocab_parallel_entropy_packed_sequences(
 
 @checked
 def from_parallel_hidden_to_entropy_packed_sequences(
-    hidden: Floating,
-    lm_head_weight: Rows,
-    cu_seqlens_padded: Ids,
-    unpacked_seqlen: Size,
-    num_actions: Size,
-    attention_mask: Attended,
-    loss_mask: Real | None,
-    cp_group: CpGroup,
-    tp_group: TpGroup,
-    sub_seq_lengths: Unused = None,
-    chunk_size: int | None = None,
-    temperature: PositiveFp32 = 1.0,
-    *,
-    vocab_size: VocabSize | None = None,
-    linear: Linear = UNREDUCED_HIDDEN_GRAD,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: Floating, lm_head_weight: Rows, cu_seqlens_padded: Ids, unpacked_seqlen: Size, num_actions: Size,
+    attention_mask: Attended, loss_mask: Real | None, cp_group: CpGroup, tp_group: TpGroup,
+    sub_seq_lengths: Unused = None, chunk_size: int | None = None, temperature: PositiveFp32 = 1.0, *,
+    vocab_size: VocabSize | None = None, linear: Linear = UNREDUCED_HIDDEN_GRAD,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the entropies of `vocab_parallel_entropy_packed_sequences` from hidden states [1, T/C, H] and the weight
     [V/P, H], sharded on V in even shards; other arguments as there and in `from_parallel_hidden_to_logprobs`."""
     shard = shard_of_columns(lm_head_weight.shape[0] * group_size(tp_group), tp_group, vocab_size)

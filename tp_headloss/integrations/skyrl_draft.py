@@ -52,16 +52,10 @@ def draft_soft_ce(
 
 @checked
 def draft_soft_ce_topk(
-    student_logits: StudentLogits,
-    teacher_logits: TeacherLogits,
-    mask: Mask,
-    k: Size,
-    global_normalization_factor: Scalar | float | None = None,
-    vocab_parallel_group: TpGroup = None,
-    roll_shift: int = 0,
-    *,
-    vocab_size: VocabSize | None = None,
-) -> torch.Tensor:
+    student_logits: StudentLogits, teacher_logits: TeacherLogits, mask: Mask, k: Size,
+    global_normalization_factor: Scalar | float | None = None, vocab_parallel_group: TpGroup = None,
+    roll_shift: int = 0, *, vocab_size: VocabSize | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return `draft_soft_ce` over the teacher's k likeliest ids, over which both are renormalised.
 
     These are k ids of the whole vocabulary at any number of ranks; SkyRL takes the k likeliest of each shard, so that

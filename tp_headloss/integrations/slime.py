@@ -18,16 +18,10 @@ from .rl_calls import TpGroup, VocabSize, even_shard
 
 @checked
 def calculate_log_probs_and_entropy(
-    logits: Logits,
-    tokens: Ids,
-    tp_group: TpGroup,
-    with_entropy: bool = False,
-    chunk_size: int = -1,
-    log_prob_keep_mask: Annotated[torch.Tensor, TensorLine("bool", None)] | None = None,
-    with_entropy_grad: bool = True,
-    *,
-    vocab_size: VocabSize | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logits: Logits, tokens: Ids, tp_group: TpGroup, with_entropy: bool = False, chunk_size: int = -1,
+    log_prob_keep_mask: Annotated[torch.Tensor, TensorLine("bool", None)] | None = None, with_entropy_grad: bool = True,
+    *, vocab_size: VocabSize | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Return the log-probs [T, 1] of tokens and the entropies [T], or None, fp32, replicated and differentiable.
 
     One pass over the logits and one collective; with a keep mask and the entropy two, and the mask makes a copy of the

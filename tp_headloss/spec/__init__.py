@@ -78,7 +78,7 @@ Size: TypeAlias = Annotated[int, IntLine(1)]
 Unused: TypeAlias = Annotated[Any, CheckedBy("not used")]
 TotalWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("width",), sharded=0)]
 TokenWeight: TypeAlias = Annotated[torch.Tensor, TOKEN_WEIGHT]
-BIAS = TensorLine("floating point", ("width",), sharded=0, hint=": a temperature is the argument temperature=")
+BIAS = TensorLine("floating point", ("width",), sharded=0, hint=": a temperature is Transform(temperature=)")
 Bias: TypeAlias = Annotated[torch.Tensor, BIAS]
 HIDDEN = TensorLine("floating point", ("..", "H"))
 WEIGHT = TensorLine("floating point", ("width", "H"), sharded=0)
