@@ -551,7 +551,7 @@ GROUPS = {
         ("statistics/family_triton.py", "loss_of_row", "tl.where(weight == 0.0, 0.0, factor * weight)", "factor"),
         ("statistics/family_triton.py", "upstream", "2.0 * tl.load(grad[1] + token.row)", "2.0"),
         ("head_loss/statistic_value.py", "SumsPlan.from_functions", "-float(c) if f.negative else float(c)", "float(c)"),
-        ("head_loss/loss.py", "_argument.replace", "HeadLossDefinition.checked(**self._definition.arguments() | {name: value})", "self._definition._replace(**{name: value})"),
+        ("head_loss/loss.py", "_argument.replace", "HeadLoss(**self._definition.arguments() | {name: value})._definition", "self._definition._replace(**{name: value})"),
     ],
     "test_arguments_of_losses": [
         ("losses/policy.py", "expect_distances", "0.5 <= low < 1 < high", "False"),

@@ -69,7 +69,7 @@ class Statistics(torch.autograd.Function):
     def forward(ctx, *args):
         *tensors, request, inplace, reduction = args
         facts, layout = request.facts, request.layout
-        if request.tensors is None or request.tensors.logits is not tensors[0]:
+        if request.tensors.logits is not tensors[0]:
             request = request._replace(tensors=Tensors(*tensors))
         ctx.expected = None if reduction is None else reduction.expected
         ctx.step = None if reduction is None else load_backend(facts.backend).loss_step(request, reduction)

@@ -19,8 +19,7 @@ from ..call.statistics import computed_statistics
 from ..engine.one_read import expecting, gradient_in_forward, is_asked_for
 from ..linear_head.call import LinearCall
 from ..ranks.shard import VocabShard
-from ..spec import Bias, Floating, Labels, Logits, OneOf, Rows, Scalar, TokenWeight, checked, described, lines_within
-from ..spec.aliases import synonym
+from ..spec import Bias, Floating, Labels, Logits, OneOf, Rows, Scalar, TokenWeight, checked, described
 from .call import Call, Inputs, check_call, local_arguments, replicated_facts
 from .definition import REDUCTIONS, HeadLossDefinition
 from .evaluation import compiled_evaluate, evaluate, expect_unchanged
@@ -40,10 +39,7 @@ def _argument(name: str, doc: str) -> property:
         return self._definition.arguments()[name]
 
     def replace(self, value):
-        line = lines_within(HeadLoss)[name]
-        value = synonym(value, line.names) if isinstance(line, OneOf) and isinstance(value, str) else value
-        line.check(name, value, {})
-        self._definition = HeadLossDefinition.checked(**self._definition.arguments() | {name: value})
+        self._definition = HeadLoss(**self._definition.arguments() | {name: value})._definition
 
     return property(read, replace, doc=doc)
 
