@@ -337,9 +337,10 @@ def test_where_one_launch_cannot_be():
 @pytest.mark.parametrize("given", [2.0, 0.5, 3.0])
 def test_a_gradient_becomes_that_of_another_upstream_gradient(given, device):
     gradient = torch.randn(70, 120, device=device).bfloat16()
-    assumed, upstream, expected = (torch.tensor(x, device=device) for x in (2.0, given, 0.0))
+    upstream, expected = (torch.tensor(x, device=device) for x in (given, 0.0))
+    inverse = torch.tensor([0.1, 2.0], device=device, dtype=torch.float64)
     found = gradient.clone()
-    gradient_for(found, assumed, upstream, expected)
+    gradient_for(found, inverse, upstream, expected)
     assert torch.equal(found, (gradient.float() * (given / 2)).bfloat16()) and expected == given
 
 

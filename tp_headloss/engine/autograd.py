@@ -121,14 +121,14 @@ def _statistics_gradients(ctx, saved, upstream) -> tuple:
         return (ctx.step.gradient(loss, saved), *[None] * (count + 2))
     if alone and ctx.expected is not None and not ctx.taken:
         ctx.taken = True  # only the first backward has the gradient that the forward wrote
-        gradient, assumed = map(without_gaps, saved[count : count + 2])
-        load_backend(ctx.request.facts.backend).gradient_for(gradient, assumed, loss, ctx.expected)
+        gradient, inverse = map(without_gaps, (saved[count], saved[count + 4]))
+        load_backend(ctx.request.facts.backend).gradient_for(gradient, inverse, loss, ctx.expected)
         # .data, which may be written to: autograd does not take that for a change of what it saved
         return (gradient.data, *[None] * (count + 2))
     layout = ctx.request.layout
     request = Request(Tensors.saved(*saved[:count]), ctx.request.facts, layout)
     others = [without_gaps(x) for x in saved[count:]]
-    in_forward = others[:2] if ctx.expected is not None else []
+    in_forward = others[:1] if ctx.expected is not None else []
     merged, *reduced = others[len(in_forward) :]
     grads = {name: g for name, g in zip(layout.outputs, upstream) if g is not None and name in layout.differentiable}
     loss_factors: tuple = ()
@@ -176,7 +176,7 @@ def _add_loss_gradient(grads: dict, loss, reduced, plan, request: Request):
         backend = load_backend(request.facts.backend)
         names, rows = plan.statistics, backend.token_sums_gradient(loss, tuple(summed), valid, weight, inverse, plan)
     else:  # terms of a row function, whose derivatives are known
-        names, factor = TERMS, loss.double() * inverse * (1.0 if weight is None else weight)
+        names, factor = TERMS, loss.double() * inverse[0] * (1.0 if weight is None else weight)
         rows = torch.where(valid & (factor != 0), factor * summed[0], 0.0).float()
     for name, row in zip(names, rows.unbind(0)):
         if name in request.layout.differentiable:

@@ -35,7 +35,7 @@ struct Row { float by[4]; };         // values of its terms, and derivatives by 
 
 struct Params {  // in the order of `one_read_launch.Params`
   const u16* logits; u16* gradient; const void* labels; const float *weight, *upstream; const double* denominator;
-  float *assumed, *loss, *sums; double* inverse;                         // [], [], [values + 1], [] 1 / divisor
+  float *loss, *sums; double* inverse;  // [], [values + 1], [2]: 1 / divisor, and the upstream gradient that this is for
   float *lse, *log_prob, *target_logit, *owners; unsigned char* valid;   // [N] each
   float *entropy, *mean, *total, *mass; i64* argmax; unsigned char* hits;  // [N] or null
   float *shift, *sum, *others, *target;                                  // [N] each, merged rows
@@ -452,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       for (int k = 0; k < GRAD; k++) divisor += s.counted[k];
     }
     const double scale = divisor == 0.0 ? 0.0 : upstream * (1.0 / divisor);
-    if (blockIdx.x == 0 && warp == 1 + POST && lane == 0) *q.assumed = upstream;
+    if (blockIdx.x == 0 && warp == 1 + POST && lane == 0) q.inverse[1] = upstream;
     for (int n = 0;; next(), n++) if (n % MERGE == warp - 1 - POST) {
       wait(&s.full[slot], phase);
       const Item item = s.item[slot];

@@ -33,9 +33,8 @@ def is_asked_for(request: Request, options) -> bool:
     logits = request.tensors.logits
     if options.gradient == "backward" or not (torch.is_grad_enabled() and logits.requires_grad and logits.shape[0]):
         return False
-    if options.gradient == "forward":
-        return True
-    return not (options.inplace or logits.dtype != torch.bfloat16 or not logits.is_cuda or _is_small(request))
+    other = options.inplace or logits.dtype != torch.bfloat16 or not logits.is_cuda
+    return options.gradient == "forward" or not (other or _is_small(request))
 
 
 def gradient_in_forward(request: Request, reduction, is_demanded: bool = False) -> bool:
@@ -46,16 +45,15 @@ def gradient_in_forward(request: Request, reduction, is_demanded: bool = False) 
     # where it can, calls of this kind always can; not so on several ranks, whose group and its memory may be gone
     known = {} if request.steps is None or request.facts.world_size > 1 else request.steps
     place = "one read", reduction is None, request.tensors.logits.data_ptr() % 16
-    if place in known:
-        return True
-    obstacle = _obstacle(request, reduction)
-    if obstacle and is_demanded:
-        raise ValueError(f"gradient='forward' needs {obstacle}; gradient='backward' needs none of it")
-    if obstacle:
-        _log_once(obstacle)
-    else:
+    if place not in known:
+        obstacle = _obstacle(request, reduction)
+        if obstacle and is_demanded:
+            raise ValueError(f"gradient='forward' needs {obstacle}; gradient='backward' needs none of it")
+        if obstacle:
+            _log_once(obstacle)
+            return False
         known[place] = True
-    return not obstacle
+    return True
 
 
 def serves_block(request: Request, reduction) -> bool:

@@ -74,7 +74,7 @@ def _whole(logits: torch.Tensor, columns: int) -> torch.Tensor:
 # inputs, and the memory's; those of each call, those of what is allocated for it, by its place there
 CALLS = "logits", "gradient", "labels", "weight", "upstream", "denominator"
 OUTPUTS = (
-    "assumed", "loss", "sums", "inverse", "lse", "log_prob", "target_logit", "owners", "valid", "entropy", "mean",
+    "loss", "sums", "inverse", "lse", "log_prob", "target_logit", "owners", "valid", "entropy", "mean",
     "total", "mass", "argmax", "hits", "shift", "sum", "others", "target",
 )  # fmt: skip
 N_ADDRESSES = len(CALLS) + len(OUTPUTS) + VALUES + 1 + GIVENS
@@ -185,12 +185,12 @@ class Kind:
         like = torch.empty((), device=device)
         outputs = layout.empty_outputs(like, n_rows, torch.float32)
         n_sums, n_found = len(plan.statistics) + 1, rows.n_terms + len(TERMS) if rows else 0
-        others = like, like.new_empty(n_sums), like.double(), like, like.new_empty((n_found, n_rows))
+        others = like, like.new_empty(n_sums), like.new_empty(2).double(), like.new_empty((n_found, n_rows))
         # for `empty_like`, the quickest way to allocate; expanded, so that they take no memory
         self.allocated = [x.new_empty(()).expand(x.shape) for x in (*outputs, *others)]
         self.allocated = self.allocated[: len(self.allocated) - (rows is None)]
         # name -> which of them, and how many bytes from its start
-        at = {name: (i, 0) for i, name in enumerate((*layout.flags, "loss", "sums", "inverse", "assumed", ""), 2)}
+        at = {name: (i, 0) for i, name in enumerate((*layout.flags, "loss", "sums", "inverse", ""), 2)}
         for i, names in enumerate((layout.merged, layout.values)):
             at |= {name: (i, 4 * n_rows * k) for k, name in enumerate(names)}
         self.places = [at.get(name) for name in OUTPUTS]
@@ -212,9 +212,9 @@ kind_of = functools.lru_cache(maxsize=1024)(Kind)
 
 
 def statistics_and_gradient(request: Request, reduction: Any, inplace: bool):
-    """[merged rows, values, *flags] of a call as `merge_packets`; its loss, sums, 1 / its divisor, and derivatives
-    [4, N] by `TERMS` of a row function's loss, or None; the gradient [N, width] for the expected upstream gradient of
-    the loss, and that."""
+    """[merged rows, values, *flags] of a call as `merge_packets`; its loss, sums, [1 / its divisor, the expected
+    upstream gradient of the loss], and derivatives [4, N] by `TERMS` of a row function's loss, or None; the gradient
+    [N, width] for that upstream gradient."""
     facts, x = request.facts, request.tensors
     given, step = x.logits, columns_of(request)
     cuts = cuts_of(step // facts.chunks, facts.chunks)
@@ -241,9 +241,9 @@ def statistics_and_gradient(request: Request, reduction: Any, inplace: bool):
     if logits is not given:
         columns, gradient = gradient, given.data if inplace else torch.empty_like(given)
         gradient.zero_()[:, : columns.shape[1]] = columns[:, : given.shape[1]]
-    outputs, (loss, sums, inverse, assumed, *found) = allocated[: kind.n_outputs], allocated[kind.n_outputs :]
+    outputs, (loss, sums, inverse, *found) = allocated[: kind.n_outputs], allocated[kind.n_outputs :]
     slopes = found[0][kind.slopes :] if found else None
-    return outputs, (loss, sums, inverse, slopes), gradient, assumed
+    return outputs, (loss, sums, inverse, slopes), gradient
 
 
 class Kernel:

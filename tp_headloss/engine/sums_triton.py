@@ -112,13 +112,13 @@ def scale_kernel(
 @triton.jit(do_not_specialize=["n_rows", "width"])
 def gradient_for_kernel(
     gradient_ptr,  # [T, width] in and out, contiguous
-    assumed_ptr,  # [] fp32: the upstream gradient that it was written for
+    inverse_ptr,  # [2] fp64: 1 / a divisor, and the upstream gradient that it was written for
     upstream_ptr,  # [] fp32: the one that came
     expected_ptr,  # [] fp32 out: what to expect next
     n_rows, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Multiply a gradient by given / assumed, where they differ."""
-    assumed, given = tl.load(assumed_ptr), tl.load(upstream_ptr)
+    assumed, given = tl.load(inverse_ptr + 1).to(tl.float32), tl.load(upstream_ptr)
     if tl.program_id(0) == 0:
         tl.store(expected_ptr, given)
     n = tl.where(assumed == given, 0, n_rows.to(tl.int64) * width)
@@ -179,8 +179,8 @@ def scale(out, x, factor, add: bool = False):
         launch(scale_kernel, ceil_div(out.numel(), SCALE.block), variant, SCALE, out, x, factor, out.numel(), add)
 
 
-def gradient_for(gradient, assumed, upstream, expected):
+def gradient_for(gradient, inverse, upstream, expected):
     """Make a gradient that was written for another upstream gradient of the loss that of this one, in place."""
     programs = min(AGAIN_PROGRAMS, ceil_div(gradient.numel(), AGAIN.block))
     variant = gradient.device, pointer_key(gradient), pointer_key(upstream)
-    launch(gradient_for_kernel, programs, variant, AGAIN, gradient, assumed, upstream, expected, *gradient.shape)
+    launch(gradient_for_kernel, programs, variant, AGAIN, gradient, inverse, upstream, expected, *gradient.shape)
