@@ -27,13 +27,15 @@ class Problem:
         return x.narrow(dim, self.shard.start, self.shard.valid_width).clone()
 
     def run(self, way, options=CHECK):
+        if way == "auto" and (group := self.shard.group):  # the last rank owns none
+            self.shard = hl.VocabShard.from_boundaries([0, *[V] * group.size()], V, group)
         shard, labels = self.shard, self.labels
         logits, weight, bias = self.cut(self.logits, 1), self.cut(self.weight, 0), self.cut(self.bias, 0)
         if way == "statistics":
             return hl.vocab_statistics(logits, labels, shard=shard, want=("entropy",), options=options).lse
         if way == "linear statistics":
             return hl.linear_vocab_statistics(self.hidden, weight, labels, bias=bias, shard=shard, options=options).lse
-        if way in ("one_sweep", "recompute", "valid tokens"):
+        if way in ("one_sweep", "recompute", "valid tokens", "auto"):
             hidden, head_loss = self.hidden.requires_grad_(), hl.HeadLoss(options=options)
             linear = hl.Linear(max_valid_tokens=N) if way == "valid tokens" else hl.Linear(way)
             return head_loss.linear(hidden, weight, labels, bias=bias, shard=shard, linear=linear).loss
@@ -73,7 +75,7 @@ CASES = {
         said("logits of token 3", "inf", 27, "{r}", "2 such tokens"),
     ),
     "ignored": ("loss", "logits", [(4, 27, NAN), (5, 27, NAN)], said("logits of token 5", "NaN", 27, "{r}")),
-    "negative scale": ("scaled", "logits", [(1, 27, -INF)], said("logits of token 1", "inf", 27, "{r}")),
+    "negative scale": ("scaled", "logits", [(1, 27, -INF)], said("logits of token 1", "-inf", 27, "{r}")),
     "hidden": ("linear statistics", "hidden", [(2, 5, NAN)], said("hidden states of token 2", "NaN", 5, 0)),
     "one sweep": ("one_sweep", "hidden", [(5, 3, INF)], said("hidden states of token 5", "inf", 3, 0)),
     "valid tokens": ("valid tokens", "hidden", [(5, 3, NAN)], said("hidden states of token 5", "NaN", 3, 0)),
@@ -95,6 +97,10 @@ CASES = {
     "token weight": (
         "token weight", "token_weight", [(3, INF)], "token_weight of token 3 (flat index) holds inf; 1 such token",
     ),
+    "no weight": (
+        "token weight", "token_weight", [(3, -INF)], "token_weight of token 3 (flat index) holds -inf; 1 such token",
+    ),
+    "a rank without ids": ("auto", "hidden", [(2, 5, NAN)], said("hidden states of token 2", "NaN", 5, 0)),
     "overflow": ("recompute", "weight", [(27, 1, 3e38), (27, 2, 3e38), (27, 3, -3e38)], "are beyond torch.float32"),
 }  # fmt: skip
 

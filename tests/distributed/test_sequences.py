@@ -197,16 +197,19 @@ def test_sequences_split_over_context_parallel_ranks_are_whole_sequences(
         assert result[4] == [int(not lengths_given), sums + (tp > 1), 0]
 
 
-def wrong_group_run(group, device):
+def wrong_group_run(group, device, other):
     x, labels, mask, inputs = (t.to(device) if isinstance(t, torch.Tensor) else t for t in padded())
     shard = hl.VocabShard.from_group(group, V)
+    if other:  # of the same ranks
+        group = dist.new_group(list(range(group.size())))
     sequences = hl.Sequences.from_mask(mask, lengths=mask.sum(1), group=group)
     given = {name: value.to(device) for name, value in inputs.items()} | {"sequences": sequences}
     head_of("clip")(x[..., shard.start : shard.stop], labels, shard=shard, inputs=given)
 
 
-def test_the_group_that_shares_the_vocabulary_is_refused_for_sequences():
-    for failure in on_ranks(2, wrong_group_run, failures=True):
+@pytest.mark.parametrize("other", [False, True])
+def test_a_group_that_shares_the_vocabulary_is_refused_for_sequences(other):
+    for failure in on_ranks(2, wrong_group_run, other, failures=True):
         assert failure.kind == "ValueError" and "context-parallel group or none" in failure.message
 
 

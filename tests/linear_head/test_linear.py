@@ -235,6 +235,23 @@ def test_bad_labels_make_their_token_nan(mode):
 
 
 @BOTH
+def test_one_token_without_leading_dimensions(mode):
+    hidden, weight, _, labels, _ = tensors()
+    terms = [hl.PolicyGradient("clip"), hl.PolicyGradient("positive-nll", name="nll"), hl.KLToReference(0.1)]
+    head = hl.HeadLoss(terms, reduction="sum")
+    values = {"advantages": 1.5, "rewards": 1.0, "old_log_prob": -3.0, "reference_log_prob": -4.0}
+    inputs = {name: torch.tensor(value) for name, value in values.items()}
+    losses = []
+    for shape in ((), (1,)):
+        given = {name: x.view(shape) for name, x in inputs.items()}
+        one = hidden[0].view(*shape, H).clone().requires_grad_()
+        out = head.linear(one, weight, labels[0].view(shape), inputs=given, linear=hl.Linear(mode))
+        losses.append((out.loss.detach(), *torch.autograd.grad(out.loss, one)))
+    for a, b in zip(*losses):
+        assert torch.equal(a, b.view(a.shape))
+
+
+@BOTH
 def test_no_tokens_and_ignored_tokens(mode):
     for labels in (torch.zeros(0, dtype=torch.long), torch.full((3,), -100)):
         operands = [torch.randn(len(labels), H, requires_grad=True), torch.randn(V, H, requires_grad=True)]

@@ -72,6 +72,9 @@ def test_shapes_are_checked_before_tokens_are_dropped():
     for linear in (few, hl.Linear(max_valid_tokens=1)):
         with pytest.raises(ValueError, match="label of token 30"):
             hl.linear_vocab_statistics(hidden, weight, labels, linear=linear, options=hl.Options(check=True))
+    valid = int((labels != -100).sum())
+    with pytest.raises(ValueError, match=f"at least the number of valid tokens, {valid}, got 30"):
+        hl.HeadLoss(options=hl.Options(check=True)).linear(hidden, weight, labels.clamp(max=V - 1), linear=few)
 
 
 def test_check_numbers_the_tokens_of_the_call_though_ignored_ones_are_dropped():

@@ -110,6 +110,17 @@ def test_inputs_over_positions_are_refused_by_the_shifted_loss(shape):
         loss(torch.randn(2, 6, V), torch.zeros(2, 6, dtype=torch.int64), inputs={"advantages": torch.ones(shape)})
 
 
+@pytest.mark.parametrize("size", [3, 6])  # the second as many ids as positions
+def test_inputs_with_dimensions_besides_positions_stay_where_they_are(size):
+    x, labels, ids = torch.randn(2, 6, V), torch.zeros(2, 6, dtype=torch.int64), torch.randint(V, (2, 6, size))
+    term = hl.Term("own", lambda stats: stats.log_probs_at.sum(-1), want=("log_probs_at",))
+    loss = hl.CausalLMLoss(hl.HeadLoss([term], reduction="sum"))(x, labels, inputs={"ids": ids}).loss
+    torch.testing.assert_close(loss, x.log_softmax(-1).gather(2, ids)[:, :-1].sum())
+    one = hl.CausalLMLoss(hl.HeadLoss([hl.PolicyGradient("reinforce")]))  # of a sequence, whatever the length
+    for length in (1, 6):
+        assert one(x[:, :length], labels[:, :length], inputs={"advantages": torch.ones(2, 1)}).loss.isfinite()
+
+
 @pytest.mark.parametrize("sequences", [False, True])
 def test_int32_labels_go_with_any_ignore_index(sequences, device):
     """Tokens that a weight or a mask takes out get it, and int32 does not hold it."""

@@ -11,16 +11,16 @@ from ..ranks.comm import gather_objects, sum_over_ranks
 
 
 def expect_finite(name: str, x: Any, where: torch.Tensor):
-    """Raise ValueError if a replicated tensor [.., *] holds NaN or inf at one of some tokens, True in `where` [..], or,
-    where its name says that it has log-probs, a number above 0, but for rounding."""
+    """Raise ValueError if a replicated tensor [.., *] holds NaN or an infinity at one of some tokens, True in `where`
+    [..], or, where its name says that it has log-probs, which may be -inf, a number above 0, but for rounding."""
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         return
-    largest = 1e-3 if name.strip("'").endswith(("log_prob", "log_probs")) else math.inf
-    bad = (x.isnan() | (x > largest) | (x == math.inf)).reshape(*x.shape[: where.dim()], -1)
-    tokens = (bad.any(-1).expand(where.shape) & where).flatten().nonzero().flatten().tolist()
+    has_log_probs = name.strip("'").endswith(("log_prob", "log_probs"))
+    bad = _any_beyond(x.isnan() | (x > 1e-3 if has_log_probs else x.isinf()), where.dim())
+    tokens = (bad.expand(where.shape) & where).flatten().nonzero().flatten().tolist()
     if tokens:
         value = x.expand(*where.shape, *x.shape[where.dim() :]).flatten(0, where.dim() - 1)[tokens[0]]
-        said = ": are these probabilities? Pass their log()" * bool((value > largest).any())
+        said = ": are these probabilities? Pass their log()" * bool(has_log_probs and (value > 1e-3).any())
         raise ValueError(
             f"{name} of token {tokens[0]} (flat index) holds {_word(value)}; {_such(len(tokens), 'token')}{said}"
         )
@@ -36,7 +36,7 @@ def expect_known(
     overwritten: the gradient may be in the place of the logits, so that columns say nothing.
     """
     valid, group = outputs["valid"], request.shard.group
-    nan = [x.isnan().reshape(*valid.shape, -1).any(-1) for x in outputs.values() if x.is_floating_point()]
+    nan = [_any_beyond(x.isnan(), valid.dim()) for x in outputs.values() if x.is_floating_point()]
     unknown = torch.stack(nan).any(0)  # none is ignored: their statistics are 0
     if not unknown.any():
         return
@@ -95,8 +95,15 @@ def _not_finite(request: Request, unknown: torch.Tensor, operands) -> Iterator[t
     ids = torch.arange(facts.start, facts.start + facts.valid_width, device=unknown.device)
     for name, x in zip(("weight", "bias", "weight of the teacher", "bias of the teacher"), of_ids):
         if x is not None:
-            x = x[: facts.valid_width].reshape(facts.valid_width, -1)
+            x = x[: facts.valid_width].unsqueeze(-1).flatten(1)  # [V] -> [V, 1]; a rank may own none
             yield from _first(name, "id", x, ~x.isfinite(), ids, 0)
+
+
+def _any_beyond(bad: torch.Tensor, dims: int) -> torch.Tensor:
+    """[.., *] of so many leading dimensions, at most -> [..], any of [*]."""
+    while bad.dim() > dims:
+        bad = bad.any(-1)
+    return bad
 
 
 def _first(name: str, one: str, x: torch.Tensor, bad: torch.Tensor, rows: torch.Tensor, start: int):
@@ -110,8 +117,9 @@ def _first(name: str, one: str, x: torch.Tensor, bad: torch.Tensor, rows: torch.
 
 
 def _word(values: torch.Tensor) -> str:
-    """ "NaN", "inf", or else the largest of some values."""
-    return "NaN" if values.isnan().any() else "inf" if values.isinf().any() else f"{float(values.max()):g}"
+    """ "NaN", an infinity, or else the largest of some values."""
+    infinite = values[values.isinf()]
+    return "NaN" if values.isnan().any() else f"{float((infinite if len(infinite) else values).max()):g}"
 
 
 def _such(count: int, one: str) -> str:

@@ -11,7 +11,7 @@ from ..arguments.sequences import SEQUENCE_REDUCTIONS, Sequences
 from ..call.dtensor import local_part
 from ..call.given import Given
 from ..call.not_finite import expect_finite
-from ..ranks.shard import VocabShard
+from ..ranks.shard import VocabShard, have_common_ranks
 from ..spec import LABELS, SCALAR, TOKEN_WEIGHT, CheckedBy, Instance, Line, Sizes, TensorLine, sizes_of
 from ..spec.aliases import hint
 from ..statistics import AT_IDS
@@ -222,9 +222,10 @@ def _scored_labels(labels, token_weight, sequences, shard: VocabShard, ignore_in
         if token_weight is None or token_weight.requires_grad:
             return labels
         return torch.where(token_weight == 0, ignore_index, labels.long())
-    if shard.group is not None and sequences.group is shard.group:
+    groups = sequences.group, shard.group
+    if None not in groups and have_common_ranks(*(group.group_name for group in groups)):
         raise ValueError(
-            "sequences must be split over a context-parallel group or none, got the group that shares the "
-            "vocabulary, whose ranks hold the same tokens"
+            "sequences must be split over a context-parallel group or none, got a group with ranks that share the "
+            "vocabulary, which hold the same tokens"
         )
     return torch.where(sequences.counted, labels.long(), ignore_index)

@@ -40,7 +40,7 @@ class CausalLMLoss(nn.Module):
 
         labels, token_weight: [.., S], unshifted; a weight and the input "num_bytes" belong to their label. Other
         inputs [.., S], or that broadcast to it, are refused. Other keywords as in `HeadLoss.forward`. Position t of
-        per-token temperatures, teachers and sets belongs to the logits at t and to label t + 1.
+        per-token temperatures, teachers, sets and ids belongs to the logits at t and to label t + 1.
         """
         TENSOR.check("logits", logits, {})
         expect_labels(labels, logits, token_weight)
@@ -63,7 +63,9 @@ def _next(x: torch.Tensor, last) -> torch.Tensor:
 
 def _of_next_token(name: str, x, labels: torch.Tensor):
     """An input as a HeadLoss takes it. ValueError for one of which nobody knows to which position it belongs."""
-    per_token = name == "sequences" or (isinstance(x, torch.Tensor) and x.shape[-1:] == labels.shape[-1:])
+    size, dims = labels.shape[-1], labels.dim()
+    is_one = isinstance(x, torch.Tensor) and 0 < x.dim() <= dims and x.shape[-1] == size > 1
+    per_token = name == "sequences" or is_one
     if per_token and name != "num_bytes":
         raise ValueError(
             f"inputs per token must be 'num_bytes', which is moved as the labels are, got {name!r}: call HeadLoss with "

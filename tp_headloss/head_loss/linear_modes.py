@@ -127,7 +127,7 @@ def _block_loss(call: Call, request: Request, evaluate: Callable) -> Callable:
     """
 
     def flat(x):
-        return request.order.flatten(x) if isinstance(x, torch.Tensor) and x.dim() else x
+        return request.order.flatten(x) if isinstance(x, torch.Tensor) and x.dim() >= min(call.labels.dim(), 1) else x
 
     inputs = {name: flat(x) for name, x in call.inputs.items() if name not in ("sequences", "teacher", "sets")}
     weight, teacher = flat(call.loss_weight), call.inputs.get("teacher")

@@ -136,10 +136,11 @@ class HeadLoss(nn.Module):
                 parallelism, the global count of tokens (or sequences). At least 0; a tensor's value is looked at with
                 ``Options(check=True)`` alone.
             inputs: arguments of terms and metrics besides the statistics, by name, replicated: tensors, scalar or with
-                as many dimensions as [..] that broadcast to it, in its own shape a value per token; with sequences,
-                tensors [B] with a value per sequence; for terms of "log_probs_at", tensors [.., K], "ids" among them;
-                "sequences", a `Sequences` with the labels' shape, whose mask ignores tokens; "teacher", a `Teacher` or
-                a `TopKTeacher`; "sets", `IdSets`.
+                as many dimensions as [..] that broadcast to it, in its own shape a value per token (so log-probs must
+                be); with sequences, tensors [B] with a value per sequence, which terms get as [..] too, where that is
+                not the labels' shape; for terms of "log_probs_at", tensors [.., K], "ids" among them; "sequences", a
+                `Sequences` with the labels' shape, whose mask ignores tokens; "teacher", a `Teacher` or a
+                `TopKTeacher`; "sets", `IdSets`.
 
         Raises:
             TypeError, ValueError: the errors of `vocab_statistics`, and inputs that terms need and did not get.

@@ -126,7 +126,8 @@ def mean_metrics(outputs: HeadLossOutput | Outputs, group: Group = None) -> dict
     """Return the means of all terms and metrics over the valid tokens of one or several outputs, as a log shows them.
 
     Args:
-        outputs: the output of a call, or those of all micro-batches of a step, with the same terms and metrics.
+        outputs: the output of a call, or those of all micro-batches of a step, with the same terms and metrics; at
+            least one on each rank of the group.
         group: data- and context-parallel ranks, which hold other tokens; one small all-gather. None: this rank alone.
 
     Returns:

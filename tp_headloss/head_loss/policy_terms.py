@@ -47,10 +47,10 @@ def PolicyGradient(
     name: str | None = None,
     **options,
 ) -> Term:
-    """Policy-gradient objective, by its name in `OBJECTIVES`; "clip" is that of PPO, GRPO and DAPO.
+    """Policy-gradient objective, by its name; "clip" is that of PPO, GRPO and DAPO.
 
-    Inputs, without gradient: "advantages" and "old_log_prob", and "sequences" for sequence-level objectives; see
-    `OBJECTIVES`, where "mask" stands for the valid tokens and is not passed.
+    Inputs, without gradient: "advantages" and "old_log_prob", for "reinforce" the first alone; besides, "sequences" for
+    "gspo", "gspo-length-weighted", "gmpo" and "vespo", and "noise" for "clip-cov"; for "positive-nll" only "rewards".
 
     Args:
         rollout_weight: multiply the loss by the input "rollout_weight", a weight per token from `losses.rollout`.

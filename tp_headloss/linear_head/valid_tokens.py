@@ -55,6 +55,8 @@ def picked_rows(hidden, request: Request, count: int, check: bool) -> tuple[torc
         raise ValueError("max_valid_tokens would copy the teacher's logits, got a Teacher: drop the tokens before")
     if check:
         check_range(tensors.labels, facts.ignore_index, facts.vocab_size)
+        if (valid := int((tensors.labels != facts.ignore_index).sum())) > count:
+            raise ValueError(f"max_valid_tokens must be at least the number of valid tokens, {valid}, got {count}")
     order = ValidTokens(request.order, tensors.labels, facts.ignore_index, count)
     if head.teacher_hidden is not None:
         head = head._replace(teacher_hidden=head.teacher_hidden.index_select(0, order.picked))

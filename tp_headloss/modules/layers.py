@@ -90,7 +90,8 @@ class VocabParallelHead(VocabRows):
     multi-token prediction are one call, see `multi_token_targets`.
 
     ``state_dict`` describes weight and bias as DTensors (``Shard(0)``), so that `torch.distributed.checkpoint` saves
-    them at one group size and loads them at another. `load_state_dict` also takes whole matrices, and this rank's rows.
+    them at one group size and loads them at another; before an optimiser's state is saved so, call `to_dtensor`.
+    `load_state_dict` also takes whole matrices, and this rank's rows.
 
     Args:
         head_loss: `HeadLoss`; default cross-entropy.

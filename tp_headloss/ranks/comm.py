@@ -209,7 +209,8 @@ def reduce_metrics(metrics: Metrics, group: Group) -> Metrics:
     if group is not None and has_vocab_shard(group.group_name):
         raise ValueError(
             "group must be the data- and context-parallel ranks, which hold different tokens, got the group of a "
-            "VocabShard, whose ranks have the same metrics already"
+            "VocabShard, whose ranks have the same metrics already; for metrics of other tokens on the same ranks, "
+            "make a group of their own with torch.distributed.new_group"
         )
     if not metrics:
         return {}

@@ -42,6 +42,13 @@ def has_vocab_shard(group_name: str) -> bool:
     return found()
 
 
+@torch.compiler.assume_constant_result
+def have_common_ranks(group_name: str, other_name: str) -> bool:
+    """Return True if two process groups have a rank besides this one in common."""
+    own, other = (dist.get_process_group_ranks(resolve_process_group(name)) for name in (group_name, other_name))
+    return len({*own} & {*other}) > 1
+
+
 def is_live_group(group, name: str) -> bool:
     """Return True if the process group of this name is still `group`: it was not destroyed, and its name not reused."""
     try:
