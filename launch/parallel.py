@@ -119,14 +119,7 @@ def start(tp: int, device: str) -> Ranks:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     mesh = init_device_mesh(device, (world // tp, tp), mesh_dim_names=("dp", "tp"))
     return Ranks(
-        where,
-        rank=dist.get_rank(),
-        world=world,
-        dp_rank=mesh["dp"].get_local_rank(),
-        dp=world // tp,
-        tp_rank=mesh["tp"].get_local_rank(),
-        tp=tp,
-        dp_group=mesh["dp"].get_group() if world // tp > 1 else None,
-        tp_group=mesh["tp"].get_group() if tp > 1 else None,
-        mesh=mesh,
-    )
+        where, rank=dist.get_rank(), world=world, dp_rank=mesh["dp"].get_local_rank(), dp=world // tp,
+        tp_rank=mesh["tp"].get_local_rank(), tp=tp, dp_group=mesh["dp"].get_group() if world // tp > 1 else None,
+        tp_group=mesh["tp"].get_group() if tp > 1 else None, mesh=mesh,
+    )  # fmt: skip

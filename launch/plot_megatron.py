@@ -11,15 +11,10 @@ from pathlib import Path
 from plot import drawn
 
 LABELS = {
-    "stock": "Megatron's",
-    "stock, again": "Megatron's, again",
-    "stock-fused": "Megatron's, fused (native)",
-    "stock-te": "Transformer Engine's",
-    "logits": "ours, from logits",
-    "logits-inplace": "ours, from logits, in place",
-    "head": "ours, the fused head",
-    "head-one-sweep": "ours, the fused head, one sweep",
-}
+    "stock": "Megatron's", "stock, again": "Megatron's, again", "stock-fused": "Megatron's, fused (native)",
+    "stock-te": "Transformer Engine's", "logits": "ours, from logits", "logits-inplace": "ours, from logits, in place",
+    "head": "ours, the fused head", "head-one-sweep": "ours, the fused head, one sweep",
+}  # fmt: skip
 WINDOW = 20  # steps of a running mean of differences
 
 

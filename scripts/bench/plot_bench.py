@@ -28,26 +28,18 @@ FAMILIES = (
     "#d62728", "#1f77b4", "#17becf", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#ff7f0e", "#444444",
 )  # fmt: skip
 TASKS = {  # as bench.py calls them -> as the pictures do
-    "ce": "cross-entropy",
-    "ce+z": "cross-entropy, z-loss",
+    "ce": "cross-entropy", "ce+z": "cross-entropy, z-loss",
     "ce+z+entropy+accuracy": "cross-entropy, z-loss, entropy bonus; two metrics",
-    "log_prob+entropy": "log-prob and entropy",
-    "grpo": "cross-entropy, z-loss, clipped policy gradient",
-    "rl": "clipped policy gradient, KL, entropy; 29 metrics",
-    "user": "cross-entropy, a focal loss in PyTorch",
-    "kl": "forward KL to a teacher",
-    "reverse_kl": "reverse KL to a teacher",
-    "ce+kl": "cross-entropy, forward KL",
-    "jsd": "Jensen-Shannon divergence to a teacher",
-    "ce+topk": "cross-entropy, top-K teacher, whole vocabulary",
+    "log_prob+entropy": "log-prob and entropy", "grpo": "cross-entropy, z-loss, clipped policy gradient",
+    "rl": "clipped policy gradient, KL, entropy; 29 metrics", "user": "cross-entropy, a focal loss in PyTorch",
+    "kl": "forward KL to a teacher", "reverse_kl": "reverse KL to a teacher", "ce+kl": "cross-entropy, forward KL",
+    "jsd": "Jensen-Shannon divergence to a teacher", "ce+topk": "cross-entropy, top-K teacher, whole vocabulary",
     "ce+topk, renorm": "cross-entropy, top-K teacher, its entries",
     "ce+topk, tail": "cross-entropy, top-K teacher and its tail",
     "ce+z+smoothing+metrics": "cross-entropy, smoothing, z-loss; two metrics",
-    "clip+kl+entropy": "clipped policy gradient, KL; entropy",
-    "sets": "entropy and mass of sets of 64 ids",
-    "log_probs_at": "log-probs at 64 ids",
-    "ce+rank": "cross-entropy; the label's rank",
-}
+    "clip+kl+entropy": "clipped policy gradient, KL; entropy", "sets": "entropy and mass of sets of 64 ids",
+    "log_probs_at": "log-probs at 64 ids", "ce+rank": "cross-entropy; the label's rank",
+}  # fmt: skip
 
 
 def load(paths):

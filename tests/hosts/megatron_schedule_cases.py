@@ -233,24 +233,17 @@ def stages(group):
 
 SWEEP = {"terms": [CrossEntropy()], "linear": Linear(mode="one_sweep")}
 CASES = {  # equal layouts one after another, as groups take time
-    "pp": scheduled(pp=2),
-    "pp, mtp": scheduled(pp=2, mtp=True),
-    "pp, tp": scheduled(pp=2, tp=2),
-    "pp, tp, sp, tied": scheduled(pp=2, tp=2, sp=True, tied=True),
-    "pp, bf16": scheduled(pp=2, tp=2, bf16=True),
+    "pp": scheduled(pp=2), "pp, mtp": scheduled(pp=2, mtp=True), "pp, tp": scheduled(pp=2, tp=2),
+    "pp, tp, sp, tied": scheduled(pp=2, tp=2, sp=True, tied=True), "pp, bf16": scheduled(pp=2, tp=2, bf16=True),
     "pp, loss hook": scheduled(pp=2, tp=2, head={"fused": False}),
     "pp, one sweep": scheduled(pp=2, tp=2, head={"fusion": True, **SWEEP}),
-    "recompute": scheduled(pp=2, tp=2, recompute=True),
-    "chunks": scheduled(pp=2, tp=2, vp=2),
-    "stages": stages,
-    "cp, tp": scheduled(cp=2, tp=2),
-    "cp, tp, sp": scheduled(cp=2, tp=2, sp=True),
-    "cp, loss hook": scheduled(cp=2, tp=2, head={"fused": False}),
-    "cp, pp, mtp": scheduled(cp=2, pp=2, mtp=True),
+    "recompute": scheduled(pp=2, tp=2, recompute=True), "chunks": scheduled(pp=2, tp=2, vp=2), "stages": stages,
+    "cp, tp": scheduled(cp=2, tp=2), "cp, tp, sp": scheduled(cp=2, tp=2, sp=True),
+    "cp, loss hook": scheduled(cp=2, tp=2, head={"fused": False}), "cp, pp, mtp": scheduled(cp=2, pp=2, mtp=True),
     "recomputed head": scheduled(tp=2, recompute=True, call=recomputed, head={"fusion": True}),
     "recomputed head, one sweep": scheduled(tp=2, sp=True, call=recomputed, head=SWEEP),
     "distributed optimizer": optimized,
-}
+}  # fmt: skip
 if HAS_HYBRID:
     CASES |= {"pp, hybrid": scheduled(make=hybrid_chunk, pp=2, tp=2)}
 
