@@ -372,6 +372,7 @@ def implementations(task, shard, device) -> list[Implementation]:
         options |= {f"ours, {transport}": hl.Options(transport=transport) for transport in others}
     if device.type == "cuda" and task.name in (*[task.name for task in TASKS[:6]], "clip+kl+entropy", "rl"):
         options["ours, two launches"] = hl.Options(gradient="backward")
+        options["ours, one read"] = hl.Options(gradient="forward")
     out = [Implementation(name, lambda o=o: task.ours(o), ours=True) for name, o in options.items()]
     if task.plain_pytorch:
         out.append(Implementation("ours, compiled terms", lambda: task.ours(hl.Options(), compile=True), ours=True))

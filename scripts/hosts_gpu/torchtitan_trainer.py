@@ -2,9 +2,10 @@
 
 torchrun --standalone --nproc-per-node 2 scripts/hosts_gpu/torchtitan_trainer.py --json torchtitan.json
 
---ways names other ways to train: FSDP (the parameters sharded over both GPUs, each with rows of its own, in the place
-of tensor parallelism), compile (the model, and torchtitan's loss of logits), graphs (CUDA graphs, torchtitan's default;
-the head has no time of its own), checkpoint (of whole layers, where torchtitan's default keeps half of the GEMMs).
+--ways names other ways to train: FSDP (the parameters sharded over all GPUs, each with rows of its own, in the place
+of tensor parallelism), FSDP_TP2 (tensor parallel over two ranks, FSDP over the others), compile (the model, and
+torchtitan's loss of logits), graphs (CUDA graphs, torchtitan's default; the head has no time of its own), checkpoint
+(of whole layers, where torchtitan's default keeps half of the GEMMs).
 """
 
 import dataclasses
@@ -51,7 +52,7 @@ def specification(run: Run):
 
 def build(run: Run, loss: BaseLoss.Config) -> Train:
     ways, world = run.args.ways, run.ranks.world
-    run.dp = world if "FSDP" in ways else 1
+    run.dp = world if "FSDP" in ways else world // 2 if "FSDP_TP2" in ways else 1
 
     def batches(rows, rank):
         for step in itertools.count(rank, run.dp):
@@ -92,4 +93,4 @@ if __name__ == "__main__":
     chunks = ChunkedLossWrapper.Config(num_chunks=8, loss_fn=logits)
     losses = {"torchtitan": logits, OURS: FusedHeadLoss.Config(), "torchtitan, chunks": chunks}
     heads = {name: functools.partial(build, loss=loss) for name, loss in losses.items()}
-    main("torchtitan", heads, ways=["FSDP", "compile", "graphs", "checkpoint"])
+    main("torchtitan", heads, ways=["FSDP", "FSDP_TP2", "compile", "graphs", "checkpoint"])

@@ -44,8 +44,9 @@ def two_groups_run(group, device):
     """A group of all ranks and one of each half, interleaved without waiting."""
     import torch.distributed as dist
 
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    groups = [group, halves[dist.get_rank(group) // 2]]
+    size = dist.get_world_size(group) // 2
+    halves = [dist.new_group([*range(first, first + size)]) for first in (0, size)]
+    groups = [group, halves[dist.get_rank(group) // size]]
     equal = 0
     for i in range(10):
         runs = []
@@ -58,8 +59,9 @@ def two_groups_run(group, device):
     return equal
 
 
-def test_symmetric_memory_of_overlapping_groups_is_separate():
-    assert on_ranks(4, two_groups_run) == [10] * 4
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_symmetric_memory_of_overlapping_groups_is_separate(world_size):
+    assert on_ranks(world_size, two_groups_run) == [10] * world_size
 
 
 def met_before_run(group, device):

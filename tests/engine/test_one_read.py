@@ -553,6 +553,105 @@ def test_random_steps_agree_with_two_launches(world_size):
     assert on_ranks(world_size, _random_steps, 10_000 if FULL else 100) == [0] * world_size
 
 
+def _policy_in_float64(log_prob, advantages, old_log_prob, reference_log_prob):
+    ratio, rest = (log_prob - old_log_prob).exp(), reference_log_prob - log_prob
+    clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    return 0.1 * (rest.exp() - rest - 1) - clipped
+
+
+K3 = hl.KLToReference(0.1, input_clamp=None, output_clamp=None)
+LOSSES = {  # terms, and their sum by float64 log-probs of all ids [N, V], of labels [N], lse [N] and inputs
+    "cross-entropy": ((hl.CrossEntropy(),), lambda log_p, log_prob, lse, inputs: -log_prob),
+    "z-loss": (TERMS, lambda log_p, log_prob, lse, inputs: 0.01 * lse**2 - log_prob),
+    "smoothing": (
+        (hl.CrossEntropy(label_smoothing=0.1),),
+        lambda log_p, log_prob, lse, inputs: -0.9 * log_prob - 0.1 * log_p.mean(-1),
+    ),
+    "entropy": (
+        (hl.CrossEntropy(), hl.Entropy(0.1)),
+        lambda log_p, log_prob, lse, inputs: 0.1 * (log_p.exp() * log_p).sum(-1) - log_prob,
+    ),
+    "policy": (
+        (hl.PolicyGradient("clip", clip=(0.2, 0.2)), K3),
+        lambda log_p, log_prob, lse, inputs: _policy_in_float64(log_prob, **inputs),
+    ),
+}
+
+
+def _float64_loss(kind, logits, labels, inputs, denominator):
+    """In float64 and plain torch, of whole logits [N, V]: a loss, the mean size of its tokens' parts, its gradient."""
+    z = logits.double().requires_grad_()
+    valid = labels != IGNORED
+    log_p = z.log_softmax(-1)
+    log_prob = log_p.gather(-1, labels.where(valid, 0)[:, None])[:, 0]
+    inputs = {name: x.double() for name, x in inputs.items()}
+    loss = LOSSES[kind][1](log_p, log_prob, z.logsumexp(-1), inputs).where(valid, 0.0)
+    divisor = max(int(valid.sum()), 1) if denominator is None else denominator
+    total, size = loss.sum() / divisor, loss.detach().abs().sum() / divisor
+    return total.detach(), size, torch.autograd.grad(total, z)[0]
+
+
+def _random_logits(choices, device, vocab_size, n_rows, seed):
+    """Logits [N, V] of a random spread and shift, labels, and inputs of a policy."""
+    generator = torch.Generator(device).manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, device=device, generator=generator)  # noqa: E731
+    spread, shift = choices.choice([0.3, 1.0, 4.0]), choices.choice([-200.0, 0.0, 30.0])
+    logits = (spread * draw(n_rows, vocab_size) + shift).bfloat16()
+    labels = torch.randint(vocab_size, (n_rows,), device=device, generator=generator)
+    labels[draw(n_rows) < choices.choice([-9.0, 0.0])] = IGNORED
+    inputs = {"advantages": draw(n_rows), "old_log_prob": draw(n_rows) - 8, "reference_log_prob": draw(n_rows) - 8}
+    return logits, labels, inputs
+
+
+def _random_steps_against_float64(group, device, repeats):
+    """Steps of one read whose loss or gradient is further from float64's than rounding explains."""
+    choices, wrong = random.Random(7), []
+    for step in range(repeats):
+        vocab_size, n_rows = choices.choice([1024, 4096, 32000, 50304, 128256]), choices.randrange(1, 150)
+        kind, denominator = choices.choice(list(LOSSES)), choices.choice([None, 7.0])
+        logits, labels, inputs = _random_logits(choices, device, vocab_size, n_rows, 1000 + step)
+        expected, size, whole = _float64_loss(kind, logits, labels, inputs, denominator)
+        shard, x = _shard(group, logits, vocab_size)
+        head, x = hl.HeadLoss(list(LOSSES[kind][0]), options=IN_FORWARD), x.requires_grad_()
+        given = {"inputs": inputs} if kind == "policy" else {}
+        out = head(x, labels, shard=shard, denominator=denominator, **given)
+        (found,) = torch.autograd.grad(out.loss, x)
+        mine = whole if shard is None else whole[:, shard.start : shard.stop]
+        rounding = (mine.bfloat16().double() - mine).norm()
+        error, noise = (found.double() - mine).norm(), 1e-5 * mine.norm() + 1e-12
+        far = abs(out.loss.double() - expected) > 1e-5 * size + 1e-6
+        if bool(far) or not bool(error <= 1.1 * rounding + noise):
+            wrong.append((step, kind, vocab_size, n_rows, float(out.loss), float(expected), float(error)))
+    return wrong
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_random_steps_agree_with_float64(world_size):
+    assert on_ranks(world_size, _random_steps_against_float64, 200) == [[]] * world_size
+
+
+def _halves_at_once(group, device, steps):
+    """Two groups of half of the ranks, each with a vocabulary of its own, which take steps of one read at once."""
+    size, rank = group.size() // 2, group.rank()
+    halves = [torch.distributed.new_group([*range(first, first + size)]) for first in (0, size)]
+    mine, vocab_size = halves[rank // size], (32768, 50304)[rank // size]
+    logits, labels = problem(device, vocab_size, 300, seed=rank // size)
+    shard, x = _shard(mine, logits, vocab_size)
+    head, x = hl.HeadLoss(list(TERMS), options=IN_FORWARD), x.requires_grad_()
+    found = [torch.autograd.grad(head(x, labels, shard=shard).loss, x)[0] for _ in range(steps)]
+    alone = logits.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(hl.HeadLoss(list(TERMS), options=IN_FORWARD)(alone, labels).loss, alone)
+    torch.distributed.barrier(group)
+    return all(torch.equal(gradient, expected[:, shard.start : shard.stop]) for gradient in found)
+
+
+@on_hopper
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_two_groups_take_steps_at_once(world_size):
+    assert on_ranks(world_size, _halves_at_once, 200) == [True] * world_size
+
+
 BLOCKS = {
     "plain": {"terms": TERMS},
     "smoothing": {"terms": (hl.CrossEntropy(label_smoothing=0.1),), "metrics": ("accuracy",)},
