@@ -71,7 +71,7 @@ class Statistics(torch.autograd.Function):
         facts, layout = request.facts, request.layout
         if request.tensors.logits is not tensors[0]:
             request = request._replace(tensors=Tensors(*tensors))
-        ctx.expected = None if reduction is None else reduction.expected
+        ctx.in_forward = reduction is not None and reduction.in_forward is not None
         ctx.step = None if reduction is None else load_backend(facts.backend).loss_step(request, reduction)
         in_forward: list[torch.Tensor] = []
         reduced = None
@@ -80,11 +80,11 @@ class Statistics(torch.autograd.Function):
             outputs = *values.unbind(0), *flags
         elif ctx.step is not None:
             merged, outputs, reduced = ctx.step.statistics(request, reduction.denominator)
-        elif ctx.expected is None:
+        elif not ctx.in_forward:
             merged, outputs, reduced = passes.reduced_statistics(request, reduction)
         else:
-            merged, outputs, reduced, *in_forward = passes.statistics_and_gradient(request, reduction, inplace)
-            ctx.taken = False
+            merged, outputs, reduced, gradient, ctx.late = passes.statistics_and_gradient(request, reduction, inplace)
+            in_forward, ctx.taken = [gradient], False
             if inplace:  # the logits are gone
                 torch.autograd.graph.increment_version(tensors[0])
                 tensors[0] = in_forward[0]
@@ -119,16 +119,14 @@ def _statistics_gradients(ctx, saved, upstream) -> tuple:
     count = len(ctx.needs_input_grad) - 3  # absent tensors at the end are left out
     if alone and ctx.step is not None and not ctx.inplace and ctx.step.serves(saved):
         return (ctx.step.gradient(loss, saved), *[None] * (count + 2))
-    if alone and ctx.expected is not None and not ctx.taken:
+    if alone and ctx.in_forward and not ctx.taken and (gradient := _completed(ctx, saved, count, loss)) is not None:
         ctx.taken = True  # only the first backward has the gradient that the forward wrote
-        gradient, inverse = map(without_gaps, (saved[count], saved[count + 4]))
-        load_backend(ctx.request.facts.backend).gradient_for(gradient, inverse, loss, ctx.expected)
         # .data, which may be written to: autograd does not take that for a change of what it saved
         return (gradient.data, *[None] * (count + 2))
     layout = ctx.request.layout
     request = Request(Tensors.saved(*saved[:count]), ctx.request.facts, layout)
     others = [without_gaps(x) for x in saved[count:]]
-    in_forward = others[:1] if ctx.expected is not None else []
+    in_forward = others[:1] if ctx.in_forward else []
     merged, *reduced = others[len(in_forward) :]
     grads = {name: g for name, g in zip(layout.outputs, upstream) if g is not None and name in layout.differentiable}
     loss_factors: tuple = ()
@@ -158,6 +156,21 @@ def _statistics_gradients(ctx, saved, upstream) -> tuple:
     else:
         gradient = operators.logits_gradient(request, merged, grads, *loss_factors)
     return _gradients(ctx, request, gradient)
+
+
+def _completed(ctx, saved, count: int, loss) -> torch.Tensor | None:
+    """The gradient that the forward wrote, made that for this upstream gradient of the loss; None where hooks of saved
+    tensors have laid something out in another way. count: tensors before it."""
+    gradient, merged, _valid, weight, inverse, *values = saved[count:]
+    if ctx.inplace:  # written for an upstream gradient of 1
+        gradient = without_gaps(gradient)
+        load_backend(ctx.request.facts.backend).gradient_for(gradient, loss)
+        return gradient
+    if not ctx.late.gradient.serves(gradient, *saved[:2], merged, inverse, *values):
+        return None
+    is_slopes = values[0].dim() == 2  # of a row function
+    ctx.late.complete(gradient, loss, *saved[:2], merged, weight, inverse, values[0] if is_slopes else values)
+    return gradient
 
 
 def _gradients(ctx, request: Request, gradient):

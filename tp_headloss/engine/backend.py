@@ -19,7 +19,8 @@ A backend is a module, chosen by device or asked for by name, never as a silent 
     token_sums(values, valid, reduction)                 a loss [] and sums over tokens in one kernel, and
     token_sums_gradient(upstream, values, valid, ..)     the gradients of the values
     loss_step(request, reduction)                        a prepared `LossStep` for calls of this kind, or None
-    gradient_for(gradient, inverse, upstream, expected)  multiplies the gradient that `one_read` wrote in a forward
+    LateGradient(request, plan, has_slopes, weight)      completes a gradient that `one_read` may have written
+    gradient_for(gradient, upstream)                     multiplies one that it has written over the logits
     linear_statistics(packets, hidden, weight, request, rounded, budget)  packets of logits hidden @ weight^T that are
     linear_gradient(out, hidden, weight, request, merged, grads, rounded)  never stored, and their gradient; where
                                                          `linear_head.epilogue` finds no obstacle

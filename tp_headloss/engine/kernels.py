@@ -22,6 +22,7 @@ COLUMNS = tl.constexpr(8192)
 # Tiles in a program of a softcap's gradient, which has some 200 instructions besides theirs; 32064: 1 344, 4 309, 8 295
 SOFTCAP_TILES = tl.constexpr(8)
 PUT = tl.constexpr(128)  # ids of a list that it reads at once
+MOST = tl.constexpr(1023)  # so often in a row an upstream gradient must come to be foreseen, at most
 
 
 @triton.jit
@@ -159,28 +160,14 @@ def _store_gradient(
     tl.store(dx, dz.to(dx_ptr.dtype.element_ty), mask=written)
 
 
-@triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
-def gradient_kernel(
-    dx_ptr, dx_row, dx_column,  # [T, width] out; may be x itself
-    inputs,  # Inputs
-    merged_ptr,  # [R, T] fp32
-    grads,  # upstream gradients by name, see `upstream`
-    loss,  # LossGradient
-    exact,  # Lists: memory for the gradient at their ids, None: it is not computed apart
-    families,  # their GRADIENT
-    rows,  # numbers of the merged rows by name
-    n_rows, start, valid_width,
-    PADDED: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _gradient_part(
+    program, dx_ptr, dx_row, dx_column, inputs, merged_ptr, grads, loss, exact, families, rows, n_rows, start,
+    valid_width, STEP: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile of one row of the gradient, or some, or COLUMNS and the gradient at the ids of lists there.
-
-    Rows run from the last to the first: what the forward read last is still in the L2 cache.
-    """
+    """STEP columns of one row of the gradient, by their number."""
     PLAIN: tl.constexpr = exact.ids is None and exact.sets is None and exact.entries is None
-    TILES: tl.constexpr = SOFTCAP_TILES if inputs.post is not None and len(families) == 0 else 1
-    STEP: tl.constexpr = TILES * BLOCK if PLAIN else COLUMNS  # as `gradient_columns` says
     steps = tl.cdiv(inputs.width, STEP)
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // steps).to(tl.int64)
     first = program % steps * STEP
     n, merged = n_rows.to(tl.int64), merged_ptr + row
@@ -216,6 +203,72 @@ def gradient_kernel(
             )  # fmt: skip
     if not PLAIN:
         put_lists(dx_ptr + row * dx_row, dx_column, exact, ids, sets, entries, first, valid_end, start, PUT)
+
+
+@triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
+def gradient_kernel(
+    dx_ptr, dx_row, dx_column,  # [T, width] out; may be x itself
+    inputs,  # Inputs
+    merged_ptr,  # [R, T] fp32
+    grads,  # upstream gradients by name, see `upstream`
+    loss,  # LossGradient
+    exact,  # Lists: memory for the gradient at their ids, None: it is not computed apart
+    families,  # their GRADIENT
+    rows,  # numbers of the merged rows by name
+    n_rows, start, valid_width,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile of one row of the gradient, or some, or COLUMNS and the gradient at the ids of lists there.
+
+    Rows run from the last to the first: what the forward read last is still in the L2 cache.
+    """
+    PLAIN: tl.constexpr = exact.ids is None and exact.sets is None and exact.entries is None
+    TILES: tl.constexpr = SOFTCAP_TILES if inputs.post is not None and len(families) == 0 else 1
+    STEP: tl.constexpr = TILES * BLOCK if PLAIN else COLUMNS  # as `gradient_columns` says
+    _gradient_part(
+        tl.num_programs(0) - 1 - tl.program_id(0), dx_ptr, dx_row, dx_column, inputs, merged_ptr, grads, loss, exact,
+        families, rows, n_rows, start, valid_width, STEP, PADDED, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _foresee(forecast_ptr, given, is_written, is_missed):
+    """Learn from the upstream gradient that came: see `one_read_launch.Memory`."""
+    bits = given.to(tl.int32, bitcast=True) ^ 0x3F800000
+    same = tl.load(forecast_ptr) == bits
+    streak, patience = tl.load(forecast_ptr + 1), tl.load(forecast_ptr + 2)
+    grown, shrunk = tl.minimum(2 * patience + 1, MOST), tl.maximum(patience - 1, 0)
+    tl.store(forecast_ptr, bits)
+    tl.store(forecast_ptr + 1, tl.where(same, tl.minimum(streak + 1, MOST), 1))
+    tl.store(forecast_ptr + 2, tl.where(is_missed, grown, tl.where(is_written, shrunk, patience)))
+
+
+@triton.jit(do_not_specialize=["n_rows", "start", "valid_width"])
+def late_gradient_kernel(
+    dx_ptr, dx_row, dx_column,  # [T, width] in and out
+    inputs, merged_ptr, grads,  # as in `gradient_kernel`
+    loss,  # LossGradient, whose `inverse` [2] has the upstream gradient that dx was written for, NaN: for none
+    families, rows,
+    forecast_ptr,  # [4] int32 in and out, a record of `one_read_launch.Memory`
+    n_rows, start, valid_width,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient, unless the forward has written it for the upstream gradient that came.
+
+    A few programs take all parts in turn, because programs that find nothing to do take time as well.
+    """
+    given, foreseen = tl.load(loss.upstream), tl.load(loss.inverse + 1).to(tl.float32)
+    is_something = foreseen == foreseen
+    same_bits = given.to(tl.int32, bitcast=True) == foreseen.to(tl.int32, bitcast=True)
+    is_written = is_something & same_bits
+    if tl.program_id(0) == 0:
+        _foresee(forecast_ptr, given, is_written, is_something & (same_bits == 0))
+    parts = tl.where(is_written, 0, n_rows * tl.cdiv(inputs.width, BLOCK))
+    for program in range(tl.program_id(0), parts, tl.num_programs(0)):
+        _gradient_part(
+            program, dx_ptr, dx_row, dx_column, inputs, merged_ptr, grads, loss, Lists(), families, rows, n_rows,
+            start, valid_width, BLOCK, PADDED, BLOCK,
+        )  # fmt: skip
 
 
 def gradient_columns(block: int, inputs, families: tuple, apart: bool = False) -> int:

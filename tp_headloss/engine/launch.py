@@ -162,8 +162,9 @@ MERGE = Launch(64, 2)  # 8 packets: 32/1 7.7, 128/4 8.6, 64/2 8.7; with entropy 
 # The only program: its time is the latency of its loads, and wider ones spill.
 SUMS = Launch(2048, 16)  # 1 value: 8192/32 6.6, 2048/16 8.2; 5 values: 2048/16 10.6, 4096/32 15.1, 8192/32 28.4
 SCALE = Launch(4096, 4)
-AGAIN = Launch(4096, 4)  # of a gradient that is multiplied where another upstream gradient came than was expected
+AGAIN = Launch(4096, 4)  # of a gradient over the logits that is multiplied by an upstream gradient
 AGAIN_PROGRAMS = 528
+LATE_PROGRAMS = 132 * 16  # of a gradient that the forward may have written already
 AT_IDS = Launch(32, 4)  # of each of a tile of tokens; not measured
 LABELS = Launch(32, 1)  # tokens whose labels' logits are found; not measured
 # Sets of more ids than are sorted. Before any were: 8192 sets of 1024 ids in ascending order: 1024/4 45, 256/2 88; by

@@ -16,22 +16,17 @@ from .device_inputs import inputs_of
 from .launch import MERGE, SUMS, PreparedLaunch, ceil_div, gradient_launch, int_key, statistics_launch
 from .operators import can_skip_dispatch
 from .passes import Reduced, statistics
-from .request import Request
+from .request import Request, place_of
 from .sums_triton import divided_by, sums_kernel, sums_key
 from .transports.symmetric_memory_triton import SharedMemory
 
 NOT_SHARED = SharedMemory()
 
 
-def place_of(x: torch.Tensor) -> tuple:
-    """Strides and alignment, which Triton compiles in, of a tensor whose shape and dtype are known."""
-    return x.stride(), x.data_ptr() % 16
-
-
 def loss_step(request: Request, reduction) -> LossStep | None:
     """The step of a kind of call (`Request.steps`) from its second one on; None where the general way is needed."""
     steps, (logits, labels, *_), divisor = request.steps, request.tensors, reduction.denominator
-    if steps is None or reduction.expected is not None:
+    if steps is None or reduction.in_forward is not None:
         return None
     divisor = divisor.data_ptr() % 16 if isinstance(divisor, torch.Tensor) else type(divisor)
     place = logits.data_ptr() % 16, labels.data_ptr() % 16, divisor

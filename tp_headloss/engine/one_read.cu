@@ -34,8 +34,8 @@ struct Row { float by[4]; };         // values of its terms, and derivatives by 
 #endif
 
 struct Params {  // in the order of `one_read_launch.Params`
-  const u16* logits; u16* gradient; const void* labels; const float *weight, *upstream; const double* denominator;
-  float *loss, *sums; double* inverse;  // [], [values + 1], [2]: 1 / divisor, and the upstream gradient that this is for
+  const u16* logits; u16* gradient; const void* labels; const float *weight, *upstream; const int* forecast; const double* denominator;
+  float *loss, *sums; double* inverse;  // [], [values + 1], [2]: 1 / divisor, and the upstream gradient of `foreseen`, or NaN
   float *lse, *log_prob, *target_logit, *owners; unsigned char* valid;   // [N] each
   float *entropy, *mean, *total, *mass; i64* argmax; unsigned char* hits;  // [N] or null
   float *shift, *sum, *others, *target;                                  // [N] each, merged rows
@@ -117,6 +117,14 @@ __device__ __forceinline__ Node nothing() { return {-INF, 0.f, 0.f, 0.f, 0, 0x7f
 __device__ __forceinline__ float finite(float max) { return max == -INF ? 0.f : max; }
 __device__ __forceinline__ i64 label_of(const Params& q, int row) {
   return q.wide_labels ? ((const i64*)q.labels)[row] : ((const int*)q.labels)[row];
+}
+// The upstream gradient of the loss that the gradient is written for, and whether it is written at all: one that is given, or
+// what a record of `one_read_launch.Memory` foresees, or 1.
+struct Upstream { float value; bool is_written; };
+__device__ __forceinline__ Upstream foreseen(const Params& q) {
+  if (q.upstream) return {*q.upstream, true};
+  if (!q.forecast) return {1.f, true};
+  return {__int_as_float(q.forecast[0] ^ 0x3f800000), q.forecast[1] >= q.forecast[2]};
 }
 template <class T> __device__ __forceinline__ T add_lanes(T x) {
   for (int d = 16; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
@@ -445,14 +453,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       if (WORDS > 1 && lane < q.ranks) post(to + all, make_uint4(__float_as_uint(x.moment), x.index, __float_as_uint(x.total), tag << 2));
     }
   } else if (warp < OTHERS) {  // merge, in turns
-    const float upstream = *q.upstream;
+    const Upstream upstream = foreseen(q);
     double divisor = q.denominator ? *q.denominator : q.number;
     if (by_count) {
       asm volatile("bar.sync 1, %0;" ::"n"((MERGE + GRAD) * 32) : "memory");
       for (int k = 0; k < GRAD; k++) divisor += s.counted[k];
     }
-    const double scale = divisor == 0.0 ? 0.0 : upstream * (1.0 / divisor);
-    if (blockIdx.x == 0 && warp == 1 + POST && lane == 0) q.inverse[1] = upstream;
+    const double scale = divisor == 0.0 ? 0.0 : upstream.value * (1.0 / divisor);
+    if (blockIdx.x == 0 && warp == 1 + POST && lane == 0) q.inverse[1] = upstream.is_written ? upstream.value : NONE;
     for (int n = 0;; next(), n++) if (n % MERGE == warp - 1 - POST) {
       wait(&s.full[slot], phase);
       const Item item = s.item[slot];
@@ -526,6 +534,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
     }
   } else if (warp < STORE) {  // grad
     const int w = warp - OTHERS - TEAMS * SUM;
+    const bool is_written = foreseen(q).is_written;
     if (by_count) {
       count(q, s.counted, w, lane);
       __threadfence_block();
@@ -535,6 +544,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       wait(&s.ready[slot], phase);
       const Item item = s.item[slot];
       if (item.row < 0) { if (lane == 0) arrive(&s.done[slot]); break; }
+      if (!is_written) { if (lane == 0) arrive(&s.done[slot]); continue; }
       const int a = item.vectors * w / GRAD, b = item.vectors * (w + 1) / GRAD;
       u16* columns = (u16*)(ring + slot * q.slot_bytes);
       const u32 base = at(columns);
@@ -570,12 +580,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       if (lane == 0) arrive(&s.done[slot]);
     }
   } else {  // store
+    const bool is_written = foreseen(q).is_written;
     if (lane == 0) for (;; next()) {
       wait(&s.done[slot], phase);
       const Item item = s.item[slot];
       if (item.row < 0) break;
       u16* out = q.gradient + (i64)item.row * q.width + 8LL * begin(item.piece * q.leaves);
-      if (item.vectors) asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(out), "r"(at(ring + slot * q.slot_bytes)), "r"(item.vectors * 16) : "memory");
+      if (item.vectors && is_written) asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(out), "r"(at(ring + slot * q.slot_bytes)), "r"(item.vectors * 16) : "memory");
       asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
       arrive(&s.free[slot]);
     }

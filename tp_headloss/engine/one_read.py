@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,13 @@ SUMMED = {*TERMS, "target_logit", "hits"}
 FLAGS = "entropy", "argmax", "total"  # statistics besides: the kernel is compiled with their names in capitals
 ALIGNED = 32  # columns of which a multiple has no gaps between the rows of a block
 CAPABILITY, FEWEST, NARROWEST = (9, 0), 1 << 23, 8192  # of GPUs, logits of a rank and columns where it was faster
+
+
+class InForward(NamedTuple):
+    """Which upstream gradient of the loss a forward writes the gradient for; by default 1."""
+
+    given: torch.Tensor | None = None  # [] fp32
+    record: int | None = None  # the one that the record of this number foresees: see `one_read_launch.Memory`
 
 
 def is_asked_for(request: Request, options) -> bool:
@@ -127,11 +135,3 @@ def _obstacle_of_kind(
     if facts.world_size > 1 and facts.transport not in ("auto", "symm_mem"):
         return f"symmetric memory, got transport={facts.transport!r}"
     return None
-
-
-def expecting(reduction, expected: dict[torch.device, torch.Tensor], device: torch.device):
-    """Return the reduction with the upstream gradient of the loss that the device saw last, at first 1: the forward
-    writes the gradient for it."""
-    if device not in expected:
-        expected[device] = torch.ones((), device=device)
-    return reduction._replace(expected=expected[device])

@@ -6,18 +6,22 @@ import ctypes
 import functools
 import logging
 import struct
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from .request import Facts, Request
+from .backend import load_backend
+from .request import Facts, Request, place_of
 
 TERMS = "lse", "log_prob", "entropy", "total"  # statistics of such a loss
 COLUMNS, LEAF, PACKETS = 8, 320, 32  # columns of a vector; vectors of a leaf, at most; packets of a row, at most
 # as in the kernel: slots and ranks, at most, values that are summed, at most, and threads of a program
 SLOTS, RANKS, VALUES, GIVENS, THREADS = 10, 8, 6, 8, 1024
 LARGEST, SHARED = 40_960, 224 * 1024  # bytes of an item, and of shared memory for all slots
+FORECASTS = 1024
 ARGUMENTS = ctypes.c_void_p * 1
 CUDA_SUCCESS, MOST_DYNAMIC_SHARED_MEMORY = 0, 8
 
@@ -72,7 +76,7 @@ def _whole(logits: torch.Tensor, columns: int) -> torch.Tensor:
 
 # of the kernel's argument, see there: addresses of one number or of one per token; then of `VALUES` values, of `GIVENS`
 # inputs, and the memory's; those of each call, those of what is allocated for it, by its place there
-CALLS = "logits", "gradient", "labels", "weight", "upstream", "denominator"
+CALLS = "logits", "gradient", "labels", "weight", "upstream", "forecast", "denominator"
 OUTPUTS = (
     "loss", "sums", "inverse", "lse", "log_prob", "target_logit", "owners", "valid", "entropy", "mean",
     "total", "mass", "argmax", "hits", "shift", "sum", "others", "target",
@@ -98,16 +102,29 @@ class Params(ctypes.Structure):
 
 
 class Memory:
-    """Packets of one device or group, the numbers that its launches share, and whether one of them has failed."""
+    """Packets of one device or group, the numbers that its launches share, and whether one of them has failed.
+
+    It also has `FORECASTS` records of which upstream gradient of the loss the next backward will bring, int32 each:
+    that gradient's bits, other than those of 1; how often it came in a row; how often it must, for the forward to write
+    the gradient for it. A forward whose gradient nobody could use doubles the last number, one whose gradient was used
+    lowers it. So a sequence of upstream gradients has at most 10 more of the former than of the latter, and each of the
+    others moves as many bytes as two launches. Results do not depend on a record, times alone: heads may share one.
+
+    All of this lives as long as the process, because a CUDA graph may hold it.
+    """
 
     def __init__(self, buffer: torch.Tensor, addresses: list[int], rank: int, timeout_ms: int):
         kernel_of(buffer.device)  # first: where there is none, memory is of no use
         self.buffer, self.rank, self.timeout_ms = buffer, rank, timeout_ms
-        self.control = torch.zeros(4, dtype=torch.int32, device=buffer.device)
+        self.control = torch.zeros(4 * (1 + FORECASTS), dtype=torch.int32, device=buffer.device)
         self.failed = torch.zeros(1, dtype=torch.int32).pin_memory()
         own = self.control.data_ptr(), self.failed.data_ptr()
         self.addresses = (ctypes.c_uint64 * (2 + RANKS))(*own, *addresses)
         self.half = buffer.numel() // 8  # packets
+
+    def forecast(self, number: int) -> torch.Tensor:
+        """[4] int32: the record of a head's number."""
+        return self.control[4 + 4 * (number % FORECASTS) :][:4]
 
     def expect_alive(self):
         """Raise RuntimeError if an earlier launch waited for a rank that did not come."""
@@ -121,6 +138,7 @@ class Memory:
 # of a device: all of them, because graphs may hold the oldest; None where it has no kernel
 _alone: dict[int, list[Memory] | None] = {}
 _last_stream: dict[int, torch.cuda.Stream] = {}
+_turn = threading.Lock()  # of the threads that launch
 
 
 def memory_of(request: Request, cuts: Cuts) -> Memory | None:
@@ -160,6 +178,13 @@ def stream_after(last: torch.cuda.Stream | None, device: torch.device) -> torch.
     return current
 
 
+def launch_in_turn(device: torch.device, launch: Callable, *arguments):
+    """Launch what uses a `Memory` after what was launched before, whatever the streams, groups and threads."""
+    with _turn:
+        _last_stream[device.index] = stream_after(_last_stream.get(device.index), device)
+        launch(*arguments)
+
+
 class Kind:
     """Everything that calls of one kind share: kernel, its argument but for addresses, and the tensors it writes."""
 
@@ -197,6 +222,9 @@ class Kind:
         values = [at[name] if name else (at[""][0], 4 * n_rows * i) for i, name in enumerate(plan.statistics)]
         self.places += [*values, *[None] * (VALUES - len(values)), at[""] if rows else None]
         self.slopes = rows.n_terms if rows else None  # from which row of the last one on they are
+        self.late: dict[
+            tuple, Any
+        ] = {}  # `LateGradient`s by places of logits and labels, and whether there are weights
 
     def argument(self, memory: Memory, calls: list[int], allocated: list[torch.Tensor], given: list[int]) -> Params:
         """The kernel's argument. calls, given: addresses."""
@@ -212,9 +240,12 @@ kind_of = functools.lru_cache(maxsize=1024)(Kind)
 
 
 def statistics_and_gradient(request: Request, reduction: Any, inplace: bool):
-    """[merged rows, values, *flags] of a call as `merge_packets`; its loss, sums, [1 / its divisor, the expected
-    upstream gradient of the loss], and derivatives [4, N] by `TERMS` of a row function's loss, or None; the gradient
-    [N, width] for that upstream gradient."""
+    """Compute what `merge_packets` and `token_sums` do, and the gradient, in one launch.
+
+    Returns [merged rows, values, *flags]; the loss, its sums, [1 / its divisor, the upstream gradient of the loss that
+    the gradient is written for, NaN if it is not], and derivatives [4, N] by `TERMS` of a row function's loss, or None;
+    the gradient [N, width]; how the backward completes it (`Late`), or None where the upstream gradient is known.
+    """
     facts, x = request.facts, request.tensors
     given, step = x.logits, columns_of(request)
     cuts = cuts_of(step // facts.chunks, facts.chunks)
@@ -222,7 +253,8 @@ def statistics_and_gradient(request: Request, reduction: Any, inplace: bool):
     assert memory is not None
     memory.expect_alive()
     logits = given if is_whole(given, step) else _whole(given, step)
-    plan, weight, denominator, expected, rows, inputs = reduction
+    plan, weight, denominator, in_forward, rows, inputs = reduction
+    upstream, forecast = in_forward.given, None if in_forward.record is None else memory.forecast(in_forward.record)
     in_memory = isinstance(denominator, torch.Tensor)
     number = 0.0 if in_memory or denominator is None else float(denominator) or float("inf")
     place, wide_labels = (*logits.shape, logits.device), x.labels.dtype == torch.int64
@@ -232,18 +264,39 @@ def statistics_and_gradient(request: Request, reduction: Any, inplace: bool):
     allocated = [*map(torch.empty_like, kind.allocated)]
     calls = [
         logits.data_ptr(), gradient.data_ptr(), x.labels.data_ptr(), 0 if weight is None else weight.data_ptr(),
-        expected.data_ptr(), denominator.data_ptr() if in_memory else 0,
+        0 if upstream is None else upstream.data_ptr(), 0 if forecast is None else forecast.data_ptr(),
+        denominator.data_ptr() if in_memory else 0,
     ]  # fmt: skip
     params = kind.argument(memory, calls, allocated, [x.data_ptr() for x in inputs])
-    # one launch after the other, whatever their streams and groups: each takes all multiprocessors, and waits there
-    _last_stream[logits.device.index] = stream_after(_last_stream.get(logits.device.index), logits.device)
-    kind.kernel.launch(params, kind.items, kind.shared)
+    # in turn, because each launch takes all multiprocessors, and waits there
+    launch_in_turn(logits.device, kind.kernel.launch, params, kind.items, kind.shared)
     if logits is not given:
         columns, gradient = gradient, given.data if inplace else torch.empty_like(given)
         gradient.zero_()[:, : columns.shape[1]] = columns[:, : given.shape[1]]
     outputs, (loss, sums, inverse, *found) = allocated[: kind.n_outputs], allocated[kind.n_outputs :]
     slopes = found[0][kind.slopes :] if found else None
-    return outputs, (loss, sums, inverse, slopes), gradient
+    late = None if forecast is None else late_gradient(kind, request, plan, weight, forecast)
+    return outputs, (loss, sums, inverse, slopes), gradient, late
+
+
+class Late(NamedTuple):
+    """How the backward of a call completes the gradient, and the record of upstream gradients that it adds to."""
+
+    gradient: Any  # a `LateGradient`
+    forecast: torch.Tensor
+
+    def complete(self, gradient: torch.Tensor, loss: torch.Tensor, *saved):
+        """Complete the gradient [N, width] for an upstream gradient of the loss. saved: as `LateGradient` takes it."""
+        launch_in_turn(gradient.device, self.gradient, gradient, self.forecast, *saved, loss)
+
+
+def late_gradient(kind: Kind, request: Request, plan, weight, forecast: torch.Tensor) -> Late:
+    """How the backward of this call completes the gradient that its forward may have written."""
+    place = place_of(request.tensors.logits), place_of(request.tensors.labels), weight is None
+    if place not in kind.late:
+        make = load_backend("triton").LateGradient
+        kind.late[place] = make(request, plan, kind.slopes is not None, weight)
+    return Late(kind.late[place], forecast)
 
 
 class Kernel:

@@ -39,7 +39,7 @@ class Reduced(NamedTuple):
 
     loss: torch.Tensor  # [] fp32
     sums: torch.Tensor  # [S + 1] fp32: of each value, then the count
-    # [] fp64: 1 / what the loss was divided by; [2] of one read: that, and the upstream gradient its gradient is for
+    # [] fp64: 1 / what the loss was divided by; [2] of one read, with the upstream gradient that its gradient is for
     inverse: torch.Tensor
     # [4, N] derivatives of the undivided loss by `one_read_launch.TERMS`; None where the loss is a sum of statistics
     slopes: torch.Tensor | MaybeNone = None
@@ -55,13 +55,13 @@ def reduced_statistics(request: Request, reduction) -> tuple[torch.Tensor, tuple
 
 
 def statistics_and_gradient(request: Request, reduction, inplace: bool) -> tuple:
-    """`reduced_statistics`, and the gradient [N, width] of the loss for the upstream gradient that it expects.
+    """`reduced_statistics`, the gradient [N, width] of the loss, and how the backward completes that.
 
-    inplace: the gradient is written over the logits.
+    inplace: the gradient is written over the logits, for an upstream gradient of 1.
     """
-    outputs, reduced, gradient = one_read_launch.statistics_and_gradient(request, reduction, inplace)
+    outputs, reduced, gradient, late = one_read_launch.statistics_and_gradient(request, reduction, inplace)
     merged, values, *flags = outputs
-    return merged, (*values.unbind(0), *flags), Reduced(*reduced), gradient
+    return merged, (*values.unbind(0), *flags), Reduced(*reduced), gradient, late
 
 
 def second_packets(request: Request, merged: torch.Tensor) -> torch.Tensor:

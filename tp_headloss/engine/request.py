@@ -44,6 +44,11 @@ def without_gaps(x: Any) -> Any:
     return x if x is None else x.contiguous()
 
 
+def place_of(x: torch.Tensor) -> tuple:
+    """Strides and alignment, which Triton compiles in, of a tensor whose shape and dtype are known."""
+    return x.stride(), x.data_ptr() % 16
+
+
 class Tensors(NamedTuple):
     """Tensors that the backends read, by rows [N, ..] of one rank; an absent tensor switches its part off."""
 

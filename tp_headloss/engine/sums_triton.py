@@ -112,19 +112,15 @@ def scale_kernel(
 @triton.jit(do_not_specialize=["n_rows", "width"])
 def gradient_for_kernel(
     gradient_ptr,  # [T, width] in and out, contiguous
-    inverse_ptr,  # [2] fp64: 1 / a divisor, and the upstream gradient that it was written for
-    upstream_ptr,  # [] fp32: the one that came
-    expected_ptr,  # [] fp32 out: what to expect next
+    upstream_ptr,  # [] fp32
     n_rows, width, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a gradient by given / assumed, where they differ."""
-    assumed, given = tl.load(inverse_ptr + 1).to(tl.float32), tl.load(upstream_ptr)
-    if tl.program_id(0) == 0:
-        tl.store(expected_ptr, given)
-    n = tl.where(assumed == given, 0, n_rows.to(tl.int64) * width)
+    """Multiply a gradient by an upstream gradient, if that is not 1."""
+    given = tl.load(upstream_ptr)
+    n = tl.where(given == 1.0, 0, n_rows.to(tl.int64) * width)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0) * BLOCK):
         i = first + tl.arange(0, BLOCK)
-        x = tl.load(gradient_ptr + i, mask=i < n, other=0.0).to(tl.float32) * (given / assumed)
+        x = tl.load(gradient_ptr + i, mask=i < n, other=0.0).to(tl.float32) * given
         tl.store(gradient_ptr + i, x.to(gradient_ptr.dtype.element_ty), mask=i < n)
 
 
@@ -179,8 +175,8 @@ def scale(out, x, factor, add: bool = False):
         launch(scale_kernel, ceil_div(out.numel(), SCALE.block), variant, SCALE, out, x, factor, out.numel(), add)
 
 
-def gradient_for(gradient, inverse, upstream, expected):
-    """Make a gradient that was written for another upstream gradient of the loss that of this one, in place."""
+def gradient_for(gradient, upstream):
+    """Make a gradient that was written for an upstream gradient of 1 of the loss that of another one, in place."""
     programs = min(AGAIN_PROGRAMS, ceil_div(gradient.numel(), AGAIN.block))
     variant = gradient.device, pointer_key(gradient), pointer_key(upstream)
-    launch(gradient_for_kernel, programs, variant, AGAIN, gradient, inverse, upstream, expected, *gradient.shape)
+    launch(gradient_for_kernel, programs, variant, AGAIN, gradient, upstream, *gradient.shape)

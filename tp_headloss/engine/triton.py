@@ -10,6 +10,7 @@ from ..statistics.topk import distinct_entries
 from . import at_ids_triton, kernels
 from .device_inputs import inputs_of
 from .device_layout import DeviceLayout, device_layout
+from .late_gradient_triton import LateGradient  # noqa: F401 (part of the contract)
 from .launch import (
     AT_IDS,
     LABELS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from .evaluation import StatisticsFunction, names_read
 from .statistic_value import StatisticValue, SumsPlan
 from .terms import METRICS, CrossEntropy, Metric, Term
 
+RECORDS = itertools.count()  # their numbers, one for each definition
 REDUCTIONS = ("none", "sum", "mean")  # those that treat all tokens alike; the others are SEQUENCE_REDUCTIONS
 
 # The named metrics as functions that return values by name, as a `Metric`'s function does.
@@ -36,7 +38,7 @@ class CallPlan(NamedTuple):
     checked: dict  # calls that were checked, see `known_calls`
     weights: dict[str, float | torch.Tensor]  # of the terms, by name
     obstacles: list[str]  # reasons against one sweep that a call has found
-    expected: dict  # device -> upstream gradient of the loss in the last backward, see `engine.one_read`
+    record: int  # number of what is remembered of upstream gradients, see `engine.one_read_launch.Memory`
     rows: dict  # size of a vocabulary -> the terms' `RowFunction`, or None
 
 
@@ -108,8 +110,20 @@ class HeadLossDefinition(NamedTuple):
             any(not isinstance(f.function, StatisticValue) for f in [*functions, *metrics])
             for functions, metrics in zip(summed, apart)
         )
-        names, weights = [term.name for term in self.terms], {term.name: term.weight for term in self.terms}
-        plan = CallPlan(names, weighted, self.input_lines(), summed, apart, evaluated, sums, {}, weights, [], {}, {})
+        plan = CallPlan(
+            names=[term.name for term in self.terms],
+            weighted=weighted,
+            inputs=self.input_lines(),
+            summed=summed,
+            apart=apart,
+            evaluated=evaluated,
+            sums=sums,
+            checked={},
+            weights={term.name: term.weight for term in self.terms},
+            obstacles=[],
+            record=0 if torch.compiler.is_compiling() else next(RECORDS),
+            rows={},
+        )
         return HeadLossDefinition(*self[:-1], plan)  # torch 2.11 carries no result of _replace over a broken graph
 
     def summed_functions(self, has_sequences: bool) -> list[StatisticsFunction]:

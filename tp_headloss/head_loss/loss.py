@@ -16,7 +16,7 @@ from ..call.compile import uncompiled_where_needed
 from ..call.given import LINES, Given
 from ..call.request_of import build_request
 from ..call.statistics import computed_statistics
-from ..engine.one_read import expecting, gradient_in_forward, is_asked_for
+from ..engine.one_read import InForward, gradient_in_forward, is_asked_for
 from ..linear_head.call import LinearCall
 from ..ranks.shard import VocabShard
 from ..spec import Bias, Floating, Labels, Logits, OneOf, Rows, Scalar, TokenWeight, checked, described
@@ -158,7 +158,9 @@ class HeadLoss(nn.Module):
         if is_asked_for(request, options):
             in_one = reduction_in_one(call, request.facts.vocab_size, reduction)
             if gradient_in_forward(request, in_one, options.gradient == "forward"):
-                at_once = expecting(in_one, self._definition.plan.expected, request.tensors.logits.device)
+                assert in_one is not None
+                record = None if options.inplace else self._definition.plan.record  # over the logits: for 1
+                at_once = in_one._replace(in_forward=InForward(record=record))
         stats, loss, sums = computed_statistics(request, call.labels, self._definition.options, at_once)
         return make_output(call, stats, self._evaluate_functions, reduction, loss, sums)
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ..engine.one_read import InForward
+
 
 class StatisticValue(NamedTuple):
     """Per-token function [-] statistic [squared], which the reduction evaluates without a kernel of its own.
@@ -73,8 +75,7 @@ class FusedReduction(NamedTuple):
     plan: SumsPlan
     weight: torch.Tensor | None  # [..] token weights that need no gradient
     denominator: torch.Tensor | float | None  # None: the sum of the valid tokens' weights
-    # [] fp32: the forward writes the gradient for this upstream gradient of the loss; None: the backward does
-    expected: torch.Tensor | None = None
+    in_forward: InForward | None = None  # the forward writes the gradient; None: the backward does
     rows: Any = None  # the terms' `RowFunction`; None: each is a statistic, or a value that was computed before
     given: tuple[torch.Tensor, ...] = ()  # its inputs [..]
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..call.statistics import assembled
+from ..engine.one_read import InForward
 from ..engine.passes import kernel_gradients
 from ..engine.request import Tensors
 from ..statistics import VocabStatistics
@@ -52,7 +53,7 @@ def sweep_statistics(
             pass
     objective = _objective(call, objective_of(upstream))
     if in_one is not None:
-        in_one = in_one.in_rows(request.order)._replace(expected=upstream.float())
+        in_one = in_one.in_rows(request.order)._replace(in_forward=InForward(upstream.float()))
     with torch.no_grad(), torch.autocast(call.hidden.device.type, enabled=False):
         plain = request._replace(tensors=Tensors._make([None if x is None else x.detach() for x in request.tensors]))
         operands = call.facts.operands(call.hidden.detach(), call.weight.detach(), plain)

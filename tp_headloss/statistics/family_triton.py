@@ -118,8 +118,8 @@ def upstream(grad, token):
             g = tl.load(grad + token.row)
         else:
             g = token.loss * grad[0]
-            if len(grad) == 2:
-                g *= 2.0 * tl.load(grad[1] + token.row)
+            if len(grad) == 2:  # 0 for a loss of no weight, whatever the value is
+                g = tl.where(g == 0.0, g, g * (2.0 * tl.load(grad[1] + token.row)))
             g = g.to(tl.float32)
     return g
 
