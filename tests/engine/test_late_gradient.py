@@ -99,7 +99,7 @@ class Steps:
         """-> bytes of a logit that a step moves: 4, 6 as two launches do, or 8."""
         number, streak, patience, _ = self.record.tolist()
         foreseen = struct.unpack("<f", struct.pack("<i", number ^ 0x3F800000))[0]
-        is_written = streak >= patience and not math.isnan(foreseen)
+        is_written = streak >= patience and math.isfinite(foreseen)  # as `foreseen` of the kernel
         pair = torch.stack([self.inverse, self.inverse.new_tensor(foreseen if is_written else math.nan)])
         given, tensors = self.inverse.new_tensor(upstream).float(), self.request.tensors[:2]
         self.late(self.gradient, self.record, *tensors, self.merged, None, pair, self.values, given)

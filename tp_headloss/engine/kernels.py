@@ -255,7 +255,7 @@ def late_gradient_kernel(
 ):  # fmt: skip
     """Write the gradient, unless the forward has written it for the upstream gradient that came.
 
-    A few programs take all parts in turn, because programs that find nothing to do take time as well.
+    A few programs take all parts in turn, the last one first: programs that find nothing to do take time as well.
     """
     given, foreseen = tl.load(loss.upstream), tl.load(loss.inverse + 1).to(tl.float32)
     is_something = foreseen == foreseen
@@ -266,8 +266,8 @@ def late_gradient_kernel(
     parts = tl.where(is_written, 0, n_rows * tl.cdiv(inputs.width, BLOCK))
     for program in range(tl.program_id(0), parts, tl.num_programs(0)):
         _gradient_part(
-            program, dx_ptr, dx_row, dx_column, inputs, merged_ptr, grads, loss, Lists(), families, rows, n_rows,
-            start, valid_width, BLOCK, PADDED, BLOCK,
+            parts - 1 - program, dx_ptr, dx_row, dx_column, inputs, merged_ptr, grads, loss, Lists(), families, rows,
+            n_rows, start, valid_width, BLOCK, PADDED, BLOCK,
         )  # fmt: skip
 
 

@@ -124,7 +124,8 @@ struct Upstream { float value; bool is_written; };
 __device__ __forceinline__ Upstream foreseen(const Params& q) {
   if (q.upstream) return {*q.upstream, true};
   if (!q.forecast) return {1.f, true};
-  return {__int_as_float(q.forecast[0] ^ 0x3f800000), q.forecast[1] >= q.forecast[2]};
+  const float value = __int_as_float(q.forecast[0] ^ 0x3f800000);
+  return {value, q.forecast[1] >= q.forecast[2] && fabsf(value) < INF};  // infinity times a factor of 0 is NaN
 }
 template <class T> __device__ __forceinline__ T add_lanes(T x) {
   for (int d = 16; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);

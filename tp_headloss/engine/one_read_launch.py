@@ -105,10 +105,10 @@ class Memory:
     """Packets of one device or group, the numbers that its launches share, and whether one of them has failed.
 
     It also has `FORECASTS` records of which upstream gradient of the loss the next backward will bring, int32 each:
-    that gradient's bits, other than those of 1; how often it came in a row; how often it must, for the forward to write
-    the gradient for it. A forward whose gradient nobody could use doubles the last number, one whose gradient was used
-    lowers it. So a sequence of upstream gradients has at most 10 more of the former than of the latter, and each of the
-    others moves as many bytes as two launches. Results do not depend on a record, times alone: heads may share one.
+    the bits in which that gradient differs from 1; how often it came in a row; how often it must, for the forward to
+    write the gradient for it. A forward whose gradient nobody could use doubles the last number, one whose gradient was
+    used lowers it. So a sequence of upstream gradients has at most 10 more of the former than of the latter, and all
+    other steps move as many bytes as two launches. A record decides on last bits of results alone: heads may share one.
 
     All of this lives as long as the process, because a CUDA graph may hold it.
     """
@@ -117,6 +117,7 @@ class Memory:
         kernel_of(buffer.device)  # first: where there is none, memory is of no use
         self.buffer, self.rank, self.timeout_ms = buffer, rank, timeout_ms
         self.control = torch.zeros(4 * (1 + FORECASTS), dtype=torch.int32, device=buffer.device)
+        self.forecasts: dict[int, torch.Tensor] = {}  # parts of it, by their numbers
         self.failed = torch.zeros(1, dtype=torch.int32).pin_memory()
         own = self.control.data_ptr(), self.failed.data_ptr()
         self.addresses = (ctypes.c_uint64 * (2 + RANKS))(*own, *addresses)
@@ -124,7 +125,11 @@ class Memory:
 
     def forecast(self, number: int) -> torch.Tensor:
         """[4] int32: the record of a head's number."""
-        return self.control[4 + 4 * (number % FORECASTS) :][:4]
+        number %= FORECASTS
+        if number not in self.forecasts:
+            first = 4 + 4 * number
+            self.forecasts[number] = self.control[first : first + 4]
+        return self.forecasts[number]
 
     def expect_alive(self):
         """Raise RuntimeError if an earlier launch waited for a rank that did not come."""
