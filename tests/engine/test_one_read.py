@@ -15,7 +15,7 @@ from one_read_model import Rank, run, take_turns
 from ranks import on_ranks
 
 import tp_headloss as hl
-from tp_headloss.engine import one_read, one_read_launch
+from tp_headloss.engine import one_read, one_read_kernel, one_read_launch
 from tp_headloss.engine.sums_triton import gradient_for
 from tp_headloss.engine.transports import symmetric_memory
 from tp_headloss.head_loss import row_function as row_functions
@@ -412,7 +412,7 @@ def test_leaves_depend_on_the_vocabulary_alone(vocab_size):
     for ranks, cuts in zip((1, 2, 4, 8), all_cuts):
         assert cuts.leaves * cuts.pieces * ranks == 8 << cuts.cuts and cuts.leaves & (cuts.leaves - 1) == 0
         assert -(-cuts.chunk // (1 << cuts.cuts)) <= one_read_launch.LEAF and cuts.leaves <= kernel()[1]["SUM"]
-        assert 4 <= cuts.slots <= one_read_launch.SLOTS and cuts.slots * cuts.slot_bytes <= one_read_launch.SHARED
+        assert 4 <= cuts.slots <= one_read_launch.SLOTS and cuts.slots * cuts.slot_bytes <= one_read_kernel.SHARED
         assert cuts.slot_bytes % 128 == 0 and cuts.slot_bytes >= 16 * cuts.chunk * cuts.leaves / (1 << cuts.cuts)
 
 
@@ -420,10 +420,10 @@ def test_leaves_depend_on_the_vocabulary_alone(vocab_size):
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("flags", [(), ("ENTROPY",), ("ARGMAX",), ("ENTROPY", "ARGMAX", "TOTAL", "TERM")])
 def test_the_kernel_compiles_for_gpus_that_are_not_here(flags, architecture, device):
-    library = one_read_launch.kernel_of(torch.device(device, 0)).library
+    library = one_read_kernel.kernel_of(torch.device(device, 0)).library
     policy = row_function([hl.PolicyGradient(), hl.KLToReference(0.1), hl.Entropy(0.1)]).source
     for rows in (None, policy):
-        assert bytes(one_read_launch.compiled(library, architecture, rows, *flags)[1:4]) == b"ELF"
+        assert bytes(one_read_kernel.compiled(library, architecture, rows, *flags)[1:4]) == b"ELF"
 
 
 def kernel():
@@ -438,7 +438,7 @@ def test_the_kernel_and_its_caller_agree():
     threads = 32 * (2 + numbers["TEAMS"] * numbers["SUM"] + numbers["GRAD"] + numbers["POST"] + numbers["MERGE"])
     expected = *map(numbers.get, ("SLOTS", "RANKS", "VALUES", "GIVENS")), threads
     launch = one_read_launch
-    assert expected == (launch.SLOTS, launch.RANKS, launch.VALUES, launch.GIVENS, launch.THREADS)
+    assert expected == (launch.SLOTS, one_read_kernel.RANKS, launch.VALUES, launch.GIVENS, one_read_kernel.THREADS)
     assert launch.TERMS == row_functions.SLOPES and launch.GIVENS == row_functions.MOST_INPUTS
     body = source.partition("struct Params {")[2].partition("};")[0]
     fields = re.findall(r"(\w+)(?:\[\w+\])?\s*[,;]", body)

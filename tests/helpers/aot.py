@@ -33,8 +33,11 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import tp_headloss as hl
 from tp_headloss.call import request_of as calls
 from tp_headloss.engine import launch, linear_triton, sums_triton
+from tp_headloss.engine.late_gradient_triton import LateGradient
+from tp_headloss.engine.one_read_launch import TERMS as TERMS_OF_ONE_READ
 from tp_headloss.engine.transports import TRANSPORTS
 from tp_headloss.engine.transports.symmetric_memory import SymmetricMemory
+from tp_headloss.head_loss.reduction import fused_reduction
 from tp_headloss.linear_head import call as linear_call
 from tp_headloss.statistics import FULL_TEACHER, TOPK_TEACHER, numerics_triton
 from tp_headloss.statistics.topk import has_tail
@@ -327,6 +330,21 @@ def call_statistics(case, groups):
     sum(x.sum() for x in values).backward()
 
 
+def call_late_gradient(head, logits, labels, token_weight, denominator):
+    """The backward of one read, of terms that are statistics and of a row function."""
+    given = head._given(logits, labels, None, None)
+    call, request = head._checked(given, token_weight, denominator, None)
+    reduction = fused_reduction(call, logits, "triton")
+    row, inverse = torch.zeros(len(labels)), torch.zeros(2, dtype=torch.float64)
+    merged, forecast = torch.zeros(len(request.layout.merged), len(labels)), torch.zeros(4, dtype=torch.int32)
+    for has_slopes in (False, True):
+        if has_slopes or reduction.plan.gradients is not None:
+            late = LateGradient(request, reduction.plan, has_slopes, reduction.weight)
+            values = torch.zeros(len(TERMS_OF_ONE_READ), len(labels)) if has_slopes else [row] * len(head.terms)
+            tensors = *request.tensors[:2], merged, reduction.weight, inverse, values
+            late(logits.grad, forecast, *tensors, torch.zeros(()))
+
+
 def call_head(case, groups):
     """Forward and backward of a `HeadLoss` over logits, or of a linear head."""
     tokens, hidden_size = 256, 16 if case.width % 16 == 0 else 15
@@ -339,7 +357,9 @@ def call_head(case, groups):
     if case.linear is None:
         logits = torch.zeros(tokens, case.width, dtype=case.dtype, requires_grad=True)
         head(logits, labels, **given).loss.backward()
-        sums_triton.gradient_for(logits.grad, torch.zeros(()), torch.zeros(()), torch.zeros(()))
+        sums_triton.gradient_for(logits.grad, torch.zeros(()))
+        if case.dtype == torch.bfloat16:
+            call_late_gradient(head, logits, labels, **given)
         return
     hidden = torch.zeros(tokens, hidden_size, dtype=case.dtype, requires_grad=True)
     weight = torch.nn.Parameter(torch.zeros(case.width, hidden_size, dtype=case.dtype))

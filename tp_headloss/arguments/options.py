@@ -57,8 +57,11 @@ class Options:
             must be exactly these or share no memory with them. torch's own errors for other operations that saved the
             logits need their saved tensors to come without hooks (`torch.autograd.graph.saved_tensors_hooks`).
         gradient: "forward" has the forward of a `HeadLoss` write the gradient of its logits, in one launch that reads
-            each logit once and exchanges packets with the group's other ranks, and the backward hand it over
-            (multiplied if the upstream gradient of the loss is another than in the step before, at first 1). For
+            each logit once and exchanges packets with the group's other ranks, and the backward hand it over. That is
+            for the upstream gradient of the loss that came the last time, at first 1. If another one comes, the
+            backward writes the gradient, and after two such steps the forward waits until one has come repeatedly. So
+            what differs from step to step belongs into ``denominator`` or ``token_weight``. With ``inplace`` the
+            gradient is for 1, and multiplied for others, which rounds it a second time. For
             bfloat16 logits on GPUs of compute capability 9.0, contiguous and a multiple of 8 wide; equal shards on at
             most 8 ranks with symmetric memory; terms that are statistics or `Term.pointwise` (no class weights),
             and at most six sums of lse, log_prob, entropy, total, the accuracy and such terms; a reduction over

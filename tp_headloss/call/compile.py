@@ -24,7 +24,7 @@ def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 EAGER_ONLY = (  # option, its value, and why torch.compile leaves the call alone
     ("inplace", True, "torch.compile plans memory itself and may not see it overwritten"),
-    ("gradient", "forward", "it keeps the upstream gradient of the step before"),
+    ("gradient", "forward", "it remembers upstream gradients of the loss"),
     ("check", True, "it looks at the labels' values"),
     ("validate", "full", "it asks the other ranks"),
     ("validate", "checksums", "it asks the other ranks"),

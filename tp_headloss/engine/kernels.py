@@ -233,7 +233,7 @@ def gradient_kernel(
 
 @triton.jit
 def _foresee(forecast_ptr, given, is_written, is_missed):
-    """Learn from the upstream gradient that came: see `one_read_launch.Memory`."""
+    """Learn from the upstream gradient that came: see `one_read_kernel.Memory`."""
     bits = given.to(tl.int32, bitcast=True) ^ 0x3F800000
     same = tl.load(forecast_ptr) == bits
     streak, patience = tl.load(forecast_ptr + 1), tl.load(forecast_ptr + 2)
@@ -249,7 +249,7 @@ def late_gradient_kernel(
     inputs, merged_ptr, grads,  # as in `gradient_kernel`
     loss,  # LossGradient, whose `inverse` [2] has the upstream gradient that dx was written for, NaN: for none
     families, rows,
-    forecast_ptr,  # [4] int32 in and out, a record of `one_read_launch.Memory`
+    forecast_ptr,  # [4] int32 in and out, a record of `one_read_kernel.Memory`
     n_rows, start, valid_width,
     PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

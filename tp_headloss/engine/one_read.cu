@@ -119,7 +119,7 @@ __device__ __forceinline__ i64 label_of(const Params& q, int row) {
   return q.wide_labels ? ((const i64*)q.labels)[row] : ((const int*)q.labels)[row];
 }
 // The upstream gradient of the loss that the gradient is written for, and whether it is written at all: one that is given, or
-// what a record of `one_read_launch.Memory` foresees, or 1.
+// what a record of `one_read_kernel.Memory` foresees, or 1.
 struct Upstream { float value; bool is_written; };
 __device__ __forceinline__ Upstream foreseen(const Params& q) {
   if (q.upstream) return {*q.upstream, true};

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from .one_read_launch import COLUMNS, PACKETS, RANKS, TERMS, VALUES, columns_of, cuts_of, is_whole, memory_of
+from .one_read_kernel import RANKS
+from .one_read_launch import COLUMNS, PACKETS, TERMS, VALUES, columns_of, cuts_of, is_whole, memory_of
 from .request import Facts, Request
 
 _log = logging.getLogger("tp_headloss")
@@ -32,7 +33,7 @@ class InForward(NamedTuple):
     """Which upstream gradient of the loss a forward writes the gradient for; by default 1."""
 
     given: torch.Tensor | None = None  # [] fp32
-    record: int | None = None  # the one that the record of this number foresees: see `one_read_launch.Memory`
+    record: int | None = None  # the one that the record of this number foresees: see `one_read_kernel.Memory`
 
 
 def is_asked_for(request: Request, options) -> bool:

@@ -38,7 +38,7 @@ class CallPlan(NamedTuple):
     checked: dict  # calls that were checked, see `known_calls`
     weights: dict[str, float | torch.Tensor]  # of the terms, by name
     obstacles: list[str]  # reasons against one sweep that a call has found
-    record: int  # number of what is remembered of upstream gradients, see `engine.one_read_launch.Memory`
+    record: int  # number of what is remembered of upstream gradients, see `engine.one_read_kernel.Memory`
     rows: dict  # size of a vocabulary -> the terms' `RowFunction`, or None
 
 

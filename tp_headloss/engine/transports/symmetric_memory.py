@@ -12,7 +12,7 @@ import torch
 from ...ranks.comm import NumberedStore, gather_objects
 from ...ranks.shard import is_live_group, resolve_process_group
 from ..backend import load_backend
-from ..one_read_launch import Memory, stream_after
+from ..one_read_kernel import Memory, stream_after
 from ..request import Request
 from .transport import Transport
 

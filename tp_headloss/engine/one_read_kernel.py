@@ -1,0 +1,139 @@
+"""The kernel of `one_read.cu` as this process has it: compilation, launches in turn, and the memory that they share."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+RANKS, THREADS = 8, 1024  # as in the kernel: ranks, at most, and threads of a program
+SHARED = 224 * 1024  # bytes of shared memory for all slots
+FORECASTS = 1024
+ARGUMENTS = ctypes.c_void_p * 1
+CUDA_SUCCESS, MOST_DYNAMIC_SHARED_MEMORY = 0, 8
+
+
+class Memory:
+    """Packets of one device or group, the numbers that its launches share, and whether one of them has failed.
+
+    It also has `FORECASTS` records of which upstream gradient of the loss the next backward will bring, int32 each:
+    the bits in which that gradient differs from 1; how often it came in a row; how often it must, for the forward to
+    write the gradient for it. A forward whose gradient nobody could use doubles the last number, one whose gradient was
+    used lowers it. So a sequence of upstream gradients has at most 10 more of the former than of the latter, and all
+    other steps move as many bytes as two launches. A record decides on last bits of results alone: heads may share one.
+
+    All of this lives as long as the process, because a CUDA graph may hold it.
+    """
+
+    def __init__(self, buffer: torch.Tensor, addresses: list[int], rank: int, timeout_ms: int):
+        kernel_of(buffer.device)  # first: where there is none, memory is of no use
+        self.buffer, self.rank, self.timeout_ms = buffer, rank, timeout_ms
+        self.control = torch.zeros(4 * (1 + FORECASTS), dtype=torch.int32, device=buffer.device)
+        self.forecasts: dict[int, torch.Tensor] = {}  # parts of it, by their numbers
+        self.failed = torch.zeros(1, dtype=torch.int32).pin_memory()
+        own = self.control.data_ptr(), self.failed.data_ptr()
+        self.addresses = (ctypes.c_uint64 * (2 + RANKS))(*own, *addresses)
+        self.half = buffer.numel() // 8  # packets
+
+    def forecast(self, number: int) -> torch.Tensor:
+        """[4] int32: the record of a head's number."""
+        number %= FORECASTS
+        if number not in self.forecasts:
+            first = 4 + 4 * number
+            self.forecasts[number] = self.control[first : first + 4]
+        return self.forecasts[number]
+
+    def expect_alive(self):
+        """Raise RuntimeError if an earlier launch waited for a rank that did not come."""
+        if ctypes.c_int.from_address(self.failed.data_ptr()).value:
+            raise RuntimeError(
+                f"an earlier step waited {self.timeout_ms / 1000:g} s for a rank of its group that did not come, its "
+                "results are NaN, and the ranks no longer agree: make a new process group, or use gradient='backward'"
+            )
+
+
+_last_stream: dict[int, torch.cuda.Stream] = {}
+_turn = threading.Lock()  # of the threads that launch
+
+
+def stream_after(last: torch.cuda.Stream | None, device: torch.device) -> torch.cuda.Stream:
+    """Return the device's current stream, after letting it wait for the last one if that is another."""
+    if last is not None and last.cuda_stream == torch._C._cuda_getCurrentRawStream(device.index):
+        return last
+    current = torch.cuda.current_stream(device)
+    if last is not None:
+        with torch.cuda.stream(last):
+            last_is_captured = torch.cuda.is_current_stream_capturing()
+        if last_is_captured == torch.cuda.is_current_stream_capturing():  # a capture cannot wait for what it is not in
+            current.wait_stream(last)
+    return current
+
+
+def launch_in_turn(device: torch.device, launch: Callable, *arguments):
+    """Launch what uses a `Memory` after what was launched before, whatever the streams, groups and threads."""
+    with _turn:
+        _last_stream[device.index] = stream_after(_last_stream.get(device.index), device)
+        launch(*arguments)
+
+
+class Kernel:
+    """The kernel on one device, with a row function or None and some flags, compiled by the NVRTC that torch brings."""
+
+    def __init__(self, index: int, rows: str | None, *flags: str):
+        # depends on NVRTC and on the driver's library, so that it knows both by their names
+        self.library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"))
+        self.programs = torch.cuda.get_device_properties(index).multi_processor_count
+        with torch.cuda.device(index):
+            torch.cuda.current_stream()  # makes the device's context
+            major, minor = torch.cuda.get_device_capability(index)
+            self.image = compiled(self.library, f"sm_{major}{minor}", rows, *flags)
+            self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
+            self._call("cuModuleLoadData", ctypes.byref(self.module), self.image)
+            self._call("cuModuleGetFunction", ctypes.byref(self.function), self.module, b"one_read")
+            self._call("cuFuncSetAttribute", self.function, MOST_DYNAMIC_SHARED_MEMORY, SHARED)
+        self.index, pointer = index, ctypes.c_void_p
+        self.library.cuLaunchKernel.argtypes = pointer, *[ctypes.c_uint] * 7, pointer, ARGUMENTS, pointer
+
+    def _call(self, name: str, *args):
+        error = getattr(self.library, name)(*args)
+        if error != CUDA_SUCCESS:
+            raise RuntimeError(f"{name} of the one-read kernel failed with CUDA error {error}")
+
+    def launch(self, params: ctypes.Structure, items: int, shared: int):
+        """Launch it on the current stream of its device."""
+        if self.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.index):
+                return self.launch(params, items, shared)
+        stream, arguments = torch._C._cuda_getCurrentRawStream(self.index), ARGUMENTS(ctypes.addressof(params))
+        sizes = min(self.programs, items), 1, 1, THREADS, 1, 1, shared
+        self._call("cuLaunchKernel", self.function, *sizes, stream, arguments, None)
+
+
+def compiled(library, architecture: str, rows: str | None, *flags: str) -> ctypes.Array:
+    """The kernel's cubin. library: with NVRTC; rows: source of a `row_function` or None; flags: of the kernel."""
+    source = (rows or "").encode() + (Path(__file__).parent / "one_read.cu").read_bytes()
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    given = f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{flag}" for flag in flags)
+    options = (ctypes.c_char_p * len(given))(*map(str.encode, given))
+    library.nvrtcCreateProgram(ctypes.byref(program), source, b"one_read.cu", 0, None, None)
+    if library.nvrtcCompileProgram(program, len(options), options):
+        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetProgramLog(program, text)
+        raise RuntimeError(f"the one-read kernel does not compile for {architecture}: {text.value.decode()}")
+    library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    image = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetCUBIN(program, image)
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    return image
+
+
+@functools.cache
+def kernel_of(device: torch.device, rows: str | None = None, *flags: str) -> Kernel:
+    """The kernel of a row function and some flags. Raises OSError, AttributeError or RuntimeError where it cannot be
+    had."""
+    return Kernel(device.index, rows, *flags)
