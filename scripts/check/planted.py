@@ -25,11 +25,17 @@ GROUPS = {
         ("head_loss/reduction.py", "fused_reduction", "definition.reduction == 'sum'", "False"),
         ("engine/loss_step_triton.py", "loss_step", "type(divisor)", "None"),
     ],
+    "test_row_function_generated": [
+        ("head_loss/row_function.py", "_expression", "expression is None or keywords", "expression is None"),
+        ("head_loss/row_function.py", "_meaning", "operation.of_bools and kinds == 2 * BOOL", "False"),
+        ("head_loss/row_function.py", "_meaning", "kinds not in operation.kinds", "False"),
+        ("head_loss/row_function.py", "_clamp", "[operands[0], high]", "operands[:2]"),
+        ("head_loss/row_function.py", "_source", "kinds[result] != FLOAT", "False"),
+    ],
     "test_row_function": [
         ("head_loss/row_function.py", "row_function", "term.pointwise or isinstance(term.function, StatisticValue)", "True"),
-        ("head_loss/row_function.py", "row_function", "float(term.weight) * value", "value"),
+        ("head_loss/row_function.py", "row_function", "weight * value", "value"),
         ("head_loss/row_function.py", "_source", "results[n_terms:]", "results[:n_terms]"),
-        ("head_loss/row_function.py", "_expression", "args[1] is not None", "args[1] is None"),
     ],
     "test_late_gradient": [
         ("engine/kernels.py", "late_gradient_kernel", "is_something & same_bits", "same_bits"),

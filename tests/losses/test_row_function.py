@@ -23,7 +23,7 @@ PRELUDE = """
 ENTRY = """
 extern "C" void rows(const float* x, float* out, int n) {
   for (int i = 0; i < n; i++) {
-    const Row row = row_function(x + i * (5 + GIVEN));
+    const Row row = row_function(x + i * (5 + GIVEN + TERMS));
     for (int k = 0; k < TERMS; k++) *out++ = row.value[k];
     for (int k = 0; k < 4; k++) *out++ = row.by[k];
   }
@@ -77,8 +77,10 @@ def test_the_source_has_the_values_and_derivatives_of_the_terms(name, tmp_path):
     width = len(STATISTICS) + len(function.inputs)
     few = NUMBERS if width < 6 else (0.0, -0.3, -2.5, math.nan)
     x = torch.tensor(list(itertools.product(few, repeat=width))).contiguous()
-    found = torch.full((len(x), len(terms) + len(SLOPES)), 7.0)
-    ctypes.CDLL(str(library)).rows(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(found.data_ptr()), len(x))
+    weights = torch.tensor([float(term.weight) for term in terms]).expand(len(x), -1)
+    arguments, found = torch.cat([x, weights], 1), torch.full((len(x), len(terms) + len(SLOPES)), 7.0)
+    call = ctypes.CDLL(str(library)).rows
+    call(ctypes.c_void_p(arguments.data_ptr()), ctypes.c_void_p(found.data_ptr()), len(x))
     assert torch.allclose(found, in_torch(terms, function.inputs, x), rtol=1e-5, atol=1e-6, equal_nan=True)
     assert function.has_entropy == (name in ("statistics", "GRPO", "own")) and function.n_terms == len(terms)
 
@@ -99,3 +101,9 @@ def test_terms_that_are_more_than_arithmetic_have_none(function):
     assert row_function([Term("own", function, pointwise=True)]) is None
     assert row_function([Term("own", lambda stats: 2 * stats.lse)]) is None  # which promises nothing
     assert row_function([PolicyGradient("gspo")]) is None
+
+
+def test_another_weight_is_the_same_source():
+    """So that a weight which changes at every step compiles no kernel."""
+    first, second = ([PolicyGradient(weight=w), KLToReference(2 * w), Entropy(-w)] for w in (1.0, 0.3))
+    assert row_function(first, V) == row_function(second, V)

@@ -32,7 +32,8 @@ class LateGradient:
         # where logits have gaps between their elements, the strides of the gradient are of another kind than theirs
         self.strides = torch.empty_like(logits, device="meta").stride()
         strides = map(int_key, self.strides)
-        variant = logits.device, prepared.variant, tuple(self.terms), padded, dtype_key(weight), *strides
+        kinds = tuple([(name, squared) for _, name, _, squared in self.terms])
+        variant = logits.device, prepared.variant, kinds, padded, dtype_key(weight), *strides
         programs = min(LATE_PROGRAMS, n_rows * ceil_div(width, how.block))
         self.launch = PreparedLaunch(kernels.late_gradient_kernel, programs, variant, how)
         self.families, self.last = (hooks, self.rows.merged), (n_rows, facts.start, facts.valid_width, padded)

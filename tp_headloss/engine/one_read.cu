@@ -493,8 +493,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) one_read(const __gri
       Row row = {};
 #ifdef ROWS
       const Solved solved = solve(x, logit);
-      float known[5 + GIVEN] = {(float)solved.lse, (float)solved.log_prob, (float)solved.entropy, (float)solved.total, (float)solved.mass};
+      float known[5 + GIVEN + TERMS] = {(float)solved.lse, (float)solved.log_prob, (float)solved.entropy, (float)solved.total, (float)solved.mass};
       for (int k = 0; k < GIVEN; k++) known[5 + k] = __shfl_sync(~0u, given, k);
+      for (int k = 0; k < TERMS; k++) known[5 + GIVEN + k] = q.coefficients[k];
       row = row_function(known);
 #endif
       if (lane == 0) {

@@ -6,6 +6,7 @@ statistics and inputs takes one launch: see `engine.one_read`.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -15,33 +16,107 @@ from ..statistics import VocabStatistics
 from .statistic_value import StatisticValue
 
 SLOPES = "lse", "log_prob", "entropy", "total"  # statistics with a gradient
-STATISTICS = (*SLOPES, "mass")  # arguments of the function, before the inputs
+STATISTICS = (*SLOPES, "mass")  # arguments of the function, before the inputs and the terms' weights
 MOST_INPUTS = 8  # as in the kernel
 
 INFINITE = "__int_as_float(0x7f800000)"
-# operation of torch -> expression of its operands, which are floats and bools
+FLOAT, BOOL, NUMBER = "fbn"  # kinds of operands: a float or a bool of each token, a number of Python
+CPP = {FLOAT: "float", BOOL: "bool"}
+
+
+class Operation(NamedTuple):
+    """The meaning of an operation of torch for operands of some kinds, which is torch's for every value."""
+
+    kinds: tuple[str, ...]  # of the operands, as many as they are: a letter each
+    expression: str  # of the operands, in C++
+    result: str | None = FLOAT  # None: the kind of the first operand
+    of_bools: str | None = None  # the expression of two bools, whose result is one, too
+
+
+def _arithmetic(expression: str, of_bools: str | None = None) -> Operation:
+    """A sum, product or the like. Of a bool and a number it has another type in torch."""
+    return Operation(("ff", "fn", "nf", "fb", "bf"), expression, of_bools=of_bools)
+
+
+def _comparison(expression: str) -> Operation:
+    return Operation(("ff", "fn", "nf"), expression, BOOL)
+
+
+def _of_float(expression: str, result: str = FLOAT) -> Operation:
+    return Operation((FLOAT,), expression, result)
+
+
+def _of_bools(expression: str, count: int) -> Operation:
+    return Operation((count * BOOL,), expression, BOOL)
+
+
+SAME = Operation((FLOAT, BOOL), "{0}", None)
+CHOICE = Operation(("bff", "bfn", "bnf"), "{0} ? (float){1} : (float){2}")
+FILL = Operation(("fbn", "fbf"), "{1} ? (float){2} : {0}")
+# NaN where one of both is
+AT_LEAST, AT_MOST = (f"({{0}} {sign} {{1}} || {{1}} != {{1}} ? {{1}} : {{0}})" for sign in "<>")
+SIGN = "(float)(0.f < {0}) - (float)({0} < 0.f)"
+# Overload of an operation of torch -> its meaning. What is not here, or not for these kinds, is not arithmetic.
 OPERATIONS = {
-    "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}", "div": "{0} / {1}",
-    "neg": "-{0}", "reciprocal": "1.f / {0}", "exp": "expf({0})", "expm1": "expm1f({0})", "log": "logf({0})",
-    "log1p": "log1pf({0})", "sqrt": "sqrtf({0})", "tanh": "tanhf({0})", "sigmoid": "1.f / (1.f + expf(-{0}))",
-    "sigmoid_backward": "{0} * ((1.f - {1}) * {1})", "tanh_backward": "{0} * (1.f - {1} * {1})", "abs": "fabsf({0})",
-    "eq": "{0} == {1}", "ne": "{0} != {1}", "lt": "{0} < {1}",
-    "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}", "isnan": "{0} != {0}",
-    "isinf": f"fabsf({{0}}) == {INFINITE}",
-    "bitwise_and": "{0} && {1}", "bitwise_or": "{0} || {1}", "logical_and": "{0} && {1}", "logical_not": "!{0}",
-    "bitwise_not": "!{0}", "where": "{0} ? (float){1} : (float){2}", "masked_fill": "{1} ? (float){2} : {0}",
-    "clamp": "{0} < {1} ? {1} : {0} > {2} ? {2} : {0}", "clamp_min": "{0} < {1} ? {1} : {0}",
-    "clamp_max": "{0} > {1} ? {1} : {0}", "full_like": "{1}", "zeros_like": "0.f", "ones_like": "1.f",
-    "scalar_tensor": "{0}",
-    **dict.fromkeys(("sgn", "sign"), "(float)(0.f < {0}) - (float)({0} < 0.f)"),
-    **dict.fromkeys(("detach", "alias", "view", "view_as", "expand", "clone", "lift_fresh_copy"), "{0}"),
+    **dict.fromkeys(("add.Tensor", "add.Scalar"), _arithmetic("{0} + {1}", "{0} || {1}")),
+    **dict.fromkeys(("sub.Tensor", "sub.Scalar"), _arithmetic("{0} - {1}")),
+    **dict.fromkeys(("rsub.Tensor", "rsub.Scalar"), _arithmetic("{1} - {0}")),
+    **dict.fromkeys(("mul.Tensor", "mul.Scalar"), _arithmetic("{0} * {1}", "{0} && {1}")),
+    **dict.fromkeys(("div.Tensor", "div.Scalar"), _arithmetic("{0} / {1}")),
+    "neg.default": _of_float("-{0}"),
+    "reciprocal.default": _of_float("1.f / {0}"),
+    "abs.default": _of_float("fabsf({0})"),
+    **dict.fromkeys(("sgn.default", "sign.default"), _of_float(SIGN)),
+    "exp.default": _of_float("expf({0})"),
+    "expm1.default": _of_float("expm1f({0})"),
+    "log.default": _of_float("logf({0})"),
+    "log1p.default": _of_float("log1pf({0})"),
+    "sqrt.default": _of_float("sqrtf({0})"),
+    "tanh.default": _of_float("tanhf({0})"),
+    "tanh_backward.default": Operation(("ff",), "{0} * (1.f - {1} * {1})"),
+    "sigmoid.default": _of_float("1.f / (1.f + expf(-{0}))"),
+    "sigmoid_backward.default": Operation(("ff",), "{0} * ((1.f - {1}) * {1})"),
+    **{f"{name}.{overload}": _comparison(f"{{0}} {sign} {{1}}")
+       for name, sign in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items()
+       for overload in ("Tensor", "Scalar")},
+    "isnan.default": _of_float("{0} != {0}", BOOL),
+    "isinf.default": _of_float(f"fabsf({{0}}) == {INFINITE}", BOOL),
+    **dict.fromkeys(("bitwise_and.Tensor", "logical_and.default"), _of_bools("{0} && {1}", 2)),
+    **dict.fromkeys(("bitwise_or.Tensor", "logical_or.default"), _of_bools("{0} || {1}", 2)),
+    **dict.fromkeys(("bitwise_not.default", "logical_not.default"), _of_bools("!{0}", 1)),
+    **dict.fromkeys(("where.self", "where.ScalarOther", "where.ScalarSelf"), CHOICE),
+    **dict.fromkeys(("masked_fill.Scalar", "masked_fill.Tensor"), FILL),
+    "clamp_min.default": Operation(("fn",), AT_LEAST),
+    "clamp_max.default": Operation(("fn",), AT_MOST),
+    **dict.fromkeys(("clamp_min.Tensor", "maximum.default"), Operation(("ff",), AT_LEAST)),
+    **dict.fromkeys(("clamp_max.Tensor", "minimum.default"), Operation(("ff",), AT_MOST)),
+    **dict.fromkeys(
+        ("clamp.default", "clamp.Tensor"),
+        Operation(("fnn", "fff"), AT_MOST.replace("{1}", "{2}").replace("{0}", AT_LEAST)),
+    ),
+    "full_like.default": Operation(("fn",), "(float){1}"),
+    "zeros_like.default": _of_float("0.f"),
+    "ones_like.default": _of_float("1.f"),
+    "scalar_tensor.default": Operation((NUMBER,), "(float){0}"),
+    **dict.fromkeys(("detach.default", "alias.default", "clone.default", "lift_fresh_copy.default"), SAME),
+    # sizes, which are those of a token for every operand
+    **dict.fromkeys(("view.default", "expand.default"), SAME),
+    "_to_copy.default": SAME,
 }  # fmt: skip
 POWERS = {1: "{0}", 2: "{0} * {0}", 3: "{0} * {0} * {0}", 0.5: "sqrtf({0})", -1: "1.f / {0}"}
-IGNORED = {"dtype", "layout", "device", "pin_memory", "memory_format"}  # arguments that no expression depends on
+SIZED = "view.default", "expand.default"  # whose operands after the first are sizes
+CASTS = {  # kind of an operand, dtype of the result -> expression and kind of the result
+    (FLOAT, torch.float32): ("(float)({0})", FLOAT),
+    (BOOL, torch.float32): ("(float)({0})", FLOAT),
+    (FLOAT, torch.bool): ("{0} != 0.f", BOOL),
+    (BOOL, torch.bool): ("{0}", BOOL),
+}
+IGNORED = {"layout", "device", "pin_memory", "memory_format", "implicit"}  # keywords that no number depends on
 
 
 class RowFunction(NamedTuple):
-    """The weighted terms of a loss as a function of one token."""
+    """The weighted terms of a loss as a function of one token. Their weights are arguments: another weight compiles
+    nothing."""
 
     source: str  # of `row_function`, see `one_read.cu`
     n_terms: int
@@ -70,17 +145,17 @@ def row_function(terms, vocab_size: int = 0) -> RowFunction | None:
             known = [row.detach().requires_grad_() for row in rows[: len(STATISTICS)]]
             absent = VocabStatistics._make([None] * len(VocabStatistics._fields))
             stats = absent._replace(vocab_size=vocab_size, **dict(zip(STATISTICS, known)))
-            given = dict(zip(inputs, rows[len(STATISTICS) :]))
+            given, weights = dict(zip(inputs, rows[len(STATISTICS) :])), rows[-len(terms) :]
             values = [term.function(stats, **{name: given[name] for name in term.inputs}) for term in terms]
             total = torch.zeros_like(known[0])
-            for term, value in zip(terms, values):
-                total = total + float(term.weight) * value
+            for weight, value in zip(weights, values):
+                total = total + weight * value
             by = known[: len(SLOPES)]
             slopes = torch.autograd.grad(total, by, torch.ones_like(known[0]), allow_unused=True)
             used[:] = [slope is not None for slope in slopes]
         return [*values, *(torch.zeros_like(known[0]) if slope is None else slope for slope in slopes)]
 
-    rows = torch.zeros(len(STATISTICS) + len(inputs), 2).unbind(0)
+    rows = torch.zeros(len(STATISTICS) + len(inputs) + len(terms), 2).unbind(0)
     try:
         source = _source(make_fx(values_and_slopes)(*rows).graph, len(terms), inputs)
     except (_NotArithmetic, TypeError, AttributeError, RuntimeError, ValueError):
@@ -92,15 +167,20 @@ def _source(graph, n_terms: int, inputs) -> str:
     """CUDA C++ of a traced function. Raises _NotArithmetic."""
     lines: list[str] = []
     results: list[str] = []
-    names, n_arguments = {}, 0
+    names: dict[torch.fx.Node, str] = {}
+    kinds: dict[torch.fx.Node, str] = {}
+    arguments = itertools.count()
     for node in graph.nodes:
         if node.op == "placeholder":
-            names[node], n_arguments = f"x[{n_arguments}]", n_arguments + 1
+            names[node], kinds[node] = f"x[{next(arguments)}]", FLOAT
         elif node.op == "output":
+            if any(kinds[result] != FLOAT for result in node.args[0]):
+                raise _NotArithmetic(node.op)
             results = [names[result] for result in node.args[0]]
         elif node.op == "call_function":
+            expression, kinds[node] = _expression(node, names, kinds)
             names[node] = f"v{len(lines)}"
-            lines.append(f"  const auto {names[node]} = {_expression(node, names)};")
+            lines.append(f"  const {CPP[kinds[node]]} {names[node]} = {expression};")
         else:  # a tensor that the function closes over
             raise _NotArithmetic(node.op)
     values, by = ", ".join(results[:n_terms]), ", ".join(results[n_terms:])
@@ -114,28 +194,61 @@ def _source(graph, n_terms: int, inputs) -> str:
     )
 
 
-def _expression(node, names) -> str:
-    """An operation of the trace in C++. Raises _NotArithmetic."""
-    name, args = node.target.overloadpacket.__name__.removesuffix("_"), list(node.args)
-    to = OPERATIONS.get(name)
-    if name == "_to_copy":
-        to = {torch.float32: "(float)({0})", torch.bool: "{0} != 0.f"}.get(node.kwargs.get("dtype", torch.float32))
-    elif name == "pow":
-        to = None if isinstance(args[1], torch.fx.Node) else POWERS.get(args[1])
-    elif name == "clamp" and None in (*args[1:], None)[:2]:
-        to, args = OPERATIONS["clamp_min" if args[1] is not None else "clamp_max"], [x for x in args if x is not None]
-    if to is None or {k for k, x in node.kwargs.items() if x is not None} - IGNORED:
+def _expression(node, names: dict, kinds: dict) -> tuple[str, str]:
+    """An operation of the trace in C++, and the kind of its result. Raises _NotArithmetic."""
+    name = f"{node.target.overloadpacket.__name__.removesuffix('_')}.{node.target._overloadname}"
+    operands = list(node.args[:1] if name in SIZED else node.args)
+    keywords = {key: value for key, value in node.kwargs.items() if value is not None and key not in IGNORED}
+    dtype = keywords.pop("dtype", None)
+    if name.startswith("clamp."):
+        name, operands = _clamp(name, operands)
+    found = "".join(_kind(x, kinds) for x in operands)
+    if name == "pow.Tensor_Scalar" and found == "fn":
+        expression, result = POWERS.get(operands[1]), FLOAT
+    elif (name == "_to_copy.default" or name in SIZED) and dtype is not None:
+        expression, result = CASTS.get((found, dtype), (None, FLOAT))
+    else:
+        expression, result = _meaning(name, found)
+        if dtype is not None and (dtype, result) != (torch.float32, FLOAT):
+            expression = None
+    if expression is None or keywords:
         raise _NotArithmetic(node.target)
-    return to.format(*[_operand(x, names) for x in args])
+    return expression.format(*[_operand(x, names) for x in operands]), result
 
 
-def _operand(x: Any, names) -> str:
+def _meaning(name: str, kinds: str) -> tuple[str | None, str]:
+    """The expression of an operation for operands of these kinds, or None, and the kind of its result."""
+    operation = OPERATIONS.get(name)
+    if operation is not None and operation.of_bools and kinds == 2 * BOOL:
+        return operation.of_bools, BOOL
+    if operation is None or kinds not in operation.kinds:
+        return None, FLOAT
+    return operation.expression, operation.result or kinds[0]
+
+
+def _clamp(name: str, operands: list) -> tuple[str, list]:
+    """The operation that clamps to the bounds that are there, and its operands."""
+    overload = name.removeprefix("clamp.")
+    low, high = (*operands[1:], None)[:2]
+    if low is None:
+        return f"clamp_max.{overload}", [operands[0], high]
+    if high is None:
+        return f"clamp_min.{overload}", [operands[0], low]
+    return name, operands
+
+
+def _kind(x: Any, kinds: dict) -> str:
+    """The letter of an operand. Raises _NotArithmetic for what is no float, bool or number."""
+    if isinstance(x, torch.fx.Node):
+        return kinds[x]
+    if isinstance(x, (int, float)) and not isinstance(x, bool):
+        return NUMBER
+    raise _NotArithmetic(type(x))
+
+
+def _operand(x: torch.fx.Node | float, names: dict) -> str:
     if isinstance(x, torch.fx.Node):
         return names[x]
-    if isinstance(x, bool):
-        return str(x).lower()
-    if not isinstance(x, (int, float)):  # sizes, which no expression reads
-        return ""
     if math.isnan(x):
         return "__int_as_float(0x7fc00000)"
     if math.isinf(x):
