@@ -60,11 +60,19 @@ def _steps(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if STEP.fullmatch(path.name))
 
 
+def _remove(path: Path) -> None:
+    """Remove a checkpoint: its folder, or a link or a file in its place, and not what a link names."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def begin(folder: Path, job: str | None) -> None:
     """Make the folder of a new run, without what an older run left there."""
     (folder / "latest").unlink(missing_ok=True)
     for old in _steps(folder):
-        shutil.rmtree(old)
+        _remove(old)
     folder.mkdir(parents=True, exist_ok=True)
     _sync(folder.parent)
     _replace(folder / JOB, lambda part: part.write_text(str(job)))
@@ -85,9 +93,9 @@ def save(folder: Path, step: int, model, optimizer, progress: dict, ranks) -> No
     target = folder / f"step-{step:08d}"
     with ranks.together():
         if ranks.rank == 0:
-            target.mkdir(exist_ok=True)
-            for path in target.iterdir():  # of a run that died while it wrote them, perhaps with more ranks
-                path.unlink()
+            if target.is_symlink() or target.exists():  # of a run that died while it wrote, perhaps with more ranks
+                _remove(target)
+            target.mkdir()
             _sync(folder)
     with ranks.together():
         dcp.save(_state(model, optimizer), storage_writer=dcp.FileSystemWriter(target))
@@ -101,7 +109,7 @@ def save(folder: Path, step: int, model, optimizer, progress: dict, ranks) -> No
             _replace(folder / "latest", lambda part: part.write_text(target.name))
             for old in _steps(folder):
                 if old != target:
-                    shutil.rmtree(old)
+                    _remove(old)
 
 
 def _state(model, optimizer=None) -> dict:

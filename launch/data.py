@@ -40,6 +40,9 @@ def documents(folder: str | None, megabytes: float) -> list[str]:
         if text.strip():
             texts.append(text)
             left -= len(text)
+    if len(texts) < 20 and left <= 0:
+        said = f"the first {len(texts)} text files of {root} have {megabytes:g} MB already"
+        raise SystemExit(f"{said}; at least 20 files are needed: a larger --corpus-mb, or smaller files (--corpus DIR)")
     if len(texts) < 20:
         raise SystemExit(f"{root} holds {len(texts)} text files; at least 20 are needed (--corpus DIR)")
     return texts

@@ -19,9 +19,11 @@ def refuse_older_run(files: Iterable[Path], resume: str = "") -> None:
 
 
 def rows_until(path: Path, step: int) -> list[dict]:
-    """The rows of a metrics.jsonl up to a step."""
+    """The rows of a metrics.jsonl up to a step, without a last line that has no end: a full disk or a killed program cut
+    it, and its step will be repeated."""
     rows = []
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+    *lines, _cut = path.read_text(errors="replace").split("\n")
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             rows += [row] if row["step"] <= step else []

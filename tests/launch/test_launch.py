@@ -227,9 +227,57 @@ def test_a_broken_line_of_the_metrics_is_named(launch, tmp_path):
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
     assert launch("record").rows_until(file, 2) == [{"step": 1}, {"step": 2}]
     for line in ('{"step": 4', "4", '{"loss": 4}'):
-        file.write_text(f'{{"step": 1}}\n{line}')
+        file.write_text(f'{{"step": 1}}\n{line}\n')
         with pytest.raises(SystemExit, match=re.escape(f"line 2: expected a JSON object with a step, got {line!r}")):
             launch("record").rows_until(file, 2)
+
+
+def test_metrics_that_were_cut_anywhere_are_read_to_their_last_whole_row(launch, tmp_path):
+    file, text = tmp_path / "metrics.jsonl", '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    for length in range(len(text) + 1):
+        file.write_text(text[:length])
+        steps = [row["step"] for row in launch("record").rows_until(file, 3)]
+        assert steps == [1, 2, 3][: text[:length].count("\n")]
+
+
+def link(path, elsewhere):
+    """Move a folder away and leave a link to it, as for another disk."""
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+IN_THE_PLACE_OF_A_CHECKPOINT = {
+    "a link": lambda path: link(path, path.with_name("elsewhere")),
+    "a file": lambda path: (path.with_name("latest").unlink(), shutil.rmtree(path), path.write_text("")),
+    "a folder inside": lambda path: (path / "inner").mkdir(),
+}
+
+
+@pytest.mark.parametrize("case", IN_THE_PLACE_OF_A_CHECKPOINT)
+@pytest.mark.parametrize("next_step", [2, 3])
+def test_what_stands_in_the_place_of_a_checkpoint_ends_no_run(tmp_path, case, next_step):
+    save_run(None, None, tmp_path, 1)
+    save_run(None, None, tmp_path, 2)
+    path = tmp_path / "step-00000002"
+    IN_THE_PLACE_OF_A_CHECKPOINT[case](path)
+    inside = sorted(x.name for x in path.iterdir()) if case == "a link" else None
+    save_run(None, None, tmp_path, next_step)
+    assert load_run(None, None, tmp_path) == (next_step, float(next_step))
+    if inside is not None:  # what a link names is nobody's to delete
+        assert sorted(x.name for x in (tmp_path / "elsewhere").iterdir()) == inside
+    save_run(None, None, tmp_path, 1)  # which begins anew
+    assert load_run(None, None, tmp_path) == (1, 1.0)
+
+
+def test_too_little_of_a_corpus_is_told_from_too_few_files(launch, tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_text("text " * 200)
+    with pytest.raises(SystemExit, match=r"the first 10 text files of .* have 0\.01 MB already; .*--corpus-mb"):
+        launch("data").documents(str(tmp_path), 0.01)
+    for i in range(30):
+        (tmp_path / f"{i}.txt").unlink()
+    with pytest.raises(SystemExit, match=r"holds 10 text files; at least 20 are needed \(--corpus DIR\)"):
+        launch("data").documents(str(tmp_path), 0.1)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import tp_headloss
+from tp_headloss.ranks.compiler import constant_for_compile, disabled_for_compile
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tp_headloss"
@@ -224,7 +225,13 @@ def test_an_environment_of_a_host_holds_what_is_listed_and_nothing_else(name):
 COLD_IMPORT = """
 import sys; sys.modules['triton'] = None
 import torch
+before = set(sys.modules)
 import tp_headloss
+from tp_headloss.ranks.compiler import constant_for_compile, disabled_for_compile
+heavy = {name for name in sys.modules if name.split('.')[0] in ('sympy', 'triton') or name.startswith('torch._')}
+assert 'torch._dynamo' not in sys.modules and 'torch._inductor' not in sys.modules, heavy - before
+new = {name for name in set(sys.modules) - before if not name.startswith('tp_headloss')}
+assert len(new) < 100, sorted(new)
 assert not torch.cuda.is_initialized()
 x = torch.randn(3, 10, requires_grad=True)
 tp_headloss.vocab_statistics(x, torch.tensor([1, 2, 3])).log_prob.sum().backward()
@@ -323,3 +330,17 @@ def test_every_kernel_variant_compiles_ahead_of_time(name, capabilities, tmp_pat
 def test_the_oldest_triton_that_compiles_the_kernels_is_the_one_that_is_declared():
     (declared,) = re.findall(r"triton>=([\d.]+)", (ROOT / "setup.cfg").read_text())
     assert f"triton-{declared}.0" == OLDEST_TRITON and OLDEST_TRITON in HOSTS
+
+
+def test_compile_is_told_what_torch_itself_would_tell_it():
+    import torch
+
+    def marks(decorated):
+        return {name: value for name, value in vars(decorated).items() if name.startswith(("_dynamo", "_torchdynamo"))}
+
+    constants = constant_for_compile(lambda: 0), torch.compiler.assume_constant_result(lambda: 0)
+    assert marks(constants[0]) == marks(constants[1]) != {}
+    ours, theirs = (marks(f(lambda: 0, reason="so")) for f in (disabled_for_compile, torch.compiler.disable))
+    assert ours.items() <= theirs.items() and set(theirs) - set(ours) <= {
+        "_torchdynamo_orig_callable", "_torchdynamo_disable_recursive", "_torchdynamo_wrapper_id",
+    }  # fmt: skip

@@ -8,6 +8,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from ..ranks.compiler import disabled_for_compile
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -16,8 +18,7 @@ def uncompiled(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a public call before which torch.compile breaks its graph; with fullgraph=True it raises the reason."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        disabled: Any = torch.compiler.disable(function, reason=reason)
-        return disabled
+        return disabled_for_compile(function, reason)
 
     return decorate
 
@@ -39,8 +40,7 @@ def uncompiled_where_needed(function: Callable[P, R]) -> Callable[P, R]:
     Where an option is for eager, torch.compile leaves the call alone; with fullgraph=True it raises the reason.
     """
     uncompiled: list[Any] = [
-        torch.compiler.disable(function, reason=f"{name}={value!r} is for eager: {reason}")
-        for name, value, reason in EAGER_ONLY
+        disabled_for_compile(function, f"{name}={value!r} is for eager: {reason}") for name, value, reason in EAGER_ONLY
     ]
 
     described: Any = function

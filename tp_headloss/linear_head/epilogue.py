@@ -3,12 +3,13 @@
 import torch
 
 from ..engine.request import Request
+from ..ranks.compiler import constant_for_compile
 
 CAPABILITY = (9, 0)  # of the oldest GPUs whose tensor memory accelerator loads the tiles
 MEASURED = ((9, 0),)  # capabilities on which scripts/bench/linear_turns.py compared them with blocks
 
 
-@torch.compiler.assume_constant_result
+@constant_for_compile
 def _capability(device: torch.device) -> tuple[int, int]:
     return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 

@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_store as _default_st
 from torch.distributed.distributed_c10d import _get_process_group_store as _store_of
 
 from ..spec import Instance, TensorLine, TupleOf, checked
+from .compiler import constant_for_compile
 from .shard import Group, has_vocab_shard, resolve_process_group
 
 METRICS = Instance(dict)
@@ -180,7 +181,7 @@ def _combine(names, parts):
     return out
 
 
-@torch.compiler.assume_constant_result
+@constant_for_compile
 def _checksum(text: str) -> int:
     return zlib.crc32(text.encode())
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
 from ..spec import CheckedBy, Count, IntLine, Size, TupleOf, checked
+from .compiler import constant_for_compile
 
 # torch has a type of its own for the names of groups
 resolve_process_group: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
@@ -29,7 +30,7 @@ CHUNK_ALIGNMENT = 16  # elements: chunks start at vectorisable addresses
 _shared_shards: weakref.WeakValueDictionary[int, VocabShard] = weakref.WeakValueDictionary()  # of several ranks, by id
 
 
-@torch.compiler.assume_constant_result
+@constant_for_compile
 def has_vocab_shard(group_name: str) -> bool:
     """Return True if a VocabShard of this process group exists."""
     group = resolve_process_group(group_name)
@@ -42,7 +43,7 @@ def has_vocab_shard(group_name: str) -> bool:
     return found()
 
 
-@torch.compiler.assume_constant_result
+@constant_for_compile
 def have_common_ranks(group_name: str, other_name: str) -> bool:
     """Return True if two process groups have a rank besides this one in common."""
     own, other = (dist.get_process_group_ranks(resolve_process_group(name)) for name in (group_name, other_name))
