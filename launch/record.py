@@ -19,8 +19,8 @@ def refuse_older_run(files: Iterable[Path], resume: str = "") -> None:
 
 
 def rows_until(path: Path, step: int) -> list[dict]:
-    """The rows of a metrics.jsonl up to a step, without a last line that has no end: a full disk or a killed program cut
-    it, and its step will be repeated."""
+    """The rows of a metrics.jsonl up to a step, without a last line that has no end: a full disk or a killed program
+    cut it, and its step will be repeated."""
     rows = []
     *lines, _cut = path.read_text(errors="replace").split("\n")
     for number, line in enumerate(lines, 1):

@@ -49,7 +49,7 @@ def standing(distribution: str, version: str) -> str:
 def require(distribution: str) -> tuple[int, ...]:
     """Return a host's version as numbers; UserWarning if newer than tested, ImportError if none is there or too old."""
     oldest, _, extra = TESTED[distribution]
-    wanted = f"{distribution} >= {oldest} (pip install 'tp_headloss[{extra}]')"
+    wanted = f"{distribution} >= {oldest} (pip install '.[{extra}]' in a checkout of tp_headloss)"
     version = installed_version(distribution)
     if version is None:
         raise ImportError(f"this needs {wanted}, and there is none")
