@@ -135,7 +135,7 @@ TAKEN = {
     "a keyword": ({"statistics": ("lambda",)}, "Sums.statistics must be a tuple of names"),
     "a gradient of nothing": ({"gradients": ("onw",)}, r"gradients must be among its statistics \['own'\], got"),
 }
-ATTRIBUTES = ("valid", "labels", "vocab_size", "registered", "lse", "hits", "mass", "correct", "count", "owners")
+ATTRIBUTES = ("valid", "labels", "vocab_size", "registered", "lse", "hits", "mass", "correct", "count", "owners", "ids")
 
 
 @pytest.mark.parametrize("case", TAKEN)
