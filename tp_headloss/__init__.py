@@ -12,6 +12,7 @@ from .arguments.sampling_rule import SamplingRule
 from .arguments.sequences import Sequences
 from .arguments.teachers import Teacher, TeacherHead, TopKTeacher
 from .call.statistics import LogProbs, log_probs, vocab_statistics
+from .engine.registration import register_statistic
 from .head_loss import *  # noqa: F403 (its __all__)
 from .linear_head import Linear, linear_vocab_statistics
 from .modules.clipping import clip_grad_norm_
@@ -21,7 +22,7 @@ from .ranks.comm import combine_metrics, reduce_metrics
 from .ranks.shard import VocabShard
 from .search.sampling import Sample, kept_ids, sample
 from .search.topk import TopK, topk_log_probs
-from .statistics import VocabStatistics, register_statistic
+from .statistics import VocabStatistics
 
 __version__ = "0.2.0"
 

@@ -111,8 +111,16 @@ def my_loss(stats):
     return stats.lse
 
 
-class Own(statistics.collision.CollisionFamily):
-    statistics = ("own",)
+class Own(statistics.Family):
+    """The number of ids with a positive logit."""
+
+    statistics = packet = ("own",)
+
+    def local(self, tile, softmax, rows):
+        return {"own": (tile.z > 0).sum(-1)}
+
+    def finish(self, sums, joined):
+        return {"own": sums["own"]}, {}
 
 
 # a call -> words of its error

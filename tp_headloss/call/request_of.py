@@ -11,7 +11,7 @@ from ..engine.operators import distinct_ids
 from ..engine.request import Facts, Request, Tensors, TokenOrder
 from ..ranks.shard import ShardFacts
 from ..spec import sizes_of
-from ..statistics import AT_IDS, FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of
+from ..statistics import AT_IDS, FULL_TEACHER, TOPK_TEACHER, known_statistics, layout_of, names_without_sums
 from ..statistics.at_ids import known_ids
 from ..validation import expect_number, refuse_float_labels
 from .given import Given
@@ -119,10 +119,9 @@ def _validate_call(given: Given) -> str:
         raise ValueError(f"{counted[0]} needs a vocabulary of at most 2^24 ids, got {shard.vocab_size}")
     if "rank" in want and labels is None:
         raise ValueError("rank is that of a label, got no labels")
-    if options.transport == "sum" and "argmax" in want:
-        raise ValueError(
-            "argmax, which the metric 'accuracy' reads, is not a sum: it needs transport='gather', got 'sum'"
-        )
+    if options.transport == "sum" and (alone := names_without_sums(tuple(want))):
+        reader = ", which the metric 'accuracy' reads," * (alone[0] == "argmax")
+        raise ValueError(f"{alone[0]}{reader} is not a sum: it needs transport='gather', got 'sum'")
     if options.transport == "symm_mem" and (backend != "triton" or not logits.is_cuda):
         raise ValueError(f"transport='symm_mem' needs the triton backend on CUDA, got {backend!r} on {logits.device}")
     if given.total_weight is not None and "total" not in want:

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Annotated
 
 import torch
 
-from ..spec import Instance, checked
 from .argmax import ArgmaxFamily
 from .at_ids import AtIdsFamily
 from .collision import CollisionFamily
@@ -35,7 +33,7 @@ from .total import TotalFamily
 
 SOFTMAX = SoftmaxFamily()
 # Their order is the order of rows in packets and of additions to the gradient.
-FAMILIES: tuple[Family, ...] = (
+BUILT_IN: tuple[Family, ...] = (
     SOFTMAX,
     EntropyFamily(),
     CollisionFamily(),
@@ -48,6 +46,7 @@ FAMILIES: tuple[Family, ...] = (
     AtIdsFamily(),
     RankFamily(),
 )
+FAMILIES = BUILT_IN  # and those of `register_statistic`, as long as the process lives
 FULL_TEACHER = (*TeacherFamily.statistics, *DivergenceFamily.statistics)  # statistics that need a `Teacher`
 TOPK_TEACHER = TopKFamily.statistics  # statistics that need a `TopKTeacher`
 OVER_SETS = SetsFamily.statistics  # statistics that need `IdSets`
@@ -59,43 +58,28 @@ def known_statistics() -> tuple[str, ...]:
     return tuple(name for family in FAMILIES for name in family.statistics)
 
 
-@checked
-def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
-    """Make statistics of one's own known, as names for `want`, on logits and hidden states and with both backends.
+def names_without_sums(want: tuple[str, ...]) -> list[str]:
+    """The names among `want` whose merged sums cannot be added up, as transport="sum" does."""
+    return [name for family in FAMILIES if not family.adds_up for name in family.statistics if name in want]
 
-    Their values are attributes of `VocabStatistics`. Ranks register the same families in the same order.
 
-    Args:
-        family: what is summed over the vocabulary, how sums merge and what is differentiated, in plain torch, and the
-            same as device functions for Triton (`device`); `statistics.family` has the contract.
+def families_with(family: Family) -> tuple[Family, ...]:
+    """The families and a new one. Registered ones are ordered by name, so that all ranks have one order of rows."""
+    registered = sorted([*FAMILIES[len(BUILT_IN) :], family], key=lambda known: sorted(known.statistics))
+    return (*BUILT_IN, *registered)
 
-    Returns:
-        None.
 
-    Raises:
-        TypeError: no `Family`.
-        ValueError: a name that a statistic has already, or a family without methods that its rows need.
-
-    Examples:
-        >>> from energy_statistic import Energy  # examples/energy_statistic
-        >>> register_statistic(Energy())
-        >>> vocab_statistics(torch.tensor([[1.0, 2.0]]), want=("energy",)).energy
-        tensor([5.])
-    """
+def add_family(family: Family) -> None:
+    """Make the statistics of a family known in this process."""
     global FAMILIES
-    taken = {*known_statistics(), *VocabStatistics._fields}
-    if not family.statistics or taken & set(family.statistics):
-        raise ValueError(
-            f"family must have statistics with names of their own, got {list(family.statistics)}, of which "
-            f"{sorted(taken & set(family.statistics))} are taken: in one process, register a family once, and start "
-            "another to change it"
-        )
-    own = {name for name in dir(Family) if getattr(type(family), name) is not getattr(Family, name)}
-    gradient = {"coefficient", "direct", "scaled"}
-    needed = ({"finish"}, True), ({"local"}, family.packet), (gradient, family.gradients)
-    if missing := [" or ".join(sorted(names)) for names, used in needed if used and not own & names]:
-        raise ValueError(f"family {type(family).__name__} must have methods of its own, got no {', no '.join(missing)}")
-    FAMILIES += (family,)
+    FAMILIES = families_with(family)
+
+
+def owners_of_rows(kind: str, families: tuple[Family, ...]) -> dict[str, Family]:
+    """The family of each row of a kind ("packet_rows", say) in calls that want everything, by the row's name."""
+    want = tuple(name for family in families for name in family.statistics)
+    calls = [Wanted(has_labels, want, student_sum=True) for has_labels in (True, False)]
+    return {row: family for family in families for call in calls for row in getattr(family, kind)(call)}
 
 
 class Layout:
@@ -107,8 +91,7 @@ class Layout:
         student_sum = any(family.needs_student_sum(call) for family in self.families)
         self.call = call = call._replace(student_sum=student_sum)
         self.has_labels, self.want = has_labels, want
-        second = [row for family in self.families for row in family.second_rows(call)]
-        self.second = tuple(row for name in second for row in (name, f"{name}_mean"))
+        self.second = tuple(row for name in self._rows("second_rows") for row in (name, f"{name}_mean"))
         self.needs_label_logits = any(family.needs_label_logits for family in self.families)
         self.packet = self._rows("packet_rows")
         self.merged = (*self._rows("merged_rows"), *self.second[1::2])
@@ -132,7 +115,7 @@ class Layout:
         self.fields = operator.itemgetter(*(known.get(name, -1) for name in VocabStatistics._fields))
 
     def _rows(self, kind: str) -> tuple[str, ...]:
-        return tuple(row for family in self.families for row in getattr(family, kind)(self.call))
+        return tuple(row for family in self.families for row in _in_order(family, getattr(family, kind)(self.call)))
 
     def empty_outputs(self, like: torch.Tensor, n_rows: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Uninitialised [merged rows [R, N], values [K, N], *flags [N], *statistics of ids [N, ids]]."""
@@ -140,6 +123,11 @@ class Layout:
         values = like.new_empty((len(self.values), n_rows), dtype=dtype)
         flags = [like.new_empty(n_rows, dtype=kind) for kind in self.flags.values()]
         return [merged, values, *flags, *(like.new_empty((n_rows, self.n_ids), dtype=dtype) for _ in self.per_id)]
+
+
+def _in_order(family: Family, rows: tuple[str, ...]) -> list[str] | tuple[str, ...]:
+    """The rows of a family in an order that all ranks share, also if they came from a set."""
+    return rows if family in BUILT_IN else sorted(rows)
 
 
 def layout_of(has_labels: bool, want: tuple[str, ...], ids: torch.Tensor | None = None) -> Layout:

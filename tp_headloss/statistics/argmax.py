@@ -14,6 +14,7 @@ class ArgmaxFamily(Family):
     statistics = ("argmax",)
     packet = ("index",)
     values = ()
+    adds_up = False
 
     def flags(self, call: Wanted) -> dict[str, torch.dtype]:
         return {"argmax": torch.int64} | ({"hits": torch.bool} if call.has_labels else {})

@@ -96,12 +96,15 @@ class Family:
 
     statistics: tuple[str, ...] = ()  # names for `want` that this family serves
     gradients: tuple[str, ...] = ()  # those among its values that have a gradient
-    # what the three methods of these names return, where it is the same for each call
+    # what the three methods of these names return, where it is the same for each call; a row has a name that no other
+    # family has, and that of a maximum ends in "max" (merged: "shift")
     packet: tuple[str, ...] = ()
     merged: tuple[str, ...] = ()
     values: tuple[str, ...] | None = None  # None: the statistics that are wanted
     # whether logits are compared with that of the label, which is then found before they stream by
     needs_label_logits = False
+    # whether merged sums of ranks can be added up, which transport="sum" does
+    adds_up = True
 
     def wanted(self, call: Wanted) -> bool:
         return call.any_of(self.statistics)

@@ -1,7 +1,8 @@
 """The transport "sum": the merge as two plain all-reduces, whose volume does not grow with the group.
 
 The first finds the maxima of all ranks. Relative to them every row of a packet is a sum over columns, so that the
-second adds them up in float64. It serves every statistic but argmax, which is no sum.
+second adds them up in float64. It serves every statistic that adds up
+(`Family.adds_up`), which argmax does not.
 """
 
 import torch

@@ -1,0 +1,148 @@
+"""Registration of statistics of one's own: their names, then one try of their methods on small numbers.
+
+Rows and statistics are known by name, in plain torch and in device functions, so that a name has one owner.
+"""
+
+import keyword
+from typing import Annotated, Any
+
+import torch
+
+from .. import statistics
+from ..spec import Instance, checked
+from ..statistics import SOFTMAX, Family, VocabStatistics, known_statistics, owners_of_rows
+from . import eager
+from .trial import GRADIENT, LABELS, Trial, has_own, try_family
+
+# Methods that return names, and how an error calls these names
+ROWS = {"packet_rows": "packet rows", "merged_rows": "merged rows", "second_rows": "second rows"}
+REPORTED = ("value_rows", "flags", "per_id", "second_rows")
+OF_CARRIERS = ("owners", "logits_at", "ids", "height")  # names that carriers themselves give to rows
+
+
+@checked
+def register_statistic(family: Annotated[Family, Instance(Family)]) -> None:
+    """Make statistics of one's own known, as names for `want`, on logits and hidden states and with both backends.
+
+    Their values are attributes of `VocabStatistics`. Ranks register the same families, in any order. The
+    methods in plain torch are tried once on small numbers, where they must agree: a vocabulary in one part
+    and in two, with a label and without, and the gradient with finite differences.
+
+    Args:
+        family: what is summed over the vocabulary, how sums merge and what is differentiated, in plain torch,
+            and the same as device functions for Triton (`device`). The guide "Your own loss" explains each
+            method, and `statistics.family` has the contract.
+
+    Returns:
+        None.
+
+    Raises:
+        TypeError: no `Family`.
+        ValueError: a statistic or a row with a name that is taken, a family without methods that its rows
+            need, or methods that do not agree, with their names.
+
+    Examples:
+        >>> from energy_statistic import Energy  # examples/energy_statistic
+        >>> register_statistic(Energy())
+        >>> vocab_statistics(torch.tensor([[1.0, 2.0]]), want=("energy",)).energy
+        tensor([5.])
+    """
+    _check_statistics(family)
+    _check_rows(family)
+    _check_methods(family)
+    trial = Trial(family, statistics.families_with(family))
+    with torch.device("cpu"):
+        _check_results(trial)
+        try_family(trial)
+    statistics.add_family(family)
+
+
+def _check_statistics(family: Family) -> None:
+    """Raise ValueError unless a family's statistics have names that nothing else has."""
+    for field in ("statistics", "gradients", "packet", "merged"):
+        names = getattr(family, field)
+        if not isinstance(names, tuple) or not all(map(_is_name, names)):
+            raise ValueError(
+                f"{type(family).__name__}.{field} must be a tuple of names such as ('energy',), got {names!r}"
+            )
+    own = _reported(family)
+    others = {name for known in statistics.FAMILIES for name in _reported(known)}
+    taken = sorted(own & {*others, *known_statistics(), *OF_CARRIERS, *dir(VocabStatistics)})
+    if taken or not family.statistics:
+        raise ValueError(
+            f"family must have statistics with names of their own, got {list(family.statistics)}, of which "
+            f"{taken} are taken: in one process, register a family once, and start another to change it"
+        )
+    if unknown := sorted(set(family.gradients) - own):
+        raise ValueError(f"{type(family).__name__}.gradients must be among its statistics {sorted(own)}, got {unknown}")
+
+
+def _check_rows(family: Family) -> None:
+    """Raise ValueError for a row that another family has, whose numbers it would replace."""
+    for method, kind in ROWS.items():
+        own = owners_of_rows(method, (family,))
+        others = owners_of_rows(method, statistics.FAMILIES)
+        if taken := [row for row in own if row in others or row in OF_CARRIERS]:
+            owner = _described(others[taken[0]]) if taken[0] in others else "every call"
+            raise ValueError(
+                f"the {kind} of {_described(family)} must have names of their own, got {taken[0]!r}, which "
+                f"{owner} has: name rows after the statistic, ({family.statistics[0]!r},), and where a class "
+                "has several instances, in its __init__"
+            )
+        if wrong := [row for row in own if not _is_name(row)]:
+            raise ValueError(f"the {kind} of {_described(family)} must be names, got {wrong[0]!r}")
+    extrema = [row for row in owners_of_rows("packet_rows", (family,)) if row.endswith(("max", "shift"))]
+    if extrema and not has_own(family, "merge"):
+        raise ValueError(
+            f"{_described(family)} must have a `merge` of its own for the packet row {extrema[0]!r}: a name "
+            "that ends in max or shift is that of a maximum, others are sums"
+        )
+
+
+def _check_methods(family: Family) -> None:
+    """Raise ValueError for a family without methods that its rows need."""
+    own = {name for name in dir(Family) if has_own(family, name)}
+    needed = ({"finish"}, True), ({"local"}, family.packet), (set(GRADIENT), family.gradients)
+    missing = [" or ".join(sorted(names)) for names, used in needed if used and not own & names]
+    if missing:
+        raise ValueError(f"family {type(family).__name__} must have methods of its own, got no {', no '.join(missing)}")
+
+
+def _check_results(trial: Trial) -> None:
+    """Raise ValueError if `merge` or `finish` return rows of other families, whose numbers they would replace."""
+    family, request = trial.family, trial.request(LABELS)
+    packets = torch.zeros(request.packets_shape, dtype=torch.float64)
+    eager.local_statistics(packets, request)
+    rows = dict(zip(request.layout.packet, packets.unbind(1)))
+    merged = family.merge(rows, SOFTMAX.merging(rows, 1.0))
+    _expect_own(family, "merge", merged, ("packet_rows",))
+    shift, sums = eager.merged_sums(packets, request.layout)
+    joined, *_ = SOFTMAX.joined(shift, sums, request.tensors.labels, request.facts.packets, 1.0)
+    values, kept = family.finish(family.join(sums, joined), joined)
+    _expect_own(family, "finish", values, REPORTED)
+    _expect_own(family, "finish", kept, ("merged_rows",))
+
+
+def _expect_own(family: Family, method: str, found: dict, kinds: tuple[str, ...]) -> None:
+    others = {row for kind in kinds for row in owners_of_rows(kind, statistics.FAMILIES)}
+    # names of merged maxima
+    shifts = {f"{row.removesuffix('max')}shift" for row in others if row.endswith("max")}
+    if taken := sorted(found.keys() & {*others, *shifts, *OF_CARRIERS}):
+        raise ValueError(
+            f"{type(family).__name__}.{method} must return rows of its own, got {taken} of other families, "
+            "too: its argument has the rows of all"
+        )
+
+
+def _described(family: Family) -> str:
+    return f"{type(family).__name__} ({', '.join(family.statistics) or 'every call'})"
+
+
+def _reported(family: Family) -> set[str]:
+    """Names of a family's statistics and of whatever else it reports."""
+    return {*family.statistics, *(name for kind in REPORTED for name in owners_of_rows(kind, (family,)))}
+
+
+def _is_name(name: Any) -> bool:
+    """True for a name that an attribute can have."""
+    return isinstance(name, str) and name.isidentifier() and name[0] != "_" and not keyword.iskeyword(name)

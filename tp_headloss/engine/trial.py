@@ -1,0 +1,229 @@
+"""One try of a new family on a few numbers in float64, because a wrong method raises nothing in a call.
+
+A family says the same thing several times: `rescale` and `target` repeat what `local` sums up, and the
+gradient repeats all of them. Each check compares two ways to one result, and its error names the methods
+that only one of them takes. The order of the checks matters: each relies on what those before it found.
+
+A try takes some hundredths of a second, on the CPU and without other ranks. It cannot tell whether the
+statistic is the one that was meant, and it looks at the methods in plain torch alone.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from ..statistics import Family, Layout
+from . import eager, passes
+from .request import Facts, Request, Tensors
+
+# Four tokens and six ids. The maximum is in either half of the ids, and the label is the maximum of two tokens.
+LOGITS = (
+    (1.327, -0.713, 0.438, -1.891, 0.862, -0.247),
+    (-0.384, 0.279, -1.163, 0.617, 2.142, -0.859),
+    (0.271, 1.743, -0.932, 0.586, -1.428, 1.119),
+    (-1.217, 0.341, 0.768, 1.936, 0.164, -0.553),
+)
+TEACHER = (0.372, -0.618, 1.124, 0.281, -0.947, 0.739)
+LABELS = (0, 4, 2, 5)
+IDS = (1, 3)  # of a top-K teacher, and those whose log-probs are asked for
+MEMBERS = (0, 2, 4, 5)  # of each token's set, all labels among them
+WIDTH, HALF = 6, 3
+ABSENT = 1  # columns of -inf after the six
+Labels: TypeAlias = tuple[int, ...] | None
+STEP = 4e-3  # of finite differences, and twice as much
+# Both are relative to the largest number. A family may sum up in fp32, and finite differences have errors.
+VALUE_TOLERANCE = 1e-5
+SLOPE_TOLERANCE = 1e-4
+
+GRADIENT = ("coefficient", "direct", "scaled")
+SUMS = ("local", "merge", "join")
+
+
+@torch.no_grad()
+def try_family(trial: Trial) -> None:
+    """Raise ValueError that names the method that is wrong, unless a family's methods say one thing."""
+    trial.check_sums()
+    if trial.has_values_without_labels():
+        trial.check_label()
+        trial.check_gradient(None)
+    trial.check_gradient(LABELS)
+
+
+class Trial:
+    """Small calls of a family; families: all that its calls have, itself among them."""
+
+    def __init__(self, family: Family, families: tuple[Family, ...]):
+        self.family, self.families = family, families
+
+    def has_values_without_labels(self) -> bool:
+        """True if a call without labels reports statistics. Statistics about the label need not."""
+        try:
+            return bool(self.values(self.request(None)))
+        except Exception:  # what raises is never wrong without a word
+            return False
+
+    def request(self, labels: Labels, chunk_size: int = WIDTH, absent: int = 0) -> Request:
+        """Return the call of the four tokens, in chunks, with some columns of -inf behind."""
+        logits = torch.tensor(LOGITS, dtype=torch.float64)
+        logits = torch.nn.functional.pad(logits, (0, absent), value=-torch.inf)
+        return self.rows_request(logits, torch.arange(len(LOGITS)), labels, chunk_size)
+
+    def rows_request(self, logits, tokens, labels: Labels, chunk_size: int) -> Request:
+        """Return the call of rows of logits, with every input that a family can read.
+
+        tokens: the number of each row's token, which has the row's label.
+        """
+        n, width = logits.shape
+        absent = width - WIDTH
+        teacher = torch.nn.functional.pad(logits.new_tensor(TEACHER), (0, absent), value=-torch.inf)
+        ids = torch.tensor(IDS, dtype=torch.int32).repeat(n, 1)
+        set_ends = len(MEMBERS) * torch.arange(1, n + 1)
+        labels_of_rows = None if labels is None else torch.tensor(labels)[tokens]
+        tensors = Tensors(
+            logits,
+            labels=labels_of_rows,
+            column_weight=torch.arange(1.0, width + 1),
+            teacher=teacher.repeat(n, 1),
+            entries=ids,
+            entry_log_probs=logits.new_full(ids.shape, 0.3).log(),
+            sets=torch.tensor(MEMBERS, dtype=torch.int32).repeat(n),
+            set_spans=torch.stack([set_ends - len(MEMBERS), set_ends], 1),
+            ids=ids,
+        )
+        want, chunks = self.family.statistics, -(-width // chunk_size)
+        one_rank = Facts(
+            start=0,
+            valid_width=width,
+            vocab_size=width,
+            chunk_size=chunk_size,
+            chunks=chunks,
+            world_size=1,
+            group_name="",
+            want=want,
+            scale=1.0,
+            softcap=0.0,
+            temperature=1.0,
+            ignore_index=-100,
+            backend="torch",
+            transport="gather",
+        )
+        layout = Layout(labels is not None, want, self.families, len(IDS))
+        return passes.with_label_logits(Request(tensors, one_rank, layout))
+
+    def values(self, request: Request, outputs: list | None = None) -> dict[str, torch.Tensor]:
+        """Return the family's values [N] by name, of these outputs or of a call."""
+        outputs = passes.statistics(request) if outputs is None else outputs
+        layout = request.layout
+        family = self.family
+        own = {*family.value_rows(layout.call), *family.second_rows(layout.call)}
+        return {name: x for name, x in zip(layout.values, outputs[1]) if name in own}
+
+    def check_sums(self) -> None:
+        """Compare values of one chunk with those of two, of ranks that add up, and with columns of -inf."""
+        whole = self.values(self.request(LABELS))
+        absent = self.values(self.request(LABELS, WIDTH + ABSENT, ABSENT))
+        self.compare(absent, whole, "with an id more, whose logit is -inf,", "without", ("local",))
+        # the third chunk has nothing but -inf
+        cut = self.request(LABELS, HALF, ABSENT)
+        self.compare(self.values(cut), whole, "cut in two", "whole", ("rescale", "merge", "local"))
+        if self.family.adds_up:
+            words = 'with the sums of ranks added up (transport="sum"; or adds_up = False)'
+            self.compare(self.added_up(cut), whole, words, "whole", ("merge",))
+
+    def added_up(self, request: Request) -> dict[str, torch.Tensor]:
+        """Return the values that need one exchange, by the transport "sum", with a rank for each chunk."""
+        packets = torch.zeros(request.packets_shape, dtype=torch.float64)
+        eager.local_statistics(packets, request)
+        # a packet without columns, which makes the sums of all ranks relative to its maxima
+        maxima = torch.zeros_like(packets[:1])
+        for i, name in enumerate(request.layout.packet):
+            if name.endswith("max"):
+                maxima[0, i] = packets[:, i].amax(0)
+        ranks = [torch.cat([packet, maxima]) for packet in packets.split(1)]
+        (shift, sums), *others = [eager.merged_sums(packet, request.layout) for packet in ranks]
+        for _, added in others:
+            sums |= {name: sums[name] + x for name, x in added.items() if not name.endswith("shift")}
+        values = self.values(request, eager.finish(shift, sums, request, torch.float64))
+        return {name: x for name, x in values.items() if name not in request.layout.second}
+
+    def check_label(self) -> None:
+        """Compare values with labels and without, where both calls report them."""
+        found = self.values(self.request(LABELS, HALF))
+        expected = self.values(self.request(None))
+        words = "with a label", "without (a statistic about the label is `wanted` with labels only)"
+        self.compare(found, expected, *words, ("target", "rescale", *SUMS))
+
+    def check_gradient(self, labels: Labels) -> None:
+        """Compare the gradient of each statistic with finite differences, and the gradient of none with 0."""
+        request = self.request(labels, HALF, ABSENT)
+        merged = passes.statistics(request)[0]
+        slopes = self.slopes(labels)
+        upstream = torch.linspace(0.5, 2.0, len(LOGITS), dtype=torch.float64)
+        for name in (*self.family.gradients, None):
+            found = torch.zeros_like(request.tensors.logits)
+            expected = torch.zeros_like(found)
+            grads = {}
+            if name in slopes:
+                grads = {name: upstream}
+                expected[:, :WIDTH] = upstream[:, None] * slopes[name]
+            try:
+                passes.write_gradient(found, request, merged, grads)
+            except KeyError as error:
+                raise ValueError(
+                    f"{' or '.join(GRADIENT)} of family {type(self.family).__name__} must ask whether an "
+                    f"upstream gradient is there, `if {error} in grads`: a loss need not use every statistic"
+                ) from error
+            words = "by these methods (0 where a logit is -inf)", "by finite differences"
+            named = {f"the gradient of {name}": found}, {f"the gradient of {name}": expected}
+            self.compare(*named, *words, (*GRADIENT, "finish", *SUMS), SLOPE_TOLERANCE)
+
+    def slopes(self, labels: Labels) -> dict[str, torch.Tensor]:
+        """Return finite differences [N, WIDTH] of the values with respect to the logits.
+
+        Those of two steps together, (4 near - far) / 3, leave an error of STEP^4.
+        """
+        unit = torch.eye(WIDTH, dtype=torch.float64)
+        logits = torch.tensor(LOGITS, dtype=torch.float64)[:, None]
+        moved = [logits + step * unit for step in (STEP, -STEP, 2 * STEP, -2 * STEP)]
+        tokens = torch.arange(len(LOGITS)).repeat_interleave(WIDTH).repeat(len(moved))
+        values = self.values(self.rows_request(torch.cat(moved).flatten(0, 1), tokens, labels, WIDTH))
+        found = {}
+        for name, value in values.items():
+            up, down, far_up, far_down = value.view(len(moved), len(LOGITS), WIDTH).unbind()
+            near = (up - down) / (2 * STEP)
+            far = (far_up - far_down) / (4 * STEP)
+            found[name] = (4 * near - far) / 3
+        return found
+
+    def compare(self, found, expected, here, there, methods, tolerance=VALUE_TOLERANCE) -> None:
+        """Raise ValueError that names the methods, unless the numbers that are in both are equal."""
+        for name in found.keys() & expected.keys():
+            a, b = found[name], expected[name]
+            largest = float(torch.where(b.isfinite(), b.abs(), 0.0).max())
+            if torch.allclose(a, b, rtol=0, atol=tolerance * (largest + 1e-3), equal_nan=True):
+                continue
+            apart = torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(torch.inf)
+            at = int(apart.argmax())
+            first, second = float(a.flatten()[at]), float(b.flatten()[at])
+            named = [described(self.family, x) for x in methods if concerns(self.family, x)]
+            raise ValueError(
+                f"the methods of family {type(self.family).__name__} must agree, got {name} = "
+                f"{first:.6g} {here} and {second:.6g} {there}: look at {', '.join(named)}"
+            )
+
+
+def concerns(family: Family, method: str) -> bool:
+    """True if a method can be wrong: it is the family's own, or one that most families need."""
+    return has_own(family, method) or method in ("rescale", "target", "coefficient", "direct")
+
+
+def described(family: Family, method: str) -> str:
+    """Name of a method, and whether the family has none of its own."""
+    return method if has_own(family, method) else f"{method} (it has none of its own)"
+
+
+def has_own(family: Family, method: str) -> bool:
+    """True if a family has a method of its own in the place of that of `Family`."""
+    return getattr(type(family), method) is not getattr(Family, method)
