@@ -424,6 +424,7 @@ GROUPS = {
     "test_agreement": [
         ("arguments/sequences.py", "Sequences.ids", "torch.where(self.counted, self._ids, -1)", "None"),
         ("call/agreement.py", "Agreement.record", "logits.requires_grad", "True"),
+        ("call/agreement.py", "Agreement.__init__", "getattr(shard, 'world_size', 1) > 1", "True"),
         ("call/agreement.py", "Agreement.__exit__", "_compare(facts)", "pass"),
         ("call/agreement.py", "Agreement.record", "SHARDED_DIM.get(name)", "0"),
         ("call/agreement.py", "_compare", "a != b or checksum != other_checksum", "a != b"),

@@ -105,7 +105,7 @@ def test_the_mean_over_all_tokens_has_the_true_gradient(estimator, importance):
     old, reference = old.log_softmax(0), reference.log_softmax(0)
     found = enumerated(estimator, importance, policy, old, reference)
     torch.testing.assert_close(found, true_mean(estimator, importance, policy, reference), rtol=1e-6, atol=1e-8)
-    if estimator in ("k1", "k3") and importance is not None or "+" in estimator:
+    if (estimator in ("k1", "k3") and importance is not None) or "+" in estimator:
         logits = policy.clone().requires_grad_()
         log_p = logits.log_softmax(0)
         kl = torch.nn.functional.kl_div(reference, log_p, reduction="sum", log_target=True)
