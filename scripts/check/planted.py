@@ -580,6 +580,8 @@ GROUPS = {
         ("spec/checked.py", "lines_of", "name not in ('cls', 'self') and parameter.kind is not parameter.VAR_KEYWORD", "False"),
     ],
     "test_linear_refusals": [
+        ("linear_head/one_sweep.py", "loss_gradients", "_depends_on_others(loss, leaves.values())", "here.start == 0 and _depends_on_others(loss, leaves.values())"),
+        ("head_loss/linear_modes.py", "linear_output", "obstacle.in_main_grad", "False"),
         ("linear_head/call.py", "LinearCall.again", "self.linear.main_grad", "False"),
         ("head_loss/known_calls.py", "kind_of_linear_call", "torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None", "None"),
     ],
