@@ -336,6 +336,8 @@ GROUPS = {
         ("modules/layers.py", "VocabParallelHead.logits", "F.linear(hidden, weight, bias)", "F.linear(hidden, weight)"),
         ("modules/vocab_rows.py", "_select_rows", "given[shard.start : min(shard.stop, shard.vocab_size)]", "given[: shard.width]"),
         ("modules/layers.py", "multi_token_targets", "min(depth, length)", "min(1, length)"),
+        ("modules/layers.py", "multi_token_targets", "within & (document_ids == document_ids.roll(-shift, -1))", "document_ids == document_ids.roll(-shift, -1)"),
+        ("modules/layers.py", "multi_token_targets", "right=True", "right=False"),
         ("modules/layers.py", "VocabParallelHead._transform_at", "replace(self.transform, temperature=call_transform.temperature)", "call_transform"),
         ("modules/layers.py", "_grad_anchor", "x.new_empty(0).requires_grad_()", "None"),
         ("engine/autograd.py", "ToShards.backward", "FromShards.apply(grad, *ctx.reduction)", "grad"),

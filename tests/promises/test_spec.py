@@ -89,6 +89,7 @@ CONSTRUCTORS = {
     hl.Sequences.from_mask: {"mask": MASK},
     hl.Sequences.from_cu_seqlens: {"cu_seqlens": torch.tensor([0, B * S]), "mask": MASK},
     hl.Sequences.from_ids: {"ids": IDS, "count": 1, "mask": MASK},
+    hl.multi_token_targets: {"labels": IDS, "depths": 2, "cu_seqlens": torch.tensor([0, B * S])},
     hl.IdSets.from_csr: {"ids": IDS[0], "offsets": torch.tensor([0, S])},
     hl.select_rows: {"weight": WEIGHT, "ids": torch.tensor([1, 2]), "shard": SHARD},
     hl.reduce_metrics: {"metrics": {"count": torch.ones(())}, "group": None},

@@ -34,8 +34,8 @@ def linear_output(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossO
         call.definition.plan.checked.clear()  # in which it was decided otherwise
         if obstacle.in_main_grad:
             raise ValueError(
-                f"one sweep is not possible: {obstacle}; main_grad has the gradients of the first blocks by now: set it "
-                "to what it was, and leave upstream out"
+                f"one sweep is not possible: {obstacle}; main_grad has the gradients of the first "
+                "blocks by now: set it to what it was, and leave upstream out"
             ) from None
     return linear_output(call, head._replace(sweep_tokens=sweep_tokens(call, head)), evaluate)
 
