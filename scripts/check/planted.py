@@ -273,6 +273,8 @@ GROUPS = {
         ("arguments/sequences.py", "_SumTokens.forward", "sequences._poisoned(sequences._local_sum(values))", "sequences._local_sum(values)"),
         ("losses/policy.py", "clipped_objective", "math.inf if dual_clip is None else dual_clip", "math.inf"),
         ("losses/policy.py", "clipped_objective", "torch.full_like(ratio, low).masked_fill_(positive, -math.inf)", "torch.full_like(ratio, low)"),
+        ("losses/ratio.py", "scaled", "values.isinf()", "~values.isfinite()"),
+        ("losses/ratio.py", "scaled", "(factor == 0) & values.isinf()", "False"),
         ("losses/ratio.py", "bounded", "not (x.requires_grad and torch.is_grad_enabled())", "True"),
         ("losses/metrics.py", "generator_metrics", "torch.expm1(d) - d", "k3(d)"),
         ("head_loss/token_sums.py", "metric_sums", "not valid.numel()", "False"),
@@ -572,6 +574,7 @@ GROUPS = {
         ("losses/sequence_policy.py", "gmpo", "logs=True", "logs=False"),
     ],
     "test_spec": [
+        ("spec/checked.py", "checked.call", "name in _DETACHED[key]", "name in kwargs and name in _DETACHED[key]"),
         ("spec/lines.py", "TensorLine.check", "not DTYPES[self.kind](x.dtype)", "False"),
         ("spec/lines.py", "TensorLine._check_shape", "self.broadcasts and n == 1", "n == 1"),
         ("spec/lines.py", "NumberLine.check", "not self.low <= value <= self.high", "value < self.low or value > self.high"),
@@ -584,6 +587,7 @@ GROUPS = {
     "test_linear_refusals": [
         ("linear_head/one_sweep.py", "loss_gradients", "_depends_on_others(loss, leaves.values())", "here.start == 0 and _depends_on_others(loss, leaves.values())"),
         ("head_loss/linear_modes.py", "linear_output", "obstacle.in_main_grad", "False"),
+        ("head_loss/known_calls.py", "kind_of_call", "(name, x.dtype, x.device, x.requires_grad)", "(name, x.dtype, x.device)"),
         ("linear_head/call.py", "LinearCall.again", "self.linear.main_grad", "False"),
         ("head_loss/known_calls.py", "kind_of_linear_call", "torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None", "None"),
     ],

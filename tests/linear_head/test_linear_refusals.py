@@ -234,3 +234,53 @@ def test_a_call_is_that_of_a_fresh_head_whatever_was_called_before(way):
                 run(head, *states)
                 if other is not before:
                     assert run(head, *later) == run(fresh(), *later), (states, later)
+
+
+def outcomes(head, ways):
+    """What calls of one loss after the other return, loss and gradients or the words of an error."""
+    hidden, weight, _, labels, scale = tensors()
+    found = []
+    for mode, trained, denominator in ways:
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        given = scale.clone().requires_grad_(trained == "input")
+        divisor = torch.tensor(denominator).requires_grad_() if trained == "denominator" else denominator
+        linear = None if mode is None else hl.Linear(mode)
+        arguments = {"inputs": {"advantages": given}, "denominator": divisor}
+        try:
+            if linear is None:
+                loss = head(x @ w.T, labels, **arguments).loss
+            else:
+                loss = head.linear(x, w, labels, linear=linear, **arguments).loss
+        except ValueError as error:
+            found.append(str(error))
+            continue
+        loss.backward()
+        found.append((loss.detach(), x.grad, w.grad, given.grad, getattr(divisor, "grad", None)))
+    return found
+
+
+def own_function(stats, advantages):
+    return -advantages * stats.log_prob
+
+
+TRAINED = "nothing", "input", "denominator"
+KINDS = {
+    "own": lambda: hl.HeadLoss([hl.Term("own", own_function, inputs=("advantages",), tokenwise=True)]),
+    "built-in": lambda: hl.HeadLoss([hl.PolicyGradient("reinforce")]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", [None, "auto", "one_sweep", "recompute"])
+@pytest.mark.parametrize("first", TRAINED)
+@pytest.mark.parametrize("second", TRAINED)
+def test_a_call_does_not_depend_on_what_required_a_gradient_before(kind, mode, first, second):
+    """Pairs of calls, and a third one like the first, are what the same calls of new losses are."""
+    ways = [(mode, trained, 7.0) for trained in (first, second, first)]
+    one_loss = outcomes(KINDS[kind](), ways)
+    new_losses = [found for way in ways for found in outcomes(KINDS[kind](), [way])]
+    for found, expected in zip(one_loss, new_losses):
+        if isinstance(expected, str):
+            assert found == expected
+        else:
+            assert_close(found, expected, rtol=0, atol=0)
