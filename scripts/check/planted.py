@@ -574,6 +574,9 @@ GROUPS = {
         ("losses/sequence_policy.py", "gmpo", "logs=True", "logs=False"),
     ],
     "test_spec": [
+        ("spec/lines.py", "NumberLine.check", "not isinstance(value, int)", "False"),
+        ("spec/lines.py", "NumberLine.check", "self.in_fp32 and FP32_MAX < abs(value) < math.inf", "False"),
+        ("spec/lines.py", "TensorLine.check", "expect_dense(name, x)", "pass"),
         ("spec/checked.py", "checked.call", "name in _DETACHED[key]", "name in kwargs and name in _DETACHED[key]"),
         ("spec/lines.py", "TensorLine.check", "not DTYPES[self.kind](x.dtype)", "False"),
         ("spec/lines.py", "TensorLine._check_shape", "self.broadcasts and n == 1", "n == 1"),

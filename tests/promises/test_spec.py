@@ -4,6 +4,7 @@ import inspect
 import re
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from energy_statistic import Energy
@@ -170,6 +171,43 @@ CASES = [
 @pytest.mark.parametrize("name", CHECKED)
 def test_what_the_lines_take_is_taken(name):
     CHECKED[name](**arguments_of(CHECKED[name]))
+
+
+def number_line(line):
+    """The line of a number in a line, or None."""
+    return next(
+        (x for x in getattr(line, "lines", (line,)) if isinstance(x, (hl.spec.NumberLine, hl.spec.IntLine))), None
+    )
+
+
+NUMBERS = [
+    pytest.param(f, name, number_line(line), id=f"{key}-{name}")
+    for key, f in CHECKED.items()
+    for name, line in f.lines.items()
+    if number_line(line)
+]
+
+
+@pytest.mark.parametrize(("function", "name", "line"), NUMBERS)
+def test_numbers_of_numpy_are_numbers(function, name, line):
+    """Any value that a line takes, 0 and others, of any type of NumPy's, is taken as Python's is."""
+    given = arguments_of(function)
+    usual = given.get(name)
+    usual = usual if isinstance(usual, (int, float)) else right(name, line)
+    for number in {usual, 0, 1, 0.25}:
+        kinds = (np.int64,) if isinstance(line, hl.spec.IntLine) else (np.float64, np.float32)
+        outcomes = {outcome_of(function, given | {name: kind(number)}) for kind in (type(usual), *kinds)}
+        assert len(outcomes) == 1, number
+
+
+def outcome_of(function, given) -> str:
+    """ "taken", or the kind of error, whose words have another number."""
+    try:
+        function(**given)
+    except (TypeError, ValueError, IndexError) as error:
+        assert ", got " in str(error), error
+        return type(error).__name__
+    return "taken"
 
 
 @pytest.mark.parametrize(("function", "name", "value"), CASES)
