@@ -7,6 +7,8 @@ from typing import TypeGuard
 import torch
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor  # pyright: ignore[reportMissingImports]  # in C
 
+FP32_MAX = torch.finfo(torch.float32).max
+
 
 def expect_dense(name: str, x: torch.Tensor):
     """Raise TypeError for a sparse or nested tensor."""

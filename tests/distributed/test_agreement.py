@@ -1,13 +1,14 @@
 """`Options(validate="full")`: a mistake on one rank alone is the same exception on every rank, at once."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import TIMEOUT, Failure, on_ranks
+from ranks import TIMEOUT, Failure, on_a_group_of_one, on_ranks
 
 import tp_headloss as hl
 
@@ -59,6 +60,11 @@ class Call:
     def kept(self):
         rule = self.keywords.get("rule", RULE)
         return hl.kept_ids(self.x, rule, shard=self.shard, transform=self.transform, options=self.options).ids
+
+    def rows(self):
+        """Rows of the weight; `select_rows` always compares."""
+        ids = torch.arange(V // 2, device=self.weight.device)
+        return hl.select_rows(self.weight, ids, shard=self.shard)
 
     def rewrite(self, **fields):
         self.__dict__.update(fields)
@@ -269,6 +275,33 @@ def case_run(group, device, name):
         return Failure(type(error).__name__, str(error), ""), time.monotonic() - begin
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_group_of_one_has_nobody_to_compare_with(name):
+    """Results and errors are those of the same call without full validation."""
+    full, plain = on_a_group_of_one(alone_run, name)
+    assert full == plain
+
+
+def alone_run(group, device, name):
+    return [outcome(group, device, name, validate) for validate in ("full", "metadata")]
+
+
+def outcome(group, device, name, validate):
+    """The result of a spoiled call as text, or its error."""
+    method, prepare, spoil, *_ = CASES[name]
+    torch.manual_seed(0)
+    call = Call(group, device)
+    try:
+        for change in (prepare, spoil):
+            if change is not None:
+                change(call)
+        call.options = replace(call.options, validate=validate)
+        result = getattr(call, method)()
+        return str(result if result is None else result.tolist())
+    except (ValueError, TypeError) as error:
+        return type(error).__name__, str(error)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_a_mistake_on_one_rank_is_the_same_exception_on_all(name, world_size):
@@ -294,11 +327,21 @@ def agreeing_run(group, device, method):
     return results
 
 
+METHODS = "statistics", "head", "linear_head", "linear_statistics", "topk", "draw", "kept", "rows"
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("method", ["statistics", "head", "linear_head", "linear_statistics", "topk", "draw", "kept"])
+@pytest.mark.parametrize("method", METHODS)
 def test_ranks_that_agree_get_what_they_get_without(method, world_size):
     for full, plain in on_ranks(world_size, agreeing_run, method):
         assert torch.equal(full, plain)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_group_of_one_gets_what_one_rank_gets(method):
+    full, plain = on_a_group_of_one(agreeing_run, method)
+    (alone, _) = on_ranks(1, agreeing_run, method)[0]
+    assert torch.equal(full, plain) and torch.equal(full, alone)
 
 
 def test_the_same_mistake_on_all_ranks_keeps_its_message():

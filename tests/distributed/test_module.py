@@ -220,6 +220,45 @@ def test_depths_longer_than_the_sequence_count_nothing():
     assert hl.multi_token_targets(labels, 1, ignore_index=largest)[0].tolist() == [[[3, 4]], [[4, largest]]]
 
 
+@pytest.mark.parametrize("shape", [(15,), (3, 5), (1, 3, 5)])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_depth_learns_no_token_of_another_document(shape, seed):
+    """Row by row and label by label, where a document's id may also come again later."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 50, shape, generator=generator)
+    labels = torch.where(torch.rand(shape, generator=generator) < 0.2, -7, labels)
+    cuts = torch.randint(0, 16, (seed,), generator=generator).sort().values
+    bounds = torch.cat([torch.tensor([0]), cuts, torch.tensor([15])])  # some documents are empty
+    ids = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff()).view(shape)
+    again = ids % 2
+    parts = {"cu_seqlens": bounds.int()}, {"document_ids": ids}, {"document_ids": again.int()}
+    for given in parts:
+        rows, weights = hl.multi_token_targets(labels, 4, ignore_index=-7, **given)
+        assert torch.equal(weights, hl.multi_token_targets(labels, 4)[1])
+        for place in range(15):
+            row, last = ids.flatten(), (place // shape[-1] + 1) * shape[-1]
+            for depth in range(5):
+                seen = place + depth < last and row[place] == row[place + depth]
+                want = labels.flatten()[place + depth] if seen else -7
+                assert rows[depth].flatten()[place] == want
+
+
+def test_one_document_is_what_no_bounds_are():
+    labels = torch.tensor([[3, 4, 5, -100], [6, 7, 8, -100]])
+    plain = hl.multi_token_targets(labels, 2)
+    for given in ({"cu_seqlens": torch.tensor([0, 8])}, {"document_ids": torch.zeros_like(labels)}):
+        assert all(map(torch.equal, plain, hl.multi_token_targets(labels, 2, **given)))
+    both = {"cu_seqlens": torch.tensor([0, 8]), "document_ids": labels}
+    for given, words in (
+        (both, "got both"),
+        ({"cu_seqlens": torch.tensor([0, 9])}, r"cu_seqlens must be ascending in \[0, 8\]"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, "every token in the mask must belong to a sequence, got 3"),
+        ({"document_ids": labels[0]}, r"document_ids must have shape \[2, 4\] of labels"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hl.multi_token_targets(labels, 2, **given)
+
+
 def with_padding(group, device, value):
     """Everything that reads a weight whose rows of padding hold this value."""
     torch.manual_seed(6)

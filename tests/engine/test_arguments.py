@@ -11,6 +11,7 @@ from logits_problem import N, V, rows
 
 import tp_headloss as hl
 from tp_headloss.integrations.sampling_masks import from_vllm
+from tp_headloss.integrations.verl import logits_processor
 
 X, LABELS = rows("cpu")
 IDS, SHARD = torch.zeros(1).long(), hl.VocabShard(0, V, V)
@@ -59,6 +60,13 @@ TYPES = {
     "head_loss must be": lambda: hl.VocabParallelHead(8, SHARD)(STATES, IDS, head_loss=hl.ZLoss(1.0)),
     "transform must be a Transform, got float": lambda: hl.VocabParallelHead(8, SHARD)(STATES, IDS, transform=0.7),
     "pass its .weight": lambda: hl.VocabParallelHead(8, SHARD, weight=torch.nn.Linear(8, V)),
+    "want must be a tuple of names, got Tensor": lambda: hl.vocab_statistics(ROW, want=torch.tensor(0.5)),
+    "parameters must be tensors, got int": lambda: hl.clip_grad_norm_(3, 1.0),
+    "temperature must be a number, got .1.0.": lambda: logits_processor(None, V)(ROW, IDS, temperature=[1.0]),
+    "temperature must be real numbers, got torch.bool": lambda: logits_processor(None, V)(ROW, IDS, IDS.bool()),
+    "temperature must be real numbers, got torch.complex": lambda: logits_processor(None, V)(ROW, IDS, 1j * ROW[0]),
+    "hidden states must be a dense": lambda: hl.HeadLoss().linear(STATES.to_sparse(), WEIGHT, IDS),
+    "weight must be a dense tensor": lambda: hl.HeadLoss().linear(STATES, WEIGHT.to_sparse(), IDS),
     "must be an nn.Parameter, or n": lambda: hl.VocabParallelHead(8, SHARD, weight=WEIGHT),
     "bias must be a tensor, got float: a temperature is": lambda: hl.Transform(0.7),
     "must have one dtype, got": lambda: hl.topk_log_probs(STATES, 2, weight=WEIGHT.half()),

@@ -54,6 +54,18 @@ def right(name, line):
     return simple[type(line)] if type(line) in simple else tuple([right("", line.line)] * line.count)
 
 
+def in_fp32(line):
+    """True for a tuple of numbers, or of such tuples, that tensors in fp32 are compared with."""
+    return in_fp32(line.line) if isinstance(line, spec.TupleOf) else getattr(line, "in_fp32", False)
+
+
+def overflowing(line):
+    """A right value of a tuple, but for its last number, which fp32 does not hold."""
+    if not isinstance(line, spec.TupleOf):
+        return 1e50
+    return (*right("", line)[:-1], overflowing(line.line))
+
+
 def wrong(line):
     """Values that a line rules out, by what is wrong with them."""
     if isinstance(line, spec.CheckedBy):
@@ -66,12 +78,13 @@ def wrong(line):
         ruled_out = {k: v for k, v in others[0].items() if k in shared and not (v is None and line.optional)}
         for part, values in zip(line.lines, others):
             if isinstance(part, spec.NumberLine) and part.says != "a number":  # of a range; others take no numbers
-                ruled_out |= {k: values[k] for k in ("nan", "low", "high") if k in values}
+                ruled_out |= {k: values[k] for k in ("nan", "low", "high", "overflow") if k in values}
         return ruled_out
     values = {"text": "text", "None": None, "object": object()}
     if isinstance(line, spec.TensorLine):
         good = right("", line)
         values |= {"list": [1.0], "number": 1.5, "complex": good.to(torch.complex64), "meta": good.to("meta")}
+        values |= {"sparse": good.to_sparse()}
         dtypes = {"floating point": "long bool", "bool": "float long", "int64 or int32": "float bool"}
         dtypes |= {"bool or integers": "float", "real numbers or bool": ""}
         values |= {dtype: getattr(good, dtype)() for dtype in dtypes.get(line.kind, "bool").split()}
@@ -102,8 +115,9 @@ def wrong(line):
         if isinstance(line, spec.NumberLine):
             numbers |= {"low": line.low - 1 - abs(line.low)} if line.low > -math.inf else {}
             numbers |= {"high": line.high + 1 + abs(line.high)} if line.high < math.inf else {}
-            values |= numbers
+            values |= numbers | ({"overflow": 1e50} if line.in_fp32 else {})
         else:
+            values |= {"overflow": overflowing(line)} if in_fp32(line) else {}
             values |= {"one more": (*right("", line), 0.5), "number": 0.5, "texts": ("a",) * line.count}
             if line.ordered:
                 values |= {"unordered": (2.0, 1.0), "nan": (NAN, 1.0)}

@@ -147,6 +147,16 @@ def on_ranks(world_size, function, *args, failures=False):
             if not failures:
                 raise
             return [Failure(type(error).__name__, str(error), traceback.format_exc())]
+    return _in_groups(world_size, function, args, failures)
+
+
+def on_a_group_of_one(function, *args):
+    """The result of one rank that has a process group, as torchrun with one process has it."""
+    (result,) = _in_groups(1, function, args, failures=False)
+    return result
+
+
+def _in_groups(world_size, function, args, failures):
     if torch.cuda.is_available() and torch.cuda.device_count() < world_size:
         pytest.skip(f"needs {world_size} GPUs, has {torch.cuda.device_count()}")
     pool = POOLS.get(world_size) or POOLS.setdefault(world_size, Pool(world_size))

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from linear_problem import H, V, a_teacher, tensors
+from linear_problem import H, N, V, a_teacher, small_blocks, tensors
 from torch.testing import assert_close
 
 import tp_headloss as hl
@@ -111,6 +111,60 @@ def test_one_sweep_knows_what_it_cannot_differentiate(caplog, monkeypatch):
     constant = hl.HeadLoss([hl.Term("constant", lambda stats: stats.log_prob.detach(), tokenwise=True)])
     loss = constant.linear(hidden, weight, labels).loss
     assert not torch.autograd.grad(loss, hidden)[0].any()
+
+
+@pytest.mark.parametrize("token", range(0, N, 8))
+@pytest.mark.parametrize("valid", [None, N])
+def test_one_sweep_looks_at_every_block_for_something_else_that_is_trained(token, valid):
+    """A term reaches its parameter only in the block of one token, which a Python branch takes."""
+    hidden, weight, _, labels, _ = tensors()
+    labels = torch.where(labels == V - 1, 0, labels)
+    labels[token] = V - 1
+    scale = torch.nn.Parameter(torch.tensor(2.0))
+    calls = []
+
+    def function(stats):
+        calls.append(stats.labels.numel())
+        hard = stats.labels == V - 1
+        return -torch.where(hard, scale, 1.0) * stats.log_prob if bool(hard.any()) else -stats.log_prob
+
+    own = hl.HeadLoss([hl.Term("own", function, tokenwise=True)])
+
+    def run(mode, **options):
+        linear = hl.Linear(mode, budget=16 * 256 * 4, max_valid_tokens=valid, **options)
+        return own.linear(hidden.requires_grad_(), weight, labels, linear=linear)
+
+    with small_blocks():
+        want = torch.autograd.grad(run("recompute").loss, (scale, hidden))
+        assert want[0] != 0
+        calls.clear()
+        with pytest.raises(ValueError, match="'one_sweep' is not possible: a tokenwise term depends on something"):
+            run("one_sweep")
+        place = token if valid is None else int((labels[:token] != -100).sum())
+        assert len(calls) == place // calls[0] + 1 and calls[0] < N  # it raises in the token's block
+        own.terms = own.terms  # nothing is known of them
+        for _ in range(2):
+            assert_close(torch.autograd.grad(run("auto").loss, (scale, hidden)), want)
+
+
+def test_a_main_grad_that_has_a_part_of_the_gradient_is_named():
+    hidden, weight, _, labels, _ = tensors()
+    labels[:] = torch.arange(N)
+    scale = torch.nn.Parameter(torch.tensor(2.0))
+    weight.requires_grad_().main_grad = torch.zeros(weight.shape)
+
+    def function(stats):
+        return -stats.log_prob * (scale if bool((stats.labels >= 40).any()) else 1.0)
+
+    linear = hl.Linear("one_sweep", budget=16 * 256 * 4, main_grad=True, upstream=1.0)
+    own = hl.HeadLoss([hl.Term("own", function, tokenwise=True)])
+    with small_blocks():
+        with pytest.raises(ValueError, match="main_grad has the gradients of the first blocks by now"):
+            own.linear(hidden, weight, labels, linear=linear)
+        weight.main_grad.zero_()
+        with pytest.raises(ValueError, match="'one_sweep' is not possible: a tokenwise term"):
+            own.linear(hidden, weight, labels, linear=linear)
+    assert not weight.main_grad.any()  # the second call begins nothing
 
 
 def test_a_call_after_an_equal_one_is_not_checked_again_but_by_what_may_differ(monkeypatch, device):

@@ -102,6 +102,46 @@ def test_a_nan_input_is_nan_in_the_gradient_too(name, broken, beyond, device):
     assert "cov" in name or (loss[1].isfinite().all() and grad[1].isfinite().all())  # which rank all tokens together
 
 
+WEIGHTS_OF_0 = "advantages", "rollout_weight", "both"
+
+
+def weighted_by_0(name, zero, where, special):
+    """Losses [2, 4] of a term, a weight of 0 at token 1 of the first sequence, and there one special number."""
+    term = hl.PolicyGradient(name, rollout_weight=True)
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    given = {
+        "log_prob": torch.tensor([[-1.0, -1.3, -0.4, -2.0]] * 2),
+        "advantages": torch.tensor([[1.0, 0.7, -1.0, 0.5]] * 2),
+        "old_log_prob": torch.tensor([[-1.1, -1.0, -0.5, -2.2]] * 2),
+        "rollout_weight": torch.full((2, 4), 0.5),
+        "noise": torch.full((2, 4), 0.5),
+        "rewards": torch.ones(2, 4),
+    }
+    for weight in ("advantages", "rollout_weight"):
+        if zero in (weight, "both"):
+            given[weight][0, 1] = 0.0
+    given[where][0, 1] = special
+    stats = hl.VocabStatistics._make([None] * len(hl.VocabStatistics._fields))
+    stats = stats._replace(log_prob=given["log_prob"], valid=mask)
+    given["sequences"] = hl.Sequences.from_mask(mask)
+    return term.function(stats, **{key: given[key] for key in term.inputs})
+
+
+@pytest.mark.parametrize("zero", WEIGHTS_OF_0)
+@pytest.mark.parametrize("name", OBJECTIVES_BY_NAME)
+def test_a_weight_of_0_hides_no_nan(name, zero):
+    """Of the log-prob and of every input; an infinite log-prob counts as nothing."""
+    inputs = hl.PolicyGradient(name, rollout_weight=True).inputs
+    for where in ("log_prob", *inputs):
+        if where in ("sequences", "noise"):
+            continue
+        loss = weighted_by_0(name, zero, where, math.nan)
+        assert loss[0, 1].isnan(), where
+        assert "cov" in name or loss[1].isfinite().all()  # which rank all tokens together
+    if zero != "advantages" or name in ("reinforce", "cispo"):  # others multiply what is finite
+        assert weighted_by_0(name, zero, "log_prob", -math.inf)[0, 1] == 0
+
+
 @pytest.mark.parametrize("estimator", hl.losses.KL_ESTIMATORS)
 def test_a_nan_reference_is_nan_in_the_gradient_too(estimator, device):
     x = torch.full((3,), -1.0, device=device, requires_grad=True)

@@ -46,7 +46,11 @@ SETS = {
     "sapo": (PolicyGradient("sapo"), PolicyGradient("reinforce")),
     "own": (Term("own", _own, want=("entropy",), inputs=("scale",), pointwise=True),),
     **{f"kl {name}": (KLToReference(0.3, name),) for name in KL_ESTIMATORS},
-    **{f"kl {w}": (KLToReference(0.3, importance_weight=w),) for w in ("on-policy", "old", "generator")},
+    **{
+        f"kl {name} {w}": (KLToReference(0.3, name, importance_weight=w),)
+        for name in ("k3", "k1+")
+        for w in ("on-policy", "old", "generator")
+    },
 }
 V = 100
 NUMBERS = 0.0, -1.0, -0.3, -2.5, -40.0, 1.5, -math.inf, math.nan

@@ -4,6 +4,7 @@ import inspect
 import re
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from energy_statistic import Energy
@@ -89,6 +90,7 @@ CONSTRUCTORS = {
     hl.Sequences.from_mask: {"mask": MASK},
     hl.Sequences.from_cu_seqlens: {"cu_seqlens": torch.tensor([0, B * S]), "mask": MASK},
     hl.Sequences.from_ids: {"ids": IDS, "count": 1, "mask": MASK},
+    hl.multi_token_targets: {"labels": IDS, "depths": 2, "cu_seqlens": torch.tensor([0, B * S])},
     hl.IdSets.from_csr: {"ids": IDS[0], "offsets": torch.tensor([0, S])},
     hl.select_rows: {"weight": WEIGHT, "ids": torch.tensor([1, 2]), "shard": SHARD},
     hl.reduce_metrics: {"metrics": {"count": torch.ones(())}, "group": None},
@@ -171,6 +173,43 @@ def test_what_the_lines_take_is_taken(name):
     CHECKED[name](**arguments_of(CHECKED[name]))
 
 
+def number_line(line):
+    """The line of a number in a line, or None."""
+    return next(
+        (x for x in getattr(line, "lines", (line,)) if isinstance(x, (hl.spec.NumberLine, hl.spec.IntLine))), None
+    )
+
+
+NUMBERS = [
+    pytest.param(f, name, number_line(line), id=f"{key}-{name}")
+    for key, f in CHECKED.items()
+    for name, line in f.lines.items()
+    if number_line(line)
+]
+
+
+@pytest.mark.parametrize(("function", "name", "line"), NUMBERS)
+def test_numbers_of_numpy_are_numbers(function, name, line):
+    """Any value that a line takes, 0 and others, of any type of NumPy's, is taken as Python's is."""
+    given = arguments_of(function)
+    usual = given.get(name)
+    usual = usual if isinstance(usual, (int, float)) else right(name, line)
+    for number in {usual, 0, 1, 0.25}:
+        kinds = (np.int64,) if isinstance(line, hl.spec.IntLine) else (np.float64, np.float32)
+        outcomes = {outcome_of(function, given | {name: kind(number)}) for kind in (type(usual), *kinds)}
+        assert len(outcomes) == 1, number
+
+
+def outcome_of(function, given) -> str:
+    """ "taken", or the kind of error, whose words have another number."""
+    try:
+        function(**given)
+    except (TypeError, ValueError, IndexError) as error:
+        assert ", got " in str(error), error
+        return type(error).__name__
+    return "taken"
+
+
 @pytest.mark.parametrize(("function", "name", "value"), CASES)
 def test_what_a_line_rules_out_is_refused_by_name(function, name, value):
     given = arguments_of(function)
@@ -187,30 +226,63 @@ TRAINED = {"log_prob", "other", "chosen", "rejected", "values"}
 LOSSES = [name for name in hl.losses.__all__ if inspect.isfunction(getattr(hl.losses, name))]
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_differentiates_no_constant(name):
-    """Where all constants were computed from what is trained, the gradient is that of detached ones."""
+def arguments_of_loss(name) -> tuple[dict, set, set]:
+    """Arguments of a loss by name, all real numbers of other values; names of those, and of the constants of them."""
     loss = getattr(hl.losses, name)
     lines = {key: found for key, line in loss.lines.items() if (found := tensor_line(line)) and not found.constant}
     real = {key for key, line in lines.items() if line.kind in ("floating point", "real numbers")}
-    constants = {key for key in real if lines[key].detached}
-    assert real - constants <= TRAINED
     parameters, generator = inspect.signature(loss).parameters, torch.Generator().manual_seed(0)
     given = {
         key: x for key, x in arguments_of(loss).items() if key in lines or parameters[key].default is inspect._empty
     }
-    given |= {key: given[key] * (0.5 + torch.rand(given[key].shape, generator=generator)) for key in real}
+    given |= {key: given[key] * (0.5 + torch.rand(given[key].shape, generator=generator)) for key in sorted(real)}
     given |= {"support": "tail"} if "support" in given else {}
+    return given, real, {key for key in real if lines[key].detached}
+
+
+def stacked(values):
+    """What a loss returns, values per token or a dictionary of metrics, as one tensor."""
+    return values if isinstance(values, torch.Tensor) else torch.stack([x.float() for x in values.values()])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_differentiates_no_constant(name):
+    """Where all constants were computed from what is trained, the gradient is that of detached ones."""
+    loss, (given, real, constants) = getattr(hl.losses, name), arguments_of_loss(name)
+    assert real - constants <= TRAINED
     given |= {key: torch.nn.Parameter(given[key]) for key in real - constants}
     leaves, gradients = [given[key] for key in real - constants] + [torch.nn.Parameter(torch.ones(2))], []
     for trained in (False, True):
         sum_of_trained = sum(leaf.sum() for leaf in leaves)
         gap = sum_of_trained - sum_of_trained.detach()
-        values = loss(**given | {key: given[key] + i * gap for i, key in enumerate(constants, 1) if trained})
-        values = values if isinstance(values, torch.Tensor) else torch.stack([x.float() for x in values.values()])
+        values = stacked(loss(**given | {key: given[key] + i * gap for i, key in enumerate(constants, 1) if trained}))
         assert values.requires_grad == (bool(real - constants) and "metrics" not in name)
         gradients.append(torch.autograd.grad(values.sum() + 0 * leaves[-1].sum(), leaves, allow_unused=True))
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def by_position(name) -> list[str]:
+    """Names of a loss's arguments up to the first one that has to be given by its name."""
+    parameters = inspect.signature(getattr(hl.losses, name)).parameters.values()
+    return [x.name for x in parameters if x.kind == x.POSITIONAL_OR_KEYWORD]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_constants_that_are_given_by_position_get_no_gradient(name):
+    loss, (given, real, constants) = getattr(hl.losses, name), arguments_of_loss(name)
+    given |= {key: torch.nn.Parameter(given[key]) for key in real}
+    first = [key for key in by_position(name) if key in given]
+    assert first == by_position(name)[: len(first)]  # none is left out between others
+    values = stacked(loss(*[given[key] for key in first], **{key: given[key] for key in given if key not in first}))
+    assert torch.equal(values, stacked(loss(**given)))
+    leaves = [given[key] for key in sorted(constants)] + [torch.nn.Parameter(torch.ones(2))]
+    grads = torch.autograd.grad(values.sum() + 0 * leaves[-1].sum(), leaves, allow_unused=True)
+    assert grads[:-1] == (None,) * len(constants)
+
+
+def test_there_are_constants_that_can_be_given_by_position():
+    found = {name for name in LOSSES if arguments_of_loss(name)[2] & {*by_position(name)}}
+    assert found >= {"dpo", "ipo", "kto", "icepop", "truncated_importance_weight", "times_temperature_squared"}
 
 
 def test_an_argument_without_a_line_does_not_import():

@@ -54,7 +54,9 @@ class Agreement:
 
     def __init__(self, options, shard=None):
         self.validate = "metadata" if options is None else options.validate
-        self.group = None if self.validate == "metadata" else getattr(shard, "group", None)
+        # one rank, also that of a group of its own, has nobody to compare with
+        compares = self.validate != "metadata" and getattr(shard, "world_size", 1) > 1
+        self.group = getattr(shard, "group", None) if compares else None
         self.facts, self.is_checked = {}, options is not None and options.check
         self.forgotten = shard is None and not torch.compiler.is_compiling() and job_size() > 1  # maybe
         self.of_job: list[Any] = []  # labels and logits, for ranks that compare without a shard

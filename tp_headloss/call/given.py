@@ -62,7 +62,8 @@ class Given(NamedTuple):
         options = DEFAULTS if options is None else options
         LINES["options"].check("options", options, {})
         LINES["transform"].check("transform", transform, {})
-        names: Any = tuple(want) if hasattr(want, "__iter__") and not isinstance(want, str) else want
+        is_list = hasattr(want, "__iter__") and not isinstance(want, (str, torch.Tensor))
+        names: Any = tuple(want) if is_list else want
         return cls(logits, labels, shard, names, transform, options=options)
 
     def check(self, sizes: Sizes, *names: str):

@@ -51,6 +51,8 @@ def kind_of_linear_call(
     kind = kind_of_call(options, hidden, labels, shard, denominator, inputs)
     if kind is None or type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.is_neg():
         return None
+    if hidden.is_meta or not hidden.layout == weight.layout == torch.strided:  # no memory, or none of its own
+        return None
     if type(linear) is not Linear or linear.max_valid_tokens is not None or isinstance(linear.upstream, torch.Tensor):
         return None
     place = weight.shape, weight.dtype, weight.stride(), weight.device, weight.data_ptr() % 16, hidden.data_ptr() % 16

@@ -32,6 +32,11 @@ def linear_output(call: Call, head: LinearCall, evaluate: Callable) -> HeadLossO
         log_mode(f"no one sweep, because {obstacle}")
         call.definition.plan.obstacles.append(str(obstacle))
         call.definition.plan.checked.clear()  # in which it was decided otherwise
+        if obstacle.in_main_grad:
+            raise ValueError(
+                f"one sweep is not possible: {obstacle}; main_grad has the gradients of the first "
+                "blocks by now: set it to what it was, and leave upstream out"
+            ) from None
     return linear_output(call, head._replace(sweep_tokens=sweep_tokens(call, head)), evaluate)
 
 

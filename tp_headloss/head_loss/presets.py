@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Annotated, Any, TypeAlias
 
 from ..losses.policy import CLIP
-from ..spec import CheckedBy, NotNegative, OneOf, Pair, Positive, checked, lines_within
+from ..spec import CheckedBy, NotNegativeFp32, OneOf, Pair, Positive, checked, lines_within
 from .loss import HeadLoss
 from .policy_terms import KLToReference, PolicyGradient
 from .terms import Entropy
 
-Kl: TypeAlias = Annotated[NotNegative, "Weight of the KL to the reference (k3 of `KLToReference`); 0: none"]
-Bonus: TypeAlias = Annotated[NotNegative, "Weight of the entropy bonus; 0: none"]
+Kl: TypeAlias = Annotated[NotNegativeFp32, "Weight of the KL to the reference (k3 of `KLToReference`); 0: none"]
+Bonus: TypeAlias = Annotated[NotNegativeFp32, "Weight of the entropy bonus; 0: none"]
 Dual: TypeAlias = Positive | None
 HANDED_ON = frozenset(lines_within(HeadLoss)) - {"terms", "reduction"}
 GIVEN = "arguments of the `HeadLoss`, such as metrics, but its terms and reduction, which the preset sets itself"
@@ -24,7 +24,11 @@ TOKENS, SEQUENCES = "mean", "seq-mean-token-mean"
 
 
 def _loss(term, reduction: str, kl: float, entropy: float, keywords) -> HeadLoss:
-    terms = [term, *[KLToReference(kl)] * (kl > 0), *[Entropy(entropy)] * (entropy > 0)]
+    terms = [term]
+    if kl > 0:
+        terms.append(KLToReference(kl))
+    if entropy > 0:
+        terms.append(Entropy(entropy))
     return HeadLoss(terms, reduction=reduction, **keywords)
 
 

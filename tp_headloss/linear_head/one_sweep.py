@@ -16,7 +16,14 @@ from .valid_tokens import check_range
 
 
 class OneSweepObstacle(Exception):
-    """Reason why one sweep is impossible that only its first block shows."""
+    """Reason why one sweep is impossible that only one of its blocks shows.
+
+    in_main_grad: the blocks before it have added their gradients to a main_grad.
+    """
+
+    def __init__(self, reason: str, in_main_grad: bool):
+        super().__init__(reason)
+        self.in_main_grad = in_main_grad
 
 
 class OneSweepGradients(NamedTuple):
@@ -105,8 +112,10 @@ def loss_gradients(call: LinearCall, loss_of, upstream):
             loss = loss_of(VocabStatistics(*map(known.get, VocabStatistics._fields)).updated(leaves), here)
         if not loss.requires_grad:
             return {}
-        if here.start == 0 and _depends_on_others(loss, leaves.values()):
-            raise OneSweepObstacle("a tokenwise term depends on something else that requires a gradient")
+        if _depends_on_others(loss, leaves.values()):  # each block has a graph of its own
+            in_main_grad = here.start > 0 and call.linear.main_grad and call.linear.upstream is not None
+            reason = "a tokenwise term depends on something else that requires a gradient"
+            raise OneSweepObstacle(reason, in_main_grad)
         grads = torch.autograd.grad(loss, list(leaves.values()), upstream.to(loss.dtype), allow_unused=True)
         return dict(zip(names, grads))
 

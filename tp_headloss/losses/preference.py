@@ -3,6 +3,9 @@
 The log-prob of a completion is the sum over its tokens (`tp_headloss.Sequences.sum` of ``stats.log_prob``), or the mean
 where a docstring says so. ``chosen`` and ``rejected`` are the policy's log-probs and get gradients; ``reference_*`` are
 another model's. Sum losses as you like: the one backward kernel of the statistics takes the gradients of all of them.
+
+A completion without tokens has the log-prob 0, as sum and as mean: it counts as one of probability 1. Leave its pair out,
+``loss[(chosen.lengths > 0) & (rejected.lengths > 0)]`` with the `Sequences` of both, before the mean.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Annotated, TypeAlias
 import torch
 from torch.nn.functional import logsigmoid
 
-from ..spec import Finite, NotNegative, PositiveFp32, Share, TensorLine, checked
+from ..spec import Finite, NotNegativeFp32, PositiveFp32, Share, TensorLine, checked
 from .ratio import bounded
 
 Pairs: TypeAlias = Annotated[
@@ -40,6 +43,8 @@ def dpo(
     label_smoothing: Share = 0.0,
 ) -> PairLoss:
     """Return -log sigmoid(beta h) with h = (chosen - rejected) - (reference_chosen - reference_rejected).
+
+    A completion without tokens counts as one of probability 1: leave its pair out, see `Sequences.lengths`.
 
     Args:
         label_smoothing: e gives -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), conservative DPO.
@@ -86,6 +91,8 @@ def ipo(
 def simpo(chosen: Means, rejected: Means, *, beta: Beta = 2.0, margin: Finite = 1.0) -> PairLoss:
     """Return -log sigmoid(beta (chosen - rejected) - margin), without a reference.
 
+    A completion without tokens counts as one of probability 1: leave its pair out, see `Sequences.lengths`.
+
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
         >>> losses.simpo(chosen, rejected)
@@ -111,6 +118,8 @@ def orpo(chosen: Means, rejected: Means) -> PairLoss:
 
     ORPO's objective is a weighted sum of this and the cross-entropy of the chosen completions.
 
+    A completion without tokens counts as one of probability 1: leave its pair out, see `Sequences.lengths`.
+
     Examples:
         >>> chosen, rejected = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -1.5])
         >>> losses.orpo(chosen, rejected)
@@ -129,8 +138,8 @@ def kto(
     desirable: Annotated[torch.Tensor, TensorLine("bool", ("pairs",))],
     kl: Annotated[torch.Tensor, TensorLine("real numbers", (), detached=True)],
     beta: Beta = 0.1,
-    desirable_weight: NotNegative = 1.0,
-    undesirable_weight: NotNegative = 1.0,
+    desirable_weight: NotNegativeFp32 = 1.0,
+    undesirable_weight: NotNegativeFp32 = 1.0,
 ) -> PairLoss:
     """Return weight * (1 - sigmoid(beta (h - z))) for desirable completions, with z - h for the others.
 

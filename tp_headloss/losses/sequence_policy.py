@@ -11,13 +11,11 @@ from typing import Annotated, TypeAlias
 import torch
 
 from ..arguments.sequences import Sequences
-from ..spec import ConstantPerToken, NumberLine, Positive, TokenLoss, TupleOf, checked
+from ..spec import IN_FP32, ConstantPerToken, Positive, TokenLoss, TupleOf, checked
 from .policy import CLIP, clipped_objective, expect_distances
 from .ratio import LOG_RATIO_CLAMP, Advantages, Clip, LogProb, OldLogProb, bounded, log_ratio, scaled, with_gradient_of
 
-PairOfPairs: TypeAlias = Annotated[
-    tuple[tuple[float, float], tuple[float, float]], TupleOf(TupleOf(NumberLine(), 2), 2)
-]
+PairOfPairs: TypeAlias = Annotated[tuple[tuple[float, float], tuple[float, float]], TupleOf(TupleOf(IN_FP32, 2), 2)]
 
 
 @checked

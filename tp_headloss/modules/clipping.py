@@ -57,6 +57,8 @@ def clip_grad_norm_(
     device, norm_type = None, float(norm_type)
     if isinstance(parameters, torch.nn.Module):
         raise TypeError(f"parameters must be tensors, got {type(parameters).__name__}: pass model.parameters()")
+    if not isinstance(parameters, Iterable):
+        raise TypeError(f"parameters must be tensors, got {type(parameters).__name__}")
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if others := [type(p).__name__ for p in given if not isinstance(p, torch.Tensor)]:
         raise TypeError(f"parameters must be tensors, got {others[0]} among them: pass model.parameters()")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..arguments.options import Options, Transform
+from ..arguments.sequences import Sequences, Starts
 from ..call.dtensor import local_head
 from ..call.subclasses import is_dtensor
 from ..engine.autograd import FromShards, ToShards
@@ -224,7 +225,13 @@ def _grad_anchor(x, how: str, shard: VocabShard) -> torch.Tensor | None:
 
 @checked
 def multi_token_targets(
-    labels: UnshiftedLabels, depths: Size, weight: Finite = 0.1, *, ignore_index: int = -100
+    labels: UnshiftedLabels,
+    depths: Size,
+    weight: Finite = 0.1,
+    *,
+    ignore_index: int = -100,
+    cu_seqlens: Starts | None = None,
+    document_ids: UnshiftedLabels | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the labels and token weights [1 + D, .., S] of multi-token prediction: row 0 for the main head, row d for
     the depth that predicts the token d positions later. Pass hidden states stacked alike, [1 + D, .., S, H].
@@ -243,12 +250,19 @@ def multi_token_targets(
         out = head(hidden[1:], rows[1:], head_loss=HeadLoss([Distillation(1.0, "cross_entropy")]),
                    inputs={"teacher": TeacherHead(later, head.weight)})
 
+    Packed documents need their bounds, `cu_seqlens` or `document_ids`. Without them each row [S] is one document, so
+    that a depth's positions at the end of a document learn tokens of the next one.
+
     Not for hidden states of sequence parallelism, whose first dimension is the sequence: gather them first.
 
     Args:
-        labels: each position's next token.
+        labels: each position's next token; that of a document's last position is usually ignored, in all rows.
         weight: weight of all depths together, relative to the main head.
-        ignore_index: label of positions that have no token d positions later.
+        ignore_index: label of positions that have no token d positions later, or have another document there.
+        cu_seqlens: starts and end of the documents among the flattened labels, as variable-length attention takes them.
+            Bounds out of order are a ValueError on CPUs; on GPUs, where nothing waits for them, weights are NaN.
+        document_ids: each position's document, in the place of cu_seqlens; with position ids that begin again at 0 in
+            each document, ``(position_ids == 0).cumsum(-1)``.
 
     Returns:
         labels [1 + D, .., S] and token weights of the same shape.
@@ -257,14 +271,29 @@ def multi_token_targets(
         >>> rows, weights = multi_token_targets(torch.tensor([5, 6, 7]), depths=2, weight=0.1)
         >>> rows.tolist(), weights[:, 0]
         ([[5, 6, 7], [6, 7, -100], [7, -100, -100]], tensor([1.0000, 0.0500, 0.0500]))
+        >>> packed = torch.tensor([5, 6, -100, 8, -100])  # two documents, of three positions and of two
+        >>> multi_token_targets(packed, depths=1, cu_seqlens=torch.tensor([0, 3, 5]))[0].tolist()
+        [[5, 6, -100, 8, -100], [6, -100, -100, -100, -100]]
     """
+    if cu_seqlens is not None and document_ids is not None:
+        raise ValueError("documents must have cu_seqlens or document_ids, got both")
     labels = labels.long()
+    share = torch.full((1 + depths,), weight / depths, device=labels.device)
+    share[:1].fill_(1.0)
+    if cu_seqlens is not None:
+        documents = Sequences.from_cu_seqlens(cu_seqlens, labels != ignore_index)
+        share = share + 0 * documents.count  # NaN for bounds out of order
+        places = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
+        document_ids = torch.searchsorted(cu_seqlens.long(), places, right=True)
     depth_rows, length = [labels], labels.shape[-1]
+    within = torch.ones_like(labels, dtype=torch.bool)  # the label is one of the position's own document
     for depth in range(1, depths + 1):
         shift = min(depth, length)  # torch's pad takes the index through a float, which not all int64 fit
         ignored = labels.new_full((*labels.shape[:-1], shift), ignore_index)
-        depth_rows.append(torch.cat([labels[..., shift:], ignored], -1))
+        later = torch.cat([labels[..., shift:], ignored], -1)
+        if document_ids is not None:
+            within = within & (document_ids == document_ids.roll(-shift, -1))
+            later = torch.where(within, later, ignore_index)
+        depth_rows.append(later)
     rows = torch.stack(depth_rows)
-    share = torch.full((1 + depths,), weight / depths, device=labels.device)
-    share[:1].fill_(1.0)
     return rows, share.view(-1, *[1] * labels.dim()).expand(rows.shape).contiguous()

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeAlias
 
 import torch
 
+from ..validation import FP32_MAX as FP32_MAX
 from .checked import checked as checked
 from .checked import described as described
 from .checked import lines_of as lines_of
@@ -53,17 +54,19 @@ TokenIds: TypeAlias = Annotated[torch.Tensor, TensorLine("int64 or int32", (".."
 Scalar: TypeAlias = Annotated[torch.Tensor, SCALAR]
 ClassWeight: TypeAlias = Annotated[torch.Tensor, TensorLine("real numbers", ("V",), constant=True)]
 
-FP32_MAX = torch.finfo(torch.float32).max
 TINY, LEAST, BELOW_1 = torch.finfo(torch.float32).tiny, math.nextafter(0, 1), math.nextafter(1, 0)
 Share: TypeAlias = Annotated[float, NumberLine(0, 1, "in [0, 1]")]
 OpenShare: TypeAlias = Annotated[float, NumberLine(LEAST, BELOW_1, "in (0, 1)")]
-Positive: TypeAlias = Annotated[float, NumberLine(LEAST, math.inf, "positive")]
+POSITIVE = NumberLine(LEAST, math.inf, "positive", in_fp32=True)
+Positive: TypeAlias = Annotated[float, POSITIVE]
 PositiveFp32: TypeAlias = Annotated[float, NumberLine(TINY, 1 / TINY, "positive and finite in fp32")]
 Finite: TypeAlias = Annotated[float, NumberLine(-1 / TINY, 1 / TINY, "finite in fp32")]
 NotNegative: TypeAlias = Annotated[float, NumberLine(0, math.inf, "at least 0")]
-Pair: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(), 2)]
-PositivePair: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(LEAST, math.inf, "positive"), 2)]
-Bounds: TypeAlias = Annotated[tuple[float, float], TupleOf(NumberLine(), 2, ordered=True)]
+NotNegativeFp32: TypeAlias = Annotated[float, NumberLine(0, FP32_MAX, "at least 0 and finite in fp32")]
+IN_FP32 = NumberLine(in_fp32=True)
+Pair: TypeAlias = Annotated[tuple[float, float], TupleOf(IN_FP32, 2)]
+PositivePair: TypeAlias = Annotated[tuple[float, float], TupleOf(POSITIVE, 2)]
+Bounds: TypeAlias = Annotated[tuple[float, float], TupleOf(IN_FP32, 2, ordered=True)]
 Count: TypeAlias = Annotated[int, IntLine(0)]
 GREEDY = ": greedy is SamplingRule(top_k=1), or argmax"
 Temperature: TypeAlias = (

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..validation import is_number
+from ..validation import FP32_MAX, expect_dense, is_number
 from .aliases import hint
 
 Sizes: TypeAlias = dict[str, tuple[Any, str]]  # symbol of a shape -> its size, and the name of the argument that set it
@@ -65,8 +65,10 @@ class TensorLine:
         if not isinstance(x, torch.Tensor):
             hint = next((f": pass its .{part}" for part in ("weight", "log_prob") if hasattr(x, part)), self.hint)
             raise TypeError(f"{name} must be a tensor, got {type(x).__name__}{hint}")
+        expect_dense(name, x)
         if not DTYPES[self.kind](x.dtype):
             said = ": pass its .long()" * (x.is_floating_point() and "int64" in self.kind)
+            said = ": pass its .bool()" if self.kind == "bool" and not x.is_complex() else said
             raise TypeError(f"{name} must be {self.kind}, got {x.dtype}{said}")
         if self.constant and x.requires_grad:
             raise ValueError(f"{name} gets no gradient: pass {name}.detach()")
@@ -95,7 +97,10 @@ class TensorLine:
             )
         if not fits and not self.broadcasts:
             shown = ", ".join(str(set_before.get(s, s)) for s in (*known, *tail))
-            raise ValueError(f"{name} must have shape [{shown}]{' of ' * bool(setters)}{setters}, got {list(x.shape)}")
+            expands = x.dim() == len(known) and not tail and all(n in (1, e) for n, e in zip(x.shape, known))
+            said = f": pass its .expand({', '.join(map(str, known))})" * (expands and bool(known))
+            of = f"{' of ' * bool(setters)}{setters}"
+            raise ValueError(f"{name} must have shape [{shown}]{of}, got {list(x.shape)}{said}")
         for symbol, size in given.items():
             if isinstance(symbol, str):
                 sizes.setdefault(symbol, (size, name))
@@ -103,19 +108,27 @@ class TensorLine:
 
 @dataclass(frozen=True)
 class NumberLine:
-    """A number in [low, high], of Python or numpy; NaN is in no range. hint: of the error for one out of range."""
+    """A number in [low, high], of Python or numpy; NaN is in no range. hint: of the error for one out of range.
+
+    in_fp32: tensors in fp32 are compared with it, so that a finite number is one in fp32.
+    """
 
     low: float = -math.inf
     high: float = math.inf
     says: str = "a number"
     hint: str = ""
+    in_fp32: bool = False
 
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError for anything but a number, and ValueError for one out of range."""
         if not is_number(value):
             raise TypeError(f"{name} must be a number, got {_shown(value)}")
+        if not isinstance(value, int):  # which may be too large for a float
+            value = float(value)  # NumPy would round the bounds to the value's type
         if not self.low <= value <= self.high:
             raise ValueError(f"{name} must be {self.says}, got {value}{self.hint}")
+        if self.in_fp32 and FP32_MAX < abs(value) < math.inf:
+            raise ValueError(f"{name} must be {self.says}, of at most {FP32_MAX:.4g} or infinite, got {value}")
 
 
 @dataclass(frozen=True)
@@ -211,7 +224,8 @@ class Instance:
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError unless the value is such an object, ValueError if it has other tokens."""
         if not isinstance(value, self.kind):
-            raise TypeError(f"{name} must be {_article(self.kind.__name__)}, got {_type_of(value)}")
+            said = getattr(self.kind, "of_tensor", "") if isinstance(value, torch.Tensor) else ""
+            raise TypeError(f"{name} must be {_article(self.kind.__name__)}, got {_type_of(value)}{said}")
         tokens = getattr(value, "tokens_like", None)
         if isinstance(tokens, torch.Tensor):
             known, first = sizes.setdefault("..", (tuple(tokens.shape), name))

@@ -13,9 +13,24 @@ from ...arguments.options import Options, Transform
 from ...call.statistics import vocab_statistics
 from ...linear_head import Linear, linear_vocab_statistics
 from ...ranks.shard import Group, VocabShard
-from ...spec import IDS, TOKEN_WEIGHT, Floating, Ids, OneOf, Rows, Size, Temperature, Unused, checked, sizes_of
+from ...spec import (
+    IDS,
+    TOKEN_WEIGHT,
+    Floating,
+    Ids,
+    NumberLine,
+    OneOf,
+    Rows,
+    Size,
+    Temperature,
+    TensorLine,
+    Unused,
+    checked,
+    sizes_of,
+)  # fmt: skip
 from ..rl_calls import IGNORED_LABEL, UNREDUCED_HIDDEN_GRAD
 
+PER_TOKEN, NUMBER = TensorLine("real numbers", None), NumberLine()
 LOWEST_TEMPERATURE = 1e-8  # verl's value for temperatures that are not positive, such as the 0 of padding rows
 
 
@@ -148,7 +163,8 @@ def _flat(name: str, x: torch.Tensor, lead) -> torch.Tensor:
 
 
 def _positive(temperature):
-    """The temperature, but at least `LOWEST_TEMPERATURE`."""
+    """The temperature, but at least `LOWEST_TEMPERATURE`. Raises TypeError for no number and no tensor of numbers."""
+    (PER_TOKEN if isinstance(temperature, torch.Tensor) else NUMBER).check("temperature", temperature, {})
     if isinstance(temperature, torch.Tensor):
         return temperature.clamp(min=LOWEST_TEMPERATURE)
     return max(temperature, LOWEST_TEMPERATURE)
