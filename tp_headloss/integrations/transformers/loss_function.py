@@ -154,7 +154,7 @@ class CausalLMShardLoss(Observed):
         shard = self.shard
         if columns == shard.width:
             return
-        if shard.world_size == 1 or columns not in (shard.vocab_size, shard.padded_size):
+        if columns not in (shard.vocab_size, shard.padded_size):
             raise ValueError(
                 f"logits must have the {shard.width} columns that the output layer had when causal_lm_loss was called, "
                 f"[{shard.start}, {shard.stop}) of {shard.vocab_size}, got {columns}: if the vocabulary was resized "
