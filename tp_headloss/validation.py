@@ -25,6 +25,22 @@ def refuse_transforms():
         )
 
 
+def refuse_export(*tensors):
+    """Raise RuntimeError if torch.export would record a loss of tensors that require a gradient."""
+    if torch.compiler.is_exporting() and torch.is_grad_enabled():
+        expect_no_gradient(*tensors)
+
+
+def expect_no_gradient(*tensors):
+    """Raise RuntimeError if one of the tensors, or None, requires a gradient: a program has no backward."""
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in tensors):
+        raise RuntimeError(
+            "a program of torch.export holds the forward of tp_headloss and not its backward, so nothing of it may "
+            "require a gradient: export after model.requires_grad_(False), or export and run it under torch.no_grad(). "
+            "To train, use the model itself, with torch.compile or without"
+        )
+
+
 def refuse_batches(gradients):
     """Raise RuntimeError for upstream gradients that are a batch; torch's own error would not say so."""
     if torch.compiler.is_compiling():

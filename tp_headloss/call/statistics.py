@@ -14,7 +14,7 @@ from ..engine.request import Request
 from ..ranks.shard import VocabShard
 from ..spec import FLAG, Labels, Logits, TokenIds, TotalWeight, described
 from ..statistics import MaybeNone, VocabStatistics, documented_fields
-from ..validation import refuse_tokens, refuse_transforms
+from ..validation import refuse_export, refuse_tokens, refuse_transforms
 from .agreement import Agreement
 from .compile import uncompiled_where_needed
 from .given import Given, Want
@@ -158,6 +158,7 @@ def computed_statistics(request: Request, labels, options: Options | None, reduc
     if request.steps is not None or not [tensor for tensor in tensors[2:] if tensor is not None]:
         tensors = tensors[:2]
     refuse_transforms()
+    refuse_export(*tensors)
     *outputs, loss, sums = Statistics.apply(*tensors, request, options.inplace, reduction)
     return assembled(outputs, request, labels, options.check, overwritten=options.inplace), loss, sums
 

@@ -10,6 +10,7 @@ import torch
 
 from ..ranks import comm
 from ..statistics import MaybeNone
+from ..validation import expect_no_gradient
 from . import passes
 from .backend import load_backend
 from .request import Facts, Request, Tensors, accumulation_dtype
@@ -44,9 +45,15 @@ def register(name: str, arguments: str, result: str, real, fake, *records):
 
         return operator
 
+    def without_gradient(*args):
+        # the bridges of autograd call operators without gradients, a program of torch.export does not
+        if torch.is_grad_enabled():
+            expect_no_gradient(*args)
+        return rebuilding(real)(*args)
+
     schema = ", ".join([arguments, *map(schema_of, records)])
     torch.library.define(f"tp_headloss::{name}", f"({schema}) -> {result}")
-    torch.library.impl(f"tp_headloss::{name}", "default", rebuilding(real))
+    torch.library.impl(f"tp_headloss::{name}", "default", without_gradient)
     torch.library.register_fake(f"tp_headloss::{name}", rebuilding(fake))
 
 

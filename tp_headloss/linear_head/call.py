@@ -14,7 +14,7 @@ from ..call.given import Given
 from ..call.request_of import build_request
 from ..engine.request import Request, TeacherOperands, Tensors
 from ..ranks.shard import VocabShard
-from ..validation import operand_dtype
+from ..validation import operand_dtype, refuse_export
 from . import blocks
 from .autograd import LinearStatistics, MainGrad
 from .epilogue import is_default, obstacle
@@ -106,6 +106,7 @@ class LinearCall(NamedTuple):
 
     def recompute_outputs(self) -> tuple[torch.Tensor, ...]:
         """The statistics [N] in the order of `layout.outputs`, any function of which can be differentiated."""
+        refuse_export(self.hidden, self.weight, *self.request.tensors[1:])
         why = f" by blocks of logits, because {self.obstacle}" if self.obstacle else ""
         log_mode("recompute with epilogues" if self.facts.epilogue else f"recompute{why}")
         main_grad, grad_anchor = MainGrad(self.weight) if self.linear.main_grad else None, None

@@ -17,6 +17,7 @@ from ..call.subclasses import is_dtensor
 from ..ranks.comm import reduce_in_place
 from ..ranks.shard import VocabShard
 from ..spec import NotNegative, Rows, TensorLine, checked, described, lines_within
+from . import saved_rows
 
 INIT_ROWS = 1024  # rows that one generator draws, whatever the shard: a seed means other weights if this changes
 SENT_ROWS = 1024  # rows of a matrix that ranks exchange at once
@@ -151,9 +152,12 @@ def _describe_rows(module, state, prefix, metadata):
     if module.shard.world_size == 1:
         return
     for name in ("weight", "bias"):
-        x = state.get(prefix + name)
-        if x is not None and not is_dtensor(x) and x is not getattr(module, name):  # keep_vars wants the parameter
+        x, own = state.get(prefix + name), getattr(module, name)
+        if x is not None and not is_dtensor(x) and x is not own:  # keep_vars wants the parameter
             state[prefix + name] = _as_dtensor(x, module.shard)
+            if own.requires_grad:
+                saved_rows.say_what_is_not_covered()
+    saved_rows.describe(metadata, module.shard, state.get(prefix + "weight"))
 
 
 def _holds_rows(x, shard: VocabShard) -> bool:
@@ -170,7 +174,19 @@ def _select_rows(module, state, prefix, metadata, strict, missing, unexpected, e
     whole = {shard.vocab_size, shard.padded_size or shard.vocab_size}
     for name in ("weight", "bias"):
         given, own = state.get(prefix + name), getattr(module, name)
-        if given is None or own is None or (is_dtensor(own) and (is_dtensor(given) or own.device_mesh.ndim > 1)):
+        if given is None or own is None:
+            continue
+        if saved_rows.are_own(metadata, shard, given):
+            given = given.to_local()
+        elif (why := saved_rows.why_not_own(metadata, shard, given)) is not None:
+            errors.append(f"{prefix}{name} {why}")
+            state[prefix + name] = own  # so that torch finds nothing else to say
+            continue
+        if is_dtensor(own) and given.dim() and given.shape[0] in whole:
+            if given.shape != own.shape or not is_dtensor(given):
+                state[prefix + name] = _like(own, given, shard)
+            continue
+        if is_dtensor(own) and (is_dtensor(given) or own.device_mesh.ndim > 1):
             continue
         rows = given.shape[0] if given.dim() else 0
         if rows not in (whole if is_dtensor(given) else {*whole, shard.width}):
@@ -186,6 +202,14 @@ def _select_rows(module, state, prefix, metadata, strict, missing, unexpected, e
             given = given.new_zeros(shard.width, *given.shape[1:])
             given[: len(part)] = part
         state[prefix + name] = _as_dtensor(given, shard, own.device_mesh) if is_dtensor(own) else given
+
+
+def _like(own, whole: torch.Tensor, shard: VocabShard):
+    """A whole matrix, with or without padding, as a DTensor that is cut as a parameter is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    rows = saved_rows.with_padding(whole.full_tensor() if is_dtensor(whole) else whole, shard)
+    return distribute_tensor(rows.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from ...arguments.options import Transform
 from ...call.subclasses import is_dtensor
 from ...ranks.shard import VocabShard
 from ..replacement import Replacement, evaluating, replaced
+from . import copies
 from .calls import HEAD_ARGUMENTS, body_of, refuse_auxiliary_loss, run_body
 from .forward import FUSED, stock_forward
 from .loss_function import CausalLMShardLoss
@@ -37,7 +38,7 @@ class InstalledForward(Replacement):
     on_top = "what was installed on top (what accelerate did, by unwrap_model(model, keep_fp32_wrapper=False))"
 
     def __init__(self, model, shard: VocabShard | None, transform: Transform | None, in_place=None, **arguments: Any):
-        super().__init__(vars(model), "forward")
+        super().__init__(vars(model), "forward", "__reduce_ex__", "_replicate_for_data_parallel")
         self.model, self.shard, self.calls, self.checked = model, shard, 0, False
         try:
             if in_place is not None:
@@ -47,7 +48,8 @@ class InstalledForward(Replacement):
             self.checked_shard = installed_shard(model, shard)
             stock = check_forward(model, self.stock_forward, self.transform, self.checked_shard)
             self.output_class, self._seen = stock.output_class, _heeded_by_stock(model)
-            self.install({"forward": types.MethodType(self._function(), model)})
+            self.install(self.entries_of(model))
+            copies.watch_body(self, model)
             with evaluation(model):
                 out = model(input_ids=stock.ids, labels=stock.labels, **arguments)
             if not self.calls:
@@ -58,12 +60,39 @@ class InstalledForward(Replacement):
             raise
         self.checked = True
 
+    def undo(self):
+        super().undo()
+        copies.unwatch_body(self, self.model)
+
+    def entries_of(self, model) -> dict[str, Any]:
+        """Return the entries of a model, which is the one that this was installed on, or a copy of it."""
+        functions = self._function(), functools.partial(copies.reduce, self), functools.partial(copies.replicate, self)
+        return {name: types.MethodType(function, model) for name, function in zip(self.names, functions)}
+
+    def adopt(self, model):
+        """Give a copy of the model its entries. The first copy becomes the model of a head that was pickled."""
+        entries = self.entries_of(model)
+        vars(model).update(entries)
+        if "model" not in vars(self):
+            self.model, self.place, self.entries, self._before = model, vars(model), entries, {}
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __getstate__(self):
+        """Leave out what belongs to the model; a pickled head is a part of it."""
+        of_model = "model", "place", "entries", "_before", "last"
+        return {name: value for name, value in vars(self).items() if name not in of_model}
+
     def _function(self):
         """Return a function with the signature of the model's own forward, because generate() and Trainer read it."""
 
         @functools.wraps(self.stock_forward)
         def fused_forward(model, *args, **kwargs):
-            return self._forward(model, args, kwargs)
+            if torch.compiler.is_compiling():
+                return self._forward(model, args, kwargs)
+            with copies.inside():
+                return self._forward(model, args, kwargs)
 
         # accelerate's unwrap_model follows __wrapped__, which leads past this head to the model's own forward
         del fused_forward.__wrapped__

@@ -13,15 +13,21 @@ def stock_forward(model):
     owner = next(cls for cls in type(model).__mro__ if "forward" in vars(cls))
     stock = vars(owner)["forward"]
     own = vars(model).get("forward")
+    if "_hf_hook" in vars(model):
+        raise ValueError(
+            "accelerate's hooks (device_map=, dispatch_model, cpu_offload) move the weights of this model and of its "
+            "output layer between devices for each call, which a fused head does not: load the model on one device, or "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True), or use causal_lm_loss"
+        )
     if own is not None or stock.__module__ != owner.__module__:
         raise ValueError(
-            f"{type(model).__name__}.forward was replaced already, by {_location(stock if own is None else own)}: only "
+            f"{type(model).__name__}.forward was replaced already, by {location(stock if own is None else own)}: only "
             "one can be in the path, so remove the other one (a fused head: its .remove()) or install this one first"
         )
     return stock
 
 
-def _location(function) -> str:
+def location(function) -> str:
     """File and line of a function's code."""
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)  # the function's own names may be those that wraps() gave it

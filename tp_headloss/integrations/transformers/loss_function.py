@@ -141,14 +141,27 @@ class CausalLMShardLoss(Observed):
         head_inputs: Mapping[str, Any] | None = None,
         **kwargs,  # given by transformers, for its attention and the like
     ) -> torch.Tensor:
-        if not is_dtensor(logits) and logits.shape[-1] != self.shard.width:
-            raise ValueError(
-                f"logits must be this rank's {self.shard.width} columns [{self.shard.start}, {self.shard.stop}) of "
-                f"{self.shard.vocab_size}, got {logits.shape[-1]}: keep the output layer sharded, 'colwise' in the "
-                "tp_plan instead of 'colwise_gather_output' (or 'colwise_rep'), or vocab_parallel_lm_head in DeepSpeed"
-            )
+        if not is_dtensor(logits):
+            self._expect_columns(logits.shape[-1])
         head_loss = calls.with_ignore_index(self.head_loss, ignore_index)
         labels = calls.next_token_labels(labels, shift_labels, head_loss.ignore_index).to(logits.device)
         denominator = calls.scalar_number(num_items_in_batch, logits.device)
         out = head_loss(logits, labels, shard=self.shard, denominator=denominator, inputs=head_inputs)
         return self.observed(out).loss
+
+    def _expect_columns(self, columns: int):
+        """Raise ValueError, with a likely reason, unless logits have this rank's columns."""
+        shard = self.shard
+        if columns == shard.width:
+            return
+        if columns not in (shard.vocab_size, shard.padded_size):
+            raise ValueError(
+                f"logits must have the {shard.width} columns that the output layer had when causal_lm_loss was called, "
+                f"[{shard.start}, {shard.stop}) of {shard.vocab_size}, got {columns}: if the vocabulary was resized "
+                "(resize_token_embeddings), set model.loss_function = causal_lm_loss(model, ..) again"
+            )
+        raise ValueError(
+            f"logits must be this rank's {shard.width} columns [{shard.start}, {shard.stop}) of {shard.vocab_size}, "
+            f"got {columns}: keep the output layer sharded, 'colwise' in the tp_plan instead of "
+            "'colwise_gather_output' (or 'colwise_rep'), or vocab_parallel_lm_head in DeepSpeed"
+        )

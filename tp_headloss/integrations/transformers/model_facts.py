@@ -106,8 +106,16 @@ def head_shard(model, shard: VocabShard | None = None) -> VocabShard:
 
 def call_shard(model, shard: VocabShard | None, linear: Linear, hidden: torch.Tensor) -> VocabShard:
     """Return `head_shard` for one call, because the weight may have been gathered or replaced since the installation.
-    ValueError if nobody would sum dH, or if DeepSpeed's ZeRO stage 3 took the weight's rows apart."""
-    found, weight = head_shard(model, shard), output_layer(model).weight
+    ValueError if nobody would sum dH, if DeepSpeed's ZeRO stage 3 took the weight's rows apart, or if accelerate keeps
+    the weight elsewhere."""
+    found, layer = head_shard(model, shard), output_layer(model)
+    weight = layer.weight
+    if hasattr(layer, "_hf_hook") and weight.device != hidden.device:
+        raise ValueError(
+            f"accelerate's hooks (device_map=, dispatch_model, cpu_offload) keep the output layer's weight on "
+            f"{weight.device} between the layer's own calls, which a fused head does not make, and the hidden states "
+            f"are on {hidden.device}: .remove() the head and use causal_lm_loss, or load the model on one device"
+        )
     if hasattr(weight, "ds_id"):
         raise ValueError(
             f"a fused head needs this rank's {found.width} rows of the output layer, and ZeRO stage 3 leaves a weight "
