@@ -27,7 +27,7 @@ GROUPS = {
     ],
     "test_row_function_generated": [
         ("head_loss/row_function.py", "_expression", "expression is None or keywords", "expression is None"),
-        ("head_loss/row_function.py", "_meaning", "operation.of_bools and kinds == 2 * BOOL", "False"),
+        ("head_loss/row_function.py", "_meaning", "operation is not None and operation.of_bools and kinds == 2 * BOOL", "False"),
         ("head_loss/row_function.py", "_meaning", "kinds not in operation.kinds", "False"),
         ("head_loss/row_function.py", "_clamp", "[operands[0], high]", "operands[:2]"),
         ("head_loss/row_function.py", "_source", "kinds[result] != FLOAT", "False"),
