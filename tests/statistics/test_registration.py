@@ -296,11 +296,23 @@ def test_a_statistic_about_the_label_is_wanted_with_labels_alone():
         pass
 
 
-def test_a_gradient_that_is_wrong_without_labels_alone_is_found():
+def test_a_statistic_about_the_label_may_raise_without_labels():
+    class Margin(Largest):
+        wanted = Family.wanted
+
+        def finish(self, sums, joined):
+            return {"largest": joined.target - sums["own_shift"]}, {}
+
+    with registered(Margin()):
+        pass
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_a_gradient_that_is_wrong_with_or_without_labels_alone_is_found(labelled):
     class Own(Sums):
         def finish(self, sums, joined):
             values, merged = super().finish(sums, joined)
-            factor = 2 if joined.target is None else 1
+            factor = 2 if labelled == (joined.target is not None) else 1
             return values, {row: factor * x for row, x in merged.items()}
 
     with (
