@@ -109,6 +109,7 @@ class TeacherHead(_Tempered):
         hidden: of the student's tokens, with a hidden size of its own, laid out over ranks like the student's:
             replicated, or this rank's [S/P, ..] with ``Linear.hidden_grad="reduce_scatter"``, gathered then.
         weight: at the student's bounds, of the dtype of ``hidden`` (but for autocast), which need not be the student's.
+            ``select_rows(rows, torch.arange(V), shard=its_shard, to=shard)`` lays out rows of other bounds or padding.
         transform: bias, scale (positive) and softcap of the teacher's logits; its temperature must be 1.
         temperature: as in `Teacher`.
 
