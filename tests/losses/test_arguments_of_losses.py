@@ -3,7 +3,22 @@
 import pytest
 import torch
 
-from tp_headloss import CISPO, HeadLoss, Linear, PolicyGradient, TopKTeacher, losses, vocab_statistics
+from tp_headloss import (
+    CISPO,
+    Distillation,
+    HeadLoss,
+    Linear,
+    PolicyGradient,
+    Sequences,
+    Teacher,
+    Term,
+    TopKTeacher,
+    Transform,
+    VocabParallelHead,
+    VocabShard,
+    losses,
+    vocab_statistics,
+)
 from tp_headloss.head_loss.policy_terms import OBJECTIVES
 
 B, S = 2, 3
@@ -73,3 +88,48 @@ def test_a_budget_in_floating_point_is_that_many_bytes():
     assert Linear(budget=1.5e6) == Linear(budget=1_500_000) and isinstance(Linear(budget=1.5e6).budget, int)
     hidden, weight = torch.ones(4, 8, requires_grad=True), torch.ones(16, 8, requires_grad=True)
     HeadLoss().linear(hidden, weight, torch.zeros(4).long(), linear=Linear("recompute", budget=1e6)).loss.backward()
+
+
+X, IDS, MASK = torch.zeros(B, S, 4), torch.zeros(B, S).long(), torch.ones(B, S)
+SHARD, TERM = VocabShard(0, 4, 4), Term("own", lambda stats: stats.set_log_prob, want=("set_log_prob",))
+REMEDIES = {
+    r"temperature must have shape \[2, 3\] of logits, got \[2, 1\]: pass its .expand\(2, 3\)": lambda: HeadLoss()(
+        X, IDS, transform=Transform(temperature=torch.ones(B, 1))
+    ),
+    r"mask must be bool, got torch.float32: pass its .bool\(\)": lambda: Sequences.from_mask(MASK),
+    r"mask must be bool, got torch.int64: pass its .bool\(\)": lambda: Sequences.from_mask(MASK.long()),
+    r"'sequences' must be a Sequences, got Tensor: write Sequences.from_mask\(mask.bool\(\)\)": lambda: HeadLoss(
+        reduction="seq-mean-token-mean"
+    )(X, IDS, inputs={"sequences": MASK}),
+    r"sets.* got Tensor: write IdSets\(ids\)": lambda: HeadLoss([TERM])(X, IDS, inputs={"sets": IDS[..., None]}),
+    r'got .mean_tokens.: write reduction="mean"': lambda: HeadLoss(reduction="mean_tokens"),
+    "'gamma': write margin=gamma": lambda: losses.simpo(ZEROS[0], ZEROS[0], gamma=1.0),
+    r'write linear=Linear\(hidden_grad="reduce_scatter"\)': lambda: VocabParallelHead(6, SHARD, sequence_parallel=True),
+    r"teacher.logits must .* got \[2, 3, 6\]: of the whole vocabulary\? Pass its \[..., shard.start:": lambda: HeadLoss(
+        [Distillation()]
+    )(X, IDS, inputs={"teacher": Teacher(torch.zeros(B, S, 6))}),
+}
+
+
+@pytest.mark.parametrize("words", REMEDIES)
+def test_an_error_names_what_to_write(words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        REMEDIES[words]()
+
+
+def test_a_padded_size_below_the_vocabulary_is_never_advised():
+    with pytest.raises(ValueError, match="got 2") as error:
+        VocabShard(0, 10, 10).expect_width("logits", 2, "columns")
+    assert "padded_size" not in str(error.value)
+    shard = VocabShard(0, 10, 10)
+    object.__setattr__(shard, "world_size", 4)
+    object.__setattr__(shard, "stop", 1)  # the last of tensor_split's ranks
+    with pytest.raises(ValueError, match="is vocab_size=10 right") as error:
+        shard.expect_width("logits", 2, "columns")
+    assert "padded_size" not in str(error.value)
+
+
+def test_bounds_without_a_mask_are_of_all_tokens():
+    bounds = torch.tensor([0, 2, 5])
+    found, whole = (Sequences.from_cu_seqlens(bounds, *mask) for mask in ((), (torch.ones(5, dtype=torch.bool),)))
+    assert found.lengths.tolist() == [2, 3] and torch.equal(found.ids, whole.ids)

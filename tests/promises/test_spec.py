@@ -194,7 +194,7 @@ def test_numbers_of_numpy_are_numbers(function, name, line):
     given = arguments_of(function)
     usual = given.get(name)
     usual = usual if isinstance(usual, (int, float)) else right(name, line)
-    for number in {usual, 0, 1, 0.25}:
+    for number in {float(np.float32(usual)) if isinstance(usual, float) else usual, 0, 1, 0.25}:
         kinds = (np.int64,) if isinstance(line, hl.spec.IntLine) else (np.float64, np.float32)
         outcomes = {outcome_of(function, given | {name: kind(number)}) for kind in (type(usual), *kinds)}
         assert len(outcomes) == 1, number

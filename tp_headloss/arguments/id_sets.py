@@ -51,6 +51,7 @@ class IdSets:
     """
 
     called = "sets."  # in messages
+    of_tensor = ": write IdSets(ids)"
     ids: Annotated[torch.Tensor, TensorLine("int64 or int32", ("..", "K"))]
     mask: Annotated[torch.Tensor, TensorLine("bool", ("..", "K"))] | None = None
     # disjoint, within the ids

@@ -50,6 +50,8 @@ class Sequences:
         ([3.0, 4.0], [1.5, 4.0])
     """
 
+    of_tensor = ": write Sequences.from_mask(mask.bool())"
+
     _offsets: Any
 
     @checked
@@ -136,13 +138,14 @@ class Sequences:
 
     @classmethod
     @checked
-    def from_cu_seqlens(cls, cu_seqlens: Starts, mask: TokenMask, **options) -> Sequences:
+    def from_cu_seqlens(cls, cu_seqlens: Starts, mask: TokenMask | None = None, **options) -> Sequences:
         """Return the sequences of packed tokens: sequence i is tokens [cu_seqlens[i], cu_seqlens[i + 1]).
 
         Args:
             cu_seqlens: ascending in [0, tokens], as variable-length attention takes it. Tokens
                 before its first and beyond its last entry belong to no sequence, and must not be in the mask.
-            mask: cu_seqlens counts its flattened tokens.
+            mask: cu_seqlens counts its flattened tokens. None: all tokens [T] up to the last bound, for which a GPU is
+                waited for.
             options: as in `from_mask`.
 
         Examples:
@@ -152,6 +155,8 @@ class Sequences:
         """
         if not len(cu_seqlens):
             raise ValueError("cu_seqlens must be [B + 1], got none")
+        if mask is None:
+            mask = torch.ones(max(int(cu_seqlens[-1]), 0), dtype=torch.bool, device=cu_seqlens.device)
         bounds, tokens = cu_seqlens.long(), mask.numel()
         offsets = bounds.clamp(0, tokens).cummax(0).values  # so that nothing outside of the tokens is read
         ids = torch.searchsorted(offsets, torch.arange(tokens, device=mask.device), right=True) - 1

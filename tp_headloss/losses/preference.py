@@ -4,8 +4,9 @@ The log-prob of a completion is the sum over its tokens (`tp_headloss.Sequences.
 where a docstring says so. ``chosen`` and ``rejected`` are the policy's log-probs and get gradients; ``reference_*`` are
 another model's. Sum losses as you like: the one backward kernel of the statistics takes the gradients of all of them.
 
-A completion without tokens has the log-prob 0, as sum and as mean: it counts as one of probability 1. Leave its pair
-out, ``loss[(chosen.lengths > 0) & (rejected.lengths > 0)]`` with the `Sequences` of both, before the mean.
+A completion without tokens has the log-prob 0, as sum and as mean: it counts as one of probability 1.
+Leave its pair out of the mean, ``loss[(first.lengths > 0) & (second.lengths > 0)]`` with the `Sequences` of
+the chosen and of the rejected completions.
 """
 
 from __future__ import annotations

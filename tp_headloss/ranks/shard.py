@@ -189,7 +189,7 @@ class VocabShard:
         total = size * self.world_size
         if self.world_size > 1 and size in (self.vocab_size, self.padded_size):
             why = f"these look like gathered {each}; if they are one rank's, vocab_size is that of all ranks, {total}"
-        elif size > self.width:
+        elif size > self.width and total >= self.vocab_size:
             why = f"a padded vocabulary? VocabShard.from_group(group, {self.vocab_size}, padded_size={total})"
         else:
             group = "; if these are one rank's, make the shard with its group, after init_process_group"

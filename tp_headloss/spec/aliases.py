@@ -55,6 +55,7 @@ WRITTEN = (
     Alias("dapo", "TRL", "value", "mean", 'reduction="mean" with denominator=, tokens of the batch'),
     Alias("bnpo", "TRL", "value", "mean", 'reduction="mean"'),
     Alias("dr_grpo", "TRL", "value", SUM_NORM, f'reduction="{SUM_NORM}" with Sequences.from_mask(.., horizon=L)'),
+    Alias("mean_tokens, token_mean", "many", "value", "mean", 'reduction="mean"'),
     Alias("batchmean", "torch", "value", "mean", 'reduction="mean", per token, or with denominator= of your own'),
     Alias("kl", "torch", "value", "forward_kl", '"forward_kl", of teacher to student, or "reverse_kl"'),
     Alias("js", "Liger", "value", "jsd", '"jsd", whose beta is that of the Teacher'),
@@ -112,6 +113,8 @@ WRITTEN = (
     Alias("_input", "Liger", "HeadLoss.linear", "hidden="),
     Alias("lin_weight", "Liger", "HeadLoss.linear", "weight="),
     Alias("vocab_size", "many", f"HeadLoss, {CALLS}", "shard=VocabShard.from_group(group, vocab_size), of the call"),
+    Alias("gamma", "the paper, TRL", "simpo", "margin=gamma"),
+    Alias("sequence_parallel", "Megatron", "VocabParallelHead", 'linear=Linear(hidden_grad="reduce_scatter")'),
     Alias("reference_free", "TRL", "dpo", "reference_chosen and reference_rejected of 0"),
 )  # fmt: skip
 ALIASES = [x._replace(name=n, ours=x.ours.replace("{}", n)) for x in WRITTEN for n in x.name.split(", ")]

@@ -10,6 +10,7 @@ import torch
 
 from ..validation import FP32_MAX, expect_dense, is_number
 from .aliases import hint
+from .words import shown, type_name, with_article
 
 Sizes: TypeAlias = dict[str, tuple[Any, str]]  # symbol of a shape -> its size, and the name of the argument that set it
 
@@ -96,11 +97,14 @@ class TensorLine:
                 "a value per row is [B, 1]"
             )
         if not fits and not self.broadcasts:
-            shown = ", ".join(str(set_before.get(s, s)) for s in (*known, *tail))
+            shape = ", ".join(str(set_before.get(s, s)) for s in (*known, *tail))
             expands = x.dim() == len(known) and not tail and all(n in (1, e) for n, e in zip(x.shape, known))
             said = f": pass its .expand({', '.join(map(str, known))})" * (expands and bool(known))
+            if self.sharded is not None and x.dim() == len(expected) and x.shape[self.sharded] > expected[self.sharded]:
+                place = "..., " * (self.sharded == -1)
+                said = f": of the whole vocabulary? Pass its [{place}shard.start:shard.stop]"
             of = f"{' of ' * bool(setters)}{setters}"
-            raise ValueError(f"{name} must have shape [{shown}]{of}, got {list(x.shape)}{said}")
+            raise ValueError(f"{name} must have shape [{shape}]{of}, got {list(x.shape)}{said}")
         for symbol, size in given.items():
             if isinstance(symbol, str):
                 sizes.setdefault(symbol, (size, name))
@@ -122,7 +126,7 @@ class NumberLine:
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError for anything but a number, and ValueError for one out of range."""
         if not is_number(value):
-            raise TypeError(f"{name} must be a number, got {_shown(value)}")
+            raise TypeError(f"{name} must be a number, got {shown(value)}")
         if not isinstance(value, int):  # which may be too large for a float
             value = float(value)  # NumPy would round the bounds to the value's type
         if not self.low <= value <= self.high:
@@ -152,7 +156,7 @@ class TupleOf:
             if self.count is None:
                 raise TypeError(f"{name} must be a tuple or list, got {type(value).__name__}")
             both = f": for both, ({value}, {value})" if self.count == 2 and is_number(value) else ""
-            raise TypeError(f"{name} must be {self.count} {_PLURALS[type(self.line)]}, got {_shown(value)}{both}")
+            raise TypeError(f"{name} must be {self.count} {_PLURALS[type(self.line)]}, got {shown(value)}{both}")
         for part in value:
             self.line.check(f"each of {name}", part, sizes)
         if self.ordered and not value[0] <= value[1]:
@@ -182,7 +186,7 @@ class IntLine:
                 raise TypeError
             number = operator.index(value)
         except TypeError:
-            raise TypeError(f"{name} must be an int, got {_shown(value)}") from None
+            raise TypeError(f"{name} must be an int, got {shown(value)}") from None
         if not self.low <= number <= self.high:
             bound = f"at most {self.high}" if number > self.high else f"at least {self.low}"
             expected = "in the range of int64" if self.low < 0 else bound
@@ -204,9 +208,9 @@ class OneOf:
         """Raise ValueError for anything but one of the names, and TypeError for anything but a flag."""
         if self.names == (True, False):
             if not isinstance(value, bool):
-                raise TypeError(f"{name} must be True or False, got {_shown(value)}")
+                raise TypeError(f"{name} must be True or False, got {shown(value)}")
         elif not isinstance(value, str) or value not in self.names:
-            raise ValueError(f"{name} must be one of {tuple(self.names)}, got {_shown(value)}{hint(value, self.names)}")
+            raise ValueError(f"{name} must be one of {tuple(self.names)}, got {shown(value)}{hint(value, self.names)}")
 
 
 @dataclass(frozen=True)
@@ -225,7 +229,7 @@ class Instance:
         """Raise TypeError unless the value is such an object, ValueError if it has other tokens."""
         if not isinstance(value, self.kind):
             said = getattr(self.kind, "of_tensor", "") if isinstance(value, torch.Tensor) else ""
-            raise TypeError(f"{name} must be {_article(self.kind.__name__)}, got {_type_of(value)}{said}")
+            raise TypeError(f"{name} must be {with_article(self.kind.__name__)}, got {type_name(value)}{said}")
         tokens = getattr(value, "tokens_like", None)
         if isinstance(tokens, torch.Tensor):
             known, first = sizes.setdefault("..", (tuple(tokens.shape), name))
@@ -243,7 +247,7 @@ class Callables:
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError unless the value can be called and is no class."""
         if not callable(value) or isinstance(value, type):
-            raise TypeError(f"{name} must be a function, got {_shown(value)}")
+            raise TypeError(f"{name} must be a function, got {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -273,7 +277,7 @@ class Names:
         """Raise TypeError for anything but a tuple of strings, ValueError for unknown ones."""
         if not isinstance(value, (tuple, list)) or not all(isinstance(x, str) for x in value):
             said = f": write ({value!r},)" if isinstance(value, str) else ""
-            raise TypeError(f"{name} must be a tuple of names, got {_shown(value)}{said}")
+            raise TypeError(f"{name} must be a tuple of names, got {shown(value)}{said}")
         if self.known is not None and (unknown := set(value) - set(self.known())):
             raise ValueError(f"{name} must be of {self.known()}, got {sorted(unknown)}{self.hint}")
 
@@ -287,7 +291,7 @@ class Text:
     def check(self, name: str, value: Any, sizes: Sizes):
         """Raise TypeError unless the value is such a string."""
         if not isinstance(value, str) or not value:
-            raise TypeError(f"{name} must be a string, not empty, got {_shown(value)}")
+            raise TypeError(f"{name} must be a string, not empty, got {shown(value)}")
 
 
 @dataclass(frozen=True)
@@ -316,7 +320,7 @@ class AnyOf:
                     raise
         of_tensor = [getattr(line.kind, "of_tensor", "") for line in self.lines if isinstance(line, Instance)]
         said = max(of_tensor, default="") if isinstance(value, torch.Tensor) else ""
-        raise TypeError(f"{name} must be {self.says}, got {_shown(value)}{said}")
+        raise TypeError(f"{name} must be {self.says}, got {shown(value)}{said}")
 
 
 Line: TypeAlias = (
@@ -334,20 +338,3 @@ def _check_alike(name: str, symbol: str, device, sizes: Sizes):
         if getattr(device, "type", device) != getattr(expected, "type", expected):
             device, expected = (getattr(x, "type", x) for x in (device, expected))  # the same on all ranks
         raise ValueError(f"{name} must be on {expected} like {first}, got {device}")
-
-
-def _shown(value) -> str:
-    """A value for a message, which must be the same on all ranks: objects by their type."""
-    if type(value) in (list, tuple) and not all(isinstance(x, (str, float, int, list, tuple)) for x in value):
-        return str([_type_of(x) for x in value])
-    return _type_of(value) if isinstance(value, (type, dict)) or type(value).__module__ != "builtins" else repr(value)
-
-
-def _type_of(value) -> str:
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    return type(value).__name__ + getattr(type(value), "remedy", "")
-
-
-def _article(name: str) -> str:
-    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"

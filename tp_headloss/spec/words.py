@@ -1,0 +1,20 @@
+"""Words of errors for values of any type."""
+
+
+def shown(value) -> str:
+    """A value for a message, which must be the same on all ranks: objects by their type."""
+    if type(value) in (list, tuple) and not all(isinstance(x, (str, float, int, list, tuple)) for x in value):
+        return str([type_name(x) for x in value])
+    return type_name(value) if isinstance(value, (type, dict)) or type(value).__module__ != "builtins" else repr(value)
+
+
+def type_name(value) -> str:
+    """The name of a value's type, with what to write in its place if the type says so."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return type(value).__name__ + getattr(type(value), "remedy", "")
+
+
+def with_article(name: str) -> str:
+    """The name of a class with its article."""
+    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
