@@ -14,7 +14,7 @@ from ranks import on_ranks
 import tp_headloss as hl
 from tp_headloss.engine.trial import Trial, try_family
 from tp_headloss.statistics import BUILT_IN, families_with
-from tp_headloss.statistics.family import Family
+from tp_headloss.statistics.family import Family, row_sum
 
 V, N = 40, 5
 POWER, MOMENT, SURPRISE = ("power", 1.5, 1.0), ("moment", 2, 1.0), ("surprise", 1.0, 1.0)
@@ -316,7 +316,7 @@ def test_a_gradient_that_is_wrong_with_or_without_labels_alone_is_found(labelled
             return values, {row: factor * x for row, x in merged.items()}
 
     with (
-        pytest.raises(ValueError, match=r"the gradient of own = .* look at coefficient"),
+        pytest.raises(ValueError, match=r"the gradient of lse \+ own = .* look at coefficient"),
         registered(Own("own", (POWER,))),
     ):
         pass
@@ -415,3 +415,52 @@ def test_a_wrong_method_of_a_family_with_every_kind_of_row_is_found(method, way)
     family = broken(Sums("own", (POWER, MOMENT, SURPRISE)), method, way)
     with pytest.raises(ValueError, match=rf"look at .*\b{method}\b"), registered(family):
         pass
+
+
+class Squares(Family):
+    """sum of p^2 and sum of z^2, whose methods may replace what they get, and look at logits of labels."""
+
+    statistics = gradients = packet = merged = ("own_p2", "own_z2")
+
+    def __init__(self, replaces: str | None = None, looks: bool = False):
+        self.replaces, self.needs_label_logits = replaces, looks
+
+    def local(self, tile, softmax, rows):
+        z = tile.z.masked_fill(tile.z == -torch.inf, 0.0)
+        return {"own_p2": row_sum(softmax.exp**2), "own_z2": row_sum(z**2)}
+
+    def rescale(self, rows, drop, factor):
+        return {"own_p2": factor**2 * rows["own_p2"], "own_z2": rows["own_z2"]}
+
+    def target(self, p, offset):
+        return {"own_p2": p**2}
+
+    def finish(self, sums, joined):
+        values = {"own_p2": sums["own_p2"] / joined.whole**2, "own_z2": sums["own_z2"]}
+        return values, values
+
+    def coefficient(self, coefficient, shifted, weight, merged, grads):
+        if "own_p2" not in grads:
+            return coefficient
+        own = grads["own_p2"] * 2 * (weight - merged["own_p2"])
+        return own if self.replaces == "coefficient" else coefficient + own
+
+    def direct(self, dz, tile, merged, grads):
+        if "own_z2" not in grads:
+            return dz
+        z = tile.z.masked_fill(tile.z == -torch.inf, 0.0)
+        own = grads["own_z2"] * 2 * z
+        if self.needs_label_logits:
+            own = own + 0 * tile.label_logits[:, None]
+        return own if self.replaces == "direct" else dz + own
+
+
+@pytest.mark.parametrize("method", ["coefficient", "direct"])
+def test_a_method_that_replaces_the_gradients_of_others_is_found(method):
+    with pytest.raises(ValueError, match=r"the gradient of lse \+ own_.* look at coefficient, direct"):
+        hl.register_statistic(Squares(replaces=method))
+
+
+def test_logits_of_labels_are_for_sums_alone():
+    with pytest.raises(ValueError, match=r"must do without tile.label_logits, which `local` alone has"):
+        hl.register_statistic(Squares(looks=True))

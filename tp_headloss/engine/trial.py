@@ -159,24 +159,38 @@ class Trial:
         """Compare the gradient of each statistic with finite differences, and the gradient of none with 0."""
         request = self.request(labels, HALF, ABSENT)
         merged = passes.statistics(request)[0]
+        # as in a backward, which has no logits of labels
+        request = request._replace(tensors=request.tensors._replace(label_logits=None))
+        of_lse = request.tensors.logits.softmax(-1)
         slopes = self.slopes(labels)
         upstream = torch.linspace(0.5, 2.0, len(LOGITS), dtype=torch.float64)
         for name in (*self.family.gradients, None):
             found = torch.zeros_like(request.tensors.logits)
-            expected = torch.zeros_like(found)
-            grads = {}
+            # there is the gradient of lse besides, to which the methods add
+            expected = of_lse.clone()
+            grads = {"lse": torch.ones_like(upstream)}
             if name in slopes:
-                grads = {name: upstream}
-                expected[:, :WIDTH] = upstream[:, None] * slopes[name]
+                grads[name] = grads.get(name, 0.0) + upstream
+                expected[:, :WIDTH] += upstream[:, None] * slopes[name]
             try:
                 passes.write_gradient(found, request, merged, grads)
+            except TypeError as error:
+                if not self.family.needs_label_logits:
+                    raise
+                raise ValueError(
+                    f"{' or '.join(GRADIENT)} of family {type(self.family).__name__} must do without "
+                    f"tile.label_logits, which `local` alone has, got {error}"
+                ) from error
             except KeyError as error:
                 raise ValueError(
                     f"{' or '.join(GRADIENT)} of family {type(self.family).__name__} must ask whether an "
                     f"upstream gradient is there, `if {error} in grads`: a loss need not use every statistic"
                 ) from error
             words = "by these methods (0 where a logit is -inf)", "by finite differences"
-            named = {f"the gradient of {name}": found}, {f"the gradient of {name}": expected}
+            if name is None:
+                words = "where a loss has lse alone", "by a softmax (methods return what they get, or add to it)"
+            told = f"the gradient of lse + {name}" if name else "the gradient of lse"
+            named = {told: found}, {told: expected}
             self.compare(*named, *words, (*GRADIENT, "finish", *SUMS), SLOPE_TOLERANCE)
 
     def slopes(self, labels: Labels) -> dict[str, torch.Tensor]:
