@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import math
+import os
 import random
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from tp_headloss import Term
 from tp_headloss.head_loss.row_function import SLOPES, STATISTICS, row_function
 from tp_headloss.statistics import VocabStatistics
 
+FULL = bool(os.environ.get("TP_HEADLOSS_FULL"))
 INPUTS = "a", "b"
 NUMBERS = 0.0, 1.0, -0.5, 2.0, -3.0, 0.8, 1.2
 UNARY = {
@@ -153,16 +155,16 @@ def points(choices, count):
     return torch.tensor(rows)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4 if FULL else 1))
 def test_random_terms_have_the_values_and_derivatives_of_torch(seed, tmp_path):
     choices = random.Random(seed)
     found = []
-    for expression in (value(choices, choices.choice([2, 3, 4])) for _ in range(450)):
+    for expression in (value(choices, choices.choice([2, 3, 4])) for _ in range(350)):
         term = term_of(expression)
         function = row_function([term])
         if function is not None:
             found.append((expression, term, function))
-    assert len(found) > 100  # the others have an operation that is not arithmetic, or has another meaning
+    assert len(found) > 80  # the others have an operation that is not arithmetic, or has another meaning
     library, wrong = compiled([function.source for *_, function in found], tmp_path), []
     for i, (expression, term, _) in enumerate(found):
         x = points(choices, 60)

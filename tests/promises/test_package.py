@@ -64,7 +64,7 @@ def test_the_tests_of_the_sdist_run(built, tmp_path):
     given = {str(path.relative_to(ROOT)) for path in everything if not {"__pycache__", "build"} & {*path.parts}}
     given = {name for name in given if ".egg-info" not in name and not name.startswith((".", "runs/", "dist/"))}
     assert given <= {str(path.relative_to(root)) for path in root.rglob("*")}
-    files = "tests/losses/test_kl.py", "tests/statistics/test_own_family.py", "tests/promises/test_docs.py"
+    files = "tests/losses/test_kl.py", "tests/statistics/test_own_family.py"
     assert "passed" in run("pytest", "-q", "-p", "no:cacheprovider", *files, cwd=root)
 
 

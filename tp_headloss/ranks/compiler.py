@@ -26,7 +26,8 @@ def disabled_for_compile(function: Callable[P, R], reason: str) -> Callable[P, R
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return torch.compiler.disable(function, reason=reason)(*args, **kwargs)
+        disabled: Any = torch.compiler.disable(function, reason=reason)
+        return disabled(*args, **kwargs)
 
     marked: Any = call
     marked._torchdynamo_disable = True
