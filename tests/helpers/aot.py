@@ -358,7 +358,7 @@ def call_head(case, groups):
         logits = torch.zeros(tokens, case.width, dtype=case.dtype, requires_grad=True)
         head(logits, labels, **given).loss.backward()
         sums_triton.gradient_for(logits.grad, torch.zeros(()))
-        if case.dtype == torch.bfloat16 and case.denominator is None and not case.metrics:  # which matter little to it
+        if case.dtype == torch.bfloat16 and case.denominator is None:  # which it does not depend on
             call_late_gradient(head, logits, labels, **given)
         return
     hidden = torch.zeros(tokens, hidden_size, dtype=case.dtype, requires_grad=True)
