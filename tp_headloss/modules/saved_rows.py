@@ -1,4 +1,4 @@
-"""What a state_dict says about the rows that it holds, beside the tensors themselves.
+"""Marks in the metadata of a state_dict that say which rows its tensors hold.
 
 A DTensor that torch.save wrote is one rank's part, and does not say which: another rank would take it for its own. So
 the metadata of a state_dict, which torch.save keeps and `torch.distributed.checkpoint` does not need, names the

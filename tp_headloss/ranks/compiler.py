@@ -1,4 +1,4 @@
-"""What torch.compile leaves alone or takes for a constant, said without importing torch._dynamo.
+"""Marks on functions that torch.compile leaves alone or takes for constants, made without importing torch._dynamo.
 
 `torch.compiler.disable` and `assume_constant_result` import it where they decorate: seconds, and a thousand modules,
 for a program that compiles nothing. All that they leave on a function are attributes, which a test compares with these.
