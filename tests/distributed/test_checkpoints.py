@@ -50,9 +50,9 @@ def local_rows(model):
     return found
 
 
-def whole_matrices(seed):
+def whole_matrices(seed, device):
     """Truth: of one rank that has everything."""
-    return dict(modules_of(None, torch.device("cpu"), seed).state_dict())
+    return dict(modules_of(None, device, seed).state_dict())
 
 
 def options_of(group):
@@ -62,7 +62,7 @@ def options_of(group):
 def save(group, device, folder):
     rank, model = (0, None) if group is None else (group.rank(), None)
     model, dtensors = modules_of(group, device, 7), modules_of(group, device, 7, as_dtensors=True)
-    whole = whole_matrices(7)
+    whole = whole_matrices(7, device)
     full = get_model_state_dict(dtensors, options=StateDictOptions(full_state_dict=True))
     states = {
         "each rank": model.state_dict(),
@@ -154,7 +154,7 @@ def sharded_again(mesh, device):
 def after_fully_shard(group, device, shape):
     """Whole matrices into parameters that FSDP2 has sharded, over two dimensions and over one."""
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
-    whole = whole_matrices(7)
+    whole = whole_matrices(7, device)
     cut = {name: x[:V].clone() for name, x in whole.items()}
     full = StateDictOptions(full_state_dict=True)
     found = []
