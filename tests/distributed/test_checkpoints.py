@@ -22,6 +22,7 @@ H, V, PADDED = 4, 37, 40
 SIZES = (1, 2, 4)
 WHOLE = ("padding cut off", "with padding", "full_state_dict", "dcp", "dcp of DTensors")
 PARTS = ("rank 0 alone", "each rank", "each rank, of DTensors")
+COPIED = ("rank 0 alone, copied", "each rank, copied")  # to plain dicts, which have no metadata
 OLD = ("each rank, before it said its rows", "rows alone")  # right where every rank has its own file again
 BOTH_BOUNDS = r"must be the rows \[(\d+), (\d+)\) of this rank, got a file of another one, which holds \[(\d+), (\d+)\)"
 
@@ -68,10 +69,12 @@ def save(group, device, folder):
         "each rank": model.state_dict(),
         "each rank, of DTensors": dtensors.state_dict(),
         "each rank, before it said its rows": dict(model.state_dict()),
+        "each rank, copied": dict(model.state_dict()),
         "rows alone": {name: p.detach().clone() for name, p in model.named_parameters()},
     }
     if rank == 0:
         states |= {"rank 0 alone": model.state_dict(), "full_state_dict": full}
+        states["rank 0 alone, copied"] = dict(model.state_dict())
         states |= {"with padding": whole, "padding cut off": {name: x[:V].clone() for name, x in whole.items()}}
     for kind, state in states.items():
         torch.save(state, f"{folder}/{kind} {rank}")
@@ -83,7 +86,7 @@ def load(group, device, folder, before):
     """-> by kind of file and of parameters: "right", "wrong", or the error."""
     rank, outcomes = 0 if group is None else group.rank(), {}
     expected = local_rows(modules_of(group, device, 7))
-    for kind, as_dtensors in itertools.product((*WHOLE, *PARTS, *OLD), (False, True)):
+    for kind, as_dtensors in itertools.product((*WHOLE, *PARTS, *COPIED, *OLD), (False, True)):
         model = modules_of(group, device, 90, as_dtensors)
         if kind.startswith("dcp"):
             state = {"model": model.state_dict()}
@@ -111,10 +114,12 @@ def test_every_file_gives_a_rank_its_rows_or_says_whose_it_has(before, after, tm
     for rank, outcomes in enumerate(on_ranks(after, load, str(tmp_path), before)):
         own = [rank * PADDED // after, (rank + 1) * PADDED // after]
         for (kind, as_dtensors), outcome in outcomes.items():
-            at = 0 if kind == "rank 0 alone" else rank % before
+            at = 0 if kind.startswith("rank 0 alone") else rank % before
             held = [at * PADDED // before, (at + 1) * PADDED // before]
             if kind in WHOLE or kind in OLD or held in (own, [0, PADDED]):
                 assert outcome == "right", (kind, as_dtensors, outcome)
+            elif kind in COPIED:
+                assert "must be the rows [{}, {})".format(*own) in outcome, (kind, as_dtensors, outcome)
             else:
                 found = re.search(BOTH_BOUNDS, outcome)
                 assert found, (kind, as_dtensors, outcome)
@@ -168,11 +173,11 @@ def after_fully_shard(group, device, shape):
             else:
                 set_model_state_dict(model, dict(given), options=full)
             state = get_model_state_dict(model, options=full)
-            found.append(all(torch.equal(state[name][:V].cpu(), x[:V]) for name, x in whole.items()))
+            found.append(all(torch.equal(state[name][:V].cpu(), x[:V].cpu()) for name, x in whole.items()))
             again = sharded_again(mesh, device)
             again.load_state_dict(model.state_dict())
             state = get_model_state_dict(again, options=full)
-            found.append(all(torch.equal(state[name][:V].cpu(), x[:V]) for name, x in whole.items()))
+            found.append(all(torch.equal(state[name][:V].cpu(), x[:V].cpu()) for name, x in whole.items()))
     return found
 
 

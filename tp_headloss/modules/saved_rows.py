@@ -16,6 +16,10 @@ import torch.distributed as dist
 from ..call.subclasses import is_dtensor
 from ..ranks.shard import VocabShard
 
+REMEDY = (
+    "torch.save on every rank, each to its own file, or save all rows at once with torch.distributed.checkpoint or "
+    "get_model_state_dict(.., StateDictOptions(full_state_dict=True))"
+)
 HELD = "tp_headloss_rows"  # in the metadata of a module: [start, stop, place of the rank in the mesh]
 
 _log = logging.getLogger("tp_headloss")
@@ -38,7 +42,7 @@ def why_not_own(metadata: dict, shard: VocabShard, given) -> str | None:
     """Return why an entry of a state_dict is another rank's part of the matrix; None if it is this rank's, or a whole
     matrix, or does not say."""
     if HELD not in metadata:
-        return None
+        return _why_not_here(shard, given) if is_dtensor(given) else None
     start, stop, place = metadata[HELD]
     if is_dtensor(given):
         is_own = place is None or place == _place(given.device_mesh)
@@ -49,8 +53,22 @@ def why_not_own(metadata: dict, shard: VocabShard, given) -> str | None:
         return None
     return (
         f"must be the rows [{shard.start}, {shard.stop}) of this rank, got a file of another one, which holds "
-        f"[{start}, {stop}) alone: torch.save on every rank, each to its own file, or save all rows at once with "
-        "torch.distributed.checkpoint or get_model_state_dict(.., StateDictOptions(full_state_dict=True))"
+        f"[{start}, {stop}) alone: {REMEDY}"
+    )
+
+
+def _why_not_here(shard: VocabShard, given) -> str | None:
+    """As `why_not_own`, where a state_dict has lost its metadata, as a copy to a plain dict has: by the place of the
+    process that wrote the DTensor, which its mesh remembers."""
+    mesh, place = given.device_mesh, _place(given.device_mesh)
+    written_at = mesh.get_coordinate()
+    is_whole = all(mesh.size(dim) == 1 or not p.is_shard() for dim, p in enumerate(given.placements))
+    if is_whole or written_at is None or place == list(written_at):
+        return None
+    here = "no such mesh runs" if place is None else f"this one is at {place}"
+    return (
+        f"must be the rows [{shard.start}, {shard.stop}) of this rank, got a file of another one, which was at "
+        f"{list(written_at)} of its device mesh of {mesh.size()}, where {here}: {REMEDY}"
     )
 
 
